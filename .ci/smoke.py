@@ -1,0 +1,47 @@
+"""Trains a small model with the installed graphpp, alone or under torchrun; the argument is the folder it must be from."""
+
+import importlib
+import sys
+from pathlib import Path
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import graphpp
+
+
+def main() -> None:
+    assert Path(graphpp.__file__).is_relative_to(Path(sys.argv[1])), f"graphpp comes from {graphpp.__file__}"
+    for decoy in ("passes", "runtime"):
+        must_raise(decoy)
+    torch.manual_seed(0)
+    model = nn.Sequential(*(layer for _ in range(4) for layer in (nn.Linear(8, 8), nn.Tanh())))
+    inputs, target = torch.randn(8, 8), torch.randn(8, 8)
+    pipe = graphpp.compile(model, F.mse_loss, microbatches=4)
+    losses = [train(pipe, inputs, target) for _ in range(3)]
+    assert losses[0] > losses[1] > losses[2], losses
+    print(f"graphpp runs from {Path(graphpp.__file__).parent}, losses {losses}")
+
+
+def must_raise(decoy: str) -> None:
+    """The decoys are in place: to import one raises."""
+    try:
+        importlib.import_module(decoy)
+    except ImportError as error:
+        assert "own" in str(error), error
+    else:
+        raise AssertionError(f"{decoy} is not the decoy")
+
+
+def train(pipe: graphpp.Pipeline, inputs: torch.Tensor, target: torch.Tensor) -> float:
+    """One step of plain gradient descent; the loss before it."""
+    loss = pipe.step(inputs, target=target).loss.item()
+    with torch.no_grad():
+        for parameter in pipe.parameters():
+            parameter -= 0.1 * parameter.grad
+            parameter.grad = None
+    return loss
+
+
+main()

@@ -1,0 +1,83 @@
+# Every target does its own set-up: a virtual environment in this folder, PyTorch in it, graphpp and its tools.
+#
+#   make demo                     train a Llama on two processes and compare it with one
+#   make test                     all tests
+#   make lint | types             ruff | mypy
+#   make compat TORCH=2.15.0      the tests in a second environment, with that version of PyTorch
+#   make clean                    remove what these made
+#
+# Variables: PYTHON (python3), VENV (.venv), TORCH (2.13.0), RANKS (2), DEMO_ARGS, PYTEST_ARGS.
+#
+# PyTorch: one that can already be imported stays, be it in VENV or the machine's own. Else torch==$(TORCH) is asked
+# for by its plain version: pip takes a build for CPUs ("+cpu" sorts above the plain version) from whatever index or
+# folder the machine has configured (PIP_EXTRA_INDEX_URL, PIP_FIND_LINKS, pip.conf), and the registry's own build, which
+# runs without a GPU as well, where none is configured. So nothing here has to name a server.
+
+SHELL := bash
+.SHELLFLAGS := -euo pipefail -c
+.ONESHELL:
+.DELETE_ON_ERROR:
+.PHONY: demo test lint types compat clean help setup
+
+PYTHON ?= python3
+TORCH ?= 2.13.0
+VENV ?= .venv
+RANKS ?= 2
+DEMO_ARGS ?=
+PYTEST_ARGS ?=
+EXACT ?=
+override PY := $(VENV)/bin/python
+override PIP := $(PY) -m pip --disable-pip-version-check install -qq
+override READY := $(VENV)/.graphpp-ready
+export OMP_NUM_THREADS := 1
+
+help:
+	@sed -n '2,/^$$/s/^# \{0,1\}//p' Makefile
+
+demo: $(READY)
+	@$(PY) -m torch.distributed.run --standalone --nproc-per-node $(RANKS) examples/train_llama.py $(DEMO_ARGS)
+
+test: $(READY)
+	@$(PY) -m pytest -q $(PYTEST_ARGS)
+
+lint: $(READY)
+	@$(PY) -m ruff check .
+
+types: $(READY)
+	@$(PY) -m mypy
+
+compat:
+	@$(MAKE) --no-print-directory test VENV=.venv-$(TORCH) EXACT=1
+
+clean:
+	rm -rf .venv .venv-* build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find graphpp tests examples benchmarks -name __pycache__ -prune -exec rm -rf {} +
+
+setup: $(READY)
+
+# EXACT (compat) wants just that version: then the machine's own torch is not looked at.
+$(READY): pyproject.toml Makefile
+	@fail() { echo "set-up: $$*" >&2; exit 1; }
+	supported() { "$$1" -c 'import torch, re; v = re.match(r"(\d+)\.(\d+)", torch.__version__)
+	raise SystemExit(not (2, 11) <= tuple(map(int, v.groups())) < (2, 16))' 2>/dev/null; }
+	if ! test -x $(PY); then
+	  command -v "$(PYTHON)" >/dev/null || fail "no '$(PYTHON)'; install Python 3.11 or newer, or name it: make PYTHON=..."
+	  "$(PYTHON)" -c 'import sys; sys.exit(sys.version_info < (3, 11))' ||
+	    fail "'$(PYTHON)' is $$("$(PYTHON)" --version); 3.11 or newer is needed: make PYTHON=python3.12"
+	  own=; if test -z "$(EXACT)" && supported "$(PYTHON)"; then own=--system-site-packages; fi
+	  echo "set-up: $(VENV) from $$("$(PYTHON)" --version) $$own"
+	  "$(PYTHON)" -m venv $$own $(VENV) || { rm -rf $(VENV)
+	    fail "'$(PYTHON)' cannot make virtual environments; on Debian and Ubuntu: apt-get install python3-venv"; }
+	fi
+	have() { $(PY) -c 'import torch; print(torch.__version__)' 2>/dev/null || true; }
+	if test -n "$(EXACT)"; then
+	  case "$$(have)" in "$(TORCH)"|"$(TORCH)+"*) ;; *) echo "set-up: installing torch $(TORCH); the first time takes minutes"; $(PIP) "torch==$(TORCH)" ;; esac
+	elif ! supported $(PY); then
+	  echo "set-up: installing torch $(TORCH); the first time takes minutes"
+	  $(PIP) "torch==$(TORCH)"
+	fi
+	echo "set-up: installing graphpp and its tools beside torch $$(have)"
+	echo "torch==$$(have)" > $(VENV)/constraints.txt
+	$(PIP) setuptools wheel
+	$(PIP) --constraint $(VENV)/constraints.txt --no-build-isolation --editable '.[dev]'
+	touch $@

@@ -1,0 +1,225 @@
+"""Trains a small Llama on real text over several processes, then proves the numbers against one plain process.
+
+    torchrun --nproc-per-node 2 examples/train_llama.py          (`make demo` does this)
+
+Every rank is given the same batch; graphpp cuts it into microbatches and the model into stages. Afterwards rank 0
+trains the same model again with nothing but PyTorch, and the exit status is 1 if one loss or one parameter differs.
+"""
+
+import argparse
+import itertools
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import llama
+import text
+import torch
+import torch.distributed as dist
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from torch import Tensor, nn
+
+import graphpp
+
+Update = Callable[[Tensor, Tensor], Tensor]  # tokens, targets [rows, length] -> the losses of the microbatches
+RANK, RANKS = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+
+
+@dataclass(frozen=True)
+class Run:
+    """What one training came to."""
+
+    losses: Tensor  # [steps, microbatches]
+    seconds: list[float]  # per step
+    state: dict[str, Tensor]  # the trained model's; empty on ranks other than 0
+
+    @property
+    def speed(self) -> float:
+        """Seconds of a usual step; the first one traces and warms up."""
+        return sorted(self.seconds)[len(self.seconds) // 2]
+
+
+def options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--steps", type=int, default=60)
+    parser.add_argument("--microbatches", type=int, default=8)
+    parser.add_argument("--layers", type=int, default=8)
+    parser.add_argument("--dim", type=int, default=320, help="a multiple of 64")
+    parser.add_argument("--batch", type=int, default=16, help="rows, a multiple of the microbatches")
+    parser.add_argument("--length", type=int, default=64, help="bytes in a row")
+    parser.add_argument("--schedule", default="1F1B", help="GPipe, 1F1B, Interleaved1F1B, LoopedBFS or a CSV file")
+    parser.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto")
+    parser.add_argument("--lr", type=float, default=1e-3)
+    return parser.parse_args()
+
+
+def main() -> None:
+    option = options()
+    device = prepare(option.device)
+    piped = train_pipeline(option, device)
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    if RANK == 0:
+        plain = train_plain(option, device)
+        show_speed(piped, plain)
+        sys.exit(show_difference(piped, plain))
+
+
+def prepare(choice: str) -> torch.device:
+    """The device of this rank; one thread a rank, and kernels that repeat their results."""
+    torch.set_num_threads(1)
+    if choice == "cpu" or (choice == "auto" and torch.cuda.device_count() < RANKS):
+        return torch.device("cpu")
+    os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
+    torch.use_deterministic_algorithms(True)
+    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+    torch.cuda.set_device(device)
+    return device
+
+
+# ------------------------------------------------------------------------------------------------------- two trainings
+
+
+def train_pipeline(option: argparse.Namespace, device: torch.device) -> Run:
+    """The training that graphpp runs; every rank calls it, and holds its own stages' parameters."""
+    pipe = graphpp.compile(
+        new_model(option),
+        llama.loss,
+        example=example(option),
+        schedule=option.schedule,
+        microbatches=option.microbatches,
+        device=device,
+    )
+    optimizer = torch.optim.AdamW(pipe.parameters(), lr=option.lr)
+
+    def update(tokens: Tensor, targets: Tensor) -> Tensor:
+        optimizer.zero_grad()
+        result = pipe.step(tokens, target=targets)
+        pipe.clip_grad_norm_(1.0)
+        optimizer.step()
+        return torch.stack(list(result.losses))
+
+    losses, seconds = train(f"{option.schedule} x {RANKS}", update, option, device, lambda: bubble(pipe, option))
+    return Run(losses, seconds, gather(pipe.state_dict()))
+
+
+def example(option: argparse.Namespace) -> graphpp.Microbatch:
+    """One microbatch as training will see it: graphpp reads shapes from it and does not run the model on it."""
+    rows = option.batch // option.microbatches
+    tokens, targets = text.batch(text.corpus(), 0, rows, option.length)
+    return graphpp.Microbatch((tokens,), target=targets)
+
+
+def train_plain(option: argparse.Namespace, device: torch.device) -> Run:
+    """The same training in one process, with gradient accumulation and without graphpp."""
+    model = new_model(option).to(device)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=option.lr)
+
+    def update(tokens: Tensor, targets: Tensor) -> Tensor:
+        optimizer.zero_grad()
+        losses = []
+        for rows, following in zip(tokens.chunk(option.microbatches), targets.chunk(option.microbatches), strict=True):
+            loss = llama.loss(model(rows), following)
+            (loss / option.microbatches).backward()
+            losses.append(loss.detach())
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        return torch.stack(losses)
+
+    losses, seconds = train("one process", update, option, device, lambda: 0.0)
+    return Run(losses, seconds, on_cpu(model.state_dict()))
+
+
+def new_model(option: argparse.Namespace) -> nn.Module:
+    """A new model, with the same parameters on every call and every rank."""
+    torch.manual_seed(0)
+    return llama.Llama(llama.Config(dim=option.dim, layers=option.layers))
+
+
+def train(
+    title: str, update: Update, option: argparse.Namespace, device: torch.device, bubble: Callable[[], float]
+) -> tuple[Tensor, list[float]]:
+    """Call `update` on the batch of every step and show how it goes; losses [steps, microbatches], seconds per step."""
+    losses, seconds = [], []
+    data = text.corpus()
+    with progress(title, option.steps) as show:
+        for step in range(option.steps):
+            tokens, targets = text.batch(data, step, option.batch, option.length)
+            began = time.perf_counter()
+            losses.append(update(tokens.to(device), targets.to(device)).cpu())
+            seconds.append(time.perf_counter() - began)
+            speed = tokens.numel() / seconds[-1]
+            show(f"loss {losses[-1].mean():.3f}  {speed:5.0f} tokens/s  bubble {bubble():3.0%}")
+    return torch.stack(losses), seconds
+
+
+# ------------------------------------------------------------------------------------------------------------- results
+
+
+def gather(state: dict[str, Tensor]) -> dict[str, Tensor]:
+    """All ranks' parameters and buffers by name, on rank 0; nothing on the others."""
+    mine = on_cpu(state)
+    if not dist.is_initialized():
+        return mine
+    parts: list[dict[str, Tensor]] = [{} for _ in range(RANKS)]
+    dist.gather_object(mine, parts if RANK == 0 else None)
+    return {name: value for part in parts for name, value in part.items()}
+
+
+def on_cpu(state: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name: value.detach().cpu() for name, value in state.items()}
+
+
+def bubble(pipe: object, option: argparse.Namespace) -> float:
+    """The share of a step in which a rank waits: measured if the pipeline offers it, else the least there can be.
+
+    The least is (W-1) / (v M + W-1) for W ranks, v stages on each and M microbatches (Narayanan et al. 2021).
+    """
+    measured = getattr(pipe, "bubble", None)
+    if isinstance(measured, float):
+        return measured
+    stages = 2 if option.schedule in ("Interleaved1F1B", "LoopedBFS") else 1
+    return (RANKS - 1) / (stages * option.microbatches + RANKS - 1)
+
+
+def show_speed(piped: Run, plain: Run) -> None:
+    """Print how much faster the pipeline was, and what its ranks did in their time."""
+    ratio = plain.speed / piped.speed
+    print(f"speed: {ratio:.2f} x one process; {1 - ratio / RANKS:.0%} of the ranks' time was not the model's")
+
+
+def show_difference(piped: Run, plain: Run) -> int:
+    """Print the largest difference of all losses and of all parameters; the exit status: 0 if both are 0."""
+    if piped.state.keys() != plain.state.keys():
+        print(f"not in both runs: {sorted(piped.state.keys() ^ plain.state.keys())}")
+        return 1
+    losses = (piped.losses - plain.losses).abs().max().item()
+    parameters = torch.stack([(piped.state[name] - plain.state[name]).abs().max() for name in plain.state]).max().item()
+    print(f"largest difference from one plain process: losses {losses:g}, parameters {parameters:g}")
+    return 0 if losses == 0 and parameters == 0 else 1
+
+
+@contextmanager
+def progress(title: str, steps: int) -> Iterator[Callable[[str], None]]:
+    """A progress bar on rank 0, moved on by each call with a text; lines where the output is no terminal."""
+    console = Console(quiet=RANK != 0)
+    columns = (TextColumn(f"{title:12}"), BarColumn(24), MofNCompleteColumn(), TextColumn("{task.description}"))
+    with Progress(*columns, TimeElapsedColumn(), console=console, disable=not console.is_terminal) as bar:
+        task = bar.add_task("", total=steps)
+        lines = itertools.count(1)
+
+        def show(message: str) -> None:
+            bar.update(task, advance=1, description=message)
+            step = next(lines)
+            if not console.is_terminal and (step % max(1, steps // 10) == 0 or step == 1):
+                console.print(f"{title:12} step {step:4}/{steps}  {message}", highlight=False, soft_wrap=True)
+
+        yield show
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,44 @@
+"""graphpp: pipeline parallelism for an unmodified `nn.Module`, from one joint forward/backward graph.
+
+    pipe = graphpp.compile(model, loss, split=["layers.4"], schedule="1F1B", microbatches=8)
+    result = pipe.step(tokens, target=labels)
+"""
+
+from graphpp.api import compile
+from graphpp.errors import (
+    BatchError,
+    CaptureError,
+    GraphPPError,
+    MismatchError,
+    RankFailure,
+    ScheduleError,
+    SplitError,
+)
+from graphpp.layout import Layout
+from graphpp.pipeline import EvalResult, Pipeline, StepResult
+from graphpp.plan import Plan
+from graphpp.runtime.schedule import Schedule
+from graphpp.runtime.schedules import stage_ids
+from graphpp.signature import Microbatch, whole
+from graphpp.split import split_points
+
+__all__ = [
+    "BatchError",
+    "CaptureError",
+    "EvalResult",
+    "GraphPPError",
+    "Layout",
+    "MismatchError",
+    "Microbatch",
+    "Pipeline",
+    "Plan",
+    "RankFailure",
+    "Schedule",
+    "ScheduleError",
+    "SplitError",
+    "StepResult",
+    "compile",
+    "split_points",
+    "stage_ids",
+    "whole",
+]

@@ -1,0 +1,190 @@
+"""Model + loss + one example microbatch -> `JointGraph`.
+
+Contract
+--------
+- The model runs once under `torch.export` and once under AOT Autograd, on fake tensors only: parameters, buffers and
+  inputs are replaced by tensors of the same shape on the device that will run, so capture takes no memory and never
+  sees data. The model is as before afterwards.
+- FQNs are the model's own; aliases of one tensor have one canonical FQN (the first in `named_parameters`).
+- What would give a wrong gradient raises `CaptureError`: a Python `autograd.Function` (export drops its backward),
+  a loss that is no scalar or depends on no parameter, a loss with parameters of its own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import traceback
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from graphpp import _torch_aot as aot
+from graphpp import signature
+from graphpp.errors import CaptureError
+from graphpp.passes.joint import JointGraph, verify
+from graphpp.roles import is_user_file, with_roles
+from graphpp.signature import Microbatch
+
+LossFunction = Callable[[Any, Any], torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Captured:
+    """A joint graph and, for evaluation, how the output's leaves go back into the model's output."""
+
+    joint: JointGraph
+    output_spec: aot.TreeSpec | None = None
+    output_leaves: tuple[Any, ...] = ()
+
+
+def capture(
+    model: nn.Module, loss: LossFunction | None, example: Microbatch, device: torch.device, *, training: bool = True
+) -> Captured:
+    """Capture forward, loss and backward (`training`) or the forward with its output and, given a target, its loss.
+
+    `example` holds one microbatch; only shapes, strides, dtypes and non-tensor leaves are used.
+    Raises `CaptureError` with the user's source line where the model cannot be captured.
+    """
+    mode = aot.fake_mode()
+    inputs = signature.tensors(example)
+    fakes = {path: aot.fake_like(mode, tensor, device) for path, tensor in inputs.items()}
+    wrapper = _Step(model, loss, example, training)
+    with _fake_state(model, mode, device, training), contextlib.nullcontext() if training else torch.no_grad():
+        module = _export(wrapper, tuple(fakes.values()))
+        with _explaining(), aot.joint_trace(mode, module, tuple(fakes.values())) as traced:
+            joint = with_roles(traced, model, tuple(fakes), training=training, loss_index=wrapper.found.loss_index)
+    verify(joint)
+    return Captured(joint, wrapper.found.output_spec, wrapper.found.output_leaves)
+
+
+@dataclass
+class _Found:
+    """What the wrapper learns while it is traced (export resets attributes that a module sets in its forward)."""
+
+    loss_index: int | None
+    output_spec: aot.TreeSpec | None = None
+    output_leaves: tuple[Any, ...] = ()
+
+
+class _Step(nn.Module):
+    """`model` and loss as one module over the microbatch's tensors; the loss stays out of the module tree."""
+
+    def __init__(self, model: nn.Module, loss: LossFunction | None, example: Microbatch, training: bool) -> None:
+        super().__init__()
+        self.model = model
+        self.held = (loss, example, training)
+        self.found = _Found(loss_index=0 if training else None)
+
+    def forward(self, *tensors: torch.Tensor) -> Any:
+        loss, example, training = self.held
+        batch = signature.rebuild(example, tensors)
+        output = self.model(*batch.args, **batch.kwargs)
+        if training:
+            return scalar_loss(loss, output, batch.target)
+        leaves, self.found.output_spec = aot.tree_flatten(output)
+        self.found.output_leaves = tuple(signature.TENSOR if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves)
+        results = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+        if batch.target is not None:
+            self.found.loss_index = len(results)
+            results.append(scalar_loss(loss, output, batch.target))
+        return tuple(results)
+
+
+def scalar_loss(loss: LossFunction | None, output: Any, target: Any) -> torch.Tensor:
+    """The loss of one microbatch as a 0-dim tensor, or `CaptureError` where there is none.
+
+    `loss(output, target)`, or with `loss=None` the output's own `.loss` (Hugging Face).
+    """
+    if loss is None:
+        value = output.get("loss") if isinstance(output, dict) else getattr(output, "loss", None)
+        if value is None:
+            raise CaptureError(
+                f"loss=None takes the output's own `.loss`, but the model returned {type(output).__name__} without one. "
+                "Pass loss=your_function(output, target), or give the model its labels."
+            )
+    else:
+        value = loss(output, target)
+    if not isinstance(value, torch.Tensor) or value.numel() != 1:
+        found = f"shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else type(value).__name__
+        raise CaptureError(f"the loss must be a scalar tensor, got {found}. Reduce it, e.g. with `.mean()`.")
+    return value if value.dim() == 0 else value.reshape(())
+
+
+@contextlib.contextmanager
+def _fake_state(model: nn.Module, mode: Any, device: torch.device, training: bool) -> Iterator[None]:
+    """Replace parameters and buffers by fake ones while the context is open; ties stay ties."""
+    fakes: dict[int, torch.Tensor] = {}
+    kept: list[tuple[dict[str, torch.Tensor | None], str, torch.Tensor]] = []
+    for module in model.modules():
+        for store in (module._parameters, module._buffers):
+            kept += [(store, name, tensor) for name, tensor in store.items() if tensor is not None]
+    for store, name, tensor in kept:
+        if id(tensor) not in fakes:
+            fakes[id(tensor)] = aot.fake_like(mode, tensor, device)
+        store[name] = fakes[id(tensor)]
+    try:
+        yield
+    finally:
+        for store, name, tensor in kept:
+            store[name] = tensor
+
+
+@contextlib.contextmanager
+def _custom_functions_refused() -> Iterator[None]:
+    """Export traces through the forward of a Python `autograd.Function` and drops its backward: refuse it."""
+    original = torch.autograd.Function.__dict__["apply"]
+
+    def apply(cls: type, *_args: Any, **_kwargs: Any) -> Any:
+        frame = _user_frame(traceback.extract_stack())
+        raise CaptureError(
+            f"the model uses the custom autograd.Function {cls.__qualname__} at {frame}: torch.export would drop its "
+            "backward and the gradients would be silently wrong. Write it with differentiable torch operations, or "
+            "register it as an operator with torch.library.custom_op and register_autograd."
+        )
+
+    torch.autograd.Function.apply = classmethod(apply)  # type: ignore[assignment,method-assign]
+    try:
+        yield
+    finally:
+        torch.autograd.Function.apply = original  # type: ignore[method-assign]
+
+
+def _export(wrapper: _Step, fakes: tuple[torch.Tensor, ...]) -> nn.Module:
+    with _explaining(), _custom_functions_refused():
+        exported = torch.export.export(wrapper, fakes, strict=False)
+    return exported.module(check_guards=False)
+
+
+@contextlib.contextmanager
+def _explaining() -> Iterator[None]:
+    try:
+        yield
+    except Exception as error:
+        raise _explained(error) from error
+
+
+def _explained(error: Exception) -> CaptureError:
+    """The error a person can act on: what torch said, the user's line, what to do."""
+    cause: BaseException | None = error
+    while cause is not None:
+        if isinstance(cause, CaptureError):
+            return cause
+        cause = cause.__cause__ or cause.__context__
+    frame = _user_frame(traceback.extract_tb(error.__traceback__))
+    said = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
+    return CaptureError(
+        f"the model cannot be captured as one graph: {type(error).__name__}: {said}\n  at {frame}\n"
+        "Values of tensors must not steer Python (if, while, int(), .item(), numpy): write such a choice with torch.where "
+        "or torch.cond, or compute it outside and pass it as an argument."
+    )
+
+
+def _user_frame(stack: traceback.StackSummary) -> str:
+    """`file:line in function: text` of the innermost frame that is neither torch's nor ours."""
+    for frame in reversed(stack):
+        if is_user_file(frame.filename):
+            return f"{frame.filename}:{frame.lineno} in {frame.name}: {frame.line}"
+    return "(no line of the model's own code)"

@@ -1,0 +1,33 @@
+"""What graphpp raises. Every error says what is wrong, where (FQN, source line, row and column), and what to do.
+
+All of them are `GraphPPError`, and each also is the built-in error a caller would expect, so
+`except ValueError` keeps working. This file imports nothing: every floor may raise from it.
+"""
+
+
+class GraphPPError(Exception):
+    """Base of all errors that graphpp raises on purpose."""
+
+
+class CaptureError(GraphPPError, RuntimeError):
+    """The model, its loss or its example cannot be captured as one joint graph with right gradients."""
+
+
+class SplitError(GraphPPError, ValueError):
+    """`split=` names modules that do not exist, run in another order, or do not fit the number of stages."""
+
+
+class ScheduleError(GraphPPError, ValueError):
+    """A schedule is unknown, malformed, incomplete, or does not fit the stages, ranks and microbatches."""
+
+
+class BatchError(GraphPPError, ValueError):
+    """A batch does not fit: not divisible into microbatches, target missing, shapes other than captured."""
+
+
+class MismatchError(GraphPPError, RuntimeError):
+    """Ranks were given different models, splits, schedules or shapes; every rank raises it."""
+
+
+class RankFailure(GraphPPError, RuntimeError):  # noqa: N818 - it names an event on another rank
+    """Another rank died or left the step; the message names it."""

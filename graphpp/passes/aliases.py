@@ -1,0 +1,39 @@
+"""Which values of a graph share memory: views have the memory of what they view.
+
+Contract: `root(node)` is the node that allocated the memory; a result is shared if its root is an input of the graph or the
+root of another result too.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import torch
+from torch import fx
+
+_UNDECLARED = {torch.ops.aten._unsafe_view.default, torch.ops.aten.contiguous.default, torch.ops.aten.reshape.default}
+
+
+def is_view(node: fx.Node) -> bool:
+    """Whether the operation declares that it returns a view of its first input (and so computes nothing)."""
+    schema = getattr(node.target, "_schema", None)
+    if schema is None or not schema.returns:
+        return False
+    alias = schema.returns[0].alias_info
+    return alias is not None and not alias.is_write
+
+
+def root(node: fx.Node) -> fx.Node:
+    """The node whose memory a value lies in."""
+    while node.all_input_nodes and (is_view(node) or node.target in _UNDECLARED):
+        node = node.all_input_nodes[0]
+    return node
+
+
+def shared_results(graph: fx.Graph) -> frozenset[int]:
+    """Indices of results that share memory with an input or with another result."""
+    roots = [root(node) for node in graph.output_node().args[0]]  # type: ignore[union-attr,arg-type]
+    count = Counter(roots)
+    return frozenset(
+        index for index, node in enumerate(roots) if node.op == "placeholder" or count[node] > 1
+    )

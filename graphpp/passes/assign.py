@@ -1,0 +1,146 @@
+"""Assign stages: every node learns its stage, `meta["stage"]`, or that it is computed wherever it is read (`None`).
+
+Contract
+--------
+- A forward node's stage is the one its place in the execution falls into: stage s begins at the first operation of the
+  module call named by the split, so stages follow the order of execution and no value is needed before it exists.
+- Cheap values that need no parameter, no written buffer, no random number and no received value (masks, rotary tables,
+  position ids), and views of parameters, have no stage (`None`): they are computed again where they are read.
+- A backward node goes where its forward twin is (same autograd sequence number), but never to a later stage than a
+  gradient it reads; so an accumulation goes to the lowest stage among the gradients it adds.
+- Afterwards, along every edge forward stages do not fall and backward stages do not rise.
+"""
+
+from __future__ import annotations
+
+import operator
+from bisect import bisect_right
+from collections.abc import Sequence
+
+import torch
+from torch import fx
+from torch.utils.flop_counter import flop_registry
+
+from graphpp.errors import CaptureError
+from graphpp.passes.aliases import is_view
+from graphpp.passes.joint import JointGraph, describe
+from graphpp.runtime import program
+
+_CHEAP_FLOPS_PER_ELEMENT = 16
+
+
+def assign(joint: JointGraph, starts: Sequence[int]) -> JointGraph:
+    """Give every node its stage; `starts[s]` is the position in the forward at which stage s begins (starts[0] = 0)."""
+    written = {role.fqn for role, _ in joint.outputs() if isinstance(role, program.BufferUpdate)}
+    twins: dict[int, int | None] = {}
+    for node in joint.graph.nodes:
+        if node.op == "placeholder":
+            node.meta["stage"] = None
+        elif node.op == "output":
+            continue
+        elif _is_replicable(node, written):
+            node.meta["stage"] = None
+        elif node.meta["backward"]:
+            node.meta["stage"] = _backward_stage(node, twins, len(starts) - 1)
+        else:
+            node.meta["stage"] = _forward_stage(node, starts)
+        if not node.meta["backward"]:
+            twins.setdefault(node.meta.get("seq", -1), node.meta["stage"])
+    _check(joint, written)
+    return joint
+
+
+def stage_inputs(node: fx.Node) -> list[fx.Node]:
+    """The inputs of a node that belong to a stage."""
+    return [source for source in node.all_input_nodes if source.meta["stage"] is not None]
+
+
+def _forward_stage(node: fx.Node, starts: Sequence[int]) -> int:
+    stages = [source.meta["stage"] for source in stage_inputs(node)]
+    if node.target is operator.getitem and stages:
+        return int(stages[0])
+    return max([bisect_right(starts, node.meta["position"]) - 1, *stages])
+
+
+def _backward_stage(node: fx.Node, twins: dict[int, int | None], last: int) -> int:
+    gradients = [source.meta["stage"] for source in stage_inputs(node) if source.meta["backward"]]
+    if node.target is operator.getitem and gradients:
+        return int(gradients[0])
+    twin = twins.get(node.meta["seq"])
+    if twin is not None:
+        return min([twin, *gradients])
+    kept = [source.meta["stage"] for source in stage_inputs(node) if not source.meta["backward"]]
+    return min(gradients) if gradients else max(kept, default=last)
+
+
+def _is_replicable(node: fx.Node, written: set[str]) -> bool:
+    """Whether a value can be computed anywhere, at no cost worth a message."""
+    if any(source.meta["stage"] is not None or _is_seed(source) for source in node.all_input_nodes):
+        return False
+    if _is_random(node) or _is_heavy(node):
+        return False
+    return all(_is_plain(source, written, node) for source in node.all_input_nodes)
+
+
+def _is_plain(source: fx.Node, written: set[str], reader: fx.Node) -> bool:
+    """Whether reading `source` anywhere is free: inputs, constants, unwritten buffers, views; views of parameters."""
+    role = source.meta.get("role")
+    if isinstance(role, program.Buffer):
+        return role.fqn not in written
+    return not from_parameter(source) or is_view(reader)
+
+
+def from_parameter(node: fx.Node) -> bool:
+    """Whether a node without a stage is a parameter or a view of one."""
+    while node.op != "placeholder":
+        if not is_view(node) or not node.all_input_nodes:
+            return False
+        node = node.all_input_nodes[0]
+    return isinstance(node.meta.get("role"), program.Parameter)
+
+
+def _is_seed(node: fx.Node) -> bool:
+    return node.meta.get("role") == program.Seed()
+
+
+def _is_random(node: fx.Node) -> bool:
+    return torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
+
+
+def _is_heavy(node: fx.Node) -> bool:
+    """A contraction with more than a few operations per element of its result is worth a message."""
+    packet = getattr(node.target, "overloadpacket", None)
+    if packet not in flop_registry:
+        return False
+    value = node.meta["val"]
+    args = fx.node.map_arg(node.args, lambda source: source.meta["val"])
+    kwargs = fx.node.map_arg(node.kwargs, lambda source: source.meta["val"])
+    flops = flop_registry[packet](*args, **kwargs, out_val=value)  # type: ignore[misc]
+    size = value.numel() if isinstance(value, torch.Tensor) else 1
+    return bool(flops > _CHEAP_FLOPS_PER_ELEMENT * max(size, 1))
+
+
+def _check(joint: JointGraph, written: set[str]) -> None:
+    for node in joint.computed():
+        if node.meta["stage"] is None:
+            continue
+        for source in stage_inputs(node):
+            ahead = source.meta["stage"] <= node.meta["stage"]
+            if node.meta["backward"] and source.meta["backward"]:
+                ahead = source.meta["stage"] >= node.meta["stage"]
+            assert ahead or (node.meta["backward"] and not source.meta["backward"]), f"{node} is before its input {source}"
+    _check_written_buffers(joint, written)
+
+
+def _check_written_buffers(joint: JointGraph, written: set[str]) -> None:
+    """A buffer that the forward writes is read only in the stage that writes it."""
+    inputs = joint.inputs()
+    for role, update in joint.outputs():
+        if not isinstance(role, program.BufferUpdate) or program.Buffer(role.fqn) not in inputs:
+            continue
+        for reader in inputs[program.Buffer(role.fqn)].users:
+            if reader.op != "output" and reader.meta["stage"] != update.meta["stage"]:
+                raise CaptureError(
+                    f"the buffer {role.fqn} is written in stage {update.meta['stage']} at {describe(update)} and read in "
+                    f"stage {reader.meta['stage']} at {describe(reader)}: move the cut so that both fall into one stage."
+                )

@@ -1,0 +1,96 @@
+"""Clean up: remove what computes nothing. Bit-preserving.
+
+Contract: afterwards no node is unused, and none returns its own input (`detach`, `alias`, a view to the same shape and
+strides, `t(t(x))`, a cast to the same dtype, a clone that keeps the strides). Roles, order and metadata stay.
+
+A removed clone can make two results of the graph one tensor; the graph is functional, so no value changes, and the
+runtime never writes into a program's results before it has made them its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import fx
+
+from graphpp.passes.joint import JointGraph, is_tensor
+
+aten = torch.ops.aten
+
+_IDENTITY = {
+    aten.detach.default,
+    aten.alias.default,
+    aten.lift_fresh_copy.default,
+    aten.view.default,
+    aten.reshape.default,
+    aten._unsafe_view.default,
+    aten.expand.default,
+    aten.slice.Tensor,
+    aten.clone.default,
+    aten._to_copy.default,
+    aten.to.dtype,
+    aten.squeeze.dims,
+    aten.permute.default,
+    aten.transpose.int,
+}
+
+
+def clean_up(joint: JointGraph) -> JointGraph:
+    """Remove identities, double transposes and dead code, in place; returns the same joint graph."""
+    for node in list(joint.computed()):
+        for rule in (_same_as_input, _double_transpose):
+            kept = rule(node)
+            if kept is not None:
+                node.replace_all_uses_with(kept)
+                break
+    _remove_dead(joint.graph)
+    joint.module.recompile()
+    return joint
+
+
+def _same_as_input(node: fx.Node) -> fx.Node | None:
+    """The input of a node whose value is its first input, element for element, stride for stride."""
+    if node.target not in _IDENTITY or not node.args or not isinstance(node.args[0], fx.Node):
+        return None
+    source = node.args[0]
+    return source if is_tensor(source) and is_tensor(node) and _layout(source) == _layout(node) and _in_place(node) else None
+
+
+def _layout(node: fx.Node) -> tuple[object, ...]:
+    value = node.meta["val"]
+    return (value.shape, value.stride(), value.storage_offset(), value.dtype, value.device, value.layout)
+
+
+def _in_place(node: fx.Node) -> bool:
+    """Whether equal layouts mean equal elements; a permutation or a slice could move equal-sized dimensions or skip rows."""
+    if node.target in (aten.permute.default, aten.transpose.int):
+        return all(size == 1 for size in _moved_sizes(node))
+    if node.target is aten.slice.Tensor:
+        return (node.args[4] if len(node.args) > 4 else 1) == 1
+    return True
+
+
+def _moved_sizes(node: fx.Node) -> list[int]:
+    shape = node.meta["val"].shape
+    if node.target is aten.transpose.int:
+        first, second = (int(dim) % len(shape) for dim in node.args[1:3])  # type: ignore[arg-type]
+        return [] if first == second else [shape[first], shape[second]]
+    order = [int(dim) % len(shape) for dim in node.args[1]]  # type: ignore[arg-type,union-attr]
+    return [shape[place] for place, dim in enumerate(order) if place != dim]
+
+
+def _double_transpose(node: fx.Node) -> fx.Node | None:
+    """`x` from `t(t(x))`."""
+    inner = node.args[0] if node.args else None
+    if node.target is aten.t.default and isinstance(inner, fx.Node) and inner.target is aten.t.default:
+        return inner.args[0]  # type: ignore[return-value]
+    return None
+
+
+def _remove_dead(graph: fx.Graph) -> None:
+    """Erase unused nodes, assertions about metadata included, from the end; placeholders stay."""
+    removable: Callable[[fx.Node], bool] = lambda node: node.op not in ("placeholder", "output") and not node.users  # noqa: E731
+    for node in reversed(list(graph.nodes)):
+        if removable(node):
+            graph.erase_node(node)

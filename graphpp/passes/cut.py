@@ -1,0 +1,267 @@
+"""Cut stages: the joint graph with stages -> one graph per slot, and what travels between slots.
+
+Contract
+--------
+One microbatch visits the slots F0, F1 .. F(S-1), B(S-1) .. B0. A value made in one slot and read in a later one travels
+only along neighbours:
+
+    Fs -> Ft (t > s)    sent forward over s|s+1 .. t-1|t; stages between relay it
+    Fs -> Bt (t >= s)   sent forward to t, saved there for the backward
+    Fs -> Bt (t < s)    saved at s, sent backward to t
+    Bs -> Bt (t < s)    sent backward
+
+so any assignment in which stages do not fall in the forward and do not rise in the backward is run correctly.
+Afterwards every node with a stage stands in exactly one slot, every result of the joint graph in exactly one, and every
+value crosses a boundary at most once per direction. Parameters, buffers, inputs and what `assign` left without a stage
+never travel: a slot reads or computes them itself (a replicated value that the same stage's forward computed is saved).
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+
+from torch import fx
+
+from graphpp.passes.aliases import is_view
+from graphpp.passes.joint import JointGraph, tensor_meta
+from graphpp.runtime import program
+from graphpp.runtime.program import Boundary, InputRole, OutputRole, Phase, TensorMeta
+
+Slot = tuple[Phase, int]
+F, B = Phase.FORWARD, Phase.BACKWARD
+
+
+@dataclass(frozen=True)
+class SlotGraph:
+    """One phase of one stage as a graph of its own; its placeholders and results stand in the order of the roles."""
+
+    stage: int
+    phase: Phase
+    graph: fx.Graph
+    inputs: tuple[InputRole, ...]
+    outputs: tuple[OutputRole, ...]
+
+
+@dataclass
+class Cut:
+    """The result of `cut`: graphs by slot, boundaries, and the values each stage saves per microbatch."""
+
+    slots: dict[Slot, SlotGraph]
+    boundaries: tuple[Boundary, ...]
+    saved: tuple[tuple[TensorMeta, ...], ...]
+
+
+@dataclass
+class _Traffic:
+    """Which values leave each stage forward and backward, which it saves; sets of nodes, by stage."""
+
+    forward: dict[int, set[fx.Node]] = field(default_factory=lambda: defaultdict(set))
+    saved: dict[int, set[fx.Node]] = field(default_factory=lambda: defaultdict(set))
+    backward: dict[int, set[fx.Node]] = field(default_factory=lambda: defaultdict(set))
+
+    def carry(self, value: fx.Node, source: Slot, target: Slot) -> None:
+        """Route `value` from slot to slot along neighbours."""
+        (phase, stage), (end_phase, end) = source, target
+        if phase is F:
+            for hop in range(stage, end):
+                self.forward[hop].add(value)
+            if end_phase is F:
+                return
+            stage = max(stage, end)
+            self.saved[stage].add(value)
+        for hop in range(stage, end, -1):
+            self.backward[hop].add(value)
+
+    def arriving(self, slot: Slot) -> dict[fx.Node, InputRole]:
+        """What comes into a slot from elsewhere."""
+        phase, stage = slot
+        if phase is F:
+            return {value: program.Received(value.name) for value in self.forward[stage - 1]}
+        received = {value: program.Received(value.name) for value in self.backward[stage + 1]}
+        return received | {value: program.Saved(value.name) for value in self.saved[stage]}
+
+    def leaving(self, slot: Slot) -> list[tuple[OutputRole, set[fx.Node]]]:
+        """What goes out of a slot to others: (kind of role, values)."""
+        phase, stage = slot
+        if phase is F:
+            return [(program.Sent(""), self.forward[stage]), (program.Saved(""), self.saved[stage])]
+        return [(program.Sent(""), self.backward[stage])]
+
+
+def cut(joint: JointGraph, stages: int) -> Cut:
+    """Cut a joint graph whose nodes have stages into `stages` stages (see the head of the file)."""
+    order = {node: index for index, node in enumerate(joint.graph.nodes)}
+    slots = [(F, stage) for stage in range(stages)]
+    if joint.training:
+        slots += [(B, stage) for stage in reversed(range(stages))]
+    results = _results_by_slot(joint, stages)
+    members = {slot: _members(joint, slot, results[slot]) for slot in slots}
+    traffic = _Traffic()
+    for slot in slots:
+        _route(members, slot, results[slot], traffic)
+    graphs = {slot: _slot_graph(slot, order, members[slot], results[slot], traffic) for slot in slots}
+    result = Cut(graphs, _boundaries(traffic, order, joint, stages), _saved(traffic, order, stages))
+    _check(joint, result)
+    return result
+
+
+def home(node: fx.Node) -> Slot | None:
+    """The slot that computes a node, or None for what every slot has at hand."""
+    stage = node.meta["stage"]
+    return None if stage is None else (B if node.meta["backward"] else F, stage)
+
+
+def _results_by_slot(joint: JointGraph, stages: int) -> dict[Slot, list[tuple[OutputRole, fx.Node]]]:
+    results: dict[Slot, list[tuple[OutputRole, fx.Node]]] = defaultdict(list)
+    for role, node in joint.outputs():
+        results[_result_slot(joint, role, node, stages)].append((role, node))
+    return results
+
+
+def _result_slot(joint: JointGraph, role: OutputRole, node: fx.Node, stages: int) -> Slot:
+    """Loss and output belong to the last stage; a gradient or an update to the stage that computes it."""
+    if isinstance(role, program.Loss | program.Output):
+        return (F, stages - 1)
+    phase = B if isinstance(role, program.Gradient) else F
+    if node.meta["stage"] is not None:
+        return (phase, node.meta["stage"])
+    owned = program.Parameter(role.fqn) if isinstance(role, program.Gradient) else program.Buffer(role.fqn)  # type: ignore[union-attr]
+    readers = [user.meta["stage"] for user in joint.inputs()[owned].users if user.meta.get("stage") is not None]
+    return (phase, min(readers, default=0))
+
+
+def _members(joint: JointGraph, slot: Slot, results: list[tuple[OutputRole, fx.Node]]) -> set[fx.Node]:
+    """The nodes a slot computes: its own, and what they read that every slot has at hand."""
+    members = {node for node in joint.computed() if home(node) == slot}
+    pending = [source for node in members for source in node.all_input_nodes] + [node for _, node in results]
+    while pending:
+        node = pending.pop()
+        if home(node) is None and node not in members:
+            members.add(node)
+            pending += node.all_input_nodes
+    return members
+
+
+def _route(
+    members: dict[Slot, set[fx.Node]], slot: Slot, results: list[tuple[OutputRole, fx.Node]], traffic: _Traffic
+) -> None:
+    """Send or save what a slot reads from others; values at hand that its own forward computed are saved, not made again."""
+    phase, stage = slot
+    if phase is B:
+        for node in _kept_from_forward(members[slot], members[F, stage], results):
+            traffic.saved[stage].add(node)
+        members[slot] = _still_needed(members[slot], slot, traffic.saved[stage], results)
+    wanted = {source for node in members[slot] for source in node.all_input_nodes} | {node for _, node in results}
+    for value in wanted:
+        source = home(value)
+        if source is not None and source != slot:
+            traffic.carry(value, source, slot)
+
+
+def _kept_from_forward(
+    members: set[fx.Node], forward: set[fx.Node], results: list[tuple[OutputRole, fx.Node]]
+) -> list[fx.Node]:
+    """Replicated values (no views, no inputs) that this stage's forward also computes and a node of the backward reads."""
+    read = {source for node in members if home(node) is not None for source in node.all_input_nodes}
+    read |= {node for _, node in results}
+    return [node for node in read if home(node) is None and node in forward and not _free(node)]
+
+
+def _free(node: fx.Node) -> bool:
+    """A placeholder, or a view of one: costs nothing to make again."""
+    return node.op == "placeholder" or (is_view(node) and all(_free(source) for source in node.all_input_nodes))
+
+
+def _still_needed(
+    members: set[fx.Node], slot: Slot, saved: set[fx.Node], results: list[tuple[OutputRole, fx.Node]]
+) -> set[fx.Node]:
+    """The members without what only led to values that are now saved."""
+    own = {node for node in members if home(node) == slot}
+    pending = [source for node in own for source in node.all_input_nodes] + [node for _, node in results]
+    kept = set(own)
+    while pending:
+        node = pending.pop()
+        if node in members and node not in saved and node not in kept:
+            kept.add(node)
+            pending += node.all_input_nodes
+    return kept
+
+
+def _slot_graph(
+    slot: Slot, order: dict[fx.Node, int], members: set[fx.Node], results: list[tuple[OutputRole, fx.Node]], traffic: _Traffic
+) -> SlotGraph:
+    graph = fx.Graph()
+    copies: dict[fx.Node, fx.Node] = {}
+    arriving = traffic.arriving(slot)
+    roles: list[InputRole] = []
+    for node in sorted(arriving, key=order.__getitem__):
+        copies[node] = _placeholder(graph, node)
+        roles.append(arriving[node])
+    for node in sorted((n for n in members if n.op == "placeholder"), key=order.__getitem__):
+        copies[node] = _placeholder(graph, node)
+        roles.append(node.meta["role"])
+    for node in sorted((n for n in members if n.op != "placeholder" and n not in arriving), key=order.__getitem__):
+        copies[node] = graph.node_copy(node, copies.__getitem__)
+    outputs = list(results)
+    for kind, values in traffic.leaving(slot):
+        outputs += [(replace(kind, name=node.name), node) for node in sorted(values, key=order.__getitem__)]  # type: ignore[call-arg]
+    graph.output(tuple(copies[node] for _, node in outputs))
+    graph.lint()
+    return SlotGraph(slot[1], slot[0], graph, tuple(roles), tuple(role for role, _ in outputs))
+
+
+def _placeholder(graph: fx.Graph, node: fx.Node) -> fx.Node:
+    copy = graph.placeholder(node.name)
+    copy.meta = dict(node.meta)
+    return copy
+
+
+def _boundaries(traffic: _Traffic, order: dict[fx.Node, int], joint: JointGraph, stages: int) -> tuple[Boundary, ...]:
+    needs_grad = _needing_grad(joint)
+
+    def metas(values: set[fx.Node]) -> tuple[TensorMeta, ...]:
+        ordered = sorted(values, key=order.__getitem__)
+        return tuple(replace(tensor_meta(node), requires_grad=node in needs_grad) for node in ordered)
+
+    return tuple(
+        Boundary(stage, metas(traffic.forward[stage]), metas(traffic.backward[stage + 1])) for stage in range(stages - 1)
+    )
+
+
+def _needing_grad(joint: JointGraph) -> set[fx.Node]:
+    """Forward values that depend on a trainable parameter through floating-point values."""
+    needing: set[fx.Node] = set()
+    for node in joint.graph.nodes:
+        role, value = node.meta.get("role"), node.meta.get("val")
+        trainable = isinstance(role, program.Parameter) and joint.parameters[role.fqn].requires_grad
+        floating = isinstance(value, tuple | list) or (value is not None and value.dtype.is_floating_point)
+        if floating and (trainable or any(source in needing for source in node.all_input_nodes)):
+            if not node.meta["backward"]:
+                needing.add(node)
+    return needing
+
+
+def _saved(traffic: _Traffic, order: dict[fx.Node, int], stages: int) -> tuple[tuple[TensorMeta, ...], ...]:
+    return tuple(
+        tuple(tensor_meta(node) for node in sorted(traffic.saved[stage], key=order.__getitem__)) for stage in range(stages)
+    )
+
+
+def _check(joint: JointGraph, result: Cut) -> None:
+    """Every node with a stage stands in exactly one slot, every result of the joint graph in exactly one."""
+    copies: dict[str, int] = defaultdict(int)
+    for slot in result.slots.values():
+        for node in slot.graph.nodes:
+            if node.op not in ("placeholder", "output") and node.meta["stage"] is not None:
+                copies[node.name] += 1
+    for node in joint.computed():
+        assert node.meta["stage"] is None or copies[node.name] == 1, f"{node} stands in {copies[node.name]} slots"
+    expected = sorted(map(repr, (role for role, _ in joint.outputs())))
+    assert sorted(map(repr, _results(result))) == expected, "a result of the joint graph is lost or doubled"
+
+
+def _results(result: Cut) -> Iterator[OutputRole]:
+    for slot in result.slots.values():
+        yield from (role for role in slot.outputs if not isinstance(role, program.Sent | program.Saved))

@@ -1,0 +1,105 @@
+"""Emit: slot graphs -> stage programs that run, each with what it owns.
+
+Contract: every parameter and buffer of the model, used or not, is owned by at least one stage: by each stage whose programs
+read it or make its gradient or new value; an unused one by the stage in which its module's nearest relative is called.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+from graphpp.passes.aliases import shared_results
+from graphpp.passes.cut import B, Cut, F, SlotGraph
+from graphpp.passes.joint import JointGraph, tensor_meta
+from graphpp.passes.render import render
+from graphpp.runtime.program import (
+    Buffer,
+    BufferUpdate,
+    Constant,
+    Gradient,
+    Loss,
+    Parameter,
+    Phase,
+    PipelineProgram,
+    Program,
+    StageProgram,
+)
+
+
+def emit(joint: JointGraph, pieces: Cut) -> PipelineProgram:
+    """Render and load every slot graph, and gather them by stage."""
+    count = len(pieces.saved)
+    used = [_used(pieces, stage) for stage in range(count)]
+    calls = _first_stage_of_calls(joint)
+    parameters = _owned(used, joint.parameters, Parameter, calls)
+    buffers = _owned(used, joint.buffers, Buffer, calls)
+    stages = tuple(
+        StageProgram(
+            index=stage,
+            programs=_programs(pieces, stage, joint.training),
+            parameters=parameters[stage],
+            buffers=buffers[stage],
+            saved=pieces.saved[stage],
+            modules=tuple(call for call, first in calls.items() if first == stage),
+            constants={role.name: joint.constants[role.name] for role in used[stage] if isinstance(role, Constant)},
+        )
+        for stage in range(count)
+    )
+    loss = [tensor_meta(node) for role, node in joint.outputs() if isinstance(role, Loss)]
+    return PipelineProgram(stages, pieces.boundaries, loss[0] if loss else None)
+
+
+def _programs(pieces: Cut, stage: int, training: bool) -> dict[Phase, Program]:
+    if not training:
+        return {Phase.EVALUATE: _program(pieces.slots[F, stage], Phase.EVALUATE)}
+    return {phase: _program(pieces.slots[phase, stage], phase) for phase in (F, B)}
+
+
+def _program(slot: SlotGraph, phase: Phase) -> Program:
+    rendered = render(slot.graph, f"stage {slot.stage}, {phase.name.lower()}")
+    run = rendered.load(f"<graphpp stage {slot.stage} {phase.name.lower()}>")
+    return Program(slot.stage, phase, slot.inputs, slot.outputs, run, rendered.text, shared_results(slot.graph))
+
+
+def _used(pieces: Cut, stage: int) -> set[object]:
+    """The roles that any phase of a stage reads, and parameters and buffers whose new values it makes."""
+    roles: set[object] = set()
+    for (_, index), slot in pieces.slots.items():
+        if index == stage:
+            roles.update(slot.inputs)
+            roles.update(Parameter(role.fqn) for role in slot.outputs if isinstance(role, Gradient))
+            roles.update(Buffer(role.fqn) for role in slot.outputs if isinstance(role, BufferUpdate))
+    return roles
+
+
+def _owned(
+    used: list[set[object]], fqns: Iterable[str], kind: Callable[[str], object], calls: dict[str, int]
+) -> list[tuple[str, ...]]:
+    """The FQNs each stage owns, in the model's order."""
+    owned: list[list[str]] = [[] for _ in used]
+    for fqn in fqns:
+        stages = [stage for stage, roles in enumerate(used) if kind(fqn) in roles]
+        for stage in stages or [_nearest(fqn, calls)]:
+            owned[stage].append(fqn)
+    return [tuple(names) for names in owned]
+
+
+def _nearest(fqn: str, calls: dict[str, int]) -> int:
+    """The stage of the first call of the longest prefix of `fqn` under which anything is called."""
+    parts = fqn.split(".")[:-1]
+    for length in range(len(parts), 0, -1):
+        prefix = ".".join(parts[:length])
+        for call, stage in calls.items():
+            if call == prefix or call.startswith(prefix + "."):
+                return stage
+    return 0
+
+
+def _first_stage_of_calls(joint: JointGraph) -> dict[str, int]:
+    """Each module call, in order, to the stage of its first operation."""
+    first: dict[str, int] = {}
+    for node in joint.computed():
+        if not node.meta["backward"] and node.meta["stage"] is not None:
+            for call in node.meta["calls"]:
+                first.setdefault(call, node.meta["stage"])
+    return first

@@ -1,0 +1,59 @@
+"""The recipe: the ordered list of passes that turns a joint graph into stage programs.
+
+Read `lower` from top to bottom and you know the compiler. Between any two passes one hook sees the result: verification,
+dumps and timing hang there and nowhere else.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+from graphpp.passes.accumulate import accumulate
+from graphpp.passes.assign import assign
+from graphpp.passes.clean_up import clean_up
+from graphpp.passes.cut import Cut, cut
+from graphpp.passes.emit import emit
+from graphpp.passes.joint import JointGraph, verify
+from graphpp.passes.snapshot import snapshot
+from graphpp.runtime.program import PipelineProgram
+
+T = TypeVar("T", JointGraph, Cut, PipelineProgram)
+
+
+@dataclass(frozen=True)
+class Passed:
+    """What a hook sees: which pass ran, for how long (seconds), and its result."""
+
+    name: str
+    seconds: float
+    result: JointGraph | Cut | PipelineProgram
+
+
+Hook = Callable[[Passed], None]
+
+
+def lower(joint: JointGraph, starts: Sequence[int], hook: Hook = lambda passed: None) -> PipelineProgram:
+    """Joint graph -> stage programs; stage s begins at position `starts[s]` of the forward. Changes `joint` in place."""
+    steps = _Steps(hook)
+    joint = steps.run("clean_up", lambda: clean_up(joint))
+    joint = steps.run("snapshot", lambda: snapshot(joint))
+    joint = steps.run("assign", lambda: assign(joint, starts))
+    joint = steps.run("accumulate", lambda: accumulate(joint))
+    pieces = steps.run("cut", lambda: cut(joint, len(starts)))
+    return steps.run("emit", lambda: emit(joint, pieces))
+
+
+@dataclass
+class _Steps:
+    hook: Hook
+
+    def run(self, name: str, step: Callable[[], T]) -> T:
+        began = time.perf_counter()
+        result = step()
+        if isinstance(result, JointGraph):
+            verify(result)
+        self.hook(Passed(name, time.perf_counter() - began, result))
+        return result

@@ -1,0 +1,104 @@
+"""The plan: everything that was decided before the run, as data and as a table.
+
+Contract: a `Plan` holds no tensor and no graph; it can be printed, saved and compared.
+"""
+
+from __future__ import annotations
+
+import io
+import math
+from dataclasses import dataclass
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from graphpp.passes.joint import JointGraph
+from graphpp.runtime.program import PipelineProgram, StageProgram
+from graphpp.runtime.schedule import Schedule
+
+
+@dataclass(frozen=True)
+class StagePlan:
+    """One stage: where it stands and what it costs. Bytes are per microbatch."""
+
+    stage: int
+    rank: int
+    modules: tuple[str, ...]
+    parameters: int
+    parameter_bytes: int
+    sent_forward_bytes: int
+    sent_backward_bytes: int
+    saved_bytes: int
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Stages, their ranks, the schedule."""
+
+    stages: tuple[StagePlan, ...]
+    schedule: Schedule
+
+    @classmethod
+    def of(cls, joint: JointGraph, program: PipelineProgram, schedule: Schedule) -> Plan:
+        """The plan of a compiled pipeline."""
+        return cls(tuple(_stage_plan(joint, program, stage, schedule) for stage in program.stages), schedule)
+
+    @property
+    def rank_of_stage(self) -> dict[int, int]:
+        """Stage -> rank within the group."""
+        return {stage.stage: stage.rank for stage in self.stages}
+
+    def __str__(self) -> str:
+        """The table: stage, rank, FQNs, parameters, bytes sent, bytes saved."""
+        ranks, name = self.schedule.ranks, self.schedule.name
+        title = f"{len(self.stages)} stages on {ranks} rank{'s' * (ranks > 1)}, {name}, {self.schedule.microbatches} microbatches"
+        table = Table(title=title, box=box.SIMPLE, title_justify="left")
+        for column in ("stage", "rank", "modules", "parameters", "sent →", "sent ←", "saved"):
+            table.add_column(column, justify="left" if column == "modules" else "right", no_wrap=column != "modules")
+        for stage in self.stages:
+            sizes = (stage.sent_forward_bytes, stage.sent_backward_bytes, stage.saved_bytes)
+            modules = ", ".join(stage.modules) or "(empty)"
+            table.add_row(str(stage.stage), str(stage.rank), modules, f"{stage.parameters:,}", *map(spell_bytes, sizes))
+        table.caption = "bytes per microbatch"
+        out = io.StringIO()
+        Console(file=out, width=110, no_color=True).print(table)
+        return "\n".join(line.rstrip() for line in out.getvalue().splitlines())
+
+
+def spell_bytes(count: int) -> str:
+    """`12.5 KiB`."""
+    size, unit = float(count), "B"
+    for larger in ("KiB", "MiB", "GiB"):
+        if size < 1024:
+            break
+        size, unit = size / 1024, larger
+    return f"{count} B" if unit == "B" else f"{size:.1f} {unit}"
+
+
+def _stage_plan(joint: JointGraph, program: PipelineProgram, stage: StageProgram, schedule: Schedule) -> StagePlan:
+    metas = [joint.parameters[fqn] for fqn in stage.parameters]
+    forward = program.boundaries[stage.index].forward if stage.index < len(program.stages) - 1 else ()
+    backward = program.boundaries[stage.index - 1].backward if stage.index else ()
+    return StagePlan(
+        stage=stage.index,
+        rank=schedule.rank_of_stage[stage.index],
+        modules=outermost(stage.modules),
+        parameters=sum(math.prod(meta.shape) for meta in metas),
+        parameter_bytes=sum(meta.nbytes for meta in metas),
+        sent_forward_bytes=sum(value.nbytes for value in forward),
+        sent_backward_bytes=sum(value.nbytes for value in backward),
+        saved_bytes=stage.saved_bytes,
+    )
+
+
+def outermost(calls: tuple[str, ...]) -> tuple[str, ...]:
+    """The calls that lie in no other call of the list, runs of numbered siblings shortened: `layers.0 .. layers.3`."""
+    named = [call for call in calls if not any(call.startswith(other + ".") for other in calls)]
+    shown: list[list[str]] = []
+    for call in named:
+        prefix, _, number = call.rpartition(".")
+        before = shown[-1][-1].rpartition(".") if shown else ("", "", "")
+        following = number.isdigit() and before[0] == prefix and before[2].isdigit() and int(number) == int(before[2]) + 1
+        shown[-1].append(call) if following else shown.append([call])
+    return tuple(run[0] if len(run) == 1 else f"{run[0]} .. {run[-1]}" for run in shown)

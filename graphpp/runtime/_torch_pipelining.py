@@ -1,0 +1,70 @@
+"""The private names of torch that the runtime stands on; no other file of `runtime/` touches one.
+
+Checked on torch 2.11.0, 2.13.0 and 2.15.0:
+
+- `torch.distributed.pipelining.schedules._PipelineScheduleRuntime`: the loop that walks a rank's actions. Its hooks that
+  would run the user's module to learn shapes, or look for losses on stages, are closed here: both are known from the graph.
+- `torch.distributed.pipelining.schedules._Action`: one instruction (`parts` of ours are its `sub_actions`)
+- `torch.distributed.pipelining.schedules._ComputationType`: kinds of instructions
+- `torch.distributed.pipelining.schedules._PipelineContext`: what the loop hands to a handler
+- `torch.distributed.distributed_c10d._get_default_store`: the key-value store all ranks share
+- `torch._foreach_norm`: norms of many tensors at once, the call that torch's own gradient clipping makes
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.distributed.distributed_c10d import _get_default_store
+from torch.distributed.pipelining.schedules import (
+    _Action,
+    _ComputationType,
+    _PipelineContext,
+    _PipelineScheduleRuntime,
+)
+
+from graphpp.runtime.actions import Action, Kind
+from graphpp.runtime.schedule import Schedule
+
+Handler = Callable[[Action], None]
+
+default_store = _get_default_store
+foreach_norm = torch._foreach_norm
+
+
+def to_torch(action: Action) -> _Action:
+    """Our action as torch's."""
+    parts = tuple(map(to_torch, action.parts)) or None
+    return _Action(action.stage, _ComputationType(action.kind.value), action.microbatch, parts)
+
+
+class ActionLoop(_PipelineScheduleRuntime):  # type: ignore[misc]
+    """torch's pipeline runtime over a table with communication; every kind of action goes to our handler for it."""
+
+    def __init__(self, stages: Sequence[Any], schedule: Schedule, handlers: Mapping[Kind, Handler]) -> None:
+        super().__init__(list(stages), schedule.microbatches, backward_requires_autograd=False)
+        self.stage_index_to_group_rank = dict(schedule.rank_of_stage)
+        ours = {
+            rank: [action for action in row if action is not None] for rank, row in enumerate(schedule.table)
+        }
+        self.pipeline_order_with_comms = {rank: list(map(to_torch, row)) for rank, row in ours.items()}
+        actions = dict(zip(self.pipeline_order_with_comms[self.rank], ours[self.rank], strict=True))
+        for kind, handler in handlers.items():
+            # The public registration refuses sends and receives, which are ours as well: the loop looks here first.
+            self._comp_type_to_function_map[_ComputationType(kind.value)] = _adapted(actions, handler)
+
+    def run(self) -> None:
+        """Walk this rank's actions once."""
+        self._step_microbatches()
+
+    def _initialize_stages(self, *args: Any, **kwargs: Any) -> None:
+        """Nothing to find out: shapes are known from the graph, and the user's module is never run."""
+
+    def _update_losses(self, *args: Any, **kwargs: Any) -> None:
+        """Losses are results of stage programs, not of a loss function held by the loop."""
+
+
+def _adapted(actions: Mapping[_Action, Action], handler: Handler) -> Callable[[_Action, _PipelineContext], None]:
+    return lambda action, context: handler(actions[action])

@@ -1,0 +1,199 @@
+"""What the compiler hands to the runtime: stage programs with named inputs and outputs.
+
+Contract
+--------
+A `Program` is a callable and two tuples of roles, one role per argument and one per result. A role says
+what a value *is* (parameter <fqn>, saved value, gradient of <fqn>); no position means anything.
+A `StageProgram` is one stage with all its phases. A `Boundary` lists what crosses s|s+1 in each direction,
+with shape, dtype and strides known on every rank before the first step.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any
+
+import torch
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """The model's parameter under its canonical FQN."""
+
+    fqn: str
+
+
+@dataclass(frozen=True)
+class Buffer:
+    """The model's buffer under its canonical FQN."""
+
+    fqn: str
+
+
+@dataclass(frozen=True)
+class Constant:
+    """A tensor that the model or the loss holds without an FQN."""
+
+    name: str
+
+
+@dataclass(frozen=True)
+class Input:
+    """A tensor of the microbatch, by its path: `args[0]`, `kwargs['mask']`, `target`."""
+
+    path: str
+
+
+@dataclass(frozen=True)
+class Seed:
+    """The gradient of the loss with respect to itself: loss scale times 1/microbatches."""
+
+
+@dataclass(frozen=True)
+class Received:
+    """A value of the joint graph that arrives from the neighbouring stage."""
+
+    name: str
+
+
+@dataclass(frozen=True)
+class Saved:
+    """A value of the joint graph that the forward keeps for a later phase of the same stage and microbatch."""
+
+    name: str
+
+
+@dataclass(frozen=True)
+class Sent:
+    """A value of the joint graph that leaves for the neighbouring stage."""
+
+    name: str
+
+
+@dataclass(frozen=True)
+class Loss:
+    """The scalar loss of the microbatch."""
+
+
+@dataclass(frozen=True)
+class Output:
+    """A tensor leaf of the model's output, by its index among the output's leaves."""
+
+    index: int
+
+
+@dataclass(frozen=True)
+class Gradient:
+    """The gradient of the parameter <fqn> for one microbatch, with the parameter's shape."""
+
+    fqn: str
+
+
+@dataclass(frozen=True)
+class BufferUpdate:
+    """The new value of the buffer <fqn> after this microbatch."""
+
+    fqn: str
+
+
+InputRole = Parameter | Buffer | Constant | Input | Seed | Received | Saved
+OutputRole = Loss | Output | Gradient | BufferUpdate | Sent | Saved
+
+
+class Phase(str, Enum):
+    """The phases of a stage; the values are the letters of torch's actions (E: evaluation forward)."""
+
+    FORWARD = "F"
+    BACKWARD = "B"
+    INPUT_GRAD = "I"
+    WEIGHT_GRAD = "W"
+    EVALUATE = "E"
+
+
+@dataclass(frozen=True)
+class TensorMeta:
+    """Shape, strides (elements), dtype and needs-grad of a value that crosses a boundary or is saved."""
+
+    name: str
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    requires_grad: bool = False
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the value's elements."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class Boundary:
+    """What crosses stage|stage+1 for one microbatch: activations forward, gradients backward."""
+
+    stage: int
+    forward: tuple[TensorMeta, ...] = ()
+    backward: tuple[TensorMeta, ...] = ()
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes sent over this boundary in both directions for one microbatch."""
+        return sum(value.nbytes for value in self.forward + self.backward)
+
+
+@dataclass(frozen=True)
+class Program:
+    """One phase of one stage. `run(boxed)` takes a list of inputs, empties it, and returns a tuple of results.
+
+    `shared` holds the indices of results whose memory an input or another result may share: to be copied before writing.
+    """
+
+    stage: int
+    phase: Phase
+    inputs: tuple[InputRole, ...]
+    outputs: tuple[OutputRole, ...]
+    run: Callable[[list[Any]], Sequence[Any]]
+    source: str = ""
+    shared: frozenset[int] = frozenset()
+
+
+@dataclass(frozen=True)
+class StageProgram:
+    """A stage with all its phases and what it owns.
+
+    `parameters`, `buffers`: FQNs that any phase reads or whose gradient or update it produces.
+    `saved`: what the forward keeps per microbatch. `modules`: FQNs of the modules called in it, for people.
+    """
+
+    index: int
+    programs: Mapping[Phase, Program]
+    parameters: tuple[str, ...]
+    buffers: tuple[str, ...]
+    saved: tuple[TensorMeta, ...]
+    modules: tuple[str, ...] = ()
+    constants: Mapping[str, torch.Tensor] = field(default_factory=dict)
+
+    @property
+    def gradients(self) -> tuple[str, ...]:
+        """FQNs of the parameters whose gradients this stage makes or contributes to."""
+        roles = [role for item in self.programs.values() for role in item.outputs]
+        return tuple(role.fqn for role in roles if isinstance(role, Gradient))
+
+    @property
+    def saved_bytes(self) -> int:
+        """Bytes saved for the backward, per microbatch in flight."""
+        return sum(value.nbytes for value in self.saved)
+
+
+@dataclass(frozen=True)
+class PipelineProgram:
+    """All stages of one captured graph and the boundaries between them: `boundaries[s]` is s|s+1.
+
+    The last stage makes the loss (0-dim) and the outputs.
+    """
+
+    stages: tuple[StageProgram, ...]
+    boundaries: tuple[Boundary, ...]
+    loss: TensorMeta | None = None

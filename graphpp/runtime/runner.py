@@ -1,0 +1,156 @@
+"""GraphPPRunner: runs stage programs under torch's pipeline runtime, over one table of actions.
+
+Contract
+--------
+- Every schedule is a table with communication, already checked, and runs here; one process with all stages local is the
+  case without sends. The loop is torch's (`_PipelineScheduleRuntime`, `backward_requires_autograd=False`); what an action
+  does is one handler per kind, below.
+- After `step`: the losses of all microbatches on every rank; gradients in `param.grad`, accumulated in microbatch order.
+- After a failure nothing of the step is held.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from graphpp.runtime._torch_pipelining import ActionLoop
+from graphpp.runtime.actions import Action, Kind
+from graphpp.runtime.gradients import TiedReduction
+from graphpp.runtime.program import Phase, PipelineProgram
+from graphpp.runtime.schedule import Schedule
+from graphpp.runtime.stage import GraphStage, Inputs, Place
+from graphpp.runtime.state import ModelState
+from graphpp.runtime.transport import Transport, post
+
+
+@dataclass(frozen=True)
+class Device:
+    """Where a pipeline runs: the device and the process group (None: one process)."""
+
+    device: torch.device
+    group: dist.ProcessGroup | None
+
+    @property
+    def rank(self) -> int:
+        """This process's rank within the group."""
+        return dist.get_rank(self.group) if self.group is not None else 0
+
+    @property
+    def ranks(self) -> int:
+        """Ranks in the group."""
+        return dist.get_world_size(self.group) if self.group is not None else 1
+
+
+class GraphPPRunner:
+    """Runs one captured graph under one schedule; `training` programs have F and B, evaluation programs E."""
+
+    def __init__(self, program: PipelineProgram, schedule: Schedule, state: ModelState, place: Device) -> None:
+        self.program, self.schedule, self.state, self.place = program, schedule, state, place
+        where = Place(len(program.stages), schedule.rank_of_stage, place.rank, place.ranks)
+        self.transport = Transport(place.group, place.device)
+        self.stages = {
+            stage.index: GraphStage(stage, program.boundaries, where, self.transport)
+            for stage in program.stages
+            if schedule.rank_of_stage[stage.index] == place.rank
+        }
+        self.training = Phase.FORWARD in program.stages[0].programs
+        self.tied = TiedReduction(_tied(program), schedule.rank_of_stage, place.group)
+        self._loop = ActionLoop(list(self.stages.values()), schedule, self._handlers())
+
+    def step(self, inputs: Inputs, seeds: Sequence[torch.Tensor]) -> None:
+        """Run the table once over the microbatches' tensors (by path) and seeds (0-dim, one per microbatch)."""
+        try:
+            with torch.no_grad():
+                self._begin(inputs, seeds)
+                self._loop.run()
+                self.transport.flush()
+                self._finish()
+        except BaseException:
+            self.transport.drop()
+            for stage in self.stages.values():
+                stage.clear()
+            raise
+        finally:
+            for stage in self.stages.values():
+                stage.release()
+
+    def losses(self) -> torch.Tensor:
+        """The losses of the last step, one per microbatch in order, [microbatches]; on every rank."""
+        stage, meta = len(self.program.stages) - 1, self.program.loss
+        assert meta is not None, "evaluation without a target has no loss"
+        local = self.stages.get(stage)
+        if local is not None:
+            losses = torch.stack([local.losses[index] for index in range(self.schedule.microbatches)])
+        else:
+            losses = torch.empty(self.schedule.microbatches, dtype=meta.dtype, device=self.place.device)
+        if self.place.ranks > 1:
+            dist.broadcast(losses, group=self.place.group, group_src=self.schedule.rank_of_stage[stage])
+        return losses
+
+    def outputs(self) -> list[dict[int, torch.Tensor]] | None:
+        """The output's tensor leaves per microbatch, on the last stage's rank; None elsewhere."""
+        last = self.stages.get(len(self.program.stages) - 1)
+        return None if last is None else [last.outputs.get(index, {}) for index in range(self.schedule.microbatches)]
+
+    def _begin(self, inputs: Inputs, seeds: Sequence[torch.Tensor]) -> None:
+        for stage in self.stages.values():
+            stage.begin(self.state.tensor, inputs, seeds)
+            grads = {fqn: self.state.tensor(fqn).grad for fqn in stage.gradients.fqns if fqn not in self.tied.holders}
+            stage.gradients.start({fqn: grad for fqn, grad in grads.items() if grad is not None})
+
+    def _finish(self) -> None:
+        """Gradients into `param.grad`; parts of tied parameters added first."""
+        if not self.training:
+            return
+        for stage in self.stages.values():
+            for fqn, gradient in stage.gradients.sums.items():
+                if fqn not in self.tied.holders:
+                    self.state.tensor(fqn).grad = gradient
+        for fqn, total in self.tied.reduce(lambda stage, fqn: self.stages[stage].gradients.sums[fqn]).items():
+            parameter = self.state.tensor(fqn)
+            parameter.grad = total if parameter.grad is None else parameter.grad.add_(total)
+        for stage in self.stages.values():
+            stage.gradients.start({})
+
+    def _handlers(self) -> dict[Kind, Callable[[Action], None]]:
+        forward = Phase.FORWARD if self.training else Phase.EVALUATE
+        return {
+            Kind.F: lambda action: self._compute(forward, action, "F", 1),
+            Kind.B: lambda action: self._compute(Phase.BACKWARD, action, "B", -1),
+            Kind.SEND_F: lambda action: self._send(action, "F"),
+            Kind.SEND_B: lambda action: self._send(action, "B"),
+            Kind.RECV_F: lambda action: self._receive(action, "F"),
+            Kind.RECV_B: lambda action: self._receive(action, "B"),
+        }
+
+    def _compute(self, phase: Phase, action: Action, direction: str, step: int) -> None:
+        stage = self.stages[action.stage]
+        assert action.microbatch is not None
+        stage.run(phase, action.microbatch)
+        neighbour = self.stages.get(action.stage + step)
+        if neighbour is not None:
+            neighbour.arrive(direction, action.microbatch, stage.take_leaving(direction, action.microbatch))
+
+    def _send(self, action: Action, direction: str) -> None:
+        stage = self.stages[action.stage]
+        ops = (stage.get_fwd_send_ops if direction == "F" else stage.get_bwd_send_ops)(action.microbatch)
+        self.transport.post_send(ops, stage.peer(direction))
+
+    def _receive(self, action: Action, direction: str) -> None:
+        stage = self.stages[action.stage]
+        ops = (stage.get_fwd_recv_ops if direction == "F" else stage.get_bwd_recv_ops)(action.microbatch)
+        message = stage.arriving(direction, action.microbatch)
+        message.works = post(ops, message.peer)
+
+
+def _tied(program: PipelineProgram) -> dict[str, list[int]]:
+    """Parameters whose gradient several stages contribute to, with those stages in ascending order."""
+    holders: dict[str, list[int]] = {}
+    for stage in program.stages:
+        for fqn in stage.gradients:
+            holders.setdefault(fqn, []).append(stage.index)
+    return {fqn: stages for fqn, stages in holders.items() if len(stages) > 1}

@@ -1,0 +1,39 @@
+"""What holds in every test: one thread, fixed seeds, no worker left behind."""
+
+import os
+import random
+from collections.abc import Iterator
+
+import pytest
+import torch
+from hypothesis import settings
+
+from tests.distributed import close_workers
+
+os.environ["HF_HUB_OFFLINE"] = "1"  # tests build their models from configurations and load nothing
+torch.set_num_threads(1)
+settings.register_profile("graphpp", deadline=None, derandomize=True)
+settings.load_profile("graphpp")
+
+
+@pytest.fixture(autouse=True)
+def seeds() -> None:
+    """Every test starts from the same random state."""
+    random.seed(0)
+    torch.manual_seed(0)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def workers() -> Iterator[None]:
+    """The processes of `run_ranks` end with the session."""
+    yield
+    close_workers()
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skip the tests that need a GPU where there is none."""
+    if torch.cuda.is_available():
+        return
+    for item in items:
+        if item.get_closest_marker("gpu"):
+            item.add_marker(pytest.mark.skip(reason="no CUDA device"))

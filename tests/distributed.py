@@ -1,0 +1,234 @@
+"""Runs one function on N processes joined by gloo, and hands back what each returned.
+
+Contract: `run_ranks(fn, ranks, *args)` calls `fn(rank, *args)` in `ranks` processes, with the default process group
+initialised over loopback, and returns the values in order of rank. `fn` is a top-level function of an importable
+module; arguments and values are pickled. The caller's warning filters hold on the ranks too. A rank's exception is
+raised here with its own type, and with the rank and its traceback as a note.
+
+Importing torch takes seconds, so the processes stay for the next call: rank r of every call runs in worker r, each
+time in a fresh group. A call that dies or runs late costs its workers, and the next call starts new ones. Workers end
+with this process, however it ends.
+"""
+
+import atexit
+import multiprocessing
+import os
+import pickle
+import tempfile
+import time
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from multiprocessing import connection
+from multiprocessing.context import SpawnProcess
+from pathlib import Path
+from threading import Thread
+from traceback import format_exception
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+GRACE = 20.0  # seconds that the other ranks are given to end after one has failed
+START = 60.0  # seconds that new workers are given on top, to import torch
+
+
+class WorkerDied(RuntimeError):  # noqa: N818 - it names an event
+    """A rank's process ended while it ran the function."""
+
+
+class WorkerLate(TimeoutError):  # noqa: N818 - it names an event
+    """A rank did not end within the timeout."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What became of the function on one rank: its value, or the exception that it raised."""
+
+    rank: int
+    value: Any = None
+    error: BaseException | None = None
+    seconds: float = 0.0  # after the call began
+
+
+@dataclass(frozen=True)
+class Task:
+    """One call, as a worker receives it."""
+
+    fn: Callable[..., Any]
+    args: tuple[Any, ...]
+    rank: int
+    ranks: int
+    store: str  # file through which the ranks find each other
+    timeout: float
+    filters: list[Any]  # of the module `warnings`
+
+
+@dataclass(frozen=True)
+class Worker:
+    process: SpawnProcess
+    pipe: connection.Connection
+
+
+def run_ranks(fn: Callable[..., Any], ranks: int, *args: Any, timeout: float = 120) -> list[Any]:
+    """The values of `fn(rank, *args)`, in order of rank; raises the exception of the rank that failed first."""
+    outcomes = rank_outcomes(fn, ranks, *args, timeout=timeout, grace=GRACE)
+    failures = sorted((o for o in outcomes if o.error is not None), key=lambda outcome: outcome.seconds)
+    if not failures:
+        return [outcome.value for outcome in outcomes]
+    first = failures[0].error
+    assert first is not None
+    for other in failures[1:]:
+        first.add_note(f"rank {other.rank} failed later: {type(other.error).__name__}: {other.error}")
+    raise first
+
+
+def rank_outcomes(
+    fn: Callable[..., Any], ranks: int, *args: Any, timeout: float = 120, grace: float | None = None
+) -> list[Outcome]:
+    """What became of `fn(rank, *args)` on every rank; for tests in which ranks are meant to fail.
+
+    A rank that dies has the error `WorkerDied`, one that runs past `timeout` seconds `WorkerLate`. With `grace`, ranks
+    that still run that many seconds after the first failure are late too.
+    """
+    began = time.monotonic()
+    if len(_workers) < ranks:
+        timeout += START
+    try:
+        with tempfile.TemporaryDirectory() as folder:
+            store = str(Path(folder) / "store")
+            filters = list(warnings.filters)
+            for rank, worker in enumerate(_first_workers(ranks)):
+                task = Task(fn, args, rank, ranks, store, timeout, filters)
+                worker.pipe.send_bytes(pickle.dumps(task))
+            outcomes = _collect(ranks, began, timeout, grace)
+    except BaseException:
+        close_workers()
+        raise
+    if any(isinstance(outcome.error, WorkerDied | WorkerLate) for outcome in outcomes):
+        close_workers()
+    return outcomes
+
+
+def close_workers() -> None:
+    """End all workers; the next call starts new ones."""
+    for worker in _workers:
+        worker.process.kill()
+    for worker in _workers:
+        worker.process.join()
+        worker.pipe.close()
+    _workers.clear()
+
+
+# One list for all numbers of ranks: a call on two ranks uses the first two workers of a call on four.
+_workers: list[Worker] = []
+atexit.register(close_workers)
+
+
+def _first_workers(count: int) -> list[Worker]:
+    while len(_workers) < count:
+        _workers.append(_start_worker(len(_workers)))
+    return _workers[:count]
+
+
+def _start_worker(rank: int) -> Worker:
+    context = multiprocessing.get_context("spawn")
+    ours, theirs = context.Pipe()
+    process = context.Process(target=_serve, args=(theirs,), name=f"rank{rank}", daemon=True)
+    process.start()
+    theirs.close()
+    return Worker(process, ours)
+
+
+def _collect(ranks: int, began: float, timeout: float, grace: float | None) -> list[Outcome]:
+    """Wait for every rank's outcome, for its death, or for the deadline."""
+    waiting = {worker.pipe: rank for rank, worker in enumerate(_workers[:ranks])}
+    outcomes: dict[int, Outcome] = {}
+    deadline = began + timeout
+    while waiting:
+        ready = connection.wait(list(waiting), max(0.0, deadline - time.monotonic()))
+        if not ready:
+            break
+        for pipe in ready:
+            assert isinstance(pipe, connection.Connection)
+            rank = waiting.pop(pipe)
+            outcomes[rank] = _receive(pipe, rank, time.monotonic() - began)
+            if outcomes[rank].error is not None and grace is not None:
+                deadline = min(deadline, time.monotonic() + grace)
+    for rank in waiting.values():
+        seconds = time.monotonic() - began
+        late = WorkerLate(f"rank {rank} of {ranks} had not ended after {seconds:.0f} s")
+        outcomes[rank] = Outcome(rank, error=late, seconds=seconds)
+    return [outcomes[rank] for rank in range(ranks)]
+
+
+def _receive(pipe: connection.Connection, rank: int, seconds: float) -> Outcome:
+    try:
+        value, error, trace = pickle.loads(pipe.recv_bytes())
+    except (EOFError, ConnectionError):
+        process = _workers[rank].process
+        process.join()
+        died = WorkerDied(f"rank {rank} died with exit code {process.exitcode}")
+        return Outcome(rank, error=died, seconds=seconds)
+    if error is not None:
+        error.add_note(f"on rank {rank}:\n{trace}")
+    return Outcome(rank, value, error, seconds)
+
+
+def _serve(pipe: connection.Connection) -> None:
+    """A worker's life: answer one task after another until the pipe closes."""
+    torch.set_num_threads(1)
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    Thread(target=_die_with_parent, daemon=True).start()
+    while True:
+        try:
+            message = pipe.recv_bytes()
+        except EOFError:
+            return
+        pipe.send_bytes(_answer(message))
+
+
+def _die_with_parent() -> None:
+    """End at once when the parent has ended, also from the middle of a task that hangs."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    parent.join()
+    os._exit(1)
+
+
+def _answer(message: bytes) -> bytes:
+    """Run a pickled task; the pickled (value, exception, traceback) of it, where one of the first two is None."""
+    try:
+        task = pickle.loads(message)
+        with warnings.catch_warnings():
+            warnings.filters[:] = task.filters
+            return pickle.dumps((_run(task), None, ""))
+    except BaseException as error:
+        trace = "".join(format_exception(error))
+        return pickle.dumps((None, _portable(error), trace))
+
+
+def _run(task: Task) -> Any:
+    torch.manual_seed(0)
+    dist.init_process_group(
+        "gloo",
+        init_method=f"file://{task.store}",
+        rank=task.rank,
+        world_size=task.ranks,
+        timeout=timedelta(seconds=task.timeout),
+    )
+    try:
+        return task.fn(task.rank, *task.args)
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+def _portable(error: BaseException) -> BaseException:
+    """The exception itself if it survives pickling, else a RuntimeError that names it."""
+    try:
+        pickle.loads(pickle.dumps(error))
+    except Exception:
+        return RuntimeError(f"{type(error).__name__}: {error}")
+    return error

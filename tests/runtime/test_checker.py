@@ -1,0 +1,478 @@
+"""The checker accepts exactly the tables that an independent, step-by-step execution brings to their right end.
+
+The oracle below shares nothing with the checker: the checker reasons on a graph, the oracle runs the ranks, with a
+queue of messages per rank that moves only when two heads are the two ends of one message.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Callable, Iterator
+from random import Random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from graphpp.errors import ScheduleError
+from graphpp.runtime.actions import SENDS, Action, Kind, message
+from graphpp.runtime.checker import check
+from graphpp.runtime.communication import add_communication
+from graphpp.runtime.schedule import Schedule
+from graphpp.runtime.schedules import build
+
+Rows = list[list[Action]]
+
+# ------------------------------------------------------------------------------------------ the oracle
+
+
+def complete(rows: Rows, stages: int, microbatches: int) -> bool:
+    """Whether the right actions are there, in whatever order."""
+    leaves = Counter((rank, leaf) for rank, row in enumerate(rows) for action in row for leaf in action.leaves)
+    home = {leaf.stage: rank for rank, leaf in leaves}
+    wanted: Counter[tuple[int, Action]] = Counter()
+    for stage, m in ((stage, m) for stage in range(stages) for m in range(microbatches)):
+        rank = home.get(stage, -1)
+        whole = (rank, Action(stage, Kind.B, m)) in leaves
+        kinds = [Kind.F, Kind.B] if whole else [Kind.F, Kind.I, Kind.W]
+        if any(leaf.is_communication for _, leaf in leaves):
+            kinds += [Kind.SEND_F, Kind.RECV_B] if home.get(stage + 1, rank) != rank else []
+            kinds += [Kind.RECV_F, Kind.SEND_B] if home.get(stage - 1, rank) != rank else []
+        wanted.update((rank, Action(stage, kind, m)) for kind in kinds)
+    return leaves == wanted
+
+
+class Machine:
+    """Runs the ranks of a complete table; a message needs both its ends at the heads of their ranks' queues."""
+
+    def __init__(self, rows: Rows, stages: int) -> None:
+        self.stages = stages
+        self.home = {leaf.stage: rank for rank, row in enumerate(rows) for action in row for leaf in action.leaves}
+        self.communicates = any(action.is_communication for row in rows for action in row)
+        self.todo, self.queues = [deque(row) for row in rows], [deque[Action]() for _ in rows]
+        self.done: set[tuple[str, int, int | None]] = set()  # computed or received; an I counts as a B
+
+    def runs_to_its_end(self) -> bool:
+        while any([self.step(rank) or self.deliver(rank) for rank in range(len(self.todo))]):
+            pass
+        return not any(self.todo) and not any(self.queues)
+
+    def needs(self, leaf: Action) -> Iterator[tuple[str, int]]:
+        stage = leaf.stage
+        if leaf.kind in (Kind.B, Kind.I, Kind.W, Kind.SEND_F):
+            yield "F", stage
+        if leaf.kind in (Kind.W, Kind.SEND_B):
+            yield "B", stage
+        if leaf.kind is Kind.F and stage > 0:
+            yield ("RECV_F", stage) if self.remote(stage, stage - 1) else ("F", stage - 1)
+        if leaf.kind in (Kind.B, Kind.I) and stage < self.stages - 1:
+            yield ("RECV_B", stage) if self.remote(stage, stage + 1) else ("B", stage + 1)
+
+    def remote(self, stage: int, other: int) -> bool:
+        return self.communicates and self.home[stage] != self.home[other]
+
+    def step(self, rank: int) -> bool:
+        action = self.todo[rank][0] if self.todo[rank] else None
+        if action is None:
+            return False
+        if action.kind in (Kind.RECV_F, Kind.RECV_B):
+            self.queues[rank].append(self.todo[rank].popleft())
+            return True
+        if any((*need, leaf.microbatch) not in self.done for leaf in action.leaves for need in self.needs(leaf)):
+            return False
+        self.todo[rank].popleft()
+        if action.is_communication:
+            self.queues[rank].append(action)
+        else:
+            self.done |= {(leaf.kind.value.replace("I", "B"), leaf.stage, leaf.microbatch) for leaf in action.leaves}
+        return True
+
+    def deliver(self, rank: int) -> bool:
+        send = self.queues[rank][0] if self.queues[rank] else None
+        if send is None or send.kind not in SENDS:
+            return False
+        forward = send.kind is Kind.SEND_F
+        receive = Action(send.stage + (1 if forward else -1), Kind.RECV_F if forward else Kind.RECV_B, send.microbatch)
+        other = self.queues[self.home[receive.stage]]
+        if not other or other[0] != receive:
+            return False
+        self.done.add((receive.kind.value, receive.stage, receive.microbatch))
+        self.queues[rank].popleft()
+        other.popleft()
+        return True
+
+
+def oracle(rows: Rows, stages: int, microbatches: int) -> bool:
+    well_formed = all((action.kind is Kind.OVERLAP_F_B) == bool(action.parts) for row in rows for action in row)
+    return well_formed and complete(rows, stages, microbatches) and Machine(rows, stages).runs_to_its_end()
+
+
+def accepted(rows: Rows, stages: int, microbatches: int) -> bool:
+    schedule = Schedule.of(rows, stages=stages, microbatches=microbatches)
+    try:
+        check(schedule, ranks=len(rows), stages=stages, microbatches=microbatches)
+    except ScheduleError:
+        return False
+    return True
+
+
+# ------------------------------------------------------------------------------------------ random tables
+
+
+def random_rows(random: Random, ranks: int, stages: int, microbatches: int) -> Rows:
+    """A random legal table: any stage on any rank, B or I and W, some neighbours overlapped, any order data allows."""
+    home = [*range(ranks), *(random.randrange(ranks) for _ in range(stages - ranks))]
+    random.shuffle(home)
+    chains: list[list[Action]] = []
+    for m in range(microbatches):
+        split = {stage: random.random() < 0.5 for stage in range(stages)}
+        chains.append([Action(stage, Kind.F, m) for stage in range(stages)])
+        for stage in reversed(range(stages)):
+            chains[-1] += [Action(stage, Kind.I, m), Action(stage, Kind.W, m)] if split[stage] else [
+                Action(stage, Kind.B, m)
+            ]  # fmt: skip
+    rows: Rows = [[] for _ in range(ranks)]
+    while any(chains):
+        chain = random.choice([chain for chain in chains if chain])
+        late = random.random() < 0.3 and chain[0].kind is Kind.W and len(chain) > 1
+        action = chain.pop(0)
+        rows[home[action.stage]].append(action)
+        if late:  # a weight gradient may stand anywhere after its input gradient
+            row = rows[home[action.stage]]
+            row.insert(random.randint(row.index(action._replace(kind=Kind.I)) + 1, len(row) - 1), row.pop())
+    return rows
+
+
+@st.composite
+def tables(draw: st.DrawFn) -> tuple[Rows, int, int, Random]:
+    random = draw(st.randoms(use_true_random=False))
+    ranks = draw(st.integers(1, 4))
+    stages, microbatches = ranks + draw(st.integers(0, 3)), draw(st.integers(1, 4))
+    rows = random_rows(random, ranks, stages, microbatches)
+    if draw(st.booleans()):
+        with_communication = add_communication(Schedule.of(rows, stages=stages, microbatches=microbatches))
+        rows = [[action for action in row if action] for row in with_communication.table]
+    return rows, stages, microbatches, random
+
+
+@given(tables())
+@settings(deadline=None, max_examples=200)
+def test_legal_tables_are_accepted(table: tuple[Rows, int, int, Random]) -> None:
+    rows, stages, microbatches, _ = table
+    assert oracle(rows, stages, microbatches)
+    schedule = Schedule.of(rows, stages=stages, microbatches=microbatches)
+    check(schedule, ranks=len(rows), stages=stages, microbatches=microbatches)
+
+
+# ------------------------------------------------------------------------------------------ mutations
+
+
+def spot(random: Random, rows: Rows, kinds: tuple[Kind, ...] = tuple(Kind)) -> tuple[list[Action], int] | None:
+    places = [(row, column) for row in rows for column, action in enumerate(row) if action.kind in kinds]
+    return random.choice(places) if places else None
+
+
+def changed(random: Random, rows: Rows, change: Callable[[Action], Action]) -> None:
+    row, column = spot(random, rows) or ([], 0)
+    row[column] = change(row[column])
+
+
+def drop(random: Random, rows: Rows) -> None:
+    row, column = spot(random, rows) or ([], 0)
+    del row[column]
+
+
+def double(random: Random, rows: Rows) -> None:
+    row, column = spot(random, rows) or ([], 0)
+    row.insert(random.randint(0, len(row)), row[column])
+
+
+def swap_neighbours(random: Random, rows: Rows) -> None:
+    row = random.choice(rows)
+    if len(row) > 1:
+        at = random.randrange(len(row) - 1)
+        row[at], row[at + 1] = row[at + 1], row[at]
+
+
+def swap_any(random: Random, rows: Rows) -> None:
+    row = random.choice(rows)
+    if row:
+        one, two = random.randrange(len(row)), random.randrange(len(row))
+        row[one], row[two] = row[two], row[one]
+
+
+def swap_forward_and_backward(random: Random, rows: Rows) -> None:
+    row, column = spot(random, rows, (Kind.F,)) or ([], 0)
+    twin = [at for at, a in enumerate(row) if a.kind in (Kind.B, Kind.I) and a.microbatch == row[column].microbatch]
+    row[column], row[twin[-1]] = row[twin[-1]], row[column]
+
+
+def retarget_stage(random: Random, rows: Rows) -> None:
+    changed(random, rows, lambda action: action._replace(stage=random.randrange(-1, 8)))
+
+
+def retarget_microbatch(random: Random, rows: Rows) -> None:
+    microbatch = random.choice([None, -1, 0, 1, 2, 3, 7])
+    changed(random, rows, lambda action: action._replace(microbatch=microbatch))
+
+
+def change_kind(random: Random, rows: Rows) -> None:
+    kinds = [kind for kind in Kind if kind not in (Kind.UNSHARD, Kind.RESHARD)]  # these are ruled by nothing yet
+    changed(random, rows, lambda action: action._replace(kind=random.choice(kinds)))
+
+
+def move_to_other_rank(random: Random, rows: Rows) -> None:
+    row, column = spot(random, rows) or ([], 0)
+    target = random.choice(rows)
+    target.insert(random.randint(0, len(target)), row.pop(column))
+
+
+def cut_receive(random: Random, rows: Rows) -> None:
+    if found := spot(random, rows, (Kind.RECV_F, Kind.RECV_B)):
+        del found[0][found[1]]
+
+
+def reverse_two(kinds: tuple[Kind, ...]) -> Callable[[Random, Rows], None]:
+    def mutate(random: Random, rows: Rows) -> None:
+        row = random.choice(rows)
+        at = [column for column, action in enumerate(row) if action.kind in kinds]
+        if len(at) > 1:
+            one, two = random.sample(at, 2)
+            row[one], row[two] = row[two], row[one]
+
+    return mutate
+
+
+def split_backward(random: Random, rows: Rows) -> None:
+    if found := spot(random, rows, (Kind.B,)):
+        row, column = found
+        row[column : column + 1] = [row[column]._replace(kind=kind) for kind in (Kind.I, Kind.W)]
+
+
+def weight_beside_backward(random: Random, rows: Rows) -> None:
+    if found := spot(random, rows, (Kind.B,)):
+        row, column = found
+        row.insert(column + 1, row[column]._replace(kind=Kind.W))
+
+
+def overlap_neighbours(random: Random, rows: Rows) -> None:
+    row = random.choice(rows)
+    at = random.randrange(max(1, len(row) - 1))
+    if all(action.is_compute for action in row[at : at + 2]) and len(row) > 1:
+        row[at : at + 2] = [Action(-1, Kind.OVERLAP_F_B, None, tuple(row[at : at + 2]))]
+
+
+def shuffle(random: Random, rows: Rows) -> None:
+    random.shuffle(random.choice(rows))
+
+
+MUTATIONS = [
+    drop, double, swap_neighbours, swap_any, swap_forward_and_backward, retarget_stage, retarget_microbatch,
+    change_kind, move_to_other_rank, cut_receive, reverse_two((Kind.SEND_F, Kind.SEND_B)),
+    reverse_two((Kind.RECV_F, Kind.RECV_B)), split_backward, weight_beside_backward, overlap_neighbours, shuffle,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("mutate", MUTATIONS, ids=lambda mutate: mutate.__qualname__.split(".")[0])
+def test_mutations_are_refused_unless_still_right(mutate: Callable[[Random, Rows], None]) -> None:
+    outcomes: Counter[bool] = Counter()
+
+    @given(tables())
+    @settings(deadline=None, max_examples=60, database=None, derandomize=True)
+    def run(table: tuple[Rows, int, int, Random]) -> None:
+        rows, stages, microbatches, random = table
+        mutate(random, rows)
+        verdict = oracle(rows, stages, microbatches)
+        assert accepted(rows, stages, microbatches) == verdict
+        outcomes[verdict] += 1
+
+    run()
+    assert outcomes[mutate is split_backward] > 0  # splitting a backward where it stands is always right
+
+
+@given(tables())
+@settings(deadline=None, max_examples=60)
+def test_any_single_loss_or_copy_is_refused(table: tuple[Rows, int, int, Random]) -> None:
+    """Dropping or doubling one action is never right, whichever it is; no oracle needed."""
+    rows, stages, microbatches, random = table
+    row, column = spot(random, rows) or ([], 0)
+    kept = list(row)
+    row.insert(random.randint(0, len(row)), row[column])
+    assert not accepted(rows, stages, microbatches)
+    row[:] = kept[:column] + kept[column + 1 :]
+    assert not accepted(rows, stages, microbatches)
+
+
+# ------------------------------------------------------------------------------------------ what a refusal says
+
+
+def refusal(text: str, ranks: int = 2, stages: int = 2, microbatches: int = 2) -> str:
+    schedule = Schedule.of(text.split("\n"), name="mine.csv", stages=stages, microbatches=microbatches)
+    with pytest.raises(ScheduleError) as caught:
+        check(schedule, ranks=ranks, stages=stages, microbatches=microbatches)
+    assert "mine.csv" in str(caught.value)
+    return str(caught.value)
+
+
+GOOD_0, GOOD_1 = "0F0 0F1 0B0 0B1", "1F0 1B0 1F1 1B1"
+
+TORCH_ACCEPTS = {
+    "doubled F": (f"0F0 0F0 0F1 0B0 0B1\n{GOOD_1}", "rank 0, column 1: 0F0 stands in column 0 already; remove one"),
+    "doubled B": (f"0F0 0F1 0B0 0B1 0B1\n{GOOD_1}", "rank 0, column 4: 0B1 stands in column 3 already"),
+    "microbatch 7": (f"0F0 0F1 0F7 0B0 0B1\n{GOOD_1}", "rank 0, column 2: 0F7: there is no microbatch 7"),
+    "B beside W": (f"0F0 0F1 0B0 0W0 0B1\n{GOOD_1}", "rank 0, column 3: 0W0 beside 0B0"),
+    "B beside I and W": (f"0F0 0F1 0B0 0I0 0W0 0B1\n{GOOD_1}", "rank 0, column 3: 0I0 beside 0B0"),
+    "deadlock": ("0F0 0B0 0F1 0B1\n1F0 1F1 1B0 1B1", "rank 0, column 1: deadlock"),
+    "missing receive": (
+        "0F0 0SEND_F0 0F1 0SEND_F1 0RECV_B0 0B0 0RECV_B1 0B1\n1RECV_F0 1F0 1B0 1SEND_B0 1F1 1B1 1SEND_B1",
+        "rank 1, column 4: 1RECV_F1 is missing from this rank, so 1F1 would run on nothing; add 1RECV_F1 before 1F1",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", TORCH_ACCEPTS)
+def test_files_that_torch_wrongly_accepts(case: str) -> None:
+    text, message = TORCH_ACCEPTS[case]
+    assert message in refusal(text)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (f"0F0 0F1 0B0\n{GOOD_1}", "rank 0, column 1: 0B1 is missing from this rank; add 0B1 (or I and W)"),
+        (f"0F1 0B1\n{GOOD_1}", "rank 0, column 0: 0F0 is missing"),
+        (f"0F0 0F1 0I0 0B1\n{GOOD_1}", "0W0 is missing"),
+        (f"0F0 0F1 0W0 0B1\n{GOOD_1}", "0I0 is missing"),
+        (f"0F0 0B1 0F1 0B0\n{GOOD_1}", "rank 0, column 1: 0B1 needs 0F1, which stands in column 2; move 0F1 before"),
+        (f"0F0 0F1 0W0 0I0 0B1\n{GOOD_1}", "0W0 needs 0I0"),
+        (f"0F0 0F1 0B0 0REDUCE_GRAD 0B1\n{GOOD_1}", "0REDUCE_GRAD needs 0B1"),
+        (f"0F0 0F1 0B0 0B1 0REDUCE_GRAD 0REDUCE_GRAD\n{GOOD_1}", "0REDUCE_GRAD stands in column 4 already"),
+        (f"{GOOD_0} 5F0\n{GOOD_1}", "rank 0, column 4: 5F0: there is no stage 5; stages are 0..1"),
+        ("0F0 0F1 0B0 1B0 0B1\n1F0 1F1 1B1", "rank 1, column 0: 1F0: stage 1 has actions on rank 0 too"),
+        (f"{GOOD_0}\n", "stage 1 stands on no rank"),
+        (f"{GOOD_0} 0SEND_F0\n{GOOD_1}", "rank 1, column 0: 1RECV_F0 is missing from this rank, so 1F0 would run on"),
+        (f"{GOOD_0}\n1RECV_F0 {GOOD_1}", "rank 0, column 0: 0SEND_F0 is missing from this rank, so the result of"),
+    ],
+)  # fmt: skip
+def test_refusals(text: str, message: str) -> None:
+    assert message in refusal(text)
+
+
+def test_a_refusal_shows_the_actions_around() -> None:
+    message = refusal(f"0F0 0F1 0UNSHARD 0RESHARD . 0B0 0B1 0B0 0UNSHARD 0RESHARD . 0UNSHARD\n{GOOD_1}")
+    assert message.endswith("\n    r0 ... . 0B0 0B1 >>> 0B0 <<< 0UNSHARD 0RESHARD . ...")
+
+
+def test_a_deadlock_shows_the_cycle() -> None:
+    message = refusal("0F0 0B0 0F1 0B1\n1F0 1F1 1B0 1B1")
+    cycle = [line.strip() for line in message.splitlines()[1:-1]]
+    assert cycle == [
+        "0B0 (rank 0, column 1) waits for 1B0 (rank 1, column 2)",
+        "1B0 (rank 1, column 2) comes after 1F1 (rank 1, column 1)",
+        "1F1 (rank 1, column 1) waits for 0F1 (rank 0, column 2)",
+        "0F1 (rank 0, column 2) comes after 0B0 (rank 0, column 1)",
+    ]
+
+
+def test_a_cycle_leaves_out_the_actions_it_only_passes() -> None:
+    message = refusal("0F0 0B0 0UNSHARD 0RESHARD . 0F1 0B1\n1F0 1F1 1UNSHARD 1B0 1B1")
+    assert [line.strip() for line in message.splitlines()[1:-1]] == [
+        "0B0 (rank 0, column 1) waits for 1B0 (rank 1, column 3)",
+        "1B0 (rank 1, column 3) comes after 1F1 (rank 1, column 1)",
+        "1F1 (rank 1, column 1) waits for 0F1 (rank 0, column 5)",
+        "0F1 (rank 0, column 5) comes after 0B0 (rank 0, column 1)",
+    ]
+
+
+def test_a_deadlock_within_one_rank() -> None:
+    message = refusal("1F0 0F0 1B0 0B0", ranks=1, microbatches=1)
+    assert "1F0 (rank 0, column 0) waits for 0F0 (rank 0, column 1)" in message
+    message = refusal("(0F0;1F0)OVERLAP_F_B 1B0 0B0", ranks=1, microbatches=1)
+    assert "(0F0;1F0)OVERLAP_F_B (rank 0, column 0) waits for (0F0;1F0)OVERLAP_F_B (rank 0, column 0)" in message
+
+
+def test_sends_that_cross_need_a_buffer_and_are_refused() -> None:
+    """Both ranks send first and receive afterwards: gloo would buffer it, NCCL would hang."""
+    message = refusal(
+        "0F0 0SEND_F0 0F1 0RECV_B0 0SEND_F1 0B0 0RECV_B1 0B1\n1RECV_F0 1F0 1B0 1RECV_F1 1SEND_B0 1F1 1B1 1SEND_B1"
+    )
+    assert "deadlock" in message
+    assert "a message is over when both of its ends have come to it" in message
+    assert "1SEND_B0 (rank 1, column 4) -> 0RECV_B0 (rank 0, column 3)" in message
+    assert "0SEND_F1 (rank 0, column 4) -> 1RECV_F1 (rank 1, column 3)" in message
+
+
+def test_each_end_of_a_message_stands_on_its_side_of_the_computation() -> None:
+    good_0, good_1 = "0F0 0SEND_F0 0RECV_B0 0B0", "1RECV_F0 1F0 1B0 1SEND_B0"
+    for text, fault in [
+        (f"{good_0}\n1F0 1RECV_F0 1B0 1SEND_B0", "column 0: 1F0 needs 1RECV_F0, which stands in column 1"),
+        (f"0F0 0SEND_F0 0B0 0RECV_B0\n{good_1}", "column 2: 0B0 needs 0RECV_B0, which stands in column 3"),
+        (f"0SEND_F0 0F0 0RECV_B0 0B0\n{good_1}", "column 0: 0SEND_F0 needs 0F0, which stands in column 1"),
+    ]:
+        assert fault in refusal(text, microbatches=1)
+
+
+def test_a_channel_has_one_order_at_both_ends() -> None:
+    message = refusal(
+        "0F0 0SEND_F0 0F1 0SEND_F1 0RECV_B0 0B0 0RECV_B1 0B1\n1RECV_F1 1RECV_F0 1F0 1B0 1SEND_B0 1F1 1B1 1SEND_B1"
+    )
+    assert "rank 1, column 0: 1RECV_F1 stands before 1RECV_F0 (column 1)" in message
+    assert "rank 0 sends 0SEND_F0 before 0SEND_F1 to rank 1" in message
+
+
+def test_a_send_to_the_own_rank_is_left_over() -> None:
+    rows = "0F0 0SEND_F0 1RECV_F0 1F0 1B0 0B0"
+    assert "0SEND_F0 has no stage on another rank at its other end" in refusal(rows, ranks=1, microbatches=1)
+
+
+def test_ranks_and_counts_are_the_callers() -> None:
+    schedule = build("1F1B", 2, 2, 4)
+    for counts, fault in [
+        ({"ranks": 3, "stages": 2, "microbatches": 4}, "rows for 2 ranks, but 3 run it"),
+        ({"ranks": 2, "stages": 3, "microbatches": 4}, "stage 2 stands on no rank"),
+        ({"ranks": 2, "stages": 1, "microbatches": 4}, "there is no stage 1"),
+        ({"ranks": 2, "stages": 2, "microbatches": 5}, "0F4 is missing"),
+        ({"ranks": 2, "stages": 2, "microbatches": 3}, "there is no microbatch 3"),
+    ]:
+        with pytest.raises(ScheduleError, match=fault):
+            check(schedule, **counts)
+    renumbered = Schedule(schedule.table, stages=3, microbatches=4)
+    with pytest.raises(ScheduleError, match="says it has 3 stages and 4 microbatches, but its table has 2 and 4"):
+        check(renumbered, ranks=2, stages=2, microbatches=4)
+
+
+@pytest.mark.parametrize(
+    "action",
+    [
+        Action(0, Kind.F),
+        Action(0, Kind.F, -1),
+        Action(0, Kind.UNSHARD, 0),
+        Action(-1, Kind.OVERLAP_F_B),
+        Action(0, Kind.F, 0, (Action(0, Kind.F, 0),)),
+        Action(-1, Kind.OVERLAP_F_B, None, (Action(0, Kind.SEND_F, 0), Action(0, Kind.B, 0))),
+    ],
+)
+def test_actions_that_no_text_could_make(action: Action) -> None:
+    schedule = Schedule(((action, Action(0, Kind.B, 0)),), stages=1, microbatches=1)
+    with pytest.raises(ScheduleError, match="rank 0, column 0"):
+        check(schedule, ranks=1, stages=1, microbatches=1)
+
+
+def test_overlapped_parts_count_as_their_parts() -> None:
+    rows = ["0F0 (0F1;0B0)OVERLAP_F_B 0B1"]
+    check(Schedule.of(rows), ranks=1, stages=1, microbatches=2)
+    assert "0F1 stands in column 1 already" in refusal("0F0 (0F1;0B0)OVERLAP_F_B 0F1 0B1", ranks=1, stages=1)
+    assert "0B0 needs 0F0, which stands in column 0" in refusal("(0F0;0B0)OVERLAP_F_B 0F1 0B1", ranks=1, stages=1)
+
+
+def test_messages_are_the_data_flow() -> None:
+    """Deleting one end of each message in turn is refused with the name of what is missing."""
+    table = add_communication(build("Interleaved1F1B", 2, 4, 2)).table
+    rows = [[action for action in row if action] for row in table]
+    sends = [(rank, a) for rank, row in enumerate(rows) for a in row if a.is_communication]
+    assert len(sends) == 2 * 2 * 3 * 2
+    for rank, action in sends:
+        cut = [[a for a in row if (number, a) != (rank, action)] for number, row in enumerate(rows)]
+        with pytest.raises(ScheduleError, match=f"rank {rank}.*{action} is missing from this rank"):
+            check(Schedule.of(cut), ranks=2, stages=4, microbatches=2)
+    assert message(rows[0][0], 4) == (Action(0, Kind.SEND_F, 0), Action(1, Kind.RECV_F, 0))

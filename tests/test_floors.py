@@ -1,0 +1,195 @@
+"""The floors of the house, checked on the source text: what may import what, and where torch's private names may be.
+
+Floors only look down: `graphpp/*.py` -> `graphpp/passes/` -> `graphpp/runtime/`; `errors` is below all of them.
+`runtime` knows no `torch.fx`, `passes` no `torch.distributed`. Private torch names are touched in two files, whose
+docstrings list each of them and the versions of torch they were checked on. Nothing is imported relatively or through
+the root links `passes` and `runtime`.
+"""
+
+import ast
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+FOLDERS = ("graphpp", "tests", "benchmarks", "examples")
+ALLOWED = {  # folder -> what of graphpp it may import
+    "graphpp/passes": ("graphpp.passes", "graphpp.runtime", "graphpp.errors"),
+    "graphpp/runtime": ("graphpp.runtime", "graphpp.errors"),
+}
+UNKNOWN = {"graphpp/passes": "torch.distributed", "graphpp/runtime": "torch.fx"}  # folder -> what it must not know
+PRIVATE_FILES = ("graphpp/_torch_aot.py", "graphpp/runtime/_torch_pipelining.py")
+
+
+@dataclass(frozen=True)
+class Name:
+    """A dotted name that a file reaches through its imports, for example `torch.fx.Graph`."""
+
+    path: str
+    line: int
+    by_import: bool  # named in an import statement, not only as an attribute
+
+    def within(self, *prefixes: str) -> bool:
+        return any(f"{self.path}.".startswith(f"{prefix}.") for prefix in prefixes)
+
+    @property
+    def private(self) -> bool:
+        """A name of torch in which any part starts with one underscore; operators are what graphs are made of."""
+        if not self.within("torch") or self.within("torch.ops"):
+            return False
+        return any(re.match(r"_(?!_)", part) for part in self.path.split("."))
+
+
+# ------------------------------------------------------------------------------------------------ reading the source
+
+
+def names(source: str) -> list[Name]:
+    """Every dotted name that starts at an import: the imports themselves, and attributes of what they bind."""
+    tree = ast.parse(source)
+    statements = [node for node in ast.walk(tree) if isinstance(node, ast.Import | ast.ImportFrom)]
+    bound = {alias: path for node in statements for alias, path in bindings(node)}
+    imported = [Name(path, node.lineno, True) for node in statements for path in paths(node)]
+    return imported + list(attributes(tree, bound))
+
+
+def paths(node: ast.Import | ast.ImportFrom) -> list[str]:
+    """What an import statement names: `from a import b` is `a.b`; a relative import starts with dots."""
+    if isinstance(node, ast.Import):
+        return [alias.name for alias in node.names]
+    module = "." * node.level + (node.module or "")
+    return [f"{module}.{alias.name}" for alias in node.names]
+
+
+def bindings(node: ast.Import | ast.ImportFrom) -> Iterator[tuple[str, str]]:
+    """Pairs of a local name and the dotted path that it stands for."""
+    for alias, path in zip(node.names, paths(node), strict=True):
+        if alias.asname or isinstance(node, ast.ImportFrom):
+            yield alias.asname or alias.name, path
+        else:
+            top = alias.name.split(".")[0]
+            yield top, top
+
+
+def attributes(tree: ast.AST, bound: dict[str, str]) -> Iterator[Name]:
+    """Whole chains such as `fx.graph.Graph` whose root is an imported name, as full paths."""
+    found = [node for node in ast.walk(tree) if isinstance(node, ast.Attribute)]
+    inner = {id(node.value) for node in found}
+    for node in found:
+        chain = ast.unparse(node)
+        root, _, rest = chain.partition(".")
+        if id(node) not in inner and root in bound and re.fullmatch(r"[\w.]+", chain):
+            yield Name(f"{bound[root]}.{rest}", node.lineno, False)
+
+
+# ------------------------------------------------------------------------------------------------------------- rules
+
+
+def faults(file: str, source: str) -> list[str]:
+    """What a file does against the floors, one line each; `file` is its path in the repository."""
+    found = names(source)
+    return [
+        f"{file}:{name.line}: {name.path}: {why}"
+        for name in sorted(found, key=lambda name: (name.line, name.path))
+        for why in [fault(file, name)]
+        if why
+    ] + unlisted(file, source, found)
+
+
+def fault(file: str, name: Name) -> str | None:
+    """Why a file may not use a name; None if it may."""
+    if name.by_import and name.path.startswith("."):
+        return "import absolutely"
+    if name.by_import and name.within("passes", "runtime"):
+        return "the root links are for readers, import graphpp.passes or graphpp.runtime"
+    if name.private and file.startswith("graphpp/") and file not in PRIVATE_FILES:
+        return f"private names of torch belong in {' or '.join(PRIVATE_FILES)}"
+    folder = next((folder for folder in ALLOWED if file.startswith(f"{folder}/")), None)
+    return folder and floor_fault(folder, name)
+
+
+def floor_fault(folder: str, name: Name) -> str | None:
+    """Why a file of `passes` or `runtime` may not use a name; None if it may."""
+    if name.within(UNKNOWN[folder]):
+        return f"{folder} knows no {UNKNOWN[folder]}"
+    if name.by_import and name.within("graphpp") and not name.within(*ALLOWED[folder]):
+        return f"{folder} imports only {', '.join(ALLOWED[folder])}"
+    return None
+
+
+def unlisted(file: str, source: str, found: list[Name]) -> list[str]:
+    """Private names, and tried versions, that the docstring of one of the two private files does not have."""
+    if file not in PRIVATE_FILES:
+        return []
+    docstring = ast.get_docstring(ast.parse(source)) or ""
+    private = {name.path for name in found if name.private}
+    outermost = {path for path in private if not any(f"{path}.".startswith(f"{other}.") for other in private - {path})}
+    missing = sorted(path for path in outermost if not re.search(rf"(?<!\w){last(path)}(?!\w)", docstring))
+    lines = [f"{file}: {path}: private, and not listed in the docstring" for path in missing]
+    if not re.search(r"\b2\.1[1-5]\b", docstring):
+        lines.append(f"{file}: the docstring does not say on which versions of torch its names were checked")
+    return lines
+
+
+def last(path: str) -> str:
+    return re.escape(path.rsplit(".", 1)[-1])
+
+
+# ------------------------------------------------------------------------------------------------------------- tests
+
+FILES = sorted(str(path.relative_to(ROOT)) for folder in FOLDERS for path in (ROOT / folder).rglob("*.py"))
+
+
+@pytest.mark.parametrize("file", FILES)
+def test_file_keeps_to_its_floor(file: str) -> None:
+    assert faults(file, (ROOT / file).read_text()) == []
+
+
+@pytest.mark.parametrize("link", ["passes", "runtime"])
+def test_root_links_show_the_real_folders(link: str) -> None:
+    assert (ROOT / link).is_symlink()
+    assert (ROOT / link).resolve() == ROOT / "graphpp" / link
+
+
+@pytest.mark.parametrize(
+    ("file", "source", "why"),
+    [
+        ("graphpp/passes/a.py", "from graphpp.capture import trace", "graphpp.capture.trace"),
+        ("graphpp/passes/a.py", "from graphpp import plan", "graphpp.plan"),
+        ("graphpp/passes/a.py", "def f():\n    import torch.distributed as dist", "a.py:2: torch.distributed"),
+        ("graphpp/passes/a.py", "import torch\nx = torch.distributed.get_rank()", "a.py:2: torch.distributed"),
+        ("graphpp/runtime/a.py", "from torch import fx", "torch.fx"),
+        ("graphpp/runtime/a.py", "import graphpp.passes.cut", "graphpp.passes.cut"),
+        ("graphpp/runtime/a.py", "from . import actions", "import absolutely"),
+        ("graphpp/api.py", "import torch._dynamo", "private"),
+        ("graphpp/api.py", "from torch._export import utils", "private"),
+        ("graphpp/api.py", "from torch.distributed.pipelining import schedules as s\ns._Action", "schedules._Action"),
+        ("graphpp/api.py", "import torch\ntorch._check(True)", "torch._check"),
+        ("tests/a.py", "from passes import cut", "root links"),
+        ("benchmarks/a.py", "import runtime.actions", "root links"),
+        ("graphpp/_torch_aot.py", '"""2.13: `_a`, `__b`."""\nfrom torch.x import _a, _b', "torch.x._b"),
+        ("graphpp/_torch_aot.py", '"""Lists _a."""\nfrom torch.x import _a', "versions"),
+    ],
+)
+def test_a_fault_is_found(file: str, source: str, why: str) -> None:
+    (line,) = faults(file, source)
+    assert why in line
+
+
+@pytest.mark.parametrize(
+    ("file", "source"),
+    [
+        ("graphpp/passes/a.py", "from graphpp.runtime.program import StageProgram\nimport torch.fx, networkx"),
+        ("graphpp/runtime/a.py", "from graphpp import errors\nimport torch.distributed as dist\ndist.get_rank()"),
+        ("graphpp/api.py", "from graphpp.passes import lower\nimport torch\nprint(torch.__version__)"),
+        ("graphpp/_torch_aot.py", '"""2.13: `_a`, f."""\nfrom torch.x import _a\nfrom torch._y import f\n_a._b'),
+        ("graphpp/passes/a.py", "import torch\ntorch.ops.aten._unsafe_view.default"),
+        ("graphpp/api.py", "import torch\ntorch.ones(2)._base"),
+        ("graphpp/api.py", "passes = runtime = None\nprint(passes, runtime)"),
+        ("tests/a.py", "import torch\ntorch._dynamo.reset()"),
+    ],
+)
+def test_what_is_allowed_passes(file: str, source: str) -> None:
+    assert faults(file, source) == []
