@@ -1,10 +1,11 @@
-"""Trains a small model with the installed graphpp, alone or under torchrun; the argument is the folder it must be from."""
+"""Trains a small model with the installed graphpp, alone or under torchrun; the argument: the folder it must be in."""
 
 import importlib
 import sys
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.nn import functional as F
 
@@ -22,6 +23,8 @@ def main() -> None:
     losses = [train(pipe, inputs, target) for _ in range(3)]
     assert losses[0] > losses[1] > losses[2], losses
     print(f"graphpp runs from {Path(graphpp.__file__).parent}, losses {losses}")
+    if dist.is_initialized():
+        dist.destroy_process_group()  # gloo's threads may abort a process that ends without
 
 
 def must_raise(decoy: str) -> None:
@@ -39,9 +42,10 @@ def train(pipe: graphpp.Pipeline, inputs: torch.Tensor, target: torch.Tensor) ->
     loss = pipe.step(inputs, target=target).loss.item()
     with torch.no_grad():
         for parameter in pipe.parameters():
-            parameter -= 0.1 * parameter.grad
+            parameter.sub_(parameter.grad, alpha=0.1)
             parameter.grad = None
     return loss
 
 
-main()
+if __name__ == "__main__":
+    main()

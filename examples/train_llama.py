@@ -189,7 +189,7 @@ def bubble(pipe: object, option: argparse.Namespace) -> float:
 def show_speed(piped: Run, plain: Run) -> None:
     """Print how much faster the pipeline was, and what its ranks did in their time."""
     ratio = plain.speed / piped.speed
-    print(f"speed: {ratio:.2f} x one process; {1 - ratio / RANKS:.0%} of the ranks' time was not the model's")
+    print(f"speed: {ratio:.2f} x one process; ranks waited, sent and prepared {1 - ratio / RANKS:.0%} of their time")
 
 
 def show_difference(piped: Run, plain: Run) -> int:

@@ -52,7 +52,7 @@ def capture(
     inputs = signature.tensors(example)
     fakes = {path: aot.fake_like(mode, tensor, device) for path, tensor in inputs.items()}
     wrapper = _Step(model, loss, example, training)
-    with _fake_state(model, mode, device, training), contextlib.nullcontext() if training else torch.no_grad():
+    with _fake_state(model, mode, device), contextlib.nullcontext() if training else torch.no_grad():
         module = _export(wrapper, tuple(fakes.values()))
         with _explaining(), aot.joint_trace(mode, module, tuple(fakes.values())) as traced:
             joint = with_roles(traced, model, tuple(fakes), training=training, loss_index=wrapper.found.loss_index)
@@ -85,7 +85,9 @@ class _Step(nn.Module):
         if training:
             return scalar_loss(loss, output, batch.target)
         leaves, self.found.output_spec = aot.tree_flatten(output)
-        self.found.output_leaves = tuple(signature.TENSOR if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves)
+        self.found.output_leaves = tuple(
+            signature.TENSOR if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves
+        )
         results = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
         if batch.target is not None:
             self.found.loss_index = len(results)
@@ -114,13 +116,13 @@ def scalar_loss(loss: LossFunction | None, output: Any, target: Any) -> torch.Te
 
 
 @contextlib.contextmanager
-def _fake_state(model: nn.Module, mode: Any, device: torch.device, training: bool) -> Iterator[None]:
+def _fake_state(model: nn.Module, mode: Any, device: torch.device) -> Iterator[None]:
     """Replace parameters and buffers by fake ones while the context is open; ties stay ties."""
     fakes: dict[int, torch.Tensor] = {}
-    kept: list[tuple[dict[str, torch.Tensor | None], str, torch.Tensor]] = []
+    kept: list[tuple[dict[str, Any], str, torch.Tensor]] = []
     for module in model.modules():
-        for store in (module._parameters, module._buffers):
-            kept += [(store, name, tensor) for name, tensor in store.items() if tensor is not None]
+        stores: tuple[dict[str, Any], ...] = (module._parameters, module._buffers)
+        kept += [(store, name, tensor) for store in stores for name, tensor in store.items() if tensor is not None]
     for store, name, tensor in kept:
         if id(tensor) not in fakes:
             fakes[id(tensor)] = aot.fake_like(mode, tensor, device)
@@ -137,7 +139,9 @@ def _custom_functions_refused() -> Iterator[None]:
     """Export traces through the forward of a Python `autograd.Function` and drops its backward: refuse it."""
     original = torch.autograd.Function.__dict__["apply"]
 
-    def apply(cls: type, *_args: Any, **_kwargs: Any) -> Any:
+    def apply(cls: type, *args: Any, **kwargs: Any) -> Any:
+        if cls.__module__ == "torch._library.autograd":  # a registered operator: export keeps it, and so its backward
+            return original.__get__(None, cls)(*args, **kwargs)
         frame = _user_frame(traceback.extract_stack())
         raise CaptureError(
             f"the model uses the custom autograd.Function {cls.__qualname__} at {frame}: torch.export would drop its "

@@ -25,6 +25,7 @@ Pattern: TypeAlias = str | Sequence[str] | None
 
 _DECODER = ("layers.{}", "model.layers.{}", "*.layers.{}", "*.h.{}", "*.blocks.{}", "*.block.{}", "*.layer.{}")
 _MTP = ("*.mtp_layers.{}", "*.mtp.layers.{}", "*.mtp.{}", "*.mtp")
+_NAMES = r"(?:(?!\d+\.)[^.]+\.)*"  # not through a number: `h.3.mlp.layers.0` is no layer of the model
 _MOST = 10_000  # symbols: far above any model, far below what fills the memory
 
 # A letter, a `|` or a group, and how often; commas may stand anywhere. A group without a number is no item.
@@ -54,12 +55,12 @@ _HINTS = {
 class Layout:
     """A split in Megatron's notation, for `split=`. Printing it gives the table of what each rank holds.
 
-    A pattern is an FQN in which `{}` stands for a number and `*` for any text (a leading `*.` for nothing, too); in a
-    list of patterns the first that fits a module counts. Every call of a shared module counts as a layer. Defaults:
-    `decoder` knows the names of torchtitan's and Hugging Face's models, then takes the repeated layers whatever
-    their name; `mtp` takes `mtp_layers.{}` and the like. `embedding` and `loss` need no name; where given, the
-    embedding must run before the first layer, and L starts at the first `loss` module behind the last layer.
-    `ranks` is the number of pipeline ranks that the table shows, by default one for each stage. Stage
+    A pattern is an FQN in which `{}` stands for a number, `*` for any text inside a name, and `*.` for any names or
+    none, but no number. Of a list the first pattern that fits a call counts. Every call of a shared module counts.
+    By default `decoder` knows the names of torchtitan's and Hugging Face's models, then takes the repeated layers
+    whatever their name, and `mtp` takes `mtp_layers.{}` and the like. `embedding` and `loss` need no name; where
+    given, the embedding must run before the first layer, and L starts at the first `loss` module behind the last.
+    `ranks` is the number of pipeline ranks that the table shows, by default one for each stage: stage
     `v * ranks + r` is the v-th of rank r. Raises SplitError for a string that is not legal.
     """
 
@@ -72,8 +73,6 @@ class Layout:
     ranks: int | None = None
 
     def __post_init__(self) -> None:
-        if not isinstance(self.text, str):
-            raise SplitError(f"a layout is a string like 'Et*3|(tt|)*2,m|L', not {type(self.text).__name__}")
         if not isinstance(self.text, str):
             raise SplitError(f"a layout is a string like 'Et*3|(tt|)*29,m|L', not {type(self.text).__name__}")
         self._chunks(self.num_stages if self.ranks is None else self.ranks)  # parses the string, too
@@ -167,8 +166,8 @@ class Layout:
 def _fitting(patterns: str | Sequence[str], calls: Sequence[Call]) -> list[Call]:
     """The calls, none inside another, of the first pattern that fits any."""
     for pattern in [patterns] if isinstance(patterns, str) else patterns:
-        text = re.escape(pattern).replace(r"\{\}", r"\d+").replace(r"\*", ".*")
-        fits = re.compile(re.sub(r"^\.\*\\\.", r"(?:.*\\.)?", text)).fullmatch
+        text = re.escape(pattern).replace(r"\{\}", r"\d+").replace(r"\*\.", _NAMES).replace(r"\*", "[^.]*")
+        fits = re.compile(text).fullmatch
         found: list[Call] = []
         for call in calls:
             if (fits(call.module) or fits(call.fqn)) and (not found or call.position >= found[-1].end):

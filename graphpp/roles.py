@@ -95,7 +95,7 @@ def _annotate(graph: fx.Graph) -> None:
 
 
 def _calls(node: fx.Node) -> tuple[str, ...]:
-    """The module calls around a node, outermost first: `layers.0.attn`, or `shared@2` for the third call of one module."""
+    """The module calls around a node, outermost first: `layers.0.attn`; `shared@2` is the third call of a module."""
     stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack") or {}
     calls = []
     for key, (fqn, _) in stack.items():
@@ -144,9 +144,7 @@ def _state_role(desc: Any, names: dict[str, str]) -> InputRole:
     return kind(names[fqn])
 
 
-def _named_outputs(
-    graph: fx.Graph, names: dict[str, str], loss_index: int | None
-) -> list[tuple[OutputRole, fx.Node]]:
+def _named_outputs(graph: fx.Graph, names: dict[str, str], loss_index: int | None) -> list[tuple[OutputRole, fx.Node]]:
     end = graph.output_node()
     outputs: list[tuple[OutputRole, fx.Node]] = []
     gradients: dict[OutputRole, fx.Node] = {}
@@ -172,11 +170,13 @@ def _output_role(desc: Any, names: dict[str, str], loss_index: int | None) -> Ou
             return program.Gradient(role.fqn)
     if isinstance(desc, aot.InputMutationAOTOutput):
         written = desc.mutated_input
-        role = _state_role(written, names) if hasattr(written, "target") else None
-        if isinstance(role, program.Buffer):
-            return program.BufferUpdate(role.fqn)
+        if isinstance(written, aot.BufferAOTInput) and isinstance(
+            buffer := _state_role(written, names), program.Buffer
+        ):
+            return program.BufferUpdate(buffer.fqn)
+        what = getattr(written, "target", "an input of the model").removeprefix(_MODEL + ".")
         raise CaptureError(
-            f"the forward writes in place into {getattr(written, 'target', 'an input of the model')}, which is no buffer. "
+            f"the forward writes in place into {what}, which is no buffer. "
             "Register it with register_buffer, or compute a new tensor instead."
         )
     raise CaptureError(f"the trace has a result that graphpp does not know: {desc!r}. Please report the model.")

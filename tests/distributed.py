@@ -17,7 +17,8 @@ import pickle
 import tempfile
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing import connection
@@ -66,6 +67,16 @@ class Task:
 
 
 @dataclass(frozen=True)
+class Answer:
+    """What a worker sends back. Clocks are the machine's, the same in all processes."""
+
+    value: Any = None
+    error: BaseException | None = None
+    trace: str = ""
+    ended: float = 0.0
+
+
+@dataclass(frozen=True)
 class Worker:
     process: SpawnProcess
     pipe: connection.Connection
@@ -74,7 +85,7 @@ class Worker:
 def run_ranks(fn: Callable[..., Any], ranks: int, *args: Any, timeout: float = 120) -> list[Any]:
     """The values of `fn(rank, *args)`, in order of rank; raises the exception of the rank that failed first."""
     outcomes = rank_outcomes(fn, ranks, *args, timeout=timeout, grace=GRACE)
-    failures = sorted((o for o in outcomes if o.error is not None), key=lambda outcome: outcome.seconds)
+    failures = sorted((o for o in outcomes if o.error is not None), key=_order_of_blame)
     if not failures:
         return [outcome.value for outcome in outcomes]
     first = failures[0].error
@@ -82,6 +93,11 @@ def run_ranks(fn: Callable[..., Any], ranks: int, *args: Any, timeout: float = 1
     for other in failures[1:]:
         first.add_note(f"rank {other.rank} failed later: {type(other.error).__name__}: {other.error}")
     raise first
+
+
+def _order_of_blame(outcome: Outcome) -> tuple[bool, float]:
+    """A death comes first, for it is noticed late; then who failed first."""
+    return not isinstance(outcome.error, WorkerDied), outcome.seconds
 
 
 def rank_outcomes(
@@ -153,7 +169,7 @@ def _collect(ranks: int, began: float, timeout: float, grace: float | None) -> l
         for pipe in ready:
             assert isinstance(pipe, connection.Connection)
             rank = waiting.pop(pipe)
-            outcomes[rank] = _receive(pipe, rank, time.monotonic() - began)
+            outcomes[rank] = _receive(pipe, rank, began)
             if outcomes[rank].error is not None and grace is not None:
                 deadline = min(deadline, time.monotonic() + grace)
     for rank in waiting.values():
@@ -163,17 +179,17 @@ def _collect(ranks: int, began: float, timeout: float, grace: float | None) -> l
     return [outcomes[rank] for rank in range(ranks)]
 
 
-def _receive(pipe: connection.Connection, rank: int, seconds: float) -> Outcome:
+def _receive(pipe: connection.Connection, rank: int, began: float) -> Outcome:
     try:
-        value, error, trace = pickle.loads(pipe.recv_bytes())
+        answer: Answer = pickle.loads(pipe.recv_bytes())
     except (EOFError, ConnectionError):
         process = _workers[rank].process
         process.join()
         died = WorkerDied(f"rank {rank} died with exit code {process.exitcode}")
-        return Outcome(rank, error=died, seconds=seconds)
-    if error is not None:
-        error.add_note(f"on rank {rank}:\n{trace}")
-    return Outcome(rank, value, error, seconds)
+        return Outcome(rank, error=died, seconds=time.monotonic() - began)
+    if answer.error is not None:
+        answer.error.add_note(f"on rank {rank}:\n{answer.trace}")
+    return Outcome(rank, answer.value, answer.error, answer.ended - began)
 
 
 def _serve(pipe: connection.Connection) -> None:
@@ -198,19 +214,20 @@ def _die_with_parent() -> None:
 
 
 def _answer(message: bytes) -> bytes:
-    """Run a pickled task; the pickled (value, exception, traceback) of it, where one of the first two is None."""
+    """Run a pickled `Task`; a pickled `Answer`, whatever happens."""
     try:
-        task = pickle.loads(message)
-        with warnings.catch_warnings():
+        task: Task = pickle.loads(message)
+        with _group(task), warnings.catch_warnings():
             warnings.filters[:] = task.filters
-            return pickle.dumps((_run(task), None, ""))
+            answer = _attempt(task)
+        return pickle.dumps(answer)
     except BaseException as error:
-        trace = "".join(format_exception(error))
-        return pickle.dumps((None, _portable(error), trace))
+        return pickle.dumps(_failed(error))
 
 
-def _run(task: Task) -> Any:
-    torch.manual_seed(0)
+@contextmanager
+def _group(task: Task) -> Iterator[None]:
+    """The default process group of one task; when it ends, ranks that wait for this one are woken by an error."""
     dist.init_process_group(
         "gloo",
         init_method=f"file://{task.store}",
@@ -219,16 +236,26 @@ def _run(task: Task) -> Any:
         timeout=timedelta(seconds=task.timeout),
     )
     try:
-        return task.fn(task.rank, *task.args)
+        yield
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()
 
 
-def _portable(error: BaseException) -> BaseException:
-    """The exception itself if it survives pickling, else a RuntimeError that names it."""
+def _attempt(task: Task) -> Answer:
+    """Call the function; the time is taken before the group ends, so that the first to fail is known."""
+    torch.manual_seed(0)
+    try:
+        return Answer(task.fn(task.rank, *task.args), ended=time.monotonic())
+    except BaseException as error:
+        return _failed(error)
+
+
+def _failed(error: BaseException) -> Answer:
+    """An exception as an answer: the exception itself if it survives pickling, else a RuntimeError that names it."""
+    ended, trace = time.monotonic(), "".join(format_exception(error))
     try:
         pickle.loads(pickle.dumps(error))
     except Exception:
-        return RuntimeError(f"{type(error).__name__}: {error}")
-    return error
+        error = RuntimeError(f"{type(error).__name__}: {error}")
+    return Answer(error=error, trace=trace, ended=ended)

@@ -84,6 +84,11 @@ def test_exception_keeps_its_type_and_names_its_rank() -> None:
     assert run_ranks(total, 2, 0.0)[0].item() == 1.0
 
 
+def test_death_is_blamed_before_its_consequences() -> None:
+    with pytest.raises(WorkerDied, match="rank 1 died with exit code 7"):
+        run_ranks(dies, 2, 1)
+
+
 def test_exception_that_cannot_be_pickled_is_named() -> None:
     with pytest.raises(RuntimeError, match="UnpicklableError: two parts"):
         run_ranks(fails_oddly, 1)

@@ -1,6 +1,7 @@
 """Where stages start: every form of `split=`, every refusal, and the arithmetic of equal stages."""
 
 import re
+from collections.abc import Sequence
 from itertools import accumulate, pairwise
 
 import pytest
@@ -222,7 +223,7 @@ class TestNumbers:
 class Halves:
     """A splitter of one's own."""
 
-    def starts(self, calls: list[Call]) -> tuple[int, ...]:
+    def starts(self, calls: Sequence[Call]) -> tuple[int, ...]:
         return (0, calls[-1].end // 2)
 
 

@@ -34,6 +34,4 @@ def shared_results(graph: fx.Graph) -> frozenset[int]:
     """Indices of results that share memory with an input or with another result."""
     roots = [root(node) for node in graph.output_node().args[0]]  # type: ignore[union-attr,arg-type]
     count = Counter(roots)
-    return frozenset(
-        index for index, node in enumerate(roots) if node.op == "placeholder" or count[node] > 1
-    )
+    return frozenset(index for index, node in enumerate(roots) if node.op == "placeholder" or count[node] > 1)

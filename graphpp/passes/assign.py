@@ -56,16 +56,16 @@ def stage_inputs(node: fx.Node) -> list[fx.Node]:
 
 
 def _forward_stage(node: fx.Node, starts: Sequence[int]) -> int:
-    stages = [source.meta["stage"] for source in stage_inputs(node)]
+    stages: list[int] = [source.meta["stage"] for source in stage_inputs(node)]
     if node.target is operator.getitem and stages:
-        return int(stages[0])
+        return stages[0]
     return max([bisect_right(starts, node.meta["position"]) - 1, *stages])
 
 
 def _backward_stage(node: fx.Node, twins: dict[int, int | None], last: int) -> int:
-    gradients = [source.meta["stage"] for source in stage_inputs(node) if source.meta["backward"]]
+    gradients: list[int] = [source.meta["stage"] for source in stage_inputs(node) if source.meta["backward"]]
     if node.target is operator.getitem and gradients:
-        return int(gradients[0])
+        return gradients[0]
     twin = twins.get(node.meta["seq"])
     if twin is not None:
         return min([twin, *gradients])
@@ -115,7 +115,7 @@ def _is_heavy(node: fx.Node) -> bool:
     value = node.meta["val"]
     args = fx.node.map_arg(node.args, lambda source: source.meta["val"])
     kwargs = fx.node.map_arg(node.kwargs, lambda source: source.meta["val"])
-    flops = flop_registry[packet](*args, **kwargs, out_val=value)  # type: ignore[misc]
+    flops = flop_registry[packet](*args, **kwargs, out_val=value)
     size = value.numel() if isinstance(value, torch.Tensor) else 1
     return bool(flops > _CHEAP_FLOPS_PER_ELEMENT * max(size, 1))
 
@@ -128,7 +128,8 @@ def _check(joint: JointGraph, written: set[str]) -> None:
             ahead = source.meta["stage"] <= node.meta["stage"]
             if node.meta["backward"] and source.meta["backward"]:
                 ahead = source.meta["stage"] >= node.meta["stage"]
-            assert ahead or (node.meta["backward"] and not source.meta["backward"]), f"{node} is before its input {source}"
+            across = node.meta["backward"] and not source.meta["backward"]
+            assert ahead or across, f"{node} is before its input {source}"
     _check_written_buffers(joint, written)
 
 

@@ -9,8 +9,6 @@ runtime never writes into a program's results before it has made them its own.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 from torch import fx
 
@@ -54,7 +52,8 @@ def _same_as_input(node: fx.Node) -> fx.Node | None:
     if node.target not in _IDENTITY or not node.args or not isinstance(node.args[0], fx.Node):
         return None
     source = node.args[0]
-    return source if is_tensor(source) and is_tensor(node) and _layout(source) == _layout(node) and _in_place(node) else None
+    same = is_tensor(source) and is_tensor(node) and _layout(source) == _layout(node) and _keeps_order(node)
+    return source if same else None
 
 
 def _layout(node: fx.Node) -> tuple[object, ...]:
@@ -62,12 +61,12 @@ def _layout(node: fx.Node) -> tuple[object, ...]:
     return (value.shape, value.stride(), value.storage_offset(), value.dtype, value.device, value.layout)
 
 
-def _in_place(node: fx.Node) -> bool:
-    """Whether equal layouts mean equal elements; a permutation or a slice could move equal-sized dimensions or skip rows."""
+def _keeps_order(node: fx.Node) -> bool:
+    """Whether equal layouts mean equal elements: a permutation could exchange dimensions of one size, a slice skip rows."""
     if node.target in (aten.permute.default, aten.transpose.int):
         return all(size == 1 for size in _moved_sizes(node))
     if node.target is aten.slice.Tensor:
-        return (node.args[4] if len(node.args) > 4 else 1) == 1
+        return len(node.args) <= 4 or node.args[4] == 1
     return True
 
 
@@ -90,7 +89,6 @@ def _double_transpose(node: fx.Node) -> fx.Node | None:
 
 def _remove_dead(graph: fx.Graph) -> None:
     """Erase unused nodes, assertions about metadata included, from the end; placeholders stay."""
-    removable: Callable[[fx.Node], bool] = lambda node: node.op not in ("placeholder", "output") and not node.users  # noqa: E731
     for node in reversed(list(graph.nodes)):
-        if removable(node):
+        if node.op not in ("placeholder", "output") and not node.users:
             graph.erase_node(node)

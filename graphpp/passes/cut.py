@@ -30,6 +30,7 @@ from graphpp.runtime import program
 from graphpp.runtime.program import Boundary, InputRole, OutputRole, Phase, TensorMeta
 
 Slot = tuple[Phase, int]
+Results = list[tuple[OutputRole, fx.Node]]
 F, B = Phase.FORWARD, Phase.BACKWARD
 
 
@@ -82,12 +83,12 @@ class _Traffic:
         received = {value: program.Received(value.name) for value in self.backward[stage + 1]}
         return received | {value: program.Saved(value.name) for value in self.saved[stage]}
 
-    def leaving(self, slot: Slot) -> list[tuple[OutputRole, set[fx.Node]]]:
+    def leaving(self, slot: Slot) -> list[tuple[type[program.Sent | program.Saved], set[fx.Node]]]:
         """What goes out of a slot to others: (kind of role, values)."""
         phase, stage = slot
         if phase is F:
-            return [(program.Sent(""), self.forward[stage]), (program.Saved(""), self.saved[stage])]
-        return [(program.Sent(""), self.backward[stage])]
+            return [(program.Sent, self.forward[stage]), (program.Saved, self.saved[stage])]
+        return [(program.Sent, self.backward[stage])]
 
 
 def cut(joint: JointGraph, stages: int) -> Cut:
@@ -113,26 +114,28 @@ def home(node: fx.Node) -> Slot | None:
     return None if stage is None else (B if node.meta["backward"] else F, stage)
 
 
-def _results_by_slot(joint: JointGraph, stages: int) -> dict[Slot, list[tuple[OutputRole, fx.Node]]]:
-    results: dict[Slot, list[tuple[OutputRole, fx.Node]]] = defaultdict(list)
+def _results_by_slot(joint: JointGraph, stages: int) -> dict[Slot, Results]:
+    results: dict[Slot, Results] = defaultdict(list)
     for role, node in joint.outputs():
         results[_result_slot(joint, role, node, stages)].append((role, node))
     return results
 
 
 def _result_slot(joint: JointGraph, role: OutputRole, node: fx.Node, stages: int) -> Slot:
-    """Loss and output belong to the last stage; a gradient or an update to the stage that computes it."""
-    if isinstance(role, program.Loss | program.Output):
+    """A gradient or an update belongs to the stage that computes it; loss and output to the last stage."""
+    if not isinstance(role, program.Gradient | program.BufferUpdate):
         return (F, stages - 1)
     phase = B if isinstance(role, program.Gradient) else F
     if node.meta["stage"] is not None:
         return (phase, node.meta["stage"])
-    owned = program.Parameter(role.fqn) if isinstance(role, program.Gradient) else program.Buffer(role.fqn)  # type: ignore[union-attr]
+    owned: InputRole = (
+        program.Buffer(role.fqn) if isinstance(role, program.BufferUpdate) else program.Parameter(role.fqn)
+    )
     readers = [user.meta["stage"] for user in joint.inputs()[owned].users if user.meta.get("stage") is not None]
     return (phase, min(readers, default=0))
 
 
-def _members(joint: JointGraph, slot: Slot, results: list[tuple[OutputRole, fx.Node]]) -> set[fx.Node]:
+def _members(joint: JointGraph, slot: Slot, results: Results) -> set[fx.Node]:
     """The nodes a slot computes: its own, and what they read that every slot has at hand."""
     members = {node for node in joint.computed() if home(node) == slot}
     pending = [source for node in members for source in node.all_input_nodes] + [node for _, node in results]
@@ -144,9 +147,7 @@ def _members(joint: JointGraph, slot: Slot, results: list[tuple[OutputRole, fx.N
     return members
 
 
-def _route(
-    members: dict[Slot, set[fx.Node]], slot: Slot, results: list[tuple[OutputRole, fx.Node]], traffic: _Traffic
-) -> None:
+def _route(members: dict[Slot, set[fx.Node]], slot: Slot, results: Results, traffic: _Traffic) -> None:
     """Send or save what a slot reads from others; values at hand that its own forward computed are saved, not made again."""
     phase, stage = slot
     if phase is B:
@@ -160,9 +161,7 @@ def _route(
             traffic.carry(value, source, slot)
 
 
-def _kept_from_forward(
-    members: set[fx.Node], forward: set[fx.Node], results: list[tuple[OutputRole, fx.Node]]
-) -> list[fx.Node]:
+def _kept_from_forward(members: set[fx.Node], forward: set[fx.Node], results: Results) -> list[fx.Node]:
     """Replicated values (no views, no inputs) that this stage's forward also computes and a node of the backward reads."""
     read = {source for node in members if home(node) is not None for source in node.all_input_nodes}
     read |= {node for _, node in results}
@@ -174,9 +173,7 @@ def _free(node: fx.Node) -> bool:
     return node.op == "placeholder" or (is_view(node) and all(_free(source) for source in node.all_input_nodes))
 
 
-def _still_needed(
-    members: set[fx.Node], slot: Slot, saved: set[fx.Node], results: list[tuple[OutputRole, fx.Node]]
-) -> set[fx.Node]:
+def _still_needed(members: set[fx.Node], slot: Slot, saved: set[fx.Node], results: Results) -> set[fx.Node]:
     """The members without what only led to values that are now saved."""
     own = {node for node in members if home(node) == slot}
     pending = [source for node in own for source in node.all_input_nodes] + [node for _, node in results]
@@ -190,7 +187,7 @@ def _still_needed(
 
 
 def _slot_graph(
-    slot: Slot, order: dict[fx.Node, int], members: set[fx.Node], results: list[tuple[OutputRole, fx.Node]], traffic: _Traffic
+    slot: Slot, order: dict[fx.Node, int], members: set[fx.Node], results: Results, traffic: _Traffic
 ) -> SlotGraph:
     graph = fx.Graph()
     copies: dict[fx.Node, fx.Node] = {}
@@ -206,7 +203,7 @@ def _slot_graph(
         copies[node] = graph.node_copy(node, copies.__getitem__)
     outputs = list(results)
     for kind, values in traffic.leaving(slot):
-        outputs += [(replace(kind, name=node.name), node) for node in sorted(values, key=order.__getitem__)]  # type: ignore[call-arg]
+        outputs += [(kind(node.name), node) for node in sorted(values, key=order.__getitem__)]
     graph.output(tuple(copies[node] for _, node in outputs))
     graph.lint()
     return SlotGraph(slot[1], slot[0], graph, tuple(roles), tuple(role for role, _ in outputs))
@@ -226,7 +223,8 @@ def _boundaries(traffic: _Traffic, order: dict[fx.Node, int], joint: JointGraph,
         return tuple(replace(tensor_meta(node), requires_grad=node in needs_grad) for node in ordered)
 
     return tuple(
-        Boundary(stage, metas(traffic.forward[stage]), metas(traffic.backward[stage + 1])) for stage in range(stages - 1)
+        Boundary(stage, metas(traffic.forward[stage]), metas(traffic.backward[stage + 1]))
+        for stage in range(stages - 1)
     )
 
 
@@ -244,9 +242,10 @@ def _needing_grad(joint: JointGraph) -> set[fx.Node]:
 
 
 def _saved(traffic: _Traffic, order: dict[fx.Node, int], stages: int) -> tuple[tuple[TensorMeta, ...], ...]:
-    return tuple(
-        tuple(tensor_meta(node) for node in sorted(traffic.saved[stage], key=order.__getitem__)) for stage in range(stages)
-    )
+    def metas(stage: int) -> tuple[TensorMeta, ...]:
+        return tuple(tensor_meta(node) for node in sorted(traffic.saved[stage], key=order.__getitem__))
+
+    return tuple(metas(stage) for stage in range(stages))
 
 
 def _check(joint: JointGraph, result: Cut) -> None:

@@ -40,15 +40,13 @@ def to_torch(action: Action) -> _Action:
     return _Action(action.stage, _ComputationType(action.kind.value), action.microbatch, parts)
 
 
-class ActionLoop(_PipelineScheduleRuntime):  # type: ignore[misc]
+class ActionLoop(_PipelineScheduleRuntime):
     """torch's pipeline runtime over a table with communication; every kind of action goes to our handler for it."""
 
     def __init__(self, stages: Sequence[Any], schedule: Schedule, handlers: Mapping[Kind, Handler]) -> None:
-        super().__init__(list(stages), schedule.microbatches, backward_requires_autograd=False)
+        super().__init__(list(stages), schedule.microbatches, backward_requires_autograd=False)  # type: ignore[no-untyped-call]
         self.stage_index_to_group_rank = dict(schedule.rank_of_stage)
-        ours = {
-            rank: [action for action in row if action is not None] for rank, row in enumerate(schedule.table)
-        }
+        ours = {rank: [action for action in row if action is not None] for rank, row in enumerate(schedule.table)}
         self.pipeline_order_with_comms = {rank: list(map(to_torch, row)) for rank, row in ours.items()}
         actions = dict(zip(self.pipeline_order_with_comms[self.rank], ours[self.rank], strict=True))
         for kind, handler in handlers.items():

@@ -59,7 +59,9 @@ def _is_part(tensor: torch.Tensor) -> bool:
 class TiedReduction:
     """Adds the partial sums of the parameters that several stages use, among the ranks that hold them."""
 
-    def __init__(self, holders: Mapping[str, Sequence[int]], rank_of_stage: Mapping[int, int], group: dist.ProcessGroup | None):
+    def __init__(
+        self, holders: Mapping[str, Sequence[int]], rank_of_stage: Mapping[int, int], group: dist.ProcessGroup | None
+    ):
         self.holders = {fqn: tuple(stages) for fqn, stages in holders.items()}
         self._ranks = {fqn: tuple(sorted({rank_of_stage[s] for s in stages})) for fqn, stages in self.holders.items()}
         self._rank_of_stage = rank_of_stage

@@ -70,13 +70,18 @@ class GraphPPRunner:
                 self.transport.flush()
                 self._finish()
         except BaseException:
-            self.transport.drop()
-            for stage in self.stages.values():
-                stage.clear()
+            self._drop()
             raise
         finally:
             for stage in self.stages.values():
-                stage.release()
+                stage.end()
+
+    def _drop(self) -> None:
+        """Forget a step that failed."""
+        self.transport.drop()
+        for stage in self.stages.values():
+            stage.clear()
+            stage.gradients.start({})
 
     def losses(self) -> torch.Tensor:
         """The losses of the last step, one per microbatch in order, [microbatches]; on every rank."""
@@ -128,23 +133,26 @@ class GraphPPRunner:
         }
 
     def _compute(self, phase: Phase, action: Action, direction: str, step: int) -> None:
-        stage = self.stages[action.stage]
-        assert action.microbatch is not None
-        stage.run(phase, action.microbatch)
+        stage, microbatch = self._target(action)
+        stage.run(phase, microbatch)
         neighbour = self.stages.get(action.stage + step)
         if neighbour is not None:
-            neighbour.arrive(direction, action.microbatch, stage.take_leaving(direction, action.microbatch))
+            neighbour.arrive(direction, microbatch, stage.take_leaving(direction, microbatch))
 
     def _send(self, action: Action, direction: str) -> None:
-        stage = self.stages[action.stage]
-        ops = (stage.get_fwd_send_ops if direction == "F" else stage.get_bwd_send_ops)(action.microbatch)
+        stage, microbatch = self._target(action)
+        ops = (stage.get_fwd_send_ops if direction == "F" else stage.get_bwd_send_ops)(microbatch)
         self.transport.post_send(ops, stage.peer(direction))
 
     def _receive(self, action: Action, direction: str) -> None:
-        stage = self.stages[action.stage]
-        ops = (stage.get_fwd_recv_ops if direction == "F" else stage.get_bwd_recv_ops)(action.microbatch)
-        message = stage.arriving(direction, action.microbatch)
+        stage, microbatch = self._target(action)
+        ops = (stage.get_fwd_recv_ops if direction == "F" else stage.get_bwd_recv_ops)(microbatch)
+        message = stage.arriving(direction, microbatch)
         message.works = post(ops, message.peer)
+
+    def _target(self, action: Action) -> tuple[GraphStage, int]:
+        assert action.microbatch is not None, f"{action} names no microbatch"
+        return self.stages[action.stage], action.microbatch
 
 
 def _tied(program: PipelineProgram) -> dict[str, list[int]]:

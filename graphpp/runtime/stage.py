@@ -1,9 +1,9 @@
-"""One stage on this rank: its programs, its tensors, and what it holds per microbatch.
+"""One stage on this rank: its programs, and what it holds per microbatch.
 
 Contract
 --------
-- `run(phase, microbatch)` takes inputs by role, runs the program, and files the results by role. Nothing is looked up by
-  name at run time: where each input comes from is resolved when the stage is made.
+- `run(phase, microbatch)` gathers a program's arguments, runs it, and files its results; where everything comes from and
+  goes to was resolved when the stage was made (`wiring.py`).
 - Per microbatch it holds what arrived, what is saved and what is to be sent; each dies when its last reader has run.
 - It answers the runtime's `get_fwd_send_ops` .. `get_bwd_recv_ops` from static metadata.
 """
@@ -11,21 +11,19 @@ Contract
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from graphpp.runtime import program
 from graphpp.runtime.gradients import Accumulator
-from graphpp.runtime.program import Boundary, Phase, Program, StageProgram, TensorMeta
+from graphpp.runtime.program import Boundary, Phase, StageProgram, TensorMeta
 from graphpp.runtime.transport import Message, Transport
+from graphpp.runtime.wiring import Wiring, wire
 
 Tensors = list[torch.Tensor]
 Inputs = Sequence[Mapping[str, torch.Tensor]]
-
-_FORWARDS = (Phase.FORWARD, Phase.EVALUATE)
 
 
 @dataclass(frozen=True)
@@ -39,41 +37,34 @@ class Place:
 
 
 @dataclass
-class _Wiring:
-    """A program with its inputs and results resolved to (index, key) by kind."""
+class _Step:
+    """What a stage is given for one step."""
 
-    program: Program
-    fixed: list[tuple[int, str]] = field(default_factory=list)
-    constants: list[tuple[int, torch.Tensor]] = field(default_factory=list)
-    inputs: list[tuple[int, str]] = field(default_factory=list)
-    seeds: list[int] = field(default_factory=list)
-    received: list[tuple[int, str]] = field(default_factory=list)
-    saved: list[tuple[int, str]] = field(default_factory=list)
-    bound: list[Any] = field(default_factory=list)
+    tensor: Callable[[str], torch.Tensor]
+    inputs: Inputs
+    seeds: Sequence[torch.Tensor]
 
 
 class GraphStage:
     """A stage of the pipeline; made once per pipeline and number of microbatches."""
 
     def __init__(self, stage: StageProgram, boundaries: Sequence[Boundary], place: Place, transport: Transport) -> None:
-        self.program = stage
-        self.stage_index = stage.index
-        self.num_stages = place.num_stages
-        self.group_rank = place.rank
-        self.group_size = place.ranks
+        self.stage_index, self.num_stages = stage.index, place.num_stages
+        self.group_rank, self.group_size = place.rank, place.ranks
         self.submod = None
-        self._place = place
-        self._transport = transport
-        self._below = boundaries[stage.index - 1] if stage.index else Boundary(-1)
-        self._above = boundaries[stage.index] if stage.index < place.num_stages - 1 else Boundary(stage.index)
-        self._wirings = {phase: _wire(item, stage.constants) for phase, item in stage.programs.items()}
-        self.gradients = Accumulator(*_gradients(stage))
+        self._place, self._transport = place, transport
+        self._below = Boundary(-1) if self.is_first else boundaries[stage.index - 1]
+        self._above = Boundary(stage.index) if self.is_last else boundaries[stage.index]
+        self._wirings = {
+            phase: wire(item, self._above.backward if phase is Phase.BACKWARD else self._below.forward, stage.constants)
+            for phase, item in stage.programs.items()
+        }
+        backward = self._wirings.get(Phase.BACKWARD)
+        self.gradients = Accumulator(*((backward.gradient_fqns, backward.shared_gradients) if backward else ((), ())))
+        self._step: _Step | None = None
         self._arrived: dict[tuple[str, int], Message] = {}
         self._saved: dict[int, dict[str, torch.Tensor]] = {}
         self._leaving: dict[tuple[str, int], Tensors] = {}
-        self._inputs: Inputs = ()
-        self._seeds: Sequence[torch.Tensor] = ()
-        self._tensor: Callable[[str], torch.Tensor] | None = None
         self.losses: dict[int, torch.Tensor] = {}
         self.outputs: dict[int, dict[int, torch.Tensor]] = {}
 
@@ -90,7 +81,7 @@ class GraphStage:
     def begin(self, tensor: Callable[[str], torch.Tensor], inputs: Inputs, seeds: Sequence[torch.Tensor]) -> None:
         """Start a step: parameters and buffers by FQN, the microbatches' tensors by path, one seed per microbatch."""
         self.clear()
-        self._tensor, self._inputs, self._seeds = tensor, inputs, seeds
+        self._step = _Step(tensor, inputs, seeds)
         for wiring in self._wirings.values():
             wiring.bound = [None] * len(wiring.program.inputs)
             for index, fqn in wiring.fixed:
@@ -98,72 +89,58 @@ class GraphStage:
             for index, constant in wiring.constants:
                 wiring.bound[index] = constant
 
-    def clear(self) -> None:
-        """Drop everything held per microbatch."""
-        for held in (self._arrived, self._saved, self._leaving, self.losses, self.outputs):
-            held.clear()  # type: ignore[attr-defined]
-
-    def release(self) -> None:
-        """Drop parameters, inputs and seeds after a step, so that nothing outlives it."""
-        self._inputs, self._seeds = (), ()
+    def end(self) -> None:
+        """Drop parameters, inputs and seeds after a step; losses and outputs stay until the next one begins."""
+        self._step = None
         for wiring in self._wirings.values():
             wiring.bound = []
+
+    def clear(self) -> None:
+        """Drop everything held per microbatch."""
+        self._arrived.clear()
+        self._saved.clear()
+        self._leaving.clear()
+        self.losses.clear()
+        self.outputs.clear()
 
     def run(self, phase: Phase, microbatch: int) -> None:
         """Run one phase of one microbatch and file its results."""
         wiring = self._wirings[phase]
+        direction = "B" if phase is Phase.BACKWARD else "F"
+        results = wiring.program.run(self._arguments(wiring, direction, microbatch))
+        self._leaving[direction, microbatch] = [results[index] for index in wiring.sends]
+        if phase is Phase.BACKWARD:
+            self.gradients.add(microbatch, [results[index] for index in wiring.gradients])
+        else:
+            self._file_forward(wiring, microbatch, results)
+
+    def _arguments(self, wiring: Wiring, direction: str, microbatch: int) -> list[Any]:
+        step = self._step
+        assert step is not None, "begin() comes first"
         boxed = wiring.bound.copy()
         for index, path in wiring.inputs:
-            boxed[index] = self._inputs[microbatch][path]
+            boxed[index] = step.inputs[microbatch][path]
         for index in wiring.seeds:
-            boxed[index] = self._seeds[microbatch]
-        self._take_received(wiring, phase, microbatch, boxed)
-        self._take_saved(wiring, microbatch, boxed)
-        results = wiring.program.run(boxed)
-        self._file(wiring.program, microbatch, results)
-
-    def _take_received(self, wiring: _Wiring, phase: Phase, microbatch: int, boxed: list[Any]) -> None:
-        forward = phase in _FORWARDS
-        metas = self._below.forward if forward else self._above.backward
-        message = self._arrived.pop(("F" if forward else "B", microbatch), None)
+            boxed[index] = step.seeds[microbatch]
+        message = self._arrived.pop((direction, microbatch), None)
         tensors = message.wait() if message is not None else []
-        by_name = {meta.name: tensor for meta, tensor in zip(metas, tensors, strict=True)}
-        for index, name in wiring.received:
-            boxed[index] = by_name[name]
-
-    def _take_saved(self, wiring: _Wiring, microbatch: int, boxed: list[Any]) -> None:
-        saved = self._saved.pop(microbatch, {}) if wiring.saved else {}
+        for index, place in wiring.received:
+            boxed[index] = tensors[place]
+        saved = self._saved.pop(microbatch) if wiring.saved else {}
         for index, name in wiring.saved:
             boxed[index] = saved[name]
+        return boxed
 
-    def _file(self, item: Program, microbatch: int, results: Sequence[Any]) -> None:
-        saved: dict[str, torch.Tensor] = {}
-        leaving: Tensors = []
-        gradients: Tensors = []
-        for role, value in zip(item.outputs, results, strict=True):
-            match role:
-                case program.Saved(name):
-                    saved[name] = value
-                case program.Sent():
-                    leaving.append(value)
-                case program.Gradient():
-                    gradients.append(value)
-                case program.BufferUpdate(fqn):
-                    assert self._tensor is not None
-                    self._tensor(fqn).copy_(value)
-                case program.Loss():
-                    self.losses[microbatch] = value
-                case program.Output(index):
-                    self.outputs.setdefault(microbatch, {})[index] = value
-        if saved:
-            self._saved[microbatch] = saved
-        if item.phase is Phase.BACKWARD:
-            self.gradients.add(microbatch, gradients)
-        self._hand_on(item.phase, microbatch, leaving)
-
-    def _hand_on(self, phase: Phase, microbatch: int, leaving: Tensors) -> None:
-        direction = "F" if phase in _FORWARDS else "B"
-        self._leaving[direction, microbatch] = leaving
+    def _file_forward(self, wiring: Wiring, microbatch: int, results: Sequence[torch.Tensor]) -> None:
+        if wiring.keeps:
+            self._saved[microbatch] = {name: results[index] for index, name in wiring.keeps}
+        for index, fqn in wiring.updates:
+            assert self._step is not None
+            self._step.tensor(fqn).copy_(results[index])
+        for index in wiring.losses:
+            self.losses[microbatch] = results[index]
+        if wiring.outputs:
+            self.outputs[microbatch] = {leaf: results[index] for index, leaf in wiring.outputs}
 
     def take_leaving(self, direction: str, microbatch: int) -> Tensors:
         """What this stage made for its neighbour; it is handed over once."""
@@ -177,59 +154,30 @@ class GraphStage:
         """The message that was last asked for with `get_fwd_recv_ops` or `get_bwd_recv_ops`."""
         return self._arrived[direction, microbatch]
 
-    def get_fwd_send_ops(self, microbatch: int) -> list[dist.P2POp]:
-        """Operations that send this microbatch's activations to the next stage."""
-        return self._transport.send_ops(
-            self.take_leaving("F", microbatch), self._above.forward, self.peer("F")
-        )
-
-    def get_bwd_send_ops(self, microbatch: int) -> list[dist.P2POp]:
-        """Operations that send this microbatch's gradients to the previous stage."""
-        return self._transport.send_ops(
-            self.take_leaving("B", microbatch), self._below.backward, self.peer("B")
-        )
-
-    def get_fwd_recv_ops(self, microbatch: int) -> list[dist.P2POp]:
-        """Operations that receive this microbatch's activations, into buffers made now."""
-        return self._receive("F", microbatch, self._below.forward, self.stage_index - 1)
-
-    def get_bwd_recv_ops(self, microbatch: int) -> list[dist.P2POp]:
-        """Operations that receive this microbatch's gradients, into buffers made now."""
-        return self._receive("B", microbatch, self._above.backward, self.stage_index + 1)
-
-    def _receive(self, direction: str, microbatch: int, metas: Sequence[TensorMeta], source: int) -> list[dist.P2POp]:
-        peer = self._place.rank_of_stage[source]
-        buffers = self._transport.buffers(metas)
-        self._arrived[direction, microbatch] = Message([], buffers, peer)
-        return self._transport.receive_ops(buffers, metas, peer)
-
     def peer(self, direction: str) -> int:
         """The rank that this stage's activations (F) or gradients (B) go to."""
         return self._place.rank_of_stage[self.stage_index + (1 if direction == "F" else -1)]
 
+    def get_fwd_send_ops(self, microbatch: int) -> list[dist.P2POp]:
+        """Operations that send this microbatch's activations to the next stage."""
+        return self._transport.send_ops(self.take_leaving("F", microbatch), self._above.forward, self.peer("F"))
 
-def _wire(item: Program, constants: Mapping[str, torch.Tensor]) -> _Wiring:
-    wiring = _Wiring(item)
-    for index, role in enumerate(item.inputs):
-        match role:
-            case program.Parameter(fqn) | program.Buffer(fqn):
-                wiring.fixed.append((index, fqn))
-            case program.Constant(name):
-                wiring.constants.append((index, constants[name]))
-            case program.Input(path):
-                wiring.inputs.append((index, path))
-            case program.Seed():
-                wiring.seeds.append(index)
-            case program.Received(name):
-                wiring.received.append((index, name))
-            case program.Saved(name):
-                wiring.saved.append((index, name))
-    return wiring
+    def get_bwd_send_ops(self, microbatch: int) -> list[dist.P2POp]:
+        """Operations that send this microbatch's gradients to the previous stage."""
+        return self._transport.send_ops(self.take_leaving("B", microbatch), self._below.backward, self.peer("B"))
 
+    def get_fwd_recv_ops(self, microbatch: int) -> list[dist.P2POp]:
+        """Operations that receive this microbatch's activations, into buffers made now."""
+        return self._receive_ops("F", microbatch, self._below.forward, self.stage_index - 1)
 
-def _gradients(stage: StageProgram) -> tuple[list[str], list[bool]]:
-    """FQNs of the gradients that the backward makes, and whether each shares memory with something else."""
-    backward = stage.programs.get(Phase.BACKWARD)
-    found = enumerate(backward.outputs) if backward is not None else ()
-    places = [(role.fqn, index) for index, role in found if isinstance(role, program.Gradient)]
-    return [fqn for fqn, _ in places], [index in backward.shared for _, index in places] if backward else []
+    def get_bwd_recv_ops(self, microbatch: int) -> list[dist.P2POp]:
+        """Operations that receive this microbatch's gradients, into buffers made now."""
+        return self._receive_ops("B", microbatch, self._above.backward, self.stage_index + 1)
+
+    def _receive_ops(
+        self, direction: str, microbatch: int, metas: Sequence[TensorMeta], source: int
+    ) -> list[dist.P2POp]:
+        peer = self._place.rank_of_stage[source]
+        buffers = self._transport.buffers(metas)
+        self._arrived[direction, microbatch] = Message([], buffers, peer)
+        return self._transport.receive_ops(buffers, metas, peer)

@@ -1,0 +1,139 @@
+"""How long, and in how much memory, is a Llama of 405 billion parameters captured and cut into 16 stages?
+
+    python benchmarks/capture_scale.py [--layers 16 32 63 126] [--stages 16] [--json results.json]
+
+Contract: every depth is compiled by `graphpp.compile` in a process of its own, from a model on the meta device. Seconds
+are those of that call, by part (capture, each pass, the rest: plan, fingerprint, schedule); memory is the peak resident
+size of the process above what it was when torch, graphpp and the meta model were there.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import resource
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from models import Config, loss, new_llama
+from rich.console import Console
+from rich.table import Table
+
+import graphpp
+from graphpp import compiler
+from graphpp.passes.lower import Passed
+
+T = TypeVar("T")
+
+
+def main() -> None:
+    option = options()
+    if option.one is not None:
+        print(json.dumps(measure(option.one, option.stages, option.length)))
+        return
+    rows = [in_own_process(layers, option) for layers in option.layers]
+    Console(width=160).print(table(rows))
+    if option.json:
+        Path(option.json).write_text(json.dumps(rows, indent=1))
+
+
+def options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--layers", type=int, nargs="+", default=[16, 32, 63, 126])
+    parser.add_argument("--stages", type=int, default=16)
+    parser.add_argument("--length", type=int, default=8192, help="tokens in a row")
+    parser.add_argument("--json", help="file for the records")
+    parser.add_argument("--one", type=int, help=argparse.SUPPRESS)
+    return parser.parse_args()
+
+
+def in_own_process(layers: int, option: argparse.Namespace) -> dict[str, Any]:
+    """The record of one depth, measured in a new process (so that peak memory is its own)."""
+    command = [sys.executable, __file__, "--one", str(layers), "--stages", str(option.stages)]
+    done = subprocess.run([*command, "--length", str(option.length)], stdout=subprocess.PIPE, check=True, text=True)
+    record: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return record
+
+
+def measure(layers: int, stages: int, length: int) -> dict[str, Any]:
+    """Compile once; seconds by part, nodes of the joint graph, bytes of memory above the start."""
+    torch.set_num_threads(1)
+    parts: dict[str, float] = {}
+    nodes: list[int] = []
+    listen(parts, nodes)
+    model = new_llama(Config.llama_405b(layers), "meta")
+    tokens = torch.empty(1, length, dtype=torch.int64, device="meta")
+    start, began = resident_bytes(), time.perf_counter()
+    graphpp.compile(
+        model, loss, example=graphpp.Microbatch((tokens,), target=tokens), split=stages, schedule="1F1B", device="cpu"
+    )
+    total = time.perf_counter() - began
+    parts["rest"] = total - sum(parts.values())
+    return {
+        "layers": layers,
+        "stages": stages,
+        "parameters": sum(p.numel() for p in model.parameters()),
+        "nodes": nodes[0],
+        "seconds": total,
+        "parts": parts,
+        "peak_bytes": peak_bytes() - start,
+    }
+
+
+def listen(parts: dict[str, float], nodes: list[int]) -> None:
+    """Note the seconds of capture and of every pass, and the nodes of the joint graph, when `graphpp.compile` runs."""
+    capture, lower = compiler.capture, compiler.lower
+
+    def timed_capture(*args: Any, **kwargs: Any) -> Any:
+        captured = timed(parts, "capture", lambda: capture(*args, **kwargs))
+        nodes.append(len(captured.joint.graph.nodes))
+        return captured
+
+    def heard_lower(joint: Any, starts: Any, hook: Callable[[Passed], None]) -> Any:
+        def heard(passed: Passed) -> None:
+            parts[passed.name] = passed.seconds
+            hook(passed)
+
+        return lower(joint, starts, heard)
+
+    compiler.capture, compiler.lower = timed_capture, heard_lower  # type: ignore[assignment]
+
+
+def timed(parts: dict[str, float], name: str, step: Callable[[], T]) -> T:
+    began = time.perf_counter()
+    result = step()
+    parts[name] = time.perf_counter() - began
+    return result
+
+
+def resident_bytes() -> int:
+    """What the process holds in memory now."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+
+
+def peak_bytes() -> int:
+    """The most the process ever held."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def table(rows: list[dict[str, Any]]) -> Table:
+    """Seconds by part, one line per depth."""
+    names = list(rows[0]["parts"])
+    shown = Table(title=f"capture and cut, d=16384, {rows[0]['stages']} stages, meta device: seconds", title_justify="left")
+    for column in ("layers", "parameters", "nodes", *names, "total", "s/layer", "peak MiB"):
+        shown.add_column(column, justify="right")
+    for row in rows:
+        seconds = [f"{row['parts'].get(name, 0):.2f}" for name in names]
+        size = f"{row['parameters'] / 1e9:.1f} B"
+        per_layer, mib = f"{row['seconds'] / row['layers']:.3f}", f"{row['peak_bytes'] / 2**20:.0f}"
+        shown.add_row(str(row["layers"]), size, str(row["nodes"]), *seconds, f"{row['seconds']:.2f}", per_layer, mib)
+    return shown
+
+
+if __name__ == "__main__":
+    main()

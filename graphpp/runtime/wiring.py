@@ -1,0 +1,85 @@
+"""A program's roles resolved to places, once, so that nothing is looked up by role at run time.
+
+Contract: `Wiring` says for every argument of a program where it comes from and for every result where it goes, as index
+lists by kind. `fixed` and `constants` are filled once per step, the rest once per microbatch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from graphpp.runtime import program
+from graphpp.runtime.program import Program, TensorMeta
+
+
+@dataclass
+class Wiring:
+    """Where a program's arguments come from (`index` among the arguments) and its results go (`index` among the results)."""
+
+    program: Program
+    fixed: list[tuple[int, str]] = field(default_factory=list)
+    constants: list[tuple[int, torch.Tensor]] = field(default_factory=list)
+    inputs: list[tuple[int, str]] = field(default_factory=list)
+    seeds: list[int] = field(default_factory=list)
+    received: list[tuple[int, int]] = field(default_factory=list)
+    saved: list[tuple[int, str]] = field(default_factory=list)
+    keeps: list[tuple[int, str]] = field(default_factory=list)
+    sends: list[int] = field(default_factory=list)
+    gradients: list[int] = field(default_factory=list)
+    updates: list[tuple[int, str]] = field(default_factory=list)
+    losses: list[int] = field(default_factory=list)
+    outputs: list[tuple[int, int]] = field(default_factory=list)
+    bound: list[Any] = field(default_factory=list)
+
+    @property
+    def gradient_fqns(self) -> list[str]:
+        """FQNs of the gradients among the results, in their order."""
+        return [self.program.outputs[index].fqn for index in self.gradients]  # type: ignore[union-attr]
+
+    @property
+    def shared_gradients(self) -> list[bool]:
+        """Whether each gradient's memory is also somebody else's."""
+        return [index in self.program.shared for index in self.gradients]
+
+
+def wire(item: Program, arriving: Sequence[TensorMeta], constants: Mapping[str, torch.Tensor]) -> Wiring:
+    """Resolve the roles of `item`; `arriving` is what the boundary brings, in order."""
+    wiring = Wiring(item)
+    places = {meta.name: place for place, meta in enumerate(arriving)}
+    for index, role in enumerate(item.inputs):
+        match role:
+            case program.Parameter(fqn) | program.Buffer(fqn):
+                wiring.fixed.append((index, fqn))
+            case program.Constant(name):
+                wiring.constants.append((index, constants[name]))
+            case program.Input(path):
+                wiring.inputs.append((index, path))
+            case program.Seed():
+                wiring.seeds.append(index)
+            case program.Received(name):
+                wiring.received.append((index, places[name]))
+            case program.Saved(name):
+                wiring.saved.append((index, name))
+    _wire_results(item, wiring)
+    return wiring
+
+
+def _wire_results(item: Program, wiring: Wiring) -> None:
+    for index, role in enumerate(item.outputs):
+        match role:
+            case program.Saved(name):
+                wiring.keeps.append((index, name))
+            case program.Sent():
+                wiring.sends.append(index)
+            case program.Gradient():
+                wiring.gradients.append(index)
+            case program.BufferUpdate(fqn):
+                wiring.updates.append((index, fqn))
+            case program.Loss():
+                wiring.losses.append(index)
+            case program.Output(leaf):
+                wiring.outputs.append((index, leaf))
