@@ -69,7 +69,7 @@ $(READY): pyproject.toml Makefile
 	  "$(PYTHON)" -m venv $$own $(VENV) || { rm -rf $(VENV)
 	    fail "'$(PYTHON)' cannot make virtual environments; on Debian and Ubuntu: apt-get install python3-venv"; }
 	fi
-	have() { $(PY) -c 'import torch; print(torch.__version__)' 2>/dev/null || true; }
+	have() { $(PY) -c 'import torch; from importlib.metadata import version; print(version("torch"))' 2>/dev/null || true; }
 	if test -n "$(EXACT)"; then
 	  case "$$(have)" in "$(TORCH)"|"$(TORCH)+"*) ;; *) echo "set-up: installing torch $(TORCH); the first time takes minutes"; $(PIP) "torch==$(TORCH)" ;; esac
 	elif ! supported $(PY); then

@@ -5,7 +5,10 @@ Checked on torch 2.11.0, 2.13.0 and 2.15.0:
 - `torch._functorch.aot_autograd.aot_export_joint_with_descriptors`: the joint trace of a module
 - `torch._functorch._aot_autograd.descriptors`: what an input or output of that trace is
 - `torch._subclasses.fake_tensor.FakeTensorMode`: tensors with a device and no data
-- `torch._logging`: `trace_structured`, artefacts that `TORCH_TRACE` writes and tlparse shows
+- `torch._logging`: `trace_structured`, artefacts that `TORCH_TRACE` writes and tlparse shows; `_internal.trace_log`,
+  which has a handler while a trace is being written
+- `torch.amp.autocast_mode._enter_autocast`, `torch.amp.autocast_mode._exit_autocast`, `torch._C._set_grad_enabled`: modes as
+  nodes of a graph, as Dynamo writes them
 - `torch.utils._pytree`: nested inputs and outputs as flat lists (export's own notion of a structure)
 """
 
@@ -20,9 +23,14 @@ import torch.utils._pytree as pytree
 from torch import fx, nn
 from torch._functorch import aot_autograd
 from torch._functorch._aot_autograd import descriptors
-from torch._logging import trace_structured
+from torch._logging import trace_structured  # type: ignore[attr-defined]
+from torch._logging._internal import trace_log
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+enter_autocast = torch.amp.autocast_mode._enter_autocast
+exit_autocast = torch.amp.autocast_mode._exit_autocast
+set_grad_enabled = torch._C._set_grad_enabled
 
 TreeSpec = pytree.TreeSpec
 keystr = pytree.keystr
@@ -60,6 +68,11 @@ def joint_trace(mode: FakeTensorMode, module: nn.Module, args: tuple[Any, ...]) 
     with contextlib.ExitStack() as stack:
         stack.enter_context(mode)
         yield aot_autograd.aot_export_joint_with_descriptors(stack, module, args).graph_module
+
+
+def tracing() -> bool:
+    """Whether a structured trace is being written; asked after a capture, which makes torch find out."""
+    return bool(trace_log.handlers)
 
 
 def trace_artifact(name: str, payload: Callable[[], str]) -> None:

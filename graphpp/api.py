@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
+from graphpp import facts
 from graphpp.capture import LossFunction
 from graphpp.compiler import Settings
-from graphpp.errors import BatchError, CaptureError, GraphPPError
+from graphpp.errors import BatchError, CaptureError, GraphPPError, ScheduleError
 from graphpp.pipeline import Pipeline
-from graphpp.runtime import schedules
+from graphpp.runtime.agreement import Agreement, Facts
+from graphpp.runtime.failure import FailureBoard
 from graphpp.runtime.runner import Device
 from graphpp.runtime.schedule import Schedule
+from graphpp.runtime.source import Source, read
 from graphpp.signature import Microbatch
 from graphpp.split import Split
 
@@ -27,7 +31,7 @@ def compile(
     *,
     example: Microbatch | None = None,
     split: Split = None,
-    schedule: schedules.Source = "auto",
+    schedule: Source = "auto",
     microbatches: int | None = None,
     group: dist.ProcessGroup | None = None,
     device: torch.device | str | None = None,
@@ -57,28 +61,31 @@ def compile(
         CaptureError, SplitError, ScheduleError: what cannot be compiled, and why; `MismatchError` on every rank where
             the ranks were given different things. All are `GraphPPError`. Nothing was changed then.
     """
-    _check(model, loss, loss_reduction, microbatches)
     place = _place(model, group, device)
-    folder = dump if dump is not None else os.environ.get("GRAPHPP_DUMP") or None
-    settings = Settings(
-        place=place,
-        example=example,
-        split=split,
-        schedule=schedules.read(schedule) if isinstance(schedule, str | os.PathLike) else schedule,
-        microbatches=schedule.microbatches if isinstance(schedule, Schedule) and microbatches is None else microbatches,
-        loss_reduction=loss_reduction,
-        dump=Path(folder) if folder is not None else None,
-    )
-    return Pipeline(model, loss, settings)
+    agreement = Agreement(place.group, place.device)
+
+    def settings() -> Settings:
+        _check(model, loss, example, loss_reduction)
+        table = _schedule(schedule)
+        count = _microbatches(microbatches, table)
+        return Settings(place, example, split, table, count, loss_reduction, _folder(dump))
+
+    with FailureBoard(place.group, "compile").watching():
+        agreed = agreement.together(settings, lambda made: _facts(model, loss, made))
+    return Pipeline(model, loss, agreed, agreement)
 
 
-def _check(model: Any, loss: Any, loss_reduction: str, microbatches: int | None) -> None:
+def _check(model: object, loss: object, example: object, loss_reduction: object) -> None:
     if not isinstance(model, nn.Module):
         raise CaptureError(f"model must be an nn.Module, got {type(model).__name__}")
+    if loss is not None and not callable(loss):
+        raise CaptureError(
+            f"loss must be a function loss(output, target) -> scalar, or None, got {type(loss).__name__}"
+        )
+    if example is not None and not isinstance(example, Microbatch):
+        raise BatchError(f"example must be a graphpp.Microbatch(args, kwargs, target), got {type(example).__name__}")
     if loss_reduction not in ("mean", "sum"):
         raise GraphPPError(f"loss_reduction must be 'mean' or 'sum', got {loss_reduction!r}")
-    if microbatches is not None and (not isinstance(microbatches, int) or microbatches < 1):
-        raise BatchError(f"microbatches must be a positive integer, got {microbatches!r}")
     trainable = [name for name, p in loss.named_parameters() if p.requires_grad] if isinstance(loss, nn.Module) else []
     if trainable:
         raise CaptureError(
@@ -87,18 +94,77 @@ def _check(model: Any, loss: Any, loss_reduction: str, microbatches: int | None)
         )
 
 
-def _place(model: nn.Module, group: dist.ProcessGroup | None, device: torch.device | str | None) -> Device:
-    chosen = torch.device(device) if device is not None else _default_device(model)
-    if chosen.type == "cuda":
-        chosen = torch.device("cuda", torch.cuda.current_device()) if chosen.index is None else chosen
-        torch.cuda.set_device(chosen)
-    if group is None:
-        group = _world(chosen)
-    return Device(chosen, group)
+def _schedule(given: Source) -> Source:
+    """A name or a function as it is; files and tables read once, here."""
+    if isinstance(given, str | os.PathLike):
+        return read(given)
+    if isinstance(given, Schedule) or callable(given):
+        return given
+    rows = [given[rank] for rank in sorted(given)] if isinstance(given, Mapping) else given
+    if isinstance(given, Mapping) and sorted(given) != list(range(len(given))):
+        raise ScheduleError(f"a schedule given as a dict needs a row for each rank from 0 on, not {list(given)}")
+    if not isinstance(rows, Iterable):
+        raise ScheduleError(
+            f"{given!r} is no schedule: give a name, a .csv path, a Schedule, a function, or a row per rank"
+        )
+    return Schedule.of(rows)
 
 
-def _default_device(model: nn.Module) -> torch.device:
-    first = next(model.parameters(), None)
+def _microbatches(given: object, schedule: Source) -> int | None:
+    """The number of microbatches, which a table brings along."""
+    if given is not None and (not isinstance(given, int) or isinstance(given, bool) or given < 1):
+        raise BatchError(f"microbatches must be a positive integer, got {given!r}")
+    if isinstance(schedule, Schedule):
+        if given not in (None, schedule.microbatches):
+            raise ScheduleError(
+                f"microbatches={given}, but the schedule {schedule.name!r} is for {schedule.microbatches}"
+            )
+        return schedule.microbatches
+    return given
+
+
+def _folder(dump: str | os.PathLike[str] | None) -> Path | None:
+    folder = dump if dump is not None else os.environ.get("GRAPHPP_DUMP")
+    return Path(folder) if folder else None
+
+
+def _facts(model: nn.Module, loss: LossFunction | None, settings: Settings) -> Facts:
+    """What all ranks must have been given alike."""
+    return Facts(
+        {
+            "the torch version": [torch.__version__],
+            "the type of the device": [settings.place.device.type],
+            "the model": facts.of_model(model),
+            "loss=": ["none" if loss is None else "given"],
+            "example=": ["none" if settings.example is None else "given"],
+            "split=": [facts.spell_split(settings.split)],
+            "schedule=": facts.spell_schedule(settings.schedule),
+            "microbatches=": [str(settings.microbatches)],
+            "loss_reduction=": [settings.loss_reduction],
+        }
+    )
+
+
+def _place(model: object, group: dist.ProcessGroup | None, device: torch.device | str | None) -> Device:
+    """The device and group of this rank; raises `GraphPPError` where there is no such device, or the rank is not in the group."""
+    try:
+        chosen = torch.device(device) if device is not None else _default_device(model)
+        torch.empty(0, device=chosen)
+        if chosen.type == "cuda":
+            chosen = torch.device("cuda", torch.cuda.current_device()) if chosen.index is None else chosen
+            torch.cuda.set_device(chosen)
+    except (RuntimeError, AssertionError) as error:
+        first = str(error).partition("\n")[0]
+        raise GraphPPError(f"device={str(device)!r} cannot be used on this machine: {first}") from error
+    if group is not None and (group is dist.GroupMember.NON_GROUP_MEMBER or dist.get_rank(group) < 0):
+        raise GraphPPError(
+            f"rank {dist.get_rank()} is not in the group it was given: call compile on the group's ranks only"
+        )
+    return Device(chosen, group if group is not None else _world(chosen))
+
+
+def _default_device(model: object) -> torch.device:
+    first = next(model.parameters(), None) if isinstance(model, nn.Module) else None
     if first is not None and first.device.type == "cuda":
         return first.device
     local = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))

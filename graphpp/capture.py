@@ -20,15 +20,20 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.checkpoint import CheckpointFunction
 
 from graphpp import _torch_aot as aot
 from graphpp import signature
 from graphpp.errors import CaptureError
 from graphpp.passes.joint import JointGraph, verify
+from graphpp.regions import inline_regions
 from graphpp.roles import is_user_file, with_roles
 from graphpp.signature import Microbatch
 
 LossFunction = Callable[[Any, Any], torch.Tensor]
+
+# Functions of torch itself that implement registered and higher-order operators: export keeps the operator.
+_KEPT = ("torch._library.", "torch._higher_order_ops.", "torch._functorch.")
 
 
 @dataclass(frozen=True)
@@ -140,8 +145,10 @@ def _custom_functions_refused() -> Iterator[None]:
     original = torch.autograd.Function.__dict__["apply"]
 
     def apply(cls: type, *args: Any, **kwargs: Any) -> Any:
-        if cls.__module__ == "torch._library.autograd":  # a registered operator: export keeps it, and so its backward
+        if cls.__module__.startswith(_KEPT):
             return original.__get__(None, cls)(*args, **kwargs)
+        if cls is CheckpointFunction:  # same numbers without it: run(function, keep_random_state, *its arguments)
+            return args[0](*args[2:])
         frame = _user_frame(traceback.extract_stack())
         raise CaptureError(
             f"the model uses the custom autograd.Function {cls.__qualname__} at {frame}: torch.export would drop its "
@@ -159,7 +166,7 @@ def _custom_functions_refused() -> Iterator[None]:
 def _export(wrapper: _Step, fakes: tuple[torch.Tensor, ...]) -> nn.Module:
     with _explaining(), _custom_functions_refused():
         exported = torch.export.export(wrapper, fakes, strict=False)
-    return exported.module(check_guards=False)
+    return inline_regions(exported.module(check_guards=False), torch.is_grad_enabled())
 
 
 @contextlib.contextmanager

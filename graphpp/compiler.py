@@ -1,12 +1,12 @@
 """From settings and one example to a compiled pipeline: capture, resolve the split, lower, plan.
 
-Contract: `Compiler.build` is a function of the model, the settings and the example alone; every rank builds all stages and
-gets the same program, and `Built.facts` says so in plain text, to be compared.
+Contract: `Compiler.build` is a function of the model, the settings, the example and the number of microbatches alone; every
+rank builds all stages and gets the same program, and `Built.facts` says so in plain text, to be compared.
 """
 
 from __future__ import annotations
 
-import hashlib
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -15,21 +15,26 @@ from typing import Literal
 import torch
 from torch import nn
 
-from graphpp import signature
+from graphpp import facts
+from graphpp.batch import batch_size
 from graphpp.capture import Captured, LossFunction, capture
 from graphpp.dump import Dump
 from graphpp.errors import ScheduleError
+from graphpp.layers import Call
 from graphpp.passes.joint import JointGraph
 from graphpp.passes.lower import lower
 from graphpp.plan import Plan
-from graphpp.runtime import program, schedules
+from graphpp.report import check_output
+from graphpp.runtime import program
+from graphpp.runtime.agreement import Facts
 from graphpp.runtime.checker import check
 from graphpp.runtime.communication import add_communication
 from graphpp.runtime.program import PipelineProgram, StageProgram
 from graphpp.runtime.runner import Device
 from graphpp.runtime.schedule import Schedule
-from graphpp.signature import Microbatch
-from graphpp.split import Call, Split, resolve
+from graphpp.runtime.source import Source, build, default_stages
+from graphpp.signature import Leaves, Microbatch
+from graphpp.split import Split, resolve
 
 
 @dataclass(frozen=True)
@@ -39,26 +44,35 @@ class Settings:
     place: Device
     example: Microbatch | None = None
     split: Split = None
-    schedule: schedules.Source = "auto"
+    schedule: Source = "auto"
     microbatches: int | None = None
     loss_reduction: Literal["mean", "sum"] = "mean"
     dump: Path | None = None
 
+    @property
+    def usual_microbatches(self) -> int:
+        """The number given, or what would be chosen for a batch that divides by anything."""
+        return self.microbatches or (4 * self.place.ranks if self.place.ranks > 1 else 1)
+
     def microbatches_for(self, batch: Microbatch) -> int:
-        """The number given; else the schedule's own; else the largest divisor of the batch up to 4 per rank."""
-        if self.microbatches is not None:
-            return self.microbatches
-        if isinstance(self.schedule, Schedule):
-            return self.schedule.microbatches
-        if self.place.ranks == 1:
-            return 1
-        size = signature.batch_size(batch)
-        return max(count for count in range(1, 4 * self.place.ranks + 1) if size % count == 0)
+        """The number given; else one in one process; else the largest that batch and schedule admit, up to 4 per rank."""
+        if self.microbatches is not None or self.place.ranks == 1:
+            return self.usual_microbatches
+        size = batch_size(batch)
+        fitting = [count for count in range(self.usual_microbatches, 0, -1) if size % count == 0]
+        return next((count for count in fitting if self._admits(count)), fitting[0])
+
+    def _admits(self, microbatches: int) -> bool:
+        try:
+            build(self.schedule, self.place.ranks, self.stages, microbatches)
+        except ScheduleError:
+            return False
+        return True
 
     @property
     def stages(self) -> int:
         """How many stages the schedule asks for where the split leaves it open."""
-        return schedules.default_stages(self.schedule, self.place.ranks)
+        return default_stages(self.schedule, self.place.ranks)
 
 
 @dataclass(frozen=True)
@@ -68,21 +82,39 @@ class Built:
     captured: Captured
     program: PipelineProgram
     plan: Plan
-    facts: dict[str, list[str]]
+
+    @property
+    def facts(self) -> Facts:
+        """What the ranks compare."""
+        return facts.of_built(self.captured.joint, self.program, self.plan.schedule)
 
     def local_stages(self, rank: int) -> list[StageProgram]:
         """The stages that stand on `rank`."""
         return [stage for stage in self.program.stages if self.plan.rank_of_stage[stage.index] == rank]
 
+    def parameters(self, rank: int) -> set[str]:
+        """FQNs of the parameters that `rank` holds."""
+        return {fqn for stage in self.local_stages(rank) for fqn in stage.parameters}
+
+    def buffers(self, rank: int) -> set[str]:
+        """FQNs of the buffers that `rank` holds."""
+        return {fqn for stage in self.local_stages(rank) for fqn in stage.buffers}
+
     @cached_property
-    def first_rank_of_parameter(self) -> dict[str, int]:
-        """For each parameter the lowest rank that holds it: the one that counts it."""
-        found: dict[str, int] = {}
+    def ranks_of_parameter(self) -> dict[str, list[int]]:
+        """For each parameter the ranks that hold it, ascending; the first one counts it."""
+        found: dict[str, set[int]] = {}
         for stage in self.program.stages:
             for fqn in stage.parameters:
-                rank = self.plan.rank_of_stage[stage.index]
-                found[fqn] = min(rank, found.get(fqn, rank))
-        return found
+                found.setdefault(fqn, set()).add(self.plan.rank_of_stage[stage.index])
+        return {fqn: sorted(ranks) for fqn, ranks in found.items()}
+
+    def written_buffers(self) -> Iterator[tuple[StageProgram, str]]:
+        """(stage, FQN) of each buffer that a forward writes."""
+        for stage in self.program.stages:
+            for role in (role for item in stage.programs.values() for role in item.outputs):
+                if isinstance(role, program.BufferUpdate):
+                    yield stage, role.fqn
 
 
 class Compiler:
@@ -91,44 +123,44 @@ class Compiler:
     def __init__(self, model: nn.Module, loss: LossFunction | None, settings: Settings) -> None:
         self.model, self.loss, self.settings = model, loss, settings
 
-    def build(self, example: Microbatch, training: bool) -> Built:
+    def build(self, example: Leaves, microbatches: int, *, training: bool) -> Built:
         """Capture and compile for microbatches like `example`. Raises `CaptureError`, `SplitError`, `ScheduleError`."""
         settings = self.settings
         dump = Dump(settings.dump, settings.place.rank, "train" if training else "eval")
-        captured = dump.timed("capture", lambda: capture(self.model, self.loss, example, settings.place.device, training=training))
-        dump.joint(captured.joint)
-        calls = module_calls(captured.joint)
+        captured = dump.capture(lambda: self._capture(example, training))
         known = [name for name, _ in self.model.named_modules()]
-        starts = resolve(settings.split, calls, None if settings.split is not None else settings.stages, known)
-        compiled = lower(captured.joint, starts, dump)
-        schedule = self._table(len(starts), settings.microbatches or self._nominal(len(starts)))
+        stages = None if settings.split is not None else settings.stages
+        starts = resolve(settings.split, module_calls(captured.joint), stages, known)
+        schedule = self._table(len(starts), microbatches)
+        compiled = lower(captured.joint, starts, dump.hook(schedule))
         plan = Plan.of(captured.joint, compiled, schedule)
-        facts = _facts(captured.joint, compiled, schedule, settings, example)
-        dump.plan(plan, self._with_communication(schedule, training))
-        return Built(captured, compiled, plan, facts)
+        dump.plan(plan, _with_communication(schedule, training))
+        return Built(captured, compiled, plan)
 
-    def schedule(self, built: Built, microbatches: int) -> Schedule:
+    def schedule(self, built: Built, microbatches: int, *, training: bool) -> Schedule:
         """The checked table with communication for a number of microbatches; forwards only for evaluation."""
         table = self._table(len(built.program.stages), microbatches)
-        training = program.Phase.FORWARD in built.program.stages[0].programs
-        _check_buffer_order(table, built.program)
-        return self._with_communication(table, training)
+        _check_buffer_order(table, built)
+        return _with_communication(table, training)
 
-    def _nominal(self, stages: int) -> int:
-        if isinstance(self.settings.schedule, Schedule):
-            return self.settings.schedule.microbatches
-        return max(1, 4 * self.settings.place.ranks if self.settings.place.ranks > 1 else 1)
+    def _capture(self, example: Leaves, training: bool) -> Captured:
+        """Captured as it would run in a plain loop, also where the caller has switched autograd off."""
+        with torch.inference_mode(False), torch.enable_grad():
+            captured = capture(
+                self.model, self.loss, example.microbatch(), self.settings.place.device, training=training
+            )
+        check_output(captured)
+        return captured
 
     def _table(self, stages: int, microbatches: int) -> Schedule:
-        ranks = self.settings.place.ranks
-        table = schedules.build(self.settings.schedule, ranks, stages, microbatches)
+        given, ranks = self.settings.schedule, self.settings.place.ranks
+        if isinstance(given, Schedule) and given.microbatches != microbatches:
+            raise ScheduleError(
+                f"the schedule {given.name!r} is for {given.microbatches} microbatches, this step has {microbatches}: cut the "
+                f"batch into {given.microbatches}, or give a name or a function, which make a table for any number."
+            )
+        table = build(given, ranks, stages, microbatches)
         check(table, ranks=ranks, stages=stages, microbatches=microbatches)
-        return table
-
-    def _with_communication(self, table: Schedule, training: bool) -> Schedule:
-        table = table if training else table.forward_only()
-        if not table.has_communication:
-            table = add_communication(table)
         return table
 
 
@@ -143,48 +175,22 @@ def module_calls(joint: JointGraph) -> list[Call]:
     return [Call(fqn, first, end) for fqn, (first, end) in spans.items()]
 
 
-def _check_buffer_order(table: Schedule, compiled: PipelineProgram) -> None:
+def _with_communication(table: Schedule, training: bool) -> Schedule:
+    table = table if training else table.forward_only()
+    return table if table.has_communication else add_communication(table)
+
+
+def _check_buffer_order(table: Schedule, built: Built) -> None:
     """A stage that writes buffers must see the microbatches in order, as a plain loop does."""
-    for stage in compiled.stages:
-        roles = [role for item in stage.programs.values() for role in item.outputs]
-        written = next((role.fqn for role in roles if isinstance(role, program.BufferUpdate)), None)
+    for stage, fqn in built.written_buffers():
         order = [
-            leaf.microbatch
+            leaf.microbatch or 0
             for _, _, action in table.cells()
             for leaf in action.leaves
             if leaf.stage == stage.index and leaf.kind == "F"
         ]
-        if written is not None and order != sorted(order):  # type: ignore[type-var]
+        if order != sorted(order):
             raise ScheduleError(
-                f"stage {stage.index} writes the buffer {written}, and the schedule runs its forwards in the order "
+                f"stage {stage.index} writes the buffer {fqn}, and the schedule runs its forwards in the order "
                 f"{order}: a plain loop would write it in microbatch order. Reorder the forwards."
             )
-
-
-def _facts(
-    joint: JointGraph, compiled: PipelineProgram, schedule: Schedule, settings: Settings, example: Microbatch
-) -> dict[str, list[str]]:
-    """What the ranks compare, in the order in which a difference should be named."""
-    state = [*joint.parameters.values(), *joint.buffers.values()]
-    texts = [item.source for stage in compiled.stages for item in stage.programs.values()]
-    structure, leaves = signature.signature(example)
-    return {
-        "the torch version": [torch.__version__],
-        "the model": [f"{meta.name} {list(meta.shape)} {meta.dtype}" for meta in state],
-        "the microbatch": [structure, *map(str, leaves)],
-        "the schedule": [schedule.name, *str(schedule).splitlines()],
-        "microbatches": [str(settings.microbatches)],
-        "loss_reduction": [settings.loss_reduction],
-        "the split": [f"stage {stage.index} begins with {_begins(stage)}" for stage in compiled.stages],
-        "the captured graph": [hashlib.sha256(_without_paths(text).encode()).hexdigest() for text in texts],
-    }
-
-
-def _begins(stage: StageProgram) -> str:
-    return ", ".join(stage.modules[:3]) or "(no module)"
-
-
-def _without_paths(text: str) -> str:
-    """A program's text without its comments: the ranks may have the sources in other folders."""
-    return "\n".join(line.partition("  #")[0] for line in text.splitlines())
-

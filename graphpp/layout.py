@@ -19,7 +19,8 @@ from itertools import accumulate, groupby
 from typing import TypeAlias
 
 from graphpp.errors import SplitError
-from graphpp.split import Call, check_stages, repeated_layers
+from graphpp.layers import Call, repeated_layers
+from graphpp.listed import check_stages
 
 Pattern: TypeAlias = str | Sequence[str] | None
 

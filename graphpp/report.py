@@ -10,9 +10,20 @@ import torch
 from graphpp import _torch_aot as aot
 from graphpp import signature
 from graphpp.capture import Captured
+from graphpp.errors import CaptureError
 
 
-def merge_outputs(captured: Captured, outputs: Sequence[Mapping[int, torch.Tensor]], size: int) -> Any:
+def check_output(captured: Captured) -> None:
+    """Raise `CaptureError` where the model's output hides tensors from torch's pytree: they could not be given back."""
+    for leaf in captured.output_leaves:
+        if leaf is not signature.TENSOR and not signature.is_plain(leaf):
+            raise CaptureError(
+                f"the model's output holds a {type(leaf).__qualname__}, and torch cannot see what is in it. Return tensors in a "
+                "tuple, list or dict, or register the class with torch.export.register_dataclass or torch's pytree."
+            )
+
+
+def merge_outputs(captured: Captured, outputs: Sequence[Mapping[int, torch.Tensor]], size: int | None) -> Any:
     """The model's output for the whole batch from the leaves per microbatch; `size` is a microbatch's batch dimension."""
     leaves: list[Any] = []
     index = 0
@@ -26,8 +37,10 @@ def merge_outputs(captured: Captured, outputs: Sequence[Mapping[int, torch.Tenso
     return aot.tree_unflatten(leaves, captured.output_spec)
 
 
-def _merged(parts: list[torch.Tensor], size: int) -> torch.Tensor:
-    """Joined along the batch dimension; a 0-dim floating value averaged; others stacked."""
+def _merged(parts: list[torch.Tensor], size: int | None) -> torch.Tensor:
+    """Of one microbatch as it is; joined along the batch dimension; a 0-dim floating value averaged; others stacked."""
+    if len(parts) == 1:
+        return parts[0]
     if parts[0].dim() and parts[0].shape[0] == size:
         return torch.cat(parts)
     stacked = torch.stack(parts)

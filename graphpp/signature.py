@@ -1,23 +1,30 @@
-"""Microbatches: what one is, its tensors by path, its signature, and how a batch is cut into them.
+"""Microbatches: what one is, its tensors by path, and its signature.
 
 Contract
 --------
 - A tensor of a microbatch has a path: `args[0]`, `kwargs['mask']`, `target['labels']`.
+- A leaf is a tensor or plain data (numbers, strings, None, ..). Anything else is refused: a tensor hidden in it would
+  become a constant of the graph.
 - `signature` is equal for two microbatches exactly if one captured graph serves both: same structure, same shapes,
   strides and dtypes, same values of everything that is no tensor.
-- `cut`: tensors whose first dimension is the batch's are cut along it; everything else goes whole to every microbatch.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from enum import Enum
+from functools import cached_property
+from types import NoneType
 from typing import Any
 
 import torch
 
 from graphpp import _torch_aot as aot
 from graphpp.errors import BatchError
+
+_PLAIN = (NoneType, bool, int, float, complex, str, bytes, range, slice, Enum)
+_PLAIN_OF_TORCH = (torch.dtype, torch.device, torch.layout, torch.memory_format, torch.Size)
 
 
 class _Tensor:
@@ -52,14 +59,70 @@ class Whole:
 
 
 def whole(value: Any) -> Whole:
-    """Mark a tensor (or a structure of tensors) of a batch as having no batch dimension: every microbatch gets all of it."""
+    """Mark a tensor (or a structure of tensors) of a batch as without batch dimension: every microbatch gets all of it."""
     return Whole(value)
 
 
-def _flatten(batch: Microbatch) -> tuple[list[tuple[str, Any]], aot.TreeSpec]:
-    tree = {"args": batch.args, "kwargs": batch.kwargs, "target": batch.target}
-    pairs, spec = aot.tree_flatten_with_path(tree)
-    return [(_path(keys), leaf) for keys, leaf in pairs], spec
+@dataclass(frozen=True)
+class Leaves:
+    """A microbatch taken apart: its leaves by path, and the structure that puts them together again."""
+
+    spec: aot.TreeSpec
+    paths: tuple[str, ...]
+    values: tuple[Any, ...]
+
+    @classmethod
+    def of(cls, batch: Microbatch) -> Leaves:
+        """Take `batch` apart; what `whole` wraps stays wrapped. Raises `BatchError` for leaves that hide their content."""
+        tree = {"args": batch.args, "kwargs": batch.kwargs, "target": batch.target}
+        pairs, spec = aot.tree_flatten_with_path(tree)
+        leaves = cls(spec, tuple(_path(keys) for keys, _ in pairs), tuple(leaf for _, leaf in pairs))
+        for path, leaf in zip(leaves.paths, leaves.values, strict=True):
+            _check_leaf(path, leaf)
+        return leaves
+
+    def microbatch(self) -> Microbatch:
+        """The microbatch put together again, nothing in it wrapped."""
+        values = [leaf.value if isinstance(leaf, Whole) else leaf for leaf in self.values]
+        return Microbatch(**aot.tree_unflatten(values, self.spec))
+
+    @cached_property
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """The tensors by path, in a fixed order."""
+        pairs = zip(self.paths, self.values, strict=True)
+        return {path: leaf for path, leaf in pairs if isinstance(leaf, torch.Tensor)}
+
+    @cached_property
+    def signature(self) -> tuple[str, ...]:
+        """What a captured graph depends on: the structure, and a line per leaf with shape, strides and dtype, or value."""
+        leaves = (f"{path}: {_spell(leaf)}" for path, leaf in zip(self.paths, self.values, strict=True))
+        return (f"the structure {self.spec}", *leaves)
+
+
+def unwrapped(batch: Microbatch) -> Leaves:
+    """One microbatch as it is given to the model, taken apart."""
+    if not isinstance(batch, Microbatch):
+        raise BatchError(f"a microbatch is a graphpp.Microbatch(args, kwargs, target), got {type(batch).__name__}")
+    leaves = Leaves.of(batch)
+    return Leaves.of(leaves.microbatch()) if any(isinstance(leaf, Whole) for leaf in leaves.values) else leaves
+
+
+def tensors(batch: Microbatch) -> dict[str, torch.Tensor]:
+    """The tensors of a microbatch by path, in a fixed order."""
+    return Leaves.of(batch).tensors
+
+
+def rebuild(example: Microbatch, values: Sequence[torch.Tensor]) -> Microbatch:
+    """The microbatch with `values` in place of its tensors (same order as `tensors`)."""
+    leaves = Leaves.of(example)
+    remaining = iter(values)
+    filled = tuple(next(remaining) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves.values)
+    return Leaves(leaves.spec, leaves.paths, filled).microbatch()
+
+
+def is_plain(leaf: Any) -> bool:
+    """Whether a leaf is data that can hide no tensor and is equal exactly if it prints the same."""
+    return isinstance(leaf, _PLAIN) or isinstance(leaf, _PLAIN_OF_TORCH)
 
 
 def _path(keys: Sequence[Any]) -> str:
@@ -69,64 +132,24 @@ def _path(keys: Sequence[Any]) -> str:
     return head + rest
 
 
-def tensors(batch: Microbatch) -> dict[str, torch.Tensor]:
-    """The tensors of a microbatch by path, in a fixed order."""
-    return {path: leaf for path, leaf in _flatten(batch)[0] if isinstance(leaf, torch.Tensor)}
-
-
-def rebuild(example: Microbatch, values: Sequence[torch.Tensor]) -> Microbatch:
-    """The microbatch with `values` in place of its tensors (same order as `tensors`)."""
-    pairs, spec = _flatten(example)
-    remaining = iter(values)
-    leaves = [next(remaining) if isinstance(leaf, torch.Tensor) else leaf for _, leaf in pairs]
-    return Microbatch(**aot.tree_unflatten(leaves, spec))
-
-
-def signature(batch: Microbatch) -> tuple[Any, ...]:
-    """What a captured graph depends on: structure, tensor shapes and dtypes, values of other leaves."""
-    pairs, spec = _flatten(batch)
-    leaves = tuple(
-        (path, tuple(leaf.shape), leaf.dtype) if isinstance(leaf, torch.Tensor) else (path, repr(leaf))
-        for path, leaf in pairs
-    )
-    return (str(spec), leaves)
-
-
-def cut(batch: Microbatch, microbatches: int) -> list[Microbatch]:
-    """Cut a batch into `microbatches` equal parts along dimension 0.
-
-    The batch size is the first dimension of the first tensor with one. Raises `BatchError` where it is not
-    divisible, or where a tensor of the target has another first dimension.
-    """
-    pairs, spec = _flatten(batch)
-    size = batch_size(batch)
-    if size % microbatches:
+def _check_leaf(path: str, leaf: Any) -> None:
+    if isinstance(leaf, torch.Tensor):
+        if leaf.requires_grad:
+            raise BatchError(
+                f"{path} requires grad: a pipeline makes gradients of parameters only; pass {path}.detach()"
+            )
+    elif not isinstance(leaf, Whole) and not is_plain(leaf):
+        numpy = type(leaf).__module__ == "numpy"
+        remedy = "torch.as_tensor(...) of it" if numpy else "its tensors in a tuple, list or dict"
+        more = "" if numpy else ", or register its class with torch.export.register_dataclass or torch's pytree"
         raise BatchError(
-            f"a batch of {size} cannot be cut into {microbatches} equal microbatches. Give a batch size that is a "
-            f"multiple of {microbatches}, or pass the parts yourself with step_microbatches([...])."
+            f"{path} is a {type(leaf).__qualname__}: the tensors in it cannot be seen and would become constants of the "
+            f"graph. Pass {remedy}{more}."
         )
-    columns = [_parts(path, leaf, size, microbatches) for path, leaf in pairs]
-    return [Microbatch(**aot.tree_unflatten(list(leaves), spec)) for leaves in zip(*columns, strict=True)]
 
 
-def batch_size(batch: Microbatch) -> int:
-    """The first dimension of the first tensor that has one; raises `BatchError` where there is none."""
-    for _, leaf in _flatten(batch)[0]:
-        if isinstance(leaf, torch.Tensor) and leaf.dim():
-            return leaf.shape[0]
-    raise BatchError("the batch holds no tensor with a batch dimension: pass its parts with step_microbatches([...]).")
-
-
-def _parts(path: str, leaf: Any, size: int, microbatches: int) -> list[Any]:
-    if isinstance(leaf, Whole):
-        return [leaf.value] * microbatches
-    if not isinstance(leaf, torch.Tensor) or not leaf.dim():
-        return [leaf] * microbatches
-    if leaf.shape[0] == size:
-        return list(leaf.split(size // microbatches)) if size else [leaf] * microbatches
-    if path.startswith("target"):
-        raise BatchError(
-            f"{path} has first dimension {leaf.shape[0]}, the batch has {size}: it cannot be told how to cut it. "
-            "Reshape it to [batch, ...], or wrap it in graphpp.whole(...) if every microbatch needs all of it."
-        )
-    return [leaf] * microbatches
+def _spell(leaf: Any) -> str:
+    if not isinstance(leaf, torch.Tensor):
+        return repr(leaf)
+    strides = [step if size > 1 else 0 for size, step in zip(leaf.shape, leaf.stride(), strict=True)]
+    return f"{list(leaf.shape)} {str(leaf.dtype).removeprefix('torch.')}, strides {strides}"

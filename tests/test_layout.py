@@ -7,8 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from graphpp.errors import SplitError
+from graphpp.layers import Call
 from graphpp.layout import Layout
-from graphpp.split import Call, resolve
+from graphpp.split import resolve
 
 LAYER = 10  # operations in a layer
 

@@ -1,15 +1,24 @@
 """Where stages start: every form of `split=`, every refusal, and the arithmetic of equal stages."""
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import cache
 from itertools import accumulate, pairwise
+from typing import SupportsIndex
 
+import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import nn
 
+from graphpp.capture import capture
+from graphpp.compiler import module_calls
 from graphpp.errors import SplitError
-from graphpp.split import Call, Split, Splitter, repeated_layers, resolve, split_points
+from graphpp.layers import Call, repeated_layers
+from graphpp.signature import Microbatch
+from graphpp.split import Split, Splitter, resolve, split_points
 
 
 def forward(*parts: str) -> list[Call]:
@@ -140,6 +149,25 @@ class TestNames:
         split = ["albert.layer@2", "albert.layer@4"]
         assert resolve(split, ALBERT) == cut(ALBERT, *split)
 
+    def test_any_sequence(self) -> None:
+        expected = cut(TORCHTITAN, "layers.2", "norm")
+        assert resolve(("layers.2", "norm"), TORCHTITAN) == expected
+        assert resolve([np.str_("layers.2"), "norm"], TORCHTITAN) == expected
+        assert resolve((), TORCHTITAN) == (0,)
+
+    def test_blanks_around_a_name_mean_nothing(self) -> None:
+        assert resolve([" layers.2", "norm\t\n"], TORCHTITAN) == cut(TORCHTITAN, "layers.2", "norm")
+        assert resolve([["layers.1 "], [" layers.4"]], TORCHTITAN) == cut(TORCHTITAN, "layers.4")
+
+    def test_a_module_and_one_inside_it(self) -> None:
+        nested = ["layers.2", "layers.2.attn", "layers.2.ffn"]
+        assert resolve(nested, TORCHTITAN) == cut(TORCHTITAN, *nested)
+
+    def test_a_call_without_operations_is_a_place_like_any_other(self) -> None:
+        calls = sorted([*TORCHTITAN, Call("identity", 21, 21)], key=lambda call: call.position)
+        assert resolve(["identity"], calls) == resolve(["layers.2"], calls) == cut(TORCHTITAN, "layers.2")
+        assert resolve(4, calls) == resolve(4, TORCHTITAN)
+
     @given(st.sets(st.sampled_from([call.fqn for call in TORCHTITAN if call.position > 0 and "norm" not in call.fqn])))
     def test_names_in_order_give_their_positions(self, names: set[str]) -> None:
         split = [call.fqn for call in TORCHTITAN if call.fqn in names]
@@ -158,6 +186,11 @@ class TestLists:
 
     def test_modules_that_are_not_listed_go_where_execution_puts_them(self) -> None:
         assert resolve([["layers.1"], ["layers.4"]], TORCHTITAN) == cut(TORCHTITAN, "layers.4")
+
+    def test_a_module_and_one_inside_it(self) -> None:
+        """A parent may be cut by a child that a later stage lists, and be listed beside its own children."""
+        assert resolve([["layers.2"], ["layers.2.ffn"]], TORCHTITAN) == cut(TORCHTITAN, "layers.2.ffn")
+        assert resolve([["layers.2"], ["layers.4.norm", "layers.4"]], TORCHTITAN) == cut(TORCHTITAN, "layers.4")
 
     def test_empty_stages(self) -> None:
         assert resolve([["tok_embeddings"], [], ["layers.4"]], TORCHTITAN) == (0, 41, 41)
@@ -216,6 +249,10 @@ class TestNumbers:
     def test_calls_of_a_shared_layer(self) -> None:
         assert resolve(3, ALBERT) == cut(ALBERT, "albert.layer@2", "albert.layer@4")
 
+    @pytest.mark.parametrize("kind", [np.int64, np.uint8, np.array, torch.tensor])
+    def test_what_stands_for_an_int(self, kind: Callable[[int], SupportsIndex]) -> None:
+        assert resolve(kind(4), TORCHTITAN, 4) == resolve(4, TORCHTITAN)
+
     def test_one_stage_needs_no_layers(self) -> None:
         assert resolve(1, []) == resolve(None, forward("a", "b"), 1) == (0,)
 
@@ -227,12 +264,29 @@ class Halves:
         return (0, calls[-1].end // 2)
 
 
+class Given:
+    """A splitter that gives what it is told to."""
+
+    def __init__(self, *starts: int) -> None:
+        self.given = starts
+
+    def starts(self, calls: Sequence[Call]) -> tuple[int, ...]:
+        return self.given
+
+
 def test_any_splitter() -> None:
     assert isinstance(Halves(), Splitter)
     assert resolve(Halves(), TORCHTITAN, 2) == (0, 41)
+    assert resolve(Given(0, 0, 41, 41, 83), TORCHTITAN) == (0, 0, 41, 41, 83)  # what follows the last call is the loss
 
 
-KNOWN = ["", "tok_embeddings", "layers", "layers.0", "norm", "output", "output.bias_head", "aux_head"]
+@pytest.mark.parametrize("starts", [(), (1,), (0, 41, 40), (0, 84), (-1, 0)])
+def test_what_a_splitter_finds_is_held_to_the_contract(starts: tuple[int, ...]) -> None:
+    with pytest.raises(SplitError, match=re.escape(f"Given.starts gave {starts}: it must give the first operation")):
+        resolve(Given(*starts), TORCHTITAN)
+
+
+KNOWN = ["", "tok_embeddings", "layers", "layers.0", "norm", "output", "output.bias_head", "aux_head", "identity"]
 T = TORCHTITAN
 
 
@@ -243,7 +297,28 @@ T = TORCHTITAN
         (["zzz"], T, None, "no module 'zzz'"),
         (["aux_head"], T, None, "'aux_head' exists, but the forward never calls it"),
         (["layers"], T, None, "'layers' is never called itself; modules inside it are: layers.0, layers.0.norm"),
+        (["layers"], T, None, "layers.7.ffn: name one of these"),
+        ([["layers"], ["norm"]], T, None, "'layers' is never called itself"),
+        (
+            ["identity"],
+            T,
+            None,
+            "(like nn.Identity, or nn.Dropout in evaluation): leave it out, or name a module that runs",
+        ),
+        ([["identity", "layers.0"], ["norm"]], T, None, "'identity' exists, but the forward never calls it"),
+        ([["layers.0"], ["identity"]], T, None, "(under this name)"),
+        (["model.layers.3"], T, None, "no module 'model.layers.3'; nearest: 'layers.3'"),
+        (["module._orig_mod.layers.3.ffn"], T, None, "'module._orig_mod.layers.3.ffn'; nearest: 'layers.3.ffn'"),
+        (["layers.3"], LLAMA, None, "no module 'layers.3'; nearest: 'model.layers.3'"),
+        (["layers.3."], T, None, "no module 'layers.3.'; nearest: 'layers.3'"),
+        (["Layers[3]"], T, None, "no module 'Layers[3]'; nearest: 'layers."),
+        (["zzz"], T, None, "; it calls: tok_embeddings, layers.0, layers.0.norm, "),
+        ([""], T, None, "a name is empty, which would be the whole model: name a module inside it, or leave it out"),
+        (["  "], T, None, "a name is empty"),
+        ([["layers.0", ""], ["layers.4"]], T, None, "a name is empty"),
+        ([" layers.4 ", "layers.4"], T, None, "'layers.4' is listed twice"),
         (["layers.3@1"], T, None, "'layers.3' is called 1 time: layers.3"),
+        (["layers.3@0"], T, None, "'layers.3' is called 1 time: layers.3"),
         (["albert.layer@7"], ALBERT, None, "is called 6 times: albert.layer, albert.layer@1,"),
         (["layers.4", "layers.2"], T, None, "out of execution order: 'layers.4', listed for stage 1, runs after"),
         (["layers.4", "layers.2"], T, None, "in this order: the start, layers.2, layers.4"),
@@ -251,6 +326,10 @@ T = TORCHTITAN
         ([["layers.4"], ["layers.5", "layers.4"]], T, None, "'layers.4' is listed twice"),
         (["tok_embeddings"], T, None, "stage 0 would be empty: no operation runs between the start and tok_embeddings"),
         (["layers.1", "layers.1.norm"], T, None, "stage 1 would be empty: no operation runs between layers.1 and"),
+        (["layers.1", "layers.1.norm"], T, None, "layers.1 and layers.1.norm; do not cut between them"),
+        (["layers.1.norm", "layers.1"], T, None, "out of execution order: 'layers.1.norm', listed for stage 1, runs"),
+        ([["layers.1.ffn"], ["layers.1"]], T, None, "order: 'layers.1.ffn', listed for stage 0, runs after 'layers.1'"),
+        ([["layers.0", "layers.1"], ["layers.1.norm"]], T, None, "'layers.1.norm': list both for one stage"),
         ([["norm"], ["tok_embeddings"]], T, None, "out of execution order: 'norm', listed for stage 0"),
         (
             [["tok_embeddings", "norm"], ["layers.4"]],
@@ -276,8 +355,19 @@ T = TORCHTITAN
         (0, T, None, "give a number of 1 or more"),
         (-3, T, None, "give a number of 1 or more"),
         (True, T, None, "give a number of 1 or more"),
+        (False, T, None, "give a number of 1 or more"),
+        (np.int64(0), T, None, "split=0 does not say how many stages there are: give a number of 1 or more"),
+        (np.int64(-1), T, None, "give a number of 1 or more"),
+        (np.True_, T, None, "split= takes an int, a list of FQNs, a list of lists of FQNs, or a Layout, not bool"),
+        (np.array(["layers.1"]), T, None, "not ndarray"),
+        ((name for name in ["layers.1"]), T, None, "not generator"),
+        ({0: ["layers.0"], 1: ["layers.4"]}, T, None, "not dict"),
+        ([np.int64(4)], T, None, "mixes forms"),
+        ([b"layers.1"], T, None, "mixes forms"),
+        ([[]], T, None, "stage 0, the last, cannot be empty"),
         (None, T, None, "does not say how many stages"),
-        ("Et|L", T, None, "write graphpp.Layout('Et|L') or a list of FQNs"),
+        ("Et|L", T, None, "write graphpp.Layout('Et|L'), or ['Et|L'] if it is an FQN"),
+        ("4", T, None, "split='4' is a string"),
         (["layers.1", ["layers.2"]], T, None, "mixes forms"),
         ([["layers.1"], [2]], T, None, "mixes forms"),
         ([1, 2], T, None, "mixes forms"),
@@ -292,10 +382,14 @@ def test_errors(split: Split, calls: list[Call], stages: int | None, says: str) 
     assert calls == before
 
 
-NAMES = st.one_of(st.sampled_from([call.fqn for call in TORCHTITAN]), st.text(max_size=8))
+NAMES = st.one_of(
+    st.sampled_from([*(call.fqn for call in TORCHTITAN), *KNOWN, " layers.2 ", "layers.2@0", "model.layers.2"]),
+    st.text(max_size=8),
+)
+LISTS = st.lists(st.one_of(NAMES, st.lists(NAMES, max_size=4), st.integers(), st.none()), max_size=5)
 
 
-@given(st.one_of(st.integers(-2, 12), st.lists(st.one_of(NAMES, st.lists(NAMES, max_size=4)), max_size=5)))
+@given(st.one_of(st.integers(-2, 12), st.integers(-2, 12).map(np.int64), LISTS, LISTS.map(tuple), st.floats()))
 def test_whatever_is_given_starts_rise_or_it_is_refused(split: Split) -> None:
     try:
         starts = resolve(split, TORCHTITAN, known=KNOWN)
@@ -304,3 +398,76 @@ def test_whatever_is_given_starts_rise_or_it_is_refused(split: Split) -> None:
     assert starts[0] == 0
     assert list(starts) == sorted(starts)
     assert starts[-1] < TORCHTITAN[-1].end
+
+
+# ------------------------------------------------------------------------------------------------- a captured forward
+
+
+class Odd(nn.Module):
+    """Modules that do nothing, never run, run twice, or run under a second name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Linear(4, 8)
+        self.identity = nn.Identity()
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(3))
+        self.nothing = nn.Sequential(nn.Identity(), nn.Identity())
+        self.unused = nn.Linear(8, 8)
+        self.second = self.layers[1]
+        self.head = nn.Linear(8, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.layers[0](self.identity(self.embed(x)))
+        x = self.nothing(self.layers[2](self.layers[2](self.second(x))))
+        return self.head(x)  # type: ignore[no-any-return]
+
+
+@cache
+def odd(training: bool) -> tuple[list[Call], list[str]]:
+    """The calls of `Odd`'s forward, and the names of its modules."""
+    model, example = Odd().train(training), Microbatch((torch.zeros(2, 4),), target=torch.zeros(2, 2))
+    captured = capture(model, nn.functional.mse_loss, example, torch.device("cpu"), training=training)
+    return module_calls(captured.joint), [name for name, _ in model.named_modules()]
+
+
+@pytest.mark.parametrize("training", [True, False])
+class TestCaptured:
+    """The same names start a stage in training and in evaluation, so parameters stand on the same ranks."""
+
+    @pytest.mark.parametrize(
+        ("split", "first"),
+        [
+            (["layers.0.1", "layers.2", "layers.2@1", "head"], ["layers.0.1", "layers.2", "layers.2@1", "head"]),
+            (["second"], ["second"]),
+            ([["embed", "layers.0"], ["head", "layers.2@1"]], ["layers.2@1"]),
+            ([[], ["layers.2"], ["head"]], ["embed", "head"]),
+            ([], []),
+        ],
+    )
+    def test_works(self, training: bool, split: Split, first: list[str]) -> None:
+        calls, known = odd(training)
+        assert resolve(split, calls, None, known) == cut(calls, *first)
+
+    def test_numbers(self, training: bool) -> None:
+        calls, known = odd(training)
+        assert resolve(2, calls, 2, known) == cut(calls, "layers.2")
+
+    @pytest.mark.parametrize(
+        ("split", "says"),
+        [
+            (["identity"], "'identity' exists, but the forward never calls it (under this name), or it does nothing"),
+            (["nothing"], "leave it out, or name a module that runs"),
+            (["nothing.1"], "leave it out, or name a module that runs"),
+            ([["embed"], ["nothing"]], "leave it out, or name a module that runs"),
+            (["unused"], "'unused' exists, but the forward never calls it"),
+            (["layers.1"], "'layers.1' exists, but the forward never calls it (under this name)"),
+            (["layers"], "'layers' is never called itself; modules inside it are: layers.0, layers.0.0"),
+            (["layers.2@2"], "'layers.2' is called 2 times: layers.2, layers.2@1"),
+            (["model.second"], "no module 'model.second'; nearest: 'second'"),
+            (["embed"], "no operation runs between the start and embed; do not cut between them"),
+        ],
+    )
+    def test_is_refused(self, training: bool, split: Split, says: str) -> None:
+        calls, known = odd(training)
+        with pytest.raises(SplitError, match=re.escape(says)):
+            resolve(split, calls, None, known)

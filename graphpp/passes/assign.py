@@ -75,9 +75,9 @@ def _backward_stage(node: fx.Node, twins: dict[int, int | None], last: int) -> i
 
 def _is_replicable(node: fx.Node, written: set[str]) -> bool:
     """Whether a value can be computed anywhere, at no cost worth a message."""
-    if any(source.meta["stage"] is not None or _is_seed(source) for source in node.all_input_nodes):
+    if any(source.meta["stage"] is not None or _is_particular(source) for source in node.all_input_nodes):
         return False
-    if _is_random(node) or _is_heavy(node):
+    if _is_heavy(node):
         return False
     return all(_is_plain(source, written, node) for source in node.all_input_nodes)
 
@@ -99,12 +99,9 @@ def from_parameter(node: fx.Node) -> bool:
     return isinstance(node.meta.get("role"), program.Parameter)
 
 
-def _is_seed(node: fx.Node) -> bool:
-    return node.meta.get("role") == program.Seed()
-
-
-def _is_random(node: fx.Node) -> bool:
-    return torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
+def _is_particular(node: fx.Node) -> bool:
+    """Whether an input makes what is computed from it belong to one place: the seed of the backward, random numbers."""
+    return node.meta.get("role") in (program.Seed(), program.RandomKey())
 
 
 def _is_heavy(node: fx.Node) -> bool:

@@ -52,31 +52,14 @@ def _same_as_input(node: fx.Node) -> fx.Node | None:
     if node.target not in _IDENTITY or not node.args or not isinstance(node.args[0], fx.Node):
         return None
     source = node.args[0]
-    same = is_tensor(source) and is_tensor(node) and _layout(source) == _layout(node) and _keeps_order(node)
+    same: bool = is_tensor(source) and is_tensor(node) and _layout(source) == _layout(node)
     return source if same else None
 
 
 def _layout(node: fx.Node) -> tuple[object, ...]:
+    """What decides, for a view or a copy, which element stands where."""
     value = node.meta["val"]
     return (value.shape, value.stride(), value.storage_offset(), value.dtype, value.device, value.layout)
-
-
-def _keeps_order(node: fx.Node) -> bool:
-    """Whether equal layouts mean equal elements: a permutation could exchange dimensions of one size, a slice skip rows."""
-    if node.target in (aten.permute.default, aten.transpose.int):
-        return all(size == 1 for size in _moved_sizes(node))
-    if node.target is aten.slice.Tensor:
-        return len(node.args) <= 4 or node.args[4] == 1
-    return True
-
-
-def _moved_sizes(node: fx.Node) -> list[int]:
-    shape = node.meta["val"].shape
-    if node.target is aten.transpose.int:
-        first, second = (int(dim) % len(shape) for dim in node.args[1:3])  # type: ignore[arg-type]
-        return [] if first == second else [shape[first], shape[second]]
-    order = [int(dim) % len(shape) for dim in node.args[1]]  # type: ignore[arg-type,union-attr]
-    return [shape[place] for place, dim in enumerate(order) if place != dim]
 
 
 def _double_transpose(node: fx.Node) -> fx.Node | None:

@@ -22,6 +22,7 @@ from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
+import torch
 from torch import fx
 
 from graphpp.passes.aliases import is_view
@@ -78,10 +79,11 @@ class _Traffic:
     def arriving(self, slot: Slot) -> dict[fx.Node, InputRole]:
         """What comes into a slot from elsewhere."""
         phase, stage = slot
-        if phase is F:
-            return {value: program.Received(value.name) for value in self.forward[stage - 1]}
-        received = {value: program.Received(value.name) for value in self.backward[stage + 1]}
-        return received | {value: program.Saved(value.name) for value in self.saved[stage]}
+        received = self.forward[stage - 1] if phase is F else self.backward[stage + 1]
+        roles: dict[fx.Node, InputRole] = {value: program.Received(value.name) for value in received}
+        if phase is B:
+            roles.update((value, program.Saved(value.name)) for value in self.saved[stage])
+        return roles
 
     def leaving(self, slot: Slot) -> list[tuple[type[program.Sent | program.Saved], set[fx.Node]]]:
         """What goes out of a slot to others: (kind of role, values)."""
@@ -194,24 +196,25 @@ def _slot_graph(
     arriving = traffic.arriving(slot)
     roles: list[InputRole] = []
     for node in sorted(arriving, key=order.__getitem__):
-        copies[node] = _placeholder(graph, node)
+        copies[node] = _placeholder(graph, node, arriving[node])
         roles.append(arriving[node])
     for node in sorted((n for n in members if n.op == "placeholder"), key=order.__getitem__):
-        copies[node] = _placeholder(graph, node)
+        copies[node] = _placeholder(graph, node, node.meta["role"])
         roles.append(node.meta["role"])
     for node in sorted((n for n in members if n.op != "placeholder" and n not in arriving), key=order.__getitem__):
         copies[node] = graph.node_copy(node, copies.__getitem__)
     outputs = list(results)
     for kind, values in traffic.leaving(slot):
         outputs += [(kind(node.name), node) for node in sorted(values, key=order.__getitem__)]
-    graph.output(tuple(copies[node] for _, node in outputs))
+    end = graph.output(tuple(copies[node] for _, node in outputs))
+    end.meta["roles"] = [role for role, _ in outputs]
     graph.lint()
     return SlotGraph(slot[1], slot[0], graph, tuple(roles), tuple(role for role, _ in outputs))
 
 
-def _placeholder(graph: fx.Graph, node: fx.Node) -> fx.Node:
+def _placeholder(graph: fx.Graph, node: fx.Node, role: InputRole) -> fx.Node:
     copy = graph.placeholder(node.name)
-    copy.meta = dict(node.meta)
+    copy.meta = {**node.meta, "role": role}
     return copy
 
 
@@ -232,13 +235,19 @@ def _needing_grad(joint: JointGraph) -> set[fx.Node]:
     """Forward values that depend on a trainable parameter through floating-point values."""
     needing: set[fx.Node] = set()
     for node in joint.graph.nodes:
-        role, value = node.meta.get("role"), node.meta.get("val")
+        role = node.meta.get("role")
         trainable = isinstance(role, program.Parameter) and joint.parameters[role.fqn].requires_grad
-        floating = isinstance(value, tuple | list) or (value is not None and value.dtype.is_floating_point)
-        if floating and (trainable or any(source in needing for source in node.all_input_nodes)):
-            if not node.meta["backward"]:
-                needing.add(node)
+        depends = trainable or any(source in needing for source in node.all_input_nodes)
+        if depends and not node.meta["backward"] and _may_have_grad(node.meta.get("val")):
+            needing.add(node)
     return needing
+
+
+def _may_have_grad(value: object) -> bool:
+    """Whether autograd can follow a value: a floating or complex tensor, or a tuple of which some are."""
+    if isinstance(value, torch.Tensor):
+        return value.dtype.is_floating_point or value.dtype.is_complex
+    return isinstance(value, tuple | list)
 
 
 def _saved(traffic: _Traffic, order: dict[fx.Node, int], stages: int) -> tuple[tuple[TensorMeta, ...], ...]:

@@ -17,6 +17,7 @@ from graphpp.passes.clean_up import clean_up
 from graphpp.passes.cut import Cut, cut
 from graphpp.passes.emit import emit
 from graphpp.passes.joint import JointGraph, verify
+from graphpp.passes.randomize import randomize
 from graphpp.passes.snapshot import snapshot
 from graphpp.runtime.program import PipelineProgram
 
@@ -40,6 +41,7 @@ def lower(joint: JointGraph, starts: Sequence[int], hook: Hook = lambda passed: 
     steps = _Steps(hook)
     joint = steps.run("clean_up", lambda: clean_up(joint))
     joint = steps.run("snapshot", lambda: snapshot(joint))
+    joint = steps.run("randomize", lambda: randomize(joint))
     joint = steps.run("assign", lambda: assign(joint, starts))
     joint = steps.run("accumulate", lambda: accumulate(joint))
     pieces = steps.run("cut", lambda: cut(joint, len(starts)))

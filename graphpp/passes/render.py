@@ -2,166 +2,229 @@
 
 Contract
 --------
-`render(graph)` returns a module text with one function `run(boxed)`: it takes a list of inputs, empties it, and returns a
-tuple. Every value is deleted right after its last use, inputs included, so nothing lives longer than it is needed.
-Each line carries shape and dtype, the module call and the user's source line as a comment.
-Targets are bound once at the head; what has no name in Python (sub-graphs) stands in `Rendered.bindings`.
+`render(graph)` returns a module text with one function `run(boxed)`: it takes a list of inputs, empties it, and returns
+a tuple. Every value is deleted right after its last use, inputs included, so nothing lives longer than it is needed.
+Each line carries dtype and shape, the module call and the user's source line as a comment; inputs and results carry
+their roles (`meta["role"]` of a placeholder, `meta["roles"]` of the output); in a graph with nodes of several stages
+each line says its stage. Names are those of `spelling`.
 """
 
 from __future__ import annotations
 
-import builtins
+import inspect
+import itertools
 import keyword
-import math
+import linecache
 import operator
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, fields
+from types import FunctionType
 from typing import Any
 
-import torch
 from torch import fx
 
 from graphpp.passes.joint import describe
+from graphpp.passes.spelling import Spelling, spell_value
+from graphpp.runtime import program
+from graphpp.runtime.program import InputRole, OutputRole
 
-_TYPES = {
-    torch.float32: "f32", torch.float64: "f64", torch.float16: "f16", torch.bfloat16: "bf16", torch.int64: "i64",
-    torch.int32: "i32", torch.int16: "i16", torch.int8: "i8", torch.uint8: "u8", torch.bool: "b8",
-    torch.complex64: "c64", torch.complex128: "c128",
-}  # fmt: skip
+Run = Callable[[list[Any]], Sequence[Any]]
 
 
 @dataclass(frozen=True)
 class Rendered:
-    """Text of a module with the function `run`, and objects the text names but cannot spell."""
+    """Text of a module with `run`, the objects it names but cannot spell, and the names of the devices at its head."""
 
     text: str
     bindings: dict[str, Any]
+    devices: tuple[str, ...] = ()
 
-    def load(self, filename: str) -> Callable[[list[Any]], Sequence[Any]]:
-        """Compile the text and return its `run`; `filename` is what tracebacks show."""
+    def load(self, filename: str) -> Run:
+        """Compile the text and return its `run`; tracebacks show `filename` (numbered if it is taken) and the line."""
+        filename = _shown(filename, self.text)
         namespace: dict[str, Any] = dict(self.bindings)
         exec(compile(self.text, filename, "exec"), namespace)
-        run: Callable[[list[Any]], Sequence[Any]] = namespace["run"]
+        run: Run = namespace["run"]
+        weakref.finalize(run, linecache.cache.pop, filename, None).atexit = False
         return run
 
 
-class _Names:
-    """Python names for nodes and targets; a target's name is bound at the head of the text."""
-
-    def __init__(self) -> None:
-        self.targets: dict[str, str] = {}
-        self.bindings: dict[str, Any] = {}
-
-    def node(self, node: fx.Node) -> str:
-        reserved = keyword.iskeyword(node.name) or hasattr(builtins, node.name) or node.name in ("torch", "run", "boxed")
-        return node.name + "_" if reserved else node.name
-
-    def target(self, target: Any) -> str:
-        """A short name for an operator, bound to its full name."""
-        spelled = spell_target(target)
-        name = "_" + spelled.removeprefix("torch.ops.").replace(".", "_")
-        if spelled.isidentifier():
-            return spelled
-        self.targets[name] = spelled
-        return name
-
-    def literal(self, value: Any) -> str:
-        """An argument as Python text."""
-        if isinstance(value, fx.Node):
-            return self.node(value)
-        if isinstance(value, list | tuple):
-            inner = ", ".join(map(self.literal, value))
-            return f"[{inner}]" if isinstance(value, list) else f"({inner}{',' if len(value) == 1 else ''})"
-        if isinstance(value, dict):
-            return "{" + ", ".join(f"{key!r}: {self.literal(item)}" for key, item in value.items()) + "}"
-        if isinstance(value, slice):
-            return f"slice({self.literal(value.start)}, {self.literal(value.stop)}, {self.literal(value.step)})"
-        return self._scalar(value)
-
-    def _scalar(self, value: Any) -> str:
-        if isinstance(value, float) and not math.isfinite(value):
-            return f"float({str(value)!r})"
-        if isinstance(value, torch.device):
-            return f"torch.device({str(value)!r})"
-        if value is None or isinstance(value, bool | int | float | complex | str):
-            return repr(value)
-        if isinstance(value, torch.dtype | torch.layout | torch.memory_format):
-            return str(value)
-        name = f"_bound_{len(self.bindings)}"
-        self.bindings[name] = value
-        return name
-
-
-def spell_target(target: Any) -> str:
-    """The full Python name of an operator or function."""
-    if isinstance(target, torch._ops.OpOverload | torch._ops.HigherOrderOperator):
-        return f"torch.ops.{target}" if "." in str(target) else f"torch.ops.higher_order.{target}"
-    module = getattr(target, "__module__", "") or ""
-    if target is getattr(operator, target.__name__, None):
-        return f"operator.{target.__name__}"
-    return f"{module}.{target.__name__}" if module not in ("", "builtins") else str(target.__name__)
+def _shown(filename: str, text: str) -> str:
+    """Let tracebacks show the lines of `text` under this name, or this name with a number where another text has it."""
+    numbered = (filename if number == 1 else f"{filename} {number}" for number in itertools.count(1))
+    free = next(name for name in numbered if name not in linecache.cache)
+    linecache.cache[free] = (len(text), None, text.splitlines(keepends=True), free)
+    return free
 
 
 def render(graph: fx.Graph, title: str = "") -> Rendered:
     """The graph as a Python module with `run(boxed)`; `title` becomes its docstring."""
-    names = _Names()
+    names = Spelling(graph)
     body = list(_body(graph, names))
-    head = [f'"""{title}"""', "", "import operator", "", "import torch", ""]
-    head += [f"{name} = {spelled}" for name, spelled in sorted(names.targets.items())]
-    return Rendered("\n".join([*head, "", "", "def run(boxed):", *(f"    {line}" for line in body), ""]), names.bindings)
+    head = [docstring(title), "", *(f"import {module}" for module in sorted(names.modules | {"torch"})), ""]
+    head += [f"{name} = {expression}" for name, expression in sorted(names.head.items())]
+    text = "\n".join(head).rstrip() + "\n\n\n" + "\n    ".join(["def run(boxed):", *body]) + "\n"
+    return Rendered(text, names.bindings, names.devices)
 
 
-def _body(graph: fx.Graph, names: _Names) -> list[str]:
+def docstring(text: str) -> str:
+    """A docstring that says `text`."""
+    return '"""' + text.replace("\\", "\\\\").replace('"""', "'''") + '"""'
+
+
+def code(text: str) -> str:
+    """A rendered text without its docstring."""
+    return text.partition('"""')[2].partition('"""')[2].lstrip("\n")
+
+
+def define(name: str, value: Any) -> str:
+    """Python that defines `name` as a bound object: a sub-graph or a function; `TypeError` where there is none."""
+    if isinstance(value, fx.GraphModule):
+        return _subgraph(name, value)
+    if isinstance(value, FunctionType) and value.__module__.startswith("graphpp."):
+        return "\n\n\n".join([*_sources(value), f"{name} = {value.__name__}"])
+    raise TypeError(f"{type(value).__module__}.{type(value).__qualname__}")
+
+
+def _subgraph(name: str, module: fx.GraphModule) -> str:
+    """The body of a higher-order operator as a function, its own sub-graphs inside."""
+    names = Spelling(module.graph)
+    lines = [_statement(node, names) for node in module.graph.nodes if node.op not in ("placeholder", "output")]
+    result = names.literal(module.graph.output_node().args[0])
+    inner = [line for bound, value in names.bindings.items() for line in define(bound, value).splitlines()]
+    head = [f"{bound} = {expression}" for bound, expression in names.head.items()]
+    arguments = ", ".join(names.values[node] for node in module.graph.find_nodes(op="placeholder"))
+    imports = [f"import {item}" for item in sorted(names.modules)]
+    return "\n    ".join([f"def {name}({arguments}):", *imports, *head, *inner, *lines, f"return {result}"])
+
+
+def _sources(function: FunctionType) -> list[str]:
+    """The source of a function, and of the functions and numbers of its module that it uses."""
+    texts: dict[str, str] = {}
+
+    def visit(name: str, value: Any) -> None:
+        if isinstance(value, int):
+            texts.setdefault(name, f"{name} = {value!r}")
+        if isinstance(value, FunctionType) and value.__module__ == function.__module__ and name not in texts:
+            texts[name] = inspect.getsource(value).rstrip()
+            for used in value.__code__.co_names:
+                visit(used, value.__globals__.get(used))
+
+    visit(function.__name__, function)
+    return list(texts.values())
+
+
+def _body(graph: fx.Graph, names: Spelling) -> Iterable[str]:
+    notes = _Notes(graph)
     inputs = list(graph.find_nodes(op="placeholder"))
-    lines = []
-    if inputs:
-        lines.append("(")
-        lines += [_noted(f"    {names.node(node)},", node) for node in inputs]
-        lines += [") = boxed", "boxed.clear()"]
     last_use = _last_uses(graph)
+    if inputs:
+        yield "("
+        yield from (f"    {names.values[node]},{notes.value(node)}" for node in inputs)
+        yield from (") = boxed", "boxed.clear()")
     for node in graph.nodes:
+        dead = ", ".join(names.values[value] for value in last_use.get(node, ()))
         if node.op == "output":
-            lines.append(f"return {names.literal(tuple(node.args[0]))}")
+            yield from _return(node, names)
         elif node.op != "placeholder":
-            lines.append(_noted(_statement(node, names), node))
-        dead = [names.node(value) for value in last_use.get(node, ())]
-        if dead and node.op != "output":
-            lines.append(f"del {', '.join(dead)}")
-    return lines
+            yield f"{_statement(node, names)}{f'; del {dead}' * bool(dead)}{notes.value(node)}"
+        elif dead:
+            yield f"del {dead}"
 
 
-def _statement(node: fx.Node, names: _Names) -> str:
+def _statement(node: fx.Node, names: Spelling) -> str:
+    """`name = target(arguments)`."""
+    name = names.values[node]
     if node.op == "get_attr":
-        return f"{names.node(node)} = {names.literal(node.meta['held'])}"
+        return f"{name} = {names.bound(_held(node), f'_{name}')}"
+    if node.op != "call_function":
+        raise TypeError(f"{node.op} {node.target}")
     if node.target is operator.getitem:
-        return f"{names.node(node)} = {names.literal(node.args[0])}[{names.literal(node.args[1])}]"
+        return f"{name} = {names.literal(node.args[0])}[{names.literal(node.args[1])}]"
+    odd = {key: value for key, value in node.kwargs.items() if not _is_plain(key)}
     args = [names.literal(value) for value in node.args]
-    args += [f"{key}={names.literal(value)}" for key, value in node.kwargs.items()]
-    return f"{names.node(node)} = {names.target(node.target)}({', '.join(args)})"
+    args += [f"{key}={names.literal(value)}" for key, value in node.kwargs.items() if key not in odd]
+    args += [f"**{names.literal(odd)}"] * bool(odd)
+    return f"{name} = {names.target(node.target)}({', '.join(args)})"
+
+
+def _held(node: fx.Node) -> Any:
+    """What a `get_attr` node gets."""
+    if "held" in node.meta:
+        return node.meta["held"]
+    return operator.attrgetter(str(node.target))(node.graph.owning_module)
+
+
+def _is_plain(key: str) -> bool:
+    """Whether a name can stand before `=`; aten has arguments that are called `from`."""
+    return key.isidentifier() and not keyword.iskeyword(key)
+
+
+def _return(node: fx.Node, names: Spelling) -> Iterable[str]:
+    results = [names.literal(value) for value in node.args[0]]  # type: ignore[union-attr]
+    roles = node.meta.get("roles") or [None] * len(results)
+    if not results:
+        yield "return ()"
+        return
+    yield "return ("
+    for result, role in zip(results, roles, strict=True):
+        yield f"    {result},{_comment('' if role is None else spell_role(role))}"
+    yield ")"
 
 
 def _last_uses(graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:
-    """For each node, the values that nobody reads after it."""
+    """For each node but the output, the values that nobody reads after it."""
     seen: set[fx.Node] = set()
     last: dict[fx.Node, list[fx.Node]] = {}
     for node in reversed(graph.nodes):
-        unused = [node] if node.op not in ("output",) and node not in seen else []
+        unused = [node] if node.op != "output" and node not in seen else []
         ending = [value for value in dict.fromkeys(node.all_input_nodes) if value not in seen]
         seen.update(ending, [node])
         last[node] = ending + unused
     return last
 
 
-def _noted(line: str, node: fx.Node) -> str:
-    role = node.meta.get("role")
-    note = f"{role!r}" if node.op == "placeholder" and role is not None else describe(node)
-    return f"{line}  # {spell_value(node.meta.get('val'))} {note}"
+class _Notes:
+    """The comments of a graph's lines."""
+
+    def __init__(self, graph: fx.Graph) -> None:
+        stages = {node.meta.get("stage") for node in graph.nodes if node.op != "placeholder"} - {None}
+        self.many_stages = len(stages) > 1
+
+    def value(self, node: fx.Node) -> str:
+        """`f32[8, 16] parameter layers.0.wq.weight`, `f32[8, 16] stage 1 in layers.0 (model.py:41)`."""
+        words = [spell_value(node.meta["val"])] if node.meta.get("val") is not None else []
+        match node.meta.get("role"):
+            case None:
+                words += [*self._stage(node), "in", describe(node)]
+            case program.Received() | program.Saved() as role:
+                words += [f"{spell_role(role)}, from", describe(node)]
+            case role:
+                words.append(spell_role(role))
+        return _comment(" ".join(words))
+
+    def _stage(self, node: fx.Node) -> list[str]:
+        """The stage, where that says something; a value without a stage is computed in every stage that reads it."""
+        if not self.many_stages:
+            return []
+        return ["any stage" if node.meta["stage"] is None else f"stage {node.meta['stage']}"]
 
 
-def spell_value(value: Any) -> str:
-    """`f32[8, 16]`, or a tuple of them."""
-    if isinstance(value, torch.Tensor):
-        return f"{_TYPES.get(value.dtype, str(value.dtype))}{list(value.shape)}"
-    if isinstance(value, list | tuple):
-        return "(" + ", ".join(map(spell_value, value)) + ")"
-    return type(value).__name__
+def spell_role(role: InputRole | OutputRole) -> str:
+    """`gradient of layers.0.wq.weight`."""
+    match role:
+        case program.Gradient(fqn):
+            return f"gradient of {fqn}"
+        case program.BufferUpdate(fqn):
+            return f"new value of {fqn}"
+        case program.Received() | program.Saved() | program.Sent():
+            return type(role).__name__.lower()
+        case program.RandomKey():
+            return "random key"
+    words = [type(role).__name__.lower(), *(str(getattr(role, item.name)) for item in fields(role))]
+    return " ".join(words)
+
+
+def _comment(text: str) -> str:
+    return f"  # {text}" if text else ""

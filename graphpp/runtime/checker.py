@@ -5,60 +5,22 @@ Contract. After `check(schedule, ranks=, stages=, microbatches=)` returns:
     out of range, doubled or left over; REDUCE_GRAD stands after its stage's last backward;
     if the table has communication: sends and receives stand exactly where neighbouring stages are on different
     ranks, a SEND after and a RECV before its computation, and each channel (rank -> rank) has one order at both ends;
-    no cycle of waits exists.
-
-The proof of progress is one graph. Its nodes are the cells, a send and its receive being ONE node (rendezvous: a
-message is over when both ends have come to it). A cell waits for the computation before it on its rank and for what
-it reads; a message also waits for the message before it on either rank. That is the strictest transport there is
-(NCCL's batched point-to-point: one communicator and stream per rank, nothing buffered); each laxer one (a communicator
-per pair, gloo's eager sends) has fewer waits. So no cycle here means no hang on any of them.
-
-Ranks and columns in messages count from 0, like the rows and cells of the printed table without its labels.
+    no cycle of waits exists (`graphpp.runtime.deadlock`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
-from graphlib import CycleError, TopologicalSorter
-from itertools import pairwise
-from typing import NamedTuple
+from itertools import pairwise, product
 
 from graphpp.errors import ScheduleError
-from graphpp.runtime.actions import PER_STAGE, SENDS, Action, Kind, message, upstream
+from graphpp.runtime.actions import PER_STAGE, Action, Kind
+from graphpp.runtime.case import Case, Place
+from graphpp.runtime.deadlock import check_progress
 from graphpp.runtime.schedule import Schedule
 
 _REPEATABLE = (Kind.UNSHARD, Kind.RESHARD)
 _BACKWARDS = (Kind.B, Kind.I, Kind.W)
-
-
-class _Place(NamedTuple):
-    rank: int
-    column: int
-
-
-@dataclass(frozen=True)
-class _Case:
-    """A schedule, what it must fit, and where each single action stands."""
-
-    schedule: Schedule
-    stages: int
-    microbatches: int
-    where: dict[Action, _Place] = field(default_factory=dict)
-
-    def at(self, place: _Place) -> Action | None:
-        return self.schedule.table[place.rank][place.column]
-
-    def refusal(self, place: _Place, what: str, remedy: str) -> ScheduleError:
-        """The error for a fault at `place`, showing up to three cells on either side."""
-        row = ["." if cell is None else str(cell) for cell in self.schedule.table[place.rank]]
-        row[place.column] = f">>> {row[place.column]} <<<"
-        first, end = max(0, place.column - 3), place.column + 4
-        window = ["..."] * (first > 0) + row[first:end] + ["..."] * (end < len(row))
-        return ScheduleError(
-            f"schedule {self.schedule.name!r}, rank {place.rank}, column {place.column}: {what}; {remedy}\n"
-            f"    r{place.rank} {' '.join(window)}"
-        )
 
 
 def check(schedule: Schedule, *, ranks: int, stages: int, microbatches: int) -> None:
@@ -73,7 +35,8 @@ def check(schedule: Schedule, *, ranks: int, stages: int, microbatches: int) -> 
             f"schedule {schedule.name!r} has rows for {schedule.ranks} ranks, but {ranks} run it; give one row (in a "
             f"CSV: one line, blank lines count) per rank"
         )
-    case = _Case(schedule, stages, microbatches)
+    case = Case(schedule, stages, microbatches)
+    _check_made_for(case)
     _place_all(case)
     _check_complete(case)
     _check_counts(case)
@@ -81,16 +44,31 @@ def check(schedule: Schedule, *, ranks: int, stages: int, microbatches: int) -> 
     if schedule.has_communication:
         _check_messages(case)
         _check_channels(case)
-    _check_progress(case)
+    check_progress(case)
+
+
+def _check_made_for(case: Case) -> None:
+    """A table that is whole, but for other counts, is refused as a whole and not at one of its actions."""
+    leaves = [leaf for _, _, action in case.schedule.cells() for leaf in action.leaves]
+    computed = {(leaf.stage, leaf.microbatch) for leaf in leaves if leaf.kind in (Kind.F, *_BACKWARDS)}
+    forwards = {(leaf.stage, leaf.microbatch) for leaf in leaves if leaf.kind is Kind.F}
+    stages, microbatches = len({stage for stage, _ in computed}), len({microbatch for _, microbatch in computed})
+    whole = forwards == computed == set(product(range(stages), range(microbatches)))
+    if whole and computed and (stages, microbatches) != (case.stages, case.microbatches):
+        raise ScheduleError(
+            f"schedule {case.schedule.name!r} is a table for {stages} stages and {microbatches} microbatches, but the "
+            f"pipeline runs {case.stages} stages and {case.microbatches} microbatches; write a table for these, or "
+            f"split the model into {stages} stages and its batch into {microbatches} microbatches"
+        )
 
 
 # ---------------------------------------------------------------------------------- each action by itself
 
 
-def _place_all(case: _Case) -> None:
+def _place_all(case: Case) -> None:
     """Fill `case.where`; afterwards nothing is out of range or doubled, and each stage has one rank."""
     for rank, column, action in case.schedule.cells():
-        place = _Place(rank, column)
+        place = Place(rank, column)
         _check_form(case, place, action)
         for leaf in action.leaves:
             _check_range(case, place, leaf)
@@ -101,13 +79,13 @@ def _place_all(case: _Case) -> None:
             case.where[leaf] = place
 
 
-def _check_form(case: _Case, place: _Place, action: Action) -> None:
+def _check_form(case: Case, place: Place, action: Action) -> None:
     overlap = action.kind is Kind.OVERLAP_F_B
     if overlap != bool(action.parts) or any(part.parts or not part.is_compute for part in action.parts):
         raise case.refusal(place, "only OVERLAP_F_B has parts, and they are F, B, I or W", "write (0F3;3B1)OVERLAP_F_B")
 
 
-def _check_range(case: _Case, place: _Place, leaf: Action) -> None:
+def _check_range(case: Case, place: Place, leaf: Action) -> None:
     if not 0 <= leaf.stage < case.stages:
         raise case.refusal(place, f"{leaf}: there is no stage {leaf.stage}", f"stages are 0..{case.stages - 1}")
     if leaf.kind in PER_STAGE:
@@ -118,7 +96,7 @@ def _check_range(case: _Case, place: _Place, leaf: Action) -> None:
         raise case.refusal(place, what, f"microbatches are 0..{case.microbatches - 1}")
 
 
-def _check_rank(case: _Case, place: _Place, leaf: Action) -> None:
+def _check_rank(case: Case, place: Place, leaf: Action) -> None:
     home = case.schedule.rank_of_stage[leaf.stage]
     if home != place.rank:
         what = f"{leaf}: stage {leaf.stage} has actions on rank {home} too"
@@ -128,19 +106,19 @@ def _check_rank(case: _Case, place: _Place, leaf: Action) -> None:
 # ---------------------------------------------------------------------------------- each (stage, microbatch)
 
 
-def _check_complete(case: _Case) -> None:
+def _check_complete(case: Case) -> None:
     """Each (stage, microbatch) has F, and either B, or I and W."""
     for stage in range(case.stages):
         if stage not in case.schedule.rank_of_stage:
             raise ScheduleError(
-                f"schedule {case.schedule.name!r}: stage {stage} stands on no rank; add its actions to the row of the "
-                f"rank that holds it, or make a table for {case.schedule.stages} stages into one for {case.stages}"
+                f"schedule {case.schedule.name!r}: stage {stage} of {case.stages} stands on no rank; "
+                "add its actions to the row of the rank that holds it"
             )
         for microbatch in range(case.microbatches):
             _check_one(case, stage, microbatch)
 
 
-def _check_counts(case: _Case) -> None:
+def _check_counts(case: Case) -> None:
     """The schedule counts like its caller; add_communication goes by the schedule's own numbers."""
     made_for = (case.schedule.stages, case.schedule.microbatches)
     if made_for != (case.stages, case.microbatches):
@@ -150,7 +128,7 @@ def _check_counts(case: _Case) -> None:
         )
 
 
-def _check_one(case: _Case, stage: int, microbatch: int) -> None:
+def _check_one(case: Case, stage: int, microbatch: int) -> None:
     have = {kind for kind in (Kind.F, *_BACKWARDS) if Action(stage, kind, microbatch) in case.where}
     if Kind.B in have and have & {Kind.I, Kind.W}:
         double = Action(stage, min(have & {Kind.I, Kind.W}), microbatch)
@@ -164,13 +142,13 @@ def _check_one(case: _Case, stage: int, microbatch: int) -> None:
             raise case.refusal(_nearest(case, missing), f"{missing} is missing from this rank", f"add {missing}{other}")
 
 
-def _nearest(case: _Case, missing: Action) -> _Place:
+def _nearest(case: Case, missing: Action) -> Place:
     """Where to look for an action that is not there: at its microbatch on its stage, else at the stage's first cell."""
     same_stage = [(leaf, place) for leaf, place in case.where.items() if leaf.stage == missing.stage]
     return next((place for leaf, place in same_stage if leaf.microbatch == missing.microbatch), same_stage[0][1])
 
 
-def _check_order(case: _Case) -> None:
+def _check_order(case: Case) -> None:
     """F before B or I, I before W, the last of them before REDUCE_GRAD."""
     last_backward = {
         leaf.stage: leaf for leaf in sorted(case.where, key=case.where.__getitem__) if leaf.kind in _BACKWARDS
@@ -182,7 +160,7 @@ def _check_order(case: _Case) -> None:
             _check_before(case, last_backward[leaf.stage], leaf)
 
 
-def _check_before(case: _Case, first: Action, then: Action) -> None:
+def _check_before(case: Case, first: Action, then: Action) -> None:
     earlier, later = case.where[first], case.where[then]
     if earlier.column >= later.column:
         what = f"{then} needs {first}, which stands in column {earlier.column}"
@@ -192,24 +170,15 @@ def _check_before(case: _Case, first: Action, then: Action) -> None:
 # ---------------------------------------------------------------------------------- sends and receives
 
 
-def _messages(case: _Case) -> Iterator[tuple[Action, Action, Action]]:
-    """(computation, send, receive) wherever a result goes to another rank."""
-    rank_of = case.schedule.rank_of_stage
-    for leaf in case.where:
-        pair = message(leaf, case.stages)
-        if pair and rank_of[pair[0].stage] != rank_of[pair[1].stage]:
-            yield leaf, *pair
-
-
-def _readers(case: _Case, receive: Action) -> Iterator[Action]:
+def _readers(case: Case, receive: Action) -> Iterator[Action]:
     kinds = (Kind.F,) if receive.kind is Kind.RECV_F else (Kind.B, Kind.I)
     return (leaf for kind in kinds if (leaf := receive._replace(kind=kind)) in case.where)
 
 
-def _check_messages(case: _Case) -> None:
+def _check_messages(case: Case) -> None:
     """Exactly the sends and receives that the stages' ranks ask for, on the right side of their computations."""
     expected: set[Action] = set()
-    for made, send, receive in _messages(case):
+    for made, send, receive in case.messages():
         reader = next(_readers(case, receive))
         if send not in case.where:
             what = f"{send} is missing from this rank, so the result of {made} never leaves it"
@@ -226,10 +195,10 @@ def _check_messages(case: _Case) -> None:
             raise case.refusal(place, what, "remove it: values cross only between neighbouring stages on two ranks")
 
 
-def _check_channels(case: _Case) -> None:
+def _check_channels(case: Case) -> None:
     """Between two ranks messages arrive in the order they are sent, so both ends must list them in one order."""
     sent: dict[tuple[int, int], list[tuple[Action, Action]]] = {}
-    for _, send, receive in _messages(case):
+    for _, send, receive in case.messages():
         sent.setdefault((case.where[send].rank, case.where[receive].rank), []).append((send, receive))
     for (source, target), pairs in sent.items():
         pairs.sort(key=lambda pair: case.where[pair[0]])
@@ -240,70 +209,3 @@ def _check_channels(case: _Case) -> None:
                     f"sends {send} before {later_send} to rank {target}, so each would get the other's values"
                 )
                 raise case.refusal(case.where[later_receive], what, "receive in the order of the sends")
-
-
-# ---------------------------------------------------------------------------------- progress
-
-
-def _check_progress(case: _Case) -> None:
-    try:
-        TopologicalSorter(_waits(case)).prepare()
-    except CycleError as fault:
-        # graphlib lists each node before the one that waits for it; read backwards, each waits for the next.
-        cycle = _without_steps(fault.args[1][:0:-1])
-        lines = [f"    {_wait(case, *hop)}" for hop in pairwise([*cycle, cycle[0]])]
-        note = " (a message is over when both of its ends have come to it)" if case.schedule.has_communication else ""
-        remedy = "\n".join(["reorder one of these ranks so that the cycle opens", *lines])
-        raise case.refusal(cycle[0], f"deadlock, each of these waits for the next{note}", remedy) from None
-
-
-def _waits(case: _Case) -> dict[_Place, set[_Place]]:
-    """Each cell -> the cells that must be over before it; a receive stands for itself at the place of its send."""
-    node = {place: place for place in case.where.values()}
-    if case.schedule.has_communication:
-        node |= {case.where[receive]: case.where[send] for _, send, receive in _messages(case)}
-    graph: dict[_Place, set[_Place]] = {place: set() for place in node.values()}
-    for rank, row in enumerate(case.schedule.table):
-        last: dict[bool, _Place] = {}
-        for column, action in enumerate(row):
-            if action is None:
-                continue
-            here = node[_Place(rank, column)]
-            graph[here].update(last[side] for side in {False, action.is_communication} if side in last)
-            graph[here].update(node[place] for place in _read(case, action))
-            last[action.is_communication] = here
-    return graph
-
-
-def _read(case: _Case, action: Action) -> Iterator[_Place]:
-    """The places a computation's inputs come from: a neighbour's computation, or the message that carries it."""
-    for leaf in action.leaves:
-        for maker in upstream(leaf, case.stages):
-            if maker in case.where:
-                pair = message(maker, case.stages)
-                yield case.where.get(pair[0], case.where[maker]) if pair else case.where[maker]
-
-
-def _without_steps(cycle: list[_Place]) -> list[_Place]:
-    """Leave out the nodes in the middle of a run of earlier and earlier cells of one rank."""
-
-    def passed_by(before: _Place, node: _Place, after: _Place) -> bool:
-        return before.rank == node.rank == after.rank and before.column > node.column > after.column
-
-    around = zip([cycle[-1], *cycle], cycle, [*cycle[1:], cycle[0]], strict=False)
-    return [node for before, node, after in around if not passed_by(before, node, after)]
-
-
-def _wait(case: _Case, waiter: _Place, waited: _Place) -> str:
-    order = waiter.rank == waited.rank and waiter.column > waited.column
-    return f"{_name(case, waiter)} {'comes after' if order else 'waits for'} {_name(case, waited)}"
-
-
-def _name(case: _Case, place: _Place) -> str:
-    action = case.at(place)
-    text = f"{action} (rank {place.rank}, column {place.column})"
-    if action is None or action.kind not in SENDS:
-        return text
-    _, receive = next((send, receive) for _, send, receive in _messages(case) if send == action)
-    other = case.where[receive]
-    return f"{text} -> {receive} (rank {other.rank}, column {other.column})"

@@ -1,7 +1,13 @@
 """When a rank dies: every other rank ends with an error that names it.
 
-Contract: the first rank that notices writes who is lost into the store all ranks share; who notices later, because its own
-neighbour went down in turn, reads it there. A rank that fails by itself writes its own name and error.
+Contract
+--------
+- The first rank that notices writes into the store that all ranks share what happened; who notices later, because its own
+  neighbour went down in turn, reads it there. A rank that fails by itself writes its own name and error.
+- Who is lost is found by trying to reach every rank of the group (gloo); where the store went down with its host, that is
+  what the error says.
+- What is written belongs to one call of one pipeline, so a failure that the user outlived says nothing about later ones.
+- Ranks are named as in the world.
 """
 
 from __future__ import annotations
@@ -10,47 +16,85 @@ import contextlib
 from collections.abc import Iterator
 from datetime import timedelta
 
+import torch
 import torch.distributed as dist
 
 from graphpp.errors import GraphPPError, RankFailure
 from graphpp.runtime._torch_pipelining import default_store
 from graphpp.runtime.transport import PeerLost
 
-_KEY = "graphpp/lost"
+_TAG = 0x6C6F7374  # no message of a step has a tag, so no receive takes a probe for its own
+_STORE_TIMEOUT = timedelta(seconds=5)
 
 
 class FailureBoard:
-    """Turns a broken message into a `RankFailure` that names the rank that was lost first."""
+    """Turns whatever breaks when a rank is gone into a `RankFailure` that names the rank that was lost first."""
 
-    def __init__(self, group: dist.ProcessGroup | None) -> None:
-        self._group = group
+    def __init__(self, group: dist.ProcessGroup | None, name: str) -> None:
+        self._group = group if group is not None and dist.get_world_size(group) > 1 else None
+        self._name = name
+        self._calls = 0
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
-        """Watch one step: a lost peer becomes `RankFailure`, an own failure is made known to the others."""
+        """Watch one call that every rank makes: a lost rank becomes `RankFailure`, an own failure is made known."""
+        self._calls += 1
         try:
             yield
-        except PeerLost as error:
-            raise RankFailure(self._explain(error)) from error
         except GraphPPError:
             raise
         except Exception as error:
-            if self._group is not None:
-                self._publish(f"rank {dist.get_rank(self._group)} failed with {type(error).__name__}: {error}")
+            if self._group is None:
+                raise
+            self._tell(error)
             raise
 
-    def _explain(self, error: PeerLost) -> str:
-        known = self._publish(f"rank {error.peer} is lost")
-        return (
-            f"{known}; this rank ({dist.get_rank(self._group)}) was waiting for rank {error.peer}: {error}. "
-            "The step cannot be finished: restart all ranks from the last checkpoint, and look at that rank's log."
-        )
+    def _tell(self, error: Exception) -> None:
+        """Raise `RankFailure` if a rank is lost; else publish that this one failed."""
+        lost = self._lost(error)
+        if lost:
+            known = self._publish(f"{_ranks(lost)} lost")
+            raise RankFailure(
+                f"{known}. This rank ({dist.get_rank()}) cannot finish without it: {_first_line(error)}\n"
+                "Restart all ranks from the last checkpoint; the log of the lost rank says why it ended."
+            ) from error
+        self._publish(f"rank {dist.get_rank()} failed with {type(error).__name__}: {error}")
+
+    def _lost(self, error: Exception) -> list[int]:
+        """Ranks (of the world) that cannot be reached, or whose message did not come."""
+        assert self._group is not None
+        others = [rank for rank in range(dist.get_world_size(self._group)) if rank != dist.get_rank(self._group)]
+        lost = {error.peer} if isinstance(error, PeerLost) else set()
+        if "cpu:gloo" in dist.get_backend_config(self._group):
+            lost |= {rank for rank in others if not self._reaches(rank)}
+        return [dist.get_global_rank(self._group, rank) for rank in sorted(lost)]
+
+    def _reaches(self, rank: int) -> bool:
+        try:
+            dist.isend(torch.zeros(1), group=self._group, group_dst=rank, tag=_TAG)
+        except RuntimeError:
+            return False
+        return True
 
     def _publish(self, text: str) -> str:
         """Write what happened unless somebody has; returns what stands there. The store may be gone with its host."""
         try:
             store = default_store()
-            store.set_timeout(timedelta(seconds=5))
-            return str(store.compare_set(_KEY, "", text).decode()) or text
-        except Exception:
+            before = store.timeout  # type: ignore[attr-defined]  # missing from torch's stubs
+            store.set_timeout(_STORE_TIMEOUT)
+            try:
+                return str(store.compare_set(f"graphpp/lost/{self._name}/{self._calls}", "", text).decode()) or text
+            finally:
+                store.set_timeout(before)
+        except RuntimeError:
             return text
+
+
+def _ranks(ranks: list[int]) -> str:
+    """`rank 3 is`, `ranks 0 and 3 are`."""
+    listed = " and ".join(map(str, ranks))
+    return f"rank {listed} is" if len(ranks) == 1 else f"ranks {listed} are"
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).partition("\n")[0]

@@ -96,4 +96,5 @@ def _subgroup(ranks: tuple[int, ...], group: dist.ProcessGroup | None) -> dist.P
     if group is None or len(ranks) < 2:
         return None
     world = [dist.get_global_rank(group, rank) for rank in ranks]
-    return dist.new_group(world, use_local_synchronization=True)
+    made: dist.ProcessGroup = dist.new_group(world)
+    return made

@@ -2,17 +2,21 @@
 
 Contract: each parameter's norm is computed where the parameter is, the norms are joined in the model's order on every rank,
 and the total is taken from them as `torch.nn.utils.clip_grad_norm_` does. A parameter that several ranks hold counts once.
+Every rank returns the same norm.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import reduce
 
 import torch
 import torch.distributed as dist
 
 from graphpp.runtime._torch_pipelining import foreach_norm
+
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
 @dataclass(frozen=True)
@@ -30,17 +34,29 @@ def total_norm(
     """The norm of all gradients of the model (0-dim, on `device`); `places` is the number of the model's parameters."""
     counted = [(slot.place, slot.parameter.grad) for slot in slots if slot.counts]
     present = [(place, grad) for place, grad in counted if grad is not None]
-    norms = foreach_norm([grad for _, grad in present], norm_type) if present else []
-    table = torch.zeros(2, places, dtype=torch.float64, device=device)
-    for (place, _), norm in zip(present, norms, strict=True):
-        table[0, place], table[1, place] = norm, 1
+    table = torch.zeros(
+        2, places, dtype=torch.float64, device=device
+    )  # norm, and 1 + index of its dtype (0: no gradient)
+    for dtype in {grad.dtype for _, grad in present}:
+        group_of = [(place, grad) for place, grad in present if grad.dtype is dtype]
+        norms = foreach_norm([grad for _, grad in group_of], norm_type)
+        for (place, _), norm in zip(group_of, norms, strict=True):
+            table[0, place], table[1, place] = norm, 1 + _DTYPES.index(dtype)
     if group is not None and dist.get_world_size(group) > 1:
         dist.all_reduce(table, group=group)
-    held = table[0][table[1] > 0]
-    if not held.numel():
-        return torch.tensor(0.0, device=device)
-    dtype = norms[0].dtype if norms else torch.float32
-    return torch.linalg.vector_norm(held.to(dtype), norm_type)
+    return _total(table[0], table[1].int(), norm_type)
+
+
+def _total(norms: torch.Tensor, codes: torch.Tensor, norm_type: float) -> torch.Tensor:
+    """The norm of the norms, in the dtype and the order in which torch stacks them."""
+    seen = [code for code in dict.fromkeys(codes.tolist()) if code]
+    if not seen:
+        return torch.tensor(0.0, device=norms.device)
+    dtype = reduce(torch.promote_types, (_DTYPES[code - 1] for code in seen))
+    # torch groups by dtype and comes to the dtype that it met last first.
+    joined = torch.cat([norms[codes == code] for code in reversed(seen)])
+    total: torch.Tensor = torch.linalg.vector_norm(joined.to(dtype), norm_type)
+    return total
 
 
 def clip_(slots: Sequence[Slot], max_norm: float, norm: torch.Tensor) -> None:

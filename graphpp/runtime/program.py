@@ -53,6 +53,11 @@ class Seed:
 
 
 @dataclass(frozen=True)
+class RandomKey:
+    """The microbatch's key for random numbers, a Python int."""
+
+
+@dataclass(frozen=True)
 class Received:
     """A value of the joint graph that arrives from the neighbouring stage."""
 
@@ -99,7 +104,7 @@ class BufferUpdate:
     fqn: str
 
 
-InputRole = Parameter | Buffer | Constant | Input | Seed | Received | Saved
+InputRole = Parameter | Buffer | Constant | Input | Seed | RandomKey | Received | Saved
 OutputRole = Loss | Output | Gradient | BufferUpdate | Sent | Saved
 
 
@@ -197,3 +202,9 @@ class PipelineProgram:
     stages: tuple[StageProgram, ...]
     boundaries: tuple[Boundary, ...]
     loss: TensorMeta | None = None
+
+    @property
+    def random(self) -> bool:
+        """Whether any stage draws random numbers."""
+        programs = [item for stage in self.stages for item in stage.programs.values()]
+        return any(RandomKey() in item.inputs for item in programs)

@@ -11,7 +11,7 @@ Contract
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -21,8 +21,9 @@ from graphpp.runtime._torch_pipelining import ActionLoop
 from graphpp.runtime.actions import Action, Kind
 from graphpp.runtime.gradients import TiedReduction
 from graphpp.runtime.program import Phase, PipelineProgram
+from graphpp.runtime.randomness import step_keys
 from graphpp.runtime.schedule import Schedule
-from graphpp.runtime.stage import GraphStage, Inputs, Place
+from graphpp.runtime.stage import Feed, GraphStage, Place
 from graphpp.runtime.state import ModelState
 from graphpp.runtime.transport import Transport, post
 
@@ -61,11 +62,12 @@ class GraphPPRunner:
         self.tied = TiedReduction(_tied(program), schedule.rank_of_stage, place.group)
         self._loop = ActionLoop(list(self.stages.values()), schedule, self._handlers())
 
-    def step(self, inputs: Inputs, seeds: Sequence[torch.Tensor]) -> None:
+    def step(self, inputs: Sequence[Mapping[str, torch.Tensor]], seeds: Sequence[torch.Tensor]) -> None:
         """Run the table once over the microbatches' tensors (by path) and seeds (0-dim, one per microbatch)."""
         try:
             with torch.no_grad():
-                self._begin(inputs, seeds)
+                keys = step_keys(len(inputs), self.place.group, self.place.device) if self.program.random else ()
+                self._begin(Feed(inputs, seeds, keys))
                 self._loop.run()
                 self.transport.flush()
                 self._finish()
@@ -101,9 +103,9 @@ class GraphPPRunner:
         last = self.stages.get(len(self.program.stages) - 1)
         return None if last is None else [last.outputs.get(index, {}) for index in range(self.schedule.microbatches)]
 
-    def _begin(self, inputs: Inputs, seeds: Sequence[torch.Tensor]) -> None:
+    def _begin(self, feed: Feed) -> None:
         for stage in self.stages.values():
-            stage.begin(self.state.tensor, inputs, seeds)
+            stage.begin(self.state.tensor, feed)
             grads = {fqn: self.state.tensor(fqn).grad for fqn in stage.gradients.fqns if fqn not in self.tied.holders}
             stage.gradients.start({fqn: grad for fqn, grad in grads.items() if grad is not None})
 

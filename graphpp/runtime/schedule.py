@@ -93,7 +93,9 @@ class Schedule:
     def forward_only(self) -> Schedule:
         """The same table with nothing but its forwards and their messages: what evaluation runs."""
         kinds = (Kind.F, Kind.SEND_F, Kind.RECV_F)
-        rows = [[leaf for action in row if action for leaf in action.leaves if leaf.kind in kinds] for row in self.table]
+        rows = [
+            [leaf for action in row if action for leaf in action.leaves if leaf.kind in kinds] for row in self.table
+        ]
         return Schedule.of(rows, name=self.name, stages=self.stages, microbatches=self.microbatches)
 
     def cells(self) -> Iterator[tuple[int, int, Action]]:
@@ -156,7 +158,7 @@ def _read(path: str | os.PathLike[str]) -> list[tuple[int, list[str]]]:
     """(line number, cells) of each line; a line of nothing is a rank of nothing."""
     try:
         text = Path(path).read_text(encoding="utf-8-sig")
-    except (OSError, UnicodeDecodeError) as fault:
+    except (OSError, ValueError) as fault:  # ValueError: no UTF-8, or a path that no file can have
         raise ScheduleError(f"schedule file {os.fspath(path)} cannot be read: {fault}") from fault
     lines = enumerate(io.StringIO(text), 1)
     return [(number, _split(line, f"{os.fspath(path)}, line {number}")) for number, line in lines]

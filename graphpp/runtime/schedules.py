@@ -10,19 +10,15 @@ Contract
 
 from __future__ import annotations
 
-import difflib
-import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable
 from itertools import zip_longest
 from typing import Literal
 
 from graphpp.errors import ScheduleError
 from graphpp.runtime.actions import Action, Kind
-from graphpp.runtime.schedule import Cell, Row, Schedule
+from graphpp.runtime.schedule import Row, Schedule
 
-Table = Mapping[int, Iterable[Cell]] | Iterable[Iterable[Cell]]
 Generator = Callable[[int, int, int], Schedule]
-Source = Schedule | str | os.PathLike[str] | Callable[[int, int, int], Schedule | Table] | Table
 
 
 def gpipe(ranks: int, stages: int, microbatches: int) -> Schedule:
@@ -155,42 +151,8 @@ SCHEDULES: dict[str, Generator] = {
     "Interleaved1F1B": interleaved_1f1b,
     "LoopedBFS": looped_bfs,
 }
-
-
-def build(source: Source, ranks: int, stages: int, microbatches: int) -> Schedule:
-    """The schedule that `source` means: a name (any case), a `Schedule`, a CSV file, a function, or a table.
-
-    A string ending in `.csv` and any `os.PathLike` is a file in torch's format. A function gets (ranks, stages,
-    microbatches) and returns a `Schedule` or a table; a table is a list of rows, or a dict rank -> row, of action
-    strings, `Action`s and None. What comes from a user is read, not judged: `checker.check` it.
-
-    Raises `ScheduleError`: unknown name (with the nearest ones), malformed table or file, or a named schedule
-    that does not fit the counts (with what would).
-    """
-    if isinstance(source, str) and not source.casefold().endswith(".csv"):
-        return _by_name(source)(ranks, stages, microbatches)
-    if isinstance(source, str | os.PathLike):
-        return Schedule.load(source, stages=stages, microbatches=microbatches)
-    if callable(source):
-        made = source(ranks, stages, microbatches)
-        return made if isinstance(made, Schedule) else _of_table(made, stages, microbatches)
-    return source if isinstance(source, Schedule) else _of_table(source, stages, microbatches)
-
-
-def read(source: str | os.PathLike[str]) -> str | Schedule:
-    """A file becomes its `Schedule`, a name stays one; raises `ScheduleError` where neither is known."""
-    if isinstance(source, str) and not source.casefold().endswith(".csv"):
-        _by_name(source)
-        return source
-    return Schedule.load(source)
-
-
-def default_stages(source: Source, ranks: int) -> int:
-    """How many stages a schedule asks for where the user leaves it open: two a rank where it takes several, else one."""
-    if isinstance(source, Schedule):
-        return source.stages
-    several = isinstance(source, str) and _by_name(source) in (interleaved_1f1b, looped_bfs)
-    return 2 * ranks if several else ranks
+SEVERAL_PER_RANK = frozenset({interleaved_1f1b, looped_bfs})
+"""Those made for more than one stage per rank."""
 
 
 def stage_ids(rank: int, ranks: int, stages: int, style: Literal["loop", "v"] = "loop") -> tuple[int, ...]:
@@ -265,23 +227,3 @@ def _positive(*counts: int) -> None:
     for noun, count in zip(("ranks", "stages", "microbatches"), counts, strict=False):
         if count < 1:
             raise ScheduleError(f"a schedule needs at least one of each: got {count} {noun}")
-
-
-def _by_name(name: str) -> Generator:
-    known = {key.casefold(): key for key in SCHEDULES}
-    wanted = name.strip().casefold()
-    if wanted in known:
-        return SCHEDULES[known[wanted]]
-    near = [known[key] for key in difflib.get_close_matches(wanted, known, cutoff=0.4)]
-    hint = f"did you mean {' or '.join(near)}? " if near else ""
-    raise ScheduleError(f"unknown schedule {name!r}; {hint}Known: {', '.join(SCHEDULES)}, or the path of a .csv file")
-
-
-def _of_table(table: Table, stages: int, microbatches: int) -> Schedule:
-    if isinstance(table, Mapping):
-        if sorted(table) != list(range(len(table))):
-            raise ScheduleError(f"a schedule given as a dict needs a row for each rank from 0 on, not {list(table)}")
-        table = [table[rank] for rank in range(len(table))]
-    if not isinstance(table, Iterable):
-        raise ScheduleError(f"{table!r} is no schedule; give a name, a Schedule, a .csv path, a function or rows")
-    return Schedule.of(table, stages=stages, microbatches=microbatches)

@@ -23,7 +23,6 @@ from graphpp.runtime.transport import Message, Transport
 from graphpp.runtime.wiring import Wiring, wire
 
 Tensors = list[torch.Tensor]
-Inputs = Sequence[Mapping[str, torch.Tensor]]
 
 
 @dataclass(frozen=True)
@@ -36,13 +35,19 @@ class Place:
     ranks: int
 
 
-@dataclass
-class _Step:
-    """What a stage is given for one step."""
+@dataclass(frozen=True)
+class Feed:
+    """What a step is given: per microbatch its tensors by path, the seed of its backward, its key for random numbers."""
 
+    inputs: Sequence[Mapping[str, torch.Tensor]]
+    seeds: Sequence[torch.Tensor] = ()
+    keys: Sequence[int] = ()
+
+
+@dataclass(frozen=True)
+class _Step:
     tensor: Callable[[str], torch.Tensor]
-    inputs: Inputs
-    seeds: Sequence[torch.Tensor]
+    feed: Feed
 
 
 class GraphStage:
@@ -78,10 +83,10 @@ class GraphStage:
         """Whether no stage comes after this one."""
         return self.stage_index == self.num_stages - 1
 
-    def begin(self, tensor: Callable[[str], torch.Tensor], inputs: Inputs, seeds: Sequence[torch.Tensor]) -> None:
-        """Start a step: parameters and buffers by FQN, the microbatches' tensors by path, one seed per microbatch."""
+    def begin(self, tensor: Callable[[str], torch.Tensor], feed: Feed) -> None:
+        """Start a step: `tensor` gives parameters and buffers by FQN."""
         self.clear()
-        self._step = _Step(tensor, inputs, seeds)
+        self._step = _Step(tensor, feed)
         for wiring in self._wirings.values():
             wiring.bound = [None] * len(wiring.program.inputs)
             for index, fqn in wiring.fixed:
@@ -115,13 +120,15 @@ class GraphStage:
             self._file_forward(wiring, microbatch, results)
 
     def _arguments(self, wiring: Wiring, direction: str, microbatch: int) -> list[Any]:
-        step = self._step
-        assert step is not None, "begin() comes first"
+        assert self._step is not None, "begin() comes first"
+        feed = self._step.feed
         boxed = wiring.bound.copy()
         for index, path in wiring.inputs:
-            boxed[index] = step.inputs[microbatch][path]
+            boxed[index] = feed.inputs[microbatch][path]
         for index in wiring.seeds:
-            boxed[index] = step.seeds[microbatch]
+            boxed[index] = feed.seeds[microbatch]
+        for index in wiring.keys:
+            boxed[index] = feed.keys[microbatch]
         message = self._arrived.pop((direction, microbatch), None)
         tensors = message.wait() if message is not None else []
         for index, place in wiring.received:

@@ -4,12 +4,14 @@ Contract
 --------
 - One name per tensor (the first in the model's order); the objects are the model's own, moved to the device in place.
 - `tensor(fqn)` reads the module anew at each call, so a parameter object that the user exchanged is seen.
+- State dicts are parts of the model's own: every alias of a tensor, no buffer that is not persistent.
 - A tensor still on the meta device cannot run: `GraphPPError` says how to give it memory.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from typing import Any
 
 import torch
 from torch import nn
@@ -21,6 +23,7 @@ class ModelState:
     """Parameters and buffers of `model` by FQN."""
 
     def __init__(self, model: nn.Module) -> None:
+        self._model = model
         self.parameters = [name for name, _ in model.named_parameters()]
         self.buffers = [name for name, _ in model.named_buffers()]
         self._owners: dict[str, tuple[nn.Module, str]] = {}
@@ -36,27 +39,63 @@ class ModelState:
         assert isinstance(found, torch.Tensor)
         return found
 
-    def persistent(self, fqn: str) -> bool:
-        """Whether a buffer belongs into a state dict."""
-        module, attribute = self._owners[fqn]
-        return attribute not in module._non_persistent_buffers_set
+    def named(self, fqns: Collection[str], among: Iterable[str]) -> Iterator[tuple[str, torch.Tensor]]:
+        """(FQN, tensor) of `fqns`, in the order of `among`."""
+        return ((fqn, self.tensor(fqn)) for fqn in among if fqn in fqns)
 
     def move(self, fqns: Iterable[str], device: torch.device) -> None:
-        """Put tensors on `device`, in place; raises `GraphPPError` for those that have no memory yet."""
-        named = [(fqn, self.tensor(fqn)) for fqn in fqns]
-        empty = [fqn for fqn, tensor in named if tensor.is_meta]
-        if empty:
-            raise GraphPPError(
-                f"{len(empty)} tensors of this rank are on the meta device, the first is {empty[0]}: give them memory and "
-                "values before the first step, e.g. model.to_empty(device=...) and load_state_dict(...)."
-            )
-        for _, tensor in named:
+        """Put tensors on `device`, in place."""
+        for fqn in fqns:
+            tensor = self.tensor(fqn)
             if tensor.device != device:
                 tensor.data = tensor.data.to(device)
                 if tensor.grad is not None:
                     tensor.grad = tensor.grad.to(device)
 
-    def select(self, fqns: Iterable[str], among: Iterable[str]) -> Iterator[tuple[str, torch.Tensor]]:
-        """(FQN, tensor) of `fqns`, in the order of `among`."""
-        wanted = set(fqns)
-        return ((fqn, self.tensor(fqn)) for fqn in among if fqn in wanted)
+    def check_memory(self, fqns: Iterable[str]) -> None:
+        """Raise `GraphPPError` for tensors that have no memory yet."""
+        empty = [fqn for fqn in fqns if self.tensor(fqn).is_meta]
+        if empty:
+            raise GraphPPError(
+                f"{len(empty)} tensors of this rank are on the meta device, {empty[0]!r} for one: they have no values. "
+                "Give them memory with model.to_empty(device=...), then values, e.g. with load_state_dict(...)."
+            )
+
+    def state_dict(self, fqns: Iterable[str]) -> dict[str, Any]:
+        """The entries of the model's state dict that hold these tensors, under every alias, and those that hold none."""
+        mine = {id(self.tensor(fqn)) for fqn in fqns}
+        entries = self._model.state_dict(keep_vars=True).items()
+        held = {key: value for key, value in entries if not isinstance(value, torch.Tensor) or id(value) in mine}
+        return {key: value.detach() if isinstance(value, torch.Tensor) else value for key, value in held.items()}
+
+    def load(self, fqns: Collection[str], state: Mapping[str, Any], strict: bool) -> None:
+        """Copy the entries that hold these tensors into the model, in place; `GraphPPError`, and no change, if they do not fit."""
+        mine = {key: value for key, value in self.state_dict(fqns).items() if isinstance(value, torch.Tensor)}
+        if strict:
+            missing = [key for key in mine if key not in state]
+            unknown = [key for key in state if key not in self._model.state_dict(keep_vars=True)]
+            _refuse(("missing", missing), ("unknown to the model", unknown))
+        pairs = {key: (value, state[key]) for key, value in mine.items() if key in state}
+        wrong = [
+            f"{key} {list(new.shape)} instead of {list(old.shape)}"
+            for key, (old, new) in pairs.items()
+            if new.shape != old.shape
+        ]
+        _refuse(("of another shape", wrong))
+        self.check_memory(fqns)
+        with torch.no_grad():
+            for old, new in pairs.values():
+                old.copy_(new)
+
+
+def checksum(tensor: torch.Tensor) -> int:
+    """An integer that equal bits always give, and different bits hardly ever."""
+    width = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()]
+    return int(tensor.detach().contiguous().view(width).sum())
+
+
+def _refuse(*faults: tuple[str, list[str]]) -> None:
+    """Raise `GraphPPError` with the first few names of each fault, if there are any."""
+    found = [f"{len(names)} entries {what}: {', '.join(names[:3])}" for what, names in faults if names]
+    if found:
+        raise GraphPPError("the state dict does not fit this rank's part of the model: " + "; ".join(found))

@@ -25,6 +25,7 @@ class Wiring:
     constants: list[tuple[int, torch.Tensor]] = field(default_factory=list)
     inputs: list[tuple[int, str]] = field(default_factory=list)
     seeds: list[int] = field(default_factory=list)
+    keys: list[int] = field(default_factory=list)
     received: list[tuple[int, int]] = field(default_factory=list)
     saved: list[tuple[int, str]] = field(default_factory=list)
     keeps: list[tuple[int, str]] = field(default_factory=list)
@@ -60,6 +61,8 @@ def wire(item: Program, arriving: Sequence[TensorMeta], constants: Mapping[str, 
                 wiring.inputs.append((index, path))
             case program.Seed():
                 wiring.seeds.append(index)
+            case program.RandomKey():
+                wiring.keys.append(index)
             case program.Received(name):
                 wiring.received.append((index, places[name]))
             case program.Saved(name):

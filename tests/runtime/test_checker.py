@@ -1,27 +1,24 @@
 """The checker accepts exactly the tables that an independent, step-by-step execution brings to their right end.
 
-The oracle below shares nothing with the checker: the checker reasons on a graph, the oracle runs the ranks, with a
-queue of messages per rank that moves only when two heads are the two ends of one message.
+The oracle shares nothing with the checker: the checker reasons on a graph, the oracle runs the ranks (`Machine`).
 """
 
 from __future__ import annotations
 
-from collections import Counter, deque
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable
 from random import Random
 
 import pytest
 from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from graphpp.errors import ScheduleError
-from graphpp.runtime.actions import SENDS, Action, Kind, message
+from graphpp.runtime.actions import Action, Kind, message
 from graphpp.runtime.checker import check
 from graphpp.runtime.communication import add_communication
 from graphpp.runtime.schedule import Schedule
-from graphpp.runtime.schedules import build
-
-Rows = list[list[Action]]
+from graphpp.runtime.source import build
+from tests.runtime.tables import Machine, Rows, rows_of, tables
 
 # ------------------------------------------------------------------------------------------ the oracle
 
@@ -42,66 +39,6 @@ def complete(rows: Rows, stages: int, microbatches: int) -> bool:
     return leaves == wanted
 
 
-class Machine:
-    """Runs the ranks of a complete table; a message needs both its ends at the heads of their ranks' queues."""
-
-    def __init__(self, rows: Rows, stages: int) -> None:
-        self.stages = stages
-        self.home = {leaf.stage: rank for rank, row in enumerate(rows) for action in row for leaf in action.leaves}
-        self.communicates = any(action.is_communication for row in rows for action in row)
-        self.todo, self.queues = [deque(row) for row in rows], [deque[Action]() for _ in rows]
-        self.done: set[tuple[str, int, int | None]] = set()  # computed or received; an I counts as a B
-
-    def runs_to_its_end(self) -> bool:
-        while any([self.step(rank) or self.deliver(rank) for rank in range(len(self.todo))]):
-            pass
-        return not any(self.todo) and not any(self.queues)
-
-    def needs(self, leaf: Action) -> Iterator[tuple[str, int]]:
-        stage = leaf.stage
-        if leaf.kind in (Kind.B, Kind.I, Kind.W, Kind.SEND_F):
-            yield "F", stage
-        if leaf.kind in (Kind.W, Kind.SEND_B):
-            yield "B", stage
-        if leaf.kind is Kind.F and stage > 0:
-            yield ("RECV_F", stage) if self.remote(stage, stage - 1) else ("F", stage - 1)
-        if leaf.kind in (Kind.B, Kind.I) and stage < self.stages - 1:
-            yield ("RECV_B", stage) if self.remote(stage, stage + 1) else ("B", stage + 1)
-
-    def remote(self, stage: int, other: int) -> bool:
-        return self.communicates and self.home[stage] != self.home[other]
-
-    def step(self, rank: int) -> bool:
-        action = self.todo[rank][0] if self.todo[rank] else None
-        if action is None:
-            return False
-        if action.kind in (Kind.RECV_F, Kind.RECV_B):
-            self.queues[rank].append(self.todo[rank].popleft())
-            return True
-        if any((*need, leaf.microbatch) not in self.done for leaf in action.leaves for need in self.needs(leaf)):
-            return False
-        self.todo[rank].popleft()
-        if action.is_communication:
-            self.queues[rank].append(action)
-        else:
-            self.done |= {(leaf.kind.value.replace("I", "B"), leaf.stage, leaf.microbatch) for leaf in action.leaves}
-        return True
-
-    def deliver(self, rank: int) -> bool:
-        send = self.queues[rank][0] if self.queues[rank] else None
-        if send is None or send.kind not in SENDS:
-            return False
-        forward = send.kind is Kind.SEND_F
-        receive = Action(send.stage + (1 if forward else -1), Kind.RECV_F if forward else Kind.RECV_B, send.microbatch)
-        other = self.queues[self.home[receive.stage]]
-        if not other or other[0] != receive:
-            return False
-        self.done.add((receive.kind.value, receive.stage, receive.microbatch))
-        self.queues[rank].popleft()
-        other.popleft()
-        return True
-
-
 def oracle(rows: Rows, stages: int, microbatches: int) -> bool:
     well_formed = all((action.kind is Kind.OVERLAP_F_B) == bool(action.parts) for row in rows for action in row)
     return well_formed and complete(rows, stages, microbatches) and Machine(rows, stages).runs_to_its_end()
@@ -114,45 +51,6 @@ def accepted(rows: Rows, stages: int, microbatches: int) -> bool:
     except ScheduleError:
         return False
     return True
-
-
-# ------------------------------------------------------------------------------------------ random tables
-
-
-def random_rows(random: Random, ranks: int, stages: int, microbatches: int) -> Rows:
-    """A random legal table: any stage on any rank, B or I and W, some neighbours overlapped, any order data allows."""
-    home = [*range(ranks), *(random.randrange(ranks) for _ in range(stages - ranks))]
-    random.shuffle(home)
-    chains: list[list[Action]] = []
-    for m in range(microbatches):
-        split = {stage: random.random() < 0.5 for stage in range(stages)}
-        chains.append([Action(stage, Kind.F, m) for stage in range(stages)])
-        for stage in reversed(range(stages)):
-            chains[-1] += [Action(stage, Kind.I, m), Action(stage, Kind.W, m)] if split[stage] else [
-                Action(stage, Kind.B, m)
-            ]  # fmt: skip
-    rows: Rows = [[] for _ in range(ranks)]
-    while any(chains):
-        chain = random.choice([chain for chain in chains if chain])
-        late = random.random() < 0.3 and chain[0].kind is Kind.W and len(chain) > 1
-        action = chain.pop(0)
-        rows[home[action.stage]].append(action)
-        if late:  # a weight gradient may stand anywhere after its input gradient
-            row = rows[home[action.stage]]
-            row.insert(random.randint(row.index(action._replace(kind=Kind.I)) + 1, len(row) - 1), row.pop())
-    return rows
-
-
-@st.composite
-def tables(draw: st.DrawFn) -> tuple[Rows, int, int, Random]:
-    random = draw(st.randoms(use_true_random=False))
-    ranks = draw(st.integers(1, 4))
-    stages, microbatches = ranks + draw(st.integers(0, 3)), draw(st.integers(1, 4))
-    rows = random_rows(random, ranks, stages, microbatches)
-    if draw(st.booleans()):
-        with_communication = add_communication(Schedule.of(rows, stages=stages, microbatches=microbatches))
-        rows = [[action for action in row if action] for row in with_communication.table]
-    return rows, stages, microbatches, random
 
 
 @given(tables())
@@ -349,7 +247,7 @@ def test_files_that_torch_wrongly_accepts(case: str) -> None:
         (f"0F0 0F1 0B0 0B1 0REDUCE_GRAD 0REDUCE_GRAD\n{GOOD_1}", "0REDUCE_GRAD stands in column 4 already"),
         (f"{GOOD_0} 5F0\n{GOOD_1}", "rank 0, column 4: 5F0: there is no stage 5; stages are 0..1"),
         ("0F0 0F1 0B0 1B0 0B1\n1F0 1F1 1B1", "rank 1, column 0: 1F0: stage 1 has actions on rank 0 too"),
-        (f"{GOOD_0}\n", "stage 1 stands on no rank"),
+        ("\n", "stage 0 of 2 stands on no rank; add its actions to the row of the rank that holds it"),
         (f"{GOOD_0} 0SEND_F0\n{GOOD_1}", "rank 1, column 0: 1RECV_F0 is missing from this rank, so 1F0 would run on"),
         (f"{GOOD_0}\n1RECV_F0 {GOOD_1}", "rank 0, column 0: 0SEND_F0 is missing from this rank, so the result of"),
     ],
@@ -425,17 +323,44 @@ def test_a_send_to_the_own_rank_is_left_over() -> None:
     assert "0SEND_F0 has no stage on another rank at its other end" in refusal(rows, ranks=1, microbatches=1)
 
 
+@pytest.mark.parametrize("with_communication", [False, True])
+@pytest.mark.parametrize(("stages", "microbatches"), [(1, 4), (3, 4), (4, 4), (2, 1), (2, 3), (2, 5), (4, 2)])
+def test_a_whole_table_for_other_counts_is_refused_as_a_whole(
+    stages: int, microbatches: int, with_communication: bool
+) -> None:
+    schedule = build("1F1B", 2, 2, 4)
+    schedule = add_communication(schedule) if with_communication else schedule
+    with pytest.raises(ScheduleError) as caught:
+        check(schedule, ranks=2, stages=stages, microbatches=microbatches)
+    assert str(caught.value) == (
+        "schedule '1F1B' is a table for 2 stages and 4 microbatches, but the pipeline runs "
+        f"{stages} stages and {microbatches} microbatches; write a table for these, or "
+        "split the model into 2 stages and its batch into 4 microbatches"
+    )
+
+
+@pytest.mark.parametrize(
+    ("text", "stages", "microbatches", "message"),
+    [
+        ("0F0 0B0\n2F0 2B0", 3, 1, "stage 1 of 3 stands on no rank"),  # not whole for two stages either
+        (f"{GOOD_0} 0F7 0B7\n{GOOD_1}", 2, 2, "rank 0, column 4: 0F7: there is no microbatch 7"),
+        (f"0F0 0F1 0B0 0B1\n{GOOD_1} 1F2 1B2", 2, 3, "0F2 is missing from this rank"),
+    ],
+)
+def test_a_table_that_is_whole_for_no_counts_shows_the_place(
+    text: str, stages: int, microbatches: int, message: str
+) -> None:
+    assert message in refusal(text, stages=stages, microbatches=microbatches)
+
+
+def test_a_stage_may_be_unsharded_again() -> None:
+    check(Schedule.of(["0UNSHARD 0F0 0RESHARD 0UNSHARD 0B0 0RESHARD"]), ranks=1, stages=1, microbatches=1)
+
+
 def test_ranks_and_counts_are_the_callers() -> None:
     schedule = build("1F1B", 2, 2, 4)
-    for counts, fault in [
-        ({"ranks": 3, "stages": 2, "microbatches": 4}, "rows for 2 ranks, but 3 run it"),
-        ({"ranks": 2, "stages": 3, "microbatches": 4}, "stage 2 stands on no rank"),
-        ({"ranks": 2, "stages": 1, "microbatches": 4}, "there is no stage 1"),
-        ({"ranks": 2, "stages": 2, "microbatches": 5}, "0F4 is missing"),
-        ({"ranks": 2, "stages": 2, "microbatches": 3}, "there is no microbatch 3"),
-    ]:
-        with pytest.raises(ScheduleError, match=fault):
-            check(schedule, **counts)
+    with pytest.raises(ScheduleError, match="rows for 2 ranks, but 3 run it"):
+        check(schedule, ranks=3, stages=2, microbatches=4)
     renumbered = Schedule(schedule.table, stages=3, microbatches=4)
     with pytest.raises(ScheduleError, match="says it has 3 stages and 4 microbatches, but its table has 2 and 4"):
         check(renumbered, ranks=2, stages=2, microbatches=4)
@@ -467,8 +392,7 @@ def test_overlapped_parts_count_as_their_parts() -> None:
 
 def test_messages_are_the_data_flow() -> None:
     """Deleting one end of each message in turn is refused with the name of what is missing."""
-    table = add_communication(build("Interleaved1F1B", 2, 4, 2)).table
-    rows = [[action for action in row if action] for row in table]
+    rows = rows_of(add_communication(build("Interleaved1F1B", 2, 4, 2)))
     sends = [(rank, a) for rank, row in enumerate(rows) for a in row if a.is_communication]
     assert len(sends) == 2 * 2 * 3 * 2
     for rank, action in sends:

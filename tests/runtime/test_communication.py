@@ -16,7 +16,7 @@ from graphpp.runtime.actions import SENDS, Kind
 from graphpp.runtime.checker import check
 from graphpp.runtime.communication import add_communication
 from graphpp.runtime.schedule import Schedule
-from graphpp.runtime.schedules import build
+from graphpp.runtime.source import build
 
 
 def torch_communication(schedule: Schedule) -> dict[int, list[str]]:

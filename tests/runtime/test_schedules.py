@@ -1,4 +1,4 @@
-"""The named schedules equal torch's and the golden files, fit exactly what they say, and survive text and CSV."""
+"""The named schedules equal torch's and the golden files, and fit exactly what they say."""
 
 from __future__ import annotations
 
@@ -13,11 +13,13 @@ from hypothesis import strategies as st
 from torch.distributed.pipelining import schedules as torch_schedules
 
 from graphpp.errors import ScheduleError
-from graphpp.runtime.actions import Action, Kind, parse, upstream
+from graphpp.runtime.actions import Kind, upstream
 from graphpp.runtime.checker import check
 from graphpp.runtime.communication import add_communication
 from graphpp.runtime.schedule import Schedule
-from graphpp.runtime.schedules import SCHEDULES, build, plain_loop, stage_ids
+from graphpp.runtime.schedules import SCHEDULES, plain_loop, stage_ids
+from graphpp.runtime.source import build
+from tests.runtime.tables import admitted, named
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "schedules"
 # Written from torch's own lists (Interleaved1F1B, LoopedBFS) or checked by eye against the papers' pictures (the rest).
@@ -31,22 +33,6 @@ I1F1B = """
 r0 0F0 0F1 2F0 2F1 .   .   0F2 2B0 0F3 2B1 2F2 0B0 2F3 0B1 .   2B2 . 2B3 . 0B2 . 0B3
 r1 .   1F0 1F1 .   3F0 3B0 3F1 3B1 1F2 1B0 1F3 1B1 3F2 3B2 3F3 3B3 . 1B2 . 1B3
 """
-
-
-def admitted(ranks: int, microbatches: int) -> bool:
-    return microbatches % max(1, microbatches // ranks) == 0
-
-
-@st.composite
-def named(draw: st.DrawFn) -> Schedule:
-    """Any schedule that has a name, at any size it takes."""
-    name = draw(st.sampled_from(sorted(SCHEDULES)))
-    ranks, local, microbatches = draw(st.integers(1, 6)), draw(st.integers(1, 4)), draw(st.integers(1, 13))
-    if ranks > 1 and name in ("GPipe", "1F1B"):
-        local = 1
-    if name == "Interleaved1F1B" or (name == "auto" and ranks > 1 and local > 1):
-        microbatches = next(count for count in range(microbatches, 0, -1) if admitted(ranks, count))
-    return build(name, ranks, ranks * local, microbatches)
 
 
 def same(ours: Schedule, theirs: list[list[Any]]) -> None:
@@ -173,7 +159,7 @@ def test_one_rank_runs_each_stage_in_the_order_of_many() -> None:
             assert [a for a in row if a and a.stage == stage] == [a for a in many[stage] if a]
 
 
-# ------------------------------------------------------------------------------------------ any size, text, CSV
+# ------------------------------------------------------------------------------------------ any size, any counts
 
 
 @given(named())
@@ -188,110 +174,6 @@ def test_generated_schedules_are_accepted(schedule: Schedule) -> None:
     assert schedule.rank_of_stage == with_communication.rank_of_stage == expected
 
 
-@given(named())
-@settings(deadline=None, max_examples=50)
-def test_text_and_csv_bring_it_back(tmp_path_factory: pytest.TempPathFactory, schedule: Schedule) -> None:
-    path = tmp_path_factory.mktemp("csv") / "schedule.csv"
-    for one in (schedule, add_communication(schedule)):
-        again = Schedule.parse(str(one))
-        assert again == one
-        assert again.name == one.name
-        one.save(path)
-        assert Schedule.load(path) == one
-        assert hash(Schedule.load(path)) == hash(one)
-
-
-def test_torch_reads_our_csv_and_we_read_its(tmp_path: Path) -> None:
-    ours = add_communication(build("Interleaved1F1B", 2, 4, 4))
-    ours.save(tmp_path / "ours.csv")
-    runtime: Any = torch_schedules._PipelineScheduleRuntime
-    reader = SimpleNamespace()
-    reader._prepare_schedule_with_comms = lambda actions, format: setattr(reader, "read", actions)
-    runtime._load_csv(reader, str(tmp_path / "ours.csv"), "compute_comms")
-    same(ours, [reader.read[rank] for rank in range(2)])
-    writer = SimpleNamespace(pipeline_order_with_comms=reader.read)
-    runtime._dump_csv(writer, str(tmp_path / "theirs.csv"))
-    assert Schedule.load(tmp_path / "theirs.csv") == ours
-
-
-def test_awkward_tables_come_back(tmp_path: Path) -> None:
-    """Idle ends, a rank that only idles, a rank of nothing, an idle stage, an overlap, a name with blanks."""
-    rows = ["0F0 . (0F1;0B0)OVERLAP_F_B .", [None], [], ". . 2UNSHARD 2F0"]
-    schedule = Schedule.of(rows, name="my: own\n table", stages=5, microbatches=3)
-    assert schedule.rank_of_stage == {0: 0, 2: 3}
-    assert Schedule.parse(str(schedule)) == schedule
-    assert Schedule.parse(str(schedule)).name == "my: own table"
-    schedule.save(tmp_path / "t.csv")
-    assert Schedule.load(tmp_path / "t.csv", stages=5, microbatches=3) == schedule
-    assert Schedule.load(tmp_path / "t.csv") != schedule
-    assert (Schedule.load(tmp_path / "t.csv").stages, Schedule.load(tmp_path / "t.csv").microbatches) == (3, 2)
-    assert Schedule.of([]).ranks == Schedule.of([]).stages == Schedule.of([]).microbatches == 0
-    assert Schedule.parse(str(Schedule.of([]))) == Schedule.of([])
-
-
-def test_equality_is_of_tables_not_of_names() -> None:
-    one = Schedule.of(["0F0 0B0"], name="a")
-    assert one == Schedule.of([[Action(0, Kind.F, 0), "0B0"]], name="b")
-    assert one != Schedule.of(["0F0 . 0B0"])
-    assert one != Schedule.of(["0F0 0B0"], microbatches=2)
-    with pytest.raises(AttributeError):
-        one.stages = 3  # type: ignore[misc]
-
-
-@pytest.mark.parametrize(
-    ("text", "place", "fault"),
-    [
-        (b"0F0,0B0\n1F0,1B\n", "line 2, cell 2", "'1B', column 3: B needs a microbatch"),
-        (b"0F0,0B0x\n1F0,1B0\n", "line 1, cell 2", "'0B0x', column 4: 'x' is left over"),
-        (b"0F0;0B0\n", "line 1, cell 1", "';0B0' is left over"),
-        (b"\n\n,0F0,0Q0\n", "line 3, cell 3", "'Q' is no kind"),
-        (b"0F0,\"0B0\n1F0,1B0\n", "line 1", "is no line of CSV"),
-        (b"0F0,\xff\n", "", "cannot be read"),
-    ],
-)  # fmt: skip
-def test_csv_faults_name_file_line_and_cell(tmp_path: Path, text: bytes, place: str, fault: str) -> None:
-    path = tmp_path / "bad.csv"
-    path.write_bytes(text)
-    with pytest.raises(ScheduleError) as caught:
-        build(str(path), 2, 2, 1)
-    message = str(caught.value)
-    assert str(path) in message
-    assert place in message
-    assert fault in message
-
-
-def test_csv_from_other_hands(tmp_path: Path) -> None:
-    """A byte order mark, CR LF, blanks after commas, quotes, and the waits that torch 2.15 writes."""
-    path = tmp_path / "s.CSV"
-    path.write_bytes(b'\xef\xbb\xbf0F0, "0SEND_F0",0WAIT_SEND_F0 ,0B0,0WAIT_REDUCE_GRAD\r\n'.replace(b', "', b',"'))
-    assert Schedule.load(path) == Schedule.of([["0F0", "0SEND_F0", None, "0B0", None]])
-    assert build(str(path), 1, 1, 1).name == str(path)
-    with pytest.raises(ScheduleError, match=r"missing\.csv cannot be read"):
-        build(tmp_path / "missing.csv", 1, 1, 1)
-
-
-@pytest.mark.parametrize(
-    ("text", "fault"),
-    [
-        ("r0 0F0\nr2 1F0", "line 2: starts with 'r2' where 'r1' should stand"),
-        ("GPipe\nr0 0F0", "line 1: starts with 'GPipe' where 'r0' should stand"),
-        ("x: 1 stages, 1 microbatches\n\nr0 0F0 0Z0", "line 3, cell 2: action '0Z0', column 2"),
-    ],
-)
-def test_text_faults_name_line_and_cell(text: str, fault: str) -> None:
-    with pytest.raises(ScheduleError) as caught:
-        Schedule.parse(text)
-    assert fault in str(caught.value)
-
-
-# ------------------------------------------------------------------------------------------ build
-
-
-@pytest.mark.parametrize("name", ["GPipe", "gpipe", "GPIPE", " 1f1b ", "interleaved1f1b", "loopedBFS"])
-def test_names_in_any_case(name: str) -> None:
-    assert build(name, 2, 2, 4).name.casefold() == name.strip().casefold()
-
-
 @pytest.mark.parametrize(
     ("ranks", "stages", "name"),
     [(1, 1, "loop"), (1, 3, "loop"), (2, 2, "1F1B"), (4, 4, "1F1B"), (2, 4, "Interleaved1F1B")],
@@ -303,47 +185,6 @@ def test_auto(ranks: int, stages: int, name: str) -> None:
 def test_auto_on_one_rank_is_the_plain_loop() -> None:
     row = "0F0 1F0 2F0 2B0 1B0 0B0 0F1 1F1 2F1 2B1 1B1 0B1"
     assert build("auto", 1, 3, 2) == Schedule.of([row])
-
-
-def test_build_takes_what_a_user_has(tmp_path: Path) -> None:
-    wanted = build("1F1B", 2, 2, 2)
-    rows = [[None if cell is None else str(cell) for cell in row] for row in wanted.table]
-    wanted.save(tmp_path / "own.csv")
-    sources: list[Any] = [
-        wanted,
-        tmp_path / "own.csv",
-        str(tmp_path / "own.csv"),
-        rows,
-        dict(enumerate(rows)),
-        dict(reversed(list(enumerate(rows)))),
-        [" ".join(cell or "." for cell in row) for row in rows],
-        lambda ranks, stages, microbatches: dict(enumerate(rows)),
-        lambda ranks, stages, microbatches: build("1f1b", ranks, stages, microbatches),
-        {r: [cell and torch_schedules._Action.from_str(cell) for cell in row] for r, row in enumerate(rows)},
-    ]
-    for source in sources:
-        assert build(source, 2, 2, 2) == wanted
-    assert build(wanted, 2, 2, 2) is wanted
-
-
-@pytest.mark.parametrize(
-    ("source", "fault"),
-    [
-        ("1F1", "unknown schedule '1F1'; did you mean 1F1B"),
-        ("Interleaved", "did you mean Interleaved1F1B"),
-        ("zzz", "unknown schedule 'zzz'; Known: auto, GPipe, 1F1B, Interleaved1F1B, LoopedBFS"),
-        ("", "unknown schedule ''"),
-        ({0: ["0F0"], 2: ["1F0"]}, r"a row for each rank from 0 on, not \[0, 2\]"),
-        ([["0F0", 5]], "rank 0, cell 2: action '5'"),
-        ([Action(0, Kind.F, 0)], "rank 0: 0F0 stands where the list"),
-        ([0, 1], "rank 0: 0 stands where the list"),
-        (lambda *counts: None, "None is no schedule"),
-        (7, "7 is no schedule"),
-    ],
-)
-def test_build_refuses(source: Any, fault: str) -> None:
-    with pytest.raises(ScheduleError, match=fault):
-        build(source, 2, 2, 2)
 
 
 @pytest.mark.parametrize(
@@ -423,8 +264,3 @@ def test_stage_ids_refuses(arguments: Any, fault: str) -> None:
     with pytest.raises(ValueError, match=fault) as caught:
         stage_ids(*arguments)
     assert isinstance(caught.value, ScheduleError)
-
-
-def test_parse_is_the_action_parser() -> None:
-    """The table's cells are read by the one strict parser, so its faults are the table's faults."""
-    assert Schedule.of([["(0F1;0B0)OVERLAP_F_B"]]).table == ((parse("(0F1;0B0)OVERLAP_F_B"),),)

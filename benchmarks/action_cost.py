@@ -1,0 +1,227 @@
+"""What does one action of a schedule cost when there is nothing to compute?
+
+    python benchmarks/action_cost.py                                  one process, 4 local stages: no messages
+    torchrun --nproc-per-node 2 benchmarks/action_cost.py             2 stages a rank: with messages of 4 bytes
+
+Interleaved 1F1B, microseconds per action (medians of steps in turn; the rank with most actions counts), of
+
+    loop             torch's `_PipelineScheduleRuntime` over the same table with handlers that do nothing: the floor
+    empty            our runner, stage programs that hand on what they get: what the issue's target means
+    one op           the pipeline that graphpp compiles from stages `x * weight`, whole `pipe.step`
+    torch, one op    torch's ScheduleInterleaved1F1B over the same modules, whole `step`: nothing emptier has a backward
+
+`--profile` prints rank 0's cProfile of each, by own time per action.
+"""
+
+from __future__ import annotations
+
+import argparse
+import cProfile
+import json
+import pstats
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from harness import RANK, RANKS, Contender, alternate, medians, start
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor, nn
+from torch.distributed.pipelining import PipelineStage, ScheduleInterleaved1F1B
+
+import graphpp
+from graphpp.runtime import schedules
+from graphpp.runtime._torch_pipelining import ActionLoop
+from graphpp.runtime.actions import Kind
+from graphpp.runtime.communication import add_communication
+from graphpp.runtime.program import (
+    Boundary,
+    Input,
+    Loss,
+    Phase,
+    PipelineProgram,
+    Program,
+    Received,
+    Seed,
+    Sent,
+    StageProgram,
+    TensorMeta,
+)
+from graphpp.runtime.runner import Device, GraphPPRunner
+from graphpp.runtime.schedule import Schedule
+from graphpp.runtime.state import ModelState
+
+STAGES = 4
+Step = Callable[[], object]
+
+
+def main() -> None:
+    option = options()
+    device = start()
+    if RANKS == 1:  # torch's stages need a group
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    table = add_communication(schedules.build("Interleaved1F1B", RANKS, STAGES, option.microbatches))
+    actions = max(len(list(filter(None, row))) for row in table.table)
+    steps = contenders(table, device)
+    results = alternate({name: Contender(step) for name, step in steps.items()}, option.rounds + 3, device)
+    micros = {name: 1e6 * medians(samples[3:]).seconds / actions for name, samples in results.items()}
+    cpu = {name: 1e6 * medians(samples[3:]).cpu / actions / RANKS for name, samples in results.items()}
+    if option.profile:
+        for name, step in steps.items():
+            show_profile(name, step, actions)
+    if RANK == 0:
+        Console(width=150).print(shown(micros, cpu, actions))
+        if option.json:
+            Path(option.json).write_text(json.dumps({"ranks": RANKS, "actions": actions, "us": micros, "cpu_us": cpu}))
+    dist.destroy_process_group()
+
+
+def options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--microbatches", type=int, default=32)
+    parser.add_argument("--rounds", type=int, default=21)
+    parser.add_argument("--profile", action="store_true")
+    parser.add_argument("--json", help="file for the records")
+    return parser.parse_args()
+
+
+def contenders(table: Schedule, device: torch.device) -> dict[str, Step]:
+    """What is timed, in the order of the head of this file."""
+    runner = GraphPPRunner(empty_program(), table, ModelState(nn.Module()), Device(device, dist.group.WORLD))
+    inputs = [{"args[0]": torch.ones(1, device=device)}] * table.microbatches
+    seeds = [torch.ones((), device=device)] * table.microbatches
+    loop = ActionLoop(list(runner.stages.values()), table, {kind: lambda action: None for kind in Kind})
+    return {
+        "loop": loop.run,
+        "empty": lambda: runner.step(inputs, seeds),
+        "one op": compiled_step(table.microbatches, device),
+        "torch, one op": torch_step(table.microbatches, device),
+    }
+
+
+# ---------------------------------------------------------------------------------------------------- empty programs
+
+
+def empty_program() -> PipelineProgram:
+    """Stages that hand on one float: forward along the stages, and back."""
+    stages = tuple(
+        StageProgram(index, {Phase.FORWARD: forward(index), Phase.BACKWARD: backward(index)}, (), (), ())
+        for index in range(STAGES)
+    )
+    boundaries = tuple(Boundary(stage, (meta(f"x{stage}"),), (meta(f"g{stage}"),)) for stage in range(STAGES - 1))
+    return PipelineProgram(stages, boundaries, TensorMeta("loss", (1,), (1,), torch.float32))
+
+
+def forward(stage: int) -> Program:
+    source = Received(f"x{stage - 1}") if stage else Input("args[0]")
+    result = Sent(f"x{stage}") if stage < STAGES - 1 else Loss()
+    return Program(stage, Phase.FORWARD, (source,), (result,), hand_on)
+
+
+def backward(stage: int) -> Program:
+    source = Received(f"g{stage}") if stage < STAGES - 1 else Seed()
+    results = (Sent(f"g{stage - 1}"),) if stage else ()
+    return Program(stage, Phase.BACKWARD, (source,), results, hand_on if stage else nothing)
+
+
+def meta(name: str) -> TensorMeta:
+    return TensorMeta(name, (1,), (1,), torch.float32)
+
+
+def hand_on(boxed: list[Any]) -> tuple[Any, ...]:
+    values = tuple(value.reshape(1) for value in boxed) if boxed[0].dim() == 0 else tuple(boxed)
+    boxed.clear()
+    return values
+
+
+def nothing(boxed: list[Any]) -> tuple[Any, ...]:
+    boxed.clear()
+    return ()
+
+
+# ---------------------------------------------------------------------------------------------------- one operation
+
+
+class Scale(nn.Module):
+    """`x * weight`, one number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.weight
+
+
+def loss(output: Tensor, target: Tensor) -> Tensor:
+    return (output * target).sum()
+
+
+def compiled_step(microbatches: int, device: torch.device) -> Step:
+    model = nn.Sequential(*(Scale() for _ in range(STAGES)))
+    x = torch.ones(microbatches, 1, device=device)
+    pipe = graphpp.compile(
+        model,
+        loss,
+        example=graphpp.Microbatch((x[:1],), target=x[:1]),
+        split=[str(stage) for stage in range(1, STAGES)],
+        schedule="Interleaved1F1B",
+        microbatches=microbatches,
+        device=device,
+    )
+    return lambda: pipe.step(x, target=x)
+
+
+def torch_step(microbatches: int, device: torch.device) -> Step:
+    x = torch.ones(microbatches, 1, device=device)
+    into, out = x[:1].clone(), x[:1].clone().requires_grad_()
+    stages = [
+        PipelineStage(
+            Scale().to(device), index, STAGES, device, input_args=(into.requires_grad_(index > 0),), output_args=(out,)
+        )
+        for index in range(RANK, STAGES, RANKS)
+    ]
+    schedule = ScheduleInterleaved1F1B(stages, microbatches, loss_fn=loss)
+    args = (x,) if RANK == 0 else ()
+
+    def step() -> None:
+        given = {"target": x, "losses": []} if RANK == RANKS - 1 else {}
+        schedule.step(*args, return_outputs=False, **given)
+
+    return step
+
+
+# ------------------------------------------------------------------------------------------------------------ results
+
+
+def shown(micros: dict[str, float], cpu: dict[str, float], actions: int) -> Table:
+    table = Table(title=f"{RANKS} ranks, {actions} actions a rank: µs per action", title_justify="left")
+    for column in ("contender", "µs", "cpu µs", "of torch's"):
+        table.add_column(column, justify="left" if column == "contender" else "right")
+    for name, value in micros.items():
+        table.add_row(name, f"{value:.1f}", f"{cpu[name]:.1f}", f"{value / micros['torch, one op']:.2f}")
+    return table
+
+
+def show_profile(name: str, step: Step, actions: int, repeats: int = 20) -> None:
+    """The functions with most time of their own, µs per action."""
+    profiler = cProfile.Profile()
+    profiler.enable()
+    for _ in range(repeats):
+        step()
+    profiler.disable()
+    if RANK:
+        return
+    rows = sorted(pstats.Stats(profiler).stats.items(), key=lambda item: -item[1][2])[:22]  # type: ignore[attr-defined]
+    print(f"--- {name}: own µs per action, calls per action")
+    for (file, line, function), (_, calls, own, _, _) in rows:
+        per_action = 1e6 * own / actions / repeats
+        print(f"{per_action:8.2f} {calls / actions / repeats:6.2f}  {Path(file).name}:{line} {function}")
+
+
+if __name__ == "__main__":
+    warnings.filterwarnings("ignore", message=".*barrier.*")
+    main()

@@ -1,0 +1,92 @@
+"""What the ranks tell each other before they do something together, in the order in which a difference should be named.
+
+Contract: lines of plain text that are equal on two ranks exactly if both would do the same; no path, address or value of a
+parameter stands in them, but of what several ranks hold a copy of, a checksum.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+
+from graphpp.passes.joint import JointGraph
+from graphpp.runtime.agreement import Facts
+from graphpp.runtime.program import PipelineProgram, StageProgram
+from graphpp.runtime.schedule import Schedule
+from graphpp.runtime.source import Source
+from graphpp.runtime.state import ModelState, checksum
+from graphpp.split import Split
+
+
+def of_model(model: nn.Module) -> list[str]:
+    """A line per parameter and buffer: FQN, shape, dtype, whether it is trained."""
+    parameters = [f"{name} {_meta(p)}{'' if p.requires_grad else ', frozen'}" for name, p in model.named_parameters()]
+    return parameters + [f"{name} {_meta(buffer)}, buffer" for name, buffer in model.named_buffers()]
+
+
+def spell_schedule(schedule: Source) -> list[str]:
+    """A schedule as it was given."""
+    if isinstance(schedule, Schedule):
+        return str(schedule).splitlines()
+    return [
+        schedule
+        if isinstance(schedule, str)
+        else f"the function {getattr(schedule, '__qualname__', type(schedule).__name__)}"
+    ]
+
+
+def spell_split(split: Split) -> str:
+    """A split as it was given."""
+    return repr(split) if split is None or isinstance(split, int | Sequence) else f"a {type(split).__name__}"
+
+
+def of_built(joint: JointGraph, compiled: PipelineProgram, schedule: Schedule) -> Facts:
+    """What was compiled from one captured graph."""
+    return Facts(
+        {
+            "the code of the model or the loss": _code(joint),
+            "the split": [f"stage {stage.index} begins with {_begins(stage)}" for stage in compiled.stages],
+            "the schedule": [schedule.name, *str(schedule).splitlines()],
+            "the compiled programs": _texts(compiled),
+        }
+    )
+
+
+def of_copies(state: ModelState, shared: Sequence[str]) -> Facts:
+    """Checksums of this rank's tensors that other ranks hold too: a tied parameter starts equal everywhere or never is."""
+    return Facts({f"the values of {fqn}": [f"bits that add up to {checksum(state.tensor(fqn))}"] for fqn in shared})
+
+
+def _meta(tensor: torch.Tensor) -> str:
+    return f"{list(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}"
+
+
+def _code(joint: JointGraph) -> list[str]:
+    """A line per module call of the forward: the operations right in it, in order."""
+    operations: dict[str, list[str]] = {}
+    for node in joint.computed():
+        if not node.meta["backward"]:
+            call = (node.meta["calls"] or ("what no module does",))[-1]
+            operations.setdefault(call, []).append(getattr(node.target, "__name__", str(node.target)))
+    return [f"{call}: {' '.join(names)}" for call, names in operations.items()]
+
+
+def _texts(compiled: PipelineProgram) -> list[str]:
+    return [
+        f"stage {stage.index} {phase.name.lower()}, sha256 {hashlib.sha256(_without_comments(item.source).encode()).hexdigest()[:16]}"
+        for stage in compiled.stages
+        for phase, item in stage.programs.items()
+    ]
+
+
+def _begins(stage: StageProgram) -> str:
+    return ", ".join(stage.modules[:3]) or "(no module)"
+
+
+def _without_comments(text: str) -> str:
+    """The ranks may have the sources in other folders, and comments name them; each runs on a GPU of its own number."""
+    lines = (line.partition("  #")[0] for line in text.splitlines())
+    return "\n".join(line for line in lines if not line.startswith("_device_"))

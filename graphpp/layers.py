@@ -1,0 +1,65 @@
+"""The module calls of a forward, and which of them are the model's layers.
+
+Contract
+    in   the calls in order of execution, parents before children
+    out  the layers in order of execution, whatever they are named, none inside another; empty where nothing repeats
+    Only order, nesting and size of the calls count; no particular name is known. The calls are not changed.
+"""
+
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import chain
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call of a module: its forward operations are `position` up to, not including, `end`."""
+
+    fqn: str  # `layers.3`; the second call of the same module is `layers.3@1`
+    position: int
+    end: int
+
+    @property
+    def module(self) -> str:
+        """The FQN without the number of the call."""
+        return re.sub(r"@\d+$", "", self.fqn)
+
+
+def repeated_layers(calls: Sequence[Call]) -> list[Call]:
+    """The calls that are the model's layers, in order of execution. Empty: there are none.
+
+    Layers are siblings `<prefix>.<integer>`, or the calls of one shared module. Of the families that cover nearly
+    as many operations as the widest, the longest are the layers; others that run before or after and are not much
+    smaller per call (an encoder beside a decoder) are joined to them. Together they are a quarter of the forward.
+    """
+    families = sorted(_families(calls), key=_covered, reverse=True)
+    wide = [family for family in families if 3 * _covered(family) >= 2 * _covered(families[0])]
+    chosen = [max(wide, key=len)] if wide else []
+    for family in families:
+        alike = 4 * _covered(family) * len(chosen[0]) >= _covered(chosen[0]) * len(family)
+        if alike and all(_apart(family, other) for other in chosen):
+            chosen.append(family)
+    layers = sorted(chain(*chosen), key=lambda call: call.position)
+    return layers if 4 * _covered(layers) >= max((call.end for call in calls), default=0) else []
+
+
+def _families(calls: Sequence[Call]) -> list[list[Call]]:
+    """Calls that may be layers of one another; none is empty or inside another of its family."""
+    families: dict[str, list[Call]] = {}
+    for call in calls:
+        prefix, _, last = call.module.rpartition(".")
+        family = families.setdefault(f"{prefix}.*" if last.isdecimal() else call.module, [])
+        if call.end > call.position >= (family[-1].end if family else 0):
+            family.append(call)
+    return [family for name, family in families.items() if len(family) > 1 or (family and name.endswith(".*"))]
+
+
+def _covered(family: Iterable[Call]) -> int:
+    """The number of operations in these calls."""
+    return sum(call.end - call.position for call in family)
+
+
+def _apart(one: Sequence[Call], other: Sequence[Call]) -> bool:
+    """Whether one family runs wholly before the other."""
+    return one[-1].end <= other[0].position or other[-1].end <= one[0].position

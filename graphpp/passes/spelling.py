@@ -1,0 +1,176 @@
+"""How values, operators and literals of a graph are spelled in Python.
+
+Contract
+--------
+- `Spelling(graph)` gives every value one name that is no keyword, no builtin and nobody else's. Parameters, buffers,
+  inputs, constants and the seed are named after their roles (`layers_0_attn_wq_weight`, `args_0`, `seed`); all other
+  values, those sent, received and saved among them, bear their node's name.
+- Operators and devices get names too, to be bound once at the head of the text: `Spelling.head`. Devices are numbered
+  in order of appearance, so that texts of ranks that run on different GPUs differ in that line only.
+- An object that has no name in Python, or is a function of graphpp's own, is bound by the loader: `Spelling.bindings`.
+"""
+
+from __future__ import annotations
+
+import builtins
+import functools
+import keyword
+import math
+import re
+import sys
+from types import FunctionType
+from typing import Any
+
+import torch
+from torch import fx
+
+from graphpp.runtime import program
+
+_TYPES = {
+    torch.float32: "f32", torch.float64: "f64", torch.float16: "f16", torch.bfloat16: "bf16", torch.int64: "i64",
+    torch.int32: "i32", torch.int16: "i16", torch.int8: "i8", torch.uint8: "u8", torch.bool: "b8",
+    torch.complex64: "c64", torch.complex128: "c128",
+}  # fmt: skip
+_RESERVED = frozenset([*keyword.kwlist, *dir(builtins), "torch", "run", "boxed"])
+_OPERATOR = type(torch.ops.aten.add.Tensor)
+_TORCH_CONSTANTS = (torch.dtype, torch.layout, torch.memory_format, torch.qscheme)
+
+
+class Spelling:
+    """Names for values, targets and literals of one graph; `head`, `modules` and `bindings` fill while it is used."""
+
+    def __init__(self, graph: fx.Graph) -> None:
+        self.values = _value_names(graph)
+        self.head: dict[str, str] = {}  # name -> expression
+        self.modules: set[str] = set()  # to import, besides torch
+        self.bindings: dict[str, Any] = {}
+        self._names: dict[str, str] = {}  # expression -> name
+        self._taken = _RESERVED | set(self.values.values())
+
+    @property
+    def devices(self) -> tuple[str, ...]:
+        """The names in `head` that are devices."""
+        return tuple(name for name in self.head if name.startswith("_device_"))
+
+    def target(self, target: Any) -> str:
+        """A short name for an operator or function."""
+        spelled = spell_target(target)
+        if spelled is None:
+            return self.bound(target, f"_{target.__name__}" if isinstance(target, FunctionType) else "")
+        if "." not in spelled:
+            return spelled
+        module = spelled.rpartition(".")[0]
+        if module in sys.modules and module != "torch":
+            self.modules.add(module)
+        return self._at_head("_" + re.sub(r"\W+", "_", spelled.removeprefix("torch.ops.")), spelled)
+
+    def literal(self, value: Any) -> str:
+        """An argument: a value of the graph, a literal, or a list, tuple, dict or slice of them."""
+        if isinstance(value, fx.Node):
+            return self.values[value]
+        if isinstance(value, list | tuple):
+            inner = ", ".join(map(self.literal, value))
+            return f"[{inner}]" if isinstance(value, list) else f"({inner}{',' * (len(value) == 1)})"
+        if isinstance(value, dict):
+            return "{" + ", ".join(f"{self.literal(key)}: {self.literal(item)}" for key, item in value.items()) + "}"
+        if isinstance(value, slice):
+            return f"slice({', '.join(map(self.literal, (value.start, value.stop, value.step)))})"
+        return self._scalar(value)
+
+    def bound(self, value: Any, wanted: str = "") -> str:
+        """A name for an object that the loader binds."""
+        for name, other in self.bindings.items():
+            if other is value:
+                return name
+        name = _free(wanted or f"_bound_{len(self.bindings)}", self._taken | set(self.head) | set(self.bindings))
+        self.bindings[name] = value
+        return name
+
+    def _scalar(self, value: Any) -> str:
+        if isinstance(value, torch.device):
+            return self._at_head(f"_device_{len(self.devices)}", f"torch.device({str(value)!r})")
+        if isinstance(value, _OPERATOR):
+            return self.target(value)
+        return _plain(value) or self.bound(value)
+
+    def _at_head(self, wanted: str, expression: str) -> str:
+        if expression not in self._names:
+            name = _free(wanted, self._taken | set(self.head) | set(self.bindings))
+            self._names[expression], self.head[name] = name, expression
+        return self._names[expression]
+
+
+def _plain(value: Any) -> str:
+    """A number, string or constant of torch as a literal; empty for anything else."""
+    kind = type(value)  # exactly: an enum or a numpy number is an int or a float too, and prints as something else
+    if kind is complex:
+        return f"complex({_plain(value.real)}, {_plain(value.imag)})"
+    if kind is float and not math.isfinite(value):
+        return f"float({str(value)!r})"
+    if value is None or value is Ellipsis or kind in (bool, int, float, str):
+        return repr(value)
+    return str(value) if isinstance(value, _TORCH_CONSTANTS) else ""
+
+
+@functools.cache
+def spell_target(target: Any) -> str | None:
+    """The full Python name of an operator or function, or None if no name leads to it."""
+    if isinstance(target, _OPERATOR):
+        return functools.reduce(_attribute, str(target).split("."), "torch.ops")
+    name, module = getattr(target, "__name__", ""), getattr(target, "__module__", None)
+    if name and getattr(torch.ops.higher_order, name, None) is target:
+        return f"torch.ops.higher_order.{name}"
+    if getattr(builtins, name, None) is target:
+        return str(name)
+    if module is None or module == "__main__" or module.startswith("graphpp."):
+        return None
+    for place in ("operator", "torch", module):
+        if target is getattr(sys.modules.get(place), name, None):
+            return f"{place}.{name}"
+    return None
+
+
+def _attribute(owner: str, name: str) -> str:
+    """`aten.random.from` is an operator, and no Python."""
+    return f"getattr({owner}, {name!r})" if keyword.iskeyword(name) else f"{owner}.{name}"
+
+
+def _value_names(graph: fx.Graph) -> dict[fx.Node, str]:
+    """One name per value; the values that keep their node's name choose first."""
+    wanted = {node: _wanted(node) for node in graph.nodes if node.op != "output"}
+    names: dict[fx.Node, str] = {}
+    taken = set(_RESERVED)
+    for node in sorted(wanted, key=lambda node: wanted[node] != node.name):
+        names[node] = _free(wanted[node], taken)
+        taken.add(names[node])
+    return names
+
+
+def _wanted(node: fx.Node) -> str:
+    match node.meta.get("role"):
+        case program.Parameter(text) | program.Buffer(text) | program.Constant(text) | program.Input(text):
+            name = re.sub(r"\W+", "_", text, flags=re.ASCII).rstrip("_") or node.name
+            return f"_{name}" if name[0].isdigit() else name
+        case program.Seed():
+            return "seed"
+    return node.name
+
+
+def _free(name: str, taken: set[str] | frozenset[str]) -> str:
+    while name in taken:
+        name += "_"
+    return name
+
+
+def spell_value(value: Any) -> str:
+    """`f32[8, 16]`, or a tuple of them."""
+    if isinstance(value, torch.Tensor):
+        return f"{spell_dtype(value.dtype)}{list(value.shape)}"
+    if isinstance(value, list | tuple):
+        return "(" + ", ".join(map(spell_value, value)) + ")"
+    return type(value).__name__
+
+
+def spell_dtype(dtype: torch.dtype) -> str:
+    """`bf16`."""
+    return _TYPES.get(dtype, str(dtype).removeprefix("torch."))

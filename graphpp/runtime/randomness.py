@@ -1,0 +1,66 @@
+"""Random operators whose numbers depend on a key and on nothing else.
+
+Contract
+--------
+- `seeded(key, index, operator, ...)` runs a random operator with a generator state made from (key, index), and puts the
+  generator back: whoever runs it, on whatever rank, in whatever order and however often, gets the same numbers.
+- A step draws one number from the caller's default CPU generator, on every rank alike, and rank 0's counts for all;
+  microbatch keys are mixed from it. So the caller's generator advances by one draw a step, and its saved state is enough
+  to repeat a run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+_MASK = (1 << 63) - 1
+
+
+def mix(*numbers: int) -> int:
+    """A 63-bit number from several, well spread (splitmix64, Steele et al. 2014)."""
+    state = 0
+    for number in numbers:
+        state = (state + number + 0x9E3779B97F4A7C15) & 0xFFFFFFFFFFFFFFFF
+        state = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) & 0xFFFFFFFFFFFFFFFF
+        state = ((state ^ (state >> 27)) * 0x94D049BB133111EB) & 0xFFFFFFFFFFFFFFFF
+        state ^= state >> 31
+    return state & _MASK
+
+
+def step_keys(microbatches: int, group: dist.ProcessGroup | None, device: torch.device) -> list[int]:
+    """One key per microbatch, from one draw of the default CPU generator; the same on every rank of the group."""
+    drawn = torch.randint(_MASK, ())
+    if group is not None and dist.get_world_size(group) > 1:
+        drawn = drawn.to(device)
+        dist.broadcast(drawn, group=group, group_src=0)
+    return [mix(int(drawn), microbatch) for microbatch in range(microbatches)]
+
+
+def seeded(key: int, index: int, operator: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """`operator(*args, **kwargs)` with the random numbers of (key, index); the generator is as before afterwards."""
+    generator = _generator(_device(args, kwargs))
+    state = generator.get_state()
+    generator.manual_seed(mix(key, index))
+    try:
+        return operator(*args, **kwargs)
+    finally:
+        generator.set_state(state)
+
+
+def _device(args: Iterable[Any], kwargs: dict[str, Any]) -> torch.device:
+    """Where an operator draws its numbers: on the device of its first tensor, else on the one it is told."""
+    for value in args:
+        if isinstance(value, torch.Tensor):
+            return value.device
+    return torch.device(kwargs.get("device") or "cpu")
+
+
+def _generator(device: torch.device) -> torch.Generator:
+    if device.type == "cuda":
+        index = torch.cuda.current_device() if device.index is None else device.index
+        return torch.cuda.default_generators[index]
+    return torch.default_generator

@@ -1,0 +1,253 @@
+"""Runs a random program three ways: eager, as its uncut joint graph, and cut under a schedule; compares the numbers.
+
+Contract: all three run `STEPS` steps over the same microbatches with seeds 1/microbatches, gradients kept from step to
+step, buffers carried over. Cut against uncut is bit-equal (tied parameters' sums: 1e-6 relative); uncut against eager is
+bit-equal or close (`close`), for a trace may call another kernel.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from hypothesis import strategies as st
+from torch import Tensor, fx
+
+from graphpp import signature
+from graphpp.capture import capture
+from graphpp.passes.joint import JointGraph
+from graphpp.passes.lower import lower
+from graphpp.passes.randomize import randomize
+from graphpp.runtime import program as p
+from graphpp.runtime.actions import Action, Kind
+from graphpp.runtime.checker import check
+from graphpp.runtime.communication import add_communication
+from graphpp.runtime.program import PipelineProgram
+from graphpp.runtime.randomness import step_keys
+from graphpp.runtime.runner import Device, GraphPPRunner
+from graphpp.runtime.schedule import Schedule
+from graphpp.runtime.schedules import SCHEDULES
+from graphpp.runtime.state import ModelState
+from graphpp.signature import Microbatch
+from tests.fuzz.programs import Net, Program
+
+STEPS = 2
+SEED = 3  # of the generator from which the steps draw their keys
+CPU = torch.device("cpu")
+
+
+@dataclass(frozen=True)
+class Cut:
+    """Where stages start (thousandths of the forward, in any order), the schedule (a name, or the seed of a random order)."""
+
+    at: tuple[int, ...]
+    schedule: str | int = "auto"
+    microbatches: int = 2
+
+    def starts(self, joint: JointGraph) -> tuple[int, ...]:
+        """The positions at which the stages begin."""
+        length = 1 + max(node.meta["position"] for node in joint.computed())
+        return (0, *sorted(at * length // 1000 for at in self.at))
+
+    def table(self, ranks: int = 1) -> Schedule:
+        """The checked schedule with communication."""
+        stages = 1 + len(self.at)
+        if isinstance(self.schedule, int):
+            table = shuffled(stages, self.microbatches, self.schedule)
+        else:
+            table = SCHEDULES[self.schedule](ranks, stages, self.microbatches)
+        check(table, ranks=ranks, stages=stages, microbatches=self.microbatches)
+        return add_communication(table)
+
+
+@dataclass
+class Numbers:
+    """What training steps leave behind; names are the model's FQNs."""
+
+    losses: list[Tensor] = field(default_factory=list)
+    grads: dict[str, Tensor] = field(default_factory=dict)
+    buffers: dict[str, Tensor] = field(default_factory=dict)
+
+
+def cuts(most: int = 4) -> st.SearchStrategy[Cut]:
+    """Up to `most` cuts anywhere, a named schedule or a random order, 1 to 4 microbatches."""
+    order = st.sampled_from(sorted(SCHEDULES)) | st.integers(0, 1000)
+    at = st.lists(st.integers(0, 1000), min_size=1, max_size=most).map(tuple)
+    return st.builds(Cut, at, order, st.integers(1, 4))
+
+
+def shuffled(stages: int, microbatches: int, seed: int) -> Schedule:
+    """One rank that runs whatever is ready, at random; each stage's forwards stay in microbatch order."""
+    choose = random.Random(seed)
+    forwards = {stage: 0 for stage in range(stages)}
+    backwards = {(stages - 1, microbatch) for microbatch in range(microbatches)}
+    row: list[Action] = []
+    while forwards or backwards:
+        ready = [Action(s, Kind.F, m) for s, m in forwards.items() if s == 0 or m < forwards.get(s - 1, microbatches)]
+        ready += [Action(s, Kind.B, m) for s, m in sorted(backwards) if m < forwards.get(stages - 1, microbatches)]
+        action = choose.choice(ready)
+        row.append(action)
+        assert action.microbatch is not None
+        if action.kind is Kind.B:
+            backwards.remove((action.stage, action.microbatch))
+            backwards |= {(action.stage - 1, action.microbatch)} if action.stage else set()
+        elif action.microbatch + 1 < microbatches:
+            forwards[action.stage] += 1
+        else:
+            del forwards[action.stage]
+    return Schedule((tuple(row),), stages, microbatches, f"random order {seed}")
+
+
+# ------------------------------------------------------------------------------------------------------- three ways
+
+
+def captured(net: Net) -> JointGraph:
+    """The joint graph of a program."""
+    return capture(net, net.loss(), net.batch(1)[0], CPU).joint
+
+
+def copied(joint: JointGraph) -> JointGraph:
+    """The same joint graph once more, for passes change it in place."""
+    graph, copies = fx.Graph(), dict[fx.Node, fx.Node]()
+    for node in joint.graph.nodes:
+        copies[node] = graph.node_copy(node, copies.__getitem__)
+    module = fx.GraphModule(joint.module, graph)
+    return JointGraph(module, joint.training, joint.parameters, joint.buffers, dict(joint.constants))
+
+
+def seeds(count: int) -> list[Tensor]:
+    """The gradient of the mean loss with respect to each microbatch's loss."""
+    return [torch.tensor(1.0) / count] * count
+
+
+def run_uncut(net: Net, joint: JointGraph, microbatches: int) -> Numbers:
+    """Interpret the captured graph itself, no pass but `randomize` run, in a plain loop."""
+    joint = randomize(_alive(copied(joint)))
+    torch.manual_seed(SEED)
+    numbers = Numbers(buffers={name: buffer.clone() for name, buffer in net.named_buffers()})
+    parameters = {name: parameter.detach() for name, parameter in net.named_parameters()}
+    for _ in range(STEPS):
+        keys = step_keys(microbatches, None, CPU) if p.RandomKey() in joint.inputs() else [0] * microbatches
+        for batch, seed, key in zip(net.batch(microbatches), seeds(microbatches), keys, strict=True):
+            known = _known(joint, batch) | {p.Parameter(name): value for name, value in parameters.items()}
+            known |= {p.Seed(): seed, p.RandomKey(): key}
+            _one_microbatch(joint, known, numbers)
+    return numbers
+
+
+def _alive(joint: JointGraph) -> JointGraph:
+    """Without unused nodes: random operators are counted, and a dead one is not."""
+    for node in reversed(list(joint.computed())):
+        if not node.users:
+            joint.graph.erase_node(node)
+    return joint
+
+
+def _known(joint: JointGraph, batch: Microbatch) -> dict[p.InputRole, Any]:
+    known: dict[p.InputRole, Any] = {p.Input(path): value for path, value in signature.tensors(batch).items()}
+    known.update((p.Constant(name), value) for name, value in joint.constants.items())
+    return known
+
+
+def _one_microbatch(joint: JointGraph, known: Mapping[p.InputRole, Any], numbers: Numbers) -> None:
+    buffers = {p.Buffer(name): value for name, value in numbers.buffers.items()}
+    values = {**known, **buffers}
+    with torch.no_grad():
+        results = fx.Interpreter(joint.module, graph=joint.graph).run(*(values[role] for role in joint.inputs()))
+        for (role, _), value in zip(joint.outputs(), results, strict=True):
+            if isinstance(role, p.Loss):
+                numbers.losses.append(value.clone())
+            elif isinstance(role, p.BufferUpdate):
+                numbers.buffers[role.fqn] = value.clone()
+            elif isinstance(role, p.Gradient):
+                before = numbers.grads.get(role.fqn)
+                numbers.grads[role.fqn] = value.clone() if before is None else before + value
+
+
+def run_eager(net: Net, microbatches: int) -> Numbers:
+    """The plain loop with autograd; changes `net`."""
+    numbers, loss = Numbers(), net.loss()
+    for _ in range(STEPS):
+        for batch in net.batch(microbatches):
+            output = net(*batch.args, **batch.kwargs)
+            value = output["loss"] if loss is None else loss(output, batch.target)
+            (value / microbatches).backward()
+            numbers.losses.append(value.detach())
+    return _collected(net, numbers)
+
+
+def run_cut(net: Net, compiled: PipelineProgram, cut: Cut) -> Numbers:
+    """All stages in this process; changes `net`."""
+    runner = GraphPPRunner(compiled, cut.table(), ModelState(net), Device(CPU, None))
+    return run_steps(net, runner, cut.microbatches)
+
+
+def run_steps(net: Net, runner: GraphPPRunner, microbatches: int) -> Numbers:
+    """Training steps of a runner; the numbers of this rank."""
+    torch.manual_seed(SEED)
+    numbers = Numbers()
+    for _ in range(STEPS):
+        inputs = [signature.tensors(batch) for batch in net.batch(microbatches)]
+        runner.step(inputs, seeds(microbatches))
+        numbers.losses.extend(runner.losses().unbind())
+    return _collected(net, numbers)
+
+
+def _collected(net: Net, numbers: Numbers) -> Numbers:
+    numbers.grads = {name: value.grad for name, value in net.named_parameters() if value.grad is not None}
+    numbers.buffers = dict(net.named_buffers())
+    return numbers
+
+
+# ---------------------------------------------------------------------------------------------------------- compare
+
+
+def tied(compiled: PipelineProgram) -> set[str]:
+    """Parameters whose gradient several stages contribute to: their sums may round differently."""
+    names = [fqn for stage in compiled.stages for fqn in stage.gradients]
+    return {name for name in names if names.count(name) > 1}
+
+
+def differences(ours: Numbers, theirs: Numbers, loose: Mapping[str, float] | None = None) -> list[str]:
+    """What differs; gradients in `loose` only by more than their tolerance, relative to the largest element."""
+    found = [f"gradients of {sorted(ours.grads)} instead of {sorted(theirs.grads)}"] * (set(ours.grads) != set(theirs.grads))
+    found += [f"{len(ours.losses)} losses instead of {len(theirs.losses)}"] * (len(ours.losses) != len(theirs.losses))
+    for name, left, right in _pairs(ours, theirs):
+        tolerance = (loose or {}).get(name, (loose or {}).get("*", 0.0))
+        if left.dtype != right.dtype or left.shape != right.shape or not _equal(left, right, tolerance):
+            found.append(f"{name}: {left} instead of {right}")
+    return found
+
+
+def _pairs(ours: Numbers, theirs: Numbers) -> Iterator[tuple[str, Tensor, Tensor]]:
+    for index, (left, right) in enumerate(zip(ours.losses, theirs.losses, strict=False)):
+        yield f"loss {index}", left, right
+    for mine, other in ((ours.grads, theirs.grads), (ours.buffers, theirs.buffers)):
+        yield from ((name, mine[name], other[name]) for name in sorted(mine.keys() & other.keys()))
+
+
+def _equal(left: Tensor, right: Tensor, tolerance: float) -> bool:
+    if not tolerance or not left.is_floating_point():
+        return torch.equal(left.nan_to_num(), right.nan_to_num()) and torch.equal(left.isnan(), right.isnan())
+    size = right.abs().max().item() if right.numel() else 0.0
+    return torch.allclose(left, right, rtol=0, atol=tolerance * max(size, 1e-3), equal_nan=True)
+
+
+def lowered(joint: JointGraph, cut: Cut) -> PipelineProgram:
+    """Stage programs of a copy of the joint graph."""
+    return lower(copied(joint), cut.starts(joint))
+
+
+def compare(program: Program, joint: JointGraph, cut: Cut, uncut: Numbers) -> list[str]:
+    """Differences between the cut program and the uncut joint graph."""
+    compiled = lowered(joint, cut)
+    ours = run_cut(Net(program), compiled, cut)
+    return differences(ours, uncut, dict.fromkeys(tied(compiled), 1e-6))
+
+
+def uncut_by_count(program: Program, joint: JointGraph, counts: Sequence[int]) -> dict[int, Numbers]:
+    """The uncut numbers for each number of microbatches."""
+    return {count: run_uncut(Net(program), joint, count) for count in sorted(set(counts))}

@@ -1,0 +1,140 @@
+"""Tables to test with: named ones of any size, random legal ones, and a machine that runs them step by step.
+
+The machine shares nothing with the checker or the passes: it runs the ranks, with a queue of messages per rank that
+moves only when two heads are the two ends of one message.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+from random import Random
+
+from hypothesis import strategies as st
+
+from graphpp.runtime.actions import SENDS, Action, Kind
+from graphpp.runtime.communication import add_communication
+from graphpp.runtime.schedule import Schedule
+from graphpp.runtime.schedules import SCHEDULES
+from graphpp.runtime.source import build
+
+Rows = list[list[Action]]
+
+
+def rows_of(schedule: Schedule) -> Rows:
+    """The rows without idle cells."""
+    return [[action for action in row if action] for row in schedule.table]
+
+
+def admitted(ranks: int, microbatches: int) -> bool:
+    """Whether Interleaved1F1B takes these counts."""
+    return microbatches % max(1, microbatches // ranks) == 0
+
+
+@st.composite
+def named(draw: st.DrawFn) -> Schedule:
+    """Any schedule that has a name, at any size it takes."""
+    name = draw(st.sampled_from(sorted(SCHEDULES)))
+    ranks, local, microbatches = draw(st.integers(1, 6)), draw(st.integers(1, 4)), draw(st.integers(1, 13))
+    if ranks > 1 and name in ("GPipe", "1F1B"):
+        local = 1
+    if name == "Interleaved1F1B" or (name == "auto" and ranks > 1 and local > 1):
+        microbatches = next(count for count in range(microbatches, 0, -1) if admitted(ranks, count))
+    return build(name, ranks, ranks * local, microbatches)
+
+
+def random_rows(random: Random, ranks: int, stages: int, microbatches: int) -> Rows:
+    """A random legal table: any stage on any rank, B or I and W, any order that the data allows."""
+    home = [*range(ranks), *(random.randrange(ranks) for _ in range(stages - ranks))]
+    random.shuffle(home)
+    chains: list[list[Action]] = []
+    for m in range(microbatches):
+        split = {stage: random.random() < 0.5 for stage in range(stages)}
+        chains.append([Action(stage, Kind.F, m) for stage in range(stages)])
+        for stage in reversed(range(stages)):
+            chains[-1] += [Action(stage, Kind.I, m), Action(stage, Kind.W, m)] if split[stage] else [
+                Action(stage, Kind.B, m)
+            ]  # fmt: skip
+    rows: Rows = [[] for _ in range(ranks)]
+    while any(chains):
+        chain = random.choice([chain for chain in chains if chain])
+        late = random.random() < 0.3 and chain[0].kind is Kind.W and len(chain) > 1
+        action = chain.pop(0)
+        rows[home[action.stage]].append(action)
+        if late:  # a weight gradient may stand anywhere after its input gradient
+            row = rows[home[action.stage]]
+            row.insert(random.randint(row.index(action._replace(kind=Kind.I)) + 1, len(row) - 1), row.pop())
+    return rows
+
+
+@st.composite
+def tables(draw: st.DrawFn) -> tuple[Rows, int, int, Random]:
+    """Rows of a legal table with or without communication, its stages and microbatches, and a source of randomness."""
+    random = draw(st.randoms(use_true_random=False))
+    ranks = draw(st.integers(1, 4))
+    stages, microbatches = ranks + draw(st.integers(0, 3)), draw(st.integers(1, 4))
+    rows = random_rows(random, ranks, stages, microbatches)
+    if draw(st.booleans()):
+        with_communication = add_communication(Schedule.of(rows, stages=stages, microbatches=microbatches))
+        rows = rows_of(with_communication)
+    return rows, stages, microbatches, random
+
+
+class Machine:
+    """Runs the ranks of a complete table; a message needs both its ends at the heads of their ranks' queues."""
+
+    def __init__(self, rows: Rows, stages: int) -> None:
+        self.stages = stages
+        self.home = {leaf.stage: rank for rank, row in enumerate(rows) for action in row for leaf in action.leaves}
+        self.communicates = any(action.is_communication for row in rows for action in row)
+        self.todo, self.queues = [deque(row) for row in rows], [deque[Action]() for _ in rows]
+        self.done: set[tuple[str, int, int | None]] = set()  # computed or received; an I counts as a B
+
+    def runs_to_its_end(self) -> bool:
+        while any([self.step(rank) or self.deliver(rank) for rank in range(len(self.todo))]):
+            pass
+        return not any(self.todo) and not any(self.queues)
+
+    def needs(self, leaf: Action) -> Iterator[tuple[str, int]]:
+        stage = leaf.stage
+        if leaf.kind in (Kind.B, Kind.I, Kind.W, Kind.SEND_F):
+            yield "F", stage
+        if leaf.kind in (Kind.W, Kind.SEND_B):
+            yield "B", stage
+        if leaf.kind is Kind.F and stage > 0:
+            yield ("RECV_F", stage) if self.remote(stage, stage - 1) else ("F", stage - 1)
+        if leaf.kind in (Kind.B, Kind.I) and stage < self.stages - 1:
+            yield ("RECV_B", stage) if self.remote(stage, stage + 1) else ("B", stage + 1)
+
+    def remote(self, stage: int, other: int) -> bool:
+        return self.communicates and self.home[stage] != self.home[other]
+
+    def step(self, rank: int) -> bool:
+        action = self.todo[rank][0] if self.todo[rank] else None
+        if action is None:
+            return False
+        if action.kind in (Kind.RECV_F, Kind.RECV_B):
+            self.queues[rank].append(self.todo[rank].popleft())
+            return True
+        if any((*need, leaf.microbatch) not in self.done for leaf in action.leaves for need in self.needs(leaf)):
+            return False
+        self.todo[rank].popleft()
+        if action.is_communication:
+            self.queues[rank].append(action)
+        else:
+            self.done |= {(leaf.kind.value.replace("I", "B"), leaf.stage, leaf.microbatch) for leaf in action.leaves}
+        return True
+
+    def deliver(self, rank: int) -> bool:
+        send = self.queues[rank][0] if self.queues[rank] else None
+        if send is None or send.kind not in SENDS:
+            return False
+        forward = send.kind is Kind.SEND_F
+        receive = Action(send.stage + (1 if forward else -1), Kind.RECV_F if forward else Kind.RECV_B, send.microbatch)
+        other = self.queues[self.home[receive.stage]]
+        if not other or other[0] != receive:
+            return False
+        self.done.add((receive.kind.value, receive.stage, receive.microbatch))
+        self.queues[rank].popleft()
+        other.popleft()
+        return True

@@ -1,0 +1,383 @@
+"""What a step does beyond the numbers of a plain stack: accumulation, modes, buffers, odd inputs, odd parameters.
+
+Everything is compared with an eager loop bit for bit, in one process and on two ranks.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import graphpp
+from tests.distributed import run_ranks
+from tests.models import Batch, Case
+from tests.reference import eager_steps, gradients
+from tests.special_models import CUTS, SPECIAL
+from tests.training import compiled, differences, eager, joined, local_grads, step, trained, unequal
+
+TWO = {"split": CUTS[2], "schedule": "1F1B"}
+FOUR = {"split": CUTS[4], "schedule": "Interleaved1F1B"}
+
+
+def on_ranks(ranks: int, fn: Callable[..., Any], *args: Any) -> list[Any]:
+    """`fn(rank, *args)` on every rank; one rank is this process."""
+    return [fn(0, *args)] if ranks == 1 else run_ranks(fn, ranks, *args)
+
+
+# ------------------------------------------------------------------------------------------------ the same numbers
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("name", ["norms", "skip", "partial", "several"])
+def test_odd_models_train_like_eager(name: str, ranks: int) -> None:
+    assert differences(trained(ranks, name, **FOUR, microbatches=4), eager(name, 4)) == []
+
+
+def test_skip_connection_over_four_ranks() -> None:
+    assert differences(trained(4, "skip", split=CUTS[4], schedule="1F1B", microbatches=8), eager("skip", 8)) == []
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_sum_of_losses(ranks: int) -> None:
+    options = {**TWO, "microbatches": 4, "loss_reduction": "sum"}
+    assert differences(trained(ranks, "plain", **options), eager("plain", 4, reduction="sum")) == []
+
+
+def summed(rank: int, reduction: str) -> tuple[Tensor, Tensor]:
+    case = SPECIAL["plain"]()
+    result = step(compiled(case, microbatches=4, loss_reduction=reduction), case.batch)
+    return result.loss, result.losses
+
+
+def test_the_loss_is_the_mean_or_the_sum() -> None:
+    for reduction in ("mean", "sum"):
+        for loss, losses in run_ranks(summed, 2, reduction):
+            assert losses.shape == (4,) and loss.shape == ()
+            torch.testing.assert_close(loss, getattr(losses, reduction)())
+
+
+def tied_run(rank: int) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
+    case = SPECIAL["tied"]()
+    pipe = compiled(case, **TWO, microbatches=4)
+    grads, norms, weights = [], [], []
+    optimizer = None
+    for seed in range(3):
+        if optimizer:
+            optimizer.zero_grad()
+        step(pipe, SPECIAL["tied"](seed).batch)
+        optimizer = optimizer or torch.optim.AdamW(pipe.parameters(), lr=1e-2)
+        weight = case.model.embed.weight
+        grads.append(weight.grad.clone())
+        norms.append(pipe.clip_grad_norm_(0.5))
+        optimizer.step()
+        weights.append(weight.detach().clone())
+    assert case.model.head.weight is case.model.embed.weight
+    return grads, norms, weights
+
+
+def test_tied_parameter_across_ranks() -> None:
+    (grads, norms, weights), *others = run_ranks(tied_run, 2)
+    for other_grads, other_norms, other_weights in others:
+        assert all(torch.equal(a, b) for a, b in zip(grads, other_grads, strict=True))
+        assert all(torch.equal(a, b) for a, b in zip(norms, other_norms, strict=True))
+        assert all(torch.equal(a, b) for a, b in zip(weights, other_weights, strict=True))
+    reference = eager("tied", 4)
+    theirs = reference.grads[0]["embed.weight"]
+    assert theirs is not None
+    assert (grads[0] - theirs).norm() <= 1e-6 * theirs.norm()
+    # Counted once: counted on both ranks, the norm would be far off.
+    for mine, eager_norm in zip(norms, reference.norms, strict=True):
+        torch.testing.assert_close(mine, eager_norm, rtol=1e-5, atol=0)
+
+
+# ------------------------------------------------------------------------------------------------ accumulation
+
+
+def accumulate_twice(rank: int) -> dict[str, Tensor | None]:
+    case = SPECIAL["plain"]()
+    pipe = compiled(case, **FOUR, microbatches=4)
+    for seed in range(2):
+        step(pipe, SPECIAL["plain"](seed).batch)
+    return local_grads(pipe)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_gradients_accumulate_over_steps(ranks: int) -> None:
+    case = SPECIAL["plain"]()
+    for seed in range(2):
+        for part in SPECIAL["plain"](seed).batch.microbatches(4):
+            (F.cross_entropy(case.model(*part.args), part.target) / 4).backward()
+    assert unequal(joined(on_ranks(ranks, accumulate_twice)), gradients(case.model)) == []
+
+
+def given_one_by_one(rank: int) -> tuple[Tensor, dict[str, Tensor | None]]:
+    case = SPECIAL["plain"]()
+    pipe = compiled(case, **TWO)
+    parts = [graphpp.Microbatch(*part) for part in case.batch.microbatches(3)]
+    losses = pipe.step_microbatches(parts).losses
+    return losses, local_grads(pipe)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_microbatches_given_one_by_one(ranks: int) -> None:
+    found = on_ranks(ranks, given_one_by_one)
+    reference = eager("plain", 3, steps=1)
+    assert all(torch.equal(losses, reference.losses[0]) for losses, _ in found)
+    assert unequal(joined([grads for _, grads in found]), reference.grads[0]) == []
+
+
+def several_sizes(rank: int) -> dict[str, Tensor | None]:
+    case = SPECIAL["plain"]()
+    pipe = compiled(case, **TWO)
+    for count in (3, 8, 3):
+        pipe.step_microbatches([graphpp.Microbatch(*part) for part in case.batch.microbatches(count)])
+    return local_grads(pipe)
+
+
+def test_every_number_of_microbatches_and_shape_in_one_pipeline() -> None:
+    case = SPECIAL["plain"]()
+    for count in (3, 8, 3):
+        for part in case.batch.microbatches(count):
+            (F.cross_entropy(case.model(*part.args), part.target) / count).backward()
+    assert unequal(joined(run_ranks(several_sizes, 2)), gradients(case.model)) == []
+
+
+# ------------------------------------------------------------------------------------------------ modes
+
+
+@pytest.mark.parametrize("context", [torch.no_grad, torch.inference_mode])
+def test_step_makes_gradients_in_any_grad_mode(context: Callable[[], Any]) -> None:
+    case = SPECIAL["plain"]()
+    with context():
+        pipe = compiled(case, **TWO, microbatches=4)
+        step(pipe, case.batch)
+        step(pipe, case.batch)
+    assert not any(p.grad.is_inference() for p in pipe.parameters())
+    eager_case = SPECIAL["plain"]()
+    for part in 2 * eager_case.batch.microbatches(4):
+        (F.cross_entropy(eager_case.model(*part.args), part.target) / 4).backward()
+    assert unequal(gradients(case.model), gradients(eager_case.model)) == []
+
+
+def test_autocast_is_that_of_the_call() -> None:
+    case = SPECIAL["plain"]()
+    pipe = compiled(case, **TWO, microbatches=4)
+    with torch.autocast("cpu", torch.bfloat16):
+        inside = step(pipe, case.batch).losses
+    outside = step(pipe, case.batch).losses
+    parts = case.batch.microbatches(4)
+    plain = torch.stack([F.cross_entropy(case.model(*part.args), part.target) for part in parts])
+    with torch.autocast("cpu", torch.bfloat16):
+        low = torch.stack([F.cross_entropy(case.model(*part.args), part.target) for part in parts])
+    assert torch.equal(inside, low)
+    assert torch.equal(outside, plain)
+    assert not torch.equal(inside, outside)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_model_in_eval_mode_trains_as_it_is(ranks: int) -> None:
+    for found in on_ranks(ranks, half_in_eval):
+        assert found == ([], [False, True])
+
+
+def half_in_eval(rank: int) -> tuple[list[str], list[bool]]:
+    """Layers 2 and 3 in eval mode: their statistics stay. What differs from eager, and which flags there are afterwards."""
+    case = SPECIAL["norms"]()
+    case.model.eval()
+    case.model.layers[0].train()
+    flags = [module.training for module in case.model.modules()]
+    reference = eager_steps(case.model, case.loss, [case.batch], 4, 2)
+    pipe = compiled(case, **TWO, microbatches=4)
+    optimizer = None
+    for _ in range(2):
+        if optimizer:
+            optimizer.zero_grad()
+        step(pipe, case.batch)
+        optimizer = optimizer or torch.optim.AdamW(pipe.parameters(), lr=1e-2)
+        optimizer.step()
+    assert [module.training for module in case.model.modules()] == flags
+    wrong = [fqn for fqn, p in pipe.named_parameters() if not torch.equal(p, reference.params[fqn])]
+    wrong += [fqn for fqn, b in pipe.named_buffers() if not torch.equal(b, reference.buffers[fqn])]
+    return wrong, sorted(set(flags))
+
+
+def test_flags_are_looked_at_in_every_step() -> None:
+    case = SPECIAL["norms"]()
+    pipe = compiled(case, **TWO, microbatches=4)
+    step(pipe, case.batch)
+    case.model.eval()
+    step(pipe, case.batch)
+    case.model.layers[0].requires_grad_(False)
+    step(pipe, case.batch)
+    assert case.model.layers[0][1].num_batches_tracked == 4
+    grad = case.model.layers[0][0].weight.grad.clone()
+    step(pipe, case.batch)
+    assert torch.equal(case.model.layers[0][0].weight.grad, grad)
+
+
+# ------------------------------------------------------------------------------------------------ buffers
+
+
+def count_batches(rank: int) -> dict[str, Tensor]:
+    case = SPECIAL["norms"]()
+    pipe = compiled(case, **FOUR, microbatches=8)
+    step(pipe, case.batch)
+    return dict(pipe.named_buffers())
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_batch_norm_sees_every_microbatch_once(ranks: int) -> None:
+    buffers = joined(on_ranks(ranks, count_batches))
+    tracked = [value for fqn, value in buffers.items() if fqn.endswith("num_batches_tracked")]
+    assert [int(value) for value in tracked] == [8] * 4
+    assert unequal(buffers, eager("norms", 8, steps=1).buffers) == []
+
+
+# ------------------------------------------------------------------------------------------------ arguments
+
+
+def masked_step(rank: int) -> tuple[Tensor, dict[str, Tensor | None]]:
+    case = SPECIAL["masked"]()
+    pipe = compiled(case, **FOUR, microbatches=4)
+    batch = case.batch
+    kwargs = {**batch.kwargs, "table": graphpp.whole(batch.kwargs["table"])}
+    return step(pipe, Batch(batch.args, kwargs, batch.target)).losses, local_grads(pipe)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_arguments_of_middle_stages_and_without_batch_dimension(ranks: int) -> None:
+    found = on_ranks(ranks, masked_step)
+    reference = eager("masked", 4, steps=1)
+    assert all(torch.equal(losses, reference.losses[0]) for losses, _ in found)
+    assert unequal(joined([grads for _, grads in found]), reference.grads[0]) == []
+
+
+def test_whole_microbatches_and_examples() -> None:
+    case = SPECIAL["masked"]()
+    (args, kwargs, target), *_ = case.batch.microbatches(4)
+    part = graphpp.Microbatch(args, {**kwargs, "table": graphpp.whole(kwargs["table"])}, target)
+    pipe = compiled(case, **TWO, example=part, microbatches=4)
+    assert torch.equal(pipe.step_microbatches([part]).losses, eager("masked", 4, steps=1).losses[0][:1])
+
+
+# ------------------------------------------------------------------------------------------------ parameters
+
+
+def test_local_parameters_are_the_models_own() -> None:
+    case = SPECIAL["partial"]()
+    before = dict(case.model.named_parameters())
+    pipe = compiled(case, **TWO, microbatches=4)
+    step(pipe, case.batch)
+    assert list(pipe.named_parameters()) == list(case.model.named_parameters())
+    assert all(parameter is before[fqn] for fqn, parameter in pipe.named_parameters())
+    nothing = {fqn for fqn, parameter in pipe.named_parameters() if parameter.grad is None}
+    assert nothing == {"spare.weight", "spare.bias", "layers.1.weight", "layers.1.bias"}
+
+
+def test_an_exchanged_parameter_is_seen() -> None:
+    case = SPECIAL["plain"]()
+    pipe = compiled(case, **TWO, microbatches=4)
+    step(pipe, case.batch)
+    case.model.head.weight = nn.Parameter(torch.zeros_like(case.model.head.weight))
+    losses = step(pipe, case.batch).losses
+    with torch.no_grad():
+        first = case.batch.microbatches(4)[0]
+        assert torch.equal(losses[0], F.cross_entropy(case.model(*first.args), first.target))
+    assert case.model.head.weight.grad is not None
+
+
+def mixed_dtypes(rank: int) -> tuple[Tensor, list[Tensor]]:
+    case, twin = SPECIAL["plain"](), SPECIAL["plain"]()
+    for model in (case.model, twin.model):
+        model.layers[1].to(torch.bfloat16)
+        model.layers[3].to(torch.bfloat16)
+        for index in (1, 3):
+            model.layers[index].register_forward_pre_hook(lambda _, args: (args[0].to(torch.bfloat16),))
+            model.layers[index].register_forward_hook(lambda _, args, out: out.float())
+    pipe = compiled(case, **TWO, microbatches=4)
+    step(pipe, case.batch)
+    for part in twin.batch.microbatches(4):
+        (F.cross_entropy(twin.model(*part.args), part.target) / 4).backward()
+    total = nn.utils.clip_grad_norm_(twin.model.parameters(), 0.01)
+    expected = gradients(twin.model)
+    norm = pipe.clip_grad_norm_(0.01)
+    assert [fqn for fqn, p in pipe.named_parameters() if not torch.equal(p.grad, expected[fqn])] == []
+    return total, [norm]
+
+
+def test_norm_over_several_dtypes() -> None:
+    for total, (norm,) in run_ranks(mixed_dtypes, 2):
+        assert torch.equal(norm, total)
+
+
+@pytest.mark.parametrize("norm_type", [1.0, 3.0, float("inf")])
+def test_norm_types(norm_type: float) -> None:
+    case = SPECIAL["partial"]()
+    pipe = compiled(case, **TWO, microbatches=4)
+    step(pipe, case.batch)
+    expected = nn.utils.get_total_norm([p.grad for p in case.model.parameters() if p.grad is not None], norm_type)
+    assert torch.equal(pipe.clip_grad_norm_(1e9, norm_type), expected)
+
+
+# ------------------------------------------------------------------------------------------------ the model is left alone
+
+
+class Watchful(nn.Module):
+    """Counts outside of itself how often it is called, and how often on real data."""
+
+    calls: list[bool]
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 10)
+
+    def forward(self, x: Tensor) -> Tensor:
+        CALLS.append(type(x) is Tensor and x.device.type == "cpu")
+        return self.layer(x)
+
+
+CALLS: list[bool] = []
+
+
+def test_the_forward_never_runs_on_data() -> None:
+    CALLS.clear()
+    case = Case(Watchful(), F.cross_entropy, SPECIAL["plain"]().batch)
+    pipe = compiled(case, microbatches=4)
+    for _ in range(2):
+        step(pipe, case.batch)
+        pipe.eval(*case.batch.args)
+    assert CALLS
+    assert not any(CALLS)
+
+
+def test_two_pipelines_in_one_process() -> None:
+    first, second = SPECIAL["plain"](), SPECIAL["norms"]()
+    pipes = [compiled(first, **TWO, microbatches=4), compiled(second, **FOUR, microbatches=3)]
+    for _ in range(2):
+        for pipe, case in zip(pipes, (first, second), strict=True):
+            step(pipe, case.batch)
+    for case, count in ((first, 4), (second, 3)):
+        twin = SPECIAL["plain" if case is first else "norms"]()
+        for part in 2 * twin.batch.microbatches(count):
+            (F.cross_entropy(twin.model(*part.args), part.target) / count).backward()
+        assert unequal(gradients(case.model), gradients(twin.model)) == []
+
+
+def two_on_ranks(rank: int) -> list[dict[str, Tensor | None]]:
+    cases = [SPECIAL["plain"](), SPECIAL["tied"]()]
+    pipes = [compiled(case, **TWO, microbatches=4) for case in cases]
+    for pipe, case in zip(pipes, cases, strict=True):
+        step(pipe, case.batch)
+    step(pipes[0], cases[0].batch)
+    return [local_grads(pipe) for pipe in pipes]
+
+
+def test_two_pipelines_on_the_same_ranks() -> None:
+    parts = run_ranks(two_on_ranks, 2)
+    twin = SPECIAL["plain"]()
+    for part in 2 * twin.batch.microbatches(4):
+        (F.cross_entropy(twin.model(*part.args), part.target) / 4).backward()
+    assert unequal(joined([plain for plain, _ in parts]), gradients(twin.model)) == []

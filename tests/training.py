@@ -1,0 +1,125 @@
+"""Three training steps through graphpp, in the shape of the eager reference's numbers, and how two of them differ.
+
+Contract: `train` runs on one rank and returns what that rank has; `whole` joins the ranks; `differences` names by FQN and
+step whatever is not bit-equal, so that a test asserts that there is nothing.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+import graphpp
+from tests.distributed import run_ranks
+from tests.models import MODELS, Batch, Case
+from tests.reference import adamw, eager_steps
+from tests.special_models import SPECIAL
+
+STEPS = 3
+MAX_NORM = 0.5
+CASES: dict[str, Callable[..., Case]] = MODELS | SPECIAL
+
+
+class Numbers(NamedTuple):
+    """What the steps gave on one rank, or on all: by step, by FQN."""
+
+    losses: list[Tensor]
+    norms: list[Tensor]
+    grads: list[dict[str, Tensor | None]]
+    params: dict[str, Tensor]
+    buffers: dict[str, Tensor]
+
+
+def step(pipe: graphpp.Pipeline, batch: Batch) -> graphpp.StepResult:
+    return pipe.step(*batch.args, target=batch.target, **batch.kwargs)
+
+
+def compiled(case: Case, **options: Any) -> graphpp.Pipeline:
+    return graphpp.compile(case.model, case.loss, **options)
+
+
+def example(batch: Batch, microbatches: int) -> graphpp.Microbatch:
+    return graphpp.Microbatch(*batch.microbatches(microbatches)[0])
+
+
+def local_grads(pipe: graphpp.Pipeline) -> dict[str, Tensor | None]:
+    return {fqn: None if p.grad is None else p.grad.clone() for fqn, p in pipe.named_parameters()}
+
+
+def train(rank: int, name: str, options: Mapping[str, Any], steps: int = STEPS) -> Numbers:
+    """This rank's numbers of `steps` steps of AdamW with clipping, each on another batch."""
+    pipe = compiled(CASES[name](), **options)
+    numbers = Numbers([], [], [], {}, {})
+    optimizer = None
+    for seed in range(steps):
+        if optimizer:
+            optimizer.zero_grad()
+        numbers.losses.append(step(pipe, CASES[name](seed).batch).losses)
+        optimizer = optimizer or adamw(list(pipe.parameters()))
+        numbers.grads.append(local_grads(pipe))
+        numbers.norms.append(pipe.clip_grad_norm_(MAX_NORM))
+        optimizer.step()
+    numbers.params.update(pipe.named_parameters())
+    numbers.buffers.update(pipe.named_buffers())
+    return numbers
+
+
+def trained(ranks: int, name: str, steps: int = STEPS, **options: Any) -> Numbers:
+    """All ranks' numbers; one rank runs in this process."""
+    if ranks == 1:
+        return train(0, name, options, steps)
+    return whole(run_ranks(train, ranks, name, options, steps))
+
+
+def eager(name: str, microbatches: int, steps: int = STEPS, **options: Any) -> Numbers:
+    """The numbers of the plain loop."""
+    case = CASES[name]()
+    batches = [CASES[name](seed).batch for seed in range(steps)]
+    found = eager_steps(case.model, case.loss, batches, microbatches, steps, max_norm=MAX_NORM, **options)
+    return Numbers(found.losses, found.norms, found.grads, found.params, found.buffers)
+
+
+def whole(parts: Sequence[Numbers]) -> Numbers:
+    """All ranks' numbers as one; what several ranks have must be the same on all of them."""
+    first = parts[0]
+    for part in parts[1:]:
+        assert unequal_lists(part.losses, first.losses) + unequal_lists(part.norms, first.norms) == []
+    grads = [joined([part.grads[index] for part in parts]) for index in range(len(first.grads))]
+    params = joined([part.params for part in parts])
+    return Numbers(first.losses, first.norms, grads, params, joined([part.buffers for part in parts]))
+
+
+def joined(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """One mapping of all; a name that several have must mean the same bits."""
+    found: dict[str, Any] = {}
+    for part in parts:
+        assert [fqn for fqn, value in part.items() if fqn in found and not same(found[fqn], value)] == []
+        found.update(part)
+    return found
+
+
+def differences(one: Numbers, other: Numbers) -> list[str]:
+    """What is not bit-equal."""
+    lines = [f"losses of step {index}" for index in unequal_lists(one.losses, other.losses)]
+    lines += [f"norm of step {index}" for index in unequal_lists(one.norms, other.norms)]
+    for index, (mine, theirs) in enumerate(zip(one.grads, other.grads, strict=True)):
+        lines += [f"gradient of {fqn} in step {index}" for fqn in unequal(mine, theirs)]
+    lines += [f"parameter {fqn}" for fqn in unequal(one.params, other.params)]
+    return lines + [f"buffer {fqn}" for fqn in unequal(one.buffers, other.buffers)]
+
+
+def unequal_lists(one: Sequence[Tensor], other: Sequence[Tensor]) -> list[int]:
+    return [index for index, (a, b) in enumerate(zip(one, other, strict=True)) if not same(a, b)]
+
+
+def unequal(one: Mapping[str, Tensor | None], other: Mapping[str, Tensor | None]) -> list[str]:
+    """Names under which the two differ, or which only one has."""
+    absent = object()
+    return sorted(fqn for fqn in one.keys() | other.keys() if not same(one.get(fqn, absent), other.get(fqn, absent)))
+
+
+def same(one: object, other: object) -> bool:
+    if isinstance(one, Tensor) and isinstance(other, Tensor):
+        return torch.equal(one, other)
+    return one is other
