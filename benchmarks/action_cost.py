@@ -63,7 +63,7 @@ def main() -> None:
     device = start()
     if RANKS == 1:  # torch's stages need a group
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    table = add_communication(schedules.build("Interleaved1F1B", RANKS, STAGES, option.microbatches))
+    table = add_communication(schedules.interleaved_1f1b(RANKS, STAGES, option.microbatches))
     actions = max(len(list(filter(None, row))) for row in table.table)
     steps = contenders(table, device)
     results = alternate({name: Contender(step) for name, step in steps.items()}, option.rounds + 3, device)

@@ -3,9 +3,9 @@
     python benchmarks/capture_scale.py [--layers 16 32 63 126] [--stages 16] [--json results.json]
 
 Contract: every depth is compiled by `graphpp.compile` in a process of its own, from a model on the meta device. The
-parts (capture, each pass with its verification, the rest: plan, fingerprint, schedule) are CPU seconds of that call, which
-is single-threaded, so that others on the machine count little; `wall` is by the clock. Memory is the peak resident size of
-the process above what it was when torch, graphpp and the meta model were there.
+parts (capture, each pass with its verification, the rest: plan, fingerprint, schedule) are CPU seconds of that call,
+which is single-threaded, so that others on the machine count little; `wall` is by the clock. Memory is the peak
+resident size of the process above what it was when torch, graphpp and the meta model were there.
 """
 
 from __future__ import annotations
@@ -139,8 +139,9 @@ def table(rows: list[dict[str, Any]]) -> Table:
     for row in rows:
         total = sum(row["parts"].values())
         seconds = [f"{row['parts'].get(name, 0):.2f}" for name in names]
-        tail = [f"{total:.2f}", f"{total / row['layers']:.3f}", f"{row['wall']:.2f}", f"{row['peak_bytes'] / 2**20:.0f}"]
-        shown.add_row(str(row["layers"]), f"{row['parameters'] / 1e9:.1f} B", str(row["nodes"]), *seconds, *tail)
+        tail = [f"{total:.2f}", f"{total / row['layers']:.3f}", f"{row['wall']:.2f}"]
+        size, memory = f"{row['parameters'] / 1e9:.1f} B", f"{row['peak_bytes'] / 2**20:.0f}"
+        shown.add_row(str(row["layers"]), size, str(row["nodes"]), *seconds, *tail, memory)
     return shown
 
 

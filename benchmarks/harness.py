@@ -1,8 +1,8 @@
 """What the benchmarks share: the ranks' device, fair timing of several contenders in turn, and records.
 
-Contract: `alternate(contenders, rounds)` runs A B C A B C .. and returns each one's samples. Every run starts at a barrier
-with the garbage collector off and ends, on CUDA, with a synchronise. `prepare` of a contender runs before each of its runs,
-outside the time. What warms up is the caller's business.
+Contract: `alternate(contenders, rounds)` runs A B C A B C .. and returns each one's samples. Every run starts at a
+barrier with the garbage collector off and ends, on CUDA, with a synchronise. `prepare` of a contender runs before each
+of its runs, outside the time. What warms up is the caller's business.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The Llama of the benchmarks: plain PyTorch, any size, grouped-query attention; and its manual stages for torch's pipelines.
+"""The Llama of the benchmarks: plain PyTorch, any size, grouped-query attention; and manual stages of it for torch.
 
 Contract
 --------

@@ -2,24 +2,22 @@
 
     python benchmarks/program_cost.py [--dims 64 256 512] [--profile]
 
-One process, one thread, one stage, one microbatch: the forward and backward programs of the whole model and loss against
-`loss(model(x)).backward()` of the eager module, in turn; both leave fresh gradients. CPU milliseconds (medians), so that a
-busy machine counts little; calls into torch per microbatch, by kind of operation. `--profile` prints where each one's time
-goes: torch.profiler's self CPU time by operator, side by side.
+One process, one thread, one stage, one microbatch: the forward and backward programs of the whole model and loss
+against `loss(model(x)).backward()` of the eager module, in turn; both leave fresh gradients. CPU milliseconds
+(medians), so that a busy machine counts little; page faults; calls into torch per microbatch, by kind. `--profile`
+prints where each one's time goes: torch.profiler's self CPU time by operator, side by side.
 """
 
 from __future__ import annotations
 
 import argparse
-import gc
 import re
-import statistics
-import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from harness import Contender, Sample, alternate, median_ratio, medians
 from models import Config, loss, new_llama
 from rich.console import Console
 from rich.table import Table
@@ -40,12 +38,14 @@ def main() -> None:
     torch.set_num_threads(1)
     console = Console(width=150)
     shown = Table(title=f"{option.rows * option.length} tokens, {option.layers} layers: CPU ms", title_justify="left")
-    for column in ("dim", "eager", "graphpp", "eager/graphpp", "F", "B", "calls F", "calls B", "views", "getitems"):
+    for column in ("dim", "eager", "graphpp", "eager/graphpp", "F", "B", "faults eager", "graphpp"):
+        shown.add_column(column, justify="right")
+    for column in ("calls F", "calls B", "views", "getitems"):
         shown.add_column(column, justify="right")
     for dim in option.dims:
         eager, program, stage = contenders(dim, option)
-        seconds = in_turn([eager, program.both, program.forward], option.rounds)
-        shown.add_row(str(dim), *figures(seconds), *map(str, calls(stage)))
+        samples = in_turn([eager, program.both, program.forward], option.rounds)
+        shown.add_row(str(dim), *figures(samples), *map(str, calls(stage)))
         if option.profile:
             console.print(profiles(dim, eager, program.both))
     console.print(shown)
@@ -111,22 +111,19 @@ def contenders(dim: int, option: argparse.Namespace) -> tuple[Callable[[], objec
     return eager, program, stage
 
 
-def in_turn(steps: Sequence[Callable[[], object]], rounds: int) -> list[list[float]]:
-    """CPU seconds of each step in each round."""
-    seconds: list[list[float]] = [[] for _ in steps]
-    gc.disable()
-    for _ in range(rounds):
-        for index, step in enumerate(steps):
-            began = time.process_time()
-            step()
-            seconds[index].append(time.process_time() - began)
-    gc.enable()
-    return [values[2:] for values in seconds]
+def in_turn(steps: Sequence[Callable[[], object]], rounds: int) -> list[list[Sample]]:
+    """Samples of each step in each round, after two rounds to warm up."""
+    contenders = {str(index): Contender(step) for index, step in enumerate(steps)}
+    samples = alternate(contenders, rounds + 2, torch.device("cpu"))
+    return [taken[2:] for taken in samples.values()]
 
 
-def figures(seconds: list[list[float]]) -> list[str]:
-    eager, both, forward = (1e3 * statistics.median(values) for values in seconds)
-    return [f"{value:.2f}" for value in (eager, both, eager / both, forward, both - forward)]
+def figures(samples: list[list[Sample]]) -> list[str]:
+    eager, both, forward = map(medians, samples)
+    millis = [1e3 * sample.cpu for sample in (eager, both, forward)]
+    ratio = median_ratio(samples[0], samples[1], "cpu")
+    columns = [f"{value:.2f}" for value in (millis[0], millis[1], ratio, millis[2], millis[1] - millis[2])]
+    return [*columns, f"{eager.faults:.0f}", f"{both.faults:.0f}"]
 
 
 def calls(stage: StageProgram) -> list[int]:
@@ -152,12 +149,14 @@ def operators(source: str) -> Counter[str]:
 def profiles(dim: int, eager: Callable[[], object], program: Callable[[], object], repeats: int = 5) -> Table:
     """Self CPU time per operator of both, ms per microbatch, the largest differences first."""
     sides = [by_operator(step, repeats) for step in (eager, program)]
-    names = sorted(set(sides[0]) | set(sides[1]), key=lambda name: -abs(sides[1].get(name, (0, 0))[0] - sides[0].get(name, (0, 0))[0]))
+    none = (0.0, 0.0)
+    gaps = {name: abs(sides[1].get(name, none)[0] - sides[0].get(name, none)[0]) for side in sides for name in side}
+    names = sorted(gaps, key=gaps.__getitem__, reverse=True)
     shown = Table(title=f"dim {dim}: self CPU ms (calls) per microbatch, under the profiler", title_justify="left")
     for column in ("operator", "eager", "graphpp"):
         shown.add_column(column, justify="left" if column == "operator" else "right")
     for name in names[:24]:
-        shown.add_row(name, *(f"{ms:.3f} ({count:.0f})" for ms, count in (side.get(name, (0.0, 0.0)) for side in sides)))
+        shown.add_row(name, *(f"{ms:.3f} ({count:.0f})" for ms, count in (side.get(name, none) for side in sides)))
     totals = [(sum(ms for ms, _ in side.values()), sum(count for _, count in side.values())) for side in sides]
     shown.add_row("all", *(f"{ms:.3f} ({count:.0f})" for ms, count in totals))
     return shown

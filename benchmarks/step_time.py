@@ -8,8 +8,8 @@ eager process over the same microbatches (rank 0; the others wait). Before timin
 their size. A step is forward and backward of all microbatches into fresh `param.grad`; no optimizer. Medians over
 rounds; the ratio is the median of the rounds' ratios.
 
-bound: the speed-up over one process that the bubble leaves, W M v / (M v + W - 1), for W ranks, M microbatches, v stages
-a rank (Narayanan et al. 2021).
+bound: the speed-up over one process that the bubble leaves, W M v / (M v + W - 1), for W ranks, M microbatches, v
+stages a rank (Narayanan et al. 2021).
 """
 
 from __future__ import annotations
@@ -126,7 +126,7 @@ def graphpp_step(case: Case, device: torch.device) -> Step:
         loss,
         example=example,
         split=split,
-        schedule=case.schedule if RANKS > 1 else "1F1B",
+        schedule=case.schedule,
         microbatches=case.microbatches,
         device=device,
     )
@@ -185,8 +185,7 @@ def plain_step(case: Case, device: torch.device) -> Step:
 def record(case: Case, rounds: int, device: torch.device) -> dict[str, Any]:
     """Check that the losses agree, then time all contenders in turn."""
     plain = plain_step(case, device)
-    steps = {"graphpp": graphpp_step(case, device), "torch": torch_step(case, device)} if RANKS > 1 else {
-        "graphpp": graphpp_step(case, device)}
+    steps = {"graphpp": graphpp_step(case, device), "torch": torch_step(case, device)}
     check_losses(case, steps, plain, device)
     contenders = {name: Contender(step.losses, step.forget_gradients) for name, step in steps.items()}
     contenders["plain"] = Contender(plain.losses, plain.forget_gradients, everywhere=False)
@@ -219,7 +218,8 @@ def check_losses(case: Case, steps: dict[str, Step], plain: Step, device: torch.
 def table(records: list[dict[str, Any]]) -> Table:
     """Medians, ratios and bounds; one line per case."""
     first = records[0]
-    title = f"{first['ranks']} ranks, {first['device']}, {first['microbatches']} microbatches of {first['tokens']} tokens"
+    title = f"{first['ranks']} ranks, {first['device']}, {first['layers']} layers, "
+    title += f"{first['microbatches']} microbatches of {first['tokens']} tokens"
     caption = "ms: medians of the slowest rank; cpu ms, page faults: all ranks; ratios: median over the rounds"
     shown = Table(title=title, title_justify="left", caption=caption)
     for column in ("dim", "schedule", "graphpp ms", "torch ms", "plain ms", "torch/graphpp"):

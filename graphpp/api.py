@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Literal
 
@@ -25,7 +24,7 @@ from graphpp.signature import Microbatch
 from graphpp.split import Split
 
 
-def compile(
+def compile(  # noqa: PLR0913 - what a user may choose, all of it optional
     model: nn.Module,
     loss: LossFunction | None = None,
     *,
@@ -66,7 +65,7 @@ def compile(
 
     def settings() -> Settings:
         _check(model, loss, example, loss_reduction)
-        table = _schedule(schedule)
+        table = read(schedule)
         count = _microbatches(microbatches, table)
         return Settings(place, example, split, table, count, loss_reduction, _folder(dump))
 
@@ -86,28 +85,17 @@ def _check(model: object, loss: object, example: object, loss_reduction: object)
         raise BatchError(f"example must be a graphpp.Microbatch(args, kwargs, target), got {type(example).__name__}")
     if loss_reduction not in ("mean", "sum"):
         raise GraphPPError(f"loss_reduction must be 'mean' or 'sum', got {loss_reduction!r}")
-    trainable = [name for name, p in loss.named_parameters() if p.requires_grad] if isinstance(loss, nn.Module) else []
+    _check_frozen(loss)
+
+
+def _check_frozen(loss: object) -> None:
+    parameters = loss.named_parameters() if isinstance(loss, nn.Module) else ()
+    trainable = [name for name, parameter in parameters if parameter.requires_grad]
     if trainable:
         raise CaptureError(
             f"the loss has trainable parameters of its own ({', '.join(trainable[:3])}): they would never be updated. "
             "Make the loss a part of the model and pass loss=None with an output that has `.loss`."
         )
-
-
-def _schedule(given: Source) -> Source:
-    """A name or a function as it is; files and tables read once, here."""
-    if isinstance(given, str | os.PathLike):
-        return read(given)
-    if isinstance(given, Schedule) or callable(given):
-        return given
-    rows = [given[rank] for rank in sorted(given)] if isinstance(given, Mapping) else given
-    if isinstance(given, Mapping) and sorted(given) != list(range(len(given))):
-        raise ScheduleError(f"a schedule given as a dict needs a row for each rank from 0 on, not {list(given)}")
-    if not isinstance(rows, Iterable):
-        raise ScheduleError(
-            f"{given!r} is no schedule: give a name, a .csv path, a Schedule, a function, or a row per rank"
-        )
-    return Schedule.of(rows)
 
 
 def _microbatches(given: object, schedule: Source) -> int | None:
@@ -146,21 +134,29 @@ def _facts(model: nn.Module, loss: LossFunction | None, settings: Settings) -> F
 
 
 def _place(model: object, group: dist.ProcessGroup | None, device: torch.device | str | None) -> Device:
-    """The device and group of this rank; raises `GraphPPError` where there is no such device, or the rank is not in the group."""
+    """The device and group of this rank; raises `GraphPPError` where it has no such device, or is not in the group."""
+    if group is not None and not _is_member(group):
+        raise GraphPPError(f"rank {dist.get_rank()} is not in the group: call compile on the ranks of its group only")
     try:
-        chosen = torch.device(device) if device is not None else _default_device(model)
-        torch.empty(0, device=chosen)
-        if chosen.type == "cuda":
-            chosen = torch.device("cuda", torch.cuda.current_device()) if chosen.index is None else chosen
-            torch.cuda.set_device(chosen)
+        chosen = _usable(torch.device(device) if device is not None else _default_device(model))
     except (RuntimeError, AssertionError) as error:
         first = str(error).partition("\n")[0]
         raise GraphPPError(f"device={str(device)!r} cannot be used on this machine: {first}") from error
-    if group is not None and (group is dist.GroupMember.NON_GROUP_MEMBER or dist.get_rank(group) < 0):
-        raise GraphPPError(
-            f"rank {dist.get_rank()} is not in the group it was given: call compile on the group's ranks only"
-        )
     return Device(chosen, group if group is not None else _world(chosen))
+
+
+def _is_member(group: object) -> bool:
+    """Whether this rank is in a group; torch gives ranks outside of it a number in its place."""
+    return isinstance(group, dist.ProcessGroup) and dist.get_rank(group) >= 0
+
+
+def _usable(device: torch.device) -> torch.device:
+    """The device with its number, made the current one; raises what torch raises where there is none."""
+    torch.empty(0, device=device)
+    if device.type == "cuda":
+        device = torch.device("cuda", torch.cuda.current_device()) if device.index is None else device
+        torch.cuda.set_device(device)
+    return device
 
 
 def _default_device(model: object) -> torch.device:

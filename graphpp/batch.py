@@ -48,7 +48,7 @@ def leading_size(part: Leaves) -> int | None:
 
 
 def same_shape(parts: list[Leaves]) -> None:
-    """Raise `BatchError` unless one captured graph serves all microbatches; names the first that differs, and in what."""
+    """Raise `BatchError` unless one captured graph serves all microbatches; names the first other one and its leaf."""
     if not parts:
         raise BatchError("a step needs at least one microbatch, got an empty list")
     usual = parts[0].signature

@@ -15,7 +15,7 @@ from __future__ import annotations
 import contextlib
 import traceback
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -24,6 +24,7 @@ from torch.utils.checkpoint import CheckpointFunction
 
 from graphpp import _torch_aot as aot
 from graphpp import signature
+from graphpp.assignments import Replaced, written
 from graphpp.errors import CaptureError
 from graphpp.passes.joint import JointGraph, verify
 from graphpp.regions import inline_regions
@@ -32,8 +33,8 @@ from graphpp.signature import Microbatch
 
 LossFunction = Callable[[Any, Any], torch.Tensor]
 
-# Functions of torch itself that implement registered and higher-order operators: export keeps the operator.
-_KEPT = ("torch._library.", "torch._higher_order_ops.", "torch._functorch.")
+# Functions of torch itself that change no gradient, or implement registered and higher-order operators, which export keeps.
+_KEPT = ("torch._library.", "torch._higher_order_ops.", "torch._functorch.", "torch.utils.checkpoint")
 
 
 @dataclass(frozen=True)
@@ -61,6 +62,7 @@ def capture(
         module = _export(wrapper, tuple(fakes.values()))
         with _explaining(), aot.joint_trace(mode, module, tuple(fakes.values())) as traced:
             joint = with_roles(traced, model, tuple(fakes), training=training, loss_index=wrapper.found.loss_index)
+    wrapper.found.replaced.refuse_stale(joint.constants.values())
     verify(joint)
     return Captured(joint, wrapper.found.output_spec, wrapper.found.output_leaves)
 
@@ -72,6 +74,7 @@ class _Found:
     loss_index: int | None
     output_spec: aot.TreeSpec | None = None
     output_leaves: tuple[Any, ...] = ()
+    replaced: Replaced = field(default_factory=Replaced)
 
 
 class _Step(nn.Module):
@@ -84,6 +87,10 @@ class _Step(nn.Module):
         self.found = _Found(loss_index=0 if training else None)
 
     def forward(self, *tensors: torch.Tensor) -> Any:
+        with written(self.model, self.found.replaced):
+            return self._results(tensors)
+
+    def _results(self, tensors: tuple[torch.Tensor, ...]) -> Any:
         loss, example, training = self.held
         batch = signature.rebuild(example, tensors)
         output = self.model(*batch.args, **batch.kwargs)
@@ -145,10 +152,10 @@ def _custom_functions_refused() -> Iterator[None]:
     original = torch.autograd.Function.__dict__["apply"]
 
     def apply(cls: type, *args: Any, **kwargs: Any) -> Any:
-        if cls.__module__.startswith(_KEPT):
-            return original.__get__(None, cls)(*args, **kwargs)
         if cls is CheckpointFunction:  # same numbers without it: run(function, keep_random_state, *its arguments)
             return args[0](*args[2:])
+        if cls.__module__.startswith(_KEPT):
+            return original.__get__(None, cls)(*args, **kwargs)
         frame = _user_frame(traceback.extract_stack())
         raise CaptureError(
             f"the model uses the custom autograd.Function {cls.__qualname__} at {frame}: torch.export would drop its "

@@ -1,7 +1,7 @@
 """From settings and one example to a compiled pipeline: capture, resolve the split, lower, plan.
 
-Contract: `Compiler.build` is a function of the model, the settings, the example and the number of microbatches alone; every
-rank builds all stages and gets the same program, and `Built.facts` says so in plain text, to be compared.
+Contract: `Compiler.build` is a function of the model, the settings, the example and the number of microbatches alone;
+every rank builds all stages and gets the same program, and `Built.facts` says so in plain text, to be compared.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class Settings:
         return self.microbatches or (4 * self.place.ranks if self.place.ranks > 1 else 1)
 
     def microbatches_for(self, batch: Microbatch) -> int:
-        """The number given; else one in one process; else the largest that batch and schedule admit, up to 4 per rank."""
+        """The number given; else 1 in one process; else the largest that batch and schedule admit, up to 4 per rank."""
         if self.microbatches is not None or self.place.ranks == 1:
             return self.usual_microbatches
         size = batch_size(batch)
@@ -156,8 +156,8 @@ class Compiler:
         given, ranks = self.settings.schedule, self.settings.place.ranks
         if isinstance(given, Schedule) and given.microbatches != microbatches:
             raise ScheduleError(
-                f"the schedule {given.name!r} is for {given.microbatches} microbatches, this step has {microbatches}: cut the "
-                f"batch into {given.microbatches}, or give a name or a function, which make a table for any number."
+                f"the schedule {given.name!r} is for {given.microbatches} microbatches, this step has {microbatches}: "
+                f"cut the batch into {given.microbatches}, or give a name or a function, which makes a table for any."
             )
         table = build(given, ranks, stages, microbatches)
         check(table, ranks=ranks, stages=stages, microbatches=microbatches)

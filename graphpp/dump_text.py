@@ -27,10 +27,11 @@ class Pass:
 
 def passes_text(passes: Sequence[Pass]) -> str:
     """One line per pass: number, name, milliseconds, and how many files of this rank it changed."""
-    return "".join(
-        f"{number:02d}  {item.name:<12}{1000 * item.seconds:>10.1f} ms  {item.files or '-':>4}\n"
+    lines = [
+        f"{number:02d}  {item.name:<12}{1000 * item.seconds:>10.1f} ms  {item.files or '-':>5}"
         for number, item in enumerate(passes)
-    )
+    ]
+    return "\n".join([f"    {'pass':<12}{'time':>13}  files", *lines, ""])
 
 
 def boundaries_text(cut: Cut) -> str:

@@ -1,7 +1,7 @@
 """What the ranks tell each other before they do something together, in the order in which a difference should be named.
 
-Contract: lines of plain text that are equal on two ranks exactly if both would do the same; no path, address or value of a
-parameter stands in them, but of what several ranks hold a copy of, a checksum.
+Contract: lines of plain text that are equal on two ranks exactly if both would do the same; no path, address or value
+of a parameter stands in them, but of what several ranks hold a copy of, a checksum.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def of_built(joint: JointGraph, compiled: PipelineProgram, schedule: Schedule) -
 
 
 def of_copies(state: ModelState, shared: Sequence[str]) -> Facts:
-    """Checksums of this rank's tensors that other ranks hold too: a tied parameter starts equal everywhere or never is."""
+    """Checksums of this rank's tensors that other ranks hold too: a tied parameter that starts unequal stays so."""
     return Facts({f"the values of {fqn}": [f"bits that add up to {checksum(state.tensor(fqn))}"] for fqn in shared})
 
 
@@ -76,10 +76,14 @@ def _code(joint: JointGraph) -> list[str]:
 
 def _texts(compiled: PipelineProgram) -> list[str]:
     return [
-        f"stage {stage.index} {phase.name.lower()}, sha256 {hashlib.sha256(_without_comments(item.source).encode()).hexdigest()[:16]}"
+        f"stage {stage.index} {phase.name.lower()}, sha256 {_digest(item.source)}"
         for stage in compiled.stages
         for phase, item in stage.programs.items()
     ]
+
+
+def _digest(source: str) -> str:
+    return hashlib.sha256(_without_comments(source).encode()).hexdigest()[:16]
 
 
 def _begins(stage: StageProgram) -> str:

@@ -2,8 +2,8 @@
 
 Contract
 --------
-- One captured graph per signature of a microbatch, mode of the model (flags, dtypes) and autocast; one runner per graph and
-  number of microbatches.
+- One captured graph per signature of a microbatch, mode of the model (flags, dtypes) and autocast; one runner per graph
+  and number of microbatches.
 - Whatever is built anew is compared over all ranks before it runs. If building fails on one rank it fails on all.
 - The first graph decides which rank holds which parameter; a later one that would read it elsewhere is refused.
 """
@@ -30,8 +30,17 @@ _Key = tuple[Any, ...]
 
 
 @dataclass(frozen=True)
+class Call:
+    """What one call of every rank is given. Calls with equal keys are served by one captured graph."""
+
+    parts: Sequence[Leaves]
+    training: bool
+    key: _Key
+
+
+@dataclass(frozen=True)
 class Ready:
-    """What a step needs: the graph, its runner, and the gradient of the step's loss by each microbatch's loss."""
+    """What a call needs: the graph, its runner, and the gradient of the step's loss by each microbatch's loss."""
 
     built: Built
     runner: GraphPPRunner
@@ -43,72 +52,69 @@ class Library:
 
     def __init__(self, compiler: Compiler, state: ModelState, agreement: Agreement) -> None:
         self._compiler, self._state, self._agreement = compiler, state, agreement
-        self._modules = list(compiler.model.modules())
+        self._modules = dict(compiler.model.named_modules())
         self._facts: dict[_Key, Facts] = {}
         self._built: dict[_Key, Built] = {}
         self._ready: dict[_Key, Ready] = {}
         self.first: Built | None = None
 
-    def facts(self, parts: Sequence[Leaves], *, training: bool) -> Facts:
-        """What this rank is about to do with these microbatches."""
-        key = (len(parts), self._key(parts[0], training))
+    def call(self, parts: Sequence[Leaves], *, training: bool) -> Call:
+        """A call over these microbatches, with the model as it is now."""
+        parameters = (self._state.tensor(fqn) for fqn in self._state.parameters)
+        key = (
+            training,
+            parts[0].signature,
+            tuple(module.training for module in self._modules.values()),
+            tuple((p.requires_grad, p.dtype, p.shape) for p in parameters),
+            _autocast(self._compiler.settings.place.device.type),
+        )
+        return Call(parts, training, key)
+
+    def facts(self, call: Call) -> Facts:
+        """What this rank is about to do."""
+        key = (len(call.parts), call.key)
         if key not in self._facts:
             self._facts[key] = Facts(
                 {
-                    "the call": ["step" if training else "eval"],
-                    "the number of microbatches": [str(len(parts))],
-                    "the microbatch": parts[0].signature,
+                    "the call": ["step" if call.training else "eval"],
+                    "the number of microbatches": [str(len(call.parts))],
+                    "the microbatch": call.parts[0].signature,
                     "the model": facts.of_model(self._compiler.model),
-                    "training flags": [
-                        f"{name}.training={m.training}" for name, m in self._compiler.model.named_modules()
-                    ],
-                    "autocast": [str(_autocast(self._compiler.settings.place.device.type))],
+                    "training flags": [f"{fqn}.training={module.training}" for fqn, module in self._modules.items()],
+                    "autocast": [str(call.key[-1])],
                 }
             )
         return self._facts[key]
 
-    def build(self, example: Leaves, microbatches: int, *, training: bool) -> Built:
-        """The captured, cut graph for microbatches like `example`."""
-        key = self._key(example, training)
-        if key not in self._built:
+    def build(self, call: Call, microbatches: int) -> Built:
+        """The captured, cut graph that serves a call."""
+        if call.key not in self._built:
             built = self._agreement.together(
-                lambda: self._compiler.build(example, microbatches, training=training), lambda new: new.facts
+                lambda: self._compiler.build(call.parts[0], microbatches, training=call.training), lambda new: new.facts
             )
-            if self.first is None:
-                self.first = built
+            self.first = self.first or built
             _check_homes(self.first, built)
-            self._built[key] = built
-        return self._built[key]
+            self._built[call.key] = built
+        return self._built[call.key]
 
-    def ready(self, parts: Sequence[Leaves], *, training: bool) -> Ready:
-        """All that a step over these microbatches needs."""
-        key = (len(parts), self._key(parts[0], training))
+    def ready(self, call: Call) -> Ready:
+        """All that a call needs."""
+        key = (len(call.parts), call.key)
         if key not in self._ready:
-            built = self.build(parts[0], len(parts), training=training)
+            built = self.build(call, len(call.parts))
             schedule = self._agreement.together(
-                lambda: self._schedule(built, len(parts), training),
-                lambda _: facts.of_copies(self._state, self._copies(built)),
+                lambda: self._schedule(built, call), lambda _: facts.of_copies(self._state, self._copies(built))
             )
             place = self._compiler.settings.place
             self._state.move(built.parameters(place.rank) | built.buffers(place.rank), place.device)
             runner = GraphPPRunner(built.program, schedule, self._state, place)
-            self._ready[key] = Ready(built, runner, self._seeds(built, len(parts)))
+            self._ready[key] = Ready(built, runner, self._seeds(built, len(call.parts)))
         return self._ready[key]
 
-    def _key(self, part: Leaves, training: bool) -> _Key:
-        parameters = (self._state.tensor(fqn) for fqn in self._state.parameters)
-        return (
-            training,
-            part.signature,
-            tuple(module.training for module in self._modules),
-            tuple((p.requires_grad, p.dtype, p.shape) for p in parameters),
-            _autocast(self._compiler.settings.place.device.type),
-        )
-
-    def _schedule(self, built: Built, microbatches: int, training: bool) -> Schedule:
+    def _schedule(self, built: Built, call: Call) -> Schedule:
         rank = self._compiler.settings.place.rank
         self._state.check_memory([*built.parameters(rank), *built.buffers(rank)])
-        return self._compiler.schedule(built, microbatches, training=training)
+        return self._compiler.schedule(built, len(call.parts), training=call.training)
 
     def _copies(self, built: Built) -> list[str]:
         """This rank's parameters that other ranks hold as well."""
@@ -129,7 +135,7 @@ def _autocast(device_type: str) -> tuple[bool, str]:
 
 
 def _check_homes(first: Built, built: Built) -> None:
-    """Parameters and written buffers must be read where the first graph keeps them: elsewhere they are never updated."""
+    """Parameters and written buffers must be read where the first graph keeps them: nobody updates them elsewhere."""
     homes = {fqn: set(ranks) for fqn, ranks in first.ranks_of_parameter.items()}
     for stage, fqn in first.written_buffers():
         homes.setdefault(fqn, set()).add(first.plan.rank_of_stage[stage.index])
@@ -138,7 +144,7 @@ def _check_homes(first: Built, built: Built) -> None:
         for role in (role for item in stage.programs.values() for role in item.inputs):
             if isinstance(role, program.Parameter | program.Buffer) and rank not in homes.get(role.fqn, {rank}):
                 raise GraphPPError(
-                    f"{role.fqn} is kept on rank {min(homes[role.fqn])}, but for this batch, or in this mode, stage {stage.index} "
-                    f"on rank {rank} reads it, where it is never updated. Choose a split that keeps its users together, or make "
-                    "the pipeline with an example of the call that trains it."
+                    f"{role.fqn} is kept on rank {min(homes[role.fqn])}, but for this batch, or in this mode, stage "
+                    f"{stage.index} on rank {rank} reads it, where it is never updated. Choose a split that keeps its "
+                    "users together, or make the pipeline with an example of the call that trains it."
                 )

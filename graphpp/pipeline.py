@@ -3,8 +3,8 @@
 Contract
 --------
 - Every method that runs something is called by all ranks; it does the same on all of them, or raises on all of them.
-- Nothing of the caller's model changes but the local parameters' and buffers' device and values, and `param.grad`. A call
-  that is refused changes nothing.
+- Nothing of the caller's model changes but the local parameters' and buffers' device and values, and `param.grad`. A
+  call that is refused changes nothing.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from graphpp.batch import cut, leading_size, same_shape
 from graphpp.capture import LossFunction
 from graphpp.compiler import Built, Compiler, Settings
 from graphpp.errors import BatchError, GraphPPError
-from graphpp.library import Library, Ready
+from graphpp.library import Call, Library, Ready
 from graphpp.report import merge_outputs
 from graphpp.runtime import norms
 from graphpp.runtime.agreement import Agreement
@@ -32,7 +32,7 @@ from graphpp.signature import Leaves, Microbatch, unwrapped
 
 @dataclass(frozen=True)
 class StepResult:
-    """`loss`: mean (or sum) over microbatches, 0-dim. `losses`: one per microbatch in order, [microbatches]. On every rank."""
+    """On every rank. `loss`: mean (or sum) over microbatches, 0-dim. `losses`: one per microbatch in order."""
 
     loss: torch.Tensor
     losses: torch.Tensor
@@ -40,7 +40,7 @@ class StepResult:
 
 @dataclass(frozen=True)
 class EvalResult:
-    """`output`: for the whole batch, on the last stage's rank (else None). `loss`, `losses`: given a target, on every rank."""
+    """`output`: of the whole batch, on the last stage's rank. `loss`, `losses`: given a target, on every rank."""
 
     output: Any = None
     loss: torch.Tensor | None = None
@@ -78,12 +78,12 @@ class Pipeline:
         `output` stands on the rank of the last stage: tensors with a batch dimension joined along it, 0-dim floating
         tensors averaged over the microbatches, others stacked. `loss` is on every rank if a target was given.
         """
-        with self._call(), _eval_mode(self._model):
-            ready, parts = self._ready(lambda: self._cut(Microbatch(args, kwargs, target)), training=False)
-            self._run(ready, parts)
+        with self._watched(), _eval_mode(self._model):
+            call = self._alike(lambda: self._cut(Microbatch(args, kwargs, target)), training=False)
+            ready = self._run(call)
             losses = ready.runner.losses() if target is not None else None
         outputs = ready.runner.outputs()
-        merged = None if outputs is None else merge_outputs(ready.built.captured, outputs, leading_size(parts[0]))
+        merged = None if outputs is None else merge_outputs(ready.built.captured, outputs, leading_size(call.parts[0]))
         return EvalResult(merged, None if losses is None else self._reduced(losses), losses)
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
@@ -95,7 +95,7 @@ class Pipeline:
         owners = self._built().ranks_of_parameter
         place = self._settings.place
         slots = [norms.Slot(order[fqn], p, owners[fqn][0] == place.rank) for fqn, p in self.named_parameters()]
-        with self._call(), torch.no_grad():
+        with self._watched(), torch.no_grad():
             norm = norms.total_norm(slots, len(order), norm_type, place.group, place.device)
             norms.clip_(slots, max_norm, norm)
         return norm
@@ -116,7 +116,7 @@ class Pipeline:
         return self._state.named(self._built().buffers(self._settings.place.rank), among=self._state.buffers)
 
     def state_dict(self) -> dict[str, Any]:
-        """This rank's entries of the model's state dict, under the model's FQNs; the ranks' dicts together are the model's."""
+        """This rank's entries of the model's state dict, under the model's keys; all ranks' together are all of it."""
         return self._state.state_dict(self._local())
 
     def load_state_dict(self, state: Mapping[str, Any], strict: bool = True) -> None:
@@ -135,36 +135,32 @@ class Pipeline:
     # ------------------------------------------------------------------------------------------------ inside
 
     def _step(self, make: Callable[[], list[Leaves]]) -> StepResult:
-        with self._call():
-            ready, parts = self._ready(lambda: self._with_targets(make()), training=True)
-            self._run(ready, parts)
-            losses = ready.runner.losses()
+        with self._watched():
+            call = self._alike(lambda: self._with_targets(make()), training=True)
+            losses = self._run(call).runner.losses()
         return StepResult(self._reduced(losses), losses)
 
     def _build(self, example: Microbatch) -> None:
-        with self._call():
-            (part,) = self._alike(lambda: self._with_targets([unwrapped(example)]), training=True)
-            self._library.build(part, self._settings.usual_microbatches, training=True)
+        with self._watched():
+            call = self._alike(lambda: self._with_targets([unwrapped(example)]), training=True)
+            self._library.build(call, self._settings.usual_microbatches)
 
     @contextlib.contextmanager
-    def _call(self) -> Iterator[None]:
-        """One call that all ranks make. What it makes are normal tensors, also where the caller is in inference mode."""
+    def _watched(self) -> Iterator[None]:
+        """One call that all ranks make. Its tensors are normal ones, also where the caller is in inference mode."""
         with self._board.watching(), torch.inference_mode(False):
             yield
 
-    def _alike(self, make: Callable[[], list[Leaves]], *, training: bool) -> list[Leaves]:
+    def _alike(self, make: Callable[[], list[Leaves]], *, training: bool) -> Call:
         """The microbatches, of which all ranks have as many and of the same shape."""
-        return self._agreement.together(make, lambda parts: self._library.facts(parts, training=training))
+        return self._agreement.together(lambda: self._library.call(make(), training=training), self._library.facts)
 
-    def _ready(self, make: Callable[[], list[Leaves]], *, training: bool) -> tuple[Ready, list[Leaves]]:
-        """The microbatches and what runs them."""
-        parts = self._alike(make, training=training)
-        return self._library.ready(parts, training=training), parts
-
-    def _run(self, ready: Ready, parts: Sequence[Leaves]) -> None:
-        device = self._settings.place.device
-        inputs = [{path: x.to(device, non_blocking=True) for path, x in part.tensors.items()} for part in parts]
+    def _run(self, call: Call) -> Ready:
+        """Run a call once; its runner has what came out."""
+        ready, device = self._library.ready(call), self._settings.place.device
+        inputs = [{path: x.to(device, non_blocking=True) for path, x in part.tensors.items()} for part in call.parts]
         ready.runner.step(inputs, ready.seeds)
+        return ready
 
     def _cut(self, batch: Microbatch) -> list[Leaves]:
         return cut(batch, self._settings.microbatches_for(batch))
@@ -180,8 +176,8 @@ class Pipeline:
             raise BatchError("the loss needs a target: step(..., target=...), or Microbatch(args, kwargs, target)")
         if self._loss is None and given:
             raise BatchError(
-                "a target was given, but with loss=None the model's output brings its own loss and nothing reads the target. "
-                "Pass loss= to graphpp.compile, or give the target as an argument of the model."
+                "a target was given, but with loss=None the model's output brings its own loss and nothing reads the "
+                "target. Pass loss= to graphpp.compile, or give the target as an argument of the model."
             )
         return parts
 

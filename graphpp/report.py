@@ -18,13 +18,13 @@ def check_output(captured: Captured) -> None:
     for leaf in captured.output_leaves:
         if leaf is not signature.TENSOR and not signature.is_plain(leaf):
             raise CaptureError(
-                f"the model's output holds a {type(leaf).__qualname__}, and torch cannot see what is in it. Return tensors in a "
-                "tuple, list or dict, or register the class with torch.export.register_dataclass or torch's pytree."
+                f"the model's output holds a {type(leaf).__qualname__}, and torch cannot see what is in it. Return the "
+                "tensors in a tuple, list or dict, or register its class with torch.export.register_dataclass."
             )
 
 
 def merge_outputs(captured: Captured, outputs: Sequence[Mapping[int, torch.Tensor]], size: int | None) -> Any:
-    """The model's output for the whole batch from the leaves per microbatch; `size` is a microbatch's batch dimension."""
+    """The model's output for the whole batch from its leaves per microbatch; `size` is a microbatch's batch size."""
     leaves: list[Any] = []
     index = 0
     for leaf in captured.output_leaves:

@@ -192,15 +192,21 @@ def _sum(graph: fx.Graph, left: fx.Node, right: fx.Node) -> fx.Node:
 
 def _lift_constants(joint: JointGraph) -> None:
     """Tensors held by the code become placeholders too, so that every value of the graph comes in by a role."""
-    graph = joint.graph
+    graph, lifted = joint.graph, dict[str, fx.Node]()
     for node in graph.find_nodes(op="get_attr"):
         held = getattr(joint.module, node.target, None)
         if not isinstance(held, torch.Tensor):
             node.meta["held"] = held  # the sub-graph of a higher-order operator
             continue
-        with graph.inserting_before(next(iter(graph.nodes))):
-            lifted = graph.placeholder(node.name)
-        lifted.meta = {"val": node.meta["val"], "backward": False, "role": program.Constant(node.target)}
-        joint.constants[node.target] = held
-        node.replace_all_uses_with(lifted)
+        if node.target not in lifted:
+            joint.constants[node.target] = held
+            lifted[node.target] = _constant(graph, node)
+        node.replace_all_uses_with(lifted[node.target])
         graph.erase_node(node)
+
+
+def _constant(graph: fx.Graph, node: fx.Node) -> fx.Node:
+    with graph.inserting_before(next(iter(graph.nodes))):
+        lifted = graph.placeholder(node.name)
+    lifted.meta = {"val": node.meta["val"], "backward": False, "role": program.Constant(node.target)}
+    return lifted

@@ -23,8 +23,8 @@ import torch
 from graphpp import _torch_aot as aot
 from graphpp.errors import BatchError
 
-_PLAIN = (NoneType, bool, int, float, complex, str, bytes, range, slice, Enum)
-_PLAIN_OF_TORCH = (torch.dtype, torch.device, torch.layout, torch.memory_format, torch.Size)
+_OF_PYTHON = (NoneType, bool, int, float, complex, str, bytes, range, slice, Enum)
+_PLAIN = (*_OF_PYTHON, torch.dtype, torch.device, torch.layout, torch.memory_format, torch.Size)
 
 
 class _Tensor:
@@ -59,7 +59,7 @@ class Whole:
 
 
 def whole(value: Any) -> Whole:
-    """Mark a tensor (or a structure of tensors) of a batch as without batch dimension: every microbatch gets all of it."""
+    """Mark a tensor, or a structure of them, as without batch dimension: every microbatch gets all of it."""
     return Whole(value)
 
 
@@ -73,7 +73,7 @@ class Leaves:
 
     @classmethod
     def of(cls, batch: Microbatch) -> Leaves:
-        """Take `batch` apart; what `whole` wraps stays wrapped. Raises `BatchError` for leaves that hide their content."""
+        """Take `batch` apart; what `whole` wraps stays wrapped. Raises `BatchError` for leaves that hide tensors."""
         tree = {"args": batch.args, "kwargs": batch.kwargs, "target": batch.target}
         pairs, spec = aot.tree_flatten_with_path(tree)
         leaves = cls(spec, tuple(_path(keys) for keys, _ in pairs), tuple(leaf for _, leaf in pairs))
@@ -94,7 +94,7 @@ class Leaves:
 
     @cached_property
     def signature(self) -> tuple[str, ...]:
-        """What a captured graph depends on: the structure, and a line per leaf with shape, strides and dtype, or value."""
+        """What a captured graph depends on: structure, and a line per leaf with shape, dtype and strides, or value."""
         leaves = (f"{path}: {_spell(leaf)}" for path, leaf in zip(self.paths, self.values, strict=True))
         return (f"the structure {self.spec}", *leaves)
 
@@ -122,7 +122,7 @@ def rebuild(example: Microbatch, values: Sequence[torch.Tensor]) -> Microbatch:
 
 def is_plain(leaf: Any) -> bool:
     """Whether a leaf is data that can hide no tensor and is equal exactly if it prints the same."""
-    return isinstance(leaf, _PLAIN) or isinstance(leaf, _PLAIN_OF_TORCH)
+    return isinstance(leaf, _PLAIN)
 
 
 def _path(keys: Sequence[Any]) -> str:
@@ -143,8 +143,8 @@ def _check_leaf(path: str, leaf: Any) -> None:
         remedy = "torch.as_tensor(...) of it" if numpy else "its tensors in a tuple, list or dict"
         more = "" if numpy else ", or register its class with torch.export.register_dataclass or torch's pytree"
         raise BatchError(
-            f"{path} is a {type(leaf).__qualname__}: the tensors in it cannot be seen and would become constants of the "
-            f"graph. Pass {remedy}{more}."
+            f"{path} is a {type(leaf).__qualname__}: the tensors in it cannot be seen and would become constants of "
+            f"the graph. Pass {remedy}{more}."
         )
 
 

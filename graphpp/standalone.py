@@ -44,12 +44,15 @@ def example(shape, strides, dtype, home, device):
     return memory.to(dtype).to(device or home).as_strided(shape, strides)
 
 
-def main(device=None):
-    """Run on `device`; None: where the graph was captured for."""
+def inputs(device=None):
+    """Example inputs for `run`, the same every time, on `device`; None: where the graph was captured for."""
 {prelude}    torch.manual_seed(0)
-    inputs = [facts[0] if len(facts) == 1 else example(*facts, device) for _, *facts in INPUTS]
+    return [facts[0] if len(facts) == 1 else example(*facts, device) for _, *facts in INPUTS]
+
+
+def main(device=None):
     with torch.no_grad():
-        results = run(inputs)
+        results = run(inputs(device))
     for name, result in zip(RESULTS, results):
         print(f"{{name}}: {{str(result.dtype).removeprefix('torch.')}}{{list(result.shape)}}")
 

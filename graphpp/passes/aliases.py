@@ -6,6 +6,7 @@ root of another result too.
 
 from __future__ import annotations
 
+import operator
 from collections import Counter
 
 import torch
@@ -15,7 +16,9 @@ _UNDECLARED = {torch.ops.aten._unsafe_view.default, torch.ops.aten.contiguous.de
 
 
 def is_view(node: fx.Node) -> bool:
-    """Whether the operation declares that it returns a view of its first input (and so computes nothing)."""
+    """Whether the operation declares that it returns a view of its first input, or views, or is one of those."""
+    if node.target is operator.getitem:
+        return is_view(node.all_input_nodes[0])
     schema = getattr(node.target, "_schema", None)
     if schema is None or not schema.returns:
         return False
@@ -23,9 +26,14 @@ def is_view(node: fx.Node) -> bool:
     return alias is not None and not alias.is_write
 
 
+def shares_memory(node: fx.Node) -> bool:
+    """Whether a value lies, or may lie, in the memory of the node's first input."""
+    return bool(node.all_input_nodes) and (is_view(node) or node.target in _UNDECLARED)
+
+
 def root(node: fx.Node) -> fx.Node:
     """The node whose memory a value lies in."""
-    while node.all_input_nodes and (is_view(node) or node.target in _UNDECLARED):
+    while shares_memory(node):
         node = node.all_input_nodes[0]
     return node
 

@@ -131,14 +131,16 @@ def _check(joint: JointGraph, written: set[str]) -> None:
 
 
 def _check_written_buffers(joint: JointGraph, written: set[str]) -> None:
-    """A buffer that the forward writes is read only in the stage that writes it."""
+    """A buffer that the forward writes is read only in the stage that writes it (any, if its new value has no stage)."""
     inputs = joint.inputs()
     for role, update in joint.outputs():
         if not isinstance(role, program.BufferUpdate) or program.Buffer(role.fqn) not in inputs:
             continue
-        for reader in inputs[program.Buffer(role.fqn)].users:
-            if reader.op != "output" and reader.meta["stage"] != update.meta["stage"]:
+        readers = [node for node in inputs[program.Buffer(role.fqn)].users if node.op != "output"]
+        users = [update, *readers] if update.meta["stage"] is not None else readers
+        for reader in readers:
+            if reader.meta["stage"] != users[0].meta["stage"]:
                 raise CaptureError(
-                    f"the buffer {role.fqn} is written in stage {update.meta['stage']} at {describe(update)} and read in "
+                    f"the buffer {role.fqn} is written in stage {users[0].meta['stage']} at {describe(users[0])} and read in "
                     f"stage {reader.meta['stage']} at {describe(reader)}: move the cut so that both fall into one stage."
                 )

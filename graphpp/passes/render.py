@@ -4,6 +4,9 @@ Contract
 --------
 `render(graph)` returns a module text with one function `run(boxed)`: it takes a list of inputs, empties it, and returns
 a tuple. Every value is deleted right after its last use, inputs included, so nothing lives longer than it is needed.
+With gradients among the results it is `run(boxed, take)`: each gradient is handed to `take(index, value)` as soon as no
+other operation reads it, and what `take` returns stands in the tuple (by default the value), so that a runtime can add a
+gradient up while its memory is warm and let it go.
 Each line carries dtype and shape, the module call and the user's source line as a comment; inputs and results carry
 their roles (`meta["role"]` of a placeholder, `meta["roles"]` of the output); in a graph with nodes of several stages
 each line says its stage. Names are those of `spelling`.
@@ -17,7 +20,7 @@ import keyword
 import linecache
 import operator
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from types import FunctionType
 from typing import Any
@@ -29,7 +32,9 @@ from graphpp.passes.spelling import Spelling, spell_value
 from graphpp.runtime import program
 from graphpp.runtime.program import InputRole, OutputRole
 
-Run = Callable[[list[Any]], Sequence[Any]]
+_TAKE = ", take=lambda index, value: value"
+
+Run = Callable[..., Sequence[Any]]
 
 
 @dataclass(frozen=True)
@@ -61,10 +66,11 @@ def _shown(filename: str, text: str) -> str:
 def render(graph: fx.Graph, title: str = "") -> Rendered:
     """The graph as a Python module with `run(boxed)`; `title` becomes its docstring."""
     names = Spelling(graph)
-    body = list(_body(graph, names))
+    taken = _taken(graph)
+    body = list(_body(graph, names, taken))
     head = [docstring(title), "", *(f"import {module}" for module in sorted(names.modules | {"torch"})), ""]
     head += [f"{name} = {expression}" for name, expression in sorted(names.head.items())]
-    text = "\n".join(head).rstrip() + "\n\n\n" + "\n    ".join(["def run(boxed):", *body]) + "\n"
+    text = "\n".join(head).rstrip() + "\n\n\n" + "\n    ".join([f"def run(boxed{_TAKE * bool(taken)}):", *body]) + "\n"
     return Rendered(text, names.bindings, names.devices)
 
 
@@ -115,22 +121,34 @@ def _sources(function: FunctionType) -> list[str]:
     return list(texts.values())
 
 
-def _body(graph: fx.Graph, names: Spelling) -> Iterable[str]:
+def _taken(graph: fx.Graph) -> dict[fx.Node, int]:
+    """The gradients among the results, with their indices; a value that stands twice stays where it is."""
+    end = graph.output_node()
+    results: Sequence[fx.Node] = end.args[0]  # type: ignore[assignment]
+    pairs = zip(results, end.meta.get("roles") or (), strict=False)
+    gradients = {node: index for index, (node, role) in enumerate(pairs) if isinstance(role, program.Gradient)}
+    return {node: index for node, index in gradients.items() if results.count(node) == 1}
+
+
+def _body(graph: fx.Graph, names: Spelling, taken: Mapping[fx.Node, int]) -> Iterable[str]:
     notes = _Notes(graph)
     inputs = list(graph.find_nodes(op="placeholder"))
-    last_use = _last_uses(graph)
+    last_use = _last_uses(graph, taken)
     if inputs:
         yield "("
         yield from (f"    {names.values[node]},{notes.value(node)}" for node in inputs)
         yield from (") = boxed", "boxed.clear()")
     for node in graph.nodes:
-        dead = ", ".join(names.values[value] for value in last_use.get(node, ()))
+        ending = last_use.get(node, [])
+        dead = ", ".join(names.values[value] for value in ending if value not in taken)
         if node.op == "output":
             yield from _return(node, names)
         elif node.op != "placeholder":
             yield f"{_statement(node, names)}{f'; del {dead}' * bool(dead)}{notes.value(node)}"
         elif dead:
             yield f"del {dead}"
+        for value in (value for value in ending if value in taken):
+            yield f"{names.values[value]} = take({taken[value]}, {names.values[value]})"
 
 
 def _statement(node: fx.Node, names: Spelling) -> str:
@@ -173,14 +191,15 @@ def _return(node: fx.Node, names: Spelling) -> Iterable[str]:
     yield ")"
 
 
-def _last_uses(graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:
-    """For each node but the output, the values that nobody reads after it."""
+def _last_uses(graph: fx.Graph, taken: Mapping[fx.Node, int]) -> dict[fx.Node, list[fx.Node]]:
+    """For each node but the output, the values that nobody reads after it; the output does not read what is taken."""
     seen: set[fx.Node] = set()
     last: dict[fx.Node, list[fx.Node]] = {}
     for node in reversed(graph.nodes):
         unused = [node] if node.op != "output" and node not in seen else []
-        ending = [value for value in dict.fromkeys(node.all_input_nodes) if value not in seen]
-        seen.update(ending, [node])
+        read = [value for value in dict.fromkeys(node.all_input_nodes) if node.op != "output" or value not in taken]
+        ending = [value for value in read if value not in seen]
+        seen.update(ending)
         last[node] = ending + unused
     return last
 

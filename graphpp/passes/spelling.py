@@ -82,7 +82,8 @@ class Spelling:
         for name, other in self.bindings.items():
             if other is value:
                 return name
-        name = _free(wanted or f"_bound_{len(self.bindings)}", self._taken | set(self.head) | set(self.bindings))
+        wanted = re.sub(r"\W+", "_", wanted) or f"_bound_{len(self.bindings)}"
+        name = _free(wanted, self._taken | set(self.head) | set(self.bindings))
         self.bindings[name] = value
         return name
 

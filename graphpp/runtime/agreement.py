@@ -1,9 +1,10 @@
-"""Do all ranks mean the same? Asked when a pipeline is made, at the start of every step, and for whatever is built anew.
+"""Do all ranks mean the same? Asked when a pipeline is made, at the start of each step, for whatever is built anew.
 
 Contract
 --------
-- `Agreement.together` is called by every rank of the group. Either it returns on all of them, or it raises on all of them: a
-  rank whose own work failed raises its own error, every other one `MismatchError`, which says which rank differs and in what.
+- `Agreement.together` is called by every rank of the group. Either it returns on all of them, or it raises on all of
+  them: a rank whose own work failed raises its own error, every other one `MismatchError`, which says which rank
+  differs and in what.
 - Facts are lines of text under names; nothing is pickled. A name that a rank does not have is not compared on it.
 - Where all agree, and that is nearly always, the ranks exchange 16 bytes; the texts travel only where they differ.
 - They travel on the CPU where the group has a backend for it, so that no step waits for a GPU.

@@ -2,11 +2,11 @@
 
 Contract
 --------
-- The first rank that notices writes into the store that all ranks share what happened; who notices later, because its own
-  neighbour went down in turn, reads it there. A rank that fails by itself writes its own name and error.
-- Who is lost is found by trying to reach every rank of the group (gloo); where the store went down with its host, that is
-  what the error says.
-- What is written belongs to one call of one pipeline, so a failure that the user outlived says nothing about later ones.
+- The first rank that notices writes into the store that all ranks share what happened; who notices later, because its
+  own neighbour went down in turn, reads it there. A rank that fails by itself writes its own name and error.
+- Who is lost is found by trying to reach every rank of the group (gloo); where the store went down with its host, that
+  is what the error says.
+- What is written belongs to one call of one pipeline: a failure that the user outlived says nothing about later ones.
 - Ranks are named as in the world.
 """
 

@@ -16,8 +16,6 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 import torch.distributed as dist
 
-Gradients = Sequence[torch.Tensor]
-
 
 class Accumulator:
     """Collects the gradients of one stage's parameters over the microbatches of a step."""
@@ -25,30 +23,39 @@ class Accumulator:
     def __init__(self, fqns: Sequence[str], shared: Sequence[bool]) -> None:
         self.fqns = tuple(fqns)
         self._shared = tuple(shared)
-        self._next = 0
-        self._early: dict[int, Gradients] = {}
-        self.sums: dict[str, torch.Tensor] = {}
+        self._sums: list[torch.Tensor | None] = []
+        self._next: list[int] = []
+        self._early: list[dict[int, torch.Tensor]] = []
+        self.start({})
 
     def start(self, initial: Mapping[str, torch.Tensor]) -> None:
         """Begin a step; `initial` holds what is there already, per FQN."""
-        self.sums = dict(initial)
-        self._early.clear()
-        self._next = 0
+        self._sums = [initial.get(fqn) for fqn in self.fqns]
+        self._next = [0] * len(self.fqns)
+        self._early = [{} for _ in self.fqns]
 
-    def add(self, microbatch: int, gradients: Gradients) -> None:
-        """Take one microbatch's gradients (in the order of `fqns`); they count in microbatch order."""
-        self._early[microbatch] = gradients
-        while self._next in self._early:
-            self._accumulate(self._early.pop(self._next))
-            self._next += 1
+    @property
+    def sums(self) -> dict[str, torch.Tensor]:
+        """The sums so far, per FQN."""
+        return {fqn: total for fqn, total in zip(self.fqns, self._sums, strict=True) if total is not None}
 
-    def _accumulate(self, gradients: Gradients) -> None:
-        for fqn, gradient, shared in zip(self.fqns, gradients, self._shared, strict=True):
-            total = self.sums.get(fqn)
-            if total is None:
-                self.sums[fqn] = gradient.clone() if shared or _is_part(gradient) else gradient
-            else:
-                total.add_(gradient)
+    def take(self, microbatch: int, place: int, gradient: torch.Tensor) -> None:
+        """Take one microbatch's gradient of parameter `fqns[place]`; gradients count in microbatch order."""
+        early, turn = self._early[place], self._next[place]
+        if microbatch != turn:
+            early[microbatch] = gradient
+            return
+        self._add(place, gradient)
+        while (turn := turn + 1) in early:
+            self._add(place, early.pop(turn))
+        self._next[place] = turn
+
+    def _add(self, place: int, gradient: torch.Tensor) -> None:
+        total = self._sums[place]
+        if total is not None:
+            total.add_(gradient)
+        else:
+            self._sums[place] = gradient.clone() if self._shared[place] or _is_part(gradient) else gradient
 
 
 def _is_part(tensor: torch.Tensor) -> bool:

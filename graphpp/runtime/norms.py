@@ -1,8 +1,8 @@
 """Gradient norms and clipping over all ranks, bit-equal to torch's on the whole model in one process.
 
-Contract: each parameter's norm is computed where the parameter is, the norms are joined in the model's order on every rank,
-and the total is taken from them as `torch.nn.utils.clip_grad_norm_` does. A parameter that several ranks hold counts once.
-Every rank returns the same norm.
+Contract: each parameter's norm is computed where the parameter is, the norms are joined in the model's order on every
+rank, and the total is taken from them as `torch.nn.utils.clip_grad_norm_` does. A parameter that several ranks hold
+counts once. Every rank returns the same norm.
 """
 
 from __future__ import annotations

@@ -152,6 +152,9 @@ class Boundary:
 class Program:
     """One phase of one stage. `run(boxed)` takes a list of inputs, empties it, and returns a tuple of results.
 
+    `run(boxed, take)` hands each gradient to `take(index of the result, value)` as soon as it is made, and returns what
+    `take` returned in its place; a gradient that is another result too is only returned.
+
     `shared` holds the indices of results whose memory an input or another result may share: to be copied before writing.
     """
 
@@ -159,7 +162,7 @@ class Program:
     phase: Phase
     inputs: tuple[InputRole, ...]
     outputs: tuple[OutputRole, ...]
-    run: Callable[[list[Any]], Sequence[Any]]
+    run: Callable[..., Sequence[Any]]
     source: str = ""
     shared: frozenset[int] = frozenset()
 

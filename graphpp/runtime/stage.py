@@ -112,12 +112,24 @@ class GraphStage:
         """Run one phase of one microbatch and file its results."""
         wiring = self._wirings[phase]
         direction = "B" if phase is Phase.BACKWARD else "F"
-        results = wiring.program.run(self._arguments(wiring, direction, microbatch))
-        self._leaving[direction, microbatch] = [results[index] for index in wiring.sends]
+        arguments = self._arguments(wiring, direction, microbatch)
         if phase is Phase.BACKWARD:
-            self.gradients.add(microbatch, [results[index] for index in wiring.gradients])
+            results = self._run_backward(wiring, microbatch, arguments)
         else:
+            results = wiring.program.run(arguments)
             self._file_forward(wiring, microbatch, results)
+        self._leaving[direction, microbatch] = [results[index] for index in wiring.sends]
+
+    def _run_backward(self, wiring: Wiring, microbatch: int, arguments: list[Any]) -> Sequence[Any]:
+        """Run a backward; each gradient is added up as soon as it is made."""
+        places, take = wiring.gradients, self.gradients.take
+        if not places:
+            return wiring.program.run(arguments)
+        results = wiring.program.run(arguments, lambda index, value: take(microbatch, places[index], value))
+        for index, place in places.items():
+            if results[index] is not None:
+                take(microbatch, place, results[index])
+        return results
 
     def _arguments(self, wiring: Wiring, direction: str, microbatch: int) -> list[Any]:
         assert self._step is not None, "begin() comes first"

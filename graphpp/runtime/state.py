@@ -54,22 +54,17 @@ class ModelState:
 
     def check_memory(self, fqns: Iterable[str]) -> None:
         """Raise `GraphPPError` for tensors that have no memory yet."""
-        empty = [fqn for fqn in fqns if self.tensor(fqn).is_meta]
-        if empty:
-            raise GraphPPError(
-                f"{len(empty)} tensors of this rank are on the meta device, {empty[0]!r} for one: they have no values. "
-                "Give them memory with model.to_empty(device=...), then values, e.g. with load_state_dict(...)."
-            )
+        _refuse_meta([fqn for fqn in fqns if self.tensor(fqn).is_meta])
 
     def state_dict(self, fqns: Iterable[str]) -> dict[str, Any]:
-        """The entries of the model's state dict that hold these tensors, under every alias, and those that hold none."""
+        """Entries of the model's state dict that hold these tensors, under every alias, and those without a tensor."""
         mine = {id(self.tensor(fqn)) for fqn in fqns}
         entries = self._model.state_dict(keep_vars=True).items()
         held = {key: value for key, value in entries if not isinstance(value, torch.Tensor) or id(value) in mine}
         return {key: value.detach() if isinstance(value, torch.Tensor) else value for key, value in held.items()}
 
     def load(self, fqns: Collection[str], state: Mapping[str, Any], strict: bool) -> None:
-        """Copy the entries that hold these tensors into the model, in place; `GraphPPError`, and no change, if they do not fit."""
+        """Copy the entries that hold these tensors into the model, in place; `GraphPPError` and no change if unfit."""
         mine = {key: value for key, value in self.state_dict(fqns).items() if isinstance(value, torch.Tensor)}
         if strict:
             missing = [key for key in mine if key not in state]
@@ -82,7 +77,7 @@ class ModelState:
             if new.shape != old.shape
         ]
         _refuse(("of another shape", wrong))
-        self.check_memory(fqns)
+        _refuse_meta([key for key, (old, _) in pairs.items() if old.is_meta])
         with torch.no_grad():
             for old, new in pairs.values():
                 old.copy_(new)
@@ -92,6 +87,15 @@ def checksum(tensor: torch.Tensor) -> int:
     """An integer that equal bits always give, and different bits hardly ever."""
     width = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()]
     return int(tensor.detach().contiguous().view(width).sum())
+
+
+def _refuse_meta(names: list[str]) -> None:
+    if names:
+        raise GraphPPError(
+            f"{len(names)} tensors of this rank are on the meta device, {names[0]!r} for one: they have no values. "
+            "Give them memory with model.to_empty(device=...), then values, e.g. with load_state_dict(...); buffers that "
+            "no state dict holds must be computed again."
+        )
 
 
 def _refuse(*faults: tuple[str, list[str]]) -> None:

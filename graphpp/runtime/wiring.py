@@ -30,7 +30,7 @@ class Wiring:
     saved: list[tuple[int, str]] = field(default_factory=list)
     keeps: list[tuple[int, str]] = field(default_factory=list)
     sends: list[int] = field(default_factory=list)
-    gradients: list[int] = field(default_factory=list)
+    gradients: dict[int, int] = field(default_factory=dict)  # index among the results -> place among the gradients
     updates: list[tuple[int, str]] = field(default_factory=list)
     losses: list[int] = field(default_factory=list)
     outputs: list[tuple[int, int]] = field(default_factory=list)
@@ -79,7 +79,7 @@ def _wire_results(item: Program, wiring: Wiring) -> None:
             case program.Sent():
                 wiring.sends.append(index)
             case program.Gradient():
-                wiring.gradients.append(index)
+                wiring.gradients[index] = len(wiring.gradients)
             case program.BufferUpdate(fqn):
                 wiring.updates.append((index, fqn))
             case program.Loss():

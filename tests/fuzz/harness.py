@@ -13,11 +13,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from hypothesis import strategies as st
 from torch import Tensor, fx
 
 from graphpp import signature
 from graphpp.capture import capture
+from graphpp.errors import CaptureError
 from graphpp.passes.joint import JointGraph
 from graphpp.passes.lower import lower
 from graphpp.passes.randomize import randomize
@@ -70,6 +72,17 @@ class Numbers:
     losses: list[Tensor] = field(default_factory=list)
     grads: dict[str, Tensor] = field(default_factory=dict)
     buffers: dict[str, Tensor] = field(default_factory=dict)
+
+
+def on_two_ranks() -> st.SearchStrategy[Cut]:
+    """Cuts and schedules that two ranks can run: one or two stages each."""
+
+    def cut(name: str) -> st.SearchStrategy[Cut]:
+        stages = 2 if name in ("GPipe", "1F1B") else 4
+        at = st.lists(st.integers(0, 1000), min_size=stages - 1, max_size=stages - 1).map(tuple)
+        return st.builds(Cut, at, st.just(name), st.sampled_from([2, 4]))
+
+    return st.sampled_from(sorted(SCHEDULES)).flatmap(cut)
 
 
 def cuts(most: int = 4) -> st.SearchStrategy[Cut]:
@@ -183,6 +196,27 @@ def run_cut(net: Net, compiled: PipelineProgram, cut: Cut) -> Numbers:
     """All stages in this process; changes `net`."""
     runner = GraphPPRunner(compiled, cut.table(), ModelState(net), Device(CPU, None))
     return run_steps(net, runner, cut.microbatches)
+
+
+def run_ranks_part(rank: int, cases: Sequence[tuple[Program, Cut]]) -> list[Numbers | None]:
+    """What one of two ranks is left with, for each case; None where the cut is refused. Called in the rank's process."""
+    return [_on_rank(rank, program, cut) for program, cut in cases]
+
+
+def _on_rank(rank: int, program: Program, cut: Cut) -> Numbers | None:
+    net = Net(program)
+    try:
+        compiled = lowered(captured(net), cut)
+    except CaptureError:
+        return None
+    table = cut.table(ranks=2)
+    runner = GraphPPRunner(compiled, table, ModelState(net), Device(CPU, dist.group.WORLD))
+    numbers = run_steps(net, runner, cut.microbatches)
+    local = [stage for stage in compiled.stages if table.rank_of_stage[stage.index] == rank]
+    held = {name for stage in local for name in (*stage.parameters, *stage.buffers)}
+    numbers.grads = {name: value for name, value in numbers.grads.items() if name in held}
+    numbers.buffers = {name: value for name, value in numbers.buffers.items() if name in held}
+    return numbers
 
 
 def run_steps(net: Net, runner: GraphPPRunner, microbatches: int) -> Numbers:

@@ -30,7 +30,7 @@ MAKERS: dict[str, Maker] = {
     "m": lambda h: h > 0,
     "i": lambda h: h.argmax(-1),
     "s": lambda h: h.mean(),
-    "z": lambda h: torch.view_as_complex(h.reshape(*h.shape[:-1], D // 2, 2)),
+    "z": lambda h: torch.view_as_complex(h.unflatten(-1, (-1, 2)).contiguous()),
     "b": lambda h: h.bfloat16(),
     "o": lambda h: h[..., :0],
     "a": lambda h: torch.ones(T, T, dtype=torch.bool).tril(),

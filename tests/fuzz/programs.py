@@ -95,6 +95,7 @@ class Net(nn.Module):
             self.ops = nn.ModuleList()
             for index, op in enumerate(program.ops):
                 self.called.append(self._module(op, program.ops[:index]))
+            self.head = nn.Linear(D, D)
             if program.unused:
                 self.unused = nn.Linear(D, D)
 
@@ -122,7 +123,7 @@ class Net(nn.Module):
             for kind, value in zip(OPERATIONS[op.name].results, made if isinstance(made, tuple) else (made,), strict=True):
                 pools[kind].append(value)
         candidates = [value for kind in "hs" for value in pools[kind]]
-        terms = [_term(pools["h"][-1]), *(_term(_pick(candidates, back, x)) for back in self.program.losses)]
+        terms = [_term(self.head(pools["h"][-1])), *(_term(_pick(candidates, back, x)) for back in self.program.losses)]
         result: dict[str, Any] = {"last": pools["h"][-1], "integers": pools["i"][-1], "number": pools["s"][-1]}
         return {**result, "loss": sum(terms)} if self.program.inside else {**result, "terms": terms}
 

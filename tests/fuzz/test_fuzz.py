@@ -7,74 +7,151 @@ shrunk and printed as Python: paste the program and the cuts into `check(Program
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+import re
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, Phase, given, note, seed, settings
+import torch
+from hypothesis import HealthCheck, given, note, seed, settings
 from hypothesis import strategies as st
 
+import graphpp
+from graphpp.compiler import module_calls
 from graphpp.errors import CaptureError
 from graphpp.passes.joint import JointGraph
-from tests.fuzz.harness import Cut, captured, compare, cuts, differences, run_eager, run_uncut, uncut_by_count
+from tests.distributed import run_ranks
+from tests.fuzz.harness import (
+    Cut,
+    Numbers,
+    captured,
+    compare,
+    cuts,
+    differences,
+    lowered,
+    on_two_ranks,
+    run_eager,
+    run_ranks_part,
+    run_uncut,
+    tied,
+    uncut_by_count,
+)
 from tests.fuzz.operations import DRAWS, WRITES
 from tests.fuzz.programs import Net, Program, programs
 
 EXAMPLES = int(os.environ.get("GRAPHPP_FUZZ", "100"))
 SEED = int(os.environ.get("GRAPHPP_FUZZ_SEED", "0"))
-QUIET = (HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too_much)
+
+
+def fuzz(share: float) -> Callable[[Any], Any]:
+    """Settings of a test that runs a share of the programs asked for."""
+    quiet = (HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too_much)
+    chosen = settings(max_examples=max(1, round(EXAMPLES * share)), suppress_health_check=quiet, database=None)
+    return lambda test: pytest.mark.slow(pytest.mark.timeout(0)(seed(SEED)(chosen(test))))
 
 
 def check(program: Program, several: Sequence[Cut]) -> None:
     """Cut and run a program in several ways. A cut through a buffer that is written may be refused, nothing else."""
     note(program.listing())
-    joint = captured_or_none(program)
-    if joint is None:
-        return
+    joint = captured(Net(program))
     uncut = uncut_by_count(program, joint, [cut.microbatches for cut in several])
     for cut in several:
         try:
             found = compare(program, joint, cut, uncut[cut.microbatches])
         except CaptureError as error:
-            assert "is written in stage" in str(error) and _writes(program), error
+            assert "is written in stage" in str(error) and _has(program, WRITES), error
             continue
         assert not found, f"{cut} at positions {cut.starts(joint)}:\n" + "\n".join(found)
 
 
-def captured_or_none(program: Program) -> JointGraph | None:
-    """The joint graph; None for a program whose loss reaches no parameter."""
-    try:
-        return captured(Net(program))
-    except CaptureError as error:
-        assert "does not depend on any parameter" in str(error), error
-        return None
+def _has(program: Program, names: Sequence[str]) -> bool:
+    return any(op.name in names for op in program.ops)
 
 
-def _draws(program: Program) -> bool:
-    return any(op.name in DRAWS for op in program.ops)
-
-
-def _writes(program: Program) -> bool:
-    return any(op.name in WRITES for op in program.ops)
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(0)
-@seed(SEED)
-@settings(max_examples=EXAMPLES, suppress_health_check=QUIET, database=None)
+@fuzz(1)
 @given(programs(), st.lists(cuts(), min_size=1, max_size=3))
 def test_cut_programs_equal_the_uncut_graph(program: Program, several: list[Cut]) -> None:
     check(program, several)
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(0)
-@seed(SEED)
-@settings(max_examples=max(EXAMPLES // 4, 1), suppress_health_check=QUIET, database=None, phases=set(Phase))
+@fuzz(0.2)
 @given(programs())
 def test_uncut_graphs_are_close_to_eager(program: Program) -> None:
     note(program.listing())
-    joint = None if _draws(program) else captured_or_none(program)
-    if joint is None:
+    if not _has(program, DRAWS):
+        found = differences(run_uncut(Net(program), captured(Net(program)), 2), run_eager(Net(program), 2), {"*": 1e-5})
+        assert not found, "\n".join(found)
+
+
+# ------------------------------------------------------------------------------------------------ the public interface
+
+
+@fuzz(0.1)
+@given(programs(), st.lists(st.integers(0, 20), min_size=1, max_size=3), st.integers(1, 3))
+def test_compiled_programs_equal_eager(program: Program, chosen: list[int], microbatches: int) -> None:
+    """`graphpp.compile` with cuts at modules: steps, then an evaluation."""
+    note(program.listing())
+    net, eager = Net(program), Net(program)
+    split = _modules(captured(Net(program)), chosen)
+    if _has(program, DRAWS) or not split:
         return
-    found = differences(run_uncut(Net(program), joint, 2), run_eager(Net(program), 2), {"*": 1e-5})
+    note(f"split={split}")
+    try:
+        pipe = graphpp.compile(net, net.loss(), split=split, microbatches=microbatches)
+        losses = [loss for _ in range(2) for loss in pipe.step_microbatches(net.batch(microbatches)).losses]
+    except CaptureError as error:
+        assert "is written in stage" in str(error) and _has(program, WRITES), error
+        return
+    theirs = run_eager(eager, microbatches)
+    grads = {name: value.grad for name, value in net.named_parameters() if value.grad is not None}
+    found = differences(Numbers(losses, grads, dict(net.named_buffers())), theirs, {"*": 1e-5})
     assert not found, "\n".join(found)
+    _check_evaluation(pipe, net, eager)
+
+
+def _modules(joint: JointGraph, chosen: Sequence[int]) -> list[str]:
+    """Some calls of operations, in order, none of them the first."""
+    calls = [call for call in module_calls(joint) if re.fullmatch(r"ops\.\d+(@\d+)?", call.fqn) and call.position > 0]
+    starts = {call.position: call.fqn for call in calls}
+    return [starts[at] for at in sorted({sorted(starts)[index % len(starts)] for index in chosen})] if starts else []
+
+
+def _check_evaluation(pipe: graphpp.Pipeline, net: Net, eager: Net) -> None:
+    """In eval mode as in eager: outputs and what the forward writes; the model stays in train mode."""
+    (batch,) = net.batch(1)
+    ours = pipe.eval(*batch.args, target=batch.target, **batch.kwargs).output
+    with torch.no_grad():
+        theirs = eager.eval()(*batch.args, **batch.kwargs)
+    assert net.training and ours.keys() == theirs.keys()
+    for name in ("last", "integers", "number"):
+        torch.testing.assert_close(ours[name], theirs[name], rtol=1e-4, atol=1e-5)
+    for (name, mine), other in zip(net.named_buffers(), eager.buffers(), strict=True):
+        torch.testing.assert_close(mine, other, rtol=1e-4, atol=1e-5, msg=name)
+
+
+# ------------------------------------------------------------------------------------------------------- on two ranks
+
+
+@fuzz(0.03)
+@given(st.lists(st.tuples(programs(), on_two_ranks()), min_size=1, max_size=4))
+def test_two_ranks_equal_the_uncut_graph(cases: list[tuple[Program, Cut]]) -> None:
+    for program, cut in cases:
+        note(f"{program.listing()}\n{cut}")
+    for (program, cut), *parts in zip(cases, *run_ranks(run_ranks_part, 2, cases), strict=True):
+        if any(part is None for part in parts):
+            assert _has(program, WRITES)
+            continue
+        joint = captured(Net(program))
+        loose = dict.fromkeys(tied(lowered(joint, cut)), 1e-6)
+        found = differences(_joined(parts), run_uncut(Net(program), joint, cut.microbatches), loose)
+        assert not found, f"{cut} at positions {cut.starts(joint)}:\n" + "\n".join(found)
+
+
+def _joined(parts: Sequence[Numbers]) -> Numbers:
+    """The ranks' numbers as one; what several hold is equal, bit for bit."""
+    whole = Numbers(parts[0].losses)
+    for part in parts:
+        assert not differences(Numbers(part.losses), Numbers(whole.losses))
+        for mine, all_of_them in ((part.grads, whole.grads), (part.buffers, whole.buffers)):
+            assert all(torch.equal(all_of_them.setdefault(name, value), value) for name, value in mine.items())
+    return whole

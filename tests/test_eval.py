@@ -1,0 +1,159 @@
+"""Evaluation: equal to the eager model in eval mode, bit for bit, and without a trace in the training."""
+
+from copy import deepcopy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import graphpp
+from tests.distributed import run_ranks
+from tests.models import MODELS, Batch, Case, cuts
+from tests.reference import model_loss
+from tests.special_models import CUTS
+from tests.training import CASES, compiled, differences, eager, step, trained
+
+NAMES = ["llama", "hf_gpt2", "norms", "several"]
+
+
+def split(name: str) -> Any:
+    return cuts(name, 2) if name in MODELS else CUTS[2]
+
+
+def evaluated(rank: int, name: str, with_target: bool) -> graphpp.EvalResult:
+    case = CASES[name]()
+    pipe = compiled(case, split=split(name), schedule="1F1B", microbatches=4)
+    target = case.batch.target if with_target else None
+    return pipe.eval(*case.batch.args, target=target, **case.batch.kwargs)
+
+
+def expected(case: Case, count: int) -> tuple[list[Any], Tensor]:
+    """Outputs and losses of the microbatches, from the eager model."""
+    case.model.eval()
+    with torch.no_grad():
+        parts = case.batch.microbatches(count)
+        outputs = [case.model(*part.args, **part.kwargs) for part in parts]
+        return outputs, torch.stack([model_loss(case.model, case.loss, part) for part in parts])
+
+
+def logits(output: Any) -> Tensor:
+    if isinstance(output, Tensor):
+        return output
+    return output["logits"] if isinstance(output, dict) else output.logits
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("name", NAMES)
+def test_evaluation_is_that_of_eager(name: str, ranks: int) -> None:
+    outputs, losses = expected(CASES[name](), 4)
+    for with_target in (True, False):
+        run = [evaluated(0, name, with_target)] if ranks == 1 else run_ranks(evaluated, 2, name, with_target)
+        *others, last = run
+        assert all(result.output is None for result in others)
+        assert torch.equal(logits(last.output), torch.cat([logits(output) for output in outputs]))
+        for result in run:
+            assert (result.loss is None) == (result.losses is None) == (not with_target)
+            if with_target:
+                assert torch.equal(result.losses, losses)
+                assert torch.equal(result.loss, losses.mean())
+
+
+def test_outputs_keep_their_structure() -> None:
+    case = CASES["several"]()
+    outputs, _ = expected(CASES["several"](), 4)
+    more = compiled(case, microbatches=4).eval(*case.batch.args).output["more"]
+    assert torch.equal(more[0], torch.cat([output["more"][0] for output in outputs]))
+    assert torch.equal(more[1], torch.stack([output["more"][1] for output in outputs]).mean())
+    assert more[2] == [3, None]
+
+
+def test_outputs_of_one_microbatch_are_as_they_are() -> None:
+    case = CASES["several"]()
+    found = compiled(case).eval(*case.batch.args).output
+    case.model.eval()
+    with torch.no_grad():
+        plain = case.model(*case.batch.args)
+    assert torch.equal(found["logits"], plain["logits"])
+    assert torch.equal(found["more"][1], plain["more"][1])
+
+
+def test_outputs_of_hugging_face_keep_their_class() -> None:
+    case = CASES["hf_gpt2_labels"]()
+    result = compiled(case, split=cuts("hf_gpt2_labels", 2), microbatches=4).eval(**case.batch.kwargs)
+    _, losses = expected(CASES["hf_gpt2_labels"](), 4)
+    assert type(result.output).__name__ == "CausalLMOutputWithCrossAttentions"
+    assert torch.equal(result.output.loss, losses.mean())
+
+
+def evaluate_between_steps(rank: int) -> tuple[list[Tensor], dict[str, Tensor], list[bool]]:
+    case = CASES["norms"]()
+    case.model.layers[1].eval()
+    flags = [module.training for module in case.model.modules()]
+    pipe = compiled(case, split=CUTS[2], schedule="1F1B", microbatches=4)
+    losses = []
+    for seed in range(3):
+        batch = CASES["norms"](seed).batch
+        losses.append(step(pipe, batch).losses)
+        grads = {fqn: p.grad.clone() for fqn, p in pipe.named_parameters()}
+        tensors = {fqn: tensor.clone() for fqn, tensor in pipe.state_dict().items()}
+        pipe.eval(*batch.args, target=batch.target)
+        pipe.eval(*batch.args)
+        assert all(torch.equal(p.grad, grads[fqn]) for fqn, p in pipe.named_parameters())
+        assert all(torch.equal(tensor, tensors[fqn]) for fqn, tensor in pipe.state_dict().items())
+    return losses, dict(pipe.named_buffers()), [m.training for m in case.model.modules()] == flags
+
+
+def test_evaluation_leaves_the_training_alone() -> None:
+    twin = CASES["norms"]()
+    twin.model.layers[1].eval()
+    reference = [
+        torch.stack([model_loss(twin.model, twin.loss, part) for part in CASES["norms"](seed).batch.microbatches(4)])
+        for seed in range(3)
+    ]
+    buffers = dict(twin.model.named_buffers())
+    for losses, found, same_flags in run_ranks(evaluate_between_steps, 2):
+        assert same_flags
+        assert all(torch.equal(a, b) for a, b in zip(losses, reference, strict=True))
+        assert all(torch.equal(buffer, buffers[fqn]) for fqn, buffer in found.items())
+
+
+def test_evaluation_sees_what_training_changed() -> None:
+    case = CASES["plain"]()
+    pipe = compiled(case, split=CUTS[2], schedule="1F1B", microbatches=4)
+    pipe.eval(*case.batch.args)  # captured before the first step
+    optimizer = torch.optim.SGD(pipe.parameters(), lr=0.1)
+    step(pipe, case.batch)
+    optimizer.step()
+    outputs, _ = expected(Case(deepcopy(case.model), case.loss, case.batch), 4)
+    assert torch.equal(pipe.eval(*case.batch.args).output, torch.cat(outputs))
+
+
+def test_evaluation_of_another_batch_size() -> None:
+    case = CASES["plain"]()
+    pipe = compiled(case, split=CUTS[2], schedule="1F1B", microbatches=4)
+    step(pipe, case.batch)
+    half = Batch((case.batch.args[0][:12],), {}, case.batch.target[:12])
+    outputs, losses = expected(Case(case.model, case.loss, half), 4)
+    result = pipe.eval(*half.args, target=half.target)
+    assert torch.equal(result.output, torch.cat(outputs))
+    assert torch.equal(result.losses, losses)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_models_with_dropout_evaluate_without_it(ranks: int) -> None:
+    results = [dropout(0)] if ranks == 1 else run_ranks(dropout, 2)
+    assert results == [True] * ranks
+
+
+def dropout(rank: int) -> bool:
+    case = CASES["plain"]()
+    case.model.layers[1] = torch.nn.Sequential(case.model.layers[1], torch.nn.Dropout(0.5))
+    pipe = compiled(case, split=CUTS[2], schedule="1F1B", microbatches=4)
+    found = pipe.eval(*case.batch.args).output
+    outputs, _ = expected(case, 4)
+    return found is None or torch.equal(found, torch.cat(outputs))
+
+
+def test_a_step_after_evaluation_is_eagers() -> None:
+    assert differences(trained(1, "norms", split=CUTS[2], schedule="1F1B", microbatches=4), eager("norms", 4)) == []
