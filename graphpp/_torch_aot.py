@@ -9,12 +9,14 @@ Checked on torch 2.11.0, 2.13.0 and 2.15.0:
   which has a handler while a trace is being written
 - `torch.amp.autocast_mode._enter_autocast`, `torch.amp.autocast_mode._exit_autocast`, `torch._C._set_grad_enabled`: modes as
   nodes of a graph, as Dynamo writes them
+- `torch.fx._lazy_graph_module._use_lazy_graph_module`: graphs are printed to Python when they are run, not at each change
 - `torch.utils._pytree`: nested inputs and outputs as flat lists (export's own notion of a structure)
 """
 
 from __future__ import annotations
 
 import contextlib
+import gc
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -26,6 +28,7 @@ from torch._functorch._aot_autograd import descriptors
 from torch._logging import trace_structured  # type: ignore[attr-defined]
 from torch._logging._internal import trace_log
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx._lazy_graph_module import _use_lazy_graph_module
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 enter_autocast = torch.amp.autocast_mode._enter_autocast
@@ -51,6 +54,19 @@ InputMutationAOTOutput = descriptors.InputMutationAOTOutput
 def fake_mode() -> FakeTensorMode:
     """A new fake mode with its own shape environment; real constants may meet fake tensors in it."""
     return FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True)
+
+
+@contextlib.contextmanager
+def quick() -> Iterator[None]:
+    """Trace without the two things that cost most beside tracing: garbage collection, and code for graphs in the making."""
+    collecting = gc.isenabled()
+    gc.disable()
+    try:
+        with _use_lazy_graph_module(True):
+            yield
+    finally:
+        if collecting:
+            gc.enable()
 
 
 def fake_like(mode: FakeTensorMode, tensor: torch.Tensor, device: torch.device) -> torch.Tensor:

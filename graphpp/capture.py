@@ -58,7 +58,7 @@ def capture(
     inputs = signature.tensors(example)
     fakes = {path: aot.fake_like(mode, tensor, device) for path, tensor in inputs.items()}
     wrapper = _Step(model, loss, example, training)
-    with _fake_state(model, mode, device), contextlib.nullcontext() if training else torch.no_grad():
+    with aot.quick(), _fake_state(model, mode, device), contextlib.nullcontext() if training else torch.no_grad():
         module = _export(wrapper, tuple(fakes.values()))
         with _explaining(), aot.joint_trace(mode, module, tuple(fakes.values())) as traced:
             joint = with_roles(traced, model, tuple(fakes), training=training, loss_index=wrapper.found.loss_index)

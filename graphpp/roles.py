@@ -208,5 +208,5 @@ def _lift_constants(joint: JointGraph) -> None:
 def _constant(graph: fx.Graph, node: fx.Node) -> fx.Node:
     with graph.inserting_before(next(iter(graph.nodes))):
         lifted = graph.placeholder(node.name)
-    lifted.meta = {"val": node.meta["val"], "backward": False, "role": program.Constant(node.target)}
+    lifted.meta = {"val": node.meta["val"], "backward": False, "role": program.Constant(str(node.target))}
     return lifted

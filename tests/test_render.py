@@ -46,7 +46,19 @@ nameless.__name__ = "shifted"
 # ---------------------------------------------------------------------------------------------- random graphs of [2, 3]
 
 FLOATS = [0.0, -0.0, 1.5, 3e38, 5e-324, -1e-5, math.inf, -math.inf, math.nan]
-ODD_NAMES = ["run", "boxed", "torch", "class", "lambda", "float", "slice", "_aten_sin_default", "_device_0", "_bound_0"]
+ODD_NAMES = [
+    "run",
+    "boxed",
+    "take",
+    "torch",
+    "class",
+    "lambda",
+    "float",
+    "slice",
+    "_aten_sin_default",
+    "_device_0",
+    "_bound_0",
+]
 ROLES = [
     program.Parameter("layers.0.weight"),
     program.Parameter("1.weight"),
@@ -198,11 +210,30 @@ def test_a_value_dies_after_its_last_use_inputs_included() -> None:
     assert not any(watcher.living(torch.zeros(0)))
 
 
+def test_a_gradient_is_handed_over_once_nobody_reads_it() -> None:
+    watcher, graph = Watcher(), fx.Graph()
+    x = graph.placeholder("x")
+    first, second = (graph.call_function(watcher.make, (x,)) for _ in range(2))
+    reader = graph.call_function(watcher.make, (first,))
+    graph.call_function(watcher.living, (x,))
+    end = graph.output((second, first, reader, reader))
+    second._rename("take")  # as the operator of that name would be
+    roles = [program.Gradient("b"), program.Gradient("a"), program.Gradient("tied"), program.Sent("reader")]
+    end.meta["roles"] = roles
+    handed: list[tuple[int, list[bool]]] = []
+    run = render(graph).load("<taken>")
+    results = run([torch.zeros(2)], lambda index, value: handed.append((index, watcher.living(value))))
+    assert handed == [(0, [True, True]), (1, [True, False, True])]  # the second died when it was not kept
+    assert results[:2] == (None, None)
+    assert results[2] is results[3]
+    assert [torch.is_tensor(value) for value in run([torch.zeros(2)])] == [True] * 4
+
+
 # ---------------------------------------------------------------------------------------------------- what stands in it
 
 
 def lines_of(text: str) -> list[str]:
-    return [line.strip() for line in text.partition("def run(boxed):")[2].splitlines()]
+    return [line.strip() for line in text.partition("def run(boxed")[2].splitlines()]
 
 
 def a_graph(**meta: Any) -> fx.Graph:
@@ -219,13 +250,14 @@ def a_graph(**meta: Any) -> fx.Graph:
 
 def test_lines_say_shape_role_module_and_source() -> None:
     assert lines_of(render(a_graph()).text) == [
-        "",
+        ", take=lambda index, value: value):",
         "(",
         "layers_0_attn_wq_weight,  # f32[2, 3] parameter layers.0.attn.wq.weight",
         ") = boxed",
         "boxed.clear()",
         "sin_default = _aten_sin_default(layers_0_attn_wq_weight); del layers_0_attn_wq_weight"
         "  # f32[2, 3] in layers.0 (model.py:41)",
+        "sin_default = take(0, sin_default)",
         "return (",
         "sin_default,  # gradient of layers.0.attn.wq.weight",
         ")",

@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import fx
 
-from graphpp.passes.joint import JointGraph
+from graphpp.passes.joint import JointGraph, remove_unused
 from graphpp.runtime.program import Gradient, OutputRole
 
 
@@ -24,10 +24,7 @@ def accumulate(joint: JointGraph) -> JointGraph:
         else:
             outputs.append((role, node))
     joint.set_outputs(outputs)
-    for node in reversed(list(joint.graph.nodes)):
-        if node.op == "call_function" and not node.users:
-            joint.graph.erase_node(node)
-    joint.graph.lint()
+    remove_unused(joint.graph)
     return joint
 
 

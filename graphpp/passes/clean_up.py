@@ -1,7 +1,7 @@
 """Clean up: remove what computes nothing. Bit-preserving.
 
 Contract: afterwards no node is unused, and none returns its own input (`detach`, `alias`, a view to the same shape and
-strides, `t(t(x))`, a cast to the same dtype, a clone that keeps the strides). Roles, order and metadata stay.
+strides, `t(t(x))`, `x ** 1`, a cast to the same dtype, a clone that keeps the strides). Roles, order and metadata stay.
 
 A removed clone can make two results of the graph one tensor; the graph is functional, so no value changes, and the
 runtime never writes into a program's results before it has made them its own.
@@ -12,7 +12,7 @@ from __future__ import annotations
 import torch
 from torch import fx
 
-from graphpp.passes.joint import JointGraph, is_tensor
+from graphpp.passes.joint import JointGraph, is_tensor, remove_unused
 
 aten = torch.ops.aten
 
@@ -37,13 +37,12 @@ _IDENTITY = {
 def clean_up(joint: JointGraph) -> JointGraph:
     """Remove identities, double transposes and dead code, in place; returns the same joint graph."""
     for node in list(joint.computed()):
-        for rule in (_same_as_input, _double_transpose):
+        for rule in (_same_as_input, _double_transpose, _first_power):
             kept = rule(node)
             if kept is not None:
                 node.replace_all_uses_with(kept)
                 break
-    _remove_dead(joint.graph)
-    joint.module.recompile()
+    remove_unused(joint.graph)
     return joint
 
 
@@ -70,8 +69,8 @@ def _double_transpose(node: fx.Node) -> fx.Node | None:
     return None
 
 
-def _remove_dead(graph: fx.Graph) -> None:
-    """Erase unused nodes, assertions about metadata included, from the end; placeholders stay."""
-    for node in reversed(list(graph.nodes)):
-        if node.op not in ("placeholder", "output") and not node.users:
-            graph.erase_node(node)
+def _first_power(node: fx.Node) -> fx.Node | None:
+    """`x` from `x ** 1` (autograd's derivative of a square has one)."""
+    if node.target is aten.pow.Tensor_Scalar and node.args[1] == 1 and _layout(node) == _layout(node.args[0]):  # type: ignore[arg-type]
+        return node.args[0]  # type: ignore[return-value]
+    return None

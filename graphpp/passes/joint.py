@@ -59,6 +59,13 @@ class JointGraph:
         return (node for node in self.graph.nodes if node.op not in ("placeholder", "output"))
 
 
+def remove_unused(graph: fx.Graph) -> None:
+    """Erase nodes that nobody reads, assertions about metadata included; placeholders stay."""
+    for node in reversed(list(graph.nodes)):
+        if node.op not in ("placeholder", "output") and not node.users:
+            graph.erase_node(node)
+
+
 def tensor_meta(node: fx.Node, name: str | None = None) -> TensorMeta:
     """Shape, strides and dtype of a node's value, under the node's name."""
     value = node.meta["val"]

@@ -17,7 +17,9 @@ from graphpp.passes.clean_up import clean_up
 from graphpp.passes.cut import Cut, cut
 from graphpp.passes.emit import emit
 from graphpp.passes.joint import JointGraph, verify
+from graphpp.passes.merge_views import merge_views
 from graphpp.passes.randomize import randomize
+from graphpp.passes.relax_views import relax_views
 from graphpp.passes.snapshot import snapshot
 from graphpp.runtime.program import PipelineProgram
 
@@ -43,6 +45,8 @@ def lower(joint: JointGraph, starts: Sequence[int], hook: Hook = lambda passed: 
     joint = steps.run("snapshot", lambda: snapshot(joint))
     joint = steps.run("randomize", lambda: randomize(joint))
     joint = steps.run("assign", lambda: assign(joint, starts))
+    joint = steps.run("merge_views", lambda: merge_views(joint))
+    joint = steps.run("relax_views", lambda: relax_views(joint))
     joint = steps.run("accumulate", lambda: accumulate(joint))
     pieces = steps.run("cut", lambda: cut(joint, len(starts)))
     return steps.run("emit", lambda: emit(joint, pieces))
@@ -56,6 +60,7 @@ class _Steps:
         began = time.perf_counter()
         result = step()
         if isinstance(result, JointGraph):
+            result.module.recompile()
             verify(result)
         self.hook(Passed(name, time.perf_counter() - began, result))
         return result

@@ -26,7 +26,6 @@ def randomize(joint: JointGraph) -> JointGraph:
     for index, node in enumerate(drawing):
         node.args = (key, index, node.target, *node.args)  # type: ignore[arg-type]
         node.target = seeded
-    joint.module.recompile()
     return joint
 
 

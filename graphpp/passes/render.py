@@ -5,8 +5,8 @@ Contract
 `render(graph)` returns a module text with one function `run(boxed)`: it takes a list of inputs, empties it, and returns
 a tuple. Every value is deleted right after its last use, inputs included, so nothing lives longer than it is needed.
 With gradients among the results it is `run(boxed, take)`: each gradient is handed to `take(index, value)` as soon as no
-other operation reads it, and what `take` returns stands in the tuple (by default the value), so that a runtime can add a
-gradient up while its memory is warm and let it go.
+other operation reads it, and what `take` returns stands in the tuple (by default the value), so that a runtime can add
+a gradient up while its memory is warm and let it go.
 Each line carries dtype and shape, the module call and the user's source line as a comment; inputs and results carry
 their roles (`meta["role"]` of a placeholder, `meta["roles"]` of the output); in a graph with nodes of several stages
 each line says its stage. Names are those of `spelling`.

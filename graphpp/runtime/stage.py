@@ -196,7 +196,6 @@ class GraphStage:
     def _receive_ops(
         self, direction: str, microbatch: int, metas: Sequence[TensorMeta], source: int
     ) -> list[dist.P2POp]:
-        peer = self._place.rank_of_stage[source]
-        buffers = self._transport.buffers(metas)
-        self._arrived[direction, microbatch] = Message([], buffers, peer)
-        return self._transport.receive_ops(buffers, metas, peer)
+        message = self._transport.incoming(metas, self._place.rank_of_stage[source])
+        self._arrived[direction, microbatch] = message
+        return self._transport.receive_ops(message)

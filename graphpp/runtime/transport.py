@@ -3,7 +3,9 @@
 Contract
 --------
 - What crosses is known beforehand: `TensorMeta` per value. A receive buffer is made when the receive is posted.
-- A dense tensor travels in its memory order, so it arrives with the strides the graph was captured with.
+- A tensor's elements travel once, in their memory order, and arrive with the strides the graph was captured with, gaps and
+  repetitions included: a kernel that reads them goes the same way as in one process. (Only elements that lie over each
+  other, as windows do, arrive apart.)
 - Messages of one pair of ranks are posted on both sides in the order of the action table, which is one total order of
   (send, receive) pairs: two neighbours that send to each other cannot wait for each other.
 - At most `DEPTH` messages to one rank are outstanding; a further one first waits for the oldest (a wait for an earlier
@@ -15,6 +17,7 @@ from __future__ import annotations
 from collections import defaultdict, deque
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 import torch.distributed as dist
@@ -26,11 +29,15 @@ DEPTH = 2
 
 @dataclass
 class Message:
-    """Tensors under way, with the works to wait for, and the rank (of the group) at the other end."""
+    """Tensors under way, with the works to wait for, and the rank (of the group) at the other end.
+
+    What was received over a process group is in `landings`; what goes out, or stays on this rank, in `tensors`.
+    """
 
     works: list[dist.Work]
     tensors: list[torch.Tensor]
     peer: int
+    landings: Sequence[Landing] = ()
 
     def done(self) -> bool:
         """Whether every part is known to have gone out, without waiting."""
@@ -43,7 +50,7 @@ class Message:
                 work.wait()
             except RuntimeError as error:
                 raise PeerLost(self.peer, str(error)) from error
-        return self.tensors
+        return [landing.value() for landing in self.landings] if self.landings else self.tensors
 
 
 class PeerLost(RuntimeError):
@@ -64,17 +71,17 @@ class Transport:
 
     def send_ops(self, values: Sequence[torch.Tensor], metas: Sequence[TensorMeta], peer: int) -> list[dist.P2POp]:
         """The operations that send `values` to `peer`."""
-        ready = [in_memory_order(as_captured(value, meta), meta) for value, meta in zip(values, metas, strict=True)]
-        return [dist.P2POp(dist.isend, value, group=self._group, group_peer=peer) for value in ready]
+        packed = [pack(value, meta) for value, meta in zip(values, metas, strict=True)]
+        return [dist.P2POp(dist.isend, value, group=self._group, group_peer=peer) for value in packed]
 
-    def receive_ops(self, buffers: Sequence[torch.Tensor], metas: Sequence[TensorMeta], peer: int) -> list[dist.P2POp]:
-        """The operations that receive into `buffers` from `peer`."""
-        ordered = [in_memory_order(buffer, meta) for buffer, meta in zip(buffers, metas, strict=True)]
-        return [dist.P2POp(dist.irecv, buffer, group=self._group, group_peer=peer) for buffer in ordered]
+    def incoming(self, metas: Sequence[TensorMeta], peer: int) -> Message:
+        """Memory for what `peer` will send; nothing is posted yet."""
+        return Message([], [], peer, [Landing.of(meta, self._device) for meta in metas])
 
-    def buffers(self, metas: Sequence[TensorMeta]) -> list[torch.Tensor]:
-        """Empty tensors as captured, to receive into."""
-        return [torch.empty_strided(m.shape, _stride(m), dtype=m.dtype, device=self._device) for m in metas]
+    def receive_ops(self, message: Message) -> list[dist.P2POp]:
+        """The operations that receive into `message`."""
+        ready = [landing.elements for landing in message.landings]
+        return [dist.P2POp(dist.irecv, value, group=self._group, group_peer=message.peer) for value in ready]
 
     def post_send(self, ops: list[dist.P2POp], peer: int) -> None:
         """Start sending; the tensors are held until they have gone out."""
@@ -108,43 +115,78 @@ def post(ops: list[dist.P2POp], peer: int) -> list[dist.Work]:
     return [work for work in works if work is not None]
 
 
-def _dense(meta: TensorMeta) -> bool:
-    """Whether the elements fill their memory without gaps or overlaps, in some order of the dimensions."""
-    expected = 1
-    for dim in _memory_order(meta):
-        if meta.shape[dim] != 1 and meta.stride[dim] != expected:
-            return False
-        expected *= meta.shape[dim]
-    return True
+@dataclass(frozen=True)
+class _Layout:
+    """How the elements of a value lie in memory, and how they travel.
+
+    `stored`: the shape without what `expand` only repeats. `order`: the dimensions, slowest first. `dense`: in that order
+    the elements fill their memory without gaps, so that they travel from and into their place.
+    """
+
+    stored: tuple[int, ...]
+    stride: tuple[int, ...]
+    order: tuple[int, ...]
+    dense: bool
+
+    @property
+    def packed(self) -> list[int]:
+        """The shape of the elements as they travel."""
+        return [self.stored[dim] for dim in self.order]
 
 
-def _memory_order(meta: TensorMeta) -> list[int]:
-    """Dimensions from the fastest to the slowest."""
-    return sorted(range(len(meta.shape)), key=lambda dim: (meta.stride[dim], meta.shape[dim], -dim))
+@cache
+def _layout(meta: TensorMeta) -> _Layout:
+    pairs = list(zip(meta.shape, meta.stride, strict=True))
+    stored = tuple(1 if stride == 0 else size for size, stride in pairs)
+    order = tuple(sorted(range(len(pairs)), key=lambda dim: (-meta.stride[dim], -stored[dim], dim)))
+    dense, extent = True, 1
+    for dim in reversed(order):
+        if stored[dim] > 1:
+            if meta.stride[dim] < extent:  # elements that lie over each other
+                return _Layout(meta.shape, _contiguous(meta.shape), tuple(range(len(pairs))), True)
+            dense = dense and meta.stride[dim] == extent
+            extent = meta.stride[dim] * (stored[dim] - 1) + extent
+    return _Layout(stored, meta.stride, order, dense)
 
 
-def _stride(meta: TensorMeta) -> tuple[int, ...]:
-    """The captured strides where the tensor is dense, else those of a contiguous one."""
-    if _dense(meta):
-        return meta.stride
+def _contiguous(shape: Sequence[int]) -> tuple[int, ...]:
     strides, step = [], 1
-    for size in reversed(meta.shape):
+    for size in reversed(shape):
         strides.append(step)
         step *= max(size, 1)
     return tuple(reversed(strides))
 
 
-def as_captured(value: torch.Tensor, meta: TensorMeta) -> torch.Tensor:
-    """`value` with the strides of the capture; a copy only where a kernel returned others, or the capture had gaps."""
-    stride = _stride(meta)
-    if value.stride() == stride:
-        return value
-    copy = torch.empty_strided(meta.shape, stride, dtype=value.dtype, device=value.device)
-    return copy.copy_(value)
+def pack(value: torch.Tensor, meta: TensorMeta) -> torch.Tensor:
+    """The elements of `value` as they travel: a view of it, or a copy where it lies otherwise than captured, or has gaps."""
+    layout = _layout(meta)
+    value = value.resolve_conj().resolve_neg()
+    for dim, size in enumerate(layout.stored):
+        if size != meta.shape[dim]:
+            value = value.narrow(dim, 0, size)
+    return value.permute(layout.order).contiguous()
 
 
-def in_memory_order(value: torch.Tensor, meta: TensorMeta) -> torch.Tensor:
-    """A contiguous view of a dense tensor."""
-    if value.is_contiguous():
-        return value
-    return value.permute(list(reversed(_memory_order(meta))))
+@dataclass(frozen=True)
+class Landing:
+    """Where a value arrives: `elements` are received, `place` has the captured strides."""
+
+    elements: torch.Tensor
+    place: torch.Tensor
+    meta: TensorMeta
+
+    @classmethod
+    def of(cls, meta: TensorMeta, device: torch.device) -> Landing:
+        """Memory for one value."""
+        layout = _layout(meta)
+        place = torch.empty_strided(layout.stored, layout.stride, dtype=meta.dtype, device=device)
+        if layout.dense:
+            return cls(place.permute(layout.order), place, meta)
+        return cls(torch.empty(layout.packed, dtype=meta.dtype, device=device), place, meta)
+
+    def value(self) -> torch.Tensor:
+        """The value, once its elements have arrived."""
+        layout = _layout(self.meta)
+        if not layout.dense:
+            self.place.permute(layout.order).copy_(self.elements)
+        return self.place if layout.stored == self.meta.shape else self.place.expand(self.meta.shape)

@@ -23,6 +23,7 @@ from graphpp.errors import CaptureError
 from graphpp.passes.joint import JointGraph
 from graphpp.passes.lower import lower
 from graphpp.passes.randomize import randomize
+from graphpp.passes.relax_views import relax_views
 from graphpp.runtime import program as p
 from graphpp.runtime.actions import Action, Kind
 from graphpp.runtime.checker import check
@@ -137,8 +138,8 @@ def seeds(count: int) -> list[Tensor]:
 
 
 def run_uncut(net: Net, joint: JointGraph, microbatches: int) -> Numbers:
-    """Interpret the captured graph itself, no pass but `randomize` run, in a plain loop."""
-    joint = randomize(_alive(copied(joint)))
+    """Interpret the captured graph itself in a plain loop; only the passes that make it repeatable and runnable were run."""
+    joint = relax_views(randomize(_alive(copied(joint))))
     torch.manual_seed(SEED)
     numbers = Numbers(buffers={name: buffer.clone() for name, buffer in net.named_buffers()})
     parameters = {name: parameter.detach() for name, parameter in net.named_parameters()}

@@ -106,7 +106,8 @@ def test_compiled_programs_equal_eager(program: Program, chosen: list[int], micr
     grads = {name: value.grad for name, value in net.named_parameters() if value.grad is not None}
     found = differences(Numbers(losses, grads, dict(net.named_buffers())), theirs, {"*": 1e-5})
     assert not found, "\n".join(found)
-    _check_evaluation(pipe, net, eager)
+    if microbatches == 1:
+        _check_evaluation(pipe, net, eager)
 
 
 def _modules(joint: JointGraph, chosen: Sequence[int]) -> list[str]:
