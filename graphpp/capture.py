@@ -24,11 +24,13 @@ from torch.utils.checkpoint import CheckpointFunction
 
 from graphpp import _torch_aot as aot
 from graphpp import signature
-from graphpp.assignments import Replaced, written
+from graphpp.assignments import Assigned, undone
 from graphpp.errors import CaptureError
 from graphpp.passes.joint import JointGraph, verify
 from graphpp.regions import inline_regions
 from graphpp.roles import is_user_file, with_roles
+from graphpp.runtime import program
+from graphpp.runtime.program import OutputRole
 from graphpp.signature import Microbatch
 
 LossFunction = Callable[[Any, Any], torch.Tensor]
@@ -61,20 +63,21 @@ def capture(
     with aot.quick(), _fake_state(model, mode, device), contextlib.nullcontext() if training else torch.no_grad():
         module = _export(wrapper, tuple(fakes.values()))
         with _explaining(), aot.joint_trace(mode, module, tuple(fakes.values())) as traced:
-            joint = with_roles(traced, model, tuple(fakes), training=training, loss_index=wrapper.found.loss_index)
-    wrapper.found.replaced.refuse_stale(joint.constants.values())
+            found = wrapper.found
+            joint = with_roles(traced, model, tuple(fakes), found.results, training=training)
+    found.assigned.refuse_stale(joint.constants.values())
     verify(joint)
-    return Captured(joint, wrapper.found.output_spec, wrapper.found.output_leaves)
+    return Captured(joint, found.output_spec, found.output_leaves)
 
 
 @dataclass
 class _Found:
     """What the wrapper learns while it is traced (export resets attributes that a module sets in its forward)."""
 
-    loss_index: int | None
+    results: tuple[OutputRole, ...] = ()
     output_spec: aot.TreeSpec | None = None
     output_leaves: tuple[Any, ...] = ()
-    replaced: Replaced = field(default_factory=Replaced)
+    assigned: Assigned = field(default_factory=Assigned)
 
 
 class _Step(nn.Module):
@@ -84,27 +87,33 @@ class _Step(nn.Module):
         super().__init__()
         self.model = model
         self.held = (loss, example, training)
-        self.found = _Found(loss_index=0 if training else None)
+        self.found = _Found()
 
     def forward(self, *tensors: torch.Tensor) -> Any:
-        with written(self.model, self.found.replaced):
-            return self._results(tensors)
+        found = self.found
+        with undone(self.model, found.assigned):
+            results = self._results(tensors)
+        results += [(program.BufferUpdate(fqn), value) for fqn, value in found.assigned.buffers.items()]
+        found.results = tuple(role for role, _ in results)
+        return tuple(value for _, value in results)
 
-    def _results(self, tensors: tuple[torch.Tensor, ...]) -> Any:
+    def _results(self, tensors: tuple[torch.Tensor, ...]) -> list[tuple[OutputRole, torch.Tensor]]:
         loss, example, training = self.held
         batch = signature.rebuild(example, tensors)
         output = self.model(*batch.args, **batch.kwargs)
         if training:
-            return scalar_loss(loss, output, batch.target)
+            return [(program.Loss(), scalar_loss(loss, output, batch.target))]
         leaves, self.found.output_spec = aot.tree_flatten(output)
         self.found.output_leaves = tuple(
             signature.TENSOR if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves
         )
-        results = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+        tensor_leaves = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+        results: list[tuple[OutputRole, torch.Tensor]] = [
+            (program.Output(index), leaf) for index, leaf in enumerate(tensor_leaves)
+        ]
         if batch.target is not None:
-            self.found.loss_index = len(results)
-            results.append(scalar_loss(loss, output, batch.target))
-        return tuple(results)
+            results.append((program.Loss(), scalar_loss(loss, output, batch.target)))
+        return results
 
 
 def scalar_loss(loss: LossFunction | None, output: Any, target: Any) -> torch.Tensor:

@@ -54,6 +54,7 @@ class Pipeline:
         self._model, self._loss, self._settings, self._agreement = model, loss, settings, agreement
         self._state = ModelState(model)
         self._library = Library(Compiler(model, loss, settings), self._state, agreement)
+        self._last: Ready | None = None
         self._board = FailureBoard(settings.place.group, agreement.shared_name())
         if settings.example is not None:
             self._build(settings.example)
@@ -99,6 +100,11 @@ class Pipeline:
             norm = norms.total_norm(slots, len(order), norm_type, place.group, place.device)
             norms.clip_(slots, max_norm, norm)
         return norm
+
+    @property
+    def bubble(self) -> float | None:
+        """The share of the last call in which this rank stood still for others, 0 to 1; None before, and on CUDA."""
+        return None if self._last is None else self._last.runner.bubble
 
     # ------------------------------------------------------------------------------------------------ this rank's part
 
@@ -160,6 +166,7 @@ class Pipeline:
         ready, device = self._library.ready(call), self._settings.place.device
         inputs = [{path: x.to(device, non_blocking=True) for path, x in part.tensors.items()} for part in call.parts]
         ready.runner.step(inputs, ready.seeds)
+        self._last = ready
         return ready
 
     def _cut(self, batch: Microbatch) -> list[Leaves]:

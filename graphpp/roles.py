@@ -22,15 +22,16 @@ from graphpp.runtime.program import InputRole, OutputRole, TensorMeta
 
 _MODEL = "model"  # the attribute of capture's wrapper that holds the user's model
 _OURS = (os.path.dirname(torch.__file__) + os.sep, os.path.dirname(os.path.abspath(__file__)) + os.sep)
+_COPIES = (torch.ops.aten.clone.default, torch.ops.aten.detach.default, torch.ops.aten.alias.default)
 _FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+)')
 
 
 def with_roles(
-    traced: fx.GraphModule, model: nn.Module, paths: Sequence[str], *, training: bool, loss_index: int | None
+    traced: fx.GraphModule, model: nn.Module, paths: Sequence[str], results: Sequence[OutputRole], *, training: bool
 ) -> JointGraph:
     """Give every placeholder and result its role.
 
-    `paths` name the tensors of the microbatch in order; `loss_index` says which result is the loss.
+    `paths` name the tensors of the microbatch in order; `results` says what the traced module returned.
     Raises `CaptureError` where a loss to train on reaches no parameter.
     """
     names = canonical_names(model)
@@ -41,7 +42,7 @@ def with_roles(
             "Check for detach(), no_grad(), frozen parameters, and that the loss reads the model's output."
         )
     _annotate(joint.graph)
-    outputs = _named_outputs(joint.graph, names, loss_index)
+    outputs = _named_outputs(joint.graph, names, results)
     _name_inputs(joint.graph, names, paths)
     joint.set_outputs(outputs)
     _lift_constants(joint)
@@ -144,26 +145,37 @@ def _state_role(desc: Any, names: dict[str, str]) -> InputRole:
     return kind(names[fqn])
 
 
-def _named_outputs(graph: fx.Graph, names: dict[str, str], loss_index: int | None) -> list[tuple[OutputRole, fx.Node]]:
+def _named_outputs(
+    graph: fx.Graph, names: dict[str, str], results: Sequence[OutputRole]
+) -> list[tuple[OutputRole, fx.Node]]:
+    """The results with their roles; of a buffer that was written in place and then assigned, the assigned value."""
     end = graph.output_node()
-    outputs: list[tuple[OutputRole, fx.Node]] = []
+    outputs: dict[OutputRole, fx.Node] = {}
     gradients: dict[OutputRole, fx.Node] = {}
     for desc, node in zip(end.meta["desc"], end.args[0], strict=True):  # type: ignore[arg-type]
         if not isinstance(node, fx.Node):
             continue
-        role = _output_role(desc, names, loss_index)
+        role = _output_role(desc, names, results)
         if isinstance(role, program.Gradient) and role in gradients:
             gradients[role] = _sum(graph, gradients[role], node)
         elif isinstance(role, program.Gradient):
             gradients[role] = node
         else:
-            outputs.append((role, node))
-    return outputs + list(gradients.items())
+            outputs[role] = _original(node) if isinstance(role, program.BufferUpdate) else node
+    return [*outputs.items(), *gradients.items()]
 
 
-def _output_role(desc: Any, names: dict[str, str], loss_index: int | None) -> OutputRole:
+def _original(node: fx.Node) -> fx.Node:
+    """What a node only copies: the runtime copies a buffer's new value anyway, and a copy made at the end has no place."""
+    while node.target in _COPIES and isinstance(node.args[0], fx.Node):
+        node = node.args[0]
+    return node
+
+
+def _output_role(desc: Any, names: dict[str, str], results: Sequence[OutputRole]) -> OutputRole:
     if isinstance(desc, aot.PlainAOTOutput):
-        return program.Loss() if desc.idx == loss_index else program.Output(desc.idx)
+        returned = results[desc.idx]
+        return program.BufferUpdate(names[returned.fqn]) if isinstance(returned, program.BufferUpdate) else returned
     if isinstance(desc, aot.GradAOTOutput):
         role = _state_role(desc.grad_of, names)
         if isinstance(role, program.Parameter):

@@ -11,6 +11,7 @@ with this process, however it ends.
 """
 
 import atexit
+import gc
 import multiprocessing
 import os
 import pickle
@@ -238,6 +239,7 @@ def _group(task: Task) -> Iterator[None]:
     try:
         yield
     finally:
+        gc.collect()  # a pipeline is full of cycles, and holds the group's connections open
         if dist.is_initialized():
             dist.destroy_process_group()
 
@@ -258,4 +260,5 @@ def _failed(error: BaseException) -> Answer:
         pickle.loads(pickle.dumps(error))
     except Exception:
         error = RuntimeError(f"{type(error).__name__}: {error}")
+    error.__traceback__ = error.__context__ = error.__cause__ = None  # their frames hold the group, and do not pickle
     return Answer(error=error, trace=trace, ended=ended)

@@ -69,7 +69,7 @@ class Tied(nn.Module):
 
 
 class Masked(Plain):
-    """A mask that only layer 2 reads, and in layer 3 two tensors without batch dimension, though one looks as if it had."""
+    """A mask that only layer 2 reads, and in layer 3 two tensors without batch dimension (one looks as if it had)."""
 
     def forward(self, x: Tensor, *, mask: Tensor, scale: tuple[Tensor], table: tuple[Tensor]) -> Tensor:
         for layer in self.layers[:2]:

@@ -25,7 +25,8 @@ SEVERAL = ("Interleaved1F1B", "LoopedBFS")
 MATRIX = ("llama", "hf_llama", "hf_gpt2", "hf_vit", "sequential")
 OWN_LOSS = ("hf_llama_labels", "hf_gpt2_labels", "hf_vit_labels")
 
-# The uncut joint graph differs from eager in the last bits.
+# The uncut joint graph differs from eager in the last bits: with grouped key/value heads transformers repeats the heads
+# and writes out the causal mask when it is exported, and lets the attention kernel do both in eager.
 INEXACT = ("hf_llama", "hf_llama_labels")
 
 
@@ -65,7 +66,7 @@ def train_all(rank: int, name: str, cases: Sequence[Combo]) -> list[Numbers]:
 
 @contextmanager
 def one_capture(kept: dict[str, Any]) -> Iterator[None]:
-    """Schedules over one model, split and microbatch share the captured graph and the programs: both know no schedule."""
+    """Schedules over one model, split and microbatch share captured graph and programs, which know no schedule."""
 
     def once(what: str, make: Any) -> Any:
         def call(*args: Any, **kwargs: Any) -> Any:

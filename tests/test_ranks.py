@@ -37,7 +37,7 @@ def message(fn: Callable[[], Any]) -> str:
     return "no error"
 
 
-# ------------------------------------------------------------------------------------------------ given different things
+# ---------------------------------------------------------------------------------------------- given different things
 
 
 class Relu(Plain):
@@ -81,6 +81,10 @@ def count(number: int) -> None:
     pipe.step_microbatches([Microbatch((X[:4],), {}, Y[:4])] * number)
 
 
+def no_target() -> None:
+    graphpp.compile(Plain(), F.cross_entropy, **TWO).step(X)
+
+
 def evaluates() -> None:
     graphpp.compile(Plain(), F.cross_entropy, **TWO).eval(X)
 
@@ -104,10 +108,10 @@ DIFFERENT: dict[str, tuple[Callable[[], None], str]] = {
     "frozen": (lambda: first_step(half_frozen()), "rank 1 differs in the model: it has layers.1.weight .* frozen"),
     "code": (lambda: first_step(Relu()), "rank 1 differs in the code of the model or the loss: it has .*relu.*tanh"),
     "loss": (lambda: first_step(loss=other_loss), "rank 1 differs in the code of the model or the loss"),
-    "flags": (lambda: first_step(half_evaluating()), "rank 1 differs in training flags: it has layers.1.training=False"),
+    "flags": (lambda: first_step(half_evaluating()), "differs in training flags: it has layers.1.training=False"),
     "split": (lambda: first_step(split=["layers.1"]), r"rank 1 differs in split=: it has \['layers.1'\], the others"),
-    "schedule": (lambda: first_step(schedule="GPipe"), "rank 1 differs in schedule=: it has GPipe, the others have 1F1B"),
-    "microbatches": (lambda: first_step(microbatches=3), "rank 1 differs in microbatches=: it has 3, the others have 4"),
+    "schedule": (lambda: first_step(schedule="GPipe"), "rank 1 differs in schedule=: it has GPipe, .* 1F1B"),
+    "microbatches": (lambda: first_step(microbatches=3), "rank 1 differs in microbatches=: it has 3, .* have 4"),
     "reduction": (lambda: first_step(loss_reduction="sum"), "rank 1 differs in loss_reduction=: it has sum"),
     "example": (
         lambda: first_step(example=Microbatch((X[:6],), {}, Y[:6])),
@@ -119,11 +123,12 @@ DIFFERENT: dict[str, tuple[Callable[[], None], str]] = {
     "bad split": (lambda: first_step(split=["layers.9"]), r"rank 1 differs in split=: it has \['layers.9'\]"),
     "bad schedule": (lambda: first_step(schedule="1F2B"), "rank 1: ScheduleError: unknown schedule '1F2B'"),
     "bad batch": (lambda: first_step(rows=23), "rank 1: BatchError: a batch of 23 cannot be cut"),
-    "no target": (lambda: graphpp.compile(Plain(), F.cross_entropy, **TWO).step(X), "rank 1: BatchError: the loss needs"),
+    "no target": (no_target, "rank 1: BatchError: the loss needs"),
     "bad loss": (lambda: first_step(loss=lambda y, t: y), r"rank 1: CaptureError: the loss must be a scalar"),
 }
 
-OWN_ERROR = {"bad schedule": "ScheduleError", "bad batch": "BatchError", "no target": "BatchError", "bad loss": "CaptureError"}
+# Where rank 1 fails by itself it raises its own error.
+OWN_ERROR = {"bad schedule": "Schedule", "bad batch": "Batch", "no target": "Batch", "bad loss": "Capture"}
 
 
 def differ(rank: int, odd: int) -> list[tuple[str, float]]:
@@ -142,7 +147,7 @@ def test_every_rank_says_who_differs_and_in_what() -> None:
         assert_matches(words, text)
         assert seconds < 30
         if name in OWN_ERROR:
-            assert own.startswith(OWN_ERROR[name]), name
+            assert own.startswith(f"{OWN_ERROR[name]}Error"), name
         else:
             assert own == text
 
@@ -176,7 +181,7 @@ def later(rank: int) -> tuple[list[str], bool]:
     ]
     unchanged = all(torch.equal(p.grad, grads[fqn]) for fqn, p in pipe.named_parameters())
     step(pipe, case.batch)
-    doubled = all(torch.equal(p.grad, 2 * grads[fqn]) for fqn, p in pipe.named_parameters())
+    doubled = all(torch.allclose(p.grad, 2 * grads[fqn]) for fqn, p in pipe.named_parameters())
     return texts, unchanged and doubled
 
 
@@ -218,7 +223,7 @@ def test_a_rank_that_fails_alone_tells_the_others() -> None:
     assert good.startswith("MismatchError") and "rank 1: SplitError: this rank cannot" in good
 
 
-# ------------------------------------------------------------------------------------------------ in the middle of a step
+# --------------------------------------------------------------------------------------------- in the middle of a step
 
 FUSES: dict[int, tuple[int, Callable[[], None]]] = {}  # layer -> after how many calls what happens
 
@@ -260,20 +265,21 @@ def sleeps() -> None:
 
 
 def blow(
-    rank: int, victim: int, action: Callable[[], None], calls: int, port: int | None = None, timeout: float | None = None
+    rank: int, victim: int, action: Callable[[], None], port: int | None = None, timeout: float | None = None
 ) -> tuple[str, float]:
-    """Two good steps and one in which the victim's stage does `action` in its forward number `calls`."""
+    """Two good steps and one in which the victim's stage does `action` after some of its forwards."""
     if port is not None:  # the store that the ranks share lives in rank 0
         ranks = dist.get_world_size()
         dist.destroy_process_group()
         dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=ranks)
     ranks = dist.get_world_size()
     group = dist.new_group(timeout=timedelta(seconds=timeout)) if timeout else None
-    pipe = graphpp.compile(Fused(), F.cross_entropy, group=group, split=CUTS[4][: ranks - 1], schedule="1F1B", microbatches=8)
+    split = CUTS[4][: ranks - 1]
+    pipe = graphpp.compile(Fused(), F.cross_entropy, group=group, split=split, schedule="1F1B", microbatches=8)
     FUSES.clear()
     for _ in range(2):
         pipe.step(X, target=Y)
-    FUSES[victim] = (calls, action)
+    FUSES[victim] = (3, action)
     began = time.monotonic()
     try:
         pipe.step(X, target=Y)
@@ -289,7 +295,7 @@ def free_port() -> int:
 
 
 def test_a_rank_that_raises_in_a_step() -> None:
-    for rank, (text, seconds) in enumerate(run_ranks(blow, 3, 1, fails, 2)):
+    for rank, (text, seconds) in enumerate(run_ranks(blow, 3, 1, fails)):
         if rank == 1:
             assert text == "ValueError: the fuse blew"
         else:
@@ -304,7 +310,7 @@ def test_a_rank_that_raises_in_a_step() -> None:
 )
 def test_a_rank_that_dies_in_a_step(ranks: int, victim: int, port: bool) -> None:
     """Ranks that are no neighbours of it hear of it too."""
-    outcomes = rank_outcomes(blow, ranks, victim, dies, 4, free_port() if port else None)
+    outcomes = rank_outcomes(blow, ranks, victim, dies, free_port() if port else None)
     for outcome in outcomes:
         if outcome.rank == victim:
             assert isinstance(outcome.error, WorkerDied)
@@ -319,8 +325,8 @@ def test_a_rank_that_dies_in_a_step(ranks: int, victim: int, port: bool) -> None
 
 def test_a_rank_that_does_not_answer() -> None:
     """It is named when the group's timeout is over."""
-    waiting, slow = run_ranks(blow, 2, 1, sleeps, 3, None, 2.0)
-    assert waiting[0].startswith("RankFailure: rank 1")
+    waiting, slow = run_ranks(blow, 2, 1, sleeps, None, 2.0)
+    assert waiting[0].startswith("RankFailure: rank 1 did not answer in time")
     assert waiting[1] < 6
     assert slow[0].startswith("RankFailure")
 

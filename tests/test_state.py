@@ -77,7 +77,10 @@ def test_a_ranks_own_part_is_loaded_again() -> None:
     [
         (lambda state: state.pop("head.weight"), "missing: head.weight"),
         (lambda state: state.update(extra=torch.zeros(1)), "unknown to the model: extra"),
-        (lambda state: state.update({"head.bias": torch.zeros(3)}), r"of another shape: head.bias \[3\] instead of \[10\]"),
+        (
+            lambda state: state.update({"head.bias": torch.zeros(3)}),
+            r"of another shape: head.bias \[3\] instead of \[10\]",
+        ),
     ],
 )
 def test_a_state_dict_that_does_not_fit_changes_nothing(change: Any, words: str) -> None:
@@ -102,7 +105,7 @@ def test_nothing_is_known_before_the_first_capture() -> None:
     pipe = compiled(CASES["plain"](), **OPTIONS)
     assert "nothing captured yet" in repr(pipe)
     for ask in (pipe.parameters, pipe.named_parameters, pipe.named_buffers, pipe.state_dict):
-        with pytest.raises(graphpp.GraphPPError, match="give example= to graphpp.compile, or run a step first"):
+        with pytest.raises(graphpp.GraphPPError, match=r"give example= to graphpp.compile, or run a step first"):
             ask()
 
 

@@ -184,7 +184,7 @@ def test_model_in_eval_mode_trains_as_it_is(ranks: int) -> None:
 
 
 def half_in_eval(rank: int) -> tuple[list[str], list[bool]]:
-    """Layers 2 and 3 in eval mode: their statistics stay. What differs from eager, and which flags there are afterwards."""
+    """All but layer 0 in eval mode: their statistics stay. What differs from eager, and which flags there are then."""
     case = SPECIAL["norms"]()
     case.model.eval()
     case.model.layers[0].train()
@@ -322,7 +322,7 @@ def test_norm_types(norm_type: float) -> None:
     assert torch.equal(pipe.clip_grad_norm_(1e9, norm_type), expected)
 
 
-# ------------------------------------------------------------------------------------------------ the model is left alone
+# --------------------------------------------------------------------------------------------- the model is left alone
 
 
 class Watchful(nn.Module):

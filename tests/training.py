@@ -1,7 +1,7 @@
 """Three training steps through graphpp, in the shape of the eager reference's numbers, and how two of them differ.
 
-Contract: `train` runs on one rank and returns what that rank has; `whole` joins the ranks; `differences` names by FQN and
-step whatever is not bit-equal, so that a test asserts that there is nothing.
+Contract: `train` runs on one rank and returns what that rank has; `whole` joins the ranks; `differences` names by FQN
+and step whatever is not bit-equal, so that a test asserts that there is nothing.
 """
 
 from collections.abc import Callable, Mapping, Sequence

@@ -58,7 +58,8 @@ def _same_as_input(node: fx.Node) -> fx.Node | None:
 def _layout(node: fx.Node) -> tuple[object, ...]:
     """What decides, for a view or a copy, which element stands where."""
     value = node.meta["val"]
-    return (value.shape, value.stride(), value.storage_offset(), value.dtype, value.device, value.layout)
+    lazy = (value.is_conj(), value.is_neg())  # a copy resolves what is only marked
+    return (value.shape, value.stride(), value.storage_offset(), value.dtype, value.device, value.layout, lazy)
 
 
 def _double_transpose(node: fx.Node) -> fx.Node | None:

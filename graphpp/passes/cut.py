@@ -100,7 +100,8 @@ def cut(joint: JointGraph, stages: int) -> Cut:
     if joint.training:
         slots += [(B, stage) for stage in reversed(range(stages))]
     results = _results_by_slot(joint, stages)
-    members = {slot: _members(joint, slot, results[slot]) for slot in slots}
+    own = _own(joint)
+    members = {slot: _members(own[slot], results[slot]) for slot in slots}
     traffic = _Traffic()
     for slot in slots:
         _route(members, slot, results[slot], traffic)
@@ -137,9 +138,19 @@ def _result_slot(joint: JointGraph, role: OutputRole, node: fx.Node, stages: int
     return (phase, min(readers, default=0))
 
 
-def _members(joint: JointGraph, slot: Slot, results: Results) -> set[fx.Node]:
+def _own(joint: JointGraph) -> dict[Slot, set[fx.Node]]:
+    """The nodes that belong to each slot."""
+    own: dict[Slot, set[fx.Node]] = defaultdict(set)
+    for node in joint.computed():
+        slot = home(node)
+        if slot is not None:
+            own[slot].add(node)
+    return own
+
+
+def _members(own: set[fx.Node], results: Results) -> set[fx.Node]:
     """The nodes a slot computes: its own, and what they read that every slot has at hand."""
-    members = {node for node in joint.computed() if home(node) == slot}
+    members = set(own)
     pending = [source for node in members for source in node.all_input_nodes] + [node for _, node in results]
     while pending:
         node = pending.pop()

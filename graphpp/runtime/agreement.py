@@ -30,6 +30,7 @@ T = TypeVar("T")
 
 _ERROR = "error"
 _DIGEST_BYTES = 16
+_LONG = 240  # characters of a line that are shown
 
 
 @dataclass(frozen=True)
@@ -59,7 +60,7 @@ class Agreement:
 
     def __init__(self, group: dist.ProcessGroup | None, device: torch.device) -> None:
         self._group = group if group is not None and dist.get_world_size(group) > 1 else None
-        self._device = torch.device("cpu") if self._group is None or _has_cpu(self._group) else device
+        self._device = torch.device("cpu") if self._group is None or has_gloo(self._group) else device
 
     def together(self, work: Callable[[], T], facts: Callable[[T], Facts]) -> T:
         """Do `work`, compare the facts of what came out over all ranks, return it."""
@@ -107,7 +108,7 @@ class Agreement:
         return [each.cpu() for each in received]
 
 
-def _has_cpu(group: dist.ProcessGroup) -> bool:
+def has_gloo(group: dist.ProcessGroup) -> bool:
     """Whether the group can exchange tensors on the CPU."""
     return "cpu:gloo" in dist.get_backend_config(group)
 
@@ -148,10 +149,19 @@ def _differences(name: str, values: Mapping[int, Sequence[str]]) -> list[str]:
     ]
 
 
+def _around(text: str, at: int) -> str:
+    """A long line cut to its beginning and what stands around position `at`."""
+    if len(text) <= _LONG:
+        return text
+    head, tail = text[: _LONG // 3], text[max(at - _LONG // 6, _LONG // 3) : at + _LONG // 3]
+    return f"{head} ... {tail} ..."
+
+
 def _first_difference(value: Sequence[str], usual: Sequence[str]) -> str:
     for mine, theirs in zip(value, usual, strict=False):
         if mine != theirs:
-            return f"it has {mine}, the others have {theirs}"
+            at = next((at for at, (a, b) in enumerate(zip(mine, theirs, strict=False)) if a != b), 0)
+            return f"it has {_around(mine, at)}, the others have {_around(theirs, at)}"
     if len(value) > len(usual):
         return f"it also has {value[len(usual)]}"
     return f"it lacks {usual[len(value)]}"

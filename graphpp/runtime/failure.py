@@ -13,6 +13,7 @@ Contract
 from __future__ import annotations
 
 import contextlib
+import re
 from collections.abc import Iterator
 from datetime import timedelta
 
@@ -21,6 +22,7 @@ import torch.distributed as dist
 
 from graphpp.errors import GraphPPError, RankFailure
 from graphpp.runtime._torch_pipelining import default_store
+from graphpp.runtime.agreement import has_gloo
 from graphpp.runtime.transport import PeerLost
 
 _TAG = 0x6C6F7374  # no message of a step has a tag, so no receive takes a probe for its own
@@ -53,9 +55,9 @@ class FailureBoard:
         """Raise `RankFailure` if a rank is lost; else publish that this one failed."""
         lost = self._lost(error)
         if lost:
-            known = self._publish(f"{_ranks(lost)} lost")
+            known = self._publish(_fate(lost, late="Timed out" in str(error)))
             raise RankFailure(
-                f"{known}. This rank ({dist.get_rank()}) cannot finish without it: {_first_line(error)}\n"
+                f"{known}, and rank {dist.get_rank()} cannot finish this step: {_reason(error)}.\n"
                 "Restart all ranks from the last checkpoint; the log of the lost rank says why it ended."
             ) from error
         self._publish(f"rank {dist.get_rank()} failed with {type(error).__name__}: {error}")
@@ -65,7 +67,7 @@ class FailureBoard:
         assert self._group is not None
         others = [rank for rank in range(dist.get_world_size(self._group)) if rank != dist.get_rank(self._group)]
         lost = {error.peer} if isinstance(error, PeerLost) else set()
-        if "cpu:gloo" in dist.get_backend_config(self._group):
+        if has_gloo(self._group):
             lost |= {rank for rank in others if not self._reaches(rank)}
         return [dist.get_global_rank(self._group, rank) for rank in sorted(lost)]
 
@@ -90,11 +92,13 @@ class FailureBoard:
             return text
 
 
-def _ranks(ranks: list[int]) -> str:
-    """`rank 3 is`, `ranks 0 and 3 are`."""
-    listed = " and ".join(map(str, ranks))
-    return f"rank {listed} is" if len(ranks) == 1 else f"ranks {listed} are"
+def _fate(ranks: list[int], *, late: bool) -> str:
+    """`rank 3 is lost`, `ranks 0, 3 are lost`, `rank 1 did not answer in time`."""
+    noun, verb = ("rank", "is") if len(ranks) == 1 else ("ranks", "are")
+    return f"{noun} {', '.join(map(str, ranks))} {'did not answer in time' if late else f'{verb} lost'}"
 
 
-def _first_line(error: Exception) -> str:
-    return str(error).partition("\n")[0]
+def _reason(error: Exception) -> str:
+    """What gloo says, without its source line and its advice."""
+    line = str(error).partition("\n")[0]
+    return re.sub(r"^\[\S+\.(cc|cpp|h):\d+\] ", "", line).partition(". ")[0]

@@ -4,7 +4,8 @@ Contract
 --------
 - `param.grad` after the step is ((grad + g0) + g1) + .. in microbatch order, whatever order the schedule ran the
   backwards in: a gradient that comes early waits for its turn.
-- The first gradient becomes `param.grad` itself when nobody else holds its memory, as autograd does; else a copy.
+- The first gradient becomes `param.grad` itself when it is contiguous and nobody else holds its memory, as autograd does;
+  else a contiguous copy.
 - A parameter that several stages use collects one partial sum per stage; `reduce_tied` adds them in stage order, once, at the
   end of the step, to the same bits on every rank that holds the parameter.
 """
@@ -55,7 +56,8 @@ class Accumulator:
         if total is not None:
             total.add_(gradient)
         else:
-            self._sums[place] = gradient.clone() if self._shared[place] or _is_part(gradient) else gradient
+            copied = self._shared[place] or _is_part(gradient)
+            self._sums[place] = gradient.clone(memory_format=torch.contiguous_format) if copied else gradient
 
 
 def _is_part(tensor: torch.Tensor) -> bool:
@@ -103,5 +105,6 @@ def _subgroup(ranks: tuple[int, ...], group: dist.ProcessGroup | None) -> dist.P
     if group is None or len(ranks) < 2:
         return None
     world = [dist.get_global_rank(group, rank) for rank in ranks]
-    made: dist.ProcessGroup = dist.new_group(world)
+    # Local: ranks of the world that are not in `group` do not come here.
+    made: dist.ProcessGroup = dist.new_group(world, use_local_synchronization=True)
     return made

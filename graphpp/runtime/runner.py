@@ -11,6 +11,7 @@ Contract
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -59,11 +60,13 @@ class GraphPPRunner:
             if schedule.rank_of_stage[stage.index] == place.rank
         }
         self.training = Phase.FORWARD in program.stages[0].programs
+        self._bubble = 0.0
         self.tied = TiedReduction(_tied(program), schedule.rank_of_stage, place.group)
         self._loop = ActionLoop(list(self.stages.values()), schedule, self._handlers())
 
     def step(self, inputs: Sequence[Mapping[str, torch.Tensor]], seeds: Sequence[torch.Tensor]) -> None:
         """Run the table once over the microbatches' tensors (by path) and seeds (0-dim, one per microbatch)."""
+        self.transport.waited, began = 0.0, time.perf_counter()
         try:
             with torch.no_grad():
                 keys = step_keys(len(inputs), self.place.group, self.place.device) if self.program.random else ()
@@ -71,12 +74,18 @@ class GraphPPRunner:
                 self._loop.run()
                 self.transport.flush()
                 self._finish()
+            self._bubble = self.transport.waited / max(time.perf_counter() - began, 1e-9)
         except BaseException:
             self._drop()
             raise
         finally:
             for stage in self.stages.values():
                 stage.end()
+
+    @property
+    def bubble(self) -> float | None:
+        """The share of the last step in which this process stood still for messages; None on CUDA, where it does not."""
+        return self._bubble if self.place.device.type == "cpu" else None
 
     def _drop(self) -> None:
         """Forget a step that failed."""

@@ -142,7 +142,7 @@ class GraphStage:
         for index in wiring.keys:
             boxed[index] = feed.keys[microbatch]
         message = self._arrived.pop((direction, microbatch), None)
-        tensors = message.wait() if message is not None else []
+        tensors = self._transport.wait(message) if message is not None else []
         for index, place in wiring.received:
             boxed[index] = tensors[place]
         saved = self._saved.pop(microbatch) if wiring.saved else {}

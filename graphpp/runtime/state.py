@@ -93,8 +93,8 @@ def _refuse_meta(names: list[str]) -> None:
     if names:
         raise GraphPPError(
             f"{len(names)} tensors of this rank are on the meta device, {names[0]!r} for one: they have no values. "
-            "Give them memory with model.to_empty(device=...), then values, e.g. with load_state_dict(...); buffers that "
-            "no state dict holds must be computed again."
+            "Give them memory with model.to_empty(device=...), then values, e.g. with load_state_dict(...). Buffers "
+            "that no state dict holds must be computed again."
         )
 
 

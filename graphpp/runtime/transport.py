@@ -3,9 +3,9 @@
 Contract
 --------
 - What crosses is known beforehand: `TensorMeta` per value. A receive buffer is made when the receive is posted.
-- A tensor's elements travel once, in their memory order, and arrive with the strides the graph was captured with, gaps and
-  repetitions included: a kernel that reads them goes the same way as in one process. (Only elements that lie over each
-  other, as windows do, arrive apart.)
+- A tensor's elements travel once, in their memory order, and arrive with the strides the graph was captured with, gaps
+  and repetitions included: a kernel that reads them goes the same way as in one process. (Only elements that lie over
+  each other, as windows do, arrive apart.)
 - Messages of one pair of ranks are posted on both sides in the order of the action table, which is one total order of
   (send, receive) pairs: two neighbours that send to each other cannot wait for each other.
 - At most `DEPTH` messages to one rank are outstanding; a further one first waits for the oldest (a wait for an earlier
@@ -14,6 +14,7 @@ Contract
 
 from __future__ import annotations
 
+import time
 from collections import defaultdict, deque
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -68,6 +69,7 @@ class Transport:
         self._group = group
         self._device = device
         self._outgoing: dict[int, deque[Message]] = defaultdict(deque)
+        self.waited = 0.0  # seconds that this process stood still for messages
 
     def send_ops(self, values: Sequence[torch.Tensor], metas: Sequence[TensorMeta], peer: int) -> list[dist.P2POp]:
         """The operations that send `values` to `peer`."""
@@ -87,14 +89,21 @@ class Transport:
         """Start sending; the tensors are held until they have gone out."""
         outgoing = self._outgoing[peer]
         while outgoing and (outgoing[0].done() or len(outgoing) >= DEPTH):
-            outgoing.popleft().wait()
+            self.wait(outgoing.popleft())
         outgoing.append(Message(post(ops, peer), [op.tensor for op in ops], peer))
+
+    def wait(self, message: Message) -> list[torch.Tensor]:
+        """The tensors of a message, once they are there; counts the time."""
+        began = time.perf_counter()
+        tensors = message.wait()
+        self.waited += time.perf_counter() - began
+        return tensors
 
     def flush(self) -> None:
         """Wait until everything sent has gone out."""
         for outgoing in self._outgoing.values():
             while outgoing:
-                outgoing.popleft().wait()
+                self.wait(outgoing.popleft())
 
     def drop(self) -> None:
         """Forget what is under way, after a failure."""
@@ -119,8 +128,8 @@ def post(ops: list[dist.P2POp], peer: int) -> list[dist.Work]:
 class _Layout:
     """How the elements of a value lie in memory, and how they travel.
 
-    `stored`: the shape without what `expand` only repeats. `order`: the dimensions, slowest first. `dense`: in that order
-    the elements fill their memory without gaps, so that they travel from and into their place.
+    `stored`: the shape without what `expand` only repeats. `order`: the dimensions, slowest first. `dense`: in that
+    order the elements fill their memory without gaps, so that they travel from and into their place.
     """
 
     stored: tuple[int, ...]
@@ -158,7 +167,7 @@ def _contiguous(shape: Sequence[int]) -> tuple[int, ...]:
 
 
 def pack(value: torch.Tensor, meta: TensorMeta) -> torch.Tensor:
-    """The elements of `value` as they travel: a view of it, or a copy where it lies otherwise than captured, or has gaps."""
+    """The elements of `value` as they travel: a view of it; a copy where it has gaps or lies otherwise than captured."""
     layout = _layout(meta)
     value = value.resolve_conj().resolve_neg()
     for dim, size in enumerate(layout.stored):

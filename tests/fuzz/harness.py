@@ -36,6 +36,7 @@ from graphpp.runtime.schedules import SCHEDULES
 from graphpp.runtime.state import ModelState
 from graphpp.signature import Microbatch
 from tests.fuzz.programs import Net, Program
+from tests.passes.graphs import copied
 
 STEPS = 2
 SEED = 3  # of the generator from which the steps draw their keys
@@ -121,15 +122,6 @@ def shuffled(stages: int, microbatches: int, seed: int) -> Schedule:
 def captured(net: Net) -> JointGraph:
     """The joint graph of a program."""
     return capture(net, net.loss(), net.batch(1)[0], CPU).joint
-
-
-def copied(joint: JointGraph) -> JointGraph:
-    """The same joint graph once more, for passes change it in place."""
-    graph, copies = fx.Graph(), dict[fx.Node, fx.Node]()
-    for node in joint.graph.nodes:
-        copies[node] = graph.node_copy(node, copies.__getitem__)
-    module = fx.GraphModule(joint.module, graph)
-    return JointGraph(module, joint.training, joint.parameters, joint.buffers, dict(joint.constants))
 
 
 def seeds(count: int) -> list[Tensor]:

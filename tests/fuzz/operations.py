@@ -8,7 +8,9 @@ Contract: a kind is one letter, and every operation takes any values of the kind
     a  bool [T, T], attention mask
 
 `MAKERS[kind]` makes a value of a kind from an h where a program has none yet. An operation whose module has a parameter
-`weight` [D, D] can share it with any other such. `WRITES` names those that write buffers, `DRAWS` those that draw random numbers.
+`weight` [D, D] can share it with any other such. `WRITES` names those that write buffers, `DRAWS` those that draw random
+numbers, `MISPREDICTED` those whose kernels return other strides than torch predicts: sent to another rank, their values
+have the predicted ones, and what reads them may round differently.
 """
 
 from __future__ import annotations
@@ -150,6 +152,17 @@ class Table(nn.Module):
         return h * torch.cos(self.table)
 
 
+class Projection(nn.Module):
+    """A linear map whose weight is not transposed: its gradient has another memory order than a linear's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(D, D) / D**0.5)
+
+    def forward(self, h: Tensor) -> Tensor:
+        return h @ self.weight
+
+
 def mix(h: Tensor, p: Tensor) -> Tensor:
     """A product of two activations."""
     return torch.softmax(h @ p, -1) @ h
@@ -219,6 +232,7 @@ class Operation:
 
 OPERATIONS: dict[str, Operation] = {
     "linear": Operation("h", "h", linear),
+    "projection": Operation("h", "h", Projection),
     "embedding": Operation("i", "h", lambda: nn.Embedding(D, D)),
     "padded_embedding": Operation("i", "h", lambda: nn.Embedding(D, D, padding_idx=0)),
     "norm": Operation("h", "h", lambda: nn.LayerNorm(D)),
@@ -285,5 +299,9 @@ OPERATIONS: dict[str, Operation] = {
 
 WRITES = ("batch_norm", "running_mean", "delayed", "shift")
 DRAWS = ("dropout",)
-WITH_PARAMETERS = ("linear", "embedding", "padded_embedding", "norm", "rms", "attention", "causal", "masked_attention", "conv")
+MISPREDICTED = ("batch_norm",)
+WITH_PARAMETERS = (
+    "linear", "projection", "embedding", "padded_embedding", "norm", "rms", "attention", "causal", "masked_attention",
+    "conv",
+)  # fmt: skip
 WITH_STATE = (*WITH_PARAMETERS, "batch_norm", "running_mean", "delayed", "shift", "table")
