@@ -1,9 +1,9 @@
 """What a traced forward assigns to attributes of its modules: `self.state = new`.
 
-Contract: after `undone`, every module has the attributes and buffers that it had before, and `Assigned` tells what there
-was instead: the new values of buffers, which the trace returns as further results (export keeps assignments to buffers of
-its root module only, and drops the others), and the tensors that are no buffers and were replaced: if the graph reads
-such a one as a constant, it would do so forever, and `refuse_stale` raises.
+Contract: after `undone`, every module has the attributes and buffers that it had before, and `Assigned` tells what
+there was instead: the new values of buffers, which the trace returns as further results (export keeps assignments to
+buffers of its root module only, and drops the others), and the tensors that are no buffers and were replaced: if the
+graph reads such a one as a constant, it would do so forever, and `refuse_stale` raises.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from graphpp.errors import CaptureError
 
 @dataclass
 class Assigned:
-    """New values of buffers by FQN, as results of their own; tensors in other attributes that were replaced, by name."""
+    """New values of buffers by FQN, as results of their own; tensors in other attributes that were replaced."""
 
     buffers: dict[str, torch.Tensor] = field(default_factory=dict)
     replaced: dict[str, torch.Tensor] = field(default_factory=dict)

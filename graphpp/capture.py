@@ -6,8 +6,8 @@ Contract
   inputs are replaced by tensors of the same shape on the device that will run, so capture takes no memory and never
   sees data. The model is as before afterwards.
 - FQNs are the model's own; aliases of one tensor have one canonical FQN (the first in `named_parameters`).
-- What would give a wrong gradient raises `CaptureError`: a Python `autograd.Function` (export drops its backward),
-  a loss that is no scalar or depends on no parameter, a loss with parameters of its own.
+- What would give a wrong gradient raises `CaptureError`: what a trace would lose (`refusals.py`), a loss that is no
+  scalar or depends on no parameter, a loss with parameters of its own.
 """
 
 from __future__ import annotations
@@ -20,23 +20,20 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.checkpoint import CheckpointFunction
 
 from graphpp import _torch_aot as aot
 from graphpp import signature
 from graphpp.assignments import Assigned, undone
 from graphpp.errors import CaptureError
 from graphpp.passes.joint import JointGraph, verify
+from graphpp.refusals import check_model, refusing, user_frame
 from graphpp.regions import inline_regions
-from graphpp.roles import is_user_file, with_roles
+from graphpp.roles import with_roles
 from graphpp.runtime import program
 from graphpp.runtime.program import OutputRole
 from graphpp.signature import Microbatch
 
 LossFunction = Callable[[Any, Any], torch.Tensor]
-
-# Functions of torch itself that change no gradient, or implement registered and higher-order operators, which export keeps.
-_KEPT = ("torch._library.", "torch._higher_order_ops.", "torch._functorch.", "torch.utils.checkpoint")
 
 
 @dataclass(frozen=True)
@@ -56,6 +53,7 @@ def capture(
     `example` holds one microbatch; only shapes, strides, dtypes and non-tensor leaves are used.
     Raises `CaptureError` with the user's source line where the model cannot be captured.
     """
+    check_model(model)
     mode = aot.fake_mode()
     inputs = signature.tensors(example)
     fakes = {path: aot.fake_like(mode, tensor, device) for path, tensor in inputs.items()}
@@ -124,8 +122,9 @@ def scalar_loss(loss: LossFunction | None, output: Any, target: Any) -> torch.Te
     if loss is None:
         value = output.get("loss") if isinstance(output, dict) else getattr(output, "loss", None)
         if value is None:
+            returned = "Tensor" if isinstance(output, torch.Tensor) else type(output).__name__  # not FakeTensor
             raise CaptureError(
-                f"loss=None takes the output's own `.loss`, but the model returned {type(output).__name__} without one. "
+                f"loss=None takes the output's own `.loss`, but the model returned {returned} without one. "
                 "Pass loss=your_function(output, target), or give the model its labels."
             )
     else:
@@ -155,32 +154,8 @@ def _fake_state(model: nn.Module, mode: Any, device: torch.device) -> Iterator[N
             store[name] = tensor
 
 
-@contextlib.contextmanager
-def _custom_functions_refused() -> Iterator[None]:
-    """Export traces through the forward of a Python `autograd.Function` and drops its backward: refuse it."""
-    original = torch.autograd.Function.__dict__["apply"]
-
-    def apply(cls: type, *args: Any, **kwargs: Any) -> Any:
-        if cls is CheckpointFunction:  # same numbers without it: run(function, keep_random_state, *its arguments)
-            return args[0](*args[2:])
-        if cls.__module__.startswith(_KEPT):
-            return original.__get__(None, cls)(*args, **kwargs)
-        frame = _user_frame(traceback.extract_stack())
-        raise CaptureError(
-            f"the model uses the custom autograd.Function {cls.__qualname__} at {frame}: torch.export would drop its "
-            "backward and the gradients would be silently wrong. Write it with differentiable torch operations, or "
-            "register it as an operator with torch.library.custom_op and register_autograd."
-        )
-
-    torch.autograd.Function.apply = classmethod(apply)  # type: ignore[assignment,method-assign]
-    try:
-        yield
-    finally:
-        torch.autograd.Function.apply = original  # type: ignore[method-assign]
-
-
 def _export(wrapper: _Step, fakes: tuple[torch.Tensor, ...]) -> nn.Module:
-    with _explaining(), _custom_functions_refused():
+    with _explaining(), refusing():
         exported = torch.export.export(wrapper, fakes, strict=False)
     return inline_regions(exported.module(check_guards=False), torch.is_grad_enabled())
 
@@ -200,7 +175,7 @@ def _explained(error: Exception) -> CaptureError:
         if isinstance(cause, CaptureError):
             return cause
         cause = cause.__cause__ or cause.__context__
-    frame = _user_frame(traceback.extract_tb(error.__traceback__))
+    frame = user_frame(traceback.extract_tb(error.__traceback__))
     said = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
     return CaptureError(
         f"the model cannot be captured as one graph: {type(error).__name__}: {said}\n  at {frame}\n"
@@ -208,10 +183,3 @@ def _explained(error: Exception) -> CaptureError:
         "or torch.cond, or compute it outside and pass it as an argument."
     )
 
-
-def _user_frame(stack: traceback.StackSummary) -> str:
-    """`file:line in function: text` of the innermost frame that is neither torch's nor ours."""
-    for frame in reversed(stack):
-        if is_user_file(frame.filename):
-            return f"{frame.filename}:{frame.lineno} in {frame.name}: {frame.line}"
-    return "(no line of the model's own code)"

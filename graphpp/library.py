@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from graphpp import facts
+from graphpp import facts, fingerprint
 from graphpp.compiler import Built, Compiler
 from graphpp.errors import GraphPPError
 from graphpp.runtime import program
@@ -53,6 +53,8 @@ class Library:
     def __init__(self, compiler: Compiler, state: ModelState, agreement: Agreement) -> None:
         self._compiler, self._state, self._agreement = compiler, state, agreement
         self._modules = dict(compiler.model.named_modules())
+        self._watched = fingerprint.modules_of(compiler.model, compiler.loss)
+        self._structure = fingerprint.structure(self._watched)
         self._facts: dict[_Key, Facts] = {}
         self._built: dict[_Key, Built] = {}
         self._ready: dict[_Key, Ready] = {}
@@ -60,15 +62,13 @@ class Library:
 
     def call(self, parts: Sequence[Leaves], *, training: bool) -> Call:
         """A call over these microbatches, with the model as it is now."""
-        parameters = (self._state.tensor(fqn) for fqn in self._state.parameters)
-        key = (
-            training,
-            parts[0].signature,
-            tuple(module.training for module in self._modules.values()),
-            tuple((p.requires_grad, p.dtype, p.shape) for p in parameters),
-            _autocast(self._compiler.settings.place.device.type),
-        )
-        return Call(parts, training, key)
+        if fingerprint.structure(self._watched) != self._structure:
+            raise GraphPPError(
+                "the model was changed after graphpp.compile: a module was added, exchanged or removed, or parameters were "
+                "tied or untied. Change the model first, then compile it (again)."
+            )
+        around = fingerprint.circumstances(self._watched, self._compiler.settings.place.device.type)
+        return Call(parts, training, (training, parts[0].signature, *around))
 
     def facts(self, call: Call) -> Facts:
         """What this rank is about to do."""
@@ -128,10 +128,6 @@ class Library:
         settings = self._compiler.settings
         one = torch.ones((), dtype=built.program.loss.dtype, device=settings.place.device)
         return [one / count if settings.loss_reduction == "mean" else one] * count
-
-
-def _autocast(device_type: str) -> tuple[bool, str]:
-    return torch.is_autocast_enabled(device_type), str(torch.get_autocast_dtype(device_type))
 
 
 def _check_homes(first: Built, built: Built) -> None:

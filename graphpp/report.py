@@ -17,10 +17,16 @@ def check_output(captured: Captured) -> None:
     """Raise `CaptureError` where the model's output hides tensors from torch's pytree: they could not be given back."""
     for leaf in captured.output_leaves:
         if leaf is not signature.TENSOR and not signature.is_plain(leaf):
+            kind = type(leaf).__qualname__
             raise CaptureError(
-                f"the model's output holds a {type(leaf).__qualname__}, and torch cannot see what is in it. Return the "
-                "tensors in a tuple, list or dict, or register its class with torch.export.register_dataclass."
+                f"the model's output holds a {kind}, and torch cannot see what is in it. {_remedy(leaf)}"
             )
+
+
+def _remedy(leaf: object) -> str:
+    if type(leaf).__name__.endswith("Cache"):
+        return "Hugging Face models leave it out with use_cache=False, as an argument or in model.config."
+    return "Return the tensors in a tuple, list or dict, or register its class with torch.export.register_dataclass."
 
 
 def merge_outputs(captured: Captured, outputs: Sequence[Mapping[int, torch.Tensor]], size: int | None) -> Any:

@@ -166,7 +166,7 @@ def _named_outputs(
 
 
 def _original(node: fx.Node) -> fx.Node:
-    """What a node only copies: the runtime copies a buffer's new value anyway, and a copy made at the end has no place."""
+    """What a node only copies: the runtime copies a buffer's new value anyway; a copy made at the end has no place."""
     while node.target in _COPIES and isinstance(node.args[0], fx.Node):
         node = node.args[0]
     return node

@@ -11,7 +11,7 @@ import graphpp
 from tests.distributed import run_ranks
 from tests.models import MODELS, Batch, Case, cuts
 from tests.reference import model_loss
-from tests.special_models import CUTS
+from tests.special_models import CUTS, Plain
 from tests.training import CASES, compiled, differences, eager, step, trained
 
 NAMES = ["llama", "hf_gpt2", "norms", "several"]
@@ -86,6 +86,15 @@ def test_outputs_of_hugging_face_keep_their_class() -> None:
     assert torch.equal(result.output.loss, losses.mean())
 
 
+def test_a_cache_in_the_output_is_named() -> None:
+    case = CASES["hf_gpt2"]()
+    case.model.config.use_cache = True
+    pipe = compiled(case, microbatches=4)
+    with pytest.raises(graphpp.CaptureError, match=r"output holds a DynamicCache.*use_cache=False"):
+        pipe.eval(**case.batch.kwargs)
+    assert pipe.eval(**case.batch.kwargs, use_cache=False).output is not None
+
+
 def evaluate_between_steps(rank: int) -> tuple[list[Tensor], dict[str, Tensor], list[bool]]:
     case = CASES["norms"]()
     case.model.layers[1].eval()
@@ -157,3 +166,29 @@ def dropout(rank: int) -> bool:
 
 def test_a_step_after_evaluation_is_eagers() -> None:
     assert differences(trained(1, "norms", split=CUTS[2], schedule="1F1B", microbatches=4), eager("norms", 4)) == []
+
+
+class Wandering(Plain):
+    """In eval mode the last layer reads a parameter that the first one trains."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = super().forward(x)
+        return y if self.training else y + self.layers[0].bias.sum()
+
+
+def evaluate_elsewhere(rank: int) -> str:
+    case = CASES["plain"]()
+    pipe = graphpp.compile(Wandering(), case.loss, split=CUTS[2], schedule="1F1B", microbatches=4)
+    step(pipe, case.batch)
+    with pytest.raises(graphpp.GraphPPError) as caught:
+        pipe.eval(*case.batch.args)
+    return str(caught.value)
+
+
+def test_a_parameter_is_not_read_where_nobody_updates_it() -> None:
+    for text in run_ranks(evaluate_elsewhere, 2):
+        assert "layers.0.bias is kept on rank 0" in text
+        assert "stage 1 on rank 1 reads it, where it is never updated" in text
+    alone = graphpp.compile(Wandering(), CASES["plain"]().loss, split=CUTS[2], microbatches=4)
+    step(alone, CASES["plain"]().batch)
+    assert alone.eval(*CASES["plain"]().batch.args).output is not None

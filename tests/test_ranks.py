@@ -5,11 +5,11 @@ Nobody hangs: each test ends in a fraction of the group's timeout.
 
 import os
 import signal
-import socket
 import time
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -19,6 +19,7 @@ from torch.nn import functional as F
 
 import graphpp
 from graphpp import GraphPPError, Microbatch, MismatchError, RankFailure
+from graphpp.runtime import failure
 from tests.distributed import WorkerDied, rank_outcomes, run_ranks
 from tests.special_models import CUTS, Plain
 from tests.training import CASES, compiled, local_grads, step
@@ -264,34 +265,28 @@ def sleeps() -> None:
     time.sleep(6)
 
 
+def no_store() -> None:
+    raise RuntimeError("the store went down with its host")
+
+
 def blow(
-    rank: int, victim: int, action: Callable[[], None], port: int | None = None, timeout: float | None = None
+    rank: int, victim: int, action: Callable[[], None], lose_store: bool = False, timeout: float | None = None
 ) -> tuple[str, float]:
     """Two good steps and one in which the victim's stage does `action` after some of its forwards."""
-    if port is not None:  # the store that the ranks share lives in rank 0
-        ranks = dist.get_world_size()
-        dist.destroy_process_group()
-        dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=ranks)
-    ranks = dist.get_world_size()
     group = dist.new_group(timeout=timedelta(seconds=timeout)) if timeout else None
-    split = CUTS[4][: ranks - 1]
+    split = CUTS[4][: dist.get_world_size() - 1]
     pipe = graphpp.compile(Fused(), F.cross_entropy, group=group, split=split, schedule="1F1B", microbatches=8)
     FUSES.clear()
     for _ in range(2):
         pipe.step(X, target=Y)
     FUSES[victim] = (3, action)
     began = time.monotonic()
-    try:
-        pipe.step(X, target=Y)
-    except (RankFailure, ValueError) as error:
-        return f"{type(error).__name__}: {error}", time.monotonic() - began
+    with patch.object(failure, "default_store", no_store if lose_store else failure.default_store):
+        try:
+            pipe.step(X, target=Y)
+        except (RankFailure, ValueError) as error:
+            return f"{type(error).__name__}: {error}", time.monotonic() - began
     return "no error", 0.0
-
-
-def free_port() -> int:
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return int(found.getsockname()[1])
 
 
 def test_a_rank_that_raises_in_a_step() -> None:
@@ -304,13 +299,13 @@ def test_a_rank_that_raises_in_a_step() -> None:
 
 
 @pytest.mark.parametrize(
-    ("ranks", "victim", "port"),
+    ("ranks", "victim", "lose_store"),
     [(4, 3, False), (3, 0, True)],
     ids=["the last of four", "the first of three, with the store"],
 )
-def test_a_rank_that_dies_in_a_step(ranks: int, victim: int, port: bool) -> None:
+def test_a_rank_that_dies_in_a_step(ranks: int, victim: int, lose_store: bool) -> None:
     """Ranks that are no neighbours of it hear of it too."""
-    outcomes = rank_outcomes(blow, ranks, victim, dies, free_port() if port else None)
+    outcomes = rank_outcomes(blow, ranks, victim, dies, lose_store)
     for outcome in outcomes:
         if outcome.rank == victim:
             assert isinstance(outcome.error, WorkerDied)
@@ -325,7 +320,7 @@ def test_a_rank_that_dies_in_a_step(ranks: int, victim: int, port: bool) -> None
 
 def test_a_rank_that_does_not_answer() -> None:
     """It is named when the group's timeout is over."""
-    waiting, slow = run_ranks(blow, 2, 1, sleeps, None, 2.0)
+    waiting, slow = run_ranks(blow, 2, 1, sleeps, False, 2.0)
     assert waiting[0].startswith("RankFailure: rank 1 did not answer in time")
     assert waiting[1] < 6
     assert slow[0].startswith("RankFailure")

@@ -1,7 +1,7 @@
 """Which values of a graph share memory: views have the memory of what they view.
 
-Contract: `root(node)` is the node that allocated the memory; a result is shared if its root is an input of the graph or the
-root of another result too.
+Contract: `root(node)` is the node that allocated the memory; a result is shared if its root is an input of the graph, the
+root of another result too, or read by an operation, which could still run when the result is already being changed.
 """
 
 from __future__ import annotations
@@ -39,7 +39,21 @@ def root(node: fx.Node) -> fx.Node:
 
 
 def shared_results(graph: fx.Graph) -> frozenset[int]:
-    """Indices of results that share memory with an input or with another result."""
+    """Indices of results whose memory is also an input's, another result's, or read by an operation of the graph."""
     roots = [root(node) for node in graph.output_node().args[0]]  # type: ignore[union-attr,arg-type]
     count = Counter(roots)
-    return frozenset(index for index, node in enumerate(roots) if node.op == "placeholder" or count[node] > 1)
+    return frozenset(
+        index for index, node in enumerate(roots) if node.op == "placeholder" or count[node] > 1 or _is_read(node)
+    )
+
+
+def _is_read(allocated: fx.Node) -> bool:
+    """Whether any operation but a view reads the memory that a node allocated."""
+    pending = [allocated]
+    while pending:
+        for user in pending.pop().users:
+            if user.op != "output" and user not in pending:
+                if root(user) is not allocated:
+                    return True
+                pending.append(user)
+    return False

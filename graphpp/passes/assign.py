@@ -131,7 +131,7 @@ def _check(joint: JointGraph, written: set[str]) -> None:
 
 
 def _check_written_buffers(joint: JointGraph, written: set[str]) -> None:
-    """A buffer that the forward writes is read only in the stage that writes it (any, if its new value has no stage)."""
+    """A buffer that the forward writes is read only in the stage that writes it; any, if the new value has none."""
     inputs = joint.inputs()
     for role, update in joint.outputs():
         if not isinstance(role, program.BufferUpdate) or program.Buffer(role.fqn) not in inputs:
@@ -141,6 +141,7 @@ def _check_written_buffers(joint: JointGraph, written: set[str]) -> None:
         for reader in readers:
             if reader.meta["stage"] != users[0].meta["stage"]:
                 raise CaptureError(
-                    f"the buffer {role.fqn} is written in stage {users[0].meta['stage']} at {describe(users[0])} and read in "
-                    f"stage {reader.meta['stage']} at {describe(reader)}: move the cut so that both fall into one stage."
+                    f"the buffer {role.fqn} is written in stage {users[0].meta['stage']} at {describe(users[0])} and "
+                    f"read in stage {reader.meta['stage']} at {describe(reader)}: move the cut so that both fall into "
+                    "one stage."
                 )

@@ -1,8 +1,9 @@
 """Relax views: no operation depends on strides that a kernel only promised. Bit-preserving.
 
-Contract: a kernel may return other strides than its fake twin (BatchNorm of a transposed input does, on CPU); then `view`
-and its like fail at run time, or `as_strided` reads other elements. Afterwards `view` is `reshape`, which is the same view
-where there is one, and what reads memory by its layout reads a value that is contiguous if it was when captured.
+Contract: a kernel may return other strides than its fake twin (BatchNorm of a transposed input does, on CPU); then
+`view` and its like fail at run time, or `as_strided` reads other elements. Afterwards `view` is `reshape`, which is the
+same view where there is one, and what reads memory by its layout reads a value that is contiguous if it was so when
+captured.
 """
 
 from __future__ import annotations

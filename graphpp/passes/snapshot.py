@@ -1,8 +1,8 @@
 """Snapshot written buffers: whoever reads a buffer late reads its old value.
 
-Contract: the runtime writes a buffer's new value into its memory at the end of the forward. Afterwards nothing that is read
-later lies in that memory: no backward node reads a buffer that the graph writes, no view of it exists (it could be saved,
-sent or returned), and it is no result but its own update. All these read a copy that the forward made.
+Contract: the runtime writes a buffer's new value into its memory at the end of the forward. Afterwards nothing that is
+read later lies in that memory: no backward node reads a buffer that the graph writes, no view of it exists (it could be
+saved, sent or returned), and it is no result but its own update. All these read a copy that the forward made.
 """
 
 from __future__ import annotations
@@ -17,10 +17,11 @@ from graphpp.runtime import program
 
 def snapshot(joint: JointGraph) -> JointGraph:
     """Insert one copy per written buffer that is read late; changes the graph in place."""
-    updates = {program.Buffer(role.fqn): node for role, node in joint.outputs() if isinstance(role, program.BufferUpdate)}
-    for role, buffer in joint.inputs().items():
-        if isinstance(role, program.Buffer) and role in updates:
-            _snapshot(joint, program.BufferUpdate(role.fqn), buffer, updates[role])
+    updates = {role: node for role, node in joint.outputs() if isinstance(role, program.BufferUpdate)}
+    inputs = joint.inputs()
+    for own, update in updates.items():
+        if program.Buffer(own.fqn) in inputs:
+            _snapshot(joint, own, inputs[program.Buffer(own.fqn)], update)
     return joint
 
 

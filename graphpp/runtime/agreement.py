@@ -87,14 +87,14 @@ class Agreement:
         """A name that is the same on every rank of the group and like no other."""
         if self._group is None:
             return ""
-        drawn = torch.randint(2**62, (1,), generator=_fresh_generator())
+        drawn = torch.randint(2**62, (1,), generator=_fresh_generator(), device="cpu")
         return f"{int(self._gather(drawn)[0]):x}"
 
     def _texts(self, text: str) -> list[str]:
         """Every rank's text, in order of rank."""
         mine = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
-        lengths = [int(each) for each in self._gather(torch.tensor([mine.numel()]))]
-        padded = torch.zeros(max(lengths), dtype=torch.uint8)
+        lengths = [int(each) for each in self._gather(torch.tensor([mine.numel()], device="cpu"))]
+        padded = torch.zeros(max(lengths), dtype=torch.uint8, device="cpu")
         padded[: mine.numel()] = mine
         parts = zip(self._gather(padded), lengths, strict=True)
         return [bytes(part[:length].tolist()).decode() for part, length in parts]

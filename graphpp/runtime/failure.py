@@ -73,7 +73,7 @@ class FailureBoard:
 
     def _reaches(self, rank: int) -> bool:
         try:
-            dist.isend(torch.zeros(1), group=self._group, group_dst=rank, tag=_TAG)
+            dist.isend(torch.zeros(1, device="cpu"), group=self._group, group_dst=rank, tag=_TAG)
         except RuntimeError:
             return False
         return True

@@ -6,7 +6,7 @@ Contract
   backwards in: a gradient that comes early waits for its turn.
 - The first gradient becomes `param.grad` itself when it is contiguous and nobody else holds its memory, as autograd does;
   else a contiguous copy.
-- A parameter that several stages use collects one partial sum per stage; `reduce_tied` adds them in stage order, once, at the
+- A parameter that several stages use collects one partial sum per stage; `TiedReduction` adds them in stage order, once, at the
   end of the step, to the same bits on every rank that holds the parameter.
 """
 

@@ -167,7 +167,7 @@ def _contiguous(shape: Sequence[int]) -> tuple[int, ...]:
 
 
 def pack(value: torch.Tensor, meta: TensorMeta) -> torch.Tensor:
-    """The elements of `value` as they travel: a view of it; a copy where it has gaps or lies otherwise than captured."""
+    """The elements of `value` as they travel: a view of it; a copy if it has gaps or lies otherwise than captured."""
     layout = _layout(meta)
     value = value.resolve_conj().resolve_neg()
     for dim, size in enumerate(layout.stored):

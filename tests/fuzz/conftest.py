@@ -10,7 +10,7 @@ import pytest
 
 @pytest.fixture(autouse=True)
 def no_structured_trace() -> Iterator[None]:
-    """pytest listens to loggers that do not propagate; torch takes any listener for a trace to be written, and writes it."""
+    """pytest listens to loggers that do not propagate; torch takes that for the wish for a trace, and writes one."""
     trace = logging.getLogger("torch.__trace")
     handlers, trace.handlers = trace.handlers, []
     yield

@@ -1,8 +1,8 @@
 """Runs a random program three ways: eager, as its uncut joint graph, and cut under a schedule; compares the numbers.
 
 Contract: all three run `STEPS` steps over the same microbatches with seeds 1/microbatches, gradients kept from step to
-step, buffers carried over. Cut against uncut is bit-equal (tied parameters' sums: 1e-6 relative); uncut against eager is
-bit-equal or close (`close`), for a trace may call another kernel.
+step, buffers carried over. Cut against uncut is bit-equal (tied parameters' sums: 1e-6 relative); uncut against eager
+is bit-equal or close, for a trace may call another kernel.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ CPU = torch.device("cpu")
 
 @dataclass(frozen=True)
 class Cut:
-    """Where stages start (thousandths of the forward, in any order), the schedule (a name, or the seed of a random order)."""
+    """Where stages start (thousandths of the forward, in any order); a schedule's name or a random order's seed."""
 
     at: tuple[int, ...]
     schedule: str | int = "auto"
@@ -130,7 +130,7 @@ def seeds(count: int) -> list[Tensor]:
 
 
 def run_uncut(net: Net, joint: JointGraph, microbatches: int) -> Numbers:
-    """Interpret the captured graph itself in a plain loop; only the passes that make it repeatable and runnable were run."""
+    """Interpret the captured graph in a plain loop, after those passes only that make it repeatable and runnable."""
     joint = relax_views(randomize(_alive(copied(joint))))
     torch.manual_seed(SEED)
     numbers = Numbers(buffers={name: buffer.clone() for name, buffer in net.named_buffers()})
@@ -192,7 +192,7 @@ def run_cut(net: Net, compiled: PipelineProgram, cut: Cut) -> Numbers:
 
 
 def run_ranks_part(rank: int, cases: Sequence[tuple[Program, Cut]]) -> list[Numbers | None]:
-    """What one of two ranks is left with, for each case; None where the cut is refused. Called in the rank's process."""
+    """What one of two ranks is left with, for each case; None where the cut is refused. Called in its process."""
     return [_on_rank(rank, program, cut) for program, cut in cases]
 
 
@@ -240,8 +240,11 @@ def tied(compiled: PipelineProgram) -> set[str]:
 
 def differences(ours: Numbers, theirs: Numbers, loose: Mapping[str, float] | None = None) -> list[str]:
     """What differs; gradients in `loose` only by more than their tolerance, relative to the largest element."""
-    found = [f"gradients of {sorted(ours.grads)} instead of {sorted(theirs.grads)}"] * (set(ours.grads) != set(theirs.grads))
-    found += [f"{len(ours.losses)} losses instead of {len(theirs.losses)}"] * (len(ours.losses) != len(theirs.losses))
+    found = []
+    if set(ours.grads) != set(theirs.grads):
+        found.append(f"gradients of {sorted(ours.grads)} instead of {sorted(theirs.grads)}")
+    if len(ours.losses) != len(theirs.losses):
+        found.append(f"{len(ours.losses)} losses instead of {len(theirs.losses)}")
     for name, left, right in _pairs(ours, theirs):
         tolerance = (loose or {}).get(name, (loose or {}).get("*", 0.0))
         if left.dtype != right.dtype or left.shape != right.shape or not _equal(left, right, tolerance):

@@ -1,6 +1,6 @@
 """The operations that random programs are made of: each a small module with the kinds of what it reads and makes.
 
-Contract: a kind is one letter, and every operation takes any values of the kinds it names (B rows, T tokens, D numbers):
+Contract: a kind is one letter, and every operation takes any values of its kinds (B rows, T tokens, D numbers):
 
     h  float32 [B, T, D]             c  float32 [B, T, D/2], mostly a view     p  float32 [B, D, T], a transposed view
     m  bool, broadcasts to h         i  int64 [B, T] below D                   s  float32 []
@@ -8,9 +8,9 @@ Contract: a kind is one letter, and every operation takes any values of the kind
     a  bool [T, T], attention mask
 
 `MAKERS[kind]` makes a value of a kind from an h where a program has none yet. An operation whose module has a parameter
-`weight` [D, D] can share it with any other such. `WRITES` names those that write buffers, `DRAWS` those that draw random
-numbers, `MISPREDICTED` those whose kernels return other strides than torch predicts: sent to another rank, their values
-have the predicted ones, and what reads them may round differently.
+`weight` [D, D] can share it with any other such. `WRITES` names those that write buffers, `DRAWS` those that draw
+random numbers, `MISPREDICTED` those whose kernels return other strides than torch predicts: sent to another rank, their
+values have the predicted ones, and what reads them may round differently.
 """
 
 from __future__ import annotations

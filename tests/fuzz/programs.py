@@ -1,9 +1,9 @@
 """Random programs: a list of operations over earlier values, the model it stands for, and how Hypothesis draws one.
 
-Contract: a `Program` is plain data. Every list of `Op`s is a valid program (numbers count modulo what there is, and a value
-of a kind that is missing is made on the spot), so whatever Hypothesis leaves out when it shrinks, a program remains.
-`repr(program)` is Python that makes it again, `program.listing()` shows it as code. `Net(program)` always has the same
-parameters, `Net.batch(n)` the same rows.
+Contract: a `Program` is plain data. Every list of `Op`s is a valid program (numbers count modulo what there is, and a
+value of a kind that is missing is made on the spot), so whatever Hypothesis leaves out when it shrinks, a program
+remains. `repr(program)` is Python that makes it again, `program.listing()` shows it as code. `Net(program)` always has
+the same parameters, `Net.batch(n)` the same rows.
 """
 
 from __future__ import annotations
@@ -84,6 +84,11 @@ def _pick(pool: Sequence[Any], back: int, missing: Any) -> Any:
     return pool[-1 - back % len(pool)] if pool else missing
 
 
+def _value(pools: dict[str, list[Tensor]], kind: str, back: int) -> Tensor:
+    """A value of a kind; made from the newest h if there is none."""
+    return pools[kind][-1 - back % len(pools[kind])] if pools[kind] else MAKERS[kind](pools["h"][-1])
+
+
 class Net(nn.Module):
     """The model of a program: `ops.k` are its modules, `called[n]` says which one operation n calls."""
 
@@ -117,10 +122,9 @@ class Net(nn.Module):
         """The program's values: `loss` (if inside) or `terms`, and some of the last values."""
         pools: dict[str, list[Tensor]] = defaultdict(list, {"h": [x], "i": [tokens], "m": [mask], "s": [factor]})
         for op, module in zip(self.program.ops, self.called, strict=True):
-            read = [pools[kind][-1 - back % len(pools[kind])] if pools[kind] else MAKERS[kind](pools["h"][-1])
-                    for kind, back in _wanted(op)]  # fmt: skip
-            made = self.ops[module](*read)
-            for kind, value in zip(OPERATIONS[op.name].results, made if isinstance(made, tuple) else (made,), strict=True):
+            made = self.ops[module](*(_value(pools, kind, back) for kind, back in _wanted(op)))
+            values = made if isinstance(made, tuple) else (made,)
+            for kind, value in zip(OPERATIONS[op.name].results, values, strict=True):
                 pools[kind].append(value)
         candidates = [value for kind in "hs" for value in pools[kind]]
         terms = [_term(self.head(pools["h"][-1])), *(_term(_pick(candidates, back, x)) for back in self.program.losses)]

@@ -1,7 +1,8 @@
 """Random programs, random cuts, random schedules: cut equals uncut, bit for bit.
 
-100 programs by default, the same on every run. `GRAPHPP_FUZZ=2000` runs more, `GRAPHPP_FUZZ_SEED=7` others. A failure is
-shrunk and printed as Python: paste the program and the cuts into `check(Program(...), [Cut(...)])`.
+100 programs by default, the same on every run. `GRAPHPP_FUZZ=2000` runs more, `GRAPHPP_FUZZ_SEED=7` others. A failure
+is shrunk (that takes up to five minutes; `GRAPHPP_FUZZ_SHRINK=0` leaves it out) and printed as Python: paste the
+program and the cuts into `check(Program(...), [Cut(...)])`.
 """
 
 from __future__ import annotations
@@ -13,12 +14,12 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, note, seed, settings
+from hypothesis import HealthCheck, Phase, given, note, seed, settings
 from hypothesis import strategies as st
 
 import graphpp
 from graphpp.compiler import module_calls
-from graphpp.errors import CaptureError
+from graphpp.errors import CaptureError, SplitError
 from graphpp.passes.joint import JointGraph
 from tests.distributed import run_ranks
 from tests.fuzz.harness import (
@@ -41,12 +42,14 @@ from tests.fuzz.programs import Net, Program, programs
 
 EXAMPLES = int(os.environ.get("GRAPHPP_FUZZ", "100"))
 SEED = int(os.environ.get("GRAPHPP_FUZZ_SEED", "0"))
+PHASES = set(Phase) if os.environ.get("GRAPHPP_FUZZ_SHRINK", "1") != "0" else {Phase.generate}
 
 
 def fuzz(share: float) -> Callable[[Any], Any]:
     """Settings of a test that runs a share of the programs asked for."""
     quiet = (HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too_much)
-    chosen = settings(max_examples=max(1, round(EXAMPLES * share)), suppress_health_check=quiet, database=None)
+    count = max(1, round(EXAMPLES * share))
+    chosen = settings(max_examples=count, suppress_health_check=quiet, database=None, phases=PHASES - {Phase.explain})
     return lambda test: pytest.mark.slow(pytest.mark.timeout(0)(seed(SEED)(chosen(test))))
 
 
@@ -120,7 +123,10 @@ def _modules(joint: JointGraph, chosen: Sequence[int]) -> list[str]:
 def _check_evaluation(pipe: graphpp.Pipeline, net: Net, eager: Net) -> None:
     """In eval mode as in eager: outputs and what the forward writes; the model stays in train mode."""
     (batch,) = net.batch(1)
-    ours = pipe.eval(*batch.args, target=batch.target, **batch.kwargs).output
+    try:
+        ours = pipe.eval(*batch.args, target=batch.target, **batch.kwargs).output
+    except SplitError:  # a stage starts at a module that does nothing in eval mode
+        return
     with torch.no_grad():
         theirs = eager.eval()(*batch.args, **batch.kwargs)
     assert net.training and ours.keys() == theirs.keys()
@@ -143,7 +149,9 @@ def test_two_ranks_equal_the_uncut_graph(cases: list[tuple[Program, Cut]]) -> No
             assert _has(program, WRITES)
             continue
         joint = captured(Net(program))
-        loose = dict.fromkeys(tied(lowered(joint, cut)), 1e-6) | ({"*": 1e-6} if _has(program, MISPREDICTED) else {})
+        loose = dict.fromkeys(tied(lowered(joint, cut)), 1e-6)
+        if _has(program, MISPREDICTED):
+            loose = {"*": 1e-4}
         found = differences(_joined(parts), run_uncut(Net(program), joint, cut.microbatches), loose)
         assert not found, f"{cut} at positions {cut.starts(joint)}:\n" + "\n".join(found)
 

@@ -1,7 +1,7 @@
 """Small joint graphs for the tests of single passes: captured, traced from a function, or made by hand.
 
-Contract: `captured(model, x)` is what `graphpp.capture` makes of a model and a mean-square loss; `traced(function, ...)` a
-forward without parameters; `Hand` a graph whose nodes stand in the stages and phases that the test wants.
+Contract: `captured(model, x)` is what `graphpp.capture` makes of a model and a mean-square loss; `traced(function, ..)`
+a forward without parameters; `Hand` a graph whose nodes stand in the stages and phases that the test wants.
 """
 
 from __future__ import annotations

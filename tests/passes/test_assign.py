@@ -1,4 +1,4 @@
-"""Every node learns its stage: by its place in the execution, by its twin, or none where it is cheap to make anywhere."""
+"""Every node learns its stage: by its place in the execution, by its twin, or none where it is cheap anywhere."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def cut_at(between: Callable[[Blocks, Tensor], Tensor], *calls: str) -> Pipeline
 
 
 def stages_of_call(joint: JointGraph, call: str) -> set[int | None]:
-    return {node.meta["stage"] for node in forward(joint) if call in node.meta["calls"] and node.meta["stage"] is not None}
+    return {node.meta["stage"] for node in forward(joint) if call in node.meta["calls"]} - {None}
 
 
 # ---------------------------------------------------------------------------------------------------------- the order
@@ -168,7 +168,8 @@ def test_what_is_cheap_is_computed_in_every_stage_that_reads_it(between: Callabl
 def test_a_heavy_product_of_inputs_is_made_once_and_sent() -> None:
     compiled = cut_at(heavy, "b", "c")
     assert [len(boundary.forward) for boundary in compiled.boundaries] == [2, 2]
-    assert ["_aten_mm_default(ones" in s.programs[Phase.FORWARD].source for s in compiled.stages] == [True, False, False]
+    made = ["_aten_mm_default(ones" in stage.programs[Phase.FORWARD].source for stage in compiled.stages]
+    assert made == [True, False, False]
 
 
 def test_random_numbers_are_drawn_once() -> None:

@@ -24,13 +24,13 @@ thin = torch.arange(4.0).view(1, 4, 1)
 
 NOTHING: dict[str, tuple[Callable[[Tensor], Tensor], Tensor]] = {
     "detach": (lambda x: x.detach(), x),
-    "alias": (lambda x: aten.alias.default(x), x),
+    "alias": (aten.alias.default, x),
     "view": (lambda x: aten.view.default(x, [2, 3, 4]), x),
     "reshape": (lambda x: aten.view.default(x, [2, -1, 4]), x),
     "expand": (lambda x: aten.expand.default(x, [2, -1, 4]), x),
     "slice": (lambda x: aten.slice.Tensor(x, 1, 0, 99), x),
     "clone": (lambda x: x.clone(), x),
-    "clone of a transposed": (lambda x: aten.clone.default(x), square.t()),
+    "clone of a transposed": (aten.clone.default, square.t()),
     "cast": (lambda x: aten._to_copy.default(x, dtype=torch.float32), x),
     "squeeze": (lambda x: aten.squeeze.dims(x, [0, 1]), x),
     "permute": (lambda x: aten.permute.default(x, [0, 1, 2]), x),
@@ -79,8 +79,8 @@ def test_what_computes_nothing_goes(name: str) -> None:
 @pytest.mark.parametrize("name", SOMETHING)
 def test_what_computes_something_stays(name: str) -> None:
     function, value = SOMETHING[name]
-    assert targets(results(function, value)[0]) == targets(traced(lambda x: (function(x), x + 1), value))
     joint, before, after = results(function, value)
+    assert targets(joint) == targets(traced(lambda x: (function(x), x + 1), value))
     assert torch.equal(before.resolve_conj(), after.resolve_conj())
     assert (before.stride(), before.dtype) == (after.stride(), after.dtype)
 

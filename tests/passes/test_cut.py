@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
 
 import pytest
 import torch
@@ -30,13 +29,16 @@ def chain(hand: Hand, first: str, last: str) -> JointGraph:
 
 
 def traffic(pieces: Cut) -> tuple[list[str], list[str], list[str]]:
-    """Where the value `v` goes: boundaries that it crosses forward, stages that save it, boundaries that it goes back."""
-    names: Callable[[Any], list[str]] = lambda metas: [meta.name for meta in metas]  # noqa: E731 - read once, here
+    """Where the value `v` goes: boundaries that it crosses forward, stages that save it, boundaries it goes back."""
     return (
         [f"{b.stage}|{b.stage + 1}" for b in pieces.boundaries if "v" in names(b.forward)],
         [str(stage) for stage, saved in enumerate(pieces.saved) if "v" in names(saved)],
         [f"{b.stage}|{b.stage + 1}" for b in pieces.boundaries if "v" in names(b.backward)],
     )
+
+
+def names(metas: Sequence[p.TensorMeta]) -> list[str]:
+    return [meta.name for meta in metas]
 
 
 ROUTES = {

@@ -1,0 +1,187 @@
+"""Whatever crosses a boundary arrives bit for bit, with the strides it was captured with."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from graphpp.runtime.program import TensorMeta
+from graphpp.runtime.transport import DEPTH, Landing, PeerLost, Transport, pack, post
+from tests.distributed import run_ranks
+
+CPU = torch.device("cpu")
+
+
+def cube(dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.arange(-30, 30).to(dtype).view(3, 4, 5)
+
+
+VALUES: dict[str, Callable[[], Tensor]] = {
+    "dense": cube,
+    "transposed": lambda: cube().transpose(0, 2),
+    "permuted": lambda: cube().permute(1, 2, 0),
+    "channels last": lambda: torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last),
+    "every second": lambda: cube()[:, ::2],
+    "a column": lambda: cube()[..., 1],
+    "a transposed part": lambda: cube()[:, 1:3].transpose(0, 2),
+    "a row": lambda: cube()[1],
+    "expanded": lambda: cube()[:1].expand(7, 4, 5),
+    "expanded and permuted": lambda: cube()[:, :1].expand(3, 9, 5).permute(2, 1, 0),
+    "one number, repeated": lambda: torch.tensor(2.5).expand(3, 2),
+    "windows": lambda: torch.arange(9.0).unfold(0, 3, 1),
+    "0-dim": lambda: torch.tensor(-0.0),
+    "empty": lambda: torch.empty(0, 3),
+    "empty, transposed": lambda: torch.empty(3, 0).t(),
+    "bool": lambda: cube() > 0,
+    "int64": lambda: cube(torch.int64).transpose(0, 1),
+    "uint8": lambda: cube(torch.uint8),
+    "bfloat16": lambda: cube(torch.bfloat16).transpose(1, 2),
+    "float16": lambda: cube(torch.float16),
+    "float64": lambda: cube(torch.float64),
+    "complex64": lambda: torch.complex(cube(), cube().flip(0)).transpose(0, 2),
+    "conjugate": lambda: torch.complex(cube(), cube().flip(0)).conj(),
+    "negative": lambda: torch.complex(cube(), cube().flip(0)).conj().imag,
+    "nan and inf": lambda: torch.tensor([float("nan"), float("inf"), -0.0]),
+}
+
+
+def meta_of(value: Tensor, name: str = "x") -> TensorMeta:
+    return TensorMeta(name, tuple(value.shape), tuple(value.stride()), value.dtype)
+
+
+def bits(value: Tensor) -> list[object]:
+    """Type, shape and elements as bytes."""
+    dense = value.resolve_conj().resolve_neg().contiguous()
+    return [value.dtype, list(value.shape), dense.reshape(-1).view(torch.uint8).tolist() if dense.numel() else []]
+
+
+def landed(value: Tensor, meta: TensorMeta) -> Tensor:
+    """A value after it was packed and unpacked."""
+    landing = Landing.of(meta, CPU)
+    landing.elements.copy_(pack(value, meta))
+    return landing.value()
+
+
+@pytest.mark.parametrize("name", VALUES)
+def test_packing_keeps_bits_and_strides(name: str) -> None:
+    value = VALUES[name]()
+    packed, arrived = pack(value, meta_of(value)), landed(value, meta_of(value))
+    assert packed.is_contiguous()
+    assert bits(arrived) == bits(value)
+    if name != "windows":
+        assert arrived.stride() == value.stride()
+
+
+@pytest.mark.parametrize("name", ["dense", "transposed", "permuted", "a row", "expanded", "channels last", "0-dim"])
+def test_what_lies_dense_is_sent_from_where_it_lies(name: str) -> None:
+    value = VALUES[name]()
+    assert pack(value, meta_of(value)).data_ptr() == value.data_ptr()
+
+
+def test_what_is_only_repeated_travels_once() -> None:
+    value = VALUES["expanded"]()
+    assert pack(value, meta_of(value)).numel() == 20
+
+
+def test_a_kernel_that_returned_other_strides_is_corrected() -> None:
+    captured, value = meta_of(cube().transpose(0, 1)), cube().transpose(0, 1).contiguous()
+    arrived = landed(value, captured)
+    assert torch.equal(arrived, value)
+    assert arrived.stride() == captured.stride
+
+
+@given(st.data())
+def test_any_view_arrives_as_it_was(data: st.DataObject) -> None:
+    shape = data.draw(st.lists(st.integers(0, 4), max_size=4))
+    value = torch.arange(torch.Size(shape).numel()).view(shape)
+    for dim in range(value.dim()):
+        step, start = data.draw(st.sampled_from([1, 1, 2, 3])), data.draw(st.integers(0, 1))
+        value = value[(slice(None),) * dim + (slice(start, None, step),)]
+        if value.shape[dim] == 1 and data.draw(st.booleans()):
+            value = value.expand(*value.shape[:dim], 3, *value.shape[dim + 1 :])
+    value = value.permute(data.draw(st.permutations(range(value.dim()))))
+    arrived = landed(value, meta_of(value))
+    assert torch.equal(arrived, value)
+    assert arrived.stride() == value.stride()
+
+
+# --------------------------------------------------------------------------------------------------------- over gloo
+
+
+def cross(rank: int) -> list[tuple[list[object], tuple[int, ...]]]:
+    """Rank 0 sends all values in one message and gets the same back from rank 1; both say what they have."""
+    values = [make() for make in VALUES.values()]
+    metas = [meta_of(value, name) for name, value in zip(VALUES, values, strict=True)]
+    transport, peer = Transport(dist.group.WORLD, CPU), 1 - rank
+    if rank == 0:
+        transport.post_send(transport.send_ops(values, metas, peer), peer)
+    message = transport.incoming(metas, peer)
+    message.works = post(transport.receive_ops(message), peer)
+    arrived = message.wait()
+    if rank == 1:
+        transport.post_send(transport.send_ops(arrived, metas, peer), peer)
+    transport.flush()
+    return [(bits(value), tuple(value.stride())) for value in arrived]
+
+
+def test_values_cross_a_boundary_there_and_back() -> None:
+    torch.manual_seed(0)
+    values = [make() for make in VALUES.values()]
+    for arrived in run_ranks(cross, 2):
+        for name, value, (found, strides) in zip(VALUES, values, arrived, strict=True):
+            if name != "channels last":  # random
+                assert found == bits(value), name
+            if name != "windows":
+                assert strides == value.stride(), name
+
+
+def test_a_message_may_be_empty() -> None:
+    transport = Transport(None, CPU)
+    message = transport.incoming([], 0)
+    assert post(transport.receive_ops(message), 0) == []
+    assert message.wait() == []
+
+
+class Fake:
+    """A work that is done when the test says so."""
+
+    def __init__(self, log: list[str], name: str) -> None:
+        self.log, self.name, self.finished = log, name, False
+
+    def is_completed(self) -> bool:
+        return self.finished
+
+    def wait(self) -> None:
+        self.log.append(self.name)
+        if self.name == "broken":
+            raise RuntimeError("connection closed")
+
+
+def outgoing(names: list[str], monkeypatch: pytest.MonkeyPatch) -> tuple[Transport, list[str]]:
+    transport, log = Transport(None, CPU), list[str]()
+    for name in names:
+        monkeypatch.setattr("graphpp.runtime.transport.post", lambda ops, peer, name=name: [Fake(log, name)])
+        transport.post_send([], 1)
+    return transport, log
+
+
+def test_only_so_many_sends_are_under_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    names = [f"send {index}" for index in range(DEPTH + 2)]
+    transport, log = outgoing(names, monkeypatch)
+    assert log == names[:2]
+    transport.flush()
+    assert log == names
+    transport.drop()
+
+
+def test_a_lost_neighbour_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    transport, _ = outgoing(["broken"], monkeypatch)
+    with pytest.raises(PeerLost) as caught:
+        transport.flush()
+    assert caught.value.peer == 1
