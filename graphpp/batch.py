@@ -2,13 +2,15 @@
 
 Contract
 --------
-- The batch's size is the first dimension of its first tensor that has one and is not wrapped in `graphpp.whole`.
+- The batch's size is the first dimension that most of its tensors have (of equally many, the first one's); what is wrapped
+  in `graphpp.whole` does not count. Nor does, where an example microbatch was given, a tensor of the example's very shape.
 - Tensors with that first dimension are cut along it into equal parts, in order; everything else goes whole to every
   microbatch. A tensor of the target must be cut or wrapped.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any
 
 import torch
@@ -19,9 +21,11 @@ from graphpp.signature import Leaves, Microbatch, Whole
 _BY_HAND = "step_microbatches([graphpp.Microbatch(...), ...])"
 
 
-def cut(batch: Microbatch, microbatches: int) -> list[Leaves]:
+def cut(batch: Microbatch, microbatches: int, example: Microbatch | None = None) -> list[Leaves]:
     """The microbatches, taken apart; raises `BatchError` where the batch does not divide or it cannot be told how."""
     leaves = Leaves.of(batch)
+    if example is not None and microbatches > 1:
+        leaves = _wrapped(leaves, example)
     size = _size(leaves)
     if size % microbatches:
         raise BatchError(
@@ -42,9 +46,27 @@ def batch_size(batch: Microbatch) -> int:
     return _size(Leaves.of(batch))
 
 
+def _wrapped(leaves: Leaves, example: Microbatch) -> Leaves:
+    """The batch with every tensor wrapped that has no more rows than in one microbatch."""
+    one = {path: leaf.shape for path, leaf in Leaves.of(example).tensors.items()}
+    alike = [isinstance(leaf, torch.Tensor) and leaf.dim() and leaf.shape == one.get(path) for path, leaf in _pairs(leaves)]
+    if all(fits or not isinstance(leaf, torch.Tensor) for fits, (_, leaf) in zip(alike, _pairs(leaves), strict=True)):
+        raise BatchError(
+            "every tensor of this batch has the shape it has in example=, which is to be one microbatch, so nothing could be "
+            "cut. Give a whole batch to step(), or pass its parts yourself with " + _BY_HAND + "."
+        )
+    values = [Whole(leaf) if fits else leaf for fits, (_, leaf) in zip(alike, _pairs(leaves), strict=True)]
+    return Leaves(leaves.spec, leaves.paths, tuple(values))
+
+
+def _pairs(leaves: Leaves) -> list[tuple[str, Any]]:
+    return list(zip(leaves.paths, leaves.values, strict=True))
+
+
 def leading_size(part: Leaves) -> int | None:
-    """The first dimension of the first tensor that has one; None where there is none."""
-    return next((len(leaf) for leaf in part.values if isinstance(leaf, torch.Tensor) and leaf.dim()), None)
+    """The first dimension that most tensors have (of equally many, the first one's); None where none has any."""
+    sizes = Counter(len(leaf) for leaf in part.values if isinstance(leaf, torch.Tensor) and leaf.dim())
+    return sizes.most_common(1)[0][0] if sizes else None
 
 
 def same_shape(parts: list[Leaves]) -> None:

@@ -26,6 +26,7 @@ from graphpp.passes.lower import lower
 from graphpp.plan import Plan
 from graphpp.report import check_output
 from graphpp.runtime import program
+from graphpp.runtime.actions import COMMUNICATION, Kind
 from graphpp.runtime.agreement import Facts
 from graphpp.runtime.checker import check
 from graphpp.runtime.communication import add_communication
@@ -161,6 +162,7 @@ class Compiler:
             )
         table = build(given, ranks, stages, microbatches)
         check(table, ranks=ranks, stages=stages, microbatches=microbatches)
+        _check_kinds(table)
         return table
 
 
@@ -178,6 +180,17 @@ def module_calls(joint: JointGraph) -> list[Call]:
 def _with_communication(table: Schedule, training: bool) -> Schedule:
     table = table if training else table.forward_only()
     return table if table.has_communication else add_communication(table)
+
+
+def _check_kinds(table: Schedule) -> None:
+    """The stages of a pipeline run whole backwards only, so far, and their parameters are not sharded."""
+    runs = {Kind.F, Kind.B} | COMMUNICATION
+    for rank, column, action in table.cells():
+        if action.kind not in runs:
+            raise ScheduleError(
+                f"rank {rank}, column {column}: {action} cannot be run yet; a schedule may hold "
+                f"{', '.join(sorted(runs))}. Use B for I and W, and leave out sharding and overlaps."
+            )
 
 
 def _check_buffer_order(table: Schedule, built: Built) -> None:

@@ -72,7 +72,8 @@ class Library:
 
     def facts(self, call: Call) -> Facts:
         """What this rank is about to do."""
-        key = (len(call.parts), call.key)
+        kept = self._kept(call)
+        key = (len(call.parts), kept, call.key)
         if key not in self._facts:
             self._facts[key] = Facts(
                 {
@@ -82,9 +83,16 @@ class Library:
                     "the model": facts.of_model(self._compiler.model),
                     "training flags": [f"{fqn}.training={module.training}" for fqn, module in self._modules.items()],
                     "autocast": [str(call.key[-1])],
+                    "what it has kept for this call": [kept],
                 }
             )
         return self._facts[key]
+
+    def _kept(self, call: Call) -> str:
+        """Ranks that build and ranks that run would wait for each other: they must have kept the same."""
+        if call.key not in self._built:
+            return "nothing yet (such a call is new, or an attribute or hook of the model has changed)"
+        return "a graph and its runner" if (len(call.parts), call.key) in self._ready else "a graph"
 
     def build(self, call: Call, microbatches: int) -> Built:
         """The captured, cut graph that serves a call."""

@@ -55,6 +55,7 @@ class Pipeline:
         self._state = ModelState(model)
         self._library = Library(Compiler(model, loss, settings), self._state, agreement)
         self._last: Ready | None = None
+        self._broken = False
         self._board = FailureBoard(settings.place.group, agreement.shared_name())
         if settings.example is not None:
             self._build(settings.example)
@@ -83,7 +84,7 @@ class Pipeline:
             call = self._alike(lambda: self._cut(Microbatch(args, kwargs, target)), training=False)
             ready = self._run(call)
             losses = ready.runner.losses() if target is not None else None
-        outputs = ready.runner.outputs()
+        outputs = ready.runner.take_outputs()
         merged = None if outputs is None else merge_outputs(ready.built.captured, outputs, leading_size(call.parts[0]))
         return EvalResult(merged, None if losses is None else self._reduced(losses), losses)
 
@@ -163,14 +164,20 @@ class Pipeline:
 
     def _run(self, call: Call) -> Ready:
         """Run a call once; its runner has what came out."""
-        ready, device = self._library.ready(call), self._settings.place.device
-        inputs = [{path: x.to(device, non_blocking=True) for path, x in part.tensors.items()} for part in call.parts]
-        ready.runner.step(inputs, ready.seeds)
+        if self._broken:
+            raise GraphPPError(
+                "an earlier call of this pipeline ended midway, and messages between the ranks may still be under way: "
+                "restart all ranks from the last checkpoint."
+            )
+        ready = self._library.ready(call)
+        self._broken = self._settings.place.ranks > 1
+        ready.runner.step([part.tensors for part in call.parts], ready.seeds)
+        self._broken = False
         self._last = ready
         return ready
 
     def _cut(self, batch: Microbatch) -> list[Leaves]:
-        return cut(batch, self._settings.microbatches_for(batch))
+        return cut(batch, self._settings.microbatches_for(batch), self._settings.example)
 
     def _with_targets(self, parts: list[Leaves]) -> list[Leaves]:
         """The parts, or `BatchError` where the loss lacks its target or a target lacks its loss."""

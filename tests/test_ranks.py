@@ -180,6 +180,11 @@ def later(rank: int) -> tuple[list[str], bool]:
         message(lambda: pipe.step(X, target=Y if rank == 0 else None)),
         message(lambda: pipe.step(X, target=Y) if rank == 0 else pipe.eval(X)),
     ]
+    if rank == 1:
+        case.model.layers[0].slope = 1.5
+    texts.append(message(lambda: step(pipe, case.batch)))
+    if rank == 1:
+        del case.model.layers[0].slope
     unchanged = all(torch.equal(p.grad, grads[fqn]) for fqn, p in pipe.named_parameters())
     step(pipe, case.batch)
     doubled = all(torch.allclose(p.grad, 2 * grads[fqn]) for fqn, p in pipe.named_parameters())
@@ -191,6 +196,7 @@ def test_a_difference_in_a_later_step_leaves_the_pipeline_usable() -> None:
         assert "rank 1 differs in the microbatch" in texts[0]
         assert texts[1].startswith("BatchError" if rank else "MismatchError")
         assert "rank 1 differs in the call" in texts[2]
+        assert "rank 1 differs in what it has kept for this call: it has nothing yet" in texts[3]
         assert fine
 
 

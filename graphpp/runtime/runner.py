@@ -100,17 +100,19 @@ class GraphPPRunner:
         assert meta is not None, "evaluation without a target has no loss"
         local = self.stages.get(stage)
         if local is not None:
-            losses = torch.stack([local.losses[index] for index in range(self.schedule.microbatches)])
+            losses = torch.stack([local.losses.pop(index) for index in range(self.schedule.microbatches)])
         else:
             losses = torch.empty(self.schedule.microbatches, dtype=meta.dtype, device=self.place.device)
         if self.place.ranks > 1:
             dist.broadcast(losses, group=self.place.group, group_src=self.schedule.rank_of_stage[stage])
         return losses
 
-    def outputs(self) -> list[dict[int, torch.Tensor]] | None:
-        """The output's tensor leaves per microbatch, on the last stage's rank; None elsewhere."""
+    def take_outputs(self) -> list[dict[int, torch.Tensor]] | None:
+        """The output's tensor leaves per microbatch, on the last stage's rank, handed over once; None elsewhere."""
         last = self.stages.get(len(self.program.stages) - 1)
-        return None if last is None else [last.outputs.get(index, {}) for index in range(self.schedule.microbatches)]
+        if last is None:
+            return None
+        return [last.outputs.pop(index, {}) for index in range(self.schedule.microbatches)]
 
     def _begin(self, feed: Feed) -> None:
         for stage in self.stages.values():

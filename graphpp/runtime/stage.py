@@ -136,7 +136,7 @@ class GraphStage:
         feed = self._step.feed
         boxed = wiring.bound.copy()
         for index, path in wiring.inputs:
-            boxed[index] = feed.inputs[microbatch][path]
+            boxed[index] = feed.inputs[microbatch][path].to(self._transport.device, non_blocking=True)
         for index in wiring.seeds:
             boxed[index] = feed.seeds[microbatch]
         for index in wiring.keys:
@@ -157,7 +157,7 @@ class GraphStage:
             assert self._step is not None
             self._step.tensor(fqn).copy_(results[index])
         for index in wiring.losses:
-            self.losses[microbatch] = results[index]
+            self.losses[microbatch] = results[index].clone()  # a loss may be a view of something large
         if wiring.outputs:
             self.outputs[microbatch] = {leaf: results[index] for index, leaf in wiring.outputs}
 

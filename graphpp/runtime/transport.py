@@ -67,7 +67,7 @@ class Transport:
 
     def __init__(self, group: dist.ProcessGroup | None, device: torch.device) -> None:
         self._group = group
-        self._device = device
+        self.device = device
         self._outgoing: dict[int, deque[Message]] = defaultdict(deque)
         self.waited = 0.0  # seconds that this process stood still for messages
 
@@ -78,7 +78,7 @@ class Transport:
 
     def incoming(self, metas: Sequence[TensorMeta], peer: int) -> Message:
         """Memory for what `peer` will send; nothing is posted yet."""
-        return Message([], [], peer, [Landing.of(meta, self._device) for meta in metas])
+        return Message([], [], peer, [Landing.of(meta, self.device) for meta in metas])
 
     def receive_ops(self, message: Message) -> list[dist.P2POp]:
         """The operations that receive into `message`."""

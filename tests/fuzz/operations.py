@@ -163,6 +163,17 @@ class Projection(nn.Module):
         return h @ self.weight
 
 
+class Blend(nn.Module):
+    """Two parameters that are added: their gradients are one value."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two = nn.Parameter(torch.rand(T, D)), nn.Parameter(torch.rand(T, D))
+
+    def forward(self, h: Tensor) -> Tensor:
+        return h * (self.one + self.two)
+
+
 def mix(h: Tensor, p: Tensor) -> Tensor:
     """A product of two activations."""
     return torch.softmax(h @ p, -1) @ h
@@ -233,6 +244,7 @@ class Operation:
 OPERATIONS: dict[str, Operation] = {
     "linear": Operation("h", "h", linear),
     "projection": Operation("h", "h", Projection),
+    "blend": Operation("h", "h", Blend),
     "embedding": Operation("i", "h", lambda: nn.Embedding(D, D)),
     "padded_embedding": Operation("i", "h", lambda: nn.Embedding(D, D, padding_idx=0)),
     "norm": Operation("h", "h", lambda: nn.LayerNorm(D)),
@@ -268,6 +280,7 @@ OPERATIONS: dict[str, Operation] = {
     "strided": Operation("h", "c", pure(MAKERS["c"])),
     "cat": Operation("cc", "h", pure(lambda x, y: torch.cat((x, y), -1))),
     "swap": Operation("c", "c", pure(lambda c: c.flatten(0, 1).unflatten(0, (-1, T)) * 2)),
+    "turn": Operation("c", "c", pure(lambda c: c.transpose(1, 2))),
     "transpose": Operation("h", "p", pure(MAKERS["p"])),
     "untranspose": Operation("p", "h", pure(lambda p: p.transpose(1, 2))),
     "exp": Operation("p", "p", pure(lambda p: torch.exp(-p * p))),
@@ -301,7 +314,7 @@ WRITES = ("batch_norm", "running_mean", "delayed", "shift")
 DRAWS = ("dropout",)
 MISPREDICTED = ("batch_norm",)
 WITH_PARAMETERS = (
-    "linear", "projection", "embedding", "padded_embedding", "norm", "rms", "attention", "causal", "masked_attention",
-    "conv",
+    "linear", "projection", "blend", "embedding", "padded_embedding", "norm", "rms", "attention", "causal",
+    "masked_attention", "conv",
 )  # fmt: skip
 WITH_STATE = (*WITH_PARAMETERS, "batch_norm", "running_mean", "delayed", "shift", "table")

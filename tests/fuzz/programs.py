@@ -176,7 +176,7 @@ def operations(draw: st.DrawFn) -> Op:
     sources = tuple(draw(_BACK) for _ in OPERATIONS[name].sources)
     if name not in WITH_STATE:
         return Op(name, sources)
-    share = draw(st.sampled_from(["", "", "", "module", "weight"]))
+    share = draw(st.sampled_from(["", "", "module", "weight", "weight"]))
     which = draw(_BACK) if share else 0
     return Op(name, sources, share, which, draw(st.sampled_from([False, False, False, True])))
 
