@@ -52,7 +52,8 @@ class Plan:
     def __str__(self) -> str:
         """The table: stage, rank, FQNs, parameters, bytes sent, bytes saved."""
         ranks, name = self.schedule.ranks, self.schedule.name
-        title = f"{len(self.stages)} stages on {ranks} rank{'s' * (ranks > 1)}, {name}, {self.schedule.microbatches} microbatches"
+        place = f"{len(self.stages)} stages on {ranks} rank{'s' * (ranks > 1)}"
+        title = f"{place}, {name}, {self.schedule.microbatches} microbatches"
         table = Table(title=title, box=box.SIMPLE, title_justify="left")
         for column in ("stage", "rank", "modules", "parameters", "sent →", "sent ←", "saved"):
             table.add_column(column, justify="left" if column == "modules" else "right", no_wrap=column != "modules")
