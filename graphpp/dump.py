@@ -26,10 +26,11 @@ from graphpp import _torch_aot as aot
 from graphpp.capture import Captured
 from graphpp.dump_text import Pass, boundaries_text, passes_text, plan_json, schedule_csv
 from graphpp.errors import GraphPPError
-from graphpp.passes.cut import Cut, F
+from graphpp.passes.cut import Cut
 from graphpp.passes.joint import JointGraph
 from graphpp.passes.lower import Hook, Passed
 from graphpp.passes.render import Rendered, code, render
+from graphpp.passes.traffic import F
 from graphpp.plan import Plan
 from graphpp.runtime.program import Phase, PipelineProgram
 from graphpp.runtime.schedule import Schedule

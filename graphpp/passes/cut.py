@@ -20,19 +20,17 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 
-import torch
 from torch import fx
 
 from graphpp.passes.aliases import is_view
-from graphpp.passes.joint import JointGraph, tensor_meta
+from graphpp.passes.joint import JointGraph
+from graphpp.passes.traffic import B, F, Slot, Traffic, boundaries, home, saved
 from graphpp.runtime import program
 from graphpp.runtime.program import Boundary, InputRole, OutputRole, Phase, TensorMeta
 
-Slot = tuple[Phase, int]
 Results = list[tuple[OutputRole, fx.Node]]
-F, B = Phase.FORWARD, Phase.BACKWARD
 
 
 @dataclass(frozen=True)
@@ -48,49 +46,12 @@ class SlotGraph:
 
 @dataclass
 class Cut:
-    """The result of `cut`: graphs by slot, boundaries, and the values each stage saves per microbatch."""
+    """The result of `cut`: graphs by slot, boundaries, and per stage the values saved per microbatch and their bytes."""
 
     slots: dict[Slot, SlotGraph]
     boundaries: tuple[Boundary, ...]
     saved: tuple[tuple[TensorMeta, ...], ...]
-
-
-@dataclass
-class _Traffic:
-    """Which values leave each stage forward and backward, which it saves; sets of nodes, by stage."""
-
-    forward: dict[int, set[fx.Node]] = field(default_factory=lambda: defaultdict(set))
-    saved: dict[int, set[fx.Node]] = field(default_factory=lambda: defaultdict(set))
-    backward: dict[int, set[fx.Node]] = field(default_factory=lambda: defaultdict(set))
-
-    def carry(self, value: fx.Node, source: Slot, target: Slot) -> None:
-        """Route `value` from slot to slot along neighbours."""
-        (phase, stage), (end_phase, end) = source, target
-        if phase is F:
-            for hop in range(stage, end):
-                self.forward[hop].add(value)
-            if end_phase is F:
-                return
-            stage = max(stage, end)
-            self.saved[stage].add(value)
-        for hop in range(stage, end, -1):
-            self.backward[hop].add(value)
-
-    def arriving(self, slot: Slot) -> dict[fx.Node, InputRole]:
-        """What comes into a slot from elsewhere."""
-        phase, stage = slot
-        received = self.forward[stage - 1] if phase is F else self.backward[stage + 1]
-        roles: dict[fx.Node, InputRole] = {value: program.Received(value.name) for value in received}
-        if phase is B:
-            roles.update((value, program.Saved(value.name)) for value in self.saved[stage])
-        return roles
-
-    def leaving(self, slot: Slot) -> list[tuple[type[program.Sent | program.Saved], set[fx.Node]]]:
-        """What goes out of a slot to others: (kind of role, values)."""
-        phase, stage = slot
-        if phase is F:
-            return [(program.Sent, self.forward[stage]), (program.Saved, self.saved[stage])]
-        return [(program.Sent, self.backward[stage])]
+    saved_bytes: tuple[int, ...]
 
 
 def cut(joint: JointGraph, stages: int) -> Cut:
@@ -102,19 +63,13 @@ def cut(joint: JointGraph, stages: int) -> Cut:
     results = _results_by_slot(joint, stages)
     own = _own(joint)
     members = {slot: _members(own[slot], results[slot]) for slot in slots}
-    traffic = _Traffic()
+    traffic = Traffic()
     for slot in slots:
         _route(members, slot, results[slot], traffic)
     graphs = {slot: _slot_graph(slot, order, members[slot], results[slot], traffic) for slot in slots}
-    result = Cut(graphs, _boundaries(traffic, order, joint, stages), _saved(traffic, order, stages))
+    result = Cut(graphs, boundaries(traffic, order, joint, stages), *saved(traffic, order, stages))
     _check(joint, result)
     return result
-
-
-def home(node: fx.Node) -> Slot | None:
-    """The slot that computes a node, or None for what every slot has at hand."""
-    stage = node.meta["stage"]
-    return None if stage is None else (B if node.meta["backward"] else F, stage)
 
 
 def _results_by_slot(joint: JointGraph, stages: int) -> dict[Slot, Results]:
@@ -160,7 +115,7 @@ def _members(own: set[fx.Node], results: Results) -> set[fx.Node]:
     return members
 
 
-def _route(members: dict[Slot, set[fx.Node]], slot: Slot, results: Results, traffic: _Traffic) -> None:
+def _route(members: dict[Slot, set[fx.Node]], slot: Slot, results: Results, traffic: Traffic) -> None:
     """Send or save what a slot reads from others; values at hand that its own forward computed are saved, not made again."""
     phase, stage = slot
     if phase is B:
@@ -200,7 +155,7 @@ def _still_needed(members: set[fx.Node], slot: Slot, saved: set[fx.Node], result
 
 
 def _slot_graph(
-    slot: Slot, order: dict[fx.Node, int], members: set[fx.Node], results: Results, traffic: _Traffic
+    slot: Slot, order: dict[fx.Node, int], members: set[fx.Node], results: Results, traffic: Traffic
 ) -> SlotGraph:
     graph = fx.Graph()
     copies: dict[fx.Node, fx.Node] = {}
@@ -227,45 +182,6 @@ def _placeholder(graph: fx.Graph, node: fx.Node, role: InputRole) -> fx.Node:
     copy = graph.placeholder(node.name)
     copy.meta = {**node.meta, "role": role}
     return copy
-
-
-def _boundaries(traffic: _Traffic, order: dict[fx.Node, int], joint: JointGraph, stages: int) -> tuple[Boundary, ...]:
-    needs_grad = _needing_grad(joint)
-
-    def metas(values: set[fx.Node]) -> tuple[TensorMeta, ...]:
-        ordered = sorted(values, key=order.__getitem__)
-        return tuple(replace(tensor_meta(node), requires_grad=node in needs_grad) for node in ordered)
-
-    return tuple(
-        Boundary(stage, metas(traffic.forward[stage]), metas(traffic.backward[stage + 1]))
-        for stage in range(stages - 1)
-    )
-
-
-def _needing_grad(joint: JointGraph) -> set[fx.Node]:
-    """Forward values that depend on a trainable parameter through floating-point values."""
-    needing: set[fx.Node] = set()
-    for node in joint.graph.nodes:
-        role = node.meta.get("role")
-        trainable = isinstance(role, program.Parameter) and joint.parameters[role.fqn].requires_grad
-        depends = trainable or any(source in needing for source in node.all_input_nodes)
-        if depends and not node.meta["backward"] and _may_have_grad(node.meta.get("val")):
-            needing.add(node)
-    return needing
-
-
-def _may_have_grad(value: object) -> bool:
-    """Whether autograd can follow a value: a floating or complex tensor, or a tuple of which some are."""
-    if isinstance(value, torch.Tensor):
-        return value.dtype.is_floating_point or value.dtype.is_complex
-    return isinstance(value, tuple | list)
-
-
-def _saved(traffic: _Traffic, order: dict[fx.Node, int], stages: int) -> tuple[tuple[TensorMeta, ...], ...]:
-    def metas(stage: int) -> tuple[TensorMeta, ...]:
-        return tuple(tensor_meta(node) for node in sorted(traffic.saved[stage], key=order.__getitem__))
-
-    return tuple(metas(stage) for stage in range(stages))
 
 
 def _check(joint: JointGraph, result: Cut) -> None:

@@ -9,9 +9,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 
 from graphpp.passes.aliases import shared_results
-from graphpp.passes.cut import B, Cut, F, SlotGraph
+from graphpp.passes.cut import Cut, SlotGraph
 from graphpp.passes.joint import JointGraph, tensor_meta
 from graphpp.passes.render import render
+from graphpp.passes.traffic import B, F
 from graphpp.runtime.program import (
     Buffer,
     BufferUpdate,
@@ -40,6 +41,7 @@ def emit(joint: JointGraph, pieces: Cut) -> PipelineProgram:
             parameters=parameters[stage],
             buffers=buffers[stage],
             saved=pieces.saved[stage],
+            saved_bytes=pieces.saved_bytes[stage],
             modules=tuple(call for call, first in calls.items() if first == stage),
             constants={role.name: joint.constants[role.name] for role in used[stage] if isinstance(role, Constant)},
         )

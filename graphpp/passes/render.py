@@ -70,7 +70,7 @@ def render(graph: fx.Graph, title: str = "") -> Rendered:
     body = list(_body(graph, names, taken))
     head = [docstring(title), "", *(f"import {module}" for module in sorted(names.modules | {"torch"})), ""]
     head += [f"{name} = {expression}" for name, expression in sorted(names.head.items())]
-    text = "\n".join(head).rstrip() + "\n\n\n" + "\n    ".join([f"def run(boxed{_TAKE * bool(taken)}):", *body]) + "\n"
+    text = "\n".join(head).rstrip() + "\n\n\n" + "\n    ".join([f"def run(boxed{_TAKE * _has_gradients(graph)}):", *body]) + "\n"
     return Rendered(text, names.bindings, names.devices)
 
 
@@ -119,6 +119,10 @@ def _sources(function: FunctionType) -> list[str]:
 
     visit(function.__name__, function)
     return list(texts.values())
+
+
+def _has_gradients(graph: fx.Graph) -> bool:
+    return any(isinstance(role, program.Gradient) for role in graph.output_node().meta.get("roles") or ())
 
 
 def _taken(graph: fx.Graph) -> dict[fx.Node, int]:

@@ -172,7 +172,8 @@ class StageProgram:
     """A stage with all its phases and what it owns.
 
     `parameters`, `buffers`: FQNs that any phase reads or whose gradient or update it produces.
-    `saved`: what the forward keeps per microbatch. `modules`: FQNs of the modules called in it, for people.
+    `saved`: what the forward keeps per microbatch; `saved_bytes`: the memory of it, views of one memory counted once.
+    `modules`: FQNs of the modules called in it, for people.
     """
 
     index: int
@@ -180,6 +181,7 @@ class StageProgram:
     parameters: tuple[str, ...]
     buffers: tuple[str, ...]
     saved: tuple[TensorMeta, ...]
+    saved_bytes: int = 0
     modules: tuple[str, ...] = ()
     constants: Mapping[str, torch.Tensor] = field(default_factory=dict)
 
@@ -188,11 +190,6 @@ class StageProgram:
         """FQNs of the parameters whose gradients this stage makes or contributes to."""
         roles = [role for item in self.programs.values() for role in item.outputs]
         return tuple(role.fqn for role in roles if isinstance(role, Gradient))
-
-    @property
-    def saved_bytes(self) -> int:
-        """Bytes saved for the backward, per microbatch in flight."""
-        return sum(value.nbytes for value in self.saved)
 
 
 @dataclass(frozen=True)

@@ -181,9 +181,9 @@ def operations(draw: st.DrawFn) -> Op:
     return Op(name, sources, share, which, draw(st.sampled_from([False, False, False, True])))
 
 
-def programs(largest: int = 14) -> st.SearchStrategy[Program]:
-    """Programs of up to `largest` operations, about half of that on average."""
-    half = st.lists(operations(), min_size=1, max_size=largest // 2)
-    ops = st.tuples(half, half).map(lambda parts: (*parts[0], *parts[1]))
+def programs(places: int = 10) -> st.SearchStrategy[Program]:
+    """Programs of up to `places` operations; mostly of nearly so many, for lists would mostly be short."""
+    place = st.integers(0, 7).flatmap(lambda filled: operations() if filled else st.none())
+    ops = st.tuples(*[place] * places).map(lambda drawn: tuple(op for op in drawn if op is not None))
     losses = st.lists(st.integers(0, 9), max_size=2).map(tuple)
     return st.builds(Program, ops, losses, st.booleans(), st.booleans())
