@@ -26,9 +26,9 @@ from graphpp import signature
 from graphpp.assignments import Assigned, undone
 from graphpp.errors import CaptureError
 from graphpp.passes.joint import JointGraph, verify
-from graphpp.refusals import check_model, refusing, user_frame
+from graphpp.refusals import check_model, refuse_unknown_numbers, refusing, user_frame
 from graphpp.regions import inline_regions
-from graphpp.roles import with_roles
+from graphpp.roles import source_line, with_roles
 from graphpp.runtime import program
 from graphpp.runtime.program import OutputRole
 from graphpp.signature import Microbatch
@@ -157,7 +157,9 @@ def _fake_state(model: nn.Module, mode: Any, device: torch.device) -> Iterator[N
 def _export(wrapper: _Step, fakes: tuple[torch.Tensor, ...]) -> nn.Module:
     with _explaining(), refusing():
         exported = torch.export.export(wrapper, fakes, strict=False)
-    return inline_regions(exported.module(check_guards=False), torch.is_grad_enabled())
+    module = inline_regions(exported.module(check_guards=False), torch.is_grad_enabled())
+    refuse_unknown_numbers(module.graph, wrapper.held[0])
+    return module
 
 
 @contextlib.contextmanager
@@ -170,16 +172,32 @@ def _explaining() -> Iterator[None]:
 
 def _explained(error: Exception) -> CaptureError:
     """The error a person can act on: what torch said, the user's line, what to do."""
-    cause: BaseException | None = error
-    while cause is not None:
-        if isinstance(cause, CaptureError):
-            return cause
-        cause = cause.__cause__ or cause.__context__
-    frame = user_frame(traceback.extract_tb(error.__traceback__))
+    chain = list(_causes(error))
+    refused = next((cause for cause in chain if isinstance(cause, CaptureError)), None)
+    if refused is not None:
+        return refused
     said = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
+    frames = (user_frame(traceback.extract_tb(cause.__traceback__)) or source_line(str(cause)) for cause in chain)
+    place = next(filter(None, frames), "(no line of the model's own code)")
+    by_value = any(word in f"{type(cause).__name__} {cause}" for cause in chain for word in _STEERED)
     return CaptureError(
-        f"the model cannot be captured as one graph: {type(error).__name__}: {said}\n  at {frame}\n"
-        "Values of tensors must not steer Python (if, while, int(), .item(), numpy): write such a choice with torch.where "
-        "or torch.cond, or compute it outside and pass it as an argument."
+        f"the model cannot be captured as one graph: {type(error).__name__}: {said}\n  at {place}\n"
+        + (_BY_VALUE if by_value else _BY_SHAPE)
     )
 
+
+def _causes(error: BaseException | None) -> Iterator[BaseException]:
+    while error is not None:
+        yield error
+        error = error.__cause__ or error.__context__
+
+
+_STEERED = ("ata-dependent", "DataDependent", "Could not guard", "memo disaster", "nbacked", "numpy", "item()")
+_BY_VALUE = (
+    "Values of tensors must not steer Python (if, while, int(), .item(), numpy): write such a choice with torch.where "
+    "or torch.cond, or compute it outside and pass it as an argument."
+)
+_BY_SHAPE = (
+    "It was raised while model and loss ran on tensors with shapes but without data. Check that loss(model(...), target) "
+    "runs eagerly on this microbatch; if it does, the line above uses what torch.export cannot trace."
+)

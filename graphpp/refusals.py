@@ -4,6 +4,7 @@ Contract: `check_model` and, while `refusing` is open, tracing itself raise `Cap
 
 - a Python `autograd.Function`: export traces through its forward and drops its backward;
 - hooks on gradients, of parameters or of values in the forward: the graph's gradients would pass them by;
+- a number or a size that only the data decides (no wrong gradient, but torch's own word for it helps nobody);
 - two parameters in one memory (tied by `.data`): ranks would each train a copy.
 """
 
@@ -15,11 +16,11 @@ from collections.abc import Iterator
 from typing import Any, NoReturn
 
 import torch
-from torch import nn
+from torch import fx, nn
 from torch.utils.checkpoint import CheckpointFunction
 
 from graphpp.errors import CaptureError
-from graphpp.roles import is_user_file
+from graphpp.roles import is_user_file, source_line
 
 # Functions of torch itself that change no gradient, or implement registered and higher-order operators, which export keeps.
 _KEPT = ("torch._library.", "torch._higher_order_ops.", "torch._functorch.", "torch.utils.checkpoint")
@@ -39,11 +40,11 @@ def refusing() -> Iterator[None]:
 
 
 def user_frame(stack: traceback.StackSummary) -> str:
-    """`file:line in function: text` of the innermost frame that is neither torch's nor ours."""
+    """`file:line in function: text` of the innermost frame of the user's own code; empty where there is none."""
     for frame in reversed(stack):
         if is_user_file(frame.filename):
             return f"{frame.filename}:{frame.lineno} in {frame.name}: {frame.line}"
-    return "(no line of the model's own code)"
+    return ""
 
 
 def _refuse_hooks(model: nn.Module) -> None:
@@ -65,6 +66,25 @@ def _refuse_shared_memory(model: nn.Module) -> None:
             raise CaptureError(
                 f"the parameters {other} and {fqn} are two objects in one memory (tied by .data?): their gradients would "
                 f"not be added. Tie them as one parameter: set the attribute {fqn} to the parameter {other} itself."
+            )
+
+
+def refuse_unknown_numbers(graph: fx.Graph, loss: Any) -> None:
+    """Refuse numbers and sizes that only the data decides: `.item()`, `nonzero`, indexing with a mask.
+
+    The trace knows the lines of forwards; what has none stands in the loss or in a function that it or a forward calls.
+    """
+    code = getattr(loss, "__code__", None)
+    outside = f"the loss ({code.co_filename}:{code.co_firstlineno})" if code is not None else "the loss"
+    for node in graph.nodes:
+        value = node.meta.get("val")
+        numbers = value.shape if isinstance(value, torch.Tensor) else (value,)
+        if any(isinstance(number, torch.SymInt | torch.SymFloat | torch.SymBool) for number in numbers):
+            raise CaptureError(
+                "a number or a size that only the data decides is used at "
+                f"{source_line(node.meta.get('stack_trace') or '') or outside}, by {node.target}: a captured graph has one set of "
+                "shapes. Write .item(), nonzero() or indexing with a mask as tensor operations (torch.where, multiplication "
+                "with the mask), or compute it outside and pass it in."
             )
 
 

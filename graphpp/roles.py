@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import re
+import sysconfig
 from collections.abc import Sequence
 from typing import Any
 
@@ -21,7 +22,11 @@ from graphpp.runtime import program
 from graphpp.runtime.program import InputRole, OutputRole, TensorMeta
 
 _MODEL = "model"  # the attribute of capture's wrapper that holds the user's model
-_OURS = (os.path.dirname(torch.__file__) + os.sep, os.path.dirname(os.path.abspath(__file__)) + os.sep)
+_OURS = tuple(
+    os.path.join(folder, "") for folder in (os.path.dirname(torch.__file__), os.path.dirname(os.path.abspath(__file__)))
+)
+_PYTHON = os.path.join(sysconfig.get_path("stdlib"), "")
+_INSTALLED = tuple(os.path.join(sysconfig.get_path(name), "") for name in ("purelib", "platlib"))
 _COPIES = (torch.ops.aten.clone.default, torch.ops.aten.detach.default, torch.ops.aten.alias.default)
 _FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+)')
 
@@ -62,8 +67,9 @@ def canonical_names(model: nn.Module) -> dict[str, str]:
 
 
 def is_user_file(path: str) -> bool:
-    """Whether a source file is neither torch's nor graphpp's."""
-    return not path.startswith(_OURS) and not path.startswith("<")
+    """Whether a source file is neither torch's nor graphpp's nor Python's own."""
+    own = path.startswith(_PYTHON) and not path.startswith(_INSTALLED)
+    return not own and not path.startswith(_OURS) and not path.startswith("<")
 
 
 def _placeholders(graph: fx.Graph) -> list[fx.Node]:
@@ -91,7 +97,7 @@ def _annotate(graph: fx.Graph) -> None:
         node.meta["position"] = -1 if backward else position
         position += not backward
         node.meta["calls"] = _calls(node)
-        node.meta["source"] = _source_line(node.meta.get("stack_trace") or "")
+        node.meta["source"] = source_line(node.meta.get("stack_trace") or "")
         node.meta["seq"] = node.meta.get("seq_nr", -1)
 
 
@@ -107,7 +113,7 @@ def _calls(node: fx.Node) -> tuple[str, ...]:
     return tuple(calls)
 
 
-def _source_line(stack_trace: str) -> str:
+def source_line(stack_trace: str) -> str:
     """`file:line` of the innermost frame of the user's own code."""
     frames = [match for match in _FRAME.finditer(stack_trace) if is_user_file(match["file"])]
     return f"{frames[-1]['file']}:{frames[-1]['line']}" if frames else ""

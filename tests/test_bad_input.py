@@ -238,13 +238,11 @@ def test_models_that_cannot_be_captured(name: str) -> None:
     refused(model, Fault(run(loss=loss, args=(X.clone(),)), CaptureError, words))
 
 
-@pytest.mark.xfail(strict=True, reason="capture names a line of the standard library")
 def test_item_in_the_loss_is_found_at_its_line() -> None:
     loss = lambda y, t: y.sum() * t.float().mean().item()  # noqa: E731
     refused(Plain(), Fault(run(loss=loss), CaptureError, rf"{__file__}:\d+"))
 
 
-@pytest.mark.xfail(strict=True, reason="capture gives the advice on data-dependent Python whatever has happened")
 def test_advice_fits_the_fault() -> None:
     text = refused(Plain(), Fault(run(args=(X[:, :3],)), CaptureError, "same reduction dim"))
     assert "steer Python" not in text

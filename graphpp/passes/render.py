@@ -70,7 +70,8 @@ def render(graph: fx.Graph, title: str = "") -> Rendered:
     body = list(_body(graph, names, taken))
     head = [docstring(title), "", *(f"import {module}" for module in sorted(names.modules | {"torch"})), ""]
     head += [f"{name} = {expression}" for name, expression in sorted(names.head.items())]
-    text = "\n".join(head).rstrip() + "\n\n\n" + "\n    ".join([f"def run(boxed{_TAKE * _has_gradients(graph)}):", *body]) + "\n"
+    define = f"def run(boxed{_TAKE * _has_gradients(graph)}):"
+    text = "\n".join(head).rstrip() + "\n\n\n" + "\n    ".join([define, *body]) + "\n"
     return Rendered(text, names.bindings, names.devices)
 
 

@@ -13,6 +13,7 @@ Checked on torch 2.11.0, 2.13.0 and 2.15.0:
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -29,6 +30,8 @@ from graphpp.runtime.actions import Action, Kind
 from graphpp.runtime.schedule import Schedule
 
 Handler = Callable[[Action], None]
+
+_LOG = logging.getLogger(_PipelineScheduleRuntime.__module__)
 
 default_store = _get_default_store
 foreach_norm = torch._foreach_norm
@@ -54,8 +57,13 @@ class ActionLoop(_PipelineScheduleRuntime):
             self._comp_type_to_function_map[_ComputationType(kind.value)] = _adapted(actions, handler)
 
     def run(self) -> None:
-        """Walk this rank's actions once."""
-        self._step_microbatches()
+        """Walk this rank's actions once. What the loop would log of an error, the whole table, is not worth a screen."""
+        before = _LOG.level
+        _LOG.setLevel(logging.CRITICAL)
+        try:
+            self._step_microbatches()
+        finally:
+            _LOG.setLevel(before)
 
     def _initialize_stages(self, *args: Any, **kwargs: Any) -> None:
         """Nothing to find out: shapes are known from the graph, and the user's module is never run."""
