@@ -77,14 +77,14 @@ def refuse_unknown_numbers(graph: fx.Graph, loss: Any) -> None:
     code = getattr(loss, "__code__", None)
     outside = f"the loss ({code.co_filename}:{code.co_firstlineno})" if code is not None else "the loss"
     for node in graph.nodes:
-        value = node.meta.get("val")
+        value, line = node.meta.get("val"), source_line(node.meta.get("stack_trace") or "")
         numbers = value.shape if isinstance(value, torch.Tensor) else (value,)
         if any(isinstance(number, torch.SymInt | torch.SymFloat | torch.SymBool) for number in numbers):
             raise CaptureError(
                 "a number or a size that only the data decides is used at "
-                f"{source_line(node.meta.get('stack_trace') or '') or outside}, by {node.target}: a captured graph has one set of "
-                "shapes. Write .item(), nonzero() or indexing with a mask as tensor operations (torch.where, multiplication "
-                "with the mask), or compute it outside and pass it in."
+                f"{line or outside}, by {node.target}: a captured graph has one set of shapes. Write "
+                ".item(), nonzero() or indexing with a mask as tensor operations (torch.where, multiplication with the "
+                "mask), or compute it outside and pass it in."
             )
 
 
