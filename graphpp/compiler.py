@@ -123,15 +123,14 @@ class Compiler:
 
     def __init__(self, model: nn.Module, loss: LossFunction | None, settings: Settings) -> None:
         self.model, self.loss, self.settings = model, loss, settings
+        self._begins: list[list[str]] = []  # per stage after the first, what was called from its start on, in order
 
     def build(self, example: Leaves, microbatches: int, *, training: bool) -> Built:
         """Capture and compile for microbatches like `example`. Raises `CaptureError`, `SplitError`, `ScheduleError`."""
         settings = self.settings
         dump = Dump(settings.dump, settings.place.rank, "train" if training else "eval")
         captured = dump.capture(lambda: self._capture(example, training))
-        known = [name for name, _ in self.model.named_modules()]
-        stages = None if settings.split is not None else settings.stages
-        starts = resolve(settings.split, module_calls(captured.joint), stages, known)
+        starts = self._starts(module_calls(captured.joint))
         schedule = self._table(len(starts), microbatches)
         compiled = lower(captured.joint, starts, dump.hook(schedule))
         plan = Plan.of(captured.joint, compiled, schedule)
@@ -143,6 +142,22 @@ class Compiler:
         table = self._table(len(built.program.stages), microbatches)
         _check_buffer_order(table, built)
         return _with_communication(table, training)
+
+    def _starts(self, calls: list[Call]) -> tuple[int, ...]:
+        """Where the stages start; in a later graph before the same calls as in the first.
+
+        A call may have no operation there (dropout in evaluation): then before the next one that has.
+        """
+        if self._begins:
+            positions = {call.fqn: call.position for call in calls}
+            end = max((call.end for call in calls), default=0)
+            later = ((positions[fqn] for fqn in names if fqn in positions) for names in self._begins)
+            return (0, *(next(found, end) for found in later))
+        stages = None if self.settings.split is not None else self.settings.stages
+        known = [name for name, _ in self.model.named_modules()]
+        starts = resolve(self.settings.split, calls, stages, known)
+        self._begins = [[call.fqn for call in calls if call.position >= start] for start in starts[1:]]
+        return starts
 
     def _capture(self, example: Leaves, training: bool) -> Captured:
         """Captured as it would run in a plain loop, also where the caller has switched autograd off."""

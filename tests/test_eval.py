@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 import graphpp
 from tests.distributed import run_ranks
@@ -192,3 +192,13 @@ def test_a_parameter_is_not_read_where_nobody_updates_it() -> None:
     alone = graphpp.compile(Wandering(), CASES["plain"]().loss, split=CUTS[2], microbatches=4)
     step(alone, CASES["plain"]().batch)
     assert alone.eval(*CASES["plain"]().batch.args).output is not None
+
+
+def test_a_stage_may_start_at_a_module_that_evaluation_leaves_out() -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.5), nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8))
+    x = torch.randn(8, 8)
+    pipe = graphpp.compile(model, nn.functional.mse_loss, split=["1", "4"], schedule="1F1B", microbatches=4)
+    pipe.step(x, target=x)
+    out = pipe.eval(x)
+    model.eval()
+    assert torch.equal(out.output, torch.cat([model(part) for part in x.chunk(4)]))
