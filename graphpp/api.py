@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Literal
 
 import torch
 import torch.distributed as dist
@@ -20,6 +19,7 @@ from graphpp.runtime.failure import FailureBoard
 from graphpp.runtime.runner import Device
 from graphpp.runtime.schedule import Schedule
 from graphpp.runtime.source import Source, read
+from graphpp.seeds import Reduction
 from graphpp.signature import Microbatch
 from graphpp.split import Split
 
@@ -34,14 +34,17 @@ def compile(  # noqa: PLR0913 - what a user may choose, all of it optional
     microbatches: int | None = None,
     group: dist.ProcessGroup | None = None,
     device: torch.device | str | None = None,
-    loss_reduction: Literal["mean", "sum"] = "mean",
+    loss_reduction: Reduction = "mean",
+    accumulate_dtype: torch.dtype | None = None,
+    max_graphs: int = 16,
     dump: str | os.PathLike[str] | None = None,
 ) -> Pipeline:
     """Compile `model` and `loss` into a pipeline-parallel training step. Called by every rank with the same arguments.
 
     Args:
         model: any module that `torch.export` can trace; it is not changed, and its forward never runs on data.
-        loss: `loss(output, target)` -> scalar; None: the output's own `.loss`, as Hugging Face models return.
+        loss: `loss(output, target)` -> scalar, or (scalar, dict of numbers to report); None: the output's own `.loss`, as
+            Hugging Face models return.
         example: one microbatch, for its shapes; None: taken from the first step.
         split: where stages start: FQNs, one list of FQNs per stage, a number of stages, `graphpp.split_points(...)`,
             a `graphpp.Layout`; None: one stage per slot of the schedule, equal numbers of layers.
@@ -54,6 +57,10 @@ def compile(  # noqa: PLR0913 - what a user may choose, all of it optional
         device: where this rank runs; None: the model's own CUDA device, else CUDA by LOCAL_RANK where every local
             rank has a GPU, else the CPU.
         loss_reduction: "mean" or "sum" of the loss over microbatches; gradients follow.
+        accumulate_dtype: in what gradients of narrower parameters add up over the microbatches of a step, e.g.
+            torch.float32 for parameters in bfloat16; `param.grad` is rounded to its own dtype once, at the end. None: as
+            autograd adds, in the gradient's dtype.
+        max_graphs: how many captured graphs are kept, one per shape of microbatch and mode; the least recently used goes.
         dump: folder for dumps of graphs, plan and schedule; None: the variable GRAPHPP_DUMP, if set.
 
     Raises:
@@ -65,9 +72,10 @@ def compile(  # noqa: PLR0913 - what a user may choose, all of it optional
 
     def settings() -> Settings:
         _check(model, loss, example, loss_reduction)
+        _check_numbers(accumulate_dtype, max_graphs)
         table = read(schedule)
         count = _microbatches(microbatches, table)
-        return Settings(place, example, split, table, count, loss_reduction, _folder(dump))
+        return Settings(place, example, split, table, count, loss_reduction, accumulate_dtype, max_graphs, _folder(dump))
 
     with FailureBoard(place.group, "compile").watching():
         agreed = agreement.together(settings, lambda made: _facts(model, loss, made))
@@ -86,6 +94,15 @@ def _check(model: object, loss: object, example: object, loss_reduction: object)
     if loss_reduction not in ("mean", "sum"):
         raise GraphPPError(f"loss_reduction must be 'mean' or 'sum', got {loss_reduction!r}")
     _check_frozen(loss)
+
+
+def _check_numbers(accumulate_dtype: object, max_graphs: object) -> None:
+    if accumulate_dtype is not None and not (
+        isinstance(accumulate_dtype, torch.dtype) and accumulate_dtype.is_floating_point
+    ):
+        raise GraphPPError(f"accumulate_dtype must be a floating torch.dtype or None, got {accumulate_dtype!r}")
+    if not isinstance(max_graphs, int) or isinstance(max_graphs, bool) or max_graphs < 1:
+        raise GraphPPError(f"max_graphs must be a positive integer, got {max_graphs!r}")
 
 
 def _check_frozen(loss: object) -> None:
@@ -129,6 +146,8 @@ def _facts(model: nn.Module, loss: LossFunction | None, settings: Settings) -> F
             "schedule=": facts.spell_schedule(settings.schedule),
             "microbatches=": [str(settings.microbatches)],
             "loss_reduction=": [settings.loss_reduction],
+            "accumulate_dtype=": [str(settings.accumulate_dtype)],
+            "max_graphs=": [str(settings.max_graphs)],
         }
     )
 

@@ -4,8 +4,9 @@ Contract
 --------
 - The batch's size is the first dimension that most of its tensors have (of equally many, the first one's); what is wrapped
   in `graphpp.whole` does not count. Nor does, where an example microbatch was given, a tensor of the example's very shape.
-- Tensors with that first dimension are cut along it into equal parts, in order; everything else goes whole to every
-  microbatch. A tensor of the target must be cut or wrapped.
+- Tensors with that first dimension are cut along it, in order, into equal parts, the last one smaller (or, where nothing
+  would be left for it, larger) if the size does not divide; everything else goes whole to every microbatch. A tensor of the
+  target must be cut or wrapped.
 """
 
 from __future__ import annotations
@@ -27,18 +28,27 @@ def cut(batch: Microbatch, microbatches: int, example: Microbatch | None = None)
     if example is not None and microbatches > 1:
         leaves = _wrapped(leaves, example)
     size = _size(leaves)
-    if size % microbatches:
-        raise BatchError(
-            f"a batch of {size} cannot be cut into {microbatches} equal microbatches. Give a batch size that is a "
-            f"multiple of {microbatches}, or pass the parts yourself with {_BY_HAND}."
-        )
+    sizes = sizes_of_parts(size, microbatches)
     pairs = zip(leaves.paths, leaves.values, strict=True)
-    columns = [_parts(path, leaf, size, microbatches) for path, leaf in pairs]
+    columns = [_parts(path, leaf, sizes) for path, leaf in pairs]
     if not columns:
         return [leaves] * microbatches
     parts = [Leaves(leaves.spec, leaves.paths, values) for values in zip(*columns, strict=True)]
     nested = any(isinstance(leaf, Whole) for leaf in leaves.values)
     return [Leaves.of(part.microbatch()) for part in parts] if nested else parts
+
+
+def sizes_of_parts(size: int, microbatches: int) -> list[int]:
+    """How many rows each microbatch gets; raises `BatchError` where there are fewer rows than microbatches."""
+    if size < microbatches:
+        raise BatchError(
+            f"a batch of {size} cannot be cut into {microbatches} microbatches. Give a larger batch, fewer microbatches, or "
+            f"pass the parts yourself with {_BY_HAND}."
+        )
+    usual = -(-size // microbatches)
+    if size <= usual * (microbatches - 1):
+        usual = size // microbatches
+    return [usual] * (microbatches - 1) + [size - usual * (microbatches - 1)]
 
 
 def batch_size(batch: Microbatch) -> int:
@@ -69,21 +79,6 @@ def leading_size(part: Leaves) -> int | None:
     return sizes.most_common(1)[0][0] if sizes else None
 
 
-def same_shape(parts: list[Leaves]) -> None:
-    """Raise `BatchError` unless one captured graph serves all microbatches; names the first other one and its leaf."""
-    if not parts:
-        raise BatchError("a step needs at least one microbatch, got an empty list")
-    usual = parts[0].signature
-    for index, part in enumerate(parts):
-        if part.signature != usual:
-            pairs = zip(part.signature, usual, strict=False)
-            mine, first = next((pair for pair in pairs if pair[0] != pair[1]), ("more", "fewer"))
-            raise BatchError(
-                f"microbatch {index} differs from microbatch 0: it has {mine}, microbatch 0 has {first}. Pad the "
-                "microbatches of one step to one shape, or run them in steps of their own."
-            )
-
-
 def _size(leaves: Leaves) -> int:
     size = leading_size(leaves)
     if size is None:
@@ -93,13 +88,14 @@ def _size(leaves: Leaves) -> int:
     return size
 
 
-def _parts(path: str, leaf: Any, size: int, microbatches: int) -> list[Any]:
+def _parts(path: str, leaf: Any, sizes: list[int]) -> list[Any]:
+    size = sum(sizes)
     if isinstance(leaf, torch.Tensor) and leaf.dim():
         if len(leaf) == size:
-            return list(leaf.split(size // microbatches))
+            return list(leaf.split(sizes))
         if path.startswith("target"):
             raise BatchError(
                 f"{path} has first dimension {len(leaf)}, the batch has {size}: it cannot be told how to cut it. "
                 "Reshape it to [batch, ...], or wrap it in graphpp.whole(...) if every microbatch needs all of it."
             )
-    return [leaf] * microbatches
+    return [leaf] * len(sizes)

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -33,7 +33,7 @@ from graphpp.runtime import program
 from graphpp.runtime.program import OutputRole
 from graphpp.signature import Microbatch
 
-LossFunction = Callable[[Any, Any], torch.Tensor]
+LossFunction = Callable[[Any, Any], torch.Tensor | tuple[torch.Tensor, Mapping[str, Any]]]
 
 
 @dataclass(frozen=True)
@@ -100,7 +100,7 @@ class _Step(nn.Module):
         batch = signature.rebuild(example, tensors)
         output = self.model(*batch.args, **batch.kwargs)
         if training:
-            return [(program.Loss(), scalar_loss(loss, output, batch.target))]
+            return _loss_and_metrics(loss, output, batch.target)
         leaves, self.found.output_spec = aot.tree_flatten(output)
         self.found.output_leaves = tuple(
             signature.TENSOR if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves
@@ -110,28 +110,53 @@ class _Step(nn.Module):
             (program.Output(index), leaf) for index, leaf in enumerate(tensor_leaves)
         ]
         if batch.target is not None:
-            results.append((program.Loss(), scalar_loss(loss, output, batch.target)))
+            results += _loss_and_metrics(loss, output, batch.target)
         return results
 
 
-def scalar_loss(loss: LossFunction | None, output: Any, target: Any) -> torch.Tensor:
-    """The loss of one microbatch as a 0-dim tensor, or `CaptureError` where there is none.
+def _loss_and_metrics(loss: LossFunction | None, output: Any, target: Any) -> list[tuple[OutputRole, torch.Tensor]]:
+    """The loss, and the numbers that a loss function returned beside it."""
+    value: Any = _own_loss(output) if loss is None else loss(output, target)
+    metrics: Any = {}
+    if isinstance(value, tuple) and len(value) == 2 and isinstance(value[1], Mapping):
+        value, metrics = value
+    numbers = [(program.Metric(str(name)), _number(str(name), number)) for name, number in metrics.items()]
+    return [(program.Loss(), _scalar(value)), *numbers]
 
-    `loss(output, target)`, or with `loss=None` the output's own `.loss` (Hugging Face).
-    """
-    if loss is None:
-        value = output.get("loss") if isinstance(output, dict) else getattr(output, "loss", None)
-        if value is None:
-            returned = "Tensor" if isinstance(output, torch.Tensor) else type(output).__name__  # not FakeTensor
-            raise CaptureError(
-                f"loss=None takes the output's own `.loss`, but the model returned {returned} without one. "
-                "Pass loss=your_function(output, target), or give the model its labels."
-            )
-    else:
-        value = loss(output, target)
+
+def _own_loss(output: Any) -> Any:
+    """The `.loss` of an output (Hugging Face)."""
+    value = output.get("loss") if isinstance(output, dict) else getattr(output, "loss", None)
+    if value is None:
+        returned = "Tensor" if isinstance(output, torch.Tensor) else type(output).__name__  # not FakeTensor
+        raise CaptureError(
+            f"loss=None takes the output's own `.loss`, but the model returned {returned} without one. "
+            "Pass loss=your_function(output, target), or give the model its labels."
+        )
+    return value
+
+
+def _number(name: str, value: Any) -> torch.Tensor:
+    """A number to report as a 0-dim tensor without a gradient."""
+    if isinstance(value, bool | int | float):
+        return torch.full((), value, dtype=torch.get_default_dtype() if isinstance(value, float) else torch.int64)
+    if not isinstance(value, torch.Tensor) or value.numel() != 1 or value.is_complex():
+        found = f"shape {list(value.shape)}" if isinstance(value, torch.Tensor) else type(value).__name__
+        raise CaptureError(
+            f"the loss returned {name!r} among the numbers to report, and it is no number, but {found}: "
+            "reduce it, e.g. with `.mean()`; leave it a tensor, without `.item()`."
+        )
+    return value.detach().reshape(())
+
+
+def _scalar(value: Any) -> torch.Tensor:
+    """The loss of one microbatch as a 0-dim tensor, or `CaptureError` where it is none."""
     if not isinstance(value, torch.Tensor) or value.numel() != 1:
         found = f"shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else type(value).__name__
-        raise CaptureError(f"the loss must be a scalar tensor, got {found}. Reduce it, e.g. with `.mean()`.")
+        raise CaptureError(
+            f"the loss must be a scalar tensor, got {found}. Reduce it, e.g. with `.mean()`. A loss function may also return "
+            "a tuple: the scalar, and a dict of numbers to report."
+        )
     return value if value.dim() == 0 else value.reshape(())
 
 

@@ -6,11 +6,10 @@ every rank builds all stages and gets the same program, and `Built.facts` says s
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Literal
 
 import torch
 from torch import nn
@@ -19,7 +18,7 @@ from graphpp import facts
 from graphpp.batch import batch_size
 from graphpp.capture import Captured, LossFunction, capture
 from graphpp.dump import Dump
-from graphpp.errors import ScheduleError
+from graphpp.errors import BatchError, ScheduleError
 from graphpp.layers import Call
 from graphpp.passes.joint import JointGraph
 from graphpp.passes.lower import lower
@@ -34,6 +33,7 @@ from graphpp.runtime.program import PipelineProgram, StageProgram
 from graphpp.runtime.runner import Device
 from graphpp.runtime.schedule import Schedule
 from graphpp.runtime.source import Source, build, default_stages
+from graphpp.seeds import Reduction
 from graphpp.signature import Leaves, Microbatch
 from graphpp.split import Split, resolve
 
@@ -47,7 +47,9 @@ class Settings:
     split: Split = None
     schedule: Source = "auto"
     microbatches: int | None = None
-    loss_reduction: Literal["mean", "sum"] = "mean"
+    loss_reduction: Reduction = "mean"
+    accumulate_dtype: torch.dtype | None = None
+    max_graphs: int = 16
     dump: Path | None = None
 
     @property
@@ -179,6 +181,28 @@ class Compiler:
         check(table, ranks=ranks, stages=stages, microbatches=microbatches)
         _check_kinds(table)
         return table
+
+
+def check_alike(built: Sequence[Built]) -> None:
+    """Raise `BatchError` where graphs cannot serve microbatches of one step: they must make the same results."""
+    usual = _results(built[0])
+    for index, each in enumerate(built):
+        for what, found in _results(each).items():
+            if found != usual[what]:
+                raise BatchError(
+                    f"microbatch {index} has a shape or structure for which the model makes other {what} than for microbatch "
+                    "0: run them in steps of their own."
+                )
+
+
+def _results(built: Built) -> dict[str, object]:
+    loss, stages = built.program.loss, built.program.stages
+    return {
+        "outputs": (str(built.captured.output_spec), len(built.captured.output_leaves)),
+        "numbers to report": built.program.metrics,
+        "losses": loss.dtype if loss is not None else None,
+        "gradients": [sorted(stage.gradients) for stage in stages],
+    }
 
 
 def module_calls(joint: JointGraph) -> list[Call]:

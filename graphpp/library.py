@@ -2,49 +2,81 @@
 
 Contract
 --------
-- One captured graph per signature of a microbatch, mode of the model (flags, dtypes) and autocast; one runner per graph
-  and number of microbatches.
+- One captured graph per signature of a microbatch, mode of the model (flags, dtypes) and autocast; one runner per
+  sequence of graphs that a call's microbatches use.
+- At most `max_graphs` graphs are kept; the one used longest ago goes first, with a message that says what keeps changing.
 - Whatever is built anew is compared over all ranks before it runs. If building fails on one rank it fails on all.
 - The first graph decides which rank holds which parameter; a later one that would read it elsewhere is refused.
 """
 
 from __future__ import annotations
 
+import logging
+from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
-
-import torch
+from typing import Any, TypeVar
 
 from graphpp import facts, fingerprint
-from graphpp.compiler import Built, Compiler
+from graphpp.compiler import Built, Compiler, check_alike
 from graphpp.errors import GraphPPError
 from graphpp.runtime import program
 from graphpp.runtime.agreement import Agreement, Facts
+from graphpp.runtime.gradients import Subgroups
 from graphpp.runtime.runner import GraphPPRunner
 from graphpp.runtime.schedule import Schedule
 from graphpp.runtime.state import ModelState
+from graphpp.seeds import Weighting
 from graphpp.signature import Leaves
 
+V = TypeVar("V")
+
 _Key = tuple[Any, ...]
+_LOG = logging.getLogger("graphpp")
 
 
 @dataclass(frozen=True)
 class Call:
-    """What one call of every rank is given. Calls with equal keys are served by one captured graph."""
+    """What one call of every rank is given. Microbatches with equal keys are served by one captured graph."""
 
     parts: Sequence[Leaves]
     training: bool
-    key: _Key
+    keys: tuple[_Key, ...]
+    weighting: Weighting
+
+    @property
+    def distinct(self) -> dict[_Key, Leaves]:
+        """The first microbatch of each key."""
+        first: dict[_Key, Leaves] = {}
+        for key, part in zip(self.keys, self.parts, strict=True):
+            first.setdefault(key, part)
+        return first
 
 
 @dataclass(frozen=True)
 class Ready:
-    """What a call needs: the graph, its runner, and the gradient of the step's loss by each microbatch's loss."""
+    """What a call needs: the graph of each microbatch, and their runner."""
 
-    built: Built
+    built: Sequence[Built]
     runner: GraphPPRunner
-    seeds: list[torch.Tensor]
+
+
+class _Recent(OrderedDict[_Key, V]):
+    """The values used last, at most `limit` of them."""
+
+    def __init__(self, limit: int) -> None:
+        super().__init__()
+        self._limit = limit
+
+    def use(self, key: _Key) -> V:
+        """A value, which is now the one used last."""
+        self.move_to_end(key)
+        return self[key]
+
+    def keep(self, key: _Key, value: V) -> _Key | None:
+        """Keep a value; the key of the one that had to go."""
+        self[key] = value
+        return self.popitem(last=False)[0] if len(self) > self._limit else None
 
 
 class Library:
@@ -55,12 +87,14 @@ class Library:
         self._modules = dict(compiler.model.named_modules())
         self._watched = fingerprint.modules_of(compiler.model, compiler.loss)
         self._structure = fingerprint.structure(self._watched)
-        self._facts: dict[_Key, Facts] = {}
-        self._built: dict[_Key, Built] = {}
-        self._ready: dict[_Key, Ready] = {}
+        limit = compiler.settings.max_graphs
+        self._facts: _Recent[Facts] = _Recent(limit)
+        self._built: _Recent[Built] = _Recent(limit)
+        self._ready: _Recent[Ready] = _Recent(limit)
+        self._subgroups = Subgroups(compiler.settings.place.group)
         self.first: Built | None = None
 
-    def call(self, parts: Sequence[Leaves], *, training: bool) -> Call:
+    def call(self, parts: Sequence[Leaves], weighting: Weighting, *, training: bool) -> Call:
         """A call over these microbatches, with the model as it is now."""
         if fingerprint.structure(self._watched) != self._structure:
             raise GraphPPError(
@@ -68,74 +102,116 @@ class Library:
                 "tied or untied. Change the model first, then compile it (again)."
             )
         around = fingerprint.circumstances(self._watched, self._compiler.settings.place.device.type)
-        return Call(parts, training, (training, parts[0].signature, *around))
+        keys = {part.signature: (training, part.signature, *around) for part in parts}
+        return Call(parts, training, tuple(keys[part.signature] for part in parts), weighting)
 
     def facts(self, call: Call) -> Facts:
         """What this rank is about to do."""
         kept = self._kept(call)
-        key = (len(call.parts), kept, call.key)
+        key = (kept, *call.keys)
         if key not in self._facts:
-            self._facts[key] = Facts(
-                {
-                    "the call": ["step" if call.training else "eval"],
-                    "the number of microbatches": [str(len(call.parts))],
-                    "the microbatch": call.parts[0].signature,
-                    "the model": facts.of_model(self._compiler.model),
-                    "training flags": [f"{fqn}.training={module.training}" for fqn, module in self._modules.items()],
-                    "autocast": [str(call.key[-1])],
-                    "what it has kept for this call": [kept],
-                }
+            self._facts.keep(
+                key,
+                Facts(
+                    {
+                        "the call": ["step" if call.training else "eval"],
+                        "the number of microbatches": [str(len(call.parts))],
+                        "the microbatch": _spelled(call),
+                        "the model": facts.of_model(self._compiler.model),
+                        "training flags": [f"{fqn}.training={module.training}" for fqn, module in self._modules.items()],
+                        "autocast": [str(call.keys[0][-1])],
+                        "what it has kept for this call": [kept],
+                    }
+                ),
             )
-        return self._facts[key]
+        return self._facts.use(key).adding("the weights of the loss", call.weighting.spelled)
 
     def _kept(self, call: Call) -> str:
         """Ranks that build and ranks that run would wait for each other: they must have kept the same."""
-        if call.key not in self._built:
-            return "nothing yet (such a call is new, or an attribute or hook of the model has changed)"
-        return "a graph and its runner" if (len(call.parts), call.key) in self._ready else "a graph"
+        if call.keys in self._ready:
+            return "a graph and its runner"
+        if all(key in self._built for key in call.keys):
+            return "a graph"
+        return "nothing yet (such a call is new, or an attribute or hook of the model has changed)"
 
-    def build(self, call: Call, microbatches: int) -> Built:
-        """The captured, cut graph that serves a call."""
-        if call.key not in self._built:
-            built = self._agreement.together(
-                lambda: self._compiler.build(call.parts[0], microbatches, training=call.training), lambda new: new.facts
+    def build(self, call: Call, microbatches: int) -> list[Built]:
+        """The captured, cut graph that serves each microbatch of a call."""
+        made = {key: self._build(key, part, microbatches, call.training) for key, part in call.distinct.items()}
+        each = [made[key] for key in call.keys]
+        check_alike(each)
+        return each
+
+    def _build(self, key: _Key, part: Leaves, microbatches: int, training: bool) -> Built:
+        if key in self._built:
+            return self._built.use(key)
+        built = self._agreement.together(
+            lambda: self._compiler.build(part, microbatches, training=training), lambda new: new.facts
+        )
+        self.first = self.first or built
+        _check_homes(self.first, built)
+        before = next(reversed(self._built), None)
+        dropped = self._built.keep(key, built)
+        if dropped is not None and before is not None:
+            self._forget(dropped)
+            _LOG.warning(
+                "the %d graphs that are kept at most are used up, so the one used longest ago was dropped. The latest was "
+                "captured because %s. Pad to a few shapes, pass numbers that change as tensors, or raise max_graphs=.",
+                self._compiler.settings.max_graphs,
+                _what_changed(before, key),
             )
-            self.first = self.first or built
-            _check_homes(self.first, built)
-            self._built[call.key] = built
-        return self._built[call.key]
+        return built
+
+    def _forget(self, key: _Key) -> None:
+        """Drop the runners that use a graph that is no longer kept."""
+        for keys in [keys for keys in self._ready if key in keys]:
+            del self._ready[keys]
 
     def ready(self, call: Call) -> Ready:
         """All that a call needs."""
-        key = (len(call.parts), call.key)
-        if key not in self._ready:
+        if call.keys not in self._ready:
             built = self.build(call, len(call.parts))
             schedule = self._agreement.together(
-                lambda: self._schedule(built, call), lambda _: facts.of_copies(self._state, self._copies(built))
+                lambda: self._schedule(built, call), lambda _: facts.of_copies(self._state, self._copies(built[0]))
             )
-            place = self._compiler.settings.place
-            self._state.move(built.parameters(place.rank) | built.buffers(place.rank), place.device)
-            runner = GraphPPRunner(built.program, schedule, self._state, place)
-            self._ready[key] = Ready(built, runner, self._seeds(built, len(call.parts)))
-        return self._ready[key]
+            settings = self._compiler.settings
+            rank, device = settings.place.rank, settings.place.device
+            self._state.move(set().union(*(each.parameters(rank) | each.buffers(rank) for each in built)), device)
+            programs = [each.program for each in built]
+            sums, groups = settings.accumulate_dtype, self._subgroups
+            runner = GraphPPRunner(programs, schedule, self._state, settings.place, subgroups=groups, sums=sums)
+            self._ready.keep(call.keys, Ready(built, runner))
+        for key in call.keys:
+            if key in self._built:
+                self._built.use(key)
+        return self._ready.use(call.keys)
 
-    def _schedule(self, built: Built, call: Call) -> Schedule:
+    def _schedule(self, built: Sequence[Built], call: Call) -> Schedule:
         rank = self._compiler.settings.place.rank
-        self._state.check_memory([*built.parameters(rank), *built.buffers(rank)])
-        return self._compiler.schedule(built, len(call.parts), training=call.training)
+        for each in {id(each): each for each in built}.values():
+            self._state.check_memory([*each.parameters(rank), *each.buffers(rank)])
+            schedule = self._compiler.schedule(each, len(call.parts), training=call.training)
+        return schedule
 
     def _copies(self, built: Built) -> list[str]:
         """This rank's parameters that other ranks hold as well."""
         rank = self._compiler.settings.place.rank
         return [fqn for fqn, ranks in built.ranks_of_parameter.items() if len(ranks) > 1 and rank in ranks]
 
-    def _seeds(self, built: Built, count: int) -> list[torch.Tensor]:
-        """One gradient per microbatch, as autograd would make it from `loss / count` or from the sum."""
-        if built.program.loss is None:
-            return []
-        settings = self._compiler.settings
-        one = torch.ones((), dtype=built.program.loss.dtype, device=settings.place.device)
-        return [one / count if settings.loss_reduction == "mean" else one] * count
+
+def _spelled(call: Call) -> list[str]:
+    """Which microbatches are alike, and the signature of each kind."""
+    kinds = call.distinct
+    alike = [", ".join(str(index) for index, key in enumerate(call.keys) if key == kind) for kind in kinds]
+    first = "microbatches of one shape" if len(kinds) == 1 else f"microbatches of {len(kinds)} shapes: {' | '.join(alike)}"
+    return [first, *(line for part in kinds.values() for line in part.signature)]
+
+
+def _what_changed(before: _Key, key: _Key) -> str:
+    """What a new graph was captured for, compared with the one captured before it."""
+    if before[0] != key[0]:
+        return "training and evaluation took turns"
+    pairs = zip(key[1], before[1], strict=False)
+    return next((f"it had {new}, after {old}" for new, old in pairs if new != old), "an attribute of the model changed")
 
 
 def _check_homes(first: Built, built: Built) -> None:

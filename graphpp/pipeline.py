@@ -11,40 +11,47 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import nn
+from torch.amp import GradScaler
 
-from graphpp.batch import cut, leading_size, same_shape
+from graphpp.batch import cut, leading_size
 from graphpp.capture import LossFunction
 from graphpp.compiler import Built, Compiler, Settings
 from graphpp.errors import BatchError, GraphPPError
 from graphpp.library import Call, Library, Ready
-from graphpp.report import merge_outputs
+from graphpp.report import averaged, merge_outputs
 from graphpp.runtime import norms
 from graphpp.runtime.agreement import Agreement
 from graphpp.runtime.failure import FailureBoard
 from graphpp.runtime.state import ModelState
+from graphpp.seeds import LossWeight, Weighting
 from graphpp.signature import Leaves, Microbatch, unwrapped
 
 
 @dataclass(frozen=True)
 class StepResult:
-    """On every rank. `loss`: mean (or sum) over microbatches, 0-dim. `losses`: one per microbatch in order."""
+    """On every rank. `loss`: mean (or sum, or weighted sum) over microbatches, 0-dim. `losses`: one per microbatch in order.
+
+    `metrics`: the numbers that the loss returned beside itself, averaged over the microbatches, 0-dim.
+    """
 
     loss: torch.Tensor
     losses: torch.Tensor
+    metrics: Mapping[str, torch.Tensor] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class EvalResult:
-    """`output`: of the whole batch, on the last stage's rank. `loss`, `losses`: given a target, on every rank."""
+    """`output`: of the whole batch, on the last stage's rank. `loss`, `losses`, `metrics`: given a target, on every rank."""
 
     output: Any = None
     loss: torch.Tensor | None = None
     losses: torch.Tensor | None = None
+    metrics: Mapping[str, torch.Tensor] = field(default_factory=dict)
 
 
 class Pipeline:
@@ -62,17 +69,35 @@ class Pipeline:
 
     # ------------------------------------------------------------------------------------------------ running
 
-    def step(self, *args: Any, target: Any = None, **kwargs: Any) -> StepResult:
+    def step(
+        self,
+        *args: Any,
+        target: Any = None,
+        loss_weight: LossWeight | None = None,
+        scaler: GradScaler | None = None,
+        **kwargs: Any,
+    ) -> StepResult:
         """Forward and backward of a whole batch, given on every rank; gradients accumulate in `param.grad`.
 
-        Tensors whose first dimension is the batch's are cut into microbatches along it; wrap one in `graphpp.whole`
-        to pass it whole. Raises `BatchError` where the batch does not divide.
-        """
-        return self._step(lambda: self._cut(Microbatch(args, kwargs, target)))
+        Tensors whose first dimension is the batch's are cut into microbatches along it, the last one smaller where the
+        batch does not divide; wrap a tensor in `graphpp.whole` to pass it whole.
 
-    def step_microbatches(self, microbatches: Sequence[Microbatch]) -> StepResult:
-        """Like `step`, with the microbatches given one by one; all of one shape."""
-        return self._step(lambda: _taken_apart(microbatches))
+        `loss_weight`: what each microbatch's loss counts (one number each, or one for all), in place of the mean or sum:
+        with (valid tokens of the microbatch) / (valid tokens of the batch) the mean over tokens is the whole batch's.
+        `scaler`: its scale multiplies the gradients, as in `scaler.scale(loss).backward()`; where one rank finds an
+        overflow, every rank's scaler skips the step. Losses are reported unscaled.
+        """
+        return self._step(lambda: self._cut(Microbatch(args, kwargs, target)), loss_weight, scaler)
+
+    def step_microbatches(
+        self,
+        microbatches: Sequence[Microbatch],
+        *,
+        loss_weight: LossWeight | None = None,
+        scaler: GradScaler | None = None,
+    ) -> StepResult:
+        """Like `step`, with the microbatches given one by one; their shapes may differ, each shape is captured once."""
+        return self._step(lambda: _taken_apart(microbatches), loss_weight, scaler)
 
     def eval(self, *args: Any, target: Any = None, **kwargs: Any) -> EvalResult:
         """The forward of a whole batch with the model in eval mode; no gradients, no buffer of training is touched.
@@ -84,9 +109,11 @@ class Pipeline:
             call = self._alike(lambda: self._cut(Microbatch(args, kwargs, target)), training=False)
             ready = self._run(call)
             losses = ready.runner.losses() if target is not None else None
-        outputs = ready.runner.take_outputs()
-        merged = None if outputs is None else merge_outputs(ready.built.captured, outputs, leading_size(call.parts[0]))
-        return EvalResult(merged, None if losses is None else self._reduced(losses), losses)
+            metrics = ready.runner.metrics()
+        outputs, sizes = ready.runner.take_outputs(), [leading_size(part) for part in call.parts]
+        merged = None if outputs is None else merge_outputs(ready.built[0].captured, outputs, sizes)
+        loss = None if losses is None else call.weighting.reduced(losses)
+        return EvalResult(merged, loss, losses, averaged(metrics))
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
         """Clip the gradients of all ranks to a total norm of `max_norm`; returns the total norm before, 0-dim.
@@ -141,11 +168,18 @@ class Pipeline:
 
     # ------------------------------------------------------------------------------------------------ inside
 
-    def _step(self, make: Callable[[], list[Leaves]]) -> StepResult:
+    def _step(
+        self, make: Callable[[], list[Leaves]], loss_weight: LossWeight | None, scaler: GradScaler | None
+    ) -> StepResult:
+        place = self._settings.place
         with self._watched():
-            call = self._alike(lambda: self._with_targets(make()), training=True)
-            losses = self._run(call).runner.losses()
-        return StepResult(self._reduced(losses), losses)
+            call = self._alike(lambda: self._with_targets(make()), loss_weight, scaler, training=True)
+            runner = self._run(call).runner
+            losses, metrics = runner.losses(), runner.metrics()
+            if scaler is not None and scaler.is_enabled():
+                gradients = [parameter.grad for parameter in self.parameters() if parameter.grad is not None]
+                norms.share_overflow_(gradients, place.group, place.device)
+        return StepResult(call.weighting.reduced(losses), losses, averaged(metrics))
 
     def _build(self, example: Microbatch) -> None:
         with self._watched():
@@ -158,9 +192,17 @@ class Pipeline:
         with self._board.watching(), torch.inference_mode(False):
             yield
 
-    def _alike(self, make: Callable[[], list[Leaves]], *, training: bool) -> Call:
-        """The microbatches, of which all ranks have as many and of the same shape."""
-        return self._agreement.together(lambda: self._library.call(make(), training=training), self._library.facts)
+    def _alike(
+        self, make: Callable[[], list[Leaves]], loss_weight: LossWeight | None = None, scaler: object = None, *, training: bool
+    ) -> Call:
+        """The microbatches, of which all ranks have as many and of the same shapes, weights and scale."""
+
+        def call() -> Call:
+            parts = make()
+            weighting = Weighting.of(self._settings.loss_reduction, loss_weight, scaler, len(parts))
+            return self._library.call(parts, weighting, training=training)
+
+        return self._agreement.together(call, self._library.facts)
 
     def _run(self, call: Call) -> Ready:
         """Run a call once; its runner has what came out."""
@@ -169,9 +211,11 @@ class Pipeline:
                 "an earlier call of this pipeline ended midway, and messages between the ranks may still be under way: "
                 "restart all ranks from the last checkpoint."
             )
-        ready = self._library.ready(call)
-        self._broken = self._settings.place.ranks > 1
-        ready.runner.step([part.tensors for part in call.parts], ready.seeds)
+        ready, place = self._library.ready(call), self._settings.place
+        loss = ready.runner.program.loss
+        seeds = call.weighting.seeds(len(call.parts), loss.dtype, place.device) if loss is not None else []
+        self._broken = place.ranks > 1
+        ready.runner.step([part.tensors for part in call.parts], seeds)
         self._broken = False
         self._last = ready
         return ready
@@ -181,22 +225,15 @@ class Pipeline:
 
     def _with_targets(self, parts: list[Leaves]) -> list[Leaves]:
         """The parts, or `BatchError` where the loss lacks its target or a target lacks its loss."""
-        given = any(
-            value is not None
-            for path, value in zip(parts[0].paths, parts[0].values, strict=True)
-            if path.startswith("target")
-        )
-        if self._loss is not None and not given:
+        given = [_has_target(part) for part in parts]
+        if self._loss is not None and not all(given):
             raise BatchError("the loss needs a target: step(..., target=...), or Microbatch(args, kwargs, target)")
-        if self._loss is None and given:
+        if self._loss is None and any(given):
             raise BatchError(
                 "a target was given, but with loss=None the model's output brings its own loss and nothing reads the "
                 "target. Pass loss= to graphpp.compile, or give the target as an argument of the model."
             )
         return parts
-
-    def _reduced(self, losses: torch.Tensor) -> torch.Tensor:
-        return losses.mean() if self._settings.loss_reduction == "mean" else losses.sum()
 
     def _built(self) -> Built:
         if self._library.first is None:
@@ -209,10 +246,15 @@ class Pipeline:
         return built.parameters(rank) | built.buffers(rank)
 
 
+def _has_target(part: Leaves) -> bool:
+    pairs = zip(part.paths, part.values, strict=True)
+    return any(value is not None for path, value in pairs if path.startswith("target"))
+
+
 def _taken_apart(microbatches: Sequence[Microbatch]) -> list[Leaves]:
-    parts = [unwrapped(part) for part in microbatches]
-    same_shape(parts)
-    return parts
+    if not microbatches:
+        raise BatchError("a step needs at least one microbatch, got an empty list")
+    return [unwrapped(part) for part in microbatches]
 
 
 @contextlib.contextmanager

@@ -1,4 +1,4 @@
-"""Results put back together: an evaluation's outputs from the leaves of its microbatches."""
+"""Results put back together: an evaluation's outputs from the leaves of its microbatches, reported numbers averaged."""
 
 from __future__ import annotations
 
@@ -29,13 +29,15 @@ def _remedy(leaf: object) -> str:
     return "Return the tensors in a tuple, list or dict, or register its class with torch.export.register_dataclass."
 
 
-def merge_outputs(captured: Captured, outputs: Sequence[Mapping[int, torch.Tensor]], size: int | None) -> Any:
-    """The model's output for the whole batch from its leaves per microbatch; `size` is a microbatch's batch size."""
+def merge_outputs(
+    captured: Captured, outputs: Sequence[Mapping[int, torch.Tensor]], sizes: Sequence[int | None]
+) -> Any:
+    """The model's output for the whole batch from its leaves per microbatch; `sizes` are the microbatches' batch sizes."""
     leaves: list[Any] = []
     index = 0
     for leaf in captured.output_leaves:
         if leaf is signature.TENSOR:
-            leaves.append(_merged([part[index] for part in outputs], size))
+            leaves.append(_merged([part[index] for part in outputs], sizes))
             index += 1
         else:
             leaves.append(leaf)
@@ -43,11 +45,16 @@ def merge_outputs(captured: Captured, outputs: Sequence[Mapping[int, torch.Tenso
     return aot.tree_unflatten(leaves, captured.output_spec)
 
 
-def _merged(parts: list[torch.Tensor], size: int | None) -> torch.Tensor:
+def _merged(parts: list[torch.Tensor], sizes: Sequence[int | None]) -> torch.Tensor:
     """Of one microbatch as it is; joined along the batch dimension; a 0-dim floating value averaged; others stacked."""
     if len(parts) == 1:
         return parts[0]
-    if parts[0].dim() and parts[0].shape[0] == size:
+    if all(part.dim() and len(part) == size for part, size in zip(parts, sizes, strict=True)):
         return torch.cat(parts)
     stacked = torch.stack(parts)
     return stacked.mean() if stacked.dim() == 1 and stacked.is_floating_point() else stacked
+
+
+def averaged(metrics: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Each number's mean over the microbatches; counts and flags as float32."""
+    return {name: (each if each.is_floating_point() else each.float()).mean() for name, each in metrics.items()}

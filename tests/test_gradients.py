@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import graphpp
-from graphpp.runtime.gradients import Accumulator, TiedReduction
+from graphpp.runtime.gradients import Accumulator, Subgroups, TiedReduction
 from tests.distributed import run_ranks
 
 D = 5
@@ -25,10 +25,10 @@ def gradients(count: int) -> list[Tensor]:
 def accumulated(
     order: list[int], values: list[Tensor], *, shared: bool = False, initial: Tensor | None = None
 ) -> Tensor:
-    total = Accumulator(["w"], [shared])
+    total = Accumulator(["w"], ["w"] if shared else [])
     total.start({} if initial is None else {"w": initial})
     for microbatch in order:
-        total.take(microbatch, 0, values[microbatch])
+        total.take(microbatch, "w", values[microbatch])
     return total.sums["w"]
 
 
@@ -88,11 +88,11 @@ def test_sums_are_contiguous() -> None:
 
 
 def test_a_step_starts_anew() -> None:
-    total = Accumulator(["v", "w"], [False, False])
-    total.take(1, 0, torch.ones(D))  # comes early and never counts
+    total = Accumulator(["v", "w"])
+    total.take(1, "v", torch.ones(D))  # comes early and never counts
     total.start({"w": torch.zeros(D)})
     assert set(total.sums) == {"w"}
-    total.take(0, 0, torch.full((D,), 2.0))
+    total.take(0, "v", torch.full((D,), 2.0))
     assert torch.equal(total.sums["v"], torch.full((D,), 2.0))
 
 
@@ -133,7 +133,7 @@ def test_gradients_that_are_one_value_become_several_tensors(turned: bool) -> No
 
 def reduced(rank: int) -> dict[str, list[float]]:
     """`w` is held by stages 0, 1, 2 on ranks 0, 1, 0; `v` by stages 0 and 2, both on rank 0."""
-    tied = TiedReduction({"w": [0, 1, 2], "v": [0, 2]}, {0: 0, 1: 1, 2: 0}, dist.group.WORLD)
+    tied = TiedReduction({"w": [0, 1, 2], "v": [0, 2]}, {0: 0, 1: 1, 2: 0}, Subgroups(dist.group.WORLD))
     parts = {(stage, fqn): gradients(6)[stage + 3 * (fqn == "v")] for stage in range(3) for fqn in "vw"}
     return {fqn: total.tolist() for fqn, total in tied.reduce(lambda stage, fqn: parts[stage, fqn]).items()}
 

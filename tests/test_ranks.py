@@ -63,13 +63,18 @@ def other_loss(output: Tensor, target: Tensor) -> Tensor:
 
 
 def first_step(
-    model: nn.Module | None = None, loss: Any = F.cross_entropy, rows: int = 24, x: Tensor = X, **options: Any
+    model: nn.Module | None = None,
+    loss: Any = F.cross_entropy,
+    rows: int = 24,
+    x: Tensor = X,
+    weight: Any = None,
+    **options: Any,
 ) -> None:
     """One step on a fresh pipeline, in which any one thing may be another."""
     model = Plain() if model is None else model
     before = [flag.training for flag in model.modules()]
     try:
-        graphpp.compile(model, loss, **(TWO | options)).step(x[:rows], target=Y[:rows])
+        graphpp.compile(model, loss, **(TWO | options)).step(x[:rows], target=Y[:rows], loss_weight=weight)
     except GraphPPError:
         assert all(parameter.grad is None for parameter in model.parameters())
         assert [flag.training for flag in model.modules()] == before
@@ -118,12 +123,17 @@ DIFFERENT: dict[str, tuple[Callable[[], None], str]] = {
         lambda: first_step(example=Microbatch((X[:6],), {}, Y[:6])),
         "rank 1 differs in example=: it has given, the others have none",
     ),
+    "uneven": (lambda: first_step(rows=23), r"differs in the microbatch: it has microbatches of 2 shapes: 0, 1, 2 \| 3, the"),
+    "weights": (
+        lambda: first_step(weight=[1, 2, 3, 4]),
+        r"rank 1 differs in the weights of the loss: it has weights \(1.0, 2.0, 3.0, 4.0\), the others have no weights",
+    ),
     "shape": (lambda: first_step(rows=12), r"rank 1 differs in the microbatch: it has args\[0\]: \[3, 8\].*\[6, 8\]"),
     "strides": (lambda: first_step(x=X.t().contiguous().t()), r"rank 1 differs in the microbatch: .*strides"),
     "call": (evaluates, "rank 1 differs in the call: it has eval, the others have step"),
     "bad split": (lambda: first_step(split=["layers.9"]), r"rank 1 differs in split=: it has \['layers.9'\]"),
     "bad schedule": (lambda: first_step(schedule="1F2B"), "rank 1: ScheduleError: unknown schedule '1F2B'"),
-    "bad batch": (lambda: first_step(rows=23), "rank 1: BatchError: a batch of 23 cannot be cut"),
+    "bad batch": (lambda: first_step(rows=3), "rank 1: BatchError: a batch of 3 cannot be cut"),
     "no target": (no_target, "rank 1: BatchError: the loss needs"),
     "bad loss": (lambda: first_step(loss=lambda y, t: y), r"rank 1: CaptureError: the loss must be a scalar"),
 }

@@ -19,6 +19,7 @@ from graphpp.runtime.program import (
     Constant,
     Gradient,
     Loss,
+    Metric,
     Parameter,
     Phase,
     PipelineProgram,
@@ -48,7 +49,8 @@ def emit(joint: JointGraph, pieces: Cut) -> PipelineProgram:
         for stage in range(count)
     )
     loss = [tensor_meta(node) for role, node in joint.outputs() if isinstance(role, Loss)]
-    return PipelineProgram(stages, pieces.boundaries, loss[0] if loss else None)
+    metrics = {role.name: node.meta["val"].dtype for role, node in joint.outputs() if isinstance(role, Metric)}
+    return PipelineProgram(stages, pieces.boundaries, loss[0] if loss else None, metrics)
 
 
 def _programs(pieces: Cut, stage: int, training: bool) -> dict[Phase, Program]:

@@ -98,7 +98,7 @@ def verify(joint: JointGraph) -> None:
     assert len(roles) == len(set(roles)), "a role stands on two placeholders"
     for role, node in joint.outputs():
         assert isinstance(node, fx.Node), f"{role} has no value"
-        assert isinstance(role, program.Loss | program.Output | program.Gradient | program.BufferUpdate), role
+        assert isinstance(role, program.OutputRole), role
 
 
 def _writes(node: fx.Node) -> bool:

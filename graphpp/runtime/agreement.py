@@ -49,10 +49,32 @@ class Facts:
         """The facts as JSON."""
         return json.dumps({name: list(lines) for name, lines in self.lines.items()})
 
+    def adding(self, name: str, lines: Sequence[str]) -> Facts:
+        """These facts and some that differ from call to call; what is cached of these is used again."""
+        return _More(self.lines, self, Facts({name: lines}))
+
     @cached_property
     def digest(self) -> bytes:
         """Equal exactly if the texts are."""
         return hashlib.sha256(self.text.encode()).digest()[:_DIGEST_BYTES]
+
+
+@dataclass(frozen=True)
+class _More(Facts):
+    """Facts with others added."""
+
+    base: Facts
+    more: Facts
+
+    @cached_property
+    def text(self) -> str:
+        """All of them as JSON."""
+        return json.dumps({**json.loads(self.base.text), **json.loads(self.more.text)})
+
+    @cached_property
+    def digest(self) -> bytes:
+        """Equal exactly if the digests of both are."""
+        return hashlib.sha256(self.base.digest + self.more.text.encode()).digest()[:_DIGEST_BYTES]
 
 
 class Agreement:

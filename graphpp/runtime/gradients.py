@@ -6,13 +6,15 @@ Contract
   backwards in: a gradient that comes early waits for its turn.
 - The first gradient becomes `param.grad` itself when it is contiguous and nobody else holds its memory, as autograd does;
   else a contiguous copy.
+- Sums may be kept in a wider dtype than the gradients have: float32 for parameters in bfloat16, say.
 - A parameter that several stages use collects one partial sum per stage; `TiedReduction` adds them in stage order, once, at the
   end of the step, to the same bits on every rank that holds the parameter.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
@@ -21,43 +23,44 @@ import torch.distributed as dist
 class Accumulator:
     """Collects the gradients of one stage's parameters over the microbatches of a step."""
 
-    def __init__(self, fqns: Sequence[str], shared: Sequence[bool]) -> None:
+    def __init__(self, fqns: Iterable[str], shared: Collection[str] = ()) -> None:
         self.fqns = tuple(fqns)
-        self._shared = tuple(shared)
-        self._sums: list[torch.Tensor | None] = []
-        self._next: list[int] = []
-        self._early: list[dict[int, torch.Tensor]] = []
+        self._shared = frozenset(shared)
         self.start({})
 
-    def start(self, initial: Mapping[str, torch.Tensor]) -> None:
-        """Begin a step; `initial` holds what is there already, per FQN."""
-        self._sums = [initial.get(fqn) for fqn in self.fqns]
-        self._next = [0] * len(self.fqns)
-        self._early = [{} for _ in self.fqns]
+    def start(self, initial: Mapping[str, torch.Tensor], dtypes: Mapping[str, torch.dtype] | None = None) -> None:
+        """Begin a step; `initial` holds what is there already, `dtypes` in what to add up (else as they come), per FQN."""
+        self._dtypes = dtypes or {}
+        self.sums = {fqn: total.to(dtype=self._dtypes.get(fqn)) for fqn, total in initial.items()}
+        self._next: dict[str, int] = defaultdict(int)
+        self._early: dict[str, dict[int, torch.Tensor]] = defaultdict(dict)
 
-    @property
-    def sums(self) -> dict[str, torch.Tensor]:
-        """The sums so far, per FQN."""
-        return {fqn: total for fqn, total in zip(self.fqns, self._sums, strict=True) if total is not None}
-
-    def take(self, microbatch: int, place: int, gradient: torch.Tensor) -> None:
-        """Take one microbatch's gradient of parameter `fqns[place]`; gradients count in microbatch order."""
-        early, turn = self._early[place], self._next[place]
+    def take(self, microbatch: int, fqn: str, gradient: torch.Tensor) -> None:
+        """Take one microbatch's gradient of a parameter; gradients count in microbatch order."""
+        turn = self._next[fqn]
         if microbatch != turn:
-            early[microbatch] = gradient
+            self._early[fqn][microbatch] = gradient
             return
-        self._add(place, gradient)
+        self._add(fqn, gradient)
+        early = self._early[fqn]
         while (turn := turn + 1) in early:
-            self._add(place, early.pop(turn))
-        self._next[place] = turn
+            self._add(fqn, early.pop(turn))
+        self._next[fqn] = turn
 
-    def _add(self, place: int, gradient: torch.Tensor) -> None:
-        total = self._sums[place]
+    def _add(self, fqn: str, gradient: torch.Tensor) -> None:
+        total = self.sums.get(fqn)
         if total is not None:
             total.add_(gradient)
-        else:
-            copied = self._shared[place] or _is_part(gradient)
-            self._sums[place] = gradient.clone(memory_format=torch.contiguous_format) if copied else gradient
+            return
+        copied = fqn in self._shared or _is_part(gradient)
+        own = gradient.clone(memory_format=torch.contiguous_format) if copied else gradient
+        self.sums[fqn] = own.to(dtype=self._dtypes.get(fqn))
+
+
+def dtype_of_sum(parameter: torch.Tensor, widened: torch.dtype | None) -> torch.dtype:
+    """In what the gradients of a parameter add up: at least `widened`, at least what its `grad` is to have."""
+    dtype: torch.dtype = parameter.grad_dtype or parameter.dtype
+    return torch.promote_types(dtype, widened) if widened is not None else dtype
 
 
 def _is_part(tensor: torch.Tensor) -> bool:
@@ -68,14 +71,12 @@ def _is_part(tensor: torch.Tensor) -> bool:
 class TiedReduction:
     """Adds the partial sums of the parameters that several stages use, among the ranks that hold them."""
 
-    def __init__(
-        self, holders: Mapping[str, Sequence[int]], rank_of_stage: Mapping[int, int], group: dist.ProcessGroup | None
-    ):
+    def __init__(self, holders: Mapping[str, Sequence[int]], rank_of_stage: Mapping[int, int], subgroups: Subgroups) -> None:
         self.holders = {fqn: tuple(stages) for fqn, stages in holders.items()}
         self._ranks = {fqn: tuple(sorted({rank_of_stage[s] for s in stages})) for fqn, stages in self.holders.items()}
         self._rank_of_stage = rank_of_stage
-        self._groups = {ranks: _subgroup(ranks, group) for ranks in sorted(set(self._ranks.values()))}
-        self._rank = dist.get_rank(group) if group is not None else 0
+        self._groups = {ranks: subgroups.of(ranks) for ranks in sorted(set(self._ranks.values()))}
+        self._rank = subgroups.rank
 
     def reduce(self, partial: Callable[[int, str], torch.Tensor]) -> dict[str, torch.Tensor]:
         """The full sums of this rank's tied parameters; `partial(stage, fqn)` gives a local stage's partial sum."""
@@ -100,11 +101,24 @@ class TiedReduction:
         return buffer
 
 
-def _subgroup(ranks: tuple[int, ...], group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
-    """A process group of some ranks of `group`; every rank of `group` calls this, in the same order."""
-    if group is None or len(ranks) < 2:
-        return None
-    world = [dist.get_global_rank(group, rank) for rank in ranks]
-    # Local: ranks of the world that are not in `group` do not come here.
-    made: dist.ProcessGroup = dist.new_group(world, use_local_synchronization=True)
-    return made
+class Subgroups:
+    """Process groups of some ranks of a group, each made once. Every rank of the group asks for them in the same order."""
+
+    def __init__(self, group: dist.ProcessGroup | None) -> None:
+        self._group = group
+        self.rank = dist.get_rank(group) if group is not None else 0
+        self._made: dict[tuple[int, ...], dist.ProcessGroup | None] = {}
+
+    def of(self, ranks: tuple[int, ...]) -> dist.ProcessGroup | None:
+        """The group of these ranks; None where nobody needs one."""
+        if ranks not in self._made:
+            self._made[ranks] = self._new(ranks)
+        return self._made[ranks]
+
+    def _new(self, ranks: tuple[int, ...]) -> dist.ProcessGroup | None:
+        if self._group is None or len(ranks) < 2:
+            return None
+        world = [dist.get_global_rank(self._group, rank) for rank in ranks]
+        # Local: ranks of the world that are not in the group do not come here.
+        made: dist.ProcessGroup = dist.new_group(world, use_local_synchronization=True)
+        return made

@@ -7,7 +7,8 @@ counts once. Every rank returns the same norm.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import reduce
 
@@ -57,6 +58,19 @@ def _total(norms: torch.Tensor, codes: torch.Tensor, norm_type: float) -> torch.
     joined = torch.cat([norms[codes == code] for code in reversed(seen)])
     total: torch.Tensor = torch.linalg.vector_norm(joined.to(dtype), norm_type)
     return total
+
+
+def share_overflow_(gradients: Iterable[torch.Tensor], group: dist.ProcessGroup | None, device: torch.device) -> None:
+    """Where any rank has a gradient that is not finite, let every rank have one: each rank's own inf check finds it."""
+    mine = [gradient for gradient in gradients if gradient.numel()]
+    norms = foreach_norm(mine, math.inf) if mine else []
+    finite = [norm.isfinite().to(device) for norm in norms]
+    found = (~torch.stack(finite).all() if finite else torch.tensor(False, device=device)).to(torch.int32)
+    if group is not None and dist.get_world_size(group) > 1:
+        dist.all_reduce(found, dist.ReduceOp.MAX, group=group)
+    for gradient in mine[:1]:
+        first = (0,) * gradient.dim()
+        gradient[first] = torch.where(found.to(gradient.device) > 0, math.inf, gradient[first])
 
 
 def clip_(slots: Sequence[Slot], max_norm: float, norm: torch.Tensor) -> None:

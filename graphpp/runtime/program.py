@@ -91,6 +91,13 @@ class Output:
 
 
 @dataclass(frozen=True)
+class Metric:
+    """A number that the loss returned beside itself to be reported, 0-dim, by its name."""
+
+    name: str
+
+
+@dataclass(frozen=True)
 class Gradient:
     """The gradient of the parameter <fqn> for one microbatch, with the parameter's shape."""
 
@@ -105,7 +112,7 @@ class BufferUpdate:
 
 
 InputRole = Parameter | Buffer | Constant | Input | Seed | RandomKey | Received | Saved
-OutputRole = Loss | Output | Gradient | BufferUpdate | Sent | Saved
+OutputRole = Loss | Output | Metric | Gradient | BufferUpdate | Sent | Saved
 
 
 class Phase(str, Enum):
@@ -196,12 +203,13 @@ class StageProgram:
 class PipelineProgram:
     """All stages of one captured graph and the boundaries between them: `boundaries[s]` is s|s+1.
 
-    The last stage makes the loss (0-dim) and the outputs.
+    The last stage makes the loss (0-dim), the outputs, and the numbers to report, whose dtypes `metrics` has by name.
     """
 
     stages: tuple[StageProgram, ...]
     boundaries: tuple[Boundary, ...]
     loss: TensorMeta | None = None
+    metrics: Mapping[str, torch.dtype] = field(default_factory=dict)
 
     @property
     def random(self) -> bool:

@@ -20,11 +20,11 @@ import torch.distributed as dist
 
 from graphpp.runtime._torch_pipelining import ActionLoop
 from graphpp.runtime.actions import Action, Kind
-from graphpp.runtime.gradients import TiedReduction
+from graphpp.runtime.gradients import Subgroups, TiedReduction, dtype_of_sum
 from graphpp.runtime.program import Phase, PipelineProgram
 from graphpp.runtime.randomness import step_keys
 from graphpp.runtime.schedule import Schedule
-from graphpp.runtime.stage import Feed, GraphStage, Place
+from graphpp.runtime.stage import Feed, GraphStage, Place, Variant
 from graphpp.runtime.state import ModelState
 from graphpp.runtime.transport import Transport, post
 
@@ -48,28 +48,50 @@ class Device:
 
 
 class GraphPPRunner:
-    """Runs one captured graph under one schedule; `training` programs have F and B, evaluation programs E."""
+    """Runs captured graphs under one schedule; `training` programs have F and B, evaluation programs E.
 
-    def __init__(self, program: PipelineProgram, schedule: Schedule, state: ModelState, place: Device) -> None:
-        self.program, self.schedule, self.state, self.place = program, schedule, state, place
-        where = Place(len(program.stages), schedule.rank_of_stage, place.rank, place.ranks)
+    `programs`: one for all microbatches, or one for each: microbatches of one shape share theirs. They have the same
+    stages, gradients and metrics. `sums` is the dtype in which gradients of narrower parameters add up.
+    """
+
+    def __init__(
+        self,
+        programs: PipelineProgram | Sequence[PipelineProgram],
+        schedule: Schedule,
+        state: ModelState,
+        place: Device,
+        *,
+        subgroups: Subgroups | None = None,
+        sums: torch.dtype | None = None,
+    ) -> None:
+        self.schedule, self.state, self.place, self._sums = schedule, state, place, sums
+        each = [programs] * schedule.microbatches if isinstance(programs, PipelineProgram) else list(programs)
+        self.program = each[0]
+        self.random = any(program.random for program in each)
         self.transport = Transport(place.group, place.device)
-        self.stages = {
-            stage.index: GraphStage(stage, program.boundaries, where, self.transport)
-            for stage in program.stages
-            if schedule.rank_of_stage[stage.index] == place.rank
-        }
-        self.training = Phase.FORWARD in program.stages[0].programs
+        self.stages = self._local_stages(each)
+        self.training = Phase.FORWARD in self.program.stages[0].programs
         self._bubble = 0.0
-        self.tied = TiedReduction(_tied(program), schedule.rank_of_stage, place.group)
+        self.tied = TiedReduction(_tied(self.program), schedule.rank_of_stage, subgroups or Subgroups(place.group))
         self._loop = ActionLoop(list(self.stages.values()), schedule, self._handlers())
+
+    def _local_stages(self, each: Sequence[PipelineProgram]) -> dict[int, GraphStage]:
+        """This rank's stages by index, each with its variant for every microbatch."""
+        rank_of, stages = self.schedule.rank_of_stage, len(self.program.stages)
+        where = Place(stages, rank_of, self.place.rank, self.place.ranks)
+        distinct = {id(program): program for program in each}
+        local: dict[int, GraphStage] = {}
+        for index in (index for index in range(stages) if rank_of[index] == self.place.rank):
+            variants = {key: Variant.of(program, index) for key, program in distinct.items()}
+            local[index] = GraphStage(index, [variants[id(program)] for program in each], where, self.transport)
+        return local
 
     def step(self, inputs: Sequence[Mapping[str, torch.Tensor]], seeds: Sequence[torch.Tensor]) -> None:
         """Run the table once over the microbatches' tensors (by path) and seeds (0-dim, one per microbatch)."""
         self.transport.waited, began = 0.0, time.perf_counter()
         try:
             with torch.no_grad():
-                keys = step_keys(len(inputs), self.place.group, self.place.device) if self.program.random else ()
+                keys = step_keys(len(inputs), self.place.group, self.place.device) if self.random else ()
                 self._begin(Feed(inputs, seeds, keys))
                 self._loop.run()
                 self.transport.flush()
@@ -107,6 +129,19 @@ class GraphPPRunner:
             dist.broadcast(losses, group=self.place.group, group_src=self.schedule.rank_of_stage[stage])
         return losses
 
+    def metrics(self) -> dict[str, torch.Tensor]:
+        """The reported numbers of the last step by name, one per microbatch in order, [microbatches]; on every rank."""
+        stage, dtypes = len(self.program.stages) - 1, self.program.metrics
+        if not dtypes:
+            return {}
+        local = self.stages.get(stage)
+        table = torch.zeros(self.schedule.microbatches, len(dtypes), dtype=torch.float64, device=self.place.device)
+        for index, row in enumerate(table if local is not None else ()):
+            row.copy_(torch.stack([local.metrics[index][name].double() for name in dtypes]))  # type: ignore[union-attr]
+        if self.place.ranks > 1:
+            dist.broadcast(table, group=self.place.group, group_src=self.schedule.rank_of_stage[stage])
+        return {name: column.to(dtype) for (name, dtype), column in zip(dtypes.items(), table.unbind(1), strict=True)}
+
     def take_outputs(self) -> list[dict[int, torch.Tensor]] | None:
         """The output's tensor leaves per microbatch, on the last stage's rank, handed over once; None elsewhere."""
         last = self.stages.get(len(self.program.stages) - 1)
@@ -117,8 +152,10 @@ class GraphPPRunner:
     def _begin(self, feed: Feed) -> None:
         for stage in self.stages.values():
             stage.begin(self.state.tensor, feed)
-            grads = {fqn: self.state.tensor(fqn).grad for fqn in stage.gradients.fqns if fqn not in self.tied.holders}
-            stage.gradients.start({fqn: grad for fqn, grad in grads.items() if grad is not None})
+            parameters = {fqn: self.state.tensor(fqn) for fqn in stage.gradients.fqns}
+            grads = {fqn: parameter.grad for fqn, parameter in parameters.items() if fqn not in self.tied.holders}
+            dtypes = {fqn: dtype_of_sum(parameter, self._sums) for fqn, parameter in parameters.items()}
+            stage.gradients.start({fqn: grad for fqn, grad in grads.items() if grad is not None}, dtypes)
 
     def _finish(self) -> None:
         """Gradients into `param.grad`; parts of tied parameters added first."""
@@ -127,10 +164,12 @@ class GraphPPRunner:
         for stage in self.stages.values():
             for fqn, gradient in stage.gradients.sums.items():
                 if fqn not in self.tied.holders:
-                    self.state.tensor(fqn).grad = gradient
+                    parameter = self.state.tensor(fqn)
+                    parameter.grad = gradient.to(dtype=parameter.grad_dtype)
         for fqn, total in self.tied.reduce(lambda stage, fqn: self.stages[stage].gradients.sums[fqn]).items():
             parameter = self.state.tensor(fqn)
-            parameter.grad = total if parameter.grad is None else parameter.grad.add_(total)
+            added = total.to(dtype=parameter.grad_dtype) if parameter.grad is None else parameter.grad.add_(total)
+            parameter.grad = added
         for stage in self.stages.values():
             stage.gradients.start({})
 

@@ -4,6 +4,7 @@ Contract
 --------
 - `run(phase, microbatch)` gathers a program's arguments, runs it, and files its results; where everything comes from and
   goes to was resolved when the stage was made (`wiring.py`).
+- Each microbatch has its variant of the programs: one per shape of microbatch.
 - Per microbatch it holds what arrived, what is saved and what is to be sent; each dies when its last reader has run.
 - It answers the runtime's `get_fwd_send_ops` .. `get_bwd_recv_ops` from static metadata.
 """
@@ -18,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 from graphpp.runtime.gradients import Accumulator
-from graphpp.runtime.program import Boundary, Phase, StageProgram, TensorMeta
+from graphpp.runtime.program import Boundary, Phase, PipelineProgram, TensorMeta
 from graphpp.runtime.transport import Message, Transport
 from graphpp.runtime.wiring import Wiring, wire
 
@@ -45,6 +46,30 @@ class Feed:
 
 
 @dataclass(frozen=True)
+class Variant:
+    """One stage's programs for one shape of microbatch, and what crosses the boundaries below and above it."""
+
+    wirings: Mapping[Phase, Wiring]
+    below: Boundary
+    above: Boundary
+
+    @classmethod
+    def of(cls, pipeline: PipelineProgram, index: int) -> Variant:
+        """Stage `index` of a pipeline's programs."""
+        stage, last = pipeline.stages[index], len(pipeline.stages) - 1
+        below = pipeline.boundaries[index - 1] if index else Boundary(-1)
+        above = pipeline.boundaries[index] if index < last else Boundary(index)
+        arriving = {phase: above.backward if phase is Phase.BACKWARD else below.forward for phase in stage.programs}
+        wirings = {phase: wire(item, arriving[phase], stage.constants) for phase, item in stage.programs.items()}
+        return cls(wirings, below, above)
+
+    @property
+    def backward(self) -> Wiring | None:
+        """The wiring of the backward."""
+        return self.wirings.get(Phase.BACKWARD)
+
+
+@dataclass(frozen=True)
 class _Step:
     tensor: Callable[[str], torch.Tensor]
     feed: Feed
@@ -53,25 +78,22 @@ class _Step:
 class GraphStage:
     """A stage of the pipeline; made once per pipeline and number of microbatches."""
 
-    def __init__(self, stage: StageProgram, boundaries: Sequence[Boundary], place: Place, transport: Transport) -> None:
-        self.stage_index, self.num_stages = stage.index, place.num_stages
+    def __init__(self, index: int, variants: Sequence[Variant], place: Place, transport: Transport) -> None:
+        self.stage_index, self.num_stages = index, place.num_stages
         self.group_rank, self.group_size = place.rank, place.ranks
         self.submod = None
         self._place, self._transport = place, transport
-        self._below = Boundary(-1) if self.is_first else boundaries[stage.index - 1]
-        self._above = Boundary(stage.index) if self.is_last else boundaries[stage.index]
-        self._wirings = {
-            phase: wire(item, self._above.backward if phase is Phase.BACKWARD else self._below.forward, stage.constants)
-            for phase, item in stage.programs.items()
-        }
-        backward = self._wirings.get(Phase.BACKWARD)
-        self.gradients = Accumulator(*((backward.gradient_fqns, backward.shared_gradients) if backward else ((), ())))
+        self._variants = tuple(variants)  # by microbatch
+        backwards = [variant.backward for variant in self._distinct() if variant.backward is not None]
+        fqns = dict.fromkeys(fqn for wiring in backwards for fqn in wiring.gradients.values())
+        self.gradients = Accumulator(fqns, {fqn for wiring in backwards for fqn in wiring.shared_gradients})
         self._step: _Step | None = None
         self._arrived: dict[tuple[str, int], Message] = {}
         self._saved: dict[int, dict[str, torch.Tensor]] = {}
         self._leaving: dict[tuple[str, int], Tensors] = {}
         self.losses: dict[int, torch.Tensor] = {}
         self.outputs: dict[int, dict[int, torch.Tensor]] = {}
+        self.metrics: dict[int, dict[str, torch.Tensor]] = {}
 
     @property
     def is_first(self) -> bool:
@@ -87,7 +109,7 @@ class GraphStage:
         """Start a step: `tensor` gives parameters and buffers by FQN."""
         self.clear()
         self._step = _Step(tensor, feed)
-        for wiring in self._wirings.values():
+        for wiring in self._wirings():
             wiring.bound = [None] * len(wiring.program.inputs)
             for index, fqn in wiring.fixed:
                 wiring.bound[index] = tensor(fqn).detach()
@@ -97,8 +119,14 @@ class GraphStage:
     def end(self) -> None:
         """Drop parameters, inputs and seeds after a step; losses and outputs stay until the next one begins."""
         self._step = None
-        for wiring in self._wirings.values():
+        for wiring in self._wirings():
             wiring.bound = []
+
+    def _distinct(self) -> list[Variant]:
+        return list({id(variant): variant for variant in self._variants}.values())
+
+    def _wirings(self) -> list[Wiring]:
+        return [wiring for variant in self._distinct() for wiring in variant.wirings.values()]
 
     def clear(self) -> None:
         """Drop everything held per microbatch."""
@@ -107,10 +135,11 @@ class GraphStage:
         self._leaving.clear()
         self.losses.clear()
         self.outputs.clear()
+        self.metrics.clear()
 
     def run(self, phase: Phase, microbatch: int) -> None:
         """Run one phase of one microbatch and file its results."""
-        wiring = self._wirings[phase]
+        wiring = self._variants[microbatch].wirings[phase]
         direction = "B" if phase is Phase.BACKWARD else "F"
         arguments = self._arguments(wiring, direction, microbatch)
         if phase is Phase.BACKWARD:
@@ -122,13 +151,13 @@ class GraphStage:
 
     def _run_backward(self, wiring: Wiring, microbatch: int, arguments: list[Any]) -> Sequence[Any]:
         """Run a backward; each gradient is added up as soon as it is made."""
-        places, take = wiring.gradients, self.gradients.take
-        if not places:
+        fqns, take = wiring.gradients, self.gradients.take
+        if not fqns:
             return wiring.program.run(arguments)
-        results = wiring.program.run(arguments, lambda index, value: take(microbatch, places[index], value))
-        for index, place in places.items():
+        results = wiring.program.run(arguments, lambda index, value: take(microbatch, fqns[index], value))
+        for index, fqn in fqns.items():
             if results[index] is not None:
-                take(microbatch, place, results[index])
+                take(microbatch, fqn, results[index])
         return results
 
     def _arguments(self, wiring: Wiring, direction: str, microbatch: int) -> list[Any]:
@@ -160,6 +189,8 @@ class GraphStage:
             self.losses[microbatch] = results[index].clone()  # a loss may be a view of something large
         if wiring.outputs:
             self.outputs[microbatch] = {leaf: results[index] for index, leaf in wiring.outputs}
+        if wiring.metrics:
+            self.metrics[microbatch] = {name: results[index].clone() for index, name in wiring.metrics}
 
     def take_leaving(self, direction: str, microbatch: int) -> Tensors:
         """What this stage made for its neighbour; it is handed over once."""
@@ -179,19 +210,19 @@ class GraphStage:
 
     def get_fwd_send_ops(self, microbatch: int) -> list[dist.P2POp]:
         """Operations that send this microbatch's activations to the next stage."""
-        return self._transport.send_ops(self.take_leaving("F", microbatch), self._above.forward, self.peer("F"))
+        return self._transport.send_ops(self.take_leaving("F", microbatch), self._variants[microbatch].above.forward, self.peer("F"))
 
     def get_bwd_send_ops(self, microbatch: int) -> list[dist.P2POp]:
         """Operations that send this microbatch's gradients to the previous stage."""
-        return self._transport.send_ops(self.take_leaving("B", microbatch), self._below.backward, self.peer("B"))
+        return self._transport.send_ops(self.take_leaving("B", microbatch), self._variants[microbatch].below.backward, self.peer("B"))
 
     def get_fwd_recv_ops(self, microbatch: int) -> list[dist.P2POp]:
         """Operations that receive this microbatch's activations, into buffers made now."""
-        return self._receive_ops("F", microbatch, self._below.forward, self.stage_index - 1)
+        return self._receive_ops("F", microbatch, self._variants[microbatch].below.forward, self.stage_index - 1)
 
     def get_bwd_recv_ops(self, microbatch: int) -> list[dist.P2POp]:
         """Operations that receive this microbatch's gradients, into buffers made now."""
-        return self._receive_ops("B", microbatch, self._above.backward, self.stage_index + 1)
+        return self._receive_ops("B", microbatch, self._variants[microbatch].above.backward, self.stage_index + 1)
 
     def _receive_ops(
         self, direction: str, microbatch: int, metas: Sequence[TensorMeta], source: int

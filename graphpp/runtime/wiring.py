@@ -30,21 +30,17 @@ class Wiring:
     saved: list[tuple[int, str]] = field(default_factory=list)
     keeps: list[tuple[int, str]] = field(default_factory=list)
     sends: list[int] = field(default_factory=list)
-    gradients: dict[int, int] = field(default_factory=dict)  # index among the results -> place among the gradients
+    gradients: dict[int, str] = field(default_factory=dict)  # index among the results -> FQN
     updates: list[tuple[int, str]] = field(default_factory=list)
     losses: list[int] = field(default_factory=list)
     outputs: list[tuple[int, int]] = field(default_factory=list)
+    metrics: list[tuple[int, str]] = field(default_factory=list)
     bound: list[Any] = field(default_factory=list)
 
     @property
-    def gradient_fqns(self) -> list[str]:
-        """FQNs of the gradients among the results, in their order."""
-        return [self.program.outputs[index].fqn for index in self.gradients]  # type: ignore[union-attr]
-
-    @property
-    def shared_gradients(self) -> list[bool]:
-        """Whether each gradient's memory is also somebody else's."""
-        return [index in self.program.shared for index in self.gradients]
+    def shared_gradients(self) -> set[str]:
+        """FQNs of the gradients whose memory is also somebody else's."""
+        return {fqn for index, fqn in self.gradients.items() if index in self.program.shared}
 
 
 def wire(item: Program, arriving: Sequence[TensorMeta], constants: Mapping[str, torch.Tensor]) -> Wiring:
@@ -78,11 +74,13 @@ def _wire_results(item: Program, wiring: Wiring) -> None:
                 wiring.keeps.append((index, name))
             case program.Sent():
                 wiring.sends.append(index)
-            case program.Gradient():
-                wiring.gradients[index] = len(wiring.gradients)
+            case program.Gradient(fqn):
+                wiring.gradients[index] = fqn
             case program.BufferUpdate(fqn):
                 wiring.updates.append((index, fqn))
             case program.Loss():
                 wiring.losses.append(index)
             case program.Output(leaf):
                 wiring.outputs.append((index, leaf))
+            case program.Metric(name):
+                wiring.metrics.append((index, name))

@@ -1,0 +1,78 @@
+"""Seeds: the gradient of a step's loss by the loss of each microbatch, where every backward begins.
+
+Contract
+--------
+- Without weights the loss of a step is the mean, or the sum, of the losses; with `loss_weight` it is their weighted sum,
+  and a microbatch's seed is its weight. A scaler multiplies the seeds, and nothing else.
+- A seed has the bits that autograd would make from `loss / microbatches`, `loss * weight`, `scaler.scale(loss)`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch.amp import GradScaler
+
+from graphpp.errors import BatchError, GraphPPError
+
+LossWeight = float | Sequence[float] | torch.Tensor
+Reduction = Literal["mean", "sum"]
+
+
+@dataclass(frozen=True)
+class Weighting:
+    """How the losses of a step make its loss: one weight per microbatch, or a mean or sum; and the scaler, if any."""
+
+    reduction: Reduction
+    weights: tuple[float, ...] | None = None
+    scaler: GradScaler | None = None
+
+    @classmethod
+    def of(cls, reduction: Reduction, given: LossWeight | None, scaler: object, microbatches: int) -> Weighting:
+        """Check what a step was given: one weight for all microbatches or one for each. Raises `BatchError`."""
+        if scaler is not None and not isinstance(scaler, GradScaler):
+            raise GraphPPError(f"scaler must be a torch.amp.GradScaler, got {type(scaler).__name__}")
+        return cls(reduction, None if given is None else _weights(given, microbatches), scaler)
+
+    @property
+    def spelled(self) -> list[str]:
+        """The weights and the scale in plain text, for comparing ranks."""
+        scale = "no scale" if self.scaler is None else f"loss scale {self.scaler.get_scale()}"
+        return ["no weights" if self.weights is None else f"weights {self.weights}", scale]
+
+    def seeds(self, count: int, dtype: torch.dtype, device: torch.device) -> list[torch.Tensor]:
+        """One seed per microbatch, 0-dim."""
+        one = torch.ones((), dtype=dtype, device=device)
+        if self.weights is not None:
+            seeds = [one * weight for weight in self.weights]
+        else:
+            seeds = [one / count if self.reduction == "mean" else one] * count
+        return seeds if self.scaler is None else [self.scaler.scale(seed).to(dtype) for seed in seeds]
+
+    def reduced(self, losses: torch.Tensor) -> torch.Tensor:
+        """The loss of the step, 0-dim, from those of its microbatches, [microbatches]."""
+        if self.weights is not None:
+            return (losses * torch.tensor(self.weights, dtype=losses.dtype, device=losses.device)).sum()
+        return losses.mean() if self.reduction == "mean" else losses.sum()
+
+
+def _weights(given: LossWeight, microbatches: int) -> tuple[float, ...]:
+    try:
+        values = torch.as_tensor(given, dtype=torch.float64).detach()
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise BatchError(f"loss_weight must be a number, or one per microbatch, got {given!r}") from error
+    each = values.expand(microbatches) if values.dim() == 0 else values
+    if each.shape != (microbatches,):
+        raise BatchError(
+            f"loss_weight has shape {list(values.shape)}, and the step has {microbatches} microbatches: give one number "
+            "for each, or one for all."
+        )
+    numbers = tuple(each.tolist())
+    wrong = [index for index, number in enumerate(numbers) if not math.isfinite(number)]
+    if wrong:
+        raise BatchError(f"loss_weight of microbatch {wrong[0]} is {numbers[wrong[0]]}: weights must be finite")
+    return numbers
