@@ -25,6 +25,7 @@ from graphpp import _torch_aot as aot
 from graphpp import signature
 from graphpp.assignments import Assigned, undone
 from graphpp.errors import CaptureError
+from graphpp.functions import Functions, keeping
 from graphpp.passes.joint import JointGraph, verify
 from graphpp.refusals import check_model, refuse_unknown_numbers, refusing, user_frame
 from graphpp.regions import inline_regions
@@ -58,9 +59,12 @@ def capture(
     inputs = signature.tensors(example)
     fakes = {path: aot.fake_like(mode, tensor, device) for path, tensor in inputs.items()}
     wrapper = _Step(model, loss, example, training)
+    functions = Functions()
     with aot.quick(), _fake_state(model, mode, device), contextlib.nullcontext() if training else torch.no_grad():
-        module = _export(wrapper, tuple(fakes.values()))
+        module = _export(wrapper, tuple(fakes.values()), functions)
+        functions.check_seclusion(model)
         with _explaining(), aot.joint_trace(mode, module, tuple(fakes.values())) as traced:
+            functions.check_seclusion(model)
             found = wrapper.found
             joint = with_roles(traced, model, tuple(fakes), found.results, training=training)
     found.assigned.refuse_stale(joint.constants.values())
@@ -179,10 +183,11 @@ def _fake_state(model: nn.Module, mode: Any, device: torch.device) -> Iterator[N
             store[name] = tensor
 
 
-def _export(wrapper: _Step, fakes: tuple[torch.Tensor, ...]) -> nn.Module:
-    with _explaining(), refusing():
+def _export(wrapper: _Step, fakes: tuple[torch.Tensor, ...], functions: Functions) -> nn.Module:
+    with _explaining(), keeping(functions), refusing(functions):
         exported = torch.export.export(wrapper, fakes, strict=False)
     module = inline_regions(exported.module(check_guards=False), torch.is_grad_enabled())
+    functions.restored(module)
     refuse_unknown_numbers(module.graph, wrapper.held[0])
     return module
 

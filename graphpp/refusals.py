@@ -2,7 +2,6 @@
 
 Contract: `check_model` and, while `refusing` is open, tracing itself raise `CaptureError` with the FQN or the user's line for
 
-- a Python `autograd.Function`: export traces through its forward and drops its backward;
 - hooks on gradients, of parameters or of values in the forward: the graph's gradients would pass them by;
 - a number or a size that only the data decides (no wrong gradient, but torch's own word for it helps nobody);
 - two parameters in one memory (tied by `.data`): ranks would each train a copy.
@@ -20,6 +19,7 @@ from torch import fx, nn
 from torch.utils.checkpoint import CheckpointFunction
 
 from graphpp.errors import CaptureError
+from graphpp.functions import Functions
 from graphpp.roles import is_user_file, source_line
 
 # Functions of torch itself that change no gradient, or implement registered and higher-order operators, which export keeps.
@@ -33,9 +33,10 @@ def check_model(model: nn.Module) -> None:
 
 
 @contextlib.contextmanager
-def refusing() -> Iterator[None]:
-    """Refuse what the forward does that a trace would lose."""
-    with _patched(torch.autograd.Function, "apply", _applied()), _patched(torch.Tensor, "register_hook", _hooked):
+def refusing(functions: Functions) -> Iterator[None]:
+    """Refuse what the forward does that a trace would lose; record the custom Functions it applies."""
+    applied, hooked = _recording(functions), _hooked
+    with _patched(torch.autograd.Function, "apply", applied), _patched(torch.Tensor, "register_hook", hooked):
         yield
 
 
@@ -101,7 +102,7 @@ def _patched(owner: type, name: str, replacement: Any) -> Iterator[None]:
             delattr(owner, name)
 
 
-def _applied() -> Any:
+def _recording(functions: Functions) -> Any:
     original = torch.autograd.Function.__dict__["apply"]
 
     def apply(cls: type, *args: Any, **kwargs: Any) -> Any:
@@ -109,12 +110,7 @@ def _applied() -> Any:
             return args[0](*args[2:])
         if cls.__module__.startswith(_KEPT):
             return original.__get__(None, cls)(*args, **kwargs)
-        raise CaptureError(
-            f"the model uses the custom autograd.Function {cls.__qualname__} at {user_frame(traceback.extract_stack())}: "
-            "torch.export would drop its backward and the gradients would be silently wrong. Write it with "
-            "differentiable torch operations, or register it as an operator with torch.library.custom_op and "
-            "register_autograd."
-        )
+        return functions.apply(cls, args, kwargs, user_frame(traceback.extract_stack()))
 
     return classmethod(apply)
 

@@ -347,29 +347,6 @@ def test_capture_leaves_the_model_as_it_was(function: Callable[[Any, Tensor], Te
 # --------------------------------------------------------------------------------------------- functions of the user's
 
 
-class Reversed(torch.autograd.Function):
-    """Gradient reversal: export would drop it silently."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
-        return -grad
-
-
-def test_a_custom_autograd_function_is_refused_by_name_and_line() -> None:
-    def function(m: Any, x: Tensor) -> Tensor:
-        return Reversed.apply(m.linear(x))  # reversed here
-
-    with pytest.raises(CaptureError, match=rf"Reversed at .*{THIS}:{line_of('# reversed here')}"):
-        of(function)
-    x = torch.ones(1, requires_grad=True)
-    Reversed.apply(x).backward()  # it works as before, outside
-    assert x.grad == -1
-
-
 @torch.library.custom_op("graphpp_tests::doubled", mutates_args=())
 def doubled(x: Tensor) -> Tensor:
     return x * 2

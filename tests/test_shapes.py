@@ -78,7 +78,7 @@ def assert_like_eager(model: nn.Module, reference: nn.Module, names: Sequence[st
         else:
             assert torch.equal(mine, parameter.grad), fqn
     for fqn, buffer in reference.named_buffers():
-        assert names is not None and fqn not in names or torch.equal(model.get_buffer(fqn), buffer), fqn
+        assert (names is not None and fqn not in names) or torch.equal(model.get_buffer(fqn), buffer), fqn
 
 
 # ------------------------------------------------------------------------------------------------ uneven batches
@@ -158,7 +158,7 @@ def test_evaluation_of_an_uneven_batch_joins_all_rows() -> None:
 def test_microbatches_that_train_other_parameters_are_refused() -> None:
     pipe = graphpp.compile(Tagger(), loss, split=["layer"])
     one = microbatch(2, 5)
-    with pytest.raises(BatchError, match="microbatch 1 has a shape or structure for which .* other gradients"):
+    with pytest.raises(BatchError, match=r"microbatch 1 has a shape or structure for which .* other gradients"):
         pipe.step_microbatches([one, Microbatch(one.args, {"deep": True}, one.target)])
 
 

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.nn import functional as F
 
 import graphpp
@@ -47,7 +48,8 @@ def reporting(output: Tensor, target: Tensor) -> tuple[Tensor, dict[str, Any]]:
 
 def reported(rank: int, schedule: str) -> dict[str, Tensor]:
     x, target = batch()
-    pipe = graphpp.compile(net(), reporting, split=["1", "2", "3"] if schedule != "1F1B" else 2, schedule=schedule, microbatches=4)
+    split = ["2"] if schedule == "1F1B" else ["1", "2", "3"]
+    pipe = graphpp.compile(net(), reporting, split=split, schedule=schedule, microbatches=4)
     result = pipe.step(x, target=target.clamp_min(0))
     evaluated = pipe.eval(x, target=target.clamp_min(0))
     assert {name: float(value) for name, value in evaluated.metrics.items()} == {
@@ -169,8 +171,6 @@ def training(rank: int, kind: str) -> tuple[dict[str, Tensor], list[float]]:
 
 def scaler_of(kind: str) -> torch.amp.GradScaler:
     if kind == "sharded":
-        from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler  # noqa: PLC0415
-
         return ShardedGradScaler("cpu", init_scale=1024.0)
     return torch.amp.GradScaler("cpu", init_scale=1024.0, enabled=kind != "off")
 
