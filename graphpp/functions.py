@@ -12,7 +12,6 @@ Contract
 from __future__ import annotations
 
 import contextlib
-import operator
 from collections.abc import Iterable, Iterator, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -59,21 +58,33 @@ class Functions:
     """The Functions that one forward applied, in order."""
 
     applied: list[Applied] = field(default_factory=list)
+    _inside: bool = False
+
+    @contextlib.contextmanager
+    def inside(self) -> Iterator[None]:
+        """While the forward of one Function runs: others that it applies are a part of it."""
+        before, self._inside = self._inside, True
+        try:
+            yield
+        finally:
+            self._inside = before
 
     def apply(self, function: type, args: tuple[Any, ...], kwargs: dict[str, Any], place: str) -> Any:
         """Record one `apply` as a single operator; what it returned, with the operator's results as its tensors."""
         leaves, spec = aot.tree_flatten((args, kwargs))
         tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
-        if not tensors:
+        if not tensors or self._inside:
             return _apply(function, *args, **kwargs)
         self.applied.append(call := Applied(function, leaves, spec, place))
         results = iter(_OPERATOR(tensors, len(self.applied) - 1))
         return aot.tree_map(lambda leaf: next(results) if isinstance(leaf, torch.Tensor) else leaf, call.returned)
 
     def restored(self, module: fx.GraphModule) -> None:
-        """Put the Functions in the place of their operators, in place."""
+        """Put the Functions in the place of their operators, in place; raises `CaptureError` where one has none."""
+        found = set[int]()
         for node in module.graph.find_nodes(op="call_function", target=_OPERATOR):
-            number = node.args[1]
+            number = int(node.args[1])
+            found.add(number)
             name = f"function_{number}"
             module.add_submodule(name, _Module(self.applied[number]))
             with module.graph.inserting_before(node):
@@ -81,13 +92,10 @@ class Functions:
             call.meta = dict(node.meta)
             node.replace_all_uses_with(call)
             module.graph.erase_node(node)
-        for graph in _regions(module):
-            for node in graph.find_nodes(op="call_function", target=_OPERATOR):
-                raise CaptureError(
-                    f"the custom autograd.Function {self._named(node.args[1])} is applied inside a region that is one "
-                    "operator in the graph (a branch of torch.cond, a loop): its backward would be lost there. Apply it "
-                    "outside of the region."
-                )
+        lost = set(range(len(self.applied))) - found
+        if lost:
+            first = self.applied[min(lost)]
+            raise refused_in_region(f"the custom autograd.Function {first.function.__qualname__}", first.place)
 
     def check_seclusion(self, model: nn.Module) -> None:
         """Raise `CaptureError` where a Function wrote into the model's state or added to a gradient by itself.
@@ -109,13 +117,12 @@ class Functions:
         return f"{call.function.__qualname__} at {call.place}"
 
 
-def _regions(module: fx.GraphModule) -> Iterator[fx.Graph]:
-    """The graphs of the regions that a graph's operators run, and of those in them."""
-    for node in module.graph.find_nodes(op="get_attr"):
-        held = operator.attrgetter(str(node.target))(module)
-        if node.users and isinstance(held, fx.GraphModule):
-            yield held.graph
-            yield from _regions(held)
+def refused_in_region(what: str, place: str) -> CaptureError:
+    """The error for a Function that the exported graph has swallowed."""
+    return CaptureError(
+        f"{what} is applied at {place} inside a region that is one operator in the graph (a branch of torch.cond, a loop): its "
+        "backward would be lost there. Apply it outside of the region."
+    )
 
 
 class _Module(nn.Module):
@@ -145,8 +152,9 @@ def keeping(functions: Functions) -> Iterator[None]:
 
 def _fake(tensors: Sequence[torch.Tensor], number: int) -> list[torch.Tensor]:
     """The shapes of the results: the Function's own forward on tensors without data."""
-    call = _current.get().applied[number]
-    with torch.no_grad():
+    functions = _current.get()
+    call = functions.applied[number]
+    with torch.no_grad(), functions.inside():
         call.returned = call.run(tensors)
     leaves = aot.tree_flatten(call.returned)[0]
     results = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]

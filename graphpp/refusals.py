@@ -19,10 +19,11 @@ from torch import fx, nn
 from torch.utils.checkpoint import CheckpointFunction
 
 from graphpp.errors import CaptureError
-from graphpp.functions import Functions
+from graphpp.functions import Functions, refused_in_region
 from graphpp.roles import is_user_file, source_line
 
 # Functions of torch itself that change no gradient, or implement registered and higher-order operators, which export keeps.
+_OF_A_REGION = "ApplyTemplate"  # what Dynamo, which traces the regions of operators like torch.cond, makes of a custom one
 _KEPT = ("torch._library.", "torch._higher_order_ops.", "torch._functorch.", "torch.utils.checkpoint")
 
 
@@ -108,6 +109,8 @@ def _recording(functions: Functions) -> Any:
     def apply(cls: type, *args: Any, **kwargs: Any) -> Any:
         if cls is CheckpointFunction:  # same numbers without it: run(function, keep_random_state, *its arguments)
             return args[0](*args[2:])
+        if cls.__name__ == _OF_A_REGION:
+            raise refused_in_region("a custom autograd.Function", user_frame(traceback.extract_stack()))
         if cls.__module__.startswith(_KEPT):
             return original.__get__(None, cls)(*args, **kwargs)
         return functions.apply(cls, args, kwargs, user_frame(traceback.extract_stack()))
