@@ -15,6 +15,7 @@ import logging
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, TypeVar
 
 from graphpp import facts, fingerprint
@@ -29,10 +30,26 @@ from graphpp.runtime.state import ModelState
 from graphpp.seeds import Weighting
 from graphpp.signature import Leaves
 
+K = TypeVar("K")
 V = TypeVar("V")
 
-_Key = tuple[Any, ...]
 _LOG = logging.getLogger("graphpp")
+
+
+@dataclass(frozen=True, eq=True)
+class Key:
+    """What a captured graph depends on. It is large and looked up for every microbatch, so its hash is taken once."""
+
+    training: bool
+    signature: tuple[str, ...]
+    around: tuple[Any, ...]
+
+    @cached_property
+    def _hash(self) -> int:
+        return hash((self.training, self.signature, self.around))
+
+    def __hash__(self) -> int:
+        return self._hash
 
 
 @dataclass(frozen=True)
@@ -41,13 +58,13 @@ class Call:
 
     parts: Sequence[Leaves]
     training: bool
-    keys: tuple[_Key, ...]
+    keys: tuple[Key, ...]
     weighting: Weighting
 
     @property
-    def distinct(self) -> dict[_Key, Leaves]:
+    def distinct(self) -> dict[Key, Leaves]:
         """The first microbatch of each key."""
-        first: dict[_Key, Leaves] = {}
+        first: dict[Key, Leaves] = {}
         for key, part in zip(self.keys, self.parts, strict=True):
             first.setdefault(key, part)
         return first
@@ -61,19 +78,19 @@ class Ready:
     runner: GraphPPRunner
 
 
-class _Recent(OrderedDict[_Key, V]):
+class _Recent(OrderedDict[K, V]):
     """The values used last, at most `limit` of them."""
 
     def __init__(self, limit: int) -> None:
         super().__init__()
         self._limit = limit
 
-    def use(self, key: _Key) -> V:
+    def use(self, key: K) -> V:
         """A value, which is now the one used last."""
         self.move_to_end(key)
         return self[key]
 
-    def keep(self, key: _Key, value: V) -> _Key | None:
+    def keep(self, key: K, value: V) -> K | None:
         """Keep a value; the key of the one that had to go."""
         self[key] = value
         return self.popitem(last=False)[0] if len(self) > self._limit else None
@@ -88,9 +105,10 @@ class Library:
         self._watched = fingerprint.modules_of(compiler.model, compiler.loss)
         self._structure = fingerprint.structure(self._watched)
         limit = compiler.settings.max_graphs
-        self._facts: _Recent[Facts] = _Recent(limit)
-        self._built: _Recent[Built] = _Recent(limit)
-        self._ready: _Recent[Ready] = _Recent(limit)
+        self._known: _Recent[Key, Key] = _Recent(limit)  # one object per key: comparing it with itself costs nothing
+        self._facts: _Recent[tuple[Any, ...], Facts] = _Recent(limit)
+        self._built: _Recent[Key, Built] = _Recent(limit)
+        self._ready: _Recent[tuple[Key, ...], Ready] = _Recent(limit)
         self._subgroups = Subgroups(compiler.settings.place.group)
         self.first: Built | None = None
 
@@ -102,8 +120,14 @@ class Library:
                 "tied or untied. Change the model first, then compile it (again)."
             )
         around = fingerprint.circumstances(self._watched, self._compiler.settings.place.device.type)
-        keys = {part.signature: (training, part.signature, *around) for part in parts}
+        keys = {signature: self._key(training, signature, around) for signature in {part.signature for part in parts}}
         return Call(parts, training, tuple(keys[part.signature] for part in parts), weighting)
+
+    def _key(self, training: bool, signature: tuple[str, ...], around: tuple[Any, ...]) -> Key:
+        key = Key(training, signature, around)
+        if key not in self._known:
+            self._known.keep(key, key)
+        return self._known.use(key)
 
     def facts(self, call: Call) -> Facts:
         """What this rank is about to do."""
@@ -119,7 +143,7 @@ class Library:
                         "the microbatch": _spelled(call),
                         "the model": facts.of_model(self._compiler.model),
                         "training flags": [f"{fqn}.training={module.training}" for fqn, module in self._modules.items()],
-                        "autocast": [str(call.keys[0][-1])],
+                        "autocast": [str(call.keys[0].around[-1])],
                         "what it has kept for this call": [kept],
                     }
                 ),
@@ -141,7 +165,7 @@ class Library:
         check_alike(each)
         return each
 
-    def _build(self, key: _Key, part: Leaves, microbatches: int, training: bool) -> Built:
+    def _build(self, key: Key, part: Leaves, microbatches: int, training: bool) -> Built:
         if key in self._built:
             return self._built.use(key)
         built = self._agreement.together(
@@ -161,7 +185,7 @@ class Library:
             )
         return built
 
-    def _forget(self, key: _Key) -> None:
+    def _forget(self, key: Key) -> None:
         """Drop the runners that use a graph that is no longer kept."""
         for keys in [keys for keys in self._ready if key in keys]:
             del self._ready[keys]
@@ -206,11 +230,11 @@ def _spelled(call: Call) -> list[str]:
     return [first, *(line for part in kinds.values() for line in part.signature)]
 
 
-def _what_changed(before: _Key, key: _Key) -> str:
+def _what_changed(before: Key, key: Key) -> str:
     """What a new graph was captured for, compared with the one captured before it."""
-    if before[0] != key[0]:
+    if before.training != key.training:
         return "training and evaluation took turns"
-    pairs = zip(key[1], before[1], strict=False)
+    pairs = zip(key.signature, before.signature, strict=False)
     return next((f"it had {new}, after {old}" for new, old in pairs if new != old), "an attribute of the model changed")
 
 
