@@ -28,6 +28,7 @@ from graphpp.runtime.agreement import Agreement
 from graphpp.runtime.failure import FailureBoard
 from graphpp.runtime.state import ModelState
 from graphpp.signature import Leaves, Microbatch, unwrapped
+from graphpp.verify_report import Verification
 
 
 @dataclass(frozen=True)
@@ -87,6 +88,23 @@ class Pipeline:
         outputs = ready.runner.take_outputs()
         merged = None if outputs is None else merge_outputs(ready.built.captured, outputs, leading_size(call.parts[0]))
         return EvalResult(merged, None if losses is None else self._reduced(losses), losses)
+
+    def verify(self, *args: Any, target: Any = None, **kwargs: Any) -> Verification:
+        """Check a step over this batch against the uncut graph and eager, as `graphpp.verify` does; changes nothing.
+
+        In one process only: a rank of several holds the current values of its own parameters alone.
+        """
+        from graphpp.verify import verified  # it stands on api, which stands on this file
+
+        if self._settings.place.ranks > 1:
+            raise GraphPPError(
+                "pipe.verify runs all stages in one process, and this rank holds only its own stages' parameters. Call "
+                f"graphpp.verify(model, loss, example, split=..., schedule=..., ranks={self._settings.place.ranks}) in one "
+                "process, before the job."
+            )
+        parts = self._with_targets(self._cut(Microbatch(args, kwargs, target)))
+        self._state.move([*self._state.parameters, *self._state.buffers], self._settings.place.device)
+        return verified(self._model, self._loss, self._settings, parts)
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
         """Clip the gradients of all ranks to a total norm of `max_norm`; returns the total norm before, 0-dim.
