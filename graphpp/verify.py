@@ -36,7 +36,7 @@ from graphpp.runtime.state import ModelState
 from graphpp.signature import Leaves, Microbatch, unwrapped
 from graphpp.split import Split
 from graphpp.verify_partings import in_cut, in_eager, in_result, values_of
-from graphpp.verify_report import Comparison, Difference, Verification, difference
+from graphpp.verify_report import Comparison, Difference, Parting, Verification, difference
 from graphpp.verify_runs import Numbers, Step, repeatable, run_cut, run_eager, run_uncut, untouched
 
 _FLOAT32_TOLERANCE = 1e-6
@@ -141,7 +141,7 @@ def _compiled(model: nn.Module, loss: LossFunction | None, settings: Settings, p
         elif isinstance(passed.result, Cut):
             seen["pieces"] = passed.result
 
-    compiler = Compiler(model, loss, settings, watch)
+    compiler = Compiler(model, loss, replace(settings, dump=None), watch)
     with untouched(model, settings.place.device):
         built = compiler.build(parts[0], len(parts), training=True)
         table = compiler.schedule(built, len(parts), training=True)
@@ -185,7 +185,7 @@ def _three_ways(step: Step, compiled: _Compiled, tolerance: float) -> tuple[Comp
     found = _compared(_EAGER, uncut, eager.numbers, dict.fromkeys(uncut.grads, tolerance), tolerance)
     if found.verdict != "equal":
         first = in_eager(step, compiled.uncut, values_of(step, compiled.uncut))
-        found = replace(found, first=first or in_result(found, compiled.uncut))
+        found = replace(found, first=_placed(first or in_result(found, compiled.uncut), step.loss))
     return cut, found
 
 
@@ -207,10 +207,19 @@ def _of_cut(step: Step, compiled: _Compiled, uncut: Numbers, tolerance: float) -
     if found.verdict == "differs":
         values = values_of(step, compiled.uncut)
         first = in_cut(step, values, compiled.pieces, compiled.built.program, compiled.row)
-        found = replace(found, first=first or in_result(found, compiled.uncut, compiled.built.program))
+        first = first or in_result(found, compiled.uncut, compiled.built.program)
+        found = replace(found, first=_placed(first, step.loss))
     elif found.verdict == "close" and tied:
         found = replace(found, note=f"{', '.join(tied)} in several stages: parts are added per stage first")
     return found
+
+
+def _placed(first: Parting | None, loss: Any) -> Parting | None:
+    """A parting in the loss, of which torch.export keeps no lines, has the line where the loss function begins."""
+    code = getattr(loss, "__code__", None)
+    if first is None or first.fqn or first.source or code is None:
+        return first
+    return replace(first, source=f"{code.co_filename}:{code.co_firstlineno}")
 
 
 def _compared(title: str, ours: Numbers, theirs: Numbers, tolerances: Mapping[str, float], others: float) -> Comparison:

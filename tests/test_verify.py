@@ -14,6 +14,7 @@ from graphpp.passes import lower as recipe
 from graphpp.passes.joint import JointGraph
 from graphpp.runtime.gradients import Accumulator
 from graphpp.runtime.stage import GraphStage
+from tests.distributed import run_ranks
 from tests.models import MODELS, Case, cuts
 from tests.special_models import CUTS, SPECIAL
 
@@ -127,6 +128,19 @@ def test_a_pipeline_verifies_itself() -> None:
     assert found.ok and len(found.cut.losses) == 4 and found.plan.schedule.ranks == 1
 
 
+def refused_on_ranks(rank: int) -> str:
+    case = SPECIAL["norms"]()
+    pipe = graphpp.compile(case.model, case.loss, split=CUTS[2], microbatches=4)
+    with pytest.raises(graphpp.GraphPPError) as caught:
+        pipe.verify(*case.batch.args, target=case.batch.target)
+    return str(caught.value)
+
+
+def test_a_pipeline_of_several_ranks_says_how() -> None:
+    for said in run_ranks(refused_on_ranks, 2):
+        assert "graphpp.verify(" in said and "ranks=2" in said
+
+
 def test_a_model_without_memory_is_refused() -> None:
     case = SPECIAL["plain"]()
     with pytest.raises(graphpp.GraphPPError, match="meta device"):
@@ -212,7 +226,8 @@ def test_a_program_whose_operation_is_wrong_is_found(monkeypatch: pytest.MonkeyP
     breaking(monkeypatch, "cut", other)
     first = verified(layers(), 4).cut.first
     assert first is not None and (first.fqn, first.stage) == ("layers.1", 1)
-    assert first.source == f"{HERE}:{line_of('# the line that a pass spoils')}" and "computed in the forward" in first.what
+    assert "computed in the forward" in first.what
+    assert first.source == f"{HERE}:{line_of('# the line that a pass spoils')}"
 
 
 def test_a_backward_that_is_wrong_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -296,9 +311,9 @@ def test_where_a_loss_runs_other_code() -> None:
     case = layers()
 
     def loss(output: Tensor, target: Tensor) -> Tensor:
-        return F.cross_entropy(output, target) * (2 if torch.compiler.is_exporting() else 1)  # the loss's line
+        return F.cross_entropy(output, target) * (2 if torch.compiler.is_exporting() else 1)
 
     found = verified(Case(case.model, loss, case.batch))
     first = found.eager.first
     assert first is not None and (first.what, first.fqn) == ("the loss", "")
-    assert first.source == f"{HERE}:{line_of('# the loss' + chr(39) + 's line')}"
+    assert first.source == f"{HERE}:{line_of('def loss(output')}"
