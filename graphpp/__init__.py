@@ -1,7 +1,7 @@
 """graphpp: pipeline parallelism for an unmodified `nn.Module`, from one joint forward/backward graph.
 
-    pipe = graphpp.compile(model, loss, split=["layers.4"], schedule="1F1B", microbatches=8)
-    result = pipe.step(tokens, target=labels)
+pipe = graphpp.compile(model, loss, split=["layers.4"], schedule="1F1B", microbatches=8)
+result = pipe.step(tokens, target=labels)
 """
 
 from graphpp.api import compile
@@ -21,15 +21,20 @@ from graphpp.runtime.schedule import Schedule
 from graphpp.runtime.schedules import stage_ids
 from graphpp.signature import Microbatch, whole
 from graphpp.split import split_points
+from graphpp.verify import verify
+from graphpp.verify_report import Comparison, Difference, Parting, Verification
 
 __all__ = [
     "BatchError",
     "CaptureError",
+    "Comparison",
+    "Difference",
     "EvalResult",
     "GraphPPError",
     "Layout",
     "Microbatch",
     "MismatchError",
+    "Parting",
     "Pipeline",
     "Plan",
     "RankFailure",
@@ -37,8 +42,10 @@ __all__ = [
     "ScheduleError",
     "SplitError",
     "StepResult",
+    "Verification",
     "compile",
     "split_points",
     "stage_ids",
+    "verify",
     "whole",
 ]

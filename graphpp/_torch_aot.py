@@ -10,6 +10,7 @@ Checked on torch 2.11.0, 2.13.0 and 2.15.0:
 - `torch.amp.autocast_mode._enter_autocast`, `torch.amp.autocast_mode._exit_autocast`, `torch._C._set_grad_enabled`: modes as
   nodes of a graph, as Dynamo writes them
 - `torch.fx._lazy_graph_module._use_lazy_graph_module`: graphs are printed to Python when they are run, not at each change
+- `torch.utils._python_dispatch.TorchDispatchMode`: sees the operators of an eager run
 - `torch.utils._pytree`: nested inputs and outputs as flat lists (export's own notion of a structure)
 """
 
@@ -30,11 +31,13 @@ from torch._logging._internal import trace_log
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx._lazy_graph_module import _use_lazy_graph_module
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
+from torch.utils._python_dispatch import TorchDispatchMode
 
 enter_autocast = torch.amp.autocast_mode._enter_autocast
 exit_autocast = torch.amp.autocast_mode._exit_autocast
 set_grad_enabled = torch._C._set_grad_enabled
 
+DispatchMode = TorchDispatchMode
 TreeSpec = pytree.TreeSpec
 keystr = pytree.keystr
 tree_flatten = pytree.tree_flatten

@@ -71,7 +71,7 @@ def compile(  # noqa: PLR0913 - what a user may choose, all of it optional
     agreement = Agreement(place.group, place.device)
 
     def settings() -> Settings:
-        _check(model, loss, example, loss_reduction)
+        check_given(model, loss, example, loss_reduction)
         _check_numbers(accumulate_dtype, max_graphs)
         table = read(schedule)
         count = _microbatches(microbatches, table)
@@ -82,7 +82,8 @@ def compile(  # noqa: PLR0913 - what a user may choose, all of it optional
     return Pipeline(model, loss, agreed, agreement)
 
 
-def _check(model: object, loss: object, example: object, loss_reduction: object) -> None:
+def check_given(model: object, loss: object, example: object, loss_reduction: object) -> None:
+    """Raise `GraphPPError` for arguments that are not what they must be."""
     if not isinstance(model, nn.Module):
         raise CaptureError(f"model must be an nn.Module, got {type(model).__name__}")
     if loss is not None and not callable(loss):

@@ -104,7 +104,7 @@ class _Step(nn.Module):
         batch = signature.rebuild(example, tensors)
         output = self.model(*batch.args, **batch.kwargs)
         if training:
-            return _loss_and_metrics(loss, output, batch.target)
+            return loss_and_metrics(loss, output, batch.target)
         leaves, self.found.output_spec = aot.tree_flatten(output)
         self.found.output_leaves = tuple(
             signature.TENSOR if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves
@@ -114,11 +114,11 @@ class _Step(nn.Module):
             (program.Output(index), leaf) for index, leaf in enumerate(tensor_leaves)
         ]
         if batch.target is not None:
-            results += _loss_and_metrics(loss, output, batch.target)
+            results += loss_and_metrics(loss, output, batch.target)
         return results
 
 
-def _loss_and_metrics(loss: LossFunction | None, output: Any, target: Any) -> list[tuple[OutputRole, torch.Tensor]]:
+def loss_and_metrics(loss: LossFunction | None, output: Any, target: Any) -> list[tuple[OutputRole, torch.Tensor]]:
     """The loss, and the numbers that a loss function returned beside it."""
     value: Any = _own_loss(output) if loss is None else loss(output, target)
     metrics: Any = {}

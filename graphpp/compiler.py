@@ -21,7 +21,7 @@ from graphpp.dump import Dump
 from graphpp.errors import BatchError, ScheduleError
 from graphpp.layers import Call
 from graphpp.passes.joint import JointGraph
-from graphpp.passes.lower import lower
+from graphpp.passes.lower import Hook, Passed, lower
 from graphpp.plan import Plan
 from graphpp.report import check_output
 from graphpp.runtime import program
@@ -123,8 +123,15 @@ class Built:
 class Compiler:
     """Builds pipelines for one model, loss and settings."""
 
-    def __init__(self, model: nn.Module, loss: LossFunction | None, settings: Settings) -> None:
-        self.model, self.loss, self.settings = model, loss, settings
+    def __init__(
+        self,
+        model: nn.Module,
+        loss: LossFunction | None,
+        settings: Settings,
+        watch: Hook = lambda passed: None,
+    ) -> None:
+        """`watch` sees the captured graph (as pass "capture") and the result of each pass, after the dump."""
+        self.model, self.loss, self.settings, self._watch = model, loss, settings, watch
         self._begins: list[list[str]] = []  # per stage after the first, what was called from its start on, in order
 
     def build(self, example: Leaves, microbatches: int, *, training: bool) -> Built:
@@ -132,9 +139,10 @@ class Compiler:
         settings = self.settings
         dump = Dump(settings.dump, settings.place.rank, "train" if training else "eval")
         captured = dump.capture(lambda: self._capture(example, training))
+        self._watch(Passed("capture", 0.0, captured.joint))
         starts = self._starts(module_calls(captured.joint))
         schedule = self._table(len(starts), microbatches)
-        compiled = lower(captured.joint, starts, dump.hook(schedule))
+        compiled = lower(captured.joint, starts, _both(dump.hook(schedule), self._watch))
         plan = Plan.of(captured.joint, compiled, schedule)
         dump.plan(plan, _with_communication(schedule, training))
         return Built(captured, compiled, plan)
@@ -203,6 +211,14 @@ def _results(built: Built) -> dict[str, object]:
         "losses": loss.dtype if loss is not None else None,
         "gradients": [sorted(stage.gradients) for stage in stages],
     }
+
+
+def _both(first: Hook, second: Hook) -> Hook:
+    def hook(passed: Passed) -> None:
+        first(passed)
+        second(passed)
+
+    return hook
 
 
 def module_calls(joint: JointGraph) -> list[Call]:

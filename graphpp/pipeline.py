@@ -30,6 +30,7 @@ from graphpp.runtime.failure import FailureBoard
 from graphpp.runtime.state import ModelState
 from graphpp.seeds import LossWeight, Weighting
 from graphpp.signature import Leaves, Microbatch, unwrapped
+from graphpp.verify_report import Verification
 
 
 @dataclass(frozen=True)
@@ -114,6 +115,23 @@ class Pipeline:
         merged = None if outputs is None else merge_outputs(ready.built[0].captured, outputs, sizes)
         loss = None if losses is None else call.weighting.reduced(losses)
         return EvalResult(merged, loss, losses, averaged(metrics))
+
+    def verify(self, *args: Any, target: Any = None, **kwargs: Any) -> Verification:
+        """Check a step over this batch against the uncut graph and eager, as `graphpp.verify` does; changes nothing.
+
+        In one process only: a rank of several holds the current values of its own parameters alone.
+        """
+        from graphpp.verify import verified  # it stands on api, which stands on this file
+
+        if self._settings.place.ranks > 1:
+            raise GraphPPError(
+                "pipe.verify runs all stages in one process, and this rank holds only its own stages' parameters. Call "
+                f"graphpp.verify(model, loss, example, split=..., schedule=..., ranks={self._settings.place.ranks}) in one "
+                "process, before the job."
+            )
+        parts = self._with_targets(self._cut(Microbatch(args, kwargs, target)))
+        self._state.move([*self._state.parameters, *self._state.buffers], self._settings.place.device)
+        return verified(self._model, self._loss, self._settings, parts)
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
         """Clip the gradients of all ranks to a total norm of `max_norm`; returns the total norm before, 0-dim.

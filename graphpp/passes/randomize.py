@@ -7,6 +7,9 @@ whatever the split, the schedule and the number of ranks, and running it again r
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from typing import Any
+
 import torch
 from torch import fx
 
@@ -17,7 +20,7 @@ from graphpp.runtime.randomness import seeded
 
 def randomize(joint: JointGraph) -> JointGraph:
     """Give every random operator its key, in place."""
-    drawing = [node for node in joint.computed() if draws(node)]
+    drawing = [node for node in joint.computed() if draws(node.target, node.args, node.kwargs)]
     if not drawing:
         return joint
     with joint.graph.inserting_before(next(iter(joint.graph.nodes))):
@@ -29,11 +32,11 @@ def randomize(joint: JointGraph) -> JointGraph:
     return joint
 
 
-def draws(node: fx.Node) -> bool:
-    """Whether an operator draws random numbers with the arguments it has."""
-    if torch.Tag.nondeterministic_seeded not in getattr(node.target, "tags", ()):
+def draws(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Whether an operator draws random numbers with these arguments."""
+    if torch.Tag.nondeterministic_seeded not in getattr(operator, "tags", ()):
         return False
-    schema = getattr(node.target, "_schema", None)
+    schema = getattr(operator, "_schema", None)
     names = [argument.name for argument in schema.arguments] if schema is not None else []
-    given = {**dict(zip(names, node.args, strict=False)), **node.kwargs}
+    given = {**dict(zip(names, args, strict=False)), **kwargs}
     return given.get("dropout_p") != 0.0 if "dropout_p" in given else "dropout_p" not in names

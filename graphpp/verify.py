@@ -1,0 +1,311 @@
+"""`graphpp.verify`: one step three ways in one process, before a cluster is rented.
+
+Contract
+--------
+- Compared are: the stage programs, run by the pipeline's own runner, against the uncut joint graph (equal bits on the CPU; a
+  tied parameter's sum within the tolerance), and the joint graph against plain eager (within the tolerance).
+- A schedule for several ranks is checked as such, its messages included, and its actions then run on one rank in an order
+  that the ranks could have had.
+- No process group is needed. Model (parameters, gradients, buffers, attributes) and random state are as before afterwards.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from graphpp.api import check_given
+from graphpp.batch import leading_size
+from graphpp.capture import LossFunction
+from graphpp.compiler import Built, Compiler, Settings
+from graphpp.errors import BatchError, GraphPPError, ScheduleError
+from graphpp.passes.cut import Cut
+from graphpp.passes.joint import JointGraph
+from graphpp.passes.lower import Passed
+from graphpp.runtime.actions import Action, upstream
+from graphpp.runtime.runner import Device
+from graphpp.runtime.schedule import Schedule
+from graphpp.runtime.source import Source, default_stages, read
+from graphpp.runtime.state import ModelState
+from graphpp.seeds import Reduction, Weighting
+from graphpp.signature import Leaves, Microbatch, unwrapped
+from graphpp.split import Split
+from graphpp.verify_partings import in_cut, in_eager, in_result, values_of
+from graphpp.verify_report import Comparison, Difference, Parting, Verification, difference
+from graphpp.verify_runs import Numbers, Step, repeatable, run_cut, run_eager, run_uncut, untouched
+
+_FLOAT32_TOLERANCE = 1e-6
+
+
+def verify(  # noqa: PLR0913 - what a user may choose, all of it optional
+    model: nn.Module,
+    loss: LossFunction | None = None,
+    example: Microbatch | Sequence[Microbatch] | None = None,
+    *,
+    split: Split = None,
+    schedule: Source = "auto",
+    microbatches: int | None = None,
+    ranks: int | None = None,
+    loss_reduction: Reduction = "mean",
+    tolerance: float | None = None,
+) -> Verification:
+    """Run one step as stage programs, as the uncut joint graph and in plain eager, and report where they part.
+
+    Runs in this process, on the model's device, and changes nothing of the model. Takes the memory of three gradients, and
+    of all values of a step where it has to look for a parting.
+
+    Args:
+        model, loss, split, schedule, loss_reduction: as for `graphpp.compile`.
+        example: one microbatch with data, of which the others are made by rotating its rows; or all of them in a list.
+        microbatches: how many; None: as many as the table or the list has, else one a rank, at least 2.
+        ranks: how many ranks the schedule is for; None: as many as the table has or as the split asks for, else 2.
+        tolerance: the relative difference that counts as rounding; None: 1e-6 in float32, and as many units in the last
+            place of the coarsest floating dtype that the model computes in (bfloat16: 0.066).
+
+    Raises:
+        What `graphpp.compile` raises, and `GraphPPError` for a model without memory. What differs does not raise: see
+        `Verification.ok`, `Verification.raise_if_wrong()`, or print it.
+    """
+    device = _device_of(model)
+    given = [example] if isinstance(example, Microbatch) else list(example or ())
+    if not given:
+        raise BatchError("verify needs example=: a graphpp.Microbatch with data, or a list of them")
+    for each in given:
+        check_given(model, loss, each, loss_reduction)
+    table = read(schedule)
+    count = _ranks(ranks, split, table)
+    wanted = table.microbatches if isinstance(table, Schedule) else microbatches or max(2, count)
+    parts = [unwrapped(each) for each in given] if len(given) > 1 else _rotated(given[0], wanted)
+    settings = Settings(_Imagined(device, None, count), given[0], split, table, len(parts), loss_reduction)
+    return verified(model, loss, settings, parts, tolerance)
+
+
+def verified(
+    model: nn.Module,
+    loss: LossFunction | None,
+    settings: Settings,
+    parts: Sequence[Leaves],
+    tolerance: float | None = None,
+) -> Verification:
+    """The report for these microbatches; `settings.place` says for how many ranks the schedule is."""
+    began = time.perf_counter()
+    _check_one_shape(parts)
+    device = settings.place.device
+    ModelState(model).check_memory([name for name, _ in (*model.named_parameters(), *model.named_buffers())])
+    parts = [_on(device, part) for part in parts]
+    with untouched(model, device):
+        compiled = _compiled(model, loss, settings, parts)
+        step = Step(model, loss, parts, _seeds(compiled.built, settings.loss_reduction, len(parts), device), device)
+        allowed = _tolerance(compiled.uncut) if tolerance is None else tolerance
+        cut, eager = _three_ways(step, compiled, allowed)
+    return Verification(cut, eager, compiled.built.plan, allowed, time.perf_counter() - began)
+
+
+# --------------------------------------------------------------------------------------------- what was compiled
+
+
+@dataclass(frozen=True)
+class _Imagined(Device):
+    """One process that stands for several ranks."""
+
+    count: int = 1
+
+    @property
+    def ranks(self) -> int:
+        """Ranks that the schedule is for."""
+        return self.count
+
+
+@dataclass(frozen=True)
+class _Compiled:
+    """What a pipeline would run, and beside it the uncut graph, the graphs of the cut, and the schedule on one rank."""
+
+    built: Built
+    uncut: JointGraph
+    pieces: Cut
+    row: Schedule
+
+
+def _compiled(model: nn.Module, loss: LossFunction | None, settings: Settings, parts: Sequence[Leaves]) -> _Compiled:
+    seen: dict[str, Any] = {}
+
+    def watch(passed: Passed) -> None:
+        if passed.name == "capture":
+            assert isinstance(passed.result, JointGraph)
+            seen["uncut"] = repeatable(passed.result)
+        elif isinstance(passed.result, Cut):
+            seen["pieces"] = passed.result
+
+    compiler = Compiler(model, loss, replace(settings, dump=None), watch)
+    with untouched(model, settings.place.device):
+        built = compiler.build(parts[0], len(parts), training=True)
+        table = compiler.schedule(built, len(parts), training=True)
+    return _Compiled(built, seen["uncut"], seen["pieces"], in_one_row(table))
+
+
+def in_one_row(schedule: Schedule) -> Schedule:
+    """The computations of all ranks on one rank: an order that the ranks could have had, without messages."""
+    rows = [deque(action for action in row if action and action.is_compute) for row in schedule.table]
+    done: dict[Action, None] = {}
+    while any(rows):
+        for row in rows:
+            if row and _ready(row[0], done, schedule.stages):
+                done[row.popleft()] = None
+    return Schedule((tuple(done),), schedule.stages, schedule.microbatches, schedule.name)
+
+
+def _ready(action: Action, done: Mapping[Action, None], stages: int) -> bool:
+    makers = upstream(action, stages)
+    return not makers or any(maker in done for maker in makers)
+
+
+def _seeds(built: Built, reduction: Reduction, count: int, device: torch.device) -> list[torch.Tensor]:
+    assert built.program.loss is not None
+    return Weighting(reduction).seeds(count, built.program.loss.dtype, device)
+
+
+# ------------------------------------------------------------------------------------------------------ compare
+
+
+def _three_ways(step: Step, compiled: _Compiled, tolerance: float) -> tuple[Comparison, Comparison]:
+    with untouched(step.model, step.device):
+        uncut = run_uncut(step, compiled.uncut)
+    cut = _of_cut(step, compiled, uncut, tolerance)
+    with untouched(step.model, step.device):
+        eager = run_eager(step, compiled.uncut)
+    if not eager.matched:
+        return cut, Comparison(_EAGER, note=_OTHER_NUMBERS, compared=False)
+    found = _compared(_EAGER, uncut, eager.numbers, dict.fromkeys(uncut.grads, tolerance), tolerance)
+    if found.verdict != "equal":
+        first = in_eager(step, compiled.uncut, values_of(step, compiled.uncut))
+        found = replace(found, first=_placed(first or in_result(found, compiled.uncut), step.loss))
+    return cut, found
+
+
+_CUT = "stage programs against the uncut joint graph"
+_EAGER = "joint graph against eager"
+_OTHER_NUMBERS = (
+    "The model draws other random numbers in eager than under a trace, so no bits can be compared. Verify it with its dropout "
+    "set to 0 as well."
+)
+
+
+def _of_cut(step: Step, compiled: _Compiled, uncut: Numbers, tolerance: float) -> Comparison:
+    with untouched(step.model, step.device):
+        ours = run_cut(step, compiled.built.program, compiled.row)
+    gradients = [fqn for stage in compiled.built.program.stages for fqn in stage.gradients]
+    tied = sorted({fqn for fqn in gradients if gradients.count(fqn) > 1})
+    strict = tolerance if step.device.type != "cpu" else 0.0  # a GPU may add in another order at every run
+    found = _compared(_CUT, ours, uncut, dict.fromkeys(gradients, strict) | dict.fromkeys(tied, tolerance), strict)
+    if found.verdict == "differs":
+        values = values_of(step, compiled.uncut)
+        first = in_cut(step, values, compiled.pieces, compiled.built.program, compiled.row)
+        first = first or in_result(found, compiled.uncut, compiled.built.program)
+        found = replace(found, first=_placed(first, step.loss))
+    elif found.verdict == "close" and tied:
+        found = replace(found, note=f"{', '.join(tied)} in several stages: parts are added per stage first")
+    return found
+
+
+def _placed(first: Parting | None, loss: Any) -> Parting | None:
+    """A parting in the loss, of which torch.export keeps no lines, has the line where the loss function begins."""
+    code = getattr(loss, "__code__", None)
+    if first is None or first.fqn or first.source or code is None:
+        return first
+    return replace(first, source=f"{code.co_filename}:{code.co_firstlineno}")
+
+
+def _compared(title: str, ours: Numbers, theirs: Numbers, tolerances: Mapping[str, float], others: float) -> Comparison:
+    """Ours against the reference; gradients within their tolerances, losses and buffers within `others`."""
+    per_element = _average(theirs.grads.values()) / 1000
+    losses = tuple(difference(a, b, others) for a, b in zip(ours.losses, theirs.losses, strict=True))
+    gradients: dict[str, Difference] = {}
+    for fqn in dict.fromkeys([*theirs.grads, *ours.grads]):
+        left, right = _both(ours.grads.get(fqn), theirs.grads.get(fqn))
+        gradients[fqn] = difference(left, right, tolerances.get(fqn, 0.0), per_element * right.numel() ** 0.5)
+    buffers = {fqn: difference(value, theirs.buffers[fqn], others) for fqn, value in ours.buffers.items()}
+    return Comparison(title, losses, gradients, buffers)
+
+
+def _average(gradients: Any) -> float:
+    """The root mean square of all elements."""
+    squares = [(gradient.detach().double().norm().item() ** 2, gradient.numel()) for gradient in gradients]
+    return float((sum(size for size, _ in squares) / max(1, sum(count for _, count in squares))) ** 0.5)
+
+
+def _both(left: torch.Tensor | None, right: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+    """No gradient is one of zeros."""
+    known = left if left is not None else right
+    assert known is not None
+    zeros = torch.zeros_like(known)
+    return zeros if left is None else left, zeros if right is None else right
+
+
+def _tolerance(joint: JointGraph) -> float:
+    values = [node.meta["val"] for node in joint.computed() if isinstance(node.meta["val"], torch.Tensor)]
+    coarsest = max((torch.finfo(value.dtype).eps for value in values if value.is_floating_point()), default=0.0)
+    return _FLOAT32_TOLERANCE * coarsest / torch.finfo(torch.float32).eps
+
+
+# -------------------------------------------------------------------------------------------------- what was given
+
+
+def _device_of(model: object) -> torch.device:
+    if not isinstance(model, nn.Module):
+        raise GraphPPError(f"model must be an nn.Module, got {type(model).__name__}")
+    first = next(model.parameters(), None)
+    return first.device if first is not None else torch.device("cpu")
+
+
+def _ranks(given: int | None, split: Split, schedule: Any) -> int:
+    """How many ranks the schedule is for."""
+    if given is not None:
+        if given < 1:
+            raise ScheduleError(f"ranks must be a positive number, got {given!r}")
+        return given
+    if isinstance(schedule, Schedule):
+        return schedule.ranks
+    stages, each = _stages(split), default_stages(schedule, 1)
+    if stages is None:
+        return 2
+    return stages // each if stages % each == 0 else stages
+
+
+def _stages(split: Any) -> int | None:
+    """How many stages a split asks for, where it says so by itself."""
+    if isinstance(split, Sequence):
+        return len(split) + all(isinstance(name, str) for name in split)
+    number = split if split is None or isinstance(split, int) else getattr(split, "num_stages", None)
+    return number if number is None else int(number)
+
+
+def _check_one_shape(parts: Sequence[Leaves]) -> None:
+    other = next((index for index, part in enumerate(parts) if part.signature != parts[0].signature), None)
+    if other is not None:
+        raise BatchError(
+            f"microbatch {other} differs in shape or structure from microbatch 0: verify microbatches of one shape at a time."
+        )
+
+
+def _rotated(example: Microbatch, count: int) -> list[Leaves]:
+    """Microbatches of the same rows in other orders, so that one taken for another shows."""
+    leaves = Leaves.of(example)
+    rows = leading_size(leaves)
+
+    def turned(leaf: Any, by: int) -> Any:
+        rolls = isinstance(leaf, torch.Tensor) and leaf.dim() and len(leaf) == rows
+        return leaf.clone().copy_(leaf.roll(by, 0)) if rolls else leaf
+
+    turns = [tuple(turned(leaf, by) for leaf in leaves.values) for by in range(count)]
+    return [unwrapped(Leaves(leaves.spec, leaves.paths, values).microbatch()) for values in turns]
+
+
+def _on(device: torch.device, part: Leaves) -> Leaves:
+    values = [leaf.to(device) if isinstance(leaf, torch.Tensor) else leaf for leaf in part.values]
+    return Leaves(part.spec, part.paths, tuple(values))
