@@ -247,9 +247,9 @@ def test_a_backward_that_is_wrong_is_found(monkeypatch: pytest.MonkeyPatch) -> N
 def test_a_gradient_that_is_added_up_wrongly_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     take = Accumulator.take
 
-    def twice(self: Accumulator, microbatch: int, place: int, gradient: Tensor) -> None:
-        factor = 2 if self.fqns[place] == "layers.3.linear.bias" else 1
-        take(self, microbatch, place, gradient * factor)
+    def twice(self: Accumulator, microbatch: int, fqn: str, gradient: Tensor) -> None:
+        factor = 2 if fqn == "layers.3.linear.bias" else 1
+        take(self, microbatch, fqn, gradient * factor)
 
     monkeypatch.setattr(Accumulator, "take", twice)
     found = verified(layers(), 4)
