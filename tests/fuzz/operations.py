@@ -50,6 +50,18 @@ class Pure(nn.Module):
         return self.function(*values)
 
 
+class Straight(torch.autograd.Function):
+    """Rounds; its own backward passes half of the gradient through."""
+
+    @staticmethod
+    def forward(ctx: Any, h: Tensor) -> Tensor:
+        return (h * 8).round() / 8
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad / 2
+
+
 class Attention(nn.Module):
     """Self-attention over an optional mask; the output projection has the `weight` that ties share."""
 
@@ -261,6 +273,7 @@ OPERATIONS: dict[str, Operation] = {
     "add": Operation("hh", "h", pure(torch.add)),
     "mul": Operation("hh", "h", pure(torch.mul)),
     "gelu": Operation("h", "h", pure(F.gelu)),
+    "straight": Operation("h", "h", pure(Straight.apply)),
     "relu": Operation("h", "h", pure(torch.relu)),
     "tanh": Operation("h", "h", pure(torch.tanh)),
     "softplus": Operation("h", "h", pure(F.softplus)),
