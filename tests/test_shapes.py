@@ -92,10 +92,13 @@ def test_only_the_last_microbatch_is_uneven(size: int, count: int, sizes: list[i
     assert sizes_of_parts(size, count) == sizes
 
 
-def on_rank(rank: int, what: str) -> tuple[dict[str, Any], Tensor]:
+SPLITS = {"1F1B": ["layer"], "Interleaved1F1B": ["attention", "norm", "layer"], "LoopedBFS": ["attention", "norm", "layer"]}
+
+
+def on_rank(rank: int, what: str, schedule: str) -> tuple[dict[str, Any], Tensor]:
     """A pipeline's gradients and buffers on this rank, and the losses."""
     model = Tagger()
-    pipe = graphpp.compile(model, loss, split=["layer"], schedule="1F1B", microbatches=4)
+    pipe = graphpp.compile(model, loss, split=SPLITS[schedule], schedule=schedule, microbatches=4)
     if what == "uneven":
         result = pipe.step(tokens(10), target=tokens(10, seed=1))
     else:
@@ -111,8 +114,9 @@ def several() -> list[list[Microbatch]]:
     return [first, [microbatch(2, 3), microbatch(2, 9), microbatch(2, 5), microbatch(2, 3)]]
 
 
+@pytest.mark.parametrize("schedule", SPLITS)
 @pytest.mark.parametrize("what", ["uneven", "several"])
-def test_two_ranks_run_microbatches_of_different_shapes(what: str) -> None:
+def test_two_ranks_run_microbatches_of_different_shapes(what: str, schedule: str) -> None:
     if what == "uneven":
         sizes = [3, 3, 3, 1]
         whole = zip(tokens(10).split(sizes), tokens(10, seed=1).split(sizes), strict=True)
@@ -125,7 +129,7 @@ def test_two_ranks_run_microbatches_of_different_shapes(what: str) -> None:
                 value = loss(reference(*part.args), part.target)
                 (value / 4).backward()
                 losses.append(value.detach())
-    for local, found in run_ranks(on_rank, 2, what):
+    for local, found in run_ranks(on_rank, 2, what, schedule):
         assert torch.equal(found, torch.stack(losses))
         model = Tagger()
         for fqn, value in local.items():
