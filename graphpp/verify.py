@@ -11,6 +11,7 @@ Contract
 
 from __future__ import annotations
 
+import math
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
@@ -227,7 +228,10 @@ def _compared(title: str, ours: Numbers, theirs: Numbers, tolerances: Mapping[st
     losses = tuple(difference(a, b, others) for a, b in zip(ours.losses, theirs.losses, strict=True))
     gradients: dict[str, Difference] = {}
     for fqn in dict.fromkeys([*theirs.grads, *ours.grads]):
-        left, right = _both(ours.grads.get(fqn), theirs.grads.get(fqn))
+        left, right = ours.grads.get(fqn), theirs.grads.get(fqn)
+        if left is None or right is None:
+            gradients[fqn] = Difference(math.inf, math.inf, "differs")  # a gradient of zeros is not the same as none
+            continue
         gradients[fqn] = difference(left, right, tolerances.get(fqn, 0.0), per_element * right.numel() ** 0.5)
     buffers = {fqn: difference(value, theirs.buffers[fqn], others) for fqn, value in ours.buffers.items()}
     return Comparison(title, losses, gradients, buffers)
@@ -237,14 +241,6 @@ def _average(gradients: Any) -> float:
     """The root mean square of all elements."""
     squares = [(gradient.detach().double().norm().item() ** 2, gradient.numel()) for gradient in gradients]
     return float((sum(size for size, _ in squares) / max(1, sum(count for _, count in squares))) ** 0.5)
-
-
-def _both(left: torch.Tensor | None, right: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
-    """No gradient is one of zeros."""
-    known = left if left is not None else right
-    assert known is not None
-    zeros = torch.zeros_like(known)
-    return zeros if left is None else left, zeros if right is None else right
 
 
 def _tolerance(joint: JointGraph) -> float:
