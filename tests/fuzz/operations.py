@@ -50,12 +50,12 @@ class Pure(nn.Module):
         return self.function(*values)
 
 
-class Straight(torch.autograd.Function):
-    """Rounds; its own backward passes half of the gradient through."""
+class Halved(torch.autograd.Function):
+    """A function whose backward is its own: half of the gradient, whatever the forward does."""
 
     @staticmethod
     def forward(ctx: Any, h: Tensor) -> Tensor:
-        return (h * 8).round() / 8
+        return torch.sin(h)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Tensor:
@@ -273,7 +273,7 @@ OPERATIONS: dict[str, Operation] = {
     "add": Operation("hh", "h", pure(torch.add)),
     "mul": Operation("hh", "h", pure(torch.mul)),
     "gelu": Operation("h", "h", pure(F.gelu)),
-    "straight": Operation("h", "h", pure(Straight.apply)),
+    "halved": Operation("h", "h", pure(Halved.apply)),
     "relu": Operation("h", "h", pure(torch.relu)),
     "tanh": Operation("h", "h", pure(torch.tanh)),
     "softplus": Operation("h", "h", pure(F.softplus)),
