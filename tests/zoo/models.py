@@ -40,6 +40,11 @@ class Entry:
     inexact: str = ""
     dropout: bool = False  # whether `build` takes a probability of dropout
 
+    @property
+    def library(self) -> str:
+        """Where the model is from."""
+        return {"lora_llama": "peft", "unet": "diffusers"}.get(self.build.__name__, "transformers")
+
     def model(self, dropout: float = 0.0) -> nn.Module:
         """The model with the same parameters on every call and every rank."""
         torch.manual_seed(0)
@@ -289,7 +294,10 @@ UPSAMPLING = (
 ZOO: dict[str, Entry] = {
     "llama": Entry(
         "Llama", llama, text, logits_loss, words, inexact=GROUPED_HEADS, dropout=True,
-        cuts=[["model.layers.0.self_attn.k_proj"], ["model.layers.0.mlp", "model.layers.2.post_attention_layernorm", "lm_head"]],
+        cuts=[
+            ["model.layers.0.self_attn.k_proj"],
+            ["model.layers.0.mlp", "model.layers.2.post_attention_layernorm", "lm_head"],
+        ],
     ),
     "qwen3": Entry("Qwen3", qwen3, labelled_text, inexact=GROUPED_HEADS, cuts=[["model.layers.1.self_attn.k_norm"]]),
     "gemma": Entry("Gemma (tied)", gemma, padded_text, cuts=[["model.norm"]]),

@@ -6,14 +6,19 @@ is not amplified) on different batches. `uncut` is `split=1` in a group of one r
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from copy import deepcopy
 from dataclasses import dataclass, field
+from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 import graphpp
+from graphpp import compiler
 from tests.distributed import run_ranks
 from tests.models import Batch
 from tests.reference import eager_steps
@@ -66,10 +71,25 @@ def visit(rank: int, name: str, dropout: float) -> Visit:
     """This rank's numbers."""
     entry = ZOO[name]
     alone = dist.new_group([rank], use_local_synchronization=True)
-    uncut = trained(entry, Run("uncut", "loop"), 1, dropout, alone)
     numbered: list[tuple[str, int | Sequence[str]]] = [("split=2", 2), ("split=4", 4)]
     cuts = numbered + [(", ".join(cut), cut) for cut in entry.cuts]
-    return Visit(eager(entry), uncut, [trained(entry, plan(*cut), cut[1], dropout) for cut in cuts])
+    with one_capture():
+        uncut = trained(entry, Run("uncut", "loop"), 1, dropout, alone)
+        return Visit(eager(entry), uncut, [trained(entry, plan(*cut), cut[1], dropout) for cut in cuts])
+
+
+@contextmanager
+def one_capture() -> Iterator[None]:
+    """A captured graph knows no cut, and takes longest to make: each pipeline lowers a copy of the first one's."""
+    kept, capture = [], compiler.capture
+
+    def once(*args: Any, **options: Any) -> Any:
+        if not kept:
+            kept.append(capture(*args, **options))
+        return deepcopy(kept[0])
+
+    with patch.object(compiler, "capture", once):
+        yield
 
 
 def plan(name: str, split: int | Sequence[str]) -> Run:
