@@ -33,7 +33,7 @@ def test_a_model(name: str) -> None:
 
 def assert_frozen_have_no_gradient(name: str, visit: Visit) -> None:
     frozen = [fqn for fqn, parameter in ZOO[name].model().named_parameters() if not parameter.requires_grad]
-    assert bool(frozen) == (name == "lora_llama")
+    assert frozen or name != "lora_llama"  # Whisper freezes its sinusoidal positions
     assert all(grads[fqn] is None for run in (visit.uncut, *visit.cut) for grads in run.grads for fqn in frozen)
 
 
