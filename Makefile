@@ -3,6 +3,7 @@
 #   make demo                     train a Llama on two processes and compare it with one
 #   make test                     all tests
 #   make lint | types             ruff | mypy
+#   make models                   run the models of tests/zoo and write docs/models.md
 #   make compat TORCH=2.15.0      the tests in a second environment, with that version of PyTorch
 #   make clean                    remove what these made
 #
@@ -17,7 +18,7 @@ SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 .ONESHELL:
 .DELETE_ON_ERROR:
-.PHONY: demo test lint types compat clean help setup
+.PHONY: demo test models lint types compat clean help setup
 
 PYTHON ?= python3
 TORCH ?= 2.13.0
@@ -39,6 +40,9 @@ demo: $(READY)
 
 test: $(READY)
 	@$(PY) -m pytest -q $(PYTEST_ARGS)
+
+models: $(READY)
+	@$(PY) -m tests.zoo
 
 lint: $(READY)
 	@$(PY) -m ruff check .

@@ -1,6 +1,6 @@
 """What a traced forward assigns to attributes of its modules: `self.state = new`.
 
-Contract: after `undone`, every module has the attributes and buffers that it had before, and `Assigned` tells what
+Contract: after `undone`, every module has the attributes, buffers and hooks that it had before, and `Assigned` tells what
 there was instead: the new values of buffers, which the trace returns as further results (export keeps assignments to
 buffers of its root module only, and drops the others), and the tensors that are no buffers and were replaced: if the
 graph reads such a one as a constant, it would do so forever, and `refuse_stale` raises.
@@ -41,6 +41,7 @@ class Assigned:
 def undone(model: nn.Module, assigned: Assigned) -> Iterator[None]:
     """Note in `assigned` what the forward inside assigns, and undo it."""
     before = [(name, module, dict(vars(module)), dict(module._buffers)) for name, module in model.named_modules()]
+    hooks = [(registry, dict(registry)) for module in model.modules() for registry in _hooks(module)]
     yield
     for name, module, attributes, buffers in before:
         prefix = f"{name}." if name else ""
@@ -50,6 +51,14 @@ def undone(model: nn.Module, assigned: Assigned) -> Iterator[None]:
             assigned.buffers[prefix + key] = _new_value(prefix + key, old, module._buffers.get(key))
         _restore(module._buffers, buffers)
         _restore(vars(module), attributes)
+    for registry, registered in hooks:
+        registry.clear()  # hooks run in order
+        registry.update(registered)
+
+
+def _hooks(module: nn.Module) -> list[dict[int, Any]]:
+    """Where a module keeps its hooks and what it knows of them: a forward may register some at its first call."""
+    return [value for name, value in vars(module).items() if "_hooks" in name and isinstance(value, dict)]
 
 
 def _replaced(now: dict[str, Any], before: dict[str, Any]) -> list[tuple[str, torch.Tensor]]:

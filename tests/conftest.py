@@ -1,5 +1,6 @@
-"""What holds in every test: one thread, fixed seeds, no worker left behind."""
+"""What holds in every test: one thread, fixed seeds, fast captures, no worker left behind."""
 
+import logging
 import os
 import random
 from collections.abc import Iterator
@@ -21,6 +22,15 @@ def seeds() -> None:
     """Every test starts from the same random state."""
     random.seed(0)
     torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def no_structured_trace() -> Iterator[None]:
+    """pytest listens to loggers that do not propagate; torch takes that for the wish for a trace, and writes one."""
+    trace = logging.getLogger("torch.__trace")
+    handlers, trace.handlers = trace.handlers, []
+    yield
+    trace.handlers = handlers
 
 
 @pytest.fixture(scope="session", autouse=True)

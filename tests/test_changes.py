@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import graphpp
+from graphpp import compiler
 
 X, Y = torch.randn(8, 8), torch.randn(8, 8)
 
@@ -69,6 +70,30 @@ def test_hooks_work_again_after_capture() -> None:
     x.register_hook(seen.append)
     (x * 3).sum().backward()
     assert len(seen) == 1
+
+
+class HooksAtFirstCall(nn.Linear):
+    """Installs a forward hook when it is first called, as transformers does to collect router logits."""
+
+    installed = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.installed:
+            self.register_forward_hook(lambda module, args, output: 2 * output)
+            self.installed = True
+        return super().forward(x)
+
+
+def test_a_hook_that_the_forward_registers_does_not_outlive_the_capture(monkeypatch: pytest.MonkeyPatch) -> None:
+    captures = []
+    capture = compiler.capture
+    monkeypatch.setattr(compiler, "capture", lambda *args, **options: captures.append(1) or capture(*args, **options))
+    model = nn.Sequential(HooksAtFirstCall(8, 8), nn.Linear(8, 8))
+    pipe = graphpp.compile(model, F.mse_loss, microbatches=4)
+    for _ in range(3):
+        pipe.step(X, target=Y)
+    assert len(captures) == 1
+    assert not model[0]._forward_hooks and not model[0].installed
 
 
 def test_two_parameters_in_one_memory_are_refused() -> None:
