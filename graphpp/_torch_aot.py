@@ -9,6 +9,8 @@ Checked on torch 2.11.0, 2.13.0 and 2.15.0:
   which has a handler while a trace is being written
 - `torch.amp.autocast_mode._enter_autocast`, `torch.amp.autocast_mode._exit_autocast`, `torch._C._set_grad_enabled`: modes as
   nodes of a graph, as Dynamo writes them
+- `torch.autograd._engine_run_backward`: what `autograd.grad`, `backward` and `torch.func.grad` call in the end
+- `torch.distributions.Distribution._validate_args`: whether distributions check values
 - `torch.fx._lazy_graph_module._use_lazy_graph_module`: graphs are printed to Python when they are run, not at each change
 - `torch.utils._pytree`: nested inputs and outputs as flat lists (export's own notion of a structure)
 """
@@ -28,6 +30,7 @@ from torch._functorch._aot_autograd import descriptors
 from torch._logging import trace_structured  # type: ignore[attr-defined]
 from torch._logging._internal import trace_log
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributions import Distribution
 from torch.fx._lazy_graph_module import _use_lazy_graph_module
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
@@ -76,6 +79,28 @@ def fake_like(mode: FakeTensorMode, tensor: torch.Tensor, device: torch.device) 
     if isinstance(tensor, nn.Parameter):
         return nn.Parameter(fake, requires_grad=tensor.requires_grad)
     return fake.requires_grad_(tensor.requires_grad)
+
+
+@contextlib.contextmanager
+def backward_replaced(run: Callable[..., Any]) -> Iterator[None]:
+    """Call `run` where autograd would run a backward."""
+    original = vars(torch.autograd)["_engine_run_backward"]
+    vars(torch.autograd)["_engine_run_backward"] = run
+    try:
+        yield
+    finally:
+        vars(torch.autograd)["_engine_run_backward"] = original
+
+
+@contextlib.contextmanager
+def distributions_unchecked() -> Iterator[None]:
+    """Let `torch.distributions` not check the values that they are given."""
+    checking = Distribution._validate_args
+    Distribution.set_default_validate_args(False)
+    try:
+        yield
+    finally:
+        Distribution.set_default_validate_args(checking)
 
 
 @contextlib.contextmanager

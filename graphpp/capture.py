@@ -25,9 +25,11 @@ from graphpp import _torch_aot as aot
 from graphpp import signature
 from graphpp.assignments import Assigned, undone
 from graphpp.errors import CaptureError
+from graphpp.outside import refuse_generators, sealed
 from graphpp.passes.joint import JointGraph, verify
+from graphpp.recurrent import unstack
 from graphpp.refusals import check_model, refuse_unknown_numbers, refusing, user_frame
-from graphpp.regions import inline_regions
+from graphpp.regions import drop_checks, inline_regions
 from graphpp.roles import source_line, with_roles
 from graphpp.runtime import program
 from graphpp.runtime.program import OutputRole
@@ -155,10 +157,12 @@ def _fake_state(model: nn.Module, mode: Any, device: torch.device) -> Iterator[N
 
 
 def _export(wrapper: _Step, fakes: tuple[torch.Tensor, ...]) -> nn.Module:
-    with _explaining(), refusing():
+    with _explaining(), refusing(), sealed():
         exported = torch.export.export(wrapper, fakes, strict=False)
-    module = inline_regions(exported.module(check_guards=False), torch.is_grad_enabled())
+    module = unstack(inline_regions(exported.module(check_guards=False), torch.is_grad_enabled()))
+    drop_checks(module)
     refuse_unknown_numbers(module.graph, wrapper.held[0])
+    refuse_generators(module.graph)
     return module
 
 

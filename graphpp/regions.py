@@ -1,4 +1,4 @@
-"""Inline regions: `with torch.autocast(...)` and `with torch.no_grad()` inside the model.
+"""Inline regions: `with torch.autocast(...)` and `with torch.no_grad()` inside the model; and drop what is only checked.
 
 Contract: export wraps such a region into a sub-graph behind a higher-order operator; run as it is, every operation inside
 loses its module call and its source line. Afterwards the operations stand in the graph itself, with their metadata, between
@@ -17,6 +17,8 @@ from torch import fx
 
 from graphpp import _torch_aot as aot
 
+_ARITHMETIC = ("_operator", "math", "torch")  # modules of what computes with numbers of the trace
+
 
 def inline_regions(module: fx.GraphModule, grad_enabled: bool) -> fx.GraphModule:
     """Inline every autocast and grad-mode region of `module`, in place; `grad_enabled` holds around it."""
@@ -31,6 +33,22 @@ def inline_regions(module: fx.GraphModule, grad_enabled: bool) -> fx.GraphModule
             _inline(module, node, _grad_mode(bool(enabled), grad_enabled, body, operands))
     module.recompile()
     return module
+
+
+def drop_checks(module: fx.GraphModule) -> None:
+    """Remove what no result and no write needs, in place: checks of values (`torch._check`), and what only they read."""
+    for node in reversed(list(module.graph.nodes)):
+        if node.op == "call_function" and not node.users and not _acts(node.target):
+            module.graph.erase_node(node)
+    module.recompile()
+
+
+def _acts(target: Any) -> bool:
+    """Whether a function may do more than return a value."""
+    schema = getattr(target, "_schema", None)
+    if schema is not None:
+        return bool(schema.is_mutable)
+    return getattr(target, "__module__", None) not in _ARITHMETIC
 
 
 @dataclass(frozen=True)
