@@ -5,7 +5,8 @@ Contract: `check_model` and, while `refusing` is open, tracing itself raise `Cap
 - a Python `autograd.Function`: export traces through its forward and drops its backward;
 - hooks on gradients, of parameters or of values in the forward: the graph's gradients would pass them by;
 - a number or a size that only the data decides (no wrong gradient, but torch's own word for it helps nobody);
-- two parameters in one memory (tied by `.data`): ranks would each train a copy.
+- two parameters in one memory (tied by `.data`): ranks would each train a copy;
+- TorchScript modules, which export cannot trace.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ _KEPT = ("torch._library.", "torch._higher_order_ops.", "torch._functorch.", "to
 
 def check_model(model: nn.Module) -> None:
     """Refuse what is wrong about the parameters before anything is traced."""
+    _refuse_scripted(model)
     _refuse_hooks(model)
     _refuse_shared_memory(model)
 
@@ -45,6 +47,15 @@ def user_frame(stack: traceback.StackSummary) -> str:
         if is_user_file(frame.filename):
             return f"{frame.filename}:{frame.lineno} in {frame.name}: {frame.line}"
     return ""
+
+
+def _refuse_scripted(model: nn.Module) -> None:
+    for fqn, module in model.named_modules():
+        if isinstance(module, torch.jit.ScriptModule):
+            raise CaptureError(
+                f"{f'the module {fqn}' if fqn else 'the model'} is a TorchScript module, which torch.export cannot trace: "
+                "use the module that it was made from."
+            )
 
 
 def _refuse_hooks(model: nn.Module) -> None:

@@ -130,3 +130,11 @@ def test_a_forward_that_raises_leaves_the_model_as_it_was() -> None:
     with pytest.raises(CaptureError, match="not today"):
         run(made)
     assert not hasattr(made.model, "seen")
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
+def test_torchscript_is_refused_by_name() -> None:
+    made = case(lambda m, x: m.first(x))
+    made.model.first = torch.jit.script(nn.Linear(4, 4))
+    with pytest.raises(CaptureError, match="the module first is a TorchScript module"):
+        run(made)
