@@ -17,8 +17,6 @@ from torch import fx
 
 from graphpp import _torch_aot as aot
 
-_ARITHMETIC = ("_operator", "math", "torch")  # modules of what computes with numbers of the trace
-
 
 def inline_regions(module: fx.GraphModule, grad_enabled: bool) -> fx.GraphModule:
     """Inline every autocast and grad-mode region of `module`, in place; `grad_enabled` holds around it."""
@@ -36,19 +34,27 @@ def inline_regions(module: fx.GraphModule, grad_enabled: bool) -> fx.GraphModule
 
 
 def drop_checks(module: fx.GraphModule) -> None:
-    """Remove what no result and no write needs, in place: checks of values (`torch._check`), and what only they read."""
+    """Remove checks of values (`torch._check`), in place, and the numbers and sizes only they read.
+
+    No more than that: `batch_norm` writes its statistics though its schema does not say so.
+    """
     for node in reversed(list(module.graph.nodes)):
-        if node.op == "call_function" and not node.users and not _acts(node.target):
+        if node.op == "call_function" and not node.users and (_checks(node.target) or _is_unknown(node)):
             module.graph.erase_node(node)
     module.recompile()
 
 
-def _acts(target: Any) -> bool:
-    """Whether a function may do more than return a value."""
+def _checks(target: Any) -> bool:
+    """Whether an operator returns nothing and writes nothing."""
     schema = getattr(target, "_schema", None)
-    if schema is not None:
-        return bool(schema.is_mutable)
-    return getattr(target, "__module__", None) not in _ARITHMETIC
+    return schema is not None and not schema.returns and not schema.is_mutable
+
+
+def _is_unknown(node: fx.Node) -> bool:
+    """Whether a value is a number, or has a size, that the trace does not know."""
+    value = node.meta.get("val")
+    numbers = value.shape if isinstance(value, torch.Tensor) else (value,)
+    return any(isinstance(number, torch.SymInt | torch.SymFloat | torch.SymBool) for number in numbers)
 
 
 @dataclass(frozen=True)

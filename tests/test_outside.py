@@ -104,6 +104,19 @@ def test_a_check_of_values_is_no_obstacle() -> None:
     check(case(checked))
 
 
+def test_statistics_are_written_although_nobody_reads_the_normalised_value() -> None:
+    def unread(m: Any, x: Tensor) -> Tensor:
+        x = m.first(x)
+        m.norm(x)
+        return x
+
+    made = case(unread)
+    made.model.norm = nn.BatchNorm1d(4)
+    eager = eager_steps(made.model, square, [made.batch], 2, 1, None)
+    run(made)
+    assert torch.equal(made.model.norm.running_mean, eager.buffers["norm.running_mean"])
+
+
 def test_a_hook_that_the_forward_installs_is_installed_once() -> None:
     """As transformers collects hidden states: on the first call, noted by a flag of the module."""
 
