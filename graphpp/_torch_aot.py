@@ -5,12 +5,16 @@ Checked on torch 2.11.0, 2.13.0 and 2.15.0:
 - `torch._functorch.aot_autograd.aot_export_joint_with_descriptors`: the joint trace of a module
 - `torch._functorch._aot_autograd.descriptors`: what an input or output of that trace is
 - `torch._subclasses.fake_tensor.FakeTensorMode`: tensors with a device and no data
+- `torch._dynamo.symbolic_convert`: the file whose frames stand on the stack while Dynamo reads code
 - `torch._logging`: `trace_structured`, artefacts that `TORCH_TRACE` writes and tlparse shows; `_internal.trace_log`,
   which has a handler while a trace is being written
 - `torch.amp.autocast_mode._enter_autocast`, `torch.amp.autocast_mode._exit_autocast`, `torch._C._set_grad_enabled`: modes as
   nodes of a graph, as Dynamo writes them
+- `torch.autograd._engine_run_backward`: what `autograd.grad`, `backward` and `torch.func.grad` call in the end
+- `torch.distributions.Distribution._validate_args`: whether distributions check values
 - `torch.fx._lazy_graph_module._use_lazy_graph_module`: graphs are printed to Python when they are run, not at each change
 - `torch.utils._python_dispatch.TorchDispatchMode`: sees the operators of an eager run
+- `torch.autograd.function.FunctionMeta`, `torch.autograd.Function._backward_cls`: what `apply` asks a Function for
 - `torch.utils._pytree`: nested inputs and outputs as flat lists (export's own notion of a structure)
 """
 
@@ -18,6 +22,8 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import os
+import traceback
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -29,9 +35,13 @@ from torch._functorch._aot_autograd import descriptors
 from torch._logging import trace_structured  # type: ignore[attr-defined]
 from torch._logging._internal import trace_log
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributions import Distribution
 from torch.fx._lazy_graph_module import _use_lazy_graph_module
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils._python_dispatch import TorchDispatchMode
+
+_READER = os.path.join("torch", "_dynamo", "symbolic_convert.py")
+_FunctionMeta = torch.autograd.function.FunctionMeta
 
 enter_autocast = torch.amp.autocast_mode._enter_autocast
 exit_autocast = torch.amp.autocast_mode._exit_autocast
@@ -82,11 +92,82 @@ def fake_like(mode: FakeTensorMode, tensor: torch.Tensor, device: torch.device) 
 
 
 @contextlib.contextmanager
+def backward_replaced(run: Callable[..., Any]) -> Iterator[None]:
+    """Call `run` where autograd would run a backward."""
+    original = vars(torch.autograd)["_engine_run_backward"]
+    vars(torch.autograd)["_engine_run_backward"] = run
+    try:
+        yield
+    finally:
+        vars(torch.autograd)["_engine_run_backward"] = original
+
+
+@contextlib.contextmanager
+def distributions_unchecked() -> Iterator[None]:
+    """Let `torch.distributions` not check the values that they are given."""
+    checking = Distribution._validate_args
+    Distribution.set_default_validate_args(False)
+    try:
+        yield
+    finally:
+        Distribution.set_default_validate_args(checking)
+
+
+@contextlib.contextmanager
 def joint_trace(mode: FakeTensorMode, module: nn.Module, args: tuple[Any, ...]) -> Iterator[fx.GraphModule]:
     """Trace `module(*args)` with its backward; inputs and outputs of the graph carry descriptors in `meta['desc']`."""
     with contextlib.ExitStack() as stack:
         stack.enter_context(mode)
         yield aot_autograd.aot_export_joint_with_descriptors(stack, module, args).graph_module
+
+
+class _Lookup:
+    """Answers `Function.name` for every `autograd.Function`; what is set meanwhile is set for good afterwards."""
+
+    def __init__(self, name: str, answer: Callable[[type, Any], Any]) -> None:
+        self._name, self._answer = name, answer
+        self._set: dict[type, Any] = {}
+
+    def __get__(self, function: type, meta: type) -> Any:
+        if function in self._set:
+            return self._answer(function, self._set[function])
+        found = next(vars(base)[self._name] for base in function.__mro__ if self._name in vars(base))
+        return self._answer(function, found.__get__(None, function) if isinstance(found, staticmethod) else found)
+
+    def __set__(self, function: type, value: Any) -> None:
+        self._set[function] = value
+
+    @contextlib.contextmanager
+    def open(self) -> Iterator[None]:
+        """Answer while the context is open."""
+        setattr(_FunctionMeta, self._name, self)
+        try:
+            yield
+        finally:
+            delattr(_FunctionMeta, self._name)
+            for function, value in self._set.items():
+                setattr(function, self._name, value)
+
+
+@contextlib.contextmanager
+def functions_watched(begun: Callable[[type], None], forward: Callable[[type, Any], Any]) -> Iterator[None]:
+    """While open, `begun(function)` is called when an `autograd.Function` is applied, and `forward(function, its own)` runs.
+
+    `apply` is often held under another name (`f = MyFunction.apply`), so it cannot be replaced: torch's code asks the class
+    for these two each time, and its metaclass answers first.
+    """
+
+    def backward_cls(function: type, own: Any) -> Any:
+        begun(function)
+        return own
+
+    with _Lookup("_backward_cls", backward_cls).open(), _Lookup("forward", forward).open():
+        yield
+
+
+def dynamo_is_reading() -> bool:
+    """Whether Dynamo, which reads the regions of operators like `torch.cond`, looks at what the caller is asked for."""
+    return any(frame.f_code.co_filename.endswith(_READER) for frame, _ in traceback.walk_stack(None))
 
 
 def tracing() -> bool:

@@ -1,9 +1,9 @@
 """What a traced forward assigns to attributes of its modules: `self.state = new`.
 
-Contract: after `undone`, every module has the attributes, buffers and hooks that it had before, and `Assigned` tells what
-there was instead: the new values of buffers, which the trace returns as further results (export keeps assignments to
-buffers of its root module only, and drops the others), and the tensors that are no buffers and were replaced: if the
-graph reads such a one as a constant, it would do so forever, and `refuse_stale` raises.
+Contract: after `undone`, every module has the attributes, buffers and hooks that it had before, even where the forward
+raised, and `Assigned` tells what there was instead: the new values of buffers, which the trace returns as further results
+(export keeps assignments to buffers of its root module only, and drops the others), and the tensors that are no buffers
+and were replaced: if the graph reads such a one as a constant, it would do so forever, and `refuse_stale` raises.
 """
 
 from __future__ import annotations
@@ -40,25 +40,37 @@ class Assigned:
 @contextlib.contextmanager
 def undone(model: nn.Module, assigned: Assigned) -> Iterator[None]:
     """Note in `assigned` what the forward inside assigns, and undo it."""
-    before = [(name, module, dict(vars(module)), dict(module._buffers)) for name, module in model.named_modules()]
-    hooks = [(registry, dict(registry)) for module in model.modules() for registry in _hooks(module)]
-    yield
-    for name, module, attributes, buffers in before:
-        prefix = f"{name}." if name else ""
-        for key, old in _replaced(vars(module), attributes):
-            assigned.replaced[prefix + key] = old
-        for key, old in _replaced(module._buffers, buffers):
-            assigned.buffers[prefix + key] = _new_value(prefix + key, old, module._buffers.get(key))
-        _restore(module._buffers, buffers)
-        _restore(vars(module), attributes)
-    for registry, registered in hooks:
-        registry.clear()  # hooks run in order
-        registry.update(registered)
+    before = [_Before(name, module) for name, module in model.named_modules()]
+    try:
+        yield
+        for module in before:
+            module.note_assigned(assigned)
+    finally:
+        for module in before:
+            module.restore()
 
 
-def _hooks(module: nn.Module) -> list[dict[int, Any]]:
-    """Where a module keeps its hooks and what it knows of them: a forward may register some at its first call."""
-    return [value for name, value in vars(module).items() if "_hooks" in name and isinstance(value, dict)]
+class _Before:
+    """What a module had before the forward."""
+
+    def __init__(self, name: str, module: nn.Module) -> None:
+        self.prefix = f"{name}." if name else ""
+        self.module = module
+        self.attributes, self.buffers = dict(vars(module)), dict(module._buffers)
+        held = vars(module).items()
+        self.hooks = [(value, dict(value)) for key, value in held if "_hooks" in key and isinstance(value, dict)]
+
+    def note_assigned(self, assigned: Assigned) -> None:
+        for key, old in _replaced(vars(self.module), self.attributes):
+            assigned.replaced[self.prefix + key] = old
+        for key, old in _replaced(self.module._buffers, self.buffers):
+            assigned.buffers[self.prefix + key] = _new_value(self.prefix + key, old, self.module._buffers.get(key))
+
+    def restore(self) -> None:
+        _restore(self.module._buffers, self.buffers)
+        _restore(vars(self.module), self.attributes)
+        for hooks, before in self.hooks:
+            _restore(hooks, before)
 
 
 def _replaced(now: dict[str, Any], before: dict[str, Any]) -> list[tuple[str, torch.Tensor]]:

@@ -26,10 +26,13 @@ from graphpp import signature
 from graphpp.assignments import Assigned, undone
 from graphpp.errors import CaptureError
 from graphpp.functions import Functions, keeping
+from graphpp.lines import source_line, user_frame
+from graphpp.outside import refuse_generators, sealed
 from graphpp.passes.joint import JointGraph, verify
-from graphpp.refusals import check_model, refuse_unknown_numbers, refusing, user_frame
-from graphpp.regions import inline_regions
-from graphpp.roles import source_line, with_roles
+from graphpp.recurrent import unstack
+from graphpp.refusals import check_model, refuse_unknown_numbers, refusing
+from graphpp.regions import drop_checks, inline_regions
+from graphpp.roles import with_roles
 from graphpp.runtime import program
 from graphpp.runtime.program import OutputRole
 from graphpp.signature import Microbatch
@@ -184,11 +187,13 @@ def _fake_state(model: nn.Module, mode: Any, device: torch.device) -> Iterator[N
 
 
 def _export(wrapper: _Step, fakes: tuple[torch.Tensor, ...], functions: Functions) -> nn.Module:
-    with _explaining(), keeping(functions), refusing(functions):
+    with _explaining(), keeping(functions), refusing(), sealed():
         exported = torch.export.export(wrapper, fakes, strict=False)
-    module = inline_regions(exported.module(check_guards=False), torch.is_grad_enabled())
+    module = unstack(inline_regions(exported.module(check_guards=False), torch.is_grad_enabled()))
     functions.restored(module)
+    drop_checks(module)
     refuse_unknown_numbers(module.graph, wrapper.held[0])
+    refuse_generators(module.graph)
     return module
 
 

@@ -2,19 +2,23 @@
 
 Contract
 --------
-- `torch.export` traces through the forward of a Function and drops its backward. While `keeping` is open, each `apply`
-  becomes one operator call in the exported graph; `restored` puts the `apply` itself in its place, so that AOT Autograd,
-  which runs real autograd on fake tensors, traces the Function's own forward and backward.
+- `torch.export` traces through the forward of a Function and drops its backward. While `keeping` is open, each Function that
+  is applied, under whatever name its `apply` is held, becomes one operator call in the exported graph; `restored` puts the
+  `apply` itself in its place, so that AOT Autograd, which runs real autograd on fake tensors, traces the Function's own
+  forward and backward.
 - What a Function does beside its arguments and results cannot be seen by any trace: a gradient that its backward adds to a
-  parameter by itself, a write into a buffer or parameter that it was not given. `check_seclusion` raises for those.
+  parameter by itself, a write into a buffer or parameter that it was not given. `check_seclusion` raises for those; so does
+  `restored` for a Function in the region of an operator, where torch loses its backward.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator, Sequence
+import traceback
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
+from functools import wraps
 from typing import Any
 
 import torch
@@ -22,17 +26,15 @@ from torch import fx, nn
 
 from graphpp import _torch_aot as aot
 from graphpp.errors import CaptureError
+from graphpp.lines import user_frame
 
 _LIBRARY = torch.library.Library("graphpp", "FRAGMENT")  # the module may be loaded twice in a process
 _LIBRARY.define("function(Tensor[] tensors, int number) -> Tensor[]")
 _OPERATOR = torch.ops.graphpp.function.default
 
-_APPLY = torch.autograd.Function.__dict__["apply"]
-
-
-def _apply(function: type, *args: Any, **kwargs: Any) -> Any:
-    """`function.apply` of torch itself, also while it is patched."""
-    return _APPLY.__get__(None, function)(*args, **kwargs)
+# Functions of torch itself that change no gradient, or implement registered and higher-order operators, which export keeps.
+_KEPT = ("torch._library.", "torch._higher_order_ops.", "torch._functorch.", "torch.utils.checkpoint")
+_OF_A_REGION = "ApplyTemplate"  # what Dynamo, which traces the regions of operators like torch.cond, makes of a custom one
 
 
 @dataclass
@@ -43,6 +45,7 @@ class Applied:
     leaves: Sequence[Any]
     spec: aot.TreeSpec
     place: str
+    grad_enabled: bool
     returned: Any = None
 
     def run(self, tensors: Iterable[torch.Tensor]) -> Any:
@@ -50,7 +53,7 @@ class Applied:
         given = iter(tensors)
         leaves = [next(given) if isinstance(leaf, torch.Tensor) else leaf for leaf in self.leaves]
         args, kwargs = aot.tree_unflatten(leaves, self.spec)
-        return _apply(self.function, *args, **kwargs)
+        return self.function.apply(*args, **kwargs)  # type: ignore[attr-defined]
 
 
 @dataclass
@@ -59,6 +62,7 @@ class Functions:
 
     applied: list[Applied] = field(default_factory=list)
     _inside: bool = False
+    _grad_enabled: bool = True
 
     @contextlib.contextmanager
     def inside(self) -> Iterator[None]:
@@ -69,14 +73,32 @@ class Functions:
         finally:
             self._inside = before
 
-    def apply(self, function: type, args: tuple[Any, ...], kwargs: dict[str, Any], place: str) -> Any:
-        """Record one `apply` as a single operator; what it returned, with the operator's results as its tensors."""
+    def begun(self, function: type) -> None:
+        """A Function is about to run: `apply` switches autograd off for its forward."""
+        self._grad_enabled = torch.is_grad_enabled()
+        if function.__name__ == _OF_A_REGION:
+            raise _lost("a custom autograd.Function", user_frame(traceback.extract_stack()))
+
+    def forward(self, function: type, own: Callable[..., Any]) -> Callable[..., Any]:
+        """The forward to run in place of a Function's own."""
+        if self._inside or function.__module__.startswith(_KEPT) or aot.dynamo_is_reading():
+            return own
+        with_context = function.setup_context is torch.autograd.Function.setup_context  # type: ignore[attr-defined]
+
+        @wraps(own)
+        def record(*args: Any, **kwargs: Any) -> Any:
+            tensors = any(isinstance(leaf, torch.Tensor) for leaf in aot.tree_flatten((args, kwargs))[0])
+            given = args[1:] if with_context else args
+            return self._record(function, given, kwargs) if tensors else own(*args, **kwargs)
+
+        return record
+
+    def _record(self, function: type, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """One operator in place of a Function; what it returned, with the operator's results as its tensors."""
         leaves, spec = aot.tree_flatten((args, kwargs))
-        tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
-        if not tensors or self._inside:
-            return _apply(function, *args, **kwargs)
-        self.applied.append(call := Applied(function, leaves, spec, place))
-        results = iter(_OPERATOR(tensors, len(self.applied) - 1))
+        call = Applied(function, leaves, spec, user_frame(traceback.extract_stack()), self._grad_enabled)
+        self.applied.append(call)
+        results = iter(_OPERATOR([leaf for leaf in leaves if isinstance(leaf, torch.Tensor)], len(self.applied) - 1))
         return aot.tree_map(lambda leaf: next(results) if isinstance(leaf, torch.Tensor) else leaf, call.returned)
 
     def restored(self, module: fx.GraphModule) -> None:
@@ -95,7 +117,7 @@ class Functions:
         lost = set(range(len(self.applied))) - found
         if lost:
             first = self.applied[min(lost)]
-            raise refused_in_region(f"the custom autograd.Function {first.function.__qualname__}", first.place)
+            raise _lost(f"the custom autograd.Function {first.function.__qualname__}", first.place)
 
     def check_seclusion(self, model: nn.Module) -> None:
         """Raise `CaptureError` where a Function wrote into the model's state or added to a gradient by itself.
@@ -117,7 +139,7 @@ class Functions:
         return f"{call.function.__qualname__} at {call.place}"
 
 
-def refused_in_region(what: str, place: str) -> CaptureError:
+def _lost(what: str, place: str) -> CaptureError:
     """The error for a Function that the exported graph has swallowed."""
     return CaptureError(
         f"{what} is applied at {place} inside a region that is one operator in the graph (a branch of torch.cond, a loop): its "
@@ -133,7 +155,8 @@ class _Module(nn.Module):
         self._call = call
 
     def forward(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        leaves = aot.tree_flatten(self._call.run(tensors))[0]
+        with torch.set_grad_enabled(self._call.grad_enabled):
+            leaves = aot.tree_flatten(self._call.run(tensors))[0]
         return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
 
 
@@ -142,10 +165,11 @@ _current: ContextVar[Functions] = ContextVar("functions of the capture that is r
 
 @contextlib.contextmanager
 def keeping(functions: Functions) -> Iterator[None]:
-    """While open, the operator stands for the Functions recorded here."""
+    """While open, every Function that is applied is recorded here, and the operator stands for it."""
     token = _current.set(functions)
     try:
-        yield
+        with aot.functions_watched(functions.begun, functions.forward):
+            yield
     finally:
         _current.reset(token)
 

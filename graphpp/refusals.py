@@ -4,7 +4,8 @@ Contract: `check_model` and, while `refusing` is open, tracing itself raise `Cap
 
 - hooks on gradients, of parameters or of values in the forward: the graph's gradients would pass them by;
 - a number or a size that only the data decides (no wrong gradient, but torch's own word for it helps nobody);
-- two parameters in one memory (tied by `.data`): ranks would each train a copy.
+- two parameters in one memory (tied by `.data`): ranks would each train a copy;
+- TorchScript modules, which export cannot trace.
 """
 
 from __future__ import annotations
@@ -19,34 +20,31 @@ from torch import fx, nn
 from torch.utils.checkpoint import CheckpointFunction
 
 from graphpp.errors import CaptureError
-from graphpp.functions import Functions, refused_in_region
-from graphpp.roles import is_user_file, source_line
-
-# Functions of torch itself that change no gradient, or implement registered and higher-order operators, which export keeps.
-_OF_A_REGION = "ApplyTemplate"  # what Dynamo, which traces the regions of operators like torch.cond, makes of a custom one
-_KEPT = ("torch._library.", "torch._higher_order_ops.", "torch._functorch.", "torch.utils.checkpoint")
+from graphpp.lines import source_line, user_frame
 
 
 def check_model(model: nn.Module) -> None:
     """Refuse what is wrong about the parameters before anything is traced."""
+    _refuse_scripted(model)
     _refuse_hooks(model)
     _refuse_shared_memory(model)
 
 
 @contextlib.contextmanager
-def refusing(functions: Functions) -> Iterator[None]:
-    """Refuse what the forward does that a trace would lose; record the custom Functions it applies."""
-    applied, hooked = _recording(functions), _hooked
-    with _patched(torch.autograd.Function, "apply", applied), _patched(torch.Tensor, "register_hook", hooked):
+def refusing() -> Iterator[None]:
+    """Refuse what the forward does that a trace would lose; flatten what is checkpointed by a Function of torch's."""
+    flattened = staticmethod(_flattened)
+    with _patched(CheckpointFunction, "apply", flattened), _patched(torch.Tensor, "register_hook", _hooked):
         yield
 
 
-def user_frame(stack: traceback.StackSummary) -> str:
-    """`file:line in function: text` of the innermost frame of the user's own code; empty where there is none."""
-    for frame in reversed(stack):
-        if is_user_file(frame.filename):
-            return f"{frame.filename}:{frame.lineno} in {frame.name}: {frame.line}"
-    return ""
+def _refuse_scripted(model: nn.Module) -> None:
+    for fqn, module in model.named_modules():
+        if isinstance(module, torch.jit.ScriptModule):
+            raise CaptureError(
+                f"{f'the module {fqn}' if fqn else 'the model'} is a TorchScript module, which torch.export cannot trace: "
+                "use the module that it was made from."
+            )
 
 
 def _refuse_hooks(model: nn.Module) -> None:
@@ -103,19 +101,11 @@ def _patched(owner: type, name: str, replacement: Any) -> Iterator[None]:
             delattr(owner, name)
 
 
-def _recording(functions: Functions) -> Any:
-    original = torch.autograd.Function.__dict__["apply"]
-
-    def apply(cls: type, *args: Any, **kwargs: Any) -> Any:
-        if cls is CheckpointFunction:  # same numbers without it: run(function, keep_random_state, *its arguments)
-            return args[0](*args[2:])
-        if cls.__name__ == _OF_A_REGION:
-            raise refused_in_region("a custom autograd.Function", user_frame(traceback.extract_stack()))
-        if cls.__module__.startswith(_KEPT):
-            return original.__get__(None, cls)(*args, **kwargs)
-        return functions.apply(cls, args, kwargs, user_frame(traceback.extract_stack()))
-
-    return classmethod(apply)
+def _flattened(function: Any, keep_random_state: bool, *args: Any) -> Any:
+    """A checkpointed function run as if it was not: the same numbers, and no gradient where eager has none."""
+    reached = any(isinstance(arg, torch.Tensor) and arg.requires_grad for arg in args)
+    with contextlib.nullcontext() if reached else torch.no_grad():
+        return function(*args)
 
 
 def _hooked(tensor: torch.Tensor, hook: Any) -> NoReturn:

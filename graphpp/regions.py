@@ -1,4 +1,4 @@
-"""Inline regions: `with torch.autocast(...)` and `with torch.no_grad()` inside the model.
+"""Inline regions: `with torch.autocast(...)` and `with torch.no_grad()` inside the model; and drop what is only checked.
 
 Contract: export wraps such a region into a sub-graph behind a higher-order operator; run as it is, every operation inside
 loses its module call and its source line. Afterwards the operations stand in the graph itself, with their metadata, between
@@ -31,6 +31,30 @@ def inline_regions(module: fx.GraphModule, grad_enabled: bool) -> fx.GraphModule
             _inline(module, node, _grad_mode(bool(enabled), grad_enabled, body, operands))
     module.recompile()
     return module
+
+
+def drop_checks(module: fx.GraphModule) -> None:
+    """Remove checks of values (`torch._check`), in place, and the numbers and sizes only they read.
+
+    No more than that: `batch_norm` writes its statistics though its schema does not say so.
+    """
+    for node in reversed(list(module.graph.nodes)):
+        if node.op == "call_function" and not node.users and (_checks(node.target) or _is_unknown(node)):
+            module.graph.erase_node(node)
+    module.recompile()
+
+
+def _checks(target: Any) -> bool:
+    """Whether an operator returns nothing and writes nothing."""
+    schema = getattr(target, "_schema", None)
+    return schema is not None and not schema.returns and not schema.is_mutable
+
+
+def _is_unknown(node: fx.Node) -> bool:
+    """Whether a value is a number, or has a size, that the trace does not know."""
+    value = node.meta.get("val")
+    numbers = value.shape if isinstance(value, torch.Tensor) else (value,)
+    return any(isinstance(number, torch.SymInt | torch.SymFloat | torch.SymBool) for number in numbers)
 
 
 @dataclass(frozen=True)

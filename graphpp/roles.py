@@ -6,9 +6,6 @@ Contract: the one place that knows how torch labels a trace (descriptors, `nn_mo
 
 from __future__ import annotations
 
-import os
-import re
-import sysconfig
 from collections.abc import Sequence
 from typing import Any
 
@@ -17,18 +14,13 @@ from torch import fx, nn
 
 from graphpp import _torch_aot as aot
 from graphpp.errors import CaptureError
+from graphpp.lines import source_line
 from graphpp.passes.joint import JointGraph
 from graphpp.runtime import program
 from graphpp.runtime.program import InputRole, OutputRole, TensorMeta
 
 _MODEL = "model"  # the attribute of capture's wrapper that holds the user's model
-_OURS = tuple(
-    os.path.join(folder, "") for folder in (os.path.dirname(torch.__file__), os.path.dirname(os.path.abspath(__file__)))
-)
-_PYTHON = os.path.join(sysconfig.get_path("stdlib"), "")
-_INSTALLED = tuple(os.path.join(sysconfig.get_path(name), "") for name in ("purelib", "platlib"))
 _COPIES = (torch.ops.aten.clone.default, torch.ops.aten.detach.default, torch.ops.aten.alias.default)
-_FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+)')
 
 
 def with_roles(
@@ -64,12 +56,6 @@ def canonical_names(model: nn.Module) -> dict[str, str]:
         for name, tensor in pairs:
             names[name] = first.setdefault(id(tensor), name)
     return names
-
-
-def is_user_file(path: str) -> bool:
-    """Whether a source file is neither torch's nor graphpp's nor Python's own."""
-    own = path.startswith(_PYTHON) and not path.startswith(_INSTALLED)
-    return not own and not path.startswith(_OURS) and not path.startswith("<")
 
 
 def _placeholders(graph: fx.Graph) -> list[fx.Node]:
@@ -111,12 +97,6 @@ def _calls(node: fx.Node) -> tuple[str, ...]:
         if name.startswith(_MODEL + "."):
             calls.append(name.removeprefix(_MODEL + ".") + (f"@{repeat}" if repeat else ""))
     return tuple(calls)
-
-
-def source_line(stack_trace: str) -> str:
-    """`file:line` of the innermost frame of the user's own code."""
-    frames = [match for match in _FRAME.finditer(stack_trace) if is_user_file(match["file"])]
-    return f"{frames[-1]['file']}:{frames[-1]['line']}" if frames else ""
 
 
 def _name_inputs(graph: fx.Graph, names: dict[str, str], paths: Sequence[str]) -> None:

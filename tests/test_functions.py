@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 import graphpp
 from graphpp import CaptureError
@@ -125,8 +126,12 @@ def affine(layer: nn.Module, x: Tensor) -> Tensor:
     return y * positive * factor
 
 
+held = Reversed.apply  # as many models do
+
+
 FORWARDS: dict[str, Callable[[nn.Module, Tensor], Tensor]] = {
     "reversed": lambda layer, x: Reversed.apply(layer(x).tanh(), 0.5),
+    "held under a name": lambda layer, x: held(layer(x).tanh(), 0.5),
     "rounded": lambda layer, x: Rounded.apply(layer(x) * 5),
     "affine": affine,
     "in place": lambda layer, x: InPlace.apply(layer(x).clone()),
@@ -235,3 +240,21 @@ def test_functions_work_as_before_outside() -> None:
     x = torch.ones(1, requires_grad=True)
     Reversed.apply(x, 2.0).backward()
     assert x.grad == -2
+
+
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
+@pytest.mark.parametrize("first", [True, False])
+def test_a_reentrant_checkpoint_has_the_gradients_of_eager(first: bool) -> None:
+    """Where none of its inputs has a gradient, what runs inside has none either."""
+
+    class Checkpointed(Net):
+        def forward(self, x: Tensor) -> Tensor:
+            x = x if first else self.norms[0](x)
+            return self.layers[1](checkpoint(self.layers[0], x, use_reentrant=True))
+
+    model, eager, (x, target) = Checkpointed("rounded"), Checkpointed("rounded"), batch()
+    graphpp.compile(model, F.mse_loss, microbatches=1).step(x, target=target)
+    F.mse_loss(eager(x), target).backward()
+    assert (model.layers[0].weight.grad is None) == first
+    for mine, theirs in zip(model.parameters(), eager.parameters(), strict=True):
+        assert mine.grad is theirs.grad or torch.equal(mine.grad, theirs.grad)

@@ -1,0 +1,37 @@
+"""The user's own lines: of a traceback, or of the stack that a trace keeps with a node, the innermost frame of their code."""
+
+from __future__ import annotations
+
+import os
+import re
+import sysconfig
+import traceback
+
+import torch
+
+_OURS = tuple(
+    os.path.join(folder, "") for folder in (os.path.dirname(torch.__file__), os.path.dirname(os.path.abspath(__file__)))
+)
+_PYTHON = os.path.join(sysconfig.get_path("stdlib"), "")
+_INSTALLED = tuple(os.path.join(sysconfig.get_path(name), "") for name in ("purelib", "platlib"))
+_FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+)')
+
+
+def source_line(stack_trace: str) -> str:
+    """`file:line` of the innermost frame of the user's own code."""
+    frames = [match for match in _FRAME.finditer(stack_trace) if is_user_file(match["file"])]
+    return f"{frames[-1]['file']}:{frames[-1]['line']}" if frames else ""
+
+
+def user_frame(stack: traceback.StackSummary) -> str:
+    """`file:line in function: text` of the innermost frame of the user's own code; empty where there is none."""
+    for frame in reversed(stack):
+        if is_user_file(frame.filename):
+            return f"{frame.filename}:{frame.lineno} in {frame.name}: {frame.line}"
+    return ""
+
+
+def is_user_file(path: str) -> bool:
+    """Whether a source file is neither torch's nor graphpp's nor Python's own."""
+    own = path.startswith(_PYTHON) and not path.startswith(_INSTALLED)
+    return not own and not path.startswith(_OURS) and not path.startswith("<")

@@ -1,0 +1,63 @@
+"""Dropout between the layers of `nn.LSTM`, `nn.GRU`, `nn.RNN`, which torch's own decomposition loses.
+
+A dropout of 1 leaves nothing to chance: the numbers are eager's.
+"""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import graphpp
+from tests.models import Batch
+from tests.reference import eager_steps, gradients
+
+FLAGS = [{"bidirectional": both, "batch_first": first, "bias": both} for both, first in ((False, True), (True, False))]
+
+
+class Recurrent(nn.Module):
+    """Three recurrent layers; output and final states are read."""
+
+    def __init__(self, layers: nn.Module) -> None:
+        super().__init__()
+        self.first = nn.Linear(4, 4)
+        self.layers = layers
+
+    def forward(self, x: Tensor) -> Tensor:
+        output, state = self.layers(self.first(x))
+        states = state if isinstance(state, tuple) else (state,)
+        return output.pow(2).sum() + sum(part.sin().sum() for part in states)
+
+
+def only_loss(output: Tensor, target: Tensor) -> Tensor:
+    return output
+
+
+KINDS: list[tuple[type[nn.Module], dict[str, Any]]] = [
+    (nn.LSTM, {}), (nn.LSTM, {"proj_size": 2}), (nn.GRU, {}), (nn.RNN, {}), (nn.RNN, {"nonlinearity": "relu"}),
+]  # fmt: skip
+
+
+@pytest.mark.filterwarnings("ignore:LSTM with projections is not supported with oneDNN")
+@pytest.mark.parametrize(("kind", "options"), KINDS)
+@pytest.mark.parametrize("flags", FLAGS)
+def test_every_layer_but_the_last_is_dropped(
+    kind: type[nn.Module], options: dict[str, Any], flags: dict[str, bool]
+) -> None:
+    torch.manual_seed(0)
+    model = Recurrent(kind(4, 4, 3, dropout=1.0, **options, **flags))
+    batch = Batch((torch.randn(2, 3, 4),), {}, torch.zeros(2))
+    eager = eager_steps(model, only_loss, [batch], 1, 1, None)
+    pipe = graphpp.compile(model, only_loss, split=["layers"], schedule="GPipe", microbatches=1)
+    losses = pipe.step(*batch.args, target=batch.target).losses
+    torch.testing.assert_close(losses, eager.losses[0], rtol=1e-5, atol=0)
+    torch.testing.assert_close(gradients(model), eager.grads[0], rtol=1e-4, atol=1e-6)
+
+
+def test_evaluation_drops_nothing() -> None:
+    torch.manual_seed(0)
+    model = Recurrent(nn.GRU(4, 4, 2, dropout=1.0))
+    x = torch.randn(2, 3, 4)
+    output = graphpp.compile(model, only_loss, split=["layers"], schedule="GPipe", microbatches=1).eval(x).output
+    torch.testing.assert_close(output, model.eval()(x))
