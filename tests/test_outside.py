@@ -83,7 +83,9 @@ def test_gradients_can_be_taken_again_after_capture() -> None:
     assert torch.autograd.grad(x * 2, x) == (torch.tensor([2.0]),)
 
 
-def test_distributions_need_not_be_told_to_check_nothing() -> None:
+def test_distributions_need_not_be_told_to_check_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.distributions.Distribution, "_validate_args", True)  # Dynamo switches it off for good
+
     def density(m: Any, x: Tensor) -> Tensor:
         return torch.distributions.Normal(m.first(x), x.exp()).log_prob(x)
 
