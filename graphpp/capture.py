@@ -25,6 +25,7 @@ from graphpp import _torch_aot as aot
 from graphpp import signature
 from graphpp.assignments import Assigned, undone
 from graphpp.errors import CaptureError
+from graphpp.flags import Asked, as_in_eager
 from graphpp.functions import Functions, keeping
 from graphpp.lines import source_line, user_frame
 from graphpp.outside import refuse_generators, sealed
@@ -62,9 +63,8 @@ def capture(
     inputs = signature.tensors(example)
     fakes = {path: aot.fake_like(mode, tensor, device) for path, tensor in inputs.items()}
     wrapper = _Step(model, loss, example, training)
-    functions = Functions()
     with aot.quick(), _fake_state(model, mode, device), contextlib.nullcontext() if training else torch.no_grad():
-        module = _export(wrapper, tuple(fakes.values()), functions)
+        module, functions = _export(wrapper, tuple(fakes.values()))
         functions.check_seclusion(model)
         with _explaining(), aot.joint_trace(mode, module, tuple(fakes.values())) as traced:
             functions.check_seclusion(model)
@@ -186,7 +186,20 @@ def _fake_state(model: nn.Module, mode: Any, device: torch.device) -> Iterator[N
             store[name] = tensor
 
 
-def _export(wrapper: _Step, fakes: tuple[torch.Tensor, ...], functions: Functions) -> nn.Module:
+def _export(wrapper: _Step, fakes: tuple[torch.Tensor, ...]) -> tuple[nn.Module, Functions]:
+    """The traced forward: of the code that eager runs or, where that cannot be traced, of what the model has for a trace."""
+    asked = Asked()
+    try:
+        with as_in_eager(asked):
+            return _exported(wrapper, fakes)
+    except CaptureError:
+        if not asked.at_all:
+            raise
+    return _exported(wrapper, fakes)
+
+
+def _exported(wrapper: _Step, fakes: tuple[torch.Tensor, ...]) -> tuple[nn.Module, Functions]:
+    functions = Functions()
     with _explaining(), keeping(functions), refusing(), sealed():
         exported = torch.export.export(wrapper, fakes, strict=False)
     module = unstack(inline_regions(exported.module(check_guards=False), torch.is_grad_enabled()))
@@ -194,7 +207,7 @@ def _export(wrapper: _Step, fakes: tuple[torch.Tensor, ...], functions: Function
     drop_checks(module)
     refuse_unknown_numbers(module.graph, wrapper.held[0])
     refuse_generators(module.graph)
-    return module
+    return module, functions
 
 
 @contextlib.contextmanager

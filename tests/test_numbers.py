@@ -25,8 +25,9 @@ SEVERAL = ("Interleaved1F1B", "LoopedBFS")
 MATRIX = ("llama", "hf_llama", "hf_gpt2", "hf_vit", "sequential")
 OWN_LOSS = ("hf_llama_labels", "hf_gpt2_labels", "hf_vit_labels")
 
-# The uncut joint graph differs from eager in the last bits: with grouped key/value heads transformers repeats the heads
-# and writes out the causal mask when it is exported, and lets the attention kernel do both in eager.
+# The uncut joint graph differs from eager in the last bits: without a cache transformers looks in the position ids for packed
+# sequences, and where they have no data it assumes that there may be some: it writes out the causal mask and repeats the
+# grouped heads, both of which eager lets the attention kernel do.
 INEXACT = ("hf_llama", "hf_llama_labels")
 
 

@@ -283,8 +283,9 @@ def captioned_images(generator: torch.Generator) -> Inputs:
 # ------------------------------------------------------------------------------------------------------------ register
 
 GROUPED_HEADS = (
-    "with grouped key/value heads and no mask, transformers' attention lets the kernel group the heads in eager "
-    "(`enable_gqa`), and repeats them when it is exported (`use_gqa_in_sdpa`)"
+    "without a cache, transformers looks in the position ids for packed sequences, and under a trace, where they have no data, "
+    "assumes that there may be some: it writes out the causal mask and repeats grouped key/value heads, both of which eager "
+    "leaves to the attention kernel"
 )
 UPSAMPLING = (
     "torch.export decomposes nearest upsampling into indexing, whose gradient is contiguous; that of eager's kernel is "
