@@ -14,6 +14,7 @@ from graphpp.capture import LossFunction
 from graphpp.compiler import Settings
 from graphpp.errors import BatchError, CaptureError, GraphPPError, ScheduleError
 from graphpp.pipeline import Pipeline
+from graphpp.refusals import check_modules
 from graphpp.runtime.agreement import Agreement, Facts
 from graphpp.runtime.failure import FailureBoard
 from graphpp.runtime.runner import Device
@@ -86,6 +87,7 @@ def check_given(model: object, loss: object, example: object, loss_reduction: ob
     """Raise `GraphPPError` for arguments that are not what they must be."""
     if not isinstance(model, nn.Module):
         raise CaptureError(f"model must be an nn.Module, got {type(model).__name__}")
+    check_modules(model)
     if loss is not None and not callable(loss):
         raise CaptureError(
             f"loss must be a function loss(output, target) -> scalar, or None, got {type(loss).__name__}"

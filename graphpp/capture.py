@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import nn
+from torch import fx, nn
 
 from graphpp import _torch_aot as aot
 from graphpp import signature
@@ -31,8 +31,8 @@ from graphpp.lines import source_line, user_frame
 from graphpp.outside import refuse_generators, sealed
 from graphpp.passes.joint import JointGraph, verify
 from graphpp.recurrent import unstack
-from graphpp.refusals import check_model, refuse_unknown_numbers, refusing
-from graphpp.regions import drop_checks, inline_regions
+from graphpp.refusals import check_model, refuse_outer_leaves, refuse_unknown_numbers, refusing
+from graphpp.regions import drop_checks, inline_regions, within_autocast
 from graphpp.roles import with_roles
 from graphpp.runtime import program
 from graphpp.runtime.program import OutputRole
@@ -66,11 +66,16 @@ def capture(
     with aot.quick(), _fake_state(model, mode, device), contextlib.nullcontext() if training else torch.no_grad():
         module, functions = _export(wrapper, tuple(fakes.values()))
         functions.check_seclusion(model)
-        with _explaining(), aot.joint_trace(mode, module, tuple(fakes.values())) as traced:
+        if torch.is_autocast_enabled(device.type):
+            within_autocast(module, device.type)
+        forward_only = torch.autocast(device.type, enabled=False)
+        with _explaining(), forward_only, aot.joint_trace(mode, module, tuple(fakes.values())) as traced:
             functions.check_seclusion(model)
+            refuse_generators(traced.graph)
             found = wrapper.found
             joint = with_roles(traced, model, tuple(fakes), found.results, training=training)
     found.assigned.refuse_stale(joint.constants.values())
+    refuse_outer_leaves(joint.constants.values())
     verify(joint)
     return Captured(joint, found.output_spec, found.output_leaves)
 
@@ -186,7 +191,7 @@ def _fake_state(model: nn.Module, mode: Any, device: torch.device) -> Iterator[N
             store[name] = tensor
 
 
-def _export(wrapper: _Step, fakes: tuple[torch.Tensor, ...]) -> tuple[nn.Module, Functions]:
+def _export(wrapper: _Step, fakes: tuple[torch.Tensor, ...]) -> tuple[fx.GraphModule, Functions]:
     """The traced forward: of the code that eager runs or, where that cannot be traced, of what the model has for a trace."""
     asked = Asked()
     try:
@@ -198,7 +203,7 @@ def _export(wrapper: _Step, fakes: tuple[torch.Tensor, ...]) -> tuple[nn.Module,
     return _exported(wrapper, fakes)
 
 
-def _exported(wrapper: _Step, fakes: tuple[torch.Tensor, ...]) -> tuple[nn.Module, Functions]:
+def _exported(wrapper: _Step, fakes: tuple[torch.Tensor, ...]) -> tuple[fx.GraphModule, Functions]:
     functions = Functions()
     with _explaining(), keeping(functions), refusing(), sealed():
         exported = torch.export.export(wrapper, fakes, strict=False)

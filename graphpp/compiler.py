@@ -30,7 +30,7 @@ from graphpp.runtime.agreement import Facts
 from graphpp.runtime.checker import check
 from graphpp.runtime.communication import add_communication
 from graphpp.runtime.program import PipelineProgram, StageProgram
-from graphpp.runtime.runner import Device
+from graphpp.runtime.runner import Device, ranks_of_parameters
 from graphpp.runtime.schedule import Schedule
 from graphpp.runtime.source import Source, build, default_stages
 from graphpp.seeds import Reduction
@@ -106,11 +106,7 @@ class Built:
     @cached_property
     def ranks_of_parameter(self) -> dict[str, list[int]]:
         """For each parameter the ranks that hold it, ascending; the first one counts it."""
-        found: dict[str, set[int]] = {}
-        for stage in self.program.stages:
-            for fqn in stage.parameters:
-                found.setdefault(fqn, set()).add(self.plan.rank_of_stage[stage.index])
-        return {fqn: sorted(ranks) for fqn, ranks in found.items()}
+        return ranks_of_parameters(self.program, self.plan.rank_of_stage)
 
     def written_buffers(self) -> Iterator[tuple[StageProgram, str]]:
         """(stage, FQN) of each buffer that a forward writes."""

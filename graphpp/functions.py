@@ -63,6 +63,7 @@ class Functions:
     applied: list[Applied] = field(default_factory=list)
     _inside: bool = False
     _grad_enabled: bool = True
+    _begun: type | None = None
 
     @contextlib.contextmanager
     def inside(self) -> Iterator[None]:
@@ -76,12 +77,14 @@ class Functions:
     def begun(self, function: type) -> None:
         """A Function is about to run: `apply` switches autograd off for its forward."""
         self._grad_enabled = torch.is_grad_enabled()
+        self._begun = function
         if function.__name__ == _OF_A_REGION:
             raise _lost("a custom autograd.Function", user_frame(traceback.extract_stack()))
 
     def forward(self, function: type, own: Callable[..., Any]) -> Callable[..., Any]:
         """The forward to run in place of a Function's own."""
-        if self._inside or function.__module__.startswith(_KEPT) or aot.dynamo_is_reading():
+        applied, self._begun = self._begun is function, None
+        if not applied or self._inside or function.__module__.startswith(_KEPT) or aot.dynamo_is_reading():
             return own
         with_context = function.setup_context is torch.autograd.Function.setup_context  # type: ignore[attr-defined]
 

@@ -4,7 +4,8 @@ Contract
 --------
 - One captured graph per signature of a microbatch, mode of the model (flags, dtypes) and autocast; one runner per
   sequence of graphs that a call's microbatches use.
-- At most `max_graphs` graphs are kept; the one used longest ago goes first, with a message that says what keeps changing.
+- At most `max_graphs` graphs are kept, and those of the latest call if it uses more; the one used longest ago goes first, with
+  a message that says what keeps changing.
 - Whatever is built anew is compared over all ranks before it runs. If building fails on one rank it fails on all.
 - The first graph decides which rank holds which parameter; a later one that would read it elsewhere is refused.
 """
@@ -176,7 +177,6 @@ class Library:
         before = next(reversed(self._built), None)
         dropped = self._built.keep(key, built)
         if dropped is not None and before is not None:
-            self._forget(dropped)
             _LOG.warning(
                 "the %d graphs that are kept at most are used up, so the one used longest ago was dropped. The latest was "
                 "captured because %s. Pad to a few shapes, pass numbers that change as tensors, or raise max_graphs=.",
@@ -185,9 +185,9 @@ class Library:
             )
         return built
 
-    def _forget(self, key: Key) -> None:
-        """Drop the runners that use a graph that is no longer kept."""
-        for keys in [keys for keys in self._ready if key in keys]:
+    def _forget_all_but(self, latest: tuple[Key, ...]) -> None:
+        """Drop the runners, but the latest, that use a graph that is no longer kept."""
+        for keys in [keys for keys in self._ready if keys != latest and any(key not in self._built for key in keys)]:
             del self._ready[keys]
 
     def ready(self, call: Call) -> Ready:
@@ -201,9 +201,18 @@ class Library:
             rank, device = settings.place.rank, settings.place.device
             self._state.move(set().union(*(each.parameters(rank) | each.buffers(rank) for each in built)), device)
             programs = [each.program for each in built]
-            sums, groups = settings.accumulate_dtype, self._subgroups
-            runner = GraphPPRunner(programs, schedule, self._state, settings.place, subgroups=groups, sums=sums)
+            assert self.first is not None
+            runner = GraphPPRunner(
+                programs,
+                schedule,
+                self._state,
+                settings.place,
+                owners=self.first.ranks_of_parameter,
+                subgroups=self._subgroups,
+                sums=settings.accumulate_dtype,
+            )
             self._ready.keep(call.keys, Ready(built, runner))
+            self._forget_all_but(call.keys)
         for key in call.keys:
             if key in self._built:
                 self._built.use(key)

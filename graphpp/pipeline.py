@@ -233,7 +233,8 @@ class Pipeline:
         loss = ready.runner.program.loss
         seeds = call.weighting.seeds(len(call.parts), loss.dtype, place.device) if loss is not None else []
         self._broken = place.ranks > 1
-        ready.runner.step([part.tensors for part in call.parts], seeds)
+        with torch.autocast(place.device.type, enabled=False):
+            ready.runner.step([part.tensors for part in call.parts], seeds)
         self._broken = False
         self._last = ready
         return ready

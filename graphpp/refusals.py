@@ -2,30 +2,38 @@
 
 Contract: `check_model` and, while `refusing` is open, tracing itself raise `CaptureError` with the FQN or the user's line for
 
-- hooks on gradients, of parameters or of values in the forward: the graph's gradients would pass them by;
+- hooks on gradients, of parameters, modules, values in the forward or their autograd nodes: the graph's gradients would pass
+  them by;
+- parameters that the forward freezes, thaws or assigns `.data` to; trainable tensors that are no parameters of the model;
 - a number or a size that only the data decides (no wrong gradient, but torch's own word for it helps nobody);
 - two parameters in one memory (tied by `.data`): ranks would each train a copy;
-- TorchScript modules, which export cannot trace.
+- TorchScript modules, lazy modules and sparse gradients, which export or AOT cannot trace.
+
+While it is open, `torch.inference_mode` is a `no_grad`, and reading `.data` a `detach()`, which have the same numbers.
 """
 
 from __future__ import annotations
 
 import contextlib
+import gc
+import sys
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NoReturn
 
 import torch
 from torch import fx, nn
+from torch.nn.modules import module as nn_module
+from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 from torch.utils.checkpoint import CheckpointFunction
 
 from graphpp.errors import CaptureError
-from graphpp.lines import source_line, user_frame
+from graphpp.lines import is_user_file, source_line, user_frame
 
 
 def check_model(model: nn.Module) -> None:
     """Refuse what is wrong about the parameters before anything is traced."""
-    _refuse_scripted(model)
+    check_modules(model)
     _refuse_hooks(model)
     _refuse_shared_memory(model)
 
@@ -33,17 +41,51 @@ def check_model(model: nn.Module) -> None:
 @contextlib.contextmanager
 def refusing() -> Iterator[None]:
     """Refuse what the forward does that a trace would lose; flatten what is checkpointed by a Function of torch's."""
-    flattened = staticmethod(_flattened)
-    with _patched(CheckpointFunction, "apply", flattened), _patched(torch.Tensor, "register_hook", _hooked):
+    inference = torch.inference_mode
+    patches = (
+        (CheckpointFunction, "apply", staticmethod(_flattened)),
+        (torch.Tensor, "register_hook", _hooked),
+        (torch.Tensor, "grad_fn", property(_of_the_users(_GRAD_FN.__get__, _node_asked))),
+        (torch.Tensor, "requires_grad", property(_REQUIRES_GRAD.__get__, _set_requires_grad)),
+        (torch.Tensor, "requires_grad_", _of_the_users(_requires_grad_, _refuse_thawing, str(nn_module.__file__))),
+        (torch.Tensor, "data", property(_of_the_users(_DATA.__get__, torch.Tensor.detach), _set_data)),
+        (inference, "__enter__", _enter_inference),
+        (inference, "__exit__", _exit_inference),
+    )
+    with contextlib.ExitStack() as stack:
+        for owner, name, replacement in patches:
+            stack.enter_context(_patched(owner, name, replacement))
         yield
 
 
-def _refuse_scripted(model: nn.Module) -> None:
+def refuse_outer_leaves(constants: Iterable[torch.Tensor]) -> None:
+    """Refuse tensors that the graph reads as constants and eager would train. A trace keeps them detached, in their memory."""
+    held = {tensor.data_ptr() for tensor in constants if tensor.is_floating_point() and tensor.numel()}
+    for leaf in gc.get_objects() if held else ():
+        if type(leaf) in (torch.Tensor, nn.Parameter) and leaf.requires_grad and leaf.data_ptr() in held:
+            raise CaptureError(
+                f"the model or the loss reads a tensor of shape {list(leaf.shape)} that requires grad and is no parameter of "
+                "the model: it would get no gradient. Assign it to a module as an nn.Parameter (not within a list or dict)."
+            )
+
+
+def check_modules(model: nn.Module) -> None:
+    """Refuse modules that no trace can take."""
     for fqn, module in model.named_modules():
+        name = f"the module {fqn}" if fqn else "the model"
         if isinstance(module, torch.jit.ScriptModule):
             raise CaptureError(
-                f"{f'the module {fqn}' if fqn else 'the model'} is a TorchScript module, which torch.export cannot trace: "
-                "use the module that it was made from."
+                f"{name} is a TorchScript module, which torch.export cannot trace: use the module that it was made from."
+            )
+        tensors = (*module._parameters.values(), *module._buffers.values())
+        if any(isinstance(each, UninitializedParameter | UninitializedBuffer) for each in tensors):
+            raise CaptureError(f"{name} is lazy, its parameters have no shapes yet: run the model once before graphpp.compile.")
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse:
+            raise CaptureError(f"{name} has sparse=True: gradients are dense here. Set sparse=False.")
+        if any(getattr(module, kind) or getattr(nn_module, f"_global{kind}") for kind in _MODULE_HOOKS):
+            raise CaptureError(
+                f"{name} has backward hooks, or all modules have: gradients do not pass through autograd here, so they would "
+                "never be called. Remove them, and do their work in the forward or on param.grad."
             )
 
 
@@ -106,6 +148,66 @@ def _flattened(function: Any, keep_random_state: bool, *args: Any) -> Any:
     reached = any(isinstance(arg, torch.Tensor) and arg.requires_grad for arg in args)
     with contextlib.nullcontext() if reached else torch.no_grad():
         return function(*args)
+
+
+_MODULE_HOOKS = ("_backward_hooks", "_backward_pre_hooks")
+_DATA: Any = torch.Tensor.data
+_GRAD_FN: Any = torch.Tensor.grad_fn
+_REQUIRES_GRAD: Any = torch.Tensor.requires_grad
+
+
+def _of_the_users(original: Callable[..., Any], replacement: Callable[..., Any], *also: str) -> Callable[..., Any]:
+    """What the user's code, and the files in `also`, get in place of what torch's own code gets."""
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        file = sys._getframe(1).f_code.co_filename
+        return (replacement if is_user_file(file) or file in also else original)(*args, **kwargs)
+
+    return call
+
+
+def _node_asked(tensor: torch.Tensor) -> NoReturn:
+    raise CaptureError(
+        f"the forward asks for an autograd node (grad_fn) at {user_frame(traceback.extract_stack())}: hooks on it would be "
+        "passed by. Write what it is for as a differentiable operation."
+    )
+
+
+def _refuse_thawing(tensor: torch.Tensor, requires_grad: bool = True) -> torch.Tensor:
+    if tensor.requires_grad != requires_grad and isinstance(tensor, nn.Parameter):
+        raise CaptureError(
+            f"the forward switches a parameter's requires_grad at {user_frame(traceback.extract_stack())}: a captured graph "
+            "knows one set of trained parameters. Use torch.no_grad() or detach(), or freeze before the step."
+        )
+    return _requires_grad_(tensor, requires_grad)
+
+
+def _set_requires_grad(tensor: torch.Tensor, value: bool) -> None:
+    if is_user_file(sys._getframe(1).f_code.co_filename):
+        _refuse_thawing(tensor, value)
+    _REQUIRES_GRAD.__set__(tensor, value)
+
+
+_requires_grad_ = torch.Tensor.requires_grad_
+
+
+def _set_data(tensor: torch.Tensor, value: torch.Tensor) -> None:
+    if is_user_file(sys._getframe(1).f_code.co_filename):
+        raise CaptureError(
+            f"the forward assigns to .data at {user_frame(traceback.extract_stack())}: the captured graph would not see it. "
+            "Copy into a buffer (buffer.copy_(new)), or assign the buffer itself."
+        )
+    _DATA.__set__(tensor, value)
+
+
+def _enter_inference(mode: Any) -> None:
+    mode._outside = torch.is_grad_enabled()
+    if mode.mode:
+        torch.set_grad_enabled(False)
+
+
+def _exit_inference(mode: Any, *_: Any) -> None:
+    torch.set_grad_enabled(mode._outside)
 
 
 def _hooked(tensor: torch.Tensor, hook: Any) -> NoReturn:

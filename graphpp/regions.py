@@ -33,6 +33,17 @@ def inline_regions(module: fx.GraphModule, grad_enabled: bool) -> fx.GraphModule
     return module
 
 
+def within_autocast(module: fx.GraphModule, device_type: str) -> None:
+    """Let `module` run under the autocast that is on now, in place: its backward then runs without, as torch advises."""
+    first = next(node for node in module.graph.nodes if node.op not in ("placeholder", "get_attr"))
+    dtype, cached = torch.get_autocast_dtype(device_type), torch.is_autocast_cache_enabled()
+    with module.graph.inserting_before(first):
+        entered = module.graph.call_function(aot.enter_autocast, (device_type, dtype, True, cached))
+    with module.graph.inserting_before(module.graph.output_node()):
+        module.graph.call_function(aot.exit_autocast, (entered,))
+    module.recompile()
+
+
 def drop_checks(module: fx.GraphModule) -> None:
     """Remove checks of values (`torch._check`), in place, and the numbers and sizes only they read.
 
@@ -47,7 +58,8 @@ def drop_checks(module: fx.GraphModule) -> None:
 def _checks(target: Any) -> bool:
     """Whether an operator returns nothing and writes nothing."""
     schema = getattr(target, "_schema", None)
-    return schema is not None and not schema.returns and not schema.is_mutable
+    own = getattr(target, "namespace", "") in ("aten", "prims")  # a custom operator may do something that no one reads
+    return own and schema is not None and not schema.returns and not schema.is_mutable
 
 
 def _is_unknown(node: fx.Node) -> bool:

@@ -41,7 +41,8 @@ class Weighting:
     @property
     def spelled(self) -> list[str]:
         """The weights and the scale in plain text, for comparing ranks."""
-        scale = "no scale" if self.scaler is None else f"loss scale {self.scaler.get_scale()}"
+        on = self.scaler is not None and self.scaler.is_enabled()
+        scale = f"loss scale {self.scaler.get_scale()}" if self.scaler is not None and on else "no loss scale"
         return ["no weights" if self.weights is None else f"weights {self.weights}", scale]
 
     def seeds(self, count: int, dtype: torch.dtype, device: torch.device) -> list[torch.Tensor]:

@@ -133,9 +133,12 @@ def test_gradients_that_are_one_value_become_several_tensors(turned: bool) -> No
 
 def reduced(rank: int) -> dict[str, list[float]]:
     """`w` is held by stages 0, 1, 2 on ranks 0, 1, 0; `v` by stages 0 and 2, both on rank 0."""
-    tied = TiedReduction({"w": [0, 1, 2], "v": [0, 2]}, {0: 0, 1: 1, 2: 0}, Subgroups(dist.group.WORLD))
+    tied = TiedReduction(
+        {"w": [0, 1, 2], "v": [0, 2]}, {"w": [0, 1], "v": [0]}, {0: 0, 1: 1, 2: 0}, Subgroups(dist.group.WORLD)
+    )
     parts = {(stage, fqn): gradients(6)[stage + 3 * (fqn == "v")] for stage in range(3) for fqn in "vw"}
-    return {fqn: total.tolist() for fqn, total in tied.reduce(lambda stage, fqn: parts[stage, fqn]).items()}
+    totals = tied.reduce(lambda stage, fqn: parts[stage, fqn], lambda _: torch.empty(D))
+    return {fqn: total.tolist() for fqn, total in totals.items()}
 
 
 def test_parts_are_added_in_stage_order_to_the_same_bits() -> None:
@@ -171,3 +174,49 @@ def test_parts_that_lie_differently_in_memory_are_added_rightly() -> None:
         (net(part).square().sum() / 2).backward()
     for found in run_ranks(trained, 2):
         torch.testing.assert_close(found, net.first.weight.grad, rtol=1e-6, atol=1e-6)
+
+
+class Siamese(nn.Module):
+    """The encoder runs again in the second stage, without a gradient: that rank's copy must be trained like the first's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.encoder, self.predictor = nn.Linear(D, D), nn.Linear(D, D)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        predicted = self.predictor(self.encoder(x).tanh())
+        with torch.no_grad():
+            aim = self.encoder(2 * x)
+        return predicted, aim
+
+
+def distance(output: tuple[Tensor, Tensor], target: Tensor) -> Tensor:
+    return (output[0] - output[1]).square().mean() + target.mean() * 0
+
+
+def siamese(rank: int) -> tuple[list[Tensor], list[Tensor]]:
+    net = Siamese()
+    pipe = graphpp.compile(net, distance, split=["predictor"], schedule="1F1B", microbatches=2)
+    losses, x = [], torch.arange(4.0 * D).view(4, D) / 10
+    for _ in range(3):
+        losses.append(pipe.step(x, target=torch.zeros(4)).loss)
+        for _, parameter in pipe.named_parameters():
+            assert parameter.grad is not None
+            parameter.data.sub_(parameter.grad, alpha=0.1)
+            parameter.grad = None
+    return losses, [net.encoder.weight.detach()]
+
+
+def test_a_copy_that_is_read_without_a_gradient_is_trained_like_the_others() -> None:
+    net, losses, x = Siamese(), [], torch.arange(4.0 * D).view(4, D) / 10
+    for _ in range(3):
+        parts = [distance(net(part), torch.zeros(2)) for part in x.split(2)]
+        sum(part / 2 for part in parts).backward()
+        losses.append(torch.stack([part.detach() for part in parts]).mean())
+        for parameter in net.parameters():
+            parameter.data.sub_(parameter.grad, alpha=0.1)
+            parameter.grad = None
+    for found, (weight,) in run_ranks(siamese, 2):
+        torch.testing.assert_close(found, losses, rtol=1e-6, atol=0)
+        torch.testing.assert_close(weight, net.encoder.weight.detach(), rtol=1e-6, atol=1e-7)

@@ -68,7 +68,7 @@ def share_overflow_(gradients: Iterable[torch.Tensor], group: dist.ProcessGroup 
     found = (~torch.stack(finite).all() if finite else torch.tensor(False, device=device)).to(torch.int32)
     if group is not None and dist.get_world_size(group) > 1:
         dist.all_reduce(found, dist.ReduceOp.MAX, group=group)
-    for gradient in mine[:1]:
+    for gradient in mine:  # every one: parameters may be shared out among optimizers, each with a check of its own
         first = (0,) * gradient.dim()
         gradient[first] = torch.where(found.to(gradient.device) > 0, math.inf, gradient[first])
 

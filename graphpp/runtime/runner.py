@@ -51,7 +51,7 @@ class GraphPPRunner:
     """Runs captured graphs under one schedule; `training` programs have F and B, evaluation programs E.
 
     `programs`: one for all microbatches, or one for each: microbatches of one shape share theirs. They have the same
-    stages, gradients and metrics. `sums` is the dtype in which gradients of narrower parameters add up.
+    stages, gradients and metrics. `owners` has the ranks that hold each parameter, `sums` is the dtype in which gradients of narrower parameters add up.
     """
 
     def __init__(
@@ -61,6 +61,7 @@ class GraphPPRunner:
         state: ModelState,
         place: Device,
         *,
+        owners: Mapping[str, Sequence[int]] | None = None,
         subgroups: Subgroups | None = None,
         sums: torch.dtype | None = None,
     ) -> None:
@@ -72,7 +73,9 @@ class GraphPPRunner:
         self.stages = self._local_stages(each)
         self.training = Phase.FORWARD in self.program.stages[0].programs
         self._bubble = 0.0
-        self.tied = TiedReduction(_tied(self.program), schedule.rank_of_stage, subgroups or Subgroups(place.group))
+        ranks = owners if owners is not None else ranks_of_parameters(self.program, schedule.rank_of_stage)
+        groups = subgroups or Subgroups(place.group)
+        self.tied = TiedReduction(_contributors(self.program), ranks, schedule.rank_of_stage, groups)
         self._loop = ActionLoop(list(self.stages.values()), schedule, self._handlers())
 
     def _local_stages(self, each: Sequence[PipelineProgram]) -> dict[int, GraphStage]:
@@ -153,7 +156,7 @@ class GraphPPRunner:
         for stage in self.stages.values():
             stage.begin(self.state.tensor, feed)
             parameters = {fqn: self.state.tensor(fqn) for fqn in stage.gradients.fqns}
-            grads = {fqn: parameter.grad for fqn, parameter in parameters.items() if fqn not in self.tied.holders}
+            grads = {fqn: parameter.grad for fqn, parameter in parameters.items() if fqn not in self.tied.contributors}
             dtypes = {fqn: dtype_of_sum(parameter, self._sums) for fqn, parameter in parameters.items()}
             stage.gradients.start({fqn: grad for fqn, grad in grads.items() if grad is not None}, dtypes)
 
@@ -163,15 +166,21 @@ class GraphPPRunner:
             return
         for stage in self.stages.values():
             for fqn, gradient in stage.gradients.sums.items():
-                if fqn not in self.tied.holders:
+                if fqn not in self.tied.contributors:
                     parameter = self.state.tensor(fqn)
                     parameter.grad = gradient.to(dtype=parameter.grad_dtype)
-        for fqn, total in self.tied.reduce(lambda stage, fqn: self.stages[stage].gradients.sums[fqn]).items():
+        for fqn, total in self.tied.reduce(lambda stage, fqn: self.stages[stage].gradients.sums[fqn], self._room).items():
             parameter = self.state.tensor(fqn)
             added = total.to(dtype=parameter.grad_dtype) if parameter.grad is None else parameter.grad.add_(total)
             parameter.grad = added
         for stage in self.stages.values():
             stage.gradients.start({})
+
+    def _room(self, fqn: str) -> torch.Tensor:
+        """Memory for another rank's sum of gradients of a parameter."""
+        parameter = self.state.tensor(fqn)
+        dtype = dtype_of_sum(parameter, self._sums)
+        return torch.empty(parameter.shape, dtype=dtype, device=self.place.device)
 
     def _handlers(self) -> dict[Kind, Callable[[Action], None]]:
         forward = Phase.FORWARD if self.training else Phase.EVALUATE
@@ -207,10 +216,19 @@ class GraphPPRunner:
         return self.stages[action.stage], action.microbatch
 
 
-def _tied(program: PipelineProgram) -> dict[str, list[int]]:
-    """Parameters whose gradient several stages contribute to, with those stages in ascending order."""
-    holders: dict[str, list[int]] = {}
+def _contributors(program: PipelineProgram) -> dict[str, list[int]]:
+    """For each parameter that is trained the stages that contribute to its gradient, ascending."""
+    stages: dict[str, list[int]] = {}
     for stage in program.stages:
         for fqn in stage.gradients:
-            holders.setdefault(fqn, []).append(stage.index)
-    return {fqn: stages for fqn, stages in holders.items() if len(stages) > 1}
+            stages.setdefault(fqn, []).append(stage.index)
+    return stages
+
+
+def ranks_of_parameters(program: PipelineProgram, rank_of_stage: Mapping[int, int]) -> dict[str, list[int]]:
+    """For each parameter the ranks that hold it, ascending; the first one counts it."""
+    found: dict[str, set[int]] = {}
+    for stage in program.stages:
+        for fqn in stage.parameters:
+            found.setdefault(fqn, set()).add(rank_of_stage[stage.index])
+    return {fqn: sorted(ranks) for fqn, ranks in found.items()}

@@ -1,0 +1,137 @@
+"""What a trace would lose about gradients is refused by name and line; what only looks like it works as in eager."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import graphpp
+from graphpp import CaptureError
+
+WIDTH = 4
+
+
+class Net(nn.Module):
+    """Two layers, a buffer, and trainable tensors that are no parameters of it."""
+
+    def __init__(self, function: Callable[[Any, Tensor], Tensor]) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.function = function
+        self.first, self.second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.register_buffer("mean", torch.zeros(WIDTH))
+        self.listed = [nn.Parameter(torch.ones(WIDTH))]
+        self.loose = torch.ones(WIDTH, requires_grad=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.function(self, x)
+
+
+def under_inference_mode(net: Net, x: Tensor) -> Tensor:
+    with torch.inference_mode():
+        aim = net.first(x)
+    return net.second(net.first(x)) + aim.clone()
+
+
+decorated = torch.inference_mode()(lambda net, x: net.first(x))
+
+
+def reading_data(net: Net, x: Tensor) -> Tensor:
+    return net.second(net.first(x)) + net.first.weight.data.sum() + net.first(x).data
+
+
+def writing_into_data_of_a_buffer(net: Net, x: Tensor) -> Tensor:
+    net.mean.data.mul_(0.5).add_(x.mean(0))
+    return net.second(net.first(x)) + net.mean
+
+
+def node_hook(net: Net, x: Tensor) -> Tensor:
+    y = net.first(x)
+    y.grad_fn.register_hook(lambda *_: None)
+    return net.second(y)
+
+
+def freezing(net: Net, x: Tensor) -> Tensor:
+    net.first.requires_grad_(False)
+    y = net.second(net.first(x))
+    net.first.requires_grad_(True)
+    return y
+
+
+def freezing_by_attribute(net: Net, x: Tensor) -> Tensor:
+    net.first.weight.requires_grad = False
+    return net.second(net.first(x))
+
+
+def assigning_data(net: Net, x: Tensor) -> Tensor:
+    net.mean.data = x.mean(0)
+    return net.second(net.first(x)) + net.mean
+
+
+AS_EAGER = {
+    "inference mode": under_inference_mode,
+    "inference mode as decorator": lambda net, x: net.second(net.first(x)) + decorated(net, x).clone(),
+    "reading data": reading_data,
+    "writing into data of a buffer": writing_into_data_of_a_buffer,
+    "requires_grad_ of a value that has it": lambda net, x: net.second(net.first(x).requires_grad_()),
+}
+REFUSED = {
+    "parameter in a list": (lambda net, x: net.second(net.first(x) * net.listed[0]), r"shape \[4\] that requires grad"),
+    "leaf in an attribute": (lambda net, x: net.second(net.first(x) * net.loose), r"shape \[4\] that requires grad"),
+    "hook on an autograd node": (node_hook, rf"grad_fn\) at {__file__}"),
+    "freezing": (freezing, rf"requires_grad at {__file__}"),
+    "freezing by attribute": (freezing_by_attribute, rf"requires_grad at {__file__}"),
+    "assigning data": (assigning_data, rf"assigns to .data at {__file__}"),
+    "writing into data of a parameter": (
+        lambda net, x: net.second(net.first(x)) + net.first.weight.data.clamp_(-1, 1).sum(),
+        r"in place into first.weight",
+    ),
+}
+
+
+def batch() -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    return torch.randn(4, WIDTH, generator=generator), torch.randn(4, WIDTH, generator=generator)
+
+
+@pytest.mark.parametrize("name", AS_EAGER)
+def test_as_in_eager(name: str) -> None:
+    net, eager, (x, target) = Net(AS_EAGER[name]), Net(AS_EAGER[name]), batch()
+    graphpp.compile(net, F.mse_loss, split=["second"], microbatches=2).step(x, target=target)
+    for part, aim in zip(x.chunk(2), target.chunk(2), strict=True):
+        (F.mse_loss(eager(part), aim) / 2).backward()
+    assert torch.equal(net.mean, eager.mean)
+    for mine, theirs in zip(net.parameters(), eager.parameters(), strict=True):
+        assert torch.equal(mine.grad, theirs.grad)
+
+
+@pytest.mark.filterwarnings("ignore:.*requires gradient. but it's not properly registered")
+@pytest.mark.parametrize("name", REFUSED)
+def test_refused(name: str) -> None:
+    function, words = REFUSED[name]
+    net, (x, target) = Net(function), batch()
+    with pytest.raises(CaptureError, match=words):
+        graphpp.compile(net, F.mse_loss).step(x, target=target)
+    assert all(parameter.grad is None and parameter.requires_grad for parameter in net.parameters())
+    net.mean.data = net.mean.data + 1  # torch is as before
+    with torch.inference_mode():
+        assert net.first(x).is_inference()
+
+
+def test_hooks_on_the_backward_of_modules_are_refused() -> None:
+    net, (x, target) = Net(lambda net, x: net.second(net.first(x))), batch()
+    net.first.register_full_backward_hook(lambda *_: None)
+    with pytest.raises(CaptureError, match="the module first has backward hooks"):
+        graphpp.compile(net, F.mse_loss).step(x, target=target)
+
+
+def test_modules_that_cannot_be_traced_are_refused_by_name() -> None:
+    x, target = torch.zeros(4, 2, dtype=torch.int64), torch.zeros(4, 2, WIDTH)
+    for module, words in ((nn.LazyLinear(WIDTH), "the module 0 is lazy"), (nn.Embedding(5, WIDTH, sparse=True), "sparse=True")):
+        with pytest.raises(CaptureError, match=words):
+            graphpp.compile(nn.Sequential(module), F.mse_loss).step(x, target=target)
