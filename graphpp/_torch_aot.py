@@ -4,6 +4,9 @@ Checked on torch 2.11.0, 2.13.0 and 2.15.0:
 
 - `torch._functorch.aot_autograd.aot_export_joint_with_descriptors`: the joint trace of a module
 - `torch._functorch._aot_autograd.descriptors`: what an input or output of that trace is
+- `torch._decomp.decompositions`: `select_one_layer_lstm_function`, `one_layer_lstm`: what an LSTM's layer is traced as
+- `torch._higher_order_ops.effects`: `_get_effect`, `_register_effectful_op`; `torch.fx.node._side_effectful_functions`:
+  which operators are traced with a token, and which a trace keeps though nobody reads them
 - `torch._subclasses.fake_tensor.FakeTensorMode`: tensors with a device and no data
 - `torch._dynamo.symbolic_convert`: the file whose frames stand on the stack while Dynamo reads code
 - `torch._logging`: `trace_structured`, artefacts that `TORCH_TRACE` writes and tlparse shows; `_internal.trace_log`,
@@ -30,8 +33,10 @@ from typing import Any
 import torch
 import torch.utils._pytree as pytree
 from torch import fx, nn
+from torch._decomp import decompositions
 from torch._functorch import aot_autograd
 from torch._functorch._aot_autograd import descriptors
+from torch._higher_order_ops import effects
 from torch._logging import trace_structured  # type: ignore[attr-defined]
 from torch._logging._internal import trace_log
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -114,9 +119,40 @@ def distributions_unchecked() -> Iterator[None]:
 
 
 @contextlib.contextmanager
+def _lstm_trainable() -> Iterator[None]:
+    """Trace an LSTM that learns as one that has a backward; torch asks only whether its input needs a gradient."""
+    original: Callable[..., Any] = decompositions.select_one_layer_lstm_function
+
+    def select(*given: Any) -> Any:
+        learns = any(value.requires_grad for value in pytree.tree_leaves(given) if isinstance(value, torch.Tensor))
+        return decompositions.one_layer_lstm if learns and torch.is_grad_enabled() else original(*given)
+
+    decompositions.select_one_layer_lstm_function = select
+    try:
+        yield
+    finally:
+        decompositions.select_one_layer_lstm_function = original
+
+
+@contextlib.contextmanager
+def _check_plain() -> Iterator[None]:
+    """Trace the check of what `torch.linalg` computed as an operator that stays though nobody reads it, without a token."""
+    check, kept = torch.ops.aten._linalg_check_errors.default, fx.node._side_effectful_functions
+    effect, added = effects._get_effect(check), check not in kept
+    effects._register_effectful_op(check, None)
+    kept.add(check)
+    try:
+        yield
+    finally:
+        effects._register_effectful_op(check, effect)
+        if added:
+            kept.discard(check)
+
+
+@contextlib.contextmanager
 def joint_trace(mode: FakeTensorMode, module: nn.Module, args: tuple[Any, ...]) -> Iterator[fx.GraphModule]:
     """Trace `module(*args)` with its backward; inputs and outputs of the graph carry descriptors in `meta['desc']`."""
-    with contextlib.ExitStack() as stack:
+    with _lstm_trainable(), _check_plain(), contextlib.ExitStack() as stack:
         stack.enter_context(mode)
         yield aot_autograd.aot_export_joint_with_descriptors(stack, module, args).graph_module
 

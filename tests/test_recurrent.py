@@ -61,3 +61,31 @@ def test_evaluation_drops_nothing() -> None:
     x = torch.randn(2, 3, 4)
     output = graphpp.compile(model, only_loss, split=["layers"], schedule="GPipe", microbatches=1).eval(x).output
     torch.testing.assert_close(output, model.eval()(x))
+
+
+class First(nn.Module):
+    """An LSTM that reads the input itself, which needs no gradient."""
+
+    def __init__(self, frozen: bool, **options: Any) -> None:
+        super().__init__()
+        self.layers = nn.LSTM(8, 8, batch_first=True, **options).requires_grad_(not frozen)
+        self.last = nn.LazyLinear(4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.layers(x)[0])
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+@pytest.mark.parametrize("options", [{}, {"num_layers": 2, "bidirectional": True}, {"bias": False}])
+def test_an_lstm_that_comes_first_learns(options: dict[str, Any], frozen: bool) -> None:
+    torch.manual_seed(0)
+    model, x, target = First(frozen, **options), torch.randn(4, 5, 8), torch.randn(4, 5, 4)
+    model(x)
+    eager = eager_steps(model, nn.functional.mse_loss, [Batch((x,), {}, target)], 2, 1, None)
+    pipe = graphpp.compile(model, nn.functional.mse_loss, split=["last"], schedule="GPipe", microbatches=2)
+    pipe.step(x, target=target)
+    for name, grad in gradients(model).items():
+        expected = eager.grads[0][name]
+        assert (grad is None) == (expected is None)
+        assert grad is None or expected is None or (grad - expected).norm() <= 1e-6 * expected.norm()
+    torch.testing.assert_close(pipe.eval(x).output, model(x), rtol=1e-5, atol=1e-6)

@@ -23,7 +23,7 @@ from torch.utils.flop_counter import flop_registry
 
 from graphpp.errors import CaptureError
 from graphpp.passes.aliases import is_view
-from graphpp.passes.joint import JointGraph, describe
+from graphpp.passes.joint import JointGraph, describe, is_check
 from graphpp.runtime import program
 
 _CHEAP_FLOPS_PER_ELEMENT = 16
@@ -77,7 +77,7 @@ def _is_replicable(node: fx.Node, written: set[str]) -> bool:
     """Whether a value can be computed anywhere, at no cost worth a message."""
     if any(source.meta["stage"] is not None or _is_particular(source) for source in node.all_input_nodes):
         return False
-    if _is_heavy(node):
+    if _is_heavy(node) or is_check(node):
         return False
     return all(_is_plain(source, written, node) for source in node.all_input_nodes)
 

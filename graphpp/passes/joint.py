@@ -60,10 +60,15 @@ class JointGraph:
 
 
 def remove_unused(graph: fx.Graph) -> None:
-    """Erase nodes that nobody reads, assertions about metadata included; placeholders stay."""
+    """Erase nodes that nobody reads, assertions about metadata included; placeholders and checks stay."""
     for node in reversed(list(graph.nodes)):
-        if node.op not in ("placeholder", "output") and not node.users:
+        if node.op not in ("placeholder", "output") and not node.users and not is_check(node):
             graph.erase_node(node)
+
+
+def is_check(node: fx.Node) -> bool:
+    """Whether a node only raises where `torch.linalg` failed, as for a singular matrix; nobody reads it."""
+    return node.target is torch.ops.aten._linalg_check_errors.default
 
 
 def tensor_meta(node: fx.Node, name: str | None = None) -> TensorMeta:
