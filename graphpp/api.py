@@ -101,9 +101,11 @@ def check_given(model: object, loss: object, example: object, loss_reduction: ob
 
 def _check_numbers(accumulate_dtype: object, max_graphs: object) -> None:
     if accumulate_dtype is not None and not (
-        isinstance(accumulate_dtype, torch.dtype) and accumulate_dtype.is_floating_point
+        isinstance(accumulate_dtype, torch.dtype) and accumulate_dtype.is_floating_point and accumulate_dtype.itemsize > 1
     ):
-        raise GraphPPError(f"accumulate_dtype must be a floating torch.dtype or None, got {accumulate_dtype!r}")
+        raise GraphPPError(
+            f"accumulate_dtype must be a floating torch.dtype of 16 bits or more, or None, got {accumulate_dtype!r}"
+        )
     if not isinstance(max_graphs, int) or isinstance(max_graphs, bool) or max_graphs < 1:
         raise GraphPPError(f"max_graphs must be a positive integer, got {max_graphs!r}")
 

@@ -13,6 +13,7 @@ Contract
 from __future__ import annotations
 
 import contextlib
+import numbers
 import traceback
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -132,8 +133,10 @@ def loss_and_metrics(loss: LossFunction | None, output: Any, target: Any) -> lis
     metrics: Any = {}
     if isinstance(value, tuple) and len(value) == 2 and isinstance(value[1], Mapping):
         value, metrics = value
-    numbers = [(program.Metric(str(name)), _number(str(name), number)) for name, number in metrics.items()]
-    return [(program.Loss(), _scalar(value)), *numbers]
+    reported = [(program.Metric(str(name)), _number(str(name), number)) for name, number in metrics.items()]
+    if len({role.name for role, _ in reported}) < len(reported):
+        raise CaptureError(f"two of the numbers that the loss returned to report have one name: {list(metrics)}")
+    return [(program.Loss(), _scalar(value)), *reported]
 
 
 def _own_loss(output: Any) -> Any:
@@ -150,8 +153,9 @@ def _own_loss(output: Any) -> Any:
 
 def _number(name: str, value: Any) -> torch.Tensor:
     """A number to report as a 0-dim tensor without a gradient."""
-    if isinstance(value, bool | int | float):
-        return torch.full((), value, dtype=torch.get_default_dtype() if isinstance(value, float) else torch.int64)
+    if isinstance(value, numbers.Real):
+        whole = isinstance(value, numbers.Integral)
+        return torch.full((), float(value), dtype=torch.int64 if whole else torch.get_default_dtype())
     if not isinstance(value, torch.Tensor) or value.numel() != 1 or value.is_complex():
         found = f"shape {list(value.shape)}" if isinstance(value, torch.Tensor) else type(value).__name__
         raise CaptureError(

@@ -202,7 +202,7 @@ def check_alike(built: Sequence[Built]) -> None:
 def _results(built: Built) -> dict[str, object]:
     loss, stages = built.program.loss, built.program.stages
     return {
-        "outputs": (str(built.captured.output_spec), len(built.captured.output_leaves)),
+        "outputs": (str(built.captured.output_spec), built.captured.output_leaves),
         "numbers to report": built.program.metrics,
         "losses": loss.dtype if loss is not None else None,
         "gradients": [sorted(stage.gradients) for stage in stages],

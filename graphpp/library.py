@@ -20,8 +20,10 @@ from functools import cached_property
 from typing import Any, TypeVar
 
 from graphpp import facts, fingerprint
+from graphpp.batch import leading_size
 from graphpp.compiler import Built, Compiler, check_alike
 from graphpp.errors import GraphPPError
+from graphpp.report import check_joinable
 from graphpp.runtime import program
 from graphpp.runtime.agreement import Agreement, Facts
 from graphpp.runtime.gradients import Subgroups
@@ -164,6 +166,8 @@ class Library:
         made = {key: self._build(key, part, microbatches, call.training) for key, part in call.distinct.items()}
         each = [made[key] for key in call.keys]
         check_alike(each)
+        if not call.training:
+            check_joinable([built.captured for built in each], [leading_size(part) for part in call.parts])
         return each
 
     def _build(self, key: Key, part: Leaves, microbatches: int, training: bool) -> Built:

@@ -100,14 +100,15 @@ class Pipeline:
         """Like `step`, with the microbatches given one by one; their shapes may differ, each shape is captured once."""
         return self._step(lambda: _taken_apart(microbatches), loss_weight, scaler)
 
-    def eval(self, *args: Any, target: Any = None, **kwargs: Any) -> EvalResult:
+    def eval(self, *args: Any, target: Any = None, loss_weight: LossWeight | None = None, **kwargs: Any) -> EvalResult:
         """The forward of a whole batch with the model in eval mode; no gradients, no buffer of training is touched.
 
         `output` stands on the rank of the last stage: tensors with a batch dimension joined along it, 0-dim floating
-        tensors averaged over the microbatches, others stacked. `loss` is on every rank if a target was given.
+        tensors averaged over the microbatches, others stacked. `loss` is on every rank if a target was given; `loss_weight`
+        as in `step`.
         """
         with self._watched(), _eval_mode(self._model):
-            call = self._alike(lambda: self._cut(Microbatch(args, kwargs, target)), training=False)
+            call = self._alike(lambda: self._cut(Microbatch(args, kwargs, target)), loss_weight, training=False)
             ready = self._run(call)
             losses = ready.runner.losses() if target is not None else None
             metrics = ready.runner.metrics()
@@ -233,7 +234,7 @@ class Pipeline:
         loss = ready.runner.program.loss
         seeds = call.weighting.seeds(len(call.parts), loss.dtype, place.device) if loss is not None else []
         self._broken = place.ranks > 1
-        with torch.autocast(place.device.type, enabled=False):
+        with torch.autocast(place.device.type, enabled=False):  # its casts are in the graph
             ready.runner.step([part.tensors for part in call.parts], seeds)
         self._broken = False
         self._last = ready

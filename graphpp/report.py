@@ -10,7 +10,8 @@ import torch
 from graphpp import _torch_aot as aot
 from graphpp import signature
 from graphpp.capture import Captured
-from graphpp.errors import CaptureError
+from graphpp.errors import BatchError, CaptureError
+from graphpp.runtime import program
 
 
 def check_output(captured: Captured) -> None:
@@ -21,6 +22,23 @@ def check_output(captured: Captured) -> None:
             raise CaptureError(
                 f"the model's output holds a {kind}, and torch cannot see what is in it. {_remedy(leaf)}"
             )
+
+
+def check_joinable(captured: Sequence[Captured], sizes: Sequence[int | None]) -> None:
+    """Raise `BatchError` where the outputs of microbatches of several shapes cannot be put together; `sizes` are their rows."""
+    shapes = [_output_shapes(each) for each in captured]
+    for index, each in enumerate(zip(*shapes, strict=True)):
+        rows = all(shape and shape[0] == size for shape, size in zip(each, sizes, strict=True))
+        if not rows and len(set(each)) > 1:
+            found = " and ".join(map(str, dict.fromkeys(each)))
+            raise BatchError(
+                f"the model's output {index} has the shapes {found} for the microbatches, "
+                "and no batch dimension in front: it cannot be put together. Evaluate a batch that divides evenly."
+            )
+
+
+def _output_shapes(captured: Captured) -> list[tuple[int, ...]]:
+    return [tuple(node.meta["val"].shape) for role, node in captured.joint.outputs() if isinstance(role, program.Output)]
 
 
 def _remedy(leaf: object) -> str:

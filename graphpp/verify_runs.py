@@ -114,7 +114,7 @@ def run_uncut(step: Step, joint: JointGraph, watch: Watch | None = None) -> Numb
         given |= {program.Buffer(name): value for name, value in numbers.buffers.items()}
         given |= {program.Seed(): step.seeds[index], program.RandomKey(): key}
         interpreter = _Watched(joint.module, graph=joint.graph)
-        with torch.no_grad():
+        with torch.no_grad(), torch.autocast(step.device.type, enabled=False):  # its casts are in the graph
             results = interpreter.run(*(given[role] for role in joint.inputs()))
             _file(joint, results, numbers)
         if watch is not None:
@@ -152,7 +152,8 @@ def _file(joint: JointGraph, results: Sequence[torch.Tensor], numbers: Numbers) 
 def run_cut(step: Step, compiled: PipelineProgram, schedule: Schedule) -> Numbers:
     """The stage programs under a schedule of one rank, by the runner that a pipeline has."""
     runner = GraphPPRunner(compiled, schedule, ModelState(step.model), Device(step.device, None))
-    runner.step([part.tensors for part in step.parts], step.seeds)
+    with torch.autocast(step.device.type, enabled=False):
+        runner.step([part.tensors for part in step.parts], step.seeds)
     return left_behind(step.model, runner.losses().unbind())
 
 
@@ -179,7 +180,8 @@ def run_eager(step: Step, joint: JointGraph) -> Eager:
         with keyed if expected else contextlib.nullcontext():
             (_, loss), *_ = loss_and_metrics(step.loss, step.model(*batch.args, **batch.kwargs), batch.target)
             keyed.forward = False
-            loss.backward(step.seeds[index])
+            with torch.autocast(step.device.type, enabled=False):
+                loss.backward(step.seeds[index])
         losses.append(loss.detach())
         matched = matched and keyed.matched
     return Eager(left_behind(step.model, losses), matched)

@@ -198,3 +198,16 @@ def test_a_call_may_use_more_shapes_than_are_kept() -> None:
         result = pipe.step_microbatches(parts)
     assert torch.equal(result.losses, torch.stack(losses))
     assert_like_eager(model, reference)
+
+
+def test_outputs_that_cannot_be_joined_are_refused_and_counts_are_not_taken_from_one_part() -> None:
+    class Turned(Tagger):
+        def forward(self, tokens: Tensor, deep: bool = False) -> Any:
+            x = super().forward(tokens, deep)
+            return {"x": x.flatten(1).t()} if deep else {"x": x, "rows": len(tokens)}
+
+    pipe = graphpp.compile(Turned(), loss, microbatches=3)
+    for kwargs in ({"deep": True}, {}):
+        with pytest.raises(BatchError, match=r"no batch dimension in front|makes other outputs"):
+            pipe.eval(tokens(7), **kwargs)
+    assert pipe.eval(tokens(6)).output["rows"] == 2
