@@ -1,9 +1,11 @@
 """What a traced forward assigns to attributes of its modules: `self.state = new`.
 
-Contract: after `undone`, every module has the attributes, buffers and hooks that it had before, even where the forward
-raised, and `Assigned` tells what there was instead: the new values of buffers, which the trace returns as further results
-(export keeps assignments to buffers of its root module only, and drops the others), and the tensors that are no buffers
-and were replaced: if the graph reads such a one as a constant, it would do so forever, and `refuse_stale` raises.
+Contract: after `undone`, every module has the attributes, buffers, hooks, lists and dicts that it had before, even where the
+forward raised, and `Assigned` tells what there was instead: the new values of buffers, which the trace returns as further
+results (export keeps assignments to buffers of its root module only, and drops the others), and the tensors that are no
+buffers and were replaced: if the graph reads such a one as a constant, it would do so forever, and `refuse_stale` raises.
+A number that is changed is refused at once, as it leaves no trace in the graph. `refused` does the same around what runs
+custom Functions, whose assignments no graph returns: tensors that they replace are refused as well.
 """
 
 from __future__ import annotations
@@ -17,6 +19,8 @@ import torch
 from torch import nn
 
 from graphpp.errors import CaptureError
+
+_REGISTRIES = frozenset(["_parameters", "_buffers", "_modules"])
 
 
 @dataclass
@@ -40,11 +44,26 @@ class Assigned:
 @contextlib.contextmanager
 def undone(model: nn.Module, assigned: Assigned) -> Iterator[None]:
     """Note in `assigned` what the forward inside assigns, and undo it."""
-    before = [_Before(name, module) for name, module in model.named_modules()]
-    try:
+    with _restored(model) as before:
         yield
         for module in before:
             module.note_assigned(assigned)
+
+
+@contextlib.contextmanager
+def refused(model: nn.Module) -> Iterator[None]:
+    """Refuse tensors that custom Functions replace inside, and undo what they assign."""
+    with _restored(model) as before:
+        yield
+        for module in before:
+            module.refuse_assigned()
+
+
+@contextlib.contextmanager
+def _restored(model: nn.Module) -> Iterator[list[_Before]]:
+    before = [_Before(name, module) for name, module in model.named_modules()]
+    try:
+        yield before
     finally:
         for module in before:
             module.restore()
@@ -57,23 +76,92 @@ class _Before:
         self.prefix = f"{name}." if name else ""
         self.module = module
         self.attributes, self.buffers = dict(vars(module)), dict(module._buffers)
-        held = vars(module).items()
-        self.hooks = [(value, dict(value)) for key, value in held if "_hooks" in key and isinstance(value, dict)]
+        held = [(key, value) for key, value in vars(module).items() if isinstance(value, list | dict)]
+        self.containers = [_Container(f"{self.prefix}{key}.", value) for key, value in held if key not in _REGISTRIES]
 
     def note_assigned(self, assigned: Assigned) -> None:
-        for key, old in _replaced(vars(self.module), self.attributes):
-            assigned.replaced[self.prefix + key] = old
-        for key, old in _replaced(self.module._buffers, self.buffers):
-            assigned.buffers[self.prefix + key] = _new_value(self.prefix + key, old, self.module._buffers.get(key))
+        self._refuse_numbers()
+        assigned.replaced.update(self._replaced_attributes())
+        for key, old in self.buffers.items():
+            new, fqn = self.module._buffers.get(key), self.prefix + key
+            if old is None and new is not None:
+                raise CaptureError(
+                    f"the buffer {fqn} is None, and the forward assigns a tensor: every step would find None again. "
+                    "Register it with a tensor of its shape."
+                )
+            if old is not None and new is not old:
+                assigned.buffers[fqn] = _new_value(fqn, old, new)
+
+    def refuse_assigned(self) -> None:
+        self._refuse_numbers()
+        buffers = [key for key, old in self.buffers.items() if self.module._buffers.get(key) is not old]
+        for fqn in [*(self.prefix + key for key in buffers), *self._replaced_attributes()]:
+            raise CaptureError(
+                f"a custom autograd.Function assigns {fqn}: the captured graph would do without it. Return the new value "
+                "from the Function, and assign it in the forward of the module."
+            )
+
+    def _replaced_attributes(self) -> dict[str, torch.Tensor]:
+        found = {self.prefix + key: old for key, old in _replaced(vars(self.module), self.attributes)}
+        for container in self.containers:
+            found.update(container.replaced())
+        return found
+
+    def _refuse_numbers(self) -> None:
+        now = vars(self.module)
+        of_class = {key: getattr(type(self.module), key, None) for key in now}
+        _refuse_numbers(self.prefix, now, {**of_class, **self.attributes})
+        for container in self.containers:
+            _refuse_numbers(container.prefix, container.now(), container.before)
 
     def restore(self) -> None:
         _restore(self.module._buffers, self.buffers)
         _restore(vars(self.module), self.attributes)
-        for hooks, before in self.hooks:
-            _restore(hooks, before)
+        for container in self.containers:
+            container.restore()
 
 
-def _replaced(now: dict[str, Any], before: dict[str, Any]) -> list[tuple[str, torch.Tensor]]:
+class _Container:
+    """A list or dict that a module holds, and what was in it."""
+
+    def __init__(self, prefix: str, held: list[Any] | dict[Any, Any]) -> None:
+        self.prefix, self.held = prefix, held
+        self.before = self.now()
+
+    def now(self) -> dict[Any, Any]:
+        return dict(self.held) if isinstance(self.held, dict) else dict(enumerate(self.held))
+
+    def replaced(self) -> dict[str, torch.Tensor]:
+        """The tensors that were replaced; all of a list that has changed, as places in it shift."""
+        now = {} if isinstance(self.held, list) and self._changed() else self.now()
+        return {f"{self.prefix}{key}": old for key, old in _replaced(now, self.before)}
+
+    def _changed(self) -> bool:
+        now = self.now()
+        return list(now) != list(self.before) or any(now[key] is not old for key, old in self.before.items())
+
+    def restore(self) -> None:
+        if not self._changed():
+            return
+        self.held.clear()
+        if isinstance(self.held, dict):
+            self.held.update(self.before)
+        else:
+            self.held.extend(self.before.values())
+
+
+def _refuse_numbers(prefix: str, now: dict[Any, Any], before: dict[Any, Any]) -> None:
+    """Refuse ints and floats (flags are no numbers) that have become something else."""
+    for key, old in before.items():
+        new = now.get(key, old)
+        if type(old) in (int, float) and (type(new) is not type(old) or new != old):
+            raise CaptureError(
+                f"the number {prefix}{key} changes while the model runs: the graph would use its first value in every step. "
+                "Make it a tensor, and register it as a buffer."
+            )
+
+
+def _replaced(now: dict[Any, Any], before: dict[Any, Any]) -> list[tuple[Any, torch.Tensor]]:
     pairs = before.items()
     return [(name, old) for name, old in pairs if isinstance(old, torch.Tensor) and now.get(name) is not old]
 

@@ -24,12 +24,12 @@ from torch import fx, nn
 
 from graphpp import _torch_aot as aot
 from graphpp import signature
-from graphpp.assignments import Assigned, undone
+from graphpp.assignments import Assigned, refused, undone
 from graphpp.errors import CaptureError
 from graphpp.flags import Asked, as_in_eager
 from graphpp.functions import Functions, keeping
 from graphpp.lines import source_line, user_frame
-from graphpp.outside import refuse_generators, sealed
+from graphpp.outside import no_draws, refuse_generators, sealed
 from graphpp.passes.joint import JointGraph, verify
 from graphpp.recurrent import unstack
 from graphpp.refusals import check_model, refuse_outer_leaves, refuse_unknown_numbers, refusing
@@ -64,13 +64,14 @@ def capture(
     inputs = signature.tensors(example)
     fakes = {path: aot.fake_like(mode, tensor, device) for path, tensor in inputs.items()}
     wrapper = _Step(model, loss, example, training)
-    with aot.quick(), _fake_state(model, mode, device), contextlib.nullcontext() if training else torch.no_grad():
+    grad = contextlib.nullcontext() if training else torch.no_grad()
+    with aot.quick(), no_draws(model, loss), _fake_state(model, mode, device), grad:
         module, functions = _export(wrapper, tuple(fakes.values()))
         functions.check_seclusion(model)
         if torch.is_autocast_enabled(device.type):
             within_autocast(module, device.type)
-        forward_only = torch.autocast(device.type, enabled=False)
-        with _explaining(), forward_only, aot.joint_trace(mode, module, tuple(fakes.values())) as traced:
+        without = torch.autocast(device.type, enabled=False)
+        with _explaining(), refused(model), without, aot.joint_trace(mode, module, tuple(fakes.values())) as traced:
             functions.check_seclusion(model)
             refuse_generators(traced.graph)
             found = wrapper.found

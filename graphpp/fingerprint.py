@@ -2,27 +2,47 @@
 
 Contract: cheap enough for every step (about 2 ms for 400 modules). `structure` is what a pipeline cannot follow (modules
 exchanged, parameters tied or untied); `circumstances` is what asks for another capture (flags, numbers and tensors held as
-attributes, hooks, autocast).
+attributes or one level down in their lists, tuples and dicts, hooks, autocast, and what a loss holds).
 """
 
 from __future__ import annotations
 
+from collections import OrderedDict, defaultdict
 from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from types import CellType, FunctionType, MethodType
 from typing import Any
 
 import torch
 from torch import nn
 
 _WATCHED = frozenset([bool, int, float, str, type(None), torch.Tensor])
+_CONTAINERS = frozenset([list, tuple, dict, OrderedDict, defaultdict, torch.Size])
+_REGISTRIES = frozenset(vars(nn.Module())) - {"training"}
+_LARGE = 1000  # of a container with more (a vocabulary), only which one it is and its length
 
 
-def modules_of(*roots: Any) -> list[nn.Module]:
-    """All modules under those roots that are modules, in order."""
-    return [module for root in roots if isinstance(root, nn.Module) for module in root.modules()]
+@dataclass(frozen=True)
+class Watched:
+    """The modules of a model and its loss, in order; the loss; those modules that only the loss has."""
+
+    modules: Sequence[nn.Module]
+    loss: Any
+    of_loss: Sequence[nn.Module]
 
 
-def structure(modules: Sequence[nn.Module]) -> tuple[Any, ...]:
+def modules_of(model: nn.Module, loss: Any) -> Watched:
+    """All modules under the model and the loss, if that is one."""
+    own = list(model.modules())
+    ids = set(map(id, own))
+    of_loss = [module for module in loss.modules() if id(module) not in ids] if isinstance(loss, nn.Module) else []
+    return Watched([*own, *of_loss], loss, of_loss)
+
+
+def structure(watched: Watched) -> tuple[Any, ...]:
     """Which module holds which, and which names mean one tensor (not which tensor: a parameter may be replaced)."""
+    modules = watched.modules
     held = tuple(id(child) for module in modules for child in module._modules.values())
     first: dict[int, int] = {}
     tensors = (t for module in modules for store in (module._parameters, module._buffers) for t in store.values())
@@ -30,12 +50,17 @@ def structure(modules: Sequence[nn.Module]) -> tuple[Any, ...]:
     return held, ties
 
 
-def circumstances(modules: Sequence[nn.Module], device_type: str) -> tuple[Any, ...]:
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+
+
+def circumstances(watched: Watched, device_type: str) -> tuple[Any, ...]:
     """Everything else that the trace of a forward depends on, and that a user may change between steps."""
-    parameters = [p for module in modules for p in module._parameters.values() if p is not None]
+    parameters = [p for module in watched.modules for p in module._parameters.values() if p is not None]
     return (
-        tuple(map(_of_module, modules)),
-        tuple((p.requires_grad, p.dtype, p.shape) for p in parameters),
+        tuple(map(_of_module, watched.modules)),
+        tuple(id(buffer) for module in watched.of_loss for buffer in module._buffers.values()),
+        _of_callable(watched.loss),
+        tuple((p.requires_grad, p.dtype, p.shape, bool(p._backward_hooks)) for p in parameters),
         autocast(device_type),
     )
 
@@ -47,7 +72,56 @@ def autocast(device_type: str) -> tuple[bool, str]:
 
 def _of_module(module: nn.Module) -> tuple[Any, ...]:
     """Hooks, and attributes that are flags, numbers, names, or tensors that are neither parameter nor buffer."""
-    watched = [(name, value) for name, value in vars(module).items() if type(value) in _WATCHED]
-    attributes = tuple((name, id(value) if type(value) is torch.Tensor else (type(value), value)) for name, value in watched)
-    hooks = (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
-    return attributes, tuple(map(id, hooks))
+    hooks = [hook for kind in _HOOKS if getattr(module, kind) for hook in getattr(module, kind).values()]
+    return _of_dict(vars(module)), tuple(map(id, hooks))
+
+
+def _of_dict(held: dict[Any, Any]) -> tuple[Any, ...]:
+    """The values that are watched, themselves or in a container, by name."""
+    found = []
+    for name, value in held.items():
+        kind = type(value)
+        if kind in _WATCHED:
+            found.append((name, _of_value(value)))
+        elif kind in _CONTAINERS and name not in _REGISTRIES:
+            found.append((name, _of_container(value)))
+    return tuple(found)
+
+
+def _of_value(value: Any) -> Any:
+    """A tensor by identity, a flag, number or name by its type and value; nothing else is watched."""
+    kind = type(value)
+    if kind is torch.Tensor:
+        return id(value)
+    return (kind, value) if kind in _WATCHED else None
+
+
+def _of_container(held: Any) -> Any:
+    """What is watched among the values of a list, tuple or dict, and their places."""
+    if len(held) > _LARGE:
+        return id(held), len(held)
+    pairs = held.items() if isinstance(held, dict) else enumerate(held)
+    return tuple((_of_value(key), _of_value(value)) for key, value in pairs if type(value) in _WATCHED)
+
+
+def _of_callable(loss: Any) -> tuple[Any, ...]:
+    """What a loss that is no module computes with besides its arguments: bound values, closure, defaults, attributes."""
+    if isinstance(loss, nn.Module | type):
+        return ()
+    if isinstance(loss, partial):
+        return _of_dict({**dict(enumerate(loss.args)), **loss.keywords}), _of_callable(loss.func)
+    if isinstance(loss, MethodType):
+        return _of_callable(loss.__func__)  # its object is more likely a trainer, with counters, than a part of the loss
+    if isinstance(loss, FunctionType):
+        closure: dict[Any, Any] = dict(enumerate(map(_in_cell, loss.__closure__ or ())))
+        defaults: dict[Any, Any] = {**dict(enumerate(loss.__defaults__ or ())), **(loss.__kwdefaults__ or {})}
+        return _of_dict(closure), _of_dict(defaults), _of_dict(vars(loss))
+    return _of_dict(getattr(loss, "__dict__", {}))
+
+
+def _in_cell(cell: CellType) -> Any:
+    """What a variable of a closure is now, if it has been assigned."""
+    try:
+        return cell.cell_contents
+    except ValueError:
+        return None

@@ -1,8 +1,9 @@
 """What a trace takes from outside its graph: refused, or kept out, so that no number of one trace is used in every step.
 
 Contract: while `sealed` is open, `CaptureError` is raised for gradients taken within the forward (`torch.autograd.grad`,
-`torch.func.grad`: export detaches their results) and for random numbers of Python or NumPy; `refuse_generators` does so for
-random numbers of a `torch.Generator` of the model's own. `torch.distributions` check no values, as under `torch.compile`.
+`torch.func.grad`: export detaches their results) and for random numbers of Python or NumPy; `no_draws` does so for these and
+for generators of Python and NumPy that modules hold, `refuse_generators` for a `torch.Generator` of the model's own.
+`torch.distributions` check no values, as under `torch.compile`.
 """
 
 from __future__ import annotations
@@ -11,10 +12,11 @@ import contextlib
 import random
 import sys
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any, NoReturn
 
-from torch import fx
+from torch import fx, nn
 
 from graphpp import _torch_aot as aot
 from graphpp.errors import CaptureError
@@ -24,7 +26,7 @@ from graphpp.lines import source_line, user_frame
 @contextlib.contextmanager
 def sealed() -> Iterator[None]:
     """Watch a trace for what it takes from outside."""
-    with aot.backward_replaced(_no_backward), aot.distributions_unchecked(), _no_draws():
+    with aot.backward_replaced(_no_backward), aot.distributions_unchecked(), no_draws():
         yield
 
 
@@ -37,19 +39,19 @@ def _no_backward(*args: Any, **kwargs: Any) -> NoReturn:
 
 
 @contextlib.contextmanager
-def _no_draws() -> Iterator[None]:
-    """Raise if Python's or NumPy's global generator has moved; both are as before afterwards."""
-    python, numpy = random.getstate(), sys.modules.get("numpy.random")
-    state = numpy.get_state() if numpy else None
+def no_draws(*roots: Any) -> Iterator[None]:
+    """Raise if a generator has moved: Python's and NumPy's global ones, or one that a module under `roots` holds.
+
+    All are as before afterwards.
+    """
+    before = [(generator, generator.state()) for generator in _generators(roots)]
     drawn = []
     try:
         yield
-        drawn += ["Python's `random`"] if random.getstate() != python else []
-        drawn += ["`numpy.random`"] if numpy and _moved(numpy.get_state(), state) else []
+        drawn = [generator.name for generator, state in before if not _same(generator.state(), state)]
     finally:
-        random.setstate(python)
-        if numpy:
-            numpy.set_state(state)
+        for generator, state in before:
+            generator.restore(state)
     if drawn:
         raise CaptureError(
             f"the model or the loss draws random numbers from {' and '.join(drawn)}: the numbers drawn while the graph is "
@@ -57,9 +59,45 @@ def _no_draws() -> Iterator[None]:
         )
 
 
-def _moved(now: Any, before: Any) -> bool:
-    """Whether two states of a NumPy generator, (name, key, position, ...), differ."""
-    return bool(now[2] != before[2] or (now[1] != before[1]).any())
+@dataclass(frozen=True)
+class _Generator:
+    """A generator of random numbers: what messages call it, and how its state is read and set."""
+
+    name: str
+    state: Callable[[], Any]
+    restore: Callable[[Any], object]
+
+
+def _generators(roots: tuple[Any, ...]) -> Iterator[_Generator]:
+    yield _Generator("Python's `random`", random.getstate, random.setstate)
+    numpy = sys.modules.get("numpy.random")
+    if numpy is not None:
+        yield _Generator("`numpy.random`", numpy.get_state, numpy.set_state)
+    for root in roots:
+        for fqn, module in root.named_modules() if isinstance(root, nn.Module) else ():
+            for key, value in vars(module).items():
+                yield from _held(f"the generator {fqn}.{key}".replace(" .", " "), value, numpy)
+
+
+def _held(name: str, value: Any, numpy: Any) -> Iterator[_Generator]:
+    """The generator that an attribute is, if it is one whose state can be read."""
+    if isinstance(value, random.Random) and not isinstance(value, random.SystemRandom):
+        yield _Generator(name, value.getstate, value.setstate)
+    elif numpy is not None and isinstance(value, numpy.RandomState):
+        yield _Generator(name, value.get_state, value.set_state)
+    elif numpy is not None and isinstance(value, numpy.Generator):
+        bits = value.bit_generator
+        yield _Generator(name, lambda: bits.state, lambda state: setattr(bits, "state", state))
+
+
+def _same(now: Any, before: Any) -> bool:
+    """Whether two states, tuples or dicts of numbers and arrays, are equal."""
+    if isinstance(now, dict):
+        return all(_same(now[key], value) for key, value in before.items())
+    if isinstance(now, tuple):
+        return len(now) == len(before) and all(map(_same, now, before))
+    equal = now == before
+    return bool(equal.all()) if hasattr(equal, "all") else bool(equal)
 
 
 def refuse_generators(graph: fx.Graph) -> None:

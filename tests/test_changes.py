@@ -2,17 +2,22 @@
 
 import copy
 import gc
+import random
+import time
 import weakref
+from collections import OrderedDict
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 import graphpp
-from graphpp import compiler
+from graphpp import compiler, fingerprint
 
 X, Y = torch.randn(8, 8), torch.randn(8, 8)
 
@@ -169,6 +174,264 @@ def test_a_replaced_parameter_is_followed() -> None:
     expected = eager_grads(model)
     pipe.step(X, target=Y)
     assert_like_eager(model, expected)
+
+
+class Listing(nn.Module):
+    """Holds what its forward computes with in containers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(8, 8)
+        self.scales: list[Any] = [1.0, torch.ones(8)]
+        self.named: dict[str, Any] = {"scale": 1.0, "mask": torch.ones(8)}
+        self.power = (1,)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.inner(x) * self.scales[0] * self.scales[1] * self.named["scale"] * self.named["mask"]
+        return y ** self.power[0]
+
+
+CONTENTS: list[Callable[[Any], Any]] = [
+    lambda m: m.scales.__setitem__(0, 3.0),
+    lambda m: m.scales.__setitem__(1, torch.zeros(8)),
+    lambda m: m.named.update(scale=3.0),
+    lambda m: m.named.update(mask=torch.zeros(8)),
+    lambda m: setattr(m, "power", (2,)),
+]
+
+
+@pytest.mark.parametrize("change", CONTENTS)
+def test_another_value_in_a_container_is_followed(change: Callable[[Any], Any]) -> None:
+    model = Listing()
+    pipe = graphpp.compile(model, F.mse_loss, microbatches=4)
+    pipe.step(X, target=Y)
+    model.zero_grad()
+    change(model)
+    pipe.step(X, target=Y)
+    assert_like_eager(model, eager_grads(model_without_grads(model)))
+
+
+class Weighted:
+    def __init__(self) -> None:
+        self.scale = 1.0
+
+    def __call__(self, output: Tensor, target: Tensor) -> Tensor:
+        return F.mse_loss(output, target) * self.scale
+
+    def bound(self, output: Tensor, target: Tensor) -> Tensor:
+        return self(output, target)
+
+
+class WeightedModule(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("scale", torch.ones(()))
+
+    def forward(self, output: Tensor, target: Tensor) -> Tensor:
+        return F.mse_loss(output, target) * self.scale
+
+
+def weighted(output: Tensor, target: Tensor, scale: float = 1.0) -> Tensor:
+    return F.mse_loss(output, target) * scale
+
+
+def by_closure() -> tuple[Any, Callable[[], None]]:
+    scale = 1.0
+
+    def loss(output: Tensor, target: Tensor) -> Tensor:
+        return F.mse_loss(output, target) * scale
+
+    def change() -> None:
+        nonlocal scale
+        scale = 3.0
+
+    return loss, change
+
+
+def by_list() -> tuple[Any, Callable[[], None]]:
+    scales = [1.0]
+    return lambda output, target: F.mse_loss(output, target) * scales[0], lambda: scales.__setitem__(0, 3.0)
+
+
+def by_default() -> tuple[Any, Callable[[], None]]:
+    def loss(output: Tensor, target: Tensor, scale: float = 1.0) -> Tensor:
+        return F.mse_loss(output, target) * scale
+
+    return loss, lambda: setattr(loss, "__defaults__", (3.0,))
+
+
+def by_partial() -> tuple[Any, Callable[[], None]]:
+    loss = partial(weighted, scale=1.0)
+    return loss, lambda: loss.keywords.update(scale=3.0)
+
+
+def by_object() -> tuple[Any, Callable[[], None]]:
+    loss = Weighted()
+    return loss, lambda: setattr(loss, "scale", 3.0)
+
+
+def by_buffer() -> tuple[Any, Callable[[], None]]:
+    loss = WeightedModule()
+    return loss, lambda: setattr(loss, "scale", torch.tensor(3.0))
+
+
+@pytest.mark.parametrize("make", [by_closure, by_list, by_default, by_partial, by_object, by_buffer])
+def test_another_value_in_the_loss_is_followed(make: Callable[[], tuple[Any, Callable[[], None]]]) -> None:
+    loss, change = make()
+    pipe = graphpp.compile(two_layers(), loss, microbatches=4)
+    before = pipe.step(X, target=Y).losses
+    change()
+    torch.testing.assert_close(pipe.step(X, target=Y).losses, before * 3)
+
+
+def test_watching_is_cheap() -> None:
+    watched = fingerprint.modules_of(nn.Sequential(*(Listing() for _ in range(200))), F.mse_loss)
+    times = []
+    for _ in range(20):
+        start = time.perf_counter()
+        fingerprint.circumstances(watched, "cpu")
+        times.append(time.perf_counter() - start)
+    assert min(times) < 0.02  # about 2 ms
+
+
+# ------------------------------------------------------------------------------------------------ a forward that assigns
+
+
+class Assigning(nn.Module):
+    """Has what a forward may change."""
+
+    made = 0
+
+    def __init__(self, change: Callable[[Any, Tensor], Any]) -> None:
+        super().__init__()
+        self.inner = nn.Linear(8, 8)
+        self.register_buffer("h", None)
+        self.register_buffer("seen", torch.zeros(8))
+        self.n, self.share = 0, 0.5
+        self.counts, self.states, self.memory = {"n": 0}, [torch.zeros(8)], {"h": torch.zeros(8)}
+        self.log: list[Tensor] = []
+        self.mask = torch.ones(8)
+        self.change = change
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.inner(x)
+        added = self.change(self, y)
+        return y if added is None else y + added
+
+
+def increase(module: Any, name: str) -> None:
+    setattr(module, name, getattr(module, name) + 1)
+
+
+def remember(module: Any, y: Tensor) -> Tensor:
+    before, module.states[0] = module.states[0], y.detach()[0]
+    return before + 1
+
+
+def append(module: Any, y: Tensor) -> Tensor:
+    module.states.append(y.detach()[0])
+    return module.states[-2] + 1
+
+
+def memorise(module: Any, y: Tensor) -> Tensor:
+    before, module.memory["h"] = module.memory["h"], y.detach()[0]
+    return before + 1
+
+
+ASSIGNMENTS: list[tuple[Callable[[Any, Tensor], Any], str]] = [
+    (lambda m, y: increase(m, "n"), r"number inner\.n.* buffer"),
+    (lambda m, y: increase(m, "share"), r"number inner\.share.* buffer"),
+    (lambda m, y: increase(m, "made"), r"number inner\.made.* buffer"),
+    (lambda m, y: setattr(m, "share", y.sum()), r"number inner\.share.* buffer"),
+    (lambda m, y: m.counts.update(n=1), r"number inner\.counts\.n.* buffer"),
+    (lambda m, y: setattr(m, "h", y.detach().sum()), r"buffer inner\.h is None"),
+    (remember, r"reads the tensor inner\.states\.0 and replaces it"),
+    (append, r"reads the tensor inner\.states\.0 and replaces it"),
+    (memorise, r"reads the tensor inner\.memory\.h and replaces it"),
+]
+
+
+def assert_untouched(model: Assigning) -> None:
+    assert (model.n, model.share, model.made, model.counts, model.h, model.log) == (0, 0.5, 0, {"n": 0}, None, [])
+    tensors = [*model.states, *model.memory.values(), model.seen]
+    assert len(tensors) == 3 and all(type(held) is Tensor and not held.any() for held in tensors)
+
+
+@pytest.mark.parametrize(("change", "says"), ASSIGNMENTS)
+def test_an_assignment_that_no_graph_can_follow_is_refused(change: Callable[[Any, Tensor], Any], says: str) -> None:
+    model = nn.Sequential(OrderedDict(inner=Assigning(change)))
+    with pytest.raises(graphpp.CaptureError, match=says):
+        graphpp.compile(model, F.mse_loss).step(X, target=Y)
+    assert_untouched(model.inner)
+
+
+def test_a_list_that_the_forward_fills_holds_nothing_afterwards() -> None:
+    model = Assigning(lambda m, y: m.log.append(y))
+    graphpp.compile(model, F.mse_loss, microbatches=4).step(X, target=Y)
+    assert_untouched(model)
+
+
+class Beside(torch.autograd.Function):
+    """Does something to a module in its backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, module: Any, change: Callable[[Any, Tensor], Any]) -> Tensor:
+        ctx.held = module, change
+        return x * 1
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        module, change = ctx.held
+        change(module, grad)
+        return grad, None, None
+
+
+IN_BACKWARD: list[tuple[Callable[[Any, Tensor], Any], str]] = [
+    (lambda m, g: setattr(m, "seen", g.detach().sum(0)), r"autograd\.Function assigns seen"),
+    (lambda m, g: setattr(m, "mask", g.detach().sum(0)), r"autograd\.Function assigns mask"),
+    (lambda m, g: m.states.__setitem__(0, g.detach().sum(0)), r"autograd\.Function assigns states\.0"),
+    (lambda m, g: increase(m, "n"), "number n"),
+    (lambda m, g: random.random(), "draws random numbers from Python's `random`"),
+    (lambda m, g: np.random.rand(), "draws random numbers from `numpy.random`"),
+]
+
+
+@pytest.mark.parametrize(("change", "says"), IN_BACKWARD)
+def test_what_a_backward_does_beside_its_gradient_is_refused(change: Callable[[Any, Tensor], Any], says: str) -> None:
+    model = Assigning(lambda m, y: None)
+    model.forward = lambda x: Beside.apply(model.inner(x), model, change)
+    seen, state = model.seen, random.getstate()
+    with pytest.raises(graphpp.CaptureError, match=says):
+        graphpp.compile(model, F.mse_loss).step(X, target=Y)
+    assert model.seen is seen and random.getstate() == state
+    assert_untouched(model)
+
+
+def test_what_a_backward_notes_is_undone() -> None:
+    model = Assigning(lambda m, y: None)
+    model.forward = lambda x: Beside.apply(model.inner(x), model, lambda m, g: m.log.append(g))
+    graphpp.compile(model, F.mse_loss).step(X, target=Y)
+    assert model.log == []
+
+
+GENERATORS: list[tuple[Any, Callable[[Any], Any], Callable[[Any], Any]]] = [
+    (random.Random(0), lambda g: g.random(), lambda g: g.getstate()),
+    (np.random.default_rng(0), lambda g: g.random(), lambda g: str(g.bit_generator.state)),
+    (np.random.Generator(np.random.MT19937(0)), lambda g: g.random(), lambda g: str(g.bit_generator.state)),
+    (np.random.RandomState(0), lambda g: g.rand(), lambda g: str(g.get_state())),
+]
+
+
+@pytest.mark.parametrize(("generator", "draw", "state"), GENERATORS)
+def test_a_generator_that_a_module_holds_is_not_frozen(
+    generator: Any, draw: Callable[[Any], Any], state: Callable[[Any], Any]
+) -> None:
+    model = nn.Sequential(Assigning(lambda m, y: float(draw(m.generator))), nn.Linear(8, 8))
+    model[0].generator = generator
+    before = state(generator)
+    with pytest.raises(graphpp.CaptureError, match=r"generator 0\.generator"):
+        graphpp.compile(model, F.mse_loss).step(X, target=Y)
+    assert state(generator) == before
 
 
 # ------------------------------------------------------------------------------------------------ memory of gradients

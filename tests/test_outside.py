@@ -147,6 +147,7 @@ def test_a_forward_that_raises_leaves_the_model_as_it_was() -> None:
     assert not hasattr(made.model, "seen")
 
 
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script.* is deprecated")
 @pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
 def test_torchscript_is_refused_by_name() -> None:
     made = case(lambda m, x: m.first(x))
