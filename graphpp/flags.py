@@ -32,7 +32,9 @@ class Asked:
         """What to answer in place of `truth`."""
 
         def answer() -> bool:
-            if not is_user_file(sys._getframe(1).f_code.co_filename):
+            code = sys._getframe(1).f_code
+            # TorchScript asks from C++, which has no frame of its own: code that asks by itself has the name in it.
+            if not is_user_file(code.co_filename) or truth.__name__ not in (*code.co_names, *code.co_consts):
                 return truth()
             self.at_all = True
             return False

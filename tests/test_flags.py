@@ -69,3 +69,33 @@ def test_torchs_own_code_is_told_the_truth(monkeypatch: pytest.MonkeyPatch) -> N
     x = torch.randn(4, 4)
     graphpp.compile(Watching(4, 4), loss).step(x, target=x)
     assert told == [True]
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script.* is deprecated", "ignore:`torch.jit")
+def test_scripted_functions_keep_their_gradients() -> None:
+    """TorchScript asks as well, in C++: told that nothing is exported it would run code that the trace cannot follow."""
+
+    function = torch.jit.script(swish)
+
+    class Scripted(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.second(function(self.first(x)))
+
+    x = torch.randn(4, 4)
+    for _ in range(4):  # the third call of a scripted function is the first optimised one
+        model = Scripted()
+        graphpp.compile(model, loss).step(x, target=x)
+        found = [parameter.grad for parameter in model.parameters()]
+        model.zero_grad()
+        loss(model(x), x).backward()
+        for mine, parameter in zip(found, model.parameters(), strict=True):
+            assert mine is not None
+            torch.testing.assert_close(mine, parameter.grad)
+
+
+def swish(x: Tensor) -> Tensor:
+    return x * torch.sigmoid(x)
