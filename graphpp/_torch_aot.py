@@ -8,6 +8,7 @@ Checked on torch 2.11.0, 2.13.0 and 2.15.0:
 - `torch._higher_order_ops.effects`: `_get_effect`, `_register_effectful_op`; `torch.fx.node._side_effectful_functions`:
   which operators are traced with a token, and which a trace keeps though nobody reads them
 - `torch._subclasses.fake_tensor.FakeTensorMode`: tensors with a device and no data
+- `torch._functorch.autograd_function`: the class `ApplyTemplate`, by name; the logger `torch._subclasses`
 - `torch._dynamo.symbolic_convert`: the file whose frames stand on the stack while Dynamo reads code
 - `torch._logging`: `trace_structured`, artefacts that `TORCH_TRACE` writes and tlparse shows; `_internal.trace_log`,
   which has a handler while a trace is being written
@@ -46,6 +47,10 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils._python_dispatch import TorchDispatchMode
 
 _READER = os.path.join("torch", "_dynamo", "symbolic_convert.py")
+# Functions of torch itself that change no gradient, or implement registered and higher-order operators, which export keeps.
+KEPT_FUNCTIONS = ("torch._library.", "torch._higher_order_ops.", "torch._functorch.", "torch.utils.checkpoint")
+FUNCTION_OF_A_REGION = "ApplyTemplate"  # what Dynamo makes of a custom one in the region of an operator like torch.cond
+FAKE_LOG = "torch._subclasses"  # the logger of what fails on fake tensors
 _FunctionMeta = torch.autograd.function.FunctionMeta
 
 enter_autocast = torch.amp.autocast_mode._enter_autocast

@@ -17,9 +17,10 @@ from unittest.mock import patch
 
 import torch
 
+from graphpp import _torch_aot as aot
 from graphpp.lines import is_user_file
 
-_LOG = logging.getLogger("torch._subclasses")
+_LOG = logging.getLogger(aot.FAKE_LOG)
 
 
 @dataclass

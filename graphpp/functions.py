@@ -32,10 +32,6 @@ _LIBRARY = torch.library.Library("graphpp", "FRAGMENT")  # the module may be loa
 _LIBRARY.define("function(Tensor[] tensors, int number) -> Tensor[]")
 _OPERATOR = torch.ops.graphpp.function.default
 
-# Functions of torch itself that change no gradient, or implement registered and higher-order operators, which export keeps.
-_KEPT = ("torch._library.", "torch._higher_order_ops.", "torch._functorch.", "torch.utils.checkpoint")
-_OF_A_REGION = "ApplyTemplate"  # what Dynamo, which traces the regions of operators like torch.cond, makes of a custom one
-
 
 @dataclass
 class Applied:
@@ -78,13 +74,13 @@ class Functions:
         """A Function is about to run: `apply` switches autograd off for its forward."""
         self._grad_enabled = torch.is_grad_enabled()
         self._begun = function
-        if function.__name__ == _OF_A_REGION:
+        if function.__name__ == aot.FUNCTION_OF_A_REGION:
             raise _lost("a custom autograd.Function", user_frame(traceback.extract_stack()))
 
     def forward(self, function: type, own: Callable[..., Any]) -> Callable[..., Any]:
         """The forward to run in place of a Function's own."""
         applied, self._begun = self._begun is function, None
-        if not applied or self._inside or function.__module__.startswith(_KEPT) or aot.dynamo_is_reading():
+        if not applied or self._inside or function.__module__.startswith(aot.KEPT_FUNCTIONS) or aot.dynamo_is_reading():
             return own
         with_context = function.setup_context is torch.autograd.Function.setup_context  # type: ignore[attr-defined]
 
