@@ -1,0 +1,65 @@
+"""What the actions of a pipeline cost: the one description that simulator, scheduler and profile share.
+
+Contract
+    Times are in seconds, or in any unit as long as it is one; bytes are per microbatch. A stage's activations live from
+    the start of its F to the end of its B; where the backward is split, `saved_bytes` live until the end of I, when
+    `kept_bytes` take their place until the end of W (`kept_bytes=None`: all of `saved_bytes` until then).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from graphpp.runtime.actions import Action, Kind
+
+
+@dataclass(frozen=True)
+class StageCosts:
+    """One stage, one microbatch. `backward` is the whole one; None: input and weight gradients one after the other."""
+
+    forward: float = 1.0
+    input_grad: float = 1.0
+    weight_grad: float = 1.0
+    backward: float | None = None
+    saved_bytes: int = 1
+    kept_bytes: int | None = None
+
+    def of(self, kind: Kind) -> float:
+        """The time of one F, B, I or W."""
+        whole = self.input_grad + self.weight_grad if self.backward is None else self.backward
+        return {Kind.F: self.forward, Kind.B: whole, Kind.I: self.input_grad, Kind.W: self.weight_grad}[kind]
+
+
+@dataclass(frozen=True)
+class Costs:
+    """All stages, and the messages: `sends_forward[s]` is the time of one over s|s+1, `sends_backward[s]` the way back.
+
+    Empty tuples: messages take no time. `overlap`: what an OVERLAP_F_B takes, as a share of its parts' sum.
+    """
+
+    stages: tuple[StageCosts, ...]
+    sends_forward: tuple[float, ...] = ()
+    sends_backward: tuple[float, ...] = ()
+    overlap: float = 1.0
+
+    @classmethod
+    def unit(cls, stages: int, ranks: int | None = None, send: float = 0.0) -> Costs:
+        """F = I = W = 1 for each *rank* and microbatch, shared out evenly among a rank's stages.
+
+        A rank's whole activation of one microbatch counts 1000 bytes.
+        """
+        per_rank = stages / (stages if ranks is None else ranks)
+        each = StageCosts(1 / per_rank, 1 / per_rank, 1 / per_rank, saved_bytes=round(1000 / per_rank))
+        return cls((each,) * stages, (send,) * (stages - 1), (send,) * (stages - 1))
+
+    def of(self, action: Action) -> float:
+        """The time a rank computes for one action: 0 for anything but F, B, I, W and their overlaps."""
+        if not action.is_compute:
+            return 0.0
+        total = sum(self.stages[leaf.stage].of(leaf.kind) for leaf in action.leaves)
+        return total * self.overlap if action.parts else total
+
+    def message(self, sends: Sequence[float], boundary: int) -> float:
+        """The time of a message over `boundary`."""
+        return sends[boundary] if sends else 0.0
