@@ -17,6 +17,7 @@ from graphpp.errors import (
 from graphpp.layout import Layout
 from graphpp.pipeline import EvalResult, Pipeline, StepResult
 from graphpp.plan import Plan
+from graphpp.recompute import Recompute
 from graphpp.runtime.schedule import Schedule
 from graphpp.runtime.schedules import stage_ids
 from graphpp.signature import Microbatch, whole
@@ -38,6 +39,7 @@ __all__ = [
     "Pipeline",
     "Plan",
     "RankFailure",
+    "Recompute",
     "Schedule",
     "ScheduleError",
     "SplitError",

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import nn
 
 from graphpp import facts
+from graphpp import recompute as recomputing
 from graphpp.capture import LossFunction
 from graphpp.compiler import Settings
 from graphpp.errors import BatchError, CaptureError, GraphPPError, ScheduleError
@@ -37,6 +38,7 @@ def compile(  # noqa: PLR0913 - what a user may choose, all of it optional
     device: torch.device | str | None = None,
     loss_reduction: Reduction = "mean",
     accumulate_dtype: torch.dtype | None = None,
+    recompute: recomputing.Given = None,
     max_graphs: int = 16,
     dump: str | os.PathLike[str] | None = None,
 ) -> Pipeline:
@@ -61,6 +63,9 @@ def compile(  # noqa: PLR0913 - what a user may choose, all of it optional
         accumulate_dtype: in what gradients of narrower parameters add up over the microbatches of a step, e.g.
             torch.float32 for parameters in bfloat16; `param.grad` is rounded to its own dtype once, at the end. None: as
             autograd adds, in the gradient's dtype.
+        recompute: what is computed again for the backward, not saved: "full" (every layer), FQNs of modules, a function
+            of a graph's node, a `graphpp.Recompute`; None: nothing. Bit-equal, dropout included. A schedule whose
+            `recomputed` is set says for which stages and microbatches.
         max_graphs: how many captured graphs are kept, one per shape of microbatch and mode; the least recently used goes.
         dump: folder for dumps of graphs, plan and schedule; None: the variable GRAPHPP_DUMP, if set.
 
@@ -76,7 +81,8 @@ def compile(  # noqa: PLR0913 - what a user may choose, all of it optional
         _check_numbers(accumulate_dtype, max_graphs)
         table = read(schedule)
         count = _microbatches(microbatches, table)
-        return Settings(place, example, split, table, count, loss_reduction, accumulate_dtype, max_graphs, _folder(dump))
+        chosen, folder = recomputing.chosen(recompute), _folder(dump)
+        return Settings(place, example, split, table, count, loss_reduction, accumulate_dtype, max_graphs, chosen, folder)
 
     with FailureBoard(place.group, "compile").watching():
         agreed = agreement.together(settings, lambda made: _facts(model, loss, made))
@@ -152,6 +158,7 @@ def _facts(model: nn.Module, loss: LossFunction | None, settings: Settings) -> F
             "microbatches=": [str(settings.microbatches)],
             "loss_reduction=": [settings.loss_reduction],
             "accumulate_dtype=": [str(settings.accumulate_dtype)],
+            "recompute=": [recomputing.spelled(settings.recompute)],
             "max_graphs=": [str(settings.max_graphs)],
         }
     )

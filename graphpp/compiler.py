@@ -7,8 +7,9 @@ every rank builds all stages and gets the same program, and `Built.facts` says s
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import product
 from pathlib import Path
 
 import torch
@@ -21,11 +22,12 @@ from graphpp.dump import Dump
 from graphpp.errors import BatchError, ScheduleError
 from graphpp.layers import Call
 from graphpp.passes.joint import JointGraph
-from graphpp.passes.lower import Hook, Passed, lower
+from graphpp.passes.lower import Choices, Hook, Passed, finish, lower
 from graphpp.plan import Plan
+from graphpp.recompute import Recompute
 from graphpp.report import check_output
 from graphpp.runtime import program
-from graphpp.runtime.actions import COMMUNICATION, Kind
+from graphpp.runtime.actions import Kind
 from graphpp.runtime.agreement import Facts
 from graphpp.runtime.checker import check
 from graphpp.runtime.communication import add_communication
@@ -50,6 +52,7 @@ class Settings:
     loss_reduction: Reduction = "mean"
     accumulate_dtype: torch.dtype | None = None
     max_graphs: int = 16
+    recompute: Recompute | None = None
     dump: Path | None = None
 
     @property
@@ -79,12 +82,21 @@ class Settings:
 
 
 @dataclass(frozen=True)
+class Wanted:
+    """What a schedule asks of a stage's programs: I and W beside B; values computed again, not saved."""
+
+    split_backward: bool
+    recomputed: bool
+
+
+@dataclass(frozen=True)
 class Built:
-    """One captured graph, cut and planned."""
+    """One captured graph, cut and planned. `finished` has its programs by what a schedule asks of them."""
 
     captured: Captured
     program: PipelineProgram
     plan: Plan
+    finished: dict[Wanted, PipelineProgram] = field(default_factory=dict)
 
     @property
     def facts(self) -> Facts:
@@ -138,16 +150,51 @@ class Compiler:
         self._watch(Passed("capture", 0.0, captured.joint))
         starts = self._starts(module_calls(captured.joint))
         schedule = self._table(len(starts), microbatches)
-        compiled = lower(captured.joint, starts, _both(dump.hook(schedule), self._watch))
+        usual = Wanted(_splits_backward(schedule), bool(self._recomputed(schedule)))
+        hook = _both(dump.hook(schedule), self._watch)
+        compiled = lower(captured.joint, starts, hook, self._choices(captured.joint, usual))
         plan = Plan.of(captured.joint, compiled, schedule)
         dump.plan(plan, _with_communication(schedule, training))
-        return Built(captured, compiled, plan)
+        return Built(captured, compiled, plan, {usual: compiled})
 
     def schedule(self, built: Built, microbatches: int, *, training: bool) -> Schedule:
         """The checked table with communication for a number of microbatches; forwards only for evaluation."""
         table = self._table(len(built.program.stages), microbatches)
         _check_buffer_order(table, built)
         return _with_communication(table, training)
+
+    def program(self, built: Built, schedule: Schedule, microbatch: int) -> PipelineProgram:
+        """The programs for one microbatch of a schedule: each stage's with or without what is recomputed."""
+        again = {stage for stage, index in self._recomputed(schedule) if index == microbatch}
+        split = _splits_backward(schedule)
+        kinds = {flag: self._finished(built, Wanted(split, flag)) for flag in {s in again for s in range(schedule.stages)}}
+        some = next(iter(kinds.values()))
+        assert all(kind.boundaries == some.boundaries for kind in kinds.values()), "recomputation changed what travels"
+        return replace(some, stages=tuple(kinds[stage.index in again].stages[stage.index] for stage in some.stages))
+
+    def _finished(self, built: Built, wanted: Wanted) -> PipelineProgram:
+        if wanted not in built.finished:
+            joint, stages = built.captured.joint, len(built.program.stages)
+            built.finished[wanted] = finish(joint, stages, choices=self._choices(joint, wanted))
+        return built.finished[wanted]
+
+    def _choices(self, joint: JointGraph, wanted: Wanted) -> Choices:
+        recompute = self.settings.recompute or Recompute()
+        region = recompute.region(module_calls(joint)) if wanted.recomputed and joint.training else None
+        return Choices(wanted.split_backward, recompute.rerun, region)
+
+    def _recomputed(self, schedule: Schedule) -> frozenset[tuple[int, int]]:
+        """The (stage, microbatch) that recompute: those the schedule names, else all or none."""
+        beyond = [p for p in sorted(schedule.recomputed or ()) if p[0] >= schedule.stages or p[1] >= schedule.microbatches]
+        if beyond:
+            stage, microbatch = beyond[0]
+            raise ScheduleError(
+                f"the schedule {schedule.name!r} recomputes stage {stage} at microbatch {microbatch}, but has "
+                f"{schedule.stages} stages and {schedule.microbatches} microbatches, counted from 0"
+            )
+        if schedule.recomputed is not None or self.settings.recompute is None:
+            return schedule.recomputed or frozenset()
+        return frozenset(product(range(schedule.stages), range(schedule.microbatches)))
 
     def _starts(self, calls: list[Call]) -> tuple[int, ...]:
         """Where the stages start; in a later graph before the same calls as in the first.
@@ -183,7 +230,6 @@ class Compiler:
             )
         table = build(given, ranks, stages, microbatches)
         check(table, ranks=ranks, stages=stages, microbatches=microbatches)
-        _check_kinds(table)
         return table
 
 
@@ -233,15 +279,8 @@ def _with_communication(table: Schedule, training: bool) -> Schedule:
     return table if table.has_communication else add_communication(table)
 
 
-def _check_kinds(table: Schedule) -> None:
-    """The stages of a pipeline run whole backwards only, so far, and their parameters are not sharded."""
-    runs = {Kind.F, Kind.B} | COMMUNICATION
-    for rank, column, action in table.cells():
-        if action.kind not in runs:
-            raise ScheduleError(
-                f"rank {rank}, column {column}: {action} cannot be run yet; a schedule may hold "
-                f"{', '.join(sorted(runs))}. Use B for I and W, and leave out sharding and overlaps."
-            )
+def _splits_backward(table: Schedule) -> bool:
+    return any(leaf.kind in (Kind.I, Kind.W) for _, _, action in table.cells() for leaf in action.leaves)
 
 
 def _check_buffer_order(table: Schedule, built: Built) -> None:

@@ -204,7 +204,7 @@ class Library:
             settings = self._compiler.settings
             rank, device = settings.place.rank, settings.place.device
             self._state.move(set().union(*(each.parameters(rank) | each.buffers(rank) for each in built)), device)
-            programs = [each.program for each in built]
+            programs = [self._compiler.program(each, schedule, index) for index, each in enumerate(built)]
             assert self.first is not None
             runner = GraphPPRunner(
                 programs,

@@ -19,7 +19,7 @@ never travel: a slot reads or computes them itself (a replicated value that the 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 from torch import fx
@@ -46,12 +46,16 @@ class SlotGraph:
 
 @dataclass
 class Cut:
-    """The result of `cut`: graphs by slot, boundaries, and per stage the values saved per microbatch and their bytes."""
+    """The result of `cut`: graphs by slot, boundaries, and per stage the values saved per microbatch and their bytes.
+
+    `kept_bytes`: what is alive between I and W, where `split_weight_grad` has made them; else nothing.
+    """
 
     slots: dict[Slot, SlotGraph]
     boundaries: tuple[Boundary, ...]
     saved: tuple[tuple[TensorMeta, ...], ...]
     saved_bytes: tuple[int, ...]
+    kept_bytes: tuple[int, ...] = ()
 
 
 def cut(joint: JointGraph, stages: int) -> Cut:
@@ -157,31 +161,31 @@ def _still_needed(members: set[fx.Node], slot: Slot, saved: set[fx.Node], result
 def _slot_graph(
     slot: Slot, order: dict[fx.Node, int], members: set[fx.Node], results: Results, traffic: Traffic
 ) -> SlotGraph:
-    graph = fx.Graph()
-    copies: dict[fx.Node, fx.Node] = {}
     arriving = traffic.arriving(slot)
-    roles: list[InputRole] = []
-    for node in sorted(arriving, key=order.__getitem__):
-        copies[node] = _placeholder(graph, node, arriving[node])
-        roles.append(arriving[node])
-    for node in sorted((n for n in members if n.op == "placeholder"), key=order.__getitem__):
-        copies[node] = _placeholder(graph, node, node.meta["role"])
-        roles.append(node.meta["role"])
-    for node in sorted((n for n in members if n.op != "placeholder" and n not in arriving), key=order.__getitem__):
-        copies[node] = graph.node_copy(node, copies.__getitem__)
+    given = [node for node in members if node.op == "placeholder"]
+    inputs = {node: arriving[node] for node in sorted(arriving, key=order.__getitem__)}
+    inputs |= {node: node.meta["role"] for node in sorted(given, key=order.__getitem__)}
     outputs = list(results)
     for kind, values in traffic.leaving(slot):
         outputs += [(kind(node.name), node) for node in sorted(values, key=order.__getitem__)]
+    return slot_graph(slot, inputs, sorted(members - inputs.keys(), key=order.__getitem__), outputs)
+
+
+def slot_graph(
+    slot: Slot, inputs: Mapping[fx.Node, InputRole], computed: Iterable[fx.Node], outputs: Results
+) -> SlotGraph:
+    """A graph of its own from copies: `inputs` become placeholders with their roles, `computed` follow in order."""
+    graph = fx.Graph()
+    copies: dict[fx.Node, fx.Node] = {}
+    for node, role in inputs.items():
+        copies[node] = graph.placeholder(node.name)
+        copies[node].meta = {**node.meta, "role": role}
+    for node in computed:
+        copies[node] = graph.node_copy(node, copies.__getitem__)
     end = graph.output(tuple(copies[node] for _, node in outputs))
     end.meta["roles"] = [role for role, _ in outputs]
     graph.lint()
-    return SlotGraph(slot[1], slot[0], graph, tuple(roles), tuple(role for role, _ in outputs))
-
-
-def _placeholder(graph: fx.Graph, node: fx.Node, role: InputRole) -> fx.Node:
-    copy = graph.placeholder(node.name)
-    copy.meta = {**node.meta, "role": role}
-    return copy
+    return SlotGraph(slot[1], slot[0], graph, tuple(inputs.values()), tuple(role for role, _ in outputs))
 
 
 def _check(joint: JointGraph, result: Cut) -> None:

@@ -12,7 +12,7 @@ from graphpp.passes.aliases import shared_results
 from graphpp.passes.cut import Cut, SlotGraph
 from graphpp.passes.joint import JointGraph, tensor_meta
 from graphpp.passes.render import render
-from graphpp.passes.traffic import B, F
+from graphpp.passes.traffic import F
 from graphpp.runtime.program import (
     Buffer,
     BufferUpdate,
@@ -43,6 +43,7 @@ def emit(joint: JointGraph, pieces: Cut) -> PipelineProgram:
             buffers=buffers[stage],
             saved=pieces.saved[stage],
             saved_bytes=pieces.saved_bytes[stage],
+            kept_bytes=pieces.kept_bytes[stage] if pieces.kept_bytes else 0,
             modules=tuple(call for call, first in calls.items() if first == stage),
             constants={role.name: joint.constants[role.name] for role in used[stage] if isinstance(role, Constant)},
         )
@@ -56,7 +57,7 @@ def emit(joint: JointGraph, pieces: Cut) -> PipelineProgram:
 def _programs(pieces: Cut, stage: int, training: bool) -> dict[Phase, Program]:
     if not training:
         return {Phase.EVALUATE: _program(pieces.slots[F, stage], Phase.EVALUATE)}
-    return {phase: _program(pieces.slots[phase, stage], phase) for phase in (F, B)}
+    return {phase: _program(slot, phase) for (phase, index), slot in pieces.slots.items() if index == stage}
 
 
 def _program(slot: SlotGraph, phase: Phase) -> Program:

@@ -14,7 +14,7 @@ Contract
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -53,6 +53,15 @@ class JointGraph:
         end = self.graph.output_node()
         end.meta["roles"] = [role for role, _ in outputs]
         end.args = (tuple(node for _, node in outputs),)
+
+    def copy(self) -> JointGraph:
+        """The same joint graph with nodes of its own: changing one leaves the other."""
+        graph = fx.Graph()
+        copies: dict[fx.Node, fx.Node] = {}
+        results = graph.graph_copy(self.graph, copies)
+        end = graph.output(results)
+        end.meta = dict(self.graph.output_node().meta)
+        return replace(self, module=fx.GraphModule(self.module, graph))
 
     def computed(self) -> Iterator[fx.Node]:
         """Nodes that compute (no placeholder, no output), in order."""

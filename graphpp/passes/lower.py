@@ -19,8 +19,10 @@ from graphpp.passes.emit import emit
 from graphpp.passes.joint import JointGraph, verify
 from graphpp.passes.merge_views import merge_views
 from graphpp.passes.randomize import randomize
+from graphpp.passes.recompute import Region, recompute
 from graphpp.passes.relax_views import relax_views
 from graphpp.passes.snapshot import snapshot
+from graphpp.passes.split_weight_grad import Rerun, never, split_weight_grad
 from graphpp.runtime.program import PipelineProgram
 
 T = TypeVar("T", JointGraph, Cut, PipelineProgram)
@@ -38,7 +40,18 @@ class Passed:
 Hook = Callable[[Passed], None]
 
 
-def lower(joint: JointGraph, starts: Sequence[int], hook: Hook = lambda passed: None) -> PipelineProgram:
+@dataclass(frozen=True)
+class Choices:
+    """What a plan leaves open: I and W beside B (and which nodes W may run again); which regions are recomputed."""
+
+    split_backward: bool = False
+    rerun: Rerun = never
+    region: Region | None = None
+
+
+def lower(
+    joint: JointGraph, starts: Sequence[int], hook: Hook = lambda passed: None, choices: Choices = Choices()
+) -> PipelineProgram:
     """Joint graph -> stage programs; stage s begins at position `starts[s]` of the forward. Changes `joint` in place."""
     steps = _Steps(hook)
     joint = steps.run("clean_up", lambda: clean_up(joint))
@@ -48,7 +61,19 @@ def lower(joint: JointGraph, starts: Sequence[int], hook: Hook = lambda passed: 
     joint = steps.run("merge_views", lambda: merge_views(joint))
     joint = steps.run("relax_views", lambda: relax_views(joint))
     joint = steps.run("accumulate", lambda: accumulate(joint))
-    pieces = steps.run("cut", lambda: cut(joint, len(starts)))
+    return finish(joint, len(starts), hook, choices)
+
+
+def finish(
+    joint: JointGraph, stages: int, hook: Hook = lambda passed: None, choices: Choices = Choices()
+) -> PipelineProgram:
+    """The second half of the recipe, on a joint graph that `lower` has prepared and that stays as it is."""
+    steps, region = _Steps(hook), choices.region
+    if region is not None and joint.training:
+        joint = steps.run("recompute", lambda: recompute(joint.copy(), region))
+    pieces = steps.run("cut", lambda: cut(joint, stages))
+    if choices.split_backward and joint.training:
+        pieces = steps.run("split_weight_grad", lambda: split_weight_grad(joint, pieces, choices.rerun))
     return steps.run("emit", lambda: emit(joint, pieces))
 
 

@@ -8,6 +8,7 @@ count what a parameter or an input holds anyway.
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -104,11 +105,11 @@ def saved(
 ) -> tuple[tuple[tuple[TensorMeta, ...], ...], tuple[int, ...]]:
     """Per stage, the values its forward keeps for its backward, in the order of the joint graph, and their bytes."""
     values = [sorted(traffic.saved[stage], key=order.__getitem__) for stage in range(stages)]
-    return tuple(tuple(map(tensor_meta, each)) for each in values), tuple(map(_bytes, values))
+    return tuple(tuple(map(tensor_meta, each)) for each in values), tuple(map(bytes_of, values))
 
 
-def _bytes(values: list[fx.Node]) -> int:
-    """The bytes that saved values keep alive."""
+def bytes_of(values: Iterable[fx.Node]) -> int:
+    """The bytes that values keep alive, views of one memory counted once; what a parameter or an input holds is free."""
     memories = {_memory(value) for value in values}
     return sum(tensor_meta(node).nbytes for node in memories if node.op != "placeholder" and is_tensor(node))
 

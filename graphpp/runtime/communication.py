@@ -16,7 +16,7 @@ Contract
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from graphpp.errors import ScheduleError
 from graphpp.runtime.actions import Action, message, upstream
@@ -38,7 +38,7 @@ def add_communication(schedule: Schedule) -> Schedule:
             stuck = ", ".join(f"rank {number}: {rank.todo[0]}" for number, rank in enumerate(ranks) if rank.todo)
             raise ScheduleError(f"{schedule.name} cannot run to its end, it stops at {stuck}; `check` names the cycle")
     table = tuple(tuple(rank.done) for rank in ranks)
-    return Schedule(table, schedule.stages, schedule.microbatches, schedule.name)
+    return replace(schedule, table=table)
 
 
 @dataclass

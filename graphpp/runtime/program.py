@@ -116,13 +116,18 @@ OutputRole = Loss | Output | Metric | Gradient | BufferUpdate | Sent | Saved
 
 
 class Phase(str, Enum):
-    """The phases of a stage; the values are the letters of torch's actions (E: evaluation forward)."""
+    """The phases of a stage; the values are the letters of torch's actions (E: evaluation forward). B is I and W in one."""
 
     FORWARD = "F"
     BACKWARD = "B"
     INPUT_GRAD = "I"
     WEIGHT_GRAD = "W"
     EVALUATE = "E"
+
+    @property
+    def is_backward(self) -> bool:
+        """Whether gradients come out of it."""
+        return self in (Phase.BACKWARD, Phase.INPUT_GRAD, Phase.WEIGHT_GRAD)
 
 
 @dataclass(frozen=True)
@@ -179,7 +184,8 @@ class StageProgram:
     """A stage with all its phases and what it owns.
 
     `parameters`, `buffers`: FQNs that any phase reads or whose gradient or update it produces.
-    `saved`: what the forward keeps per microbatch; `saved_bytes`: the memory of it, views of one memory counted once.
+    `saved`: what the forward keeps per microbatch; `saved_bytes`: the memory of it, views of one memory counted once;
+    `kept_bytes`: the memory that is still held between I and W.
     `modules`: FQNs of the modules called in it, for people.
     """
 
@@ -189,6 +195,7 @@ class StageProgram:
     buffers: tuple[str, ...]
     saved: tuple[TensorMeta, ...]
     saved_bytes: int = 0
+    kept_bytes: int = 0
     modules: tuple[str, ...] = ()
     constants: Mapping[str, torch.Tensor] = field(default_factory=dict)
 
@@ -196,7 +203,7 @@ class StageProgram:
     def gradients(self) -> tuple[str, ...]:
         """FQNs of the parameters whose gradients this stage makes or contributes to."""
         roles = [role for item in self.programs.values() for role in item.outputs]
-        return tuple(role.fqn for role in roles if isinstance(role, Gradient))
+        return tuple(dict.fromkeys(role.fqn for role in roles if isinstance(role, Gradient)))
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 from graphpp.runtime._torch_pipelining import ActionLoop
-from graphpp.runtime.actions import Action, Kind
+from graphpp.runtime.actions import PER_STAGE, Action, Kind
 from graphpp.runtime.gradients import Subgroups, TiedReduction, dtype_of_sum
 from graphpp.runtime.program import Phase, PipelineProgram
 from graphpp.runtime.randomness import step_keys
@@ -76,17 +76,19 @@ class GraphPPRunner:
         ranks = owners if owners is not None else ranks_of_parameters(self.program, schedule.rank_of_stage)
         groups = subgroups or Subgroups(place.group)
         self.tied = TiedReduction(_contributors(self.program), ranks, schedule.rank_of_stage, groups)
-        self._loop = ActionLoop(list(self.stages.values()), schedule, self._handlers())
+        self._act = self._handlers()
+        self._loop = ActionLoop(list(self.stages.values()), schedule, self._act)
 
     def _local_stages(self, each: Sequence[PipelineProgram]) -> dict[int, GraphStage]:
         """This rank's stages by index, each with its variant for every microbatch."""
         rank_of, stages = self.schedule.rank_of_stage, len(self.program.stages)
         where = Place(stages, rank_of, self.place.rank, self.place.ranks)
-        distinct = {id(program): program for program in each}
         local: dict[int, GraphStage] = {}
         for index in (index for index in range(stages) if rank_of[index] == self.place.rank):
+            distinct = {id(program.stages[index]): program for program in each}
             variants = {key: Variant.of(program, index) for key, program in distinct.items()}
-            local[index] = GraphStage(index, [variants[id(program)] for program in each], where, self.transport)
+            own = [variants[id(program.stages[index])] for program in each]
+            local[index] = GraphStage(index, own, where, self.transport)
         return local
 
     def step(self, inputs: Sequence[Mapping[str, torch.Tensor]], seeds: Sequence[torch.Tensor]) -> None:
@@ -187,6 +189,10 @@ class GraphPPRunner:
         return {
             Kind.F: lambda action: self._compute(forward, action, "F", 1),
             Kind.B: lambda action: self._compute(Phase.BACKWARD, action, "B", -1),
+            Kind.I: lambda action: self._compute(Phase.INPUT_GRAD, action, "B", -1),
+            Kind.W: self._weight_grad,
+            Kind.OVERLAP_F_B: self._overlap,
+            **dict.fromkeys(PER_STAGE, _nothing),
             Kind.SEND_F: lambda action: self._send(action, "F"),
             Kind.SEND_B: lambda action: self._send(action, "B"),
             Kind.RECV_F: lambda action: self._receive(action, "F"),
@@ -199,6 +205,14 @@ class GraphPPRunner:
         neighbour = self.stages.get(action.stage + step)
         if neighbour is not None:
             neighbour.arrive(direction, microbatch, stage.take_leaving(direction, microbatch))
+
+    def _weight_grad(self, action: Action) -> None:
+        stage, microbatch = self._target(action)
+        stage.run(Phase.WEIGHT_GRAD, microbatch)
+
+    def _overlap(self, action: Action) -> None:
+        for part in action.parts:
+            self._act[part.kind](part)
 
     def _send(self, action: Action, direction: str) -> None:
         stage, microbatch = self._target(action)
@@ -214,6 +228,10 @@ class GraphPPRunner:
     def _target(self, action: Action) -> tuple[GraphStage, int]:
         assert action.microbatch is not None, f"{action} names no microbatch"
         return self.stages[action.stage], action.microbatch
+
+
+def _nothing(action: Action) -> None:
+    """UNSHARD, RESHARD, REDUCE_GRAD: parameters are whole on their rank, and no gradient is shared out."""
 
 
 def _contributors(program: PipelineProgram) -> dict[str, list[int]]:

@@ -9,7 +9,8 @@ Contract
         r0 0F0 .   0F1 0B0 0F2 0B1 .   0B2
         r1 .   1F0 1B0 1F1 1B1 1F2 1B2
 
-    `Schedule.parse(str(s)) == s`, and `Schedule.load(path) == s` after `s.save(path)`.
+    `Schedule.parse(str(s)) == s`, and `Schedule.load(path) == s` after `s.save(path)`. A schedule that says what is
+    recomputed has one line more, `recompute 0: 1 3; 1: 3` (stage: microbatches).
 """
 
 from __future__ import annotations
@@ -19,14 +20,16 @@ import io
 import os
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import zip_longest
 from pathlib import Path
 from types import MappingProxyType
 
 from graphpp.errors import ScheduleError
+from graphpp.runtime import recomputed
 from graphpp.runtime.actions import Action, Kind, parse
+from graphpp.runtime.recomputed import Pairs
 
 Cell = str | Action | None
 Row = tuple[Action | None, ...]
@@ -40,13 +43,15 @@ _TORCH_WAIT = re.compile(r"[0-9]+WAIT_(SEND_F[0-9]+|SEND_B[0-9]+|REDUCE_GRAD)")
 class Schedule:
     """Rank -> actions. Equal when table and counts are equal; the name is only a label.
 
-    `stages` and `microbatches` are how many there are, also where the table leaves one of them idle.
+    `stages` and `microbatches` are how many there are, also where the table leaves one of them idle. `recomputed`: the
+    (stage, microbatch) whose backward computes the forward's values again; None: what `compile(recompute=)` says.
     """
 
     table: tuple[Row, ...]
     stages: int
     microbatches: int
     name: str = field(default="custom", compare=False)
+    recomputed: Pairs | None = None
 
     @classmethod
     def of(
@@ -111,10 +116,13 @@ class Schedule:
         rows = [[label, *map(_text, row)] for label, row in zip(labels, self.table, strict=True)]
         widths = [max(map(len, column)) for column in zip_longest(*rows, fillvalue="")]
         lines = [" ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
-        return "\n".join([self._header(), *lines])
+        return "\n".join([self._header(), *lines, *self._recomputed()])
 
     def _header(self) -> str:
         return f"{' '.join(self.name.split())}: {self.stages} stages, {self.microbatches} microbatches"
+
+    def _recomputed(self) -> list[str]:
+        return [] if self.recomputed is None else [recomputed.spell(self.recomputed)]
 
     @classmethod
     def parse(cls, text: str) -> Schedule:
@@ -122,18 +130,23 @@ class Schedule:
 
         Raises `ScheduleError` naming the line and the cell, both counted from 1.
         """
+        text, pairs = _without_recomputed(text)
         lines = [(number, line.strip()) for number, line in enumerate(text.splitlines(), 1) if line.strip()]
         header = _HEADER.fullmatch(lines[0][1]) if lines else None
         rows = [_labelled(number, line, rank) for rank, (number, line) in enumerate(lines[bool(header) :])]
         if header is None:
-            return cls.of(rows)
+            return replace(cls.of(rows), recomputed=pairs)
         counts = {key: int(header[key]) for key in ("stages", "microbatches")}
-        return cls.of(rows, name=header["name"], **counts)
+        return replace(cls.of(rows, name=header["name"], **counts), recomputed=pairs)
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write as CSV in torch's format: one line per rank, one cell per action, an empty cell for idle."""
+        """Write as CSV in torch's format: one line per rank, one cell per action, an empty cell for idle.
+
+        What is recomputed follows on a line of its own, which torch's reader does not know.
+        """
         text = io.StringIO()
         csv.writer(text, lineterminator="\n").writerows([[str(cell or "") for cell in row] for row in self.table])
+        text.writelines(f"{line}\n" for line in self._recomputed())
         Path(path).write_text(text.getvalue(), encoding="utf-8")
 
     @classmethod
@@ -150,16 +163,29 @@ class Schedule:
         The `WAIT_...` cells of torch 2.15 become idle cells. A count that is not given is the highest in the file
         plus one. Raises `ScheduleError` naming file, line and cell (from 1) and what stands there.
         """
-        rows = [_row(cells, f"{os.fspath(path)}, line {line}") for line, cells in _read(path)]
-        return cls.of(rows, name=name or os.fspath(path), stages=stages, microbatches=microbatches)
+        text, pairs = _without_recomputed(_text_of(path))
+        rows = [_row(cells, f"{os.fspath(path)}, line {line}") for line, cells in _read(path, text)]
+        made = cls.of(rows, name=name or os.fspath(path), stages=stages, microbatches=microbatches)
+        return replace(made, recomputed=pairs)
 
 
-def _read(path: str | os.PathLike[str]) -> list[tuple[int, list[str]]]:
-    """(line number, cells) of each line; a line of nothing is a rank of nothing."""
+def _without_recomputed(text: str) -> tuple[str, Pairs | None]:
+    """The text without its last line, and what that says, if it says what is recomputed."""
+    lines = text.rstrip().splitlines(keepends=True)
+    if not lines or not recomputed.is_line(lines[-1]):
+        return text, None
+    return "".join(lines[:-1]), recomputed.read(lines[-1])
+
+
+def _text_of(path: str | os.PathLike[str]) -> str:
     try:
-        text = Path(path).read_text(encoding="utf-8-sig")
+        return Path(path).read_text(encoding="utf-8-sig")
     except (OSError, ValueError) as fault:  # ValueError: no UTF-8, or a path that no file can have
         raise ScheduleError(f"schedule file {os.fspath(path)} cannot be read: {fault}") from fault
+
+
+def _read(path: str | os.PathLike[str], text: str) -> list[tuple[int, list[str]]]:
+    """(line number, cells) of each line; a line of nothing is a rank of nothing."""
     lines = enumerate(io.StringIO(text), 1)
     return [(number, _split(line, f"{os.fspath(path)}, line {number}")) for number, line in lines]
 

@@ -59,14 +59,19 @@ class Variant:
         stage, last = pipeline.stages[index], len(pipeline.stages) - 1
         below = pipeline.boundaries[index - 1] if index else Boundary(-1)
         above = pipeline.boundaries[index] if index < last else Boundary(index)
-        arriving = {phase: above.backward if phase is Phase.BACKWARD else below.forward for phase in stage.programs}
+        arriving = {phase: above.backward if phase.is_backward else below.forward for phase in stage.programs}
         wirings = {phase: wire(item, arriving[phase], stage.constants) for phase, item in stage.programs.items()}
         return cls(wirings, below, above)
 
     @property
-    def backward(self) -> Wiring | None:
-        """The wiring of the backward."""
-        return self.wirings.get(Phase.BACKWARD)
+    def backwards(self) -> list[Wiring]:
+        """The wirings of the backward, whole and in parts."""
+        return [wiring for phase, wiring in self.wirings.items() if phase.is_backward]
+
+    def outlives(self, phase: Phase) -> frozenset[str]:
+        """The saved values that are read again after `phase`: those of W, after I."""
+        later = self.wirings.get(Phase.WEIGHT_GRAD) if phase is Phase.INPUT_GRAD else None
+        return frozenset(name for _, name in later.saved) if later is not None else frozenset()
 
 
 @dataclass(frozen=True)
@@ -84,7 +89,7 @@ class GraphStage:
         self.submod = None
         self._place, self._transport = place, transport
         self._variants = tuple(variants)  # by microbatch
-        backwards = [variant.backward for variant in self._distinct() if variant.backward is not None]
+        backwards = [wiring for variant in self._distinct() for wiring in variant.backwards]
         fqns = dict.fromkeys(fqn for wiring in backwards for fqn in wiring.gradients.values())
         self.gradients = Accumulator(fqns, {fqn for wiring in backwards for fqn in wiring.shared_gradients})
         self._step: _Step | None = None
@@ -139,15 +144,18 @@ class GraphStage:
 
     def run(self, phase: Phase, microbatch: int) -> None:
         """Run one phase of one microbatch and file its results."""
-        wiring = self._variants[microbatch].wirings[phase]
-        direction = "B" if phase is Phase.BACKWARD else "F"
-        arguments = self._arguments(wiring, direction, microbatch)
-        if phase is Phase.BACKWARD:
+        variant = self._variants[microbatch]
+        wiring, direction = variant.wirings[phase], "B" if phase.is_backward else "F"
+        arguments = self._arguments(wiring, direction, microbatch, variant.outlives(phase))
+        if phase.is_backward:
             results = self._run_backward(wiring, microbatch, arguments)
         else:
             results = wiring.program.run(arguments)
             self._file_forward(wiring, microbatch, results)
-        self._leaving[direction, microbatch] = [results[index] for index in wiring.sends]
+        if wiring.keeps:
+            self._saved.setdefault(microbatch, {}).update((name, results[index]) for index, name in wiring.keeps)
+        if phase is not Phase.WEIGHT_GRAD:
+            self._leaving[direction, microbatch] = [results[index] for index in wiring.sends]
 
     def _run_backward(self, wiring: Wiring, microbatch: int, arguments: list[Any]) -> Sequence[Any]:
         """Run a backward; each gradient is added up as soon as it is made."""
@@ -160,7 +168,7 @@ class GraphStage:
                 take(microbatch, fqn, results[index])
         return results
 
-    def _arguments(self, wiring: Wiring, direction: str, microbatch: int) -> list[Any]:
+    def _arguments(self, wiring: Wiring, direction: str, microbatch: int, outliving: frozenset[str]) -> list[Any]:
         assert self._step is not None, "begin() comes first"
         feed = self._step.feed
         boxed = wiring.bound.copy()
@@ -174,14 +182,14 @@ class GraphStage:
         tensors = self._transport.wait(message) if message is not None else []
         for index, place in wiring.received:
             boxed[index] = tensors[place]
-        saved = self._saved.pop(microbatch) if wiring.saved else {}
+        saved = self._saved.pop(microbatch, {})
         for index, name in wiring.saved:
             boxed[index] = saved[name]
+        if outliving:
+            self._saved[microbatch] = {name: value for name, value in saved.items() if name in outliving}
         return boxed
 
     def _file_forward(self, wiring: Wiring, microbatch: int, results: Sequence[torch.Tensor]) -> None:
-        if wiring.keeps:
-            self._saved[microbatch] = {name: results[index] for index, name in wiring.keeps}
         for index, fqn in wiring.updates:
             assert self._step is not None
             self._step.tensor(fqn).copy_(results[index])

@@ -1,0 +1,116 @@
+"""Recompute: what a region of the forward made is computed again right before its backward, not saved.
+
+Contract
+--------
+`region(node)` names the region that a forward operation belongs to (a layer, say), or None. Afterwards the backward of a
+region reads copies of the region's operations, made from what came into the region; each operation has at most one copy,
+and the copies stand right before the first operation of the backward that reads one of them. So an operation of a region
+runs twice per microbatch, once forward and once again, and a value that both halves of a split backward read is computed
+once (`split_weight_grad` runs later and hands it on).
+
+Bit-preserving: random operators draw from the microbatch's key, so they repeat their numbers. Never run again, and so
+saved: collectives, operations that read a buffer which the forward writes, operators that are not torch's own. Neither is
+what the forward hands out of its region (the next one saves that anyway), nor what another stage's backward reads.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections import defaultdict
+from collections.abc import Callable, Hashable
+
+from torch import fx
+
+from graphpp.passes.joint import JointGraph
+from graphpp.runtime import program
+from graphpp.runtime.randomness import seeded
+
+Region = Callable[[fx.Node], Hashable | None]
+
+
+def recompute(joint: JointGraph, region: Region) -> JointGraph:
+    """Let the backward of every region compute again what it reads of it, in place; nodes carry `meta["stage"]`."""
+    regions = _Regions(joint, region)
+    copies: dict[fx.Node, fx.Node] = {}
+    for reader in [node for node in joint.computed() if node.meta["backward"]]:
+        read = [node for node in reader.all_input_nodes if node in regions.of]
+        for node in read:
+            _copy(joint, reader, regions.take(regions.of[node]), copies)
+        for node in read:
+            reader.replace_input_with(node, copies[node])
+    joint.set_outputs([(role, copies.get(node, node) if _late(role) else node) for role, node in joint.outputs()])
+    return joint
+
+
+class _Regions:
+    """The operations that may run again, by their region, and for each region those that its backward needs."""
+
+    def __init__(self, joint: JointGraph, region: Region) -> None:
+        written = {role.fqn for role, _ in joint.outputs() if isinstance(role, program.BufferUpdate)}
+        inputs = joint.inputs()
+        self._fixed = {node for role, node in inputs.items() if isinstance(role, program.Buffer) and role.fqn in written}
+        forward = [node for node in joint.computed() if not node.meta["backward"] and node.meta["stage"] is not None]
+        named = {node: (name, node.meta["stage"]) for node in forward if (name := region(node)) is not None}
+        self.of: dict[fx.Node, Hashable] = {}
+        for node, place in named.items():
+            if self._again(node) and self._inside(node, named):
+                self.of[node] = place
+        self._needed: dict[Hashable, list[fx.Node]] = defaultdict(list)
+        for node in self._read_late():
+            self._needed[self.of[node]].append(node)
+
+    def take(self, place: Hashable) -> list[fx.Node]:
+        """The operations of a region to be copied, in order; nothing the second time."""
+        return self._needed.pop(place, [])
+
+    def _read_late(self) -> list[fx.Node]:
+        """The operations that the backward reads, and what they are computed from, in order."""
+        pending = [node for node in self.of if any(user.op == "output" or user.meta["backward"] for user in node.users)]
+        needed: set[fx.Node] = set()
+        while pending:
+            node = pending.pop()
+            if node not in needed:
+                needed.add(node)
+                pending += [source for source in node.all_input_nodes if source in self.of]
+        return [node for node in self.of if node in needed]
+
+    def _inside(self, node: fx.Node, named: dict[fx.Node, tuple[Hashable, int]]) -> bool:
+        """Whether a value stays in its region: read by its operations and by its stage's own backward."""
+        for user in node.users:
+            if user.op == "output":
+                if any(value is node and not _late(role) for role, value in _results(user)):
+                    return False
+            elif user.meta["backward"]:
+                if user.meta["stage"] not in (None, node.meta["stage"]):
+                    return False
+            elif named.get(user) != named[node]:
+                return False
+        return True
+
+    def _again(self, node: fx.Node) -> bool:
+        """Whether an operation may run again; of several results of one each goes with the operation."""
+        if node.target is operator.getitem:
+            return node.all_input_nodes[0] in self.of
+        return _repeatable(node.target) and not self._fixed.intersection(node.all_input_nodes)
+
+
+def _copy(joint: JointGraph, reader: fx.Node, members: list[fx.Node], copies: dict[fx.Node, fx.Node]) -> None:
+    """Copy the operations in front of `reader`, as a part of the backward."""
+    with joint.graph.inserting_before(reader):
+        for node in members:
+            copies[node] = joint.graph.node_copy(node, lambda source: copies.get(source, source))
+            copies[node].meta = {**node.meta, "backward": True, "position": -1}
+
+
+def _repeatable(target: object) -> bool:
+    """Whether an operation may run twice: torch's own operators without an effect, and random ones that take a key."""
+    return target is seeded or getattr(target, "namespace", "") in ("aten", "prims")
+
+
+def _late(role: object) -> bool:
+    """Whether a result is the backward's."""
+    return isinstance(role, program.Gradient)
+
+
+def _results(end: fx.Node) -> list[tuple[object, fx.Node]]:
+    return list(zip(end.meta["roles"], end.args[0], strict=True))  # type: ignore[arg-type]
