@@ -181,7 +181,7 @@ class Compiler:
     def _choices(self, joint: JointGraph, wanted: Wanted) -> Choices:
         recompute = self.settings.recompute or Recompute()
         region = recompute.region(module_calls(joint)) if wanted.recomputed and joint.training else None
-        return Choices(wanted.split_backward, recompute.rerun, region)
+        return Choices(wanted.split_backward, recompute.rerun, region, recompute.chosen)
 
     def _recomputed(self, schedule: Schedule) -> frozenset[tuple[int, int]]:
         """The (stage, microbatch) that recompute: those the schedule names, else all or none."""

@@ -18,7 +18,7 @@ from torch import fx
 from graphpp.errors import GraphPPError
 from graphpp.layers import Call, repeated_layers
 from graphpp.passes.aliases import is_view
-from graphpp.passes.recompute import Region
+from graphpp.passes.recompute import Chosen, Region, every
 from graphpp.passes.split_weight_grad import Rerun, never
 
 
@@ -38,16 +38,14 @@ class Recompute:
 
     def region(self, calls: Sequence[Call]) -> Region:
         """The region of an operation: the outermost of the chosen calls around it."""
-        chosen = {call.fqn for call in self._chosen(calls)}
+        chosen = {call.fqn for call in self._called(calls)}
 
         def region(node: fx.Node) -> Hashable | None:
-            if self.nodes is not None and not self.nodes(node):
-                return None
             return next((call for call in node.meta["calls"] if call in chosen), None)
 
         return region
 
-    def _chosen(self, calls: Sequence[Call]) -> Sequence[Call]:
+    def _called(self, calls: Sequence[Call]) -> Sequence[Call]:
         if self.layers is None:
             return repeated_layers(calls) or [call for call in calls if call.module and "." not in call.module]
         unknown = sorted(set(self.layers) - {call.module for call in calls} - {call.fqn for call in calls})
@@ -56,6 +54,11 @@ class Recompute:
                 f"recompute= names {', '.join(unknown)}, which the model never calls: give FQNs of modules whose forward runs"
             )
         return [call for call in calls if call.module in self.layers or call.fqn in self.layers]
+
+    @property
+    def chosen(self) -> Chosen:
+        """Which operations of the regions may run again."""
+        return self.nodes or every
 
     @property
     def rerun(self) -> Rerun:

@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from graphpp import recompute as recomputing
 from graphpp.api import check_given
 from graphpp.batch import leading_size
 from graphpp.capture import LossFunction
@@ -30,6 +31,7 @@ from graphpp.passes.cut import Cut
 from graphpp.passes.joint import JointGraph
 from graphpp.passes.lower import Passed
 from graphpp.runtime.actions import Action, upstream
+from graphpp.runtime.program import PipelineProgram
 from graphpp.runtime.runner import Device
 from graphpp.runtime.schedule import Schedule
 from graphpp.runtime.source import Source, default_stages, read
@@ -54,6 +56,7 @@ def verify(  # noqa: PLR0913 - what a user may choose, all of it optional
     microbatches: int | None = None,
     ranks: int | None = None,
     loss_reduction: Reduction = "mean",
+    recompute: recomputing.Given = None,
     tolerance: float | None = None,
 ) -> Verification:
     """Run one step as stage programs, as the uncut joint graph and in plain eager, and report where they part.
@@ -62,7 +65,7 @@ def verify(  # noqa: PLR0913 - what a user may choose, all of it optional
     of all values of a step where it has to look for a parting.
 
     Args:
-        model, loss, split, schedule, loss_reduction: as for `graphpp.compile`.
+        model, loss, split, schedule, loss_reduction, recompute: as for `graphpp.compile`.
         example: one microbatch with data, of which the others are made by rotating its rows; or all of them in a list.
         microbatches: how many; None: as many as the table or the list has, else one a rank, at least 2.
         ranks: how many ranks the schedule is for; None: as many as the table has or as the split asks for, else 2.
@@ -83,7 +86,8 @@ def verify(  # noqa: PLR0913 - what a user may choose, all of it optional
     count = _ranks(ranks, split, table)
     wanted = table.microbatches if isinstance(table, Schedule) else microbatches or max(2, count)
     parts = [unwrapped(each) for each in given] if len(given) > 1 else _rotated(given[0], wanted)
-    settings = Settings(_Imagined(device, None, count), given[0], split, table, len(parts), loss_reduction)
+    place, again = _Imagined(device, None, count), recomputing.chosen(recompute)
+    settings = Settings(place, given[0], split, table, len(parts), loss_reduction, recompute=again)
     return verified(model, loss, settings, parts, tolerance)
 
 
@@ -128,6 +132,7 @@ class _Compiled:
     """What a pipeline would run, and beside it the uncut graph, the graphs of the cut, and the schedule on one rank."""
 
     built: Built
+    programs: Sequence[PipelineProgram]
     uncut: JointGraph
     pieces: Cut
     row: Schedule
@@ -147,22 +152,24 @@ def _compiled(model: nn.Module, loss: LossFunction | None, settings: Settings, p
     with untouched(model, settings.place.device):
         built = compiler.build(parts[0], len(parts), training=True)
         table = compiler.schedule(built, len(parts), training=True)
-    return _Compiled(built, seen["uncut"], seen["pieces"], in_one_row(table))
+        programs = [compiler.program(built, table, index) for index in range(len(parts))]
+    return _Compiled(built, programs, seen["uncut"], seen["pieces"], in_one_row(table))
 
 
 def in_one_row(schedule: Schedule) -> Schedule:
     """The computations of all ranks on one rank: an order that the ranks could have had, without messages."""
     rows = [deque(action for action in row if action and action.is_compute) for row in schedule.table]
-    done: dict[Action, None] = {}
+    order, done = list[Action](), set[Action]()
     while any(rows):
         for row in rows:
-            if row and _ready(row[0], done, schedule.stages):
-                done[row.popleft()] = None
-    return Schedule((tuple(done),), schedule.stages, schedule.microbatches, schedule.name)
+            if row and all(_ready(leaf, done, schedule.stages) for leaf in row[0].leaves):
+                order.append(row.popleft())
+                done.update(order[-1].leaves)
+    return replace(schedule, table=(tuple(order),))
 
 
-def _ready(action: Action, done: Mapping[Action, None], stages: int) -> bool:
-    makers = upstream(action, stages)
+def _ready(leaf: Action, done: set[Action], stages: int) -> bool:
+    makers = upstream(leaf, stages)
     return not makers or any(maker in done for maker in makers)
 
 
@@ -199,14 +206,14 @@ _OTHER_NUMBERS = (
 
 def _of_cut(step: Step, compiled: _Compiled, uncut: Numbers, tolerance: float) -> Comparison:
     with untouched(step.model, step.device):
-        ours = run_cut(step, compiled.built.program, compiled.row)
+        ours = run_cut(step, compiled.programs, compiled.row)
     gradients = [fqn for stage in compiled.built.program.stages for fqn in stage.gradients]
     tied = sorted({fqn for fqn in gradients if gradients.count(fqn) > 1})
     strict = tolerance if step.device.type != "cpu" else 0.0  # a GPU may add in another order at every run
     found = _compared(_CUT, ours, uncut, dict.fromkeys(gradients, strict) | dict.fromkeys(tied, tolerance), strict)
     if found.verdict == "differs":
         values = values_of(step, compiled.uncut)
-        first = in_cut(step, values, compiled.pieces, compiled.built.program, compiled.row)
+        first = in_cut(step, values, compiled.pieces, compiled.programs, compiled.row)
         first = first or in_result(found, compiled.uncut, compiled.built.program)
         found = replace(found, first=_placed(first, step.loss))
     elif found.verdict == "close" and tied:

@@ -96,14 +96,16 @@ def _parting(
 # ------------------------------------------------------------------------------------------------------------ cut
 
 
-def in_cut(step: Step, values: Values, pieces: Cut, compiled: PipelineProgram, schedule: Schedule) -> Parting | None:
+def in_cut(
+    step: Step, values: Values, pieces: Cut, programs: Sequence[PipelineProgram], schedule: Schedule
+) -> Parting | None:
     """The first value that a stage program has otherwise than the joint graph; `schedule` has one rank."""
-    watcher = _Lines(values, pieces, iter(schedule.table[0]))
+    watcher = _Lines(values, pieces, (leaf for _, _, action in schedule.cells() for leaf in action.leaves))
     before = sys.gettrace()
     with untouched(step.model, step.device):
         sys.settrace(watcher.enter)
         try:
-            run_cut(step, compiled, schedule)
+            run_cut(step, programs, schedule)
         finally:
             sys.settrace(before)
     return watcher.first
@@ -115,7 +117,7 @@ class _Lines:
 
     values: Values
     pieces: Cut
-    actions: Iterator[Action | None]
+    actions: Iterator[Action]
     first: Parting | None = None
     names: dict[Slot, dict[str, fx.Node]] = field(default_factory=dict)
 
@@ -125,7 +127,7 @@ class _Lines:
         if found is None or frame.f_code.co_name != "run":
             return None
         action = next(self.actions)
-        assert action is not None and action.microbatch is not None
+        assert action.microbatch is not None
         slot, microbatch, seen = (Phase[found[2].upper()], int(found[1])), action.microbatch, set[str]()
 
         def line(frame: FrameType, event: str, arg: Any) -> Any:

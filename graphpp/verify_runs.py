@@ -149,9 +149,9 @@ def _file(joint: JointGraph, results: Sequence[torch.Tensor], numbers: Numbers) 
 # ------------------------------------------------------------------------------------------------------------ cut
 
 
-def run_cut(step: Step, compiled: PipelineProgram, schedule: Schedule) -> Numbers:
-    """The stage programs under a schedule of one rank, by the runner that a pipeline has."""
-    runner = GraphPPRunner(compiled, schedule, ModelState(step.model), Device(step.device, None))
+def run_cut(step: Step, programs: Sequence[PipelineProgram], schedule: Schedule) -> Numbers:
+    """The stage programs, one pipeline of them per microbatch, under a schedule of one rank, by a pipeline's runner."""
+    runner = GraphPPRunner(programs, schedule, ModelState(step.model), Device(step.device, None))
     with torch.autocast(step.device.type, enabled=False):
         runner.step([part.tensors for part in step.parts], step.seeds)
     return left_behind(step.model, runner.losses().unbind())

@@ -19,7 +19,7 @@ from graphpp.passes.emit import emit
 from graphpp.passes.joint import JointGraph, verify
 from graphpp.passes.merge_views import merge_views
 from graphpp.passes.randomize import randomize
-from graphpp.passes.recompute import Region, recompute
+from graphpp.passes.recompute import Chosen, Region, every, recompute
 from graphpp.passes.relax_views import relax_views
 from graphpp.passes.snapshot import snapshot
 from graphpp.passes.split_weight_grad import Rerun, never, split_weight_grad
@@ -42,11 +42,12 @@ Hook = Callable[[Passed], None]
 
 @dataclass(frozen=True)
 class Choices:
-    """What a plan leaves open: I and W beside B (and which nodes W may run again); which regions are recomputed."""
+    """What a plan leaves open: whether I and W stand beside B, and what W may run again; what is recomputed."""
 
     split_backward: bool = False
     rerun: Rerun = never
     region: Region | None = None
+    chosen: Chosen = every
 
 
 def lower(
@@ -70,7 +71,7 @@ def finish(
     """The second half of the recipe, on a joint graph that `lower` has prepared and that stays as it is."""
     steps, region = _Steps(hook), choices.region
     if region is not None and joint.training:
-        joint = steps.run("recompute", lambda: recompute(joint.copy(), region))
+        joint = steps.run("recompute", lambda: recompute(joint.copy(), region, choices.chosen))
     pieces = steps.run("cut", lambda: cut(joint, stages))
     if choices.split_backward and joint.training:
         pieces = steps.run("split_weight_grad", lambda: split_weight_grad(joint, pieces, choices.rerun))

@@ -2,9 +2,9 @@
 
 Contract
 --------
-`region(node)` names the region that a forward operation belongs to (a layer, say), or None. Afterwards the backward of a
-region reads copies of the region's operations, made from what came into the region; each operation has at most one copy,
-and the copies stand right before the first operation of the backward that reads one of them. So an operation of a region
+`region(node)` names the region that a forward operation belongs to (a layer, say), or None; `chosen(node)` says which of
+its operations may run again. Afterwards the backward of a region reads copies of these, made from what came into the
+region and from what of it is saved; each operation has at most one copy, and the copies stand right before the first operation of the backward that reads one of them. So an operation of a region
 runs twice per microbatch, once forward and once again, and a value that both halves of a split backward read is computed
 once (`split_weight_grad` runs later and hands it on).
 
@@ -26,11 +26,17 @@ from graphpp.runtime import program
 from graphpp.runtime.randomness import seeded
 
 Region = Callable[[fx.Node], Hashable | None]
+Chosen = Callable[[fx.Node], bool]
 
 
-def recompute(joint: JointGraph, region: Region) -> JointGraph:
+def every(node: fx.Node) -> bool:
+    """All operations of a region."""
+    return True
+
+
+def recompute(joint: JointGraph, region: Region, chosen: Chosen = every) -> JointGraph:
     """Let the backward of every region compute again what it reads of it, in place; nodes carry `meta["stage"]`."""
-    regions = _Regions(joint, region)
+    regions = _Regions(joint, region, chosen)
     copies: dict[fx.Node, fx.Node] = {}
     for reader in [node for node in joint.computed() if node.meta["backward"]]:
         read = [node for node in reader.all_input_nodes if node in regions.of]
@@ -45,7 +51,7 @@ def recompute(joint: JointGraph, region: Region) -> JointGraph:
 class _Regions:
     """The operations that may run again, by their region, and for each region those that its backward needs."""
 
-    def __init__(self, joint: JointGraph, region: Region) -> None:
+    def __init__(self, joint: JointGraph, region: Region, chosen: Chosen) -> None:
         written = {role.fqn for role, _ in joint.outputs() if isinstance(role, program.BufferUpdate)}
         inputs = joint.inputs()
         self._fixed = {node for role, node in inputs.items() if isinstance(role, program.Buffer) and role.fqn in written}
@@ -53,7 +59,7 @@ class _Regions:
         named = {node: (name, node.meta["stage"]) for node in forward if (name := region(node)) is not None}
         self.of: dict[fx.Node, Hashable] = {}
         for node, place in named.items():
-            if self._again(node) and self._inside(node, named):
+            if self._again(node, chosen) and self._inside(node, named):
                 self.of[node] = place
         self._needed: dict[Hashable, list[fx.Node]] = defaultdict(list)
         for node in self._read_late():
@@ -87,11 +93,11 @@ class _Regions:
                 return False
         return True
 
-    def _again(self, node: fx.Node) -> bool:
+    def _again(self, node: fx.Node, chosen: Chosen) -> bool:
         """Whether an operation may run again; of several results of one each goes with the operation."""
         if node.target is operator.getitem:
             return node.all_input_nodes[0] in self.of
-        return _repeatable(node.target) and not self._fixed.intersection(node.all_input_nodes)
+        return chosen(node) and _repeatable(node.target) and not self._fixed.intersection(node.all_input_nodes)
 
 
 def _copy(joint: JointGraph, reader: fx.Node, members: list[fx.Node], copies: dict[fx.Node, fx.Node]) -> None:

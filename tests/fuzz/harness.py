@@ -21,9 +21,10 @@ from graphpp import signature
 from graphpp.capture import capture
 from graphpp.errors import CaptureError
 from graphpp.passes.joint import JointGraph
-from graphpp.passes.lower import lower
+from graphpp.passes.lower import Choices, lower
 from graphpp.passes.randomize import randomize
 from graphpp.passes.relax_views import relax_views
+from graphpp.recompute import Recompute
 from graphpp.runtime import program as p
 from graphpp.runtime.actions import Action, Kind
 from graphpp.runtime.checker import check
@@ -45,11 +46,22 @@ CPU = torch.device("cpu")
 
 @dataclass(frozen=True)
 class Cut:
-    """Where stages start (thousandths of the forward, in any order); a schedule's name or a random order's seed."""
+    """Where stages start (thousandths of the forward, in any order); a schedule's name or a random order's seed.
+
+    `region`: so many operations of the forward each are recomputed together; 0: none are. `rerun`: W may repeat views
+    and pointwise operations.
+    """
 
     at: tuple[int, ...]
     schedule: str | int = "auto"
     microbatches: int = 2
+    region: int = 0
+    rerun: bool = False
+
+    def choices(self) -> Choices:
+        """What the recipe is asked for."""
+        region = (lambda node: node.meta["position"] // self.region) if self.region else None
+        return Choices(True, Recompute(weight_grad=self.rerun).rerun, region)
 
     def starts(self, joint: JointGraph) -> tuple[int, ...]:
         """The positions at which the stages begin."""
@@ -91,28 +103,37 @@ def cuts(most: int = 4) -> st.SearchStrategy[Cut]:
     """Up to `most` cuts anywhere, a named schedule or a random order, 1 to 4 microbatches."""
     order = st.sampled_from(sorted(SCHEDULES)) | st.integers(0, 1000)
     at = st.lists(st.integers(0, 1000), min_size=1, max_size=most).map(tuple)
-    return st.builds(Cut, at, order, st.integers(1, 4))
+    return st.builds(Cut, at, order, st.integers(1, 4), st.sampled_from([0, 0, 1, 5, 1000]), st.booleans())
 
 
 def shuffled(stages: int, microbatches: int, seed: int) -> Schedule:
-    """One rank that runs whatever is ready, at random; each stage's forwards stay in microbatch order."""
+    """One rank that runs whatever is ready, at random; each stage's forwards stay in microbatch order.
+
+    About half of the backwards are whole, the others I and, at any time after it, W.
+    """
     choose = random.Random(seed)
     forwards = {stage: 0 for stage in range(stages)}
     backwards = {(stages - 1, microbatch) for microbatch in range(microbatches)}
+    late: list[Action] = []
     row: list[Action] = []
-    while forwards or backwards:
+    while forwards or backwards or late:
         ready = [Action(s, Kind.F, m) for s, m in forwards.items() if s == 0 or m < forwards.get(s - 1, microbatches)]
-        ready += [Action(s, Kind.B, m) for s, m in sorted(backwards) if m < forwards.get(stages - 1, microbatches)]
-        action = choose.choice(ready)
-        row.append(action)
-        assert action.microbatch is not None
-        if action.kind is Kind.B:
-            backwards.remove((action.stage, action.microbatch))
-            backwards |= {(action.stage - 1, action.microbatch)} if action.stage else set()
-        elif action.microbatch + 1 < microbatches:
-            forwards[action.stage] += 1
+        whole = [Action(s, Kind.B, m) for s, m in sorted(backwards) if m < forwards.get(stages - 1, microbatches)]
+        row.append(choose.choice([*ready, *whole, *late]))
+        stage, kind, microbatch, _ = row[-1]
+        assert microbatch is not None
+        if kind is Kind.B:
+            backwards.remove((stage, microbatch))
+            backwards |= {(stage - 1, microbatch)} if stage else set()
+            if choose.random() < 0.5:
+                row[-1] = Action(stage, Kind.I, microbatch)
+                late.append(Action(stage, Kind.W, microbatch))
+        elif kind is Kind.W:
+            late.remove(row[-1])
+        elif microbatch + 1 < microbatches:
+            forwards[stage] += 1
         else:
-            del forwards[action.stage]
+            del forwards[stage]
     return Schedule((tuple(row),), stages, microbatches, f"random order {seed}")
 
 
@@ -268,7 +289,7 @@ def _equal(left: Tensor, right: Tensor, tolerance: float) -> bool:
 
 def lowered(joint: JointGraph, cut: Cut) -> PipelineProgram:
     """Stage programs of a copy of the joint graph."""
-    return lower(copied(joint), cut.starts(joint))
+    return lower(copied(joint), cut.starts(joint), choices=cut.choices())
 
 
 def compare(program: Program, joint: JointGraph, cut: Cut, uncut: Numbers) -> list[str]:
