@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable
 from graphpp.passes.aliases import shared_results
 from graphpp.passes.cut import Cut, SlotGraph
 from graphpp.passes.joint import JointGraph, tensor_meta
+from graphpp.passes.liveness import peak_bytes
 from graphpp.passes.render import render
 from graphpp.passes.traffic import F
 from graphpp.runtime.program import (
@@ -63,7 +64,8 @@ def _programs(pieces: Cut, stage: int, training: bool) -> dict[Phase, Program]:
 def _program(slot: SlotGraph, phase: Phase) -> Program:
     rendered = render(slot.graph, f"stage {slot.stage}, {phase.name.lower()}")
     run = rendered.load(f"<graphpp stage {slot.stage} {phase.name.lower()}>")
-    return Program(slot.stage, phase, slot.inputs, slot.outputs, run, rendered.text, shared_results(slot.graph))
+    shared, peak = shared_results(slot.graph), peak_bytes(slot.graph)
+    return Program(slot.stage, phase, slot.inputs, slot.outputs, run, rendered.text, shared, peak)
 
 
 def _used(pieces: Cut, stage: int) -> set[object]:

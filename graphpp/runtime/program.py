@@ -168,6 +168,7 @@ class Program:
     `take` returned in its place; a gradient that is another result too is only returned.
 
     `shared` holds the indices of results whose memory an input or another result may share: to be copied before writing.
+    `peak_bytes`: the most that is alive at once while it runs, of what arrived, was saved, or is made.
     """
 
     stage: int
@@ -177,6 +178,7 @@ class Program:
     run: Callable[..., Sequence[Any]]
     source: str = ""
     shared: frozenset[int] = frozenset()
+    peak_bytes: int = 0
 
 
 @dataclass(frozen=True)
