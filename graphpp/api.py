@@ -35,6 +35,7 @@ def compile(  # noqa: PLR0913 - what a user may choose, all of it optional
     schedule: Source = "auto",
     microbatches: int | None = None,
     group: dist.ProcessGroup | None = None,
+    replicas: dist.ProcessGroup | None = None,
     device: torch.device | str | None = None,
     loss_reduction: Reduction = "mean",
     accumulate_dtype: torch.dtype | None = None,
@@ -57,6 +58,8 @@ def compile(  # noqa: PLR0913 - what a user may choose, all of it optional
         microbatches: into how many parts `step` cuts a batch; None: the largest divisor of the batch up to 4 a rank.
         group: the ranks of this pipeline; None: the world, initialised from torchrun's variables if nobody has;
             without those: one process.
+        replicas: the ranks that hold this rank's stages in other pipelines and train on other data (data parallelism):
+            after each step their gradients are averaged, under every schedule; losses stay each pipeline's own.
         device: where this rank runs; None: the model's own CUDA device, else CUDA by LOCAL_RANK where every local
             rank has a GPU, else the CPU.
         loss_reduction: "mean" or "sum" of the loss over microbatches; gradients follow.
@@ -81,8 +84,9 @@ def compile(  # noqa: PLR0913 - what a user may choose, all of it optional
         _check_numbers(accumulate_dtype, max_graphs)
         table = read(schedule)
         count = _microbatches(microbatches, table)
-        chosen, folder = recomputing.chosen(recompute), _folder(dump)
-        return Settings(place, example, split, table, count, loss_reduction, accumulate_dtype, max_graphs, chosen, folder)
+        chosen, several = recomputing.chosen(recompute), _replicas(replicas)
+        sizes = (count, loss_reduction, accumulate_dtype, max_graphs)
+        return Settings(place, example, split, table, *sizes, chosen, several, _folder(dump))
 
     with FailureBoard(place.group, "compile").watching():
         agreed = agreement.together(settings, lambda made: _facts(model, loss, made))
@@ -158,6 +162,7 @@ def _facts(model: nn.Module, loss: LossFunction | None, settings: Settings) -> F
             "microbatches=": [str(settings.microbatches)],
             "loss_reduction=": [settings.loss_reduction],
             "accumulate_dtype=": [str(settings.accumulate_dtype)],
+            "replicas=": ["none" if settings.replicas is None else f"{dist.get_world_size(settings.replicas)} ranks"],
             "recompute=": [recomputing.spelled(settings.recompute)],
             "max_graphs=": [str(settings.max_graphs)],
         }
@@ -174,6 +179,14 @@ def _place(model: object, group: dist.ProcessGroup | None, device: torch.device 
         first = str(error).partition("\n")[0]
         raise GraphPPError(f"device={str(device)!r} cannot be used on this machine: {first}") from error
     return Device(chosen, group if group is not None else _world(chosen))
+
+
+def _replicas(group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
+    if group is not None and not _is_member(group):
+        raise GraphPPError(
+            f"rank {dist.get_rank()} is not in the group replicas=: give each rank the one with which it averages gradients"
+        )
+    return group
 
 
 def _is_member(group: object) -> bool:

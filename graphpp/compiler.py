@@ -13,6 +13,7 @@ from itertools import product
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from graphpp import facts
@@ -53,6 +54,7 @@ class Settings:
     accumulate_dtype: torch.dtype | None = None
     max_graphs: int = 16
     recompute: Recompute | None = None
+    replicas: dist.ProcessGroup | None = None
     dump: Path | None = None
 
     @property

@@ -60,6 +60,17 @@ def of_copies(state: ModelState, shared: Sequence[str]) -> Facts:
     return Facts({f"the values of {fqn}": [f"bits that add up to {checksum(state.tensor(fqn))}"] for fqn in shared})
 
 
+def of_replica(compiled: PipelineProgram, schedule: Schedule, rank: int) -> Facts:
+    """What the ranks that average their gradients must have alike."""
+    local = [stage for stage in compiled.stages if schedule.rank_of_stage[stage.index] == rank]
+    return Facts(
+        {
+            "the gradients of its stages": [f"stage {stage.index}: {fqn}" for stage in local for fqn in stage.gradients],
+            "the schedule": str(schedule).splitlines()[1:],
+        }
+    )
+
+
 def _meta(tensor: torch.Tensor) -> str:
     return f"{list(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}"
 

@@ -214,7 +214,9 @@ class Library:
                 owners=self.first.ranks_of_parameter,
                 subgroups=self._subgroups,
                 sums=settings.accumulate_dtype,
+                replicas=settings.replicas,
             )
+            Agreement(settings.replicas, device).compare(facts.of_replica(runner.program, schedule, rank))
             self._ready.keep(call.keys, Ready(built, runner))
             self._forget_all_but(call.keys)
         for key in call.keys:

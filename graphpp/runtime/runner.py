@@ -19,10 +19,11 @@ import torch
 import torch.distributed as dist
 
 from graphpp.runtime._torch_pipelining import ActionLoop
-from graphpp.runtime.actions import PER_STAGE, Action, Kind
+from graphpp.runtime.actions import Action, Kind
 from graphpp.runtime.gradients import Subgroups, TiedReduction, dtype_of_sum
 from graphpp.runtime.program import Phase, PipelineProgram
 from graphpp.runtime.randomness import step_keys
+from graphpp.runtime.replicas import Replicas
 from graphpp.runtime.schedule import Schedule
 from graphpp.runtime.stage import Feed, GraphStage, Place, Variant
 from graphpp.runtime.state import ModelState
@@ -51,7 +52,8 @@ class GraphPPRunner:
     """Runs captured graphs under one schedule; `training` programs have F and B, evaluation programs E.
 
     `programs`: one for all microbatches, or one for each: microbatches of one shape share theirs. They have the same
-    stages, gradients and metrics. `owners` has the ranks that hold each parameter, `sums` is the dtype in which gradients of narrower parameters add up.
+    stages, gradients and metrics. `owners` has the ranks that hold each parameter, `sums` is the dtype in which gradients of
+    narrower parameters add up, `replicas` the ranks whose gradients are averaged.
     """
 
     def __init__(
@@ -64,6 +66,7 @@ class GraphPPRunner:
         owners: Mapping[str, Sequence[int]] | None = None,
         subgroups: Subgroups | None = None,
         sums: torch.dtype | None = None,
+        replicas: dist.ProcessGroup | None = None,
     ) -> None:
         self.schedule, self.state, self.place, self._sums = schedule, state, place, sums
         each = [programs] * schedule.microbatches if isinstance(programs, PipelineProgram) else list(programs)
@@ -73,6 +76,7 @@ class GraphPPRunner:
         self.stages = self._local_stages(each)
         self.training = Phase.FORWARD in self.program.stages[0].programs
         self._bubble = 0.0
+        self._replicas, self._shared_out = Replicas(replicas), set[int]()
         ranks = owners if owners is not None else ranks_of_parameters(self.program, schedule.rank_of_stage)
         groups = subgroups or Subgroups(place.group)
         self.tied = TiedReduction(_contributors(self.program), ranks, schedule.rank_of_stage, groups)
@@ -117,6 +121,7 @@ class GraphPPRunner:
     def _drop(self) -> None:
         """Forget a step that failed."""
         self.transport.drop()
+        self._replicas.drop()
         for stage in self.stages.values():
             stage.clear()
             stage.gradients.start({})
@@ -155,6 +160,7 @@ class GraphPPRunner:
         return [last.outputs.pop(index, {}) for index in range(self.schedule.microbatches)]
 
     def _begin(self, feed: Feed) -> None:
+        self._shared_out.clear()
         for stage in self.stages.values():
             stage.begin(self.state.tensor, feed)
             parameters = {fqn: self.state.tensor(fqn) for fqn in stage.gradients.fqns}
@@ -163,20 +169,35 @@ class GraphPPRunner:
             stage.gradients.start({fqn: grad for fqn, grad in grads.items() if grad is not None}, dtypes)
 
     def _finish(self) -> None:
-        """Gradients into `param.grad`; parts of tied parameters added first."""
+        """Gradients into `param.grad`: averaged over the replicas, parts of tied parameters added first."""
         if not self.training:
             return
+        for index in self.stages:
+            self._share_out(index)
+        tied = self.tied.reduce(lambda stage, fqn: self.stages[stage].gradients.sums[fqn], self._room)
+        self._replicas.start(tied.values())
+        self._replicas.finish()
         for stage in self.stages.values():
-            for fqn, gradient in stage.gradients.sums.items():
-                if fqn not in self.tied.contributors:
-                    parameter = self.state.tensor(fqn)
-                    parameter.grad = gradient.to(dtype=parameter.grad_dtype)
-        for fqn, total in self.tied.reduce(lambda stage, fqn: self.stages[stage].gradients.sums[fqn], self._room).items():
+            for fqn in self._own(stage):
+                parameter = self.state.tensor(fqn)
+                parameter.grad = stage.gradients.sums[fqn].to(dtype=parameter.grad_dtype)
+        for fqn, total in tied.items():
             parameter = self.state.tensor(fqn)
             added = total.to(dtype=parameter.grad_dtype) if parameter.grad is None else parameter.grad.add_(total)
             parameter.grad = added
         for stage in self.stages.values():
             stage.gradients.start({})
+
+    def _own(self, stage: GraphStage) -> list[str]:
+        """FQNs of the parameters of which this stage alone has the gradient, summed over the microbatches."""
+        return [fqn for fqn in stage.gradients.sums if fqn not in self.tied.contributors]
+
+    def _share_out(self, index: int) -> None:
+        """Start to average a stage's gradients over the replicas, once a step."""
+        if index not in self._shared_out:
+            self._shared_out.add(index)
+            stage = self.stages[index]
+            self._replicas.start(stage.gradients.sums[fqn] for fqn in self._own(stage))
 
     def _room(self, fqn: str) -> torch.Tensor:
         """Memory for another rank's sum of gradients of a parameter."""
@@ -192,7 +213,9 @@ class GraphPPRunner:
             Kind.I: lambda action: self._compute(Phase.INPUT_GRAD, action, "B", -1),
             Kind.W: self._weight_grad,
             Kind.OVERLAP_F_B: self._overlap,
-            **dict.fromkeys(PER_STAGE, _nothing),
+            Kind.REDUCE_GRAD: lambda action: self._share_out(action.stage),
+            Kind.UNSHARD: _nothing,
+            Kind.RESHARD: _nothing,
             Kind.SEND_F: lambda action: self._send(action, "F"),
             Kind.SEND_B: lambda action: self._send(action, "B"),
             Kind.RECV_F: lambda action: self._receive(action, "F"),
@@ -231,7 +254,7 @@ class GraphPPRunner:
 
 
 def _nothing(action: Action) -> None:
-    """UNSHARD, RESHARD, REDUCE_GRAD: parameters are whole on their rank, and no gradient is shared out."""
+    """UNSHARD and RESHARD: parameters are whole on their rank."""
 
 
 def _contributors(program: PipelineProgram) -> dict[str, list[int]]:

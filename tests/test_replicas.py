@@ -1,0 +1,79 @@
+"""Data parallelism beside the pipeline: gradients are the mean of the replicas', under every kind of backward."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import graphpp
+from tests.distributed import run_ranks
+from tests.special_models import CUTS, SPECIAL
+from tests.training import compiled, joined, local_grads, same, step
+
+# Halves, wholes, and reductions that start before the other stages are done.
+SPLIT = [
+    "0F0 0F1 0I0 0W0 0B1 0REDUCE_GRAD",
+    "1F0 1I0 1F1 1B1 1W0 1REDUCE_GRAD",
+]
+
+
+def replicated(rank: int, name: str, schedule: Any) -> dict[str, Tensor | None]:
+    """Pipelines of two ranks, (0, 1) and (2, 3), each on data of its own; this rank's gradients after two steps."""
+    pipelines, replicas = [[0, 1], [2, 3]], [[0, 2], [1, 3]]
+    groups = [dist.new_group(ranks) for ranks in (*pipelines, *replicas)]
+    own, others = groups[rank // 2], groups[2 + rank % 2]
+    pipe = compiled(SPECIAL[name](), split=CUTS[2], schedule=schedule, microbatches=2, group=own, replicas=others)
+    for seed in range(2):  # the second step adds to the mean that the first has left
+        step(pipe, SPECIAL[name](rank // 2 + 2 * seed).batch)
+    return local_grads(pipe)
+
+
+def alone(rank: int, name: str, schedule: Any) -> list[dict[str, Tensor | None]]:
+    """One pipeline of two ranks: the gradients of each of the four batches."""
+    pipe = compiled(SPECIAL[name](), split=CUTS[2], schedule=schedule, microbatches=2)
+    found = []
+    for seed in range(4):
+        for parameter in pipe.parameters() if seed else ():
+            parameter.grad = None
+        step(pipe, SPECIAL[name](seed).batch)
+        found.append(local_grads(pipe))
+    return found
+
+
+@pytest.mark.parametrize(("name", "schedule"), [("plain", "1F1B"), ("plain", SPLIT), ("tied", SPLIT)])
+def test_gradients_are_the_mean_over_the_replicas(name: str, schedule: Any) -> None:
+    found = run_ranks(replicated, 4, name, schedule)
+    assert all(same(found[0][fqn], found[2][fqn]) for fqn in found[0])
+    both = joined(found[:2])
+    by_seed = [joined(parts) for parts in zip(*run_ranks(alone, 2, name, schedule), strict=True)]
+    for fqn, gradient in both.items():
+        one, two, three, four = (part[fqn] for part in by_seed)
+        torch.testing.assert_close(gradient, (one + two) / 2 + (three + four) / 2, rtol=1e-5, atol=1e-7)
+        assert not torch.allclose(gradient, one + three, rtol=1e-3), fqn
+
+
+def unlike(rank: int) -> None:
+    pipelines, replicas = [[0], [1]], [0, 1]
+    groups = [dist.new_group(ranks) for ranks in (*pipelines, replicas)]
+    split = CUTS[2] if rank else CUTS[4]
+    pipe = compiled(SPECIAL["plain"](), split=split, microbatches=2, group=groups[rank], replicas=groups[2])
+    step(pipe, SPECIAL["plain"]().batch)
+
+
+def test_replicas_that_hold_other_stages_are_refused() -> None:
+    with pytest.raises(graphpp.MismatchError, match="the gradients of its stages"):
+        run_ranks(unlike, 2)
+
+
+def outside(rank: int) -> None:
+    group = dist.new_group([0])
+    compiled(SPECIAL["plain"](), replicas=group, group=dist.group.WORLD, microbatches=2)
+
+
+def test_a_rank_outside_of_its_replicas_is_refused() -> None:
+    with pytest.raises(graphpp.GraphPPError, match=r"not in the group replicas="):
+        run_ranks(outside, 2)
