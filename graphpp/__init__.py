@@ -17,6 +17,7 @@ from graphpp.errors import (
 from graphpp.layout import Layout
 from graphpp.pipeline import EvalResult, Pipeline, StepResult
 from graphpp.plan import Plan
+from graphpp.post_validation import PostValidation
 from graphpp.recompute import Recompute
 from graphpp.runtime.schedule import Schedule
 from graphpp.runtime.schedules import stage_ids
@@ -38,6 +39,7 @@ __all__ = [
     "Parting",
     "Pipeline",
     "Plan",
+    "PostValidation",
     "RankFailure",
     "Recompute",
     "Schedule",

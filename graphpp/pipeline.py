@@ -23,6 +23,7 @@ from graphpp.capture import LossFunction
 from graphpp.compiler import Built, Compiler, Settings
 from graphpp.errors import BatchError, GraphPPError
 from graphpp.library import Call, Library, Ready
+from graphpp.post_validation import PostValidation
 from graphpp.report import averaged, merge_outputs
 from graphpp.runtime import norms
 from graphpp.runtime.agreement import Agreement
@@ -75,7 +76,7 @@ class Pipeline:
         *args: Any,
         target: Any = None,
         loss_weight: LossWeight | None = None,
-        scaler: GradScaler | None = None,
+        scaler: GradScaler | PostValidation | None = None,
         **kwargs: Any,
     ) -> StepResult:
         """Forward and backward of a whole batch, given on every rank; gradients accumulate in `param.grad`.
@@ -86,7 +87,8 @@ class Pipeline:
         `loss_weight`: what each microbatch's loss counts (one number each, or one for all), in place of the mean or sum:
         with (valid tokens of the microbatch) / (valid tokens of the batch) the mean over tokens is the whole batch's.
         `scaler`: its scale multiplies the gradients, as in `scaler.scale(loss).backward()`; where one rank finds an
-        overflow, every rank's scaler skips the step. Losses are reported unscaled.
+        overflow, every rank's scaler skips the step. Losses are reported unscaled. A `PostValidation` of this pipeline stands
+        for its scaler, and looks for the overflow itself, later.
         """
         return self._step(lambda: self._cut(Microbatch(args, kwargs, target)), loss_weight, scaler)
 
@@ -95,7 +97,7 @@ class Pipeline:
         microbatches: Sequence[Microbatch],
         *,
         loss_weight: LossWeight | None = None,
-        scaler: GradScaler | None = None,
+        scaler: GradScaler | PostValidation | None = None,
     ) -> StepResult:
         """Like `step`, with the microbatches given one by one; their shapes may differ, each shape is captured once."""
         return self._step(lambda: _taken_apart(microbatches), loss_weight, scaler)
@@ -139,13 +141,10 @@ class Pipeline:
 
         Bit-equal to `torch.nn.utils.clip_grad_norm_` on the whole model. Called by every rank.
         """
-        order = {fqn: place for place, fqn in enumerate(self._state.parameters)}
-        owners = self._built().ranks_of_parameter
-        place = self._settings.place
-        slots = [norms.Slot(order[fqn], p, owners[fqn][0] == place.rank) for fqn, p in self.named_parameters()]
+        gradients = self._gradients()
         with self._watched(), torch.no_grad():
-            norm = norms.total_norm(slots, len(order), norm_type, place.group, place.device)
-            norms.clip_(slots, max_norm, norm)
+            norm = norms.total_norm(gradients, norm_type)
+            norms.clip_(gradients, max_norm, norm)
         return norm
 
     @property
@@ -188,16 +187,15 @@ class Pipeline:
     # ------------------------------------------------------------------------------------------------ inside
 
     def _step(
-        self, make: Callable[[], list[Leaves]], loss_weight: LossWeight | None, scaler: GradScaler | None
+        self, make: Callable[[], list[Leaves]], loss_weight: LossWeight | None, scaler: GradScaler | PostValidation | None
     ) -> StepResult:
-        place = self._settings.place
+        scaling = scaler.scaler if isinstance(scaler, PostValidation) else scaler
         with self._watched():
-            call = self._alike(lambda: self._with_targets(make()), loss_weight, scaler, training=True)
+            call = self._alike(lambda: self._with_targets(make()), loss_weight, scaling, training=True)
             runner = self._run(call).runner
             losses, metrics = runner.losses(), runner.metrics()
-            if scaler is not None and scaler.is_enabled():
-                gradients = [parameter.grad for parameter in self.parameters() if parameter.grad is not None]
-                norms.share_overflow_(gradients, place.group, place.device)
+            if scaling is scaler and scaling is not None and scaling.is_enabled():
+                norms.share_overflow_(self._gradients())
         return StepResult(call.weighting.reduced(losses), losses, averaged(metrics))
 
     def _build(self, example: Microbatch) -> None:
@@ -259,6 +257,13 @@ class Pipeline:
         if self._library.first is None:
             raise GraphPPError("nothing is captured yet: give example= to graphpp.compile, or run a step first")
         return self._library.first
+
+    def _gradients(self) -> norms.Gradients:
+        """This rank's, at their places among the model's."""
+        order = {fqn: index for index, fqn in enumerate(self._state.parameters)}
+        owners, place = self._built().ranks_of_parameter, self._settings.place
+        slots = [norms.Slot(order[fqn], p, owners[fqn][0] == place.rank) for fqn, p in self.named_parameters()]
+        return norms.Gradients(slots, len(order), place.group, place.device)
 
     def _local(self) -> set[str]:
         """FQNs of this rank's parameters and buffers."""

@@ -9,6 +9,8 @@ Checked on torch 2.11.0, 2.13.0 and 2.15.0:
 - `torch.distributed.pipelining.schedules._PipelineContext`: what the loop hands to a handler
 - `torch.distributed.distributed_c10d._get_default_store`: the key-value store all ranks share
 - `torch._foreach_norm`: norms of many tensors at once, the call that torch's own gradient clipping makes
+- `Optimizer._optimizer_step_pre_hooks`, `_optimizer_step_post_hooks` and, for all optimizers, `torch.optim.optimizer.
+  _global_optimizer_pre_hooks`, `_global_optimizer_post_hooks`: what would run again when a step is taken again
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
+import torch.optim.optimizer as optimizers
 from torch.distributed.distributed_c10d import _get_default_store
 from torch.distributed.pipelining.schedules import (
     _Action,
@@ -35,6 +38,12 @@ _LOG = logging.getLogger(_PipelineScheduleRuntime.__module__)
 
 default_store = _get_default_store
 foreach_norm = torch._foreach_norm
+
+
+def has_step_hooks(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether something of the user's runs with every step of the optimizer."""
+    own = (optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks)
+    return any((*own, optimizers._global_optimizer_pre_hooks, optimizers._global_optimizer_post_hooks))
 
 
 def to_torch(action: Action) -> _Action:
