@@ -195,7 +195,11 @@ def net() -> tuple[graphpp.Pipeline, Tensor]:
     model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 10))
     x = torch.randn(6, 8)
     pipe = graphpp.compile(
-        model, F.mse_loss, example=graphpp.Microbatch((x[:2],), target=torch.zeros(2, 10)), split=["1", "2"], microbatches=3
+        model,
+        F.mse_loss,
+        example=graphpp.Microbatch((x[:2],), target=torch.zeros(2, 10)),
+        split=["1", "2"],
+        microbatches=3,
     )
     return pipe, x
 

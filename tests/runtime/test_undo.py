@@ -71,7 +71,13 @@ OPTIMIZERS: dict[str, Make] = {
 def parameters() -> list[nn.Parameter]:
     """Of several dtypes and shapes; the last never gets a gradient."""
     torch.manual_seed(0)
-    kinds = [((3, 4), torch.float32), ((5,), torch.float64), ((), torch.float32), ((2, 3), torch.bfloat16), ((4,), torch.float32)]
+    kinds = [
+        ((3, 4), torch.float32),
+        ((5,), torch.float64),
+        ((), torch.float32),
+        ((2, 3), torch.bfloat16),
+        ((4,), torch.float32),
+    ]
     return [nn.Parameter(torch.randn(shape, dtype=dtype)) for shape, dtype in kinds]
 
 
