@@ -3,7 +3,8 @@
 Contract
 --------
 - Same bits as the synchronous step on every rank: parameters, optimizer state, the norm, the loss scale; and `param.grad`
-  is left as that step leaves it. Which ranks went ahead changes nothing but time.
+  is left as that step leaves it. Which ranks went ahead changes nothing but time. (One difference: a fused Adam whose very
+  first step the scaler skips has no state yet, where the scaler's own skipping leaves it zeros.)
 - A rank goes ahead only while the norm is on its way and nothing here speaks against it: a rank whose own gradients have
   to be clipped already, or overflow, waits for the sum, as all ranks always do in the synchronous step.
 - When `step` returns or raises, no step that was not checked is left: what was wrong, or can no longer be checked because
@@ -106,6 +107,7 @@ class PostValidation:
             if early and found.amends:
                 self._undo.back()
                 self.rolled_back += 1
+            self._undo.forget()
             if found.amends:
                 found = self._amend(gradients, found)
             if not found.overflow and (found.amends or not early):

@@ -49,7 +49,7 @@ class Undo:
         """Raise `GraphPPError` where `keep` would, without copying."""
         for _ in self._changeable():
             pass
-        self._forget()
+        self.forget()
 
     @torch.no_grad()
     def keep(self, stop: Callable[[], bool] = lambda: False) -> bool:
@@ -57,13 +57,17 @@ class Undo:
 
         Raises `GraphPPError` where an optimizer holds something that this cannot copy.
         """
-        self._forget()
+        self.forget()
         for tensor in self._changeable():
             if stop():
-                return False
+                break
             _copy_into(self._copies, len(self._tensors), tensor)
             self._tensors.append(tensor)
-        return not stop()
+        else:
+            if not stop():
+                return True
+        self.forget()
+        return False
 
     @torch.no_grad()
     def back(self) -> None:
@@ -79,7 +83,8 @@ class Undo:
         for generator, state in self._generators:
             generator.set_state(state)
 
-    def _forget(self) -> None:
+    def forget(self) -> None:
+        """Let go of what was kept, but for the memory of the copies: state that is exchanged is not held on to."""
         self._tensors, self._containers, self._generators = [], [], []
 
     def _changeable(self) -> Iterator[torch.Tensor]:

@@ -170,7 +170,11 @@ def test_copying_ends_when_there_is_no_need() -> None:
     assert not undo.keep(lambda: next(calls))
     assert len(undo._copies) == 2
     assert not undo.keep(lambda: True)
+    before = bits(optimizer.state_dict())
+    optimizer.step()
+    after = bits(optimizer.state_dict())
     undo.back()  # to nothing
+    assert before != after == bits(optimizer.state_dict())
 
 
 def test_state_that_cannot_be_copied_is_refused() -> None:
