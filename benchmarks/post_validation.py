@@ -11,8 +11,10 @@ the rounds' ratios, below 1 where validating afterwards is faster.
     clipped    all begin together, and the norm demands clipping where no rank's own does: what is taken ahead is lost
     step       forward, backward and optimizer, nothing clipped
 
-Expected before the first run: plain about 1 (the reduction is short, and a copy is given up when it arrives), late below
-1 by the optimizer's time over (late + optimizer's time) at most, clipped between 1 and 2, step 1 or a little below.
+What can be won is the time of the reduction on the rank that ends last, and no more: the next `pipe.step` begins with an
+agreement of all ranks, so a rank that is done early waits there instead. A late rank finds the norm there when it comes, and
+steps as ever (ratio 1). What is lost where the norm demands clipping is a copy of parameters and state, and a step. All
+processes on few cores, with nothing free to copy on while others compute, pay for the copies everywhere.
 """
 
 from __future__ import annotations
