@@ -58,9 +58,9 @@ class PostValidation:
     ranks are added up, the ranks step with unclipped gradients; if the norm then demands clipping, or is not finite, the
     step is taken back and taken again with clipped ones (post-validation, arXiv:2401.10241, section 4; there a rank learns
     the outcome in the next step's warm-up, here before `step` returns, and steps are taken back from copies, because
-    inverse arithmetic is not exact). A rank stops copying as soon as the norm is there, and then steps as it would have. What is
-won is the wait for the norm, not more: the next `pipe.step` begins with an agreement of all ranks. It pays where that wait
-is longer than copying and clipping is rare.
+    inverse arithmetic is not exact). A rank stops copying as soon as the norm is there, and then steps as it would have.
+    What is won is the wait for the norm, not more: the next `pipe.step` begins with an agreement of all ranks. It pays where
+    that wait is longer than copying, and clipping is rare.
 
     `optimizer`: one, several that share the rank's parameters out, or none on a rank without parameters ([]): any that
     holds what it remembers in `state` and `param_groups`, such as all of torch.optim that step without a closure. Its
