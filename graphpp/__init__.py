@@ -4,6 +4,7 @@ pipe = graphpp.compile(model, loss, split=["layers.4"], schedule="1F1B", microba
 result = pipe.step(tokens, target=labels)
 """
 
+from graphpp import schedules
 from graphpp.api import compile
 from graphpp.errors import (
     BatchError,
@@ -48,6 +49,7 @@ __all__ = [
     "StepResult",
     "Verification",
     "compile",
+    "schedules",
     "split_points",
     "stage_ids",
     "verify",

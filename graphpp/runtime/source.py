@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterable, Mapping
 
 from graphpp.errors import ScheduleError
 from graphpp.runtime.schedule import Cell, Schedule
-from graphpp.runtime.schedules import SCHEDULES, SEVERAL_PER_RANK, Generator
+from graphpp.runtime.schedules import ALIASES, SCHEDULES, Generator, usual_stages
 
 Table = Mapping[int, Iterable[Cell]] | Iterable[Iterable[Cell]]
 Maker = Callable[[int, int, int], Schedule | Table]
@@ -63,14 +63,15 @@ def default_stages(source: Source, ranks: int) -> int:
     known = read(source)
     if isinstance(known, Schedule):
         return known.stages
-    return 2 * ranks if isinstance(known, str) and _by_name(known) in SEVERAL_PER_RANK else ranks
+    return usual_stages(_by_name(known), ranks) if isinstance(known, str) else ranks
 
 
 def _by_name(name: str) -> Generator:
-    known = {key.casefold(): key for key in SCHEDULES}
+    known = {key.casefold(): key for key in (*SCHEDULES, *ALIASES)}
     wanted = name.strip().casefold()
     if wanted in known:
-        return SCHEDULES[known[wanted]]
+        name = known[wanted]
+        return SCHEDULES[ALIASES.get(name, name)]
     near = [known[key] for key in difflib.get_close_matches(wanted, known, cutoff=0.4)]
     hint = f"did you mean {' or '.join(near)}? " if near else ""
     raise ScheduleError(f"unknown schedule {name!r}; {hint}Known: {', '.join(SCHEDULES)}, or the path of a .csv file")

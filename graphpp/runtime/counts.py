@@ -1,0 +1,97 @@
+"""Which ranks hold which stages, and which counts a schedule takes.
+
+Contract
+    Every function raises `ScheduleError` (a `ValueError`) where numbers do not fit, naming the schedule and what would
+    fit; so the generators of tables are free to compute with what they are given.
+
+    loop     rank r holds r, r + ranks, r + 2 ranks, ...
+    v        rank r holds r and stages-1-r: down the ranks and up again, the last stage is on rank 0
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from graphpp.errors import ScheduleError
+
+
+def stage_ids(rank: int, ranks: int, stages: int, style: Literal["loop", "v"] = "loop") -> tuple[int, ...]:
+    """The stages that `rank` holds, ascending. Same as torchtitan's `stage_ids_this_rank`.
+
+    `loop`: rank, rank + ranks, ...; `v`: exactly two, rank and stages-1-rank, so the last stage is on rank 0.
+    Raises `ScheduleError` (a `ValueError`) if rank, stage count or style do not fit.
+    """
+    positive(ranks, stages)
+    if not 0 <= rank < ranks:
+        raise ScheduleError(f"rank {rank} does not exist among {ranks}; take 0..{ranks - 1}")
+    if style not in ("loop", "v"):
+        raise ScheduleError(f"unknown style {style!r}; take 'loop' or 'v'")
+    if stages % ranks:
+        raise ScheduleError(f"{stages} stages cannot be dealt evenly to {ranks} ranks; {_multiples(ranks, stages)}")
+    if style == "loop":
+        return tuple(range(rank, stages, ranks))
+    if stages != 2 * ranks:
+        raise ScheduleError(f"style 'v' puts two stages on each rank: {ranks} ranks need {2 * ranks}, not {stages}")
+    return rank, stages - 1 - rank
+
+
+def positive(*counts: int) -> None:
+    """Ranks, stages, microbatches: at least one of each."""
+    for noun, count in zip(("ranks", "stages", "microbatches"), counts, strict=False):
+        if count < 1:
+            raise ScheduleError(f"a schedule needs at least one of each: got {count} {noun}")
+
+
+def all_on_one_rank(name: str, ranks: int, stages: int, microbatches: int, several: str) -> bool:
+    """Whether a schedule of one stage per rank is asked for several stages on a single rank, which is fine.
+
+    `several`: the schedules to recommend where every rank has more than one.
+    """
+    positive(ranks, stages, microbatches)
+    if ranks > 1 and stages != ranks:
+        many = f"; {several} per rank" if stages % ranks == 0 else ""
+        raise ScheduleError(
+            f"{name} runs one stage per rank: {stages} stages do not fit {ranks} ranks, {ranks} stages would{many}"
+        )
+    return ranks == 1 and stages > 1
+
+
+def per_rank(name: str, ranks: int, stages: int, microbatches: int) -> int:
+    """How many stages each rank has, the same on all."""
+    positive(ranks, stages, microbatches)
+    if stages % ranks:
+        fit = _multiples(ranks, stages)
+        raise ScheduleError(f"{name} gives every rank equally many stages: {stages} do not fit {ranks} ranks; {fit}")
+    return stages // ranks
+
+
+def two_per_rank(name: str, ranks: int, stages: int, microbatches: int) -> None:
+    """Two stages on each rank, in a V."""
+    positive(ranks, stages, microbatches)
+    if stages != 2 * ranks:
+        raise ScheduleError(
+            f"{name} runs two stages per rank, rank r having stages r and {2 * ranks - 1} - r: {stages} stages do not "
+            f"fit {ranks} ranks, {2 * ranks} stages would"
+        )
+
+
+def round_length(name: str, ranks: int, microbatches: int) -> int:
+    """The microbatches of one round of an interleaved schedule: `ranks` or a little more, in equal rounds."""
+
+    def fits(count: int) -> bool:
+        return count % max(1, count // ranks) == 0
+
+    if not fits(microbatches):
+        below = next(count for count in range(microbatches, 0, -1) if fits(count))
+        above = next(count for count in range(microbatches, microbatches + ranks) if fits(count))
+        raise ScheduleError(
+            f"{name} on {ranks} ranks does not admit {microbatches} microbatches: it runs them in "
+            f"{microbatches // ranks} equal rounds; the nearest that fit are {below} and {above}, and so does every "
+            f"number below {2 * ranks} and every multiple of {ranks}"
+        )
+    return microbatches // max(1, microbatches // ranks)
+
+
+def _multiples(ranks: int, stages: int) -> str:
+    below, above = stages // ranks * ranks, (stages // ranks + 1) * ranks
+    return f"take {above}" if below == 0 else f"take {below} or {above}, or another multiple of {ranks}"
