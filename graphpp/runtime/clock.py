@@ -20,7 +20,9 @@ from graphpp.runtime.schedule import Row
 _READING = (Kind.F, Kind.B, Kind.I)
 
 
-def in_time(rows: Sequence[Iterable[Action | None]], stages: int, waiting: Collection[Kind] = _READING) -> tuple[Row, ...]:
+def in_time(
+    rows: Sequence[Iterable[Action | None]], stages: int, waiting: Collection[Kind] = _READING
+) -> tuple[Row, ...]:
     """The rows with idle cells; only actions of the kinds in `waiting` wait for their inputs.
 
     Raises `ScheduleError` if no rank can go on.

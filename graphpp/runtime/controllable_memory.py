@@ -40,32 +40,28 @@ class Block:
     limit: Callable[[int], int]
 
 
-V_HALF = Block(
-    "V-Half",
-    lambda rank, ranks: (
-        2 * rank,
-        3 * ranks - rank - 2,
-        3 * ranks + (3 if ranks % 2 == 0 else 0) + 2 * rank - 1,
-        6 * ranks + (3 if ranks % 2 == 0 else 0) - rank - 2,
-    ),
-    lambda ranks: 2 * ((ranks + 2) // 2),
-)
-V_MIN = Block(
-    "V-Min",
-    lambda rank, ranks: (
-        rank,
-        2 * ranks - rank - 1,
-        2 * ranks + (2 if ranks % 3 == 0 else 0) + rank,
-        4 * ranks + (2 if ranks % 3 == 0 else 0) - rank - 1,
-    ),
-    lambda ranks: 2 * ((ranks + 4) // 3),
-)
+def _half(rank: int, ranks: int) -> Offsets:
+    shift = 3 if ranks % 2 == 0 else 0  # so that no two passes of a rank fall into one column of the period
+    up, down = 3 * ranks - rank - 2, 3 * ranks + shift + 2 * rank - 1
+    return 2 * rank, up, down, 6 * ranks + shift - rank - 2
+
+
+def _third(rank: int, ranks: int) -> Offsets:
+    shift = 2 if ranks % 3 == 0 else 0
+    up, down = 2 * ranks - rank - 1, 2 * ranks + shift + rank
+    return rank, up, down, 4 * ranks + shift - rank - 1
+
+
+V_HALF = Block("V-Half", _half, lambda ranks: 2 * ((ranks + 2) // 2))
+V_MIN = Block("V-Min", _third, lambda ranks: 2 * ((ranks + 4) // 3))
 
 
 def v_half(ranks: int, stages: int, microbatches: int) -> Schedule:
-    """V-Half: ranks/2 + 1 microbatches alive at most, where 1F1B has `ranks`; any number of microbatches.
+    """V-Half: (ranks + 2) // 2 microbatches alive at most, where 1F1B has `ranks`; any number of microbatches.
 
-    r0 .
+    r0 0F0 0F1 .   .   .   5F0 5I0 0F2 5W0 5F1 5I1 5W1 0I0 0F3 0W0 5F2 5I2 5W2 0I1 0W1 .   5F3 5I3 0I2 5W3 0W2 .   0I3 0W3
+    r1 .   1F0 .   .   4F0 1F1 .   4I0 4F1 4W0 1F2 1I0 4I1 1W0 4F2 4W1 1F3 1I1 4I2 1W1 4F3 4W2 1I2 4I3 1W2 4W3 1I3 1W3
+    r2 .   .   2F0 3F0 .   .   2F1 3F1 3I0 2I0 3W0 2F2 2W0 3F2 3I1 2I1 3W1 2F3 2W1 3F3 3I2 2I2 3W2 2W2 3I3 2I3 3W3 2W3
     """
     return _squeezed(V_HALF, ranks, stages, microbatches)
 
@@ -73,7 +69,9 @@ def v_half(ranks: int, stages: int, microbatches: int) -> Schedule:
 def v_min(ranks: int, stages: int, microbatches: int) -> Schedule:
     """V-Min: (ranks + 4) // 3 microbatches alive at most, where 1F1B has `ranks`; any number of microbatches.
 
-    r0 .
+    r0 0F0 0F1 0F2 .   .   5F0 5I0 5W0 .   .   5F1 0I0 5I1 0W0 5W1 5F2 0F3 0I1 5I2 0W1 5W2 5F3 5I3 0I2 5W3 0W2 .   0I3 0W3
+    r1 .   1F0 1F1 1F2 4F0 .   .   4I0 4W0 4F1 1I0 1W0 .   4I1 4F2 4W1 1I1 1F3 1W1 4I2 4F3 4W2 1I2 4I3 1W2 4W3 1I3 1W3
+    r2 .   .   2F0 3F0 2F1 3F1 .   .   3I0 2I0 3W0 2F2 2W0 3F2 3I1 2I1 3W1 2W1 2F3 3F3 3I2 2I2 3W2 2W2 3I3 2I3 3W3 2W3
 
     Slower than V-Half, and more sensitive to passes that take unequal time.
     """

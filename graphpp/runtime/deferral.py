@@ -102,7 +102,11 @@ def _has(action: Action, kind: Kind) -> bool:
 def _split(action: Action | None, held: Held) -> tuple[Action | None, list[Action]]:
     """What is left of an action without the Ws that are held back, None if nothing, and those Ws."""
     leaves = action.leaves if action else ()
-    kept = [leaf._replace(kind=Kind.I) if held(leaf) else leaf for leaf in leaves if leaf.kind is not Kind.W or not held(leaf)]
+    kept = [
+        leaf._replace(kind=Kind.I) if held(leaf) else leaf
+        for leaf in leaves
+        if leaf.kind is not Kind.W or not held(leaf)
+    ]
     weights = [leaf._replace(kind=Kind.W) for leaf in leaves if held(leaf)]
     if action is None or len(kept) < 2:
         return (kept[0] if kept else None), weights

@@ -142,7 +142,7 @@ def recomputed(microbatch: int, warm_up: int, n: int) -> bool:
 def megatron_interleaved(ranks: int, stages: int, microbatches: int, *, group: int | None = None) -> Schedule:
     """Interleaved 1F1B with any `microbatch_group_size_per_vp_stage`: `group` microbatches per chunk and turn.
 
-    r0 0F0 0F1 0F2 2F0 2F1 2F2 2B0 0F3 2B1 0F4 2B2 2F3 0B0 2F4 0B1 0B2 .   2B3 2B4 0B3 0B4
+    r0 0F0 0F1 0F2 2F0 2F1 2F2 2B0 0F3 2B1 0F4 2B2 2F3 0B0 2F4 0B1 .   0B2 .   2B3 2B4 0B3 0B4
     r1 .   1F0 1F1 1F2 3F0 3B0 3F1 3B1 3F2 3B2 1F3 1B0 1F4 1B1 3F3 1B2 3F4 3B3 3B4 1B3 1B4
 
     Above: 5 microbatches in groups of 3. A group has at least `ranks` microbatches, or all of them, and so has the
@@ -190,7 +190,9 @@ def least_group(name: str, ranks: int, microbatches: int, group: int | None) -> 
     Megatron's own conditions, except that fewer microbatches than ranks are one group.
     """
     least = min(ranks, microbatches)
-    legal = [size for size in range(least, microbatches + 1) if microbatches % size == 0 or microbatches % size >= least]
+    legal = [
+        size for size in range(least, microbatches + 1) if microbatches % size == 0 or microbatches % size >= least
+    ]
     if group is not None and group not in legal:
         raise ScheduleError(
             f"{name} on {ranks} ranks does not admit groups of {group} of {microbatches} microbatches: each group, and "

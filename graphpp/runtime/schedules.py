@@ -3,7 +3,7 @@
 Contract
     Every function returns a compute-only `Schedule` that `graphpp.runtime.checker.check` accepts, or raises
     `ScheduleError` saying what would fit. A new schedule is one more function, in the file it fits, and one more line
-    in `SCHEDULES`; where stages do not stand one on each rank, one in `STAGES_PER_RANK`.
+    in `SCHEDULES`; where a rank has more than one stage, also in `SEVERAL_PER_RANK`.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ SEVERAL_PER_RANK = frozenset({*_SEVERAL, *_V})
 """Those made for more than one stage per rank, on a V exactly two."""
 
 
-def usual_stages(generator: Generator, ranks: int) -> int:
+def usual_stages(generator: object, ranks: int) -> int:
     """How many stages to make for a schedule where nobody says."""
     several = generator in SEVERAL_PER_RANK or (generator is combined_1f1b and ranks > 1)
     return 2 * ranks if several else ranks

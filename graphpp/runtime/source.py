@@ -3,7 +3,7 @@
     a name                     "1F1B", in any case; `graphpp.runtime.schedules.SCHEDULES` has them
     a file                     a string that ends in `.csv`, or any `os.PathLike`: CSV in torch's format
     a table                    a list of rows, or a dict rank -> row, of action strings, `Action`s, and None
-    a function                 (ranks, stages, microbatches) -> a `Schedule` or a table
+    a function                 (ranks, stages, microbatches) -> a `Schedule` or a table, `functools.partial` included
     a `Schedule`
 
 Contract
@@ -15,6 +15,7 @@ Contract
 from __future__ import annotations
 
 import difflib
+import functools
 import os
 from collections.abc import Callable, Iterable, Mapping
 
@@ -58,12 +59,16 @@ def default_stages(source: Source, ranks: int) -> int:
     """How many stages to make where the user leaves it open.
 
     Those of a file, a table or a `Schedule`; else two per rank for a named schedule that takes several, and one per
-    rank for the others and for a function, which makes its table for any number. Raises what `read` raises.
+    rank for the others and for a function, which makes its table for any number. A generator of graphpp, also in a
+    `functools.partial`, counts as its name. Raises what `read` raises.
     """
     known = read(source)
     if isinstance(known, Schedule):
         return known.stages
-    return usual_stages(_by_name(known), ranks) if isinstance(known, str) else ranks
+    made_by: object = _by_name(known) if isinstance(known, str) else known
+    while isinstance(made_by, functools.partial):
+        made_by = made_by.func
+    return usual_stages(made_by, ranks)
 
 
 def _by_name(name: str) -> Generator:

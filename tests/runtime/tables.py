@@ -26,19 +26,26 @@ def rows_of(schedule: Schedule) -> Rows:
     return [[action for action in row if action] for row in schedule.table]
 
 
+ONE_PER_RANK = ("GPipe", "1F1B", "ZB1P", "ZB2P")
+ON_A_V = ("ZBVZeroBubble", "DualPipeV", "V-Half", "V-Min")
+TRAINING = sorted(set(SCHEDULES) - {"ForwardOnly"})
+
+
 def admitted(ranks: int, microbatches: int) -> bool:
-    """Whether Interleaved1F1B takes these counts."""
+    """Whether Interleaved1F1B and InterleavedZeroBubble take these counts."""
     return microbatches % max(1, microbatches // ranks) == 0
 
 
 @st.composite
 def named(draw: st.DrawFn) -> Schedule:
-    """Any schedule that has a name, at any size it takes."""
-    name = draw(st.sampled_from(sorted(SCHEDULES)))
+    """Any schedule for training that has a name, at any size it takes."""
+    name = draw(st.sampled_from(TRAINING))
     ranks, local, microbatches = draw(st.integers(1, 6)), draw(st.integers(1, 4)), draw(st.integers(1, 13))
-    if ranks > 1 and name in ("GPipe", "1F1B"):
-        local = 1
-    if name == "Interleaved1F1B" or (name == "auto" and ranks > 1 and local > 1):
+    if (ranks > 1 and name in ONE_PER_RANK) or name in ON_A_V:
+        local = 2 if name in ON_A_V else 1
+    if name == "DualPipeV":
+        microbatches += 2 * ranks - 1
+    if name.startswith("Interleaved") or (name == "auto" and ranks > 1 and local > 1):
         microbatches = next(count for count in range(microbatches, 0, -1) if admitted(ranks, count))
     return build(name, ranks, ranks * local, microbatches)
 

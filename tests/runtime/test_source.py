@@ -53,7 +53,8 @@ def test_build_takes_what_a_user_has(tmp_path: Path) -> None:
     [
         ("1F1", "unknown schedule '1F1'; did you mean 1F1B"),
         ("Interleaved", "did you mean Interleaved1F1B"),
-        ("zzz", "unknown schedule 'zzz'; Known: auto, GPipe, 1F1B, Interleaved1F1B, LoopedBFS"),
+        ("zzz", "unknown schedule 'zzz'; Known: auto, GPipe, 1F1B, Interleaved1F1B, LoopedBFS, MegatronInterleaved"),
+        ("zb-h", "unknown schedule 'zb-h'; did you mean ZB-H2 or ZB-H1"),
         ("", "unknown schedule ''"),
         ({0: ["0F0"], 2: ["1F0"]}, r"a row for each rank from 0 on, not \[0, 2\]"),
         ([["0F0", 5]], "rank 0, cell 2: action '5'"),
@@ -195,9 +196,9 @@ def test_what_cannot_be_read(source: Any, fault: str) -> None:
 
 @pytest.mark.parametrize("ranks", [1, 2, 5])
 def test_default_stages_of_a_name(ranks: int) -> None:
-    several = {"Interleaved1F1B", "LoopedBFS", " loopedbfs "}
-    for name in (*SCHEDULES, " loopedbfs ", "1f1b"):
-        assert default_stages(name, ranks) == (2 * ranks if name in several else ranks)
+    one = {"auto", "GPipe", "1F1B", "1f1b", "ZB1P", "ZB2P", "zb-h1", "ForwardOnly"} | ({"Combined1F1B"} if ranks == 1 else set())
+    for name in (*SCHEDULES, " loopedbfs ", "1f1b", "zb-h1"):
+        assert default_stages(name, ranks) == (ranks if name in one else 2 * ranks)
         build(name, ranks, default_stages(name, ranks), 2 * ranks)  # it takes what it asks for
 
 
