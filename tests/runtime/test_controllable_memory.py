@@ -72,7 +72,9 @@ def test_blocks_interlock_and_fit_the_limit(block: Block) -> None:
 
 def test_less_memory_takes_longer() -> None:
     for ranks, microbatches in ((4, 8), (8, 16), (6, 13)):
-        shapes = [replayed(build(name, ranks, 2 * ranks, microbatches)) for name in ("ZBVZeroBubble", "V-Half", "V-Min")]
+        shapes = [
+            replayed(build(name, ranks, 2 * ranks, microbatches)) for name in ("ZBVZeroBubble", "V-Half", "V-Min")
+        ]
         assert shapes == sorted(shapes)
         assert [peak for _, peak in shapes] == sorted((peak for _, peak in shapes), reverse=True)
 

@@ -100,7 +100,9 @@ def test_layered_order_says_which_layer_a_forward_is() -> None:
     assert [source is None for source in sources] == [layer < 0 for layer in made]
 
 
-@pytest.mark.parametrize(("microbatches", "chunks", "group", "warm_up"), [*product([1, 4, 5], [1, 2, 3], [2, 3], [0, 3])])
+@pytest.mark.parametrize(
+    ("microbatches", "chunks", "group", "warm_up"), [*product([1, 4, 5], [1, 2, 3], [2, 3], [0, 3])]
+)
 def test_weight_gradients_follow_their_layers(microbatches: int, chunks: int, group: int, warm_up: int) -> None:
     table = schedule_table(microbatches, chunks, group)
     order = table_to_order(warm_up, chunks, table, weight_grads=True)
@@ -144,7 +146,9 @@ def test_groups_of_one_round_are_interleaved_1f1b(ranks: int, chunks: int) -> No
     """The order of torch's Interleaved1F1B, whose rounds are these groups."""
     ours = megatron_interleaved(ranks, ranks * chunks, 2 * ranks, group=ranks)
     theirs = build("Interleaved1F1B", ranks, ranks * chunks, 2 * ranks)
-    assert [[cell for cell in row if cell] for row in ours.table] == [[cell for cell in row if cell] for row in theirs.table]
+    assert [[cell for cell in row if cell] for row in ours.table] == [
+        [cell for cell in row if cell] for row in theirs.table
+    ]
 
 
 def test_one_stage_per_rank_is_1f1b() -> None:
@@ -182,7 +186,11 @@ def test_orders_with_weight_gradients_run() -> None:
     table = schedule_table(microbatches, chunks, 2)
     orders = [
         table_to_order(
-            rank_microbatches(microbatches, chunks, 2, ranks, rank)[2], chunks, table, layers=[layers] * chunks, weight_grads=True
+            rank_microbatches(microbatches, chunks, 2, ranks, rank)[2],
+            chunks,
+            table,
+            layers=[layers] * chunks,
+            weight_grads=True,
         )
         for rank in range(ranks)
     ]

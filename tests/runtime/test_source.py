@@ -196,7 +196,9 @@ def test_what_cannot_be_read(source: Any, fault: str) -> None:
 
 @pytest.mark.parametrize("ranks", [1, 2, 5])
 def test_default_stages_of_a_name(ranks: int) -> None:
-    one = {"auto", "GPipe", "1F1B", "1f1b", "ZB1P", "ZB2P", "zb-h1", "ForwardOnly"} | ({"Combined1F1B"} if ranks == 1 else set())
+    one = {"auto", "GPipe", "1F1B", "1f1b", "ZB1P", "ZB2P", "zb-h1", "ForwardOnly"} | (
+        {"Combined1F1B"} if ranks == 1 else set()
+    )
     for name in (*SCHEDULES, " loopedbfs ", "1f1b", "zb-h1"):
         assert default_stages(name, ranks) == (ranks if name in one else 2 * ranks)
         build(name, ranks, default_stages(name, ranks), 2 * ranks)  # it takes what it asks for
