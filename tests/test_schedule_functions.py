@@ -2,6 +2,8 @@
 
 from functools import partial
 
+import pytest
+
 import graphpp
 from tests.special_models import CUTS, SPECIAL
 from tests.training import compiled, differences, eager, step, trained
@@ -21,9 +23,19 @@ def test_every_named_schedule_has_its_function() -> None:
 
 def test_a_group_of_megatrons_by_partial_trains_like_eager() -> None:
     schedule = partial(graphpp.schedules.megatron_interleaved, group=3)
-    assert (
-        differences(trained(1, "plain", split=CUTS[4], schedule=schedule, microbatches=8), eager("plain", 8)) == []
-    )
+    assert differences(trained(1, "plain", split=CUTS[4], schedule=schedule, microbatches=8), eager("plain", 8)) == []
+
+
+@pytest.mark.parametrize(("name", "stages"), [("ZB1P", 4), ("ZB2P", 4), ("InterleavedZeroBubble", 4), ("V-Min", 2)])
+def test_split_backwards_train_like_eager(name: str, stages: int) -> None:
+    assert differences(trained(1, "plain", split=CUTS[stages], schedule=name, microbatches=4), eager("plain", 4)) == []
+
+
+def test_held_back_weight_gradients_train_like_eager() -> None:
+    def schedule(*counts: int) -> graphpp.Schedule:
+        return graphpp.schedules.defer_weight_grads(graphpp.schedules.one_f_one_b(*counts), [0, 3])
+
+    assert differences(trained(1, "plain", split=CUTS[4], schedule=schedule, microbatches=4), eager("plain", 4)) == []
 
 
 def test_a_schedule_function_says_how_many_stages_it_wants() -> None:

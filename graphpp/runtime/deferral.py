@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from typing import Literal
 
 from graphpp.errors import ScheduleError
@@ -114,4 +115,4 @@ def _split(action: Action | None, held: Held) -> tuple[Action | None, list[Actio
 
 
 def _with(schedule: Schedule, rows: Iterable[Row]) -> Schedule:
-    return Schedule(tuple(rows), schedule.stages, schedule.microbatches, schedule.name)
+    return replace(schedule, table=tuple(rows))

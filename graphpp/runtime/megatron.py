@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from itertools import accumulate, zip_longest
 
 from graphpp.errors import ScheduleError
@@ -137,6 +138,24 @@ def recomputed(microbatch: int, warm_up: int, n: int) -> bool:
     `forward_backward_pipelining_...` functions (Korthikanti et al. 2022, arXiv:2205.05198, appendix C).
     """
     return microbatch % (warm_up + 1) >= n
+
+
+def recompute_partially(schedule: Schedule, n: int) -> Schedule:
+    """The schedule with `recomputed` set by that rule: on each rank, of every window of forwards all but the first n.
+
+    A window is as many forwards as a rank runs up to its first backward. 1F1B on 2 ranks, 4 microbatches, n = 1:
+    rank 0, with windows of 2, recomputes microbatches 1 and 3, rank 1, with windows of 1, none.
+    """
+    again = set()
+    for row in schedule.table:
+        leaves = [leaf for action in row if action for leaf in action.leaves]
+        first = next((at for at, leaf in enumerate(leaves) if leaf.kind in (Kind.B, Kind.I)), len(leaves))
+        window = sum(leaf.kind is Kind.F for leaf in leaves[:first])
+        forwards = [leaf for leaf in leaves if leaf.kind is Kind.F]
+        again |= {
+            (leaf.stage, leaf.microbatch or 0) for at, leaf in enumerate(forwards) if recomputed(at, window - 1, n)
+        }
+    return replace(schedule, recomputed=frozenset(again))
 
 
 def megatron_interleaved(ranks: int, stages: int, microbatches: int, *, group: int | None = None) -> Schedule:

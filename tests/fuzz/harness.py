@@ -42,7 +42,9 @@ from tests.passes.graphs import copied
 STEPS = 2
 SEED = 3  # of the generator from which the steps draw their keys
 CPU = torch.device("cpu")
-NAMES = ("1F1B", "GPipe", "Interleaved1F1B", "LoopedBFS", "MegatronInterleaved", "auto")  # those with whole backwards
+ONE_PER_RANK = ("1F1B", "GPipe", "ZB1P", "ZB2P")
+SEVERAL = ("Interleaved1F1B", "InterleavedZeroBubble", "LoopedBFS", "MegatronInterleaved", "auto")
+ON_A_V = ("V-Half", "V-Min", "ZBVZeroBubble")
 
 
 @dataclass(frozen=True)
@@ -93,16 +95,16 @@ def on_two_ranks() -> st.SearchStrategy[Cut]:
     """Cuts and schedules that two ranks can run: one or two stages each."""
 
     def cut(name: str) -> st.SearchStrategy[Cut]:
-        stages = 2 if name in ("GPipe", "1F1B") else 4
+        stages = 2 if name in ONE_PER_RANK else 4
         at = st.lists(st.integers(0, 1000), min_size=stages - 1, max_size=stages - 1).map(tuple)
         return st.builds(Cut, at, st.just(name), st.sampled_from([2, 4]))
 
-    return st.sampled_from(NAMES).flatmap(cut)
+    return st.sampled_from(ONE_PER_RANK + SEVERAL + ON_A_V).flatmap(cut)
 
 
 def cuts(most: int = 4) -> st.SearchStrategy[Cut]:
     """Up to `most` cuts anywhere, a named schedule or a random order, 1 to 4 microbatches."""
-    order = st.sampled_from(NAMES) | st.integers(0, 1000)
+    order = st.sampled_from(ONE_PER_RANK + SEVERAL) | st.integers(0, 1000)
     at = st.lists(st.integers(0, 1000), min_size=1, max_size=most).map(tuple)
     return st.builds(Cut, at, order, st.integers(1, 4), st.sampled_from([0, 0, 1, 5, 1000]), st.booleans())
 

@@ -14,8 +14,10 @@ from graphpp.runtime.communication import add_communication
 from graphpp.runtime.megatron import (
     from_orders,
     layered_order,
+    least_group,
     megatron_interleaved,
     rank_microbatches,
+    recompute_partially,
     recomputed,
     schedule_table,
     table_to_order,
@@ -119,6 +121,25 @@ def test_recomputed_by_window(warm_up: int, n: int) -> None:
     window = [recomputed(microbatch, warm_up, n) for microbatch in range(warm_up + 1)]
     assert window == [False] * min(n, warm_up + 1) + [True] * (warm_up + 1 - n)
     assert [recomputed(m, warm_up, n) for m in range(3 * (warm_up + 1))] == 3 * window
+
+
+def test_a_schedule_says_what_is_recomputed() -> None:
+    assert recompute_partially(build("1F1B", 2, 2, 4), 1).recomputed == {(0, 1), (0, 3)}
+    assert recompute_partially(build("1F1B", 2, 2, 4), 0).recomputed == {(s, m) for s in range(2) for m in range(4)}
+    assert recompute_partially(build("1F1B", 2, 2, 4), 2).recomputed == frozenset()
+    assert recompute_partially(build("Combined1F1B", 1, 1, 4), 1).recomputed == {(0, 1), (0, 3)}
+    assert recompute_partially(Schedule.of(["0F0 0F1 0F2"]), 2).recomputed == {(0, 2)}
+
+
+@pytest.mark.parametrize(("ranks", "chunks", "microbatches", "n"), [*product([1, 2, 4], [1, 2], [3, 8], [0, 1, 3, 9])])
+def test_what_is_recomputed_goes_by_the_warm_up(ranks: int, chunks: int, microbatches: int, n: int) -> None:
+    group = least_group("any", ranks, microbatches, None)
+    schedule = recompute_partially(megatron_interleaved(ranks, ranks * chunks, microbatches, group=group), n)
+    for rank, row in enumerate(schedule.table):
+        forwards = [(action.stage, action.microbatch) for action in row if action and action.kind is Kind.F]
+        warm_up = rank_microbatches(microbatches, chunks, group, ranks, rank)[2] if ranks > 1 else chunks - 1
+        window = [pair for at, pair in enumerate(forwards) if recomputed(at, warm_up, n)]
+        assert {pair for pair in schedule.recomputed or () if pair in forwards} == set(window)
 
 
 # ------------------------------------------------------------------------------------------ as a schedule
