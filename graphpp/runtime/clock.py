@@ -17,36 +17,50 @@ from graphpp.errors import ScheduleError
 from graphpp.runtime.actions import Action, Kind, upstream
 from graphpp.runtime.schedule import Row
 
+Cells = list[Action | None]
 _READING = (Kind.F, Kind.B, Kind.I)
 
 
 def in_time(
-    rows: Sequence[Iterable[Action | None]], stages: int, waiting: Collection[Kind] = _READING
+    rows: Sequence[Iterable[Action | None]],
+    stages: int,
+    waiting: Collection[Kind] = _READING,
+    fill: bool = False,
 ) -> tuple[Row, ...]:
     """The rows with idle cells; only actions of the kinds in `waiting` wait for their inputs.
 
-    Raises `ScheduleError` if no rank can go on.
+    `fill`: a rank that would wait runs its next W instead, if that one's I is done. Raises `ScheduleError` if no rank
+    can go on.
     """
-    todo = [list(row)[::-1] for row in rows]
-    done: list[list[Action | None]] = [[] for _ in rows]
+    todo: list[Cells] = [list(row)[::-1] for row in rows]
+    done: list[Cells] = [[] for _ in rows]
     made: set[Action] = set()
     while any(todo):
-        column: list[Action] = []
-        stuck = True
-        for rest, past in zip(todo, done, strict=True):
-            if not rest:
-                continue
-            ready = rest[-1] is None or _ready(rest[-1], made, stages, waiting)
-            past.append(rest.pop() if ready else None)
-            stuck = stuck and not ready
-            column += past[-1].leaves if past[-1] else ()
-        if stuck:
+        at = [_next(rest, made, stages, waiting, fill) if rest else None for rest in todo]
+        if at == [None] * len(rows):
             raise ScheduleError(f"no rank can go on: they stop at {', '.join(str(rest[-1]) for rest in todo if rest)}")
-        made.update(column)
+        for rest, past, index in zip(todo, done, at, strict=True):
+            if rest:
+                past.append(None if index is None else rest.pop(index))
+                made.update(past[-1].leaves if past[-1] else ())
     return tuple(map(tuple, done))
 
 
-def _ready(action: Action, made: Collection[Action], stages: int, waiting: Collection[Kind]) -> bool:
+def _next(rest: Cells, made: set[Action], stages: int, waiting: Collection[Kind], fill: bool) -> int | None:
+    """The index of what a rank runs now, out of what is left of its row, last first; None if it waits."""
+    head = rest[-1]
+    if head is None or _ready(head, made, stages, waiting):
+        return -1
+    weight = next((at for at in range(len(rest) - 1, -1, -1) if _is_weight(rest[at])), None) if fill else None
+    cell = None if weight is None else rest[weight]
+    return weight if cell and cell._replace(kind=Kind.I) in made else None
+
+
+def _is_weight(cell: Action | None) -> bool:
+    return cell is not None and cell.kind is Kind.W
+
+
+def _ready(action: Action, made: set[Action], stages: int, waiting: Collection[Kind]) -> bool:
     for leaf in action.leaves:
         makers = upstream(leaf, stages) if leaf.kind in waiting else ()
         if makers and not any(maker in made for maker in makers):

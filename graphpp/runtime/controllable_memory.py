@@ -130,8 +130,8 @@ class _Squeeze:
 
     def _choose(self, number: int, rank: _Rank) -> int | None:
         """The pass to run now: the first by the blocks' order that can."""
-        due = [(offset + _PERIOD * rank.next[step], step) for step, offset in enumerate(rank.offsets)]
-        due = sorted(entry for entry in due if rank.next[entry[1]] < self.microbatches)
+        turns = enumerate(zip(rank.offsets, rank.next, strict=True))
+        due = sorted([(offset + _PERIOD * m, step) for step, (offset, m) in turns if m < self.microbatches])
         in_order = self.room is None or (rank.next[_LAST] > 0 and rank.next[_UP] < self.microbatches)
         room = 0
         for _, step in due[:1] if in_order else due:

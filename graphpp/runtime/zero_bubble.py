@@ -7,7 +7,7 @@ Contract
 
 One rule makes all three (Qi et al. 2023, arXiv:2401.10241): a rank warms up with some forwards, more the further it is
 from the last one; then F and I take turns, and W follows `lag` microbatches behind I, more the further the rank is from
-the first one. The held-back Ws are what is left to do when no more I comes in time.
+the first one. The held-back Ws are what is left to do when no more I comes in time, and fill any wait before that.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ def _one_stage_per_rank(name: str, per_hop: int, ranks: int, stages: int, microb
         _Rank(rank, ranks, stages, steps).row(min(microbatches, per_hop * (ranks - 1 - rank)), lag=per_hop * rank)
         for rank in range(ranks)
     ]
-    return Schedule(in_time(rows, stages), stages, microbatches, name)
+    return Schedule(in_time(rows, stages, fill=True), stages, microbatches, name)
 
 
 @dataclass(frozen=True)

@@ -36,6 +36,14 @@ def test_what_does_not_wait() -> None:
     assert in_time(rows, 2, waiting=(Kind.F,)) == Schedule.parse("r0 0F0 0B0\nr1 . 1F0 1B0").table
 
 
+def test_waits_filled_with_weight_gradients() -> None:
+    rows = Schedule.of(["0F0 0F1 0I0 0I1 0W0 0W1", "1F0 1I0 1F1 1W0 1I1 1W1"]).table
+    assert (
+        in_time(rows, 2, fill=True)
+        == Schedule.parse("r0 0F0 0F1 . 0I0 0W0 . 0I1 0W1\nr1 . 1F0 1I0 1F1 1W0 1I1 1W1").table
+    )
+
+
 @given(named())
 @settings(deadline=None, max_examples=60)
 def test_every_action_is_as_early_as_its_inputs_allow(schedule: Schedule) -> None:
