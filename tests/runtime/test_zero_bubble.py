@@ -111,7 +111,7 @@ def test_never_longer_than_1f1b(ranks: int, microbatches: int) -> None:
 @pytest.mark.parametrize("ranks", [1, 2, 4, 8])
 @pytest.mark.parametrize("name", ["ZB1P", "ZB2P"])
 def test_few_microbatches_take_the_way_there_and_back(name: str, ranks: int) -> None:
-    """Up to as many as ranks, F and I on the last rank are the beat, and one W comes at the end; then its Ws are."""
+    """Few: F and I take turns on the last rank, and a W comes at the very end. Many: that rank never waits again."""
     for microbatches in range(1, 2 * ranks + 1):
         shortest = max(2 * (ranks + microbatches) - 1, 3 * microbatches + ranks - 1)
         assert replayed(build(name, ranks, ranks, microbatches))[0] == shortest
