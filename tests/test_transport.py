@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from graphpp.runtime.program import TensorMeta
-from graphpp.runtime.transport import DEPTH, Landing, PeerLost, Transport, pack, post
+from graphpp.runtime.transport import DEPTH, Landing, Message, Parcel, PeerLost, Transport, pack, post
 from tests.distributed import run_ranks
 
 CPU = torch.device("cpu")
@@ -114,18 +114,23 @@ def test_any_view_arrives_as_it_was(data: st.DataObject) -> None:
 # --------------------------------------------------------------------------------------------------------- over gloo
 
 
+def sending(transport: Transport, values: list[Tensor], metas: list[TensorMeta], peer: int) -> Parcel:
+    ops = transport.send_ops(values, metas, peer)
+    return Parcel(Message([], [op.tensor for op in ops], peer), ops, outgoing=True)
+
+
 def cross(rank: int) -> list[tuple[list[object], tuple[int, ...]]]:
     """Rank 0 sends all values in one message and gets the same back from rank 1; both say what they have."""
     values = [make() for make in VALUES.values()]
     metas = [meta_of(value, name) for name, value in zip(VALUES, values, strict=True)]
     transport, peer = Transport(dist.group.WORLD, CPU), 1 - rank
     if rank == 0:
-        transport.post_send(transport.send_ops(values, metas, peer), peer)
+        transport.start([sending(transport, values, metas, peer)])
     message = transport.incoming(metas, peer)
-    message.works = post(transport.receive_ops(message), peer)
+    transport.start([Parcel(message, transport.receive_ops(message))])
     arrived = message.wait()
     if rank == 1:
-        transport.post_send(transport.send_ops(arrived, metas, peer), peer)
+        transport.start([sending(transport, arrived, metas, peer)])
     transport.flush()
     return [(bits(value), tuple(value.stride())) for value in arrived]
 
@@ -167,7 +172,7 @@ def outgoing(names: list[str], monkeypatch: pytest.MonkeyPatch) -> tuple[Transpo
     transport, log = Transport(None, CPU), list[str]()
     for name in names:
         monkeypatch.setattr("graphpp.runtime.transport.post", lambda ops, peer, name=name: [Fake(log, name)])
-        transport.post_send([], 1)
+        transport.start([Parcel(Message([], [], 1), [], outgoing=True)])
     return transport, log
 
 

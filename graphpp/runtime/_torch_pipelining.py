@@ -5,7 +5,8 @@ Checked on torch 2.11.0, 2.13.0 and 2.15.0:
 - `torch.distributed.pipelining.schedules._PipelineScheduleRuntime`: the loop that walks a rank's actions. Its hooks that
   would run the user's module to learn shapes, or look for losses on stages, are closed here: both are known from the graph.
 - `torch.distributed.pipelining.schedules._Action`: one instruction (`parts` of ours are its `sub_actions`)
-- `torch.distributed.pipelining.schedules._ComputationType`: kinds of instructions
+- `torch.distributed.pipelining.schedules._ComputationType`: kinds of instructions; it has none for a batch of sends and
+  receives, so P2P goes through the loop as an OVERLAP_F_B, the other kind with parts
 - `torch.distributed.pipelining.schedules._PipelineContext`: what the loop hands to a handler
 - `torch.distributed.distributed_c10d._get_default_store`: the key-value store all ranks share
 - `torch._foreach_norm`: norms of many tensors at once, the call that torch's own gradient clipping makes
@@ -49,7 +50,11 @@ def has_step_hooks(optimizer: torch.optim.Optimizer) -> bool:
 def to_torch(action: Action) -> _Action:
     """Our action as torch's."""
     parts = tuple(map(to_torch, action.parts)) or None
-    return _Action(action.stage, _ComputationType(action.kind.value), action.microbatch, parts)
+    return _Action(action.stage, _type(action.kind), action.microbatch, parts)
+
+
+def _type(kind: Kind) -> _ComputationType:
+    return _ComputationType((Kind.OVERLAP_F_B if kind is Kind.P2P else kind).value)
 
 
 class ActionLoop(_PipelineScheduleRuntime):
@@ -61,9 +66,9 @@ class ActionLoop(_PipelineScheduleRuntime):
         ours = {rank: [action for action in row if action is not None] for rank, row in enumerate(schedule.table)}
         self.pipeline_order_with_comms = {rank: list(map(to_torch, row)) for rank, row in ours.items()}
         actions = dict(zip(self.pipeline_order_with_comms[self.rank], ours[self.rank], strict=True))
-        for kind, handler in handlers.items():
+        for kind in handlers:
             # The public registration refuses sends and receives, which are ours as well: the loop looks here first.
-            self._comp_type_to_function_map[_ComputationType(kind.value)] = _adapted(actions, handler)
+            self._comp_type_to_function_map[_type(kind)] = _adapted(actions, handlers)
 
     def run(self) -> None:
         """Walk this rank's actions once. What the loop would log of an error, the whole table, is not worth a screen."""
@@ -81,5 +86,13 @@ class ActionLoop(_PipelineScheduleRuntime):
         """Losses are results of stage programs, not of a loss function held by the loop."""
 
 
-def _adapted(actions: Mapping[_Action, Action], handler: Handler) -> Callable[[_Action, _PipelineContext], None]:
-    return lambda action, context: handler(actions[action])
+def _adapted(
+    actions: Mapping[_Action, Action], handlers: Mapping[Kind, Handler]
+) -> Callable[[_Action, _PipelineContext], None]:
+    """Our handler goes by our action's kind, since two of ours share one of torch's."""
+
+    def run(action: _Action, context: _PipelineContext) -> None:
+        ours = actions[action]
+        handlers[ours.kind](ours)
+
+    return run

@@ -10,6 +10,7 @@ Contract
         2SEND_B0   1RECV_B0       stage 2 sends input gradients, stage 1 receives them
         3UNSHARD   3RESHARD   3REDUCE_GRAD         once for a stage, so without a microbatch
         (0F3;3B1)OVERLAP_F_B      the parts run woven into each other; no part may wait for another
+        (0SEND_F1;0RECV_B0)P2P    the parts are posted as one batch; torch has no such instruction
 
     `upstream` and `message` are the data flow between neighbouring stages. Every other file takes it from here.
 """
@@ -24,7 +25,7 @@ from graphpp.errors import ScheduleError
 
 
 class Kind(StrEnum):
-    """What an action does; the values are those of torch's `_ComputationType`."""
+    """What an action does; the values are those of torch's `_ComputationType`, and P2P, which is ours."""
 
     F = "F"
     B = "B"
@@ -38,20 +39,27 @@ class Kind(StrEnum):
     RESHARD = "RESHARD"
     REDUCE_GRAD = "REDUCE_GRAD"
     OVERLAP_F_B = "OVERLAP_F_B"
+    P2P = "P2P"
 
 
 COMPUTE = frozenset({Kind.F, Kind.B, Kind.I, Kind.W, Kind.OVERLAP_F_B})
 SENDS = frozenset({Kind.SEND_F, Kind.SEND_B})
-COMMUNICATION = SENDS | {Kind.RECV_F, Kind.RECV_B}
+COMMUNICATION = SENDS | {Kind.RECV_F, Kind.RECV_B, Kind.P2P}
+WITH_PARTS = {Kind.OVERLAP_F_B: COMPUTE - {Kind.OVERLAP_F_B}, Kind.P2P: COMMUNICATION - {Kind.P2P}}
+"""The kinds that have parts, and the kinds that these may have."""
 PER_STAGE = frozenset({Kind.UNSHARD, Kind.RESHARD, Kind.REDUCE_GRAD})
 
 _EXAMPLES = "write [stage][kind][microbatch], for instance 2F0, 2SEND_F0, 3UNSHARD or (0F3;3B1)OVERLAP_F_B"
 _NUMBER = re.compile(r"0|[1-9][0-9]{0,8}")
-_WORD = re.compile(r"[A-Za-z_]+")
+_WORD = re.compile(r"P2P|[A-Za-z_]+")
+_OF = {
+    Kind.OVERLAP_F_B: "only F, B, I and W can be overlapped",
+    Kind.P2P: "only sends and receives can be one batch",
+}
 
 
 class Action(NamedTuple):
-    """One instruction. `stage` is -1 for OVERLAP_F_B, whose `parts` carry the stages, as in torch."""
+    """One instruction. `stage` is -1 for OVERLAP_F_B and P2P, whose `parts` carry the stages, as in torch."""
 
     stage: int
     kind: Kind
@@ -70,12 +78,12 @@ class Action(NamedTuple):
 
     @property
     def is_communication(self) -> bool:
-        """True for the sends and receives between stages."""
+        """True for the sends and receives between stages, and batches of them."""
         return self.kind in COMMUNICATION
 
     @property
     def leaves(self) -> tuple[Action, ...]:
-        """The parts of an overlapped action; any other action itself."""
+        """The parts of an overlap or a batch; any other action itself."""
         return self.parts or (self,)
 
 
@@ -108,7 +116,7 @@ def parse(text: str) -> Action:
     Raises `ScheduleError` naming the column in `text`, counted from 1. Unlike torch's `_Action.from_str`, which
     takes `2F0junk`, `2F` and unknown parts of an overlap.
     """
-    action, end = _overlap(text) if text.startswith("(") else _plain(text, 0)
+    action, end = _compound(text) if text.startswith("(") else _plain(text, 0)
     if end != len(text):
         _fault(text, end, f"{text[end:]!r} is left over")
     return action
@@ -127,21 +135,28 @@ def _plain(text: str, start: int) -> tuple[Action, int]:
     return Action(stage, kind, microbatch), end
 
 
-def _overlap(text: str) -> tuple[Action, int]:
+def _compound(text: str) -> tuple[Action, int]:
     parts: list[Action] = []
     at = 0
     while text.startswith(";" if parts else "(", at):
         part, end = _plain(text, at + 1)
-        if not part.is_compute:
-            _fault(text, at + 1, f"{part} is no computation, and only F, B, I and W can be overlapped")
         parts.append(part)
         at = end
-    close = f"){Kind.OVERLAP_F_B.value}"
-    if not text.startswith(close, at):
-        _fault(text, at, f"';' or '{close}' is missing")
+    kind = next((kind for kind in WITH_PARTS if text.startswith(f"){kind.value}", at)), None)
+    if kind is None:
+        _fault(text, at, "';', ')OVERLAP_F_B' or ')P2P' is missing")
+    _check_parts(text, kind, parts)
+    return Action(-1, kind, None, tuple(parts)), at + 1 + len(kind.value)
+
+
+def _check_parts(text: str, kind: Kind, parts: list[Action]) -> None:
+    at = 1
+    for part in parts:
+        if part.kind not in WITH_PARTS[kind]:
+            _fault(text, at, f"{part} cannot be in {kind.value}: {_OF[kind]}")
+        at += len(str(part)) + 1
     if len(parts) < 2:
-        _fault(text, at, "an overlap needs two parts")
-    return Action(-1, Kind.OVERLAP_F_B, None, tuple(parts)), at + len(close)
+        _fault(text, at - 1, f"{kind.value} needs two parts")
 
 
 def _number(text: str, at: int) -> tuple[int | None, int]:
@@ -152,7 +167,7 @@ def _number(text: str, at: int) -> tuple[int | None, int]:
 def _kind(text: str, at: int) -> tuple[Kind, int]:
     found = _WORD.match(text, at)
     word = found[0] if found else ""
-    if word not in Kind.__members__ or word == Kind.OVERLAP_F_B:
+    if word not in Kind.__members__ or word in WITH_PARTS:
         wrong = word or text[at:]
         _fault(text, at, f"{wrong!r} is no kind of a single action" if wrong else "a kind is missing")
     return Kind(word), at + len(word)

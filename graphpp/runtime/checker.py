@@ -2,29 +2,51 @@
 
 Contract. After `check(schedule, ranks=, stages=, microbatches=)` returns:
     each (stage, microbatch) has F once, then B once, or I and then W once, all on the stage's one rank; nothing is
-    out of range, doubled or left over; REDUCE_GRAD stands after its stage's last backward;
+    out of range, doubled or left over; with `training=False` F alone;
+    parameters are whole where they are read, and REDUCE_GRAD stands after its stage's last backward
+    (`graphpp.runtime.sharding`);
     if the table has communication: sends and receives stand exactly where neighbouring stages are on different
-    ranks, a SEND after and a RECV before its computation, and each channel (rank -> rank) has one order at both ends;
-    no cycle of waits exists (`graphpp.runtime.deadlock`).
+    ranks, a SEND after and a RECV before its computation, and each channel (rank -> rank) has one order at both ends
+    (`graphpp.runtime.channels`);
+    no cycle of waits exists, under batched and unbatched point-to-point (`graphpp.runtime.deadlock`). An overlap waits
+    for the inputs of all its parts before it starts, so no part needs another's result, not by way of other ranks either;
+    if a memory cap is given: no rank holds more bytes of activations at any time (`graphpp.runtime.memory`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from itertools import pairwise, product
+from collections.abc import Sequence
+from itertools import product
 
 from graphpp.errors import ScheduleError
-from graphpp.runtime.actions import PER_STAGE, Action, Kind
+from graphpp.runtime.actions import PER_STAGE, WITH_PARTS, Action, Kind
 from graphpp.runtime.case import Case, Place
+from graphpp.runtime.channels import check_channels, check_messages
+from graphpp.runtime.costs import Costs
 from graphpp.runtime.deadlock import check_progress
+from graphpp.runtime.memory import check_memory
 from graphpp.runtime.schedule import Schedule
+from graphpp.runtime.sharding import check_reductions, check_sharding
 
 _REPEATABLE = (Kind.UNSHARD, Kind.RESHARD)
 _BACKWARDS = (Kind.B, Kind.I, Kind.W)
+_FORWARDS = (Kind.F, Kind.SEND_F, Kind.RECV_F, *_REPEATABLE)
 
 
-def check(schedule: Schedule, *, ranks: int, stages: int, microbatches: int) -> None:
+def check(
+    schedule: Schedule,
+    *,
+    ranks: int,
+    stages: int,
+    microbatches: int,
+    training: bool = True,
+    costs: Costs | None = None,
+    memory_cap: int | Sequence[int] | None = None,
+) -> None:
     """Accept the schedule, with or without communication, or raise `ScheduleError`.
+
+    `training=False` is for a table of forwards only. `memory_cap`: bytes of activations that a rank may hold, one number
+    or one for each rank; `costs` then say how many a stage's microbatch takes.
 
     The error names rank, column, the actions around it and what to do; for a deadlock, the cycle of waits. Refuses
     what torch's `_validate_schedule` lets pass: doubled actions, microbatches out of range, B beside I and W,
@@ -35,16 +57,26 @@ def check(schedule: Schedule, *, ranks: int, stages: int, microbatches: int) -> 
             f"schedule {schedule.name!r} has rows for {schedule.ranks} ranks, but {ranks} run it; give one row (in a "
             f"CSV: one line, blank lines count) per rank"
         )
-    case = Case(schedule, stages, microbatches)
+    case = Case(schedule, stages, microbatches, training)
     _check_made_for(case)
     _place_all(case)
     _check_complete(case)
     _check_counts(case)
     _check_order(case)
+    check_sharding(case)
+    check_reductions(case)
     if schedule.has_communication:
-        _check_messages(case)
-        _check_channels(case)
+        check_messages(case)
+        check_channels(case)
     check_progress(case)
+    if memory_cap is not None:
+        check_memory(case, _given(costs), memory_cap)
+
+
+def _given(costs: Costs | None) -> Costs:
+    if costs is None:
+        raise ScheduleError("memory_cap is in bytes, and nothing says how many a microbatch takes: give costs= too")
+    return costs
 
 
 def _check_made_for(case: Case) -> None:
@@ -72,6 +104,7 @@ def _place_all(case: Case) -> None:
         _check_form(case, place, action)
         for leaf in action.leaves:
             _check_range(case, place, leaf)
+            _check_use(case, place, leaf)
             _check_rank(case, place, leaf)
             if leaf in case.where and leaf.kind not in _REPEATABLE:
                 first = case.where[leaf]
@@ -80,9 +113,10 @@ def _place_all(case: Case) -> None:
 
 
 def _check_form(case: Case, place: Place, action: Action) -> None:
-    overlap = action.kind is Kind.OVERLAP_F_B
-    if overlap != bool(action.parts) or any(part.parts or not part.is_compute for part in action.parts):
-        raise case.refusal(place, "only OVERLAP_F_B has parts, and they are F, B, I or W", "write (0F3;3B1)OVERLAP_F_B")
+    allowed = WITH_PARTS.get(action.kind)
+    if bool(allowed) != bool(action.parts) or any(part.parts or part.kind not in (allowed or ()) for part in action.parts):
+        what = "only OVERLAP_F_B and P2P have parts, the one of F, B, I or W, the other of sends and receives"
+        raise case.refusal(place, what, "write (0F3;3B1)OVERLAP_F_B or (0SEND_F1;0RECV_B0)P2P")
 
 
 def _check_range(case: Case, place: Place, leaf: Action) -> None:
@@ -94,6 +128,12 @@ def _check_range(case: Case, place: Place, leaf: Action) -> None:
     elif leaf.microbatch is None or not 0 <= leaf.microbatch < case.microbatches:
         what = f"{leaf}: there is no microbatch {leaf.microbatch}"
         raise case.refusal(place, what, f"microbatches are 0..{case.microbatches - 1}")
+
+
+def _check_use(case: Case, place: Place, leaf: Action) -> None:
+    if not case.training and leaf.kind not in _FORWARDS:
+        what = f"{leaf} has no place in a table of forwards"
+        raise case.refusal(place, what, "remove it, or take the forwards alone with Schedule.forward_only()")
 
 
 def _check_rank(case: Case, place: Place, leaf: Action) -> None:
@@ -134,12 +174,17 @@ def _check_one(case: Case, stage: int, microbatch: int) -> None:
         double = Action(stage, min(have & {Kind.I, Kind.W}), microbatch)
         what = f"{double} beside {Action(stage, Kind.B, microbatch)}, and B is I and W together"
         raise case.refusal(case.where[double], what, "keep either B, or I and W")
-    wanted = {Kind.F, Kind.B} if not have & {Kind.I, Kind.W} else {Kind.F, Kind.I, Kind.W}
     for kind in (Kind.F, *_BACKWARDS):
-        if kind in wanted - have:
+        if kind in _wanted(case, have) - have:
             missing = Action(stage, kind, microbatch)
             other = " (or I and W)" if kind is Kind.B else ""
             raise case.refusal(_nearest(case, missing), f"{missing} is missing from this rank", f"add {missing}{other}")
+
+
+def _wanted(case: Case, have: set[Kind]) -> set[Kind]:
+    if not case.training:
+        return {Kind.F}
+    return {Kind.F, Kind.I, Kind.W} if have & {Kind.I, Kind.W} else {Kind.F, Kind.B}
 
 
 def _nearest(case: Case, missing: Action) -> Place:
@@ -149,63 +194,7 @@ def _nearest(case: Case, missing: Action) -> Place:
 
 
 def _check_order(case: Case) -> None:
-    """F before B or I, I before W, the last of them before REDUCE_GRAD."""
-    last_backward = {
-        leaf.stage: leaf for leaf in sorted(case.where, key=case.where.__getitem__) if leaf.kind in _BACKWARDS
-    }
+    """F before B or I, I before W."""
     for leaf in case.where:
         if leaf.kind in _BACKWARDS:
-            _check_before(case, leaf._replace(kind=Kind.I if leaf.kind is Kind.W else Kind.F), leaf)
-        elif leaf.kind is Kind.REDUCE_GRAD:
-            _check_before(case, last_backward[leaf.stage], leaf)
-
-
-def _check_before(case: Case, first: Action, then: Action) -> None:
-    earlier, later = case.where[first], case.where[then]
-    if earlier.column >= later.column:
-        what = f"{then} needs {first}, which stands in column {earlier.column}"
-        raise case.refusal(later, what, f"move {first} before {then}")
-
-
-# ---------------------------------------------------------------------------------- sends and receives
-
-
-def _readers(case: Case, receive: Action) -> Iterator[Action]:
-    kinds = (Kind.F,) if receive.kind is Kind.RECV_F else (Kind.B, Kind.I)
-    return (leaf for kind in kinds if (leaf := receive._replace(kind=kind)) in case.where)
-
-
-def _check_messages(case: Case) -> None:
-    """Exactly the sends and receives that the stages' ranks ask for, on the right side of their computations."""
-    expected: set[Action] = set()
-    for made, send, receive in case.messages():
-        reader = next(_readers(case, receive))
-        if send not in case.where:
-            what = f"{send} is missing from this rank, so the result of {made} never leaves it"
-            raise case.refusal(case.where[made], what, f"add {send} after {made}")
-        if receive not in case.where:
-            what = f"{receive} is missing from this rank, so {reader} would run on nothing"
-            raise case.refusal(case.where[reader], what, f"add {receive} before {reader}")
-        _check_before(case, made, send)
-        _check_before(case, receive, reader)
-        expected |= {send, receive}
-    for leaf, place in case.where.items():
-        if leaf.is_communication and leaf not in expected:
-            what = f"{leaf} has no stage on another rank at its other end"
-            raise case.refusal(place, what, "remove it: values cross only between neighbouring stages on two ranks")
-
-
-def _check_channels(case: Case) -> None:
-    """Between two ranks messages arrive in the order they are sent, so both ends must list them in one order."""
-    sent: dict[tuple[int, int], list[tuple[Action, Action]]] = {}
-    for _, send, receive in case.messages():
-        sent.setdefault((case.where[send].rank, case.where[receive].rank), []).append((send, receive))
-    for (source, target), pairs in sent.items():
-        pairs.sort(key=lambda pair: case.where[pair[0]])
-        for (send, receive), (later_send, later_receive) in pairwise(pairs):
-            if case.where[receive] > case.where[later_receive]:
-                what = (
-                    f"{later_receive} stands before {receive} (column {case.where[receive].column}), but rank {source} "
-                    f"sends {send} before {later_send} to rank {target}, so each would get the other's values"
-                )
-                raise case.refusal(case.where[later_receive], what, "receive in the order of the sends")
+            case.check_before(leaf._replace(kind=Kind.I if leaf.kind is Kind.W else Kind.F), leaf)

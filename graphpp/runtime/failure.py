@@ -66,7 +66,7 @@ class FailureBoard:
         """Ranks (of the world) that cannot be reached, or whose message did not come."""
         assert self._group is not None
         others = [rank for rank in range(dist.get_world_size(self._group)) if rank != dist.get_rank(self._group)]
-        lost = {error.peer} if isinstance(error, PeerLost) else set()
+        lost = {error.peer} if isinstance(error, PeerLost) and error.peer is not None else set()
         if has_gloo(self._group):
             lost |= {rank for rank in others if not self._reaches(rank)}
         return [dist.get_global_rank(self._group, rank) for rank in sorted(lost)]

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 from graphpp.runtime._torch_pipelining import ActionLoop
-from graphpp.runtime.actions import Action, Kind
+from graphpp.runtime.actions import COMMUNICATION, SENDS, Action, Kind
 from graphpp.runtime.gradients import Subgroups, TiedReduction, dtype_of_sum
 from graphpp.runtime.program import Phase, PipelineProgram
 from graphpp.runtime.randomness import step_keys
@@ -27,7 +27,14 @@ from graphpp.runtime.replicas import Replicas
 from graphpp.runtime.schedule import Schedule
 from graphpp.runtime.stage import Feed, GraphStage, Place, Variant
 from graphpp.runtime.state import ModelState
-from graphpp.runtime.transport import Transport, post
+from graphpp.runtime.transport import Message, Parcel, Transport
+
+_OPS = {
+    Kind.SEND_F: GraphStage.get_fwd_send_ops,
+    Kind.SEND_B: GraphStage.get_bwd_send_ops,
+    Kind.RECV_F: GraphStage.get_fwd_recv_ops,
+    Kind.RECV_B: GraphStage.get_bwd_recv_ops,
+}
 
 
 @dataclass(frozen=True)
@@ -72,7 +79,8 @@ class GraphPPRunner:
         each = [programs] * schedule.microbatches if isinstance(programs, PipelineProgram) else list(programs)
         self.program = each[0]
         self.random = any(program.random for program in each)
-        self.transport = Transport(place.group, place.device)
+        batched = any(action.kind is Kind.P2P for _, _, action in schedule.cells())
+        self.transport = Transport(place.group, place.device, batched=batched)
         self.stages = self._local_stages(each)
         self.training = Phase.FORWARD in self.program.stages[0].programs
         self._bubble = 0.0
@@ -216,10 +224,7 @@ class GraphPPRunner:
             Kind.REDUCE_GRAD: lambda action: self._share_out(action.stage),
             Kind.UNSHARD: _nothing,
             Kind.RESHARD: _nothing,
-            Kind.SEND_F: lambda action: self._send(action, "F"),
-            Kind.SEND_B: lambda action: self._send(action, "B"),
-            Kind.RECV_F: lambda action: self._receive(action, "F"),
-            Kind.RECV_B: lambda action: self._receive(action, "B"),
+            **dict.fromkeys(COMMUNICATION, self._communicate),
         }
 
     def _compute(self, phase: Phase, action: Action, direction: str, step: int) -> None:
@@ -237,16 +242,17 @@ class GraphPPRunner:
         for part in action.parts:
             self._act[part.kind](part)
 
-    def _send(self, action: Action, direction: str) -> None:
-        stage, microbatch = self._target(action)
-        ops = (stage.get_fwd_send_ops if direction == "F" else stage.get_bwd_send_ops)(microbatch)
-        self.transport.post_send(ops, stage.peer(direction))
+    def _communicate(self, action: Action) -> None:
+        self.transport.start([self._parcel(part) for part in action.leaves])
 
-    def _receive(self, action: Action, direction: str) -> None:
+    def _parcel(self, action: Action) -> Parcel:
+        """One send or receive, not posted yet."""
         stage, microbatch = self._target(action)
-        ops = (stage.get_fwd_recv_ops if direction == "F" else stage.get_bwd_recv_ops)(microbatch)
-        message = stage.arriving(direction, microbatch)
-        message.works = post(ops, message.peer)
+        ops = _OPS[action.kind](stage, microbatch)
+        direction = "F" if action.kind in (Kind.SEND_F, Kind.RECV_F) else "B"
+        if action.kind in SENDS:
+            return Parcel(Message([], [op.tensor for op in ops], stage.peer(direction)), ops, outgoing=True)
+        return Parcel(stage.arriving(direction, microbatch), ops)
 
     def _target(self, action: Action) -> tuple[GraphStage, int]:
         assert action.microbatch is not None, f"{action} names no microbatch"

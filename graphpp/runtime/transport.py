@@ -8,6 +8,9 @@ Contract
   each other, as windows do, arrive apart.)
 - Messages of one pair of ranks are posted on both sides in the order of the action table, which is one total order of
   (send, receive) pairs: two neighbours that send to each other cannot wait for each other.
+- A batch (P2P) is posted in one call; its messages have a handle each, or share the batch's where the backend has one
+  for all (NCCL). On NCCL a batch goes another way than a message posted alone, so with `batched` every message goes as a
+  batch, if only of one.
 - At most `DEPTH` messages to one rank are outstanding; a further one first waits for the oldest (a wait for an earlier
   event of the total order, so it cannot hang). A sent tensor is released as soon as its send is known to be complete.
 """
@@ -15,10 +18,11 @@ Contract
 from __future__ import annotations
 
 import time
-from collections import defaultdict, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
+from itertools import islice
 
 import torch
 import torch.distributed as dist
@@ -54,10 +58,19 @@ class Message:
         return [landing.value() for landing in self.landings] if self.landings else self.tensors
 
 
-class PeerLost(RuntimeError):
-    """A message to or from `peer` (rank of the group) could not be completed."""
+@dataclass(frozen=True)
+class Parcel:
+    """A message that is not posted yet, and the operations that post it."""
 
-    def __init__(self, peer: int, reason: str) -> None:
+    message: Message
+    ops: list[dist.P2POp]
+    outgoing: bool = False
+
+
+class PeerLost(RuntimeError):
+    """A message to or from `peer` (rank of the group; None: one of several) could not be completed."""
+
+    def __init__(self, peer: int | None, reason: str) -> None:
         super().__init__(reason)
         self.peer = peer
 
@@ -65,8 +78,8 @@ class PeerLost(RuntimeError):
 class Transport:
     """Posts the messages of one pipeline over one process group."""
 
-    def __init__(self, group: dist.ProcessGroup | None, device: torch.device) -> None:
-        self._group = group
+    def __init__(self, group: dist.ProcessGroup | None, device: torch.device, *, batched: bool = False) -> None:
+        self._group, self.batched = group, batched
         self.device = device
         self._outgoing: dict[int, deque[Message]] = defaultdict(deque)
         self.waited = 0.0  # seconds that this process stood still for messages
@@ -85,12 +98,27 @@ class Transport:
         ready = [landing.elements for landing in message.landings]
         return [dist.P2POp(dist.irecv, value, group=self._group, group_peer=message.peer) for value in ready]
 
-    def post_send(self, ops: list[dist.P2POp], peer: int) -> None:
-        """Start sending; the tensors are held until they have gone out."""
+    def start(self, parcels: Sequence[Parcel]) -> None:
+        """Start sending and receiving: each message gets its handles, and what is sent is held until it has gone out.
+
+        With `batched` all is posted in one call. Waits only where more than `DEPTH` messages to a rank would be out.
+        """
+        sends = [parcel.message for parcel in parcels if parcel.outgoing]
+        for peer, count in Counter(message.peer for message in sends).items():
+            self._make_room(peer, count)
+        if self.batched:
+            post_together(parcels)
+        else:
+            for parcel in parcels:
+                parcel.message.works = post(parcel.ops, parcel.message.peer)
+        for message in sends:
+            self._outgoing[message.peer].append(message)
+
+    def _make_room(self, peer: int, count: int) -> None:
+        """Wait for the oldest messages to `peer` until `count` more are at most `DEPTH`."""
         outgoing = self._outgoing[peer]
-        while outgoing and (outgoing[0].done() or len(outgoing) >= DEPTH):
+        while outgoing and (outgoing[0].done() or len(outgoing) + count > DEPTH):
             self.wait(outgoing.popleft())
-        outgoing.append(Message(post(ops, peer), [op.tensor for op in ops], peer))
 
     def wait(self, message: Message) -> list[torch.Tensor]:
         """The tensors of a message, once they are there; counts the time."""
@@ -122,6 +150,20 @@ def post(ops: list[dist.P2POp], peer: int) -> list[dist.Work]:
     except RuntimeError as error:
         raise PeerLost(peer, str(error)) from error
     return [work for work in works if work is not None]
+
+
+def post_together(parcels: Sequence[Parcel]) -> None:
+    """Post all operations in one call and give each message its handles."""
+    ops = [op for parcel in parcels for op in parcel.ops]
+    peers = {parcel.message.peer for parcel in parcels if parcel.ops}
+    try:
+        works = dist.batch_isend_irecv(ops) if ops else []
+    except RuntimeError as error:
+        raise PeerLost(peers.pop() if len(peers) == 1 else None, str(error)) from error
+    each = iter(works)
+    for parcel in parcels:
+        one_each = len(works) == len(ops)
+        parcel.message.works = list(islice(each, len(parcel.ops))) if one_each else list(works)
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,95 @@
+"""Peak bytes of the activations on each rank, from the table alone: what is alive does not depend on times.
+
+Contract
+    A rank's list is walked in its order with the bytes of `graphpp.runtime.costs`: those of a stage's microbatch live
+    from the start of its F to the end of its B, or to the end of its I and in part to the end of its W. An overlap is one
+    instant: all of its parts' bytes are alive together. A forward that no backward follows keeps nothing.
+    The simulator's memory curve has the same peaks, since a rank runs one action at a time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+from graphpp.errors import ScheduleError
+from graphpp.runtime.actions import Action, Kind
+from graphpp.runtime.case import Case, Place
+from graphpp.runtime.costs import Costs, StageCosts
+from graphpp.runtime.schedule import Row, Schedule
+
+
+class Peak(NamedTuple):
+    """The most bytes alive at once on a rank, and the first column in which they are."""
+
+    rank: int
+    column: int
+    nbytes: int
+
+
+def peak_bytes(schedule: Schedule, costs: Costs) -> tuple[int, ...]:
+    """The most bytes of activations alive at once on each rank."""
+    return tuple(peak.nbytes for peak in peaks(schedule, costs))
+
+
+def peaks(schedule: Schedule, costs: Costs) -> tuple[Peak, ...]:
+    """Each rank's peak. Raises `ScheduleError` if `costs` has another number of stages."""
+    if len(costs.stages) != schedule.stages:
+        raise ScheduleError(
+            f"schedule {schedule.name!r} has {schedule.stages} stages, the costs are of {len(costs.stages)}; "
+            "give the costs of each stage"
+        )
+    return tuple(_peak(rank, row, costs) for rank, row in enumerate(schedule.table))
+
+
+def check_memory(case: Case, costs: Costs, cap: int | Sequence[int]) -> None:
+    """Raise `ScheduleError` at the peak of a rank that holds more than `cap` bytes; one cap, or one for each rank."""
+    caps = [cap] * case.schedule.ranks if isinstance(cap, int) else list(cap)
+    if len(caps) != case.schedule.ranks:
+        raise ScheduleError(f"memory_cap has bytes for {len(caps)} ranks, but {case.schedule.ranks} run the schedule")
+    for peak, most in zip(peaks(case.schedule, costs), caps, strict=True):
+        if peak.nbytes > most:
+            what = f"{peak.nbytes:,} bytes of activations are alive here, more than the cap of {most:,}"
+            remedy = "run a backward, or a held back W, earlier, or forwards later, or recompute in these stages"
+            raise case.refusal(Place(peak.rank, peak.column), what, remedy)
+
+
+def _peak(rank: int, row: Row, costs: Costs) -> Peak:
+    found = Peak(rank, 0, 0)
+    for column, nbytes in _live(row, costs):
+        if nbytes > found.nbytes:
+            found = Peak(rank, column, nbytes)
+    return found
+
+
+def _live(row: Row, costs: Costs) -> Iterator[tuple[int, int]]:
+    """(column, bytes alive) while each action runs, and after it."""
+    kept = _Kept(row, costs)
+    live = 0
+    for column, action in enumerate(row):
+        changes = [kept.change(leaf) for leaf in action.leaves] if action is not None and action.is_compute else []
+        live += sum(start for start, _ in changes)
+        yield column, live
+        live += sum(end for _, end in changes)
+        yield column, live
+
+
+class _Kept:
+    """What an action does to the bytes alive on its rank."""
+
+    def __init__(self, row: Row, costs: Costs) -> None:
+        leaves = (leaf for action in row if action is not None for leaf in action.leaves)
+        self._followed = {(leaf.stage, leaf.microbatch) for leaf in leaves if leaf.kind in (Kind.B, Kind.I)}
+        self._stages = costs.stages
+
+    def change(self, leaf: Action) -> tuple[int, int]:
+        """Bytes more at the start of a computation, and at its end."""
+        if (leaf.stage, leaf.microbatch) not in self._followed:
+            return 0, 0
+        costs = self._stages[leaf.stage]
+        saved, kept = costs.saved_bytes, _after_input_grad(costs)
+        return {Kind.F: (saved, 0), Kind.B: (0, -saved), Kind.I: (0, kept - saved), Kind.W: (0, -kept)}[leaf.kind]
+
+
+def _after_input_grad(costs: StageCosts) -> int:
+    return costs.saved_bytes if costs.kept_bytes is None else costs.kept_bytes

@@ -1,0 +1,69 @@
+"""A topological order that is kept up while edges of its graph come and go.
+
+Contract
+    `Order(edges)` takes (before, after) pairs without a cycle. `add` puts an edge in and rearranges only what stands
+    between its ends (Pearce and Kelly, "A dynamic topological sort algorithm for directed acyclic graphs", 2006), or says
+    that it would close a cycle and changes nothing. `remove` never makes an order wrong.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Hashable, Iterable
+from graphlib import TopologicalSorter
+from typing import Generic, TypeVar
+
+N = TypeVar("N", bound=Hashable)
+
+
+class Order(Generic[N]):
+    """Nodes by their place in the order; raises `graphlib.CycleError` if the first edges have none."""
+
+    def __init__(self, edges: Iterable[tuple[N, N]]) -> None:
+        self._after: dict[N, set[N]] = defaultdict(set)
+        self._before: dict[N, set[N]] = defaultdict(set)
+        for one, other in edges:
+            self._after[one].add(other)
+            self._before[other].add(one)
+        order = TopologicalSorter(self._before).static_order()
+        self._place = {node: place for place, node in enumerate(order)}
+
+    def has(self, one: N, other: N) -> bool:
+        """Whether the edge is there."""
+        return other in self._after[one]
+
+    def remove(self, one: N, other: N) -> None:
+        """Take an edge out."""
+        self._after[one].remove(other)
+        self._before[other].remove(one)
+
+    def add(self, one: N, other: N) -> bool:
+        """Let `one` stand before `other`; False if it stands after it by other edges."""
+        place = self._place
+        low, high = place[other], place[one]
+        if low <= high:
+            later = _reach(other, self._after, lambda node: place[node] <= high)
+            if one in later:
+                return False
+            self._rearrange(_reach(one, self._before, lambda node: place[node] >= low), later)
+        self._after[one].add(other)
+        self._before[other].add(one)
+        return True
+
+    def _rearrange(self, first: set[N], then: set[N]) -> None:
+        """Give both sets of nodes the places that they have together, `first` the lower ones."""
+        place = self._place
+        nodes = sorted(first, key=place.__getitem__) + sorted(then, key=place.__getitem__)
+        for node, at in zip(nodes, sorted(place[node] for node in nodes), strict=True):
+            place[node] = at
+
+
+def _reach(start: N, edges: dict[N, set[N]], within: Callable[[N], bool]) -> set[N]:
+    """What can be reached from `start` through nodes that are `within`, itself included."""
+    seen, todo = {start}, [start]
+    while todo:
+        for node in edges[todo.pop()]:
+            if node not in seen and within(node):
+                seen.add(node)
+                todo.append(node)
+    return seen

@@ -1,0 +1,62 @@
+"""UNSHARD, RESHARD and REDUCE_GRAD of a table: parameters are whole while they are read, gradients are reduced once.
+
+Contract
+    in    a `Case` whose actions are in place, complete and in order
+    out   nothing; or `ScheduleError` at the action that is missing or in the wrong place
+
+A stage that has UNSHARD or RESHARD at all has them in turns, UNSHARD first and RESHARD last, and every computation of
+it, W included, stands between an UNSHARD and the next RESHARD. UNSHARD may stand early (prefetch), and a stage that is
+unsharded, not read and resharded is a waste but no fault. A stage that has none holds its parameters whole.
+REDUCE_GRAD stands once per stage, after the last B or W; for all stages or for none, since a stage that is left out
+would keep gradients of its own replica alone. The tables of torch's `_add_unshard_reshard` and `_add_reduce_grad` are so.
+"""
+
+from __future__ import annotations
+
+from graphpp.runtime.actions import Action, Kind
+from graphpp.runtime.case import Case, Place
+
+_BACKWARDS = (Kind.B, Kind.I, Kind.W)
+
+
+def check_sharding(case: Case) -> None:
+    """Every computation of a sharded stage finds its parameters whole."""
+    cells = list(case.schedule.cells())
+    sharded = {action.stage for _, _, action in cells if action.kind in (Kind.UNSHARD, Kind.RESHARD)}
+    whole: dict[int, Place] = {}  # stage -> where it was unsharded
+    for rank, column, action in cells if sharded else ():
+        for leaf in action.leaves:
+            if leaf.stage in sharded:
+                _follow(case, whole, Place(rank, column), leaf)
+    for stage, place in whole.items():
+        what = f"stage {stage} is never resharded after this, so its whole parameters stay in memory"
+        raise case.refusal(place, what, f"add {stage}RESHARD after the last computation of stage {stage}")
+
+
+def _follow(case: Case, whole: dict[int, Place], here: Place, leaf: Action) -> None:
+    """One action of a stage that is sharded."""
+    stage = leaf.stage
+    if leaf.kind is Kind.UNSHARD:
+        if stage in whole:
+            what = f"{leaf}: stage {stage} is unsharded since column {whole[stage].column}"
+            raise case.refusal(here, what, f"remove one of the two, or add {stage}RESHARD between them")
+        whole[stage] = here
+    elif leaf.kind is Kind.RESHARD:
+        if whole.pop(stage, None) is None:
+            raise case.refusal(here, f"{leaf}: stage {stage} is not unsharded here", "remove it, or unshard before it")
+    elif leaf.is_compute and stage not in whole:
+        what = f"{leaf} needs the parameters of stage {stage}, which are sharded here"
+        raise case.refusal(here, what, f"add {stage}UNSHARD before it, and {stage}RESHARD after it")
+
+
+def check_reductions(case: Case) -> None:
+    """REDUCE_GRAD of every stage, or of none, after its last backward."""
+    reduced = [leaf for leaf in case.where if leaf.kind is Kind.REDUCE_GRAD]
+    if not reduced:
+        return
+    last = {leaf.stage: leaf for leaf in case.where if leaf.kind in _BACKWARDS}
+    for leaf in reduced:
+        case.check_before(last[leaf.stage], leaf)
+    for stage in sorted(set(range(case.stages)) - {leaf.stage for leaf in reduced}):
+        what = f"{stage}REDUCE_GRAD is missing, while {reduced[0]} stands on rank {case.where[reduced[0]].rank}"
+        raise case.refusal(case.where[last[stage]], what, f"add {stage}REDUCE_GRAD after {last[stage]}, or leave out all")
