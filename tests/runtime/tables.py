@@ -1,19 +1,21 @@
 """Tables to test with: named ones of any size, random legal ones, and a machine that runs them step by step.
 
 The machine shares nothing with the checker or the passes: it runs the ranks, with a queue of messages per rank that
-moves only when two heads are the two ends of one message.
+moves only when the two heads have the two ends of one message.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator
+from dataclasses import dataclass
 from random import Random
 
 from hypothesis import strategies as st
 
 from graphpp.runtime.actions import SENDS, Action, Kind
 from graphpp.runtime.communication import add_communication
+from graphpp.runtime.fuse import VERBS, fuse_communication
 from graphpp.runtime.schedule import Schedule
 from graphpp.runtime.schedules import SCHEDULES
 from graphpp.runtime.source import build
@@ -74,6 +76,23 @@ def random_rows(random: Random, ranks: int, stages: int, microbatches: int) -> R
     return rows
 
 
+def sharded(random: Random, rows: Rows) -> None:
+    """Put UNSHARD, RESHARD and REDUCE_GRAD where they belong: for some stages, kept whole over runs of any length."""
+    reduced = random.random() < 0.5
+    for row in rows:
+        for stage in sorted({leaf.stage for action in row for leaf in action.leaves if leaf.is_compute}):
+            at = [n for n, a in enumerate(row) if any(leaf.is_compute and leaf.stage == stage for leaf in a.leaves)]
+            if reduced:
+                row.insert(random.randint(at[-1] + 1, len(row)), Action(stage, Kind.REDUCE_GRAD))
+            if random.random() < 0.5:
+                breaks = sorted(random.sample(at[1:], random.randint(0, min(2, len(at) - 1))))
+                for here in reversed(breaks):
+                    row[here:here] = [Action(stage, Kind.RESHARD), Action(stage, Kind.UNSHARD)]
+                last = at[-1] + 2 * len(breaks)
+                row.insert(random.randint(last + 1, len(row)), Action(stage, Kind.RESHARD))
+                row.insert(random.randint(0, at[0]), Action(stage, Kind.UNSHARD))
+
+
 @st.composite
 def tables(draw: st.DrawFn) -> tuple[Rows, int, int, Random]:
     """Rows of a legal table with or without communication, its stages and microbatches, and a source of randomness."""
@@ -81,20 +100,37 @@ def tables(draw: st.DrawFn) -> tuple[Rows, int, int, Random]:
     ranks = draw(st.integers(1, 4))
     stages, microbatches = ranks + draw(st.integers(0, 3)), draw(st.integers(1, 4))
     rows = random_rows(random, ranks, stages, microbatches)
+    form = draw(st.sampled_from(["computations", "messages", "batches"]))
+    if form != "computations":
+        made = add_communication(Schedule.of(rows, stages=stages, microbatches=microbatches))
+        if form == "batches":
+            made = fuse_communication(made, random.sample(sorted(VERBS), random.randint(1, 3)))
+        rows = rows_of(made)
     if draw(st.booleans()):
-        with_communication = add_communication(Schedule.of(rows, stages=stages, microbatches=microbatches))
-        rows = rows_of(with_communication)
+        sharded(random, rows)
     return rows, stages, microbatches, random
 
 
+@dataclass
+class Batch:
+    """Messages that a rank has posted in one call, or one alone; over when none is under way."""
+
+    parts: tuple[Action, ...]
+    under_way: list[Action]
+
+
 class Machine:
-    """Runs the ranks of a complete table; a message needs both its ends at the heads of their ranks' queues."""
+    """Runs the ranks of a complete table, one batch of messages under way per rank.
+
+    A message moves when both its ends are in the batches under way on their ranks, each the first of its channel there;
+    what was received can be read when its batch is over.
+    """
 
     def __init__(self, rows: Rows, stages: int) -> None:
         self.stages = stages
         self.home = {leaf.stage: rank for rank, row in enumerate(rows) for action in row for leaf in action.leaves}
         self.communicates = any(action.is_communication for row in rows for action in row)
-        self.todo, self.queues = [deque(row) for row in rows], [deque[Action]() for _ in rows]
+        self.todo, self.queues = [deque(row) for row in rows], [deque[Batch]() for _ in rows]
         self.done: set[tuple[str, int, int | None]] = set()  # computed or received; an I counts as a B
 
     def runs_to_its_end(self) -> bool:
@@ -120,28 +156,36 @@ class Machine:
         action = self.todo[rank][0] if self.todo[rank] else None
         if action is None:
             return False
-        if action.kind in (Kind.RECV_F, Kind.RECV_B):
-            self.queues[rank].append(self.todo[rank].popleft())
-            return True
         if any((*need, leaf.microbatch) not in self.done for leaf in action.leaves for need in self.needs(leaf)):
             return False
         self.todo[rank].popleft()
         if action.is_communication:
-            self.queues[rank].append(action)
+            self.queues[rank].append(Batch(action.leaves, list(action.leaves)))
         else:
             self.done |= {(leaf.kind.value.replace("I", "B"), leaf.stage, leaf.microbatch) for leaf in action.leaves}
         return True
 
     def deliver(self, rank: int) -> bool:
-        send = self.queues[rank][0] if self.queues[rank] else None
-        if send is None or send.kind not in SENDS:
-            return False
-        forward = send.kind is Kind.SEND_F
-        receive = Action(send.stage + (1 if forward else -1), Kind.RECV_F if forward else Kind.RECV_B, send.microbatch)
-        other = self.queues[self.home[receive.stage]]
-        if not other or other[0] != receive:
-            return False
-        self.done.add((receive.kind.value, receive.stage, receive.microbatch))
-        self.queues[rank].popleft()
-        other.popleft()
-        return True
+        for send in self.ready(rank):
+            forward = send.kind is Kind.SEND_F
+            receive = Action(send.stage + (1 if forward else -1), Kind.RECV_F if forward else Kind.RECV_B, send.microbatch)
+            if send.kind in SENDS and receive in self.ready(self.home[receive.stage]):
+                self.over(rank, send)
+                self.over(self.home[receive.stage], receive)
+                return True
+        return False
+
+    def ready(self, rank: int) -> list[Action]:
+        """The first of each channel of the batch under way."""
+        first: dict[tuple[bool, int], Action] = {}
+        for action in self.queues[rank][0].under_way if self.queues[rank] else ():
+            peer = self.home[action.stage + (1 if action.kind in (Kind.SEND_F, Kind.RECV_B) else -1)]
+            first.setdefault((action.kind in SENDS, peer), action)
+        return list(first.values())
+
+    def over(self, rank: int, action: Action) -> None:
+        batch = self.queues[rank][0]
+        batch.under_way.remove(action)
+        if not batch.under_way:
+            self.done |= {(part.kind.value, part.stage, part.microbatch) for part in batch.parts}
+            self.queues[rank].popleft()

@@ -8,18 +8,20 @@ from hypothesis import strategies as st
 from torch.distributed.pipelining import schedules as torch_schedules
 
 from graphpp.errors import ScheduleError
-from graphpp.runtime.actions import COMPUTE, PER_STAGE, Action, Kind, message, parse, upstream
+from graphpp.runtime.actions import COMMUNICATION, COMPUTE, PER_STAGE, WITH_PARTS, Action, Kind, message, parse, upstream
 
 NUMBERS = st.integers(0, 999_999_999)
-PER_MICROBATCH = sorted(set(Kind) - PER_STAGE - {Kind.OVERLAP_F_B})
+PER_MICROBATCH = sorted(set(Kind) - PER_STAGE - set(WITH_PARTS))
 SINGLE = st.tuples(NUMBERS, st.sampled_from(PER_MICROBATCH), NUMBERS).map(lambda fields: Action(*fields))
 WHOLE_STAGE = st.tuples(NUMBERS, st.sampled_from(sorted(PER_STAGE))).map(lambda fields: Action(*fields))
 PARTS = st.lists(SINGLE.filter(lambda action: action.is_compute), min_size=2, max_size=3).map(tuple)
 OVERLAP = PARTS.map(lambda parts: Action(-1, Kind.OVERLAP_F_B, None, parts))
+MESSAGES = st.lists(SINGLE.filter(lambda action: action.is_communication), min_size=2, max_size=4).map(tuple)
+BATCH = MESSAGES.map(lambda parts: Action(-1, Kind.P2P, None, parts))
 ACTIONS = SINGLE | WHOLE_STAGE | OVERLAP
 
 
-@given(ACTIONS)
+@given(ACTIONS | BATCH)
 def test_text_and_value_are_one_to_one(action: Action) -> None:
     assert parse(str(action)) == action
     assert str(parse(str(action))) == str(action)
@@ -36,7 +38,7 @@ def test_torch_reads_and_writes_the_same(action: Action) -> None:
 
 def test_every_kind_is_one_of_torch() -> None:
     theirs = {kind.value for kind in torch_schedules._ComputationType}
-    assert {kind.value for kind in Kind} == {value for value in theirs if not value.startswith("WAIT_")}
+    assert {kind.value for kind in Kind} - {"P2P"} == {value for value in theirs if not value.startswith("WAIT_")}
 
 
 @pytest.mark.parametrize(
@@ -50,12 +52,17 @@ def test_every_kind_is_one_of_torch() -> None:
             "(0F3;3B1)OVERLAP_F_B",
             Action(-1, Kind.OVERLAP_F_B, None, (Action(0, Kind.F, 3), Action(3, Kind.B, 1))),
         ),
+        (
+            "(0SEND_F1;0RECV_B0)P2P",
+            Action(-1, Kind.P2P, None, (Action(0, Kind.SEND_F, 1), Action(0, Kind.RECV_B, 0))),
+        ),
     ],
 )
 def test_notation(text: str, action: Action) -> None:
     assert parse(text) == action
     assert str(action) == repr(action) == text
     assert action.is_compute == (action.kind in COMPUTE)
+    assert action.is_communication == (action.kind in COMMUNICATION)
     assert len({action, parse(text)}) == 1
 
 
@@ -82,14 +89,19 @@ def test_notation(text: str, action: Action) -> None:
         ("2WAIT_SEND_F0", 2, "'WAIT_SEND_F' is no kind"),
         ("3UNSHARD1", 9, "'1' is left over"),
         ("2OVERLAP_F_B0", 2, "'OVERLAP_F_B' is no kind of a single action"),
-        ("(0F3;3B1)", 9, "';' or ')OVERLAP_F_B' is missing"),
-        ("(0F3;3B1", 9, "';' or ')OVERLAP_F_B' is missing"),
+        ("(0F3;3B1)", 9, "';', ')OVERLAP_F_B' or ')P2P' is missing"),
+        ("(0F3;3B1", 9, "';', ')OVERLAP_F_B' or ')P2P' is missing"),
         ("(0F3;3B1)OVERLAP_F_B0", 21, "'0' is left over"),
         ("(0F3; 3B1)OVERLAP_F_B", 6, "stage number is missing"),
         ("(0F3;3B)OVERLAP_F_B", 8, "B needs a microbatch"),
         ("(0F3)OVERLAP_F_B", 5, "two parts"),
         ("()OVERLAP_F_B", 2, "stage number is missing"),
-        ("(0F3;0SEND_F2)OVERLAP_F_B", 6, "0SEND_F2 is no computation"),
+        ("(0F3;0SEND_F2)OVERLAP_F_B", 6, "0SEND_F2 cannot be in OVERLAP_F_B: only F, B, I and W"),
+        ("(0SEND_F2;0RECV_B1;0F3)P2P", 20, "0F3 cannot be in P2P: only sends and receives"),
+        ("(0SEND_F2)P2P", 10, "two parts"),
+        ("(0SEND_F2;0RECV_B1)P2P3", 23, "'3' is left over"),
+        ("2P2P0", 2, "'P2P' is no kind of a single action"),
+        ("((0SEND_F2;0RECV_B1)P2P;0F2)OVERLAP_F_B", 2, "stage number is missing"),
         ("((0F1;0B0)OVERLAP_F_B;0F2)OVERLAP_F_B", 2, "stage number is missing"),
     ],
 )
