@@ -9,19 +9,22 @@ Contract
         r1 (1RECV_F1;1SEND_B0)P2P   ->   r1 1RECV_F1 1SEND_B0
 
     Even ranks post a batch's sends before its receives, odd ranks its receives before its sends, so that of two
-    neighbours one listens while the other talks. Where ranks that exchange are both even or both odd that may hang; then
-    all ranks follow one total order of the messages, which the proof of the batched table yields.
+    neighbours one listens while the other talks. Where that would hang, because two ranks that exchange are both even or
+    both odd, or because a message's other end is in a batch of other messages, all ranks follow one total order of the
+    messages: one in which the batched table can run, with messages of even ranks first where there is a choice.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from graphlib import TopologicalSorter
+from heapq import heappop, heappush
+from itertools import count
 
 from graphpp.runtime.actions import SENDS, Action, Kind
-from graphpp.runtime.case import Case
-from graphpp.runtime.deadlock import find_cycle, waits
+from graphpp.runtime.case import Case, Place
+from graphpp.runtime.deadlock import Node, find_cycle, waits
 from graphpp.runtime.schedule import Schedule
 
 Key = Callable[[int, Action], int]
@@ -40,9 +43,24 @@ def _by_parity(rank: int, leaf: Action) -> int:
 def _by_order(schedule: Schedule) -> Key:
     """Where a message stands in an order in which all of them can be over, one at a time."""
     case = Case.of(schedule)
-    place = {node: number for number, node in enumerate(TopologicalSorter(waits(case)).static_order())}
+    place = {node: number for number, node in enumerate(_one_at_a_time(case))}
     send_of = {receive: send for _, send, receive in case.messages}
     return lambda rank, leaf: place[send_of.get(leaf, leaf)]
+
+
+def _one_at_a_time(case: Case) -> Iterator[Node]:
+    """All computations and messages; whatever an even rank sends goes before what an odd one does, if both can go."""
+    graph = TopologicalSorter(waits(case))
+    graph.prepare()
+    ready: list[tuple[int, int, Node]] = []
+    tie = count()
+    while graph.is_active():
+        for node in graph.get_ready():
+            urgency = 0 if isinstance(node, Place) else 1 + case.where[node].rank % 2
+            heappush(ready, (urgency, next(tie), node))
+        _, _, node = heappop(ready)
+        graph.done(node)
+        yield node
 
 
 def _apart(schedule: Schedule, key: Key) -> Schedule:
