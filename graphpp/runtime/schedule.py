@@ -20,7 +20,7 @@ import io
 import os
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from itertools import zip_longest
 from pathlib import Path
@@ -75,6 +75,10 @@ class Schedule:
             1 + max((leaf.microbatch or 0 for leaf in leaves), default=-1) if microbatches is None else microbatches,
             name,
         )
+
+    def __getstate__(self) -> dict[str, object]:
+        """The fields alone: what is cached beside them cannot be pickled."""
+        return {each.name: getattr(self, each.name) for each in fields(self)}
 
     @property
     def ranks(self) -> int:

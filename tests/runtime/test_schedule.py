@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from itertools import product
 from pathlib import Path
 from random import Random
@@ -190,3 +191,11 @@ def test_forwards_only_keeps_the_counts() -> None:
     """Also where the last stage or microbatch has no forward in the table; nothing here judges tables."""
     table = Schedule.of(["0F0 0B0 1B1"])
     assert (table.forward_only().stages, table.forward_only().microbatches) == (2, 2)
+
+
+def test_a_schedule_can_be_pickled_whatever_was_asked_of_it() -> None:
+    schedule = Schedule.parse("mine: 2 stages, 2 microbatches\nr0 0F0 . 0F1\nr1 1F0 1F1\nrecompute 0: 1")
+    assert schedule.rank_of_stage[1] == 1
+    assert not schedule.has_communication
+    again = pickle.loads(pickle.dumps(schedule))
+    assert (again, again.name) == (schedule, "mine")
