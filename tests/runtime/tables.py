@@ -93,22 +93,26 @@ def sharded(random: Random, rows: Rows) -> None:
                 row.insert(random.randint(0, at[0]), Action(stage, Kind.UNSHARD))
 
 
-@st.composite
-def tables(draw: st.DrawFn) -> tuple[Rows, int, int, Random]:
-    """Rows of a legal table with or without communication, its stages and microbatches, and a source of randomness."""
-    random = draw(st.randoms(use_true_random=False))
-    ranks = draw(st.integers(1, 4))
-    stages, microbatches = ranks + draw(st.integers(0, 3)), draw(st.integers(1, 4))
+def legal_rows(random: Random, ranks: int) -> tuple[Rows, int, int]:
+    """Rows of a legal table, its stages and microbatches: computations, with messages, or in batches, sharded or not."""
+    stages, microbatches = ranks + random.randint(0, 3), random.randint(1, 4)
     rows = random_rows(random, ranks, stages, microbatches)
-    form = draw(st.sampled_from(["computations", "messages", "batches"]))
+    form = random.choice(["computations", "messages", "batches"])
     if form != "computations":
         made = add_communication(Schedule.of(rows, stages=stages, microbatches=microbatches))
         if form == "batches":
             made = fuse_communication(made, random.sample(sorted(VERBS), random.randint(1, 3)))
         rows = rows_of(made)
-    if draw(st.booleans()):
+    if random.random() < 0.5:
         sharded(random, rows)
-    return rows, stages, microbatches, random
+    return rows, stages, microbatches
+
+
+@st.composite
+def tables(draw: st.DrawFn) -> tuple[Rows, int, int, Random]:
+    """Rows of a legal table, its stages and microbatches, and a source of randomness."""
+    random = draw(st.randoms(use_true_random=False))
+    return *legal_rows(random, draw(st.integers(1, 4))), random
 
 
 @dataclass

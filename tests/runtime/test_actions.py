@@ -8,7 +8,17 @@ from hypothesis import strategies as st
 from torch.distributed.pipelining import schedules as torch_schedules
 
 from graphpp.errors import ScheduleError
-from graphpp.runtime.actions import COMMUNICATION, COMPUTE, PER_STAGE, WITH_PARTS, Action, Kind, message, parse, upstream
+from graphpp.runtime.actions import (
+    COMMUNICATION,
+    COMPUTE,
+    PER_STAGE,
+    WITH_PARTS,
+    Action,
+    Kind,
+    message,
+    parse,
+    upstream,
+)
 
 NUMBERS = st.integers(0, 999_999_999)
 PER_MICROBATCH = sorted(set(Kind) - PER_STAGE - set(WITH_PARTS))
