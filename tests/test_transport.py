@@ -190,3 +190,95 @@ def test_a_lost_neighbour_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(PeerLost) as caught:
         transport.flush()
     assert caught.value.peer == 1
+
+
+# ------------------------------------------------------------------------------------------------------------ batches
+
+
+def batched(monkeypatch: pytest.MonkeyPatch, works: list[Fake], broken: bool = False) -> Transport:
+    """A transport whose next batch gets these works."""
+
+    def post_all(ops: list[dist.P2POp]) -> list[Fake]:
+        if broken:
+            raise RuntimeError("connection closed")
+        return works
+
+    monkeypatch.setattr(dist, "batch_isend_irecv", post_all)
+    return Transport(None, CPU, batched=True)
+
+
+def parcel(peer: int, count: int = 1, *, outgoing: bool = True) -> Parcel:
+    values = [torch.zeros(1) for _ in range(count)]
+    return Parcel(Message([], values, peer), values, outgoing)  # type: ignore[arg-type]  # nothing looks at operations
+
+
+def test_each_message_of_a_batch_has_its_own_works(monkeypatch: pytest.MonkeyPatch) -> None:
+    log: list[str] = []
+    transport = batched(monkeypatch, [Fake(log, name) for name in "abcd"])
+    parcels = [parcel(1, 1), parcel(2, 2, outgoing=False), parcel(3, 0), parcel(2, 1)]
+    transport.start(parcels)
+    parcels[1].message.wait()
+    assert log == ["b", "c"]
+    parcels[2].message.wait()
+    assert log == ["b", "c"]
+    transport.flush()
+    assert sorted(log) == ["a", "b", "c", "d"]
+
+
+def test_one_work_for_a_whole_batch_is_waited_for_by_each_message(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As NCCL has it."""
+    log: list[str] = []
+    transport = batched(monkeypatch, [Fake(log, "all")])
+    parcels = [parcel(1, 2), parcel(2, 1, outgoing=False)]
+    transport.start(parcels)
+    parcels[1].message.wait()
+    assert log == ["all"]
+    transport.flush()
+    assert log == ["all", "all"]
+
+
+def test_a_batch_waits_for_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    log: list[str] = []
+    transport = batched(monkeypatch, [Fake(log, "first")])
+    for _ in range(DEPTH):
+        transport.start([parcel(1)])
+    assert log == []
+    transport.start([parcel(2), parcel(1, outgoing=False)])
+    assert log == []
+    transport.start([parcel(1), parcel(1)])
+    assert log == ["first"] * 2
+
+
+def test_an_empty_batch_posts_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    transport = batched(monkeypatch, [], broken=True)
+    transport.start([parcel(1, 0), parcel(2, 0, outgoing=False)])
+    transport.flush()
+
+
+@pytest.mark.parametrize(("peers", "named"), [((1,), 1), ((1, 1), 1), ((1, 2), None)])
+def test_a_batch_that_cannot_be_posted_names_its_peer(
+    peers: tuple[int, ...], named: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    transport = batched(monkeypatch, [], broken=True)
+    with pytest.raises(PeerLost) as caught:
+        transport.start([parcel(peer) for peer in peers])
+    assert caught.value.peer == named
+
+
+def exchange(rank: int) -> list[list[object]]:
+    """Both ranks send two messages and receive two in one call; what arrives."""
+    values = [[make()] for make in VALUES.values()][:2]
+    metas = [[meta_of(value[0])] for value in values]
+    transport, peer = Transport(dist.group.WORLD, CPU, batched=True), 1 - rank
+    sends = [sending(transport, [value[0] + rank], meta, peer) for value, meta in zip(values, metas, strict=True)]
+    messages = [transport.incoming(meta, peer) for meta in metas]
+    receives = [Parcel(message, transport.receive_ops(message)) for message in messages]
+    transport.start([sends[0], *receives, sends[1]] if rank else [*receives, *sends])
+    arrived = [bits(transport.wait(message)[0]) for message in reversed(messages)]
+    transport.flush()
+    return arrived[::-1]
+
+
+def test_both_directions_in_one_call() -> None:
+    for rank, arrived in enumerate(run_ranks(exchange, 2)):
+        assert arrived == [bits(make() + 1 - rank) for make in list(VALUES.values())[:2]]

@@ -195,7 +195,9 @@ def test_a_deadlock_shows_the_cycle() -> None:
 
 
 def test_a_cycle_leaves_out_the_actions_it_only_passes() -> None:
-    message = refusal("0UNSHARD 0F0 0B0 0RESHARD 0UNSHARD . 0F1 0B1 0RESHARD\n1UNSHARD 1F0 1F1 1RESHARD 1UNSHARD 1B0 1B1 1RESHARD")
+    message = refusal(
+        "0UNSHARD 0F0 0B0 0RESHARD 0UNSHARD . 0F1 0B1 0RESHARD\n1UNSHARD 1F0 1F1 1RESHARD 1UNSHARD 1B0 1B1 1RESHARD"
+    )
     assert [line.strip() for line in message.splitlines()[1:-1]] == [
         "0B0 (rank 0, column 2) waits for 1B0 (rank 1, column 5)",
         "1B0 (rank 1, column 5) comes after 1F1 (rank 1, column 2)",
@@ -343,7 +345,10 @@ def test_a_batch_is_over_as_a_whole() -> None:
 
 
 def test_messages_of_a_batch_keep_the_order_of_their_channel() -> None:
-    rows = "0F0 0F1 (0SEND_F{};0SEND_F{})P2P 0RECV_B0 0B0 0RECV_B1 0B1\n(1RECV_F0;1RECV_F1)P2P 1F0 1B0 1SEND_B0 1F1 1B1 1SEND_B1"
+    rows = (
+        "0F0 0F1 (0SEND_F{};0SEND_F{})P2P 0RECV_B0 0B0 0RECV_B1 0B1\n"
+        "(1RECV_F0;1RECV_F1)P2P 1F0 1B0 1SEND_B0 1F1 1B1 1SEND_B1"
+    )
     check(Schedule.of(rows.format(0, 1).split("\n")), ranks=2, stages=2, microbatches=2)
     assert "1RECV_F0 stands before 1RECV_F1 (column 0), but rank 0 sends 0SEND_F1 before 0SEND_F0" in refusal(rows.format(1, 0))
 

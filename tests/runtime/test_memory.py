@@ -83,13 +83,13 @@ def test_a_cap() -> None:
         "run a backward, or a held back W, earlier, or forwards later, or recompute in these stages\n"
         "    r0 ... 0SEND_F1 0F2 0SEND_F2 >>> 0F3 <<< 0SEND_F3 0RECV_B0 0B0 ..."
     )
-    with pytest.raises(ScheduleError, match="rank 2, column 4: 2,000 bytes .* the cap of 1,999"):
+    with pytest.raises(ScheduleError, match=r"rank 2, column 4: 2,000 bytes .* the cap of 1,999"):
         check(schedule, ranks=4, stages=4, microbatches=8, costs=costs, memory_cap=[4000, 3000, 1999, 1000])
 
 
 def test_what_does_not_fit() -> None:
     schedule = build("1F1B", 2, 2, 2)
-    with pytest.raises(ScheduleError, match="memory_cap is in bytes, .* give costs="):
+    with pytest.raises(ScheduleError, match=r"memory_cap is in bytes, .* give costs="):
         check(schedule, ranks=2, stages=2, microbatches=2, memory_cap=1)
     with pytest.raises(ScheduleError, match="memory_cap has bytes for 3 ranks, but 2 run"):
         check(schedule, ranks=2, stages=2, microbatches=2, costs=Costs.unit(2, 2), memory_cap=[1, 1, 1])
