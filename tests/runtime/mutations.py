@@ -62,9 +62,11 @@ def swap_any(random: Random, rows: Rows) -> None:
 
 
 def swap_forward_and_backward(random: Random, rows: Rows) -> None:
-    row, column = spot(random, rows, (Kind.F,)) or ([], 0)
-    twin = [at for at, a in enumerate(row) if a.kind in (Kind.B, Kind.I) and a.microbatch == row[column].microbatch]
-    row[column], row[twin[-1]] = row[twin[-1]], row[column]
+    if found := spot(random, rows, (Kind.F,)):
+        row, column = found
+        twin = [at for at, a in enumerate(row) if a.kind in (Kind.B, Kind.I) and a.microbatch == row[column].microbatch]
+        if twin:
+            row[column], row[twin[-1]] = row[twin[-1]], row[column]
 
 
 def retarget_stage(random: Random, rows: Rows) -> None:
@@ -129,7 +131,9 @@ def half_a_backward(random: Random, rows: Rows) -> None:
 def weights_before_inputs(random: Random, rows: Rows) -> None:
     if found := spot(random, rows, (Kind.I,)):
         row, column = found
-        row.insert(column, row.pop(row.index(row[column]._replace(kind=Kind.W))))
+        if (rest := row[column]._replace(kind=Kind.W)) in row:
+            row.remove(rest)
+            row.insert(column, rest)
 
 
 def weight_beside_backward(random: Random, rows: Rows) -> None:
@@ -169,8 +173,8 @@ def take_a_batch_apart(random: Random, rows: Rows) -> None:
 
 def put_in(kinds: tuple[Kind, ...]) -> Mutation:
     def mutate(random: Random, rows: Rows) -> None:
-        row, column = spot(random, rows, (Kind.F,)) or ([], 0)
-        row.insert(random.randint(0, len(row)), Action(row[column].stage, random.choice(kinds)))
+        row, stage = random.choice([(row, leaf.stage) for row in rows for action in row for leaf in action.leaves])
+        row.insert(random.randint(0, len(row)), Action(stage, random.choice(kinds)))
 
     return mutate
 

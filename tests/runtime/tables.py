@@ -76,13 +76,23 @@ def random_rows(random: Random, ranks: int, stages: int, microbatches: int) -> R
     return rows
 
 
+def overlap_some(random: Random, rows: Rows, stages: int) -> None:
+    """Two neighbours of a rank as one overlap, if the table still runs."""
+    row = random.choice(rows)
+    at = random.randrange(max(1, len(row) - 1))
+    pair = row[at : at + 2]
+    if len(pair) == 2 and not any(action.parts for action in pair):
+        row[at : at + 2] = [Action(-1, Kind.OVERLAP_F_B, None, tuple(pair))]
+        if not Machine(rows, stages).runs_to_its_end():
+            row[at : at + 1] = pair
+
+
 def sharded(random: Random, rows: Rows) -> None:
     """Put UNSHARD, RESHARD and REDUCE_GRAD where they belong: for some stages, kept whole over runs of any length."""
-    reduced = random.random() < 0.5
     for row in rows:
         for stage in sorted({leaf.stage for action in row for leaf in action.leaves if leaf.is_compute}):
             at = [n for n, a in enumerate(row) if any(leaf.is_compute and leaf.stage == stage for leaf in a.leaves)]
-            if reduced:
+            if random.random() < 0.5:
                 row.insert(random.randint(at[-1] + 1, len(row)), Action(stage, Kind.REDUCE_GRAD))
             if random.random() < 0.5:
                 breaks = sorted(random.sample(at[1:], random.randint(0, min(2, len(at) - 1))))
@@ -97,6 +107,8 @@ def legal_rows(random: Random, ranks: int) -> tuple[Rows, int, int]:
     """Rows of a legal table, its stages and microbatches: computations, with messages, or in batches, sharded or not."""
     stages, microbatches = ranks + random.randint(0, 3), random.randint(1, 4)
     rows = random_rows(random, ranks, stages, microbatches)
+    for _ in range(random.choice([0, 0, 3])):
+        overlap_some(random, rows, stages)
     form = random.choice(["computations", "messages", "batches"])
     if form != "computations":
         made = add_communication(Schedule.of(rows, stages=stages, microbatches=microbatches))

@@ -66,7 +66,7 @@ def whole_where_read(rows: Rows, stages: int) -> bool:
                 return False
             if "G" in word and "b" in word[word.index("G") :]:
                 return False
-    return all(reduced[stage] == reduced[0] <= 1 for stage in range(stages)) and reduced.total() == stages * reduced[0]
+    return all(count <= (stage in range(stages)) for stage, count in reduced.items())
 
 
 def oracle(rows: Rows, stages: int, microbatches: int) -> bool:
@@ -90,7 +90,7 @@ def test_legal_tables_are_accepted(table: tuple[Rows, int, int, Random]) -> None
 # ------------------------------------------------------------------------------------------ mutations
 
 
-NEARLY_ALWAYS_RIGHT = {"split a backward", "turn a batch"}
+NEARLY_ALWAYS_RIGHT = {"split a backward", "turn a batch", "take a batch apart"}
 
 
 @pytest.mark.parametrize("name", MUTATIONS)
@@ -115,7 +115,7 @@ def test_mutations_are_refused_unless_still_right(name: str) -> None:
 def test_any_single_loss_or_copy_is_refused(table: tuple[Rows, int, int, Random]) -> None:
     """Dropping or doubling one action is never right, whichever it is; no oracle needed."""
     rows, stages, microbatches, random = table
-    row, column = spot(random, rows) or ([], 0)
+    row, column = spot(random, rows, tuple(kind for kind in Kind if kind is not Kind.REDUCE_GRAD)) or ([], 0)
     kept = list(row)
     row.insert(random.randint(0, len(row)), row[column])
     assert not accepted(rows, stages, microbatches)
