@@ -55,7 +55,8 @@ def defer_weight_grads(
     `wgrad_deferral_limit`, for which 0 is all; its `defer_embedding_wgrad_compute` is the stage with the LM head).
 
     Columns of a table on the clock stay units of time. Raises `ScheduleError` for a stage that is not there, a value
-    of `until` that is none, and a table whose REDUCE_GRAD would come before a W that is held back.
+    of `until` that is none, and a table whose REDUCE_GRAD or RESHARD would come before a W that
+    is held back.
     """
     chosen = frozenset(stages)
     _check(schedule, chosen, until)
@@ -74,10 +75,10 @@ def _check(schedule: Schedule, stages: frozenset[int], until: str) -> None:
     if until not in ("idle", "end"):
         raise ScheduleError(f"weight gradients can be held back until 'idle' or 'end', not {until!r}")
     for rank, column, action in schedule.cells():
-        if action.kind is Kind.REDUCE_GRAD and action.stage in stages:
+        if action.kind in (Kind.REDUCE_GRAD, Kind.RESHARD) and action.stage in stages:
             raise ScheduleError(
                 f"{schedule.name}, rank {rank}, column {column}: {action} would run before the weight gradients that "
-                "are held back; hold them back first, then add the reductions"
+                "are held back; hold them back first, then add what shards and reduces"
             )
 
 

@@ -103,7 +103,7 @@ def sharded(random: Random, rows: Rows) -> None:
                 row.insert(random.randint(0, at[0]), Action(stage, Kind.UNSHARD))
 
 
-def legal_rows(random: Random, ranks: int) -> tuple[Rows, int, int]:
+def legal_rows(random: Random, ranks: int, sharding: bool = True) -> tuple[Rows, int, int]:
     """Rows of a legal table, its stages and microbatches: computations, with messages, or in batches, sharded or not."""
     stages, microbatches = ranks + random.randint(0, 3), random.randint(1, 4)
     rows = random_rows(random, ranks, stages, microbatches)
@@ -115,16 +115,16 @@ def legal_rows(random: Random, ranks: int) -> tuple[Rows, int, int]:
         if form == "batches":
             made = fuse_communication(made, random.sample(sorted(VERBS), random.randint(1, 3)))
         rows = rows_of(made)
-    if random.random() < 0.5:
+    if sharding and random.random() < 0.5:
         sharded(random, rows)
     return rows, stages, microbatches
 
 
 @st.composite
-def tables(draw: st.DrawFn) -> tuple[Rows, int, int, Random]:
+def tables(draw: st.DrawFn, sharding: bool = True) -> tuple[Rows, int, int, Random]:
     """Rows of a legal table, its stages and microbatches, and a source of randomness."""
     random = draw(st.randoms(use_true_random=False))
-    return *legal_rows(random, draw(st.integers(1, 4))), random
+    return *legal_rows(random, draw(st.integers(1, 4)), sharding), random
 
 
 @dataclass
