@@ -11,7 +11,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import fx
 
 from graphpp.passes.joint import JointGraph
 from graphpp.runtime.program import RandomKey

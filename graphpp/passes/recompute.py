@@ -4,9 +4,10 @@ Contract
 --------
 `region(node)` names the region that a forward operation belongs to (a layer, say), or None; `chosen(node)` says which of
 its operations may run again. Afterwards the backward of a region reads copies of these, made from what came into the
-region and from what of it is saved; each operation has at most one copy, and the copies stand right before the first operation of the backward that reads one of them. So an operation of a region
-runs twice per microbatch, once forward and once again, and a value that both halves of a split backward read is computed
-once (`split_weight_grad` runs later and hands it on).
+region and from what of it is saved. Each operation has at most one copy, and the copies stand right before the first
+operation of the backward that reads one of them. So an operation of a region runs twice per microbatch, once forward and
+once again, and a value that both halves of a split backward read is computed once (`split_weight_grad` runs later and
+hands it on).
 
 Bit-preserving: random operators draw from the microbatch's key, so they repeat their numbers. Never run again, and so
 saved: collectives, operations that read a buffer which the forward writes, operators that are not torch's own. Neither is

@@ -11,7 +11,7 @@ from __future__ import annotations
 from graphpp.runtime.actions import Action, Kind
 from graphpp.runtime.clock import in_time
 from graphpp.runtime.counts import per_rank
-from graphpp.runtime.megatron import least_group, rank_microbatches, schedule_table
+from graphpp.runtime.megatron import least_group, schedule_table
 from graphpp.runtime.schedule import Schedule
 
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from enum import Enum
+from enum import StrEnum
 from typing import Any
 
 import torch
@@ -115,7 +115,7 @@ InputRole = Parameter | Buffer | Constant | Input | Seed | RandomKey | Received 
 OutputRole = Loss | Output | Metric | Gradient | BufferUpdate | Sent | Saved
 
 
-class Phase(str, Enum):
+class Phase(StrEnum):
     """The phases of a stage; the values are the letters of torch's actions (E: evaluation forward). B is I and W in one."""
 
     FORWARD = "F"

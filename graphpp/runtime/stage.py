@@ -218,11 +218,13 @@ class GraphStage:
 
     def get_fwd_send_ops(self, microbatch: int) -> list[dist.P2POp]:
         """Operations that send this microbatch's activations to the next stage."""
-        return self._transport.send_ops(self.take_leaving("F", microbatch), self._variants[microbatch].above.forward, self.peer("F"))
+        tensors, metas = self.take_leaving("F", microbatch), self._variants[microbatch].above.forward
+        return self._transport.send_ops(tensors, metas, self.peer("F"))
 
     def get_bwd_send_ops(self, microbatch: int) -> list[dist.P2POp]:
         """Operations that send this microbatch's gradients to the previous stage."""
-        return self._transport.send_ops(self.take_leaving("B", microbatch), self._variants[microbatch].below.backward, self.peer("B"))
+        tensors, metas = self.take_leaving("B", microbatch), self._variants[microbatch].below.backward
+        return self._transport.send_ops(tensors, metas, self.peer("B"))
 
     def get_fwd_recv_ops(self, microbatch: int) -> list[dist.P2POp]:
         """Operations that receive this microbatch's activations, into buffers made now."""

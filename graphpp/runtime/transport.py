@@ -67,7 +67,7 @@ class Parcel:
     outgoing: bool = False
 
 
-class PeerLost(RuntimeError):
+class PeerLost(RuntimeError):  # noqa: N818 - it names an event
     """A message to or from `peer` (rank of the group; None: one of several) could not be completed."""
 
     def __init__(self, peer: int | None, reason: str) -> None:

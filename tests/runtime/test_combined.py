@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
-from itertools import product
+from itertools import pairwise, product
 
 import pytest
 
@@ -71,7 +71,7 @@ def test_without_the_extra_forward_the_first_pair_would_depend_on_itself() -> No
     """The reason for it: on the last rank Megatron's usual order pairs F and B of the last stage and one microbatch."""
     last = [cell for cell in build("MegatronInterleaved", 2, 4, 4).table[1] if cell]
     pair = next(
-        (one, two) for one, two in zip(last, last[1:], strict=False) if (one.kind, two.kind) == (Kind.F, Kind.B)
+        (one, two) for one, two in pairwise(last) if (one.kind, two.kind) == (Kind.F, Kind.B)
     )
     assert pair == (Action(3, Kind.F, 0), Action(3, Kind.B, 0))
 

@@ -22,7 +22,7 @@ from graphpp.runtime.source import build
 from tests.runtime.tables import ON_A_V, admitted, named
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "schedules"
-# Written from torch's own lists (Interleaved..., LoopedBFS, ZBV..., DualPipeV) or checked by eye against the papers' pictures (the rest).
+# Written from torch's own lists (Interleaved..., LoopedBFS, ZBV..., DualPipeV) or checked by eye against the papers' pictures.
 GOLDEN_FILES = [
     "1F1B-1-3-3", "1F1B-2-2-3", "1F1B-4-4-2", "1F1B-4-4-8", "GPipe-1-3-2", "GPipe-3-3-3", "Interleaved1F1B-1-3-2",
     "Interleaved1F1B-2-4-4", "Interleaved1F1B-2-4-4-communication", "Interleaved1F1B-4-8-10", "Interleaved1F1B-4-8-8",

@@ -54,16 +54,16 @@ OPTIMIZERS: dict[str, Make] = {
     "AdamW amsgrad": lambda p: optim.AdamW(p, lr=0.01, amsgrad=True, foreach=True),
     "AdamW loop": lambda p: optim.AdamW(p, lr=torch.tensor(0.01), amsgrad=True, foreach=False, maximize=True),
     "AdamW fused": lambda p: optim.AdamW(p, lr=0.01, fused=True),
-    "Adadelta": lambda p: optim.Adadelta(p),
-    "Adafactor": lambda p: optim.Adafactor(p),
-    "Adagrad": lambda p: optim.Adagrad(p),
-    "Adamax": lambda p: optim.Adamax(p),
+    "Adadelta": optim.Adadelta,
+    "Adafactor": optim.Adafactor,
+    "Adagrad": optim.Adagrad,
+    "Adamax": optim.Adamax,
     "ASGD": lambda p: optim.ASGD(p, t0=1),
     "Muon": lambda p: optim.Muon([each for each in p if each.dim() == 2]),
-    "NAdam": lambda p: optim.NAdam(p),
-    "RAdam": lambda p: optim.RAdam(p),
+    "NAdam": optim.NAdam,
+    "RAdam": optim.RAdam,
     "RMSprop": lambda p: optim.RMSprop(p, momentum=0.9, centered=True),
-    "Rprop": lambda p: optim.Rprop(p),
+    "Rprop": optim.Rprop,
     "Rude": Rude,
 }
 
@@ -155,7 +155,7 @@ def test_nan_and_signed_zero_come_back() -> None:
 
 
 def test_copies_are_used_again() -> None:
-    params, optimizer = trained(OPTIMIZERS["AdamW"], 1)
+    _params, optimizer = trained(OPTIMIZERS["AdamW"], 1)
     undo = Undo([optimizer])
     undo.keep()
     copies = [copy.data_ptr() for copy in undo._copies]
