@@ -1,0 +1,214 @@
+"""Finds a schedule: the order of F, B, I and W that ends soonest within the memory of each rank.
+
+Contract
+    in    what each stage costs, how many bytes a rank may hold, how many ranks and microbatches there are, and, if that
+          is not free, where the stages stand
+    out   a compute-only `Schedule` that `graphpp.runtime.checker.check` accepts; `ScheduleError` where not even one
+          microbatch fits, with the smallest cap that would do
+
+    1. orders to begin with: stable patterns (search/patterns.py), each also with its waits filled (search/fill.py), and
+       every schedule that has a name
+    2. the best of them are improved step by step (search/improve.py), the most promising ones longest
+    3. what came of it and the named schedules are simulated exactly; the soonest wins
+
+The same arguments give the same table everywhere: steps are counted, not timed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from math import inf
+from random import Random
+
+from graphpp.errors import ScheduleError
+from graphpp.runtime.checker import check
+from graphpp.runtime.costs import Costs
+from graphpp.runtime.schedule import Schedule
+from graphpp.runtime.schedules import SCHEDULES
+from graphpp.runtime.search.decode import Candidate, Solution, decode
+from graphpp.runtime.search.fill import fill
+from graphpp.runtime.search.improve import improve
+from graphpp.runtime.search.patterns import patterns
+from graphpp.runtime.search.problem import Problem
+from graphpp.runtime.search.tables import candidate_of, schedule_of
+from graphpp.runtime.simulator import simulate
+from graphpp.runtime.timeline import Timeline
+
+Home = Mapping[int, int]
+Found = tuple[Problem, Solution]
+
+_EFFORT, _MOST_STEPS = 1_000_000, 6_000
+"""Steps times forwards, about three seconds of search; and the most steps, since small problems need less."""
+_ROUNDS = (6, 3, 1)
+"""How many go on in each round; all rounds take the same number of steps."""
+_FILLED, _WINDOWS = 16, (3, 8)
+""" How many solutions get their waits filled, and how far down the list is looked for what fills them."""
+
+
+def schedule_auto(
+    costs: Costs,
+    memory_cap: int | Sequence[int] | None = None,
+    *,
+    ranks: int,
+    microbatches: int,
+    placement: str | Home | None = None,
+    seed: int = 0,
+    effort: float = 1.0,
+    name: str = "auto",
+) -> Schedule:
+    """Search the best order of F, B, I and W for these costs under `memory_cap` bytes, for all ranks or one per rank.
+
+    `placement`: "loop" (rank r holds r, r + ranks, ...), "v" (there and back again), a mapping stage -> rank, or None:
+    the better of loop and v. `effort` multiplies the number of search steps. Raises `ScheduleError` where the cap
+    admits nothing, or counts do not fit.
+    """
+    _positive(ranks, microbatches)
+    caps = _caps(memory_cap, ranks)
+    homes = _roomy(costs, _homes(len(costs.stages), placement, ranks), caps)
+    random = Random(seed)
+    named = _named(costs, ranks, microbatches, caps)
+    tables = [table for table in named if table.rank_of_stage in homes]
+    starts: list[Found] = []
+    for home in homes:
+        problem = Problem.of(costs, home, microbatches, caps)
+        alike = [table for table in tables if table.rank_of_stage == home]
+        starts += [(problem, solution) for solution in _starts(problem, alike, random)]
+    for found in _improved(starts, effort, random):
+        tables += [schedule_of(*found, name, join=join) for join in (False, True)]
+    best = _soonest(tables, costs, caps)
+    check(best, ranks=ranks, stages=len(costs.stages), microbatches=microbatches)
+    return Schedule(best.table, best.stages, microbatches, name)
+
+
+def _soonest(tables: list[Schedule], costs: Costs, caps: Sequence[float]) -> Schedule:
+    """The last of those that end soonest, rounding aside."""
+    ends = [(simulate(table, costs), table) for table in tables]
+    ends = [(timeline.makespan, table) for timeline, table in ends if _fits(timeline, caps)]
+    least = min(end for end, _ in ends)
+    return next(table for end, table in reversed(ends) if end <= least * (1 + 1e-9))
+
+
+def _fits(timeline: Timeline, caps: Sequence[float]) -> bool:
+    return all(timeline.peak_bytes(rank) <= cap for rank, cap in enumerate(caps))
+
+
+# ---------------------------------------------------------------------------------- what is asked for
+
+
+def _positive(ranks: int, microbatches: int) -> None:
+    if ranks < 1 or microbatches < 1:
+        raise ScheduleError(f"a schedule needs at least one rank and one microbatch, not {ranks} and {microbatches}")
+
+
+def _caps(memory_cap: int | Sequence[int] | None, ranks: int) -> list[float]:
+    if memory_cap is None:
+        return [inf] * ranks
+    caps = [memory_cap] * ranks if isinstance(memory_cap, int) else list(memory_cap)
+    if len(caps) != ranks:
+        raise ScheduleError(
+            f"memory_cap gives {len(caps)} ranks their bytes, but there are {ranks}; give one or {ranks}"
+        )
+    return [float(cap) for cap in caps]
+
+
+def _homes(stages: int, placement: str | Home | None, ranks: int) -> list[dict[int, int]]:
+    """The placements to try, each stage -> rank."""
+    if placement is not None and not isinstance(placement, str):
+        return [_given(stages, placement, ranks)]
+    if placement not in (None, "loop", "v"):
+        raise ScheduleError(f"unknown placement {placement!r}; take 'loop', 'v', a mapping stage -> rank, or None")
+    if stages < 1 or stages % ranks:
+        raise ScheduleError(
+            f"{stages} stages cannot be dealt evenly to {ranks} ranks; give placement={{stage: rank, ...}}, or the costs "
+            f"of a multiple of {ranks} stages"
+        )
+    loop = {stage: stage % ranks for stage in range(stages)}
+    v = {stage: stage % ranks if stage // ranks % 2 == 0 else ranks - 1 - stage % ranks for stage in range(stages)}
+    if placement is None:
+        return [loop] if loop == v else [v, loop]
+    return [loop if placement == "loop" else v]
+
+
+def _given(stages: int, placement: Home, ranks: int) -> dict[int, int]:
+    if sorted(placement) != list(range(stages)):
+        raise ScheduleError(f"the placement names stages {sorted(placement)}; it has to name each of 0..{stages - 1}")
+    for stage, rank in placement.items():
+        if not 0 <= rank < ranks:
+            raise ScheduleError(f"the placement puts stage {stage} on rank {rank}; ranks are 0..{ranks - 1}")
+    return {stage: placement[stage] for stage in range(stages)}
+
+
+def _roomy(costs: Costs, homes: list[dict[int, int]], caps: Sequence[float]) -> list[dict[int, int]]:
+    """The placements under which a microbatch gets through: each rank holds the activations of all its stages."""
+    needs = [[0] * len(caps) for _ in homes]
+    for need, home in zip(needs, homes, strict=True):
+        for stage, rank in home.items():
+            need[rank] += costs.stages[stage].saved_bytes
+    roomy = [home for need, home in zip(needs, homes, strict=True) if all(map(float.__le__, map(float, need), caps))]
+    if not roomy:
+        least = min(needs, key=max)
+        raise ScheduleError(
+            f"memory_cap admits no schedule: one microbatch alone needs {least} bytes on the ranks, and the caps are "
+            f"{caps}; raise it to at least {max(least)}, or cut smaller stages or microbatches"
+        )
+    return roomy
+
+
+# ---------------------------------------------------------------------------------- the search
+
+
+def _named(costs: Costs, ranks: int, microbatches: int, caps: Sequence[float]) -> list[Schedule]:
+    """The schedules with a name that take these counts and fit into memory."""
+    tables: list[Schedule] = []
+    for generator in SCHEDULES.values():
+        try:
+            table = generator(ranks, len(costs.stages), microbatches)
+        except ScheduleError:
+            continue  # made for other counts
+        if table not in tables and _fits(simulate(table, costs), caps):
+            tables.append(table)
+    return tables
+
+
+def _starts(problem: Problem, tables: Sequence[Schedule], random: Random) -> list[Solution]:
+    """Solutions to begin with, of different values, the best first."""
+    plain = [each for whole in _wholes(problem) for each in patterns(problem, whole, random)]
+    given = [candidate_of(problem, table) for table in tables]
+    known = [*_best(problem, plain, _FILLED), *_best(problem, given, _FILLED)]
+    filled = [fill(problem, each.candidate, window) for each in known for window in _WINDOWS]
+    return _best(problem, [each.candidate for each in known] + filled, _ROUNDS[0])
+
+
+def _wholes(problem: Problem) -> list[bytearray]:
+    """Which backwards are whole to begin with: those that take fewer bytes so, and also those that are faster so."""
+    stages = range(problem.stages)
+    choices = {tuple(problem.kept[stage] > problem.saved[stage] for stage in stages)}
+    choices.add(tuple(problem.prefers_whole(stage) for stage in stages))
+    return [bytearray(flag for flag in choice for _ in range(problem.microbatches)) for choice in sorted(choices)]
+
+
+def _best(problem: Problem, candidates: Sequence[Candidate], most: int) -> list[Solution]:
+    solutions = [solution for each in candidates if (solution := decode(problem, each))]
+    return _different(sorted(solutions, key=lambda each: (each.makespan, each.value)))[:most]
+
+
+def _different(solutions: list[Solution]) -> list[Solution]:
+    """One of each makespan and value: what is alike in both is most often the same thing twice."""
+    return list({(round(each.makespan, 6), round(each.value, 6)): each for each in reversed(solutions)}.values())[::-1]
+
+
+def _improved(starts: list[Found], effort: float, random: Random) -> list[Found]:
+    """Round by round fewer go on, and for longer. The best comes first."""
+    found = sorted(starts, key=_end)
+    for width in _ROUNDS:
+        found = found[:width]
+        if any(solution.makespan <= problem.bound() * (1 + 1e-9) for problem, solution in found):
+            break
+        steps = int(min(_MOST_STEPS, _EFFORT / found[0][0].count) * effort / len(_ROUNDS) / width)
+        found = sorted(((problem, improve(problem, each, steps, random)) for problem, each in found), key=_end)
+    return found[:2]
+
+
+def _end(found: Found) -> float:
+    problem, solution = found
+    return solution.makespan * problem.unit
