@@ -16,7 +16,7 @@ The same arguments give the same table everywhere: steps are counted, not timed.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from math import inf
 from random import Random
 
@@ -82,8 +82,8 @@ def schedule_auto(
 
 def _soonest(tables: list[Schedule], costs: Costs, caps: Sequence[float]) -> Schedule:
     """The last of those that end soonest, rounding aside."""
-    ends = [(simulate(table, costs), table) for table in tables]
-    ends = [(timeline.makespan, table) for timeline, table in ends if _fits(timeline, caps)]
+    timelines = [(simulate(table, costs), table) for table in tables]
+    ends = [(timeline.makespan, table) for timeline, table in timelines if _fits(timeline, caps)]
     least = min(end for end, _ in ends)
     return next(table for end, table in reversed(ends) if end <= least * (1 + 1e-9))
 
@@ -172,11 +172,12 @@ def _named(costs: Costs, ranks: int, microbatches: int, caps: Sequence[float]) -
 
 def _starts(problem: Problem, tables: Sequence[Schedule], random: Random) -> list[Solution]:
     """Solutions to begin with, of different values, the best first."""
-    plain = [each for whole in _wholes(problem) for each in patterns(problem, whole, random)]
     given = [candidate_of(problem, table) for table in tables]
-    known = [*_best(problem, plain, _FILLED), *_best(problem, given, _FILLED)]
-    filled = [fill(problem, each.candidate, window) for each in known for window in _WINDOWS]
-    return _best(problem, [each.candidate for each in known] + filled, _ROUNDS[0])
+    known = _best(problem, given, _FILLED)
+    for whole in _wholes(problem):
+        known += _best(problem, patterns(problem, whole, random), _FILLED)
+    filled = (fill(problem, each.candidate, window) for each in known for window in _WINDOWS)
+    return _different(known + _best(problem, filled, _ROUNDS[0]), _ROUNDS[0])
 
 
 def _wholes(problem: Problem) -> list[bytearray]:
@@ -187,14 +188,24 @@ def _wholes(problem: Problem) -> list[bytearray]:
     return [bytearray(flag for flag in choice for _ in range(problem.microbatches)) for choice in sorted(choices)]
 
 
-def _best(problem: Problem, candidates: Sequence[Candidate], most: int) -> list[Solution]:
-    solutions = [solution for each in candidates if (solution := decode(problem, each))]
-    return _different(sorted(solutions, key=lambda each: (each.makespan, each.value)))[:most]
+def _best(problem: Problem, candidates: Iterable[Candidate], most: int) -> list[Solution]:
+    """The best of the candidates that can run; nothing is looked at any more once one cannot be beaten."""
+    found: list[Solution] = []
+    bound = problem.bound() * (1 + 1e-9)
+    for candidate in candidates:
+        limit = 1.02 * found[-1].value if len(found) == most else inf
+        solution = decode(problem, candidate, limit)
+        if solution:
+            found = _different([*found, solution], most)
+        if found and found[0].makespan <= bound:
+            break
+    return found
 
 
-def _different(solutions: list[Solution]) -> list[Solution]:
-    """One of each makespan and value: what is alike in both is most often the same thing twice."""
-    return list({(round(each.makespan, 6), round(each.value, 6)): each for each in reversed(solutions)}.values())[::-1]
+def _different(solutions: Iterable[Solution], most: int) -> list[Solution]:
+    """The best, one of each makespan and value: what is alike in both is most often the same thing twice."""
+    kept = {(round(each.makespan, 6), round(each.value, 6)): each for each in solutions}
+    return [kept[key] for key in sorted(kept)][:most]
 
 
 def _improved(starts: list[Found], effort: float, random: Random) -> list[Found]:

@@ -22,37 +22,62 @@ from graphpp.runtime.search.problem import Problem
 _SLACKS = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0)
 """What a step may wait, in operations of mean length; halves, so that a pattern of two ranks can take turns."""
 
-_MOST = 1500
-"""How many patterns are looked at; where legs have more combinations of delays, a random choice of them."""
-
-
-def order(problem: Problem, times: Sequence[float]) -> list[list[int]]:
-    """Per rank its forwards and backwards by their times."""
-    orders: list[list[int]] = [[] for _ in range(problem.ranks)]
-    for op in range(2 * problem.count):
-        orders[problem.home[op % problem.count // problem.microbatches]].append(op)
-    return [sorted(ops, key=times.__getitem__) for ops in orders]
+_EFFORT = 120_000
+"""Patterns times forwards: how many are looked at, a random choice where legs have more combinations of delays."""
 
 
 def patterns(problem: Problem, whole: bytearray, random: Random) -> Iterator[Candidate]:
     """Candidates of all kinds; among them one that runs a microbatch after the other, so fits wherever one does."""
     chunks = -(-problem.stages // problem.ranks)
     unit = problem.period() / (3 * chunks)
-    seen = set()
-    for stretch, delays in (*((1.0, delays) for delays in _delays(2 * chunks, random)), *_stretched(problem, chunks)):
-        times = _times(problem, [unit * each for each in delays], problem.period() * stretch)
-        orders = order(problem, times)
-        key = tuple(map(tuple, orders))
+    streams = [[stage for stage in range(problem.stages) if problem.home[stage] == rank] for rank in range(problem.ranks)]
+    seen: set[tuple[int, ...]] = set()
+    left = _EFFORT // problem.count
+    for stretch, delays in (*_stretched(problem, chunks), *((1.0, delays) for delays in _delays(2 * chunks, random))):
+        if left == 0:
+            return
+        ends = _ends(problem, [unit * each for each in delays])
+        period = problem.period() * stretch
+        if stretch == 1 and _too_much(problem, ends, period):
+            continue
+        left -= 1
+        orders = [_order(problem, stages, ends, period) for stages in streams]
+        key = tuple(map(hash, map(tuple, orders)))
         if key not in seen:
             seen.add(key)
             yield Candidate(orders, whole, [1.0] * problem.ranks)
 
 
+def _order(problem: Problem, stages: Sequence[int], ends: Sequence[float], period: float) -> list[int]:
+    """The forwards and backwards of these stages in the order of their times."""
+    each = range(problem.microbatches)
+    timed = [
+        (ends[kind * problem.stages + stage] + m * period, (kind * problem.stages + stage) * problem.microbatches + m)
+        for kind in (0, 1)
+        for stage in stages
+        for m in each
+    ]
+    return [op for _, op in sorted(timed)]
+
+
+def _too_much(problem: Problem, ends: Sequence[float], period: float) -> bool:
+    """Whether the activations of a pattern, one microbatch every period, cannot fit into memory."""
+    alive = [0.0] * problem.ranks
+    for stage in range(problem.stages):
+        at = stage * problem.microbatches
+        life = ends[problem.stages + stage] - ends[stage] + problem.took[at]
+        alive[problem.home[stage]] += problem.saved[stage] * min(problem.microbatches, life / period if period else 1)
+    return any(count > cap * (1 + 1e-9) for count, cap in zip(alive, problem.cap, strict=True))
+
+
 def _delays(legs: int, random: Random) -> list[tuple[float, ...]]:
-    if len(_SLACKS) ** legs <= _MOST:
-        return list(product(_SLACKS, repeat=legs))
+    """All combinations in a random order, or as many random ones as will ever be looked at."""
     alike = [(slack,) * legs for slack in _SLACKS]
-    return alike + [tuple(random.choice(_SLACKS) for _ in range(legs)) for _ in range(_MOST // 3)]
+    if legs <= 4:
+        every = list(product(_SLACKS, repeat=legs))
+        random.shuffle(every)
+        return alike + every
+    return alike + [tuple(random.choice(_SLACKS) for _ in range(legs)) for _ in range(2000)]
 
 
 def _stretched(problem: Problem, chunks: int) -> Iterator[tuple[float, tuple[float, ...]]]:
@@ -64,15 +89,15 @@ def _stretched(problem: Problem, chunks: int) -> Iterator[tuple[float, tuple[flo
         yield stretch, (0.0,) * (2 * chunks)
 
 
-def _times(problem: Problem, delays: Sequence[float], period: float) -> list[float]:
-    """The end of every operation; `delays[leg]` is waited before each step within a leg."""
-    stages, microbatches, count = problem.stages, problem.microbatches, problem.count
-    path = [(stage, 0) for stage in range(stages)] + [(stage, count) for stage in reversed(range(stages))]
-    times, now, before = [0.0] * (2 * count), 0.0, -1
-    for step, (stage, offset) in enumerate(path):
+def _ends(problem: Problem, delays: Sequence[float]) -> list[float]:
+    """The ends of microbatch 0's forwards, then its backwards; `delays[leg]` is waited before each step in a leg."""
+    stages, microbatches = problem.stages, problem.microbatches
+    path = [*range(stages), *range(2 * stages - 1, stages - 1, -1)]
+    ends, now, before = [0.0] * (2 * stages), 0.0, -1
+    for step, which in enumerate(path):
         leg = step * len(delays) // len(path)
-        first = offset + stage * microbatches
-        now += problem.lag[first] + problem.took[first] + (delays[leg] if leg == before else 0.0)
-        times[first : first + microbatches] = [now + m * period for m in range(microbatches)]
+        at = which * microbatches
+        now += problem.lag[at] + problem.took[at] + (delays[leg] if leg == before else 0.0)
+        ends[which] = now
         before = leg
-    return times
+    return ends

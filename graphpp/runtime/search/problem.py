@@ -36,6 +36,8 @@ class Problem:
     saved: tuple[int, ...]
     kept: tuple[int, ...]
     cap: tuple[float, ...]
+    count: int
+    """N: how many forwards there are."""
     unit: float
     """The longest operation's time, in the units of the costs."""
 
@@ -61,13 +63,9 @@ class Problem:
             tuple(stage.saved_bytes for stage in costs.stages),
             tuple(kept),
             tuple(cap),
+            stages * microbatches,
             unit,
         )
-
-    @property
-    def count(self) -> int:
-        """N: how many forwards there are."""
-        return self.stages * self.microbatches
 
     def on(self, rank: int) -> list[int]:
         """The stages of a rank, ascending."""
@@ -90,7 +88,7 @@ class Problem:
     def prefers_whole(self, stage: int) -> bool:
         """Whether a whole backward has an advantage: less time, or fewer bytes."""
         _, inputs, weights = self.stage_times(stage)
-        return self.whole[stage] < inputs + weights or self.kept[stage] > self.saved[stage]
+        return self.whole[stage] < inputs + weights - 1e-9 or self.kept[stage] > self.saved[stage]
 
     def bound(self) -> float:
         """A makespan that nothing can beat: a rank's work after its first input, or one microbatch's way."""
