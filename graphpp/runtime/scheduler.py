@@ -37,12 +37,12 @@ from graphpp.runtime.timeline import Timeline
 Home = Mapping[int, int]
 Found = tuple[Problem, Solution]
 
-_EFFORT, _MOST_STEPS = 1_000_000, 6_000
-"""Steps times forwards, about three seconds of search; and the most steps, since small problems need less."""
+_EFFORT, _MOST_STEPS = 1_500_000, 8_000
+"""Steps times forwards, a few seconds of search; and the most steps, since small problems need less."""
 _ROUNDS = (6, 3, 1)
 """How many go on in each round; all rounds take the same number of steps."""
 _FILLED, _WINDOWS = 16, (3, 8)
-""" How many solutions get their waits filled, and how far down the list is looked for what fills them."""
+"""How many solutions get their waits filled, and how far down the list is looked for what fills them."""
 
 
 def schedule_auto(

@@ -139,10 +139,17 @@ def _held(costs: Costs, home: Sequence[int]) -> tuple[list[float], list[float]]:
 
 
 def _lags(costs: Costs, home: Sequence[int]) -> list[list[float]]:
-    """Per stage, forward and backward. A receive that holds its rank up begins with its send, so within its end."""
+    """Per stage, forward and backward: how much later than its maker's end an input is there.
+
+    A receive that holds its rank up begins with its send, so within its maker's end. So does the overhead before an
+    action, which is counted as the end of the one before it: a rank that waits spends it waiting.
+    """
     sign = -1 if costs.blocking else 1
     up, down = _messages(costs, home)
-    return [[0.0, *(sign * time for time in up)], [*(sign * time for time in down), 0.0]]
+    return [
+        [0.0, *(sign * time - costs.overhead for time in up)],
+        [*(sign * time - costs.overhead for time in down), 0.0],
+    ]
 
 
 def _reads(stages: int, microbatches: int) -> tuple[int, ...]:
