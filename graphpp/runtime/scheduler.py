@@ -81,11 +81,12 @@ def schedule_auto(
 
 
 def _soonest(tables: list[Schedule], costs: Costs, caps: Sequence[float]) -> Schedule:
-    """The last of those that end soonest, rounding aside."""
+    """Of the tables that end first, rounding aside, the one with the least bytes, then with the fewest actions."""
     timelines = [(simulate(table, costs), table) for table in tables]
-    ends = [(timeline.makespan, table) for timeline, table in timelines if _fits(timeline, caps)]
-    least = min(end for end, _ in ends)
-    return next(table for end, table in reversed(ends) if end <= least * (1 + 1e-9))
+    fitting = [(timeline, table) for timeline, table in timelines if _fits(timeline, caps)]
+    least = min(timeline.makespan for timeline, _ in fitting) * (1 + 1e-9)
+    soonest = [each for each in fitting if each[0].makespan <= least]
+    return min(soonest, key=lambda each: (sum(map(each[0].peak_bytes, range(len(caps)))), len(each[0].events)))[1]
 
 
 def _fits(timeline: Timeline, caps: Sequence[float]) -> bool:
