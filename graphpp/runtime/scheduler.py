@@ -21,6 +21,7 @@ from math import inf
 from random import Random
 
 from graphpp.errors import ScheduleError
+from graphpp.runtime.actions import Kind
 from graphpp.runtime.checker import check
 from graphpp.runtime.costs import Costs
 from graphpp.runtime.schedule import Schedule
@@ -54,7 +55,7 @@ def schedule_auto(
     placement: str | Home | None = None,
     seed: int = 0,
     effort: float = 1.0,
-    name: str = "auto",
+    name: str = "searched",
 ) -> Schedule:
     """Search the best order of F, B, I and W for these costs under `memory_cap` bytes, for all ranks or one per rank.
 
@@ -166,7 +167,8 @@ def _named(costs: Costs, ranks: int, microbatches: int, caps: Sequence[float]) -
             table = generator(ranks, len(costs.stages), microbatches)
         except ScheduleError:
             continue  # made for other counts
-        if table not in tables and _fits(simulate(table, costs), caps):
+        trains = any(leaf.kind is not Kind.F for _, _, action in table.cells() for leaf in action.leaves)
+        if trains and table not in tables and _fits(simulate(table, costs), caps):
             tables.append(table)
     return tables
 

@@ -166,32 +166,37 @@ def cases(draw: st.DrawFn) -> tuple[Schedule, Costs]:
 
 def reference(schedule: Schedule, costs: Costs) -> dict[Action, float]:
     """Ends of a compute-only table, by moving everything later until nothing comes too early."""
-    rank_of, ends, changed = schedule.rank_of_stage, {action: 0.0 for _, _, action in schedule.cells()}, True
+    ends, changed = {leaf: 0.0 for _, _, action in schedule.cells() for leaf in action.leaves}, True
     while changed:
         changed = False
         for row in schedule.table:
             free = 0.0
             for action in filter(None, row):
-                begin = free + costs.overhead
-                for maker in upstream(action, schedule.stages):
-                    sends = costs.sends_forward if maker.kind is Kind.F else costs.sends_backward
-                    apart = rank_of[maker.stage] != rank_of[action.stage]
-                    message = sends[min(maker.stage, action.stage)] if apart else 0.0
-                    begin = max(begin, ends.get(maker, 0.0) + message)
-                free = begin + costs.of(action)
-                changed = changed or ends[action] != free
-                ends[action] = free
+                inputs = [arrival(schedule, costs, leaf, ends) for leaf in action.leaves]
+                free = max(free + costs.overhead, *inputs) + costs.of(action)
+                changed = changed or any(ends[leaf] != free for leaf in action.leaves)
+                ends.update(dict.fromkeys(action.leaves, free))
     return ends
 
 
-@settings(max_examples=150, deadline=None)
+def arrival(schedule: Schedule, costs: Costs, leaf: Action, ends: dict[Action, float]) -> float:
+    latest = 0.0
+    for maker in upstream(leaf, schedule.stages):
+        sends = costs.sends_forward if maker.kind is Kind.F else costs.sends_backward
+        apart = schedule.rank_of_stage[maker.stage] != schedule.rank_of_stage[leaf.stage]
+        latest = max(latest, ends.get(maker, 0.0) + (sends[min(maker.stage, leaf.stage)] if apart else 0.0))
+    return latest
+
+
+@settings(max_examples=80, deadline=None)
 @given(cases())
 def test_every_end_is_that_of_another_way_to_count(case: tuple[Schedule, Costs]) -> None:
     schedule, costs = case
-    assert {event.action: event.end for event in simulate(schedule, costs).events} == reference(schedule, costs)
+    ends = {leaf: event.end for event in simulate(schedule, costs).events for leaf in event.action.leaves}
+    assert ends == reference(schedule, costs)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(cases(), st.booleans())
 def test_events_are_in_order_and_memory_ends_at_nothing(case: tuple[Schedule, Costs], blocking: bool) -> None:
     schedule, costs = case
@@ -209,7 +214,7 @@ def test_events_are_in_order_and_memory_ends_at_nothing(case: tuple[Schedule, Co
         assert timeline.makespan >= simulate(schedule, costs).makespan
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(cases())
 def test_sends_and_receives_that_hold_nothing_up_change_nothing(case: tuple[Schedule, Costs]) -> None:
     schedule, costs = case

@@ -30,7 +30,9 @@ def patterns(problem: Problem, whole: bytearray, random: Random) -> Iterator[Can
     """Candidates of all kinds; among them one that runs a microbatch after the other, so fits wherever one does."""
     chunks = -(-problem.stages // problem.ranks)
     unit = problem.period() / (3 * chunks)
-    streams = [[stage for stage in range(problem.stages) if problem.home[stage] == rank] for rank in range(problem.ranks)]
+    streams = [
+        [stage for stage in range(problem.stages) if problem.home[stage] == rank] for rank in range(problem.ranks)
+    ]
     seen: set[tuple[int, ...]] = set()
     left = _EFFORT // problem.count
     for stretch, delays in (*_stretched(problem, chunks), *((1.0, delays) for delays in _delays(2 * chunks, random))):
