@@ -16,7 +16,7 @@ The same arguments give the same table everywhere: steps are counted, not timed.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from math import inf
 from random import Random
 
@@ -31,14 +31,14 @@ from graphpp.runtime.search.fill import fill
 from graphpp.runtime.search.improve import improve
 from graphpp.runtime.search.patterns import patterns
 from graphpp.runtime.search.problem import Problem
+from graphpp.runtime.search.request import Home, caps_of, check_counts, placements, roomy
 from graphpp.runtime.search.tables import candidate_of, schedule_of
 from graphpp.runtime.simulator import simulate
 from graphpp.runtime.timeline import Timeline
 
-Home = Mapping[int, int]
 Found = tuple[Problem, Solution]
 
-_EFFORT, _MOST_STEPS = 1_500_000, 8_000
+_EFFORT, _MOST_STEPS = 2_200_000, 10_000
 """Steps times forwards, a few seconds of search; and the most steps, since small problems need less."""
 _ROUNDS = (6, 3, 1)
 """How many go on in each round; all rounds take the same number of steps."""
@@ -60,12 +60,14 @@ def schedule_auto(
     """Search the best order of F, B, I and W for these costs under `memory_cap` bytes, for all ranks or one per rank.
 
     `placement`: "loop" (rank r holds r, r + ranks, ...), "v" (there and back again), a mapping stage -> rank, or None:
-    the better of loop and v. `effort` multiplies the number of search steps. Raises `ScheduleError` where the cap
-    admits nothing, or counts do not fit.
+    the better of loop and v. `effort` multiplies the number of search steps; another `seed` takes other steps. Where
+    several tables end first, the one that takes least bytes is chosen. A named schedule that fits is never better.
+
+    Raises `ScheduleError` where the caps admit nothing, naming the smallest that do, and where counts do not fit.
     """
-    _positive(ranks, microbatches)
-    caps = _caps(memory_cap, ranks)
-    homes = _roomy(costs, _homes(len(costs.stages), placement, ranks), caps)
+    check_counts(ranks, microbatches)
+    caps = caps_of(memory_cap, ranks)
+    homes = roomy(costs, placements(len(costs.stages), placement, ranks), caps)
     random = Random(seed)
     named = _named(costs, ranks, microbatches, caps)
     tables = [table for table in named if table.rank_of_stage in homes]
@@ -74,7 +76,9 @@ def schedule_auto(
         problem = Problem.of(costs, home, microbatches, caps)
         alike = [table for table in tables if table.rank_of_stage == home]
         starts += [(problem, solution) for solution in _starts(problem, alike, random)]
-    for found in _improved(starts, effort, random):
+    finalists = _improved(starts, effort, random)
+    # Where messages hold ranks up the search only estimates, so more is simulated.
+    for found in [*finalists, *starts] if costs.blocking else finalists:
         tables += [schedule_of(*found, name, join=join) for join in (False, True)]
     best = _soonest(tables, costs, caps)
     check(best, ranks=ranks, stages=len(costs.stages), microbatches=microbatches)
@@ -92,68 +96,6 @@ def _soonest(tables: list[Schedule], costs: Costs, caps: Sequence[float]) -> Sch
 
 def _fits(timeline: Timeline, caps: Sequence[float]) -> bool:
     return all(timeline.peak_bytes(rank) <= cap for rank, cap in enumerate(caps))
-
-
-# ---------------------------------------------------------------------------------- what is asked for
-
-
-def _positive(ranks: int, microbatches: int) -> None:
-    if ranks < 1 or microbatches < 1:
-        raise ScheduleError(f"a schedule needs at least one rank and one microbatch, not {ranks} and {microbatches}")
-
-
-def _caps(memory_cap: int | Sequence[int] | None, ranks: int) -> list[float]:
-    if memory_cap is None:
-        return [inf] * ranks
-    caps = [memory_cap] * ranks if isinstance(memory_cap, int) else list(memory_cap)
-    if len(caps) != ranks:
-        raise ScheduleError(
-            f"memory_cap gives {len(caps)} ranks their bytes, but there are {ranks}; give one or {ranks}"
-        )
-    return [float(cap) for cap in caps]
-
-
-def _homes(stages: int, placement: str | Home | None, ranks: int) -> list[dict[int, int]]:
-    """The placements to try, each stage -> rank."""
-    if placement is not None and not isinstance(placement, str):
-        return [_given(stages, placement, ranks)]
-    if placement not in (None, "loop", "v"):
-        raise ScheduleError(f"unknown placement {placement!r}; take 'loop', 'v', a mapping stage -> rank, or None")
-    if stages < 1 or stages % ranks:
-        raise ScheduleError(
-            f"{stages} stages cannot be dealt evenly to {ranks} ranks; give placement={{stage: rank, ...}}, or the costs "
-            f"of a multiple of {ranks} stages"
-        )
-    loop = {stage: stage % ranks for stage in range(stages)}
-    v = {stage: stage % ranks if stage // ranks % 2 == 0 else ranks - 1 - stage % ranks for stage in range(stages)}
-    if placement is None:
-        return [loop] if loop == v else [v, loop]
-    return [loop if placement == "loop" else v]
-
-
-def _given(stages: int, placement: Home, ranks: int) -> dict[int, int]:
-    if sorted(placement) != list(range(stages)):
-        raise ScheduleError(f"the placement names stages {sorted(placement)}; it has to name each of 0..{stages - 1}")
-    for stage, rank in placement.items():
-        if not 0 <= rank < ranks:
-            raise ScheduleError(f"the placement puts stage {stage} on rank {rank}; ranks are 0..{ranks - 1}")
-    return {stage: placement[stage] for stage in range(stages)}
-
-
-def _roomy(costs: Costs, homes: list[dict[int, int]], caps: Sequence[float]) -> list[dict[int, int]]:
-    """The placements under which a microbatch gets through: each rank holds the activations of all its stages."""
-    needs = [[0] * len(caps) for _ in homes]
-    for need, home in zip(needs, homes, strict=True):
-        for stage, rank in home.items():
-            need[rank] += costs.stages[stage].saved_bytes
-    roomy = [home for need, home in zip(needs, homes, strict=True) if all(map(float.__le__, map(float, need), caps))]
-    if not roomy:
-        least = min(needs, key=max)
-        raise ScheduleError(
-            f"memory_cap admits no schedule: one microbatch alone needs {least} bytes on the ranks, and the caps are "
-            f"{caps}; raise it to at least {max(least)}, or cut smaller stages or microbatches"
-        )
-    return roomy
 
 
 # ---------------------------------------------------------------------------------- the search

@@ -66,7 +66,7 @@ def random_costs(random: Random, stages: int) -> Costs:
 )
 def test_unit_costs(ranks: int, microbatches: int, chunks: int, cap: int, bar: float) -> None:
     costs = Costs.unit(ranks * chunks, ranks)
-    schedule = schedule_auto(costs, 1000 * cap, ranks=ranks, microbatches=microbatches, placement="v")
+    schedule = schedule_auto(costs, 1000 * cap, ranks=ranks, microbatches=microbatches, placement="v", effort=0.2)
     timeline = simulate(schedule, costs)
     assert timeline.makespan <= bar + 1e-9
     assert max(peaks(schedule, costs)) <= 1000 * cap
@@ -118,7 +118,7 @@ def test_never_behind_a_named_schedule_and_legal(seed: int, ranks: int, chunks: 
 
 def test_uneven_stages_are_beaten_by_a_margin() -> None:
     costs = random_costs(Random(1), 8)
-    found = simulate(schedule_auto(costs, ranks=4, microbatches=8), costs).makespan
+    found = simulate(schedule_auto(costs, ranks=4, microbatches=8, effort=0.3), costs).makespan
     others = [simulate(SCHEDULES[name](4, 8, 8), costs).makespan for name in ("Interleaved1F1B", "LoopedBFS")]
     assert found < 0.95 * min(others)
 
@@ -142,7 +142,9 @@ def test_one_rank_needs_no_split() -> None:
 
 def test_the_same_arguments_give_the_same_table() -> None:
     costs = random_costs(Random(3), 4)
-    tables = [schedule_auto(costs, 4000, ranks=2, microbatches=5, seed=seed, name="mine") for seed in (0, 0)]
+    tables = [
+        schedule_auto(costs, 4000, ranks=2, microbatches=5, seed=seed, name="mine", effort=0.2) for seed in (0, 0)
+    ]
     assert tables[0] == tables[1]
     assert tables[0].name == "mine"
 
