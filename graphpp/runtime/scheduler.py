@@ -76,10 +76,10 @@ def schedule_auto(
         problem = Problem.of(costs, home, microbatches, caps)
         alike = [table for table in tables if table.rank_of_stage == home]
         starts += [(problem, solution) for solution in _starts(problem, alike, random)]
-    finalists = _improved(starts, effort, random)
-    # Where messages hold ranks up the search only estimates, so more is simulated.
-    for found in [*finalists, *starts] if costs.blocking else finalists:
+    for found in _improved(starts, effort, random):
         tables += [schedule_of(*found, name, join=join) for join in (False, True)]
+    if costs.blocking:  # where messages hold ranks up the search only estimates, so more is simulated
+        tables += [schedule_of(*found, name, join=True) for found in starts]
     best = _soonest(tables, costs, caps)
     check(best, ranks=ranks, stages=len(costs.stages), microbatches=microbatches)
     return Schedule(best.table, best.stages, microbatches, name)

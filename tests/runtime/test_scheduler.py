@@ -173,6 +173,23 @@ def test_loop_and_v_are_both_tried() -> None:
     assert schedule_auto(costs, ranks=4, microbatches=2, placement="loop").rank_of_stage[4] == 0
 
 
+@pytest.mark.parametrize(
+    "stage",
+    [
+        StageCosts(0, 0, 0, saved_bytes=10),
+        StageCosts(0, 1, 1, backward=0, saved_bytes=10),
+        StageCosts(1, 0, 0, saved_bytes=10, kept_bytes=30),
+        StageCosts(1e-9, 2e-9, 1e-9, saved_bytes=10),
+        StageCosts(1, 1, 1, saved_bytes=0),
+    ],
+)
+def test_odd_costs_under_the_smallest_cap(stage: StageCosts) -> None:
+    costs = Costs((stage,) * 6)
+    schedule = schedule_auto(costs, 2 * stage.saved_bytes, ranks=3, microbatches=4, effort=0.1)
+    check(schedule, ranks=3, stages=6, microbatches=4)
+    assert peaks(schedule, costs) == [2 * stage.saved_bytes] * 3
+
+
 def test_caps_per_rank() -> None:
     costs = Costs.unit(4)
     schedule = schedule_auto(costs, [4000, 3000, 1000, 2000], ranks=4, microbatches=6)

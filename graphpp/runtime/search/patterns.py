@@ -22,8 +22,8 @@ from graphpp.runtime.search.problem import Problem
 _SLACKS = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0)
 """What a step may wait, in operations of mean length; halves, so that a pattern of two ranks can take turns."""
 
-_EFFORT = 120_000
-"""Patterns times forwards: how many are looked at, a random choice where legs have more combinations of delays."""
+_EFFORT, _FEWEST = 120_000, 48
+"""Patterns times forwards, so how many are looked at; and how many are at least."""
 
 
 def patterns(problem: Problem, whole: bytearray, random: Random) -> Iterator[Candidate]:
@@ -34,32 +34,36 @@ def patterns(problem: Problem, whole: bytearray, random: Random) -> Iterator[Can
         [stage for stage in range(problem.stages) if problem.home[stage] == rank] for rank in range(problem.ranks)
     ]
     seen: set[tuple[int, ...]] = set()
-    left = _EFFORT // problem.count
-    for stretch, delays in (*_stretched(problem, chunks), *((1.0, delays) for delays in _delays(2 * chunks, random))):
-        if left == 0:
-            return
+    left = max(_FEWEST, _EFFORT // problem.count)
+    none = (0.0,) * (2 * chunks)
+    longer = ((period, none) for period in _longer(problem))
+    for period, delays in (*longer, *((problem.period(), delays) for delays in _delays(2 * chunks, random))):
         ends = _ends(problem, [unit * each for each in delays])
-        period = problem.period() * stretch
-        if stretch == 1 and _too_much(problem, ends, period):
+        if period == problem.period() and _too_much(problem, ends, period):
             continue
-        left -= 1
         orders = [_order(problem, stages, ends, period) for stages in streams]
         key = tuple(map(hash, map(tuple, orders)))
         if key not in seen:
             seen.add(key)
             yield Candidate(orders, whole, [1.0] * problem.ranks)
+        left -= 1
+        if left == 0:
+            return
 
 
 def _order(problem: Problem, stages: Sequence[int], ends: Sequence[float], period: float) -> list[int]:
-    """The forwards and backwards of these stages in the order of their times."""
-    each = range(problem.microbatches)
-    timed = [
-        (ends[kind * problem.stages + stage] + m * period, (kind * problem.stages + stage) * problem.microbatches + m)
-        for kind in (0, 1)
-        for stage in stages
-        for m in each
-    ]
-    return [op for _, op in sorted(timed)]
+    """The forwards and backwards of these stages in the order of their times, then of the data flow."""
+    timed = []
+    for step, which in enumerate(_path(problem)):
+        if which % problem.stages in stages:
+            first = which * problem.microbatches
+            timed += [(ends[which] + m * period, step, first + m) for m in range(problem.microbatches)]
+    return [op for _, _, op in sorted(timed)]
+
+
+def _path(problem: Problem) -> list[int]:
+    """The way of a microbatch: its forwards 0..S-1, then its backwards S..2S-1 from the last stage down."""
+    return [*range(problem.stages), *range(2 * problem.stages - 1, problem.stages - 1, -1)]
 
 
 def _too_much(problem: Problem, ends: Sequence[float], period: float) -> bool:
@@ -82,19 +86,20 @@ def _delays(legs: int, random: Random) -> list[tuple[float, ...]]:
     return alike + [tuple(random.choice(_SLACKS) for _ in range(legs)) for _ in range(2000)]
 
 
-def _stretched(problem: Problem, chunks: int) -> Iterator[tuple[float, tuple[float, ...]]]:
-    """Less and less at a time, without delays, down to one microbatch after the other."""
+def _longer(problem: Problem) -> Iterator[float]:
+    """Periods: first that of one microbatch after the other, then those in between."""
     way = sum(problem.took[:: problem.microbatches]) + sum(map(abs, problem.lag[:: problem.microbatches]))
-    stretch = 1.0
-    while stretch * problem.period() <= way:
-        stretch *= 1.2
-        yield stretch, (0.0,) * (2 * chunks)
+    yield way + 1
+    period = 1.2 * problem.period()
+    while 0 < period <= way:
+        yield period
+        period *= 1.2
 
 
 def _ends(problem: Problem, delays: Sequence[float]) -> list[float]:
     """The ends of microbatch 0's forwards, then its backwards; `delays[leg]` is waited before each step in a leg."""
     stages, microbatches = problem.stages, problem.microbatches
-    path = [*range(stages), *range(2 * stages - 1, stages - 1, -1)]
+    path = _path(problem)
     ends, now, before = [0.0] * (2 * stages), 0.0, -1
     for step, which in enumerate(path):
         leg = step * len(delays) // len(path)
