@@ -20,8 +20,12 @@ from graphpp.pipeline import EvalResult, Pipeline, StepResult
 from graphpp.plan import Plan
 from graphpp.post_validation import PostValidation
 from graphpp.recompute import Recompute
+from graphpp.runtime.costs import Costs, StageCosts
 from graphpp.runtime.schedule import Schedule
+from graphpp.runtime.scheduler import schedule_auto
 from graphpp.runtime.schedules import stage_ids
+from graphpp.runtime.simulator import simulate
+from graphpp.runtime.timeline import Event, Timeline
 from graphpp.signature import Microbatch, whole
 from graphpp.split import split_points
 from graphpp.verify import verify
@@ -31,8 +35,10 @@ __all__ = [
     "BatchError",
     "CaptureError",
     "Comparison",
+    "Costs",
     "Difference",
     "EvalResult",
+    "Event",
     "GraphPPError",
     "Layout",
     "Microbatch",
@@ -46,10 +52,14 @@ __all__ = [
     "Schedule",
     "ScheduleError",
     "SplitError",
+    "StageCosts",
     "StepResult",
+    "Timeline",
     "Verification",
     "compile",
+    "schedule_auto",
     "schedules",
+    "simulate",
     "split_points",
     "stage_ids",
     "verify",

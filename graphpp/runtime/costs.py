@@ -36,12 +36,16 @@ class Costs:
     """All stages, and the messages: `sends_forward[s]` is the time of one over s|s+1, `sends_backward[s]` the way back.
 
     Empty tuples: messages take no time. `overlap`: what an OVERLAP_F_B takes, as a share of its parts' sum.
+    `blocking`: a message holds up the sending and the receiving rank while it lasts (gloo on one thread); otherwise it
+    travels beside the computations. `overhead`: what the runner itself takes before each action.
     """
 
     stages: tuple[StageCosts, ...]
     sends_forward: tuple[float, ...] = ()
     sends_backward: tuple[float, ...] = ()
     overlap: float = 1.0
+    blocking: bool = False
+    overhead: float = 0.0
 
     @classmethod
     def unit(cls, stages: int, ranks: int | None = None, send: float = 0.0) -> Costs:

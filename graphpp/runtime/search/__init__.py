@@ -1,0 +1,1 @@
+"""The search behind `graphpp.runtime.scheduler`: problem, patterns, decoding, filling, improving, tables."""
