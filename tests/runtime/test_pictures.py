@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import pickle
 import re
 from dataclasses import replace
 from html.parser import HTMLParser
@@ -12,8 +13,9 @@ from xml.etree import ElementTree
 import pytest
 from hypothesis import given, settings
 
-from graphpp.errors import GraphPPError
+from graphpp.errors import GraphPPError, ScheduleError
 from graphpp.runtime.actions import Kind
+from graphpp.runtime.costs import Costs, StageCosts
 from graphpp.runtime.schedule import Schedule
 from graphpp.runtime.source import build
 from graphpp.runtime.timeline import Timeline
@@ -206,6 +208,43 @@ def test_a_timeline_of_nothing_is_a_picture_all_the_same() -> None:
         ElementTree.fromstring(empty.to_svg())
         Page().feed(empty.to_html())
         assert not [event for event in events_of(empty) if event["ph"] == "X"]
+
+
+def test_a_schedule_draws_itself_at_unit_costs() -> None:
+    table = build("Interleaved1F1B", 2, 4, 4)
+    svg = table.to_svg()
+    assert len(boxes(svg)) == sum(action.is_compute for _, _, action in table.cells())
+    assert "units" in texts(svg) and len(elements(svg, "path")) == 2
+    widths = {round(box["width"] / boxes(svg, "F")[0]["width"], 1) for box in boxes(svg)}
+    assert widths == {1.0, 2.0}  # B is I and W
+    assert "<svg" in table.to_html() and ElementTree.fromstring(table.to_svg(width=700)).get("width") == "700"
+
+
+def test_a_schedule_draws_itself_at_given_costs() -> None:
+    costs = Costs((StageCosts(0.001, 0.002, 0.003), StageCosts(0.004, 0.001, 0.001)))
+    svg = build("1F1B", 2, 2, 1).to_svg(costs)
+    forwards, backwards = boxes(svg, "F"), boxes(svg, "B")
+    assert forwards[1]["width"] == pytest.approx(4 * forwards[0]["width"], abs=0.05)
+    assert backwards[0]["width"] == pytest.approx(5 * forwards[0]["width"], abs=0.05)
+    assert "ms" in texts(svg)
+
+
+def test_tables_of_little_draw_themselves() -> None:
+    for rows in ([], [[]], ["0F0"], ["0F0", []]):
+        assert len(boxes(Schedule.of(rows).to_svg())) == sum(map(bool, rows))
+
+
+def test_a_table_that_cannot_run_is_refused() -> None:
+    with pytest.raises(ScheduleError):
+        Schedule.of(["0B0 0F0", "1F0 1B0"]).to_svg()
+
+
+def test_schedules_and_timelines_pickle_after_use() -> None:
+    timeline = placed(DUAL)
+    timeline.to_svg()
+    assert timeline.schedule.rank_of_stage and timeline.makespan
+    again = pickle.loads(pickle.dumps(timeline))
+    assert again == timeline and again.schedule.rank_of_stage == timeline.schedule.rank_of_stage
 
 
 def test_actions_without_length() -> None:
