@@ -209,6 +209,12 @@ def test_a_wait_before_a_computation_is_its_receives() -> None:
     assert recorder.overhead() == (0.5 + 1 + 1 + 0.25) / 3
 
 
+def test_an_action_that_hardly_computes_does_not_count_its_wait() -> None:
+    recorder = recorded((RECEIVE, [0]), (FORWARD, [0.25, 20, 0.25]))
+    times = {action: (start - 101, end - 101) for action, start, end in recorder.times(3)}
+    assert times == {RECEIVE: (1.25, 21.25), FORWARD: (21.25, 21.5)}
+
+
 def test_a_wait_within_an_overlap_stays_within_it() -> None:
     backward = Action(1, Kind.RECV_B, 1)
     recorder = recorded((RECEIVE, [0]), (backward, [0]), (BOTH, [0, 5, 10, 3, 10]))

@@ -88,5 +88,5 @@ def _holds_up(event: Event) -> bool:
 
 
 def _strip(event: Event, chunks: Mapping[int, int]) -> Rect:
-    chunk = chunks[event.action.stage]
+    chunk = chunks[event.action.leaves[0].stage]
     return Rect(event.rank, event.start, event.end, STRIP, 1.0, event.action, event, chunk)

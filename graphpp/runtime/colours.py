@@ -32,10 +32,10 @@ def shade(kind: Kind, chunk: int, chunks: int) -> str:
 
 
 def of_message(action: Action) -> str:
-    """The colour of a send, a receive or a collective."""
+    """The colour of a send, a receive (or a batch with one in it) or a collective."""
     if not action.is_communication:
         return COLLECTIVE
-    return SEND if action.kind in SENDS else RECEIVE
+    return SEND if all(leaf.kind in SENDS for leaf in action.leaves) else RECEIVE
 
 
 def ink_on(colour: str) -> str:

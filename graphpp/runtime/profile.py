@@ -179,7 +179,7 @@ def _overlap_shares(run: Timeline, costs: Sequence[StageCosts]) -> Iterator[floa
     """How long each overlap computed, as a share of what its parts take one after the other."""
     for rank in range(run.schedule.ranks):
         events = run.on(rank)
-        for event in (event for event in events if event.action.parts):
+        for event in (event for event in events if event.action.is_compute and event.action.parts):
             within = [each for each in events if each.action.is_communication and event.start <= each.start < event.end]
             apart = sum(costs[leaf.stage].of(leaf.kind) for leaf in event.action.leaves)
             if apart:

@@ -18,7 +18,7 @@ import torch
 from graphpp.runtime.actions import Action, message, upstream
 
 
-_LEADING = 0.05  # the share of an action's work that may come before a wait that it is said to begin with
+_LEADING = 0.05  # the share of an overlap's work that may come before a wait that it is said to begin with
 
 
 class Clock(Protocol):
@@ -98,12 +98,13 @@ class Recorder:
         """(action, start, end) of everything that ran, in the order of the table; `stages` are the pipeline's."""
         read = self._clock.seconds
         found = {span.action: (read(span.start), read(span.end)) for span in self._spans}
+        posted = {leaf: span.action for span in self._spans for leaf in span.action.leaves if leaf.is_communication}
         for span in (span for span in self._spans if span.action.is_compute):
             marks = list(map(read, span.waits))
             waits = list(zip(marks[::2], marks[1::2], strict=True))
-            receives = [each for leaf in span.action.leaves for each in received_by(leaf, stages) if each in found]
+            receives = [posted[each] for leaf in span.action.leaves for each in received_by(leaf, stages) if each in posted]
             found.update(zip(receives, waits, strict=False))
-            found[span.action] = _computing(*found[span.action], waits)
+            found[span.action] = _computing(*found[span.action], waits, several=bool(span.action.parts))
         return [(action, *times) for action, times in found.items()]
 
     def overhead(self) -> float:
@@ -120,11 +121,11 @@ class Recorder:
         return [mark for span in self._spans if not span.action.is_compute for mark in span.waits]
 
 
-def _computing(start: float, end: float, waits: Sequence[tuple[float, float]]) -> tuple[float, float]:
-    """Without the waits it begins with; an overlap may also wait for one part after it has computed another."""
+def _computing(start: float, end: float, waits: Sequence[tuple[float, float]], *, several: bool) -> tuple[float, float]:
+    """Without the wait that an action begins with; one of `several` parts may wait for another after it has computed some."""
     computes = end - start - sum(until - since for since, until in waits)
     for since, until in waits:
-        if since - start > _LEADING * computes:
+        if several and since - start > _LEADING * computes:
             break
         start = until
     return start, end
