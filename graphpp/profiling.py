@@ -18,9 +18,10 @@ from torch import nn
 
 from graphpp.library import Library, Ready
 from graphpp.runtime.actions import Kind
+from graphpp.runtime.deferral import split_backwards
 from graphpp.runtime.profile import Measured, Profile, meet, profiled
 from graphpp.runtime.recorder import Recorder, clock_of
-from graphpp.runtime.rewrites import split_backwards, whole_backwards
+from graphpp.runtime.rewrites import taken_apart, whole_backwards
 from graphpp.runtime.schedule import Schedule
 from graphpp.verify_runs import untouched
 
@@ -61,6 +62,6 @@ def _counterparts(schedule: Schedule) -> Iterator[Schedule]:
     kinds = (Kind.F, Kind.B, Kind.I, Kind.W)
     lacking = {kind for kind in kinds if any((stage, kind) not in run for stage in range(schedule.stages))}
     if lacking - {Kind.B}:
-        yield split_backwards(schedule)
+        yield split_backwards(taken_apart(schedule))
     if Kind.B in lacking:
         yield whole_backwards(schedule)
