@@ -11,9 +11,10 @@ from torch import fx
 from graphpp.passes.cut import Cut
 from graphpp.passes.joint import describe
 from graphpp.passes.spelling import spell_dtype
-from graphpp.plan import Plan, spell_bytes
+from graphpp.plan import Plan
 from graphpp.runtime.program import TensorMeta
 from graphpp.runtime.schedule import Schedule
+from graphpp.runtime.units import spell_bytes
 
 
 @dataclass(frozen=True)

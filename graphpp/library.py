@@ -19,6 +19,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, TypeVar
 
+import torch.distributed as dist
+
 from graphpp import facts, fingerprint
 from graphpp.batch import leading_size
 from graphpp.compiler import Built, Compiler, check_alike
@@ -26,6 +28,7 @@ from graphpp.errors import GraphPPError
 from graphpp.report import check_joinable
 from graphpp.runtime import program
 from graphpp.runtime.agreement import Agreement, Facts
+from graphpp.runtime.communication import add_communication
 from graphpp.runtime.gradients import Subgroups
 from graphpp.runtime.runner import GraphPPRunner
 from graphpp.runtime.schedule import Schedule
@@ -204,18 +207,7 @@ class Library:
             settings = self._compiler.settings
             rank, device = settings.place.rank, settings.place.device
             self._state.move(set().union(*(each.parameters(rank) | each.buffers(rank) for each in built)), device)
-            programs = [self._compiler.program(each, schedule, index) for index, each in enumerate(built)]
-            assert self.first is not None
-            runner = GraphPPRunner(
-                programs,
-                schedule,
-                self._state,
-                settings.place,
-                owners=self.first.ranks_of_parameter,
-                subgroups=self._subgroups,
-                sums=settings.accumulate_dtype,
-                replicas=settings.replicas,
-            )
+            runner = self._runner(built, schedule, settings.replicas)
             Agreement(settings.replicas, device).compare(facts.of_replica(runner.program, schedule, rank))
             self._ready.keep(call.keys, Ready(built, runner))
             self._forget_all_but(call.keys)
@@ -223,6 +215,30 @@ class Library:
             if key in self._built:
                 self._built.use(key)
         return self._ready.use(call.keys)
+
+    def _runner(self, built: Sequence[Built], schedule: Schedule, replicas: dist.ProcessGroup | None) -> GraphPPRunner:
+        programs = [self._compiler.program(each, schedule, index) for index, each in enumerate(built)]
+        settings = self._compiler.settings
+        assert self.first is not None
+        return GraphPPRunner(
+            programs,
+            schedule,
+            self._state,
+            settings.place,
+            owners=self.first.ranks_of_parameter,
+            subgroups=self._subgroups,
+            sums=settings.accumulate_dtype,
+            replicas=replicas,
+        )
+
+    def under(self, ready: Ready, table: Schedule) -> Ready:
+        """The same graphs under another table of computations, on the same ranks, without replicas; it is not kept.
+
+        Called by all ranks.
+        """
+        schedule = add_communication(table)
+        runner = self._agreement.together(lambda: self._runner(ready.built, schedule, None), lambda _: Facts({}))
+        return Ready(ready.built, runner)
 
     def _schedule(self, built: Sequence[Built], call: Call) -> Schedule:
         rank = self._compiler.settings.place.rank

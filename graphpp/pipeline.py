@@ -24,11 +24,14 @@ from graphpp.compiler import Built, Compiler, Settings
 from graphpp.errors import BatchError, GraphPPError
 from graphpp.library import Call, Library, Ready
 from graphpp.post_validation import PostValidation
+from graphpp.profiling import Trials
 from graphpp.report import averaged, merge_outputs
 from graphpp.runtime import norms
-from graphpp.runtime.agreement import Agreement
+from graphpp.runtime.agreement import Agreement, Facts
 from graphpp.runtime.failure import FailureBoard
+from graphpp.runtime.profile import Profile
 from graphpp.runtime.state import ModelState
+from graphpp.runtime.timeline import Timeline
 from graphpp.seeds import LossWeight, Weighting
 from graphpp.signature import Leaves, Microbatch, unwrapped
 from graphpp.verify_report import Verification
@@ -136,6 +139,28 @@ class Pipeline:
         self._state.move([*self._state.parameters, *self._state.buffers], self._settings.place.device)
         return verified(self._model, self._loss, self._settings, parts)
 
+    def profile(self, *args: Any, target: Any = None, repeat: int = 3, **kwargs: Any) -> Profile:
+        """What a step over this batch costs: it is run `repeat` times, after once to warm up, and recorded on all ranks.
+
+        Called by every rank, with the arguments of `step`; every rank gets the same profile: when each action ran (in
+        seconds), the medians as `Costs` for the simulator, and what the messages need. Parameters, gradients, buffers and
+        random state are as before afterwards.
+        """
+
+        def parts() -> list[Leaves]:
+            if not isinstance(repeat, int) or repeat < 1:
+                raise GraphPPError(f"a profile needs at least one step: repeat must be a positive number, got {repeat!r}")
+            return self._with_targets(self._cut(Microbatch(args, kwargs, target)))
+
+        with self._watched():
+            call = self._alike(parts, training=True, asked=f"a profile of {repeat} steps")
+            trials = Trials(self._model, self._library, lambda ready: self._run(call, ready))
+            return trials.profile(self._library.ready(call), repeat)
+
+    def timeline(self, *args: Any, target: Any = None, repeat: int = 3, **kwargs: Any) -> Timeline:
+        """When each action of a step over this batch ran on every rank, measured as `profile` does, which has more."""
+        return self.profile(*args, target=target, repeat=repeat, **kwargs).timeline
+
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
         """Clip the gradients of all ranks to a total norm of `max_norm`; returns the total norm before, 0-dim.
 
@@ -210,25 +235,38 @@ class Pipeline:
             yield
 
     def _alike(
-        self, make: Callable[[], list[Leaves]], loss_weight: LossWeight | None = None, scaler: object = None, *, training: bool
+        self,
+        make: Callable[[], list[Leaves]],
+        loss_weight: LossWeight | None = None,
+        scaler: object = None,
+        *,
+        training: bool,
+        asked: str = "",
     ) -> Call:
-        """The microbatches, of which all ranks have as many and of the same shapes, weights and scale."""
+        """The microbatches, of which all ranks have as many and of the same shapes, weights and scale.
+
+        `asked`: what is asked for, where that is neither a step nor an evaluation.
+        """
 
         def call() -> Call:
             parts = make()
             weighting = Weighting.of(self._settings.loss_reduction, loss_weight, scaler, len(parts))
             return self._library.call(parts, weighting, training=training)
 
-        return self._agreement.together(call, self._library.facts)
+        def facts(made: Call) -> Facts:
+            known = self._library.facts(made)
+            return known.adding("the call", [asked]) if asked else known
 
-    def _run(self, call: Call) -> Ready:
-        """Run a call once; its runner has what came out."""
+        return self._agreement.together(call, facts)
+
+    def _run(self, call: Call, under: Ready | None = None) -> Ready:
+        """Run a call once, by its own runner or the one given; the runner has what came out."""
         if self._broken:
             raise GraphPPError(
                 "an earlier call of this pipeline ended midway, and messages between the ranks may still be under way: "
                 "restart all ranks from the last checkpoint."
             )
-        ready, place = self._library.ready(call), self._settings.place
+        ready, place = under or self._library.ready(call), self._settings.place
         loss = ready.runner.program.loss
         seeds = call.weighting.seeds(len(call.parts), loss.dtype, place.device) if loss is not None else []
         self._broken = place.ranks > 1

@@ -16,6 +16,7 @@ from rich.table import Table
 from graphpp.passes.joint import JointGraph
 from graphpp.runtime.program import PipelineProgram, StageProgram
 from graphpp.runtime.schedule import Schedule
+from graphpp.runtime.units import spell_bytes
 
 
 @dataclass(frozen=True)
@@ -65,16 +66,6 @@ class Plan:
         out = io.StringIO()
         Console(file=out, width=110, no_color=True).print(table)
         return "\n".join(line.rstrip() for line in out.getvalue().splitlines())
-
-
-def spell_bytes(count: int) -> str:
-    """`12.5 KiB`."""
-    size, unit = float(count), "B"
-    for larger in ("KiB", "MiB", "GiB"):
-        if size < 1024:
-            break
-        size, unit = size / 1024, larger
-    return f"{count} B" if unit == "B" else f"{size:.1f} {unit}"
 
 
 def _stage_plan(joint: JointGraph, program: PipelineProgram, stage: StageProgram, schedule: Schedule) -> StagePlan:

@@ -1,8 +1,10 @@
 """Every ```python block of the documents runs: README.md, docs/*.md and examples/*.md.
 
 The blocks of one file run in order, in one namespace and in an empty folder. A traceback shows the document's own line.
+A picture that a block writes is the one that stands under that name in docs/; `GOLDEN_UPDATE=1` writes it anew.
 """
 
+import os
 import re
 from pathlib import Path
 from typing import Any
@@ -29,6 +31,11 @@ def run(document: Path, namespace: dict[str, Any]) -> None:
 def test_blocks_run(document: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     run(document, {"__name__": "__main__"})
+    for picture in tmp_path.glob("*.svg"):
+        shown = ROOT / "docs" / picture.name
+        if os.environ.get("GOLDEN_UPDATE"):
+            shown.write_text(picture.read_text())
+        assert picture.read_text() == shown.read_text(), f"{shown.name}: see GOLDEN_UPDATE at the head of this test"
 
 
 def test_blocks_share_a_namespace_and_keep_their_lines(tmp_path: Path) -> None:

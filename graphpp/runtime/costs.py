@@ -8,15 +8,19 @@ Contract
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 from graphpp.runtime.actions import Action, Kind
 
 
 @dataclass(frozen=True)
 class StageCosts:
-    """One stage, one microbatch. `backward` is the whole one; None: input and weight gradients one after the other."""
+    """One stage, one microbatch. `backward` is the whole one; None: input and weight gradients one after the other.
+
+    `peak_bytes`: by kind, the most that is alive at once while a program runs, of what arrived, was saved and is made;
+    a kind that is missing needs no more than what it saves or has been saved.
+    """
 
     forward: float = 1.0
     input_grad: float = 1.0
@@ -24,6 +28,16 @@ class StageCosts:
     backward: float | None = None
     saved_bytes: int = 1
     kept_bytes: int | None = None
+    peak_bytes: Mapping[Kind, int] = field(default_factory=dict, hash=False)
+
+    def change(self, kind: Kind, followed: bool = True) -> tuple[int, int]:
+        """Bytes more on its rank at the start of an F, B, I or W, and at its end; `followed`: by a backward that reads them."""
+        saved = self.saved_bytes if followed else 0
+        kept = self.saved_bytes if self.kept_bytes is None else self.kept_bytes
+        before = {Kind.F: 0, Kind.B: saved, Kind.I: saved, Kind.W: kept}[kind]
+        after = {Kind.F: saved, Kind.B: 0, Kind.I: kept, Kind.W: 0}[kind]
+        start = max(before, self.saved_bytes if kind is Kind.F else 0, self.peak_bytes.get(kind, 0)) - before
+        return start, after - before - start
 
     def of(self, kind: Kind) -> float:
         """The time of one F, B, I or W."""

@@ -3,7 +3,7 @@
 Contract
     A rank's list is walked in its order with the bytes of `graphpp.runtime.costs`: those of a stage's microbatch live
     from the start of its F to the end of its B, or to the end of its I and in part to the end of its W. An overlap is one
-    instant: all of its parts' bytes are alive together. A forward that no backward follows keeps nothing.
+    instant: all of its parts' bytes are alive together. A forward that no backward follows keeps nothing after its end.
     The simulator's memory curve has the same peaks, since a rank runs one action at a time.
 """
 
@@ -15,7 +15,7 @@ from typing import NamedTuple
 from graphpp.errors import ScheduleError
 from graphpp.runtime.actions import Action, Kind
 from graphpp.runtime.case import Case, Place
-from graphpp.runtime.costs import Costs, StageCosts
+from graphpp.runtime.costs import Costs
 from graphpp.runtime.schedule import Row, Schedule
 
 
@@ -84,12 +84,4 @@ class _Kept:
 
     def change(self, leaf: Action) -> tuple[int, int]:
         """Bytes more at the start of a computation, and at its end."""
-        if (leaf.stage, leaf.microbatch) not in self._followed:
-            return 0, 0
-        costs = self._stages[leaf.stage]
-        saved, kept = costs.saved_bytes, _after_input_grad(costs)
-        return {Kind.F: (saved, 0), Kind.B: (0, -saved), Kind.I: (0, kept - saved), Kind.W: (0, -kept)}[leaf.kind]
-
-
-def _after_input_grad(costs: StageCosts) -> int:
-    return costs.saved_bytes if costs.kept_bytes is None else costs.kept_bytes
+        return self._stages[leaf.stage].change(leaf.kind, (leaf.stage, leaf.microbatch) in self._followed)

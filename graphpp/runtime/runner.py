@@ -11,8 +11,9 @@ Contract
 
 from __future__ import annotations
 
+import contextlib
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -23,6 +24,7 @@ from graphpp.runtime.actions import COMMUNICATION, SENDS, Action, Kind
 from graphpp.runtime.gradients import Subgroups, TiedReduction, dtype_of_sum
 from graphpp.runtime.program import Phase, PipelineProgram
 from graphpp.runtime.randomness import step_keys
+from graphpp.runtime.recorder import Recorder
 from graphpp.runtime.replicas import Replicas
 from graphpp.runtime.schedule import Schedule
 from graphpp.runtime.stage import Feed, GraphStage, Place, Variant
@@ -77,7 +79,7 @@ class GraphPPRunner:
     ) -> None:
         self.schedule, self.state, self.place, self._sums = schedule, state, place, sums
         each = [programs] * schedule.microbatches if isinstance(programs, PipelineProgram) else list(programs)
-        self.program = each[0]
+        self.program, self.programs = each[0], tuple(each)
         self.random = any(program.random for program in each)
         batched = any(action.kind is Kind.P2P for _, _, action in schedule.cells())
         self.transport = Transport(place.group, place.device, batched=batched)
@@ -88,8 +90,10 @@ class GraphPPRunner:
         ranks = owners if owners is not None else ranks_of_parameters(self.program, schedule.rank_of_stage)
         groups = subgroups or Subgroups(place.group)
         self.tied = TiedReduction(_contributors(self.program), ranks, schedule.rank_of_stage, groups)
+        self._recorder: Recorder | None = None
         self._act = self._handlers()
-        self._loop = ActionLoop(list(self.stages.values()), schedule, self._act)
+        watched = {kind: self._watched(handler) for kind, handler in self._act.items()}
+        self._loop = ActionLoop(list(self.stages.values()), schedule, watched)
 
     def _local_stages(self, each: Sequence[PipelineProgram]) -> dict[int, GraphStage]:
         """This rank's stages by index, each with its variant for every microbatch."""
@@ -120,6 +124,26 @@ class GraphPPRunner:
         finally:
             for stage in self.stages.values():
                 stage.end()
+
+    @contextlib.contextmanager
+    def recording(self, recorder: Recorder) -> Iterator[None]:
+        """A step run meanwhile is recorded."""
+        self._recorder, self.transport.on_wait = recorder, recorder.waiting
+        try:
+            yield
+        finally:
+            self._recorder = self.transport.on_wait = None
+
+    def _watched(self, handler: Callable[[Action], None]) -> Callable[[Action], None]:
+        """The handler, seen by a recorder where there is one. (torch's loop names each action to its profiler itself.)"""
+
+        def run(action: Action) -> None:
+            if self._recorder is None:
+                handler(action)
+            else:
+                self._recorder.run(handler, action)
+
+        return run
 
     @property
     def bubble(self) -> float | None:

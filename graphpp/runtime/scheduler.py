@@ -31,7 +31,7 @@ from graphpp.runtime.search.fill import fill
 from graphpp.runtime.search.improve import improve
 from graphpp.runtime.search.patterns import patterns
 from graphpp.runtime.search.problem import Problem
-from graphpp.runtime.search.request import Home, caps_of, check_counts, placements, roomy
+from graphpp.runtime.search.request import Home, caps_of, check_counts, placements, roomy, working_bytes
 from graphpp.runtime.search.tables import candidate_of, schedule_of
 from graphpp.runtime.simulator import simulate
 from graphpp.runtime.timeline import Timeline
@@ -73,7 +73,8 @@ def schedule_auto(
     tables = [table for table in named if table.rank_of_stage in homes]
     starts: list[Found] = []
     for home in homes:
-        problem = Problem.of(costs, home, microbatches, caps)
+        room = [cap - taken for cap, taken in zip(caps, working_bytes(costs, home, ranks), strict=True)]
+        problem = Problem.of(costs, home, microbatches, room)
         alike = [table for table in tables if table.rank_of_stage == home]
         starts += [(problem, solution) for solution in _starts(problem, alike, random)]
     for found in _improved(starts, effort, random):

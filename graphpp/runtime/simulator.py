@@ -141,15 +141,18 @@ class _Machine:
                 begin = max(begin, there)
         end = rank.free = begin + self.costs.of(action)
         rank.events.append(Event(number, action, begin, end))
-        for leaf in action.leaves:
-            if leaf.kind is Kind.F:
-                rank.change(begin, self.costs.stages[leaf.stage].saved_bytes)
+        changes = [self._change(leaf) for leaf in action.leaves]
+        rank.change(begin, sum(start for start, _ in changes))
+        rank.change(end, sum(at_end for _, at_end in changes))
         for leaf in action.leaves:
             value = (_MAKES[leaf.kind], leaf.stage, leaf.microbatch)
-            rank.change(end, self._freed(leaf, value))
             self.made[value] = end
             todo += self.waiting.pop(value, ())
         return None
+
+    def _change(self, leaf: Action) -> tuple[int, int]:
+        followed = leaf.kind is not Kind.F or ("F", leaf.stage, leaf.microbatch) in self.kept
+        return self.costs.stages[leaf.stage].change(leaf.kind, followed)
 
     def _arrival(self, value: Value, number: int) -> float | None:
         """When a value is on the rank that reads it; None while that is not known."""
@@ -167,14 +170,6 @@ class _Machine:
         if kind == "F":
             return self.costs.message(self.costs.sends_forward, stage)
         return self.costs.message(self.costs.sends_backward, stage - 1)
-
-    def _freed(self, leaf: Action, value: Value) -> int:
-        """The change of live bytes at the end of a computation."""
-        stage = self.costs.stages[leaf.stage]
-        kept = stage.saved_bytes if stage.kept_bytes is None else stage.kept_bytes
-        if leaf.kind is Kind.F:
-            return 0 if value in self.kept else -stage.saved_bytes
-        return {Kind.B: -stage.saved_bytes, Kind.I: kept - stage.saved_bytes, Kind.W: -kept}[leaf.kind]
 
     def _stuck(self) -> str:
         """Where each rank that did not come to its end stands, and for what."""

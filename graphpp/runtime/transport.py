@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter, defaultdict, deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from itertools import islice
@@ -83,6 +83,7 @@ class Transport:
         self.device = device
         self._outgoing: dict[int, deque[Message]] = defaultdict(deque)
         self.waited = 0.0  # seconds that this process stood still for messages
+        self.on_wait: Callable[[], None] | None = None  # called before and after each wait, while a step is recorded
 
     def send_ops(self, values: Sequence[torch.Tensor], metas: Sequence[TensorMeta], peer: int) -> list[dist.P2POp]:
         """The operations that send `values` to `peer`."""
@@ -122,9 +123,14 @@ class Transport:
 
     def wait(self, message: Message) -> list[torch.Tensor]:
         """The tensors of a message, once they are there; counts the time."""
+        on_wait = self.on_wait if message.works else None
+        if on_wait is not None:
+            on_wait()
         began = time.perf_counter()
         tensors = message.wait()
         self.waited += time.perf_counter() - began
+        if on_wait is not None:
+            on_wait()
         return tensors
 
     def flush(self) -> None:

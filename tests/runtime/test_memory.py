@@ -34,7 +34,7 @@ def of_bytes(*stages: tuple[int, int | None]) -> Costs:
         ("0F0 0I0 0W0", [(10, 14)], Peak(0, 1, 14)),  # what is kept may be more
         ("0F0 (0F1;0B0)OVERLAP_F_B 0B1", [(10, None)], Peak(0, 1, 20)),  # both are alive while they run
         ("0F0 1F0 1B0 0B0", [(10, None), (5, None)], Peak(0, 1, 15)),
-        ("0F0 0F1", [(10, None)], Peak(0, 0, 0)),  # nothing follows
+        ("0F0 0F1", [(10, None)], Peak(0, 0, 10)),  # nothing follows: each is gone when it ends
     ],
 )
 def test_peaks(row: str, costs: list[tuple[int, int | None]], peak: Peak) -> None:

@@ -19,6 +19,7 @@ from graphpp.runtime.actions import Kind
 from graphpp.runtime.checker import check
 from graphpp.runtime.communication import add_communication
 from graphpp.runtime.costs import Costs, StageCosts
+from graphpp.runtime.memory import peak_bytes
 from graphpp.runtime.schedule import Schedule
 from graphpp.runtime.scheduler import schedule_auto
 from graphpp.runtime.schedules import SCHEDULES
@@ -281,3 +282,15 @@ def test_a_table_and_its_order() -> None:
     solution = decode(problem, candidate_of(problem, SCHEDULES["1F1B"](4, 4, 6)))
     assert solution is not None
     assert solution.makespan * problem.unit <= 3 * (6 + 3)
+
+
+def test_what_programs_take_while_they_run_counts_against_the_cap() -> None:
+    stage = StageCosts(saved_bytes=10, kept_bytes=6, peak_bytes={Kind.F: 25, Kind.I: 18, Kind.W: 9})
+    costs = Costs((stage,) * 4)
+    free = schedule_auto(costs, ranks=2, microbatches=6)
+    least = max(peak_bytes(free, costs))
+    for cap in (least, 45, 35):
+        table = schedule_auto(costs, cap, ranks=2, microbatches=6)
+        assert max(peak_bytes(table, costs)) <= cap
+    with pytest.raises(ScheduleError, match="at least 35"):
+        schedule_auto(costs, 34, ranks=2, microbatches=6)

@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from math import inf
 
 from graphpp.errors import ScheduleError
+from graphpp.runtime.actions import Kind
 from graphpp.runtime.costs import Costs
 
 Home = Mapping[int, int]
@@ -60,9 +61,19 @@ def _given(stages: int, placement: Home, ranks: int) -> dict[int, int]:
     return {stage: placement[stage] for stage in range(stages)}
 
 
+def working_bytes(costs: Costs, home: Home, ranks: int) -> list[int]:
+    """The most that a program takes on each rank while it runs, beside what is saved before or after it."""
+    most = [0] * ranks
+    for stage, rank in home.items():
+        each = costs.stages[stage]
+        starts = {kind: each.change(kind)[0] for kind in (Kind.F, Kind.B, Kind.I, Kind.W)}
+        most[rank] = max(most[rank], starts.pop(Kind.F) - each.saved_bytes, *starts.values())
+    return most
+
+
 def roomy(costs: Costs, homes: list[dict[int, int]], caps: Sequence[float]) -> list[dict[int, int]]:
     """The placements under which a microbatch gets through: each rank holds the activations of all its stages."""
-    needs = [[0] * len(caps) for _ in homes]
+    needs = [working_bytes(costs, home, len(caps)) for home in homes]
     for need, home in zip(needs, homes, strict=True):
         for stage, rank in home.items():
             need[rank] += costs.stages[stage].saved_bytes

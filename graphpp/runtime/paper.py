@@ -1,0 +1,83 @@
+"""A sheet of SVG: elements with short numbers and safe text, and a horizontal scale from time to pixels.
+
+Contract: what is written is well-formed XML in ASCII whatever a name holds; it refers to nothing outside of itself, and
+all style is in attributes, so that several pictures can stand in one page.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from xml.etree.ElementTree import Element, SubElement, tostring
+
+INK, FAINT = "#24292f", "#6e7781"
+_NO_XML = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\ud800-\udfff\ufffe\uffff]")
+
+
+@dataclass(frozen=True)
+class Scale:
+    """Time 0 is at x = `left`, `span` at `left + width`, in pixels."""
+
+    left: float
+    width: float
+    span: float
+
+    def x(self, time: float) -> float:
+        """Where a time is."""
+        return self.left + self.length(time)
+
+    def length(self, duration: float) -> float:
+        """How wide a duration is."""
+        return duration / self.span * self.width if self.span else 0.0
+
+
+class Paper:
+    """An SVG under construction."""
+
+    def __init__(self) -> None:
+        font = "system-ui, -apple-system, 'Segoe UI', 'Liberation Sans', Arial, sans-serif"
+        self.root = Element("svg", {"xmlns": "http://www.w3.org/2000/svg", "font-family": font, "role": "img"})
+        self._page = self.add("rect", x=0, y=0, fill="#ffffff", class_="page")
+
+    def add(self, tag: str, text: str = "", **attributes: object) -> Element:
+        """Append an element; `stroke_width=1` is written as `stroke-width="1"`, and `class_` as `class`."""
+        named = {name.rstrip("_").replace("_", "-"): _spelled(value) for name, value in attributes.items()}
+        element = SubElement(self.root, tag, named)
+        element.text = printable(text)
+        return element
+
+    def rect(self, box: tuple[float, float, float, float], fill: str, title: str = "", **attributes: object) -> None:
+        """A rectangle (x, y, width, height), with what is shown when the pointer rests on it."""
+        x, y, width, height = box
+        element = self.add("rect", "", x=x, y=y, width=width, height=height, fill=fill, **attributes)
+        if title:
+            SubElement(element, "title").text = printable(title)
+
+    def text(self, x: float, y: float, text: str, size: float = 11, fill: str = INK, **attributes: object) -> None:
+        """A line of text whose middle is at the height `y`."""
+        # Not every viewer knows dominant-baseline, so the baseline is put where it belongs.
+        self.add("text", text, x=x, y=y + 0.36 * size, font_size=size, fill=fill, pointer_events="none", **attributes)
+
+    def finish(self, width: float, height: float) -> str:
+        """The picture as text, of this size in pixels."""
+        for element, names in ((self._page, ("width", "height")), (self.root, ("width", "height"))):
+            for name, value in zip(names, (width, height), strict=True):
+                element.set(name, _spelled(float(value)))
+        self.root.set("viewBox", f"0 0 {_spelled(float(width))} {_spelled(float(height))}")
+        return str(tostring(self.root, encoding="us-ascii", xml_declaration=False), "ascii")
+
+
+def printable(text: str) -> str:
+    """A text without the characters that no XML may hold."""
+    return _NO_XML.sub("\ufffd", text)
+
+
+def text_width(text: str, size: float) -> float:
+    """About how wide a text is, in pixels."""
+    return 0.55 * size * len(text)
+
+
+def _spelled(value: object) -> str:
+    if isinstance(value, float):
+        return f"{value:.2f}".rstrip("0").rstrip(".")
+    return printable(str(value))

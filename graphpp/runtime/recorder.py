@@ -1,0 +1,137 @@
+"""When a rank's actions ran in one step: marks around the runner's handlers and around its waits.
+
+Contract
+    A recorder serves one step of one rank. A computation that first had to wait for a message gives two spans: its
+    receive has the wait, and the computation what follows. Times are of `time.perf_counter`, in seconds. On CUDA the marks
+    are events of the current stream, read when the step is over: recording does not make the host wait for the GPU.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+
+from graphpp.runtime.actions import Action, message, upstream
+
+_LEADING = 0.05  # the share of an overlap's work that may come before a wait that it is said to begin with
+
+
+class Clock(Protocol):
+    """Marks moments; a mark means nothing until `seconds` reads it."""
+
+    def mark(self) -> Any:
+        """This moment."""
+
+    def seconds(self, mark: Any) -> float:
+        """When a mark was, on the scale of `time.perf_counter`."""
+
+
+class WallClock:
+    """For the CPU, where an action is over when its handler returns."""
+
+    def mark(self) -> float:
+        """This moment."""
+        return time.perf_counter()
+
+    def seconds(self, mark: float) -> float:
+        """The mark itself."""
+        return mark
+
+
+class StreamClock:
+    """For CUDA: moments of the current stream, counted from one at which the device is at rest."""
+
+    def __init__(self) -> None:
+        torch.cuda.synchronize()
+        self._origin, self._at = self.mark(), time.perf_counter()
+
+    def mark(self) -> torch.cuda.Event:
+        """An event that the stream reaches when the work before it is done."""
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def seconds(self, mark: torch.cuda.Event) -> float:
+        """Waits until the stream has reached the mark."""
+        mark.synchronize()
+        return self._at + float(self._origin.elapsed_time(mark)) / 1e3
+
+
+def clock_of(device: torch.device) -> Clock:
+    """The clock for what runs on `device`."""
+    return StreamClock() if device.type == "cuda" else WallClock()
+
+
+@dataclass
+class _Span:
+    action: Action
+    start: Any
+    end: Any = None
+    waits: list[Any] = field(default_factory=list)  # marks before and after each wait, in turn
+
+
+class Recorder:
+    """Times of one step."""
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self._spans: list[_Span] = []
+
+    def run(self, handler: Callable[[Action], None], action: Action) -> None:
+        """Run an action's handler and note when."""
+        span = _Span(action, self._clock.mark())
+        self._spans.append(span)
+        handler(action)
+        span.end = self._clock.mark()
+
+    def waiting(self) -> None:
+        """Called right before and right after each wait for a message."""
+        if self._spans and self._spans[-1].end is None:
+            self._spans[-1].waits.append(self._clock.mark())
+
+    def times(self, stages: int) -> list[tuple[Action, float, float]]:
+        """(action, start, end) of everything that ran, in the order of the table; `stages` are the pipeline's."""
+        read = self._clock.seconds
+        found = {span.action: (read(span.start), read(span.end)) for span in self._spans}
+        posted = {leaf: span.action for span in self._spans for leaf in span.action.leaves if leaf.is_communication}
+        for span in (span for span in self._spans if span.action.is_compute):
+            marks = list(map(read, span.waits))
+            waits = list(zip(marks[::2], marks[1::2], strict=True))
+            receives = [posted[each] for leaf in span.action.leaves for each in received_by(leaf, stages) if each in posted]
+            found.update(zip(receives, waits, strict=False))
+            found[span.action] = _computing(*found[span.action], waits, several=bool(span.action.parts))
+        return [(action, *times) for action, times in found.items()]
+
+    def overhead(self) -> float:
+        """The seconds for each action in which the rank neither computed nor waited for a message."""
+        if not self._spans:
+            return 0.0
+        read = self._clock.seconds
+        total = read(self._spans[-1].end) - read(self._spans[0].start)
+        computing = sum(read(span.end) - read(span.start) for span in self._spans if span.action.is_compute)
+        waiting = sum(read(mark) * (1 if index % 2 else -1) for index, mark in enumerate(self._waits_of_messages()))
+        return max(total - computing - waiting, 0.0) / len(self._spans)
+
+    def _waits_of_messages(self) -> list[Any]:
+        return [mark for span in self._spans if not span.action.is_compute for mark in span.waits]
+
+
+def _computing(start: float, end: float, waits: Sequence[tuple[float, float]], *, several: bool) -> tuple[float, float]:
+    """Without the wait that an action begins with; one of `several` parts may wait for another after it has computed some."""
+    computes = end - start - sum(until - since for since, until in waits)
+    for since, until in waits:
+        if several and since - start > _LEADING * computes:
+            break
+        start = until
+    return start, end
+
+
+def received_by(action: Action, stages: int) -> tuple[Action, ...]:
+    """The receive that an F, B or I reads from, if the stage before it stands on another rank."""
+    makers = upstream(action, stages)
+    pair = message(makers[0], stages) if makers else None
+    return () if pair is None else (pair[1],)

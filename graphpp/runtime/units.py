@@ -1,0 +1,46 @@
+"""Numbers with their units as people read them, and where the ticks of an axis go.
+
+Contract: text only, three or four digits; seconds become ms or µs by their size, any other unit of time stays as it is.
+"""
+
+from __future__ import annotations
+
+import math
+
+
+def spell_bytes(count: int) -> str:
+    """`12.5 KiB`."""
+    size, unit = float(count), "B"
+    for larger in ("KiB", "MiB", "GiB"):
+        if size < 1024:
+            break
+        size, unit = size / 1024, larger
+    return f"{count} B" if unit == "B" else f"{size:.1f} {unit}"
+
+
+def scale_of(span: float, unit: str) -> tuple[float, str]:
+    """How many of the unit to show are in one of `unit`, and its name, for times up to `span`."""
+    if unit != "s" or span >= 1:
+        return 1.0, unit
+    return (1e3, "ms") if span >= 1e-3 else (1e6, "µs")
+
+
+def spell_time(time: float, unit: str) -> str:
+    """`1.25 ms`; a unit other than seconds follows its number as it is."""
+    factor, name = scale_of(abs(time), unit)
+    return f"{time * factor:.4g} {name}"
+
+
+def tick_step(span: float, most: int) -> float:
+    """The distance of at most `most` ticks from 0 to `span`: 1, 2 or 5 times a power of ten."""
+    if span <= 0:
+        return 1.0
+    rough = span / max(most, 1)
+    power = 10.0 ** math.floor(math.log10(rough))
+    return next(step * power for step in (1, 2, 5, 10, 20) if step * power >= rough)
+
+
+def ticks(span: float, most: int) -> list[float]:
+    """Where the ticks are, from 0 to `span`."""
+    step = tick_step(span, most)
+    return [step * number for number in range(int(span / step + 1e-9) + 1)]
