@@ -21,6 +21,7 @@ from graphpp.plan import Plan
 from graphpp.post_validation import PostValidation
 from graphpp.recompute import Recompute
 from graphpp.runtime.costs import Costs, StageCosts
+from graphpp.runtime.profile import Profile
 from graphpp.runtime.schedule import Schedule
 from graphpp.runtime.scheduler import schedule_auto
 from graphpp.runtime.schedules import stage_ids
@@ -47,6 +48,7 @@ __all__ = [
     "Pipeline",
     "Plan",
     "PostValidation",
+    "Profile",
     "RankFailure",
     "Recompute",
     "Schedule",

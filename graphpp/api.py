@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -40,6 +41,7 @@ def compile(  # noqa: PLR0913 - what a user may choose, all of it optional
     loss_reduction: Reduction = "mean",
     accumulate_dtype: torch.dtype | None = None,
     recompute: recomputing.Given = None,
+    memory_cap: int | Sequence[int] | None = None,
     max_graphs: int = 16,
     dump: str | os.PathLike[str] | None = None,
 ) -> Pipeline:
@@ -52,9 +54,9 @@ def compile(  # noqa: PLR0913 - what a user may choose, all of it optional
         example: one microbatch, for its shapes; None: taken from the first step.
         split: where stages start: FQNs, one list of FQNs per stage, a number of stages, `graphpp.split_points(...)`,
             a `graphpp.Layout`; None: one stage per slot of the schedule, equal numbers of layers.
-        schedule: "auto", "GPipe", "1F1B", "Interleaved1F1B", "LoopedBFS", a CSV file in torch's format, a `Schedule`,
-            or a function (ranks, stages, microbatches) -> table. auto: a plain loop in one process, 1F1B for one stage
-            a rank, Interleaved1F1B for several.
+        schedule: a name (`graphpp.schedules.SCHEDULES` has them), a CSV file in torch's format, a `Schedule`, rows of
+            action strings, or a function (ranks, stages, microbatches) -> table. "auto": a plain loop in one process, 1F1B
+            for one stage a rank, Interleaved1F1B for several.
         microbatches: into how many parts `step` cuts a batch; None: the largest divisor of the batch up to 4 a rank.
         group: the ranks of this pipeline; None: the world, initialised from torchrun's variables if nobody has;
             without those: one process.
@@ -69,6 +71,9 @@ def compile(  # noqa: PLR0913 - what a user may choose, all of it optional
         recompute: what is computed again for the backward, not saved: "full" (every layer), FQNs of modules, a function
             of a graph's node, a `graphpp.Recompute`; None: nothing. Bit-equal, dropout included. A schedule whose
             `recomputed` is set says for which stages and microbatches.
+        memory_cap: bytes of activations that may be alive on a rank in a step, one number or one per rank; a schedule that
+            would need more is refused before the first step. Counted from the graph: what waits for its backward, and what a
+            program has alive while it runs. Parameters, gradients and an operator's own workspace come on top.
         max_graphs: how many captured graphs are kept, one per shape of microbatch and mode; the least recently used goes.
         dump: folder for dumps of graphs, plan and schedule; None: the variable GRAPHPP_DUMP, if set.
 
@@ -86,7 +91,7 @@ def compile(  # noqa: PLR0913 - what a user may choose, all of it optional
         count = _microbatches(microbatches, table)
         chosen, several = recomputing.chosen(recompute), _replicas(replicas)
         sizes = (count, loss_reduction, accumulate_dtype, max_graphs)
-        return Settings(place, example, split, table, *sizes, chosen, several, _folder(dump))
+        return Settings(place, example, split, table, *sizes, chosen, several, _cap(memory_cap, place.ranks), _folder(dump))
 
     with FailureBoard(place.group, "compile").watching():
         agreed = agreement.together(settings, lambda made: _facts(model, loss, made))
@@ -163,6 +168,7 @@ def _facts(model: nn.Module, loss: LossFunction | None, settings: Settings) -> F
             "loss_reduction=": [settings.loss_reduction],
             "accumulate_dtype=": [str(settings.accumulate_dtype)],
             "replicas=": ["none" if settings.replicas is None else f"{dist.get_world_size(settings.replicas)} ranks"],
+            "memory_cap=": [str(settings.memory_cap)],
             "recompute=": [recomputing.spelled(settings.recompute)],
             "max_graphs=": [str(settings.max_graphs)],
         }
@@ -179,6 +185,16 @@ def _place(model: object, group: dist.ProcessGroup | None, device: torch.device 
         first = str(error).partition("\n")[0]
         raise GraphPPError(f"device={str(device)!r} cannot be used on this machine: {first}") from error
     return Device(chosen, group if group is not None else _world(chosen))
+
+
+def _cap(given: int | Sequence[int] | None, ranks: int) -> int | tuple[int, ...] | None:
+    """The cap of every rank."""
+    if given is None:
+        return None
+    caps = tuple(given) if isinstance(given, Sequence) else (given,) * ranks
+    if len(caps) != ranks or not all(type(cap) is int and cap > 0 for cap in caps):
+        raise GraphPPError(f"memory_cap must be a positive number of bytes, or one for each of {ranks} ranks, got {given!r}")
+    return caps
 
 
 def _replicas(group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:

@@ -32,6 +32,7 @@ from graphpp.runtime.actions import Kind
 from graphpp.runtime.agreement import Facts
 from graphpp.runtime.checker import check
 from graphpp.runtime.communication import add_communication
+from graphpp.runtime.costs import Costs
 from graphpp.runtime.program import PipelineProgram, StageProgram
 from graphpp.runtime.runner import Device, ranks_of_parameters
 from graphpp.runtime.schedule import Schedule
@@ -55,6 +56,7 @@ class Settings:
     max_graphs: int = 16
     recompute: Recompute | None = None
     replicas: dist.ProcessGroup | None = None
+    memory_cap: int | tuple[int, ...] | None = None
     dump: Path | None = None
 
     @property
@@ -151,7 +153,7 @@ class Compiler:
         captured = dump.capture(lambda: self._capture(example, training))
         self._watch(Passed("capture", 0.0, captured.joint))
         starts = self._starts(module_calls(captured.joint))
-        schedule = self._table(len(starts), microbatches)
+        schedule = self._table(len(starts), microbatches, training=training)
         usual = Wanted(_splits_backward(schedule), bool(self._recomputed(schedule)))
         hook = _both(dump.hook(schedule), self._watch)
         compiled = lower(captured.joint, starts, hook, self._choices(captured.joint, usual))
@@ -159,10 +161,14 @@ class Compiler:
         dump.plan(plan, _with_communication(schedule, training))
         return Built(captured, compiled, plan, {usual: compiled})
 
-    def schedule(self, built: Built, microbatches: int, *, training: bool) -> Schedule:
-        """The checked table with communication for a number of microbatches; forwards only for evaluation."""
-        table = self._table(len(built.program.stages), microbatches)
-        _check_buffer_order(table, built)
+    def schedule(self, each: Sequence[Built], *, training: bool) -> Schedule:
+        """The checked table with communication for microbatches of these graphs; forwards only for evaluation."""
+        table = self._table(len(each[0].program.stages), len(each), training=training)
+        for built in {id(built): built for built in each}.values():
+            _check_buffer_order(table, built)
+        if self.settings.memory_cap is not None and training:
+            programs = [self.program(built, table, index) for index, built in enumerate(each)]
+            self._check(table, [Costs.of_programs(program) for program in programs])
         return _with_communication(table, training)
 
     def program(self, built: Built, schedule: Schedule, microbatch: int) -> PipelineProgram:
@@ -223,7 +229,7 @@ class Compiler:
         check_output(captured)
         return captured
 
-    def _table(self, stages: int, microbatches: int) -> Schedule:
+    def _table(self, stages: int, microbatches: int, *, training: bool) -> Schedule:
         given, ranks = self.settings.schedule, self.settings.place.ranks
         if isinstance(given, Schedule) and given.microbatches != microbatches:
             raise ScheduleError(
@@ -231,8 +237,19 @@ class Compiler:
                 f"cut the batch into {given.microbatches}, or give a name or a function, which makes a table for any."
             )
         table = build(given, ranks, stages, microbatches)
-        check(table, ranks=ranks, stages=stages, microbatches=microbatches)
+        if training and not _trains(table):
+            raise ScheduleError(
+                f"the schedule {table.name!r} has forwards only: call pipe.eval, and leave out example=, or give a schedule "
+                "with backwards to train."
+            )
+        check(table, ranks=ranks, stages=stages, microbatches=microbatches, training=_trains(table))
         return table
+
+    def _check(self, table: Schedule, costs: Sequence[Costs]) -> None:
+        """Raise where more is alive than the caller allows."""
+        ranks, stages, microbatches = table.ranks, table.stages, table.microbatches
+        cap = self.settings.memory_cap
+        check(table, ranks=ranks, stages=stages, microbatches=microbatches, costs=costs, memory_cap=cap)
 
 
 def check_alike(built: Sequence[Built]) -> None:
@@ -279,6 +296,10 @@ def module_calls(joint: JointGraph) -> list[Call]:
 def _with_communication(table: Schedule, training: bool) -> Schedule:
     table = table if training else table.forward_only()
     return table if table.has_communication else add_communication(table)
+
+
+def _trains(table: Schedule) -> bool:
+    return any(leaf.kind is not Kind.F for _, _, action in table.cells() if action.is_compute for leaf in action.leaves)
 
 
 def _splits_backward(table: Schedule) -> bool:

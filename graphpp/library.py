@@ -244,8 +244,7 @@ class Library:
         rank = self._compiler.settings.place.rank
         for each in {id(each): each for each in built}.values():
             self._state.check_memory([*each.parameters(rank), *each.buffers(rank)])
-            schedule = self._compiler.schedule(each, len(call.parts), training=call.training)
-        return schedule
+        return self._compiler.schedule(built, training=call.training)
 
     def _copies(self, built: Built) -> list[str]:
         """This rank's parameters that other ranks hold as well."""

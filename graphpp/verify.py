@@ -151,7 +151,7 @@ def _compiled(model: nn.Module, loss: LossFunction | None, settings: Settings, p
     compiler = Compiler(model, loss, replace(settings, dump=None), watch)
     with untouched(model, settings.place.device):
         built = compiler.build(parts[0], len(parts), training=True)
-        table = compiler.schedule(built, len(parts), training=True)
+        table = compiler.schedule([built] * len(parts), training=True)
         programs = [compiler.program(built, table, index) for index in range(len(parts))]
     return _Compiled(built, programs, seen["uncut"], seen["pieces"], in_one_row(table))
 

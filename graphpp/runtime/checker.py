@@ -22,9 +22,8 @@ from graphpp.errors import ScheduleError
 from graphpp.runtime.actions import PER_STAGE, WITH_PARTS, Action, Kind
 from graphpp.runtime.case import Case, Place
 from graphpp.runtime.channels import check_channels, check_messages
-from graphpp.runtime.costs import Costs
 from graphpp.runtime.deadlock import check_progress
-from graphpp.runtime.memory import check_memory
+from graphpp.runtime.memory import Each, check_memory
 from graphpp.runtime.schedule import Schedule
 from graphpp.runtime.sharding import check_reductions, check_sharding
 
@@ -40,13 +39,13 @@ def check(
     stages: int,
     microbatches: int,
     training: bool = True,
-    costs: Costs | None = None,
+    costs: Each | None = None,
     memory_cap: int | Sequence[int] | None = None,
 ) -> None:
     """Accept the schedule, with or without communication, or raise `ScheduleError`.
 
     `training=False` is for a table of forwards only. `memory_cap`: bytes of activations that a rank may hold, one number
-    or one for each rank; `costs` then say how many a stage's microbatch takes.
+    or one for each rank; `costs` then say how many a stage's microbatch takes (one, or one for each microbatch).
 
     The error names rank, column, the actions around it and what to do; for a deadlock, the cycle of waits. Refuses
     what torch's `_validate_schedule` lets pass: doubled actions, microbatches out of range, B beside I and W,
@@ -73,7 +72,7 @@ def check(
         check_memory(case, _given(costs), memory_cap)
 
 
-def _given(costs: Costs | None) -> Costs:
+def _given(costs: Each | None) -> Each:
     if costs is None:
         raise ScheduleError("memory_cap is in bytes, and nothing says how many a microbatch takes: give costs= too")
     return costs

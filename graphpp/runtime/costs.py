@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from graphpp.runtime.actions import Action, Kind
+from graphpp.runtime.program import Phase, PipelineProgram, StageProgram
 
 
 @dataclass(frozen=True)
@@ -29,6 +30,14 @@ class StageCosts:
     saved_bytes: int = 1
     kept_bytes: int | None = None
     peak_bytes: Mapping[Kind, int] = field(default_factory=dict, hash=False)
+
+    @classmethod
+    def of_programs(cls, stage: StageProgram) -> StageCosts:
+        """The bytes of a stage's programs, at unit times."""
+        run = {phase: item for phase, item in stage.programs.items() if phase is not Phase.EVALUATE}
+        kinds = {Kind(phase.value): item.peak_bytes for phase, item in run.items()}
+        kept = stage.kept_bytes if Phase.WEIGHT_GRAD in stage.programs else None
+        return cls(saved_bytes=stage.saved_bytes, kept_bytes=kept, peak_bytes=kinds)
 
     def change(self, kind: Kind, followed: bool = True) -> tuple[int, int]:
         """Bytes more on its rank at the start of an F, B, I or W, and at its end; `followed`: by a backward that reads them."""
@@ -60,6 +69,11 @@ class Costs:
     overlap: float = 1.0
     blocking: bool = False
     overhead: float = 0.0
+
+    @classmethod
+    def of_programs(cls, program: PipelineProgram) -> Costs:
+        """The bytes of a pipeline's programs, at unit times."""
+        return cls(tuple(map(StageCosts.of_programs, program.stages)))
 
     @classmethod
     def unit(cls, stages: int, ranks: int | None = None, send: float = 0.0) -> Costs:

@@ -25,6 +25,7 @@ from typing import NamedTuple
 from graphpp.errors import ScheduleError
 from graphpp.runtime.actions import SENDS, Action, Kind
 from graphpp.runtime.batches import Batches, Channel, Node, readers
+from graphpp.runtime.communication import add_communication
 from graphpp.runtime.order import Order
 from graphpp.runtime.schedule import Schedule
 
@@ -49,13 +50,15 @@ PAIRS = ("send_forward_recv_backward", "send_backward_recv_forward")
 
 
 def fuse_communication(schedule: Schedule, verbs: Sequence[str] = PAIRS) -> Schedule:
-    """The schedule with batches, made verb by verb in the order given.
+    """The schedule with batches, made verb by verb in the order given; one without sends and receives gets them first.
 
     Raises `ScheduleError` for an unknown verb, or if `schedule` has a deadlock already.
     """
     unknown = [verb for verb in verbs if verb not in VERBS]
     if unknown:
         raise ScheduleError(f"unknown verb {unknown[0]!r}; take {', '.join(VERBS)}")
+    if not schedule.has_communication:
+        schedule = add_communication(schedule)
     rows = [Batches(rank, row, schedule.rank_of_stage) for rank, row in enumerate(schedule.table)]
     try:
         order = Order(edge for row in rows for edge in row.edges())

@@ -27,22 +27,30 @@ class Peak(NamedTuple):
     nbytes: int
 
 
-def peak_bytes(schedule: Schedule, costs: Costs) -> tuple[int, ...]:
+Each = Costs | Sequence[Costs]
+"""The costs of all microbatches, or those of each."""
+
+
+def peak_bytes(schedule: Schedule, costs: Each) -> tuple[int, ...]:
     """The most bytes of activations alive at once on each rank."""
     return tuple(peak.nbytes for peak in peaks(schedule, costs))
 
 
-def peaks(schedule: Schedule, costs: Costs) -> tuple[Peak, ...]:
-    """Each rank's peak. Raises `ScheduleError` if `costs` has another number of stages."""
-    if len(costs.stages) != schedule.stages:
-        raise ScheduleError(
-            f"schedule {schedule.name!r} has {schedule.stages} stages, the costs are of {len(costs.stages)}; "
-            "give the costs of each stage"
-        )
-    return tuple(_peak(rank, row, costs) for rank, row in enumerate(schedule.table))
+def peaks(schedule: Schedule, costs: Each) -> tuple[Peak, ...]:
+    """Each rank's peak. Raises `ScheduleError` if `costs` has another number of stages, or of microbatches."""
+    each = [costs] * schedule.microbatches if isinstance(costs, Costs) else list(costs)
+    if len(each) != schedule.microbatches:
+        raise ScheduleError(f"schedule {schedule.name!r} has {schedule.microbatches} microbatches, the costs {len(each)}")
+    for known in each:
+        if len(known.stages) != schedule.stages:
+            raise ScheduleError(
+                f"schedule {schedule.name!r} has {schedule.stages} stages, the costs are of {len(known.stages)}; "
+                "give the costs of each stage"
+            )
+    return tuple(_peak(rank, row, each) for rank, row in enumerate(schedule.table))
 
 
-def check_memory(case: Case, costs: Costs, cap: int | Sequence[int]) -> None:
+def check_memory(case: Case, costs: Each, cap: int | Sequence[int]) -> None:
     """Raise `ScheduleError` at the peak of a rank that holds more than `cap` bytes; one cap, or one for each rank."""
     caps = [cap] * case.schedule.ranks if isinstance(cap, int) else list(cap)
     if len(caps) != case.schedule.ranks:
@@ -54,7 +62,7 @@ def check_memory(case: Case, costs: Costs, cap: int | Sequence[int]) -> None:
             raise case.refusal(Place(peak.rank, peak.column), what, remedy)
 
 
-def _peak(rank: int, row: Row, costs: Costs) -> Peak:
+def _peak(rank: int, row: Row, costs: Sequence[Costs]) -> Peak:
     found = Peak(rank, 0, 0)
     for column, nbytes in _live(row, costs):
         if nbytes > found.nbytes:
@@ -62,7 +70,7 @@ def _peak(rank: int, row: Row, costs: Costs) -> Peak:
     return found
 
 
-def _live(row: Row, costs: Costs) -> Iterator[tuple[int, int]]:
+def _live(row: Row, costs: Sequence[Costs]) -> Iterator[tuple[int, int]]:
     """(column, bytes alive) while each action runs, and after it."""
     kept = _Kept(row, costs)
     live = 0
@@ -77,11 +85,12 @@ def _live(row: Row, costs: Costs) -> Iterator[tuple[int, int]]:
 class _Kept:
     """What an action does to the bytes alive on its rank."""
 
-    def __init__(self, row: Row, costs: Costs) -> None:
+    def __init__(self, row: Row, costs: Sequence[Costs]) -> None:
         leaves = (leaf for action in row if action is not None for leaf in action.leaves)
         self._followed = {(leaf.stage, leaf.microbatch) for leaf in leaves if leaf.kind in (Kind.B, Kind.I)}
-        self._stages = costs.stages
+        self._costs = costs
 
     def change(self, leaf: Action) -> tuple[int, int]:
         """Bytes more at the start of a computation, and at its end."""
-        return self._stages[leaf.stage].change(leaf.kind, (leaf.stage, leaf.microbatch) in self._followed)
+        stage = self._costs[leaf.microbatch or 0].stages[leaf.stage]
+        return stage.change(leaf.kind, (leaf.stage, leaf.microbatch) in self._followed)

@@ -171,7 +171,11 @@ def _with_bytes(
     for index, each in enumerate(costs):
         kept = [p.stages[index].kept_bytes for p in split if Phase.WEIGHT_GRAD in p.stages[index].programs]
         saved = max(program.stages[index].saved_bytes for program in own)
-        found.append(replace(each, saved_bytes=saved, kept_bytes=max(kept, default=None)))
+        peaks: dict[Kind, int] = {}
+        for program in (*own, *split):
+            for kind, count in StageCosts.of_programs(program.stages[index]).peak_bytes.items():
+                peaks[kind] = max(count, peaks.get(kind, 0))
+        found.append(replace(each, saved_bytes=saved, kept_bytes=max(kept, default=None), peak_bytes=peaks))
     return tuple(found)
 
 
