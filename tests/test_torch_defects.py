@@ -1,7 +1,9 @@
 """One test per defect of `torch.distributed.pipelining` 2.13 that graphpp must not have; each name says which.
 
-Elsewhere already: tied weights and skip connections over ranks (`test_step.py`), Hugging Face Llama (`test_numbers.py`), the
-last rank of 1F1B against torch's list (`runtime/test_schedules.py`), faulty schedule files (`test_bad_input.py`).
+Elsewhere already: zero bubble with recomputed blocks, frozen first stages and a weight used twice (`test_zero_bubble.py`) and
+with data parallelism (`test_replicas.py`); tied weights and skip connections over ranks (`test_step.py`), Hugging Face Llama
+(`test_numbers.py`), the last rank of 1F1B against torch's list (`runtime/test_schedules.py`), faulty schedule files
+(`test_bad_input.py`).
 """
 
 from typing import Any
