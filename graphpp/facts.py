@@ -102,6 +102,6 @@ def _begins(stage: StageProgram) -> str:
 
 
 def _without_comments(text: str) -> str:
-    """The ranks may have the sources in other folders, and comments name them; each runs on a GPU of its own number."""
+    """Comments name the sources' folders; each rank runs on a GPU of its own number, and has groups of its own."""
     lines = (line.partition("  #")[0] for line in text.splitlines())
-    return "\n".join(line for line in lines if not line.startswith("_device_"))
+    return "\n".join(line for line in lines if not line.startswith(("_device_", "_group_")))

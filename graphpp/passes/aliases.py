@@ -1,6 +1,6 @@
 """Which values of a graph share memory: views have the memory of what they view.
 
-Contract: `root(node)` is the node that allocated the memory; a result is shared if its root is an input of the graph, the
+Contract: a wait for a collective returns its argument. `root(node)` is the node that allocated the memory; a result is shared if its root is an input of the graph, the
 root of another result too, or read by an operation, which could still run when the result is already being changed.
 """
 
@@ -11,6 +11,8 @@ from collections import Counter
 
 import torch
 from torch import fx
+
+from graphpp.passes.collectives import is_wait
 
 _UNDECLARED = {torch.ops.aten._unsafe_view.default, torch.ops.aten.contiguous.default, torch.ops.aten.reshape.default}
 
@@ -28,7 +30,7 @@ def is_view(node: fx.Node) -> bool:
 
 def shares_memory(node: fx.Node) -> bool:
     """Whether a value lies, or may lie, in the memory of the node's first input."""
-    return bool(node.all_input_nodes) and (is_view(node) or node.target in _UNDECLARED)
+    return bool(node.all_input_nodes) and (is_view(node) or node.target in _UNDECLARED or is_wait(node))
 
 
 def root(node: fx.Node) -> fx.Node:

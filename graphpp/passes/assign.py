@@ -6,6 +6,7 @@ Contract
   module call named by the split, so stages follow the order of execution and no value is needed before it exists.
 - Cheap values that need no parameter, no written buffer, no random number and no received value (masks, rotary tables,
   position ids), and views of parameters, have no stage (`None`): they are computed again where they are read.
+- A collective stands in one stage, and what waits for it in the same.
 - A backward node goes where its forward twin is (same autograd sequence number), but never to a later stage than a
   gradient it reads; so an accumulation goes to the lowest stage among the gradients it adds.
 - Afterwards, along every edge forward stages do not fall and backward stages do not rise.
@@ -19,11 +20,12 @@ from collections.abc import Sequence
 
 import torch
 from torch import fx
-from torch.utils.flop_counter import flop_registry
 
 from graphpp.errors import CaptureError
 from graphpp.passes.aliases import is_view
+from graphpp.passes.collectives import is_collective, is_wait
 from graphpp.passes.joint import JointGraph, describe, is_check
+from graphpp.passes.op_costs import flops
 from graphpp.runtime import program
 
 _CHEAP_FLOPS_PER_ELEMENT = 16
@@ -57,14 +59,14 @@ def stage_inputs(node: fx.Node) -> list[fx.Node]:
 
 def _forward_stage(node: fx.Node, starts: Sequence[int]) -> int:
     stages: list[int] = [source.meta["stage"] for source in stage_inputs(node)]
-    if node.target is operator.getitem and stages:
+    if _is_of_its_input(node) and stages:
         return stages[0]
     return max([bisect_right(starts, node.meta["position"]) - 1, *stages])
 
 
 def _backward_stage(node: fx.Node, twins: dict[int, int | None], last: int) -> int:
     gradients: list[int] = [source.meta["stage"] for source in stage_inputs(node) if source.meta["backward"]]
-    if node.target is operator.getitem and gradients:
+    if _is_of_its_input(node) and gradients:
         return gradients[0]
     twin = twins.get(node.meta["seq"])
     if twin is not None:
@@ -73,11 +75,16 @@ def _backward_stage(node: fx.Node, twins: dict[int, int | None], last: int) -> i
     return min(gradients) if gradients else max(kept, default=last)
 
 
+def _is_of_its_input(node: fx.Node) -> bool:
+    """An item of a tuple, and what a collective received, are no values to send before they are taken out or waited for."""
+    return node.target is operator.getitem or is_wait(node)
+
+
 def _is_replicable(node: fx.Node, written: set[str]) -> bool:
     """Whether a value can be computed anywhere, at no cost worth a message."""
     if any(source.meta["stage"] is not None or _is_particular(source) for source in node.all_input_nodes):
         return False
-    if _is_heavy(node) or is_check(node):
+    if _is_heavy(node) or is_check(node) or is_collective(node):
         return False
     return all(_is_plain(source, written, node) for source in node.all_input_nodes)
 
@@ -106,15 +113,9 @@ def _is_particular(node: fx.Node) -> bool:
 
 def _is_heavy(node: fx.Node) -> bool:
     """A contraction with more than a few operations per element of its result is worth a message."""
-    packet = getattr(node.target, "overloadpacket", None)
-    if packet not in flop_registry:
-        return False
     value = node.meta["val"]
-    args = fx.node.map_arg(node.args, lambda source: source.meta["val"])
-    kwargs = fx.node.map_arg(node.kwargs, lambda source: source.meta["val"])
-    flops = flop_registry[packet](*args, **kwargs, out_val=value)
     size = value.numel() if isinstance(value, torch.Tensor) else 1
-    return bool(flops > _CHEAP_FLOPS_PER_ELEMENT * max(size, 1))
+    return flops(node) > _CHEAP_FLOPS_PER_ELEMENT * max(size, 1)
 
 
 def _check(joint: JointGraph, written: set[str]) -> None:

@@ -6,7 +6,7 @@ read it or make its gradient or new value; an unused one by the stage in which i
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 from graphpp.passes.aliases import shared_results
 from graphpp.passes.cut import Cut, SlotGraph
@@ -14,6 +14,7 @@ from graphpp.passes.joint import JointGraph, tensor_meta
 from graphpp.passes.liveness import peak_bytes
 from graphpp.passes.render import render
 from graphpp.passes.traffic import F
+from graphpp.passes.weave import Woven
 from graphpp.runtime.program import (
     Buffer,
     BufferUpdate,
@@ -26,6 +27,7 @@ from graphpp.runtime.program import (
     PipelineProgram,
     Program,
     StageProgram,
+    WovenProgram,
 )
 
 
@@ -66,6 +68,12 @@ def _program(slot: SlotGraph, phase: Phase) -> Program:
     run = rendered.load(f"<graphpp stage {slot.stage} {phase.name.lower()}>")
     shared, peak = shared_results(slot.graph), peak_bytes(slot.graph)
     return Program(slot.stage, phase, slot.inputs, slot.outputs, run, rendered.text, shared, peak)
+
+
+def emit_woven(woven: Woven, parts: Sequence[Program]) -> WovenProgram:
+    """Render and load a woven graph; `parts` are the programs that were emitted for its parts."""
+    rendered = render(woven.graph, woven.title)
+    return WovenProgram(tuple(parts), rendered.load(f"<graphpp {woven.title}>"), rendered.text)
 
 
 def _used(pieces: Cut, stage: int) -> set[object]:

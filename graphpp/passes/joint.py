@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from graphpp.passes.collectives import is_collective, is_wait
 from graphpp.runtime import program
 from graphpp.runtime.program import InputRole, OutputRole, TensorMeta
 
@@ -69,10 +70,15 @@ class JointGraph:
 
 
 def remove_unused(graph: fx.Graph) -> None:
-    """Erase nodes that nobody reads, assertions about metadata included; placeholders and checks stay."""
+    """Erase nodes that nobody reads, assertions about metadata included; placeholders, checks and collectives stay."""
     for node in reversed(list(graph.nodes)):
-        if node.op not in ("placeholder", "output") and not node.users and not is_check(node):
+        if node.op not in ("placeholder", "output") and not node.users and not _stays(node):
             graph.erase_node(node)
+
+
+def _stays(node: fx.Node) -> bool:
+    """Whether a node that nobody reads does something: it may raise, or the other ranks of its group count on it."""
+    return is_check(node) or is_collective(node) or is_wait(node)
 
 
 def is_check(node: fx.Node) -> bool:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import torch
 from torch import fx
 
+from graphpp.passes.collectives import is_collective
 from graphpp.passes.joint import JointGraph, is_tensor
 
 aten = torch.ops.aten
@@ -24,13 +25,13 @@ def relax_views(joint: JointGraph) -> JointGraph:
     for node in list(joint.computed()):
         if node.target in _VIEWS:
             node.target = aten.reshape.default
-        elif node.target in _BY_LAYOUT:
-            _make_contiguous(joint.graph, node)
+        elif node.target in _BY_LAYOUT or is_collective(node):
+            for source in node.all_input_nodes:
+                _make_contiguous(joint.graph, node, source)
     return joint
 
 
-def _make_contiguous(graph: fx.Graph, node: fx.Node) -> None:
-    source = node.all_input_nodes[0]
+def _make_contiguous(graph: fx.Graph, node: fx.Node, source: fx.Node) -> None:
     value = source.meta["val"]
     if source.op == "placeholder" or not is_tensor(source) or not value.is_contiguous() or value.storage_offset():
         return

@@ -9,7 +9,7 @@ other operation reads it, and what `take` returns stands in the tuple (by defaul
 a gradient up while its memory is warm and let it go.
 Each line carries dtype and shape, the module call and the user's source line as a comment; inputs and results carry
 their roles (`meta["role"]` of a placeholder, `meta["roles"]` of the output); in a graph with nodes of several stages
-each line says its stage. Names are those of `spelling`.
+each line says its stage, in a woven one its part. Names are those of `spelling`.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from typing import Any
 
 from torch import fx
 
+from graphpp.passes.collectives import names_group
 from graphpp.passes.joint import describe
 from graphpp.passes.spelling import Spelling, spell_value
 from graphpp.runtime import program
@@ -39,11 +40,12 @@ Run = Callable[..., Sequence[Any]]
 
 @dataclass(frozen=True)
 class Rendered:
-    """Text of a module with `run`, the objects it names but cannot spell, and the names of the devices at its head."""
+    """Text of a module with `run`, the objects it names but cannot spell, the names of devices and groups at its head."""
 
     text: str
     bindings: dict[str, Any]
     devices: tuple[str, ...] = ()
+    groups: tuple[str, ...] = ()
 
     def load(self, filename: str) -> Run:
         """Compile the text and return its `run`; tracebacks show `filename` (numbered if it is taken) and the line."""
@@ -72,7 +74,7 @@ def render(graph: fx.Graph, title: str = "") -> Rendered:
     head += [f"{name} = {expression}" for name, expression in sorted(names.head.items())]
     define = f"def run(boxed{_TAKE * _has_gradients(graph)}):"
     text = "\n".join(head).rstrip() + "\n\n\n" + "\n    ".join([define, *body]) + "\n"
-    return Rendered(text, names.bindings, names.devices)
+    return Rendered(text, names.bindings, names.devices, names.groups)
 
 
 def docstring(text: str) -> str:
@@ -166,10 +168,14 @@ def _statement(node: fx.Node, names: Spelling) -> str:
     if node.target is operator.getitem:
         return f"{name} = {names.literal(node.args[0])}[{names.literal(node.args[1])}]"
     odd = {key: value for key, value in node.kwargs.items() if not _is_plain(key)}
-    args = [names.literal(value) for value in node.args]
-    args += [f"{key}={names.literal(value)}" for key, value in node.kwargs.items() if key not in odd]
+    args = [_argument(node, index, value, names) for index, value in enumerate(node.args)]
+    args += [f"{key}={_argument(node, key, value, names)}" for key, value in node.kwargs.items() if key not in odd]
     args += [f"**{names.literal(odd)}"] * bool(odd)
     return f"{name} = {names.target(node.target)}({', '.join(args)})"
+
+
+def _argument(node: fx.Node, place: int | str, value: Any, names: Spelling) -> str:
+    return names.group(str(value)) if names_group(node, place) else names.literal(value)
 
 
 def _held(node: fx.Node) -> Any:
@@ -223,15 +229,19 @@ class _Notes:
             case None:
                 words += [*self._stage(node), "in", describe(node)]
             case program.Received() | program.Saved() as role:
-                words += [f"{spell_role(role)}, from", describe(node)]
+                words += [*self._part(node), f"{spell_role(role)}, from", describe(node)]
             case role:
-                words.append(spell_role(role))
+                words += [*self._part(node), spell_role(role)]
         return _comment(" ".join(words))
+
+    def _part(self, node: fx.Node) -> list[str]:
+        """`stage 0 forward,` in a woven graph."""
+        return [f"{node.meta['part'].title},"] if "part" in node.meta else []
 
     def _stage(self, node: fx.Node) -> list[str]:
         """The stage, where that says something; a value without a stage is computed in every stage that reads it."""
-        if not self.many_stages:
-            return []
+        if "part" in node.meta or not self.many_stages:
+            return self._part(node)
         return ["any stage" if node.meta["stage"] is None else f"stage {node.meta['stage']}"]
 
 

@@ -5,8 +5,9 @@ Contract
 - `Spelling(graph)` gives every value one name that is no keyword, no builtin and nobody else's. Parameters, buffers,
   inputs, constants and the seed are named after their roles (`layers_0_attn_wq_weight`, `args_0`, `seed`); all other
   values, those sent, received and saved among them, bear their node's name.
-- Operators and devices get names too, to be bound once at the head of the text: `Spelling.head`. Devices are numbered
-  in order of appearance, so that texts of ranks that run on different GPUs differ in that line only.
+- Operators, devices and process groups get names too, to be bound once at the head of the text: `Spelling.head`. Devices
+  and groups are numbered in order of appearance, so that texts of ranks that run on different GPUs, or exchange values
+  with other ranks, differ in these lines only.
 - An object that has no name in Python, or is a function of graphpp's own, is bound by the loader: `Spelling.bindings`.
 """
 
@@ -51,6 +52,15 @@ class Spelling:
     def devices(self) -> tuple[str, ...]:
         """The names in `head` that are devices."""
         return tuple(name for name in self.head if name.startswith("_device_"))
+
+    @property
+    def groups(self) -> tuple[str, ...]:
+        """The names in `head` that are names of process groups."""
+        return tuple(name for name in self.head if name.startswith("_group_"))
+
+    def group(self, name: str) -> str:
+        """A name for the name of a process group."""
+        return self._at_head(f"_group_{len(self.groups)}", repr(name))
 
     def target(self, target: Any) -> str:
         """A short name for an operator or function."""
@@ -148,6 +158,13 @@ def _value_names(graph: fx.Graph) -> dict[fx.Node, str]:
 
 
 def _wanted(node: fx.Node) -> str:
+    """In a woven graph with the letters of the part in front, which a node's own name has."""
+    part = node.meta.get("part")
+    wanted = _plain_name(node)
+    return wanted if part is None or wanted == node.name else f"{part.prefix}_{wanted.lstrip('_')}"
+
+
+def _plain_name(node: fx.Node) -> str:
     match node.meta.get("role"):
         case program.Parameter(text) | program.Buffer(text) | program.Constant(text) | program.Input(text):
             name = re.sub(r"\W+", "_", text, flags=re.ASCII).rstrip("_") or node.name

@@ -182,6 +182,19 @@ class Program:
 
 
 @dataclass(frozen=True)
+class WovenProgram:
+    """Programs that do not depend on each other, run as one, operation by operation.
+
+    `run(boxed)` takes the arguments of all `parts`, one part's after the other's, and returns their results so; with `take`,
+    whose index counts the results of all parts, it hands out gradients as a `Program` does.
+    """
+
+    parts: tuple[Program, ...]
+    run: Callable[..., Sequence[Any]]
+    source: str = ""
+
+
+@dataclass(frozen=True)
 class StageProgram:
     """A stage with all its phases and what it owns.
 

@@ -1,0 +1,79 @@
+"""What one operation of a graph costs, in seconds, from its shapes alone.
+
+Contract: `OpCosts` is a callable node -> seconds, like any other that a caller may give (measured ones, for instance). It
+is a roofline: launching, plus the larger of arithmetic and memory traffic; for a collective, what it takes until its result
+is there: latency, plus bytes over the link. Only ratios matter to who schedules by it. Ranks that exchange values must
+schedule by the same costs, so these are constants, and nothing is measured here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+from torch.utils.flop_counter import flop_registry
+
+from graphpp.passes.aliases import is_view
+from graphpp.passes.collectives import is_collective, is_wait
+from graphpp.runtime.randomness import seeded
+
+Cost = Callable[[fx.Node], float]
+
+
+@dataclass(frozen=True)
+class OpCosts:
+    """Rates of a device: operations and bytes of its memory per second, seconds to launch; the link: latency, bytes per second."""
+
+    flops: float
+    memory: float
+    launch: float
+    latency: float
+    link: float
+
+    @classmethod
+    def of(cls, device_type: str) -> OpCosts:
+        """Round figures for one core with loopback, or for one data-centre GPU with NVLink."""
+        if device_type == "cpu":
+            return cls(flops=5e10, memory=1e10, launch=3e-6, latency=1e-4, link=1e9)
+        return cls(flops=3e14, memory=2e12, launch=5e-6, latency=2e-5, link=1e11)
+
+    def __call__(self, node: fx.Node) -> float:
+        """Seconds that a node takes; for a collective, until what it brings is there."""
+        if is_wait(node) or is_view(node) or node.op != "call_function":
+            return 0.0
+        if is_collective(node):
+            return self.latency + max(_bytes_read(node), nbytes(node)) / self.link
+        traffic = (_bytes_read(node) + nbytes(node)) / self.memory
+        return self.launch + max(flops(node) / self.flops, traffic)
+
+
+def flops(node: fx.Node) -> float:
+    """Floating-point operations of a contraction, as torch counts them; 0 for anything else."""
+    target, args = node.target, node.args
+    if target is seeded:
+        target, args = args[2], args[3:]  # type: ignore[assignment]
+    packet = getattr(target, "overloadpacket", None)
+    if packet not in flop_registry:
+        return 0.0
+    known: Callable[[fx.Node], Any] = lambda source: source.meta["val"]  # noqa: E731
+    return float(
+        flop_registry[packet](*fx.node.map_arg(args, known), **fx.node.map_arg(node.kwargs, known), out_val=node.meta["val"])
+    )
+
+
+def nbytes(node: fx.Node) -> int:
+    """Bytes of a node's value, or values."""
+    return _nbytes(node.meta.get("val"))
+
+
+def _bytes_read(node: fx.Node) -> int:
+    return sum(map(nbytes, node.all_input_nodes))
+
+
+def _nbytes(value: Any) -> int:
+    if isinstance(value, torch.Tensor):
+        return value.numel() * value.dtype.itemsize
+    return sum(map(_nbytes, value)) if isinstance(value, tuple | list) else 0
