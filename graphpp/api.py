@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -15,6 +16,7 @@ from graphpp import recompute as recomputing
 from graphpp.capture import LossFunction
 from graphpp.compiler import Settings
 from graphpp.errors import BatchError, CaptureError, GraphPPError, ScheduleError
+from graphpp.passes.op_costs import Cost
 from graphpp.pipeline import Pipeline
 from graphpp.refusals import check_modules
 from graphpp.runtime.agreement import Agreement, Facts
@@ -42,6 +44,7 @@ def compile(  # noqa: PLR0913 - what a user may choose, all of it optional
     accumulate_dtype: torch.dtype | None = None,
     recompute: recomputing.Given = None,
     memory_cap: int | Sequence[int] | None = None,
+    op_costs: Cost | None = None,
     max_graphs: int = 16,
     dump: str | os.PathLike[str] | None = None,
 ) -> Pipeline:
@@ -74,6 +77,8 @@ def compile(  # noqa: PLR0913 - what a user may choose, all of it optional
         memory_cap: bytes of activations that may be alive on a rank in a step, one number or one per rank; a schedule that
             would need more is refused before the first step. Counted from the graph: what waits for its backward, and what a
             program has alive while it runs. Parameters, gradients and an operator's own workspace come on top.
+        op_costs: what the operations of a graph take, in seconds, by which the parts of OVERLAP_F_B are woven: a function of
+            a graph's node, the same on all ranks of the model's process groups; None: `graphpp.passes.op_costs.OpCosts`.
         max_graphs: how many captured graphs are kept, one per shape of microbatch and mode; the least recently used goes.
         dump: folder for dumps of graphs, plan and schedule; None: the variable GRAPHPP_DUMP, if set.
 
@@ -89,9 +94,12 @@ def compile(  # noqa: PLR0913 - what a user may choose, all of it optional
         _check_numbers(accumulate_dtype, max_graphs)
         table = read(schedule)
         count = _microbatches(microbatches, table)
+        usual = Settings(place, example, split, table, count, loss_reduction, accumulate_dtype, max_graphs)
         chosen, several = recomputing.chosen(recompute), _replicas(replicas)
-        sizes = (count, loss_reduction, accumulate_dtype, max_graphs)
-        return Settings(place, example, split, table, *sizes, chosen, several, _cap(memory_cap, place.ranks), _folder(dump))
+        cap = _cap(memory_cap, place.ranks)
+        return replace(
+            usual, recompute=chosen, op_costs=op_costs, replicas=several, memory_cap=cap, dump=_folder(dump)
+        )
 
     with FailureBoard(place.group, "compile").watching():
         agreed = agreement.together(settings, lambda made: _facts(model, loss, made))
@@ -169,6 +177,7 @@ def _facts(model: nn.Module, loss: LossFunction | None, settings: Settings) -> F
             "accumulate_dtype=": [str(settings.accumulate_dtype)],
             "replicas=": ["none" if settings.replicas is None else f"{dist.get_world_size(settings.replicas)} ranks"],
             "memory_cap=": [str(settings.memory_cap)],
+            "op_costs=": ["None" if settings.op_costs is None else "given"],
             "recompute=": [recomputing.spelled(settings.recompute)],
             "max_graphs=": [str(settings.max_graphs)],
         }

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from graphpp import facts
+from graphpp import facts, overlap
 from graphpp.batch import batch_size
 from graphpp.capture import Captured, LossFunction, capture
 from graphpp.dump import Dump
@@ -24,6 +24,7 @@ from graphpp.errors import BatchError, ScheduleError
 from graphpp.layers import Call
 from graphpp.passes.joint import JointGraph
 from graphpp.passes.lower import Choices, Hook, Passed, finish, lower
+from graphpp.passes.op_costs import Cost, OpCosts
 from graphpp.plan import Plan
 from graphpp.recompute import Recompute
 from graphpp.report import check_output
@@ -33,7 +34,7 @@ from graphpp.runtime.agreement import Facts
 from graphpp.runtime.checker import check
 from graphpp.runtime.communication import add_communication
 from graphpp.runtime.costs import Costs
-from graphpp.runtime.program import PipelineProgram, StageProgram
+from graphpp.runtime.program import PipelineProgram, StageProgram, WovenProgram
 from graphpp.runtime.runner import Device, ranks_of_parameters
 from graphpp.runtime.schedule import Schedule
 from graphpp.runtime.source import Source, build, default_stages
@@ -57,6 +58,7 @@ class Settings:
     recompute: Recompute | None = None
     replicas: dist.ProcessGroup | None = None
     memory_cap: int | tuple[int, ...] | None = None
+    op_costs: Cost | None = None
     dump: Path | None = None
 
     @property
@@ -101,6 +103,8 @@ class Built:
     program: PipelineProgram
     plan: Plan
     finished: dict[Wanted, PipelineProgram] = field(default_factory=dict)
+    sources: overlap.Sources = field(default_factory=overlap.Sources)
+    dump: Dump | None = None
 
     @property
     def facts(self) -> Facts:
@@ -155,11 +159,12 @@ class Compiler:
         starts = self._starts(module_calls(captured.joint))
         schedule = self._table(len(starts), microbatches, training=training)
         usual = Wanted(_splits_backward(schedule), bool(self._recomputed(schedule)))
-        hook = _both(dump.hook(schedule), self._watch)
+        sources = overlap.Sources()
+        hook = _both(dump.hook(schedule), _both(sources.hook(), self._watch))
         compiled = lower(captured.joint, starts, hook, self._choices(captured.joint, usual))
         plan = Plan.of(captured.joint, compiled, schedule)
         dump.plan(plan, _with_communication(schedule, training))
-        return Built(captured, compiled, plan, {usual: compiled})
+        return Built(captured, compiled, plan, {usual: compiled}, sources, dump)
 
     def schedule(self, each: Sequence[Built], *, training: bool) -> Schedule:
         """The checked table with communication for microbatches of these graphs; forwards only for evaluation."""
@@ -180,10 +185,24 @@ class Compiler:
         assert all(kind.boundaries == some.boundaries for kind in kinds.values()), "recomputation changed what travels"
         return replace(some, stages=tuple(kinds[stage.index in again].stages[stage.index] for stage in some.stages))
 
+    def overlaps(
+        self, built: Sequence[Built], programs: Sequence[PipelineProgram], schedule: Schedule
+    ) -> tuple[list[WovenProgram], dict[str, list[str]]]:
+        """The woven programs of this rank's row, and by process group the collectives of a step, in order.
+
+        `built` and `programs` are those of each microbatch.
+        """
+        place = self.settings.place
+        row = overlap.Row(schedule.table[place.rank], programs, overlap.Sources.joined(each.sources for each in built))
+        dump = built[0].dump
+        cost = self.settings.op_costs or OpCosts.of(place.device.type)
+        made = overlap.woven(row, cost, dump.woven if dump is not None else lambda *_: None)
+        return [emitted for _, emitted in made.values()], overlap.collectives_of(row, made)
+
     def _finished(self, built: Built, wanted: Wanted) -> PipelineProgram:
         if wanted not in built.finished:
             joint, stages = built.captured.joint, len(built.program.stages)
-            built.finished[wanted] = finish(joint, stages, choices=self._choices(joint, wanted))
+            built.finished[wanted] = finish(joint, stages, built.sources.hook(), self._choices(joint, wanted))
         return built.finished[wanted]
 
     def _choices(self, joint: JointGraph, wanted: Wanted) -> Choices:

@@ -5,7 +5,8 @@ Contract
 - A folder per rank and captured graph: `rank0/train`, `rank0/eval`. The next graph that the same process captures for
   the same purpose (other shapes, another pipeline) goes to `rank0/train_2`; what an earlier process left is removed.
 - `NN_pass_joint.py`, `NN_pass_stage1_forward.py`: a graph after a pass that changed its text, NN counting the passes;
-  `programs/stage1_forward.py`: what runs; `passes.txt`, `boundaries.txt`, `plan.txt`, `plan.json`, `schedule.csv`.
+  `programs/stage1_forward.py`: what runs, `programs/stage0_forward_with_stage1_backward.py`: what runs woven;
+  `passes.txt`, `boundaries.txt`, `plan.txt`, `plan.json`, `schedule.csv`.
 - Every rank writes the programs of its own stages and the joint graph as captured, so that ranks that disagree can be
   compared. What the passes make of the joint graph is the same on every rank, and rank 0 writes it.
 - The same texts are artefacts `graphpp_train_NN_pass_joint.py`, .. where TORCH_TRACE is set, with or without a folder.
@@ -15,6 +16,7 @@ Contract
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
@@ -31,8 +33,9 @@ from graphpp.passes.joint import JointGraph
 from graphpp.passes.lower import Hook, Passed
 from graphpp.passes.render import Rendered, code, render
 from graphpp.passes.traffic import F
+from graphpp.passes.weave import Woven
 from graphpp.plan import Plan
-from graphpp.runtime.program import Phase, PipelineProgram
+from graphpp.runtime.program import Phase, PipelineProgram, WovenProgram
 from graphpp.runtime.schedule import Schedule
 from graphpp.standalone import Origin, standalone
 
@@ -69,6 +72,7 @@ class Dump:
         self._passes: list[Pass] = []
         self._last: dict[str, str] = {}  # name of a graph -> its text when it was last dumped
         self._cut: Cut | None = None
+        self._woven = Counter[str]()
 
     def capture(self, step: Callable[[], Captured]) -> Captured:
         """Run and time the capture, and dump the joint graph."""
@@ -95,6 +99,17 @@ class Dump:
         )
         for file, text in zip(_TEXTS, texts, strict=True):
             self._write(file, text)
+
+    def woven(self, made: Woven, emitted: WovenProgram, seconds: float) -> None:
+        """Dump a woven program; one of the same parts for microbatches of another shape gets a number."""
+        if self._folder is None and not aot.tracing():
+            return
+        name = "_with_".join(f"stage{part.stage}_{part.phase.name.lower()}" for part in made.parts)
+        self._woven[name] += 1
+        name += f"_{self._woven[name]}" if self._woven[name] > 1 else ""
+        origin = Origin(f"{self._kind}: {made.title}, one microbatch each", "weave", seconds, f"{name}.py")
+        rendered = replace(render(made.graph), text=emitted.source)
+        self._write(f"programs/{name}.py", standalone(made.graph, rendered, origin))
 
     def _see(self, passed: Passed, mine: Collection[int]) -> None:
         """Dump what a pass made: the texts that this rank writes and that are new."""

@@ -27,7 +27,7 @@ from graphpp.compiler import Built, Compiler, check_alike
 from graphpp.errors import GraphPPError
 from graphpp.report import check_joinable
 from graphpp.runtime import program
-from graphpp.runtime.agreement import Agreement, Facts
+from graphpp.runtime.agreement import Agreement, Facts, agree_on_collectives
 from graphpp.runtime.communication import add_communication
 from graphpp.runtime.gradients import Subgroups
 from graphpp.runtime.runner import GraphPPRunner
@@ -219,6 +219,8 @@ class Library:
     def _runner(self, built: Sequence[Built], schedule: Schedule, replicas: dist.ProcessGroup | None) -> GraphPPRunner:
         programs = [self._compiler.program(each, schedule, index) for index, each in enumerate(built)]
         settings = self._compiler.settings
+        woven, collectives = self._compiler.overlaps(built, programs, schedule)
+        agree_on_collectives(collectives, settings.place.device)
         assert self.first is not None
         return GraphPPRunner(
             programs,
@@ -229,6 +231,7 @@ class Library:
             subgroups=self._subgroups,
             sums=settings.accumulate_dtype,
             replicas=replicas,
+            woven=woven,
         )
 
     def under(self, ready: Ready, table: Schedule) -> Ready:

@@ -104,6 +104,7 @@ def standalone(graph: fx.Graph, rendered: Rendered, origin: Origin) -> str:
     bound = _Bound()
     for name, value in rendered.bindings.items():
         bound.define(name, value)
+    bound.missing += [f"{name}, a process group of the run" for name in rendered.groups]
     inputs = [bound.input(name, node) for node, name in Spelling(graph).values.items() if node.op == "placeholder"]
     main = _MAIN.format(
         inputs=_listed(inputs),

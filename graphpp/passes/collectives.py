@@ -37,11 +37,12 @@ def group_of(node: fx.Node) -> str:
     """The name of a collective's process group in this process."""
     at = _group_at(node.target)
     assert at is not None, f"{node} is no collective"
-    return str(node.kwargs[_GROUP] if _GROUP in node.kwargs else node.args[at])
+    group = node.kwargs[_GROUP] if _GROUP in node.kwargs else node.args[at]
+    return str(getattr(group, "group_name", group))  # torch takes the group itself, too
 
 
 def names_group(node: fx.Node, argument: int | str) -> bool:
-    """Whether an argument, by index or name, is the name of a process group."""
+    """Whether an argument, by index or name, is the one that says the process group."""
     return is_collective(node) and argument in (_GROUP, _group_at(node.target))
 
 

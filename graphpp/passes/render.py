@@ -27,7 +27,7 @@ from typing import Any
 
 from torch import fx
 
-from graphpp.passes.collectives import names_group
+from graphpp.passes.collectives import group_of, names_group
 from graphpp.passes.joint import describe
 from graphpp.passes.spelling import Spelling, spell_value
 from graphpp.runtime import program
@@ -175,7 +175,7 @@ def _statement(node: fx.Node, names: Spelling) -> str:
 
 
 def _argument(node: fx.Node, place: int | str, value: Any, names: Spelling) -> str:
-    return names.group(str(value)) if names_group(node, place) else names.literal(value)
+    return names.group(group_of(node)) if names_group(node, place) else names.literal(value)
 
 
 def _held(node: fx.Node) -> Any:

@@ -9,6 +9,7 @@ Checked on torch 2.11.0, 2.13.0 and 2.15.0:
   receives, so P2P goes through the loop as an OVERLAP_F_B, the other kind with parts
 - `torch.distributed.pipelining.schedules._PipelineContext`: what the loop hands to a handler
 - `torch.distributed.distributed_c10d._get_default_store`: the key-value store all ranks share
+- `torch.distributed.distributed_c10d._resolve_process_group`: the group of a name, as a collective in a graph has it
 - `torch._foreach_norm`: norms of many tensors at once, the call that torch's own gradient clipping makes
 - `Optimizer._optimizer_step_pre_hooks`, `_optimizer_step_post_hooks` and, for all optimizers, `torch.optim.optimizer.
   _global_optimizer_pre_hooks`, `_global_optimizer_post_hooks`: what would run again when a step is taken again
@@ -21,8 +22,9 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.optim.optimizer as optimizers
-from torch.distributed.distributed_c10d import _get_default_store
+from torch.distributed.distributed_c10d import _get_default_store, _resolve_process_group  # type: ignore[attr-defined]
 from torch.distributed.pipelining.schedules import (
     _Action,
     _ComputationType,
@@ -39,6 +41,7 @@ _LOG = logging.getLogger(_PipelineScheduleRuntime.__module__)
 
 default_store = _get_default_store
 foreach_norm = torch._foreach_norm
+group_named: Callable[[Any], dist.ProcessGroup] = _resolve_process_group
 
 
 def has_step_hooks(optimizer: torch.optim.Optimizer) -> bool:

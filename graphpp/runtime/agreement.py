@@ -25,6 +25,7 @@ import torch
 import torch.distributed as dist
 
 from graphpp.errors import MismatchError
+from graphpp.runtime._torch_pipelining import group_named
 
 T = TypeVar("T")
 
@@ -128,6 +129,16 @@ class Agreement:
         received = [torch.empty_like(sent) for _ in range(dist.get_world_size(self._group))]
         dist.all_gather(received, sent, group=self._group)
         return [each.cpu() for each in received]
+
+
+def agree_on_collectives(lines: Mapping[str, Sequence[str]], device: torch.device) -> None:
+    """Compare what a step exchanges over each process group with that group's ranks; `lines` are in order, by group's name.
+
+    Ranks that would exchange other values, or in another order, get `MismatchError` here and would hang in the step.
+    """
+    for name in sorted(lines):
+        facts = Facts({"the collectives of a step, in order": lines[name]})
+        Agreement(group_named(name), device).compare(facts)
 
 
 def has_gloo(group: dist.ProcessGroup) -> bool:

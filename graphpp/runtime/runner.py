@@ -22,7 +22,8 @@ import torch.distributed as dist
 from graphpp.runtime._torch_pipelining import ActionLoop
 from graphpp.runtime.actions import COMMUNICATION, SENDS, Action, Kind
 from graphpp.runtime.gradients import Subgroups, TiedReduction, dtype_of_sum
-from graphpp.runtime.program import Phase, PipelineProgram
+from graphpp.runtime.overlap import OverlapPart, Overlaps
+from graphpp.runtime.program import Phase, PipelineProgram, WovenProgram
 from graphpp.runtime.randomness import step_keys
 from graphpp.runtime.recorder import Recorder
 from graphpp.runtime.replicas import Replicas
@@ -62,7 +63,7 @@ class GraphPPRunner:
 
     `programs`: one for all microbatches, or one for each: microbatches of one shape share theirs. They have the same
     stages, gradients and metrics. `owners` has the ranks that hold each parameter, `sums` is the dtype in which gradients of
-    narrower parameters add up, `replicas` the ranks whose gradients are averaged.
+    narrower parameters add up, `replicas` the ranks whose gradients are averaged, `woven` the programs of overlapped actions.
     """
 
     def __init__(
@@ -76,6 +77,7 @@ class GraphPPRunner:
         subgroups: Subgroups | None = None,
         sums: torch.dtype | None = None,
         replicas: dist.ProcessGroup | None = None,
+        woven: Sequence[WovenProgram] = (),
     ) -> None:
         self.schedule, self.state, self.place, self._sums = schedule, state, place, sums
         each = [programs] * schedule.microbatches if isinstance(programs, PipelineProgram) else list(programs)
@@ -90,9 +92,9 @@ class GraphPPRunner:
         ranks = owners if owners is not None else ranks_of_parameters(self.program, schedule.rank_of_stage)
         groups = subgroups or Subgroups(place.group)
         self.tied = TiedReduction(_contributors(self.program), ranks, schedule.rank_of_stage, groups)
+        self._overlaps = Overlaps(woven)
         self._recorder: Recorder | None = None
-        self._act = self._handlers()
-        watched = {kind: self._watched(handler) for kind, handler in self._act.items()}
+        watched = {kind: self._watched(handler) for kind, handler in self._handlers().items()}
         self._loop = ActionLoop(list(self.stages.values()), schedule, watched)
 
     def _local_stages(self, each: Sequence[PipelineProgram]) -> dict[int, GraphStage]:
@@ -238,12 +240,8 @@ class GraphPPRunner:
         return torch.empty(parameter.shape, dtype=dtype, device=self.place.device)
 
     def _handlers(self) -> dict[Kind, Callable[[Action], None]]:
-        forward = Phase.FORWARD if self.training else Phase.EVALUATE
         return {
-            Kind.F: lambda action: self._compute(forward, action, "F", 1),
-            Kind.B: lambda action: self._compute(Phase.BACKWARD, action, "B", -1),
-            Kind.I: lambda action: self._compute(Phase.INPUT_GRAD, action, "B", -1),
-            Kind.W: self._weight_grad,
+            **dict.fromkeys((Kind.F, Kind.B, Kind.I, Kind.W), self._compute),
             Kind.OVERLAP_F_B: self._overlap,
             Kind.REDUCE_GRAD: lambda action: self._share_out(action.stage),
             Kind.UNSHARD: _nothing,
@@ -251,20 +249,30 @@ class GraphPPRunner:
             **dict.fromkeys(COMMUNICATION, self._communicate),
         }
 
-    def _compute(self, phase: Phase, action: Action, direction: str, step: int) -> None:
+    def _compute(self, action: Action) -> None:
         stage, microbatch = self._target(action)
-        stage.run(phase, microbatch)
+        stage.run(self._phase(action), microbatch)
+        self._pass_on(action)
+
+    def _pass_on(self, action: Action) -> None:
+        """Hand what an action made to the neighbouring stage, if that is on this rank too; weight gradients stay."""
+        direction, step = ("F", 1) if action.kind is Kind.F else ("B", -1)
         neighbour = self.stages.get(action.stage + step)
-        if neighbour is not None:
+        if neighbour is not None and action.kind is not Kind.W:
+            stage, microbatch = self._target(action)
             neighbour.arrive(direction, microbatch, stage.take_leaving(direction, microbatch))
 
-    def _weight_grad(self, action: Action) -> None:
-        stage, microbatch = self._target(action)
-        stage.run(Phase.WEIGHT_GRAD, microbatch)
-
     def _overlap(self, action: Action) -> None:
-        for part in action.parts:
-            self._act[part.kind](part)
+        targets = [(part, *self._target(part)) for part in action.parts]
+        if self._overlaps.run([OverlapPart(stage, self._phase(part), microbatch) for part, stage, microbatch in targets]):
+            for part in action.parts:
+                self._pass_on(part)
+        else:
+            for part in action.parts:
+                self._compute(part)
+
+    def _phase(self, action: Action) -> Phase:
+        return Phase(action.kind.value) if self.training else Phase.EVALUATE
 
     def _communicate(self, action: Action) -> None:
         self.transport.start([self._parcel(part) for part in action.leaves])

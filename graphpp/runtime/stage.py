@@ -3,7 +3,8 @@
 Contract
 --------
 - `run(phase, microbatch)` gathers a program's arguments, runs it, and files its results; where everything comes from and
-  goes to was resolved when the stage was made (`wiring.py`).
+  goes to was resolved when the stage was made (`wiring.py`). `arguments`, `taker` and `file` are its parts, for whoever
+  runs several programs as one (`overlap.py`).
 - Each microbatch has its variant of the programs: one per shape of microbatch.
 - Per microbatch it holds what arrived, what is saved and what is to be sent; each dies when its last reader has run.
 - It answers the runtime's `get_fwd_send_ops` .. `get_bwd_recv_ops` from static metadata.
@@ -19,11 +20,12 @@ import torch
 import torch.distributed as dist
 
 from graphpp.runtime.gradients import Accumulator
-from graphpp.runtime.program import Boundary, Phase, PipelineProgram, TensorMeta
+from graphpp.runtime.program import Boundary, Phase, PipelineProgram, Program, TensorMeta
 from graphpp.runtime.transport import Message, Transport
 from graphpp.runtime.wiring import Wiring, wire
 
 Tensors = list[torch.Tensor]
+Take = Callable[[int, torch.Tensor], None]  # index of the result, gradient
 
 
 @dataclass(frozen=True)
@@ -144,29 +146,36 @@ class GraphStage:
 
     def run(self, phase: Phase, microbatch: int) -> None:
         """Run one phase of one microbatch and file its results."""
+        run, take = self.program(phase, microbatch).run, self.taker(phase, microbatch)
+        arguments = self.arguments(phase, microbatch)
+        self.file(phase, microbatch, run(arguments) if take is None else run(arguments, take))
+
+    def program(self, phase: Phase, microbatch: int) -> Program:
+        """The program of one phase of one microbatch."""
+        return self._variants[microbatch].wirings[phase].program
+
+    def arguments(self, phase: Phase, microbatch: int) -> list[Any]:
+        """The arguments of one phase of one microbatch, which are handed over once; waits for what is still to arrive."""
         variant = self._variants[microbatch]
-        wiring, direction = variant.wirings[phase], "B" if phase.is_backward else "F"
-        arguments = self._arguments(wiring, direction, microbatch, variant.outlives(phase))
-        if phase.is_backward:
-            results = self._run_backward(wiring, microbatch, arguments)
-        else:
-            results = wiring.program.run(arguments)
+        return self._arguments(variant.wirings[phase], _direction(phase), microbatch, variant.outlives(phase))
+
+    def taker(self, phase: Phase, microbatch: int) -> Take | None:
+        """What a program hands its gradients to, with their indices: they are added up as soon as they are made."""
+        take, fqns = self.gradients.take, self._variants[microbatch].wirings[phase].gradients
+        return (lambda index, value: take(microbatch, fqns[index], value)) if fqns else None
+
+    def file(self, phase: Phase, microbatch: int, results: Sequence[Any]) -> None:
+        """File the results of one phase of one microbatch; gradients that were handed out are None."""
+        wiring = self._variants[microbatch].wirings[phase]
+        for index, fqn in wiring.gradients.items():
+            if results[index] is not None:
+                self.gradients.take(microbatch, fqn, results[index])
+        if not phase.is_backward:
             self._file_forward(wiring, microbatch, results)
         if wiring.keeps:
             self._saved.setdefault(microbatch, {}).update((name, results[index]) for index, name in wiring.keeps)
         if phase is not Phase.WEIGHT_GRAD:
-            self._leaving[direction, microbatch] = [results[index] for index in wiring.sends]
-
-    def _run_backward(self, wiring: Wiring, microbatch: int, arguments: list[Any]) -> Sequence[Any]:
-        """Run a backward; each gradient is added up as soon as it is made."""
-        fqns, take = wiring.gradients, self.gradients.take
-        if not fqns:
-            return wiring.program.run(arguments)
-        results = wiring.program.run(arguments, lambda index, value: take(microbatch, fqns[index], value))
-        for index, fqn in fqns.items():
-            if results[index] is not None:
-                take(microbatch, fqn, results[index])
-        return results
+            self._leaving[_direction(phase), microbatch] = [results[index] for index in wiring.sends]
 
     def _arguments(self, wiring: Wiring, direction: str, microbatch: int, outliving: frozenset[str]) -> list[Any]:
         assert self._step is not None, "begin() comes first"
@@ -240,3 +249,8 @@ class GraphStage:
         message = self._transport.incoming(metas, self._place.rank_of_stage[source])
         self._arrived[direction, microbatch] = message
         return self._transport.receive_ops(message)
+
+
+def _direction(phase: Phase) -> str:
+    """The way that the results of a phase go: up (F) or down (B)."""
+    return "B" if phase.is_backward else "F"

@@ -1,0 +1,228 @@
+"""OVERLAP_F_B with experts spread over two ranks: what is woven, that nothing changes but the order, and who is refused.
+
+Each rank has a pipeline of its own (a group of one) with several stages; the experts' collectives go over both ranks.
+"""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import graphpp
+from graphpp.errors import MismatchError, ScheduleError
+from graphpp.runtime.program import WovenProgram
+from tests.distributed import run_ranks
+from tests.moe import MoE, batch
+
+THREE = ["layers.1", "layers.3"]  # stages 0, 1, 2
+TABLES = {
+    "one stage": (None, "0F0 (0F1;0B0)OVERLAP_F_B (0F2;0B1)OVERLAP_F_B 0B2"),
+    "two stages": (["layers.2"], "0F0 1F0 (0F1;1B0)OVERLAP_F_B (1F1;0B0)OVERLAP_F_B (0F2;1B1)OVERLAP_F_B (1F2;0B1)OVERLAP_F_B 1B2 0B2"),
+    "split": (["layers.2"], "0F0 1F0 (0F1;1I0)OVERLAP_F_B (1W0;0B0)OVERLAP_F_B (1F1;0F2)OVERLAP_F_B 1I1 (1F2;0I1;1W1)OVERLAP_F_B 1I2 (0W1;1W2)OVERLAP_F_B 0I2 0W2"),
+    "three stages": (THREE, "0F0 1F0 2F0 0F1 (1F1;2B0)OVERLAP_F_B (2F1;1B0)OVERLAP_F_B (0F2;2B1)OVERLAP_F_B (1F2;0B0)OVERLAP_F_B (2F2;1B1)OVERLAP_F_B 0B1 2B2 1B2 0B2"),
+}  # fmt: skip
+SEQUENCE = {"two stages": "1F1B"}  # a table without overlaps over the same stages
+
+
+def own_group(rank: int) -> dist.ProcessGroup:
+    """A group for this rank's pipeline alone."""
+    groups = [dist.new_group([each]) for each in range(dist.get_world_size())]
+    return groups[rank]
+
+
+def world() -> dist.ProcessGroup:
+    group = dist.group.WORLD
+    assert group is not None
+    return group
+
+
+def compiled(rank: int, split: Sequence[str] | None, row: str, **options: Any) -> tuple[MoE, graphpp.Pipeline]:
+    """A model and its pipeline; `row` is a name of a schedule, or this rank's row."""
+    model = MoE(world())
+    schedule = graphpp.Schedule.parse(f"r0 {row}") if " " in row else row
+    return model, graphpp.compile(
+        model, F.cross_entropy, split=split, schedule=schedule, microbatches=3, group=own_group(rank), **options
+    )
+
+
+def grads(model: nn.Module) -> dict[str, Tensor]:
+    return {fqn: p.grad.clone() for fqn, p in model.named_parameters() if p.grad is not None}
+
+
+def eager(rank: int) -> tuple[Tensor, dict[str, Tensor]]:
+    """The plain loop over the microbatches."""
+    model, (x, y), losses = MoE(world()), batch(rank), []
+    for rows, targets in zip(x.chunk(3), y.chunk(3), strict=True):
+        loss = F.cross_entropy(model(rows), targets)
+        (loss / 3).backward()
+        losses.append(loss.detach())
+    return torch.stack(losses), grads(model)
+
+
+class Seen(NamedTuple):
+    """What one rank saw: which results were unequal, and the woven texts by title."""
+
+    faults: list[str]
+    woven: dict[str, str]
+
+
+def woven_of(pipe: graphpp.Pipeline) -> list[WovenProgram]:
+    assert pipe._last is not None
+    return list(pipe._last.runner._overlaps._woven.values())
+
+
+def steps(rank: int, names: Sequence[str], options: dict[str, Any]) -> dict[str, Seen]:
+    """A step under each table, and under one without overlaps, compared with the plain loop."""
+    losses, expected = eager(rank)
+    (x, y), found = batch(rank), {}
+    for name in names:
+        split, row = TABLES[name]
+        faults = []
+        for schedule in (row, SEQUENCE[name]) if name in SEQUENCE else (row,):
+            model, pipe = compiled(rank, split, schedule, **options)
+            if not torch.equal(pipe.step(x, target=y).losses, losses):
+                faults.append(f"{schedule}: losses")
+            made = grads(model)
+            faults += [f"{schedule}: {fqn}" for fqn in expected if not torch.equal(made[fqn], expected[fqn])]
+            if schedule == row:
+                texts = {text.source.partition('"""')[2].partition('"""')[0]: text.source for text in woven_of(pipe)}
+        found[name] = Seen(faults, texts)
+    return found
+
+
+def in_flight(text: str) -> dict[str, list[str]]:
+    """For each collective in a woven text, the operations on matrices between its start and its wait."""
+    pending: dict[str, list[str]] = {}
+    found: dict[str, list[str]] = {}
+    for line in text.splitlines():
+        name, _, right = line.strip().partition(" = ")
+        if "all_to_all_single_default(" in right:
+            pending[name] = []
+        elif "wait_tensor_default(" in right:
+            sent = right.partition("(")[2].partition(")")[0]
+            found[sent] = pending.pop(sent)
+        elif "mm_default(" in right:
+            for between in pending.values():
+                between.append(name)
+    assert not pending
+    return found
+
+
+def test_bit_equal_to_the_pipeline_in_sequence_and_to_the_plain_loop() -> None:
+    for seen in run_ranks(steps, 2, list(TABLES), {}):
+        assert {name: each.faults for name, each in seen.items()} == dict.fromkeys(TABLES, [])
+        assert list(seen["one stage"].woven) == ["stage 0 forward with stage 0 backward"]
+        titles = {"stage 0 forward with stage 1 backward", "stage 1 forward with stage 0 backward"}
+        assert set(seen["two stages"].woven) == titles
+        assert "stage 1 forward with stage 0 input grad with stage 1 weight grad" in seen["split"].woven
+        for name, text in ((name, text) for name in ("two stages", "three stages") for text in seen[name].woven.items()):
+            title, source = text
+            hidden = in_flight(source)
+            prefixes = {each.partition("_")[0] for each in hidden}
+            assert len(prefixes) == 2, f"{name}: {title}"
+            covered = [sent for sent, between in hidden.items() if any(op.partition("_")[0] != sent.partition("_")[0] for op in between)]
+            assert len(covered) >= 0.7 * len(hidden), f"{title}: {hidden}"
+
+
+def test_with_recomputation_and_other_costs() -> None:
+    for cost in (None, slow_collectives):
+        for seen in run_ranks(steps, 2, ["two stages"], {"recompute": "full", "op_costs": cost}):
+            assert seen["two stages"].faults == []
+            assert seen["two stages"].woven
+
+
+def slow_collectives(node: torch.fx.Node) -> float:
+    return 100.0 if "all_to_all" in node.name else 1.0
+
+
+def dumped(rank: int, folder: str) -> dict[str, str]:
+    _, pipe = compiled(rank, *TABLES["two stages"], dump=Path(folder) / str(rank))
+    x, y = batch(rank)
+    pipe.step(x, target=y)
+    return {path.name: path.read_text() for path in Path(folder, str(rank)).rglob("programs/*with*.py")}
+
+
+def test_woven_programs_are_dumped(tmp_path: Path) -> None:
+    for files in run_ranks(dumped, 2, str(tmp_path)):
+        assert set(files) == {"stage0_forward_with_stage1_backward.py", "stage1_forward_with_stage0_backward.py"}
+        text = files["stage0_forward_with_stage1_backward.py"]
+        assert "train: stage 0 forward with stage 1 backward" in text
+        assert "stage 0 forward, in layers.0.router" in text
+        assert "stage 1 backward, gradient of head.weight" in text or "# gradient of head.weight" in text
+
+
+def differently(rank: int) -> str:
+    """Rank 1 has its forwards and backwards in another order, so that its collectives meet others."""
+    row = TABLES["two stages"][1] if rank == 0 else "0F0 1F0 0F1 1F1 1B0 0B0 0F2 1B1 1F2 0B1 1B2 0B2"
+    _, pipe = compiled(rank, ["layers.2"], row)
+    x, y = batch(rank)
+    with pytest.raises(MismatchError) as caught:
+        pipe.step(x, target=y)
+    return str(caught.value)
+
+
+def test_ranks_whose_collectives_do_not_match_are_refused() -> None:
+    for text in run_ranks(differently, 2):
+        assert "differs in the collectives of a step, in order: it has " in text
+
+
+# ------------------------------------------------------------------------------------------------ without collectives
+
+
+class Counting(nn.Module):
+    """A layer with a buffer that each forward writes, after having read it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.register_buffer("seen", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.seen += x.mean()
+        return torch.tanh(self.linear(x)) * (1 + self.seen)
+
+
+def plain() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(Counting(), Counting())
+
+
+def mean_square(output: Tensor, target: Tensor) -> Tensor:
+    return (output - target).square().mean()
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        "0F0 1F0 (0F1;1B0)OVERLAP_F_B (1F1;0B0)OVERLAP_F_B 1B1 0B1",
+        "(0F0;0F1)OVERLAP_F_B 1F0 1F1 1B0 1B1 0B0 0B1",
+        "0F0 0F1 1F0 1F1 1B0 (1B1;0B0)OVERLAP_F_B 0B1",
+    ],
+)
+def test_parts_without_collectives_run_one_after_the_other(row: str) -> None:
+    x, y, losses = torch.randn(8, 4), torch.randn(8, 4), []
+    expected, model = plain(), plain()
+    for rows, targets in zip(x.chunk(2), y.chunk(2), strict=True):
+        loss = mean_square(expected(rows), targets)
+        (loss / 2).backward()
+        losses.append(loss.detach())
+    pipe = graphpp.compile(model, mean_square, split=["1"], schedule=graphpp.Schedule.parse(f"r0 {row}"))
+    assert torch.equal(pipe.step(x, target=y).losses, torch.stack(losses))
+    assert woven_of(pipe) == []
+    for mine, theirs in zip(model.parameters(), expected.parameters(), strict=True):
+        assert torch.equal(mine.grad, theirs.grad)  # type: ignore[arg-type]
+    assert torch.equal(model[0].seen, expected[0].seen)
+
+
+@pytest.mark.parametrize("row", ["(0F0;1F0)OVERLAP_F_B 1B0 0B0", "0F0 1F0 (1B0;0B0)OVERLAP_F_B", "0F0 (1F0;1B0)OVERLAP_F_B 0B0"])
+def test_parts_that_wait_for_each_other_are_refused(row: str) -> None:
+    with pytest.raises(ScheduleError):
+        graphpp.compile(plain(), mean_square, split=["1"], schedule=graphpp.Schedule.parse(f"r0 {row}")).step(
+            torch.randn(2, 4), target=torch.randn(2, 4)
+        )
