@@ -12,23 +12,34 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
 
 @dataclass
 class Transfer:
-    """One collective: when it was issued and done, and how long its wait stood still, in seconds."""
+    """One collective: when it was issued, due by the network (None: gloo as it is), there, asked for, and handed over."""
 
     issued: float
-    done: float
-    blocked: float = 0.0
+    due: float | None
+    there: float = 0.0
+    asked: float = 0.0
+    over: float = 0.0
 
     @property
     def seconds(self) -> float:
-        """From issue to done."""
-        return self.done - self.issued
+        """What the network took; of gloo as it is, until the values were there."""
+        return (self.there if self.due is None else self.due) - self.issued
+
+    @property
+    def blocked(self) -> float:
+        """For how much of that a wait stood still."""
+        return max(0.0, min(self.over, self.issued + self.seconds) - self.asked)
+
+    @property
+    def late(self) -> float:
+        """How long a wait stood still beyond that: the other rank had not issued its own."""
+        return max(0.0, self.over - max(self.asked, self.issued + self.seconds))
 
 
 class _Pending(dist.Work):
@@ -41,14 +52,15 @@ class _Pending(dist.Work):
         inner.get_future().add_done_callback(self._arrived)
 
     def _arrived(self, future: Any) -> None:
-        self._transfer.done = max(self._transfer.done, time.perf_counter())
+        self._transfer.there = time.perf_counter()
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
         """Stand still until it is done."""
-        began = time.perf_counter()
+        self._transfer.asked = time.perf_counter()
         self._inner.wait()
-        time.sleep(max(0.0, self._transfer.done - time.perf_counter()))
-        self._transfer.blocked += time.perf_counter() - began
+        if self._transfer.due is not None:
+            time.sleep(max(0.0, self._transfer.due - time.perf_counter()))
+        self._transfer.over = time.perf_counter()
         self._kept.discard(self)
         return True
 
@@ -67,10 +79,21 @@ class _Network(dist.ProcessGroup):
     def alltoall_base(self, output: Tensor, given: Tensor, out: list[int], into: list[int], options: Any = None) -> dist.Work:
         now = time.perf_counter()
         takes = self.latency + (given.nbytes / self.bandwidth if self.bandwidth else 0.0)
-        self._free = max(now, self._free) + takes if takes else now
-        self.transfers.append(Transfer(now, self._free))
+        self._free = max(now, self._free) + takes
+        self.transfers.append(Transfer(now, self._free if takes else None))
         work = self.inner.alltoall_base(output, given, out, into, dist.AllToAllOptions())
         return _Pending(work, self.transfers[-1], self._pending)
+
+    def allgather(self, output: list[list[Tensor]], given: list[Tensor], options: Any = None) -> dist.Work:
+        return self.inner.allgather(output, given)
+
+    def _set_group_name(self, name: str) -> None:
+        self._name = name
+
+    @property
+    def group_name(self) -> str:
+        """The name that torch gave; it would look for it on a backend."""
+        return self._name
 
     def getBackendName(self) -> str:  # noqa: N802 - torch's name
         return "network"

@@ -1,0 +1,253 @@
+"""How much of the experts' all-to-all do woven forwards and backwards hide?
+
+    torchrun --nproc-per-node 2 benchmarks/overlap.py [--networks 0 4:1 10:1] [--layers 4] [--microbatches 8]
+
+A mixture of experts with one expert on each rank, trained by combined 1F1B without a pipeline (F0; then each B with the next
+F; last B), each rank on its own rows. Three contenders run the same table's operations, in turn:
+
+    sequence       a program for each F and each B, one after the other
+    concatenated   one program for each pair, the forward's operations and then the backward's
+    woven          one program for each pair, as OVERLAP_F_B runs it
+
+A network is `latency in ms:gigabytes per second`: gloo's all-to-all, done no sooner than such a link would be, without
+taking a processor's time (network.py). `0` is gloo as it is, over loopback: its threads compete with the ranks for
+processors, so that hiding it gains less than it seems.
+
+collectives: what the network took (gloo as it is: until the values were there), summed over a step; blocked: how much of
+that waits stood still; late: how much longer they did, for the other rank had not issued its own yet; hidden:
+1 - blocked / collective; allowed: the share that no order of each program's operations could exceed, by the costs that
+they were woven with. Those are a roofline with this machine's rates of a matrix product and of a copy, and the network's
+figures (of gloo as it is: the median of a few transfers). Losses and gradients of all contenders must be bit-equal.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+from harness import RANK, RANKS, Contender, Sample, alternate, median_ratio, medians, over_ranks, start
+from network import emulated, transfers
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor
+from torch.nn import functional as F
+
+import graphpp
+from graphpp.passes.list_schedule import schedule
+from graphpp.passes.op_costs import Cost, OpCosts
+from graphpp.passes.timing import Facts, estimate
+from graphpp.passes.weave import Woven, concatenate
+from graphpp.runtime.program import Phase
+
+sys.path.append(str(Path(__file__).parents[1]))
+from tests.moe import MoE
+
+SHAPE = "sequence", "concatenated", "woven"
+
+
+@dataclass(frozen=True)
+class Case:
+    """One network: seconds and bytes per second; zeros are gloo as it is."""
+
+    latency: float
+    bandwidth: float
+
+    @classmethod
+    def of(cls, text: str) -> Case:
+        latency, _, bandwidth = text.partition(":")
+        return cls(float(latency) / 1e3, float(bandwidth or 0) * 1e9)
+
+    def __str__(self) -> str:
+        return f"{1e3 * self.latency:g} ms, {self.bandwidth / 1e9:g} GB/s" if self.latency else "gloo as it is"
+
+
+@dataclass
+class Run:
+    """A contender: its step, its parameters, and what its programs allow to hide (a share)."""
+
+    step: Callable[[], Tensor]
+    model: MoE
+    allowed: float
+
+    def forget_gradients(self) -> None:
+        self.model.zero_grad()
+
+
+def main() -> None:
+    option = options()
+    device = start()
+    if RANKS == 1:
+        dist.init_process_group("gloo")
+    own = [dist.new_group([rank]) for rank in range(RANKS)][RANK]
+    records = [record(Case.of(text), option, own, device) for text in option.networks]
+    if RANK == 0:
+        Console(width=170).print(table(records))
+        if option.json:
+            Path(option.json).write_text(json.dumps(records, indent=1))
+    dist.destroy_process_group()
+
+
+def options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--networks", nargs="+", default=["0", "4:1", "10:1"])
+    parser.add_argument("--dim", type=int, default=256)
+    parser.add_argument("--hidden", type=int, default=1024)
+    parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--rows", type=int, default=512, help="rows of a microbatch on each rank")
+    parser.add_argument("--microbatches", type=int, default=8)
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--json", help="file for the records")
+    return parser.parse_args()
+
+
+# ---------------------------------------------------------------------------------------------------------- contenders
+
+
+def combined(microbatches: int, overlap: bool) -> graphpp.Schedule:
+    """F0; then B_i with F_{i+1}, or one after the other; last B."""
+    pairs = [f"0F{index + 1};0B{index}" for index in range(microbatches - 1)]
+    middle = [f"({pair})OVERLAP_F_B" for pair in pairs] if overlap else [each for pair in pairs for each in pair.split(";")]
+    return graphpp.Schedule.parse(" ".join(["r0 0F0", *middle, f"0B{microbatches - 1}"]))
+
+
+def concatenated(parts: Sequence[Any], cost: Cost) -> Woven:
+    """What stands in for weaving: part after part in one program."""
+    graph = concatenate(parts)
+    facts = Facts(graph, cost)
+    given = estimate(facts, facts.nodes)
+    return Woven(tuple(parts), graph, given, given)
+
+
+def contender(name: str, option: argparse.Namespace, group: dist.ProcessGroup, own: Any, costs: OpCosts) -> Run:
+    model = MoE(group, option.dim, option.layers, option.hidden)
+    generator = torch.Generator().manual_seed(10 + RANK)
+    x = torch.randn(option.rows * option.microbatches, option.dim, generator=generator)
+    y = torch.randint(4, (len(x),), generator=generator)
+    example = graphpp.Microbatch((x[: option.rows],), target=y[: option.rows])
+    plan = combined(option.microbatches, name != "sequence")
+    with patch("graphpp.overlap.weave", concatenated) if name == "concatenated" else nullcontext():
+        pipe = graphpp.compile(model, F.cross_entropy, example=example, schedule=plan, group=own, op_costs=costs)
+        pipe.step(x, target=y)
+    return Run(lambda: pipe.step(x, target=y).losses, model, allowed(pipe, costs))
+
+
+def allowed(pipe: graphpp.Pipeline, costs: Cost) -> float:
+    """The share of a step's collectives that could hide, each within the program that it stands in."""
+    runner, sources = pipe._last.runner, pipe._last.built[0].sources
+    shares: list[tuple[float, float]] = []
+    for action in filter(None, runner.schedule.table[0]):
+        parts = [runner.program.stages[leaf.stage].programs[Phase(leaf.kind.value)] for leaf in action.leaves]
+        found = schedule(concatenate([sources.of(part) for part in parts]), costs).estimate
+        shares.append((found.possible * found.collectives, found.collectives))
+    return sum(hidden for hidden, _ in shares) / sum(whole for _, whole in shares)
+
+
+# --------------------------------------------------------------------------------------------------------- measurement
+
+
+def measured_costs(case: Case, option: argparse.Namespace, group: dist.ProcessGroup) -> OpCosts:
+    """This machine's rates, the same on all ranks, and the network's figures."""
+    left, right = torch.randn(option.rows, option.dim), torch.randn(option.dim, option.hidden)
+    flops = 2 * option.rows * option.dim * option.hidden / quickest(lambda: left @ right)
+    memory = 2 * left.nbytes / quickest(left.clone)
+    latency, link = case.latency, case.bandwidth or 1e12
+    if not case.latency:
+        out = torch.empty_like(left)
+        latency = quickest(lambda: dist.all_to_all_single(out, left))
+    rates = [statistics.median(values) for values in zip(*over_ranks([flops, memory, latency]), strict=True)]
+    return OpCosts(flops=rates[0], memory=rates[1], launch=3e-6, latency=rates[2], link=link)
+
+
+def quickest(run: Callable[[], object], times: int = 20) -> float:
+    """The median of several runs, seconds."""
+    found = []
+    for _ in range(times):
+        began = time.perf_counter()
+        run()
+        found.append(time.perf_counter() - began)
+    return statistics.median(found)
+
+
+def record(case: Case, option: argparse.Namespace, own: Any, device: torch.device) -> dict[str, Any]:
+    """Check that the losses agree, then time all contenders in turn."""
+    group = emulated(case.latency, case.bandwidth)
+    costs = measured_costs(case, option, group)
+    runs = {name: contender(name, option, group, own, costs) for name in SHAPE}
+    losses = {name: run.step() for name, run in runs.items()}
+    if not all(torch.equal(each, losses["sequence"]) for each in losses.values()):
+        raise SystemExit(f"{case}: the losses differ: {losses}")
+    gradients = [[p.grad for p in run.model.parameters()] for run in runs.values()]
+    if not all(torch.equal(one, other) for each in gradients[1:] for one, other in zip(gradients[0], each, strict=True)):
+        raise SystemExit(f"{case}: the gradients differ")
+    seen: dict[str, list[tuple[float, ...]]] = {name: [] for name in SHAPE}
+    contenders = {name: Contender(watched(run, seen[name]), run.forget_gradients) for name, run in runs.items()}
+    alternate(contenders, 1, device)
+    for each in seen.values():
+        each.clear()
+    samples = alternate(contenders, option.rounds, device)
+    return {
+        "network": str(case),
+        "ranks": RANKS,
+        "sizes": {name: vars(option)[name] for name in ("dim", "hidden", "layers", "rows", "microbatches")},
+        "costs": asdict(costs),
+        "samples": {name: [asdict(sample) for sample in taken] for name, taken in samples.items()},
+        "collective": {name: [statistics.median(values) for values in zip(*each, strict=True)] for name, each in seen.items()},
+        "allowed": {name: run.allowed for name, run in runs.items()},
+    }
+
+
+def watched(run: Run, seen: list[tuple[float, ...]]) -> Callable[[], object]:
+    """A step that also notes its collectives' seconds, for how many of them it stood still, and how long for the other rank."""
+
+    def step() -> None:
+        transfers()
+        run.step()
+        made = transfers()
+        seen.append(tuple(sum(getattr(each, figure) for each in made) for figure in ("seconds", "blocked", "late")))
+
+    return step
+
+
+def table(records: list[dict[str, Any]]) -> Table:
+    """Medians; one line per network and contender."""
+    sizes = ", ".join(f"{name} {value}" for name, value in records[0]["sizes"].items())
+    shown = Table(title=f"{records[0]['ranks']} ranks, {sizes}", title_justify="left")
+    columns = ("step ms", "sequence / it", "concat. / it", "collectives", "blocked", "late", "hidden", "allowed", "of allowed")
+    for column in ("network", "contender", *columns):
+        shown.add_column(column, justify="left" if column in ("network", "contender") else "right")
+    for row in records:
+        for name in SHAPE:
+            shown.add_row(*line(row, name))
+    return shown
+
+
+def line(row: dict[str, Any], name: str) -> list[str]:
+    """One contender of one record as cells."""
+    samples = {each: [Sample(**sample) for sample in taken] for each, taken in row["samples"].items()}
+    whole, blocked, late = row["collective"][name]
+    hidden, possible = 1 - blocked / whole, row["allowed"]["woven"]
+    return [
+        row["network"] if name == SHAPE[0] else "",
+        name,
+        f"{1e3 * medians(samples[name]).seconds:.0f}",
+        *(f"{median_ratio(samples[other], samples[name]):.3f}" for other in SHAPE[:2]),
+        f"{1e3 * whole:.0f}",
+        f"{1e3 * blocked:.0f}",
+        f"{1e3 * late:.0f}",
+        *(f"{100 * share:.0f} %" for share in (hidden, possible, hidden / possible)),
+    ]
+
+
+if __name__ == "__main__":
+    main()
