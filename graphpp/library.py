@@ -30,6 +30,7 @@ from graphpp.runtime import program
 from graphpp.runtime.agreement import Agreement, Facts, agree_on_collectives
 from graphpp.runtime.communication import add_communication
 from graphpp.runtime.gradients import Subgroups
+from graphpp.runtime.program import PipelineProgram, WovenProgram
 from graphpp.runtime.runner import GraphPPRunner
 from graphpp.runtime.schedule import Schedule
 from graphpp.runtime.state import ModelState
@@ -219,8 +220,7 @@ class Library:
     def _runner(self, built: Sequence[Built], schedule: Schedule, replicas: dist.ProcessGroup | None) -> GraphPPRunner:
         programs = [self._compiler.program(each, schedule, index) for index, each in enumerate(built)]
         settings = self._compiler.settings
-        woven, collectives = self._compiler.overlaps(built, programs, schedule)
-        agree_on_collectives(collectives, settings.place.device)
+        woven = self._agreement.together(lambda: self._woven(built, programs, schedule), lambda _: Facts({}))
         assert self.first is not None
         return GraphPPRunner(
             programs,
@@ -248,6 +248,14 @@ class Library:
         for each in {id(each): each for each in built}.values():
             self._state.check_memory([*each.parameters(rank), *each.buffers(rank)])
         return self._compiler.schedule(built, training=call.training)
+
+    def _woven(
+        self, built: Sequence[Built], programs: Sequence[PipelineProgram], schedule: Schedule
+    ) -> list[WovenProgram]:
+        """This rank's woven programs. Raises `MismatchError` where another rank of a model's group would not run alike."""
+        woven, collectives = self._compiler.overlaps(built, programs, schedule)
+        agree_on_collectives(collectives, self._compiler.settings.place.device)
+        return woven
 
     def _copies(self, built: Built) -> list[str]:
         """This rank's parameters that other ranks hold as well."""

@@ -174,6 +174,39 @@ def test_woven_programs_are_dumped(tmp_path: Path) -> None:
         assert "stage 1 backward, gradient of head.weight" in text or "# gradient of head.weight" in text
 
 
+def pipelines_of_two(rank: int) -> tuple[bool, list[str], list[str]]:
+    """Ranks 0 and 2, and 1 and 3, have a pipeline each; 0 and 1, and 2 and 3, hold the same stages and share experts.
+
+    So the two ranks of a pipeline know their group of experts under two names. The third microbatch is a smaller one.
+    """
+    experts = [dist.new_group([0, 1]), dist.new_group([2, 3])][rank // 2]
+    pipeline = [dist.new_group([0, 2]), dist.new_group([1, 3])][rank % 2]
+    rows = "0F0 0F1 3F0 (0F2;3B0) 3F1 3B1 (3F2;0B0) (3B2;0B1) 0B2", "1F0 2F0 1F1 2F1 (1F2;2B0) (2F2;1B0) 2B1 1B1 2B2 1B2"
+    schedule = graphpp.Schedule.parse("".join(f"r{index} {row(each)}\n" for index, each in enumerate(rows)))
+    model, expected, (x, y), losses = MoE(experts), MoE(experts), batch(rank % 2, rows=22), []
+    cuts = ["layers.1", "layers.2", "layers.3"]
+    pipe = graphpp.compile(model, F.cross_entropy, split=cuts, schedule=schedule, group=pipeline)
+    found = pipe.step(x, target=y).losses
+    for some, targets in zip(x.split(8), y.split(8), strict=True):
+        loss = F.cross_entropy(expected(some), targets)
+        (loss / 3).backward()
+        losses.append(loss.detach())
+    known = dict(expected.named_parameters())
+    faults = [fqn for fqn, p in pipe.named_parameters() if p.grad is None or not torch.equal(p.grad, known[fqn].grad)]
+    assert len(list(pipe.named_parameters())) in (20, 22)
+    groups = [text.source.partition("_group_0 = ")[2].partition("\n")[0] for text in woven_of(pipe)]
+    return torch.equal(found, torch.stack(losses)), faults, groups
+
+
+def test_pipelines_over_ranks_whose_experts_are_elsewhere_and_microbatches_of_two_shapes() -> None:
+    names = []
+    for equal, faults, groups in run_ranks(pipelines_of_two, 4):
+        assert equal
+        assert faults == []
+        names.append(set(groups))
+    assert names[0] == names[1] != names[2] == names[3]
+
+
 def differently(rank: int) -> str:
     """Rank 1 has its forwards and backwards in another order, so that its collectives meet others."""
     table = TABLES["two stages"][1] if rank == 0 else "0F0 1F0 0F1 1F1 1B0 0B0 0F2 1B1 1F2 0B1 1B2 0B2"
