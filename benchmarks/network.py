@@ -18,9 +18,10 @@ from torch import Tensor
 
 @dataclass
 class Transfer:
-    """One collective: when it was issued, due by the network (None: gloo as it is), there, asked for, and handed over."""
+    """One collective: when it was issued, had the link, was due (None: gloo as it is), was there, was asked for, was over."""
 
     issued: float
+    begun: float
     due: float | None
     there: float = 0.0
     asked: float = 0.0
@@ -29,17 +30,22 @@ class Transfer:
     @property
     def seconds(self) -> float:
         """What the network took; of gloo as it is, until the values were there."""
-        return (self.there if self.due is None else self.due) - self.issued
+        return self.end - self.begun
+
+    @property
+    def end(self) -> float:
+        """When the network was done."""
+        return self.there if self.due is None else self.due
 
     @property
     def blocked(self) -> float:
         """For how much of that a wait stood still."""
-        return max(0.0, min(self.over, self.issued + self.seconds) - self.asked)
+        return max(0.0, min(self.over, self.end) - self.asked)
 
     @property
     def late(self) -> float:
         """How long a wait stood still beyond that: the other rank had not issued its own."""
-        return max(0.0, self.over - max(self.asked, self.issued + self.seconds))
+        return max(0.0, self.over - max(self.asked, self.end))
 
 
 class _Pending(dist.Work):
@@ -79,8 +85,9 @@ class _Network(dist.ProcessGroup):
     def alltoall_base(self, output: Tensor, given: Tensor, out: list[int], into: list[int], options: Any = None) -> dist.Work:
         now = time.perf_counter()
         takes = self.latency + (given.nbytes / self.bandwidth if self.bandwidth else 0.0)
-        self._free = max(now, self._free) + takes
-        self.transfers.append(Transfer(now, self._free if takes else None))
+        begun = max(now, self._free) if takes else now
+        self._free = begun + takes
+        self.transfers.append(Transfer(now, begun, self._free if takes else None))
         work = self.inner.alltoall_base(output, given, out, into, dist.AllToAllOptions())
         return _Pending(work, self.transfers[-1], self._pending)
 

@@ -13,11 +13,12 @@ A network is `latency in ms:gigabytes per second`: gloo's all-to-all, done no so
 taking a processor's time (network.py). `0` is gloo as it is, over loopback: its threads compete with the ranks for
 processors, so that hiding it gains less than it seems.
 
-collectives: what the network took (gloo as it is: until the values were there), summed over a step; blocked: how much of
-that waits stood still; late: how much longer they did, for the other rank had not issued its own yet; hidden:
-1 - blocked / collective; allowed: the share that no order of each program's operations could exceed, by the costs that
-they were woven with. Those are a roofline with this machine's rates of a matrix product and of a copy, and the network's
-figures (of gloo as it is: the median of a few transfers). Losses and gradients of all contenders must be bit-equal.
+collectives: what the network took (gloo as it is: until the values were there), ms in a step; blocked: how much of that
+waits stood still; late: how much longer they did, for the other rank had not issued its own yet; hidden: 1 - blocked /
+collectives; allowed: the share that no order of each program's operations could exceed, by the costs that they were woven
+with. Those are a roofline, with this machine's rates of a matrix product and of a copy, times one factor so that a step's
+operations take what they take in the sequence; and the network's figures (of gloo as it is: the median of a few transfers).
+Losses and gradients of all contenders must be bit-equal.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -44,7 +45,6 @@ from torch import Tensor
 from torch.nn import functional as F
 
 import graphpp
-from graphpp.passes.list_schedule import schedule
 from graphpp.passes.op_costs import Cost, OpCosts
 from graphpp.passes.timing import Facts, estimate
 from graphpp.passes.weave import Woven, concatenate
@@ -74,11 +74,11 @@ class Case:
 
 @dataclass
 class Run:
-    """A contender: its step, its parameters, and what its programs allow to hide (a share)."""
+    """A contender: its step, its parameters, and its pipeline."""
 
     step: Callable[[], Tensor]
     model: MoE
-    allowed: float
+    pipe: graphpp.Pipeline
 
     def forget_gradients(self) -> None:
         self.model.zero_grad()
@@ -139,24 +139,26 @@ def contender(name: str, option: argparse.Namespace, group: dist.ProcessGroup, o
     with patch("graphpp.overlap.weave", concatenated) if name == "concatenated" else nullcontext():
         pipe = graphpp.compile(model, F.cross_entropy, example=example, schedule=plan, group=own, op_costs=costs)
         pipe.step(x, target=y)
-    return Run(lambda: pipe.step(x, target=y).losses, model, allowed(pipe, costs))
+    return Run(lambda: pipe.step(x, target=y).losses, model, pipe)
 
 
-def allowed(pipe: graphpp.Pipeline, costs: Cost) -> float:
-    """The share of a step's collectives that could hide, each within the program that it stands in."""
+def simulated(pipe: graphpp.Pipeline, costs: Cost) -> tuple[float, float, float]:
+    """Of a step by the costs, in seconds: operations, collectives, and how much of these could hide, each in its program."""
     runner, sources = pipe._last.runner, pipe._last.built[0].sources
-    shares: list[tuple[float, float]] = []
+    sums = 0.0, 0.0, 0.0
     for action in filter(None, runner.schedule.table[0]):
         parts = [runner.program.stages[leaf.stage].programs[Phase(leaf.kind.value)] for leaf in action.leaves]
-        found = schedule(concatenate([sources.of(part) for part in parts]), costs).estimate
-        shares.append((found.possible * found.collectives, found.collectives))
-    return sum(hidden for hidden, _ in shares) / sum(whole for _, whole in shares)
+        facts = Facts(concatenate([sources.of(part) for part in parts]), costs)
+        found = estimate(facts, facts.nodes)
+        more = found.compute, found.collectives, found.possible * found.collectives
+        sums = sums[0] + more[0], sums[1] + more[1], sums[2] + more[2]
+    return sums
 
 
 # --------------------------------------------------------------------------------------------------------- measurement
 
 
-def measured_costs(case: Case, option: argparse.Namespace, group: dist.ProcessGroup) -> OpCosts:
+def rates(case: Case, option: argparse.Namespace) -> OpCosts:
     """This machine's rates, the same on all ranks, and the network's figures."""
     left, right = torch.randn(option.rows, option.dim), torch.randn(option.dim, option.hidden)
     flops = 2 * option.rows * option.dim * option.hidden / quickest(lambda: left @ right)
@@ -165,8 +167,21 @@ def measured_costs(case: Case, option: argparse.Namespace, group: dist.ProcessGr
     if not case.latency:
         out = torch.empty_like(left)
         latency = quickest(lambda: dist.all_to_all_single(out, left))
-    rates = [statistics.median(values) for values in zip(*over_ranks([flops, memory, latency]), strict=True)]
-    return OpCosts(flops=rates[0], memory=rates[1], launch=3e-6, latency=rates[2], link=link)
+    found = [statistics.median(values) for values in zip(*over_ranks([flops, memory, latency]), strict=True)]
+    return OpCosts(flops=found[0], memory=found[1], launch=3e-6, latency=found[2], link=link)
+
+
+def fitted(costs: OpCosts, run: Run) -> OpCosts:
+    """The same costs with all operations slower or faster by one factor, so that a step's take what they took."""
+    taken = []
+    for _ in range(4):
+        transfers()
+        began = time.perf_counter()
+        run.step()
+        taken.append(time.perf_counter() - began - sum(each.blocked + each.late for each in transfers()))
+    factor = statistics.median(taken[1:]) / simulated(run.pipe, costs)[0]
+    factor = statistics.median(value for (value,) in over_ranks([factor]))
+    return replace(costs, flops=costs.flops / factor, memory=costs.memory / factor, launch=costs.launch * factor)
 
 
 def quickest(run: Callable[[], object], times: int = 20) -> float:
@@ -182,8 +197,13 @@ def quickest(run: Callable[[], object], times: int = 20) -> float:
 def record(case: Case, option: argparse.Namespace, own: Any, device: torch.device) -> dict[str, Any]:
     """Check that the losses agree, then time all contenders in turn."""
     group = emulated(case.latency, case.bandwidth)
-    costs = measured_costs(case, option, group)
-    runs = {name: contender(name, option, group, own, costs) for name in SHAPE}
+    costs = rates(case, option)
+    runs = {"sequence": contender("sequence", option, group, own, costs)}
+    costs = fitted(costs, runs["sequence"])
+    runs |= {name: contender(name, option, group, own, costs) for name in SHAPE[1:]}
+    _, whole, possible = simulated(runs["woven"].pipe, costs)
+    for run in runs.values():
+        run.forget_gradients()
     losses = {name: run.step() for name, run in runs.items()}
     if not all(torch.equal(each, losses["sequence"]) for each in losses.values()):
         raise SystemExit(f"{case}: the losses differ: {losses}")
@@ -203,7 +223,7 @@ def record(case: Case, option: argparse.Namespace, own: Any, device: torch.devic
         "costs": asdict(costs),
         "samples": {name: [asdict(sample) for sample in taken] for name, taken in samples.items()},
         "collective": {name: [statistics.median(values) for values in zip(*each, strict=True)] for name, each in seen.items()},
-        "allowed": {name: run.allowed for name, run in runs.items()},
+        "allowed": possible / whole,
     }
 
 
@@ -236,7 +256,7 @@ def line(row: dict[str, Any], name: str) -> list[str]:
     """One contender of one record as cells."""
     samples = {each: [Sample(**sample) for sample in taken] for each, taken in row["samples"].items()}
     whole, blocked, late = row["collective"][name]
-    hidden, possible = 1 - blocked / whole, row["allowed"]["woven"]
+    hidden, possible = 1 - blocked / whole, row["allowed"]
     return [
         row["network"] if name == SHAPE[0] else "",
         name,
