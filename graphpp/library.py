@@ -30,6 +30,7 @@ from graphpp.runtime import program
 from graphpp.runtime.agreement import Agreement, Facts, agree_on_collectives
 from graphpp.runtime.communication import add_communication
 from graphpp.runtime.gradients import Subgroups
+from graphpp.runtime.overlap import Overlaps
 from graphpp.runtime.program import PipelineProgram, WovenProgram
 from graphpp.runtime.runner import GraphPPRunner
 from graphpp.runtime.schedule import Schedule
@@ -222,7 +223,7 @@ class Library:
         settings = self._compiler.settings
         woven = self._agreement.together(lambda: self._woven(built, programs, schedule), lambda _: Facts({}))
         assert self.first is not None
-        return GraphPPRunner(
+        runner = GraphPPRunner(
             programs,
             schedule,
             self._state,
@@ -231,8 +232,9 @@ class Library:
             subgroups=self._subgroups,
             sums=settings.accumulate_dtype,
             replicas=replicas,
-            woven=woven,
         )
+        runner.overlaps = Overlaps(woven)
+        return runner
 
     def under(self, ready: Ready, table: Schedule) -> Ready:
         """The same graphs under another table of computations, on the same ranks, without replicas; it is not kept.

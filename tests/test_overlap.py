@@ -81,7 +81,7 @@ class Seen(NamedTuple):
 
 def woven_of(pipe: graphpp.Pipeline) -> list[WovenProgram]:
     assert pipe._last is not None
-    return list(pipe._last.runner._overlaps._woven.values())
+    return list(pipe._last.runner.overlaps.woven)
 
 
 def steps(rank: int, names: Sequence[str], options: dict[str, Any]) -> dict[str, Seen]:

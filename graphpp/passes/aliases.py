@@ -1,7 +1,8 @@
 """Which values of a graph share memory: views have the memory of what they view.
 
-Contract: a wait for a collective returns its argument. `root(node)` is the node that allocated the memory; a result is shared if its root is an input of the graph, the
-root of another result too, or read by an operation, which could still run when the result is already being changed.
+Contract: a wait for a collective returns its argument. `root(node)` is the node that allocated the memory; a result is
+shared if its root is an input of the graph, the root of another result too, or read by an operation, which could still
+run when the result is already being changed.
 """
 
 from __future__ import annotations

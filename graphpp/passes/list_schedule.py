@@ -206,7 +206,7 @@ class ListScheduler:
         if node in self._ran or not (final or _is_item(node)):
             return
         sources = [source for source in node.all_input_nodes if source.op != "placeholder"]
-        if only_inputs and sources or not all(source in self._ran for source in sources):
+        if (only_inputs and sources) or not all(source in self._ran for source in sources):
             return
         if node in self._units.facts.collective_of:
             self._arriving.append(node)

@@ -25,7 +25,7 @@ Cost = Callable[[fx.Node], float]
 
 @dataclass(frozen=True)
 class OpCosts:
-    """Rates of a device: operations and bytes of its memory per second, seconds to launch; the link: latency, bytes per second."""
+    """Operations and bytes of memory per second, seconds to launch; of the link the latency and the bytes per second."""
 
     flops: float
     memory: float

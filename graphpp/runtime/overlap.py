@@ -30,12 +30,13 @@ class Overlaps:
     """Runs the parts of overlapped actions as one program."""
 
     def __init__(self, woven: Sequence[WovenProgram]) -> None:
-        self._woven = {tuple(map(id, each.parts)): each for each in woven}
+        self.woven = tuple(woven)
+        self._known = {tuple(map(id, each.parts)): each for each in woven}
 
     def run(self, parts: Sequence[OverlapPart]) -> bool:
         """Run the woven program of these parts and file the results; False where there is none, and nothing was run."""
         pairs = [(part, part.stage.program(part.phase, part.microbatch)) for part in parts]
-        woven = self._woven.get(tuple(id(each) for _, each in pairs))
+        woven = self._known.get(tuple(id(each) for _, each in pairs))
         if woven is None:
             return False
         take = _dealt([(part.stage.taker(part.phase, part.microbatch), len(each.outputs)) for part, each in pairs])

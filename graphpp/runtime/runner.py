@@ -23,7 +23,7 @@ from graphpp.runtime._torch_pipelining import ActionLoop
 from graphpp.runtime.actions import COMMUNICATION, SENDS, Action, Kind
 from graphpp.runtime.gradients import Subgroups, TiedReduction, dtype_of_sum
 from graphpp.runtime.overlap import OverlapPart, Overlaps
-from graphpp.runtime.program import Phase, PipelineProgram, WovenProgram
+from graphpp.runtime.program import Phase, PipelineProgram
 from graphpp.runtime.randomness import step_keys
 from graphpp.runtime.recorder import Recorder
 from graphpp.runtime.replicas import Replicas
@@ -63,7 +63,7 @@ class GraphPPRunner:
 
     `programs`: one for all microbatches, or one for each: microbatches of one shape share theirs. They have the same
     stages, gradients and metrics. `owners` has the ranks that hold each parameter, `sums` is the dtype in which gradients of
-    narrower parameters add up, `replicas` the ranks whose gradients are averaged, `woven` the programs of overlapped actions.
+    narrower parameters add up, `replicas` the ranks whose gradients are averaged.
     """
 
     def __init__(
@@ -77,7 +77,6 @@ class GraphPPRunner:
         subgroups: Subgroups | None = None,
         sums: torch.dtype | None = None,
         replicas: dist.ProcessGroup | None = None,
-        woven: Sequence[WovenProgram] = (),
     ) -> None:
         self.schedule, self.state, self.place, self._sums = schedule, state, place, sums
         each = [programs] * schedule.microbatches if isinstance(programs, PipelineProgram) else list(programs)
@@ -92,7 +91,7 @@ class GraphPPRunner:
         ranks = owners if owners is not None else ranks_of_parameters(self.program, schedule.rank_of_stage)
         groups = subgroups or Subgroups(place.group)
         self.tied = TiedReduction(_contributors(self.program), ranks, schedule.rank_of_stage, groups)
-        self._overlaps = Overlaps(woven)
+        self.overlaps = Overlaps(())  # for whoever has woven programs to exchange
         self._recorder: Recorder | None = None
         watched = {kind: self._watched(handler) for kind, handler in self._handlers().items()}
         self._loop = ActionLoop(list(self.stages.values()), schedule, watched)
@@ -264,7 +263,7 @@ class GraphPPRunner:
 
     def _overlap(self, action: Action) -> None:
         targets = [(part, *self._target(part)) for part in action.parts]
-        if self._overlaps.run([OverlapPart(stage, self._phase(part), microbatch) for part, stage, microbatch in targets]):
+        if self.overlaps.run([OverlapPart(stage, self._phase(part), microbatch) for part, stage, microbatch in targets]):
             for part in action.parts:
                 self._pass_on(part)
         else:
