@@ -32,6 +32,7 @@ from graphpp.runtime.communication import add_communication
 from graphpp.runtime.gradients import Subgroups
 from graphpp.runtime.overlap import Overlaps
 from graphpp.runtime.program import PipelineProgram, WovenProgram
+from graphpp.runtime.replicas import check_apart
 from graphpp.runtime.runner import GraphPPRunner
 from graphpp.runtime.schedule import Schedule
 from graphpp.runtime.state import ModelState
@@ -257,6 +258,7 @@ class Library:
         """This rank's woven programs. Raises `MismatchError` where another rank of a model's group would not run alike."""
         woven, collectives = self._compiler.overlaps(built, programs, schedule)
         agree_on_collectives(collectives, self._compiler.settings.place.device)
+        check_apart(collectives, self._compiler.settings.replicas)
         return woven
 
     def _copies(self, built: Built) -> list[str]:

@@ -8,9 +8,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.nn import functional as F
 
 import graphpp
 from tests.distributed import run_ranks
+from tests.moe import MoE
+from tests.moe import batch as expert_batch
 from tests.special_models import CUTS, SPECIAL
 from tests.training import compiled, joined, local_grads, same, step
 
@@ -70,6 +73,18 @@ def unlike(rank: int) -> None:
 def test_replicas_that_hold_other_stages_are_refused() -> None:
     with pytest.raises(graphpp.MismatchError, match="the gradients of its stages"):
         run_ranks(unlike, 2)
+
+
+def experts(rank: int) -> None:
+    groups = [dist.new_group([each]) for each in range(2)]
+    model = MoE(dist.group.WORLD)
+    x, y = expert_batch(rank)
+    graphpp.compile(model, F.cross_entropy, group=groups[rank], replicas=dist.group.WORLD, microbatches=3).step(x, target=y)
+
+
+def test_experts_are_not_averaged_with_other_experts() -> None:
+    with pytest.raises(graphpp.GraphPPError, match="exchanges values with rank"):
+        run_ranks(experts, 2)
 
 
 def outside(rank: int) -> None:

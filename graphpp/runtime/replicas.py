@@ -15,6 +15,24 @@ from collections.abc import Iterable
 import torch
 import torch.distributed as dist
 
+from graphpp.errors import GraphPPError
+from graphpp.runtime._torch_pipelining import group_named
+
+
+def check_apart(groups: Iterable[str], replicas: dist.ProcessGroup | None) -> None:
+    """Raise where the model itself exchanges values with replicas: parameters there may be different ones (experts)."""
+    if replicas is None:
+        return
+    others = set(dist.get_process_group_ranks(replicas)) - {dist.get_rank()}
+    for name in groups:
+        shared = sorted(others.intersection(dist.get_process_group_ranks(group_named(name))))
+        if shared:
+            raise GraphPPError(
+                f"the model exchanges values with rank {shared[0]} over its process group {name!r}, and replicas= would "
+                "average all gradients with that rank, also of parameters that are others there (experts). Leave replicas= "
+                "out, and average the gradients of those parameters that the ranks share yourself, after each step."
+            )
+
 
 class Replicas:
     """Averages over a group; None, or a group of one: nothing to do."""
