@@ -99,7 +99,8 @@ def test_two_ranks_get_the_same_profile(schedule: str) -> None:
 
 def test_memory_follows_the_stages_saved_bytes() -> None:
     found, _ = profile(0, "plain", {"split": CUTS[2], "schedule": "GPipe", "microbatches": 4})
-    assert found.timeline.peak_bytes(0) == 4 * sum(each.saved_bytes for each in found.costs.stages)
+    foretold = graphpp.schedules.peak_bytes(found.timeline.schedule, found.costs)[0]
+    assert found.timeline.peak_bytes(0) == foretold >= 4 * sum(each.saved_bytes for each in found.costs.stages)
     assert found.timeline.memory[0][-1][1] == 0
 
 
