@@ -13,9 +13,8 @@ from __future__ import annotations
 
 import math
 import time
-from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -23,25 +22,29 @@ from torch import nn
 
 from graphpp import recompute as recomputing
 from graphpp.api import check_given
-from graphpp.batch import leading_size
 from graphpp.capture import LossFunction
-from graphpp.compiler import Built, Compiler, Settings
-from graphpp.errors import BatchError, GraphPPError, ScheduleError
-from graphpp.passes.cut import Cut
+from graphpp.compiler import Built, Settings
+from graphpp.errors import BatchError
 from graphpp.passes.joint import JointGraph
-from graphpp.passes.lower import Passed
-from graphpp.runtime.actions import Action, upstream
-from graphpp.runtime.program import PipelineProgram
-from graphpp.runtime.runner import Device
 from graphpp.runtime.schedule import Schedule
-from graphpp.runtime.source import Source, default_stages, read
+from graphpp.runtime.source import Source, read
 from graphpp.runtime.state import ModelState
 from graphpp.seeds import Reduction, Weighting
 from graphpp.signature import Leaves, Microbatch, unwrapped
 from graphpp.split import Split
+from graphpp.verify_compiled import (
+    Compiled,
+    Imagined,
+    check_one_shape,
+    compiled_for,
+    device_of,
+    moved_to,
+    ranks_of,
+    rotated,
+)
 from graphpp.verify_partings import in_cut, in_eager, in_result, values_of
 from graphpp.verify_report import Comparison, Difference, Parting, Verification, difference
-from graphpp.verify_runs import Numbers, Step, repeatable, run_cut, run_eager, run_uncut, untouched
+from graphpp.verify_runs import Numbers, Step, run_cut, run_eager, run_uncut, untouched
 
 _FLOAT32_TOLERANCE = 1e-6
 
@@ -76,17 +79,17 @@ def verify(  # noqa: PLR0913 - what a user may choose, all of it optional
         What `graphpp.compile` raises, and `GraphPPError` for a model without memory. What differs does not raise: see
         `Verification.ok`, `Verification.raise_if_wrong()`, or print it.
     """
-    device = _device_of(model)
+    device = device_of(model)
     given = [example] if isinstance(example, Microbatch) else list(example or ())
     if not given:
         raise BatchError("verify needs example=: a graphpp.Microbatch with data, or a list of them")
     for each in given:
         check_given(model, loss, each, loss_reduction)
     table = read(schedule)
-    count = _ranks(ranks, split, table)
+    count = ranks_of(ranks, split, table)
     wanted = table.microbatches if isinstance(table, Schedule) else microbatches or max(2, count)
-    parts = [unwrapped(each) for each in given] if len(given) > 1 else _rotated(given[0], wanted)
-    place, again = _Imagined(device, None, count), recomputing.chosen(recompute)
+    parts = [unwrapped(each) for each in given] if len(given) > 1 else rotated(given[0], wanted)
+    place, again = Imagined(device, None, count), recomputing.chosen(recompute)
     settings = Settings(place, given[0], split, table, len(parts), loss_reduction, recompute=again)
     return verified(model, loss, settings, parts, tolerance)
 
@@ -100,77 +103,16 @@ def verified(
 ) -> Verification:
     """The report for these microbatches; `settings.place` says for how many ranks the schedule is."""
     began = time.perf_counter()
-    _check_one_shape(parts)
+    check_one_shape(parts)
     device = settings.place.device
     ModelState(model).check_memory([name for name, _ in (*model.named_parameters(), *model.named_buffers())])
-    parts = [_on(device, part) for part in parts]
+    parts = [moved_to(device, part) for part in parts]
     with untouched(model, device):
-        compiled = _compiled(model, loss, settings, parts)
+        compiled = compiled_for(model, loss, settings, parts)
         step = Step(model, loss, parts, _seeds(compiled.built, settings.loss_reduction, len(parts), device), device)
         allowed = _tolerance(compiled.uncut) if tolerance is None else tolerance
         cut, eager = _three_ways(step, compiled, allowed)
     return Verification(cut, eager, compiled.built.plan, allowed, time.perf_counter() - began)
-
-
-# --------------------------------------------------------------------------------------------- what was compiled
-
-
-@dataclass(frozen=True)
-class _Imagined(Device):
-    """One process that stands for several ranks."""
-
-    count: int = 1
-
-    @property
-    def ranks(self) -> int:
-        """Ranks that the schedule is for."""
-        return self.count
-
-
-@dataclass(frozen=True)
-class _Compiled:
-    """What a pipeline would run, and beside it the uncut graph, the graphs of the cut, and the schedule on one rank."""
-
-    built: Built
-    programs: Sequence[PipelineProgram]
-    uncut: JointGraph
-    pieces: Cut
-    row: Schedule
-
-
-def _compiled(model: nn.Module, loss: LossFunction | None, settings: Settings, parts: Sequence[Leaves]) -> _Compiled:
-    seen: dict[str, Any] = {}
-
-    def watch(passed: Passed) -> None:
-        if passed.name == "capture":
-            assert isinstance(passed.result, JointGraph)
-            seen["uncut"] = repeatable(passed.result)
-        elif isinstance(passed.result, Cut):
-            seen["pieces"] = passed.result
-
-    compiler = Compiler(model, loss, replace(settings, dump=None), watch)
-    with untouched(model, settings.place.device):
-        built = compiler.build(parts[0], len(parts), training=True)
-        table = compiler.schedule([built] * len(parts), training=True)
-        programs = [compiler.program(built, table, index) for index in range(len(parts))]
-    return _Compiled(built, programs, seen["uncut"], seen["pieces"], in_one_row(table))
-
-
-def in_one_row(schedule: Schedule) -> Schedule:
-    """The computations of all ranks on one rank: an order that the ranks could have had, without messages."""
-    rows = [deque(action for action in row if action and action.is_compute) for row in schedule.table]
-    order, done = list[Action](), set[Action]()
-    while any(rows):
-        for row in rows:
-            if row and all(_ready(leaf, done, schedule.stages) for leaf in row[0].leaves):
-                order.append(row.popleft())
-                done.update(order[-1].leaves)
-    return replace(schedule, table=(tuple(order),))
-
-
-def _ready(leaf: Action, done: set[Action], stages: int) -> bool:
-    makers = upstream(leaf, stages)
-    return not makers or any(maker in done for maker in makers)
 
 
 def _seeds(built: Built, reduction: Reduction, count: int, device: torch.device) -> list[torch.Tensor]:
@@ -181,7 +123,7 @@ def _seeds(built: Built, reduction: Reduction, count: int, device: torch.device)
 # ------------------------------------------------------------------------------------------------------ compare
 
 
-def _three_ways(step: Step, compiled: _Compiled, tolerance: float) -> tuple[Comparison, Comparison]:
+def _three_ways(step: Step, compiled: Compiled, tolerance: float) -> tuple[Comparison, Comparison]:
     with untouched(step.model, step.device):
         uncut = run_uncut(step, compiled.uncut)
     cut = _of_cut(step, compiled, uncut, tolerance)
@@ -204,7 +146,7 @@ _OTHER_NUMBERS = (
 )
 
 
-def _of_cut(step: Step, compiled: _Compiled, uncut: Numbers, tolerance: float) -> Comparison:
+def _of_cut(step: Step, compiled: Compiled, uncut: Numbers, tolerance: float) -> Comparison:
     with untouched(step.model, step.device):
         ours = run_cut(step, compiled.programs, compiled.row)
     gradients = [fqn for stage in compiled.built.program.stages for fqn in stage.gradients]
@@ -254,61 +196,3 @@ def _tolerance(joint: JointGraph) -> float:
     values = [node.meta["val"] for node in joint.computed() if isinstance(node.meta["val"], torch.Tensor)]
     coarsest = max((torch.finfo(value.dtype).eps for value in values if value.is_floating_point()), default=0.0)
     return _FLOAT32_TOLERANCE * coarsest / torch.finfo(torch.float32).eps
-
-
-# -------------------------------------------------------------------------------------------------- what was given
-
-
-def _device_of(model: object) -> torch.device:
-    if not isinstance(model, nn.Module):
-        raise GraphPPError(f"model must be an nn.Module, got {type(model).__name__}")
-    first = next(model.parameters(), None)
-    return first.device if first is not None else torch.device("cpu")
-
-
-def _ranks(given: int | None, split: Split, schedule: Any) -> int:
-    """How many ranks the schedule is for."""
-    if given is not None:
-        if given < 1:
-            raise ScheduleError(f"ranks must be a positive number, got {given!r}")
-        return given
-    if isinstance(schedule, Schedule):
-        return schedule.ranks
-    stages, each = _stages(split), default_stages(schedule, 1)
-    if stages is None:
-        return 2
-    return stages // each if stages % each == 0 else stages
-
-
-def _stages(split: Any) -> int | None:
-    """How many stages a split asks for, where it says so by itself."""
-    if isinstance(split, Sequence):
-        return len(split) + all(isinstance(name, str) for name in split)
-    number = split if split is None or isinstance(split, int) else getattr(split, "num_stages", None)
-    return number if number is None else int(number)
-
-
-def _check_one_shape(parts: Sequence[Leaves]) -> None:
-    other = next((index for index, part in enumerate(parts) if part.signature != parts[0].signature), None)
-    if other is not None:
-        raise BatchError(
-            f"microbatch {other} differs in shape or structure from microbatch 0: verify microbatches of one shape at a time."
-        )
-
-
-def _rotated(example: Microbatch, count: int) -> list[Leaves]:
-    """Microbatches of the same rows in other orders, so that one taken for another shows."""
-    leaves = Leaves.of(example)
-    rows = leading_size(leaves)
-
-    def turned(leaf: Any, by: int) -> Any:
-        rolls = isinstance(leaf, torch.Tensor) and leaf.dim() and len(leaf) == rows
-        return leaf.clone().copy_(leaf.roll(by, 0)) if rolls else leaf
-
-    turns = [tuple(turned(leaf, by) for leaf in leaves.values) for by in range(count)]
-    return [unwrapped(Leaves(leaves.spec, leaves.paths, values).microbatch()) for values in turns]
-
-
-def _on(device: torch.device, part: Leaves) -> Leaves:
-    values = [leaf.to(device) if isinstance(leaf, torch.Tensor) else leaf for leaf in part.values]
-    return Leaves(part.spec, part.paths, tuple(values))
