@@ -4,19 +4,16 @@ Cut against the uncut joint graph (one stage in one process) always, and the unc
 wherever that is possible at all; three steps of AdamW with clipping, each on another batch.
 """
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from functools import cache
-from typing import Any, NamedTuple
-from unittest.mock import patch
+from typing import NamedTuple
 
 import pytest
 import torch
 
-from graphpp import compiler
 from tests.distributed import run_ranks
 from tests.models import cuts
-from tests.training import Numbers, differences, eager, train, trained, whole
+from tests.training import Numbers, capturing_once, differences, eager, train, trained, whole
 
 ONE_STAGE_A_RANK = ("GPipe", "1F1B")
 SEVERAL = ("Interleaved1F1B", "LoopedBFS")
@@ -56,29 +53,12 @@ def combos(ranks: int) -> list[Combo]:
 
 def train_all(rank: int, name: str, cases: Sequence[Combo]) -> list[Numbers]:
     """This rank's numbers under every combination."""
-    captures: dict[tuple[int, int], dict[str, Any]] = {}
     found = []
-    for combo in cases:
-        options = {"split": cuts(name, combo.stages), "schedule": combo.schedule, "microbatches": combo.microbatches}
-        with one_capture(captures.setdefault(combo[1:], {})):
+    with capturing_once():
+        for combo in cases:
+            options = {"split": cuts(name, combo.stages), "schedule": combo.schedule, "microbatches": combo.microbatches}
             found.append(train(rank, name, options))
     return found
-
-
-@contextmanager
-def one_capture(kept: dict[str, Any]) -> Iterator[None]:
-    """Schedules over one model, split and microbatch share captured graph and programs, which know no schedule."""
-
-    def once(what: str, make: Any) -> Any:
-        def call(*args: Any, **kwargs: Any) -> Any:
-            if what not in kept:
-                kept[what] = make(*args, **kwargs)
-            return kept[what]
-
-        return patch.object(compiler, what, call)
-
-    with once("capture", compiler.capture), once("lower", compiler.lower):
-        yield
 
 
 @cache

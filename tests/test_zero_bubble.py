@@ -8,10 +8,9 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
 from typing import Any
-from unittest.mock import patch
 
 import pytest
 import torch
@@ -20,12 +19,10 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import graphpp
-from graphpp import compiler
-from graphpp.capture import Captured
 from graphpp.runtime.source import default_stages
 from tests.distributed import run_ranks
 from tests.reference import adamw
-from tests.training import Numbers, differences, local_grads, whole
+from tests.training import Numbers, capturing_once, differences, local_grads, whole
 
 MICROBATCHES = 8
 LAYERS = 8
@@ -103,17 +100,8 @@ class Case:
 
 
 def train_all(rank: int, ranks: int, cases: Sequence[Case]) -> list[Numbers]:
-    """This rank's numbers. A capture takes most of a short run's time and knows no schedule: it is made once."""
-    kept: dict[int, Captured] = {}
-    captured = compiler.capture
-
-    def capture(model: Any, *args: Any, **options: Any) -> Captured:
-        frozen = sum(not parameter.requires_grad for parameter in model.parameters())
-        if frozen not in kept:
-            kept[frozen] = captured(model, *args, **options)
-        return replace(kept[frozen], joint=kept[frozen].joint.copy())
-
-    with patch.object(compiler, "capture", capture):
+    """This rank's numbers."""
+    with capturing_once():
         return [case.train(ranks) for case in cases]
 
 

@@ -4,13 +4,19 @@ Contract: `train` runs on one rank and returns what that rank has; `whole` joins
 and step whatever is not bit-equal, so that a test asserts that there is nothing.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any, NamedTuple
+from unittest.mock import patch
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 import graphpp
+from graphpp import compiler
+from graphpp.capture import Captured
+from graphpp.signature import Leaves
 from tests.distributed import run_ranks
 from tests.models import MODELS, Batch, Case
 from tests.reference import adamw, eager_steps
@@ -63,6 +69,23 @@ def train(rank: int, name: str, options: Mapping[str, Any], steps: int = STEPS) 
     numbers.params.update(pipe.named_parameters())
     numbers.buffers.update(pipe.named_buffers())
     return numbers
+
+
+@contextmanager
+def capturing_once() -> Iterator[None]:
+    """Compilations of one model share its captured graph: that takes most of a short run's time and knows no schedule."""
+    kept: dict[Any, Captured] = {}
+    captured = compiler.capture
+
+    def capture(model: nn.Module, loss: Any, batch: graphpp.Microbatch, device: Any, *, training: bool) -> Captured:
+        trainable = tuple(parameter.requires_grad for parameter in model.parameters())
+        key = (type(model), trainable, Leaves.of(batch).signature, training)
+        if key not in kept:
+            kept[key] = captured(model, loss, batch, device, training=training)
+        return replace(kept[key], joint=kept[key].joint.copy())
+
+    with patch.object(compiler, "capture", capture):
+        yield
 
 
 def trained(ranks: int, name: str, steps: int = STEPS, **options: Any) -> Numbers:

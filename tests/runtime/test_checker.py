@@ -61,6 +61,8 @@ def whole_where_read(rows: Rows, stages: int) -> bool:
             letters = {Kind.UNSHARD: "U", Kind.RESHARD: "R", Kind.REDUCE_GRAD: "G", Kind.F: "f"}
             word = "".join(letters.get(leaf.kind, "b") for leaf in events)
             reduced[stage] += word.count("G")
+            if word and not {"f", "b"} & set(word):  # on a rank that does not compute the stage
+                return False
             plain = word.replace("G", "")
             if {"U", "R"} & set(plain) and not re.fullmatch("(U[fb]*R)*", plain):
                 return False
