@@ -170,6 +170,7 @@ class Compiler:
         """The checked table with communication for microbatches of these graphs; forwards only for evaluation."""
         table = self._table(len(each[0].program.stages), len(each), training=training)
         for built in {id(built): built for built in each}.values():
+            _check_places(table, built)
             _check_buffer_order(table, built)
         if self.settings.memory_cap is not None and training:
             programs = [self.program(built, table, index) for index, built in enumerate(each)]
@@ -323,6 +324,17 @@ def _trains(table: Schedule) -> bool:
 
 def _splits_backward(table: Schedule) -> bool:
     return any(leaf.kind in (Kind.I, Kind.W) for _, _, action in table.cells() for leaf in action.leaves)
+
+
+def _check_places(table: Schedule, built: Built) -> None:
+    """Parameters stay on the ranks that the first table put them on, whatever table a number of microbatches gets."""
+    before, now = built.plan.rank_of_stage, table.rank_of_stage
+    for stage in (stage for stage, rank in before.items() if now[stage] != rank):
+        raise ScheduleError(
+            f"for {table.microbatches} microbatches the schedule {table.name!r} puts stage {stage} on rank {now[stage]}, and "
+            f"for {built.plan.schedule.microbatches} it put it on rank {before[stage]}, where its parameters are: give every "
+            "number of microbatches the same ranks, or step with one number."
+        )
 
 
 def _check_buffer_order(table: Schedule, built: Built) -> None:

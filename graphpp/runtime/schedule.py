@@ -105,11 +105,11 @@ class Schedule:
         return any(action.is_communication for _, _, action in self.cells())
 
     def forward_only(self) -> Schedule:
-        """The same table with nothing but its forwards and their messages: what evaluation runs."""
-        kinds = (Kind.F, Kind.SEND_F, Kind.RECV_F)
-        rows = [
-            [leaf for action in row if action for leaf in action.leaves if leaf.kind in kinds] for row in self.table
-        ]
+        """The same table with nothing but its forwards and their messages: what evaluation runs.
+
+        Messages of one batch stay one batch, since one after another they could wait for each other.
+        """
+        rows = [[part for action in row if action for part in _forwards(action)] for row in self.table]
         return Schedule.of(rows, name=self.name, stages=self.stages, microbatches=self.microbatches)
 
     def cells(self) -> Iterator[tuple[int, int, Action]]:
@@ -243,6 +243,12 @@ def _cell(cell: Cell, where: str) -> Action | None:
         return None if text in ("", ".") else parse(text)
     except ScheduleError as fault:
         raise ScheduleError(f"{where}: {fault}") from None
+
+
+def _forwards(action: Action) -> tuple[Action, ...]:
+    """What evaluation runs of an action."""
+    parts = tuple(leaf for leaf in action.leaves if leaf.kind in (Kind.F, Kind.SEND_F, Kind.RECV_F))
+    return (action._replace(parts=parts),) if action.kind is Kind.P2P and len(parts) > 1 else parts
 
 
 def _labelled(number: int, line: str, rank: int) -> Row:
