@@ -94,7 +94,7 @@ class GraphPPRunner:
         self.overlaps = Overlaps(())  # for whoever has woven programs to exchange
         self._recorder: Recorder | None = None
         watched = {kind: self._watched(handler) for kind, handler in self._handlers().items()}
-        self._loop = ActionLoop(list(self.stages.values()), schedule, watched)
+        self._loop = ActionLoop(list(self.stages.values()), schedule, watched) if self.stages else None
 
     def _local_stages(self, each: Sequence[PipelineProgram]) -> dict[int, GraphStage]:
         """This rank's stages by index, each with its variant for every microbatch."""
@@ -115,7 +115,8 @@ class GraphPPRunner:
             with torch.no_grad():
                 keys = step_keys(len(inputs), self.place.group, self.place.device) if self.random else ()
                 self._begin(Feed(inputs, seeds, keys))
-                self._loop.run()
+                if self._loop is not None:  # a rank without a stage has nothing to do
+                    self._loop.run()
                 self.transport.flush()
                 self._finish()
             self._bubble = self.transport.waited / max(time.perf_counter() - began, 1e-9)
