@@ -15,7 +15,7 @@ from __future__ import annotations
 import logging
 from collections import OrderedDict
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, TypeVar
 
@@ -81,10 +81,11 @@ class Call:
 
 @dataclass(frozen=True)
 class Ready:
-    """What a call needs: the graph of each microbatch, and their runner."""
+    """What a call needs: the graph of each microbatch, and their runner; what its replicas must have alike."""
 
     built: Sequence[Built]
     runner: GraphPPRunner
+    alike: Facts
 
 
 class _Recent(OrderedDict[K, V]):
@@ -211,8 +212,8 @@ class Library:
             rank, device = settings.place.rank, settings.place.device
             self._state.move(set().union(*(each.parameters(rank) | each.buffers(rank) for each in built)), device)
             runner = self._runner(built, schedule, settings.replicas)
-            Agreement(settings.replicas, device).compare(facts.of_replica(runner.program, schedule, rank))
-            self._ready.keep(call.keys, Ready(built, runner))
+            alike = facts.of_replica(runner.program, schedule, rank)
+            self._ready.keep(call.keys, Ready(built, runner, alike))
             self._forget_all_but(call.keys)
         for key in call.keys:
             if key in self._built:
@@ -220,7 +221,9 @@ class Library:
         return self._ready.use(call.keys)
 
     def _runner(self, built: Sequence[Built], schedule: Schedule, replicas: dist.ProcessGroup | None) -> GraphPPRunner:
-        programs = [self._compiler.program(each, schedule, index) for index, each in enumerate(built)]
+        programs = self._agreement.together(
+            lambda: [self._compiler.program(each, schedule, index) for index, each in enumerate(built)], lambda _: Facts({})
+        )
         settings = self._compiler.settings
         woven = self._agreement.together(lambda: self._woven(built, programs, schedule), lambda _: Facts({}))
         assert self.first is not None
@@ -242,9 +245,7 @@ class Library:
 
         Called by all ranks.
         """
-        schedule = add_communication(table)
-        runner = self._agreement.together(lambda: self._runner(ready.built, schedule, None), lambda _: Facts({}))
-        return Ready(ready.built, runner)
+        return replace(ready, runner=self._runner(ready.built, add_communication(table), None))
 
     def _schedule(self, built: Sequence[Built], call: Call) -> Schedule:
         rank = self._compiler.settings.place.rank

@@ -68,6 +68,7 @@ class Pipeline:
         self._library = Library(Compiler(model, loss, settings), self._state, agreement)
         self._last: Ready | None = None
         self._broken = False
+        self._beside = Agreement(settings.replicas, settings.place.device)
         self._board = FailureBoard(settings.place.group, agreement.shared_name())
         if settings.example is not None:
             self._build(settings.example)
@@ -153,9 +154,9 @@ class Pipeline:
             return self._with_targets(self._cut(Microbatch(args, kwargs, target)))
 
         with self._watched():
-            call = self._alike(parts, training=True, asked=f"a profile of {repeat} steps")
-            trials = Trials(self._model, self._library, lambda ready: self._run(call, ready))
-            return trials.profile(self._library.ready(call), repeat)
+            call, ready = self._prepared(parts, asked=f"a profile of {repeat} steps")
+            trials = Trials(self._model, self._library, lambda under: self._run(call, under))
+            return trials.profile(ready, repeat)
 
     def timeline(self, *args: Any, target: Any = None, repeat: int = 3, **kwargs: Any) -> Timeline:
         """When each action of a step over this batch ran on every rank, measured as `profile` does, which has more."""
@@ -216,8 +217,8 @@ class Pipeline:
     ) -> StepResult:
         scaling = scaler.scaler if isinstance(scaler, PostValidation) else scaler
         with self._watched():
-            call = self._alike(lambda: self._with_targets(make()), loss_weight, scaling, training=True)
-            runner = self._run(call).runner
+            call, ready = self._prepared(lambda: self._with_targets(make()), loss_weight, scaling)
+            runner = self._run(call, ready).runner
             losses, metrics = runner.losses(), runner.metrics()
             if scaling is scaler and scaling is not None and scaling.is_enabled():
                 norms.share_overflow_(self._gradients())
@@ -257,19 +258,35 @@ class Pipeline:
             known = self._library.facts(made)
             return known.adding("the call", [asked]) if asked else known
 
+        self._check_whole()
         return self._agreement.together(call, facts)
 
-    def _run(self, call: Call, under: Ready | None = None) -> Ready:
-        """Run a call once, by its own runner or the one given; the runner has what came out."""
+    def _check_whole(self) -> None:
+        """A rank asks nobody anything any more once a call of its ended midway: the others may still be in that call."""
         if self._broken:
             raise GraphPPError(
                 "an earlier call of this pipeline ended midway, and messages between the ranks may still be under way: "
                 "restart all ranks from the last checkpoint."
             )
+
+    def _prepared(
+        self, make: Callable[[], list[Leaves]], loss_weight: LossWeight | None = None, scaler: object = None, asked: str = ""
+    ) -> tuple[Call, Ready]:
+        """What a training call needs; replicas do the same, or none of them begins: each waits for the others' gradients."""
+
+        def prepare() -> tuple[Call, Ready]:
+            call = self._alike(make, loss_weight, scaler, training=True, asked=asked)
+            return call, self._library.ready(call)
+
+        self._check_whole()
+        return self._beside.together(prepare, lambda made: made[1].alike.adding("the call", [asked or "step"]))
+
+    def _run(self, call: Call, under: Ready | None = None) -> Ready:
+        """Run a call once, by its own runner or the one given; the runner has what came out."""
         ready, place = under or self._library.ready(call), self._settings.place
         loss = ready.runner.program.loss
         seeds = call.weighting.seeds(len(call.parts), loss.dtype, place.device) if loss is not None else []
-        self._broken = place.ranks > 1
+        self._broken = place.ranks > 1 or (call.training and self._beside.several)
         with torch.autocast(place.device.type, enabled=False):  # its casts are in the graph
             ready.runner.step([part.tensors for part in call.parts], seeds)
         self._broken = False

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import pytest
@@ -11,7 +12,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 import graphpp
-from tests.distributed import run_ranks
+from graphpp.runtime.program import Phase
+from graphpp.runtime.stage import GraphStage
+from tests.distributed import rank_outcomes, run_ranks
 from tests.moe import MoE
 from tests.moe import batch as expert_batch
 from tests.special_models import CUTS, SPECIAL
@@ -95,3 +98,68 @@ def outside(rank: int) -> None:
 def test_a_rank_outside_of_its_replicas_is_refused() -> None:
     with pytest.raises(graphpp.GraphPPError, match=r"not in the group replicas="):
         run_ranks(outside, 2)
+
+
+def pair(rank: int) -> graphpp.Pipeline:
+    """One of two pipelines of one process each, which average their gradients."""
+    groups = [dist.new_group(ranks) for ranks in ([0], [1], [0, 1])]
+    return compiled(SPECIAL["plain"](), split=CUTS[2], group=groups[rank], replicas=groups[2])
+
+
+def at_odds(rank: int, what: str) -> None:
+    pipe, batch = pair(rank), SPECIAL["plain"]().batch
+    step(pipe, batch)
+    if rank and what == "profile":
+        pipe.profile(*batch.args, target=batch.target)
+    elif rank and what == "no batch":
+        pipe.step(batch.args[0][:0], target=batch.target)
+    else:
+        pipe.step_microbatches([graphpp.Microbatch(batch.args, {}, batch.target)] * (1 + rank))
+
+
+@pytest.mark.parametrize(
+    ("what", "said"),
+    [("microbatches", "differs in the schedule"), ("profile", "differs in the call"), ("no batch", "rank 1: BatchError")],
+)
+def test_replicas_that_do_not_do_the_same_are_refused(what: str, said: str) -> None:
+    """They would wait for each other's gradients, or add up those of different steps."""
+    outcomes = rank_outcomes(at_odds, 2, what, timeout=30)
+    assert [type(outcome.error) for outcome in outcomes][0] is graphpp.MismatchError
+    assert said in str(outcomes[0].error)
+    assert isinstance(outcomes[1].error, graphpp.GraphPPError)
+
+
+def lonely(rank: int) -> None:
+    pipe, batch = pair(rank), SPECIAL["plain"]().batch
+    if rank == 0:
+        pipe.eval(*batch.args, target=batch.target)
+    step(pipe, batch)
+
+
+def test_one_replica_may_evaluate() -> None:
+    run_ranks(lonely, 2, timeout=30)
+
+
+def midway(rank: int) -> str:
+    """Rank 0 fails in a backward, and goes on as if nothing had been."""
+    pipe, batch = pair(rank), SPECIAL["plain"]().batch
+    step(pipe, batch)
+    run = GraphStage.run
+
+    def failing(stage: GraphStage, phase: Phase, microbatch: int) -> None:
+        if rank == 0 and phase.is_backward:
+            raise ValueError("by chance")
+        run(stage, phase, microbatch)
+
+    with pytest.MonkeyPatch.context() as patch, contextlib.suppress(ValueError):
+        patch.setattr(GraphStage, "run", failing)
+        step(pipe, batch)
+    step(pipe, batch)
+    return "ended"
+
+
+def test_a_replica_that_failed_midway_does_not_go_on() -> None:
+    """Its gradients would be averaged with those of the step that the other is still in."""
+    failed, other = rank_outcomes(midway, 2, timeout=30)
+    assert "ended midway" in str(failed.error)
+    assert other.value is None

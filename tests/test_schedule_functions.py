@@ -3,10 +3,13 @@
 from functools import partial
 
 import pytest
+import torch
+from torch import Tensor
 
 import graphpp
+from tests.distributed import run_ranks
 from tests.special_models import CUTS, SPECIAL
-from tests.training import compiled, differences, eager, step, trained
+from tests.training import compiled, differences, eager, local_grads, same, step, trained
 
 
 def test_every_name_is_there_and_documented() -> None:
@@ -45,3 +48,38 @@ def test_a_schedule_function_says_how_many_stages_it_wants() -> None:
         pipe = compiled(case, schedule=schedule, microbatches=4)
         step(pipe, case.batch)
         assert "2 stages on 1 rank" in repr(pipe)
+
+
+def test_a_function_that_moves_stages_to_other_ranks_is_refused() -> None:
+    """The parameters stay where the first table put them, and nobody would update those that the second one reads."""
+    with pytest.raises(graphpp.ScheduleError, match="for 4 microbatches the schedule .* puts stage 0 on rank 1"):
+        run_ranks(moved, 2)
+
+
+def moved(rank: int) -> None:
+    def schedule(ranks: int, stages: int, microbatches: int) -> list[list[str]]:
+        rows = [[f"{stage}{kind}{m}" for kind in "FB" for m in range(microbatches)] for stage in range(stages)]
+        return rows if microbatches == 2 else rows[::-1]
+
+    case = SPECIAL["plain"]()
+    pipe = compiled(case, split=CUTS[2], schedule=schedule)
+    for count in (2, 4):
+        pipe.step_microbatches([graphpp.Microbatch(case.batch.args, {}, case.batch.target)] * count)
+
+
+def test_a_rank_may_be_left_without_a_stage() -> None:
+    numbers = eager("plain", 2, steps=1)
+    for losses, grads in run_ranks(idle, 3):
+        assert torch.equal(losses, numbers.losses[0])
+        assert all(same(grad, numbers.grads[0][fqn]) for fqn, grad in grads.items())
+
+
+def idle(rank: int) -> tuple[Tensor, dict[str, Tensor | None]]:
+    rows = ["0F0 0F1 0I0 0W0 0B1", "", "1F0 1B0 1F1 1B1"]
+    case = SPECIAL["plain"]()
+    pipe = compiled(case, split=CUTS[2], schedule=graphpp.Schedule.of(rows))
+    losses, grads = step(pipe, case.batch).losses, local_grads(pipe)
+    assert bool(grads) == (rank != 1)
+    evaluated = pipe.eval(*case.batch.args, target=case.batch.target)
+    assert evaluated.losses is not None and torch.equal(evaluated.losses, losses)
+    return losses, grads

@@ -85,6 +85,11 @@ class Agreement:
         self._group = group if group is not None and dist.get_world_size(group) > 1 else None
         self._device = torch.device("cpu") if self._group is None or has_gloo(self._group) else device
 
+    @property
+    def several(self) -> bool:
+        """Whether there is anybody to ask."""
+        return self._group is not None
+
     def together(self, work: Callable[[], T], facts: Callable[[T], Facts]) -> T:
         """Do `work`, compare the facts of what came out over all ranks, return it."""
         try:

@@ -197,3 +197,11 @@ def test_two_even_ranks_follow_one_order() -> None:
     assert not Machine(by_parity, 3).runs_to_its_end()
     apart = proved(order_even_odd(fused))
     assert Machine(rows_of(apart), 3).runs_to_its_end()
+
+
+def test_the_forwards_of_a_batched_table_are_checked_like_any_other() -> None:
+    """Two ranks that exchange in one batch would wait for each other one by one."""
+    fused = fuse_communication(add_communication(build("ZBVZeroBubble", 3, 6, 3)), tuple(VERBS))
+    forwards = fused.forward_only()
+    assert any(action.kind is Kind.P2P for _, _, action in forwards.cells())
+    check(forwards, ranks=3, stages=6, microbatches=3, training=False)
