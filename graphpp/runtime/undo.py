@@ -7,8 +7,9 @@ Contract
 - Arithmetic has no exact inverse in floating point, so nothing is computed back: the copies lie beside the originals, on
   their devices, and their memory is used again in the next step. They cost one times the parameters and the state (Adam:
   three times the parameters' bytes).
-- An optimizer that is not torch's own may also write into gradients and draw random numbers: both are kept for it too.
-  Whatever it remembers elsewhere (attributes of its own) is not seen.
+- An optimizer that is not torch's own may also write into gradients and draw random numbers: both are kept for it too, and
+  for torch's with Nesterov momentum, which SGD adds into the gradients where it steps all parameters at once (its default
+  on CUDA). Whatever it remembers elsewhere (attributes of its own) is not seen.
 """
 
 from __future__ import annotations
@@ -92,7 +93,7 @@ class Undo:
         for optimizer in self._optimizers:
             yield from self._walk(optimizer.param_groups, "param_groups")
             yield from self._walk(optimizer.state, "state")
-            if type(optimizer).__module__.partition(".")[0] != "torch":
+            if _writes_gradients(optimizer):
                 gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
                 self._generators += [(g, g.get_state()) for g in _generators(gradients)]
                 yield from gradients
@@ -115,6 +116,12 @@ class Undo:
                 "Tensors, numbers, strings, and dicts, lists and tuples of them can be: use pipe.clip_grad_norm_ and "
                 "optimizer.step() with this optimizer."
             )
+
+
+def _writes_gradients(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether a step may change gradients."""
+    own = type(optimizer).__module__.partition(".")[0] == "torch"
+    return not own or any(group.get("nesterov") for group in optimizer.param_groups)
 
 
 def _copy_into(copies: list[torch.Tensor], index: int, tensor: torch.Tensor) -> None:

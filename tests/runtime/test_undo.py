@@ -48,6 +48,7 @@ OPTIMIZERS: dict[str, Make] = {
     "SGD momentum": lambda p: optim.SGD(p, lr=0.1, momentum=0.9, weight_decay=0.01, foreach=False),
     "SGD dampened": lambda p: optim.SGD(p, lr=0.1, momentum=0.9, dampening=0.1, maximize=True, foreach=True),
     "SGD nesterov": lambda p: optim.SGD(p, lr=0.1, momentum=0.9, nesterov=True, weight_decay=0.01, foreach=True),
+    "SGD nesterov, no decay": lambda p: optim.SGD(p, lr=0.1, momentum=0.9, nesterov=True, foreach=True),
     "SGD fused": lambda p: optim.SGD(p, lr=0.1, momentum=0.9, weight_decay=0.01, fused=True),
     "Adam": lambda p: optim.Adam(p, lr=0.01, weight_decay=0.1),
     "AdamW": lambda p: optim.AdamW(p, lr=0.01),
