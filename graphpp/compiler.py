@@ -201,6 +201,8 @@ class Compiler:
         return [emitted for _, emitted in made.values()], overlap.collectives_of(row, made)
 
     def _finished(self, built: Built, wanted: Wanted) -> PipelineProgram:
+        if not built.captured.joint.training:  # forwards alone: nothing to split, nothing to recompute
+            return built.program
         if wanted not in built.finished:
             joint, stages = built.captured.joint, len(built.program.stages)
             built.finished[wanted] = finish(joint, stages, built.sources.hook(), self._choices(joint, wanted))

@@ -142,7 +142,8 @@ def evaluated(schedule: Schedule) -> Schedule:
     assert [only(row, Kind.F) for row in rows_of(runs)] == [only(row, Kind.F) for row in rows_of(schedule)]
     done = sorted(action for row in rows_of(runs) for action in row if action.kind is Kind.F)
     assert done == [Action(*pair) for pair in product(range(runs.stages), [Kind.F], range(runs.microbatches))]
-    assert {leaf.kind for row in rows_of(runs) for action in row for leaf in action.leaves} <= {Kind.F, Kind.SEND_F, Kind.RECV_F}
+    kinds = {leaf.kind for row in rows_of(runs) for action in row for leaf in action.leaves}
+    assert kinds <= {Kind.F, Kind.SEND_F, Kind.RECV_F}
     assert runs.rank_of_stage == schedule.rank_of_stage
     return runs
 
