@@ -81,8 +81,8 @@ class Costs:
         for name, sends in (("sends_forward", self.sends_forward), ("sends_backward", self.sends_backward)):
             if len(sends) not in (0, boundaries):
                 raise ScheduleError(
-                    f"{name} has the times of {len(sends)} messages, but {len(self.stages)} stages have {boundaries} boundaries; "
-                    "give one for each, or none"
+                    f"{name} has the times of {len(sends)} messages, but {len(self.stages)} stages have {boundaries} "
+                    "boundaries; give one for each, or none"
                 )
         if not all(number >= 0 for number in (*self.sends_forward, *self.sends_backward, self.overlap, self.overhead)):
             raise ScheduleError("the times of messages, overlap and overhead are numbers of 0 or more")

@@ -237,9 +237,9 @@ def test_with_working_bytes_the_cap_that_is_named_is_enough(seed: int) -> None:
 
 def test_a_cap_is_a_number() -> None:
     costs = Costs.unit(4, 2)
-    for given, said in ((float("nan"), "nan"), ("1 GB", "'1 GB'"), ([4000, None], "None")):
+    for cap, said in ((float("nan"), "nan"), ("1 GB", "'1 GB'"), ([4000, None], "None")):
         with pytest.raises(ScheduleError, match=rf"memory_cap=.*{said}.* no number of bytes"):
-            schedule_auto(costs, given, ranks=2, microbatches=2)  # type: ignore[arg-type]
+            schedule_auto(costs, cap, ranks=2, microbatches=2)  # type: ignore[arg-type]
     assert schedule_auto(costs, 2000.5, ranks=2, microbatches=2).ranks == 2  # type: ignore[arg-type]
 
 
