@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from math import inf
 
 from graphpp.errors import ScheduleError
 from graphpp.runtime.actions import Action, Kind
@@ -34,8 +35,8 @@ class StageCosts:
 
     def __post_init__(self) -> None:
         numbers = (self.forward, self.input_grad, self.weight_grad, self.backward, self.saved_bytes, self.kept_bytes)
-        if not all(number is None or number >= 0 for number in numbers):
-            raise ScheduleError(f"{self}: times and bytes are numbers of 0 or more")
+        if not all(number is None or 0 <= number < inf for number in numbers):
+            raise ScheduleError(f"{self}: times and bytes are finite numbers, 0 or more")
 
     @classmethod
     def of_programs(cls, stage: StageProgram) -> StageCosts:
@@ -84,8 +85,8 @@ class Costs:
                     f"{name} has the times of {len(sends)} messages, but {len(self.stages)} stages have {boundaries} "
                     "boundaries; give one for each, or none"
                 )
-        if not all(number >= 0 for number in (*self.sends_forward, *self.sends_backward, self.overlap, self.overhead)):
-            raise ScheduleError("the times of messages, overlap and overhead are numbers of 0 or more")
+        if not all(0 <= number < inf for number in (*self.sends_forward, *self.sends_backward, self.overlap, self.overhead)):
+            raise ScheduleError("the times of messages, overlap and overhead are finite numbers, 0 or more")
 
     @classmethod
     def of_programs(cls, program: PipelineProgram) -> Costs:
