@@ -215,13 +215,6 @@ class Compiler:
 
     def _recomputed(self, schedule: Schedule) -> frozenset[tuple[int, int]]:
         """The (stage, microbatch) that recompute: those the schedule names, else all or none."""
-        beyond = [p for p in sorted(schedule.recomputed or ()) if p[0] >= schedule.stages or p[1] >= schedule.microbatches]
-        if beyond:
-            stage, microbatch = beyond[0]
-            raise ScheduleError(
-                f"the schedule {schedule.name!r} recomputes stage {stage} at microbatch {microbatch}, but has "
-                f"{schedule.stages} stages and {schedule.microbatches} microbatches, counted from 0"
-            )
         if schedule.recomputed is not None or self.settings.recompute is None:
             return schedule.recomputed or frozenset()
         return frozenset(product(range(schedule.stages), range(schedule.microbatches)))

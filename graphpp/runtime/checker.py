@@ -158,13 +158,19 @@ def _check_complete(case: Case) -> None:
 
 
 def _check_counts(case: Case) -> None:
-    """The schedule counts like its caller; add_communication goes by the schedule's own numbers."""
+    """The schedule counts like its caller; add_communication goes by the schedule's own numbers, and so does recomputing."""
     made_for = (case.schedule.stages, case.schedule.microbatches)
     if made_for != (case.stages, case.microbatches):
         raise ScheduleError(
             f"schedule {case.schedule.name!r} says it has {made_for[0]} stages and {made_for[1]} microbatches, but its "
             f"table has {case.stages} and {case.microbatches}; make it with the numbers of the table"
         )
+    for stage, microbatch in sorted(case.schedule.recomputed or ()):
+        if stage >= case.stages or microbatch >= case.microbatches:
+            raise ScheduleError(
+                f"the schedule {case.schedule.name!r} recomputes stage {stage} at microbatch {microbatch}, but has "
+                f"{case.stages} stages and {case.microbatches} microbatches, counted from 0"
+            )
 
 
 def _check_one(case: Case, stage: int, microbatch: int) -> None:

@@ -10,7 +10,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from math import inf
 
+from graphpp.errors import ScheduleError
 from graphpp.runtime.actions import Action, Kind
 from graphpp.runtime.program import Phase, PipelineProgram, StageProgram
 
@@ -30,6 +32,11 @@ class StageCosts:
     saved_bytes: int = 1
     kept_bytes: int | None = None
     peak_bytes: Mapping[Kind, int] = field(default_factory=dict, hash=False)
+
+    def __post_init__(self) -> None:
+        numbers = (self.forward, self.input_grad, self.weight_grad, self.backward, self.saved_bytes, self.kept_bytes)
+        if not all(number is None or 0 <= number < inf for number in numbers):
+            raise ScheduleError(f"{self}: times and bytes are finite numbers, 0 or more")
 
     @classmethod
     def of_programs(cls, stage: StageProgram) -> StageCosts:
@@ -69,6 +76,17 @@ class Costs:
     overlap: float = 1.0
     blocking: bool = False
     overhead: float = 0.0
+
+    def __post_init__(self) -> None:
+        boundaries = max(len(self.stages) - 1, 0)
+        for name, sends in (("sends_forward", self.sends_forward), ("sends_backward", self.sends_backward)):
+            if len(sends) not in (0, boundaries):
+                raise ScheduleError(
+                    f"{name} has the times of {len(sends)} messages, but {len(self.stages)} stages have {boundaries} "
+                    "boundaries; give one for each, or none"
+                )
+        if not all(0 <= number < inf for number in (*self.sends_forward, *self.sends_backward, self.overlap, self.overhead)):
+            raise ScheduleError("the times of messages, overlap and overhead are finite numbers, 0 or more")
 
     @classmethod
     def of_programs(cls, program: PipelineProgram) -> Costs:

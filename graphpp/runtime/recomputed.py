@@ -17,6 +17,17 @@ Pairs = frozenset[tuple[int, int]]
 _WORD = "recompute"
 
 
+def of(pairs: object) -> Pairs:
+    """The pairs of any collection of them. Raises `ScheduleError` for what is none."""
+    try:
+        found = frozenset((stage, microbatch) for stage, microbatch in pairs)  # type: ignore[attr-defined]
+    except (TypeError, ValueError):
+        found = None
+    if found is None or not all(type(number) is int and number >= 0 for pair in found for number in pair):
+        raise ScheduleError(f"recomputed={pairs!r}: give pairs of numbers, {{(stage, microbatch), ...}}, or None")
+    return found
+
+
 def is_line(text: str) -> bool:
     """Whether a line says what is recomputed."""
     return text.strip().split(" ", 1)[0] == _WORD

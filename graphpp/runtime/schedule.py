@@ -58,6 +58,10 @@ class Schedule:
     name: str = field(default="custom", compare=False)
     recomputed: Pairs | None = None
 
+    def __post_init__(self) -> None:
+        if self.recomputed is not None:
+            object.__setattr__(self, "recomputed", recomputed.of(self.recomputed))
+
     @classmethod
     def of(
         cls,
@@ -159,7 +163,7 @@ class Schedule:
 
         Raises `ScheduleError` naming the line and the cell, both counted from 1.
         """
-        text, pairs = _without_recomputed(text)
+        text, pairs = _without_recomputed(text, "schedule text")
         lines = [(number, line.strip()) for number, line in enumerate(text.splitlines(), 1) if line.strip()]
         header = _HEADER.fullmatch(lines[0][1]) if lines else None
         rows = [_labelled(number, line, rank) for rank, (number, line) in enumerate(lines[bool(header) :])]
@@ -192,25 +196,29 @@ class Schedule:
         The `WAIT_...` cells of torch 2.15 become idle cells. A count that is not given is the highest in the file
         plus one. Raises `ScheduleError` naming file, line and cell (from 1) and what stands there.
         """
-        text, pairs = _without_recomputed(_text_of(path))
+        text, pairs = _without_recomputed(_text_of(path), os.fspath(path))
         rows = [_row(cells, f"{os.fspath(path)}, line {line}") for line, cells in _read(path, text)]
         made = cls.of(rows, name=name or os.fspath(path), stages=stages, microbatches=microbatches)
         return replace(made, recomputed=pairs)
 
 
-def _without_recomputed(text: str) -> tuple[str, Pairs | None]:
+def _without_recomputed(text: str, where: str) -> tuple[str, Pairs | None]:
     """The text without its last line, and what that says, if it says what is recomputed."""
     lines = text.rstrip().splitlines(keepends=True)
     if not lines or not recomputed.is_line(lines[-1]):
         return text, None
-    return "".join(lines[:-1]), recomputed.read(lines[-1])
+    try:
+        return "".join(lines[:-1]), recomputed.read(lines[-1])
+    except ScheduleError as fault:
+        raise ScheduleError(f"{where}, line {len(lines)}: {fault}") from None
 
 
 def _text_of(path: str | os.PathLike[str]) -> str:
     try:
         return Path(path).read_text(encoding="utf-8-sig")
     except (OSError, ValueError) as fault:  # ValueError: no UTF-8, or a path that no file can have
-        raise ScheduleError(f"schedule file {os.fspath(path)} cannot be read: {fault}") from fault
+        remedy = "; save it as UTF-8" if isinstance(fault, UnicodeDecodeError) else ""
+        raise ScheduleError(f"schedule file {os.fspath(path)} cannot be read: {fault}{remedy}") from fault
 
 
 def _read(path: str | os.PathLike[str], text: str) -> list[tuple[int, list[str]]]:

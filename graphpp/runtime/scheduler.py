@@ -31,7 +31,15 @@ from graphpp.runtime.search.fill import fill
 from graphpp.runtime.search.improve import improve
 from graphpp.runtime.search.patterns import patterns
 from graphpp.runtime.search.problem import Problem
-from graphpp.runtime.search.request import Home, caps_of, check_counts, placements, roomy, working_bytes
+from graphpp.runtime.search.request import (
+    Home,
+    caps_of,
+    check_counts,
+    one_by_one,
+    placements,
+    too_tight,
+    working_bytes,
+)
 from graphpp.runtime.search.tables import candidate_of, schedule_of
 from graphpp.runtime.simulator import simulate
 from graphpp.runtime.timeline import Timeline
@@ -67,10 +75,12 @@ def schedule_auto(
     """
     check_counts(ranks, microbatches)
     caps = caps_of(memory_cap, ranks)
-    homes = roomy(costs, placements(len(costs.stages), placement, ranks), caps)
+    homes = placements(len(costs.stages), placement, ranks)
     random = Random(seed)
-    named = _named(costs, ranks, microbatches, caps)
-    tables = [table for table in named if table.rank_of_stage in homes]
+    fitting = _fitting(costs, microbatches, caps, homes)
+    tables = [table for table in fitting if table.rank_of_stage in homes]
+    if not tables:
+        raise too_tight(costs, homes, caps)
     starts: list[Found] = []
     for home in homes:
         room = [cap - taken for cap, taken in zip(caps, working_bytes(costs, home, ranks), strict=True)]
@@ -102,9 +112,11 @@ def _fits(timeline: Timeline, caps: Sequence[float]) -> bool:
 # ---------------------------------------------------------------------------------- the search
 
 
-def _named(costs: Costs, ranks: int, microbatches: int, caps: Sequence[float]) -> list[Schedule]:
-    """The schedules with a name that take these counts and fit into memory."""
-    tables: list[Schedule] = []
+def _fitting(costs: Costs, microbatches: int, caps: Sequence[float], homes: Sequence[Home]) -> list[Schedule]:
+    """The schedules with a name, and one microbatch after another, that take these counts and fit into memory."""
+    ranks = len(caps)
+    least = (one_by_one(costs, home, ranks, microbatches) for home in homes)
+    tables = [table for table in least if _fits(simulate(table, costs), caps)]
     for generator in SCHEDULES.values():
         try:
             table = generator(ranks, len(costs.stages), microbatches)
@@ -157,7 +169,7 @@ def _different(solutions: Iterable[Solution], most: int) -> list[Solution]:
 def _improved(starts: list[Found], effort: float, random: Random) -> list[Found]:
     """Round by round fewer go on, and for longer. The best comes first."""
     found = sorted(starts, key=_end)
-    for width in _ROUNDS:
+    for width in _ROUNDS if found else ():
         found = found[:width]
         if any(solution.makespan <= problem.bound() * (1 + 1e-9) for problem, solution in found):
             break

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
 from random import Random
@@ -15,6 +16,7 @@ from torch.distributed.pipelining import schedules as torch_schedules
 
 from graphpp.errors import ScheduleError
 from graphpp.runtime.actions import Action, Kind, parse
+from graphpp.runtime.checker import check
 from graphpp.runtime.communication import add_communication
 from graphpp.runtime.schedule import Schedule
 from graphpp.runtime.source import build
@@ -119,6 +121,29 @@ def test_text_faults_name_line_and_cell(text: str, fault: str) -> None:
     with pytest.raises(ScheduleError) as caught:
         Schedule.parse(text)
     assert fault in str(caught.value)
+
+
+def test_what_is_recomputed_is_read_strictly_and_its_faults_have_a_place(tmp_path: Path) -> None:
+    path = tmp_path / "s.csv"
+    path.write_text("0F0,0B0\n\nrecompute 0: x\n")
+    with pytest.raises(ScheduleError, match=r"s\.csv, line 3: 'recompute 0: x': write"):
+        Schedule.load(path)
+    with pytest.raises(ScheduleError, match="schedule text, line 2: 'recompute 0'"):
+        Schedule.parse("r0 0F0 0B0\nrecompute 0")
+    with pytest.raises(ScheduleError, match="recomputes stage 0 at microbatch 3, but has 1 stages and 1 microbatches"):
+        check(Schedule.parse("r0 0F0 0B0\nrecompute 0: 0 3"), ranks=1, stages=1, microbatches=1)
+
+
+def test_what_is_recomputed_may_be_any_collection_of_pairs() -> None:
+    table = Schedule.of(["0F0 0F1 0B0 0B1"])
+    for pairs in ({(0, 1)}, [(0, 1), (0, 1)], ([0, 1],)):
+        made = replace(table, recomputed=pairs)  # type: ignore[arg-type]
+        assert made == replace(table, recomputed=frozenset({(0, 1)}))
+        assert hash(made) is not None
+        assert Schedule.parse(str(made)) == made
+    for wrong in ("full", True, {1}, {(0, "1")}, {(0, -1)}):
+        with pytest.raises(ScheduleError, match=r"recomputed=.*give pairs"):
+            replace(table, recomputed=wrong)  # type: ignore[arg-type]
 
 
 def test_parse_is_the_action_parser() -> None:

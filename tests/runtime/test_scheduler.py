@@ -205,6 +205,57 @@ def test_the_smallest_cap_is_named_and_enough() -> None:
     assert peaks(schedule_auto(costs, least, ranks=2, microbatches=3, placement="v"), costs) == least
 
 
+@pytest.mark.parametrize(
+    ("kind", "cap", "best"),
+    [(Kind.F, 100, 18), (Kind.I, 20, 12), (Kind.W, 20, 12), (Kind.B, 20, 10)],
+)
+def test_a_program_that_takes_much_while_it_runs_refuses_no_cap_that_another_order_keeps(
+    kind: Kind, cap: int, best: float
+) -> None:
+    large, small = StageCosts(saved_bytes=10, peak_bytes={kind: 100}), StageCosts(saved_bytes=10)
+    costs, ranks = (Costs((large, small)), 1) if kind is Kind.F else (Costs((large, large)), 2)
+    schedule = schedule_auto(costs, cap, ranks=ranks, microbatches=3)
+    assert max(peaks(schedule, costs)) <= cap
+    assert simulate(schedule, costs).makespan <= best
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_with_working_bytes_the_cap_that_is_named_is_enough(seed: int) -> None:
+    random = Random(seed)
+    ranks = random.choice((1, 2, 3))
+    base = random_costs(random, ranks * random.choice((1, 2)))
+    kinds = (Kind.F, Kind.B, Kind.I, Kind.W)
+    working = [{kind: random.randint(0, 4000) for kind in random.sample(kinds, 3)} for _ in base.stages]
+    costs = replace(base, stages=tuple(replace(s, peak_bytes=w) for s, w in zip(base.stages, working, strict=True)))
+    with pytest.raises(ScheduleError, match="raise it to at least") as refused:
+        schedule_auto(costs, 1, ranks=ranks, microbatches=3)
+    least = int(str(refused.value).split("at least ")[1].split(",")[0])
+    assert max(peaks(schedule_auto(costs, least, ranks=ranks, microbatches=3, effort=0.1), costs)) <= least
+    with pytest.raises(ScheduleError, match=f"at least {least},"):
+        schedule_auto(costs, least - 1, ranks=ranks, microbatches=3)
+
+
+def test_a_cap_is_a_number() -> None:
+    costs = Costs.unit(4, 2)
+    for cap, said in ((float("nan"), "nan"), ("1 GB", "'1 GB'"), ([4000, None], "None")):
+        with pytest.raises(ScheduleError, match=rf"memory_cap=.*{said}.* no number of bytes"):
+            schedule_auto(costs, cap, ranks=2, microbatches=2)  # type: ignore[arg-type]
+    assert schedule_auto(costs, 2000.5, ranks=2, microbatches=2).ranks == 2  # type: ignore[arg-type]
+
+
+def test_costs_that_mean_nothing_are_refused() -> None:
+    with pytest.raises(ScheduleError, match="0 or more"):
+        StageCosts(forward=-1)
+    with pytest.raises(ScheduleError, match="0 or more"):
+        StageCosts(weight_grad=float("nan"))
+    with pytest.raises(ScheduleError, match="finite"):
+        StageCosts(backward=float("inf"))
+    with pytest.raises(ScheduleError, match="sends_forward has the times of 1 messages, but 4 stages have 3 boundaries"):
+        Costs((StageCosts(),) * 4, (1.0,), (1.0,))
+    with pytest.raises(ScheduleError, match="0 or more"):
+        Costs((StageCosts(),) * 2, (-0.5,))
+
+
 def test_wrong_requests() -> None:
     costs = Costs.unit(4)
     with pytest.raises(ScheduleError, match="4 stages cannot be dealt evenly to 3 ranks"):

@@ -7,18 +7,21 @@ Contract
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from math import inf
 
 from graphpp.errors import ScheduleError
-from graphpp.runtime.actions import Kind
-from graphpp.runtime.costs import Costs
+from graphpp.runtime.actions import Action, Kind
+from graphpp.runtime.costs import Costs, StageCosts
+from graphpp.runtime.memory import peak_bytes
+from graphpp.runtime.schedule import Schedule
 
 Home = Mapping[int, int]
 
 
 def check_counts(ranks: int, microbatches: int) -> None:
     """At least one of each."""
-    if ranks < 1 or microbatches < 1:
+    if any(type(count) is not int or count < 1 for count in (ranks, microbatches)):
         raise ScheduleError(f"a schedule needs at least one rank and one microbatch, not {ranks} and {microbatches}")
 
 
@@ -26,7 +29,9 @@ def caps_of(memory_cap: int | Sequence[int] | None, ranks: int) -> list[float]:
     """The bytes of each rank; without a cap any number."""
     if memory_cap is None:
         return [inf] * ranks
-    caps = [memory_cap] * ranks if isinstance(memory_cap, int) else list(memory_cap)
+    caps = list(memory_cap) if isinstance(memory_cap, Sequence) else [memory_cap] * ranks
+    if not all(isinstance(cap, int | float) and cap == cap for cap in caps):
+        raise ScheduleError(f"memory_cap={memory_cap!r} is no number of bytes; give one, or one for each of {ranks} ranks")
     if len(caps) != ranks:
         raise ScheduleError(
             f"memory_cap gives {len(caps)} ranks their bytes, but there are {ranks}; give one or {ranks}"
@@ -71,17 +76,36 @@ def working_bytes(costs: Costs, home: Home, ranks: int) -> list[int]:
     return most
 
 
-def roomy(costs: Costs, homes: list[dict[int, int]], caps: Sequence[float]) -> list[dict[int, int]]:
-    """The placements under which a microbatch gets through: each rank holds the activations of all its stages."""
-    needs = [working_bytes(costs, home, len(caps)) for home in homes]
-    for need, home in zip(needs, homes, strict=True):
-        for stage, rank in home.items():
-            need[rank] += costs.stages[stage].saved_bytes
-    roomy = [home for need, home in zip(needs, homes, strict=True) if all(map(float.__le__, map(float, need), caps))]
-    if not roomy:
-        least = min(needs, key=max)
-        raise ScheduleError(
-            f"memory_cap admits no schedule: one microbatch alone needs {least} bytes on the ranks, and the caps are "
-            f"{caps}; raise it to at least {max(least)}, or cut smaller stages or microbatches"
-        )
-    return roomy
+def one_by_one(costs: Costs, home: Home, ranks: int, microbatches: int) -> Schedule:
+    """The table that holds least: a microbatch comes when the one before it is done, each backward in its smaller form."""
+    rows: list[list[Action | None]] = [[] for _ in range(ranks)]
+    for microbatch in range(microbatches):
+        for stage in range(len(costs.stages)):
+            rows[home[stage]].append(Action(stage, Kind.F, microbatch))
+        for stage, each in reversed(list(enumerate(costs.stages))):
+            rows[home[stage]] += [Action(stage, kind, microbatch) for kind in min(_BACKWARDS, key=partial(_most, each))]
+    return Schedule(tuple(map(tuple, rows)), len(costs.stages), microbatches, "one by one")
+
+
+def too_tight(costs: Costs, homes: Sequence[Home], caps: Sequence[float]) -> ScheduleError:
+    """The error for caps under which nothing runs, with some that do."""
+    needs = [peak_bytes(one_by_one(costs, home, len(caps), 1), costs) for home in homes]
+    least = min(needs, key=max)
+    given = [int(cap) if cap < inf else None for cap in caps]
+    return ScheduleError(
+        f"memory_cap admits no schedule: one microbatch alone needs {list(least)} bytes on the ranks, and the caps are "
+        f"{given}; raise it to at least {max(least)}, or cut smaller stages or microbatches"
+    )
+
+
+_BACKWARDS = ((Kind.I, Kind.W), (Kind.B,))
+
+
+def _most(each: StageCosts, kinds: Sequence[Kind]) -> int:
+    """The most bytes that one microbatch of a stage takes while its backward runs in this form."""
+    live = most = each.saved_bytes
+    for kind in kinds:
+        start, end = each.change(kind)
+        most = max(most, live + start)
+        live += start + end
+    return most
