@@ -17,6 +17,7 @@ from itertools import accumulate, zip_longest
 
 from graphpp.errors import ScheduleError
 from graphpp.runtime.actions import Action, Kind
+from graphpp.runtime.checker import check
 from graphpp.runtime.clock import in_time
 from graphpp.runtime.counts import per_rank
 from graphpp.runtime.schedule import Row, Schedule
@@ -186,7 +187,9 @@ def from_orders(orders: Sequence[Sequence[float]], *, name: str = "Megatron orde
     rows = [_row(rank, len(orders), order) for rank, order in enumerate(orders)]
     microbatches = 1 + max((action.microbatch or 0 for row in rows for action in row if action), default=-1)
     stages = chunks * len(orders)
-    return Schedule(in_time(rows, stages), stages, microbatches, name)
+    made = Schedule(tuple(map(tuple, rows)), stages, microbatches, name)
+    check(made, ranks=len(orders), stages=stages, microbatches=microbatches)
+    return replace(made, table=in_time(rows, stages))
 
 
 def _row(rank: int, ranks: int, order: Sequence[float]) -> Row:

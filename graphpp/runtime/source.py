@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import difflib
 import functools
+import inspect
 import os
 from collections.abc import Callable, Iterable, Mapping
 
@@ -51,7 +52,9 @@ def build(source: Source, ranks: int, stages: int, microbatches: int) -> Schedul
     known = read(source)
     if isinstance(known, Schedule):
         return known
-    made = (_by_name(known) if isinstance(known, str) else known)(ranks, stages, microbatches)
+    maker = _by_name(known) if isinstance(known, str) else known
+    _check_takes(maker, ranks, stages, microbatches)
+    made = maker(ranks, stages, microbatches)
     return made if isinstance(made, Schedule) else _of_table(made)
 
 
@@ -69,6 +72,17 @@ def default_stages(source: Source, ranks: int) -> int:
     while isinstance(made_by, functools.partial):
         made_by = made_by.func
     return usual_stages(made_by, ranks)
+
+
+def _check_takes(maker: Maker, *counts: int) -> None:
+    """Raise where a function cannot be called with the three counts."""
+    try:
+        inspect.signature(maker).bind(*counts)
+    except TypeError as fault:
+        name = getattr(maker, "__name__", type(maker).__name__)
+        raise ScheduleError(f"the schedule function {name} must take (ranks, stages, microbatches): {fault}") from None
+    except ValueError:  # no signature to be had, as of some builtins
+        return
 
 
 def _by_name(name: str) -> Generator:

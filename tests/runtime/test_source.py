@@ -220,3 +220,9 @@ def test_default_stages_of_a_function_are_one_a_rank(ranks: int) -> None:
 
     assert default_stages(make, ranks) == ranks
     assert asked == []  # it makes a table for any number, so none is made to find out
+
+
+@pytest.mark.parametrize("maker", [lambda ranks: ["0F0 0B0"], lambda a, b, c, d: ["0F0 0B0"], lambda: None])
+def test_a_function_that_cannot_take_the_counts_is_refused(maker: Any) -> None:
+    with pytest.raises(ScheduleError, match=r"must take \(ranks, stages, microbatches\)"):
+        build(maker, 1, 1, 1)
