@@ -226,7 +226,7 @@ def test_orders_with_weight_gradients_run() -> None:
         ([[1, 0, -1]], "rank 0: 0 is no step"),
         ([[1.5, -1]], "rank 0: 1.5 is no step"),
         ([[1], [1, -1.25]], "rank 1: -1.25 is no step"),
-        ([[1, -1, 1, -1], [1, 1, -1, -1]], r"deadlock, each of these waits for the next(?s:.)*0B0 \(rank 0, column 1\) waits for 1B0"),
+        ([[1, -1, 1, -1], [1, 1, -1, -1]], r"deadlock(?s:.)*0B0 \(rank 0, column 1\) waits for 1B0"),
     ],
 )
 def test_what_is_no_order(orders: list[list[float]], fault: str) -> None:
