@@ -189,6 +189,11 @@ def _check(optimizer: object) -> None:
     """Refuse what cannot step, or whose step cannot be taken back."""
     if not isinstance(optimizer, Optimizer):
         raise GraphPPError(f"PostValidation needs torch optimizers, got {type(optimizer).__name__}")
+    if getattr(optimizer, "process_group", None) is not None:
+        raise GraphPPError(
+            f"{type(optimizer).__name__} exchanges values with other ranks in its step, which each rank alone would take back: "
+            "use pipe.clip_grad_norm_ and optimizer.step() with this optimizer."
+        )
     closure = inspect.signature(optimizer.step).parameters.get("closure")
     if closure is not None and closure.default is closure.empty:
         raise GraphPPError(

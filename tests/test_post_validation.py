@@ -290,6 +290,10 @@ def test_what_cannot_be_taken_back_is_refused() -> None:
     pipe = plain()
     with pytest.raises(graphpp.GraphPPError, match="LBFGS steps with a closure"):
         graphpp.PostValidation(pipe, torch.optim.LBFGS(pipe.parameters()), 1.0)
+    sharded = torch.optim.SGD(pipe.parameters(), 0.1)
+    sharded.process_group = object()  # type: ignore[attr-defined]  # as torch's ZeroRedundancyOptimizer has
+    with pytest.raises(graphpp.GraphPPError, match="exchanges values with other ranks"):
+        graphpp.PostValidation(pipe, sharded, 1.0)
     with pytest.raises(graphpp.GraphPPError, match="needs torch optimizers, got list"):
         graphpp.PostValidation(pipe, [list(pipe.parameters())], 1.0)  # type: ignore[list-item]
     with pytest.raises(graphpp.GraphPPError, match=r"scaler must be a torch\.amp\.GradScaler, got float"):
