@@ -10,14 +10,13 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import graphpp
 from graphpp.runtime.schedule import Schedule
 from tests.fuzz.harness import shuffled
 from tests.models import MODELS, cuts
 from tests.special_models import SPECIAL
-from tests.training import differences, trained
+from tests.training import Counting, differences, trained
 
 MICROBATCHES = 4
 
@@ -50,16 +49,6 @@ def test_a_schedule_says_which_microbatches_recompute(pairs: Any, recompute: str
     assert runs_of("aten.silu", table, recompute) == 4 * MICROBATCHES + len(pairs)  # one layer a stage
 
 
-class _Counting(TorchDispatchMode):
-    def __init__(self) -> None:
-        super().__init__()
-        self.calls: Counter[str] = Counter()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.calls[str(func.overloadpacket)] += 1
-        return func(*args, **(kwargs or {}))
-
-
 def runs(table: Schedule | str, recompute: Any, **options: Any) -> Counter[str]:
     """How often each operator runs in a step of the 4-layer Llama in 4 stages."""
     case = MODELS["llama"]()
@@ -68,7 +57,7 @@ def runs(table: Schedule | str, recompute: Any, **options: Any) -> Counter[str]:
     )
     call = {"target": case.batch.target, **case.batch.kwargs}
     pipe.step(*case.batch.args, **call)
-    with _Counting() as counting:
+    with Counting() as counting:
         pipe.step(*case.batch.args, **call)
     return counting.calls
 

@@ -16,13 +16,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import graphpp
 from graphpp.runtime.source import default_stages
 from tests.distributed import run_ranks
 from tests.reference import adamw
-from tests.training import Numbers, capturing_once, differences, local_grads, whole
+from tests.training import Counting, Numbers, capturing_once, differences, local_grads, whole
 
 MICROBATCHES = 8
 LAYERS = 8
@@ -142,18 +141,6 @@ def test_frozen_stages_and_recomputed_blocks_under_zero_bubble() -> None:
     names = ("InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV", "ZB1P")
     freer = graphpp.Recompute(weight_grad=True)
     check(2, [Case(name, 2) for name in names] + [Case(name, 0, "full") for name in names] + [Case(names[1], 5, freer)])
-
-
-class Counting(TorchDispatchMode):
-    """Counts operators."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.calls: Counter[str] = Counter()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.calls[str(func.overloadpacket)] += 1
-        return func(*args, **(kwargs or {}))
 
 
 def count(rank: int, schedule: str, recompute: Any) -> Counter[str]:

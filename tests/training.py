@@ -4,6 +4,7 @@ Contract: `train` runs on one rank and returns what that rank has; `whole` joins
 and step whatever is not bit-equal, so that a test asserts that there is nothing.
 """
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -12,6 +13,7 @@ from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import graphpp
 from graphpp import compiler
@@ -86,6 +88,18 @@ def capturing_once() -> Iterator[None]:
 
     with patch.object(compiler, "capture", capture):
         yield
+
+
+class Counting(TorchDispatchMode):
+    """Counts the operators that run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.calls[str(func.overloadpacket)] += 1
+        return func(*args, **(kwargs or {}))
 
 
 def trained(ranks: int, name: str, steps: int = STEPS, **options: Any) -> Numbers:
