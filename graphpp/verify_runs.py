@@ -95,11 +95,7 @@ def left_behind(model: nn.Module, losses: Sequence[torch.Tensor]) -> Numbers:
 
 def repeatable(joint: JointGraph) -> JointGraph:
     """A copy of a captured graph after those passes only that make it repeatable and runnable."""
-    graph, copies = fx.Graph(), dict[fx.Node, fx.Node]()
-    for node in joint.graph.nodes:
-        copies[node] = graph.node_copy(node, copies.__getitem__)
-    module = fx.GraphModule(joint.module, graph)
-    copy = JointGraph(module, joint.training, joint.parameters, joint.buffers, dict(joint.constants))
+    copy = joint.copy()
     remove_unused(copy.graph)
     return relax_views(randomize(copy))
 

@@ -62,7 +62,7 @@ class JointGraph:
         results = graph.graph_copy(self.graph, copies)
         end = graph.output(results)
         end.meta = dict(self.graph.output_node().meta)
-        return replace(self, module=fx.GraphModule(self.module, graph))
+        return replace(self, module=fx.GraphModule(self.module, graph), constants=dict(self.constants))
 
     def computed(self) -> Iterator[fx.Node]:
         """Nodes that compute (no placeholder, no output), in order."""

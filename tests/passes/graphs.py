@@ -36,11 +36,7 @@ def captured(model: nn.Module, *inputs: Tensor, loss: Callable[[Any, Any], Tenso
 
 def copied(joint: JointGraph) -> JointGraph:
     """The same joint graph once more, for passes change it in place."""
-    graph, copies = fx.Graph(), dict[fx.Node, fx.Node]()
-    for node in joint.graph.nodes:
-        copies[node] = graph.node_copy(node, copies.__getitem__)
-    module = fx.GraphModule(joint.module, graph)
-    return JointGraph(module, joint.training, joint.parameters, joint.buffers, dict(joint.constants))
+    return joint.copy()
 
 
 def assigned(joint: JointGraph, *starts: int) -> JointGraph:
