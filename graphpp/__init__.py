@@ -6,6 +6,7 @@ result = pipe.step(tokens, target=labels)
 
 from graphpp import schedules
 from graphpp.api import compile
+from graphpp.backend import Inductor
 from graphpp.errors import (
     BatchError,
     CaptureError,
@@ -41,6 +42,7 @@ __all__ = [
     "EvalResult",
     "Event",
     "GraphPPError",
+    "Inductor",
     "Layout",
     "Microbatch",
     "MismatchError",

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from graphpp import backend as backends
 from graphpp import facts
 from graphpp import recompute as recomputing
 from graphpp.capture import LossFunction
@@ -42,6 +43,7 @@ def compile(  # noqa: PLR0913 - what a user may choose, all of it optional
     device: torch.device | str | None = None,
     loss_reduction: Reduction = "mean",
     accumulate_dtype: torch.dtype | None = None,
+    backend: backends.Given = "eager",
     recompute: recomputing.Given = None,
     memory_cap: int | Sequence[int] | None = None,
     op_costs: Cost | None = None,
@@ -71,6 +73,10 @@ def compile(  # noqa: PLR0913 - what a user may choose, all of it optional
         accumulate_dtype: in what gradients of narrower parameters add up over the microbatches of a step, e.g.
             torch.float32 for parameters in bfloat16; `param.grad` is rounded to its own dtype once, at the end. None: as
             autograd adds, in the gradient's dtype.
+        backend: who runs a stage's operations: "eager" (torch's operators one by one, bit-equal to a plain loop); "inductor",
+            or a `graphpp.Inductor` with options (equal layers are compiled once, and kept in a cache folder for other ranks and
+            later runs; same numbers but for rounding); a function (fx.GraphModule, fake tensors) -> callable, as
+            torch.compile takes. What cannot be compiled runs eagerly, with a warning.
         recompute: what is computed again for the backward, not saved: "full" (every layer), FQNs of modules, a function
             of a graph's node, a `graphpp.Recompute`; None: nothing. Bit-equal, dropout included. A schedule whose
             `recomputed` is set says for which stages and microbatches.
@@ -98,7 +104,13 @@ def compile(  # noqa: PLR0913 - what a user may choose, all of it optional
         chosen, several = recomputing.chosen(recompute), _replicas(replicas)
         cap = _cap(memory_cap, place.ranks)
         return replace(
-            usual, recompute=chosen, op_costs=op_costs, replicas=several, memory_cap=cap, dump=_folder(dump)
+            usual,
+            recompute=chosen,
+            op_costs=op_costs,
+            backend=backends.chosen(backend),
+            replicas=several,
+            memory_cap=cap,
+            dump=_folder(dump),
         )
 
     with FailureBoard(place.group, "compile").watching():
@@ -178,6 +190,7 @@ def _facts(model: nn.Module, loss: LossFunction | None, settings: Settings) -> F
             "replicas=": ["none" if settings.replicas is None else f"{dist.get_world_size(settings.replicas)} ranks"],
             "memory_cap=": [str(settings.memory_cap)],
             "op_costs=": ["None" if settings.op_costs is None else "given"],
+            "backend=": [backends.spelled(settings.backend)],
             "recompute=": [recomputing.spelled(settings.recompute)],
             "max_graphs=": [str(settings.max_graphs)],
         }

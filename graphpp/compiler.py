@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import nn
 
 from graphpp import facts, overlap
+from graphpp.backend import Custom, Inductor
 from graphpp.batch import batch_size
 from graphpp.capture import Captured, LossFunction, capture
 from graphpp.dump import Dump
@@ -59,6 +60,7 @@ class Settings:
     replicas: dist.ProcessGroup | None = None
     memory_cap: int | tuple[int, ...] | None = None
     op_costs: Cost | None = None
+    backend: Inductor | Custom | None = None
     dump: Path | None = None
 
     @property

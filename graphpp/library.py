@@ -23,6 +23,7 @@ import torch.distributed as dist
 
 from graphpp import facts, fingerprint
 from graphpp.batch import leading_size
+from graphpp.compiled import CompiledPrograms
 from graphpp.compiler import Built, Compiler, check_alike
 from graphpp.errors import GraphPPError
 from graphpp.report import check_joinable
@@ -120,6 +121,8 @@ class Library:
         self._built: _Recent[Key, Built] = _Recent(limit)
         self._ready: _Recent[tuple[Key, ...], Ready] = _Recent(limit)
         self._subgroups = Subgroups(compiler.settings.place.group)
+        backend, rank = compiler.settings.backend, compiler.settings.place.rank
+        self._programs = CompiledPrograms(backend, rank) if backend is not None else None
         self.first: Built | None = None
 
     def call(self, parts: Sequence[Leaves], weighting: Weighting, *, training: bool) -> Call:
@@ -225,6 +228,7 @@ class Library:
             lambda: [self._compiler.program(each, schedule, index) for index, each in enumerate(built)], lambda _: Facts({})
         )
         settings = self._compiler.settings
+        programs = self._agreement.together(lambda: self._compiled(built, programs, schedule), lambda _: Facts({}))
         woven = self._agreement.together(lambda: self._woven(built, programs, schedule), lambda _: Facts({}))
         assert self.first is not None
         runner = GraphPPRunner(
@@ -239,6 +243,16 @@ class Library:
         )
         runner.overlaps = Overlaps(woven)
         return runner
+
+    def _compiled(
+        self, built: Sequence[Built], programs: Sequence[PipelineProgram], schedule: Schedule
+    ) -> list[PipelineProgram]:
+        """The programs, those of this rank's stages under the backend."""
+        if self._programs is None:
+            return list(programs)
+        rank = self._compiler.settings.place.rank
+        local = [stage for stage, home in schedule.rank_of_stage.items() if home == rank]
+        return self._programs.compile(list(zip(built, programs, strict=True)), local)
 
     def under(self, ready: Ready, table: Schedule) -> Ready:
         """The same graphs under another table of computations, on the same ranks, without replicas; it is not kept.

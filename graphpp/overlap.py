@@ -53,8 +53,11 @@ class Sources:
     def _add(self, pieces: Cut, emitted: PipelineProgram) -> None:
         for stage in emitted.stages:
             for phase, item in stage.programs.items():
-                slot = pieces.slots[F if phase is Phase.EVALUATE else phase, stage.index]
-                self._slots[id(item)] = (item, slot)  # holding the program keeps its id its own
+                self.add(item, pieces.slots[F if phase is Phase.EVALUATE else phase, stage.index])
+
+    def add(self, item: Program, slot: SlotGraph) -> None:
+        """Remember the graph that a program was made from."""
+        self._slots[id(item)] = (item, slot)  # holding the program keeps its id its own
 
     def of(self, item: Program) -> SlotGraph:
         """The graph of one program."""

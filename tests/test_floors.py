@@ -1,7 +1,7 @@
 """The floors of the house, checked on the source text: what may import what, and where torch's private names may be.
 
 Floors only look down: `graphpp/*.py` -> `graphpp/passes/` -> `graphpp/runtime/`; `errors` is below all of them.
-`runtime` knows no `torch.fx`, `passes` no `torch.distributed`. Private torch names are touched in two files, whose
+`runtime` knows no `torch.fx`, `passes` no `torch.distributed`. Private torch names are touched in three files, whose
 docstrings list each of them and the versions of torch they were checked on. Nothing is imported relatively or through
 the root links `passes` and `runtime`.
 """
@@ -21,7 +21,7 @@ ALLOWED = {  # folder -> what of graphpp it may import
     "graphpp/runtime": ("graphpp.runtime", "graphpp.errors"),
 }
 UNKNOWN = {"graphpp/passes": "torch.distributed", "graphpp/runtime": "torch.fx"}  # folder -> what it must not know
-PRIVATE_FILES = ("graphpp/_torch_aot.py", "graphpp/runtime/_torch_pipelining.py")
+PRIVATE_FILES = ("graphpp/_torch_aot.py", "graphpp/_torch_inductor.py", "graphpp/runtime/_torch_pipelining.py")
 
 
 @dataclass(frozen=True)
@@ -120,7 +120,7 @@ def floor_fault(folder: str, name: Name) -> str | None:
 
 
 def unlisted(file: str, source: str, found: list[Name]) -> list[str]:
-    """Private names, and tried versions, that the docstring of one of the two private files does not have."""
+    """Private names, and tried versions, that the docstring of one of the private files does not have."""
     if file not in PRIVATE_FILES:
         return []
     docstring = ast.get_docstring(ast.parse(source)) or ""

@@ -7,11 +7,15 @@ read it or make its gradient or new value; an unused one by the stage in which i
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+
+from torch import fx
 
 from graphpp.passes.aliases import shared_results
 from graphpp.passes.cut import Cut, SlotGraph
 from graphpp.passes.joint import JointGraph, tensor_meta
 from graphpp.passes.liveness import peak_bytes
+from graphpp.passes.outline import Outlined, RegionCall
 from graphpp.passes.render import render
 from graphpp.passes.traffic import F
 from graphpp.passes.weave import Woven
@@ -68,6 +72,23 @@ def _program(slot: SlotGraph, phase: Phase) -> Program:
     run = rendered.load(f"<graphpp stage {slot.stage} {phase.name.lower()}>")
     shared, peak = shared_results(slot.graph), peak_bytes(slot.graph)
     return Program(slot.stage, phase, slot.inputs, slot.outputs, run, rendered.text, shared, peak)
+
+
+def emit_outlined(item: Program, made: Outlined) -> Program:
+    """A program that calls its regions, with the roles of `item`, from which it was made.
+
+    A region may put two results into one memory, so gradients that come out of one are shared.
+    """
+    slot = made.slot
+    rendered = render(slot.graph, f"stage {slot.stage}, {slot.phase.name.lower()}, {len(made.calls)} regions")
+    run = rendered.load(f"<graphpp stage {slot.stage} {item.phase.name.lower()} compiled>")
+    results: Sequence[fx.Node] = slot.graph.output_node().args[0]  # type: ignore[assignment]
+    from_regions = {index for index, node in enumerate(results) if _is_of_a_region(node)}
+    return replace(item, run=run, source=rendered.text, shared=item.shared | from_regions)
+
+
+def _is_of_a_region(node: fx.Node) -> bool:
+    return any(isinstance(source.target, RegionCall) for source in node.all_input_nodes)
 
 
 def emit_woven(woven: Woven, parts: Sequence[Program]) -> WovenProgram:

@@ -7,6 +7,7 @@ a tuple. Every value is deleted right after its last use, inputs included, so no
 With gradients among the results it is `run(boxed, take)`: each gradient is handed to `take(index, value)` as soon as no
 other operation reads it, and what `take` returns stands in the tuple (by default the value), so that a runtime can add
 a gradient up while its memory is warm and let it go.
+A region (`outline`) is called with a list that it empties, so it too lets go of each input after its last use.
 Each line carries dtype and shape, the module call and the user's source line as a comment; inputs and results carry
 their roles (`meta["role"]` of a placeholder, `meta["roles"]` of the output); in a graph with nodes of several stages
 each line says its stage, in a woven one its part. Names are those of `spelling`.
@@ -29,6 +30,7 @@ from torch import fx
 
 from graphpp.passes.collectives import group_of, names_group
 from graphpp.passes.joint import describe
+from graphpp.passes.outline import RegionCall
 from graphpp.passes.spelling import Spelling, spell_value
 from graphpp.runtime import program
 from graphpp.runtime.program import InputRole, OutputRole
@@ -150,12 +152,21 @@ def _body(graph: fx.Graph, names: Spelling, taken: Mapping[fx.Node, int]) -> Ite
         dead = ", ".join(names.values[value] for value in ending if value not in taken)
         if node.op == "output":
             yield from _return(node, names)
+        elif isinstance(node.target, RegionCall):
+            yield from _region_call(node, names, [value for value in ending if value not in taken], notes)
         elif node.op != "placeholder":
             yield f"{_statement(node, names)}{f'; del {dead}' * bool(dead)}{notes.value(node)}"
         elif dead:
             yield f"del {dead}"
         for value in (value for value in ending if value in taken):
             yield f"{names.values[value]} = take({taken[value]}, {names.values[value]})"
+
+
+def _region_call(node: fx.Node, names: Spelling, ending: Sequence[fx.Node], notes: _Notes) -> Iterable[str]:
+    """Hand a region a list of what it reads, which it empties: what ends with it is let go before it is called."""
+    name, dead = names.values[node], ", ".join(names.values[value] for value in ending if value is not node)
+    yield f"{name} = {names.literal(list(node.args))}{f'; del {dead}' * bool(dead)}"
+    yield f"{name} = {names.bound(node.target, '_region')}({name}){f'; del {name}' * (node in ending)}{notes.value(node)}"
 
 
 def _statement(node: fx.Node, names: Spelling) -> str:

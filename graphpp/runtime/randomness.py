@@ -11,7 +11,7 @@ Contract
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -49,6 +49,13 @@ def seeded(key: int, index: int, operator: Callable[..., Any], *args: Any, **kwa
         return operator(*args, **kwargs)
     finally:
         generator.set_state(state)
+
+
+def dropout_mask(key: int, index: int, like: Mapping[str, Any], probability: float) -> torch.Tensor:
+    """Which elements dropout leaves, as the operator that dropout is draws them; bool, of the shape and strides in `like`."""
+    blank = torch.empty_strided(**like).zero_()
+    mask: torch.Tensor = seeded(key, index, torch.ops.aten.native_dropout.default, blank, probability, True)[1]
+    return mask
 
 
 def _device(args: Iterable[Any], kwargs: dict[str, Any]) -> torch.device:

@@ -1,0 +1,81 @@
+"""The private names of torch that compiling regions stands on.
+
+Checked on torch 2.11.0, 2.13.0 and 2.15.0:
+
+- `torch._inductor.compile_fx.compile_fx_inner`: one graph of operators -> a function of a boxed list, through Inductor's own
+  cache of graphs
+- `torch._inductor.decomposition.select_decomp_table`: the operators that Inductor wants taken apart
+- `torch._inductor.cpu_vec_isa.pick_vec_isa`: tries the compiler, once per process
+- `torch._inductor.config`: its options
+- `torch._inductor.lowering`: `lowerings`, `fallback_handler`: how an operator is lowered; here: by calling it
+- `torch._guards`: `TracingContext`, `tracing`: where Inductor looks for the fake mode of what it compiles
+- `torch._subclasses.fake_tensor`: `FakeTensorMode`, `FakeTensor`
+- `torch.fx.experimental.symbolic_shapes.ShapeEnv`, `torch.fx.experimental.proxy_tensor.make_fx`
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+from torch._guards import TracingContext, tracing
+from torch._inductor import config, lowering
+from torch._inductor.compile_fx import compile_fx_inner
+from torch._inductor.cpu_vec_isa import pick_vec_isa
+from torch._inductor.decomposition import select_decomp_table
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+_LINEAR = torch.ops.mkldnn._linear_pointwise.default
+
+
+def compile_graph(
+    graph: fx.Graph, examples: Sequence[Any], options: Mapping[str, Any], choose: Callable[[fx.Graph], None]
+) -> Callable[[list[Any]], Sequence[Any]]:
+    """Compile a graph of operators with Inductor; `choose` may exchange operators of the decomposed graph.
+
+    `examples` are fake tensors or numbers, one per input. The function takes a list of inputs and empties it.
+    Whatever Inductor raises is raised.
+    """
+    mode = FakeTensorMode(shape_env=ShapeEnv())
+    fakes = [_fake(mode, example) for example in examples]
+    with torch.no_grad(), mode:
+        module = make_fx(fx.Interpreter(fx.GraphModule({}, graph)).run, select_decomp_table(), tracing_mode="fake")(*fakes)
+    choose(module.graph)
+    module.recompile()
+    end = module.graph.output_node()
+    results: Sequence[Any] = end.args[0]  # type: ignore[assignment]
+    end.meta["user_visible_output_idxs"] = list(range(len(results)))  # their strides are what the graph says
+    with torch.no_grad(), tracing(TracingContext(mode)), config.patch(dict(options)), _called(_LINEAR):
+        return compile_fx_inner(module, fakes)
+
+
+def find_vector_units() -> None:
+    """Let Inductor try, once per process, which vector instructions compiler and processor have."""
+    pick_vec_isa()
+
+
+def _fake(mode: FakeTensorMode, example: Any) -> Any:
+    """The example in a fake mode of its own."""
+    if not isinstance(example, torch.Tensor):
+        return example
+    with mode:
+        return torch.empty_strided(example.shape, example.stride(), dtype=example.dtype, device=example.device)
+
+
+@contextlib.contextmanager
+def _called(operator: Any) -> Iterator[None]:
+    """Let an operator be called as it is; the lowering that Inductor has for it copies what is transposed."""
+    kept = lowering.lowerings.get(operator)
+    lowering.lowerings[operator] = lowering.fallback_handler(operator, add_to_fallback_set=False)
+    try:
+        yield
+    finally:
+        if kept is None:
+            del lowering.lowerings[operator]
+        else:
+            lowering.lowerings[operator] = kept

@@ -1,0 +1,110 @@
+"""Which kernel makes a matrix product: measured once per shape, device and number of threads, and kept in the cache.
+
+Contract: `Products.choose` exchanges, in a graph, matrix products of float32 on the CPU for the same product by oneDNN where
+that took less time when both ran in turn. Which of the two is faster depends on the processor: by a factor of two on
+some. The results differ in the last bits. Elsewhere, products stay as they are.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import fx
+
+from graphpp.cache import Cache
+
+_aten = torch.ops.aten
+_LINEAR = torch.ops.mkldnn._linear_pointwise.default
+_PRODUCTS = (_aten.mm.default, _aten.addmm.default)
+_GAIN = 0.95  # as little of the time must be left, or the usual kernel stays
+_TABLE = "products.json"
+
+
+def linear(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """`a @ b + bias` by oneDNN; [m, k], [k, n], [n]."""
+    result: torch.Tensor = _LINEAR(a, b.t(), bias, "none", [], "")
+    return result
+
+
+class Products:
+    """The choice, and what it was made from."""
+
+    def __init__(self, cache: Cache) -> None:
+        self._cache = cache
+        self._chosen = cache.read(_TABLE)
+        self._machine = f"{_processor()}, torch {torch.__version__}, {torch.get_num_threads()} threads"
+
+    def choose(self, graph: fx.Graph) -> None:
+        """Exchange products for faster ones, in place; nodes carry `meta["val"]`."""
+        for node in [node for node in graph.nodes if node.target in _PRODUCTS and _is_eligible(node)]:
+            bias, (a, b) = node.args[:-2], node.args[-2:]
+            if not self.prefers_linear(a.meta["val"], b.meta["val"]):
+                continue
+            with graph.inserting_before(node):
+                turned = graph.call_function(_aten.permute.default, (b, [1, 0]))
+                turned.meta["val"] = b.meta["val"].t()
+                product = graph.call_function(_LINEAR, (a, turned, bias[0] if bias else None, "none", [], ""))
+            product.meta = dict(node.meta)
+            node.replace_all_uses_with(product)
+            graph.erase_node(node)
+
+    def prefers_linear(self, a: torch.Tensor, b: torch.Tensor) -> bool:
+        """Whether oneDNN is the faster one for two operands like these (fake tensors do)."""
+        key = f"{self._machine}: {_spelled(a)} {_spelled(b)}"
+        if key not in self._chosen:
+            self._chosen[key] = _faster(_like(a), _like(b))
+            self._cache.write(_TABLE, {key: self._chosen[key]})
+        return self._chosen[key] == "linear"
+
+
+def eligible(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether there is a choice for these operands."""
+    both = (a, b)
+    on_cpu = all(value.device.type == "cpu" and value.dtype is torch.float32 for value in both)
+    return on_cpu and torch.backends.mkldnn.is_available() and all(value.dim() == 2 and value.numel() for value in both)
+
+
+def _is_eligible(node: fx.Node) -> bool:
+    plain = not node.kwargs and all(isinstance(arg, fx.Node) for arg in node.args)
+    bias = node.args[0].meta["val"] if len(node.args) == 3 else None  # type: ignore[union-attr]
+    return plain and (bias is None or bias.dim() == 1) and eligible(*(arg.meta["val"] for arg in node.args[-2:]))  # type: ignore[union-attr]
+
+
+def _faster(a: torch.Tensor, b: torch.Tensor) -> str:
+    """The name of the kernel that takes less time."""
+    usual, other = _times([lambda: torch.mm(a, b), lambda: linear(a, b)])
+    return "linear" if other < _GAIN * usual else "mm"
+
+
+def _times(runs: Sequence[Callable[[], Any]], rounds: int = 7) -> list[float]:
+    """The shortest of several runs of each, taken in turn, in seconds."""
+    best = [float("inf")] * len(runs)
+    for turn in range(rounds + 1):
+        for index, run in enumerate(runs):
+            began = time.perf_counter()
+            run()
+            if turn:  # the first one warms up
+                best[index] = min(best[index], time.perf_counter() - began)
+    return best
+
+
+def _like(value: torch.Tensor) -> torch.Tensor:
+    return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype).fill_(0.5)
+
+
+def _spelled(value: torch.Tensor) -> str:
+    return f"{list(value.shape)}/{list(value.stride())}"
+
+
+def _processor() -> str:
+    """The processor's name, where the system says it."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return f"{next(names, 'unknown')} {torch.backends.cpu.get_cpu_capability()}"
