@@ -60,6 +60,12 @@ class Settings:
     memory_cap: int | tuple[int, ...] | None = None
     op_costs: Cost | None = None
     dump: Path | None = None
+    fused_accumulation: bool | None = None
+
+    @property
+    def fused(self) -> bool:
+        """Whether products are written into the sums of gradients: where it was asked for."""
+        return bool(self.fused_accumulation)
 
     @property
     def usual_microbatches(self) -> int:
@@ -211,7 +217,7 @@ class Compiler:
     def _choices(self, joint: JointGraph, wanted: Wanted) -> Choices:
         recompute = self.settings.recompute or Recompute()
         region = recompute.region(module_calls(joint)) if wanted.recomputed and joint.training else None
-        return Choices(wanted.split_backward, recompute.rerun, region, recompute.chosen)
+        return Choices(wanted.split_backward, recompute.rerun, region, recompute.chosen, self.settings.fused)
 
     def _recomputed(self, schedule: Schedule) -> frozenset[tuple[int, int]]:
         """The (stage, microbatch) that recompute: those the schedule names, else all or none."""

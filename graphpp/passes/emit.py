@@ -7,6 +7,7 @@ read it or make its gradient or new value; an unused one by the stage in which i
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 
 from graphpp.passes.aliases import shared_results
 from graphpp.passes.cut import Cut, SlotGraph
@@ -60,7 +61,8 @@ def emit(joint: JointGraph, pieces: Cut) -> PipelineProgram:
 def _programs(pieces: Cut, stage: int, training: bool) -> dict[Phase, Program]:
     if not training:
         return {Phase.EVALUATE: _program(pieces.slots[F, stage], Phase.EVALUATE)}
-    return {phase: _program(slot, phase) for (phase, index), slot in pieces.slots.items() if index == stage}
+    own = {phase: _program(slot, phase) for (phase, index), slot in pieces.slots.items() if index == stage}
+    return {phase: replace(item, fused=pieces.fused and phase.is_backward) for phase, item in own.items()}
 
 
 def _program(slot: SlotGraph, phase: Phase) -> Program:
