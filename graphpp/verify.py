@@ -3,7 +3,8 @@
 Contract
 --------
 - Compared are: the stage programs, run by the pipeline's own runner, against the uncut joint graph (equal bits on the CPU; a
-  tied parameter's sum within the tolerance), and the joint graph against plain eager (within the tolerance).
+  tied parameter's sum, and with fused accumulation every gradient, within the tolerance), and the joint graph against plain
+  eager (within the tolerance).
 - A schedule for several ranks is checked as such, its messages included, and its actions then run on one rank in an order
   that the ranks could have had.
 - No process group is needed. Model (parameters, gradients, buffers, attributes) and random state are as before afterwards.
@@ -152,12 +153,16 @@ def _of_cut(step: Step, compiled: Compiled, uncut: Numbers, tolerance: float) ->
     gradients = [fqn for stage in compiled.built.program.stages for fqn in stage.gradients]
     tied = sorted({fqn for fqn in gradients if gradients.count(fqn) > 1})
     strict = tolerance if step.device.type != "cpu" else 0.0  # a GPU may add in another order at every run
-    found = _compared(_CUT, ours, uncut, dict.fromkeys(gradients, strict) | dict.fromkeys(tied, tolerance), strict)
+    fused = any(item.fused for stage in compiled.built.program.stages for item in stage.programs.values())
+    rounded = gradients if fused else tied
+    found = _compared(_CUT, ours, uncut, dict.fromkeys(gradients, strict) | dict.fromkeys(rounded, tolerance), strict)
     if found.verdict == "differs":
         values = values_of(step, compiled.uncut)
         first = in_cut(step, values, compiled.pieces, compiled.programs, compiled.row)
         first = first or in_result(found, compiled.uncut, compiled.built.program)
         found = replace(found, first=_placed(first, step.loss))
+    elif found.verdict == "close" and fused:
+        found = replace(found, note="fused_accumulation: the sums of gradients are rounded otherwise")
     elif found.verdict == "close" and tied:
         found = replace(found, note=f"{', '.join(tied)} in several stages: parts are added per stage first")
     return found
