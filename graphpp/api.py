@@ -44,6 +44,7 @@ def compile(  # noqa: PLR0913 - what a user may choose, all of it optional
     loss_reduction: Reduction = "mean",
     accumulate_dtype: torch.dtype | None = None,
     backend: backends.Given = "eager",
+    fused_accumulation: bool | None = None,
     recompute: recomputing.Given = None,
     memory_cap: int | Sequence[int] | None = None,
     op_costs: Cost | None = None,
@@ -77,6 +78,11 @@ def compile(  # noqa: PLR0913 - what a user may choose, all of it optional
             or a `graphpp.Inductor` with options (equal layers are compiled once, and kept in a cache folder for other ranks and
             later runs; same numbers but for rounding); a function (fx.GraphModule, fake tensors) -> callable, as
             torch.compile takes. What cannot be compiled runs eagerly, with a warning.
+        fused_accumulation: True: gradients of weights are added up by the multiplication that makes them, and others as soon
+            as they are made: no gradient is kept per microbatch, and no pass over it. Not bit-equal to a plain loop: the
+            sums are rounded otherwise, which in float32 changes a gradient by about 1e-6 of its largest element (1e-2 in
+            bfloat16, where sums of many microbatches should be wider: `accumulate_dtype`). False: bit-equal. None: True under
+            every backend but "eager".
         recompute: what is computed again for the backward, not saved: "full" (every layer), FQNs of modules, a function
             of a graph's node, a `graphpp.Recompute`; None: nothing. Bit-equal, dropout included. A schedule whose
             `recomputed` is set says for which stages and microbatches.
@@ -98,11 +104,13 @@ def compile(  # noqa: PLR0913 - what a user may choose, all of it optional
     def settings() -> Settings:
         check_given(model, loss, example, loss_reduction)
         _check_numbers(accumulate_dtype, max_graphs)
+        _check_fused(fused_accumulation)
         table = read(schedule)
         count = _microbatches(microbatches, table)
         usual = Settings(place, example, split, table, count, loss_reduction, accumulate_dtype, max_graphs)
         chosen, several = recomputing.chosen(recompute), _replicas(replicas)
         cap = _cap(memory_cap, place.ranks)
+        usual = replace(usual, fused_accumulation=fused_accumulation)
         return replace(
             usual,
             recompute=chosen,
@@ -143,6 +151,11 @@ def _check_numbers(accumulate_dtype: object, max_graphs: object) -> None:
         )
     if not isinstance(max_graphs, int) or isinstance(max_graphs, bool) or max_graphs < 1:
         raise GraphPPError(f"max_graphs must be a positive integer, got {max_graphs!r}")
+
+
+def _check_fused(fused_accumulation: object) -> None:
+    if fused_accumulation is not None and not isinstance(fused_accumulation, bool):
+        raise GraphPPError(f"fused_accumulation must be True, False or None, got {fused_accumulation!r}")
 
 
 def _check_frozen(loss: object) -> None:
@@ -187,6 +200,7 @@ def _facts(model: nn.Module, loss: LossFunction | None, settings: Settings) -> F
             "microbatches=": [str(settings.microbatches)],
             "loss_reduction=": [settings.loss_reduction],
             "accumulate_dtype=": [str(settings.accumulate_dtype)],
+            "fused_accumulation=": [str(settings.fused)],
             "replicas=": ["none" if settings.replicas is None else f"{dist.get_world_size(settings.replicas)} ranks"],
             "memory_cap=": [str(settings.memory_cap)],
             "op_costs=": ["None" if settings.op_costs is None else "given"],

@@ -25,7 +25,7 @@ from graphpp.cache import Cache, default_root
 from graphpp.errors import GraphPPError
 from graphpp.passes.outline import Region, RegionCall
 from graphpp.passes.render import Run, render
-from graphpp.products import Products
+from graphpp.product_kernels import ProductKernels
 
 Custom = Callable[[fx.GraphModule, list[torch.Tensor]], Callable[..., Any]]
 
@@ -43,9 +43,9 @@ class Inductor:
         return Cache(Path(self.cache) if self.cache is not None else default_root())
 
     @cached_property
-    def products(self) -> Products:
+    def products(self) -> ProductKernels:
         """The kernels of matrix products."""
-        return Products(self._cache)
+        return ProductKernels(self._cache)
 
     def __call__(self, region: Region) -> Run:
         """The region's function of a boxed list."""

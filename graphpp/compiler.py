@@ -26,6 +26,7 @@ from graphpp.layers import Call
 from graphpp.passes.joint import JointGraph
 from graphpp.passes.lower import Choices, Hook, Passed, finish, lower
 from graphpp.passes.op_costs import Cost, OpCosts
+from graphpp.passes.outline import with_regions
 from graphpp.plan import Plan
 from graphpp.recompute import Recompute
 from graphpp.report import check_output
@@ -62,6 +63,12 @@ class Settings:
     op_costs: Cost | None = None
     backend: Inductor | Custom | None = None
     dump: Path | None = None
+    fused_accumulation: bool | None = None
+
+    @property
+    def fused(self) -> bool:
+        """Whether products are written into the sums of gradients: where it was asked for, else under any backend but eager."""
+        return self.backend is not None if self.fused_accumulation is None else self.fused_accumulation
 
     @property
     def usual_microbatches(self) -> int:
@@ -199,7 +206,7 @@ class Compiler:
         row = overlap.Row(schedule.table[place.rank], programs, overlap.Sources.joined(each.sources for each in built))
         dump = built[0].dump
         cost = self.settings.op_costs or OpCosts.of(place.device.type)
-        made = overlap.woven(row, cost, dump.woven if dump is not None else lambda *_: None)
+        made = overlap.woven(row, with_regions(cost), dump.woven if dump is not None else lambda *_: None)
         return [emitted for _, emitted in made.values()], overlap.collectives_of(row, made)
 
     def _finished(self, built: Built, wanted: Wanted) -> PipelineProgram:
@@ -213,7 +220,7 @@ class Compiler:
     def _choices(self, joint: JointGraph, wanted: Wanted) -> Choices:
         recompute = self.settings.recompute or Recompute()
         region = recompute.region(module_calls(joint)) if wanted.recomputed and joint.training else None
-        return Choices(wanted.split_backward, recompute.rerun, region, recompute.chosen)
+        return Choices(wanted.split_backward, recompute.rerun, region, recompute.chosen, self.settings.fused)
 
     def _recomputed(self, schedule: Schedule) -> frozenset[tuple[int, int]]:
         """The (stage, microbatch) that recompute: those the schedule names, else all or none."""

@@ -22,6 +22,7 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 
 from graphpp import facts, fingerprint
+from graphpp.backend import Inductor
 from graphpp.batch import leading_size
 from graphpp.compiled import CompiledPrograms
 from graphpp.compiler import Built, Compiler, check_alike
@@ -242,6 +243,8 @@ class Library:
             replicas=replicas,
         )
         runner.overlaps = Overlaps(woven)
+        if isinstance(settings.backend, Inductor):
+            runner.multiply_with(settings.backend.products)
         return runner
 
     def _compiled(

@@ -2,8 +2,9 @@
 
 Contract
 --------
-- Compared are: the stage programs, run by the pipeline's own runner, against the uncut joint graph (equal bits on the CPU; a
-  tied parameter's sum within the tolerance), and the joint graph against plain eager (within the tolerance).
+- Compared are: the stage programs, run by the pipeline's own runner, against the uncut joint graph (equal bits on the CPU;
+  within the tolerance a tied parameter's sum, with fused accumulation every gradient, under a backend everything), and the
+  joint graph against plain eager (within the tolerance).
 - A schedule for several ranks is checked as such, its messages included, and its actions then run on one rank in an order
   that the ranks could have had.
 - No process group is needed. Model (parameters, gradients, buffers, attributes) and random state are as before afterwards.
@@ -20,6 +21,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from graphpp import backend as backends
 from graphpp import recompute as recomputing
 from graphpp.api import check_given
 from graphpp.capture import LossFunction
@@ -47,6 +49,7 @@ from graphpp.verify_report import Comparison, Difference, Parting, Verification,
 from graphpp.verify_runs import Numbers, Step, run_cut, run_eager, run_uncut, untouched
 
 _FLOAT32_TOLERANCE = 1e-6
+_COMPILED = 10  # compiled programs sum in other orders: as many times the tolerance
 
 
 def verify(  # noqa: PLR0913 - what a user may choose, all of it optional
@@ -59,6 +62,7 @@ def verify(  # noqa: PLR0913 - what a user may choose, all of it optional
     microbatches: int | None = None,
     ranks: int | None = None,
     loss_reduction: Reduction = "mean",
+    backend: backends.Given = "eager",
     recompute: recomputing.Given = None,
     tolerance: float | None = None,
 ) -> Verification:
@@ -68,12 +72,13 @@ def verify(  # noqa: PLR0913 - what a user may choose, all of it optional
     of all values of a step where it has to look for a parting.
 
     Args:
-        model, loss, split, schedule, loss_reduction, recompute: as for `graphpp.compile`.
+        model, loss, split, schedule, loss_reduction, backend, recompute: as for `graphpp.compile`.
         example: one microbatch with data, of which the others are made by rotating its rows; or all of them in a list.
         microbatches: how many; None: as many as the table or the list has, else one a rank, at least 2.
         ranks: how many ranks the schedule is for; None: as many as the table has or as the split asks for, else 2.
         tolerance: the relative difference that counts as rounding; None: 1e-6 in float32, and as many units in the last
-            place of the coarsest floating dtype that the model computes in (bfloat16: 0.066).
+            place of the coarsest floating dtype that the model computes in (bfloat16: 0.066); ten times that for what is
+            compiled by a backend, which sums in another order.
 
     Raises:
         What `graphpp.compile` raises, and `GraphPPError` for a model without memory. What differs does not raise: see
@@ -91,7 +96,7 @@ def verify(  # noqa: PLR0913 - what a user may choose, all of it optional
     parts = [unwrapped(each) for each in given] if len(given) > 1 else rotated(given[0], wanted)
     place, again = Imagined(device, None, count), recomputing.chosen(recompute)
     settings = Settings(place, given[0], split, table, len(parts), loss_reduction, recompute=again)
-    return verified(model, loss, settings, parts, tolerance)
+    return verified(model, loss, replace(settings, backend=backends.chosen(backend)), parts, tolerance)
 
 
 def verified(
@@ -111,7 +116,8 @@ def verified(
         compiled = compiled_for(model, loss, settings, parts)
         step = Step(model, loss, parts, _seeds(compiled.built, settings.loss_reduction, len(parts), device), device)
         allowed = _tolerance(compiled.uncut) if tolerance is None else tolerance
-        cut, eager = _three_ways(step, compiled, allowed)
+        of_cut = allowed * _COMPILED if compiled.backend and tolerance is None else allowed
+        cut, eager = _three_ways(step, compiled, allowed, of_cut)
     return Verification(cut, eager, compiled.built.plan, allowed, time.perf_counter() - began)
 
 
@@ -123,10 +129,10 @@ def _seeds(built: Built, reduction: Reduction, count: int, device: torch.device)
 # ------------------------------------------------------------------------------------------------------ compare
 
 
-def _three_ways(step: Step, compiled: Compiled, tolerance: float) -> tuple[Comparison, Comparison]:
+def _three_ways(step: Step, compiled: Compiled, tolerance: float, of_cut: float) -> tuple[Comparison, Comparison]:
     with untouched(step.model, step.device):
         uncut = run_uncut(step, compiled.uncut)
-    cut = _of_cut(step, compiled, uncut, tolerance)
+    cut = _of_cut(step, compiled, uncut, of_cut)
     with untouched(step.model, step.device):
         eager = run_eager(step, compiled.uncut)
     if not eager.matched:
@@ -151,16 +157,26 @@ def _of_cut(step: Step, compiled: Compiled, uncut: Numbers, tolerance: float) ->
         ours = run_cut(step, compiled.programs, compiled.row)
     gradients = [fqn for stage in compiled.built.program.stages for fqn in stage.gradients]
     tied = sorted({fqn for fqn in gradients if gradients.count(fqn) > 1})
-    strict = tolerance if step.device.type != "cpu" else 0.0  # a GPU may add in another order at every run
-    found = _compared(_CUT, ours, uncut, dict.fromkeys(gradients, strict) | dict.fromkeys(tied, tolerance), strict)
+    loose = compiled.backend or step.device.type != "cpu"  # a GPU may add in another order at every run
+    strict = tolerance if loose else 0.0
+    fused = any(item.fused for stage in compiled.built.program.stages for item in stage.programs.values())
+    rounded = gradients if fused else tied
+    found = _compared(_CUT, ours, uncut, dict.fromkeys(gradients, strict) | dict.fromkeys(rounded, tolerance), strict)
     if found.verdict == "differs":
-        values = values_of(step, compiled.uncut)
-        first = in_cut(step, values, compiled.pieces, compiled.programs, compiled.row)
+        first = _first_in_cut(step, compiled) if not compiled.backend else None  # a compiled program's values differ anyway
         first = first or in_result(found, compiled.uncut, compiled.built.program)
         found = replace(found, first=_placed(first, step.loss))
+    elif found.verdict == "close" and compiled.backend:
+        found = replace(found, note="backend=: compiled programs are rounded otherwise")
+    elif found.verdict == "close" and fused:
+        found = replace(found, note="fused_accumulation: the sums of gradients are rounded otherwise")
     elif found.verdict == "close" and tied:
         found = replace(found, note=f"{', '.join(tied)} in several stages: parts are added per stage first")
     return found
+
+
+def _first_in_cut(step: Step, compiled: Compiled) -> Parting | None:
+    return in_cut(step, values_of(step, compiled.uncut), compiled.pieces, compiled.programs, compiled.row)
 
 
 def _placed(first: Parting | None, loss: Any) -> Parting | None:

@@ -20,6 +20,7 @@ from torch import nn
 
 from graphpp.batch import leading_size
 from graphpp.capture import LossFunction
+from graphpp.compiled import CompiledPrograms
 from graphpp.compiler import Built, Compiler, Settings
 from graphpp.errors import BatchError, GraphPPError, ScheduleError
 from graphpp.passes.cut import Cut
@@ -49,13 +50,17 @@ class Imagined(Device):
 
 @dataclass(frozen=True)
 class Compiled:
-    """What a pipeline would run, and beside it the uncut graph, the graphs of the cut, and the schedule on one rank."""
+    """What a pipeline would run, and beside it the uncut graph, the graphs of the cut, and the schedule on one rank.
+
+    `backend`: the programs are compiled, and so round otherwise.
+    """
 
     built: Built
     programs: Sequence[PipelineProgram]
     uncut: JointGraph
     pieces: Cut
     row: Schedule
+    backend: bool = False
 
 
 def compiled_for(model: nn.Module, loss: LossFunction | None, settings: Settings, parts: Sequence[Leaves]) -> Compiled:
@@ -74,7 +79,11 @@ def compiled_for(model: nn.Module, loss: LossFunction | None, settings: Settings
         built = compiler.build(parts[0], len(parts), training=True)
         table = compiler.schedule([built] * len(parts), training=True)
         programs = [compiler.program(built, table, index) for index in range(len(parts))]
-    return Compiled(built, programs, seen["uncut"], seen["pieces"], in_one_row(table))
+        if settings.backend is not None:
+            local = range(len(built.program.stages))
+            programs = CompiledPrograms(settings.backend, 0).compile([(built, each) for each in programs], local)
+    backend = settings.backend is not None
+    return Compiled(built, programs, seen["uncut"], seen["pieces"], in_one_row(table), backend)
 
 
 def in_one_row(schedule: Schedule) -> Schedule:

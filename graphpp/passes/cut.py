@@ -48,7 +48,8 @@ class SlotGraph:
 class Cut:
     """The result of `cut`: graphs by slot, boundaries, and per stage the values saved per microbatch and their bytes.
 
-    `kept_bytes`: what is alive between I and W, where `split_weight_grad` has made them; else nothing.
+    `kept_bytes`: what is alive between I and W, where `split_weight_grad` has made them; else nothing. `fused`: backwards
+    hand out the factors of their gradients (`accumulate_products`).
     """
 
     slots: dict[Slot, SlotGraph]
@@ -56,6 +57,7 @@ class Cut:
     saved: tuple[tuple[TensorMeta, ...], ...]
     saved_bytes: tuple[int, ...]
     kept_bytes: tuple[int, ...] = ()
+    fused: bool = False
 
 
 def cut(joint: JointGraph, stages: int) -> Cut:

@@ -64,7 +64,8 @@ def emit(joint: JointGraph, pieces: Cut) -> PipelineProgram:
 def _programs(pieces: Cut, stage: int, training: bool) -> dict[Phase, Program]:
     if not training:
         return {Phase.EVALUATE: _program(pieces.slots[F, stage], Phase.EVALUATE)}
-    return {phase: _program(slot, phase) for (phase, index), slot in pieces.slots.items() if index == stage}
+    own = {phase: _program(slot, phase) for (phase, index), slot in pieces.slots.items() if index == stage}
+    return {phase: replace(item, fused=pieces.fused and phase.is_backward) for phase, item in own.items()}
 
 
 def _program(slot: SlotGraph, phase: Phase) -> Program:

@@ -2,7 +2,8 @@
 
 Contract: values die where the program deletes them, after their last reader (`render`); views have the memory of what they
 view. Counted is what arrived, what was saved, and what the program makes, results included; gradients until they are
-handed over. Not counted: parameters, buffers, inputs, and what an operator needs inside while it runs.
+handed over, and not at all where their factors are handed over instead. Not counted: parameters, buffers, inputs, and what
+an operator needs inside while it runs.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from torch import fx
 from graphpp.passes.aliases import root
 from graphpp.passes.joint import is_tensor, tensor_meta
 from graphpp.runtime import program
+from graphpp.runtime.products import product
 
 
 def peak_bytes(graph: fx.Graph) -> int:
@@ -48,5 +50,7 @@ def _deaths(graph: fx.Graph, order: list[fx.Node]) -> dict[fx.Node, int]:
 def _size(node: fx.Node) -> int:
     """The bytes of a memory that counts."""
     if node.op == "placeholder" and not isinstance(node.meta["role"], program.Received | program.Saved):
+        return 0
+    if node.target is product:  # written into the sum of gradients
         return 0
     return tensor_meta(node).nbytes if is_tensor(node) else 0

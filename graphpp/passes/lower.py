@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from graphpp.passes.accumulate import accumulate
+from graphpp.passes.accumulate_products import accumulate_products
 from graphpp.passes.assign import assign
 from graphpp.passes.clean_up import clean_up
 from graphpp.passes.cut import Cut, cut
@@ -42,12 +43,16 @@ Hook = Callable[[Passed], None]
 
 @dataclass(frozen=True)
 class Choices:
-    """What a plan leaves open: whether I and W stand beside B, and what W may run again; what is recomputed."""
+    """What a plan leaves open: whether I and W stand beside B, and what W may run again; what is recomputed.
+
+    `fused`: products are written into the sums of gradients.
+    """
 
     split_backward: bool = False
     rerun: Rerun = never
     region: Region | None = None
     chosen: Chosen = every
+    fused: bool = False
 
 
 def lower(
@@ -75,6 +80,8 @@ def finish(
     pieces = steps.run("cut", lambda: cut(joint, stages))
     if choices.split_backward and joint.training:
         pieces = steps.run("split_weight_grad", lambda: split_weight_grad(joint, pieces, choices.rerun))
+    if choices.fused and joint.training:
+        pieces = steps.run("accumulate_products", lambda: accumulate_products(pieces))
     return steps.run("emit", lambda: emit(joint, pieces))
 
 

@@ -18,9 +18,12 @@ from torch.utils.flop_counter import flop_registry
 
 from graphpp.passes.aliases import is_view
 from graphpp.passes.collectives import is_collective, is_wait
+from graphpp.runtime.products import product
 from graphpp.runtime.randomness import seeded
 
 Cost = Callable[[fx.Node], float]
+
+_CONTRACTIONS = {2: torch.ops.aten.mm.default, 3: torch.ops.aten.bmm.default}
 
 
 @dataclass(frozen=True)
@@ -55,6 +58,8 @@ def flops(node: fx.Node) -> float:
     target, args = node.target, node.args
     if target is seeded:
         target, args = args[2], args[3:]  # type: ignore[assignment]
+    if target is product:
+        target, args = _CONTRACTIONS[args[0].meta["val"].dim()], args[:2]  # type: ignore[union-attr]
     packet = getattr(target, "overloadpacket", None)
     if packet not in flop_registry:
         return 0.0

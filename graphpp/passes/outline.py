@@ -27,7 +27,7 @@ from graphpp.passes.aliases import is_view
 from graphpp.passes.collectives import is_collective, is_wait
 from graphpp.passes.cut import SlotGraph
 from graphpp.passes.joint import is_check
-from graphpp.passes.op_costs import flops
+from graphpp.passes.op_costs import Cost, flops
 
 Layer = Callable[[fx.Node], str | None]
 
@@ -114,6 +114,17 @@ def worth_compiling(members: Sequence[fx.Node]) -> bool:
         return False
     working = [node for node in members if not is_view(node) and node.target is not operator.getitem]
     return len(working) > 1 or any(flops(node) for node in working)
+
+
+def with_regions(cost: Cost) -> Cost:
+    """The cost of an operation, and of a region that of all operations in it."""
+
+    def total(node: fx.Node) -> float:
+        if not isinstance(node.target, RegionCall):
+            return cost(node)
+        return sum(map(cost, node.target.region.graph.nodes))
+
+    return total
 
 
 # ------------------------------------------------------------------------------------------------------------ grouping

@@ -6,7 +6,9 @@ Contract
 a tuple. Every value is deleted right after its last use, inputs included, so nothing lives longer than it is needed.
 With gradients among the results it is `run(boxed, take)`: each gradient is handed to `take(index, value)` as soon as no
 other operation reads it, and what `take` returns stands in the tuple (by default the value), so that a runtime can add
-a gradient up while its memory is warm and let it go.
+a gradient up while its memory is warm and let it go. A gradient that is a node `product(a, b)` is no value at all:
+`take.product(index, a, b)` gets its factors, and what that returns stands in the tuple. Then the text has a class for the
+default `take`, which makes the gradient.
 A region (`outline`) is called with a list that it empties, so it too lets go of each input after its last use.
 Each line carries dtype and shape, the module call and the user's source line as a comment; inputs and results carry
 their roles (`meta["role"]` of a placeholder, `meta["roles"]` of the output); in a graph with nodes of several stages
@@ -33,9 +35,11 @@ from graphpp.passes.joint import describe
 from graphpp.passes.outline import RegionCall
 from graphpp.passes.spelling import Spelling, spell_value
 from graphpp.runtime import program
+from graphpp.runtime.products import Returned, product
 from graphpp.runtime.program import InputRole, OutputRole
 
 _TAKE = ", take=lambda index, value: value"
+_TAKE_PRODUCTS = ", take=Returned()"
 
 Run = Callable[..., Sequence[Any]]
 
@@ -74,8 +78,10 @@ def render(graph: fx.Graph, title: str = "") -> Rendered:
     body = list(_body(graph, names, taken))
     head = [docstring(title), "", *(f"import {module}" for module in sorted(names.modules | {"torch"})), ""]
     head += [f"{name} = {expression}" for name, expression in sorted(names.head.items())]
-    define = f"def run(boxed{_TAKE * _has_gradients(graph)}):"
-    text = "\n".join(head).rstrip() + "\n\n\n" + "\n    ".join([define, *body]) + "\n"
+    products = any(_is_product(node, taken) for node in graph.nodes)
+    default = _TAKE_PRODUCTS if products else _TAKE * _has_gradients(graph)
+    parts = ["\n".join(head).rstrip(), *[inspect.getsource(Returned).rstrip()] * products]
+    text = "\n\n\n".join([*parts, "\n    ".join([f"def run(boxed{default}):", *body])]) + "\n"
     return Rendered(text, names.bindings, names.devices, names.groups)
 
 
@@ -139,6 +145,11 @@ def _taken(graph: fx.Graph) -> dict[fx.Node, int]:
     return {node: index for node, index in gradients.items() if results.count(node) == 1}
 
 
+def _is_product(node: fx.Node, taken: Mapping[fx.Node, int]) -> bool:
+    """Whether a node hands out the factors of a gradient."""
+    return node.target is product and node in taken
+
+
 def _body(graph: fx.Graph, names: Spelling, taken: Mapping[fx.Node, int]) -> Iterable[str]:
     notes = _Notes(graph)
     inputs = list(graph.find_nodes(op="placeholder"))
@@ -155,10 +166,11 @@ def _body(graph: fx.Graph, names: Spelling, taken: Mapping[fx.Node, int]) -> Ite
         elif isinstance(node.target, RegionCall):
             yield from _region_call(node, names, [value for value in ending if value not in taken], notes)
         elif node.op != "placeholder":
-            yield f"{_statement(node, names)}{f'; del {dead}' * bool(dead)}{notes.value(node)}"
+            line = _handing_out(node, names, taken[node]) if _is_product(node, taken) else _statement(node, names)
+            yield f"{line}{f'; del {dead}' * bool(dead)}{notes.value(node)}"
         elif dead:
             yield f"del {dead}"
-        for value in (value for value in ending if value in taken):
+        for value in (value for value in ending if value in taken and not _is_product(value, taken)):
             yield f"{names.values[value]} = take({taken[value]}, {names.values[value]})"
 
 
@@ -183,6 +195,11 @@ def _statement(node: fx.Node, names: Spelling) -> str:
     args += [f"{key}={_argument(node, key, value, names)}" for key, value in node.kwargs.items() if key not in odd]
     args += [f"**{names.literal(odd)}"] * bool(odd)
     return f"{name} = {names.target(node.target)}({', '.join(args)})"
+
+
+def _handing_out(node: fx.Node, names: Spelling, index: int) -> str:
+    """`name = take.product(index, a, b)`."""
+    return f"{names.values[node]} = take.product({', '.join([str(index), *map(names.literal, node.args)])})"
 
 
 def _argument(node: fx.Node, place: int | str, value: Any, names: Spelling) -> str:

@@ -6,6 +6,9 @@ Contract
   backwards in: a gradient that comes early waits for its turn.
 - The first gradient becomes `param.grad` itself when it is contiguous and nobody else holds its memory, as autograd does;
   else a contiguous copy.
+- A gradient may come as the factors of a product (`products.py`).
+- `FusedAccumulator` is the fast one: what comes is added at once, in the order in which the schedule makes it, and products
+  are written into the sum. It differs from the plain loop by how sums are rounded, and from itself not at all.
 - Sums may be kept in a wider dtype than the gradients have: float32 for parameters in bfloat16, say.
 - A parameter that several stages use collects one partial sum per stage; `TiedReduction` adds them in stage order, once, at the
   end of the step, to the same bits on every rank that holds the parameter.
@@ -19,12 +22,15 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 import torch
 import torch.distributed as dist
 
+from graphpp.runtime.products import Products, TorchProducts, Within, gradient_of
+
 
 class Accumulator:
     """Collects the gradients of one stage's parameters over the microbatches of a step."""
 
     def __init__(self, fqns: Iterable[str], shared: Collection[str] = ()) -> None:
         self.fqns = tuple(fqns)
+        self.products: Products = TorchProducts()
         self._shared = frozenset(shared)
         self.start({})
 
@@ -47,6 +53,10 @@ class Accumulator:
             self._add(fqn, early.pop(turn))
         self._next[fqn] = turn
 
+    def product(self, microbatch: int, fqn: str, a: torch.Tensor, b: torch.Tensor, within: Within | None = None) -> None:
+        """Take a gradient that is a product of matrices."""
+        self.take(microbatch, fqn, gradient_of(self.products, a, b, within))
+
     def _add(self, fqn: str, gradient: torch.Tensor) -> None:
         total = self.sums.get(fqn)
         if total is not None:
@@ -55,6 +65,39 @@ class Accumulator:
         copied = fqn in self._shared or _is_part(gradient)
         own = gradient.clone(memory_format=torch.contiguous_format) if copied else gradient
         self.sums[fqn] = own.to(dtype=self._dtypes.get(fqn))
+
+
+class FusedAccumulator(Accumulator):
+    """Adds gradients as they come; products are added by whoever multiplies."""
+
+    def take(self, microbatch: int, fqn: str, gradient: torch.Tensor) -> None:
+        """Add a gradient."""
+        self._add(fqn, gradient)
+
+    def product(self, microbatch: int, fqn: str, a: torch.Tensor, b: torch.Tensor, within: Within | None = None) -> None:
+        """Write a product into the sum; the first one is the sum, and one of a narrower dtype is added to it."""
+        total = self.sums.get(fqn)
+        if total is None or total.dtype != a.dtype or not total.is_contiguous():
+            self._add(fqn, gradient_of(self.products, a, b, within))
+        else:
+            self.products.add(total if within is None else total.as_strided(*within[1:], total.storage_offset()), a, b)
+
+
+class Taker:
+    """What the program of one microbatch hands its gradients to; `fqns` by index of the result."""
+
+    __slots__ = ("_accumulator", "_fqns", "_microbatch")
+
+    def __init__(self, accumulator: Accumulator, microbatch: int, fqns: Mapping[int, str]) -> None:
+        self._accumulator, self._microbatch, self._fqns = accumulator, microbatch, fqns
+
+    def __call__(self, index: int, value: torch.Tensor) -> None:
+        """Take a gradient."""
+        self._accumulator.take(self._microbatch, self._fqns[index], value)
+
+    def product(self, index: int, a: torch.Tensor, b: torch.Tensor, within: Within | None = None) -> None:
+        """Take a gradient that is a product of matrices."""
+        self._accumulator.product(self._microbatch, self._fqns[index], a, b, within)
 
 
 def dtype_of_sum(parameter: torch.Tensor, widened: torch.dtype | None) -> torch.dtype:

@@ -13,8 +13,9 @@ from dataclasses import dataclass
 
 import torch
 
+from graphpp.runtime.products import Take, Within
 from graphpp.runtime.program import Phase, WovenProgram
-from graphpp.runtime.stage import GraphStage, Take
+from graphpp.runtime.stage import GraphStage
 
 
 @dataclass(frozen=True)
@@ -52,11 +53,22 @@ def _dealt(takers: Sequence[tuple[Take | None, int]]) -> Take | None:
     """Hands gradients, with indices that count the results of all parts, to the parts' own takers."""
     if all(take is None for take, _ in takers):
         return None
-    owner = [(take, index) for take, count in takers for index in range(count)]
+    return _Dealing([(take, index) for take, count in takers for index in range(count)])
 
-    def deal(index: int, value: torch.Tensor) -> None:
-        take, own = owner[index]
-        assert take is not None, f"result {index} is no gradient"
+
+class _Dealing:
+    def __init__(self, owners: Sequence[tuple[Take | None, int]]) -> None:
+        self._owners = owners
+
+    def __call__(self, index: int, value: torch.Tensor) -> None:
+        take, own = self._owner(index)
         take(own, value)
 
-    return deal
+    def product(self, index: int, a: torch.Tensor, b: torch.Tensor, within: Within | None = None) -> None:
+        take, own = self._owner(index)
+        take.product(own, a, b, within)
+
+    def _owner(self, index: int) -> tuple[Take, int]:
+        take, own = self._owners[index]
+        assert take is not None, f"result {index} is no gradient"
+        return take, own

@@ -165,7 +165,9 @@ class Program:
     """One phase of one stage. `run(boxed)` takes a list of inputs, empties it, and returns a tuple of results.
 
     `run(boxed, take)` hands each gradient to `take(index of the result, value)` as soon as it is made, and returns what
-    `take` returned in its place; a gradient that is another result too is only returned.
+    `take` returned in its place; a gradient that is another result too is only returned. Where a program is `fused`,
+    gradients that are products of matrices are handed to `take.product(index, a, b)` by their factors (`products.Take`),
+    and one role may stand for several results, which are to be added up.
 
     `shared` holds the indices of results whose memory an input or another result may share: to be copied before writing.
     `peak_bytes`: the most that is alive at once while it runs, of what arrived, was saved, or is made.
@@ -179,6 +181,7 @@ class Program:
     source: str = ""
     shared: frozenset[int] = frozenset()
     peak_bytes: int = 0
+    fused: bool = False
 
 
 @dataclass(frozen=True)

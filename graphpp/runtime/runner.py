@@ -23,6 +23,7 @@ from graphpp.runtime._torch_pipelining import ActionLoop
 from graphpp.runtime.actions import COMMUNICATION, SENDS, Action, Kind
 from graphpp.runtime.gradients import Subgroups, TiedReduction, dtype_of_sum
 from graphpp.runtime.overlap import OverlapPart, Overlaps
+from graphpp.runtime.products import Products
 from graphpp.runtime.program import Phase, PipelineProgram
 from graphpp.runtime.randomness import step_keys
 from graphpp.runtime.recorder import Recorder
@@ -107,6 +108,11 @@ class GraphPPRunner:
             own = [variants[id(program.stages[index])] for program in each]
             local[index] = GraphStage(index, own, where, self.transport)
         return local
+
+    def multiply_with(self, products: Products) -> None:
+        """Let other kernels than torch's make the products that fused programs add to gradients."""
+        for stage in self.stages.values():
+            stage.gradients.products = products
 
     def step(self, inputs: Sequence[Mapping[str, torch.Tensor]], seeds: Sequence[torch.Tensor]) -> None:
         """Run the table once over the microbatches' tensors (by path) and seeds (0-dim, one per microbatch)."""

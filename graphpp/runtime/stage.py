@@ -19,13 +19,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from graphpp.runtime.gradients import Accumulator
+from graphpp.runtime.gradients import Accumulator, FusedAccumulator, Taker
 from graphpp.runtime.program import Boundary, Phase, PipelineProgram, Program, TensorMeta
 from graphpp.runtime.transport import Message, Transport
 from graphpp.runtime.wiring import Wiring, wire
 
 Tensors = list[torch.Tensor]
-Take = Callable[[int, torch.Tensor], None]  # index of the result, gradient
 
 
 @dataclass(frozen=True)
@@ -93,7 +92,8 @@ class GraphStage:
         self._variants = tuple(variants)  # by microbatch
         backwards = [wiring for variant in self._distinct() for wiring in variant.backwards]
         fqns = dict.fromkeys(fqn for wiring in backwards for fqn in wiring.gradients.values())
-        self.gradients = Accumulator(fqns, {fqn for wiring in backwards for fqn in wiring.shared_gradients})
+        kind = FusedAccumulator if any(wiring.program.fused for wiring in backwards) else Accumulator
+        self.gradients = kind(fqns, {fqn for wiring in backwards for fqn in wiring.shared_gradients})
         self._step: _Step | None = None
         self._arrived: dict[tuple[str, int], Message] = {}
         self._saved: dict[int, dict[str, torch.Tensor]] = {}
@@ -159,10 +159,10 @@ class GraphStage:
         variant = self._variants[microbatch]
         return self._arguments(variant.wirings[phase], _direction(phase), microbatch, variant.outlives(phase))
 
-    def taker(self, phase: Phase, microbatch: int) -> Take | None:
+    def taker(self, phase: Phase, microbatch: int) -> Taker | None:
         """What a program hands its gradients to, with their indices: they are added up as soon as they are made."""
-        take, fqns = self.gradients.take, self._variants[microbatch].wirings[phase].gradients
-        return (lambda index, value: take(microbatch, fqns[index], value)) if fqns else None
+        fqns = self._variants[microbatch].wirings[phase].gradients
+        return Taker(self.gradients, microbatch, fqns) if fqns else None
 
     def file(self, phase: Phase, microbatch: int, results: Sequence[Any]) -> None:
         """File the results of one phase of one microbatch; gradients that were handed out are None."""

@@ -1,8 +1,9 @@
 """Which kernel makes a matrix product: measured once per shape, device and number of threads, and kept in the cache.
 
-Contract: `Products.choose` exchanges, in a graph, matrix products of float32 on the CPU for the same product by oneDNN where
-that took less time when both ran in turn. Which of the two is faster depends on the processor: by a factor of two on
-some. The results differ in the last bits. Elsewhere, products stay as they are.
+Contract: `ProductKernels.choose` exchanges, in a graph, matrix products of float32 on the CPU for the same product by oneDNN
+where that took less time when both ran in turn; `make` and `add` do the same for products that a program hands out
+(`runtime/products.py`). Which is faster depends on the processor: by a factor of two on some. The results differ in the
+last bits. Elsewhere, products stay as they are.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import torch
 from torch import fx
 
 from graphpp.cache import Cache
+from graphpp.runtime.products import TorchProducts
 
 _aten = torch.ops.aten
 _LINEAR = torch.ops.mkldnn._linear_pointwise.default
@@ -30,12 +32,14 @@ def linear(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None = None) -
     return result
 
 
-class Products:
+class ProductKernels:
     """The choice, and what it was made from."""
 
     def __init__(self, cache: Cache) -> None:
         self._cache = cache
         self._chosen = cache.read(_TABLE)
+        self._known: dict[Any, bool] = {}
+        self._usual = TorchProducts()
         self._machine = f"{_processor()}, torch {torch.__version__}, {torch.get_num_threads()} threads"
 
     def choose(self, graph: fx.Graph) -> None:
@@ -52,13 +56,33 @@ class Products:
             node.replace_all_uses_with(product)
             graph.erase_node(node)
 
+    def make(self, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        """The product, in memory of its own."""
+        if eligible(a, b) and self.prefers_linear(a, b):
+            return linear(a, b)
+        return self._usual.make(a, b)
+
+    def add(self, total: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
+        """Add the product into `total`."""
+        if eligible(a, b) and self.prefers_linear(a, b):
+            total.add_(linear(a, b))
+        else:
+            self._usual.add(total, a, b)
+
     def prefers_linear(self, a: torch.Tensor, b: torch.Tensor) -> bool:
         """Whether oneDNN is the faster one for two operands like these (fake tensors do)."""
+        shapes = (a.shape, a.stride(), b.shape, b.stride())
+        known = self._known.get(shapes)
+        if known is None:
+            known = self._known[shapes] = self._choice(a, b) == "linear"
+        return known
+
+    def _choice(self, a: torch.Tensor, b: torch.Tensor) -> str:
         key = f"{self._machine}: {_spelled(a)} {_spelled(b)}"
         if key not in self._chosen:
             self._chosen[key] = _faster(_like(a), _like(b))
             self._cache.write(_TABLE, {key: self._chosen[key]})
-        return self._chosen[key] == "linear"
+        return self._chosen[key]
 
 
 def eligible(a: torch.Tensor, b: torch.Tensor) -> bool:
