@@ -3,6 +3,7 @@
 import logging
 import os
 import random
+import tempfile
 from collections.abc import Iterator
 
 import pytest
@@ -12,6 +13,7 @@ from hypothesis import settings
 from tests.distributed import close_workers
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # tests build their models from configurations and load nothing
+os.environ.setdefault("GRAPHPP_CACHE", tempfile.mkdtemp(prefix="graphpp-tests-"))  # not the user's own
 torch.set_num_threads(1)
 settings.register_profile("graphpp", deadline=None, derandomize=True)
 settings.load_profile("graphpp")

@@ -53,9 +53,5 @@ def _part(graph: fx.Graph, node: fx.Node) -> None:
     for item in list(node.users):
         assert item.target is operator.getitem, f"{item} reads a tuple"
         item.replace_all_uses_with(drawn if item.args[1] else scaled)
-        name = item.name
         graph.erase_node(item)
-        if not (drawn if item.args[1] else scaled).users:
-            continue
-        (drawn if item.args[1] else scaled).name = name
     graph.erase_node(node)

@@ -205,9 +205,8 @@ def _call(
     node = graph.call_function(call, tuple(known[source] for source in inputs))
     node.meta = {**results[-1].meta, "val": tuple(result.meta["val"] for result in results)}
     for index, result in enumerate(results):
-        known[result] = graph.call_function(operator.getitem, (node, index))
+        known[result] = graph.create_node("call_function", operator.getitem, (node, index), {}, result.name)
         known[result].meta = dict(result.meta)
-        known[result].name = result.name
 
 
 def key_of(graph: fx.Graph) -> str:

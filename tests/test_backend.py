@@ -1,0 +1,282 @@
+"""`backend=`: a function of the caller's sees each distinct region once; Inductor is as close as it promises, and is cached."""
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, fx, nn
+
+import graphpp
+from graphpp.cache import Cache
+from graphpp.product_kernels import ProductKernels
+from tests.distributed import run_ranks
+from tests.models import MODELS, Case
+from tests.reference import eager_steps, gradients
+from tests.training import CASES, capturing_once, differences, example, step, trained
+
+needs_compiler = pytest.mark.skipif(not any(map(shutil.which, ("g++", "clang++", "c++"))), reason="no C++ compiler")
+
+
+def interpreted(module: fx.GraphModule, examples: list[Tensor]) -> Callable[..., Any]:
+    """The simplest backend: what it is given runs as it is."""
+    return module
+
+
+EXACT = {"backend": interpreted, "fused_accumulation": False}
+
+
+# ---------------------------------------------------------------------------------------------- a function of the caller's
+
+
+@pytest.mark.parametrize("name", sorted(CASES))
+def test_outlined_programs_train_bit_for_bit_as_eager_ones(name: str) -> None:
+    with capturing_once():
+        options: dict[str, Any] = {"split": 3, "microbatches": 4, "schedule": "auto"}
+        assert differences(trained(1, name, 2, **options, **EXACT), trained(1, name, 2, **options)) == []
+
+
+@pytest.mark.parametrize("schedule", ["ZBVZeroBubble", "Interleaved1F1B"])
+def test_on_two_ranks(schedule: str) -> None:
+    options: dict[str, Any] = {"split": 4, "microbatches": 4, "schedule": schedule, "recompute": "full"}
+    assert differences(trained(2, "llama", 2, **options, **EXACT), trained(2, "llama", 2, **options)) == []
+
+
+def test_each_distinct_region_is_compiled_once() -> None:
+    seen: list[int] = []
+
+    def counting(module: fx.GraphModule, examples: list[Tensor]) -> Callable[..., Any]:
+        seen.append(len(examples))
+        return module
+
+    counts = []
+    for layers in (4, 8):
+        model = nn.Sequential(*(nn.Sequential(nn.Linear(6, 6), nn.GELU(), nn.LayerNorm(6)) for _ in range(layers)))
+        pipe = graphpp.compile(model, nn.functional.mse_loss, split=2, microbatches=2, backend=counting)
+        x = torch.randn(4, 6)
+        pipe.step(x, target=x)
+        pipe.step(x, target=x)
+        counts.append(len(seen))
+        seen.clear()
+    assert counts[0] == counts[1] > 0
+
+
+def test_what_cannot_be_compiled_runs_eagerly_with_a_warning_that_names_it() -> None:
+    def refusing(module: fx.GraphModule, examples: list[Tensor]) -> Callable[..., Any]:
+        if any("gelu" in str(node.target) for node in module.graph.nodes):
+            raise NotImplementedError("no gelu here")
+        return module
+
+    model = nn.Sequential(nn.Sequential(nn.Linear(6, 6), nn.ReLU()), nn.Sequential(nn.Linear(6, 6), nn.GELU()))
+    x = torch.randn(4, 6)
+    expected = eager_steps(model, nn.functional.mse_loss, [_batch(x)], 2, 1)
+    pipe = graphpp.compile(
+        model, nn.functional.mse_loss, split=["1"], microbatches=2, backend=refusing, fused_accumulation=False
+    )
+    with pytest.warns(UserWarning, match=r"(?s)1 of stage 1 (forward|backward) cannot be compiled.*no gelu here") as caught:
+        pipe.step(x, target=x)
+    assert len(caught) == 2  # the forward and the backward of the one layer
+    assert all(torch.equal(value, expected.grads[0][name]) for name, value in gradients(model).items())
+
+
+def _batch(x: Tensor) -> Any:
+    from tests.models import Batch
+
+    return Batch((x,), {}, x)
+
+
+@pytest.mark.parametrize("given", ["tensorrt", 3, ["inductor"]])
+def test_what_is_no_backend_is_refused(given: Any) -> None:
+    with pytest.raises(graphpp.GraphPPError, match="backend="):
+        graphpp.compile(nn.Linear(2, 2), nn.functional.mse_loss, backend=given)
+
+
+def test_a_backend_that_returns_nothing_to_call_is_named() -> None:
+    model, x = nn.Sequential(nn.Linear(4, 4), nn.ReLU()), torch.randn(2, 4)
+    pipe = graphpp.compile(model, nn.functional.mse_loss, microbatches=1, backend=lambda module, examples: None)
+    with pytest.warns(UserWarning, match="no callable"):
+        pipe.step(x, target=x)
+
+
+def test_evaluation_runs_under_the_backend_too() -> None:
+    seen = []
+
+    def noting(module: fx.GraphModule, examples: list[Tensor]) -> Callable[..., Any]:
+        seen.append(module)
+        return module
+
+    case = MODELS["llama"]()
+    pipe = graphpp.compile(case.model, case.loss, split=2, microbatches=2, backend=noting)
+    found = pipe.eval(*case.batch.args, target=case.batch.target)
+    assert seen
+    with torch.no_grad():
+        assert torch.equal(found.output, torch.cat([case.model(*part.args) for part in case.batch.microbatches(2)]))
+
+
+def test_verify_runs_a_backend() -> None:
+    case = MODELS["llama"]()
+    found = graphpp.verify(case.model, case.loss, example(case.batch, 8), split=2, backend=interpreted)
+    assert found.ok, str(found)
+
+
+def test_verify_finds_a_backend_that_computes_something_else() -> None:
+    def wrong(module: fx.GraphModule, examples: list[Tensor]) -> Callable[..., Any]:
+        return lambda *args: tuple(value * 1.001 if value.is_floating_point() else value for value in module(*args))
+
+    case = MODELS["llama"]()
+    assert not graphpp.verify(case.model, case.loss, example(case.batch, 8), split=2, backend=wrong).ok
+
+
+# ------------------------------------------------------------------------------------------------------------ Inductor
+
+
+def close(case: Case, pipe: graphpp.Pipeline, microbatches: int = 4) -> None:
+    """A step's losses and gradients are eager's to 1e-5 of their largest element."""
+    expected = eager_steps(case.model, case.loss, [case.batch], microbatches, 1)
+    found = step(pipe, case.batch)
+    torch.testing.assert_close(found.losses, expected.losses[0], rtol=1e-5, atol=1e-6)
+    for name, value in gradients(case.model).items():
+        wanted = expected.grads[0][name]
+        assert (value is None) == (wanted is None), name
+        if value is not None and wanted is not None:
+            assert (value - wanted).abs().max() <= 1e-5 * wanted.abs().max(), name
+
+
+@needs_compiler
+@pytest.mark.slow
+def test_inductor_trains_close_to_eager_and_starts_from_its_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GRAPHPP_CACHE", str(tmp_path))
+    case = MODELS["llama"]()
+    close(case, graphpp.compile(case.model, case.loss, split=2, microbatches=4, backend="inductor"))
+    kept = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*.so")}
+    assert kept
+    # A second start compiles nothing.
+    case = MODELS["llama"]()
+    close(case, graphpp.compile(case.model, case.loss, split=2, microbatches=4, backend="inductor"))
+    assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*.so")} == kept
+    # What was damaged is made again; the rest is not.
+    broken = next(path for path in sorted(kept, key=lambda path: -path.stat().st_size))
+    entry = tmp_path / broken.relative_to(tmp_path).parts[0]
+    broken.write_bytes(broken.read_bytes()[:1000])
+    case = MODELS["llama"]()
+    close(case, graphpp.compile(case.model, case.loss, split=2, microbatches=4, backend="inductor"))
+    again = {path for path in tmp_path.rglob("*.so") if path.stat().st_mtime_ns != kept.get(path)}
+    assert again
+    assert all(entry in path.parents for path in again)
+    assert broken.stat().st_size > 1000
+
+
+@needs_compiler
+@pytest.mark.slow
+def test_inductor_on_two_ranks_that_share_a_cache(tmp_path: Path) -> None:
+    backend = graphpp.Inductor(cache=tmp_path)
+    options: dict[str, Any] = {"split": 4, "microbatches": 4, "schedule": "ZBVZeroBubble"}
+    found = trained(2, "llama", 1, **options, backend=backend)
+    exact = trained(2, "llama", 1, **options)
+    torch.testing.assert_close(found.losses[0], exact.losses[0], rtol=1e-5, atol=1e-6)
+    for name, value in exact.grads[0].items():
+        assert value is not None
+        assert (found.grads[0][name] - value).abs().max() <= 1e-5 * value.abs().max(), name
+    entries = [path for path in tmp_path.iterdir() if (path / "manifest.json").exists()]
+    assert len(entries) < 16  # 4 stages with 3 programs of several layers: most regions are shared
+
+
+# ------------------------------------------------------------------------------------------------- cache and products
+
+
+def test_an_entry_is_whole_or_made_again(tmp_path: Path) -> None:
+    cache = Cache(tmp_path)
+    for _ in range(2):
+        with cache.entry("a") as folder:
+            (folder / "x").write_text("1")
+    with cache.entry("a") as folder:
+        assert (folder / "x").read_text() == "1"
+    damages: list[Callable[[], Any]] = [
+        lambda: (tmp_path / "a" / "x").write_text("2"),
+        lambda: (tmp_path / "a" / "y").write_text(""),
+        (tmp_path / "a" / "manifest.json").unlink,
+    ]
+    for damage in damages:
+        damage()
+        with cache.entry("a") as folder:
+            assert list(folder.iterdir()) == []
+            (folder / "x").write_text("1")
+
+
+def test_an_entry_that_failed_is_not_taken_for_whole(tmp_path: Path) -> None:
+    cache = Cache(tmp_path)
+    with pytest.raises(ValueError, match="compiler"), cache.entry("a") as folder:
+        (folder / "x").write_text("half")
+        raise ValueError("compiler")
+    with cache.entry("a") as folder:
+        assert list(folder.iterdir()) == []
+
+
+def test_a_cache_that_cannot_be_written_is_replaced(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / "file").write_text("")
+    with Cache(tmp_path / "file" / "below").entry("a") as folder:
+        assert folder.exists()
+    assert "cannot be written" in caplog.text
+
+
+def test_an_unreadable_table_is_empty(tmp_path: Path) -> None:
+    (tmp_path / "t.json").write_text("{]")
+    cache = Cache(tmp_path)
+    assert cache.read("t.json") == {}
+    cache.write("t.json", {"a": "b"})
+    cache.write("t.json", {"c": "d"})
+    assert cache.read("t.json") == {"a": "b", "c": "d"}
+
+
+def hold_cache(rank: int, root: str) -> list[str]:
+    """Each rank adds its own line to the same entry, many times."""
+    cache = Cache(Path(root))
+    for turn in range(20):
+        with cache.entry("shared") as folder:
+            file = folder / "lines"
+            file.write_text((file.read_text() if file.exists() else "") + f"{rank} {turn}\n")
+    return []
+
+
+def test_processes_hold_an_entry_one_at_a_time(tmp_path: Path) -> None:
+    run_ranks(hold_cache, 2, str(tmp_path))
+    with Cache(tmp_path).entry("shared") as folder:
+        assert len((folder / "lines").read_text().splitlines()) == 40
+
+
+@pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="torch without oneDNN")
+@pytest.mark.parametrize("chosen", ["linear", "mm"])
+def test_products_by_either_kernel(chosen: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    kernels = ProductKernels(Cache(tmp_path))
+    monkeypatch.setattr("graphpp.product_kernels._faster", lambda a, b: chosen)
+    a, b = torch.randn(5, 7), torch.randn(7, 3)
+    for left, right in [(a, b), (a.t().contiguous().t(), b), (a, b.t().contiguous().t())]:
+        total = torch.ones(5, 3)
+        kernels.add(total, left, right)
+        torch.testing.assert_close(total, 1 + a @ b)
+        torch.testing.assert_close(kernels.make(left, right), a @ b)
+
+    def both(x: Tensor, y: Tensor, bias: Tensor) -> tuple[Tensor, ...]:
+        return torch.mm(x, y), torch.addmm(bias, x, y), torch.addmm(bias, x, y, beta=2)
+
+    given = (a, b, torch.randn(3))
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    module = make_fx(both, tracing_mode="fake")(*given)
+    kernels.choose(module.graph)
+    module.recompile()
+    targets = [str(node.target) for node in module.graph.nodes]
+    assert targets.count("mkldnn._linear_pointwise.default") == (2 if chosen == "linear" else 0)
+    for found, wanted in zip(module(*given), both(*given), strict=True):
+        torch.testing.assert_close(found, wanted)
+
+
+def test_kernels_remember_what_was_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    if not torch.backends.mkldnn.is_available():
+        pytest.skip("torch without oneDNN")
+    a, b = torch.randn(4, 4), torch.randn(4, 4)
+    first = ProductKernels(Cache(tmp_path)).prefers_linear(a, b)
+    monkeypatch.setattr("graphpp.product_kernels._faster", lambda a, b: pytest.fail("measured again"))
+    assert ProductKernels(Cache(tmp_path)).prefers_linear(a, b) == first
