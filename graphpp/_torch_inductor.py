@@ -3,7 +3,7 @@
 Checked on torch 2.11.0, 2.13.0 and 2.15.0:
 
 - `torch._inductor.compile_fx.compile_fx_inner`: one graph of operators -> a function of a boxed list, through Inductor's own
-  cache of graphs
+  cache of graphs; `current_callable` of what it returns
 - `torch._inductor.decomposition.select_decomp_table`: the operators that Inductor wants taken apart
 - `torch._inductor.cpu_vec_isa.pick_vec_isa`: tries the compiler, once per process
 - `torch._inductor.config`: its options
@@ -51,7 +51,9 @@ def compile_graph(
     results: Sequence[Any] = end.args[0]  # type: ignore[assignment]
     end.meta["user_visible_output_idxs"] = list(range(len(results)))  # their strides are what the graph says
     with torch.no_grad(), tracing(TracingContext(mode)), config.patch(dict(options)), _called(_LINEAR):
-        return compile_fx_inner(module, fakes)
+        made: Any = compile_fx_inner(module, fakes)
+    run: Callable[[list[Any]], Sequence[Any]] = made.current_callable  # what stands around it costs as much as a small region
+    return run
 
 
 def find_vector_units() -> None:

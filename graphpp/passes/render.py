@@ -178,7 +178,8 @@ def _region_call(node: fx.Node, names: Spelling, ending: Sequence[fx.Node], note
     """Hand a region a list of what it reads, which it empties: what ends with it is let go before it is called."""
     name, dead = names.values[node], ", ".join(names.values[value] for value in ending if value is not node)
     yield f"{name} = {names.literal(list(node.args))}{f'; del {dead}' * bool(dead)}"
-    yield f"{name} = {names.bound(node.target, '_region')}({name}){f'; del {name}' * (node in ending)}{notes.value(node)}"
+    call: RegionCall = node.target  # type: ignore[assignment]
+    yield f"{name} = {names.bound(call.run or call, '_region')}({name}){f'; del {name}' * (node in ending)}{notes.value(node)}"
 
 
 def _statement(node: fx.Node, names: Spelling) -> str:
