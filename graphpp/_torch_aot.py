@@ -17,6 +17,11 @@ Checked on torch 2.11.0, 2.13.0 and 2.15.0:
 - `torch.autograd._engine_run_backward`: what `autograd.grad`, `backward` and `torch.func.grad` call in the end
 - `torch.distributions.Distribution._validate_args`: whether distributions check values
 - `torch.fx._lazy_graph_module._use_lazy_graph_module`: graphs are printed to Python when they are run, not at each change
+- `torch._ops.OperatorBase`: what a call of an operator in a graph is a call of
+- `torch.fx.traceback`: `annotate`, `preserve_node_meta`: what is traced meanwhile carries a note through both traces
+- `torch.utils.checkpoint`: `_checkpoint_hook`, which is open around the forward of a checkpointed call;
+  `_CachingTorchDispatchMode`, which asks the policy of a selective one; `_is_compiling`, `_get_debug_context_and_cb`,
+  `SAC_IGNORED_OPS`
 - `torch.utils._python_dispatch.TorchDispatchMode`: sees the operators of an eager run
 - `torch.autograd.function.FunctionMeta`, `torch.autograd.Function._backward_cls`: what `apply` asks a Function for
 - `torch.utils._pytree`: nested inputs and outputs as flat lists (export's own notion of a structure)
@@ -44,6 +49,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributions import Distribution
 from torch.fx._lazy_graph_module import _use_lazy_graph_module
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
+from torch.fx.traceback import annotate, preserve_node_meta
+from torch.utils import checkpoint
 from torch.utils._python_dispatch import TorchDispatchMode
 
 _READER = os.path.join("torch", "_dynamo", "symbolic_convert.py")
@@ -58,6 +65,8 @@ exit_autocast = torch.amp.autocast_mode._exit_autocast
 set_grad_enabled = torch._C._set_grad_enabled
 
 DispatchMode = TorchDispatchMode
+Operator = torch._ops.OperatorBase
+UNSELECTED = checkpoint.SAC_IGNORED_OPS  # operators that the policy of a selective checkpoint is not asked about
 TreeSpec = pytree.TreeSpec
 keystr = pytree.keystr
 tree_flatten = pytree.tree_flatten
@@ -204,6 +213,58 @@ def functions_watched(begun: Callable[[type], None], forward: Callable[[type, An
 
     with _Lookup("_backward_cls", backward_cls).open(), _Lookup("forward", forward).open():
         yield
+
+
+@contextlib.contextmanager
+def noted(note: dict[str, Any]) -> Iterator[None]:
+    """What export traces while this is open has the note in `meta["custom"]`, and so has what is traced of that."""
+    with preserve_node_meta(), annotate(note):
+        yield
+
+
+@contextlib.contextmanager
+def checkpoints_replaced(
+    run: Callable[..., Any],
+    call: Callable[[], contextlib.AbstractContextManager[None]],
+    select: Callable[[Callable[..., Any]], None],
+) -> Iterator[None]:
+    """While open, `torch.utils.checkpoint` saves what autograd saves, and says what it was asked to do.
+
+    `run(function, preserve_rng_state, *args)` runs a reentrant checkpoint; `call()` is open around the forward of another,
+    where `select(policy)` is told the policy of a selective one.
+    """
+    caching = checkpoint._CachingTorchDispatchMode
+    replaced: tuple[tuple[Any, str, Any], ...] = (
+        (checkpoint.CheckpointFunction, "apply", staticmethod(run)),
+        (checkpoint, "_checkpoint_hook", lambda frame: call()),
+        (checkpoint, "_is_compiling", lambda *_: False),
+        (checkpoint, "_get_debug_context_and_cb", lambda: (checkpoint.noop_context_fn, None)),
+        (caching, "__enter__", lambda mode: select(mode.policy_fn)),
+        (caching, "__exit__", lambda mode, *_: None),
+    )
+    with contextlib.ExitStack() as stack:
+        for owner, name, replacement in replaced:
+            stack.enter_context(_replaced(owner, name, replacement))
+        yield
+
+
+@contextlib.contextmanager
+def _replaced(owner: Any, name: str, replacement: Any) -> Iterator[None]:
+    inherited, original = name not in vars(owner), getattr(owner, name)
+    setattr(owner, name, replacement)
+    try:
+        yield
+    finally:
+        delattr(owner, name)
+        if not inherited:
+            setattr(owner, name, original)
+
+
+def selective_context(output: Any) -> checkpoint.SelectiveCheckpointContext:
+    """What the policy of a selective checkpoint is given beside an operator and its arguments."""
+    context = checkpoint.SelectiveCheckpointContext(is_recompute=False)
+    context.op_output = output  # 2.11 knows none
+    return context
 
 
 def dynamo_is_reading() -> bool:

@@ -25,6 +25,7 @@ from torch import fx, nn
 from graphpp import _torch_aot as aot
 from graphpp import signature
 from graphpp.assignments import Assigned, refused, undone
+from graphpp.checkpoints import Checkpoints, mark, marking
 from graphpp.errors import CaptureError
 from graphpp.flags import Asked, as_in_eager
 from graphpp.functions import Functions, keeping
@@ -76,6 +77,7 @@ def capture(
             refuse_generators(traced.graph)
             found = wrapper.found
             joint = with_roles(traced, model, tuple(fakes), found.results, training=training)
+            mark(joint.graph, found.checkpoints)
     found.assigned.refuse_stale(joint.constants.values())
     refuse_outer_leaves(joint.constants.values())
     verify(joint)
@@ -90,6 +92,7 @@ class _Found:
     output_spec: aot.TreeSpec | None = None
     output_leaves: tuple[Any, ...] = ()
     assigned: Assigned = field(default_factory=Assigned)
+    checkpoints: Checkpoints = field(default_factory=Checkpoints)
 
 
 class _Step(nn.Module):
@@ -210,7 +213,7 @@ def _export(wrapper: _Step, fakes: tuple[torch.Tensor, ...]) -> tuple[fx.GraphMo
 
 def _exported(wrapper: _Step, fakes: tuple[torch.Tensor, ...]) -> tuple[fx.GraphModule, Functions]:
     functions = Functions()
-    with _explaining(), keeping(functions), refusing(), sealed():
+    with _explaining(), keeping(functions), refusing(), marking(wrapper.found.checkpoints), sealed():
         exported = torch.export.export(wrapper, fakes, strict=False)
     module = unstack(inline_regions(exported.module(check_guards=False), torch.is_grad_enabled()))
     functions.restored(module)

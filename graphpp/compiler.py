@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from graphpp import facts, overlap
+from graphpp import checkpoints, facts, overlap
 from graphpp.backend import Custom, Inductor
 from graphpp.batch import batch_size
 from graphpp.capture import Captured, LossFunction, capture
@@ -220,7 +220,8 @@ class Compiler:
     def _choices(self, joint: JointGraph, wanted: Wanted) -> Choices:
         recompute = self.settings.recompute or Recompute()
         region = recompute.region(module_calls(joint)) if wanted.recomputed and joint.training else None
-        return Choices(wanted.split_backward, recompute.rerun, region, recompute.chosen, self.settings.fused)
+        region, chosen = checkpoints.joined(joint, region, recompute.chosen)
+        return Choices(wanted.split_backward, recompute.rerun, region, chosen, self.settings.fused)
 
     def _recomputed(self, schedule: Schedule) -> frozenset[tuple[int, int]]:
         """The (stage, microbatch) that recompute: those the schedule names, else all or none."""

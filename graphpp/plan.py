@@ -13,6 +13,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from graphpp import checkpoints
 from graphpp.passes.joint import JointGraph
 from graphpp.runtime.program import PipelineProgram, StageProgram
 from graphpp.runtime.schedule import Schedule
@@ -35,15 +36,17 @@ class StagePlan:
 
 @dataclass(frozen=True)
 class Plan:
-    """Stages, their ranks, the schedule."""
+    """Stages, their ranks, the schedule; `checkpoints`: how many calls the model itself checkpoints."""
 
     stages: tuple[StagePlan, ...]
     schedule: Schedule
+    checkpoints: int = 0
 
     @classmethod
     def of(cls, joint: JointGraph, program: PipelineProgram, schedule: Schedule) -> Plan:
         """The plan of a compiled pipeline."""
-        return cls(tuple(_stage_plan(joint, program, stage, schedule) for stage in program.stages), schedule)
+        stages = tuple(_stage_plan(joint, program, stage, schedule) for stage in program.stages)
+        return cls(stages, schedule, checkpoints.count(joint) if joint.training else 0)
 
     @property
     def rank_of_stage(self) -> dict[int, int]:
@@ -62,7 +65,8 @@ class Plan:
             sizes = (stage.sent_forward_bytes, stage.sent_backward_bytes, stage.saved_bytes)
             modules = ", ".join(stage.modules) or "(empty)"
             table.add_row(str(stage.stage), str(stage.rank), modules, f"{stage.parameters:,}", *map(spell_bytes, sizes))
-        table.caption = "bytes per microbatch"
+        calls = f"; the model checkpoints {self.checkpoints} call{'s' * (self.checkpoints > 1)}" if self.checkpoints else ""
+        table.caption = f"bytes per microbatch{calls}"
         out = io.StringIO()
         Console(file=out, width=110, no_color=True).print(table)
         return "\n".join(line.rstrip() for line in out.getvalue().splitlines())

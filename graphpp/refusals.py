@@ -25,7 +25,6 @@ import torch
 from torch import fx, nn
 from torch.nn.modules import module as nn_module
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
-from torch.utils.checkpoint import CheckpointFunction
 
 from graphpp.errors import CaptureError
 from graphpp.lines import is_user_file, source_line, user_frame
@@ -40,10 +39,9 @@ def check_model(model: nn.Module) -> None:
 
 @contextlib.contextmanager
 def refusing() -> Iterator[None]:
-    """Refuse what the forward does that a trace would lose; flatten what is checkpointed by a Function of torch's."""
+    """Refuse what the forward does that a trace would lose."""
     inference = torch.inference_mode
     patches = (
-        (CheckpointFunction, "apply", staticmethod(_flattened)),
         (torch.Tensor, "register_hook", _hooked),
         (torch.Tensor, "grad_fn", property(_of_the_users(_GRAD_FN.__get__, _node_asked))),
         (torch.Tensor, "requires_grad", property(_REQUIRES_GRAD.__get__, _set_requires_grad)),
@@ -141,13 +139,6 @@ def _patched(owner: type, name: str, replacement: Any) -> Iterator[None]:
             setattr(owner, name, original)
         else:
             delattr(owner, name)
-
-
-def _flattened(function: Any, keep_random_state: bool, *args: Any) -> Any:
-    """A checkpointed function run as if it was not: the same numbers, and no gradient where eager has none."""
-    reached = any(isinstance(arg, torch.Tensor) and arg.requires_grad for arg in args)
-    with contextlib.nullcontext() if reached else torch.no_grad():
-        return function(*args)
 
 
 _MODULE_HOOKS = ("_backward_hooks", "_backward_pre_hooks")

@@ -8,6 +8,8 @@ Contract
 - Nodes that compute also have `meta["position"]` (order of the forward, kept by all passes; -1 in the backward),
   `meta["calls"]` (the module calls around the node, outermost first, `fqn` or `fqn@k` for the k+1st call),
   `meta["source"]` (the user's `file:line`) and `meta["seq"]` (the autograd sequence number that twins share).
+- A node of the forward that the model runs within `torch.utils.checkpoint` has `meta["checkpoint"]`, the number of the
+  (outermost) checkpointed call, and `meta["kept"]`: whether the call's own policy saves its value. Others have neither.
 - The graph is functional: no node writes into another's value.
 """
 

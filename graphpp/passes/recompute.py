@@ -11,7 +11,8 @@ hands it on).
 
 Bit-preserving: random operators draw from the microbatch's key, so they repeat their numbers. Never run again, and so
 saved: collectives, operations that read a buffer which the forward writes, operators that are not torch's own. Neither is
-what the forward hands out of its region (the next one saves that anyway), nor what another stage's backward reads.
+what the forward hands out of its region where another region starts from it or the backward outside reads it (it is saved
+anyway), nor what another stage's backward reads.
 """
 
 from __future__ import annotations
@@ -58,6 +59,7 @@ class _Regions:
         self._fixed = {node for role, node in inputs.items() if isinstance(role, program.Buffer) and role.fqn in written}
         forward = [node for node in joint.computed() if not node.meta["backward"] and node.meta["stage"] is not None]
         named = {node: (name, node.meta["stage"]) for node in forward if (name := region(node)) is not None}
+        self._twins = {node.meta["seq"]: place for node, place in named.items()}
         self.of: dict[fx.Node, Hashable] = {}
         for node, place in named.items():
             if self._again(node, chosen) and self._inside(node, named):
@@ -82,15 +84,17 @@ class _Regions:
         return [node for node in self.of if node in needed]
 
     def _inside(self, node: fx.Node, named: dict[fx.Node, tuple[Hashable, int]]) -> bool:
-        """Whether a value stays in its region: read by its operations and by its stage's own backward."""
+        """Whether only its region's own backward, on its own stage, wants a value later; then no one else saves it."""
+        place, handed_out = named[node], any(named.get(user) != named[node] for user in _ahead(node))
         for user in node.users:
             if user.op == "output":
                 if any(value is node and not _late(role) for role, value in _results(user)):
                     return False
             elif user.meta["backward"]:
-                if user.meta["stage"] not in (None, node.meta["stage"]):
+                others = handed_out and self._twins.get(user.meta["seq"]) != place
+                if others or user.meta["stage"] not in (None, node.meta["stage"]):
                     return False
-            elif named.get(user) != named[node]:
+            elif named.get(user, place) != place:
                 return False
         return True
 
@@ -112,6 +116,11 @@ def _copy(joint: JointGraph, reader: fx.Node, members: list[fx.Node], copies: di
 def _repeatable(target: object) -> bool:
     """Whether an operation may run twice: torch's own operators without an effect, and random ones that take a key."""
     return target is seeded or getattr(target, "namespace", "") in ("aten", "prims")
+
+
+def _ahead(node: fx.Node) -> list[fx.Node]:
+    """The forward's readers of a value."""
+    return [user for user in node.users if user.op != "output" and not user.meta["backward"]]
 
 
 def _late(role: object) -> bool:

@@ -115,3 +115,31 @@ def test_regions_of_any_size_save_no_more_than_they_must(size: int) -> None:
     after = recompute(copied(before), lambda node: node.meta["position"] // size)
     verify(after)
     assert sum(cut(after, 2).saved_bytes) <= sum(cut(before, 2).saved_bytes) or size == 1
+
+
+class Ends(nn.Module):
+    """A branch that ends in an operation whose backward reads its result; `reads`: the operation outside reads it too."""
+
+    def __init__(self, reads: bool) -> None:
+        super().__init__()
+        self.layers, self.reads = nn.ModuleList([nn.Linear(D, D), nn.Linear(D, D)]), reads
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.layers[0](x)
+        y = self.layers[1](x).tanh()
+        return x * y if self.reads else x + y
+
+
+@pytest.mark.parametrize("reads", [False, True])
+def test_what_a_region_hands_out_is_made_again_unless_it_is_saved_anyway(reads: bool) -> None:
+    joint = captured(Ends(reads), torch.randn(4, D))
+    tanh = next(node for node in joint.computed() if node.target is torch.ops.aten.tanh.default)
+    last = tanh.meta["position"]
+    joint = assigned(joint)
+    before = cut(joint, 1).saved_bytes[0]
+    first = next(node.meta["position"] for node in joint.computed() if "layers.1" in node.meta["calls"])
+    after = recompute(joint.copy(), lambda node: "branch" if first <= node.meta["position"] <= last else None)
+    verify(after)
+    more = counted(after, True) - counted(joint, True)
+    assert more["aten.tanh.default"] == (0 if reads else 1)
+    assert cut(after, 1).saved_bytes[0] == before - (0 if reads else 4 * D * 4)
