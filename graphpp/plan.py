@@ -7,13 +7,15 @@ from __future__ import annotations
 
 import io
 import math
-from dataclasses import dataclass
+from collections import Counter
+from dataclasses import dataclass, replace
 
 from rich import box
 from rich.console import Console
 from rich.table import Table
 
 from graphpp.passes.joint import JointGraph
+from graphpp.runtime.offload import Trip
 from graphpp.runtime.program import PipelineProgram, StageProgram
 from graphpp.runtime.schedule import Schedule
 from graphpp.runtime.units import spell_bytes
@@ -31,19 +33,30 @@ class StagePlan:
     sent_forward_bytes: int
     sent_backward_bytes: int
     saved_bytes: int
+    offloaded_bytes: int = 0  # of the microbatch of which most is away between forward and backward
 
 
 @dataclass(frozen=True)
 class Plan:
-    """Stages, their ranks, the schedule."""
+    """Stages, their ranks, the schedule; the values that leave their device between forward and backward."""
 
     stages: tuple[StagePlan, ...]
     schedule: Schedule
+    trips: tuple[Trip, ...] = ()
 
     @classmethod
     def of(cls, joint: JointGraph, program: PipelineProgram, schedule: Schedule) -> Plan:
         """The plan of a compiled pipeline."""
         return cls(tuple(_stage_plan(joint, program, stage, schedule) for stage in program.stages), schedule)
+
+    def with_trips(self, trips: tuple[Trip, ...]) -> Plan:
+        """The same with what is offloaded."""
+        away: Counter[tuple[int, int]] = Counter()
+        for trip in trips:
+            away[trip.stage, trip.microbatch] += trip.nbytes
+        most = {stage.stage: max((n for (of, _), n in away.items() if of == stage.stage), default=0) for stage in self.stages}
+        stages = tuple(replace(stage, offloaded_bytes=most[stage.stage]) for stage in self.stages)
+        return replace(self, stages=stages, trips=trips)
 
     @property
     def rank_of_stage(self) -> dict[int, int]:
@@ -56,16 +69,24 @@ class Plan:
         place = f"{len(self.stages)} stages on {ranks} rank{'s' * (ranks > 1)}"
         title = f"{place}, {name}, {self.schedule.microbatches} microbatches"
         table = Table(title=title, box=box.SIMPLE, title_justify="left")
-        for column in ("stage", "rank", "modules", "parameters", "sent →", "sent ←", "saved"):
+        columns = ["stage", "rank", "modules", "parameters", "sent →", "sent ←", "saved"]
+        for column in [*columns, "offloaded"] if self.trips else columns:
             table.add_column(column, justify="left" if column == "modules" else "right", no_wrap=column != "modules")
         for stage in self.stages:
             sizes = (stage.sent_forward_bytes, stage.sent_backward_bytes, stage.saved_bytes)
             modules = ", ".join(stage.modules) or "(empty)"
-            table.add_row(str(stage.stage), str(stage.rank), modules, f"{stage.parameters:,}", *map(spell_bytes, sizes))
+            cells = [str(stage.stage), str(stage.rank), modules, f"{stage.parameters:,}", *map(spell_bytes, sizes)]
+            table.add_row(*cells, *(self._offloaded(stage) if self.trips else ()))
         table.caption = "bytes per microbatch"
         out = io.StringIO()
         Console(file=out, width=110, no_color=True).print(table)
         return "\n".join(line.rstrip() for line in out.getvalue().splitlines())
+
+
+    def _offloaded(self, stage: StagePlan) -> list[str]:
+        """`1.2 MiB, 5 of 8`: bytes that leave, and for how many of the microbatches any do."""
+        count = len({trip.microbatch for trip in self.trips if trip.stage == stage.stage})
+        return [f"{spell_bytes(stage.offloaded_bytes)}, {count} of {self.schedule.microbatches}" if count else "-"]
 
 
 def _stage_plan(joint: JointGraph, program: PipelineProgram, stage: StageProgram, schedule: Schedule) -> StagePlan:
