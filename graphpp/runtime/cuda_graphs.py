@@ -5,9 +5,9 @@ Contract
 - `captured(program, capturer)` is a `Program` with the same roles and the same numbers; its `run` is a `Graphed`. The
   first `WARM_UPS` runs are the program's own, on the capturer's stream; the next is recorded; from then on the recording
   is replayed.
-- What stays where it is (parameters, buffers, constants) is read in place: where one of them has another address, shape
-  or strides than the recording knows, it is recorded again, at most `RECORDINGS` times. All other arguments are copied
-  into memory that the recording reads.
+- What stays where it is (parameters, buffers, constants) is read in place; all other arguments are copied into memory
+  that the recording reads. Where an argument has other shapes or strides than the recording knows, or one that is read in
+  place another address, the program is recorded again, at most `RECORDINGS` times.
 - Results are copied out of the recording's memory, each into memory of its own. So a later replay, of this or of any
   other program, touches nothing that is alive: saved values of many microbatches, messages under way, gradients. And so
   all recordings of a rank share one pool, whatever the order in which they are replayed. The price is that the values of
@@ -162,7 +162,7 @@ class Graphed:
     def _key(self, boxed: Sequence[Any]) -> tuple[object, ...]:
         """What a recording takes for granted."""
         fixed = ((boxed[at].data_ptr(), boxed[at].shape, boxed[at].stride()) for at in self._in_place)
-        return (*fixed, *((boxed[at].shape, boxed[at].dtype) for at in self._copied))
+        return (*fixed, *((boxed[at].shape, boxed[at].stride(), boxed[at].dtype) for at in self._copied))
 
     def _record(self, boxed: Sequence[Any], key: tuple[object, ...]) -> None:
         self._recordings, self._recording = self._recordings + 1, None
@@ -171,6 +171,7 @@ class Graphed:
             return
         fixed = {at: boxed[at].detach() for at in self._in_place}
         places = {at: place_like(boxed[at]) for at in self._copied}
+        fill(list(places.values()), [boxed[at] for at in self._copied])
 
         def run() -> Results:
             arguments = {**fixed, **{at: place.value() for at, place in places.items()}}
