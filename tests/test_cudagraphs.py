@@ -18,6 +18,7 @@ import graphpp
 from graphpp import library
 from graphpp.passes.obstacles import obstacle
 from graphpp.runtime.cuda_graphs import RECORDINGS, WARM_UPS, Graphed, captured
+from graphpp.runtime.products import Returned
 from graphpp.runtime.program import Constant, Gradient, Input, Loss, Parameter, Phase, Program, RandomKey, Saved, Sent
 from tests.movers import Copying, moving_by
 from tests.test_offload import ALL
@@ -49,7 +50,8 @@ class Pool:
             for others in self._results:
                 spoil(others)
             for mine, new in zip(results, run(), strict=True):
-                mine.copy_(new)
+                if mine is not None:
+                    mine.copy_(new)
 
         return replay, results
 
@@ -164,14 +166,13 @@ def test_inputs_of_other_strides_and_repeated_elements() -> None:
 
 
 def test_gradients_are_handed_over() -> None:
-    """Those that are no other result, as the program itself does it; what is not tensors but None is none of them."""
+    """Those that the program hands out; one that is another result too it returns."""
     taken: dict[int, torch.Tensor] = {}
 
     def run(boxed: list[Any], take: Any = None) -> tuple[Any, ...]:
-        (x,) = boxed
+        take, (x,) = take or Returned(), boxed
         boxed.clear()
-        results = [x * 2, x * 3, x.sum()]
-        return tuple(results) if take is None else (take(0, results[0]), *results[1:])
+        return take(0, x * 2), x * 3, x.sum()
 
     gradients = (Gradient("a"), Gradient("b"), Loss())
     program = captured(Program(1, Phase.BACKWARD, (Input("x"),), gradients, run, shared=frozenset({1})), Pool())
@@ -183,6 +184,47 @@ def test_gradients_are_handed_over() -> None:
         assert torch.equal(taken[0], x * 2)
         assert results[0] is None
         assert torch.equal(results[1], x * 3)
+
+
+class Sums:
+    """Adds up what it is handed, products written into the sums."""
+
+    def __init__(self) -> None:
+        self.total, self.order = torch.zeros(2, 2), list[str]()
+
+    def __call__(self, index: int, value: torch.Tensor) -> None:
+        self.order.append(f"gradient {index}")
+        self.total += value
+
+    def product(self, index: int, a: torch.Tensor, b: torch.Tensor, within: Any = None) -> None:
+        self.order.append(f"product {index}")
+        self.total.addmm_(a, b)
+
+
+def test_factors_are_multiplied_after_the_replay_in_the_programs_order() -> None:
+    """Their memory may be written over by the next replay, so not later."""
+
+    def run(boxed: list[Any], take: Any = None) -> tuple[Any, ...]:
+        take, (x,) = take or Returned(), boxed
+        boxed.clear()
+        y = x.exp()
+        return y * 2, take.product(1, y, x), take(2, y + 1)
+
+    gradients = (Loss(), Gradient("a"), Gradient("a"))
+    plain = Program(1, Phase.BACKWARD, (Input("x"),), gradients, run, fused=True)
+    pool = Pool()
+    made, found, expected = captured(plain, pool), Sums(), Sums()
+    for number in range(WARM_UPS + 3):
+        x = torch.randn(2, 2)
+        results, usual = made.run([x.clone()], found), plain.run([x.clone()], expected)
+        assert torch.equal(results[0], usual[0])
+        assert results[1] is results[2] is None, number
+        assert torch.equal(found.total, expected.total)
+    assert found.order == expected.order
+    assert pool.replays == 3
+    x = torch.randn(2, 2)
+    for one, other in zip(made.run([x.clone()]), plain.run([x.clone()]), strict=True):
+        assert torch.equal(one, other)
 
 
 class Refusing(Pool):
@@ -243,6 +285,13 @@ def test_the_bits_of_the_same_without_graphs(pool: Pool, name: str, options: dic
 def test_and_of_an_eager_one(pool: Pool) -> None:
     found = train(0, "norms", {"schedule": "1F1B", "split": 2, "microbatches": 4, "cudagraphs": True})
     assert differences(found, eager("norms", 4)) == []
+    assert pool.replays > 0
+
+
+def test_with_fused_accumulation(pool: Pool) -> None:
+    options = {"schedule": "GPipe", "split": 2, "microbatches": 4, "fused_accumulation": True}
+    plain = train(0, "skip", options)
+    assert differences(train(0, "skip", {**options, "cudagraphs": True}), plain) == []
     assert pool.replays > 0
 
 

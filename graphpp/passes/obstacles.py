@@ -2,7 +2,7 @@
 
 Contract: `obstacle(graph)` is None, or says in a few words which operation cannot be replayed: one that exchanges values
 with other ranks, one for whose result the host must wait, one that is not on the GPU. What it does not know, the
-recording itself finds out.
+recording itself finds out. Compiled regions are looked into.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from torch import fx
 
 from graphpp.passes.collectives import is_collective, is_wait
 from graphpp.passes.joint import is_check
+from graphpp.passes.outline import RegionCall
 
 _READ_BY_HOST = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
 _CONTROL = ("cond", "while_loop")
@@ -23,6 +24,8 @@ def obstacle(graph: fx.Graph, device: str = "cuda") -> str | None:
 
 
 def _of(node: fx.Node, device: str) -> str | None:
+    if isinstance(node.target, RegionCall):
+        return obstacle(node.target.region.graph, device)
     if is_collective(node) or is_wait(node):
         return f"{node} exchanges values with other ranks"
     if is_check(node) or any(tag in getattr(node.target, "tags", ()) for tag in _READ_BY_HOST):

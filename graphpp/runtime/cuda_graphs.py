@@ -13,6 +13,8 @@ Contract
   all recordings of a rank share one pool, whatever the order in which they are replayed. The price is that the values of
   one microbatch are in memory once more for each program, and two copies of what is saved: one out of the forward, one
   into the backward.
+- Gradients are handed over after the replay, in the order in which the program would have; those that come as factors of a
+  product are multiplied then, into the sum, straight from the recording's memory.
 - A program that cannot be recorded runs as it is; `Graphed.spell` says why, and the log says so once.
 """
 
@@ -20,13 +22,14 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import torch
 
 from graphpp.runtime import program as roles
 from graphpp.runtime.copies import copies, fill, place_like
+from graphpp.runtime.products import Returned, Take, Within
 from graphpp.runtime.program import Program
 from graphpp.runtime.transport import Landing
 
@@ -78,14 +81,41 @@ class CudaCapturer:
         return graph.replay, results
 
 
+@dataclass
+class _Handed:
+    """What a program hands out while it is recorded: gradients that stay results, and factors of products."""
+
+    order: list[tuple[int, bool, Within | None]] = field(default_factory=list)  # index of the result, a product, within
+    factors: list[torch.Tensor] = field(default_factory=list)  # two of each product
+
+    def __call__(self, index: int, value: torch.Tensor) -> torch.Tensor:
+        """It stays a result."""
+        self.order.append((index, False, None))
+        return value
+
+    def product(self, index: int, a: torch.Tensor, b: torch.Tensor, within: Within | None = None) -> None:
+        """It is none."""
+        self.order.append((index, True, within))
+        self.factors += (a, b)
+
+
 @dataclass(frozen=True)
 class _Recording:
-    """A captured run: what it was recorded for, where its arguments go, where its results lie."""
+    """A captured run: what it was recorded for, where its arguments go, where its results lie (None: handed out).
+
+    `handed` says which gradients it hands out, in what order; the factors of products lie where its own say.
+    """
 
     key: tuple[object, ...]
     places: Sequence[Landing]
     replay: Callable[[], None]
-    results: Sequence[torch.Tensor]
+    results: Sequence[torch.Tensor | None]
+    handed: _Handed
+
+    def copied(self) -> list[Any]:
+        """Copies of the results."""
+        made = iter(copies([result for result in self.results if result is not None]))
+        return [None if result is None else next(made) for result in self.results]
 
 
 class Graphed:
@@ -95,11 +125,7 @@ class Graphed:
         self._program, self._capturer = program, capturer
         self._in_place = [index for index, role in enumerate(program.inputs) if isinstance(role, _IN_PLACE)]
         self._copied = [index for index, role in enumerate(program.inputs) if isinstance(role, _COPIED)]
-        self._handed = [
-            index
-            for index, role in enumerate(program.outputs)
-            if isinstance(role, roles.Gradient) and index not in program.shared
-        ]
+        self._hands = any(isinstance(role, roles.Gradient) for role in program.outputs)
         self._runs = self._recordings = 0
         self._recording: _Recording | None = None
         self.reason = obstacle or self._unknown()
@@ -115,20 +141,19 @@ class Graphed:
             return f"not replayed: {self.reason}"
         return "not recorded yet" if self._recording is None else "replayed"
 
-    def __call__(self, boxed: list[Any], take: Callable[[int, Any], Any] | None = None) -> Results:
+    def __call__(self, boxed: list[Any], take: Take | None = None) -> Results:
         """Run as a `Program` does."""
         if self.reason is None and self._runs >= WARM_UPS:
             self._prepare(boxed)
         if self.reason is not None:
-            return self._program.run(boxed) if take is None else self._program.run(boxed, take)
-        if self._recording is None:
-            self._runs += 1
-            results = list(self._capturer.warm_up(lambda: self._program.run(boxed)))
-        else:
-            results = self._replayed(self._recording, boxed)
-        for index in self._handed if take is not None else ():
-            results[index] = take(index, results[index])  # type: ignore[misc]
-        return results
+            return self._run(boxed, take)
+        if self._recording is not None:
+            return self._replayed(self._recording, boxed, take)
+        self._runs += 1
+        return self._capturer.warm_up(lambda: self._run(boxed, take))
+
+    def _run(self, boxed: list[Any], take: Take | None) -> Results:
+        return self._program.run(boxed) if take is None else self._program.run(boxed, take)
 
     def _unknown(self) -> str | None:
         """Arguments that can be neither read in place nor copied: numbers of the host would stay as they were recorded."""
@@ -173,25 +198,40 @@ class Graphed:
         places = {at: place_like(boxed[at]) for at in self._copied}
         fill(list(places.values()), [boxed[at] for at in self._copied])
 
+        made: list[_Handed] = []
+
         def run() -> Results:
+            made.append(_Handed())
             arguments = {**fixed, **{at: place.value() for at, place in places.items()}}
-            return self._program.run([arguments[at] for at in range(len(self._program.inputs))])
+            boxed = [arguments[at] for at in range(len(self._program.inputs))]
+            results = self._run(boxed, made[-1] if self._hands else None)
+            return [*results, *made[-1].factors]
 
         try:
-            replay, results = self._capturer.record(run)
+            replay, memory = self._capturer.record(run)
         except RuntimeError as error:
             self.reason = f"CUDA could not record it: {str(error).partition(chr(10))[0]}"
             return
-        if not all(isinstance(result, torch.Tensor) for result in results):
+        count, order = len(self._program.outputs), made[0].order
+        results, handed = memory[:count], _Handed(order, list(memory[count:]))
+        given = {index for index, is_product, _ in order if is_product}
+        if not all(isinstance(result, torch.Tensor) or index in given for index, result in enumerate(results)):
             self.reason = "a result is no tensor"
             return
-        self._recording = _Recording(key, list(places.values()), replay, list(results))
+        self._recording = _Recording(key, list(places.values()), replay, results, handed)
 
-    def _replayed(self, recording: _Recording, boxed: list[Any]) -> list[Any]:
+    def _replayed(self, recording: _Recording, boxed: list[Any], take: Take | None) -> list[Any]:
         fill(recording.places, [boxed[at] for at in self._copied])
         boxed.clear()
         recording.replay()
-        return list(copies(recording.results))
+        results, taking = recording.copied(), Returned() if take is None else take
+        factors = iter(recording.handed.factors)
+        for index, is_product, within in recording.handed.order:
+            if is_product:
+                results[index] = taking.product(index, next(factors), next(factors), within)
+            else:
+                results[index] = taking(index, results[index])
+        return results
 
 
 def name_of(program: Program) -> str:
