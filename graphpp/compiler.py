@@ -177,7 +177,7 @@ class Compiler:
         plan = Plan.of(captured.joint, compiled, schedule)
         built = Built(captured, compiled, plan, {usual: compiled}, sources, dump)
         if training and settings.offload is not None:
-            built = replace(built, plan=plan.with_trips(self.trips([built] * microbatches, schedule)))
+            built = replace(built, plan=replace(plan, trips=self.trips([built] * microbatches, schedule)))
         dump.plan(built.plan, _with_communication(schedule, training))
         return built
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import io
 import math
 from collections import Counter
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from rich import box
 from rich.console import Console
@@ -33,7 +33,6 @@ class StagePlan:
     sent_forward_bytes: int
     sent_backward_bytes: int
     saved_bytes: int
-    offloaded_bytes: int = 0  # of the microbatch of which most is away between forward and backward
 
 
 @dataclass(frozen=True)
@@ -48,15 +47,6 @@ class Plan:
     def of(cls, joint: JointGraph, program: PipelineProgram, schedule: Schedule) -> Plan:
         """The plan of a compiled pipeline."""
         return cls(tuple(_stage_plan(joint, program, stage, schedule) for stage in program.stages), schedule)
-
-    def with_trips(self, trips: tuple[Trip, ...]) -> Plan:
-        """The same with what is offloaded."""
-        away: Counter[tuple[int, int]] = Counter()
-        for trip in trips:
-            away[trip.stage, trip.microbatch] += trip.nbytes
-        most = {stage.stage: max((n for (of, _), n in away.items() if of == stage.stage), default=0) for stage in self.stages}
-        stages = tuple(replace(stage, offloaded_bytes=most[stage.stage]) for stage in self.stages)
-        return replace(self, stages=stages, trips=trips)
 
     @property
     def rank_of_stage(self) -> dict[int, int]:
@@ -76,17 +66,20 @@ class Plan:
             sizes = (stage.sent_forward_bytes, stage.sent_backward_bytes, stage.saved_bytes)
             modules = ", ".join(stage.modules) or "(empty)"
             cells = [str(stage.stage), str(stage.rank), modules, f"{stage.parameters:,}", *map(spell_bytes, sizes)]
-            table.add_row(*cells, *(self._offloaded(stage) if self.trips else ()))
+            table.add_row(*cells, *(self._offloaded(stage.stage) if self.trips else ()))
         table.caption = "bytes per microbatch"
         out = io.StringIO()
         Console(file=out, width=110, no_color=True).print(table)
         return "\n".join(line.rstrip() for line in out.getvalue().splitlines())
 
 
-    def _offloaded(self, stage: StagePlan) -> list[str]:
-        """`1.2 MiB, 5 of 8`: bytes that leave, and for how many of the microbatches any do."""
-        count = len({trip.microbatch for trip in self.trips if trip.stage == stage.stage})
-        return [f"{spell_bytes(stage.offloaded_bytes)}, {count} of {self.schedule.microbatches}" if count else "-"]
+    def _offloaded(self, stage: int) -> list[str]:
+        """`1.2 MiB, 5 of 8`: the most bytes of a microbatch that leave, and of how many microbatches any do."""
+        away: Counter[int] = Counter()
+        for trip in self.trips:
+            if trip.stage == stage:
+                away[trip.microbatch] += trip.nbytes
+        return [f"{spell_bytes(max(away.values()))}, {len(away)} of {self.schedule.microbatches}" if away else "-"]
 
 
 def _stage_plan(joint: JointGraph, program: PipelineProgram, stage: StageProgram, schedule: Schedule) -> StagePlan:

@@ -1,6 +1,8 @@
 """Offloaded values: the same bits under every table, what leaves and when, what the plan and the memory cap say of it."""
 
+import json
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -147,11 +149,15 @@ def test_tiny_values_stay() -> None:
     assert trips(planned(Offload(least_bytes=1 << 20), "GPipe")) == ()
 
 
-def test_the_plan_shows_what_leaves() -> None:
-    shown = str(planned(True, "GPipe"))
-    assert "offloaded" in shown
-    assert "4 of 4" in shown
+def test_the_plan_and_its_dump_show_what_leaves(tmp_path: Path) -> None:
+    pipe = planned(True, "GPipe", dump=tmp_path)
+    assert "offloaded" in str(pipe)
+    assert "4 of 4" in str(pipe)
     assert "offloaded" not in str(planned(None, "GPipe"))
+    (dumped,) = tmp_path.rglob("plan.json")
+    found = json.loads(dumped.read_text())["offload"]
+    assert [(trip["microbatch"], trip["gone"], trip["back"]) for trip in found][:2] == [(0, "0F1", "0F3"), (1, "0F2", "0B0")]
+    assert found[0]["nbytes"] == trips(pipe)[0].nbytes
 
 
 def test_the_memory_cap_counts_what_stays(monkeypatch: pytest.MonkeyPatch) -> None:
