@@ -354,6 +354,7 @@ def test_obstacles_in_a_graph() -> None:
     for operator in (aten.nonzero.default, aten._local_scalar_dense.default, aten._linalg_check_errors.default):
         assert "the host waits" in (obstacle(graph(operator)) or "")
     assert "other ranks" in (obstacle(graph(torch.ops._c10d_functional.wait_tensor.default)) or "")
+    assert obstacle(graph(aten.t.default)) == "it computes nothing"
     on_cpu = graph(aten.relu.default)
     next(iter(on_cpu.nodes)).meta["val"] = torch.zeros(1)
     assert obstacle(on_cpu) == "x is on the cpu"

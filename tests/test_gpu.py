@@ -152,7 +152,10 @@ def test_graphs_give_the_same_bits(schedule: str, offload: bool | None) -> None:
     _, expected, _ = trained(schedule=schedule)
     pipe, found, _ = trained(schedule=schedule, cudagraphs=True, offload=offload)
     assert_equal(found, expected)
-    assert set(pipe.cudagraphs.values()) == {"replayed"}
+    states = pipe.cudagraphs
+    assert states["stage 0 forward"] == states["stage 1 forward"] == "replayed"
+    part = "weight_grad" if schedule == "ZBVZeroBubble" else "backward"  # the other programs are there, and do not run
+    assert states[f"stage 0 {part}"] == states[f"stage 1 {part}"] == "replayed"
 
 
 @pytest.mark.parametrize("name", ["llama", "hf_gpt2", "hf_vit"])
@@ -172,7 +175,8 @@ def test_graphs_of_models_while_they_are_trained(name: str) -> None:
         assert not options or "replayed" in states
         return found
 
-    assert_equal(losses(cudagraphs=True), losses())
+    for one, other in zip(losses(cudagraphs=True), losses(), strict=True):
+        torch.testing.assert_close(one, other)
 
 
 def test_dropout_is_run_without_a_graph() -> None:

@@ -1,7 +1,7 @@
 """What keeps a graph from being recorded as a CUDA graph, from the graph alone.
 
 Contract: `obstacle(graph)` is None, or says in a few words which operation cannot be replayed: one that exchanges values
-with other ranks, one for whose result the host must wait, one that is not on the GPU. What it does not know, the
+with other ranks, one for whose result the host must wait, one that is not on the GPU; or that there is none. What it does not know, the
 recording itself finds out. Compiled regions are looked into.
 """
 
@@ -10,6 +10,7 @@ from __future__ import annotations
 import torch
 from torch import fx
 
+from graphpp.passes.aliases import is_view
 from graphpp.passes.collectives import is_collective, is_wait
 from graphpp.passes.joint import is_check
 from graphpp.passes.outline import RegionCall
@@ -20,6 +21,8 @@ _CONTROL = ("cond", "while_loop")
 
 def obstacle(graph: fx.Graph, device: str = "cuda") -> str | None:
     """The first reason not to record a graph whose tensors should be on devices of the type `device`."""
+    if all(node.op in ("placeholder", "output") or is_view(node) for node in graph.nodes):
+        return "it computes nothing"
     return next((found for node in graph.nodes if (found := _of(node, device)) is not None), None)
 
 
