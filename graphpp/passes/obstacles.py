@@ -1,8 +1,8 @@
 """What keeps a graph from being recorded as a CUDA graph, from the graph alone.
 
 Contract: `obstacle(graph)` is None, or says in a few words which operation cannot be replayed: one that exchanges values
-with other ranks, one for whose result the host must wait, one that is not on the GPU; or that there is none. What it does not know, the
-recording itself finds out. Compiled regions are looked into.
+with other ranks, one for whose result the host must wait, one that is not on the GPU; or that there is none. What it does
+not know, the recording itself finds out. Compiled regions are looked into.
 """
 
 from __future__ import annotations
