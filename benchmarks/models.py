@@ -36,6 +36,11 @@ class Config:
         return cls(dim, layers, heads, heads, hidden=-(-8 * dim // (3 * 32)) * 32)
 
     @classmethod
+    def llama_1b(cls) -> Config:
+        """The shape of Llama 3.2 1B with a head of its own over a smaller vocabulary: 1.1 billion parameters."""
+        return cls(2048, 16, heads=32, kv_heads=8, hidden=8192, vocab=32768, rope_theta=500_000.0)
+
+    @classmethod
     def llama_405b(cls, layers: int = 126) -> Config:
         """Llama 3.1 405B (Llama team 2024, table 3); fewer layers to see how something scales."""
         return cls(16384, layers, heads=128, kv_heads=8, hidden=53248, vocab=128256, rope_theta=500_000.0)

@@ -17,6 +17,7 @@ from graphpp.errors import (
     SplitError,
 )
 from graphpp.layout import Layout
+from graphpp.offload import Offload
 from graphpp.pipeline import EvalResult, Pipeline, StepResult
 from graphpp.plan import Plan
 from graphpp.post_validation import PostValidation
@@ -46,6 +47,7 @@ __all__ = [
     "Layout",
     "Microbatch",
     "MismatchError",
+    "Offload",
     "Parting",
     "Pipeline",
     "Plan",

@@ -13,6 +13,7 @@ from torch import nn
 
 from graphpp import backend as backends
 from graphpp import facts
+from graphpp import offload as offloading
 from graphpp import recompute as recomputing
 from graphpp.capture import LossFunction
 from graphpp.compiler import Settings
@@ -47,6 +48,8 @@ def compile(  # noqa: PLR0913 - what a user may choose, all of it optional
     fused_accumulation: bool | None = None,
     recompute: recomputing.Given = None,
     memory_cap: int | Sequence[int] | None = None,
+    offload: offloading.Given = None,
+    cudagraphs: bool = False,
     op_costs: Cost | None = None,
     max_graphs: int = 16,
     dump: str | os.PathLike[str] | None = None,
@@ -89,6 +92,13 @@ def compile(  # noqa: PLR0913 - what a user may choose, all of it optional
         memory_cap: bytes of activations that may be alive on a rank in a step, one number or one per rank; a schedule that
             would need more is refused before the first step. Counted from the graph: what waits for its backward, and what a
             program has alive while it runs. Parameters, gradients and an operator's own workspace come on top.
+        offload: what of the saved values waits for its backward in the host's pinned memory: a fraction of the bytes that a
+            stage saves for a microbatch (the largest values first), True (all that is worth it), a function of a value's
+            `TensorMeta` that says which, or a `graphpp.Offload`; None: nothing. Values whose backward comes soon stay. The
+            plan shows what leaves; `memory_cap` does not count it while it is away. Same bits. On the CPU nothing moves.
+        cudagraphs: whether stage programs are recorded as CUDA graphs, in the third microbatch that they run, and replayed
+            from then on. Programs with collectives, random numbers or operations for which the host waits run without;
+            `Pipeline.cudagraphs` says for each why, and the log once. Saved values are copied out of and into graphs.
         op_costs: what the operations of a graph take, in seconds, by which the parts of OVERLAP_F_B are woven: a function of
             a graph's node, the same on all ranks of the model's process groups; None: `graphpp.passes.op_costs.OpCosts`.
         max_graphs: how many captured graphs are kept, one per shape of microbatch and mode; the least recently used goes.
@@ -110,7 +120,7 @@ def compile(  # noqa: PLR0913 - what a user may choose, all of it optional
         usual = Settings(place, example, split, table, count, loss_reduction, accumulate_dtype, max_graphs)
         chosen, several = recomputing.chosen(recompute), _replicas(replicas)
         cap = _cap(memory_cap, place.ranks)
-        usual = replace(usual, fused_accumulation=fused_accumulation)
+        usual = replace(usual, fused_accumulation=fused_accumulation, offload=offloading.chosen(offload))
         return replace(
             usual,
             recompute=chosen,
@@ -118,6 +128,7 @@ def compile(  # noqa: PLR0913 - what a user may choose, all of it optional
             backend=backends.chosen(backend),
             replicas=several,
             memory_cap=cap,
+            cudagraphs=_flag("cudagraphs", cudagraphs),
             dump=_folder(dump),
         )
 
@@ -205,6 +216,8 @@ def _facts(model: nn.Module, loss: LossFunction | None, settings: Settings) -> F
             "memory_cap=": [str(settings.memory_cap)],
             "op_costs=": ["None" if settings.op_costs is None else "given"],
             "backend=": [backends.spelled(settings.backend)],
+            "offload=": [offloading.spelled(settings.offload)],
+            "cudagraphs=": [str(settings.cudagraphs)],
             "recompute=": [recomputing.spelled(settings.recompute)],
             "max_graphs=": [str(settings.max_graphs)],
         }
@@ -231,6 +244,12 @@ def _cap(given: int | Sequence[int] | None, ranks: int) -> int | tuple[int, ...]
     if len(caps) != ranks or not all(type(cap) is int and cap > 0 for cap in caps):
         raise GraphPPError(f"memory_cap must be a positive number of bytes, or one for each of {ranks} ranks, got {given!r}")
     return caps
+
+
+def _flag(name: str, given: object) -> bool:
+    if not isinstance(given, bool):
+        raise GraphPPError(f"{name} must be True or False, got {given!r}")
+    return given
 
 
 def _replicas(group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:

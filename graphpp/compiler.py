@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from graphpp import checkpoints, facts, overlap
+from graphpp import checkpoints, facts, offload, overlap
 from graphpp.backend import Custom, Inductor
 from graphpp.batch import batch_size
 from graphpp.capture import Captured, LossFunction, capture
@@ -36,6 +36,7 @@ from graphpp.runtime.agreement import Facts
 from graphpp.runtime.checker import check
 from graphpp.runtime.communication import add_communication
 from graphpp.runtime.costs import Costs
+from graphpp.runtime.offload import Trip, frees
 from graphpp.runtime.program import PipelineProgram, StageProgram, WovenProgram
 from graphpp.runtime.runner import Device, ranks_of_parameters
 from graphpp.runtime.schedule import Schedule
@@ -60,6 +61,8 @@ class Settings:
     recompute: Recompute | None = None
     replicas: dist.ProcessGroup | None = None
     memory_cap: int | tuple[int, ...] | None = None
+    offload: offload.Offload | None = None
+    cudagraphs: bool = False
     op_costs: Cost | None = None
     backend: Inductor | Custom | None = None
     dump: Path | None = None
@@ -172,8 +175,11 @@ class Compiler:
         hook = _both(dump.hook(schedule), _both(sources.hook(), self._watch))
         compiled = lower(captured.joint, starts, hook, self._choices(captured.joint, usual))
         plan = Plan.of(captured.joint, compiled, schedule)
-        dump.plan(plan, _with_communication(schedule, training))
-        return Built(captured, compiled, plan, {usual: compiled}, sources, dump)
+        built = Built(captured, compiled, plan, {usual: compiled}, sources, dump)
+        if training and settings.offload is not None:
+            built = replace(built, plan=replace(plan, trips=self.trips([built] * microbatches, schedule)))
+        dump.plan(built.plan, _with_communication(schedule, training))
+        return built
 
     def schedule(self, each: Sequence[Built], *, training: bool) -> Schedule:
         """The checked table with communication for microbatches of these graphs; forwards only for evaluation."""
@@ -183,7 +189,7 @@ class Compiler:
             _check_buffer_order(table, built)
         if self.settings.memory_cap is not None and training:
             programs = [self.program(built, table, index) for index, built in enumerate(each)]
-            self._check(table, [Costs.of_programs(program) for program in programs])
+            self._check(table, [Costs.of_programs(program) for program in programs], self.trips(each, table))
         return _with_communication(table, training)
 
     def program(self, built: Built, schedule: Schedule, microbatch: int) -> PipelineProgram:
@@ -194,6 +200,14 @@ class Compiler:
         some = next(iter(kinds.values()))
         assert all(kind.boundaries == some.boundaries for kind in kinds.values()), "recomputation changed what travels"
         return replace(some, stages=tuple(kinds[stage.index in again].stages[stage.index] for stage in some.stages))
+
+    def trips(self, built: Sequence[Built], schedule: Schedule) -> tuple[Trip, ...]:
+        """The saved values of all ranks that leave their device for a while; `built` are the graphs of each microbatch."""
+        if self.settings.offload is None:
+            return ()
+        sources = overlap.Sources.joined(each.sources for each in built)
+        programs = [self.program(each, schedule, index) for index, each in enumerate(built)]
+        return offload.trips(self.settings.offload, schedule, programs, lambda item: sources.of(item).graph)
 
     def overlaps(
         self, built: Sequence[Built], programs: Sequence[PipelineProgram], schedule: Schedule
@@ -270,11 +284,11 @@ class Compiler:
         check(table, ranks=ranks, stages=stages, microbatches=microbatches, training=_trains(table))
         return table
 
-    def _check(self, table: Schedule, costs: Sequence[Costs]) -> None:
-        """Raise where more is alive than the caller allows."""
+    def _check(self, table: Schedule, costs: Sequence[Costs], trips: Sequence[Trip]) -> None:
+        """Raise where more is alive on a device than the caller allows."""
         ranks, stages, microbatches = table.ranks, table.stages, table.microbatches
-        cap = self.settings.memory_cap
-        check(table, ranks=ranks, stages=stages, microbatches=microbatches, costs=costs, memory_cap=cap)
+        cap, away = self.settings.memory_cap, trips if frees(self.settings.place.device) else ()
+        check(table, ranks=ranks, stages=stages, microbatches=microbatches, costs=costs, memory_cap=cap, trips=away)
 
 
 def check_alike(built: Sequence[Built]) -> None:

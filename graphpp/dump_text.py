@@ -12,6 +12,7 @@ from graphpp.passes.cut import Cut
 from graphpp.passes.joint import describe
 from graphpp.passes.spelling import spell_dtype
 from graphpp.plan import Plan
+from graphpp.runtime.actions import Action
 from graphpp.runtime.program import TensorMeta
 from graphpp.runtime.schedule import Schedule
 from graphpp.runtime.units import spell_bytes
@@ -62,7 +63,12 @@ def plan_json(plan: Plan) -> str:
     """The plan as JSON: stages, and the schedule with one line of actions per rank."""
     rows = [" ".join(str(cell or ".") for cell in row) for row in plan.schedule.table]
     schedule = {key: getattr(plan.schedule, key) for key in ("name", "stages", "microbatches")} | {"table": rows}
-    return json.dumps({"stages": [asdict(stage) for stage in plan.stages], "schedule": schedule}, indent=1) + "\n"
+    away = {"offload": [{key: _plain(value) for key, value in vars(trip).items()} for trip in plan.trips]} if plan.trips else {}
+    return json.dumps({"stages": [asdict(stage) for stage in plan.stages], **away, "schedule": schedule}, indent=1) + "\n"
+
+
+def _plain(value: object) -> object:
+    return str(value) if isinstance(value, Action) else value
 
 
 def schedule_csv(schedule: Schedule) -> str:

@@ -27,11 +27,14 @@ from graphpp.batch import leading_size
 from graphpp.compiled import CompiledPrograms
 from graphpp.compiler import Built, Compiler, check_alike
 from graphpp.errors import GraphPPError
+from graphpp.graphed import Graphs, capturer_for
+from graphpp.overlap import Sources
 from graphpp.report import check_joinable
 from graphpp.runtime import program
 from graphpp.runtime.agreement import Agreement, Facts, agree_on_collectives
 from graphpp.runtime.communication import add_communication
 from graphpp.runtime.gradients import Subgroups
+from graphpp.runtime.offload import Offloader, mover_for
 from graphpp.runtime.overlap import Overlaps
 from graphpp.runtime.program import PipelineProgram, WovenProgram
 from graphpp.runtime.replicas import check_apart
@@ -125,6 +128,8 @@ class Library:
         backend, rank = compiler.settings.backend, compiler.settings.place.rank
         self._programs = CompiledPrograms(backend, rank) if backend is not None else None
         self.first: Built | None = None
+        device = compiler.settings.place.device
+        self.graphs = Graphs(capturer_for(device) if compiler.settings.cudagraphs else None)
 
     def call(self, parts: Sequence[Leaves], weighting: Weighting, *, training: bool) -> Call:
         """A call over these microbatches, with the model as it is now."""
@@ -231,6 +236,10 @@ class Library:
         settings = self._compiler.settings
         programs = self._agreement.together(lambda: self._compiled(built, programs, schedule), lambda _: Facts({}))
         woven = self._agreement.together(lambda: self._woven(built, programs, schedule), lambda _: Facts({}))
+        local = [stage for stage, rank in schedule.rank_of_stage.items() if rank == settings.place.rank]
+        if settings.cudagraphs:
+            sources = Sources.joined(each.sources for each in built)
+            programs, woven = self.graphs.applied(programs, woven, local, sources)
         assert self.first is not None
         runner = GraphPPRunner(
             programs,
@@ -245,6 +254,8 @@ class Library:
         runner.overlaps = Overlaps(woven)
         if isinstance(settings.backend, Inductor):
             runner.multiply_with(settings.backend.products)
+        trips = self._compiler.trips(built, schedule) if runner.training else ()
+        runner.offloader = Offloader(trips, runner.stages, mover_for(settings.place.device))
         return runner
 
     def _compiled(

@@ -178,6 +178,11 @@ class Pipeline:
         """The share of the last call in which this rank stood still for others, 0 to 1; None before, and on CUDA."""
         return None if self._last is None else self._last.runner.bubble
 
+    @property
+    def cudagraphs(self) -> dict[str, str]:
+        """By stage and phase, whether a program of this rank is replayed as a CUDA graph, or why not; empty without any."""
+        return self._library.graphs.states
+
     # ------------------------------------------------------------------------------------------------ this rank's part
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import io
 import math
+from collections import Counter
 from dataclasses import dataclass
 
 from rich import box
@@ -15,6 +16,7 @@ from rich.table import Table
 
 from graphpp import checkpoints
 from graphpp.passes.joint import JointGraph
+from graphpp.runtime.offload import Trip
 from graphpp.runtime.program import PipelineProgram, StageProgram
 from graphpp.runtime.schedule import Schedule
 from graphpp.runtime.units import spell_bytes
@@ -36,17 +38,21 @@ class StagePlan:
 
 @dataclass(frozen=True)
 class Plan:
-    """Stages, their ranks, the schedule; `checkpoints`: how many calls the model itself checkpoints."""
+    """Stages, their ranks, the schedule; the values that leave their device between forward and backward.
+
+    `checkpoints`: how many calls the model itself checkpoints.
+    """
 
     stages: tuple[StagePlan, ...]
     schedule: Schedule
+    trips: tuple[Trip, ...] = ()
     checkpoints: int = 0
 
     @classmethod
     def of(cls, joint: JointGraph, program: PipelineProgram, schedule: Schedule) -> Plan:
         """The plan of a compiled pipeline."""
         stages = tuple(_stage_plan(joint, program, stage, schedule) for stage in program.stages)
-        return cls(stages, schedule, checkpoints.count(joint) if joint.training else 0)
+        return cls(stages, schedule, checkpoints=checkpoints.count(joint) if joint.training else 0)
 
     @property
     def rank_of_stage(self) -> dict[int, int]:
@@ -59,17 +65,28 @@ class Plan:
         place = f"{len(self.stages)} stages on {ranks} rank{'s' * (ranks > 1)}"
         title = f"{place}, {name}, {self.schedule.microbatches} microbatches"
         table = Table(title=title, box=box.SIMPLE, title_justify="left")
-        for column in ("stage", "rank", "modules", "parameters", "sent →", "sent ←", "saved"):
+        columns = ["stage", "rank", "modules", "parameters", "sent →", "sent ←", "saved"]
+        for column in [*columns, "offloaded"] if self.trips else columns:
             table.add_column(column, justify="left" if column == "modules" else "right", no_wrap=column != "modules")
         for stage in self.stages:
             sizes = (stage.sent_forward_bytes, stage.sent_backward_bytes, stage.saved_bytes)
             modules = ", ".join(stage.modules) or "(empty)"
-            table.add_row(str(stage.stage), str(stage.rank), modules, f"{stage.parameters:,}", *map(spell_bytes, sizes))
+            cells = [str(stage.stage), str(stage.rank), modules, f"{stage.parameters:,}", *map(spell_bytes, sizes)]
+            table.add_row(*cells, *(self._offloaded(stage.stage) if self.trips else ()))
         calls = f"; the model checkpoints {self.checkpoints} call{'s' * (self.checkpoints > 1)}" if self.checkpoints else ""
         table.caption = f"bytes per microbatch{calls}"
         out = io.StringIO()
         Console(file=out, width=110, no_color=True).print(table)
         return "\n".join(line.rstrip() for line in out.getvalue().splitlines())
+
+
+    def _offloaded(self, stage: int) -> list[str]:
+        """`1.2 MiB, 5 of 8`: the most bytes of a microbatch that leave, and of how many microbatches any do."""
+        away: Counter[int] = Counter()
+        for trip in self.trips:
+            if trip.stage == stage:
+                away[trip.microbatch] += trip.nbytes
+        return [f"{spell_bytes(max(away.values()))}, {len(away)} of {self.schedule.microbatches}" if away else "-"]
 
 
 def _stage_plan(joint: JointGraph, program: PipelineProgram, stage: StageProgram, schedule: Schedule) -> StagePlan:

@@ -57,7 +57,8 @@ class Weighting:
     def reduced(self, losses: torch.Tensor) -> torch.Tensor:
         """The loss of the step, 0-dim, from those of its microbatches, [microbatches]."""
         if self.weights is not None:
-            return (losses * torch.tensor(self.weights, dtype=losses.dtype, device=losses.device)).sum()
+            weights = torch.tensor(self.weights, dtype=losses.dtype, pin_memory=losses.is_cuda)  # else the host would wait
+            return (losses * weights.to(losses.device, non_blocking=True)).sum()
         return losses.mean() if self.reduction == "mean" else losses.sum()
 
 

@@ -4,6 +4,9 @@ Run with `pytest -m gpu`; skipped where there is no GPU. Against eager on the sa
 that may be chosen differently; against the uncut joint graph there is none.
 """
 
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -53,6 +56,137 @@ def test_memory_of_a_step_is_given_back() -> None:
     before = torch.cuda.memory_allocated()
     pipe.step(batch, target=batch)
     assert torch.cuda.memory_allocated() == before
+
+
+@contextmanager
+def no_waiting() -> Iterator[None]:
+    """An operation for which the host waits for the GPU raises."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch says that it does not notice everything
+        torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def layers(width: int = 1024, count: int = 4) -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(*(nn.Sequential(nn.Linear(width, width), nn.GELU()) for _ in range(count)))
+
+
+def trained(steps: int = 4, **options: Any) -> tuple[graphpp.Pipeline, list[torch.Tensor], int]:
+    """Pipeline, losses and gradients of the last step, and the most bytes that it had more than before it."""
+    options = {"schedule": "GPipe", "split": 2, "microbatches": 8, **options}
+    pipe = graphpp.compile(layers(), nn.functional.mse_loss, device="cuda", **options)
+    torch.manual_seed(1)
+    batch = torch.randn(8 * 4096, 1024, device="cuda")
+    for _ in range(steps - 1):
+        pipe.step(batch, target=batch)
+    for parameter in pipe.parameters():
+        parameter.grad = None
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    with no_waiting():
+        losses = pipe.step(batch, target=batch).losses
+    torch.cuda.synchronize()
+    grads = [parameter.grad for parameter in pipe.parameters() if parameter.grad is not None]
+    return pipe, [losses, *grads], torch.cuda.max_memory_allocated() - before
+
+
+def assert_equal(found: list[torch.Tensor], expected: list[torch.Tensor]) -> None:
+    assert len(found) == len(expected)
+    assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
+
+
+@pytest.mark.parametrize("schedule", ["GPipe", "1F1B", "ZBVZeroBubble"])
+def test_offload_gives_the_same_bits(schedule: str) -> None:
+    _, expected, _ = trained(schedule=schedule)
+    for choice in (True, 0.3, lambda value: value.nbytes > 0):
+        pipe, found, _ = trained(schedule=schedule, offload=choice)
+        assert_equal(found, expected)
+        assert schedule != "GPipe" or "offloaded" in str(pipe)
+
+
+def test_what_is_away_leaves_room() -> None:
+    """GPipe holds 8 microbatches at its peak; with offload about 3 of what may leave."""
+    _, _, whole = trained()
+    _, _, less = trained(offload=True)
+    assert less < 0.7 * whole
+
+
+def test_no_less_memory_is_predicted_than_is_taken() -> None:
+    """A cap below what a step with offload takes, without its gradients and workspaces, is refused."""
+    _, _, taken = trained(offload=True)
+    gradients = sum(parameter.nbytes for parameter in layers().parameters())
+    with pytest.raises(graphpp.ScheduleError, match="bytes of activations"):
+        trained(steps=1, offload=True, memory_cap=taken - 2 * gradients - (64 << 20))
+
+
+def test_a_step_that_fails_with_values_away() -> None:
+    pipe, expected, _ = trained(offload=True)
+    stage = pipe._last.runner.stages[0]  # type: ignore[union-attr]
+    run, batch = stage.run, torch.randn(8 * 4096, 1024, device="cuda")
+
+    def failing(phase: Any, microbatch: int) -> None:
+        if phase == "B" and microbatch == 3:
+            raise RuntimeError("out of luck")
+        run(phase, microbatch)
+
+    stage.run = failing  # type: ignore[method-assign]
+    with pytest.raises(RuntimeError, match="out of luck"):
+        pipe.step(batch, target=batch)
+    stage.run = run  # type: ignore[method-assign]
+    for parameter in pipe.parameters():
+        parameter.grad = None
+    torch.manual_seed(1)
+    batch = torch.randn(8 * 4096, 1024, device="cuda")
+    losses = pipe.step(batch, target=batch).losses
+    assert_equal([losses, *(p.grad for p in pipe.parameters() if p.grad is not None)], expected)
+
+
+@pytest.mark.parametrize("schedule", ["GPipe", "1F1B", "ZBVZeroBubble"])
+@pytest.mark.parametrize("offload", [None, True])
+def test_graphs_give_the_same_bits(schedule: str, offload: bool | None) -> None:
+    _, expected, _ = trained(schedule=schedule)
+    pipe, found, _ = trained(schedule=schedule, cudagraphs=True, offload=offload)
+    assert_equal(found, expected)
+    states = pipe.cudagraphs
+    assert states["stage 0 forward"] == states["stage 1 forward"] == "replayed"
+    part = "weight_grad" if schedule == "ZBVZeroBubble" else "backward"  # the other programs are there, and do not run
+    assert states[f"stage 0 {part}"] == states[f"stage 1 {part}"] == "replayed"
+
+
+@pytest.mark.parametrize("name", ["llama", "hf_gpt2", "hf_vit"])
+def test_graphs_of_models_while_they_are_trained(name: str) -> None:
+    """Parameters change in place between replays, and gradients live on while the next step runs."""
+
+    def losses(**options: Any) -> list[torch.Tensor]:
+        case = MODELS[name]()
+        pipe = graphpp.compile(case.model, case.loss, device="cuda", split=4, schedule="GPipe", microbatches=4, **options)
+        found, optimizer = [], None
+        for _ in range(4):
+            found.append(pipe.step(*case.batch.args, target=case.batch.target, **case.batch.kwargs).losses)
+            optimizer = optimizer or torch.optim.SGD(list(pipe.parameters()), lr=1e-2)
+            optimizer.step()
+            optimizer.zero_grad()
+        states = pipe.cudagraphs.values()
+        assert not options or "replayed" in states
+        return found
+
+    for one, other in zip(losses(cudagraphs=True), losses(), strict=True):
+        torch.testing.assert_close(one, other)
+
+
+def test_dropout_is_run_without_a_graph() -> None:
+    model = nn.Sequential(nn.Linear(64, 64), nn.Dropout(0.5), nn.Linear(64, 64))
+    pipe = graphpp.compile(model, nn.functional.mse_loss, device="cuda", split=["2"], microbatches=4, cudagraphs=True)
+    batch = torch.randn(64, 64, device="cuda")
+    for _ in range(2):
+        pipe.step(batch, target=batch)
+    assert "random numbers" in pipe.cudagraphs["stage 0 forward"]
+    assert pipe.cudagraphs["stage 1 forward"] == "replayed"
 
 
 def on_nccl(rank: int, ranks: int, port: int) -> None:

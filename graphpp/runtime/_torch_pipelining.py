@@ -11,6 +11,7 @@ Checked on torch 2.11.0, 2.13.0 and 2.15.0:
 - `torch.distributed.distributed_c10d._get_default_store`: the key-value store all ranks share
 - `torch.distributed.distributed_c10d._resolve_process_group`: the group of a name, as a collective in a graph has it
 - `torch._foreach_norm`: norms of many tensors at once, the call that torch's own gradient clipping makes
+- `torch._foreach_copy_`: many copies at once, the call that torch's own optimizers make
 - `Optimizer._optimizer_step_pre_hooks`, `_optimizer_step_post_hooks` and, for all optimizers, `torch.optim.optimizer.
   _global_optimizer_pre_hooks`, `_global_optimizer_post_hooks`: what would run again when a step is taken again
 """
@@ -41,6 +42,7 @@ _LOG = logging.getLogger(_PipelineScheduleRuntime.__module__)
 
 default_store = _get_default_store
 foreach_norm = torch._foreach_norm
+foreach_copy = torch._foreach_copy_
 group_named: Callable[[Any], dist.ProcessGroup] = _resolve_process_group
 
 

@@ -24,6 +24,7 @@ from graphpp.runtime.case import Case, Place
 from graphpp.runtime.channels import check_channels, check_messages
 from graphpp.runtime.deadlock import check_progress
 from graphpp.runtime.memory import Each, check_memory
+from graphpp.runtime.offload import Trip
 from graphpp.runtime.schedule import Schedule
 from graphpp.runtime.sharding import check_reductions, check_sharding
 
@@ -41,11 +42,13 @@ def check(
     training: bool = True,
     costs: Each | None = None,
     memory_cap: int | Sequence[int] | None = None,
+    trips: Sequence[Trip] = (),
 ) -> None:
     """Accept the schedule, with or without communication, or raise `ScheduleError`.
 
     `training=False` is for a table of forwards only. `memory_cap`: bytes of activations that a rank may hold, one number
-    or one for each rank; `costs` then say how many a stage's microbatch takes (one, or one for each microbatch).
+    or one for each rank; `costs` then say how many a stage's microbatch takes (one, or one for each microbatch), `trips`
+    which of them are away for a while.
 
     The error names rank, column, the actions around it and what to do; for a deadlock, the cycle of waits. Refuses
     what torch's `_validate_schedule` lets pass: doubled actions, microbatches out of range, B beside I and W,
@@ -69,7 +72,7 @@ def check(
         check_channels(case)
     check_progress(case)
     if memory_cap is not None:
-        check_memory(case, _given(costs), memory_cap)
+        check_memory(case, _given(costs), memory_cap, trips)
 
 
 def _given(costs: Each | None) -> Each:

@@ -17,6 +17,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from graphpp.runtime.agreement import has_gloo
+
 _MASK = (1 << 63) - 1
 
 
@@ -35,7 +37,7 @@ def step_keys(microbatches: int, group: dist.ProcessGroup | None, device: torch.
     """One key per microbatch, from one draw of the default CPU generator; the same on every rank of the group."""
     drawn = torch.randint(_MASK, ())
     if group is not None and dist.get_world_size(group) > 1:
-        drawn = drawn.to(device)
+        drawn = drawn if has_gloo(group) else drawn.to(device)  # read below: on a GPU the host would wait for it
         dist.broadcast(drawn, group=group, group_src=0)
     return [mix(int(drawn), microbatch) for microbatch in range(microbatches)]
 

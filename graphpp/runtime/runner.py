@@ -15,6 +15,7 @@ import contextlib
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -22,6 +23,7 @@ import torch.distributed as dist
 from graphpp.runtime._torch_pipelining import ActionLoop
 from graphpp.runtime.actions import COMMUNICATION, SENDS, Action, Kind
 from graphpp.runtime.gradients import Subgroups, TiedReduction, dtype_of_sum
+from graphpp.runtime.offload import Offloader, Staying
 from graphpp.runtime.overlap import OverlapPart, Overlaps
 from graphpp.runtime.products import Products
 from graphpp.runtime.program import Phase, PipelineProgram
@@ -93,6 +95,7 @@ class GraphPPRunner:
         groups = subgroups or Subgroups(place.group)
         self.tied = TiedReduction(_contributors(self.program), ranks, schedule.rank_of_stage, groups)
         self.overlaps = Overlaps(())  # for whoever has woven programs to exchange
+        self.offloader: Offloader[Any] = Offloader((), {}, Staying())  # for whoever has planned trips to exchange
         self._recorder: Recorder | None = None
         watched = {kind: self._watched(handler) for kind, handler in self._handlers().items()}
         self._loop = ActionLoop(list(self.stages.values()), schedule, watched) if self.stages else None
@@ -118,7 +121,7 @@ class GraphPPRunner:
         """Run the table once over the microbatches' tensors (by path) and seeds (0-dim, one per microbatch)."""
         self.transport.waited, began = 0.0, time.perf_counter()
         try:
-            with torch.no_grad():
+            with torch.no_grad(), _current(self.place.device):
                 keys = step_keys(len(inputs), self.place.group, self.place.device) if self.random else ()
                 self._begin(Feed(inputs, seeds, keys))
                 if self._loop is not None:  # a rank without a stage has nothing to do
@@ -162,6 +165,7 @@ class GraphPPRunner:
         """Forget a step that failed."""
         self.transport.drop()
         self._replicas.drop()
+        self.offloader.drop()
         for stage in self.stages.values():
             stage.clear()
             stage.gradients.start({})
@@ -247,13 +251,23 @@ class GraphPPRunner:
 
     def _handlers(self) -> dict[Kind, Callable[[Action], None]]:
         return {
-            **dict.fromkeys((Kind.F, Kind.B, Kind.I, Kind.W), self._compute),
-            Kind.OVERLAP_F_B: self._overlap,
+            **dict.fromkeys((Kind.F, Kind.B, Kind.I, Kind.W), self._offloading(self._compute)),
+            Kind.OVERLAP_F_B: self._offloading(self._overlap),
             Kind.REDUCE_GRAD: lambda action: self._share_out(action.stage),
             Kind.UNSHARD: _nothing,
             Kind.RESHARD: _nothing,
             **dict.fromkeys(COMMUNICATION, self._communicate),
         }
+
+    def _offloading(self, compute: Callable[[Action], None]) -> Callable[[Action], None]:
+        """A computation, with the saved values there that it reads."""
+
+        def run(action: Action) -> None:
+            self.offloader.before(action)
+            compute(action)
+            self.offloader.after(action)
+
+        return run
 
     def _compute(self, action: Action) -> None:
         stage, microbatch = self._target(action)
@@ -295,6 +309,11 @@ class GraphPPRunner:
     def _target(self, action: Action) -> tuple[GraphStage, int]:
         assert action.microbatch is not None, f"{action} names no microbatch"
         return self.stages[action.stage], action.microbatch
+
+
+def _current(device: torch.device) -> contextlib.AbstractContextManager[object]:
+    """The device as CUDA's current one: the caller's may be another, as with two pipelines in one process."""
+    return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
 
 
 def _nothing(action: Action) -> None:

@@ -209,6 +209,10 @@ class GraphStage:
         if wiring.metrics:
             self.metrics[microbatch] = {name: results[index].clone() for index, name in wiring.metrics}
 
+    def held(self, microbatch: int) -> dict[str, torch.Tensor]:
+        """The saved values of a microbatch by name, which may be taken out as long as they are back before they are read."""
+        return self._saved.setdefault(microbatch, {})
+
     def take_leaving(self, direction: str, microbatch: int) -> Tensors:
         """What this stage made for its neighbour; it is handed over once."""
         return self._leaving.pop((direction, microbatch))

@@ -8,11 +8,12 @@ import pytest
 from hypothesis import given, settings
 
 from graphpp.errors import ScheduleError
-from graphpp.runtime.actions import Kind
+from graphpp.runtime.actions import Kind, parse
 from graphpp.runtime.checker import check
 from graphpp.runtime.communication import add_communication
 from graphpp.runtime.costs import Costs, StageCosts
 from graphpp.runtime.memory import Peak, peak_bytes, peaks
+from graphpp.runtime.offload import Trip
 from graphpp.runtime.schedule import Schedule
 from graphpp.runtime.source import build
 from tests.runtime.tables import Rows, tables
@@ -39,6 +40,15 @@ def of_bytes(*stages: tuple[int, int | None]) -> Costs:
 )
 def test_peaks(row: str, costs: list[tuple[int, int | None]], peak: Peak) -> None:
     assert peaks(Schedule.of([row]), of_bytes(*costs)) == (peak,)
+
+
+def test_what_is_away_is_not_alive() -> None:
+    """Of 10 bytes of microbatch 0, 6 are away from the end of 0F1 to the start of 0B1."""
+    schedule = Schedule.of(["0F0 0F1 0F2 0F3 0B1 0B0 0B2 0B3"])
+    trip = Trip(0, 0, ("value",), 6, parse("0F1"), parse("0B1"), parse("0B0"))
+    assert peaks(schedule, of_bytes((10, None)), [trip]) == (Peak(0, 4, 40),)
+    shorter = Schedule.of(["0F0 0F1 0F2 0B2 0B1 0B0"])
+    assert peaks(shorter, of_bytes((10, None)), [trip]) == (Peak(0, 2, 24),)
 
 
 @pytest.mark.parametrize("messages", [False, True])
