@@ -104,7 +104,6 @@ class Step:
 def pipeline(case: Case, device: torch.device, backend: str = "eager") -> graphpp.Pipeline:
     """The pipeline that graphpp compiles."""
     inputs, targets = case.workload.batch(case.rows)
-    options: dict[str, Any] = {} if backend == "eager" else {"backend": backend}
     return graphpp.compile(
         case.workload.model(),
         case.workload.loss,
@@ -113,7 +112,7 @@ def pipeline(case: Case, device: torch.device, backend: str = "eager") -> graphp
         schedule=case.schedule,
         microbatches=case.microbatches,
         device=device,
-        **options,
+        backend=backend,
     )
 
 

@@ -128,7 +128,7 @@ def piped(subject: Subject, option: argparse.Namespace, device: torch.device) ->
         split=subject.split,
         microbatches=option.microbatches,
         device=device,
-        **({} if option.backend == "eager" else {"backend": option.backend}),
+        backend=option.backend,
     )
     result = pipe.step(*batch.args, target=batch.target, **batch.kwargs)
     return Numbers(result.losses, {name: parameter.grad for name, parameter in pipe.named_parameters()})

@@ -90,7 +90,6 @@ def prepare(choice: str) -> torch.device:
 
 def train_pipeline(option: argparse.Namespace, device: torch.device) -> Run:
     """The training that graphpp runs; every rank calls it, and holds its own stages' parameters."""
-    backend = {} if option.backend == "eager" else {"backend": option.backend}
     pipe = graphpp.compile(
         new_model(option),
         llama.loss,
@@ -98,7 +97,7 @@ def train_pipeline(option: argparse.Namespace, device: torch.device) -> Run:
         schedule=option.schedule,
         microbatches=option.microbatches,
         device=device,
-        **backend,
+        backend=option.backend,
     )
     optimizer = torch.optim.AdamW(pipe.parameters(), lr=option.lr)
 
