@@ -3,18 +3,22 @@
 Contract
 --------
 - `Llama(config)(tokens)` maps int64 tokens [batch, length] to logits [batch, length, vocab]; `loss(logits, targets)` is
-  the mean cross entropy. Both make the same parameters on every rank from one seed (`new_llama`).
+  the mean cross entropy. `new` and `new_llama` make the same parameters on every rank from one seed.
 - `Part(model, start, end)` is layers `start` up to `end` of the same model, its modules not copied, with the embedding
   before the first layer and the head after the last: what a user of torch.distributed.pipelining writes by hand.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+
+Model = TypeVar("Model", bound=nn.Module)
 
 
 @dataclass(frozen=True)
@@ -171,10 +175,15 @@ class Part(nn.Module):
 
 
 def new_llama(config: Config, device: torch.device | str = "cpu") -> Llama:
-    """A new model with small normal weights, the same on every call and every rank."""
+    """A new Llama, the same on every call and every rank."""
+    return new(lambda: Llama(config), device)
+
+
+def new(make: Callable[[], Model], device: torch.device | str = "cpu") -> Model:
+    """What `make` makes, with small normal weights, the same on every call and every rank."""
     torch.manual_seed(0)
     with torch.device("meta" if str(device) == "meta" else "cpu"):
-        model = Llama(config)
+        model = make()
     for parameter in model.parameters():
         if parameter.dim() > 1:
             nn.init.normal_(parameter, std=0.02)

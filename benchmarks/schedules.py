@@ -1,82 +1,51 @@
 """Which schedule is fastest here, and what do simulator and torch say to each?
 
     torchrun --nproc-per-node 2 benchmarks/schedules.py [--dim 256] [--schedules 1F1B V-Min ..]     (also with 4)
+    torchrun --nproc-per-node 4 benchmarks/schedules.py --backend inductor --schedules Interleaved1F1B ZBVZeroBubble ..
 
 All schedules run one model with one seed over the same microbatches, in turn, round by round; those of torch that
-torch's runtime has run beside them on manual stages (eager; shapes given). Losses must agree to 1e-5 first. For each:
-step time (median of the slowest rank), ratio to graphpp's Interleaved1F1B and to torch's run of the same schedule (medians
-of the rounds' ratios), the bubble (mean over ranks) measured and simulated from the profile's costs, the simulated step
-against the measured one, the most activation bytes alive on a rank by the checker.
+torch's runtime has run beside them on manual stages (eager; shapes given; --no-torch leaves them out). Losses must agree
+to 1e-5 first, 1e-4 where compiled. For each: step time (median of the slowest rank), ratio to graphpp's Interleaved1F1B
+and to torch's run of the same schedule (medians of the rounds' ratios), the bubble (mean over ranks) measured and
+simulated from the profile's costs, the simulated step against the measured one, the most activation bytes alive on a
+rank by the checker.
+
+"of what is simulated": where the simulator, by each schedule's own profile, says that a schedule is faster than
+Interleaved1F1B, the share of that gain that the measured ratio has. Below GAIN it says nothing: costs are measured too.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from contenders import BACKENDS, TORCH, Case, Step, check_losses, pipeline, pipeline_step, plain_step, torch_step
 from harness import RANK, RANKS, Contender, Sample, alternate, median_ratio, medians, start
-from models import Config, Part, loss, new_llama
 from rich.console import Console
 from rich.table import Table
-from step_time import Step
-from torch import Tensor
-from torch.distributed.pipelining import (
-    PipelineStage,
-    Schedule1F1B,
-    ScheduleDualPipeV,
-    ScheduleGPipe,
-    ScheduleInterleaved1F1B,
-    ScheduleInterleavedZeroBubble,
-    ScheduleLoopedBFS,
-    ScheduleZBVZeroBubble,
-)
+from workloads import NAMES, Size, workload
 
 import graphpp
-from graphpp.runtime.source import build, default_stages
 
-TORCH: dict[str, Any] = {
-    "GPipe": ScheduleGPipe,
-    "1F1B": Schedule1F1B,
-    "Interleaved1F1B": ScheduleInterleaved1F1B,
-    "LoopedBFS": ScheduleLoopedBFS,
-    "InterleavedZeroBubble": ScheduleInterleavedZeroBubble,
-    "ZBVZeroBubble": ScheduleZBVZeroBubble,
-    "DualPipeV": ScheduleDualPipeV,
-}
 BASE = "Interleaved1F1B"
 OWN = ("MegatronInterleaved", "ZB1P", "ZB2P", "V-Half", "V-Min", "Combined1F1B", "searched")
-
-
-@dataclass(frozen=True)
-class Work:
-    """Model and batch."""
-
-    dim: int
-    layers: int
-    microbatches: int
-    rows: int
-    length: int
-
-    def batch(self, device: torch.device) -> tuple[Tensor, Tensor]:
-        """Tokens and targets, [rows of all microbatches, length]."""
-        generator = torch.Generator().manual_seed(1)
-        shape = (self.microbatches * self.rows, self.length + 1)
-        tokens = torch.randint(256, shape, generator=generator).to(device)
-        return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+GAIN = 0.005  # the least simulated gain, as a share of a step, that is compared with the measured one
 
 
 def main() -> None:
     option = options()
     device = start()
-    work = Work(option.dim, option.layers, option.microbatches, option.rows, option.length)
-    records = measured(work, option, device)
+    size = Size(option.dim, option.layers, option.length, dropout=0.0)
+    case = Case(workload(option.model, size), BASE, option.microbatches, option.rows)
+    records = measured(case, option, device)
     if RANK == 0:
-        Console(width=170).print(table(work, records, device))
+        Console(width=180).print(table(case, option.backend, records, device))
         if option.json:
             Path(option.json).write_text(json.dumps(records, indent=1))
     if RANKS > 1:
@@ -85,106 +54,70 @@ def main() -> None:
 
 def options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--model", default="llama", choices=NAMES)
+    parser.add_argument("--backend", default="eager", choices=BACKENDS)
     parser.add_argument("--dim", type=int, default=256)
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--microbatches", type=int, default=8)
     parser.add_argument("--rows", type=int, default=2, help="rows of a microbatch")
     parser.add_argument("--length", type=int, default=64, help="tokens in a row")
     parser.add_argument("--schedules", nargs="+", default=[*TORCH, *OWN])
+    parser.add_argument("--no-torch", action="store_true", help="graphpp's schedules only")
+    parser.add_argument("--profiled", type=int, default=3, help="steps of a profile")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--json", help="file for the records")
     return parser.parse_args()
 
 
-# ---------------------------------------------------------------------------------------------------------- contenders
-
-
-def cuts(work: Work, stages: int) -> list[int]:
-    """The layers at which stages start, and the end."""
-    return [stage * work.layers // stages for stage in range(stages + 1)]
-
-
-def compiled(work: Work, schedule: Any, stages: int, device: torch.device) -> graphpp.Pipeline:
-    split = [f"layers.{layer}" for layer in cuts(work, stages)[1:-1]]
-    model = new_llama(Config.small(work.dim, work.layers))
-    tokens, targets = (part[: work.rows] for part in work.batch(device))
-    example = graphpp.Microbatch((tokens,), target=targets)
-    return graphpp.compile(
-        model, loss, example=example, split=split, schedule=schedule, microbatches=work.microbatches, device=device
-    )
-
-
-def torch_step(work: Work, name: str, device: torch.device) -> Step:
-    """torch's own runtime on manual stages."""
-    model, (tokens, targets) = new_llama(Config.small(work.dim, work.layers)), work.batch(device)
-    stages = default_stages(name, RANKS)
-    home = build(name, RANKS, stages, work.microbatches).rank_of_stage
-    mine = [torch_stage(work, model, index, stages, device) for index in range(stages) if home[index] == RANK]
-    single = stages == RANKS
-    runner = TORCH[name](mine[0] if single else mine, work.microbatches, loss_fn=loss)
-    first, last = any(stage.is_first for stage in mine), any(stage.is_last for stage in mine)
-
-    def step() -> Tensor | None:
-        losses: list[Tensor] = []
-        given: dict[str, Any] = {"target": targets, "losses": losses} if last else {}
-        runner.step(*((tokens,) if first else ()), return_outputs=False, **given)
-        return torch.stack([value.detach() for value in losses]) if last else None
-
-    return Step([parameter for stage in mine for parameter in stage.submod.parameters()], step)
-
-
-def torch_stage(work: Work, model: Any, index: int, stages: int, device: torch.device) -> PipelineStage:
-    """A manual stage with the shapes of one microbatch given."""
-    at = cuts(work, stages)
-    part = Part(model, at[index], at[index + 1]).to(device)
-    hidden = torch.empty(work.rows, work.length, work.dim, device=device)
-    tokens = torch.empty(work.rows, work.length, dtype=torch.int64, device=device)
-    logits = torch.empty(work.rows, work.length, 256, device=device)
-    into = tokens if index == 0 else hidden.clone().requires_grad_()
-    out = (logits if index == stages - 1 else hidden).requires_grad_()
-    return PipelineStage(part, index, stages, device, input_args=(into,), output_args=(out,))
-
-
-# --------------------------------------------------------------------------------------------------------- measurement
-
-
-def measured(work: Work, option: argparse.Namespace, device: torch.device) -> dict[str, dict[str, Any]]:
+def measured(case: Case, option: argparse.Namespace, device: torch.device) -> dict[str, dict[str, Any]]:
     """All schedules: samples of the steps, and what profile, simulator and checker say."""
-    tokens, targets = work.batch(device)
-    pipes = {name: compiled(work, name, default_stages(name, RANKS), device) for name in option.schedules if name != "searched"}
-    profiles = {name: pipe.profile(tokens, target=targets) for name, pipe in pipes.items()}
+    cases = {name: replace(case, schedule=name) for name in option.schedules if name != "searched"}
+    pipes = {name: pipeline(each, device, option.backend) for name, each in cases.items()}
+    profiles = {name: profile(cases[name], pipe, option.profiled, device) for name, pipe in pipes.items()}
     if "searched" in option.schedules:
-        pipes["searched"] = searched(work, profiles, device)
-        profiles["searched"] = pipes["searched"].profile(tokens, target=targets)
-    steps = {name: Step(list(pipe.parameters()), _losses(pipe, tokens, targets)) for name, pipe in pipes.items()}
-    steps |= {f"torch {name}": torch_step(work, name, device) for name in pipes if name in TORCH}
-    check_losses(steps)
+        cases["searched"] = replace(case, schedule=searched(case, profiles))
+        pipes["searched"] = pipeline(cases["searched"], device, option.backend)
+        profiles["searched"] = profile(cases["searched"], pipes["searched"], option.profiled, device)
+    steps = {name: pipeline_step(pipe, cases[name], device, option.backend) for name, pipe in pipes.items()}
+    steps |= {f"torch {name}": torch_step(cases[name], device) for name in others(option)}
+    samples = timed(steps, case, option.rounds, device)
+    records = {name: record(name, pipes[name], profiles[name], samples) for name in pipes}
+    return {name: found | {"of simulated": of_simulated(found, records.get(BASE))} for name, found in records.items()}
+
+
+def profile(case: Case, pipe: graphpp.Pipeline, repeat: int, device: torch.device) -> graphpp.Profile:
+    """Where the time of a step goes."""
+    inputs, targets = case.batch(device)
+    return pipe.profile(inputs, target=targets, repeat=repeat)
+
+
+def searched(case: Case, profiles: Mapping[str, graphpp.Profile]) -> graphpp.Schedule:
+    """The schedule that the search finds for the costs of two stages a rank."""
+    costs = next((each.costs for each in profiles.values() if len(each.costs.stages) == 2 * RANKS), None)
+    if costs is None:
+        raise SystemExit(f"--schedules searched needs one beside it with two stages a rank, like {BASE}, for the costs")
+    return graphpp.schedule_auto(costs, ranks=RANKS, microbatches=case.microbatches)
+
+
+def others(option: argparse.Namespace) -> list[str]:
+    """The schedules that torch runs too."""
+    return [] if option.no_torch else [name for name in option.schedules if name in TORCH]
+
+
+def timed(steps: Mapping[str, Step], case: Case, rounds: int, device: torch.device) -> dict[str, list[Sample]]:
+    """Samples of the steps, which compute the same."""
+    check_losses(plain_step(case, device), steps, device)
     contenders = {name: Contender(step.losses, step.forget_gradients) for name, step in steps.items()}
     alternate(contenders, 1, device)
-    samples = alternate(contenders, option.rounds, device)
-    return {name: record(name, pipes[name], profiles[name], samples) for name in pipes}
+    return alternate(contenders, rounds, device)
 
 
-def searched(work: Work, profiles: dict[str, graphpp.Profile], device: torch.device) -> graphpp.Pipeline:
-    """The schedule that the search finds for the costs of two stages a rank."""
-    costs = next(profiles[name].costs for name in profiles if len(profiles[name].costs.stages) == 2 * RANKS)
-    found = graphpp.schedule_auto(costs, ranks=RANKS, microbatches=work.microbatches)
-    return compiled(work, found, 2 * RANKS, device)
-
-
-def _losses(pipe: graphpp.Pipeline, tokens: Tensor, targets: Tensor) -> Any:
-    return lambda: pipe.step(tokens, target=targets).losses
-
-
-def check_losses(steps: dict[str, Step]) -> None:
-    """Raise where two contenders' losses differ."""
-    expected: Tensor | None = None
-    for name, step in steps.items():
-        found = step.losses()
-        step.forget_gradients()
-        expected = found if expected is None else expected
-        if found is not None and expected is not None and not torch.allclose(found, expected, rtol=1e-5, atol=0):
-            raise SystemExit(f"{name}: losses {found.tolist()}, others {expected.tolist()}")
+def of_simulated(found: Mapping[str, Any], base: Mapping[str, Any] | None) -> float | None:
+    """The share of the simulated gain over the base that is there; None where the simulator promises none."""
+    if base is None or base["simulated"] < (1 + GAIN) * found["simulated"]:
+        return None
+    share: float = (found["base"] - 1) / (base["simulated"] / found["simulated"] - 1)
+    return share
 
 
 def record(name: str, pipe: graphpp.Pipeline, profile: graphpp.Profile, samples: dict[str, list[Sample]]) -> dict[str, Any]:
@@ -204,20 +137,21 @@ def record(name: str, pipe: graphpp.Pipeline, profile: graphpp.Profile, samples:
     }
 
 
-def table(work: Work, records: dict[str, dict[str, Any]], device: torch.device) -> Table:
+def table(case: Case, backend: str, records: Mapping[str, Mapping[str, Any]], device: torch.device) -> Table:
     """One line a schedule."""
-    title = f"{RANKS} ranks, {device.type}, d={work.dim}, {work.layers} layers, {work.microbatches} microbatches"
-    shown = Table(title=title, title_justify="left")
+    size = case.workload.size
+    title = f"{case.workload.name}, {backend}, {RANKS} ranks, {device.type}, d={size.dim}, {size.layers} layers, "
+    shown = Table(title=title + f"{case.microbatches} microbatches", title_justify="left")
     ratios, bubbles, steps = (f"{BASE}/it", "torch/it"), ("bubble", "simulated"), ("step profiled", "simulated", "off by")
-    names = ("schedule", "step ms", *ratios, *bubbles, *steps, "peak MiB")
-    for column in names:
+    for column in ("schedule", "step ms", *ratios, "of what is simulated", *bubbles, *steps, "peak MiB"):
         shown.add_column(column, justify="right")
     for name, row in records.items():
-        middle = medians(Sample(**sample) for sample in row["samples"])
+        middle, share = medians(Sample(**sample) for sample in row["samples"]), row["of simulated"]
         shown.add_row(
             name,
             f"{1e3 * middle.seconds:.0f}",
             *("" if row[key] is None else f"{row[key]:.2f}" for key in ("base", "torch")),
+            "" if share is None else f"{100 * share:.0f} %",
             *(f"{100 * row[key]:.0f} %" for key in ("bubble", "simulated bubble")),
             *(f"{1e3 * row[key]:.0f}" for key in ("profiled", "simulated")),
             f"{100 * (row['simulated'] / row['profiled'] - 1):+.0f} %",

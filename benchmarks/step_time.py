@@ -1,253 +1,148 @@
-"""Is a step of graphpp faster than the same step of eager torch.distributed.pipelining?
+"""Is a step of graphpp faster than the same step of torch.distributed.pipelining, and how near is it to the limit?
 
-    torchrun --nproc-per-node 2 benchmarks/step_time.py [--dims 64 256 512] [--schedules 1F1B Interleaved1F1B]
+    torchrun --nproc-per-node 2 benchmarks/step_time.py [--models llama gpt2 moe vit] [--dims 256] [--backends inductor]
 
-Three contenders run the same model, weights, microbatches and schedule, in turn: graphpp; torch's PipelineStage with
-Schedule1F1B or ScheduleInterleaved1F1B on manual stages with given shapes (no probe run), its outputs not merged; one
-eager process over the same microbatches (rank 0; the others wait). Before timing their losses must agree to 1e-5 of
-their size. A step is forward and backward of all microbatches into fresh `param.grad`; no optimizer. Medians over
-rounds; the ratio is the median of the rounds' ratios.
+Contenders run the same model, weights, microbatches and schedule, in turn (contenders.py, workloads.py):
 
-bound: the speed-up over one process that the bubble leaves, W M v / (M v + W - 1), for W ranks, M microbatches, v
-stages a rank (Narayanan et al. 2021).
+    graphpp     once for each of --backends
+    torch       torch's runtime, eager
+    compiled    torch's runtime, the module of each stage under torch.compile (schedules with whole backwards)
+    plain       one eager process (rank 0; the others wait)
+    limit       one process under torch.compile
+
+Before timing their losses must agree, to 1e-5 of their size, compiled ones to 1e-4. With dropout the same contenders
+must agree without it first, and then on average. Medians over rounds; a ratio is the median of the rounds' ratios.
+
+bound: the speed-up over one process that the bubble leaves, ranks x (1 - bubble) for stages that are alike and messages
+that take no time. "of the limit": what the limit's process takes / bound / what graphpp takes.
+
+A record (--json) has the samples of every contender of a case by name; its ratios, by backend, are in the table's.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Callable, Iterable
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable
+from dataclasses import asdict
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from harness import RANK, RANKS, Contender, Sample, alternate, median_ratio, medians, start, synchronize
-from models import Config, Llama, Part, loss, new_llama
+from contenders import (
+    BACKENDS,
+    COMPILED,
+    TORCH,
+    Case,
+    Step,
+    check_losses,
+    check_on_average,
+    pipeline,
+    pipeline_step,
+    plain_step,
+    torch_step,
+)
+from harness import RANK, RANKS, Contender, alternate, start
 from rich.console import Console
-from rich.table import Table
-from torch import Tensor, nn
-from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleInterleaved1F1B
+from step_table import means, ratios, table
+from workloads import NAMES, Size, workload
 
-import graphpp
-
-STAGES_PER_RANK = {"1F1B": 1, "Interleaved1F1B": 2}
-TORCH = {"1F1B": Schedule1F1B, "Interleaved1F1B": ScheduleInterleaved1F1B}
-
-
-@dataclass(frozen=True)
-class Case:
-    """One line of the table: model, schedule, and a batch of `rows` x `length` tokens per microbatch."""
-
-    dim: int
-    layers: int
-    schedule: str
-    microbatches: int
-    rows: int
-    length: int
-
-    @property
-    def stages(self) -> int:
-        return RANKS * STAGES_PER_RANK[self.schedule]
-
-    @property
-    def bound(self) -> float:
-        slots = self.microbatches * STAGES_PER_RANK[self.schedule]
-        return RANKS * slots / (slots + RANKS - 1)
-
-    @property
-    def cuts(self) -> list[int]:
-        """The layers at which stages start, and the end: equal numbers of layers."""
-        return [stage * self.layers // self.stages for stage in range(self.stages + 1)]
-
-    def batch(self, device: torch.device) -> tuple[Tensor, Tensor]:
-        """Tokens and targets of all microbatches, [rows of all, length]."""
-        generator = torch.Generator().manual_seed(1)
-        shape = (self.microbatches * self.rows, self.length + 1)
-        tokens = torch.randint(256, shape, generator=generator).to(device)
-        return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
-
-
-@dataclass
-class Step:
-    """A contender's step: returns the losses of the microbatches on the rank that has them, [microbatches]."""
-
-    parameters: list[nn.Parameter]
-    losses: Callable[[], Tensor | None]
-
-    def forget_gradients(self) -> None:
-        for parameter in self.parameters:
-            parameter.grad = None
+OTHERS = ("torch", "compiled", "plain", "limit")
 
 
 def main() -> None:
     option = options()
     device = start()
-    records = [record(case, option.rounds, device) for case in cases(option)]
+    records = []
+    for case in cases(option):
+        records.append(record(case, option, device))
+        if RANK == 0:
+            print(f"{len(records)}: {records[-1]['model']} {records[-1]['schedule']} is done", flush=True)
     if RANK == 0:
-        Console(width=190).print(table(records))
+        Console(width=200).print(table(records))
         if option.json:
-            Path(option.json).write_text(json.dumps(records, indent=1))
+            Path(option.json).write_text(json.dumps({"records": records, "means": means(records)}, indent=1))
     if RANKS > 1:
         dist.destroy_process_group()
 
 
 def options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--models", nargs="+", default=["llama"], choices=NAMES)
     parser.add_argument("--dims", type=int, nargs="+", default=[64, 256, 512])
-    parser.add_argument("--schedules", nargs="+", default=list(STAGES_PER_RANK), choices=list(STAGES_PER_RANK))
+    parser.add_argument("--schedules", nargs="+", default=["1F1B", "Interleaved1F1B"], choices=list(TORCH))
+    parser.add_argument("--backends", nargs="+", default=["eager"], choices=BACKENDS)
+    parser.add_argument("--others", nargs="*", default=["torch", "plain"], choices=OTHERS, help="contenders beside graphpp")
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--microbatches", type=int, default=8)
     parser.add_argument("--rows", type=int, default=2, help="rows of a microbatch")
-    parser.add_argument("--length", type=int, default=64, help="tokens in a row")
+    parser.add_argument("--length", type=int, default=64, help="tokens in a row; patches of an image")
+    parser.add_argument("--dropout", type=float, default=0.1, help="of gpt2")
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--json", help="file for the records")
     return parser.parse_args()
 
 
 def cases(option: argparse.Namespace) -> Iterable[Case]:
-    for dim in option.dims:
-        for schedule in option.schedules:
-            yield Case(dim, option.layers, schedule, option.microbatches, option.rows, option.length)
+    for name, dim, schedule in product(option.models, option.dims, option.schedules):
+        size = Size(dim, option.layers, option.length, option.dropout)
+        yield Case(workload(name, size), schedule, option.microbatches, option.rows)
 
 
-# ---------------------------------------------------------------------------------------------------------- contenders
-
-
-def graphpp_step(case: Case, device: torch.device) -> Step:
-    """The pipeline that graphpp compiles."""
-    model = new_llama(Config.small(case.dim, case.layers))
-    tokens, targets = case.batch(device)
-    split = [f"layers.{layer}" for layer in case.cuts[1:-1]]
-    example = graphpp.Microbatch((tokens[: case.rows],), target=targets[: case.rows])
-    pipe = graphpp.compile(
-        model,
-        loss,
-        example=example,
-        split=split,
-        schedule=case.schedule,
-        microbatches=case.microbatches,
-        device=device,
-    )
-    return Step(list(pipe.parameters()), lambda: pipe.step(tokens, target=targets).losses)
-
-
-def torch_step(case: Case, device: torch.device) -> Step:
-    """torch.distributed.pipelining, eager, with everything given that spares it work."""
-    model = new_llama(Config.small(case.dim, case.layers))
-    tokens, targets = case.batch(device)
-    stages = [torch_stage(case, model, index, device) for index in range(RANK, case.stages, RANKS)]
-    single = STAGES_PER_RANK[case.schedule] == 1
-    runner = TORCH[case.schedule](stages[0] if single else stages, case.microbatches, loss_fn=loss)
-    has_first, has_last = stages[0].is_first, stages[-1].is_last
-
-    def step() -> Tensor | None:
-        losses: list[Tensor] = []
-        given = {"target": targets, "losses": losses} if has_last else {}
-        runner.step(*((tokens,) if has_first else ()), return_outputs=False, **given)
-        return torch.stack([value.detach() for value in losses]) if has_last else None
-
-    return Step([parameter for stage in stages for parameter in stage.submod.parameters()], step)
-
-
-def torch_stage(case: Case, model: Llama, index: int, device: torch.device) -> PipelineStage:
-    """A manual stage with the shapes of one microbatch given, so that the module is not run to find them."""
-    part = Part(model, case.cuts[index], case.cuts[index + 1]).to(device)
-    hidden = torch.empty(case.rows, case.length, case.dim, device=device)
-    tokens = torch.empty(case.rows, case.length, dtype=torch.int64, device=device)
-    logits = torch.empty(case.rows, case.length, 256, device=device)
-    into = tokens if index == 0 else hidden.clone().requires_grad_()
-    out = (logits if index == case.stages - 1 else hidden).requires_grad_()
-    return PipelineStage(part, index, case.stages, device, input_args=(into,), output_args=(out,))
-
-
-def plain_step(case: Case, device: torch.device) -> Step:
-    """One eager process that accumulates gradients over the microbatches."""
-    model = new_llama(Config.small(case.dim, case.layers)).to(device)
-    tokens, targets = case.batch(device)
-    pairs = list(zip(tokens.split(case.rows), targets.split(case.rows), strict=True))
-
-    def step() -> Tensor:
-        losses = []
-        for rows, following in pairs:
-            value = loss(model(rows), following)
-            (value / case.microbatches).backward()
-            losses.append(value.detach())
-        return torch.stack(losses)
-
-    return Step(list(model.parameters()), step)
-
-
-# --------------------------------------------------------------------------------------------------------- measurement
-
-
-def record(case: Case, rounds: int, device: torch.device) -> dict[str, Any]:
+def record(case: Case, option: argparse.Namespace, device: torch.device) -> dict[str, Any]:
     """Check that the losses agree, then time all contenders in turn."""
-    plain = plain_step(case, device)
-    steps = {"graphpp": graphpp_step(case, device), "torch": torch_step(case, device)}
-    check_losses(case, steps, plain, device)
-    contenders = {name: Contender(step.losses, step.forget_gradients) for name, step in steps.items()}
-    contenders["plain"] = Contender(plain.losses, plain.forget_gradients, everywhere=False)
-    alternate(contenders, 2, device)
-    samples = alternate(contenders, rounds, device)
+    timed = alternating(case, option, device)
+    alternate(timed, 2, device)
+    samples = alternate(timed, option.rounds, device)
+    size = case.workload.size
     return {
-        "dim": case.dim,
-        "layers": case.layers,
+        "model": case.workload.name,
+        "dim": size.dim,
+        "layers": size.layers,
         "schedule": case.schedule,
         "ranks": RANKS,
         "microbatches": case.microbatches,
-        "tokens": case.rows * case.length,
+        "tokens": case.rows * size.length,
         "device": device.type,
+        "backends": option.backends,
         "bound": case.bound,
+        "ratios": {backend: ratios(samples, f"graphpp {backend}", case.bound) for backend in option.backends},
         "samples": {name: [asdict(sample) for sample in taken] for name, taken in samples.items()},
     }
 
 
-def check_losses(case: Case, steps: dict[str, Step], plain: Step, device: torch.device) -> None:
-    """Raise where a pipeline's losses are not the plain loop's."""
-    expected = plain.losses()
-    assert expected is not None
-    for name, step in steps.items():
-        found = step.losses()
-        synchronize(device)
-        if found is not None and not torch.allclose(found, expected, rtol=1e-5, atol=0):
-            raise SystemExit(f"{name} at {case}: losses {found.tolist()}, one process {expected.tolist()}")
+def alternating(case: Case, option: argparse.Namespace, device: torch.device) -> dict[str, Contender]:
+    """The contenders, checked."""
+    if case.workload.draws:
+        calm = case.without_dropout()
+        check_losses(plain_step(calm, device), everyone(calm, option, device), device)
+    steps = everyone(case, option, device)
+    check = check_on_average if case.workload.draws else check_losses
+    check(plain_step(case, device), steps, device)
+    alone = ("plain", "limit")
+    return {name: Contender(step.losses, step.forget_gradients, name not in alone) for name, step in steps.items()}
 
 
-def table(records: list[dict[str, Any]]) -> Table:
-    """Medians, ratios and bounds; one line per case."""
-    first = records[0]
-    title = f"{first['ranks']} ranks, {first['device']}, {first['layers']} layers, "
-    title += f"{first['microbatches']} microbatches of {first['tokens']} tokens"
-    caption = "ms: medians of the slowest rank; cpu ms, page faults: all ranks; ratios: median over the rounds"
-    shown = Table(title=title, title_justify="left", caption=caption)
-    for column in ("dim", "schedule", "graphpp ms", "torch ms", "plain ms", "torch/graphpp"):
-        shown.add_column(column, justify="right")
-    for column in ("speed-up graphpp", "torch", "bound", "cpu ms g", "t", "p", "faults g", "t", "p"):
-        shown.add_column(column, justify="right")
-    for row in records:
-        shown.add_row(*line(row))
-    return shown
+def everyone(case: Case, option: argparse.Namespace, device: torch.device) -> dict[str, Step]:
+    """The contenders that were asked for and can run this schedule.
 
-
-def line(row: dict[str, Any]) -> list[str]:
-    """One record as cells."""
-    samples = {name: [Sample(**sample) for sample in taken] for name, taken in row["samples"].items()}
-    order = [medians(samples[name]) for name in ("graphpp", "torch", "plain")]
-    ratios = [
-        median_ratio(samples["torch"], samples["graphpp"]),
-        *(median_ratio(samples["plain"], samples[name]) for name in ("graphpp", "torch")),
-        row["bound"],
-    ]
-    return [
-        str(row["dim"]),
-        row["schedule"],
-        *(f"{1e3 * middle.seconds:.1f}" for middle in order),
-        *(f"{ratio:.2f}" for ratio in ratios),
-        *(f"{1e3 * middle.cpu:.1f}" for middle in order),
-        *(f"{middle.faults:.0f}" for middle in order),
-    ]
+    torch.compile starts anew: it keeps a few variants of a module's forward, and raises where there are more.
+    """
+    torch.compiler.reset()
+    steps = {
+        f"graphpp {backend}": pipeline_step(pipeline(case, device, backend), case, device, backend)
+        for backend in option.backends
+    }
+    others = {
+        "torch": lambda: torch_step(case, device),
+        "compiled": lambda: torch_step(case, device, compiled=True),
+        "plain": lambda: plain_step(case, device),
+        "limit": lambda: plain_step(case, device, compiled=True),
+    }
+    able = [name for name in option.others if name != "compiled" or case.schedule in COMPILED]
+    return steps | {name: others[name]() for name in able}
 
 
 if __name__ == "__main__":

@@ -1,9 +1,11 @@
 """Trains a small Llama on real text over several processes, then proves the numbers against one plain process.
 
     torchrun --nproc-per-node 2 examples/train_llama.py          (`make demo` does this)
+    torchrun --nproc-per-node 2 examples/train_llama.py --backend inductor --steps 200
 
 Every rank is given the same batch; graphpp cuts it into microbatches and the model into stages. Afterwards rank 0
 trains the same model again with nothing but PyTorch, and the exit status is 1 if one loss or one parameter differs.
+A backend that compiles reorders sums: then the losses of the last step must agree to --tolerance.
 """
 
 import argparse
@@ -53,6 +55,8 @@ def options() -> argparse.Namespace:
     parser.add_argument("--length", type=int, default=64, help="bytes in a row")
     parser.add_argument("--schedule", default="1F1B", help="GPipe, 1F1B, Interleaved1F1B, LoopedBFS or a CSV file")
     parser.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto")
+    parser.add_argument("--backend", choices=["eager", "inductor"], default="eager")
+    parser.add_argument("--tolerance", type=float, default=1e-3, help="nats, for backends other than eager")
     parser.add_argument("--lr", type=float, default=1e-3)
     return parser.parse_args()
 
@@ -66,7 +70,7 @@ def main() -> None:
     if RANK == 0:
         plain = train_plain(option, device)
         show_speed(piped, plain)
-        sys.exit(show_difference(piped, plain))
+        sys.exit(show_difference(piped, plain, 0.0 if option.backend == "eager" else option.tolerance))
 
 
 def prepare(choice: str) -> torch.device:
@@ -93,6 +97,7 @@ def train_pipeline(option: argparse.Namespace, device: torch.device) -> Run:
         schedule=option.schedule,
         microbatches=option.microbatches,
         device=device,
+        backend=option.backend,
     )
     optimizer = torch.optim.AdamW(pipe.parameters(), lr=option.lr)
 
@@ -192,15 +197,19 @@ def show_speed(piped: Run, plain: Run) -> None:
     print(f"speed: {ratio:.2f} x one process; ranks waited, sent and prepared {1 - ratio / RANKS:.0%} of their time")
 
 
-def show_difference(piped: Run, plain: Run) -> int:
-    """Print the largest difference of all losses and of all parameters; the exit status: 0 if both are 0."""
+def show_difference(piped: Run, plain: Run, tolerance: float) -> int:
+    """Print the largest differences; the exit status: 0 if there is none, or the last losses agree to `tolerance` > 0."""
     if piped.state.keys() != plain.state.keys():
         print(f"not in both runs: {sorted(piped.state.keys() ^ plain.state.keys())}")
         return 1
-    losses = (piped.losses - plain.losses).abs().max().item()
+    apart = (piped.losses - plain.losses).abs()
     parameters = torch.stack([(piped.state[name] - plain.state[name]).abs().max() for name in plain.state]).max().item()
-    print(f"largest difference from one plain process: losses {losses:g}, parameters {parameters:g}")
-    return 0 if losses == 0 and parameters == 0 else 1
+    print(f"largest difference from one plain process: losses {apart.max():g}, parameters {parameters:g}")
+    if tolerance == 0:
+        return 0 if apart.max() == 0 and parameters == 0 else 1
+    last = (piped.losses[-1].mean() - plain.losses[-1].mean()).abs().item()
+    print(f"loss of the last step: {piped.losses[-1].mean():.5f}, one plain process {plain.losses[-1].mean():.5f}")
+    return 0 if last <= tolerance else 1  # not where it is no number
 
 
 @contextmanager

@@ -1,13 +1,171 @@
-"""Benchmarks that run where they are not meant to be read: at tiny sizes, on the CPU, so that they run where they are."""
+"""The benchmarks start, and what they compare computes the same; what they measure is for RESULTS.md.
 
+No compiler runs here: the compiled contenders differ from these by one argument.
+"""
+
+import importlib
 import json
+import math
+import os
 import subprocess
 import sys
 from pathlib import Path
+from types import ModuleType
+from typing import Any
 
 import pytest
+import torch
+
+import graphpp
+from graphpp import compiler, library
 
 ROOT = Path(__file__).parents[1]
+CPU = torch.device("cpu")
+
+
+def sibling(name: str, monkeypatch: pytest.MonkeyPatch, folder: str = "benchmarks") -> ModuleType:
+    """A script of a folder, which imports its siblings by their bare names."""
+    monkeypatch.syspath_prepend(str(ROOT / folder))
+    for path in (ROOT / folder).glob("*.py"):
+        monkeypatch.delitem(sys.modules, path.stem, raising=False)
+    return importlib.import_module(name)
+
+
+def case(contenders: ModuleType, monkeypatch: pytest.MonkeyPatch, name: str, schedule: str = "auto") -> Any:
+    workloads = sys.modules["workloads"]
+    size = workloads.Size(dim=16, layers=3, length=9, dropout=0.1)
+    return contenders.Case(workloads.workload(name, size), schedule, microbatches=3, rows=2)
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2", "moe", "vit"])
+def test_a_pipeline_and_manual_stages_compute_what_the_model_does(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    contenders = sibling("contenders", monkeypatch)
+    calm = case(contenders, monkeypatch, name).without_dropout()
+    plain = contenders.plain_step(calm, CPU)
+    piped = contenders.pipeline_step(contenders.pipeline(calm, CPU), calm, CPU)
+    assert torch.equal(plain.losses(), piped.losses())
+    for mine, theirs in zip(plain.parameters, piped.parameters, strict=True):
+        assert mine.grad is not None and theirs.grad is not None
+        assert torch.equal(mine.grad, theirs.grad)
+    model, (inputs, _) = calm.workload.model(), calm.batch(CPU)
+    value = inputs
+    for start in range(3):
+        value = calm.workload.part(model, start, start + 1)(value)
+    assert torch.equal(value, model(inputs))
+
+
+def test_experts_take_no_more_than_their_places_and_tokens_go_where_they_want(monkeypatch: pytest.MonkeyPatch) -> None:
+    blocks = sibling("blocks", monkeypatch)
+    torch.manual_seed(0)
+    experts = blocks.Experts(4, 8, experts=4, top=2, room=1.0)
+    torch.nn.init.normal_(experts.router.weight)
+    tokens = torch.randn(10, 4)
+    weights = experts.places(tokens)  # [tokens, experts, places]
+    assert weights.shape == (10, 4, 5)
+    assert ((weights > 0).sum(0) <= 1).all()  # a place has one token
+    assert ((weights > 0).sum((1, 2)) <= 2).all()  # a token has at most two experts
+    chosen = experts.router(tokens).topk(2, -1).indices
+    wanted = torch.zeros(10, 4, dtype=torch.bool).scatter(1, chosen, value=True)
+    seated = (weights > 0).any(-1)
+    assert not (seated & ~wanted).any()
+    for expert in range(4):  # the first ones that want it have it
+        assert torch.equal(seated[:, expert].nonzero().flatten(), wanted[:, expert].nonzero().flatten()[:5])
+
+
+def test_losses_that_differ_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    contenders = sibling("contenders", monkeypatch)
+    right = contenders.Step([], lambda: torch.ones(4))
+    wrong = contenders.Step([], lambda: torch.ones(4) * 1.001)
+    contenders.check_losses(right, {"same": right}, CPU)
+    with pytest.raises(SystemExit, match="wrong"):
+        contenders.check_losses(right, {"wrong": wrong}, CPU)
+    generator = torch.Generator().manual_seed(0)
+    noisy = [contenders.Step([], lambda by=by: by + torch.randn(8, generator=generator)) for by in (0.0, 0.0, 3.0)]
+    contenders.check_on_average(noisy[0], {"same": noisy[1]}, CPU)
+    with pytest.raises(SystemExit, match="mean loss"):
+        contenders.check_on_average(noisy[0], {"wrong": noisy[2]}, CPU)
+
+
+@pytest.mark.parametrize(("schedule", "microbatches", "bound"), [("auto", 4, 1.0), ("GPipe", 1, 1.0)])
+def test_the_bound_of_one_process_is_one(
+    schedule: str, microbatches: int, bound: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    contenders = sibling("contenders", monkeypatch)
+    assert case(contenders, monkeypatch, "llama", schedule).bound == pytest.approx(bound)
+
+
+def test_the_bound_is_that_of_the_paper(monkeypatch: pytest.MonkeyPatch) -> None:
+    """W M v / (M v + W - 1) for 1F1B, arXiv:2104.04473."""
+    contenders = sibling("contenders", monkeypatch)
+    monkeypatch.setattr(contenders, "RANKS", 3)
+    assert case(contenders, monkeypatch, "llama", "1F1B").bound == pytest.approx(3 * 3 / (3 + 2))
+
+
+def test_ratios_and_their_means(monkeypatch: pytest.MonkeyPatch) -> None:
+    step_table = sibling("step_table", monkeypatch)
+    sample = sys.modules["harness"].Sample
+    samples = {name: [sample(seconds, 0, 0)] for name, seconds in {"ours": 2.0, "torch": 3.0, "limit": 3.2}.items()}
+    found = step_table.ratios(samples, "ours", bound=2.0)
+    assert found == {"torch": 1.5, "compiled": None, "plain": None, "limit": pytest.approx(0.8)}
+    records = [{"backends": ["b"], "ratios": {"b": found}}, {"backends": ["b"], "ratios": {"b": found | {"torch": 6.0}}}]
+    assert step_table.means(records)["b"]["torch"] == pytest.approx(3.0)
+    assert step_table.means(records)["b"]["compiled"] is None
+
+
+def test_errors_are_relative(monkeypatch: pytest.MonkeyPatch) -> None:
+    errors = sibling("relative_errors", monkeypatch)
+    eager = errors.Numbers(torch.tensor([2.0, 4.0]), {"a": torch.full((4,), 2.0), "tiny": torch.full((4,), 1e-9), "no": None})
+    other = errors.Numbers(torch.tensor([2.0, 4.4]), {"a": torch.full((4,), 2.02), "tiny": torch.full((4,), 2e-9), "no": None})
+    found = errors.against(eager, other)
+    assert found.loss == pytest.approx(0.1) and found.worst == "a"
+    assert found.gradient == pytest.approx(0.01, rel=1e-4) and found.gradients["tiny"] < 1e-5
+    assert errors.against(eager, errors.Numbers(eager.losses, {"a": eager.gradients["a"]})).gradient == math.inf
+    bad = errors.Numbers(torch.tensor([2.0, math.nan]), eager.gradients)
+    assert errors.against(eager, bad).loss == math.inf
+
+
+def test_the_stopwatch_takes_a_compilation_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module, name in ((graphpp, "compile"), (compiler, "capture"), (library, "GraphPPRunner")):
+        monkeypatch.setattr(module, name, getattr(module, name))  # to have it back afterwards
+    contenders, stopwatch = sibling("contenders", monkeypatch), importlib.import_module("stopwatch")
+    watch = stopwatch.Stopwatch(last=0.0)
+    stopwatch.listen(watch)
+    small = case(contenders, monkeypatch, "llama")
+    pipe = contenders.pipeline(small, CPU)
+    assert list(watch.parts) == ["capture"]
+    assert 0 < watch.parts["capture"] < 1e3  # the watch began with the call
+    contenders.pipeline_step(pipe, small, CPU).losses()
+    assert list(watch.parts) == ["capture", "programs"]
+
+
+@pytest.mark.parametrize("last", [0.0, 5e-4, 2e-3, math.nan])
+def test_the_demo_compares_the_last_losses(last: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    demo = sibling("train_llama", monkeypatch, "examples")
+    plain = demo.Run(torch.ones(2, 3), [], {"weight": torch.ones(2)})
+    other = demo.Run(plain.losses + torch.tensor([[0.1], [last]]), [], {"weight": torch.ones(2) * 1.01})
+    assert demo.show_difference(other, plain, 1e-3) == (0 if last < 1e-3 else 1)
+    assert demo.show_difference(other, plain, 0.0) == 1
+    assert demo.show_difference(plain, plain, 0.0) == 0
+
+
+@pytest.mark.slow
+def test_step_time_runs_on_two_ranks(tmp_path: Path) -> None:
+    options = "--models gpt2 --dims 16 --layers 2 --length 4 --microbatches 2 --rounds 1 --schedules 1F1B --others torch plain"
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    file = tmp_path / "records.json"
+    subprocess.run(
+        [*command, "benchmarks/step_time.py", *options.split(), "--json", str(file)],
+        check=True,
+        cwd=ROOT,
+        env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
+        stdout=subprocess.DEVNULL,
+        timeout=200,
+    )
+    found = json.loads(file.read_text())
+    (record,) = found["records"]
+    assert record["bound"] == pytest.approx(4 / 3)
+    assert {name: len(samples) for name, samples in record["samples"].items()} == {"graphpp eager": 1, "torch": 1, "plain": 1}
+    assert found["means"]["eager"]["torch"] == record["ratios"]["eager"]["torch"] > 0
 
 
 @pytest.mark.slow
