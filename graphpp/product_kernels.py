@@ -21,14 +21,17 @@ from graphpp.runtime.products import TorchProducts
 
 _aten = torch.ops.aten
 _LINEAR = torch.ops.mkldnn._linear_pointwise.default
-_PRODUCTS = (_aten.mm.default, _aten.addmm.default)
+_PRODUCTS = (_aten.mm.default, _aten.addmm.default, _aten.bmm.default)
+_BATCH = 32  # larger batches are of small matrices, for which a call each costs more than it gains
 _GAIN = 0.95  # as little of the time must be left, or the usual kernel stays
 _TABLE = "products.json"
 
 
-def linear(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """`a @ b + bias` by oneDNN; [m, k], [k, n], [n]."""
-    result: torch.Tensor = _LINEAR(a, b.t(), bias, "none", [], "")
+def linear(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """`a @ b` by oneDNN; [m, k], [k, n], or batches of them."""
+    if a.dim() == 3:
+        return torch.stack([linear(*factors) for factors in zip(a.unbind(), b.unbind(), strict=True)])
+    result: torch.Tensor = _LINEAR(a, b.t(), None, "none", [], "")
     return result
 
 
@@ -45,13 +48,11 @@ class ProductKernels:
     def choose(self, graph: fx.Graph) -> None:
         """Exchange products for faster ones, in place; nodes carry `meta["val"]`."""
         for node in [node for node in graph.nodes if node.target in _PRODUCTS and _is_eligible(node)]:
-            bias, (a, b) = node.args[:-2], node.args[-2:]
+            *bias, a, b = node.args
             if not self.prefers_linear(a.meta["val"], b.meta["val"]):
                 continue
             with graph.inserting_before(node):
-                turned = graph.call_function(_aten.permute.default, (b, [1, 0]))
-                turned.meta["val"] = b.meta["val"].t()
-                product = graph.call_function(_LINEAR, (a, turned, bias[0] if bias else None, "none", [], ""))
+                product = _batched(graph, a, b) if node.target is _aten.bmm.default else _linear(graph, a, b, *bias)
             product.meta = dict(node.meta)
             node.replace_all_uses_with(product)
             graph.erase_node(node)
@@ -64,10 +65,13 @@ class ProductKernels:
 
     def add(self, total: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
         """Add the product into `total`."""
-        if eligible(a, b) and self.prefers_linear(a, b):
-            total.add_(linear(a, b))
-        else:
+        if not (eligible(a, b) and self.prefers_linear(a, b)):
             self._usual.add(total, a, b)
+        elif a.dim() == 3:
+            for part, *factors in zip(total, a, b, strict=True):
+                part.add_(linear(*factors))
+        else:
+            total.add_(linear(a, b))
 
     def prefers_linear(self, a: torch.Tensor, b: torch.Tensor) -> bool:
         """Whether oneDNN is the faster one for two operands like these (fake tensors do)."""
@@ -89,18 +93,47 @@ def eligible(a: torch.Tensor, b: torch.Tensor) -> bool:
     """Whether there is a choice for these operands."""
     both = (a, b)
     on_cpu = all(value.device.type == "cpu" and value.dtype is torch.float32 for value in both)
-    return on_cpu and torch.backends.mkldnn.is_available() and all(value.dim() == 2 and value.numel() for value in both)
+    few = a.dim() == b.dim() == 2 or (a.dim() == b.dim() == 3 and len(a) <= _BATCH)
+    return on_cpu and few and torch.backends.mkldnn.is_available() and all(value.numel() for value in both)
+
+
+def _linear(graph: fx.Graph, a: fx.Node, b: fx.Node, bias: fx.Node | None = None) -> fx.Node:
+    """Nodes that make `a @ b + bias` by oneDNN."""
+    turned = graph.call_function(_aten.permute.default, (b, [1, 0]))
+    turned.meta["val"] = b.meta["val"].t()
+    product = graph.call_function(_LINEAR, (a, turned, bias, "none", [], ""))
+    product.meta["val"] = _empty(a.meta["val"], b.meta["val"])
+    return product
+
+
+def _batched(graph: fx.Graph, a: fx.Node, b: fx.Node) -> fx.Node:
+    """Nodes that make each product of a batch by itself."""
+    products = []
+    for index in range(len(a.meta["val"])):
+        factors = [graph.call_function(_aten.select.int, (value, 0, index)) for value in (a, b)]
+        for factor, value in zip(factors, (a, b), strict=True):
+            factor.meta["val"] = value.meta["val"][index]
+        whole = graph.call_function(_aten.unsqueeze.default, (_linear(graph, *factors), 0))
+        whole.meta["val"] = _empty(*(factor.meta["val"] for factor in factors))[None]
+        products.append(whole)
+    return graph.call_function(_aten.cat.default, (products,))
+
+
+def _empty(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    return a.new_empty(len(a), b.shape[1])
 
 
 def _is_eligible(node: fx.Node) -> bool:
     plain = not node.kwargs and all(isinstance(arg, fx.Node) for arg in node.args)
-    bias = node.args[0].meta["val"] if len(node.args) == 3 else None  # type: ignore[union-attr]
-    return plain and (bias is None or bias.dim() == 1) and eligible(*(arg.meta["val"] for arg in node.args[-2:]))  # type: ignore[union-attr]
+    if not plain:
+        return False
+    *bias, a, b = (arg.meta["val"] for arg in node.args)  # type: ignore[union-attr]
+    return all(value.dim() == 1 for value in bias) and eligible(a, b)
 
 
 def _faster(a: torch.Tensor, b: torch.Tensor) -> str:
     """The name of the kernel that takes less time."""
-    usual, other = _times([lambda: torch.mm(a, b), lambda: linear(a, b)])
+    usual, other = _times([lambda: torch.matmul(a, b), lambda: linear(a, b)])
     return "linear" if other < _GAIN * usual else "mm"
 
 

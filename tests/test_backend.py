@@ -267,8 +267,15 @@ def test_products_by_either_kernel(chosen: str, tmp_path: Path, monkeypatch: pyt
         torch.testing.assert_close(total, 1 + a @ b)
         torch.testing.assert_close(kernels.make(left, right), a @ b)
 
+    batch = torch.randn(2, 5, 7), torch.randn(2, 7, 3)
+    total = torch.ones(2, 5, 3)
+    kernels.add(total, *batch)
+    torch.testing.assert_close(total, 1 + torch.bmm(*batch))
+    torch.testing.assert_close(kernels.make(*batch), torch.bmm(*batch))
+
     def both(x: Tensor, y: Tensor, bias: Tensor) -> tuple[Tensor, ...]:
-        return torch.mm(x, y), torch.addmm(bias, x, y), torch.addmm(bias, x, y, beta=2)
+        several = torch.bmm(torch.stack([x, 2 * x]), torch.stack([y, y]))
+        return torch.mm(x, y), torch.addmm(bias, x, y), torch.addmm(bias, x, y, beta=2), several
 
     given = (a, b, torch.randn(3))
     from torch.fx.experimental.proxy_tensor import make_fx
@@ -277,7 +284,7 @@ def test_products_by_either_kernel(chosen: str, tmp_path: Path, monkeypatch: pyt
     kernels.choose(module.graph)
     module.recompile()
     targets = [str(node.target) for node in module.graph.nodes]
-    assert targets.count("mkldnn._linear_pointwise.default") == (2 if chosen == "linear" else 0)
+    assert targets.count("mkldnn._linear_pointwise.default") == (4 if chosen == "linear" else 0)
     for found, wanted in zip(module(*given), both(*given), strict=True):
         torch.testing.assert_close(found, wanted)
 
