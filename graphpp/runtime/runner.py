@@ -22,6 +22,7 @@ import torch.distributed as dist
 
 from graphpp.runtime._torch_pipelining import ActionLoop, Work
 from graphpp.runtime.actions import SENDS, Action, Kind
+from graphpp.runtime.early import post_early
 from graphpp.runtime.gradients import Subgroups, TiedReduction, dtype_of_sum
 from graphpp.runtime.offload import Offloader, Staying
 from graphpp.runtime.overlap import Overlaps
@@ -34,7 +35,7 @@ from graphpp.runtime.schedule import Schedule
 from graphpp.runtime.stage import GraphStage, Place, Variant
 from graphpp.runtime.state import ModelState
 from graphpp.runtime.task import Feed, Task
-from graphpp.runtime.transport import Parcel, Transport
+from graphpp.runtime.transport import DEPTH, Parcel, Transport
 
 
 @dataclass(frozen=True)
@@ -235,6 +236,8 @@ class GraphPPRunner:
 
     def _bound_loop(self) -> ActionLoop:
         row = [action for action in self.schedule.table[self.place.rank] if action is not None]
+        if self.place.device.type == "cpu":  # on NCCL an early receive would hold up the sends to that rank
+            row = post_early(row, self.schedule.rank_of_stage, DEPTH)
         return ActionLoop(list(self.stages.values()), self.schedule, [(action, self._bound(action)) for action in row])
 
     def _bound(self, action: Action) -> Work:

@@ -13,6 +13,8 @@ Contract
   batch, if only of one.
 - At most `DEPTH` messages to one rank are outstanding; a further one first waits for the oldest (a wait for an earlier
   event of the total order, so it cannot hang). A sent tensor is released as soon as its send is known to be complete.
+- On CUDA messages run on NCCL's streams: a post lets them wait for what the current stream has made, and waiting for a
+  message makes the current stream wait, never the host. `done` only asks.
 """
 
 from __future__ import annotations
