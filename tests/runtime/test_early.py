@@ -37,7 +37,10 @@ def channels(row: list[Action], home: dict[int, int]) -> dict[int, list[Action]]
 
 
 class Buffered:
-    """Ranks over a transport on which a receive waits for nobody, and a send, strictest, until its receive is posted."""
+    """Ranks over a transport on which a receive alone waits for nobody, and whatever sends for this rank's sends before it.
+
+    A send is over when its receive is posted: nothing is buffered.
+    """
 
     def __init__(self, rows: Rows, home: dict[int, int]) -> None:
         self.todo, self.home = [list(row) for row in rows], home
@@ -47,43 +50,42 @@ class Buffered:
     def runs_to_its_end(self) -> bool:
         while any([self.step(rank) for rank in range(len(self.todo))]):
             pass
-        return not any(self.todo)
+        return not any(self.todo) and all(self.sends_are_over(rank) for rank in range(len(self.todo)))
 
     def step(self, rank: int) -> bool:
-        """Post the receives of the action at the head, and go on if nothing of it has to wait."""
+        """Do the action at the head if nothing of it has to wait."""
         if not self.todo[rank]:
             return False
-        action, own = self.todo[rank][0], list(self.todo[rank][0].leaves)
-        for leaf in own:
-            channel = (peer(leaf, self.home), rank) if leaf.kind in RECEIVES else None
-            if channel and leaf not in self.posted[channel]:
-                self.posted[channel].append(leaf)
-        if not all(self.free(rank, leaf, action) for leaf in own):
+        own = self.todo[rank][0].leaves
+        if any(leaf.kind in SENDS for leaf in own) and not self.sends_are_over(rank):
             return False
+        if not all(self.arrived(rank, leaf) for leaf in own):
+            return False
+        self.todo[rank].pop(0)
         for leaf in own:
             if leaf.kind in SENDS:
                 self.sent[rank, peer(leaf, self.home)].append(leaf)
-        self.todo[rank].pop(0)
+            elif leaf.kind in RECEIVES:
+                self.posted[peer(leaf, self.home), rank].append(leaf)
         return True
 
-    def free(self, rank: int, leaf: Action, action: Action) -> bool:
-        if leaf.kind in SENDS:
-            channel = rank, peer(leaf, self.home)
-            before = sum(each in action.leaves[: action.leaves.index(leaf)] for each in self.sends(rank, action, channel[1]))
-            return len(self.posted[channel]) > len(self.sent[channel]) + before
-        receive = leaf._replace(kind=Kind.RECV_F if leaf.kind is Kind.F else Kind.RECV_B)
-        where = next((key for key, each in self.posted.items() if key[1] == rank and receive in each), None)
-        if leaf.kind not in (Kind.F, Kind.B, Kind.I) or where is None:
-            return True
-        at = self.posted[where].index(receive)
-        if at >= len(self.sent[where]):
-            return False
-        came = self.sent[where][at]
-        assert (came.microbatch, came.kind.value[-1]) == (receive.microbatch, receive.kind.value[-1])
-        return abs(came.stage - receive.stage) == 1
+    def sends_are_over(self, rank: int) -> bool:
+        return all(len(self.posted[key]) >= len(sent) for key, sent in list(self.sent.items()) if key[0] == rank)
 
-    def sends(self, rank: int, action: Action, to: int) -> list[Action]:
-        return [leaf for leaf in action.leaves if leaf.kind in SENDS and peer(leaf, self.home) == to]
+    def arrived(self, rank: int, leaf: Action) -> bool:
+        """Whether what a computation reads is there; and it is the right one."""
+        receive = leaf._replace(kind=Kind.RECV_F if leaf.kind is Kind.F else Kind.RECV_B)
+        key = next((key for key, each in self.posted.items() if key[1] == rank and receive in each), None)
+        if leaf.kind not in (Kind.F, Kind.B, Kind.I) or key is None:
+            return True
+        at = self.posted[key].index(receive)
+        if at >= len(self.sent[key]):
+            return False
+        came = self.sent[key][at]
+        step = 1 if receive.kind is Kind.RECV_F else -1
+        way = Kind.SEND_F if receive.kind is Kind.RECV_F else Kind.SEND_B
+        assert came == Action(receive.stage - step, way, leaf.microbatch)
+        return True
 
 
 def check_moved(rows: Rows, home: dict[int, int], ahead: int) -> None:
