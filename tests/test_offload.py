@@ -10,13 +10,13 @@ import torch
 from torch import nn
 
 import graphpp
-from graphpp.runtime.task import Task
 from graphpp import compiler
 from graphpp.errors import GraphPPError, ScheduleError
 from graphpp.offload import Offload, chosen
 from graphpp.runtime.actions import Kind
 from graphpp.runtime.offload import Trip
 from graphpp.runtime.program import TensorMeta
+from graphpp.runtime.task import Task
 from tests.distributed import run_ranks
 from tests.movers import Copying, moving_by
 from tests.training import CASES, Numbers, capturing_once, differences, eager, train, whole

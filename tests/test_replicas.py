@@ -12,7 +12,6 @@ from torch import Tensor
 from torch.nn import functional as F
 
 import graphpp
-from graphpp.runtime.program import Phase
 from graphpp.runtime.task import Task
 from tests.distributed import rank_outcomes, run_ranks
 from tests.moe import MoE

@@ -1,7 +1,7 @@
 """`graphpp.verify`: right pipelines are found right and left alone; a fault is named by module, source line and stage."""
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
