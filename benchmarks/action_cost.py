@@ -5,10 +5,12 @@
 
 Interleaved 1F1B, microseconds per action (medians of steps in turn; the rank with most actions counts), of
 
-    loop             torch's `_PipelineScheduleRuntime` over the same table with handlers that do nothing: the floor
+    loop             our loop over the same table with actions that do nothing: the floor in one process
+    messages         the table's sends and receives alone, each waited for where it is read: the floor with messages
     empty            our runner, stage programs that hand on what they get: what the issue's target means
+    torch, empty     torch's `_PipelineScheduleRuntime` over the same table and stages that are stubs: no module, no autograd
     one op           the pipeline that graphpp compiles from stages `x * weight`, whole `pipe.step`
-    torch, one op    torch's ScheduleInterleaved1F1B over the same modules, whole `step`: nothing emptier has a backward
+    torch, one op    torch's ScheduleInterleaved1F1B over the same modules, whole `step`
 
 `--profile` prints rank 0's cProfile of each, by own time per action.
 """
@@ -22,10 +24,10 @@ import pstats
 import warnings
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
+from empty_stages import STAGES, empty_program, messages, torch_loop
 from harness import RANK, RANKS, Contender, alternate, medians, start
 from rich.console import Console
 from rich.table import Table
@@ -35,26 +37,11 @@ from torch.distributed.pipelining import PipelineStage, ScheduleInterleaved1F1B
 import graphpp
 from graphpp.runtime import schedules
 from graphpp.runtime._torch_pipelining import ActionLoop
-from graphpp.runtime.actions import Kind
 from graphpp.runtime.communication import add_communication
-from graphpp.runtime.program import (
-    Boundary,
-    Input,
-    Loss,
-    Phase,
-    PipelineProgram,
-    Program,
-    Received,
-    Seed,
-    Sent,
-    StageProgram,
-    TensorMeta,
-)
 from graphpp.runtime.runner import Device, GraphPPRunner
 from graphpp.runtime.schedule import Schedule
 from graphpp.runtime.state import ModelState
 
-STAGES = 4
 Step = Callable[[], object]
 
 
@@ -93,53 +80,16 @@ def contenders(table: Schedule, device: torch.device) -> dict[str, Step]:
     runner = GraphPPRunner(empty_program(), table, ModelState(nn.Module()), Device(device, dist.group.WORLD))
     inputs = [{"args[0]": torch.ones(1, device=device)}] * table.microbatches
     seeds = [torch.ones((), device=device)] * table.microbatches
-    loop = ActionLoop(list(runner.stages.values()), table, {kind: lambda action: None for kind in Kind})
+    row = [(action, idle) for action in table.table[RANK] if action is not None]
+    loop = ActionLoop(list(runner.stages.values()), table, row)
     return {
         "loop": loop.run,
+        "messages": messages(table),
         "empty": lambda: runner.step(inputs, seeds),
+        "torch, empty": torch_loop(table),
         "one op": compiled_step(table.microbatches, device),
         "torch, one op": torch_step(table.microbatches, device),
     }
-
-
-# ---------------------------------------------------------------------------------------------------- empty programs
-
-
-def empty_program() -> PipelineProgram:
-    """Stages that hand on one float: forward along the stages, and back."""
-    stages = tuple(
-        StageProgram(index, {Phase.FORWARD: forward(index), Phase.BACKWARD: backward(index)}, (), (), ())
-        for index in range(STAGES)
-    )
-    boundaries = tuple(Boundary(stage, (meta(f"x{stage}"),), (meta(f"g{stage}"),)) for stage in range(STAGES - 1))
-    return PipelineProgram(stages, boundaries, TensorMeta("loss", (1,), (1,), torch.float32))
-
-
-def forward(stage: int) -> Program:
-    source = Received(f"x{stage - 1}") if stage else Input("args[0]")
-    result = Sent(f"x{stage}") if stage < STAGES - 1 else Loss()
-    return Program(stage, Phase.FORWARD, (source,), (result,), hand_on)
-
-
-def backward(stage: int) -> Program:
-    source = Received(f"g{stage}") if stage < STAGES - 1 else Seed()
-    results = (Sent(f"g{stage - 1}"),) if stage else ()
-    return Program(stage, Phase.BACKWARD, (source,), results, hand_on if stage else nothing)
-
-
-def meta(name: str) -> TensorMeta:
-    return TensorMeta(name, (1,), (1,), torch.float32)
-
-
-def hand_on(boxed: list[Any]) -> tuple[Any, ...]:
-    values = tuple(value.reshape(1) for value in boxed) if boxed[0].dim() == 0 else tuple(boxed)
-    boxed.clear()
-    return values
-
-
-def nothing(boxed: list[Any]) -> tuple[Any, ...]:
-    boxed.clear()
-    return ()
 
 
 # ---------------------------------------------------------------------------------------------------- one operation
@@ -194,15 +144,20 @@ def torch_step(microbatches: int, device: torch.device) -> Step:
     return step
 
 
+def idle() -> None:
+    """An action that does nothing."""
+
+
 # ------------------------------------------------------------------------------------------------------------ results
 
 
 def shown(micros: dict[str, float], cpu: dict[str, float], actions: int) -> Table:
     table = Table(title=f"{RANKS} ranks, {actions} actions a rank: µs per action", title_justify="left")
-    for column in ("contender", "µs", "cpu µs", "of torch's"):
+    for column in ("contender", "µs", "cpu µs", "of torch, empty", "of torch, one op"):
         table.add_column(column, justify="left" if column == "contender" else "right")
     for name, value in micros.items():
-        table.add_row(name, f"{value:.1f}", f"{cpu[name]:.1f}", f"{value / micros['torch, one op']:.2f}")
+        ratios = (f"{value / micros[torchs]:.2f}" for torchs in ("torch, empty", "torch, one op"))
+        table.add_row(name, f"{value:.1f}", f"{cpu[name]:.1f}", *ratios)
     return table
 
 

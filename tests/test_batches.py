@@ -70,9 +70,9 @@ def counted(rank: int, schedule: Schedule) -> tuple[list[int], int, dict[str, An
         posted.append(len(ops))
         return together(ops)
 
-    def one(ops: list[dist.P2POp], peer: int) -> list[dist.Work]:
-        posted.append(len(ops))
-        return alone(ops, peer)
+    def one(parcel: transport.Parcel, group: dist.ProcessGroup | None) -> list[dist.Work]:
+        posted.append(len(parcel.elements))
+        return alone(parcel, group)
 
     dist.batch_isend_irecv, transport.post = batch, one
     try:

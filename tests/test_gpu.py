@@ -15,6 +15,7 @@ import torch.multiprocessing as mp
 from torch import nn
 
 import graphpp
+from graphpp.runtime.task import Task
 from tests.models import MODELS
 from tests.reference import eager_steps
 
@@ -126,18 +127,16 @@ def test_no_less_memory_is_predicted_than_is_taken() -> None:
 
 def test_a_step_that_fails_with_values_away() -> None:
     pipe, expected, _ = trained(offload=True)
-    stage = pipe._last.runner.stages[0]  # type: ignore[union-attr]
-    run, batch = stage.run, torch.randn(8 * 4096, 1024, device="cuda")
+    arguments, batch = Task.arguments, torch.randn(8 * 4096, 1024, device="cuda")
 
-    def failing(phase: Any, microbatch: int) -> None:
-        if phase == "B" and microbatch == 3:
+    def failing(task: Task) -> list[Any]:
+        if task.program.stage == 0 and task.part.phase == "B" and task.part.microbatch == 3:
             raise RuntimeError("out of luck")
-        run(phase, microbatch)
+        return arguments(task)
 
-    stage.run = failing  # type: ignore[method-assign]
-    with pytest.raises(RuntimeError, match="out of luck"):
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(RuntimeError, match="out of luck"):
+        patch.setattr(Task, "arguments", failing)
         pipe.step(batch, target=batch)
-    stage.run = run  # type: ignore[method-assign]
     for parameter in pipe.parameters():
         parameter.grad = None
     torch.manual_seed(1)

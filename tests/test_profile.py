@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -199,7 +200,7 @@ def recorded(*actions: tuple[Action, list[float]]) -> Recorder:
 
     for action, times in actions:
         clock.now += 1
-        recorder.run(lambda _, times=times: handler(times), action)  # type: ignore[misc]
+        recorder.run(action, partial(handler, times))
     return recorder
 
 

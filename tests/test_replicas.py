@@ -12,8 +12,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 import graphpp
-from graphpp.runtime.program import Phase
-from graphpp.runtime.stage import GraphStage
+from graphpp.runtime.task import Task
 from tests.distributed import rank_outcomes, run_ranks
 from tests.moe import MoE
 from tests.moe import batch as expert_batch
@@ -144,15 +143,15 @@ def midway(rank: int) -> str:
     """Rank 0 fails in a backward, and goes on as if nothing had been."""
     pipe, batch = pair(rank), SPECIAL["plain"]().batch
     step(pipe, batch)
-    run = GraphStage.run
+    arguments = Task.arguments
 
-    def failing(stage: GraphStage, phase: Phase, microbatch: int) -> None:
-        if rank == 0 and phase.is_backward:
+    def failing(task: Task) -> list[Any]:
+        if rank == 0 and task.part.phase.is_backward:
             raise ValueError("by chance")
-        run(stage, phase, microbatch)
+        return arguments(task)
 
     with pytest.MonkeyPatch.context() as patch, contextlib.suppress(ValueError):
-        patch.setattr(GraphStage, "run", failing)
+        patch.setattr(Task, "arguments", failing)
         step(pipe, batch)
     step(pipe, batch)
     return "ended"

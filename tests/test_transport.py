@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from graphpp.runtime import transport as transport_file
 from graphpp.runtime.program import TensorMeta
 from graphpp.runtime.transport import DEPTH, Landing, Message, Parcel, PeerLost, Transport, pack, post
 from tests.distributed import run_ranks
@@ -114,23 +115,18 @@ def test_any_view_arrives_as_it_was(data: st.DataObject) -> None:
 # --------------------------------------------------------------------------------------------------------- over gloo
 
 
-def sending(transport: Transport, values: list[Tensor], metas: list[TensorMeta], peer: int) -> Parcel:
-    ops = transport.send_ops(values, metas, peer)
-    return Parcel(Message([], [op.tensor for op in ops], peer), ops, outgoing=True)
-
-
 def cross(rank: int) -> list[tuple[list[object], tuple[int, ...]]]:
     """Rank 0 sends all values in one message and gets the same back from rank 1; both say what they have."""
     values = [make() for make in VALUES.values()]
     metas = [meta_of(value, name) for name, value in zip(VALUES, values, strict=True)]
     transport, peer = Transport(dist.group.WORLD, CPU), 1 - rank
     if rank == 0:
-        transport.start([sending(transport, values, metas, peer)])
-    message = transport.incoming(metas, peer)
-    transport.start([Parcel(message, transport.receive_ops(message))])
-    arrived = message.wait()
+        transport.start([transport.outgoing(values, metas, peer)])
+    parcel = transport.incoming(metas, peer)
+    transport.start([parcel])
+    arrived = parcel.message.wait()
     if rank == 1:
-        transport.start([sending(transport, arrived, metas, peer)])
+        transport.start([transport.outgoing(arrived, metas, peer)])
     transport.flush()
     return [(bits(value), tuple(value.stride())) for value in arrived]
 
@@ -148,9 +144,9 @@ def test_values_cross_a_boundary_there_and_back() -> None:
 
 def test_a_message_may_be_empty() -> None:
     transport = Transport(None, CPU)
-    message = transport.incoming([], 0)
-    assert post(transport.receive_ops(message), 0) == []
-    assert message.wait() == []
+    parcel = transport.incoming([], 0)
+    assert post(parcel, None) == []
+    assert parcel.message.wait() == []
 
 
 class Fake:
@@ -171,8 +167,8 @@ class Fake:
 def outgoing(names: list[str], monkeypatch: pytest.MonkeyPatch) -> tuple[Transport, list[str]]:
     transport, log = Transport(None, CPU), list[str]()
     for name in names:
-        monkeypatch.setattr("graphpp.runtime.transport.post", lambda ops, peer, name=name: [Fake(log, name)])
-        transport.start([Parcel(Message([], [], 1), [], outgoing=True)])
+        monkeypatch.setattr("graphpp.runtime.transport.post", lambda parcel, group, name=name: [Fake(log, name)])
+        transport.start([Parcel(Message([], [], 1), outgoing=True)])
     return transport, log
 
 
@@ -204,12 +200,14 @@ def batched(monkeypatch: pytest.MonkeyPatch, works: list[Fake], broken: bool = F
         return works
 
     monkeypatch.setattr(dist, "batch_isend_irecv", post_all)
+    monkeypatch.setattr(transport_file, "_operation", lambda parcel, value, group: value)  # there is no group
     return Transport(None, CPU, batched=True)
 
 
 def parcel(peer: int, count: int = 1, *, outgoing: bool = True) -> Parcel:
     values = [torch.zeros(1) for _ in range(count)]
-    return Parcel(Message([], values, peer), values, outgoing)  # type: ignore[arg-type]  # nothing looks at operations
+    metas = [meta_of(value) for value in values]
+    return Transport(None, CPU).outgoing(values, metas, peer) if outgoing else Transport(None, CPU).incoming(metas, peer)
 
 
 def test_each_message_of_a_batch_has_its_own_works(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -270,11 +268,10 @@ def exchange(rank: int) -> list[list[object]]:
     values = [[make()] for make in VALUES.values()][:2]
     metas = [[meta_of(value[0])] for value in values]
     transport, peer = Transport(dist.group.WORLD, CPU, batched=True), 1 - rank
-    sends = [sending(transport, [value[0] + rank], meta, peer) for value, meta in zip(values, metas, strict=True)]
-    messages = [transport.incoming(meta, peer) for meta in metas]
-    receives = [Parcel(message, transport.receive_ops(message)) for message in messages]
+    sends = [transport.outgoing([value[0] + rank], meta, peer) for value, meta in zip(values, metas, strict=True)]
+    receives = [transport.incoming(meta, peer) for meta in metas]
     transport.start([sends[0], *receives, sends[1]] if rank else [*receives, *sends])
-    arrived = [bits(transport.wait(message)[0]) for message in reversed(messages)]
+    arrived = [bits(transport.wait(parcel.message)[0]) for parcel in reversed(receives)]
     transport.flush()
     return arrived[::-1]
 

@@ -1,7 +1,7 @@
 """`graphpp.verify`: right pipelines are found right and left alone; a fault is named by module, source line and stage."""
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -14,6 +14,7 @@ from graphpp.passes import lower as recipe
 from graphpp.passes.joint import JointGraph
 from graphpp.runtime.gradients import Accumulator
 from graphpp.runtime.stage import GraphStage
+from graphpp.runtime.task import Part, Source, Task
 from tests.distributed import run_ranks
 from tests.models import MODELS, Case, cuts
 from tests.special_models import CUTS, SPECIAL
@@ -266,15 +267,15 @@ def test_a_gradient_that_is_added_up_wrongly_is_found(monkeypatch: pytest.Monkey
 
 
 def test_an_activation_of_another_microbatch_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    arrive, kept = GraphStage.arrive, dict[str, list[Tensor]]()
+    source_of, kept = GraphStage._source, dict[str, Sequence[Tensor]]()
 
-    def stale(self: GraphStage, direction: str, microbatch: int, tensors: list[Tensor]) -> None:
-        if self.stage_index == 2 and direction == "F":
-            tensors = kept.setdefault("first", tensors) if microbatch else tensors
-            kept.setdefault("first", tensors)
-        arrive(self, direction, microbatch, tensors)
+    def stale(self: GraphStage, part: Part, neighbour: GraphStage | None) -> Source | None:
+        source = source_of(self, part, neighbour)
+        if source is None or self.stage_index != 2 or part.direction != "F":
+            return source
+        return lambda: kept.setdefault("first", source())
 
-    monkeypatch.setattr(GraphStage, "arrive", stale)
+    monkeypatch.setattr(GraphStage, "_source", stale)
     first = verified(layers(), 4, microbatches=3).cut.first
     assert first is not None and (first.fqn, first.stage) == ("layers.1", 2)
     assert "received by the forward of stage 2" in first.what
@@ -283,15 +284,16 @@ def test_an_activation_of_another_microbatch_is_found(monkeypatch: pytest.Monkey
 
 @pytest.mark.parametrize("microbatches", [1, 2])
 def test_a_lost_buffer_update_is_found(monkeypatch: pytest.MonkeyPatch, microbatches: int) -> None:
-    file = GraphStage._file_forward
+    file = Task._file_forward
 
-    def lost(self: GraphStage, wiring: Any, microbatch: int, results: Any) -> None:
+    def lost(self: Task, results: Any) -> None:
+        wiring = self.part.wiring
         kept = wiring.updates
-        wiring.updates = [] if self.stage_index == 1 else kept
-        file(self, wiring, microbatch, results)
+        wiring.updates = [] if self.program.stage == 1 else kept
+        file(self, results)
         wiring.updates = kept
 
-    monkeypatch.setattr(GraphStage, "_file_forward", lost)
+    monkeypatch.setattr(Task, "_file_forward", lost)
     found = verified(SPECIAL["norms"](), 4, microbatches=microbatches)
     first = found.cut.first
     wrong = {fqn for fqn, each in found.cut.buffers.items() if each.verdict == "differs"}

@@ -9,22 +9,12 @@ first.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 
 from graphpp.runtime.products import Take, Within
-from graphpp.runtime.program import Phase, WovenProgram
-from graphpp.runtime.stage import GraphStage
-
-
-@dataclass(frozen=True)
-class OverlapPart:
-    """One part: a phase of a stage for a microbatch."""
-
-    stage: GraphStage
-    phase: Phase
-    microbatch: int
+from graphpp.runtime.program import WovenProgram
+from graphpp.runtime.task import Task
 
 
 class Overlaps:
@@ -34,18 +24,18 @@ class Overlaps:
         self.woven = tuple(woven)
         self._known = {tuple(map(id, each.parts)): each for each in woven}
 
-    def run(self, parts: Sequence[OverlapPart]) -> bool:
+    def run(self, parts: Sequence[Task]) -> bool:
         """Run the woven program of these parts and file the results; False where there is none, and nothing was run."""
-        pairs = [(part, part.stage.program(part.phase, part.microbatch)) for part in parts]
-        woven = self._known.get(tuple(id(each) for _, each in pairs))
+        woven = self._known.get(tuple(id(part.program) for part in parts))
         if woven is None:
             return False
-        take = _dealt([(part.stage.taker(part.phase, part.microbatch), len(each.outputs)) for part, each in pairs])
-        boxed = [value for part in parts for value in part.stage.arguments(part.phase, part.microbatch)]
+        take = _dealt([(part.take, len(part.program.outputs)) for part in parts])
+        boxed = [value for part in parts for value in part.arguments()]
         results = woven.run(boxed) if take is None else woven.run(boxed, take)
-        for part, each in pairs:
-            own, results = results[: len(each.outputs)], results[len(each.outputs) :]
-            part.stage.file(part.phase, part.microbatch, own)
+        for part in parts:
+            count = len(part.program.outputs)
+            own, results = results[:count], results[count:]
+            part.file(own)
         return True
 
 

@@ -27,7 +27,7 @@ from graphpp.runtime.recorder import Recorder
 from graphpp.runtime.runner import Device, GraphPPRunner
 from graphpp.runtime.schedule import Schedule
 from graphpp.runtime.timeline import Event, Timeline
-from graphpp.runtime.transport import Landing, Message, Parcel, Transport
+from graphpp.runtime.transport import Landing, Transport
 from graphpp.runtime.units import spell_bytes, spell_time
 
 _ROUNDS = 9
@@ -213,12 +213,11 @@ def _half_a_round(transport: Transport, metas: Sequence[TensorMeta], peer: int, 
         began = time.perf_counter()
         for sends in (first, not first):
             if sends:
-                ops = transport.send_ops(values, metas, peer)
-                transport.start([Parcel(Message([], [op.tensor for op in ops], peer), ops, outgoing=True)])
+                transport.start([transport.outgoing(values, metas, peer)])
             else:
                 arriving = transport.incoming(metas, peer)
-                transport.start([Parcel(arriving, transport.receive_ops(arriving))])
-                transport.wait(arriving)
+                transport.start([arriving])
+                transport.wait(arriving.message)
         if transport.device.type == "cuda":
             torch.cuda.synchronize(transport.device)
         rounds.append(time.perf_counter() - began)

@@ -1,4 +1,4 @@
-"""When a rank's actions ran in one step: marks around the runner's handlers and around its waits.
+"""When a rank's actions ran in one step: marks around what they do and around its waits.
 
 Contract
     A recorder serves one step of one rank. A computation that first had to wait for a message gives two spans: its
@@ -81,11 +81,11 @@ class Recorder:
         self._clock = clock
         self._spans: list[_Span] = []
 
-    def run(self, handler: Callable[[Action], None], action: Action) -> None:
-        """Run an action's handler and note when."""
+    def run(self, action: Action, work: Callable[[], object]) -> None:
+        """Do what an action does and note when."""
         span = _Span(action, self._clock.mark())
         self._spans.append(span)
-        handler(action)
+        work()
         span.end = self._clock.mark()
 
     def waiting(self) -> None:

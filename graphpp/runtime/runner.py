@@ -3,8 +3,7 @@
 Contract
 --------
 - Every schedule is a table with communication, already checked, and runs here; one process with all stages local is the
-  case without sends. The loop is torch's (`_PipelineScheduleRuntime`, `backward_requires_autograd=False`); what an action
-  does is one handler per kind, below.
+  case without sends. What an action does is bound to it once, when the runner is made; a step walks these.
 - After `step`: the losses of all microbatches on every rank; gradients in `param.grad`, accumulated in microbatch order.
 - After a failure nothing of the step is held.
 """
@@ -15,32 +14,28 @@ import contextlib
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from graphpp.runtime._torch_pipelining import ActionLoop
-from graphpp.runtime.actions import COMMUNICATION, SENDS, Action, Kind
+from graphpp.runtime._torch_pipelining import ActionLoop, Work
+from graphpp.runtime.actions import SENDS, Action, Kind
+from graphpp.runtime.early import post_early
 from graphpp.runtime.gradients import Subgroups, TiedReduction, dtype_of_sum
 from graphpp.runtime.offload import Offloader, Staying
-from graphpp.runtime.overlap import OverlapPart, Overlaps
+from graphpp.runtime.overlap import Overlaps
 from graphpp.runtime.products import Products
 from graphpp.runtime.program import Phase, PipelineProgram
 from graphpp.runtime.randomness import step_keys
 from graphpp.runtime.recorder import Recorder
 from graphpp.runtime.replicas import Replicas
 from graphpp.runtime.schedule import Schedule
-from graphpp.runtime.stage import Feed, GraphStage, Place, Variant
+from graphpp.runtime.stage import GraphStage, Place, Variant
 from graphpp.runtime.state import ModelState
-from graphpp.runtime.transport import Message, Parcel, Transport
-
-_OPS = {
-    Kind.SEND_F: GraphStage.get_fwd_send_ops,
-    Kind.SEND_B: GraphStage.get_bwd_send_ops,
-    Kind.RECV_F: GraphStage.get_fwd_recv_ops,
-    Kind.RECV_B: GraphStage.get_bwd_recv_ops,
-}
+from graphpp.runtime.task import Feed, Task
+from graphpp.runtime.transport import DEPTH, Parcel, Transport
 
 
 @dataclass(frozen=True)
@@ -97,8 +92,7 @@ class GraphPPRunner:
         self.overlaps = Overlaps(())  # for whoever has woven programs to exchange
         self.offloader: Offloader[Any] = Offloader((), {}, Staying())  # for whoever has planned trips to exchange
         self._recorder: Recorder | None = None
-        watched = {kind: self._watched(handler) for kind, handler in self._handlers().items()}
-        self._loop = ActionLoop(list(self.stages.values()), schedule, watched) if self.stages else None
+        self._loop = self._bound_loop() if self.stages else None  # a rank without a stage has nothing to do
 
     def _local_stages(self, each: Sequence[PipelineProgram]) -> dict[int, GraphStage]:
         """This rank's stages by index, each with its variant for every microbatch."""
@@ -124,8 +118,8 @@ class GraphPPRunner:
             with torch.no_grad(), _current(self.place.device):
                 keys = step_keys(len(inputs), self.place.group, self.place.device) if self.random else ()
                 self._begin(Feed(inputs, seeds, keys))
-                if self._loop is not None:  # a rank without a stage has nothing to do
-                    self._loop.run()
+                if self._loop is not None:
+                    self._loop.run(None if self._recorder is None else self._recorder.run)
                 self.transport.flush()
                 self._finish()
             self._bubble = self.transport.waited / max(time.perf_counter() - began, 1e-9)
@@ -145,17 +139,6 @@ class GraphPPRunner:
         finally:
             self._recorder = self.transport.on_wait = None
 
-    def _watched(self, handler: Callable[[Action], None]) -> Callable[[Action], None]:
-        """The handler, seen by a recorder where there is one. (torch's loop names each action to its profiler itself.)"""
-
-        def run(action: Action) -> None:
-            if self._recorder is None:
-                handler(action)
-            else:
-                self._recorder.run(handler, action)
-
-        return run
-
     @property
     def bubble(self) -> float | None:
         """The share of the last step in which this process stood still for messages; None on CUDA, where it does not."""
@@ -167,7 +150,7 @@ class GraphPPRunner:
         self._replicas.drop()
         self.offloader.drop()
         for stage in self.stages.values():
-            stage.clear()
+            stage.holding.clear()
             stage.gradients.start({})
 
     def losses(self) -> torch.Tensor:
@@ -176,7 +159,7 @@ class GraphPPRunner:
         assert meta is not None, "evaluation without a target has no loss"
         local = self.stages.get(stage)
         if local is not None:
-            losses = torch.stack([local.losses.pop(index) for index in range(self.schedule.microbatches)])
+            losses = torch.stack([local.holding.losses.pop(index) for index in range(self.schedule.microbatches)])
         else:
             losses = torch.empty(self.schedule.microbatches, dtype=meta.dtype, device=self.place.device)
         if self.place.ranks > 1:
@@ -191,7 +174,7 @@ class GraphPPRunner:
         local = self.stages.get(stage)
         table = torch.zeros(self.schedule.microbatches, len(dtypes), dtype=torch.float64, device=self.place.device)
         for index, row in enumerate(table if local is not None else ()):
-            row.copy_(torch.stack([local.metrics[index][name].double() for name in dtypes]))  # type: ignore[union-attr]
+            row.copy_(torch.stack([local.holding.metrics[index][name].double() for name in dtypes]))  # type: ignore[union-attr]
         if self.place.ranks > 1:
             dist.broadcast(table, group=self.place.group, group_src=self.schedule.rank_of_stage[stage])
         return {name: column.to(dtype) for (name, dtype), column in zip(dtypes.items(), table.unbind(1), strict=True)}
@@ -201,7 +184,7 @@ class GraphPPRunner:
         last = self.stages.get(len(self.program.stages) - 1)
         if last is None:
             return None
-        return [last.outputs.pop(index, {}) for index in range(self.schedule.microbatches)]
+        return [last.holding.outputs.pop(index, {}) for index in range(self.schedule.microbatches)]
 
     def _begin(self, feed: Feed) -> None:
         self._shared_out.clear()
@@ -249,66 +232,57 @@ class GraphPPRunner:
         dtype = dtype_of_sum(parameter, self._sums)
         return torch.empty(parameter.shape, dtype=dtype, device=self.place.device)
 
-    def _handlers(self) -> dict[Kind, Callable[[Action], None]]:
-        return {
-            **dict.fromkeys((Kind.F, Kind.B, Kind.I, Kind.W), self._offloading(self._compute)),
-            Kind.OVERLAP_F_B: self._offloading(self._overlap),
-            Kind.REDUCE_GRAD: lambda action: self._share_out(action.stage),
-            Kind.UNSHARD: _nothing,
-            Kind.RESHARD: _nothing,
-            **dict.fromkeys(COMMUNICATION, self._communicate),
-        }
+    # ------------------------------------------------------------------------------ what an action does
 
-    def _offloading(self, compute: Callable[[Action], None]) -> Callable[[Action], None]:
+    def _bound_loop(self) -> ActionLoop:
+        row = [action for action in self.schedule.table[self.place.rank] if action is not None]
+        if self.place.device.type == "cpu":  # on NCCL an early receive would hold up the sends to that rank
+            row = post_early(row, self.schedule.rank_of_stage, DEPTH)
+        return ActionLoop(list(self.stages.values()), self.schedule, [(action, self._bound(action)) for action in row])
+
+    def _bound(self, action: Action) -> Work:
+        """What an action does, with everything that is known before the step resolved."""
+        if action.kind is Kind.OVERLAP_F_B:
+            return self._offloading(action, partial(self._overlap, list(map(self._task, action.parts))))
+        if action.is_compute:
+            return self._offloading(action, self._task(action).run)
+        if action.is_communication:
+            return partial(self._communicate, [self._message(leaf) for leaf in action.leaves])
+        return partial(self._share_out, action.stage) if action.kind is Kind.REDUCE_GRAD else _nothing
+
+    def _task(self, action: Action) -> Task:
+        phase = Phase(action.kind.value) if self.training else Phase.EVALUATE
+        neighbour = self.stages.get(action.stage + (1 if phase.is_backward else -1))
+        return self.stages[action.stage].task(phase, _microbatch(action), neighbour)
+
+    def _offloading(self, action: Action, compute: Work) -> Work:
         """A computation, with the saved values there that it reads."""
 
-        def run(action: Action) -> None:
+        def run() -> None:
             self.offloader.before(action)
-            compute(action)
+            compute()
             self.offloader.after(action)
 
         return run
 
-    def _compute(self, action: Action) -> None:
-        stage, microbatch = self._target(action)
-        stage.run(self._phase(action), microbatch)
-        self._pass_on(action)
+    def _overlap(self, parts: Sequence[Task]) -> None:
+        if not self.overlaps.run(parts):
+            for part in parts:
+                part.run()
 
-    def _pass_on(self, action: Action) -> None:
-        """Hand what an action made to the neighbouring stage, if that is on this rank too; weight gradients stay."""
-        direction, step = ("F", 1) if action.kind is Kind.F else ("B", -1)
-        neighbour = self.stages.get(action.stage + step)
-        if neighbour is not None and action.kind is not Kind.W:
-            stage, microbatch = self._target(action)
-            neighbour.arrive(direction, microbatch, stage.take_leaving(direction, microbatch))
+    def _message(self, action: Action) -> Callable[[], Parcel]:
+        """Makes one message to send or receive, not posted yet."""
+        stage, direction = self.stages[action.stage], "F" if action.kind in (Kind.SEND_F, Kind.RECV_F) else "B"
+        bind = stage.sending if action.kind in SENDS else stage.receiving
+        return bind(direction, _microbatch(action))
 
-    def _overlap(self, action: Action) -> None:
-        targets = [(part, *self._target(part)) for part in action.parts]
-        if self.overlaps.run([OverlapPart(stage, self._phase(part), microbatch) for part, stage, microbatch in targets]):
-            for part in action.parts:
-                self._pass_on(part)
-        else:
-            for part in action.parts:
-                self._compute(part)
+    def _communicate(self, messages: Sequence[Callable[[], Parcel]]) -> None:
+        self.transport.start([make() for make in messages])
 
-    def _phase(self, action: Action) -> Phase:
-        return Phase(action.kind.value) if self.training else Phase.EVALUATE
 
-    def _communicate(self, action: Action) -> None:
-        self.transport.start([self._parcel(part) for part in action.leaves])
-
-    def _parcel(self, action: Action) -> Parcel:
-        """One send or receive, not posted yet."""
-        stage, microbatch = self._target(action)
-        ops = _OPS[action.kind](stage, microbatch)
-        direction = "F" if action.kind in (Kind.SEND_F, Kind.RECV_F) else "B"
-        if action.kind in SENDS:
-            return Parcel(Message([], [op.tensor for op in ops], stage.peer(direction)), ops, outgoing=True)
-        return Parcel(stage.arriving(direction, microbatch), ops)
-
-    def _target(self, action: Action) -> tuple[GraphStage, int]:
-        assert action.microbatch is not None, f"{action} names no microbatch"
-        return self.stages[action.stage], action.microbatch
+def _microbatch(action: Action) -> int:
+    assert action.microbatch is not None, f"{action} names no microbatch"
+    return action.microbatch
 
 
 def _current(device: torch.device) -> contextlib.AbstractContextManager[object]:
@@ -316,7 +290,7 @@ def _current(device: torch.device) -> contextlib.AbstractContextManager[object]:
     return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
 
 
-def _nothing(action: Action) -> None:
+def _nothing() -> None:
     """UNSHARD and RESHARD: parameters are whole on their rank."""
 
 

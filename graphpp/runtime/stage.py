@@ -2,29 +2,25 @@
 
 Contract
 --------
-- `run(phase, microbatch)` gathers a program's arguments, runs it, and files its results; where everything comes from and
-  goes to was resolved when the stage was made (`wiring.py`). `arguments`, `taker` and `file` are its parts, for whoever
-  runs several programs as one (`overlap.py`).
+- `task(phase, microbatch, neighbour)` is one piece of the stage's work, bound to everything it reads and writes (`task.py`).
+- `sending` and `receiving` do the same for the messages to and from stages on other ranks, from static metadata.
 - Each microbatch has its variant of the programs: one per shape of microbatch.
 - Per microbatch it holds what arrived, what is saved and what is to be sent; each dies when its last reader has run.
-- It answers the runtime's `get_fwd_send_ops` .. `get_bwd_recv_ops` from static metadata.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
 
 import torch
-import torch.distributed as dist
 
 from graphpp.runtime.gradients import Accumulator, FusedAccumulator, Taker
-from graphpp.runtime.program import Boundary, Phase, PipelineProgram, Program, TensorMeta
-from graphpp.runtime.transport import Message, Transport
+from graphpp.runtime.program import Boundary, Phase, PipelineProgram, TensorMeta
+from graphpp.runtime.task import Feed, Held, Part, Source, Task
+from graphpp.runtime.transport import Parcel, Transport
 from graphpp.runtime.wiring import Wiring, wire
-
-Tensors = list[torch.Tensor]
 
 
 @dataclass(frozen=True)
@@ -35,15 +31,6 @@ class Place:
     rank_of_stage: Mapping[int, int]
     rank: int
     ranks: int
-
-
-@dataclass(frozen=True)
-class Feed:
-    """What a step is given: per microbatch its tensors by path, the seed of its backward, its key for random numbers."""
-
-    inputs: Sequence[Mapping[str, torch.Tensor]]
-    seeds: Sequence[torch.Tensor] = ()
-    keys: Sequence[int] = ()
 
 
 @dataclass(frozen=True)
@@ -75,12 +62,6 @@ class Variant:
         return frozenset(name for _, name in later.saved) if later is not None else frozenset()
 
 
-@dataclass(frozen=True)
-class _Step:
-    tensor: Callable[[str], torch.Tensor]
-    feed: Feed
-
-
 class GraphStage:
     """A stage of the pipeline; made once per pipeline and number of microbatches."""
 
@@ -94,13 +75,7 @@ class GraphStage:
         fqns = dict.fromkeys(fqn for wiring in backwards for fqn in wiring.gradients.values())
         kind = FusedAccumulator if any(wiring.program.fused for wiring in backwards) else Accumulator
         self.gradients = kind(fqns, {fqn for wiring in backwards for fqn in wiring.shared_gradients})
-        self._step: _Step | None = None
-        self._arrived: dict[tuple[str, int], Message] = {}
-        self._saved: dict[int, dict[str, torch.Tensor]] = {}
-        self._leaving: dict[tuple[str, int], Tensors] = {}
-        self.losses: dict[int, torch.Tensor] = {}
-        self.outputs: dict[int, dict[int, torch.Tensor]] = {}
-        self.metrics: dict[int, dict[str, torch.Tensor]] = {}
+        self.holding = Held(transport.device)
 
     @property
     def is_first(self) -> bool:
@@ -114,8 +89,8 @@ class GraphStage:
 
     def begin(self, tensor: Callable[[str], torch.Tensor], feed: Feed) -> None:
         """Start a step: `tensor` gives parameters and buffers by FQN."""
-        self.clear()
-        self._step = _Step(tensor, feed)
+        self.holding.clear()
+        self.holding.tensor, self.holding.feed = tensor, feed
         for wiring in self._wirings():
             wiring.bound = [None] * len(wiring.program.inputs)
             for index, fqn in wiring.fixed:
@@ -125,7 +100,7 @@ class GraphStage:
 
     def end(self) -> None:
         """Drop parameters, inputs and seeds after a step; losses and outputs stay until the next one begins."""
-        self._step = None
+        self.holding.tensor = self.holding.feed = None
         for wiring in self._wirings():
             wiring.bound = []
 
@@ -135,126 +110,61 @@ class GraphStage:
     def _wirings(self) -> list[Wiring]:
         return [wiring for variant in self._distinct() for wiring in variant.wirings.values()]
 
-    def clear(self) -> None:
-        """Drop everything held per microbatch."""
-        self._arrived.clear()
-        self._saved.clear()
-        self._leaving.clear()
-        self.losses.clear()
-        self.outputs.clear()
-        self.metrics.clear()
+    # ------------------------------------------------------------------------------ computing
 
-    def run(self, phase: Phase, microbatch: int) -> None:
-        """Run one phase of one microbatch and file its results."""
-        run, take = self.program(phase, microbatch).run, self.taker(phase, microbatch)
-        arguments = self.arguments(phase, microbatch)
-        self.file(phase, microbatch, run(arguments) if take is None else run(arguments, take))
-
-    def program(self, phase: Phase, microbatch: int) -> Program:
-        """The program of one phase of one microbatch."""
-        return self._variants[microbatch].wirings[phase].program
-
-    def arguments(self, phase: Phase, microbatch: int) -> list[Any]:
-        """The arguments of one phase of one microbatch, which are handed over once; waits for what is still to arrive."""
+    def task(self, phase: Phase, microbatch: int, neighbour: GraphStage | None) -> Task:
+        """One phase of one microbatch; `neighbour`: the stage that its values come from, if that is on this rank."""
         variant = self._variants[microbatch]
-        return self._arguments(variant.wirings[phase], _direction(phase), microbatch, variant.outlives(phase))
+        part = Part(variant.wirings[phase], phase, microbatch, variant.outlives(phase))
+        return Task(part, self.holding, self._source(part, neighbour), self.taker(phase, microbatch))
 
     def taker(self, phase: Phase, microbatch: int) -> Taker | None:
         """What a program hands its gradients to, with their indices: they are added up as soon as they are made."""
         fqns = self._variants[microbatch].wirings[phase].gradients
         return Taker(self.gradients, microbatch, fqns) if fqns else None
 
-    def file(self, phase: Phase, microbatch: int, results: Sequence[Any]) -> None:
-        """File the results of one phase of one microbatch; gradients that were handed out are None."""
-        wiring = self._variants[microbatch].wirings[phase]
-        for index, fqn in wiring.gradients.items():
-            if results[index] is not None:
-                self.gradients.take(microbatch, fqn, results[index])
-        if not phase.is_backward:
-            self._file_forward(wiring, microbatch, results)
-        if wiring.keeps:
-            self._saved.setdefault(microbatch, {}).update((name, results[index]) for index, name in wiring.keeps)
-        if phase is not Phase.WEIGHT_GRAD:
-            self._leaving[_direction(phase), microbatch] = [results[index] for index in wiring.sends]
-
-    def _arguments(self, wiring: Wiring, direction: str, microbatch: int, outliving: frozenset[str]) -> list[Any]:
-        assert self._step is not None, "begin() comes first"
-        feed = self._step.feed
-        boxed = wiring.bound.copy()
-        for index, path in wiring.inputs:
-            boxed[index] = feed.inputs[microbatch][path].to(self._transport.device, non_blocking=True)
-        for index in wiring.seeds:
-            boxed[index] = feed.seeds[microbatch]
-        for index in wiring.keys:
-            boxed[index] = feed.keys[microbatch]
-        message = self._arrived.pop((direction, microbatch), None)
-        tensors = self._transport.wait(message) if message is not None else []
-        for index, place in wiring.received:
-            boxed[index] = tensors[place]
-        saved = self._saved.pop(microbatch, {})
-        for index, name in wiring.saved:
-            boxed[index] = saved[name]
-        if outliving:
-            self._saved[microbatch] = {name: value for name, value in saved.items() if name in outliving}
-        return boxed
-
-    def _file_forward(self, wiring: Wiring, microbatch: int, results: Sequence[torch.Tensor]) -> None:
-        for index, fqn in wiring.updates:
-            assert self._step is not None
-            self._step.tensor(fqn).copy_(results[index])
-        for index in wiring.losses:
-            self.losses[microbatch] = results[index].clone()  # a loss may be a view of something large
-        if wiring.outputs:
-            self.outputs[microbatch] = {leaf: results[index] for index, leaf in wiring.outputs}
-        if wiring.metrics:
-            self.metrics[microbatch] = {name: results[index].clone() for index, name in wiring.metrics}
-
     def held(self, microbatch: int) -> dict[str, torch.Tensor]:
         """The saved values of a microbatch by name, which may be taken out as long as they are back before they are read."""
-        return self._saved.setdefault(microbatch, {})
+        return self.holding.saved.setdefault(microbatch, {})
 
-    def take_leaving(self, direction: str, microbatch: int) -> Tensors:
-        """What this stage made for its neighbour; it is handed over once."""
-        return self._leaving.pop((direction, microbatch))
+    def _source(self, part: Part, neighbour: GraphStage | None) -> Source | None:
+        """Where what arrives with a task comes from; None where nothing does."""
+        key = part.direction, part.microbatch
+        if part.phase is Phase.WEIGHT_GRAD or not 0 <= self.stage_index - _step(part.direction) < self.num_stages:
+            return None
+        if neighbour is not None:
+            return partial(neighbour.holding.leaving.pop, key)
+        wait, arrived = self._transport.wait, self.holding.arrived
+        return lambda: wait(arrived.pop(key))
 
-    def arrive(self, direction: str, microbatch: int, tensors: Tensors) -> None:
-        """Take what a neighbouring stage on this rank made."""
-        self._arrived[direction, microbatch] = Message([], tensors, self.group_rank)
+    # ------------------------------------------------------------------------------ messages
 
-    def arriving(self, direction: str, microbatch: int) -> Message:
-        """The message that was last asked for with `get_fwd_recv_ops` or `get_bwd_recv_ops`."""
-        return self._arrived[direction, microbatch]
+    def sending(self, direction: str, microbatch: int) -> Callable[[], Parcel]:
+        """Makes the message with this microbatch's activations (F) or gradients (B) for the next stage that way."""
+        metas, peer = self._crossing(direction, microbatch, leaving=True)
+        leaving, pack = self.holding.leaving, self._transport.outgoing
+        return lambda: pack(leaving.pop((direction, microbatch)), metas, peer)
 
-    def peer(self, direction: str) -> int:
-        """The rank that this stage's activations (F) or gradients (B) go to."""
-        return self._place.rank_of_stage[self.stage_index + (1 if direction == "F" else -1)]
+    def receiving(self, direction: str, microbatch: int) -> Callable[[], Parcel]:
+        """Makes memory for what arrives that way, at the moment at which it is asked for."""
+        metas, peer = self._crossing(direction, microbatch, leaving=False)
+        arrived, room = self.holding.arrived, self._transport.incoming
 
-    def get_fwd_send_ops(self, microbatch: int) -> list[dist.P2POp]:
-        """Operations that send this microbatch's activations to the next stage."""
-        tensors, metas = self.take_leaving("F", microbatch), self._variants[microbatch].above.forward
-        return self._transport.send_ops(tensors, metas, self.peer("F"))
+        def receive() -> Parcel:
+            parcel = room(metas, peer)
+            arrived[direction, microbatch] = parcel.message
+            return parcel
 
-    def get_bwd_send_ops(self, microbatch: int) -> list[dist.P2POp]:
-        """Operations that send this microbatch's gradients to the previous stage."""
-        tensors, metas = self.take_leaving("B", microbatch), self._variants[microbatch].below.backward
-        return self._transport.send_ops(tensors, metas, self.peer("B"))
+        return receive
 
-    def get_fwd_recv_ops(self, microbatch: int) -> list[dist.P2POp]:
-        """Operations that receive this microbatch's activations, into buffers made now."""
-        return self._receive_ops("F", microbatch, self._variants[microbatch].below.forward, self.stage_index - 1)
-
-    def get_bwd_recv_ops(self, microbatch: int) -> list[dist.P2POp]:
-        """Operations that receive this microbatch's gradients, into buffers made now."""
-        return self._receive_ops("B", microbatch, self._variants[microbatch].above.backward, self.stage_index + 1)
-
-    def _receive_ops(
-        self, direction: str, microbatch: int, metas: Sequence[TensorMeta], source: int
-    ) -> list[dist.P2POp]:
-        message = self._transport.incoming(metas, self._place.rank_of_stage[source])
-        self._arrived[direction, microbatch] = message
-        return self._transport.receive_ops(message)
+    def _crossing(self, direction: str, microbatch: int, *, leaving: bool) -> tuple[Sequence[TensorMeta], int]:
+        """What crosses the boundary on one side of this stage that way, and the rank beyond it."""
+        variant, upwards = self._variants[microbatch], direction == "F"
+        boundary = variant.above if leaving == upwards else variant.below
+        beyond = self.stage_index + (_step(direction) if leaving else -_step(direction))
+        return boundary.forward if upwards else boundary.backward, self._place.rank_of_stage[beyond]
 
 
-def _direction(phase: Phase) -> str:
-    """The way that the results of a phase go: up (F) or down (B)."""
-    return "B" if phase.is_backward else "F"
+def _step(direction: str) -> int:
+    """From a stage's index to that of the next one that way."""
+    return 1 if direction == "F" else -1

@@ -13,6 +13,8 @@ Contract
   batch, if only of one.
 - At most `DEPTH` messages to one rank are outstanding; a further one first waits for the oldest (a wait for an earlier
   event of the total order, so it cannot hang). A sent tensor is released as soon as its send is known to be complete.
+- On CUDA messages run on NCCL's streams: a post lets them wait for what the current stream has made, and waiting for a
+  message makes the current stream wait, never the host. `done` only asks.
 """
 
 from __future__ import annotations
@@ -60,11 +62,15 @@ class Message:
 
 @dataclass(frozen=True)
 class Parcel:
-    """A message that is not posted yet, and the operations that post it."""
+    """A message that is not posted yet."""
 
     message: Message
-    ops: list[dist.P2POp]
     outgoing: bool = False
+
+    @property
+    def elements(self) -> list[torch.Tensor]:
+        """What goes over the wire: the memory that is read, or written into."""
+        return self.message.tensors if self.outgoing else [landing.elements for landing in self.message.landings]
 
 
 class PeerLost(RuntimeError):  # noqa: N818 - it names an event
@@ -85,19 +91,14 @@ class Transport:
         self.waited = 0.0  # seconds that this process stood still for messages
         self.on_wait: Callable[[], None] | None = None  # called before and after each wait, while a step is recorded
 
-    def send_ops(self, values: Sequence[torch.Tensor], metas: Sequence[TensorMeta], peer: int) -> list[dist.P2POp]:
-        """The operations that send `values` to `peer`."""
+    def outgoing(self, values: Sequence[torch.Tensor], metas: Sequence[TensorMeta], peer: int) -> Parcel:
+        """What `peer` is to be sent, packed; nothing is posted yet."""
         packed = [pack(value, meta) for value, meta in zip(values, metas, strict=True)]
-        return [dist.P2POp(dist.isend, value, group=self._group, group_peer=peer) for value in packed]
+        return Parcel(Message([], packed, peer), outgoing=True)
 
-    def incoming(self, metas: Sequence[TensorMeta], peer: int) -> Message:
+    def incoming(self, metas: Sequence[TensorMeta], peer: int) -> Parcel:
         """Memory for what `peer` will send; nothing is posted yet."""
-        return Message([], [], peer, [Landing.of(meta, self.device) for meta in metas])
-
-    def receive_ops(self, message: Message) -> list[dist.P2POp]:
-        """The operations that receive into `message`."""
-        ready = [landing.elements for landing in message.landings]
-        return [dist.P2POp(dist.irecv, value, group=self._group, group_peer=message.peer) for value in ready]
+        return Parcel(Message([], [], peer, [Landing.of(meta, self.device) for meta in metas]))
 
     def start(self, parcels: Sequence[Parcel]) -> None:
         """Start sending and receiving: each message gets its handles, and what is sent is held until it has gone out.
@@ -105,13 +106,13 @@ class Transport:
         With `batched` all is posted in one call. Waits only where more than `DEPTH` messages to a rank would be out.
         """
         sends = [parcel.message for parcel in parcels if parcel.outgoing]
-        for peer, count in Counter(message.peer for message in sends).items():
+        for peer, count in Counter([message.peer for message in sends]).items() if sends else ():
             self._make_room(peer, count)
         if self.batched:
-            post_together(parcels)
+            post_together(parcels, self._group)
         else:
             for parcel in parcels:
-                parcel.message.works = post(parcel.ops, parcel.message.peer)
+                parcel.message.works = post(parcel, self._group)
         for message in sends:
             self._outgoing[message.peer].append(message)
 
@@ -144,32 +145,35 @@ class Transport:
         self._outgoing.clear()
 
 
-def post(ops: list[dist.P2POp], peer: int) -> list[dist.Work]:
-    """Post a batch of one direction to one peer, as torch's runtime does: one call each, in order."""
+def post(parcel: Parcel, group: dist.ProcessGroup | None) -> list[dist.Work]:
+    """Post a message, as torch's runtime does: one call for each tensor, in order."""
+    peer = parcel.message.peer
     try:
-        if not ops:
-            return []
-        if ops[0].op is dist.isend:
-            works = [dist.isend(op.tensor, group=op.group, group_dst=op.group_peer) for op in ops]
+        if parcel.outgoing:
+            works = [dist.isend(value, group=group, group_dst=peer) for value in parcel.elements]
         else:
-            works = [dist.irecv(op.tensor, group=op.group, group_src=op.group_peer) for op in ops]
+            works = [dist.irecv(value, group=group, group_src=peer) for value in parcel.elements]
     except RuntimeError as error:
         raise PeerLost(peer, str(error)) from error
     return [work for work in works if work is not None]
 
 
-def post_together(parcels: Sequence[Parcel]) -> None:
-    """Post all operations in one call and give each message its handles."""
-    ops = [op for parcel in parcels for op in parcel.ops]
-    peers = {parcel.message.peer for parcel in parcels if parcel.ops}
+def post_together(parcels: Sequence[Parcel], group: dist.ProcessGroup | None) -> None:
+    """Post all messages in one call and give each its handles."""
+    each = [[_operation(parcel, value, group) for value in parcel.elements] for parcel in parcels]
+    ops = [op for own in each for op in own]
+    peers = {parcel.message.peer for parcel, own in zip(parcels, each, strict=True) if own}
     try:
         works = dist.batch_isend_irecv(ops) if ops else []
     except RuntimeError as error:
         raise PeerLost(peers.pop() if len(peers) == 1 else None, str(error)) from error
-    each = iter(works)
-    for parcel in parcels:
-        one_each = len(works) == len(ops)
-        parcel.message.works = list(islice(each, len(parcel.ops))) if one_each else list(works)
+    handles = iter(works)
+    for parcel, own in zip(parcels, each, strict=True):
+        parcel.message.works = list(islice(handles, len(own))) if len(works) == len(ops) else list(works)
+
+
+def _operation(parcel: Parcel, value: torch.Tensor, group: dist.ProcessGroup | None) -> dist.P2POp:
+    return dist.P2POp(dist.isend if parcel.outgoing else dist.irecv, value, group=group, group_peer=parcel.message.peer)
 
 
 @dataclass(frozen=True)
@@ -177,13 +181,15 @@ class _Layout:
     """How the elements of a value lie in memory, and how they travel.
 
     `stored`: the shape without what `expand` only repeats. `order`: the dimensions, slowest first. `dense`: in that
-    order the elements fill their memory without gaps, so that they travel from and into their place.
+    order the elements fill their memory without gaps, so that they travel from and into their place. `plain`: they
+    travel as they are.
     """
 
     stored: tuple[int, ...]
     stride: tuple[int, ...]
     order: tuple[int, ...]
     dense: bool
+    plain: bool = False
 
     @property
     def packed(self) -> list[int]:
@@ -203,7 +209,8 @@ def _layout(meta: TensorMeta) -> _Layout:
                 return _Layout(meta.shape, _contiguous(meta.shape), tuple(range(len(pairs))), True)
             dense = dense and meta.stride[dim] == extent
             extent = meta.stride[dim] * (stored[dim] - 1) + extent
-    return _Layout(stored, meta.stride, order, dense)
+    plain = dense and stored == meta.shape and order == tuple(range(len(pairs)))
+    return _Layout(stored, meta.stride, order, dense, plain)
 
 
 def _contiguous(shape: Sequence[int]) -> tuple[int, ...]:
@@ -218,6 +225,8 @@ def pack(value: torch.Tensor, meta: TensorMeta) -> torch.Tensor:
     """The elements of `value` as they travel: a view of it; a copy if it has gaps or lies otherwise than captured."""
     layout = _layout(meta)
     value = value.resolve_conj().resolve_neg()
+    if layout.plain:
+        return value.contiguous()
     for dim, size in enumerate(layout.stored):
         if size != meta.shape[dim]:
             value = value.narrow(dim, 0, size)
@@ -226,24 +235,26 @@ def pack(value: torch.Tensor, meta: TensorMeta) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class Landing:
-    """Where a value arrives: `elements` are received, `place` has the captured strides."""
+    """Where a value of `shape` arrives: `elements` are received, `place` has the captured strides."""
 
     elements: torch.Tensor
     place: torch.Tensor
-    meta: TensorMeta
+    shape: tuple[int, ...]
+    layout: _Layout
 
     @classmethod
     def of(cls, meta: TensorMeta, device: torch.device) -> Landing:
         """Memory for one value."""
         layout = _layout(meta)
         place = torch.empty_strided(layout.stored, layout.stride, dtype=meta.dtype, device=device)
+        if layout.plain:
+            return cls(place, place, meta.shape, layout)
         if layout.dense:
-            return cls(place.permute(layout.order), place, meta)
-        return cls(torch.empty(layout.packed, dtype=meta.dtype, device=device), place, meta)
+            return cls(place.permute(layout.order), place, meta.shape, layout)
+        return cls(torch.empty(layout.packed, dtype=meta.dtype, device=device), place, meta.shape, layout)
 
     def value(self) -> torch.Tensor:
         """The value, once its elements have arrived."""
-        layout = _layout(self.meta)
-        if not layout.dense:
-            self.place.permute(layout.order).copy_(self.elements)
-        return self.place if layout.stored == self.meta.shape else self.place.expand(self.meta.shape)
+        if not self.layout.dense:
+            self.place.permute(self.layout.order).copy_(self.elements)
+        return self.place if self.layout.stored == self.shape else self.place.expand(self.shape)
