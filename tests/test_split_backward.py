@@ -19,7 +19,7 @@ from tests.special_models import SPECIAL
 from tests.training import Counting, differences, trained
 
 MICROBATCHES = 4
-RSQRTS = 9  # in a forward of the 4-layer Llama: two a layer and the last norm; so small that they are saved unless told otherwise
+RSQRTS = 9  # in a forward of the 4-layer Llama: two a layer and the last norm; what they make is small, so saved by default
 
 
 def split_of(name: str) -> Any:

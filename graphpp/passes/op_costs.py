@@ -28,14 +28,14 @@ Cost = Callable[[fx.Node], float]
 _CONTRACTIONS = {2: aten.mm.default, 3: aten.bmm.default}
 _CHEAP_FLOPS_PER_ELEMENT = 16
 _FLOPS_PER_DRAW = 20
-_LIKE: dict[Any, Any] = {  # kernels that torch's table leaves out, and the ones that do the same arithmetic with the same arguments
+_LIKE: dict[Any, Any] = {  # kernels that torch's table leaves out, and those that do the same arithmetic on the same arguments
     aten._scaled_dot_product_flash_attention_for_cpu: aten._scaled_dot_product_flash_attention,
     aten._scaled_dot_product_flash_attention_for_cpu_backward: aten._scaled_dot_product_flash_attention_backward,
 }
 _READING_ONCE = {  # beside what torch calls pointwise: copies, look-ups, and norms over rows
     aten._to_copy, aten.cat, aten.stack, aten.embedding, aten.index_select, aten.gather, aten.constant_pad_nd, aten.repeat,
     aten.arange, aten.full, aten.full_like, aten.zeros, aten.zeros_like, aten.ones, aten.ones_like, aten.tril, aten.triu,
-    aten.native_layer_norm, aten.native_group_norm, getattr(aten, "_fused_rms_norm", None),
+    aten.native_layer_norm, aten.native_group_norm, getattr(aten, "_fused_rms_norm", aten.native_layer_norm),
 }  # fmt: skip
 
 

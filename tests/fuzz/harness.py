@@ -124,7 +124,8 @@ def cuts(most: int = 4) -> st.SearchStrategy[Cut]:
     """Up to `most` cuts anywhere, a named schedule or a random order, 1 to 4 microbatches."""
     order = st.sampled_from(ONE_PER_RANK + SEVERAL) | st.integers(0, 1000)
     at = st.lists(st.integers(0, 1000), min_size=1, max_size=most).map(tuple)
-    return st.builds(Cut, at, order, st.integers(1, 4), st.sampled_from([0, 0, 1, 5, 1000]), st.booleans(), st.sampled_from(SAVINGS))
+    region, saving = st.sampled_from([0, 0, 1, 5, 1000]), st.sampled_from(SAVINGS)
+    return st.builds(Cut, at, order, st.integers(1, 4), region, st.booleans(), saving)
 
 
 def shuffled(stages: int, microbatches: int, seed: int) -> Schedule:
