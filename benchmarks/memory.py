@@ -11,7 +11,8 @@ the step (parameters, inputs, and what torch keeps from step to step, such as it
 `param.grad`, and what a kernel needs inside. The peak is that of one step after one to warm up; a ratio compares the ranks'
 highest peaks, and the ranks' sums. "foretold": the plan's bytes, by the checker of schedules.
 
-Times, in turn without the census: what recomputation takes, as the median over rounds of its step over the default's.
+Times, in turn without the census: the step, and the CPU seconds of all ranks (on a machine that others use too the steadier
+figure), over the default's; medians over rounds.
 """
 
 from __future__ import annotations
@@ -171,12 +172,13 @@ def peak(step: Step, device: torch.device) -> float:
     return float(census.peak([p.grad for p in step.parameters if p.grad is not None]))
 
 
-def times(steps: dict[str, Step], rounds: int, device: torch.device) -> dict[str, float]:
-    """Each one's step time over the default's, the median over rounds."""
+def times(steps: dict[str, Step], rounds: int, device: torch.device) -> dict[str, list[float]]:
+    """Each one's step time, and CPU time of all ranks, over the default's: medians over rounds."""
     contenders = {name: Contender(step.losses, step.forget_gradients) for name, step in steps.items()}
     alternate(contenders, 2, device)
     samples = alternate(contenders, rounds, device)
-    return {name: median_ratio(taken, samples["graphpp"]) for name, taken in samples.items()}
+    figures = ("seconds", "cpu")
+    return {name: [median_ratio(taken, samples["graphpp"], f) for f in figures] for name, taken in samples.items()}
 
 
 def table(records: list[dict[str, Any]]) -> Table:
@@ -184,8 +186,8 @@ def table(records: list[dict[str, Any]]) -> Table:
     first = records[0]
     title = f"{first['ranks']} ranks, {first['device']}, {first['layers']} layers, "
     title += f"{first['microbatches']} microbatches of {first['tokens']} tokens"
-    shown = Table(title=title, title_justify="left", caption="MiB at the peak, by rank; time: over graphpp's default")
-    for column in ("dim", "schedule", "", "peak MiB", "foretold MiB", "highest / torch", "sum / torch", "time"):
+    shown = Table(title=title, title_justify="left", caption="MiB at the peak, by rank; time, cpu: over graphpp's default")
+    for column in ("dim", "schedule", "", "peak MiB", "foretold MiB", "highest / torch", "sum / torch", "time", "cpu"):
         shown.add_column(column, justify="right")
     for row in records:
         for name, found in row["peaks"].items():
@@ -205,7 +207,7 @@ def line(row: dict[str, Any], name: str, found: list[int]) -> list[str]:
         spelled(row["foretold"].get(name, [])),
         f"{max(found) / max(torchs):.2f}",
         f"{sum(found) / sum(torchs):.2f}",
-        f"{row['times'][name]:.2f}" if row["times"] else "",
+        *(f"{ratio:.2f}" for ratio in row["times"].get(name, [])),
     ]
 
 
