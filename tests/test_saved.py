@@ -115,7 +115,7 @@ def test_no_choice_changes_a_bit(name: str) -> None:
             assert not wrong, f"{choice}: {wrong}"
 
 
-@pytest.mark.parametrize("recompute", [None, 0.5, "selective"])
+@pytest.mark.parametrize("recompute", [None, 0.3])
 def test_verify_passes(recompute: Any) -> None:
     pipe, _ = made("dropout", recompute)
     inputs, target = batch()
@@ -125,10 +125,11 @@ def test_verify_passes(recompute: Any) -> None:
 def test_fewer_bytes_for_smaller_fractions_and_the_plan_says_so() -> None:
     example = graphpp.Microbatch((torch.randn(16, D),), target=torch.randn(16, D))
     found = {}
-    for choice in (NOTHING, None, 0.75, 0.5, "selective"):
-        built = graphpp.compile(Net(), mean_square, example=example, recompute=choice)._library.first
-        assert built is not None
-        found[choice] = built.plan.stages[0].saved_bytes
+    with capturing_once():
+        for choice in (NOTHING, None, 0.75, 0.5, "selective"):
+            built = graphpp.compile(Net(), mean_square, example=example, recompute=choice)._library.first
+            assert built is not None
+            found[choice] = built.plan.stages[0].saved_bytes
     assert found[0.5] < found[0.75] < found[None] < found[NOTHING]
     assert found[0.5] <= 0.5 * found[None] and found[0.75] <= 0.75 * found[None]
     assert found["selective"] < found[NOTHING]
