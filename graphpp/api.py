@@ -86,9 +86,12 @@ def compile(  # noqa: PLR0913 - what a user may choose, all of it optional
             sums are rounded otherwise, which in float32 changes a gradient by about 1e-6 of its largest element (1e-2 in
             bfloat16, where sums of many microbatches should be wider: `accumulate_dtype`). False: bit-equal. None: True under
             every backend but "eager".
-        recompute: what is computed again for the backward, not saved: "full" (every layer), FQNs of modules, a function
-            of a graph's node, a `graphpp.Recompute`; None: nothing. Bit-equal, dropout included. A schedule whose
-            `recomputed` is set says for which stages and microbatches.
+        recompute: what is computed again for the backward, not saved. None: only what costs next to nothing (views, casts,
+            pointwise operations, norms, look-ups of what is saved anyway). A number above 0 and up to 1: as much more, at the
+            least cost in time, as brings every stage to that fraction of the bytes it saves under None, or as close as it can
+            come. "selective": in the layers all but matrix products, convolutions, attention and collectives. "full": every
+            layer. FQNs of modules, a function of a graph's node, or a `graphpp.Recompute`. Bit-equal, dropout included. A
+            schedule whose `recomputed` is set says for which stages and microbatches; the free savings hold for all.
         memory_cap: bytes of activations that may be alive on a rank in a step, one number or one per rank; a schedule that
             would need more is refused before the first step. Counted from the graph: what waits for its backward, and what a
             program has alive while it runs. Parameters, gradients and an operator's own workspace come on top.

@@ -234,8 +234,10 @@ class Compiler:
     def _choices(self, joint: JointGraph, wanted: Wanted) -> Choices:
         recompute = self.settings.recompute or Recompute()
         region = recompute.region(module_calls(joint)) if wanted.recomputed and joint.training else None
-        region, chosen = checkpoints.joined(joint, region, recompute.chosen)
-        return Choices(wanted.split_backward, recompute.rerun, region, chosen, self.settings.fused)
+        savings = recompute.savings(region, self.settings.place.device.type, self.settings.op_costs)
+        whole = region if recompute.fraction is None else None  # a budget chooses single values, not whole layers
+        whole, chosen = checkpoints.joined(joint, whole, recompute.chosen)
+        return Choices(wanted.split_backward, recompute.rerun, whole, chosen, savings, self.settings.fused)
 
     def _recomputed(self, schedule: Schedule) -> frozenset[tuple[int, int]]:
         """The (stage, microbatch) that recompute: those the schedule names, else all or none."""

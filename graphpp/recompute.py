@@ -1,9 +1,10 @@
-"""What `recompute=` says: which layers compute their values again for the backward instead of saving them.
+"""What `recompute=` says: which values are computed again for the backward instead of being saved.
 
 Contract
-    in   None, "full", a list of FQNs, a function of a node, or a `Recompute`
+    in   None, "full", "selective", a fraction, a list of FQNs, a function of a node, or a `Recompute`
     out  for the module calls of one captured forward, the region of each operation (see `passes/recompute.py`), None
-         where its value is saved; and which operations the weight gradients may compute again
+         where its value is saved; on what terms single values are computed again (see `passes/savings.py`); and which
+         operations the weight gradients may compute again
     Raises `GraphPPError` for anything else, and for an FQN that is never called.
 """
 
@@ -11,14 +12,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
-import torch
 from torch import fx
 
 from graphpp.errors import GraphPPError
 from graphpp.layers import Call, repeated_layers
-from graphpp.passes.aliases import is_view
+from graphpp.passes.collectives import is_collective
+from graphpp.passes.op_costs import Cost, OpCosts, is_cheap, is_heavy
 from graphpp.passes.recompute import Chosen, Region, every
+from graphpp.passes.savings import Savings
 from graphpp.passes.split_weight_grad import Rerun, never
 
 
@@ -29,12 +32,24 @@ class Recompute:
     `layers`: FQNs of modules, each a region of its own that is computed again from what came into it; None: the model's
     repeated layers, or the modules that it calls itself where nothing repeats. `nodes`: of the operations in them, those
     it says True to (the others are saved); None: all. `weight_grad`: where the backward is split, W too may compute cheap
-    values (pointwise operations and views of I) again, where that leaves fewer bytes between I and W.
+    values (pointwise operations and views of I) again, where that leaves fewer bytes between I and W. `fraction`: not whole
+    layers, but of the operations in them those that cost the least time, until a stage saves this fraction of the bytes
+    that it saves under `recompute=None`. `free`: cheap operations, wherever they are, run again where less is saved for
+    it, as under `recompute=None`.
     """
 
     layers: tuple[str, ...] | None = None
     nodes: Callable[[fx.Node], bool] | None = None
     weight_grad: bool = False
+    fraction: float | None = None
+    free: bool = True
+
+    def __post_init__(self) -> None:
+        """Raises `GraphPPError` for a fraction that is none."""
+        if self.fraction is not None and not (_is_number(self.fraction) and 0 < self.fraction <= 1):
+            raise GraphPPError(
+                f"recompute={self.fraction!r}: the fraction of the usual bytes that a stage may save is above 0 and at most 1"
+            )
 
     def region(self, calls: Sequence[Call]) -> Region:
         """The region of an operation: the outermost of the chosen calls around it."""
@@ -60,38 +75,55 @@ class Recompute:
         """Which operations of the regions may run again."""
         return self.nodes or every
 
+    def savings(self, region: Region | None, device_type: str, cost: Cost | None) -> Savings | None:
+        """On what terms single values are computed again; a budget counts where a region is given."""
+        costs = OpCosts.of(device_type)
+        worth = _WORTH / costs.memory
+        if region is not None and self.fraction is not None:
+            return Savings(worth, cost or costs, self.fraction, region, self.chosen)
+        return Savings(worth, costs, chosen=self.chosen) if self.free else None
+
     @property
     def rerun(self) -> Rerun:
         """Which operations of I may run again in W."""
-        return _cheap if self.weight_grad else never
+        return is_cheap if self.weight_grad else never
 
 
-Given = Recompute | str | Sequence[str] | Callable[[fx.Node], bool] | None
+Given = Recompute | str | float | Sequence[str] | Callable[[fx.Node], bool] | None
+
+_WORTH = 8  # bytes of memory traffic for each byte less to save: about three pointwise operations in a row
+_TAKES = "'full', 'selective', a fraction, a list of FQNs, a function of a node, or graphpp.Recompute"
 
 
 def chosen(given: Given) -> Recompute | None:
     """What the caller of `graphpp.compile` chose. Raises `GraphPPError`."""
     if given is None or isinstance(given, Recompute):
         return given
-    if isinstance(given, str):
-        if given == "full":
-            return Recompute()
-        raise GraphPPError(f"recompute={given!r}: take 'full', a list of FQNs, a function of a node, or graphpp.Recompute")
-    if isinstance(given, Sequence) and all(isinstance(name, str) for name in given):
+    if given in ("full", "selective"):
+        return Recompute(nodes=_is_light if given == "selective" else None)
+    if _is_number(given):
+        return Recompute(fraction=given)  # type: ignore[arg-type]
+    if isinstance(given, Sequence) and not isinstance(given, str) and all(isinstance(name, str) for name in given):
         return Recompute(tuple(given))
     if callable(given):
         return Recompute(nodes=given)
-    raise GraphPPError(f"recompute={given!r}: take None, 'full', a list of FQNs, a function of a node, or graphpp.Recompute")
+    raise GraphPPError(f"recompute={given!r}: take None, {_TAKES}")
+
+
+def _is_number(given: object) -> bool:
+    return isinstance(given, int | float) and not isinstance(given, bool)
+
+
+def _is_light(node: fx.Node) -> bool:
+    """Neither a contraction (matrix product, convolution, attention), whose result is worth keeping, nor a collective."""
+    return not is_heavy(node) and not is_collective(node)
 
 
 def spelled(choice: Recompute | None) -> str:
     """The choice as text that is the same on every rank."""
     if choice is None:
         return "None"
-    nodes = "all" if choice.nodes is None else "a function"
-    return f"layers {choice.layers}, operations: {nodes}, weight_grad={choice.weight_grad}"
-
-
-def _cheap(node: fx.Node) -> bool:
-    """An operation that reads each element of its inputs about once: a pointwise one, or a view."""
-    return is_view(node) or torch.Tag.pointwise in getattr(node.target, "tags", ())
+    named: dict[Any, str] = {None: "all", _is_light: "those that are no contractions"}
+    nodes = named.get(choice.nodes, "a function")
+    usual = f"layers {choice.layers}, operations: {nodes}, weight_grad={choice.weight_grad}"
+    return f"{usual}, fraction={choice.fraction}, free={choice.free}"

@@ -225,9 +225,11 @@ def test_what_offload_may_not_be(wrong: Any) -> None:
 
 
 def test_what_only_w_reads_comes_back_for_w() -> None:
-    """A Linear's input is read by its W alone, a GELU's by I."""
+    """A Linear's input is read by its W alone, a GELU's by I; both are saved where nothing is made again."""
+    everything = graphpp.Recompute(layers=(), free=False)
     rows = "r0 0F0 0F1 0F2 0F3 1F0 1F1 1F2 1F3 1I0 1I1 1I2 1I3 1W0 1W1 1W2 1W3 0I0 0I1 0I2 0I3 0W0 0W1 0W2 0W3"
-    found = [trip for trip in trips(planned(True, graphpp.Schedule.parse(rows), split=2)) if trip.stage == 1]
+    pipe = planned(True, graphpp.Schedule.parse(rows), split=2, recompute=everything)
+    found = [trip for trip in trips(pipe) if trip.stage == 1]
     assert [(str(trip.back), str(trip.reader)) for trip in found if trip.microbatch == 3] == [
         ("1I2", "1I3"),
         ("1W2", "1W3"),

@@ -19,6 +19,7 @@ from tests.special_models import SPECIAL
 from tests.training import Counting, differences, trained
 
 MICROBATCHES = 4
+RSQRTS = 9  # in a forward of the 4-layer Llama: two a layer and the last norm; what they make is small, so saved by default
 
 
 def split_of(name: str) -> Any:
@@ -46,7 +47,7 @@ def test_a_schedule_says_which_microbatches_recompute(pairs: Any, recompute: str
     split = cuts("llama", 4)
     whole = trained(1, "llama", split=split, schedule="1F1B", microbatches=MICROBATCHES)
     assert differences(trained(1, "llama", split=split, schedule=table, recompute=recompute), whole) == []
-    assert runs_of("aten.silu", table, recompute) == 4 * MICROBATCHES + len(pairs)  # one layer a stage
+    assert runs_of("aten.rsqrt", table, recompute) == RSQRTS * MICROBATCHES + 2 * len(pairs)  # one layer a stage
 
 
 def runs(table: Schedule | str, recompute: Any, **options: Any) -> Counter[str]:
@@ -70,15 +71,15 @@ def runs_of(operator: str, table: Schedule | str, recompute: Any, **options: Any
 def test_a_block_runs_forward_twice_however_many_linears_it_has(schedule: Any) -> None:
     options = {"microbatches": MICROBATCHES} if schedule == "1F1B" else {}
     once, again = (runs(schedule, recompute, **options) for recompute in (None, "full"))
-    for operator in ("aten.silu", "aten.rsqrt"):
-        assert once[operator] < again[operator] <= 2 * once[operator]
+    assert once["aten.rsqrt"] < again["aten.rsqrt"] <= 2 * once["aten.rsqrt"]
+    assert once["aten.silu"] == again["aten.silu"]  # its input is saved anyway, so it is made again by default, too
     forward = 4 * 7 * MICROBATCHES  # q, k, v, o, gate, up, down in each of the four layers
     assert again["aten.mm"] - once["aten.mm"] <= forward
 
 
 def test_only_the_layers_named_are_recomputed() -> None:
     table = shuffled(4, MICROBATCHES, 0)
-    assert runs_of("aten.silu", table, ["layers.1"]) == 5 * MICROBATCHES
+    assert runs_of("aten.rsqrt", table, ["layers.1"]) == (RSQRTS + 2) * MICROBATCHES
     assert runs_of("aten.silu", table, lambda node: False) == 4 * MICROBATCHES
     assert runs_of("aten.silu", table, lambda node: "silu" in str(node.target)) == 8 * MICROBATCHES
 
@@ -120,7 +121,7 @@ def test_frozen_stages_under_a_split_backward(frozen: int) -> None:
 
 def test_what_recompute_takes() -> None:
     case = MODELS["llama"]()
-    for wrong in ("all", 3, [1]):
+    for wrong in ("all", 3, [1], 0, 0.0, -0.5, 1.1, float("nan"), True):
         with pytest.raises(graphpp.GraphPPError, match="recompute="):
             graphpp.compile(case.model, case.loss, recompute=wrong)  # type: ignore[arg-type]
     with pytest.raises(graphpp.GraphPPError, match=r"layers\.9"):

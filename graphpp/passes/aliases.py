@@ -34,6 +34,20 @@ def shares_memory(node: fx.Node) -> bool:
     return bool(node.all_input_nodes) and (is_view(node) or node.target in _UNDECLARED or is_wait(node))
 
 
+def is_copy(node: fx.Node) -> bool:
+    """Whether an operation that returns a view only where there is one has to copy, by the strides that the graph foresees."""
+    if node.target not in _UNDECLARED:
+        return False
+    source, value = node.all_input_nodes[0].meta["val"], node.meta["val"]
+    if node.target is torch.ops.aten.contiguous.default:
+        return not source.is_contiguous()
+    try:
+        source.view(value.shape)
+    except RuntimeError:
+        return True
+    return False
+
+
 def root(node: fx.Node) -> fx.Node:
     """The node whose memory a value lies in."""
     while shares_memory(node):

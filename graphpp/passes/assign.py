@@ -18,17 +18,14 @@ import operator
 from bisect import bisect_right
 from collections.abc import Sequence
 
-import torch
 from torch import fx
 
 from graphpp.errors import CaptureError
 from graphpp.passes.aliases import is_view
 from graphpp.passes.collectives import is_collective, is_wait
 from graphpp.passes.joint import JointGraph, describe, is_check
-from graphpp.passes.op_costs import flops
+from graphpp.passes.op_costs import is_heavy
 from graphpp.runtime import program
-
-_CHEAP_FLOPS_PER_ELEMENT = 16
 
 
 def assign(joint: JointGraph, starts: Sequence[int]) -> JointGraph:
@@ -84,7 +81,7 @@ def _is_replicable(node: fx.Node, written: set[str]) -> bool:
     """Whether a value can be computed anywhere, at no cost worth a message."""
     if any(source.meta["stage"] is not None or _is_particular(source) for source in node.all_input_nodes):
         return False
-    if _is_heavy(node) or is_check(node) or is_collective(node):
+    if is_heavy(node) or is_check(node) or is_collective(node):
         return False
     return all(_is_plain(source, written, node) for source in node.all_input_nodes)
 
@@ -109,13 +106,6 @@ def from_parameter(node: fx.Node) -> bool:
 def _is_particular(node: fx.Node) -> bool:
     """Whether an input makes what is computed from it belong to one place: the seed of the backward, random numbers."""
     return node.meta.get("role") in (program.Seed(), program.RandomKey())
-
-
-def _is_heavy(node: fx.Node) -> bool:
-    """A contraction with more than a few operations per element of its result is worth a message."""
-    value = node.meta["val"]
-    size = value.numel() if isinstance(value, torch.Tensor) else 1
-    return flops(node) > _CHEAP_FLOPS_PER_ELEMENT * max(size, 1)
 
 
 def _check(joint: JointGraph, written: set[str]) -> None:

@@ -22,6 +22,8 @@ from graphpp.passes.merge_views import merge_views
 from graphpp.passes.randomize import randomize
 from graphpp.passes.recompute import Chosen, Region, every, recompute
 from graphpp.passes.relax_views import relax_views
+from graphpp.passes.rematerialize import rematerialize
+from graphpp.passes.savings import Savings, computed_again
 from graphpp.passes.snapshot import snapshot
 from graphpp.passes.split_weight_grad import Rerun, never, split_weight_grad
 from graphpp.runtime.program import PipelineProgram
@@ -45,6 +47,7 @@ Hook = Callable[[Passed], None]
 class Choices:
     """What a plan leaves open: whether I and W stand beside B, and what W may run again; what is recomputed.
 
+    `region`, `chosen`: what is recomputed by regions; `savings`: on what terms single values are, of those still saved then.
     `fused`: products are written into the sums of gradients.
     """
 
@@ -52,6 +55,7 @@ class Choices:
     rerun: Rerun = never
     region: Region | None = None
     chosen: Chosen = every
+    savings: Savings | None = None
     fused: bool = False
 
 
@@ -74,15 +78,21 @@ def finish(
     joint: JointGraph, stages: int, hook: Hook = lambda passed: None, choices: Choices = Choices()
 ) -> PipelineProgram:
     """The second half of the recipe, on a joint graph that `lower` has prepared and that stays as it is."""
-    steps, region = _Steps(hook), choices.region
+    steps, region, savings = _Steps(hook), choices.region, choices.savings
     if region is not None and joint.training:
         joint = steps.run("recompute", lambda: recompute(joint.copy(), region, choices.chosen))
+    if savings is not None and joint.training:
+        joint = steps.run("rematerialize", lambda: _rematerialized(joint.copy(), stages, savings))
     pieces = steps.run("cut", lambda: cut(joint, stages))
     if choices.split_backward and joint.training:
         pieces = steps.run("split_weight_grad", lambda: split_weight_grad(joint, pieces, choices.rerun))
     if choices.fused and joint.training:
         pieces = steps.run("accumulate_products", lambda: accumulate_products(pieces))
     return steps.run("emit", lambda: emit(joint, pieces))
+
+
+def _rematerialized(joint: JointGraph, stages: int, terms: Savings) -> JointGraph:
+    return rematerialize(joint, computed_again(joint, stages, terms))
 
 
 @dataclass

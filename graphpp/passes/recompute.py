@@ -23,9 +23,9 @@ from collections.abc import Callable, Hashable
 
 from torch import fx
 
+from graphpp.passes.backward_needs import repeatable, written_buffers
 from graphpp.passes.joint import JointGraph
 from graphpp.runtime import program
-from graphpp.runtime.randomness import seeded
 
 Region = Callable[[fx.Node], Hashable | None]
 Chosen = Callable[[fx.Node], bool]
@@ -54,9 +54,7 @@ class _Regions:
     """The operations that may run again, by their region, and for each region those that its backward needs."""
 
     def __init__(self, joint: JointGraph, region: Region, chosen: Chosen) -> None:
-        written = {role.fqn for role, _ in joint.outputs() if isinstance(role, program.BufferUpdate)}
-        inputs = joint.inputs()
-        self._fixed = {node for role, node in inputs.items() if isinstance(role, program.Buffer) and role.fqn in written}
+        self._fixed = written_buffers(joint)
         forward = [node for node in joint.computed() if not node.meta["backward"] and node.meta["stage"] is not None]
         named = {node: (name, node.meta["stage"]) for node in forward if (name := region(node)) is not None}
         self._twins = {node.meta["seq"]: place for node, place in named.items()}
@@ -102,7 +100,7 @@ class _Regions:
         """Whether an operation may run again; of several results of one each goes with the operation."""
         if node.target is operator.getitem:
             return node.all_input_nodes[0] in self.of
-        return chosen(node) and _repeatable(node.target) and not self._fixed.intersection(node.all_input_nodes)
+        return chosen(node) and repeatable(node) and not self._fixed.intersection(node.all_input_nodes)
 
 
 def _copy(joint: JointGraph, reader: fx.Node, members: list[fx.Node], copies: dict[fx.Node, fx.Node]) -> None:
@@ -110,12 +108,7 @@ def _copy(joint: JointGraph, reader: fx.Node, members: list[fx.Node], copies: di
     with joint.graph.inserting_before(reader):
         for node in members:
             copies[node] = joint.graph.node_copy(node, lambda source: copies.get(source, source))
-            copies[node].meta = {**node.meta, "backward": True, "position": -1}
-
-
-def _repeatable(target: object) -> bool:
-    """Whether an operation may run twice: torch's own operators without an effect, and random ones that take a key."""
-    return target is seeded or getattr(target, "namespace", "") in ("aten", "prims")
+            copies[node].meta = {**node.meta, "backward": True, "position": -1, "again": True}
 
 
 def _ahead(node: fx.Node) -> list[fx.Node]:

@@ -4,16 +4,19 @@ Contract
 --------
 Beside the backward B of every stage there are then two graphs that together are it:
 
-    I   sends what B sends; a node stands in I only if a sent value needs it, and all such nodes do
+    I   sends what B sends; it has all nodes that a sent value needs, and no other node of the backward itself
     W   all other nodes; so it has the gradients of parameters, but for those that I makes on the way
+
+A value of the forward that is computed again for W alone (see `rematerialize.py`) is computed in that half which leaves fewer
+bytes waiting between them: in W, or already in I where all that it is computed from would have to wait else.
 
 Every node of B stands in exactly one of them, in its old order: nothing runs twice, and I then W has B's numbers to the
 bit. What arrived for B arrives for I. I keeps for W, as saved values, what W reads of it and of what arrived; what the
 forward saved stays where it is until the last of the two has read it. A stage that sends nothing (the first, those
 behind frozen ones) has an empty I.
 
-`rerun` names nodes that W may compute again where that keeps fewer bytes: then the values kept are a minimum cut, and
-such a node may stand in both.
+`rerun` names nodes of I that W may compute again where that keeps fewer bytes; such a node may stand in both. The values kept
+are a minimum cut.
 """
 
 from __future__ import annotations
@@ -60,13 +63,14 @@ def _halves(whole: SlotGraph, rerun: Rerun) -> tuple[SlotGraph, SlotGraph]:
     sent = [(role, node) for role, node in results if isinstance(role, program.Sent) or node in early]
     late = [(role, node) for role, node in results if (role, node) not in sent]
     rest = {node for node in whole.graph.nodes if _runs(node) and node not in early}
-    read = {source for node in rest for source in node.all_input_nodes} | {node for _, node in late}
-    kept = _kept(read, early, rerun)
-    again = _until(read & early, kept)
+    seam = _Seam(whole, early, {node for _, node in late}, rerun)
+    kept, lifted = seam.cut(_order(whole))
+    again = _until((seam.read(rest - lifted) & early), kept)
     handed = sorted((node for node in kept if not _stays(node)), key=_order(whole))
     saved: Results = [(program.Saved(node.name), node) for node in handed]
-    first = _graph(whole, I, early, [*sent, *saved])
-    return first, _graph(whole, W, rest | again, late, {node: program.Saved(node.name) for node in handed})
+    first = _graph(whole, I, early | lifted, [*sent, *saved])
+    second = (rest - lifted) | again
+    return first, _graph(whole, W, second, late, {node: program.Saved(node.name) for node in handed})
 
 
 def _graph(
@@ -112,45 +116,76 @@ def _order(whole: SlotGraph) -> Callable[[fx.Node], int]:
 # ------------------------------------------------------------------------------------------ what I keeps for W
 
 
-def _kept(read: set[fx.Node], early: set[fx.Node], rerun: Rerun) -> set[fx.Node]:
-    """The values that W starts from: those it reads of I or, where some may run again, a cut of the fewest bytes."""
-    handed = {node for node in read if node in early or node.op == "placeholder"}
-    if not any(rerun(node) for node in handed & early):
-        return handed
-    network = nx.DiGraph()
-    for node in _reachable(handed, early, rerun):
-        network.add_edge((node, "in"), (node, "out"), capacity=_bytes(node))
-        if node in handed:
-            network.add_edge((node, "out"), "W")
-        if _again(node, early, rerun):
-            network.add_edges_from(((source, "out"), (node, "in")) for source in node.all_input_nodes)
-        else:
-            network.add_edge("I", (node, "in"))
-    _, (near, _) = nx.minimum_cut(network, "I", "W")
-    return {node for node, side in (near - {"I"}) if side == "in" and (node, "out") not in near}
+class _Seam:
+    """Between I and W: `early` runs in I, the rest in W, which makes `late` results."""
+
+    def __init__(self, whole: SlotGraph, early: set[fx.Node], late: set[fx.Node], rerun: Rerun) -> None:
+        self._early, self._late, self._rerun = early, late, rerun
+        self._rest = [node for node in whole.graph.nodes if _runs(node) and node not in early]
+        self._movable: set[fx.Node] = set()
+        for node in self._rest if early else ():
+            of_forward = node.meta.get("again") or node.meta["stage"] is None
+            if of_forward and node not in late and all(map(self._is_there, node.all_input_nodes)):
+                self._movable.add(node)
+
+    def _is_there(self, node: fx.Node) -> bool:
+        """Whether I has a value, or may have it."""
+        return not _runs(node) or node in self._early or node in self._movable
+
+    def read(self, second: Iterable[fx.Node]) -> set[fx.Node]:
+        """What a W of these nodes reads."""
+        return {source for node in second for source in node.all_input_nodes} | self._late
+
+    def cut(self, order: Callable[[fx.Node], int]) -> tuple[set[fx.Node], set[fx.Node]]:
+        """The values that W starts from, a cut of the fewest bytes; and what of W's runs in I already."""
+        read = self.read(node for node in self._rest if node not in self._movable)
+        handed = {node for node in self.read(self._rest) if node in self._early or node.op == "placeholder"}
+        if not self._movable and not any(map(self._rerun, handed & self._early)):
+            return handed, set()
+        reached = sorted(self._reached(read), key=order)
+        _, (near, _) = nx.minimum_cut(self._network(reached, read), "I", "W")
+        kept = {node for node in reached if (node, "in") in near and (node, "out") not in near}
+        return kept, {node for node in reached if node in self._movable and (node, "in") in near}
+
+    def _reached(self, read: set[fx.Node]) -> set[fx.Node]:
+        """What W reads, and what that could be computed from in W."""
+        found: set[fx.Node] = set()
+        pending = [node for node in read if self._is_there(node)]
+        while pending:
+            node = pending.pop()
+            if node not in found and node.op != "get_attr":
+                found.add(node)
+                pending += node.all_input_nodes if self._in_w(node) else ()
+        return found
+
+    def _in_w(self, node: fx.Node) -> bool:
+        """Whether W may compute a value, alone or once more."""
+        return node in self._movable or (node in self._early and self._rerun(node))
+
+    def _network(self, reached: list[fx.Node], read: set[fx.Node]) -> nx.DiGraph:
+        """Bytes weigh more than anything; of equal cuts the one with fewer nodes moved to I, on which others wait."""
+        network, weight = nx.DiGraph(), len(reached) + 1
+        for node in reached:
+            nbytes = _bytes(node)
+            network.add_edge((node, "in"), (node, "out"), **({} if nbytes is None else {"capacity": nbytes * weight}))
+            if node in read:
+                network.add_edge((node, "out"), "W")
+            sources = [source for source in node.all_input_nodes if source.op != "get_attr"]
+            if self._in_w(node):
+                network.add_edges_from(((source, "out"), (node, "in")) for source in sources)
+            else:
+                network.add_edge("I", (node, "in"))
+            if node in self._movable:
+                network.add_edges_from(((node, "in"), (source, "in")) for source in sources)
+                network.add_edge((node, "in"), "W", capacity=1)
+        return network
 
 
-def _reachable(handed: set[fx.Node], early: set[fx.Node], rerun: Rerun) -> set[fx.Node]:
-    """What W reads, and what that could be computed from again."""
-    found: set[fx.Node] = set()
-    pending = list(handed)
-    while pending:
-        node = pending.pop()
-        if node not in found:
-            found.add(node)
-            pending += node.all_input_nodes if _again(node, early, rerun) else ()
-    return found
-
-
-def _again(node: fx.Node, early: set[fx.Node], rerun: Rerun) -> bool:
-    return node in early and rerun(node)
-
-
-def _bytes(node: fx.Node) -> float:
+def _bytes(node: fx.Node) -> int | None:
     """What keeping a value costs; the results of an operation with several are kept one by one, never as a tuple."""
     if node.op == "placeholder" and not isinstance(node.meta["role"], program.Received | program.Saved):
         return 0
-    return tensor_meta(node).nbytes if is_tensor(node) else float("inf")
+    return tensor_meta(node).nbytes if is_tensor(node) else None
 
 
 def _until(wanted: set[fx.Node], kept: set[fx.Node]) -> set[fx.Node]:

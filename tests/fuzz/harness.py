@@ -17,13 +17,16 @@ import torch.distributed as dist
 from hypothesis import strategies as st
 from torch import Tensor, fx
 
+from graphpp import recompute as recomputing
 from graphpp import signature
 from graphpp.capture import capture
 from graphpp.errors import CaptureError
 from graphpp.passes.joint import JointGraph
 from graphpp.passes.lower import Choices, lower
+from graphpp.passes.op_costs import OpCosts
 from graphpp.passes.randomize import randomize
 from graphpp.passes.relax_views import relax_views
+from graphpp.passes.savings import Savings
 from graphpp.recompute import Recompute
 from graphpp.runtime import program as p
 from graphpp.runtime.actions import Action, Kind
@@ -42,6 +45,8 @@ from tests.passes.graphs import copied
 STEPS = 2
 SEED = 3  # of the generator from which the steps draw their keys
 CPU = torch.device("cpu")
+ANYTHING = 1.0  # seconds that a byte is worth: whatever is cheap runs again, however small
+SAVINGS = (None, "free", "selective", 0.7, 0.3, 0.01)
 ONE_PER_RANK = ("1F1B", "GPipe", "ZB1P", "ZB2P")
 SEVERAL = ("Interleaved1F1B", "InterleavedZeroBubble", "LoopedBFS", "MegatronInterleaved", "auto")
 ON_A_V = ("V-Half", "V-Min", "ZBVZeroBubble")
@@ -52,7 +57,8 @@ class Cut:
     """Where stages start (thousandths of the forward, in any order); a schedule's name or a random order's seed.
 
     `region`: so many operations of the forward each are recomputed together; 0: none are. `rerun`: W may repeat views
-    and pointwise operations.
+    and pointwise operations. `saving`: besides, all that is cheap is made again ("free"), of the regions what is no
+    contraction ("selective"), or, instead of whole regions, as much as brings a stage to a fraction of what it saves.
     """
 
     at: tuple[int, ...]
@@ -60,11 +66,18 @@ class Cut:
     microbatches: int = 2
     region: int = 0
     rerun: bool = False
+    saving: str | float | None = None
 
     def choices(self) -> Choices:
         """What the recipe is asked for."""
         region = (lambda node: node.meta["position"] // self.region) if self.region else None
-        return Choices(True, Recompute(weight_grad=self.rerun).rerun, region)
+        chosen = recomputing.chosen("selective") if self.saving == "selective" else Recompute(weight_grad=self.rerun)
+        assert chosen is not None
+        if self.saving is None:
+            return Choices(True, chosen.rerun, region)
+        if isinstance(self.saving, str):
+            return Choices(True, chosen.rerun, region, chosen.chosen, Savings(ANYTHING, OpCosts.of("cpu")))
+        return Choices(True, chosen.rerun, savings=Savings(ANYTHING, OpCosts.of("cpu"), self.saving, region or _whole))
 
     def starts(self, joint: JointGraph) -> tuple[int, ...]:
         """The positions at which the stages begin."""
@@ -80,6 +93,11 @@ class Cut:
             table = SCHEDULES[self.schedule](ranks, stages, self.microbatches)
         check(table, ranks=ranks, stages=stages, microbatches=self.microbatches)
         return add_communication(table)
+
+
+def _whole(node: fx.Node) -> str:
+    """One region for all."""
+    return "all"
 
 
 @dataclass
@@ -106,7 +124,8 @@ def cuts(most: int = 4) -> st.SearchStrategy[Cut]:
     """Up to `most` cuts anywhere, a named schedule or a random order, 1 to 4 microbatches."""
     order = st.sampled_from(ONE_PER_RANK + SEVERAL) | st.integers(0, 1000)
     at = st.lists(st.integers(0, 1000), min_size=1, max_size=most).map(tuple)
-    return st.builds(Cut, at, order, st.integers(1, 4), st.sampled_from([0, 0, 1, 5, 1000]), st.booleans())
+    region, saving = st.sampled_from([0, 0, 1, 5, 1000]), st.sampled_from(SAVINGS)
+    return st.builds(Cut, at, order, st.integers(1, 4), region, st.booleans(), saving)
 
 
 def shuffled(stages: int, microbatches: int, seed: int) -> Schedule:

@@ -1,0 +1,215 @@
+"""How many bytes of activations are alive at the peak of a step, against eager torch.distributed.pipelining?
+
+    torchrun --nproc-per-node 2 benchmarks/memory.py [--dims 64 256 512] [--schedules 1F1B Interleaved1F1B]
+
+The contenders run the same model, weights, microbatches and schedule (those of step_time.py): torch; graphpp by default;
+graphpp with `recompute=0.5` and `"full"`. Losses must agree to 1e-5 first.
+
+Bytes: a census of storages. Every storage that an operator of the step makes is counted from then until it dies: what waits
+for a backward, receive buffers, messages, temporary values of forward and backward. Not counted: what was there before
+the step (parameters, inputs, and what torch keeps from step to step, such as its receive buffers), storages that end as a
+`param.grad`, and what a kernel needs inside. The peak is that of one step after one to warm up; a ratio compares the ranks'
+highest peaks, and the ranks' sums. "foretold": the plan's bytes, by the checker of schedules.
+
+Times, in turn without the census: the step, and the CPU seconds of all ranks (on a machine that others use too the steadier
+figure), over the default's; medians over rounds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import weakref
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from harness import RANK, RANKS, Contender, alternate, median_ratio, over_ranks, start, synchronize
+from models import Config, loss, new_llama
+from rich.console import Console
+from rich.table import Table
+from step_time import STAGES_PER_RANK, Case, Step, check_losses, plain_step, torch_step
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+import graphpp
+from graphpp.runtime.costs import Costs
+from graphpp.runtime.memory import peak_bytes
+
+CHOICES: dict[str, Any] = {"graphpp": None, "0.5": 0.5, "full": "full"}
+MIB = 1 << 20
+
+
+class Census(TorchDispatchMode):
+    """Births and deaths of the storages that operators make while it is active, in order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.events: list[tuple[int, int]] = []  # (number of the storage, bytes more or less)
+        self._living: dict[int, int] = {}  # id of the storage object -> its number
+        self._born = 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = function(*args, **(kwargs or {}))
+        given = {id(tensor.untyped_storage()) for tensor in _tensors((args, kwargs))}
+        for tensor in _tensors(result):
+            if id(tensor.untyped_storage()) not in given:
+                self._enter(tensor.untyped_storage())
+        return result
+
+    def _enter(self, storage: torch.UntypedStorage) -> None:
+        if id(storage) in self._living:
+            return
+        number, nbytes = self._born, storage.nbytes()
+        self._living[id(storage)], self._born = number, number + 1
+        self.events.append((number, nbytes))
+        weakref.finalize(storage, self._leave, id(storage), number, nbytes)
+
+    def _leave(self, name: int, number: int, nbytes: int) -> None:
+        self._living.pop(name, None)
+        self.events.append((number, -nbytes))
+
+    def peak(self, without: Iterable[torch.Tensor]) -> int:
+        """The most bytes alive at once, without the storages of these tensors."""
+        left_out = {self._living.get(id(tensor.untyped_storage())) for tensor in without}
+        live = most = 0
+        for number, nbytes in self.events:
+            live += 0 if number in left_out else nbytes
+            most = max(most, live)
+        return most
+
+
+def _tensors(values: Any) -> list[torch.Tensor]:
+    return [value for value in tree_leaves(values) if isinstance(value, torch.Tensor)]
+
+
+def main() -> None:
+    option = options()
+    device = start()
+    cases = [
+        Case(dim, option.layers, schedule, option.microbatches, option.rows, option.length)
+        for dim in option.dims
+        for schedule in option.schedules
+    ]
+    records = [record(case, option.rounds, device) for case in cases]
+    if RANK == 0:
+        Console(width=190).print(table(records))
+        if option.json:
+            Path(option.json).write_text(json.dumps(records, indent=1))
+    if RANKS > 1:
+        dist.destroy_process_group()
+
+
+def options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--dims", type=int, nargs="+", default=[64, 256, 512])
+    parser.add_argument("--schedules", nargs="+", default=list(STAGES_PER_RANK), choices=list(STAGES_PER_RANK))
+    parser.add_argument("--layers", type=int, default=8)
+    parser.add_argument("--microbatches", type=int, default=8)
+    parser.add_argument("--rows", type=int, default=2, help="rows of a microbatch")
+    parser.add_argument("--length", type=int, default=64, help="tokens in a row")
+    parser.add_argument("--rounds", type=int, default=9, help="of timing; 0: none")
+    parser.add_argument("--json", help="file for the records")
+    return parser.parse_args()
+
+
+def graphpp_step(case: Case, device: torch.device, recompute: Any) -> tuple[Step, int]:
+    """The pipeline that graphpp compiles, and the bytes that it foretells for this rank."""
+    model = new_llama(Config.small(case.dim, case.layers))
+    tokens, targets = case.batch(device)
+    pipe = graphpp.compile(
+        model,
+        loss,
+        example=graphpp.Microbatch((tokens[: case.rows],), target=targets[: case.rows]),
+        split=[f"layers.{layer}" for layer in case.cuts[1:-1]],
+        schedule=case.schedule,
+        microbatches=case.microbatches,
+        device=device,
+        recompute=recompute,
+    )
+    step = Step(list(pipe.parameters()), lambda: pipe.step(tokens, target=targets).losses)
+    step.losses()
+    plan = pipe._library.first
+    assert plan is not None
+    return step, peak_bytes(plan.plan.schedule, Costs.of_programs(plan.program))[RANK]
+
+
+def record(case: Case, rounds: int, device: torch.device) -> dict[str, Any]:
+    """Peaks of all contenders, then their times in turn."""
+    made = {name: graphpp_step(case, device, recompute) for name, recompute in CHOICES.items()}
+    steps = {"torch": torch_step(case, device), **{name: step for name, (step, _) in made.items()}}
+    check_losses(case, steps, plain_step(case, device), device)
+    peaks = {name: [int(each[0]) for each in over_ranks([peak(step, device)])] for name, step in steps.items()}
+    foretold = {name: [int(each[0]) for each in over_ranks([nbytes])] for name, (_, nbytes) in made.items()}
+    slower = times(steps, rounds, device) if rounds else {}
+    return {
+        "dim": case.dim,
+        "layers": case.layers,
+        "schedule": case.schedule,
+        "ranks": RANKS,
+        "microbatches": case.microbatches,
+        "tokens": case.rows * case.length,
+        "device": device.type,
+        "peaks": peaks,
+        "foretold": foretold,
+        "times": slower,
+    }
+
+
+def peak(step: Step, device: torch.device) -> float:
+    """The peak of one step on this rank, after one to warm up, in bytes."""
+    for census in (None, Census()):
+        step.forget_gradients()
+        if census is None:
+            step.losses()
+        else:
+            with census:
+                kept = step.losses()
+            del kept
+        synchronize(device)
+    return float(census.peak([p.grad for p in step.parameters if p.grad is not None]))
+
+
+def times(steps: dict[str, Step], rounds: int, device: torch.device) -> dict[str, list[float]]:
+    """Each one's step time, and CPU time of all ranks, over the default's: medians over rounds."""
+    contenders = {name: Contender(step.losses, step.forget_gradients) for name, step in steps.items()}
+    alternate(contenders, 2, device)
+    samples = alternate(contenders, rounds, device)
+    figures = ("seconds", "cpu")
+    return {name: [median_ratio(taken, samples["graphpp"], f) for f in figures] for name, taken in samples.items()}
+
+
+def table(records: list[dict[str, Any]]) -> Table:
+    """One line per case and contender."""
+    first = records[0]
+    title = f"{first['ranks']} ranks, {first['device']}, {first['layers']} layers, "
+    title += f"{first['microbatches']} microbatches of {first['tokens']} tokens"
+    shown = Table(title=title, title_justify="left", caption="MiB at the peak, by rank; time, cpu: over graphpp's default")
+    for column in ("dim", "schedule", "", "peak MiB", "foretold MiB", "highest / torch", "sum / torch", "time", "cpu"):
+        shown.add_column(column, justify="right")
+    for row in records:
+        for name, found in row["peaks"].items():
+            shown.add_row(*line(row, name, found))
+    return shown
+
+
+def line(row: dict[str, Any], name: str, found: list[int]) -> list[str]:
+    """One contender's cells."""
+    torchs = row["peaks"]["torch"]
+    spelled: Callable[[list[int]], str] = lambda each: " ".join(f"{nbytes / MIB:.2f}" for nbytes in each)  # noqa: E731
+    return [
+        str(row["dim"]),
+        row["schedule"],
+        name,
+        spelled(found),
+        spelled(row["foretold"].get(name, [])),
+        f"{max(found) / max(torchs):.2f}",
+        f"{sum(found) / sum(torchs):.2f}",
+        *(f"{ratio:.2f}" for ratio in row["times"].get(name, [])),
+    ]
+
+
+if __name__ == "__main__":
+    main()
