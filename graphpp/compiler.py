@@ -235,7 +235,9 @@ class Compiler:
         recompute = self.settings.recompute or Recompute()
         region = recompute.region(module_calls(joint)) if wanted.recomputed and joint.training else None
         region, chosen = checkpoints.joined(joint, region, recompute.chosen)
-        return Choices(wanted.split_backward, recompute.rerun, region, chosen, self.settings.fused)
+        # A compiler folds and fuses by itself; a CUDA graph would copy what is prepared into its own memory.
+        prepare = self.settings.backend is None and not self.settings.cudagraphs
+        return Choices(wanted.split_backward, recompute.rerun, region, chosen, self.settings.fused, prepare)
 
     def _recomputed(self, schedule: Schedule) -> frozenset[tuple[int, int]]:
         """The (stage, microbatch) that recompute: those the schedule names, else all or none."""

@@ -107,13 +107,13 @@ def test_a_file_for_each_pass_that_changed_the_graph(llama: Path) -> None:
     assert all(body(folder / before) != body(folder / after) for before, after in pairwise(joints))
     passes = [line.split() for line in (folder / "passes.txt").read_text().splitlines()]
     assert [f"{number}_{name}_joint.py" for number, name, *_, count in passes if count == "1"] == joints
-    assert [name for _, name, *_ in passes[-2:]] == ["cut", "emit"]
+    assert [name for _, name, *_ in passes[-3:]] == ["cut", "prepare", "emit"]
 
 
 def test_programs_are_what_the_last_pass_made(llama: Path) -> None:
     for program in (llama / "train/programs").iterdir():
-        (made,) = (llama / "train").glob(f"??_cut_{program.name}")
-        assert body(made) == body(program)
+        made = sorted((llama / "train").glob(f"??_*_{program.name}"))
+        assert body(made[-1]) == body(program)
 
 
 def test_what_runs_is_what_is_dumped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -122,7 +122,7 @@ def test_what_runs_is_what_is_dumped(tmp_path: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(Rendered, "load", lambda self, name: loaded.setdefault(name, self.text) and load(self, name))
     stepped("sequential", tmp_path)
     programs = {file.stem: body(file) for file in tmp_path.glob("rank0/train/programs/*.py")}
-    assert len(programs) == len(loaded) == 4
+    assert len(programs) == len(loaded) == 6
     for text in loaded.values():
         stage, phase = re.match(r'"""stage (\d+), (\w+)', text).groups()  # type: ignore[union-attr]
         assert programs[f"stage{stage}_{phase}"].startswith(after_docstring(text))
@@ -147,7 +147,7 @@ def test_boundaries_name_what_crosses_and_what_is_saved(llama: Path) -> None:
 
 def test_evaluation_has_its_own_folder(llama: Path) -> None:
     programs = [file for file in files(llama / "eval") if file.startswith("programs")]
-    assert programs == ["programs/stage0_evaluate.py", "programs/stage1_evaluate.py"]
+    assert programs == [f"programs/stage{stage}_{phase}.py" for stage in (0, 1) for phase in ("evaluate", "prepare")]
 
 
 def test_each_graph_of_a_process_has_its_own_folder(tmp_path: Path) -> None:
