@@ -237,7 +237,9 @@ class Compiler:
         savings = recompute.savings(region, self.settings.place.device.type, self.settings.op_costs)
         whole = region if recompute.fraction is None else None  # a budget chooses single values, not whole layers
         whole, chosen = checkpoints.joined(joint, whole, recompute.chosen)
-        return Choices(wanted.split_backward, recompute.rerun, whole, chosen, savings, self.settings.fused)
+        # A compiler folds and fuses by itself; a CUDA graph would copy what is prepared into its own memory.
+        prepare = self.settings.backend is None and not self.settings.cudagraphs
+        return Choices(wanted.split_backward, recompute.rerun, whole, chosen, savings, self.settings.fused, prepare)
 
     def _recomputed(self, schedule: Schedule) -> frozenset[tuple[int, int]]:
         """The (stage, microbatch) that recompute: those the schedule names, else all or none."""

@@ -136,6 +136,9 @@ class Dump:
                 for (phase, stage), slot in result.slots.items():
                     if stage in mine:
                         yield self._slot(stage, self._phase(phase), slot.graph, render(slot.graph))
+                for stage, slot in result.prepared.items():
+                    if stage in mine:
+                        yield self._slot(stage, slot.phase, slot.graph, render(slot.graph))
             case PipelineProgram():
                 yield from self._programs(result, mine)
 
@@ -147,10 +150,14 @@ class Dump:
                 graph = self._cut.slots[F if phase is Phase.EVALUATE else phase, stage.index].graph
                 rendered = replace(render(graph), text=item.source)
                 yield replace(self._slot(stage.index, phase, graph, rendered), final=True)
+            if stage.prepare is not None and stage.index in mine:
+                graph = self._cut.prepared[stage.index].graph
+                rendered = replace(render(graph), text=stage.prepare.source)
+                yield replace(self._slot(stage.index, Phase.PREPARE, graph, rendered), final=True)
 
     def _slot(self, stage: int, phase: Phase, graph: fx.Graph, rendered: Rendered) -> _Text:
         name = phase.name.lower()
-        return _Text(f"stage{stage}_{name}", f"{self._kind}: stage {stage}, {name}, one microbatch", graph, rendered)
+        return _Text(f"stage{stage}_{name}", f"{self._kind}: stage {stage}, {name}, {_per(phase)}", graph, rendered)
 
     def _phase(self, phase: Phase) -> Phase:
         return Phase.EVALUATE if self._kind == "eval" else phase
@@ -162,6 +169,10 @@ class Dump:
             with _writing(self._folder / file) as path:
                 path.parent.mkdir(parents=True, exist_ok=True)
                 path.write_text(text, encoding="utf-8")
+
+
+def _per(phase: Phase) -> str:
+    return "once per step" if phase is Phase.PREPARE else "one microbatch"
 
 
 def _claim(base: Path, kind: str) -> Path:

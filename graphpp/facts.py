@@ -14,7 +14,7 @@ from torch import nn
 
 from graphpp.passes.joint import JointGraph
 from graphpp.runtime.agreement import Facts
-from graphpp.runtime.program import PipelineProgram, StageProgram
+from graphpp.runtime.program import Phase, PipelineProgram, StageProgram
 from graphpp.runtime.schedule import Schedule
 from graphpp.runtime.source import Source
 from graphpp.runtime.state import ModelState, checksum
@@ -89,7 +89,7 @@ def _texts(compiled: PipelineProgram) -> list[str]:
     return [
         f"stage {stage.index} {phase.name.lower()}, sha256 {_digest(item.source)}"
         for stage in compiled.stages
-        for phase, item in stage.programs.items()
+        for phase, item in (*stage.programs.items(), *([(Phase.PREPARE, stage.prepare)] if stage.prepare else []))
     ]
 
 

@@ -319,7 +319,7 @@ def _check_homes(first: Built, built: Built) -> None:
         homes.setdefault(fqn, set()).add(first.plan.rank_of_stage[stage.index])
     for stage in built.program.stages:
         rank = built.plan.rank_of_stage[stage.index]
-        for role in (role for item in stage.programs.values() for role in item.inputs):
+        for role in stage.inputs:
             if isinstance(role, program.Parameter | program.Buffer) and rank not in homes.get(role.fqn, {rank}):
                 raise GraphPPError(
                     f"{role.fqn} is kept on rank {min(homes[role.fqn])}, but for this batch, or in this mode, stage "

@@ -105,7 +105,8 @@ def standalone(graph: fx.Graph, rendered: Rendered, origin: Origin) -> str:
     for name, value in rendered.bindings.items():
         bound.define(name, value)
     bound.missing += [f"{name}, a process group of the run" for name in rendered.groups]
-    inputs = [bound.input(name, node) for node, name in Spelling(graph).values.items() if node.op == "placeholder"]
+    names = Spelling(graph).values  # not in the order of the graph
+    inputs = [bound.input(names[node], node) for node in graph.find_nodes(op="placeholder")]
     main = _MAIN.format(
         inputs=_listed(inputs),
         results=_listed(map(repr, _results(graph))),

@@ -124,7 +124,7 @@ class _Lines:
     def enter(self, frame: FrameType, event: str, arg: Any) -> Callable[..., Any] | None:
         """Called at each call of a Python function: a stage program is the next action of the schedule."""
         found = _PROGRAM.fullmatch(frame.f_code.co_filename)
-        if found is None or frame.f_code.co_name != "run":
+        if found is None or found[2] == Phase.PREPARE.name.lower() or frame.f_code.co_name != "run":
             return None
         action = next(self.actions)
         assert action.microbatch is not None

@@ -154,6 +154,24 @@ def test_with_recomputation_and_other_costs() -> None:
             assert seen["two stages"].woven
 
 
+def fused(rank: int) -> list[str]:
+    """Parameters whose gradients are wrong where products are handed out by woven programs; what was not handed out."""
+    _, expected = eager(rank)
+    split, table = TABLES["split"]
+    model, pipe = compiled(rank, split, table, fused_accumulation=True)
+    x, y = batch(rank)
+    pipe.step(x, target=y)
+    made = grads(model)
+    making = [each.source for each in woven_of(pipe) if {part.phase.value for part in each.parts} & {"B", "W"}]
+    assert making
+    missing = [source.partition("\n")[0] for source in making if "take.product(" not in source]
+    return missing + [fqn for fqn in expected if not torch.allclose(made[fqn], expected[fqn], rtol=1e-4, atol=1e-6)]
+
+
+def test_woven_programs_hand_out_products() -> None:
+    assert run_ranks(fused, 2) == [[], []]
+
+
 def slow_collectives(node: torch.fx.Node) -> float:
     return 100.0 if "all_to_all" in node.name else 1.0
 

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 import graphpp
 from graphpp.runtime import program as p
 from graphpp.runtime.program import Phase
-from graphpp.runtime.stage import GraphStage
+from graphpp.runtime.task import Task
 from tests.fuzz.harness import shuffled
 from tests.training import capturing_once
 
@@ -139,19 +139,19 @@ def test_fewer_bytes_for_smaller_fractions_and_the_plan_says_so() -> None:
 def test_no_memory_is_saved_twice_or_beside_what_is_at_hand(recompute: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     seen = 0
 
-    def file(stage: GraphStage, phase: Phase, microbatch: int, results: Any) -> None:
+    def file(task: Task, results: Any) -> None:
         nonlocal seen
-        program = stage.program(phase, microbatch)
-        if phase is Phase.FORWARD:
-            roles = [(role, value) for role, value in zip(program.outputs, results, strict=True) if isinstance(role, p.Saved)]
+        if task.part.phase is Phase.FORWARD:
+            pairs = zip(task.program.outputs, results, strict=True)
+            roles = [(role, value) for role, value in pairs if isinstance(role, p.Saved)]
             memories = [value.untyped_storage().data_ptr() for _, value in roles]
             assert len(set(memories)) == len(memories), "two saved values with one memory"
             assert not set(memories) & held, "a parameter or an input is saved"
             seen += len(memories)
-        usual(stage, phase, microbatch, results)
+        usual(task, results)
 
-    usual = GraphStage.file
-    monkeypatch.setattr(GraphStage, "file", file)
+    usual = Task.file
+    monkeypatch.setattr(Task, "file", file)
     pipe, model = made("buffers", recompute)
     inputs, target = batch()
     held = {tensor.untyped_storage().data_ptr() for tensor in (*model.parameters(), *model.buffers(), inputs, target)}
@@ -175,16 +175,16 @@ class Skipping(nn.Module):
 def test_a_relayed_value_is_handed_on_and_not_copied(monkeypatch: pytest.MonkeyPatch) -> None:
     arrived: dict[str, list[int]] = {}
 
-    def arguments(stage: GraphStage, phase: Phase, microbatch: int) -> list[Any]:
-        boxed = usual(stage, phase, microbatch)
-        if phase is Phase.FORWARD and microbatch == 0:
-            for role, value in zip(stage.program(phase, microbatch).inputs, boxed, strict=True):
+    def arguments(task: Task) -> list[Any]:
+        boxed = usual(task)
+        if task.part.phase is Phase.FORWARD and task.part.microbatch == 0:
+            for role, value in zip(task.program.inputs, boxed, strict=True):
                 if isinstance(role, p.Received):
                     arrived.setdefault(role.name, []).append(value.untyped_storage().data_ptr())
         return boxed
 
-    usual = GraphStage.arguments
-    monkeypatch.setattr(GraphStage, "arguments", arguments)
+    usual = Task.arguments
+    monkeypatch.setattr(Task, "arguments", arguments)
     pipe = graphpp.compile(Skipping(), mean_square, split=[f"layers.{n}" for n in (1, 2, 3)], schedule="1F1B", microbatches=2)
     pipe.step(torch.randn(4, D), target=torch.randn(4, D))
     relayed = [places for places in arrived.values() if len(places) > 1]

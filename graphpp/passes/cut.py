@@ -20,7 +20,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from torch import fx
 
@@ -49,7 +49,8 @@ class Cut:
     """The result of `cut`: graphs by slot, boundaries, and per stage the values saved per microbatch and their bytes.
 
     `kept_bytes`: what is alive between I and W, where `split_weight_grad` has made them; else nothing. `fused`: backwards
-    hand out the factors of their gradients (`accumulate_products`).
+    hand out the factors of their gradients (`accumulate_products`). `prepared`: by stage, what is made once per step
+    (`prepare`).
     """
 
     slots: dict[Slot, SlotGraph]
@@ -58,6 +59,7 @@ class Cut:
     saved_bytes: tuple[int, ...]
     kept_bytes: tuple[int, ...] = ()
     fused: bool = False
+    prepared: Mapping[int, SlotGraph] = field(default_factory=dict)
 
 
 def cut(joint: JointGraph, stages: int) -> Cut:
@@ -143,8 +145,10 @@ def _kept_from_forward(members: set[fx.Node], forward: set[fx.Node], results: Re
 
 
 def _free(node: fx.Node) -> bool:
-    """A placeholder, or a view of one: costs nothing to make again."""
-    return node.op == "placeholder" or (is_view(node) and all(_free(source) for source in node.all_input_nodes))
+    """A placeholder, or a view of one: costs nothing to make again; or what is made once per step anyway."""
+    if node.op == "placeholder" or node.meta.get("prepared"):
+        return True
+    return is_view(node) and all(_free(source) for source in node.all_input_nodes)
 
 
 def _still_needed(members: set[fx.Node], slot: Slot, saved: set[fx.Node], results: Results) -> set[fx.Node]:

@@ -53,6 +53,7 @@ def emit(joint: JointGraph, pieces: Cut) -> PipelineProgram:
             kept_bytes=pieces.kept_bytes[stage] if pieces.kept_bytes else 0,
             modules=tuple(call for call, first in calls.items() if first == stage),
             constants={role.name: joint.constants[role.name] for role in used[stage] if isinstance(role, Constant)},
+            prepare=_program(pieces.prepared[stage], Phase.PREPARE) if stage in pieces.prepared else None,
         )
         for stage in range(count)
     )
@@ -100,7 +101,7 @@ def emit_woven(woven: Woven, parts: Sequence[Program]) -> WovenProgram:
 
 def _used(pieces: Cut, stage: int) -> set[object]:
     """The roles that any phase of a stage reads, and parameters and buffers whose new values it makes."""
-    roles: set[object] = set()
+    roles: set[object] = set(pieces.prepared[stage].inputs) if stage in pieces.prepared else set()
     for (_, index), slot in pieces.slots.items():
         if index == stage:
             roles.update(slot.inputs)

@@ -19,6 +19,7 @@ from graphpp.passes.cut import Cut, cut
 from graphpp.passes.emit import emit
 from graphpp.passes.joint import JointGraph, verify
 from graphpp.passes.merge_views import merge_views
+from graphpp.passes.prepare import find_prepared, prepare
 from graphpp.passes.randomize import randomize
 from graphpp.passes.recompute import Chosen, Region, every, recompute
 from graphpp.passes.relax_views import relax_views
@@ -48,7 +49,7 @@ class Choices:
     """What a plan leaves open: whether I and W stand beside B, and what W may run again; what is recomputed.
 
     `region`, `chosen`: what is recomputed by regions; `savings`: on what terms single values are, of those still saved then.
-    `fused`: products are written into the sums of gradients.
+    `fused`: products are written into the sums of gradients. `prepare`: what depends on parameters alone is made once a step.
     """
 
     split_backward: bool = False
@@ -57,6 +58,7 @@ class Choices:
     chosen: Chosen = every
     savings: Savings | None = None
     fused: bool = False
+    prepare: bool = False
 
 
 def lower(
@@ -71,6 +73,8 @@ def lower(
     joint = steps.run("merge_views", lambda: merge_views(joint))
     joint = steps.run("relax_views", lambda: relax_views(joint))
     joint = steps.run("accumulate", lambda: accumulate(joint))
+    if choices.prepare:
+        joint = steps.run("find_prepared", lambda: find_prepared(joint))
     return finish(joint, len(starts), hook, choices)
 
 
@@ -84,6 +88,8 @@ def finish(
     if savings is not None and joint.training:
         joint = steps.run("rematerialize", lambda: _rematerialized(joint.copy(), stages, savings))
     pieces = steps.run("cut", lambda: cut(joint, stages))
+    if choices.prepare:
+        pieces = steps.run("prepare", lambda: prepare(joint, pieces))
     if choices.split_backward and joint.training:
         pieces = steps.run("split_weight_grad", lambda: split_weight_grad(joint, pieces, choices.rerun))
     if choices.fused and joint.training:

@@ -19,6 +19,7 @@ from graphpp.passes.aliases import root
 from graphpp.passes.collectives import group_of, is_started, is_wait
 from graphpp.passes.op_costs import Cost, nbytes
 from graphpp.runtime import program
+from graphpp.runtime.products import product
 
 
 @dataclass(frozen=True)
@@ -63,6 +64,8 @@ class Facts:
     def bytes(self, memory: fx.Node) -> int:
         """The bytes of what a node allocated; 0 for what somebody else holds anyway."""
         role = memory.meta.get("role")
+        if memory.target is product:  # written into the sum of gradients
+            return 0
         return nbytes(memory) if role is None or isinstance(role, program.Received | program.Saved) else 0
 
     def bound(self) -> float:

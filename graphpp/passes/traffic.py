@@ -111,7 +111,8 @@ def saved(
 def bytes_of(values: Iterable[fx.Node]) -> int:
     """The bytes that values keep alive, views of one memory counted once; what a parameter or an input holds is free."""
     memories = {_memory(value) for value in values}
-    return sum(tensor_meta(node).nbytes for node in memories if node.op != "placeholder" and is_tensor(node))
+    own = (node for node in memories if node.op != "placeholder" and not node.meta.get("prepared"))
+    return sum(tensor_meta(node).nbytes for node in own if is_tensor(node))
 
 
 def _memory(value: fx.Node) -> fx.Node:

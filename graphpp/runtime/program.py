@@ -111,18 +111,29 @@ class BufferUpdate:
     fqn: str
 
 
-InputRole = Parameter | Buffer | Constant | Input | Seed | RandomKey | Received | Saved
-OutputRole = Loss | Output | Metric | Gradient | BufferUpdate | Sent | Saved
+@dataclass(frozen=True)
+class Prepared:
+    """A value of the joint graph that a stage makes once per step, of parameters, buffers and constants."""
+
+    name: str
+
+
+InputRole = Parameter | Buffer | Constant | Input | Seed | RandomKey | Received | Saved | Prepared
+OutputRole = Loss | Output | Metric | Gradient | BufferUpdate | Sent | Saved | Prepared
 
 
 class Phase(StrEnum):
-    """The phases of a stage; the values are the letters of torch's actions (E: evaluation forward). B is I and W in one."""
+    """The phases of a stage; the values are the letters of torch's actions (E: evaluation forward). B is I and W in one.
+
+    PREPARE is no action: it runs once, when a step begins.
+    """
 
     FORWARD = "F"
     BACKWARD = "B"
     INPUT_GRAD = "I"
     WEIGHT_GRAD = "W"
     EVALUATE = "E"
+    PREPARE = "P"
 
     @property
     def is_backward(self) -> bool:
@@ -205,6 +216,7 @@ class StageProgram:
     `saved`: what the forward keeps per microbatch; `saved_bytes`: the memory of it, views of one memory counted once;
     `kept_bytes`: the memory that is still held between I and W.
     `modules`: FQNs of the modules called in it, for people.
+    `prepare`: makes the `Prepared` values that the phases read; it runs once, when a step begins.
     """
 
     index: int
@@ -216,6 +228,13 @@ class StageProgram:
     kept_bytes: int = 0
     modules: tuple[str, ...] = ()
     constants: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    prepare: Program | None = None
+
+    @property
+    def inputs(self) -> frozenset[InputRole]:
+        """The roles that any phase reads, PREPARE included."""
+        items = [*self.programs.values(), *([self.prepare] if self.prepare is not None else [])]
+        return frozenset(role for item in items for role in item.inputs)
 
     @property
     def gradients(self) -> tuple[str, ...]:

@@ -13,11 +13,12 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 
 from graphpp.runtime.gradients import Accumulator, FusedAccumulator, Taker
-from graphpp.runtime.program import Boundary, Phase, PipelineProgram, TensorMeta
+from graphpp.runtime.program import Boundary, Phase, PipelineProgram, Prepared, TensorMeta
 from graphpp.runtime.task import Feed, Held, Part, Source, Task
 from graphpp.runtime.transport import Parcel, Transport
 from graphpp.runtime.wiring import Wiring, wire
@@ -40,6 +41,7 @@ class Variant:
     wirings: Mapping[Phase, Wiring]
     below: Boundary
     above: Boundary
+    prepare: Wiring | None = None
 
     @classmethod
     def of(cls, pipeline: PipelineProgram, index: int) -> Variant:
@@ -49,7 +51,8 @@ class Variant:
         above = pipeline.boundaries[index] if index < last else Boundary(index)
         arriving = {phase: above.backward if phase.is_backward else below.forward for phase in stage.programs}
         wirings = {phase: wire(item, arriving[phase], stage.constants) for phase, item in stage.programs.items()}
-        return cls(wirings, below, above)
+        prepare = wire(stage.prepare, (), stage.constants) if stage.prepare is not None else None
+        return cls(wirings, below, above, prepare)
 
     @property
     def backwards(self) -> list[Wiring]:
@@ -91,12 +94,37 @@ class GraphStage:
         """Start a step: `tensor` gives parameters and buffers by FQN."""
         self.holding.clear()
         self.holding.tensor, self.holding.feed = tensor, feed
-        for wiring in self._wirings():
-            wiring.bound = [None] * len(wiring.program.inputs)
-            for index, fqn in wiring.fixed:
-                wiring.bound[index] = tensor(fqn).detach()
-            for index, constant in wiring.constants:
-                wiring.bound[index] = constant
+        known: dict[Any, Mapping[str, torch.Tensor]] = {}
+        for variant in self._distinct():
+            prepared = self._prepared(variant.prepare, known)
+            for wiring in variant.wirings.values():
+                self._bind(wiring)
+                for index, name in wiring.prepared:
+                    wiring.bound[index] = prepared[name]
+
+    def _bind(self, wiring: Wiring) -> None:
+        """Fill in what stays the same for a step."""
+        assert self.holding.tensor is not None, "begin() comes first"
+        wiring.bound = [None] * len(wiring.program.inputs)
+        for index, fqn in wiring.fixed:
+            wiring.bound[index] = self.holding.tensor(fqn).detach()
+        for index, constant in wiring.constants:
+            wiring.bound[index] = constant
+
+    def _prepared(
+        self, wiring: Wiring | None, known: dict[Any, Mapping[str, torch.Tensor]]
+    ) -> Mapping[str, torch.Tensor]:
+        """What a variant makes once per step; `known`: what others of the same text have made."""
+        if wiring is None:
+            return {}
+        item = wiring.program
+        key = (item.source, item.inputs, tuple(id(constant) for _, constant in wiring.constants))
+        if key not in known:
+            self._bind(wiring)
+            boxed, wiring.bound = wiring.bound, []
+            names = [role.name for role in item.outputs if isinstance(role, Prepared)]
+            known[key] = dict(zip(names, item.run(boxed), strict=True))
+        return known[key]
 
     def end(self) -> None:
         """Drop parameters, inputs and seeds after a step; losses and outputs stay until the next one begins."""

@@ -1,7 +1,7 @@
 """A program's roles resolved to places, once, so that nothing is looked up by role at run time.
 
 Contract: `Wiring` says for every argument of a program where it comes from and for every result where it goes, as index
-lists by kind. `fixed` and `constants` are filled once per step, the rest once per microbatch.
+lists by kind. `fixed`, `constants` and `prepared` are filled once per step, the rest once per microbatch.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ class Wiring:
     keys: list[int] = field(default_factory=list)
     received: list[tuple[int, int]] = field(default_factory=list)
     saved: list[tuple[int, str]] = field(default_factory=list)
+    prepared: list[tuple[int, str]] = field(default_factory=list)
     keeps: list[tuple[int, str]] = field(default_factory=list)
     sends: list[int] = field(default_factory=list)
     gradients: dict[int, str] = field(default_factory=dict)  # index among the results -> FQN
@@ -63,6 +64,8 @@ def wire(item: Program, arriving: Sequence[TensorMeta], constants: Mapping[str, 
                 wiring.received.append((index, places[name]))
             case program.Saved(name):
                 wiring.saved.append((index, name))
+            case program.Prepared(name):
+                wiring.prepared.append((index, name))
     _wire_results(item, wiring)
     return wiring
 
