@@ -30,7 +30,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-_LINEAR = torch.ops.mkldnn._linear_pointwise.default
+_CALLED: tuple[Any, ...] = (torch.ops.mkldnn._linear_pointwise.default,) if torch.backends.mkldnn.is_available() else ()
 
 
 def compile_graph(
@@ -50,7 +50,9 @@ def compile_graph(
     end = module.graph.output_node()
     results: Sequence[Any] = end.args[0]  # type: ignore[assignment]
     end.meta["user_visible_output_idxs"] = list(range(len(results)))  # their strides are what the graph says
-    with torch.no_grad(), tracing(TracingContext(mode)), config.patch(dict(options)), _called(_LINEAR):
+    with torch.no_grad(), tracing(TracingContext(mode)), config.patch(dict(options)), contextlib.ExitStack() as stack:
+        for operator in _CALLED:
+            stack.enter_context(_called(operator))
         made: Any = compile_fx_inner(module, fakes)
     run: Callable[[list[Any]], Sequence[Any]] = made.current_callable  # what stands around it costs as much as a small region
     return run

@@ -12,7 +12,7 @@ import contextlib
 import hashlib
 import os
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -115,6 +115,11 @@ class Regions:
                 f"graphpp: {region.title} cannot be compiled and runs eagerly: {type(error).__name__}: {reason}", stacklevel=2
             )
             self._known[region.key] = render(region.graph, region.title).load(f"<graphpp {region.title}>")
+
+    def keep_only(self, keys: Iterable[str]) -> None:
+        """Forget all other regions."""
+        kept = set(keys)
+        self._known = {key: run for key, run in self._known.items() if key in kept}
 
     def bind(self, calls: Sequence[RegionCall]) -> None:
         """Let calls run what was compiled for their regions."""

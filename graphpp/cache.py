@@ -54,7 +54,7 @@ class Cache:
 
     def lock(self, key: str) -> FileLock:
         """A lock between processes for one key."""
-        (self.root / "locks").mkdir(exist_ok=True)
+        (self.root / "locks").mkdir(parents=True, exist_ok=True)  # also where somebody has removed the root meanwhile
         return FileLock(self.root / "locks" / f"{key}.lock")
 
     def read(self, name: str) -> dict[str, str]:

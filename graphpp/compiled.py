@@ -5,13 +5,14 @@ Contract
 - Only what this rank runs is compiled, when a runner is made; ranks share what they compile through the backend's cache.
 - A compiled program has the roles of the one it was made from, and computes the same within the backend's tolerance.
 - Equal layers, of whatever stage, phase, microbatch or captured graph, share one compiled region.
+- What was compiled lives as long as a captured graph that it is for.
 """
 
 from __future__ import annotations
 
 import sys
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from rich.console import Console
@@ -32,7 +33,7 @@ class CompiledPrograms:
 
     def __init__(self, backend: Inductor | Custom, rank: int) -> None:
         self._regions, self._rank = Regions(backend), rank
-        self._made: dict[int, tuple[Program, Program]] = {}
+        self._made: dict[int, tuple[Program, Program, tuple[RegionCall, ...]]] = {}
         self._stages: dict[int, tuple[StageProgram, StageProgram]] = {}
 
     def compile(self, given: Sequence[tuple[Built, PipelineProgram]], stages: Sequence[int]) -> list[PipelineProgram]:
@@ -44,8 +45,17 @@ class CompiledPrograms:
             item, built = new[key]
             emitted = emit_outlined(item, made)
             built.sources.add(emitted, made.slot)
-            self._made[key] = (item, emitted)
+            self._made[key] = (item, emitted, made.calls)
         return [self._exchanged(pipeline, stages) for _, pipeline in given]
+
+    def keep_only(self, graphs: Iterable[Built]) -> None:
+        """Forget what was compiled for other graphs than these."""
+        stages = [stage for built in graphs for pipeline in built.finished.values() for stage in pipeline.stages]
+        items = [item for stage in stages for item in stage.programs.values()]
+        kept = set(map(id, [*stages, *items]))
+        self._made = {key: made for key, made in self._made.items() if key in kept}
+        self._stages = {key: pair for key, pair in self._stages.items() if key in kept}
+        self._regions.keep_only(call.region.key for _, _, calls in self._made.values() for call in calls)
 
     def _compile_regions(self, calls: Sequence[RegionCall]) -> None:
         """Compile what is new; each rank begins with another one, so that ranks with one cache share the work."""

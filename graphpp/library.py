@@ -224,6 +224,8 @@ class Library:
             alike = facts.of_replica(runner.program, schedule, rank)
             self._ready.keep(call.keys, Ready(built, runner, alike))
             self._forget_all_but(call.keys)
+            if self._programs is not None:
+                self._programs.keep_only([*self._built.values(), *built])
         for key in call.keys:
             if key in self._built:
                 self._built.use(key)

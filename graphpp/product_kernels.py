@@ -8,6 +8,7 @@ last bits. Elsewhere, products stay as they are.
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -20,7 +21,7 @@ from graphpp.cache import Cache
 from graphpp.runtime.products import TorchProducts
 
 _aten = torch.ops.aten
-_LINEAR = torch.ops.mkldnn._linear_pointwise.default
+_LINEAR: Any = torch.ops.mkldnn._linear_pointwise.default if torch.backends.mkldnn.is_available() else None
 _PRODUCTS = (_aten.mm.default, _aten.addmm.default, _aten.bmm.default)
 _BATCH = 32  # larger batches are of small matrices, for which a call each costs more than it gains
 _GAIN = 0.95  # as little of the time must be left, or the usual kernel stays
@@ -85,7 +86,8 @@ class ProductKernels:
         key = f"{self._machine}: {_spelled(a)} {_spelled(b)}"
         if key not in self._chosen:
             self._chosen[key] = _faster(_like(a), _like(b))
-            self._cache.write(_TABLE, {key: self._chosen[key]})
+            with contextlib.suppress(OSError):  # a full disk, or a folder that is gone: this process knows it, others measure
+                self._cache.write(_TABLE, {key: self._chosen[key]})
         return self._chosen[key]
 
 

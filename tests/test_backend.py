@@ -1,9 +1,11 @@
 """`backend=`: a function of the caller's sees each distinct region once; Inductor is as close as it promises, and is cached."""
 
+import gc
 import os
 import shutil
 import subprocess
 import sys
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -45,6 +47,53 @@ def test_outlined_programs_train_bit_for_bit_as_eager_ones(name: str) -> None:
 def test_on_two_ranks(schedule: str) -> None:
     options: dict[str, Any] = {"split": 4, "microbatches": 4, "schedule": schedule, "recompute": "full"}
     assert differences(trained(2, "llama", 2, **options, **EXACT), trained(2, "llama", 2, **options)) == []
+
+
+class Windows(nn.Module):
+    """Hands on windows of what it makes, whose elements lie over each other."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.line = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.line(x)).unfold(1, 3, 1)
+
+
+class Looking(nn.Module):
+    """Reads windows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.line = nn.Linear(3, 8)
+
+    def forward(self, windows: Tensor) -> Tensor:
+        out: Tensor = self.line(windows * 2 + windows.sin()).mean(1)
+        return out
+
+
+def sees_windows(rank: int) -> bool:
+    """A step in which what is compiled is given the strides that it was compiled for."""
+    torch.manual_seed(0)
+
+    def strict(module: fx.GraphModule, examples: list[Tensor]) -> Callable[..., Any]:
+        def run(*args: Tensor) -> Any:
+            for value, fake in zip(args, examples, strict=True):
+                pairs = zip(value.shape, value.stride(), fake.stride(), strict=True)
+                assert all(size == 1 or found == wanted for size, found, wanted in pairs)
+            return module(*args)
+
+        return run
+
+    pipe = graphpp.compile(
+        nn.Sequential(Windows(), Looking()), nn.functional.mse_loss, split=["1"], microbatches=2, backend=strict
+    )
+    x = torch.randn(4, 8)
+    return bool(pipe.step(x, target=x).loss.isfinite())
+
+
+def test_what_crosses_a_boundary_has_the_strides_that_a_region_was_compiled_for() -> None:
+    assert run_ranks(sees_windows, 2) == [True, True]
 
 
 def test_each_distinct_region_is_compiled_once() -> None:
@@ -116,6 +165,25 @@ def test_evaluation_runs_under_the_backend_too() -> None:
     assert seen
     with torch.no_grad():
         assert torch.equal(found.output, torch.cat([case.model(*part.args) for part in case.batch.microbatches(2)]))
+
+
+def test_what_was_compiled_goes_with_the_last_graph_it_is_for() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.GELU(), nn.Linear(4, 4))
+    compiled: list[weakref.ref[Any]] = []
+
+    def watched(module: fx.GraphModule, examples: list[Tensor]) -> Callable[..., Any]:
+        compiled.append(weakref.ref(module))
+        return module
+
+    pipe = graphpp.compile(model, nn.functional.mse_loss, split=2, microbatches=2, max_graphs=1, backend=watched)
+    alive = []
+    for size in (4, 6, 8, 6):
+        x = torch.randn(size, 4)
+        pipe.step(x, target=x)
+        gc.collect()
+        alive.append(sum(module() is not None for module in compiled))
+    assert len(compiled) == 4 * alive[0]
+    assert alive[1:] == [2 * alive[0]] * 3  # the first graph, which says what the pipeline is, and the latest
 
 
 def test_verify_runs_a_backend() -> None:
@@ -237,6 +305,27 @@ def test_an_unreadable_table_is_empty(tmp_path: Path) -> None:
     cache.write("t.json", {"a": "b"})
     cache.write("t.json", {"c": "d"})
     assert cache.read("t.json") == {"a": "b", "c": "d"}
+
+
+def test_a_cache_that_is_gone_or_full_stops_no_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cache = Cache(tmp_path / "root")
+    kernels = ProductKernels(cache)
+    shutil.rmtree(tmp_path / "root")
+    monkeypatch.setattr("graphpp.product_kernels._faster", lambda a, b: "mm")
+    assert torch.equal(kernels.make(torch.ones(2, 3), torch.ones(3, 2)), torch.full((2, 2), 3.0))
+    assert (tmp_path / "root" / "products.json").exists() == torch.backends.mkldnn.is_available()
+
+    def full(name: str, table: dict[str, str]) -> None:
+        raise OSError("no space left on device")
+
+    monkeypatch.setattr(cache, "write", full)
+    assert torch.equal(kernels.make(torch.ones(4, 3), torch.ones(3, 4)), torch.full((4, 4), 3.0))
+
+
+def test_torch_without_onednn_is_enough() -> None:
+    code = "import torch; torch.backends.mkldnn.is_available = lambda: False; del torch.ops.mkldnn; " \
+        "torch.ops.__dict__['mkldnn'] = None; import graphpp"
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(__file__).parents[1])
 
 
 def hold_cache(rank: int, root: str) -> list[str]:

@@ -46,9 +46,12 @@ def names_group(node: fx.Node, argument: int | str) -> bool:
     return is_collective(node) and argument in (_GROUP, _group_at(node.target))
 
 
-@cache
 def _group_at(target: Any) -> int | None:
     """The index of the operator's argument that names a process group."""
-    schema = getattr(target, "_schema", None)
-    arguments = schema.arguments if schema is not None else ()
+    return _group_of_operator(target) if hasattr(target, "_schema") else None
+
+
+@cache  # of operators, which live as long as the process; functions and regions go with their pipeline
+def _group_of_operator(target: Any) -> int | None:
+    arguments = target._schema.arguments
     return next((index for index, argument in enumerate(arguments) if argument.name == _GROUP), None)

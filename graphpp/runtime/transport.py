@@ -5,7 +5,7 @@ Contract
 - What crosses is known beforehand: `TensorMeta` per value. A receive buffer is made when the receive is posted.
 - A tensor's elements travel once, in their memory order, and arrive with the strides the graph was captured with, gaps
   and repetitions included: a kernel that reads them goes the same way as in one process. (Only elements that lie over
-  each other, as windows do, arrive apart.)
+  each other, as windows do, travel as often as they are seen.)
 - Messages of one pair of ranks are posted on both sides in the order of the action table, which is one total order of
   (send, receive) pairs: two neighbours that send to each other cannot wait for each other.
 - A batch (P2P) is posted in one call; its messages have a handle each, or share the batch's where the backend has one
@@ -182,7 +182,7 @@ class _Layout:
 
     `stored`: the shape without what `expand` only repeats. `order`: the dimensions, slowest first. `dense`: in that
     order the elements fill their memory without gaps, so that they travel from and into their place. `plain`: they
-    travel as they are.
+    travel as they are. `windows`: they lie over each other, and are taken apart to travel.
     """
 
     stored: tuple[int, ...]
@@ -190,6 +190,7 @@ class _Layout:
     order: tuple[int, ...]
     dense: bool
     plain: bool = False
+    windows: bool = False
 
     @property
     def packed(self) -> list[int]:
@@ -206,19 +207,11 @@ def _layout(meta: TensorMeta) -> _Layout:
     for dim in reversed(order):
         if stored[dim] > 1:
             if meta.stride[dim] < extent:  # elements that lie over each other
-                return _Layout(meta.shape, _contiguous(meta.shape), tuple(range(len(pairs))), True)
+                return _Layout(meta.shape, meta.stride, tuple(range(len(pairs))), dense=False, windows=True)
             dense = dense and meta.stride[dim] == extent
             extent = meta.stride[dim] * (stored[dim] - 1) + extent
     plain = dense and stored == meta.shape and order == tuple(range(len(pairs)))
     return _Layout(stored, meta.stride, order, dense, plain)
-
-
-def _contiguous(shape: Sequence[int]) -> tuple[int, ...]:
-    strides, step = [], 1
-    for size in reversed(shape):
-        strides.append(step)
-        step *= max(size, 1)
-    return tuple(reversed(strides))
 
 
 def pack(value: torch.Tensor, meta: TensorMeta) -> torch.Tensor:
@@ -255,6 +248,15 @@ class Landing:
 
     def value(self) -> torch.Tensor:
         """The value, once its elements have arrived."""
-        if not self.layout.dense:
+        if self.layout.windows:
+            _lay_over(self.place, self.elements)
+        elif not self.layout.dense:
             self.place.permute(self.layout.order).copy_(self.elements)
         return self.place if self.layout.stored == self.shape else self.place.expand(self.shape)
+
+
+def _lay_over(place: torch.Tensor, elements: torch.Tensor) -> None:
+    """Write elements into windows; those that come to lie over each other are the same."""
+    flat = place.as_strided((place.untyped_storage().nbytes() // place.element_size(),), (1,))
+    index = torch.arange(len(flat), device=place.device).as_strided(place.shape, place.stride())
+    flat.index_copy_(0, index.reshape(-1), elements.reshape(-1))
