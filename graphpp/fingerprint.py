@@ -56,13 +56,20 @@ _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_
 def circumstances(watched: Watched, device_type: str) -> tuple[Any, ...]:
     """Everything else that the trace of a forward depends on, and that a user may change between steps."""
     parameters = [p for module in watched.modules for p in module._parameters.values() if p is not None]
+    buffers = [b for module in watched.modules for b in module._buffers.values() if b is not None]
     return (
         tuple(map(_of_module, watched.modules)),
         tuple(id(buffer) for module in watched.of_loss for buffer in module._buffers.values()),
         _of_callable(watched.loss),
-        tuple((p.requires_grad, p.dtype, p.shape, bool(p._backward_hooks)) for p in parameters),
+        tuple((p.requires_grad, bool(p._backward_hooks)) for p in parameters),
+        tuple(map(_layout, (*parameters, *buffers))),
         autocast(device_type),
     )
+
+
+def _layout(tensor: torch.Tensor) -> tuple[Any, ...]:
+    """What a graph takes for granted of a parameter or buffer; what was compiled counts on its strides."""
+    return tensor.dtype, tensor.shape, tensor.stride() if tensor.layout is torch.strided else tensor.layout
 
 
 def autocast(device_type: str) -> tuple[bool, str]:

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 from torch.nn import functional as F
 
 import graphpp
@@ -174,6 +174,51 @@ def test_a_replaced_parameter_is_followed() -> None:
     expected = eager_grads(model)
     pipe.step(X, target=Y)
     assert_like_eager(model, expected)
+
+
+class Turned(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(8, 8)
+        self.register_buffer("scale", torch.rand(8, 8))
+        self.register_buffer("gain", torch.rand(8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner((x @ self.scale).sigmoid() * self.gain)
+
+
+LAYOUTS: list[Callable[[Any], Any]] = [
+    lambda model: setattr(model.inner.weight, "data", model.inner.weight.data.t().contiguous().t()),
+    lambda model: setattr(model.scale, "data", torch.rand(8, 16)[:, ::2]),
+    lambda model: setattr(model, "scale", torch.rand(8, 8).t()),
+    lambda model: setattr(model, "gain", torch.rand(1)),
+]
+
+
+@pytest.mark.filterwarnings("ignore:grad and param do not obey")  # autograd's own note on the weight that is turned
+@pytest.mark.parametrize("change", LAYOUTS)
+def test_another_layout_of_a_parameter_or_buffer_is_followed(change: Callable[[Any], Any]) -> None:
+    """A compiler's code reads memory by the strides that it was told."""
+    torch.manual_seed(0)
+    model = Turned()
+    pipe = graphpp.compile(model, F.mse_loss, microbatches=4, backend=laid_out, fused_accumulation=False)
+    pipe.step(X, target=Y)
+    model.zero_grad()
+    change(model)
+    expected = eager_grads(model)
+    pipe.step(X, target=Y)
+    assert_like_eager(model, expected)
+
+
+def laid_out(module: fx.GraphModule, examples: list[Tensor]) -> Callable[..., Any]:
+    """A backend that takes only what it was compiled for."""
+
+    def run(*inputs: Tensor) -> Any:
+        for given, example in zip(inputs, examples, strict=True):
+            assert (given.dtype, given.shape, given.stride()) == (example.dtype, example.shape, example.stride())
+        return module(*inputs)
+
+    return run
 
 
 class Listing(nn.Module):

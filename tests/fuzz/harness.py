@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -19,11 +19,18 @@ from torch import Tensor, fx
 
 from graphpp import recompute as recomputing
 from graphpp import signature
+from graphpp.backend import Regions
 from graphpp.capture import capture
+from graphpp.compiled import layers_of
+from graphpp.compiler import module_calls
 from graphpp.errors import CaptureError
+from graphpp.overlap import Sources
+from graphpp.passes.dropout import part_dropout
+from graphpp.passes.emit import emit_outlined
 from graphpp.passes.joint import JointGraph
 from graphpp.passes.lower import Choices, lower
 from graphpp.passes.op_costs import OpCosts
+from graphpp.passes.outline import outline
 from graphpp.passes.randomize import randomize
 from graphpp.passes.relax_views import relax_views
 from graphpp.passes.savings import Savings
@@ -59,6 +66,8 @@ class Cut:
     `region`: so many operations of the forward each are recomputed together; 0: none are. `rerun`: W may repeat views
     and pointwise operations. `saving`: besides, all that is cheap is made again ("free"), of the regions what is no
     contraction ("selective"), or, instead of whole regions, as much as brings a stage to a fraction of what it saves.
+    `prepare`: what depends on parameters alone is made once per step. `outlined`: the programs call their regions, which a
+    function of the caller's has compiled (into themselves).
     """
 
     at: tuple[int, ...]
@@ -67,9 +76,14 @@ class Cut:
     region: int = 0
     rerun: bool = False
     saving: str | float | None = None
+    prepare: bool = False
+    outlined: bool = False
 
     def choices(self) -> Choices:
         """What the recipe is asked for."""
+        return replace(self._choices(), prepare=self.prepare)
+
+    def _choices(self) -> Choices:
         region = (lambda node: node.meta["position"] // self.region) if self.region else None
         chosen = recomputing.chosen("selective") if self.saving == "selective" else Recompute(weight_grad=self.rerun)
         assert chosen is not None
@@ -115,7 +129,8 @@ def on_two_ranks() -> st.SearchStrategy[Cut]:
     def cut(name: str) -> st.SearchStrategy[Cut]:
         stages = 2 if name in ONE_PER_RANK else 4
         at = st.lists(st.integers(0, 1000), min_size=stages - 1, max_size=stages - 1).map(tuple)
-        return st.builds(Cut, at, st.just(name), st.sampled_from([2, 4]))
+        count, either = st.sampled_from([2, 4]), st.booleans()
+        return st.builds(Cut, at, st.just(name), count, prepare=either, outlined=either)
 
     return st.sampled_from(ONE_PER_RANK + SEVERAL + ON_A_V).flatmap(cut)
 
@@ -125,7 +140,7 @@ def cuts(most: int = 4) -> st.SearchStrategy[Cut]:
     order = st.sampled_from(ONE_PER_RANK + SEVERAL) | st.integers(0, 1000)
     at = st.lists(st.integers(0, 1000), min_size=1, max_size=most).map(tuple)
     region, saving = st.sampled_from([0, 0, 1, 5, 1000]), st.sampled_from(SAVINGS)
-    return st.builds(Cut, at, order, st.integers(1, 4), region, st.booleans(), saving)
+    return st.builds(Cut, at, order, st.integers(1, 4), region, st.booleans(), saving, st.booleans(), st.booleans())
 
 
 def shuffled(stages: int, microbatches: int, seed: int) -> Schedule:
@@ -311,7 +326,26 @@ def _equal(left: Tensor, right: Tensor, tolerance: float) -> bool:
 
 def lowered(joint: JointGraph, cut: Cut) -> PipelineProgram:
     """Stage programs of a copy of the joint graph."""
-    return lower(copied(joint), cut.starts(joint), choices=cut.choices())
+    sources = Sources()
+    compiled = lower(copied(joint), cut.starts(joint), sources.hook(), cut.choices())
+    return _outlined(joint, compiled, sources) if cut.outlined else compiled
+
+
+def _outlined(joint: JointGraph, pipeline: PipelineProgram, sources: Sources) -> PipelineProgram:
+    """The programs under a backend that runs each region as it is, all in this process."""
+    layer, regions = layers_of(module_calls(joint)), Regions(lambda module, examples: module)
+
+    def exchanged(item: p.Program) -> p.Program:
+        made = outline(part_dropout(sources.of(item)), layer)
+        for region in regions.new(made.calls):
+            regions.compile(region)
+        regions.bind(made.calls)
+        return emit_outlined(item, made)
+
+    def stage(each: p.StageProgram) -> p.StageProgram:
+        return replace(each, programs={phase: exchanged(item) for phase, item in each.programs.items()})
+
+    return replace(pipeline, stages=tuple(map(stage, pipeline.stages)))
 
 
 def compare(program: Program, joint: JointGraph, cut: Cut, uncut: Numbers) -> list[str]:
