@@ -6,6 +6,7 @@ import shutil
 import subprocess
 import sys
 import weakref
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -216,7 +217,8 @@ def close(case: Case, pipe: graphpp.Pipeline, microbatches: int = 4) -> None:
 
 
 def start() -> None:
-    """Another process: one step under Inductor, as close to eager as `close` wants it."""
+    """Another process: one step under Inductor, as close to eager as `close` wants it; a region that runs eagerly raises."""
+    warnings.filterwarnings("error", message="graphpp:", category=UserWarning)
     torch.set_num_threads(1)
     case = MODELS["llama"]()
     close(case, graphpp.compile(case.model, case.loss, split=2, microbatches=4, backend="inductor"))
