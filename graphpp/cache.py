@@ -6,7 +6,7 @@ Contract
   process makes it, the rest wait, and find it made.
 - On closing, a manifest with the size and SHA-256 of every file is written last. An entry whose files are not those of its
   manifest is removed before it is opened: nothing of it is loaded.
-- A root that cannot be written is replaced by a temporary one, with a warning.
+- A root that cannot be written is replaced by a temporary one, with a warning; one that somebody removed is made again.
 """
 
 from __future__ import annotations
@@ -66,9 +66,12 @@ class Cache:
         return {str(key): str(value) for key, value in found.items()} if isinstance(found, dict) else {}
 
     def write(self, name: str, table: dict[str, str]) -> None:
-        """Keep a table, added to what others have kept meanwhile."""
-        with self.lock(name):
-            _write(self.root / name, json.dumps(self.read(name) | table, indent=0, sort_keys=True))
+        """Keep a table, added to what others have kept meanwhile; where that fails, a step goes on all the same."""
+        try:
+            with self.lock(name):
+                _write(self.root / name, json.dumps(self.read(name) | table, indent=0, sort_keys=True))
+        except OSError as error:
+            _LOG.warning("the cache %s cannot be written (%s); %s is not kept", self.root, error, name)
 
 
 def is_whole(folder: Path) -> bool:

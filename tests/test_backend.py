@@ -5,8 +5,8 @@ import os
 import shutil
 import subprocess
 import sys
-import weakref
 import warnings
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -298,6 +298,20 @@ def test_a_cache_that_cannot_be_written_is_replaced(tmp_path: Path, caplog: pyte
     with Cache(tmp_path / "file" / "below").entry("a") as folder:
         assert folder.exists()
     assert "cannot be written" in caplog.text
+
+
+def test_a_cache_that_goes_away_meanwhile_stops_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    root = tmp_path / "cache"
+    cache = Cache(root)
+    shutil.rmtree(root)
+    with cache.entry("a") as folder:
+        assert folder.exists()
+    cache.write("t.json", {"a": "b"})
+    assert cache.read("t.json") == {"a": "b"}
+    shutil.rmtree(root)
+    root.write_text("a file")
+    cache.write("t.json", {"a": "b"})
+    assert "t.json is not kept" in caplog.text
 
 
 def test_an_unreadable_table_is_empty(tmp_path: Path) -> None:
