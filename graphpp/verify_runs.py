@@ -7,6 +7,8 @@ Contract
 - Random operators draw the numbers of the microbatch's key in all three; `Eager.matched` is False where eager's random
   operators are not those of the joint graph, in order.
 - `watch(index of the microbatch, values by name)` of the uncut run sees every value of the joint graph.
+- With `jitter` every value of the uncut run is moved by one unit in the last place, up or down by chance, as soon as it is
+  made (Monte Carlo arithmetic, Parker 1997): what comes out otherwise then is what rounding alone does to this step.
 """
 
 from __future__ import annotations
@@ -100,7 +102,9 @@ def repeatable(joint: JointGraph) -> JointGraph:
     return relax_views(randomize(copy))
 
 
-def run_uncut(step: Step, joint: JointGraph, watch: Watch | None = None) -> Numbers:
+def run_uncut(
+    step: Step, joint: JointGraph, watch: Watch | None = None, jitter: torch.Generator | None = None
+) -> Numbers:
     """Interpret the joint graph, one microbatch after the other."""
     numbers = Numbers(buffers={name: buffer.detach().clone() for name, buffer in step.model.named_buffers()})
     known: dict[program.InputRole, Any] = {program.Constant(name): value for name, value in joint.constants.items()}
@@ -109,7 +113,7 @@ def run_uncut(step: Step, joint: JointGraph, watch: Watch | None = None) -> Numb
         given = known | {program.Input(path): value for path, value in part.tensors.items()}
         given |= {program.Buffer(name): value for name, value in numbers.buffers.items()}
         given |= {program.Seed(): step.seeds[index], program.RandomKey(): key}
-        interpreter = _Watched(joint.module, graph=joint.graph)
+        interpreter = _Watched(joint, jitter)
         with torch.no_grad(), torch.autocast(step.device.type, enabled=False):  # its casts are in the graph
             results = interpreter.run(*(given[role] for role in joint.inputs()))
             _file(joint, results, numbers)
@@ -119,15 +123,29 @@ def run_uncut(step: Step, joint: JointGraph, watch: Watch | None = None) -> Numb
 
 
 class _Watched(fx.Interpreter):
-    """Keeps every value under its node's name."""
+    """Keeps every value under its node's name; `jitter` moves each a little."""
 
-    def __init__(self, module: fx.GraphModule, graph: fx.Graph) -> None:
-        super().__init__(module, graph=graph)
+    def __init__(self, joint: JointGraph, jitter: torch.Generator | None) -> None:
+        super().__init__(joint.module, graph=joint.graph)
         self.values: dict[str, Any] = {}
+        self._jitter = jitter
 
     def run_node(self, n: fx.Node) -> Any:
-        self.values[n.name] = value = super().run_node(n)
+        value = super().run_node(n)
+        if self._jitter is not None and _rounds(value):
+            value = _moved(value, self._jitter)
+        self.values[n.name] = value
         return value
+
+
+def _rounds(value: Any) -> bool:
+    """Whether an operation's result is rounded, and has arithmetic to be moved by (float8 has none)."""
+    return isinstance(value, torch.Tensor) and value.is_floating_point() and value.dtype.itemsize > 1
+
+
+def _moved(value: torch.Tensor, jitter: torch.Generator) -> torch.Tensor:
+    signs = torch.randint(0, 2, value.shape, generator=jitter).to(value.device) * 2 - 1
+    return value * (1 + torch.finfo(value.dtype).eps * signs).to(value.dtype)
 
 
 def _file(joint: JointGraph, results: Sequence[torch.Tensor], numbers: Numbers) -> None:

@@ -1,6 +1,7 @@
 """`backend=`: a function of the caller's sees each distinct region once; Inductor is as close as it promises, and is cached."""
 
 import gc
+import itertools
 import os
 import shutil
 import subprocess
@@ -193,12 +194,37 @@ def test_verify_runs_a_backend() -> None:
     assert found.ok, str(found)
 
 
-def test_verify_finds_a_backend_that_computes_something_else() -> None:
-    def wrong(module: fx.GraphModule, examples: list[Tensor]) -> Callable[..., Any]:
-        return lambda *args: tuple(value * 1.001 if value.is_floating_point() else value for value in module(*args))
+def scaled(factor: float) -> Callable[..., Any]:
+    """A backend whose every result is so many times what it should be, half of them less and half more."""
 
+    def compile_region(module: fx.GraphModule, examples: list[Tensor]) -> Callable[..., Any]:
+        def run(*args: Tensor) -> Any:
+            factors = itertools.cycle((factor, 1 / factor))
+            return tuple(v * f if v.is_floating_point() else v for v, f in zip(module(*args), factors, strict=False))
+
+        return run
+
+    return compile_region
+
+
+def test_verify_finds_a_backend_that_computes_something_else() -> None:
     case = MODELS["llama"]()
-    assert not graphpp.verify(case.model, case.loss, example(case.batch, 8), split=2, backend=wrong).ok
+    assert not graphpp.verify(case.model, case.loss, example(case.batch, 8), split=2, backend=scaled(1.00005)).ok
+
+
+def test_verify_measures_what_rounding_does_to_a_step() -> None:
+    """Batch norm of two rows that hardly differ: rounding alone moves gradients by more than any fixed tolerance."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4, eps=1e-8), nn.Linear(4, 4), nn.BatchNorm1d(4, eps=1e-8))
+    rows = torch.randn(1, 4) + 0.1 * torch.randn(4, 4)
+    parts = [graphpp.Microbatch((rows[i : i + 2],), target=torch.randn(2, 4)) for i in (0, 2)]
+
+    def verified(factor: float) -> graphpp.Verification:
+        return graphpp.verify(model, nn.functional.mse_loss, parts, split=["2"], backend=scaled(factor))
+
+    found = verified(1 + 2**-23)
+    assert found.ok and max(each.relative for each in found.cut.largest.values()) > 1e-5, str(found)
+    assert "rounding alone moves the gradient of " in str(found)
+    assert not verified(1.05).ok  # losses and well-conditioned gradients tell
 
 
 # ------------------------------------------------------------------------------------------------------------ Inductor
