@@ -9,6 +9,7 @@ Contract
 from __future__ import annotations
 
 import contextlib
+import copy
 import hashlib
 import os
 import warnings
@@ -128,8 +129,8 @@ class Regions:
 
 
 def _by_function(function: Custom, region: Region) -> Run:
-    """A region compiled by the caller's function."""
-    compiled = function(fx.GraphModule({}, region.graph), region.examples)
+    """A region compiled by the caller's function, which may change the graph that it is given."""
+    compiled = function(fx.GraphModule({}, copy.deepcopy(region.graph)), region.examples)
     if not callable(compiled):
         raise TypeError(f"the backend returned {type(compiled).__name__}, no callable")
 

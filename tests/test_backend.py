@@ -135,6 +135,78 @@ def test_what_cannot_be_compiled_runs_eagerly_with_a_warning_that_names_it() -> 
     assert all(torch.equal(value, expected.grads[0][name]) for name, value in gradients(model).items())
 
 
+def test_a_backend_that_changes_the_graph_and_then_gives_up_changes_nothing() -> None:
+    def spoiling(module: fx.GraphModule, examples: list[Tensor]) -> Callable[..., Any]:
+        for node in module.graph.find_nodes(op="call_function", target=torch.ops.aten.tanh.default):
+            node.target = torch.ops.aten.sin.default
+        raise NotImplementedError("after all")
+
+    model = nn.Sequential(nn.Sequential(nn.Linear(6, 6), nn.Tanh()), nn.Sequential(nn.Linear(6, 6), nn.Tanh()))
+    x = torch.randn(4, 6)
+    expected = eager_steps(model, nn.functional.mse_loss, [_batch(x)], 2, 1)
+    pipe = graphpp.compile(model, nn.functional.mse_loss, microbatches=2, backend=spoiling, fused_accumulation=False)
+    with pytest.warns(UserWarning, match="after all"):
+        pipe.step(x, target=x)
+    assert all(torch.equal(value, expected.grads[0][name]) for name, value in gradients(model).items())
+
+
+class Held(nn.Module):
+    """Hands out its parameter in another shape: its gradient is a view of what a layer's backward makes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.flat = nn.Parameter(torch.randn(12))
+
+    def forward(self) -> Tensor:
+        return self.flat.view(2, 6)
+
+
+class Added(nn.Module):
+    """Adds two tensors, each times the same number: their gradients are equal, and made one by one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.line = nn.Linear(6, 6)
+
+    def forward(self, x: Tensor, one: Tensor, other: Tensor) -> Tensor:
+        out: Tensor = self.line(x) + one * 1.5 + other * 1.5
+        return out
+
+
+class Twins(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Added() for _ in range(2))
+        self.held = nn.ModuleList(Held() for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer, one, other in zip(self.layers, self.held[:2], self.held[2:], strict=True):
+            x = layer(x, one(), other()).tanh()
+        return x
+
+
+def merging(module: fx.GraphModule, examples: list[Tensor]) -> Callable[..., Any]:
+    """A backend that makes equal values once, and hands them out as often as they are asked for."""
+    made: dict[str, fx.Node] = {}
+    for node in module.graph.nodes:
+        first = made.setdefault(f"{node.target} {node.args} {node.kwargs}", node)
+        if node.op == "call_function" and first is not node:
+            node.replace_all_uses_with(first)
+    module.recompile()
+    return module
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_a_backend_may_hand_out_two_gradients_in_one_memory(fused: bool) -> None:
+    model = Twins()
+    x = torch.randn(8, 6)
+    expected = eager_steps(model, nn.functional.mse_loss, [_batch(x)], 4, 1)
+    pipe = graphpp.compile(model, nn.functional.mse_loss, microbatches=4, backend=merging, fused_accumulation=fused)
+    pipe.step(x, target=x)
+    for name, value in gradients(model).items():
+        torch.testing.assert_close(value, expected.grads[0][name], msg=name)
+
+
 def _batch(x: Tensor) -> Any:
     from tests.models import Batch
 

@@ -11,7 +11,7 @@ from dataclasses import replace
 
 from torch import fx
 
-from graphpp.passes.aliases import shared_results
+from graphpp.passes.aliases import root, shared_results
 from graphpp.passes.cut import Cut, SlotGraph
 from graphpp.passes.joint import JointGraph, tensor_meta
 from graphpp.passes.liveness import peak_bytes
@@ -79,7 +79,7 @@ def _program(slot: SlotGraph, phase: Phase) -> Program:
 def emit_outlined(item: Program, made: Outlined) -> Program:
     """A program that calls its regions, with the roles of `item`, from which it was made.
 
-    A region may put two results into one memory, so gradients that come out of one are shared.
+    A region may put two results into one memory, so gradients that come out of one, or are views of what does, are shared.
     """
     slot = made.slot
     rendered = render(slot.graph, f"stage {slot.stage}, {slot.phase.name.lower()}, {len(made.calls)} regions")
@@ -90,7 +90,7 @@ def emit_outlined(item: Program, made: Outlined) -> Program:
 
 
 def _is_of_a_region(node: fx.Node) -> bool:
-    return any(isinstance(source.target, RegionCall) for source in node.all_input_nodes)
+    return any(isinstance(source.target, RegionCall) for source in root(node).all_input_nodes)
 
 
 def emit_woven(woven: Woven, parts: Sequence[Program]) -> WovenProgram:
