@@ -28,6 +28,7 @@ from graphpp.compiled import CompiledPrograms
 from graphpp.compiler import Built, Compiler, check_alike
 from graphpp.errors import GraphPPError
 from graphpp.graphed import Graphs, capturer_for
+from graphpp.late_reads import check_late_reads
 from graphpp.overlap import Sources
 from graphpp.report import check_joinable
 from graphpp.runtime import program
@@ -232,9 +233,7 @@ class Library:
         return self._ready.use(call.keys)
 
     def _runner(self, built: Sequence[Built], schedule: Schedule, replicas: dist.ProcessGroup | None) -> GraphPPRunner:
-        programs = self._agreement.together(
-            lambda: [self._compiler.program(each, schedule, index) for index, each in enumerate(built)], lambda _: Facts({})
-        )
+        programs = self._agreement.together(lambda: self._cut(built, schedule), lambda _: Facts({}))
         settings = self._compiler.settings
         programs = self._agreement.together(lambda: self._compiled(built, programs, schedule), lambda _: Facts({}))
         woven = self._agreement.together(lambda: self._woven(built, programs, schedule), lambda _: Facts({}))
@@ -259,6 +258,12 @@ class Library:
         trips = self._compiler.trips(built, schedule) if runner.training else ()
         runner.offloader = Offloader(trips, runner.stages, mover_for(settings.place.device))
         return runner
+
+    def _cut(self, built: Sequence[Built], schedule: Schedule) -> list[PipelineProgram]:
+        """The programs of each microbatch."""
+        programs = [self._compiler.program(each, schedule, index) for index, each in enumerate(built)]
+        check_late_reads(programs)
+        return programs
 
     def _compiled(
         self, built: Sequence[Built], programs: Sequence[PipelineProgram], schedule: Schedule

@@ -4,8 +4,9 @@ Contract
 --------
 `needs(joint, stage, may, cost)` has every tensor that the stage's forward makes or receives and its backward reads, and
 what those could be computed from again, as far as `may(node)` lets operations run again. Views may always: a view is never
-kept, what it is a view of is. What is at hand (parameters, buffers, inputs, views of them) does not appear: it costs
-nothing. The values come in pieces that do not depend on each other, most of them alike in a model of equal layers.
+kept, what it is a view of is. What is at hand (parameters, buffers, inputs, views of them, what is made once per step)
+does not appear: it costs nothing. The values come in pieces that do not depend on each other, most of them alike in a
+model of equal layers.
 
 Never run again: operators that are not torch's own, collectives, operations that read a buffer which the forward writes.
 Random ones draw from the microbatch's key and may. What another stage's backward reads is kept for it anyway.
@@ -72,7 +73,7 @@ class _Needs:
 
     def _is_value(self, node: fx.Node) -> bool:
         """Whether a forward value exists in this stage and is not at hand."""
-        if node.meta["backward"] or node.op != "call_function":
+        if node.meta["backward"] or node.op != "call_function" or node.meta.get("prepared"):
             return False
         return node in self._forward or (node.meta["stage"] is not None and node.meta["stage"] < self._stage)
 
