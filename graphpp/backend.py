@@ -145,14 +145,19 @@ def _by_function(function: Custom, region: Region) -> Run:
 
 @contextlib.contextmanager
 def _caching_in(folder: Path) -> Iterator[None]:
-    """Let torch keep what it compiles in this folder."""
-    name = "TORCHINDUCTOR_CACHE_DIR"
-    before = os.environ.get(name)
-    os.environ[name] = str(folder)
+    """Let torch keep what it compiles in this folder, Triton's kernels too.
+
+    Inductor sets Triton's variable when it first makes a kernel, for good: all kernels of the process would go to the entry
+    that happened to be open then, after its manifest was written.
+    """
+    folders = {"TORCHINDUCTOR_CACHE_DIR": folder, "TRITON_CACHE_DIR": folder / "triton"}
+    before = {name: os.environ.get(name) for name in folders}
+    os.environ.update({name: str(path) for name, path in folders.items()})
     try:
         yield
     finally:
-        if before is None:
-            del os.environ[name]
-        else:
-            os.environ[name] = before
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value

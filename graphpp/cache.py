@@ -6,11 +6,13 @@ Contract
   process makes it, the rest wait, and find it made.
 - On closing, a manifest with the size and SHA-256 of every file is written last. An entry whose files are not those of its
   manifest is removed before it is opened: nothing of it is loaded.
-- A root that cannot be written is replaced by a temporary one, with a warning; one that somebody removed is made again.
+- A root that cannot be written is replaced by a temporary one, which goes with the process, with a warning; one that
+  somebody removed is made again.
 """
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import hashlib
 import json
@@ -106,5 +108,6 @@ def _writable(root: Path) -> Path:
             return root
     except OSError as error:
         replaced = Path(tempfile.mkdtemp(prefix="graphpp-"))
+        atexit.register(shutil.rmtree, replaced, ignore_errors=True)
         _LOG.warning("the cache %s cannot be written (%s); what is compiled now is kept in %s only", root, error, replaced)
         return replaced

@@ -18,6 +18,7 @@ from torch import Tensor, fx, nn
 
 import graphpp
 from graphpp.cache import Cache
+from graphpp.passes.outline import Region
 from graphpp.product_kernels import ProductKernels
 from tests.distributed import run_ranks
 from tests.models import MODELS, Case
@@ -391,11 +392,43 @@ def test_an_entry_that_failed_is_not_taken_for_whole(tmp_path: Path) -> None:
         assert list(folder.iterdir()) == []
 
 
+def test_all_that_inductor_keeps_of_a_region_is_in_its_entry(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Inductor itself names a folder for Triton, once in a process."""
+    names = ["TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"]
+    monkeypatch.setenv(names[0], "theirs")
+    monkeypatch.delenv(names[1], raising=False)
+    seen: list[list[str]] = []
+
+    def compiling(*args: Any) -> Callable[..., Any]:
+        os.environ.setdefault(names[1], os.environ[names[0]])
+        seen.append([os.environ[name] for name in names])
+        return lambda boxed: boxed
+
+    backend = graphpp.Inductor(cache=tmp_path)
+    backend.__dict__["_compiler"] = compiling
+    for key in "ab":
+        graph = fx.Graph()
+        graph.output(())
+        backend(Region(key, graph, key))
+        assert os.environ[names[0]] == "theirs" and names[1] not in os.environ
+    entries = [{Path(path).relative_to(tmp_path).parts[0] for path in paths} for paths in seen]
+    assert [len(parts) for parts in entries] == [1, 1] and entries[0] != entries[1]
+
+
 def test_a_cache_that_cannot_be_written_is_replaced(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     (tmp_path / "file").write_text("")
     with Cache(tmp_path / "file" / "below").entry("a") as folder:
         assert folder.exists()
     assert "cannot be written" in caplog.text
+
+
+def test_what_replaces_a_cache_goes_with_the_process(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    code = f"from pathlib import Path; from graphpp.cache import Cache; print(Cache(Path({str(tmp_path / 'file')!r})).root)"
+    root = Path(__file__).parents[1]
+    made = subprocess.run([sys.executable, "-c", code], check=True, cwd=root, capture_output=True, text=True)
+    replaced = Path(made.stdout.strip())
+    assert replaced.name.startswith("graphpp-") and not replaced.exists()
 
 
 def test_a_cache_that_goes_away_meanwhile_stops_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

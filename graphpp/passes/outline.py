@@ -5,8 +5,8 @@ Contract
 - A region is a graph of its own: its inputs are what it reads from outside, parameters among them, in order of first use; its
   results are what is read outside of it. The program calls it (`RegionCall`) with a list that the call empties.
 - Operations stand in one region if they belong to one layer (`layer(node)`; None: to whatever stands before it), and if
-  `compiled(node)`: operators of torch itself, without random numbers, collectives, or checks. What is not compiled stays in
-  the program, before or after the region that it stood in where what it reads and who reads it allow that.
+  `compiled(node)`: operators of torch itself, without random numbers, collectives, checks, or copies of buffers. What is
+  not compiled stays in the program, before or after the region that it stood in where what it reads and who reads it allow.
 - A region with too little in it to gain anything stays as it was.
 - `Region.key` is a hash of the operations, their arguments, and the shapes, strides, dtypes and devices of the inputs: equal
   keys mean programs that compute the same from the same inputs.
@@ -28,6 +28,7 @@ from graphpp.passes.collectives import is_collective, is_wait
 from graphpp.passes.cut import SlotGraph
 from graphpp.passes.joint import is_check
 from graphpp.passes.op_costs import Cost, flops
+from graphpp.runtime.program import Buffer
 
 Layer = Callable[[fx.Node], str | None]
 
@@ -102,7 +103,7 @@ def compiled(node: fx.Node) -> bool:
         return False
     if torch.Tag.nondeterministic_seeded in target.tags or target._schema.is_mutable or target in _BY_STORAGE:
         return False
-    if is_collective(node) or is_wait(node) or is_check(node):
+    if is_collective(node) or is_wait(node) or is_check(node) or _is_copy_of_buffer(node):
         return False
     values = [node.meta["val"], *(source.meta["val"] for source in node.all_input_nodes)]
     return all(map(_is_plain, _leaves([node.args, node.kwargs]))) and all(map(_is_known, _leaves(values)))
@@ -151,7 +152,7 @@ def grouped(graph: fx.Graph, layer: Layer) -> Iterator[tuple[str | None, list[fx
     for node in _with_items(graph):
         reads = set(node.all_input_nodes)
         if compiled(node):
-            label = layer(node)
+            label = layer(node) if node.target is not operator.getitem else None  # with the tuple, which no region hands out
             other = label is not None and now.label is not None and label != now.label
             if other or not reads.isdisjoint(now.late):
                 yield from now.close()
@@ -246,6 +247,12 @@ def _leaves(value: Any) -> Iterator[Any]:
         yield from (value.start, value.stop, value.step)
     else:
         yield value
+
+
+def _is_copy_of_buffer(node: fx.Node) -> bool:
+    """Whether an operation keeps a buffer's value from being overwritten: a compiler that saw no use in it would lose that."""
+    source = node.args[0] if node.target is torch.ops.aten.clone.default else None
+    return isinstance(source, fx.Node) and isinstance(source.meta.get("role"), Buffer)
 
 
 def _is_plain(value: Any) -> bool:

@@ -165,3 +165,39 @@ def test_a_mask_is_what_dropout_draws(probability: float, transposed: bool) -> N
     scale = 1.0 / (1.0 - probability) if probability < 1 else 0.0
     assert torch.equal(drawn, mask)
     assert torch.equal(x * drawn * scale, dropped)
+
+
+class Average(nn.Module):
+    """Multiplies by a buffer that it writes afterwards; and has an operator with several results."""
+
+    mean: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.line, self.norm = nn.Linear(8, 3), nn.LayerNorm(8)
+        self.register_buffer("mean", torch.ones(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        made: Tensor = self.line(self.norm(x)) * self.mean.clone()
+        self.mean.mul_(0.5).add_(made.detach().mean(0))
+        return made
+
+
+def test_the_copy_of_a_buffer_that_is_overwritten_is_not_left_to_a_compiler() -> None:
+    (forward, *_), layer = slots(Average())
+    copies = [node for node in forward.graph.nodes if node.target is torch.ops.aten.clone.default]
+    assert copies
+    outside = [node for node in outline(forward, layer).slot.graph.nodes if node.target is torch.ops.aten.clone.default]
+    assert len(outside) == len(copies)
+
+
+def test_the_results_of_an_operation_are_in_its_region_whatever_layer_they_say() -> None:
+    (forward, *_), _ = slots(Average())
+    labels = iter(range(1000))
+    outlined = outline(forward, lambda node: f"layers.{next(labels)}")  # every operation is a layer of its own
+    given = values(forward)
+    for call in outlined.calls:
+        call.run = interpreted(call)
+    results = render(outlined.slot.graph).load("<outlined>")(list(given))
+    expected = render(forward.graph).load("<whole>")(list(given))
+    assert all(torch.equal(one, other) for one, other in zip(results, expected, strict=True))
