@@ -21,8 +21,8 @@ def check_late_reads(programs: Sequence[PipelineProgram]) -> None:
         for fqn in (role.fqn for role in roles if isinstance(role, BufferUpdate)):
             written.setdefault(fqn, index)
     for index, pipeline in _distinct(programs) if written else ():
-        roles = (role for item in _late(pipeline) for role in item.inputs)
-        for fqn in (role.fqn for role in roles if isinstance(role, Buffer) and role.fqn in written):
+        read = (role for item in _late(pipeline) for role in item.inputs)
+        for fqn in (role.fqn for role in read if isinstance(role, Buffer) and role.fqn in written):
             raise BatchError(
                 f"microbatch {written[fqn]} writes the buffer {fqn}, and microbatch {index}, which has another shape or "
                 "structure and does not write it, reads it for its gradients or once per step: whether it would see the new "
