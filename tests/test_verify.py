@@ -326,6 +326,29 @@ def test_where_a_loss_runs_other_code() -> None:
     assert first.source == f"{HERE}:{line_of('def loss(output')}"
 
 
+class Spectral(nn.Module):
+    """A filter of complex weights, all their gradients imaginary but for rounding."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.filter = nn.Parameter(torch.randn(8, dtype=torch.complex64))
+        self.last = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(torch.fft.ifft(torch.fft.fft(x) * self.filter).imag)
+
+
+@pytest.mark.parametrize("tolerance", [None, 1e-4])
+def test_complex_gradients_are_compared_whole(tolerance: float | None) -> None:
+    x = torch.randn(4, 8)
+    example = graphpp.Microbatch((x,), target=x)
+    report = graphpp.verify(
+        Spectral(), nn.functional.mse_loss, example=example, split=["last"], microbatches=2, tolerance=tolerance,
+        backend=lambda module, examples: module,
+    )
+    assert report.ok, report
+
+
 def test_microbatches_of_several_shapes_are_refused() -> None:
     parts = [graphpp.Microbatch((torch.randn(rows, 4),), target=torch.randn(rows, 4)) for rows in (2, 3)]
     with pytest.raises(graphpp.BatchError, match="microbatch 1 differs in shape"):
