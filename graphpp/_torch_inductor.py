@@ -58,6 +58,12 @@ def compile_graph(
     return run
 
 
+def try_options(options: Mapping[str, Any]) -> None:
+    """Raise what torch raises where Inductor has no option of such a name."""
+    with config.patch(dict(options)):
+        pass
+
+
 def find_vector_units() -> None:
     """Let Inductor try, once per process, which vector instructions compiler and processor have."""
     pick_vec_isa()

@@ -74,7 +74,10 @@ Compile = Callable[[Region], Run]
 
 
 def chosen(given: object) -> Inductor | Custom | None:
-    """What compiles the regions; None: nothing does. Raises `GraphPPError` for anything that is no backend."""
+    """What compiles the regions; None: nothing does. Raises `GraphPPError` for anything that is no backend.
+
+    And for options that Inductor does not have: every region would fail by them, and run eagerly.
+    """
     if given in (None, "eager"):
         return None
     if given == "inductor":
@@ -83,7 +86,24 @@ def chosen(given: object) -> Inductor | Custom | None:
         raise GraphPPError(
             f"backend={given!r}: take 'eager', 'inductor', a graphpp.Inductor, or a function (module, examples) -> callable"
         )
+    if isinstance(given, Inductor) and given.options:
+        _check_options(given.options)
     return given
+
+
+def _check_options(options: object) -> None:
+    if not isinstance(options, Mapping):
+        raise GraphPPError(f"graphpp.Inductor(options={options!r}): take a mapping of names to values")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch 2.13 imports what it deprecates
+        from graphpp import _torch_inductor as inductor
+    try:
+        inductor.try_options(options)
+    except Exception as error:  # names that are unknown, or no names
+        raise GraphPPError(
+            f"graphpp.Inductor(options={dict(options)!r}): {error}; options are those of torch._inductor.config in "
+            f"torch {torch.__version__}, with dots in the name where it has them ('cpp.threads')"
+        ) from error
 
 
 def spelled(backend: Inductor | Custom | None) -> str:
@@ -112,9 +132,8 @@ class Regions:
                 self._known[region.key] = self._compile(region)
         except Exception as error:  # whatever a compiler raises
             reason = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
-            warnings.warn(
-                f"graphpp: {region.title} cannot be compiled and runs eagerly: {type(error).__name__}: {reason}", stacklevel=2
-            )
+            told = f"graphpp: {region.title} cannot be compiled and will run eagerly: {type(error).__name__}: {reason}"
+            warnings.warn(told, stacklevel=2)
             self._known[region.key] = render(region.graph, region.title).load(f"<graphpp {region.title}>")
 
     def keep_only(self, keys: Iterable[str]) -> None:

@@ -153,12 +153,16 @@ def difference(ours: torch.Tensor, theirs: torch.Tensor, tolerance: float, floor
         return Difference(float("inf"), float("inf"), "differs")
     if same(ours, theirs):
         return Difference()
-    wide = torch.complex128 if ours.is_complex() else torch.float64
-    left, right = ours.detach().to(wide), theirs.detach().to(wide)
+    left, right = widened(ours), widened(theirs)
     gap = (left - right).masked_fill((left == right) | (left.isnan() & right.isnan()), 0)
     largest, size = gap.abs().max().item(), max(right.norm().item(), floor)
     relative = gap.norm().item() / size if size else float("inf")
     return Difference(largest, relative, "close" if relative <= tolerance else "differs")
+
+
+def widened(value: torch.Tensor) -> torch.Tensor:
+    """In float64, or complex128."""
+    return value.detach().to(torch.complex128 if value.is_complex() else torch.float64)
 
 
 def same(ours: torch.Tensor, theirs: torch.Tensor) -> bool:

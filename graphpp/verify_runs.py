@@ -139,8 +139,10 @@ class _Watched(fx.Interpreter):
 
 
 def _rounds(value: Any) -> bool:
-    """Whether an operation's result is rounded, and has arithmetic to be moved by (float8 has none)."""
-    return isinstance(value, torch.Tensor) and value.is_floating_point() and value.dtype.itemsize > 1
+    """Whether an operation's result is rounded, and has arithmetic to be moved by (float8 and complex32 have none)."""
+    if not isinstance(value, torch.Tensor) or value.dtype is torch.complex32:
+        return False
+    return value.is_complex() or (value.is_floating_point() and value.dtype.itemsize > 1)
 
 
 def _moved(value: torch.Tensor, jitter: torch.Generator) -> torch.Tensor:

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from graphpp.passes.joint import JointGraph
-from graphpp.verify_report import Comparison, Difference, difference
+from graphpp.verify_report import Comparison, Difference, difference, widened
 from graphpp.verify_runs import Numbers, Step, run_uncut, untouched
 
 _JITTERS = 2  # runs with jitter, of which the largest difference counts
@@ -64,7 +64,7 @@ def compared(title: str, ours: Numbers, theirs: Numbers, tolerances: Tolerances)
 
 def _average(gradients: Any) -> float:
     """The root mean square of all elements."""
-    squares = [(gradient.detach().double().norm().item() ** 2, gradient.numel()) for gradient in gradients]
+    squares = [(widened(gradient).norm().item() ** 2, gradient.numel()) for gradient in gradients]
     return float((sum(size for size, _ in squares) / max(1, sum(count for _, count in squares))) ** 0.5)
 
 

@@ -220,6 +220,17 @@ def test_what_is_no_backend_is_refused(given: Any) -> None:
         graphpp.compile(nn.Linear(2, 2), nn.functional.mse_loss, backend=given)
 
 
+@pytest.mark.parametrize("options", [{"no_such": 1}, {"cpp.no_such": 1}, {3: 1}, "max_autotune", ["cpp.threads"]])
+def test_options_that_inductor_does_not_have_are_refused(options: Any) -> None:
+    with pytest.raises(graphpp.GraphPPError, match="options="):
+        graphpp.compile(nn.Linear(2, 2), nn.functional.mse_loss, backend=graphpp.Inductor(options))
+
+
+def test_options_may_be_named_with_dots_and_by_an_alias() -> None:
+    backend = graphpp.Inductor({"cpp.threads": 1, "force_disable_caches": True})
+    graphpp.compile(nn.Linear(2, 2), nn.functional.mse_loss, backend=backend)
+
+
 def test_a_backend_that_returns_nothing_to_call_is_named() -> None:
     model, x = nn.Sequential(nn.Linear(4, 4), nn.ReLU()), torch.randn(2, 4)
     pipe = graphpp.compile(model, nn.functional.mse_loss, microbatches=1, backend=lambda module, examples: None)

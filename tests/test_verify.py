@@ -314,6 +314,32 @@ def test_where_a_trace_runs_other_code_than_eager(extra: float) -> None:
     assert f"layers.2 ({HERE}" in str(found)
 
 
+class BeforeNorm(nn.Module):
+    """The gradient of a bias before a batch norm is rounding alone, which other code rounds otherwise."""
+
+    def __init__(self, traced: float) -> None:
+        super().__init__()
+        self.first, self.norm, self.last = nn.Linear(8, 64), nn.BatchNorm1d(64), nn.Linear(64, 8)
+        self.traced = traced
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.norm(self.first(x))
+        return self.last((x * self.traced if is_traced(x) else x / 3).tanh() + x.sigmoid())
+
+
+@pytest.mark.parametrize(("traced", "right"), [(1 / 3, True), (1 / 3 + 1e-3, False)])
+def test_gradients_that_are_rounding_alone_may_part_from_eager(traced: float, right: bool) -> None:
+    model, x = BeforeNorm(traced), torch.randn(64, 8)
+    target = torch.randn(64, 8)
+    given = graphpp.Microbatch((x,), target=target)
+    report = graphpp.verify(model, F.mse_loss, given, split=["last"], microbatches=2)
+    assert report.ok == right and report.cut.verdict == "equal", report
+    if right:
+        assert "rounding alone moves the gradient of first.bias" in report.eager.note
+        assert report.eager.largest["first.bias"].relative > report.tolerance
+        assert not graphpp.verify(model, F.mse_loss, given, split=["last"], microbatches=2, tolerance=1e-6).ok
+
+
 def test_where_a_loss_runs_other_code() -> None:
     case = layers()
 
@@ -324,6 +350,29 @@ def test_where_a_loss_runs_other_code() -> None:
     first = found.eager.first
     assert first is not None and (first.what, first.fqn) == ("the loss", "")
     assert first.source == f"{HERE}:{line_of('def loss(output')}"
+
+
+class Spectral(nn.Module):
+    """A filter of complex weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.filter = nn.Parameter(torch.randn(8, dtype=torch.complex64))
+        self.last = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(torch.fft.ifft(torch.fft.fft(x) * self.filter).imag)
+
+
+@pytest.mark.parametrize("tolerance", [None, 1e-4])
+def test_complex_gradients_are_compared_whole(tolerance: float | None) -> None:
+    x = torch.randn(4, 8)
+    example = graphpp.Microbatch((x,), target=x)
+    report = graphpp.verify(
+        Spectral(), nn.functional.mse_loss, example=example, split=["last"], microbatches=2, tolerance=tolerance,
+        backend=lambda module, examples: module,
+    )
+    assert report.ok, report
 
 
 def test_microbatches_of_several_shapes_are_refused() -> None:
