@@ -101,7 +101,7 @@ class Step:
 # ------------------------------------------------------------------------------------------------------------- graphpp
 
 
-def pipeline(case: Case, device: torch.device, backend: str = "eager") -> graphpp.Pipeline:
+def pipeline(case: Case, device: torch.device, backend: str = "eager", recompute: Any = None) -> graphpp.Pipeline:
     """The pipeline that graphpp compiles."""
     inputs, targets = case.workload.batch(case.rows)
     return graphpp.compile(
@@ -113,6 +113,7 @@ def pipeline(case: Case, device: torch.device, backend: str = "eager") -> graphp
         microbatches=case.microbatches,
         device=device,
         backend=backend,
+        recompute=recompute,
     )
 
 

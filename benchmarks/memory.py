@@ -1,9 +1,9 @@
 """How many bytes of activations are alive at the peak of a step, against eager torch.distributed.pipelining?
 
-    torchrun --nproc-per-node 2 benchmarks/memory.py [--dims 64 256 512] [--schedules 1F1B Interleaved1F1B]
+    torchrun --nproc-per-node 2 benchmarks/memory.py [--models llama gpt2] [--dims 64 256 512] [--schedules 1F1B] [--backend ..]
 
-The contenders run the same model, weights, microbatches and schedule (those of step_time.py): torch; graphpp by default;
-graphpp with `recompute=0.5` and `"full"`. Losses must agree to 1e-5 first.
+The contenders run the same model, weights, microbatches and schedule (contenders.py): torch, eager; graphpp by default;
+graphpp with `recompute=0.5` and `"full"`. Losses must agree first.
 
 Bytes: a census of storages. Every storage that an operator of the step makes is counted from then until it dies: what waits
 for a backward, receive buffers, messages, temporary values of forward and backward. Not counted: what was there before
@@ -21,20 +21,20 @@ import argparse
 import json
 import weakref
 from collections.abc import Callable, Iterable
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from contenders import BACKENDS, TORCH, Case, Step, check_losses, pipeline, pipeline_step, plain_step, torch_step
 from harness import RANK, RANKS, Contender, alternate, median_ratio, over_ranks, start, synchronize
-from models import Config, loss, new_llama
 from rich.console import Console
 from rich.table import Table
-from step_time import STAGES_PER_RANK, Case, Step, check_losses, plain_step, torch_step
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+from workloads import NAMES, Size, workload
 
-import graphpp
 from graphpp.runtime.costs import Costs
 from graphpp.runtime.memory import peak_bytes
 
@@ -88,12 +88,11 @@ def _tensors(values: Any) -> list[torch.Tensor]:
 def main() -> None:
     option = options()
     device = start()
-    cases = [
-        Case(dim, option.layers, schedule, option.microbatches, option.rows, option.length)
-        for dim in option.dims
-        for schedule in option.schedules
-    ]
-    records = [record(case, option.rounds, device) for case in cases]
+    records = []
+    for name, dim, schedule in product(option.models, option.dims, option.schedules):
+        size = Size(dim, option.layers, option.length, dropout=0.0)
+        case = Case(workload(name, size), schedule, option.microbatches, option.rows)
+        records.append(record(case, option, device))
     if RANK == 0:
         Console(width=190).print(table(records))
         if option.json:
@@ -104,8 +103,10 @@ def main() -> None:
 
 def options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--models", nargs="+", default=["llama"], choices=NAMES)
     parser.add_argument("--dims", type=int, nargs="+", default=[64, 256, 512])
-    parser.add_argument("--schedules", nargs="+", default=list(STAGES_PER_RANK), choices=list(STAGES_PER_RANK))
+    parser.add_argument("--schedules", nargs="+", default=["1F1B", "Interleaved1F1B"], choices=list(TORCH))
+    parser.add_argument("--backend", default="eager", choices=BACKENDS, help="of graphpp")
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--microbatches", type=int, default=8)
     parser.add_argument("--rows", type=int, default=2, help="rows of a microbatch")
@@ -115,42 +116,34 @@ def options() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def graphpp_step(case: Case, device: torch.device, recompute: Any) -> tuple[Step, int]:
+def graphpp_step(case: Case, device: torch.device, backend: str, recompute: Any) -> tuple[Step, int]:
     """The pipeline that graphpp compiles, and the bytes that it foretells for this rank."""
-    model = new_llama(Config.small(case.dim, case.layers))
-    tokens, targets = case.batch(device)
-    pipe = graphpp.compile(
-        model,
-        loss,
-        example=graphpp.Microbatch((tokens[: case.rows],), target=targets[: case.rows]),
-        split=[f"layers.{layer}" for layer in case.cuts[1:-1]],
-        schedule=case.schedule,
-        microbatches=case.microbatches,
-        device=device,
-        recompute=recompute,
-    )
-    step = Step(list(pipe.parameters()), lambda: pipe.step(tokens, target=targets).losses)
+    pipe = pipeline(case, device, backend, recompute=recompute)
+    step = pipeline_step(pipe, case, device, backend)
     step.losses()
     plan = pipe._library.first
     assert plan is not None
     return step, peak_bytes(plan.plan.schedule, Costs.of_programs(plan.program))[RANK]
 
 
-def record(case: Case, rounds: int, device: torch.device) -> dict[str, Any]:
+def record(case: Case, option: argparse.Namespace, device: torch.device) -> dict[str, Any]:
     """Peaks of all contenders, then their times in turn."""
-    made = {name: graphpp_step(case, device, recompute) for name, recompute in CHOICES.items()}
+    made = {name: graphpp_step(case, device, option.backend, recompute) for name, recompute in CHOICES.items()}
     steps = {"torch": torch_step(case, device), **{name: step for name, (step, _) in made.items()}}
-    check_losses(case, steps, plain_step(case, device), device)
+    check_losses(plain_step(case, device), steps, device)
     peaks = {name: [int(each[0]) for each in over_ranks([peak(step, device)])] for name, step in steps.items()}
     foretold = {name: [int(each[0]) for each in over_ranks([nbytes])] for name, (_, nbytes) in made.items()}
-    slower = times(steps, rounds, device) if rounds else {}
+    slower = times(steps, option.rounds, device) if option.rounds else {}
+    size = case.workload.size
     return {
-        "dim": case.dim,
-        "layers": case.layers,
+        "model": case.workload.name,
+        "dim": size.dim,
+        "layers": size.layers,
         "schedule": case.schedule,
+        "backend": option.backend,
         "ranks": RANKS,
         "microbatches": case.microbatches,
-        "tokens": case.rows * case.length,
+        "tokens": case.rows * size.length,
         "device": device.type,
         "peaks": peaks,
         "foretold": foretold,
@@ -184,10 +177,10 @@ def times(steps: dict[str, Step], rounds: int, device: torch.device) -> dict[str
 def table(records: list[dict[str, Any]]) -> Table:
     """One line per case and contender."""
     first = records[0]
-    title = f"{first['ranks']} ranks, {first['device']}, {first['layers']} layers, "
+    title = f"{first['ranks']} ranks, {first['device']}, {first['layers']} layers, {first['backend']}, "
     title += f"{first['microbatches']} microbatches of {first['tokens']} tokens"
     shown = Table(title=title, title_justify="left", caption="MiB at the peak, by rank; time, cpu: over graphpp's default")
-    for column in ("dim", "schedule", "", "peak MiB", "foretold MiB", "highest / torch", "sum / torch", "time", "cpu"):
+    for column in ("model", "dim", "schedule", "", "peak MiB", "foretold MiB", "highest / torch", "sum / torch", "time", "cpu"):
         shown.add_column(column, justify="right")
     for row in records:
         for name, found in row["peaks"].items():
@@ -200,6 +193,7 @@ def line(row: dict[str, Any], name: str, found: list[int]) -> list[str]:
     torchs = row["peaks"]["torch"]
     spelled: Callable[[list[int]], str] = lambda each: " ".join(f"{nbytes / MIB:.2f}" for nbytes in each)  # noqa: E731
     return [
+        row["model"],
         str(row["dim"]),
         row["schedule"],
         name,

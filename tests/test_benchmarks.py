@@ -148,24 +148,44 @@ def test_the_demo_compares_the_last_losses(last: float, monkeypatch: pytest.Monk
     assert demo.show_difference(plain, plain, 0.0) == 0
 
 
-@pytest.mark.slow
-def test_step_time_runs_on_two_ranks(tmp_path: Path) -> None:
-    options = "--models gpt2 --dims 16 --layers 2 --length 4 --microbatches 2 --rounds 1 --schedules 1F1B --others torch plain"
+SCRIPTS = sorted(path.stem for path in (ROOT / "benchmarks").glob("*.py") if '__name__ == "__main__"' in path.read_text())
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_a_script_has_what_it_imports(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert callable(sibling(name, monkeypatch).main)
+
+
+def on_two_ranks(script: str, options: str, file: Path) -> Any:
+    """The record that a benchmark writes."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    file = tmp_path / "records.json"
+    small = "--dims 16 --layers 2 --length 4 --microbatches 2 --rounds 1 --schedules 1F1B"
     subprocess.run(
-        [*command, "benchmarks/step_time.py", *options.split(), "--json", str(file)],
+        [*command, f"benchmarks/{script}.py", *small.split(), *options.split(), "--json", str(file)],
         check=True,
         cwd=ROOT,
         env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
         stdout=subprocess.DEVNULL,
         timeout=200,
     )
-    found = json.loads(file.read_text())
+    return json.loads(file.read_text())
+
+
+@pytest.mark.slow
+def test_step_time_runs_on_two_ranks(tmp_path: Path) -> None:
+    found = on_two_ranks("step_time", "--models gpt2 --others torch plain", tmp_path / "records.json")
     (record,) = found["records"]
     assert record["bound"] == pytest.approx(4 / 3)
     assert {name: len(samples) for name, samples in record["samples"].items()} == {"graphpp eager": 1, "torch": 1, "plain": 1}
     assert found["means"]["eager"]["torch"] == record["ratios"]["eager"]["torch"] > 0
+
+
+@pytest.mark.slow
+def test_memory_runs_on_two_ranks(tmp_path: Path) -> None:
+    (record,) = on_two_ranks("memory", "--models llama", tmp_path / "records.json")
+    highest = {name: max(each) for name, each in record["peaks"].items()}
+    assert 0 < highest["full"] <= highest["0.5"] <= highest["graphpp"] < highest["torch"]
+    assert set(record["times"]) == set(highest)
 
 
 @pytest.mark.slow
