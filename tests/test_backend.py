@@ -21,7 +21,7 @@ from graphpp.cache import Cache
 from graphpp.passes.outline import Region
 from graphpp.product_kernels import ProductKernels
 from tests.distributed import run_ranks
-from tests.models import MODELS, Case
+from tests.models import MODELS, Batch, Case
 from tests.reference import eager_steps, gradients
 from tests.training import CASES, capturing_once, differences, example, step, trained
 
@@ -75,24 +75,80 @@ class Looking(nn.Module):
         return out
 
 
+Relay = Callable[[Tensor], Tensor]
+
+
+def strict(module: fx.GraphModule, examples: list[Tensor], relay: Relay = lambda x: x) -> Callable[..., Any]:
+    """What is compiled wants the strides that it was compiled for, and may return others."""
+
+    def run(*args: Tensor) -> Any:
+        for value, fake in zip(args, examples, strict=True):
+            pairs = zip(value.shape, value.stride(), fake.stride(), strict=True)
+            assert all(size == 1 or found == wanted for size, found, wanted in pairs)
+        return [relay(value) for value in module(*args)]
+
+    return run
+
+
 def sees_windows(rank: int) -> bool:
     """A step in which what is compiled is given the strides that it was compiled for."""
     torch.manual_seed(0)
-
-    def strict(module: fx.GraphModule, examples: list[Tensor]) -> Callable[..., Any]:
-        def run(*args: Tensor) -> Any:
-            for value, fake in zip(args, examples, strict=True):
-                pairs = zip(value.shape, value.stride(), fake.stride(), strict=True)
-                assert all(size == 1 or found == wanted for size, found, wanted in pairs)
-            return module(*args)
-
-        return run
-
     pipe = graphpp.compile(
         nn.Sequential(Windows(), Looking()), nn.functional.mse_loss, split=["1"], microbatches=2, backend=strict
     )
     x = torch.randn(4, 8)
     return bool(pipe.step(x, target=x).loss.isfinite())
+
+
+class Joined(nn.Module):
+    """Parts of a larger tensor: their gradients are windows into its gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.left, self.right = nn.Linear(8, 4), nn.Linear(8, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.cat((self.left(x).tanh(), self.right(x).tanh().flip(0).T.contiguous().T, x[:1].expand(x.shape)[:, :4]), 1)
+
+
+@pytest.mark.parametrize("split", [["1"], ["1", "2"], None])
+def test_results_that_lie_otherwise_are_laid_as_the_graph_says(split: list[str] | None) -> None:
+    model = nn.Sequential(nn.Linear(8, 8), Joined(), nn.Linear(12, 8), Joined(), nn.Linear(12, 8))
+    x = torch.randn(4, 8)
+    for relay in (torch.Tensor.contiguous, lambda value: value.mT.contiguous().mT if value.dim() > 1 else value):
+        expected = eager_steps(model, nn.functional.mse_loss, [Batch((x,), {}, x)], 2, 1)
+        pipe = graphpp.compile(
+            model,
+            nn.functional.mse_loss,
+            split=split,
+            microbatches=2,
+            backend=lambda module, examples, relay=relay: strict(module, examples, relay),
+            fused_accumulation=False,
+        )
+        pipe.step(x, target=x)
+        for name, value in gradients(model).items():
+            assert value is not None and torch.allclose(value, expected.grads[0][name], rtol=1e-5, atol=1e-7), name
+        model.zero_grad()
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda values: values[:-1], r"has \d+ results, compiled it returned \d+"),
+        (lambda values: [value.double() for value in values], "result 0 of .* is float32.*, compiled it is float64"),
+        (lambda values: [value[None] for value in values], "result 0 of "),
+        (lambda values: [None] * len(values), "compiled it is NoneType"),
+    ],
+)
+def test_results_that_are_not_those_of_the_region_raise(change: Callable[[Any], Any], words: str) -> None:
+    pipe = graphpp.compile(
+        nn.Sequential(nn.Linear(2, 2), nn.Tanh(), nn.Linear(2, 2)),
+        nn.functional.mse_loss,
+        microbatches=1,
+        backend=lambda module, examples: lambda *args: change(module(*args)),
+    )
+    with pytest.raises(graphpp.GraphPPError, match=words):
+        pipe.step(torch.randn(2, 2), target=torch.randn(2, 2))
 
 
 def test_what_crosses_a_boundary_has_the_strides_that_a_region_was_compiled_for() -> None:

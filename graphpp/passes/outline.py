@@ -50,6 +50,12 @@ class Region:
         """The values, without data, that it is made for."""
         return [node.meta["val"] for node in self.graph.find_nodes(op="placeholder")]
 
+    @property
+    def results(self) -> list[Any]:
+        """What it returns, without data."""
+        nodes: Any = self.graph.output_node().args[0]
+        return [node.meta["val"] for node in nodes]
+
 
 @dataclass(eq=False)
 class RegionCall:

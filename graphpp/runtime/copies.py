@@ -45,3 +45,10 @@ def copies(values: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     places = [place_like(value) for value in values]
     fill(places, values)
     return [place.value() for place in places]
+
+
+def laid_as(meta: TensorMeta, value: torch.Tensor) -> torch.Tensor:
+    """A copy of a value in memory that has the strides of `meta`."""
+    place = Landing.of(meta, value.device)
+    place.elements.copy_(pack(value, meta))
+    return place.value()
