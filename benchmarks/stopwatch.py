@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import graphpp
-from graphpp import compiler, library
+from graphpp import assembly, compiler
 
 
 @dataclass
@@ -33,7 +33,7 @@ class Stopwatch:
 
 def listen(watch: Stopwatch) -> None:
     """Start with every compilation; note the end of every capture, and the moment before every runner is made."""
-    compile_, capture, runner = graphpp.compile, compiler.capture, library.GraphPPRunner
+    compile_, capture, runner = graphpp.compile, compiler.capture, assembly.GraphPPRunner
 
     def timed_compile(*args: Any, **kwargs: Any) -> Any:
         watch.start()
@@ -49,4 +49,4 @@ def listen(watch: Stopwatch) -> None:
         return runner(*args, **kwargs)
 
     graphpp.compile = timed_compile
-    compiler.capture, library.GraphPPRunner = timed_capture, timed_runner  # type: ignore[assignment, misc]
+    compiler.capture, assembly.GraphPPRunner = timed_capture, timed_runner  # type: ignore[assignment, misc]

@@ -14,31 +14,21 @@ from __future__ import annotations
 
 import logging
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, TypeVar
 
-import torch.distributed as dist
-
 from graphpp import facts, fingerprint
-from graphpp.backend import Inductor
+from graphpp.assembly import Assembly
 from graphpp.batch import leading_size
-from graphpp.compiled import CompiledPrograms
 from graphpp.compiler import Built, Compiler, check_alike
 from graphpp.errors import GraphPPError
-from graphpp.graphed import Graphs, capturer_for
-from graphpp.late_reads import check_late_reads
-from graphpp.overlap import Sources
+from graphpp.graphed import Graphs
 from graphpp.report import check_joinable
 from graphpp.runtime import program
-from graphpp.runtime.agreement import Agreement, Facts, agree_on_collectives
+from graphpp.runtime.agreement import Agreement, Facts
 from graphpp.runtime.communication import add_communication
-from graphpp.runtime.gradients import Subgroups
-from graphpp.runtime.offload import Offloader, mover_for
-from graphpp.runtime.overlap import Overlaps
-from graphpp.runtime.program import PipelineProgram, WovenProgram
-from graphpp.runtime.replicas import check_apart
 from graphpp.runtime.runner import GraphPPRunner
 from graphpp.runtime.schedule import Schedule
 from graphpp.runtime.state import ModelState
@@ -125,12 +115,19 @@ class Library:
         self._facts: _Recent[tuple[Any, ...], Facts] = _Recent(limit)
         self._built: _Recent[Key, Built] = _Recent(limit)
         self._ready: _Recent[tuple[Key, ...], Ready] = _Recent(limit)
-        self._subgroups = Subgroups(compiler.settings.place.group)
-        backend, rank = compiler.settings.backend, compiler.settings.place.rank
-        self._programs = CompiledPrograms(backend, rank) if backend is not None else None
+        self._assembly = Assembly(compiler, state, agreement)
         self.first: Built | None = None
-        device = compiler.settings.place.device
-        self.graphs = Graphs(capturer_for(device) if compiler.settings.cudagraphs else None)
+
+    @property
+    def graphs(self) -> Graphs:
+        """The CUDA graphs of its runners."""
+        return self._assembly.graphs
+
+    @property
+    def owners(self) -> Mapping[str, Sequence[int]]:
+        """The ranks that hold each parameter."""
+        assert self.first is not None
+        return self.first.ranks_of_parameter
 
     def call(self, parts: Sequence[Leaves], weighting: Weighting, *, training: bool) -> Call:
         """A call over these microbatches, with the model as it is now."""
@@ -221,81 +218,28 @@ class Library:
             settings = self._compiler.settings
             rank, device = settings.place.rank, settings.place.device
             self._state.move(set().union(*(each.parameters(rank) | each.buffers(rank) for each in built)), device)
-            runner = self._runner(built, schedule, settings.replicas)
+            runner = self._assembly.runner(built, schedule, settings.replicas, self.owners)
             alike = facts.of_replica(runner.program, schedule, rank)
             self._ready.keep(call.keys, Ready(built, runner, alike))
             self._forget_all_but(call.keys)
-            if self._programs is not None:
-                self._programs.keep_only([*self._built.values(), *built])
+            self._assembly.keep_only([*self._built.values(), *built])
         for key in call.keys:
             if key in self._built:
                 self._built.use(key)
         return self._ready.use(call.keys)
-
-    def _runner(self, built: Sequence[Built], schedule: Schedule, replicas: dist.ProcessGroup | None) -> GraphPPRunner:
-        programs = self._agreement.together(lambda: self._cut(built, schedule), lambda _: Facts({}))
-        settings = self._compiler.settings
-        programs = self._agreement.together(lambda: self._compiled(built, programs, schedule), lambda _: Facts({}))
-        woven = self._agreement.together(lambda: self._woven(built, programs, schedule), lambda _: Facts({}))
-        local = [stage for stage, rank in schedule.rank_of_stage.items() if rank == settings.place.rank]
-        if settings.cudagraphs:
-            sources = Sources.joined(each.sources for each in built)
-            programs, woven = self.graphs.applied(programs, woven, local, sources)
-        assert self.first is not None
-        runner = GraphPPRunner(
-            programs,
-            schedule,
-            self._state,
-            settings.place,
-            owners=self.first.ranks_of_parameter,
-            subgroups=self._subgroups,
-            sums=settings.accumulate_dtype,
-            replicas=replicas,
-        )
-        runner.overlaps = Overlaps(woven)
-        if isinstance(settings.backend, Inductor):
-            runner.multiply_with(settings.backend.products)
-        trips = self._compiler.trips(built, schedule) if runner.training else ()
-        runner.offloader = Offloader(trips, runner.stages, mover_for(settings.place.device))
-        return runner
-
-    def _cut(self, built: Sequence[Built], schedule: Schedule) -> list[PipelineProgram]:
-        """The programs of each microbatch."""
-        programs = [self._compiler.program(each, schedule, index) for index, each in enumerate(built)]
-        check_late_reads(programs)
-        return programs
-
-    def _compiled(
-        self, built: Sequence[Built], programs: Sequence[PipelineProgram], schedule: Schedule
-    ) -> list[PipelineProgram]:
-        """The programs, those of this rank's stages under the backend."""
-        if self._programs is None:
-            return list(programs)
-        rank = self._compiler.settings.place.rank
-        local = [stage for stage, home in schedule.rank_of_stage.items() if home == rank]
-        return self._programs.compile(list(zip(built, programs, strict=True)), local)
 
     def under(self, ready: Ready, table: Schedule) -> Ready:
         """The same graphs under another table of computations, on the same ranks, without replicas; it is not kept.
 
         Called by all ranks.
         """
-        return replace(ready, runner=self._runner(ready.built, add_communication(table), None))
+        return replace(ready, runner=self._assembly.runner(ready.built, add_communication(table), None, self.owners))
 
     def _schedule(self, built: Sequence[Built], call: Call) -> Schedule:
         rank = self._compiler.settings.place.rank
         for each in {id(each): each for each in built}.values():
             self._state.check_memory([*each.parameters(rank), *each.buffers(rank)])
         return self._compiler.schedule(built, training=call.training)
-
-    def _woven(
-        self, built: Sequence[Built], programs: Sequence[PipelineProgram], schedule: Schedule
-    ) -> list[WovenProgram]:
-        """This rank's woven programs. Raises `MismatchError` where another rank of a model's group would not run alike."""
-        woven, collectives = self._compiler.overlaps(built, programs, schedule)
-        agree_on_collectives(collectives, self._compiler.settings.place.device)
-        check_apart(collectives, self._compiler.settings.replicas)
-        return woven
 
     def _copies(self, built: Built) -> list[str]:
         """This rank's parameters that other ranks hold as well."""

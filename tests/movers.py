@@ -10,7 +10,7 @@ from unittest.mock import patch
 
 import torch
 
-from graphpp import library
+from graphpp import assembly
 from graphpp.runtime.copies import meta_of, packed
 from graphpp.runtime.offload import Mover
 from graphpp.runtime.program import TensorMeta
@@ -63,4 +63,4 @@ class Copying:
 
 def moving_by(mover: Mover[Any]) -> Any:
     """Runners made meanwhile move values by this mover."""
-    return patch.object(library, "mover_for", lambda device: mover)
+    return patch.object(assembly, "mover_for", lambda device: mover)

@@ -17,7 +17,7 @@ import pytest
 import torch
 
 import graphpp
-from graphpp import compiler, library
+from graphpp import assembly, compiler
 
 ROOT = Path(__file__).parents[1]
 CPU = torch.device("cpu")
@@ -125,7 +125,7 @@ def test_errors_are_relative(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_stopwatch_takes_a_compilation_apart(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module, name in ((graphpp, "compile"), (compiler, "capture"), (library, "GraphPPRunner")):
+    for module, name in ((graphpp, "compile"), (compiler, "capture"), (assembly, "GraphPPRunner")):
         monkeypatch.setattr(module, name, getattr(module, name))  # to have it back afterwards
     contenders, stopwatch = sibling("contenders", monkeypatch), importlib.import_module("stopwatch")
     watch = stopwatch.Stopwatch(last=0.0)

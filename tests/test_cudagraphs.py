@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 import graphpp
-from graphpp import library
+from graphpp import assembly
 from graphpp.passes.obstacles import obstacle
 from graphpp.runtime.cuda_graphs import RECORDINGS, WARM_UPS, Graphed, captured
 from graphpp.runtime.products import Returned
@@ -70,7 +70,7 @@ def one_capture() -> Iterator[None]:
 @pytest.fixture
 def pool() -> Iterator[Pool]:
     made = Pool()
-    with patch.object(library, "capturer_for", lambda device: made):
+    with patch.object(assembly, "capturer_for", lambda device: made):
         yield made
 
 
@@ -277,7 +277,7 @@ def test_tensors_elsewhere_and_other_classes() -> None:
 def test_the_bits_of_the_same_without_graphs(pool: Pool, name: str, options: dict[str, Any]) -> None:
     found = train(0, name, {**options, "cudagraphs": True})
     replays = pool.replays
-    with patch.object(library, "capturer_for", lambda device: None):
+    with patch.object(assembly, "capturer_for", lambda device: None):
         assert differences(found, train(0, name, options)) == []
     assert pool.replays == replays > 0
 
