@@ -9,7 +9,9 @@ Contract
 
 from __future__ import annotations
 
+import atexit
 import contextlib
+import gc
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -35,6 +37,10 @@ from graphpp.runtime.timeline import Timeline
 from graphpp.seeds import LossWeight, Weighting
 from graphpp.signature import Leaves, Microbatch, unwrapped
 from graphpp.verify_report import Verification
+
+# A pipeline that nothing refers to any more is a cycle, and holds the process group, whose threads end when it is collected.
+# One of them that still lets go of a message while the interpreter shuts down ends the process with SIGABRT, its work done.
+atexit.register(gc.collect)
 
 
 @dataclass(frozen=True)
