@@ -18,6 +18,7 @@ from graphpp.lines import source_line
 from graphpp.passes.joint import JointGraph
 from graphpp.runtime import program
 from graphpp.runtime.program import InputRole, OutputRole, TensorMeta
+from graphpp.runtime.state import held
 
 _MODEL = "model"  # the attribute of capture's wrapper that holds the user's model
 _COPIES = (torch.ops.aten.clone.default, torch.ops.aten.detach.default, torch.ops.aten.alias.default)
@@ -49,12 +50,15 @@ def with_roles(
 
 
 def canonical_names(model: nn.Module) -> dict[str, str]:
-    """Every FQN of a parameter or buffer, aliases included, to its tensor's first FQN in the model's order."""
+    """Every FQN of a parameter or buffer, aliases and places included, to its tensor's first FQN in the model's order."""
     first: dict[int, str] = {}
     names: dict[str, str] = {}
     for pairs in (model.named_parameters(remove_duplicate=False), model.named_buffers(remove_duplicate=False)):
         for name, tensor in pairs:
             names[name] = first.setdefault(id(tensor), name)
+    for path, module in model.named_modules(remove_duplicate=False):
+        places = ((f"{path}.{name}" if path else name, tensor) for name, tensor in held(module))
+        names |= {place: first[id(tensor)] for place, tensor in places}
     return names
 
 

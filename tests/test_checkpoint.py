@@ -217,6 +217,16 @@ def test_wrapped_modules(impl: CheckpointImpl) -> None:
     check(lambda: wrapped(impl))
 
 
+def test_a_wrapped_model() -> None:
+    """The wrapper lists its parameters under the FQNs they had before."""
+    check(lambda: checkpoint_wrapper(Net(plainly)))
+    model = checkpoint_wrapper(Net(plainly))
+    state = compiled(model).state_dict()
+    assert state.keys() == Net(plainly).state_dict().keys()
+    compiled(model).load_state_dict({fqn: value + 1 for fqn, value in state.items()})
+    assert torch.equal(model.first.bias, Net(plainly).first.bias + 1)
+
+
 def test_modules_checkpointed_by_hooks() -> None:
     check(composed)
 

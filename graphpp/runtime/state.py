@@ -26,11 +26,12 @@ class ModelState:
         self._model = model
         self.parameters = [name for name, _ in model.named_parameters()]
         self.buffers = [name for name, _ in model.named_buffers()]
-        self._owners: dict[str, tuple[nn.Module, str]] = {}
-        modules = dict(model.named_modules(remove_duplicate=False))
-        for name in self.parameters + self.buffers:
-            prefix, _, attribute = name.rpartition(".")
-            self._owners[name] = (modules[prefix], attribute)
+        first: dict[int, tuple[nn.Module, str]] = {}
+        for module in model.modules():
+            for name, value in held(module):
+                first.setdefault(id(value), (module, name))
+        tensors = [*model.named_parameters(), *model.named_buffers()]
+        self._owners = {name: first[id(value)] for name, value in tensors}
 
     def tensor(self, fqn: str) -> torch.Tensor:
         """The model's own parameter or buffer."""
@@ -81,6 +82,12 @@ class ModelState:
         with torch.no_grad():
             for old, new in pairs.values():
                 old.copy_(new)
+
+
+def held(module: nn.Module) -> list[tuple[str, torch.Tensor]]:
+    """What a module itself holds; a wrapper around the model may list it under other FQNs than its place has."""
+    parameters = module.named_parameters(recurse=False, remove_duplicate=False)
+    return [*parameters, *module.named_buffers(recurse=False, remove_duplicate=False)]
 
 
 def checksum(tensor: torch.Tensor) -> int:
