@@ -5,7 +5,8 @@ Checked on torch 2.11.0, 2.13.0 and 2.15.0:
 - `torch._inductor.compile_fx.compile_fx_inner`: one graph of operators -> a function of a boxed list, through Inductor's own
   cache of graphs; `current_callable` of what it returns
 - `torch._inductor.decomposition.select_decomp_table`: the operators that Inductor wants taken apart
-- `torch._inductor.cpu_vec_isa.pick_vec_isa`: tries the compiler, once per process
+- `torch._inductor.cpu_vec_isa`: `pick_vec_isa` tries compiler and processor, once per process, by `VecISA.check_build`;
+  `_get_isa_dry_compile_fingerprint`: torch, compiler and its options; `torch._inductor.exc.InvalidCxxCompiler`
 - `torch._inductor.config`: its options
 - `torch._inductor.lowering`: `lowerings`, `fallback_handler`: how an operator is lowered; here: by calling it
 - `torch._guards`: `TracingContext`, `tracing`: where Inductor looks for the fake mode of what it compiles
@@ -16,19 +17,24 @@ Checked on torch 2.11.0, 2.13.0 and 2.15.0:
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import hashlib
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import fx
 from torch._guards import TracingContext, tracing
 from torch._inductor import config, lowering
 from torch._inductor.compile_fx import compile_fx_inner
-from torch._inductor.cpu_vec_isa import pick_vec_isa
+from torch._inductor.cpu_vec_isa import VecISA, _get_isa_dry_compile_fingerprint, pick_vec_isa
 from torch._inductor.decomposition import select_decomp_table
+from torch._inductor.exc import InvalidCxxCompiler
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+from graphpp._torch_aot import quick
 
 _CALLED: tuple[Any, ...] = (torch.ops.mkldnn._linear_pointwise.default,) if torch.backends.mkldnn.is_available() else ()
 
@@ -43,7 +49,7 @@ def compile_graph(
     """
     mode = FakeTensorMode(shape_env=ShapeEnv())
     fakes = [_fake(mode, example) for example in examples]
-    with torch.no_grad(), mode:
+    with quick(), torch.no_grad(), mode:
         module = make_fx(fx.Interpreter(fx.GraphModule({}, graph)).run, select_decomp_table(), tracing_mode="fake")(*fakes)
     choose(module.graph)
     module.recompile()
@@ -64,9 +70,22 @@ def try_options(options: Mapping[str, Any]) -> None:
         pass
 
 
-def find_vector_units() -> None:
-    """Let Inductor try, once per process, which vector instructions compiler and processor have."""
-    pick_vec_isa()
+def find_vector_units(known: MutableMapping[str, str]) -> None:
+    """Let Inductor find, once per process, the vector instructions that compiler and processor have.
+
+    It builds and loads libraries, each load in a process of its own. `known` are the outcomes of earlier runs, by what Inductor
+    builds with and of; they are not tried again, and new ones are added. What the processor has is looked up each time.
+    """
+    check = VecISA.check_build
+
+    def remembered(units: VecISA, code: str) -> bool:
+        key = hashlib.sha256(f"{_get_isa_dry_compile_fingerprint(units.build_arch_flags())}\n{code}".encode()).hexdigest()
+        if known.get(key) not in ("yes", "no"):
+            known[key] = "yes" if check(units, code) else "no"
+        return known[key] == "yes"
+
+    with mock.patch.object(VecISA, "check_build", remembered), contextlib.suppress(InvalidCxxCompiler):  # GPUs do without one
+        pick_vec_isa()
 
 
 def _fake(mode: FakeTensorMode, example: Any) -> Any:

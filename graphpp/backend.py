@@ -32,6 +32,8 @@ from graphpp.product_kernels import ProductKernels
 from graphpp.runtime.copies import laid_as, meta_of
 from graphpp.runtime.program import TensorMeta
 
+_VECTOR_UNITS = "vector_units.json"  # which of them can be built and loaded
+
 Custom = Callable[[fx.GraphModule, list[torch.Tensor]], Callable[..., Any]]
 
 
@@ -62,8 +64,12 @@ class Inductor:
     def _compiler(self) -> Callable[..., Run]:
         from graphpp import _torch_inductor as inductor  # takes a second, for which eager pipelines need not wait
 
+        known = self._cache.read(_VECTOR_UNITS)
+        before = dict(known)
         with self._cache.entry("processor") as folder, _caching_in(folder):
-            inductor.find_vector_units()
+            inductor.find_vector_units(known)
+        if known != before:
+            self._cache.write(_VECTOR_UNITS, known)
         return inductor.compile_graph
 
     def _key(self, region: Region) -> str:

@@ -2,6 +2,7 @@
 
 import gc
 import itertools
+import json
 import os
 import shutil
 import subprocess
@@ -426,6 +427,34 @@ def test_inductor_on_two_ranks_that_share_a_cache(tmp_path: Path) -> None:
         assert (found.grads[0][name] - value).abs().max() <= 1e-5 * value.abs().max(), name
     entries = [path for path in tmp_path.iterdir() if (path / "manifest.json").exists()]
     assert len(entries) < 16  # 4 stages with 3 programs of several layers: most regions are shared
+
+
+def tries(cache: Path) -> int:
+    """How many sets of vector instructions Inductor tries in a new process."""
+    code = """if True:
+        import sys
+        import graphpp
+        from torch._inductor.cpu_vec_isa import VecISA
+        tried, check = [], VecISA.check_build
+        VecISA.check_build = lambda isa, code: tried.append(isa) or check(isa, code)
+        graphpp.Inductor(cache=sys.argv[1])._compiler
+        print(len(tried))
+    """
+    root = Path(__file__).parents[1]
+    process = subprocess.run([sys.executable, "-c", code, str(cache)], check=True, cwd=root, text=True, capture_output=True)
+    return int(process.stdout)
+
+
+@needs_compiler
+@pytest.mark.skipif(torch.backends.cpu.get_cpu_capability() not in ("AVX2", "AVX512"), reason="other processors are not tried")
+def test_vector_instructions_are_tried_once(tmp_path: Path) -> None:
+    assert tries(tmp_path) > 0
+    kept = Cache(tmp_path).read("vector_units.json")
+    assert tries(tmp_path) == 0
+    key = min(kept)
+    (tmp_path / "vector_units.json").write_text(json.dumps({**kept, key: "perhaps"}))
+    assert tries(tmp_path) == 1  # what is unreadable is tried again
+    assert Cache(tmp_path).read("vector_units.json") == kept
 
 
 # ------------------------------------------------------------------------------------------------- cache and products
