@@ -4,8 +4,6 @@ Contract
     in   "eager", "inductor", a `graphpp.Inductor`, or a function (module, examples) -> callable, as torch.compile takes
     out  None for eager; else a function that compiles one region of operations, once per distinct region
     What a backend cannot compile runs eagerly, with one warning that names it and says why.
-    A compiled region's results lie in memory as the graph says: other regions, which may be another rank's, and views are
-    made for that. (Inductor makes a window into a larger tensor, the gradient of one part of a `cat`, without its gaps.)
 """
 
 from __future__ import annotations
@@ -29,10 +27,9 @@ from graphpp.errors import GraphPPError
 from graphpp.passes.outline import Region, RegionCall
 from graphpp.passes.render import Run, render
 from graphpp.product_kernels import ProductKernels
-from graphpp.runtime.copies import laid_as, meta_of
-from graphpp.runtime.program import TensorMeta
+from graphpp.region_results import AsCaptured, Fresh
 
-_VECTOR_UNITS = "vector_units.json"  # which of them can be built and loaded
+_VECTOR_UNITS = "vector_units.json"  # those that can be built and loaded
 
 Custom = Callable[[fx.GraphModule, list[torch.Tensor]], Callable[..., Any]]
 
@@ -139,7 +136,7 @@ class Regions:
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # what a compiler thinks of its own parts
-                self._known[region.key] = _AsCaptured(region, self._compile(region))
+                self._known[region.key] = AsCaptured(region, self._compile(region))
         except Exception as error:  # whatever a compiler raises
             reason = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
             told = f"graphpp: {region.title} cannot be compiled and will run eagerly: {type(error).__name__}: {reason}"
@@ -157,66 +154,20 @@ class Regions:
             call.run = self._known[call.region.key]
 
 
-class _AsCaptured:
-    """A compiled region, of whose results those that lie otherwise than in the graph are laid as there.
-
-    Which ones, the first run tells: shapes are fixed, so a compiled region does the same each time. It raises
-    `GraphPPError` for results that are not those of the region.
-    """
-
-    def __init__(self, region: Region, run: Run) -> None:
-        self._run, self._title = run, region.title
-        self._wanted = [meta_of(value) if isinstance(value, torch.Tensor) else None for value in region.results]
-        self._otherwise: list[tuple[int, TensorMeta]] | None = None
-
-    def __call__(self, boxed: list[Any]) -> Sequence[Any]:
-        results = self._run(boxed)
-        if self._otherwise is None:
-            self._otherwise = self._look_at(results)
-        if not self._otherwise:
-            return results
-        laid = list(results)
-        for at, meta in self._otherwise:
-            laid[at] = laid_as(meta, laid[at])
-        return laid
-
-    def _look_at(self, results: Sequence[Any]) -> list[tuple[int, TensorMeta]]:
-        if len(results) != len(self._wanted):
-            raise GraphPPError(f"backend=: {self._title} has {len(self._wanted)} results, compiled it returned {len(results)}")
-        found = []
-        for at, (value, meta) in enumerate(zip(results, self._wanted, strict=True)):
-            if meta is None:
-                continue
-            if not isinstance(value, torch.Tensor) or (tuple(value.shape), value.dtype) != (meta.shape, meta.dtype):
-                raise GraphPPError(f"backend=: result {at} of {self._title} is {_said(meta)}, compiled it is {_said(value)}")
-            if _lies_otherwise(value, meta):
-                found.append((at, meta))
-        return found
-
-
-def _said(value: Any) -> str:
-    if not isinstance(value, torch.Tensor | TensorMeta):
-        return type(value).__name__
-    return f"{str(value.dtype).removeprefix('torch.')} {list(value.shape)}"
-
-
-def _lies_otherwise(value: torch.Tensor, wanted: TensorMeta) -> bool:
-    """Whether a stride is another one; where there is one element or none it does not matter."""
-    strides = zip(value.shape, value.stride(), wanted.stride, strict=True)
-    return value.numel() > 1 and any(size > 1 and found != stride for size, found, stride in strides)
-
-
 def _by_function(function: Custom, region: Region) -> Run:
     """A region compiled by the caller's function, which may change the graph that it is given."""
     compiled = function(fx.GraphModule({}, copy.deepcopy(region.graph)), region.examples)
     if not callable(compiled):
         raise TypeError(f"the backend returned {type(compiled).__name__}, no callable")
+    fresh = Fresh(region)
 
     def run(boxed: list[Any]) -> Sequence[Any]:
         arguments = tuple(boxed)
         boxed.clear()
         results = compiled(*arguments)
-        return results if isinstance(results, list | tuple) else (results,)
+        results = results if isinstance(results, list | tuple) else (results,)
+        fresh.check(results, arguments)
+        return results
 
     return run
 
