@@ -73,16 +73,17 @@ def try_options(options: Mapping[str, Any]) -> None:
 def find_vector_units(known: MutableMapping[str, str]) -> None:
     """Let Inductor find, once per process, the vector instructions that compiler and processor have.
 
-    It builds and loads libraries, each load in a process of its own. `known` are the outcomes of earlier runs, by what Inductor
-    builds with and of; they are not tried again, and new ones are added. What the processor has is looked up each time.
+    It builds and loads libraries, each load in a process of its own. `known` are those that earlier runs found to work, by what
+    Inductor builds with and of: they are not tried again, and new ones are added. What failed is tried again at each start: a
+    full disk or a slow machine makes it fail as well. What the processor has is looked up each time.
     """
     check = VecISA.check_build
 
     def remembered(units: VecISA, code: str) -> bool:
         key = hashlib.sha256(f"{_get_isa_dry_compile_fingerprint(units.build_arch_flags())}\n{code}".encode()).hexdigest()
-        if known.get(key) not in ("yes", "no"):
-            known[key] = "yes" if check(units, code) else "no"
-        return known[key] == "yes"
+        if known.get(key) != "yes" and check(units, code):
+            known[key] = "yes"
+        return known.get(key) == "yes"
 
     with mock.patch.object(VecISA, "check_build", remembered), contextlib.suppress(InvalidCxxCompiler):  # GPUs do without one
         pick_vec_isa()

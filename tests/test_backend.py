@@ -152,6 +152,59 @@ def test_results_that_are_not_those_of_the_region_raise(change: Callable[[Any], 
         pipe.step(torch.randn(2, 2), target=torch.randn(2, 2))
 
 
+def in_place_of_the_last(module: fx.GraphModule, _: list[Tensor]) -> Callable[..., Any]:
+    """A backend with buffers for its results, as one that replays a recording has."""
+    places: list[Tensor] = []
+
+    def run(*args: Tensor) -> list[Tensor]:
+        results = module(*args)
+        if not places:
+            places.extend(value.clone() for value in results)
+        for place, value in zip(places, results, strict=True):
+            place.copy_(value)
+        return list(places)
+
+    return run
+
+
+@pytest.mark.parametrize("microbatches", [1, 2])
+def test_results_in_the_memory_of_earlier_ones_raise(microbatches: int) -> None:
+    """One microbatch: the equal layers share what was compiled."""
+    model, x = nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), nn.GELU()) for _ in range(4))), torch.randn(4, 4)
+    pipe = graphpp.compile(
+        model, nn.functional.mse_loss, split=2, microbatches=microbatches, backend=in_place_of_the_last, schedule="GPipe"
+    )
+    with pytest.raises(graphpp.GraphPPError, match="clone them"):
+        pipe.step(x, target=x)
+
+
+class Constant(nn.Module):
+    """Some results depend on no input, and some are views of one."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.cat((x.T[1:].T, torch.full((len(x), 1), 2.0)), 1) * x.T.T
+
+
+@pytest.mark.parametrize("split", [["1"], ["2"], ["1", "2", "3"]])
+def test_constants_and_views_may_be_the_same_at_every_call(split: list[str]) -> None:
+    made: dict[str, Tensor] = {}
+
+    def folding(module: fx.GraphModule, _: list[Tensor]) -> Callable[..., Any]:
+        for node in module.graph.nodes:
+            if node.target is torch.ops.aten.full.default:
+                node.target = lambda *args, **kwargs: made.setdefault(str(args), torch.full(*args))
+        module.recompile()
+        return module
+
+    model, x = nn.Sequential(nn.Linear(4, 4), Constant(), nn.Linear(4, 4), Constant()), torch.randn(8, 4)
+    expected = eager_steps(model, nn.functional.mse_loss, [Batch((x,), {}, x)], 4, 1)
+    options: dict[str, Any] = {"split": split, "microbatches": 4, "fused_accumulation": False}
+    pipe = graphpp.compile(model, nn.functional.mse_loss, backend=folding, **options)
+    pipe.step(x, target=x)
+    for name, value in gradients(model).items():
+        assert value is not None and torch.equal(value, expected.grads[0][name]), name
+
+
 def test_what_crosses_a_boundary_has_the_strides_that_a_region_was_compiled_for() -> None:
     assert run_ranks(sees_windows, 2) == [True, True]
 
@@ -448,12 +501,13 @@ def tries(cache: Path) -> int:
 @needs_compiler
 @pytest.mark.skipif(torch.backends.cpu.get_cpu_capability() not in ("AVX2", "AVX512"), reason="other processors are not tried")
 def test_vector_instructions_are_tried_once(tmp_path: Path) -> None:
-    assert tries(tmp_path) > 0
+    first = tries(tmp_path)
     kept = Cache(tmp_path).read("vector_units.json")
-    assert tries(tmp_path) == 0
+    failing = first - len(kept)
+    assert kept and tries(tmp_path) == failing
     key = min(kept)
-    (tmp_path / "vector_units.json").write_text(json.dumps({**kept, key: "perhaps"}))
-    assert tries(tmp_path) == 1  # what is unreadable is tried again
+    (tmp_path / "vector_units.json").write_text(json.dumps({**kept, key: "no"}))
+    assert tries(tmp_path) == failing + 1  # what failed is tried again: the machine may have been busy
     assert Cache(tmp_path).read("vector_units.json") == kept
 
 
