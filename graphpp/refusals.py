@@ -7,7 +7,8 @@ Contract: `check_model` and, while `refusing` is open, tracing itself raise `Cap
 - parameters that the forward freezes, thaws or assigns `.data` to; trainable tensors that are no parameters of the model;
 - a number or a size that only the data decides (no wrong gradient, but torch's own word for it helps nobody);
 - two parameters in one memory (tied by `.data`): ranks would each train a copy;
-- TorchScript modules, lazy modules and sparse gradients, which export or AOT cannot trace.
+- TorchScript modules, lazy modules and sparse gradients, which export or AOT cannot trace; parameters and buffers that the
+  model does not list.
 
 While it is open, `torch.inference_mode` is a `no_grad`, and reading `.data` a `detach()`, which have the same numbers.
 """
@@ -28,6 +29,7 @@ from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
 from graphpp.errors import CaptureError
 from graphpp.lines import is_user_file, source_line, user_frame
+from graphpp.runtime.state import held
 
 
 def check_model(model: nn.Module) -> None:
@@ -85,6 +87,20 @@ def check_modules(model: nn.Module) -> None:
                 f"{name} has backward hooks, or all modules have: gradients do not pass through autograd here, so they would "
                 "never be called. Remove them, and do their work in the forward or on param.grad."
             )
+    _refuse_unlisted(model)
+
+
+def _refuse_unlisted(model: nn.Module) -> None:
+    """Refuse parameters and buffers that the model's own lists leave out: they would have no name."""
+    listed = {id(tensor) for tensor in (*model.parameters(), *model.buffers())}
+    for fqn, module in model.named_modules():
+        for name, tensor in held(module):
+            if id(tensor) not in listed:
+                place = f"{fqn}.{name}" if fqn else name
+                raise CaptureError(
+                    f"named_parameters() or named_buffers() of the model leaves out {place}: take the override away. (A frozen "
+                    "parameter needs none: it gets no gradient.)"
+                )
 
 
 def _refuse_hooks(model: nn.Module) -> None:

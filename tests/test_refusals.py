@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -135,3 +135,17 @@ def test_modules_that_cannot_be_traced_are_refused_by_name() -> None:
     for module, words in ((nn.LazyLinear(WIDTH), "the module 0 is lazy"), (nn.Embedding(5, WIDTH, sparse=True), "sparse=True")):
         with pytest.raises(CaptureError, match=words):
             graphpp.compile(nn.Sequential(module), F.mse_loss).step(x, target=target)
+
+
+class Hiding(nn.Sequential):
+    """Lists what it trains only."""
+
+    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
+        return ((name, value) for name, value in super().named_parameters(*args, **kwargs) if value.requires_grad)
+
+
+def test_parameters_that_are_not_listed_are_refused() -> None:
+    model, (x, target) = Hiding(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)), batch()
+    model[0].bias.requires_grad_(False)
+    with pytest.raises(CaptureError, match=r"leaves out 0\.bias"):
+        graphpp.compile(model, F.mse_loss).step(x, target=target)
