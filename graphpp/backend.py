@@ -93,6 +93,8 @@ def chosen(given: object) -> Inductor | Custom | None:
         raise GraphPPError(
             f"backend={given!r}: take 'eager', 'inductor', a graphpp.Inductor, or a function (module, examples) -> callable"
         )
+    if isinstance(given, Inductor) and not isinstance(given.cache, str | os.PathLike | None):
+        raise GraphPPError(f"graphpp.Inductor(cache={given.cache!r}): take the path of a folder, or None")
     if isinstance(given, Inductor) and given.options:
         _check_options(given.options)
     return given

@@ -179,7 +179,7 @@ def _output_role(desc: Any, names: dict[str, str], results: Sequence[OutputRole]
         what = getattr(written, "target", "an input of the model").removeprefix(_MODEL + ".")
         raise CaptureError(
             f"the forward writes in place into {what}, which is no buffer. "
-            "Register it with register_buffer, or compute a new tensor instead."
+            "Write into a clone() of it, or compute a new tensor (inplace=False); what is kept between steps must be a buffer."
         )
     raise CaptureError(f"the trace has a result that graphpp does not know: {desc!r}. Please report the model.")
 

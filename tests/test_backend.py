@@ -336,6 +336,12 @@ def test_options_that_inductor_does_not_have_are_refused(options: Any) -> None:
         graphpp.compile(nn.Linear(2, 2), nn.functional.mse_loss, backend=graphpp.Inductor(options))
 
 
+def test_a_cache_that_is_no_path_is_refused() -> None:
+    wrong: Any = 3
+    with pytest.raises(graphpp.GraphPPError, match=r"cache=3.*path of a folder"):
+        graphpp.compile(nn.Linear(2, 2), nn.functional.mse_loss, backend=graphpp.Inductor(cache=wrong))
+
+
 def test_options_may_be_named_with_dots_and_by_an_alias() -> None:
     backend = graphpp.Inductor({"cpp.threads": 1, "force_disable_caches": True})
     graphpp.compile(nn.Linear(2, 2), nn.functional.mse_loss, backend=backend)

@@ -235,7 +235,7 @@ MODELS = {
         rf"Rerun at {__file__}:\d+.*to name.* layers.1.weight",
     ),
     "data decides": (Branching(), F.cross_entropy, rf"{__file__}:\d+ in forward: if x.sum\(\) > 0.*\n.*torch.where"),
-    "writes into its input": (Writing(), F.cross_entropy, "writes in place into an input"),
+    "writes into its input": (Writing(), F.cross_entropy, r"in place into an input of the model.* Write into a clone\(\)"),
     "no parameters": (nn.Tanh(), lambda y, t: y.sum(), "does not depend on any parameter"),
     "all frozen": (Plain().requires_grad_(False), F.cross_entropy, "does not depend on any parameter"),
 }
