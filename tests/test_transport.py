@@ -41,6 +41,9 @@ VALUES: dict[str, Callable[[], Tensor]] = {
     "0-dim": lambda: torch.tensor(-0.0),
     "empty": lambda: torch.empty(0, 3),
     "empty, transposed": lambda: torch.empty(3, 0).t(),
+    "empty, one number repeated": lambda: torch.tensor(2.5).expand(0, 3),
+    "empty, expanded": lambda: cube()[:1, :, None].expand(3, 4, 0, 5),
+    "empty windows, repeated": lambda: cube().unfold(1, 2, 1)[:, :0].expand(2, 3, 0, 5, 2),
     "bool": lambda: cube() > 0,
     "int64": lambda: cube(torch.int64).transpose(0, 1),
     "uint8": lambda: cube(torch.uint8),
@@ -106,7 +109,7 @@ def test_any_view_arrives_as_it_was(data: st.DataObject) -> None:
         step, start = data.draw(st.sampled_from([1, 1, 2, 3])), data.draw(st.integers(0, 1))
         value = value[(slice(None),) * dim + (slice(start, None, step),)]
         if value.shape[dim] == 1 and data.draw(st.booleans()):
-            value = value.expand(*value.shape[:dim], 3, *value.shape[dim + 1 :])
+            value = value.expand(*value.shape[:dim], data.draw(st.sampled_from([0, 3])), *value.shape[dim + 1 :])
     value = value.permute(data.draw(st.permutations(range(value.dim()))))
     arrived = landed(value, meta_of(value))
     assert torch.equal(arrived, value)

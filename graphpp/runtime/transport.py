@@ -201,7 +201,7 @@ class _Layout:
 @cache
 def _layout(meta: TensorMeta) -> _Layout:
     pairs = list(zip(meta.shape, meta.stride, strict=True))
-    stored = tuple(1 if stride == 0 else size for size, stride in pairs)
+    stored = tuple(min(size, 1) if stride == 0 else size for size, stride in pairs)
     order = tuple(sorted(range(len(pairs)), key=lambda dim: (-meta.stride[dim], -stored[dim], dim)))
     dense, extent = True, 1
     for dim in reversed(order):
