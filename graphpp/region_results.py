@@ -9,7 +9,7 @@ Contract
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -72,27 +72,31 @@ def _lies_otherwise(value: torch.Tensor, wanted: TensorMeta) -> bool:
 
 
 class Fresh:
-    """Looks whether a region's results lie in the memory of those of the call before, which a caller may still hold.
+    """Looks whether a region's results lie in the memory of those of an earlier call that somebody still holds.
 
     Results that depend on no input may be one constant, and those that are views of an input lie where it lies.
     """
 
     def __init__(self, region: Region) -> None:
         self._title, self._computed = region.title, _computed(region.graph)
-        self._before: list[weakref.ref[torch.UntypedStorage]] = []  # dead where nobody holds the result any more
+        self._held: weakref.WeakValueDictionary[int, torch.UntypedStorage] = weakref.WeakValueDictionary()
 
     def check(self, results: Sequence[Any], arguments: Sequence[Any]) -> None:
         """Raise `GraphPPError` where a result is in memory that an earlier one still has."""
         pairs = zip(results, self._computed, strict=False)  # how many there are is checked elsewhere
-        found = [value.untyped_storage() for value, computed in pairs if computed and isinstance(value, torch.Tensor)]
-        alive = {id(storage) for storage in (each() for each in self._before) if storage is not None}
-        again = alive.intersection(map(id, found))
-        if again and not again <= {id(each.untyped_storage()) for each in arguments if isinstance(each, torch.Tensor)}:
+        found = {id(storage): storage for storage in _storages(value for value, computed in pairs if computed)}
+        again = found.keys() & self._held.keys()
+        if again and not again <= {id(storage) for storage in _storages(arguments)}:
             raise GraphPPError(
                 f"backend=: {self._title} was compiled to a function that returns results in the memory of an earlier call's, "
                 "which may still be needed for a backward, or by an equal layer: let it return new tensors (clone them)"
             )
-        self._before = [weakref.ref(storage) for storage in found]
+        self._held.update(found)
+
+
+def _storages(values: Iterable[Any]) -> list[torch.UntypedStorage]:
+    """Torch gives a memory the same object as long as it lives."""
+    return [value.untyped_storage() for value in values if isinstance(value, torch.Tensor)]
 
 
 def _computed(graph: fx.Graph) -> list[bool]:

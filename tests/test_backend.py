@@ -9,6 +9,7 @@ import subprocess
 import sys
 import warnings
 import weakref
+from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -152,27 +153,33 @@ def test_results_that_are_not_those_of_the_region_raise(change: Callable[[Any], 
         pipe.step(torch.randn(2, 2), target=torch.randn(2, 2))
 
 
-def in_place_of_the_last(module: fx.GraphModule, _: list[Tensor]) -> Callable[..., Any]:
-    """A backend with buffers for its results, as one that replays a recording has."""
-    places: list[Tensor] = []
+def with_buffers(count: int) -> Callable[..., Any]:
+    """A backend with sets of buffers for its results, as one that replays a recording has; it takes them in turn."""
 
-    def run(*args: Tensor) -> list[Tensor]:
-        results = module(*args)
-        if not places:
-            places.extend(value.clone() for value in results)
-        for place, value in zip(places, results, strict=True):
-            place.copy_(value)
-        return list(places)
+    def backend(module: fx.GraphModule, _: list[Tensor]) -> Callable[..., Any]:
+        sets: deque[list[Tensor]] = deque()
 
-    return run
+        def run(*args: Tensor) -> list[Tensor]:
+            results = module(*args)
+            if len(sets) < count:
+                sets.append([value.clone() for value in results])
+            else:
+                sets.rotate(-1)
+            for place, value in zip(sets[-1], results, strict=True):
+                place.copy_(value)
+            return list(sets[-1])
+
+        return run
+
+    return backend
 
 
-@pytest.mark.parametrize("microbatches", [1, 2])
-def test_results_in_the_memory_of_earlier_ones_raise(microbatches: int) -> None:
+@pytest.mark.parametrize(("buffers", "microbatches"), [(1, 1), (1, 2), (2, 1), (2, 3)])
+def test_results_in_the_memory_of_earlier_ones_raise(buffers: int, microbatches: int) -> None:
     """One microbatch: the equal layers share what was compiled."""
-    model, x = nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), nn.GELU()) for _ in range(4))), torch.randn(4, 4)
+    model, x = nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), nn.GELU()) for _ in range(8))), torch.randn(6, 4)
     pipe = graphpp.compile(
-        model, nn.functional.mse_loss, split=2, microbatches=microbatches, backend=in_place_of_the_last, schedule="GPipe"
+        model, nn.functional.mse_loss, split=2, microbatches=microbatches, backend=with_buffers(buffers), schedule="GPipe"
     )
     with pytest.raises(graphpp.GraphPPError, match="clone them"):
         pipe.step(x, target=x)
