@@ -33,7 +33,7 @@ from graphpp.lines import source_line, user_frame
 from graphpp.outside import no_draws, refuse_generators, sealed
 from graphpp.passes.joint import JointGraph, verify
 from graphpp.recurrent import unstack
-from graphpp.refusals import check_model, refuse_outer_leaves, refuse_unknown_numbers, refusing
+from graphpp.refusals import check_model, refuse_mixed_products, refuse_outer_leaves, refuse_unknown_numbers, refusing
 from graphpp.regions import drop_checks, inline_regions, within_autocast
 from graphpp.roles import with_roles
 from graphpp.runtime import program
@@ -78,6 +78,7 @@ def capture(
             found = wrapper.found
             joint = with_roles(traced, model, tuple(fakes), found.results, training=training)
             mark(joint.graph, found.checkpoints)
+            refuse_mixed_products(joint)
     found.assigned.refuse_stale(joint.constants.values())
     refuse_outer_leaves(joint.constants.values())
     verify(joint)

@@ -7,6 +7,7 @@ Contract: `check_model` and, while `refusing` is open, tracing itself raise `Cap
 - parameters that the forward freezes, thaws or assigns `.data` to; trainable tensors that are no parameters of the model;
 - a number or a size that only the data decides (no wrong gradient, but torch's own word for it helps nobody);
 - two parameters in one memory (tied by `.data`): ranks would each train a copy;
+- products of values with different dtypes;
 - TorchScript modules, lazy modules and sparse gradients, which export or AOT cannot trace; parameters and buffers that the
   model does not list.
 
@@ -29,6 +30,7 @@ from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
 from graphpp.errors import CaptureError
 from graphpp.lines import is_user_file, source_line, user_frame
+from graphpp.passes.joint import JointGraph
 from graphpp.runtime.state import held
 
 
@@ -144,6 +146,20 @@ def refuse_unknown_numbers(graph: fx.Graph, loss: Any) -> None:
             )
 
 
+def refuse_mixed_products(joint: JointGraph) -> None:
+    """Refuse products of values with different dtypes: a trace lets some pass, and a rank would raise amid a step."""
+    for node in joint.computed():
+        values = [each.meta["val"] for each in node.all_input_nodes] if node.target in _PRODUCTS else []
+        dtypes = {str(value.dtype).removeprefix("torch.") for value in values}
+        if len(dtypes) > 1:
+            module = f"module {node.meta['calls'][-1]!r}" if node.meta["calls"] else "the loss"
+            place = " at ".join(filter(None, [module, node.meta["source"]]))
+            raise CaptureError(
+                f"{node.target} in {place} multiplies values of {' and '.join(sorted(dtypes))}, which no kernel does. Pass a "
+                "batch of the model's dtype, cast one of them there, or train under torch.autocast."
+            )
+
+
 @contextlib.contextmanager
 def _patched(owner: type, name: str, replacement: Any) -> Iterator[None]:
     original = owner.__dict__.get(name)
@@ -157,6 +173,10 @@ def _patched(owner: type, name: str, replacement: Any) -> Iterator[None]:
             delattr(owner, name)
 
 
+_PRODUCTS = {
+    getattr(torch.ops.aten, name).default
+    for name in ("mm", "addmm", "bmm", "baddbmm", "mv", "addmv", "dot", "convolution", "convolution_backward")
+}
 _MODULE_HOOKS = ("_backward_hooks", "_backward_pre_hooks")
 _DATA: Any = torch.Tensor.data
 _GRAD_FN: Any = torch.Tensor.grad_fn

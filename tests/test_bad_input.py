@@ -138,6 +138,9 @@ BATCHES = {
     "tuples for microbatches": Fault(given((X, Y)), BatchError, "is a graphpp.Microbatch.* got tuple"),
     "a later microbatch without target": Fault(given(Microbatch((X,), {}, Y), Microbatch((X,))), BatchError, "needs a target"),
     "microbatch without target": Fault(given(Microbatch((X,))), BatchError, "the loss needs a target"),
+    "another dtype": Fault(
+        run(args=(X.double(),)), CaptureError, r"module 'layers.0' at .*:\d+ multiplies values of float32 and float64"
+    ),
     "wrong width": Fault(run(args=(X[:, :3],)), CaptureError, "cannot be captured"),
     "an argument too many": Fault(run(args=(X, X)), CaptureError, "positional argument"),
 }
