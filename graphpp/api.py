@@ -17,14 +17,12 @@ from graphpp import offload as offloading
 from graphpp import recompute as recomputing
 from graphpp.capture import LossFunction
 from graphpp.compiler import Settings
-from graphpp.errors import BatchError, CaptureError, GraphPPError, ScheduleError
+from graphpp.given import check_given, check_settings, checked_cap, checked_flag, number_of_microbatches
 from graphpp.passes.op_costs import Cost
 from graphpp.pipeline import Pipeline
-from graphpp.refusals import check_modules
+from graphpp.place import checked_replicas, place_of
 from graphpp.runtime.agreement import Agreement, Facts
 from graphpp.runtime.failure import FailureBoard
-from graphpp.runtime.runner import Device
-from graphpp.runtime.schedule import Schedule
 from graphpp.runtime.source import Source, read
 from graphpp.seeds import Reduction
 from graphpp.signature import Microbatch
@@ -111,18 +109,17 @@ def compile(  # noqa: PLR0913 - what a user may choose, all of it optional
         CaptureError, SplitError, ScheduleError: what cannot be compiled, and why; `MismatchError` on every rank where
             the ranks were given different things. All are `GraphPPError`. Nothing was changed then.
     """
-    place = _place(model, group, device)
+    place = place_of(model, group, device)
     agreement = Agreement(place.group, place.device)
 
     def settings() -> Settings:
         check_given(model, loss, example, loss_reduction)
-        _check_numbers(accumulate_dtype, max_graphs)
-        _check_fused(fused_accumulation)
+        check_settings(accumulate_dtype, max_graphs, fused_accumulation, op_costs)
         table = read(schedule)
-        count = _microbatches(microbatches, table)
+        count = number_of_microbatches(microbatches, table)
         usual = Settings(place, example, split, table, count, loss_reduction, accumulate_dtype, max_graphs)
-        chosen, several = recomputing.chosen(recompute), _replicas(replicas)
-        cap = _cap(memory_cap, place.ranks)
+        chosen, several = recomputing.chosen(recompute), checked_replicas(replicas)
+        cap = checked_cap(memory_cap, place.ranks)
         usual = replace(usual, fused_accumulation=fused_accumulation, offload=offloading.chosen(offload))
         return replace(
             usual,
@@ -131,68 +128,13 @@ def compile(  # noqa: PLR0913 - what a user may choose, all of it optional
             backend=backends.chosen(backend),
             replicas=several,
             memory_cap=cap,
-            cudagraphs=_flag("cudagraphs", cudagraphs),
+            cudagraphs=checked_flag("cudagraphs", cudagraphs),
             dump=_folder(dump),
         )
 
     with FailureBoard(place.group, "compile").watching():
         agreed = agreement.together(settings, lambda made: _facts(model, loss, made))
     return Pipeline(model, loss, agreed, agreement)
-
-
-def check_given(model: object, loss: object, example: object, loss_reduction: object) -> None:
-    """Raise `GraphPPError` for arguments that are not what they must be."""
-    if not isinstance(model, nn.Module):
-        raise CaptureError(f"model must be an nn.Module, got {type(model).__name__}")
-    check_modules(model)
-    if loss is not None and not callable(loss):
-        raise CaptureError(
-            f"loss must be a function loss(output, target) -> scalar, or None, got {type(loss).__name__}"
-        )
-    if example is not None and not isinstance(example, Microbatch):
-        raise BatchError(f"example must be a graphpp.Microbatch(args, kwargs, target), got {type(example).__name__}")
-    if loss_reduction not in ("mean", "sum"):
-        raise GraphPPError(f"loss_reduction must be 'mean' or 'sum', got {loss_reduction!r}")
-    _check_frozen(loss)
-
-
-def _check_numbers(accumulate_dtype: object, max_graphs: object) -> None:
-    if accumulate_dtype is not None and not (
-        isinstance(accumulate_dtype, torch.dtype) and accumulate_dtype.is_floating_point and accumulate_dtype.itemsize > 1
-    ):
-        raise GraphPPError(
-            f"accumulate_dtype must be a floating torch.dtype of 16 bits or more, or None, got {accumulate_dtype!r}"
-        )
-    if not isinstance(max_graphs, int) or isinstance(max_graphs, bool) or max_graphs < 1:
-        raise GraphPPError(f"max_graphs must be a positive integer, got {max_graphs!r}")
-
-
-def _check_fused(fused_accumulation: object) -> None:
-    if fused_accumulation is not None and not isinstance(fused_accumulation, bool):
-        raise GraphPPError(f"fused_accumulation must be True, False or None, got {fused_accumulation!r}")
-
-
-def _check_frozen(loss: object) -> None:
-    parameters = loss.named_parameters() if isinstance(loss, nn.Module) else ()
-    trainable = [name for name, parameter in parameters if parameter.requires_grad]
-    if trainable:
-        raise CaptureError(
-            f"the loss has trainable parameters of its own ({', '.join(trainable[:3])}): they would never be updated. "
-            "Make the loss a part of the model and pass loss=None with an output that has `.loss`."
-        )
-
-
-def _microbatches(given: object, schedule: Source) -> int | None:
-    """The number of microbatches, which a table brings along."""
-    if given is not None and (not isinstance(given, int) or isinstance(given, bool) or given < 1):
-        raise BatchError(f"microbatches must be a positive integer, got {given!r}")
-    if isinstance(schedule, Schedule):
-        if given not in (None, schedule.microbatches):
-            raise ScheduleError(
-                f"microbatches={given}, but the schedule {schedule.name!r} is for {schedule.microbatches}"
-            )
-        return schedule.microbatches
-    return given
 
 
 def _folder(dump: str | os.PathLike[str] | None) -> Path | None:
@@ -225,74 +167,3 @@ def _facts(model: nn.Module, loss: LossFunction | None, settings: Settings) -> F
             "max_graphs=": [str(settings.max_graphs)],
         }
     )
-
-
-def _place(model: object, group: dist.ProcessGroup | None, device: torch.device | str | None) -> Device:
-    """The device and group of this rank; raises `GraphPPError` where it has no such device, or is not in the group."""
-    if group is not None and not _is_member(group):
-        raise GraphPPError(f"rank {dist.get_rank()} is not in the group: call compile on the ranks of its group only")
-    try:
-        chosen = _usable(torch.device(device) if device is not None else _default_device(model))
-    except (RuntimeError, AssertionError) as error:
-        first = str(error).partition("\n")[0]
-        raise GraphPPError(f"device={str(device)!r} cannot be used on this machine: {first}") from error
-    return Device(chosen, group if group is not None else _world(chosen))
-
-
-def _cap(given: int | Sequence[int] | None, ranks: int) -> int | tuple[int, ...] | None:
-    """The cap of every rank."""
-    if given is None:
-        return None
-    caps = tuple(given) if isinstance(given, Sequence) else (given,) * ranks
-    if len(caps) != ranks or not all(type(cap) is int and cap > 0 for cap in caps):
-        raise GraphPPError(f"memory_cap must be a positive number of bytes, or one for each of {ranks} ranks, got {given!r}")
-    return caps
-
-
-def _flag(name: str, given: object) -> bool:
-    if not isinstance(given, bool):
-        raise GraphPPError(f"{name} must be True or False, got {given!r}")
-    return given
-
-
-def _replicas(group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
-    if group is not None and not _is_member(group):
-        raise GraphPPError(
-            f"rank {dist.get_rank()} is not in the group replicas=: give each rank the one with which it averages gradients"
-        )
-    return group
-
-
-def _is_member(group: object) -> bool:
-    """Whether this rank is in a group; torch gives ranks outside of it a number in its place."""
-    return isinstance(group, dist.ProcessGroup) and dist.get_rank(group) >= 0
-
-
-def _usable(device: torch.device) -> torch.device:
-    """The device with its number, made the current one; raises what torch raises where there is none."""
-    torch.empty(0, device=device)
-    if device.type == "cuda":
-        device = torch.device("cuda", torch.cuda.current_device()) if device.index is None else device
-        torch.cuda.set_device(device)
-    return device
-
-
-def _default_device(model: object) -> torch.device:
-    first = next(model.parameters(), None) if isinstance(model, nn.Module) else None
-    if first is not None and first.device.type == "cuda":
-        return first.device
-    local = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    if torch.cuda.is_available() and torch.cuda.device_count() >= local:
-        return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
-    return torch.device("cpu")
-
-
-def _world(device: torch.device) -> dist.ProcessGroup | None:
-    """The world group, initialised from torchrun's variables if nobody has; None for one process."""
-    if not dist.is_available():
-        return None
-    if not dist.is_initialized():
-        if not {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys():
-            return None
-        dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
-    return dist.group.WORLD

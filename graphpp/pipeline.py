@@ -14,7 +14,7 @@ import contextlib
 import gc
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
@@ -220,6 +220,12 @@ class Pipeline:
         """The plan as a table: stage, rank, FQNs, parameters, bytes sent, bytes saved."""
         built = self._library.first
         return "Pipeline(nothing captured yet: give example=, or run a step)" if built is None else str(built.plan)
+
+    def __reduce__(self) -> NoReturn:
+        raise GraphPPError(
+            "a pipeline cannot be copied or pickled, for it holds its ranks' connections: save pipe.state_dict(), and load it "
+            "into a pipeline compiled anew"
+        )
 
     # ------------------------------------------------------------------------------------------------ inside
 

@@ -25,10 +25,10 @@ from torch import nn
 
 from graphpp import backend as backends
 from graphpp import recompute as recomputing
-from graphpp.api import check_given
 from graphpp.capture import LossFunction
 from graphpp.compiler import Built, Settings
 from graphpp.errors import BatchError
+from graphpp.given import check_given
 from graphpp.passes.joint import JointGraph
 from graphpp.runtime.schedule import Schedule
 from graphpp.runtime.source import Source, read

@@ -73,6 +73,7 @@ SETTINGS = {
     "reduction": Fault(make(loss_reduction="avg"), GraphPPError, "'mean' or 'sum', got 'avg'"),
     "no microbatches": Fault(make(microbatches=0), BatchError, "positive integer, got 0"),
     "half a microbatch": Fault(make(microbatches=2.5), BatchError, "positive integer, got 2.5"),
+    "costs that are a number": Fault(make(op_costs=3), GraphPPError, "op_costs must be a function"),
     "no such device": Fault(make(device="cpus"), GraphPPError, "device='cpus' cannot be used on this machine"),
     "unknown schedule": Fault(make(schedule="1F2B"), ScheduleError, "'1F2B'; did you mean 1F1B"),
     "schedule of another type": Fault(make(schedule=7), ScheduleError, "7 is no schedule"),

@@ -1,5 +1,8 @@
 """State dicts over ranks, and models that have no memory yet."""
 
+import copy
+import pickle
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -33,6 +36,12 @@ def test_the_ranks_state_dicts_together_are_the_models(name: str) -> None:
     assert all(torch.equal(value, model[fqn]) for part in parts for fqn, value in part.items())
     assert all(len(part) < len(model) for part in parts)
     assert not any(value.requires_grad for part in parts for value in part.values())
+
+
+@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, pickle.dumps])
+def test_a_pipeline_is_not_copied(copied: Callable[[Any], Any]) -> None:
+    with pytest.raises(graphpp.GraphPPError, match="state_dict"):
+        copied(compiled(CASES["norms"](), split=CUTS[2], **OPTIONS))
 
 
 def load_and_step(rank: int, state: dict[str, Tensor]) -> Tensor:
