@@ -151,6 +151,13 @@ def torch_step(case: Case, device: torch.device) -> Step:
     return Step(list(model.parameters()), step)
 
 
+class LocalStage(PipelineStage):
+    """A stage whose neighbours are in its own process."""
+
+    def _get_init_p2p_neighbors_ops(self) -> list[torch.distributed.P2POp]:
+        return []  # torch 2.11 greets the neighbours' ranks before the first step; gloo cannot send to its own
+
+
 def torch_stage(case: Case, model: Llama, index: int, device: torch.device) -> PipelineStage:
     shape = (case.rows, case.length)
     hidden = torch.empty(*shape, case.config.dim, dtype=case.dtype, device=device)
@@ -158,7 +165,7 @@ def torch_stage(case: Case, model: Llama, index: int, device: torch.device) -> P
     into = torch.empty(shape, dtype=torch.int64, device=device) if index == 0 else hidden.clone().requires_grad_()
     out = (logits if index == STAGES - 1 else hidden).requires_grad_()
     part = Part(model, case.cuts[index], case.cuts[index + 1])
-    return PipelineStage(part, index, STAGES, device, input_args=(into,), output_args=(out,))
+    return LocalStage(part, index, STAGES, device, input_args=(into,), output_args=(out,))
 
 
 def compiled_step(case: Case, device: torch.device, option: argparse.Namespace) -> Step:

@@ -74,7 +74,8 @@ def _saved(program: p.Program, boxed: list[Any]) -> dict[str, Tensor]:
 
 def _allocated(run: Any) -> int:
     """The peak of what CPU tensors took while `run` ran, over what they took before."""
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    with torch.profiler.profile(activities=activities, profile_memory=True, acc_events=True) as profile:
         run()
     total = peak = 0
     for event in profile.profiler.kineto_results.events():  # type: ignore[union-attr]
