@@ -152,10 +152,11 @@ def refuse_mixed_products(joint: JointGraph) -> None:
         values = [each.meta["val"] for each in node.all_input_nodes] if node.target in _PRODUCTS else []
         dtypes = {str(value.dtype).removeprefix("torch.") for value in values}
         if len(dtypes) > 1:
-            module = f"module {node.meta['calls'][-1]!r}" if node.meta["calls"] else "the loss"
-            place = " at ".join(filter(None, [module, node.meta["source"]]))
+            module = f"in module {node.meta['calls'][-1]!r}" if node.meta["calls"] else ""
+            line = f"at {node.meta['source']}" if node.meta["source"] else ""
+            place = " ".join(filter(None, [module, line])) or "in the loss"
             raise CaptureError(
-                f"{node.target} in {place} multiplies values of {' and '.join(sorted(dtypes))}, which no kernel does. Pass a "
+                f"{node.target} {place} multiplies values of {' and '.join(sorted(dtypes))}, which no kernel does. Pass a "
                 "batch of the model's dtype, cast one of them there, or train under torch.autocast."
             )
 

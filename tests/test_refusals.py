@@ -149,3 +149,21 @@ def test_parameters_that_are_not_listed_are_refused() -> None:
     model[0].bias.requires_grad_(False)
     with pytest.raises(CaptureError, match=r"leaves out 0\.bias"):
         graphpp.compile(model, F.mse_loss).step(x, target=target)
+
+
+class Scaled(nn.Linear):
+    """Multiplies in the forward of the model itself."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.double() @ self.weight
+
+
+def test_a_product_of_two_dtypes_is_found_where_it_stands() -> None:
+    def loss(y: Tensor, target: Tensor) -> Tensor:
+        return (y @ target.T.double()).sum()
+
+    x, target = batch()
+    with pytest.raises(CaptureError, match=rf"mm.default at {__file__}:\d+ multiplies values of float32 and float64"):
+        graphpp.compile(Scaled(WIDTH, WIDTH), F.mse_loss).step(x, target=target)
+    with pytest.raises(CaptureError, match=r"mm\.default in the loss multiplies values of float32 and float64"):
+        graphpp.compile(nn.Sequential(nn.Linear(WIDTH, WIDTH)), loss).step(x, target=target)
