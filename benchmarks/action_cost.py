@@ -35,12 +35,12 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, ScheduleInterleaved1F1B
 
 import graphpp
-from graphpp.runtime import schedules
-from graphpp.runtime._torch_pipelining import ActionLoop
-from graphpp.runtime.communication import add_communication
+from graphpp._torch.pipelining import ActionLoop
+from graphpp.runtime.model_state import ModelState
 from graphpp.runtime.runner import Device, GraphPPRunner
-from graphpp.runtime.schedule import Schedule
-from graphpp.runtime.state import ModelState
+from graphpp.schedules.generate import names as schedules
+from graphpp.schedules.rewrite.add_send_recv import add_communication
+from graphpp.schedules.table.schedule import Schedule
 
 Step = Callable[[], object]
 

@@ -27,7 +27,7 @@ from rich.console import Console
 from rich.table import Table
 
 import graphpp
-from graphpp import compiler
+from graphpp.compiler import build as compiler
 from graphpp.passes.lower import Passed
 
 

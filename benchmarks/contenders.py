@@ -32,7 +32,7 @@ from torch.distributed.pipelining import (
 from workloads import Workload
 
 import graphpp
-from graphpp.runtime.source import Source, build, default_stages
+from graphpp.schedules.generate.read import Source, build, default_stages
 
 TORCH: dict[str, Any] = {
     "GPipe": ScheduleGPipe,

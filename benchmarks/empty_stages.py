@@ -16,8 +16,7 @@ from harness import RANK
 from torch import Tensor
 from torch.distributed.pipelining.schedules import _PipelineScheduleRuntime
 
-from graphpp.runtime._torch_pipelining import to_torch
-from graphpp.runtime.actions import SENDS, Action, Kind, message, upstream
+from graphpp._torch.pipelining import to_torch
 from graphpp.runtime.program import (
     Boundary,
     Input,
@@ -31,7 +30,8 @@ from graphpp.runtime.program import (
     StageProgram,
     TensorMeta,
 )
-from graphpp.runtime.schedule import Schedule
+from graphpp.schedules.table.actions import SENDS, Action, Kind, message, upstream
+from graphpp.schedules.table.schedule import Schedule
 
 STAGES = 4
 

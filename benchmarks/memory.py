@@ -35,8 +35,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from workloads import NAMES, Size, workload
 
-from graphpp.runtime.costs import Costs
-from graphpp.runtime.memory import peak_bytes
+from graphpp.schedules.check.peak_memory import peak_bytes
+from graphpp.schedules.table.costs import Costs
 
 CHOICES: dict[str, Any] = {"graphpp": None, "0.5": 0.5, "full": "full"}
 MIB = 1 << 20

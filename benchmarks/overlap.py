@@ -45,9 +45,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 import graphpp
-from graphpp.passes.op_costs import Cost, OpCosts
-from graphpp.passes.timing import Facts, estimate
-from graphpp.passes.weave import Woven, concatenate
+from graphpp.passes.graph.op_costs import Cost, OpCosts
+from graphpp.passes.overlap.stream_timing import Facts, estimate
+from graphpp.passes.overlap.weave import Woven, concatenate
 from graphpp.runtime.program import Phase
 
 sys.path.append(str(Path(__file__).parents[1]))
@@ -136,7 +136,7 @@ def contender(name: str, option: argparse.Namespace, group: dist.ProcessGroup, o
     y = torch.randint(4, (len(x),), generator=generator)
     example = graphpp.Microbatch((x[: option.rows],), target=y[: option.rows])
     plan = combined(option.microbatches, name != "sequence")
-    with patch("graphpp.overlap.weave", concatenated) if name == "concatenated" else nullcontext():
+    with patch("graphpp.compiler.overlap.weave", concatenated) if name == "concatenated" else nullcontext():
         pipe = graphpp.compile(model, F.cross_entropy, example=example, schedule=plan, group=own, op_costs=costs)
         pipe.step(x, target=y)
     return Run(lambda: pipe.step(x, target=y).losses, model, pipe)

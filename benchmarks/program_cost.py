@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
 import graphpp
-from graphpp.capture import capture
+from graphpp.capture.trace import capture
 from graphpp.passes.lower import Choices, lower
 from graphpp.runtime.program import Buffer, Constant, Gradient, Input, Parameter, Phase, Saved, Seed, StageProgram
 

@@ -25,10 +25,10 @@ from rich.table import Table
 
 import graphpp
 from graphpp.errors import ScheduleError
-from graphpp.runtime.actions import Kind
-from graphpp.runtime.costs import Costs, StageCosts
-from graphpp.runtime.schedule import Schedule
-from graphpp.runtime.schedules import SCHEDULES
+from graphpp.schedules.generate.names import SCHEDULES
+from graphpp.schedules.table.actions import Kind
+from graphpp.schedules.table.costs import Costs, StageCosts
+from graphpp.schedules.table.schedule import Schedule
 
 BARS = {
     (4, 8): {

@@ -12,7 +12,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import graphpp
-from graphpp import assembly, compiler
+from graphpp.compiler import assemble as assembly
+from graphpp.compiler import build as compiler
 
 
 @dataclass

@@ -6,7 +6,8 @@ result = pipe.step(tokens, target=labels)
 
 from graphpp import schedules
 from graphpp.api import compile
-from graphpp.backend import Inductor
+from graphpp.backends.inductor import Inductor
+from graphpp.batch.microbatch import Microbatch, whole
 from graphpp.errors import (
     BatchError,
     CaptureError,
@@ -16,23 +17,22 @@ from graphpp.errors import (
     ScheduleError,
     SplitError,
 )
-from graphpp.layout import Layout
-from graphpp.offload import Offload
-from graphpp.pipeline import EvalResult, Pipeline, StepResult
-from graphpp.plan import Plan
-from graphpp.post_validation import PostValidation
-from graphpp.recompute import Recompute
-from graphpp.runtime.costs import Costs, StageCosts
-from graphpp.runtime.profile import Profile
-from graphpp.runtime.schedule import Schedule
-from graphpp.runtime.scheduler import schedule_auto
-from graphpp.runtime.schedules import stage_ids
-from graphpp.runtime.simulator import simulate
-from graphpp.runtime.timeline import Event, Timeline
-from graphpp.signature import Microbatch, whole
-from graphpp.split import split_points
-from graphpp.verify import verify
-from graphpp.verify_report import Comparison, Difference, Parting, Verification
+from graphpp.options.recompute import Recompute
+from graphpp.pipeline.pipeline import EvalResult, Pipeline, StepResult
+from graphpp.pipeline.post_validation import PostValidation
+from graphpp.pipeline.profile import Profile
+from graphpp.planner.megatron_layout import Layout
+from graphpp.planner.offload_policy import Offload
+from graphpp.planner.plan import Plan
+from graphpp.planner.resolve_split import split_points
+from graphpp.schedules.generate.names import stage_ids
+from graphpp.schedules.search.scheduler import schedule_auto
+from graphpp.schedules.simulate.simulator import simulate
+from graphpp.schedules.simulate.timeline import Event, Timeline
+from graphpp.schedules.table.costs import Costs, StageCosts
+from graphpp.schedules.table.schedule import Schedule
+from graphpp.verification.report import Comparison, Difference, Parting, Verification
+from graphpp.verification.verify import verify
 
 __all__ = [
     "BatchError",

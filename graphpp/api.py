@@ -11,22 +11,28 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from graphpp import backend as backends
-from graphpp import facts
-from graphpp import offload as offloading
-from graphpp import recompute as recomputing
-from graphpp.capture import LossFunction
-from graphpp.compiler import Settings
-from graphpp.given import check_given, check_settings, checked_cap, checked_flag, number_of_microbatches
-from graphpp.passes.op_costs import Cost
-from graphpp.pipeline import Pipeline
-from graphpp.place import checked_replicas, place_of
-from graphpp.runtime.agreement import Agreement, Facts
-from graphpp.runtime.failure import FailureBoard
-from graphpp.runtime.source import Source, read
-from graphpp.seeds import Reduction
-from graphpp.signature import Microbatch
-from graphpp.split import Split
+from graphpp.backends import inductor as backends
+from graphpp.batch.loss_weights import Reduction
+from graphpp.batch.microbatch import Microbatch
+from graphpp.capture.check_arguments import (
+    check_given,
+    check_settings,
+    checked_cap,
+    checked_flag,
+    number_of_microbatches,
+)
+from graphpp.capture.trace import LossFunction
+from graphpp.compiler import facts
+from graphpp.compiler.build import Settings
+from graphpp.options import recompute as recomputing
+from graphpp.parallel.agreement import Agreement, Facts
+from graphpp.parallel.failure import FailureBoard
+from graphpp.parallel.place import checked_replicas, place_of
+from graphpp.passes.graph.op_costs import Cost
+from graphpp.pipeline.pipeline import Pipeline
+from graphpp.planner import offload_policy as offloading
+from graphpp.planner.resolve_split import Split
+from graphpp.schedules.generate.read import Source, read
 
 
 def compile(  # noqa: PLR0913 - what a user may choose, all of it optional
@@ -101,7 +107,7 @@ def compile(  # noqa: PLR0913 - what a user may choose, all of it optional
             from then on. Programs with collectives, random numbers or operations for which the host waits run without;
             `Pipeline.cudagraphs` says for each why, and the log once. Saved values are copied out of and into graphs.
         op_costs: what the operations of a graph take, in seconds, by which the parts of OVERLAP_F_B are woven: a function of
-            a graph's node, the same on all ranks of the model's process groups; None: `graphpp.passes.op_costs.OpCosts`.
+            a graph's node, the same on all ranks of the model's process groups; None: `graphpp.passes.graph.op_costs.OpCosts`.
         max_graphs: how many captured graphs are kept, one per shape of microbatch and mode; the least recently used goes.
         dump: folder for dumps of graphs, plan and schedule; None: the variable GRAPHPP_DUMP, if set.
 

@@ -10,10 +10,10 @@ from unittest.mock import patch
 
 import torch
 
-from graphpp import assembly
-from graphpp.runtime.copies import meta_of, packed
+from graphpp.compiler import assemble as assembly
 from graphpp.runtime.offload import Mover
 from graphpp.runtime.program import TensorMeta
+from graphpp.runtime.strided_copies import meta_of, packed
 from graphpp.runtime.transport import Landing
 
 

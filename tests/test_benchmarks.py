@@ -17,7 +17,8 @@ import pytest
 import torch
 
 import graphpp
-from graphpp import assembly, compiler
+from graphpp.compiler import assemble as assembly
+from graphpp.compiler import build as compiler
 
 ROOT = Path(__file__).parents[1]
 CPU = torch.device("cpu")

@@ -21,7 +21,7 @@ ALLOWED = {  # folder -> what of graphpp it may import
     "graphpp/runtime": ("graphpp.runtime", "graphpp.errors"),
 }
 UNKNOWN = {"graphpp/passes": "torch.distributed", "graphpp/runtime": "torch.fx"}  # folder -> what it must not know
-PRIVATE_FILES = ("graphpp/_torch_aot.py", "graphpp/_torch_inductor.py", "graphpp/runtime/_torch_pipelining.py")
+PRIVATE_FILES = ("graphpp/_torch/aot.py", "graphpp/_torch/inductor.py", "graphpp/_torch/pipelining.py")
 
 
 @dataclass(frozen=True)
@@ -156,12 +156,12 @@ def test_root_links_show_the_real_folders(link: str) -> None:
 @pytest.mark.parametrize(
     ("file", "source", "why"),
     [
-        ("graphpp/passes/a.py", "from graphpp.capture import trace", "graphpp.capture.trace"),
-        ("graphpp/passes/a.py", "from graphpp import plan", "graphpp.plan"),
+        ("graphpp/passes/a.py", "from graphpp.capture.trace import trace", "graphpp.capture.trace.trace"),
+        ("graphpp/passes/a.py", "from graphpp import plan", "graphpp.planner.plan"),
         ("graphpp/passes/a.py", "def f():\n    import torch.distributed as dist", "a.py:2: torch.distributed"),
         ("graphpp/passes/a.py", "import torch\nx = torch.distributed.get_rank()", "a.py:2: torch.distributed"),
         ("graphpp/runtime/a.py", "from torch import fx", "torch.fx"),
-        ("graphpp/runtime/a.py", "import graphpp.passes.cut", "graphpp.passes.cut"),
+        ("graphpp/runtime/a.py", "import graphpp.passes.stage.cut_stages", "graphpp.passes.stage.cut_stages"),
         ("graphpp/runtime/a.py", "from . import actions", "import absolutely"),
         ("graphpp/api.py", "import torch._dynamo", "private"),
         ("graphpp/api.py", "from torch._export import utils", "private"),
@@ -169,8 +169,8 @@ def test_root_links_show_the_real_folders(link: str) -> None:
         ("graphpp/api.py", "import torch\ntorch._check(True)", "torch._check"),
         ("tests/a.py", "from passes import cut", "root links"),
         ("benchmarks/a.py", "import runtime.actions", "root links"),
-        ("graphpp/_torch_aot.py", '"""2.13: `_a`, `__b`."""\nfrom torch.x import _a, _b', "torch.x._b"),
-        ("graphpp/_torch_aot.py", '"""Lists _a."""\nfrom torch.x import _a', "versions"),
+        ("graphpp/_torch/aot.py", '"""2.13: `_a`, `__b`."""\nfrom torch.x import _a, _b', "torch.x._b"),
+        ("graphpp/_torch/aot.py", '"""Lists _a."""\nfrom torch.x import _a', "versions"),
     ],
 )
 def test_a_fault_is_found(file: str, source: str, why: str) -> None:
@@ -184,7 +184,7 @@ def test_a_fault_is_found(file: str, source: str, why: str) -> None:
         ("graphpp/passes/a.py", "from graphpp.runtime.program import StageProgram\nimport torch.fx, networkx"),
         ("graphpp/runtime/a.py", "from graphpp import errors\nimport torch.distributed as dist\ndist.get_rank()"),
         ("graphpp/api.py", "from graphpp.passes import lower\nimport torch\nprint(torch.__version__)"),
-        ("graphpp/_torch_aot.py", '"""2.13: `_a`, f."""\nfrom torch.x import _a\nfrom torch._y import f\n_a._b'),
+        ("graphpp/_torch/aot.py", '"""2.13: `_a`, f."""\nfrom torch.x import _a\nfrom torch._y import f\n_a._b'),
         ("graphpp/passes/a.py", "import torch\ntorch.ops.aten._unsafe_view.default"),
         ("graphpp/api.py", "import torch\ntorch.ones(2)._base"),
         ("graphpp/api.py", "passes = runtime = None\nprint(passes, runtime)"),

@@ -16,9 +16,9 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import graphpp
-from graphpp import compiler
-from graphpp.capture import Captured
-from graphpp.signature import Leaves
+from graphpp.batch.microbatch import Leaves
+from graphpp.capture.trace import Captured
+from graphpp.compiler import build as compiler
 from tests.distributed import run_ranks
 from tests.models import MODELS, Batch, Case
 from tests.reference import adamw, eager_steps

@@ -11,22 +11,22 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
-from graphpp.passes.accumulate import accumulate
-from graphpp.passes.accumulate_products import accumulate_products
-from graphpp.passes.assign import assign
-from graphpp.passes.clean_up import clean_up
-from graphpp.passes.cut import Cut, cut
-from graphpp.passes.emit import emit
-from graphpp.passes.joint import JointGraph, verify
-from graphpp.passes.merge_views import merge_views
-from graphpp.passes.prepare import find_prepared, prepare
-from graphpp.passes.randomize import randomize
-from graphpp.passes.recompute import Chosen, Region, every, recompute
-from graphpp.passes.relax_views import relax_views
-from graphpp.passes.rematerialize import rematerialize
-from graphpp.passes.savings import Savings, computed_again
-from graphpp.passes.snapshot import snapshot
-from graphpp.passes.split_weight_grad import Rerun, never, split_weight_grad
+from graphpp.passes.graph.joint_graph import JointGraph, verify
+from graphpp.passes.joint.assign_stages import assign
+from graphpp.passes.joint.clean_up import clean_up
+from graphpp.passes.joint.key_random_ops import randomize
+from graphpp.passes.joint.merge_views import merge_views
+from graphpp.passes.joint.relax_views import relax_views
+from graphpp.passes.joint.snapshot_buffers import snapshot
+from graphpp.passes.joint.split_tied_gradients import accumulate
+from graphpp.passes.recompute.choose_saved import Savings, computed_again
+from graphpp.passes.recompute.recompute_regions import Chosen, Region, every, recompute
+from graphpp.passes.recompute.rematerialize import rematerialize
+from graphpp.passes.stage.cut_stages import Cut, cut
+from graphpp.passes.stage.emit import emit
+from graphpp.passes.stage.fuse_grad_accumulation import accumulate_products
+from graphpp.passes.stage.hoist_per_step import find_prepared, prepare
+from graphpp.passes.stage.split_weight_grad import Rerun, never, split_weight_grad
 from graphpp.runtime.program import PipelineProgram
 
 T = TypeVar("T", JointGraph, Cut, PipelineProgram)

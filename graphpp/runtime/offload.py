@@ -22,11 +22,11 @@ from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 
-from graphpp.runtime.actions import Action, Kind
-from graphpp.runtime.copies import meta_of, packed
 from graphpp.runtime.program import TensorMeta
 from graphpp.runtime.stage import GraphStage
+from graphpp.runtime.strided_copies import meta_of, packed
 from graphpp.runtime.transport import Landing
+from graphpp.schedules.table.actions import Action, Kind
 
 K = TypeVar("K")
 

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 import torch
 
-from graphpp.runtime.products import Take, Within
+from graphpp.runtime.gradients.gemm_accumulation import Take, Within
 from graphpp.runtime.program import WovenProgram
 from graphpp.runtime.task import Task
 

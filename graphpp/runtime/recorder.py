@@ -15,7 +15,7 @@ from typing import Any, Protocol
 
 import torch
 
-from graphpp.runtime.actions import Action, message, upstream
+from graphpp.schedules.table.actions import Action, message, upstream
 
 _LEADING = 0.05  # the share of an overlap's work that may come before a wait that it is said to begin with
 

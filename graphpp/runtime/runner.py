@@ -20,22 +20,22 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from graphpp.runtime._torch_pipelining import ActionLoop, Work
-from graphpp.runtime.actions import SENDS, Action, Kind
-from graphpp.runtime.early import post_early
-from graphpp.runtime.gradients import Subgroups, TiedReduction, dtype_of_sum
+from graphpp._torch.pipelining import ActionLoop, Work
+from graphpp.parallel.data_parallel import Replicas
+from graphpp.runtime.gradients.accumulate import Subgroups, TiedReduction, dtype_of_sum
+from graphpp.runtime.gradients.gemm_accumulation import Products
+from graphpp.runtime.model_state import ModelState
 from graphpp.runtime.offload import Offloader, Staying
 from graphpp.runtime.overlap import Overlaps
-from graphpp.runtime.products import Products
 from graphpp.runtime.program import Phase, PipelineProgram
 from graphpp.runtime.randomness import step_keys
 from graphpp.runtime.recorder import Recorder
-from graphpp.runtime.replicas import Replicas
-from graphpp.runtime.schedule import Schedule
 from graphpp.runtime.stage import GraphStage, Place, Variant
-from graphpp.runtime.state import ModelState
 from graphpp.runtime.task import Feed, Task
 from graphpp.runtime.transport import DEPTH, Parcel, Transport
+from graphpp.schedules.rewrite.early_receives import post_early
+from graphpp.schedules.table.actions import SENDS, Action, Kind
+from graphpp.schedules.table.schedule import Schedule
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from graphpp.runtime.gradients import Accumulator, FusedAccumulator, Taker
+from graphpp.runtime.gradients.accumulate import Accumulator, FusedAccumulator, Taker
 from graphpp.runtime.program import Boundary, Phase, PipelineProgram, Prepared, TensorMeta
 from graphpp.runtime.task import Feed, Held, Part, Source, Task
 from graphpp.runtime.transport import Parcel, Transport

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from graphpp.runtime.products import Take
+from graphpp.runtime.gradients.gemm_accumulation import Take
 from graphpp.runtime.program import Phase, Program
 from graphpp.runtime.transport import Message
 from graphpp.runtime.wiring import Wiring

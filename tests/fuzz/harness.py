@@ -17,35 +17,35 @@ import torch.distributed as dist
 from hypothesis import strategies as st
 from torch import Tensor, fx
 
-from graphpp import recompute as recomputing
-from graphpp import signature
-from graphpp.backend import Regions
-from graphpp.capture import capture
-from graphpp.compiled import layers_of
-from graphpp.compiler import module_calls
+from graphpp.backends.inductor import Regions
+from graphpp.batch import microbatch as signature
+from graphpp.batch.microbatch import Microbatch
+from graphpp.capture.trace import capture
+from graphpp.compiler.build import module_calls
+from graphpp.compiler.compile_regions import layers_of
+from graphpp.compiler.overlap import Sources
 from graphpp.errors import CaptureError
-from graphpp.overlap import Sources
-from graphpp.passes.dropout import part_dropout
-from graphpp.passes.emit import emit_outlined
-from graphpp.passes.joint import JointGraph
+from graphpp.options import recompute as recomputing
+from graphpp.options.recompute import Recompute
+from graphpp.passes.graph.joint_graph import JointGraph
+from graphpp.passes.graph.op_costs import OpCosts
+from graphpp.passes.joint.key_random_ops import randomize
+from graphpp.passes.joint.relax_views import relax_views
 from graphpp.passes.lower import Choices, lower
-from graphpp.passes.op_costs import OpCosts
-from graphpp.passes.outline import outline
-from graphpp.passes.randomize import randomize
-from graphpp.passes.relax_views import relax_views
-from graphpp.passes.savings import Savings
-from graphpp.recompute import Recompute
+from graphpp.passes.recompute.choose_saved import Savings
+from graphpp.passes.stage.emit import emit_outlined
+from graphpp.passes.stage.outline_regions import outline
+from graphpp.passes.stage.split_dropout import part_dropout
 from graphpp.runtime import program as p
-from graphpp.runtime.actions import Action, Kind
-from graphpp.runtime.checker import check
-from graphpp.runtime.communication import add_communication
+from graphpp.runtime.model_state import ModelState
 from graphpp.runtime.program import PipelineProgram
 from graphpp.runtime.randomness import step_keys
 from graphpp.runtime.runner import Device, GraphPPRunner
-from graphpp.runtime.schedule import Schedule
-from graphpp.runtime.schedules import SCHEDULES
-from graphpp.runtime.state import ModelState
-from graphpp.signature import Microbatch
+from graphpp.schedules.check.checker import check
+from graphpp.schedules.generate.names import SCHEDULES
+from graphpp.schedules.rewrite.add_send_recv import add_communication
+from graphpp.schedules.table.actions import Action, Kind
+from graphpp.schedules.table.schedule import Schedule
 from tests.fuzz.programs import Net, Program
 from tests.passes.graphs import copied
 

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from graphpp.signature import Microbatch
+from graphpp.batch.microbatch import Microbatch
 from tests.fuzz.operations import MAKERS, OPERATIONS, WITH_PARAMETERS, WITH_STATE, D, T
 
 ROWS = 2  # of a microbatch

@@ -1,6 +1,6 @@
 """Small joint graphs for the tests of single passes: captured, traced from a function, or made by hand.
 
-Contract: `captured(model, x)` is what `graphpp.capture` makes of a model and a mean-square loss; `traced(function, ..)`
+Contract: `captured(model, x)` is what `graphpp.capture.trace` makes of a model and a mean-square loss; `traced(function, ..)`
 a forward without parameters; `Hand` a graph whose nodes stand in the stages and phases that the test wants.
 """
 
@@ -13,14 +13,14 @@ import torch
 from torch import Tensor, fx, nn
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from graphpp.capture import capture
-from graphpp.passes.assign import assign
-from graphpp.passes.clean_up import clean_up
-from graphpp.passes.joint import JointGraph
-from graphpp.passes.randomize import randomize
-from graphpp.passes.snapshot import snapshot
+from graphpp.batch.microbatch import Microbatch
+from graphpp.capture.trace import capture
+from graphpp.passes.graph.joint_graph import JointGraph
+from graphpp.passes.joint.assign_stages import assign
+from graphpp.passes.joint.clean_up import clean_up
+from graphpp.passes.joint.key_random_ops import randomize
+from graphpp.passes.joint.snapshot_buffers import snapshot
 from graphpp.runtime import program as p
-from graphpp.signature import Microbatch
 
 CPU = torch.device("cpu")
 

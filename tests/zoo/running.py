@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import graphpp
-from graphpp import compiler
+from graphpp.compiler import build as compiler
 from tests.distributed import run_ranks
 from tests.models import Batch
 from tests.reference import eager_steps

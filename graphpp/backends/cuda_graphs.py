@@ -1,0 +1,244 @@
+"""Programs that are replayed as CUDA graphs: one launch in place of one for each operation.
+
+Contract
+--------
+- `captured(program, capturer)` is a `Program` with the same roles and the same numbers; its `run` is a `Graphed`. The
+  first `WARM_UPS` runs are the program's own, on the capturer's stream; the next is recorded; from then on the recording
+  is replayed.
+- What stays where it is (parameters, buffers, constants) is read in place; all other arguments are copied into memory
+  that the recording reads. Where an argument has other shapes or strides than the recording knows, or one that is read in
+  place another address, the program is recorded again, at most `RECORDINGS` times.
+- Results are copied out of the recording's memory, each into memory of its own. So a later replay, of this or of any
+  other program, touches nothing that is alive: saved values of many microbatches, messages under way, gradients. And so
+  all recordings of a rank share one pool, whatever the order in which they are replayed. The price is that the values of
+  one microbatch are in memory once more for each program, and two copies of what is saved: one out of the forward, one
+  into the backward.
+- Gradients are handed over after the replay, in the order in which the program would have; those that come as factors of a
+  product are multiplied then, into the sum, straight from the recording's memory.
+- A program that cannot be recorded runs as it is; `Graphed.spell` says why, and the log says so once.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
+
+import torch
+
+from graphpp.runtime import program as roles
+from graphpp.runtime.gradients.gemm_accumulation import Returned, Take, Within
+from graphpp.runtime.program import Program
+from graphpp.runtime.strided_copies import copies, fill, place_like
+from graphpp.runtime.transport import Landing
+
+WARM_UPS = 2
+RECORDINGS = 8
+
+Results = Sequence[Any]
+_IN_PLACE = (roles.Parameter, roles.Buffer, roles.Constant)
+_COPIED = (roles.Input, roles.Seed, roles.Received, roles.Saved)
+
+_LOG = logging.getLogger("graphpp")
+
+
+class Capturer(Protocol):
+    """The device's part: streams, graphs and their pool."""
+
+    device: torch.device
+
+    def warm_up(self, run: Callable[[], Results]) -> Results:
+        """Run, where recordings are made, and let what comes after wait for it."""
+
+    def record(self, run: Callable[[], Results]) -> tuple[Callable[[], None], Results]:
+        """What replays `run`, and where its results are after each replay; nothing has run yet."""
+
+
+class CudaCapturer:
+    """CUDA graphs of one rank, with one memory pool."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._stream = torch.cuda.Stream(device)
+        self._pool = torch.cuda.graph_pool_handle()
+
+    def warm_up(self, run: Callable[[], Results]) -> Results:
+        """Run on the stream on which recordings are made: libraries keep workspaces for each stream."""
+        current = torch.cuda.current_stream(self.device)
+        self._stream.wait_stream(current)
+        with torch.cuda.stream(self._stream):
+            results = run()
+        current.wait_stream(self._stream)
+        return results
+
+    def record(self, run: Callable[[], Results]) -> tuple[Callable[[], None], Results]:
+        """Capture; other threads (NCCL's watchdog, data loaders) may use CUDA meanwhile."""
+        graph = torch.cuda.CUDAGraph()
+        capturing = torch.cuda.graph(graph, self._pool, self._stream, capture_error_mode="thread_local")
+        with torch.cuda.device(self.device), capturing:
+            results = run()
+        return graph.replay, results
+
+
+@dataclass
+class _Handed:
+    """What a program hands out while it is recorded: gradients that stay results, and factors of products."""
+
+    order: list[tuple[int, bool, Within | None]] = field(default_factory=list)  # index of the result, a product, within
+    factors: list[torch.Tensor] = field(default_factory=list)  # two of each product
+
+    def __call__(self, index: int, value: torch.Tensor) -> torch.Tensor:
+        """It stays a result."""
+        self.order.append((index, False, None))
+        return value
+
+    def product(self, index: int, a: torch.Tensor, b: torch.Tensor, within: Within | None = None) -> None:
+        """It is none."""
+        self.order.append((index, True, within))
+        self.factors += (a, b)
+
+
+@dataclass(frozen=True)
+class _Recording:
+    """A captured run: what it was recorded for, where its arguments go, where its results lie (None: handed out).
+
+    `handed` says which gradients it hands out, in what order; the factors of products lie where its own say.
+    """
+
+    key: tuple[object, ...]
+    places: Sequence[Landing]
+    replay: Callable[[], None]
+    results: Sequence[torch.Tensor | None]
+    handed: _Handed
+
+    def copied(self) -> list[Any]:
+        """Copies of the results."""
+        made = iter(copies([result for result in self.results if result is not None]))
+        return [None if result is None else next(made) for result in self.results]
+
+
+class Graphed:
+    """The `run` of a program that is replayed. `obstacle`: why it cannot be, where that is known beforehand."""
+
+    def __init__(self, program: Program, capturer: Capturer, obstacle: str | None = None) -> None:
+        self._program, self._capturer = program, capturer
+        self._in_place = [index for index, role in enumerate(program.inputs) if isinstance(role, _IN_PLACE)]
+        self._copied = [index for index, role in enumerate(program.inputs) if isinstance(role, _COPIED)]
+        self._hands = any(isinstance(role, roles.Gradient) for role in program.outputs)
+        self._runs = self._recordings = 0
+        self._recording: _Recording | None = None
+        self.reason = obstacle or self._unknown()
+
+    @property
+    def name(self) -> str:
+        """Stage and phase."""
+        return name_of(self._program)
+
+    def spell(self) -> str:
+        """What a run does now: "replayed", "not recorded yet", or "not replayed: " and the reason."""
+        if self.reason is not None:
+            return f"not replayed: {self.reason}"
+        return "not recorded yet" if self._recording is None else "replayed"
+
+    def __call__(self, boxed: list[Any], take: Take | None = None) -> Results:
+        """Run as a `Program` does."""
+        if self.reason is None and self._runs >= WARM_UPS:
+            self._prepare(boxed)
+        if self.reason is not None:
+            return self._run(boxed, take)
+        if self._recording is not None:
+            return self._replayed(self._recording, boxed, take)
+        self._runs += 1
+        return self._capturer.warm_up(lambda: self._run(boxed, take))
+
+    def _run(self, boxed: list[Any], take: Take | None) -> Results:
+        return self._program.run(boxed) if take is None else self._program.run(boxed, take)
+
+    def _unknown(self) -> str | None:
+        """Arguments that can be neither read in place nor copied: numbers of the host would stay as they were recorded."""
+        known = {*self._in_place, *self._copied}
+        strange = [role for index, role in enumerate(self._program.inputs) if index not in known]
+        if roles.RandomKey() in strange:
+            return "it draws random numbers from a key that the host knows"
+        return f"it is given {strange[0]}" if strange else None
+
+    def _prepare(self, boxed: Sequence[Any]) -> None:
+        """Have a recording for these arguments, or a reason for having none."""
+        self.reason = self._unfit(boxed)
+        if self.reason is None:
+            key = self._key(boxed)
+            if self._recording is None or self._recording.key != key:
+                self._record(boxed, key)
+        if self.reason is not None:
+            self._recording = None
+            _LOG.warning("cudagraphs: %s is run without a graph: %s", self.name, self.reason)
+
+    def _unfit(self, boxed: Sequence[Any]) -> str | None:
+        for value, role in zip(boxed, self._program.inputs, strict=True):
+            if not isinstance(value, torch.Tensor):
+                return f"{role} is a {type(value).__name__}"
+            if type(value) not in (torch.Tensor, torch.nn.Parameter):
+                return f"{role} is a {type(value).__name__}, whose memory is not its own"
+            if value.device != self._capturer.device:
+                return f"{role} is on {value.device}"
+        return None
+
+    def _key(self, boxed: Sequence[Any]) -> tuple[object, ...]:
+        """What a recording takes for granted."""
+        fixed = ((boxed[at].data_ptr(), boxed[at].shape, boxed[at].stride()) for at in self._in_place)
+        return (*fixed, *((boxed[at].shape, boxed[at].stride(), boxed[at].dtype) for at in self._copied))
+
+    def _record(self, boxed: Sequence[Any], key: tuple[object, ...]) -> None:
+        self._recordings, self._recording = self._recordings + 1, None
+        if self._recordings > RECORDINGS:
+            self.reason = f"its parameters were moved, or its arguments changed, {RECORDINGS} times"
+            return
+        fixed = {at: boxed[at].detach() for at in self._in_place}
+        places = {at: place_like(boxed[at]) for at in self._copied}
+        fill(list(places.values()), [boxed[at] for at in self._copied])
+
+        made: list[_Handed] = []
+
+        def run() -> Results:
+            made.append(_Handed())
+            arguments = {**fixed, **{at: place.value() for at, place in places.items()}}
+            boxed = [arguments[at] for at in range(len(self._program.inputs))]
+            results = self._run(boxed, made[-1] if self._hands else None)
+            return [*results, *made[-1].factors]
+
+        try:
+            replay, memory = self._capturer.record(run)
+        except RuntimeError as error:
+            self.reason = f"CUDA could not record it: {str(error).partition(chr(10))[0]}"
+            return
+        count, order = len(self._program.outputs), made[0].order
+        results, handed = memory[:count], _Handed(order, list(memory[count:]))
+        given = {index for index, is_product, _ in order if is_product}
+        if not all(isinstance(result, torch.Tensor) or index in given for index, result in enumerate(results)):
+            self.reason = "a result is no tensor"
+            return
+        self._recording = _Recording(key, list(places.values()), replay, results, handed)
+
+    def _replayed(self, recording: _Recording, boxed: list[Any], take: Take | None) -> list[Any]:
+        fill(recording.places, [boxed[at] for at in self._copied])
+        boxed.clear()
+        recording.replay()
+        results, taking = recording.copied(), Returned() if take is None else take
+        factors = iter(recording.handed.factors)
+        for index, is_product, within in recording.handed.order:
+            if is_product:
+                results[index] = taking.product(index, next(factors), next(factors), within)
+            else:
+                results[index] = taking(index, results[index])
+        return results
+
+
+def name_of(program: Program) -> str:
+    """Stage and phase, for people."""
+    return f"stage {program.stage} {program.phase.name.lower()}"
+
+
+def captured(program: Program, capturer: Capturer, obstacle: str | None = None) -> Program:
+    """The program, replayed as a graph as soon as it has been recorded."""
+    return replace(program, run=Graphed(program, capturer, obstacle))

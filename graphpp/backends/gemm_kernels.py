@@ -1,0 +1,169 @@
+"""Which kernel makes a matrix product: measured once per shape, device and number of threads, and kept in the cache.
+
+Contract: `ProductKernels.choose` exchanges, in a graph, matrix products of float32 on the CPU for the same product by oneDNN
+where that took less time when both ran in turn; `make` and `add` do the same for products that a program hands out
+(`runtime/gradients/gemm_accumulation.py`). Which is faster depends on the processor: by a factor of two on some. The results differ in the
+last bits. Elsewhere, products stay as they are.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import fx
+
+from graphpp.backends.disk_cache import Cache
+from graphpp.runtime.gradients.gemm_accumulation import TorchProducts
+
+_aten = torch.ops.aten
+_LINEAR: Any = torch.ops.mkldnn._linear_pointwise.default if torch.backends.mkldnn.is_available() else None
+_PRODUCTS = (_aten.mm.default, _aten.addmm.default, _aten.bmm.default)
+_BATCH = 32  # larger batches are of small matrices, for which a call each costs more than it gains
+_GAIN = 0.95  # as little of the time must be left, or the usual kernel stays
+_TABLE = "products.json"
+
+
+def linear(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """`a @ b` by oneDNN; [m, k], [k, n], or batches of them."""
+    if a.dim() == 3:
+        return torch.stack([linear(*factors) for factors in zip(a.unbind(), b.unbind(), strict=True)])
+    result: torch.Tensor = _LINEAR(a, b.t(), None, "none", [], "")
+    return result
+
+
+class ProductKernels:
+    """The choice, and what it was made from."""
+
+    def __init__(self, cache: Cache) -> None:
+        self._cache = cache
+        self._chosen = cache.read(_TABLE)
+        self._known: dict[Any, bool] = {}
+        self._usual = TorchProducts()
+        self._machine = f"{_processor()}, torch {torch.__version__}, {torch.get_num_threads()} threads"
+
+    def choose(self, graph: fx.Graph) -> None:
+        """Exchange products for faster ones, in place; nodes carry `meta["val"]`."""
+        for node in [node for node in graph.nodes if node.target in _PRODUCTS and _is_eligible(node)]:
+            *bias, a, b = node.args
+            if not self.prefers_linear(a.meta["val"], b.meta["val"]):
+                continue
+            with graph.inserting_before(node):
+                product = _batched(graph, a, b) if node.target is _aten.bmm.default else _linear(graph, a, b, *bias)
+            product.meta = dict(node.meta)
+            node.replace_all_uses_with(product)
+            graph.erase_node(node)
+
+    def make(self, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        """The product, in memory of its own."""
+        if eligible(a, b) and self.prefers_linear(a, b):
+            return linear(a, b)
+        return self._usual.make(a, b)
+
+    def add(self, total: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
+        """Add the product into `total`."""
+        if not (eligible(a, b) and self.prefers_linear(a, b)):
+            self._usual.add(total, a, b)
+        elif a.dim() == 3:
+            for part, *factors in zip(total, a, b, strict=True):
+                part.add_(linear(*factors))
+        else:
+            total.add_(linear(a, b))
+
+    def prefers_linear(self, a: torch.Tensor, b: torch.Tensor) -> bool:
+        """Whether oneDNN is the faster one for two operands like these (fake tensors do)."""
+        shapes = (a.shape, a.stride(), b.shape, b.stride())
+        known = self._known.get(shapes)
+        if known is None:
+            known = self._known[shapes] = self._choice(a, b) == "linear"
+        return known
+
+    def _choice(self, a: torch.Tensor, b: torch.Tensor) -> str:
+        key = f"{self._machine}: {_spelled(a)} {_spelled(b)}"
+        if key not in self._chosen:
+            self._chosen[key] = _faster(_like(a), _like(b))
+            with contextlib.suppress(OSError):  # a full disk, or a folder that is gone: this process knows it, others measure
+                self._cache.write(_TABLE, {key: self._chosen[key]})
+        return self._chosen[key]
+
+
+def eligible(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether there is a choice for these operands."""
+    both = (a, b)
+    on_cpu = all(value.device.type == "cpu" and value.dtype is torch.float32 for value in both)
+    few = a.dim() == b.dim() == 2 or (a.dim() == b.dim() == 3 and len(a) <= _BATCH)
+    return on_cpu and few and torch.backends.mkldnn.is_available() and all(value.numel() for value in both)
+
+
+def _linear(graph: fx.Graph, a: fx.Node, b: fx.Node, bias: fx.Node | None = None) -> fx.Node:
+    """Nodes that make `a @ b + bias` by oneDNN."""
+    turned = graph.call_function(_aten.permute.default, (b, [1, 0]))
+    turned.meta["val"] = b.meta["val"].t()
+    product = graph.call_function(_LINEAR, (a, turned, bias, "none", [], ""))
+    product.meta["val"] = _empty(a.meta["val"], b.meta["val"])
+    return product
+
+
+def _batched(graph: fx.Graph, a: fx.Node, b: fx.Node) -> fx.Node:
+    """Nodes that make each product of a batch by itself."""
+    products = []
+    for index in range(len(a.meta["val"])):
+        factors = [graph.call_function(_aten.select.int, (value, 0, index)) for value in (a, b)]
+        for factor, value in zip(factors, (a, b), strict=True):
+            factor.meta["val"] = value.meta["val"][index]
+        whole = graph.call_function(_aten.unsqueeze.default, (_linear(graph, *factors), 0))
+        whole.meta["val"] = _empty(*(factor.meta["val"] for factor in factors))[None]
+        products.append(whole)
+    return graph.call_function(_aten.cat.default, (products,))
+
+
+def _empty(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    return a.new_empty(len(a), b.shape[1])
+
+
+def _is_eligible(node: fx.Node) -> bool:
+    plain = not node.kwargs and all(isinstance(arg, fx.Node) for arg in node.args)
+    if not plain:
+        return False
+    *bias, a, b = (arg.meta["val"] for arg in node.args)  # type: ignore[union-attr]
+    return all(value.dim() == 1 for value in bias) and eligible(a, b)
+
+
+def _faster(a: torch.Tensor, b: torch.Tensor) -> str:
+    """The name of the kernel that takes less time."""
+    usual, other = _times([lambda: torch.matmul(a, b), lambda: linear(a, b)])
+    return "linear" if other < _GAIN * usual else "mm"
+
+
+def _times(runs: Sequence[Callable[[], Any]], rounds: int = 7) -> list[float]:
+    """The shortest of several runs of each, taken in turn, in seconds."""
+    best = [float("inf")] * len(runs)
+    for turn in range(rounds + 1):
+        for index, run in enumerate(runs):
+            began = time.perf_counter()
+            run()
+            if turn:  # the first one warms up
+                best[index] = min(best[index], time.perf_counter() - began)
+    return best
+
+
+def _like(value: torch.Tensor) -> torch.Tensor:
+    return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype).fill_(0.5)
+
+
+def _spelled(value: torch.Tensor) -> str:
+    return f"{list(value.shape)}/{list(value.stride())}"
+
+
+def _processor() -> str:
+    """The processor's name, where the system says it."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return f"{next(names, 'unknown')} {torch.backends.cpu.get_cpu_capability()}"

@@ -1,0 +1,155 @@
+"""Microbatches: what one is, its tensors by path, and its signature.
+
+Contract
+--------
+- A tensor of a microbatch has a path: `args[0]`, `kwargs['mask']`, `target['labels']`.
+- A leaf is a tensor or plain data (numbers, strings, None, ..). Anything else is refused: a tensor hidden in it would
+  become a constant of the graph.
+- `signature` is equal for two microbatches exactly if one captured graph serves both: same structure, same shapes,
+  strides and dtypes, same values of everything that is no tensor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+from functools import cached_property
+from types import NoneType
+from typing import Any
+
+import torch
+
+from graphpp._torch import aot
+from graphpp.errors import BatchError
+
+_OF_PYTHON = (NoneType, bool, int, float, complex, str, bytes, range, slice, Enum)
+_PLAIN = (*_OF_PYTHON, torch.dtype, torch.device, torch.layout, torch.memory_format, torch.Size)
+
+
+class _Tensor:
+    """Stands where a tensor was, in a structure without its tensors."""
+
+    def __repr__(self) -> str:
+        return "<tensor>"
+
+
+TENSOR = _Tensor()
+
+
+@dataclass(frozen=True)
+class Microbatch:
+    """One call of the model: `loss(model(*args, **kwargs), target)`. Tensors may stand at any depth."""
+
+    args: tuple[Any, ...] = ()
+    kwargs: Mapping[str, Any] = field(default_factory=dict)
+    target: Any = None
+
+    def __post_init__(self) -> None:
+        args = self.args if isinstance(self.args, tuple | list) else (self.args,)
+        object.__setattr__(self, "args", tuple(args))
+        object.__setattr__(self, "kwargs", dict(self.kwargs))
+
+
+@dataclass(frozen=True)
+class Whole:
+    """Wraps an argument that has no batch dimension though its first dimension looks like one: never cut."""
+
+    value: Any
+
+
+def whole(value: Any) -> Whole:
+    """Mark a tensor, or a structure of them, as without batch dimension: every microbatch gets all of it."""
+    return Whole(value)
+
+
+@dataclass(frozen=True)
+class Leaves:
+    """A microbatch taken apart: its leaves by path, and the structure that puts them together again."""
+
+    spec: aot.TreeSpec
+    paths: tuple[str, ...]
+    values: tuple[Any, ...]
+
+    @classmethod
+    def of(cls, batch: Microbatch) -> Leaves:
+        """Take `batch` apart; what `whole` wraps stays wrapped. Raises `BatchError` for leaves that hide tensors."""
+        tree = {"args": batch.args, "kwargs": batch.kwargs, "target": batch.target}
+        pairs, spec = aot.tree_flatten_with_path(tree)
+        leaves = cls(spec, tuple(_path(keys) for keys, _ in pairs), tuple(leaf for _, leaf in pairs))
+        for path, leaf in zip(leaves.paths, leaves.values, strict=True):
+            _check_leaf(path, leaf)
+        return leaves
+
+    def microbatch(self) -> Microbatch:
+        """The microbatch put together again, nothing in it wrapped."""
+        values = [leaf.value if isinstance(leaf, Whole) else leaf for leaf in self.values]
+        return Microbatch(**aot.tree_unflatten(values, self.spec))
+
+    @cached_property
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """The tensors by path, in a fixed order."""
+        pairs = zip(self.paths, self.values, strict=True)
+        return {path: leaf for path, leaf in pairs if isinstance(leaf, torch.Tensor)}
+
+    @cached_property
+    def signature(self) -> tuple[str, ...]:
+        """What a captured graph depends on: structure, and a line per leaf with shape, dtype and strides, or value."""
+        leaves = (f"{path}: {_spell(leaf)}" for path, leaf in zip(self.paths, self.values, strict=True))
+        return (f"the structure {self.spec}", *leaves)
+
+
+def unwrapped(batch: Microbatch) -> Leaves:
+    """One microbatch as it is given to the model, taken apart."""
+    if not isinstance(batch, Microbatch):
+        raise BatchError(f"a microbatch is a graphpp.Microbatch(args, kwargs, target), got {type(batch).__name__}")
+    leaves = Leaves.of(batch)
+    return Leaves.of(leaves.microbatch()) if any(isinstance(leaf, Whole) for leaf in leaves.values) else leaves
+
+
+def tensors(batch: Microbatch) -> dict[str, torch.Tensor]:
+    """The tensors of a microbatch by path, in a fixed order."""
+    return Leaves.of(batch).tensors
+
+
+def rebuild(example: Microbatch, values: Sequence[torch.Tensor]) -> Microbatch:
+    """The microbatch with `values` in place of its tensors (same order as `tensors`)."""
+    leaves = Leaves.of(example)
+    remaining = iter(values)
+    filled = tuple(next(remaining) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves.values)
+    return Leaves(leaves.spec, leaves.paths, filled).microbatch()
+
+
+def is_plain(leaf: Any) -> bool:
+    """Whether a leaf is data that can hide no tensor and is equal exactly if it prints the same."""
+    return isinstance(leaf, _PLAIN)
+
+
+def _path(keys: Sequence[Any]) -> str:
+    """`args[0]` from the key path of torch's pytree."""
+    text = aot.keystr(tuple(keys))
+    head, _, rest = text.removeprefix("['").partition("']")
+    return head + rest
+
+
+def _check_leaf(path: str, leaf: Any) -> None:
+    if isinstance(leaf, torch.Tensor):
+        if leaf.requires_grad:
+            raise BatchError(
+                f"{path} requires grad: a pipeline makes gradients of parameters only; pass {path}.detach()"
+            )
+    elif not isinstance(leaf, Whole) and not is_plain(leaf):
+        numpy = type(leaf).__module__ == "numpy"
+        remedy = "torch.as_tensor(...) of it" if numpy else "its tensors in a tuple, list or dict"
+        more = "" if numpy else ", or register its class with torch.export.register_dataclass or torch's pytree"
+        raise BatchError(
+            f"{path} is a {type(leaf).__qualname__}: the tensors in it cannot be seen and would become constants of "
+            f"the graph. Pass {remedy}{more}."
+        )
+
+
+def _spell(leaf: Any) -> str:
+    if not isinstance(leaf, torch.Tensor):
+        return repr(leaf)
+    strides = [step if size > 1 else 0 for size, step in zip(leaf.shape, leaf.stride(), strict=True)]
+    return f"{list(leaf.shape)} {str(leaf.dtype).removeprefix('torch.')}, strides {strides}"

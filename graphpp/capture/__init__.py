@@ -1,0 +1,1 @@
+"""TODO graphpp.capture.trace."""

@@ -1,0 +1,130 @@
+"""Inline regions: `with torch.autocast(...)` and `with torch.no_grad()` inside the model; and drop what is only checked.
+
+Contract: export wraps such a region into a sub-graph behind a higher-order operator; run as it is, every operation inside
+loses its module call and its source line. Afterwards the operations stand in the graph itself, with their metadata, between
+nodes that enter and leave the mode. Nested regions are inlined too.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from graphpp._torch import aot
+
+
+def inline_regions(module: fx.GraphModule, grad_enabled: bool) -> fx.GraphModule:
+    """Inline every autocast and grad-mode region of `module`, in place; `grad_enabled` holds around it."""
+    for node in list(module.graph.nodes):
+        if node.op != "call_function":
+            continue
+        if node.target is torch.ops.higher_order.wrap_with_autocast:
+            *arguments, body = node.args[:5]
+            _inline(module, node, _autocast(arguments, body, node.args[5:], grad_enabled))
+        elif node.target is torch.ops.higher_order.wrap_with_set_grad_enabled:
+            enabled, body, *operands = node.args
+            _inline(module, node, _grad_mode(bool(enabled), grad_enabled, body, operands))
+    module.recompile()
+    return module
+
+
+def within_autocast(module: fx.GraphModule, device_type: str) -> None:
+    """Let `module` run under the autocast that is on now, in place: its backward then runs without, as torch advises."""
+    first = next(node for node in module.graph.nodes if node.op not in ("placeholder", "get_attr"))
+    dtype, cached = torch.get_autocast_dtype(device_type), torch.is_autocast_cache_enabled()
+    with module.graph.inserting_before(first):
+        entered = module.graph.call_function(aot.enter_autocast, (device_type, dtype, True, cached))
+    with module.graph.inserting_before(module.graph.output_node()):
+        module.graph.call_function(aot.exit_autocast, (entered,))
+    module.recompile()
+
+
+def drop_checks(module: fx.GraphModule) -> None:
+    """Remove checks of values (`torch._check`), in place, and the numbers and sizes only they read.
+
+    No more than that: `batch_norm` writes its statistics though its schema does not say so.
+    """
+    for node in reversed(list(module.graph.nodes)):
+        if node.op == "call_function" and not node.users and (_checks(node.target) or _is_unknown(node)):
+            module.graph.erase_node(node)
+    module.recompile()
+
+
+def _checks(target: Any) -> bool:
+    """Whether an operator returns nothing and writes nothing."""
+    schema = getattr(target, "_schema", None)
+    own = getattr(target, "namespace", "") in ("aten", "prims")  # a custom operator may do something that no one reads
+    return own and schema is not None and not schema.returns and not schema.is_mutable
+
+
+def _is_unknown(node: fx.Node) -> bool:
+    """Whether a value is a number, or has a size, that the trace does not know."""
+    value = node.meta.get("val")
+    numbers = value.shape if isinstance(value, torch.Tensor) else (value,)
+    return any(isinstance(number, torch.SymInt | torch.SymFloat | torch.SymBool) for number in numbers)
+
+
+@dataclass(frozen=True)
+class _Region:
+    """A region: `enter(graph)` inserts the node that enters its mode, `leave(graph, entered)` the one that leaves it."""
+
+    body: fx.Node
+    operands: Sequence[fx.Node]
+    grad_enabled: bool
+    enter: Callable[[fx.Graph], fx.Node]
+    leave: Callable[[fx.Graph, fx.Node], fx.Node]
+
+
+def _autocast(arguments: Sequence[Any], body: fx.Node, operands: Sequence[fx.Node], grad_enabled: bool) -> _Region:
+    return _Region(
+        body,
+        operands,
+        grad_enabled,
+        lambda graph: graph.call_function(aot.enter_autocast, tuple(arguments)),
+        lambda graph, entered: graph.call_function(aot.exit_autocast, (entered,)),
+    )
+
+
+def _grad_mode(inside: bool, outside: bool, body: fx.Node, operands: Sequence[fx.Node]) -> _Region:
+    return _Region(
+        body,
+        operands,
+        inside,
+        lambda graph: graph.call_function(aot.set_grad_enabled, (inside,)),
+        lambda graph, entered: graph.call_function(aot.set_grad_enabled, (outside,)),
+    )
+
+
+def _inline(module: fx.GraphModule, call: fx.Node, region: _Region) -> None:
+    inner: Any = module.get_submodule(str(region.body.target))
+    body = inline_regions(inner, region.grad_enabled)
+    inputs = body.graph.find_nodes(op="placeholder")
+    copies: dict[fx.Node, Any] = dict(zip(inputs, region.operands, strict=True))
+    with module.graph.inserting_before(call):
+        entered = region.enter(module.graph)
+        for node in body.graph.nodes:
+            if node.op == "get_attr":
+                name = f"{region.body.target}.{node.target}"
+                copies[node] = module.graph.create_node("get_attr", name)
+                copies[node].meta = dict(node.meta)
+            elif node.op not in ("placeholder", "output"):
+                copies[node] = module.graph.node_copy(node, copies.__getitem__)
+        region.leave(module.graph, entered)
+    results = fx.node.map_arg(body.graph.output_node().args[0], copies.__getitem__)
+    _replace(module.graph, call, results)
+
+
+def _replace(graph: fx.Graph, call: fx.Node, results: Any) -> None:
+    """Put the results of an inlined body where those of its call were read."""
+    for user in list(call.users):
+        if user.target is operator.getitem:
+            user.replace_all_uses_with(results[user.args[1]])
+            graph.erase_node(user)
+    if call.users:
+        call.replace_all_uses_with(results)
+    graph.erase_node(call)

@@ -1,0 +1,245 @@
+"""What a trace would lose without a word, and so make gradients wrong: refused before or while the model is traced.
+
+Contract: `check_model` and, while `refusing` is open, tracing itself raise `CaptureError` with the FQN or the user's line for
+
+- hooks on gradients, of parameters, modules, values in the forward or their autograd nodes: the graph's gradients would pass
+  them by;
+- parameters that the forward freezes, thaws or assigns `.data` to; trainable tensors that are no parameters of the model;
+- a number or a size that only the data decides (no wrong gradient, but torch's own word for it helps nobody);
+- two parameters in one memory (tied by `.data`): ranks would each train a copy;
+- products of values with different dtypes;
+- TorchScript modules, lazy modules and sparse gradients, which export or AOT cannot trace; parameters and buffers that the
+  model does not list.
+
+While it is open, `torch.inference_mode` is a `no_grad`, and reading `.data` a `detach()`, which have the same numbers.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import sys
+import traceback
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, NoReturn
+
+import torch
+from torch import fx, nn
+from torch.nn.modules import module as nn_module
+from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
+
+from graphpp.capture.source_lines import is_user_file, source_line, user_frame
+from graphpp.errors import CaptureError
+from graphpp.passes.graph.joint_graph import JointGraph
+from graphpp.runtime.model_state import held
+
+
+def check_model(model: nn.Module) -> None:
+    """Refuse what is wrong about the parameters before anything is traced."""
+    check_modules(model)
+    _refuse_hooks(model)
+    _refuse_shared_memory(model)
+
+
+@contextlib.contextmanager
+def refusing() -> Iterator[None]:
+    """Refuse what the forward does that a trace would lose."""
+    inference = torch.inference_mode
+    patches = (
+        (torch.Tensor, "register_hook", _hooked),
+        (torch.Tensor, "grad_fn", property(_of_the_users(_GRAD_FN.__get__, _node_asked))),
+        (torch.Tensor, "requires_grad", property(_REQUIRES_GRAD.__get__, _set_requires_grad)),
+        (torch.Tensor, "requires_grad_", _of_the_users(_requires_grad_, _refuse_thawing, str(nn_module.__file__))),
+        (torch.Tensor, "data", property(_of_the_users(_DATA.__get__, torch.Tensor.detach), _set_data)),
+        (inference, "__enter__", _enter_inference),
+        (inference, "__exit__", _exit_inference),
+    )
+    with contextlib.ExitStack() as stack:
+        for owner, name, replacement in patches:
+            stack.enter_context(_patched(owner, name, replacement))
+        yield
+
+
+def refuse_outer_leaves(constants: Iterable[torch.Tensor]) -> None:
+    """Refuse tensors that the graph reads as constants and eager would train. A trace keeps them detached, in their memory."""
+    held = {tensor.data_ptr() for tensor in constants if tensor.is_floating_point() and tensor.numel()}
+    for leaf in gc.get_objects() if held else ():
+        if type(leaf) in (torch.Tensor, nn.Parameter) and leaf.requires_grad and leaf.data_ptr() in held:
+            raise CaptureError(
+                f"the model or the loss reads a tensor of shape {list(leaf.shape)} that requires grad and is no parameter of "
+                "the model: it would get no gradient. Assign it to a module as an nn.Parameter (not within a list or dict)."
+            )
+
+
+def check_modules(model: nn.Module) -> None:
+    """Refuse modules that no trace can take."""
+    for fqn, module in model.named_modules():
+        name = f"the module {fqn}" if fqn else "the model"
+        if isinstance(module, torch.jit.ScriptModule):
+            raise CaptureError(
+                f"{name} is a TorchScript module, which torch.export cannot trace: use the module that it was made from."
+            )
+        tensors = (*module._parameters.values(), *module._buffers.values())
+        if any(isinstance(each, UninitializedParameter | UninitializedBuffer) for each in tensors):
+            raise CaptureError(f"{name} is lazy, its parameters have no shapes yet: run the model once before graphpp.compile.")
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse:
+            raise CaptureError(f"{name} has sparse=True: gradients are dense here. Set sparse=False.")
+        if any(getattr(module, kind) or getattr(nn_module, f"_global{kind}") for kind in _MODULE_HOOKS):
+            raise CaptureError(
+                f"{name} has backward hooks, or all modules have: gradients do not pass through autograd here, so they would "
+                "never be called. Remove them, and do their work in the forward or on param.grad."
+            )
+    _refuse_unlisted(model)
+
+
+def _refuse_unlisted(model: nn.Module) -> None:
+    """Refuse parameters and buffers that the model's own lists leave out: they would have no name."""
+    listed = {id(tensor) for tensor in (*model.parameters(), *model.buffers())}
+    for fqn, module in model.named_modules():
+        for name, tensor in held(module):
+            if id(tensor) not in listed:
+                place = f"{fqn}.{name}" if fqn else name
+                raise CaptureError(
+                    f"named_parameters() or named_buffers() of the model leaves out {place}: take the override away. (A frozen "
+                    "parameter needs none: it gets no gradient.)"
+                )
+
+
+def _refuse_hooks(model: nn.Module) -> None:
+    for fqn, parameter in model.named_parameters():
+        if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
+            raise CaptureError(
+                f"the parameter {fqn} has gradient hooks: gradients do not pass through autograd here, so a hook would "
+                "never be called. Remove it, and do its work on param.grad after pipe.step(...)."
+            )
+
+
+def _refuse_shared_memory(model: nn.Module) -> None:
+    found: dict[int, str] = {}
+    for fqn, parameter in model.named_parameters():
+        if parameter.is_meta or type(parameter) is not nn.Parameter or not parameter.numel():
+            continue
+        other = found.setdefault(parameter.data_ptr(), fqn)
+        if other != fqn:
+            raise CaptureError(
+                f"the parameters {other} and {fqn} are two objects in one memory (tied by .data?): their gradients would "
+                f"not be added. Tie them as one parameter: set the attribute {fqn} to the parameter {other} itself."
+            )
+
+
+def refuse_unknown_numbers(graph: fx.Graph, loss: Any) -> None:
+    """Refuse numbers and sizes that only the data decides: `.item()`, `nonzero`, indexing with a mask.
+
+    The trace knows the lines of forwards; what has none stands in the loss or in a function that it or a forward calls.
+    """
+    code = getattr(loss, "__code__", None)
+    outside = f"the loss ({code.co_filename}:{code.co_firstlineno})" if code is not None else "the loss"
+    for node in graph.nodes:
+        value, line = node.meta.get("val"), source_line(node.meta.get("stack_trace") or "")
+        numbers = value.shape if isinstance(value, torch.Tensor) else (value,)
+        if any(isinstance(number, torch.SymInt | torch.SymFloat | torch.SymBool) for number in numbers):
+            raise CaptureError(
+                "a number or a size that only the data decides is used at "
+                f"{line or outside}, by {node.target}: a captured graph has one set of shapes. Write "
+                ".item(), nonzero() or indexing with a mask as tensor operations (torch.where, multiplication with the "
+                "mask), or compute it outside and pass it in."
+            )
+
+
+def refuse_mixed_products(joint: JointGraph) -> None:
+    """Refuse products of values with different dtypes: a trace lets some pass, and a rank would raise amid a step."""
+    for node in joint.computed():
+        values = [each.meta["val"] for each in node.all_input_nodes] if node.target in _PRODUCTS else []
+        dtypes = {str(value.dtype).removeprefix("torch.") for value in values}
+        if len(dtypes) > 1:
+            module = f"in module {node.meta['calls'][-1]!r}" if node.meta["calls"] else ""
+            line = f"at {node.meta['source']}" if node.meta["source"] else ""
+            place = " ".join(filter(None, [module, line])) or "in the loss"
+            raise CaptureError(
+                f"{node.target} {place} multiplies values of {' and '.join(sorted(dtypes))}, which no kernel does. Pass a "
+                "batch of the model's dtype, cast one of them there, or train under torch.autocast."
+            )
+
+
+@contextlib.contextmanager
+def _patched(owner: type, name: str, replacement: Any) -> Iterator[None]:
+    original = owner.__dict__.get(name)
+    setattr(owner, name, replacement)
+    try:
+        yield
+    finally:
+        if original is not None:
+            setattr(owner, name, original)
+        else:
+            delattr(owner, name)
+
+
+_PRODUCTS = {
+    getattr(torch.ops.aten, name).default
+    for name in ("mm", "addmm", "bmm", "baddbmm", "mv", "addmv", "dot", "convolution", "convolution_backward")
+}
+_MODULE_HOOKS = ("_backward_hooks", "_backward_pre_hooks")
+_DATA: Any = torch.Tensor.data
+_GRAD_FN: Any = torch.Tensor.grad_fn
+_REQUIRES_GRAD: Any = torch.Tensor.requires_grad
+
+
+def _of_the_users(original: Callable[..., Any], replacement: Callable[..., Any], *also: str) -> Callable[..., Any]:
+    """What the user's code, and the files in `also`, get in place of what torch's own code gets."""
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        file = sys._getframe(1).f_code.co_filename
+        return (replacement if is_user_file(file) or file in also else original)(*args, **kwargs)
+
+    return call
+
+
+def _node_asked(tensor: torch.Tensor) -> NoReturn:
+    raise CaptureError(
+        f"the forward asks for an autograd node (grad_fn) at {user_frame(traceback.extract_stack())}: hooks on it would be "
+        "passed by. Write what it is for as a differentiable operation."
+    )
+
+
+def _refuse_thawing(tensor: torch.Tensor, requires_grad: bool = True) -> torch.Tensor:
+    if tensor.requires_grad != requires_grad and isinstance(tensor, nn.Parameter):
+        raise CaptureError(
+            f"the forward switches a parameter's requires_grad at {user_frame(traceback.extract_stack())}: a captured graph "
+            "knows one set of trained parameters. Use torch.no_grad() or detach(), or freeze before the step."
+        )
+    return _requires_grad_(tensor, requires_grad)
+
+
+def _set_requires_grad(tensor: torch.Tensor, value: bool) -> None:
+    if is_user_file(sys._getframe(1).f_code.co_filename):
+        _refuse_thawing(tensor, value)
+    _REQUIRES_GRAD.__set__(tensor, value)
+
+
+_requires_grad_ = torch.Tensor.requires_grad_
+
+
+def _set_data(tensor: torch.Tensor, value: torch.Tensor) -> None:
+    if is_user_file(sys._getframe(1).f_code.co_filename):
+        raise CaptureError(
+            f"the forward assigns to .data at {user_frame(traceback.extract_stack())}: the captured graph would not see it. "
+            "Copy into a buffer (buffer.copy_(new)), or assign the buffer itself."
+        )
+    _DATA.__set__(tensor, value)
+
+
+def _enter_inference(mode: Any) -> None:
+    mode._outside = torch.is_grad_enabled()
+    if mode.mode:
+        torch.set_grad_enabled(False)
+
+
+def _exit_inference(mode: Any, *_: Any) -> None:
+    torch.set_grad_enabled(mode._outside)
+
+
+def _hooked(tensor: torch.Tensor, hook: Any) -> NoReturn:
+    raise CaptureError(
+        f"the forward hooks a gradient with Tensor.register_hook at {user_frame(traceback.extract_stack())}: the captured "
+        "graph would pass the hook by. Write what it does as a differentiable operation, or on param.grad after the step."
+    )

@@ -1,0 +1,214 @@
+"""The traced graph, with torch's descriptors and metadata, -> `JointGraph`, with roles and our own metadata.
+
+Contract: the one place that knows how torch labels a trace (descriptors, `nn_module_stack`, `seq_nr`,
+`partitioner_tag`, `stack_trace`). Afterwards `passes/graph/joint_graph.py`'s contract holds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from graphpp._torch import aot
+from graphpp.capture.source_lines import source_line
+from graphpp.errors import CaptureError
+from graphpp.passes.graph.joint_graph import JointGraph
+from graphpp.runtime import program
+from graphpp.runtime.model_state import held
+from graphpp.runtime.program import InputRole, OutputRole, TensorMeta
+
+_MODEL = "model"  # the attribute of capture's wrapper that holds the user's model
+_COPIES = (torch.ops.aten.clone.default, torch.ops.aten.detach.default, torch.ops.aten.alias.default)
+
+
+def with_roles(
+    traced: fx.GraphModule, model: nn.Module, paths: Sequence[str], results: Sequence[OutputRole], *, training: bool
+) -> JointGraph:
+    """Give every placeholder and result its role.
+
+    `paths` name the tensors of the microbatch in order; `results` says what the traced module returned.
+    Raises `CaptureError` where a loss to train on reaches no parameter.
+    """
+    names = canonical_names(model)
+    joint = JointGraph(traced, training, *_state(model))
+    if training and not any(isinstance(node.meta["desc"], aot.TangentAOTInput) for node in _placeholders(joint.graph)):
+        raise CaptureError(
+            "the loss does not depend on any parameter that requires grad: nothing could be trained. "
+            "Check for detach(), no_grad(), frozen parameters, and that the loss reads the model's output."
+        )
+    _annotate(joint.graph)
+    outputs = _named_outputs(joint.graph, names, results)
+    _name_inputs(joint.graph, names, paths)
+    joint.set_outputs(outputs)
+    _lift_constants(joint)
+    joint.graph.set_codegen(fx.graph.CodeGen())  # a flat calling convention: roles say what is what
+    traced.recompile()
+    return joint
+
+
+def canonical_names(model: nn.Module) -> dict[str, str]:
+    """Every FQN of a parameter or buffer, aliases and places included, to its tensor's first FQN in the model's order."""
+    first: dict[int, str] = {}
+    names: dict[str, str] = {}
+    for pairs in (model.named_parameters(remove_duplicate=False), model.named_buffers(remove_duplicate=False)):
+        for name, tensor in pairs:
+            names[name] = first.setdefault(id(tensor), name)
+    for path, module in model.named_modules(remove_duplicate=False):
+        places = ((f"{path}.{name}" if path else name, tensor) for name, tensor in held(module))
+        names |= {place: first[id(tensor)] for place, tensor in places}
+    return names
+
+
+def _placeholders(graph: fx.Graph) -> list[fx.Node]:
+    return list(graph.find_nodes(op="placeholder"))
+
+
+def _state(model: nn.Module) -> tuple[dict[str, TensorMeta], dict[str, TensorMeta]]:
+    def metas(pairs: Any) -> dict[str, TensorMeta]:
+        return {
+            name: TensorMeta(name, tuple(x.shape), tuple(x.stride()), x.dtype, x.requires_grad) for name, x in pairs
+        }
+
+    return metas(model.named_parameters()), metas(model.named_buffers())
+
+
+def _annotate(graph: fx.Graph) -> None:
+    """Our metadata on every node; positions count the forward's nodes in the order they ran."""
+    position = 0
+    for node in graph.nodes:
+        backward = node.meta.get("partitioner_tag") == "is_backward"
+        node.meta["backward"] = backward
+        node.meta.setdefault("val", None)
+        if node.op in ("placeholder", "output"):
+            continue
+        node.meta["position"] = -1 if backward else position
+        position += not backward
+        node.meta["calls"] = _calls(node)
+        node.meta["source"] = source_line(node.meta.get("stack_trace") or "")
+        node.meta["seq"] = node.meta.get("seq_nr", -1)
+
+
+def _calls(node: fx.Node) -> tuple[str, ...]:
+    """The module calls around a node, outermost first: `layers.0.attn`; `shared@2` is the third call of a module."""
+    stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack") or {}
+    calls = []
+    for key, (fqn, _) in stack.items():
+        repeat = key.rpartition("@")[2] if "@" in key else ""
+        name = fqn.partition("@")[0]
+        if name.startswith(_MODEL + "."):
+            calls.append(name.removeprefix(_MODEL + ".") + (f"@{repeat}" if repeat else ""))
+    return tuple(calls)
+
+
+def _name_inputs(graph: fx.Graph, names: dict[str, str], paths: Sequence[str]) -> None:
+    """Roles on placeholders; aliases of one tensor become one placeholder."""
+    first: dict[InputRole, fx.Node] = {}
+    for node in _placeholders(graph):
+        role = _input_role(node.meta["desc"], names, paths)
+        if role in first:
+            node.replace_all_uses_with(first[role])
+            graph.erase_node(node)
+        else:
+            first[role] = node
+            node.meta["role"] = role
+
+
+def _input_role(desc: Any, names: dict[str, str], paths: Sequence[str]) -> InputRole:
+    if isinstance(desc, aot.PlainAOTInput):
+        return program.Input(paths[desc.idx])
+    if isinstance(desc, aot.TangentAOTInput):
+        return program.Seed()
+    if isinstance(desc, aot.ParamAOTInput | aot.BufferAOTInput):
+        return _state_role(desc, names)
+    raise CaptureError(f"the trace has an input that graphpp does not know: {desc!r}. Please report the model.")
+
+
+def _state_role(desc: Any, names: dict[str, str]) -> InputRole:
+    """Parameter or buffer by FQN; a tensor that export lifted out of the code has no FQN and is a constant."""
+    fqn = desc.target.removeprefix(_MODEL + ".")
+    if fqn not in names or not desc.target.startswith(_MODEL + "."):
+        return program.Constant(desc.target)
+    kind = program.Parameter if isinstance(desc, aot.ParamAOTInput) else program.Buffer
+    return kind(names[fqn])
+
+
+def _named_outputs(
+    graph: fx.Graph, names: dict[str, str], results: Sequence[OutputRole]
+) -> list[tuple[OutputRole, fx.Node]]:
+    """The results with their roles; of a buffer that was written in place and then assigned, the assigned value."""
+    end = graph.output_node()
+    outputs: dict[OutputRole, fx.Node] = {}
+    gradients: dict[OutputRole, fx.Node] = {}
+    for desc, node in zip(end.meta["desc"], end.args[0], strict=True):  # type: ignore[arg-type]
+        if not isinstance(node, fx.Node):
+            continue
+        role = _output_role(desc, names, results)
+        if isinstance(role, program.Gradient) and role in gradients:
+            gradients[role] = _sum(graph, gradients[role], node)
+        elif isinstance(role, program.Gradient):
+            gradients[role] = node
+        else:
+            outputs[role] = _original(node) if isinstance(role, program.BufferUpdate) else node
+    return [*outputs.items(), *gradients.items()]
+
+
+def _original(node: fx.Node) -> fx.Node:
+    """What a node only copies: the runtime copies a buffer's new value anyway; a copy made at the end has no place."""
+    while node.target in _COPIES and isinstance(node.args[0], fx.Node):
+        node = node.args[0]
+    return node
+
+
+def _output_role(desc: Any, names: dict[str, str], results: Sequence[OutputRole]) -> OutputRole:
+    if isinstance(desc, aot.PlainAOTOutput):
+        returned = results[desc.idx]
+        return program.BufferUpdate(names[returned.fqn]) if isinstance(returned, program.BufferUpdate) else returned
+    if isinstance(desc, aot.GradAOTOutput):
+        role = _state_role(desc.grad_of, names)
+        if isinstance(role, program.Parameter):
+            return program.Gradient(role.fqn)
+    if isinstance(desc, aot.InputMutationAOTOutput):
+        written = desc.mutated_input
+        if isinstance(written, aot.BufferAOTInput) and isinstance(
+            buffer := _state_role(written, names), program.Buffer
+        ):
+            return program.BufferUpdate(buffer.fqn)
+        what = getattr(written, "target", "an input of the model").removeprefix(_MODEL + ".")
+        raise CaptureError(
+            f"the forward writes in place into {what}, which is no buffer. "
+            "Write into a clone() of it, or compute a new tensor (inplace=False); what is kept between steps must be a buffer."
+        )
+    raise CaptureError(f"the trace has a result that graphpp does not know: {desc!r}. Please report the model.")
+
+
+def _sum(graph: fx.Graph, left: fx.Node, right: fx.Node) -> fx.Node:
+    """Gradients of two aliases of one parameter, added."""
+    with graph.inserting_before(graph.output_node()):
+        total = graph.call_function(torch.ops.aten.add.Tensor, (left, right))
+    total.meta = {**right.meta}
+    return total
+
+
+def _lift_constants(joint: JointGraph) -> None:
+    """Tensors held by the code become placeholders too, so that every value of the graph comes in by a role."""
+    graph, lifted = joint.graph, dict[str, fx.Node]()
+    for node in graph.find_nodes(op="get_attr"):
+        held = getattr(joint.module, node.target, None)
+        if not isinstance(held, torch.Tensor):
+            node.meta["held"] = held  # the sub-graph of a higher-order operator
+            continue
+        if node.target not in lifted:
+            joint.constants[node.target] = held
+            lifted[node.target] = _constant(graph, node)
+        node.replace_all_uses_with(lifted[node.target])
+        graph.erase_node(node)
+
+
+def _constant(graph: fx.Graph, node: fx.Node) -> fx.Node:
+    with graph.inserting_before(next(iter(graph.nodes))):
+        lifted = graph.placeholder(node.name)
+    lifted.meta = {"val": node.meta["val"], "backward": False, "role": program.Constant(str(node.target))}
+    return lifted

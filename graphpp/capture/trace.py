@@ -1,0 +1,271 @@
+"""Model + loss + one example microbatch -> `JointGraph`.
+
+Contract
+--------
+- The model runs once under `torch.export` and once under AOT Autograd, on fake tensors only: parameters, buffers and
+  inputs are replaced by tensors of the same shape on the device that will run, so capture takes no memory and never
+  sees data. The model is as before afterwards.
+- FQNs are the model's own; aliases of one tensor have one canonical FQN (the first in `named_parameters`).
+- What would give a wrong gradient raises `CaptureError`: what a trace would lose (`refusals.py`), a loss that is no
+  scalar or depends on no parameter, a loss with parameters of its own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import numbers
+import traceback
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from graphpp._torch import aot
+from graphpp.batch import microbatch as signature
+from graphpp.batch.microbatch import Microbatch
+from graphpp.capture.activation_checkpoints import Checkpoints, mark, marking
+from graphpp.capture.attribute_writes import Assigned, refused, undone
+from graphpp.capture.autograd_functions import Functions, keeping
+from graphpp.capture.eager_branches import Asked, as_in_eager
+from graphpp.capture.inline_modes import drop_checks, inline_regions, within_autocast
+from graphpp.capture.outside_state import no_draws, refuse_generators, sealed
+from graphpp.capture.refusals import (
+    check_model,
+    refuse_mixed_products,
+    refuse_outer_leaves,
+    refuse_unknown_numbers,
+    refusing,
+)
+from graphpp.capture.roles import with_roles
+from graphpp.capture.source_lines import source_line, user_frame
+from graphpp.capture.stacked_rnn import unstack
+from graphpp.errors import CaptureError
+from graphpp.passes.graph.joint_graph import JointGraph, verify
+from graphpp.runtime import program
+from graphpp.runtime.program import OutputRole
+
+LossFunction = Callable[[Any, Any], torch.Tensor | tuple[torch.Tensor, Mapping[str, Any]]]
+
+
+@dataclass(frozen=True)
+class Captured:
+    """A joint graph and, for evaluation, how the output's leaves go back into the model's output."""
+
+    joint: JointGraph
+    output_spec: aot.TreeSpec | None = None
+    output_leaves: tuple[Any, ...] = ()
+
+
+def capture(
+    model: nn.Module, loss: LossFunction | None, example: Microbatch, device: torch.device, *, training: bool = True
+) -> Captured:
+    """Capture forward, loss and backward (`training`) or the forward with its output and, given a target, its loss.
+
+    `example` holds one microbatch; only shapes, strides, dtypes and non-tensor leaves are used.
+    Raises `CaptureError` with the user's source line where the model cannot be captured.
+    """
+    check_model(model)
+    mode = aot.fake_mode()
+    inputs = signature.tensors(example)
+    fakes = {path: aot.fake_like(mode, tensor, device) for path, tensor in inputs.items()}
+    wrapper = _Step(model, loss, example, training)
+    grad = contextlib.nullcontext() if training else torch.no_grad()
+    with aot.quick(), no_draws(model, loss), _fake_state(model, mode, device), grad:
+        module, functions = _export(wrapper, tuple(fakes.values()))
+        functions.check_seclusion(model)
+        if torch.is_autocast_enabled(device.type):
+            within_autocast(module, device.type)
+        without = torch.autocast(device.type, enabled=False)
+        with _explaining(), refused(model), without, aot.joint_trace(mode, module, tuple(fakes.values())) as traced:
+            functions.check_seclusion(model)
+            refuse_generators(traced.graph)
+            found = wrapper.found
+            joint = with_roles(traced, model, tuple(fakes), found.results, training=training)
+            mark(joint.graph, found.checkpoints)
+            refuse_mixed_products(joint)
+    found.assigned.refuse_stale(joint.constants.values())
+    refuse_outer_leaves(joint.constants.values())
+    verify(joint)
+    return Captured(joint, found.output_spec, found.output_leaves)
+
+
+@dataclass
+class _Found:
+    """What the wrapper learns while it is traced (export resets attributes that a module sets in its forward)."""
+
+    results: tuple[OutputRole, ...] = ()
+    output_spec: aot.TreeSpec | None = None
+    output_leaves: tuple[Any, ...] = ()
+    assigned: Assigned = field(default_factory=Assigned)
+    checkpoints: Checkpoints = field(default_factory=Checkpoints)
+
+
+class _Step(nn.Module):
+    """`model` and loss as one module over the microbatch's tensors; the loss stays out of the module tree."""
+
+    def __init__(self, model: nn.Module, loss: LossFunction | None, example: Microbatch, training: bool) -> None:
+        super().__init__()
+        self.model = model
+        self.held = (loss, example, training)
+        self.found = _Found()
+
+    def forward(self, *tensors: torch.Tensor) -> Any:
+        found = self.found
+        with undone(self.model, found.assigned):
+            results = self._results(tensors)
+        results += [(program.BufferUpdate(fqn), value) for fqn, value in found.assigned.buffers.items()]
+        found.results = tuple(role for role, _ in results)
+        return tuple(value for _, value in results)
+
+    def _results(self, tensors: tuple[torch.Tensor, ...]) -> list[tuple[OutputRole, torch.Tensor]]:
+        loss, example, training = self.held
+        batch = signature.rebuild(example, tensors)
+        output = self.model(*batch.args, **batch.kwargs)
+        if training:
+            return loss_and_metrics(loss, output, batch.target)
+        leaves, self.found.output_spec = aot.tree_flatten(output)
+        self.found.output_leaves = tuple(
+            signature.TENSOR if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves
+        )
+        tensor_leaves = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+        results: list[tuple[OutputRole, torch.Tensor]] = [
+            (program.Output(index), leaf) for index, leaf in enumerate(tensor_leaves)
+        ]
+        if batch.target is not None:
+            results += loss_and_metrics(loss, output, batch.target)
+        return results
+
+
+def loss_and_metrics(loss: LossFunction | None, output: Any, target: Any) -> list[tuple[OutputRole, torch.Tensor]]:
+    """The loss, and the numbers that a loss function returned beside it."""
+    value: Any = _own_loss(output) if loss is None else loss(output, target)
+    metrics: Any = {}
+    if isinstance(value, tuple) and len(value) == 2 and isinstance(value[1], Mapping):
+        value, metrics = value
+    reported = [(program.Metric(str(name)), _number(str(name), number)) for name, number in metrics.items()]
+    if len({role.name for role, _ in reported}) < len(reported):
+        raise CaptureError(f"two of the numbers that the loss returned to report have one name: {list(metrics)}")
+    return [(program.Loss(), _scalar(value)), *reported]
+
+
+def _own_loss(output: Any) -> Any:
+    """The `.loss` of an output (Hugging Face)."""
+    value = output.get("loss") if isinstance(output, dict) else getattr(output, "loss", None)
+    if value is None:
+        returned = "Tensor" if isinstance(output, torch.Tensor) else type(output).__name__  # not FakeTensor
+        raise CaptureError(
+            f"loss=None takes the output's own `.loss`, but the model returned {returned} without one. "
+            "Pass loss=your_function(output, target), or give the model its labels."
+        )
+    return value
+
+
+def _number(name: str, value: Any) -> torch.Tensor:
+    """A number to report as a 0-dim tensor without a gradient."""
+    if isinstance(value, numbers.Real):
+        whole = isinstance(value, numbers.Integral)
+        return torch.full((), float(value), dtype=torch.int64 if whole else torch.get_default_dtype())
+    if not isinstance(value, torch.Tensor) or value.numel() != 1 or value.is_complex():
+        found = f"shape {list(value.shape)}" if isinstance(value, torch.Tensor) else type(value).__name__
+        raise CaptureError(
+            f"the loss returned {name!r} among the numbers to report, and it is no number, but {found}: "
+            "reduce it, e.g. with `.mean()`; leave it a tensor, without `.item()`."
+        )
+    return value.detach().reshape(())
+
+
+def _scalar(value: Any) -> torch.Tensor:
+    """The loss of one microbatch as a 0-dim tensor, or `CaptureError` where it is none."""
+    if not isinstance(value, torch.Tensor) or value.numel() != 1:
+        found = f"shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else type(value).__name__
+        raise CaptureError(
+            f"the loss must be a scalar tensor, got {found}. Reduce it, e.g. with `.mean()`. A loss function may also return "
+            "a tuple: the scalar, and a dict of numbers to report."
+        )
+    return value if value.dim() == 0 else value.reshape(())
+
+
+@contextlib.contextmanager
+def _fake_state(model: nn.Module, mode: Any, device: torch.device) -> Iterator[None]:
+    """Replace parameters and buffers by fake ones while the context is open; ties stay ties."""
+    fakes: dict[int, torch.Tensor] = {}
+    kept: list[tuple[dict[str, Any], str, torch.Tensor]] = []
+    for module in model.modules():
+        stores: tuple[dict[str, Any], ...] = (module._parameters, module._buffers)
+        kept += [(store, name, tensor) for store in stores for name, tensor in store.items() if tensor is not None]
+    for store, name, tensor in kept:
+        if id(tensor) not in fakes:
+            fakes[id(tensor)] = aot.fake_like(mode, tensor, device)
+        store[name] = fakes[id(tensor)]
+    try:
+        yield
+    finally:
+        for store, name, tensor in kept:
+            store[name] = tensor
+
+
+def _export(wrapper: _Step, fakes: tuple[torch.Tensor, ...]) -> tuple[fx.GraphModule, Functions]:
+    """The traced forward: of the code that eager runs or, where that cannot be traced, of what the model has for a trace."""
+    asked = Asked()
+    try:
+        with as_in_eager(asked):
+            return _exported(wrapper, fakes)
+    except CaptureError:
+        if not asked.at_all:
+            raise
+    return _exported(wrapper, fakes)
+
+
+def _exported(wrapper: _Step, fakes: tuple[torch.Tensor, ...]) -> tuple[fx.GraphModule, Functions]:
+    functions = Functions()
+    with _explaining(), keeping(functions), refusing(), marking(wrapper.found.checkpoints), sealed():
+        exported = torch.export.export(wrapper, fakes, strict=False)
+    module = unstack(inline_regions(exported.module(check_guards=False), torch.is_grad_enabled()))
+    functions.restored(module)
+    drop_checks(module)
+    refuse_unknown_numbers(module.graph, wrapper.held[0])
+    refuse_generators(module.graph)
+    return module, functions
+
+
+@contextlib.contextmanager
+def _explaining() -> Iterator[None]:
+    try:
+        yield
+    except Exception as error:
+        raise _explained(error) from error
+
+
+def _explained(error: Exception) -> CaptureError:
+    """The error a person can act on: what torch said, the user's line, what to do."""
+    chain = list(_causes(error))
+    refused = next((cause for cause in chain if isinstance(cause, CaptureError)), None)
+    if refused is not None:
+        return refused
+    said = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
+    frames = (user_frame(traceback.extract_tb(cause.__traceback__)) or source_line(str(cause)) for cause in chain)
+    place = next(filter(None, frames), "(no line of the model's own code)")
+    by_value = any(word in f"{type(cause).__name__} {cause}" for cause in chain for word in _STEERED)
+    return CaptureError(
+        f"the model cannot be captured as one graph: {type(error).__name__}: {said}\n  at {place}\n"
+        + (_BY_VALUE if by_value else _BY_SHAPE)
+    )
+
+
+def _causes(error: BaseException | None) -> Iterator[BaseException]:
+    while error is not None:
+        yield error
+        error = error.__cause__ or error.__context__
+
+
+_STEERED = ("ata-dependent", "DataDependent", "Could not guard", "memo disaster", "nbacked", "numpy", "item()")
+_BY_VALUE = (
+    "Values of tensors must not steer Python (if, while, int(), .item(), numpy): write such a choice with torch.where "
+    "or torch.cond, or compute it outside and pass it as an argument."
+)
+_BY_SHAPE = (
+    "It was raised while model and loss ran on tensors with shapes but without data. Check that loss(model(...), target) "
+    "runs eagerly on this microbatch; if it does, the line above uses what torch.export cannot trace."
+)

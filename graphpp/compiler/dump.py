@@ -1,0 +1,212 @@
+"""Dumps: what each pass made, as files that run and as artefacts of torch's trace. The one hook on the recipe.
+
+Contract
+--------
+- A folder per rank and captured graph: `rank0/train`, `rank0/eval`. The next graph that the same process captures for
+  the same purpose (other shapes, another pipeline) goes to `rank0/train_2`; what an earlier process left is removed.
+- `NN_pass_joint.py`, `NN_pass_stage1_forward.py`: a graph after a pass that changed its text, NN counting the passes;
+  `programs/stage1_forward.py`: what runs, `programs/stage0_forward_with_stage1_backward.py`: what runs woven;
+  `passes.txt`, `boundaries.txt`, `plan.txt`, `plan.json`, `schedule.csv`.
+- Every rank writes the programs of its own stages and the joint graph as captured, so that ranks that disagree can be
+  compared. What the passes make of the joint graph is the same on every rank, and rank 0 writes it.
+- The same texts are artefacts `graphpp_train_NN_pass_joint.py`, .. where TORCH_TRACE is set, with or without a folder.
+- Graphs are only read. Without folder and trace nothing is rendered. `GraphPPError` where a file cannot be written.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from torch import fx
+
+from graphpp._torch import aot
+from graphpp.capture.trace import Captured
+from graphpp.compiler.dump_text import Pass, boundaries_text, passes_text, plan_json, schedule_csv
+from graphpp.errors import GraphPPError
+from graphpp.passes.graph.joint_graph import JointGraph
+from graphpp.passes.lower import Hook, Passed
+from graphpp.passes.overlap.weave import Woven
+from graphpp.passes.stage.cut_stages import Cut
+from graphpp.passes.stage.route_values import F
+from graphpp.passes.text.render import Rendered, code, render
+from graphpp.passes.text.standalone import Origin, standalone
+from graphpp.planner.plan import Plan
+from graphpp.runtime.program import Phase, PipelineProgram, WovenProgram
+from graphpp.schedules.table.schedule import Schedule
+
+_TEXTS = ("passes.txt", "boundaries.txt", "plan.txt", "plan.json", "schedule.csv")
+_OURS = ("[0-9][0-9]_*.py", "programs/stage*.py", *_TEXTS)
+
+# Folders that this process has written. Like the names of temporary files they are the process's, not a pipeline's.
+_taken: set[Path] = set()
+
+
+@dataclass(frozen=True)
+class _Text:
+    """One graph's text: `name` is `joint` or `stage1_forward`; `final` if this is what runs."""
+
+    name: str
+    title: str
+    graph: fx.Graph
+    rendered: Rendered
+    final: bool = False
+
+    @property
+    def code(self) -> str:
+        """The text without its title."""
+        return code(self.rendered.text)
+
+
+class Dump:
+    """The dump of one captured graph on one rank; `kind` is "train" or "eval"."""
+
+    def __init__(self, folder: Path | None, rank: int, kind: str) -> None:
+        """Raises `GraphPPError` where the folder cannot be written."""
+        self._rank, self._kind = rank, kind
+        self._folder = None if folder is None else _claim(folder / f"rank{rank}", kind)
+        self._passes: list[Pass] = []
+        self._last: dict[str, str] = {}  # name of a graph -> its text when it was last dumped
+        self._cut: Cut | None = None
+        self._woven = Counter[str]()
+
+    def capture(self, step: Callable[[], Captured]) -> Captured:
+        """Run and time the capture, and dump the joint graph."""
+        began = time.perf_counter()
+        captured = step()
+        self._see(Passed("capture", time.perf_counter() - began, captured.joint), ())
+        return captured
+
+    def hook(self, schedule: Schedule) -> Hook:
+        """What the recipe calls after each pass; the schedule says which stages are this rank's."""
+        mine = [stage for stage, rank in schedule.rank_of_stage.items() if rank == self._rank]
+        return lambda passed: self._see(passed, mine)
+
+    def plan(self, plan: Plan, schedule: Schedule) -> None:
+        """Dump what was decided; `schedule` is the table with communication."""
+        if self._cut is None:
+            return
+        texts = (
+            passes_text(self._passes),
+            boundaries_text(self._cut),
+            f"{plan}\n\n{plan.schedule}\n",
+            plan_json(plan),
+            schedule_csv(schedule),
+        )
+        for file, text in zip(_TEXTS, texts, strict=True):
+            self._write(file, text)
+
+    def woven(self, made: Woven, emitted: WovenProgram, seconds: float) -> None:
+        """Dump a woven program; one of the same parts for microbatches of another shape gets a number."""
+        if self._folder is None and not aot.tracing():
+            return
+        name = "_with_".join(f"stage{part.stage}_{part.phase.name.lower()}" for part in made.parts)
+        self._woven[name] += 1
+        name += f"_{self._woven[name]}" if self._woven[name] > 1 else ""
+        origin = Origin(f"{self._kind}: {made.title}, one microbatch each", "weave", seconds, f"{name}.py")
+        rendered = replace(render(made.graph), text=emitted.source)
+        self._write(f"programs/{name}.py", standalone(made.graph, rendered, origin))
+
+    def _see(self, passed: Passed, mine: Collection[int]) -> None:
+        """Dump what a pass made: the texts that this rank writes and that are new."""
+        if self._folder is None and not aot.tracing():
+            return
+        texts = list(self._texts(passed.result, mine))
+        new = [text for text in texts if text.final or text.code != self._last.get(text.name)]
+        number = f"{len(self._passes):02d}_{passed.name}"
+        self._passes.append(Pass(passed.name, passed.seconds, len(new)))
+        for text in new:
+            self._last[text.name] = text.code
+            file = f"programs/{text.name}.py" if text.final else f"{number}_{text.name}.py"
+            origin = Origin(text.title, number, passed.seconds, file.rpartition("/")[2])
+            self._write(file, standalone(text.graph, text.rendered, origin))
+
+    def _texts(self, result: JointGraph | Cut | PipelineProgram, mine: Collection[int]) -> Iterator[_Text]:
+        match result:
+            case JointGraph():
+                if self._rank == 0 or not self._passes:
+                    title = f"{self._kind}: the joint graph of one microbatch"
+                    yield _Text("joint", title, result.graph, render(result.graph))
+            case Cut():
+                self._cut = result
+                for (phase, stage), slot in result.slots.items():
+                    if stage in mine:
+                        yield self._slot(stage, self._phase(phase), slot.graph, render(slot.graph))
+                for stage, slot in result.prepared.items():
+                    if stage in mine:
+                        yield self._slot(stage, slot.phase, slot.graph, render(slot.graph))
+            case PipelineProgram():
+                yield from self._programs(result, mine)
+
+    def _programs(self, program: PipelineProgram, mine: Collection[int]) -> Iterator[_Text]:
+        """The texts that run, as they are; example inputs and what is bound come from the graphs of the cut."""
+        assert self._cut is not None
+        for stage in program.stages:
+            for phase, item in stage.programs.items() if stage.index in mine else ():
+                graph = self._cut.slots[F if phase is Phase.EVALUATE else phase, stage.index].graph
+                rendered = replace(render(graph), text=item.source)
+                yield replace(self._slot(stage.index, phase, graph, rendered), final=True)
+            if stage.prepare is not None and stage.index in mine:
+                graph = self._cut.prepared[stage.index].graph
+                rendered = replace(render(graph), text=stage.prepare.source)
+                yield replace(self._slot(stage.index, Phase.PREPARE, graph, rendered), final=True)
+
+    def _slot(self, stage: int, phase: Phase, graph: fx.Graph, rendered: Rendered) -> _Text:
+        name = phase.name.lower()
+        return _Text(f"stage{stage}_{name}", f"{self._kind}: stage {stage}, {name}, {_per(phase)}", graph, rendered)
+
+    def _phase(self, phase: Phase) -> Phase:
+        return Phase.EVALUATE if self._kind == "eval" else phase
+
+    def _write(self, file: str, text: str) -> None:
+        label = self._kind if self._folder is None else self._folder.name
+        aot.trace_artifact(f"graphpp_{label}_{file.replace('/', '_')}", lambda: text)
+        if self._folder is not None:
+            with _writing(self._folder / file) as path:
+                path.parent.mkdir(parents=True, exist_ok=True)
+                path.write_text(text, encoding="utf-8")
+
+
+def _per(phase: Phase) -> str:
+    return "once per step" if phase is Phase.PREPARE else "one microbatch"
+
+
+def _claim(base: Path, kind: str) -> Path:
+    """`base/kind`, or `base/kind_2` .. where this process wrote that one before."""
+    base = base.absolute()
+    with _writing(base):
+        if base not in _taken:
+            _taken.add(base)
+            _remove_earlier(base)
+        number = 1
+        while (folder := base / (kind if number == 1 else f"{kind}_{number}")) in _taken:
+            number += 1
+        folder.mkdir(parents=True, exist_ok=True)
+    _taken.add(folder)
+    return folder
+
+
+def _remove_earlier(base: Path) -> None:
+    """Remove the files that an earlier process dumped here, and nothing else."""
+    for folder in [folder for kind in ("train", "eval") for folder in (base / kind, *base.glob(f"{kind}_[0-9]*"))]:
+        for pattern in _OURS:
+            for file in folder.glob(pattern):
+                file.unlink()
+        for emptied in (folder / "programs", folder):
+            with suppress(OSError):
+                emptied.rmdir()
+
+
+@contextmanager
+def _writing(path: Path) -> Iterator[Path]:
+    try:
+        yield path
+    except OSError as fault:
+        raise GraphPPError(
+            f"the dump cannot be written: {path}: {fault.strerror or fault}. "
+            "Give another folder with dump= or GRAPHPP_DUMP, or none."
+        ) from fault

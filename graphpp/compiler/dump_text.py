@@ -1,0 +1,76 @@
+"""The texts of a dump that are no graphs: passes, boundaries, plan, schedule. Data in, text out."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+
+from torch import fx
+
+from graphpp.passes.graph.joint_graph import describe
+from graphpp.passes.stage.cut_stages import Cut
+from graphpp.passes.text.naming import spell_dtype
+from graphpp.planner.plan import Plan
+from graphpp.runtime.program import TensorMeta
+from graphpp.schedules.table.actions import Action
+from graphpp.schedules.table.schedule import Schedule
+from graphpp.units import spell_bytes
+
+
+@dataclass(frozen=True)
+class Pass:
+    """One pass that ran: its name, for how long (seconds), how many files this rank wrote after it."""
+
+    name: str
+    seconds: float
+    files: int
+
+
+def passes_text(passes: Sequence[Pass]) -> str:
+    """One line per pass: number, name, milliseconds, and how many files of this rank it changed."""
+    lines = [
+        f"{number:02d}  {item.name:<12}{1000 * item.seconds:>10.1f} ms  {item.files or '-':>5}"
+        for number, item in enumerate(passes)
+    ]
+    return "\n".join([f"    {'pass':<12}{'time':>13}  files", *lines, ""])
+
+
+def boundaries_text(cut: Cut) -> str:
+    """What crosses each boundary in each direction and what each stage saves, per microbatch, value by value."""
+    makers = {node.name: node for slot in cut.slots.values() for node in slot.graph.nodes if node.op != "placeholder"}
+    lines: list[str] = []
+    for boundary in cut.boundaries:
+        for direction, values in (("forward", boundary.forward), ("backward", boundary.backward)):
+            lines += _listed(f"boundary {boundary.stage}|{boundary.stage + 1} {direction}", values, makers)
+    for stage, saved in enumerate(cut.saved):
+        lines += _listed(f"saved in stage {stage}", saved, makers)
+    return "\n".join(["bytes per microbatch", *lines, ""])
+
+
+def _listed(title: str, values: Sequence[TensorMeta], makers: dict[str, fx.Node]) -> Iterator[str]:
+    if values:
+        total = spell_bytes(sum(value.nbytes for value in values))
+        yield from ("", f"{title}: {len(values)} value{'s' * (len(values) != 1)}, {total}")
+    width = max((len(value.name) for value in values), default=0)
+    for value in values:
+        facts = [f"{spell_dtype(value.dtype)}{list(value.shape)}", spell_bytes(value.nbytes)]
+        facts += ["needs grad"] * value.requires_grad + [f"in {describe(makers[value.name])}"]
+        yield f"    {value.name:<{width}}  {', '.join(facts)}"
+
+
+def plan_json(plan: Plan) -> str:
+    """The plan as JSON: stages, and the schedule with one line of actions per rank."""
+    rows = [" ".join(str(cell or ".") for cell in row) for row in plan.schedule.table]
+    schedule = {key: getattr(plan.schedule, key) for key in ("name", "stages", "microbatches")} | {"table": rows}
+    away = {"offload": [{key: _plain(value) for key, value in vars(trip).items()} for trip in plan.trips]} if plan.trips else {}
+    return json.dumps({"stages": [asdict(stage) for stage in plan.stages], **away, "schedule": schedule}, indent=1) + "\n"
+
+
+def _plain(value: object) -> object:
+    return str(value) if isinstance(value, Action) else value
+
+
+def schedule_csv(schedule: Schedule) -> str:
+    """The table in torch's CSV format."""
+    return "".join(",".join(str(cell or "") for cell in row) + "\n" for row in schedule.table)

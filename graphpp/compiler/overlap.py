@@ -1,0 +1,117 @@
+"""The woven programs of a schedule, and the collectives of a step, which all ranks of a group must run alike.
+
+Contract: `woven` weaves, once for each distinct tuple of programs, the parts of the overlapped actions of one rank.
+Not woven, and so run one after the other, are parts of which none has a collective, for then nothing could hide, and two
+forwards of a stage that writes buffers, of which the second reads what the first wrote. `collectives_of` lists, by
+process group, what a rank's step exchanges, in order.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from graphpp.passes.graph.collectives import is_collective
+from graphpp.passes.graph.op_costs import Cost
+from graphpp.passes.lower import Hook, Passed
+from graphpp.passes.overlap.weave import Woven, collectives, weave
+from graphpp.passes.stage.cut_stages import Cut, SlotGraph
+from graphpp.passes.stage.emit import emit_woven
+from graphpp.passes.stage.route_values import F
+from graphpp.runtime.program import BufferUpdate, Phase, PipelineProgram, Program, WovenProgram
+from graphpp.schedules.table.actions import Action
+
+Key = tuple[int, ...]
+Watch = Callable[[Woven, WovenProgram, float], None]  # what was woven, and in how many seconds
+
+
+@dataclass
+class Sources:
+    """The graphs that programs were emitted from."""
+
+    _slots: dict[int, tuple[Program, SlotGraph]] = field(default_factory=dict)
+
+    @classmethod
+    def joined(cls, several: Iterable[Sources]) -> Sources:
+        """All graphs of several."""
+        return cls({key: pair for each in several for key, pair in each._slots.items()})
+
+    def hook(self) -> Hook:
+        """What the recipe calls after each pass: the last pieces before programs are emitted are what those come from."""
+        pieces: list[Cut] = []
+
+        def hook(passed: Passed) -> None:
+            if isinstance(passed.result, Cut):
+                pieces.append(passed.result)
+            elif isinstance(passed.result, PipelineProgram):
+                self._add(pieces[-1], passed.result)
+
+        return hook
+
+    def _add(self, pieces: Cut, emitted: PipelineProgram) -> None:
+        for stage in emitted.stages:
+            for phase, item in stage.programs.items():
+                self.add(item, pieces.slots[F if phase is Phase.EVALUATE else phase, stage.index])
+
+    def add(self, item: Program, slot: SlotGraph) -> None:
+        """Remember the graph that a program was made from."""
+        self._slots[id(item)] = (item, slot)  # holding the program keeps its id its own
+
+    def of(self, item: Program) -> SlotGraph:
+        """The graph of one program."""
+        return self._slots[id(item)][1]
+
+
+@dataclass(frozen=True)
+class Row:
+    """What one rank runs: its actions, the programs of each microbatch, and where those come from."""
+
+    actions: Iterable[Action | None]
+    programs: Sequence[PipelineProgram]
+    sources: Sources
+
+    def __iter__(self) -> Iterator[tuple[Action, tuple[Program, ...]]]:
+        """The actions that compute, with the programs of their parts."""
+        for action in self.actions:
+            if action is not None and action.is_compute:
+                yield action, tuple(map(self._program, action.leaves))
+
+    def _program(self, leaf: Action) -> Program:
+        assert leaf.microbatch is not None
+        programs = self.programs[leaf.microbatch].stages[leaf.stage].programs
+        return programs.get(Phase(leaf.kind.value)) or programs[Phase.EVALUATE]
+
+
+def woven(row: Row, cost: Cost, watch: Watch = lambda made, emitted, seconds: None) -> dict[Key, tuple[Woven, WovenProgram]]:
+    """The woven programs of a row, by the ids of their parts' programs."""
+    made: dict[Key, tuple[Woven, WovenProgram]] = {}
+    for action, parts in row:
+        key = tuple(map(id, parts))
+        if key in made or not action.parts or not _worth_weaving([row.sources.of(part) for part in parts]):
+            continue
+        began = time.perf_counter()
+        result = weave([row.sources.of(part) for part in parts], cost)
+        made[key] = (result, emit_woven(result, parts))
+        watch(*made[key], time.perf_counter() - began)
+    return made
+
+
+def collectives_of(row: Row, made: Mapping[Key, tuple[Woven, WovenProgram]]) -> dict[str, list[str]]:
+    """By process group, the collectives of a step in the order in which this rank issues them."""
+    found: dict[str, list[str]] = {}
+    known: dict[Key, list[dict[str, list[str]]]] = {}
+    for action, parts in row:
+        key = tuple(map(id, parts))
+        if key not in known:
+            graphs = [made[key][0].graph] if key in made else [row.sources.of(part).graph for part in parts]
+            known[key] = list(map(collectives, graphs))
+        for group, lines in (pair for each in known[key] for pair in each.items()):
+            found.setdefault(group, []).extend(f"{action}: {line}" for line in lines)
+    return found
+
+
+def _worth_weaving(parts: Sequence[SlotGraph]) -> bool:
+    writers = Counter(part.stage for part in parts if any(isinstance(role, BufferUpdate) for role in part.outputs))
+    return max(writers.values(), default=0) < 2 and any(is_collective(node) for part in parts for node in part.graph.nodes)

@@ -1,0 +1,104 @@
+"""When a rank dies: every other rank ends with an error that names it.
+
+Contract
+--------
+- The first rank that notices writes into the store that all ranks share what happened; who notices later, because its
+  own neighbour went down in turn, reads it there. A rank that fails by itself writes its own name and error.
+- Who is lost is found by trying to reach every rank of the group (gloo); where the store went down with its host, that
+  is what the error says.
+- What is written belongs to one call of one pipeline: a failure that the user outlived says nothing about later ones.
+- Ranks are named as in the world.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from collections.abc import Iterator
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from graphpp._torch.pipelining import default_store
+from graphpp.errors import GraphPPError, RankFailure
+from graphpp.parallel.agreement import has_gloo
+from graphpp.runtime.transport import PeerLost
+
+_TAG = 0x6C6F7374  # no message of a step has a tag, so no receive takes a probe for its own
+_STORE_TIMEOUT = timedelta(seconds=5)
+
+
+class FailureBoard:
+    """Turns whatever breaks when a rank is gone into a `RankFailure` that names the rank that was lost first."""
+
+    def __init__(self, group: dist.ProcessGroup | None, name: str) -> None:
+        self._group = group if group is not None and dist.get_world_size(group) > 1 else None
+        self._name = name
+        self._calls = 0
+
+    @contextlib.contextmanager
+    def watching(self) -> Iterator[None]:
+        """Watch one call that every rank makes: a lost rank becomes `RankFailure`, an own failure is made known."""
+        self._calls += 1
+        try:
+            yield
+        except GraphPPError:
+            raise
+        except Exception as error:
+            if self._group is None:
+                raise
+            self._tell(error)
+            raise
+
+    def _tell(self, error: Exception) -> None:
+        """Raise `RankFailure` if a rank is lost; else publish that this one failed."""
+        lost = self._lost(error)
+        if lost:
+            known = self._publish(_fate(lost, late="Timed out" in str(error)))
+            raise RankFailure(
+                f"{known}, and rank {dist.get_rank()} cannot finish this step: {_reason(error)}.\n"
+                "Restart all ranks from the last checkpoint; the log of the lost rank says why it ended."
+            ) from error
+        self._publish(f"rank {dist.get_rank()} failed with {type(error).__name__}: {error}")
+
+    def _lost(self, error: Exception) -> list[int]:
+        """Ranks (of the world) that cannot be reached, or whose message did not come."""
+        assert self._group is not None
+        others = [rank for rank in range(dist.get_world_size(self._group)) if rank != dist.get_rank(self._group)]
+        lost = {error.peer} if isinstance(error, PeerLost) and error.peer is not None else set()
+        if has_gloo(self._group):
+            lost |= {rank for rank in others if not self._reaches(rank)}
+        return [dist.get_global_rank(self._group, rank) for rank in sorted(lost)]
+
+    def _reaches(self, rank: int) -> bool:
+        try:
+            dist.isend(torch.zeros(1, device="cpu"), group=self._group, group_dst=rank, tag=_TAG)
+        except RuntimeError:
+            return False
+        return True
+
+    def _publish(self, text: str) -> str:
+        """Write what happened unless somebody has; returns what stands there. The store may be gone with its host."""
+        try:
+            store = default_store()
+            before = store.timeout  # type: ignore[attr-defined]  # missing from torch's stubs
+            store.set_timeout(_STORE_TIMEOUT)
+            try:
+                return str(store.compare_set(f"graphpp/lost/{self._name}/{self._calls}", "", text).decode()) or text
+            finally:
+                store.set_timeout(before)
+        except RuntimeError:
+            return text
+
+
+def _fate(ranks: list[int], *, late: bool) -> str:
+    """`rank 3 is lost`, `ranks 0, 3 are lost`, `rank 1 did not answer in time`."""
+    noun, verb = ("rank", "is") if len(ranks) == 1 else ("ranks", "are")
+    return f"{noun} {', '.join(map(str, ranks))} {'did not answer in time' if late else f'{verb} lost'}"
+
+
+def _reason(error: Exception) -> str:
+    """What gloo says, without its source line and its advice."""
+    line = str(error).partition("\n")[0]
+    return re.sub(r"^\[\S+\.(cc|cpp|h):\d+\] ", "", line).partition(". ")[0]

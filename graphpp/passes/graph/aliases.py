@@ -1,0 +1,76 @@
+"""Which values of a graph share memory: views have the memory of what they view.
+
+Contract: a wait for a collective returns its argument. `root(node)` is the node that allocated the memory; a result is
+shared if its root is an input of the graph, the root of another result too, or read by an operation, which could still
+run when the result is already being changed.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections import Counter
+
+import torch
+from torch import fx
+
+from graphpp.passes.graph.collectives import is_wait
+
+_UNDECLARED = {torch.ops.aten._unsafe_view.default, torch.ops.aten.contiguous.default, torch.ops.aten.reshape.default}
+
+
+def is_view(node: fx.Node) -> bool:
+    """Whether the operation declares that it returns a view of its first input, or views, or is one of those."""
+    if node.target is operator.getitem:
+        return is_view(node.all_input_nodes[0])
+    schema = getattr(node.target, "_schema", None)
+    if schema is None or not schema.returns:
+        return False
+    alias = schema.returns[0].alias_info
+    return alias is not None and not alias.is_write
+
+
+def shares_memory(node: fx.Node) -> bool:
+    """Whether a value lies, or may lie, in the memory of the node's first input."""
+    return bool(node.all_input_nodes) and (is_view(node) or node.target in _UNDECLARED or is_wait(node))
+
+
+def is_copy(node: fx.Node) -> bool:
+    """Whether an operation that returns a view only where there is one has to copy, by the strides that the graph foresees."""
+    if node.target not in _UNDECLARED:
+        return False
+    source, value = node.all_input_nodes[0].meta["val"], node.meta["val"]
+    if node.target is torch.ops.aten.contiguous.default:
+        return not source.is_contiguous()
+    try:
+        source.view(value.shape)
+    except RuntimeError:
+        return True
+    return False
+
+
+def root(node: fx.Node) -> fx.Node:
+    """The node whose memory a value lies in."""
+    while shares_memory(node):
+        node = node.all_input_nodes[0]
+    return node
+
+
+def shared_results(graph: fx.Graph) -> frozenset[int]:
+    """Indices of results whose memory is also an input's, another result's, or read by an operation of the graph."""
+    roots = [root(node) for node in graph.output_node().args[0]]  # type: ignore[union-attr,arg-type]
+    count = Counter(roots)
+    return frozenset(
+        index for index, node in enumerate(roots) if node.op == "placeholder" or count[node] > 1 or _is_read(node)
+    )
+
+
+def _is_read(allocated: fx.Node) -> bool:
+    """Whether any operation but a view reads the memory that a node allocated."""
+    pending = [allocated]
+    while pending:
+        for user in pending.pop().users:
+            if user.op != "output" and user not in pending:
+                if root(user) is not allocated:
+                    return True
+                pending.append(user)
+    return False

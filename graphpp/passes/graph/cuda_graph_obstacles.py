@@ -1,0 +1,40 @@
+"""What keeps a graph from being recorded as a CUDA graph, from the graph alone.
+
+Contract: `obstacle(graph)` is None, or says in a few words which operation cannot be replayed: one that exchanges values
+with other ranks, one for whose result the host must wait, one that is not on the GPU; or that there is none. What it does
+not know, the recording itself finds out. Compiled regions are looked into.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import fx
+
+from graphpp.passes.graph.aliases import is_view
+from graphpp.passes.graph.collectives import is_collective, is_wait
+from graphpp.passes.graph.joint_graph import is_check
+from graphpp.passes.stage.outline_regions import RegionCall
+
+_READ_BY_HOST = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
+_CONTROL = ("cond", "while_loop")
+
+
+def obstacle(graph: fx.Graph, device: str = "cuda") -> str | None:
+    """The first reason not to record a graph whose tensors should be on devices of the type `device`."""
+    if all(node.op in ("placeholder", "output") or is_view(node) for node in graph.nodes):
+        return "it computes nothing"
+    return next((found for node in graph.nodes if (found := _of(node, device)) is not None), None)
+
+
+def _of(node: fx.Node, device: str) -> str | None:
+    if isinstance(node.target, RegionCall):
+        return obstacle(node.target.region.graph, device)
+    if is_collective(node) or is_wait(node):
+        return f"{node} exchanges values with other ranks"
+    if is_check(node) or any(tag in getattr(node.target, "tags", ()) for tag in _READ_BY_HOST):
+        return f"the host waits for {node}"
+    if getattr(node.target, "__name__", "") in _CONTROL and node.op == "call_function":
+        return f"the host decides which branch of {node} runs"
+    value = node.meta.get("val")
+    elsewhere = isinstance(value, torch.Tensor) and value.device.type != device
+    return f"{node} is on the {value.device.type}" if elsewhere else None  # type: ignore[union-attr]

@@ -1,0 +1,128 @@
+"""The joint graph: forward, loss and backward of one microbatch as one FX graph whose ends carry roles.
+
+Contract
+--------
+- Every placeholder has `meta["role"]`, an `InputRole`; the output node has `meta["roles"]`, one `OutputRole` per result.
+  No pass reads a position. A parameter, buffer or input is one placeholder, whatever its aliases.
+- Every node has `meta["val"]` (a fake tensor or a tuple of them) and `meta["backward"]` (bool).
+- Nodes that compute also have `meta["position"]` (order of the forward, kept by all passes; -1 in the backward),
+  `meta["calls"]` (the module calls around the node, outermost first, `fqn` or `fqn@k` for the k+1st call),
+  `meta["source"]` (the user's `file:line`) and `meta["seq"]` (the autograd sequence number that twins share).
+- A node of the forward that the model runs within `torch.utils.checkpoint` has `meta["checkpoint"]`, the number of the
+  (outermost) checkpointed call, and `meta["kept"]`: whether the call's own policy saves its value. Others have neither.
+- The graph is functional: no node writes into another's value.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import fx
+
+from graphpp.passes.graph.collectives import is_collective, is_wait
+from graphpp.runtime import program
+from graphpp.runtime.program import InputRole, OutputRole, TensorMeta
+
+
+@dataclass
+class JointGraph:
+    """One captured graph. `parameters` and `buffers` hold all FQNs of the model, used or not, in the model's order."""
+
+    module: fx.GraphModule
+    training: bool
+    parameters: dict[str, TensorMeta]
+    buffers: dict[str, TensorMeta]
+    constants: dict[str, torch.Tensor] = field(default_factory=dict)
+
+    @property
+    def graph(self) -> fx.Graph:
+        """The FX graph."""
+        return self.module.graph
+
+    def inputs(self) -> dict[InputRole, fx.Node]:
+        """The placeholders by role."""
+        return {node.meta["role"]: node for node in self.graph.find_nodes(op="placeholder")}
+
+    def outputs(self) -> list[tuple[OutputRole, fx.Node]]:
+        """The results with their roles, in order; one gradient may stand once per stage that adds to it."""
+        end = self.graph.output_node()
+        return list(zip(end.meta["roles"], end.args[0], strict=True))  # type: ignore[arg-type]
+
+    def set_outputs(self, outputs: Sequence[tuple[OutputRole, fx.Node]]) -> None:
+        """Replace the results."""
+        end = self.graph.output_node()
+        end.meta["roles"] = [role for role, _ in outputs]
+        end.args = (tuple(node for _, node in outputs),)
+
+    def copy(self) -> JointGraph:
+        """The same joint graph with nodes of its own: changing one leaves the other."""
+        graph = fx.Graph()
+        copies: dict[fx.Node, fx.Node] = {}
+        results = graph.graph_copy(self.graph, copies)
+        end = graph.output(results)
+        end.meta = dict(self.graph.output_node().meta)
+        return replace(self, module=fx.GraphModule(self.module, graph), constants=dict(self.constants))
+
+    def computed(self) -> Iterator[fx.Node]:
+        """Nodes that compute (no placeholder, no output), in order."""
+        return (node for node in self.graph.nodes if node.op not in ("placeholder", "output"))
+
+
+def remove_unused(graph: fx.Graph) -> None:
+    """Erase nodes that nobody reads, assertions about metadata included; placeholders, checks and collectives stay."""
+    for node in reversed(list(graph.nodes)):
+        if node.op not in ("placeholder", "output") and not node.users and not _stays(node):
+            graph.erase_node(node)
+
+
+def _stays(node: fx.Node) -> bool:
+    """Whether a node that nobody reads does something: it may raise, or the other ranks of its group count on it."""
+    return is_check(node) or is_collective(node) or is_wait(node)
+
+
+def is_check(node: fx.Node) -> bool:
+    """Whether a node only raises where `torch.linalg` failed, as for a singular matrix; nobody reads it."""
+    return node.target is torch.ops.aten._linalg_check_errors.default
+
+
+def tensor_meta(node: fx.Node, name: str | None = None) -> TensorMeta:
+    """Shape, strides and dtype of a node's value, under the node's name."""
+    value = node.meta["val"]
+    return TensorMeta(name or node.name, tuple(value.shape), tuple(value.stride()), value.dtype, value.requires_grad)
+
+
+def is_tensor(node: fx.Node) -> bool:
+    """Whether the node's value is one tensor (and not a tuple of them)."""
+    return isinstance(node.meta.get("val"), torch.Tensor)
+
+
+def describe(node: fx.Node) -> str:
+    """`layers.3.attn (model.py:41)`: where a value comes from, for errors and dumps."""
+    calls = node.meta.get("calls") or ("",)
+    source = node.meta.get("source", "")
+    return f"{calls[-1] or 'model'} ({source})" if source else calls[-1] or "model"
+
+
+def verify(joint: JointGraph) -> None:
+    """Check the contract at the head of this file; a fault is a bug in the pass that ran last."""
+    joint.graph.lint()
+    roles: list[Any] = []
+    for node in joint.graph.nodes:
+        if node.op == "placeholder":
+            roles.append(node.meta["role"])
+        elif node.op != "output":
+            missing = {"val", "backward", "position", "calls", "source", "seq"} - set(node.meta)
+            assert not missing, f"{node.format_node()}: no {missing}"
+            assert not _writes(node), f"{node.format_node()} writes into its input"
+    assert len(roles) == len(set(roles)), "a role stands on two placeholders"
+    for role, node in joint.outputs():
+        assert isinstance(node, fx.Node), f"{role} has no value"
+        assert isinstance(role, program.OutputRole), role
+
+
+def _writes(node: fx.Node) -> bool:
+    schema = getattr(node.target, "_schema", None)
+    return bool(schema is not None and schema.is_mutable)

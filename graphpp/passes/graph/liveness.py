@@ -1,0 +1,56 @@
+"""How much memory a program takes while it runs: the most bytes alive at once, from the graph alone.
+
+Contract: values die where the program deletes them, after their last reader (`render`); views have the memory of what they
+view. Counted is what arrived, what was saved, and what the program makes, results included; gradients until they are
+handed over, and not at all where their factors are handed over instead. Not counted: parameters, buffers, inputs, and what
+an operator needs inside while it runs.
+"""
+
+from __future__ import annotations
+
+from torch import fx
+
+from graphpp.passes.graph.aliases import root
+from graphpp.passes.graph.joint_graph import is_tensor, tensor_meta
+from graphpp.runtime import program
+from graphpp.runtime.gradients.gemm_accumulation import product
+
+
+def peak_bytes(graph: fx.Graph) -> int:
+    """The most bytes alive at once while the program of a slot graph runs."""
+    order = list(graph.nodes)
+    dies = _deaths(graph, order)
+    live = sum(_size(node) for node in order if node.op == "placeholder")
+    peak = live
+    ends: dict[int, int] = {}
+    for node, at in dies.items():
+        ends[at] = ends.get(at, 0) + _size(node)
+    for at, node in enumerate(order):
+        if node.op != "placeholder" and root(node) is node:
+            live += _size(node)
+            peak = max(peak, live)
+        live -= ends.get(at, 0)
+    return peak
+
+
+def _deaths(graph: fx.Graph, order: list[fx.Node]) -> dict[fx.Node, int]:
+    """Each memory -> the position after which nobody reads it or a view of it; results live on, but for gradients."""
+    end = graph.output_node()
+    results = zip(end.meta.get("roles") or (), end.args[0], strict=False)  # type: ignore[arg-type]
+    staying = {root(node) for role, node in results if not isinstance(role, program.Gradient)}
+    last: dict[fx.Node, int] = {}
+    for at, node in enumerate(order):
+        last.setdefault(root(node), at)
+        if node is not end:
+            for source in node.all_input_nodes:
+                last[root(source)] = at
+    return {memory: at for memory, at in last.items() if memory not in staying}
+
+
+def _size(node: fx.Node) -> int:
+    """The bytes of a memory that counts."""
+    if node.op == "placeholder" and not isinstance(node.meta["role"], program.Received | program.Saved):
+        return 0
+    if node.target is product:  # written into the sum of gradients
+        return 0
+    return tensor_meta(node).nbytes if is_tensor(node) else 0

@@ -1,0 +1,123 @@
+"""What one operation of a graph costs, in seconds, from its shapes alone.
+
+Contract: `OpCosts` is a callable node -> seconds, like any other that a caller may give (measured ones, for instance). It
+is a roofline: launching, plus the larger of arithmetic and memory traffic; for a collective, what it takes until its result
+is there: latency, plus bytes over the link. Only ratios matter to who schedules by it. Ranks that exchange values must
+schedule by the same costs, so these are constants, and nothing is measured here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+from torch.utils.flop_counter import flop_registry
+
+from graphpp.passes.graph.aliases import is_view
+from graphpp.passes.graph.collectives import is_collective, is_wait
+from graphpp.runtime.gradients.gemm_accumulation import product
+from graphpp.runtime.randomness import seeded
+
+aten = torch.ops.aten
+
+Cost = Callable[[fx.Node], float]
+
+_CONTRACTIONS = {2: aten.mm.default, 3: aten.bmm.default}
+_CHEAP_FLOPS_PER_ELEMENT = 16
+_FLOPS_PER_DRAW = 20
+_LIKE: dict[Any, Any] = {  # kernels that torch's table leaves out, and those that do the same arithmetic on the same arguments
+    aten._scaled_dot_product_flash_attention_for_cpu: aten._scaled_dot_product_flash_attention,
+    aten._scaled_dot_product_flash_attention_for_cpu_backward: aten._scaled_dot_product_flash_attention_backward,
+}
+_READING_ONCE = {  # beside what torch calls pointwise: copies, look-ups, and norms over rows
+    aten._to_copy, aten.cat, aten.stack, aten.embedding, aten.index_select, aten.gather, aten.constant_pad_nd, aten.repeat,
+    aten.arange, aten.full, aten.full_like, aten.zeros, aten.zeros_like, aten.ones, aten.ones_like, aten.tril, aten.triu,
+    aten.native_layer_norm, aten.native_group_norm, getattr(aten, "_fused_rms_norm", aten.native_layer_norm),
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class OpCosts:
+    """Operations and bytes of memory per second, seconds to launch; of the link the latency and the bytes per second."""
+
+    flops: float
+    memory: float
+    launch: float
+    latency: float
+    link: float
+
+    @classmethod
+    def of(cls, device_type: str) -> OpCosts:
+        """Round figures for one core with loopback, or for one data-centre GPU with NVLink."""
+        if device_type == "cpu":
+            return cls(flops=5e10, memory=1e10, launch=3e-6, latency=1e-4, link=1e9)
+        return cls(flops=3e14, memory=2e12, launch=5e-6, latency=2e-5, link=1e11)
+
+    def __call__(self, node: fx.Node) -> float:
+        """Seconds that a node takes; for a collective, until what it brings is there."""
+        if is_wait(node) or is_view(node) or node.op != "call_function":
+            return 0.0
+        if is_collective(node):
+            return self.latency + max(_bytes_read(node), nbytes(node)) / self.link
+        traffic = (_bytes_read(node) + nbytes(node)) / self.memory
+        return self.launch + max(flops(node) / self.flops, traffic) + self._drawing(node)
+
+    def _drawing(self, node: fx.Node) -> float:
+        """What the generator takes: its state is changed and put back, and each number is worked out."""
+        if node.target is not seeded:
+            return 0.0
+        return 2 * self.launch + _FLOPS_PER_DRAW * _elements(node) / self.flops
+
+
+def flops(node: fx.Node) -> float:
+    """Floating-point operations of a contraction, as torch counts them; 0 for anything else."""
+    target, args = node.target, node.args
+    if target is seeded:
+        target, args = args[2], args[3:]  # type: ignore[assignment]
+    if target is product:
+        target, args = _CONTRACTIONS[args[0].meta["val"].dim()], args[:2]  # type: ignore[union-attr]
+    packet = getattr(target, "overloadpacket", None)
+    packet = _LIKE.get(packet, packet)
+    if packet not in flop_registry:
+        return 0.0
+    known: Callable[[fx.Node], Any] = lambda source: source.meta["val"]  # noqa: E731
+    return float(
+        flop_registry[packet](*fx.node.map_arg(args, known), **fx.node.map_arg(node.kwargs, known), out_val=node.meta["val"])
+    )
+
+
+def is_heavy(node: fx.Node) -> bool:
+    """Whether the operation is a contraction with more than a few operations per element of its result."""
+    return flops(node) > _CHEAP_FLOPS_PER_ELEMENT * max(_elements(node), 1)
+
+
+def is_cheap(node: fx.Node) -> bool:
+    """Whether the operation reads each element of its inputs about once: pointwise, a copy, a look-up, a norm, a view."""
+    if is_view(node) or torch.Tag.pointwise in getattr(node.target, "tags", ()):
+        return True
+    return getattr(node.target, "overloadpacket", None) in _READING_ONCE
+
+
+def nbytes(node: fx.Node) -> int:
+    """Bytes of a node's value, or values."""
+    return _nbytes(node.meta.get("val"))
+
+
+def _bytes_read(node: fx.Node) -> int:
+    return sum(map(nbytes, node.all_input_nodes))
+
+
+def _elements(node: fx.Node) -> int:
+    """Elements of a node's value, or of the largest of its values."""
+    value = node.meta.get("val")
+    values = value if isinstance(value, tuple | list) else (value,)
+    return max((item.numel() for item in values if isinstance(item, torch.Tensor)), default=0)
+
+
+def _nbytes(value: Any) -> int:
+    if isinstance(value, torch.Tensor):
+        return value.numel() * value.dtype.itemsize
+    return sum(map(_nbytes, value)) if isinstance(value, tuple | list) else 0

@@ -1,0 +1,138 @@
+"""Assign stages: every node learns its stage, `meta["stage"]`, or that it is computed wherever it is read (`None`).
+
+Contract
+--------
+- A forward node's stage is the one its place in the execution falls into: stage s begins at the first operation of the
+  module call named by the split, so stages follow the order of execution and no value is needed before it exists.
+- Cheap values that need no parameter, no written buffer, no random number and no received value (masks, rotary tables,
+  position ids), and views of parameters, have no stage (`None`): they are computed again where they are read.
+- A collective stands in one stage, and what waits for it in the same.
+- A backward node goes where its forward twin is (same autograd sequence number), but never to a later stage than a
+  gradient it reads; so an accumulation goes to the lowest stage among the gradients it adds.
+- Afterwards, along every edge forward stages do not fall and backward stages do not rise.
+"""
+
+from __future__ import annotations
+
+import operator
+from bisect import bisect_right
+from collections.abc import Sequence
+
+from torch import fx
+
+from graphpp.errors import CaptureError
+from graphpp.passes.graph.aliases import is_view
+from graphpp.passes.graph.collectives import is_collective, is_wait
+from graphpp.passes.graph.joint_graph import JointGraph, describe, is_check
+from graphpp.passes.graph.op_costs import is_heavy
+from graphpp.runtime import program
+
+
+def assign(joint: JointGraph, starts: Sequence[int]) -> JointGraph:
+    """Give every node its stage; `starts[s]` is the position in the forward at which stage s begins (starts[0] = 0)."""
+    written = {role.fqn for role, _ in joint.outputs() if isinstance(role, program.BufferUpdate)}
+    twins: dict[int, int | None] = {}
+    for node in joint.graph.nodes:
+        if node.op == "placeholder":
+            node.meta["stage"] = None
+        elif node.op == "output":
+            continue
+        elif _is_replicable(node, written):
+            node.meta["stage"] = None
+        elif node.meta["backward"]:
+            node.meta["stage"] = _backward_stage(node, twins, len(starts) - 1)
+        else:
+            node.meta["stage"] = _forward_stage(node, starts)
+        if not node.meta["backward"]:
+            twins.setdefault(node.meta.get("seq", -1), node.meta["stage"])
+    _check(joint, written)
+    return joint
+
+
+def stage_inputs(node: fx.Node) -> list[fx.Node]:
+    """The inputs of a node that belong to a stage."""
+    return [source for source in node.all_input_nodes if source.meta["stage"] is not None]
+
+
+def _forward_stage(node: fx.Node, starts: Sequence[int]) -> int:
+    stages: list[int] = [source.meta["stage"] for source in stage_inputs(node)]
+    if _is_of_its_input(node) and stages:
+        return stages[0]
+    return max([bisect_right(starts, node.meta["position"]) - 1, *stages])
+
+
+def _backward_stage(node: fx.Node, twins: dict[int, int | None], last: int) -> int:
+    gradients: list[int] = [source.meta["stage"] for source in stage_inputs(node) if source.meta["backward"]]
+    if _is_of_its_input(node) and gradients:
+        return gradients[0]
+    twin = twins.get(node.meta["seq"])
+    if twin is not None:
+        return min([twin, *gradients])
+    kept = [source.meta["stage"] for source in stage_inputs(node) if not source.meta["backward"]]
+    return min(gradients) if gradients else max(kept, default=last)
+
+
+def _is_of_its_input(node: fx.Node) -> bool:
+    """An item of a tuple, and what a collective received, are no values to send before they are taken out or waited for."""
+    return node.target is operator.getitem or is_wait(node)
+
+
+def _is_replicable(node: fx.Node, written: set[str]) -> bool:
+    """Whether a value can be computed anywhere, at no cost worth a message."""
+    if any(source.meta["stage"] is not None or _is_particular(source) for source in node.all_input_nodes):
+        return False
+    if is_heavy(node) or is_check(node) or is_collective(node):
+        return False
+    return all(_is_plain(source, written, node) for source in node.all_input_nodes)
+
+
+def _is_plain(source: fx.Node, written: set[str], reader: fx.Node) -> bool:
+    """Whether reading `source` anywhere is free: inputs, constants, unwritten buffers, views; views of parameters."""
+    role = source.meta.get("role")
+    if isinstance(role, program.Buffer):
+        return role.fqn not in written
+    return not from_parameter(source) or is_view(reader)
+
+
+def from_parameter(node: fx.Node) -> bool:
+    """Whether a node without a stage is a parameter or a view of one."""
+    while node.op != "placeholder":
+        if not is_view(node) or not node.all_input_nodes:
+            return False
+        node = node.all_input_nodes[0]
+    return isinstance(node.meta.get("role"), program.Parameter)
+
+
+def _is_particular(node: fx.Node) -> bool:
+    """Whether an input makes what is computed from it belong to one place: the seed of the backward, random numbers."""
+    return node.meta.get("role") in (program.Seed(), program.RandomKey())
+
+
+def _check(joint: JointGraph, written: set[str]) -> None:
+    for node in joint.computed():
+        if node.meta["stage"] is None:
+            continue
+        for source in stage_inputs(node):
+            ahead = source.meta["stage"] <= node.meta["stage"]
+            if node.meta["backward"] and source.meta["backward"]:
+                ahead = source.meta["stage"] >= node.meta["stage"]
+            across = node.meta["backward"] and not source.meta["backward"]
+            assert ahead or across, f"{node} is before its input {source}"
+    _check_written_buffers(joint, written)
+
+
+def _check_written_buffers(joint: JointGraph, written: set[str]) -> None:
+    """A buffer that the forward writes is read only in the stage that writes it; any, if the new value has none."""
+    inputs = joint.inputs()
+    for role, update in joint.outputs():
+        if not isinstance(role, program.BufferUpdate) or program.Buffer(role.fqn) not in inputs:
+            continue
+        readers = [node for node in inputs[program.Buffer(role.fqn)].users if node.op != "output"]
+        users = [update, *readers] if update.meta["stage"] is not None else readers
+        for reader in readers:
+            if reader.meta["stage"] != users[0].meta["stage"]:
+                raise CaptureError(
+                    f"the buffer {role.fqn} is written in stage {users[0].meta['stage']} at {describe(users[0])} and "
+                    f"read in stage {reader.meta['stage']} at {describe(reader)}: move the cut so that both fall into "
+                    "one stage."
+                )

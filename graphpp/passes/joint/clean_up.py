@@ -1,0 +1,77 @@
+"""Clean up: remove what computes nothing. Bit-preserving.
+
+Contract: afterwards no node is unused, and none returns its own input (`detach`, `alias`, a view to the same shape and
+strides, `t(t(x))`, `x ** 1`, a cast to the same dtype, a clone that keeps the strides). Roles, order and metadata stay.
+
+A removed clone can make two results of the graph one tensor; the graph is functional, so no value changes, and the
+runtime never writes into a program's results before it has made them its own.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import fx
+
+from graphpp.passes.graph.joint_graph import JointGraph, is_tensor, remove_unused
+
+aten = torch.ops.aten
+
+_IDENTITY = {
+    aten.detach.default,
+    aten.alias.default,
+    aten.lift_fresh_copy.default,
+    aten.view.default,
+    aten.reshape.default,
+    aten._unsafe_view.default,
+    aten.expand.default,
+    aten.slice.Tensor,
+    aten.clone.default,
+    aten._to_copy.default,
+    aten.to.dtype,
+    aten.squeeze.dims,
+    aten.permute.default,
+    aten.transpose.int,
+}
+
+
+def clean_up(joint: JointGraph) -> JointGraph:
+    """Remove identities, double transposes and dead code, in place; returns the same joint graph."""
+    for node in list(joint.computed()):
+        for rule in (_same_as_input, _double_transpose, _first_power):
+            kept = rule(node)
+            if kept is not None:
+                node.replace_all_uses_with(kept)
+                break
+    remove_unused(joint.graph)
+    return joint
+
+
+def _same_as_input(node: fx.Node) -> fx.Node | None:
+    """The input of a node whose value is its first input, element for element, stride for stride."""
+    if node.target not in _IDENTITY or not node.args or not isinstance(node.args[0], fx.Node):
+        return None
+    source = node.args[0]
+    same: bool = is_tensor(source) and is_tensor(node) and _layout(source) == _layout(node)
+    return source if same else None
+
+
+def _layout(node: fx.Node) -> tuple[object, ...]:
+    """What decides, for a view or a copy, which element stands where."""
+    value = node.meta["val"]
+    lazy = (value.is_conj(), value.is_neg())  # a copy resolves what is only marked
+    return (value.shape, value.stride(), value.storage_offset(), value.dtype, value.device, value.layout, lazy)
+
+
+def _double_transpose(node: fx.Node) -> fx.Node | None:
+    """`x` from `t(t(x))`."""
+    inner = node.args[0] if node.args else None
+    if node.target is aten.t.default and isinstance(inner, fx.Node) and inner.target is aten.t.default:
+        return inner.args[0]  # type: ignore[return-value]
+    return None
+
+
+def _first_power(node: fx.Node) -> fx.Node | None:
+    """`x` from `x ** 1` (autograd's derivative of a square has one)."""
+    if node.target is aten.pow.Tensor_Scalar and node.args[1] == 1 and _layout(node) == _layout(node.args[0]):  # type: ignore[arg-type]
+        return node.args[0]  # type: ignore[return-value]
+    return None

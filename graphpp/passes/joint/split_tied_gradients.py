@@ -1,0 +1,56 @@
+"""Accumulate gradients: a tied parameter's gradient stays in parts, one per stage that uses the parameter.
+
+Contract: afterwards every `Gradient` result is computed from values of one stage. A parameter that several stages use has
+one `Gradient` result per stage, the sum of that stage's own contributions in their old order; the parts are added once, at
+the end of the step, among the ranks that hold the parameter. No partial sum crosses a boundary.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import fx
+
+from graphpp.passes.graph.joint_graph import JointGraph, remove_unused
+from graphpp.runtime.program import Gradient, OutputRole
+
+
+def accumulate(joint: JointGraph) -> JointGraph:
+    """Split the sums of tied parameters' gradients by stage, in place; nodes carry `meta["stage"]` (see assign)."""
+    outputs: list[tuple[OutputRole, fx.Node]] = []
+    for role, node in joint.outputs():
+        parts = _by_stage(node) if isinstance(role, Gradient) else {}
+        if len(parts) > 1:
+            outputs += [(role, _sum(joint.graph, parts[stage])) for stage in sorted(parts)]
+        else:
+            outputs.append((role, node))
+    joint.set_outputs(outputs)
+    remove_unused(joint.graph)
+    return joint
+
+
+def _by_stage(node: fx.Node) -> dict[int, list[fx.Node]]:
+    parts: dict[int, list[fx.Node]] = {}
+    for leaf in _leaves(node):
+        if leaf.meta["stage"] is not None:
+            parts.setdefault(leaf.meta["stage"], []).append(leaf)
+    return parts
+
+
+def _leaves(node: fx.Node) -> list[fx.Node]:
+    """What a tree of accumulations adds, in order; a sum that somebody else reads too is a leaf."""
+    plain = node.target is torch.ops.aten.add.Tensor and len(node.args) == 2 and not node.kwargs
+    if not plain or len(node.users) != 1 or not all(isinstance(arg, fx.Node) for arg in node.args):
+        return [node]
+    if any(arg.meta["val"].shape != node.meta["val"].shape for arg in node.all_input_nodes):
+        return [node]
+    return [leaf for arg in node.args for leaf in _leaves(arg)]  # type: ignore[arg-type]
+
+
+def _sum(graph: fx.Graph, parts: list[fx.Node]) -> fx.Node:
+    total = parts[0]
+    for part in parts[1:]:
+        with graph.inserting_before(graph.output_node()):
+            added = graph.call_function(torch.ops.aten.add.Tensor, (total, part))
+        added.meta = {**part.meta}
+        total = added
+    return total

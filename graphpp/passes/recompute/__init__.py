@@ -1,0 +1,1 @@
+"""TODO graphpp.passes.recompute.recompute_regions."""

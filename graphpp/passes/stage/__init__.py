@@ -1,0 +1,1 @@
+"""TODO graphpp.passes.stage."""

@@ -1,0 +1,143 @@
+"""Emit: slot graphs -> stage programs that run, each with what it owns.
+
+Contract: every parameter and buffer of the model, used or not, is owned by at least one stage: by each stage whose programs
+read it or make its gradient or new value; an unused one by the stage in which its module's nearest relative is called.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+
+from torch import fx
+
+from graphpp.passes.graph.aliases import root, shared_results
+from graphpp.passes.graph.joint_graph import JointGraph, tensor_meta
+from graphpp.passes.graph.liveness import peak_bytes
+from graphpp.passes.overlap.weave import Woven
+from graphpp.passes.stage.cut_stages import Cut, SlotGraph
+from graphpp.passes.stage.outline_regions import Outlined, RegionCall
+from graphpp.passes.stage.route_values import F
+from graphpp.passes.text.render import render
+from graphpp.runtime.program import (
+    Buffer,
+    BufferUpdate,
+    Constant,
+    Gradient,
+    Loss,
+    Metric,
+    Parameter,
+    Phase,
+    PipelineProgram,
+    Program,
+    StageProgram,
+    WovenProgram,
+)
+
+
+def emit(joint: JointGraph, pieces: Cut) -> PipelineProgram:
+    """Render and load every slot graph, and gather them by stage."""
+    count = len(pieces.saved)
+    used = [_used(pieces, stage) for stage in range(count)]
+    calls = _first_stage_of_calls(joint)
+    parameters = _owned(used, joint.parameters, Parameter, calls)
+    buffers = _owned(used, joint.buffers, Buffer, calls)
+    stages = tuple(
+        StageProgram(
+            index=stage,
+            programs=_programs(pieces, stage, joint.training),
+            parameters=parameters[stage],
+            buffers=buffers[stage],
+            saved=pieces.saved[stage],
+            saved_bytes=pieces.saved_bytes[stage],
+            kept_bytes=pieces.kept_bytes[stage] if pieces.kept_bytes else 0,
+            modules=tuple(call for call, first in calls.items() if first == stage),
+            constants={role.name: joint.constants[role.name] for role in used[stage] if isinstance(role, Constant)},
+            prepare=_program(pieces.prepared[stage], Phase.PREPARE) if stage in pieces.prepared else None,
+        )
+        for stage in range(count)
+    )
+    loss = [tensor_meta(node) for role, node in joint.outputs() if isinstance(role, Loss)]
+    metrics = {role.name: node.meta["val"].dtype for role, node in joint.outputs() if isinstance(role, Metric)}
+    return PipelineProgram(stages, pieces.boundaries, loss[0] if loss else None, metrics)
+
+
+def _programs(pieces: Cut, stage: int, training: bool) -> dict[Phase, Program]:
+    if not training:
+        return {Phase.EVALUATE: _program(pieces.slots[F, stage], Phase.EVALUATE)}
+    own = {phase: _program(slot, phase) for (phase, index), slot in pieces.slots.items() if index == stage}
+    return {phase: replace(item, fused=pieces.fused and phase.is_backward) for phase, item in own.items()}
+
+
+def _program(slot: SlotGraph, phase: Phase) -> Program:
+    rendered = render(slot.graph, f"stage {slot.stage}, {phase.name.lower()}")
+    run = rendered.load(f"<graphpp stage {slot.stage} {phase.name.lower()}>")
+    shared, peak = shared_results(slot.graph), peak_bytes(slot.graph)
+    return Program(slot.stage, phase, slot.inputs, slot.outputs, run, rendered.text, shared, peak)
+
+
+def emit_outlined(item: Program, made: Outlined) -> Program:
+    """A program that calls its regions, with the roles of `item`, from which it was made.
+
+    A region may put two results into one memory, so gradients that come out of one, or are views of what does, are shared.
+    """
+    slot = made.slot
+    rendered = render(slot.graph, f"stage {slot.stage}, {slot.phase.name.lower()}, {len(made.calls)} regions")
+    run = rendered.load(f"<graphpp stage {slot.stage} {item.phase.name.lower()} compiled>")
+    results: Sequence[fx.Node] = slot.graph.output_node().args[0]  # type: ignore[assignment]
+    from_regions = {index for index, node in enumerate(results) if _is_of_a_region(node)}
+    return replace(item, run=run, source=rendered.text, shared=item.shared | from_regions)
+
+
+def _is_of_a_region(node: fx.Node) -> bool:
+    return any(isinstance(source.target, RegionCall) for source in root(node).all_input_nodes)
+
+
+def emit_woven(woven: Woven, parts: Sequence[Program]) -> WovenProgram:
+    """Render and load a woven graph; `parts` are the programs that were emitted for its parts."""
+    rendered = render(woven.graph, woven.title)
+    return WovenProgram(tuple(parts), rendered.load(f"<graphpp {woven.title}>"), rendered.text)
+
+
+def _used(pieces: Cut, stage: int) -> set[object]:
+    """The roles that any phase of a stage reads, and parameters and buffers whose new values it makes."""
+    roles: set[object] = set(pieces.prepared[stage].inputs) if stage in pieces.prepared else set()
+    for (_, index), slot in pieces.slots.items():
+        if index == stage:
+            roles.update(slot.inputs)
+            roles.update(Parameter(role.fqn) for role in slot.outputs if isinstance(role, Gradient))
+            roles.update(Buffer(role.fqn) for role in slot.outputs if isinstance(role, BufferUpdate))
+    return roles
+
+
+def _owned(
+    used: list[set[object]], fqns: Iterable[str], kind: Callable[[str], object], calls: dict[str, int]
+) -> list[tuple[str, ...]]:
+    """The FQNs each stage owns, in the model's order."""
+    owned: list[list[str]] = [[] for _ in used]
+    for fqn in fqns:
+        stages = [stage for stage, roles in enumerate(used) if kind(fqn) in roles]
+        for stage in stages or [_nearest(fqn, calls)]:
+            owned[stage].append(fqn)
+    return [tuple(names) for names in owned]
+
+
+def _nearest(fqn: str, calls: dict[str, int]) -> int:
+    """The stage of the first call of the longest prefix of `fqn` under which anything is called."""
+    parts = fqn.split(".")[:-1]
+    for length in range(len(parts), 0, -1):
+        prefix = ".".join(parts[:length])
+        for call, stage in calls.items():
+            if call == prefix or call.startswith(prefix + "."):
+                return stage
+    return 0
+
+
+def _first_stage_of_calls(joint: JointGraph) -> dict[str, int]:
+    """Each module call, in order, to the stage of its first operation."""
+    first: dict[str, int] = {}
+    for node in joint.computed():
+        if not node.meta["backward"] and node.meta["stage"] is not None:
+            for call in node.meta["calls"]:
+                first.setdefault(call, node.meta["stage"])
+    return first

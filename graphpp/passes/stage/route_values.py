@@ -1,0 +1,123 @@
+"""What travels between the slots of a microbatch, and what a stage saves.
+
+Contract: `Traffic.carry` knows the one rule by which values travel (see `cut.py`); everything else reads from it what
+arrives in a slot and what leaves it. Bytes saved count memory once, however many saved values are views of it, and do not
+count what a parameter or an input holds anyway.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import fx
+
+from graphpp.passes.graph.aliases import shares_memory
+from graphpp.passes.graph.joint_graph import JointGraph, is_tensor, tensor_meta
+from graphpp.runtime import program
+from graphpp.runtime.program import Boundary, InputRole, Phase, TensorMeta
+
+Slot = tuple[Phase, int]
+F, B = Phase.FORWARD, Phase.BACKWARD
+
+
+def home(node: fx.Node) -> Slot | None:
+    """The slot that computes a node, or None for what every slot has at hand."""
+    stage = node.meta["stage"]
+    return None if stage is None else (B if node.meta["backward"] else F, stage)
+
+
+@dataclass
+class Traffic:
+    """Which values leave each stage forward and backward, which it saves; sets of nodes, by stage."""
+
+    forward: dict[int, set[fx.Node]] = field(default_factory=lambda: defaultdict(set))
+    saved: dict[int, set[fx.Node]] = field(default_factory=lambda: defaultdict(set))
+    backward: dict[int, set[fx.Node]] = field(default_factory=lambda: defaultdict(set))
+
+    def carry(self, value: fx.Node, source: Slot, target: Slot) -> None:
+        """Route `value` from slot to slot along neighbours."""
+        (phase, stage), (end_phase, end) = source, target
+        if phase is F:
+            for hop in range(stage, end):
+                self.forward[hop].add(value)
+            if end_phase is F:
+                return
+            stage = max(stage, end)
+            self.saved[stage].add(value)
+        for hop in range(stage, end, -1):
+            self.backward[hop].add(value)
+
+    def arriving(self, slot: Slot) -> dict[fx.Node, InputRole]:
+        """What comes into a slot from elsewhere."""
+        phase, stage = slot
+        received = self.forward[stage - 1] if phase is F else self.backward[stage + 1]
+        roles: dict[fx.Node, InputRole] = {value: program.Received(value.name) for value in received}
+        if phase is B:
+            roles.update((value, program.Saved(value.name)) for value in self.saved[stage])
+        return roles
+
+    def leaving(self, slot: Slot) -> list[tuple[type[program.Sent | program.Saved], set[fx.Node]]]:
+        """What goes out of a slot to others: (kind of role, values)."""
+        phase, stage = slot
+        if phase is F:
+            return [(program.Sent, self.forward[stage]), (program.Saved, self.saved[stage])]
+        return [(program.Sent, self.backward[stage])]
+
+
+def boundaries(traffic: Traffic, order: dict[fx.Node, int], joint: JointGraph, stages: int) -> tuple[Boundary, ...]:
+    """What crosses each s|s+1, in the order of the joint graph."""
+    needs_grad = _needing_grad(joint)
+
+    def metas(values: set[fx.Node]) -> tuple[TensorMeta, ...]:
+        ordered = sorted(values, key=order.__getitem__)
+        return tuple(replace(tensor_meta(node), requires_grad=node in needs_grad) for node in ordered)
+
+    return tuple(
+        Boundary(stage, metas(traffic.forward[stage]), metas(traffic.backward[stage + 1]))
+        for stage in range(stages - 1)
+    )
+
+
+def _needing_grad(joint: JointGraph) -> set[fx.Node]:
+    """Forward values that depend on a trainable parameter through floating-point values."""
+    needing: set[fx.Node] = set()
+    for node in joint.graph.nodes:
+        role = node.meta.get("role")
+        trainable = isinstance(role, program.Parameter) and joint.parameters[role.fqn].requires_grad
+        depends = trainable or any(source in needing for source in node.all_input_nodes)
+        if depends and not node.meta["backward"] and _may_have_grad(node.meta.get("val")):
+            needing.add(node)
+    return needing
+
+
+def _may_have_grad(value: object) -> bool:
+    """Whether autograd can follow a value: a floating or complex tensor, or a tuple of which some are."""
+    if isinstance(value, torch.Tensor):
+        return value.dtype.is_floating_point or value.dtype.is_complex
+    return isinstance(value, tuple | list)
+
+
+def saved(
+    traffic: Traffic, order: dict[fx.Node, int], stages: int
+) -> tuple[tuple[tuple[TensorMeta, ...], ...], tuple[int, ...]]:
+    """Per stage, the values its forward keeps for its backward, in the order of the joint graph, and their bytes."""
+    values = [sorted(traffic.saved[stage], key=order.__getitem__) for stage in range(stages)]
+    return tuple(tuple(map(tensor_meta, each)) for each in values), tuple(map(bytes_of, values))
+
+
+def bytes_of(values: Iterable[fx.Node]) -> int:
+    """The bytes that values keep alive, views of one memory counted once; what a parameter or an input holds is free."""
+    memories = {_memory(value) for value in values}
+    own = (node for node in memories if node.op != "placeholder" and not node.meta.get("prepared"))
+    return sum(tensor_meta(node).nbytes for node in own if is_tensor(node))
+
+
+def _memory(value: fx.Node) -> fx.Node:
+    """The node of the same slot in whose memory a value lies; what was received lies in memory of its own."""
+    node = value
+    while shares_memory(node) and home(node.all_input_nodes[0]) in (home(value), None):
+        node = node.all_input_nodes[0]
+    return node

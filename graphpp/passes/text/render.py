@@ -1,0 +1,293 @@
+"""Print a graph as Python: the text that runs is the text that is dumped.
+
+Contract
+--------
+`render(graph)` returns a module text with one function `run(boxed)`: it takes a list of inputs, empties it, and returns
+a tuple. Every value is deleted right after its last use, inputs included, so nothing lives longer than it is needed.
+With gradients among the results it is `run(boxed, take)`: each gradient is handed to `take(index, value)` as soon as no
+other operation reads it, and what `take` returns stands in the tuple (by default the value), so that a runtime can add
+a gradient up while its memory is warm and let it go. A gradient that is a node `product(a, b)` is no value at all:
+`take.product(index, a, b)` gets its factors, and what that returns stands in the tuple. Then the text has a class for the
+default `take`, which makes the gradient.
+A region (`outline`) is called with a list that it empties, so it too lets go of each input after its last use.
+Each line carries dtype and shape, the module call and the user's source line as a comment; inputs and results carry
+their roles (`meta["role"]` of a placeholder, `meta["roles"]` of the output); in a graph with nodes of several stages
+each line says its stage, in a woven one its part. Names are those of `spelling`.
+"""
+
+from __future__ import annotations
+
+import inspect
+import itertools
+import keyword
+import linecache
+import operator
+import weakref
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields
+from types import FunctionType
+from typing import Any
+
+from torch import fx
+
+from graphpp.passes.graph.collectives import group_of, names_group
+from graphpp.passes.graph.joint_graph import describe
+from graphpp.passes.stage.outline_regions import RegionCall
+from graphpp.passes.text.naming import Spelling, spell_value
+from graphpp.runtime import program
+from graphpp.runtime.gradients.gemm_accumulation import Returned, product
+from graphpp.runtime.program import InputRole, OutputRole
+
+_TAKE = ", take=lambda index, value: value"
+_TAKE_PRODUCTS = ", take=Returned()"
+
+Run = Callable[..., Sequence[Any]]
+
+
+@dataclass(frozen=True)
+class Rendered:
+    """Text of a module with `run`, the objects it names but cannot spell, the names of devices and groups at its head."""
+
+    text: str
+    bindings: dict[str, Any]
+    devices: tuple[str, ...] = ()
+    groups: tuple[str, ...] = ()
+
+    def load(self, filename: str) -> Run:
+        """Compile the text and return its `run`; tracebacks show `filename` (numbered if it is taken) and the line."""
+        filename = _shown(filename, self.text)
+        namespace: dict[str, Any] = dict(self.bindings)
+        exec(compile(self.text, filename, "exec"), namespace)
+        run: Run = namespace["run"]
+        weakref.finalize(run, linecache.cache.pop, filename, None).atexit = False
+        return run
+
+
+def _shown(filename: str, text: str) -> str:
+    """Let tracebacks show the lines of `text` under this name, or this name with a number where another text has it."""
+    numbered = (filename if number == 1 else f"{filename} {number}" for number in itertools.count(1))
+    free = next(name for name in numbered if name not in linecache.cache)
+    linecache.cache[free] = (len(text), None, text.splitlines(keepends=True), free)
+    return free
+
+
+def render(graph: fx.Graph, title: str = "") -> Rendered:
+    """The graph as a Python module with `run(boxed)`; `title` becomes its docstring."""
+    names = Spelling(graph)
+    taken = _taken(graph)
+    body = list(_body(graph, names, taken))
+    head = [docstring(title), "", *(f"import {module}" for module in sorted(names.modules | {"torch"})), ""]
+    head += [f"{name} = {expression}" for name, expression in sorted(names.head.items())]
+    products = any(_is_product(node, taken) for node in graph.nodes)
+    default = _TAKE_PRODUCTS if products else _TAKE * _has_gradients(graph)
+    parts = ["\n".join(head).rstrip(), *[inspect.getsource(Returned).rstrip()] * products]
+    text = "\n\n\n".join([*parts, "\n    ".join([f"def run(boxed{default}):", *body])]) + "\n"
+    return Rendered(text, names.bindings, names.devices, names.groups)
+
+
+def docstring(text: str) -> str:
+    """A docstring that says `text`."""
+    return '"""' + text.replace("\\", "\\\\").replace('"""', "'''") + '"""'
+
+
+def code(text: str) -> str:
+    """A rendered text without its docstring."""
+    return text.partition('"""')[2].partition('"""')[2].lstrip("\n")
+
+
+def define(name: str, value: Any) -> str:
+    """Python that defines `name` as a bound object: a sub-graph or a function; `TypeError` where there is none."""
+    if isinstance(value, fx.GraphModule):
+        return _subgraph(name, value)
+    if isinstance(value, FunctionType) and value.__module__.startswith("graphpp."):
+        return "\n\n\n".join([*_sources(value), f"{name} = {value.__name__}"])
+    raise TypeError(f"{type(value).__module__}.{type(value).__qualname__}")
+
+
+def _subgraph(name: str, module: fx.GraphModule) -> str:
+    """The body of a higher-order operator as a function, its own sub-graphs inside."""
+    names = Spelling(module.graph)
+    lines = [_statement(node, names) for node in module.graph.nodes if node.op not in ("placeholder", "output")]
+    result = names.literal(module.graph.output_node().args[0])
+    inner = [line for bound, value in names.bindings.items() for line in define(bound, value).splitlines()]
+    head = [f"{bound} = {expression}" for bound, expression in names.head.items()]
+    arguments = ", ".join(names.values[node] for node in module.graph.find_nodes(op="placeholder"))
+    imports = [f"import {item}" for item in sorted(names.modules)]
+    return "\n    ".join([f"def {name}({arguments}):", *imports, *head, *inner, *lines, f"return {result}"])
+
+
+def _sources(function: FunctionType) -> list[str]:
+    """The source of a function, and of the functions and numbers of its module that it uses."""
+    texts: dict[str, str] = {}
+
+    def visit(name: str, value: Any) -> None:
+        if isinstance(value, int):
+            texts.setdefault(name, f"{name} = {value!r}")
+        if isinstance(value, FunctionType) and value.__module__ == function.__module__ and name not in texts:
+            texts[name] = inspect.getsource(value).rstrip()
+            for used in value.__code__.co_names:
+                visit(used, value.__globals__.get(used))
+
+    visit(function.__name__, function)
+    return list(texts.values())
+
+
+def _has_gradients(graph: fx.Graph) -> bool:
+    return any(isinstance(role, program.Gradient) for role in graph.output_node().meta.get("roles") or ())
+
+
+def _taken(graph: fx.Graph) -> dict[fx.Node, int]:
+    """The gradients among the results, with their indices; a value that stands twice stays where it is."""
+    end = graph.output_node()
+    results: Sequence[fx.Node] = end.args[0]  # type: ignore[assignment]
+    pairs = zip(results, end.meta.get("roles") or (), strict=False)
+    gradients = {node: index for index, (node, role) in enumerate(pairs) if isinstance(role, program.Gradient)}
+    return {node: index for node, index in gradients.items() if results.count(node) == 1}
+
+
+def _is_product(node: fx.Node, taken: Mapping[fx.Node, int]) -> bool:
+    """Whether a node hands out the factors of a gradient."""
+    return node.target is product and node in taken
+
+
+def _body(graph: fx.Graph, names: Spelling, taken: Mapping[fx.Node, int]) -> Iterable[str]:
+    notes = _Notes(graph)
+    inputs = list(graph.find_nodes(op="placeholder"))
+    last_use = _last_uses(graph, taken)
+    if inputs:
+        yield "("
+        yield from (f"    {names.values[node]},{notes.value(node)}" for node in inputs)
+        yield from (") = boxed", "boxed.clear()")
+    for node in graph.nodes:
+        ending = last_use.get(node, [])
+        dead = ", ".join(names.values[value] for value in ending if value not in taken)
+        if node.op == "output":
+            yield from _return(node, names)
+        elif isinstance(node.target, RegionCall):
+            yield from _region_call(node, names, [value for value in ending if value not in taken], notes)
+        elif node.op != "placeholder":
+            line = _handing_out(node, names, taken[node]) if _is_product(node, taken) else _statement(node, names)
+            yield f"{line}{f'; del {dead}' * bool(dead)}{notes.value(node)}"
+        elif dead:
+            yield f"del {dead}"
+        for value in (value for value in ending if value in taken and not _is_product(value, taken)):
+            yield f"{names.values[value]} = take({taken[value]}, {names.values[value]})"
+
+
+def _region_call(node: fx.Node, names: Spelling, ending: Sequence[fx.Node], notes: _Notes) -> Iterable[str]:
+    """Hand a region a list of what it reads, which it empties: what ends with it is let go before it is called."""
+    name, dead = names.values[node], ", ".join(names.values[value] for value in ending if value is not node)
+    yield f"{name} = {names.literal(list(node.args))}{f'; del {dead}' * bool(dead)}"
+    call: RegionCall = node.target  # type: ignore[assignment]
+    yield f"{name} = {names.bound(call.run or call, '_region')}({name}){f'; del {name}' * (node in ending)}{notes.value(node)}"
+
+
+def _statement(node: fx.Node, names: Spelling) -> str:
+    """`name = target(arguments)`."""
+    name = names.values[node]
+    if node.op == "get_attr":
+        return f"{name} = {names.bound(_held(node), f'_{name}')}"
+    if node.op != "call_function":
+        raise TypeError(f"{node.op} {node.target}")
+    if node.target is operator.getitem:
+        return f"{name} = {names.literal(node.args[0])}[{names.literal(node.args[1])}]"
+    odd = {key: value for key, value in node.kwargs.items() if not _is_plain(key)}
+    args = [_argument(node, index, value, names) for index, value in enumerate(node.args)]
+    args += [f"{key}={_argument(node, key, value, names)}" for key, value in node.kwargs.items() if key not in odd]
+    args += [f"**{names.literal(odd)}"] * bool(odd)
+    return f"{name} = {names.target(node.target)}({', '.join(args)})"
+
+
+def _handing_out(node: fx.Node, names: Spelling, index: int) -> str:
+    """`name = take.product(index, a, b)`."""
+    return f"{names.values[node]} = take.product({', '.join([str(index), *map(names.literal, node.args)])})"
+
+
+def _argument(node: fx.Node, place: int | str, value: Any, names: Spelling) -> str:
+    return names.group(group_of(node)) if names_group(node, place) else names.literal(value)
+
+
+def _held(node: fx.Node) -> Any:
+    """What a `get_attr` node gets."""
+    if "held" in node.meta:
+        return node.meta["held"]
+    return operator.attrgetter(str(node.target))(node.graph.owning_module)
+
+
+def _is_plain(key: str) -> bool:
+    """Whether a name can stand before `=`; aten has arguments that are called `from`."""
+    return key.isidentifier() and not keyword.iskeyword(key)
+
+
+def _return(node: fx.Node, names: Spelling) -> Iterable[str]:
+    results = [names.literal(value) for value in node.args[0]]  # type: ignore[union-attr]
+    roles = node.meta.get("roles") or [None] * len(results)
+    if not results:
+        yield "return ()"
+        return
+    yield "return ("
+    for result, role in zip(results, roles, strict=True):
+        yield f"    {result},{_comment('' if role is None else spell_role(role))}"
+    yield ")"
+
+
+def _last_uses(graph: fx.Graph, taken: Mapping[fx.Node, int]) -> dict[fx.Node, list[fx.Node]]:
+    """For each node but the output, the values that nobody reads after it; the output does not read what is taken."""
+    seen: set[fx.Node] = set()
+    last: dict[fx.Node, list[fx.Node]] = {}
+    for node in reversed(graph.nodes):
+        unused = [node] if node.op != "output" and node not in seen else []
+        read = [value for value in dict.fromkeys(node.all_input_nodes) if node.op != "output" or value not in taken]
+        ending = [value for value in read if value not in seen]
+        seen.update(ending)
+        last[node] = ending + unused
+    return last
+
+
+class _Notes:
+    """The comments of a graph's lines."""
+
+    def __init__(self, graph: fx.Graph) -> None:
+        stages = {node.meta.get("stage") for node in graph.nodes if node.op != "placeholder"} - {None}
+        self.many_stages = len(stages) > 1
+
+    def value(self, node: fx.Node) -> str:
+        """`f32[8, 16] parameter layers.0.wq.weight`, `f32[8, 16] stage 1 in layers.0 (model.py:41)`."""
+        words = [spell_value(node.meta["val"])] if node.meta.get("val") is not None else []
+        match node.meta.get("role"):
+            case None:
+                words += [*self._stage(node), "in", describe(node)]
+            case program.Received() | program.Saved() as role:
+                words += [*self._part(node), f"{spell_role(role)}, from", describe(node)]
+            case role:
+                words += [*self._part(node), spell_role(role)]
+        return _comment(" ".join(words))
+
+    def _part(self, node: fx.Node) -> list[str]:
+        """`stage 0 forward,` in a woven graph."""
+        return [f"{node.meta['part'].title},"] if "part" in node.meta else []
+
+    def _stage(self, node: fx.Node) -> list[str]:
+        """The stage, where that says something; a value without a stage is computed in every stage that reads it."""
+        if "part" in node.meta or not self.many_stages:
+            return self._part(node)
+        return ["any stage" if node.meta["stage"] is None else f"stage {node.meta['stage']}"]
+
+
+def spell_role(role: InputRole | OutputRole) -> str:
+    """`gradient of layers.0.wq.weight`."""
+    match role:
+        case program.Gradient(fqn):
+            return f"gradient of {fqn}"
+        case program.BufferUpdate(fqn):
+            return f"new value of {fqn}"
+        case program.Received() | program.Saved() | program.Sent():
+            return type(role).__name__.lower()
+        case program.RandomKey():
+            return "random key"
+    words = [type(role).__name__.lower(), *(str(getattr(role, item.name)) for item in fields(role))]
+    return " ".join(words)
+
+
+def _comment(text: str) -> str:
+    return f"  # {text}" if text else ""

@@ -1,0 +1,162 @@
+"""A graph as a file that runs by itself, with nothing but torch.
+
+Contract: `standalone(...)` is the text that the pipeline runs, unchanged, under a docstring that says where it comes
+from, and over a `main` that makes inputs of the right shape, strides, dtype and device, runs it, and prints the
+results' names, dtypes and shapes. What the pipeline binds (sub-graphs, graphpp's own functions) is spelled out; where
+that cannot be, or where an operator comes from another library than torch, the docstring says what is missing.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from importlib import metadata
+from typing import Any
+
+import torch
+from torch import fx
+
+from graphpp.passes.text.naming import Spelling
+from graphpp.passes.text.render import Rendered, code, define, docstring, spell_role
+
+_OWN = {"_c10d_functional", "aten", "c10d", "debugprims", "higher_order", "inductor", "mkldnn", "prim", "prims",
+        "quantized", "quantized_decomposed", "rngprims", "symm_mem", "torch", "xpu"}  # fmt: skip
+
+_MAIN = '''
+
+
+# -------------------------------------------------- example inputs, so that this file runs by itself
+
+INPUTS = [  # name, shape, strides, dtype, device; or name, value{inputs}
+]
+RESULTS = [{results}
+]
+
+
+def example(shape, strides, dtype, home, device):
+    """Random numbers in [0, 1) of a fixed seed for floating dtypes; zeros for others, valid as indices and masks."""
+    size = 0 if 0 in shape else 1 + sum((length - 1) * step for length, step in zip(shape, strides))
+    if dtype.is_complex:
+        memory = torch.rand(size, dtype=torch.complex64)
+    else:
+        memory = torch.rand(size) if dtype.is_floating_point else torch.zeros(size)
+    return memory.to(dtype).to(device or home).as_strided(shape, strides)
+
+
+def inputs(device=None):
+    """Example inputs for `run`, the same every time, on `device`; None: where the graph was captured for."""
+{prelude}    torch.manual_seed(0)
+    return [facts[0] if len(facts) == 1 else example(*facts, device) for _, *facts in INPUTS]
+
+
+def main(device=None):
+    with torch.no_grad():
+        results = run(inputs(device))
+    for name, result in zip(RESULTS, results):
+        print(f"{{name}}: {{str(result.dtype).removeprefix('torch.')}}{{list(result.shape)}}")
+
+
+if __name__ == "__main__":
+    import sys
+
+    main(*sys.argv[1:2])
+'''
+
+
+@dataclass(frozen=True)
+class Origin:
+    """Where a text comes from: what it is, the pass that made it, how long that took (seconds), the file's name."""
+
+    title: str
+    made_by: str
+    seconds: float
+    file: str
+
+
+@dataclass
+class _Bound:
+    """Definitions of what a text binds, and what has none."""
+
+    definitions: list[str] = field(default_factory=list)
+    missing: list[str] = field(default_factory=list)
+
+    def define(self, name: str, value: Any) -> None:
+        """Spell one object, or say that it cannot be."""
+        try:
+            self.definitions.append(define(name, value))
+        except TypeError as fault:
+            self.definitions.append(f"{name} = None  # cannot be spelled: {fault}")
+            self.missing.append(f"{name}, which cannot be spelled: {fault}")
+
+    def input(self, name: str, node: fx.Node) -> str:
+        """The facts of one example input, or its value."""
+        value = node.meta.get("val")
+        if isinstance(value, torch.Tensor):
+            return repr((name, tuple(value.shape), tuple(value.stride()), value.dtype, str(value.device)))
+        if not isinstance(value, int | float):
+            self.missing.append(f"{name}, which is a {type(value).__name__}")
+        return repr((name, value if isinstance(value, int | float) else None))
+
+
+def standalone(graph: fx.Graph, rendered: Rendered, origin: Origin) -> str:
+    """The file: docstring, the rendered text, definitions of what it binds, example inputs, `main`."""
+    bound = _Bound()
+    for name, value in rendered.bindings.items():
+        bound.define(name, value)
+    bound.missing += [f"{name}, a process group of the run" for name in rendered.groups]
+    names = Spelling(graph).values  # not in the order of the graph
+    inputs = [bound.input(names[node], node) for node in graph.find_nodes(op="placeholder")]
+    main = _MAIN.format(
+        inputs=_listed(inputs),
+        results=_listed(map(repr, _results(graph))),
+        prelude=_prelude(bound.missing, rendered.devices),
+    )
+    head = docstring(_header(origin, bound.missing, _foreign(rendered.text)))
+    future = "from __future__ import annotations\n\n" if bound.definitions else ""
+    return f"{head}\n\n{future}" + "\n\n\n".join([code(rendered.text).rstrip(), *bound.definitions]) + main
+
+
+def _listed(items: Iterable[str]) -> str:
+    return "".join(f"\n    {item}," for item in items)
+
+
+def _prelude(missing: list[str], devices: tuple[str, ...]) -> str:
+    lines = [f"raise SystemExit({f'cannot run by itself, needs {missing[0]}'!r})"] if missing else []
+    if devices:
+        lines += ["if device:", f"    globals().update(dict.fromkeys({list(devices)}, torch.device(device)))"]
+    return "".join(f"    {line}\n" for line in lines)
+
+
+def _header(origin: Origin, missing: list[str], foreign: list[str]) -> str:
+    lines = [
+        origin.title,
+        "",
+        f"pass      {origin.made_by}, {1000 * origin.seconds:.1f} ms",
+        f"versions  torch {torch.__version__}, graphpp {_version()}",
+        f"run       python {origin.file} [device]",
+    ]
+    lines += [f"needs     {needed}: this file cannot run" for needed in missing]
+    lines += [f"needs     the library that defines torch.ops.{name}: import it first" for name in foreign]
+    return "\n".join([*lines, ""])
+
+
+def _version() -> str:
+    try:
+        return metadata.version("graphpp")
+    except metadata.PackageNotFoundError:
+        return "(not installed)"
+
+
+def _results(graph: fx.Graph) -> list[str]:
+    """`loss`, `gradient of layers.0.wq.weight`, `sent mm_4`; a name alone where results have no roles."""
+    end = graph.output_node()
+    names = [str(value) for value in end.args[0]]  # type: ignore[union-attr]
+    roles = [spell_role(role) for role in end.meta.get("roles", ())] or [""] * len(names)
+    named = ("", "sent", "saved")
+    return [f"{role} {name}".strip() if role in named else role for role, name in zip(roles, names, strict=True)]
+
+
+def _foreign(text: str) -> list[str]:
+    """Namespaces of operators that torch does not bring."""
+    return sorted(set(re.findall(r"torch\.ops\.(\w+)\.", text)) - _OWN)

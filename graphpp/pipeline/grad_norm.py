@@ -1,0 +1,142 @@
+"""Gradient norms and clipping over all ranks, bit-equal to torch's on the whole model in one process.
+
+Contract: each parameter's norm is computed where the parameter is, the norms are joined in the model's order on every
+rank, and the total is taken from them as `torch.nn.utils.clip_grad_norm_` does. A parameter that several ranks hold
+counts once. Every rank returns the same norm.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import reduce
+
+import torch
+import torch.distributed as dist
+
+from graphpp._torch.pipelining import foreach_norm
+
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+
+
+@dataclass(frozen=True)
+class Slot:
+    """A parameter this rank holds: its place in the model's order, and whether this rank is the one that counts it."""
+
+    place: int
+    parameter: torch.Tensor
+    counts: bool
+
+
+@dataclass(frozen=True)
+class Gradients:
+    """The gradients of this rank's parameters, by the model's order; `places`: how many parameters the model has."""
+
+    slots: Sequence[Slot]
+    places: int
+    group: dist.ProcessGroup | None
+    device: torch.device
+
+    def present(self) -> list[torch.Tensor]:
+        """Those that there are."""
+        return [slot.parameter.grad for slot in self.slots if slot.parameter.grad is not None]
+
+
+@dataclass(frozen=True)
+class Gathering:
+    """The norms of all parameters on their way to every rank; `table` is complete once `total` has returned."""
+
+    table: torch.Tensor
+    norm_type: float
+    work: dist.Work | None
+
+    def arrived(self) -> bool:
+        """Whether `total` would return at once."""
+        return self.work is None or self.work.is_completed()
+
+    def total(self) -> torch.Tensor:
+        """Wait for the other ranks; the norm of all gradients, 0-dim."""
+        if self.work is not None:
+            self.work.wait()
+        return total_of(self.table, self.norm_type)
+
+
+def total_norm(gradients: Gradients, norm_type: float) -> torch.Tensor:
+    """The norm of all gradients of the model (0-dim, on this rank's device)."""
+    return gather_(own_norms(gradients, norm_type), norm_type, gradients.group).total()
+
+
+def own_norms(gradients: Gradients, norm_type: float) -> torch.Tensor:
+    """The norms that this rank counts, float64 [2, places]: the norm, and 1 + index of its dtype (0: no gradient)."""
+    counted = [(slot.place, slot.parameter.grad) for slot in gradients.slots if slot.counts]
+    present = [(place, grad) for place, grad in counted if grad is not None]
+    table = torch.zeros(2, gradients.places, dtype=torch.float64, device=gradients.device)
+    for dtype in {grad.dtype for _, grad in present}:
+        group_of = [(place, grad) for place, grad in present if grad.dtype is dtype]
+        norms = foreach_norm([grad for _, grad in group_of], norm_type)
+        for (place, _), norm in zip(group_of, norms, strict=True):
+            table[0, place], table[1, place] = norm, 1 + _DTYPES.index(dtype)
+    return table
+
+
+def gather_(table: torch.Tensor, norm_type: float, group: dist.ProcessGroup | None) -> Gathering:
+    """Begin to add up the ranks' tables, in place."""
+    several = group is not None and dist.get_world_size(group) > 1
+    return Gathering(table, norm_type, dist.all_reduce(table, group=group, async_op=True) if several else None)
+
+
+def total_of(table: torch.Tensor, norm_type: float) -> torch.Tensor:
+    """The norm of the norms in a table, 0-dim."""
+    return _total(table[0], table[1].int(), norm_type)
+
+
+def _total(norms: torch.Tensor, codes: torch.Tensor, norm_type: float) -> torch.Tensor:
+    """The norm of the norms, in the dtype and the order in which torch stacks them."""
+    seen = [code for code in dict.fromkeys(codes.tolist()) if code]
+    if not seen:
+        return torch.tensor(0.0, device=norms.device)
+    dtype = reduce(torch.promote_types, (_DTYPES[code - 1] for code in seen))
+    # torch groups by dtype and comes to the dtype that it met last first.
+    joined = torch.cat([norms[codes == code] for code in reversed(seen)])
+    total: torch.Tensor = torch.linalg.vector_norm(joined.to(dtype), norm_type)
+    return total
+
+
+def share_overflow_(gradients: Gradients) -> None:
+    """Where any rank has a gradient that is not finite, let every rank have one: each rank's own inf check finds it."""
+    found = overflow(gradients).to(torch.int32)
+    if gradients.group is not None and dist.get_world_size(gradients.group) > 1:
+        dist.all_reduce(found, dist.ReduceOp.MAX, group=gradients.group)
+    mark_overflow_(gradients, found)
+
+
+def overflow(gradients: Gradients) -> torch.Tensor:
+    """Whether a gradient of this rank is not finite: bool, 0-dim, on its device."""
+    mine = [gradient for gradient in gradients.present() if gradient.numel()]
+    finite = [norm.isfinite().to(gradients.device) for norm in (foreach_norm(mine, math.inf) if mine else [])]
+    return ~torch.stack(finite).all() if finite else torch.tensor(False, device=gradients.device)
+
+
+def mark_overflow_(gradients: Gradients, found: torch.Tensor) -> None:
+    """Where `found` is above 0, make the first number of every gradient of this rank infinite.
+
+    Every gradient's: parameters may be shared out among optimizers, each with a check of its own.
+    """
+    for gradient in gradients.present():
+        if gradient.numel():
+            first = (0,) * gradient.dim()
+            gradient[first] = torch.where(found.to(gradient.device) > 0, math.inf, gradient[first])
+
+
+def clip_(gradients: Gradients, max_norm: float, norm: torch.Tensor) -> None:
+    """Scale this rank's gradients by max_norm / norm where the norm is larger, as torch does."""
+    torch.nn.utils.clip_grads_with_norm_([slot.parameter for slot in gradients.slots], max_norm, norm)
+
+
+def clips(max_norm: float, norm: torch.Tensor) -> bool:
+    """Whether `clip_` would change a gradient; it also does where the norm is not finite. Waits for the norm's device."""
+    probe = torch.zeros((), dtype=torch.float64, device=norm.device)
+    probe.grad = torch.ones_like(probe)
+    torch.nn.utils.clip_grads_with_norm_([probe], max_norm, norm)
+    return not bool(probe.grad == 1)

@@ -1,0 +1,366 @@
+"""`Pipeline`: what `graphpp.compile` returns. Cuts a batch, runs it, gathers what comes out.
+
+Contract
+--------
+- Every method that runs something is called by all ranks; it does the same on all of them, or raises on all of them.
+- Nothing of the caller's model changes but the local parameters' and buffers' device and values, and `param.grad`. A
+  call that is refused changes nothing.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import gc
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NoReturn
+
+import torch
+from torch import nn
+from torch.amp import GradScaler
+
+from graphpp.batch.cut_batch import cut, leading_size
+from graphpp.batch.loss_weights import LossWeight, Weighting
+from graphpp.batch.microbatch import Leaves, Microbatch, unwrapped
+from graphpp.capture.outputs import averaged, merge_outputs
+from graphpp.capture.trace import LossFunction
+from graphpp.compiler.build import Built, Compiler, Settings
+from graphpp.errors import BatchError, GraphPPError
+from graphpp.parallel.agreement import Agreement, Facts
+from graphpp.parallel.failure import FailureBoard
+from graphpp.pipeline import grad_norm as norms
+from graphpp.pipeline.graph_cache import Call, Library, Ready
+from graphpp.pipeline.post_validation import PostValidation
+from graphpp.pipeline.profile import Profile
+from graphpp.pipeline.profile_steps import Trials
+from graphpp.runtime.model_state import ModelState
+from graphpp.schedules.simulate.timeline import Timeline
+from graphpp.verification.report import Verification
+
+# A pipeline that nothing refers to any more is a cycle, and holds the process group, whose threads end when it is collected.
+# One of them that still lets go of a message while the interpreter shuts down ends the process with SIGABRT, its work done.
+atexit.register(gc.collect)
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """On every rank. `loss`: mean (or sum, or weighted sum) over microbatches, 0-dim. `losses`: one per microbatch in order.
+
+    `metrics`: the numbers that the loss returned beside itself, averaged over the microbatches, 0-dim.
+    """
+
+    loss: torch.Tensor
+    losses: torch.Tensor
+    metrics: Mapping[str, torch.Tensor] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class EvalResult:
+    """`output`: of the whole batch, on the last stage's rank. `loss`, `losses`, `metrics`: given a target, on every rank."""
+
+    output: Any = None
+    loss: torch.Tensor | None = None
+    losses: torch.Tensor | None = None
+    metrics: Mapping[str, torch.Tensor] = field(default_factory=dict)
+
+
+class Pipeline:
+    """A model cut into stages, ready to train; made by `graphpp.compile`, which documents the settings."""
+
+    def __init__(self, model: nn.Module, loss: LossFunction | None, settings: Settings, agreement: Agreement) -> None:
+        self._model, self._loss, self._settings, self._agreement = model, loss, settings, agreement
+        self._state = ModelState(model)
+        self._library = Library(Compiler(model, loss, settings), self._state, agreement)
+        self._last: Ready | None = None
+        self._broken = False
+        self._beside = Agreement(settings.replicas, settings.place.device)
+        self._board = FailureBoard(settings.place.group, agreement.shared_name())
+        if settings.example is not None:
+            self._build(settings.example)
+
+    # ------------------------------------------------------------------------------------------------ running
+
+    def step(
+        self,
+        *args: Any,
+        target: Any = None,
+        loss_weight: LossWeight | None = None,
+        scaler: GradScaler | PostValidation | None = None,
+        **kwargs: Any,
+    ) -> StepResult:
+        """Forward and backward of a whole batch, given on every rank; gradients accumulate in `param.grad`.
+
+        Tensors whose first dimension is the batch's are cut into microbatches along it, the last one smaller where the
+        batch does not divide; wrap a tensor in `graphpp.whole` to pass it whole.
+
+        `loss_weight`: what each microbatch's loss counts (one number each, or one for all), in place of the mean or sum:
+        with (valid tokens of the microbatch) / (valid tokens of the batch) the mean over tokens is the whole batch's.
+        `scaler`: its scale multiplies the gradients, as in `scaler.scale(loss).backward()`; where one rank finds an
+        overflow, every rank's scaler skips the step. Losses are reported unscaled. A `PostValidation` of this pipeline stands
+        for its scaler, and looks for the overflow itself, later.
+        """
+        return self._step(lambda: self._cut(Microbatch(args, kwargs, target)), loss_weight, scaler)
+
+    def step_microbatches(
+        self,
+        microbatches: Sequence[Microbatch],
+        *,
+        loss_weight: LossWeight | None = None,
+        scaler: GradScaler | PostValidation | None = None,
+    ) -> StepResult:
+        """Like `step`, with the microbatches given one by one; their shapes may differ, each shape is captured once."""
+        return self._step(lambda: _taken_apart(microbatches), loss_weight, scaler)
+
+    def eval(self, *args: Any, target: Any = None, loss_weight: LossWeight | None = None, **kwargs: Any) -> EvalResult:
+        """The forward of a whole batch with the model in eval mode; no gradients, no buffer of training is touched.
+
+        `output` stands on the rank of the last stage: tensors with a batch dimension joined along it, 0-dim floating
+        tensors averaged over the microbatches, others stacked. `loss` is on every rank if a target was given; `loss_weight`
+        as in `step`.
+        """
+        with self._watched(), _eval_mode(self._model):
+            call = self._alike(lambda: self._cut(Microbatch(args, kwargs, target)), loss_weight, training=False)
+            ready = self._run(call)
+            losses = ready.runner.losses() if target is not None else None
+            metrics = ready.runner.metrics()
+        outputs, sizes = ready.runner.take_outputs(), [leading_size(part) for part in call.parts]
+        merged = None if outputs is None else merge_outputs(ready.built[0].captured, outputs, sizes)
+        loss = None if losses is None else call.weighting.reduced(losses)
+        return EvalResult(merged, loss, losses, averaged(metrics))
+
+    def verify(self, *args: Any, target: Any = None, **kwargs: Any) -> Verification:
+        """Check a step over this batch against the uncut graph and eager, as `graphpp.verify` does; changes nothing.
+
+        In one process only: a rank of several holds the current values of its own parameters alone.
+        """
+        from graphpp.verification.verify import verified  # it stands on api, which stands on this file
+
+        if self._settings.place.ranks > 1:
+            raise GraphPPError(
+                "pipe.verify runs all stages in one process, and this rank holds only its own stages' parameters. Call "
+                f"graphpp.verify(model, loss, example, split=..., schedule=..., ranks={self._settings.place.ranks}) in one "
+                "process, before the job."
+            )
+        parts = self._with_targets(self._cut(Microbatch(args, kwargs, target)))
+        self._state.move([*self._state.parameters, *self._state.buffers], self._settings.place.device)
+        return verified(self._model, self._loss, self._settings, parts)
+
+    def profile(self, *args: Any, target: Any = None, repeat: int = 3, **kwargs: Any) -> Profile:
+        """What a step over this batch costs: it is run `repeat` times, after once to warm up, and recorded on all ranks.
+
+        Called by every rank, with the arguments of `step`; every rank gets the same profile: when each action ran (in
+        seconds), the medians as `Costs` for the simulator, and what the messages need. Parameters, gradients, buffers and
+        random state are as before afterwards.
+        """
+
+        def parts() -> list[Leaves]:
+            if not isinstance(repeat, int) or repeat < 1:
+                raise GraphPPError(f"a profile needs at least one step: repeat must be a positive number, got {repeat!r}")
+            return self._with_targets(self._cut(Microbatch(args, kwargs, target)))
+
+        with self._watched():
+            call, ready = self._prepared(parts, asked=f"a profile of {repeat} steps")
+            trials = Trials(self._model, self._library, lambda under: self._run(call, under))
+            return trials.profile(ready, repeat)
+
+    def timeline(self, *args: Any, target: Any = None, repeat: int = 3, **kwargs: Any) -> Timeline:
+        """When each action of a step over this batch ran on every rank, measured as `profile` does, which has more."""
+        return self.profile(*args, target=target, repeat=repeat, **kwargs).timeline
+
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
+        """Clip the gradients of all ranks to a total norm of `max_norm`; returns the total norm before, 0-dim.
+
+        Bit-equal to `torch.nn.utils.clip_grad_norm_` on the whole model. Called by every rank.
+        """
+        gradients = self._gradients()
+        with self._watched(), torch.no_grad():
+            norm = norms.total_norm(gradients, norm_type)
+            norms.clip_(gradients, max_norm, norm)
+        return norm
+
+    @property
+    def bubble(self) -> float | None:
+        """The share of the last call in which this rank stood still for others, 0 to 1; None before, and on CUDA."""
+        return None if self._last is None else self._last.runner.bubble
+
+    @property
+    def cudagraphs(self) -> dict[str, str]:
+        """By stage and phase, whether a program of this rank is replayed as a CUDA graph, or why not; empty without any."""
+        return self._library.graphs.states
+
+    # ------------------------------------------------------------------------------------------------ this rank's part
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """(FQN, parameter) of this rank's stages, in the model's order: the model's own objects."""
+        local = self._built().parameters(self._settings.place.rank)
+        return self._state.named(local, among=self._state.parameters)  # type: ignore[return-value]
+
+    def parameters(self) -> Iterator[nn.Parameter]:
+        """This rank's parameters, in the model's order: hand them to the optimizer."""
+        return (parameter for _, parameter in self.named_parameters())
+
+    def named_buffers(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """(FQN, buffer) of this rank's stages, in the model's order."""
+        return self._state.named(self._built().buffers(self._settings.place.rank), among=self._state.buffers)
+
+    def state_dict(self) -> dict[str, Any]:
+        """This rank's entries of the model's state dict, under the model's keys; all ranks' together are all of it."""
+        return self._state.state_dict(self._local())
+
+    def load_state_dict(self, state: Mapping[str, Any], strict: bool = True) -> None:
+        """Copy this rank's entries of `state` (a rank's or the whole model's dict) into the model, in place.
+
+        Raises `GraphPPError` where an entry is missing, or unknown to the model (`strict`), or has another shape; then
+        nothing was changed.
+        """
+        self._state.load(self._local(), state, strict)
+
+    def __repr__(self) -> str:
+        """The plan as a table: stage, rank, FQNs, parameters, bytes sent, bytes saved."""
+        built = self._library.first
+        return "Pipeline(nothing captured yet: give example=, or run a step)" if built is None else str(built.plan)
+
+    def __reduce__(self) -> NoReturn:
+        raise GraphPPError(
+            "a pipeline cannot be copied or pickled, for it holds its ranks' connections: save pipe.state_dict(), and load it "
+            "into a pipeline compiled anew"
+        )
+
+    # ------------------------------------------------------------------------------------------------ inside
+
+    def _step(
+        self, make: Callable[[], list[Leaves]], loss_weight: LossWeight | None, scaler: GradScaler | PostValidation | None
+    ) -> StepResult:
+        scaling = scaler.scaler if isinstance(scaler, PostValidation) else scaler
+        with self._watched():
+            call, ready = self._prepared(lambda: self._with_targets(make()), loss_weight, scaling)
+            runner = self._run(call, ready).runner
+            losses, metrics = runner.losses(), runner.metrics()
+            if scaling is scaler and scaling is not None and scaling.is_enabled():
+                norms.share_overflow_(self._gradients())
+        return StepResult(call.weighting.reduced(losses), losses, averaged(metrics))
+
+    def _build(self, example: Microbatch) -> None:
+        with self._watched():
+            call = self._alike(lambda: self._with_targets([unwrapped(example)]), training=True)
+            self._library.build(call, self._settings.usual_microbatches)
+
+    @contextlib.contextmanager
+    def _watched(self) -> Iterator[None]:
+        """One call that all ranks make. Its tensors are normal ones, also where the caller is in inference mode."""
+        with self._board.watching(), torch.inference_mode(False):
+            yield
+
+    def _alike(
+        self,
+        make: Callable[[], list[Leaves]],
+        loss_weight: LossWeight | None = None,
+        scaler: object = None,
+        *,
+        training: bool,
+        asked: str = "",
+    ) -> Call:
+        """The microbatches, of which all ranks have as many and of the same shapes, weights and scale.
+
+        `asked`: what is asked for, where that is neither a step nor an evaluation.
+        """
+
+        def call() -> Call:
+            parts = make()
+            weighting = Weighting.of(self._settings.loss_reduction, loss_weight, scaler, len(parts))
+            return self._library.call(parts, weighting, training=training)
+
+        def facts(made: Call) -> Facts:
+            known = self._library.facts(made)
+            return known.adding("the call", [asked]) if asked else known
+
+        self._check_whole()
+        return self._agreement.together(call, facts)
+
+    def _check_whole(self) -> None:
+        """A rank asks nobody anything any more once a call of its ended midway: the others may still be in that call."""
+        if self._broken:
+            raise GraphPPError(
+                "an earlier call of this pipeline ended midway, and messages between the ranks may still be under way: "
+                "restart all ranks from the last checkpoint."
+            )
+
+    def _prepared(
+        self, make: Callable[[], list[Leaves]], loss_weight: LossWeight | None = None, scaler: object = None, asked: str = ""
+    ) -> tuple[Call, Ready]:
+        """What a training call needs; replicas do the same, or none of them begins: each waits for the others' gradients."""
+
+        def prepare() -> tuple[Call, Ready]:
+            call = self._alike(make, loss_weight, scaler, training=True, asked=asked)
+            return call, self._library.ready(call)
+
+        self._check_whole()
+        return self._beside.together(prepare, lambda made: made[1].alike.adding("the call", [asked or "step"]))
+
+    def _run(self, call: Call, under: Ready | None = None) -> Ready:
+        """Run a call once, by its own runner or the one given; the runner has what came out."""
+        ready, place = under or self._library.ready(call), self._settings.place
+        loss = ready.runner.program.loss
+        seeds = call.weighting.seeds(len(call.parts), loss.dtype, place.device) if loss is not None else []
+        self._broken = place.ranks > 1 or (call.training and self._beside.several)
+        with torch.autocast(place.device.type, enabled=False):  # its casts are in the graph
+            ready.runner.step([part.tensors for part in call.parts], seeds)
+        self._broken = False
+        self._last = ready
+        return ready
+
+    def _cut(self, batch: Microbatch) -> list[Leaves]:
+        return cut(batch, self._settings.microbatches_for(batch), self._settings.example)
+
+    def _with_targets(self, parts: list[Leaves]) -> list[Leaves]:
+        """The parts, or `BatchError` where the loss lacks its target or a target lacks its loss."""
+        given = [_has_target(part) for part in parts]
+        if self._loss is not None and not all(given):
+            raise BatchError("the loss needs a target: step(..., target=...), or Microbatch(args, kwargs, target)")
+        if self._loss is None and any(given):
+            raise BatchError(
+                "a target was given, but with loss=None the model's output brings its own loss and nothing reads the "
+                "target. Pass loss= to graphpp.compile, or give the target as an argument of the model."
+            )
+        return parts
+
+    def _built(self) -> Built:
+        if self._library.first is None:
+            raise GraphPPError("nothing is captured yet: give example= to graphpp.compile, or run a step first")
+        return self._library.first
+
+    def _gradients(self) -> norms.Gradients:
+        """This rank's, at their places among the model's."""
+        order = {fqn: index for index, fqn in enumerate(self._state.parameters)}
+        owners, place = self._built().ranks_of_parameter, self._settings.place
+        slots = [norms.Slot(order[fqn], p, owners[fqn][0] == place.rank) for fqn, p in self.named_parameters()]
+        return norms.Gradients(slots, len(order), place.group, place.device)
+
+    def _local(self) -> set[str]:
+        """FQNs of this rank's parameters and buffers."""
+        built, rank = self._built(), self._settings.place.rank
+        return built.parameters(rank) | built.buffers(rank)
+
+
+def _has_target(part: Leaves) -> bool:
+    pairs = zip(part.paths, part.values, strict=True)
+    return any(value is not None for path, value in pairs if path.startswith("target"))
+
+
+def _taken_apart(microbatches: Sequence[Microbatch]) -> list[Leaves]:
+    if not microbatches:
+        raise BatchError("a step needs at least one microbatch, got an empty list")
+    return [unwrapped(part) for part in microbatches]
+
+
+@contextlib.contextmanager
+def _eval_mode(model: nn.Module) -> Iterator[None]:
+    """The model in eval mode; every module's own flag is restored."""
+    flags = [(module, module.training) for module in model.modules()]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, training in flags:
+            module.training = training

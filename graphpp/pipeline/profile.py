@@ -1,0 +1,225 @@
+"""What a pipeline's step costs, from recordings of it on all ranks.
+
+Contract
+    Every function with a `place` is called by all its ranks, and all of them get the same result. Clocks are compared at
+    barriers (the median of several), so that times of different ranks can be compared as well as a barrier's end is sharp.
+    A stage's costs are medians over microbatches and repetitions; a message's is half of a round trip of its tensors,
+    between ranks that do nothing else, the median of several.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from statistics import median
+
+import torch
+import torch.distributed as dist
+
+from graphpp.parallel.agreement import has_gloo
+from graphpp.runtime.program import Phase, PipelineProgram, TensorMeta
+from graphpp.runtime.recorder import Recorder
+from graphpp.runtime.runner import Device, GraphPPRunner
+from graphpp.runtime.transport import Landing, Transport
+from graphpp.schedules.simulate.memory_curve import followed
+from graphpp.schedules.simulate.timeline import Event, Timeline
+from graphpp.schedules.table.actions import Action, Kind
+from graphpp.schedules.table.costs import Costs, StageCosts
+from graphpp.schedules.table.schedule import Schedule
+from graphpp.units import spell_bytes, spell_time
+
+_ROUNDS = 9
+Spans = Sequence[tuple[Action, float, float]]
+
+
+@dataclass(frozen=True)
+class Profile:
+    """`timeline`: the repetition of median length, all ranks. `steps`: each repetition's length, in seconds."""
+
+    timeline: Timeline
+    costs: Costs
+    steps: tuple[float, ...]
+
+    def __str__(self) -> str:
+        """Each stage's times and bytes, and the messages to the next stage."""
+        head = f"{self.timeline.schedule.name}: {spell_time(self.timeline.makespan, 's')} for a step"
+        names = ("stage", "F", "I", "W", "B", "saved", "sends on", "sends back")
+        rows = [names, *(self._row(stage) for stage in range(len(self.costs.stages)))]
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        return "\n".join([head, *("  ".join(map(str.rjust, row, widths)) for row in rows)])
+
+    def _row(self, stage: int) -> tuple[str, ...]:
+        each, last = self.costs.stages[stage], len(self.costs.stages) - 1
+        times = [spell_time(each.of(kind), "s") for kind in (Kind.F, Kind.I, Kind.W, Kind.B)]
+        on = spell_time(self.costs.sends_forward[stage], "s") if stage < last else ""
+        back = spell_time(self.costs.sends_backward[stage - 1], "s") if stage else ""
+        return str(stage), *times, spell_bytes(each.saved_bytes), on, back
+
+
+@dataclass(frozen=True)
+class Measured:
+    """A runner, and a recording of each of its steps on this rank."""
+
+    runner: GraphPPRunner
+    recorders: Sequence[Recorder]
+
+
+def profiled(own: Measured, others: Sequence[Measured] = ()) -> Profile:
+    """What steps of a runner cost; `others` are runners of the same stages, whose times count for what it does not run."""
+    place, schedule, programs = own.runner.place, own.runner.schedule, own.runner.programs
+    runs = timelines(own, place)
+    more = [run for other in others for run in timelines(other, place)]
+    stages = _with_bytes(stage_costs([*runs, *more], schedule.stages), programs, [each.runner for each in (own, *others)])
+    shares = [share for run in runs for share in _overlap_shares(run, stages)]
+    messages = message_times(programs[0], schedule, place)
+    overhead = torch.tensor([recorder.overhead() for recorder in own.recorders], dtype=torch.float64)
+    costs = Costs(
+        stages,
+        *messages,
+        overlap=median(shares) if shares else 1.0,
+        overhead=float(torch.stack(gathered(overhead, place)).median()),
+    )
+    usual = sorted(runs, key=lambda run: run.makespan)[(len(runs) - 1) // 2]
+    memory = followed(usual.events, costs, schedule.ranks)
+    return Profile(replace(usual, memory=memory), costs, tuple(run.makespan for run in runs))
+
+
+# ------------------------------------------------------------------------------------------------ all ranks' times
+
+
+def meet(place: Device) -> None:
+    """Return when all ranks have come here."""
+    gathered(torch.zeros(1), place)
+
+
+def gathered(mine: torch.Tensor, place: Device) -> list[torch.Tensor]:
+    """Every rank's tensor, of one shape, in order of rank, on the CPU."""
+    if place.ranks == 1:
+        return [mine]
+    assert place.group is not None
+    sent = mine.to("cpu" if has_gloo(place.group) else place.device)
+    received = [torch.empty_like(sent) for _ in range(place.ranks)]
+    dist.all_gather(received, sent, group=place.group)
+    return [each.cpu() for each in received]
+
+
+def clock_offsets(place: Device) -> list[float]:
+    """How far each rank's clock is ahead of rank 0's, in seconds."""
+    ends = torch.zeros(_ROUNDS, dtype=torch.float64)
+    for index in range(_ROUNDS):
+        meet(place)
+        ends[index] = time.perf_counter()
+    everyone = gathered(ends, place)
+    return [float((each - everyone[0]).median()) for each in everyone]
+
+
+def timelines(measured: Measured, place: Device) -> list[Timeline]:
+    """A timeline of all ranks for each recorded step; the earliest event of each starts at 0."""
+    recorders, schedule, offsets = measured.recorders, measured.runner.schedule, clock_offsets(place)
+    rows = [[action for action in row if action is not None] for row in schedule.table]
+    mine = torch.full((len(recorders), max(map(len, rows), default=0), 2), torch.nan, dtype=torch.float64)
+    for step, recorder in enumerate(recorders):
+        found = {action: (start, end) for action, start, end in recorder.times(schedule.stages)}
+        for index, action in enumerate(rows[place.rank]):
+            if action in found:
+                mine[step, index] = torch.tensor(found[action], dtype=torch.float64)
+    everyone = [each - offset for each, offset in zip(gathered(mine, place), offsets, strict=True)]
+    return [_timeline(schedule, rows, [each[step] for each in everyone]) for step in range(len(recorders))]
+
+
+def _timeline(schedule: Schedule, rows: Sequence[Sequence[Action]], times: Sequence[torch.Tensor]) -> Timeline:
+    """`times[rank]`: start and end of each action of the rank's row, [actions, 2]; nan for what was not recorded."""
+    began = min((float(each[:, 0].nan_to_num(torch.inf).min()) for each in times if each.numel()), default=0.0)
+    events = [
+        Event(rank, action, start - began, end - began)
+        for rank, row in enumerate(rows)
+        for action, (start, end) in zip(row, times[rank].tolist(), strict=False)
+        if start == start  # nan: not recorded
+    ]
+    events.sort(key=lambda event: (event.rank, event.start))
+    return Timeline(schedule, tuple(events), name="measured")
+
+
+# ---------------------------------------------------------------------------------------------------------- costs
+
+
+def stage_costs(runs: Sequence[Timeline], stages: int) -> tuple[StageCosts, ...]:
+    """Each stage's medians over all microbatches and runs; 0 for what never ran."""
+    durations: dict[tuple[int, Kind], list[float]] = defaultdict(list)
+    for event in (event for run in runs for event in run.events if event.action.is_compute):
+        durations[event.action.stage, event.action.kind].append(event.duration)
+    known = {key: median(found) for key, found in durations.items()}
+    return tuple(
+        StageCosts(
+            forward=known.get((stage, Kind.F), 0.0),
+            input_grad=known.get((stage, Kind.I), 0.0),
+            weight_grad=known.get((stage, Kind.W), 0.0),
+            backward=known.get((stage, Kind.B)),
+        )
+        for stage in range(stages)
+    )
+
+
+def _with_bytes(
+    costs: Sequence[StageCosts], own: Sequence[PipelineProgram], runners: Sequence[GraphPPRunner]
+) -> tuple[StageCosts, ...]:
+    """The most bytes that any microbatch saves by its own programs, and keeps between I and W by those that have both."""
+    split = [program for runner in runners for program in runner.programs]
+    found = []
+    for index, each in enumerate(costs):
+        kept = [p.stages[index].kept_bytes for p in split if Phase.WEIGHT_GRAD in p.stages[index].programs]
+        saved = max(program.stages[index].saved_bytes for program in own)
+        peaks: dict[Kind, int] = {}
+        for program in (*own, *split):
+            for kind, count in StageCosts.of_programs(program.stages[index]).peak_bytes.items():
+                peaks[kind] = max(count, peaks.get(kind, 0))
+        found.append(replace(each, saved_bytes=saved, kept_bytes=max(kept, default=None), peak_bytes=peaks))
+    return tuple(found)
+
+
+def _overlap_shares(run: Timeline, costs: Sequence[StageCosts]) -> Iterator[float]:
+    """How long each overlap computed, as a share of what its parts take one after the other."""
+    for rank in range(run.schedule.ranks):
+        events = run.on(rank)
+        for event in (event for event in events if event.action.is_compute and event.action.parts):
+            within = [each for each in events if each.action.is_communication and event.start <= each.start < event.end]
+            apart = sum(costs[leaf.stage].of(leaf.kind) for leaf in event.action.leaves)
+            if apart:
+                yield (event.duration - sum(each.duration for each in within)) / apart
+
+
+def message_times(program: PipelineProgram, schedule: Schedule, place: Device) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    """Seconds of one message over each boundary, forward and backward; 0 where both stages stand on one rank."""
+    transport, rank_of = Transport(place.group, place.device), schedule.rank_of_stage
+    found = torch.zeros(2, max(len(program.stages) - 1, 0), dtype=torch.float64)
+    for index in range(found.shape[1]):
+        low, high = rank_of[index], rank_of[index + 1]
+        meet(place)  # the other ranks are at rest
+        if low != high and place.rank in (low, high):
+            peer = high if place.rank == low else low
+            for way, metas in enumerate((program.boundaries[index].forward, program.boundaries[index].backward)):
+                found[way, index] = _half_a_round(transport, metas, peer, first=place.rank == low)
+    slowest = torch.stack(gathered(found, place)).amax(0)  # both ends have measured it
+    return tuple(slowest[0].tolist()), tuple(slowest[1].tolist())
+
+
+def _half_a_round(transport: Transport, metas: Sequence[TensorMeta], peer: int, *, first: bool) -> float:
+    """Half of the time in which a message goes to the peer and as many bytes come back; the first round is not counted."""
+    values = [Landing.of(meta, transport.device).value() for meta in metas]
+    rounds = []
+    for _ in range(_ROUNDS + 1):
+        began = time.perf_counter()
+        for sends in (first, not first):
+            if sends:
+                transport.start([transport.outgoing(values, metas, peer)])
+            else:
+                arriving = transport.incoming(metas, peer)
+                transport.start([arriving])
+                transport.wait(arriving.message)
+        if transport.device.type == "cuda":
+            torch.cuda.synchronize(transport.device)
+        rounds.append(time.perf_counter() - began)
+    transport.flush()
+    return median(rounds[1:]) / 2

@@ -1,0 +1,67 @@
+"""`Pipeline.profile`: steps of a pipeline run to be timed, which leave nothing behind.
+
+Contract
+--------
+- All of it is called by all ranks.
+- The pipeline's own schedule runs either whole backwards or split ones; the costs of those that it does not run are
+  measured under the same schedule with its backwards split, or whole.
+- Each step starts from no gradients, and parameters, gradients, buffers and random state are put back after it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from torch import nn
+
+from graphpp.pipeline.graph_cache import Library, Ready
+from graphpp.pipeline.profile import Measured, Profile, meet, profiled
+from graphpp.runtime.recorder import Recorder, clock_of
+from graphpp.schedules.rewrite.merge_backward import taken_apart, whole_backwards
+from graphpp.schedules.rewrite.split_backward import split_backwards
+from graphpp.schedules.table.actions import Kind
+from graphpp.schedules.table.schedule import Schedule
+from graphpp.verification.runs import untouched
+
+
+@dataclass(frozen=True)
+class Trials:
+    """What is needed to run steps: `run` runs the call that is measured once, by the runner it is given."""
+
+    model: nn.Module
+    library: Library
+    run: Callable[[Ready], object]
+
+    def profile(self, ready: Ready, repeat: int) -> Profile:
+        """The profile of `ready`'s runner, from `repeat` steps after one to warm up."""
+        tables = list(_counterparts(ready.runner.schedule))
+        others = [self._measured(self.library.under(ready, table), repeat) for table in tables]
+        return profiled(self._measured(ready, repeat), others)
+
+    def _measured(self, ready: Ready, repeat: int) -> Measured:
+        self._step(ready, None)
+        recorders = []
+        for _ in range(repeat):
+            recorders.append(Recorder(clock_of(ready.runner.place.device)))
+            self._step(ready, recorders[-1])
+        return Measured(ready.runner, recorders)
+
+    def _step(self, ready: Ready, recorder: Recorder | None) -> None:
+        place = ready.runner.place
+        with untouched(self.model, place.device):
+            meet(place)  # so that no rank's first wait is for one that has not begun
+            with contextlib.nullcontext() if recorder is None else ready.runner.recording(recorder):
+                self.run(ready)
+
+
+def _counterparts(schedule: Schedule) -> Iterator[Schedule]:
+    """The tables that run what this one does not run by itself, so that every stage runs F, B, I and W."""
+    run = {(action.stage, action.kind) for _, _, action in schedule.cells()}  # what runs only overlapped is not among them
+    kinds = (Kind.F, Kind.B, Kind.I, Kind.W)
+    lacking = {kind for kind in kinds if any((stage, kind) not in run for stage in range(schedule.stages))}
+    if lacking - {Kind.B}:
+        yield split_backwards(taken_apart(schedule))
+    if Kind.B in lacking:
+        yield whole_backwards(schedule)

@@ -1,0 +1,248 @@
+"""Megatron-Core's pipeline layout strings: `Et*3|(tt|)*29,m|L` says which layers each stage holds.
+
+Contract
+    string  `E` embedding, `t` decoder layer, `m` multi-token-prediction (MTP) layer, `L` final norm, head and loss;
+            `|` ends a stage; `x*n` and `(...)*n` repeat a letter, a `|` or a group, and the pieces of a group join
+            what stands beside it; commas mean nothing; a stage may be empty, but not the last
+    order   one E, first; then t; then m, all in one stage; one L, last (Megatron's `validate_layer_layout`)
+    module  a letter is one call of a module whose FQN fits the letter's pattern. E is all that runs before the first
+            layer, L all that runs after the last one
+    else    `SplitError` with a caret under the fault, or with the numbers that differ
+"""
+
+import re
+import sys
+from collections.abc import Sequence
+from dataclasses import KW_ONLY, dataclass
+from functools import cached_property
+from itertools import accumulate, groupby
+from typing import TypeAlias
+
+from graphpp.errors import SplitError
+from graphpp.planner.layers import Call, repeated_layers
+from graphpp.planner.split_by_name import check_stages
+
+Pattern: TypeAlias = str | Sequence[str] | None
+
+_DECODER = ("layers.{}", "model.layers.{}", "*.layers.{}", "*.h.{}", "*.blocks.{}", "*.block.{}", "*.layer.{}")
+_MTP = ("*.mtp_layers.{}", "*.mtp.layers.{}", "*.mtp.{}", "*.mtp")
+_NAMES = r"(?:(?!\d+\.)[^.]+\.)*"  # not through a number: `h.3.mlp.layers.0` is no layer of the model
+_MOST = 10_000  # symbols: far above any model, far below what fills the memory
+
+# A letter, a `|` or a group, and how often; commas may stand anywhere. A group without a number is no item.
+_ITEM = re.compile(
+    r"(?:(?P<one>[EtmL|])|\((?P<group>[^()]*[^(),][^()]*)\)(?=,*\*,*[0-9]))(?:,*\*,*(?P<times>[0-9][0-9,]*))?"
+)
+
+# What is wrong in a written-out string, in this order; the group is the place.
+_RULES = (
+    (r"\|*([^E|]|$)", "the first letter is E, the embedding"),
+    (r"\|*E[^E]*(E)", "there is only one E"),
+    (r"[^m]*m[^t]*(t)", "decoder layers t run before the MTP layers m"),
+    (r"[^m]*m+\|+(m)", "all MTP layers m are in the same stage"),
+    (r"[^L]*L\|*([^|])", "nothing stands behind L, the loss"),
+    (r"[^L]*($)", "the last letter is L, the loss"),
+    (r".*(\|)$", "the last stage cannot be empty: the loss is computed there"),
+)
+
+_HINTS = {
+    ")": "this closes no group",
+    " ": "no space may stand in a layout; commas may",
+    **dict.fromkeys("0123456789", "a number stands only behind *"),
+}
+
+
+@dataclass(frozen=True)
+class Layout:
+    """A split in Megatron's notation, for `split=`. Printing it gives the table of what each rank holds.
+
+    A pattern is an FQN in which `{}` stands for a number, `*` for any text inside a name, and `*.` for any names or
+    none, but no number. Of a list the first pattern that fits a call counts. Every call of a shared module counts.
+    By default `decoder` knows the names of torchtitan's and Hugging Face's models, then takes the repeated layers
+    whatever their name, and `mtp` takes `mtp_layers.{}` and the like. `embedding` and `loss` need no name; where
+    given, the embedding must run before the first layer, and L starts at the first `loss` module behind the last.
+    `ranks` is the number of pipeline ranks that the table shows, by default one for each stage: stage
+    `v * ranks + r` is the v-th of rank r. Raises SplitError for a string that is not legal.
+    """
+
+    text: str
+    _: KW_ONLY
+    embedding: Pattern = None
+    decoder: Pattern = None
+    mtp: Pattern = None
+    loss: Pattern = None
+    ranks: int | None = None
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.text, str):
+            raise SplitError(f"a layout is a string like 'Et*3|(tt|)*29,m|L', not {type(self.text).__name__}")
+        self._chunks(self.num_stages if self.ranks is None else self.ranks)  # parses the string, too
+
+    def __str__(self) -> str:
+        return self.table()
+
+    @cached_property
+    def stages(self) -> tuple[str, ...]:
+        """The letters of each stage, written out: `("Ettt", "tt", "", "L")`."""
+        return tuple(_parse(self.text).split("|"))
+
+    @property
+    def num_stages(self) -> int:
+        """The number of stages on all ranks together, empty ones included."""
+        return len(self.stages)
+
+    def table(self, ranks: int | None = None) -> str:
+        """What each rank (row) holds as its first, second, ... stage (column); equal neighbours share a row."""
+        ranks = next(number for number in (ranks, self.ranks, self.num_stages) if number is not None)
+        chunks = self._chunks(ranks)
+        held = [[_short(self.stages[chunk * ranks + rank]) for chunk in range(chunks)] for rank in range(ranks)]
+        rows = [["PP rank", *(f"VPP {chunk}" for chunk in range(chunks))]]
+        for cells, group in groupby(range(ranks), key=held.__getitem__):
+            first, *rest = group
+            rows.append([f"{first}-{rest[-1]}" if rest else f"{first}", *cells])
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        return "\n".join("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)
+
+    def starts(self, calls: Sequence[Call]) -> tuple[int, ...]:
+        """The first operation of each stage (the contract of `graphpp.planner.resolve_split`); `calls` in order of execution.
+
+        Raises SplitError where layers of the model and letters of the layout do not match.
+        """
+        places = self._places(calls)
+        ahead = [0, *accumulate(map(len, self.stages))]  # letters before each stage: an empty one starts with the next
+        starts = tuple(places[seen] for seen in ahead[:-1])
+        asked = {stage for stage, letters in enumerate(self.stages) if not letters}
+        check_stages(starts, [repr(letters) for letters in self.stages], asked)
+        return starts
+
+    def _chunks(self, ranks: int) -> int:
+        """The number of stages on each rank."""
+        if ranks < 1 or self.num_stages % ranks:
+            raise SplitError(f"the {self.num_stages} stages of {self.text!r} do not divide among {ranks} ranks")
+        return self.num_stages // ranks
+
+    def _places(self, calls: Sequence[Call]) -> list[int]:
+        """The first operation of every letter."""
+        mtp = _fitting(_MTP if self.mtp is None else self.mtp, calls)
+        rest = [call for call in calls if not any(layer.position <= call.position < layer.end for layer in mtp)]
+        decoder = _fitting(_DECODER if self.decoder is None else self.decoder, rest)
+        if not decoder and self.decoder is None:
+            decoder = repeated_layers(rest)
+        self._check_count("decoder", decoder)
+        self._check_count("mtp", mtp)
+        if decoder and mtp and mtp[0].position < decoder[-1].end:
+            raise SplitError(f"out of execution order: {mtp[0].fqn}, an MTP layer, runs before {decoder[-1].fqn} ends")
+        layers = [*decoder, *mtp]
+        self._check_embedding(layers, calls)
+        return [0, *(layer.position for layer in layers), self._loss(layers, calls)]
+
+    def _check_count(self, keyword: str, found: Sequence[Call]) -> None:
+        """Raise SplitError unless there are as many letters as modules."""
+        letter = {"decoder": "t", "mtp": "m"}[keyword]
+        wanted = "".join(self.stages).count(letter)
+        if wanted != len(found):
+            names = f" ({found[0].fqn} to {found[-1].fqn})" if found else ""
+            raise SplitError(
+                f"the layout has {wanted} {letter!r}, but the model runs {len(found)} {keyword} layers{names}. "
+                f"Change the layout, or say which modules they are: {keyword}='<FQN with {{}} for the number>'"
+            )
+
+    def _check_embedding(self, layers: Sequence[Call], calls: Sequence[Call]) -> None:
+        """Raise SplitError unless the embedding, where it is named, runs before the layers."""
+        first = layers[0].position if layers else sys.maxsize
+        if self.embedding is not None and not any(call.end <= first for call in _fitting(self.embedding, calls)):
+            raise SplitError(f"embedding={self.embedding!r} fits no module that runs before the first layer")
+
+    def _loss(self, layers: Sequence[Call], calls: Sequence[Call]) -> int:
+        """Where L starts."""
+        end = layers[-1].end if layers else 0
+        if self.loss is None:
+            return end
+        behind = _fitting(self.loss, [call for call in calls if call.position >= end])
+        if not behind:
+            raise SplitError(f"loss={self.loss!r} fits no module that runs after the last layer")
+        return behind[0].position
+
+
+def _fitting(patterns: str | Sequence[str], calls: Sequence[Call]) -> list[Call]:
+    """The calls, none inside another, of the first pattern that fits any."""
+    for pattern in [patterns] if isinstance(patterns, str) else patterns:
+        text = re.escape(pattern).replace(r"\{\}", r"\d+").replace(r"\*\.", _NAMES).replace(r"\*", "[^.]*")
+        fits = re.compile(text).fullmatch
+        found: list[Call] = []
+        for call in calls:
+            if (fits(call.module) or fits(call.fqn)) and (not found or call.position >= found[-1].end):
+                found.append(call)
+        if found:
+            return found
+    return []
+
+
+def _short(letters: str) -> str:
+    """A stage's letters in few characters: `Ettt`, `t*12L`."""
+    runs = [(letter, len([*run])) for letter, run in groupby(letters)]
+    return "".join(f"{letter}*{count}" if count > 3 else letter * count for letter, count in runs) or "(empty)"
+
+
+# ------------------------------------------------------------------------------------------------------- the string
+
+
+def _parse(text: str) -> str:
+    """The letters and `|` of a layout string, repeats written out; SplitError with a caret under a fault."""
+    symbols = _expand(text, 0, len(text))
+    code = "".join(symbol for symbol, _ in symbols)
+    for rule, why in _RULES:
+        if fault := re.match(rule, code):
+            raise _fault(text, [*(at for _, at in symbols), len(text)][fault.start(1)], why)
+    return code
+
+
+def _expand(text: str, at: int, end: int) -> list[tuple[str, int]]:
+    """The symbols of `text[at:end]`, repeats written out, each with its index in the text."""
+    symbols: list[tuple[str, int]] = []
+    while at < end:
+        if text[at] == ",":
+            at += 1
+            continue
+        item = _ITEM.match(text, at, end)
+        if item is None:
+            raise _misplaced(text, at)
+        piece = _expand(text, *item.span("group")) if item["group"] else [(text[at], at)]
+        times = (item["times"] or "1").replace(",", "").lstrip("0")
+        count = int(times[: len(str(_MOST)) + 1] or 0)
+        if len(symbols) + len(piece) * count > _MOST:
+            raise _fault(text, at, f"this makes more than {_MOST} layers and stages")
+        symbols += piece * count
+        at = item.end()
+    return symbols
+
+
+def _misplaced(text: str, at: int) -> SplitError:
+    """The error where no item starts."""
+    behind = text[at + 1 :].replace(",", "")
+    if text[at] == "*" and behind[:1] not in [*"0123456789"]:
+        return _fault(text, at, "a number must stand behind *")
+    if text[at] == "*":
+        repeated = text[:at].rstrip(",")[-1:] in [*"0123456789"]
+        return _fault(text, at, "this is repeated already" if repeated else "there is nothing to repeat")
+    if text[at] == "(":
+        return _bad_group(text, at)
+    return _fault(text, at, _HINTS.get(text[at], "the letters are E, t, m, L and | ( ) * with a number"))
+
+
+def _bad_group(text: str, at: int) -> SplitError:
+    """The error where a group starts that is none."""
+    paren = re.search(r"[()]", text[at + 1 :])
+    if paren is None:
+        return _fault(text, at, "this group is never closed")
+    if paren[0] == "(":
+        return _fault(text, at + 1 + paren.start(), "groups do not nest")
+    if not text[at + 1 :][: paren.start()].strip(","):
+        return _fault(text, at, "this group is empty")
+    return _fault(text, at + 1 + paren.start(), "a group is repeated: write (...)*n")
+
+
+def _fault(text: str, at: int, why: str) -> SplitError:
+    """The error with a caret under the place."""
+    shown = "".join(char if char.isprintable() else "?" for char in text)
+    return SplitError(f"the layout is not legal at character {at + 1}: {why}\n  {shown}\n  {' ' * at}^")

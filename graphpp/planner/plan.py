@@ -1,0 +1,117 @@
+"""The plan: everything that was decided before the run, as data and as a table.
+
+Contract: a `Plan` holds no tensor and no graph; it can be printed, saved and compared.
+"""
+
+from __future__ import annotations
+
+import io
+import math
+from collections import Counter
+from dataclasses import dataclass
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from graphpp.capture import activation_checkpoints as checkpoints
+from graphpp.passes.graph.joint_graph import JointGraph
+from graphpp.runtime.offload import Trip
+from graphpp.runtime.program import PipelineProgram, StageProgram
+from graphpp.schedules.table.schedule import Schedule
+from graphpp.units import spell_bytes
+
+
+@dataclass(frozen=True)
+class StagePlan:
+    """One stage: where it stands and what it costs. Bytes are per microbatch."""
+
+    stage: int
+    rank: int
+    modules: tuple[str, ...]
+    parameters: int
+    parameter_bytes: int
+    sent_forward_bytes: int
+    sent_backward_bytes: int
+    saved_bytes: int
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Stages, their ranks, the schedule; the values that leave their device between forward and backward.
+
+    `checkpoints`: how many calls the model itself checkpoints.
+    """
+
+    stages: tuple[StagePlan, ...]
+    schedule: Schedule
+    trips: tuple[Trip, ...] = ()
+    checkpoints: int = 0
+
+    @classmethod
+    def of(cls, joint: JointGraph, program: PipelineProgram, schedule: Schedule) -> Plan:
+        """The plan of a compiled pipeline."""
+        stages = tuple(_stage_plan(joint, program, stage, schedule) for stage in program.stages)
+        return cls(stages, schedule, checkpoints=checkpoints.count(joint) if joint.training else 0)
+
+    @property
+    def rank_of_stage(self) -> dict[int, int]:
+        """Stage -> rank within the group."""
+        return {stage.stage: stage.rank for stage in self.stages}
+
+    def __str__(self) -> str:
+        """The table: stage, rank, FQNs, parameters, bytes sent, bytes saved."""
+        ranks, name = self.schedule.ranks, self.schedule.name
+        place = f"{len(self.stages)} stages on {ranks} rank{'s' * (ranks > 1)}"
+        title = f"{place}, {name}, {self.schedule.microbatches} microbatches"
+        table = Table(title=title, box=box.SIMPLE, title_justify="left")
+        columns = ["stage", "rank", "modules", "parameters", "sent →", "sent ←", "saved"]
+        for column in [*columns, "offloaded"] if self.trips else columns:
+            table.add_column(column, justify="left" if column == "modules" else "right", no_wrap=column != "modules")
+        for stage in self.stages:
+            sizes = (stage.sent_forward_bytes, stage.sent_backward_bytes, stage.saved_bytes)
+            modules = ", ".join(stage.modules) or "(empty)"
+            cells = [str(stage.stage), str(stage.rank), modules, f"{stage.parameters:,}", *map(spell_bytes, sizes)]
+            table.add_row(*cells, *(self._offloaded(stage.stage) if self.trips else ()))
+        calls = f"; the model checkpoints {self.checkpoints} call{'s' * (self.checkpoints > 1)}" if self.checkpoints else ""
+        table.caption = f"bytes per microbatch{calls}"
+        out = io.StringIO()
+        Console(file=out, width=110, no_color=True).print(table)
+        return "\n".join(line.rstrip() for line in out.getvalue().splitlines())
+
+
+    def _offloaded(self, stage: int) -> list[str]:
+        """`1.2 MiB, 5 of 8`: the most bytes of a microbatch that leave, and of how many microbatches any do."""
+        away: Counter[int] = Counter()
+        for trip in self.trips:
+            if trip.stage == stage:
+                away[trip.microbatch] += trip.nbytes
+        return [f"{spell_bytes(max(away.values()))}, {len(away)} of {self.schedule.microbatches}" if away else "-"]
+
+
+def _stage_plan(joint: JointGraph, program: PipelineProgram, stage: StageProgram, schedule: Schedule) -> StagePlan:
+    metas = [joint.parameters[fqn] for fqn in stage.parameters]
+    forward = program.boundaries[stage.index].forward if stage.index < len(program.stages) - 1 else ()
+    backward = program.boundaries[stage.index - 1].backward if stage.index else ()
+    return StagePlan(
+        stage=stage.index,
+        rank=schedule.rank_of_stage[stage.index],
+        modules=outermost(stage.modules),
+        parameters=sum(math.prod(meta.shape) for meta in metas),
+        parameter_bytes=sum(meta.nbytes for meta in metas),
+        sent_forward_bytes=sum(value.nbytes for value in forward),
+        sent_backward_bytes=sum(value.nbytes for value in backward),
+        saved_bytes=stage.saved_bytes,
+    )
+
+
+def outermost(calls: tuple[str, ...]) -> tuple[str, ...]:
+    """The calls that lie in no other call of the list, runs of numbered siblings shortened: `layers.0 .. layers.3`."""
+    named = [call for call in calls if not any(call.startswith(other + ".") for other in calls)]
+    shown: list[list[str]] = []
+    for call in named:
+        prefix, _, number = call.rpartition(".")
+        before = shown[-1][-1].rpartition(".") if shown else ("", "", "")
+        following = number.isdigit() and before[0] == prefix and before[2].isdigit() and int(number) == int(before[2]) + 1
+        shown[-1].append(call) if following else shown.append([call])
+    return tuple(run[0] if len(run) == 1 else f"{run[0]} .. {run[-1]}" for run in shown)

@@ -1,0 +1,152 @@
+"""Where to cut: every form `split=` takes, turned into the first operation of each stage.
+
+Contract
+    in   a split in the user's words, and the module calls of the captured forward in order of execution
+    out  S positions, never falling, the first 0: stage s owns the forward operations `starts[s]` up to `starts[s + 1]`
+         (the last stage: to the end). Equal neighbours are an empty stage, which only an explicit wish makes.
+    else `SplitError`; the calls are not changed
+
+A stage starts right before a module call. What runs between two calls (a residual add, a mask) stays with the
+earlier stage. Forms: FQNs of the modules that start stages 1.. (`split_points` makes them), one list of FQNs per
+stage, a number of stages, None (that number comes from the schedule), or an object with `starts(calls)` (`Layout`).
+Blanks around a name mean nothing.
+"""
+
+import operator
+from collections.abc import Collection, Sequence
+from itertools import pairwise
+from typing import Protocol, SupportsIndex, TypeAlias, runtime_checkable
+
+from graphpp.errors import SplitError
+from graphpp.planner.layers import Call, repeated_layers
+from graphpp.planner.split_by_name import START, listed_starts, listing, some
+
+
+@runtime_checkable
+class Splitter(Protocol):
+    """Anything that finds the stages itself, by the contract of this file. `Layout` is one."""
+
+    def starts(self, calls: Sequence[Call]) -> tuple[int, ...]:
+        """The first operation of each stage."""
+        ...
+
+
+Split: TypeAlias = SupportsIndex | Sequence[str] | Sequence[Sequence[str]] | Splitter | None
+
+
+def resolve(
+    split: Split, calls: Sequence[Call], num_stages: int | None = None, known: Collection[str] = ()
+) -> tuple[int, ...]:
+    """The first operation of each stage, stage 0 at 0.
+
+    `calls` come in order of execution, parents before children. `num_stages` is what schedule and ranks ask for,
+    if they do. `known` holds the FQNs of all modules, so that an error can tell a module that is never called
+    from one that does not exist. Raises SplitError; the message names the module or the stage, and what fits.
+    """
+    if isinstance(split, str):
+        raise SplitError(
+            f"split={split!r} is a string: write graphpp.Layout({split!r}), or [{split!r}] if it is an FQN"
+        )
+    if isinstance(split, Splitter):
+        starts = _found(split, calls)
+    elif isinstance(split, Sequence):
+        starts = listed_starts(_by_stage(split), calls, known)
+    else:
+        starts = _equal_layers(_number(split, num_stages), calls)
+    if num_stages is not None and len(starts) != num_stages:
+        raise SplitError(f"split= makes {some(len(starts), 'stage')}, schedule and ranks ask for {num_stages}")
+    return starts
+
+
+def _found(splitter: Splitter, calls: Sequence[Call]) -> tuple[int, ...]:
+    """What a splitter finds, held to the contract of this file."""
+    starts = tuple(splitter.starts(calls))
+    end = max((call.end for call in calls), default=0)
+    if not starts or starts[0] != 0 or starts[-1] > end or any(start > later for start, later in pairwise(starts)):
+        raise SplitError(
+            f"{type(splitter).__name__}.starts gave {starts}: it must give the first operation of each stage, "
+            f"from 0 up to at most {end}, and never fall"
+        )
+    return starts
+
+
+def _by_stage(split: Sequence[str] | Sequence[Sequence[str]]) -> list[list[str]]:
+    """The names that each stage must hold; the first stage that is not empty holds the start."""
+    names = [name.strip() for name in split if isinstance(name, str)]
+    if len(names) == len(split):
+        return [[START], *([name] for name in names)]
+    stages = [list(stage) for stage in split if isinstance(stage, Sequence) and not isinstance(stage, str)]
+    if len(stages) < len(split) or not all(isinstance(name, str) for stage in stages for name in stage):
+        raise SplitError(f"split={split!r} mixes forms: give FQNs only, or one list of FQNs for each stage")
+    if not stages[-1]:
+        raise SplitError(f"stage {len(stages) - 1}, the last, cannot be empty: the loss is computed there")
+    stages = [[name.strip() for name in stage] for stage in stages]
+    next(filter(None, stages)).insert(0, START)
+    return stages
+
+
+# ------------------------------------------------------------------------------------------ equal numbers of layers
+
+
+def split_points(
+    num_layers: int, num_stages: int, input_weight: float = 1, output_weight: float = 1, *, layer: str = "layers.{}"
+) -> list[str]:
+    """The `num_stages - 1` FQNs `layers.k` before which a stage starts, so that all stages weigh about the same.
+
+    What runs before the layers weighs as much as `input_weight` layers, what runs after them as `output_weight`.
+    Every stage gets a layer, however heavy the ends are. What does not divide goes to the middle stages first,
+    then to the first, so the ends are lightest. `layer` is the FQN with `{}` for the number.
+    Raises SplitError where no such split exists. The idea is torchtitan's `generate_split_points`.
+    """
+    if "{}" not in layer:
+        raise SplitError(f"layer={layer!r} does not say where the number goes: write it like 'layers.{{}}'")
+    return [layer.format(k) for k in _first_layers(num_layers, num_stages, input_weight, output_weight)[1:]]
+
+
+def _first_layers(num_layers: int, num_stages: int, input_weight: float, output_weight: float) -> list[int]:
+    """The number of the first layer of every stage."""
+    if num_stages < 1:
+        raise SplitError(f"there is at least 1 stage, not {num_stages}")
+    if num_layers < num_stages:
+        raise SplitError(f"{some(num_layers, 'layer')} cannot fill {num_stages} stages: at most {num_layers} fit")
+    if not (0 <= input_weight < float("inf") and 0 <= output_weight < float("inf")):
+        raise SplitError(f"input_weight={input_weight} and output_weight={output_weight} must be 0 or more layers")
+    counts = [1] * num_stages
+    loads = [1.0] * num_stages
+    loads[0] += input_weight
+    loads[-1] += output_weight
+    middle_first = [*range(1, num_stages - 1), 0, num_stages - 1]
+    for _ in range(num_layers - num_stages):
+        lightest = min(middle_first, key=loads.__getitem__)
+        counts[lightest] += 1
+        loads[lightest] += 1
+    return [sum(counts[:stage]) for stage in range(num_stages)]
+
+
+def _number(split: SupportsIndex | None, num_stages: int | None) -> int:
+    """How many stages are wanted: `split` itself, an int or what stands for one like NumPy's, or None for the other."""
+    wanted = num_stages if split is None else split
+    if wanted is None:
+        raise SplitError("split=None does not say how many stages there are: give a number of 1 or more, or FQNs")
+    try:
+        number = operator.index(wanted)
+    except TypeError:
+        kind = type(wanted).__name__
+        forms = "an int, a list of FQNs, a list of lists of FQNs, or a Layout"
+        raise SplitError(f"split= takes {forms}, not {kind}") from None
+    if isinstance(wanted, bool) or number < 1:
+        raise SplitError(f"split={wanted} does not say how many stages there are: give a number of 1 or more, or FQNs")
+    return number
+
+
+def _equal_layers(wanted: int, calls: Sequence[Call]) -> tuple[int, ...]:
+    """Stages of equally many layers; no layers are needed for one stage."""
+    layers = repeated_layers(calls) if wanted > 1 else []
+    if wanted > max(1, len(layers)):
+        found = f"{some(len(layers), 'repeated layer')}{listing([call.fqn for call in layers], ': ')}"
+        raise SplitError(
+            f"{wanted} stages of equal numbers of layers do not fit: the model has {found}. "
+            f"Ask for at most {max(1, len(layers))}, or list the FQNs of other modules to cut before"
+        )
+    first = _first_layers(max(wanted, len(layers)), wanted, 0, 0)
+    return (0, *(layers[k].position for k in first[1:]))

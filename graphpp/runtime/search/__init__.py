@@ -1,1 +1,0 @@
-"""The search behind `graphpp.runtime.scheduler`: problem, patterns, decoding, filling, improving, tables."""

@@ -1,0 +1,82 @@
+"""A schedule under examination: what it must fit, where each of its actions stands, and how a fault is shown.
+
+Contract
+    `where` maps every single action to its cell, a part of an overlap or of a batch to the cell of its whole, in the
+    order of the ranks' lists; the first step of `graphpp.schedules.check.checker` fills it, and every later step reads it.
+    Ranks and columns in messages count from 0, like the rows and cells of the printed table without its labels.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import NamedTuple
+
+from graphpp.errors import ScheduleError
+from graphpp.schedules.table.actions import Action, message
+from graphpp.schedules.table.schedule import Schedule
+
+
+class Place(NamedTuple):
+    """A cell of the table."""
+
+    rank: int
+    column: int
+
+
+class Crossing(NamedTuple):
+    """A result that goes to another rank; `send` and `receive` may be missing in the table."""
+
+    made: Action
+    send: Action
+    receive: Action
+
+
+@dataclass(frozen=True)
+class Case:
+    """A schedule, the counts of the pipeline that is to run it, and where each single action stands.
+
+    `training`: whether it has backwards, or forwards only.
+    """
+
+    schedule: Schedule
+    stages: int
+    microbatches: int
+    training: bool = True
+    where: dict[Action, Place] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, schedule: Schedule) -> Case:
+        """A schedule by its own counts, every action in its place; for one that is known to have each only once."""
+        case = cls(schedule, schedule.stages, schedule.microbatches)
+        case.where.update((leaf, Place(rank, at)) for rank, at, action in schedule.cells() for leaf in action.leaves)
+        return case
+
+    def at(self, place: Place) -> Action | None:
+        """What stands in a cell; None where the rank is idle."""
+        return self.schedule.table[place.rank][place.column]
+
+    @cached_property
+    def messages(self) -> tuple[Crossing, ...]:
+        """Every result that goes to another rank, in the order of the ranks' lists; to be read when `where` is full."""
+        rank_of = self.schedule.rank_of_stage
+        pairs = ((leaf, message(leaf, self.stages)) for leaf in self.where)
+        return tuple(Crossing(made, *ends) for made, ends in pairs if ends and rank_of[ends[0].stage] != rank_of[ends[1].stage])
+
+    def refusal(self, place: Place, what: str, remedy: str) -> ScheduleError:
+        """The error for a fault at `place`, showing up to three cells on either side."""
+        row = ["." if cell is None else str(cell) for cell in self.schedule.table[place.rank]]
+        row[place.column] = f">>> {row[place.column]} <<<"
+        first, end = max(0, place.column - 3), place.column + 4
+        window = ["..."] * (first > 0) + row[first:end] + ["..."] * (end < len(row))
+        return ScheduleError(
+            f"schedule {self.schedule.name!r}, rank {place.rank}, column {place.column}: {what}; {remedy}\n"
+            f"    r{place.rank} {' '.join(window)}"
+        )
+
+    def check_before(self, first: Action, then: Action) -> None:
+        """Raise `ScheduleError` unless `first` stands in an earlier column than `then`, on the same rank."""
+        earlier, later = self.where[first], self.where[then]
+        if earlier.column >= later.column:
+            what = f"{then} needs {first}, which stands in column {earlier.column}"
+            raise self.refusal(later, what, f"move {first} before {then}")

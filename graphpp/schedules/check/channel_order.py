@@ -1,0 +1,71 @@
+"""The sends and receives of a table: the right ones, on the right side of their computations, in one order at both ends.
+
+Contract
+    in    a `Case` whose actions are in place, of a schedule with communication
+    out   nothing; or `ScheduleError` at the send or receive that is missing, left over or out of order
+
+A channel is an ordered pair of ranks: what one sends arrives at the other in the order it was posted, whatever kind and
+stage it is of. Within a batch (P2P) the parts are posted in the order they are written.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator
+from itertools import pairwise
+
+from graphpp.schedules.check.case import Case, Crossing, Place
+from graphpp.schedules.table.actions import Action, Kind
+
+
+def check_messages(case: Case) -> None:
+    """Exactly the sends and receives that the stages' ranks ask for, on the right side of their computations."""
+    expected: set[Action] = set()
+    for crossing in case.messages:
+        _check_message(case, crossing)
+        expected.update((crossing.send, crossing.receive))
+    for leaf, place in case.where.items():
+        if leaf.is_communication and leaf not in expected:
+            what = f"{leaf} has no stage on another rank at its other end"
+            raise case.refusal(place, what, "remove it: values cross only between neighbouring stages on two ranks")
+
+
+def _check_message(case: Case, crossing: Crossing) -> None:
+    made, send, receive = crossing
+    reader = next(_readers(case, receive))
+    if send not in case.where:
+        what = f"{send} is missing from this rank, so the result of {made} never leaves it"
+        raise case.refusal(case.where[made], what, f"add {send} after {made}")
+    if receive not in case.where:
+        what = f"{receive} is missing from this rank, so {reader} would run on nothing"
+        raise case.refusal(case.where[reader], what, f"add {receive} before {reader}")
+    case.check_before(made, send)
+    case.check_before(receive, reader)
+
+
+def _readers(case: Case, receive: Action) -> Iterator[Action]:
+    kinds = (Kind.F,) if receive.kind is Kind.RECV_F else (Kind.B, Kind.I)
+    return (leaf for kind in kinds if (leaf := receive._replace(kind=kind)) in case.where)
+
+
+def check_channels(case: Case) -> None:
+    """Between two ranks messages arrive in the order they are sent, so both ends must list them in one order."""
+    position = {leaf: place for place, leaf in enumerate(case.where)}  # parts of one batch in their order too
+    rank_of = case.schedule.rank_of_stage
+    channels: dict[tuple[int, int], list[Crossing]] = defaultdict(list)
+    for crossing in case.messages:
+        channels[rank_of[crossing.send.stage], rank_of[crossing.receive.stage]].append(crossing)
+    for crossings in channels.values():
+        crossings.sort(key=lambda crossing: position[crossing.send])
+        for first, then in pairwise(crossings):
+            if position[first.receive] > position[then.receive]:
+                raise _misordered(case, first, then)
+
+
+def _misordered(case: Case, first: Crossing, then: Crossing) -> Exception:
+    source, here = case.where[first.send].rank, case.where[then.receive]
+    what = (
+        f"{then.receive} stands before {first.receive} (column {case.where[first.receive].column}), but rank {source} "
+        f"sends {first.send} before {then.send} to rank {here.rank}, so each would get the other's values"
+    )
+    return case.refusal(Place(*here), what, "receive in the order of the sends")

@@ -1,0 +1,103 @@
+"""Peak bytes of the activations on each rank, from the table alone: what is alive does not depend on times.
+
+Contract
+    A rank's list is walked in its order with the bytes of `graphpp.schedules.table.costs`: those of a stage's microbatch live
+    from the start of its F to the end of its B, or to the end of its I and in part to the end of its W. An overlap is one
+    instant: all of its parts' bytes are alive together. A forward that no backward follows keeps nothing after its end.
+    Bytes that are away on a trip to the host's memory are not alive from the end of `gone` to the start of `back`.
+    The simulator's memory curve has the same peaks, since a rank runs one action at a time.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+from graphpp.errors import ScheduleError
+from graphpp.runtime.offload import Trip
+from graphpp.schedules.check.case import Case, Place
+from graphpp.schedules.table.actions import Action, Kind
+from graphpp.schedules.table.costs import Costs
+from graphpp.schedules.table.schedule import Row, Schedule
+
+
+class Peak(NamedTuple):
+    """The most bytes alive at once on a rank, and the first column in which they are."""
+
+    rank: int
+    column: int
+    nbytes: int
+
+
+Each = Costs | Sequence[Costs]
+"""The costs of all microbatches, or those of each."""
+
+
+def peak_bytes(schedule: Schedule, costs: Each, trips: Sequence[Trip] = ()) -> tuple[int, ...]:
+    """The most bytes of activations alive at once on each rank."""
+    return tuple(peak.nbytes for peak in peaks(schedule, costs, trips))
+
+
+def peaks(schedule: Schedule, costs: Each, trips: Sequence[Trip] = ()) -> tuple[Peak, ...]:
+    """Each rank's peak. Raises `ScheduleError` if `costs` has another number of stages, or of microbatches."""
+    each = [costs] * schedule.microbatches if isinstance(costs, Costs) else list(costs)
+    if len(each) != schedule.microbatches:
+        raise ScheduleError(f"schedule {schedule.name!r} has {schedule.microbatches} microbatches, the costs {len(each)}")
+    for known in each:
+        if len(known.stages) != schedule.stages:
+            raise ScheduleError(
+                f"schedule {schedule.name!r} has {schedule.stages} stages, the costs are of {len(known.stages)}; "
+                "give the costs of each stage"
+            )
+    return tuple(_peak(rank, row, each, trips) for rank, row in enumerate(schedule.table))
+
+
+def check_memory(case: Case, costs: Each, cap: int | Sequence[int], trips: Sequence[Trip] = ()) -> None:
+    """Raise `ScheduleError` at the peak of a rank that holds more than `cap` bytes; one cap, or one for each rank."""
+    caps = [cap] * case.schedule.ranks if isinstance(cap, int) else list(cap)
+    if len(caps) != case.schedule.ranks:
+        raise ScheduleError(f"memory_cap has bytes for {len(caps)} ranks, but {case.schedule.ranks} run the schedule")
+    for peak, most in zip(peaks(case.schedule, costs, trips), caps, strict=True):
+        if peak.nbytes > most:
+            what = f"{peak.nbytes:,} bytes of activations are alive here, more than the cap of {most:,}"
+            remedy = "run a backward, or a held back W, earlier, or forwards later, or recompute in these stages"
+            raise case.refusal(Place(peak.rank, peak.column), what, remedy)
+
+
+def _peak(rank: int, row: Row, costs: Sequence[Costs], trips: Sequence[Trip]) -> Peak:
+    found = Peak(rank, 0, 0)
+    for column, nbytes in _live(row, costs, trips):
+        if nbytes > found.nbytes:
+            found = Peak(rank, column, nbytes)
+    return found
+
+
+def _live(row: Row, costs: Sequence[Costs], trips: Sequence[Trip]) -> Iterator[tuple[int, int]]:
+    """(column, bytes alive) while each action runs, and after it."""
+    kept = _Kept(row, costs)
+    gone, back = Counter[Action](), Counter[Action]()
+    for trip in trips:
+        gone[trip.gone] += trip.nbytes
+        back[trip.back] += trip.nbytes
+    live = 0
+    for column, action in enumerate(row):
+        changes = [kept.change(leaf) for leaf in action.leaves] if action is not None and action.is_compute else []
+        live += sum(start for start, _ in changes) + (back[action] if action is not None else 0)
+        yield column, live
+        live += sum(end for _, end in changes) - (gone[action] if action is not None else 0)
+        yield column, live
+
+
+class _Kept:
+    """What an action does to the bytes alive on its rank."""
+
+    def __init__(self, row: Row, costs: Sequence[Costs]) -> None:
+        leaves = (leaf for action in row if action is not None for leaf in action.leaves)
+        self._followed = {(leaf.stage, leaf.microbatch) for leaf in leaves if leaf.kind in (Kind.B, Kind.I)}
+        self._costs = costs
+
+    def change(self, leaf: Action) -> tuple[int, int]:
+        """Bytes more at the start of a computation, and at its end."""
+        stage = self._costs[leaf.microbatch or 0].stages[leaf.stage]
+        return stage.change(leaf.kind, (leaf.stage, leaf.microbatch) in self._followed)

@@ -1,0 +1,57 @@
+"""Which colour an action has in a picture.
+
+Contract: one hue per kind of action; the stages of one rank are shades of it, the first one the darkest. `ink_on` is
+black or white, whichever can be read on a colour.
+"""
+
+from __future__ import annotations
+
+from graphpp.schedules.table.actions import SENDS, Action, Kind
+
+IDLE = "#e4e6e8"
+_OF_KIND = {
+    Kind.F: "#2a6fbb",
+    Kind.B: "#2f8f5b",
+    Kind.I: "#c8641b",
+    Kind.W: "#7d55a8",
+}
+SEND, RECEIVE, COLLECTIVE = "#b3261e", "#e58a84", "#8a6d1a"
+_LIGHTEST = 0.55  # share of white in the shade of a rank's last stage
+_MEANINGS = {
+    Kind.F: "forward",
+    Kind.B: "backward",
+    Kind.I: "input gradient",
+    Kind.W: "weight gradient",
+}
+
+
+def shade(kind: Kind, chunk: int, chunks: int) -> str:
+    """The colour of an F, B, I or W of its rank's stage number `chunk` of `chunks`."""
+    white = _LIGHTEST * chunk / (chunks - 1) if chunks > 1 else 0.0
+    return _hex(*(round(value + (255 - value) * white) for value in _rgb(_OF_KIND[kind])))
+
+
+def of_message(action: Action) -> str:
+    """The colour of a send, a receive (or a batch with one in it) or a collective."""
+    if not action.is_communication:
+        return COLLECTIVE
+    return SEND if all(leaf.kind in SENDS for leaf in action.leaves) else RECEIVE
+
+
+def ink_on(colour: str) -> str:
+    """Black or white."""
+    red, green, blue = _rgb(colour)
+    return "#ffffff" if 0.299 * red + 0.587 * green + 0.114 * blue < 150 else "#1b1f24"
+
+
+def meaning(kind: Kind) -> str:
+    """What a kind of computation is called in a legend."""
+    return f"{kind.value} {_MEANINGS[kind]}"
+
+
+def _rgb(colour: str) -> tuple[int, int, int]:
+    return int(colour[1:3], 16), int(colour[3:5], 16), int(colour[5:7], 16)
+
+
+def _hex(*values: int) -> str:
+    return "#" + "".join(f"{value:02x}" for value in values)

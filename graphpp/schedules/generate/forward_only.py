@@ -1,0 +1,29 @@
+"""Forward-only: what evaluation runs, a table that leaves out every backward.
+
+Contract
+    The table has each (stage, microbatch) as an F once and nothing else, so `graphpp.schedules.check.checker.check` refuses it
+    for training. Of a schedule that exists, `Schedule.forward_only` is the same.
+"""
+
+from __future__ import annotations
+
+from graphpp.schedules.generate.megatron_interleaved import schedule_table
+from graphpp.schedules.rewrite.add_idle_cells import in_time
+from graphpp.schedules.table.actions import Action, Kind
+from graphpp.schedules.table.placement import per_rank
+from graphpp.schedules.table.schedule import Schedule
+
+
+def forward_only(ranks: int, stages: int, microbatches: int) -> Schedule:
+    """Forwards in rounds of `ranks` microbatches, each round through all of a rank's stages.
+
+    r0 0F0 0F1 2F0 2F1 0F2 0F3 2F2 2F3
+    r1 .   1F0 1F1 3F0 3F1 1F2 1F3 3F2 3F3
+
+    Any number of stages per rank, dealt out in a loop; on one rank a microbatch runs through all stages before the
+    next one starts. The order is that of Megatron-Core's interleaved schedule with `forward_only`.
+    """
+    chunks = per_rank("ForwardOnly", ranks, stages, microbatches)
+    steps = schedule_table(microbatches, chunks, ranks)
+    rows = [[Action(chunk * ranks + rank, Kind.F, m) for m, chunk in steps] for rank in range(ranks)]
+    return Schedule(in_time(rows, stages), stages, microbatches, "ForwardOnly")

@@ -1,0 +1,146 @@
+"""The schedules with whole backwards: GPipe, 1F1B, interleaved 1F1B, breadth first, the plain loop.
+
+Contract
+    Every function returns a compute-only `Schedule` that `graphpp.schedules.check.checker.check` accepts, or raises
+    `ScheduleError` saying what would fit. In the pictures time runs to the right, one unit for any F or B, and
+    `.` is a rank that waits. Stages are dealt out in a loop: rank r holds r, r + ranks, r + 2 ranks, ...
+"""
+
+from __future__ import annotations
+
+from itertools import zip_longest
+
+from graphpp.errors import ScheduleError
+from graphpp.schedules.table.actions import Action, Kind
+from graphpp.schedules.table.placement import all_on_one_rank, per_rank, positive, round_length
+from graphpp.schedules.table.schedule import Row, Schedule
+
+SEVERAL = "Interleaved1F1B and LoopedBFS take several stages"
+"""What to recommend where one stage per rank is not enough."""
+
+
+def gpipe(ranks: int, stages: int, microbatches: int) -> Schedule:
+    """All forwards, then all backwards in the same order (Huang et al. 2019, arXiv:1811.06965).
+
+    r0 0F0 0F1 0F2 .   .   .   .   0B0 0B1 0B2
+    r1 .   1F0 1F1 1F2 .   .   1B0 1B1 1B2
+    r2 .   .   2F0 2F1 2F2 2B0 2B1 2B2
+
+    One stage per rank; on a single rank any number of stages, the picture's columns one after another. The order is
+    that of torch's `ScheduleGPipe`.
+    """
+    if all_on_one_rank("GPipe", ranks, stages, microbatches, SEVERAL):
+        return one_after_another(gpipe(stages, stages, microbatches))
+
+    def row(rank: int) -> Row:
+        idle = 2 * (ranks - 1 - rank)
+        return (None,) * rank + every(Kind.F, rank, microbatches) + (None,) * idle + every(Kind.B, rank, microbatches)
+
+    return Schedule(tuple(map(row, range(ranks))), stages, microbatches, "GPipe")
+
+
+def one_f_one_b(ranks: int, stages: int, microbatches: int) -> Schedule:
+    """Forwards until the pipeline is full, then a backward after every forward (PipeDream-Flush, arXiv:2006.09503).
+
+    r0 0F0 0F1 .   .   0F2 0B0 0F3 0B1 .   0B2 .   0B3
+    r1 .   1F0 .   1F1 1B0 1F2 1B1 1F3 1B2 .   1B3
+    r2 .   .   2F0 2B0 2F1 2B1 2F2 2B2 2F3 2B3
+
+    Rank r warms up with w = min(microbatches, ranks-1-r) forwards, so at most w + 1 microbatches are alive on it. The
+    last rank sets the beat: F, B, F, B, ... from column ranks-1 on. Seen from there, rank r runs
+        B of microbatch m in column 2 ranks - 1 - r + 2m
+        F of microbatch m in column r + 2m, but the first w without pause from column r on
+
+    One stage per rank; on a single rank any number of stages, the columns one after another. torch's
+    `Schedule1F1B._get_pipeline_order` has the same order except on the last rank, where it is off by one.
+    """
+    if all_on_one_rank("1F1B", ranks, stages, microbatches, SEVERAL):
+        return one_after_another(one_f_one_b(stages, stages, microbatches))
+
+    def row(rank: int) -> Row:
+        warm_up = ranks - 1 - rank
+        at: dict[int, Action] = {}
+        for m in range(microbatches):
+            at[rank + (m if m < warm_up else 2 * m)] = Action(rank, Kind.F, m)
+            at[ranks + warm_up + 2 * m] = Action(rank, Kind.B, m)
+        return tuple(at.get(column) for column in range(1 + max(at)))
+
+    return Schedule(tuple(map(row, range(ranks))), stages, microbatches, "1F1B")
+
+
+def interleaved_1f1b(ranks: int, stages: int, microbatches: int) -> Schedule:
+    """1F1B with several stages per rank, k microbatches through one stage before the next (arXiv:2104.04473).
+
+    r0 0F0 0F1 2F0 2F1 .   .   0F2 2B0 0F3 2B1 2F2 0B0 2F3 0B1 .   2B2 .   2B3 .   0B2 .   0B3
+    r1 .   1F0 1F1 .   3F0 3B0 3F1 3B1 1F2 1B0 1F3 1B1 3F2 3B2 3F3 3B3 .   1B2 .   1B3
+       ----- warm-up ----- ---------- one F, one B ---------- -------- cool-down --------
+
+    The microbatches are dealt into rounds of k, and k is `ranks` or a little more, so `microbatches` must be a
+    multiple of max(1, microbatches // ranks). Equal to torch's `ScheduleInterleaved1F1B`, idle cells included.
+    """
+    chunks = per_rank("Interleaved1F1B", ranks, stages, microbatches)
+    k = round_length("Interleaved1F1B", ranks, microbatches)
+    total = chunks * microbatches
+
+    def action(kind: Kind, rank: int, step: int) -> Action:
+        chunk = step // k % chunks
+        if kind is Kind.B:
+            chunk = chunks - 1 - chunk
+        return Action(chunk * ranks + rank, kind, step // (k * chunks) * k + step % k)
+
+    def row(rank: int) -> Row:
+        hops = ranks - 1 - rank
+        forwards = [action(Kind.F, rank, step) for step in range(total)]
+        backwards = [action(Kind.B, rank, step) for step in range(total)]
+        warm_up = min(total, (chunks - 1) * k + 2 * hops)
+        idle = stages + 2 * hops - warm_up - rank if warm_up else 0
+        pairs = zip_longest(forwards[warm_up:], backwards)
+        return (None,) * rank + (*forwards[:warm_up], *(None,) * idle, *(cell for pair in pairs for cell in pair))
+
+    return Schedule(tuple(map(row, range(ranks))), stages, microbatches, "Interleaved1F1B")
+
+
+def looped_bfs(ranks: int, stages: int, microbatches: int) -> Schedule:
+    """Breadth first: all microbatches through one stage, then the next; backwards mirrored (arXiv:2211.05953).
+
+    r0 0F0 0F1 2F0 2F1 .   .   2B1 2B0 0B1 0B0
+    r1 .   1F0 1F1 3F0 3F1 3B1 3B0 1B1 1B0
+
+    Any number of microbatches. The backwards run in DESCENDING microbatch order. Equal to torch's
+    `ScheduleLoopedBFS`, idle cells included.
+    """
+    per_rank("LoopedBFS", ranks, stages, microbatches)
+
+    def row(rank: int) -> Row:
+        mine = range(rank, stages, ranks)
+        forwards = tuple(cell for stage in mine for cell in every(Kind.F, stage, microbatches))
+        backwards = tuple(cell for stage in mine for cell in every(Kind.B, stage, microbatches))
+        return (None,) * rank + forwards + (None,) * (2 * (ranks - 1 - rank)) + backwards[::-1]
+
+    return Schedule(tuple(map(row, range(ranks))), stages, microbatches, "LoopedBFS")
+
+
+def plain_loop(ranks: int, stages: int, microbatches: int) -> Schedule:
+    """One rank, one microbatch after another: the gradient-accumulation loop everybody writes without a pipeline.
+
+    r0 0F0 1F0 1B0 0B0 0F1 1F1 1B1 0B1
+    """
+    positive(ranks, stages, microbatches)
+    if ranks != 1:
+        raise ScheduleError(f"the plain loop runs on one rank, not on {ranks}; take 1F1B or Interleaved1F1B")
+    row: list[Action] = []
+    for m in range(microbatches):
+        row += [Action(stage, Kind.F, m) for stage in range(stages)]
+        row += [Action(stage, Kind.B, m) for stage in reversed(range(stages))]
+    return Schedule((tuple(row),), stages, microbatches, "loop")
+
+
+def every(kind: Kind, stage: int, microbatches: int) -> Row:
+    """One action of a stage for each microbatch."""
+    return tuple(Action(stage, kind, m) for m in range(microbatches))
+
+
+def one_after_another(schedule: Schedule) -> Schedule:
+    """All stages on one rank: column after column keeps every stage's own order and all data flow."""
+    row = tuple(cell for column in zip_longest(*schedule.table) for cell in column if cell is not None)
+    return Schedule((row,), schedule.stages, schedule.microbatches, schedule.name)

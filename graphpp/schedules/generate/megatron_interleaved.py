@@ -1,0 +1,223 @@
+"""Megatron-Core's interleaved schedule: its tables, as functions with its results, and as a `Schedule`.
+
+Contract
+    Megatron numbers a rank's stages as *chunks* 0, 1, ...; chunk c of rank r is stage c ranks + r. Chunks run
+    `group` microbatches each before the next chunk's turn (`microbatch_group_size_per_vp_stage`). An *order* is one
+    rank's list of signed chunk numbers from 1: +c a forward, -c a backward, and where weight gradients are separate,
+    -c their input gradients and -c - 0.5 their weight gradients. The names and results were compared with
+    megatron-core 0.16; its functions are named in the docstrings.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from itertools import accumulate, zip_longest
+
+from graphpp.errors import ScheduleError
+from graphpp.schedules.check.checker import check
+from graphpp.schedules.rewrite.add_idle_cells import in_time
+from graphpp.schedules.table.actions import Action, Kind
+from graphpp.schedules.table.placement import per_rank
+from graphpp.schedules.table.schedule import Row, Schedule
+
+Steps = list[tuple[int, int]]
+
+
+def schedule_table(microbatches: int, chunks: int, group: int) -> Steps:
+    """The forwards of a rank as (microbatch, chunk): `group` microbatches through each chunk, then the next group.
+
+    `schedule_table(5, 2, 3)`: (0,0) (1,0) (2,0) (0,1) (1,1) (2,1), (3,0) (4,0) (3,1) (4,1). Megatron's
+    `get_schedule_table`. Raises `ScheduleError` for a group of less than one microbatch.
+    """
+    if group < 1:
+        raise ScheduleError(f"a group has at least one microbatch, got group={group}")
+    starts = range(0, microbatches, group)
+    groups = [range(start, min(start + group, microbatches)) for start in starts]
+    return [(microbatch, chunk) for members in groups for chunk in range(chunks) for microbatch in members]
+
+
+def rank_microbatches(
+    microbatches: int,
+    chunks: int,
+    group: int | None,
+    ranks: int,
+    rank: int,
+    forward_only: bool = False,
+    overlap_moe_expert_parallel_comm: bool = False,
+) -> tuple[int, bool, int, int]:
+    """How many forwards a rank runs: (in total, whether all of them in the warm-up, in the warm-up, after it).
+
+    With one chunk (no virtual pipeline) the warm-up is one forward for each rank that comes after; with several, two
+    for each, (chunks - 1) groups, and one more for `overlap_moe_expert_parallel_comm`. `group` is not read for one
+    chunk. 4 ranks, 2 chunks, 8 microbatches in groups of 4: 10, 8, 6, 4 of 16. Megatron's `get_pp_rank_microbatches`.
+    """
+    if not 0 <= rank < ranks:
+        raise ScheduleError(f"rank {rank} does not exist among {ranks}; take 0..{ranks - 1}")
+    total = microbatches * chunks
+    hops = ranks - 1 - rank
+    if forward_only:
+        warm_up = total
+    elif ranks == 1:
+        warm_up = 0
+    elif chunks == 1:
+        warm_up = hops
+    else:
+        warm_up = 2 * hops + (chunks - 1) * (group or ranks) + overlap_moe_expert_parallel_comm
+    return total, warm_up >= total, min(warm_up, total), max(0, total - warm_up)
+
+
+def table_to_order(
+    warm_up: int,
+    chunks: int,
+    table: Sequence[tuple[int, int]],
+    *,
+    layers: Sequence[int] | None = None,
+    weight_grads: bool = False,
+) -> list[int] | list[float]:
+    """The order of a rank: `warm_up` forwards, then a forward and a backward in turn, then the backwards left.
+
+    Megatron's `convert_schedule_table_to_order`; with `layers` or `weight_grads` the result of `layered_order`, one
+    layer for each chunk unless `layers` says otherwise.
+    """
+    forwards = [chunk + 1 for _, chunk in table]
+    backwards = [chunk - chunks for _, chunk in table]
+    pairs = zip_longest(forwards[warm_up:], backwards, fillvalue=0)
+    order = forwards[:warm_up] + [step for pair in pairs for step in pair if step]
+    if layers is None and not weight_grads:
+        return order
+    return layered_order(order, layers or [1] * chunks, weight_grads)[0]
+
+
+def layered_order(
+    order: Sequence[int], layers: Sequence[int], weight_grads: bool = False
+) -> tuple[list[float], list[list[int] | None]]:
+    """An order of chunks as one of their layers, numbered from 1 through all chunks; chunk c has `layers[c - 1]`.
+
+    Where forwards and backwards take turns, a backward is paired with the forward after it, and their layers go
+    together: forward layer, backward layer, and with `weight_grads` the weight gradients (layer - 0.5) of that layer.
+    Beside it, for each forward, [chunk, layer in the chunk], both from 0; None for a backward.
+    `layered_order([1, 2, -2, 1, -1, -1], [1, 2], True)[0]` is 1 2 3 1 -3 -3.5 -2 -2.5 -1 -1.5 -1 -1.5. Megatron's
+    `get_overlap_moe_expert_parallel_comm_order`.
+    """
+    first = next((at for at, step in enumerate(order) if step < 0), len(order))
+    last = max((at for at, step in enumerate(order) if step > 0), default=-1)
+    taking_turns = order[first : last + 1]
+    woven = [
+        *((step, None) for step in order[:first]),
+        *zip(taking_turns[1::2], taking_turns[0::2], strict=False),
+        *((None, step) for step in order[max(last + 1, first) :]),
+    ]
+    starts = [0, *accumulate(layers)]
+    made = [item for forward, backward in woven for item in _woven(forward, backward, starts, weight_grads)]
+    return [layer for layer, _ in made], [source for _, source in made]
+
+
+def _woven(
+    forward: int | None, backward: int | None, starts: Sequence[int], weight_grads: bool
+) -> Iterator[tuple[float, list[int] | None]]:
+    """(layer, source) of a forward and a backward side by side, either of which may be missing."""
+    ahead = range(starts[forward - 1], starts[forward]) if forward else range(0)
+    back = range(starts[-backward - 1], starts[-backward])[::-1] if backward else range(0)
+    for step, (one, other) in enumerate(zip_longest(ahead, back)):
+        if one is not None and forward:
+            yield one + 1, [forward - 1, step]
+        if other is not None:
+            yield -other - 1, None
+            if weight_grads and step < len(back) - 1:
+                yield -other - 1.5, None
+    if weight_grads and back:  # the last one after all forwards, as Megatron has it
+        yield -back[-1] - 1.5, None
+
+
+def recomputed(microbatch: int, warm_up: int, n: int) -> bool:
+    """Whether a microbatch is recomputed fully under `num_microbatches_with_partial_activation_checkpoints=n`.
+
+    Of each window of `warm_up` + 1 microbatches, which is how many are alive at a time, the first n are not.
+    `microbatch` counts a rank's forwards, through all of its chunks. The rule in Megatron's
+    `forward_backward_pipelining_...` functions (Korthikanti et al. 2022, arXiv:2205.05198, appendix C).
+    """
+    return microbatch % (warm_up + 1) >= n
+
+
+def recompute_partially(schedule: Schedule, n: int) -> Schedule:
+    """The schedule with `recomputed` set by that rule: on each rank, of every window of forwards all but the first n.
+
+    A window is as many forwards as a rank runs up to its first backward. 1F1B on 2 ranks, 4 microbatches, n = 1:
+    rank 0, with windows of 2, recomputes microbatches 1 and 3, rank 1, with windows of 1, none.
+    """
+    again = set()
+    for row in schedule.table:
+        leaves = [leaf for action in row if action for leaf in action.leaves]
+        first = next((at for at, leaf in enumerate(leaves) if leaf.kind in (Kind.B, Kind.I)), len(leaves))
+        window = sum(leaf.kind is Kind.F for leaf in leaves[:first])
+        forwards = [leaf for leaf in leaves if leaf.kind is Kind.F]
+        again |= {
+            (leaf.stage, leaf.microbatch or 0) for at, leaf in enumerate(forwards) if recomputed(at, window - 1, n)
+        }
+    return replace(schedule, recomputed=frozenset(again))
+
+
+def megatron_interleaved(ranks: int, stages: int, microbatches: int, *, group: int | None = None) -> Schedule:
+    """Interleaved 1F1B with any `microbatch_group_size_per_vp_stage`: `group` microbatches per chunk and turn.
+
+    r0 0F0 0F1 0F2 2F0 2F1 2F2 2B0 0F3 2B1 0F4 2B2 2F3 0B0 2F4 0B1 .   0B2 .   2B3 2B4 0B3 0B4
+    r1 .   1F0 1F1 1F2 3F0 3B0 3F1 3B1 3F2 3B2 1F3 1B0 1F4 1B1 3F3 1B2 3F4 3B3 3B4 1B3 1B4
+
+    Above: 5 microbatches in groups of 3. A group has at least `ranks` microbatches, or all of them, and so has the
+    group at the end; None takes the smallest such number. One stage per rank has no groups: that is 1F1B.
+    """
+    chunks = per_rank("MegatronInterleaved", ranks, stages, microbatches)
+    group = least_group("MegatronInterleaved", ranks, microbatches, group)
+    steps = schedule_table(microbatches, chunks, group)
+    warm_ups = [rank_microbatches(microbatches, chunks, group, ranks, rank)[2] for rank in range(ranks)]
+    if ranks == 1:  # Megatron has no schedule for that; a microbatch's forwards must run before its first backward
+        warm_ups = [(chunks - 1) * group]
+    return from_orders([table_to_order(warm_up, chunks, steps) for warm_up in warm_ups], name="MegatronInterleaved")
+
+
+def from_orders(orders: Sequence[Sequence[float]], *, name: str = "Megatron order") -> Schedule:
+    """The schedule of one order per rank, on the clock: a chunk's n-th forward or backward is that of microbatch n.
+
+    All ranks have the same chunks. -c - 0.5 is the W of chunk c, whose -c is then an I, otherwise a B. Raises
+    `ScheduleError` for a number that is no chunk, an order that cannot run, and one that does not end.
+    """
+    chunks = max((int(abs(step)) for order in orders for step in order), default=0)
+    rows = [_row(rank, len(orders), order) for rank, order in enumerate(orders)]
+    microbatches = 1 + max((action.microbatch or 0 for row in rows for action in row if action), default=-1)
+    stages = chunks * len(orders)
+    made = Schedule(tuple(map(tuple, rows)), stages, microbatches, name)
+    check(made, ranks=len(orders), stages=stages, microbatches=microbatches)
+    return replace(made, table=in_time(rows, stages))
+
+
+def _row(rank: int, ranks: int, order: Sequence[float]) -> Row:
+    split = {int(-step) for step in order if step < 0 and step % 1}
+    seen: Counter[float] = Counter()
+    row: list[Action] = []
+    for step in order:
+        if abs(step) < 1 or (step != int(step) and (step > 0 or step % 1 != 0.5)):
+            raise ScheduleError(f"rank {rank}: {step} is no step; write +c, -c, or -c - 0.5 for chunk c from 1 on")
+        chunk = int(abs(step))
+        kind = Kind.F if step > 0 else Kind.W if step % 1 else Kind.I if chunk in split else Kind.B
+        row.append(Action((chunk - 1) * ranks + rank, kind, seen[step]))
+        seen[step] += 1
+    return tuple(row)
+
+
+def least_group(name: str, ranks: int, microbatches: int, group: int | None) -> int:
+    """The group asked for, or the smallest that fits; `ScheduleError` if the one asked for does not.
+
+    Megatron's own conditions, except that fewer microbatches than ranks are one group.
+    """
+    least = min(ranks, microbatches)
+    legal = [
+        size for size in range(least, microbatches + 1) if microbatches % size == 0 or microbatches % size >= least
+    ]
+    if group is not None and group not in legal:
+        raise ScheduleError(
+            f"{name} on {ranks} ranks does not admit groups of {group} of {microbatches} microbatches: each group, and "
+            f"the rest at the end, has at least {least}; groups of {', '.join(map(str, legal))} fit"
+        )
+    return legal[0] if group is None else group

@@ -1,0 +1,62 @@
+"""The schedules known by name: functions from (ranks, stages, microbatches) to a table.
+
+Contract
+    Every function returns a compute-only `Schedule` that `graphpp.schedules.check.checker.check` accepts, or raises
+    `ScheduleError` saying what would fit. A new schedule is one more function, in the file it fits, and one more line
+    in `SCHEDULES`; where a rank has more than one stage, also in `SEVERAL_PER_RANK`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from graphpp.schedules.generate.combined_1f1b import combined_1f1b
+from graphpp.schedules.generate.forward_only import forward_only
+from graphpp.schedules.generate.gpipe_1f1b import gpipe, interleaved_1f1b, looped_bfs, one_f_one_b, plain_loop
+from graphpp.schedules.generate.megatron_interleaved import megatron_interleaved
+from graphpp.schedules.generate.v_half_v_min import v_half, v_min
+from graphpp.schedules.generate.zbv_dualpipev import dual_pipe_v, zbv_zero_bubble
+from graphpp.schedules.generate.zero_bubble import interleaved_zero_bubble, zb1p, zb2p
+from graphpp.schedules.table.placement import stage_ids as stage_ids
+from graphpp.schedules.table.schedule import Schedule
+
+Generator = Callable[[int, int, int], Schedule]
+
+
+def auto(ranks: int, stages: int, microbatches: int) -> Schedule:
+    """The plain loop on one rank, 1F1B for one stage per rank, Interleaved1F1B for several."""
+    if ranks == 1:
+        return plain_loop(ranks, stages, microbatches)
+    return (one_f_one_b if stages == ranks else interleaved_1f1b)(ranks, stages, microbatches)
+
+
+SCHEDULES: dict[str, Generator] = {
+    "auto": auto,
+    "GPipe": gpipe,
+    "1F1B": one_f_one_b,
+    "Interleaved1F1B": interleaved_1f1b,
+    "LoopedBFS": looped_bfs,
+    "MegatronInterleaved": megatron_interleaved,
+    "Combined1F1B": combined_1f1b,
+    "InterleavedZeroBubble": interleaved_zero_bubble,
+    "ZB1P": zb1p,
+    "ZB2P": zb2p,
+    "ZBVZeroBubble": zbv_zero_bubble,
+    "DualPipeV": dual_pipe_v,
+    "V-Half": v_half,
+    "V-Min": v_min,
+    "ForwardOnly": forward_only,
+}
+ALIASES = {"ZB-H1": "ZB1P", "ZB-H2": "ZB2P"}
+"""Other names for the same schedules."""
+
+_SEVERAL = (interleaved_1f1b, looped_bfs, megatron_interleaved, interleaved_zero_bubble)
+_V = (zbv_zero_bubble, dual_pipe_v, v_half, v_min)
+SEVERAL_PER_RANK = frozenset({*_SEVERAL, *_V})
+"""Those made for more than one stage per rank, on a V exactly two."""
+
+
+def usual_stages(generator: object, ranks: int) -> int:
+    """How many stages to make for a schedule where nobody says."""
+    several = generator in SEVERAL_PER_RANK or (generator is combined_1f1b and ranks > 1)
+    return 2 * ranks if several else ranks

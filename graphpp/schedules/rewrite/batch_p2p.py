@@ -1,0 +1,127 @@
+"""Fuses sends and receives of a rank into batches that are posted in one call, as a pass over the table.
+
+Contract
+    in    a schedule with communication that `graphpp.schedules.check.checker.check` accepts; the verbs to use
+    out   the same actions, some sends and receives of a rank now the parts of one P2P; `check` accepts it
+
+    A verb is what Megatron-LM's `p2p_communication` calls by that name: the kinds that may be in one batch, each at
+    most once, and whether they must have one peer. In the steady state of 1F1B one call then stands where two were:
+
+        1RECV_F2 1B1 1SEND_B1 1F2   ->   1B1 (1RECV_F2;1SEND_B1)P2P 1F2
+
+    A receive moves later, up to its reader, to a send; a send passes other messages, but no computation. Under `all` a
+    send may wait for another send beyond a computation, and receives up to the next send come earlier to it. Messages of
+    one channel never pass each other. From left to right, rank by rank, each batch is made that fits and that closes no
+    cycle of waits as `graphpp.schedules.check.deadlock` defines them. The ends of a message need not both be in batches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from graphlib import CycleError
+from typing import NamedTuple
+
+from graphpp.errors import ScheduleError
+from graphpp.schedules.rewrite.add_send_recv import add_communication
+from graphpp.schedules.rewrite.p2p_batches import Batches, Channel, Node, readers
+from graphpp.schedules.rewrite.topological_order import Order
+from graphpp.schedules.table.actions import SENDS, Action, Kind
+from graphpp.schedules.table.schedule import Schedule
+
+
+class Verb(NamedTuple):
+    """Kinds that may be in one batch; `one_peer`: only if one rank is at their other ends. `wide`: moves like `all`."""
+
+    kinds: frozenset[Kind]
+    one_peer: bool
+    wide: bool = False
+
+
+VERBS: Mapping[str, Verb] = {
+    "send_forward_recv_backward": Verb(frozenset({Kind.SEND_F, Kind.RECV_B}), True),
+    "send_backward_recv_forward": Verb(frozenset({Kind.SEND_B, Kind.RECV_F}), True),
+    "send_forward_recv_forward": Verb(frozenset({Kind.SEND_F, Kind.RECV_F}), False),
+    "send_backward_recv_backward": Verb(frozenset({Kind.SEND_B, Kind.RECV_B}), False),
+    "all": Verb(frozenset({Kind.SEND_F, Kind.RECV_F, Kind.SEND_B, Kind.RECV_B}), False, wide=True),
+}
+PAIRS = ("send_forward_recv_backward", "send_backward_recv_forward")
+"""Those whose messages have one peer."""
+
+
+def fuse_communication(schedule: Schedule, verbs: Sequence[str] = PAIRS) -> Schedule:
+    """The schedule with batches, made verb by verb in the order given; one without sends and receives gets them first.
+
+    Raises `ScheduleError` for an unknown verb, or if `schedule` has a deadlock already.
+    """
+    unknown = [verb for verb in verbs if verb not in VERBS]
+    if unknown:
+        raise ScheduleError(f"unknown verb {unknown[0]!r}; take {', '.join(VERBS)}")
+    if not schedule.has_communication:
+        schedule = add_communication(schedule)
+    rows = [Batches(rank, row, schedule.rank_of_stage) for rank, row in enumerate(schedule.table)]
+    try:
+        order = Order(edge for row in rows for edge in row.edges())
+    except CycleError:
+        raise ScheduleError(f"{schedule.name} has a deadlock before anything is fused; `check` names the cycle") from None
+    for verb in verbs:
+        for row in rows:
+            _fuse(row, VERBS[verb], order)
+    table = tuple(row.cells() for row in rows)
+    return replace(schedule, table=table)
+
+
+def _fuse(rank: Batches, verb: Verb, order: Order[Node]) -> None:
+    """Make the batches of one verb, from left to right."""
+    for start in list(rank.places):
+        at: int | None = start
+        while at is not None and at in rank.columns:
+            at = _grow(rank, at, verb, order)
+
+
+def _grow(rank: Batches, at: int, verb: Verb, order: Order[Node]) -> int | None:
+    """Join the messages at `at` with the next that fit; where they stand then, or None."""
+    for other, place in _reachable(rank, at, verb):
+        gone = at if place == other else other
+        if _fit(rank, rank.leaves(at) + rank.leaves(other), verb) and rank.join(gone, place, order):
+            return place
+    return None
+
+
+def _reachable(rank: Batches, at: int, verb: Verb) -> Iterator[tuple[int, int]]:
+    """(others' column, column to meet at): those that the messages at `at` can go to, or that can come to them."""
+    mine, later, crossed = rank.leaves(at), True, set[Channel]()
+    for column in range(at + 1, len(rank.row)):
+        action = rank.row[column]
+        if column in rank.columns:
+            other = rank.leaves(column)
+            if later:
+                yield column, column
+            elif not _sends(other) and not crossed & rank.channels(other):
+                yield column, at
+            crossed |= rank.channels(other)
+            later = later and not rank.channels(mine) & rank.channels(other)
+            wide = verb.wide and not _sends(other)
+        elif action is not None and not action.is_communication:
+            later, wide = later and _may_pass(mine, action, verb), verb.wide
+        if not later and not wide:
+            return
+
+
+def _fit(rank: Batches, leaves: Sequence[Action], verb: Verb) -> bool:
+    """Whether these messages may be one batch."""
+    kinds = {leaf.kind for leaf in leaves}
+    fit = len(kinds) == len(leaves) and kinds <= verb.kinds and bool(kinds & SENDS)
+    return fit and (not verb.one_peer or len({rank.peer(leaf) for leaf in leaves}) == 1)
+
+
+def _sends(leaves: Sequence[Action]) -> bool:
+    return any(leaf.kind in SENDS for leaf in leaves)
+
+
+def _may_pass(messages: Sequence[Action], computation: Action, verb: Verb) -> bool:
+    """Whether the messages may stand after the computation instead of before it."""
+    if _sends(messages) and not verb.wide:
+        return False
+    read = {reader for leaf in messages for reader in readers(leaf)}
+    return not read.intersection(computation.leaves)

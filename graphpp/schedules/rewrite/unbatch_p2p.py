@@ -1,0 +1,74 @@
+"""Takes batches apart into single sends and receives, for a transport that posts, or blocks on, one after another.
+
+Contract
+    in    a schedule whose batches (P2P) `graphpp.schedules.check.checker.check` accepts
+    out   the same without batches, which `check` accepts too: no order of the ranks' calls hangs, not even if each send
+          blocks until it is received
+
+        r0 (0SEND_F1;0RECV_B0)P2P        r0 0SEND_F1 0RECV_B0
+        r1 (1RECV_F1;1SEND_B0)P2P   ->   r1 1RECV_F1 1SEND_B0
+
+    Even ranks post a batch's sends before its receives, odd ranks its receives before its sends, so that of two
+    neighbours one listens while the other talks. Where that would hang, because two ranks that exchange are both even or
+    both odd, or because a message's other end is in a batch of other messages, all ranks follow one total order of the
+    messages: one in which the batched table can run, with messages of even ranks first where there is a choice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from graphlib import TopologicalSorter
+from heapq import heappop, heappush
+from itertools import count
+
+from graphpp.schedules.check.case import Case, Place
+from graphpp.schedules.check.deadlock import Node, find_cycle, waits
+from graphpp.schedules.table.actions import SENDS, Action, Kind
+from graphpp.schedules.table.schedule import Schedule
+
+Key = Callable[[int, Action], int]
+
+
+def order_even_odd(schedule: Schedule) -> Schedule:
+    """The schedule without batches; sends and receives that are in none stay as they are."""
+    apart = _apart(schedule, _by_parity)
+    return _apart(schedule, _by_order(schedule)) if find_cycle(Case.of(apart)) else apart
+
+
+def _by_parity(rank: int, leaf: Action) -> int:
+    return int((leaf.kind in SENDS) == bool(rank % 2))
+
+
+def _by_order(schedule: Schedule) -> Key:
+    """Where a message stands in an order in which all of them can be over, one at a time."""
+    case = Case.of(schedule)
+    place = {node: number for number, node in enumerate(_one_at_a_time(case))}
+    send_of = {receive: send for _, send, receive in case.messages}
+    return lambda rank, leaf: place[send_of.get(leaf, leaf)]
+
+
+def _one_at_a_time(case: Case) -> Iterator[Node]:
+    """All computations and messages; whatever an even rank sends goes before what an odd one does, if both can go."""
+    graph = TopologicalSorter(waits(case))
+    graph.prepare()
+    ready: list[tuple[int, int, Node]] = []
+    tie = count()
+    while graph.is_active():
+        for node in graph.get_ready():
+            urgency = 0 if isinstance(node, Place) else 1 + case.where[node].rank % 2
+            heappush(ready, (urgency, next(tie), node))
+        _, _, node = heappop(ready)
+        graph.done(node)
+        yield node
+
+
+def _apart(schedule: Schedule, key: Key) -> Schedule:
+    def single(rank: int, cell: Action | None) -> Sequence[Action | None]:
+        if cell is None or cell.kind is not Kind.P2P:
+            return [cell]
+        return sorted(cell.parts, key=lambda leaf: key(rank, leaf))
+
+    rows = enumerate(schedule.table)
+    table = tuple(tuple(each for cell in row for each in single(rank, cell)) for rank, row in rows)
+    return replace(schedule, table=table)

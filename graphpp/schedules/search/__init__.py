@@ -1,0 +1,1 @@
+"""The search behind `graphpp.schedules.search.scheduler`: problem, patterns, decoding, filling, improving, tables."""

@@ -1,0 +1,77 @@
+"""Between tables of actions and the numbers of the search."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+from graphpp.schedules.search.evaluate_order import Candidate, Solution
+from graphpp.schedules.search.problem import Problem
+from graphpp.schedules.table.actions import Action, Kind
+from graphpp.schedules.table.schedule import Row, Schedule
+
+_KINDS = (Kind.F, Kind.I, Kind.W)
+
+
+def candidate_of(problem: Problem, schedule: Schedule) -> Candidate:
+    """The order of a table's forwards and backwards; its whole backwards stay whole where that has an advantage."""
+    count = problem.count
+    orders: list[list[int]] = []
+    whole = bytearray(count)
+    for row in schedule.table:
+        orders.append([])
+        for leaf in (leaf for action in row if action for leaf in action.leaves):
+            assert leaf.microbatch is not None
+            op = leaf.stage * problem.microbatches + leaf.microbatch
+            if leaf.kind in (Kind.B, Kind.I):
+                whole[op] = leaf.kind is Kind.B and problem.prefers_whole(leaf.stage)
+            if leaf.kind is not Kind.W:
+                orders[-1].append(op if leaf.kind is Kind.F else count + op)
+    return Candidate(orders, whole, [1.0] * problem.ranks)
+
+
+def schedule_of(problem: Problem, solution: Solution, name: str, *, join: bool) -> Schedule:
+    """The table of a solution. `join`: I and W become B where nobody waits for the I alone."""
+    joined = (
+        {op - problem.count for row in solution.rows for op in _joinable(problem, solution, row)} if join else set()
+    )
+    joined |= {x for x, whole in enumerate(solution.candidate.whole) if whole}
+
+    def row_of(row: list[int]) -> Row:
+        cells: list[Action] = []
+        for op in row:
+            kind, x = divmod(op, problem.count)
+            stage, microbatch = divmod(x, problem.microbatches)
+            if kind == 0 or x not in joined:
+                cells.append(Action(stage, _KINDS[kind], microbatch))
+            elif kind == 1:
+                cells.append(Action(stage, Kind.B, microbatch))
+        return tuple(cells)
+
+    return Schedule(tuple(map(row_of, solution.rows)), problem.stages, problem.microbatches, name)
+
+
+def _joinable(problem: Problem, solution: Solution, row: list[int]) -> list[int]:
+    """Input gradients with their weight gradients right behind them, whose reader starts after these anyway."""
+    count, step, ends = problem.count, problem.microbatches, solution.ends
+    found = []
+    for op, following in pairwise(row):
+        stage = op % count // step
+        if following != op + count or problem.whole[stage] > problem.took[op] + problem.took[following] + 1e-9:
+            continue
+        reader = op - step
+        if (
+            stage
+            and ends[reader] - _time(problem, solution, reader) < _after(problem, ends[op], reader, following) - 1e-9
+        ):
+            continue
+        found.append(op)
+    return found
+
+
+def _after(problem: Problem, end: float, reader: int, weight: int) -> float:
+    return end + problem.took[weight] + problem.lag[reader]
+
+
+def _time(problem: Problem, solution: Solution, op: int) -> float:
+    whole = solution.candidate.whole[op - problem.count]
+    return problem.whole[(op - problem.count) // problem.microbatches] if whole else problem.took[op]

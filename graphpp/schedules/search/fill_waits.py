@@ -1,0 +1,131 @@
+"""Fills the waits of an order: what is there already goes ahead of what its rank would wait for.
+
+Contract
+    in    a `Candidate` whose order can run, and how far down each rank's list to look
+    out   a `Candidate` with another order that can run, within the same memory
+
+The ranks run in the order of time, as a list scheduler's do. Where the next operation of a rank is not there yet, the
+first of the following ones that is there and not of the same stage and kind as one it would overtake is taken, if
+all that comes before its old place still fits into memory with it. So a plan for memory stays one.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterator
+
+from graphpp.schedules.search.evaluate_order import Candidate
+from graphpp.schedules.search.problem import Problem
+
+
+def fill(problem: Problem, candidate: Candidate, window: int) -> Candidate:
+    """The candidate with its waits filled, looking at `window` operations on each rank."""
+    ranks = _Ranks(problem, candidate, window)
+    while ranks.events:
+        now, rank = heapq.heappop(ranks.events)
+        if now >= ranks.free[rank] - 1e-12 and ranks.at[rank] < len(ranks.orders[rank]):
+            ranks.act(rank, now)
+    return Candidate(ranks.orders, candidate.whole, candidate.patience)
+
+
+class _Ranks:
+    """`base`: the bytes alive on a rank if all weight gradients that can run have; `live`: those that are."""
+
+    def __init__(self, problem: Problem, candidate: Candidate, window: int) -> None:
+        self.problem, self.whole, self.window = problem, candidate.whole, window
+        self.orders = [list(order) for order in candidate.orders]
+        self.ends = [-1.0] * (2 * problem.count) + [0.0]
+        self.at, self.free = [0] * problem.ranks, [0.0] * problem.ranks
+        self.base, self.live = [0] * problem.ranks, [0] * problem.ranks
+        self.weights: list[list[int]] = [[] for _ in range(problem.ranks)]
+        self.events = [(0.0, rank) for rank in range(problem.ranks)]
+
+    def act(self, rank: int, now: float) -> None:
+        """Start what the rank does at this time, and note when to look at it again."""
+        problem, order, at = self.problem, self.orders[rank], self.at[rank]
+        there = self._there(order[at])
+        place = at if 0 <= there <= now + 1e-9 else self._ahead(rank, now)
+        if place is None:
+            first = self.weights[rank][0] if self.weights[rank] else None
+            # What it waits for is not even running where `there` is unknown; then it takes its own time at least.
+            until = there if there >= 0 else now + self._time(problem.reads[order[at]])
+            if first is not None and until - now >= problem.took[first] - 1e-9:
+                self._weight(rank, now)
+            elif there >= 0:
+                heapq.heappush(self.events, (there, rank))
+        elif self._fits(rank, order[place]):
+            order.insert(at, order.pop(place))
+            self._run(rank, order[at], now)
+        else:
+            self._weight(rank, now)
+
+    def _there(self, op: int) -> float:
+        """When its input is on the rank; negative while that is not known."""
+        end = self.ends[self.problem.reads[op]]
+        return end if end < 0 else end + self.problem.lag[op] if self.problem.reads[op] >= 0 else 0.0
+
+    def _ahead(self, rank: int, now: float) -> int | None:
+        """The place in the order of what may go ahead; None if nothing may."""
+        problem, count = self.problem, self.problem.count
+        most = base = self.base[rank]
+        overtaken: set[int] = set()
+        for place, op, size in self._next(rank):
+            stream = op // problem.microbatches  # kind and stage: its operations keep their order
+            fits = op >= count or most + size <= problem.cap[rank]
+            if overtaken and stream not in overtaken and fits and 0 <= self._there(op) <= now + 1e-9:
+                return place
+            overtaken.add(stream)
+            base += size
+            most = max(most, base)
+        return None
+
+    def _next(self, rank: int) -> Iterator[tuple[int, int, int]]:
+        order, at, problem = self.orders[rank], self.at[rank], self.problem
+        for place in range(at, min(len(order), at + self.window)):
+            op = order[place]
+            size = problem.saved[op % problem.count // problem.microbatches]
+            yield place, op, size if op < problem.count else -size
+
+    def _fits(self, rank: int, op: int) -> bool:
+        """Whether it fits as it is; if not, pending weight gradients have to go first."""
+        size = self.problem.saved[op // self.problem.microbatches] if op < self.problem.count else 0
+        return self.live[rank] + size <= self.problem.cap[rank] or not self.weights[rank]
+
+    def _time(self, op: int) -> float:
+        count = self.problem.count
+        if op >= count and self.whole[op - count]:
+            return self.problem.whole[(op - count) // self.problem.microbatches]
+        return self.problem.took[op]
+
+    def _weight(self, rank: int, now: float) -> None:
+        weight = self.weights[rank].pop(0)
+        self.live[rank] -= self.problem.kept[weight % self.problem.count // self.problem.microbatches]
+        self.free[rank] = now + self.problem.took[weight]
+        heapq.heappush(self.events, (self.free[rank], rank))
+
+    def _run(self, rank: int, op: int, now: float) -> None:
+        problem, count = self.problem, self.problem.count
+        end = self.free[rank] = self.ends[op] = now + self._time(op)
+        stage = op % count // problem.microbatches
+        self.at[rank] += 1
+        if op < count:
+            self.base[rank] += problem.saved[stage]
+            self.live[rank] += problem.saved[stage]
+        else:
+            self.base[rank] -= problem.saved[stage]
+            self.live[rank] -= problem.saved[stage]
+            if not self.whole[op - count]:
+                self.live[rank] += problem.kept[stage]
+                self.weights[rank].append(op + count)
+        heapq.heappush(self.events, (end, rank))
+        for reader in self._readers(op, stage):
+            other = problem.home[reader % count // problem.microbatches]
+            heapq.heappush(self.events, (max(end + problem.lag[reader], self.free[other]), other))
+
+    def _readers(self, op: int, stage: int) -> Iterator[int]:
+        step = self.problem.microbatches
+        if op >= self.problem.count:
+            if stage > 0:
+                yield op - step
+        else:
+            yield op + step if stage < self.problem.stages - 1 else op + self.problem.count

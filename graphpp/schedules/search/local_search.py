@@ -1,0 +1,95 @@
+"""Makes a solution better, step by step: a piece of one microbatch's way is moved in time on all its ranks at once.
+
+Contract
+    in    a `Solution`, how many steps to take, and a source of randomness
+    out   the best `Solution` met; the same for the same arguments on every machine (only +, - and * decide)
+
+A step takes the ends of the solution at hand, shifts those of some successive steps of a microbatch (or of a few in a
+row), sorts each rank by them again and decodes. What is not much worse is gone on from, the less so the later
+(threshold accepting, Dueck and Scheuer 1990). Moving a piece on all ranks together is what gets past the plateaus: on
+one rank alone nearly every exchange only adds a wait.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from random import Random
+
+from graphpp.schedules.search.evaluate_order import Candidate, Solution, decode
+from graphpp.schedules.search.problem import Problem
+
+_PATIENCE = (0.0, 0.25, 0.5, 0.75, 1.0)
+
+
+def improve(problem: Problem, start: Solution, steps: int, random: Random, heat: float = 0.5) -> Solution:
+    """Take `steps` steps; stops early where nothing better can exist. `heat`: what is tolerated at first, in operations."""
+    moves = _Moves(problem, random)
+    bound = problem.bound() * (1 + 1e-9)
+    best = current = start
+    for step in range(steps):
+        if best.makespan <= bound:
+            break
+        luck = random.random()
+        limit = current.value + heat * moves.unit * (1 - step / steps) * luck * luck * luck * luck
+        candidate = moves.neighbour(current)
+        found = candidate and decode(problem, candidate, limit + 1e-9)
+        if found and found.value <= limit + 1e-9:
+            current = found
+            if (found.makespan, found.value) < (best.makespan - 1e-9, best.value):
+                best = found
+    return best
+
+
+class _Moves:
+    def __init__(self, problem: Problem, random: Random) -> None:
+        self.problem, self.random = problem, random
+        self.unit = problem.period() * problem.ranks / (3 * problem.stages)
+        self.flips = [stage for stage in range(problem.stages) if problem.prefers_whole(stage)]
+
+    def neighbour(self, solution: Solution) -> Candidate | None:
+        luck = self.random.random()
+        if luck < 0.04:
+            return self._patience(solution.candidate)
+        if luck < 0.2 and self.flips:
+            return self._flip(solution.candidate)
+        return self._shift(solution)
+
+    def _patience(self, old: Candidate) -> Candidate:
+        patience = list(old.patience)
+        patience[self.random.randrange(self.problem.ranks)] = self.random.choice(_PATIENCE)
+        return Candidate(old.orders, old.whole, patience)
+
+    def _flip(self, old: Candidate) -> Candidate:
+        whole = bytearray(old.whole)
+        stage = self.random.choice(self.flips) * self.problem.microbatches
+        for microbatch in self._microbatches():
+            whole[stage + microbatch] ^= 1
+        return Candidate(old.orders, whole, old.patience)
+
+    def _shift(self, solution: Solution) -> Candidate | None:
+        problem, old, ends = self.problem, solution.candidate, solution.ends
+        by = self.unit * self.random.choice((-1, 1)) * (0.5 + 5 * self.random.random() * self.random.random())
+        piece = self._piece()
+        moved = {op + m: ends[op + m] + by for m in self._microbatches() for op in piece}
+        orders = list(old.orders)
+        for rank in {problem.home[op % problem.count // problem.microbatches] for op in piece}:
+            orders[rank] = sorted(old.orders[rank], key=lambda op: moved.get(op, ends[op]))
+        return Candidate(orders, old.whole, old.patience) if orders != old.orders else None
+
+    def _microbatches(self) -> Sequence[int]:
+        first = self.random.randrange(self.problem.microbatches)
+        if self.random.random() < 0.8:
+            return (first,)
+        return range(first, min(self.problem.microbatches, first + self.random.randint(1, 5)))
+
+    def _piece(self) -> list[int]:
+        """Some successive steps of microbatch 0's way: one, the rest of a leg, or any."""
+        stages, ranks = self.problem.stages, self.problem.ranks
+        first, luck = self.random.randrange(2 * stages), self.random.random()
+        last = first
+        if luck > 0.7:
+            last = self.random.randrange(first, 2 * stages)
+        elif luck > 0.3:
+            last = min(2 * stages, (first // ranks + 1) * ranks) - 1
+        path = [*range(stages), *range(2 * stages - 1, stages - 1, -1)]
+        return [step * self.problem.microbatches for step in path[first : last + 1]]

@@ -1,0 +1,111 @@
+"""What a schedule is asked for: counts, bytes per rank, and where the stages may stand.
+
+Contract
+    Every function returns what the search needs or raises `ScheduleError` saying what would fit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import partial
+from math import inf
+
+from graphpp.errors import ScheduleError
+from graphpp.schedules.check.peak_memory import peak_bytes
+from graphpp.schedules.table.actions import Action, Kind
+from graphpp.schedules.table.costs import Costs, StageCosts
+from graphpp.schedules.table.schedule import Schedule
+
+Home = Mapping[int, int]
+
+
+def check_counts(ranks: int, microbatches: int) -> None:
+    """At least one of each."""
+    if any(type(count) is not int or count < 1 for count in (ranks, microbatches)):
+        raise ScheduleError(f"a schedule needs at least one rank and one microbatch, not {ranks} and {microbatches}")
+
+
+def caps_of(memory_cap: int | Sequence[int] | None, ranks: int) -> list[float]:
+    """The bytes of each rank; without a cap any number."""
+    if memory_cap is None:
+        return [inf] * ranks
+    caps = list(memory_cap) if isinstance(memory_cap, Sequence) else [memory_cap] * ranks
+    if not all(isinstance(cap, int | float) and cap == cap for cap in caps):
+        raise ScheduleError(f"memory_cap={memory_cap!r} is no number of bytes; give one, or one for each of {ranks} ranks")
+    if len(caps) != ranks:
+        raise ScheduleError(
+            f"memory_cap gives {len(caps)} ranks their bytes, but there are {ranks}; give one or {ranks}"
+        )
+    return [float(cap) for cap in caps]
+
+
+def placements(stages: int, placement: str | Home | None, ranks: int) -> list[dict[int, int]]:
+    """The placements to try, each stage -> rank."""
+    if placement is not None and not isinstance(placement, str):
+        return [_given(stages, placement, ranks)]
+    if placement not in (None, "loop", "v"):
+        raise ScheduleError(f"unknown placement {placement!r}; take 'loop', 'v', a mapping stage -> rank, or None")
+    if stages < 1 or stages % ranks:
+        raise ScheduleError(
+            f"{stages} stages cannot be dealt evenly to {ranks} ranks; give placement={{stage: rank, ...}}, or the costs "
+            f"of a multiple of {ranks} stages"
+        )
+    loop = {stage: stage % ranks for stage in range(stages)}
+    v = {stage: stage % ranks if stage // ranks % 2 == 0 else ranks - 1 - stage % ranks for stage in range(stages)}
+    if placement is None:
+        return [loop] if loop == v else [v, loop]
+    return [loop if placement == "loop" else v]
+
+
+def _given(stages: int, placement: Home, ranks: int) -> dict[int, int]:
+    if sorted(placement) != list(range(stages)):
+        raise ScheduleError(f"the placement names stages {sorted(placement)}; it has to name each of 0..{stages - 1}")
+    for stage, rank in placement.items():
+        if not 0 <= rank < ranks:
+            raise ScheduleError(f"the placement puts stage {stage} on rank {rank}; ranks are 0..{ranks - 1}")
+    return {stage: placement[stage] for stage in range(stages)}
+
+
+def working_bytes(costs: Costs, home: Home, ranks: int) -> list[int]:
+    """The most that a program takes on each rank while it runs, beside what is saved before or after it."""
+    most = [0] * ranks
+    for stage, rank in home.items():
+        each = costs.stages[stage]
+        starts = {kind: each.change(kind)[0] for kind in (Kind.F, Kind.B, Kind.I, Kind.W)}
+        most[rank] = max(most[rank], starts.pop(Kind.F) - each.saved_bytes, *starts.values())
+    return most
+
+
+def one_by_one(costs: Costs, home: Home, ranks: int, microbatches: int) -> Schedule:
+    """The table that holds least: a microbatch comes when the one before it is done, each backward in its smaller form."""
+    rows: list[list[Action | None]] = [[] for _ in range(ranks)]
+    for microbatch in range(microbatches):
+        for stage in range(len(costs.stages)):
+            rows[home[stage]].append(Action(stage, Kind.F, microbatch))
+        for stage, each in reversed(list(enumerate(costs.stages))):
+            rows[home[stage]] += [Action(stage, kind, microbatch) for kind in min(_BACKWARDS, key=partial(_most, each))]
+    return Schedule(tuple(map(tuple, rows)), len(costs.stages), microbatches, "one by one")
+
+
+def too_tight(costs: Costs, homes: Sequence[Home], caps: Sequence[float]) -> ScheduleError:
+    """The error for caps under which nothing runs, with some that do."""
+    needs = [peak_bytes(one_by_one(costs, home, len(caps), 1), costs) for home in homes]
+    least = min(needs, key=max)
+    given = [int(cap) if cap < inf else None for cap in caps]
+    return ScheduleError(
+        f"memory_cap admits no schedule: one microbatch alone needs {list(least)} bytes on the ranks, and the caps are "
+        f"{given}; raise it to at least {max(least)}, or cut smaller stages or microbatches"
+    )
+
+
+_BACKWARDS = ((Kind.I, Kind.W), (Kind.B,))
+
+
+def _most(each: StageCosts, kinds: Sequence[Kind]) -> int:
+    """The most bytes that one microbatch of a stage takes while its backward runs in this form."""
+    live = most = each.saved_bytes
+    for kind in kinds:
+        start, end = each.change(kind)
+        most = max(most, live + start)
+        live += start + end
+    return most

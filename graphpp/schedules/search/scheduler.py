@@ -1,0 +1,183 @@
+"""Finds a schedule: the order of F, B, I and W that ends soonest within the memory of each rank.
+
+Contract
+    in    what each stage costs, how many bytes a rank may hold, how many ranks and microbatches there are, and, if that
+          is not free, where the stages stand
+    out   a compute-only `Schedule` that `graphpp.schedules.check.checker.check` accepts; `ScheduleError` where not even one
+          microbatch fits, with the smallest cap that would do
+
+    1. orders to begin with: stable patterns (search/patterns.py), each also with its waits filled (search/fill.py), and
+       every schedule that has a name
+    2. the best of them are improved step by step (search/improve.py), the most promising ones longest
+    3. what came of it and the named schedules are simulated exactly; the soonest wins
+
+The same arguments give the same table everywhere: steps are counted, not timed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from math import inf
+from random import Random
+
+from graphpp.errors import ScheduleError
+from graphpp.schedules.check.checker import check
+from graphpp.schedules.generate.names import SCHEDULES
+from graphpp.schedules.search.convert_tables import candidate_of, schedule_of
+from graphpp.schedules.search.evaluate_order import Candidate, Solution, decode
+from graphpp.schedules.search.fill_waits import fill
+from graphpp.schedules.search.local_search import improve
+from graphpp.schedules.search.problem import Problem
+from graphpp.schedules.search.request import (
+    Home,
+    caps_of,
+    check_counts,
+    one_by_one,
+    placements,
+    too_tight,
+    working_bytes,
+)
+from graphpp.schedules.search.start_patterns import patterns
+from graphpp.schedules.simulate.simulator import simulate
+from graphpp.schedules.simulate.timeline import Timeline
+from graphpp.schedules.table.actions import Kind
+from graphpp.schedules.table.costs import Costs
+from graphpp.schedules.table.schedule import Schedule
+
+Found = tuple[Problem, Solution]
+
+_EFFORT, _MOST_STEPS = 2_200_000, 10_000
+"""Steps times forwards, a few seconds of search; and the most steps, since small problems need less."""
+_ROUNDS = (6, 3, 1)
+"""How many go on in each round; all rounds take the same number of steps."""
+_FILLED, _WINDOWS = 16, (3, 8)
+"""How many solutions get their waits filled, and how far down the list is looked for what fills them."""
+
+
+def schedule_auto(
+    costs: Costs,
+    memory_cap: int | Sequence[int] | None = None,
+    *,
+    ranks: int,
+    microbatches: int,
+    placement: str | Home | None = None,
+    seed: int = 0,
+    effort: float = 1.0,
+    name: str = "searched",
+) -> Schedule:
+    """Search the best order of F, B, I and W for these costs under `memory_cap` bytes, for all ranks or one per rank.
+
+    `placement`: "loop" (rank r holds r, r + ranks, ...), "v" (there and back again), a mapping stage -> rank, or None:
+    the better of loop and v. `effort` multiplies the number of search steps; another `seed` takes other steps. Where
+    several tables end first, the one that takes least bytes is chosen. A named schedule that fits is never better.
+
+    Raises `ScheduleError` where the caps admit nothing, naming the smallest that do, and where counts do not fit.
+    """
+    check_counts(ranks, microbatches)
+    caps = caps_of(memory_cap, ranks)
+    homes = placements(len(costs.stages), placement, ranks)
+    random = Random(seed)
+    fitting = _fitting(costs, microbatches, caps, homes)
+    tables = [table for table in fitting if table.rank_of_stage in homes]
+    if not tables:
+        raise too_tight(costs, homes, caps)
+    starts: list[Found] = []
+    for home in homes:
+        room = [cap - taken for cap, taken in zip(caps, working_bytes(costs, home, ranks), strict=True)]
+        problem = Problem.of(costs, home, microbatches, room)
+        alike = [table for table in tables if table.rank_of_stage == home]
+        starts += [(problem, solution) for solution in _starts(problem, alike, random)]
+    for found in _improved(starts, effort, random):
+        tables += [schedule_of(*found, name, join=join) for join in (False, True)]
+    if costs.blocking:  # where messages hold ranks up the search only estimates, so more is simulated
+        tables += [schedule_of(*found, name, join=True) for found in starts]
+    best = _soonest(tables, costs, caps)
+    check(best, ranks=ranks, stages=len(costs.stages), microbatches=microbatches)
+    return Schedule(best.table, best.stages, microbatches, name)
+
+
+def _soonest(tables: list[Schedule], costs: Costs, caps: Sequence[float]) -> Schedule:
+    """Of the tables that end first, rounding aside, the one with the least bytes, then with the fewest actions."""
+    timelines = [(simulate(table, costs), table) for table in tables]
+    fitting = [(timeline, table) for timeline, table in timelines if _fits(timeline, caps)]
+    least = min(timeline.makespan for timeline, _ in fitting) * (1 + 1e-9)
+    soonest = [each for each in fitting if each[0].makespan <= least]
+    return min(soonest, key=lambda each: (sum(map(each[0].peak_bytes, range(len(caps)))), len(each[0].events)))[1]
+
+
+def _fits(timeline: Timeline, caps: Sequence[float]) -> bool:
+    return all(timeline.peak_bytes(rank) <= cap for rank, cap in enumerate(caps))
+
+
+# ---------------------------------------------------------------------------------- the search
+
+
+def _fitting(costs: Costs, microbatches: int, caps: Sequence[float], homes: Sequence[Home]) -> list[Schedule]:
+    """The schedules with a name, and one microbatch after another, that take these counts and fit into memory."""
+    ranks = len(caps)
+    least = (one_by_one(costs, home, ranks, microbatches) for home in homes)
+    tables = [table for table in least if _fits(simulate(table, costs), caps)]
+    for generator in SCHEDULES.values():
+        try:
+            table = generator(ranks, len(costs.stages), microbatches)
+        except ScheduleError:
+            continue  # made for other counts
+        trains = any(leaf.kind is not Kind.F for _, _, action in table.cells() for leaf in action.leaves)
+        if trains and table not in tables and _fits(simulate(table, costs), caps):
+            tables.append(table)
+    return tables
+
+
+def _starts(problem: Problem, tables: Sequence[Schedule], random: Random) -> list[Solution]:
+    """Solutions to begin with, of different values, the best first."""
+    given = [candidate_of(problem, table) for table in tables]
+    known = _best(problem, given, _FILLED)
+    for whole in _wholes(problem):
+        known += _best(problem, patterns(problem, whole, random), _FILLED)
+    filled = (fill(problem, each.candidate, window) for each in known for window in _WINDOWS)
+    return _different(known + _best(problem, filled, _ROUNDS[0]), _ROUNDS[0])
+
+
+def _wholes(problem: Problem) -> list[bytearray]:
+    """Which backwards are whole to begin with: those that take fewer bytes so, and also those that are faster so."""
+    stages = range(problem.stages)
+    choices = {tuple(problem.kept[stage] > problem.saved[stage] for stage in stages)}
+    choices.add(tuple(problem.prefers_whole(stage) for stage in stages))
+    return [bytearray(flag for flag in choice for _ in range(problem.microbatches)) for choice in sorted(choices)]
+
+
+def _best(problem: Problem, candidates: Iterable[Candidate], most: int) -> list[Solution]:
+    """The best of the candidates that can run; nothing is looked at any more once one cannot be beaten."""
+    found: list[Solution] = []
+    bound = problem.bound() * (1 + 1e-9)
+    for candidate in candidates:
+        limit = 1.02 * found[-1].value if len(found) == most else inf
+        solution = decode(problem, candidate, limit)
+        if solution:
+            found = _different([*found, solution], most)
+        if found and found[0].makespan <= bound:
+            break
+    return found
+
+
+def _different(solutions: Iterable[Solution], most: int) -> list[Solution]:
+    """The best, one of each makespan and value: what is alike in both is most often the same thing twice."""
+    kept = {(round(each.makespan, 6), round(each.value, 6)): each for each in solutions}
+    return [kept[key] for key in sorted(kept)][:most]
+
+
+def _improved(starts: list[Found], effort: float, random: Random) -> list[Found]:
+    """Round by round fewer go on, and for longer. The best comes first."""
+    found = sorted(starts, key=_end)
+    for width in _ROUNDS if found else ():
+        found = found[:width]
+        if any(solution.makespan <= problem.bound() * (1 + 1e-9) for problem, solution in found):
+            break
+        steps = int(min(_MOST_STEPS, _EFFORT / found[0][0].count) * effort / len(_ROUNDS) / width)
+        found = sorted(((problem, improve(problem, each, steps, random)) for problem, each in found), key=_end)
+    return found[:2]
+
+
+def _end(found: Found) -> float:
+    problem, solution = found
+    return solution.makespan * problem.unit

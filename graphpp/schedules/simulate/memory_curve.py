@@ -1,0 +1,28 @@
+"""The bytes alive on each rank while the events of a step run, by the contract of `graphpp.schedules.table.costs`."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from itertools import accumulate
+
+from graphpp.schedules.simulate.timeline import Event
+from graphpp.schedules.table.costs import Costs
+
+Curve = tuple[tuple[float, int], ...]
+
+
+def followed(events: Sequence[Event], costs: Costs, ranks: int) -> tuple[Curve, ...]:
+    """For each rank (time, bytes alive from then on); what one action frees and the next one takes at a time is one change."""
+    changes: list[dict[float, int]] = [defaultdict(int) for _ in range(ranks)]
+    for event in events:
+        for leaf in event.action.leaves if event.action.is_compute else ():
+            start, end = costs.stages[leaf.stage].change(leaf.kind)
+            changes[event.rank][event.start] += start
+            changes[event.rank][event.end] += end
+    return tuple(_curve(found) for found in changes)
+
+
+def _curve(changes: dict[float, int]) -> Curve:
+    times = sorted(changes)
+    return tuple(zip(times, accumulate(changes[time] for time in times), strict=True))

@@ -1,0 +1,115 @@
+"""What the actions of a pipeline cost: the one description that simulator, scheduler and profile share.
+
+Contract
+    Times are in seconds, or in any unit as long as it is one; bytes are per microbatch. A stage's activations live from
+    the start of its F to the end of its B; where the backward is split, `saved_bytes` live until the end of I, when
+    `kept_bytes` take their place until the end of W (`kept_bytes=None`: all of `saved_bytes` until then).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from math import inf
+
+from graphpp.errors import ScheduleError
+from graphpp.runtime.program import Phase, PipelineProgram, StageProgram
+from graphpp.schedules.table.actions import Action, Kind
+
+
+@dataclass(frozen=True)
+class StageCosts:
+    """One stage, one microbatch. `backward` is the whole one; None: input and weight gradients one after the other.
+
+    `peak_bytes`: by kind, the most that is alive at once while a program runs, of what arrived, was saved and is made;
+    a kind that is missing needs no more than what it saves or has been saved.
+    """
+
+    forward: float = 1.0
+    input_grad: float = 1.0
+    weight_grad: float = 1.0
+    backward: float | None = None
+    saved_bytes: int = 1
+    kept_bytes: int | None = None
+    peak_bytes: Mapping[Kind, int] = field(default_factory=dict, hash=False)
+
+    def __post_init__(self) -> None:
+        numbers = (self.forward, self.input_grad, self.weight_grad, self.backward, self.saved_bytes, self.kept_bytes)
+        if not all(number is None or 0 <= number < inf for number in numbers):
+            raise ScheduleError(f"{self}: times and bytes are finite numbers, 0 or more")
+
+    @classmethod
+    def of_programs(cls, stage: StageProgram) -> StageCosts:
+        """The bytes of a stage's programs, at unit times."""
+        run = {phase: item for phase, item in stage.programs.items() if phase is not Phase.EVALUATE}
+        kinds = {Kind(phase.value): item.peak_bytes for phase, item in run.items()}
+        kept = stage.kept_bytes if Phase.WEIGHT_GRAD in stage.programs else None
+        return cls(saved_bytes=stage.saved_bytes, kept_bytes=kept, peak_bytes=kinds)
+
+    def change(self, kind: Kind, followed: bool = True) -> tuple[int, int]:
+        """Bytes more on its rank at the start of an F, B, I or W, and at its end; `followed`: by a backward that reads them."""
+        saved = self.saved_bytes if followed else 0
+        kept = self.saved_bytes if self.kept_bytes is None else self.kept_bytes
+        before = {Kind.F: 0, Kind.B: saved, Kind.I: saved, Kind.W: kept}[kind]
+        after = {Kind.F: saved, Kind.B: 0, Kind.I: kept, Kind.W: 0}[kind]
+        start = max(before, self.saved_bytes if kind is Kind.F else 0, self.peak_bytes.get(kind, 0)) - before
+        return start, after - before - start
+
+    def of(self, kind: Kind) -> float:
+        """The time of one F, B, I or W."""
+        whole = self.input_grad + self.weight_grad if self.backward is None else self.backward
+        return {Kind.F: self.forward, Kind.B: whole, Kind.I: self.input_grad, Kind.W: self.weight_grad}[kind]
+
+
+@dataclass(frozen=True)
+class Costs:
+    """All stages, and the messages: `sends_forward[s]` is the time of one over s|s+1, `sends_backward[s]` the way back.
+
+    Empty tuples: messages take no time. `overlap`: what an OVERLAP_F_B takes, as a share of its parts' sum.
+    `blocking`: a message holds up the sending and the receiving rank while it lasts (gloo on one thread); otherwise it
+    travels beside the computations. `overhead`: what the runner itself takes before each action.
+    """
+
+    stages: tuple[StageCosts, ...]
+    sends_forward: tuple[float, ...] = ()
+    sends_backward: tuple[float, ...] = ()
+    overlap: float = 1.0
+    blocking: bool = False
+    overhead: float = 0.0
+
+    def __post_init__(self) -> None:
+        boundaries = max(len(self.stages) - 1, 0)
+        for name, sends in (("sends_forward", self.sends_forward), ("sends_backward", self.sends_backward)):
+            if len(sends) not in (0, boundaries):
+                raise ScheduleError(
+                    f"{name} has the times of {len(sends)} messages, but {len(self.stages)} stages have {boundaries} "
+                    "boundaries; give one for each, or none"
+                )
+        if not all(0 <= number < inf for number in (*self.sends_forward, *self.sends_backward, self.overlap, self.overhead)):
+            raise ScheduleError("the times of messages, overlap and overhead are finite numbers, 0 or more")
+
+    @classmethod
+    def of_programs(cls, program: PipelineProgram) -> Costs:
+        """The bytes of a pipeline's programs, at unit times."""
+        return cls(tuple(map(StageCosts.of_programs, program.stages)))
+
+    @classmethod
+    def unit(cls, stages: int, ranks: int | None = None, send: float = 0.0) -> Costs:
+        """F = I = W = 1 for each *rank* and microbatch, shared out evenly among a rank's stages.
+
+        A rank's whole activation of one microbatch counts 1000 bytes.
+        """
+        per_rank = stages / (stages if ranks is None else ranks)
+        each = StageCosts(1 / per_rank, 1 / per_rank, 1 / per_rank, saved_bytes=round(1000 / per_rank))
+        return cls((each,) * stages, (send,) * (stages - 1), (send,) * (stages - 1))
+
+    def of(self, action: Action) -> float:
+        """The time a rank computes for one action: 0 for anything but F, B, I, W and their overlaps."""
+        if not action.is_compute:
+            return 0.0
+        total = sum(self.stages[leaf.stage].of(leaf.kind) for leaf in action.leaves)
+        return total * self.overlap if action.parts else total
+
+    def message(self, sends: Sequence[float], boundary: int) -> float:
+        """The time of a message over `boundary`."""
+        return sends[boundary] if sends else 0.0

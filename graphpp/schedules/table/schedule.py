@@ -1,0 +1,270 @@
+"""A schedule is data: for each rank the list of its actions. It prints, parses, compares, saves and loads.
+
+Contract
+    `table[rank][column]` is an `Action`, or None where the rank is idle. In a compute-only table made by
+    `graphpp.schedules.generate.names` a column is one unit of time; with communication it is only a position. Rows may
+    differ in length. Nothing here judges whether a table makes sense: `graphpp.schedules.check.checker.check` does.
+
+        1F1B: 2 stages, 3 microbatches
+        r0 0F0 .   0F1 0B0 0F2 0B1 .   0B2
+        r1 .   1F0 1B0 1F1 1B1 1F2 1B2
+
+    `Schedule.parse(str(s)) == s`, and `Schedule.load(path) == s` after `s.save(path)`. A schedule that says what is
+    recomputed has one line more, `recompute 0: 1 3; 1: 3` (stage: microbatches).
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import os
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, fields, replace
+from functools import cached_property
+from itertools import zip_longest
+from pathlib import Path
+from types import MappingProxyType
+from typing import TYPE_CHECKING
+
+from graphpp.errors import ScheduleError
+from graphpp.schedules.table import recompute_marks as recomputed
+from graphpp.schedules.table.actions import Action, Kind, parse
+from graphpp.schedules.table.recompute_marks import Pairs
+
+if TYPE_CHECKING:
+    from graphpp.schedules.simulate.timeline import Timeline
+    from graphpp.schedules.table.costs import Costs
+
+Cell = str | Action | None
+Row = tuple[Action | None, ...]
+
+_HEADER = re.compile(r"(?P<name>.*): (?P<stages>[0-9]+) stages, (?P<microbatches>[0-9]+) microbatches")
+# torch 2.15 writes these into its files. The runner retires sends and reductions itself, so they carry nothing here.
+_TORCH_WAIT = re.compile(r"[0-9]+WAIT_(SEND_F[0-9]+|SEND_B[0-9]+|REDUCE_GRAD)")
+
+
+@dataclass(frozen=True, repr=False)
+class Schedule:
+    """Rank -> actions. Equal when table and counts are equal; the name is only a label.
+
+    `stages` and `microbatches` are how many there are, also where the table leaves one of them idle. `recomputed`: the
+    (stage, microbatch) whose backward computes the forward's values again; None: what `compile(recompute=)` says.
+    """
+
+    table: tuple[Row, ...]
+    stages: int
+    microbatches: int
+    name: str = field(default="custom", compare=False)
+    recomputed: Pairs | None = None
+
+    def __post_init__(self) -> None:
+        if self.recomputed is not None:
+            object.__setattr__(self, "recomputed", recomputed.of(self.recomputed))
+
+    @classmethod
+    def of(
+        cls,
+        rows: Iterable[Iterable[Cell]],
+        *,
+        name: str = "custom",
+        stages: int | None = None,
+        microbatches: int | None = None,
+    ) -> Schedule:
+        """Build from one row per rank, of actions, action strings, and None, "" or "." for idle.
+
+        A row may be one string with blanks between actions. A count that is not given is the highest in the table
+        plus one. Raises `ScheduleError` naming rank and cell (from 1) of what is no action.
+        """
+        table = tuple(_row(row, f"{name}, rank {rank}") for rank, row in enumerate(rows))
+        leaves = [leaf for row in table for action in row if action for leaf in action.leaves]
+        return cls(
+            table,
+            1 + max((leaf.stage for leaf in leaves), default=-1) if stages is None else stages,
+            1 + max((leaf.microbatch or 0 for leaf in leaves), default=-1) if microbatches is None else microbatches,
+            name,
+        )
+
+    def __getstate__(self) -> dict[str, object]:
+        """The fields alone: what is cached beside them cannot be pickled."""
+        return {each.name: getattr(self, each.name) for each in fields(self)}
+
+    @property
+    def ranks(self) -> int:
+        """How many ranks the table has rows for."""
+        return len(self.table)
+
+    @cached_property
+    def rank_of_stage(self) -> Mapping[int, int]:
+        """The rank each stage stands on; a stage without any action is missing."""
+        found: dict[int, int] = {}
+        for rank, _, action in self.cells():
+            for leaf in action.leaves:
+                found.setdefault(leaf.stage, rank)
+        return MappingProxyType(found)
+
+    @cached_property
+    def has_communication(self) -> bool:
+        """Whether any send or receive stands in the table."""
+        return any(action.is_communication for _, _, action in self.cells())
+
+    def forward_only(self) -> Schedule:
+        """The same table with nothing but its forwards and their messages: what evaluation runs.
+
+        Messages of one batch stay one batch, since one after another they could wait for each other.
+        """
+        rows = [[part for action in row if action for part in _forwards(action)] for row in self.table]
+        return Schedule.of(rows, name=self.name, stages=self.stages, microbatches=self.microbatches)
+
+    def cells(self) -> Iterator[tuple[int, int, Action]]:
+        """Every (rank, column, action) that is not idle, rank by rank."""
+        for rank, row in enumerate(self.table):
+            yield from ((rank, column, action) for column, action in enumerate(row) if action is not None)
+
+    def to_svg(self, costs: Costs | None = None, *, width: float | None = None) -> str:
+        """The pipeline chart as a standalone SVG, simulated with `costs`; None: F = I = W = 1 for each rank and microbatch.
+
+        `width` in pixels, else as wide as the microbatch numbers need. Raises `ScheduleError` for a table that cannot run.
+        """
+        return self._simulated(costs).to_svg(width=width)
+
+    def to_html(self, costs: Costs | None = None, *, width: float | None = None) -> str:
+        """The chart in a page of its own, with each rank's numbers; arguments as for `to_svg`."""
+        return self._simulated(costs).to_html(width=width)
+
+    def _simulated(self, costs: Costs | None) -> Timeline:
+        from graphpp.schedules.simulate.simulator import simulate
+        from graphpp.schedules.table.costs import Costs  # these stand on this file
+
+        if costs is not None:
+            return simulate(self, costs)
+        unit = Costs.unit(self.stages, self.ranks) if self.stages else Costs(())
+        return replace(simulate(self, unit), unit="units")
+
+    def __repr__(self) -> str:
+        return f"<Schedule {self._header()}, {self.ranks} ranks>"
+
+    def __str__(self) -> str:
+        labels = [f"r{rank}" for rank in range(self.ranks)]
+        rows = [[label, *map(_text, row)] for label, row in zip(labels, self.table, strict=True)]
+        widths = [max(map(len, column)) for column in zip_longest(*rows, fillvalue="")]
+        lines = [" ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
+        return "\n".join([self._header(), *lines, *self._recomputed()])
+
+    def _header(self) -> str:
+        return f"{' '.join(self.name.split())}: {self.stages} stages, {self.microbatches} microbatches"
+
+    def _recomputed(self) -> list[str]:
+        return [] if self.recomputed is None else [recomputed.spell(self.recomputed)]
+
+    @classmethod
+    def parse(cls, text: str) -> Schedule:
+        """Read what `str` prints; the first line with name and counts may be missing, blank lines are ignored.
+
+        Raises `ScheduleError` naming the line and the cell, both counted from 1.
+        """
+        text, pairs = _without_recomputed(text, "schedule text")
+        lines = [(number, line.strip()) for number, line in enumerate(text.splitlines(), 1) if line.strip()]
+        header = _HEADER.fullmatch(lines[0][1]) if lines else None
+        rows = [_labelled(number, line, rank) for rank, (number, line) in enumerate(lines[bool(header) :])]
+        if header is None:
+            return replace(cls.of(rows), recomputed=pairs)
+        counts = {key: int(header[key]) for key in ("stages", "microbatches")}
+        return replace(cls.of(rows, name=header["name"], **counts), recomputed=pairs)
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write as CSV in torch's format: one line per rank, one cell per action, an empty cell for idle.
+
+        What is recomputed follows on a line of its own, which torch's reader does not know.
+        """
+        text = io.StringIO()
+        csv.writer(text, lineterminator="\n").writerows([[str(cell or "") for cell in row] for row in self.table])
+        text.writelines(f"{line}\n" for line in self._recomputed())
+        Path(path).write_text(text.getvalue(), encoding="utf-8")
+
+    @classmethod
+    def load(
+        cls,
+        path: str | os.PathLike[str],
+        *,
+        name: str | None = None,
+        stages: int | None = None,
+        microbatches: int | None = None,
+    ) -> Schedule:
+        """Read a CSV in torch's format, with or without communication; the name is the path unless given.
+
+        The `WAIT_...` cells of torch 2.15 become idle cells. A count that is not given is the highest in the file
+        plus one. Raises `ScheduleError` naming file, line and cell (from 1) and what stands there.
+        """
+        text, pairs = _without_recomputed(_text_of(path), os.fspath(path))
+        rows = [_row(cells, f"{os.fspath(path)}, line {line}") for line, cells in _read(path, text)]
+        made = cls.of(rows, name=name or os.fspath(path), stages=stages, microbatches=microbatches)
+        return replace(made, recomputed=pairs)
+
+
+def _without_recomputed(text: str, where: str) -> tuple[str, Pairs | None]:
+    """The text without its last line, and what that says, if it says what is recomputed."""
+    lines = text.rstrip().splitlines(keepends=True)
+    if not lines or not recomputed.is_line(lines[-1]):
+        return text, None
+    try:
+        return "".join(lines[:-1]), recomputed.read(lines[-1])
+    except ScheduleError as fault:
+        raise ScheduleError(f"{where}, line {len(lines)}: {fault}") from None
+
+
+def _text_of(path: str | os.PathLike[str]) -> str:
+    try:
+        return Path(path).read_text(encoding="utf-8-sig")
+    except (OSError, ValueError) as fault:  # ValueError: no UTF-8, or a path that no file can have
+        remedy = "; save it as UTF-8" if isinstance(fault, UnicodeDecodeError) else ""
+        raise ScheduleError(f"schedule file {os.fspath(path)} cannot be read: {fault}{remedy}") from fault
+
+
+def _read(path: str | os.PathLike[str], text: str) -> list[tuple[int, list[str]]]:
+    """(line number, cells) of each line; a line of nothing is a rank of nothing."""
+    lines = enumerate(io.StringIO(text), 1)
+    return [(number, _split(line, f"{os.fspath(path)}, line {number}")) for number, line in lines]
+
+
+def _split(line: str, where: str) -> list[str]:
+    # Line by line, so that a quote left open cannot swallow the ranks that follow.
+    try:
+        cells = next(csv.reader([line], strict=True))
+    except csv.Error as fault:
+        raise ScheduleError(f"{where}: {line.strip()!r} is no line of CSV: {fault}") from fault
+    return ["" if _TORCH_WAIT.fullmatch(cell.strip()) else cell for cell in cells]
+
+
+def _row(cells: Iterable[Cell], where: str) -> Row:
+    if isinstance(cells, Action) or not isinstance(cells, Iterable):
+        raise ScheduleError(f"{where}: {cells!r} stands where the list of the rank's actions should")
+    listed = cells.split() if isinstance(cells, str) else cells
+    return tuple(_cell(cell, f"{where}, cell {number}") for number, cell in enumerate(listed, 1))
+
+
+def _cell(cell: Cell, where: str) -> Action | None:
+    if cell is None or isinstance(cell, Action):
+        return cell
+    text = str(cell).strip()  # str: torch's own `_Action` is written the same way
+    try:
+        return None if text in ("", ".") else parse(text)
+    except ScheduleError as fault:
+        raise ScheduleError(f"{where}: {fault}") from None
+
+
+def _forwards(action: Action) -> tuple[Action, ...]:
+    """What evaluation runs of an action."""
+    parts = tuple(leaf for leaf in action.leaves if leaf.kind in (Kind.F, Kind.SEND_F, Kind.RECV_F))
+    return (action._replace(parts=parts),) if action.kind is Kind.P2P and len(parts) > 1 else parts
+
+
+def _labelled(number: int, line: str, rank: int) -> Row:
+    label, *cells = line.split()
+    if label != f"r{rank}":
+        raise ScheduleError(f"schedule text, line {number}: starts with {label!r} where 'r{rank}' should stand")
+    return _row(cells, f"schedule text, line {number}")
+
+
+def _text(cell: Action | None) -> str:
+    return "." if cell is None else str(cell)

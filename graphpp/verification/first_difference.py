@@ -1,0 +1,248 @@
+"""Where two runs part: the first value, in order of execution, that is not the joint graph's.
+
+Contract
+--------
+- `in_cut` watches the stage programs line by line while the runner runs them, so that it sees what is computed, received and
+  saved as it is, whichever pass, program or part of the runtime is wrong. Names of values are those of the joint graph.
+- `in_eager` watches module calls: a call has parted if its input, or none of its outputs, is among the values that the joint
+  graph has in that call (same shape, dtype and bits). It names the value nearest to what eager has.
+- Where no value parts but a result does, the result is named, with the operation that makes it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import fx, nn
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+
+from graphpp._torch import aot
+from graphpp.passes.graph.joint_graph import JointGraph
+from graphpp.passes.stage.cut_stages import Cut
+from graphpp.passes.stage.route_values import Slot
+from graphpp.passes.text.naming import Spelling
+from graphpp.runtime import program
+from graphpp.runtime.program import Phase, PipelineProgram
+from graphpp.schedules.table.actions import Action
+from graphpp.schedules.table.schedule import Schedule
+from graphpp.verification.report import Comparison, Difference, Parting, difference, same
+from graphpp.verification.runs import Step, run_cut, run_eager, run_uncut, untouched
+
+Values = Sequence[Mapping[str, Any]]  # per microbatch, every value of the joint graph by name
+_PROGRAM = re.compile(r"<graphpp stage (\d+) (\w+)>.*")
+
+
+def values_of(step: Step, joint: JointGraph) -> Values:
+    """Every value of the joint graph, per microbatch."""
+    values: list[Mapping[str, Any]] = []
+    with untouched(step.model, step.device):
+        run_uncut(step, joint, lambda _, found: values.append(found))
+    return values
+
+
+def in_result(comparison: Comparison, joint: JointGraph, compiled: PipelineProgram | None = None) -> Parting | None:
+    """The first result, in the order in which the joint graph makes them, that is not equal."""
+    order = {node: index for index, node in enumerate(joint.graph.nodes)}
+    worst = "differs" if comparison.verdict == "differs" else "close"
+    for role, node in sorted(joint.outputs(), key=lambda pair: order[pair[1]]):
+        for microbatch, found in _of_role(role, comparison):
+            if found.verdict == worst:
+                words = _RESULT[type(role)].format(getattr(role, "fqn", ""))
+                return _parting(words, node, found, _stage_of(role, compiled), microbatch)
+    return None
+
+
+_RESULT: dict[type, str] = {
+    program.Loss: "the loss",
+    program.Gradient: "the gradient of {}",
+    program.BufferUpdate: "the buffer {} after the step",
+}
+
+
+def _of_role(role: program.OutputRole, comparison: Comparison) -> list[tuple[int | None, Difference]]:
+    match role:
+        case program.Loss():
+            return list(enumerate(comparison.losses))
+        case program.Gradient(fqn):
+            return [(None, comparison.largest[fqn])]
+        case program.BufferUpdate(fqn):
+            return [(None, comparison.buffers[fqn])]
+    return []
+
+
+def _stage_of(role: program.OutputRole, compiled: PipelineProgram | None) -> int | None:
+    """The first stage that makes a result."""
+    stages = compiled.stages if compiled is not None else ()
+    makers = (stage.index for stage in stages if any(role in item.outputs for item in stage.programs.values()))
+    return next(makers, None)
+
+
+def _parting(
+    what: str, node: fx.Node, found: Difference, stage: int | None = None, microbatch: int | None = None
+) -> Parting:
+    role = node.meta.get("role")
+    calls = node.meta.get("calls") or (getattr(role, "fqn", ""),)
+    return Parting(what, calls[-1], node.meta.get("source", ""), found, node.name, stage, microbatch)
+
+
+# ------------------------------------------------------------------------------------------------------------ cut
+
+
+def in_cut(
+    step: Step, values: Values, pieces: Cut, programs: Sequence[PipelineProgram], schedule: Schedule
+) -> Parting | None:
+    """The first value that a stage program has otherwise than the joint graph; `schedule` has one rank."""
+    watcher = _Lines(values, pieces, (leaf for _, _, action in schedule.cells() for leaf in action.leaves))
+    before = sys.gettrace()
+    with untouched(step.model, step.device):
+        sys.settrace(watcher.enter)
+        try:
+            run_cut(step, programs, schedule)
+        finally:
+            sys.settrace(before)
+    return watcher.first
+
+
+@dataclass
+class _Lines:
+    """Sees the local names of a program change, line by line."""
+
+    values: Values
+    pieces: Cut
+    actions: Iterator[Action]
+    first: Parting | None = None
+    names: dict[Slot, dict[str, fx.Node]] = field(default_factory=dict)
+
+    def enter(self, frame: FrameType, event: str, arg: Any) -> Callable[..., Any] | None:
+        """Called at each call of a Python function: a stage program is the next action of the schedule."""
+        found = _PROGRAM.fullmatch(frame.f_code.co_filename)
+        if found is None or found[2] == Phase.PREPARE.name.lower() or frame.f_code.co_name != "run":
+            return None
+        action = next(self.actions)
+        assert action.microbatch is not None
+        slot, microbatch, seen = (Phase[found[2].upper()], int(found[1])), action.microbatch, set[str]()
+
+        def line(frame: FrameType, event: str, arg: Any) -> Any:
+            for name, value in frame.f_locals.items() if self.first is None else ():
+                if name not in seen and isinstance(value, torch.Tensor):
+                    seen.add(name)
+                    self._see(slot, microbatch, name, value)
+            return line
+
+        return line
+
+    def _see(self, slot: Slot, microbatch: int, name: str, value: torch.Tensor) -> None:
+        node = self._nodes(slot).get(name)
+        known = self.values[microbatch].get(node.name) if node is not None else None
+        if node is None or not isinstance(known, torch.Tensor) or same(value, known) or self.first is not None:
+            return
+        how = {program.Received: "received by", program.Saved: "saved by"}
+        word = how.get(type(node.meta.get("role")), "read by" if node.op == "placeholder" else "computed in")
+        what = f"{node.name}, {word} the {slot[0].name.lower()} of stage {slot[1]}"
+        self.first = _parting(what, node, difference(value, known, 0.0), slot[1], microbatch)
+
+    def _nodes(self, slot: Slot) -> dict[str, fx.Node]:
+        """The nodes of a slot's graph by the names that its text has for them."""
+        if slot not in self.names:
+            graph = self.pieces.slots[slot].graph
+            self.names[slot] = {name: node for node, name in Spelling(graph).values.items()}
+        return self.names[slot]
+
+
+# ---------------------------------------------------------------------------------------------------------- eager
+
+
+def in_eager(step: Step, joint: JointGraph, values: Values) -> Parting | None:
+    """The first module call of which eager has another input or other outputs than the joint graph."""
+    calls = _Calls(step.model, _Spans(joint), values)
+    with untouched(step.model, step.device), calls.watching():
+        run_eager(step, joint)
+    return calls.first
+
+
+class _Spans:
+    """The nodes of each module call, and what they read from outside of it."""
+
+    def __init__(self, joint: JointGraph) -> None:
+        self.inside: dict[str, list[fx.Node]] = {}
+        self.reads: dict[str, list[fx.Node]] = {}
+        for node in (node for node in joint.computed() if not node.meta["backward"]):
+            for call in ("", *node.meta["calls"]):
+                self.inside.setdefault(call, []).append(node)
+        for call, nodes in self.inside.items():
+            own = set(nodes)
+            read = dict.fromkeys(source for node in nodes for source in node.all_input_nodes if source not in own)
+            self.reads[call] = list(read)
+
+
+class _Calls:
+    """Compares the inputs and outputs of module calls with the values of the joint graph, while they run."""
+
+    def __init__(self, model: nn.Module, spans: _Spans, values: Values) -> None:
+        self.first: Parting | None = None
+        self._model, self._spans, self._values = model, spans, values
+        self._names = {id(module): name for name, module in model.named_modules()}
+        self._microbatch = -1
+        self._counts: Counter[str] = Counter()
+        self._open: list[str] = []
+
+    @contextlib.contextmanager
+    def watching(self) -> Iterator[None]:
+        """See all module calls while the context is open."""
+        handles = [register_module_forward_pre_hook(self._enter), register_module_forward_hook(self._leave)]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def _enter(self, module: nn.Module, args: Any) -> None:
+        if id(module) not in self._names:
+            return
+        if module is self._model:
+            self._microbatch, self._counts, self._open = self._microbatch + 1, Counter(), []
+        name = self._names[id(module)]
+        number = self._counts[name]
+        self._counts[name] += 1
+        self._open.append(f"{name}@{number}" if number else name)
+        given = [leaf for leaf in _tensors(args) if leaf.is_floating_point()]
+        self._judge(given[:1], self._spans.reads.get(self._open[-1], []), f"what enters {self._open[-1]}")
+
+    def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
+        if id(module) not in self._names or not self._open:
+            return
+        call = self._open.pop()
+        inside, reads = self._spans.inside.get(call, []), self._spans.reads.get(call, [])
+        own = [node for node in inside if (node.meta["calls"] or ("",))[-1] == call]
+        found = self._judge(_tensors(output), [*own, *inside, *reads], f"what {call or 'the model'} returns")
+        if found is not None:
+            self.first = Parting(found.what, call, found.source, found.difference, found.value, None, found.microbatch)
+
+    def _judge(self, tensors: list[torch.Tensor], nodes: list[fx.Node], what: str) -> Parting | None:
+        """Note the first parting, and return it: none of the tensors that could be the graph's is."""
+        if self.first is not None:
+            return None
+        values = self._values[self._microbatch]
+        pairs = [(node, tensor) for tensor in tensors for node in nodes if _alike(values[node.name], tensor)]
+        if not pairs or any(same(tensor, values[node.name]) for node, tensor in pairs):
+            return None
+        gaps = [(difference(values[node.name], tensor.detach(), 0.0), node) for node, tensor in pairs]
+        gap, nearest = min(gaps, key=lambda pair: pair[0].relative)
+        self.first = _parting(what, nearest, gap, None, self._microbatch)
+        return self.first
+
+
+def _tensors(structure: Any) -> list[torch.Tensor]:
+    return [leaf for leaf in aot.tree_flatten(structure)[0] if isinstance(leaf, torch.Tensor)]
+
+
+def _alike(value: Any, tensor: torch.Tensor) -> bool:
+    return isinstance(value, torch.Tensor) and value.shape == tensor.shape and value.dtype == tensor.dtype

@@ -1,0 +1,175 @@
+"""What `graphpp.verify` found, as data and as text.
+
+Contract
+--------
+- A `Difference` is "equal" (every bit, NaN where NaN), "close" (relative size within the tolerance) or "differs".
+- The relative size is the norm of the difference over the norm of the reference, or over 1/1000 of the average norm of all
+  gradients where that is more: a gradient that is zero but for rounding (a key's bias) has no digits to compare.
+- Nothing here holds a tensor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+import torch
+
+from graphpp.errors import GraphPPError
+from graphpp.planner.plan import Plan
+
+Verdict = Literal["equal", "close", "differs"]
+_ORDER: tuple[Verdict, ...] = ("equal", "close", "differs")
+_SHOWN = 8
+
+
+@dataclass(frozen=True)
+class Difference:
+    """How far two tensors are apart: largest absolute difference, and relative size."""
+
+    largest: float = 0.0
+    relative: float = 0.0
+    verdict: Verdict = "equal"
+
+    def __str__(self) -> str:
+        return (
+            "equal" if self.verdict == "equal" else f"{self.verdict}: {self.largest:.2e}, relative {self.relative:.2e}"
+        )
+
+
+@dataclass(frozen=True)
+class Parting:
+    """The first value at which two runs part.
+
+    `what` is the value in words, `value` its name in the joint graph (as in a dump), `fqn` the module call ("" outside of
+    all modules), `source` the user's `file:line`, `stage` and `microbatch` where known.
+    """
+
+    what: str
+    fqn: str
+    source: str
+    difference: Difference
+    value: str = ""
+    stage: int | None = None
+    microbatch: int | None = None
+
+    def __str__(self) -> str:
+        place = f"{self.fqn or 'outside of all modules'}{f' ({self.source})' if self.source else ''}"
+        words = [self.what, f"in {place}"]
+        words += [f"stage {self.stage}"] * (self.stage is not None)
+        words += [f"microbatch {self.microbatch}"] * (self.microbatch is not None)
+        return ", ".join([*words, str(self.difference)])
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """One run against another: losses per microbatch, gradients and new buffers by FQN, and where they part first.
+
+    `note` says why nothing was compared, or compared less strictly; `compared` is False if nothing was.
+    """
+
+    title: str
+    losses: tuple[Difference, ...] = ()
+    largest: Mapping[str, Difference] = field(default_factory=dict)
+    buffers: Mapping[str, Difference] = field(default_factory=dict)
+    first: Parting | None = None
+    note: str = ""
+    compared: bool = True
+
+    @property
+    def verdict(self) -> Verdict:
+        """The worst of all."""
+        return max((each.verdict for _, each in self.all()), key=_ORDER.index, default="equal")
+
+    @property
+    def ok(self) -> bool:
+        """Whether nothing differs."""
+        return self.verdict != "differs"
+
+    def all(self) -> Iterator[tuple[str, Difference]]:
+        """Every difference under the name of what differs."""
+        yield from ((f"loss of microbatch {index}", each) for index, each in enumerate(self.losses))
+        yield from ((f"gradient of {fqn}", each) for fqn, each in self.largest.items())
+        yield from ((f"buffer {fqn}", each) for fqn, each in self.buffers.items())
+
+    def __str__(self) -> str:
+        if not self.compared:
+            return f"{self.title}: NOT COMPARED. {self.note}"
+        counts = f"{len(self.losses)} losses, {len(self.largest)} gradients, {len(self.buffers)} buffers"
+        lines = [f"{self.title}: {_SAID[self.verdict]} ({counts})"]
+        lines += [f"  {self.note}"] * bool(self.note)
+        lines += [f"  first part at {self.first}"] * (self.first is not None)
+        return "\n".join([*lines, *self._table()])
+
+    def _table(self) -> Iterator[str]:
+        unequal = [(name, each) for name, each in self.all() if each.verdict != "equal"]
+        unequal.sort(key=lambda pair: (-_ORDER.index(pair[1].verdict), -pair[1].relative))
+        yield from (f"  {name}: {each}" for name, each in unequal[:_SHOWN])
+        if len(unequal) > _SHOWN:
+            yield f"  and {len(unequal) - _SHOWN} more, none worse"
+
+
+_SAID: dict[Verdict, str] = {"equal": "equal, every bit", "close": "close, within rounding", "differs": "THEY DIFFER"}
+
+
+@dataclass(frozen=True)
+class Verification:
+    """The result of `graphpp.verify`: `cut` is stage programs against joint graph, `eager` joint graph against eager."""
+
+    cut: Comparison
+    eager: Comparison
+    plan: Plan
+    tolerance: float
+    seconds: float
+
+    @property
+    def ok(self) -> bool:
+        """Whether nothing that was compared differs."""
+        return self.cut.ok and self.eager.ok
+
+    def raise_if_wrong(self) -> None:
+        """Raise `GraphPPError` with the whole report unless `ok`."""
+        if not self.ok:
+            raise GraphPPError(str(self))
+
+    def __str__(self) -> str:
+        table = self.plan.schedule
+        checked = (
+            f"schedule {table.name}: complete, in order, cannot deadlock on {table.ranks} rank{'s' * (table.ranks > 1)}"
+        )
+        return "\n".join([str(self.plan), "", checked, str(self.cut), str(self.eager), "", self._last_line()])
+
+    def _last_line(self) -> str:
+        if not self.ok:
+            return f"WRONG: do not train with this pipeline. Tolerance {self.tolerance:.1e}, {self.seconds:.1f} s"
+        said = "ok" if self.eager.compared else "ok as far as it was compared"
+        return f"{said}: tolerance {self.tolerance:.1e}, {self.seconds:.1f} s"
+
+
+def difference(ours: torch.Tensor, theirs: torch.Tensor, tolerance: float, floor: float = 0.0) -> Difference:
+    """How far `ours` is from the reference `theirs`; `floor` is the least norm that the reference is taken to have."""
+    if ours.shape != theirs.shape or ours.dtype != theirs.dtype:
+        return Difference(float("inf"), float("inf"), "differs")
+    if same(ours, theirs):
+        return Difference()
+    left, right = widened(ours), widened(theirs)
+    gap = (left - right).masked_fill((left == right) | (left.isnan() & right.isnan()), 0)
+    largest, size = gap.abs().max().item(), max(right.norm().item(), floor)
+    relative = gap.norm().item() / size if size else float("inf")
+    return Difference(largest, relative, "close" if relative <= tolerance else "differs")
+
+
+def widened(value: torch.Tensor) -> torch.Tensor:
+    """In float64, or complex128."""
+    return value.detach().to(torch.complex128 if value.is_complex() else torch.float64)
+
+
+def same(ours: torch.Tensor, theirs: torch.Tensor) -> bool:
+    """Whether two tensors have one shape, one dtype and equal elements, NaN equal to NaN."""
+    if ours.shape != theirs.shape or ours.dtype != theirs.dtype:
+        return False
+    if torch.equal(ours, theirs):
+        return True
+    wide = ours.is_floating_point() or ours.is_complex()
+    return wide and bool(((ours == theirs) | (ours.isnan() & theirs.isnan())).all())

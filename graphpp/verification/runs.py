@@ -1,0 +1,230 @@
+"""One step of a model three ways: plain eager, as its uncut joint graph, and as the stage programs of its pipeline.
+
+Contract
+--------
+- All three start from the same parameters, buffers and random state, from no gradients, and run the same microbatches with
+  the same seeds (gradient of the step's loss by each microbatch's loss). `untouched` puts the model back afterwards.
+- Random operators draw the numbers of the microbatch's key in all three; `Eager.matched` is False where eager's random
+  operators are not those of the joint graph, in order.
+- `watch(index of the microbatch, values by name)` of the uncut run sees every value of the joint graph.
+- With `jitter` every value of the uncut run is moved by one unit in the last place, up or down by chance, as soon as it is
+  made (Monte Carlo arithmetic, Parker 1997): what comes out otherwise then is what rounding alone does to this step.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import random
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from graphpp._torch import aot
+from graphpp.batch.microbatch import Leaves
+from graphpp.capture.trace import LossFunction, loss_and_metrics
+from graphpp.passes.graph.joint_graph import JointGraph, remove_unused
+from graphpp.passes.joint.key_random_ops import draws, randomize
+from graphpp.passes.joint.relax_views import relax_views
+from graphpp.runtime import program
+from graphpp.runtime.model_state import ModelState
+from graphpp.runtime.program import PipelineProgram
+from graphpp.runtime.randomness import seeded, step_keys
+from graphpp.runtime.runner import Device, GraphPPRunner
+from graphpp.schedules.table.schedule import Schedule
+
+Tensors = dict[str, torch.Tensor]
+Watch = Callable[[int, Mapping[str, Any]], None]
+
+
+@dataclass
+class Numbers:
+    """What a step leaves behind; names are the model's FQNs."""
+
+    losses: list[torch.Tensor] = field(default_factory=list)
+    grads: Tensors = field(default_factory=dict)
+    buffers: Tensors = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Step:
+    """What all three ways are given."""
+
+    model: nn.Module
+    loss: LossFunction | None
+    parts: Sequence[Leaves]
+    seeds: Sequence[torch.Tensor]
+    device: torch.device
+
+
+@contextlib.contextmanager
+def untouched(model: nn.Module, device: torch.device) -> Iterator[None]:
+    """Run something on the model, from no gradients; afterwards state, attributes and random numbers are as before."""
+    stores = [s for module in model.modules() for s in (module.__dict__, module._parameters, module._buffers)]
+    kept = [(store, dict(store)) for store in stores]
+    buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
+    grads = [(parameter, parameter.grad) for parameter in model.parameters()]
+    of_python = random.getstate()
+    try:
+        for parameter, _ in grads:
+            parameter.grad = None
+        devices = [device] if device.type == "cuda" else []
+        with torch.random.fork_rng(devices), torch.inference_mode(False), torch.enable_grad():
+            yield
+    finally:
+        random.setstate(of_python)
+        for store, before in kept:
+            store.clear()
+            store.update(before)
+        with torch.no_grad():
+            for buffer, value in buffers:
+                buffer.copy_(value)
+        for parameter, grad in grads:
+            parameter.grad = grad
+
+
+def left_behind(model: nn.Module, losses: Sequence[torch.Tensor]) -> Numbers:
+    """The numbers of a model that has run."""
+    grads = {name: value.grad for name, value in model.named_parameters() if value.grad is not None}
+    buffers = {name: value.detach().clone() for name, value in model.named_buffers()}
+    return Numbers(list(losses), grads, buffers)
+
+
+# ---------------------------------------------------------------------------------------------------------- uncut
+
+
+def repeatable(joint: JointGraph) -> JointGraph:
+    """A copy of a captured graph after those passes only that make it repeatable and runnable."""
+    copy = joint.copy()
+    remove_unused(copy.graph)
+    return relax_views(randomize(copy))
+
+
+def run_uncut(
+    step: Step, joint: JointGraph, watch: Watch | None = None, jitter: torch.Generator | None = None
+) -> Numbers:
+    """Interpret the joint graph, one microbatch after the other."""
+    numbers = Numbers(buffers={name: buffer.detach().clone() for name, buffer in step.model.named_buffers()})
+    known: dict[program.InputRole, Any] = {program.Constant(name): value for name, value in joint.constants.items()}
+    known |= {program.Parameter(name): value.detach() for name, value in step.model.named_parameters()}
+    for index, (part, key) in enumerate(zip(step.parts, step_keys(len(step.parts), None, step.device), strict=True)):
+        given = known | {program.Input(path): value for path, value in part.tensors.items()}
+        given |= {program.Buffer(name): value for name, value in numbers.buffers.items()}
+        given |= {program.Seed(): step.seeds[index], program.RandomKey(): key}
+        interpreter = _Watched(joint, jitter)
+        with torch.no_grad(), torch.autocast(step.device.type, enabled=False):  # its casts are in the graph
+            results = interpreter.run(*(given[role] for role in joint.inputs()))
+            _file(joint, results, numbers)
+        if watch is not None:
+            watch(index, interpreter.values)
+    return numbers
+
+
+class _Watched(fx.Interpreter):
+    """Keeps every value under its node's name; `jitter` moves each a little."""
+
+    def __init__(self, joint: JointGraph, jitter: torch.Generator | None) -> None:
+        super().__init__(joint.module, graph=joint.graph)
+        self.values: dict[str, Any] = {}
+        self._jitter = jitter
+
+    def run_node(self, n: fx.Node) -> Any:
+        value = super().run_node(n)
+        if self._jitter is not None and _rounds(value):
+            value = _moved(value, self._jitter)
+        self.values[n.name] = value
+        return value
+
+
+def _rounds(value: Any) -> bool:
+    """Whether an operation's result is rounded, and has arithmetic to be moved by (float8 and complex32 have none)."""
+    if not isinstance(value, torch.Tensor) or value.dtype is torch.complex32:
+        return False
+    return value.is_complex() or (value.is_floating_point() and value.dtype.itemsize > 1)
+
+
+def _moved(value: torch.Tensor, jitter: torch.Generator) -> torch.Tensor:
+    signs = torch.randint(0, 2, value.shape, generator=jitter).to(value.device) * 2 - 1
+    return value * (1 + torch.finfo(value.dtype).eps * signs).to(value.dtype)
+
+
+def _file(joint: JointGraph, results: Sequence[torch.Tensor], numbers: Numbers) -> None:
+    for (role, _), value in zip(joint.outputs(), results, strict=True):
+        match role:
+            case program.Loss():
+                numbers.losses.append(value.clone())
+            case program.BufferUpdate(fqn):
+                numbers.buffers[fqn] = value.clone()
+            case program.Gradient(fqn):
+                before = numbers.grads.get(fqn)
+                numbers.grads[fqn] = value.clone() if before is None else before + value
+
+
+# ------------------------------------------------------------------------------------------------------------ cut
+
+
+def run_cut(step: Step, programs: Sequence[PipelineProgram], schedule: Schedule) -> Numbers:
+    """The stage programs, one pipeline of them per microbatch, under a schedule of one rank, by a pipeline's runner."""
+    runner = GraphPPRunner(programs, schedule, ModelState(step.model), Device(step.device, None))
+    with torch.autocast(step.device.type, enabled=False):
+        runner.step([part.tensors for part in step.parts], step.seeds)
+    return left_behind(step.model, runner.losses().unbind())
+
+
+# ---------------------------------------------------------------------------------------------------------- eager
+
+
+@dataclass(frozen=True)
+class Eager:
+    """Eager's numbers, and whether it drew the random numbers of the joint graph."""
+
+    numbers: Numbers
+    matched: bool
+
+
+def run_eager(step: Step, joint: JointGraph) -> Eager:
+    """The plain loop with autograd."""
+    expected = [_kind(node.args[2]) for node in joint.computed() if node.target is seeded]
+    keys = step_keys(len(step.parts), None, step.device)
+    losses: list[torch.Tensor] = []
+    matched = True
+    for index, part in enumerate(step.parts):
+        batch = part.microbatch()
+        keyed = _Keyed(keys[index], expected)
+        with keyed if expected else contextlib.nullcontext():
+            (_, loss), *_ = loss_and_metrics(step.loss, step.model(*batch.args, **batch.kwargs), batch.target)
+            keyed.forward = False
+            with torch.autocast(step.device.type, enabled=False):
+                loss.backward(step.seeds[index])
+        losses.append(loss.detach())
+        matched = matched and keyed.matched
+    return Eager(left_behind(step.model, losses), matched)
+
+
+class _Keyed(aot.DispatchMode):
+    """Gives each random operator of an eager forward the numbers that its twin in the joint graph draws."""
+
+    def __init__(self, key: int, expected: Sequence[str]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.forward = True
+        self._key, self._expected, self._drawn = key, expected, list[str]()
+
+    @property
+    def matched(self) -> bool:
+        """Whether eager drew what the joint graph draws, in the same order."""
+        return self._drawn == list(self._expected)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if not draws(func, args, kwargs):
+            return func(*args, **kwargs)
+        self._drawn.append(_kind(func) if self.forward else "a recomputation")
+        return seeded(self._key, len(self._drawn) - 1, func, *args, **kwargs)
+
+
+def _kind(operator: Any) -> str:
+    """An operator's name, the same whether it writes in place or not."""
+    name = str(getattr(operator, "overloadpacket", operator)).rstrip("_")
+    return "aten.bernoulli" if name == "aten.native_dropout" else name  # eager's dropout on CPU draws the same numbers

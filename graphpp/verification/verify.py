@@ -1,0 +1,213 @@
+"""`graphpp.verify`: one step three ways in one process, before a cluster is rented.
+
+Contract
+--------
+- Compared are: the stage programs, run by the pipeline's own runner, against the uncut joint graph (equal bits on the CPU;
+  within the tolerance a tied parameter's sum, with fused accumulation every gradient, under a backend everything), and the
+  joint graph against plain eager (within the tolerance).
+- What a backend compiles sums in other orders, and how far that may move a gradient depends on the model: 2e-7 of a
+  transformer's, 1e-4 of a network's whose batch norm sees two rows. So each value's tolerance is measured: a few times what
+  one unit in the last place, up or down in every value of the uncut graph, moves it.
+- A schedule for several ranks is checked as such, its messages included, and its actions then run on one rank in an order
+  that the ranks could have had.
+- No process group is needed. Model (parameters, gradients, buffers, attributes) and random state are as before afterwards.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from graphpp.backends import inductor as backends
+from graphpp.batch.loss_weights import Reduction, Weighting
+from graphpp.batch.microbatch import Leaves, Microbatch, unwrapped
+from graphpp.capture.check_arguments import check_given
+from graphpp.capture.trace import LossFunction
+from graphpp.compiler.build import Built, Settings
+from graphpp.errors import BatchError
+from graphpp.options import recompute as recomputing
+from graphpp.passes.graph.joint_graph import JointGraph
+from graphpp.planner.resolve_split import Split
+from graphpp.runtime.model_state import ModelState
+from graphpp.schedules.generate.read import Source, read
+from graphpp.schedules.table.schedule import Schedule
+from graphpp.verification.first_difference import in_cut, in_eager, in_result, values_of
+from graphpp.verification.report import Comparison, Parting, Verification
+from graphpp.verification.runs import Numbers, Step, run_cut, run_eager, run_uncut, untouched
+from graphpp.verification.subject import (
+    Compiled,
+    Imagined,
+    check_one_shape,
+    compiled_for,
+    device_of,
+    moved_to,
+    ranks_of,
+    rotated,
+)
+from graphpp.verification.tolerances import Tolerances, compared, rounding
+
+_FLOAT32_TOLERANCE = 1e-6
+
+
+def verify(  # noqa: PLR0913 - what a user may choose, all of it optional
+    model: nn.Module,
+    loss: LossFunction | None = None,
+    example: Microbatch | Sequence[Microbatch] | None = None,
+    *,
+    split: Split = None,
+    schedule: Source = "auto",
+    microbatches: int | None = None,
+    ranks: int | None = None,
+    loss_reduction: Reduction = "mean",
+    backend: backends.Given = "eager",
+    recompute: recomputing.Given = None,
+    tolerance: float | None = None,
+) -> Verification:
+    """Run one step as stage programs, as the uncut joint graph and in plain eager, and report where they part.
+
+    Runs in this process, on the model's device, and changes nothing of the model. Takes the memory of three gradients, and
+    of all values of a step where it has to look for a parting.
+
+    Args:
+        model, loss, split, schedule, loss_reduction, backend, recompute: as for `graphpp.compile`.
+        example: one microbatch with data, of which the others are made by rotating its rows; or all of them in a list.
+        microbatches: how many; None: as many as the table or the list has, else one a rank, at least 2.
+        ranks: how many ranks the schedule is for; None: as many as the table has or as the split asks for, else 2.
+        tolerance: the relative difference that counts as rounding; None: 1e-6 in float32, and as many units in the last
+            place of the coarsest floating dtype that the model computes in (bfloat16: 0.066). What a backend compiles, or a
+            trace runs by other code than eager, may, unless a tolerance is given, differ by ten times what rounding alone
+            does to this step, which is measured.
+
+    Raises:
+        What `graphpp.compile` raises, and `GraphPPError` for a model without memory. What differs does not raise: see
+        `Verification.ok`, `Verification.raise_if_wrong()`, or print it.
+    """
+    device = device_of(model)
+    given = [example] if isinstance(example, Microbatch) else list(example or ())
+    if not given:
+        raise BatchError("verify needs example=: a graphpp.Microbatch with data, or a list of them")
+    for each in given:
+        check_given(model, loss, each, loss_reduction)
+    table = read(schedule)
+    count = ranks_of(ranks, split, table)
+    wanted = table.microbatches if isinstance(table, Schedule) else microbatches or max(2, count)
+    parts = [unwrapped(each) for each in given] if len(given) > 1 else rotated(given[0], wanted)
+    place, again = Imagined(device, None, count), recomputing.chosen(recompute)
+    settings = Settings(place, given[0], split, table, len(parts), loss_reduction, recompute=again)
+    return verified(model, loss, replace(settings, backend=backends.chosen(backend)), parts, tolerance)
+
+
+def verified(
+    model: nn.Module,
+    loss: LossFunction | None,
+    settings: Settings,
+    parts: Sequence[Leaves],
+    tolerance: float | None = None,
+) -> Verification:
+    """The report for these microbatches; `settings.place` says for how many ranks the schedule is."""
+    began = time.perf_counter()
+    check_one_shape(parts)
+    device = settings.place.device
+    ModelState(model).check_memory([name for name, _ in (*model.named_parameters(), *model.named_buffers())])
+    parts = [moved_to(device, part) for part in parts]
+    with untouched(model, device):
+        compiled = compiled_for(model, loss, settings, parts)
+        step = Step(model, loss, parts, _seeds(compiled.built, settings.loss_reduction, len(parts), device), device)
+        allowed = _tolerance(compiled.uncut) if tolerance is None else tolerance
+        cut, eager = _three_ways(step, compiled, allowed, measured=tolerance is None)
+    return Verification(cut, eager, compiled.built.plan, allowed, time.perf_counter() - began)
+
+
+def _seeds(built: Built, reduction: Reduction, count: int, device: torch.device) -> list[torch.Tensor]:
+    assert built.program.loss is not None
+    return Weighting(reduction).seeds(count, built.program.loss.dtype, device)
+
+
+# ------------------------------------------------------------------------------------------------------ compare
+
+
+def _three_ways(step: Step, compiled: Compiled, tolerance: float, measured: bool) -> tuple[Comparison, Comparison]:
+    with untouched(step.model, step.device):
+        uncut = run_uncut(step, compiled.uncut)
+    cut = _of_cut(step, compiled, uncut, _tolerances(step, compiled, uncut, tolerance, measured))
+    with untouched(step.model, step.device):
+        eager = run_eager(step, compiled.uncut)
+    if not eager.matched:
+        return cut, Comparison(_EAGER, note=_OTHER_NUMBERS, compared=False)
+    found = _against_eager(step, compiled, (uncut, eager.numbers), tolerance, measured)
+    if found.verdict != "equal":
+        first = in_eager(step, compiled.uncut, values_of(step, compiled.uncut))
+        found = replace(found, first=_placed(first or in_result(found, compiled.uncut), step.loss))
+    return cut, found
+
+
+def _against_eager(
+    step: Step, compiled: Compiled, results: tuple[Numbers, Numbers], tolerance: float, measured: bool
+) -> Comparison:
+    """What differs is compared again by what rounding does: a trace may run other code (an LSTM's), of which some gradients,
+    as that of a bias before a norm, keep rounding alone."""
+    found = compared(_EAGER, *results, Tolerances(tolerance))
+    if found.verdict != "differs" or not measured:
+        return found
+    wider = rounding(step, compiled.uncut, results[0], tolerance, "a trace runs other code than eager")
+    again = compared(_EAGER, *results, wider)
+    return found if again.verdict == "differs" else replace(again, note=wider.note)
+
+
+_CUT = "stage programs against the uncut joint graph"
+_EAGER = "joint graph against eager"
+_OTHER_NUMBERS = (
+    "The model draws other random numbers in eager than under a trace, so no bits can be compared. Verify it with its dropout "
+    "set to 0 as well."
+)
+
+
+def _tolerances(step: Step, compiled: Compiled, uncut: Numbers, tolerance: float, measured: bool) -> Tolerances:
+    """What the stage programs may differ by from the uncut graph."""
+    stages = compiled.built.program.stages
+    fused = any(item.fused for stage in stages for item in stage.programs.values())
+    made = [fqn for stage in stages for fqn in stage.gradients]
+    tied = sorted({fqn for fqn in made if made.count(fqn) > 1})
+    note = f"{', '.join(tied)} in several stages: parts are added per stage first" if tied else ""
+    note = "fused_accumulation: the sums of gradients are rounded otherwise" if fused else note
+    if compiled.backend:
+        note = "backend=: compiled programs are rounded otherwise"
+        return rounding(step, compiled.uncut, uncut, tolerance, note) if measured else Tolerances(tolerance, {}, note)
+    if step.device.type != "cpu":  # a GPU may add in another order at every run
+        return Tolerances(tolerance, {}, note)
+    return Tolerances(0.0, {f"gradient of {fqn}": tolerance for fqn in (uncut.grads if fused else tied)}, note)
+
+
+def _of_cut(step: Step, compiled: Compiled, uncut: Numbers, tolerances: Tolerances) -> Comparison:
+    with untouched(step.model, step.device):
+        ours = run_cut(step, compiled.programs, compiled.row)
+    found = compared(_CUT, ours, uncut, tolerances)
+    found = replace(found, note=tolerances.note if found.verdict != "equal" else "")
+    if found.verdict == "differs":
+        first = _first_in_cut(step, compiled) if not compiled.backend else None  # a compiled program's values differ anyway
+        first = first or in_result(found, compiled.uncut, compiled.built.program)
+        found = replace(found, first=_placed(first, step.loss))
+    return found
+
+
+def _first_in_cut(step: Step, compiled: Compiled) -> Parting | None:
+    return in_cut(step, values_of(step, compiled.uncut), compiled.pieces, compiled.programs, compiled.row)
+
+
+def _placed(first: Parting | None, loss: Any) -> Parting | None:
+    """A parting in the loss, of which torch.export keeps no lines, has the line where the loss function begins."""
+    code = getattr(loss, "__code__", None)
+    if first is None or first.fqn or first.source or code is None:
+        return first
+    return replace(first, source=f"{code.co_filename}:{code.co_firstlineno}")
+
+
+def _tolerance(joint: JointGraph) -> float:
+    values = [node.meta["val"] for node in joint.computed() if isinstance(node.meta["val"], torch.Tensor)]
+    coarsest = max((torch.finfo(value.dtype).eps for value in values if value.is_floating_point()), default=0.0)
+    return _FLOAT32_TOLERANCE * coarsest / torch.finfo(torch.float32).eps

@@ -1,0 +1,365 @@
+"""CUDA graphs without CUDA: a capturer for the CPU whose recordings behave as graphs of one memory pool do.
+
+What is recorded has not run; a replay runs it again on the memory that was recorded, and may write over the results of
+every other recording of the pool. So whatever is read after another replay, or was not copied in, is wrong and is seen.
+"""
+
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from torch import nn
+
+import graphpp
+from graphpp.backends.cuda_graphs import RECORDINGS, WARM_UPS, Graphed, captured
+from graphpp.compiler import assemble as assembly
+from graphpp.passes.graph.cuda_graph_obstacles import obstacle
+from graphpp.runtime.gradients.gemm_accumulation import Returned
+from graphpp.runtime.program import Constant, Gradient, Input, Loss, Parameter, Phase, Program, RandomKey, Saved, Sent
+from tests.movers import Copying, moving_by
+from tests.runtime.test_offload import ALL
+from tests.training import capturing_once, differences, eager, train
+
+Results = Sequence[Any]
+
+
+class Pool:
+    """Recordings that share their memory."""
+
+    def __init__(self) -> None:
+        self.device = torch.device("cpu")
+        self.recordings = self.replays = self.warm_ups = 0
+        self._results: list[Results] = []
+
+    def warm_up(self, run: Callable[[], Results]) -> Results:
+        self.warm_ups += 1
+        return run()
+
+    def record(self, run: Callable[[], Results]) -> tuple[Callable[[], None], Results]:
+        self.recordings += 1
+        results = [None if each is None else each.clone(memory_format=torch.preserve_format) for each in run()]
+        self._results.append(results)
+        spoil(results)
+
+        def replay() -> None:
+            self.replays += 1
+            for others in self._results:
+                spoil(others)
+            for mine, new in zip(results, run(), strict=True):
+                if mine is not None:
+                    mine.copy_(new)
+
+        return replay, results
+
+
+def spoil(values: Results) -> None:
+    for value in (value for value in values if value is not None):
+        value.fill_(float("nan") if value.is_floating_point() else 1)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_capture() -> Iterator[None]:
+    with capturing_once():
+        yield
+
+
+@pytest.fixture
+def pool() -> Iterator[Pool]:
+    made = Pool()
+    with patch.object(assembly, "capturer_for", lambda device: made):
+        yield made
+
+
+def affine(boxed: list[Any]) -> tuple[Any, ...]:
+    """(x w + c, its transpose, x) for x, w, c."""
+    x, w, c = boxed
+    boxed.clear()
+    y = x @ w + c
+    return y, y.t(), x
+
+
+PROGRAM = Program(
+    0,
+    Phase.FORWARD,
+    (Input("args[0]"), Parameter("w"), Constant("c")),
+    (Sent("y"), Saved("t"), Saved("x")),
+    affine,
+    shared=frozenset({0, 1, 2}),
+)
+W, C = torch.tensor([[1.0, 2.0], [3.0, 4.0]]), torch.tensor(0.5)
+
+
+def warm(program: Program, *fixed: torch.Tensor) -> None:
+    for _ in range(WARM_UPS):
+        program.run([torch.zeros(3, 2), *fixed])
+
+
+def test_the_first_runs_are_its_own_and_then_it_is_replayed() -> None:
+    pool = Pool()
+    program = captured(PROGRAM, pool)
+    states = []
+    for number in range(5):
+        x = torch.full((3, 2), float(number))
+        boxed = [x, W, C]
+        y, t, same = program.run(boxed)
+        assert boxed == []
+        assert torch.equal(y, x @ W + C)
+        assert torch.equal(t, y.t())
+        assert t.stride() == y.t().stride()
+        assert torch.equal(same, x)
+        states.append(program.run.spell())  # type: ignore[attr-defined]
+    assert states == ["not recorded yet"] * WARM_UPS + ["replayed"] * (5 - WARM_UPS)
+    assert (pool.warm_ups, pool.recordings, pool.replays) == (WARM_UPS, 1, 5 - WARM_UPS)
+
+
+def test_results_outlive_later_replays() -> None:
+    program = captured(PROGRAM, Pool())
+    warm(program, W, C)
+    inputs = [torch.randn(3, 2) for _ in range(4)]
+    results = [program.run([x.clone(), W, C]) for x in inputs]
+    for x, (y, t, same) in zip(inputs, results, strict=True):
+        assert torch.equal(y, x @ W + C)
+        assert torch.equal(t, (x @ W + C).t())
+        assert torch.equal(same, x)
+
+
+def test_parameters_are_read_in_place_and_recorded_again_where_they_moved() -> None:
+    pool = Pool()
+    program = captured(PROGRAM, pool)
+    w, x = W.clone(), torch.randn(3, 2)
+    warm(program, w, C)
+    program.run([x, w, C])
+    w.mul_(2)  # an optimizer
+    assert torch.equal(program.run([x, w, C])[0], x @ w + C)
+    assert pool.recordings == 1
+    moved = w.clone() + 1
+    assert torch.equal(program.run([x, moved, C])[0], x @ moved + C)
+    assert torch.equal(program.run([x, moved.t(), C])[0], x @ moved.t() + C)
+    assert pool.recordings == 3
+
+
+def test_a_program_whose_parameters_keep_moving_is_left_alone(caplog: pytest.LogCaptureFixture) -> None:
+    pool = Pool()
+    program = captured(PROGRAM, pool)
+    x, kept = torch.randn(3, 2), [W + number for number in range(RECORDINGS + 3)]
+    warm(program, W, C)
+    with caplog.at_level(logging.WARNING, "graphpp"):
+        for w in kept:
+            assert torch.equal(program.run([x, w, C])[0], x @ w + C)
+    assert pool.recordings == RECORDINGS
+    assert "moved" in program.run.reason  # type: ignore[attr-defined]
+    assert len(caplog.records) == 1
+    assert "stage 0 forward" in caplog.text
+
+
+def test_inputs_of_other_strides_and_repeated_elements() -> None:
+    program = captured(PROGRAM, Pool())
+    warm(program, W, C)
+    for x in (torch.randn(2, 3).t(), torch.randn(1, 2).expand(3, 2), torch.randn(3, 4)[:, ::2]):
+        y, _, same = program.run([x, W, C])
+        assert torch.equal(y, x @ W + C)
+        assert torch.equal(same, x)
+
+
+def test_gradients_are_handed_over() -> None:
+    """Those that the program hands out; one that is another result too it returns."""
+    taken: dict[int, torch.Tensor] = {}
+
+    def run(boxed: list[Any], take: Any = None) -> tuple[Any, ...]:
+        take, (x,) = take or Returned(), boxed
+        boxed.clear()
+        return take(0, x * 2), x * 3, x.sum()
+
+    gradients = (Gradient("a"), Gradient("b"), Loss())
+    program = captured(Program(1, Phase.BACKWARD, (Input("x"),), gradients, run, shared=frozenset({1})), Pool())
+    for number in range(WARM_UPS + 2):
+        taken.clear()
+        x = torch.full((2,), float(number))
+        results = program.run([x], lambda index, value: taken.update({index: value}))
+        assert list(taken) == [0]
+        assert torch.equal(taken[0], x * 2)
+        assert results[0] is None
+        assert torch.equal(results[1], x * 3)
+
+
+class Sums:
+    """Adds up what it is handed, products written into the sums."""
+
+    def __init__(self) -> None:
+        self.total, self.order = torch.zeros(2, 2), list[str]()
+
+    def __call__(self, index: int, value: torch.Tensor) -> None:
+        self.order.append(f"gradient {index}")
+        self.total += value
+
+    def product(self, index: int, a: torch.Tensor, b: torch.Tensor, within: Any = None) -> None:
+        self.order.append(f"product {index}")
+        self.total.addmm_(a, b)
+
+
+def test_factors_are_multiplied_after_the_replay_in_the_programs_order() -> None:
+    """Their memory may be written over by the next replay, so not later."""
+
+    def run(boxed: list[Any], take: Any = None) -> tuple[Any, ...]:
+        take, (x,) = take or Returned(), boxed
+        boxed.clear()
+        y = x.exp()
+        return y * 2, take.product(1, y, x), take(2, y + 1)
+
+    gradients = (Loss(), Gradient("a"), Gradient("a"))
+    plain = Program(1, Phase.BACKWARD, (Input("x"),), gradients, run, fused=True)
+    pool = Pool()
+    made, found, expected = captured(plain, pool), Sums(), Sums()
+    for number in range(WARM_UPS + 3):
+        x = torch.randn(2, 2)
+        results, usual = made.run([x.clone()], found), plain.run([x.clone()], expected)
+        assert torch.equal(results[0], usual[0])
+        assert results[1] is results[2] is None, number
+        assert torch.equal(found.total, expected.total)
+    assert found.order == expected.order
+    assert pool.replays == 3
+    x = torch.randn(2, 2)
+    for one, other in zip(made.run([x.clone()]), plain.run([x.clone()]), strict=True):
+        assert torch.equal(one, other)
+
+
+class Refusing(Pool):
+    def record(self, run: Callable[[], Results]) -> tuple[Callable[[], None], Results]:
+        raise RuntimeError("operation not permitted when stream is capturing\nmore of this")
+
+
+@pytest.mark.parametrize(
+    ("program", "capturer", "reason"),
+    [
+        (replace(PROGRAM, inputs=(Input("x"), RandomKey(), Constant("c"))), Pool(), "random numbers"),
+        (replace(PROGRAM, run=lambda boxed: (*affine(boxed)[:2], None)), Pool(), "no tensor"),
+        (PROGRAM, Refusing(), "operation not permitted when stream is capturing"),
+    ],
+)
+def test_a_program_that_cannot_be_recorded_runs_as_it_is(
+    program: Program, capturer: Pool, reason: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    made = captured(program, capturer)
+    x = torch.randn(3, 2)
+    with caplog.at_level(logging.WARNING, "graphpp"):
+        for _ in range(WARM_UPS + 2):
+            assert torch.equal(made.run([x, W, C])[0], x @ W + C)
+    assert reason in made.run.spell()  # type: ignore[attr-defined]
+    assert len(caplog.records) <= 1
+
+
+def test_tensors_elsewhere_and_other_classes() -> None:
+    elsewhere = Pool()
+    elsewhere.device = torch.device("cuda", 0)
+    program = captured(PROGRAM, elsewhere)
+    warm(program, W, C)
+    program.run([torch.zeros(3, 2), W, C])
+    assert "is on cpu" in program.run.spell()  # type: ignore[attr-defined]
+
+
+# ------------------------------------------------------------------------------------------------ whole pipelines
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("llama", {"schedule": "GPipe", "split": 2, "microbatches": 4}),
+        ("skip", {"schedule": "ZBVZeroBubble", "split": 2, "microbatches": 3}),
+        ("norms", {"schedule": "1F1B", "split": 1, "microbatches": 8}),
+        ("tied", {"schedule": "Interleaved1F1B", "split": 4, "microbatches": 4}),
+        ("several", {"schedule": "GPipe", "split": 2, "microbatches": 4}),
+    ],
+)
+def test_the_bits_of_the_same_without_graphs(pool: Pool, name: str, options: dict[str, Any]) -> None:
+    found = train(0, name, {**options, "cudagraphs": True})
+    replays = pool.replays
+    with patch.object(assembly, "capturer_for", lambda device: None):
+        assert differences(found, train(0, name, options)) == []
+    assert pool.replays == replays > 0
+
+
+def test_and_of_an_eager_one(pool: Pool) -> None:
+    found = train(0, "norms", {"schedule": "1F1B", "split": 2, "microbatches": 4, "cudagraphs": True})
+    assert differences(found, eager("norms", 4)) == []
+    assert pool.replays > 0
+
+
+def test_with_fused_accumulation(pool: Pool) -> None:
+    options = {"schedule": "GPipe", "split": 2, "microbatches": 4, "fused_accumulation": True}
+    plain = train(0, "skip", options)
+    assert differences(train(0, "skip", {**options, "cudagraphs": True}), plain) == []
+    assert pool.replays > 0
+
+
+def test_with_offload(pool: Pool) -> None:
+    mover = Copying()
+    with moving_by(mover):
+        options = {"schedule": "GPipe", "split": 2, "microbatches": 4, "cudagraphs": True, "offload": ALL}
+        assert differences(train(0, "skip", options), eager("skip", 4)) == []
+    assert mover.moved > 0
+    assert pool.replays > 0
+
+
+def small(**options: Any) -> graphpp.Pipeline:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5), nn.Linear(4, 4))
+    return graphpp.compile(model, nn.functional.mse_loss, split=["2"], schedule="1F1B", microbatches=4, **options)
+
+
+def test_states_say_what_is_replayed_and_why_not(pool: Pool, caplog: pytest.LogCaptureFixture) -> None:
+    pipe, batch = small(cudagraphs=True), torch.randn(8, 4)
+    assert pipe.cudagraphs == {}
+    with caplog.at_level(logging.WARNING, "graphpp"):
+        for _ in range(3):
+            pipe.step(batch, target=batch)
+    assert set(pipe.cudagraphs) == {f"stage {stage} {phase}" for stage in (0, 1) for phase in ("forward", "backward")}
+    assert "random numbers" in pipe.cudagraphs["stage 0 forward"]
+    assert pipe.cudagraphs["stage 1 forward"] == pipe.cudagraphs["stage 1 backward"] == "replayed"
+    assert [record for record in caplog.records if "stage 0 forward" in record.message] == caplog.records[:1]
+
+
+def test_evaluation_is_replayed_too(pool: Pool) -> None:
+    pipe = small(cudagraphs=True)
+    for _ in range(3):
+        batch = torch.randn(8, 4)
+        with torch.no_grad():
+            expected = pipe._model.eval()(batch)
+        assert torch.equal(pipe.eval(batch).output, expected)
+    assert pool.replays > 0
+
+
+def test_on_the_cpu_there_are_none_and_the_log_says_so_once(caplog: pytest.LogCaptureFixture) -> None:
+    pipe, batch = small(cudagraphs=True), torch.randn(8, 4)
+    with caplog.at_level(logging.WARNING, "graphpp"):
+        pipe.step(batch, target=batch)
+        pipe.eval(batch)
+    assert len(caplog.records) == 1
+    assert all("only CUDA devices" in state for state in pipe.cudagraphs.values())
+    assert pipe.cudagraphs
+    with pytest.raises(graphpp.GraphPPError, match="cudagraphs"):
+        small(cudagraphs=1)
+
+
+def test_obstacles_in_a_graph() -> None:
+    def graph(operator: Any) -> torch.fx.Graph:
+        made = torch.fx.Graph()
+        made.output((made.call_function(operator, (made.placeholder("x"),)),))
+        return made
+
+    aten = torch.ops.aten
+    assert obstacle(graph(aten.relu.default)) is None
+    for operator in (aten.nonzero.default, aten._local_scalar_dense.default, aten._linalg_check_errors.default):
+        assert "the host waits" in (obstacle(graph(operator)) or "")
+    assert "other ranks" in (obstacle(graph(torch.ops._c10d_functional.wait_tensor.default)) or "")
+    assert obstacle(graph(aten.t.default)) == "it computes nothing"
+    on_cpu = graph(aten.relu.default)
+    next(iter(on_cpu.nodes)).meta["val"] = torch.zeros(1)
+    assert obstacle(on_cpu) == "x is on the cpu"
+    assert obstacle(on_cpu, "cpu") is None
+
+
+def test_a_replayed_run_is_a_graphed() -> None:
+    assert isinstance(captured(PROGRAM, Pool()).run, Graphed)

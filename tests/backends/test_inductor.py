@@ -1,0 +1,697 @@
+"""`backend=`: a function of the caller's sees each distinct region once; Inductor is as close as it promises, and is cached."""
+
+import gc
+import itertools
+import json
+import os
+import shutil
+import subprocess
+import sys
+import warnings
+import weakref
+from collections import deque
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, fx, nn
+
+import graphpp
+from graphpp.backends.disk_cache import Cache
+from graphpp.backends.gemm_kernels import ProductKernels
+from graphpp.passes.stage.outline_regions import Region
+from tests.distributed import run_ranks
+from tests.models import MODELS, Batch, Case
+from tests.reference import eager_steps, gradients
+from tests.training import CASES, capturing_once, differences, example, step, trained
+
+needs_compiler = pytest.mark.skipif(not any(map(shutil.which, ("g++", "clang++", "c++"))), reason="no C++ compiler")
+
+
+def interpreted(module: fx.GraphModule, examples: list[Tensor]) -> Callable[..., Any]:
+    """The simplest backend: what it is given runs as it is."""
+    return module
+
+
+EXACT = {"backend": interpreted, "fused_accumulation": False}
+
+
+# ---------------------------------------------------------------------------------------------- a function of the caller's
+
+
+@pytest.mark.parametrize("name", sorted(CASES))
+def test_outlined_programs_train_bit_for_bit_as_eager_ones(name: str) -> None:
+    with capturing_once():
+        options: dict[str, Any] = {"split": 3, "microbatches": 4, "schedule": "auto"}
+        assert differences(trained(1, name, 2, **options, **EXACT), trained(1, name, 2, **options)) == []
+
+
+@pytest.mark.parametrize("schedule", ["ZBVZeroBubble", "Interleaved1F1B"])
+def test_on_two_ranks(schedule: str) -> None:
+    options: dict[str, Any] = {"split": 4, "microbatches": 4, "schedule": schedule, "recompute": "full"}
+    assert differences(trained(2, "llama", 2, **options, **EXACT), trained(2, "llama", 2, **options)) == []
+
+
+class Windows(nn.Module):
+    """Hands on windows of what it makes, whose elements lie over each other."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.line = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.line(x)).unfold(1, 3, 1)
+
+
+class Looking(nn.Module):
+    """Reads windows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.line = nn.Linear(3, 8)
+
+    def forward(self, windows: Tensor) -> Tensor:
+        out: Tensor = self.line(windows * 2 + windows.sin()).mean(1)
+        return out
+
+
+Relay = Callable[[Tensor], Tensor]
+
+
+def strict(module: fx.GraphModule, examples: list[Tensor], relay: Relay = lambda x: x) -> Callable[..., Any]:
+    """What is compiled wants the strides that it was compiled for, and may return others."""
+
+    def run(*args: Tensor) -> Any:
+        for value, fake in zip(args, examples, strict=True):
+            pairs = zip(value.shape, value.stride(), fake.stride(), strict=True)
+            assert all(size == 1 or found == wanted for size, found, wanted in pairs)
+        return [relay(value) for value in module(*args)]
+
+    return run
+
+
+def sees_windows(rank: int) -> bool:
+    """A step in which what is compiled is given the strides that it was compiled for."""
+    torch.manual_seed(0)
+    pipe = graphpp.compile(
+        nn.Sequential(Windows(), Looking()), nn.functional.mse_loss, split=["1"], microbatches=2, backend=strict
+    )
+    x = torch.randn(4, 8)
+    return bool(pipe.step(x, target=x).loss.isfinite())
+
+
+class Joined(nn.Module):
+    """Parts of a larger tensor: their gradients are windows into its gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.left, self.right = nn.Linear(8, 4), nn.Linear(8, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.cat((self.left(x).tanh(), self.right(x).tanh().flip(0).T.contiguous().T, x[:1].expand(x.shape)[:, :4]), 1)
+
+
+@pytest.mark.parametrize("split", [["1"], ["1", "2"], None])
+def test_results_that_lie_otherwise_are_laid_as_the_graph_says(split: list[str] | None) -> None:
+    model = nn.Sequential(nn.Linear(8, 8), Joined(), nn.Linear(12, 8), Joined(), nn.Linear(12, 8))
+    x = torch.randn(4, 8)
+    for relay in (torch.Tensor.contiguous, lambda value: value.mT.contiguous().mT if value.dim() > 1 else value):
+        expected = eager_steps(model, nn.functional.mse_loss, [Batch((x,), {}, x)], 2, 1)
+        pipe = graphpp.compile(
+            model,
+            nn.functional.mse_loss,
+            split=split,
+            microbatches=2,
+            backend=lambda module, examples, relay=relay: strict(module, examples, relay),
+            fused_accumulation=False,
+        )
+        pipe.step(x, target=x)
+        for name, value in gradients(model).items():
+            assert value is not None and torch.allclose(value, expected.grads[0][name], rtol=1e-5, atol=1e-7), name
+        model.zero_grad()
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda values: values[:-1], r"has \d+ results, compiled it returned \d+"),
+        (lambda values: [value.double() for value in values], "result 0 of .* is float32.*, compiled it is float64"),
+        (lambda values: [value[None] for value in values], "result 0 of "),
+        (lambda values: [None] * len(values), "compiled it is NoneType"),
+    ],
+)
+def test_results_that_are_not_those_of_the_region_raise(change: Callable[[Any], Any], words: str) -> None:
+    pipe = graphpp.compile(
+        nn.Sequential(nn.Linear(2, 2), nn.Tanh(), nn.Linear(2, 2)),
+        nn.functional.mse_loss,
+        microbatches=1,
+        backend=lambda module, examples: lambda *args: change(module(*args)),
+    )
+    with pytest.raises(graphpp.GraphPPError, match=words):
+        pipe.step(torch.randn(2, 2), target=torch.randn(2, 2))
+
+
+def with_buffers(count: int) -> Callable[..., Any]:
+    """A backend with sets of buffers for its results, as one that replays a recording has; it takes them in turn."""
+
+    def backend(module: fx.GraphModule, _: list[Tensor]) -> Callable[..., Any]:
+        sets: deque[list[Tensor]] = deque()
+
+        def run(*args: Tensor) -> list[Tensor]:
+            results = module(*args)
+            if len(sets) < count:
+                sets.append([value.clone() for value in results])
+            else:
+                sets.rotate(-1)
+            for place, value in zip(sets[-1], results, strict=True):
+                place.copy_(value)
+            return list(sets[-1])
+
+        return run
+
+    return backend
+
+
+@pytest.mark.parametrize(("buffers", "microbatches"), [(1, 1), (1, 2), (2, 1), (2, 3)])
+def test_results_in_the_memory_of_earlier_ones_raise(buffers: int, microbatches: int) -> None:
+    """One microbatch: the equal layers share what was compiled."""
+    model, x = nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), nn.GELU()) for _ in range(8))), torch.randn(6, 4)
+    pipe = graphpp.compile(
+        model, nn.functional.mse_loss, split=2, microbatches=microbatches, backend=with_buffers(buffers), schedule="GPipe"
+    )
+    with pytest.raises(graphpp.GraphPPError, match="clone them"):
+        pipe.step(x, target=x)
+
+
+class Constant(nn.Module):
+    """Some results depend on no input, and some are views of one."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.cat((x.T[1:].T, torch.full((len(x), 1), 2.0)), 1) * x.T.T
+
+
+@pytest.mark.parametrize("split", [["1"], ["2"], ["1", "2", "3"]])
+def test_constants_and_views_may_be_the_same_at_every_call(split: list[str]) -> None:
+    made: dict[str, Tensor] = {}
+
+    def folding(module: fx.GraphModule, _: list[Tensor]) -> Callable[..., Any]:
+        for node in module.graph.nodes:
+            if node.target is torch.ops.aten.full.default:
+                node.target = lambda *args, **kwargs: made.setdefault(str(args), torch.full(*args))
+        module.recompile()
+        return module
+
+    model, x = nn.Sequential(nn.Linear(4, 4), Constant(), nn.Linear(4, 4), Constant()), torch.randn(8, 4)
+    expected = eager_steps(model, nn.functional.mse_loss, [Batch((x,), {}, x)], 4, 1)
+    options: dict[str, Any] = {"split": split, "microbatches": 4, "fused_accumulation": False}
+    pipe = graphpp.compile(model, nn.functional.mse_loss, backend=folding, **options)
+    pipe.step(x, target=x)
+    for name, value in gradients(model).items():
+        assert value is not None and torch.equal(value, expected.grads[0][name]), name
+
+
+def test_what_crosses_a_boundary_has_the_strides_that_a_region_was_compiled_for() -> None:
+    assert run_ranks(sees_windows, 2) == [True, True]
+
+
+def test_each_distinct_region_is_compiled_once() -> None:
+    seen: list[int] = []
+
+    def counting(module: fx.GraphModule, examples: list[Tensor]) -> Callable[..., Any]:
+        seen.append(len(examples))
+        return module
+
+    counts = []
+    for layers in (4, 8):
+        model = nn.Sequential(*(nn.Sequential(nn.Linear(6, 6), nn.GELU(), nn.LayerNorm(6)) for _ in range(layers)))
+        pipe = graphpp.compile(model, nn.functional.mse_loss, split=2, microbatches=2, backend=counting)
+        x = torch.randn(4, 6)
+        pipe.step(x, target=x)
+        pipe.step(x, target=x)
+        counts.append(len(seen))
+        seen.clear()
+    assert counts[0] == counts[1] > 0
+
+
+def test_what_cannot_be_compiled_runs_eagerly_with_a_warning_that_names_it() -> None:
+    def refusing(module: fx.GraphModule, examples: list[Tensor]) -> Callable[..., Any]:
+        if any("gelu" in str(node.target) for node in module.graph.nodes):
+            raise NotImplementedError("no gelu here")
+        return module
+
+    model = nn.Sequential(nn.Sequential(nn.Linear(6, 6), nn.ReLU()), nn.Sequential(nn.Linear(6, 6), nn.GELU()))
+    x = torch.randn(4, 6)
+    expected = eager_steps(model, nn.functional.mse_loss, [_batch(x)], 2, 1)
+    pipe = graphpp.compile(
+        model, nn.functional.mse_loss, split=["1"], microbatches=2, backend=refusing, fused_accumulation=False
+    )
+    with pytest.warns(UserWarning, match=r"(?s)1 of stage 1 (forward|backward) cannot be compiled.*no gelu here") as caught:
+        pipe.step(x, target=x)
+    assert len(caught) == 2  # the forward and the backward of the one layer
+    assert all(torch.equal(value, expected.grads[0][name]) for name, value in gradients(model).items())
+
+
+def test_a_backend_that_changes_the_graph_and_then_gives_up_changes_nothing() -> None:
+    def spoiling(module: fx.GraphModule, examples: list[Tensor]) -> Callable[..., Any]:
+        for node in module.graph.find_nodes(op="call_function", target=torch.ops.aten.tanh.default):
+            node.target = torch.ops.aten.sin.default
+        raise NotImplementedError("after all")
+
+    model = nn.Sequential(nn.Sequential(nn.Linear(6, 6), nn.Tanh()), nn.Sequential(nn.Linear(6, 6), nn.Tanh()))
+    x = torch.randn(4, 6)
+    expected = eager_steps(model, nn.functional.mse_loss, [_batch(x)], 2, 1)
+    pipe = graphpp.compile(model, nn.functional.mse_loss, microbatches=2, backend=spoiling, fused_accumulation=False)
+    with pytest.warns(UserWarning, match="after all"):
+        pipe.step(x, target=x)
+    assert all(torch.equal(value, expected.grads[0][name]) for name, value in gradients(model).items())
+
+
+class Held(nn.Module):
+    """Hands out its parameter in another shape: its gradient is a view of what a layer's backward makes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.flat = nn.Parameter(torch.randn(12))
+
+    def forward(self) -> Tensor:
+        return self.flat.view(2, 6)
+
+
+class Added(nn.Module):
+    """Adds two tensors, each times the same number: their gradients are equal, and made one by one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.line = nn.Linear(6, 6)
+
+    def forward(self, x: Tensor, one: Tensor, other: Tensor) -> Tensor:
+        out: Tensor = self.line(x) + one * 1.5 + other * 1.5
+        return out
+
+
+class Twins(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Added() for _ in range(2))
+        self.held = nn.ModuleList(Held() for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer, one, other in zip(self.layers, self.held[:2], self.held[2:], strict=True):
+            x = layer(x, one(), other()).tanh()
+        return x
+
+
+def merging(module: fx.GraphModule, examples: list[Tensor]) -> Callable[..., Any]:
+    """A backend that makes equal values once, and hands them out as often as they are asked for."""
+    made: dict[str, fx.Node] = {}
+    for node in module.graph.nodes:
+        first = made.setdefault(f"{node.target} {node.args} {node.kwargs}", node)
+        if node.op == "call_function" and first is not node:
+            node.replace_all_uses_with(first)
+    module.recompile()
+    return module
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_a_backend_may_hand_out_two_gradients_in_one_memory(fused: bool) -> None:
+    model = Twins()
+    x = torch.randn(8, 6)
+    expected = eager_steps(model, nn.functional.mse_loss, [_batch(x)], 4, 1)
+    pipe = graphpp.compile(model, nn.functional.mse_loss, microbatches=4, backend=merging, fused_accumulation=fused)
+    pipe.step(x, target=x)
+    for name, value in gradients(model).items():
+        torch.testing.assert_close(value, expected.grads[0][name], msg=name)
+
+
+def _batch(x: Tensor) -> Any:
+    from tests.models import Batch
+
+    return Batch((x,), {}, x)
+
+
+@pytest.mark.parametrize("given", ["tensorrt", 3, ["inductor"]])
+def test_what_is_no_backend_is_refused(given: Any) -> None:
+    with pytest.raises(graphpp.GraphPPError, match="backend="):
+        graphpp.compile(nn.Linear(2, 2), nn.functional.mse_loss, backend=given)
+
+
+@pytest.mark.parametrize("options", [{"no_such": 1}, {"cpp.no_such": 1}, {3: 1}, "max_autotune", ["cpp.threads"]])
+def test_options_that_inductor_does_not_have_are_refused(options: Any) -> None:
+    with pytest.raises(graphpp.GraphPPError, match="options="):
+        graphpp.compile(nn.Linear(2, 2), nn.functional.mse_loss, backend=graphpp.Inductor(options))
+
+
+def test_a_cache_that_is_no_path_is_refused() -> None:
+    wrong: Any = 3
+    with pytest.raises(graphpp.GraphPPError, match=r"cache=3.*path of a folder"):
+        graphpp.compile(nn.Linear(2, 2), nn.functional.mse_loss, backend=graphpp.Inductor(cache=wrong))
+
+
+def test_options_may_be_named_with_dots_and_by_an_alias() -> None:
+    backend = graphpp.Inductor({"cpp.threads": 1, "force_disable_caches": True})
+    graphpp.compile(nn.Linear(2, 2), nn.functional.mse_loss, backend=backend)
+
+
+def test_a_backend_that_returns_nothing_to_call_is_named() -> None:
+    model, x = nn.Sequential(nn.Linear(4, 4), nn.ReLU()), torch.randn(2, 4)
+    pipe = graphpp.compile(model, nn.functional.mse_loss, microbatches=1, backend=lambda module, examples: None)
+    with pytest.warns(UserWarning, match="no callable"):
+        pipe.step(x, target=x)
+
+
+def test_evaluation_runs_under_the_backend_too() -> None:
+    seen = []
+
+    def noting(module: fx.GraphModule, examples: list[Tensor]) -> Callable[..., Any]:
+        seen.append(module)
+        return module
+
+    case = MODELS["llama"]()
+    pipe = graphpp.compile(case.model, case.loss, split=2, microbatches=2, backend=noting)
+    found = pipe.eval(*case.batch.args, target=case.batch.target)
+    assert seen
+    with torch.no_grad():
+        assert torch.equal(found.output, torch.cat([case.model(*part.args) for part in case.batch.microbatches(2)]))
+
+
+def test_what_was_compiled_goes_with_the_last_graph_it_is_for() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.GELU(), nn.Linear(4, 4))
+    compiled: list[weakref.ref[Any]] = []
+
+    def watched(module: fx.GraphModule, examples: list[Tensor]) -> Callable[..., Any]:
+        compiled.append(weakref.ref(module))
+        return module
+
+    pipe = graphpp.compile(model, nn.functional.mse_loss, split=2, microbatches=2, max_graphs=1, backend=watched)
+    alive = []
+    for size in (4, 6, 8, 6):
+        x = torch.randn(size, 4)
+        pipe.step(x, target=x)
+        gc.collect()
+        alive.append(sum(module() is not None for module in compiled))
+    assert len(compiled) == 4 * alive[0]
+    assert alive[1:] == [2 * alive[0]] * 3  # the first graph, which says what the pipeline is, and the latest
+
+
+def test_verify_runs_a_backend() -> None:
+    case = MODELS["llama"]()
+    found = graphpp.verify(case.model, case.loss, example(case.batch, 8), split=2, backend=interpreted)
+    assert found.ok, str(found)
+
+
+def scaled(factor: float) -> Callable[..., Any]:
+    """A backend whose every result is so many times what it should be, half of them less and half more."""
+
+    def compile_region(module: fx.GraphModule, examples: list[Tensor]) -> Callable[..., Any]:
+        def run(*args: Tensor) -> Any:
+            factors = itertools.cycle((factor, 1 / factor))
+            return tuple(v * f if v.is_floating_point() else v for v, f in zip(module(*args), factors, strict=False))
+
+        return run
+
+    return compile_region
+
+
+def test_verify_finds_a_backend_that_computes_something_else() -> None:
+    case = MODELS["llama"]()
+    assert not graphpp.verify(case.model, case.loss, example(case.batch, 8), split=2, backend=scaled(1.00005)).ok
+
+
+def test_verify_measures_what_rounding_does_to_a_step() -> None:
+    """Batch norm of two rows that hardly differ: rounding alone moves gradients by more than any fixed tolerance."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4, eps=1e-8), nn.Linear(4, 4), nn.BatchNorm1d(4, eps=1e-8))
+    rows = torch.randn(1, 4) + 0.1 * torch.randn(4, 4)
+    parts = [graphpp.Microbatch((rows[i : i + 2],), target=torch.randn(2, 4)) for i in (0, 2)]
+
+    def verified(factor: float) -> graphpp.Verification:
+        return graphpp.verify(model, nn.functional.mse_loss, parts, split=["2"], backend=scaled(factor))
+
+    found = verified(1 + 2**-23)
+    assert found.ok and max(each.relative for each in found.cut.largest.values()) > 1e-5, str(found)
+    assert "rounding alone moves the gradient of " in str(found)
+    assert not verified(1.05).ok  # losses and well-conditioned gradients tell
+
+
+# ------------------------------------------------------------------------------------------------------------ Inductor
+
+
+def close(case: Case, pipe: graphpp.Pipeline, microbatches: int = 4) -> None:
+    """A step's losses and gradients are eager's to 1e-5 of their largest element."""
+    expected = eager_steps(case.model, case.loss, [case.batch], microbatches, 1)
+    found = step(pipe, case.batch)
+    torch.testing.assert_close(found.losses, expected.losses[0], rtol=1e-5, atol=1e-6)
+    for name, value in gradients(case.model).items():
+        wanted = expected.grads[0][name]
+        assert (value is None) == (wanted is None), name
+        if value is not None and wanted is not None:
+            assert (value - wanted).abs().max() <= 1e-5 * wanted.abs().max(), name
+
+
+def start() -> None:
+    """Another process: one step under Inductor, as close to eager as `close` wants it; a region that runs eagerly raises."""
+    warnings.filterwarnings("error", message="graphpp:", category=UserWarning)
+    torch.set_num_threads(1)
+    case = MODELS["llama"]()
+    close(case, graphpp.compile(case.model, case.loss, split=2, microbatches=4, backend="inductor"))
+
+
+def started(cache: Path) -> dict[Path, int]:
+    """When each library in the cache was written, after a start of a new process."""
+    code = "from tests.backends.test_inductor import start; start()"
+    root = Path(__file__).parents[2]
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=root, env={**os.environ, "GRAPHPP_CACHE": str(cache)})
+    return {path: path.stat().st_mtime_ns for path in cache.rglob("*.so")}
+
+
+@needs_compiler
+@pytest.mark.slow
+def test_inductor_trains_close_to_eager_and_starts_from_its_cache(tmp_path: Path) -> None:
+    kept = started(tmp_path)
+    assert kept
+    assert started(tmp_path) == kept  # nothing is compiled again
+    broken = max(kept, key=lambda path: path.stat().st_size)
+    entry = tmp_path / broken.relative_to(tmp_path).parts[0]
+    broken.write_bytes(broken.read_bytes()[:1000])
+    again = {path for path, written in started(tmp_path).items() if written != kept.get(path)}
+    assert again  # what was damaged is made again, and nothing else
+    assert all(entry in path.parents for path in again)
+    assert started(tmp_path).keys() == kept.keys()
+
+
+@needs_compiler
+@pytest.mark.slow
+def test_inductor_on_two_ranks_that_share_a_cache(tmp_path: Path) -> None:
+    backend = graphpp.Inductor(cache=tmp_path)
+    options: dict[str, Any] = {"split": 4, "microbatches": 4, "schedule": "ZBVZeroBubble"}
+    found = trained(2, "llama", 1, timeout=500, **options, backend=backend)  # a busy machine takes minutes to compile
+    exact = trained(2, "llama", 1, **options)
+    torch.testing.assert_close(found.losses[0], exact.losses[0], rtol=1e-5, atol=1e-6)
+    for name, value in exact.grads[0].items():
+        assert value is not None
+        assert (found.grads[0][name] - value).abs().max() <= 1e-5 * value.abs().max(), name
+    entries = [path for path in tmp_path.iterdir() if (path / "manifest.json").exists()]
+    assert len(entries) < 16  # 4 stages with 3 programs of several layers: most regions are shared
+
+
+def tries(cache: Path) -> int:
+    """How many sets of vector instructions Inductor tries in a new process."""
+    code = """if True:
+        import sys
+        import graphpp
+        from torch._inductor.cpu_vec_isa import VecISA
+        tried, check = [], VecISA.check_build
+        VecISA.check_build = lambda isa, code: tried.append(isa) or check(isa, code)
+        graphpp.Inductor(cache=sys.argv[1])._compiler
+        print(len(tried))
+    """
+    root = Path(__file__).parents[2]
+    process = subprocess.run([sys.executable, "-c", code, str(cache)], check=True, cwd=root, text=True, capture_output=True)
+    return int(process.stdout)
+
+
+@needs_compiler
+@pytest.mark.skipif(torch.backends.cpu.get_cpu_capability() not in ("AVX2", "AVX512"), reason="other processors are not tried")
+def test_vector_instructions_are_tried_once(tmp_path: Path) -> None:
+    first = tries(tmp_path)
+    kept = Cache(tmp_path).read("vector_units.json")
+    failing = first - len(kept)
+    assert kept and tries(tmp_path) == failing
+    key = min(kept)
+    (tmp_path / "vector_units.json").write_text(json.dumps({**kept, key: "no"}))
+    assert tries(tmp_path) == failing + 1  # what failed is tried again: the machine may have been busy
+    assert Cache(tmp_path).read("vector_units.json") == kept
+
+
+# ------------------------------------------------------------------------------------------------- cache and products
+
+
+def test_an_entry_is_whole_or_made_again(tmp_path: Path) -> None:
+    cache = Cache(tmp_path)
+    for _ in range(2):
+        with cache.entry("a") as folder:
+            (folder / "x").write_text("1")
+    with cache.entry("a") as folder:
+        assert (folder / "x").read_text() == "1"
+    damages: list[Callable[[], Any]] = [
+        lambda: (tmp_path / "a" / "x").write_text("2"),
+        lambda: (tmp_path / "a" / "y").write_text(""),
+        (tmp_path / "a" / "manifest.json").unlink,
+    ]
+    for damage in damages:
+        damage()
+        with cache.entry("a") as folder:
+            assert list(folder.iterdir()) == []
+            (folder / "x").write_text("1")
+
+
+def test_an_entry_that_failed_is_not_taken_for_whole(tmp_path: Path) -> None:
+    cache = Cache(tmp_path)
+    with pytest.raises(ValueError, match="compiler"), cache.entry("a") as folder:
+        (folder / "x").write_text("half")
+        raise ValueError("compiler")
+    with cache.entry("a") as folder:
+        assert list(folder.iterdir()) == []
+
+
+def test_all_that_inductor_keeps_of_a_region_is_in_its_entry(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Inductor itself names a folder for Triton, once in a process."""
+    names = ["TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"]
+    monkeypatch.setenv(names[0], "theirs")
+    monkeypatch.delenv(names[1], raising=False)
+    seen: list[list[str]] = []
+
+    def compiling(*args: Any) -> Callable[..., Any]:
+        os.environ.setdefault(names[1], os.environ[names[0]])
+        seen.append([os.environ[name] for name in names])
+        return lambda boxed: boxed
+
+    backend = graphpp.Inductor(cache=tmp_path)
+    backend.__dict__["_compiler"] = compiling
+    for key in "ab":
+        graph = fx.Graph()
+        graph.output(())
+        backend(Region(key, graph, key))
+        assert os.environ[names[0]] == "theirs" and names[1] not in os.environ
+    entries = [{Path(path).relative_to(tmp_path).parts[0] for path in paths} for paths in seen]
+    assert [len(parts) for parts in entries] == [1, 1] and entries[0] != entries[1]
+
+
+def test_a_cache_that_cannot_be_written_is_replaced(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / "file").write_text("")
+    with Cache(tmp_path / "file" / "below").entry("a") as folder:
+        assert folder.exists()
+    assert "cannot be written" in caplog.text
+
+
+def test_what_replaces_a_cache_goes_with_the_process(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    code = f"from pathlib import Path; from graphpp.backends.disk_cache import Cache; print(Cache(Path({str(tmp_path / 'file')!r})).root)"
+    root = Path(__file__).parents[2]
+    made = subprocess.run([sys.executable, "-c", code], check=True, cwd=root, capture_output=True, text=True)
+    replaced = Path(made.stdout.strip())
+    assert replaced.name.startswith("graphpp-") and not replaced.exists()
+
+
+def test_a_cache_that_goes_away_meanwhile_stops_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    root = tmp_path / "cache"
+    cache = Cache(root)
+    shutil.rmtree(root)
+    with cache.entry("a") as folder:
+        assert folder.exists()
+    cache.write("t.json", {"a": "b"})
+    assert cache.read("t.json") == {"a": "b"}
+    shutil.rmtree(root)
+    root.write_text("a file")
+    cache.write("t.json", {"a": "b"})
+    assert "t.json is not kept" in caplog.text
+
+
+def test_an_unreadable_table_is_empty(tmp_path: Path) -> None:
+    (tmp_path / "t.json").write_text("{]")
+    cache = Cache(tmp_path)
+    assert cache.read("t.json") == {}
+    cache.write("t.json", {"a": "b"})
+    cache.write("t.json", {"c": "d"})
+    assert cache.read("t.json") == {"a": "b", "c": "d"}
+
+
+def test_a_cache_that_is_gone_or_full_stops_no_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cache = Cache(tmp_path / "root")
+    kernels = ProductKernels(cache)
+    shutil.rmtree(tmp_path / "root")
+    monkeypatch.setattr("graphpp.backends.gemm_kernels._faster", lambda a, b: "mm")
+    assert torch.equal(kernels.make(torch.ones(2, 3), torch.ones(3, 2)), torch.full((2, 2), 3.0))
+    assert (tmp_path / "root" / "products.json").exists() == torch.backends.mkldnn.is_available()
+
+    def full(name: str, table: dict[str, str]) -> None:
+        raise OSError("no space left on device")
+
+    monkeypatch.setattr(cache, "write", full)
+    assert torch.equal(kernels.make(torch.ones(4, 3), torch.ones(3, 4)), torch.full((4, 4), 3.0))
+
+
+def test_torch_without_onednn_is_enough() -> None:
+    code = "import torch; torch.backends.mkldnn.is_available = lambda: False; del torch.ops.mkldnn; " \
+        "torch.ops.__dict__['mkldnn'] = None; import graphpp"
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(__file__).parents[2])
+
+
+def hold_cache(rank: int, root: str) -> list[str]:
+    """Each rank adds its own line to the same entry, many times."""
+    cache = Cache(Path(root))
+    for turn in range(20):
+        with cache.entry("shared") as folder:
+            file = folder / "lines"
+            file.write_text((file.read_text() if file.exists() else "") + f"{rank} {turn}\n")
+    return []
+
+
+def test_processes_hold_an_entry_one_at_a_time(tmp_path: Path) -> None:
+    run_ranks(hold_cache, 2, str(tmp_path))
+    with Cache(tmp_path).entry("shared") as folder:
+        assert len((folder / "lines").read_text().splitlines()) == 40
+
+
+@pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="torch without oneDNN")
+@pytest.mark.parametrize("chosen", ["linear", "mm"])
+def test_products_by_either_kernel(chosen: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    kernels = ProductKernels(Cache(tmp_path))
+    monkeypatch.setattr("graphpp.backends.gemm_kernels._faster", lambda a, b: chosen)
+    a, b = torch.randn(5, 7), torch.randn(7, 3)
+    for left, right in [(a, b), (a.t().contiguous().t(), b), (a, b.t().contiguous().t())]:
+        total = torch.ones(5, 3)
+        kernels.add(total, left, right)
+        torch.testing.assert_close(total, 1 + a @ b)
+        torch.testing.assert_close(kernels.make(left, right), a @ b)
+
+    batch = torch.randn(2, 5, 7), torch.randn(2, 7, 3)
+    total = torch.ones(2, 5, 3)
+    kernels.add(total, *batch)
+    torch.testing.assert_close(total, 1 + torch.bmm(*batch))
+    torch.testing.assert_close(kernels.make(*batch), torch.bmm(*batch))
+
+    def both(x: Tensor, y: Tensor, bias: Tensor) -> tuple[Tensor, ...]:
+        several = torch.bmm(torch.stack([x, 2 * x]), torch.stack([y, y]))
+        return torch.mm(x, y), torch.addmm(bias, x, y), torch.addmm(bias, x, y, beta=2), several
+
+    given = (a, b, torch.randn(3))
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    module = make_fx(both, tracing_mode="fake")(*given)
+    kernels.choose(module.graph)
+    module.recompile()
+    targets = [str(node.target) for node in module.graph.nodes]
+    assert targets.count("mkldnn._linear_pointwise.default") == (4 if chosen == "linear" else 0)
+    for found, wanted in zip(module(*given), both(*given), strict=True):
+        torch.testing.assert_close(found, wanted)
+
+
+def test_kernels_remember_what_was_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    if not torch.backends.mkldnn.is_available():
+        pytest.skip("torch without oneDNN")
+    a, b = torch.randn(4, 4), torch.randn(4, 4)
+    first = ProductKernels(Cache(tmp_path)).prefers_linear(a, b)
+    monkeypatch.setattr("graphpp.backends.gemm_kernels._faster", lambda a, b: pytest.fail("measured again"))
+    assert ProductKernels(Cache(tmp_path)).prefers_linear(a, b) == first

@@ -1,0 +1,411 @@
+"""`torch.utils.checkpoint` in the model: what is inside runs again for the backward and is not saved; nothing else changes."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from functools import cache, partial
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed._composable import checkpoint as composable
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointImpl, checkpoint_wrapper
+from torch.nn import functional as F
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    checkpoint_sequential,
+    create_selective_checkpoint_contexts,
+    set_checkpoint_debug_enabled,
+)
+
+import graphpp
+from graphpp.passes.graph.joint_graph import verify
+from graphpp.schedules.generate.read import build
+from tests import training
+from tests.distributed import run_ranks
+from tests.models import hf_llama_labels
+from tests.passes.graphs import captured, forward
+
+WIDTH, BLOCKS, MICROBATCHES = 8, 2, 4
+kept_graph = partial(checkpoint, use_reentrant=False)
+reentrant = partial(checkpoint, use_reentrant=True)
+convolution = torch.ops.aten.convolution.default
+
+Call = Callable[[nn.Module, Tensor], Tensor]
+
+
+class Block(nn.Module):
+    """One convolution, whose result the backward reads, and one dropout."""
+
+    def __init__(self, p: float = 0.0) -> None:
+        super().__init__()
+        self.norm, self.drop = nn.LayerNorm(WIDTH), nn.Dropout(p)
+        self.up, self.down = nn.Conv1d(WIDTH, 32, 1), nn.Linear(32, WIDTH)
+
+    def forward(self, x: Tensor, scale: float = 1.0, shift: Tensor | None = None) -> Tensor:
+        inner = F.silu(self.up(self.norm(x).unsqueeze(-1)).squeeze(-1))
+        x = x + scale * self.drop(self.down(inner))
+        return x if shift is None else x + shift
+
+
+class Net(nn.Module):
+    """Blocks between two linears; `call` runs a block."""
+
+    def __init__(self, call: Call, p: float = 0.0, blocks: int = BLOCKS) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.last = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.blocks = nn.ModuleList(Block(p) for _ in range(blocks))
+        self.call = call
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        for block in self.blocks:
+            x = self.call(block, x)
+        return self.last(x)
+
+
+def plainly(block: nn.Module, x: Tensor) -> Tensor:
+    return block(x)
+
+
+def with_keywords(block: nn.Module, x: Tensor) -> Tensor:
+    return kept_graph(block, x, scale=0.5, shift=x.detach().mean(0))
+
+
+def with_numbers(block: nn.Module, x: Tensor) -> Tensor:
+    return reentrant(block, x, 0.5, None)
+
+
+def tuples(function: Any, block: nn.Module, x: Tensor) -> Tensor:
+    def both(pair: tuple[Tensor, int], other: Tensor) -> tuple[Tensor, Tensor, str]:
+        y = block(other) * pair[1]
+        return y, y.tanh().detach(), "text"
+
+    y, weight, _ = function(both, (x.detach(), 2), x)
+    return y + weight
+
+
+def nested(outer: Any, inner: Any, block: nn.Module, x: Tensor) -> Tensor:
+    return outer(lambda v: inner(block, v).sin(), x)
+
+
+def selected(policy: Any, block: nn.Module, x: Tensor) -> Tensor:
+    return kept_graph(block, x, context_fn=partial(create_selective_checkpoint_contexts, policy))
+
+
+def in_debug_mode(block: nn.Module, x: Tensor) -> Tensor:
+    with set_checkpoint_debug_enabled(True):
+        return kept_graph(block, x, determinism_check="none", preserve_rng_state=False)
+
+
+class Watched:
+    """A context of the user's own around a checkpointed forward."""
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, *_: object) -> None: ...
+
+
+def with_other_contexts(block: nn.Module, x: Tensor) -> Tensor:
+    return kept_graph(block, x, context_fn=lambda: (Watched(), Watched()))
+
+
+CALLS: dict[str, Call] = {
+    "not reentrant": kept_graph,
+    "reentrant": reentrant,
+    "keywords": with_keywords,
+    "numbers": with_numbers,
+    "tuples": partial(tuples, reentrant),
+    "other ends": lambda block, x: x + kept_graph(lambda v: block(v).tanh(), x),
+    "nested in reentrant": partial(nested, reentrant, kept_graph),
+    "reentrant in another": partial(nested, kept_graph, reentrant),
+    "debug": in_debug_mode,
+    "other contexts": with_other_contexts,
+}
+
+
+def sequential(model: Net, **options: Any) -> nn.Module:
+    def forward(x: Tensor) -> Tensor:
+        x = checkpoint_sequential(list(model.blocks), 2, model.first(x), **options)
+        return model.last(x)
+
+    model.forward = forward  # type: ignore[method-assign]
+    return model
+
+
+def wrapped(impl: CheckpointImpl) -> Net:
+    model = Net(plainly)
+    for index, block in enumerate(model.blocks):
+        model.blocks[index] = checkpoint_wrapper(block, checkpoint_impl=impl)
+    return model
+
+
+def composed() -> Net:
+    model = Net(plainly)
+    for block in model.blocks:
+        composable(block)
+    return model
+
+
+def data() -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    return torch.randn(8, WIDTH, generator=generator), torch.randn(8, WIDTH, generator=generator)
+
+
+def compiled(model: nn.Module, **options: Any) -> graphpp.Pipeline:
+    x, target = data()
+    example = graphpp.Microbatch((x[:2],), {}, target[:2])
+    usual = {"split": 2, "schedule": "1F1B", "microbatches": MICROBATCHES, "example": example}
+    return graphpp.compile(model, F.mse_loss, **(usual | options))
+
+
+class Run(NamedTuple):
+    """What one step gave: gradients, the operators that ran, bytes saved per microbatch."""
+
+    grads: dict[str, Tensor | None]
+    calls: Counter[str]
+    saved: int
+
+
+def run(model: nn.Module, **options: Any) -> Run:
+    pipe, (x, target) = compiled(model, **options), data()
+    with training.Counting() as counting:
+        pipe.step(x, target=target)
+    built = pipe._library.first
+    assert built is not None
+    return Run(training.local_grads(pipe), counting.calls, sum(stage.saved_bytes for stage in built.plan.stages))
+
+
+def of_eager(model: nn.Module) -> dict[str, Tensor | None]:
+    x, target = data()
+    for part, wanted in zip(x.chunk(MICROBATCHES), target.chunk(MICROBATCHES), strict=True):
+        (F.mse_loss(model(part), wanted) / MICROBATCHES).backward()
+    return {fqn: parameter.grad for fqn, parameter in model.named_parameters()}
+
+
+@cache
+def plain() -> Run:
+    return run(Net(plainly))
+
+
+def check(make: Callable[[], nn.Module], again: int = BLOCKS, **options: Any) -> None:
+    """Gradients are eager's; of the blocks `again` run forward twice; fewer bytes are saved than without."""
+    found = run(make(), **options)
+    assert training.unequal(found.grads, of_eager(make())) == []
+    assert found.calls["aten.convolution"] == (BLOCKS + again) * MICROBATCHES
+    assert found.calls["aten.convolution_backward"] == BLOCKS * MICROBATCHES
+    assert found.saved < plain().saved * (1 - 0.5 * again / BLOCKS)
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_what_is_inside_runs_again(name: str) -> None:
+    check(lambda: Net(CALLS[name]))
+
+
+@pytest.mark.parametrize("again", [False, True])
+def test_a_sequence(again: bool) -> None:
+    """Torch does not checkpoint the last of the segments."""
+    check(lambda: sequential(Net(plainly), use_reentrant=again), again=1)
+
+
+@pytest.mark.parametrize("impl", CheckpointImpl)
+def test_wrapped_modules(impl: CheckpointImpl) -> None:
+    check(lambda: wrapped(impl))
+
+
+def test_a_wrapped_model() -> None:
+    """The wrapper lists its parameters under the FQNs they had before."""
+    check(lambda: checkpoint_wrapper(Net(plainly)))
+    model = checkpoint_wrapper(Net(plainly))
+    state = compiled(model).state_dict()
+    assert state.keys() == Net(plainly).state_dict().keys()
+    compiled(model).load_state_dict({fqn: value + 1 for fqn, value in state.items()})
+    assert torch.equal(model.first.bias, Net(plainly).first.bias + 1)
+
+
+def test_modules_checkpointed_by_hooks() -> None:
+    check(composed)
+
+
+def test_a_call_around_several_stages() -> None:
+    """Each stage computes its own part again from what it received."""
+
+    class Whole(Net):
+        def forward(self, x: Tensor) -> Tensor:
+            return self.last(self.call(lambda v: self.blocks[1](self.blocks[0](v)), self.first(x)))
+
+    check(lambda: Whole(kept_graph), split=["blocks.1"])
+    check(lambda: Whole(reentrant), split=["blocks.1.down"], schedule="ZB1P")
+
+
+@pytest.mark.parametrize("call", [kept_graph, reentrant])
+def test_every_schedule_and_every_recompute(call: Call) -> None:
+    """Also where the schedule names the microbatches that recompute: the model's own hold in all."""
+    some = graphpp.schedules.recompute_partially(build("1F1B", 1, 2, MICROBATCHES), 1)
+    assert some.recomputed and len(some.recomputed) < 2 * MICROBATCHES
+    plain()  # of another graph
+    with training.capturing_once():
+        for schedule in ("GPipe", "ZB1P", some):
+            check(lambda: Net(call), schedule=schedule)
+        for recompute in ("full", ["blocks.1"], lambda node: False, graphpp.Recompute(weight_grad=True)):
+            check(lambda: Net(call), schedule="ZB1P", recompute=recompute)
+
+
+def ranked(rank: int) -> list[tuple[dict[str, Tensor | None], Counter[str]]]:
+    options = {"schedule": "ZBVZeroBubble", "split": ["blocks.1", "blocks.2", "blocks.3"]}
+    return [run(Net(call, 0.2, blocks=4), **options)[:2] for call in (plainly, kept_graph)]
+
+
+def test_a_block_runs_twice_in_a_zero_bubble_schedule_and_repeats_its_dropout() -> None:
+    """torch: two times and once more for each group of weights in the block."""
+    usual, checkpointed = zip(*run_ranks(ranked, 2), strict=True)
+    grads = [training.joined([part for part, _ in each]) for each in (usual, checkpointed)]
+    once, twice = (sum((calls for _, calls in each), Counter()) for each in (usual, checkpointed))
+    assert training.unequal(*grads) == []
+    assert twice["aten.convolution"] == 2 * once["aten.convolution"] == 2 * 4 * MICROBATCHES
+    assert twice["aten.mm"] == once["aten.mm"]
+
+
+def test_dropout_repeats_its_numbers() -> None:
+    ending = partial(nested, reentrant, plainly)  # the backward of sin reads what the dropout has dropped
+    once, again = run(Net(partial(nested, plainly, plainly), 0.3)), run(Net(ending, 0.3), schedule="ZB1P")
+    assert training.unequal(once.grads, again.grads) == []
+    assert again.calls["aten.native_dropout"] == 2 * BLOCKS * MICROBATCHES
+
+
+def every_second(ctx: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    """Keeps a count of its own, as a policy may."""
+    seen[operator] += 1
+    saves = operator == convolution and seen[operator] % 2
+    return CheckpointPolicy.MUST_SAVE if saves else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def by_shape(ctx: Any, operator: Any, *args: Any, **kwargs: Any) -> bool:
+    return operator == convolution and args[0].shape[1] == WIDTH and ctx.op_output.shape[1] == 32
+
+
+seen: Counter[Any] = Counter()
+
+POLICIES: dict[str, tuple[Any, float]] = {  # and how often a block's convolution runs
+    "nothing": ([], 2),
+    "one operator": ([convolution], 1),
+    "every second": (every_second, 1.5),
+    "by shape": (by_shape, 1),
+    "offload": (lambda ctx, operator, *args, **kwargs: CheckpointPolicy.MUST_CPU_OFFLOAD, 1),
+    "all": (lambda ctx, operator, *args, **kwargs: CheckpointPolicy.PREFER_SAVE, 1),
+    "recompute": (lambda ctx, operator, *args, **kwargs: CheckpointPolicy.MUST_RECOMPUTE, 2),
+}
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_a_selective_checkpoint_saves_what_its_policy_says(name: str) -> None:
+    policy, times = POLICIES[name]
+    found = run(Net(partial(selected, policy)))
+    assert training.unequal(found.grads, plain().grads) == []
+    assert found.calls["aten.convolution"] == times * BLOCKS * MICROBATCHES
+    assert name in ("all", "offload") or found.calls["aten.native_layer_norm"] == 2 * BLOCKS * MICROBATCHES
+    assert found.saved < plain().saved or name in ("all", "offload")
+
+
+def marks(model: nn.Module) -> list[Any]:
+    joint = captured(model, torch.randn(2, WIDTH))
+    verify(joint)
+    return [node.meta.get("checkpoint") for node in forward(joint)]
+
+
+def test_only_the_meta_data_of_the_graph_changes() -> None:
+    checkpointed, usual = (forward(captured(Net(call), torch.randn(2, WIDTH))) for call in (kept_graph, plainly))
+    keys = ("calls", "position", "source")
+    assert [(n.target, *map(n.meta.get, keys)) for n in checkpointed] == [(n.target, *map(n.meta.get, keys)) for n in usual]
+    assert not any("checkpoint" in node.meta for node in usual)
+    numbers = {f"blocks.{number}": number for number in range(BLOCKS)}
+    for node in checkpointed:
+        assert node.meta.get("checkpoint") == next((numbers[call] for call in node.meta["calls"] if call in numbers), None)
+
+
+class Doubled(torch.autograd.Function):
+    """Its backward doubles."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x.exp())
+        return x.sin()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        return grads[0] * 2 * ctx.saved_tensors[0]
+
+
+def in_modes(call: Any, block: nn.Module, x: Tensor) -> Tensor:
+    def forward(v: Tensor) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            v = block(v)
+        with torch.no_grad():
+            shift = v.cos()
+        return Doubled.apply(v.float() + shift)
+
+    return call(forward, x)
+
+
+def test_modes_and_functions_inside() -> None:
+    check(lambda: Net(partial(in_modes, kept_graph)))
+    assert None not in marks(nn.Sequential(Inside()))[:-2]
+
+
+class Inside(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.block = Block()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return in_modes(kept_graph, self.block, x)
+
+
+def test_nothing_runs_again_where_nothing_is_trained() -> None:
+    def under_no_grad(block: nn.Module, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            return kept_graph(block, x)
+
+    assert run(Net(under_no_grad)).calls["aten.convolution"] == BLOCKS * MICROBATCHES
+    pipe, (x, target) = compiled(Net(kept_graph)), data()
+    pipe.eval(x, target=target)
+    with training.Counting() as counting:
+        pipe.eval(x, target=target)
+    assert counting.calls["aten.convolution"] == BLOCKS * MICROBATCHES
+
+
+@pytest.mark.filterwarnings("ignore:`gradient_checkpointing_enable` is deprecated:FutureWarning")
+def test_hugging_face() -> None:
+    found = []
+    for again in (None, False, True):
+        model, loss, batch = hf_llama_labels()
+        if again is not None:
+            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": again})
+        if again:
+            model.enable_input_require_grads()
+        pipe = graphpp.compile(model, loss, split=2, schedule="1F1B", microbatches=2)
+        pipe.step(**batch.kwargs)
+        with training.Counting() as counting:
+            pipe.step(**batch.kwargs)
+        found.append((training.local_grads(pipe), counting.calls["aten._scaled_dot_product_flash_attention_for_cpu"]))
+    assert [training.unequal(grads, found[0][0]) for grads, _ in found] == [[], [], []]
+    assert [attentions for _, attentions in found] == [4 * 2, 2 * 4 * 2, 2 * 4 * 2]
+
+
+def test_the_plan_says_how_many() -> None:
+    assert "the model checkpoints 2 calls" in repr(compiled(Net(kept_graph)))
+    assert "checkpoints" not in repr(compiled(Net(plainly)))
+
+
+def test_verify_and_torch_s_own_checkpoints_afterwards() -> None:
+    (x, target), model = data(), Net(kept_graph)
+    example = graphpp.Microbatch((x[:2],), {}, target[:2])
+    report = graphpp.verify(model, F.mse_loss, example, split=2, schedule="ZB1P", microbatches=4)
+    assert report.ok, report
+    with training.Counting() as counting:
+        of_eager(model)
+    assert counting.calls["aten.convolution"] == 2 * BLOCKS * MICROBATCHES

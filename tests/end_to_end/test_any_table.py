@@ -1,0 +1,122 @@
+"""Tables that nobody would write, in the real runner: what the checker accepts computes the plain loop's numbers.
+
+Random tables are spoiled at random; those that are accepted all the same run, in one process and on two ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from random import Random
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from graphpp import Microbatch
+from graphpp.batch.microbatch import tensors
+from graphpp.capture.trace import capture
+from graphpp.compiler.build import module_calls
+from graphpp.passes.lower import Choices, lower
+from graphpp.planner.resolve_split import resolve
+from graphpp.runtime.model_state import ModelState
+from graphpp.runtime.program import PipelineProgram
+from graphpp.runtime.runner import Device, GraphPPRunner
+from graphpp.schedules.rewrite.add_send_recv import add_communication
+from graphpp.schedules.table.schedule import Schedule
+from tests.distributed import run_ranks
+from tests.schedules.mutations import MUTATIONS, accepted
+from tests.schedules.tables import legal_rows
+
+CPU = torch.device("cpu")
+Grads = dict[str, Tensor | None]
+
+
+class Net(nn.Module):
+    """Five layers, the first's output read again by the last."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        first = x = self.layers[0](x)
+        for layer in self.layers[1:]:
+            x = torch.tanh(layer(x))
+        return x * first
+
+
+def batch(microbatch: int) -> Microbatch:
+    generator = torch.Generator().manual_seed(microbatch)
+    return Microbatch((torch.randn(2, 4, generator=generator),), {}, torch.randn(2, 4, generator=generator))
+
+
+def programs(stages: int) -> PipelineProgram:
+    net = Net()
+    joint = capture(net, F.mse_loss, batch(0), CPU, training=True).joint
+    split = [f"layers.{stage}" for stage in range(1, stages)]
+    starts = resolve(split, module_calls(joint), None, [name for name, _ in net.named_modules()])
+    return lower(joint, starts, choices=Choices(split_backward=True))
+
+
+def run(program: PipelineProgram, schedule: Schedule, place: Device) -> Grads:
+    """The gradients that this rank is left with."""
+    net, count = Net(), schedule.microbatches
+    runner = GraphPPRunner(program, schedule, ModelState(net), place)
+    runner.step([tensors(batch(m)) for m in range(count)], [torch.tensor(1 / count)] * count)
+    local = {fqn for index in runner.stages for fqn in program.stages[index].parameters}
+    assert len(runner.losses()) == count
+    return {fqn: parameter.grad for fqn, parameter in net.named_parameters() if fqn in local}
+
+
+def plain_loop(microbatches: int) -> Grads:
+    net = Net()
+    for m in range(microbatches):
+        part = batch(m)
+        (F.mse_loss(net(*part.args), part.target) / microbatches).backward()
+    return {fqn: parameter.grad for fqn, parameter in net.named_parameters()}
+
+
+def accepted_tables(ranks: int, wanted: int) -> list[tuple[str, Schedule]]:
+    """Spoiled tables that the checker accepts, with the mutation's name; with sends and receives."""
+    random, found = Random(ranks), list[tuple[str, Schedule]]()
+    while len(found) < wanted:
+        name = random.choice(sorted(MUTATIONS))
+        rows, stages, microbatches = legal_rows(random, ranks)
+        before = [list(row) for row in rows]
+        MUTATIONS[name](random, rows)
+        if rows != before and accepted(rows, stages, microbatches):
+            schedule = Schedule.of(rows, name=name, stages=stages, microbatches=microbatches)
+            found.append((name, schedule if schedule.has_communication else add_communication(schedule)))
+    return found
+
+
+def wrong(found: Grads, microbatches: int) -> list[str]:
+    expected = plain_loop(microbatches)
+    return [fqn for fqn, grad in found.items() if grad is None or not torch.equal(grad, expected[fqn])]  # type: ignore[arg-type]
+
+
+def test_in_one_process() -> None:
+    tables = accepted_tables(1, 60)
+    made = {stages: programs(stages) for stages in {table.stages for _, table in tables}}
+    for name, table in tables:
+        found = run(made[table.stages], table, Device(CPU, None))
+        assert len(found) == 10
+        assert wrong(found, table.microbatches) == [], f"{name}\n{table}"
+    assert len({name for name, _ in tables}) >= 5
+
+
+def on_rank(rank: int, tables: Sequence[Schedule]) -> list[Grads]:
+    made = {stages: programs(stages) for stages in {table.stages for table in tables}}
+    return [run(made[table.stages], table, Device(CPU, dist.group.WORLD)) for table in tables]
+
+
+def test_on_two_ranks() -> None:
+    tables = accepted_tables(2, 60)
+    parts = run_ranks(on_rank, 2, [table for _, table in tables])
+    for (name, table), *grads in zip(tables, *parts, strict=True):
+        found = {fqn: grad for part in grads for fqn, grad in part.items()}
+        assert len(found) == 10
+        assert wrong(found, table.microbatches) == [], f"{name}\n{table}"
+    assert len({name for name, _ in tables}) >= 8

@@ -1,0 +1,357 @@
+"""Ranks that were given different things, that fail, or that die: every rank ends with an error that says who and what.
+
+Nobody hangs: each test ends in a fraction of the group's timeout.
+"""
+
+import os
+import signal
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import graphpp
+from graphpp import GraphPPError, Microbatch, MismatchError, RankFailure
+from graphpp.parallel import failure
+from tests.distributed import WorkerDied, rank_outcomes, run_ranks
+from tests.special_models import CUTS, Plain
+from tests.training import CASES, compiled, local_grads, step
+
+TWO = {"split": CUTS[2], "schedule": "1F1B", "microbatches": 4}
+BATCH = CASES["plain"]().batch
+(X,), Y = BATCH.args, BATCH.target
+
+
+def message(fn: Callable[[], Any]) -> str:
+    """The error of `fn`, as `Type: text`."""
+    try:
+        fn()
+    except GraphPPError as error:
+        return f"{type(error).__name__}: {error}"
+    return "no error"
+
+
+# ---------------------------------------------------------------------------------------------- given different things
+
+
+class Relu(Plain):
+    """The parameters of `Plain`, another code."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = torch.relu(layer(x))
+        return self.head(x)
+
+
+class Wide(Plain):
+    """One more layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers.append(nn.Linear(8, 8))
+
+
+def other_loss(output: Tensor, target: Tensor) -> Tensor:
+    return F.cross_entropy(output, target, label_smoothing=0.1)
+
+
+def first_step(
+    model: nn.Module | None = None,
+    loss: Any = F.cross_entropy,
+    rows: int = 24,
+    x: Tensor = X,
+    weight: Any = None,
+    **options: Any,
+) -> None:
+    """One step on a fresh pipeline, in which any one thing may be another."""
+    model = Plain() if model is None else model
+    before = [flag.training for flag in model.modules()]
+    try:
+        graphpp.compile(model, loss, **(TWO | options)).step(x[:rows], target=Y[:rows], loss_weight=weight)
+    except GraphPPError:
+        assert all(parameter.grad is None for parameter in model.parameters())
+        assert [flag.training for flag in model.modules()] == before
+        raise
+
+
+def count(number: int) -> None:
+    """A step of so many microbatches."""
+    pipe = graphpp.compile(Plain(), F.cross_entropy, split=CUTS[2], schedule="1F1B")
+    pipe.step_microbatches([Microbatch((X[:4],), {}, Y[:4])] * number)
+
+
+def no_target() -> None:
+    graphpp.compile(Plain(), F.cross_entropy, **TWO).step(X)
+
+
+def evaluates() -> None:
+    graphpp.compile(Plain(), F.cross_entropy, **TWO).eval(X)
+
+
+def half_frozen() -> nn.Module:
+    model = Plain()
+    model.layers[1].requires_grad_(False)
+    return model
+
+
+def half_evaluating() -> nn.Module:
+    model = Plain()
+    model.layers[1].eval()
+    return model
+
+
+# What rank 1 does while the others call `first_step()`, and what every rank must say of it.
+DIFFERENT: dict[str, tuple[Callable[[], None], str]] = {
+    "parameters": (lambda: first_step(Wide()), "rank 1 differs in the model: it has layers.4.weight"),
+    "dtype": (lambda: first_step(Plain().double()), r"rank 1 differs in the model: it has .* float64"),
+    "frozen": (lambda: first_step(half_frozen()), "rank 1 differs in the model: it has layers.1.weight .* frozen"),
+    "code": (lambda: first_step(Relu()), "rank 1 differs in the code of the model or the loss: it has .*relu.*tanh"),
+    "loss": (lambda: first_step(loss=other_loss), "rank 1 differs in the code of the model or the loss"),
+    "flags": (lambda: first_step(half_evaluating()), "differs in training flags: it has layers.1.training=False"),
+    "split": (lambda: first_step(split=["layers.1"]), r"rank 1 differs in split=: it has \['layers.1'\], the others"),
+    "schedule": (lambda: first_step(schedule="GPipe"), "rank 1 differs in schedule=: it has GPipe, .* 1F1B"),
+    "microbatches": (lambda: first_step(microbatches=3), "rank 1 differs in microbatches=: it has 3, .* have 4"),
+    "reduction": (lambda: first_step(loss_reduction="sum"), "rank 1 differs in loss_reduction=: it has sum"),
+    "example": (
+        lambda: first_step(example=Microbatch((X[:6],), {}, Y[:6])),
+        "rank 1 differs in example=: it has given, the others have none",
+    ),
+    "uneven": (lambda: first_step(rows=23), r"differs in the microbatch: it has microbatches of 2 shapes: 0, 1, 2 \| 3, the"),
+    "weights": (
+        lambda: first_step(weight=[1, 2, 3, 4]),
+        r"rank 1 differs in the weights of the loss: it has weights \(1.0, 2.0, 3.0, 4.0\), the others have no weights",
+    ),
+    "shape": (lambda: first_step(rows=12), r"rank 1 differs in the microbatch: it has args\[0\]: \[3, 8\].*\[6, 8\]"),
+    "strides": (lambda: first_step(x=X.t().contiguous().t()), r"rank 1 differs in the microbatch: .*strides"),
+    "call": (evaluates, "rank 1 differs in the call: it has eval, the others have step"),
+    "bad split": (lambda: first_step(split=["layers.9"]), r"rank 1 differs in split=: it has \['layers.9'\]"),
+    "bad schedule": (lambda: first_step(schedule="1F2B"), "rank 1: ScheduleError: unknown schedule '1F2B'"),
+    "bad batch": (lambda: first_step(rows=3), "rank 1: BatchError: a batch of 3 cannot be cut"),
+    "no target": (no_target, "rank 1: BatchError: the loss needs"),
+    "bad loss": (lambda: first_step(loss=lambda y, t: y), r"rank 1: CaptureError: the loss must be a scalar"),
+}
+
+# Where rank 1 fails by itself it raises its own error.
+OWN_ERROR = {"bad schedule": "Schedule", "bad batch": "Batch", "no target": "Batch", "bad loss": "Capture"}
+
+
+def differ(rank: int, odd: int) -> list[tuple[str, float]]:
+    found = []
+    for other, _ in DIFFERENT.values():
+        began = time.monotonic()
+        text = message(other if rank == odd else first_step)
+        found.append((text, time.monotonic() - began))
+    return found
+
+
+def test_every_rank_says_who_differs_and_in_what() -> None:
+    one, odd = run_ranks(differ, 2, 1)
+    for (name, (_, words)), (text, seconds), (own, _) in zip(DIFFERENT.items(), one, odd, strict=True):
+        assert text.startswith("MismatchError"), name
+        assert_matches(words, text)
+        assert seconds < 30
+        if name in OWN_ERROR:
+            assert own.startswith(f"{OWN_ERROR[name]}Error"), name
+        else:
+            assert own == text
+
+
+def assert_matches(words: str, text: str) -> None:
+    with pytest.raises(MismatchError, match=words):
+        raise MismatchError(text)
+
+
+def outvoted(rank: int) -> str:
+    return message(lambda: count(3 if rank == 0 else 4))
+
+
+def test_the_majority_counts() -> None:
+    texts = run_ranks(outvoted, 3)
+    assert len(set(texts)) == 1
+    assert "rank 0 differs in the number of microbatches: it has 3, the others have 4" in texts[0]
+
+
+def later(rank: int) -> tuple[list[str], bool]:
+    """Good steps, steps in which rank 1 is given another batch, and a good step again."""
+    case = CASES["plain"]()
+    pipe = compiled(case, **TWO)
+    step(pipe, case.batch)
+    grads = local_grads(pipe)
+    rows = 24 if rank == 0 else 12
+    texts = [
+        message(lambda: pipe.step(X[:rows], target=Y[:rows])),
+        message(lambda: pipe.step(X, target=Y if rank == 0 else None)),
+        message(lambda: pipe.step(X, target=Y) if rank == 0 else pipe.eval(X)),
+    ]
+    if rank == 1:
+        case.model.layers[0].slope = 1.5
+    texts.append(message(lambda: step(pipe, case.batch)))
+    if rank == 1:
+        del case.model.layers[0].slope
+    unchanged = all(torch.equal(p.grad, grads[fqn]) for fqn, p in pipe.named_parameters())
+    step(pipe, case.batch)
+    doubled = all(torch.allclose(p.grad, 2 * grads[fqn]) for fqn, p in pipe.named_parameters())
+    return texts, unchanged and doubled
+
+
+def test_a_difference_in_a_later_step_leaves_the_pipeline_usable() -> None:
+    for rank, (texts, fine) in enumerate(run_ranks(later, 2)):
+        assert "rank 1 differs in the microbatch" in texts[0]
+        assert texts[1].startswith("BatchError" if rank else "MismatchError")
+        assert "rank 1 differs in the call" in texts[2]
+        assert "rank 1 differs in what it has kept for this call: it has nothing yet" in texts[3]
+        assert fine
+
+
+def unequal_copies(rank: int) -> str:
+    case = CASES["tied"]()
+    with torch.no_grad():
+        case.model.embed.weight[0, 0] += rank
+    return message(lambda: step(compiled(case, **TWO), case.batch))
+
+
+def test_copies_of_a_tied_parameter_must_start_equal() -> None:
+    for text in run_ranks(unequal_copies, 2):
+        assert "rank 1 differs in the values of embed.weight" in text
+
+
+def bad_split_alone(rank: int) -> str:
+    """As a function, a split is not compared as it was given: only building it shows the fault."""
+
+    class Splitter:
+        def starts(self, calls: Any) -> tuple[int, ...]:
+            if rank == 1:
+                raise graphpp.SplitError("this rank cannot")
+            return (0, calls[-1].position)
+
+    return message(lambda: first_step(split=Splitter()))
+
+
+def test_a_rank_that_fails_alone_tells_the_others() -> None:
+    good, bad = run_ranks(bad_split_alone, 2)
+    assert bad == "SplitError: this rank cannot"
+    assert good.startswith("MismatchError") and "rank 1: SplitError: this rank cannot" in good
+
+
+# --------------------------------------------------------------------------------------------- in the middle of a step
+
+FUSES: dict[int, tuple[int, Callable[[], None]]] = {}  # layer -> after how many calls what happens
+
+
+@torch.library.custom_op("graphpp_tests::fuse", mutates_args=())
+def fuse(x: Tensor, layer: int) -> Tensor:
+    """The identity, in which a test can make a rank end."""
+    if layer in FUSES:
+        left, action = FUSES[layer]
+        FUSES[layer] = (left - 1, action)
+        if not left:
+            action()
+    return x.clone()
+
+
+fuse.register_fake(lambda x, layer: torch.empty_like(x))
+fuse.register_autograd(lambda ctx, grad: (grad, None))
+
+
+class Fused(Plain):
+    """A fuse in every layer."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        for index, layer in enumerate(self.layers):
+            x = torch.tanh(fuse(layer(x), index))
+        return self.head(x)
+
+
+def fails() -> None:
+    raise ValueError("the fuse blew")
+
+
+def dies() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def sleeps() -> None:
+    time.sleep(6)
+
+
+def no_store() -> None:
+    raise RuntimeError("the store went down with its host")
+
+
+def blow(
+    rank: int, victim: int, action: Callable[[], None], lose_store: bool = False, timeout: float | None = None
+) -> tuple[str, float]:
+    """Two good steps and one in which the victim's stage does `action` after some of its forwards."""
+    group = dist.new_group(timeout=timedelta(seconds=timeout)) if timeout else None
+    split = CUTS[4][: dist.get_world_size() - 1]
+    pipe = graphpp.compile(Fused(), F.cross_entropy, group=group, split=split, schedule="1F1B", microbatches=8)
+    FUSES.clear()
+    for _ in range(2):
+        pipe.step(X, target=Y)
+    FUSES[victim] = (3, action)
+    began = time.monotonic()
+    with patch.object(failure, "default_store", no_store if lose_store else failure.default_store):
+        try:
+            pipe.step(X, target=Y)
+        except (RankFailure, ValueError) as error:
+            return f"{type(error).__name__}: {error}", time.monotonic() - began
+    return "no error", 0.0
+
+
+def test_a_rank_that_raises_in_a_step() -> None:
+    for rank, (text, seconds) in enumerate(run_ranks(blow, 3, 1, fails)):
+        if rank == 1:
+            assert text == "ValueError: the fuse blew"
+        else:
+            assert text.startswith("RankFailure: rank 1 failed with ValueError: the fuse blew")
+        assert seconds < 30
+
+
+@pytest.mark.parametrize(
+    ("ranks", "victim", "lose_store"),
+    [(4, 3, False), (3, 0, True)],
+    ids=["the last of four", "the first of three, with the store"],
+)
+def test_a_rank_that_dies_in_a_step(ranks: int, victim: int, lose_store: bool) -> None:
+    """Ranks that are no neighbours of it hear of it too."""
+    outcomes = rank_outcomes(blow, ranks, victim, dies, lose_store)
+    for outcome in outcomes:
+        if outcome.rank == victim:
+            assert isinstance(outcome.error, WorkerDied)
+            continue
+        assert outcome.error is None
+        text, seconds = outcome.value
+        assert text.startswith("RankFailure: rank")
+        assert str(victim) in text.partition(" lost")[0]
+        assert "Restart all ranks" in text
+        assert seconds < 30
+
+
+def test_a_rank_that_does_not_answer() -> None:
+    """It is named when the group's timeout is over."""
+    waiting, slow = run_ranks(blow, 2, 1, sleeps, False, 2.0)
+    assert waiting[0].startswith("RankFailure: rank 1 did not answer in time")
+    assert waiting[1] < 6
+    assert slow[0].startswith("RankFailure")
+
+
+def leaves(rank: int) -> str:
+    case = CASES["plain"]()
+    pipe = compiled(case, **TWO)
+    step(pipe, case.batch)
+    if rank == 1:
+        raise KeyboardInterrupt
+    return message(lambda: step(pipe, case.batch))
+
+
+def test_a_rank_that_leaves_between_steps() -> None:
+    stays, left = rank_outcomes(leaves, 2)
+    assert isinstance(left.error, KeyboardInterrupt)
+    assert stays.value.startswith("RankFailure: rank 1 is lost")

@@ -1,0 +1,100 @@
+"""Collectives pass through the passes once, in their order, and each wait stays with its collective."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, fx
+
+from graphpp.passes.graph.aliases import root, shared_results
+from graphpp.passes.graph.collectives import group_of, is_collective, is_started, is_wait
+from graphpp.passes.graph.joint_graph import JointGraph, remove_unused
+from graphpp.passes.joint.assign_stages import assign
+from graphpp.passes.joint.clean_up import clean_up
+from graphpp.passes.joint.merge_views import merge_views
+from graphpp.passes.joint.relax_views import relax_views
+from graphpp.passes.stage.cut_stages import cut
+from graphpp.passes.text.render import render
+from tests.passes.graphs import traced
+
+c10d = torch.ops._c10d_functional
+X = torch.randn(4, 4)
+
+
+def reduced(x: Tensor, group: str = "7") -> Tensor:
+    result: Tensor = c10d.wait_tensor.default(c10d.all_reduce.default(x, "sum", group))
+    return result
+
+
+def collectives(graph: fx.Graph) -> list[fx.Node]:
+    return [node for node in graph.nodes if is_collective(node)]
+
+
+def test_collectives_and_waits_are_recognised_and_their_group_too() -> None:
+    joint = traced(lambda x: [reduced(x) + c10d.all_to_all_single.default(x, [4], [4], "ep")], X)
+    assert [(str(node.target).split(".")[1], group_of(node), is_started(node)) for node in collectives(joint.graph)] == [
+        ("all_reduce", "7", True), ("all_to_all_single", "ep", False)
+    ]  # fmt: skip
+    assert sum(map(is_wait, joint.graph.nodes)) == 1
+
+
+def test_several_values_reduced_at_once_are_one_collective() -> None:
+    def function(x: Tensor) -> list[Tensor]:
+        return [c10d.wait_tensor.default(each) for each in c10d.all_reduce_coalesced.default([x, x + 1], "sum", "7")]
+
+    (collective,) = collectives(traced(function, X).graph)
+    assert is_started(collective)
+
+
+def test_nobody_removes_or_merges_a_collective() -> None:
+    joint = traced(lambda x: [reduced(x), reduced(x), x * 2][2:], X)
+    for each in (clean_up, merge_views, relax_views):
+        for node in joint.graph.nodes:
+            node.meta.setdefault("stage", None if node.op == "placeholder" else 0)
+        each(joint)
+    remove_unused(joint.graph)
+    assert len(collectives(joint.graph)) == sum(map(is_wait, joint.graph.nodes)) == 2
+
+
+def assigned(joint: JointGraph, *starts: int) -> JointGraph:
+    return assign(clean_up(joint), (0, *starts))
+
+
+def test_a_collective_of_an_input_runs_in_one_stage_only() -> None:
+    """What else depends on inputs alone is computed wherever it is read."""
+    joint = assigned(traced(lambda x: [reduced(x * 2) + 1, (x * 2).sin()], X), 4)
+    (collective,) = collectives(joint.graph)
+    assert collective.meta["stage"] == 0
+    assert all(slots == 1 for slots in [sum(len(collectives(slot.graph)) for slot in cut(joint, 2).slots.values())])
+
+
+def test_a_wait_stays_with_its_collective() -> None:
+    """A stage that started right at the wait would be sent what has not come yet."""
+    joint = traced(lambda x: [reduced(x.cos() @ x) @ x], X)
+    at = next(node.meta["position"] for node in joint.graph.nodes if is_wait(node))
+    joint = assigned(joint, at)
+    (wait,) = (node for node in joint.graph.nodes if is_wait(node))
+    (collective,) = collectives(joint.graph)
+    assert wait.meta["stage"] == collective.meta["stage"] == 0
+    assert [meta.name for meta in cut(joint, 2).boundaries[0].forward] == [wait.name]
+
+
+def test_what_came_lies_in_the_memory_of_the_collective() -> None:
+    joint = traced(lambda x: [reduced(x), reduced(x).t()], X)
+    waits = [node for node in joint.graph.nodes if is_wait(node)]
+    assert [root(node) for node in waits] == collectives(joint.graph)
+    assert shared_results(joint.graph) == frozenset()
+    assert shared_results(traced(lambda x: [y := reduced(x), y.t()], X).graph) == {0, 1}
+    assert shared_results(traced(lambda x: [c10d.wait_tensor.default(x)], X).graph) == {0}
+
+
+def test_a_collective_is_given_a_contiguous_value() -> None:
+    joint = relax_views(traced(lambda x: [reduced(x @ x)], X))
+    (collective,) = collectives(joint.graph)
+    assert collective.args[0].target is torch.ops.aten.contiguous.default  # type: ignore[union-attr]
+
+
+def test_texts_of_ranks_in_other_groups_differ_in_one_line() -> None:
+    one, two = (render(traced(lambda x: [reduced(reduced(x, name), name)], X).graph) for name in ("3", "4"))  # noqa: B023
+    pairs = [pair for pair in zip(one.text.splitlines(), two.text.splitlines(), strict=True) if pair[0] != pair[1]]
+    assert pairs == [("_group_0 = '3'", "_group_0 = '4'")]
+    assert one.groups == ("_group_0",)

@@ -1,0 +1,85 @@
+"""Peak bytes of a program: by hand, and against what a run really allocates."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from graphpp.passes.graph.liveness import peak_bytes
+from graphpp.passes.lower import lower
+from graphpp.passes.stage.cut_stages import cut
+from graphpp.passes.stage.split_weight_grad import split_weight_grad
+from graphpp.runtime import program as p
+from graphpp.runtime.program import Phase
+from tests.passes.graphs import Hand, assigned, captured, starts
+
+SIZE = 24  # bytes of a [2, 3] float
+
+
+def test_values_die_after_their_last_reader_and_results_do_not() -> None:
+    hand = Hand("w0")
+    weight = hand.input(p.Parameter("w0"))
+    a = hand.node("a", "F0", weight)
+    b = hand.node("b", "F0", a)
+    c = hand.node("c", "F0", b)  # a is gone
+    hand.result(p.Loss(), c)
+    hand.result(p.Gradient("w0"), hand.node("d", "B0", c, a))  # now a is saved, and so is c
+    pieces = cut(hand.joint(), 1)
+    forward, backward = (pieces.slots[phase, 0].graph for phase in (Phase.FORWARD, Phase.BACKWARD))
+    assert peak_bytes(forward) == 3 * SIZE  # a, b, c
+    assert peak_bytes(backward) == 3 * SIZE  # a and c came, d is made
+
+
+class Wide(nn.Module):
+    """Operations of widths that differ much, without views of odd strides."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ups = nn.ModuleList(nn.Linear(64, 512, bias=False) for _ in range(2))
+        self.downs = nn.ModuleList(nn.Linear(512, 64, bias=False) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for up, down in zip(self.ups, self.downs, strict=True):
+            x = x + down(torch.tanh(up(x)).exp())
+        return x
+
+
+def test_the_halves_need_no_more_than_the_whole_and_what_is_kept() -> None:
+    joint = captured(Wide(), torch.randn(32, 64))
+    joint = assigned(joint, *starts(joint, "ups.1"))
+    pieces = split_weight_grad(joint, cut(joint, 2))
+    first, second, whole = (
+        peak_bytes(pieces.slots[phase, 1].graph) for phase in (Phase.INPUT_GRAD, Phase.WEIGHT_GRAD, Phase.BACKWARD)
+    )
+    assert 0 < first <= whole + pieces.kept_bytes[1] and 0 < second <= whole + pieces.kept_bytes[1]
+
+
+def test_a_run_allocates_what_was_foretold() -> None:
+    joint = captured(Wide(), torch.randn(32, 64))
+    values = {role: node.meta["val"] for role, node in joint.inputs().items()}
+    made = lower(joint, (0,)).stages[0].programs
+    given: dict[Any, Any] = {role: torch.randn(value.shape) for role, value in values.items()}
+    forward = made[Phase.FORWARD]
+    saved: dict[str, Tensor] = {}
+    peak = _allocated(lambda: saved.update(_saved(forward, [given[role] for role in forward.inputs])))
+    assert 0.95 * forward.peak_bytes <= peak <= 1.25 * forward.peak_bytes + 4096
+
+
+def _saved(program: p.Program, boxed: list[Any]) -> dict[str, Tensor]:
+    results = program.run(boxed)
+    return {role.name: value for role, value in zip(program.outputs, results, strict=True) if isinstance(role, p.Saved)}
+
+
+def _allocated(run: Any) -> int:
+    """The peak of what CPU tensors took while `run` ran, over what they took before."""
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    with torch.profiler.profile(activities=activities, profile_memory=True, acc_events=True) as profile:
+        run()
+    total = peak = 0
+    for event in profile.profiler.kineto_results.events():  # type: ignore[union-attr]
+        if event.name() == "[memory]":
+            total += event.nbytes()
+            peak = max(peak, total)
+    return peak

@@ -1,0 +1,337 @@
+"""Woven programs: the collectives of one part run while another part computes, and nothing else changes.
+
+The collective of these tests is an operator of their own that negates: it takes no time here, so that programs run in one
+process; what it takes on the simulated clock is the cost that a test gives it.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, fx
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from graphpp.passes.graph.collectives import group_of, is_collective, is_started, is_wait
+from graphpp.passes.graph.op_costs import OpCosts
+from graphpp.passes.overlap.list_schedule import ListScheduler, Units, schedule
+from graphpp.passes.overlap.stream_timing import Facts, estimate
+from graphpp.passes.overlap.weave import collectives, concatenate, weave
+from graphpp.passes.stage.cut_stages import SlotGraph
+from graphpp.passes.stage.emit import emit_woven
+from graphpp.passes.text.render import render
+from graphpp.runtime import program as p
+from graphpp.runtime.program import Phase, Program
+
+F, B = Phase.FORWARD, Phase.BACKWARD
+
+
+@torch.library.custom_op("graphpp_tests::exchange", mutates_args=())
+def exchange(x: Tensor, group_name: str) -> Tensor:
+    """A collective, to the passes."""
+    return -x
+
+
+@exchange.register_fake
+def _(x: Tensor, group_name: str) -> Tensor:
+    return torch.empty_like(x)
+
+
+start = torch.ops.graphpp_tests.exchange.default
+wait = torch.ops._c10d_functional.wait_tensor.default
+
+
+def all_to_all(x: Tensor, group: str = "ep") -> Tensor:
+    result: Tensor = wait(start(x, group))
+    return result
+
+
+def slot(stage: int, phase: Phase, function: Callable[..., Any], *inputs: Tensor, gradients: int = 0) -> SlotGraph:
+    """A function's operators as one phase of a stage; its last `gradients` results are gradients, the others are sent."""
+    module = make_fx(function, tracing_mode="fake")(*inputs)
+    module.graph.eliminate_dead_code()
+    roles = tuple(p.Received(f"x{index}") for index in range(len(inputs)))
+    for role, node in zip(roles, module.graph.find_nodes(op="placeholder"), strict=True):
+        node.meta |= {"role": role}
+    for node in module.graph.nodes:
+        node.meta |= {"backward": phase is B, "stage": stage, "calls": (), "source": "", "seq": -1, "position": 0}
+    end = module.graph.output_node()
+    count = len(end.args[0])
+    sent = [p.Sent(f"y{index}") for index in range(count - gradients)]
+    outputs = (*sent, *(p.Gradient(f"w{index}") for index in range(gradients)))
+    end.meta["roles"] = list(outputs)
+    return SlotGraph(stage, phase, module.graph, roles, outputs)
+
+
+def ticks(node: fx.Node) -> float:
+    """A collective takes three, a contraction one, all else nothing."""
+    if is_collective(node):
+        return 3.0
+    return float(node.target is torch.ops.aten.mm.default)
+
+
+def program(each: SlotGraph) -> Program:
+    return Program(each.stage, each.phase, each.inputs, each.outputs, render(each.graph).load("<part>"))
+
+
+def values(count: int, seed: int = 0) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randn(4, 4, generator=generator) for _ in range(count)]
+
+
+def layers(count: int) -> Callable[..., list[Tensor]]:
+    """Layers of two contractions with a collective between."""
+
+    def run(x: Tensor, w: Tensor) -> list[Tensor]:
+        for _ in range(count):
+            x = all_to_all(x @ w) @ w
+        return [x]
+
+    return run
+
+
+def backward(count: int) -> Callable[..., list[Tensor]]:
+    """The same with a weight gradient in each layer, which nobody waits for."""
+
+    def run(g: Tensor, w: Tensor) -> list[Tensor]:
+        grads = []
+        for _ in range(count):
+            h = g @ w
+            grads.append(g.t() @ h)
+            g = all_to_all(h) @ w
+        return [g, *grads]
+
+    return run
+
+
+def pair(count: int = 3) -> list[SlotGraph]:
+    """A forward of stage 0 and a backward of stage 3."""
+    f = slot(0, F, layers(count), *values(2))
+    return [f, slot(3, B, backward(count), *values(2, 1), gradients=count)]
+
+
+def results(parts: Sequence[SlotGraph], inputs: Sequence[Sequence[Tensor]], cost: Callable[[fx.Node], float]) -> list[Tensor]:
+    woven = emit_woven(weave(parts, cost), [program(part) for part in parts])
+    boxed = [tensor for each in inputs for tensor in each]
+    found = list(woven.run(boxed))
+    assert boxed == []
+    return found
+
+
+def apart(parts: Sequence[SlotGraph], inputs: Sequence[Sequence[Tensor]]) -> list[Tensor]:
+    return [value for part, each in zip(parts, inputs, strict=True) for value in program(part).run(list(each))]
+
+
+def names(graph: fx.Graph, *wanted: Callable[[fx.Node], bool]) -> list[str]:
+    return [node.name for node in graph.nodes if any(test(node) for test in wanted)]
+
+
+# ------------------------------------------------------------------------------------------------------------ what hides
+
+
+def test_all_collectives_hide_where_there_is_enough_to_compute() -> None:
+    woven = weave(pair(), ticks)
+    assert woven.sequence.seconds == 15 + 6 * 3
+    assert woven.woven.compute == 15
+    assert woven.woven.seconds <= woven.woven.bound + 1
+    assert woven.woven.hidden >= 0.9 * woven.woven.possible
+
+
+def under_way(graph: fx.Graph) -> dict[str, set[str]]:
+    """For each collective the parts that compute between its start and its wait."""
+    pending: dict[fx.Node, str] = {}
+    found: dict[str, set[str]] = {}
+    for node in graph.nodes:
+        if is_collective(node):
+            pending[node], found[node.name] = node.name, set()
+        elif is_wait(node):
+            del pending[node.all_input_nodes[0]]
+        elif node.target is torch.ops.aten.mm.default:
+            for name in pending.values():
+                found[name].add(node.meta["part"].prefix)
+    return found
+
+
+def test_a_collective_of_one_part_is_under_way_while_the_other_computes() -> None:
+    graph = weave(pair(), ticks).graph
+    for name, parts in under_way(graph).items():
+        assert parts - {name[:2]}, f"{name} is under way while nothing of the other part computes"
+    assert all(not parts for parts in under_way(concatenate(pair())).values())
+
+
+def test_one_part_alone_hides_its_collectives_under_what_nobody_waits_for() -> None:
+    alone = weave([pair()[1]], ticks)
+    assert alone.woven.seconds < alone.sequence.seconds
+    assert any(parts for parts in under_way(alone.graph).values())
+
+
+def test_without_collectives_the_parts_stand_one_after_the_other() -> None:
+    parts = [slot(0, F, lambda x, w: [x @ w @ w], *values(2)), slot(1, B, lambda x, w: [w @ x], *values(2))]
+    woven = weave(parts, ticks)
+    assert [node.name for node in woven.graph.nodes] == [node.name for node in concatenate(parts).nodes]
+    assert woven.woven == woven.sequence
+
+
+def test_weaving_does_not_hold_memory_that_it_need_not() -> None:
+    """With enough to compute it need not put off all weight gradients, as the longest chains first would."""
+
+    def quick(node: fx.Node) -> float:
+        return 1.0 if is_collective(node) else ticks(node)
+
+    parts = pair(8)
+    woven = weave(parts, quick)
+    assert woven.woven.hidden >= 0.9 * woven.woven.possible
+    facts = Facts(concatenate(parts), quick)
+    greedy = estimate(facts, ListScheduler(Units(facts), facts.tail.__getitem__, float("inf")).order())
+    assert woven.woven.seconds <= 1.01 * greedy.seconds
+    assert woven.woven.peak < 0.75 * greedy.peak
+
+
+# --------------------------------------------------------------------------------------------------------- what must hold
+
+
+@pytest.mark.parametrize("costs", [ticks, OpCosts.of("cpu"), OpCosts.of("cuda"), lambda node: 0.0, lambda node: 1.0])
+def test_results_are_bit_equal_whatever_the_costs(costs: Callable[[fx.Node], float]) -> None:
+    parts, inputs = pair(), [values(2, 7), values(2, 8)]
+    for mine, theirs in zip(results(parts, inputs, costs), apart(parts, inputs), strict=True):
+        assert torch.equal(mine, theirs)
+
+
+def random_function(generator: random.Random) -> tuple[Callable[..., list[Tensor]], int, int]:
+    """A function of random operators, collectives and views among them; how many inputs and results it has."""
+    steps = [(generator.choice("mmaevtnc"), generator.random(), generator.random()) for _ in range(generator.randrange(1, 30))]
+    count, kept = generator.randrange(1, 4), generator.randrange(1, 6)
+
+    def run(*inputs: Tensor) -> list[Tensor]:
+        found = list(inputs)
+        for kind, left, right in steps:
+            a, b = found[int(left * len(found))], found[int(right * len(found))]
+            match kind:
+                case "m":
+                    found.append(a @ b)
+                case "a":
+                    found.append(a + b)
+                case "e":
+                    found.append(all_to_all(a.contiguous(), "one" if left < right else "two"))
+                case "v":
+                    found.append(a.reshape(2, 8).reshape(4, 4))
+                case "t":
+                    found.append(a.t())
+                case "n":
+                    found.extend(torch.native_layer_norm(a, [4], None, None, 1e-5)[:1])
+                case _:
+                    found += [wait(each) for each in (start(a.clone(), "one"), start(b.clone(), "one"))]
+        return found[-kept:]
+
+    return run, count, min(kept, 1 + len(steps))
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_random_parts(seed: int) -> None:
+    generator = random.Random(seed)
+    parts, inputs = [], []
+    for stage in range(generator.randrange(1, 4)):
+        function, count, _ = random_function(generator)
+        inputs.append(values(count, seed + stage))
+        kept = len(function(*inputs[-1]))
+        phase = generator.choice([F, B, Phase.INPUT_GRAD, Phase.WEIGHT_GRAD])
+        parts.append(slot(generator.randrange(2), phase, function, *inputs[-1], gradients=generator.randrange(kept + 1)))
+    drawn: dict[str, float] = {}
+
+    def cost(node: fx.Node) -> float:
+        return drawn.setdefault(node.name, 0.0 if is_wait(node) else generator.choice([0.0, 0.5, 1.0, 4.0]))
+
+    for mine, theirs in zip(results(parts, inputs, cost), apart(parts, inputs), strict=True):
+        assert torch.equal(mine, theirs)
+    woven = weave(parts, cost)
+    assert woven.woven.bound <= woven.woven.seconds + 1e-9 <= woven.sequence.seconds * 1.01 + 2e-9
+    again = weave(parts, cost)
+    assert [node.name for node in woven.graph.nodes] == [node.name for node in again.graph.nodes]
+
+
+def test_collectives_of_a_part_keep_their_order_even_where_another_would_be_faster() -> None:
+    def late_first(x: Tensor, y: Tensor) -> list[Tensor]:
+        return [all_to_all(x @ x @ x @ x, "a"), all_to_all(y, "b") @ y]
+
+    woven = weave([slot(0, F, late_first, *values(2)), pair(1)[1]], ticks)
+    assert names(woven.graph, lambda node: is_collective(node) and group_of(node) in "ab") == ["f0_exchange", "f0_exchange_1"]
+    assert {name: len(lines) for name, lines in collectives(woven.graph).items()} == {"a": 1, "b": 1, "ep": 1}
+
+
+def test_gradients_are_handed_out_as_they_are_made() -> None:
+    parts = pair()
+    woven, taken = weave(parts, ticks), []
+    run = emit_woven(woven, [program(part) for part in parts]).run
+    found = run([*values(2), *values(2, 1)], lambda index, value: taken.append((index, value)))
+    expected = apart(parts, [values(2), values(2, 1)])
+    assert sorted(index for index, _ in taken) == [2, 3, 4]
+    assert all(found[index] is None and torch.equal(value, expected[index]) for index, value in taken)
+    text = render(woven.graph).text
+    assert text.index("take(2") < text.rindex("wait_tensor_default(")
+
+
+def test_the_text_says_which_part_a_line_belongs_to() -> None:
+    woven = weave(pair(1), ticks)
+    assert woven.title == "stage 0 forward with stage 3 backward"
+    lines = render(woven.graph, woven.title).text.splitlines()
+    made = [line for line in lines if line.startswith("    ") and " = " in line and "take(" not in line and "boxed" not in line]
+    assert len(made) == sum(node.op == "call_function" for node in woven.graph.nodes)
+    for line in made:
+        prefix = line.strip()[:2]
+        assert {"f0": "stage 0 forward", "b3": "stage 3 backward"}[prefix] in line.partition("  # ")[2]
+    assert "_group_0 = 'ep'" in lines
+
+
+def test_parts_of_one_stage_and_phase_are_told_apart() -> None:
+    parts = [pair(1)[0], pair(1)[0]]
+    woven = weave(parts, ticks)
+    assert woven.title == "stage 0 forward with stage 0 forward b"
+    inputs = [values(2, 3), values(2, 4)]
+    for mine, theirs in zip(results(parts, inputs, ticks), apart(parts, inputs), strict=True):
+        assert torch.equal(mine, theirs)
+
+
+# ------------------------------------------------------------------------------------------------------------- the clock
+
+
+def test_the_clock_waits_only_for_what_has_not_come() -> None:
+    def function(x: Tensor, y: Tensor) -> list[Tensor]:
+        sent = start(x, "ep")
+        return [y @ y, wait(sent) @ x]
+
+    facts = Facts(slot(0, F, function, *values(2)).graph, ticks)
+    found = estimate(facts, facts.nodes)
+    assert (found.seconds, found.compute, found.collectives, found.bound) == (4, 2, 3, 4)
+    assert found.hidden == found.possible == pytest.approx(1 / 3)
+
+
+def test_collectives_of_one_group_share_a_link() -> None:
+    def function(x: Tensor, y: Tensor) -> list[Tensor]:
+        return [wait(sent) for sent in (start(x, "ep"), start(y, "ep"))]
+
+    def two_groups(x: Tensor, y: Tensor) -> list[Tensor]:
+        return [wait(sent) for sent in (start(x, "ep"), start(y, "other"))]
+
+    one, two = (Facts(slot(0, F, each, *values(2)).graph, ticks) for each in (function, two_groups))
+    assert estimate(one, one.nodes).seconds == one.bound() == 6
+    assert estimate(two, two.nodes).seconds == two.bound() == 3
+
+
+def test_the_peak_counts_memory_once_and_until_its_last_reader() -> None:
+    def function(x: Tensor) -> list[Tensor]:
+        a = x @ x
+        b = a.t() @ a
+        return [b @ b]
+
+    facts = Facts(slot(0, F, function, *values(1)).graph, ticks)
+    tensor = 4 * 4 * 4
+    assert estimate(facts, facts.nodes).peak == 2 * tensor
+
+
+def test_a_collective_without_a_wait_is_run_like_an_operation() -> None:
+    graph = slot(0, F, lambda x: [start(x, "ep") @ x], *values(1)).graph
+    assert not any(map(is_started, graph.nodes))
+    assert schedule(graph, ticks).estimate.seconds == 4

@@ -1,0 +1,145 @@
+"""What a region made is made again right before its backward: once, and only where that can be right."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Hashable
+
+import pytest
+import torch
+from torch import Tensor, fx, nn
+
+from graphpp.passes.graph.joint_graph import JointGraph, verify
+from graphpp.passes.recompute.recompute_regions import recompute
+from graphpp.passes.stage.cut_stages import cut
+from graphpp.passes.stage.split_weight_grad import split_weight_grad
+from graphpp.runtime.program import Phase
+from tests.passes.graphs import assigned, captured, copied, starts
+
+D = 8
+
+
+class Layer(nn.Module):
+    """An MLP with dropout and, if asked for, a batch norm."""
+
+    def __init__(self, norm: bool = False) -> None:
+        super().__init__()
+        self.up, self.down, self.drop = nn.Linear(D, 3 * D), nn.Linear(3 * D, D), nn.Dropout(0.1)
+        self.norm = nn.BatchNorm1d(D) if norm else nn.LayerNorm(D)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.drop(self.down(nn.functional.silu(self.up(self.norm(x)))))
+
+
+class Layers(nn.Module):
+    def __init__(self, norm: bool = False) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Layer(norm) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+def by_layer(node: fx.Node) -> Hashable | None:
+    return next((call for call in node.meta["calls"] if call.startswith("layers.")), None)
+
+
+def graph(norm: bool = False) -> JointGraph:
+    joint = captured(Layers(norm), torch.randn(4, D))
+    return assigned(joint, *starts(joint, "layers.1"))
+
+
+def counted(joint: JointGraph, backward: bool) -> Counter[str]:
+    return Counter(str(node.target) for node in joint.computed() if node.meta["backward"] is backward)
+
+
+def test_each_operation_of_a_region_runs_again_once_right_before_its_backward() -> None:
+    before = graph()
+    after = recompute(before.copy(), by_layer)
+    verify(after)
+    more = counted(after, True) - counted(before, True)
+    assert more["aten.silu.default"] == 2 and more["aten.addmm.default"] <= 4
+    assert counted(after, False) == counted(before, False)
+    order = list(after.graph.nodes)
+    again = [node for node in after.computed() if node.meta["backward"] and "silu.default" in str(node.target)]
+    ends = [max(order.index(user) for user in node.users) for node in again]
+    assert order.index(again[0]) < ends[0] < order.index(again[1])  # the last layer's are used up before the first's are made
+
+
+def test_less_is_saved_and_the_same_crosses() -> None:
+    before = graph()
+    plain, lean = cut(before, 2), cut(recompute(before.copy(), by_layer), 2)
+    assert all(few < many for few, many in zip(lean.saved_bytes, plain.saved_bytes, strict=True))
+    assert lean.boundaries == plain.boundaries
+
+
+def test_the_graph_it_was_made_from_stays() -> None:
+    joint = graph()
+    text = str(joint.graph)
+    recompute(joint.copy(), by_layer)
+    assert str(joint.graph) == text
+
+
+def test_both_halves_of_the_backward_share_what_is_computed_again() -> None:
+    joint = recompute(graph(), by_layer)
+    pieces = split_weight_grad(joint, cut(joint, 2))
+    for stage in (0, 1):
+        run = [
+            str(node.target)
+            for phase in (Phase.INPUT_GRAD, Phase.WEIGHT_GRAD)
+            for node in pieces.slots[phase, stage].graph.nodes
+        ]
+        assert run.count("aten.silu.default") == 1  # the other one is the forward's
+
+
+def test_a_random_operator_repeats_its_numbers() -> None:
+    joint = recompute(graph(), by_layer)
+    drawn = Counter(node.args[1] for node in joint.computed() if "seeded" in str(node.target))
+    assert drawn and all(times <= 2 for times in drawn.values())
+
+
+def test_what_writes_a_buffer_runs_once() -> None:
+    joint = graph(norm=True)
+    normed = [node.target for node in joint.computed() if "batch_norm" in str(node.target) and not node.meta["backward"]]
+    after = recompute(joint, by_layer)
+    assert len(normed) == 2
+    for target in set(normed):
+        assert len([node for node in after.computed() if node.target is target]) == normed.count(target)
+
+
+@pytest.mark.parametrize("size", [1, 3, 10_000])
+def test_regions_of_any_size_save_no_more_than_they_must(size: int) -> None:
+    before = graph()
+    after = recompute(copied(before), lambda node: node.meta["position"] // size)
+    verify(after)
+    assert sum(cut(after, 2).saved_bytes) <= sum(cut(before, 2).saved_bytes) or size == 1
+
+
+class Ends(nn.Module):
+    """A branch that ends in an operation whose backward reads its result; `reads`: the operation outside reads it too."""
+
+    def __init__(self, reads: bool) -> None:
+        super().__init__()
+        self.layers, self.reads = nn.ModuleList([nn.Linear(D, D), nn.Linear(D, D)]), reads
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.layers[0](x)
+        y = self.layers[1](x).tanh()
+        return x * y if self.reads else x + y
+
+
+@pytest.mark.parametrize("reads", [False, True])
+def test_what_a_region_hands_out_is_made_again_unless_it_is_saved_anyway(reads: bool) -> None:
+    joint = captured(Ends(reads), torch.randn(4, D))
+    tanh = next(node for node in joint.computed() if node.target is torch.ops.aten.tanh.default)
+    last = tanh.meta["position"]
+    joint = assigned(joint)
+    before = cut(joint, 1).saved_bytes[0]
+    first = next(node.meta["position"] for node in joint.computed() if "layers.1" in node.meta["calls"])
+    after = recompute(joint.copy(), lambda node: "branch" if first <= node.meta["position"] <= last else None)
+    verify(after)
+    more = counted(after, True) - counted(joint, True)
+    assert more["aten.tanh.default"] == (0 if reads else 1)
+    assert cut(after, 1).saved_bytes[0] == before - (0 if reads else 4 * D * 4)

@@ -1,0 +1,248 @@
+"""Each row of the routing table, what boundaries say, and that a lost or doubled node is noticed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import pytest
+import torch
+from torch import fx
+
+from graphpp.passes.graph.joint_graph import JointGraph
+from graphpp.passes.stage.cut_stages import Cut, _check, cut
+from graphpp.runtime import program as p
+from graphpp.runtime.program import Phase
+from tests.passes.graphs import Hand
+
+STAGES = 4
+
+
+def chain(hand: Hand, first: str, last: str) -> JointGraph:
+    """A value `v` made in the slot `first` and read in the slot `last`; parameters w0 .. w3 in all stages."""
+    parameters = [hand.input(p.Parameter(f"w{stage}")) for stage in range(STAGES)]
+    value = hand.node("v", first, parameters[int(first[1])])
+    reader = hand.node("reader", last, value, parameters[int(last[1])])
+    if last[0] == "B":
+        hand.result(p.Gradient(f"w{last[1]}"), reader)
+    hand.result(p.Loss(), hand.node("loss", f"F{STAGES - 1}", parameters[-1], *([reader] if last[0] == "F" else [])))
+    return hand.joint()
+
+
+def traffic(pieces: Cut) -> tuple[list[str], list[str], list[str]]:
+    """Where the value `v` goes: boundaries that it crosses forward, stages that save it, boundaries it goes back."""
+    return (
+        [f"{b.stage}|{b.stage + 1}" for b in pieces.boundaries if "v" in names(b.forward)],
+        [str(stage) for stage, saved in enumerate(pieces.saved) if "v" in names(saved)],
+        [f"{b.stage}|{b.stage + 1}" for b in pieces.boundaries if "v" in names(b.backward)],
+    )
+
+
+def names(metas: Sequence[p.TensorMeta]) -> list[str]:
+    return [meta.name for meta in metas]
+
+
+ROUTES = {
+    ("F1", "F1"): ([], [], []),
+    ("F0", "F1"): (["0|1"], [], []),
+    ("F0", "F3"): (["0|1", "1|2", "2|3"], [], []),  # relayed by 1 and 2
+    ("F1", "B1"): ([], ["1"], []),
+    ("F0", "B2"): (["0|1", "1|2"], ["2"], []),
+    ("F2", "B0"): ([], ["2"], ["0|1", "1|2"]),
+    ("F3", "B0"): ([], ["3"], ["0|1", "1|2", "2|3"]),
+    ("B2", "B2"): ([], [], []),
+    ("B3", "B2"): ([], [], ["2|3"]),
+    ("B3", "B0"): ([], [], ["0|1", "1|2", "2|3"]),
+}
+
+
+@pytest.mark.parametrize(("first", "last"), ROUTES)
+def test_a_value_goes_along_neighbours(first: str, last: str) -> None:
+    hand = Hand(*(f"w{stage}" for stage in range(STAGES)))
+    pieces = cut(chain(hand, first, last), STAGES)
+    assert traffic(pieces) == ROUTES[first, last]
+
+
+def roles(pieces: Cut, slot: str) -> tuple[list[str], list[str]]:
+    """What comes into a slot from others and what leaves it, as text."""
+    graph = pieces.slots[Phase(slot[0]), int(slot[1])]
+    moving = (p.Received, p.Saved, p.Sent)
+    return (
+        [f"{type(role).__name__} {role.name}" for role in graph.inputs if isinstance(role, moving)],
+        [f"{type(role).__name__} {role.name}" for role in graph.outputs if isinstance(role, moving)],
+    )
+
+
+def test_a_relay_receives_and_sends() -> None:
+    hand = Hand(*(f"w{stage}" for stage in range(STAGES)))
+    pieces = cut(chain(hand, "F0", "B0"), STAGES)
+    assert roles(pieces, "F0") == ([], ["Saved v"])
+    hand = Hand(*(f"w{stage}" for stage in range(STAGES)))
+    pieces = cut(chain(hand, "F0", "F3"), STAGES)
+    assert roles(pieces, "F1") == (["Received v"], ["Sent v"])
+    hand = Hand(*(f"w{stage}" for stage in range(STAGES)))
+    pieces = cut(chain(hand, "F2", "B0"), STAGES)
+    assert roles(pieces, "B2") == (["Saved v"], ["Sent v"])
+    assert roles(pieces, "B1") == (["Received v"], ["Sent v"])
+    assert roles(pieces, "B0") == (["Received v"], [])
+
+
+def test_a_value_crosses_a_boundary_once_however_many_read_it() -> None:
+    hand = Hand("w")
+    w = hand.input(p.Parameter("w"))
+    value = hand.node("v", "F0", w)
+    readers = [hand.node(f"r{index}", slot, value) for index, slot in enumerate(["F1", "F1", "F2", "F3", "B3", "B2"])]
+    hand.result(p.Loss(), readers[3])
+    hand.result(p.Gradient("w"), hand.node("g", "B0", readers[5], value))
+    pieces = cut(hand.joint(), STAGES)
+    assert traffic(pieces) == (["0|1", "1|2", "2|3"], ["0", "2", "3"], [])
+    for boundary in pieces.boundaries:
+        assert len({meta.name for meta in boundary.forward}) == len(boundary.forward)
+
+
+def test_loss_and_outputs_stand_in_the_last_stage_gradients_where_they_are_made() -> None:
+    hand = Hand("w")
+    w = hand.input(p.Parameter("w"))
+    value = hand.node("v", "F0", w)
+    hand.result(p.Output(0), value)
+    hand.result(p.Loss(), hand.node("loss", "F1", value))
+    hand.result(p.Gradient("w"), hand.node("g", "B0", value))
+    pieces = cut(hand.joint(), STAGES)
+    assert pieces.slots[Phase.FORWARD, 3].outputs[:2] == (p.Output(0), p.Loss())
+    assert pieces.slots[Phase.BACKWARD, 0].outputs == (p.Gradient("w"),)
+    assert traffic(pieces)[0] == ["0|1", "1|2", "2|3"]
+
+
+# --------------------------------------------------------------------------------------------- values without a stage
+
+
+def replicated(source: str) -> Cut:
+    """A mask without a stage, made from the input by way of a second node; read in F0, F2, B2 and B1."""
+    hand = Hand("w")
+    w, x = hand.input(p.Parameter("w")), hand.input(p.Input("args[0]"))
+    inner = hand.node("inner", "F", x)
+    mask = hand.node("mask", "F", inner) if source == "computed" else x
+    first = hand.node("first", "F0", w, mask)
+    second = hand.node("second", "F2", first, mask)
+    hand.result(p.Loss(), second)
+    late = hand.node("late", "B2", second, mask)
+    hand.result(p.Gradient("w"), hand.node("g", "B1", late, mask))
+    return cut(hand.joint(), 3)
+
+
+def computed(pieces: Cut, slot: str) -> list[str]:
+    graph = pieces.slots[Phase(slot[0]), int(slot[1])].graph
+    return [node.name for node in graph.nodes if node.op not in ("placeholder", "output")]
+
+
+def test_a_replicated_value_is_computed_where_it_is_read_and_saved_where_the_forward_made_it() -> None:
+    pieces = replicated("computed")
+    assert computed(pieces, "F0") == ["inner", "mask", "first"]
+    assert computed(pieces, "F1") == []
+    assert computed(pieces, "F2") == ["inner", "mask", "second"]
+    assert computed(pieces, "B2") == ["late"]
+    assert computed(pieces, "B1") == ["inner", "mask", "g"]
+    assert [[meta.name for meta in saved] for saved in pieces.saved] == [[], [], ["mask", "second"]]
+    assert [[meta.name for meta in boundary.forward] for boundary in pieces.boundaries] == [["first"], ["first"]]
+
+
+def test_an_input_is_read_everywhere_and_never_travels() -> None:
+    pieces = replicated("input")
+    assert [[meta.name for meta in saved] for saved in pieces.saved] == [[], [], ["second"]]
+    for slot in ("F0", "F2", "B2", "B1"):
+        assert p.Input("args[0]") in pieces.slots[Phase(slot[0]), int(slot[1])].inputs
+    assert p.Input("args[0]") not in pieces.slots[Phase.FORWARD, 1].inputs
+
+
+# -------------------------------------------------------------------------------------------------- boundaries' metas
+
+
+def test_boundaries_say_shape_dtype_strides_and_needs_grad() -> None:
+    hand = Hand("w", "frozen")
+    hand.parameters["frozen"] = p.TensorMeta("frozen", (2, 3), (3, 1), torch.float32, False)
+    w, frozen = hand.input(p.Parameter("w")), hand.input(p.Parameter("frozen"))
+    meta = torch.device("meta")
+    values = {
+        "half": (w, torch.empty(3, 2, dtype=torch.bfloat16, device=meta).t()),
+        "number": (w, torch.empty((), device=meta)),
+        "wave": (w, torch.empty(2, dtype=torch.complex64, device=meta)),
+        "choice": (w, torch.empty(2, dtype=torch.int64, device=meta)),
+        "flag": (w, torch.empty(0, 5, dtype=torch.bool, device=meta)),
+        "still": (frozen, torch.empty(4, 1, device=meta).expand(4, 6)),
+    }
+    nodes = [hand.node(name, "F0", source, value=value) for name, (source, value) in values.items()]
+    behind = hand.node("behind", "F0", nodes[3])
+    hand.result(p.Loss(), hand.node("loss", "F1", *nodes, behind))
+    (boundary,) = cut(hand.joint(), 2).boundaries
+    assert boundary.forward == (
+        p.TensorMeta("half", (2, 3), (1, 2), torch.bfloat16, True),
+        p.TensorMeta("number", (), (), torch.float32, True),
+        p.TensorMeta("wave", (2,), (1,), torch.complex64, True),
+        p.TensorMeta("choice", (2,), (1,), torch.int64, False),
+        p.TensorMeta("flag", (0, 5), (5, 1), torch.bool, False),
+        p.TensorMeta("still", (4, 6), (1, 0), torch.float32, False),
+        p.TensorMeta("behind", (2, 3), (3, 1), torch.float32, False),  # through integers no gradient flows
+    )
+    assert boundary.backward == ()
+
+
+# ----------------------------------------------------------------------------------------------------------- the check
+
+
+def pair() -> tuple[JointGraph, Cut]:
+    hand = Hand(*(f"w{stage}" for stage in range(STAGES)))
+    joint = chain(hand, "F0", "B0")
+    return joint, cut(joint, STAGES)
+
+
+def lose_a_node(pieces: Cut) -> None:
+    graph = pieces.slots[Phase.BACKWARD, 0].graph
+    (reader,) = (node for node in graph.nodes if node.name == "reader")
+    reader.replace_all_uses_with(reader.all_input_nodes[0])
+    graph.erase_node(reader)
+
+
+def double_a_node(pieces: Cut) -> None:
+    first, second = (pieces.slots[Phase.FORWARD, stage].graph for stage in (0, 1))
+    (value,) = (node for node in first.nodes if node.name == "v")
+    with second.inserting_before(second.output_node()):
+        copy = second.create_node("call_function", value.target, (), name="v")
+    copy.meta = dict(value.meta)
+
+
+def lose_a_result(pieces: Cut) -> None:
+    _replace(pieces, (Phase.BACKWARD, 0), ())
+
+
+def double_a_result(pieces: Cut) -> None:
+    _replace(pieces, (Phase.FORWARD, 0), (p.Gradient("w0"),))
+
+
+def _replace(pieces: Cut, slot: tuple[Phase, int], outputs: tuple[p.OutputRole, ...]) -> None:
+    old = pieces.slots[slot]
+    pieces.slots[slot] = type(old)(old.stage, old.phase, old.graph, old.inputs, outputs)
+
+
+@pytest.mark.parametrize(
+    ("damage", "said"),
+    [
+        (lose_a_node, "reader stands in 0 slots"),
+        (double_a_node, "v stands in 2 slots"),
+        (lose_a_result, "lost or doubled"),
+        (double_a_result, "lost or doubled"),
+    ],
+)
+def test_a_lost_or_doubled_value_is_noticed(damage: Callable[[Cut], None], said: str) -> None:
+    joint, pieces = pair()
+    _check(joint, pieces)
+    damage(pieces)
+    with pytest.raises(AssertionError, match=said):
+        _check(joint, pieces)
+
+
+def test_cut_leaves_the_joint_graph_as_it_is() -> None:
+    hand = Hand(*(f"w{stage}" for stage in range(STAGES)))
+    joint = chain(hand, "F0", "F3")
+    before = str(joint.graph)
+    pieces = cut(joint, STAGES)
+    assert str(joint.graph) == before
+    assert all(isinstance(slot.graph, fx.Graph) for slot in pieces.slots.values())

@@ -1,0 +1,123 @@
+"""Stage programs own what they use, and what nobody uses has one owner; the recipe shows every step."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from graphpp.passes.graph.joint_graph import JointGraph
+from graphpp.passes.joint.relax_views import relax_views
+from graphpp.passes.lower import Passed, lower
+from graphpp.passes.stage.cut_stages import Cut
+from graphpp.runtime.program import Phase, PipelineProgram
+from tests.passes.graphs import captured, run, starts, targets, traced
+
+D = 4
+
+
+class Layer(nn.Module):
+    """A linear of two; one is for show, and so is a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.used, self.unused = nn.Linear(D, D), nn.Linear(D, D)
+        self.register_buffer("scale", torch.ones(D))
+        self.register_buffer("spare", torch.ones(D))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.used(x) * self.scale
+
+
+class Model(nn.Module):
+    """Three layers, a shared table, and parts that no forward reaches."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.never = nn.Linear(D, D)
+        self.layers = nn.ModuleList(Layer() for _ in range(3))
+        self.table = nn.Parameter(torch.ones(D))
+        self.spare = nn.Parameter(torch.ones(D))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x) * self.table
+        return x
+
+
+def compiled(*calls: str) -> PipelineProgram:
+    joint = captured(Model(), torch.randn(2, D))
+    return lower(joint, (0, *starts(joint, *calls)))
+
+
+def owners(name: str, program: PipelineProgram) -> list[int]:
+    return [stage.index for stage in program.stages if name in (*stage.parameters, *stage.buffers)]
+
+
+def test_what_is_used_belongs_to_every_stage_that_uses_it() -> None:
+    program = compiled("layers.1", "layers.2")
+    assert owners("table", program) == [0, 1, 2]
+    for stage in range(3):
+        assert owners(f"layers.{stage}.used.weight", program) == [stage]
+        assert owners(f"layers.{stage}.scale", program) == [stage]
+
+
+def test_what_is_unused_belongs_to_the_stage_of_its_relatives() -> None:
+    program = compiled("layers.1", "layers.2")
+    for stage in range(3):
+        assert owners(f"layers.{stage}.unused.weight", program) == [stage]
+        assert owners(f"layers.{stage}.spare", program) == [stage]
+    assert owners("never.weight", program) == [0]
+    assert owners("spare", program) == [0]
+
+
+def test_every_parameter_and_buffer_has_an_owner_in_the_models_order() -> None:
+    model, program = Model(), compiled("layers.1")
+    order = [name for name, _ in model.named_parameters()]
+    for stage in program.stages:
+        assert list(stage.parameters) == sorted(stage.parameters, key=order.index)
+    named = (*model.named_parameters(), *model.named_buffers())
+    assert all(owners(name, program) for name, _ in named)
+
+
+def test_a_stage_knows_its_modules_and_phases() -> None:
+    program = compiled("layers.1", "layers.2")
+    assert [stage.modules for stage in program.stages] == [(f"layers.{s}", f"layers.{s}.used") for s in range(3)]
+    assert all(set(stage.programs) == {Phase.FORWARD, Phase.BACKWARD} for stage in program.stages)
+    assert program.loss is not None
+    assert program.loss.shape == ()
+
+
+# ---------------------------------------------------------------------------------------------------------- the recipe
+
+
+def test_the_hook_sees_every_pass_in_order_with_its_result() -> None:
+    seen: list[Passed] = []
+    program = lower(captured(Model(), torch.randn(2, D)), (0, 3), seen.append)
+    names = [passed.name for passed in seen]
+    assert names[0] == "clean_up"
+    assert names[-2:] == ["cut", "emit"]
+    assert [name for name in names if name in ("snapshot", "randomize", "assign", "accumulate")] == [
+        "snapshot", "randomize", "assign", "accumulate",
+    ]  # fmt: skip
+    kinds = [type(passed.result) for passed in seen]
+    assert kinds == [JointGraph] * (len(seen) - 2) + [Cut, PipelineProgram]
+    assert seen[-1].result is program
+    assert all(passed.seconds >= 0 for passed in seen)
+
+
+# --------------------------------------------------------------------------------------------------------- relax views
+
+
+def test_a_view_takes_values_of_other_strides_than_were_captured() -> None:
+    joint = traced(lambda x: x.view(6, 4), torch.zeros(2, 3, 4))
+    other = torch.arange(24.0).view(4, 3, 2).permute(2, 1, 0)
+    assert targets(relax_views(joint)) == ["aten.reshape.default"]
+    assert torch.equal(run(joint, other)[0], other.reshape(6, 4))
+    dense = torch.arange(24.0).view(2, 3, 4)
+    assert run(joint, dense)[0].data_ptr() == dense.data_ptr()
+
+
+def test_what_reads_memory_by_layout_reads_what_was_captured() -> None:
+    joint = traced(lambda x: (x + 0).as_strided((2, 2), (2, 1), 1), torch.zeros(2, 3))
+    other = torch.arange(6.0).view(3, 2).t()
+    assert torch.equal(run(relax_views(joint), other)[0], other.contiguous().as_strided((2, 2), (2, 1), 1))

@@ -1,0 +1,179 @@
+"""What depends on parameters alone is made once per step, is saved nowhere, and changes no bit."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.nn.utils.parametrizations import weight_norm
+
+import graphpp
+from graphpp.passes.joint.split_tied_gradients import accumulate
+from graphpp.passes.stage.cut_stages import Cut, cut
+from graphpp.passes.stage.hoist_per_step import find_prepared, prepare
+from graphpp.passes.stage.split_weight_grad import split_weight_grad
+from graphpp.runtime import program as p
+from tests.fuzz.harness import shuffled
+from tests.models import MODELS, cuts
+from tests.passes.graphs import assigned, captured, starts
+from tests.training import Counting, differences, eager, trained
+
+D, ROWS = 4, 12
+
+
+class Net(nn.Module):
+    """A weight with a norm, one that two stages read in another dtype, a mask, a table, a buffer that is written."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first = weight_norm(nn.Linear(D, D))
+        self.norm = nn.BatchNorm1d(D)
+        self.both = nn.Parameter(torch.randn(D, D))
+        self.register_buffer("table", torch.linspace(0, 1, D))
+        self.second = nn.Linear(D, D)
+        self.log_scale = nn.Parameter(torch.zeros(D))
+
+    def forward(self, x: Tensor) -> Tensor:
+        mask = torch.ones(D, D).tril()
+        turned = self.both.exp()
+        x = self.norm(self.first(x)) @ (turned * mask)
+        return self.second(F.dropout(x, 0.5) * self.log_scale.exp()) @ turned + self.table.cos()
+
+
+def loss(output: Tensor, target: Any) -> Tensor:
+    return output.square().mean()
+
+
+def pieces_of(net: nn.Module, *calls: str) -> Cut:
+    joint = captured(net, torch.randn(6, D))
+    joint = find_prepared(accumulate(assigned(joint, *starts(joint, *calls))))
+    return split_weight_grad(joint, prepare(joint, cut(joint, 1 + len(calls))))
+
+
+def made(pieces: Cut, stage: int) -> list[str]:
+    return [str(node.target) for node in pieces.prepared[stage].graph.nodes if node.op == "call_function"]
+
+
+def test_what_is_made_once() -> None:
+    pieces = pieces_of(Net(), "second")
+    assert "aten._weight_norm_interface.default" in made(pieces, 0)
+    assert "aten.tril.default" in made(pieces, 0)
+    assert made(pieces, 0).count("aten.exp.default") == 1  # of `log_scale`
+    assert {"aten.cos.default", "aten.t.default"} <= set(made(pieces, 1))
+    read = {role for slot in pieces.slots.values() for role in slot.inputs}
+    assert p.Parameter("first.parametrizations.weight.original1") not in {
+        role for (phase, _), slot in pieces.slots.items() if phase is p.Phase.FORWARD for role in slot.inputs
+    }
+    assert p.Prepared in map(type, read)
+
+
+def test_nothing_that_is_made_once_is_saved_or_sent() -> None:
+    pieces = pieces_of(Net(), "second")
+    names = {role.name for slot in pieces.prepared.values() for role in slot.outputs}  # type: ignore[union-attr]
+    moved = {r.name for slot in pieces.slots.values() for r in slot.outputs if isinstance(r, p.Saved | p.Sent)}
+    assert names and not names & moved
+
+
+def test_what_stays() -> None:
+    """What a parameter gives to two stages, what a buffer is that is written, random numbers, results."""
+    pieces = pieces_of(Net(), "second")
+    forwards = [[str(node.target) for node in pieces.slots[p.Phase.FORWARD, stage].graph.nodes] for stage in range(2)]
+    assert forwards[0].count("aten.exp.default") == 1  # `turned`: sent to the other stage
+    assert p.Parameter("both") not in pieces.slots[p.Phase.FORWARD, 1].inputs
+    assert p.Parameter("both") not in pieces.prepared[1].inputs
+    written = [role for role in pieces.prepared[0].inputs if isinstance(role, p.Buffer)]
+    assert written == []
+
+
+def test_without_anything_to_prepare_nothing_changes() -> None:
+    pieces = pieces_of(nn.Sequential(nn.ReLU(), nn.LayerNorm(D)))
+    assert not pieces.prepared
+
+
+class Squared(nn.Module):
+    """A result that depends on parameters alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.randn(D))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.w.square()
+
+
+def test_results_are_made_for_each_microbatch() -> None:
+    net = Squared()
+    pipe = graphpp.compile(net, loss, microbatches=2)
+    pipe.step(torch.randn(4, D), target=torch.zeros(4))
+    expected = net.w.grad
+    net.w.grad = None
+    for _ in range(2):
+        (loss(net(torch.zeros(0)), None) / 2).backward()
+    assert expected is not None and net.w.grad is not None and torch.equal(expected, net.w.grad)
+
+
+@pytest.mark.parametrize("schedule", ["1F1B", shuffled(2, 3, 1)])
+def test_no_bit_changes_while_parameters_do(schedule: Any) -> None:
+    """Several steps of an optimizer, an evaluation between them."""
+    ours, theirs = Net(), Net()
+    for net in (ours, theirs):
+        net.register_forward_pre_hook(lambda module, args: None)
+    options = {"microbatches": 3} if schedule == "1F1B" else {}
+    numbers = []
+    for net, recompute in ((ours, None), (theirs, "full")):
+        pipe = graphpp.compile(net, loss, split=["second"], schedule=schedule, recompute=recompute, **options)
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+        for seed in range(2):
+            torch.manual_seed(seed)
+            x = torch.randn(ROWS, D)
+            losses = pipe.step(x, target=torch.zeros(ROWS)).losses
+            optimizer.step()
+            optimizer.zero_grad()
+            numbers.append(losses)
+    assert all(torch.equal(a, b) for a, b in zip(numbers[:2], numbers[2:], strict=True))
+    assert not torch.equal(numbers[0], numbers[1])
+    assert all(torch.equal(a, b) for a, b in zip(ours.parameters(), theirs.parameters(), strict=True))
+
+
+@pytest.mark.parametrize("name", ["llama", "hf_gpt2"])
+def test_models_equal_the_plain_loop(name: str) -> None:
+    assert differences(trained(1, name, 2, split=cuts(name, 2), schedule="1F1B", microbatches=3), eager(name, 3, 2)) == []
+
+
+def test_casts_of_weights_run_once_per_step_and_are_dropped() -> None:
+    case = MODELS["sequential"]()
+    counts = []
+    with torch.autocast("cpu", torch.bfloat16):
+        for microbatches in (2, 4):
+            pipe = graphpp.compile(case.model, case.loss, split=2, schedule="1F1B", microbatches=microbatches)
+            pipe.step(*case.batch.args, target=case.batch.target)
+            with Counting() as counting:
+                pipe.step(*case.batch.args, target=case.batch.target)
+            counts.append(counting.calls["aten._to_copy"])
+            stages = pipe._library.first.program.stages  # type: ignore[union-attr]
+            weights = {tuple(value.shape) for value in case.model.parameters() if value.dim() == 2}
+            assert not [m for stage in stages for m in stage.saved if m.dtype == torch.bfloat16 and m.shape in weights]
+            (ready,) = pipe._library._ready.values()
+            assert not any(wiring.bound for stage in ready.runner.stages.values() for wiring in stage._wirings())
+    linears = 6
+    per_microbatch = (counts[1] - counts[0]) / 2
+    assert counts[0] - 2 * per_microbatch == 2 * linears  # a weight and a bias each, whatever the number of microbatches
+
+
+def made_once(recompute: Any) -> set[str]:
+    """The names of what a step of one process prepares."""
+    torch.manual_seed(0)
+    pipe = graphpp.compile(Net(), loss, microbatches=2, recompute=recompute)
+    pipe.step(torch.randn(6, D), target=torch.zeros(6))
+    [built] = pipe._library._built.values()
+    prepared = [finished.stages[0].prepare for finished in built.finished.values()]
+    return {str(role) for item in prepared if item is not None for role in item.outputs}
+
+
+@pytest.mark.parametrize("recompute", ["full", 0.3])
+def test_a_budget_does_not_make_them_once_more(recompute: Any) -> None:
+    assert made_once(recompute) == made_once(None) != set()

@@ -1,0 +1,203 @@
+"""Regions of a program: what is in one, which are equal, what stays outside, and dropout's masks beside its arithmetic."""
+
+import operator
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from graphpp.batch.microbatch import Microbatch
+from graphpp.capture.trace import capture
+from graphpp.compiler.build import module_calls
+from graphpp.compiler.compile_regions import layers_of
+from graphpp.passes.lower import Choices, Passed, lower
+from graphpp.passes.stage.cut_stages import Cut, SlotGraph
+from graphpp.passes.stage.outline_regions import Layer, RegionCall, outline
+from graphpp.passes.stage.split_dropout import part_dropout
+from graphpp.passes.text.render import render
+from graphpp.runtime.program import Phase, RandomKey
+from graphpp.runtime.randomness import dropout_mask, seeded
+
+
+class Block(nn.Module):
+    def __init__(self, width: int, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(width), nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.dropout(self.down(torch.relu(self.up(self.norm(x)))))
+
+
+class Net(nn.Module):
+    def __init__(self, layers: int, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Block(8, dropout) for _ in range(layers))
+        self.head = nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x)
+
+
+def loss(output: Tensor, target: Tensor) -> Tensor:
+    return (output - target).square().mean()
+
+
+def slots(model: nn.Module, stages: int = 1, **choices: Any) -> tuple[list[SlotGraph], Layer]:
+    """The programs' graphs of a model cut into equal stages, and the layer of each operation."""
+    batch = Microbatch((torch.randn(4, 8),), target=torch.randn(4, 3))
+    joint = capture(model, loss, batch, torch.device("cpu")).joint
+    calls = module_calls(joint)
+    ends = [call.position for call in calls if call.fqn.startswith("layers.") and call.fqn.count(".") == 1]
+    pieces: list[Cut] = []
+
+    def watch(passed: Passed) -> None:
+        if isinstance(passed.result, Cut):
+            pieces.append(passed.result)
+
+    lower(joint, [ends[len(ends) * stage // stages] if stage else 0 for stage in range(stages)], watch, Choices(**choices))
+    return list(pieces[-1].slots.values()), layers_of(calls)
+
+
+def interpreted(call: RegionCall) -> Callable[[list[Any]], Any]:
+    return render(call.region.graph, call.region.title).load("<region>")
+
+
+def values(slot: SlotGraph) -> list[Any]:
+    """Arguments for a program, whatever they mean."""
+    torch.manual_seed(3)
+    made: list[Any] = []
+    for node in slot.graph.find_nodes(op="placeholder"):
+        like = node.meta["val"]
+        made.append(7 if node.meta["role"] == RandomKey() else torch.empty_strided(like.shape, like.stride()).normal_())
+    return made
+
+
+@pytest.mark.parametrize("choices", [{}, {"split_backward": True}, {"fused": True}])
+@pytest.mark.parametrize("dropout", [0.0, 0.3])
+def test_a_program_computes_the_same_with_its_regions_taken_out(choices: dict[str, Any], dropout: float) -> None:
+    found, layer = slots(Net(4, dropout), 2, **choices)
+    for slot in found:
+        made = outline(part_dropout(slot), layer)
+        for call in made.calls:
+            call.run = interpreted(call)
+        before = render(slot.graph).load("<before>")(values(slot))
+        after = render(made.slot.graph).load("<after>")(values(made.slot))
+        assert made.calls or slot.phase is Phase.INPUT_GRAD  # the first stage sends no gradient
+        assert all(torch.equal(one, other) for one, other in zip(before, after, strict=True))
+
+
+def test_equal_layers_are_one_region() -> None:
+    few, many = (slots(Net(layers)) for layers in (4, 12))
+    keys = [{call.region.key for slot in found for call in outline(slot, layer).calls} for found, layer in (few, many)]
+    assert keys[0] == keys[1]
+    counts = [len([call for slot in found for call in outline(slot, layer).calls]) for found, layer in (few, many)]
+    assert counts[1] - counts[0] == 2 * 8  # a forward and a backward more for each of 8 layers
+
+
+def test_unequal_layers_are_different_regions() -> None:
+    model = Net(3)
+    model.layers[1].up = nn.Linear(8, 16, bias=False)
+    ((forward, _), layer) = slots(model)
+    titles = {call.region.title: call.region.key for call in outline(forward, layer).calls}
+    first, second, third = (key for title, key in titles.items() if title.startswith("layers."))
+    assert first != second
+    assert third == first
+    assert [title.split(" of ")[0] for title in titles] == ["layers.0", "layers.1", "layers.2", "operations"]
+
+
+def test_a_constant_tells_regions_apart() -> None:
+    model = Net(3)
+    model.layers[1].norm.eps = 1e-3
+    ((forward, _), layer) = slots(model)
+    keys = [call.region.key for call in outline(forward, layer).calls]
+    assert keys[0] != keys[1]
+
+
+def test_inputs_of_a_region_die_inside_it() -> None:
+    """When a region lets go of what it was handed, nobody else holds what has no later reader."""
+    ((_, backward), layer) = slots(Net(2))
+    made = outline(backward, layer)
+    died: list[bool] = []
+
+    def watching(call: RegionCall) -> Callable[[list[Any]], Any]:
+        inner = interpreted(call)
+
+        def run(boxed: list[Any]) -> Any:
+            results = inner(list(boxed))
+            given = [weakref.ref(value) for value in boxed]
+            boxed.clear()
+            died.extend(value() is None for value in given)
+            return results
+
+        return run
+
+    for call in made.calls:
+        call.run = watching(call)
+    given = values(made.slot)
+    render(made.slot.graph).load("<region>")(given)
+    assert given == []
+    assert sum(died) == len(made.slot.graph.find_nodes(op="placeholder")) + len(made.calls) - 1  # and what regions hand on
+
+
+def test_random_operators_stay_outside_and_masks_need_nothing() -> None:
+    found, layer = slots(Net(2, 0.5))
+    slot = next(slot for slot in found if slot.phase is Phase.FORWARD)
+    assert any(node.target is seeded for node in slot.graph.nodes)
+    made = outline(part_dropout(slot), layer)
+    masks = [node for node in made.slot.graph.nodes if node.target is dropout_mask]
+    assert len(masks) == 2
+    assert all(source.op == "placeholder" for mask in masks for source in mask.all_input_nodes)
+    assert len(made.calls) == 3  # the layers are whole: what is random comes in
+
+
+@pytest.mark.parametrize("probability", [0.1, 0.5, 1.0])
+@pytest.mark.parametrize("transposed", [False, True])
+def test_a_mask_is_what_dropout_draws(probability: float, transposed: bool) -> None:
+    x = torch.randn(6, 5).t() if transposed else torch.randn(5, 6)
+    dropped, mask = seeded(11, 4, torch.ops.aten.native_dropout.default, x, probability, True)
+    like = {"size": list(x.shape), "stride": list(x.stride()), "dtype": x.dtype, "device": x.device}
+    drawn = dropout_mask(11, 4, like, probability)
+    scale = 1.0 / (1.0 - probability) if probability < 1 else 0.0
+    assert torch.equal(drawn, mask)
+    assert torch.equal(x * drawn * scale, dropped)
+
+
+class Average(nn.Module):
+    """Multiplies by a buffer that it writes afterwards; and has an operator with several results."""
+
+    mean: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.line, self.norm = nn.Linear(8, 3), nn.LayerNorm(8)
+        self.register_buffer("mean", torch.ones(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        made: Tensor = self.line(self.norm(x.sin() * 2)) * self.mean.clone()
+        self.mean.mul_(0.5).add_(made.detach().mean(0))
+        return made
+
+
+def test_the_copy_of_a_buffer_that_is_overwritten_is_not_left_to_a_compiler() -> None:
+    (forward, *_), layer = slots(Average())
+    copies = [node for node in forward.graph.nodes if node.target is torch.ops.aten.clone.default]
+    assert copies
+    outside = [node for node in outline(forward, layer).slot.graph.nodes if node.target is torch.ops.aten.clone.default]
+    assert len(outside) == len(copies)
+
+
+def test_the_results_of_an_operation_are_in_its_region_whatever_layer_they_say() -> None:
+    (forward, *_), _ = slots(Average())
+    outlined = outline(forward, lambda node: "items" if node.target is operator.getitem else "operations")
+    given = values(forward)
+    for call in outlined.calls:
+        call.run = interpreted(call)
+    results = render(outlined.slot.graph).load("<outlined>")(list(given))
+    expected = render(forward.graph).load("<whole>")(list(given))
+    assert all(torch.equal(one, other) for one, other in zip(results, expected, strict=True))

@@ -1,0 +1,171 @@
+"""I has what a sent gradient needs, W the rest, once each; what lies between them is as small as it can be."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, fx, nn
+
+from graphpp.options.recompute import Recompute
+from graphpp.passes.graph.joint_graph import is_tensor
+from graphpp.passes.lower import Choices, Passed, lower
+from graphpp.passes.stage.cut_stages import Cut, SlotGraph, cut
+from graphpp.passes.stage.split_weight_grad import split_weight_grad
+from graphpp.runtime import program as p
+from graphpp.runtime.program import Phase
+from tests.passes.graphs import Hand, assigned, captured, starts
+
+I, W, B = Phase.INPUT_GRAD, Phase.WEIGHT_GRAD, Phase.BACKWARD  # noqa: E741
+D = 8
+
+
+class Layer(nn.Module):
+    """Norm, a gated MLP, a residual."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(D), nn.Linear(D, 3 * D), nn.Linear(3 * D, D)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(nn.functional.gelu(self.up(self.norm(x))))
+
+
+class Layers(nn.Module):
+    """Three layers, of which the last is the second one once more if `again`."""
+
+    def __init__(self, again: bool = False, frozen: int = 0) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([Layer() for _ in range(2 if again else 3)])
+        for layer in self.layers[:frozen]:
+            layer.requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for index in range(3):
+            x = self.layers[min(index, len(self.layers) - 1)](x)
+        return x
+
+
+def halves(model: nn.Module, *calls: str, rerun: bool = False) -> Cut:
+    """The pieces of a model cut before these calls, split."""
+    joint = captured(model, torch.randn(4, D))
+    joint = assigned(joint, *starts(joint, *calls))
+    return split_weight_grad(joint, cut(joint, 1 + len(calls)), Recompute(weight_grad=rerun).rerun)
+
+
+def names(slot: SlotGraph) -> list[str]:
+    return [node.name for node in slot.graph.nodes if node.op == "call_function"]
+
+
+def roles(items: tuple[Any, ...], kind: type) -> list[str]:
+    return [role.name if hasattr(role, "name") else role.fqn for role in items if isinstance(role, kind)]
+
+
+def ancestors(slot: SlotGraph, kind: type) -> set[str]:
+    """The nodes that results of a kind are computed from."""
+    results = zip(slot.outputs, slot.graph.output_node().args[0], strict=True)  # type: ignore[arg-type]
+    pending: list[fx.Node] = [node for role, node in results if isinstance(role, kind)]
+    found: set[fx.Node] = set()
+    while pending:
+        node = pending.pop()
+        found.add(node)
+        pending += [source for source in node.all_input_nodes if source not in found]
+    return {node.name for node in found if node.op == "call_function"}
+
+
+@pytest.mark.parametrize("again", [False, True])
+@pytest.mark.parametrize("stage", [1, 2])
+def test_i_has_what_a_sent_gradient_needs_and_w_the_rest(stage: int, again: bool) -> None:
+    pieces = halves(Layers(again), "layers.1", "layers.1@1" if again else "layers.2")
+    first, second, whole = (pieces.slots[phase, stage] for phase in (I, W, B))
+    several = {node.name for node in whole.graph.nodes if not is_tensor(node) or "getitem" in node.name}
+    assert ancestors(first, p.Sent) <= set(names(first)) <= ancestors(whole, p.Sent) | several
+    assert Counter(names(first) + names(second)) == Counter(names(whole))
+    assert roles(first.outputs, p.Sent) == roles(whole.outputs, p.Sent) and not roles(second.outputs, p.Sent)
+    gradients = [*roles(first.outputs, p.Gradient), *roles(second.outputs, p.Gradient)]
+    assert sorted(gradients) == sorted(roles(whole.outputs, p.Gradient))
+    handed = set(roles(first.outputs, p.Saved))
+    assert set(roles(second.inputs, p.Saved)) == handed | set(roles(second.inputs, p.Saved)) & set(
+        roles(whole.inputs, p.Saved)
+    )
+
+
+def test_a_weight_gradient_that_comes_with_an_input_gradient_is_made_by_i() -> None:
+    pieces = halves(Layers(), "layers.1", "layers.2")
+    first = roles(pieces.slots[I, 1].outputs, p.Gradient)
+    assert not any("up" in fqn or "down" in fqn for fqn in first)
+    assert {fqn.rpartition(".")[0] for fqn in first} <= {"layers.1.norm"}
+
+
+def test_the_first_stage_has_only_w() -> None:
+    pieces = halves(Layers(), "layers.1")
+    first, second = pieces.slots[I, 0], pieces.slots[W, 0]
+    assert names(first) == []
+    assert roles(first.outputs, p.Saved) == roles(pieces.slots[B, 0].inputs, p.Received)  # what arrived waits for W
+    assert names(second) == names(pieces.slots[B, 0])
+
+
+def test_behind_a_frozen_stage_everything_is_w_and_a_frozen_stage_has_neither() -> None:
+    pieces = halves(Layers(frozen=1), "layers.1", "layers.2")
+    assert [names(pieces.slots[phase, 0]) for phase in (I, W)] == [[], []]
+    assert names(pieces.slots[I, 1]) == []
+    assert names(pieces.slots[W, 1]) == names(pieces.slots[B, 1])
+
+
+def test_a_frozen_stage_between_others_has_only_i() -> None:
+    model = Layers()
+    model.layers[1].requires_grad_(False)
+    pieces = halves(model, "layers.1", "layers.2")
+    assert names(pieces.slots[W, 1]) == [] and names(pieces.slots[I, 1]) == names(pieces.slots[B, 1])
+
+
+def test_what_may_run_again_is_kept_as_the_smaller_of_a_value_and_its_inputs() -> None:
+    hand = Hand("w0", "w1")
+    weight, other = hand.input(p.Parameter("w1")), hand.input(p.Parameter("w0"))
+    sent = hand.node("sent", "F0", other)
+    loss = hand.node("loss", "F1", weight, sent)
+    narrow = hand.node("narrow", "B1", loss, value=torch.empty(2, 3, dtype=torch.bfloat16, device="meta"))
+    wide = hand.node("wide", "B1", narrow, value=torch.empty(2, 3, dtype=torch.float64, device="meta"))
+    back = hand.node("back", "B1", wide)
+    hand.result(p.Loss(), loss)
+    hand.result(p.Gradient("w1"), hand.node("dw1", "B1", wide))
+    hand.result(p.Gradient("w0"), hand.node("dw0", "B0", back))
+    joint = hand.joint()
+    pieces = cut(joint, 2)
+    assert roles(split_weight_grad(joint, pieces).slots[I, 1].outputs, p.Saved) == ["wide"]
+    freer = split_weight_grad(joint, pieces, lambda node: node.name == "wide")
+    assert roles(freer.slots[I, 1].outputs, p.Saved) == ["narrow"]
+
+
+def test_with_leave_to_run_again_fewer_bytes_are_kept_and_never_more() -> None:
+    strict, freer = (halves(Layers(), "layers.1", "layers.2", rerun=rerun) for rerun in (False, True))
+    assert all(few <= many for few, many in zip(freer.kept_bytes, strict.kept_bytes, strict=True))
+    assert strict.kept_bytes[1] > 0
+
+
+def test_a_node_runs_twice_only_with_leave() -> None:
+    joint = captured(Layers(), torch.randn(4, D))
+    joint = assigned(joint, *starts(joint, "layers.1"))
+    pieces = cut(joint, 2)
+    lenient = split_weight_grad(joint, pieces, lambda node: True)
+    for stage in (0, 1):
+        both = Counter(names(lenient.slots[I, stage]) + names(lenient.slots[W, stage]))
+        assert set(both) == set(names(pieces.slots[B, stage]))
+
+
+def test_the_recipe_splits_only_where_it_is_asked_to() -> None:
+    seen: list[str] = []
+
+    def hook(passed: Passed) -> None:
+        seen.append(passed.name)
+
+    joint = captured(Layers(), torch.randn(4, D))
+    made = lower(joint, (0, *starts(joint, "layers.1")), hook)
+    assert set(made.stages[1].programs) == {Phase.FORWARD, B} and "split_weight_grad" not in seen
+    joint = captured(Layers(), torch.randn(4, D))
+    made = lower(joint, (0, *starts(joint, "layers.1")), hook, Choices(split_backward=True))
+    assert set(made.stages[1].programs) == {Phase.FORWARD, B, I, W}
+    assert seen.index("split_weight_grad") == len(seen) - 2
+    assert made.stages[1].kept_bytes > 0

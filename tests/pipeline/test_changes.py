@@ -1,0 +1,580 @@
+"""What happens between steps or behind the graph's back: it is followed, or refused, and never trains something else."""
+
+import copy
+import gc
+import random
+import time
+import weakref
+from collections import OrderedDict
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, fx, nn
+from torch.nn import functional as F
+
+import graphpp
+from graphpp.capture import fingerprint
+from graphpp.compiler import build as compiler
+
+X, Y = torch.randn(8, 8), torch.randn(8, 8)
+
+
+def two_layers() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.0), nn.Linear(8, 8))
+
+
+def eager_grads(model: nn.Module, microbatches: int = 4) -> dict[str, Tensor | None]:
+    model = copy.deepcopy(model)
+    for x, y in zip(X.chunk(microbatches), Y.chunk(microbatches), strict=True):
+        (F.mse_loss(model(x), y) / microbatches).backward()
+    return {fqn: p.grad for fqn, p in model.named_parameters()}
+
+
+def assert_like_eager(model: nn.Module, expected: dict[str, Tensor | None]) -> None:
+    for fqn, parameter in model.named_parameters():
+        assert parameter.grad is not None and torch.equal(parameter.grad, expected[fqn]), fqn
+
+
+# ------------------------------------------------------------------------------------------------ hooks and memory
+
+
+class HooksInside(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        y = super().forward(x)
+        y.register_hook(lambda grad: grad * 2)
+        return y
+
+
+def hooked(register: Callable[[nn.Parameter], Any]) -> nn.Module:
+    model = two_layers()
+    register(model[2].weight)
+    return model
+
+
+@pytest.mark.parametrize(
+    ("model", "says"),
+    [
+        (hooked(lambda p: p.register_hook(torch.zeros_like)), "2.weight"),
+        (hooked(lambda p: p.register_post_accumulate_grad_hook(lambda p: None)), "2.weight"),
+        (nn.Sequential(HooksInside(8, 8)), "test_changes.py"),
+    ],
+)
+def test_gradient_hooks_are_refused(model: nn.Module, says: str) -> None:
+    with pytest.raises(graphpp.CaptureError, match=says):
+        graphpp.compile(model, F.mse_loss).step(X, target=Y)
+
+
+def test_hooks_work_again_after_capture() -> None:
+    graphpp.compile(two_layers(), F.mse_loss).step(X, target=Y)
+    seen = []
+    x = torch.ones(2, requires_grad=True)
+    x.register_hook(seen.append)
+    (x * 3).sum().backward()
+    assert len(seen) == 1
+
+
+class HooksAtFirstCall(nn.Linear):
+    """Installs a forward hook when it is first called, as transformers does to collect router logits."""
+
+    installed = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.installed:
+            self.register_forward_hook(lambda module, args, output: 2 * output)
+            self.installed = True
+        return super().forward(x)
+
+
+def test_a_hook_that_the_forward_registers_does_not_outlive_the_capture(monkeypatch: pytest.MonkeyPatch) -> None:
+    captures = []
+    capture = compiler.capture
+    monkeypatch.setattr(compiler, "capture", lambda *args, **options: captures.append(1) or capture(*args, **options))
+    model = nn.Sequential(HooksAtFirstCall(8, 8), nn.Linear(8, 8))
+    pipe = graphpp.compile(model, F.mse_loss, microbatches=4)
+    for _ in range(3):
+        pipe.step(X, target=Y)
+    assert len(captures) == 1
+    assert not model[0]._forward_hooks and not model[0].installed
+
+
+def test_two_parameters_in_one_memory_are_refused() -> None:
+    model = two_layers()
+    model[2].weight.data = model[0].weight.data
+    with pytest.raises(graphpp.CaptureError, match=r"0\.weight and 2\.weight"):
+        graphpp.compile(model, F.mse_loss).step(X, target=Y)
+
+
+# ------------------------------------------------------------------------------------------------ a model that changes
+
+
+def untie(model: nn.Sequential) -> None:
+    model[2].weight = nn.Parameter(torch.randn(8, 8))
+
+
+def exchange(model: nn.Sequential) -> None:
+    model[2] = nn.Linear(8, 8)
+
+
+def tie(model: nn.Sequential) -> None:
+    model[2].weight = model[0].weight
+
+
+@pytest.mark.parametrize(("tied", "change"), [(True, untie), (False, tie), (False, exchange), (True, exchange)])
+def test_another_structure_is_refused(tied: bool, change: Callable[[nn.Sequential], None]) -> None:
+    model = two_layers()
+    if tied:
+        tie(model)
+    pipe = graphpp.compile(model, F.mse_loss, microbatches=4)
+    pipe.step(X, target=Y)
+    change(model)
+    with pytest.raises(graphpp.GraphPPError, match="changed after"):
+        pipe.step(X, target=Y)
+
+
+class Scaled(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(8, 8)
+        self.scale = 1.0
+        self.mask = torch.ones(8)
+        self.flag = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.inner(x) * self.scale * self.mask
+        return y.relu() if self.flag else y
+
+
+@pytest.mark.parametrize(("name", "value"), [("scale", 3.0), ("mask", torch.zeros(8)), ("flag", True)])
+def test_another_attribute_is_followed(name: str, value: Any) -> None:
+    model = Scaled()
+    pipe = graphpp.compile(model, F.mse_loss, microbatches=4)
+    pipe.step(X, target=Y)
+    model.zero_grad()
+    setattr(model, name, value)
+    pipe.step(X, target=Y)
+    assert_like_eager(model, eager_grads(model_without_grads(model)))
+
+
+def model_without_grads(model: nn.Module) -> nn.Module:
+    model = copy.deepcopy(model)
+    model.zero_grad()
+    return model
+
+
+def test_a_replaced_parameter_is_followed() -> None:
+    model = two_layers()
+    pipe = graphpp.compile(model, F.mse_loss, microbatches=4)
+    pipe.step(X, target=Y)
+    model.zero_grad()
+    model[0].weight = nn.Parameter(torch.randn(8, 8))
+    expected = eager_grads(model)
+    pipe.step(X, target=Y)
+    assert_like_eager(model, expected)
+
+
+class Turned(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(8, 8)
+        self.register_buffer("scale", torch.rand(8, 8))
+        self.register_buffer("gain", torch.rand(8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner((x @ self.scale).sigmoid() * self.gain)
+
+
+LAYOUTS: list[Callable[[Any], Any]] = [
+    lambda model: setattr(model.inner.weight, "data", model.inner.weight.data.t().contiguous().t()),
+    lambda model: setattr(model.scale, "data", torch.rand(8, 16)[:, ::2]),
+    lambda model: setattr(model, "scale", torch.rand(8, 8).t()),
+    lambda model: setattr(model, "gain", torch.rand(1)),
+]
+
+
+@pytest.mark.filterwarnings("ignore:grad and param do not obey")  # autograd's own note on the weight that is turned
+@pytest.mark.parametrize("change", LAYOUTS)
+def test_another_layout_of_a_parameter_or_buffer_is_followed(change: Callable[[Any], Any]) -> None:
+    """A compiler's code reads memory by the strides that it was told."""
+    torch.manual_seed(0)
+    model = Turned()
+    pipe = graphpp.compile(model, F.mse_loss, microbatches=4, backend=laid_out, fused_accumulation=False)
+    pipe.step(X, target=Y)
+    model.zero_grad()
+    change(model)
+    expected = eager_grads(model)
+    pipe.step(X, target=Y)
+    assert_like_eager(model, expected)
+
+
+def laid_out(module: fx.GraphModule, examples: list[Tensor]) -> Callable[..., Any]:
+    """A backend that takes only what it was compiled for."""
+
+    def run(*inputs: Tensor) -> Any:
+        for given, example in zip(inputs, examples, strict=True):
+            assert (given.dtype, given.shape, given.stride()) == (example.dtype, example.shape, example.stride())
+        return module(*inputs)
+
+    return run
+
+
+class Listing(nn.Module):
+    """Holds what its forward computes with in containers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(8, 8)
+        self.scales: list[Any] = [1.0, torch.ones(8)]
+        self.named: dict[str, Any] = {"scale": 1.0, "mask": torch.ones(8)}
+        self.power = (1,)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.inner(x) * self.scales[0] * self.scales[1] * self.named["scale"] * self.named["mask"]
+        return y ** self.power[0]
+
+
+CONTENTS: list[Callable[[Any], Any]] = [
+    lambda m: m.scales.__setitem__(0, 3.0),
+    lambda m: m.scales.__setitem__(1, torch.zeros(8)),
+    lambda m: m.named.update(scale=3.0),
+    lambda m: m.named.update(mask=torch.zeros(8)),
+    lambda m: setattr(m, "power", (2,)),
+]
+
+
+@pytest.mark.parametrize("change", CONTENTS)
+def test_another_value_in_a_container_is_followed(change: Callable[[Any], Any]) -> None:
+    model = Listing()
+    pipe = graphpp.compile(model, F.mse_loss, microbatches=4)
+    pipe.step(X, target=Y)
+    model.zero_grad()
+    change(model)
+    pipe.step(X, target=Y)
+    assert_like_eager(model, eager_grads(model_without_grads(model)))
+
+
+class Weighted:
+    def __init__(self) -> None:
+        self.scale = 1.0
+
+    def __call__(self, output: Tensor, target: Tensor) -> Tensor:
+        return F.mse_loss(output, target) * self.scale
+
+    def bound(self, output: Tensor, target: Tensor) -> Tensor:
+        return self(output, target)
+
+
+class WeightedModule(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("scale", torch.ones(()))
+
+    def forward(self, output: Tensor, target: Tensor) -> Tensor:
+        return F.mse_loss(output, target) * self.scale
+
+
+def weighted(output: Tensor, target: Tensor, scale: float = 1.0) -> Tensor:
+    return F.mse_loss(output, target) * scale
+
+
+def by_closure() -> tuple[Any, Callable[[], None]]:
+    scale = 1.0
+
+    def loss(output: Tensor, target: Tensor) -> Tensor:
+        return F.mse_loss(output, target) * scale
+
+    def change() -> None:
+        nonlocal scale
+        scale = 3.0
+
+    return loss, change
+
+
+def by_list() -> tuple[Any, Callable[[], None]]:
+    scales = [1.0]
+    return lambda output, target: F.mse_loss(output, target) * scales[0], lambda: scales.__setitem__(0, 3.0)
+
+
+def by_default() -> tuple[Any, Callable[[], None]]:
+    def loss(output: Tensor, target: Tensor, scale: float = 1.0) -> Tensor:
+        return F.mse_loss(output, target) * scale
+
+    return loss, lambda: setattr(loss, "__defaults__", (3.0,))
+
+
+def by_partial() -> tuple[Any, Callable[[], None]]:
+    loss = partial(weighted, scale=1.0)
+    return loss, lambda: loss.keywords.update(scale=3.0)
+
+
+def by_object() -> tuple[Any, Callable[[], None]]:
+    loss = Weighted()
+    return loss, lambda: setattr(loss, "scale", 3.0)
+
+
+def by_buffer() -> tuple[Any, Callable[[], None]]:
+    loss = WeightedModule()
+    return loss, lambda: setattr(loss, "scale", torch.tensor(3.0))
+
+
+@pytest.mark.parametrize("make", [by_closure, by_list, by_default, by_partial, by_object, by_buffer])
+def test_another_value_in_the_loss_is_followed(make: Callable[[], tuple[Any, Callable[[], None]]]) -> None:
+    loss, change = make()
+    pipe = graphpp.compile(two_layers(), loss, microbatches=4)
+    before = pipe.step(X, target=Y).losses
+    change()
+    torch.testing.assert_close(pipe.step(X, target=Y).losses, before * 3)
+
+
+def test_watching_is_cheap() -> None:
+    watched = fingerprint.modules_of(nn.Sequential(*(Listing() for _ in range(200))), F.mse_loss)
+    times = []
+    for _ in range(20):
+        start = time.perf_counter()
+        fingerprint.circumstances(watched, "cpu")
+        times.append(time.perf_counter() - start)
+    assert min(times) < 0.02  # about 2 ms
+
+
+# ------------------------------------------------------------------------------------------------ a forward that assigns
+
+
+class Assigning(nn.Module):
+    """Has what a forward may change."""
+
+    made = 0
+
+    def __init__(self, change: Callable[[Any, Tensor], Any]) -> None:
+        super().__init__()
+        self.inner = nn.Linear(8, 8)
+        self.register_buffer("h", None)
+        self.register_buffer("seen", torch.zeros(8))
+        self.n, self.share = 0, 0.5
+        self.counts, self.states, self.memory = {"n": 0}, [torch.zeros(8)], {"h": torch.zeros(8)}
+        self.log: list[Tensor] = []
+        self.mask = torch.ones(8)
+        self.change = change
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.inner(x)
+        added = self.change(self, y)
+        return y if added is None else y + added
+
+
+def increase(module: Any, name: str) -> None:
+    setattr(module, name, getattr(module, name) + 1)
+
+
+def remember(module: Any, y: Tensor) -> Tensor:
+    before, module.states[0] = module.states[0], y.detach()[0]
+    return before + 1
+
+
+def append(module: Any, y: Tensor) -> Tensor:
+    module.states.append(y.detach()[0])
+    return module.states[-2] + 1
+
+
+def memorise(module: Any, y: Tensor) -> Tensor:
+    before, module.memory["h"] = module.memory["h"], y.detach()[0]
+    return before + 1
+
+
+ASSIGNMENTS: list[tuple[Callable[[Any, Tensor], Any], str]] = [
+    (lambda m, y: increase(m, "n"), r"number inner\.n.* buffer"),
+    (lambda m, y: increase(m, "share"), r"number inner\.share.* buffer"),
+    (lambda m, y: increase(m, "made"), r"number inner\.made.* buffer"),
+    (lambda m, y: setattr(m, "share", y.sum()), r"number inner\.share.* buffer"),
+    (lambda m, y: m.counts.update(n=1), r"number inner\.counts\.n.* buffer"),
+    (lambda m, y: setattr(m, "h", y.detach().sum()), r"buffer inner\.h is None"),
+    (remember, r"reads the tensor inner\.states\.0 and replaces it"),
+    (append, r"reads the tensor inner\.states\.0 and replaces it"),
+    (memorise, r"reads the tensor inner\.memory\.h and replaces it"),
+]
+
+
+def assert_untouched(model: Assigning) -> None:
+    assert (model.n, model.share, model.made, model.counts, model.h, model.log) == (0, 0.5, 0, {"n": 0}, None, [])
+    tensors = [*model.states, *model.memory.values(), model.seen]
+    assert len(tensors) == 3 and all(type(held) is Tensor and not held.any() for held in tensors)
+
+
+@pytest.mark.parametrize(("change", "says"), ASSIGNMENTS)
+def test_an_assignment_that_no_graph_can_follow_is_refused(change: Callable[[Any, Tensor], Any], says: str) -> None:
+    model = nn.Sequential(OrderedDict(inner=Assigning(change)))
+    with pytest.raises(graphpp.CaptureError, match=says):
+        graphpp.compile(model, F.mse_loss).step(X, target=Y)
+    assert_untouched(model.inner)
+
+
+def test_a_list_that_the_forward_fills_holds_nothing_afterwards() -> None:
+    model = Assigning(lambda m, y: m.log.append(y))
+    graphpp.compile(model, F.mse_loss, microbatches=4).step(X, target=Y)
+    assert_untouched(model)
+
+
+class Beside(torch.autograd.Function):
+    """Does something to a module in its backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, module: Any, change: Callable[[Any, Tensor], Any]) -> Tensor:
+        ctx.held = module, change
+        return x * 1
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        module, change = ctx.held
+        change(module, grad)
+        return grad, None, None
+
+
+IN_BACKWARD: list[tuple[Callable[[Any, Tensor], Any], str]] = [
+    (lambda m, g: setattr(m, "seen", g.detach().sum(0)), r"autograd\.Function assigns seen"),
+    (lambda m, g: setattr(m, "mask", g.detach().sum(0)), r"autograd\.Function assigns mask"),
+    (lambda m, g: m.states.__setitem__(0, g.detach().sum(0)), r"autograd\.Function assigns states\.0"),
+    (lambda m, g: increase(m, "n"), "number n"),
+    (lambda m, g: random.random(), "draws random numbers from Python's `random`"),
+    (lambda m, g: np.random.rand(), "draws random numbers from `numpy.random`"),
+]
+
+
+@pytest.mark.parametrize(("change", "says"), IN_BACKWARD)
+def test_what_a_backward_does_beside_its_gradient_is_refused(change: Callable[[Any, Tensor], Any], says: str) -> None:
+    model = Assigning(lambda m, y: None)
+    model.forward = lambda x: Beside.apply(model.inner(x), model, change)
+    seen, state = model.seen, random.getstate()
+    with pytest.raises(graphpp.CaptureError, match=says):
+        graphpp.compile(model, F.mse_loss).step(X, target=Y)
+    assert model.seen is seen and random.getstate() == state
+    assert_untouched(model)
+
+
+def test_what_a_backward_notes_is_undone() -> None:
+    model = Assigning(lambda m, y: None)
+    model.forward = lambda x: Beside.apply(model.inner(x), model, lambda m, g: m.log.append(g))
+    graphpp.compile(model, F.mse_loss).step(X, target=Y)
+    assert model.log == []
+
+
+GENERATORS: list[tuple[Any, Callable[[Any], Any], Callable[[Any], Any]]] = [
+    (random.Random(0), lambda g: g.random(), lambda g: g.getstate()),
+    (np.random.default_rng(0), lambda g: g.random(), lambda g: str(g.bit_generator.state)),
+    (np.random.Generator(np.random.MT19937(0)), lambda g: g.random(), lambda g: str(g.bit_generator.state)),
+    (np.random.RandomState(0), lambda g: g.rand(), lambda g: str(g.get_state())),
+]
+
+
+@pytest.mark.parametrize(("generator", "draw", "state"), GENERATORS)
+def test_a_generator_that_a_module_holds_is_not_frozen(
+    generator: Any, draw: Callable[[Any], Any], state: Callable[[Any], Any]
+) -> None:
+    model = nn.Sequential(Assigning(lambda m, y: float(draw(m.generator))), nn.Linear(8, 8))
+    model[0].generator = generator
+    before = state(generator)
+    with pytest.raises(graphpp.CaptureError, match=r"generator 0\.generator"):
+        graphpp.compile(model, F.mse_loss).step(X, target=Y)
+    assert state(generator) == before
+
+
+# ------------------------------------------------------------------------------------------------ memory of gradients
+
+
+class Reread(nn.Module):
+    """The gradient of `whole` is read again, through a view, after it was made."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.whole = nn.Parameter(torch.randn(8, 8, 1) * 0.3)
+        self.left, self.right = nn.Parameter(torch.randn(2, 8)), nn.Parameter(torch.randn(8, 2))
+        self.out = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight = self.whole + (self.right @ self.left).view(8, 8, 1)
+        return self.out(torch.tanh(F.conv1d(x.unsqueeze(-1), weight).squeeze(-1)))
+
+
+@pytest.mark.parametrize("schedule", ["1F1B", "LoopedBFS"])
+def test_a_gradient_is_not_added_to_while_it_is_read(schedule: str) -> None:
+    torch.manual_seed(0)
+    model = Reread()
+    expected = eager_grads(model)
+    graphpp.compile(model, F.mse_loss, split=["out"], schedule=schedule, microbatches=4).step(X, target=Y)
+    assert_like_eager(model, expected)
+
+
+def test_outputs_of_an_evaluation_are_handed_over() -> None:
+    pipe = graphpp.compile(two_layers(), F.mse_loss, microbatches=4)
+    out = pipe.eval(X)
+    held = weakref.ref(out.output)
+    tensors = sum(t.shape == (2, 8) for t in gc.get_objects() if type(t) is Tensor)
+    del out
+    assert held() is None
+    pipe.eval(X)
+    gc.collect()
+    assert sum(t.shape == (2, 8) for t in gc.get_objects() if type(t) is Tensor) <= tensors
+
+
+# ------------------------------------------------------------------------------------------------ what is the batch
+
+
+class Biased(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor, bias: Tensor) -> Tensor:
+        return self.inner(x) @ bias
+
+
+def test_an_example_tells_what_has_no_batch_dimension() -> None:
+    model, bias = Biased(), torch.randn(8, 8)
+    example = graphpp.Microbatch((X[:1], bias), target=Y[:1])
+    expected = eager_biased(model, bias)
+    graphpp.compile(model, F.mse_loss, microbatches=8, example=example).step(X, bias, target=Y)
+    assert torch.equal(model.inner.weight.grad, expected)
+
+
+def eager_biased(model: Biased, bias: Tensor) -> Tensor:
+    model = copy.deepcopy(model)
+    for x, y in zip(X.chunk(8), Y.chunk(8), strict=True):
+        (F.mse_loss(model(x, bias), y) / 8).backward()
+    return model.inner.weight.grad
+
+
+def test_a_batch_of_the_examples_shape_is_refused() -> None:
+    pipe = graphpp.compile(two_layers(), F.mse_loss, microbatches=4, example=graphpp.Microbatch((X,), target=Y))
+    with pytest.raises(graphpp.BatchError, match="one microbatch"):
+        pipe.step(X, target=Y)
+
+
+class Positions(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(8, 8)
+
+    def forward(self, position_ids: Tensor, x: Tensor) -> Tensor:
+        return x + self.table(position_ids)
+
+
+def test_the_first_tensor_does_not_decide_alone() -> None:
+    pipe = graphpp.compile(Positions(), F.mse_loss, microbatches=8)
+    rows = torch.randn(4, 8, 8)
+    with pytest.raises(graphpp.BatchError, match="a batch of 4"):
+        pipe.step(position_ids=torch.arange(8), x=rows, target=rows)
+
+
+# ------------------------------------------------------------------------------------------------ schedules
+
+
+@pytest.mark.parametrize("row", ["0F0 0I0 0W0", "0UNSHARD 0F0 0B0 0RESHARD", "0F0 0B0 0REDUCE_GRAD"])
+def test_actions_that_torch_writes_into_its_tables_run(row: str) -> None:
+    plain, other = two_layers(), two_layers()
+    other.load_state_dict(plain.state_dict())
+    graphpp.compile(plain, F.mse_loss, schedule=["0F0 0B0"], microbatches=1).step(X, target=Y)
+    graphpp.compile(other, F.mse_loss, schedule=[row], microbatches=1).step(X, target=Y)
+    for one, two in zip(plain.parameters(), other.parameters(), strict=True):
+        assert torch.equal(one.grad, two.grad)  # type: ignore[arg-type]

@@ -1,0 +1,239 @@
+"""Offloaded values: the same bits under every table, what leaves and when, what the plan and the memory cap say of it."""
+
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import graphpp
+from graphpp.compiler import build as compiler
+from graphpp.errors import GraphPPError, ScheduleError
+from graphpp.planner.offload_policy import Offload, chosen
+from graphpp.runtime.offload import Trip
+from graphpp.runtime.program import TensorMeta
+from graphpp.runtime.task import Task
+from graphpp.schedules.table.actions import Kind
+from tests.distributed import run_ranks
+from tests.movers import Copying, moving_by
+from tests.training import CASES, Numbers, capturing_once, differences, eager, train, whole
+
+ALL = Offload(least_bytes=0)
+OVERLAPPED = "r0 0F0 1F0 0F1 (1F1;1B0)OVERLAP_F_B (0F2;0B0)OVERLAP_F_B (1F2;1B1)OVERLAP_F_B 0B1 1B2 0B2"
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_capture() -> Iterator[None]:
+    with capturing_once():
+        yield
+
+
+def trained(name: str, options: Mapping[str, Any]) -> tuple[Numbers, Copying]:
+    """One process, values really moved."""
+    mover = Copying()
+    with moving_by(mover):
+        return train(0, name, {"offload": ALL, **options}), mover
+
+
+def on_rank(rank: int, schedules: list[str]) -> tuple[list[Numbers], int]:
+    """The numbers of a step under each schedule, and how many values were moved on this rank."""
+    mover = Copying()
+    with moving_by(mover), capturing_once():
+        options = [{"schedule": each, "split": 2 if each == "1F1B" else 4} for each in schedules]
+        return [train(rank, "skip", {"offload": ALL, "microbatches": 4, **each}, 1) for each in options], mover.moved
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"schedule": "GPipe", "split": 2},
+        {"schedule": "GPipe", "split": 1},
+        {"schedule": "ZBVZeroBubble", "split": 2},
+        {"schedule": "GPipe", "split": 2, "recompute": "full"},
+        {"schedule": graphpp.Schedule.parse(OVERLAPPED), "split": 2},
+        {"schedule": graphpp.Schedule.parse("r0 0F0 1F0 0F1 1F1 0F2 1F2 1I0 1I1 0I0 1W0 0W0 1I2 0I1 1W2 0W1 0I2 1W1 0W2")},
+    ],
+)
+def test_the_bits_of_a_plain_loop(options: dict[str, Any]) -> None:
+    found, mover = trained("llama", {"microbatches": 3, **options})
+    assert differences(found, eager("llama", 3)) == []
+    assert mover.moved > 0
+    assert mover.away == 0
+    assert mover.most > 0
+
+
+@pytest.mark.parametrize("name", ["skip", "norms", "tied"])
+def test_other_models(name: str) -> None:
+    options = {"schedule": "GPipe", "split": 2, "microbatches": 3}
+    found, mover = trained(name, options)
+    assert mover.moved > 0
+    assert differences(found, train(0, name, options)) == []
+
+
+def test_two_ranks() -> None:
+    schedules = ["1F1B", "InterleavedZeroBubble", "DualPipeV"]
+    found = run_ranks(on_rank, 2, schedules)
+    plain = eager("skip", 4, 1)
+    for index, schedule in enumerate(schedules):
+        assert differences(whole([numbers[index] for numbers, _ in found]), plain) == [], schedule
+    assert found[0][1] > 0
+
+
+def planned(choice: Any, schedule: Any, microbatches: int = 4, split: int = 1, **options: Any) -> graphpp.Pipeline:
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.GELU()) for _ in range(4)))
+    example = graphpp.Microbatch((torch.zeros(512, 64),), target=torch.zeros(512, 64))
+    return graphpp.compile(
+        model,
+        nn.functional.mse_loss,
+        example=example,
+        split=split,
+        schedule=schedule,
+        microbatches=microbatches,
+        offload=choice,
+        **options,
+    )
+
+
+def trips(pipe: graphpp.Pipeline) -> tuple[Trip, ...]:
+    first = pipe._library.first
+    assert first is not None
+    return first.plan.trips
+
+
+def test_values_leave_that_come_back_late_enough() -> None:
+    """GPipe on one rank: F0 F1 F2 F3 B0 B1 B2 B3; each backward comes four actions after its forward."""
+    found = trips(planned(True, "GPipe"))
+    assert [trip.microbatch for trip in found] == [0, 1, 2, 3]
+    assert [str(trip.gone) for trip in found] == ["0F1", "0F2", "0F3", "0B0"]
+    assert [str(trip.back) for trip in found] == ["0F3", "0B0", "0B1", "0B2"]
+    assert [str(trip.reader) for trip in found] == ["0B0", "0B1", "0B2", "0B3"]
+
+
+def test_nothing_leaves_that_comes_back_at_once() -> None:
+    assert trips(planned(True, "GPipe", microbatches=2)) == ()
+    assert trips(planned(True, "1F1B", microbatches=4)) == ()
+    assert len(trips(planned(Offload(ahead=2), "GPipe", microbatches=4))) == 4
+    assert trips(planned(Offload(ahead=3), "GPipe", microbatches=4)) == ()
+
+
+def test_the_largest_first_up_to_the_fraction() -> None:
+    pipe = planned(0.5, "GPipe")
+    first = pipe._library.first
+    assert first is not None
+    stage = first.program.stages[0]
+    sizes = {meta.name: meta.nbytes for meta in stage.saved}
+    for trip in trips(pipe):
+        least = min(sizes[name] for name in trip.values)
+        stay = [size for name, size in sizes.items() if name not in trip.values]
+        assert trip.nbytes - least < stage.saved_bytes / 2 <= trip.nbytes
+        assert least >= max(size for size in stay if size <= least)
+    assert trips(planned(0, "GPipe")) == trips(planned(0.0, "GPipe")) == trips(planned(False, "GPipe")) == ()
+
+
+def test_a_function_says_which() -> None:
+    seen: list[TensorMeta] = []
+
+    def last_two(value: TensorMeta) -> bool:
+        seen.append(value)
+        return value.shape == (512, 64)
+
+    found = trips(planned(last_two, "GPipe"))
+    assert seen
+    assert {name for trip in found for name in trip.values} == {meta.name for meta in seen if meta.shape == (512, 64)}
+    assert trips(planned(lambda value: False, "GPipe")) == ()
+
+
+def test_tiny_values_stay() -> None:
+    assert trips(planned(Offload(least_bytes=1 << 20), "GPipe")) == ()
+
+
+def test_the_plan_and_its_dump_show_what_leaves(tmp_path: Path) -> None:
+    pipe = planned(True, "GPipe", dump=tmp_path)
+    assert "offloaded" in str(pipe)
+    assert "4 of 4" in str(pipe)
+    assert "offloaded" not in str(planned(None, "GPipe"))
+    (dumped,) = tmp_path.rglob("plan.json")
+    found = json.loads(dumped.read_text())["offload"]
+    assert [(trip["microbatch"], trip["gone"], trip["back"]) for trip in found][:2] == [(0, "0F1", "0F3"), (1, "0F2", "0B0")]
+    assert found[0]["nbytes"] == trips(pipe)[0].nbytes
+
+
+def test_the_memory_cap_counts_what_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a device whose memory is not the host's. On the CPU nothing is freed, and all counts."""
+    batch = torch.zeros(4096, 64)
+
+    def run(choice: Any, cap: int) -> None:
+        planned(choice, "GPipe", microbatches=8, memory_cap=cap).step(batch, target=batch)
+
+    with pytest.raises(ScheduleError) as refused:
+        run(True, 1)
+    everything = int(str(refused.value).split(" bytes of activations")[0].split()[-1].replace(",", ""))
+    run(True, everything)
+    with pytest.raises(ScheduleError):
+        run(True, everything - 1)
+    monkeypatch.setattr(compiler, "frees", lambda device: True)
+    run(True, everything // 2)
+    with pytest.raises(ScheduleError):
+        run(None, everything // 2)
+
+
+def test_a_step_that_fails_drops_what_is_away() -> None:
+    """Every second value is away when the third backward fails; the next step is as if nothing had been."""
+    mover = Copying()
+    batch = torch.randn(2048, 64)
+    with moving_by(mover):
+        pipe = planned(True, "GPipe")
+        reference = pipe.step(batch, target=batch).losses
+        runner = pipe._last.runner  # type: ignore[union-attr]
+        arguments = Task.arguments
+
+        def failing(task: Task) -> list[Any]:
+            if task.program.stage == 0 and task.part.phase == "B" and task.part.microbatch == 1:
+                raise RuntimeError("out of luck")
+            return arguments(task)
+
+        with pytest.MonkeyPatch.context() as patch, pytest.raises(RuntimeError, match="out of luck"):
+            patch.setattr(Task, "arguments", failing)
+            pipe.step(batch, target=batch)
+        assert mover.forgotten
+        assert not any(journey.away for journey in runner.offloader._journeys)
+        assert torch.equal(pipe.step(batch, target=batch).losses, reference)
+
+
+def test_evaluation_moves_nothing() -> None:
+    mover = Copying()
+    with moving_by(mover):
+        pipe = planned(True, "GPipe")
+        pipe.eval(torch.randn(2048, 64))
+    assert mover.moved == 0
+
+
+def test_on_the_cpu_values_stay_where_they_are() -> None:
+    options = {"schedule": "GPipe", "split": 2, "microbatches": 3}
+    assert differences(train(0, "llama", {**options, "offload": ALL}), train(0, "llama", options)) == []
+
+
+@pytest.mark.parametrize("wrong", [-0.1, 1.5, float("nan"), "all", 2, [0.5]])
+def test_what_offload_may_not_be(wrong: Any) -> None:
+    with pytest.raises(GraphPPError, match="offload"):
+        chosen(wrong)
+    with pytest.raises(GraphPPError, match="offload"):
+        graphpp.compile(CASES["llama"]().model, offload=wrong)
+
+
+def test_what_only_w_reads_comes_back_for_w() -> None:
+    """A Linear's input is read by its W alone, a GELU's by I; both are saved where nothing is made again."""
+    everything = graphpp.Recompute(layers=(), free=False)
+    rows = "r0 0F0 0F1 0F2 0F3 1F0 1F1 1F2 1F3 1I0 1I1 1I2 1I3 1W0 1W1 1W2 1W3 0I0 0I1 0I2 0I3 0W0 0W1 0W2 0W3"
+    pipe = planned(True, graphpp.Schedule.parse(rows), split=2, recompute=everything)
+    found = [trip for trip in trips(pipe) if trip.stage == 1]
+    assert [(str(trip.back), str(trip.reader)) for trip in found if trip.microbatch == 3] == [
+        ("1I2", "1I3"),
+        ("1W2", "1W3"),
+    ]
+    for one, other in zip(found[::2], found[1::2], strict=True):
+        assert not set(one.values) & set(other.values)
+        assert {one.reader.kind, other.reader.kind} == {Kind.I, Kind.W}

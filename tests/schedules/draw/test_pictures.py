@@ -1,0 +1,267 @@
+"""SVG, HTML and traces: well-formed, to scale, nothing drawn over anything else, every name escaped."""
+
+from __future__ import annotations
+
+import json
+import pickle
+import re
+from dataclasses import replace
+from html.parser import HTMLParser
+from itertools import pairwise
+from xml.etree import ElementTree
+
+import pytest
+from hypothesis import given, settings
+
+from graphpp.errors import GraphPPError, ScheduleError
+from graphpp.schedules.generate.read import build
+from graphpp.schedules.simulate.timeline import Timeline
+from graphpp.schedules.table.actions import Kind
+from graphpp.schedules.table.costs import Costs, StageCosts
+from graphpp.schedules.table.schedule import Schedule
+from graphpp.units import scale_of, spell_bytes, spell_time, tick_step, ticks
+from tests.schedules.tables import named
+from tests.schedules.timelines import placed
+
+SVG = "{http://www.w3.org/2000/svg}"
+EVIL = "µ<b a='1'>\"&amp;\x00\x1b]]>\ud800 --> 1F1B"
+DUAL = Schedule.of(["0F0 0F1 3F0 3I0 3W0 (3F1;0B0)OVERLAP_F_B 3B1 0B1", "1F0 2F0 1F1 2B0 (2F1;1B0)OVERLAP_F_B 2B1 1B1"])
+
+
+def elements(svg: str, tag: str) -> list[ElementTree.Element]:
+    return list(ElementTree.fromstring(svg).iter(f"{SVG}{tag}"))
+
+
+def boxes(svg: str, kinds: str = "F|B|I|W") -> list[dict[str, float]]:
+    """Place and size of the rectangles of some classes, in the order drawn."""
+    rects = [rect for rect in elements(svg, "rect") if re.fullmatch(kinds, rect.get("class", ""))]
+    return [{name: float(rect.get(name, "nan")) for name in ("x", "y", "width", "height")} for rect in rects]
+
+
+def texts(svg: str) -> list[str]:
+    return [text.text or "" for text in elements(svg, "text")]
+
+
+def microbatch_numbers(svg: str) -> list[str]:
+    """The centred texts above the axis."""
+    centred = [(text.text or "", float(text.get("y", "nan"))) for text in elements(svg, "text") if text.get("text-anchor")]
+    lowest = max(box["y"] + box["height"] for box in boxes(svg))
+    return [text for text, y in centred if y < lowest]
+
+
+@settings(max_examples=30)
+@given(named())
+def test_boxes_are_to_scale_and_apart(schedule: Schedule) -> None:
+    timeline = placed(schedule)
+    svg = timeline.to_svg(width=3000)
+    events = [event for event in timeline.events for _ in event.action.leaves]
+    drawn = boxes(svg)
+    assert len(drawn) == len(events)
+    left, right = min(box["x"] for box in drawn), max(box["x"] + box["width"] for box in drawn)
+    per_unit = (right - left) / timeline.makespan
+    for box, event in zip(drawn, events, strict=True):
+        assert box["width"] == pytest.approx(event.duration * per_unit, abs=0.02)
+        assert box["x"] - left == pytest.approx(event.start * per_unit, abs=0.02)
+    for rank in range(schedule.ranks):
+        row = [(box, event) for box, event in zip(drawn, events, strict=True) if event.rank == rank]
+        spans = sorted({(box["x"], box["width"]) for box, _ in row})  # the halves of an overlap share theirs
+        assert all(x + width <= after + 0.03 for (x, width), (after, _) in pairwise(spans))
+        assert len({box["y"] for box, event in row if not event.action.parts}) <= 1
+
+
+def test_all_boxes_lie_within_the_picture() -> None:
+    for schedule in (build("1F1B", 16, 16, 40), build("Interleaved1F1B", 4, 32, 8), build("1F1B", 1, 1, 1)):
+        for width in (None, 300, 900, 5000):
+            svg = placed(schedule).to_svg(width=width)
+            root = ElementTree.fromstring(svg)
+            wide, high = (float(root.get(name, "nan")) for name in ("width", "height"))
+            assert width is None or wide == width
+            assert root.get("viewBox") == f"0 0 {root.get('width')} {root.get('height')}"
+            assert all(box["x"] >= 0 and box["x"] + box["width"] <= wide + 0.02 for box in boxes(svg, ".+"))
+            assert all(box["y"] >= 0 and box["y"] + box["height"] <= high for box in boxes(svg, ".+"))
+
+
+def test_numbers_stand_in_boxes_that_can_hold_them() -> None:
+    few, many = placed(build("1F1B", 4, 4, 8)).to_svg(), placed(build("1F1B", 4, 4, 300)).to_svg()
+    assert sorted(microbatch_numbers(few)) == sorted(str(m) for m in range(8) for _ in range(8))
+    assert microbatch_numbers(many) == []
+    assert microbatch_numbers(placed(build("1F1B", 4, 4, 300)).to_svg(width=15000)) != []
+
+
+def test_an_overlap_shows_both_numbers() -> None:
+    svg = placed(DUAL).to_svg()
+    halves = [box for box in boxes(svg) if box["height"] < 20]
+    assert len(halves) == 4 and len(microbatch_numbers(svg)) == len(boxes(svg))
+
+
+def test_stages_of_a_rank_have_shades_and_kinds_have_hues() -> None:
+    rects = elements(placed(DUAL).to_svg(), "rect")
+    fills = {(rect.get("class"), rect.get("fill")) for rect in rects if rect.get("class") in list(Kind)}
+    assert len(fills) == len({fill for _, fill in fills})
+    assert sorted(kind for kind, _ in fills if kind) == ["B", "B", "F", "F", "I", "W"]
+
+
+def test_two_timelines_share_the_axis() -> None:
+    fast = placed(build("1F1B", 2, 2, 4))
+    slow = replace(placed(build("1F1B", 2, 2, 4), lambda _: 2.0), name="twice as slow")
+    together = boxes(fast.to_svg(slow))
+    alone, below = together[: len(together) // 2], together[len(together) // 2 :]
+    assert max(box["y"] for box in alone) < min(box["y"] for box in below)
+    for above, under in zip(alone, below, strict=True):
+        assert under["width"] == pytest.approx(2 * above["width"], abs=0.02)
+    assert any("twice as slow" in text for text in texts(fast.to_svg(slow)))
+
+
+def test_seconds_and_units_do_not_share_an_axis() -> None:
+    table = build("1F1B", 2, 2, 4)
+    with pytest.raises(GraphPPError, match="'units' and 's'"):
+        placed(table).to_svg(placed(table, unit="s"))
+
+
+def test_titles_say_action_start_end_and_duration() -> None:
+    titles = [title.text for title in elements(placed(build("1F1B", 2, 2, 2), lambda _: 0.0025, "s").to_svg(), "title")]
+    assert "1F0 on rank 1\nstart 2.5 ms\nend 5 ms\nduration 2.5 ms" in titles
+    assert len(titles) == 8
+
+
+def test_memory_is_drawn_where_it_was_followed() -> None:
+    timeline = placed(build("1F1B", 3, 3, 5))
+    with_memory, without = timeline.to_svg(), replace(timeline, memory=()).to_svg()
+    paths = [path.get("d", "") for path in elements(with_memory, "path")]
+    assert len(paths) == 3 and "bytes alive" in texts(with_memory)
+    assert "<path" not in without and "bytes alive" not in texts(without)
+    heights = [[float(y) for y in re.findall(r"V([0-9.]+)", path)] for path in paths]
+    # The base line is the last height; rank 0 holds three microbatches, rank 2 one.
+    assert heights[0][-1] - min(heights[0]) == pytest.approx(3 * (heights[2][-1] - min(heights[2])), abs=0.05)
+
+
+class Page(HTMLParser):
+    """Counts tags and remembers what would be loaded."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tags: list[str] = []
+        self.addresses: list[str] = []
+        self.words: list[str] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+        self.addresses += [value or "" for name, value in attrs if name in ("src", "href", "xlink:href", "data")]
+
+    def handle_data(self, data: str) -> None:
+        self.words.append(data)
+
+
+def test_names_are_escaped_everywhere() -> None:
+    table = replace(build("1F1B", 2, 2, 2), name=EVIL)
+    timeline = replace(placed(table), name=EVIL, unit="<i>&")
+    assert not elements(timeline.to_svg(), "b") and any("<b a='1'>" in text for text in texts(timeline.to_svg()))
+    page = Page()
+    page.feed(timeline.to_html())
+    assert "b" not in page.tags and "i" not in page.tags and any("<b a='1'>" in word for word in page.words)
+    assert (timeline.to_html() + timeline.to_svg() + timeline.to_chrome_trace()).isascii()  # whatever a file is written as
+    json.loads(timeline.to_chrome_trace())
+
+
+def test_pages_load_nothing() -> None:
+    page = Page()
+    text = placed(DUAL).to_html()
+    page.feed(text)
+    assert page.addresses == [] and "script" not in page.tags and "link" not in page.tags
+    assert "@import" not in text and "url(" not in text
+    assert page.tags.count("svg") == 1 and page.tags.count("td") == 2 * 4
+
+
+def events_of(timeline: Timeline, *more: Timeline) -> list[dict[str, object]]:
+    found: list[dict[str, object]] = json.loads(timeline.to_chrome_trace(*more))["traceEvents"]
+    return found
+
+
+def test_a_trace_has_every_event_in_microseconds() -> None:
+    timeline = placed(build("Interleaved1F1B", 2, 4, 4), lambda _: 0.5, "s")
+    complete = [event for event in events_of(timeline) if event["ph"] == "X"]
+    assert [event["name"] for event in complete] == [str(event.action) for event in timeline.events]
+    assert {event["dur"] for event in complete} == {5e5}
+    assert [event["ts"] for event in complete] == [event.start * 1e6 for event in timeline.events]
+    assert complete[0]["args"] == {"stage": 0, "kind": "F", "microbatch": 0}
+    names = {(event["pid"], event["tid"]): event["args"] for event in events_of(timeline) if event["name"] == "thread_name"}
+    assert len(names) == 4 and all((event["pid"], event["tid"]) in names for event in complete)
+
+
+def test_a_trace_counts_bytes_and_tells_timelines_apart() -> None:
+    first, second = placed(DUAL), replace(placed(DUAL), name="other")
+    counters = [event for event in events_of(first) if event["ph"] == "C"]
+    assert [event["args"]["bytes"] for event in counters] == [count for row in first.memory for _, count in row]  # type: ignore[index]
+    processes = [e["args"]["name"] for e in events_of(first, second) if e["name"] == "process_name"]  # type: ignore[index]
+    assert processes == ["placed, rank 0", "placed, rank 1", "other, rank 0", "other, rank 1"]
+    pids = [event["pid"] for event in events_of(first, second) if event["ph"] == "X"]
+    assert len(set(pids)) == 4
+
+
+def test_equal_timelines_stay_apart_in_a_trace() -> None:
+    timeline = placed(DUAL)
+    assert len({event["pid"] for event in events_of(timeline, timeline)}) == 4
+
+
+def test_a_timeline_of_nothing_is_a_picture_all_the_same() -> None:
+    for rows in ([], [[]], [["0F0"]]):
+        empty = Timeline(Schedule.of(rows), ())
+        ElementTree.fromstring(empty.to_svg())
+        Page().feed(empty.to_html())
+        assert not [event for event in events_of(empty) if event["ph"] == "X"]
+
+
+def test_a_schedule_draws_itself_at_unit_costs() -> None:
+    table = build("Interleaved1F1B", 2, 4, 4)
+    svg = table.to_svg()
+    assert len(boxes(svg)) == sum(action.is_compute for _, _, action in table.cells())
+    assert "units" in texts(svg) and len(elements(svg, "path")) == 2
+    widths = {round(box["width"] / boxes(svg, "F")[0]["width"], 1) for box in boxes(svg)}
+    assert widths == {1.0, 2.0}  # B is I and W
+    assert "<svg" in table.to_html() and ElementTree.fromstring(table.to_svg(width=700)).get("width") == "700"
+
+
+def test_a_schedule_draws_itself_at_given_costs() -> None:
+    costs = Costs((StageCosts(0.001, 0.002, 0.003), StageCosts(0.004, 0.001, 0.001)))
+    svg = build("1F1B", 2, 2, 1).to_svg(costs)
+    forwards, backwards = boxes(svg, "F"), boxes(svg, "B")
+    assert forwards[1]["width"] == pytest.approx(4 * forwards[0]["width"], abs=0.05)
+    assert backwards[0]["width"] == pytest.approx(5 * forwards[0]["width"], abs=0.05)
+    assert "ms" in texts(svg)
+
+
+def test_tables_of_little_draw_themselves() -> None:
+    for rows in ([], [[]], ["0F0"], ["0F0", []]):
+        assert len(boxes(Schedule.of(rows).to_svg())) == sum(map(bool, rows))
+
+
+def test_a_table_that_cannot_run_is_refused() -> None:
+    with pytest.raises(ScheduleError):
+        Schedule.of(["0B0 0F0", "1F0 1B0"]).to_svg()
+
+
+def test_schedules_and_timelines_pickle_after_use() -> None:
+    timeline = placed(DUAL)
+    timeline.to_svg()
+    assert timeline.schedule.rank_of_stage and timeline.makespan
+    again = pickle.loads(pickle.dumps(timeline))
+    assert again == timeline and again.schedule.rank_of_stage == timeline.schedule.rank_of_stage
+
+
+def test_actions_without_length() -> None:
+    timeline = placed(build("1F1B", 2, 2, 2), lambda _: 0.0)
+    assert {box["width"] for box in boxes(timeline.to_svg())} == {0.0}
+
+
+def test_units() -> None:
+    assert [spell_time(t, "s") for t in (2.0, 0.0025, 2.5e-6, 0.0)] == ["2 s", "2.5 ms", "2.5 µs", "0 µs"]
+    assert spell_time(12.0, "units") == "12 units" and scale_of(0.5, "units") == (1.0, "units")
+    assert [spell_bytes(n) for n in (0, 1023, 1536, 3 << 20, 5 << 40)] == ["0 B", "1023 B", "1.5 KiB", "3.0 MiB", "5120.0 GiB"]
+
+
+@pytest.mark.parametrize("span", [1e-7, 0.3, 1.0, 7.0, 99.0, 100.0, 12345.0])
+@pytest.mark.parametrize("most", [1, 4, 11])
+def test_ticks_are_round_and_few(span: float, most: int) -> None:
+    found, step = ticks(span, most), tick_step(span, most)
+    assert 1 <= len(found) <= most + 1 and found[0] == 0 and found[-1] <= span * (1 + 1e-9)
+    assert f"{step:.0e}"[0] in "125"

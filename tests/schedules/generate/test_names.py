@@ -1,0 +1,271 @@
+"""The named schedules equal torch's and the golden files, and fit exactly what they say."""
+
+from __future__ import annotations
+
+from itertools import product
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.distributed.pipelining import schedules as torch_schedules
+
+from graphpp.errors import ScheduleError
+from graphpp.schedules.check.checker import check
+from graphpp.schedules.generate.names import SCHEDULES, Generator, plain_loop, stage_ids
+from graphpp.schedules.generate.read import build
+from graphpp.schedules.rewrite.add_send_recv import add_communication
+from graphpp.schedules.table.actions import Kind, upstream
+from graphpp.schedules.table.schedule import Schedule
+from tests.schedules.tables import ON_A_V, admitted, named
+
+GOLDEN = Path(__file__).parents[2] / "golden" / "schedules"
+# Written from torch's own lists (Interleaved..., LoopedBFS, ZBV..., DualPipeV) or checked by eye against the papers' pictures.
+GOLDEN_FILES = [
+    "1F1B-1-3-3", "1F1B-2-2-3", "1F1B-4-4-2", "1F1B-4-4-8", "GPipe-1-3-2", "GPipe-3-3-3", "Interleaved1F1B-1-3-2",
+    "Interleaved1F1B-2-4-4", "Interleaved1F1B-2-4-4-communication", "Interleaved1F1B-4-8-10", "Interleaved1F1B-4-8-8",
+    "LoopedBFS-2-4-3", "LoopedBFS-2-4-3-communication", "LoopedBFS-3-6-4", "auto-1-3-2",
+    "Combined1F1B-1-2-3", "Combined1F1B-2-4-4", "DualPipeV-2-4-4", "DualPipeV-4-8-9", "DualPipeV-2-4-4-communication",
+    "ForwardOnly-2-4-4", "InterleavedZeroBubble-2-4-4", "InterleavedZeroBubble-4-8-8", "MegatronInterleaved-2-4-5",
+    "V-Half-4-8-8", "V-Min-4-8-8", "V-Min-4-8-8-communication", "ZB1P-4-4-8", "ZB2P-4-4-8", "ZBVZeroBubble-2-4-4",
+    "ZBVZeroBubble-4-8-3", "ZBVZeroBubble-4-8-9",
+]  # fmt: skip
+
+I1F1B = """
+r0 0F0 0F1 2F0 2F1 .   .   0F2 2B0 0F3 2B1 2F2 0B0 2F3 0B1 .   2B2 . 2B3 . 0B2 . 0B3
+r1 .   1F0 1F1 .   3F0 3B0 3F1 3B1 1F2 1B0 1F3 1B1 3F2 3B2 3F3 3B3 . 1B2 . 1B3
+"""
+
+
+def same(ours: Schedule, theirs: list[list[Any]]) -> None:
+    assert [[str(cell or "") for cell in row] for row in ours.table] == [
+        [str(cell or "") for cell in row] for row in theirs
+    ]
+
+
+# ------------------------------------------------------------------------------------------ equal to torch
+
+
+@pytest.mark.parametrize(("ranks", "local"), [*product([1, 2, 3, 4, 7, 8], [1, 2, 3, 5])])
+def test_interleaved_equals_torch(ranks: int, local: int) -> None:
+    for microbatches in (count for count in range(1, 26) if admitted(ranks, count)):
+        rounds = max(1, microbatches // ranks)
+        fake = SimpleNamespace(
+            n_local_stages=local,
+            microbatches_per_round=microbatches // rounds,
+            pp_group_size=ranks,
+            _n_microbatches=microbatches,
+        )
+        make: Any = torch_schedules.ScheduleInterleaved1F1B._calculate_single_rank_operations
+        same(
+            build("Interleaved1F1B", ranks, ranks * local, microbatches),
+            [make(fake, rank) for rank in range(ranks)],
+        )
+
+
+@pytest.mark.parametrize(("ranks", "local", "microbatches"), [*product([1, 2, 3, 4, 8], [1, 2, 3], [1, 2, 3, 8, 11])])
+def test_looped_bfs_equals_torch(ranks: int, local: int, microbatches: int) -> None:
+    fake = SimpleNamespace(_stages=[None] * local, pp_group_size=ranks, _n_microbatches=microbatches)
+    make: Any = torch_schedules.ScheduleLoopedBFS._calculate_single_rank_operations
+    same(
+        build("LoopedBFS", ranks, ranks * local, microbatches),
+        [make(fake, rank) for rank in range(ranks)],
+    )
+
+
+def without_idle(row: Any) -> list[str]:
+    return [str(cell) for cell in row if cell is not None and "REDUCE_GRAD" not in str(cell)]
+
+
+@pytest.mark.parametrize(("ranks", "microbatches"), [*product([2, 3, 4, 8], [8, 9, 16])])
+def test_gpipe_has_torch_order(ranks: int, microbatches: int) -> None:
+    fake = SimpleNamespace(_num_stages=ranks, _n_microbatches=microbatches)
+    order: Any = torch_schedules.ScheduleGPipe._get_pipeline_order
+    theirs = order(fake)
+    ours = build("GPipe", ranks, ranks, microbatches)
+    assert [without_idle(row) for row in ours.table] == [without_idle(theirs[rank]) for rank in range(ranks)]
+
+
+@pytest.mark.parametrize(("ranks", "microbatches"), [*product([2, 3, 4, 8], [8, 9, 16])])
+def test_1f1b_has_torch_order_but_for_its_last_rank(ranks: int, microbatches: int) -> None:
+    fake = SimpleNamespace(_num_stages=ranks, _n_microbatches=microbatches)
+    order: Any = torch_schedules.Schedule1F1B._get_pipeline_order
+    theirs = order(fake)
+    ours = build("1F1B", ranks, ranks, microbatches)
+    for rank in range(ranks - 1):
+        assert without_idle(ours.table[rank]) == without_idle(theirs[rank])
+    last = [f"{ranks - 1}{kind}{m}" for m in range(microbatches) for kind in "FB"]
+    assert without_idle(ours.table[-1]) == last
+
+
+# ------------------------------------------------------------------------------------------ golden files, pictures
+
+
+@pytest.mark.parametrize("stem", GOLDEN_FILES)
+def test_golden(stem: str) -> None:
+    name, *counts = stem.removesuffix("-communication").rsplit("-", 3)
+    ranks, stages, microbatches = map(int, counts)
+    ours = build(name, ranks, stages, microbatches)
+    if stem.endswith("-communication"):
+        ours = add_communication(ours)
+    golden = Schedule.load(GOLDEN / f"{stem}.csv", name=ours.name)
+    assert str(ours) == str(golden)
+    assert ours == golden
+
+
+def test_no_golden_file_is_forgotten() -> None:
+    assert sorted(path.stem for path in GOLDEN.glob("*.csv")) == sorted(GOLDEN_FILES)
+
+
+def test_prints_as_a_picture() -> None:
+    ours = build("Interleaved1F1B", 2, 4, 4)
+    assert str(ours) == "Interleaved1F1B: 4 stages, 4 microbatches" + I1F1B.rstrip()
+    assert Schedule.parse(I1F1B) == ours
+    assert repr(ours) == "<Schedule Interleaved1F1B: 4 stages, 4 microbatches, 2 ranks>"
+
+
+@pytest.mark.parametrize("make", [*(make for name, make in SCHEDULES.items() if name != "auto"), plain_loop])
+def test_pictures_in_the_documentation_are_true(make: Generator) -> None:
+    lines = [line.strip() for line in (make.__doc__ or "").splitlines()]
+    picture = Schedule.parse("\n".join(line for line in lines if line[:1] == "r" and line[1:2].isdigit()))
+    assert picture == make(picture.ranks, picture.stages, picture.microbatches)
+
+
+@pytest.mark.parametrize(("name", "ranks", "microbatches"), [*product(["GPipe", "1F1B"], [1, 2, 4, 7], [1, 2, 5, 9])])
+def test_columns_are_units_of_time(name: str, ranks: int, microbatches: int) -> None:
+    """What an action reads is made in an earlier column, and the whole takes as long as the formula says."""
+    schedule = build(name, ranks, ranks, microbatches)
+    column_of = {action: column for _, column, action in schedule.cells()}
+    for action, column in column_of.items():
+        reads = [maker for maker in upstream(action, ranks) if maker in column_of]
+        assert all(column_of[maker] < column for maker in reads)
+    assert max(map(len, schedule.table)) == 2 * (microbatches + ranks - 1)
+
+
+@pytest.mark.parametrize(("ranks", "microbatches"), [*product([1, 2, 4, 7], [1, 2, 5, 9])])
+def test_1f1b_keeps_few_microbatches_alive(ranks: int, microbatches: int) -> None:
+    for rank, row in enumerate(build("1F1B", ranks, ranks, microbatches).table):
+        alive, most = 0, 0
+        for action in filter(None, row):
+            alive += 1 if action.kind is Kind.F else -1
+            most = max(most, alive)
+        assert most == min(microbatches, ranks - rank)
+
+
+def test_one_rank_runs_each_stage_in_the_order_of_many() -> None:
+    """So gradients accumulate in the same order, and stay bit-equal, whatever the number of ranks."""
+    for name in ("GPipe", "1F1B"):
+        (row,), many = build(name, 1, 4, 6).table, build(name, 4, 4, 6).table
+        for stage in range(4):
+            assert [a for a in row if a and a.stage == stage] == [a for a in many[stage] if a]
+
+
+# ------------------------------------------------------------------------------------------ any size, any counts
+
+
+@given(named())
+@settings(deadline=None, max_examples=150)
+def test_generated_schedules_are_accepted(schedule: Schedule) -> None:
+    counts = {"ranks": schedule.ranks, "stages": schedule.stages, "microbatches": schedule.microbatches}
+    check(schedule, **counts)
+    with_communication = add_communication(schedule)
+    check(with_communication, **counts)
+    assert with_communication.has_communication == (schedule.ranks > 1)
+    style: Any = "v" if schedule.name in ON_A_V else "loop"
+    dealt = [stage_ids(rank, schedule.ranks, schedule.stages, style) for rank in range(schedule.ranks)]
+    expected = {stage: rank for rank, stages in enumerate(dealt) for stage in stages}
+    assert schedule.rank_of_stage == with_communication.rank_of_stage == expected
+
+
+@pytest.mark.parametrize(
+    ("ranks", "stages", "name"),
+    [(1, 1, "loop"), (1, 3, "loop"), (2, 2, "1F1B"), (4, 4, "1F1B"), (2, 4, "Interleaved1F1B")],
+)
+def test_auto(ranks: int, stages: int, name: str) -> None:
+    assert build("auto", ranks, stages, 4).name == name
+
+
+def test_auto_on_one_rank_is_the_plain_loop() -> None:
+    row = "0F0 1F0 2F0 2B0 1B0 0B0 0F1 1F1 2F1 2B1 1B1 0B1"
+    assert build("auto", 1, 3, 2) == Schedule.of([row])
+
+
+@pytest.mark.parametrize(
+    ("name", "ranks", "stages", "microbatches", "fault"),
+    [
+        ("GPipe", 2, 4, 4, "GPipe runs one stage per rank.*Interleaved1F1B and LoopedBFS take several"),
+        ("1F1B", 2, 6, 4, "1F1B runs one stage per rank: 6 stages do not fit 2 ranks, 2 stages would; Interleaved1F1B"),
+        ("1F1B", 4, 2, 4, "2 stages do not fit 4 ranks, 4 stages would$"),
+        ("Interleaved1F1B", 2, 5, 4, "5 do not fit 2 ranks; take 4 or 6, or another multiple of 2"),
+        ("LoopedBFS", 4, 3, 4, "3 do not fit 4 ranks; take 4$"),
+        ("auto", 2, 3, 4, "3 do not fit 2 ranks; take 2 or 4"),
+        ("Interleaved1F1B", 4, 8, 9, "does not admit 9 microbatches.*the nearest that fit are 8 and 10"),
+        ("auto", 2, 4, 5, "does not admit 5 microbatches.*the nearest that fit are 4 and 6"),
+        ("1F1B", 2, 2, 0, "got 0 microbatches"),
+        ("auto", 1, 0, 1, "got 0 stages"),
+        ("LoopedBFS", 0, 0, 1, "got 0 ranks"),
+    ],
+)
+def test_counts_that_do_not_fit(name: str, ranks: int, stages: int, microbatches: int, fault: str) -> None:
+    with pytest.raises(ScheduleError, match=fault):
+        build(name, ranks, stages, microbatches)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4, 5, 8])
+def test_interleaved_admits_what_torch_admits(ranks: int) -> None:
+    for microbatches in range(1, 4 * ranks + 2):
+        if admitted(ranks, microbatches):
+            build("Interleaved1F1B", ranks, 2 * ranks, microbatches)
+            continue
+        with pytest.raises(ScheduleError) as caught:
+            build("Interleaved1F1B", ranks, 2 * ranks, microbatches)
+        below, above = str(caught.value).split("nearest that fit are ")[1].split(",")[0].split(" and ")
+        assert int(below) < microbatches < int(above)
+        assert [count for count in range(int(below), int(above) + 1) if admitted(ranks, count)] == [
+            int(below),
+            int(above),
+        ]
+
+
+def test_plain_loop_wants_one_rank() -> None:
+    with pytest.raises(ScheduleError, match="one rank, not on 2"):
+        plain_loop(2, 2, 2)
+
+
+# ------------------------------------------------------------------------------------------ stage_ids
+
+
+def test_stage_ids() -> None:
+    assert [stage_ids(rank, 3, 6) for rank in range(3)] == [(0, 3), (1, 4), (2, 5)]
+    assert [stage_ids(rank, 3, 6, "v") for rank in range(3)] == [(0, 5), (1, 4), (2, 3)]
+    assert stage_ids(0, 1, 2, "v") == stage_ids(0, 1, 2) == (0, 1)
+    assert stage_ids(1, 2, 2) == (1,)
+
+
+@given(st.integers(1, 9), st.integers(1, 5))
+def test_stage_ids_deal_out_every_stage_once(ranks: int, local: int) -> None:
+    dealt = [stage_ids(rank, ranks, ranks * local) for rank in range(ranks)]
+    assert sorted(stage for ids in dealt for stage in ids) == list(range(ranks * local))
+    assert all(stage % ranks == rank for rank, ids in enumerate(dealt) for stage in ids)
+    table = build("LoopedBFS", ranks, ranks * local, 1)
+    assert {stage: rank for rank, ids in enumerate(dealt) for stage in ids} == table.rank_of_stage
+
+
+@pytest.mark.parametrize(
+    ("arguments", "fault"),
+    [
+        ((2, 2, 4), "rank 2 does not exist among 2; take 0..1"),
+        ((-1, 2, 4), "rank -1 does not exist"),
+        ((0, 2, 5), "5 stages cannot be dealt evenly to 2 ranks; take 4 or 6"),
+        ((0, 2, 6, "v"), "2 ranks need 4, not 6"),
+        ((0, 2, 2, "v"), "2 ranks need 4, not 2"),
+        ((0, 2, 4, "w"), "unknown style 'w'"),
+        ((0, 0, 4), "got 0 ranks"),
+    ],
+)
+def test_stage_ids_refuses(arguments: Any, fault: str) -> None:
+    with pytest.raises(ValueError, match=fault) as caught:
+        stage_ids(*arguments)
+    assert isinstance(caught.value, ScheduleError)

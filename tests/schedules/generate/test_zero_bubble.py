@@ -1,0 +1,157 @@
+"""The zero-bubble schedules: equal to torch's where torch has them, as short and as small as their papers say."""
+
+from __future__ import annotations
+
+from itertools import product
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from torch.distributed.pipelining import schedules as torch_schedules
+
+from graphpp.errors import ScheduleError
+from graphpp.schedules.generate.read import build, default_stages
+from graphpp.schedules.table.actions import Kind
+from graphpp.schedules.table.schedule import Schedule
+from tests.schedules.replay import idle, replayed
+from tests.schedules.tables import admitted
+
+# torch 2.13's own lists, 2 ranks, 4 microbatches.
+ZBV = """
+r0 0F0 0F1 0F2 3F0 3I0 3W0 3F1 3I1 3W1 0F3 0I0 0W0 3F2 3I2 3W2 0I1 0W1 3F3 3I3 3W3 0I2 0W2 0I3 0W3
+r1 . 1F0 2F0 1F1 2F1 2I0 2W0 1F2 1I0 1W0 2F2 2I1 2W1 1F3 1I1 1W1 2F3 2I2 2W2 1I2 2I3 1I3 1W2 2W3 1W3
+"""
+DUAL_PIPE_V = """
+r0 0F0 0F1 0F2 3F0 3I0 3W0 3F1 (0F3;3B1) (3F2;0B0) 3B2 (3F3;0B1) 3B3 0I2 0W2 0I3 0W3
+r1 1F0 2F0 1F1 2F1 1F2 2B0 (2F2;1B0) (1F3;2B1) (2F3;1B1) 2B2 1B2 2I3 1I3 2W3 1W3
+""".replace(")", ")OVERLAP_F_B")
+# The authors' own generators at unit costs: (ranks, microbatches) -> makespan, peak in a rank's microbatches.
+BARS = {
+    "ZB1P": {(4, 8): (27, 4), (4, 16): (51, 4), (8, 16): (55, 8)},
+    "ZB2P": {(4, 8): (27, 8), (4, 16): (51, 15), (8, 16): (55, 16)},
+    "ZBVZeroBubble": {(4, 8): (25.5, 4), (4, 16): (49.5, 4), (8, 16): (51.5, 8)},
+}
+
+
+def torch_table(name: str, ranks: int, local: int, microbatches: int) -> list[list[str]]:
+    """The rows of torch's class, "" for idle."""
+    cls: Any = getattr(torch_schedules, f"Schedule{name}")
+    fake = SimpleNamespace(
+        n_local_stages=local,
+        num_stages=ranks * local,
+        microbatches_per_round=microbatches // max(1, microbatches // ranks),
+        pp_group_size=ranks,
+        _n_microbatches=microbatches,
+    )
+    rows = {rank: cls._calculate_single_rank_operations(fake, rank) for rank in range(ranks)}
+    if name == "InterleavedZeroBubble":
+        fake.pipeline_order = rows
+        rows = cls._add_bubbles_to_actions(fake, ranks * local)
+    return [[str(cell or "") for cell in rows[rank]] for rank in range(ranks)]
+
+
+def texts(schedule: Schedule) -> list[list[str]]:
+    return [[str(cell or "") for cell in row] for row in schedule.table]
+
+
+@pytest.mark.parametrize(("ranks", "local"), [*product([1, 2, 3, 4, 8], [1, 2, 3])])
+def test_interleaved_equals_torch(ranks: int, local: int) -> None:
+    for microbatches in (count for count in range(1, 2 * ranks + 10) if admitted(ranks, count)):
+        ours = build("InterleavedZeroBubble", ranks, ranks * local, microbatches)
+        assert texts(ours) == torch_table("InterleavedZeroBubble", ranks, local, microbatches)
+
+
+@pytest.mark.parametrize("name", ["ZBVZeroBubble", "DualPipeV"])
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4, 7, 8])
+def test_v_equals_torch(name: str, ranks: int) -> None:
+    for microbatches in range(2 * ranks if name == "DualPipeV" else 1, 2 * ranks + 10):
+        assert texts(build(name, ranks, 2 * ranks, microbatches)) == torch_table(name, ranks, 2, microbatches)
+
+
+@pytest.mark.parametrize(("name", "text"), [("ZBVZeroBubble", ZBV), ("DualPipeV", DUAL_PIPE_V)])
+def test_golden_text(name: str, text: str) -> None:
+    assert build(name, 2, 4, 4) == Schedule.parse(text)
+
+
+@pytest.mark.parametrize(("name", "counts"), [(name, counts) for name, bars in BARS.items() for counts in bars])
+def test_as_short_and_small_as_the_authors_tables(name: str, counts: tuple[int, int]) -> None:
+    ranks, microbatches = counts
+    makespan, peak = replayed(build(name, ranks, default_stages(name, ranks), microbatches))
+    bar = BARS[name][counts]
+    assert makespan <= bar[0]
+    assert peak <= bar[1]
+
+
+@pytest.mark.parametrize(("ranks", "more"), [*product([1, 2, 3, 5, 8], [0, 1, 7])])
+def test_zb_h1_and_h2_are_what_their_names_promise(ranks: int, more: int) -> None:
+    """The last rank starts after ranks - 1 units and then never waits; H2 lets no rank wait at all."""
+    microbatches = 2 * ranks + more
+    for name, peak in (("ZB1P", ranks), ("ZB2P", 2 * ranks - 1)):
+        schedule = build(name, ranks, ranks, microbatches)
+        assert replayed(schedule) == (3 * microbatches + ranks - 1, peak)
+    assert [idle(build("ZB2P", ranks, ranks, microbatches), rank) for rank in range(ranks)] == [0.0] * ranks
+    assert idle(build("ZB1P", ranks, ranks, microbatches), 0) == ranks - 1
+    assert replayed(build("1F1B", ranks, ranks, microbatches))[0] == 3 * (microbatches + ranks - 1)
+
+
+@pytest.mark.parametrize(("ranks", "microbatches"), [*product([1, 2, 4, 8], [1, 2, 3, 4, 7])])
+@pytest.mark.parametrize("name", ["ZB1P", "ZB2P"])
+def test_columns_are_units_of_time(name: str, ranks: int, microbatches: int) -> None:
+    schedule = build(name, ranks, ranks, microbatches)
+    assert max(map(len, schedule.table)) == replayed(schedule)[0]
+
+
+@pytest.mark.parametrize(("ranks", "microbatches"), [*product([2, 4, 8], [1, 3, 8])])
+def test_never_longer_than_1f1b(ranks: int, microbatches: int) -> None:
+    usual = replayed(build("1F1B", ranks, ranks, microbatches))[0]
+    for name in ("ZB1P", "ZB2P"):
+        assert replayed(build(name, ranks, ranks, microbatches))[0] <= usual
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4, 8])
+@pytest.mark.parametrize("name", ["ZB1P", "ZB2P"])
+def test_few_microbatches_take_the_way_there_and_back(name: str, ranks: int) -> None:
+    """Few: F and I take turns on the last rank, and a W comes at the very end. Many: that rank never waits again."""
+    for microbatches in range(1, 2 * ranks + 1):
+        shortest = max(2 * (ranks + microbatches) - 1, 3 * microbatches + ranks - 1)
+        assert replayed(build(name, ranks, ranks, microbatches))[0] == shortest
+
+
+@pytest.mark.parametrize("name", ["ZB1P", "ZB2P"])
+def test_one_rank_runs_each_stage_in_the_order_of_many(name: str) -> None:
+    (row,), many = build(name, 1, 3, 5).table, build(name, 3, 3, 5).table
+    for stage in range(3):
+        assert [a for a in row if a and a.stage == stage] == [a for a in many[stage] if a]
+
+
+def test_weight_gradients_follow_in_order() -> None:
+    """So gradients of a stage accumulate in microbatch order."""
+    for name, ranks, stages in (("ZB1P", 4, 4), ("ZB2P", 4, 4), ("InterleavedZeroBubble", 4, 12), ("V-Half", 4, 8)):
+        for row in build(name, ranks, stages, 8).table:
+            weights = [action for action in row if action and action.kind is Kind.W]
+            for stage in {action.stage for action in weights}:
+                assert [action.microbatch for action in weights if action.stage == stage] == [*range(8)]
+
+
+@pytest.mark.parametrize("alias", [("ZB-H1", "ZB1P"), ("zb-h2", "ZB2P")])
+def test_aliases(alias: tuple[str, str]) -> None:
+    assert build(alias[0], 3, 3, 5) == build(alias[1], 3, 3, 5)
+    assert build(alias[0], 3, 3, 5).name == alias[1]
+
+
+@pytest.mark.parametrize(
+    ("name", "counts", "fault"),
+    [
+        ("ZB1P", (2, 4, 4), "ZB1P runs one stage per rank.*; InterleavedZeroBubble takes several stages per rank"),
+        ("ZB2P", (4, 2, 4), "2 stages do not fit 4 ranks, 4 stages would$"),
+        ("InterleavedZeroBubble", (2, 3, 4), "3 do not fit 2 ranks; take 2 or 4"),
+        ("InterleavedZeroBubble", (2, 4, 5), "InterleavedZeroBubble on 2 ranks does not admit 5 microbatches"),
+        ("ZBVZeroBubble", (2, 2, 4), "rank r having stages r and 3 - r: 2 stages do not fit 2 ranks, 4 stages would"),
+        ("V-Half", (2, 6, 4), "V-Half runs two stages per rank.*4 stages would"),
+        ("DualPipeV", (4, 8, 7), "7 do not fill 8 stages on 4 ranks; take 8 or more, or ZBVZeroBubble"),
+        ("V-Min", (2, 4, 0), "got 0 microbatches"),
+    ],
+)
+def test_counts_that_do_not_fit(name: str, counts: tuple[int, int, int], fault: str) -> None:
+    with pytest.raises(ScheduleError, match=fault):
+        build(name, *counts)

@@ -1,0 +1,120 @@
+"""The communication pass: torch's placement, on any table, and one total order that all ranks agree on."""
+
+from __future__ import annotations
+
+from itertools import product
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.distributed.pipelining import schedules as torch_schedules
+
+from graphpp.errors import ScheduleError
+from graphpp.schedules.check.checker import check
+from graphpp.schedules.generate.read import build
+from graphpp.schedules.rewrite.add_send_recv import add_communication
+from graphpp.schedules.table.actions import SENDS, Kind
+from graphpp.schedules.table.schedule import Schedule
+
+
+def torch_communication(schedule: Schedule) -> dict[int, list[str]]:
+    lists = {
+        rank: [torch_schedules._Action.from_str(str(action)) for action in row if action]
+        for rank, row in enumerate(schedule.table)
+    }
+    made = torch_schedules._add_send_recv(lists, schedule.rank_of_stage.__getitem__, schedule.stages)
+    return {rank: [str(action) for action in row] for rank, row in made.items()}
+
+
+def ours(schedule: Schedule) -> dict[int, list[str]]:
+    made = add_communication(schedule)
+    assert (made.stages, made.microbatches, made.name) == (schedule.stages, schedule.microbatches, schedule.name)
+    return {rank: [str(action) for action in row] for rank, row in enumerate(made.table)}
+
+
+@pytest.mark.parametrize(("ranks", "local", "microbatches"), [*product([1, 2, 3, 4], [1, 2, 3], [1, 2, 3, 8, 12])])
+@pytest.mark.parametrize("name", ["Interleaved1F1B", "LoopedBFS"])
+def test_named_schedules_equal_torch(name: str, ranks: int, local: int, microbatches: int) -> None:
+    if name == "Interleaved1F1B" and microbatches % max(1, microbatches // ranks):
+        microbatches = 2 * ranks
+    schedule = build(name, ranks, ranks * local, microbatches)
+    assert ours(schedule) == torch_communication(schedule)
+
+
+@pytest.mark.parametrize(("ranks", "microbatches"), [*product([2, 4], [8, 11])])
+@pytest.mark.parametrize("name", ["ScheduleZBVZeroBubble", "ScheduleDualPipeV"])
+def test_v_and_overlapped_schedules_equal_torch(name: str, ranks: int, microbatches: int) -> None:
+    """Neighbouring stages on one rank, I and W, and overlapped pairs."""
+    fake = SimpleNamespace(pp_group_size=ranks, num_stages=2 * ranks, _n_microbatches=microbatches)
+    make: Any = getattr(torch_schedules, name)._calculate_single_rank_operations
+    schedule = build({rank: make(fake, rank) for rank in range(ranks)}, ranks, 2 * ranks, microbatches)
+    check(schedule, ranks=ranks, stages=2 * ranks, microbatches=microbatches)
+    check(add_communication(schedule), ranks=ranks, stages=2 * ranks, microbatches=microbatches)
+    assert ours(schedule) == torch_communication(schedule)
+
+
+def test_pictures_in_the_documentation_are_true() -> None:
+    before = Schedule.parse("r0 0F0 0F1 .   0B0 0B1\nr1 .   1F0 1B0 1F1 1B1")
+    after = Schedule.parse(
+        "r0 0F0 0SEND_F0 0F1 0SEND_F1 0RECV_B0 0B0 0RECV_B1 0B1\nr1 1RECV_F0 1F0 1RECV_F1 1B0 1SEND_B0 1F1 1B1 1SEND_B1"
+    )
+    assert add_communication(before) == after
+
+
+@given(st.sampled_from(["GPipe", "1F1B", "LoopedBFS"]), st.integers(2, 6), st.integers(1, 9))
+@settings(deadline=None, max_examples=60)
+def test_messages_form_one_total_order(name: str, ranks: int, microbatches: int) -> None:
+    """Replaying the lists message by message, one at a time in the whole machine, never gets stuck."""
+    schedule = build(name, ranks, ranks, microbatches)
+    made = add_communication(schedule)
+    queues = [[action for action in row if action and action.is_communication] for row in made.table]
+    while any(queues):
+        heads = {queue[0]: queue for queue in queues if queue}
+        ready = [
+            (send, receive)
+            for send in heads
+            if send.kind in SENDS
+            for receive in heads
+            if receive.microbatch == send.microbatch
+            and (receive.kind, receive.stage)
+            == ((Kind.RECV_F, send.stage + 1) if send.kind is Kind.SEND_F else (Kind.RECV_B, send.stage - 1))
+        ]
+        assert ready
+        for action in ready[0]:
+            heads[action].pop(0)
+    computations = [[action for action in row if action and action.is_compute] for row in made.table]
+    assert computations == [[action for action in row if action] for row in schedule.table]
+
+
+def test_one_rank_needs_no_messages() -> None:
+    schedule = Schedule.of(["0F0 . 1F0 1B0 0B0"])
+    made = add_communication(schedule)
+    assert made == Schedule.of(["0F0 1F0 1B0 0B0"])
+    assert add_communication(made) == made
+
+
+def test_only_neighbours_on_different_ranks_talk() -> None:
+    """A V: stages 1 and 2 are neighbours on one rank."""
+    made = add_communication(Schedule.of(["0F0 3F0 3B0 0B0", "1F0 2F0 2B0 1B0"]))
+    assert made == Schedule.parse(
+        "r0 0F0 0SEND_F0 3RECV_F0 3F0 3B0 3SEND_B0 0RECV_B0 0B0\nr1 1RECV_F0 1F0 2F0 2SEND_F0 2RECV_B0 2B0 1B0 1SEND_B0"
+    )
+
+
+def test_actions_of_a_whole_stage_stay_where_they_are() -> None:
+    made = add_communication(Schedule.of(["0UNSHARD 0F0 0B0 0REDUCE_GRAD", "1F0 1B0"]))
+    assert str(made.table[0][0]) == "0UNSHARD"
+    assert [str(action) for action in made.table[0]][-2:] == ["0B0", "0REDUCE_GRAD"]
+
+
+def test_twice_is_refused() -> None:
+    made = add_communication(build("1F1B", 2, 2, 2))
+    with pytest.raises(ScheduleError, match="1F1B has sends and receives already"):
+        add_communication(made)
+
+
+def test_a_deadlock_is_refused() -> None:
+    with pytest.raises(ScheduleError, match="stops at rank 0: 0B0, rank 1: 1F1; `check` names the cycle"):
+        add_communication(Schedule.of(["0F0 0B0 0F1 0B1", "1F0 1F1 1B0 1B1"]))

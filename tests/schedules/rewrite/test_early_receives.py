@@ -1,0 +1,135 @@
+"""Early receives: only receives move, each channel keeps its order, few are ahead, and no run comes to a stop."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from random import Random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from graphpp.schedules.generate import names as schedules
+from graphpp.schedules.rewrite.add_send_recv import add_communication
+from graphpp.schedules.rewrite.batch_p2p import fuse_communication
+from graphpp.schedules.rewrite.early_receives import post_early
+from graphpp.schedules.table.actions import SENDS, Action, Kind
+from tests.schedules.tables import Rows, named, rows_of, tables
+
+RECEIVES = (Kind.RECV_F, Kind.RECV_B)
+
+
+def peer(leaf: Action, home: dict[int, int]) -> int:
+    return home[leaf.stage + (1 if leaf.kind in (Kind.SEND_F, Kind.RECV_B) else -1)]
+
+
+def leaves(row: list[Action]) -> list[Action]:
+    return [leaf for action in row for leaf in action.leaves]
+
+
+def channels(row: list[Action], home: dict[int, int]) -> dict[int, list[Action]]:
+    """What a rank receives from each other one, in order."""
+    found: dict[int, list[Action]] = defaultdict(list)
+    for leaf in leaves(row):
+        if leaf.kind in RECEIVES:
+            found[peer(leaf, home)].append(leaf)
+    return found
+
+
+class Buffered:
+    """Ranks over a transport on which a receive alone waits for nobody, and whatever sends for this rank's sends before it.
+
+    A send is over when its receive is posted: nothing is buffered.
+    """
+
+    def __init__(self, rows: Rows, home: dict[int, int]) -> None:
+        self.todo, self.home = [list(row) for row in rows], home
+        self.posted: dict[tuple[int, int], list[Action]] = defaultdict(list)
+        self.sent: dict[tuple[int, int], list[Action]] = defaultdict(list)
+
+    def runs_to_its_end(self) -> bool:
+        while any([self.step(rank) for rank in range(len(self.todo))]):
+            pass
+        return not any(self.todo) and all(self.sends_are_over(rank) for rank in range(len(self.todo)))
+
+    def step(self, rank: int) -> bool:
+        """Do the action at the head if nothing of it has to wait."""
+        if not self.todo[rank]:
+            return False
+        own = self.todo[rank][0].leaves
+        if any(leaf.kind in SENDS for leaf in own) and not self.sends_are_over(rank):
+            return False
+        if not all(self.arrived(rank, leaf) for leaf in own):
+            return False
+        self.todo[rank].pop(0)
+        for leaf in own:
+            if leaf.kind in SENDS:
+                self.sent[rank, peer(leaf, self.home)].append(leaf)
+            elif leaf.kind in RECEIVES:
+                self.posted[peer(leaf, self.home), rank].append(leaf)
+        return True
+
+    def sends_are_over(self, rank: int) -> bool:
+        return all(len(self.posted[key]) >= len(sent) for key, sent in list(self.sent.items()) if key[0] == rank)
+
+    def arrived(self, rank: int, leaf: Action) -> bool:
+        """Whether what a computation reads is there; and it is the right one."""
+        receive = leaf._replace(kind=Kind.RECV_F if leaf.kind is Kind.F else Kind.RECV_B)
+        key = next((key for key, each in self.posted.items() if key[1] == rank and receive in each), None)
+        if leaf.kind not in (Kind.F, Kind.B, Kind.I) or key is None:
+            return True
+        at = self.posted[key].index(receive)
+        if at >= len(self.sent[key]):
+            return False
+        came = self.sent[key][at]
+        step = 1 if receive.kind is Kind.RECV_F else -1
+        way = Kind.SEND_F if receive.kind is Kind.RECV_F else Kind.SEND_B
+        assert came == Action(receive.stage - step, way, leaf.microbatch)
+        return True
+
+
+def check_moved(rows: Rows, home: dict[int, int], ahead: int) -> None:
+    early = [post_early(row, home, ahead) for row in rows]
+    for row, moved in zip(rows, early, strict=True):
+        check_rank(row, moved, home, ahead)
+    assert Buffered(early, home).runs_to_its_end()
+
+
+def check_rank(row: list[Action], moved: list[Action], home: dict[int, int], ahead: int) -> None:
+    assert [each for each in moved if each.kind not in RECEIVES] == [each for each in row if each.kind not in RECEIVES]
+    assert channels(moved, home) == channels(row, home)
+    posted = {leaf: at for at, leaf in enumerate(leaves(moved))}
+    others = [leaf for leaf in leaves(row) if leaf.kind not in RECEIVES]
+    for at, other in enumerate(others):
+        here, there = posted[other], leaves(row).index(other)
+        before = {leaf for leaf in leaves(moved)[:here] if leaf.kind in RECEIVES}
+        usual = {leaf for leaf in leaves(row)[:there] if leaf.kind in RECEIVES}
+        assert usual <= before, at
+        for each in channels(sorted(before - usual), home).values():
+            assert len(each) <= ahead
+
+
+@given(tables(sharding=False), st.integers(1, 3))
+def test_any_table(table: tuple[Rows, int, int, Random], ahead: int) -> None:
+    rows, *_ = table
+    home = {leaf.stage: rank for rank, row in enumerate(rows) for leaf in leaves(row)}
+    check_moved(rows, home, ahead)
+
+
+@given(named(), st.integers(1, 3), st.booleans())
+def test_named_schedules(schedule: schedules.Schedule, ahead: int, fused: bool) -> None:
+    made = add_communication(schedule)
+    made = fuse_communication(made) if fused and made.has_communication else made
+    check_moved(rows_of(made), dict(made.rank_of_stage), ahead)
+
+
+@pytest.mark.parametrize(
+    ("ahead", "row"),
+    [
+        (1, "0RECV_B0 0F0 0SEND_F0 0F1 0SEND_F1 0RECV_B1 0B0 0F2 0SEND_F2 0RECV_B2 0B1 0B2"),
+        (2, "0RECV_B0 0RECV_B1 0F0 0SEND_F0 0F1 0SEND_F1 0RECV_B2 0B0 0F2 0SEND_F2 0B1 0B2"),
+    ],
+)
+def test_1f1b_on_two_ranks(ahead: int, row: str) -> None:
+    made = add_communication(schedules.one_f_one_b(2, 2, 3))
+    assert " ".join(map(str, post_early(rows_of(made)[0], made.rank_of_stage, ahead))) == row

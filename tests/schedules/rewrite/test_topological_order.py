@@ -1,0 +1,47 @@
+"""The order stays topological while edges come and go, and refuses exactly the edges that close a cycle."""
+
+from __future__ import annotations
+
+from graphlib import CycleError
+from random import Random
+
+import networkx
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from graphpp.schedules.rewrite.topological_order import Order
+
+
+@given(st.randoms(use_true_random=False), st.integers(2, 12), st.integers(1, 60))
+@settings(deadline=None, max_examples=150)
+def test_any_edges(random: Random, nodes: int, changes: int) -> None:
+    graph = networkx.DiGraph()
+    graph.add_nodes_from(range(nodes))
+    shuffled = random.sample(range(nodes), nodes)
+    for _ in range(nodes):
+        one, other = sorted(random.sample(range(nodes), 2))
+        graph.add_edge(shuffled[one], shuffled[other])
+    order = Order([*graph.edges, *((-1, node) for node in range(nodes))])
+    for _ in range(changes):
+        one, other = random.sample(range(nodes), 2)
+        assert order.has(one, other) == graph.has_edge(one, other)
+        if graph.has_edge(one, other):
+            order.remove(one, other)
+            graph.remove_edge(one, other)
+        else:
+            closes = networkx.has_path(graph, other, one)
+            assert order.add(one, other) != closes
+            assert order.has(one, other) != closes
+            graph.add_edges_from([] if closes else [(one, other)])
+
+
+def test_a_cycle_at_the_start() -> None:
+    with pytest.raises(CycleError):
+        Order([(0, 1), (1, 0)])
+
+
+def test_an_edge_to_itself() -> None:
+    order = Order([(0, 1)])
+    assert not order.add(1, 1)
+    assert order.add(0, 1)
