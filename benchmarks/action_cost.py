@@ -35,9 +35,10 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, ScheduleInterleaved1F1B
 
 import graphpp
-from graphpp._torch.pipelining import ActionLoop
+from graphpp.parallel.place import Device
+from graphpp.runtime.action_loop import ActionLoop
 from graphpp.runtime.model_state import ModelState
-from graphpp.runtime.runner import Device, GraphPPRunner
+from graphpp.runtime.runner import GraphPPRunner
 from graphpp.schedules.generate import names as schedules
 from graphpp.schedules.rewrite.add_send_recv import add_communication
 from graphpp.schedules.table.schedule import Schedule

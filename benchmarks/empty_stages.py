@@ -16,7 +16,7 @@ from harness import RANK
 from torch import Tensor
 from torch.distributed.pipelining.schedules import _PipelineScheduleRuntime
 
-from graphpp._torch.pipelining import to_torch
+from graphpp.runtime.action_loop import to_torch
 from graphpp.runtime.program import (
     Boundary,
     Input,

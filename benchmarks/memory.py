@@ -35,8 +35,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from workloads import NAMES, Size, workload
 
+from graphpp.runtime.program_costs import costs_of_programs
 from graphpp.schedules.check.peak_memory import peak_bytes
-from graphpp.schedules.table.costs import Costs
 
 CHOICES: dict[str, Any] = {"graphpp": None, "0.5": 0.5, "full": "full"}
 MIB = 1 << 20
@@ -123,7 +123,7 @@ def graphpp_step(case: Case, device: torch.device, backend: str, recompute: Any)
     step.losses()
     plan = pipe._library.first
     assert plan is not None
-    return step, peak_bytes(plan.plan.schedule, Costs.of_programs(plan.program))[RANK]
+    return step, peak_bytes(plan.plan.schedule, costs_of_programs(plan.program))[RANK]
 
 
 def record(case: Case, option: argparse.Namespace, device: torch.device) -> dict[str, Any]:

@@ -25,6 +25,7 @@ from graphpp.planner.megatron_layout import Layout
 from graphpp.planner.offload_policy import Offload
 from graphpp.planner.plan import Plan
 from graphpp.planner.resolve_split import split_points
+from graphpp.schedules.draw.pictures import chrome_trace, html, svg
 from graphpp.schedules.generate.names import stage_ids
 from graphpp.schedules.search.scheduler import schedule_auto
 from graphpp.schedules.simulate.simulator import simulate
@@ -62,12 +63,15 @@ __all__ = [
     "StepResult",
     "Timeline",
     "Verification",
+    "chrome_trace",
     "compile",
+    "html",
     "schedule_auto",
     "schedules",
     "simulate",
     "split_points",
     "stage_ids",
+    "svg",
     "verify",
     "whole",
 ]

@@ -12,7 +12,6 @@ import torch.distributed as dist
 from torch import nn
 
 from graphpp.backends import inductor as backends
-from graphpp.batch.loss_weights import Reduction
 from graphpp.batch.microbatch import Microbatch
 from graphpp.capture.check_arguments import (
     check_given,
@@ -25,13 +24,15 @@ from graphpp.capture.trace import LossFunction
 from graphpp.compiler import facts
 from graphpp.compiler.build import Settings
 from graphpp.options import recompute as recomputing
+from graphpp.options.gradients import Reduction
+from graphpp.options.split import Split
 from graphpp.parallel.agreement import Agreement, Facts
 from graphpp.parallel.failure import FailureBoard
 from graphpp.parallel.place import checked_replicas, place_of
 from graphpp.passes.graph.op_costs import Cost
 from graphpp.pipeline.pipeline import Pipeline
 from graphpp.planner import offload_policy as offloading
-from graphpp.planner.resolve_split import Split
+from graphpp.runtime.model_state import of_model
 from graphpp.schedules.generate.read import Source, read
 
 
@@ -154,7 +155,7 @@ def _facts(model: nn.Module, loss: LossFunction | None, settings: Settings) -> F
         {
             "the torch version": [torch.__version__],
             "the type of the device": [settings.place.device.type],
-            "the model": facts.of_model(model),
+            "the model": of_model(model),
             "loss=": ["none" if loss is None else "given"],
             "example=": ["none" if settings.example is None else "given"],
             "split=": [facts.spell_split(settings.split)],

@@ -26,7 +26,7 @@ from graphpp.backends.disk_cache import Cache, default_root
 from graphpp.backends.gemm_kernels import ProductKernels
 from graphpp.backends.region_results import AsCaptured, Fresh
 from graphpp.errors import GraphPPError
-from graphpp.passes.stage.outline_regions import Region, RegionCall
+from graphpp.passes.graph.region import Region, RegionCall
 from graphpp.passes.text.render import Run, render
 
 _VECTOR_UNITS = "vector_units.json"  # those that can be built and loaded

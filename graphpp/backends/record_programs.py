@@ -16,8 +16,8 @@ from dataclasses import replace
 import torch
 
 from graphpp.backends.cuda_graphs import Capturer, CudaCapturer, Graphed, name_of
-from graphpp.compiler.overlap import Sources
 from graphpp.passes.graph.cuda_graph_obstacles import obstacle
+from graphpp.passes.provenance import Sources
 from graphpp.runtime.program import PipelineProgram, Program, StageProgram, WovenProgram
 
 _LOG = logging.getLogger("graphpp")

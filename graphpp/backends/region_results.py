@@ -16,7 +16,7 @@ import torch
 from torch import fx
 
 from graphpp.errors import GraphPPError
-from graphpp.passes.stage.outline_regions import Region
+from graphpp.passes.graph.region import Region
 from graphpp.passes.text.render import Run
 from graphpp.runtime.program import TensorMeta
 from graphpp.runtime.strided_copies import laid_as, meta_of

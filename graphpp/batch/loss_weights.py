@@ -12,17 +12,14 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 from torch.amp import GradScaler
 
 from graphpp.errors import BatchError, GraphPPError
+from graphpp.options.gradients import Reduction
 
 LossWeight = float | Sequence[float] | torch.Tensor
-Reduction = Literal["mean", "sum"]
-
-
 @dataclass(frozen=True)
 class Weighting:
     """How the losses of a step make its loss: one weight per microbatch, or a mean or sum; and the scaler, if any."""

@@ -18,10 +18,10 @@ from graphpp.backends.record_programs import Graphs, capturer_for
 from graphpp.compiler.buffer_hazards import check_late_reads
 from graphpp.compiler.build import Built, Compiler
 from graphpp.compiler.compile_regions import CompiledPrograms
-from graphpp.compiler.overlap import Sources
 from graphpp.parallel.agreement import Agreement, Facts, agree_on_collectives
 from graphpp.parallel.data_parallel import check_apart
-from graphpp.runtime.gradients.accumulate import Subgroups
+from graphpp.parallel.groups import Subgroups
+from graphpp.passes.provenance import Sources
 from graphpp.runtime.model_state import ModelState
 from graphpp.runtime.offload import Offloader, mover_for
 from graphpp.runtime.overlap import Overlaps

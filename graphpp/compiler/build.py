@@ -18,7 +18,6 @@ from torch import nn
 
 from graphpp.backends.inductor import Custom, Inductor
 from graphpp.batch.cut_batch import batch_size
-from graphpp.batch.loss_weights import Reduction
 from graphpp.batch.microbatch import Leaves, Microbatch
 from graphpp.capture import activation_checkpoints as checkpoints
 from graphpp.capture.outputs import check_output
@@ -26,25 +25,31 @@ from graphpp.capture.trace import Captured, LossFunction, capture
 from graphpp.compiler import facts, overlap
 from graphpp.compiler.dump import Dump
 from graphpp.errors import BatchError, ScheduleError
+from graphpp.options.gradients import Reduction
 from graphpp.options.recompute import Recompute
+from graphpp.options.split import Call, Split
 from graphpp.parallel.agreement import Facts
+from graphpp.parallel.place import Device
 from graphpp.passes.graph.joint_graph import JointGraph
 from graphpp.passes.graph.op_costs import Cost, OpCosts
 from graphpp.passes.lower import Choices, Hook, Passed, finish, lower
+from graphpp.passes.provenance import Sources
 from graphpp.passes.stage.outline_regions import with_regions
 from graphpp.planner import offload_policy as offload
-from graphpp.planner.layers import Call
+from graphpp.planner.layers import module_calls
 from graphpp.planner.plan import Plan
-from graphpp.planner.resolve_split import Split, resolve
+from graphpp.planner.resolve_split import resolve
 from graphpp.runtime import program
-from graphpp.runtime.offload import Trip, frees
+from graphpp.runtime.offload import frees
 from graphpp.runtime.program import PipelineProgram, StageProgram, WovenProgram
-from graphpp.runtime.runner import Device, ranks_of_parameters
+from graphpp.runtime.program_costs import costs_of_programs
+from graphpp.runtime.runner import ranks_of_parameters
 from graphpp.schedules.check.checker import check
 from graphpp.schedules.generate.read import Source, build, default_stages
 from graphpp.schedules.rewrite.add_send_recv import add_communication
 from graphpp.schedules.table.actions import Kind
 from graphpp.schedules.table.costs import Costs
+from graphpp.schedules.table.offload_window import Trip
 from graphpp.schedules.table.schedule import Schedule
 
 
@@ -117,7 +122,7 @@ class Built:
     program: PipelineProgram
     plan: Plan
     finished: dict[Wanted, PipelineProgram] = field(default_factory=dict)
-    sources: overlap.Sources = field(default_factory=overlap.Sources)
+    sources: Sources = field(default_factory=Sources)
     dump: Dump | None = None
 
     @property
@@ -173,7 +178,7 @@ class Compiler:
         starts = self._starts(module_calls(captured.joint))
         schedule = self._table(len(starts), microbatches, training=training)
         usual = Wanted(_splits_backward(schedule), bool(self._recomputed(schedule)))
-        sources = overlap.Sources()
+        sources = Sources()
         hook = _both(dump.hook(schedule), _both(sources.hook(), self._watch))
         compiled = lower(captured.joint, starts, hook, self._choices(captured.joint, usual))
         plan = Plan.of(captured.joint, compiled, schedule)
@@ -191,7 +196,7 @@ class Compiler:
             _check_buffer_order(table, built)
         if self.settings.memory_cap is not None and training:
             programs = [self.program(built, table, index) for index, built in enumerate(each)]
-            self._check(table, [Costs.of_programs(program) for program in programs], self.trips(each, table))
+            self._check(table, [costs_of_programs(program) for program in programs], self.trips(each, table))
         return _with_communication(table, training)
 
     def program(self, built: Built, schedule: Schedule, microbatch: int) -> PipelineProgram:
@@ -207,7 +212,7 @@ class Compiler:
         """The saved values of all ranks that leave their device for a while; `built` are the graphs of each microbatch."""
         if self.settings.offload is None:
             return ()
-        sources = overlap.Sources.joined(each.sources for each in built)
+        sources = Sources.joined(each.sources for each in built)
         programs = [self.program(each, schedule, index) for index, each in enumerate(built)]
         return offload.trips(self.settings.offload, schedule, programs, lambda item: sources.of(item).graph)
 
@@ -219,7 +224,7 @@ class Compiler:
         `built` and `programs` are those of each microbatch.
         """
         place = self.settings.place
-        row = overlap.Row(schedule.table[place.rank], programs, overlap.Sources.joined(each.sources for each in built))
+        row = overlap.Row(schedule.table[place.rank], programs, Sources.joined(each.sources for each in built))
         dump = built[0].dump
         cost = self.settings.op_costs or OpCosts.of(place.device.type)
         made = overlap.woven(row, with_regions(cost), dump.woven if dump is not None else lambda *_: None)
@@ -325,17 +330,6 @@ def _both(first: Hook, second: Hook) -> Hook:
         second(passed)
 
     return hook
-
-
-def module_calls(joint: JointGraph) -> list[Call]:
-    """The module calls of the forward in order of their first operation, parents before children."""
-    spans: dict[str, tuple[int, int]] = {}
-    for node in joint.computed():
-        position = node.meta["position"]
-        for call in node.meta["calls"] if position >= 0 else ():
-            first, _ = spans.get(call, (position, position))
-            spans[call] = (first, position + 1)
-    return [Call(fqn, first, end) for fqn, (first, end) in spans.items()]
 
 
 def _with_communication(table: Schedule, training: bool) -> Schedule:

@@ -20,11 +20,13 @@ from rich.progress import track
 from torch import fx
 
 from graphpp.backends.inductor import Custom, Inductor, Regions
-from graphpp.compiler.build import Built, module_calls
+from graphpp.compiler.build import Built
+from graphpp.options.split import Call
+from graphpp.passes.graph.region import RegionCall
 from graphpp.passes.stage.emit import emit_outlined
-from graphpp.passes.stage.outline_regions import Layer, Outlined, RegionCall, outline
+from graphpp.passes.stage.outline_regions import Layer, Outlined, outline
 from graphpp.passes.stage.split_dropout import part_dropout
-from graphpp.planner.layers import Call, repeated_layers
+from graphpp.planner.layers import module_calls, repeated_layers
 from graphpp.runtime.program import PipelineProgram, Program, StageProgram
 
 

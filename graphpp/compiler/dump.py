@@ -29,10 +29,9 @@ from graphpp.capture.trace import Captured
 from graphpp.compiler.dump_text import Pass, boundaries_text, passes_text, plan_json, schedule_csv
 from graphpp.errors import GraphPPError
 from graphpp.passes.graph.joint_graph import JointGraph
+from graphpp.passes.graph.stage_graphs import Cut, F
 from graphpp.passes.lower import Hook, Passed
 from graphpp.passes.overlap.weave import Woven
-from graphpp.passes.stage.cut_stages import Cut
-from graphpp.passes.stage.route_values import F
 from graphpp.passes.text.render import Rendered, code, render
 from graphpp.passes.text.standalone import Origin, standalone
 from graphpp.planner.plan import Plan

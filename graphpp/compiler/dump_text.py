@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 from torch import fx
 
 from graphpp.passes.graph.joint_graph import describe
-from graphpp.passes.stage.cut_stages import Cut
+from graphpp.passes.graph.stage_graphs import Cut
 from graphpp.passes.text.naming import spell_dtype
 from graphpp.planner.plan import Plan
 from graphpp.runtime.program import TensorMeta

@@ -9,22 +9,13 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 
-import torch
-from torch import nn
-
+from graphpp.options.split import Split
 from graphpp.parallel.agreement import Facts
 from graphpp.passes.graph.joint_graph import JointGraph
-from graphpp.planner.resolve_split import Split
 from graphpp.runtime.model_state import ModelState, checksum
 from graphpp.runtime.program import Phase, PipelineProgram, StageProgram
 from graphpp.schedules.generate.read import Source
 from graphpp.schedules.table.schedule import Schedule
-
-
-def of_model(model: nn.Module) -> list[str]:
-    """A line per parameter and buffer: FQN, shape, dtype, whether it is trained."""
-    parameters = [f"{name} {_meta(p)}{'' if p.requires_grad else ', frozen'}" for name, p in model.named_parameters()]
-    return parameters + [f"{name} {_meta(buffer)}, buffer" for name, buffer in model.named_buffers()]
 
 
 def spell_schedule(schedule: Source) -> list[str]:
@@ -69,10 +60,6 @@ def of_replica(compiled: PipelineProgram, schedule: Schedule, rank: int) -> Fact
             "the schedule": str(schedule).splitlines()[1:],
         }
     )
-
-
-def _meta(tensor: torch.Tensor) -> str:
-    return f"{list(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}"
 
 
 def _code(joint: JointGraph) -> list[str]:

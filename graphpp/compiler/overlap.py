@@ -11,57 +11,19 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from graphpp.passes.graph.collectives import is_collective
 from graphpp.passes.graph.op_costs import Cost
-from graphpp.passes.lower import Hook, Passed
+from graphpp.passes.graph.stage_graphs import SlotGraph
+from graphpp.passes.overlap.emit_woven import emit_woven
 from graphpp.passes.overlap.weave import Woven, collectives, weave
-from graphpp.passes.stage.cut_stages import Cut, SlotGraph
-from graphpp.passes.stage.emit import emit_woven
-from graphpp.passes.stage.route_values import F
+from graphpp.passes.provenance import Sources
 from graphpp.runtime.program import BufferUpdate, Phase, PipelineProgram, Program, WovenProgram
 from graphpp.schedules.table.actions import Action
 
 Key = tuple[int, ...]
 Watch = Callable[[Woven, WovenProgram, float], None]  # what was woven, and in how many seconds
-
-
-@dataclass
-class Sources:
-    """The graphs that programs were emitted from."""
-
-    _slots: dict[int, tuple[Program, SlotGraph]] = field(default_factory=dict)
-
-    @classmethod
-    def joined(cls, several: Iterable[Sources]) -> Sources:
-        """All graphs of several."""
-        return cls({key: pair for each in several for key, pair in each._slots.items()})
-
-    def hook(self) -> Hook:
-        """What the recipe calls after each pass: the last pieces before programs are emitted are what those come from."""
-        pieces: list[Cut] = []
-
-        def hook(passed: Passed) -> None:
-            if isinstance(passed.result, Cut):
-                pieces.append(passed.result)
-            elif isinstance(passed.result, PipelineProgram):
-                self._add(pieces[-1], passed.result)
-
-        return hook
-
-    def _add(self, pieces: Cut, emitted: PipelineProgram) -> None:
-        for stage in emitted.stages:
-            for phase, item in stage.programs.items():
-                self.add(item, pieces.slots[F if phase is Phase.EVALUATE else phase, stage.index])
-
-    def add(self, item: Program, slot: SlotGraph) -> None:
-        """Remember the graph that a program was made from."""
-        self._slots[id(item)] = (item, slot)  # holding the program keeps its id its own
-
-    def of(self, item: Program) -> SlotGraph:
-        """The graph of one program."""
-        return self._slots[id(item)][1]
 
 
 @dataclass(frozen=True)

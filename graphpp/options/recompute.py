@@ -17,12 +17,13 @@ from typing import Any
 from torch import fx
 
 from graphpp.errors import GraphPPError
+from graphpp.options.split import Call
 from graphpp.passes.graph.collectives import is_collective
 from graphpp.passes.graph.op_costs import Cost, OpCosts, is_cheap, is_heavy
 from graphpp.passes.recompute.choose_saved import Savings
 from graphpp.passes.recompute.recompute_regions import Chosen, Region, every
 from graphpp.passes.stage.split_weight_grad import Rerun, never
-from graphpp.planner.layers import Call, repeated_layers
+from graphpp.planner.layers import repeated_layers
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,7 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 
-from graphpp._torch.pipelining import group_named
+from graphpp._torch.distributed import group_named
 from graphpp.errors import MismatchError
 
 T = TypeVar("T")

@@ -15,7 +15,7 @@ from collections.abc import Iterable
 import torch
 import torch.distributed as dist
 
-from graphpp._torch.pipelining import group_named
+from graphpp._torch.distributed import group_named
 from graphpp.errors import GraphPPError
 
 

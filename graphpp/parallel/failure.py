@@ -20,10 +20,9 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from graphpp._torch.pipelining import default_store
+from graphpp._torch.distributed import default_store
 from graphpp.errors import GraphPPError, RankFailure
 from graphpp.parallel.agreement import has_gloo
-from graphpp.runtime.transport import PeerLost
 
 _TAG = 0x6C6F7374  # no message of a step has a tag, so no receive takes a probe for its own
 _STORE_TIMEOUT = timedelta(seconds=5)
@@ -102,3 +101,11 @@ def _reason(error: Exception) -> str:
     """What gloo says, without its source line and its advice."""
     line = str(error).partition("\n")[0]
     return re.sub(r"^\[\S+\.(cc|cpp|h):\d+\] ", "", line).partition(". ")[0]
+
+
+class PeerLost(RuntimeError):  # noqa: N818 - it names an event
+    """A message to or from `peer` (rank of the group; None: one of several) could not be completed."""
+
+    def __init__(self, peer: int | None, reason: str) -> None:
+        super().__init__(reason)
+        self.peer = peer

@@ -8,13 +8,13 @@ no such group.
 from __future__ import annotations
 
 import os
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
 from graphpp.errors import GraphPPError
-from graphpp.runtime.runner import Device
 
 
 def place_of(model: object, group: dist.ProcessGroup | None, device: torch.device | str | None) -> Device:
@@ -71,3 +71,21 @@ def _world(device: torch.device) -> dist.ProcessGroup | None:
             return None
         dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
     return dist.group.WORLD
+
+
+@dataclass(frozen=True)
+class Device:
+    """Where a pipeline runs: the device and the process group (None: one process)."""
+
+    device: torch.device
+    group: dist.ProcessGroup | None
+
+    @property
+    def rank(self) -> int:
+        """This process's rank within the group."""
+        return dist.get_rank(self.group) if self.group is not None else 0
+
+    @property
+    def ranks(self) -> int:
+        """Ranks in the group."""
+        return dist.get_world_size(self.group) if self.group is not None else 1

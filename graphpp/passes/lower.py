@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from graphpp.passes.graph.joint_graph import JointGraph, verify
+from graphpp.passes.graph.stage_graphs import Cut
 from graphpp.passes.joint.assign_stages import assign
 from graphpp.passes.joint.clean_up import clean_up
 from graphpp.passes.joint.key_random_ops import randomize
@@ -22,7 +23,7 @@ from graphpp.passes.joint.split_tied_gradients import accumulate
 from graphpp.passes.recompute.choose_saved import Savings, computed_again
 from graphpp.passes.recompute.recompute_regions import Chosen, Region, every, recompute
 from graphpp.passes.recompute.rematerialize import rematerialize
-from graphpp.passes.stage.cut_stages import Cut, cut
+from graphpp.passes.stage.cut_stages import cut
 from graphpp.passes.stage.emit import emit
 from graphpp.passes.stage.fuse_grad_accumulation import accumulate_products
 from graphpp.passes.stage.hoist_per_step import find_prepared, prepare

@@ -15,7 +15,7 @@ from functools import reduce
 import torch
 import torch.distributed as dist
 
-from graphpp._torch.pipelining import foreach_norm
+from graphpp._torch.distributed import foreach_norm
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 

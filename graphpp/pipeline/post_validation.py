@@ -24,7 +24,7 @@ import torch
 from torch.amp import GradScaler
 from torch.optim import Optimizer
 
-from graphpp._torch.pipelining import has_step_hooks
+from graphpp._torch.distributed import has_step_hooks
 from graphpp.errors import GraphPPError
 from graphpp.pipeline import grad_norm as norms
 from graphpp.pipeline.optimizer_rollback import Undo

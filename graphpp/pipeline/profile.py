@@ -19,9 +19,11 @@ import torch
 import torch.distributed as dist
 
 from graphpp.parallel.agreement import has_gloo
+from graphpp.parallel.place import Device
 from graphpp.runtime.program import Phase, PipelineProgram, TensorMeta
+from graphpp.runtime.program_costs import costs_of_stage
 from graphpp.runtime.recorder import Recorder
-from graphpp.runtime.runner import Device, GraphPPRunner
+from graphpp.runtime.runner import GraphPPRunner
 from graphpp.runtime.transport import Landing, Transport
 from graphpp.schedules.simulate.memory_curve import followed
 from graphpp.schedules.simulate.timeline import Event, Timeline
@@ -173,7 +175,7 @@ def _with_bytes(
         saved = max(program.stages[index].saved_bytes for program in own)
         peaks: dict[Kind, int] = {}
         for program in (*own, *split):
-            for kind, count in StageCosts.of_programs(program.stages[index]).peak_bytes.items():
+            for kind, count in costs_of_stage(program.stages[index]).peak_bytes.items():
                 peaks[kind] = max(count, peaks.get(kind, 0))
         found.append(replace(each, saved_bytes=saved, kept_bytes=max(kept, default=None), peak_bytes=peaks))
     return tuple(found)

@@ -18,12 +18,12 @@ from torch import nn
 
 from graphpp.pipeline.graph_cache import Library, Ready
 from graphpp.pipeline.profile import Measured, Profile, meet, profiled
+from graphpp.runtime.model_state import untouched
 from graphpp.runtime.recorder import Recorder, clock_of
 from graphpp.schedules.rewrite.merge_backward import taken_apart, whole_backwards
 from graphpp.schedules.rewrite.split_backward import split_backwards
 from graphpp.schedules.table.actions import Kind
 from graphpp.schedules.table.schedule import Schedule
-from graphpp.verification.runs import untouched
 
 
 @dataclass(frozen=True)

@@ -6,24 +6,11 @@ Contract
     Only order, nesting and size of the calls count; no particular name is known. The calls are not changed.
 """
 
-import re
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from itertools import chain
 
-
-@dataclass(frozen=True)
-class Call:
-    """One call of a module: its forward operations are `position` up to, not including, `end`."""
-
-    fqn: str  # `layers.3`; the second call of the same module is `layers.3@1`
-    position: int
-    end: int
-
-    @property
-    def module(self) -> str:
-        """The FQN without the number of the call."""
-        return re.sub(r"@\d+$", "", self.fqn)
+from graphpp.options.split import Call
+from graphpp.passes.graph.joint_graph import JointGraph
 
 
 def repeated_layers(calls: Sequence[Call]) -> list[Call]:
@@ -63,3 +50,14 @@ def _covered(family: Iterable[Call]) -> int:
 def _apart(one: Sequence[Call], other: Sequence[Call]) -> bool:
     """Whether one family runs wholly before the other."""
     return one[-1].end <= other[0].position or other[-1].end <= one[0].position
+
+
+def module_calls(joint: JointGraph) -> list[Call]:
+    """The module calls of the forward in order of their first operation, parents before children."""
+    spans: dict[str, tuple[int, int]] = {}
+    for node in joint.computed():
+        position = node.meta["position"]
+        for call in node.meta["calls"] if position >= 0 else ():
+            first, _ = spans.get(call, (position, position))
+            spans[call] = (first, position + 1)
+    return [Call(fqn, first, end) for fqn, (first, end) in spans.items()]

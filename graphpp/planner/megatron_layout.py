@@ -19,7 +19,8 @@ from itertools import accumulate, groupby
 from typing import TypeAlias
 
 from graphpp.errors import SplitError
-from graphpp.planner.layers import Call, repeated_layers
+from graphpp.options.split import Call
+from graphpp.planner.layers import repeated_layers
 from graphpp.planner.split_by_name import check_stages
 
 Pattern: TypeAlias = str | Sequence[str] | None

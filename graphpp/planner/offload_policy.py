@@ -19,9 +19,9 @@ from torch import fx
 
 from graphpp.errors import GraphPPError
 from graphpp.passes.graph.offloadable import Beside, Movable, movable
-from graphpp.runtime.offload import Trip
 from graphpp.runtime.program import Phase, PipelineProgram, Program, Saved, StageProgram, TensorMeta
 from graphpp.schedules.table.actions import Action, Kind
+from graphpp.schedules.table.offload_window import Trip
 from graphpp.schedules.table.schedule import Schedule
 
 GraphOf = Callable[[Program], fx.Graph]

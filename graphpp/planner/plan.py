@@ -16,8 +16,8 @@ from rich.table import Table
 
 from graphpp.capture import activation_checkpoints as checkpoints
 from graphpp.passes.graph.joint_graph import JointGraph
-from graphpp.runtime.offload import Trip
 from graphpp.runtime.program import PipelineProgram, StageProgram
+from graphpp.schedules.table.offload_window import Trip
 from graphpp.schedules.table.schedule import Schedule
 from graphpp.units import spell_bytes
 

@@ -15,23 +15,12 @@ Blanks around a name mean nothing.
 import operator
 from collections.abc import Collection, Sequence
 from itertools import pairwise
-from typing import Protocol, SupportsIndex, TypeAlias, runtime_checkable
+from typing import SupportsIndex
 
 from graphpp.errors import SplitError
-from graphpp.planner.layers import Call, repeated_layers
+from graphpp.options.split import Call, Split, Splitter
+from graphpp.planner.layers import repeated_layers
 from graphpp.planner.split_by_name import START, listed_starts, listing, some
-
-
-@runtime_checkable
-class Splitter(Protocol):
-    """Anything that finds the stages itself, by the contract of this file. `Layout` is one."""
-
-    def starts(self, calls: Sequence[Call]) -> tuple[int, ...]:
-        """The first operation of each stage."""
-        ...
-
-
-Split: TypeAlias = SupportsIndex | Sequence[str] | Sequence[Sequence[str]] | Splitter | None
 
 
 def resolve(

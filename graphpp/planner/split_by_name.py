@@ -15,7 +15,7 @@ from collections.abc import Collection, Mapping, Sequence
 from itertools import pairwise
 
 from graphpp.errors import SplitError
-from graphpp.planner.layers import Call
+from graphpp.options.split import Call
 
 START = "the start"  # stands for a call, at position 0, of what runs first
 

@@ -10,6 +10,8 @@ Contract
 
 from __future__ import annotations
 
+import contextlib
+import random
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any
 
@@ -110,3 +112,39 @@ def _refuse(*faults: tuple[str, list[str]]) -> None:
     found = [f"{len(names)} entries {what}: {', '.join(names[:3])}" for what, names in faults if names]
     if found:
         raise GraphPPError("the state dict does not fit this rank's part of the model: " + "; ".join(found))
+
+
+@contextlib.contextmanager
+def untouched(model: nn.Module, device: torch.device) -> Iterator[None]:
+    """Run something on the model, from no gradients; afterwards state, attributes and random numbers are as before."""
+    stores = [s for module in model.modules() for s in (module.__dict__, module._parameters, module._buffers)]
+    kept = [(store, dict(store)) for store in stores]
+    buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
+    grads = [(parameter, parameter.grad) for parameter in model.parameters()]
+    of_python = random.getstate()
+    try:
+        for parameter, _ in grads:
+            parameter.grad = None
+        devices = [device] if device.type == "cuda" else []
+        with torch.random.fork_rng(devices), torch.inference_mode(False), torch.enable_grad():
+            yield
+    finally:
+        random.setstate(of_python)
+        for store, before in kept:
+            store.clear()
+            store.update(before)
+        with torch.no_grad():
+            for buffer, value in buffers:
+                buffer.copy_(value)
+        for parameter, grad in grads:
+            parameter.grad = grad
+
+
+def of_model(model: nn.Module) -> list[str]:
+    """A line per parameter and buffer: FQN, shape, dtype, whether it is trained."""
+    parameters = [f"{name} {_meta(p)}{'' if p.requires_grad else ', frozen'}" for name, p in model.named_parameters()]
+    return parameters + [f"{name} {_meta(buffer)}, buffer" for name, buffer in model.named_buffers()]
+
+
+def _meta(tensor: torch.Tensor) -> str:
+    return f"{list(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}"

@@ -27,24 +27,9 @@ from graphpp.runtime.stage import GraphStage
 from graphpp.runtime.strided_copies import meta_of, packed
 from graphpp.runtime.transport import Landing
 from graphpp.schedules.table.actions import Action, Kind
+from graphpp.schedules.table.offload_window import Trip
 
 K = TypeVar("K")
-
-
-@dataclass(frozen=True)
-class Trip:
-    """Values of one stage and microbatch that leave and come back together; `nbytes` is the memory that is free meanwhile.
-
-    `gone` and `back` are computing actions of the rank's row, `reader` is the part of one that reads the values first.
-    """
-
-    stage: int
-    microbatch: int
-    values: tuple[str, ...]
-    nbytes: int
-    gone: Action
-    back: Action
-    reader: Action
 
 
 class Mover(Protocol[K]):

@@ -13,17 +13,18 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 
-from graphpp._torch.pipelining import ActionLoop, Work
 from graphpp.parallel.data_parallel import Replicas
-from graphpp.runtime.gradients.accumulate import Subgroups, TiedReduction, dtype_of_sum
+from graphpp.parallel.groups import Subgroups
+from graphpp.parallel.place import Device
+from graphpp.runtime.gradients.accumulate import dtype_of_sum
 from graphpp.runtime.gradients.gemm_accumulation import Products
+from graphpp.runtime.gradients.tied import TiedReduction
 from graphpp.runtime.model_state import ModelState
 from graphpp.runtime.offload import Offloader, Staying
 from graphpp.runtime.overlap import Overlaps
@@ -37,23 +38,10 @@ from graphpp.schedules.rewrite.early_receives import post_early
 from graphpp.schedules.table.actions import SENDS, Action, Kind
 from graphpp.schedules.table.schedule import Schedule
 
+if TYPE_CHECKING:
+    from graphpp.runtime.action_loop import ActionLoop
 
-@dataclass(frozen=True)
-class Device:
-    """Where a pipeline runs: the device and the process group (None: one process)."""
-
-    device: torch.device
-    group: dist.ProcessGroup | None
-
-    @property
-    def rank(self) -> int:
-        """This process's rank within the group."""
-        return dist.get_rank(self.group) if self.group is not None else 0
-
-    @property
-    def ranks(self) -> int:
-        """Ranks in the group."""
-        return dist.get_world_size(self.group) if self.group is not None else 1
+Work = Callable[[], object]
 
 
 class GraphPPRunner:
@@ -235,6 +223,10 @@ class GraphPPRunner:
     # ------------------------------------------------------------------------------ what an action does
 
     def _bound_loop(self) -> ActionLoop:
+        from graphpp.runtime.action_loop import (
+            ActionLoop,  # imports Dynamo: a second that `import graphpp` does not pay
+        )
+
         row = [action for action in self.schedule.table[self.place.rank] if action is not None]
         if self.place.device.type == "cpu":  # on NCCL an early receive would hold up the sends to that rank
             row = post_early(row, self.schedule.rank_of_stage, DEPTH)

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 import torch
 
-from graphpp._torch.pipelining import foreach_copy
+from graphpp._torch.distributed import foreach_copy
 from graphpp.runtime.program import TensorMeta
 from graphpp.runtime.transport import Landing, pack
 

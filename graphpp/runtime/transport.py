@@ -29,6 +29,7 @@ from itertools import islice
 import torch
 import torch.distributed as dist
 
+from graphpp.parallel.failure import PeerLost
 from graphpp.runtime.program import TensorMeta
 
 DEPTH = 2
@@ -71,14 +72,6 @@ class Parcel:
     def elements(self) -> list[torch.Tensor]:
         """What goes over the wire: the memory that is read, or written into."""
         return self.message.tensors if self.outgoing else [landing.elements for landing in self.message.landings]
-
-
-class PeerLost(RuntimeError):  # noqa: N818 - it names an event
-    """A message to or from `peer` (rank of the group; None: one of several) could not be completed."""
-
-    def __init__(self, peer: int | None, reason: str) -> None:
-        super().__init__(reason)
-        self.peer = peer
 
 
 class Transport:

@@ -26,15 +26,15 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 
 from graphpp._torch import aot
 from graphpp.passes.graph.joint_graph import JointGraph
-from graphpp.passes.stage.cut_stages import Cut
-from graphpp.passes.stage.route_values import Slot
+from graphpp.passes.graph.stage_graphs import Cut, Slot
 from graphpp.passes.text.naming import Spelling
 from graphpp.runtime import program
+from graphpp.runtime.model_state import untouched
 from graphpp.runtime.program import Phase, PipelineProgram
 from graphpp.schedules.table.actions import Action
 from graphpp.schedules.table.schedule import Schedule
 from graphpp.verification.report import Comparison, Difference, Parting, difference, same
-from graphpp.verification.runs import Step, run_cut, run_eager, run_uncut, untouched
+from graphpp.verification.runs import Step, run_cut, run_eager, run_uncut
 
 Values = Sequence[Mapping[str, Any]]  # per microbatch, every value of the joint graph by name
 _PROGRAM = re.compile(r"<graphpp stage (\d+) (\w+)>.*")

@@ -14,8 +14,7 @@ Contract
 from __future__ import annotations
 
 import contextlib
-import random
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,6 +24,7 @@ from torch import fx, nn
 from graphpp._torch import aot
 from graphpp.batch.microbatch import Leaves
 from graphpp.capture.trace import LossFunction, loss_and_metrics
+from graphpp.parallel.place import Device
 from graphpp.passes.graph.joint_graph import JointGraph, remove_unused
 from graphpp.passes.joint.key_random_ops import draws, randomize
 from graphpp.passes.joint.relax_views import relax_views
@@ -32,7 +32,7 @@ from graphpp.runtime import program
 from graphpp.runtime.model_state import ModelState
 from graphpp.runtime.program import PipelineProgram
 from graphpp.runtime.randomness import seeded, step_keys
-from graphpp.runtime.runner import Device, GraphPPRunner
+from graphpp.runtime.runner import GraphPPRunner
 from graphpp.schedules.table.schedule import Schedule
 
 Tensors = dict[str, torch.Tensor]
@@ -57,32 +57,6 @@ class Step:
     parts: Sequence[Leaves]
     seeds: Sequence[torch.Tensor]
     device: torch.device
-
-
-@contextlib.contextmanager
-def untouched(model: nn.Module, device: torch.device) -> Iterator[None]:
-    """Run something on the model, from no gradients; afterwards state, attributes and random numbers are as before."""
-    stores = [s for module in model.modules() for s in (module.__dict__, module._parameters, module._buffers)]
-    kept = [(store, dict(store)) for store in stores]
-    buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
-    grads = [(parameter, parameter.grad) for parameter in model.parameters()]
-    of_python = random.getstate()
-    try:
-        for parameter, _ in grads:
-            parameter.grad = None
-        devices = [device] if device.type == "cuda" else []
-        with torch.random.fork_rng(devices), torch.inference_mode(False), torch.enable_grad():
-            yield
-    finally:
-        random.setstate(of_python)
-        for store, before in kept:
-            store.clear()
-            store.update(before)
-        with torch.no_grad():
-            for buffer, value in buffers:
-                buffer.copy_(value)
-        for parameter, grad in grads:
-            parameter.grad = grad
 
 
 def left_behind(model: nn.Module, losses: Sequence[torch.Tensor]) -> Numbers:

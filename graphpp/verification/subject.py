@@ -24,16 +24,17 @@ from graphpp.capture.trace import LossFunction
 from graphpp.compiler.build import Built, Compiler, Settings
 from graphpp.compiler.compile_regions import CompiledPrograms
 from graphpp.errors import BatchError, GraphPPError, ScheduleError
+from graphpp.options.split import Split
+from graphpp.parallel.place import Device
 from graphpp.passes.graph.joint_graph import JointGraph
+from graphpp.passes.graph.stage_graphs import Cut
 from graphpp.passes.lower import Passed
-from graphpp.passes.stage.cut_stages import Cut
-from graphpp.planner.resolve_split import Split
+from graphpp.runtime.model_state import untouched
 from graphpp.runtime.program import PipelineProgram
-from graphpp.runtime.runner import Device
 from graphpp.schedules.generate.read import default_stages
 from graphpp.schedules.table.actions import Action, upstream
 from graphpp.schedules.table.schedule import Schedule
-from graphpp.verification.runs import repeatable, untouched
+from graphpp.verification.runs import repeatable
 
 
 @dataclass(frozen=True)

@@ -18,8 +18,9 @@ from typing import Any
 import torch
 
 from graphpp.passes.graph.joint_graph import JointGraph
+from graphpp.runtime.model_state import untouched
 from graphpp.verification.report import Comparison, Difference, difference, widened
-from graphpp.verification.runs import Numbers, Step, run_uncut, untouched
+from graphpp.verification.runs import Numbers, Step, run_uncut
 
 _JITTERS = 2  # runs with jitter, of which the largest difference counts
 _OF_JITTER = 10  # as many times that difference is still rounding; Inductor's is 0.3 to 2 times it in the zoo

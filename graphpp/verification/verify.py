@@ -24,21 +24,22 @@ import torch
 from torch import nn
 
 from graphpp.backends import inductor as backends
-from graphpp.batch.loss_weights import Reduction, Weighting
+from graphpp.batch.loss_weights import Weighting
 from graphpp.batch.microbatch import Leaves, Microbatch, unwrapped
 from graphpp.capture.check_arguments import check_given
 from graphpp.capture.trace import LossFunction
 from graphpp.compiler.build import Built, Settings
 from graphpp.errors import BatchError
 from graphpp.options import recompute as recomputing
+from graphpp.options.gradients import Reduction
+from graphpp.options.split import Split
 from graphpp.passes.graph.joint_graph import JointGraph
-from graphpp.planner.resolve_split import Split
-from graphpp.runtime.model_state import ModelState
+from graphpp.runtime.model_state import ModelState, untouched
 from graphpp.schedules.generate.read import Source, read
 from graphpp.schedules.table.schedule import Schedule
 from graphpp.verification.first_difference import in_cut, in_eager, in_result, values_of
 from graphpp.verification.report import Comparison, Parting, Verification
-from graphpp.verification.runs import Numbers, Step, run_cut, run_eager, run_uncut, untouched
+from graphpp.verification.runs import Numbers, Step, run_cut, run_eager, run_uncut
 from graphpp.verification.subject import (
     Compiled,
     Imagined,

@@ -21,7 +21,7 @@ from torch import Tensor, fx, nn
 import graphpp
 from graphpp.backends.disk_cache import Cache
 from graphpp.backends.gemm_kernels import ProductKernels
-from graphpp.passes.stage.outline_regions import Region
+from graphpp.passes.graph.region import Region
 from tests.distributed import run_ranks
 from tests.models import MODELS, Batch, Case
 from tests.reference import eager_steps, gradients

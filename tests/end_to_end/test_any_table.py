@@ -16,12 +16,13 @@ from torch.nn import functional as F
 from graphpp import Microbatch
 from graphpp.batch.microbatch import tensors
 from graphpp.capture.trace import capture
-from graphpp.compiler.build import module_calls
+from graphpp.parallel.place import Device
 from graphpp.passes.lower import Choices, lower
+from graphpp.planner.layers import module_calls
 from graphpp.planner.resolve_split import resolve
 from graphpp.runtime.model_state import ModelState
 from graphpp.runtime.program import PipelineProgram
-from graphpp.runtime.runner import Device, GraphPPRunner
+from graphpp.runtime.runner import GraphPPRunner
 from graphpp.schedules.rewrite.add_send_recv import add_communication
 from graphpp.schedules.table.schedule import Schedule
 from tests.distributed import run_ranks

@@ -21,26 +21,27 @@ from graphpp.backends.inductor import Regions
 from graphpp.batch import microbatch as signature
 from graphpp.batch.microbatch import Microbatch
 from graphpp.capture.trace import capture
-from graphpp.compiler.build import module_calls
 from graphpp.compiler.compile_regions import layers_of
-from graphpp.compiler.overlap import Sources
 from graphpp.errors import CaptureError
 from graphpp.options import recompute as recomputing
 from graphpp.options.recompute import Recompute
+from graphpp.parallel.place import Device
 from graphpp.passes.graph.joint_graph import JointGraph
 from graphpp.passes.graph.op_costs import OpCosts
 from graphpp.passes.joint.key_random_ops import randomize
 from graphpp.passes.joint.relax_views import relax_views
 from graphpp.passes.lower import Choices, lower
+from graphpp.passes.provenance import Sources
 from graphpp.passes.recompute.choose_saved import Savings
 from graphpp.passes.stage.emit import emit_outlined
 from graphpp.passes.stage.outline_regions import outline
 from graphpp.passes.stage.split_dropout import part_dropout
+from graphpp.planner.layers import module_calls
 from graphpp.runtime import program as p
 from graphpp.runtime.model_state import ModelState
 from graphpp.runtime.program import PipelineProgram
 from graphpp.runtime.randomness import step_keys
-from graphpp.runtime.runner import Device, GraphPPRunner
+from graphpp.runtime.runner import GraphPPRunner
 from graphpp.schedules.check.checker import check
 from graphpp.schedules.generate.names import SCHEDULES
 from graphpp.schedules.rewrite.add_send_recv import add_communication

@@ -18,9 +18,9 @@ from hypothesis import HealthCheck, Phase, given, note, seed, settings
 from hypothesis import strategies as st
 
 import graphpp
-from graphpp.compiler.build import module_calls
 from graphpp.errors import CaptureError, SplitError
 from graphpp.passes.graph.joint_graph import JointGraph
+from graphpp.planner.layers import module_calls
 from tests.distributed import run_ranks
 from tests.fuzz.harness import (
     Cut,

@@ -120,7 +120,7 @@ def test_a_profile_before_the_first_step_and_the_timeline_alone() -> None:
     timeline = pipe.timeline(*case.batch.args, target=case.batch.target, repeat=1)
     check_complete(timeline)
     assert all(parameter.grad is None for parameter in pipe.parameters())
-    assert len(timeline.events) == 4 and "1F0" in timeline.to_svg()
+    assert len(timeline.events) == 4 and "1F0" in graphpp.svg(timeline)
 
 
 def test_what_a_profile_says() -> None:

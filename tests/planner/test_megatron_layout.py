@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from graphpp.errors import SplitError
-from graphpp.planner.layers import Call
+from graphpp.options.split import Call
 from graphpp.planner.megatron_layout import Layout
 from graphpp.planner.resolve_split import resolve
 

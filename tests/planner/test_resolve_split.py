@@ -15,10 +15,10 @@ from torch import nn
 
 from graphpp.batch.microbatch import Microbatch
 from graphpp.capture.trace import capture
-from graphpp.compiler.build import module_calls
 from graphpp.errors import SplitError
-from graphpp.planner.layers import Call, repeated_layers
-from graphpp.planner.resolve_split import Split, Splitter, resolve, split_points
+from graphpp.options.split import Call, Split, Splitter
+from graphpp.planner.layers import module_calls, repeated_layers
+from graphpp.planner.resolve_split import resolve, split_points
 
 
 def forward(*parts: str) -> list[Call]:

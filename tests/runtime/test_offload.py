@@ -13,10 +13,10 @@ import graphpp
 from graphpp.compiler import build as compiler
 from graphpp.errors import GraphPPError, ScheduleError
 from graphpp.planner.offload_policy import Offload, chosen
-from graphpp.runtime.offload import Trip
 from graphpp.runtime.program import TensorMeta
 from graphpp.runtime.task import Task
 from graphpp.schedules.table.actions import Kind
+from graphpp.schedules.table.offload_window import Trip
 from tests.distributed import run_ranks
 from tests.movers import Copying, moving_by
 from tests.training import CASES, Numbers, capturing_once, differences, eager, train, whole

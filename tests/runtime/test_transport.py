@@ -11,9 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from graphpp.parallel.failure import PeerLost
 from graphpp.runtime import transport as transport_file
 from graphpp.runtime.program import TensorMeta
-from graphpp.runtime.transport import DEPTH, Landing, Message, Parcel, PeerLost, Transport, pack, post
+from graphpp.runtime.transport import DEPTH, Landing, Message, Parcel, Transport, pack, post
 from tests.distributed import run_ranks
 
 CPU = torch.device("cpu")

@@ -13,7 +13,7 @@ from torch import fx
 from graphpp.passes.graph.aliases import is_view
 from graphpp.passes.graph.collectives import is_collective, is_wait
 from graphpp.passes.graph.joint_graph import is_check
-from graphpp.passes.stage.outline_regions import RegionCall
+from graphpp.passes.graph.region import RegionCall
 
 _READ_BY_HOST = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
 _CONTROL = ("cond", "while_loop")

@@ -23,9 +23,9 @@ from torch import fx
 
 from graphpp.passes.graph.collectives import group_of, is_collective
 from graphpp.passes.graph.op_costs import Cost
+from graphpp.passes.graph.stage_graphs import SlotGraph
 from graphpp.passes.overlap.list_schedule import schedule
 from graphpp.passes.overlap.stream_timing import Estimate
-from graphpp.passes.stage.cut_stages import SlotGraph
 from graphpp.passes.text.naming import spell_value
 
 

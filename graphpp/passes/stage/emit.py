@@ -14,10 +14,9 @@ from torch import fx
 from graphpp.passes.graph.aliases import root, shared_results
 from graphpp.passes.graph.joint_graph import JointGraph, tensor_meta
 from graphpp.passes.graph.liveness import peak_bytes
-from graphpp.passes.overlap.weave import Woven
-from graphpp.passes.stage.cut_stages import Cut, SlotGraph
-from graphpp.passes.stage.outline_regions import Outlined, RegionCall
-from graphpp.passes.stage.route_values import F
+from graphpp.passes.graph.region import RegionCall
+from graphpp.passes.graph.stage_graphs import Cut, F, SlotGraph
+from graphpp.passes.stage.outline_regions import Outlined
 from graphpp.passes.text.render import render
 from graphpp.runtime.program import (
     Buffer,
@@ -31,7 +30,6 @@ from graphpp.runtime.program import (
     PipelineProgram,
     Program,
     StageProgram,
-    WovenProgram,
 )
 
 
@@ -91,12 +89,6 @@ def emit_outlined(item: Program, made: Outlined) -> Program:
 
 def _is_of_a_region(node: fx.Node) -> bool:
     return any(isinstance(source.target, RegionCall) for source in root(node).all_input_nodes)
-
-
-def emit_woven(woven: Woven, parts: Sequence[Program]) -> WovenProgram:
-    """Render and load a woven graph; `parts` are the programs that were emitted for its parts."""
-    rendered = render(woven.graph, woven.title)
-    return WovenProgram(tuple(parts), rendered.load(f"<graphpp {woven.title}>"), rendered.text)
 
 
 def _used(pieces: Cut, stage: int) -> set[object]:

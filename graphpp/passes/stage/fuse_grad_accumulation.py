@@ -20,7 +20,7 @@ import torch
 from torch import fx
 
 from graphpp.passes.graph.joint_graph import is_tensor, remove_unused
-from graphpp.passes.stage.cut_stages import Cut, Results, SlotGraph
+from graphpp.passes.graph.stage_graphs import Cut, Results, SlotGraph
 from graphpp.runtime.gradients.gemm_accumulation import Within, product
 from graphpp.runtime.program import Gradient
 

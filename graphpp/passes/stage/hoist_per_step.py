@@ -22,8 +22,8 @@ from torch import fx
 
 from graphpp.passes.graph.collectives import is_collective, is_wait
 from graphpp.passes.graph.joint_graph import JointGraph, is_check, is_tensor
+from graphpp.passes.graph.stage_graphs import Cut, Results, SlotGraph, slot_graph
 from graphpp.passes.joint.key_random_ops import draws
-from graphpp.passes.stage.cut_stages import Cut, Results, SlotGraph, slot_graph
 from graphpp.runtime import program
 from graphpp.runtime.program import InputRole, Phase
 

@@ -27,7 +27,8 @@ from graphpp.passes.graph.aliases import is_view
 from graphpp.passes.graph.collectives import is_collective, is_wait
 from graphpp.passes.graph.joint_graph import is_check
 from graphpp.passes.graph.op_costs import Cost, flops
-from graphpp.passes.stage.cut_stages import SlotGraph
+from graphpp.passes.graph.region import Region, RegionCall
+from graphpp.passes.graph.stage_graphs import SlotGraph
 from graphpp.runtime.program import Buffer
 
 Layer = Callable[[fx.Node], str | None]
@@ -35,40 +36,6 @@ Layer = Callable[[fx.Node], str | None]
 _OPERATOR = type(torch.ops.aten.add.Tensor)
 _BY_STORAGE = (torch.ops.aten.as_strided.default,)  # reads its input's memory from the start of the storage
 _PLAIN = (int, float, bool, str, complex, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format)
-
-
-@dataclass(frozen=True, eq=False)
-class Region:
-    """Operations to be compiled as one. `title`: where they come from, `layers.3 of stage 1 backward`."""
-
-    title: str
-    graph: fx.Graph
-    key: str
-
-    @property
-    def examples(self) -> list[Any]:
-        """The values, without data, that it is made for."""
-        return [node.meta["val"] for node in self.graph.find_nodes(op="placeholder")]
-
-    @property
-    def results(self) -> list[Any]:
-        """What it returns, without data."""
-        nodes: Any = self.graph.output_node().args[0]
-        return [node.meta["val"] for node in nodes]
-
-
-@dataclass(eq=False)
-class RegionCall:
-    """What a program calls in place of a region: `run(boxed)` takes a list of inputs, empties it, and returns the results."""
-
-    region: Region
-    run: Callable[[list[Any]], Sequence[Any]] | None = None
-    __name__: str = field(default="region", init=False)
-
-    def __call__(self, boxed: list[Any]) -> Sequence[Any]:
-        """Run it."""
-        assert self.run is not None, f"{self.region.title} has not been compiled"
-        return self.run(boxed)
 
 
 @dataclass(frozen=True)

@@ -16,11 +16,9 @@ from torch import fx
 
 from graphpp.passes.graph.aliases import shares_memory
 from graphpp.passes.graph.joint_graph import JointGraph, is_tensor, tensor_meta
+from graphpp.passes.graph.stage_graphs import B, F, Slot
 from graphpp.runtime import program
-from graphpp.runtime.program import Boundary, InputRole, Phase, TensorMeta
-
-Slot = tuple[Phase, int]
-F, B = Phase.FORWARD, Phase.BACKWARD
+from graphpp.runtime.program import Boundary, InputRole, TensorMeta
 
 
 def home(node: fx.Node) -> Slot | None:

@@ -12,7 +12,7 @@ from dataclasses import replace
 import torch
 from torch import fx
 
-from graphpp.passes.stage.cut_stages import SlotGraph
+from graphpp.passes.graph.stage_graphs import SlotGraph
 from graphpp.runtime.randomness import dropout_mask, seeded
 
 _aten = torch.ops.aten

@@ -29,8 +29,8 @@ import networkx as nx
 from torch import fx
 
 from graphpp.passes.graph.joint_graph import JointGraph, is_check, is_tensor, tensor_meta
-from graphpp.passes.stage.cut_stages import Cut, Results, SlotGraph, slot_graph
-from graphpp.passes.stage.route_values import B, Slot, bytes_of
+from graphpp.passes.graph.stage_graphs import B, Cut, Results, Slot, SlotGraph, slot_graph
+from graphpp.passes.stage.route_values import bytes_of
 from graphpp.runtime import program
 from graphpp.runtime.program import InputRole, Phase
 

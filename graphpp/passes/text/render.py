@@ -32,7 +32,7 @@ from torch import fx
 
 from graphpp.passes.graph.collectives import group_of, names_group
 from graphpp.passes.graph.joint_graph import describe
-from graphpp.passes.stage.outline_regions import RegionCall
+from graphpp.passes.graph.region import RegionCall
 from graphpp.passes.text.naming import Spelling, spell_value
 from graphpp.runtime import program
 from graphpp.runtime.gradients.gemm_accumulation import Returned, product

@@ -19,13 +19,13 @@ from collections.abc import Sequence
 from itertools import product
 
 from graphpp.errors import ScheduleError
-from graphpp.runtime.offload import Trip
 from graphpp.schedules.check.case import Case, Place
 from graphpp.schedules.check.channel_order import check_channels, check_messages
 from graphpp.schedules.check.deadlock import check_progress
 from graphpp.schedules.check.peak_memory import Each, check_memory
 from graphpp.schedules.check.shard_order import check_reductions, check_sharding
 from graphpp.schedules.table.actions import PER_STAGE, WITH_PARTS, Action, Kind
+from graphpp.schedules.table.offload_window import Trip
 from graphpp.schedules.table.schedule import Schedule
 
 _REPEATABLE = (Kind.UNSHARD, Kind.RESHARD)

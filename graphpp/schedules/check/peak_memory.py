@@ -15,10 +15,10 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from graphpp.errors import ScheduleError
-from graphpp.runtime.offload import Trip
 from graphpp.schedules.check.case import Case, Place
 from graphpp.schedules.table.actions import Action, Kind
 from graphpp.schedules.table.costs import Costs
+from graphpp.schedules.table.offload_window import Trip
 from graphpp.schedules.table.schedule import Row, Schedule
 
 

@@ -60,24 +60,3 @@ class Timeline:
     def peak_bytes(self, rank: int) -> int:
         """The most bytes alive on a rank at any time; 0 where memory was not followed."""
         return max((count for _, count in self.memory[rank]), default=0) if self.memory else 0
-
-    def to_svg(self, *below: Timeline, width: float | None = None) -> str:
-        """The pipeline chart as a standalone SVG, with more timelines under it on the same axis, in the order given.
-
-        `width` in pixels, else as wide as the microbatch numbers need. Raises `GraphPPError` where units of time differ.
-        """
-        from graphpp.schedules.draw.svg import draw  # it stands on this file
-
-        return draw((self, *below), width)
-
-    def to_html(self, *below: Timeline, width: float | None = None) -> str:
-        """The chart in a page of its own, with each rank's numbers; arguments as for `to_svg`."""
-        from graphpp.schedules.draw.html_page import page  # it stands on this file
-
-        return page((self, *below), width)
-
-    def to_chrome_trace(self, *more: Timeline) -> str:
-        """JSON for chrome://tracing and Perfetto; a process per rank."""
-        from graphpp.schedules.draw.chrome_trace import trace  # it stands on this file
-
-        return trace((self, *more))

@@ -13,7 +13,6 @@ from dataclasses import dataclass, field
 from math import inf
 
 from graphpp.errors import ScheduleError
-from graphpp.runtime.program import Phase, PipelineProgram, StageProgram
 from graphpp.schedules.table.actions import Action, Kind
 
 
@@ -37,14 +36,6 @@ class StageCosts:
         numbers = (self.forward, self.input_grad, self.weight_grad, self.backward, self.saved_bytes, self.kept_bytes)
         if not all(number is None or 0 <= number < inf for number in numbers):
             raise ScheduleError(f"{self}: times and bytes are finite numbers, 0 or more")
-
-    @classmethod
-    def of_programs(cls, stage: StageProgram) -> StageCosts:
-        """The bytes of a stage's programs, at unit times."""
-        run = {phase: item for phase, item in stage.programs.items() if phase is not Phase.EVALUATE}
-        kinds = {Kind(phase.value): item.peak_bytes for phase, item in run.items()}
-        kept = stage.kept_bytes if Phase.WEIGHT_GRAD in stage.programs else None
-        return cls(saved_bytes=stage.saved_bytes, kept_bytes=kept, peak_bytes=kinds)
 
     def change(self, kind: Kind, followed: bool = True) -> tuple[int, int]:
         """Bytes more on its rank at the start of an F, B, I or W, and at its end; `followed`: by a backward that reads them."""
@@ -87,11 +78,6 @@ class Costs:
                 )
         if not all(0 <= number < inf for number in (*self.sends_forward, *self.sends_backward, self.overlap, self.overhead)):
             raise ScheduleError("the times of messages, overlap and overhead are finite numbers, 0 or more")
-
-    @classmethod
-    def of_programs(cls, program: PipelineProgram) -> Costs:
-        """The bytes of a pipeline's programs, at unit times."""
-        return cls(tuple(map(StageCosts.of_programs, program.stages)))
 
     @classmethod
     def unit(cls, stages: int, ranks: int | None = None, send: float = 0.0) -> Costs:

@@ -25,16 +25,11 @@ from functools import cached_property
 from itertools import zip_longest
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING
 
 from graphpp.errors import ScheduleError
 from graphpp.schedules.table import recompute_marks as recomputed
 from graphpp.schedules.table.actions import Action, Kind, parse
 from graphpp.schedules.table.recompute_marks import Pairs
-
-if TYPE_CHECKING:
-    from graphpp.schedules.simulate.timeline import Timeline
-    from graphpp.schedules.table.costs import Costs
 
 Cell = str | Action | None
 Row = tuple[Action | None, ...]
@@ -120,26 +115,6 @@ class Schedule:
         """Every (rank, column, action) that is not idle, rank by rank."""
         for rank, row in enumerate(self.table):
             yield from ((rank, column, action) for column, action in enumerate(row) if action is not None)
-
-    def to_svg(self, costs: Costs | None = None, *, width: float | None = None) -> str:
-        """The pipeline chart as a standalone SVG, simulated with `costs`; None: F = I = W = 1 for each rank and microbatch.
-
-        `width` in pixels, else as wide as the microbatch numbers need. Raises `ScheduleError` for a table that cannot run.
-        """
-        return self._simulated(costs).to_svg(width=width)
-
-    def to_html(self, costs: Costs | None = None, *, width: float | None = None) -> str:
-        """The chart in a page of its own, with each rank's numbers; arguments as for `to_svg`."""
-        return self._simulated(costs).to_html(width=width)
-
-    def _simulated(self, costs: Costs | None) -> Timeline:
-        from graphpp.schedules.simulate.simulator import simulate
-        from graphpp.schedules.table.costs import Costs  # these stand on this file
-
-        if costs is not None:
-            return simulate(self, costs)
-        unit = Costs.unit(self.stages, self.ranks) if self.stages else Costs(())
-        return replace(simulate(self, unit), unit="units")
 
     def __repr__(self) -> str:
         return f"<Schedule {self._header()}, {self.ranks} ranks>"

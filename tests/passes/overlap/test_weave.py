@@ -17,11 +17,11 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from graphpp.passes.graph.collectives import group_of, is_collective, is_started, is_wait
 from graphpp.passes.graph.op_costs import OpCosts
+from graphpp.passes.graph.stage_graphs import SlotGraph
+from graphpp.passes.overlap.emit_woven import emit_woven
 from graphpp.passes.overlap.list_schedule import ListScheduler, Units, schedule
 from graphpp.passes.overlap.stream_timing import Facts, estimate
 from graphpp.passes.overlap.weave import collectives, concatenate, weave
-from graphpp.passes.stage.cut_stages import SlotGraph
-from graphpp.passes.stage.emit import emit_woven
 from graphpp.passes.text.render import render
 from graphpp.runtime import program as p
 from graphpp.runtime.program import Phase, Program

@@ -12,9 +12,10 @@ from torch import Tensor, fx, nn
 from graphpp.passes.graph.aliases import root
 from graphpp.passes.graph.joint_graph import JointGraph, verify
 from graphpp.passes.graph.op_costs import OpCosts, is_cheap
+from graphpp.passes.graph.stage_graphs import Cut
 from graphpp.passes.recompute.choose_saved import Savings, computed_again
 from graphpp.passes.recompute.rematerialize import rematerialize
-from graphpp.passes.stage.cut_stages import Cut, cut
+from graphpp.passes.stage.cut_stages import cut
 from graphpp.passes.stage.split_weight_grad import split_weight_grad
 from graphpp.runtime import program as p
 from graphpp.runtime.program import Phase

@@ -9,7 +9,8 @@ import torch
 from torch import fx
 
 from graphpp.passes.graph.joint_graph import JointGraph
-from graphpp.passes.stage.cut_stages import Cut, _check, cut
+from graphpp.passes.graph.stage_graphs import Cut
+from graphpp.passes.stage.cut_stages import _check, cut
 from graphpp.runtime import program as p
 from graphpp.runtime.program import Phase
 from tests.passes.graphs import Hand

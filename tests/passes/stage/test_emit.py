@@ -6,9 +6,9 @@ import torch
 from torch import Tensor, nn
 
 from graphpp.passes.graph.joint_graph import JointGraph
+from graphpp.passes.graph.stage_graphs import Cut
 from graphpp.passes.joint.relax_views import relax_views
 from graphpp.passes.lower import Passed, lower
-from graphpp.passes.stage.cut_stages import Cut
 from graphpp.runtime.program import Phase, PipelineProgram
 from tests.passes.graphs import captured, run, starts, targets, traced
 

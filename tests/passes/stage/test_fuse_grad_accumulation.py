@@ -11,8 +11,9 @@ from torch import Tensor, nn
 
 from graphpp.passes.graph.joint_graph import JointGraph
 from graphpp.passes.graph.op_costs import flops
+from graphpp.passes.graph.stage_graphs import Cut, SlotGraph
 from graphpp.passes.joint.relax_views import relax_views
-from graphpp.passes.stage.cut_stages import Cut, SlotGraph, cut
+from graphpp.passes.stage.cut_stages import cut
 from graphpp.passes.stage.fuse_grad_accumulation import accumulate_products
 from graphpp.passes.text.render import render
 from graphpp.runtime import program as p

@@ -11,8 +11,9 @@ from torch.nn import functional as F
 from torch.nn.utils.parametrizations import weight_norm
 
 import graphpp
+from graphpp.passes.graph.stage_graphs import Cut
 from graphpp.passes.joint.split_tied_gradients import accumulate
-from graphpp.passes.stage.cut_stages import Cut, cut
+from graphpp.passes.stage.cut_stages import cut
 from graphpp.passes.stage.hoist_per_step import find_prepared, prepare
 from graphpp.passes.stage.split_weight_grad import split_weight_grad
 from graphpp.runtime import program as p

@@ -11,13 +11,14 @@ from torch import Tensor, nn
 
 from graphpp.batch.microbatch import Microbatch
 from graphpp.capture.trace import capture
-from graphpp.compiler.build import module_calls
 from graphpp.compiler.compile_regions import layers_of
+from graphpp.passes.graph.region import RegionCall
+from graphpp.passes.graph.stage_graphs import Cut, SlotGraph
 from graphpp.passes.lower import Choices, Passed, lower
-from graphpp.passes.stage.cut_stages import Cut, SlotGraph
-from graphpp.passes.stage.outline_regions import Layer, RegionCall, outline
+from graphpp.passes.stage.outline_regions import Layer, outline
 from graphpp.passes.stage.split_dropout import part_dropout
 from graphpp.passes.text.render import render
+from graphpp.planner.layers import module_calls
 from graphpp.runtime.program import Phase, RandomKey
 from graphpp.runtime.randomness import dropout_mask, seeded
 

@@ -11,8 +11,9 @@ from torch import Tensor, fx, nn
 
 from graphpp.options.recompute import Recompute
 from graphpp.passes.graph.joint_graph import is_tensor
+from graphpp.passes.graph.stage_graphs import Cut, SlotGraph
 from graphpp.passes.lower import Choices, Passed, lower
-from graphpp.passes.stage.cut_stages import Cut, SlotGraph, cut
+from graphpp.passes.stage.cut_stages import cut
 from graphpp.passes.stage.split_weight_grad import split_weight_grad
 from graphpp.runtime import program as p
 from graphpp.runtime.program import Phase

@@ -10,7 +10,9 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import graphpp
-from graphpp.runtime.gradients.accumulate import Accumulator, Subgroups, TiedReduction
+from graphpp.parallel.groups import Subgroups
+from graphpp.runtime.gradients.accumulate import Accumulator
+from graphpp.runtime.gradients.tied import TiedReduction
 from tests.distributed import run_ranks
 
 D = 5

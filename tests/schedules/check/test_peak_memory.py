@@ -8,13 +8,13 @@ import pytest
 from hypothesis import given, settings
 
 from graphpp.errors import ScheduleError
-from graphpp.runtime.offload import Trip
 from graphpp.schedules.check.checker import check
 from graphpp.schedules.check.peak_memory import Peak, peak_bytes, peaks
 from graphpp.schedules.generate.read import build
 from graphpp.schedules.rewrite.add_send_recv import add_communication
 from graphpp.schedules.table.actions import Kind, parse
 from graphpp.schedules.table.costs import Costs, StageCosts
+from graphpp.schedules.table.offload_window import Trip
 from graphpp.schedules.table.schedule import Schedule
 from tests.schedules.tables import Rows, tables
 

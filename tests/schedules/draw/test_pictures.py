@@ -13,6 +13,7 @@ from xml.etree import ElementTree
 import pytest
 from hypothesis import given, settings
 
+import graphpp
 from graphpp.errors import GraphPPError, ScheduleError
 from graphpp.schedules.generate.read import build
 from graphpp.schedules.simulate.timeline import Timeline
@@ -53,7 +54,7 @@ def microbatch_numbers(svg: str) -> list[str]:
 @given(named())
 def test_boxes_are_to_scale_and_apart(schedule: Schedule) -> None:
     timeline = placed(schedule)
-    svg = timeline.to_svg(width=3000)
+    svg = graphpp.svg(timeline, width=3000)
     events = [event for event in timeline.events for _ in event.action.leaves]
     drawn = boxes(svg)
     assert len(drawn) == len(events)
@@ -72,7 +73,7 @@ def test_boxes_are_to_scale_and_apart(schedule: Schedule) -> None:
 def test_all_boxes_lie_within_the_picture() -> None:
     for schedule in (build("1F1B", 16, 16, 40), build("Interleaved1F1B", 4, 32, 8), build("1F1B", 1, 1, 1)):
         for width in (None, 300, 900, 5000):
-            svg = placed(schedule).to_svg(width=width)
+            svg = graphpp.svg(placed(schedule), width=width)
             root = ElementTree.fromstring(svg)
             wide, high = (float(root.get(name, "nan")) for name in ("width", "height"))
             assert width is None or wide == width
@@ -82,20 +83,20 @@ def test_all_boxes_lie_within_the_picture() -> None:
 
 
 def test_numbers_stand_in_boxes_that_can_hold_them() -> None:
-    few, many = placed(build("1F1B", 4, 4, 8)).to_svg(), placed(build("1F1B", 4, 4, 300)).to_svg()
+    few, many = graphpp.svg(placed(build("1F1B", 4, 4, 8))), graphpp.svg(placed(build("1F1B", 4, 4, 300)))
     assert sorted(microbatch_numbers(few)) == sorted(str(m) for m in range(8) for _ in range(8))
     assert microbatch_numbers(many) == []
-    assert microbatch_numbers(placed(build("1F1B", 4, 4, 300)).to_svg(width=15000)) != []
+    assert microbatch_numbers(graphpp.svg(placed(build("1F1B", 4, 4, 300)), width=15000)) != []
 
 
 def test_an_overlap_shows_both_numbers() -> None:
-    svg = placed(DUAL).to_svg()
+    svg = graphpp.svg(placed(DUAL))
     halves = [box for box in boxes(svg) if box["height"] < 20]
     assert len(halves) == 4 and len(microbatch_numbers(svg)) == len(boxes(svg))
 
 
 def test_stages_of_a_rank_have_shades_and_kinds_have_hues() -> None:
-    rects = elements(placed(DUAL).to_svg(), "rect")
+    rects = elements(graphpp.svg(placed(DUAL)), "rect")
     fills = {(rect.get("class"), rect.get("fill")) for rect in rects if rect.get("class") in list(Kind)}
     assert len(fills) == len({fill for _, fill in fills})
     assert sorted(kind for kind, _ in fills if kind) == ["B", "B", "F", "F", "I", "W"]
@@ -104,29 +105,29 @@ def test_stages_of_a_rank_have_shades_and_kinds_have_hues() -> None:
 def test_two_timelines_share_the_axis() -> None:
     fast = placed(build("1F1B", 2, 2, 4))
     slow = replace(placed(build("1F1B", 2, 2, 4), lambda _: 2.0), name="twice as slow")
-    together = boxes(fast.to_svg(slow))
+    together = boxes(graphpp.svg(fast, slow))
     alone, below = together[: len(together) // 2], together[len(together) // 2 :]
     assert max(box["y"] for box in alone) < min(box["y"] for box in below)
     for above, under in zip(alone, below, strict=True):
         assert under["width"] == pytest.approx(2 * above["width"], abs=0.02)
-    assert any("twice as slow" in text for text in texts(fast.to_svg(slow)))
+    assert any("twice as slow" in text for text in texts(graphpp.svg(fast, slow)))
 
 
 def test_seconds_and_units_do_not_share_an_axis() -> None:
     table = build("1F1B", 2, 2, 4)
     with pytest.raises(GraphPPError, match="'units' and 's'"):
-        placed(table).to_svg(placed(table, unit="s"))
+        graphpp.svg(placed(table), placed(table, unit="s"))
 
 
 def test_titles_say_action_start_end_and_duration() -> None:
-    titles = [title.text for title in elements(placed(build("1F1B", 2, 2, 2), lambda _: 0.0025, "s").to_svg(), "title")]
+    titles = [title.text for title in elements(graphpp.svg(placed(build("1F1B", 2, 2, 2), lambda _: 0.0025, "s")), "title")]
     assert "1F0 on rank 1\nstart 2.5 ms\nend 5 ms\nduration 2.5 ms" in titles
     assert len(titles) == 8
 
 
 def test_memory_is_drawn_where_it_was_followed() -> None:
     timeline = placed(build("1F1B", 3, 3, 5))
-    with_memory, without = timeline.to_svg(), replace(timeline, memory=()).to_svg()
+    with_memory, without = graphpp.svg(timeline), graphpp.svg(replace(timeline, memory=()))
     paths = [path.get("d", "") for path in elements(with_memory, "path")]
     assert len(paths) == 3 and "bytes alive" in texts(with_memory)
     assert "<path" not in without and "bytes alive" not in texts(without)
@@ -155,17 +156,17 @@ class Page(HTMLParser):
 def test_names_are_escaped_everywhere() -> None:
     table = replace(build("1F1B", 2, 2, 2), name=EVIL)
     timeline = replace(placed(table), name=EVIL, unit="<i>&")
-    assert not elements(timeline.to_svg(), "b") and any("<b a='1'>" in text for text in texts(timeline.to_svg()))
+    assert not elements(graphpp.svg(timeline), "b") and any("<b a='1'>" in text for text in texts(graphpp.svg(timeline)))
     page = Page()
-    page.feed(timeline.to_html())
+    page.feed(graphpp.html(timeline))
     assert "b" not in page.tags and "i" not in page.tags and any("<b a='1'>" in word for word in page.words)
-    assert (timeline.to_html() + timeline.to_svg() + timeline.to_chrome_trace()).isascii()  # whatever a file is written as
-    json.loads(timeline.to_chrome_trace())
+    assert (graphpp.html(timeline) + graphpp.svg(timeline) + graphpp.chrome_trace(timeline)).isascii()  # whatever a file is written as
+    json.loads(graphpp.chrome_trace(timeline))
 
 
 def test_pages_load_nothing() -> None:
     page = Page()
-    text = placed(DUAL).to_html()
+    text = graphpp.html(placed(DUAL))
     page.feed(text)
     assert page.addresses == [] and "script" not in page.tags and "link" not in page.tags
     assert "@import" not in text and "url(" not in text
@@ -173,7 +174,7 @@ def test_pages_load_nothing() -> None:
 
 
 def events_of(timeline: Timeline, *more: Timeline) -> list[dict[str, object]]:
-    found: list[dict[str, object]] = json.loads(timeline.to_chrome_trace(*more))["traceEvents"]
+    found: list[dict[str, object]] = json.loads(graphpp.chrome_trace(timeline, *more))["traceEvents"]
     return found
 
 
@@ -206,24 +207,24 @@ def test_equal_timelines_stay_apart_in_a_trace() -> None:
 def test_a_timeline_of_nothing_is_a_picture_all_the_same() -> None:
     for rows in ([], [[]], [["0F0"]]):
         empty = Timeline(Schedule.of(rows), ())
-        ElementTree.fromstring(empty.to_svg())
-        Page().feed(empty.to_html())
+        ElementTree.fromstring(graphpp.svg(empty))
+        Page().feed(graphpp.html(empty))
         assert not [event for event in events_of(empty) if event["ph"] == "X"]
 
 
 def test_a_schedule_draws_itself_at_unit_costs() -> None:
     table = build("Interleaved1F1B", 2, 4, 4)
-    svg = table.to_svg()
+    svg = graphpp.svg(table)
     assert len(boxes(svg)) == sum(action.is_compute for _, _, action in table.cells())
     assert "units" in texts(svg) and len(elements(svg, "path")) == 2
     widths = {round(box["width"] / boxes(svg, "F")[0]["width"], 1) for box in boxes(svg)}
     assert widths == {1.0, 2.0}  # B is I and W
-    assert "<svg" in table.to_html() and ElementTree.fromstring(table.to_svg(width=700)).get("width") == "700"
+    assert "<svg" in graphpp.html(table) and ElementTree.fromstring(graphpp.svg(table, width=700)).get("width") == "700"
 
 
 def test_a_schedule_draws_itself_at_given_costs() -> None:
     costs = Costs((StageCosts(0.001, 0.002, 0.003), StageCosts(0.004, 0.001, 0.001)))
-    svg = build("1F1B", 2, 2, 1).to_svg(costs)
+    svg = graphpp.svg(build("1F1B", 2, 2, 1), costs=costs)
     forwards, backwards = boxes(svg, "F"), boxes(svg, "B")
     assert forwards[1]["width"] == pytest.approx(4 * forwards[0]["width"], abs=0.05)
     assert backwards[0]["width"] == pytest.approx(5 * forwards[0]["width"], abs=0.05)
@@ -232,17 +233,17 @@ def test_a_schedule_draws_itself_at_given_costs() -> None:
 
 def test_tables_of_little_draw_themselves() -> None:
     for rows in ([], [[]], ["0F0"], ["0F0", []]):
-        assert len(boxes(Schedule.of(rows).to_svg())) == sum(map(bool, rows))
+        assert len(boxes(graphpp.svg(Schedule.of(rows)))) == sum(map(bool, rows))
 
 
 def test_a_table_that_cannot_run_is_refused() -> None:
     with pytest.raises(ScheduleError):
-        Schedule.of(["0B0 0F0", "1F0 1B0"]).to_svg()
+        graphpp.svg(Schedule.of(["0B0 0F0", "1F0 1B0"]))
 
 
 def test_schedules_and_timelines_pickle_after_use() -> None:
     timeline = placed(DUAL)
-    timeline.to_svg()
+    graphpp.svg(timeline)
     assert timeline.schedule.rank_of_stage and timeline.makespan
     again = pickle.loads(pickle.dumps(timeline))
     assert again == timeline and again.schedule.rank_of_stage == timeline.schedule.rank_of_stage
@@ -250,7 +251,7 @@ def test_schedules_and_timelines_pickle_after_use() -> None:
 
 def test_actions_without_length() -> None:
     timeline = placed(build("1F1B", 2, 2, 2), lambda _: 0.0)
-    assert {box["width"] for box in boxes(timeline.to_svg())} == {0.0}
+    assert {box["width"] for box in boxes(graphpp.svg(timeline))} == {0.0}
 
 
 def test_units() -> None:

@@ -20,6 +20,7 @@ from typing import Any
 
 import pytest
 
+import graphpp
 from graphpp.schedules.generate.read import build
 from graphpp.schedules.simulate.timeline import Timeline
 from graphpp.schedules.table.schedule import Schedule
@@ -73,7 +74,7 @@ def browse(page: Path, profile: Path, *what: str) -> str:
 def laid_out(timeline: Timeline, folder: Path, *below: Timeline) -> list[dict[str, Any]]:
     """Every box, text and curve, as the browser has placed it."""
     page = folder / "page.html"
-    page.write_text(timeline.to_html(*below).replace("</body>", f"{MEASURE}</body>"), encoding="utf-8")
+    page.write_text(graphpp.html(timeline, *below).replace("</body>", f"{MEASURE}</body>"), encoding="utf-8")
     reader = Measured()
     reader.feed(browse(page, folder / "profile", "--dump-dom"))
     found: list[dict[str, Any]] = json.loads(reader.text)
@@ -164,7 +165,7 @@ def test_numbers_lie_within_their_boxes(tmp_path: Path) -> None:
 
 def test_the_screenshot_has_the_colours(tmp_path: Path) -> None:
     page, picture = tmp_path / "page.html", tmp_path / "page.png"
-    page.write_text(placed(build("1F1B", 4, 4, 8)).to_html(), encoding="utf-8")
+    page.write_text(graphpp.html(placed(build("1F1B", 4, 4, 8))), encoding="utf-8")
     browse(page, tmp_path / "profile", f"--screenshot={picture}", "--window-size=900,400")
     seen = pixels(picture.read_bytes())
     found = laid_out(placed(build("1F1B", 4, 4, 8)), tmp_path)

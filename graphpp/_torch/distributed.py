@@ -1,0 +1,32 @@
+"""The private names of torch that ranks and optimizers need; importing this file costs nothing beside torch.
+
+Checked on torch 2.11.0, 2.13.0 and 2.15.0:
+
+- `torch.distributed.distributed_c10d._get_default_store`: the key-value store all ranks share
+- `torch.distributed.distributed_c10d._resolve_process_group`: the group of a name, as a collective in a graph has it
+- `torch._foreach_norm`: norms of many tensors at once, the call that torch's own gradient clipping makes
+- `torch._foreach_copy_`: many copies at once, the call that torch's own optimizers make
+- `Optimizer._optimizer_step_pre_hooks`, `_optimizer_step_post_hooks` and, for all optimizers, `torch.optim.optimizer.
+  _global_optimizer_pre_hooks`, `_global_optimizer_post_hooks`: the hooks that would run twice when a step is repeated
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.optim.optimizer as optimizers
+from torch.distributed.distributed_c10d import _get_default_store, _resolve_process_group  # type: ignore[attr-defined]
+
+default_store = _get_default_store
+foreach_norm = torch._foreach_norm
+foreach_copy = torch._foreach_copy_
+group_named: Callable[[Any], dist.ProcessGroup] = _resolve_process_group
+
+
+def has_step_hooks(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether the user has registered hooks that run with every step of the optimizer."""
+    own = (optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks)
+    return any((*own, optimizers._global_optimizer_pre_hooks, optimizers._global_optimizer_post_hooks))

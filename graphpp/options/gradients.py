@@ -1,0 +1,7 @@
+"""TODO contract."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+Reduction = Literal["mean", "sum"]

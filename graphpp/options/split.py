@@ -1,0 +1,34 @@
+"""TODO contract."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol, SupportsIndex, TypeAlias, runtime_checkable
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call of a module: its forward operations are `position` up to, not including, `end`."""
+
+    fqn: str  # `layers.3`; the second call of the same module is `layers.3@1`
+    position: int
+    end: int
+
+    @property
+    def module(self) -> str:
+        """The FQN without the number of the call."""
+        return re.sub(r"@\d+$", "", self.fqn)
+
+
+@runtime_checkable
+class Splitter(Protocol):
+    """Anything that finds the stages itself, by the contract of this file. `Layout` is one."""
+
+    def starts(self, calls: Sequence[Call]) -> tuple[int, ...]:
+        """The first operation of each stage."""
+        ...
+
+
+Split: TypeAlias = SupportsIndex | Sequence[str] | Sequence[Sequence[str]] | Splitter | None

@@ -1,0 +1,58 @@
+"""torch's pipeline runtime with a loop over work that was bound to each action before the step.
+
+Contract: a `_PipelineScheduleRuntime` whose `pipeline_order_with_comms` is the schedule's table in torch's notation; `run`
+executes this rank's row once. Importing this file imports Dynamo, so the runner imports it when the first pipeline is made.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+from torch.autograd.profiler import record_function
+
+from graphpp._torch.pipelining import ComputationType, PipelineScheduleRuntime, TorchAction, profiler_enabled
+from graphpp.schedules.table.actions import Action, Kind
+from graphpp.schedules.table.schedule import Schedule
+
+Work = Callable[[], object]
+Watch = Callable[[Action, Work], None]
+
+_UNNAMED = contextlib.nullcontext()
+
+
+def to_torch(action: Action) -> TorchAction:
+    """The action in torch's own type. P2P becomes OVERLAP_F_B, torch's only kind with parts."""
+    parts = tuple(map(to_torch, action.parts)) or None
+    return TorchAction(action.stage, _type(action.kind), action.microbatch, parts)
+
+
+def _type(kind: Kind) -> ComputationType:
+    return ComputationType((Kind.OVERLAP_F_B if kind is Kind.P2P else kind).value)
+
+
+class ActionLoop(PipelineScheduleRuntime):
+    """torch's pipeline runtime over a table with communication; every look-up is done before the step."""
+
+    def __init__(self, stages: Sequence[Any], schedule: Schedule, row: Iterable[tuple[Action, Work]]) -> None:
+        """`row`: this rank's actions in the order in which they run, each with the function that does it."""
+        super().__init__(list(stages), schedule.microbatches, backward_requires_autograd=False)  # type: ignore[no-untyped-call]
+        self.stage_index_to_group_rank = dict(schedule.rank_of_stage)
+        ours = {rank: [action for action in row if action is not None] for rank, row in enumerate(schedule.table)}
+        self.pipeline_order_with_comms = {rank: list(map(to_torch, row)) for rank, row in ours.items()}
+        self._row = [(action, f"PP:{to_torch(action)}", work) for action, work in row]
+
+    def run(self, watch: Watch | None = None) -> None:
+        """Do this rank's actions once, through `watch` if it is given."""
+        self._step_microbatches(watch)
+
+    def _step_microbatches(self, watch: Watch | None = None) -> None:  # type: ignore[override]
+        """The loop. Under a profiler (`torch.profiler`, or `emit_nvtx`) each action has the name that torch gives it."""
+        named = profiler_enabled()
+        for action, name, work in self._row:
+            with record_function(name) if named else _UNNAMED:
+                if watch is None:
+                    work()
+                else:
+                    watch(action, work)

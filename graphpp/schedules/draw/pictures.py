@@ -1,0 +1,49 @@
+"""The pictures that users ask for: a chart of schedules and timelines as SVG, as an HTML page, as a Chrome trace.
+
+Contract: each function takes any number of `Schedule`s and `Timeline`s and lays them one above the other on one time axis,
+in the order given. A `Schedule` is simulated first: with `costs`, else with F = I = W = 1 for each rank and microbatch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from graphpp.schedules.draw import chrome_trace as traces
+from graphpp.schedules.draw.html_page import page
+from graphpp.schedules.draw.svg import draw
+from graphpp.schedules.simulate.simulator import simulate
+from graphpp.schedules.simulate.timeline import Timeline
+from graphpp.schedules.table.costs import Costs
+from graphpp.schedules.table.schedule import Schedule
+
+Drawable = Schedule | Timeline
+
+
+def svg(*drawn: Drawable, costs: Costs | None = None, width: float | None = None) -> str:
+    """The pipeline chart as a standalone SVG; `width` in pixels, None: as wide as the microbatch numbers need.
+
+    Raises `ScheduleError` for a table that cannot run, `GraphPPError` where nothing is given or units of time differ.
+    """
+    return draw(_timelines(drawn, costs), width)
+
+
+def html(*drawn: Drawable, costs: Costs | None = None, width: float | None = None) -> str:
+    """The chart as an HTML page of its own, with a table of each rank's numbers; arguments and errors as for `svg`."""
+    return page(_timelines(drawn, costs), width)
+
+
+def chrome_trace(*drawn: Drawable, costs: Costs | None = None) -> str:
+    """The events as JSON for chrome://tracing and Perfetto, a process per rank; arguments and errors as for `svg`."""
+    return traces.trace(_timelines(drawn, costs))
+
+
+def _timelines(drawn: Sequence[Drawable], costs: Costs | None) -> list[Timeline]:
+    return [each if isinstance(each, Timeline) else _simulated(each, costs) for each in drawn]
+
+
+def _simulated(schedule: Schedule, costs: Costs | None) -> Timeline:
+    if costs is not None:
+        return simulate(schedule, costs)
+    unit = Costs.unit(schedule.stages, schedule.ranks) if schedule.stages else Costs(())
+    return replace(simulate(schedule, unit), unit="units")
