@@ -35,6 +35,7 @@ from graphpp.schedules.table.schedule import Schedule
 from graphpp.verification.report import Comparison, Difference, Parting, Verification
 from graphpp.verification.verify import verify
 
+__version__ = "0.1.0"
 __all__ = [
     "BatchError",
     "CaptureError",
