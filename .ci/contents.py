@@ -1,6 +1,6 @@
 """Compare a wheel and an sdist with the tree that they were built from. Arguments: the wheel, the sdist.
 
-The wheel holds exactly the files of `graphpp/`, and its metadata with the license. The sdist holds the same files, and the files
+The wheel holds exactly the files of `graphpp/` and its metadata with the license. The sdist holds the same files and the files
 of the other folders and of the root that a user needs to run the tests. Neither holds the root links `passes` and `runtime`.
 """
 
@@ -23,7 +23,8 @@ def tree(*folders: str) -> set[str]:
 
 def check_wheel(wheel: str) -> int:
     """Raise AssertionError where the wheel is not the package alone; return its number of files."""
-    names = set(zipfile.ZipFile(wheel).namelist())
+    with zipfile.ZipFile(wheel) as archive:
+        names = set(archive.namelist())
     code = {name for name in names if ".dist-info/" not in name}
     assert code == tree("graphpp"), f"the wheel and graphpp/ differ by {sorted(code ^ tree('graphpp'))}"
     assert "graphpp/py.typed" in code, "the wheel lacks graphpp/py.typed"
@@ -33,7 +34,8 @@ def check_wheel(wheel: str) -> int:
 
 def check_sdist(sdist: str) -> int:
     """Raise AssertionError where the sdist lacks a file of the tree, or holds a root link; return its number of files."""
-    names = {name.partition("/")[2] for name in tarfile.open(sdist).getnames()}
+    with tarfile.open(sdist) as archive:
+        names = {name.partition("/")[2] for name in archive.getnames()}
     missing = (tree("graphpp", *FOLDERS) | set(FILES)) - names
     assert not missing, f"the sdist lacks {sorted(missing)}"
     links = sorted(name for name in names if re.match(r"(passes|runtime)(/|$)", name))

@@ -2,7 +2,8 @@
 
 Contract: `ProductKernels.choose` exchanges, in a graph, matrix products of float32 on the CPU for the same product by oneDNN
 where that took less time when both ran in turn; `make` and `add` do the same for products that a program hands out
-(`runtime/gradients/gemm_accumulation.py`). Which is faster depends on the processor: by a factor of two on some. The results differ in the
+(`runtime/gradients/gemm_accumulation.py`). Which is faster depends on the processor: by a factor of two
+on some. The results differ in the
 last bits. Elsewhere, products stay as they are.
 """
 

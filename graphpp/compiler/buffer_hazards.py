@@ -1,8 +1,9 @@
 """Microbatches of several shapes in one step: none may write a buffer that another one reads at another time.
 
-Contract: a graph that writes a buffer reads what it needs of it in its forward (`passes/joint/snapshot_buffers.py`), and forwards run in
-microbatch order. A graph that does not write it may read it in its backward, or once per step (`passes/stage/hoist_per_step.py`): then
-the other's new value may be there already, or not yet. `check_late_reads` raises `BatchError` for such a step.
+Contract: a graph that writes a buffer reads what it needs of it in its forward (`passes/joint/snapshot_buffers.py`), and
+forwards run in microbatch order. A graph that does not write it may read it in its backward, or once per step
+(`passes/stage/hoist_per_step.py`): then the other's new value may be there already, or not yet. `check_late_reads` raises
+`BatchError` for such a step.
 """
 
 from __future__ import annotations

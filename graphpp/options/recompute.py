@@ -2,8 +2,10 @@
 
 Contract
     in   None, "full", "selective", a fraction, a list of FQNs, a function of a node, or a `Recompute`
-    out  for the module calls of one captured forward, the region of each operation (see `passes/recompute/recompute_regions.py`), None
-         where its value is saved; on what terms single values are computed again (see `passes/recompute/choose_saved.py`); and which
+    out  for the module calls of one captured forward, the region of each operation
+         (see `passes/recompute/recompute_regions.py`), None
+         where its value is saved; on what terms single values are computed again (see `passes/recompute/choose_saved.py`);
+         and which
          operations the weight gradients may compute again
     Raises `GraphPPError` for anything else, and for an FQN that is never called.
 """

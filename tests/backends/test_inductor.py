@@ -587,7 +587,8 @@ def test_a_cache_that_cannot_be_written_is_replaced(tmp_path: Path, caplog: pyte
 
 def test_what_replaces_a_cache_goes_with_the_process(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    code = f"from pathlib import Path; from graphpp.backends.disk_cache import Cache; print(Cache(Path({str(tmp_path / 'file')!r})).root)"
+    cache = f"Cache(Path({str(tmp_path / 'file')!r}))"
+    code = f"from pathlib import Path; from graphpp.backends.disk_cache import Cache; print({cache}.root)"
     root = Path(__file__).parents[2]
     made = subprocess.run([sys.executable, "-c", code], check=True, cwd=root, capture_output=True, text=True)
     replaced = Path(made.stdout.strip())
