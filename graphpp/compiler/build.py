@@ -49,7 +49,7 @@ from graphpp.schedules.generate.read import Source, build, default_stages
 from graphpp.schedules.rewrite.add_send_recv import add_communication
 from graphpp.schedules.table.actions import Kind
 from graphpp.schedules.table.costs import Costs
-from graphpp.schedules.table.offload_window import Trip
+from graphpp.schedules.table.offload_window import OffloadWindow
 from graphpp.schedules.table.schedule import Schedule
 
 
@@ -208,7 +208,7 @@ class Compiler:
         assert all(kind.boundaries == some.boundaries for kind in kinds.values()), "recomputation changed what travels"
         return replace(some, stages=tuple(kinds[stage.index in again].stages[stage.index] for stage in some.stages))
 
-    def trips(self, built: Sequence[Built], schedule: Schedule) -> tuple[Trip, ...]:
+    def trips(self, built: Sequence[Built], schedule: Schedule) -> tuple[OffloadWindow, ...]:
         """The saved values of all ranks that leave their device for a while; `built` are the graphs of each microbatch."""
         if self.settings.offload is None:
             return ()
@@ -295,11 +295,11 @@ class Compiler:
         check(table, ranks=ranks, stages=stages, microbatches=microbatches, training=_trains(table))
         return table
 
-    def _check(self, table: Schedule, costs: Sequence[Costs], trips: Sequence[Trip]) -> None:
+    def _check(self, table: Schedule, costs: Sequence[Costs], trips: Sequence[OffloadWindow]) -> None:
         """Raise where more is alive on a device than the caller allows."""
         ranks, stages, microbatches = table.ranks, table.stages, table.microbatches
         cap, away = self.settings.memory_cap, trips if frees(self.settings.place.device) else ()
-        check(table, ranks=ranks, stages=stages, microbatches=microbatches, costs=costs, memory_cap=cap, trips=away)
+        check(table, ranks=ranks, stages=stages, microbatches=microbatches, costs=costs, memory_cap=cap, offloaded=away)
 
 
 def check_alike(built: Sequence[Built]) -> None:

@@ -21,7 +21,7 @@ from graphpp.errors import GraphPPError
 from graphpp.passes.graph.offloadable import Beside, Movable, movable
 from graphpp.runtime.program import Phase, PipelineProgram, Program, Saved, StageProgram, TensorMeta
 from graphpp.schedules.table.actions import Action, Kind
-from graphpp.schedules.table.offload_window import Trip
+from graphpp.schedules.table.offload_window import OffloadWindow
 from graphpp.schedules.table.schedule import Schedule
 
 GraphOf = Callable[[Program], fx.Graph]
@@ -97,7 +97,9 @@ class _Row:
         return [(leaf.stage, leaf.microbatch or 0) for leaf in self.place if leaf.kind is Kind.F]
 
 
-def trips(choice: Offload, schedule: Schedule, programs: Sequence[PipelineProgram], graph_of: GraphOf) -> tuple[Trip, ...]:
+def trips(
+    choice: Offload, schedule: Schedule, programs: Sequence[PipelineProgram], graph_of: GraphOf
+) -> tuple[OffloadWindow, ...]:
     """The trips of all ranks under a table, with or without communication; `programs` are those of each microbatch."""
     known: dict[tuple[int, Beside], list[Movable]] = {}
 
@@ -129,7 +131,7 @@ def _trips(
     microbatch: int,
     stage: StageProgram,
     candidates: Callable[[StageProgram], list[Movable]],
-) -> Iterator[Trip]:
+) -> Iterator[OffloadWindow]:
     """One trip for each action that reads values first: the whole backward; or I, and W what I does not read."""
     forward = row.place[Action(stage.index, Kind.F, microbatch)]
     budget = choice.fraction * stage.saved_bytes
@@ -140,14 +142,14 @@ def _trips(
             leaving.setdefault(reader, []).append(value)
             budget -= value.nbytes
     for reader, values in leaving.items():
-        yield Trip(
+        yield OffloadWindow(
             stage.index,
             microbatch,
             tuple(value.meta.name for value in values),
             sum(value.nbytes for value in values),
-            gone=row.actions[forward + 1],
-            back=row.actions[row.place[reader] - choice.ahead],
-            reader=reader,
+            evict_after=row.actions[forward + 1],
+            prefetch_at=row.actions[row.place[reader] - choice.ahead],
+            first_use=reader,
         )
 
 

@@ -17,7 +17,7 @@ from rich.table import Table
 from graphpp.capture import activation_checkpoints as checkpoints
 from graphpp.passes.graph.joint_graph import JointGraph
 from graphpp.runtime.program import PipelineProgram, StageProgram
-from graphpp.schedules.table.offload_window import Trip
+from graphpp.schedules.table.offload_window import OffloadWindow
 from graphpp.schedules.table.schedule import Schedule
 from graphpp.units import spell_bytes
 
@@ -45,7 +45,7 @@ class Plan:
 
     stages: tuple[StagePlan, ...]
     schedule: Schedule
-    trips: tuple[Trip, ...] = ()
+    trips: tuple[OffloadWindow, ...] = ()
     checkpoints: int = 0
 
     @classmethod

@@ -2,14 +2,14 @@
 
 Contract
 --------
-- A `Trip` says which values of one stage's microbatch leave after their forward, and by which computing actions of their
-  rank: `gone` (when it is over, their memory is free), `back` (when it begins, they start to come back), `reader` (they
-  are there). All of it was decided with the plan; nothing here waits for the host or asks the device.
+- An `OffloadWindow` says which values of one stage's microbatch leave after their forward, and by which computing actions
+  of their rank: `evict_after` (when it is over, their memory is free), `prefetch_at` (when it begins, they start to come back),
+  `first_use` (they are there). All of it was decided with the plan; nothing here waits for the host or asks the device.
 - `Offloader.before` and `after` stand around every computing action. They take values out of what the stage holds, and
   put them back there: the stage and its programs know nothing of it. The values are the same bits, with their strides.
 - On CUDA copies go over a stream of their own, to pinned memory. A copy away begins when the forward is done, and the
-  computing stream waits for it at the end of `gone`: memory is given back in the order of that stream, however far the
-  host is ahead. A copy back begins when the computing stream comes to `back`, into memory of that stream.
+  computing stream waits for it at the end of `evict_after`: memory is given back in the order of that stream, however far the
+  host is ahead. A copy back begins when the computing stream comes to `prefetch_at`, into memory of that stream.
 - On the CPU the values are in the host's memory already: they stay, and the same steps are taken (`Staying`).
 """
 
@@ -27,7 +27,7 @@ from graphpp.runtime.stage import GraphStage
 from graphpp.runtime.strided_copies import meta_of, packed
 from graphpp.runtime.transport import Landing
 from graphpp.schedules.table.actions import Action, Kind
-from graphpp.schedules.table.offload_window import Trip
+from graphpp.schedules.table.offload_window import OffloadWindow
 
 K = TypeVar("K")
 
@@ -138,22 +138,22 @@ def frees(device: torch.device) -> bool:
 class _Journey(Generic[K]):
     """A trip in a step: the values that are away, by name."""
 
-    trip: Trip
+    trip: OffloadWindow
     away: dict[str, K] = field(default_factory=dict)
 
 
 class Offloader(Generic[K]):
     """Moves the saved values of one rank's stages during its steps."""
 
-    def __init__(self, trips: Iterable[Trip], stages: Mapping[int, GraphStage], mover: Mover[K]) -> None:
+    def __init__(self, trips: Iterable[OffloadWindow], stages: Mapping[int, GraphStage], mover: Mover[K]) -> None:
         self._stages, self._mover = stages, mover
         self._journeys = [_Journey[K](trip) for trip in trips if trip.stage in stages]
         self._after_forward = self._by(lambda trip: Action(trip.stage, Kind.F, trip.microbatch))
-        self._at_gone = self._by(lambda trip: trip.gone)
-        self._at_back = self._by(lambda trip: trip.back)
-        self._at_reader = self._by(lambda trip: trip.reader)
+        self._at_gone = self._by(lambda trip: trip.evict_after)
+        self._at_back = self._by(lambda trip: trip.prefetch_at)
+        self._at_reader = self._by(lambda trip: trip.first_use)
 
-    def _by(self, when: Callable[[Trip], Action]) -> dict[Action, list[_Journey[K]]]:
+    def _by(self, when: Callable[[OffloadWindow], Action]) -> dict[Action, list[_Journey[K]]]:
         found: dict[Action, list[_Journey[K]]] = defaultdict(list)
         for journey in self._journeys:
             found[when(journey.trip)].append(journey)

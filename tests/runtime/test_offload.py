@@ -16,7 +16,7 @@ from graphpp.planner.offload_policy import Offload, chosen
 from graphpp.runtime.program import TensorMeta
 from graphpp.runtime.task import Task
 from graphpp.schedules.table.actions import Kind
-from graphpp.schedules.table.offload_window import Trip
+from graphpp.schedules.table.offload_window import OffloadWindow
 from tests.distributed import run_ranks
 from tests.movers import Copying, moving_by
 from tests.training import CASES, Numbers, capturing_once, differences, eager, train, whole
@@ -97,7 +97,7 @@ def planned(choice: Any, schedule: Any, microbatches: int = 4, split: int = 1, *
     )
 
 
-def trips(pipe: graphpp.Pipeline) -> tuple[Trip, ...]:
+def trips(pipe: graphpp.Pipeline) -> tuple[OffloadWindow, ...]:
     first = pipe._library.first
     assert first is not None
     return first.plan.trips
@@ -107,9 +107,9 @@ def test_values_leave_that_come_back_late_enough() -> None:
     """GPipe on one rank: F0 F1 F2 F3 B0 B1 B2 B3; each backward comes four actions after its forward."""
     found = trips(planned(True, "GPipe"))
     assert [trip.microbatch for trip in found] == [0, 1, 2, 3]
-    assert [str(trip.gone) for trip in found] == ["0F1", "0F2", "0F3", "0B0"]
-    assert [str(trip.back) for trip in found] == ["0F3", "0B0", "0B1", "0B2"]
-    assert [str(trip.reader) for trip in found] == ["0B0", "0B1", "0B2", "0B3"]
+    assert [str(trip.evict_after) for trip in found] == ["0F1", "0F2", "0F3", "0B0"]
+    assert [str(trip.prefetch_at) for trip in found] == ["0F3", "0B0", "0B1", "0B2"]
+    assert [str(trip.first_use) for trip in found] == ["0B0", "0B1", "0B2", "0B3"]
 
 
 def test_nothing_leaves_that_comes_back_at_once() -> None:
@@ -157,7 +157,8 @@ def test_the_plan_and_its_dump_show_what_leaves(tmp_path: Path) -> None:
     assert "offloaded" not in str(planned(None, "GPipe"))
     (dumped,) = tmp_path.rglob("plan.json")
     found = json.loads(dumped.read_text())["offload"]
-    assert [(trip["microbatch"], trip["gone"], trip["back"]) for trip in found][:2] == [(0, "0F1", "0F3"), (1, "0F2", "0B0")]
+    windows = [(trip["microbatch"], trip["evict_after"], trip["prefetch_at"]) for trip in found]
+    assert windows[:2] == [(0, "0F1", "0F3"), (1, "0F2", "0B0")]
     assert found[0]["nbytes"] == trips(pipe)[0].nbytes
 
 
@@ -230,10 +231,10 @@ def test_what_only_w_reads_comes_back_for_w() -> None:
     rows = "r0 0F0 0F1 0F2 0F3 1F0 1F1 1F2 1F3 1I0 1I1 1I2 1I3 1W0 1W1 1W2 1W3 0I0 0I1 0I2 0I3 0W0 0W1 0W2 0W3"
     pipe = planned(True, graphpp.Schedule.parse(rows), split=2, recompute=everything)
     found = [trip for trip in trips(pipe) if trip.stage == 1]
-    assert [(str(trip.back), str(trip.reader)) for trip in found if trip.microbatch == 3] == [
+    assert [(str(trip.prefetch_at), str(trip.first_use)) for trip in found if trip.microbatch == 3] == [
         ("1I2", "1I3"),
         ("1W2", "1W3"),
     ]
     for one, other in zip(found[::2], found[1::2], strict=True):
         assert not set(one.values) & set(other.values)
-        assert {one.reader.kind, other.reader.kind} == {Kind.I, Kind.W}
+        assert {one.first_use.kind, other.first_use.kind} == {Kind.I, Kind.W}

@@ -25,7 +25,7 @@ from graphpp.schedules.check.deadlock import check_progress
 from graphpp.schedules.check.peak_memory import Each, check_memory
 from graphpp.schedules.check.shard_order import check_reductions, check_sharding
 from graphpp.schedules.table.actions import PER_STAGE, WITH_PARTS, Action, Kind
-from graphpp.schedules.table.offload_window import Trip
+from graphpp.schedules.table.offload_window import OffloadWindow
 from graphpp.schedules.table.schedule import Schedule
 
 _REPEATABLE = (Kind.UNSHARD, Kind.RESHARD)
@@ -42,13 +42,13 @@ def check(
     training: bool = True,
     costs: Each | None = None,
     memory_cap: int | Sequence[int] | None = None,
-    trips: Sequence[Trip] = (),
+    offloaded: Sequence[OffloadWindow] = (),
 ) -> None:
     """Accept the schedule, with or without communication, or raise `ScheduleError`.
 
     `training=False` is for a table of forwards only. `memory_cap`: bytes of activations that a rank may hold, one number
-    or one for each rank; `costs` then say how many a stage's microbatch takes (one, or one for each microbatch), `trips`
-    which of them are away for a while.
+    or one for each rank; `costs` then say how many a stage's microbatch takes (one, or one for each microbatch), and
+    `offloaded` which of them are in the host's memory for a while.
 
     The error names rank, column, the actions around it and what to do; for a deadlock, the cycle of waits. Refuses
     what torch's `_validate_schedule` lets pass: doubled actions, microbatches out of range, B beside I and W,
@@ -72,7 +72,7 @@ def check(
         check_channels(case)
     check_progress(case)
     if memory_cap is not None:
-        check_memory(case, _given(costs), memory_cap, trips)
+        check_memory(case, _given(costs), memory_cap, offloaded)
 
 
 def _given(costs: Each | None) -> Each:

@@ -4,7 +4,7 @@ Contract
     A rank's list is walked in its order with the bytes of `graphpp.schedules.table.costs`: those of a stage's microbatch live
     from the start of its F to the end of its B, or to the end of its I and in part to the end of its W. An overlap is one
     instant: all of its parts' bytes are alive together. A forward that no backward follows keeps nothing after its end.
-    Bytes that are away on a trip to the host's memory are not alive from the end of `gone` to the start of `back`.
+    Offloaded bytes are not alive from the end of a window's `evict_after` to the start of its `prefetch_at`.
     The simulator's memory curve has the same peaks, since a rank runs one action at a time.
 """
 
@@ -18,7 +18,7 @@ from graphpp.errors import ScheduleError
 from graphpp.schedules.check.case import Case, Place
 from graphpp.schedules.table.actions import Action, Kind
 from graphpp.schedules.table.costs import Costs
-from graphpp.schedules.table.offload_window import Trip
+from graphpp.schedules.table.offload_window import OffloadWindow
 from graphpp.schedules.table.schedule import Row, Schedule
 
 
@@ -34,12 +34,12 @@ Each = Costs | Sequence[Costs]
 """The costs of all microbatches, or those of each."""
 
 
-def peak_bytes(schedule: Schedule, costs: Each, trips: Sequence[Trip] = ()) -> tuple[int, ...]:
+def peak_bytes(schedule: Schedule, costs: Each, offloaded: Sequence[OffloadWindow] = ()) -> tuple[int, ...]:
     """The most bytes of activations alive at once on each rank."""
-    return tuple(peak.nbytes for peak in peaks(schedule, costs, trips))
+    return tuple(peak.nbytes for peak in peaks(schedule, costs, offloaded))
 
 
-def peaks(schedule: Schedule, costs: Each, trips: Sequence[Trip] = ()) -> tuple[Peak, ...]:
+def peaks(schedule: Schedule, costs: Each, offloaded: Sequence[OffloadWindow] = ()) -> tuple[Peak, ...]:
     """Each rank's peak. Raises `ScheduleError` if `costs` has another number of stages, or of microbatches."""
     each = [costs] * schedule.microbatches if isinstance(costs, Costs) else list(costs)
     if len(each) != schedule.microbatches:
@@ -50,36 +50,36 @@ def peaks(schedule: Schedule, costs: Each, trips: Sequence[Trip] = ()) -> tuple[
                 f"schedule {schedule.name!r} has {schedule.stages} stages, the costs are of {len(known.stages)}; "
                 "give the costs of each stage"
             )
-    return tuple(_peak(rank, row, each, trips) for rank, row in enumerate(schedule.table))
+    return tuple(_peak(rank, row, each, offloaded) for rank, row in enumerate(schedule.table))
 
 
-def check_memory(case: Case, costs: Each, cap: int | Sequence[int], trips: Sequence[Trip] = ()) -> None:
+def check_memory(case: Case, costs: Each, cap: int | Sequence[int], offloaded: Sequence[OffloadWindow] = ()) -> None:
     """Raise `ScheduleError` at the peak of a rank that holds more than `cap` bytes; one cap, or one for each rank."""
     caps = [cap] * case.schedule.ranks if isinstance(cap, int) else list(cap)
     if len(caps) != case.schedule.ranks:
         raise ScheduleError(f"memory_cap has bytes for {len(caps)} ranks, but {case.schedule.ranks} run the schedule")
-    for peak, most in zip(peaks(case.schedule, costs, trips), caps, strict=True):
+    for peak, most in zip(peaks(case.schedule, costs, offloaded), caps, strict=True):
         if peak.nbytes > most:
             what = f"{peak.nbytes:,} bytes of activations are alive here, more than the cap of {most:,}"
             remedy = "run a backward, or a held back W, earlier, or forwards later, or recompute in these stages"
             raise case.refusal(Place(peak.rank, peak.column), what, remedy)
 
 
-def _peak(rank: int, row: Row, costs: Sequence[Costs], trips: Sequence[Trip]) -> Peak:
+def _peak(rank: int, row: Row, costs: Sequence[Costs], offloaded: Sequence[OffloadWindow]) -> Peak:
     found = Peak(rank, 0, 0)
-    for column, nbytes in _live(row, costs, trips):
+    for column, nbytes in _live(row, costs, offloaded):
         if nbytes > found.nbytes:
             found = Peak(rank, column, nbytes)
     return found
 
 
-def _live(row: Row, costs: Sequence[Costs], trips: Sequence[Trip]) -> Iterator[tuple[int, int]]:
+def _live(row: Row, costs: Sequence[Costs], offloaded: Sequence[OffloadWindow]) -> Iterator[tuple[int, int]]:
     """(column, bytes alive) while each action runs, and after it."""
     kept = _Kept(row, costs)
     gone, back = Counter[Action](), Counter[Action]()
-    for trip in trips:
-        gone[trip.gone] += trip.nbytes
-        back[trip.back] += trip.nbytes
+    for window in offloaded:
+        gone[window.evict_after] += window.nbytes
+        back[window.prefetch_at] += window.nbytes
     live = 0
     for column, action in enumerate(row):
         changes = [kept.change(leaf) for leaf in action.leaves] if action is not None and action.is_compute else []

@@ -2,10 +2,9 @@
 
 Contract
     A message stands for itself at first. `join` puts what stands at one column with what stands at another, unless some
-    event would then wait for itself; the waits are those of `graphpp.schedules.check.deadlock`, kept in an `Order`
-    that all ranks
-    share: a batch is posted after the computation before it and when the batch before it is over; its messages are under
-    way then, and it is over when all of them are, which their readers wait for.
+    event would then wait for itself; the waits are those of `graphpp.schedules.check.deadlock`, kept in an `Order` that all
+    ranks share: a batch is posted after the computation before it and when the batch before it is over; its messages are
+    under way then, and it is over when all of them are, which their readers wait for.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ from graphpp.schedules.generate.read import build
 from graphpp.schedules.rewrite.add_send_recv import add_communication
 from graphpp.schedules.table.actions import Kind, parse
 from graphpp.schedules.table.costs import Costs, StageCosts
-from graphpp.schedules.table.offload_window import Trip
+from graphpp.schedules.table.offload_window import OffloadWindow
 from graphpp.schedules.table.schedule import Schedule
 from tests.schedules.tables import Rows, tables
 
@@ -45,7 +45,7 @@ def test_peaks(row: str, costs: list[tuple[int, int | None]], peak: Peak) -> Non
 def test_what_is_away_is_not_alive() -> None:
     """Of 10 bytes of microbatch 0, 6 are away from the end of 0F1 to the start of 0B1."""
     schedule = Schedule.of(["0F0 0F1 0F2 0F3 0B1 0B0 0B2 0B3"])
-    trip = Trip(0, 0, ("value",), 6, parse("0F1"), parse("0B1"), parse("0B0"))
+    trip = OffloadWindow(0, 0, ("value",), 6, parse("0F1"), parse("0B1"), parse("0B0"))
     assert peaks(schedule, of_bytes((10, None)), [trip]) == (Peak(0, 4, 40),)
     shorter = Schedule.of(["0F0 0F1 0F2 0B2 0B1 0B0"])
     assert peaks(shorter, of_bytes((10, None)), [trip]) == (Peak(0, 2, 24),)
