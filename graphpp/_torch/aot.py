@@ -40,7 +40,6 @@ import torch
 import torch.utils._pytree as pytree
 from torch import fx, nn
 from torch._decomp import decompositions
-from torch._functorch import aot_autograd
 from torch._functorch._aot_autograd import descriptors
 from torch._higher_order_ops import effects
 from torch._logging import trace_structured  # type: ignore[attr-defined]
@@ -48,7 +47,6 @@ from torch._logging._internal import trace_log
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributions import Distribution
 from torch.fx._lazy_graph_module import _use_lazy_graph_module
-from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.fx.traceback import annotate, preserve_node_meta
 from torch.utils import checkpoint
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -85,6 +83,10 @@ InputMutationAOTOutput = descriptors.InputMutationAOTOutput
 
 def fake_mode() -> FakeTensorMode:
     """A new fake mode with its own shape environment; real constants may meet fake tensors in it."""
+    # Dynamo and sympy take 2 s to import: the first capture pays, not `import graphpp`, and before it patches any of torch.
+    from torch._functorch import aot_autograd  # noqa: F401
+    from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
     return FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True)
 
 
@@ -166,6 +168,8 @@ def _check_plain() -> Iterator[None]:
 @contextlib.contextmanager
 def joint_trace(mode: FakeTensorMode, module: nn.Module, args: tuple[Any, ...]) -> Iterator[fx.GraphModule]:
     """Trace `module(*args)` with its backward; inputs and outputs of the graph carry descriptors in `meta['desc']`."""
+    from torch._functorch import aot_autograd  # `fake_mode` has loaded it
+
     with _lstm_trainable(), _check_plain(), contextlib.ExitStack() as stack:
         stack.enter_context(mode)
         yield aot_autograd.aot_export_joint_with_descriptors(stack, module, args).graph_module

@@ -6,12 +6,11 @@ import os
 import re
 import sysconfig
 import traceback
+from pathlib import Path
 
 import torch
 
-_OURS = tuple(
-    os.path.join(folder, "") for folder in (os.path.dirname(torch.__file__), os.path.dirname(os.path.abspath(__file__)))
-)
+_OURS = tuple(os.path.join(folder, "") for folder in (Path(torch.__file__).parent, Path(__file__).absolute().parents[1]))
 _PYTHON = os.path.join(sysconfig.get_path("stdlib"), "")
 _INSTALLED = tuple(os.path.join(sysconfig.get_path(name), "") for name in ("purelib", "platlib"))
 _FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+)')

@@ -15,8 +15,6 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
-from rich.console import Console
-from rich.progress import track
 from torch import fx
 
 from graphpp.backends.inductor import Custom, Inductor, Regions
@@ -61,6 +59,9 @@ class CompiledPrograms:
 
     def _compile_regions(self, calls: Sequence[RegionCall]) -> None:
         """Compile what is new; each rank begins with another one, so that ranks with one cache share the work."""
+        from rich.console import Console  # loaded by the first compilation
+        from rich.progress import track
+
         new = deque(sorted(self._regions.new(calls), key=lambda region: region.key))
         new.rotate(-self._rank * max(len(new) // 2, 1))
         quiet = not sys.stderr.isatty()

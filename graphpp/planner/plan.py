@@ -10,10 +10,6 @@ import math
 from collections import Counter
 from dataclasses import dataclass
 
-from rich import box
-from rich.console import Console
-from rich.table import Table
-
 from graphpp.capture import activation_checkpoints as checkpoints
 from graphpp.passes.graph.joint_graph import JointGraph
 from graphpp.runtime.program import PipelineProgram, StageProgram
@@ -61,6 +57,10 @@ class Plan:
 
     def __str__(self) -> str:
         """The table: stage, rank, FQNs, parameters, bytes sent, bytes saved."""
+        from rich import box  # loaded by the first plan that is printed
+        from rich.console import Console
+        from rich.table import Table
+
         ranks, name = self.schedule.ranks, self.schedule.name
         place = f"{len(self.stages)} stages on {ranks} rank{'s' * (ranks > 1)}"
         title = f"{place}, {name}, {self.schedule.microbatches} microbatches"

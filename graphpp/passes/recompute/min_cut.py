@@ -16,8 +16,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-import networkx as nx
+if TYPE_CHECKING:
+    import networkx as nx
 
 _SOURCE, _SINK = -1, -2
 _DEEP = 6  # a hull has at most 2 ** 6 + 1 corners: a piece of a thousand values takes a second for each
@@ -50,6 +52,8 @@ def solve(shape: Shape, byte_price: int, cost_price: int) -> Solution:
     """The cheapest choice; prices are whole numbers, so that every rank finds the same one."""
     if len(shape.read) == 1:
         return _alone(shape, byte_price, cost_price)
+    import networkx as nx  # 0.25 s that `import graphpp` need not take
+
     network = nx.DiGraph()
     for value, (nbytes, cost) in enumerate(zip(shape.nbytes, shape.costs, strict=True)):
         made, there = 2 * value, 2 * value + 1

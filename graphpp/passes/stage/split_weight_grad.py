@@ -24,8 +24,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
-import networkx as nx
 from torch import fx
 
 from graphpp.passes.graph.joint_graph import JointGraph, is_check, is_tensor, tensor_meta
@@ -33,6 +33,9 @@ from graphpp.passes.graph.stage_graphs import B, Cut, Results, Slot, SlotGraph, 
 from graphpp.passes.stage.route_values import bytes_of
 from graphpp.runtime import program
 from graphpp.runtime.program import InputRole, Phase
+
+if TYPE_CHECKING:
+    import networkx as nx
 
 I, W = Phase.INPUT_GRAD, Phase.WEIGHT_GRAD  # noqa: E741 - the letters of the papers
 Rerun = Callable[[fx.Node], bool]
@@ -142,6 +145,8 @@ class _Seam:
         handed = {node for node in self.read(self._rest) if node in self._early or node.op == "placeholder"}
         if not self._movable and not any(map(self._rerun, handed & self._early)):
             return handed, set()
+        import networkx as nx  # 0.25 s that `import graphpp` need not take
+
         reached = sorted(self._reached(read), key=order)
         _, (near, _) = nx.minimum_cut(self._network(reached, read), "I", "W")
         kept = {node for node in reached if (node, "in") in near and (node, "out") not in near}
@@ -164,6 +169,8 @@ class _Seam:
 
     def _network(self, reached: list[fx.Node], read: set[fx.Node]) -> nx.DiGraph:
         """Bytes weigh more than anything; of equal cuts the one with fewer nodes moved to I, on which others wait."""
+        import networkx as nx
+
         network, weight = nx.DiGraph(), len(reached) + 1
         for node in reached:
             nbytes = _bytes(node)
