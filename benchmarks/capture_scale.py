@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from models import Config, loss, new_llama
+from models import llama_405b, loss, new_llama
 from rich.console import Console
 from rich.table import Table
 
@@ -63,7 +63,7 @@ def in_own_process(layers: int, option: argparse.Namespace) -> dict[str, Any]:
 def measure(layers: int, stages: int, length: int) -> dict[str, Any]:
     """Compile once; CPU seconds by part, nodes of the joint graph, bytes of memory above the start."""
     torch.set_num_threads(1)
-    model = new_llama(Config.llama_405b(layers), "meta")
+    model = new_llama(llama_405b(layers), "meta")
     tokens = torch.empty(1, length, dtype=torch.int64, device="meta")
     split = graphpp.split_points(layers, stages)
     start, began, clock = resident_bytes(), time.perf_counter(), Clock()

@@ -27,7 +27,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from harness import Contender, Sample, alternate, median_ratio, medians, start, synchronize
-from models import Config, Llama, Part, loss, new_llama
+from models import Config, Llama, Part, llama_1b, llama_small, loss, new_llama
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor, nn
@@ -110,11 +110,11 @@ def options() -> argparse.Namespace:
 
 
 def large(option: argparse.Namespace) -> Case:
-    return Case(Config.llama_1b(), torch.bfloat16, option.microbatches, option.rows, option.length)
+    return Case(llama_1b(), torch.bfloat16, option.microbatches, option.rows, option.length)
 
 
 def small(option: argparse.Namespace) -> Case:
-    return Case(Config.small(64, layers=STAGES), torch.float32, option.microbatches, 2, 16)
+    return Case(llama_small(64, layers=STAGES), torch.float32, option.microbatches, 2, 16)
 
 
 # ---------------------------------------------------------------------------------------------------------- contenders

@@ -33,7 +33,7 @@ from rich.console import Console
 from rich.table import Table
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from workloads import NAMES, Size, workload
+from workloads import NAMES, Size, add_sizes, workload
 
 from graphpp.runtime.program_costs import costs_of_programs
 from graphpp.schedules.check.peak_memory import peak_bytes
@@ -107,10 +107,7 @@ def options() -> argparse.Namespace:
     parser.add_argument("--dims", type=int, nargs="+", default=[64, 256, 512])
     parser.add_argument("--schedules", nargs="+", default=["1F1B", "Interleaved1F1B"], choices=list(TORCH))
     parser.add_argument("--backend", default="eager", choices=BACKENDS, help="of graphpp")
-    parser.add_argument("--layers", type=int, default=8)
-    parser.add_argument("--microbatches", type=int, default=8)
-    parser.add_argument("--rows", type=int, default=2, help="rows of a microbatch")
-    parser.add_argument("--length", type=int, default=64, help="tokens in a row")
+    add_sizes(parser)
     parser.add_argument("--rounds", type=int, default=9, help="of timing; 0: none")
     parser.add_argument("--json", help="file for the records")
     return parser.parse_args()

@@ -30,7 +30,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from harness import RANK, RANKS, Contender, alternate, median_ratio, medians, start
-from models import Config, Llama, loss
+from models import Llama, llama_small, loss
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor
@@ -68,7 +68,7 @@ class Bench:
     @classmethod
     def of(cls, dim: int, device: torch.device) -> Bench:
         torch.manual_seed(0)
-        model = Llama(Config.small(dim))
+        model = Llama(llama_small(dim))
         tokens = torch.randint(256, (8, 65), generator=torch.Generator().manual_seed(1)).to(device)
         batch = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
         cuts = [f"layers.{stage * 8 // RANKS}" for stage in range(1, RANKS)]

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 from harness import Contender, Sample, alternate, median_ratio, medians
-from models import Config, loss, new_llama
+from models import llama_small, loss, new_llama
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor, nn
@@ -95,7 +95,7 @@ class Programs:
 
 def contenders(dim: int, option: argparse.Namespace) -> tuple[Callable[[], object], Programs, StageProgram]:
     """The eager step, the programs, and the stage; raises where their gradients differ."""
-    model = new_llama(Config.small(dim, option.layers))
+    model = new_llama(llama_small(dim, option.layers))
     rows = torch.randint(256, (option.rows, option.length), generator=torch.Generator().manual_seed(1))
     example = graphpp.Microbatch((rows,), target=rows)
     joint = capture(model, loss, example, torch.device("cpu")).joint

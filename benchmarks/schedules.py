@@ -29,7 +29,7 @@ from contenders import BACKENDS, TORCH, Case, Step, check_losses, pipeline, pipe
 from harness import RANK, RANKS, Contender, Sample, alternate, median_ratio, medians, start
 from rich.console import Console
 from rich.table import Table
-from workloads import NAMES, Size, workload
+from workloads import NAMES, Size, add_sizes, workload
 
 import graphpp
 
@@ -57,10 +57,7 @@ def options() -> argparse.Namespace:
     parser.add_argument("--model", default="llama", choices=NAMES)
     parser.add_argument("--backend", default="eager", choices=BACKENDS)
     parser.add_argument("--dim", type=int, default=256)
-    parser.add_argument("--layers", type=int, default=8)
-    parser.add_argument("--microbatches", type=int, default=8)
-    parser.add_argument("--rows", type=int, default=2, help="rows of a microbatch")
-    parser.add_argument("--length", type=int, default=64, help="tokens in a row")
+    add_sizes(parser)
     parser.add_argument("--schedules", nargs="+", default=[*TORCH, *OWN])
     parser.add_argument("--no-torch", action="store_true", help="graphpp's schedules only")
     parser.add_argument("--profiled", type=int, default=3, help="steps of a profile")

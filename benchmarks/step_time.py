@@ -47,7 +47,7 @@ from contenders import (
 from harness import RANK, RANKS, Contender, alternate, start
 from rich.console import Console
 from step_table import means, ratios, table
-from workloads import NAMES, Size, workload
+from workloads import NAMES, Size, add_sizes, workload
 
 OTHERS = ("torch", "compiled", "plain", "limit")
 
@@ -75,10 +75,7 @@ def options() -> argparse.Namespace:
     parser.add_argument("--schedules", nargs="+", default=["1F1B", "Interleaved1F1B"], choices=list(TORCH))
     parser.add_argument("--backends", nargs="+", default=["eager"], choices=BACKENDS)
     parser.add_argument("--others", nargs="*", default=["torch", "plain"], choices=OTHERS, help="contenders beside graphpp")
-    parser.add_argument("--layers", type=int, default=8)
-    parser.add_argument("--microbatches", type=int, default=8)
-    parser.add_argument("--rows", type=int, default=2, help="rows of a microbatch")
-    parser.add_argument("--length", type=int, default=64, help="tokens in a row; patches of an image")
+    add_sizes(parser)
     parser.add_argument("--dropout", type=float, default=0.1, help="of gpt2")
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--json", help="file for the records")

@@ -1,6 +1,6 @@
 """What the benchmarks train: a model by name and size, its loss, its batches, and manual stages of it for torch.
 
-    llama   the Llama of models.py
+    llama   the Llama of examples/llama.py
     gpt2    learned positions, LayerNorm, GELU, untied head; dropout of embeddings, attention weights and residuals
     moe     as gpt2 without dropout, with 8 experts in each layer, 2 of them for a token (`blocks.Experts` says how)
     vit     patch embedding by a convolution, encoder layers, class head: 1 + length places from images of length patches
@@ -11,6 +11,7 @@ Contract: `workload(name, size)` has the same parameters and batches on every ca
 
 from __future__ import annotations
 
+import argparse
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -81,8 +82,16 @@ def workload(name: str, size: Size) -> Workload:
 NAMES = ("llama", "gpt2", "moe", "vit")
 
 
+def add_sizes(parser: argparse.ArgumentParser) -> None:
+    """The options that say how large a step is."""
+    parser.add_argument("--layers", type=int, default=8)
+    parser.add_argument("--microbatches", type=int, default=8)
+    parser.add_argument("--rows", type=int, default=2, help="rows of a microbatch")
+    parser.add_argument("--length", type=int, default=64, help="tokens in a row; patches of an image")
+
+
 def llama(size: Size) -> nn.Module:
-    return models.Llama(models.Config.small(size.dim, size.layers))
+    return models.Llama(models.llama_small(size.dim, size.layers))
 
 
 def gpt2(size: Size) -> nn.Module:

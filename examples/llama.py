@@ -1,7 +1,8 @@
-"""A Llama-style language model in plain PyTorch: RoPE, RMSNorm, SwiGLU, causal attention, untied head.
+"""A Llama-style language model in plain PyTorch: RoPE, RMSNorm, SwiGLU, causal grouped-query attention, untied head.
 
-Contract: `Llama(config)(tokens)` maps int64 tokens [batch, length] to logits [batch, length, vocab].
+Contract: `Llama(config)(tokens)` maps int64 tokens [batch, length] to logits [batch, length, vocab]; `loss` takes the logits.
 The file knows nothing of pipelines; module names follow torchtitan (`tok_embeddings`, `layers.N`, `norm`, `output`).
+The demo and the benchmarks train this model.
 """
 
 from dataclasses import dataclass
@@ -13,24 +14,35 @@ from torch.nn import functional as F
 
 @dataclass(frozen=True)
 class Config:
-    """Sizes of the model; the default has 10.1 million parameters and reads bytes."""
+    """Sizes of the model; the default has 10.1 million parameters and reads bytes.
 
-    vocab: int = 256
+    `kv_heads`: heads of keys and values; None: one for each query head. `hidden`: width of the feed-forward layer; None: 8/3 of
+    dim, as in Llama, rounded up to a multiple of 32.
+    """
+
     dim: int = 320
     layers: int = 8
-    head_dim: int = 64
+    heads: int = 5
+    kv_heads: int | None = None
+    hidden: int | None = None
+    vocab: int = 256
     rope_theta: float = 10_000.0
     norm_eps: float = 1e-5
 
     def __post_init__(self) -> None:
         """Raise ValueError for sizes that do not fit together."""
-        if self.dim % self.head_dim or self.head_dim % 2:
-            raise ValueError(f"dim={self.dim} must be a multiple of head_dim={self.head_dim}, and head_dim even")
+        if self.dim % (2 * self.heads) or self.heads % (self.kv_heads or self.heads):
+            raise ValueError(f"{self}: heads must have an even width, and each key head the same number of query heads")
 
     @property
-    def hidden(self) -> int:
-        """Width of the feed-forward layer: 8/3 of dim, as in Llama, rounded up to a multiple of 32."""
-        return -(-8 * self.dim // (3 * 32)) * 32
+    def head_dim(self) -> int:
+        """Width of a head."""
+        return self.dim // self.heads
+
+    @property
+    def ffn_dim(self) -> int:
+        """Width of the feed-forward layer."""
+        return self.hidden or -(-8 * self.dim // (3 * 32)) * 32
 
 
 class RMSNorm(nn.Module):
@@ -66,25 +78,30 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 class Attention(nn.Module):
-    """Causal multi-head attention over [batch, length, dim]."""
+    """Causal grouped-query attention over [batch, length, dim] (Ainslie et al. 2023)."""
 
     def __init__(self, config: Config) -> None:
         super().__init__()
-        self.head_dim = config.head_dim
+        kv_heads = config.kv_heads or config.heads
+        self.head_dim, self.group = config.head_dim, config.heads // kv_heads
         self.wq = nn.Linear(config.dim, config.dim, bias=False)
-        self.wk = nn.Linear(config.dim, config.dim, bias=False)
-        self.wv = nn.Linear(config.dim, config.dim, bias=False)
+        self.wk = nn.Linear(config.dim, kv_heads * self.head_dim, bias=False)
+        self.wv = nn.Linear(config.dim, kv_heads * self.head_dim, bias=False)
         self.wo = nn.Linear(config.dim, config.dim, bias=False)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         query = rotate(self.heads(self.wq(x)), cos, sin)
-        key = rotate(self.heads(self.wk(x)), cos, sin)
-        mixed = F.scaled_dot_product_attention(query, key, self.heads(self.wv(x)), is_causal=True)
+        key = self.repeated(rotate(self.heads(self.wk(x)), cos, sin))
+        mixed = F.scaled_dot_product_attention(query, key, self.repeated(self.heads(self.wv(x))), is_causal=True)
         return self.wo(mixed.transpose(1, 2).flatten(2))
 
     def heads(self, x: Tensor) -> Tensor:
-        """[batch, length, dim] -> [batch, heads, length, head_dim]."""
+        """[batch, length, heads * head_dim] -> [batch, heads, length, head_dim]."""
         return x.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+
+    def repeated(self, x: Tensor) -> Tensor:
+        """Each key or value head once for every query head of its group."""
+        return x if self.group == 1 else x.repeat_interleave(self.group, dim=1)
 
 
 class FeedForward(nn.Module):
@@ -92,9 +109,9 @@ class FeedForward(nn.Module):
 
     def __init__(self, config: Config) -> None:
         super().__init__()
-        self.w1 = nn.Linear(config.dim, config.hidden, bias=False)
-        self.w2 = nn.Linear(config.hidden, config.dim, bias=False)
-        self.w3 = nn.Linear(config.dim, config.hidden, bias=False)
+        self.w1 = nn.Linear(config.dim, config.ffn_dim, bias=False)
+        self.w2 = nn.Linear(config.ffn_dim, config.dim, bias=False)
+        self.w3 = nn.Linear(config.dim, config.ffn_dim, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.w2(F.silu(self.w1(x)) * self.w3(x))
@@ -125,7 +142,6 @@ class Llama(nn.Module):
         self.layers = nn.ModuleList(Block(config) for _ in range(config.layers))
         self.norm = RMSNorm(config.dim, config.norm_eps)
         self.output = nn.Linear(config.dim, config.vocab, bias=False)
-        self.apply(initialise)
 
     def forward(self, tokens: Tensor) -> Tensor:
         x = self.tok_embeddings(tokens)
@@ -136,7 +152,7 @@ class Llama(nn.Module):
 
 
 def initialise(module: nn.Module) -> None:
-    """Small normal weights, as GPT-2 and Llama start."""
+    """For `Module.apply`: small normal weights, as GPT-2 and Llama start."""
     if isinstance(module, nn.Linear | nn.Embedding):
         nn.init.normal_(module.weight, std=0.02)
 

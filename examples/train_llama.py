@@ -142,7 +142,7 @@ def train_plain(option: argparse.Namespace, device: torch.device) -> Run:
 def new_model(option: argparse.Namespace) -> nn.Module:
     """A new model, with the same parameters on every call and every rank."""
     torch.manual_seed(0)
-    return llama.Llama(llama.Config(dim=option.dim, layers=option.layers))
+    return llama.Llama(llama.Config(option.dim, option.layers, heads=option.dim // 64)).apply(llama.initialise)
 
 
 def train(

@@ -75,7 +75,7 @@ class Case(NamedTuple):
 def llama(seed: int = 0) -> Case:
     """The examples' own Llama."""
     torch.manual_seed(0)
-    model = llama_example.Llama(llama_example.Config(vocab=VOCAB, dim=32, layers=4, head_dim=8))
+    model = llama_example.Llama(llama_example.Config(dim=32, layers=4, heads=4, vocab=VOCAB)).apply(llama_example.initialise)
     tokens, targets = _text(seed)
     return Case(model, llama_example.loss, Batch((tokens,), {}, targets))
 
