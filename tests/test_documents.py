@@ -1,7 +1,8 @@
 """Every ```python block of the documents runs: README.md, docs/*.md and examples/*.md.
 
 The blocks of one file run in order, in one namespace and in an empty folder. A traceback shows the document's own line.
-A picture that a block writes is the one that stands under that name in docs/; `GOLDEN_UPDATE=1` writes it anew.
+A picture that a block writes equals the picture of that name in docs/; `GOLDEN_UPDATE=1` writes the picture in docs/.
+Files that a document names, and links to files, exist.
 """
 
 import os
@@ -11,13 +12,18 @@ from typing import Any
 
 import pytest
 
+import graphpp
+
 ROOT = Path(__file__).parents[1]
 DOCUMENTS = [ROOT / "README.md", *sorted(ROOT.glob("docs/*.md")), *sorted(ROOT.glob("examples/**/*.md"))]
+TEXTS = sorted({*DOCUMENTS, *ROOT.glob("*.md"), *ROOT.glob("benchmarks/*.md")})
+PATHS = re.compile(r"(?<![\w/])((?:graphpp|tests|benchmarks|examples|docs)/[\w/.]*\w)")
+LINKS = re.compile(r"\]\((?!https?:)([^)#\s]+)")
 BLOCK = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 
 def blocks(text: str) -> list[tuple[int, str]]:
-    """Each block's source, and how many lines of the document stand before it."""
+    """Each block's source, and the number of lines of the document before it."""
     return [(text.count("\n", 0, match.start(1)), match.group(1)) for match in BLOCK.finditer(text)]
 
 
@@ -50,3 +56,14 @@ def test_blocks_share_a_namespace_and_keep_their_lines(tmp_path: Path) -> None:
 
 def test_readme_has_blocks() -> None:
     assert blocks((ROOT / "README.md").read_text())
+
+
+@pytest.mark.parametrize("document", TEXTS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_files_that_are_named_exist(document: Path) -> None:
+    text = re.sub(r"^```.*?^```$", "", document.read_text(), flags=re.MULTILINE | re.DOTALL)
+    named = {ROOT / path for path in PATHS.findall(text)} | {document.parent / path for path in LINKS.findall(text)}
+    assert sorted(str(path) for path in named if not path.exists()) == []
+
+
+def test_the_changelog_has_the_version() -> None:
+    assert f"\n## {graphpp.__version__} " in (ROOT / "CHANGELOG.md").read_text()
