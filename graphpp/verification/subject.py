@@ -10,7 +10,6 @@ Contract
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -32,7 +31,8 @@ from graphpp.passes.lower import Passed
 from graphpp.runtime.model_state import untouched
 from graphpp.runtime.program import PipelineProgram
 from graphpp.schedules.generate.read import default_stages
-from graphpp.schedules.table.actions import Action, upstream
+from graphpp.schedules.table.actions import Action
+from graphpp.schedules.table.in_order import has_inputs, in_order
 from graphpp.schedules.table.schedule import Schedule
 from graphpp.verification.runs import repeatable
 
@@ -89,19 +89,12 @@ def compiled_for(model: nn.Module, loss: LossFunction | None, settings: Settings
 
 def in_one_row(schedule: Schedule) -> Schedule:
     """The computations of all ranks on one rank: an order that the ranks could have had, without messages."""
-    rows = [deque(action for action in row if action and action.is_compute) for row in schedule.table]
-    order, done = list[Action](), set[Action]()
-    while any(rows):
-        for row in rows:
-            if row and all(_ready(leaf, done, schedule.stages) for leaf in row[0].leaves):
-                order.append(row.popleft())
-                done.update(order[-1].leaves)
-    return replace(schedule, table=(tuple(order),))
-
-
-def _ready(leaf: Action, done: set[Action], stages: int) -> bool:
-    makers = upstream(leaf, stages)
-    return not makers or any(maker in done for maker in makers)
+    rows = [[action for action in row if action and action.is_compute] for row in schedule.table]
+    row, done = list[Action](), set[Action]()
+    for _, action in in_order(rows, lambda _, action: has_inputs(action, done, schedule.stages)):
+        row.append(action)
+        done.update(action.leaves)
+    return replace(schedule, table=(tuple(row),))
 
 
 def device_of(model: object) -> torch.device:

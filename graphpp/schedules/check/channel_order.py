@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from itertools import pairwise
 
 from graphpp.schedules.check.case import Case, Crossing, Place
-from graphpp.schedules.table.actions import Action, Kind
+from graphpp.schedules.table.actions import Action, computations
 
 
 def check_messages(case: Case) -> None:
@@ -44,8 +44,7 @@ def _check_message(case: Case, crossing: Crossing) -> None:
 
 
 def _readers(case: Case, receive: Action) -> Iterator[Action]:
-    kinds = (Kind.F,) if receive.kind is Kind.RECV_F else (Kind.B, Kind.I)
-    return (leaf for kind in kinds if (leaf := receive._replace(kind=kind)) in case.where)
+    return (leaf for leaf in computations(receive) if leaf in case.where)
 
 
 def check_channels(case: Case) -> None:

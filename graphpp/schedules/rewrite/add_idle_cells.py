@@ -11,10 +11,13 @@ Contract
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import TypeGuard
 
-from graphpp.errors import ScheduleError
 from graphpp.schedules.table.actions import Action, Kind, upstream
+from graphpp.schedules.table.in_order import in_order
 from graphpp.schedules.table.schedule import Row
 
 Cells = list[Action | None]
@@ -32,37 +35,42 @@ def in_time(
     `fill`: a rank that would wait runs its next W instead, if that one's I is done. Raises `ScheduleError` if no rank
     can go on.
     """
-    todo: list[Cells] = [list(row)[::-1] for row in rows]
-    done: list[Cells] = [[] for _ in rows]
-    made: set[Action] = set()
-    while any(todo):
-        at = [_next(rest, made, stages, waiting, fill) if rest else None for rest in todo]
-        if at == [None] * len(rows):
-            raise ScheduleError(f"no rank can go on: they stop at {', '.join(str(rest[-1]) for rest in todo if rest)}")
-        for rest, past, index in zip(todo, done, at, strict=True):
-            if rest:
-                past.append(None if index is None else rest.pop(index))
-                made.update(past[-1].leaves if past[-1] else ())
-    return tuple(map(tuple, done))
+    rows = [list(row) for row in rows]
+    clock = _Clock(stages, waiting)
+    timed: list[Cells] = [[] for _ in rows]
+    weights = [deque(cell for cell in row if fill and _is_weight(cell)) for row in rows]
+    for rank, cell in in_order(rows, lambda _, cell: clock.start(cell) is not None):
+        early, before = weights[rank], timed[rank]
+        if fill and _is_weight(cell):
+            if not early or early[0] != cell:
+                continue  # it has filled a wait already
+            early.popleft()
+        while len(before) < (clock.start(cell) or 0):
+            before.append(early.popleft() if early and early[0]._replace(kind=Kind.I) in clock.column else None)
+        clock.column.update((leaf, len(before)) for leaf in (cell.leaves if cell else ()))
+        before.append(cell)
+    return tuple(map(tuple, timed))
 
 
-def _next(rest: Cells, made: set[Action], stages: int, waiting: Collection[Kind], fill: bool) -> int | None:
-    """The index of what a rank runs now, out of what is left of its row, last first; None if it waits."""
-    head = rest[-1]
-    if head is None or _ready(head, made, stages, waiting):
-        return -1
-    weight = next((at for at in range(len(rest) - 1, -1, -1) if _is_weight(rest[at])), None) if fill else None
-    cell = None if weight is None else rest[weight]
-    return weight if cell and cell._replace(kind=Kind.I) in made else None
-
-
-def _is_weight(cell: Action | None) -> bool:
+def _is_weight(cell: Action | None) -> TypeGuard[Action]:
     return cell is not None and cell.kind is Kind.W
 
 
-def _ready(action: Action, made: set[Action], stages: int, waiting: Collection[Kind]) -> bool:
-    for leaf in action.leaves:
-        makers = upstream(leaf, stages) if leaf.kind in waiting else ()
-        if makers and not any(maker in made for maker in makers):
-            return False
-    return True
+@dataclass
+class _Clock:
+    """`column`: where each computation so far stands."""
+
+    stages: int
+    waiting: Collection[Kind]
+    column: dict[Action, int] = field(default_factory=dict)
+
+    def start(self, cell: Action | None) -> int | None:
+        """The first column in which all inputs of a cell are there; None while one of them has not run."""
+        first = 0
+        for leaf in cell.leaves if cell else ():
+            makers = upstream(leaf, self.stages) if leaf.kind in self.waiting else ()
+            found = [self.column[maker] for maker in makers if maker in self.column]
+            if makers and not found:
+                return None
+            first = max(first, 1 + min(found, default=-1))
+        return first

@@ -15,11 +15,11 @@ Contract
 
 from __future__ import annotations
 
-from collections import deque
 from dataclasses import dataclass, field, replace
 
 from graphpp.errors import ScheduleError
-from graphpp.schedules.table.actions import Action, message, upstream
+from graphpp.schedules.table.actions import Action, message
+from graphpp.schedules.table.in_order import Stuck, has_inputs, in_order
 from graphpp.schedules.table.schedule import Schedule
 
 
@@ -31,49 +31,34 @@ def add_communication(schedule: Schedule) -> Schedule:
     """
     if schedule.has_communication:
         raise ScheduleError(f"{schedule.name} has sends and receives already; run it as it is, or take them out")
-    ranks = [_Rank(deque(action for action in row if action)) for row in schedule.table]
-    while any(rank.todo for rank in ranks):
-        # A list, not a generator: every rank gets its turn in every round.
-        if not any([_advance(rank, ranks, schedule) for rank in ranks]):
-            stuck = ", ".join(f"rank {number}: {rank.todo[0]}" for number, rank in enumerate(ranks) if rank.todo)
-            raise ScheduleError(f"{schedule.name} cannot run to its end, it stops at {stuck}; `check` names the cycle")
-    table = tuple(tuple(rank.done) for rank in ranks)
-    return replace(schedule, table=table)
+    rows = [[action for action in row if action] for row in schedule.table]
+    ranks = [_Rank() for _ in rows]
+    try:
+        for rank, action in in_order(rows, lambda rank, action: has_inputs(action, ranks[rank].results, schedule.stages)):
+            ranks[rank].actions.append(action)
+            for leaf in action.leaves:
+                ranks[rank].results.add(leaf)
+                _deliver(leaf, rank, ranks, schedule)
+    except Stuck as fault:
+        stops = ", ".join(f"rank {rank}: {action}" for rank, action in fault.heads.items())
+        raise ScheduleError(f"{schedule.name} cannot run to its end, it stops at {stops}; `check` names the cycle") from None
+    return replace(schedule, table=tuple(tuple(rank.actions) for rank in ranks))
 
 
 @dataclass
 class _Rank:
-    todo: deque[Action]
-    done: list[Action] = field(default_factory=list)
-    values: set[Action] = field(default_factory=set)
-    """Computations whose results are on this rank, because they ran here or have arrived."""
+    """`results`: the computations whose results are on this rank, because they ran here or have arrived."""
+
+    actions: list[Action] = field(default_factory=list)
+    results: set[Action] = field(default_factory=set)
 
 
-def _advance(rank: _Rank, ranks: list[_Rank], schedule: Schedule) -> bool:
-    """Run the rank's next action if what it reads is there, and deliver what it makes."""
-    if not rank.todo or not all(_ready(leaf, rank, schedule.stages) for leaf in rank.todo[0].leaves):
-        return False
-    action = rank.todo.popleft()
-    rank.done.append(action)
-    for leaf in action.leaves:
-        rank.values.add(leaf)
-        _deliver(leaf, rank, ranks, schedule)
-    return True
-
-
-def _ready(leaf: Action, rank: _Rank, stages: int) -> bool:
-    makers = upstream(leaf, stages)
-    return not makers or any(maker in rank.values for maker in makers)
-
-
-def _deliver(leaf: Action, rank: _Rank, ranks: list[_Rank], schedule: Schedule) -> None:
-    pair = message(leaf, schedule.stages)
-    if pair is None:
-        return
-    send, receive = pair
-    where = schedule.rank_of_stage.get(receive.stage)
-    if where is None or ranks[where] is rank:
-        return
-    rank.done.append(send)
-    ranks[where].done.append(receive)
-    ranks[where].values.add(leaf)
+def _deliver(leaf: Action, rank: int, ranks: list[_Rank], schedule: Schedule) -> None:
+    """Send the result of `leaf` to the rank of the neighbouring stage, if that is another rank."""
+    ends = message(leaf, schedule.stages)
+    other = schedule.rank_of_stage.get(ends[1].stage) if ends else None
+    if ends and other is not None and other != rank:
+        send, receive = ends
+        ranks[rank].actions.append(send)
+        ranks[other].actions.append(receive)
+        ranks[other].results.add(leaf)

@@ -19,9 +19,9 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
-from graphpp.schedules.table.actions import Action, Kind
+from graphpp.schedules.table.actions import Action, Kind, computations, peer
 
-_READERS = {Kind.RECV_F: (Kind.F,), Kind.RECV_B: (Kind.B, Kind.I)}
+_RECEIVES = (Kind.RECV_F, Kind.RECV_B)
 
 
 @dataclass
@@ -48,10 +48,9 @@ def post_early(row: Iterable[Action], rank_of_stage: Mapping[int, int], ahead: i
     moved: list[list[Action]] = [[] for _ in actions]
     for at, action in enumerate(actions):
         to = at
-        for leaf in (leaf for leaf in action.leaves if leaf.kind in _READERS):
-            source = rank_of_stage[leaf.stage + (1 if leaf.kind is Kind.RECV_B else -1)]
-            readers = (leaf._replace(kind=kind) for kind in _READERS[leaf.kind])
-            reader = next(column[each] for each in readers if each in column)
+        for leaf in (leaf for leaf in action.leaves if leaf.kind in _RECEIVES):
+            source = rank_of_stage[peer(leaf).stage]
+            reader = next(column[each] for each in computations(leaf) if each in column)
             to = channels[source].post(at, reader, ahead, stays=bool(action.parts))
         moved[to].append(action)
-    return [action for each in moved for action in sorted(each, key=lambda one: one.kind not in _READERS)]
+    return [action for each in moved for action in sorted(each, key=lambda one: one.kind not in _RECEIVES)]

@@ -16,10 +16,8 @@ from typing import NamedTuple
 
 from graphpp.schedules.check.case import Place
 from graphpp.schedules.rewrite.topological_order import Order
-from graphpp.schedules.table.actions import SENDS, Action, Kind
+from graphpp.schedules.table.actions import SENDS, Action, Kind, computations, peer
 from graphpp.schedules.table.schedule import Row
-
-_READERS = {Kind.RECV_F: (Kind.F,), Kind.RECV_B: (Kind.B, Kind.I)}
 
 
 class _Post(NamedTuple):
@@ -130,20 +128,17 @@ class Batches:
 
     def peer(self, leaf: Action) -> int:
         """The rank at a message's other end."""
-        return self._rank_of[leaf.stage + (1 if leaf.kind in (Kind.SEND_F, Kind.RECV_B) else -1)]
+        return self._rank_of[peer(leaf).stage]
 
 
 def readers(receive: Action) -> tuple[Action, ...]:
     """The computations one of which reads what is received; empty for a send."""
-    return tuple(receive._replace(kind=kind) for kind in _READERS.get(receive.kind, ()))
+    return () if receive.kind in SENDS else computations(receive)
 
 
 def _sent(leaf: Action) -> Action:
     """A message by its send."""
-    if leaf.kind in SENDS:
-        return leaf
-    forward = leaf.kind is Kind.RECV_F
-    return Action(leaf.stage + (-1 if forward else 1), Kind.SEND_F if forward else Kind.SEND_B, leaf.microbatch)
+    return leaf if leaf.kind in SENDS else peer(leaf)
 
 
 def _exchanged(order: Order[Node], old: Sequence[Edge], new: Sequence[Edge]) -> bool:

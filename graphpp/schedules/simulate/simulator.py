@@ -13,21 +13,17 @@ over; a table without sends and receives is given them first. The parts of a bat
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from graphpp.errors import ScheduleError
 from graphpp.schedules.rewrite.add_send_recv import add_communication
 from graphpp.schedules.simulate.timeline import Event, Timeline
-from graphpp.schedules.table.actions import Action, Kind
+from graphpp.schedules.table.actions import SENDS, Action, Kind, computations, inputs, message, peer
 from graphpp.schedules.table.costs import Costs
+from graphpp.schedules.table.in_order import Stuck, in_order
 from graphpp.schedules.table.schedule import Schedule
-
-Value = tuple[str, int, int | None]
-"""What one action leaves for others: (made, stage, microbatch). B and I both make the gradient "B" for the stage below."""
-
-_MAKES = {Kind.F: "F", Kind.B: "B", Kind.I: "B", Kind.W: "W"}
-_RECEIVES = (Kind.RECV_F, Kind.RECV_B)
 
 
 def simulate(schedule: Schedule, costs: Costs) -> Timeline:
@@ -43,30 +39,49 @@ def simulate(schedule: Schedule, costs: Costs) -> Timeline:
         )
     if costs.blocking and not schedule.has_communication:
         schedule = add_communication(schedule)
-    machine = _Machine(schedule, costs, _where(schedule), _kept(schedule))
+    _check_stages(schedule)
+    machine = _Machine(schedule, costs)
     machine.run()
     events = tuple(event for rank in machine.ranks for event in rank.events)
     return Timeline(schedule, events, tuple(tuple(rank.memory) for rank in machine.ranks))
 
 
-def _where(schedule: Schedule) -> Mapping[int, int]:
-    """Stage -> rank, after a look at whether all stages of the table exist."""
+def _check_stages(schedule: Schedule) -> None:
+    """Raise `ScheduleError` where the table names a stage that it does not have."""
     for stage, rank in schedule.rank_of_stage.items():
         if not 0 <= stage < schedule.stages:
             raise ScheduleError(f"{schedule.name!r}, rank {rank}: there is no stage {stage} of {schedule.stages}")
-    return schedule.rank_of_stage
 
 
-def _kept(schedule: Schedule) -> frozenset[Value]:
-    """Forwards whose activations a backward will read; the others' are gone when they end, as in evaluation."""
+def _followed(schedule: Schedule) -> frozenset[tuple[int, int | None]]:
+    """(stage, microbatch) of the forwards whose activations a backward reads; evaluation keeps no activations."""
     leaves = (leaf for _, _, action in schedule.cells() for leaf in action.leaves)
-    return frozenset(("F", leaf.stage, leaf.microbatch) for leaf in leaves if leaf.kind in (Kind.B, Kind.I))
+    return frozenset((leaf.stage, leaf.microbatch) for leaf in leaves if leaf.kind in (Kind.B, Kind.I))
+
+
+class _Post(NamedTuple):
+    """The moment at which a rank posts the sends of an action, before it waits for anything else."""
+
+    action: Action
+    sends: tuple[Action, ...]
+
+    def __str__(self) -> str:
+        return str(self.action)
+
+
+Step = Action | _Post
+Makers = tuple[Action, ...]
+
+
+def _steps(action: Action) -> tuple[Step, ...]:
+    sends = tuple(leaf for leaf in action.leaves if leaf.kind in SENDS)
+    return (_Post(action, sends), action) if sends else (action,)
 
 
 @dataclass
 class _Rank:
-    row: list[Action]
-    at: int = 0
+    """`free`: when the rank can start its next action; `live`: the bytes alive on it now."""
+
     free: float = 0.0
     live: int = 0
     events: list[Event] = field(default_factory=list)
@@ -79,133 +94,115 @@ class _Rank:
 
 
 class _Machine:
-    """`made[value]`: when it was made, on its own rank. `sent[value]`: when its message left, where sends are actions."""
+    """`ended[computation]`: when it ended. `sent[send]`: when the message left. `received[receive]`: when that was over."""
 
-    def __init__(self, schedule: Schedule, costs: Costs, where: Mapping[int, int], kept: frozenset[Value]) -> None:
-        self.schedule, self.costs, self.where, self.kept = schedule, costs, where, kept
-        self.ranks = [_Rank([action for action in row if action]) for row in schedule.table]
-        self.made: dict[Value, float] = {}
-        self.sent: dict[Value, float] = {}
-        self.received: dict[Value, float] = {}
-        self.waiting: dict[Value, list[int]] = {}
+    def __init__(self, schedule: Schedule, costs: Costs) -> None:
+        self.schedule, self.costs = schedule, costs
+        self.where, self.followed = schedule.rank_of_stage, _followed(schedule)
+        self.ranks = [_Rank() for _ in schedule.table]
+        self.ended: dict[Action, float] = {}
+        self.sent: dict[Action, float] = {}
+        self.received: dict[Action, float] = {}
+        self.there = 0.0  # when the inputs of the step that was last found ready are on its rank
 
     def run(self) -> None:
-        todo = list(range(len(self.ranks)))
-        while todo:
-            number = todo.pop()
-            rank = self.ranks[number]
-            while rank.at < len(rank.row):
-                missing = self._step(number, rank, rank.row[rank.at], todo)
-                if missing is not None:
-                    self.waiting.setdefault(missing, []).append(number)
-                    break
-                rank.at += 1
-        if any(rank.at < len(rank.row) for rank in self.ranks):
-            raise ScheduleError(self._stuck())
+        rows = [[step for action in row if action for step in _steps(action)] for row in self.schedule.table]
+        try:
+            for number, step in in_order(rows, self._ready):
+                begin = self.ranks[number].free + self.costs.overhead
+                if isinstance(step, _Post):
+                    self.sent.update(dict.fromkeys(step.sends, begin))
+                elif step.is_compute:
+                    self._compute(number, step, max(begin, self.there))
+                else:
+                    self._communicate(number, step, begin)
+        except Stuck as fault:
+            raise ScheduleError(self._stuck(fault)) from None
 
-    def _step(self, number: int, rank: _Rank, action: Action, todo: list[int]) -> Value | None:
-        """Run one action, or tell what it waits for."""
-        begin = rank.free + self.costs.overhead
-        if action.is_compute:
-            return self._compute(number, rank, action, begin, todo)
-        carried = [(leaf.kind in _RECEIVES, value) for leaf in action.leaves if (value := _carried(leaf))]
-        end = begin
-        # All sends of a batch are under way before it waits for its receives.
-        for receives, value in sorted(carried):
-            missing = self._receive(value) if receives else self._send(value, begin, todo)
-            if missing is not None:
-                return missing
-            if self.costs.blocking:
-                end = max(end, max(begin, self.sent[value]) + self._time(value))
-        self.received.update((value, end) for receives, value in carried if receives)
-        rank.events.append(Event(number, action, begin, end))
-        rank.free = end
+    # ------------------------------------------------------------------------------ what a step waits for
+
+    def _ready(self, number: int, step: Step) -> bool:
+        self.there = 0.0
+        for _, time in self._reads(number, step):
+            if time is None:
+                return False
+            self.there = max(self.there, time)
+        return True
+
+    def _reads(self, number: int, step: Step) -> Iterator[tuple[Makers, float | None]]:
+        """For each value that a step needs the computations any one of which makes it, and when it is on the rank, if known."""
+        if isinstance(step, _Post):
+            yield from ((computations(send), self._end(computations(send))) for send in step.sends)
+        elif step.is_compute:
+            for leaf in step.leaves:
+                for makers in inputs(leaf, self.schedule.stages):
+                    yield makers, self._arrival(makers, number)
+        elif self.costs.blocking:
+            sends = map(peer, self._receives(step))
+            yield from ((computations(send), self.sent.get(send)) for send in sends)
+
+    def _receives(self, action: Action) -> Iterator[Action]:
+        return (leaf for leaf in action.leaves if leaf.is_communication and leaf.kind not in SENDS)
+
+    def _end(self, makers: Makers) -> float | None:
+        for maker in makers:
+            if maker in self.ended:
+                return self.ended[maker]
         return None
 
-    def _send(self, value: Value, begin: float, todo: list[int]) -> Value | None:
-        if value not in self.made:
-            return value
-        self.sent.setdefault(value, begin)
-        todo += self.waiting.pop(value, ())
-        return None
+    def _arrival(self, makers: Makers, number: int) -> float | None:
+        """When the value that one of `makers` makes is on the rank that reads it; None while that is not known."""
+        end = self._end(makers)
+        if end is None or self.where.get(makers[0].stage) == number:
+            return end
+        ends = message(makers[0], self.schedule.stages)
+        if ends is None:
+            return end
+        send, receive = ends
+        if not self.schedule.has_communication:
+            return end + self._time(send)
+        if send not in self.sent or receive not in self.received:
+            return None
+        return max(self.sent[send] + self._time(send), self.received[receive])
 
-    def _receive(self, value: Value) -> Value | None:
-        return value if self.costs.blocking and value not in self.sent else None
+    def _time(self, send: Action) -> float:
+        if send.kind is Kind.SEND_F:
+            return self.costs.message(self.costs.sends_forward, send.stage)
+        return self.costs.message(self.costs.sends_backward, send.stage - 1)
 
-    def _compute(self, number: int, rank: _Rank, action: Action, begin: float, todo: list[int]) -> Value | None:
-        for leaf in action.leaves:
-            for value in _inputs(leaf, self.schedule.stages):
-                there = self._arrival(value, number)
-                if there is None:
-                    return value
-                begin = max(begin, there)
+    def _stuck(self, fault: Stuck[Step]) -> str:
+        """Where each rank that did not come to its end stands, and for what."""
+        lines = []
+        for number, step in sorted(fault.heads.items()):
+            missing = next(makers for makers, time in self._reads(number, step) if time is None)
+            lines.append(f"    rank {number} stops at {step}, which waits for {_text(missing)}")
+        what = f"{self.schedule.name!r} cannot run to its end, these wait for each other or for what never runs"
+        return "\n".join([f"{what}; reorder or complete them (`check` says more)", *lines])
+
+    # ------------------------------------------------------------------------------ running a step
+
+    def _compute(self, number: int, action: Action, begin: float) -> None:
+        rank = self.ranks[number]
         end = rank.free = begin + self.costs.of(action)
         rank.events.append(Event(number, action, begin, end))
         changes = [self._change(leaf) for leaf in action.leaves]
         rank.change(begin, sum(start for start, _ in changes))
         rank.change(end, sum(at_end for _, at_end in changes))
-        for leaf in action.leaves:
-            value = (_MAKES[leaf.kind], leaf.stage, leaf.microbatch)
-            self.made[value] = end
-            todo += self.waiting.pop(value, ())
-        return None
+        self.ended.update(dict.fromkeys(action.leaves, end))
 
     def _change(self, leaf: Action) -> tuple[int, int]:
-        followed = leaf.kind is not Kind.F or ("F", leaf.stage, leaf.microbatch) in self.kept
+        followed = leaf.kind is not Kind.F or (leaf.stage, leaf.microbatch) in self.followed
         return self.costs.stages[leaf.stage].change(leaf.kind, followed)
 
-    def _arrival(self, value: Value, number: int) -> float | None:
-        """When a value is on the rank that reads it; None while that is not known."""
-        made = self.made.get(value)
-        if self.where.get(value[1]) == number or made is None:
-            return made
-        if not self.schedule.has_communication:
-            return made + self._time(value)
-        if value not in self.sent or value not in self.received:
-            return None
-        return max(self.sent[value] + self._time(value), self.received[value])
-
-    def _time(self, value: Value) -> float:
-        kind, stage, _ = value
-        if kind == "F":
-            return self.costs.message(self.costs.sends_forward, stage)
-        return self.costs.message(self.costs.sends_backward, stage - 1)
-
-    def _stuck(self) -> str:
-        """Where each rank that did not come to its end stands, and for what."""
-        waits = {number: value for value, numbers in self.waiting.items() for number in numbers}
-        lines = [
-            f"    rank {number} stops at {self.ranks[number].row[self.ranks[number].at]}, which waits for {_text(value)}"
-            for number, value in sorted(waits.items())
-        ]
-        what = f"{self.schedule.name!r} cannot run to its end, these wait for each other or for what never runs"
-        return "\n".join([f"{what}; reorder or complete them (`check` says more)", *lines])
+    def _communicate(self, number: int, action: Action, begin: float) -> None:
+        rank, end = self.ranks[number], begin
+        if self.costs.blocking:
+            sends = (leaf if leaf.kind in SENDS else peer(leaf) for leaf in action.leaves if leaf.is_communication)
+            end = max([end, *(max(begin, self.sent[send]) + self._time(send) for send in sends)])
+        self.received.update(dict.fromkeys(self._receives(action), end))
+        rank.events.append(Event(number, action, begin, end))
+        rank.free = end
 
 
-def _text(value: Value) -> str:
-    made, stage, microbatch = value
-    return (
-        f"the gradient of {stage}B{microbatch} or {stage}I{microbatch}" if made == "B" else f"{stage}{made}{microbatch}"
-    )
-
-
-def _carried(leaf: Action) -> Value | None:
-    """The value that a send or a receive carries; None for what is neither."""
-    if not leaf.is_communication:
-        return None
-    made = "F" if leaf.kind in (Kind.SEND_F, Kind.RECV_F) else "B"
-    step = 0 if leaf.kind not in _RECEIVES else -1 if made == "F" else 1
-    return made, leaf.stage + step, leaf.microbatch
-
-
-def _inputs(leaf: Action, stages: int) -> Iterator[Value]:
-    """What a computation reads, of its own stage and of a neighbour's."""
-    if leaf.kind is Kind.W:
-        yield "B", leaf.stage, leaf.microbatch
-        return
-    if leaf.kind is not Kind.F:
-        yield "F", leaf.stage, leaf.microbatch
-        if leaf.stage < stages - 1:
-            yield "B", leaf.stage + 1, leaf.microbatch
-    elif leaf.stage > 0:
-        yield "F", leaf.stage - 1, leaf.microbatch
+def _text(makers: Makers) -> str:
+    return str(makers[0]) if len(makers) == 1 else f"the gradient of {' or '.join(map(str, makers))}"

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import re
 from enum import StrEnum
+from functools import lru_cache
 from typing import NamedTuple, NoReturn
 
 from graphpp.errors import ScheduleError
@@ -87,6 +88,16 @@ class Action(NamedTuple):
         return self.parts or (self,)
 
 
+_CACHED = 1 << 16  # actions: passes and simulations ask about the same ones many times
+_PEER = {
+    Kind.SEND_F: (Kind.RECV_F, 1),
+    Kind.RECV_F: (Kind.SEND_F, -1),
+    Kind.SEND_B: (Kind.RECV_B, -1),
+    Kind.RECV_B: (Kind.SEND_B, 1),
+}
+
+
+@lru_cache(_CACHED)
 def upstream(action: Action, stages: int) -> tuple[Action, ...]:
     """Actions of the neighbouring stage, one of which makes what `action` reads; empty where nothing crosses.
 
@@ -100,6 +111,7 @@ def upstream(action: Action, stages: int) -> tuple[Action, ...]:
     return ()
 
 
+@lru_cache(_CACHED)
 def message(action: Action, stages: int) -> tuple[Action, Action] | None:
     """The send and the receive that carry the result of `action` to the neighbouring stage; None at either end."""
     stage, microbatch = action.stage, action.microbatch
@@ -108,6 +120,31 @@ def message(action: Action, stages: int) -> tuple[Action, Action] | None:
     if action.kind in (Kind.B, Kind.I) and stage > 0:
         return Action(stage, Kind.SEND_B, microbatch), Action(stage - 1, Kind.RECV_B, microbatch)
     return None
+
+
+@lru_cache(_CACHED)
+def inputs(action: Action, stages: int) -> tuple[tuple[Action, ...], ...]:
+    """One entry for each value that a computation reads: the computations any one of which makes the value.
+
+    A backward reads the activations of its own stage's forward, a W what its I left; both besides `upstream`.
+    """
+    own = {Kind.B: Kind.F, Kind.I: Kind.F, Kind.W: Kind.I}.get(action.kind)
+    makers = upstream(action, stages)
+    return (*([(action._replace(kind=own),)] if own else []), *([makers] if makers else []))
+
+
+@lru_cache(_CACHED)
+def computations(message: Action) -> tuple[Action, ...]:
+    """The computations of a message's own stage, one of which makes the value that is sent, or reads the one received."""
+    kinds = (Kind.F,) if message.kind in (Kind.SEND_F, Kind.RECV_F) else (Kind.B, Kind.I)
+    return tuple(message._replace(kind=kind) for kind in kinds)
+
+
+@lru_cache(_CACHED)
+def peer(message: Action) -> Action:
+    """The other end of a message: the receive of a send, the send of a receive."""
+    kind, step = _PEER[message.kind]
+    return message._replace(stage=message.stage + step, kind=kind)
 
 
 def parse(text: str) -> Action:
