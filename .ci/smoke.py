@@ -1,4 +1,4 @@
-"""Trains a small model with the installed graphpp, alone or under torchrun; the argument: the folder it must be in."""
+"""Train a small model with the installed graphpp, alone or under torchrun. Argument: the folder that must hold graphpp."""
 
 import importlib
 import sys
@@ -24,11 +24,11 @@ def main() -> None:
     assert losses[0] > losses[1] > losses[2], losses
     print(f"graphpp runs from {Path(graphpp.__file__).parent}, losses {losses}")
     if dist.is_initialized():
-        dist.destroy_process_group()  # gloo's threads may abort a process that ends without
+        dist.destroy_process_group()  # gloo's threads may abort a process that ends with a living group
 
 
 def must_raise(decoy: str) -> None:
-    """The decoys are in place: to import one raises."""
+    """Raise AssertionError unless importing `decoy` raises: then the decoy folder is in place."""
     try:
         importlib.import_module(decoy)
     except ImportError as error:
@@ -38,7 +38,7 @@ def must_raise(decoy: str) -> None:
 
 
 def train(pipe: graphpp.Pipeline, inputs: torch.Tensor, target: torch.Tensor) -> float:
-    """One step of plain gradient descent; the loss before it."""
+    """Run one step of plain gradient descent; returns the loss before the step."""
     loss = pipe.step(inputs, target=target).loss.item()
     with torch.no_grad():
         for parameter in pipe.parameters():

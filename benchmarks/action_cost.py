@@ -1,18 +1,18 @@
-"""What does one action of a schedule cost when there is nothing to compute?
+"""Time one action of a schedule when there is nothing to compute.
 
     python benchmarks/action_cost.py                                  one process, 4 local stages: no messages
     torchrun --nproc-per-node 2 benchmarks/action_cost.py             2 stages a rank: with messages of 4 bytes
 
-Interleaved 1F1B, microseconds per action (medians of steps in turn; the rank with most actions counts), of
+Interleaved 1F1B, microseconds per action (medians of steps in turn, divided by the actions of the rank with most), of
 
-    loop             our loop over the same table with actions that do nothing: the floor in one process
-    messages         the table's sends and receives alone, each waited for where it is read: the floor with messages
-    empty            our runner, stage programs that hand on what they get: what the issue's target means
-    torch, empty     torch's `_PipelineScheduleRuntime` over the same table and stages that are stubs: no module, no autograd
+    loop             graphpp's loop over the same table with actions that do nothing: the lower bound in one process
+    messages         the table's sends and receives alone, each waited for where its value is read: the lower bound on 2 ranks
+    empty            graphpp's runner with stage programs that return their inputs; the target is about this contender
+    torch, empty     torch's `_PipelineScheduleRuntime` over the same table with stub stages: no module, no autograd
     one op           the pipeline that graphpp compiles from stages `x * weight`, whole `pipe.step`
     torch, one op    torch's ScheduleInterleaved1F1B over the same modules, whole `step`
 
-`--profile` prints rank 0's cProfile of each, by own time per action.
+`--profile` prints rank 0's cProfile of each contender, by own time per action.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def options() -> argparse.Namespace:
 
 
 def contenders(table: Schedule, device: torch.device) -> dict[str, Step]:
-    """What is timed, in the order of the head of this file."""
+    """The contenders, in the order of the head of this file."""
     runner = GraphPPRunner(empty_program(), table, ModelState(nn.Module()), Device(device, dist.group.WORLD))
     inputs = [{"args[0]": torch.ones(1, device=device)}] * table.microbatches
     seeds = [torch.ones((), device=device)] * table.microbatches

@@ -1,9 +1,9 @@
-"""Layers of the benchmarks' other models: attention, feed-forward, experts, and what stands before and after them.
+"""Layers of the benchmarks' GPT-2, MoE and ViT: attention, feed-forward, experts, embeddings and heads.
 
 Contract
 --------
-- A `Stack` is what is before the layers, equal layers one after the other, and what is after; each takes one tensor and
-  gives one. `part(stack, start, end)` is a manual stage of it for torch: the same modules, none copied.
+- A `Stack` is a first module, equal layers one after the other, and a last module; each takes one tensor and
+  returns one. `part(stack, start, end)` is a manual stage of the stack for torch: the same modules, none copied.
 - All are plain PyTorch that torch.export captures and that torch's pipeline runs. Shapes do not depend on the data:
   `Experts` gives every expert a fixed number of places, as GShard does (Lepikhin et al. 2020, algorithm 1).
 """
@@ -30,14 +30,14 @@ class Stack(nn.Module):
 
 
 def part(model: Stack, start: int, end: int) -> Stack:
-    """Layers `start` up to `end`, with what is before the first layer and after the last."""
+    """Layers `start` up to `end`, with the first module if `start` is 0, and the last module if `end` is the end."""
     first = model.first if start == 0 else nn.Identity()
     last = model.last if end == len(model.layers) else nn.Identity()
     return Stack(first, model.layers[start:end], last)
 
 
 class Block(nn.Module):
-    """Attention, then what stands for the feed-forward layer: each behind a LayerNorm, added with dropout."""
+    """Attention, then a feed-forward module: each normalised before, and added to its input with dropout."""
 
     def __init__(self, dim: int, attention: nn.Module, feed_forward: nn.Module, dropout: float = 0.0) -> None:
         super().__init__()
@@ -73,10 +73,10 @@ class FeedForward(nn.Sequential):
 
 
 class Experts(nn.Module):
-    """Each token goes to the `top` experts its router likes best, weighted by softmax; all experts in batched products.
+    """Each token goes to the `top` experts with its highest scores, weighted by softmax; experts run in batched products.
 
-    An expert has room for `room` times its even share of the tokens of a microbatch, in order; what comes later is
-    dropped for it. Tokens travel to their places and back by products with one-hot masks.
+    An expert has places for `room` times its even share of the tokens of a microbatch, in order; it drops the tokens beyond
+    its last place. Tokens travel to their places and back by products with one-hot masks.
     """
 
     def __init__(self, dim: int, hidden: int, experts: int = 8, top: int = 2, room: float = 1.25) -> None:
@@ -94,7 +94,7 @@ class Experts(nn.Module):
         return torch.einsum("tep,epd->td", weights, done).view_as(x)
 
     def places(self, tokens: Tensor) -> Tensor:
-        """What each token counts at each place of each expert, [tokens, experts, places]; 0: it is not there."""
+        """The weight of each token at each place of each expert, [tokens, experts, places]; 0 elsewhere."""
         scores = F.softmax(self.router(tokens), -1)
         experts = scores.shape[1]
         weight, chosen = scores.topk(self.top, -1)
@@ -120,7 +120,7 @@ class Words(nn.Module):
 
 
 class Patches(nn.Module):
-    """Images [batch, 3, side, side] -> [batch, 1 + patches, dim]: a place for the class, then the patches."""
+    """Images [batch, 3, side, side] -> [batch, 1 + patches, dim]: the class token, then the patches."""
 
     def __init__(self, side: int, patch: int, dim: int) -> None:
         super().__init__()
@@ -134,7 +134,7 @@ class Patches(nn.Module):
 
 
 class Head(nn.Module):
-    """LayerNorm and a linear layer, of all places or of the first one only."""
+    """LayerNorm and a linear layer over all positions, or over the first position only."""
 
     def __init__(self, dim: int, classes: int, *, first: bool = False) -> None:
         super().__init__()

@@ -1,11 +1,11 @@
-"""How long, and in how much memory, is a Llama of 405 billion parameters captured and cut into 16 stages?
+"""Time and memory to capture a Llama of 405 billion parameters and cut it into 16 stages.
 
     python benchmarks/capture_scale.py [--layers 16 32 63 126] [--stages 16] [--json results.json]
 
-Contract: every depth is compiled by `graphpp.compile` in a process of its own, from a model on the meta device. The
+Contract: `graphpp.compile` compiles every depth in a process of its own, from a model on the meta device. The
 parts (capture, each pass with its verification, the rest: plan, fingerprint, schedule) are CPU seconds of that call,
-which is single-threaded, so that others on the machine count little; `wall` is by the clock. Memory is the peak
-resident size of the process above what it was when torch, graphpp and the meta model were there.
+which is single-threaded, so other jobs on the machine count little; `wall` is by the clock. Memory is the peak
+resident size of the process above its size when torch, graphpp and the meta model were loaded.
 """
 
 from __future__ import annotations
@@ -120,12 +120,12 @@ def listen(clock: Clock) -> None:
 
 
 def resident_bytes() -> int:
-    """What the process holds in memory now."""
+    """The resident bytes of the process now."""
     return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
 
 
 def peak_bytes() -> int:
-    """The most the process ever held."""
+    """The most bytes that the process ever had resident."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 

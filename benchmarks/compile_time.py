@@ -1,22 +1,22 @@
-"""Is each distinct layer compiled once, and does a second start find what the first one compiled?
+"""Time from `compile` to the first step: is each distinct layer compiled once, and does a second start find the compiled code?
 
     python benchmarks/compile_time.py [--layers 8 64] [--ranks 1] [--model llama] [--dim 64] [--torch]
 
-For each number of layers, in new folders for the caches, a process (with --ranks: torchrun's) compiles the model with
-the backend and runs a step, then a second process does the same with the folders as they are. Before the first one
-torch.compile of a few operations has left in them what it makes once for a machine (headers, what the processor can):
-that is a minute or less that says nothing of layers; --bare leaves it to the first start. The parts are seconds by the
-clock of the slowest rank, from the call of `graphpp.compile` on:
+For each number of layers, with new folders for the caches, a process (with --ranks: torchrun's processes) compiles the
+model with the backend and runs a step; then a second process does the same with the folders as the first left them. Before
+the first process, torch.compile of a few operations fills the folders with results that are made once per machine
+(headers, the processor's instructions): they take up to a minute and have nothing to do with layers; --bare leaves them
+to the first start. The parts are seconds by the clock of the slowest rank, from the call of `graphpp.compile` on:
 
     capture     torch.export and the joint trace
     passes      the rest of `graphpp.compile`: cut, checks, plan
-    programs    from there until the first step has its programs: what the backend compiles
+    programs    from there until the first step has its programs: the backend's compilations
     first step  the rest of the first step
 
-"compiled": programs and first step less a second step, which only runs. The target of issue 5 is that of 64 layers over
-that of 8, at most 1.2; and all of a second start over all of the first, at most 0.2. Importing torch is not counted.
+"compiled": programs and first step, less a second step, which only runs. Targets: "compiled" of 64 layers takes at most 1.2
+times that of 8; a whole second start takes at most 0.2 of the first. Importing torch is not counted.
 
-`--torch`: the same of one process in which model and loss are under torch.compile, whole.
+`--torch`: the same figures for one process with model and loss under torch.compile, uncut.
 The caches are in the folders that GRAPHPP_CACHE and TORCHINDUCTOR_CACHE_DIR name, and are removed afterwards.
 """
 

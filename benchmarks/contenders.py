@@ -1,12 +1,12 @@
 """The ways to run a step that the benchmarks compare, over one model with the same weights and the same microbatches.
 
-    pipeline      what graphpp compiles, with a backend
+    pipeline      the pipeline that graphpp compiles, with a backend
     torch_step    torch's PipelineStage and schedule on manual stages with given shapes (no probe run), its outputs not
                   merged; `compiled`: each stage's module under torch.compile
     plain_step    one process that adds up gradients over the microbatches; `compiled`: model and loss under torch.compile
 
 Contract: a step is forward and backward of all microbatches into fresh `param.grad`, without an optimizer. `check_losses`
-raises SystemExit where two contenders do not compute the same.
+raises SystemExit where two contenders compute different losses.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ TORCH: dict[str, Any] = {
     "ZBVZeroBubble": ScheduleZBVZeroBubble,
     "DualPipeV": ScheduleDualPipeV,
 }
-COMPILED = ("GPipe", "1F1B", "Interleaved1F1B", "LoopedBFS")  # torch refuses compiled modules in its others, or fails
+COMPILED = ("GPipe", "1F1B", "Interleaved1F1B", "LoopedBFS")  # torch refuses compiled modules in its other schedules, or fails
 BACKENDS = ("eager", "inductor")
 TOLERANCE = {"eager": 1e-5, "inductor": 1e-4}  # of losses, relative
 
@@ -87,7 +87,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Step:
-    """A contender: its parameters here; `losses` runs a step and has its losses where they are known, [microbatches]."""
+    """A contender: this rank's parameters; `losses` runs a step and returns [microbatches], or None where a rank has none."""
 
     parameters: list[nn.Parameter]
     losses: Callable[[], Tensor | None]
@@ -127,7 +127,7 @@ def pipeline_step(pipe: graphpp.Pipeline, case: Case, device: torch.device, back
 
 
 def torch_step(case: Case, device: torch.device, *, compiled: bool = False) -> Step:
-    """torch.distributed.pipelining, with everything given that spares it work."""
+    """A step of torch.distributed.pipelining, with shapes given and outputs not merged, which is its fastest way."""
     inputs, targets = case.batch(device)
     stages = torch_stages(case, device, compiled)
     kind, single = TORCH[str(case.schedule)], case.stages == RANKS
@@ -162,7 +162,7 @@ def torch_stages(case: Case, device: torch.device, compiled: bool) -> list[Pipel
 
 
 def like(value: Tensor, device: torch.device) -> Tensor:
-    """A value of the same shape; it needs a gradient where there can be one."""
+    """An empty tensor of the same shape; it requires a gradient if its dtype is floating."""
     return torch.empty_like(value, device=device).requires_grad_(value.is_floating_point())
 
 
@@ -194,7 +194,7 @@ def plain_step(case: Case, device: torch.device, *, compiled: bool = False) -> S
 
 
 def check_losses(expected: Step, steps: Mapping[str, Step], device: torch.device) -> None:
-    """Raise where losses are not those of `expected` within the tolerance of both, relative."""
+    """Raise SystemExit where a step's losses differ from those of `expected` by more than the larger relative tolerance."""
     wanted = losses_of(expected, device)
     for name, step in steps.items():
         found = losses_of(step, device)
@@ -204,7 +204,7 @@ def check_losses(expected: Step, steps: Mapping[str, Step], device: torch.device
 
 
 def check_on_average(expected: Step, steps: Mapping[str, Step], device: torch.device, repeats: int = 4) -> None:
-    """Raise where losses with dropout are on average not those of `expected`: by 5 standard errors of the difference."""
+    """Raise SystemExit where mean losses with dropout differ from those of `expected` by more than 5 standard errors."""
     wanted = many_losses(expected, repeats, device)
     for name, step in steps.items():
         found = many_losses(step, repeats, device)
@@ -223,7 +223,7 @@ def many_losses(step: Step, repeats: int, device: torch.device) -> Tensor | None
 
 
 def losses_of(step: Step, device: torch.device) -> Tensor | None:
-    """The losses of one step, whose gradients are forgotten."""
+    """The losses of one step; its gradients are dropped."""
     losses = step.losses()
     synchronize(device)
     step.forget_gradients()

@@ -1,7 +1,8 @@
-"""Stages that hand on one float, forward along the stages and back: ours, torch's, and their messages alone.
+"""Stages that pass on one float, forward along the stages and back: graphpp's, torch's, and their messages alone.
 
-Contract: over one table, `empty_program` is what our runner takes, `torch_loop` walks torch's own runtime over stages
-without a module, and `messages` posts the table's sends and receives and waits for them where they are read; nothing else.
+Contract: all work over one table. `empty_program` is the input of graphpp's runner. `torch_loop` runs torch's own runtime
+over stages without a module. `messages` posts the table's sends and receives, waits for each where its value is read, and does
+nothing else.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ STAGES = 4
 
 
 def empty_program() -> PipelineProgram:
-    """Stages that hand on one float: forward along the stages, and back."""
+    """Stages that pass on one float: forward along the stages, and back."""
     stages = tuple(
         StageProgram(index, {Phase.FORWARD: forward(index), Phase.BACKWARD: backward(index)}, (), (), ())
         for index in range(STAGES)
@@ -77,7 +78,7 @@ def nothing(boxed: list[Any]) -> tuple[Any, ...]:
 
 
 class EmptyStage:
-    """What torch's loop asks of a stage, answered with one float; it keeps no more than what is under way."""
+    """The methods that torch's loop calls on a stage, each answered with one float; it keeps no values of earlier actions."""
 
     submod = None
 
@@ -115,13 +116,13 @@ class EmptyStage:
 
 
 class TorchLoop(_PipelineScheduleRuntime):
-    """torch's own loop over a given table; nothing to initialise."""
+    """torch's own loop over a given table, without its initialisation of stages."""
 
     def _initialize_stages(self, *args: Any, **kwargs: Any) -> None: ...
 
 
 def torch_loop(table: Schedule) -> Callable[[], object]:
-    """A step of torch's runtime, sends waited for at its end as torch does."""
+    """A step of torch's runtime, which waits for all sends at its end."""
     stages = [EmptyStage(stage, table) for stage in range(STAGES) if table.rank_of_stage[stage] == RANK]
     loop = TorchLoop(stages, table.microbatches, backward_requires_autograd=False)
     loop.pipeline_order_with_comms = {

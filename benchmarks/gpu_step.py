@@ -1,18 +1,18 @@
-"""On one GPU, does a step of graphpp over 4 local stages cost what the uncut model costs when it is compiled whole?
+"""On one GPU, compare a step of graphpp over 4 local stages with the uncut model under torch.compile.
 
     python benchmarks/gpu_step.py [--backend inductor] [--cudagraphs]      1.1 B-parameter Llama in bfloat16
     python benchmarks/gpu_step.py --small --compile-backend eager          the same code at tiny sizes, also on a CPU
 
-One process; the same weights, microbatches and losses for all, timed in turn:
+One process; the same weights, microbatches and losses for all contenders, timed in turn:
 
-    graphpp           Interleaved1F1B over 4 local stages, by the backend given; with --cudagraphs, once more with graphs
+    graphpp           Interleaved1F1B over 4 local stages, by the given backend; with --cudagraphs, a second time with graphs
     torch             torch.distributed.pipelining, eager, the same schedule over 4 manual stages on one rank
     torch.compile     the whole model and loss compiled, forward and backward of each microbatch in a plain loop
 
-A step is forward and backward of all microbatches into fresh `param.grad`; no optimizer. Before timing the losses must
-agree to 2 % (bfloat16; 0.01 % in float32). Times are medians over rounds, ratios the medians of the rounds' ratios; MiB
-is the most that was allocated in a step beyond what was there before, gradients included; of recorded graphs only what
-outlives them, their own pool is there before.
+A step is forward and backward of all microbatches into fresh `param.grad`; no optimizer. Before timing, the losses must
+agree to 2 % (bfloat16; 0.01 % in float32). Times are medians over rounds, ratios the medians of the rounds' ratios. MiB
+is the most that a step allocates above the bytes allocated before it, gradients included. The memory pool of recorded
+graphs is allocated before, so of the graphs only the values that outlive them count.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ STAGES = 4
 
 @dataclass(frozen=True)
 class Case:
-    """What is trained: a model, and microbatches of `rows` x `length` tokens."""
+    """A model to train, and microbatches of `rows` x `length` tokens."""
 
     config: Config
     dtype: torch.dtype
@@ -137,7 +137,7 @@ def graphpp_step(case: Case, device: torch.device, **chosen: Any) -> Step:
 
 
 def torch_step(case: Case, device: torch.device) -> Step:
-    """torch.distributed.pipelining, eager, with the shapes given so that it need not find them."""
+    """torch.distributed.pipelining, eager, with the shapes given so that it does not run the stages to find them."""
     model = case.model(device)
     tokens, targets = case.batch(device)
     stages = [torch_stage(case, model, index, device) for index in range(STAGES)]
@@ -169,7 +169,7 @@ def torch_stage(case: Case, model: Llama, index: int, device: torch.device) -> P
 
 
 def compiled_step(case: Case, device: torch.device, option: argparse.Namespace) -> Step:
-    """One compiled function for forward and loss, whose backward is compiled with it, over the same microbatches."""
+    """One compiled function for forward and loss, and its compiled backward, over the same microbatches."""
     model = case.model(device)
     tokens, targets = case.batch(device)
     pairs = list(zip(tokens.split(case.rows), targets.split(case.rows), strict=True))
@@ -181,7 +181,7 @@ def compiled_step(case: Case, device: torch.device, option: argparse.Namespace) 
         for rows, following in pairs:
             value = forward(rows, following)
             (value / case.microbatches).backward()
-            losses.append(value.detach().clone())  # a graph's next replay may write over it
+            losses.append(value.detach().clone())  # the next replay of a CUDA graph may overwrite the loss
         return torch.stack(losses)
 
     return Step(list(model.parameters()), step)
@@ -223,7 +223,7 @@ def measured(case: Case, option: argparse.Namespace, device: torch.device) -> di
 
 
 def check_losses(case: Case, steps: dict[str, Step]) -> None:
-    """Raise where losses are not those of eager torch."""
+    """Raise SystemExit where losses differ from eager torch's."""
     expected = steps["torch"].losses().float()
     tolerance = 1e-4 if case.dtype is torch.float32 else 2e-2
     for name, step in steps.items():
@@ -233,7 +233,7 @@ def check_losses(case: Case, steps: dict[str, Step]) -> None:
 
 
 def peak_bytes(step: Step, device: torch.device) -> int | None:
-    """The most bytes that a step allocates beyond what is there before it; None on the CPU."""
+    """The most bytes that a step allocates above the bytes allocated before it; None on the CPU."""
     if device.type != "cuda":
         return None
     step.forget_gradients()
@@ -246,7 +246,7 @@ def peak_bytes(step: Step, device: torch.device) -> int | None:
 
 
 def table(record: dict[str, Any]) -> Table:
-    """A line per contender: its time, and the others' against it."""
+    """A line per contender: its time, and the ratios to the other contenders."""
     title = f"{record['parameters'] / 1e6:.1f} M parameters in {record['dtype']}, {STAGES} local stages, "
     title += f"{record['microbatches']} microbatches of {record['tokens']} tokens, {record['device']}, "
     title += f"backend {record['backend']}"

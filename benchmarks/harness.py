@@ -1,8 +1,8 @@
-"""What the benchmarks share: the ranks' device, fair timing of several contenders in turn, and records.
+"""Shared by the benchmarks: the ranks' device, fair timing of several contenders in turn, and records.
 
-Contract: `alternate(contenders, rounds)` runs A B C A B C .. and returns each one's samples. Every run starts at a
+Contract: `alternate(contenders, rounds)` runs A B C A B C .. and returns the samples of each contender. Every run starts at a
 barrier with the garbage collector off and ends, on CUDA, with a synchronise. `prepare` of a contender runs before each
-of its runs, outside the time. What warms up is the caller's business.
+of its runs, outside the time. Warming up is the caller's task.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ RANK, RANKS = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE",
 
 @dataclass(frozen=True)
 class Contender:
-    """Something to time. `everywhere`: all ranks take part; else rank 0 alone works while the others wait."""
+    """A function to time. `everywhere`: all ranks run it; else rank 0 alone runs it while the others wait."""
 
     run: Callable[[], object]
     prepare: Callable[[], None] = lambda: None
@@ -34,7 +34,7 @@ class Contender:
 class Sample:
     """One run: `seconds` of the slowest rank, `cpu` seconds and page `faults` of all ranks together.
 
-    On a machine that others use too, `seconds` hold their work as well; `cpu` hardly does.
+    On a shared machine `seconds` also contain other people's work; `cpu` hardly does.
     """
 
     seconds: float
@@ -84,7 +84,7 @@ def sample(contender: Contender, device: torch.device) -> Sample:
 
 
 def usage() -> tuple[float, float, float]:
-    """This process so far: the clock in seconds, CPU seconds, page faults."""
+    """The clock in seconds, and the CPU seconds and page faults of this process so far."""
     return time.perf_counter(), time.process_time(), resource.getrusage(resource.RUSAGE_SELF).ru_minflt
 
 
@@ -116,5 +116,5 @@ def medians(samples: Iterable[Sample]) -> Sample:
 
 
 def median_ratio(above: Iterable[Sample], below: Iterable[Sample], figure: str = "seconds") -> float:
-    """The median over rounds of above / below: what both met in one round (a busy machine) cancels."""
+    """The median over rounds of above / below: a disturbance that both met in one round (a busy machine) cancels."""
     return statistics.median(getattr(a, figure) / getattr(b, figure) for a, b in zip(above, below, strict=True))

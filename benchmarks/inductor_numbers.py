@@ -1,14 +1,14 @@
-"""How far are the numbers of backend="inductor" from eager's, and is that Inductor's own distance?
+"""Compare the errors of `backend="inductor"` against eager with the errors that Inductor has on the uncut model.
 
     python benchmarks/inductor_numbers.py [--models llama gpt2 moe vit] [--zoo gpt2 t5] [--stages 4] [--json numbers.json]
 
-For each model, without dropout, one step over the same microbatches in one process, three times: a plain eager loop; the
-same loop with model and loss under torch.compile, uncut; the pipeline of graphpp with the backend, its stages local. The
-two are compared with the first. An error is relative: of a loss to its size, of a gradient the 2-norm of the difference
-to the 2-norm of the gradient (relative_errors.py).
+For each model, without dropout, one step over the same microbatches runs in one process three times: as a plain eager loop; as
+the same loop with model and loss under torch.compile, uncut; as graphpp's pipeline with the backend, its stages local. The
+second and third are compared with the first. Errors are relative: a loss's error to the loss, a gradient's by the 2-norm of
+the difference to the 2-norm of the gradient (relative_errors.py).
 
-The stated tolerance is --allowed times torch.compile's error on the same model, or the median of its errors on all of
-them where that is more; the exit status is 1 where graphpp's is above it, or has another set of gradients.
+The tolerance is --allowed times torch.compile's error on the same model, or the median of its errors on all models
+if that is more. The exit status is 1 where graphpp's error exceeds the tolerance, or graphpp has other gradients.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Subject:
     """A model to be compared."""
 
     name: str
-    model: Callable[[], nn.Module]  # the same parameters each time
+    model: Callable[[], nn.Module]  # returns the same parameters at each call
     loss: Loss | None
     batch: Batch
     split: int | Sequence[str]
@@ -95,7 +95,7 @@ def subjects(option: argparse.Namespace) -> list[Subject]:
 
 
 def errors(subject: Subject, option: argparse.Namespace, device: torch.device) -> tuple[Errors, Errors]:
-    """Those of graphpp and those of torch.compile."""
+    """The errors of graphpp and of torch.compile."""
     torch.compiler.reset()
     eager = plain(subject, option.microbatches, device, compiled=False)
     theirs = against(eager, plain(subject, option.microbatches, device, compiled=True))

@@ -1,18 +1,18 @@
-"""How many bytes of activations are alive at the peak of a step, against eager torch.distributed.pipelining?
+"""Measure the bytes of activations alive at the peak of a step, against eager torch.distributed.pipelining.
 
     torchrun --nproc-per-node 2 benchmarks/memory.py [--models llama gpt2] [--dims 64 256 512] [--schedules 1F1B] [--backend ..]
 
 The contenders run the same model, weights, microbatches and schedule (contenders.py): torch, eager; graphpp by default;
-graphpp with `recompute=0.5` and `"full"`. Losses must agree first.
+graphpp with recomputation at 0.5 and "full". Losses must agree first.
 
-Bytes: a census of storages. Every storage that an operator of the step makes is counted from then until it dies: what waits
-for a backward, receive buffers, messages, temporary values of forward and backward. Not counted: what was there before
-the step (parameters, inputs, and what torch keeps from step to step, such as its receive buffers), storages that end as a
-`param.grad`, and what a kernel needs inside. The peak is that of one step after one to warm up; a ratio compares the ranks'
-highest peaks, and the ranks' sums. "foretold": the plan's bytes, by the checker of schedules.
+Bytes: a census of storages. Every storage that an operator of the step makes is counted from its birth to its death: saved
+activations, receive buffers, messages, temporary values of forward and backward. Not counted: storages from before the step
+(parameters, inputs, and buffers that torch keeps from step to step, such as its receive buffers), storages that end as a
+`param.grad`, and the workspace inside a kernel. The peak is that of one step after one to warm up; a ratio compares the
+ranks' highest peaks, or the ranks' sums. "foretold": the plan's bytes, by the checker of schedules.
 
-Times, in turn without the census: the step, and the CPU seconds of all ranks (on a machine that others use too the steadier
-figure), over the default's; medians over rounds.
+Times, in turn and without the census: the step, and the CPU seconds of all ranks (on a shared machine the steadier
+figure), both divided by the default's; medians over rounds.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class Census(TorchDispatchMode):
         self.events.append((number, -nbytes))
 
     def peak(self, without: Iterable[torch.Tensor]) -> int:
-        """The most bytes alive at once, without the storages of these tensors."""
+        """The most bytes alive together, without the storages of the tensors in `without`."""
         left_out = {self._living.get(id(tensor.untyped_storage())) for tensor in without}
         live = most = 0
         for number, nbytes in self.events:
@@ -114,7 +114,7 @@ def options() -> argparse.Namespace:
 
 
 def graphpp_step(case: Case, device: torch.device, backend: str, recompute: Any) -> tuple[Step, int]:
-    """The pipeline that graphpp compiles, and the bytes that it foretells for this rank."""
+    """The pipeline that graphpp compiles, and the peak bytes that its plan foretells for this rank."""
     pipe = pipeline(case, device, backend, recompute=recompute)
     step = pipeline_step(pipe, case, device, backend)
     step.losses()
@@ -163,7 +163,7 @@ def peak(step: Step, device: torch.device) -> float:
 
 
 def times(steps: dict[str, Step], rounds: int, device: torch.device) -> dict[str, list[float]]:
-    """Each one's step time, and CPU time of all ranks, over the default's: medians over rounds."""
+    """Each contender's step time, and its CPU time on all ranks, divided by the default's: medians over rounds."""
     contenders = {name: Contender(step.losses, step.forget_gradients) for name, step in steps.items()}
     alternate(contenders, 2, device)
     samples = alternate(contenders, rounds, device)

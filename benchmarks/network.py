@@ -1,8 +1,8 @@
-"""An all-to-all over gloo that takes the time of a network, and remembers how long each took and who stood still for it.
+"""An all-to-all over gloo that takes the time of a network, and records the times of each transfer.
 
-Contract: `emulated(ranks, latency, bandwidth)` is a process group whose `all_to_all_single` moves its values with gloo and is
-done no sooner than a link with that latency (seconds) and bandwidth (bytes per second) would be: one transfer at a time,
-without taking a processor's time. Latency 0 and bandwidth 0 (none) leave gloo as it is. `transfers(group)` has them all.
+Contract: `emulated(latency, bandwidth)` is a process group over all ranks. Its `all_to_all_single` moves the values with gloo
+and completes no sooner than a link with that latency (seconds) and bandwidth (bytes per second) would: one transfer at a time,
+without occupying a processor. Latency 0 and bandwidth 0 leave gloo as it is. `transfers()` returns the records.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch import Tensor
 
 @dataclass
 class Transfer:
-    """One collective: when it was issued, had the link, was due (None: gloo as it is), was there, was asked for, was over."""
+    """The clock of one collective: issued, on the link, due (None: gloo as it is), arrived, awaited, over."""
 
     issued: float
     begun: float
@@ -29,39 +29,39 @@ class Transfer:
 
     @property
     def seconds(self) -> float:
-        """What the network took; of gloo as it is, until the values were there."""
+        """The time on the network; of gloo as it is, until the values had arrived."""
         return self.end - self.begun
 
     @property
     def end(self) -> float:
-        """When the network was done."""
+        """The clock when the network was done."""
         return self.there if self.due is None else self.due
 
     @property
     def blocked(self) -> float:
-        """For how much of that a wait stood still."""
+        """The part of `seconds` during which `wait` blocked."""
         return max(0.0, min(self.over, self.end) - self.asked)
 
     @property
     def late(self) -> float:
-        """How long a wait stood still beyond that: the other rank had not issued its own."""
+        """The time for which `wait` blocked after `end`: the other rank had not issued its collective yet."""
         return max(0.0, self.over - max(self.asked, self.end))
 
 
 class _Pending(dist.Work):
-    """A transfer under way, for whoever waits for it."""
+    """A transfer in flight."""
 
     def __init__(self, inner: dist.Work, transfer: Transfer, kept: set[_Pending]) -> None:
         super().__init__()
         self._inner, self._transfer, self._kept = inner, transfer, kept
-        kept.add(self)  # torch's registry holds only the half of it that is C++
+        kept.add(self)  # torch's registry keeps only the C++ half of the object alive
         inner.get_future().add_done_callback(self._arrived)
 
     def _arrived(self, future: Any) -> None:
         self._transfer.there = time.perf_counter()
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
-        """Stand still until it is done."""
+        """Block until the transfer is done."""
         self._transfer.asked = time.perf_counter()
         self._inner.wait()
         if self._transfer.due is not None:
@@ -79,7 +79,7 @@ class _Network(dist.ProcessGroup):
     def __init__(self, inner: dist.ProcessGroup, rank: int, size: int) -> None:
         super().__init__(rank, size)
         self.inner, self.transfers = inner, list[Transfer]()
-        self._free = 0.0  # when the link is
+        self._free = 0.0  # the clock when the link becomes free
         self._pending: set[_Pending] = set()
 
     def alltoall_base(self, output: Tensor, given: Tensor, out: list[int], into: list[int], options: Any = None) -> dist.Work:
@@ -99,7 +99,7 @@ class _Network(dist.ProcessGroup):
 
     @property
     def group_name(self) -> str:
-        """The name that torch gave; it would look for it on a backend."""
+        """The name that torch gave; torch would look for the name on a backend."""
         return self._name
 
     def getBackendName(self) -> str:  # noqa: N802 - torch's name
@@ -117,7 +117,7 @@ def _create(store: Any, rank: int, size: int, timeout: timedelta) -> _Network:
 
 
 def emulated(latency: float, bandwidth: float) -> dist.ProcessGroup:
-    """The network over all ranks."""
+    """The emulated network over all ranks; latency in seconds, bandwidth in bytes per second."""
     if "NETWORK" not in dir(dist.Backend):
         dist.Backend.register_backend("network", _create, devices=["cpu"])
     group = dist.new_group(backend="network")
@@ -127,6 +127,6 @@ def emulated(latency: float, bandwidth: float) -> dist.ProcessGroup:
 
 
 def transfers() -> list[Transfer]:
-    """Those of the network made last, since they were last asked for."""
+    """The transfers of the last network since the last call."""
     found, _made[-1].transfers = _made[-1].transfers, []
     return found

@@ -1,24 +1,24 @@
-"""How much of the experts' all-to-all do woven forwards and backwards hide?
+"""Measure how much of the experts' all-to-all hides under computation when forwards and backwards are interleaved.
 
     torchrun --nproc-per-node 2 benchmarks/overlap.py [--networks 0 4:1 10:1] [--layers 4] [--microbatches 8]
 
 A mixture of experts with one expert on each rank, trained by combined 1F1B without a pipeline (F0; then each B with the next
-F; last B), each rank on its own rows. Three contenders run the same table's operations, in turn:
+F; last B), each rank on its own rows. Three contenders run the operations of the same table, in turn:
 
     sequence       a program for each F and each B, one after the other
     concatenated   one program for each pair, the forward's operations and then the backward's
-    woven          one program for each pair, as OVERLAP_F_B runs it
+    woven          one program for each pair, interleaved as OVERLAP_F_B runs it
 
-A network is `latency in ms:gigabytes per second`: gloo's all-to-all, done no sooner than such a link would be, without
-taking a processor's time (network.py). `0` is gloo as it is, over loopback: its threads compete with the ranks for
-processors, so that hiding it gains less than it seems.
+A network is `latency in ms:gigabytes per second`: gloo's all-to-all, completed no sooner than on such a link, without
+occupying a processor (network.py). `0` is gloo as it is, over loopback: its threads compete with the ranks for
+processors, so hiding them gains less than the hidden share suggests.
 
-collectives: what the network took (gloo as it is: until the values were there), ms in a step; blocked: how much of that
-waits stood still; late: how much longer they did, for the other rank had not issued its own yet; hidden: 1 - blocked /
-collectives; allowed: the share that no order of each program's operations could exceed, by the costs that they were woven
-with. Those are a roofline, with this machine's rates of a matrix product and of a copy, times one factor so that a step's
-operations take what they take in the sequence; and the network's figures (of gloo as it is: the median of a few transfers).
-Losses and gradients of all contenders must be bit-equal.
+collectives: the network's time (gloo as it is: until the values had arrived), ms in a step; blocked: the part of that time
+during which a rank waited; late: further waiting, because the other rank had not issued its collective yet; hidden: 1 - blocked
+/ collectives; allowed: the share that no order of each program's operations could exceed, by the costs with which they were
+interleaved. The costs are a roofline with this machine's rates of a matrix product and of a copy, times one factor so that a
+step's operations take the time that they take in `sequence`, and the network's figures (of gloo as it is: the median of a few
+transfers). Losses and gradients of all contenders must be bit-equal.
 """
 
 from __future__ import annotations
@@ -122,7 +122,7 @@ def combined(microbatches: int, overlap: bool) -> graphpp.Schedule:
 
 
 def concatenated(parts: Sequence[Any], cost: Cost) -> Woven:
-    """What stands in for weaving: part after part in one program."""
+    """Stands in for `weave`: part after part in one program."""
     graph = concatenate(parts)
     facts = Facts(graph, cost)
     given = estimate(facts, facts.nodes)
@@ -143,7 +143,7 @@ def contender(name: str, option: argparse.Namespace, group: dist.ProcessGroup, o
 
 
 def simulated(pipe: graphpp.Pipeline, costs: Cost) -> tuple[float, float, float]:
-    """Of a step by the costs, in seconds: operations, collectives, and how much of these could hide, each in its program."""
+    """Of a step by the costs, in seconds: operations, collectives, and the part of the collectives that could hide."""
     runner, sources = pipe._last.runner, pipe._last.built[0].sources
     sums = 0.0, 0.0, 0.0
     for action in filter(None, runner.schedule.table[0]):
@@ -172,7 +172,7 @@ def rates(case: Case, option: argparse.Namespace) -> OpCosts:
 
 
 def fitted(costs: OpCosts, run: Run) -> OpCosts:
-    """The same costs with all operations slower or faster by one factor, so that a step's take what they took."""
+    """The same costs with all operations scaled by one factor, so that a step's operations take their measured time."""
     taken = []
     for _ in range(4):
         transfers()
@@ -228,7 +228,7 @@ def record(case: Case, option: argparse.Namespace, own: Any, device: torch.devic
 
 
 def watched(run: Run, seen: list[tuple[float, ...]]) -> Callable[[], object]:
-    """A step that also notes its collectives' seconds, for how many of them it stood still, and how long for the other rank."""
+    """A step that also records its collectives' seconds, the seconds it blocked for them, and for the other rank."""
 
     def step() -> None:
         transfers()

@@ -1,20 +1,20 @@
-"""Is the optimizer's part of a step faster when it does not wait for the norm of all gradients?
+"""Compare the optimizer's part of a step with and without waiting for the norm of all gradients.
 
     torchrun --nproc-per-node 2 benchmarks/post_validation.py [--dim 256] [--optimizers AdamW SGD] [--late 10]
 
 Two contenders over one pipeline's gradients, in turn: `pipe.clip_grad_norm_` and `optimizer.step()`, and
 `graphpp.PostValidation.step()`. Medians over rounds of the slowest rank's time from a barrier; the ratio is the median of
-the rounds' ratios, below 1 where validating afterwards is faster.
+the rounds' ratios, below 1 where post-validation is faster.
 
     plain      all ranks begin together, nothing is clipped
-    late       the same, but rank 0 begins --late milliseconds after the others: as ranks come out of a schedule
-    clipped    all begin together, and the norm demands clipping where no rank's own does: what is taken ahead is lost
+    late       the same, but rank 0 begins --late milliseconds after the others, as ranks leave a schedule
+    clipped    all begin together; the norm demands clipping, which no rank can tell by itself: optimistic steps are rolled back
     step       forward, backward and optimizer, nothing clipped
 
-What can be won is the time of the reduction on the rank that ends last, and no more: the next `pipe.step` begins with an
-agreement of all ranks, so a rank that is done early waits there instead. A late rank finds the norm there when it comes, and
-steps as ever (ratio 1). What is lost where the norm demands clipping is a copy of parameters and state, and a step. All
-processes on few cores, with nothing free to copy on while others compute, pay for the copies everywhere.
+At most the time of the all-reduce on the last rank can be won: the next `pipe.step` begins with an
+agreement of all ranks, so a rank that is done early waits there instead. A late rank finds the norm already reduced and
+steps as without post-validation (ratio 1). Where the norm demands clipping, the copy of parameters and state and one step
+are lost. On few cores every process pays for the copies, because no core is free to copy while others compute.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
 
 @dataclass(frozen=True)
 class Record:
-    """One line: milliseconds of both contenders, their ratio, and over all ranks what became of the validated steps."""
+    """One line: milliseconds of both contenders, their ratio, and the optimistic and rolled-back steps over all ranks."""
 
     optimizer: str
     what: str
@@ -77,7 +77,7 @@ class Bench:
         return cls(pipe, batch, [p.grad.clone() for p in pipe.parameters() if p.grad is not None])
 
     def give_gradients(self) -> None:
-        """Bring back what clipping has changed."""
+        """Restore the gradients that clipping has changed."""
         present = [p for p in self.pipe.parameters() if p.grad is not None]
         for parameter, gradient in zip(present, self.gradients, strict=True):
             parameter.grad.copy_(gradient)

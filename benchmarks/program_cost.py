@@ -1,11 +1,11 @@
-"""What do the generated programs cost against autograd, without pipeline, schedule or messages?
+"""Compare generated programs with autograd, without pipeline, schedule or messages.
 
     python benchmarks/program_cost.py [--dims 64 256 512] [--profile]
 
 One process, one thread, one stage, one microbatch: the forward and backward programs of the whole model and loss
 against `loss(model(x)).backward()` of the eager module, in turn; both leave fresh gradients. CPU milliseconds
 (medians), so that a busy machine counts little; page faults; calls into torch per microbatch, by kind. `--profile`
-prints where each one's time goes: torch.profiler's self CPU time by operator, side by side.
+prints torch.profiler's self CPU time by operator of both, side by side.
 """
 
 from __future__ import annotations
@@ -71,16 +71,16 @@ class Programs:
         fixed = {Parameter(k): v.detach() for k, v in state.items()} | {Buffer(k): v for k, v in state.items()}
         self.known: dict[Any, Any] = {**fixed, **{Input(path): tensor for path, tensor in batch.items()}}
         self.known |= {Constant(name): value for name, value in stage.constants.items()} | {Seed(): torch.ones(())}
-        if stage.prepare is not None:  # once per step, so not a part of what a microbatch costs
+        if stage.prepare is not None:  # runs once per step, so it is no part of a microbatch's cost
             made = stage.prepare.run([self.known[role] for role in stage.prepare.inputs])
             self.known |= dict(zip(stage.prepare.outputs, made, strict=True))
 
     def forward(self) -> list[Any]:
-        """Run the forward; what it made, by role."""
+        """Run the forward and return its results with their roles."""
         return self._run(Phase.FORWARD, {})
 
     def both(self) -> list[Any]:
-        """Run forward and backward; the gradients."""
+        """Run forward and backward and return the gradients."""
         made = self._run(Phase.FORWARD, {})
         kept = {role: value for role, value in made if isinstance(role, Saved)}
         del made
@@ -94,7 +94,7 @@ class Programs:
 
 
 def contenders(dim: int, option: argparse.Namespace) -> tuple[Callable[[], object], Programs, StageProgram]:
-    """The eager step, the programs, and the stage; raises where their gradients differ."""
+    """The eager step, the programs, and the stage. Raises SystemExit where their gradients differ."""
     model = new_llama(llama_small(dim, option.layers))
     rows = torch.randint(256, (option.rows, option.length), generator=torch.Generator().manual_seed(1))
     example = graphpp.Microbatch((rows,), target=rows)
@@ -131,7 +131,7 @@ def figures(samples: list[list[Sample]]) -> list[str]:
 
 
 def calls(stage: StageProgram) -> list[int]:
-    """Operations called by the forward and by the backward; views and tuple items among them."""
+    """The numbers of operations in the forward and in the backward, and of views and of tuple items in both."""
     counts = [operators(stage.programs[phase].source) for phase in (Phase.FORWARD, Phase.BACKWARD)]
     both = counts[0] + counts[1]
     views = sum(count for name, count in both.items() if name in VIEWS)
@@ -139,7 +139,7 @@ def calls(stage: StageProgram) -> list[int]:
 
 
 def operators(source: str) -> Counter[str]:
-    """How often a program calls each operator; `getitem` for an item of a tuple."""
+    """The number of calls of each operator in a program; `getitem` for an item of a tuple."""
     found: Counter[str] = Counter()
     for line in source.partition("def run")[2].splitlines():
         called = re.match(r"\s+\w+ = _aten_(\w+)\(", line)

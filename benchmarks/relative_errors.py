@@ -1,9 +1,9 @@
-"""How far the loss and gradients of one step are from those of another.
+"""Relative errors of the loss and gradients of one step against those of another.
 
-Contract: errors are relative. Of a loss: to its size. Of a gradient: the 2-norm of the difference to the 2-norm of the
-gradient, but at least to FLOOR times what a gradient of its number of elements has on average in the model: some are 0
-but for rounding (that of a key's bias), and have no digits to compare. Infinite where only one side has a gradient, or a
-number is none.
+Contract: a loss's error is relative to the loss. A gradient's error is the 2-norm of the difference relative to the 2-norm of
+the gradient, or to FLOOR times the average norm of a gradient of that many elements in the model if that is more: some
+gradients are rounding noise around 0 (that of a key's bias), and have no digits to compare. An error is infinite where only one
+side has a gradient, or a number is NaN.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ FLOOR = 1e-3
 
 @dataclass(frozen=True)
 class Numbers:
-    """Of one step: the loss of each microbatch, the gradients by name; None: the parameter has none."""
+    """The loss of each microbatch of one step, and the gradients by name; None: the parameter has no gradient."""
 
     losses: Tensor
     gradients: dict[str, Tensor | None]
@@ -26,14 +26,14 @@ class Numbers:
 
 @dataclass(frozen=True)
 class Errors:
-    """Relative errors of one way against eager."""
+    """Relative errors of one step against the eager step."""
 
     loss: float
     gradients: dict[str, float] = field(default_factory=dict)
 
     @property
     def worst(self) -> str:
-        """The gradient with the largest one."""
+        """The name of the gradient with the largest error."""
         return max(self.gradients, key=self.gradients.__getitem__, default="")
 
     @property
@@ -42,7 +42,7 @@ class Errors:
 
 
 def against(eager: Numbers, other: Numbers) -> Errors:
-    """Relative errors; infinite where only one has a gradient, or a number is none."""
+    """Relative errors of `other`; infinite where only one side has a gradient, or a number is NaN."""
     made = [gradient for gradient in eager.gradients.values() if gradient is not None]
     usual = sum(float(each.double().square().sum()) for each in made) / sum(each.numel() for each in made)
     names = eager.gradients.keys() | other.gradients.keys()

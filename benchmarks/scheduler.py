@@ -1,16 +1,16 @@
-"""How good is what `schedule_auto` finds, and how long does it search?
+"""Compare the schedules that `schedule_auto` finds with known ones, and time the search.
 
     python benchmarks/scheduler.py                   all of it, a minute or two
     python benchmarks/scheduler.py --quick           small sizes only
     python benchmarks/scheduler.py --seeds 3         costs drawn from more seeds
 
-First table: unit costs, each of the zero-bubble authors' schedules with its makespan and peak ("the bar"; F = I = W = 1
-per rank and microbatch, peak in units of one rank's microbatch) against what is found within that peak. Where their
-generators were not replayed the bar is extended: a microbatch more is 3 more.
-Second table: stages with costs drawn at random (F, I and W apart, messages take time), against the best named schedule
-that fits the same bytes: any number of them, then only as many as the most frugal named schedule takes.
+First table: unit costs. Each of the zero-bubble authors' schedules, with its makespan and peak ("the bar"; F = I = W = 1
+per rank and microbatch, peak in units of one rank's microbatch), against the schedule found within that peak. Where the
+authors' generators were not run, the bar is extended: each further microbatch adds 3.
+Second table: stages with costs drawn at random (F, I and W drawn apart, messages take time), against the best named schedule
+that fits the same bytes: first any number of bytes, then only as many as the most frugal named schedule takes.
 
-Seconds are CPU seconds of one thread; by the clock they are more beside other jobs.
+Seconds are CPU seconds of one thread; beside other jobs the clock shows more.
 """
 
 from __future__ import annotations

@@ -1,17 +1,17 @@
-"""Which schedule is fastest here, and what do simulator and torch say to each?
+"""Compare all schedules on one model: measured, simulated, and run by torch.
 
     torchrun --nproc-per-node 2 benchmarks/schedules.py [--dim 256] [--schedules 1F1B V-Min ..]     (also with 4)
     torchrun --nproc-per-node 4 benchmarks/schedules.py --backend inductor --schedules Interleaved1F1B ZBVZeroBubble ..
 
-All schedules run one model with one seed over the same microbatches, in turn, round by round; those of torch that
-torch's runtime has run beside them on manual stages (eager; shapes given; --no-torch leaves them out). Losses must agree
-to 1e-5 first, 1e-4 where compiled. For each: step time (median of the slowest rank), ratio to graphpp's Interleaved1F1B
-and to torch's run of the same schedule (medians of the rounds' ratios), the bubble (mean over ranks) measured and
-simulated from the profile's costs, the simulated step against the measured one, the most activation bytes alive on a
-rank by the checker.
+All schedules run one model with one seed over the same microbatches, in turn, round by round. Next to torch's schedules,
+torch's runtime runs the same ones on manual stages (eager; shapes given; --no-torch leaves them out). Losses must agree
+to 1e-5 first, 1e-4 where compiled. For each schedule: step time (median of the slowest rank), ratio to graphpp's
+Interleaved1F1B and to torch's run of the same schedule (medians of the rounds' ratios), the bubble (mean over ranks)
+measured and simulated from the profile's costs, the simulated step against the measured one, the most activation bytes
+alive on a rank by the checker.
 
 "of what is simulated": where the simulator, by each schedule's own profile, says that a schedule is faster than
-Interleaved1F1B, the share of that gain that the measured ratio has. Below GAIN it says nothing: costs are measured too.
+Interleaved1F1B, the share of that gain in the measured ratio. Gains below GAIN are left out: costs are measured too.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def options() -> argparse.Namespace:
 
 
 def measured(case: Case, option: argparse.Namespace, device: torch.device) -> dict[str, dict[str, Any]]:
-    """All schedules: samples of the steps, and what profile, simulator and checker say."""
+    """All schedules: samples of the steps, and the figures of profile, simulator and checker."""
     cases = {name: replace(case, schedule=name) for name in option.schedules if name != "searched"}
     pipes = {name: pipeline(each, device, option.backend) for name, each in cases.items()}
     profiles = {name: profile(cases[name], pipe, option.profiled, device) for name, pipe in pipes.items()}
@@ -83,7 +83,7 @@ def measured(case: Case, option: argparse.Namespace, device: torch.device) -> di
 
 
 def profile(case: Case, pipe: graphpp.Pipeline, repeat: int, device: torch.device) -> graphpp.Profile:
-    """Where the time of a step goes."""
+    """The profile of a step."""
     inputs, targets = case.batch(device)
     return pipe.profile(inputs, target=targets, repeat=repeat)
 
@@ -97,12 +97,12 @@ def searched(case: Case, profiles: Mapping[str, graphpp.Profile]) -> graphpp.Sch
 
 
 def others(option: argparse.Namespace) -> list[str]:
-    """The schedules that torch runs too."""
+    """The schedules that torch's runtime runs too."""
     return [] if option.no_torch else [name for name in option.schedules if name in TORCH]
 
 
 def timed(steps: Mapping[str, Step], case: Case, rounds: int, device: torch.device) -> dict[str, list[Sample]]:
-    """Samples of the steps, which compute the same."""
+    """Samples of the steps, whose losses are checked to agree first."""
     check_losses(plain_step(case, device), steps, device)
     contenders = {name: Contender(step.losses, step.forget_gradients) for name, step in steps.items()}
     alternate(contenders, 1, device)
@@ -110,7 +110,7 @@ def timed(steps: Mapping[str, Step], case: Case, rounds: int, device: torch.devi
 
 
 def of_simulated(found: Mapping[str, Any], base: Mapping[str, Any] | None) -> float | None:
-    """The share of the simulated gain over the base that is there; None where the simulator promises none."""
+    """The measured share of the simulated gain over the base; None where the simulator foretells no gain."""
     if base is None or base["simulated"] < (1 + GAIN) * found["simulated"]:
         return None
     share: float = (found["base"] - 1) / (base["simulated"] / found["simulated"] - 1)

@@ -1,11 +1,11 @@
-"""Does a pipeline that runs for long hold more and more memory, threads, files or tensors?
+"""Check that a pipeline that runs for long does not grow in memory, threads, files or tensors.
 
     torchrun --nproc-per-node 2 benchmarks/soak.py [--steps 10000]
 
-A small model with dropout and a buffer, 1F1B over the ranks, an optimizer, new data in every step, every tenth step an
-evaluation too. Every `--every` steps each rank notes its resident memory, its threads, its open files and the tensors alive.
-What the first tenth of the notes has at most is the warm-up's; a later note may be above it by no more than `BOUNDS`. Exits
-with 1 where one is.
+A small model with dropout and a buffer, 1F1B over the ranks, an optimizer, new data in every step, and an evaluation in every
+tenth step. Every `--every` steps each rank notes its resident memory, its threads, its open files and the tensors alive.
+The maximum of the first tenth of the notes counts as warm-up; a later note may exceed it by no more than `BOUNDS`. The exit
+status is 1 where one does.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ WIDTH, ROWS, MICROBATCHES = 32, 8, 4
 
 @dataclass(frozen=True)
 class Note:
-    """One process at one moment: resident MiB, threads of the system and of Python, open files, tensors alive."""
+    """The state of one process: resident MiB, threads of the system and of Python, open files, tensors alive."""
 
     mib: float
     threads: int
@@ -43,7 +43,7 @@ class Note:
 
     @classmethod
     def now(cls) -> Note:
-        """This process."""
+        """The state of this process."""
         gc.collect()
         status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
         tensors = sum(issubclass(type(each), Tensor) for each in gc.get_objects())
@@ -52,7 +52,7 @@ class Note:
 
 
 BOUNDS = Note(mib=8, threads=0, python_threads=0, files=0, tensors=0)
-"""What may be added after the warm-up. Memory: the allocator's own, which comes and goes."""
+"""The growth allowed after the warm-up. Memory: the allocator's own slack comes and goes."""
 
 
 def main() -> None:
@@ -76,7 +76,7 @@ def options() -> argparse.Namespace:
 
 
 def soak(steps: int, every: int, device: torch.device) -> list[Note]:
-    """Train, and note what this process holds after every so many steps."""
+    """Train, and note the state of this process after every `every` steps."""
     blocks = [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH), nn.Dropout(0.1)) for _ in range(2 * RANKS)]
     batch = torch.zeros(ROWS * MICROBATCHES, WIDTH, device=device)
     pipe = graphpp.compile(
@@ -105,7 +105,7 @@ def soak(steps: int, every: int, device: torch.device) -> list[Note]:
 
 
 def grown(notes: Sequence[Note]) -> list[str]:
-    """What a later note has more of than the warm-up's, beyond `BOUNDS`."""
+    """The figures that exceed the warm-up's by more than `BOUNDS`. Raises ValueError for fewer than 2 notes."""
     if len(notes) < 2:
         raise ValueError(f"{len(notes)} notes tell nothing about growth: take more steps, or note more often")
     first = max(1, len(notes) // 10)
@@ -126,7 +126,7 @@ def gathered(notes: Sequence[Note]) -> list[list[list[float]]]:
 
 
 def table(everyone: Sequence[Sequence[Note]], every: int) -> Table:
-    """About twenty of the notes, the ranks beside each other."""
+    """About twenty of the notes, the ranks next to each other."""
     shown = Table(title=f"{RANKS} ranks: what each holds", title_justify="left")
     shown.add_column("step", justify="right")
     for name in asdict(BOUNDS):

@@ -1,7 +1,7 @@
 """The table of step_time.py: one line per case and backend of graphpp, and the geometric means of the ratios.
 
-A record is what `step_time.record` returns. A ratio above 1 says that graphpp was faster; `limit` is a share, 1 at the
-limit. What was not measured is None, and an empty cell.
+A record is the result of `step_time.record`. A ratio above 1 says that graphpp was faster; `limit` is a share, 1 at the
+limit. A figure that was not measured is None, and an empty cell.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ TIMES = ("torch", "compiled", "plain", "limit")
 
 
 def ratios(samples: Mapping[str, Sequence[Sample]], ours: str, bound: float) -> Ratios:
-    """How much longer each contender took than `ours`; of the limit, which is shared out among the ranks, how much."""
+    """The time of each contender divided by that of `ours`; for `limit` also divided by `bound`, the ranks' speed-up."""
     found = {name: median_ratio(samples[name], samples[ours]) if name in samples else None for name in TIMES}
     share = found["limit"]
     return found | {"limit": None if share is None else share / bound}
 
 
 def means(records: Sequence[Mapping[str, Any]]) -> dict[str, Ratios]:
-    """Geometric means over the records that have a ratio, by backend."""
+    """Geometric means, by backend, over the records that have a ratio."""
     return {
         backend: {name: geometric([record["ratios"][backend][name] for record in records]) for name in TIMES}
         for backend in records[0]["backends"]
@@ -33,7 +33,7 @@ def means(records: Sequence[Mapping[str, Any]]) -> dict[str, Ratios]:
 
 
 def geometric(values: Sequence[float | None]) -> float | None:
-    """The geometric mean of what is there."""
+    """The geometric mean of the values that are not None; None where all are."""
     known = [value for value in values if value is not None]
     return statistics.geometric_mean(known) if known else None
 

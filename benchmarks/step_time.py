@@ -1,4 +1,4 @@
-"""Is a step of graphpp faster than the same step of torch.distributed.pipelining, and how near is it to the limit?
+"""Compare a step of graphpp with the same step of torch.distributed.pipelining, and with the limit.
 
     torchrun --nproc-per-node 2 benchmarks/step_time.py [--models llama gpt2 moe vit] [--dims 256] [--backends inductor]
 
@@ -10,13 +10,13 @@ Contenders run the same model, weights, microbatches and schedule, in turn (cont
     plain       one eager process (rank 0; the others wait)
     limit       one process under torch.compile
 
-Before timing their losses must agree, to 1e-5 of their size, compiled ones to 1e-4. With dropout the same contenders
+Before timing, the losses must agree, to 1e-5 of their size, compiled ones to 1e-4. With dropout the same contenders
 must agree without it first, and then on average. Medians over rounds; a ratio is the median of the rounds' ratios.
 
-bound: the speed-up over one process that the bubble leaves, ranks x (1 - bubble) for stages that are alike and messages
-that take no time. "of the limit": what the limit's process takes / bound / what graphpp takes.
+bound: the speed-up over one process that the bubble leaves, ranks x (1 - bubble) for equal stages and messages
+that take no time. "of the limit": the time of the limit's process / bound / graphpp's time.
 
-A record (--json) has the samples of every contender of a case by name; its ratios, by backend, are in the table's.
+A record (--json) has the samples of every contender of a case by name; its ratios, by backend, are those of the table.
 """
 
 from __future__ import annotations
@@ -111,7 +111,7 @@ def record(case: Case, option: argparse.Namespace, device: torch.device) -> dict
 
 
 def alternating(case: Case, option: argparse.Namespace, device: torch.device) -> dict[str, Contender]:
-    """The contenders, checked."""
+    """The contenders, after a check that their losses agree."""
     if case.workload.draws:
         calm = case.without_dropout()
         check_losses(plain_step(calm, device), everyone(calm, option, device), device)
@@ -125,7 +125,7 @@ def alternating(case: Case, option: argparse.Namespace, device: torch.device) ->
 def everyone(case: Case, option: argparse.Namespace, device: torch.device) -> dict[str, Step]:
     """The contenders that were asked for and can run this schedule.
 
-    torch.compile starts anew: it keeps a few variants of a module's forward, and raises where there are more.
+    torch.compile is reset first: it keeps a few variants of a module's forward, and raises where there are more.
     """
     torch.compiler.reset()
     steps = {

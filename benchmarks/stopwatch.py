@@ -1,7 +1,7 @@
-"""Where the time of `graphpp.compile` and of a first step goes, by the clock.
+"""Divide the time of `graphpp.compile` and of a first step into parts, by the clock.
 
-Contract: `listen(watch)` has graphpp start the watch when `graphpp.compile` is called, and note when the capture ends
-("capture") and when a runner gets its programs ("programs"); what the benchmark notes itself comes on top. Each part is
+Contract: `listen(watch)` makes graphpp start the watch when `graphpp.compile` is called, and note when the capture ends
+("capture") and when a runner gets its programs ("programs"); the benchmark may add notes. Each part is
 the seconds since the note before it.
 """
 
@@ -33,7 +33,7 @@ class Stopwatch:
 
 
 def listen(watch: Stopwatch) -> None:
-    """Start with every compilation; note the end of every capture, and the moment before every runner is made."""
+    """Start the watch at every compilation; note the end of every capture, and the moment before every runner is made."""
     compile_, capture, runner = graphpp.compile, compiler.capture, assembly.GraphPPRunner
 
     def timed_compile(*args: Any, **kwargs: Any) -> Any:

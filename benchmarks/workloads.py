@@ -1,8 +1,8 @@
-"""What the benchmarks train: a model by name and size, its loss, its batches, and manual stages of it for torch.
+"""The models that the benchmarks train, by name and size: loss, batches, and manual stages for torch.
 
     llama   the Llama of examples/llama.py
     gpt2    learned positions, LayerNorm, GELU, untied head; dropout of embeddings, attention weights and residuals
-    moe     as gpt2 without dropout, with 8 experts in each layer, 2 of them for a token (`blocks.Experts` says how)
+    moe     gpt2 without dropout, with 8 experts in each layer, 2 of them for a token (`blocks.Experts`)
     vit     patch embedding by a convolution, encoder layers, class head: 1 + length places from images of length patches
 
 Contract: `workload(name, size)` has the same parameters and batches on every call and every rank; its layers are called
@@ -29,7 +29,7 @@ VOCAB, PATCH = 256, 4
 
 @dataclass(frozen=True)
 class Size:
-    """Width and number of layers, tokens (or patches) of a row, and the probability of dropout where there is one."""
+    """Width and number of layers, tokens (or patches) of a row, and the probability of dropout for a model that has dropout."""
 
     dim: int = 256
     layers: int = 8
@@ -43,7 +43,7 @@ class Size:
 
 @dataclass(frozen=True)
 class Workload:
-    """`part(model, start, end)`: layers `start` up to `end` as a stage; `batch(rows, seed)`: so many rows."""
+    """A model with its data. `part(model, start, end)`: layers `start` up to `end` as a stage."""
 
     name: str
     size: Size
@@ -62,16 +62,16 @@ class Workload:
 
     @property
     def draws(self) -> bool:
-        """Whether a step depends on random numbers."""
+        """True if a step depends on random numbers."""
         return self.name == "gpt2" and self.size.dropout > 0
 
     def without_dropout(self) -> Workload:
-        """The same numbers on every way to run it."""
+        """The workload without dropout: every contender computes the same numbers."""
         return replace(self, size=replace(self.size, dropout=0.0))
 
 
 def workload(name: str, size: Size) -> Workload:
-    """One of NAMES."""
+    """The workload of a name in NAMES."""
     if name == "llama":
         return Workload(name, size, llama, models.Part, models.loss, text)
     if name == "vit":
@@ -95,7 +95,7 @@ def llama(size: Size) -> nn.Module:
 
 
 def gpt2(size: Size) -> nn.Module:
-    """As GPT-2 (Radford et al. 2019), but for the head, which has a weight of its own."""
+    """GPT-2 (Radford et al. 2019), but the head has a weight of its own."""
     dim, drop = size.dim, size.dropout
     layers = [
         Block(dim, Attention(dim, size.heads, causal=True, dropout=drop), FeedForward(dim), drop) for _ in range(size.layers)
@@ -104,7 +104,7 @@ def gpt2(size: Size) -> nn.Module:
 
 
 def moe(size: Size) -> nn.Module:
-    """Two experts of a token are together as wide as the feed-forward layer of the others."""
+    """A mixture of experts: the two experts of a token are together as wide as the feed-forward layer of the other models."""
     dim = size.dim
     layers = [Block(dim, Attention(dim, size.heads, causal=True), Experts(dim, 2 * dim)) for _ in range(size.layers)]
     return Stack(Words(VOCAB, size.length, dim), nn.ModuleList(layers), Head(dim, VOCAB))
@@ -118,14 +118,14 @@ def vit(size: Size) -> nn.Module:
 
 
 def side(size: Size) -> int:
-    """Pixels of an image's side; raises ValueError where the patches make no square."""
+    """Pixels of an image's side. Raises ValueError where the patches make no square."""
     if math.isqrt(size.length) ** 2 != size.length:
         raise ValueError(f"an image has a square number of patches, not {size.length}")
     return math.isqrt(size.length) * PATCH
 
 
 def text(size: Size, rows: int, generator: torch.Generator) -> Batch:
-    """Random tokens and the ones that follow, each int64 [rows, length]."""
+    """Random tokens and their successors, each int64 [rows, length]."""
     tokens = torch.randint(VOCAB, (rows, size.length + 1), generator=generator)
     return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
 

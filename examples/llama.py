@@ -58,7 +58,7 @@ class RMSNorm(nn.Module):
 
 
 class Rotary(nn.Module):
-    """Tables of rotary position embedding (Su et al. 2021): cos and sin, each [length, head_dim / 2]."""
+    """Tables of the rotary position embedding (Su et al. 2021): cos and sin, each [length, head_dim / 2]."""
 
     def __init__(self, head_dim: int, theta: float) -> None:
         super().__init__()

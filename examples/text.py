@@ -1,7 +1,7 @@
-"""Real text that every machine with Python has: the standard library's own sources, as bytes.
+"""Training text that every machine with Python has: the sources of the standard library, as bytes.
 
-Contract: `corpus()` is the same on every run of one Python, and `batch(data, seed, ...)` depends on its arguments only,
-so that all ranks of a pipeline, and the one process they are compared with, see the same tokens.
+Contract: `corpus()` returns the same bytes on every run of one Python, and `batch(data, seed, ...)` depends on its arguments
+only. So all ranks of a pipeline, and the one process with which they are compared, see the same tokens.
 """
 
 import sysconfig

@@ -1,11 +1,11 @@
-"""Trains a small Llama on real text over several processes, then proves the numbers against one plain process.
+"""Train a small Llama on real text over several processes, then compare the numbers with one plain process.
 
     torchrun --nproc-per-node 2 examples/train_llama.py          (`make demo` does this)
     torchrun --nproc-per-node 2 examples/train_llama.py --backend inductor --steps 200
 
-Every rank is given the same batch; graphpp cuts it into microbatches and the model into stages. Afterwards rank 0
-trains the same model again with nothing but PyTorch, and the exit status is 1 if one loss or one parameter differs.
-A backend that compiles reorders sums: then the losses of the last step must agree to --tolerance.
+Every rank gets the same batch; graphpp cuts the batch into microbatches and the model into stages. Afterwards rank 0
+trains the same model with PyTorch alone, and the exit status is 1 if one loss or one parameter differs.
+A compiling backend reorders sums; with such a backend the losses of the last step must agree to --tolerance.
 """
 
 import argparse
@@ -33,15 +33,15 @@ RANK, RANKS = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE",
 
 @dataclass(frozen=True)
 class Run:
-    """What one training came to."""
+    """The results of one training."""
 
     losses: Tensor  # [steps, microbatches]
     seconds: list[float]  # per step
-    state: dict[str, Tensor]  # the trained model's; empty on ranks other than 0
+    state: dict[str, Tensor]  # of the trained model; empty on ranks other than 0
 
     @property
     def speed(self) -> float:
-        """Seconds of a usual step; the first one traces and warms up."""
+        """Median seconds of a step; the median leaves out the first step, which traces and warms up."""
         return sorted(self.seconds)[len(self.seconds) // 2]
 
 
@@ -74,7 +74,7 @@ def main() -> None:
 
 
 def prepare(choice: str) -> torch.device:
-    """The device of this rank; one thread a rank, and kernels that repeat their results."""
+    """The device of this rank. Also sets one thread per rank, and deterministic kernels."""
     torch.set_num_threads(1)
     if choice == "cpu" or (choice == "auto" and torch.cuda.device_count() < RANKS):
         return torch.device("cpu")
@@ -89,7 +89,7 @@ def prepare(choice: str) -> torch.device:
 
 
 def train_pipeline(option: argparse.Namespace, device: torch.device) -> Run:
-    """The training that graphpp runs; every rank calls it, and holds its own stages' parameters."""
+    """The training with graphpp; every rank calls this function, and holds the parameters of its own stages."""
     pipe = graphpp.compile(
         new_model(option),
         llama.loss,
@@ -113,7 +113,7 @@ def train_pipeline(option: argparse.Namespace, device: torch.device) -> Run:
 
 
 def example(option: argparse.Namespace) -> graphpp.Microbatch:
-    """One microbatch as training will see it: graphpp reads shapes from it and does not run the model on it."""
+    """One microbatch of the training: graphpp reads its shapes and does not run the model on it."""
     rows = option.batch // option.microbatches
     tokens, targets = text.batch(text.corpus(), 0, rows, option.length)
     return graphpp.Microbatch((tokens,), target=targets)
@@ -148,7 +148,7 @@ def new_model(option: argparse.Namespace) -> nn.Module:
 def train(
     title: str, update: Update, option: argparse.Namespace, device: torch.device, bubble: Callable[[], float]
 ) -> tuple[Tensor, list[float]]:
-    """Call `update` on the batch of every step and show how it goes; losses [steps, microbatches], seconds per step."""
+    """Call `update` on the batch of every step and show progress; returns losses [steps, microbatches] and seconds per step."""
     losses, seconds = [], []
     data = text.corpus()
     with progress(title, option.steps) as show:
@@ -166,7 +166,7 @@ def train(
 
 
 def gather(state: dict[str, Tensor]) -> dict[str, Tensor]:
-    """All ranks' parameters and buffers by name, on rank 0; nothing on the others."""
+    """The parameters and buffers of all ranks by name, on rank 0; an empty dict on the other ranks."""
     mine = on_cpu(state)
     if not dist.is_initialized():
         return mine
@@ -180,9 +180,9 @@ def on_cpu(state: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def bubble(pipe: object, option: argparse.Namespace) -> float:
-    """The share of a step in which a rank waits: measured if the pipeline offers it, else the least there can be.
+    """The share of a step in which a rank waits: measured if the pipeline has a measurement, else the lower bound.
 
-    The least is (W-1) / (v M + W-1) for W ranks, v stages on each and M microbatches (Narayanan et al. 2021).
+    The bound is (W-1) / (v M + W-1) for W ranks, v stages on each and M microbatches (Narayanan et al. 2021).
     """
     measured = getattr(pipe, "bubble", None)
     if isinstance(measured, float):
@@ -192,13 +192,13 @@ def bubble(pipe: object, option: argparse.Namespace) -> float:
 
 
 def show_speed(piped: Run, plain: Run) -> None:
-    """Print how much faster the pipeline was, and what its ranks did in their time."""
+    """Print the speed-up over one process, and the share of time in which the ranks did not compute."""
     ratio = plain.speed / piped.speed
     print(f"speed: {ratio:.2f} x one process; ranks waited, sent and prepared {1 - ratio / RANKS:.0%} of their time")
 
 
 def show_difference(piped: Run, plain: Run, tolerance: float) -> int:
-    """Print the largest differences; the exit status: 0 if there is none, or the last losses agree to `tolerance` > 0."""
+    """Print the largest differences. Returns the exit status: 0 if none, or the last losses agree to `tolerance` > 0."""
     if piped.state.keys() != plain.state.keys():
         print(f"not in both runs: {sorted(piped.state.keys() ^ plain.state.keys())}")
         return 1
@@ -209,12 +209,12 @@ def show_difference(piped: Run, plain: Run, tolerance: float) -> int:
         return 0 if apart.max() == 0 and parameters == 0 else 1
     last = (piped.losses[-1].mean() - plain.losses[-1].mean()).abs().item()
     print(f"loss of the last step: {piped.losses[-1].mean():.5f}, one plain process {plain.losses[-1].mean():.5f}")
-    return 0 if last <= tolerance else 1  # not where it is no number
+    return 0 if last <= tolerance else 1  # a NaN fails
 
 
 @contextmanager
 def progress(title: str, steps: int) -> Iterator[Callable[[str], None]]:
-    """A progress bar on rank 0, moved on by each call with a text; lines where the output is no terminal."""
+    """A progress bar on rank 0, advanced by each call with a text; lines of text where the output is no terminal."""
     console = Console(quiet=RANK != 0)
     columns = (TextColumn(f"{title:12}"), BarColumn(24), MofNCompleteColumn(), TextColumn("{task.description}"))
     with Progress(*columns, TimeElapsedColumn(), console=console, disable=not console.is_terminal) as bar:

@@ -1,6 +1,6 @@
-"""The benchmarks start, and what they compare computes the same; what they measure is for RESULTS.md.
+"""The benchmarks start, and their contenders compute the same numbers; the measurements are in RESULTS.md.
 
-No compiler runs here: the compiled contenders differ from these by one argument.
+No compiler runs here: the compiled contenders differ from the eager ones by one argument.
 """
 
 import importlib
@@ -25,7 +25,7 @@ CPU = torch.device("cpu")
 
 
 def sibling(name: str, monkeypatch: pytest.MonkeyPatch, folder: str = "benchmarks") -> ModuleType:
-    """A script of a folder, which imports its siblings by their bare names."""
+    """A script of a folder as a module; such a script imports its siblings by their bare names."""
     monkeypatch.syspath_prepend(str(ROOT / folder))
     for path in (ROOT / folder).glob("*.py"):
         monkeypatch.delitem(sys.modules, path.stem, raising=False)
