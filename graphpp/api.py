@@ -32,7 +32,7 @@ from graphpp.parallel.place import checked_replicas, place_of
 from graphpp.passes.graph.op_costs import Cost
 from graphpp.pipeline.pipeline import Pipeline
 from graphpp.planner import offload_policy as offloading
-from graphpp.runtime.model_state import of_model
+from graphpp.runtime.model_state import tensor_lines
 from graphpp.schedules.generate.read import Source, read
 
 
@@ -155,7 +155,7 @@ def _facts(model: nn.Module, loss: LossFunction | None, settings: Settings) -> F
         {
             "the torch version": [torch.__version__],
             "the type of the device": [settings.place.device.type],
-            "the model": of_model(model),
+            "the model": tensor_lines(model),
             "loss=": ["none" if loss is None else "given"],
             "example=": ["none" if settings.example is None else "given"],
             "split=": [facts.spell_split(settings.split)],

@@ -1,7 +1,7 @@
-"""A mover for the CPU that really moves: what is read too early, too late or twice shows.
+"""A mover for the CPU that really copies: reading an offloaded value too early, too late or twice fails.
 
-Contract: `Copying` keeps what left in memory of its own, and hands back new memory, which holds no numbers until the
-value has arrived. It counts what is away, and refuses steps in another order than leave, free, start, arrive.
+Contract: `CopyingMover` keeps evicted values in memory of its own, and restores them into new memory, which holds no numbers
+until `restore`. It counts the evicted bytes, and asserts the order evict, free, prefetch, restore.
 """
 
 from dataclasses import dataclass
@@ -10,57 +10,57 @@ from unittest.mock import patch
 
 import torch
 
-from graphpp.compiler import assemble as assembly
-from graphpp.runtime.offload import Mover
+from graphpp.compiler import assemble
+from graphpp.runtime.offloader import Mover
 from graphpp.runtime.program import TensorMeta
-from graphpp.runtime.strided_copies import meta_of, packed
-from graphpp.runtime.transport import Landing
+from graphpp.runtime.strided_copies import elements_of, meta_of
+from graphpp.runtime.transport import ReceiveBuffer
 
 
 @dataclass
 class Copy:
     meta: TensorMeta
     host: torch.Tensor
-    landing: Landing | None = None
-    at: str = "leaving"
+    buffer: ReceiveBuffer | None = None
+    state: str = "evicting"
 
 
-class Copying:
-    """Moves to other memory and back."""
+class CopyingMover:
+    """Copies to other memory and back. `moved`: values restored; `evicted`, `most`: bytes evicted now, and at most."""
 
     def __init__(self) -> None:
-        self.moved = self.away = self.most = 0
-        self.forgotten = False
+        self.moved = self.evicted = self.most = 0
+        self.abandoned = False
 
-    def leave(self, value: torch.Tensor) -> Copy:
-        return Copy(meta_of(value), packed(value).clone())
+    def evict(self, value: torch.Tensor) -> Copy:
+        return Copy(meta_of(value), elements_of(value).clone())
 
-    def free(self, moved: Copy) -> None:
-        self._turn(moved, "leaving", "away")
-        self.away += moved.host.nbytes
-        self.most = max(self.most, self.away)
+    def free(self, copy: Copy) -> None:
+        self._advance(copy, "evicting", "evicted")
+        self.evicted += copy.host.nbytes
+        self.most = max(self.most, self.evicted)
 
-    def start(self, moved: Copy) -> None:
-        self._turn(moved, "away", "coming")
-        self.away -= moved.host.nbytes
-        moved.landing = Landing.of(moved.meta, torch.device("cpu"))
-        moved.landing.elements.fill_(float("nan") if moved.meta.dtype.is_floating_point else 1)
+    def prefetch(self, copy: Copy) -> None:
+        self._advance(copy, "evicted", "prefetching")
+        self.evicted -= copy.host.nbytes
+        copy.buffer = ReceiveBuffer.of(copy.meta, torch.device("cpu"))
+        copy.buffer.elements.fill_(float("nan") if copy.meta.dtype.is_floating_point else 1)
 
-    def arrive(self, moved: Copy) -> torch.Tensor:
-        self._turn(moved, "coming", "there")
-        assert moved.landing is not None
-        moved.landing.elements.copy_(moved.host)
+    def restore(self, copy: Copy) -> torch.Tensor:
+        self._advance(copy, "prefetching", "restored")
+        assert copy.buffer is not None
+        copy.buffer.elements.copy_(copy.host)
         self.moved += 1
-        return moved.landing.value()
+        return copy.buffer.value()
 
-    def forget(self) -> None:
-        self.forgotten = True
+    def abandon(self) -> None:
+        self.abandoned = True
 
-    def _turn(self, moved: Copy, before: str, after: str) -> None:
-        assert moved.at == before, f"{moved.at}, and should be {before}"
-        moved.at = after
+    def _advance(self, copy: Copy, before: str, after: str) -> None:
+        assert copy.state == before, f"{copy.state}, and should be {before}"
+        copy.state = after
 
 
 def moving_by(mover: Mover[Any]) -> Any:
-    """Runners made meanwhile move values by this mover."""
-    return patch.object(assembly, "mover_for", lambda device: mover)
+    """A context in which new runners offload by this mover."""
+    return patch.object(assemble, "mover_for", lambda device: mover)

@@ -28,10 +28,11 @@ from typing import Any, Protocol
 import torch
 
 from graphpp.runtime import program as roles
-from graphpp.runtime.gradients.gemm_accumulation import Returned, Take, Within
+from graphpp.runtime.gradients.gemm_accumulation import MatmulLayout
+from graphpp.runtime.gradients.gradient_sink import GradientSink, ReturningSink
 from graphpp.runtime.program import Program
-from graphpp.runtime.strided_copies import copies, fill, place_like
-from graphpp.runtime.transport import Landing
+from graphpp.runtime.strided_copies import buffer_like, copy_all, copy_elements
+from graphpp.runtime.transport import ReceiveBuffer
 
 WARM_UPS = 2
 RECORDINGS = 8
@@ -82,10 +83,10 @@ class CudaCapturer:
 
 
 @dataclass
-class _Handed:
+class RecordingSink:
     """What a program hands out while it is recorded: gradients that stay results, and factors of products."""
 
-    order: list[tuple[int, bool, Within | None]] = field(default_factory=list)  # index of the result, a product, within
+    order: list[tuple[int, bool, MatmulLayout | None]] = field(default_factory=list)  # index, a product?, its layout
     factors: list[torch.Tensor] = field(default_factory=list)  # two of each product
 
     def __call__(self, index: int, value: torch.Tensor) -> torch.Tensor:
@@ -93,9 +94,9 @@ class _Handed:
         self.order.append((index, False, None))
         return value
 
-    def product(self, index: int, a: torch.Tensor, b: torch.Tensor, within: Within | None = None) -> None:
+    def matmul(self, index: int, a: torch.Tensor, b: torch.Tensor, layout: MatmulLayout | None = None) -> None:
         """It is none."""
-        self.order.append((index, True, within))
+        self.order.append((index, True, layout))
         self.factors += (a, b)
 
 
@@ -107,14 +108,14 @@ class _Recording:
     """
 
     key: tuple[object, ...]
-    places: Sequence[Landing]
+    places: Sequence[ReceiveBuffer]
     replay: Callable[[], None]
     results: Sequence[torch.Tensor | None]
-    handed: _Handed
+    handed: RecordingSink
 
     def copied(self) -> list[Any]:
         """Copies of the results."""
-        made = iter(copies([result for result in self.results if result is not None]))
+        made = iter(copy_all([result for result in self.results if result is not None]))
         return [None if result is None else next(made) for result in self.results]
 
 
@@ -141,7 +142,7 @@ class Graphed:
             return f"not replayed: {self.reason}"
         return "not recorded yet" if self._recording is None else "replayed"
 
-    def __call__(self, boxed: list[Any], take: Take | None = None) -> Results:
+    def __call__(self, boxed: list[Any], take: GradientSink | None = None) -> Results:
         """Run as a `Program` does."""
         if self.reason is None and self._runs >= WARM_UPS:
             self._prepare(boxed)
@@ -152,7 +153,7 @@ class Graphed:
         self._runs += 1
         return self._capturer.warm_up(lambda: self._run(boxed, take))
 
-    def _run(self, boxed: list[Any], take: Take | None) -> Results:
+    def _run(self, boxed: list[Any], take: GradientSink | None) -> Results:
         return self._program.run(boxed) if take is None else self._program.run(boxed, take)
 
     def _unknown(self) -> str | None:
@@ -195,13 +196,13 @@ class Graphed:
             self.reason = f"its parameters were moved, or its arguments changed, {RECORDINGS} times"
             return
         fixed = {at: boxed[at].detach() for at in self._in_place}
-        places = {at: place_like(boxed[at]) for at in self._copied}
-        fill(list(places.values()), [boxed[at] for at in self._copied])
+        places = {at: buffer_like(boxed[at]) for at in self._copied}
+        copy_elements(list(places.values()), [boxed[at] for at in self._copied])
 
-        made: list[_Handed] = []
+        made: list[RecordingSink] = []
 
         def run() -> Results:
-            made.append(_Handed())
+            made.append(RecordingSink())
             arguments = {**fixed, **{at: place.value() for at, place in places.items()}}
             boxed = [arguments[at] for at in range(len(self._program.inputs))]
             results = self._run(boxed, made[-1] if self._hands else None)
@@ -213,22 +214,22 @@ class Graphed:
             self.reason = f"CUDA could not record it: {str(error).partition(chr(10))[0]}"
             return
         count, order = len(self._program.outputs), made[0].order
-        results, handed = memory[:count], _Handed(order, list(memory[count:]))
+        results, handed = memory[:count], RecordingSink(order, list(memory[count:]))
         given = {index for index, is_product, _ in order if is_product}
         if not all(isinstance(result, torch.Tensor) or index in given for index, result in enumerate(results)):
             self.reason = "a result is no tensor"
             return
         self._recording = _Recording(key, list(places.values()), replay, results, handed)
 
-    def _replayed(self, recording: _Recording, boxed: list[Any], take: Take | None) -> list[Any]:
-        fill(recording.places, [boxed[at] for at in self._copied])
+    def _replayed(self, recording: _Recording, boxed: list[Any], take: GradientSink | None) -> list[Any]:
+        copy_elements(recording.places, [boxed[at] for at in self._copied])
         boxed.clear()
         recording.replay()
-        results, taking = recording.copied(), Returned() if take is None else take
+        results, taking = recording.copied(), ReturningSink() if take is None else take
         factors = iter(recording.handed.factors)
-        for index, is_product, within in recording.handed.order:
+        for index, is_product, layout in recording.handed.order:
             if is_product:
-                results[index] = taking.product(index, next(factors), next(factors), within)
+                results[index] = taking.matmul(index, next(factors), next(factors), layout)
             else:
                 results[index] = taking(index, results[index])
         return results

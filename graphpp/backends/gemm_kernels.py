@@ -1,10 +1,9 @@
 """Which kernel makes a matrix product: measured once per shape, device and number of threads, and kept in the cache.
 
 Contract: `ProductKernels.choose` exchanges, in a graph, matrix products of float32 on the CPU for the same product by oneDNN
-where that took less time when both ran in turn; `make` and `add` do the same for products that a program hands out
-(`runtime/gradients/gemm_accumulation.py`). Which is faster depends on the processor: by a factor of two
-on some. The results differ in the
-last bits. Elsewhere, products stay as they are.
+where that took less time when both ran in turn; `multiply` and `multiply_add` do the same for products that a program hands out
+(`runtime/gradients/gemm_accumulation.py`). Which is faster depends on the processor: by a factor of two on some. The results
+differ in the last bits. Elsewhere, products stay as they are.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ import torch
 from torch import fx
 
 from graphpp.backends.disk_cache import Cache
-from graphpp.runtime.gradients.gemm_accumulation import TorchProducts
+from graphpp.runtime.gradients.gemm_accumulation import TorchMatmul
 
 _aten = torch.ops.aten
 _LINEAR: Any = torch.ops.mkldnn._linear_pointwise.default if torch.backends.mkldnn.is_available() else None
@@ -44,7 +43,7 @@ class ProductKernels:
         self._cache = cache
         self._chosen = cache.read(_TABLE)
         self._known: dict[Any, bool] = {}
-        self._usual = TorchProducts()
+        self._usual = TorchMatmul()
         self._machine = f"{_processor()}, torch {torch.__version__}, {torch.get_num_threads()} threads"
 
     def choose(self, graph: fx.Graph) -> None:
@@ -59,16 +58,16 @@ class ProductKernels:
             node.replace_all_uses_with(product)
             graph.erase_node(node)
 
-    def make(self, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    def multiply(self, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
         """The product, in memory of its own."""
         if eligible(a, b) and self.prefers_linear(a, b):
             return linear(a, b)
-        return self._usual.make(a, b)
+        return self._usual.multiply(a, b)
 
-    def add(self, total: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
+    def multiply_add(self, total: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
         """Add the product into `total`."""
         if not (eligible(a, b) and self.prefers_linear(a, b)):
-            self._usual.add(total, a, b)
+            self._usual.multiply_add(total, a, b)
         elif a.dim() == 3:
             for part, *factors in zip(total, a, b, strict=True):
                 part.add_(linear(*factors))

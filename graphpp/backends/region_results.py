@@ -19,7 +19,7 @@ from graphpp.errors import GraphPPError
 from graphpp.passes.graph.region import Region
 from graphpp.passes.text.render import Run
 from graphpp.runtime.program import TensorMeta
-from graphpp.runtime.strided_copies import laid_as, meta_of
+from graphpp.runtime.strided_copies import copy_with_strides, meta_of
 
 
 class AsCaptured:
@@ -42,7 +42,7 @@ class AsCaptured:
             return results
         laid = list(results)
         for at, meta in self._otherwise:
-            laid[at] = laid_as(meta, laid[at])
+            laid[at] = copy_with_strides(meta, laid[at])
         return laid
 
     def _look_at(self, results: Sequence[Any]) -> list[tuple[int, TensorMeta]]:

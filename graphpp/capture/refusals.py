@@ -31,7 +31,7 @@ from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 from graphpp.capture.source_lines import is_user_file, source_line, user_frame
 from graphpp.errors import CaptureError
 from graphpp.passes.graph.joint_graph import JointGraph
-from graphpp.runtime.model_state import held
+from graphpp.runtime.model_state import own_tensors
 
 
 def check_model(model: nn.Module) -> None:
@@ -96,7 +96,7 @@ def _refuse_unlisted(model: nn.Module) -> None:
     """Refuse parameters and buffers that the model's own lists leave out: they would have no name."""
     listed = {id(tensor) for tensor in (*model.parameters(), *model.buffers())}
     for fqn, module in model.named_modules():
-        for name, tensor in held(module):
+        for name, tensor in own_tensors(module):
             if id(tensor) not in listed:
                 place = f"{fqn}.{name}" if fqn else name
                 raise CaptureError(

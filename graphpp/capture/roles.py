@@ -17,7 +17,7 @@ from graphpp.capture.source_lines import source_line
 from graphpp.errors import CaptureError
 from graphpp.passes.graph.joint_graph import JointGraph
 from graphpp.runtime import program
-from graphpp.runtime.model_state import held
+from graphpp.runtime.model_state import own_tensors
 from graphpp.runtime.program import InputRole, OutputRole, TensorMeta
 
 _MODEL = "model"  # the attribute of capture's wrapper that holds the user's model
@@ -57,7 +57,7 @@ def canonical_names(model: nn.Module) -> dict[str, str]:
         for name, tensor in pairs:
             names[name] = first.setdefault(id(tensor), name)
     for path, module in model.named_modules(remove_duplicate=False):
-        places = ((f"{path}.{name}" if path else name, tensor) for name, tensor in held(module))
+        places = ((f"{path}.{name}" if path else name, tensor) for name, tensor in own_tensors(module))
         names |= {place: first[id(tensor)] for place, tensor in places}
     return names
 

@@ -23,10 +23,9 @@ from graphpp.parallel.data_parallel import check_apart
 from graphpp.parallel.groups import Subgroups
 from graphpp.passes.provenance import Sources
 from graphpp.runtime.model_state import ModelState
-from graphpp.runtime.offload import Offloader, mover_for
-from graphpp.runtime.overlap import Overlaps
-from graphpp.runtime.program import PipelineProgram, WovenProgram
-from graphpp.runtime.runner import GraphPPRunner
+from graphpp.runtime.offloader import mover_for
+from graphpp.runtime.program import Phase, PipelineProgram, WovenProgram
+from graphpp.runtime.runner import GraphPPRunner, RunnerConfig
 from graphpp.schedules.table.schedule import Schedule
 
 Owners = Mapping[str, Sequence[int]]
@@ -59,22 +58,18 @@ class Assembly:
         if settings.cudagraphs:
             sources = Sources.joined(each.sources for each in built)
             programs, woven = self.graphs.applied(programs, woven, local, sources)
-        runner = GraphPPRunner(
-            programs,
-            schedule,
-            self._state,
-            settings.place,
+        training = Phase.FORWARD in programs[0].stages[0].programs
+        config = RunnerConfig(
             owners=owners,
             subgroups=self._subgroups,
-            sums=settings.accumulate_dtype,
+            sum_dtype=settings.accumulate_dtype,
             replicas=replicas,
+            kernel=settings.backend.products if isinstance(settings.backend, Inductor) else None,
+            woven=woven,
+            offload=self._compiler.offload_windows(built, schedule) if training else (),
+            mover=mover_for(settings.place.device),
         )
-        runner.overlaps = Overlaps(woven)
-        if isinstance(settings.backend, Inductor):
-            runner.multiply_with(settings.backend.products)
-        trips = self._compiler.trips(built, schedule) if runner.training else ()
-        runner.offloader = Offloader(trips, runner.stages, mover_for(settings.place.device))
-        return runner
+        return GraphPPRunner(programs, schedule, self._state, settings.place, config)
 
     def _cut(self, built: Sequence[Built], schedule: Schedule) -> list[PipelineProgram]:
         """The programs of each microbatch."""

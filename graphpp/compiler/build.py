@@ -40,7 +40,7 @@ from graphpp.planner.layers import module_calls
 from graphpp.planner.plan import Plan
 from graphpp.planner.resolve_split import resolve
 from graphpp.runtime import program
-from graphpp.runtime.offload import frees
+from graphpp.runtime.offloader import eviction_frees_memory
 from graphpp.runtime.program import PipelineProgram, StageProgram, WovenProgram
 from graphpp.runtime.program_costs import costs_of_programs
 from graphpp.runtime.runner import ranks_of_parameters
@@ -184,7 +184,7 @@ class Compiler:
         plan = Plan.of(captured.joint, compiled, schedule)
         built = Built(captured, compiled, plan, {usual: compiled}, sources, dump)
         if training and settings.offload is not None:
-            built = replace(built, plan=replace(plan, trips=self.trips([built] * microbatches, schedule)))
+            built = replace(built, plan=replace(plan, offload_windows=self.offload_windows([built] * microbatches, schedule)))
         dump.plan(built.plan, _with_communication(schedule, training))
         return built
 
@@ -196,7 +196,7 @@ class Compiler:
             _check_buffer_order(table, built)
         if self.settings.memory_cap is not None and training:
             programs = [self.program(built, table, index) for index, built in enumerate(each)]
-            self._check(table, [costs_of_programs(program) for program in programs], self.trips(each, table))
+            self._check(table, [costs_of_programs(program) for program in programs], self.offload_windows(each, table))
         return _with_communication(table, training)
 
     def program(self, built: Built, schedule: Schedule, microbatch: int) -> PipelineProgram:
@@ -208,13 +208,13 @@ class Compiler:
         assert all(kind.boundaries == some.boundaries for kind in kinds.values()), "recomputation changed what travels"
         return replace(some, stages=tuple(kinds[stage.index in again].stages[stage.index] for stage in some.stages))
 
-    def trips(self, built: Sequence[Built], schedule: Schedule) -> tuple[OffloadWindow, ...]:
+    def offload_windows(self, built: Sequence[Built], schedule: Schedule) -> tuple[OffloadWindow, ...]:
         """The saved values of all ranks that leave their device for a while; `built` are the graphs of each microbatch."""
         if self.settings.offload is None:
             return ()
         sources = Sources.joined(each.sources for each in built)
         programs = [self.program(each, schedule, index) for index, each in enumerate(built)]
-        return offload.trips(self.settings.offload, schedule, programs, lambda item: sources.of(item).graph)
+        return offload.offload_windows(self.settings.offload, schedule, programs, lambda item: sources.of(item).graph)
 
     def overlaps(
         self, built: Sequence[Built], programs: Sequence[PipelineProgram], schedule: Schedule
@@ -295,10 +295,10 @@ class Compiler:
         check(table, ranks=ranks, stages=stages, microbatches=microbatches, training=_trains(table))
         return table
 
-    def _check(self, table: Schedule, costs: Sequence[Costs], trips: Sequence[OffloadWindow]) -> None:
+    def _check(self, table: Schedule, costs: Sequence[Costs], windows: Sequence[OffloadWindow]) -> None:
         """Raise where more is alive on a device than the caller allows."""
         ranks, stages, microbatches = table.ranks, table.stages, table.microbatches
-        cap, away = self.settings.memory_cap, trips if frees(self.settings.place.device) else ()
+        cap, away = self.settings.memory_cap, windows if eviction_frees_memory(self.settings.place.device) else ()
         check(table, ranks=ranks, stages=stages, microbatches=microbatches, costs=costs, memory_cap=cap, offloaded=away)
 
 

@@ -63,7 +63,8 @@ def plan_json(plan: Plan) -> str:
     """The plan as JSON: stages, and the schedule with one line of actions per rank."""
     rows = [" ".join(str(cell or ".") for cell in row) for row in plan.schedule.table]
     schedule = {key: getattr(plan.schedule, key) for key in ("name", "stages", "microbatches")} | {"table": rows}
-    away = {"offload": [{key: _plain(value) for key, value in vars(trip).items()} for trip in plan.trips]} if plan.trips else {}
+    windows = [{key: _plain(value) for key, value in vars(window).items()} for window in plan.offload_windows]
+    away = {"offload": windows} if windows else {}
     return json.dumps({"stages": [asdict(stage) for stage in plan.stages], **away, "schedule": schedule}, indent=1) + "\n"
 
 

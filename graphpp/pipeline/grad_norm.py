@@ -21,7 +21,7 @@ _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
 @dataclass(frozen=True)
-class Slot:
+class OwnParameter:
     """A parameter this rank holds: its place in the model's order, and whether this rank is the one that counts it."""
 
     place: int
@@ -33,7 +33,7 @@ class Slot:
 class Gradients:
     """The gradients of this rank's parameters, by the model's order; `places`: how many parameters the model has."""
 
-    slots: Sequence[Slot]
+    slots: Sequence[OwnParameter]
     places: int
     group: dist.ProcessGroup | None
     device: torch.device

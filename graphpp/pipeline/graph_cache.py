@@ -31,7 +31,7 @@ from graphpp.compiler.build import Built, Compiler, check_alike
 from graphpp.errors import GraphPPError
 from graphpp.parallel.agreement import Agreement, Facts
 from graphpp.runtime import program
-from graphpp.runtime.model_state import ModelState, of_model
+from graphpp.runtime.model_state import ModelState, tensor_lines
 from graphpp.runtime.runner import GraphPPRunner
 from graphpp.schedules.rewrite.add_send_recv import add_communication
 from graphpp.schedules.table.schedule import Schedule
@@ -159,7 +159,7 @@ class Library:
                         "the call": ["step" if call.training else "eval"],
                         "the number of microbatches": [str(len(call.parts))],
                         "the microbatch": _spelled(call),
-                        "the model": of_model(self._compiler.model),
+                        "the model": tensor_lines(self._compiler.model),
                         "training flags": [f"{fqn}.training={module.training}" for fqn, module in self._modules.items()],
                         "autocast": [str(call.keys[0].around[-1])],
                         "what it has kept for this call": [kept],

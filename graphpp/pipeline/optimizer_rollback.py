@@ -36,7 +36,7 @@ _PLAIN = (
 )
 
 
-class Undo:
+class OptimizerSnapshot:
     """What some optimizers may change in a step, kept."""
 
     def __init__(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:

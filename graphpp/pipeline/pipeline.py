@@ -334,7 +334,7 @@ class Pipeline:
         """This rank's, at their places among the model's."""
         order = {fqn: index for index, fqn in enumerate(self._state.parameters)}
         owners, place = self._built().ranks_of_parameter, self._settings.place
-        slots = [norms.Slot(order[fqn], p, owners[fqn][0] == place.rank) for fqn, p in self.named_parameters()]
+        slots = [norms.OwnParameter(order[fqn], p, owners[fqn][0] == place.rank) for fqn, p in self.named_parameters()]
         return norms.Gradients(slots, len(order), place.group, place.device)
 
     def _local(self) -> set[str]:

@@ -27,7 +27,7 @@ from torch.optim import Optimizer
 from graphpp._torch.distributed import has_step_hooks
 from graphpp.errors import GraphPPError
 from graphpp.pipeline import grad_norm as norms
-from graphpp.pipeline.optimizer_rollback import Undo
+from graphpp.pipeline.optimizer_rollback import OptimizerSnapshot
 
 if TYPE_CHECKING:
     from graphpp.pipeline.pipeline import Pipeline
@@ -91,7 +91,7 @@ class PostValidation:
         if scaler is not None and not isinstance(scaler, GradScaler):
             raise GraphPPError(f"scaler must be a torch.amp.GradScaler, got {type(scaler).__name__}")
         self.scaler = scaler
-        self._undo = Undo(self._optimizers)
+        self._undo = OptimizerSnapshot(self._optimizers)
         self._witness: Optimizer | None = None
         self.taken = self.rolled_back = 0
 
@@ -200,4 +200,4 @@ def _check(optimizer: object) -> None:
             f"{type(optimizer).__name__} steps with a closure, which runs the model again: PostValidation has none to give. "
             "Any optimizer that steps without one will do."
         )
-    Undo([optimizer]).check()
+    OptimizerSnapshot([optimizer]).check()

@@ -24,7 +24,7 @@ from graphpp.runtime.program import Phase, PipelineProgram, TensorMeta
 from graphpp.runtime.program_costs import costs_of_stage
 from graphpp.runtime.recorder import Recorder
 from graphpp.runtime.runner import GraphPPRunner
-from graphpp.runtime.transport import Landing, Transport
+from graphpp.runtime.transport import ReceiveBuffer, Transport
 from graphpp.schedules.simulate.memory_curve import followed
 from graphpp.schedules.simulate.timeline import Event, Timeline
 from graphpp.schedules.table.actions import Action, Kind
@@ -209,7 +209,7 @@ def message_times(program: PipelineProgram, schedule: Schedule, place: Device) -
 
 def _half_a_round(transport: Transport, metas: Sequence[TensorMeta], peer: int, *, first: bool) -> float:
     """Half of the time in which a message goes to the peer and as many bytes come back; the first round is not counted."""
-    values = [Landing.of(meta, transport.device).value() for meta in metas]
+    values = [ReceiveBuffer.of(meta, transport.device).value() for meta in metas]
     rounds = []
     for _ in range(_ROUNDS + 1):
         began = time.perf_counter()

@@ -18,7 +18,7 @@ from torch import nn
 
 from graphpp.pipeline.graph_cache import Library, Ready
 from graphpp.pipeline.profile import Measured, Profile, meet, profiled
-from graphpp.runtime.model_state import untouched
+from graphpp.runtime.model_state import state_restored
 from graphpp.runtime.recorder import Recorder, clock_of
 from graphpp.schedules.rewrite.merge_backward import taken_apart, whole_backwards
 from graphpp.schedules.rewrite.split_backward import split_backwards
@@ -50,7 +50,7 @@ class Trials:
 
     def _step(self, ready: Ready, recorder: Recorder | None) -> None:
         place = ready.runner.place
-        with untouched(self.model, place.device):
+        with state_restored(self.model, place.device):
             meet(place)  # so that no rank's first wait is for one that has not begun
             with contextlib.nullcontext() if recorder is None else ready.runner.recording(recorder):
                 self.run(ready)

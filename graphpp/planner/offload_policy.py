@@ -1,9 +1,10 @@
-"""What `offload=` says: which saved values wait for their backward in the host's memory; and the trips that follow from it.
+"""What `offload=` says: which saved values wait for their backward in the host's memory; and their offload windows.
 
 Contract
     in   None, a fraction of the saved bytes, True, a function of a `TensorMeta`, or an `Offload`; a table, the programs of
          its microbatches and the graphs they came from
-    out  the trips of all ranks: of each stage and microbatch the largest values first, until the fraction is reached; none
+    out  the offload windows of all ranks: of each stage and microbatch the largest values first, until the fraction is
+    reached; none
          that is needed on the device meanwhile (`passes/graph/offloadable.py`), and none whose backward comes too early for the
          device's memory to be free for at least one action
     Raises `GraphPPError` for anything else.
@@ -97,10 +98,10 @@ class _Row:
         return [(leaf.stage, leaf.microbatch or 0) for leaf in self.place if leaf.kind is Kind.F]
 
 
-def trips(
+def offload_windows(
     choice: Offload, schedule: Schedule, programs: Sequence[PipelineProgram], graph_of: GraphOf
 ) -> tuple[OffloadWindow, ...]:
-    """The trips of all ranks under a table, with or without communication; `programs` are those of each microbatch."""
+    """The offload windows of all ranks under a table, with or without communication; `programs`: one per microbatch."""
     known: dict[tuple[int, Beside], list[Movable]] = {}
 
     def candidates(stage: StageProgram) -> list[Movable]:
@@ -113,10 +114,10 @@ def trips(
         return known[key]
 
     return tuple(
-        trip
+        window
         for row in map(_Row.of, schedule.table)
         for stage, microbatch in row.forwards()
-        for trip in _trips(choice, row, microbatch, programs[microbatch].stages[stage], candidates)
+        for window in _windows(choice, row, microbatch, programs[microbatch].stages[stage], candidates)
     )
 
 
@@ -125,14 +126,14 @@ def _beside(schedule: Schedule, stage: int) -> Beside:
     return Beside(rank_of.get(stage - 1) == rank_of[stage], rank_of.get(stage + 1) == rank_of[stage])
 
 
-def _trips(
+def _windows(
     choice: Offload,
     row: _Row,
     microbatch: int,
     stage: StageProgram,
     candidates: Callable[[StageProgram], list[Movable]],
 ) -> Iterator[OffloadWindow]:
-    """One trip for each action that reads values first: the whole backward; or I, and W what I does not read."""
+    """One window for each action that reads values first: the whole backward; or I, and W what I does not read."""
     forward = row.place[Action(stage.index, Kind.F, microbatch)]
     budget = choice.fraction * stage.saved_bytes
     leaving: dict[Action, list[Movable]] = {}

@@ -41,7 +41,7 @@ class Plan:
 
     stages: tuple[StagePlan, ...]
     schedule: Schedule
-    trips: tuple[OffloadWindow, ...] = ()
+    offload_windows: tuple[OffloadWindow, ...] = ()
     checkpoints: int = 0
 
     @classmethod
@@ -66,13 +66,13 @@ class Plan:
         title = f"{place}, {name}, {self.schedule.microbatches} microbatches"
         table = Table(title=title, box=box.SIMPLE, title_justify="left")
         columns = ["stage", "rank", "modules", "parameters", "sent →", "sent ←", "saved"]
-        for column in [*columns, "offloaded"] if self.trips else columns:
+        for column in [*columns, "offloaded"] if self.offload_windows else columns:
             table.add_column(column, justify="left" if column == "modules" else "right", no_wrap=column != "modules")
         for stage in self.stages:
             sizes = (stage.sent_forward_bytes, stage.sent_backward_bytes, stage.saved_bytes)
             modules = ", ".join(stage.modules) or "(empty)"
             cells = [str(stage.stage), str(stage.rank), modules, f"{stage.parameters:,}", *map(spell_bytes, sizes)]
-            table.add_row(*cells, *(self._offloaded(stage.stage) if self.trips else ()))
+            table.add_row(*cells, *(self._offloaded(stage.stage) if self.offload_windows else ()))
         calls = f"; the model checkpoints {self.checkpoints} call{'s' * (self.checkpoints > 1)}" if self.checkpoints else ""
         table.caption = f"bytes per microbatch{calls}"
         out = io.StringIO()
@@ -83,9 +83,9 @@ class Plan:
     def _offloaded(self, stage: int) -> list[str]:
         """`1.2 MiB, 5 of 8`: the most bytes of a microbatch that leave, and of how many microbatches any do."""
         away: Counter[int] = Counter()
-        for trip in self.trips:
-            if trip.stage == stage:
-                away[trip.microbatch] += trip.nbytes
+        for window in self.offload_windows:
+            if window.stage == stage:
+                away[window.microbatch] += window.nbytes
         return [f"{spell_bytes(max(away.values()))}, {len(away)} of {self.schedule.microbatches}" if away else "-"]
 
 

@@ -17,7 +17,7 @@ from graphpp.schedules.table.actions import Action, Kind
 from graphpp.schedules.table.schedule import Schedule
 
 Work = Callable[[], object]
-Watch = Callable[[Action, Work], None]
+ActionWatcher = Callable[[Action, Work], None]
 
 _UNNAMED = contextlib.nullcontext()
 
@@ -43,11 +43,11 @@ class ActionLoop(PipelineScheduleRuntime):
         self.pipeline_order_with_comms = {rank: list(map(to_torch, row)) for rank, row in ours.items()}
         self._row = [(action, f"PP:{to_torch(action)}", work) for action, work in row]
 
-    def run(self, watch: Watch | None = None) -> None:
+    def run(self, watch: ActionWatcher | None = None) -> None:
         """Do this rank's actions once, through `watch` if it is given."""
         self._step_microbatches(watch)
 
-    def _step_microbatches(self, watch: Watch | None = None) -> None:  # type: ignore[override]
+    def _step_microbatches(self, watch: ActionWatcher | None = None) -> None:  # type: ignore[override]
         """The loop. Under a profiler (`torch.profiler`, or `emit_nvtx`) each action has the name that torch gives it."""
         named = profiler_enabled()
         for action, name, work in self._row:

@@ -30,7 +30,7 @@ class ModelState:
         self.buffers = [name for name, _ in model.named_buffers()]
         first: dict[int, tuple[nn.Module, str]] = {}
         for module in model.modules():
-            for name, value in held(module):
+            for name, value in own_tensors(module):
                 first.setdefault(id(value), (module, name))
         tensors = [*model.named_parameters(), *model.named_buffers()]
         self._owners = {name: first[id(value)] for name, value in tensors}
@@ -63,8 +63,8 @@ class ModelState:
         """Entries of the model's state dict that hold these tensors, under every alias, and those without a tensor."""
         mine = {id(self.tensor(fqn)) for fqn in fqns}
         entries = self._model.state_dict(keep_vars=True).items()
-        held = {key: value for key, value in entries if not isinstance(value, torch.Tensor) or id(value) in mine}
-        return {key: value.detach() if isinstance(value, torch.Tensor) else value for key, value in held.items()}
+        own_tensors = {key: value for key, value in entries if not isinstance(value, torch.Tensor) or id(value) in mine}
+        return {key: value.detach() if isinstance(value, torch.Tensor) else value for key, value in own_tensors.items()}
 
     def load(self, fqns: Collection[str], state: Mapping[str, Any], strict: bool) -> None:
         """Copy the entries that hold these tensors into the model, in place; `GraphPPError` and no change if unfit."""
@@ -86,7 +86,7 @@ class ModelState:
                 old.copy_(new)
 
 
-def held(module: nn.Module) -> list[tuple[str, torch.Tensor]]:
+def own_tensors(module: nn.Module) -> list[tuple[str, torch.Tensor]]:
     """What a module itself holds; a wrapper around the model may list it under other FQNs than its place has."""
     parameters = module.named_parameters(recurse=False, remove_duplicate=False)
     return [*parameters, *module.named_buffers(recurse=False, remove_duplicate=False)]
@@ -115,7 +115,7 @@ def _refuse(*faults: tuple[str, list[str]]) -> None:
 
 
 @contextlib.contextmanager
-def untouched(model: nn.Module, device: torch.device) -> Iterator[None]:
+def state_restored(model: nn.Module, device: torch.device) -> Iterator[None]:
     """Run something on the model, from no gradients; afterwards state, attributes and random numbers are as before."""
     stores = [s for module in model.modules() for s in (module.__dict__, module._parameters, module._buffers)]
     kept = [(store, dict(store)) for store in stores]
@@ -140,7 +140,7 @@ def untouched(model: nn.Module, device: torch.device) -> Iterator[None]:
             parameter.grad = grad
 
 
-def of_model(model: nn.Module) -> list[str]:
+def tensor_lines(model: nn.Module) -> list[str]:
     """A line per parameter and buffer: FQN, shape, dtype, whether it is trained."""
     parameters = [f"{name} {_meta(p)}{'' if p.requires_grad else ', frozen'}" for name, p in model.named_parameters()]
     return parameters + [f"{name} {_meta(buffer)}, buffer" for name, buffer in model.named_buffers()]

@@ -20,7 +20,7 @@ from graphpp.schedules.table.actions import Action, message, upstream
 _LEADING = 0.05  # the share of an overlap's work that may come before a wait that it is said to begin with
 
 
-class Clock(Protocol):
+class EventClock(Protocol):
     """Marks moments; a mark means nothing until `seconds` reads it."""
 
     def mark(self) -> Any:
@@ -61,7 +61,7 @@ class StreamClock:
         return self._at + float(self._origin.elapsed_time(mark)) / 1e3
 
 
-def clock_of(device: torch.device) -> Clock:
+def clock_of(device: torch.device) -> EventClock:
     """The clock for what runs on `device`."""
     return StreamClock() if device.type == "cuda" else WallClock()
 
@@ -77,7 +77,7 @@ class _Span:
 class Recorder:
     """Times of one step."""
 
-    def __init__(self, clock: Clock) -> None:
+    def __init__(self, clock: EventClock) -> None:
         self._clock = clock
         self._spans: list[_Span] = []
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -23,19 +24,20 @@ from graphpp.parallel.data_parallel import Replicas
 from graphpp.parallel.groups import Subgroups
 from graphpp.parallel.place import Device
 from graphpp.runtime.gradients.accumulate import dtype_of_sum
-from graphpp.runtime.gradients.gemm_accumulation import Products
+from graphpp.runtime.gradients.gemm_accumulation import MatmulKernel
 from graphpp.runtime.gradients.tied import TiedReduction
 from graphpp.runtime.model_state import ModelState
-from graphpp.runtime.offload import Offloader, Staying
-from graphpp.runtime.overlap import Overlaps
-from graphpp.runtime.program import Phase, PipelineProgram
+from graphpp.runtime.offloader import Mover, Offloader, mover_for
+from graphpp.runtime.overlapped_actions import OverlappedActions
+from graphpp.runtime.program import Phase, PipelineProgram, WovenProgram
 from graphpp.runtime.randomness import step_keys
 from graphpp.runtime.recorder import Recorder
-from graphpp.runtime.stage import GraphStage, Place, Variant
-from graphpp.runtime.task import Feed, Task
-from graphpp.runtime.transport import DEPTH, Parcel, Transport
+from graphpp.runtime.stage import GraphStage, StageLocation, Variant
+from graphpp.runtime.task import StepInputs, Task
+from graphpp.runtime.transport import DEPTH, PendingMessage, Transport
 from graphpp.schedules.rewrite.early_receives import post_early
 from graphpp.schedules.table.actions import SENDS, Action, Kind
+from graphpp.schedules.table.offload_window import OffloadWindow
 from graphpp.schedules.table.schedule import Schedule
 
 if TYPE_CHECKING:
@@ -44,12 +46,32 @@ if TYPE_CHECKING:
 Work = Callable[[], object]
 
 
+@dataclass(frozen=True)
+class RunnerConfig:
+    """The parts of a runner that one process with nothing special does without.
+
+    `owners`: the ranks that hold each parameter, by FQN (None: the ranks of the stages that use it). `subgroups`: makes their
+    process groups (None: new ones). `sum_dtype`: the dtype in which gradients of narrower parameters add up. `replicas`: the
+    ranks among which gradients are averaged. `kernel`: multiplies the gradients of fused programs (None: torch does). `woven`:
+    the programs of overlapped actions. `offload`: when saved values are in the host's memory; `mover` copies them (None: the
+    one for the pipeline's device).
+    """
+
+    owners: Mapping[str, Sequence[int]] | None = None
+    subgroups: Subgroups | None = None
+    sum_dtype: torch.dtype | None = None
+    replicas: dist.ProcessGroup | None = None
+    kernel: MatmulKernel | None = None
+    woven: Sequence[WovenProgram] = ()
+    offload: Sequence[OffloadWindow] = ()
+    mover: Mover[Any] | None = None
+
+
 class GraphPPRunner:
     """Runs captured graphs under one schedule; `training` programs have F and B, evaluation programs E.
 
-    `programs`: one for all microbatches, or one for each: microbatches of one shape share theirs. They have the same
-    stages, gradients and metrics. `owners` has the ranks that hold each parameter, `sums` is the dtype in which gradients of
-    narrower parameters add up, `replicas` the ranks whose gradients are averaged.
+    `programs`: one for all microbatches, or one for each; microbatches of one shape share theirs. All have the same stages,
+    gradients and metrics.
     """
 
     def __init__(
@@ -58,46 +80,38 @@ class GraphPPRunner:
         schedule: Schedule,
         state: ModelState,
         place: Device,
-        *,
-        owners: Mapping[str, Sequence[int]] | None = None,
-        subgroups: Subgroups | None = None,
-        sums: torch.dtype | None = None,
-        replicas: dist.ProcessGroup | None = None,
+        config: RunnerConfig | None = None,
     ) -> None:
-        self.schedule, self.state, self.place, self._sums = schedule, state, place, sums
+        config = config or RunnerConfig()
+        self.schedule, self.state, self.place, self._sum_dtype = schedule, state, place, config.sum_dtype
         each = [programs] * schedule.microbatches if isinstance(programs, PipelineProgram) else list(programs)
         self.program, self.programs = each[0], tuple(each)
         self.random = any(program.random for program in each)
         batched = any(action.kind is Kind.P2P for _, _, action in schedule.cells())
         self.transport = Transport(place.group, place.device, batched=batched)
-        self.stages = self._local_stages(each)
+        self.stages = self._local_stages(each, config.kernel)
         self.training = Phase.FORWARD in self.program.stages[0].programs
         self._bubble = 0.0
-        self._replicas, self._shared_out = Replicas(replicas), set[int]()
-        ranks = owners if owners is not None else ranks_of_parameters(self.program, schedule.rank_of_stage)
-        groups = subgroups or Subgroups(place.group)
+        self._replicas, self._reduced = Replicas(config.replicas), set[int]()
+        ranks = config.owners if config.owners is not None else ranks_of_parameters(self.program, schedule.rank_of_stage)
+        groups = config.subgroups or Subgroups(place.group)
         self.tied = TiedReduction(_contributors(self.program), ranks, schedule.rank_of_stage, groups)
-        self.overlaps = Overlaps(())  # for whoever has woven programs to exchange
-        self.offloader: Offloader[Any] = Offloader((), {}, Staying())  # for whoever has planned trips to exchange
+        self.overlaps = OverlappedActions(config.woven)
+        self.offloader = Offloader(config.offload, self.stages, config.mover or mover_for(place.device))
         self._recorder: Recorder | None = None
-        self._loop = self._bound_loop() if self.stages else None  # a rank without a stage has nothing to do
+        self._loop = self._bound_loop() if self.stages else None  # a rank without a stage runs no actions
 
-    def _local_stages(self, each: Sequence[PipelineProgram]) -> dict[int, GraphStage]:
+    def _local_stages(self, each: Sequence[PipelineProgram], kernel: MatmulKernel | None) -> dict[int, GraphStage]:
         """This rank's stages by index, each with its variant for every microbatch."""
         rank_of, stages = self.schedule.rank_of_stage, len(self.program.stages)
-        where = Place(stages, rank_of, self.place.rank, self.place.ranks)
+        location = StageLocation(stages, rank_of, self.place.rank, self.place.ranks)
         local: dict[int, GraphStage] = {}
         for index in (index for index in range(stages) if rank_of[index] == self.place.rank):
             distinct = {id(program.stages[index]): program for program in each}
             variants = {key: Variant.of(program, index) for key, program in distinct.items()}
             own = [variants[id(program.stages[index])] for program in each]
-            local[index] = GraphStage(index, own, where, self.transport)
+            local[index] = GraphStage(index, own, location, self.transport, kernel)
         return local
-
-    def multiply_with(self, products: Products) -> None:
-        """Let other kernels than torch's make the products that fused programs add to gradients."""
-        for stage in self.stages.values():
-            stage.gradients.products = products
 
     def step(self, inputs: Sequence[Mapping[str, torch.Tensor]], seeds: Sequence[torch.Tensor]) -> None:
         """Run the table once over the microbatches' tensors (by path) and seeds (0-dim, one per microbatch)."""
@@ -105,7 +119,7 @@ class GraphPPRunner:
         try:
             with torch.no_grad(), _current(self.place.device):
                 keys = step_keys(len(inputs), self.place.group, self.place.device) if self.random else ()
-                self._begin(Feed(inputs, seeds, keys))
+                self._begin(StepInputs(inputs, seeds, keys))
                 if self._loop is not None:
                     self._loop.run(None if self._recorder is None else self._recorder.run)
                 self.transport.flush()
@@ -138,7 +152,7 @@ class GraphPPRunner:
         self._replicas.drop()
         self.offloader.drop()
         for stage in self.stages.values():
-            stage.holding.clear()
+            stage.buffers.clear()
             stage.gradients.start({})
 
     def losses(self) -> torch.Tensor:
@@ -147,7 +161,7 @@ class GraphPPRunner:
         assert meta is not None, "evaluation without a target has no loss"
         local = self.stages.get(stage)
         if local is not None:
-            losses = torch.stack([local.holding.losses.pop(index) for index in range(self.schedule.microbatches)])
+            losses = torch.stack([local.buffers.losses.pop(index) for index in range(self.schedule.microbatches)])
         else:
             losses = torch.empty(self.schedule.microbatches, dtype=meta.dtype, device=self.place.device)
         if self.place.ranks > 1:
@@ -162,7 +176,7 @@ class GraphPPRunner:
         local = self.stages.get(stage)
         table = torch.zeros(self.schedule.microbatches, len(dtypes), dtype=torch.float64, device=self.place.device)
         for index, row in enumerate(table if local is not None else ()):
-            row.copy_(torch.stack([local.holding.metrics[index][name].double() for name in dtypes]))  # type: ignore[union-attr]
+            row.copy_(torch.stack([local.buffers.metrics[index][name].double() for name in dtypes]))  # type: ignore[union-attr]
         if self.place.ranks > 1:
             dist.broadcast(table, group=self.place.group, group_src=self.schedule.rank_of_stage[stage])
         return {name: column.to(dtype) for (name, dtype), column in zip(dtypes.items(), table.unbind(1), strict=True)}
@@ -172,15 +186,15 @@ class GraphPPRunner:
         last = self.stages.get(len(self.program.stages) - 1)
         if last is None:
             return None
-        return [last.holding.outputs.pop(index, {}) for index in range(self.schedule.microbatches)]
+        return [last.buffers.outputs.pop(index, {}) for index in range(self.schedule.microbatches)]
 
-    def _begin(self, feed: Feed) -> None:
-        self._shared_out.clear()
+    def _begin(self, inputs: StepInputs) -> None:
+        self._reduced.clear()
         for stage in self.stages.values():
-            stage.begin(self.state.tensor, feed)
+            stage.begin(self.state.tensor, inputs)
             parameters = {fqn: self.state.tensor(fqn) for fqn in stage.gradients.fqns}
             grads = {fqn: parameter.grad for fqn, parameter in parameters.items() if fqn not in self.tied.contributors}
-            dtypes = {fqn: dtype_of_sum(parameter, self._sums) for fqn, parameter in parameters.items()}
+            dtypes = {fqn: dtype_of_sum(parameter, self._sum_dtype) for fqn, parameter in parameters.items()}
             stage.gradients.start({fqn: grad for fqn, grad in grads.items() if grad is not None}, dtypes)
 
     def _finish(self) -> None:
@@ -188,7 +202,7 @@ class GraphPPRunner:
         if not self.training:
             return
         for index in self.stages:
-            self._share_out(index)
+            self._average(index)
         tied = self.tied.reduce(lambda stage, fqn: self.stages[stage].gradients.sums[fqn], self._room)
         self._replicas.start(tied.values())
         self._replicas.finish()
@@ -207,17 +221,17 @@ class GraphPPRunner:
         """FQNs of the parameters of which this stage alone has the gradient, summed over the microbatches."""
         return [fqn for fqn in stage.gradients.sums if fqn not in self.tied.contributors]
 
-    def _share_out(self, index: int) -> None:
+    def _average(self, index: int) -> None:
         """Start to average a stage's gradients over the replicas, once a step."""
-        if index not in self._shared_out:
-            self._shared_out.add(index)
+        if index not in self._reduced:
+            self._reduced.add(index)
             stage = self.stages[index]
             self._replicas.start(stage.gradients.sums[fqn] for fqn in self._own(stage))
 
     def _room(self, fqn: str) -> torch.Tensor:
         """Memory for another rank's sum of gradients of a parameter."""
         parameter = self.state.tensor(fqn)
-        dtype = dtype_of_sum(parameter, self._sums)
+        dtype = dtype_of_sum(parameter, self._sum_dtype)
         return torch.empty(parameter.shape, dtype=dtype, device=self.place.device)
 
     # ------------------------------------------------------------------------------ what an action does
@@ -240,7 +254,7 @@ class GraphPPRunner:
             return self._offloading(action, self._task(action).run)
         if action.is_communication:
             return partial(self._communicate, [self._message(leaf) for leaf in action.leaves])
-        return partial(self._share_out, action.stage) if action.kind is Kind.REDUCE_GRAD else _nothing
+        return partial(self._average, action.stage) if action.kind is Kind.REDUCE_GRAD else _nothing
 
     def _task(self, action: Action) -> Task:
         phase = Phase(action.kind.value) if self.training else Phase.EVALUATE
@@ -262,13 +276,13 @@ class GraphPPRunner:
             for part in parts:
                 part.run()
 
-    def _message(self, action: Action) -> Callable[[], Parcel]:
+    def _message(self, action: Action) -> Callable[[], PendingMessage]:
         """Makes one message to send or receive, not posted yet."""
         stage, direction = self.stages[action.stage], "F" if action.kind in (Kind.SEND_F, Kind.RECV_F) else "B"
-        bind = stage.sending if action.kind in SENDS else stage.receiving
+        bind = stage.send_message if action.kind in SENDS else stage.receive_message
         return bind(direction, _microbatch(action))
 
-    def _communicate(self, messages: Sequence[Callable[[], Parcel]]) -> None:
+    def _communicate(self, messages: Sequence[Callable[[], PendingMessage]]) -> None:
         self.transport.start([make() for make in messages])
 
 

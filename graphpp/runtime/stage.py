@@ -1,11 +1,13 @@
-"""One stage on this rank: its programs, and what it holds per microbatch.
+"""One stage on this rank: its programs for every microbatch, its buffers during a step, its gradient sums.
 
 Contract
 --------
-- `task(phase, microbatch, neighbour)` is one piece of the stage's work, bound to everything it reads and writes (`task.py`).
-- `sending` and `receiving` do the same for the messages to and from stages on other ranks, from static metadata.
-- Each microbatch has its variant of the programs: one per shape of microbatch.
-- Per microbatch it holds what arrived, what is saved and what is to be sent; each dies when its last reader has run.
+- `task(phase, microbatch, neighbour)` makes one piece of the stage's work, bound to everything that it reads and writes
+  (`task.py`). `send_message` and `receive_message` do the same for messages to and from stages on other ranks.
+- All of these are made before the first step, from static metadata: each microbatch has its `Variant` of the programs, one
+  variant per shape of microbatch.
+- During a step `buffers` has, per microbatch, the values that arrived, the saved values and the values to send. Each dies
+  when its last reader has run.
 """
 
 from __future__ import annotations
@@ -17,16 +19,17 @@ from typing import Any
 
 import torch
 
-from graphpp.runtime.gradients.accumulate import Accumulator, FusedAccumulator, Taker
+from graphpp.runtime.gradients.accumulate import Accumulator, FusedAccumulator, MicrobatchSink
+from graphpp.runtime.gradients.gemm_accumulation import MatmulKernel
 from graphpp.runtime.program import Boundary, Phase, PipelineProgram, Prepared, TensorMeta
-from graphpp.runtime.task import Feed, Held, Part, Source, Task
-from graphpp.runtime.transport import Parcel, Transport
+from graphpp.runtime.task import Receive, StageBuffers, StepInputs, Task, TaskKey
+from graphpp.runtime.transport import PendingMessage, Transport
 from graphpp.runtime.wiring import Wiring, wire
 
 
 @dataclass(frozen=True)
-class Place:
-    """Where a stage stands: number of stages, the rank of each (within the group), this rank, ranks in the group."""
+class StageLocation:
+    """Number of stages, the rank of each stage (within the group), this process's rank, ranks in the group."""
 
     num_stages: int
     rank_of_stage: Mapping[int, int]
@@ -36,7 +39,7 @@ class Place:
 
 @dataclass(frozen=True)
 class Variant:
-    """One stage's programs for one shape of microbatch, and what crosses the boundaries below and above it."""
+    """One stage's programs for one shape of microbatch, and the values that cross the boundaries below and above the stage."""
 
     wirings: Mapping[Phase, Wiring]
     below: Boundary
@@ -56,29 +59,38 @@ class Variant:
 
     @property
     def backwards(self) -> list[Wiring]:
-        """The wirings of the backward, whole and in parts."""
+        """The wirings of the backward phases: B, or I and W."""
         return [wiring for phase, wiring in self.wirings.items() if phase.is_backward]
 
-    def outlives(self, phase: Phase) -> frozenset[str]:
-        """The saved values that are read again after `phase`: those of W, after I."""
+    def read_after(self, phase: Phase) -> frozenset[str]:
+        """Names of the saved values that a backward phase after `phase` reads: after I, those that W reads."""
         later = self.wirings.get(Phase.WEIGHT_GRAD) if phase is Phase.INPUT_GRAD else None
         return frozenset(name for _, name in later.saved) if later is not None else frozenset()
 
 
 class GraphStage:
-    """A stage of the pipeline; made once per pipeline and number of microbatches."""
+    """A stage of the pipeline; made once per runner."""
 
-    def __init__(self, index: int, variants: Sequence[Variant], place: Place, transport: Transport) -> None:
-        self.stage_index, self.num_stages = index, place.num_stages
-        self.group_rank, self.group_size = place.rank, place.ranks
+    def __init__(
+        self,
+        index: int,
+        variants: Sequence[Variant],
+        location: StageLocation,
+        transport: Transport,
+        kernel: MatmulKernel | None = None,
+    ) -> None:
+        """`variants`: one per microbatch; `kernel` multiplies the gradients of fused programs (None: torch does)."""
+        self.stage_index, self.num_stages = index, location.num_stages
+        self.group_rank, self.group_size = location.rank, location.ranks
         self.submod = None
-        self._place, self._transport = place, transport
-        self._variants = tuple(variants)  # by microbatch
+        self._location, self._transport = location, transport
+        self._variants = tuple(variants)
         backwards = [wiring for variant in self._distinct() for wiring in variant.backwards]
         fqns = dict.fromkeys(fqn for wiring in backwards for fqn in wiring.gradients.values())
-        kind = FusedAccumulator if any(wiring.program.fused for wiring in backwards) else Accumulator
-        self.gradients = kind(fqns, {fqn for wiring in backwards for fqn in wiring.shared_gradients})
-        self.holding = Held(transport.device)
+        shared = {fqn for wiring in backwards for fqn in wiring.shared_gradients}
+        accumulator = FusedAccumulator if any(wiring.program.fused for wiring in backwards) else Accumulator
+        self.gradients = accumulator(fqns, shared, kernel)
+        self.buffers = StageBuffers(transport.device)
 
     @property
     def is_first(self) -> bool:
@@ -90,10 +102,10 @@ class GraphStage:
         """Whether no stage comes after this one."""
         return self.stage_index == self.num_stages - 1
 
-    def begin(self, tensor: Callable[[str], torch.Tensor], feed: Feed) -> None:
-        """Start a step: `tensor` gives parameters and buffers by FQN."""
-        self.holding.clear()
-        self.holding.tensor, self.holding.feed = tensor, feed
+    def begin(self, parameter_or_buffer: Callable[[str], torch.Tensor], inputs: StepInputs) -> None:
+        """Start a step; `parameter_or_buffer` gives the model's tensors by FQN."""
+        self.buffers.clear()
+        self.buffers.parameter_or_buffer, self.buffers.inputs = parameter_or_buffer, inputs
         known: dict[Any, Mapping[str, torch.Tensor]] = {}
         for variant in self._distinct():
             prepared = self._prepared(variant.prepare, known)
@@ -103,32 +115,32 @@ class GraphStage:
                     wiring.bound[index] = prepared[name]
 
     def _bind(self, wiring: Wiring) -> None:
-        """Fill in what stays the same for a step."""
-        assert self.holding.tensor is not None, "begin() comes first"
+        """Fill in the arguments that are the same for all microbatches of a step."""
+        assert self.buffers.parameter_or_buffer is not None, "begin() comes first"
         wiring.bound = [None] * len(wiring.program.inputs)
         for index, fqn in wiring.fixed:
-            wiring.bound[index] = self.holding.tensor(fqn).detach()
+            wiring.bound[index] = self.buffers.parameter_or_buffer(fqn).detach()
         for index, constant in wiring.constants:
             wiring.bound[index] = constant
 
     def _prepared(
         self, wiring: Wiring | None, known: dict[Any, Mapping[str, torch.Tensor]]
     ) -> Mapping[str, torch.Tensor]:
-        """What a variant makes once per step; `known`: what others of the same text have made."""
+        """The values that a variant computes once per step; `known`: those of variants with the same program text."""
         if wiring is None:
             return {}
         item = wiring.program
         key = (item.source, item.inputs, tuple(id(constant) for _, constant in wiring.constants))
         if key not in known:
             self._bind(wiring)
-            boxed, wiring.bound = wiring.bound, []
+            arguments, wiring.bound = wiring.bound, []
             names = [role.name for role in item.outputs if isinstance(role, Prepared)]
-            known[key] = dict(zip(names, item.run(boxed), strict=True))
+            known[key] = dict(zip(names, item.run(arguments), strict=True))
         return known[key]
 
     def end(self) -> None:
         """Drop parameters, inputs and seeds after a step; losses and outputs stay until the next one begins."""
-        self.holding.tensor = self.holding.feed = None
+        self.buffers.parameter_or_buffer = self.buffers.inputs = None
         for wiring in self._wirings():
             wiring.bound = []
 
@@ -141,58 +153,58 @@ class GraphStage:
     # ------------------------------------------------------------------------------ computing
 
     def task(self, phase: Phase, microbatch: int, neighbour: GraphStage | None) -> Task:
-        """One phase of one microbatch; `neighbour`: the stage that its values come from, if that is on this rank."""
-        variant = self._variants[microbatch]
-        part = Part(variant.wirings[phase], phase, microbatch, variant.outlives(phase))
-        return Task(part, self.holding, self._source(part, neighbour), self.taker(phase, microbatch))
+        """One phase of one microbatch; `neighbour`: the stage that its arriving values come from, if on this rank."""
+        variant, key = self._variants[microbatch], TaskKey(phase, microbatch)
+        receive, sink = self._receive(key, neighbour), self.gradient_sink(phase, microbatch)
+        return Task(key, variant.wirings[phase], self.buffers, receive, sink, variant.read_after(phase))
 
-    def taker(self, phase: Phase, microbatch: int) -> Taker | None:
-        """What a program hands its gradients to, with their indices: they are added up as soon as they are made."""
+    def gradient_sink(self, phase: Phase, microbatch: int) -> MicrobatchSink | None:
+        """The sink that adds a program's gradients to this stage's sums; None for a program without gradients."""
         fqns = self._variants[microbatch].wirings[phase].gradients
-        return Taker(self.gradients, microbatch, fqns) if fqns else None
+        return MicrobatchSink(self.gradients, microbatch, fqns) if fqns else None
 
-    def held(self, microbatch: int) -> dict[str, torch.Tensor]:
-        """The saved values of a microbatch by name, which may be taken out as long as they are back before they are read."""
-        return self.holding.saved.setdefault(microbatch, {})
+    def saved_values(self, microbatch: int) -> dict[str, torch.Tensor]:
+        """The saved values of a microbatch by name. A caller may take values out, and puts them back before they are read."""
+        return self.buffers.saved.setdefault(microbatch, {})
 
-    def _source(self, part: Part, neighbour: GraphStage | None) -> Source | None:
-        """Where what arrives with a task comes from; None where nothing does."""
-        key = part.direction, part.microbatch
-        if part.phase is Phase.WEIGHT_GRAD or not 0 <= self.stage_index - _step(part.direction) < self.num_stages:
+    def _receive(self, key: TaskKey, neighbour: GraphStage | None) -> Receive | None:
+        """The function that gives a task the values that cross into this stage; None where no value does."""
+        crossing = key.direction, key.microbatch
+        if key.phase is Phase.WEIGHT_GRAD or not 0 <= self.stage_index - _step(key.direction) < self.num_stages:
             return None
         if neighbour is not None:
-            return partial(neighbour.holding.leaving.pop, key)
-        wait, arrived = self._transport.wait, self.holding.arrived
-        return lambda: wait(arrived.pop(key))
+            return partial(neighbour.buffers.outgoing.pop, crossing)
+        wait, received = self._transport.wait, self.buffers.received
+        return lambda: wait(received.pop(crossing))
 
     # ------------------------------------------------------------------------------ messages
 
-    def sending(self, direction: str, microbatch: int) -> Callable[[], Parcel]:
-        """Makes the message with this microbatch's activations (F) or gradients (B) for the next stage that way."""
+    def send_message(self, direction: str, microbatch: int) -> Callable[[], PendingMessage]:
+        """A function that makes the message with a microbatch's activations (F) or gradients (B) for the next rank."""
         metas, peer = self._crossing(direction, microbatch, leaving=True)
-        leaving, pack = self.holding.leaving, self._transport.outgoing
-        return lambda: pack(leaving.pop((direction, microbatch)), metas, peer)
+        outgoing, pack = self.buffers.outgoing, self._transport.outgoing
+        return lambda: pack(outgoing.pop((direction, microbatch)), metas, peer)
 
-    def receiving(self, direction: str, microbatch: int) -> Callable[[], Parcel]:
-        """Makes memory for what arrives that way, at the moment at which it is asked for."""
+    def receive_message(self, direction: str, microbatch: int) -> Callable[[], PendingMessage]:
+        """A function that allocates the receive buffers of a message when it is called."""
         metas, peer = self._crossing(direction, microbatch, leaving=False)
-        arrived, room = self.holding.arrived, self._transport.incoming
+        received, allocate = self.buffers.received, self._transport.incoming
 
-        def receive() -> Parcel:
-            parcel = room(metas, peer)
-            arrived[direction, microbatch] = parcel.message
-            return parcel
+        def receive() -> PendingMessage:
+            pending = allocate(metas, peer)
+            received[direction, microbatch] = pending.message
+            return pending
 
         return receive
 
     def _crossing(self, direction: str, microbatch: int, *, leaving: bool) -> tuple[Sequence[TensorMeta], int]:
-        """What crosses the boundary on one side of this stage that way, and the rank beyond it."""
+        """The values that leave or enter this stage in one direction, and the rank at the other end."""
         variant, upwards = self._variants[microbatch], direction == "F"
         boundary = variant.above if leaving == upwards else variant.below
         beyond = self.stage_index + (_step(direction) if leaving else -_step(direction))
-        return boundary.forward if upwards else boundary.backward, self._place.rank_of_stage[beyond]
+        return boundary.forward if upwards else boundary.backward, self._location.rank_of_stage[beyond]
 
 
 def _step(direction: str) -> int:
-    """From a stage's index to that of the next one that way."""
+    """The difference from a stage's index to that of the next stage in a direction."""
     return 1 if direction == "F" else -1

@@ -1,7 +1,7 @@
-"""Copies of values that lie in memory as their originals do: gaps, repetitions and the order of dimensions included.
+"""Copies of tensors with the strides of their originals: gaps, expanded dimensions and the order of dimensions included.
 
-Contract: a kernel that reads the copy goes the same way as over the original. The elements are copied once, as a message
-takes them (`transport.pack`): what `expand` repeats is stored once.
+Contract: a kernel computes the same bits from the copy as from the original, because it sees the same strides. The elements are
+copied as a message carries them (`transport.pack`): an element that `expand` repeats is stored once.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import torch
 
 from graphpp._torch.distributed import foreach_copy
 from graphpp.runtime.program import TensorMeta
-from graphpp.runtime.transport import Landing, pack
+from graphpp.runtime.transport import ReceiveBuffer, pack
 
 
 def meta_of(value: torch.Tensor) -> TensorMeta:
@@ -21,34 +21,34 @@ def meta_of(value: torch.Tensor) -> TensorMeta:
     return TensorMeta("", tuple(value.shape), tuple(value.stride()), value.dtype)
 
 
-def packed(value: torch.Tensor) -> torch.Tensor:
-    """The elements of a value, each once, without gaps: a view of it where they lie so."""
+def elements_of(value: torch.Tensor) -> torch.Tensor:
+    """The stored elements of a value, without gaps: a view of the value if it has none, else a copy."""
     return pack(value, meta_of(value))
 
 
-def place_like(value: torch.Tensor) -> Landing:
-    """New memory for a copy, on the same device."""
-    return Landing.of(meta_of(value), value.device)
+def buffer_like(value: torch.Tensor) -> ReceiveBuffer:
+    """New memory for a copy of a value, on the value's device."""
+    return ReceiveBuffer.of(meta_of(value), value.device)
 
 
-def fill(places: Sequence[Landing], values: Sequence[torch.Tensor]) -> None:
-    """Copy the elements of each value into its place; on CUDA a kernel for many of one dtype."""
+def copy_elements(buffers: Sequence[ReceiveBuffer], values: Sequence[torch.Tensor]) -> None:
+    """Copy the elements of each value into its buffer; on CUDA one kernel copies many values of one dtype."""
     pairs: dict[torch.dtype, list[tuple[torch.Tensor, torch.Tensor]]] = defaultdict(list)
-    for place, value in zip(places, values, strict=True):
-        pairs[value.dtype].append((place.elements, packed(value)))
+    for buffer, value in zip(buffers, values, strict=True):
+        pairs[value.dtype].append((buffer.elements, elements_of(value)))
     for each in pairs.values():
-        foreach_copy([place for place, _ in each], [elements for _, elements in each])
+        foreach_copy([into for into, _ in each], [elements for _, elements in each])
 
 
-def copies(values: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Copies of values in memory of their own, one for each, also where two share theirs."""
-    places = [place_like(value) for value in values]
-    fill(places, values)
-    return [place.value() for place in places]
+def copy_all(values: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Copies of values, each in memory of its own, even of values that share memory."""
+    buffers = [buffer_like(value) for value in values]
+    copy_elements(buffers, values)
+    return [buffer.value() for buffer in buffers]
 
 
-def laid_as(meta: TensorMeta, value: torch.Tensor) -> torch.Tensor:
-    """A copy of a value in memory that has the strides of `meta`."""
-    place = Landing.of(meta, value.device)
-    place.elements.copy_(pack(value, meta))
-    return place.value()
+def copy_with_strides(meta: TensorMeta, value: torch.Tensor) -> torch.Tensor:
+    """A copy of a value with the strides of `meta`, which has the value's shape and dtype."""
+    buffer = ReceiveBuffer.of(meta, value.device)
+    buffer.elements.copy_(pack(value, meta))
+    return buffer.value()

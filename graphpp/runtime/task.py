@@ -1,13 +1,16 @@
-"""One phase of one microbatch on one stage: where its arguments are and where its results go, bound once per runner.
+"""One phase of one microbatch on one stage: gathers its program's arguments, runs the program, files the results.
 
 Contract
 --------
-- `run()` gathers the program's arguments, runs it and files its results. Nothing is looked up by role, rank or phase: that was
-  done when the task was made. `arguments`, `take` and `file` are its parts, for whoever runs several programs as one
-  (`overlap.py`).
-- What a stage on the same rank made is taken from where it was filed; what another rank sends is waited for here, where it
-  is read.
-- Each value is handed over once and dies when its last reader has run.
+- A task is made once per runner, and everything that is known before the step is resolved then: `run()` looks nothing up by
+  role, rank or phase. `arguments`, `sink` and `file` are its parts, for running several programs as one
+  (`overlapped_actions.py`).
+- Values from a stage on the same rank are taken out of that stage's buffers. Values from another rank are waited for in
+  `arguments`, right before the program that reads them runs.
+- Each value is handed over once, and dies when its last reader has run.
+- Gradients go to the task's `GradientSink` by one of two ways. The program hands a gradient to the sink while it runs; the sink
+  keeps it and the result is None. A gradient that is another result too is returned, and `file` passes it to the sink
+  afterwards. So `file` skips the gradients that are None.
 """
 
 from __future__ import annotations
@@ -18,131 +21,144 @@ from typing import Any
 
 import torch
 
-from graphpp.runtime.gradients.gemm_accumulation import Take
+from graphpp.runtime.gradients.gradient_sink import GradientSink
 from graphpp.runtime.program import Phase, Program
 from graphpp.runtime.transport import Message
 from graphpp.runtime.wiring import Wiring
 
 Tensors = list[torch.Tensor]
-Source = Callable[[], Sequence[torch.Tensor]]
+Receive = Callable[[], Sequence[torch.Tensor]]  # the values that cross into the stage, once they have arrived
 
 
 @dataclass(frozen=True)
-class Feed:
-    """What a step is given: per microbatch its tensors by path, the seed of its backward, its key for random numbers."""
+class StepInputs:
+    """The arguments of a step, by microbatch: its tensors by path, the seed of its backward, its key for random numbers."""
 
-    inputs: Sequence[Mapping[str, torch.Tensor]]
+    tensors: Sequence[Mapping[str, torch.Tensor]]
     seeds: Sequence[torch.Tensor] = ()
     keys: Sequence[int] = ()
 
 
 @dataclass
-class Held:
-    """What a stage holds while a step runs: by microbatch, and what crosses its boundaries by direction (F, B) too."""
+class StageBuffers:
+    """The values of one stage that are alive during a step, by microbatch, or by (direction F or B, microbatch).
+
+    `received`: messages from other ranks; `outgoing`: values for the neighbouring stages. `parameter_or_buffer` gives the
+    model's tensors by FQN; it and `inputs` are None outside of a step.
+    """
 
     device: torch.device
-    tensor: Callable[[str], torch.Tensor] | None = None
-    feed: Feed | None = None
-    arrived: dict[tuple[str, int], Message] = field(default_factory=dict)
+    parameter_or_buffer: Callable[[str], torch.Tensor] | None = None
+    inputs: StepInputs | None = None
+    received: dict[tuple[str, int], Message] = field(default_factory=dict)
     saved: dict[int, dict[str, torch.Tensor]] = field(default_factory=dict)
-    leaving: dict[tuple[str, int], Tensors] = field(default_factory=dict)
+    outgoing: dict[tuple[str, int], Tensors] = field(default_factory=dict)
     losses: dict[int, torch.Tensor] = field(default_factory=dict)
     outputs: dict[int, dict[int, torch.Tensor]] = field(default_factory=dict)
     metrics: dict[int, dict[str, torch.Tensor]] = field(default_factory=dict)
 
     def clear(self) -> None:
-        """Drop everything held per microbatch."""
-        for each in (self.arrived, self.saved, self.leaving, self.losses, self.outputs, self.metrics):
-            each.clear()
+        """Drop the values of all microbatches."""
+        for values in (self.received, self.saved, self.outgoing, self.losses, self.outputs, self.metrics):
+            values.clear()
 
 
 @dataclass(frozen=True)
-class Part:
-    """Which part of a stage's work a task is. `outliving`: the saved values that are read again after it."""
+class TaskKey:
+    """Which work of a stage a task does: a phase of a microbatch."""
 
-    wiring: Wiring
     phase: Phase
     microbatch: int
-    outliving: frozenset[str]
 
     @property
     def direction(self) -> str:
-        """The way that its results go: up (F) or down (B)."""
+        """The direction in which the results leave the stage: F (to the next stage) or B (to the previous one)."""
         return "B" if self.phase.is_backward else "F"
 
 
 class Task:
     """Runs one phase of one microbatch."""
 
-    def __init__(self, part: Part, held: Held, source: Source | None, take: Take | None) -> None:
-        """`source` gives what arrives from the neighbouring stage, `take` is handed gradients as they are made."""
-        self.part, self.take = part, take
-        self.program: Program = part.wiring.program
-        self._wiring, self._held, self._source = part.wiring, held, source
-        self._microbatch, self._outliving = part.microbatch, part.outliving
-        self._fed = bool(part.wiring.inputs or part.wiring.seeds or part.wiring.keys)
-        self._backward = part.phase.is_backward
-        self._leaving = None if part.phase is Phase.WEIGHT_GRAD else (part.direction, part.microbatch)
+    def __init__(
+        self,
+        key: TaskKey,
+        wiring: Wiring,
+        buffers: StageBuffers,
+        receive: Receive | None,
+        sink: GradientSink | None,
+        read_later: frozenset[str] = frozenset(),
+    ) -> None:
+        """`receive` gives the neighbouring stage's values (None: no value arrives); `sink` receives gradients.
+
+        `read_later`: the names of the saved values that a later task of the microbatch reads too.
+        """
+        self.key, self.sink = key, sink
+        self.program: Program = wiring.program
+        self._wiring, self._buffers, self._receive = wiring, buffers, receive
+        self._microbatch, self._read_later = key.microbatch, read_later
+        self._reads_inputs = bool(wiring.inputs or wiring.seeds or wiring.keys)
+        self._backward = key.phase.is_backward
+        self._outgoing = None if key.phase is Phase.WEIGHT_GRAD else (key.direction, key.microbatch)
 
     def run(self) -> None:
         """Run the program and file its results."""
-        run, take = self.program.run, self.take
-        self.file(run(self.arguments()) if take is None else run(self.arguments(), take))
+        run, sink = self.program.run, self.sink
+        self.file(run(self.arguments()) if sink is None else run(self.arguments(), sink))
 
     def arguments(self) -> list[Any]:
-        """The program's arguments, which are handed over once; waits for what is still to arrive."""
+        """The program's arguments, taken out of the stage's buffers; waits for values that are still to arrive."""
         wiring = self._wiring
-        boxed = wiring.bound.copy()
-        if self._fed:
-            self._give_input(boxed)
-        if self._source is not None:
-            tensors = self._source()
-            for index, place in wiring.received:
-                boxed[index] = tensors[place]
+        arguments = wiring.bound.copy()
+        if self._reads_inputs:
+            self._add_inputs(arguments)
+        if self._receive is not None:
+            tensors = self._receive()
+            for index, position in wiring.received:
+                arguments[index] = tensors[position]
         if self._backward:
-            self._give_saved(boxed)
-        return boxed
+            self._add_saved(arguments)
+        return arguments
 
-    def _give_input(self, boxed: list[Any]) -> None:
-        wiring, feed, microbatch = self._wiring, self._held.feed, self._microbatch
-        assert feed is not None, "begin() comes first"
+    def _add_inputs(self, arguments: list[Any]) -> None:
+        wiring, inputs, microbatch = self._wiring, self._buffers.inputs, self._microbatch
+        assert inputs is not None, "begin() comes first"
         for index, path in wiring.inputs:
-            boxed[index] = feed.inputs[microbatch][path].to(self._held.device, non_blocking=True)
+            arguments[index] = inputs.tensors[microbatch][path].to(self._buffers.device, non_blocking=True)
         for index in wiring.seeds:
-            boxed[index] = feed.seeds[microbatch]
+            arguments[index] = inputs.seeds[microbatch]
         for index in wiring.keys:
-            boxed[index] = feed.keys[microbatch]
+            arguments[index] = inputs.keys[microbatch]
 
-    def _give_saved(self, boxed: list[Any]) -> None:
-        saved = self._held.saved.pop(self._microbatch, {})
+    def _add_saved(self, arguments: list[Any]) -> None:
+        saved = self._buffers.saved.pop(self._microbatch, {})
         for index, name in self._wiring.saved:
-            boxed[index] = saved[name]
-        if self._outliving:
-            self._held.saved[self._microbatch] = {name: saved[name] for name in self._outliving if name in saved}
+            arguments[index] = saved[name]
+        if self._read_later:
+            self._buffers.saved[self._microbatch] = {name: saved[name] for name in self._read_later if name in saved}
 
     def file(self, results: Sequence[Any]) -> None:
-        """File the results; gradients that were handed out are None."""
-        wiring, held = self._wiring, self._held
-        if self.take is not None:
+        """Put the results where their readers take them; a gradient that the sink already has is None."""
+        wiring, buffers = self._wiring, self._buffers
+        if self.sink is not None:
             for index in wiring.gradients:
                 if results[index] is not None:
-                    self.take(index, results[index])
+                    self.sink(index, results[index])
         if not self._backward:
             self._file_forward(results)
         if wiring.keeps:
-            kept = {name: results[index] for index, name in wiring.keeps}
-            held.saved.setdefault(self._microbatch, {}).update(kept)
-        if self._leaving is not None:
-            held.leaving[self._leaving] = [results[index] for index in wiring.sends]
+            saved = {name: results[index] for index, name in wiring.keeps}
+            buffers.saved.setdefault(self._microbatch, {}).update(saved)
+        if self._outgoing is not None:
+            buffers.outgoing[self._outgoing] = [results[index] for index in wiring.sends]
 
     def _file_forward(self, results: Sequence[torch.Tensor]) -> None:
-        wiring, held, microbatch = self._wiring, self._held, self._microbatch
+        wiring, buffers, microbatch = self._wiring, self._buffers, self._microbatch
         for index, fqn in wiring.updates:
-            assert held.tensor is not None, "begin() comes first"
-            held.tensor(fqn).copy_(results[index])
+            assert buffers.parameter_or_buffer is not None, "begin() comes first"
+            buffers.parameter_or_buffer(fqn).copy_(results[index])
         for index in wiring.losses:
-            held.losses[microbatch] = results[index].clone()  # a loss may be a view of something large
+            buffers.losses[microbatch] = results[index].clone()  # a loss may be a view of large memory
         if wiring.outputs:
-            held.outputs[microbatch] = {leaf: results[index] for index, leaf in wiring.outputs}
+            buffers.outputs[microbatch] = {leaf: results[index] for index, leaf in wiring.outputs}
         if wiring.metrics:
-            held.metrics[microbatch] = {name: results[index].clone() for index, name in wiring.metrics}
+            buffers.metrics[microbatch] = {name: results[index].clone() for index, name in wiring.metrics}

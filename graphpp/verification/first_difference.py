@@ -29,7 +29,7 @@ from graphpp.passes.graph.joint_graph import JointGraph
 from graphpp.passes.graph.stage_graphs import Cut, Slot
 from graphpp.passes.text.naming import Spelling
 from graphpp.runtime import program
-from graphpp.runtime.model_state import untouched
+from graphpp.runtime.model_state import state_restored
 from graphpp.runtime.program import Phase, PipelineProgram
 from graphpp.schedules.table.actions import Action
 from graphpp.schedules.table.schedule import Schedule
@@ -43,7 +43,7 @@ _PROGRAM = re.compile(r"<graphpp stage (\d+) (\w+)>.*")
 def values_of(step: Step, joint: JointGraph) -> Values:
     """Every value of the joint graph, per microbatch."""
     values: list[Mapping[str, Any]] = []
-    with untouched(step.model, step.device):
+    with state_restored(step.model, step.device):
         run_uncut(step, joint, lambda _, found: values.append(found))
     return values
 
@@ -102,7 +102,7 @@ def in_cut(
     """The first value that a stage program has otherwise than the joint graph; `schedule` has one rank."""
     watcher = _Lines(values, pieces, (leaf for _, _, action in schedule.cells() for leaf in action.leaves))
     before = sys.gettrace()
-    with untouched(step.model, step.device):
+    with state_restored(step.model, step.device):
         sys.settrace(watcher.enter)
         try:
             run_cut(step, programs, schedule)
@@ -163,7 +163,7 @@ class _Lines:
 def in_eager(step: Step, joint: JointGraph, values: Values) -> Parting | None:
     """The first module call of which eager has another input or other outputs than the joint graph."""
     calls = _Calls(step.model, _Spans(joint), values)
-    with untouched(step.model, step.device), calls.watching():
+    with state_restored(step.model, step.device), calls.watching():
         run_eager(step, joint)
     return calls.first
 

@@ -3,7 +3,7 @@
 Contract
 --------
 - All three start from the same parameters, buffers and random state, from no gradients, and run the same microbatches with
-  the same seeds (gradient of the step's loss by each microbatch's loss). `untouched` puts the model back afterwards.
+  the same seeds (gradient of the step's loss by each microbatch's loss). `state_restored` puts the model back afterwards.
 - Random operators draw the numbers of the microbatch's key in all three; `Eager.matched` is False where eager's random
   operators are not those of the joint graph, in order.
 - `watch(index of the microbatch, values by name)` of the uncut run sees every value of the joint graph.

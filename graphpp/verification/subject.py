@@ -28,7 +28,7 @@ from graphpp.parallel.place import Device
 from graphpp.passes.graph.joint_graph import JointGraph
 from graphpp.passes.graph.stage_graphs import Cut
 from graphpp.passes.lower import Passed
-from graphpp.runtime.model_state import untouched
+from graphpp.runtime.model_state import state_restored
 from graphpp.runtime.program import PipelineProgram
 from graphpp.schedules.generate.read import default_stages
 from graphpp.schedules.table.actions import Action
@@ -76,7 +76,7 @@ def compiled_for(model: nn.Module, loss: LossFunction | None, settings: Settings
             seen["pieces"] = passed.result
 
     compiler = Compiler(model, loss, replace(settings, dump=None), watch)
-    with untouched(model, settings.place.device):
+    with state_restored(model, settings.place.device):
         built = compiler.build(parts[0], len(parts), training=True)
         table = compiler.schedule([built] * len(parts), training=True)
         programs = [compiler.program(built, table, index) for index in range(len(parts))]

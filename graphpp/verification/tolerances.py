@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from graphpp.passes.graph.joint_graph import JointGraph
-from graphpp.runtime.model_state import untouched
+from graphpp.runtime.model_state import state_restored
 from graphpp.verification.report import Comparison, Difference, difference, widened
 from graphpp.verification.runs import Numbers, Step, run_uncut
 
@@ -81,7 +81,7 @@ def _noise(step: Step, joint: JointGraph, uncut: Numbers) -> dict[str, float]:
     """How far each result of a step moves if every value on the way is rounded otherwise, relative; by name."""
     noise: dict[str, float] = {}
     for seed in range(_JITTERS):
-        with untouched(step.model, step.device):
+        with state_restored(step.model, step.device):
             moved = run_uncut(step, joint, jitter=torch.Generator().manual_seed(seed))
         for name, each in compared("", moved, uncut, Tolerances(0.0)).all():
             noise[name] = max(noise.get(name, 0.0), each.relative)

@@ -34,7 +34,7 @@ from graphpp.options import recompute as recomputing
 from graphpp.options.gradients import Reduction
 from graphpp.options.split import Split
 from graphpp.passes.graph.joint_graph import JointGraph
-from graphpp.runtime.model_state import ModelState, untouched
+from graphpp.runtime.model_state import ModelState, state_restored
 from graphpp.schedules.generate.read import Source, read
 from graphpp.schedules.table.schedule import Schedule
 from graphpp.verification.first_difference import in_cut, in_eager, in_result, values_of
@@ -116,7 +116,7 @@ def verified(
     device = settings.place.device
     ModelState(model).check_memory([name for name, _ in (*model.named_parameters(), *model.named_buffers())])
     parts = [moved_to(device, part) for part in parts]
-    with untouched(model, device):
+    with state_restored(model, device):
         compiled = compiled_for(model, loss, settings, parts)
         step = Step(model, loss, parts, _seeds(compiled.built, settings.loss_reduction, len(parts), device), device)
         allowed = _tolerance(compiled.uncut) if tolerance is None else tolerance
@@ -133,10 +133,10 @@ def _seeds(built: Built, reduction: Reduction, count: int, device: torch.device)
 
 
 def _three_ways(step: Step, compiled: Compiled, tolerance: float, measured: bool) -> tuple[Comparison, Comparison]:
-    with untouched(step.model, step.device):
+    with state_restored(step.model, step.device):
         uncut = run_uncut(step, compiled.uncut)
     cut = _of_cut(step, compiled, uncut, _tolerances(step, compiled, uncut, tolerance, measured))
-    with untouched(step.model, step.device):
+    with state_restored(step.model, step.device):
         eager = run_eager(step, compiled.uncut)
     if not eager.matched:
         return cut, Comparison(_EAGER, note=_OTHER_NUMBERS, compared=False)
@@ -185,7 +185,7 @@ def _tolerances(step: Step, compiled: Compiled, uncut: Numbers, tolerance: float
 
 
 def _of_cut(step: Step, compiled: Compiled, uncut: Numbers, tolerances: Tolerances) -> Comparison:
-    with untouched(step.model, step.device):
+    with state_restored(step.model, step.device):
         ours = run_cut(step, compiled.programs, compiled.row)
     found = compared(_CUT, ours, uncut, tolerances)
     found = replace(found, note=tolerances.note if found.verdict != "equal" else "")

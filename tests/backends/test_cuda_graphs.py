@@ -18,9 +18,9 @@ import graphpp
 from graphpp.backends.cuda_graphs import RECORDINGS, WARM_UPS, Graphed, captured
 from graphpp.compiler import assemble as assembly
 from graphpp.passes.graph.cuda_graph_obstacles import obstacle
-from graphpp.runtime.gradients.gemm_accumulation import Returned
+from graphpp.runtime.gradients.gradient_sink import ReturningSink
 from graphpp.runtime.program import Constant, Gradient, Input, Loss, Parameter, Phase, Program, RandomKey, Saved, Sent
-from tests.movers import Copying, moving_by
+from tests.movers import CopyingMover, moving_by
 from tests.runtime.test_offload import ALL
 from tests.training import capturing_once, differences, eager, train
 
@@ -170,7 +170,7 @@ def test_gradients_are_handed_over() -> None:
     taken: dict[int, torch.Tensor] = {}
 
     def run(boxed: list[Any], take: Any = None) -> tuple[Any, ...]:
-        take, (x,) = take or Returned(), boxed
+        take, (x,) = take or ReturningSink(), boxed
         boxed.clear()
         return take(0, x * 2), x * 3, x.sum()
 
@@ -196,7 +196,7 @@ class Sums:
         self.order.append(f"gradient {index}")
         self.total += value
 
-    def product(self, index: int, a: torch.Tensor, b: torch.Tensor, within: Any = None) -> None:
+    def matmul(self, index: int, a: torch.Tensor, b: torch.Tensor, layout: Any = None) -> None:
         self.order.append(f"product {index}")
         self.total.addmm_(a, b)
 
@@ -205,10 +205,10 @@ def test_factors_are_multiplied_after_the_replay_in_the_programs_order() -> None
     """Their memory may be written over by the next replay, so not later."""
 
     def run(boxed: list[Any], take: Any = None) -> tuple[Any, ...]:
-        take, (x,) = take or Returned(), boxed
+        take, (x,) = take or ReturningSink(), boxed
         boxed.clear()
         y = x.exp()
-        return y * 2, take.product(1, y, x), take(2, y + 1)
+        return y * 2, take.matmul(1, y, x), take(2, y + 1)
 
     gradients = (Loss(), Gradient("a"), Gradient("a"))
     plain = Program(1, Phase.BACKWARD, (Input("x"),), gradients, run, fused=True)
@@ -296,7 +296,7 @@ def test_with_fused_accumulation(pool: Pool) -> None:
 
 
 def test_with_offload(pool: Pool) -> None:
-    mover = Copying()
+    mover = CopyingMover()
     with moving_by(mover):
         options = {"schedule": "GPipe", "split": 2, "microbatches": 4, "cudagraphs": True, "offload": ALL}
         assert differences(train(0, "skip", options), eager("skip", 4)) == []

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn, optim
 
 from graphpp.errors import GraphPPError
-from graphpp.pipeline.optimizer_rollback import Undo
+from graphpp.pipeline.optimizer_rollback import OptimizerSnapshot
 
 Make = Callable[[Iterable[Any]], optim.Optimizer]
 
@@ -118,7 +118,7 @@ def trained(make: Make, steps: int) -> tuple[list[nn.Parameter], optim.Optimizer
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_a_step_is_taken_back(name: str, steps: int) -> None:
     params, optimizer = trained(OPTIMIZERS[name], steps)
-    before, undo = everything(optimizer, params), Undo([optimizer])
+    before, undo = everything(optimizer, params), OptimizerSnapshot([optimizer])
     assert undo.keep()
     optimizer.step()
     assert everything(optimizer, params) != before
@@ -129,7 +129,7 @@ def test_a_step_is_taken_back(name: str, steps: int) -> None:
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_steps_that_were_taken_back_change_nothing_later(name: str) -> None:
     params, optimizer = trained(OPTIMIZERS[name], 0)
-    undo = Undo([optimizer])
+    undo = OptimizerSnapshot([optimizer])
     for seed in range(4):
         gradients(params, seed)
         undo.keep()
@@ -148,7 +148,7 @@ def test_nan_and_signed_zero_come_back() -> None:
     p = nn.Parameter(torch.tensor([float("nan"), -0.0, 0.0, float("inf"), 1e-45]))
     optimizer = optim.SGD([p], lr=1.0)
     p.grad = torch.ones_like(p)
-    before, undo = bits(p), Undo([optimizer])
+    before, undo = bits(p), OptimizerSnapshot([optimizer])
     undo.keep()
     optimizer.step()
     undo.back()
@@ -157,7 +157,7 @@ def test_nan_and_signed_zero_come_back() -> None:
 
 def test_copies_are_used_again() -> None:
     _params, optimizer = trained(OPTIMIZERS["AdamW"], 1)
-    undo = Undo([optimizer])
+    undo = OptimizerSnapshot([optimizer])
     undo.keep()
     copies = [copy.data_ptr() for copy in undo._copies]
     optimizer.step()
@@ -167,7 +167,7 @@ def test_copies_are_used_again() -> None:
 
 def test_copying_ends_when_there_is_no_need() -> None:
     _, optimizer = trained(OPTIMIZERS["AdamW"], 1)
-    undo, calls = Undo([optimizer]), iter([False, False, True])
+    undo, calls = OptimizerSnapshot([optimizer]), iter([False, False, True])
     assert not undo.keep(lambda: next(calls))
     assert len(undo._copies) == 2
     assert not undo.keep(lambda: True)
@@ -181,6 +181,6 @@ def test_copying_ends_when_there_is_no_need() -> None:
 def test_state_that_cannot_be_copied_is_refused() -> None:
     _, optimizer = trained(lambda p: Strange(p, lr=0.1), 1)
     with pytest.raises(GraphPPError, match=r"state\['all'\]\['what'\] holds a object, and a step"):
-        Undo([optimizer]).check()
+        OptimizerSnapshot([optimizer]).check()
     with pytest.raises(GraphPPError, match="cannot be taken back"):
-        Undo([optimizer]).keep()
+        OptimizerSnapshot([optimizer]).keep()

@@ -70,7 +70,7 @@ def counted(rank: int, schedule: Schedule) -> tuple[list[int], int, dict[str, An
         posted.append(len(ops))
         return together(ops)
 
-    def one(parcel: transport.Parcel, group: dist.ProcessGroup | None) -> list[dist.Work]:
+    def one(parcel: transport.PendingMessage, group: dist.ProcessGroup | None) -> list[dist.Work]:
         posted.append(len(parcel.elements))
         return alone(parcel, group)
 

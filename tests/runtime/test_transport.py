@@ -14,7 +14,7 @@ from torch import Tensor
 from graphpp.parallel.failure import PeerLost
 from graphpp.runtime import transport as transport_file
 from graphpp.runtime.program import TensorMeta
-from graphpp.runtime.transport import DEPTH, Landing, Message, Parcel, Transport, pack, post
+from graphpp.runtime.transport import DEPTH, Message, PendingMessage, ReceiveBuffer, Transport, pack, post
 from tests.distributed import run_ranks
 
 CPU = torch.device("cpu")
@@ -70,9 +70,9 @@ def bits(value: Tensor) -> list[object]:
 
 def landed(value: Tensor, meta: TensorMeta) -> Tensor:
     """A value after it was packed and unpacked."""
-    landing = Landing.of(meta, CPU)
-    landing.elements.copy_(pack(value, meta))
-    return landing.value()
+    buffer = ReceiveBuffer.of(meta, CPU)
+    buffer.elements.copy_(pack(value, meta))
+    return buffer.value()
 
 
 @pytest.mark.parametrize("name", VALUES)
@@ -172,7 +172,7 @@ def outgoing(names: list[str], monkeypatch: pytest.MonkeyPatch) -> tuple[Transpo
     transport, log = Transport(None, CPU), list[str]()
     for name in names:
         monkeypatch.setattr("graphpp.runtime.transport.post", lambda parcel, group, name=name: [Fake(log, name)])
-        transport.start([Parcel(Message([], [], 1), outgoing=True)])
+        transport.start([PendingMessage(Message([], [], 1), outgoing=True)])
     return transport, log
 
 
@@ -208,7 +208,7 @@ def batched(monkeypatch: pytest.MonkeyPatch, works: list[Fake], broken: bool = F
     return Transport(None, CPU, batched=True)
 
 
-def parcel(peer: int, count: int = 1, *, outgoing: bool = True) -> Parcel:
+def parcel(peer: int, count: int = 1, *, outgoing: bool = True) -> PendingMessage:
     values = [torch.zeros(1) for _ in range(count)]
     metas = [meta_of(value) for value in values]
     return Transport(None, CPU).outgoing(values, metas, peer) if outgoing else Transport(None, CPU).incoming(metas, peer)

@@ -14,7 +14,7 @@ from graphpp.passes import lower as recipe
 from graphpp.passes.graph.joint_graph import JointGraph
 from graphpp.runtime.gradients.accumulate import Accumulator
 from graphpp.runtime.stage import GraphStage
-from graphpp.runtime.task import Part, Source, Task
+from graphpp.runtime.task import Receive, Task, TaskKey
 from tests.distributed import run_ranks
 from tests.models import MODELS, Case, cuts
 from tests.special_models import CUTS, SPECIAL
@@ -251,13 +251,13 @@ def test_a_backward_that_is_wrong_is_found(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_a_gradient_that_is_added_up_wrongly_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    take = Accumulator.take
+    add = Accumulator.add
 
     def twice(self: Accumulator, microbatch: int, fqn: str, gradient: Tensor) -> None:
         factor = 2 if fqn == "layers.3.linear.bias" else 1
-        take(self, microbatch, fqn, gradient * factor)
+        add(self, microbatch, fqn, gradient * factor)
 
-    monkeypatch.setattr(Accumulator, "take", twice)
+    monkeypatch.setattr(Accumulator, "add", twice)
     found = verified(layers(), 4)
     first = found.cut.first
     assert [fqn for fqn, each in found.cut.largest.items() if each.verdict != "equal"] == ["layers.3.linear.bias"]
@@ -267,15 +267,15 @@ def test_a_gradient_that_is_added_up_wrongly_is_found(monkeypatch: pytest.Monkey
 
 
 def test_an_activation_of_another_microbatch_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    source_of, kept = GraphStage._source, dict[str, Sequence[Tensor]]()
+    receive_of, kept = GraphStage._receive, dict[str, Sequence[Tensor]]()
 
-    def stale(self: GraphStage, part: Part, neighbour: GraphStage | None) -> Source | None:
-        source = source_of(self, part, neighbour)
-        if source is None or self.stage_index != 2 or part.direction != "F":
-            return source
-        return lambda: kept.setdefault("first", source())
+    def stale(self: GraphStage, key: TaskKey, neighbour: GraphStage | None) -> Receive | None:
+        receive = receive_of(self, key, neighbour)
+        if receive is None or self.stage_index != 2 or key.direction != "F":
+            return receive
+        return lambda: kept.setdefault("first", receive())
 
-    monkeypatch.setattr(GraphStage, "_source", stale)
+    monkeypatch.setattr(GraphStage, "_receive", stale)
     first = verified(layers(), 4, microbatches=3).cut.first
     assert first is not None and (first.fqn, first.stage) == ("layers.1", 2)
     assert "received by the forward of stage 2" in first.what
@@ -287,7 +287,7 @@ def test_a_lost_buffer_update_is_found(monkeypatch: pytest.MonkeyPatch, microbat
     file = Task._file_forward
 
     def lost(self: Task, results: Any) -> None:
-        wiring = self.part.wiring
+        wiring = self._wiring
         kept = wiring.updates
         wiring.updates = [] if self.program.stage == 1 else kept
         file(self, results)

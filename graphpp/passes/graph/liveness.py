@@ -13,7 +13,7 @@ from torch import fx
 from graphpp.passes.graph.aliases import root
 from graphpp.passes.graph.joint_graph import is_tensor, tensor_meta
 from graphpp.runtime import program
-from graphpp.runtime.gradients.gemm_accumulation import product
+from graphpp.runtime.gradients.gemm_accumulation import deferred_matmul
 
 
 def peak_bytes(graph: fx.Graph) -> int:
@@ -51,6 +51,6 @@ def _size(node: fx.Node) -> int:
     """The bytes of a memory that counts."""
     if node.op == "placeholder" and not isinstance(node.meta["role"], program.Received | program.Saved):
         return 0
-    if node.target is product:  # written into the sum of gradients
+    if node.target is deferred_matmul:  # written into the sum of gradients
         return 0
     return tensor_meta(node).nbytes if is_tensor(node) else 0

@@ -18,7 +18,7 @@ from torch.utils.flop_counter import flop_registry
 
 from graphpp.passes.graph.aliases import is_view
 from graphpp.passes.graph.collectives import is_collective, is_wait
-from graphpp.runtime.gradients.gemm_accumulation import product
+from graphpp.runtime.gradients.gemm_accumulation import deferred_matmul
 from graphpp.runtime.randomness import seeded
 
 aten = torch.ops.aten
@@ -77,7 +77,7 @@ def flops(node: fx.Node) -> float:
     target, args = node.target, node.args
     if target is seeded:
         target, args = args[2], args[3:]  # type: ignore[assignment]
-    if target is product:
+    if target is deferred_matmul:
         target, args = _CONTRACTIONS[args[0].meta["val"].dim()], args[:2]  # type: ignore[union-attr]
     packet = getattr(target, "overloadpacket", None)
     packet = _LIKE.get(packet, packet)

@@ -19,7 +19,7 @@ from graphpp.passes.graph.aliases import root
 from graphpp.passes.graph.collectives import group_of, is_started, is_wait
 from graphpp.passes.graph.op_costs import Cost, nbytes
 from graphpp.runtime import program
-from graphpp.runtime.gradients.gemm_accumulation import product
+from graphpp.runtime.gradients.gemm_accumulation import deferred_matmul
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ class Facts:
     def bytes(self, memory: fx.Node) -> int:
         """The bytes of what a node allocated; 0 for what somebody else holds anyway."""
         role = memory.meta.get("role")
-        if memory.target is product:  # written into the sum of gradients
+        if memory.target is deferred_matmul:  # written into the sum of gradients
             return 0
         return nbytes(memory) if role is None or isinstance(role, program.Received | program.Saved) else 0
 

@@ -2,9 +2,9 @@
 
 Contract, for every backward of a cut:
 - A gradient that is the product of two matrices (or of two batches of them), which nobody else reads, becomes a node
-  `product(a, b)`, which the program hands out as its factors (`render`): the sum over the microbatches is written by the
-  multiplication itself. What stands between product and gradient, and only says in which order or in which wider dtype,
-  is gone: `product(a, b, within)` says where the product lies. A transposed product has its factors exchanged and
+  `deferred_matmul(a, b)`, which the program hands out as its factors (`render`): the sum over the microbatches is written by
+  the multiplication itself. What stands between product and gradient, and only says in which order or in which wider dtype,
+  is gone: `deferred_matmul(a, b, within)` says where the product lies. A transposed product has its factors exchanged and
   transposed, so that it writes in the order of the memory.
 - A gradient that is a sum becomes several results with one role, which are added one by one: a parameter that is used
   twice is not added up first.
@@ -21,7 +21,7 @@ from torch import fx
 
 from graphpp.passes.graph.joint_graph import is_tensor, remove_unused
 from graphpp.passes.graph.stage_graphs import Cut, Results, SlotGraph
-from graphpp.runtime.gradients.gemm_accumulation import Within, product
+from graphpp.runtime.gradients.gemm_accumulation import MatmulLayout, deferred_matmul
 from graphpp.runtime.program import Gradient
 
 aten = torch.ops.aten
@@ -131,7 +131,7 @@ def _handed_out(addend: _Addend) -> fx.Node | None:
         (a, b), room = (_transposed(b, made), _transposed(a, made)), room.mT
     with made.graph.inserting_before(made):
         args = (a, b, *_within(addend.value, room))
-        node = made.graph.create_node("call_function", product, args, {}, f"{made.name}_product")
+        node = made.graph.create_node("call_function", deferred_matmul, args, {}, f"{made.name}_product")
     node.meta = {**made.meta, "val": addend.value.meta["val"]}
     return node
 
@@ -160,7 +160,7 @@ def _room(gradient: fx.Node, path: list[fx.Node]) -> torch.Tensor | None:
     return room
 
 
-def _within(gradient: fx.Node, room: torch.Tensor) -> tuple[Within, ...]:
+def _within(gradient: fx.Node, room: torch.Tensor) -> tuple[MatmulLayout, ...]:
     """What a product is told about its place: nothing where it is the gradient, element by element."""
     shape = tuple(gradient.meta["val"].shape)
     if tuple(room.shape) == shape and room.is_contiguous():

@@ -32,7 +32,7 @@ _TYPES = {
     torch.int32: "i32", torch.int16: "i16", torch.int8: "i8", torch.uint8: "u8", torch.bool: "b8",
     torch.complex64: "c64", torch.complex128: "c128",
 }  # fmt: skip
-_RESERVED = frozenset([*keyword.kwlist, *dir(builtins), "torch", "run", "boxed", "take", "Returned"])
+_RESERVED = frozenset([*keyword.kwlist, *dir(builtins), "torch", "run", "boxed", "take", "ReturningSink"])
 _OPERATOR = type(torch.ops.aten.add.Tensor)
 _TORCH_CONSTANTS = (torch.dtype, torch.layout, torch.memory_format, torch.qscheme)
 

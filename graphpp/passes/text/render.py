@@ -6,8 +6,8 @@ Contract
 a tuple. Every value is deleted right after its last use, inputs included, so nothing lives longer than it is needed.
 With gradients among the results it is `run(boxed, take)`: each gradient is handed to `take(index, value)` as soon as no
 other operation reads it, and what `take` returns stands in the tuple (by default the value), so that a runtime can add
-a gradient up while its memory is warm and let it go. A gradient that is a node `product(a, b)` is no value at all:
-`take.product(index, a, b)` gets its factors, and what that returns stands in the tuple. Then the text has a class for the
+a gradient up while its memory is warm and let it go. A gradient that is a node `deferred_matmul(a, b)` is no value at all:
+`take.matmul(index, a, b)` gets its factors, and what that returns stands in the tuple. Then the text has a class for the
 default `take`, which makes the gradient.
 A region (`outline`) is called with a list that it empties, so it too lets go of each input after its last use.
 Each line carries dtype and shape, the module call and the user's source line as a comment; inputs and results carry
@@ -35,11 +35,12 @@ from graphpp.passes.graph.joint_graph import describe
 from graphpp.passes.graph.region import RegionCall
 from graphpp.passes.text.naming import Spelling, spell_value
 from graphpp.runtime import program
-from graphpp.runtime.gradients.gemm_accumulation import Returned, product
+from graphpp.runtime.gradients.gemm_accumulation import deferred_matmul
+from graphpp.runtime.gradients.gradient_sink import ReturningSink
 from graphpp.runtime.program import InputRole, OutputRole
 
 _TAKE = ", take=lambda index, value: value"
-_TAKE_PRODUCTS = ", take=Returned()"
+_TAKE_PRODUCTS = ", take=ReturningSink()"
 
 Run = Callable[..., Sequence[Any]]
 
@@ -80,7 +81,7 @@ def render(graph: fx.Graph, title: str = "") -> Rendered:
     head += [f"{name} = {expression}" for name, expression in sorted(names.head.items())]
     products = any(_is_product(node, taken) for node in graph.nodes)
     default = _TAKE_PRODUCTS if products else _TAKE * _has_gradients(graph)
-    parts = ["\n".join(head).rstrip(), *[inspect.getsource(Returned).rstrip()] * products]
+    parts = ["\n".join(head).rstrip(), *[inspect.getsource(ReturningSink).rstrip()] * products]
     text = "\n\n\n".join([*parts, "\n    ".join([f"def run(boxed{default}):", *body])]) + "\n"
     return Rendered(text, names.bindings, names.devices, names.groups)
 
@@ -147,7 +148,7 @@ def _taken(graph: fx.Graph) -> dict[fx.Node, int]:
 
 def _is_product(node: fx.Node, taken: Mapping[fx.Node, int]) -> bool:
     """Whether a node hands out the factors of a gradient."""
-    return node.target is product and node in taken
+    return node.target is deferred_matmul and node in taken
 
 
 def _body(graph: fx.Graph, names: Spelling, taken: Mapping[fx.Node, int]) -> Iterable[str]:
@@ -199,8 +200,8 @@ def _statement(node: fx.Node, names: Spelling) -> str:
 
 
 def _handing_out(node: fx.Node, names: Spelling, index: int) -> str:
-    """`name = take.product(index, a, b)`."""
-    return f"{names.values[node]} = take.product({', '.join([str(index), *map(names.literal, node.args)])})"
+    """`name = take.matmul(index, a, b)`."""
+    return f"{names.values[node]} = take.matmul({', '.join([str(index), *map(names.literal, node.args)])})"
 
 
 def _argument(node: fx.Node, place: int | str, value: Any, names: Spelling) -> str:

@@ -1,17 +1,22 @@
-"""Gradient accumulation that is bit-equal to a plain loop over microbatches.
+"""Gradient accumulation over the microbatches of a step, bit-equal to a plain loop over them.
 
 Contract
 --------
-- `param.grad` after the step is ((grad + g0) + g1) + .. in microbatch order, whatever order the schedule ran the
-  backwards in: a gradient that comes early waits for its turn.
-- The first gradient becomes `param.grad` itself when it is contiguous and nobody else holds its memory, as autograd does;
-  else a contiguous copy.
-- A gradient may come as the factors of a product (`products.py`).
-- `FusedAccumulator` is the fast one: what comes is added at once, in the order in which the schedule makes it, and products
-  are written into the sum. It differs from the plain loop by how sums are rounded, and from itself not at all.
-- Sums may be kept in a wider dtype than the gradients have: float32 for parameters in bfloat16, say.
-- A parameter that several stages use collects one partial sum per stage; `TiedReduction` adds them in stage order, once, at the
-  end of the step, to the same bits on every rank that holds the parameter.
+- A gradient reaches the accumulator of its stage by one of two ways, and by one only.
+  Handed out: the running program calls the task's `MicrobatchSink` as soon as no other operation reads the gradient. The sink
+  answers None, so the gradient's memory is free while the program goes on.
+  Filed: a gradient that is also another result of its program (a tensor sent to the previous stage, say) is returned by the
+  program, and `Task.file` (`runtime/task.py`) passes it to the same sink when the program has finished.
+- After the step `param.grad` is ((grad + g0) + g1) + .. in microbatch order, in whatever order the schedule ran the backwards:
+  a gradient that comes before its turn is kept until then.
+- The first gradient becomes the sum itself, as in autograd, if it is contiguous and no other tensor shares its memory; else the
+  sum is a contiguous copy.
+- `FusedAccumulator` is faster: it adds each gradient at once, in the order in which the schedule makes them, and multiplies
+  products into the sum (`gemm_accumulation.py`). Its sums differ from the plain loop's by rounding; two equal steps give equal
+  bits.
+- Sums may have a wider dtype than the gradients: float32 for bfloat16 parameters, say.
+- A parameter that several stages use has one partial sum per stage; `TiedReduction` (`tied.py`) adds these at the end of the
+  step.
 """
 
 from __future__ import annotations
@@ -21,69 +26,75 @@ from collections.abc import Collection, Iterable, Mapping
 
 import torch
 
-from graphpp.runtime.gradients.gemm_accumulation import Products, TorchProducts, Within, gradient_of
+from graphpp.runtime.gradients.gemm_accumulation import MatmulKernel, MatmulLayout, TorchMatmul, gradient_of
 
 
 class Accumulator:
-    """Collects the gradients of one stage's parameters over the microbatches of a step."""
+    """Sums the gradients of one stage's parameters over the microbatches of a step, in microbatch order."""
 
-    def __init__(self, fqns: Iterable[str], shared: Collection[str] = ()) -> None:
+    def __init__(self, fqns: Iterable[str], shared: Collection[str] = (), kernel: MatmulKernel | None = None) -> None:
+        """`shared`: the FQNs whose gradients may share memory with other tensors; `kernel`: multiplies deferred products."""
         self.fqns = tuple(fqns)
-        self.products: Products = TorchProducts()
+        self._kernel = kernel or TorchMatmul()
         self._shared = frozenset(shared)
         self.start({})
 
     def start(self, initial: Mapping[str, torch.Tensor], dtypes: Mapping[str, torch.dtype] | None = None) -> None:
-        """Begin a step; `initial` holds what is there already, `dtypes` in what to add up (else as they come), per FQN."""
+        """Begin a step. By FQN: `initial` has the sums so far, `dtypes` the dtypes of the sums (else the gradients' own)."""
         self._dtypes = dtypes or {}
         self.sums = {fqn: total.to(dtype=self._dtypes.get(fqn)) for fqn, total in initial.items()}
         self._next: dict[str, int] = defaultdict(int)
         self._early: dict[str, dict[int, torch.Tensor]] = defaultdict(dict)
 
-    def take(self, microbatch: int, fqn: str, gradient: torch.Tensor) -> None:
-        """Take one microbatch's gradient of a parameter; gradients count in microbatch order."""
+    def add(self, microbatch: int, fqn: str, gradient: torch.Tensor) -> None:
+        """Add one microbatch's gradient of a parameter, once the gradients of all microbatches before it are added."""
         turn = self._next[fqn]
         if microbatch != turn:
             self._early[fqn][microbatch] = gradient
             return
-        self._add(fqn, gradient)
+        self._add_now(fqn, gradient)
         early = self._early[fqn]
         while (turn := turn + 1) in early:
-            self._add(fqn, early.pop(turn))
+            self._add_now(fqn, early.pop(turn))
         self._next[fqn] = turn
 
-    def product(self, microbatch: int, fqn: str, a: torch.Tensor, b: torch.Tensor, within: Within | None = None) -> None:
-        """Take a gradient that is a product of matrices."""
-        self.take(microbatch, fqn, gradient_of(self.products, a, b, within))
+    def add_matmul(
+        self, microbatch: int, fqn: str, a: torch.Tensor, b: torch.Tensor, layout: MatmulLayout | None = None
+    ) -> None:
+        """Add the gradient `a @ b` of one microbatch."""
+        self.add(microbatch, fqn, gradient_of(self._kernel, a, b, layout))
 
-    def _add(self, fqn: str, gradient: torch.Tensor) -> None:
+    def _add_now(self, fqn: str, gradient: torch.Tensor) -> None:
         total = self.sums.get(fqn)
         if total is not None:
             total.add_(gradient)
             return
-        copied = fqn in self._shared or _is_part(gradient)
+        copied = fqn in self._shared or _is_view(gradient)
         own = gradient.clone(memory_format=torch.contiguous_format) if copied else gradient
         self.sums[fqn] = own.to(dtype=self._dtypes.get(fqn))
 
 
 class FusedAccumulator(Accumulator):
-    """Adds gradients as they come; products are added by whoever multiplies."""
+    """Adds each gradient when it comes, in the schedule's order, and multiplies products into the sum."""
 
-    def take(self, microbatch: int, fqn: str, gradient: torch.Tensor) -> None:
+    def add(self, microbatch: int, fqn: str, gradient: torch.Tensor) -> None:
         """Add a gradient."""
-        self._add(fqn, gradient)
+        self._add_now(fqn, gradient)
 
-    def product(self, microbatch: int, fqn: str, a: torch.Tensor, b: torch.Tensor, within: Within | None = None) -> None:
-        """Write a product into the sum; the first one is the sum, and one of a narrower dtype is added to it."""
+    def add_matmul(
+        self, microbatch: int, fqn: str, a: torch.Tensor, b: torch.Tensor, layout: MatmulLayout | None = None
+    ) -> None:
+        """Multiply `a @ b` into the sum; if there is no sum of its dtype yet, contiguous, make the product and add it."""
         total = self.sums.get(fqn)
         if total is None or total.dtype != a.dtype or not total.is_contiguous():
-            self._add(fqn, gradient_of(self.products, a, b, within))
+            self._add_now(fqn, gradient_of(self._kernel, a, b, layout))
         else:
-            self.products.add(total if within is None else total.as_strided(*within[1:], total.storage_offset()), a, b)
+            into = total if layout is None else total.as_strided(*layout[1:], total.storage_offset())
+            self._kernel.multiply_add(into, a, b)
 
 
-class Taker:
-    """What the program of one microbatch hands its gradients to; `fqns` by index of the result."""
+class MicrobatchSink:
+    """The `GradientSink` of one program run: adds to an accumulator; `fqns` has the parameter of each gradient by index."""
 
     __slots__ = ("_accumulator", "_fqns", "_microbatch")
 
@@ -91,20 +102,20 @@ class Taker:
         self._accumulator, self._microbatch, self._fqns = accumulator, microbatch, fqns
 
     def __call__(self, index: int, value: torch.Tensor) -> None:
-        """Take a gradient."""
-        self._accumulator.take(self._microbatch, self._fqns[index], value)
+        """Add a gradient."""
+        self._accumulator.add(self._microbatch, self._fqns[index], value)
 
-    def product(self, index: int, a: torch.Tensor, b: torch.Tensor, within: Within | None = None) -> None:
-        """Take a gradient that is a product of matrices."""
-        self._accumulator.product(self._microbatch, self._fqns[index], a, b, within)
+    def matmul(self, index: int, a: torch.Tensor, b: torch.Tensor, layout: MatmulLayout | None = None) -> None:
+        """Add the gradient `a @ b`."""
+        self._accumulator.add_matmul(self._microbatch, self._fqns[index], a, b, layout)
 
 
 def dtype_of_sum(parameter: torch.Tensor, widened: torch.dtype | None) -> torch.dtype:
-    """In what the gradients of a parameter add up: at least `widened`, at least what its `grad` is to have."""
+    """The dtype in which a parameter's gradients are summed: that of `parameter.grad`, widened to at least `widened`."""
     dtype: torch.dtype = parameter.grad_dtype or parameter.dtype
     return torch.promote_types(dtype, widened) if widened is not None else dtype
 
 
-def _is_part(tensor: torch.Tensor) -> bool:
-    """Whether the tensor is a view of a larger or differently ordered memory."""
+def _is_view(tensor: torch.Tensor) -> bool:
+    """Whether the tensor covers only a part of its memory, or is not contiguous."""
     return tensor.untyped_storage().nbytes() != tensor.numel() * tensor.element_size() or not tensor.is_contiguous()

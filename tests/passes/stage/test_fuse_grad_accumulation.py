@@ -17,8 +17,8 @@ from graphpp.passes.stage.cut_stages import cut
 from graphpp.passes.stage.fuse_grad_accumulation import accumulate_products
 from graphpp.passes.text.render import render
 from graphpp.runtime import program as p
-from graphpp.runtime.gradients.accumulate import FusedAccumulator, Taker
-from graphpp.runtime.gradients.gemm_accumulation import product
+from graphpp.runtime.gradients.accumulate import FusedAccumulator, MicrobatchSink
+from graphpp.runtime.gradients.gemm_accumulation import deferred_matmul
 from tests.passes.graphs import Hand, assigned, captured
 
 Function = Callable[[Tensor, Tensor], Tensor]
@@ -47,7 +47,7 @@ def backward(pieces: Cut) -> SlotGraph:
 
 
 def products(slot: SlotGraph) -> list[tuple[Any, ...]]:
-    return [node.args for node in slot.graph.nodes if node.target is product]
+    return [node.args for node in slot.graph.nodes if node.target is deferred_matmul]
 
 
 def arguments(slot: SlotGraph) -> list[Tensor]:
@@ -63,7 +63,7 @@ def assert_same_gradient(before: SlotGraph, after: SlotGraph) -> None:
     sums = FusedAccumulator(["w"])
     sums.start({}, {"w": torch.float32})
     for microbatch in range(2):
-        run(arguments(after), Taker(sums, microbatch, dict.fromkeys(range(9), "w")))
+        run(arguments(after), MicrobatchSink(sums, microbatch, dict.fromkeys(range(9), "w")))
     torch.testing.assert_close(sums.sums["w"], 2 * expected)
     assert sums.sums["w"].is_contiguous()
 
@@ -138,11 +138,11 @@ def test_a_product_that_somebody_else_reads_is_made() -> None:
     before = [node.name for node in backward(pieces).graph.nodes]
     after = backward(accumulate_products(pieces))
     results = dict(zip(after.outputs, after.graph.output_node().args[0], strict=True))  # type: ignore[arg-type]
-    assert [results[p.Gradient(fqn)].target is product for fqn in "wvu"] == [False, True, False]
+    assert [results[p.Gradient(fqn)].target is deferred_matmul for fqn in "wvu"] == [False, True, False]
     assert [node.name for node in backward(pieces).graph.nodes] == before, "the pieces given were changed"
 
 
 def test_a_product_costs_what_it_computes() -> None:
     _, pieces = pieces_of(nn.functional.linear, (5, 3))
-    (node,) = (node for node in backward(accumulate_products(pieces)).graph.nodes if node.target is product)
+    (node,) = (node for node in backward(accumulate_products(pieces)).graph.nodes if node.target is deferred_matmul)
     assert flops(node) == 2 * 5 * 6 * 3

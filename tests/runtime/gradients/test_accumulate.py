@@ -30,7 +30,7 @@ def accumulated(
     total = Accumulator(["w"], ["w"] if shared else [])
     total.start({} if initial is None else {"w": initial})
     for microbatch in order:
-        total.take(microbatch, "w", values[microbatch])
+        total.add(microbatch, "w", values[microbatch])
     return total.sums["w"]
 
 
@@ -91,10 +91,10 @@ def test_sums_are_contiguous() -> None:
 
 def test_a_step_starts_anew() -> None:
     total = Accumulator(["v", "w"])
-    total.take(1, "v", torch.ones(D))  # comes early and never counts
+    total.add(1, "v", torch.ones(D))  # comes early and never counts
     total.start({"w": torch.zeros(D)})
     assert set(total.sums) == {"w"}
-    total.take(0, "v", torch.full((D,), 2.0))
+    total.add(0, "v", torch.full((D,), 2.0))
     assert torch.equal(total.sums["v"], torch.full((D,), 2.0))
 
 

@@ -18,8 +18,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import graphpp
 from graphpp.errors import GraphPPError
-from graphpp.runtime.gradients.accumulate import FusedAccumulator, Taker
-from graphpp.runtime.gradients.gemm_accumulation import TorchProducts
+from graphpp.runtime.gradients.accumulate import FusedAccumulator, MicrobatchSink
+from graphpp.runtime.gradients.gemm_accumulation import TorchMatmul
+from graphpp.runtime.runner import GraphPPRunner, RunnerConfig
 from graphpp.runtime.program import Phase
 from tests.distributed import run_ranks
 from tests.fuzz.harness import shuffled
@@ -259,10 +260,10 @@ def test_the_peak_of_a_backward_has_no_gradients() -> None:
 # ------------------------------------------------------------------------------------------------------- the sums alone
 
 
-def taker(initial: Tensor | None = None, dtype: torch.dtype = torch.float32) -> tuple[FusedAccumulator, Taker]:
+def taker(initial: Tensor | None = None, dtype: torch.dtype = torch.float32) -> tuple[FusedAccumulator, MicrobatchSink]:
     sums = FusedAccumulator(["w"])
     sums.start({} if initial is None else {"w": initial}, {"w": dtype})
-    return sums, Taker(sums, 0, {5: "w"})
+    return sums, MicrobatchSink(sums, 0, {5: "w"})
 
 
 def test_a_strange_gradient_that_is_there_is_added_to() -> None:
@@ -270,8 +271,8 @@ def test_a_strange_gradient_that_is_there_is_added_to() -> None:
     for there in (torch.randn(6, 4).t(), torch.randn(8, 12)[::2, ::2], torch.randn(30)[3:27].view(4, 6)):
         expected = there + 2 * (a @ b)
         sums, take = taker(there)
-        take.product(5, a, b)
-        take.product(5, b.t(), a.t(), ((4, 6), (6, 4), (1, 6)))
+        take.matmul(5, a, b)
+        take.matmul(5, b.t(), a.t(), ((4, 6), (6, 4), (1, 6)))
         torch.testing.assert_close(sums.sums["w"], expected)
         assert sums.sums["w"] is there
 
@@ -279,9 +280,9 @@ def test_a_strange_gradient_that_is_there_is_added_to() -> None:
 def test_first_products_own_contiguous_memory_in_the_sums_dtype() -> None:
     a, b = torch.randn(2, 4, 3).bfloat16(), torch.randn(2, 3, 6).bfloat16()
     sums, take = taker(dtype=torch.float64)
-    take.product(5, a, b, ((4, 2, 6), (2, 4, 6), (6, 12, 1)))
+    take.matmul(5, a, b, ((4, 2, 6), (2, 4, 6), (6, 12, 1)))
     assert sums.sums["w"].is_contiguous() and sums.sums["w"].dtype == torch.float64
-    take.product(5, a, b, ((4, 2, 6), (2, 4, 6), (6, 12, 1)))
+    take.matmul(5, a, b, ((4, 2, 6), (2, 4, 6), (6, 12, 1)))
     assert torch.equal(sums.sums["w"], 2 * (a @ b).transpose(0, 1).double())
 
 
@@ -289,17 +290,17 @@ def test_an_empty_product_adds_nothing() -> None:
     there = torch.randn(4, 6)
     _, take = taker(there)
     before = there.clone()
-    take.product(5, torch.empty(4, 0), torch.empty(0, 6))
+    take.matmul(5, torch.empty(4, 0), torch.empty(0, 6))
     assert torch.equal(there, before)
 
 
 def test_another_kernel_multiplies() -> None:
     calls = []
 
-    class Noted(TorchProducts):
-        def add(self, total: Tensor, a: Tensor, b: Tensor) -> None:
+    class Noted(TorchMatmul):
+        def multiply_add(self, total: Tensor, a: Tensor, b: Tensor) -> None:
             calls.append(total.shape)
-            super().add(total, a, b)
+            super().multiply_add(total, a, b)
 
     model, x = Linears(), torch.randn(ROWS, 31)
     pipe = graphpp.compile(
@@ -307,8 +308,10 @@ def test_another_kernel_multiplies() -> None:
     )
     pipe.step(x, target=x)
     (ready,) = pipe._library._ready.values()
-    ready.runner.multiply_with(Noted())
-    pipe.step(x, target=x)
+    usual = ready.runner
+    runner = GraphPPRunner(usual.programs, usual.schedule, usual.state, usual.place, RunnerConfig(kernel=Noted()))
+    parts = [{"args[0]": part} for part in x.chunk(MICROBATCHES)]
+    runner.step(parts, [torch.tensor(1 / MICROBATCHES)] * MICROBATCHES)
     assert calls.count(torch.Size((32, 31))) == MICROBATCHES
 
 
@@ -319,7 +322,7 @@ def test_dumped_programs_show_their_gradients(tmp_path: Path) -> None:
     gradients(fused_accumulation=True, dump=tmp_path, split=["blocks.1"], schedule="1F1B")
     files = sorted((tmp_path / "rank0/train/programs").glob("*backward.py"))
     assert len(files) == 2
-    assert all("take.product(" in file.read_text() for file in files)
+    assert all("take.matmul(" in file.read_text() for file in files)
     shown = subprocess.run([sys.executable, files[0]], capture_output=True, text=True, check=True).stdout
     assert "gradient of blocks.0.outer: float32[4, 2, 8]" in shown
     spec = importlib.util.spec_from_file_location("dumped", files[0])
@@ -329,7 +332,7 @@ def test_dumped_programs_show_their_gradients(tmp_path: Path) -> None:
     sums, fqns = FusedAccumulator(module.RESULTS), dict(enumerate(module.RESULTS))
     with torch.no_grad():
         alone = module.run(module.inputs())
-        module.run(module.inputs(), Taker(sums, 0, fqns))
+        module.run(module.inputs(), MicrobatchSink(sums, 0, fqns))
     for fqn in sums.sums:
         parts = [value for name, value in zip(module.RESULTS, alone, strict=True) if name == fqn]
         torch.testing.assert_close(sums.sums[fqn], sum(parts), msg=fqn)

@@ -18,7 +18,7 @@ from graphpp.runtime.task import Task
 from graphpp.schedules.table.actions import Kind
 from graphpp.schedules.table.offload_window import OffloadWindow
 from tests.distributed import run_ranks
-from tests.movers import Copying, moving_by
+from tests.movers import CopyingMover, moving_by
 from tests.training import CASES, Numbers, capturing_once, differences, eager, train, whole
 
 ALL = Offload(least_bytes=0)
@@ -31,16 +31,16 @@ def one_capture() -> Iterator[None]:
         yield
 
 
-def trained(name: str, options: Mapping[str, Any]) -> tuple[Numbers, Copying]:
+def trained(name: str, options: Mapping[str, Any]) -> tuple[Numbers, CopyingMover]:
     """One process, values really moved."""
-    mover = Copying()
+    mover = CopyingMover()
     with moving_by(mover):
         return train(0, name, {"offload": ALL, **options}), mover
 
 
 def on_rank(rank: int, schedules: list[str]) -> tuple[list[Numbers], int]:
     """The numbers of a step under each schedule, and how many values were moved on this rank."""
-    mover = Copying()
+    mover = CopyingMover()
     with moving_by(mover), capturing_once():
         options = [{"schedule": each, "split": 2 if each == "1F1B" else 4} for each in schedules]
         return [train(rank, "skip", {"offload": ALL, "microbatches": 4, **each}, 1) for each in options], mover.moved
@@ -61,7 +61,7 @@ def test_the_bits_of_a_plain_loop(options: dict[str, Any]) -> None:
     found, mover = trained("llama", {"microbatches": 3, **options})
     assert differences(found, eager("llama", 3)) == []
     assert mover.moved > 0
-    assert mover.away == 0
+    assert mover.evicted == 0
     assert mover.most > 0
 
 
@@ -97,26 +97,26 @@ def planned(choice: Any, schedule: Any, microbatches: int = 4, split: int = 1, *
     )
 
 
-def trips(pipe: graphpp.Pipeline) -> tuple[OffloadWindow, ...]:
+def windows(pipe: graphpp.Pipeline) -> tuple[OffloadWindow, ...]:
     first = pipe._library.first
     assert first is not None
-    return first.plan.trips
+    return first.plan.offload_windows
 
 
 def test_values_leave_that_come_back_late_enough() -> None:
     """GPipe on one rank: F0 F1 F2 F3 B0 B1 B2 B3; each backward comes four actions after its forward."""
-    found = trips(planned(True, "GPipe"))
-    assert [trip.microbatch for trip in found] == [0, 1, 2, 3]
-    assert [str(trip.evict_after) for trip in found] == ["0F1", "0F2", "0F3", "0B0"]
-    assert [str(trip.prefetch_at) for trip in found] == ["0F3", "0B0", "0B1", "0B2"]
-    assert [str(trip.first_use) for trip in found] == ["0B0", "0B1", "0B2", "0B3"]
+    found = windows(planned(True, "GPipe"))
+    assert [window.microbatch for window in found] == [0, 1, 2, 3]
+    assert [str(window.evict_after) for window in found] == ["0F1", "0F2", "0F3", "0B0"]
+    assert [str(window.prefetch_at) for window in found] == ["0F3", "0B0", "0B1", "0B2"]
+    assert [str(window.first_use) for window in found] == ["0B0", "0B1", "0B2", "0B3"]
 
 
 def test_nothing_leaves_that_comes_back_at_once() -> None:
-    assert trips(planned(True, "GPipe", microbatches=2)) == ()
-    assert trips(planned(True, "1F1B", microbatches=4)) == ()
-    assert len(trips(planned(Offload(ahead=2), "GPipe", microbatches=4))) == 4
-    assert trips(planned(Offload(ahead=3), "GPipe", microbatches=4)) == ()
+    assert windows(planned(True, "GPipe", microbatches=2)) == ()
+    assert windows(planned(True, "1F1B", microbatches=4)) == ()
+    assert len(windows(planned(Offload(ahead=2), "GPipe", microbatches=4))) == 4
+    assert windows(planned(Offload(ahead=3), "GPipe", microbatches=4)) == ()
 
 
 def test_the_largest_first_up_to_the_fraction() -> None:
@@ -125,12 +125,12 @@ def test_the_largest_first_up_to_the_fraction() -> None:
     assert first is not None
     stage = first.program.stages[0]
     sizes = {meta.name: meta.nbytes for meta in stage.saved}
-    for trip in trips(pipe):
-        least = min(sizes[name] for name in trip.values)
-        stay = [size for name, size in sizes.items() if name not in trip.values]
-        assert trip.nbytes - least < stage.saved_bytes / 2 <= trip.nbytes
+    for window in windows(pipe):
+        least = min(sizes[name] for name in window.values)
+        stay = [size for name, size in sizes.items() if name not in window.values]
+        assert window.nbytes - least < stage.saved_bytes / 2 <= window.nbytes
         assert least >= max(size for size in stay if size <= least)
-    assert trips(planned(0, "GPipe")) == trips(planned(0.0, "GPipe")) == trips(planned(False, "GPipe")) == ()
+    assert windows(planned(0, "GPipe")) == windows(planned(0.0, "GPipe")) == windows(planned(False, "GPipe")) == ()
 
 
 def test_a_function_says_which() -> None:
@@ -140,14 +140,14 @@ def test_a_function_says_which() -> None:
         seen.append(value)
         return value.shape == (512, 64)
 
-    found = trips(planned(last_two, "GPipe"))
+    found = windows(planned(last_two, "GPipe"))
     assert seen
-    assert {name for trip in found for name in trip.values} == {meta.name for meta in seen if meta.shape == (512, 64)}
-    assert trips(planned(lambda value: False, "GPipe")) == ()
+    assert {name for window in found for name in window.values} == {meta.name for meta in seen if meta.shape == (512, 64)}
+    assert windows(planned(lambda value: False, "GPipe")) == ()
 
 
 def test_tiny_values_stay() -> None:
-    assert trips(planned(Offload(least_bytes=1 << 20), "GPipe")) == ()
+    assert windows(planned(Offload(least_bytes=1 << 20), "GPipe")) == ()
 
 
 def test_the_plan_and_its_dump_show_what_leaves(tmp_path: Path) -> None:
@@ -157,9 +157,9 @@ def test_the_plan_and_its_dump_show_what_leaves(tmp_path: Path) -> None:
     assert "offloaded" not in str(planned(None, "GPipe"))
     (dumped,) = tmp_path.rglob("plan.json")
     found = json.loads(dumped.read_text())["offload"]
-    windows = [(trip["microbatch"], trip["evict_after"], trip["prefetch_at"]) for trip in found]
-    assert windows[:2] == [(0, "0F1", "0F3"), (1, "0F2", "0B0")]
-    assert found[0]["nbytes"] == trips(pipe)[0].nbytes
+    first = [(window["microbatch"], window["evict_after"], window["prefetch_at"]) for window in found][:2]
+    assert first == [(0, "0F1", "0F3"), (1, "0F2", "0B0")]
+    assert found[0]["nbytes"] == windows(pipe)[0].nbytes
 
 
 def test_the_memory_cap_counts_what_stays(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -175,7 +175,7 @@ def test_the_memory_cap_counts_what_stays(monkeypatch: pytest.MonkeyPatch) -> No
     run(True, everything)
     with pytest.raises(ScheduleError):
         run(True, everything - 1)
-    monkeypatch.setattr(compiler, "frees", lambda device: True)
+    monkeypatch.setattr(compiler, "eviction_frees_memory", lambda device: True)
     run(True, everything // 2)
     with pytest.raises(ScheduleError):
         run(None, everything // 2)
@@ -183,7 +183,7 @@ def test_the_memory_cap_counts_what_stays(monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_a_step_that_fails_drops_what_is_away() -> None:
     """Every second value is away when the third backward fails; the next step is as if nothing had been."""
-    mover = Copying()
+    mover = CopyingMover()
     batch = torch.randn(2048, 64)
     with moving_by(mover):
         pipe = planned(True, "GPipe")
@@ -192,20 +192,20 @@ def test_a_step_that_fails_drops_what_is_away() -> None:
         arguments = Task.arguments
 
         def failing(task: Task) -> list[Any]:
-            if task.program.stage == 0 and task.part.phase == "B" and task.part.microbatch == 1:
+            if task.program.stage == 0 and task.key.phase == "B" and task.key.microbatch == 1:
                 raise RuntimeError("out of luck")
             return arguments(task)
 
         with pytest.MonkeyPatch.context() as patch, pytest.raises(RuntimeError, match="out of luck"):
             patch.setattr(Task, "arguments", failing)
             pipe.step(batch, target=batch)
-        assert mover.forgotten
-        assert not any(journey.away for journey in runner.offloader._journeys)
+        assert mover.abandoned
+        assert not any(eviction.copies for eviction in runner.offloader._evictions)
         assert torch.equal(pipe.step(batch, target=batch).losses, reference)
 
 
 def test_evaluation_moves_nothing() -> None:
-    mover = Copying()
+    mover = CopyingMover()
     with moving_by(mover):
         pipe = planned(True, "GPipe")
         pipe.eval(torch.randn(2048, 64))
@@ -230,8 +230,8 @@ def test_what_only_w_reads_comes_back_for_w() -> None:
     everything = graphpp.Recompute(layers=(), free=False)
     rows = "r0 0F0 0F1 0F2 0F3 1F0 1F1 1F2 1F3 1I0 1I1 1I2 1I3 1W0 1W1 1W2 1W3 0I0 0I1 0I2 0I3 0W0 0W1 0W2 0W3"
     pipe = planned(True, graphpp.Schedule.parse(rows), split=2, recompute=everything)
-    found = [trip for trip in trips(pipe) if trip.stage == 1]
-    assert [(str(trip.prefetch_at), str(trip.first_use)) for trip in found if trip.microbatch == 3] == [
+    found = [window for window in windows(pipe) if window.stage == 1]
+    assert [(str(window.prefetch_at), str(window.first_use)) for window in found if window.microbatch == 3] == [
         ("1I2", "1I3"),
         ("1W2", "1W3"),
     ]

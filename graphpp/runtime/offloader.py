@@ -1,0 +1,203 @@
+"""Evicts saved values to the host's memory between their forward and backward, and prefetches them in time.
+
+Contract
+--------
+- An `OffloadWindow` names saved values of one stage's microbatch, and three computing actions of its rank. The copy to the host
+  starts after the values' forward; after `evict_after` the device memory is free; before `prefetch_at` the copy back starts;
+  before `first_use` the values are back. The windows were decided with the plan: the host never waits and never asks the
+  device how far it is.
+- The runner calls `Offloader.before` and `after` around every computing action. They take values out of the stage's saved
+  values and put them back; the stage and its programs do not notice. The values come back with the same bits and strides.
+- On CUDA the copies run on a stream of their own, to pinned memory. The compute stream waits for the copy to the host before
+  the tensor is freed, so the caching allocator cannot reuse the memory too early, however far the host is ahead. A copy back
+  starts when the compute stream reaches `prefetch_at`, into memory allocated on the compute stream.
+- On the CPU the values are in the host's memory already: nothing is copied, and the same calls are made (`CpuMover`).
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Generic, Protocol, TypeVar
+
+import torch
+
+from graphpp.runtime.program import TensorMeta
+from graphpp.runtime.stage import GraphStage
+from graphpp.runtime.strided_copies import elements_of, meta_of
+from graphpp.runtime.transport import ReceiveBuffer
+from graphpp.schedules.table.actions import Action, Kind
+from graphpp.schedules.table.offload_window import OffloadWindow
+
+HostCopy = TypeVar("HostCopy")
+
+
+class Mover(Protocol[HostCopy]):
+    """Copies one value off the device and back: `evict`, `free`, `prefetch`, `restore`, in this order."""
+
+    def evict(self, value: torch.Tensor) -> HostCopy:
+        """Start to copy a value to the host."""
+
+    def free(self, copy: HostCopy) -> None:
+        """Free the value's device memory."""
+
+    def prefetch(self, copy: HostCopy) -> None:
+        """Start to copy the value back."""
+
+    def restore(self, copy: HostCopy) -> torch.Tensor:
+        """The value on the device, for everything that is computed from now on."""
+
+    def abandon(self) -> None:
+        """Give up all values in flight: no call will ask for them."""
+
+
+class CpuMover:
+    """The mover for a pipeline on the CPU: nothing is copied."""
+
+    def evict(self, value: torch.Tensor) -> torch.Tensor:
+        """The value itself."""
+        return value
+
+    def free(self, copy: torch.Tensor) -> None:
+        """Nothing to free: the host's memory is the device's."""
+
+    def prefetch(self, copy: torch.Tensor) -> None:
+        """Nothing to copy."""
+
+    def restore(self, copy: torch.Tensor) -> torch.Tensor:
+        """The value itself."""
+        return copy
+
+    def abandon(self) -> None:
+        """No value is in flight."""
+
+
+@dataclass
+class _PinnedCopy:
+    """A value in pinned memory.
+
+    `done`: the event after the last copy, to the host or back. `source`: the device memory that is copied to the host, until it
+    is freed. `buffer`: the device memory into which the value comes back, once it is prefetched.
+    """
+
+    meta: TensorMeta
+    host: torch.Tensor
+    source: torch.Tensor | None
+    done: torch.cuda.Event
+    buffer: ReceiveBuffer | None = None
+
+
+class CudaMover:
+    """Copies between one GPU and pinned memory, on a CUDA stream of its own."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device, self._stream = device, torch.cuda.Stream(device)
+
+    def evict(self, value: torch.Tensor) -> _PinnedCopy:
+        """Copy the value to the host as soon as the current stream has made it; its memory is held until `free`."""
+        elements = elements_of(value)
+        host = torch.empty(elements.shape, dtype=elements.dtype, pin_memory=True)
+        return _PinnedCopy(meta_of(value), host, elements, self._copy(host, elements))
+
+    def free(self, copy: _PinnedCopy) -> None:
+        """Let the current stream wait for the copy; tensors allocated from now on may take the memory."""
+        torch.cuda.current_stream(self._device).wait_event(copy.done)
+        copy.source = None
+
+    def prefetch(self, copy: _PinnedCopy) -> None:
+        """Copy the value back when the current stream has come here, into memory of the current stream."""
+        copy.buffer = ReceiveBuffer.of(copy.meta, self._device)
+        copy.done = self._copy(copy.buffer.elements, copy.host)
+
+    def restore(self, copy: _PinnedCopy) -> torch.Tensor:
+        """Let the current stream wait for the copy; the value."""
+        assert copy.buffer is not None, "a value was restored before it was prefetched"
+        torch.cuda.current_stream(self._device).wait_event(copy.done)
+        return copy.buffer.value()
+
+    def abandon(self) -> None:
+        """Let the current stream wait for all copies, so that it cannot reuse their memory before they are done."""
+        torch.cuda.current_stream(self._device).wait_stream(self._stream)
+
+    def _copy(self, into: torch.Tensor, source: torch.Tensor) -> torch.cuda.Event:
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(self._stream):
+            into.copy_(source, non_blocking=True)
+        done = torch.cuda.Event()
+        done.record(self._stream)
+        return done
+
+
+def mover_for(device: torch.device) -> Mover[Any]:
+    """The mover for values of a device."""
+    return CudaMover(device) if device.type == "cuda" else CpuMover()
+
+
+def eviction_frees_memory(device: torch.device) -> bool:
+    """Whether an evicted value leaves the device's memory; on the CPU it does not."""
+    return device.type != "cpu"
+
+
+@dataclass
+class _Eviction(Generic[HostCopy]):
+    """A window, and the copies of its values while they are evicted, by name."""
+
+    window: OffloadWindow
+    copies: dict[str, HostCopy] = field(default_factory=dict)
+
+
+class Offloader(Generic[HostCopy]):
+    """Evicts and prefetches the saved values of one rank's stages during its steps."""
+
+    def __init__(
+        self, windows: Iterable[OffloadWindow], stages: Mapping[int, GraphStage], mover: Mover[HostCopy]
+    ) -> None:
+        """`windows` of stages that are not among `stages`, this rank's, are ignored."""
+        self._stages, self._mover = stages, mover
+        self._evictions = [_Eviction[HostCopy](window) for window in windows if window.stage in stages]
+        self._by_forward = self._by_action(lambda window: Action(window.stage, Kind.F, window.microbatch))
+        self._by_evict_after = self._by_action(lambda window: window.evict_after)
+        self._by_prefetch_at = self._by_action(lambda window: window.prefetch_at)
+        self._by_first_use = self._by_action(lambda window: window.first_use)
+
+    def _by_action(self, action_of: Callable[[OffloadWindow], Action]) -> dict[Action, list[_Eviction[HostCopy]]]:
+        found: dict[Action, list[_Eviction[HostCopy]]] = defaultdict(list)
+        for eviction in self._evictions:
+            found[action_of(eviction.window)].append(eviction)
+        return dict(found)
+
+    def before(self, action: Action) -> None:
+        """Called before a computing action of the rank runs: start prefetches, and restore the values that it reads."""
+        if not self._evictions:
+            return
+        for eviction in self._by_prefetch_at.get(action, ()):
+            for copy in eviction.copies.values():
+                self._mover.prefetch(copy)
+        for leaf in action.leaves:
+            for eviction in self._by_first_use.get(leaf, ()):
+                saved = self._saved_values(eviction)
+                saved.update((name, self._mover.restore(copy)) for name, copy in eviction.copies.items())
+                eviction.copies.clear()
+
+    def after(self, action: Action) -> None:
+        """Called when a computing action of the rank has run: free evicted values, and evict the values that it saved."""
+        if not self._evictions:
+            return
+        for eviction in self._by_evict_after.get(action, ()):
+            for copy in eviction.copies.values():
+                self._mover.free(copy)
+        for leaf in action.leaves:
+            for eviction in self._by_forward.get(leaf, ()):
+                saved = self._saved_values(eviction)
+                eviction.copies = {name: self._mover.evict(saved.pop(name)) for name in eviction.window.values}
+
+    def drop(self) -> None:
+        """Forget the evicted values of a step that failed."""
+        if any(eviction.copies for eviction in self._evictions):
+            self._mover.abandon()
+        for eviction in self._evictions:
+            eviction.copies.clear()
+
+    def _saved_values(self, eviction: _Eviction[HostCopy]) -> dict[str, torch.Tensor]:
+        return self._stages[eviction.window.stage].saved_values(eviction.window.microbatch)
