@@ -20,8 +20,8 @@ import graphpp
 from graphpp.errors import GraphPPError
 from graphpp.runtime.gradients.accumulate import FusedAccumulator, MicrobatchSink
 from graphpp.runtime.gradients.gemm_accumulation import TorchMatmul
-from graphpp.runtime.runner import GraphPPRunner, RunnerConfig
 from graphpp.runtime.program import Phase
+from graphpp.runtime.runner import GraphPPRunner, RunnerConfig
 from tests.distributed import run_ranks
 from tests.fuzz.harness import shuffled
 from tests.models import MODELS, cuts
