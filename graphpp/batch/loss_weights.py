@@ -20,6 +20,14 @@ from graphpp.errors import BatchError, GraphPPError
 from graphpp.options.gradients import Reduction
 
 LossWeight = float | Sequence[float] | torch.Tensor
+
+
+class DeferredScaler:
+    """Passed as `step(..., scaler=)`: the step scales by `scaler`, and leaves the search for an overflow to this object."""
+
+    scaler: GradScaler | None
+
+
 @dataclass(frozen=True)
 class Weighting:
     """How the losses of a step make its loss: one weight per microbatch, or a mean or sum; and the scaler, if any."""

@@ -1,15 +1,14 @@
-"""Take an optimizer's step back, bit for bit.
+"""Roll an optimizer's step back, bit for bit.
 
 Contract
 --------
-- `keep` copies what the optimizers' next step may change; after `back` all of it has the bits, the objects and the keys
-  that it had: parameters, what stands in `optimizer.state` and in `param_groups`. State that the step made is gone.
-- Arithmetic has no exact inverse in floating point, so nothing is computed back: the copies lie beside the originals, on
-  their devices, and their memory is used again in the next step. They cost one times the parameters and the state (Adam:
-  three times the parameters' bytes).
-- An optimizer that is not torch's own may also write into gradients and draw random numbers: both are kept for it too, and
-  for torch's with Nesterov momentum, which SGD adds into the gradients where it steps all parameters at once (its default
-  on CUDA). Whatever it remembers elsewhere (attributes of its own) is not seen.
+- `take` copies all values that the optimizers' next step may change. After `restore` parameters, `optimizer.state` and
+  `param_groups` have the bits, the objects and the keys of that moment; state that the step created is gone.
+- Floating-point arithmetic has no exact inverse, so the step is undone from copies. The copies are on the devices of their
+  originals, and the next step reuses their memory: once the bytes of parameters and state (Adam: three times the parameters').
+- Optimizers outside of torch may also write into gradients and draw random numbers, so a snapshot has both for them. It has
+  both too for torch's optimizers with Nesterov momentum: SGD adds the momentum into the gradients where it steps all
+  parameters at once (its default on CUDA). A snapshot does not see values that an optimizer keeps in attributes of its own.
 """
 
 from __future__ import annotations
@@ -37,26 +36,26 @@ _PLAIN = (
 
 
 class OptimizerSnapshot:
-    """What some optimizers may change in a step, kept."""
+    """Copies of the values that a step of some optimizers may change."""
 
     def __init__(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         self._optimizers = optimizers
-        self._copies: list[torch.Tensor] = []  # by position: a step finds what the one before it made
+        self._copies: list[torch.Tensor] = []  # by position, so that a step reuses the copies of the step before
         self._tensors: list[torch.Tensor] = []
-        self._containers: list[tuple[Any, Any]] = []  # dicts and lists, and shallow copies of them
+        self._containers: list[tuple[Any, Any]] = []  # dicts and lists, with shallow copies
         self._generators: list[tuple[torch.Generator, torch.Tensor]] = []
 
     def check(self) -> None:
-        """Raise `GraphPPError` where `keep` would, without copying."""
+        """Raise `GraphPPError` where `take` would, without copying."""
         for _ in self._changeable():
             pass
         self.forget()
 
     @torch.no_grad()
-    def keep(self, stop: Callable[[], bool] = lambda: False) -> bool:
-        """Copy; False, and nothing to go back to, as soon as `stop()` says that there is no need for it any more.
+    def take(self, stop: Callable[[], bool] = lambda: False) -> bool:
+        """Copy; returns False, without a snapshot, as soon as `stop()` is true: the snapshot is not needed any more.
 
-        Raises `GraphPPError` where an optimizer holds something that this cannot copy.
+        Raises `GraphPPError` if an optimizer holds an object that cannot be copied.
         """
         self.forget()
         for tensor in self._changeable():
@@ -71,25 +70,25 @@ class OptimizerSnapshot:
         return False
 
     @torch.no_grad()
-    def back(self) -> None:
-        """Make everything what it was at the last `keep`."""
+    def restore(self) -> None:
+        """Put back all values of the last `take`."""
         for container, before in self._containers:
             if isinstance(container, dict):
                 container.clear()
                 container.update(before)
             else:
                 container[:] = before
-        for tensor, copy in zip(self._tensors, self._copies, strict=False):  # copies of a longer step may be left over
+        for tensor, copy in zip(self._tensors, self._copies, strict=False):  # copies of an earlier, longer step may remain
             tensor.copy_(copy)
         for generator, state in self._generators:
             generator.set_state(state)
 
     def forget(self) -> None:
-        """Let go of what was kept, but for the memory of the copies: state that is exchanged is not held on to."""
+        """Drop the snapshot but for the memory of its copies, so that tensors which the user exchanges are freed."""
         self._tensors, self._containers, self._generators = [], [], []
 
     def _changeable(self) -> Iterator[torch.Tensor]:
-        """The tensors; containers and generators are noted on the way."""
+        """The tensors that a step may change; records containers and generators on the way."""
         for optimizer in self._optimizers:
             yield from self._walk(optimizer.param_groups, "param_groups")
             yield from self._walk(optimizer.state, "state")
@@ -119,19 +118,19 @@ class OptimizerSnapshot:
 
 
 def _writes_gradients(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether a step may change gradients."""
+    """Whether a step may change gradients and draw random numbers."""
     own = type(optimizer).__module__.partition(".")[0] == "torch"
     return not own or any(group.get("nesterov") for group in optimizer.param_groups)
 
 
 def _copy_into(copies: list[torch.Tensor], index: int, tensor: torch.Tensor) -> None:
-    """Make copies[index] a copy of the tensor, in the memory that is there if it fits."""
+    """Make copies[index] a copy of the tensor, in the memory of the copy there if it fits."""
     if index == len(copies):
         copies.append(tensor.detach().clone())
         return
-    there = copies[index]
-    if (there.shape, there.dtype, there.device) == (tensor.shape, tensor.dtype, tensor.device):
-        there.copy_(tensor)
+    copy = copies[index]
+    if (copy.shape, copy.dtype, copy.device) == (tensor.shape, tensor.dtype, tensor.device):
+        copy.copy_(tensor)
     else:
         copies[index] = tensor.detach().clone()
 

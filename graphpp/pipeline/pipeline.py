@@ -21,7 +21,7 @@ from torch import nn
 from torch.amp import GradScaler
 
 from graphpp.batch.cut_batch import cut, leading_size
-from graphpp.batch.loss_weights import LossWeight, Weighting
+from graphpp.batch.loss_weights import DeferredScaler, LossWeight, Weighting
 from graphpp.batch.microbatch import Leaves, Microbatch, unwrapped
 from graphpp.capture.outputs import averaged, merge_outputs
 from graphpp.capture.trace import LossFunction
@@ -31,7 +31,6 @@ from graphpp.parallel.agreement import Agreement, Facts
 from graphpp.parallel.failure import FailureBoard
 from graphpp.pipeline import grad_norm as norms
 from graphpp.pipeline.graph_cache import Call, Library, Ready
-from graphpp.pipeline.post_validation import PostValidation
 from graphpp.pipeline.profile import Profile
 from graphpp.pipeline.profile_steps import Trials
 from graphpp.runtime.model_state import ModelState
@@ -86,7 +85,7 @@ class Pipeline:
         *args: Any,
         target: Any = None,
         loss_weight: LossWeight | None = None,
-        scaler: GradScaler | PostValidation | None = None,
+        scaler: GradScaler | DeferredScaler | None = None,
         **kwargs: Any,
     ) -> StepResult:
         """Forward and backward of a whole batch, given on every rank; gradients accumulate in `param.grad`.
@@ -107,7 +106,7 @@ class Pipeline:
         microbatches: Sequence[Microbatch],
         *,
         loss_weight: LossWeight | None = None,
-        scaler: GradScaler | PostValidation | None = None,
+        scaler: GradScaler | DeferredScaler | None = None,
     ) -> StepResult:
         """Like `step`, with the microbatches given one by one; their shapes may differ, each shape is captured once."""
         return self._step(lambda: _taken_apart(microbatches), loss_weight, scaler)
@@ -230,9 +229,9 @@ class Pipeline:
     # ------------------------------------------------------------------------------------------------ inside
 
     def _step(
-        self, make: Callable[[], list[Leaves]], loss_weight: LossWeight | None, scaler: GradScaler | PostValidation | None
+        self, make: Callable[[], list[Leaves]], loss_weight: LossWeight | None, scaler: GradScaler | DeferredScaler | None
     ) -> StepResult:
-        scaling = scaler.scaler if isinstance(scaler, PostValidation) else scaler
+        scaling = scaler.scaler if isinstance(scaler, DeferredScaler) else scaler
         with self._watched():
             call, ready = self._prepared(lambda: self._with_targets(make()), loss_weight, scaling)
             runner = self._run(call, ready).runner

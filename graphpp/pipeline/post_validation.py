@@ -1,14 +1,14 @@
-"""`PostValidation`: the optimizer's step is taken before the norm of all gradients is known, and checked afterwards.
+"""`PostValidation` (experimental): steps the optimizer before the norm of all gradients is known, and checks it afterwards.
 
 Contract
 --------
-- Same bits as the synchronous step on every rank: parameters, optimizer state, the norm, the loss scale; and `param.grad`
-  is left as that step leaves it. Which ranks went ahead changes nothing but time. (One difference: a fused Adam whose very
-  first step the scaler skips has no state yet, where the scaler's own skipping leaves it zeros.)
-- A rank goes ahead only while the norm is on its way and nothing here speaks against it: a rank whose own gradients have
-  to be clipped already, or overflow, waits for the sum, as all ranks always do in the synchronous step.
-- When `step` returns or raises, no step that was not checked is left: what was wrong, or can no longer be checked because
-  a rank is lost, has been taken back.
+- Every rank ends with the bits of the synchronous step: parameters, optimizer state, norm, loss scale, and `param.grad` as that
+  step leaves it. Which ranks stepped early changes nothing but time. (One difference: a fused Adam whose first step the scaler
+  skips has no state yet, where the scaler's own skipping leaves zeros.)
+- A rank steps early only if the all-reduce of the norms is pending, and its own gradients need no clipping and have no
+  overflow. Every other rank waits for the all-reduce, as all ranks do in the synchronous step.
+- When `step` returns or raises, no unchecked step remains. A step that was wrong, or that cannot be checked any more because a
+  rank is lost, is rolled back.
 """
 
 from __future__ import annotations
@@ -18,62 +18,64 @@ import inspect
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch.amp import GradScaler
 from torch.optim import Optimizer
 
 from graphpp._torch.distributed import has_step_hooks
+from graphpp.batch.loss_weights import DeferredScaler
 from graphpp.errors import GraphPPError
 from graphpp.pipeline import grad_norm as norms
 from graphpp.pipeline.optimizer_rollback import OptimizerSnapshot
-
-if TYPE_CHECKING:
-    from graphpp.pipeline.pipeline import Pipeline
+from graphpp.pipeline.pipeline import Pipeline
 
 
-class _Sums(NamedTuple):
-    """Tables of norms: this rank's, and the sum over ranks on its way.
+class _NormTables(NamedTuple):
+    """Tables of norms (`grad_norm.own_norms`): this rank's own, and the pending sum over all ranks.
 
-    The last column has no dtype, so it counts for no norm: there stands how many ranks have an overflow.
+    The tables have one column more, without a dtype, so that it counts for no norm: the number of ranks with an overflow.
     """
 
     own: torch.Tensor
-    coming: norms.Gathering
+    pending: norms.PendingNorms
 
 
-class _Found(NamedTuple):
-    """What the norms say; `amends`: the gradients are not what an optimizer may step with."""
+class _Verdict(NamedTuple):
+    """The conclusion from a table of norms; `amends`: the gradients must be clipped, or overflow, before a step."""
 
     norm: torch.Tensor
     overflow: bool
     amends: bool
 
 
-class PostValidation:
+class PostValidation(DeferredScaler):
     """Clip and step without waiting: `norm = PostValidation(pipe, optimizer, max_norm=1.0).step()` after `pipe.step`.
 
-    Does what `norm = pipe.clip_grad_norm_(max_norm, norm_type); optimizer.step()` does, to the bit. While the norms of the
-    ranks are added up, the ranks step with unclipped gradients; if the norm then demands clipping, or is not finite, the
-    step is taken back and taken again with clipped ones (post-validation, arXiv:2401.10241, section 4; there a rank learns
-    the outcome in the next step's warm-up, here before `step` returns, and steps are taken back from copies, because
-    inverse arithmetic is not exact). A rank stops copying as soon as the norm is there, and then steps as it would have.
-    What is won is the wait for the norm, not more: the next `pipe.step` begins with an agreement of all ranks. It pays where
-    that wait is longer than copying, and clipping is rare.
+    Experimental, and slower in every case measured so far: on two CPU ranks AdamW's part of a step takes 1.5 times as long as
+    the synchronous one, 1.2 times with one rank 10 ms late, and 3.2 times where clipping applies (`benchmarks/RESULTS.md`). It
+    can pay only where the norm's all-reduce takes longer than copying parameters and optimizer state, and clipping is rare.
 
-    `optimizer`: one, several that share the rank's parameters out, or none on a rank without parameters ([]): any that
-    holds what it remembers in `state` and `param_groups`, such as all of torch.optim that step without a closure. Its
-    learning rate and other settings may change between steps. Hooks on its step are not run twice: with hooks it waits.
-    Costs, on a rank that goes ahead, a copy of the optimizer's parameters and state, kept from step to step.
+    Computes the bits of `norm = pipe.clip_grad_norm_(max_norm, norm_type); optimizer.step()`. While the all-reduce of the norms
+    is pending, each rank steps with unclipped gradients. If the norm then demands clipping, or is not finite, the rank rolls
+    the step back and steps once more with clipped gradients. A rank stops copying as soon as the norm is known, and then
+    steps synchronously. The method is post-validation (arXiv:2401.10241, section 4), with two differences: a rank learns the
+    norm before `step` returns, not in the next step's warm-up, because the next `pipe.step` begins with an agreement of all
+    ranks; and steps are rolled back from copies, because inverse arithmetic is not exact.
 
-    `scaler`: a `torch.amp.GradScaler`. `step` then unscales as well, and where one rank finds an overflow all skip the step,
-    as in `scaler.unscale_(optimizer); pipe.clip_grad_norm_(..); scaler.step(optimizer)`; call `scaler.update()` after it.
-    Hand this object to `pipe.step(..., scaler=)` in the scaler's place, so that nobody waits for the inf check there.
+    `optimizer`: one; several that share the rank's parameters; or [] on a rank without parameters. Any optimizer will do that
+    keeps its memory in `state` and `param_groups`, such as all of torch.optim that step without a closure. Its learning rate
+    and other settings may change between steps. A rank whose optimizer has step hooks never steps early: they would run
+    twice. Memory: a rank that steps early keeps a copy of the optimizer's parameters and state from step to step.
 
-    `taken`: steps that this rank took before it knew the norm. `rolled_back`: how many of them it took back.
+    `scaler`: a `torch.amp.GradScaler`. `step` then unscales too, and skips the step on all ranks if one rank has an overflow,
+    as `scaler.unscale_(optimizer); pipe.clip_grad_norm_(..); scaler.step(optimizer)` does; call `scaler.update()` afterwards.
+    Pass this object, in place of the scaler, to `pipe.step(..., scaler=)`: then no rank waits for the overflow check there.
 
-    Raises `GraphPPError` where an optimizer's step cannot be taken back. Called by every rank.
+    `taken`: steps that this rank took before it knew the norm. `rolled_back`: how many of them it rolled back.
+
+    Raises `GraphPPError` if an optimizer's step cannot be rolled back. Called by every rank.
     """
 
     def __init__(
@@ -91,90 +93,90 @@ class PostValidation:
         if scaler is not None and not isinstance(scaler, GradScaler):
             raise GraphPPError(f"scaler must be a torch.amp.GradScaler, got {type(scaler).__name__}")
         self.scaler = scaler
-        self._undo = OptimizerSnapshot(self._optimizers)
+        self._snapshot = OptimizerSnapshot(self._optimizers)
         self._witness: Optimizer | None = None
         self.taken = self.rolled_back = 0
 
     def step(self) -> torch.Tensor:
-        """Clip and step; returns the norm before, 0-dim, on every rank what `pipe.clip_grad_norm_` would return."""
+        """Clip and step; returns the norm before clipping, 0-dim, the same on every rank as from `pipe.clip_grad_norm_`."""
         with self._pipe._watched():
             gradients = self._pipe._gradients()
-            sums = self._begin(gradients)
-            early = self._goes_ahead(sums) and self._undo.keep(sums.coming.arrived)
-            with self._taken_back_on_error(early):
+            tables = self._begin(gradients)
+            early = self._steps_early(tables) and self._snapshot.take(tables.pending.arrived)
+            with self._rolled_back_on_error(early):
                 if early:
                     self._advance()
-                found = self._find(sums)
+                verdict = self._wait(tables)
             self.taken += early
-            if early and found.amends:
-                self._undo.back()
+            if early and verdict.amends:
+                self._snapshot.restore()
                 self.rolled_back += 1
-            self._undo.forget()
-            if found.amends:
-                found = self._amend(gradients, found)
-            if not found.overflow and (found.amends or not early):
+            self._snapshot.forget()
+            if verdict.amends:
+                verdict = self._amend(gradients, verdict)
+            if not verdict.overflow and (verdict.amends or not early):
                 self._advance()
-            self._tell_scaler(found.overflow, gradients.device)
-        return found.norm
+            self._tell_scaler(verdict.overflow, gradients.device)
+        return verdict.norm
 
     # ------------------------------------------------------------------------------------------------ inside
 
     @torch.no_grad()
-    def _begin(self, gradients: norms.Gradients) -> _Sums:
-        """Unscale the gradients and begin to add up the norms."""
+    def _begin(self, gradients: norms.Gradients) -> _NormTables:
+        """Unscale the gradients and start the all-reduce of the norms."""
         scaler = self._scales
         overflow = scaler is not None and bool(norms.overflow(gradients))
         if scaler is not None:
             for optimizer in self._optimizers:
                 scaler.unscale_(optimizer)
-        table = norms.own_norms(replace(gradients, places=gradients.places + 1), self._norm_type)
+        table = norms.own_norms(replace(gradients, positions=gradients.positions + 1), self._norm_type)
         table[0, -1] = overflow
-        return _Sums(table.clone(), norms.gather_(table, self._norm_type, gradients.group))
+        return _NormTables(table.clone(), norms.all_reduce_(table, self._norm_type, gradients.group))
 
-    def _goes_ahead(self, sums: _Sums) -> bool:
-        """Whether this rank has a reason to step before it knows: it would have to wait, and sees nothing wrong itself."""
-        if sums.coming.arrived() or not self._optimizers or any(map(has_step_hooks, self._optimizers)):
+    def _steps_early(self, tables: _NormTables) -> bool:
+        """Step early only if the all-reduce is pending and this rank's own gradients need no clipping and have no overflow."""
+        if tables.pending.arrived() or not self._optimizers or any(map(has_step_hooks, self._optimizers)):
             return False
-        return not self._judge(sums.own, norms.total_of(sums.own, self._norm_type)).amends
+        return not self._judge(tables.own, norms.total_of(tables.own, self._norm_type)).amends
 
-    def _find(self, sums: _Sums) -> _Found:
-        """Wait for the sum."""
-        norm = sums.coming.total()
-        return self._judge(sums.coming.table, norm)
+    def _wait(self, tables: _NormTables) -> _Verdict:
+        """Wait for the all-reduce; the verdict on the norms of all ranks."""
+        norm = tables.pending.total()
+        return self._judge(tables.pending.table, norm)
 
-    def _judge(self, table: torch.Tensor, norm: torch.Tensor) -> _Found:
+    def _judge(self, table: torch.Tensor, norm: torch.Tensor) -> _Verdict:
         overflow = bool(table[0, -1] > 0)
-        return _Found(norm, overflow, overflow or norms.clips(self._max_norm, norm))
+        return _Verdict(norm, overflow, overflow or norms.clips(self._max_norm, norm))
 
     def _advance(self) -> None:
         for optimizer in self._optimizers:
             optimizer.step()
 
     @contextlib.contextmanager
-    def _taken_back_on_error(self, early: bool) -> Iterator[None]:
+    def _rolled_back_on_error(self, early: bool) -> Iterator[None]:
         try:
             yield
         except BaseException:
             if early:
-                self._undo.back()
+                self._snapshot.restore()
             raise
 
     @torch.no_grad()
-    def _amend(self, gradients: norms.Gradients, found: _Found) -> _Found:
-        """Change the gradients as the synchronous step does, which marks an overflow before it takes the norm."""
-        norm = found.norm
-        if found.overflow:
+    def _amend(self, gradients: norms.Gradients, verdict: _Verdict) -> _Verdict:
+        """Change the gradients as the synchronous step does: mark an overflow, take the norm, clip."""
+        norm = verdict.norm
+        if verdict.overflow:
             norms.mark_overflow_(gradients, torch.ones((), device=gradients.device))
             norm = norms.total_norm(gradients, self._norm_type)
         norms.clip_(gradients, self._max_norm, norm)
-        return _Found(norm, found.overflow, amends=True)
+        return _Verdict(norm, verdict.overflow, amends=True)
 
     @property
     def _scales(self) -> GradScaler | None:
         return self.scaler if self.scaler is not None and self.scaler.is_enabled() else None
 
     def _tell_scaler(self, overflow: bool, device: torch.device) -> None:
-        """Let the scaler's `update` hear of any rank's overflow: from one more optimizer, over a number of its own."""
+        """Report an overflow of any rank to the scaler's `update`: unscale one number of an optimizer made for this."""
         scaler = self._scales
         if scaler is None:
             return
@@ -186,7 +188,7 @@ class PostValidation:
 
 
 def _check(optimizer: object) -> None:
-    """Refuse what cannot step, or whose step cannot be taken back."""
+    """Raise `GraphPPError` if the optimizer cannot step here, or its step cannot be rolled back."""
     if not isinstance(optimizer, Optimizer):
         raise GraphPPError(f"PostValidation needs torch optimizers, got {type(optimizer).__name__}")
     if getattr(optimizer, "process_group", None) is not None:

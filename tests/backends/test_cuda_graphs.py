@@ -21,7 +21,7 @@ from graphpp.passes.graph.cuda_graph_obstacles import obstacle
 from graphpp.runtime.gradients.gradient_sink import ReturningSink
 from graphpp.runtime.program import Constant, Gradient, Input, Loss, Parameter, Phase, Program, RandomKey, Saved, Sent
 from tests.movers import CopyingMover, moving_by
-from tests.runtime.test_offload import ALL
+from tests.runtime.test_offloader import ALL
 from tests.training import capturing_once, differences, eager, train
 
 Results = Sequence[Any]

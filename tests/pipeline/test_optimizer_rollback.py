@@ -118,23 +118,23 @@ def trained(make: Make, steps: int) -> tuple[list[nn.Parameter], optim.Optimizer
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_a_step_is_taken_back(name: str, steps: int) -> None:
     params, optimizer = trained(OPTIMIZERS[name], steps)
-    before, undo = everything(optimizer, params), OptimizerSnapshot([optimizer])
-    assert undo.keep()
+    before, snapshot = everything(optimizer, params), OptimizerSnapshot([optimizer])
+    assert snapshot.take()
     optimizer.step()
     assert everything(optimizer, params) != before
-    undo.back()
+    snapshot.restore()
     assert everything(optimizer, params) == before
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_steps_that_were_taken_back_change_nothing_later(name: str) -> None:
     params, optimizer = trained(OPTIMIZERS[name], 0)
-    undo = OptimizerSnapshot([optimizer])
+    snapshot = OptimizerSnapshot([optimizer])
     for seed in range(4):
         gradients(params, seed)
-        undo.keep()
+        snapshot.take()
         optimizer.step()
-        undo.back()
+        snapshot.restore()
         optimizer.step()
     twins = parameters()
     twin = OPTIMIZERS[name](twins)
@@ -148,33 +148,33 @@ def test_nan_and_signed_zero_come_back() -> None:
     p = nn.Parameter(torch.tensor([float("nan"), -0.0, 0.0, float("inf"), 1e-45]))
     optimizer = optim.SGD([p], lr=1.0)
     p.grad = torch.ones_like(p)
-    before, undo = bits(p), OptimizerSnapshot([optimizer])
-    undo.keep()
+    before, snapshot = bits(p), OptimizerSnapshot([optimizer])
+    snapshot.take()
     optimizer.step()
-    undo.back()
+    snapshot.restore()
     assert bits(p) == before
 
 
 def test_copies_are_used_again() -> None:
     _params, optimizer = trained(OPTIMIZERS["AdamW"], 1)
-    undo = OptimizerSnapshot([optimizer])
-    undo.keep()
-    copies = [copy.data_ptr() for copy in undo._copies]
+    snapshot = OptimizerSnapshot([optimizer])
+    snapshot.take()
+    copies = [copy.data_ptr() for copy in snapshot._copies]
     optimizer.step()
-    undo.keep()
-    assert [copy.data_ptr() for copy in undo._copies] == copies
+    snapshot.take()
+    assert [copy.data_ptr() for copy in snapshot._copies] == copies
 
 
 def test_copying_ends_when_there_is_no_need() -> None:
     _, optimizer = trained(OPTIMIZERS["AdamW"], 1)
-    undo, calls = OptimizerSnapshot([optimizer]), iter([False, False, True])
-    assert not undo.keep(lambda: next(calls))
-    assert len(undo._copies) == 2
-    assert not undo.keep(lambda: True)
+    snapshot, calls = OptimizerSnapshot([optimizer]), iter([False, False, True])
+    assert not snapshot.take(lambda: next(calls))
+    assert len(snapshot._copies) == 2
+    assert not snapshot.take(lambda: True)
     before = bits(optimizer.state_dict())
     optimizer.step()
     after = bits(optimizer.state_dict())
-    undo.back()  # to nothing
+    snapshot.restore()  # to nothing
     assert before != after == bits(optimizer.state_dict())
 
 
@@ -183,4 +183,4 @@ def test_state_that_cannot_be_copied_is_refused() -> None:
     with pytest.raises(GraphPPError, match=r"state\['all'\]\['what'\] holds a object, and a step"):
         OptimizerSnapshot([optimizer]).check()
     with pytest.raises(GraphPPError, match="cannot be taken back"):
-        OptimizerSnapshot([optimizer]).keep()
+        OptimizerSnapshot([optimizer]).take()

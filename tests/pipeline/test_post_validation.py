@@ -67,7 +67,7 @@ class Way(NamedTuple):
 def timing(name: str) -> Iterator[None]:
     """The norm is said to be there never, or always, before it is asked for; or when it is."""
     says = {"late": False, "early": True}
-    with patch.object(norms.Gathering, "arrived", lambda self: says[name]) if name in says else nullcontext():
+    with patch.object(norms.PendingNorms, "arrived", lambda self: says[name]) if name in says else nullcontext():
         yield
 
 
@@ -247,11 +247,11 @@ def test_a_step_that_cannot_be_checked_is_taken_back() -> None:
     before = bits(list(pipe.parameters()))
     steps: list[Any] = []
 
-    def lost(self: norms.Gathering) -> Tensor:
+    def lost(self: norms.PendingNorms) -> Tensor:
         steps.append(bits(list(pipe.parameters())))
         raise RuntimeError("connection closed")
 
-    with timing("late"), patch.object(norms.Gathering, "total", lost), pytest.raises(RuntimeError, match="closed"):
+    with timing("late"), patch.object(norms.PendingNorms, "total", lost), pytest.raises(RuntimeError, match="closed"):
         validation.step()
     assert steps[0] != before
     assert bits(list(pipe.parameters())) == before
