@@ -35,7 +35,7 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, ScheduleInterleaved1F1B
 
 import graphpp
-from graphpp.parallel.place import Device
+from graphpp.parallel.place import RankPlace
 from graphpp.runtime.action_loop import ActionLoop
 from graphpp.runtime.model_state import ModelState
 from graphpp.runtime.runner import GraphPPRunner
@@ -78,7 +78,7 @@ def options() -> argparse.Namespace:
 
 def contenders(table: Schedule, device: torch.device) -> dict[str, Step]:
     """The contenders, in the order of the head of this file."""
-    runner = GraphPPRunner(empty_program(), table, ModelState(nn.Module()), Device(device, dist.group.WORLD))
+    runner = GraphPPRunner(empty_program(), table, ModelState(nn.Module()), RankPlace(device, dist.group.WORLD))
     inputs = [{"args[0]": torch.ones(1, device=device)}] * table.microbatches
     seeds = [torch.ones((), device=device)] * table.microbatches
     row = [(action, idle) for action in table.table[RANK] if action is not None]
@@ -121,7 +121,7 @@ def compiled_step(microbatches: int, device: torch.device) -> Step:
         split=[str(stage) for stage in range(1, STAGES)],
         schedule="Interleaved1F1B",
         microbatches=microbatches,
-        device=device,
+        parallel=graphpp.Parallel(device=device),
     )
     return lambda: pipe.step(x, target=x)
 

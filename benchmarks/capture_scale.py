@@ -69,7 +69,12 @@ def measure(layers: int, stages: int, length: int) -> dict[str, Any]:
     start, began, clock = resident_bytes(), time.perf_counter(), Clock()
     listen(clock)
     graphpp.compile(
-        model, loss, example=graphpp.Microbatch((tokens,), target=tokens), split=split, schedule="1F1B", device="cpu"
+        model,
+        loss,
+        example=graphpp.Microbatch((tokens,), target=tokens),
+        split=split,
+        schedule="1F1B",
+        parallel=graphpp.Parallel(device="cpu"),
     )
     wall = time.perf_counter() - began
     clock.note("rest")

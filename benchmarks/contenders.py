@@ -111,9 +111,9 @@ def pipeline(case: Case, device: torch.device, backend: str = "eager", recompute
         split=[f"layers.{layer}" for layer in case.cuts[1:-1]],
         schedule=case.schedule,
         microbatches=case.microbatches,
-        device=device,
+        memory=recompute,
         backend=backend,
-        recompute=recompute,
+        parallel=graphpp.Parallel(device=device),
     )
 
 

@@ -130,7 +130,7 @@ def graphpp_step(case: Case, device: torch.device, **chosen: Any) -> Step:
         split=[f"layers.{layer}" for layer in case.cuts[1:-1]],
         schedule="Interleaved1F1B",
         microbatches=case.microbatches,
-        device=device,
+        parallel=graphpp.Parallel(device=device),
         **chosen,
     )
     return Step(list(pipe.parameters()), lambda: pipe.step(tokens, target=targets).losses)
@@ -190,10 +190,11 @@ def compiled_step(case: Case, device: torch.device, option: argparse.Namespace) 
 def steps_of(case: Case, option: argparse.Namespace, device: torch.device) -> dict[str, Step]:
     """All contenders by name."""
     backend = {} if option.backend == "eager" else {"backend": option.backend}
-    away = {} if option.offload is None else {"offload": option.offload}
+    away = {} if option.offload is None else {"memory": graphpp.Memory(offload=option.offload)}
     steps = {"graphpp": graphpp_step(case, device, **backend, **away)}
     if option.cudagraphs:
-        steps["graphpp, graphs"] = graphpp_step(case, device, **backend, **away, cudagraphs=True)
+        kind = graphpp.Eager if option.backend == "eager" else graphpp.Inductor
+        steps["graphpp, graphs"] = graphpp_step(case, device, backend=kind(cudagraphs=True), **away)
     return {**steps, "torch": torch_step(case, device), "torch.compile": compiled_step(case, device, option)}
 
 

@@ -127,7 +127,7 @@ def piped(subject: Subject, option: argparse.Namespace, device: torch.device) ->
         example=graphpp.Microbatch(*batch.microbatches(option.microbatches)[0]),
         split=subject.split,
         microbatches=option.microbatches,
-        device=device,
+        parallel=graphpp.Parallel(device=device),
         backend=option.backend,
     )
     result = pipe.step(*batch.args, target=batch.target, **batch.kwargs)

@@ -137,7 +137,9 @@ def contender(name: str, option: argparse.Namespace, group: dist.ProcessGroup, o
     example = graphpp.Microbatch((x[: option.rows],), target=y[: option.rows])
     plan = combined(option.microbatches, name != "sequence")
     with patch("graphpp.compiler.overlap.weave", concatenated) if name == "concatenated" else nullcontext():
-        pipe = graphpp.compile(model, F.cross_entropy, example=example, schedule=plan, group=own, op_costs=costs)
+        pipe = graphpp.compile(
+            model, F.cross_entropy, example=example, schedule=plan, parallel=graphpp.Parallel(op_costs=costs), mesh=own
+        )
         pipe.step(x, target=y)
     return Run(lambda: pipe.step(x, target=y).losses, model, pipe)
 

@@ -72,7 +72,9 @@ class Bench:
         tokens = torch.randint(256, (8, 65), generator=torch.Generator().manual_seed(1)).to(device)
         batch = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
         cuts = [f"layers.{stage * 8 // RANKS}" for stage in range(1, RANKS)]
-        pipe = graphpp.compile(model, loss, split=cuts or None, schedule="1F1B", microbatches=8, device=device)
+        pipe = graphpp.compile(
+            model, loss, split=cuts or None, schedule="1F1B", microbatches=8, parallel=graphpp.Parallel(device=device)
+        )
         pipe.step(batch[0], target=batch[1])
         return cls(pipe, batch, [p.grad.clone() for p in pipe.parameters() if p.grad is not None])
 

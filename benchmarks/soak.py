@@ -86,7 +86,7 @@ def soak(steps: int, every: int, device: torch.device) -> list[Note]:
         split=RANKS,
         schedule="1F1B",
         microbatches=MICROBATCHES,
-        device=device,
+        parallel=graphpp.Parallel(device=device),
     )
     optimizer = torch.optim.SGD(pipe.parameters(), lr=0.01, momentum=0.9)
     generator = torch.Generator().manual_seed(1)

@@ -96,7 +96,7 @@ def train_pipeline(option: argparse.Namespace, device: torch.device) -> Run:
         example=example(option),
         schedule=option.schedule,
         microbatches=option.microbatches,
-        device=device,
+        parallel=graphpp.Parallel(device=device),
         backend=option.backend,
     )
     optimizer = torch.optim.AdamW(pipe.parameters(), lr=option.lr)

@@ -5,8 +5,7 @@ result = pipe.step(tokens, target=labels)
 """
 
 from graphpp import schedules
-from graphpp.api import compile
-from graphpp.backends.inductor import Inductor
+from graphpp.api import compile, verify
 from graphpp.batch.microbatch import Microbatch, whole
 from graphpp.errors import (
     BatchError,
@@ -17,12 +16,17 @@ from graphpp.errors import (
     ScheduleError,
     SplitError,
 )
+from graphpp.options.backend import Custom, Eager, Inductor
+from graphpp.options.debug import Debug
+from graphpp.options.gradients import Gradients
+from graphpp.options.memory import Memory
+from graphpp.options.offload import Offload
+from graphpp.options.parallel import Parallel
 from graphpp.options.recompute import Recompute
 from graphpp.pipeline.pipeline import EvalResult, Pipeline, StepResult
 from graphpp.pipeline.post_validation import PostValidation
 from graphpp.pipeline.profile import Profile
 from graphpp.planner.megatron_layout import Layout
-from graphpp.planner.offload_policy import Offload
 from graphpp.planner.plan import Plan
 from graphpp.planner.resolve_split import split_points
 from graphpp.schedules.draw.pictures import chrome_trace, html, svg
@@ -33,7 +37,6 @@ from graphpp.schedules.simulate.timeline import Event, Timeline
 from graphpp.schedules.table.costs import Costs, StageCosts
 from graphpp.schedules.table.schedule import Schedule
 from graphpp.verification.report import Comparison, Difference, Parting, Verification
-from graphpp.verification.verify import verify
 
 __version__ = "0.1.0"
 __all__ = [
@@ -41,15 +44,21 @@ __all__ = [
     "CaptureError",
     "Comparison",
     "Costs",
+    "Custom",
+    "Debug",
     "Difference",
+    "Eager",
     "EvalResult",
     "Event",
+    "Gradients",
     "GraphPPError",
     "Inductor",
     "Layout",
+    "Memory",
     "Microbatch",
     "MismatchError",
     "Offload",
+    "Parallel",
     "Parting",
     "Pipeline",
     "Plan",

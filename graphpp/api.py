@@ -1,42 +1,37 @@
-"""`graphpp.compile`: from an unmodified model and a loss to a pipeline, with everything that can be checked checked."""
+"""`graphpp.compile` and `graphpp.verify`: read the options, find the place of this rank, agree with the other ranks."""
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
-from dataclasses import replace
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from graphpp.backends import inductor as backends
-from graphpp.batch.microbatch import Microbatch
-from graphpp.capture.check_arguments import (
-    check_given,
-    check_settings,
-    checked_cap,
-    checked_flag,
-    number_of_microbatches,
-)
+from graphpp.backends.compilers import compiler_of
+from graphpp.batch.microbatch import Microbatch, unwrapped
+from graphpp.capture.check_arguments import check_arguments
 from graphpp.capture.trace import LossFunction
-from graphpp.compiler import facts
-from graphpp.compiler.build import Settings
-from graphpp.options import recompute as recomputing
-from graphpp.options.gradients import Reduction
+from graphpp.errors import BatchError
+from graphpp.options.backend import BackendLike
+from graphpp.options.debug import DebugLike
+from graphpp.options.gradients import GradientsLike
+from graphpp.options.memory import MemoryLike
+from graphpp.options.options import Options
+from graphpp.options.parallel import ParallelLike, read_parallel
 from graphpp.options.split import Split
 from graphpp.parallel.agreement import Agreement, Facts
 from graphpp.parallel.failure import FailureBoard
-from graphpp.parallel.place import checked_replicas, place_of
-from graphpp.passes.graph.op_costs import Cost
+from graphpp.parallel.place import MeshLike, RankPlace, pipeline_ranks, place_of
 from graphpp.pipeline.pipeline import Pipeline
-from graphpp.planner import offload_policy as offloading
 from graphpp.runtime.model_state import tensor_lines
-from graphpp.schedules.generate.read import Source, read
+from graphpp.schedules.generate.read import Source
+from graphpp.verification.report import Verification
+from graphpp.verification.subject import SimulatedPlace, device_of, ranks_of, rotated
+from graphpp.verification.verify import verified
 
 
-def compile(  # noqa: PLR0913 - what a user may choose, all of it optional
+def compile(  # noqa: PLR0913 - the options of a pipeline, all of them optional
     model: nn.Module,
     loss: LossFunction | None = None,
     *,
@@ -44,133 +39,127 @@ def compile(  # noqa: PLR0913 - what a user may choose, all of it optional
     split: Split = None,
     schedule: Source = "auto",
     microbatches: int | None = None,
-    group: dist.ProcessGroup | None = None,
-    replicas: dist.ProcessGroup | None = None,
-    device: torch.device | str | None = None,
-    loss_reduction: Reduction = "mean",
-    accumulate_dtype: torch.dtype | None = None,
-    backend: backends.Given = "eager",
-    fused_accumulation: bool | None = None,
-    recompute: recomputing.Given = None,
-    memory_cap: int | Sequence[int] | None = None,
-    offload: offloading.Given = None,
-    cudagraphs: bool = False,
-    op_costs: Cost | None = None,
-    max_graphs: int = 16,
-    dump: str | os.PathLike[str] | None = None,
+    mesh: MeshLike = None,
+    parallel: ParallelLike = None,
+    backend: BackendLike = "eager",
+    memory: MemoryLike = None,
+    gradients: GradientsLike = None,
+    debug: DebugLike = None,
 ) -> Pipeline:
     """Compile `model` and `loss` into a pipeline-parallel training step. Called by every rank with the same arguments.
 
+    `docs/options.md` has each option with all its forms; `graphpp.Memory`, `Gradients`, `Parallel` and `Debug` group them.
+
     Args:
-        model: any module that `torch.export` can trace; it is not changed, and its forward never runs on data.
-        loss: `loss(output, target)` -> scalar, or (scalar, dict of numbers to report); None: the output's own `.loss`, as
+        model: any module that `torch.export` can trace. The model is not changed, and its forward never runs on data.
+        loss: `loss(output, target)` -> scalar, or (scalar, dict of numbers to report). None: the output's own `.loss`, as
             Hugging Face models return.
-        example: one microbatch, for its shapes; None: taken from the first step.
-        split: where stages start: FQNs, one list of FQNs per stage, a number of stages, `graphpp.split_points(...)`,
-            a `graphpp.Layout`; None: one stage per slot of the schedule, equal numbers of layers.
-        schedule: a name (`graphpp.schedules.SCHEDULES` has them), a CSV file in torch's format, a `Schedule`, rows of
-            action strings, or a function (ranks, stages, microbatches) -> table. "auto": a plain loop in one process, 1F1B
-            for one stage a rank, Interleaved1F1B for several.
-        microbatches: into how many parts `step` cuts a batch; None: the largest divisor of the batch up to 4 a rank.
-        group: the ranks of this pipeline; None: the world, initialised from torchrun's variables if nobody has;
-            without those: one process.
-        replicas: the ranks that hold this rank's stages in other pipelines and train on other data (data parallelism):
-            after each step their gradients are averaged, under every schedule; losses stay each pipeline's own.
-        device: where this rank runs; None: the model's own CUDA device, else CUDA by LOCAL_RANK where every local
-            rank has a GPU, else the CPU.
-        loss_reduction: "mean" or "sum" of the loss over microbatches; gradients follow.
-        accumulate_dtype: in what gradients of narrower parameters add up over the microbatches of a step, e.g.
-            torch.float32 for parameters in bfloat16; `param.grad` is rounded to its own dtype once, at the end. None: as
-            autograd adds, in the gradient's dtype.
-        backend: who runs a stage's operations: "eager" (torch's operators one by one, bit-equal to a plain loop); "inductor",
-            or a `graphpp.Inductor` with options (equal layers are compiled once, and kept in a cache folder for other ranks and
-            later runs; same numbers but for rounding); a function (fx.GraphModule, fake tensors) -> callable, as
-            torch.compile takes. What cannot be compiled runs eagerly, with a warning.
-        fused_accumulation: True: gradients of weights are added up by the multiplication that makes them, and others as soon
-            as they are made: no gradient is kept per microbatch, and no pass over it. Not bit-equal to a plain loop: the
-            sums are rounded otherwise, which in float32 changes a gradient by about 1e-6 of its largest element (1e-2 in
-            bfloat16, where sums of many microbatches should be wider: `accumulate_dtype`). False: bit-equal. None: True under
-            every backend but "eager".
-        recompute: what is computed again for the backward, not saved. None: only what costs next to nothing (views, casts,
-            pointwise operations, norms, look-ups of what is saved anyway). A number above 0 and up to 1: as much more, at the
-            least cost in time, as brings every stage to that fraction of the bytes it saves under None, or as close as it can
-            come. "selective": in the layers all but matrix products, convolutions, attention and collectives. "full": every
-            layer. FQNs of modules, a function of a graph's node, or a `graphpp.Recompute`. Bit-equal, dropout included. A
-            schedule whose `recomputed` is set says for which stages and microbatches; the free savings hold for all.
-        memory_cap: bytes of activations that may be alive on a rank in a step, one number or one per rank; a schedule that
-            would need more is refused before the first step. Counted from the graph: what waits for its backward, and what a
-            program has alive while it runs. Parameters, gradients and an operator's own workspace come on top.
-        offload: what of the saved values waits for its backward in the host's pinned memory: a fraction of the bytes that a
-            stage saves for a microbatch (the largest values first), True (all that is worth it), a function of a value's
-            `TensorMeta` that says which, or a `graphpp.Offload`; None: nothing. Values whose backward comes soon stay. The
-            plan shows what leaves; `memory_cap` does not count it while it is away. Same bits. On the CPU nothing moves.
-        cudagraphs: whether stage programs are recorded as CUDA graphs, in the third microbatch that they run, and replayed
-            from then on. Programs with collectives, random numbers or operations for which the host waits run without;
-            `Pipeline.cudagraphs` says for each why, and the log once. Saved values are copied out of and into graphs.
-        op_costs: what the operations of a graph take, in seconds, by which the parts of OVERLAP_F_B are woven: a function of
-            a graph's node, the same on all ranks of the model's process groups; None: `graphpp.passes.graph.op_costs.OpCosts`.
-        max_graphs: how many captured graphs are kept, one per shape of microbatch and mode; the least recently used goes.
-        dump: folder for dumps of graphs, plan and schedule; None: the variable GRAPHPP_DUMP, if set.
+        example: one microbatch, for its shapes. None: taken from the first step.
+        split: where stages start: FQNs, a list of FQNs per stage, a number of stages, `graphpp.split_points(...)`, a
+            `graphpp.Layout`. None: one stage per slot of the schedule, with equal numbers of layers.
+        schedule: a name, a CSV file in torch's format, a `Schedule`, rows of action strings, a function (ranks, stages,
+            microbatches) -> table. "auto": a plain loop in one process, 1F1B for one stage a rank, Interleaved1F1B for several.
+        microbatches: into how many microbatches `step` cuts a batch. None: the largest divisor of the batch up to 4 a rank.
+        mesh: a `DeviceMesh` with the dimensions `pp` and `dp_replicate` (data parallelism: after each step the gradients of
+            the replicas are averaged, losses stay each pipeline's own), or the process group of this pipeline's ranks.
+            None: the world, initialised from torchrun's variables if nobody has; without those variables one process.
+        parallel: a `graphpp.Parallel`, or the device of this rank.
+        backend: "eager" (bit-equal to a plain loop), "inductor", a `graphpp.Inductor` or `graphpp.Eager` with options, or a
+            function (fx.GraphModule, examples) -> callable, as `torch.compile(backend=)` takes it.
+        memory: a `graphpp.Memory` (recompute, offload, cap). A fraction, "full", "selective": its `recompute`.
+        gradients: a `graphpp.Gradients` (reduction, dtype, fused). "mean", "sum": its `reduction`.
+        debug: a `graphpp.Debug` (dump, max_graphs). A path: its `dump`.
 
     Raises:
-        CaptureError, SplitError, ScheduleError: what cannot be compiled, and why; `MismatchError` on every rank where
-            the ranks were given different things. All are `GraphPPError`. Nothing was changed then.
+        CaptureError, SplitError, ScheduleError, BatchError, GraphPPError: a model, loss or option that cannot be compiled; the
+            message names the option. `MismatchError` on every rank where ranks were given different arguments. All are
+            `GraphPPError`. Nothing was changed then.
     """
-    place = place_of(model, group, device)
+
+    place = place_of(model, mesh, read_parallel(parallel).device)
     agreement = Agreement(place.group, place.device)
 
-    def settings() -> Settings:
-        check_given(model, loss, example, loss_reduction)
-        check_settings(accumulate_dtype, max_graphs, fused_accumulation, op_costs)
-        table = read(schedule)
-        count = number_of_microbatches(microbatches, table)
-        usual = Settings(place, example, split, table, count, loss_reduction, accumulate_dtype, max_graphs)
-        chosen, several = recomputing.chosen(recompute), checked_replicas(replicas)
-        cap = checked_cap(memory_cap, place.ranks)
-        usual = replace(usual, fused_accumulation=fused_accumulation, offload=offloading.chosen(offload))
-        return replace(
-            usual,
-            recompute=chosen,
-            op_costs=op_costs,
-            backend=backends.chosen(backend),
-            replicas=several,
-            memory_cap=cap,
-            cudagraphs=checked_flag("cudagraphs", cudagraphs),
-            dump=_folder(dump),
-        )
+    def read_options() -> Options:
+        check_arguments(model, loss, example)
+        options = Options(split, schedule, microbatches, parallel, backend, memory, gradients, debug)
+        options.memory.caps(place.ranks)
+        compiler_of(options.backend)
+        return options
+
+    def given(options: Options) -> Facts:
+        return _given(model, loss, example, place, options)
 
     with FailureBoard(place.group, "compile").watching():
-        agreed = agreement.together(settings, lambda made: _facts(model, loss, made))
-    return Pipeline(model, loss, agreed, agreement)
+        options = agreement.together(read_options, given)
+    return Pipeline(model, loss, options, place, agreement, example)
 
 
-def _folder(dump: str | os.PathLike[str] | None) -> Path | None:
-    folder = dump if dump is not None else os.environ.get("GRAPHPP_DUMP")
-    return Path(folder) if folder else None
+def verify(  # noqa: PLR0913 - the options of `compile`, and two of its own
+    model: nn.Module,
+    loss: LossFunction | None = None,
+    example: Microbatch | Sequence[Microbatch] | None = None,
+    *,
+    split: Split = None,
+    schedule: Source = "auto",
+    microbatches: int | None = None,
+    mesh: MeshLike = None,
+    parallel: ParallelLike = None,
+    backend: BackendLike = "eager",
+    memory: MemoryLike = None,
+    gradients: GradientsLike = None,
+    debug: DebugLike = None,
+    ranks: int | None = None,
+    tolerance: float | None = None,
+) -> Verification:
+    """Run one step as stage programs, as the uncut joint graph and in plain eager, and report the first difference.
+
+    Runs in this process, on the model's device, and changes nothing of the model. Takes the memory of three gradients, and
+    of all values of a step where it has to look for a difference.
+
+    Args:
+        model, loss, split, schedule, parallel, backend, memory, gradients, debug: as for `graphpp.compile`.
+        example: one microbatch with data, of which the others are made by rotating its rows; or all of them in a list.
+        microbatches: how many. None: as many as the table or the list has, else one a rank, at least 2.
+        mesh: as for `graphpp.compile`; only the size of its dimension `pp` counts.
+        ranks: how many ranks the schedule is for. None: those of the mesh or the table, or as many as the
+            split asks for, else 2.
+        tolerance: the relative difference that counts as rounding. None: 1e-6 in float32, and as many units in the last
+            place of the coarsest floating dtype that the model computes in (bfloat16: 0.066). Values that a backend compiles,
+            or that a trace computes by other operators than eager, may then differ by ten times the measured rounding of
+            this step.
+
+    Raises:
+        The errors of `graphpp.compile`, and `GraphPPError` for a model without memory. A difference does not raise: see
+        `Verification.ok`, `Verification.raise_if_wrong()`, or print the result.
+    """
+    several = [example] if isinstance(example, Microbatch) else list(example or ())
+    if not several:
+        raise BatchError("verify needs example=: a graphpp.Microbatch with data, or a list of them")
+    for each in several:
+        check_arguments(model, loss, each)
+    options = Options(split, schedule, microbatches, parallel, backend, memory, gradients, debug)
+    compiler_of(options.backend)
+    count = ranks_of(ranks if ranks is not None else pipeline_ranks(mesh), options)
+    options.memory.caps(count)
+    wanted = options.microbatches or max(2, count)
+    batch = [unwrapped(each) for each in several] if len(several) > 1 else rotated(several[0], wanted)
+    place = SimulatedPlace(options.parallel.device or device_of(model), None, count=count)
+    return verified(model, loss, options, place, batch, tolerance)
 
 
-def _facts(model: nn.Module, loss: LossFunction | None, settings: Settings) -> Facts:
-    """What all ranks must have been given alike."""
+def _given(
+    model: nn.Module, loss: LossFunction | None, example: Microbatch | None, place: RankPlace, options: Options
+) -> Facts:
+    """The arguments that all ranks must have been given alike."""
+    replicas = "none" if place.replicas is None else f"{dist.get_world_size(place.replicas)} ranks"
     return Facts(
         {
             "the torch version": [torch.__version__],
-            "the type of the device": [settings.place.device.type],
+            "the type of the device": [place.device.type],
             "the model": tensor_lines(model),
             "loss=": ["none" if loss is None else "given"],
-            "example=": ["none" if settings.example is None else "given"],
-            "split=": [facts.spell_split(settings.split)],
-            "schedule=": facts.spell_schedule(settings.schedule),
-            "microbatches=": [str(settings.microbatches)],
-            "loss_reduction=": [settings.loss_reduction],
-            "accumulate_dtype=": [str(settings.accumulate_dtype)],
-            "fused_accumulation=": [str(settings.fused)],
-            "replicas=": ["none" if settings.replicas is None else f"{dist.get_world_size(settings.replicas)} ranks"],
-            "memory_cap=": [str(settings.memory_cap)],
-            "op_costs=": ["None" if settings.op_costs is None else "given"],
-            "backend=": [backends.spelled(settings.backend)],
-            "offload=": [offloading.spelled(settings.offload)],
-            "cudagraphs=": [str(settings.cudagraphs)],
-            "recompute=": [recomputing.spelled(settings.recompute)],
-            "max_graphs=": [str(settings.max_graphs)],
+            "example=": ["none" if example is None else "given"],
+            "the replicas of the mesh": [replicas],
+            **{f"{path}=": lines for path, lines in options.facts()},
         }
     )

@@ -73,7 +73,7 @@ class Graphs:
 
     def _tell(self, reasons: list[str]) -> None:
         if reasons and not self._told:
-            _LOG.warning("cudagraphs=True, but these run without a graph: %s", "; ".join(reasons))
+            _LOG.warning("backend: cudagraphs=True, but these run without a graph: %s", "; ".join(reasons))
         self._told = self._told or bool(reasons)
 
 

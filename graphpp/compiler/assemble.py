@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 
 import torch.distributed as dist
 
-from graphpp.backends.inductor import Inductor
+from graphpp.backends.compilers import compiler_of
 from graphpp.backends.record_programs import Graphs, capturer_for
 from graphpp.compiler.buffer_hazards import check_late_reads
 from graphpp.compiler.build import Built, Compiler
@@ -36,10 +36,13 @@ class Assembly:
 
     def __init__(self, compiler: Compiler, state: ModelState, agreement: Agreement) -> None:
         self._compiler, self._state, self._agreement = compiler, state, agreement
-        settings = compiler.settings
-        self._subgroups = Subgroups(settings.place.group)
-        self._programs = CompiledPrograms(settings.backend, settings.place.rank) if settings.backend is not None else None
-        self.graphs = Graphs(capturer_for(settings.place.device) if settings.cudagraphs else None)
+        self._options, self._place = compiler.options, compiler.place
+        self._region_compiler = compiler_of(self._options.backend)
+        self._subgroups = Subgroups(self._place.group)
+        self._programs = (
+            CompiledPrograms(self._region_compiler, self._place.rank) if self._region_compiler is not None else None
+        )
+        self.graphs = Graphs(capturer_for(self._place.device) if self._options.backend.cudagraphs else None)
 
     def keep_only(self, built: Sequence[Built]) -> None:
         """Forget what was compiled for other graphs."""
@@ -51,25 +54,24 @@ class Assembly:
     ) -> GraphPPRunner:
         """The runner of a call whose microbatches use these graphs; `owners` are the ranks of each parameter."""
         programs = self._agreement.together(lambda: self._cut(built, schedule), lambda _: Facts({}))
-        settings = self._compiler.settings
         programs = self._agreement.together(lambda: self._compiled(built, programs, schedule), lambda _: Facts({}))
         woven = self._agreement.together(lambda: self._woven(built, programs, schedule), lambda _: Facts({}))
-        local = [stage for stage, rank in schedule.rank_of_stage.items() if rank == settings.place.rank]
-        if settings.cudagraphs:
+        local = [stage for stage, rank in schedule.rank_of_stage.items() if rank == self._place.rank]
+        if self._options.backend.cudagraphs:
             sources = Sources.joined(each.sources for each in built)
             programs, woven = self.graphs.applied(programs, woven, local, sources)
         training = Phase.FORWARD in programs[0].stages[0].programs
         config = RunnerConfig(
             owners=owners,
             subgroups=self._subgroups,
-            sum_dtype=settings.accumulate_dtype,
+            sum_dtype=self._options.gradients.dtype,
             replicas=replicas,
-            kernel=settings.backend.products if isinstance(settings.backend, Inductor) else None,
+            kernel=self._region_compiler.products if self._region_compiler is not None else None,
             woven=woven,
             offload=self._compiler.offload_windows(built, schedule) if training else (),
-            mover=mover_for(settings.place.device),
+            mover=mover_for(self._place.device),
         )
-        return GraphPPRunner(programs, schedule, self._state, settings.place, config)
+        return GraphPPRunner(programs, schedule, self._state, self._place, config)
 
     def _cut(self, built: Sequence[Built], schedule: Schedule) -> list[PipelineProgram]:
         """The programs of each microbatch."""
@@ -83,7 +85,7 @@ class Assembly:
         """The programs, those of this rank's stages under the backend."""
         if self._programs is None:
             return list(programs)
-        rank = self._compiler.settings.place.rank
+        rank = self._place.rank
         local = [stage for stage, home in schedule.rank_of_stage.items() if home == rank]
         return self._programs.compile(list(zip(built, programs, strict=True)), local)
 
@@ -92,6 +94,6 @@ class Assembly:
     ) -> list[WovenProgram]:
         """This rank's woven programs. Raises `MismatchError` where another rank of a model's group would not run alike."""
         woven, collectives = self._compiler.overlaps(built, programs, schedule)
-        agree_on_collectives(collectives, self._compiler.settings.place.device)
-        check_apart(collectives, self._compiler.settings.replicas)
+        agree_on_collectives(collectives, self._place.device)
+        check_apart(collectives, self._place.replicas)
         return woven

@@ -10,32 +10,30 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import product
-from pathlib import Path
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
-from graphpp.backends.inductor import Custom, Inductor
-from graphpp.batch.cut_batch import batch_size
-from graphpp.batch.microbatch import Leaves, Microbatch
+from graphpp.batch.microbatch import Leaves
 from graphpp.capture import activation_checkpoints as checkpoints
 from graphpp.capture.outputs import check_output
 from graphpp.capture.trace import Captured, LossFunction, capture
 from graphpp.compiler import facts, overlap
 from graphpp.compiler.dump import Dump
 from graphpp.errors import BatchError, ScheduleError
-from graphpp.options.gradients import Reduction
+from graphpp.options.options import Options
 from graphpp.options.recompute import Recompute
-from graphpp.options.split import Call, Split
+from graphpp.options.split import Call
 from graphpp.parallel.agreement import Facts
-from graphpp.parallel.place import Device
+from graphpp.parallel.place import RankPlace
 from graphpp.passes.graph.joint_graph import JointGraph
-from graphpp.passes.graph.op_costs import Cost, OpCosts
+from graphpp.passes.graph.op_costs import OpCosts
 from graphpp.passes.lower import Choices, Hook, Passed, finish, lower
 from graphpp.passes.provenance import Sources
 from graphpp.passes.stage.outline_regions import with_regions
 from graphpp.planner import offload_policy as offload
+from graphpp.planner import recompute_policy as policy
+from graphpp.planner.counts import stages_of
 from graphpp.planner.layers import module_calls
 from graphpp.planner.plan import Plan
 from graphpp.planner.resolve_split import resolve
@@ -45,65 +43,12 @@ from graphpp.runtime.program import PipelineProgram, StageProgram, WovenProgram
 from graphpp.runtime.program_costs import costs_of_programs
 from graphpp.runtime.runner import ranks_of_parameters
 from graphpp.schedules.check.checker import check
-from graphpp.schedules.generate.read import Source, build, default_stages
+from graphpp.schedules.generate.read import build
 from graphpp.schedules.rewrite.add_send_recv import add_communication
 from graphpp.schedules.table.actions import Kind
 from graphpp.schedules.table.costs import Costs
 from graphpp.schedules.table.offload_window import OffloadWindow
 from graphpp.schedules.table.schedule import Schedule
-
-
-@dataclass(frozen=True)
-class Settings:
-    """What the caller of `graphpp.compile` chose; `place` is the device and group that were found."""
-
-    place: Device
-    example: Microbatch | None = None
-    split: Split = None
-    schedule: Source = "auto"
-    microbatches: int | None = None
-    loss_reduction: Reduction = "mean"
-    accumulate_dtype: torch.dtype | None = None
-    max_graphs: int = 16
-    recompute: Recompute | None = None
-    replicas: dist.ProcessGroup | None = None
-    memory_cap: int | tuple[int, ...] | None = None
-    offload: offload.Offload | None = None
-    cudagraphs: bool = False
-    op_costs: Cost | None = None
-    backend: Inductor | Custom | None = None
-    dump: Path | None = None
-    fused_accumulation: bool | None = None
-
-    @property
-    def fused(self) -> bool:
-        """Whether products are written into the sums of gradients: where it was asked for, else under any backend but eager."""
-        return self.backend is not None if self.fused_accumulation is None else self.fused_accumulation
-
-    @property
-    def usual_microbatches(self) -> int:
-        """The number given, or what would be chosen for a batch that divides by anything."""
-        return self.microbatches or (4 * self.place.ranks if self.place.ranks > 1 else 1)
-
-    def microbatches_for(self, batch: Microbatch) -> int:
-        """The number given; else 1 in one process; else the largest that batch and schedule admit, up to 4 per rank."""
-        if self.microbatches is not None or self.place.ranks == 1:
-            return self.usual_microbatches
-        size = batch_size(batch)
-        fitting = [count for count in range(self.usual_microbatches, 0, -1) if size % count == 0]
-        return next((count for count in fitting if self._admits(count)), fitting[0])
-
-    def _admits(self, microbatches: int) -> bool:
-        try:
-            build(self.schedule, self.place.ranks, self.stages, microbatches)
-        except ScheduleError:
-            return False
-        return True
-
-    @property
-    def stages(self) -> int:
-        """How many stages the schedule asks for where the split leaves it open."""
-        return default_stages(self.schedule, self.place.ranks)
 
 
 @dataclass(frozen=True)
@@ -162,17 +107,17 @@ class Compiler:
         self,
         model: nn.Module,
         loss: LossFunction | None,
-        settings: Settings,
+        options: Options,
+        place: RankPlace,
         watch: Hook = lambda passed: None,
     ) -> None:
         """`watch` sees the captured graph (as pass "capture") and the result of each pass, after the dump."""
-        self.model, self.loss, self.settings, self._watch = model, loss, settings, watch
+        self.model, self.loss, self.options, self.place, self._watch = model, loss, options, place, watch
         self._begins: list[list[str]] = []  # per stage after the first, what was called from its start on, in order
 
     def build(self, example: Leaves, microbatches: int, *, training: bool) -> Built:
         """Capture and compile for microbatches like `example`. Raises `CaptureError`, `SplitError`, `ScheduleError`."""
-        settings = self.settings
-        dump = Dump(settings.dump, settings.place.rank, "train" if training else "eval")
+        dump = Dump(self.options.debug.dump, self.place.rank, "train" if training else "eval")
         captured = dump.capture(lambda: self._capture(example, training))
         self._watch(Passed("capture", 0.0, captured.joint))
         starts = self._starts(module_calls(captured.joint))
@@ -183,7 +128,7 @@ class Compiler:
         compiled = lower(captured.joint, starts, hook, self._choices(captured.joint, usual))
         plan = Plan.of(captured.joint, compiled, schedule)
         built = Built(captured, compiled, plan, {usual: compiled}, sources, dump)
-        if training and settings.offload is not None:
+        if training and self.options.memory.offload is not None:
             built = replace(built, plan=replace(plan, offload_windows=self.offload_windows([built] * microbatches, schedule)))
         dump.plan(built.plan, _with_communication(schedule, training))
         return built
@@ -194,7 +139,7 @@ class Compiler:
         for built in {id(built): built for built in each}.values():
             _check_places(table, built)
             _check_buffer_order(table, built)
-        if self.settings.memory_cap is not None and training:
+        if self.options.memory.cap is not None and training:
             programs = [self.program(built, table, index) for index, built in enumerate(each)]
             self._check(table, [costs_of_programs(program) for program in programs], self.offload_windows(each, table))
         return _with_communication(table, training)
@@ -210,11 +155,12 @@ class Compiler:
 
     def offload_windows(self, built: Sequence[Built], schedule: Schedule) -> tuple[OffloadWindow, ...]:
         """The saved values of all ranks that leave their device for a while; `built` are the graphs of each microbatch."""
-        if self.settings.offload is None:
+        if self.options.memory.offload is None:
             return ()
         sources = Sources.joined(each.sources for each in built)
         programs = [self.program(each, schedule, index) for index, each in enumerate(built)]
-        return offload.offload_windows(self.settings.offload, schedule, programs, lambda item: sources.of(item).graph)
+        option = self.options.memory.offload
+        return offload.offload_windows(option, schedule, programs, lambda item: sources.of(item).graph)
 
     def overlaps(
         self, built: Sequence[Built], programs: Sequence[PipelineProgram], schedule: Schedule
@@ -223,10 +169,10 @@ class Compiler:
 
         `built` and `programs` are those of each microbatch.
         """
-        place = self.settings.place
+        place = self.place
         row = overlap.Row(schedule.table[place.rank], programs, Sources.joined(each.sources for each in built))
         dump = built[0].dump
-        cost = self.settings.op_costs or OpCosts.of(place.device.type)
+        cost = self.options.parallel.op_costs or OpCosts.of(place.device.type)
         made = overlap.woven(row, with_regions(cost), dump.woven if dump is not None else lambda *_: None)
         return [emitted for _, emitted in made.values()], overlap.collectives_of(row, made)
 
@@ -239,18 +185,17 @@ class Compiler:
         return built.finished[wanted]
 
     def _choices(self, joint: JointGraph, wanted: Wanted) -> Choices:
-        recompute = self.settings.recompute or Recompute()
-        region = recompute.region(module_calls(joint)) if wanted.recomputed and joint.training else None
-        savings = recompute.savings(region, self.settings.place.device.type, self.settings.op_costs)
-        whole = region if recompute.fraction is None else None  # a budget chooses single values, not whole layers
-        whole, chosen = checkpoints.joined(joint, whole, recompute.chosen)
-        # A compiler folds and fuses by itself; a CUDA graph would copy what is prepared into its own memory.
-        prepare = self.settings.backend is None and not self.settings.cudagraphs
-        return Choices(wanted.split_backward, recompute.rerun, whole, chosen, savings, self.settings.fused, prepare)
+        option = self.options.memory.recompute or Recompute()
+        region = policy.region_of(option, module_calls(joint)) if wanted.recomputed and joint.training else None
+        savings = policy.savings(option, region, self.place.device.type, self.options.parallel.op_costs)
+        whole = region if option.fraction is None else None  # a budget chooses single values, not whole layers
+        whole, chosen = checkpoints.joined(joint, whole, policy.may_recompute(option))
+        rerun, options = policy.may_repeat_in_weight_grad(option), self.options
+        return Choices(wanted.split_backward, rerun, whole, chosen, savings, options.fused, options.hoists)
 
     def _recomputed(self, schedule: Schedule) -> frozenset[tuple[int, int]]:
         """The (stage, microbatch) that recompute: those the schedule names, else all or none."""
-        if schedule.recomputed is not None or self.settings.recompute is None:
+        if schedule.recomputed is not None or self.options.memory.recompute is None:
             return schedule.recomputed or frozenset()
         return frozenset(product(range(schedule.stages), range(schedule.microbatches)))
 
@@ -264,9 +209,9 @@ class Compiler:
             end = max((call.end for call in calls), default=0)
             later = ((positions[fqn] for fqn in names if fqn in positions) for names in self._begins)
             return (0, *(next(found, end) for found in later))
-        stages = None if self.settings.split is not None else self.settings.stages
+        stages = None if self.options.split is not None else stages_of(self.options, self.place.ranks)
         known = [name for name, _ in self.model.named_modules()]
-        starts = resolve(self.settings.split, calls, stages, known)
+        starts = resolve(self.options.split, calls, stages, known)
         self._begins = [[call.fqn for call in calls if call.position >= start] for start in starts[1:]]
         return starts
 
@@ -274,13 +219,13 @@ class Compiler:
         """Captured as it would run in a plain loop, also where the caller has switched autograd off."""
         with torch.inference_mode(False), torch.enable_grad():
             captured = capture(
-                self.model, self.loss, example.microbatch(), self.settings.place.device, training=training
+                self.model, self.loss, example.microbatch(), self.place.device, training=training
             )
         check_output(captured)
         return captured
 
     def _table(self, stages: int, microbatches: int, *, training: bool) -> Schedule:
-        given, ranks = self.settings.schedule, self.settings.place.ranks
+        given, ranks = self.options.schedule, self.place.ranks
         if isinstance(given, Schedule) and given.microbatches != microbatches:
             raise ScheduleError(
                 f"the schedule {given.name!r} is for {given.microbatches} microbatches, this step has {microbatches}: "
@@ -298,7 +243,7 @@ class Compiler:
     def _check(self, table: Schedule, costs: Sequence[Costs], windows: Sequence[OffloadWindow]) -> None:
         """Raise where more is alive on a device than the caller allows."""
         ranks, stages, microbatches = table.ranks, table.stages, table.microbatches
-        cap, away = self.settings.memory_cap, windows if eviction_frees_memory(self.settings.place.device) else ()
+        cap, away = self.options.memory.caps(self.place.ranks), windows if eviction_frees_memory(self.place.device) else ()
         check(table, ranks=ranks, stages=stages, microbatches=microbatches, costs=costs, memory_cap=cap, offloaded=away)
 
 

@@ -17,7 +17,8 @@ from dataclasses import replace
 
 from torch import fx
 
-from graphpp.backends.inductor import Custom, Inductor, Regions
+from graphpp.backends.compilers import RegionCompiler
+from graphpp.backends.regions import Regions
 from graphpp.compiler.build import Built
 from graphpp.options.split import Call
 from graphpp.passes.graph.region import RegionCall
@@ -31,8 +32,8 @@ from graphpp.runtime.program import PipelineProgram, Program, StageProgram
 class CompiledPrograms:
     """The programs of a pipeline that have been compiled so far."""
 
-    def __init__(self, backend: Inductor | Custom, rank: int) -> None:
-        self._regions, self._rank = Regions(backend), rank
+    def __init__(self, compiler: RegionCompiler, rank: int) -> None:
+        self._regions, self._rank = Regions(compiler), rank
         self._made: dict[int, tuple[Program, Program, tuple[RegionCall, ...]]] = {}
         self._stages: dict[int, tuple[StageProgram, StageProgram]] = {}
 

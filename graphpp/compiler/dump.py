@@ -207,5 +207,5 @@ def _writing(path: Path) -> Iterator[Path]:
     except OSError as fault:
         raise GraphPPError(
             f"the dump cannot be written: {path}: {fault.strerror or fault}. "
-            "Give another folder with dump= or GRAPHPP_DUMP, or none."
+            "Give another folder with debug= or GRAPHPP_DUMP, or none."
         ) from fault

@@ -9,29 +9,11 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 
-from graphpp.options.split import Split
 from graphpp.parallel.agreement import Facts
 from graphpp.passes.graph.joint_graph import JointGraph
 from graphpp.runtime.model_state import ModelState, checksum
 from graphpp.runtime.program import Phase, PipelineProgram, StageProgram
-from graphpp.schedules.generate.read import Source
 from graphpp.schedules.table.schedule import Schedule
-
-
-def spell_schedule(schedule: Source) -> list[str]:
-    """A schedule as it was given."""
-    if isinstance(schedule, Schedule):
-        return str(schedule).splitlines()
-    return [
-        schedule
-        if isinstance(schedule, str)
-        else f"the function {getattr(schedule, '__qualname__', type(schedule).__name__)}"
-    ]
-
-
-def spell_split(split: Split) -> str:
-    """A split as it was given."""
-    return repr(split) if split is None or isinstance(split, int | Sequence) else f"a {type(split).__name__}"
 
 
 def of_built(joint: JointGraph, compiled: PipelineProgram, schedule: Schedule) -> Facts:

@@ -1,7 +1,65 @@
-"""TODO contract."""
+"""`gradients=`: how losses and gradients add up over the microbatches of a step."""
 
 from __future__ import annotations
 
-from typing import Literal
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+import torch
+
+from graphpp.errors import GraphPPError
+from graphpp.options.option import Group, Option, group_reader
 
 Reduction = Literal["mean", "sum"]
+
+
+def _read_reduction(form: object) -> Reduction:
+    if form != "mean" and form != "sum":
+        raise GraphPPError(f"take 'mean' or 'sum', got {form!r}")
+    return form
+
+
+def _read_dtype(form: object) -> torch.dtype | None:
+    if form is None or (isinstance(form, torch.dtype) and form.is_floating_point and form.itemsize > 1):
+        return form
+    raise GraphPPError(f"take a floating torch.dtype of 16 bits or more, or None, got {form!r}")
+
+
+def _read_fused(form: object) -> bool | None:
+    if form is not None and not isinstance(form, bool):
+        raise GraphPPError(f"take True, False or None, got {form!r}")
+    return form
+
+
+@dataclass(frozen=True)
+class Gradients(Group):
+    """How losses and gradients add up over the microbatches of a step. Raises `GraphPPError` for values of other types."""
+
+    prefix: ClassVar[str] = "gradients"
+
+    reduction: Option[Reduction, Reduction] = Option(
+        "mean",
+        read=_read_reduction,
+        takes='"mean", "sum"',
+        about="The loss of a step is the mean or the sum over the microbatches; gradients follow.",
+    )
+    dtype: Option[torch.dtype | None, torch.dtype | None] = Option(
+        None,
+        read=_read_dtype,
+        takes="a floating dtype of 16 bits or more",
+        about="The dtype in which gradients of narrower parameters add up over a step, e.g. `torch.float32` for bfloat16 "
+        "parameters; `param.grad` is rounded to its own dtype once, at the end. None: the gradient's own dtype, as "
+        "autograd adds.",
+    )
+    fused: Option[bool | None, bool | None] = Option(
+        None,
+        read=_read_fused,
+        takes="True, False",
+        about="True: the matrix product that makes a weight's gradient adds it into the sum, so no gradient is kept per "
+        "microbatch. Sums are rounded otherwise: about 1e-6 of a gradient's largest element in float32, 1e-2 in bfloat16. "
+        'False: bit-equal to a plain loop. None: True under every backend but "eager".',
+    )
+
+
+GradientsLike = Gradients | Reduction | None
+read_gradients = group_reader(Gradients, "reduction", lambda form: isinstance(form, str))

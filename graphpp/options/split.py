@@ -1,4 +1,7 @@
-"""TODO contract."""
+"""`split=`: the forms that say where stages start, and the module calls among which they choose.
+
+Contract: the option is data. `planner/resolve_split.py` finds the first operation of each stage.
+"""
 
 from __future__ import annotations
 
@@ -32,3 +35,8 @@ class Splitter(Protocol):
 
 
 Split: TypeAlias = SupportsIndex | Sequence[str] | Sequence[Sequence[str]] | Splitter | None
+
+
+def describe(split: Split) -> list[str]:
+    """The split as text that is the same on every rank."""
+    return [repr(split) if split is None or isinstance(split, int | Sequence) else f"a {type(split).__name__}"]

@@ -28,9 +28,10 @@ def check_apart(groups: Iterable[str], replicas: dist.ProcessGroup | None) -> No
         shared = sorted(others.intersection(dist.get_process_group_ranks(group_named(name))))
         if shared:
             raise GraphPPError(
-                f"the model exchanges values with rank {shared[0]} over its process group {name!r}, and replicas= would "
-                "average all gradients with that rank, also of parameters that are others there (experts). Leave replicas= "
-                "out, and average the gradients of those parameters that the ranks share yourself, after each step."
+                f"the model exchanges values with rank {shared[0]} over its process group {name!r}, and the dimension "
+                "dp_replicate of mesh= would average all gradients with that rank, also of parameters that are others there "
+                "(experts). Leave dp_replicate out, and average the gradients of those parameters that the ranks share "
+                "yourself, after each step."
             )
 
 

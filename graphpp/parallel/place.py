@@ -1,8 +1,11 @@
-"""Where a rank of a pipeline runs: its device, and its process groups.
+"""Where a rank of a pipeline stands: its device, the ranks of its pipeline, and the ranks that train its stages on other data.
 
-Contract: the device of `device=`, else the model's GPU, else torchrun's, else the CPU; the group of `group=`, else the world,
-which is initialised if torchrun's variables are there and nobody has. `GraphPPError` where a rank has no such device, or is in
-no such group.
+Contract
+    `mesh=` is a `DeviceMesh` with the dimensions `pp` (the ranks of a pipeline) and `dp_replicate` (data parallelism), a
+    process group of the pipeline's ranks, or None: the world, which is initialised if torchrun's variables are set and
+    nobody has.
+    The device is `parallel.device`, else the mesh's type, else the model's GPU, else torchrun's local rank, else the CPU.
+    `GraphPPError` where a rank has no such device, is not in the mesh or group, or where the mesh has other dimensions.
 """
 
 from __future__ import annotations
@@ -13,38 +16,100 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from graphpp.errors import GraphPPError
 
+MeshLike = DeviceMesh | dist.ProcessGroup | None
 
-def place_of(model: object, group: dist.ProcessGroup | None, device: torch.device | str | None) -> Device:
-    """The device and group of this rank."""
-    if group is not None and not _is_member(group):
-        raise GraphPPError(f"rank {dist.get_rank()} is not in the group: call compile on the ranks of its group only")
+_PIPELINE, _REPLICAS = "pp", "dp_replicate"
+_PLANNED = ("dp_shard", "cp", "tp", "ep")
+
+
+@dataclass(frozen=True)
+class RankPlace:
+    """Where this rank stands: its device, its pipeline's process group (None: one process), its replicas (None: none)."""
+
+    device: torch.device
+    group: dist.ProcessGroup | None
+    replicas: dist.ProcessGroup | None = None
+
+    @property
+    def rank(self) -> int:
+        """This process's rank within the pipeline."""
+        return dist.get_rank(self.group) if self.group is not None else 0
+
+    @property
+    def ranks(self) -> int:
+        """Ranks in the pipeline."""
+        return dist.get_world_size(self.group) if self.group is not None else 1
+
+
+def place_of(model: object, mesh: MeshLike, device: torch.device | None) -> RankPlace:
+    """The place of this rank. Raises `GraphPPError`."""
+    if isinstance(mesh, DeviceMesh):
+        return _in_mesh(model, mesh, device)
+    _check_group(mesh)
+    if mesh is not None and dist.get_rank(mesh) < 0:
+        raise GraphPPError(f"mesh: rank {dist.get_rank()} is not in the group: call compile on the ranks of its group only")
+    found = _device(model, device)
+    return RankPlace(found, mesh if mesh is not None else _world(found))
+
+
+def _check_group(mesh: object) -> None:
+    """Raise where `mesh` is no process group; torch gives ranks outside of a new group a number in its place."""
+    if mesh is not None and mesh == dist.GroupMember.NON_GROUP_MEMBER:
+        raise GraphPPError(f"mesh: rank {dist.get_rank()} is not in the group: call compile on the ranks of its group only")
+    if mesh is not None and not isinstance(mesh, dist.ProcessGroup):
+        raise GraphPPError(f"mesh: take a DeviceMesh, a ProcessGroup, or None, got {type(mesh).__name__}")
+
+
+def pipeline_ranks(mesh: MeshLike) -> int | None:
+    """The number of ranks of a pipeline; None: `mesh` does not say."""
+    if isinstance(mesh, DeviceMesh):
+        names = _names(mesh)
+        return mesh.size(names.index(_PIPELINE)) if _PIPELINE in names else 1
+    return None if mesh is None else dist.get_world_size(mesh)
+
+
+def _in_mesh(model: object, mesh: DeviceMesh, device: torch.device | None) -> RankPlace:
+    names = _names(mesh)
+    if mesh.get_coordinate() is None:
+        raise GraphPPError(f"mesh: rank {dist.get_rank()} is not in the mesh: call compile on the ranks of the mesh only")
+    found = _device(model, device, mesh.device_type)
+    if found.type != mesh.device_type:
+        raise GraphPPError(
+            f"mesh: its ranks exchange tensors on {mesh.device_type}, but this rank runs on {found}: make the mesh for "
+            f"{found.type}, or give parallel=graphpp.Parallel(device=...)"
+        )
+    groups = {name: mesh.get_group(name) for name in names}
+    return RankPlace(found, groups.get(_PIPELINE), groups.get(_REPLICAS))
+
+
+def _names(mesh: DeviceMesh) -> tuple[str, ...]:
+    """The mesh's dimensions, if graphpp knows them all."""
+    if not mesh.mesh_dim_names:
+        raise GraphPPError(f"mesh: its dimensions have no names: give mesh_dim_names=({_PIPELINE!r},) to init_device_mesh")
+    for name in mesh.mesh_dim_names:
+        if name in _PLANNED:
+            raise GraphPPError(f"mesh: the dimension {name!r} is not there yet; there are {_PIPELINE!r} and {_REPLICAS!r}")
+        if name not in (_PIPELINE, _REPLICAS):
+            raise GraphPPError(f"mesh: unknown dimension {name!r}; there are {_PIPELINE!r} and {_REPLICAS!r}")
+    return tuple(mesh.mesh_dim_names)
+
+
+def _device(model: object, device: torch.device | None, type_of_mesh: str | None = None) -> torch.device:
+    """The device of this rank, with its number. Raises `GraphPPError` where the machine has none such."""
+    wanted = device if device is not None else _default_device(model, type_of_mesh)
     try:
-        chosen = _usable(torch.device(device) if device is not None else _default_device(model))
+        return _usable(wanted)
     except (RuntimeError, AssertionError) as error:
         first = str(error).partition("\n")[0]
-        raise GraphPPError(f"device={str(device)!r} cannot be used on this machine: {first}") from error
-    return Device(chosen, group if group is not None else _world(chosen))
-
-
-def checked_replicas(group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
-    """The ranks that train the same stages on other data, if this rank is one of them."""
-    if group is not None and not _is_member(group):
-        raise GraphPPError(
-            f"rank {dist.get_rank()} is not in the group replicas=: give each rank the one with which it averages gradients"
-        )
-    return group
-
-
-def _is_member(group: object) -> bool:
-    """Whether this rank is in a group; torch gives ranks outside of it a number in its place."""
-    return isinstance(group, dist.ProcessGroup) and dist.get_rank(group) >= 0
+        raise GraphPPError(f"parallel.device: {str(wanted)!r} cannot be used on this machine: {first}") from error
 
 
 def _usable(device: torch.device) -> torch.device:
-    """The device with its number, made the current one; raises what torch raises where there is none."""
+    """The device with its number, made the current one; raises torch's error where there is none."""
     torch.empty(0, device=device)
     if device.type == "cuda":
         device = torch.device("cuda", torch.cuda.current_device()) if device.index is None else device
@@ -52,7 +117,9 @@ def _usable(device: torch.device) -> torch.device:
     return device
 
 
-def _default_device(model: object) -> torch.device:
+def _default_device(model: object, type_of_mesh: str | None) -> torch.device:
+    if type_of_mesh == "cpu":
+        return torch.device("cpu")
     first = next(model.parameters(), None) if isinstance(model, nn.Module) else None
     if first is not None and first.device.type == "cuda":
         return first.device
@@ -71,21 +138,3 @@ def _world(device: torch.device) -> dist.ProcessGroup | None:
             return None
         dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
     return dist.group.WORLD
-
-
-@dataclass(frozen=True)
-class Device:
-    """Where a pipeline runs: the device and the process group (None: one process)."""
-
-    device: torch.device
-    group: dist.ProcessGroup | None
-
-    @property
-    def rank(self) -> int:
-        """This process's rank within the group."""
-        return dist.get_rank(self.group) if self.group is not None else 0
-
-    @property
-    def ranks(self) -> int:
-        """Ranks in the group."""
-        return dist.get_world_size(self.group) if self.group is not None else 1

@@ -111,7 +111,7 @@ class Library:
         self._modules = dict(compiler.model.named_modules())
         self._watched = fingerprint.modules_of(compiler.model, compiler.loss)
         self._structure = fingerprint.structure(self._watched)
-        limit = compiler.settings.max_graphs
+        limit = compiler.options.debug.max_graphs
         self._known: _Recent[Key, Key] = _Recent(limit)  # one object per key: comparing it with itself costs nothing
         self._facts: _Recent[tuple[Any, ...], Facts] = _Recent(limit)
         self._built: _Recent[Key, Built] = _Recent(limit)
@@ -137,7 +137,7 @@ class Library:
                 "the model was changed after graphpp.compile: a module was added, exchanged or removed, or parameters were "
                 "tied or untied. Change the model first, then compile it (again)."
             )
-        around = fingerprint.circumstances(self._watched, self._compiler.settings.place.device.type)
+        around = fingerprint.circumstances(self._watched, self._compiler.place.device.type)
         keys = {signature: self._key(training, signature, around) for signature in {part.signature for part in parts}}
         return Call(parts, training, tuple(keys[part.signature] for part in parts), weighting)
 
@@ -198,8 +198,9 @@ class Library:
         if dropped is not None and before is not None:
             _LOG.warning(
                 "the %d graphs that are kept at most are used up, so the one used longest ago was dropped. The latest was "
-                "captured because %s. Pad to a few shapes, pass numbers that change as tensors, or raise max_graphs=.",
-                self._compiler.settings.max_graphs,
+                "captured because %s. Pad to a few shapes, pass numbers that change as tensors, or raise "
+                "debug=graphpp.Debug(max_graphs=...).",
+                self._compiler.options.debug.max_graphs,
                 _what_changed(before, key),
             )
         return built
@@ -216,10 +217,10 @@ class Library:
             schedule = self._agreement.together(
                 lambda: self._schedule(built, call), lambda _: facts.of_copies(self._state, self._copies(built[0]))
             )
-            settings = self._compiler.settings
-            rank, device = settings.place.rank, settings.place.device
+            place = self._compiler.place
+            rank, device = place.rank, place.device
             self._state.move(set().union(*(each.parameters(rank) | each.buffers(rank) for each in built)), device)
-            runner = self._assembly.runner(built, schedule, settings.replicas, self.owners)
+            runner = self._assembly.runner(built, schedule, place.replicas, self.owners)
             alike = facts.of_replica(runner.program, schedule, rank)
             self._ready.keep(call.keys, Ready(built, runner, alike))
             self._forget_all_but(call.keys)
@@ -237,14 +238,14 @@ class Library:
         return replace(ready, runner=self._assembly.runner(ready.built, add_communication(table), None, self.owners))
 
     def _schedule(self, built: Sequence[Built], call: Call) -> Schedule:
-        rank = self._compiler.settings.place.rank
+        rank = self._compiler.place.rank
         for each in {id(each): each for each in built}.values():
             self._state.check_memory([*each.parameters(rank), *each.buffers(rank)])
         return self._compiler.schedule(built, training=call.training)
 
     def _copies(self, built: Built) -> list[str]:
         """This rank's parameters that other ranks hold as well."""
-        rank = self._compiler.settings.place.rank
+        rank = self._compiler.place.rank
         return [fqn for fqn, ranks in built.ranks_of_parameter.items() if len(ranks) > 1 and rank in ranks]
 
 

@@ -13,7 +13,7 @@ import atexit
 import contextlib
 import gc
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NoReturn
 
 import torch
@@ -25,17 +25,21 @@ from graphpp.batch.loss_weights import DeferredScaler, LossWeight, Weighting
 from graphpp.batch.microbatch import Leaves, Microbatch, unwrapped
 from graphpp.capture.outputs import averaged, merge_outputs
 from graphpp.capture.trace import LossFunction
-from graphpp.compiler.build import Built, Compiler, Settings
+from graphpp.compiler.build import Built, Compiler
 from graphpp.errors import BatchError, GraphPPError
+from graphpp.options.options import Options
 from graphpp.parallel.agreement import Agreement, Facts
 from graphpp.parallel.failure import FailureBoard
+from graphpp.parallel.place import RankPlace
 from graphpp.pipeline import grad_norm as norms
 from graphpp.pipeline.graph_cache import Call, Library, Ready
 from graphpp.pipeline.profile import Profile
 from graphpp.pipeline.profile_steps import Trials
+from graphpp.planner.counts import microbatches_for, usual_microbatches
 from graphpp.runtime.model_state import ModelState
 from graphpp.schedules.simulate.timeline import Timeline
 from graphpp.verification.report import Verification
+from graphpp.verification.verify import verified
 
 # A pipeline that nothing refers to any more is a cycle, and holds the process group, whose threads end when it is collected.
 # One of them that still lets go of a message while the interpreter shuts down ends the process with SIGABRT, its work done.
@@ -67,16 +71,25 @@ class EvalResult:
 class Pipeline:
     """A model cut into stages, ready to train; made by `graphpp.compile`, which documents the settings."""
 
-    def __init__(self, model: nn.Module, loss: LossFunction | None, settings: Settings, agreement: Agreement) -> None:
-        self._model, self._loss, self._settings, self._agreement = model, loss, settings, agreement
+    def __init__(
+        self,
+        model: nn.Module,
+        loss: LossFunction | None,
+        options: Options,
+        place: RankPlace,
+        agreement: Agreement,
+        example: Microbatch | None = None,
+    ) -> None:
+        self._model, self._loss, self._options, self._place = model, loss, options, place
+        self._agreement, self._example = agreement, example
         self._state = ModelState(model)
-        self._library = Library(Compiler(model, loss, settings), self._state, agreement)
+        self._library = Library(Compiler(model, loss, options, place), self._state, agreement)
         self._last: Ready | None = None
         self._broken = False
-        self._beside = Agreement(settings.replicas, settings.place.device)
-        self._board = FailureBoard(settings.place.group, agreement.shared_name())
-        if settings.example is not None:
-            self._build(settings.example)
+        self._beside = Agreement(place.replicas, place.device)
+        self._board = FailureBoard(place.group, agreement.shared_name())
+        if example is not None:
+            self._build(example)
 
     # ------------------------------------------------------------------------------------------------ running
 
@@ -133,17 +146,16 @@ class Pipeline:
 
         In one process only: a rank of several holds the current values of its own parameters alone.
         """
-        from graphpp.verification.verify import verified  # it stands on api, which stands on this file
-
-        if self._settings.place.ranks > 1:
+        if self._place.ranks > 1:
             raise GraphPPError(
                 "pipe.verify runs all stages in one process, and this rank holds only its own stages' parameters. Call "
-                f"graphpp.verify(model, loss, example, split=..., schedule=..., ranks={self._settings.place.ranks}) in one "
+                f"graphpp.verify(model, loss, example, split=..., schedule=..., ranks={self._place.ranks}) in one "
                 "process, before the job."
             )
         parts = self._with_targets(self._cut(Microbatch(args, kwargs, target)))
-        self._state.move([*self._state.parameters, *self._state.buffers], self._settings.place.device)
-        return verified(self._model, self._loss, self._settings, parts)
+        options = replace(self._options, debug=replace(self._options.debug, dump=None))  # the dump is the pipeline's own
+        self._state.move([*self._state.parameters, *self._state.buffers], self._place.device)
+        return verified(self._model, self._loss, options, self._place, parts)
 
     def profile(self, *args: Any, target: Any = None, repeat: int = 3, **kwargs: Any) -> Profile:
         """What a step over this batch costs: it is run `repeat` times, after once to warm up, and recorded on all ranks.
@@ -192,7 +204,7 @@ class Pipeline:
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """(FQN, parameter) of this rank's stages, in the model's order: the model's own objects."""
-        local = self._built().parameters(self._settings.place.rank)
+        local = self._built().parameters(self._place.rank)
         return self._state.named(local, among=self._state.parameters)  # type: ignore[return-value]
 
     def parameters(self) -> Iterator[nn.Parameter]:
@@ -201,7 +213,7 @@ class Pipeline:
 
     def named_buffers(self) -> Iterator[tuple[str, torch.Tensor]]:
         """(FQN, buffer) of this rank's stages, in the model's order."""
-        return self._state.named(self._built().buffers(self._settings.place.rank), among=self._state.buffers)
+        return self._state.named(self._built().buffers(self._place.rank), among=self._state.buffers)
 
     def state_dict(self) -> dict[str, Any]:
         """This rank's entries of the model's state dict, under the model's keys; all ranks' together are all of it."""
@@ -243,7 +255,7 @@ class Pipeline:
     def _build(self, example: Microbatch) -> None:
         with self._watched():
             call = self._alike(lambda: self._with_targets([unwrapped(example)]), training=True)
-            self._library.build(call, self._settings.usual_microbatches)
+            self._library.build(call, usual_microbatches(self._options, self._place.ranks))
 
     @contextlib.contextmanager
     def _watched(self) -> Iterator[None]:
@@ -267,7 +279,7 @@ class Pipeline:
 
         def call() -> Call:
             parts = make()
-            weighting = Weighting.of(self._settings.loss_reduction, loss_weight, scaler, len(parts))
+            weighting = Weighting.of(self._options.gradients.reduction, loss_weight, scaler, len(parts))
             return self._library.call(parts, weighting, training=training)
 
         def facts(made: Call) -> Facts:
@@ -299,7 +311,7 @@ class Pipeline:
 
     def _run(self, call: Call, under: Ready | None = None) -> Ready:
         """Run a call once, by its own runner or the one given; the runner has what came out."""
-        ready, place = under or self._library.ready(call), self._settings.place
+        ready, place = under or self._library.ready(call), self._place
         loss = ready.runner.program.loss
         seeds = call.weighting.seeds(len(call.parts), loss.dtype, place.device) if loss is not None else []
         self._broken = place.ranks > 1 or (call.training and self._beside.several)
@@ -310,7 +322,7 @@ class Pipeline:
         return ready
 
     def _cut(self, batch: Microbatch) -> list[Leaves]:
-        return cut(batch, self._settings.microbatches_for(batch), self._settings.example)
+        return cut(batch, microbatches_for(self._options, self._place.ranks, batch), self._example)
 
     def _with_targets(self, parts: list[Leaves]) -> list[Leaves]:
         """The parts, or `BatchError` where the loss lacks its target or a target lacks its loss."""
@@ -332,13 +344,13 @@ class Pipeline:
     def _gradients(self) -> norms.Gradients:
         """This rank's, at their places among the model's."""
         order = {fqn: index for index, fqn in enumerate(self._state.parameters)}
-        owners, place = self._built().ranks_of_parameter, self._settings.place
+        owners, place = self._built().ranks_of_parameter, self._place
         slots = [norms.OwnParameter(order[fqn], p, owners[fqn][0] == place.rank) for fqn, p in self.named_parameters()]
         return norms.Gradients(slots, len(order), place.group, place.device)
 
     def _local(self) -> set[str]:
         """FQNs of this rank's parameters and buffers."""
-        built, rank = self._built(), self._settings.place.rank
+        built, rank = self._built(), self._place.rank
         return built.parameters(rank) | built.buffers(rank)
 
 

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 from graphpp.parallel.agreement import has_gloo
-from graphpp.parallel.place import Device
+from graphpp.parallel.place import RankPlace
 from graphpp.runtime.program import Phase, PipelineProgram, TensorMeta
 from graphpp.runtime.program_costs import costs_of_stage
 from graphpp.runtime.recorder import Recorder
@@ -91,12 +91,12 @@ def profiled(own: Measured, others: Sequence[Measured] = ()) -> Profile:
 # ------------------------------------------------------------------------------------------------ all ranks' times
 
 
-def meet(place: Device) -> None:
+def meet(place: RankPlace) -> None:
     """Return when all ranks have come here."""
     gathered(torch.zeros(1), place)
 
 
-def gathered(mine: torch.Tensor, place: Device) -> list[torch.Tensor]:
+def gathered(mine: torch.Tensor, place: RankPlace) -> list[torch.Tensor]:
     """Every rank's tensor, of one shape, in order of rank, on the CPU."""
     if place.ranks == 1:
         return [mine]
@@ -107,7 +107,7 @@ def gathered(mine: torch.Tensor, place: Device) -> list[torch.Tensor]:
     return [each.cpu() for each in received]
 
 
-def clock_offsets(place: Device) -> list[float]:
+def clock_offsets(place: RankPlace) -> list[float]:
     """How far each rank's clock is ahead of rank 0's, in seconds."""
     ends = torch.zeros(_ROUNDS, dtype=torch.float64)
     for index in range(_ROUNDS):
@@ -117,7 +117,7 @@ def clock_offsets(place: Device) -> list[float]:
     return [float((each - everyone[0]).median()) for each in everyone]
 
 
-def timelines(measured: Measured, place: Device) -> list[Timeline]:
+def timelines(measured: Measured, place: RankPlace) -> list[Timeline]:
     """A timeline of all ranks for each recorded step; the earliest event of each starts at 0."""
     recorders, schedule, offsets = measured.recorders, measured.runner.schedule, clock_offsets(place)
     rows = [[action for action in row if action is not None] for row in schedule.table]
@@ -192,7 +192,9 @@ def _overlap_shares(run: Timeline, costs: Sequence[StageCosts]) -> Iterator[floa
                 yield (event.duration - sum(each.duration for each in within)) / apart
 
 
-def message_times(program: PipelineProgram, schedule: Schedule, place: Device) -> tuple[tuple[float, ...], tuple[float, ...]]:
+def message_times(
+    program: PipelineProgram, schedule: Schedule, place: RankPlace
+) -> tuple[tuple[float, ...], tuple[float, ...]]:
     """Seconds of one message over each boundary, forward and backward; 0 where both stages stand on one rank."""
     transport, rank_of = Transport(place.group, place.device), schedule.rank_of_stage
     found = torch.zeros(2, max(len(program.stages) - 1, 0), dtype=torch.float64)

@@ -1,84 +1,27 @@
-"""What `offload=` says: which saved values wait for their backward in the host's memory; and their offload windows.
+"""The saved values that wait for their backward in the host's memory, and when each is copied away and back.
 
 Contract
-    in   None, a fraction of the saved bytes, True, a function of a `TensorMeta`, or an `Offload`; a table, the programs of
-         its microbatches and the graphs they came from
-    out  the offload windows of all ranks: of each stage and microbatch the largest values first, until the fraction is
-    reached; none
-         that is needed on the device meanwhile (`passes/graph/offloadable.py`), and none whose backward comes too early for the
-         device's memory to be free for at least one action
-    Raises `GraphPPError` for anything else.
+    in   an `Offload` option; a table, the programs of its microbatches and the graphs that the programs were emitted from
+    out  the offload windows of all ranks. Of each stage and microbatch the largest values leave first, until the fraction is
+         reached. A value stays if an operation needs it on the device meanwhile (`passes/graph/offloadable.py`), or if its
+         backward comes before the device's memory would have been free for at least one action
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from math import isfinite
 
 from torch import fx
 
-from graphpp.errors import GraphPPError
+from graphpp.options.offload import Offload
 from graphpp.passes.graph.offloadable import Beside, Movable, movable
-from graphpp.runtime.program import Phase, PipelineProgram, Program, Saved, StageProgram, TensorMeta
+from graphpp.runtime.program import Phase, PipelineProgram, Program, Saved, StageProgram
 from graphpp.schedules.table.actions import Action, Kind
 from graphpp.schedules.table.offload_window import OffloadWindow
 from graphpp.schedules.table.schedule import Schedule
 
 GraphOf = Callable[[Program], fx.Graph]
-
-
-@dataclass(frozen=True)
-class Offload:
-    """Which values leave the device between forward and backward.
-
-    `fraction`: of the bytes that a stage saves for a microbatch, 0 to 1: the largest values leave first, until so much is
-    away. `values`: a function that says which values may leave; None: those of at least `least_bytes`, for which the copy
-    takes longer than starting it. `ahead`: how many computing actions before it is read a value starts to come back.
-    """
-
-    fraction: float = 1.0
-    values: Callable[[TensorMeta], bool] | None = None
-    least_bytes: int = 1 << 16
-    ahead: int = 1
-
-    def __post_init__(self) -> None:
-        if isinstance(self.fraction, bool) or not isfinite(self.fraction) or not 0 <= self.fraction <= 1:
-            raise GraphPPError(f"offload= takes a fraction of the saved bytes from 0 to 1, got {self.fraction!r}")
-        if not isinstance(self.ahead, int) or self.ahead < 1:
-            raise GraphPPError(f"values come back at least one action ahead, got ahead={self.ahead!r}")
-
-    def wants(self, value: Movable) -> bool:
-        """Whether a value that may leave is to."""
-        return value.nbytes >= self.least_bytes if self.values is None else bool(self.values(value.meta))
-
-
-Given = Offload | float | bool | Callable[[TensorMeta], bool] | None
-
-
-def chosen(given: Given) -> Offload | None:
-    """What the caller of `graphpp.compile` chose. Raises `GraphPPError`."""
-    if given is None or given is False:
-        return None
-    if isinstance(given, Offload):
-        return given
-    if given is True:
-        return Offload()
-    if isinstance(given, int | float):
-        return Offload(fraction=given)
-    if callable(given):
-        return Offload(values=given)
-    raise GraphPPError(
-        f"offload={given!r}: take None, True, a fraction of the saved bytes, a function of a TensorMeta, or graphpp.Offload"
-    )
-
-
-def spelled(choice: Offload | None) -> str:
-    """The choice as text that is the same on every rank."""
-    if choice is None:
-        return "None"
-    which = f"from {choice.least_bytes} bytes" if choice.values is None else "by a function"
-    return f"{choice.fraction} of the saved bytes, values {which}, {choice.ahead} actions ahead"
 
 
 @dataclass(frozen=True)
@@ -110,7 +53,7 @@ def offload_windows(
             return []
         key = (id(item), _beside(schedule, stage.index))
         if key not in known:
-            known[key] = [value for value in movable(graph_of(item), key[1]) if choice.wants(value)]
+            known[key] = [value for value in movable(graph_of(item), key[1]) if choice.wants(value.meta, value.nbytes)]
         return known[key]
 
     return tuple(

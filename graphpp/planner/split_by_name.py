@@ -4,9 +4,8 @@ Contract
     in   for each stage the names of the calls it must hold, and the calls in order of execution. `START` among the
          names is what runs first; the last stage has a name
     out  the first operation of each stage, by the contract of `graphpp.planner.resolve_split`: a stage starts at the first
-         call it
-         lists and holds all that it lists; a stage without names is empty and starts where the next one does. Calls
-         that are not listed go where execution puts them
+         call that it lists and holds all its listed calls; a stage without names is empty and starts where the next one
+         does. Calls that are not listed go where execution puts them
     else `SplitError` with the name at fault and what to write instead
 """
 

@@ -22,7 +22,7 @@ import torch.distributed as dist
 
 from graphpp.parallel.data_parallel import Replicas
 from graphpp.parallel.groups import Subgroups
-from graphpp.parallel.place import Device
+from graphpp.parallel.place import RankPlace
 from graphpp.runtime.gradients.accumulate import dtype_of_sum
 from graphpp.runtime.gradients.gemm_accumulation import MatmulKernel
 from graphpp.runtime.gradients.tied import TiedReduction
@@ -79,7 +79,7 @@ class GraphPPRunner:
         programs: PipelineProgram | Sequence[PipelineProgram],
         schedule: Schedule,
         state: ModelState,
-        place: Device,
+        place: RankPlace,
         config: RunnerConfig | None = None,
     ) -> None:
         config = config or RunnerConfig()

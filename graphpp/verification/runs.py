@@ -24,7 +24,7 @@ from torch import fx, nn
 from graphpp._torch import aot
 from graphpp.batch.microbatch import Leaves
 from graphpp.capture.trace import LossFunction, loss_and_metrics
-from graphpp.parallel.place import Device
+from graphpp.parallel.place import RankPlace
 from graphpp.passes.graph.joint_graph import JointGraph, remove_unused
 from graphpp.passes.joint.key_random_ops import draws, randomize
 from graphpp.passes.joint.relax_views import relax_views
@@ -141,7 +141,7 @@ def _file(joint: JointGraph, results: Sequence[torch.Tensor], numbers: Numbers) 
 
 def run_cut(step: Step, programs: Sequence[PipelineProgram], schedule: Schedule) -> Numbers:
     """The stage programs, one pipeline of them per microbatch, under a schedule of one rank, by a pipeline's runner."""
-    runner = GraphPPRunner(programs, schedule, ModelState(step.model), Device(step.device, None))
+    runner = GraphPPRunner(programs, schedule, ModelState(step.model), RankPlace(step.device, None))
     with torch.autocast(step.device.type, enabled=False):
         runner.step([part.tensors for part in step.parts], step.seeds)
     return left_behind(step.model, runner.losses().unbind())

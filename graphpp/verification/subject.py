@@ -17,14 +17,15 @@ from typing import Any
 import torch
 from torch import nn
 
+from graphpp.backends.compilers import compiler_of
 from graphpp.batch.cut_batch import leading_size
 from graphpp.batch.microbatch import Leaves, Microbatch, unwrapped
 from graphpp.capture.trace import LossFunction
-from graphpp.compiler.build import Built, Compiler, Settings
+from graphpp.compiler.build import Built, Compiler
 from graphpp.compiler.compile_regions import CompiledPrograms
 from graphpp.errors import BatchError, GraphPPError, ScheduleError
-from graphpp.options.split import Split
-from graphpp.parallel.place import Device
+from graphpp.options.options import Options
+from graphpp.parallel.place import RankPlace
 from graphpp.passes.graph.joint_graph import JointGraph
 from graphpp.passes.graph.stage_graphs import Cut
 from graphpp.passes.lower import Passed
@@ -38,7 +39,7 @@ from graphpp.verification.runs import repeatable
 
 
 @dataclass(frozen=True)
-class Imagined(Device):
+class SimulatedPlace(RankPlace):
     """One process that stands for several ranks."""
 
     count: int = 1
@@ -64,7 +65,9 @@ class Compiled:
     backend: bool = False
 
 
-def compiled_for(model: nn.Module, loss: LossFunction | None, settings: Settings, parts: Sequence[Leaves]) -> Compiled:
+def compiled_for(
+    model: nn.Module, loss: LossFunction | None, options: Options, place: RankPlace, parts: Sequence[Leaves]
+) -> Compiled:
     """All that is compared for these microbatches; changes nothing of the model. Raises what `graphpp.compile` raises."""
     seen: dict[str, Any] = {}
 
@@ -75,15 +78,16 @@ def compiled_for(model: nn.Module, loss: LossFunction | None, settings: Settings
         elif isinstance(passed.result, Cut):
             seen["pieces"] = passed.result
 
-    compiler = Compiler(model, loss, replace(settings, dump=None), watch)
-    with state_restored(model, settings.place.device):
+    compiler = Compiler(model, loss, options, place, watch)
+    with state_restored(model, place.device):
         built = compiler.build(parts[0], len(parts), training=True)
         table = compiler.schedule([built] * len(parts), training=True)
         programs = [compiler.program(built, table, index) for index in range(len(parts))]
-        if settings.backend is not None:
+        region_compiler = compiler_of(options.backend)
+        if region_compiler is not None:
             local = range(len(built.program.stages))
-            programs = CompiledPrograms(settings.backend, 0).compile([(built, each) for each in programs], local)
-    backend = settings.backend is not None
+            programs = CompiledPrograms(region_compiler, 0).compile([(built, each) for each in programs], local)
+    backend = region_compiler is not None
     return Compiled(built, programs, seen["uncut"], seen["pieces"], in_one_row(table), backend)
 
 
@@ -104,15 +108,15 @@ def device_of(model: object) -> torch.device:
     return first.device if first is not None else torch.device("cpu")
 
 
-def ranks_of(given: int | None, split: Split, schedule: Any) -> int:
+def ranks_of(given: int | None, options: Options) -> int:
     """How many ranks the schedule is for."""
     if given is not None:
         if given < 1:
             raise ScheduleError(f"ranks must be a positive number, got {given!r}")
         return given
-    if isinstance(schedule, Schedule):
-        return schedule.ranks
-    stages, each = _stages(split), default_stages(schedule, 1)
+    if isinstance(options.schedule, Schedule):
+        return options.schedule.ranks
+    stages, each = _stages(options.split), default_stages(options.schedule, 1)
     if stages is None:
         return 2
     return stages // each if stages % each == 0 else stages

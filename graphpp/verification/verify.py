@@ -23,102 +23,46 @@ from typing import Any
 import torch
 from torch import nn
 
-from graphpp.backends import inductor as backends
 from graphpp.batch.loss_weights import Weighting
-from graphpp.batch.microbatch import Leaves, Microbatch, unwrapped
-from graphpp.capture.check_arguments import check_given
+from graphpp.batch.microbatch import Leaves
 from graphpp.capture.trace import LossFunction
-from graphpp.compiler.build import Built, Settings
-from graphpp.errors import BatchError
-from graphpp.options import recompute as recomputing
+from graphpp.compiler.build import Built
 from graphpp.options.gradients import Reduction
-from graphpp.options.split import Split
+from graphpp.options.options import Options
+from graphpp.parallel.place import RankPlace
 from graphpp.passes.graph.joint_graph import JointGraph
 from graphpp.runtime.model_state import ModelState, state_restored
-from graphpp.schedules.generate.read import Source, read
-from graphpp.schedules.table.schedule import Schedule
 from graphpp.verification.first_difference import in_cut, in_eager, in_result, values_of
 from graphpp.verification.report import Comparison, Parting, Verification
 from graphpp.verification.runs import Numbers, Step, run_cut, run_eager, run_uncut
 from graphpp.verification.subject import (
     Compiled,
-    Imagined,
     check_one_shape,
     compiled_for,
-    device_of,
     moved_to,
-    ranks_of,
-    rotated,
 )
 from graphpp.verification.tolerances import Tolerances, compared, rounding
 
 _FLOAT32_TOLERANCE = 1e-6
 
 
-def verify(  # noqa: PLR0913 - what a user may choose, all of it optional
-    model: nn.Module,
-    loss: LossFunction | None = None,
-    example: Microbatch | Sequence[Microbatch] | None = None,
-    *,
-    split: Split = None,
-    schedule: Source = "auto",
-    microbatches: int | None = None,
-    ranks: int | None = None,
-    loss_reduction: Reduction = "mean",
-    backend: backends.Given = "eager",
-    recompute: recomputing.Given = None,
-    tolerance: float | None = None,
-) -> Verification:
-    """Run one step as stage programs, as the uncut joint graph and in plain eager, and report where they part.
-
-    Runs in this process, on the model's device, and changes nothing of the model. Takes the memory of three gradients, and
-    of all values of a step where it has to look for a parting.
-
-    Args:
-        model, loss, split, schedule, loss_reduction, backend, recompute: as for `graphpp.compile`.
-        example: one microbatch with data, of which the others are made by rotating its rows; or all of them in a list.
-        microbatches: how many; None: as many as the table or the list has, else one a rank, at least 2.
-        ranks: how many ranks the schedule is for; None: as many as the table has or as the split asks for, else 2.
-        tolerance: the relative difference that counts as rounding; None: 1e-6 in float32, and as many units in the last
-            place of the coarsest floating dtype that the model computes in (bfloat16: 0.066). What a backend compiles, or a
-            trace runs by other code than eager, may, unless a tolerance is given, differ by ten times what rounding alone
-            does to this step, which is measured.
-
-    Raises:
-        What `graphpp.compile` raises, and `GraphPPError` for a model without memory. What differs does not raise: see
-        `Verification.ok`, `Verification.raise_if_wrong()`, or print it.
-    """
-    device = device_of(model)
-    given = [example] if isinstance(example, Microbatch) else list(example or ())
-    if not given:
-        raise BatchError("verify needs example=: a graphpp.Microbatch with data, or a list of them")
-    for each in given:
-        check_given(model, loss, each, loss_reduction)
-    table = read(schedule)
-    count = ranks_of(ranks, split, table)
-    wanted = table.microbatches if isinstance(table, Schedule) else microbatches or max(2, count)
-    parts = [unwrapped(each) for each in given] if len(given) > 1 else rotated(given[0], wanted)
-    place, again = Imagined(device, None, count), recomputing.chosen(recompute)
-    settings = Settings(place, given[0], split, table, len(parts), loss_reduction, recompute=again)
-    return verified(model, loss, replace(settings, backend=backends.chosen(backend)), parts, tolerance)
-
-
 def verified(
     model: nn.Module,
     loss: LossFunction | None,
-    settings: Settings,
+    options: Options,
+    place: RankPlace,
     parts: Sequence[Leaves],
     tolerance: float | None = None,
 ) -> Verification:
-    """The report for these microbatches; `settings.place` says for how many ranks the schedule is."""
+    """The report for these microbatches; `place` says for how many ranks the schedule is."""
     began = time.perf_counter()
     check_one_shape(parts)
-    device = settings.place.device
+    device = place.device
     ModelState(model).check_memory([name for name, _ in (*model.named_parameters(), *model.named_buffers())])
     parts = [moved_to(device, part) for part in parts]
     with state_restored(model, device):
-        compiled = compiled_for(model, loss, settings, parts)
-        step = Step(model, loss, parts, _seeds(compiled.built, settings.loss_reduction, len(parts), device), device)
+        compiled = compiled_for(model, loss, options, place, parts)
+        step = Step(model, loss, parts, _seeds(compiled.built, options.gradients.reduction, len(parts), device), device)
         allowed = _tolerance(compiled.uncut) if tolerance is None else tolerance
         cut, eager = _three_ways(step, compiled, allowed, measured=tolerance is None)
     return Verification(cut, eager, compiled.built.plan, allowed, time.perf_counter() - began)
@@ -175,9 +119,9 @@ def _tolerances(step: Step, compiled: Compiled, uncut: Numbers, tolerance: float
     made = [fqn for stage in stages for fqn in stage.gradients]
     tied = sorted({fqn for fqn in made if made.count(fqn) > 1})
     note = f"{', '.join(tied)} in several stages: parts are added per stage first" if tied else ""
-    note = "fused_accumulation: the sums of gradients are rounded otherwise" if fused else note
+    note = "gradients.fused: the sums of gradients are rounded otherwise" if fused else note
     if compiled.backend:
-        note = "backend=: compiled programs are rounded otherwise"
+        note = "backend: compiled programs are rounded otherwise"
         return rounding(step, compiled.uncut, uncut, tolerance, note) if measured else Tolerances(tolerance, {}, note)
     if step.device.type != "cpu":  # a GPU may add in another order at every run
         return Tolerances(tolerance, {}, note)

@@ -275,7 +275,7 @@ def test_tensors_elsewhere_and_other_classes() -> None:
     ],
 )
 def test_the_bits_of_the_same_without_graphs(pool: Pool, name: str, options: dict[str, Any]) -> None:
-    found = train(0, name, {**options, "cudagraphs": True})
+    found = train(0, name, {**options, "backend": graphpp.Eager(cudagraphs=True)})
     replays = pool.replays
     with patch.object(assembly, "capturer_for", lambda device: None):
         assert differences(found, train(0, name, options)) == []
@@ -283,22 +283,28 @@ def test_the_bits_of_the_same_without_graphs(pool: Pool, name: str, options: dic
 
 
 def test_and_of_an_eager_one(pool: Pool) -> None:
-    found = train(0, "norms", {"schedule": "1F1B", "split": 2, "microbatches": 4, "cudagraphs": True})
+    found = train(0, "norms", {"schedule": "1F1B", "split": 2, "microbatches": 4, "backend": graphpp.Eager(cudagraphs=True)})
     assert differences(found, eager("norms", 4)) == []
     assert pool.replays > 0
 
 
 def test_with_fused_accumulation(pool: Pool) -> None:
-    options = {"schedule": "GPipe", "split": 2, "microbatches": 4, "fused_accumulation": True}
+    options = {"schedule": "GPipe", "split": 2, "microbatches": 4, "gradients": graphpp.Gradients(fused=True)}
     plain = train(0, "skip", options)
-    assert differences(train(0, "skip", {**options, "cudagraphs": True}), plain) == []
+    assert differences(train(0, "skip", {**options, "backend": graphpp.Eager(cudagraphs=True)}), plain) == []
     assert pool.replays > 0
 
 
 def test_with_offload(pool: Pool) -> None:
     mover = CopyingMover()
     with moving_by(mover):
-        options = {"schedule": "GPipe", "split": 2, "microbatches": 4, "cudagraphs": True, "offload": ALL}
+        options = {
+            "schedule": "GPipe",
+            "split": 2,
+            "microbatches": 4,
+            "memory": graphpp.Memory(offload=ALL),
+            "backend": graphpp.Eager(cudagraphs=True),
+        }
         assert differences(train(0, "skip", options), eager("skip", 4)) == []
     assert mover.moved > 0
     assert pool.replays > 0
@@ -310,7 +316,7 @@ def small(**options: Any) -> graphpp.Pipeline:
 
 
 def test_states_say_what_is_replayed_and_why_not(pool: Pool, caplog: pytest.LogCaptureFixture) -> None:
-    pipe, batch = small(cudagraphs=True), torch.randn(8, 4)
+    pipe, batch = small(backend=graphpp.Eager(cudagraphs=True)), torch.randn(8, 4)
     assert pipe.cudagraphs == {}
     with caplog.at_level(logging.WARNING, "graphpp"):
         for _ in range(3):
@@ -322,7 +328,7 @@ def test_states_say_what_is_replayed_and_why_not(pool: Pool, caplog: pytest.LogC
 
 
 def test_evaluation_is_replayed_too(pool: Pool) -> None:
-    pipe = small(cudagraphs=True)
+    pipe = small(backend=graphpp.Eager(cudagraphs=True))
     for _ in range(3):
         batch = torch.randn(8, 4)
         with torch.no_grad():
@@ -332,7 +338,7 @@ def test_evaluation_is_replayed_too(pool: Pool) -> None:
 
 
 def test_on_the_cpu_there_are_none_and_the_log_says_so_once(caplog: pytest.LogCaptureFixture) -> None:
-    pipe, batch = small(cudagraphs=True), torch.randn(8, 4)
+    pipe, batch = small(backend=graphpp.Eager(cudagraphs=True)), torch.randn(8, 4)
     with caplog.at_level(logging.WARNING, "graphpp"):
         pipe.step(batch, target=batch)
         pipe.eval(batch)
@@ -340,7 +346,7 @@ def test_on_the_cpu_there_are_none_and_the_log_says_so_once(caplog: pytest.LogCa
     assert all("only CUDA devices" in state for state in pipe.cudagraphs.values())
     assert pipe.cudagraphs
     with pytest.raises(graphpp.GraphPPError, match="cudagraphs"):
-        small(cudagraphs=1)
+        small(backend=graphpp.Eager(cudagraphs=1))
 
 
 def test_obstacles_in_a_graph() -> None:

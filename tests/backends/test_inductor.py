@@ -35,7 +35,7 @@ def interpreted(module: fx.GraphModule, examples: list[Tensor]) -> Callable[...,
     return module
 
 
-EXACT = {"backend": interpreted, "fused_accumulation": False}
+EXACT = {"backend": interpreted, "gradients": graphpp.Gradients(fused=False)}
 
 
 # ---------------------------------------------------------------------------------------------- a function of the caller's
@@ -50,7 +50,7 @@ def test_outlined_programs_train_bit_for_bit_as_eager_ones(name: str) -> None:
 
 @pytest.mark.parametrize("schedule", ["ZBVZeroBubble", "Interleaved1F1B"])
 def test_on_two_ranks(schedule: str) -> None:
-    options: dict[str, Any] = {"split": 4, "microbatches": 4, "schedule": schedule, "recompute": "full"}
+    options: dict[str, Any] = {"split": 4, "microbatches": 4, "schedule": schedule, "memory": "full"}
     assert differences(trained(2, "llama", 2, **options, **EXACT), trained(2, "llama", 2, **options)) == []
 
 
@@ -125,7 +125,7 @@ def test_results_that_lie_otherwise_are_laid_as_the_graph_says(split: list[str] 
             split=split,
             microbatches=2,
             backend=lambda module, examples, relay=relay: strict(module, examples, relay),
-            fused_accumulation=False,
+            gradients=graphpp.Gradients(fused=False),
         )
         pipe.step(x, target=x)
         for name, value in gradients(model).items():
@@ -205,7 +205,7 @@ def test_constants_and_views_may_be_the_same_at_every_call(split: list[str]) -> 
 
     model, x = nn.Sequential(nn.Linear(4, 4), Constant(), nn.Linear(4, 4), Constant()), torch.randn(8, 4)
     expected = eager_steps(model, nn.functional.mse_loss, [Batch((x,), {}, x)], 4, 1)
-    options: dict[str, Any] = {"split": split, "microbatches": 4, "fused_accumulation": False}
+    options: dict[str, Any] = {"split": split, "microbatches": 4, "gradients": graphpp.Gradients(fused=False)}
     pipe = graphpp.compile(model, nn.functional.mse_loss, backend=folding, **options)
     pipe.step(x, target=x)
     for name, value in gradients(model).items():
@@ -245,7 +245,7 @@ def test_what_cannot_be_compiled_runs_eagerly_with_a_warning_that_names_it() -> 
     x = torch.randn(4, 6)
     expected = eager_steps(model, nn.functional.mse_loss, [_batch(x)], 2, 1)
     pipe = graphpp.compile(
-        model, nn.functional.mse_loss, split=["1"], microbatches=2, backend=refusing, fused_accumulation=False
+        model, nn.functional.mse_loss, split=["1"], microbatches=2, backend=refusing, gradients=graphpp.Gradients(fused=False)
     )
     with pytest.warns(UserWarning, match=r"(?s)1 of stage 1 (forward|backward) cannot be compiled.*no gelu here") as caught:
         pipe.step(x, target=x)
@@ -262,7 +262,9 @@ def test_a_backend_that_changes_the_graph_and_then_gives_up_changes_nothing() ->
     model = nn.Sequential(nn.Sequential(nn.Linear(6, 6), nn.Tanh()), nn.Sequential(nn.Linear(6, 6), nn.Tanh()))
     x = torch.randn(4, 6)
     expected = eager_steps(model, nn.functional.mse_loss, [_batch(x)], 2, 1)
-    pipe = graphpp.compile(model, nn.functional.mse_loss, microbatches=2, backend=spoiling, fused_accumulation=False)
+    pipe = graphpp.compile(
+        model, nn.functional.mse_loss, microbatches=2, backend=spoiling, gradients=graphpp.Gradients(fused=False)
+    )
     with pytest.warns(UserWarning, match="after all"):
         pipe.step(x, target=x)
     assert all(torch.equal(value, expected.grads[0][name]) for name, value in gradients(model).items())
@@ -319,7 +321,9 @@ def test_a_backend_may_hand_out_two_gradients_in_one_memory(fused: bool) -> None
     model = Twins()
     x = torch.randn(8, 6)
     expected = eager_steps(model, nn.functional.mse_loss, [_batch(x)], 4, 1)
-    pipe = graphpp.compile(model, nn.functional.mse_loss, microbatches=4, backend=merging, fused_accumulation=fused)
+    pipe = graphpp.compile(
+        model, nn.functional.mse_loss, microbatches=4, backend=merging, gradients=graphpp.Gradients(fused=fused)
+    )
     pipe.step(x, target=x)
     for name, value in gradients(model).items():
         torch.testing.assert_close(value, expected.grads[0][name], msg=name)
@@ -384,7 +388,9 @@ def test_what_was_compiled_goes_with_the_last_graph_it_is_for() -> None:
         compiled.append(weakref.ref(module))
         return module
 
-    pipe = graphpp.compile(model, nn.functional.mse_loss, split=2, microbatches=2, max_graphs=1, backend=watched)
+    pipe = graphpp.compile(
+        model, nn.functional.mse_loss, split=2, microbatches=2, debug=graphpp.Debug(max_graphs=1), backend=watched
+    )
     alive = []
     for size in (4, 6, 8, 6):
         x = torch.randn(size, 4)

@@ -224,7 +224,7 @@ def low_precision(rank: int, sums: torch.dtype | None, tied: bool) -> dict[str, 
     if tied:
         model[2][0].weight = model[0][0].weight
     x, target = batch(torch.bfloat16)
-    pipe = graphpp.compile(model, loss, split=["2"], schedule="1F1B", microbatches=12, accumulate_dtype=sums)
+    pipe = graphpp.compile(model, loss, split=["2"], schedule="1F1B", microbatches=12, gradients=graphpp.Gradients(dtype=sums))
     pipe.step(x, target=target.clamp_min(0))
     pipe.step(x, target=target.clamp_min(0))
     return {fqn: parameter.grad for fqn, parameter in pipe.named_parameters()}

@@ -252,7 +252,7 @@ def test_every_schedule_and_every_recompute(call: Call) -> None:
         for schedule in ("GPipe", "ZB1P", some):
             check(lambda: Net(call), schedule=schedule)
         for recompute in ("full", ["blocks.1"], lambda node: False, graphpp.Recompute(weight_grad=True)):
-            check(lambda: Net(call), schedule="ZB1P", recompute=recompute)
+            check(lambda: Net(call), schedule="ZB1P", memory=recompute)
 
 
 def ranked(rank: int) -> list[tuple[dict[str, Tensor | None], Counter[str]]]:

@@ -33,7 +33,7 @@ MICROBATCHES = 8
 def stepped(name: str, folder: Path | None) -> tuple[Case, Pipeline, Tensor]:
     """One of the test models in two stages, with its dump in `folder`, and the losses of one step."""
     case = MODELS[name]()
-    pipe = graphpp.compile(case.model, case.loss, split=cuts(name, 2), microbatches=MICROBATCHES, dump=folder)
+    pipe = graphpp.compile(case.model, case.loss, split=cuts(name, 2), microbatches=MICROBATCHES, debug=folder)
     return case, pipe, pipe.step(*case.batch.args, target=case.batch.target, **case.batch.kwargs).losses
 
 
@@ -87,7 +87,7 @@ def rewrite(made: dict[str, str]) -> None:
 def test_golden(tmp_path: Path) -> None:
     golden = runpy.run_path(str(GOLDEN / "model.py"))
     example = graphpp.Microbatch((torch.ones(4, 2),), {}, torch.ones(4, 3))
-    graphpp.compile(golden["model"](), golden["loss"], split=["2"], microbatches=2, example=example, dump=tmp_path)
+    graphpp.compile(golden["model"](), golden["loss"], split=["2"], microbatches=2, example=example, debug=tmp_path)
     folder = tmp_path / "rank0/train"
     shown = [file for file in files(folder) if "_cut_" not in file and "_prepare_" not in file]  # programs are the same
     made = {file: normalised((folder / file).read_text()) for file in shown}
@@ -209,7 +209,7 @@ def test_a_dump_changes_no_number_and_without_one_nothing_is_rendered(
 def dump_on(rank: int, folder: str) -> None:
     """One step of the Sequential on each rank."""
     case = MODELS["sequential"]()
-    pipe = graphpp.compile(case.model, case.loss, split=cuts("sequential", 2), microbatches=3, dump=folder)
+    pipe = graphpp.compile(case.model, case.loss, split=cuts("sequential", 2), microbatches=3, debug=folder)
     pipe.step(*case.batch.args, target=case.batch.target)
 
 

@@ -54,7 +54,7 @@ def compiled(rank: int, split: Sequence[str] | None, table: str, **options: Any)
     model = MoE(world())
     schedule = graphpp.Schedule.parse(f"r0 {table}") if " " in table else table
     return model, graphpp.compile(
-        model, F.cross_entropy, split=split, schedule=schedule, microbatches=3, group=own_group(rank), **options
+        model, F.cross_entropy, split=split, schedule=schedule, microbatches=3, mesh=own_group(rank), **options
     )
 
 
@@ -149,7 +149,7 @@ def part_of(name: str) -> str:
 
 def test_with_recomputation_and_other_costs() -> None:
     for cost in (None, slow_collectives):
-        for seen in run_ranks(steps, 2, ["two stages"], {"recompute": "full", "op_costs": cost}):
+        for seen in run_ranks(steps, 2, ["two stages"], {"memory": "full", "parallel": graphpp.Parallel(op_costs=cost)}):
             assert seen["two stages"].faults == []
             assert seen["two stages"].woven
 
@@ -158,7 +158,7 @@ def fused(rank: int) -> list[str]:
     """Parameters whose gradients are wrong where products are handed out by woven programs; what was not handed out."""
     _, expected = eager(rank)
     split, table = TABLES["split"]
-    model, pipe = compiled(rank, split, table, fused_accumulation=True)
+    model, pipe = compiled(rank, split, table, gradients=graphpp.Gradients(fused=True))
     x, y = batch(rank)
     pipe.step(x, target=y)
     made = grads(model)
@@ -177,7 +177,7 @@ def slow_collectives(node: torch.fx.Node) -> float:
 
 
 def dumped(rank: int, folder: str) -> dict[str, str]:
-    _, pipe = compiled(rank, *TABLES["two stages"], dump=Path(folder) / str(rank))
+    _, pipe = compiled(rank, *TABLES["two stages"], debug=Path(folder) / str(rank))
     x, y = batch(rank)
     pipe.step(x, target=y)
     return {path.name: path.read_text() for path in Path(folder, str(rank)).rglob("programs/*with*.py")}
@@ -203,7 +203,7 @@ def pipelines_of_two(rank: int) -> tuple[bool, list[str], list[str]]:
     schedule = graphpp.Schedule.parse("".join(f"r{index} {row(each)}\n" for index, each in enumerate(rows)))
     model, expected, (x, y), losses = MoE(experts), MoE(experts), batch(rank % 2, rows=22), []
     cuts = ["layers.1", "layers.2", "layers.3"]
-    pipe = graphpp.compile(model, F.cross_entropy, split=cuts, schedule=schedule, group=pipeline)
+    pipe = graphpp.compile(model, F.cross_entropy, split=cuts, schedule=schedule, mesh=pipeline)
     found = pipe.step(x, target=y).losses
     for some, targets in zip(x.split(8), y.split(8), strict=True):
         loss = F.cross_entropy(expected(some), targets)

@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from graphpp import Microbatch
 from graphpp.batch.microbatch import tensors
 from graphpp.capture.trace import capture
-from graphpp.parallel.place import Device
+from graphpp.parallel.place import RankPlace
 from graphpp.passes.lower import Choices, lower
 from graphpp.planner.layers import module_calls
 from graphpp.planner.resolve_split import resolve
@@ -61,7 +61,7 @@ def programs(stages: int) -> PipelineProgram:
     return lower(joint, starts, choices=Choices(split_backward=True))
 
 
-def run(program: PipelineProgram, schedule: Schedule, place: Device) -> Grads:
+def run(program: PipelineProgram, schedule: Schedule, place: RankPlace) -> Grads:
     """The gradients that this rank is left with."""
     net, count = Net(), schedule.microbatches
     runner = GraphPPRunner(program, schedule, ModelState(net), place)
@@ -102,7 +102,7 @@ def test_in_one_process() -> None:
     tables = accepted_tables(1, 60)
     made = {stages: programs(stages) for stages in {table.stages for _, table in tables}}
     for name, table in tables:
-        found = run(made[table.stages], table, Device(CPU, None))
+        found = run(made[table.stages], table, RankPlace(CPU, None))
         assert len(found) == 10
         assert wrong(found, table.microbatches) == [], f"{name}\n{table}"
     assert len({name for name, _ in tables}) >= 5
@@ -110,7 +110,7 @@ def test_in_one_process() -> None:
 
 def on_rank(rank: int, tables: Sequence[Schedule]) -> list[Grads]:
     made = {stages: programs(stages) for stages in {table.stages for table in tables}}
-    return [run(made[table.stages], table, Device(CPU, dist.group.WORLD)) for table in tables]
+    return [run(made[table.stages], table, RankPlace(CPU, dist.group.WORLD)) for table in tables]
 
 
 def test_on_two_ranks() -> None:

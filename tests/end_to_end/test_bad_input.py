@@ -70,11 +70,15 @@ SETTINGS = {
     "loss of another type": Fault(make(loss="mse"), CaptureError, "loss must be a function .* got str"),
     "loss with parameters": Fault(make(loss=nn.Linear(2, 1)), CaptureError, "trainable parameters of its own .weight"),
     "example of another type": Fault(make(example=(X, Y)), BatchError, "must be a graphpp.Microbatch.* got tuple"),
-    "reduction": Fault(make(loss_reduction="avg"), GraphPPError, "'mean' or 'sum', got 'avg'"),
+    "reduction": Fault(make(gradients="avg"), GraphPPError, "'mean' or 'sum', got 'avg'"),
     "no microbatches": Fault(make(microbatches=0), BatchError, "positive integer, got 0"),
     "half a microbatch": Fault(make(microbatches=2.5), BatchError, "positive integer, got 2.5"),
-    "costs that are a number": Fault(make(op_costs=3), GraphPPError, "op_costs must be a function"),
-    "no such device": Fault(make(device="cpus"), GraphPPError, "device='cpus' cannot be used on this machine"),
+    "costs that are a number": Fault(
+        lambda model: graphpp.Parallel(op_costs=3), GraphPPError, "parallel.op_costs: take a function"
+    ),
+    "no such device": Fault(
+        make(parallel="cpus"), GraphPPError, "parallel.device: take a torch.device or its name, got 'cpus'"
+    ),
     "unknown schedule": Fault(make(schedule="1F2B"), ScheduleError, "'1F2B'; did you mean 1F1B"),
     "schedule of another type": Fault(make(schedule=7), ScheduleError, "7 is no schedule"),
     "rows of other ranks": Fault(make(schedule={1: ["0F0"]}), ScheduleError, r"for each rank from 0 on, not \[1\]"),
@@ -353,8 +357,8 @@ def subgroups(rank: int) -> tuple[Tensor, list[str]]:
     mine, other = groups[rank % 2], groups[1 - rank % 2]
     case = CASES["tied"]()
     with pytest.raises(GraphPPError, match=f"rank {rank} is not in the group"):
-        compiled(case, group=other)
-    pipe = compiled(case, group=mine, split=["layers.2"], schedule="1F1B", microbatches=4)
+        compiled(case, mesh=other)
+    pipe = compiled(case, mesh=mine, split=["layers.2"], schedule="1F1B", microbatches=4)
     losses = step(pipe, case.batch).losses
     pipe.clip_grad_norm_(0.1)
     return losses, [fqn for fqn, _ in pipe.named_parameters()]

@@ -81,7 +81,7 @@ class Case:
     def pipe(self, ranks: int) -> graphpp.Pipeline:
         stages = default_stages(self.schedule, ranks)
         split = [f"layers.{stage * LAYERS // stages}" for stage in range(1, stages)]
-        chosen = {"split": split, "schedule": self.schedule, "microbatches": MICROBATCHES, "recompute": self.recompute}
+        chosen = {"split": split, "schedule": self.schedule, "microbatches": MICROBATCHES, "memory": self.recompute}
         return graphpp.compile(Deep(self.frozen), loss, **chosen)
 
     def train(self, ranks: int) -> Numbers:

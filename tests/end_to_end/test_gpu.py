@@ -24,7 +24,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(),
 
 def one_step(name: str, **options: Any) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     case = MODELS[name]()
-    pipe = graphpp.compile(case.model, case.loss, device="cuda", **options)
+    pipe = graphpp.compile(case.model, case.loss, parallel=graphpp.Parallel(device="cuda"), **options)
     losses = pipe.step(*case.batch.args, target=case.batch.target, **case.batch.kwargs).losses
     return losses, {fqn: p.grad for fqn, p in pipe.named_parameters() if p.grad is not None}
 
@@ -50,7 +50,14 @@ def test_close_to_eager_on_the_gpu() -> None:
 
 def test_memory_of_a_step_is_given_back() -> None:
     model = nn.Sequential(*(nn.Linear(512, 512) for _ in range(4)))
-    pipe = graphpp.compile(model, nn.functional.mse_loss, device="cuda", split=2, schedule="1F1B", microbatches=4)
+    pipe = graphpp.compile(
+        model,
+        nn.functional.mse_loss,
+        parallel=graphpp.Parallel(device="cuda"),
+        split=2,
+        schedule="1F1B",
+        microbatches=4,
+    )
     batch = torch.randn(64, 512, device="cuda")
     for _ in range(2):
         pipe.step(batch, target=batch)
@@ -79,7 +86,7 @@ def layers(width: int = 1024, count: int = 4) -> nn.Sequential:
 def trained(steps: int = 4, **options: Any) -> tuple[graphpp.Pipeline, list[torch.Tensor], int]:
     """Pipeline, losses and gradients of the last step, and the most bytes that it had more than before it."""
     options = {"schedule": "GPipe", "split": 2, "microbatches": 8, **options}
-    pipe = graphpp.compile(layers(), nn.functional.mse_loss, device="cuda", **options)
+    pipe = graphpp.compile(layers(), nn.functional.mse_loss, parallel=graphpp.Parallel(device="cuda"), **options)
     torch.manual_seed(1)
     batch = torch.randn(8 * 4096, 1024, device="cuda")
     for _ in range(steps - 1):
@@ -105,7 +112,7 @@ def assert_equal(found: list[torch.Tensor], expected: list[torch.Tensor]) -> Non
 def test_offload_gives_the_same_bits(schedule: str) -> None:
     _, expected, _ = trained(schedule=schedule)
     for choice in (True, 0.3, lambda value: value.nbytes > 0):
-        pipe, found, _ = trained(schedule=schedule, offload=choice)
+        pipe, found, _ = trained(schedule=schedule, memory=graphpp.Memory(offload=choice))
         assert_equal(found, expected)
         assert schedule != "GPipe" or "offloaded" in str(pipe)
 
@@ -113,20 +120,20 @@ def test_offload_gives_the_same_bits(schedule: str) -> None:
 def test_what_is_away_leaves_room() -> None:
     """GPipe holds 8 microbatches at its peak; with offload about 3 of what may leave."""
     _, _, whole = trained()
-    _, _, less = trained(offload=True)
+    _, _, less = trained(memory=graphpp.Memory(offload=True))
     assert less < 0.7 * whole
 
 
 def test_no_less_memory_is_predicted_than_is_taken() -> None:
     """A cap below what a step with offload takes, without its gradients and workspaces, is refused."""
-    _, _, taken = trained(offload=True)
+    _, _, taken = trained(memory=graphpp.Memory(offload=True))
     gradients = sum(parameter.nbytes for parameter in layers().parameters())
     with pytest.raises(graphpp.ScheduleError, match="bytes of activations"):
-        trained(steps=1, offload=True, memory_cap=taken - 2 * gradients - (64 << 20))
+        trained(steps=1, memory=graphpp.Memory(offload=True, cap=taken - 2 * gradients - (64 << 20)))
 
 
 def test_a_step_that_fails_with_values_away() -> None:
-    pipe, expected, _ = trained(offload=True)
+    pipe, expected, _ = trained(memory=graphpp.Memory(offload=True))
     arguments, batch = Task.arguments, torch.randn(8 * 4096, 1024, device="cuda")
 
     def failing(task: Task) -> list[Any]:
@@ -149,7 +156,7 @@ def test_a_step_that_fails_with_values_away() -> None:
 @pytest.mark.parametrize("offload", [None, True])
 def test_graphs_give_the_same_bits(schedule: str, offload: bool | None) -> None:
     _, expected, _ = trained(schedule=schedule)
-    pipe, found, _ = trained(schedule=schedule, cudagraphs=True, offload=offload)
+    pipe, found, _ = trained(schedule=schedule, memory=graphpp.Memory(offload=offload), backend=graphpp.Eager(cudagraphs=True))
     assert_equal(found, expected)
     states = pipe.cudagraphs
     assert states["stage 0 forward"] == states["stage 1 forward"] == "replayed"
@@ -163,7 +170,15 @@ def test_graphs_of_models_while_they_are_trained(name: str) -> None:
 
     def losses(**options: Any) -> list[torch.Tensor]:
         case = MODELS[name]()
-        pipe = graphpp.compile(case.model, case.loss, device="cuda", split=4, schedule="GPipe", microbatches=4, **options)
+        pipe = graphpp.compile(
+            case.model,
+            case.loss,
+            parallel=graphpp.Parallel(device="cuda"),
+            split=4,
+            schedule="GPipe",
+            microbatches=4,
+            **options,
+        )
         found, optimizer = [], None
         for _ in range(4):
             found.append(pipe.step(*case.batch.args, target=case.batch.target, **case.batch.kwargs).losses)
@@ -174,13 +189,20 @@ def test_graphs_of_models_while_they_are_trained(name: str) -> None:
         assert not options or "replayed" in states
         return found
 
-    for one, other in zip(losses(cudagraphs=True), losses(), strict=True):
+    for one, other in zip(losses(backend=graphpp.Eager(cudagraphs=True)), losses(), strict=True):
         torch.testing.assert_close(one, other)
 
 
 def test_dropout_is_run_without_a_graph() -> None:
     model = nn.Sequential(nn.Linear(64, 64), nn.Dropout(0.5), nn.Linear(64, 64))
-    pipe = graphpp.compile(model, nn.functional.mse_loss, device="cuda", split=["2"], microbatches=4, cudagraphs=True)
+    pipe = graphpp.compile(
+        model,
+        nn.functional.mse_loss,
+        parallel=graphpp.Parallel(device="cuda"),
+        split=["2"],
+        microbatches=4,
+        backend=graphpp.Eager(cudagraphs=True),
+    )
     batch = torch.randn(64, 64, device="cuda")
     for _ in range(2):
         pipe.step(batch, target=batch)

@@ -36,7 +36,7 @@ def test_halves_and_recomputation_change_no_bit(name: str) -> None:
     whole = trained(1, name, split=options["split"], schedule="1F1B", microbatches=MICROBATCHES)
     assert differences(trained(1, name, **options), whole) == []
     again = graphpp.Recompute(weight_grad=True)
-    assert differences(trained(1, name, **options, recompute=again), whole) == []
+    assert differences(trained(1, name, **options, memory=again), whole) == []
 
 
 @pytest.mark.parametrize(
@@ -46,7 +46,7 @@ def test_a_schedule_says_which_microbatches_recompute(pairs: Any, recompute: str
     table = replace(shuffled(4, MICROBATCHES, 2), recomputed=frozenset(pairs))
     split = cuts("llama", 4)
     whole = trained(1, "llama", split=split, schedule="1F1B", microbatches=MICROBATCHES)
-    assert differences(trained(1, "llama", split=split, schedule=table, recompute=recompute), whole) == []
+    assert differences(trained(1, "llama", split=split, schedule=table, memory=recompute), whole) == []
     assert runs_of("aten.rsqrt", table, recompute) == RSQRTS * MICROBATCHES + 2 * len(pairs)  # one layer a stage
 
 
@@ -54,7 +54,7 @@ def runs(table: Schedule | str, recompute: Any, **options: Any) -> Counter[str]:
     """How often each operator runs in a step of the 4-layer Llama in 4 stages."""
     case = MODELS["llama"]()
     pipe = graphpp.compile(
-        case.model, case.loss, split=cuts("llama", 4), schedule=table, recompute=recompute, **options
+        case.model, case.loss, split=cuts("llama", 4), schedule=table, memory=recompute, **options
     )
     call = {"target": case.batch.target, **case.batch.kwargs}
     pipe.step(*case.batch.args, **call)
@@ -88,7 +88,7 @@ def test_recomputation_saves_fewer_bytes_and_the_plan_says_so() -> None:
     case = MODELS["llama"]()
     example = graphpp.Microbatch(*case.batch.microbatches(MICROBATCHES)[0])
     plain, lean = (
-        graphpp.compile(case.model, case.loss, example=example, split=4, recompute=recompute)._library.first
+        graphpp.compile(case.model, case.loss, example=example, split=4, memory=recompute)._library.first
         for recompute in (None, "full")
     )
     assert plain is not None and lean is not None
@@ -122,8 +122,8 @@ def test_frozen_stages_under_a_split_backward(frozen: int) -> None:
 def test_what_recompute_takes() -> None:
     case = MODELS["llama"]()
     for wrong in ("all", 3, [1], 0, 0.0, -0.5, 1.1, float("nan"), True):
-        with pytest.raises(graphpp.GraphPPError, match="recompute="):
-            graphpp.compile(case.model, case.loss, recompute=wrong)  # type: ignore[arg-type]
+        with pytest.raises(graphpp.GraphPPError, match="memory"):
+            graphpp.compile(case.model, case.loss, memory=wrong)  # type: ignore[arg-type]
     with pytest.raises(graphpp.GraphPPError, match=r"layers\.9"):
         runs_of("aten.silu", "1F1B", ["layers.9"], microbatches=2)
     with pytest.raises(graphpp.ScheduleError, match="recomputes stage 7 at microbatch 0"):
@@ -151,5 +151,5 @@ def test_verify_knows_halves_and_recomputation() -> None:
     table = replace(shuffled(4, 2, 4), recomputed=frozenset({(1, 0)}))
     found = graphpp.verify(case.model, case.loss, example, split=4, schedule=table, ranks=1)
     assert found.ok, str(found)
-    found = graphpp.verify(case.model, case.loss, example, split=4, schedule=shuffled(4, 2, 4), ranks=1, recompute="full")
+    found = graphpp.verify(case.model, case.loss, example, split=4, schedule=shuffled(4, 2, 4), ranks=1, memory="full")
     assert found.ok, str(found)

@@ -25,7 +25,7 @@ from graphpp.compiler.compile_regions import layers_of
 from graphpp.errors import CaptureError
 from graphpp.options import recompute as recomputing
 from graphpp.options.recompute import Recompute
-from graphpp.parallel.place import Device
+from graphpp.parallel.place import RankPlace
 from graphpp.passes.graph.joint_graph import JointGraph
 from graphpp.passes.graph.op_costs import OpCosts
 from graphpp.passes.joint.key_random_ops import randomize
@@ -246,7 +246,7 @@ def run_eager(net: Net, microbatches: int) -> Numbers:
 
 def run_cut(net: Net, compiled: PipelineProgram, cut: Cut) -> Numbers:
     """All stages in this process; changes `net`."""
-    runner = GraphPPRunner(compiled, cut.table(), ModelState(net), Device(CPU, None))
+    runner = GraphPPRunner(compiled, cut.table(), ModelState(net), RankPlace(CPU, None))
     return run_steps(net, runner, cut.microbatches)
 
 
@@ -262,7 +262,7 @@ def _on_rank(rank: int, program: Program, cut: Cut) -> Numbers | None:
     except CaptureError:
         return None
     table = cut.table(ranks=2)
-    runner = GraphPPRunner(compiled, table, ModelState(net), Device(CPU, dist.group.WORLD))
+    runner = GraphPPRunner(compiled, table, ModelState(net), RankPlace(CPU, dist.group.WORLD))
     numbers = run_steps(net, runner, cut.microbatches)
     local = [stage for stage in compiled.stages if table.rank_of_stage[stage.index] == rank]
     held = {name for stage in local for name in (*stage.parameters, *stage.buffers)}

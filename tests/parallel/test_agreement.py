@@ -118,7 +118,7 @@ DIFFERENT: dict[str, tuple[Callable[[], None], str]] = {
     "split": (lambda: first_step(split=["layers.1"]), r"rank 1 differs in split=: it has \['layers.1'\], the others"),
     "schedule": (lambda: first_step(schedule="GPipe"), "rank 1 differs in schedule=: it has GPipe, .* 1F1B"),
     "microbatches": (lambda: first_step(microbatches=3), "rank 1 differs in microbatches=: it has 3, .* have 4"),
-    "reduction": (lambda: first_step(loss_reduction="sum"), "rank 1 differs in loss_reduction=: it has sum"),
+    "reduction": (lambda: first_step(gradients="sum"), "rank 1 differs in gradients.reduction=: it has sum"),
     "example": (
         lambda: first_step(example=Microbatch((X[:6],), {}, Y[:6])),
         "rank 1 differs in example=: it has given, the others have none",
@@ -291,7 +291,7 @@ def blow(
     """Two good steps and one in which the victim's stage does `action` after some of its forwards."""
     group = dist.new_group(timeout=timedelta(seconds=timeout)) if timeout else None
     split = CUTS[4][: dist.get_world_size() - 1]
-    pipe = graphpp.compile(Fused(), F.cross_entropy, group=group, split=split, schedule="1F1B", microbatches=8)
+    pipe = graphpp.compile(Fused(), F.cross_entropy, mesh=group, split=split, schedule="1F1B", microbatches=8)
     FUSES.clear()
     for _ in range(2):
         pipe.step(X, target=Y)

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.nn import functional as F
 
 import graphpp
@@ -28,11 +29,9 @@ SPLIT = [
 
 def replicated(rank: int, name: str, schedule: Any) -> dict[str, Tensor | None]:
     """Pipelines of two ranks, (0, 1) and (2, 3), each on data of its own; this rank's gradients after two steps."""
-    pipelines, replicas = [[0, 1], [2, 3]], [[0, 2], [1, 3]]
-    groups = [dist.new_group(ranks) for ranks in (*pipelines, *replicas)]
-    own, others = groups[rank // 2], groups[2 + rank % 2]
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp_replicate", "pp"))
     cut = CUTS[4 if schedule == "ZBVZeroBubble" else 2]
-    pipe = compiled(SPECIAL[name](), split=cut, schedule=schedule, microbatches=2, group=own, replicas=others)
+    pipe = compiled(SPECIAL[name](), split=cut, schedule=schedule, microbatches=2, mesh=mesh)
     for seed in range(2):  # the second step adds to the mean that the first has left
         step(pipe, SPECIAL[name](rank // 2 + 2 * seed).batch)
     return local_grads(pipe)
@@ -65,10 +64,8 @@ def test_gradients_are_the_mean_over_the_replicas(name: str, schedule: Any) -> N
 
 
 def unlike(rank: int) -> None:
-    pipelines, replicas = [[0], [1]], [0, 1]
-    groups = [dist.new_group(ranks) for ranks in (*pipelines, replicas)]
-    split = CUTS[2] if rank else CUTS[4]
-    pipe = compiled(SPECIAL["plain"](), split=split, microbatches=2, group=groups[rank], replicas=groups[2])
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("dp_replicate", "pp"))
+    pipe = compiled(SPECIAL["plain"](), split=CUTS[2] if rank else CUTS[4], microbatches=2, mesh=mesh)
     step(pipe, SPECIAL["plain"]().batch)
 
 
@@ -78,10 +75,10 @@ def test_replicas_that_hold_other_stages_are_refused() -> None:
 
 
 def experts(rank: int) -> None:
-    groups = [dist.new_group([each]) for each in range(2)]
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("dp_replicate", "pp"))
     model = MoE(dist.group.WORLD)
     x, y = expert_batch(rank)
-    graphpp.compile(model, F.cross_entropy, group=groups[rank], replicas=dist.group.WORLD, microbatches=3).step(x, target=y)
+    graphpp.compile(model, F.cross_entropy, mesh=mesh, microbatches=3).step(x, target=y)
 
 
 def test_experts_are_not_averaged_with_other_experts() -> None:
@@ -90,19 +87,20 @@ def test_experts_are_not_averaged_with_other_experts() -> None:
 
 
 def outside(rank: int) -> None:
-    group = dist.new_group([0])
-    compiled(SPECIAL["plain"](), replicas=group, group=dist.group.WORLD, microbatches=2)
+    mesh = DeviceMesh("cpu", [0], mesh_dim_names=("dp_replicate",))
+    if rank:
+        compiled(SPECIAL["plain"](), mesh=mesh, microbatches=2)
 
 
 def test_a_rank_outside_of_its_replicas_is_refused() -> None:
-    with pytest.raises(graphpp.GraphPPError, match=r"not in the group replicas="):
+    with pytest.raises(graphpp.GraphPPError, match="rank 1 is not in the mesh"):
         run_ranks(outside, 2)
 
 
 def pair(rank: int) -> graphpp.Pipeline:
     """One of two pipelines of one process each, which average their gradients."""
-    groups = [dist.new_group(ranks) for ranks in ([0], [1], [0, 1])]
-    return compiled(SPECIAL["plain"](), split=CUTS[2], group=groups[rank], replicas=groups[2])
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp_replicate",))
+    return compiled(SPECIAL["plain"](), split=CUTS[2], mesh=mesh)
 
 
 def at_odds(rank: int, what: str) -> None:

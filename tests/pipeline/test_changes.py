@@ -202,7 +202,7 @@ def test_another_layout_of_a_parameter_or_buffer_is_followed(change: Callable[[A
     """A compiler's code reads memory by the strides that it was told."""
     torch.manual_seed(0)
     model = Turned()
-    pipe = graphpp.compile(model, F.mse_loss, microbatches=4, backend=laid_out, fused_accumulation=False)
+    pipe = graphpp.compile(model, F.mse_loss, microbatches=4, backend=laid_out, gradients=graphpp.Gradients(fused=False))
     pipe.step(X, target=Y)
     model.zero_grad()
     change(model)

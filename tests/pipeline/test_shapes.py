@@ -189,7 +189,7 @@ class Counter(nn.Module):
 def test_a_buffer_that_some_microbatches_write_is_read_late_by_none_of_the_others(late: bool, recompute: str | None) -> None:
     parts = [Microbatch((torch.randn(rows, 4),), {}, torch.zeros(rows, 4)) for rows in (3, 2, 3, 2)]
     model, mse = Counter(late), nn.functional.mse_loss
-    pipe = graphpp.compile(model, mse, recompute=recompute)
+    pipe = graphpp.compile(model, mse, memory=recompute)
     if late:
         with pytest.raises(BatchError, match=r"microbatch 0 writes the buffer count, and microbatch 1, which .* reads it"):
             pipe.step_microbatches(parts)
@@ -207,7 +207,7 @@ def test_a_buffer_that_some_microbatches_write_is_read_late_by_none_of_the_other
 
 def test_no_more_graphs_are_kept_than_asked_for(caplog: pytest.LogCaptureFixture) -> None:
     model = Tagger()
-    pipe = graphpp.compile(model, loss, microbatches=1, max_graphs=2)
+    pipe = graphpp.compile(model, loss, microbatches=1, debug=graphpp.Debug(max_graphs=2))
     with caplog.at_level(logging.WARNING, logger="graphpp"):
         for length in (3, 4):
             pipe.step(tokens(2, length), target=tokens(2, length, seed=1))
@@ -227,7 +227,7 @@ def test_no_more_graphs_are_kept_than_asked_for(caplog: pytest.LogCaptureFixture
 
 def test_a_call_may_use_more_shapes_than_are_kept() -> None:
     model = Tagger()
-    pipe = graphpp.compile(model, loss, split=["layer"], max_graphs=1)
+    pipe = graphpp.compile(model, loss, split=["layer"], debug=graphpp.Debug(max_graphs=1))
     parts = [microbatch(2, length) for length in (3, 4, 5)]
     losses, reference = eager(parts, steps=2)
     for _ in range(2):

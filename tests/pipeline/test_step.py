@@ -42,13 +42,13 @@ def test_skip_connection_over_four_ranks() -> None:
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_sum_of_losses(ranks: int) -> None:
-    options = {**TWO, "microbatches": 4, "loss_reduction": "sum"}
+    options = {**TWO, "microbatches": 4, "gradients": "sum"}
     assert differences(trained(ranks, "plain", **options), eager("plain", 4, reduction="sum")) == []
 
 
 def summed(rank: int, reduction: str) -> tuple[Tensor, Tensor]:
     case = SPECIAL["plain"]()
-    result = step(compiled(case, microbatches=4, loss_reduction=reduction), case.batch)
+    result = step(compiled(case, microbatches=4, gradients=reduction), case.batch)
     return result.loss, result.losses
 
 

@@ -35,7 +35,7 @@ def trained(name: str, options: Mapping[str, Any]) -> tuple[Numbers, CopyingMove
     """One process, values really moved."""
     mover = CopyingMover()
     with moving_by(mover):
-        return train(0, name, {"offload": ALL, **options}), mover
+        return train(0, name, {"memory": graphpp.Memory(offload=ALL), **options}), mover
 
 
 def on_rank(rank: int, schedules: list[str]) -> tuple[list[Numbers], int]:
@@ -43,7 +43,10 @@ def on_rank(rank: int, schedules: list[str]) -> tuple[list[Numbers], int]:
     mover = CopyingMover()
     with moving_by(mover), capturing_once():
         options = [{"schedule": each, "split": 2 if each == "1F1B" else 4} for each in schedules]
-        return [train(rank, "skip", {"offload": ALL, "microbatches": 4, **each}, 1) for each in options], mover.moved
+        return [
+            train(rank, "skip", {"memory": graphpp.Memory(offload=ALL), "microbatches": 4, **each}, 1)
+            for each in options
+        ], mover.moved
 
 
 @pytest.mark.parametrize(
@@ -52,7 +55,7 @@ def on_rank(rank: int, schedules: list[str]) -> tuple[list[Numbers], int]:
         {"schedule": "GPipe", "split": 2},
         {"schedule": "GPipe", "split": 1},
         {"schedule": "ZBVZeroBubble", "split": 2},
-        {"schedule": "GPipe", "split": 2, "recompute": "full"},
+        {"schedule": "GPipe", "split": 2, "memory": graphpp.Memory(recompute="full", offload=ALL)},
         {"schedule": graphpp.Schedule.parse(OVERLAPPED), "split": 2},
         {"schedule": graphpp.Schedule.parse("r0 0F0 1F0 0F1 1F1 0F2 1F2 1I0 1I1 0I0 1W0 0W0 1I2 0I1 1W2 0W1 0I2 1W1 0W2")},
     ],
@@ -82,7 +85,7 @@ def test_two_ranks() -> None:
     assert found[0][1] > 0
 
 
-def planned(choice: Any, schedule: Any, microbatches: int = 4, split: int = 1, **options: Any) -> graphpp.Pipeline:
+def planned(choice: Any, schedule: Any, microbatches: int = 4, split: int = 1, debug: Any = None, **memory: Any) -> Any:
     model = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.GELU()) for _ in range(4)))
     example = graphpp.Microbatch((torch.zeros(512, 64),), target=torch.zeros(512, 64))
     return graphpp.compile(
@@ -92,8 +95,8 @@ def planned(choice: Any, schedule: Any, microbatches: int = 4, split: int = 1, *
         split=split,
         schedule=schedule,
         microbatches=microbatches,
-        offload=choice,
-        **options,
+        memory=graphpp.Memory(offload=choice, **memory),
+        debug=debug,
     )
 
 
@@ -151,7 +154,7 @@ def test_tiny_values_stay() -> None:
 
 
 def test_the_plan_and_its_dump_show_what_leaves(tmp_path: Path) -> None:
-    pipe = planned(True, "GPipe", dump=tmp_path)
+    pipe = planned(True, "GPipe", debug=tmp_path)
     assert "offloaded" in str(pipe)
     assert "4 of 4" in str(pipe)
     assert "offloaded" not in str(planned(None, "GPipe"))
@@ -167,7 +170,7 @@ def test_the_memory_cap_counts_what_stays(monkeypatch: pytest.MonkeyPatch) -> No
     batch = torch.zeros(4096, 64)
 
     def run(choice: Any, cap: int) -> None:
-        planned(choice, "GPipe", microbatches=8, memory_cap=cap).step(batch, target=batch)
+        planned(choice, "GPipe", microbatches=8, cap=cap).step(batch, target=batch)
 
     with pytest.raises(ScheduleError) as refused:
         run(True, 1)
@@ -214,7 +217,7 @@ def test_evaluation_moves_nothing() -> None:
 
 def test_on_the_cpu_values_stay_where_they_are() -> None:
     options = {"schedule": "GPipe", "split": 2, "microbatches": 3}
-    assert differences(train(0, "llama", {**options, "offload": ALL}), train(0, "llama", options)) == []
+    assert differences(train(0, "llama", {**options, "memory": graphpp.Memory(offload=ALL)}), train(0, "llama", options)) == []
 
 
 @pytest.mark.parametrize("wrong", [-0.1, 1.5, float("nan"), "all", 2, [0.5]])
@@ -222,7 +225,7 @@ def test_what_offload_may_not_be(wrong: Any) -> None:
     with pytest.raises(GraphPPError, match="offload"):
         chosen(wrong)
     with pytest.raises(GraphPPError, match="offload"):
-        graphpp.compile(CASES["llama"]().model, offload=wrong)
+        graphpp.compile(CASES["llama"]().model, memory=graphpp.Memory(offload=wrong))
 
 
 def test_what_only_w_reads_comes_back_for_w() -> None:

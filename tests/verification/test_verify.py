@@ -65,7 +65,7 @@ def test_hugging_face_models_are_ok(name: str) -> None:
 def test_a_list_of_microbatches_and_a_sum() -> None:
     case = SPECIAL["skip"]()
     parts = [graphpp.Microbatch(*part) for part in case.batch.microbatches(6)]
-    found = graphpp.verify(case.model, case.loss, parts, split=CUTS[4], loss_reduction="sum")
+    found = graphpp.verify(case.model, case.loss, parts, split=CUTS[4], gradients="sum")
     assert found.ok and len(found.cut.losses) == 6
 
 

@@ -111,7 +111,7 @@ def trained(
     """The steps through graphpp, on this rank."""
     pipe = graphpp.compile(
         entry.model(dropout), entry.loss, example=example(entry.batch(0)), split=split, microbatches=MICROBATCHES,
-        schedule="auto" if group else run.schedule, group=group,
+        schedule="auto" if group else run.schedule, mesh=group,
     )  # fmt: skip
     torch.manual_seed(0)
     for seed in range(STEPS):

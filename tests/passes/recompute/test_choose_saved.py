@@ -82,7 +82,7 @@ def made(name: str, recompute: Any, schedule: Any = "1F1B") -> tuple[graphpp.Pip
     model = Net(**MODELS[name])
     given = MICROBATCHES if isinstance(schedule, str) else None
     pipe = graphpp.compile(
-        model, mean_square, split=["layers.1"], schedule=schedule, microbatches=given, recompute=recompute
+        model, mean_square, split=["layers.1"], schedule=schedule, microbatches=given, memory=recompute
     )
     return pipe, model
 
@@ -127,7 +127,7 @@ def test_fewer_bytes_for_smaller_fractions_and_the_plan_says_so() -> None:
     found = {}
     with capturing_once():
         for choice in (NOTHING, None, 0.75, 0.5, "selective"):
-            built = graphpp.compile(Net(), mean_square, example=example, recompute=choice)._library.first
+            built = graphpp.compile(Net(), mean_square, example=example, memory=choice)._library.first
             assert built is not None
             found[choice] = built.plan.stages[0].saved_bytes
     assert found[0.5] < found[0.75] < found[None] < found[NOTHING]

@@ -126,7 +126,7 @@ def test_no_bit_changes_while_parameters_do(schedule: Any) -> None:
     options = {"microbatches": 3} if schedule == "1F1B" else {}
     numbers = []
     for net, recompute in ((ours, None), (theirs, "full")):
-        pipe = graphpp.compile(net, loss, split=["second"], schedule=schedule, recompute=recompute, **options)
+        pipe = graphpp.compile(net, loss, split=["second"], schedule=schedule, memory=recompute, **options)
         optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
         for seed in range(2):
             torch.manual_seed(seed)
@@ -168,7 +168,7 @@ def test_casts_of_weights_run_once_per_step_and_are_dropped() -> None:
 def made_once(recompute: Any) -> set[str]:
     """The names of what a step of one process prepares."""
     torch.manual_seed(0)
-    pipe = graphpp.compile(Net(), loss, microbatches=2, recompute=recompute)
+    pipe = graphpp.compile(Net(), loss, microbatches=2, memory=recompute)
     pipe.step(torch.randn(6, D), target=torch.zeros(6))
     [built] = pipe._library._built.values()
     prepared = [finished.stages[0].prepare for finished in built.finished.values()]

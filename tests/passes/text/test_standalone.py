@@ -37,7 +37,7 @@ def step(name: str, folder: Path | None = None) -> tuple[Tensor, dict[str, Tenso
 
 def step_of(case: Case, split: list[str], folder: Path | None) -> tuple[Tensor, dict[str, Tensor | None]]:
     torch.manual_seed(1)
-    pipe = graphpp.compile(case.model, case.loss, split=split, microbatches=4, dump=folder)
+    pipe = graphpp.compile(case.model, case.loss, split=split, microbatches=4, debug=folder)
     losses = pipe.step(*case.batch.args, target=case.batch.target, **case.batch.kwargs).losses
     return losses, gradients(case.model)
 
@@ -143,7 +143,7 @@ class Chooses(nn.Module):
 def test_sub_graphs_are_spelled_out(tmp_path: Path, from_files: Callable[[Path], list[str]]) -> None:
     torch.manual_seed(0)
     model, x = Chooses(), torch.randn(4, 4)
-    expected = graphpp.compile(model, split=["second"], microbatches=2, dump=tmp_path).eval(x).output
+    expected = graphpp.compile(model, split=["second"], microbatches=2, debug=tmp_path).eval(x).output
     folder = tmp_path / "rank0/eval/programs"
     assert "\ndef _true_graph_0(" in (folder / "stage0_evaluate.py").read_text()
     load(folder / "stage0_evaluate.py").main()

@@ -118,7 +118,7 @@ class OneGradient(nn.Module):
 @pytest.mark.parametrize("turned", [False, True])
 def test_gradients_that_are_one_value_become_several_tensors(turned: bool) -> None:
     net, eager = OneGradient(turned), OneGradient(turned)
-    pipe = graphpp.compile(net, lambda output, target: output, microbatches=2, loss_reduction="sum")
+    pipe = graphpp.compile(net, lambda output, target: output, microbatches=2, gradients="sum")
     x = torch.randn(4, D, D)
     for _ in range(2):
         pipe.step(x, target=torch.zeros(4))

@@ -110,7 +110,7 @@ SPLITS = {
     "one stage": {"split": 1},
     "tied over two stages": {"split": ["blocks.1"], "schedule": "1F1B"},
     "halves": {"split": ["blocks.1"], "schedule": shuffled(2, MICROBATCHES, 3), "microbatches": None},
-    "recomputed": {"split": ["blocks.1"], "schedule": shuffled(2, MICROBATCHES, 1), "microbatches": None, "recompute": "full"},
+    "recomputed": {"split": ["blocks.1"], "schedule": shuffled(2, MICROBATCHES, 1), "microbatches": None, "memory": "full"},
 }
 
 
@@ -127,12 +127,12 @@ def plain() -> dict[str, Tensor]:
 @pytest.mark.parametrize("how", SPLITS)
 def test_it_is_the_plain_loop_but_for_rounding(how: str) -> None:
     with capturing_once():
-        assert_near(gradients(steps=2, fused_accumulation=True, **SPLITS[how]), plain(), TOLERANCE)
+        assert_near(gradients(steps=2, gradients=graphpp.Gradients(fused=True), **SPLITS[how]), plain(), TOLERANCE)
 
 
 def test_without_a_word_eager_programs_stay_bit_equal() -> None:
     with capturing_once():
-        silent, fused = gradients(steps=2), gradients(steps=2, fused_accumulation=True)
+        silent, fused = gradients(steps=2), gradients(steps=2, gradients=graphpp.Gradients(fused=True))
     assert all(torch.equal(plain()[fqn], silent[fqn]) for fqn in plain())
     assert any(not torch.equal(plain()[fqn], fused[fqn]) for fqn in plain()), "it was not fused"
 
@@ -142,15 +142,20 @@ def test_models_train_as_when_every_bit_is_kept(name: str) -> None:
     stages = 4 if name in MODELS else 2
     options = {"split": cuts(name, 4) if name in MODELS else 2, "schedule": shuffled(stages, MICROBATCHES, 5)}
     with capturing_once():
-        found, expected = (trained(1, name, steps=1, **options, fused_accumulation=fused) for fused in (True, False))
+        found, expected = (
+            trained(1, name, steps=1, **options, gradients=graphpp.Gradients(fused=fused)) for fused in (True, False)
+        )
     assert torch.equal(found.losses[0], expected.losses[0])
     assert_near(*({fqn: g for fqn, g in each.grads[0].items() if g is not None} for each in (found, expected)), 1e-4)
 
 
 def test_bfloat16_adds_up_in_float32() -> None:
-    options = {"microbatches": 12, "dtype": torch.bfloat16, "accumulate_dtype": torch.float32}
+    def run(fused: bool) -> dict[str, Tensor]:
+        sums = graphpp.Gradients(fused=fused, dtype=torch.float32)
+        return gradients(microbatches=12, dtype=torch.bfloat16, gradients=sums)
+
     with capturing_once():
-        wide, unfused = (gradients(fused_accumulation=fused, **options) for fused in (True, False))
+        wide, unfused = run(True), run(False)
     assert all(value.dtype == torch.bfloat16 for value in wide.values())
     assert_near(wide, unfused, 2**-8)  # rounded once, at the end
 
@@ -158,7 +163,7 @@ def test_bfloat16_adds_up_in_float32() -> None:
 def test_autocast_adds_narrow_products_into_wide_sums() -> None:
     def run(fused: bool) -> dict[str, Tensor]:
         with torch.autocast("cpu", torch.bfloat16), capturing_once():
-            return gradients(fused_accumulation=fused)
+            return gradients(gradients=graphpp.Gradients(fused=fused))
 
     with Counting() as plain:
         expected = run(False)
@@ -212,7 +217,7 @@ def test_no_gradient_is_made_after_the_first_and_none_is_added(schedule: Any) ->
     model = Linears()
     options = {"microbatches": MICROBATCHES} if schedule == "1F1B" else {}
     pipe = graphpp.compile(
-        model, lambda y, _: y.square().mean(), split=2, schedule=schedule, fused_accumulation=True, **options
+        model, lambda y, _: y.square().mean(), split=2, schedule=schedule, gradients=graphpp.Gradients(fused=True), **options
     )
     x = torch.randn(ROWS, 31)
     pipe.step(x, target=x)
@@ -230,7 +235,7 @@ def test_no_gradient_is_made_after_the_first_and_none_is_added(schedule: Any) ->
 
 def test_what_is_no_product_is_added_in_place_once() -> None:
     model = Net()
-    pipe = graphpp.compile(model, loss, microbatches=MICROBATCHES, fused_accumulation=True, split=1)
+    pipe = graphpp.compile(model, loss, microbatches=MICROBATCHES, gradients=graphpp.Gradients(fused=True), split=1)
     tokens, targets = batch()
     pipe.step(tokens, target=targets)
     with Counting() as counting:
@@ -250,7 +255,9 @@ def test_the_peak_of_a_backward_has_no_gradients() -> None:
     example = graphpp.Microbatch((x,), {}, x)
     peaks = []
     for fused in (False, True):
-        pipe = graphpp.compile(model, lambda y, _: y.square().mean(), example=example, split=1, fused_accumulation=fused)
+        pipe = graphpp.compile(
+            model, lambda y, _: y.square().mean(), example=example, split=1, gradients=graphpp.Gradients(fused=fused)
+        )
         built = pipe._library.first
         assert built is not None
         peaks.append(built.program.stages[0].programs[Phase.BACKWARD].peak_bytes)
@@ -304,7 +311,7 @@ def test_another_kernel_multiplies() -> None:
 
     model, x = Linears(), torch.randn(ROWS, 31)
     pipe = graphpp.compile(
-        model, lambda y, _: y.square().mean(), split=1, microbatches=MICROBATCHES, fused_accumulation=True
+        model, lambda y, _: y.square().mean(), split=1, microbatches=MICROBATCHES, gradients=graphpp.Gradients(fused=True)
     )
     pipe.step(x, target=x)
     (ready,) = pipe._library._ready.values()
@@ -319,7 +326,7 @@ def test_another_kernel_multiplies() -> None:
 
 
 def test_dumped_programs_show_their_gradients(tmp_path: Path) -> None:
-    gradients(fused_accumulation=True, dump=tmp_path, split=["blocks.1"], schedule="1F1B")
+    gradients(gradients=graphpp.Gradients(fused=True), debug=tmp_path, split=["blocks.1"], schedule="1F1B")
     files = sorted((tmp_path / "rank0/train/programs").glob("*backward.py"))
     assert len(files) == 2
     assert all("take.matmul(" in file.read_text() for file in files)
@@ -340,22 +347,24 @@ def test_dumped_programs_show_their_gradients(tmp_path: Path) -> None:
 
 def test_verify_runs_fused_programs() -> None:
     model = Net()
-    pipe = graphpp.compile(model, loss, microbatches=MICROBATCHES, split=["blocks.1"], fused_accumulation=True)
+    pipe = graphpp.compile(model, loss, microbatches=MICROBATCHES, split=["blocks.1"], gradients=graphpp.Gradients(fused=True))
     tokens, targets = batch()
     report = pipe.verify(tokens, target=targets)
     assert report.ok and "fused_accumulation" in str(report)
 
 
 def test_only_true_false_and_none() -> None:
-    with pytest.raises(GraphPPError, match="fused_accumulation must be True, False or None"):
-        graphpp.compile(Linears(), loss, fused_accumulation="yes")  # type: ignore[arg-type]
+    with pytest.raises(GraphPPError, match=r"gradients\.fused: take True, False or None"):
+        graphpp.compile(Linears(), loss, gradients=graphpp.Gradients(fused="yes"))  # type: ignore[arg-type]
 
 
 def on_two_ranks(rank: int, schedule: str) -> dict[str, Tensor]:
-    return gradients(split=["blocks.1"] if schedule == "1F1B" else None, schedule=schedule, fused_accumulation=True)
+    return gradients(
+        split=["blocks.1"] if schedule == "1F1B" else None, schedule=schedule, gradients=graphpp.Gradients(fused=True)
+    )
 
 
 def test_a_parameter_tied_over_ranks() -> None:
     first, second = run_ranks(on_two_ranks, 2, "1F1B")
     assert torch.equal(first["embed.weight"], second["embed.weight"])
-    assert_near(first | second, gradients(fused_accumulation=False), TOLERANCE)
+    assert_near(first | second, gradients(gradients=graphpp.Gradients(fused=False)), TOLERANCE)

@@ -1,0 +1,69 @@
+"""The compiler that a `backend=` option means.
+
+Contract: `compiler_of` gives a `RegionCompiler`, or None where operations run eagerly. To add a backend: its option in
+`options/backend.py`, and its row in `compiler_of`.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+from torch import fx
+
+from graphpp.backends.gemm_kernels import ProductKernels
+from graphpp.backends.inductor import InductorCompiler
+from graphpp.backends.region_results import Fresh
+from graphpp.options.backend import Backend, CompileFunction, Custom, Eager, Inductor
+from graphpp.passes.graph.region import Region
+from graphpp.passes.text.render import Run
+
+
+class RegionCompiler(Protocol):
+    """Compiles regions."""
+
+    @property
+    def products(self) -> ProductKernels | None:
+        """The kernels that the backend prefers to torch's for matrix products; None: torch's."""
+        ...
+
+    def __call__(self, region: Region) -> Run:
+        """Compile a region; returns its function of a list of inputs, which the call empties."""
+        ...
+
+
+def compiler_of(backend: Backend) -> RegionCompiler | None:
+    """The compiler of regions; None: operations run eagerly. Raises `GraphPPError` for options that the compiler lacks."""
+    makers: dict[type, Callable[[Any], RegionCompiler | None]] = {
+        Eager: lambda option: None,
+        Inductor: InductorCompiler,
+        Custom: lambda option: FunctionCompiler(option.function),
+    }
+    return makers[type(backend)](backend)
+
+
+class FunctionCompiler:
+    """A compiler made of the caller's function (module, examples) -> callable."""
+
+    products: ProductKernels | None = None
+
+    def __init__(self, function: CompileFunction) -> None:
+        self._function = function
+
+    def __call__(self, region: Region) -> Run:
+        """Compile a copy of the region, since the function may change the graph that it is given."""
+        compiled = self._function(fx.GraphModule({}, copy.deepcopy(region.graph)), region.examples)
+        if not callable(compiled):
+            raise TypeError(f"the backend returned {type(compiled).__name__}, no callable")
+        fresh = Fresh(region)
+
+        def run(boxed: list[Any]) -> Sequence[Any]:
+            arguments = tuple(boxed)
+            boxed.clear()
+            results = compiled(*arguments)
+            results = results if isinstance(results, list | tuple) else (results,)
+            fresh.check(results, arguments)
+            return results
+
+        return run

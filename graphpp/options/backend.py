@@ -1,0 +1,99 @@
+"""`backend=`: who runs the operations of a stage program.
+
+Contract: a backend is data here; `backends/compilers.py` makes the compiler that the data means. To add one: a frozen
+dataclass like `Inductor` in this file and a row in `backends/compilers.py`.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from graphpp.errors import GraphPPError
+
+if TYPE_CHECKING:
+    import torch
+    from torch import fx
+
+CompileFunction = Callable[["fx.GraphModule", list["torch.Tensor"]], Callable[..., Any]]
+
+
+@dataclass(frozen=True)
+class Eager:
+    """torch's operators one by one, bit-equal to a plain loop.
+
+    `cudagraphs`: stage programs are recorded as CUDA graphs in the third microbatch that they run, and replayed from then
+    on. Programs with collectives, random numbers or operations for which the host waits run without a graph;
+    `Pipeline.cudagraphs` says for each program why. Saved values are copied out of and into graphs.
+    """
+
+    cudagraphs: bool = False
+
+    def __post_init__(self) -> None:
+        _check_flag(self)
+
+
+@dataclass(frozen=True)
+class Inductor:
+    """Each distinct layer compiled with Inductor once, and kept for other ranks and later runs.
+
+    `options`: of `torch._inductor.config`, by name. `cache`: the folder for compiled code; None: the folder that the variable
+    GRAPHPP_CACHE names, or the user's own. `cudagraphs`: as for `Eager`.
+    Raises `GraphPPError` for a cache that is no path and for options that are no mapping; `compile` raises for unknown options.
+    """
+
+    options: Mapping[str, Any] = field(default_factory=dict)
+    cache: str | os.PathLike[str] | None = None
+    cudagraphs: bool = False
+
+    def __post_init__(self) -> None:
+        _check_flag(self)
+        if not isinstance(self.cache, str | os.PathLike | None):
+            raise GraphPPError(f"Inductor.cache: take the path of a folder, or None, got {self.cache!r}")
+        if not isinstance(self.options, Mapping):
+            raise GraphPPError(f"Inductor.options: take a mapping of names to values, got {self.options!r}")
+
+
+@dataclass(frozen=True)
+class Custom:
+    """A function that compiles one region of operations, as `torch.compile(backend=)` takes it.
+
+    `function(module, examples)`: an `fx.GraphModule` and its example inputs without data -> a callable. `cudagraphs`: as for
+    `Eager`.
+    """
+
+    function: CompileFunction
+    cudagraphs: bool = False
+
+    def __post_init__(self) -> None:
+        _check_flag(self)
+
+
+Backend = Eager | Inductor | Custom
+BackendLike = str | Backend | CompileFunction
+TAKES = '"eager", "inductor", `Eager`, `Inductor`, `Custom`, a function (module, examples) -> callable'
+
+
+def read(form: BackendLike | None) -> Backend:
+    """Any form as a backend. Raises `GraphPPError` for anything else."""
+    if form is None or isinstance(form, Eager | Inductor | Custom):
+        return form or Eager()
+    if form in ("eager", "inductor"):
+        return Eager() if form == "eager" else Inductor()
+    if isinstance(form, str) or not callable(form):
+        raise GraphPPError(f"take {TAKES}, got {form!r}")
+    return Custom(form)
+
+
+def describe(backend: Backend) -> list[str]:
+    """The choice as text that is the same on every rank; caches may differ."""
+    kind = type(backend).__name__.lower()
+    options = [f"options {sorted(backend.options.items())}"] if isinstance(backend, Inductor) else []
+    return [kind, *options, f"cudagraphs={backend.cudagraphs}"]
+
+
+def _check_flag(backend: Backend) -> None:
+    if not isinstance(backend.cudagraphs, bool):
+        raise GraphPPError(f"{type(backend).__name__}.cudagraphs: take True or False, got {backend.cudagraphs!r}")

@@ -1,0 +1,44 @@
+"""`debug=`: dumps of graphs, and how many captured graphs a pipeline keeps."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import ClassVar
+
+from graphpp.errors import GraphPPError
+from graphpp.options.option import Group, Option, a_positive_int, group_reader
+
+
+def _read_folder(form: object) -> Path | None:
+    folder = form if form is not None else os.environ.get("GRAPHPP_DUMP") or None
+    if folder is not None and (not isinstance(folder, str | os.PathLike) or not os.fspath(folder)):
+        raise GraphPPError(f"take the path of a folder, or None, got {form!r}")
+    return None if folder is None else Path(folder)
+
+
+@dataclass(frozen=True)
+class Debug(Group):
+    """What a pipeline writes for people who look inside. Raises `GraphPPError` for values of other types."""
+
+    prefix: ClassVar[str] = "debug"
+
+    dump: Option[str | os.PathLike[str] | None, Path | None] = Option(
+        None,
+        read=_read_folder,
+        describe=None,  # each rank may write where it likes
+        takes="the path of a folder",
+        about="The folder for dumps of graphs, plan and schedule. None: the variable `GRAPHPP_DUMP`, if it is set.",
+    )
+    max_graphs: Option[int, int] = Option(
+        16,
+        read=a_positive_int,
+        takes="a positive integer",
+        about="How many captured graphs are kept, one per shape of microbatch and mode of the model; the least recently "
+        "used one is dropped first.",
+    )
+
+
+DebugLike = Debug | str | os.PathLike[str] | None
+read_debug = group_reader(Debug, "dump", lambda form: isinstance(form, str | os.PathLike))

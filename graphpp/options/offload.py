@@ -1,0 +1,67 @@
+"""`memory.offload`: which saved values wait for their backward in the host's memory.
+
+Contract: the option is data. `planner/offload_policy.py` finds the values of a schedule that it means.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from math import isfinite
+
+from graphpp.errors import GraphPPError
+from graphpp.runtime.program import TensorMeta
+
+
+@dataclass(frozen=True)
+class Offload:
+    """Which saved values leave the device between forward and backward.
+
+    `fraction`: of the bytes that a stage saves for a microbatch, 0 to 1; the largest values leave first.
+    `values`: a function of a value's `TensorMeta` that says whether the value may leave; None: values of at least
+    `least_bytes` bytes, for which the copy takes longer than its launch.
+    `ahead`: by how many computing actions the copy back starts before the first read.
+    Raises `GraphPPError` for a fraction or a lead out of range.
+    """
+
+    fraction: float = 1.0
+    values: Callable[[TensorMeta], bool] | None = None
+    least_bytes: int = 1 << 16
+    ahead: int = 1
+
+    def __post_init__(self) -> None:
+        if isinstance(self.fraction, bool) or not isfinite(self.fraction) or not 0 <= self.fraction <= 1:
+            raise GraphPPError(f"take a fraction of the saved bytes from 0 to 1, got {self.fraction!r}")
+        if not isinstance(self.ahead, int) or self.ahead < 1:
+            raise GraphPPError(f"values come back at least one action ahead, got ahead={self.ahead!r}")
+
+    def wants(self, meta: TensorMeta, nbytes: int) -> bool:
+        """Whether a value that may leave the device is to leave."""
+        return nbytes >= self.least_bytes if self.values is None else bool(self.values(meta))
+
+
+OffloadLike = Offload | float | bool | Callable[[TensorMeta], bool] | None
+TAKES = "True, a fraction of the saved bytes, a function of a `TensorMeta`, an `Offload`"
+
+
+def read(form: OffloadLike) -> Offload | None:
+    """Any form as an `Offload`; None and False: nothing leaves. Raises `GraphPPError` for anything else."""
+    if form is None or form is False:
+        return None
+    if isinstance(form, Offload):
+        return form
+    if form is True:
+        return Offload()
+    if isinstance(form, int | float):
+        return Offload(fraction=form)
+    if callable(form):
+        return Offload(values=form)
+    raise GraphPPError(f"take None, {TAKES}, got {form!r}")
+
+
+def describe(choice: Offload | None) -> list[str]:
+    """The choice as text that is the same on every rank."""
+    if choice is None:
+        return ["None"]
+    which = f"from {choice.least_bytes} bytes" if choice.values is None else "by a function"
+    return [f"{choice.fraction} of the saved bytes, values {which}, {choice.ahead} actions ahead"]

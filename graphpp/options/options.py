@@ -1,0 +1,121 @@
+"""Every option of `graphpp.compile` and `graphpp.verify`, declared once.
+
+Contract: `Options(...)` reads each option; an error names the option. `Options.facts()` is what all ranks must be given alike.
+`docs/options.md` is printed from these declarations (`python -m graphpp.options.document`). The mesh is no option of this list:
+it says where a rank stands, and `parallel/place.py` reads it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from graphpp.errors import BatchError, ScheduleError
+from graphpp.options import backend as backends
+from graphpp.options import schedule as schedules
+from graphpp.options import split as splits
+from graphpp.options.backend import Backend, BackendLike, Eager
+from graphpp.options.debug import Debug, DebugLike, read_debug
+from graphpp.options.gradients import Gradients, GradientsLike, read_gradients
+from graphpp.options.memory import Memory, MemoryLike, read_memory
+from graphpp.options.option import Group, Option
+from graphpp.options.parallel import Parallel, ParallelLike, read_parallel
+from graphpp.options.split import Split
+from graphpp.schedules.generate.read import Maker, Source
+from graphpp.schedules.table.schedule import Schedule
+
+
+def _read_microbatches(form: object) -> int | None:
+    if form is not None and (not isinstance(form, int) or isinstance(form, bool) or form < 1):
+        raise BatchError(f"take a positive integer, or None, got {form!r}")
+    return form
+
+
+@dataclass(frozen=True)
+class Options(Group):
+    """The options of one pipeline, read. Raises `GraphPPError` (`SplitError`, `ScheduleError`, `BatchError`)."""
+
+    split: Option[Split, Split] = Option(
+        None,
+        read=lambda form: form,  # resolved against the module calls of the captured graph
+        describe=splits.describe,
+        takes="FQNs, a list of FQNs per stage, a number of stages, `split_points(...)`, a `Layout`",
+        about="Where stages start. None: one stage per slot of the schedule, with equal numbers of layers.",
+    )
+    schedule: Option[Source, Schedule | str | Maker] = Option(
+        "auto",
+        read=schedules.read,
+        describe=schedules.describe,
+        takes="a name, a CSV file in torch's format, a `Schedule`, rows of action strings, a function (ranks, stages, "
+        "microbatches) -> table",
+        about='The order in which a rank runs its stages and microbatches. "auto": a plain loop in one process, 1F1B for one '
+        "stage a rank, Interleaved1F1B for several. Names: `graphpp.schedules.SCHEDULES`.",
+    )
+    microbatches: Option[int | None, int | None] = Option(
+        None,
+        read=_read_microbatches,
+        takes="a positive integer",
+        about="Into how many microbatches `step` cuts a batch. None: the table's own number, else the largest divisor of the "
+        "batch up to 4 a rank.",
+    )
+    parallel: Option[ParallelLike, Parallel] = Option(
+        None,
+        read=read_parallel,
+        takes="a `Parallel`, a device",
+        about="Where a rank runs, and how collectives overlap with computation.",
+    )
+    backend: Option[BackendLike, Backend] = Option(
+        "eager",
+        read=backends.read,
+        describe=backends.describe,
+        takes=backends.TAKES,
+        about='Who runs the operations of a stage. "eager": torch\'s operators one by one, bit-equal to a plain loop. '
+        '"inductor": equal layers are compiled once and kept in a cache folder for other ranks and later runs; the same '
+        "numbers but for rounding. A function: as `torch.compile(backend=)` takes it. Operations that cannot be compiled run "
+        "eagerly, with a warning.",
+    )
+    memory: Option[MemoryLike, Memory] = Option(
+        None,
+        read=read_memory,
+        takes="a `Memory`, or a form of `memory.recompute`",
+        about="Which activations are alive between forward and backward.",
+    )
+    gradients: Option[GradientsLike, Gradients] = Option(
+        None,
+        read=read_gradients,
+        takes='a `Gradients`, "mean", "sum"',
+        about="How losses and gradients add up over the microbatches of a step.",
+    )
+    debug: Option[DebugLike, Debug] = Option(
+        None,
+        read=read_debug,
+        takes="a `Debug`, the path of a folder for dumps",
+        about="Dumps, and how many captured graphs are kept.",
+    )
+
+    def __post_init__(self) -> None:
+        if isinstance(self.schedule, Schedule):
+            table = self.schedule
+            if self.microbatches not in (None, table.microbatches):
+                raise ScheduleError(
+                    f"microbatches={self.microbatches}, but the schedule {table.name!r} is for {table.microbatches}"
+                )
+            object.__setattr__(self, "microbatches", table.microbatches)
+
+    @property
+    def fused(self) -> bool:
+        """Whether matrix products are added into the sums of gradients: as asked for, else under every backend but eager."""
+        return not isinstance(self.backend, Eager) if self.gradients.fused is None else self.gradients.fused
+
+    @property
+    def hoists(self) -> bool:
+        """Whether step-invariant values are computed once a step.
+
+        Under eager alone: Inductor folds such values anyway, and a CUDA graph would copy each as one more input.
+        """
+        return isinstance(self.backend, Eager) and not self.backend.cudagraphs
+
+
+def paths(group: type[Group]) -> Sequence[str]:
+    """The paths of a group's options, in order."""
+    return [option.path for option in group.options()]

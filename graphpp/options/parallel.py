@@ -1,0 +1,55 @@
+"""`parallel=`: where a rank runs, and how the collectives of the model overlap with computation."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+
+from graphpp.errors import GraphPPError
+from graphpp.options.option import Group, Option, group_reader
+
+Cost = Callable[[Any], float]  # the seconds of a graph's node
+
+
+def _read_device(form: object) -> torch.device | None:
+    try:
+        return None if form is None else torch.device(form)  # type: ignore[call-overload]
+    except (RuntimeError, TypeError) as error:
+        raise GraphPPError(f"take a torch.device or its name, got {form!r}: {str(error).splitlines()[0]}") from error
+
+
+def _read_costs(form: object) -> Cost | None:
+    if form is not None and not callable(form):
+        raise GraphPPError(f"take a function of a graph's node -> seconds, or None, got {form!r}")
+    return form
+
+
+@dataclass(frozen=True)
+class Parallel(Group):
+    """Where a rank runs, and how collectives overlap with computation. Raises `GraphPPError` for values of other types."""
+
+    prefix: ClassVar[str] = "parallel"
+
+    device: Option[torch.device | str | None, torch.device | None] = Option(
+        None,
+        read=_read_device,
+        describe=None,  # ranks compare the type of the device that was found
+        takes="a device",
+        about="Where this rank runs. None: the model's own CUDA device, else CUDA by `LOCAL_RANK` where every local rank has "
+        "a GPU, else the CPU.",
+    )
+    op_costs: Option[Cost | None, Cost | None] = Option(
+        None,
+        read=_read_costs,
+        describe=lambda costs: ["None" if costs is None else "given"],
+        takes="a function of a graph's node, the same on all ranks",
+        about="The seconds of an operation, by which the parts of OVERLAP_F_B are interleaved and a recompute fraction is "
+        "spent. None: `graphpp.passes.graph.op_costs.OpCosts`.",
+    )
+
+
+ParallelLike = Parallel | torch.device | str | None
+read_parallel = group_reader(Parallel, "device", lambda form: isinstance(form, torch.device | str))

@@ -1,0 +1,17 @@
+"""`schedule=`: the reader is that of the schedules; this file describes a schedule to other ranks."""
+
+from __future__ import annotations
+
+from graphpp.schedules.generate.read import Maker, read
+from graphpp.schedules.table.schedule import Schedule
+
+__all__ = ["describe", "read"]
+
+
+def describe(schedule: Schedule | str | Maker) -> list[str]:
+    """The schedule as text that is the same on every rank: a name, all rows of a table, the name of a function."""
+    if isinstance(schedule, Schedule):
+        return str(schedule).splitlines()
+    if isinstance(schedule, str):
+        return [schedule]
+    return [f"the function {getattr(schedule, '__qualname__', type(schedule).__name__)}"]

@@ -1,0 +1,75 @@
+"""The operations of a captured graph that a `Recompute` option means.
+
+Contract
+    in   a `Recompute`, the module calls of a captured forward
+    out  the region of each operation (`passes/recompute/recompute_regions.py`), None where its value is saved; the terms on
+         which single values are computed a second time (`passes/recompute/choose_saved.py`); the operations of I that W may
+         repeat
+    Raises `GraphPPError` for an FQN that is never called.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+
+from torch import fx
+
+from graphpp.errors import GraphPPError
+from graphpp.options.recompute import Recompute
+from graphpp.options.split import Call
+from graphpp.passes.graph.collectives import is_collective
+from graphpp.passes.graph.op_costs import Cost, OpCosts, is_cheap, is_heavy
+from graphpp.passes.recompute.choose_saved import Savings
+from graphpp.passes.recompute.recompute_regions import Chosen, Region, every
+from graphpp.passes.stage.split_weight_grad import Rerun, never
+from graphpp.planner.layers import repeated_layers
+
+_WORTH = 8  # bytes of memory traffic for each byte less to save: about three pointwise operations in a row
+
+
+def region_of(option: Recompute, calls: Sequence[Call]) -> Region:
+    """The region of an operation: the outermost of the chosen calls around it."""
+    chosen = {call.fqn for call in _called(option, calls)}
+
+    def region(node: fx.Node) -> Hashable | None:
+        return next((call for call in node.meta["calls"] if call in chosen), None)
+
+    return region
+
+
+def _called(option: Recompute, calls: Sequence[Call]) -> Sequence[Call]:
+    if option.layers is None:
+        return repeated_layers(calls) or [call for call in calls if call.module and "." not in call.module]
+    unknown = sorted(set(option.layers) - {call.module for call in calls} - {call.fqn for call in calls})
+    if unknown:
+        raise GraphPPError(
+            f"memory.recompute: names {', '.join(unknown)}, which the model never calls: give FQNs of modules whose "
+            "forward runs"
+        )
+    return [call for call in calls if call.module in option.layers or call.fqn in option.layers]
+
+
+def may_recompute(option: Recompute) -> Chosen:
+    """The operations of the regions that may run a second time."""
+    if option.nodes is None:
+        return every
+    return _is_light if isinstance(option.nodes, str) else option.nodes
+
+
+def savings(option: Recompute, region: Region | None, device_type: str, cost: Cost | None) -> Savings | None:
+    """The terms on which single values are computed a second time; a budget counts where a region is given."""
+    costs = OpCosts.of(device_type)
+    worth = _WORTH / costs.memory
+    if region is not None and option.fraction is not None:
+        return Savings(worth, cost or costs, option.fraction, region, may_recompute(option))
+    return Savings(worth, costs, chosen=may_recompute(option)) if option.free else None
+
+
+def may_repeat_in_weight_grad(option: Recompute) -> Rerun:
+    """The operations of I that may run a second time in W."""
+    return is_cheap if option.weight_grad else never
+
+
+def _is_light(node: fx.Node) -> bool:
+    """Neither a contraction (matrix product, convolution, attention), whose result is worth keeping, nor a collective."""
+    return not is_heavy(node) and not is_collective(node)
