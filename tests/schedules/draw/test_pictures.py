@@ -160,9 +160,8 @@ def test_names_are_escaped_everywhere() -> None:
     page = Page()
     page.feed(graphpp.html(timeline))
     assert "b" not in page.tags and "i" not in page.tags and any("<b a='1'>" in word for word in page.words)
-    assert (
-        graphpp.html(timeline) + graphpp.svg(timeline) + graphpp.chrome_trace(timeline)
-    ).isascii()  # whatever a file is written as
+    written = graphpp.html(timeline) + graphpp.svg(timeline) + graphpp.chrome_trace(timeline)
+    assert written.isascii()  # whatever a file is written as
     json.loads(graphpp.chrome_trace(timeline))
 
 
