@@ -27,7 +27,7 @@ from graphpp.schedules.table.schedule import Schedule
 
 def _read_microbatches(form: object) -> int | None:
     if form is not None and (not isinstance(form, int) or isinstance(form, bool) or form < 1):
-        raise BatchError(f"take a positive integer, or None, got {form!r}")
+        raise BatchError(f"take a positive integer, got {form!r}")
     return form
 
 
