@@ -1,4 +1,4 @@
-"""The private names of torch that ranks and optimizers need; importing this file costs nothing beside torch.
+"""The private names of torch for ranks and optimizers; importing this file imports nothing more than torch.
 
 Checked on torch 2.11.0, 2.13.0 and 2.15.0:
 
@@ -7,7 +7,8 @@ Checked on torch 2.11.0, 2.13.0 and 2.15.0:
 - `torch._foreach_norm`: norms of many tensors at once, the call that torch's own gradient clipping makes
 - `torch._foreach_copy_`: many copies at once, the call that torch's own optimizers make
 - `Optimizer._optimizer_step_pre_hooks`, `_optimizer_step_post_hooks` and, for all optimizers, `torch.optim.optimizer.
-  _global_optimizer_pre_hooks`, `_global_optimizer_post_hooks`: the hooks that would run twice when a step is repeated
+  _global_optimizer_pre_hooks`, `_global_optimizer_post_hooks`: the hooks that would run twice if a step is
+  rolled back and repeated
 """
 
 from __future__ import annotations
@@ -27,6 +28,6 @@ group_named: Callable[[Any], dist.ProcessGroup] = _resolve_process_group
 
 
 def has_step_hooks(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether the user has registered hooks that run with every step of the optimizer."""
+    """Whether the user has registered hooks on the optimizer's steps."""
     own = (optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks)
     return any((*own, optimizers._global_optimizer_pre_hooks, optimizers._global_optimizer_post_hooks))

@@ -1,4 +1,4 @@
-"""The private names of torch's pipeline runtime. Importing this file imports Dynamo, about a second: import it late.
+"""The private names of torch's pipeline runtime. Importing this file imports Dynamo, about a second: import it in functions.
 
 Checked on torch 2.11.0, 2.13.0 and 2.15.0:
 

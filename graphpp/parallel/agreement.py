@@ -1,13 +1,15 @@
-"""Do all ranks mean the same? Asked when a pipeline is made, at the start of each step, for whatever is built anew.
+"""Agreement among ranks: all ranks of a group go on together, or all raise.
+
+Ranks compare what they are about to do when a pipeline is made, at the start of each step, and when a step is compiled, because
+ranks that run different messages or collectives would hang.
 
 Contract
 --------
-- `Agreement.together` is called by every rank of the group. Either it returns on all of them, or it raises on all of
-  them: a rank whose own work failed raises its own error, every other one `MismatchError`, which says which rank
-  differs and in what.
-- Facts are lines of text under names; nothing is pickled. A name that a rank does not have is not compared on it.
-- Where all agree, and that is nearly always, the ranks exchange 16 bytes; the texts travel only where they differ.
-- They travel on the CPU where the group has a backend for it, so that no step waits for a GPU.
+- Every rank of the group calls `Agreement.together`. It returns on all of them or raises on all of them: a rank whose own work
+  failed raises its own error, every other rank raises `MismatchError`, which names the rank that differs and the difference.
+- Facts are lines of text under names; nothing is pickled. A name that a rank does not have is not compared on that rank.
+- If all ranks agree, they exchange 16 bytes each, a digest; the texts are exchanged only if digests differ.
+- The exchange runs on the CPU if the group has a CPU backend, so that no step waits for a GPU.
 """
 
 from __future__ import annotations
@@ -31,12 +33,12 @@ T = TypeVar("T")
 
 _ERROR = "error"
 _DIGEST_BYTES = 16
-_LONG = 240  # characters of a line that are shown
+_LONG = 240  # characters of a line that an error shows
 
 
 @dataclass(frozen=True)
 class Facts:
-    """What a rank is about to do: name -> lines of text. Compared by digest first."""
+    """A description of what a rank is about to do: name -> lines of text, compared by digest first."""
 
     lines: Mapping[str, Sequence[str]]
 
@@ -51,35 +53,35 @@ class Facts:
         return json.dumps({name: list(lines) for name, lines in self.lines.items()})
 
     def adding(self, name: str, lines: Sequence[str]) -> Facts:
-        """These facts and some that differ from call to call; what is cached of these is used again."""
+        """These facts and more under another name; reuses the cached text and digest of these."""
         return _More(self.lines, self, Facts({name: lines}))
 
     @cached_property
     def digest(self) -> bytes:
-        """Equal exactly if the texts are."""
+        """A hash of the text, 16 bytes: equal if the texts are equal."""
         return hashlib.sha256(self.text.encode()).digest()[:_DIGEST_BYTES]
 
 
 @dataclass(frozen=True)
 class _More(Facts):
-    """Facts with others added."""
+    """Facts with more facts added."""
 
     base: Facts
     more: Facts
 
     @cached_property
     def text(self) -> str:
-        """All of them as JSON."""
+        """All facts as JSON."""
         return json.dumps({**json.loads(self.base.text), **json.loads(self.more.text)})
 
     @cached_property
     def digest(self) -> bytes:
-        """Equal exactly if the digests of both are."""
+        """A hash of the base's digest and the added text, 16 bytes."""
         return hashlib.sha256(self.base.digest + self.more.text.encode()).digest()[:_DIGEST_BYTES]
 
 
 class Agreement:
-    """Compares facts over the ranks of one group; with one process there is nobody to ask."""
+    """Compares facts over the ranks of one group; a single process agrees with itself."""
 
     def __init__(self, group: dist.ProcessGroup | None, device: torch.device) -> None:
         self._group = group if group is not None and dist.get_world_size(group) > 1 else None
@@ -87,16 +89,19 @@ class Agreement:
 
     @property
     def several(self) -> bool:
-        """Whether there is anybody to ask."""
+        """Whether the group has more than one rank."""
         return self._group is not None
 
     def together(self, work: Callable[[], T], facts: Callable[[T], Facts]) -> T:
-        """Do `work`, compare the facts of what came out over all ranks, return it."""
+        """Do `work`, compare the facts of its result over all ranks, return the result.
+
+        Raises the error of this rank's own `work`, or `MismatchError` if another rank failed or differs.
+        """
         try:
             result = work()
             about = facts(result)
         except Exception as error:
-            with contextlib.suppress(MismatchError):  # the others are told; this rank raises what went wrong on it
+            with contextlib.suppress(MismatchError):  # the other ranks learn of the failure; this rank raises its own error
                 self.compare(Facts.of_failure(error))
             raise
         self.compare(about)
@@ -108,11 +113,11 @@ class Agreement:
             return
         mine = torch.frombuffer(bytearray(facts.digest), dtype=torch.uint8)
         if len({bytes(each.tolist()) for each in self._gather(mine)}) > 1:
-            everyone = [json.loads(text) for text in self._texts(facts.text)]
-            _refuse(everyone, [dist.get_global_rank(self._group, rank) for rank in range(len(everyone))])
+            by_rank = [json.loads(text) for text in self._texts(facts.text)]
+            _refuse(by_rank, [dist.get_global_rank(self._group, rank) for rank in range(len(by_rank))])
 
     def shared_name(self) -> str:
-        """A name that is the same on every rank of the group and like no other."""
+        """A random name, the same on every rank of the group; empty for one process."""
         if self._group is None:
             return ""
         drawn = torch.randint(2**62, (1,), generator=_fresh_generator(), device="cpu")
@@ -128,7 +133,7 @@ class Agreement:
         return [bytes(part[:length].tolist()).decode() for part, length in parts]
 
     def _gather(self, mine: torch.Tensor) -> list[torch.Tensor]:
-        """One small tensor of every rank, on the CPU."""
+        """This small tensor of every rank, in order of rank, on the CPU."""
         assert self._group is not None
         sent = mine.to(self._device)
         received = [torch.empty_like(sent) for _ in range(dist.get_world_size(self._group))]
@@ -137,9 +142,9 @@ class Agreement:
 
 
 def agree_on_collectives(lines: Mapping[str, Sequence[str]], device: torch.device) -> None:
-    """Compare what a step exchanges over each process group with that group's ranks; `lines` are in order, by group's name.
+    """Compare the collectives of a step with the other ranks of each process group; `lines`: in order, by the group's name.
 
-    Ranks that would exchange other values, or in another order, get `MismatchError` here and would hang in the step.
+    Raises `MismatchError` if ranks would run other collectives, or in another order: they would hang in the step.
     """
     for name in sorted(lines):
         facts = Facts({"the collectives of a step, in order": lines[name]})
@@ -152,25 +157,25 @@ def has_gloo(group: dist.ProcessGroup) -> bool:
 
 
 def _fresh_generator() -> torch.Generator:
-    """Random numbers of their own: the user's generator stays where it is."""
+    """A generator of its own, so that the user's generator does not advance."""
     generator = torch.Generator()
     generator.seed()
     return generator
 
 
-def _refuse(everyone: Sequence[Mapping[str, Sequence[str]]], ranks: Sequence[int]) -> None:
-    """Say which rank failed; if none did, which rank differs from the majority, and in what. Ranks are the world's."""
-    failures = [f"rank {rank}: {each[_ERROR][0]}" for rank, each in zip(ranks, everyone, strict=True) if _ERROR in each]
+def _refuse(by_rank: Sequence[Mapping[str, Sequence[str]]], ranks: Sequence[int]) -> None:
+    """Raise `MismatchError` with the ranks that failed; else with the ranks that differ from the majority. World ranks."""
+    failures = [f"rank {rank}: {each[_ERROR][0]}" for rank, each in zip(ranks, by_rank, strict=True) if _ERROR in each]
     if failures:
         raise MismatchError(
             "other ranks failed, so nothing was run here:\n" + "\n".join(f"  {line}" for line in failures)
         )
-    names = dict.fromkeys(name for each in everyone for name in each)
+    names = dict.fromkeys(name for each in by_rank for name in each)
     faults = [
         line
         for name in names
         for line in _differences(
-            name, {rank: each[name] for rank, each in zip(ranks, everyone, strict=True) if name in each}
+            name, {rank: each[name] for rank, each in zip(ranks, by_rank, strict=True) if name in each}
         )
     ]
     if faults:
@@ -188,7 +193,7 @@ def _differences(name: str, values: Mapping[int, Sequence[str]]) -> list[str]:
 
 
 def _around(text: str, at: int) -> str:
-    """A long line cut to its beginning and what stands around position `at`."""
+    """A long line, shortened to its beginning and the text around position `at`."""
     if len(text) <= _LONG:
         return text
     head, tail = text[: _LONG // 3], text[max(at - _LONG // 6, _LONG // 3) : at + _LONG // 3]

@@ -1,11 +1,11 @@
-"""Data parallelism beside the pipeline: ranks that hold the same stages train on other data, and average their gradients.
+"""Data parallelism: replicas, ranks that hold the same stages and train on other data, average their gradients.
 
 Contract
 --------
-- A stage's sums of gradients are averaged in place, once per step, over the ranks of the group: from its REDUCE_GRAD on, where
-  the schedule has one (the checker proves that no backward follows it), so that the other stages compute meanwhile; else, and
-  for tied parameters, whose parts are added first, at the end of the step.
-- All ranks of the group run the same table over the same stages, so they ask for the same sums in the same order.
+- A stage's gradient sums are averaged over the replicas in place, once per step. The all-reduce starts at the stage's
+  REDUCE_GRAD action if the schedule has one (the checker proves that no backward follows it), and hides under other stages'
+  computation. Otherwise it starts at the end of the step; so it does for tied parameters, whose partial sums are added first.
+- All replicas run the same table over the same stages, so they start the same all-reduces in the same order.
 """
 
 from __future__ import annotations
@@ -20,7 +20,10 @@ from graphpp.errors import GraphPPError
 
 
 def check_apart(groups: Iterable[str], replicas: dist.ProcessGroup | None) -> None:
-    """Raise where the model itself exchanges values with replicas: parameters there may be different ones (experts)."""
+    """Raise `GraphPPError` if a collective of the model reaches a replica, whose parameters may be others (experts).
+
+    `groups`: the names of the process groups of the model's collectives.
+    """
     if replicas is None:
         return
     others = set(dist.get_process_group_ranks(replicas)) - {dist.get_rank()}
@@ -36,26 +39,26 @@ def check_apart(groups: Iterable[str], replicas: dist.ProcessGroup | None) -> No
 
 
 class Replicas:
-    """Averages over a group; None, or a group of one: nothing to do."""
+    """Averages gradients over the ranks of a group; does nothing for None or a group of one."""
 
     def __init__(self, group: dist.ProcessGroup | None) -> None:
         self._group = group if group is not None and dist.get_world_size(group) > 1 else None
-        self._under_way: list[tuple[torch.Tensor, dist.Work]] = []
+        self._in_flight: list[tuple[torch.Tensor, dist.Work]] = []
 
     def start(self, sums: Iterable[torch.Tensor]) -> None:
-        """Start to average these, in place."""
+        """Start to average these sums, in place."""
         for total in sums if self._group is not None else ():
             work = dist.all_reduce(total, group=self._group, async_op=True)
             assert work is not None
-            self._under_way.append((total, work))
+            self._in_flight.append((total, work))
 
     def finish(self) -> None:
-        """Wait until what was started is averaged."""
-        for total, work in self._under_way:
+        """Wait until all sums that were started are averaged."""
+        for total, work in self._in_flight:
             work.wait()
             total.div_(dist.get_world_size(self._group))
-        self._under_way.clear()
+        self._in_flight.clear()
 
     def drop(self) -> None:
-        """Forget what is under way, after a failure."""
-        self._under_way.clear()
+        """Forget the all-reduces in flight, after a failure."""
+        self._in_flight.clear()

@@ -1,13 +1,13 @@
-"""When a rank dies: every other rank ends with an error that names it.
+"""Lost ranks: when a rank dies, every other rank raises an error that names it.
 
 Contract
 --------
-- The first rank that notices writes into the store that all ranks share what happened; who notices later, because its
-  own neighbour went down in turn, reads it there. A rank that fails by itself writes its own name and error.
-- Who is lost is found by trying to reach every rank of the group (gloo); where the store went down with its host, that
-  is what the error says.
-- What is written belongs to one call of one pipeline: a failure that the user outlived says nothing about later ones.
-- Ranks are named as in the world.
+- The first rank that notices the loss writes it into the store that all ranks share. A rank that notices later, because its own
+  neighbour ended in turn, reads the first cause there. A rank that fails by itself writes its own number and error.
+- A lost rank is found by sending to every rank of the group (gloo). If the store was lost with its host, the error has this
+  rank's own finding.
+- An entry in the store belongs to one call of one pipeline: a failure that the job survived does not appear in later errors.
+- Errors name ranks by their numbers in the world.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from graphpp._torch.distributed import default_store
 from graphpp.errors import GraphPPError, RankFailure
 from graphpp.parallel.agreement import has_gloo
 
-_TAG = 0x6C6F7374  # no message of a step has a tag, so no receive takes a probe for its own
+_TAG = 0x6C6F7374  # messages of a step have no tag, so no receive matches a probe
 _STORE_TIMEOUT = timedelta(seconds=5)
 
 
 class FailureBoard:
-    """Turns whatever breaks when a rank is gone into a `RankFailure` that names the rank that was lost first."""
+    """Turns the errors that follow the loss of a rank into a `RankFailure` that names the rank that was lost first."""
 
     def __init__(self, group: dist.ProcessGroup | None, name: str) -> None:
         self._group = group if group is not None and dist.get_world_size(group) > 1 else None
@@ -38,7 +38,7 @@ class FailureBoard:
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
-        """Watch one call that every rank makes: a lost rank becomes `RankFailure`, an own failure is made known."""
+        """Watch one call that every rank makes: raise `RankFailure` if a rank is lost, publish a failure of this rank."""
         self._calls += 1
         try:
             yield
@@ -51,7 +51,7 @@ class FailureBoard:
             raise
 
     def _tell(self, error: Exception) -> None:
-        """Raise `RankFailure` if a rank is lost; else publish that this one failed."""
+        """Raise `RankFailure` if a rank is lost; else publish that this rank failed."""
         lost = self._lost(error)
         if lost:
             known = self._publish(_fate(lost, late="Timed out" in str(error)))
@@ -62,7 +62,7 @@ class FailureBoard:
         self._publish(f"rank {dist.get_rank()} failed with {type(error).__name__}: {error}")
 
     def _lost(self, error: Exception) -> list[int]:
-        """Ranks (of the world) that cannot be reached, or whose message did not come."""
+        """The ranks (of the world) that cannot be reached, or whose message did not arrive."""
         assert self._group is not None
         others = [rank for rank in range(dist.get_world_size(self._group)) if rank != dist.get_rank(self._group)]
         lost = {error.peer} if isinstance(error, PeerLost) and error.peer is not None else set()
@@ -78,7 +78,7 @@ class FailureBoard:
         return True
 
     def _publish(self, text: str) -> str:
-        """Write what happened unless somebody has; returns what stands there. The store may be gone with its host."""
+        """Write the text unless another rank has written one for this call; returns the text in the store, or the own one."""
         try:
             store = default_store()
             before = store.timeout  # type: ignore[attr-defined]  # missing from torch's stubs
@@ -98,7 +98,7 @@ def _fate(ranks: list[int], *, late: bool) -> str:
 
 
 def _reason(error: Exception) -> str:
-    """What gloo says, without its source line and its advice."""
+    """gloo's error without its source line and its advice."""
     line = str(error).partition("\n")[0]
     return re.sub(r"^\[\S+\.(cc|cpp|h):\d+\] ", "", line).partition(". ")[0]
 

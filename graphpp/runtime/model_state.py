@@ -1,11 +1,11 @@
-"""The model's tensors under their FQNs: what a rank's stages read, update and hand to the optimizer.
+"""The model's parameters and buffers by FQN, which a rank's stages read and update and its optimizer steps.
 
 Contract
 --------
-- One name per tensor (the first in the model's order); the objects are the model's own, moved to the device in place.
-- `tensor(fqn)` reads the module anew at each call, so a parameter object that the user exchanged is seen.
-- State dicts are parts of the model's own: every alias of a tensor, no buffer that is not persistent.
-- A tensor still on the meta device cannot run: `GraphPPError` says how to give it memory.
+- Each tensor has one name, the first in the model's order. The objects are the model's own, moved to the device in place.
+- `tensor(fqn)` reads the module's attribute at each call, so it sees a parameter object that the user exchanged.
+- A rank's state dict is a part of the model's own: every alias of a tensor, and no buffer that is not persistent.
+- A tensor on the meta device has no values and cannot run: `GraphPPError` says how to give it memory.
 """
 
 from __future__ import annotations
@@ -56,18 +56,22 @@ class ModelState:
                     tensor.grad = tensor.grad.to(device)
 
     def check_memory(self, fqns: Iterable[str]) -> None:
-        """Raise `GraphPPError` for tensors that have no memory yet."""
+        """Raise `GraphPPError` if one of these tensors is on the meta device."""
         _refuse_meta([fqn for fqn in fqns if self.tensor(fqn).is_meta])
 
     def state_dict(self, fqns: Iterable[str]) -> dict[str, Any]:
-        """Entries of the model's state dict that hold these tensors, under every alias, and those without a tensor."""
+        """The entries of the model's state dict with these tensors, under every alias, and the entries without a tensor."""
         mine = {id(self.tensor(fqn)) for fqn in fqns}
         entries = self._model.state_dict(keep_vars=True).items()
-        own_tensors = {key: value for key, value in entries if not isinstance(value, torch.Tensor) or id(value) in mine}
-        return {key: value.detach() if isinstance(value, torch.Tensor) else value for key, value in own_tensors.items()}
+        local = {key: value for key, value in entries if not isinstance(value, torch.Tensor) or id(value) in mine}
+        return {key: value.detach() if isinstance(value, torch.Tensor) else value for key, value in local.items()}
 
     def load(self, fqns: Collection[str], state: Mapping[str, Any], strict: bool) -> None:
-        """Copy the entries that hold these tensors into the model, in place; `GraphPPError` and no change if unfit."""
+        """Copy the entries of these tensors into the model, in place.
+
+        Raises `GraphPPError`, and changes nothing, if an entry has another shape, is on the meta device, or (`strict`) is
+        missing or unknown to the model.
+        """
         mine = {key: value for key, value in self.state_dict(fqns).items() if isinstance(value, torch.Tensor)}
         if strict:
             missing = [key for key in mine if key not in state]
@@ -87,13 +91,16 @@ class ModelState:
 
 
 def own_tensors(module: nn.Module) -> list[tuple[str, torch.Tensor]]:
-    """What a module itself holds; a wrapper around the model may list it under other FQNs than its place has."""
+    """The parameters and buffers of a module itself, without its children, by attribute name.
+
+    A model that wraps another one may list these tensors under FQNs that do not lead to the module.
+    """
     parameters = module.named_parameters(recurse=False, remove_duplicate=False)
     return [*parameters, *module.named_buffers(recurse=False, remove_duplicate=False)]
 
 
 def checksum(tensor: torch.Tensor) -> int:
-    """An integer that equal bits always give, and different bits hardly ever."""
+    """An integer that is equal for equal bits, and almost always differs for different bits."""
     width = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()]
     return int(tensor.detach().contiguous().view(width).sum())
 
@@ -116,12 +123,12 @@ def _refuse(*faults: tuple[str, list[str]]) -> None:
 
 @contextlib.contextmanager
 def state_restored(model: nn.Module, device: torch.device) -> Iterator[None]:
-    """Run something on the model, from no gradients; afterwards state, attributes and random numbers are as before."""
+    """A context that starts without gradients, and ends with the buffers, gradients, attributes and random states of before."""
     stores = [s for module in model.modules() for s in (module.__dict__, module._parameters, module._buffers)]
-    kept = [(store, dict(store)) for store in stores]
+    copies = [(store, dict(store)) for store in stores]
     buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
     grads = [(parameter, parameter.grad) for parameter in model.parameters()]
-    of_python = random.getstate()
+    python_state = random.getstate()
     try:
         for parameter, _ in grads:
             parameter.grad = None
@@ -129,8 +136,8 @@ def state_restored(model: nn.Module, device: torch.device) -> Iterator[None]:
         with torch.random.fork_rng(devices), torch.inference_mode(False), torch.enable_grad():
             yield
     finally:
-        random.setstate(of_python)
-        for store, before in kept:
+        random.setstate(python_state)
+        for store, before in copies:
             store.clear()
             store.update(before)
         with torch.no_grad():
@@ -141,7 +148,7 @@ def state_restored(model: nn.Module, device: torch.device) -> Iterator[None]:
 
 
 def tensor_lines(model: nn.Module) -> list[str]:
-    """A line per parameter and buffer: FQN, shape, dtype, whether it is trained."""
+    """One line per parameter and buffer, for comparing ranks: FQN, shape, dtype, whether it is frozen."""
     parameters = [f"{name} {_meta(p)}{'' if p.requires_grad else ', frozen'}" for name, p in model.named_parameters()]
     return parameters + [f"{name} {_meta(buffer)}, buffer" for name, buffer in model.named_buffers()]
 

@@ -1,11 +1,12 @@
-"""What the compiler hands to the runtime: stage programs with named inputs and outputs.
+"""Stage programs with named inputs and outputs: the format in which the compiler hands its work to the runtime.
 
 Contract
 --------
-A `Program` is a callable and two tuples of roles, one role per argument and one per result. A role says
-what a value *is* (parameter <fqn>, saved value, gradient of <fqn>); no position means anything.
-A `StageProgram` is one stage with all its phases. A `Boundary` lists what crosses s|s+1 in each direction,
-with shape, dtype and strides known on every rank before the first step.
+- A `Program` is a callable and two tuples of roles, one role per argument and one per result. The role says which value it is
+  (parameter <fqn>, saved value, gradient of <fqn>); its position has no meaning.
+- A `StageProgram` is one stage with all its phases; a `PipelineProgram` is all stages of one captured graph.
+- A `Boundary` lists the values that cross s|s+1 in each direction. Their shapes, dtypes and strides are known on every rank
+  before the first step.
 """
 
 from __future__ import annotations
@@ -92,7 +93,7 @@ class Output:
 
 @dataclass(frozen=True)
 class Metric:
-    """A number that the loss returned beside itself to be reported, 0-dim, by its name."""
+    """A number to be reported, which the loss function returned in addition to the loss: 0-dim, by its name."""
 
     name: str
 
@@ -113,7 +114,7 @@ class BufferUpdate:
 
 @dataclass(frozen=True)
 class Prepared:
-    """A value of the joint graph that a stage makes once per step, of parameters, buffers and constants."""
+    """A value of the joint graph that depends on parameters, buffers and constants alone, computed once per step."""
 
     name: str
 
@@ -123,9 +124,9 @@ OutputRole = Loss | Output | Metric | Gradient | BufferUpdate | Sent | Saved | P
 
 
 class Phase(StrEnum):
-    """The phases of a stage; the values are the letters of torch's actions (E: evaluation forward). B is I and W in one.
+    """The phases of a stage; the values are the letters of torch's actions (E: evaluation forward). B does both I and W.
 
-    PREPARE is no action: it runs once, when a step begins.
+    PREPARE is no action of a schedule: it runs once, when a step begins.
     """
 
     FORWARD = "F"
@@ -137,7 +138,7 @@ class Phase(StrEnum):
 
     @property
     def is_backward(self) -> bool:
-        """Whether gradients come out of it."""
+        """Whether the phase computes gradients."""
         return self in (Phase.BACKWARD, Phase.INPUT_GRAD, Phase.WEIGHT_GRAD)
 
 
@@ -159,7 +160,7 @@ class TensorMeta:
 
 @dataclass(frozen=True)
 class Boundary:
-    """What crosses stage|stage+1 for one microbatch: activations forward, gradients backward."""
+    """The values that cross stage|stage+1 for one microbatch: activations forward, gradients backward."""
 
     stage: int
     forward: tuple[TensorMeta, ...] = ()
@@ -173,15 +174,16 @@ class Boundary:
 
 @dataclass(frozen=True)
 class Program:
-    """One phase of one stage. `run(boxed)` takes a list of inputs, empties it, and returns a tuple of results.
+    """One phase of one stage. `run(arguments)` takes a list of arguments, empties it, and returns a tuple of results.
 
-    `run(boxed, take)` hands each gradient to `take(index of the result, value)` as soon as it is made, and returns what
-    `take` returned in its place; a gradient that is another result too is only returned. Where a program is `fused`,
-    gradients that are products of matrices are handed to `take.product(index, a, b)` by their factors (`products.Take`),
-    and one role may stand for several results, which are to be added up.
+    `run(arguments, sink)` hands each gradient to `sink(position among the results, value)` as soon as it is made, and has the
+    sink's answer in its place among the results; a gradient that is another result too is only returned. A `fused` program
+    hands gradients that are matrix products to `sink.matmul(position, a, b)` by their factors (`gradients/gradient_sink.py`),
+    and may have several results with one `Gradient` role: their sum is the gradient.
 
-    `shared` holds the indices of results whose memory an input or another result may share: to be copied before writing.
-    `peak_bytes`: the most that is alive at once while it runs, of what arrived, was saved, or is made.
+    `source`: the program's Python text. `shared`: positions of results whose memory an input or another result may share; copy
+    these before writing to them. `peak_bytes`: the most bytes alive at once while it runs, of values that arrived, were saved,
+    or are made.
     """
 
     stage: int
@@ -197,10 +199,10 @@ class Program:
 
 @dataclass(frozen=True)
 class WovenProgram:
-    """Programs that do not depend on each other, run as one, operation by operation.
+    """Programs that do not depend on each other, interleaved operation by operation into one.
 
-    `run(boxed)` takes the arguments of all `parts`, one part's after the other's, and returns their results so; with `take`,
-    whose index counts the results of all parts, it hands out gradients as a `Program` does.
+    `run(arguments)` takes the arguments of all `parts`, part after part, and returns their results in the same order. `run(
+    arguments, sink)` hands out gradients as a `Program` does; positions count the results of all parts.
     """
 
     parts: tuple[Program, ...]
@@ -210,13 +212,13 @@ class WovenProgram:
 
 @dataclass(frozen=True)
 class StageProgram:
-    """A stage with all its phases and what it owns.
+    """A stage with all its phases, its parameters and its buffers.
 
-    `parameters`, `buffers`: FQNs that any phase reads or whose gradient or update it produces.
-    `saved`: what the forward keeps per microbatch; `saved_bytes`: the memory of it, views of one memory counted once;
-    `kept_bytes`: the memory that is still held between I and W.
-    `modules`: FQNs of the modules called in it, for people.
-    `prepare`: makes the `Prepared` values that the phases read; it runs once, when a step begins.
+    `parameters`, `buffers`: FQNs that any phase reads, or whose gradient or update it computes.
+    `saved`: the values that the forward saves for a microbatch; `saved_bytes`: their memory, views of one memory counted once;
+    `kept_bytes`: the part of this memory that is alive from I to W.
+    `modules`: FQNs of the modules called in the stage, for display.
+    `prepare`: computes the `Prepared` values that the phases read; runs once, when a step begins.
     """
 
     index: int
@@ -247,7 +249,7 @@ class StageProgram:
 class PipelineProgram:
     """All stages of one captured graph and the boundaries between them: `boundaries[s]` is s|s+1.
 
-    The last stage makes the loss (0-dim), the outputs, and the numbers to report, whose dtypes `metrics` has by name.
+    The last stage computes the loss (0-dim), the outputs and the metrics; `metrics` has their dtypes by name.
     """
 
     stages: tuple[StageProgram, ...]

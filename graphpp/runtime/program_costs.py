@@ -1,4 +1,7 @@
-"""The bytes of stage programs as `StageCosts` and `Costs`, with F = I = W = 1 for their times."""
+"""The memory of stage programs, in bytes, as `StageCosts` and `Costs` for the checker and the simulator.
+
+Contract: times are not known from programs alone, so F = I = W = 1, and messages take no time.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,7 @@ from graphpp.schedules.table.costs import Costs, StageCosts
 
 
 def costs_of_stage(stage: StageProgram) -> StageCosts:
-    """The bytes that one microbatch of a stage saves, keeps between I and W, and has alive at its peak, by kind."""
+    """The bytes that one microbatch of a stage saves, keeps between I and W, and has alive at the peak of each phase."""
     run = {phase: item for phase, item in stage.programs.items() if phase is not Phase.EVALUATE}
     kinds = {Kind(phase.value): item.peak_bytes for phase, item in run.items()}
     kept = stage.kept_bytes if Phase.WEIGHT_GRAD in stage.programs else None
@@ -16,5 +19,5 @@ def costs_of_stage(stage: StageProgram) -> StageCosts:
 
 
 def costs_of_programs(program: PipelineProgram) -> Costs:
-    """The bytes of all stages, by stage; messages take no time."""
+    """The bytes of all stages, by stage."""
     return Costs(tuple(map(costs_of_stage, program.stages)))

@@ -1,12 +1,12 @@
-"""Random operators whose numbers depend on a key and on nothing else.
+"""Random operators whose numbers depend on a key alone, so that every rank, order and repetition draws the same numbers.
 
 Contract
 --------
-- `seeded(key, index, operator, ...)` runs a random operator with a generator state made from (key, index), and puts the
-  generator back: whoever runs it, on whatever rank, in whatever order and however often, gets the same numbers.
-- A step draws one number from the caller's default CPU generator, on every rank alike, and rank 0's counts for all;
-  microbatch keys are mixed from it. So the caller's generator advances by one draw a step, and its saved state is enough
-  to repeat a run.
+- `seeded(key, index, operator, ...)` runs a random operator with a generator state made from (key, index), and restores the
+  generator afterwards. `key` belongs to the microbatch, `index` to the operator.
+- Per step every rank draws one number from its default CPU generator; rank 0's number is broadcast, and the keys of the
+  microbatches are derived from it. So the caller's generator advances by one draw per step, and its saved state is enough to
+  repeat a run.
 """
 
 from __future__ import annotations
@@ -37,7 +37,8 @@ def step_keys(microbatches: int, group: dist.ProcessGroup | None, device: torch.
     """One key per microbatch, from one draw of the default CPU generator; the same on every rank of the group."""
     drawn = torch.randint(_MASK, ())
     if group is not None and dist.get_world_size(group) > 1:
-        drawn = drawn if has_gloo(group) else drawn.to(device)  # read below: on a GPU the host would wait for it
+        # By gloo where there is one: reading the number from a GPU would make the host wait.
+        drawn = drawn if has_gloo(group) else drawn.to(device)
         dist.broadcast(drawn, group=group, group_src=0)
     return [mix(int(drawn), microbatch) for microbatch in range(microbatches)]
 
@@ -61,7 +62,7 @@ def dropout_mask(key: int, index: int, like: Mapping[str, Any], probability: flo
 
 
 def _device(args: Iterable[Any], kwargs: dict[str, Any]) -> torch.device:
-    """Where an operator draws its numbers: on the device of its first tensor, else on the one it is told."""
+    """The device whose generator an operator uses: of its first tensor argument, else its `device`, else the CPU."""
     for value in args:
         if isinstance(value, torch.Tensor):
             return value.device

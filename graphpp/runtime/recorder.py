@@ -1,9 +1,9 @@
-"""When a rank's actions ran in one step: marks around what they do and around its waits.
+"""Records when a rank's actions ran in one step, by marks around each action and around each wait for a message.
 
 Contract
-    A recorder serves one step of one rank. A computation that first had to wait for a message gives two spans: its
-    receive has the wait, and the computation what follows. Times are of `time.perf_counter`, in seconds. On CUDA the marks
-    are events of the current stream, read when the step is over: recording does not make the host wait for the GPU.
+    A recorder serves one step of one rank. A computation that first waited for a message gives two spans: the wait counts as
+    its receive, the rest as the computation. Times are in seconds, on the scale of `time.perf_counter`. On CUDA the marks are
+    events of the current stream, read after the step, so recording does not make the host wait for the GPU.
 """
 
 from __future__ import annotations
@@ -17,24 +17,24 @@ import torch
 
 from graphpp.schedules.table.actions import Action, message, upstream
 
-_LEADING = 0.05  # the share of an overlap's work that may come before a wait that it is said to begin with
+_LEADING = 0.05  # a wait counts as leading, and is no part of the computation, if at most this share of it ran before
 
 
 class EventClock(Protocol):
-    """Marks moments; a mark means nothing until `seconds` reads it."""
+    """Marks moments, and tells their times afterwards."""
 
     def mark(self) -> Any:
-        """This moment."""
+        """A mark of this moment."""
 
     def seconds(self, mark: Any) -> float:
-        """When a mark was, on the scale of `time.perf_counter`."""
+        """The time of a mark, on the scale of `time.perf_counter`."""
 
 
 class WallClock:
-    """For the CPU, where an action is over when its handler returns."""
+    """The clock of the CPU, where an action is over when its function returns."""
 
     def mark(self) -> float:
-        """This moment."""
+        """A mark of this moment."""
         return time.perf_counter()
 
     def seconds(self, mark: float) -> float:
@@ -43,26 +43,26 @@ class WallClock:
 
 
 class StreamClock:
-    """For CUDA: moments of the current stream, counted from one at which the device is at rest."""
+    """The clock of CUDA: events of the current stream, relative to one at which the device was idle."""
 
     def __init__(self) -> None:
         torch.cuda.synchronize()
         self._origin, self._at = self.mark(), time.perf_counter()
 
     def mark(self) -> torch.cuda.Event:
-        """An event that the stream reaches when the work before it is done."""
+        """An event that the stream reaches when its work so far is done."""
         event = torch.cuda.Event(enable_timing=True)
         event.record()
         return event
 
     def seconds(self, mark: torch.cuda.Event) -> float:
-        """Waits until the stream has reached the mark."""
+        """The time of a mark; waits until the stream has reached it."""
         mark.synchronize()
         return self._at + float(self._origin.elapsed_time(mark)) / 1e3
 
 
 def clock_of(device: torch.device) -> EventClock:
-    """The clock for what runs on `device`."""
+    """The clock of a device."""
     return StreamClock() if device.type == "cuda" else WallClock()
 
 
@@ -71,18 +71,18 @@ class _Span:
     action: Action
     start: Any
     end: Any = None
-    waits: list[Any] = field(default_factory=list)  # marks before and after each wait, in turn
+    waits: list[Any] = field(default_factory=list)  # two marks for each wait: before, after
 
 
 class Recorder:
-    """Times of one step."""
+    """Records the actions of one step of one rank."""
 
     def __init__(self, clock: EventClock) -> None:
         self._clock = clock
         self._spans: list[_Span] = []
 
     def run(self, action: Action, work: Callable[[], object]) -> None:
-        """Do what an action does and note when."""
+        """Run the function of an action and record when it ran."""
         span = _Span(action, self._clock.mark())
         self._spans.append(span)
         work()
@@ -94,7 +94,7 @@ class Recorder:
             self._spans[-1].waits.append(self._clock.mark())
 
     def times(self, stages: int) -> list[tuple[Action, float, float]]:
-        """(action, start, end) of everything that ran, in the order of the table; `stages` are the pipeline's."""
+        """(action, start, end) of every action that ran, in table order; `stages`: how many the pipeline has."""
         read = self._clock.seconds
         found = {span.action: (read(span.start), read(span.end)) for span in self._spans}
         posted = {leaf: span.action for span in self._spans for leaf in span.action.leaves if leaf.is_communication}
@@ -107,7 +107,7 @@ class Recorder:
         return [(action, *times) for action, times in found.items()]
 
     def overhead(self) -> float:
-        """The seconds for each action in which the rank neither computed nor waited for a message."""
+        """The seconds per action in which the rank neither computed nor waited for a message."""
         if not self._spans:
             return 0.0
         read = self._clock.seconds
@@ -121,7 +121,7 @@ class Recorder:
 
 
 def _computing(start: float, end: float, waits: Sequence[tuple[float, float]], *, several: bool) -> tuple[float, float]:
-    """Without the wait that an action begins with; one of `several` parts may wait for another after it has computed some."""
+    """The span of a computation without its leading waits; an overlap of `several` parts may wait once more in its middle."""
     computes = end - start - sum(until - since for since, until in waits)
     for since, until in waits:
         if several and since - start > _LEADING * computes:
@@ -131,7 +131,7 @@ def _computing(start: float, end: float, waits: Sequence[tuple[float, float]], *
 
 
 def received_by(action: Action, stages: int) -> tuple[Action, ...]:
-    """The receive that an F, B or I reads from, if the stage before it stands on another rank."""
+    """The receive whose message an F, B or I reads, if the stage that sends it is on another rank."""
     makers = upstream(action, stages)
     pair = message(makers[0], stages) if makers else None
     return () if pair is None else (pair[1],)

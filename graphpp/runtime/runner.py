@@ -2,10 +2,13 @@
 
 Contract
 --------
-- Every schedule is a table with communication, already checked, and runs here; one process with all stages local is the
-  case without sends. What an action does is bound to it once, when the runner is made; a step walks these.
-- After `step`: the losses of all microbatches on every rank; gradients in `param.grad`, accumulated in microbatch order.
-- After a failure nothing of the step is held.
+- The schedule is a table with communication that the checker has accepted. One process with all stages local runs the same
+  code, without sends and receives.
+- A runner is finished when its constructor returns: each action of this rank's row is bound to the function that does it. A
+  step calls these functions in order.
+- After `step`: the losses of all microbatches are available on every rank, and `param.grad` has the gradients, accumulated in
+  microbatch order.
+- After a step that failed, the runner holds no value of it.
 """
 
 from __future__ import annotations
@@ -114,7 +117,11 @@ class GraphPPRunner:
         return local
 
     def step(self, inputs: Sequence[Mapping[str, torch.Tensor]], seeds: Sequence[torch.Tensor]) -> None:
-        """Run the table once over the microbatches' tensors (by path) and seeds (0-dim, one per microbatch)."""
+        """Run the table once.
+
+        `inputs`: each microbatch's tensors by path; `seeds`: each microbatch's gradient of the loss, 0-dim. Raises `PeerLost`
+        if a rank is lost.
+        """
         self.transport.waited, began = 0.0, time.perf_counter()
         try:
             with torch.no_grad(), _current(self.place.device):
@@ -134,7 +141,7 @@ class GraphPPRunner:
 
     @contextlib.contextmanager
     def recording(self, recorder: Recorder) -> Iterator[None]:
-        """A step run meanwhile is recorded."""
+        """Record the times of a step that runs inside this context."""
         self._recorder, self.transport.on_wait = recorder, recorder.waiting
         try:
             yield
@@ -143,11 +150,11 @@ class GraphPPRunner:
 
     @property
     def bubble(self) -> float | None:
-        """The share of the last step in which this process stood still for messages; None on CUDA, where it does not."""
+        """The share of the last step, 0 to 1, that this process waited for messages; None on CUDA."""
         return self._bubble if self.place.device.type == "cpu" else None
 
     def _drop(self) -> None:
-        """Forget a step that failed."""
+        """Drop all values of a step that failed."""
         self.transport.drop()
         self._replicas.drop()
         self.offloader.drop()
@@ -169,7 +176,7 @@ class GraphPPRunner:
         return losses
 
     def metrics(self) -> dict[str, torch.Tensor]:
-        """The reported numbers of the last step by name, one per microbatch in order, [microbatches]; on every rank."""
+        """The metrics of the last step by name, one per microbatch in order, [microbatches]; on every rank."""
         stage, dtypes = len(self.program.stages) - 1, self.program.metrics
         if not dtypes:
             return {}
@@ -182,7 +189,7 @@ class GraphPPRunner:
         return {name: column.to(dtype) for (name, dtype), column in zip(dtypes.items(), table.unbind(1), strict=True)}
 
     def take_outputs(self) -> list[dict[int, torch.Tensor]] | None:
-        """The output's tensor leaves per microbatch, on the last stage's rank, handed over once; None elsewhere."""
+        """Hand over the tensor leaves of each microbatch's output, by leaf index, on the last stage's rank; None elsewhere."""
         last = self.stages.get(len(self.program.stages) - 1)
         if last is None:
             return None
@@ -198,12 +205,12 @@ class GraphPPRunner:
             stage.gradients.start({fqn: grad for fqn, grad in grads.items() if grad is not None}, dtypes)
 
     def _finish(self) -> None:
-        """Gradients into `param.grad`: averaged over the replicas, parts of tied parameters added first."""
+        """Put the gradients into `param.grad`: partial sums of tied parameters added up, then averaged over the replicas."""
         if not self.training:
             return
         for index in self.stages:
             self._average(index)
-        tied = self.tied.reduce(lambda stage, fqn: self.stages[stage].gradients.sums[fqn], self._room)
+        tied = self.tied.reduce(lambda stage, fqn: self.stages[stage].gradients.sums[fqn], self._buffer_for_sum)
         self._replicas.start(tied.values())
         self._replicas.finish()
         for stage in self.stages.values():
@@ -218,36 +225,36 @@ class GraphPPRunner:
             stage.gradients.start({})
 
     def _own(self, stage: GraphStage) -> list[str]:
-        """FQNs of the parameters of which this stage alone has the gradient, summed over the microbatches."""
+        """FQNs of the gradients that no other stage contributes to."""
         return [fqn for fqn in stage.gradients.sums if fqn not in self.tied.contributors]
 
     def _average(self, index: int) -> None:
-        """Start to average a stage's gradients over the replicas, once a step."""
+        """Start to average a stage's gradients over the replicas, once per step."""
         if index not in self._reduced:
             self._reduced.add(index)
             stage = self.stages[index]
             self._replicas.start(stage.gradients.sums[fqn] for fqn in self._own(stage))
 
-    def _room(self, fqn: str) -> torch.Tensor:
-        """Memory for another rank's sum of gradients of a parameter."""
+    def _buffer_for_sum(self, fqn: str) -> torch.Tensor:
+        """New memory for another rank's partial sum of a parameter's gradients."""
         parameter = self.state.tensor(fqn)
         dtype = dtype_of_sum(parameter, self._sum_dtype)
         return torch.empty(parameter.shape, dtype=dtype, device=self.place.device)
 
-    # ------------------------------------------------------------------------------ what an action does
+    # ------------------------------------------------------------------------------ binding actions
 
     def _bound_loop(self) -> ActionLoop:
         from graphpp.runtime.action_loop import (
-            ActionLoop,  # imports Dynamo: a second that `import graphpp` does not pay
+            ActionLoop,  # imports Dynamo: a second that `import graphpp` must not cost
         )
 
         row = [action for action in self.schedule.table[self.place.rank] if action is not None]
-        if self.place.device.type == "cpu":  # on NCCL an early receive would hold up the sends to that rank
+        if self.place.device.type == "cpu":  # on NCCL an early receive would block later sends to the same rank
             row = post_early(row, self.schedule.rank_of_stage, DEPTH)
         return ActionLoop(list(self.stages.values()), self.schedule, [(action, self._bound(action)) for action in row])
 
     def _bound(self, action: Action) -> Work:
-        """What an action does, with everything that is known before the step resolved."""
+        """The function that does an action, with everything resolved that is known before the step."""
         if action.kind is Kind.OVERLAP_F_B:
             return self._offloading(action, partial(self._overlap, list(map(self._task, action.parts))))
         if action.is_compute:
@@ -262,7 +269,7 @@ class GraphPPRunner:
         return self.stages[action.stage].task(phase, _microbatch(action), neighbour)
 
     def _offloading(self, action: Action, compute: Work) -> Work:
-        """A computation, with the saved values there that it reads."""
+        """A computation, with the evictions and prefetches of saved values around it."""
 
         def run() -> None:
             self.offloader.before(action)
@@ -277,7 +284,7 @@ class GraphPPRunner:
                 part.run()
 
     def _message(self, action: Action) -> Callable[[], PendingMessage]:
-        """Makes one message to send or receive, not posted yet."""
+        """A function that makes the message of a send or receive, not posted yet."""
         stage, direction = self.stages[action.stage], "F" if action.kind in (Kind.SEND_F, Kind.RECV_F) else "B"
         bind = stage.send_message if action.kind in SENDS else stage.receive_message
         return bind(direction, _microbatch(action))
@@ -292,16 +299,16 @@ def _microbatch(action: Action) -> int:
 
 
 def _current(device: torch.device) -> contextlib.AbstractContextManager[object]:
-    """The device as CUDA's current one: the caller's may be another, as with two pipelines in one process."""
+    """A context with the device as CUDA's current one; the caller may have set another, for another pipeline."""
     return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
 
 
 def _nothing() -> None:
-    """UNSHARD and RESHARD: parameters are whole on their rank."""
+    """UNSHARD and RESHARD do nothing: parameters are whole on their rank."""
 
 
 def _contributors(program: PipelineProgram) -> dict[str, list[int]]:
-    """For each parameter that is trained the stages that contribute to its gradient, ascending."""
+    """For each trained parameter, the stages that contribute to its gradient, ascending."""
     stages: dict[str, list[int]] = {}
     for stage in program.stages:
         for fqn in stage.gradients:
@@ -310,7 +317,7 @@ def _contributors(program: PipelineProgram) -> dict[str, list[int]]:
 
 
 def ranks_of_parameters(program: PipelineProgram, rank_of_stage: Mapping[int, int]) -> dict[str, list[int]]:
-    """For each parameter the ranks that hold it, ascending; the first one counts it."""
+    """For each parameter, the ranks that hold it, ascending; the first one counts its norm."""
     found: dict[str, set[int]] = {}
     for stage in program.stages:
         for fqn in stage.parameters:

@@ -1,7 +1,7 @@
-"""A program's roles resolved to places, once, so that nothing is looked up by role at run time.
+"""Resolves a program's roles to positions once, so that running it looks up nothing by role.
 
-Contract: `Wiring` says for every argument of a program where it comes from and for every result where it goes, as index
-lists by kind. `fixed`, `constants` and `prepared` are filled once per step, the rest once per microbatch.
+Contract: a `Wiring` has a list for each kind of role, with the positions of its arguments or results. `fixed` (parameters and
+buffers), `constants` and `prepared` are filled in once per step (`bound`), all other arguments once per microbatch.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from graphpp.runtime.program import Program, TensorMeta
 
 @dataclass
 class Wiring:
-    """Where a program's arguments come from (`index` among the arguments) and its results go (`index` among the results)."""
+    """Where a program's arguments come from, and where its results go: (position, FQN, path, name or leaf) by kind."""
 
     program: Program
     fixed: list[tuple[int, str]] = field(default_factory=list)
@@ -31,23 +31,23 @@ class Wiring:
     prepared: list[tuple[int, str]] = field(default_factory=list)
     keeps: list[tuple[int, str]] = field(default_factory=list)
     sends: list[int] = field(default_factory=list)
-    gradients: dict[int, str] = field(default_factory=dict)  # index among the results -> FQN
+    gradients: dict[int, str] = field(default_factory=dict)  # position among the results -> FQN
     updates: list[tuple[int, str]] = field(default_factory=list)
     losses: list[int] = field(default_factory=list)
     outputs: list[tuple[int, int]] = field(default_factory=list)
     metrics: list[tuple[int, str]] = field(default_factory=list)
-    bound: list[Any] = field(default_factory=list)
+    bound: list[Any] = field(default_factory=list)  # the arguments, filled in as far as they are the same for a whole step
 
     @property
     def shared_gradients(self) -> set[str]:
-        """FQNs of the gradients whose memory is also somebody else's."""
+        """FQNs of the gradients whose memory an input or another result may share."""
         return {fqn for index, fqn in self.gradients.items() if index in self.program.shared}
 
 
 def wire(item: Program, arriving: Sequence[TensorMeta], constants: Mapping[str, torch.Tensor]) -> Wiring:
-    """Resolve the roles of `item`; `arriving` is what the boundary brings, in order."""
+    """Resolve the roles of `item`; `arriving`: the values that cross the boundary into the stage, in order."""
     wiring = Wiring(item)
-    places = {meta.name: place for place, meta in enumerate(arriving)}
+    positions = {meta.name: position for position, meta in enumerate(arriving)}
     for index, role in enumerate(item.inputs):
         match role:
             case program.Parameter(fqn) | program.Buffer(fqn):
@@ -61,7 +61,7 @@ def wire(item: Program, arriving: Sequence[TensorMeta], constants: Mapping[str, 
             case program.RandomKey():
                 wiring.keys.append(index)
             case program.Received(name):
-                wiring.received.append((index, places[name]))
+                wiring.received.append((index, positions[name]))
             case program.Saved(name):
                 wiring.saved.append((index, name))
             case program.Prepared(name):

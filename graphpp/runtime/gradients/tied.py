@@ -1,4 +1,12 @@
-"""TODO contract."""
+"""The gradients of tied parameters: partial sums of several stages, added up at the end of a step.
+
+Contract
+--------
+- Each stage sums its own gradients of the parameter over the microbatches (`accumulate.py`). `reduce` adds these partial sums
+  in stage order, so every rank that holds the parameter gets the same bits.
+- A partial sum is broadcast once to the ranks that hold the parameter. All these ranks call `reduce` once per step, and
+  broadcast in the same order.
+"""
 
 from __future__ import annotations
 
@@ -11,9 +19,10 @@ from graphpp.parallel.groups import Subgroups
 
 
 class TiedReduction:
-    """Adds the partial sums of the parameters that several stages use, and gives the sum to every rank that holds one.
+    """Adds the partial sums of tied parameters, on every rank that holds one.
 
-    A rank may hold a parameter that it only reads without a gradient (under `no_grad`): its copy must be trained all the same.
+    A rank may hold a parameter without contributing to its gradient (it reads the parameter under `no_grad`): its copy needs
+    the gradient too, to stay equal.
     """
 
     def __init__(
@@ -23,7 +32,7 @@ class TiedReduction:
         rank_of_stage: Mapping[int, int],
         subgroups: Subgroups,
     ) -> None:
-        """`contributors`: the stages that make a gradient of each parameter; `ranks`: all that hold the parameter."""
+        """By FQN: `contributors` has the stages that make a gradient of the parameter, `ranks` all ranks that hold it."""
         shared = {fqn: stages for fqn, stages in contributors.items() if len(stages) > 1 or len(ranks[fqn]) > 1}
         self.contributors = {fqn: tuple(stages) for fqn, stages in shared.items()}
         self._ranks = {fqn: tuple(ranks[fqn]) for fqn in shared}
@@ -32,26 +41,26 @@ class TiedReduction:
         self._rank = subgroups.rank
 
     def reduce(
-        self, partial: Callable[[int, str], torch.Tensor], room: Callable[[str], torch.Tensor]
+        self, partial: Callable[[int, str], torch.Tensor], buffer: Callable[[str], torch.Tensor]
     ) -> dict[str, torch.Tensor]:
-        """The full sums of this rank's shared parameters.
+        """The sums of this rank's tied parameters, by FQN.
 
-        `partial(stage, fqn)` gives a local stage's partial sum, `room(fqn)` memory for another's.
+        `partial(stage, fqn)` gives a local stage's partial sum, `buffer(fqn)` new memory for a remote stage's.
         """
-        return {fqn: self._total(fqn, partial, room) for fqn, ranks in self._ranks.items() if self._rank in ranks}
+        return {fqn: self._total(fqn, partial, buffer) for fqn, ranks in self._ranks.items() if self._rank in ranks}
 
     def _total(
-        self, fqn: str, partial: Callable[[int, str], torch.Tensor], room: Callable[[str], torch.Tensor]
+        self, fqn: str, partial: Callable[[int, str], torch.Tensor], buffer: Callable[[str], torch.Tensor]
     ) -> torch.Tensor:
         stages, ranks = self.contributors[fqn], self._ranks[fqn]
         local = {stage: partial(stage, fqn) for stage in stages if self._rank_of_stage[stage] == self._rank}
-        everyone = dict(local)
+        partials = dict(local)
         for stage in stages if len(ranks) > 1 else ():
-            value = local[stage] if stage in local else room(fqn)
-            everyone[stage] = self._broadcast(ranks, stage, value)
-        total = everyone[stages[0]].clone()
+            value = local[stage] if stage in local else buffer(fqn)
+            partials[stage] = self._broadcast(ranks, stage, value)
+        total = partials[stages[0]].clone()
         for stage in stages[1:]:
-            total.add_(everyone[stage])
+            total.add_(partials[stage])
         return total
 
     def _broadcast(self, ranks: tuple[int, ...], stage: int, value: torch.Tensor) -> torch.Tensor:
