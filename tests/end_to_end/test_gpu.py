@@ -137,7 +137,7 @@ def test_a_step_that_fails_with_values_away() -> None:
     arguments, batch = Task.arguments, torch.randn(8 * 4096, 1024, device="cuda")
 
     def failing(task: Task) -> list[Any]:
-        if task.program.stage == 0 and task.part.phase == "B" and task.part.microbatch == 3:
+        if task.program.stage == 0 and task.key.phase == "B" and task.key.microbatch == 3:
             raise RuntimeError("out of luck")
         return arguments(task)
 

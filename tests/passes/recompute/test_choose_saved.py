@@ -141,7 +141,7 @@ def test_no_memory_is_saved_twice_or_beside_what_is_at_hand(recompute: Any, monk
 
     def file(task: Task, results: Any) -> None:
         nonlocal seen
-        if task.part.phase is Phase.FORWARD:
+        if task.key.phase is Phase.FORWARD:
             pairs = zip(task.program.outputs, results, strict=True)
             roles = [(role, value) for role, value in pairs if isinstance(role, p.Saved)]
             memories = [value.untyped_storage().data_ptr() for _, value in roles]
@@ -177,7 +177,7 @@ def test_a_relayed_value_is_handed_on_and_not_copied(monkeypatch: pytest.MonkeyP
 
     def arguments(task: Task) -> list[Any]:
         boxed = usual(task)
-        if task.part.phase is Phase.FORWARD and task.part.microbatch == 0:
+        if task.key.phase is Phase.FORWARD and task.key.microbatch == 0:
             for role, value in zip(task.program.inputs, boxed, strict=True):
                 if isinstance(role, p.Received):
                     arrived.setdefault(role.name, []).append(value.untyped_storage().data_ptr())
