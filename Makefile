@@ -4,6 +4,7 @@
 #   make test                     all tests
 #   make lint | types             ruff | mypy
 #   make models                   run the models of tests/zoo and write docs/models.md
+#   make options                  write docs/options.md from the declarations of the options
 #   make compat TORCH=2.15.0      the tests in a second environment, with that version of PyTorch
 #   make clean                    remove what these made
 #
@@ -18,7 +19,7 @@ SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 .ONESHELL:
 .DELETE_ON_ERROR:
-.PHONY: demo test models lint types compat clean help setup
+.PHONY: demo test models options lint types compat clean help setup
 
 PYTHON ?= python3
 TORCH ?= 2.13.0
@@ -43,6 +44,9 @@ test: $(READY)
 
 models: $(READY)
 	@$(PY) -m tests.zoo
+
+options: $(READY)
+	@$(PY) -m graphpp.options.document > docs/options.md
 
 lint: $(READY)
 	@$(PY) -m ruff check .
