@@ -1,29 +1,34 @@
-"""The private names of torch that capture stands on; no other file of `graphpp/` or `passes/` touches one.
+"""The private names of torch for capturing a model: tracing, custom autograd functions, checkpoints.
 
 Checked on torch 2.11.0, 2.13.0 and 2.15.0:
 
 - `torch._functorch.aot_autograd.aot_export_joint_with_descriptors`: the joint trace of a module
-- `torch._functorch._aot_autograd.descriptors`: what an input or output of that trace is
-- `torch._decomp.decompositions`: `select_one_layer_lstm_function`, `one_layer_lstm`: what an LSTM's layer is traced as
+- `torch._functorch._aot_autograd.descriptors`: the kinds of that trace's inputs and outputs
+- `torch._decomp.decompositions`: `select_one_layer_lstm_function`, `one_layer_lstm`: the operators as which an
+  LSTM layer is traced
 - `torch._higher_order_ops.effects`: `_get_effect`, `_register_effectful_op`; `torch.fx.node._side_effectful_functions`:
-  which operators are traced with a token, and which a trace keeps though nobody reads them
+  which operators are traced with an effect token, and which a trace keeps although no operation reads them
 - `torch._subclasses.fake_tensor.FakeTensorMode`: tensors with a device and no data
 - `torch._functorch.autograd_function`: the class `ApplyTemplate`, by name; the logger `torch._subclasses`
-- `torch._dynamo.symbolic_convert`: the file whose frames stand on the stack while Dynamo reads code
-- `torch._logging`: `trace_structured`, artefacts that `TORCH_TRACE` writes and tlparse shows; `_internal.trace_log`,
+- `torch._dynamo.symbolic_convert`: the file whose frames are on the stack while Dynamo reads code
+- `torch._logging`: `trace_structured`, which writes artefacts for `TORCH_TRACE` and tlparse; `_internal.trace_log`,
   which has a handler while a trace is being written
 - `torch.amp.autocast_mode._enter_autocast`, `torch.amp.autocast_mode._exit_autocast`, `torch._C._set_grad_enabled`: modes as
   nodes of a graph, as Dynamo writes them
-- `torch.autograd._engine_run_backward`: what `autograd.grad`, `backward` and `torch.func.grad` call in the end
+- `torch.autograd._engine_run_backward`: the function that `autograd.grad`, `backward` and
+  `torch.func.grad` call
 - `torch.distributions.Distribution._validate_args`: whether distributions check values
-- `torch.fx._lazy_graph_module._use_lazy_graph_module`: graphs are printed to Python when they are run, not at each change
-- `torch._ops.OperatorBase`: what a call of an operator in a graph is a call of
-- `torch.fx.traceback`: `annotate`, `preserve_node_meta`: what is traced meanwhile carries a note through both traces
-- `torch.utils.checkpoint`: `_checkpoint_hook`, which is open around the forward of a checkpointed call;
-  `_CachingTorchDispatchMode`, which asks the policy of a selective one; `_is_compiling`, `_get_debug_context_and_cb`,
+- `torch.fx._lazy_graph_module._use_lazy_graph_module`: a graph's Python code is made when it runs, not at each
+  change
+- `torch._ops.OperatorBase`: the class of the operators that graphs call
+- `torch.fx.traceback`: `annotate`, `preserve_node_meta`: a note on nodes traced inside a context, which a second
+  trace keeps
+- `torch.utils.checkpoint`: `_checkpoint_hook`, the context around the forward of a checkpointed call;
+  `_CachingTorchDispatchMode`, which asks the policy of a selective checkpoint; `_is_compiling`, `_get_debug_context_and_cb`,
   `SAC_IGNORED_OPS`
 - `torch.utils._python_dispatch.TorchDispatchMode`: sees the operators of an eager run
-- `torch.autograd.function.FunctionMeta`, `torch.autograd.Function._backward_cls`: what `apply` asks a Function for
+- `torch.autograd.function.FunctionMeta`, `torch.autograd.Function._backward_cls`: the attributes of a Function that
+  `apply` reads
 - `torch.utils._pytree`: nested inputs and outputs as flat lists (export's own notion of a structure)
 """
 
@@ -54,8 +59,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 _READER = os.path.join("torch", "_dynamo", "symbolic_convert.py")
 # Functions of torch itself that change no gradient, or implement registered and higher-order operators, which export keeps.
 KEPT_FUNCTIONS = ("torch._library.", "torch._higher_order_ops.", "torch._functorch.", "torch.utils.checkpoint")
-FUNCTION_OF_A_REGION = "ApplyTemplate"  # what Dynamo makes of a custom one in the region of an operator like torch.cond
-FAKE_LOG = "torch._subclasses"  # the logger of what fails on fake tensors
+FUNCTION_OF_A_REGION = "ApplyTemplate"  # Dynamo's stand-in for a custom Function in the branch of torch.cond and the like
+FAKE_LOG = "torch._subclasses"  # logs failures on fake tensors
 _FunctionMeta = torch.autograd.function.FunctionMeta
 
 enter_autocast = torch.amp.autocast_mode._enter_autocast
@@ -64,7 +69,7 @@ set_grad_enabled = torch._C._set_grad_enabled
 
 DispatchMode = TorchDispatchMode
 Operator = torch._ops.OperatorBase
-UNSELECTED = checkpoint.SAC_IGNORED_OPS  # operators that the policy of a selective checkpoint is not asked about
+UNSELECTED = checkpoint.SAC_IGNORED_OPS  # operators for which a selective checkpoint does not call its policy
 TreeSpec = pytree.TreeSpec
 keystr = pytree.keystr
 tree_flatten = pytree.tree_flatten
@@ -82,7 +87,7 @@ InputMutationAOTOutput = descriptors.InputMutationAOTOutput
 
 
 def fake_mode() -> FakeTensorMode:
-    """A new fake mode with its own shape environment; real constants may meet fake tensors in it."""
+    """A new fake mode with its own shape environment; operators may mix real constants and fake tensors."""
     # Dynamo and sympy take 2 s to import: the first capture pays, not `import graphpp`, and before it patches any of torch.
     from torch._functorch import aot_autograd  # noqa: F401
     from torch.fx.experimental.symbolic_shapes import ShapeEnv
@@ -92,7 +97,7 @@ def fake_mode() -> FakeTensorMode:
 
 @contextlib.contextmanager
 def quick() -> Iterator[None]:
-    """Trace without the two things that cost most beside tracing: garbage collection, and code for graphs in the making."""
+    """A context for tracing, without garbage collection and without making Python code for unfinished graphs: both are slow."""
     collecting = gc.isenabled()
     gc.disable()
     try:
@@ -114,7 +119,7 @@ def fake_like(mode: FakeTensorMode, tensor: torch.Tensor, device: torch.device) 
 
 @contextlib.contextmanager
 def backward_replaced(run: Callable[..., Any]) -> Iterator[None]:
-    """Call `run` where autograd would run a backward."""
+    """A context in which `run` is called where autograd would run a backward."""
     original = vars(torch.autograd)["_engine_run_backward"]
     vars(torch.autograd)["_engine_run_backward"] = run
     try:
@@ -125,7 +130,7 @@ def backward_replaced(run: Callable[..., Any]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def distributions_unchecked() -> Iterator[None]:
-    """Let `torch.distributions` not check the values that they are given."""
+    """A context in which `torch.distributions` do not check their arguments."""
     checking = Distribution._validate_args
     Distribution.set_default_validate_args(False)
     try:
@@ -136,7 +141,7 @@ def distributions_unchecked() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _lstm_trainable() -> Iterator[None]:
-    """Trace an LSTM that learns as one that has a backward; torch asks only whether its input needs a gradient."""
+    """A context in which an LSTM with trained weights is traced with a backward; torch decides by the LSTM's input alone."""
     original: Callable[..., Any] = decompositions.select_one_layer_lstm_function
 
     def select(*given: Any) -> Any:
@@ -152,7 +157,7 @@ def _lstm_trainable() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _check_plain() -> Iterator[None]:
-    """Trace the check of what `torch.linalg` computed as an operator that stays though nobody reads it, without a token."""
+    """A context in which `torch.linalg`'s error check is traced as an operator without a token, kept although unread."""
     check, kept = torch.ops.aten._linalg_check_errors.default, fx.node._side_effectful_functions
     effect, added = effects._get_effect(check), check not in kept
     effects._register_effectful_op(check, None)
@@ -167,7 +172,10 @@ def _check_plain() -> Iterator[None]:
 
 @contextlib.contextmanager
 def joint_trace(mode: FakeTensorMode, module: nn.Module, args: tuple[Any, ...]) -> Iterator[fx.GraphModule]:
-    """Trace `module(*args)` with its backward; inputs and outputs of the graph carry descriptors in `meta['desc']`."""
+    """Trace `module(*args)` with its backward; the graph's inputs and outputs have descriptors in `meta['desc']`.
+
+    The fake mode is active inside the context.
+    """
     from torch._functorch import aot_autograd  # `fake_mode` has loaded it
 
     with _lstm_trainable(), _check_plain(), contextlib.ExitStack() as stack:
@@ -176,7 +184,7 @@ def joint_trace(mode: FakeTensorMode, module: nn.Module, args: tuple[Any, ...]) 
 
 
 class _Lookup:
-    """Answers `Function.name` for every `autograd.Function`; what is set meanwhile is set for good afterwards."""
+    """Answers the attribute `name` of every `autograd.Function`; values set inside the context remain set afterwards."""
 
     def __init__(self, name: str, answer: Callable[[type, Any], Any]) -> None:
         self._name, self._answer = name, answer
@@ -193,7 +201,7 @@ class _Lookup:
 
     @contextlib.contextmanager
     def open(self) -> Iterator[None]:
-        """Answer while the context is open."""
+        """The context in which the attribute is answered."""
         setattr(_FunctionMeta, self._name, self)
         try:
             yield
@@ -205,10 +213,10 @@ class _Lookup:
 
 @contextlib.contextmanager
 def functions_watched(begun: Callable[[type], None], forward: Callable[[type, Any], Any]) -> Iterator[None]:
-    """While open, `begun(function)` is called when an `autograd.Function` is applied, and `forward(function, its own)` runs.
+    """A context that calls `begun(function)` when an `autograd.Function` is applied, and runs `forward(function, its forward)`.
 
-    `apply` is often held under another name (`f = MyFunction.apply`), so it cannot be replaced: torch's code asks the class
-    for these two each time, and its metaclass answers first.
+    Models often keep `apply` under another name (`f = MyFunction.apply`), so `apply` cannot be replaced. But torch reads
+    `_backward_cls` and `forward` from the class at each application, and the metaclass answers first.
     """
 
     def backward_cls(function: type, own: Any) -> Any:
@@ -221,7 +229,7 @@ def functions_watched(begun: Callable[[type], None], forward: Callable[[type, An
 
 @contextlib.contextmanager
 def noted(note: dict[str, Any]) -> Iterator[None]:
-    """What export traces while this is open has the note in `meta["custom"]`, and so has what is traced of that."""
+    """A context that puts the note into `meta["custom"]` of all nodes that export traces, and of nodes traced from these."""
     with preserve_node_meta(), annotate(note):
         yield
 
@@ -232,10 +240,10 @@ def checkpoints_replaced(
     call: Callable[[], contextlib.AbstractContextManager[None]],
     select: Callable[[Callable[..., Any]], None],
 ) -> Iterator[None]:
-    """While open, `torch.utils.checkpoint` saves what autograd saves, and says what it was asked to do.
+    """A context in which `torch.utils.checkpoint` saves all values that autograd saves, and reports the user's choices.
 
-    `run(function, preserve_rng_state, *args)` runs a reentrant checkpoint; `call()` is open around the forward of another,
-    where `select(policy)` is told the policy of a selective one.
+    `run(function, preserve_rng_state, *args)` runs a reentrant checkpoint. `call()` is the context around the forward of any
+    other checkpoint, in which `select(policy)` is called if it is a selective one.
     """
     caching = checkpoint._CachingTorchDispatchMode
     replaced: tuple[tuple[Any, str, Any], ...] = (
@@ -265,24 +273,24 @@ def _replaced(owner: Any, name: str, replacement: Any) -> Iterator[None]:
 
 
 def selective_context(output: Any) -> checkpoint.SelectiveCheckpointContext:
-    """What the policy of a selective checkpoint is given beside an operator and its arguments."""
+    """The first argument of a selective checkpoint's policy, before an operator and its arguments."""
     context = checkpoint.SelectiveCheckpointContext(is_recompute=False)
-    context.op_output = output  # 2.11 knows none
+    context.op_output = output  # torch 2.11 has no such attribute
     return context
 
 
 def dynamo_is_reading() -> bool:
-    """Whether Dynamo, which reads the regions of operators like `torch.cond`, looks at what the caller is asked for."""
+    """Whether Dynamo, which reads the branches of `torch.cond` and the like, caused the present call."""
     return any(frame.f_code.co_filename.endswith(_READER) for frame, _ in traceback.walk_stack(None))
 
 
 def tracing() -> bool:
-    """Whether a structured trace is being written; asked after a capture, which makes torch find out."""
+    """Whether a structured trace is being written; known only after a capture has made torch set up its logging."""
     return bool(trace_log.handlers)
 
 
 def trace_artifact(name: str, payload: Callable[[], str]) -> None:
-    """Hand a text to torch's structured trace (read by tlparse); nothing happens when no trace is being written."""
+    """Add a text to torch's structured trace (for tlparse), if one is being written."""
     trace_structured(
         "artifact", metadata_fn=lambda: {"name": name, "encoding": "string"}, payload_fn=payload, expect_trace_id=False
     )

@@ -1,15 +1,15 @@
-"""The private names of torch that compiling regions stands on.
+"""The private names of torch for compiling regions with Inductor.
 
 Checked on torch 2.11.0, 2.13.0 and 2.15.0:
 
-- `torch._inductor.compile_fx.compile_fx_inner`: one graph of operators -> a function of a boxed list, through Inductor's own
-  cache of graphs; `current_callable` of what it returns
-- `torch._inductor.decomposition.select_decomp_table`: the operators that Inductor wants taken apart
-- `torch._inductor.cpu_vec_isa`: `pick_vec_isa` tries compiler and processor, once per process, by `VecISA.check_build`;
+- `torch._inductor.compile_fx.compile_fx_inner`: compiles one graph of operators to a function of a list, through Inductor's
+  own cache of graphs; `current_callable` of its result
+- `torch._inductor.decomposition.select_decomp_table`: the operators that Inductor decomposes
+- `torch._inductor.cpu_vec_isa`: `pick_vec_isa` finds the vector instructions, once per process, by `VecISA.check_build`;
   `_get_isa_dry_compile_fingerprint`: torch, compiler and its options; `torch._inductor.exc.InvalidCxxCompiler`
 - `torch._inductor.config`: its options
-- `torch._inductor.lowering`: `lowerings`, `fallback_handler`: how an operator is lowered; here: by calling it
-- `torch._guards`: `TracingContext`, `tracing`: where Inductor looks for the fake mode of what it compiles
+- `torch._inductor.lowering`: `lowerings`, `fallback_handler`: to lower an operator to a call of it
+- `torch._guards`: `TracingContext`, `tracing`: where Inductor finds the fake mode of a graph
 - `torch._subclasses.fake_tensor`: `FakeTensorMode`, `FakeTensor`
 - `torch.fx.experimental.symbolic_shapes.ShapeEnv`, `torch.fx.experimental.proxy_tensor.make_fx`
 """
@@ -42,10 +42,10 @@ _CALLED: tuple[Any, ...] = (torch.ops.mkldnn._linear_pointwise.default,) if torc
 def compile_graph(
     graph: fx.Graph, examples: Sequence[Any], options: Mapping[str, Any], choose: Callable[[fx.Graph], None]
 ) -> Callable[[list[Any]], Sequence[Any]]:
-    """Compile a graph of operators with Inductor; `choose` may exchange operators of the decomposed graph.
+    """Compile a graph of operators with Inductor; `choose` may replace operators of the decomposed graph.
 
     `examples` are fake tensors or numbers, one per input. The function takes a list of inputs and empties it.
-    Whatever Inductor raises is raised.
+    Raises the errors of Inductor.
     """
     mode = FakeTensorMode(shape_env=ShapeEnv())
     fakes = [_fake(mode, example) for example in examples]
@@ -55,17 +55,17 @@ def compile_graph(
     module.recompile()
     end = module.graph.output_node()
     results: Sequence[Any] = end.args[0]  # type: ignore[assignment]
-    end.meta["user_visible_output_idxs"] = list(range(len(results)))  # their strides are what the graph says
+    end.meta["user_visible_output_idxs"] = list(range(len(results)))  # their strides are those of the graph
     with torch.no_grad(), tracing(TracingContext(mode)), config.patch(dict(options)), contextlib.ExitStack() as stack:
         for operator in _CALLED:
             stack.enter_context(_called(operator))
         made: Any = compile_fx_inner(module, fakes)
-    run: Callable[[list[Any]], Sequence[Any]] = made.current_callable  # what stands around it costs as much as a small region
+    run: Callable[[list[Any]], Sequence[Any]] = made.current_callable  # the wrapper around it takes as long as a small region
     return run
 
 
 def try_options(options: Mapping[str, Any]) -> None:
-    """Raise what torch raises where Inductor has no option of such a name."""
+    """Raise torch's error if Inductor has no option of such a name."""
     with config.patch(dict(options)):
         pass
 
@@ -73,9 +73,10 @@ def try_options(options: Mapping[str, Any]) -> None:
 def find_vector_units(known: MutableMapping[str, str]) -> None:
     """Let Inductor find, once per process, the vector instructions that compiler and processor have.
 
-    It builds and loads libraries, each load in a process of its own. `known` are those that earlier runs found to work, by what
-    Inductor builds with and of: they are not tried again, and new ones are added. What failed is tried again at each start: a
-    full disk or a slow machine makes it fail as well. What the processor has is looked up each time.
+    Inductor builds a library for each set of instructions and loads it in a process of its own. `known` has the sets that
+    worked in earlier runs, by a hash of compiler, options and source: these are not tried any more, and new ones are added. A
+    set that failed is tried at every start, because a full disk or a slow machine makes it fail too. The processor's features
+    are read each time.
     """
     check = VecISA.check_build
 
@@ -85,12 +86,12 @@ def find_vector_units(known: MutableMapping[str, str]) -> None:
             known[key] = "yes"
         return known.get(key) == "yes"
 
-    with mock.patch.object(VecISA, "check_build", remembered), contextlib.suppress(InvalidCxxCompiler):  # GPUs do without one
+    with mock.patch.object(VecISA, "check_build", remembered), contextlib.suppress(InvalidCxxCompiler):  # GPUs need none
         pick_vec_isa()
 
 
 def _fake(mode: FakeTensorMode, example: Any) -> Any:
-    """The example in a fake mode of its own."""
+    """The example as a fake tensor of `mode`, with the same shape, strides, dtype and device."""
     if not isinstance(example, torch.Tensor):
         return example
     with mode:
@@ -99,13 +100,13 @@ def _fake(mode: FakeTensorMode, example: Any) -> Any:
 
 @contextlib.contextmanager
 def _called(operator: Any) -> Iterator[None]:
-    """Let an operator be called as it is; the lowering that Inductor has for it copies what is transposed."""
-    kept = lowering.lowerings.get(operator)
+    """A context in which Inductor calls an operator as it is; Inductor's own lowering would copy a transposed input."""
+    usual = lowering.lowerings.get(operator)
     lowering.lowerings[operator] = lowering.fallback_handler(operator, add_to_fallback_set=False)
     try:
         yield
     finally:
-        if kept is None:
+        if usual is None:
             del lowering.lowerings[operator]
         else:
-            lowering.lowerings[operator] = kept
+            lowering.lowerings[operator] = usual

@@ -1,10 +1,10 @@
-"""What a pipeline's step costs, from recordings of it on all ranks.
+"""`Profile`: the measured times and bytes of a pipeline's step, from recordings on all ranks.
 
 Contract
-    Every function with a `place` is called by all its ranks, and all of them get the same result. Clocks are compared at
-    barriers (the median of several), so that times of different ranks can be compared as well as a barrier's end is sharp.
-    A stage's costs are medians over microbatches and repetitions; a message's is half of a round trip of its tensors,
-    between ranks that do nothing else, the median of several.
+    Every function with a `place` argument is called by all ranks, and returns the same on all of them. The ranks' clocks are
+    compared at several barriers; the median offset corrects their times, as precisely as the ranks leave a barrier together.
+    A stage's times are medians over microbatches and repetitions, in seconds. A message's time is half of a round trip of its
+    tensors between two ranks while all others are idle, the median of several.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ Spans = Sequence[tuple[Action, float, float]]
 
 @dataclass(frozen=True)
 class Profile:
-    """`timeline`: the repetition of median length, all ranks. `steps`: each repetition's length, in seconds."""
+    """`timeline`: the repetition of median length, on all ranks. `steps`: the length of each repetition, in seconds."""
 
     timeline: Timeline
     costs: Costs
     steps: tuple[float, ...]
 
     def __str__(self) -> str:
-        """Each stage's times and bytes, and the messages to the next stage."""
+        """A table: each stage's times and saved bytes, and the times of its messages to the next and the previous stage."""
         head = f"{self.timeline.schedule.name}: {spell_time(self.timeline.makespan, 's')} for a step"
         names = ("stage", "F", "I", "W", "B", "saved", "sends on", "sends back")
         rows = [names, *(self._row(stage) for stage in range(len(self.costs.stages)))]
@@ -69,7 +69,7 @@ class Measured:
 
 
 def profiled(own: Measured, others: Sequence[Measured] = ()) -> Profile:
-    """What steps of a runner cost; `others` are runners of the same stages, whose times count for what it does not run."""
+    """The profile of `own.runner`; `others` run the same stages, and measure the kinds of actions that it does not run."""
     place, schedule, programs = own.runner.place, own.runner.schedule, own.runner.programs
     runs = timelines(own, place)
     more = [run for other in others for run in timelines(other, place)]
@@ -92,12 +92,12 @@ def profiled(own: Measured, others: Sequence[Measured] = ()) -> Profile:
 
 
 def meet(place: RankPlace) -> None:
-    """Return when all ranks have come here."""
+    """Return when all ranks have called this: a barrier."""
     gathered(torch.zeros(1), place)
 
 
 def gathered(mine: torch.Tensor, place: RankPlace) -> list[torch.Tensor]:
-    """Every rank's tensor, of one shape, in order of rank, on the CPU."""
+    """This tensor of every rank, all of one shape, in order of rank, on the CPU."""
     if place.ranks == 1:
         return [mine]
     assert place.group is not None
@@ -132,7 +132,7 @@ def timelines(measured: Measured, place: RankPlace) -> list[Timeline]:
 
 
 def _timeline(schedule: Schedule, rows: Sequence[Sequence[Action]], times: Sequence[torch.Tensor]) -> Timeline:
-    """`times[rank]`: start and end of each action of the rank's row, [actions, 2]; nan for what was not recorded."""
+    """`times[rank]`: start and end of each action of the rank's row, [actions, 2]; nan if it was not recorded."""
     began = min((float(each[:, 0].nan_to_num(torch.inf).min()) for each in times if each.numel()), default=0.0)
     events = [
         Event(rank, action, start - began, end - began)
@@ -148,7 +148,7 @@ def _timeline(schedule: Schedule, rows: Sequence[Sequence[Action]], times: Seque
 
 
 def stage_costs(runs: Sequence[Timeline], stages: int) -> tuple[StageCosts, ...]:
-    """Each stage's medians over all microbatches and runs; 0 for what never ran."""
+    """Each stage's median times over all microbatches and runs; 0 for a kind that never ran."""
     durations: dict[tuple[int, Kind], list[float]] = defaultdict(list)
     for event in (event for run in runs for event in run.events if event.action.is_compute):
         durations[event.action.stage, event.action.kind].append(event.duration)
@@ -167,7 +167,7 @@ def stage_costs(runs: Sequence[Timeline], stages: int) -> tuple[StageCosts, ...]
 def _with_bytes(
     costs: Sequence[StageCosts], own: Sequence[PipelineProgram], runners: Sequence[GraphPPRunner]
 ) -> tuple[StageCosts, ...]:
-    """The most bytes that any microbatch saves by its own programs, and keeps between I and W by those that have both."""
+    """The costs with their bytes, the largest of any microbatch: saved bytes of `own`; bytes kept from I to W, peaks of all."""
     split = [program for runner in runners for program in runner.programs]
     found = []
     for index, each in enumerate(costs):
@@ -182,7 +182,7 @@ def _with_bytes(
 
 
 def _overlap_shares(run: Timeline, costs: Sequence[StageCosts]) -> Iterator[float]:
-    """How long each overlap computed, as a share of what its parts take one after the other."""
+    """For each overlapped action, its computing time as a share of the time of its parts one after the other."""
     for rank in range(run.schedule.ranks):
         events = run.on(rank)
         for event in (event for event in events if event.action.is_compute and event.action.parts):
@@ -195,22 +195,22 @@ def _overlap_shares(run: Timeline, costs: Sequence[StageCosts]) -> Iterator[floa
 def message_times(
     program: PipelineProgram, schedule: Schedule, place: RankPlace
 ) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """Seconds of one message over each boundary, forward and backward; 0 where both stages stand on one rank."""
+    """Seconds of one message over each boundary, forward and backward; 0 where both stages are on one rank."""
     transport, rank_of = Transport(place.group, place.device), schedule.rank_of_stage
     found = torch.zeros(2, max(len(program.stages) - 1, 0), dtype=torch.float64)
     for index in range(found.shape[1]):
         low, high = rank_of[index], rank_of[index + 1]
-        meet(place)  # the other ranks are at rest
+        meet(place)  # so that the other ranks are idle
         if low != high and place.rank in (low, high):
             peer = high if place.rank == low else low
             for way, metas in enumerate((program.boundaries[index].forward, program.boundaries[index].backward)):
                 found[way, index] = _half_a_round(transport, metas, peer, first=place.rank == low)
-    slowest = torch.stack(gathered(found, place)).amax(0)  # both ends have measured it
+    slowest = torch.stack(gathered(found, place)).amax(0)  # both ranks of the boundary measured it
     return tuple(slowest[0].tolist()), tuple(slowest[1].tolist())
 
 
 def _half_a_round(transport: Transport, metas: Sequence[TensorMeta], peer: int, *, first: bool) -> float:
-    """Half of the time in which a message goes to the peer and as many bytes come back; the first round is not counted."""
+    """Half of the time, in seconds, of sending a message to the peer and receiving as many bytes; the first round warms up."""
     values = [ReceiveBuffer.of(meta, transport.device).value() for meta in metas]
     rounds = []
     for _ in range(_ROUNDS + 1):

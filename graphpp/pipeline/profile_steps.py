@@ -1,11 +1,11 @@
-"""`Pipeline.profile`: steps of a pipeline run to be timed, which leave nothing behind.
+"""Runs the steps that `Pipeline.profile` times, without a trace in the model.
 
 Contract
 --------
-- All of it is called by all ranks.
-- The pipeline's own schedule runs either whole backwards or split ones; the costs of those that it does not run are
-  measured under the same schedule with its backwards split, or whole.
-- Each step starts from no gradients, and parameters, gradients, buffers and random state are put back after it.
+- All functions are called by all ranks.
+- A schedule has whole backwards (B), split ones (I and W), or both. The kinds that the pipeline's own schedule does not run are
+  measured under the same schedule with its backwards split, or merged.
+- Each step starts without gradients, and gradients, buffers and random states are restored after it.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from graphpp.schedules.table.schedule import Schedule
 
 @dataclass(frozen=True)
 class Trials:
-    """What is needed to run steps: `run` runs the call that is measured once, by the runner it is given."""
+    """Runs steps of one pipeline; `run` does the measured call once, by the runner of the argument."""
 
     model: nn.Module
     library: Library
@@ -51,14 +51,14 @@ class Trials:
     def _step(self, ready: Ready, recorder: Recorder | None) -> None:
         place = ready.runner.place
         with state_restored(self.model, place.device):
-            meet(place)  # so that no rank's first wait is for one that has not begun
+            meet(place)  # so that no rank's first wait includes another rank's late start
             with contextlib.nullcontext() if recorder is None else ready.runner.recording(recorder):
                 self.run(ready)
 
 
 def _counterparts(schedule: Schedule) -> Iterator[Schedule]:
-    """The tables that run what this one does not run by itself, so that every stage runs F, B, I and W."""
-    run = {(action.stage, action.kind) for _, _, action in schedule.cells()}  # what runs only overlapped is not among them
+    """Tables for the kinds that this schedule does not run, so that together every stage runs F, B, I and W."""
+    run = {(action.stage, action.kind) for _, _, action in schedule.cells()}  # parts of overlaps not counted
     kinds = (Kind.F, Kind.B, Kind.I, Kind.W)
     lacking = {kind for kind in kinds if any((stage, kind) not in run for stage in range(schedule.stages))}
     if lacking - {Kind.B}:
