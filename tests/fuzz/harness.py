@@ -17,7 +17,7 @@ import torch.distributed as dist
 from hypothesis import strategies as st
 from torch import Tensor, fx
 
-from graphpp.backends.inductor import Regions
+from graphpp.backends.regions import Regions
 from graphpp.batch import microbatch as signature
 from graphpp.batch.microbatch import Microbatch
 from graphpp.capture.trace import capture
