@@ -3,6 +3,7 @@
 #   make demo                     train a Llama on two processes and compare it with one
 #   make test                     all tests
 #   make lint | types             ruff | mypy
+#   make house                    print the packages, their imports, upward arrows and circles
 #   make models                   run the models of tests/zoo and write docs/models.md
 #   make options                  write docs/options.md from the declarations of the options
 #   make compat TORCH=2.15.0      the tests in a second environment, with that version of PyTorch
@@ -19,7 +20,7 @@ SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 .ONESHELL:
 .DELETE_ON_ERROR:
-.PHONY: demo test models options lint types compat clean help setup
+.PHONY: demo test house models options lint types compat clean help setup
 
 PYTHON ?= python3
 TORCH ?= 2.13.0
@@ -41,6 +42,9 @@ demo: $(READY)
 
 test: $(READY)
 	@$(PY) -m pytest -q $(PYTEST_ARGS)
+
+house: $(READY)
+	@$(PY) -m tests.house
 
 models: $(READY)
 	@$(PY) -m tests.zoo

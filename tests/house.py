@@ -1,21 +1,165 @@
-"""The imports of `graphpp/`, measured on the source text: files per folder, floors, upward arrows, circles.
+"""The imports of `graphpp/`, read from the source text: files per folder, floors, upward arrows, circles.
 
-`python -m tests.house [ROOT]` prints the table for a checkout. `tests/test_floors.py` holds the checkout to it.
-Imports inside functions and under `TYPE_CHECKING` count: each of them is an arrow between two ideas.
+`python -m tests.house [ROOT]` prints the house of a checkout (`make house`), and `tests/test_floors.py` holds it to
+`MAY_IMPORT`. An import inside a function and one under `TYPE_CHECKING` count like any other.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import ast
+import sys
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
 
-ANY = ("graphpp",)
-FACE = "graphpp/schedules/__init__"
+import networkx
 
-# package -> the packages that its files may import besides its own, errors and units. The order is that of the floors.
+_PROGRAMS = ("graphpp.runtime.program", "graphpp.runtime.gradients", "graphpp.runtime.randomness")  # what passes emit for
+
+# package -> the packages below it that its files may import, from the lowest floor to the highest. A package may always import
+# itself, and graphpp.errors and graphpp.units; an entry covers its subpackages.
 MAY_IMPORT: Mapping[str, tuple[str, ...]] = {
     "graphpp._torch": (),
     "graphpp.schedules.table": (),
     "graphpp.schedules.check": ("graphpp.schedules.table",),
     "graphpp.schedules.rewrite": ("graphpp.schedules.table", "graphpp.schedules.check"),
+    "graphpp.schedules.generate": ("graphpp.schedules.table", "graphpp.schedules.check", "graphpp.schedules.rewrite"),
     "graphpp.schedules.simulate": ("graphpp.schedules.table", "graphpp.schedules.check", "graphpp.schedules.rewrite"),
+    "graphpp.schedules.draw": ("graphpp.schedules.table", "graphpp.schedules.simulate"),
+    "graphpp.schedules.search": (
+        "graphpp.schedules.table",
+        "graphpp.schedules.check",
+        "graphpp.schedules.rewrite",
+        "graphpp.schedules.generate",
+        "graphpp.schedules.simulate",
+    ),
+    "graphpp.schedules": (),
+    "graphpp.parallel": ("graphpp._torch",),
+    "graphpp.runtime": (
+        "graphpp._torch",
+        "graphpp.parallel",
+        "graphpp.schedules.table",
+        "graphpp.schedules.rewrite",
+    ),
+    "graphpp.options": ("graphpp.schedules.table", "graphpp.schedules.generate", "graphpp.runtime.program"),
+    "graphpp.passes.graph": _PROGRAMS,
+    "graphpp.passes.text": ("graphpp.passes.graph", *_PROGRAMS),
+    "graphpp.passes.joint": ("graphpp.passes.graph", *_PROGRAMS),
+    "graphpp.passes.recompute": ("graphpp.passes.graph", *_PROGRAMS),
+    "graphpp.passes.stage": (*(f"graphpp.passes.{each}" for each in ("graph", "text", "joint", "recompute")), *_PROGRAMS),
+    "graphpp.passes.overlap": (*(f"graphpp.passes.{each}" for each in ("graph", "text", "stage")), *_PROGRAMS),
+    "graphpp.passes": _PROGRAMS,
+    "graphpp.backends": ("graphpp.options", "graphpp.passes", "graphpp.runtime", "graphpp._torch"),
+    "graphpp.batch": ("graphpp.options", "graphpp._torch"),
+    "graphpp.capture": ("graphpp.batch", "graphpp.passes", "graphpp.runtime", "graphpp._torch", "graphpp.options"),
+    "graphpp.planner": (
+        "graphpp.options",
+        "graphpp.batch",
+        "graphpp.capture",
+        "graphpp.passes",
+        "graphpp.runtime",
+        "graphpp.schedules",
+    ),
 }
+
+
+@dataclass(frozen=True)
+class Arrow:
+    """One module of graphpp imports another."""
+
+    source: str
+    target: str
+    line: int
+
+
+def modules(root: Path) -> dict[str, Path]:
+    """The modules of `root/graphpp` by dotted name; a package is named without `__init__`."""
+    found = {str(path.relative_to(root).with_suffix("")).replace("/", "."): path for path in (root / "graphpp").rglob("*.py")}
+    return {name.removesuffix(".__init__"): path for name, path in found.items()}
+
+
+def arrows(root: Path) -> list[Arrow]:
+    """Every import of one module of graphpp by another."""
+    known = modules(root)
+    return [
+        Arrow(source, target, line)
+        for source, path in sorted(known.items())
+        for target, line in _imports(ast.parse(path.read_text()), known)
+        if target != source
+    ]
+
+
+def _imports(tree: ast.AST, known: Mapping[str, Path]) -> Iterator[tuple[str, int]]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and node.module and node.module.split(".")[0] == "graphpp":
+            for alias in node.names:
+                full = f"{node.module}.{alias.name}"
+                yield (full if full in known else node.module), node.lineno
+        elif isinstance(node, ast.Import):
+            yield from ((alias.name, node.lineno) for alias in node.names if alias.name in known)
+
+
+def package(module: str, root: Path) -> str:
+    """The package that a module is in; a package is in itself."""
+    return module if (root / module.replace(".", "/")).is_dir() else module.rpartition(".")[0]
+
+
+def within(name: str, prefix: str) -> bool:
+    return f"{name}.".startswith(f"{prefix}.")
+
+
+def floor(module: str) -> str | None:
+    """The entry of `MAY_IMPORT` for a module; None: the module may import every floor."""
+    return max((prefix for prefix in MAY_IMPORT if within(module, prefix)), key=len, default=None)
+
+
+def allowed(arrow: Arrow) -> bool:
+    """Whether `MAY_IMPORT` has an arrow; modules above all listed packages may not be imported by a listed one."""
+    if within(arrow.target, "graphpp.errors") or within(arrow.target, "graphpp.units"):
+        return True
+    own = floor(arrow.source)
+    if own is not None:
+        return any(within(arrow.target, each) for each in (own, *MAY_IMPORT[own]))
+    return height(arrow.target) <= height(arrow.source)
+
+
+HIGH = ("graphpp.compiler", "graphpp.verification", "graphpp.pipeline", "graphpp.api", "graphpp.cli", "graphpp")
+
+
+def height(module: str) -> int:
+    """The floor of a module that may import everything below: 0 for every package of `MAY_IMPORT`."""
+    return next((index for index, name in enumerate(HIGH, 1) if within(module, name)), 0) if floor(module) is None else 0
+
+
+def circles(root: Path) -> list[list[str]]:
+    """Modules that import each other, in a circle; a package's `__init__` is imported by none of its own modules."""
+    graph = networkx.DiGraph((arrow.source, arrow.target) for arrow in arrows(root))
+    return [sorted(group) for group in networkx.strongly_connected_components(graph) if len(group) > 1]
+
+
+def files_per_folder(root: Path) -> dict[str, int]:
+    """Python files of each folder, `__init__.py` not counted."""
+    counts = Counter(str(path.parent.relative_to(root)) for path in modules(root).values() if path.name != "__init__.py")
+    return dict(sorted(counts.items()))
+
+
+def main() -> None:
+    """Print the house."""
+    root = Path(sys.argv[1] if len(sys.argv) > 1 else ".").resolve()
+    found = arrows(root)
+    for folder, count in files_per_folder(root).items():
+        name = folder.replace("/", ".")
+        inside = Counter(package(arrow.target, root) for arrow in found if package(arrow.source, root) == name)
+        below = ", ".join(f"{each.removeprefix('graphpp.')} {number}" for each, number in inside.most_common())
+        print(f"{folder:32} {count:3} files -> {below or 'nothing'}")
+    upward = [arrow for arrow in found if not allowed(arrow)]
+    for arrow in upward:
+        print(f"upward: {arrow.source}:{arrow.line} -> {arrow.target}")
+    for circle in circles(root):
+        print(f"circle: {' <-> '.join(circle)}")
+    print(f"{len(found)} imports, {len(upward)} upward, {len(circles(root))} circles")
+
+
+if __name__ == "__main__":
+    main()

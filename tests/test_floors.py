@@ -1,9 +1,10 @@
-"""The floors of the house, checked on the source text: what may import what, and where torch's private names may be.
+"""The floors of the house, checked on the source text: who may import whom, and where torch's private names may be.
 
-Floors only look down: `graphpp/*.py` -> `graphpp/passes/` -> `graphpp/runtime/`; `errors` is below all of them.
-`runtime` knows no `torch.fx`, `passes` no `torch.distributed`. Private torch names are touched in three files, whose
-docstrings list each of them and the versions of torch they were checked on. Nothing is imported relatively or through
-the root links `passes` and `runtime`.
+`tests/house.py` has the table of packages, from the lowest floor to the highest, and reads the imports. `schedules` knows no
+torch, `runtime` no `torch.fx`, `passes` no `torch.distributed` and no schedules. Private names of torch stand in
+`graphpp/_torch/`, whose files list each of them in their docstrings with the versions of torch on which the names were checked.
+Nothing is imported relatively or through the root links `passes` and `runtime`. No folder has more than 16 Python files, and
+no imports form a circle.
 """
 
 import ast
@@ -14,14 +15,17 @@ from pathlib import Path
 
 import pytest
 
+from tests import house
+
 ROOT = Path(__file__).parents[1]
 FOLDERS = ("graphpp", "tests", "benchmarks", "examples")
-ALLOWED = {  # folder -> what of graphpp it may import
-    "graphpp/passes": ("graphpp.passes", "graphpp.runtime", "graphpp.errors"),
-    "graphpp/runtime": ("graphpp.runtime", "graphpp.errors"),
+UNKNOWN = {  # folder -> a package that its files must not import
+    "graphpp/schedules": "torch",
+    "graphpp/passes": "torch.distributed",
+    "graphpp/runtime": "torch.fx",
 }
-UNKNOWN = {"graphpp/passes": "torch.distributed", "graphpp/runtime": "torch.fx"}  # folder -> what it must not know
-PRIVATE_FILES = ("graphpp/_torch/aot.py", "graphpp/_torch/inductor.py", "graphpp/_torch/pipelining.py")
+PRIVATE_FOLDER = "graphpp/_torch/"
+MOST_FILES = 16
 
 
 @dataclass(frozen=True)
@@ -104,24 +108,29 @@ def fault(file: str, name: Name) -> str | None:
         return "import absolutely"
     if name.by_import and name.within("passes", "runtime"):
         return "the root links are for readers, import graphpp.passes or graphpp.runtime"
-    if name.private and file.startswith("graphpp/") and file not in PRIVATE_FILES:
-        return f"private names of torch belong in {' or '.join(PRIVATE_FILES)}"
-    folder = next((folder for folder in ALLOWED if file.startswith(f"{folder}/")), None)
-    return folder and floor_fault(folder, name)
+    if name.private and file.startswith("graphpp/") and not file.startswith(PRIVATE_FOLDER):
+        return f"private names of torch belong in {PRIVATE_FOLDER}"
+    if name.by_import and name.within("graphpp") and file.startswith("graphpp/"):
+        return floor_fault(module_of(file), name.path)
+    unknown = (UNKNOWN[folder] for folder in UNKNOWN if file.startswith(f"{folder}/"))
+    return next((f"this package knows no {each}" for each in unknown if name.within(each)), None)
 
 
-def floor_fault(folder: str, name: Name) -> str | None:
-    """Why a file of `passes` or `runtime` may not use a name; None if it may."""
-    if name.within(UNKNOWN[folder]):
-        return f"{folder} knows no {UNKNOWN[folder]}"
-    if name.by_import and name.within("graphpp") and not name.within(*ALLOWED[folder]):
-        return f"{folder} imports only {', '.join(ALLOWED[folder])}"
-    return None
+def module_of(file: str) -> str:
+    return file.removesuffix(".py").replace("/", ".").removesuffix(".__init__")
+
+
+def floor_fault(module: str, target: str) -> str | None:
+    """Why a module may not import a name of graphpp; None if it may."""
+    if house.allowed(house.Arrow(module, target, 0)):
+        return None
+    floor = house.floor(module)
+    return f"{module} stands below it" if floor is None else f"{floor} imports only {', '.join(house.MAY_IMPORT[floor])}"
 
 
 def unlisted(file: str, source: str, found: list[Name]) -> list[str]:
-    """Private names, and tried versions, that the docstring of one of the private files does not have."""
-    if file not in PRIVATE_FILES:
+    """Private names, and versions of torch, that the docstring of a file in `graphpp/_torch/` lacks."""
+    if not file.startswith(PRIVATE_FOLDER) or file.endswith("__init__.py"):
         return []
     docstring = ast.get_docstring(ast.parse(source)) or ""
     private = {name.path for name in found if name.private}
@@ -147,6 +156,20 @@ def test_file_keeps_to_its_floor(file: str) -> None:
     assert faults(file, (ROOT / file).read_text()) == []
 
 
+def test_no_folder_is_a_long_street() -> None:
+    counts = house.files_per_folder(ROOT)
+    assert {folder: count for folder, count in counts.items() if count > MOST_FILES} == {}
+
+
+def test_no_imports_form_a_circle() -> None:
+    assert house.circles(ROOT) == []
+
+
+def test_every_folder_has_a_floor() -> None:
+    packages = [name for name, path in house.modules(ROOT).items() if path.name == "__init__.py"]
+    assert [name for name in packages if house.floor(name) is None and name not in house.HIGH] == []
+
+
 @pytest.mark.parametrize("link", ["passes", "runtime"])
 def test_root_links_show_the_real_folders(link: str) -> None:
     assert (ROOT / link).is_symlink()
@@ -157,7 +180,6 @@ def test_root_links_show_the_real_folders(link: str) -> None:
     ("file", "source", "why"),
     [
         ("graphpp/passes/a.py", "from graphpp.capture.trace import trace", "graphpp.capture.trace.trace"),
-        ("graphpp/passes/a.py", "from graphpp import plan", "graphpp.planner.plan"),
         ("graphpp/passes/a.py", "def f():\n    import torch.distributed as dist", "a.py:2: torch.distributed"),
         ("graphpp/passes/a.py", "import torch\nx = torch.distributed.get_rank()", "a.py:2: torch.distributed"),
         ("graphpp/runtime/a.py", "from torch import fx", "torch.fx"),
@@ -184,6 +206,8 @@ def test_a_fault_is_found(file: str, source: str, why: str) -> None:
         ("graphpp/passes/a.py", "from graphpp.runtime.program import StageProgram\nimport torch.fx, networkx"),
         ("graphpp/runtime/a.py", "from graphpp import errors\nimport torch.distributed as dist\ndist.get_rank()"),
         ("graphpp/api.py", "from graphpp.passes import lower\nimport torch\nprint(torch.__version__)"),
+        ("graphpp/pipeline/a.py", "from graphpp.verification import verify\nfrom graphpp.schedules.table import actions"),
+        ("graphpp/schedules/check/a.py", "from graphpp.schedules.table import actions\nfrom graphpp import units"),
         ("graphpp/_torch/aot.py", '"""2.13: `_a`, f."""\nfrom torch.x import _a\nfrom torch._y import f\n_a._b'),
         ("graphpp/passes/a.py", "import torch\ntorch.ops.aten._unsafe_view.default"),
         ("graphpp/api.py", "import torch\ntorch.ones(2)._base"),
