@@ -202,7 +202,7 @@ def test_a_function_in_a_branch_of_cond_is_refused() -> None:
             return torch.cond(x.sum() > 0, lambda y: Rounded.apply(self.layers[0](y)), lambda y: -y, (x,))
 
     pipe = graphpp.compile(Branching("rounded"), loss)
-    with pytest.raises(CaptureError, match=r"custom autograd.Function .*test_functions.py:\d+ .*inside a region"):
+    with pytest.raises(CaptureError, match=r"custom autograd.Function .*test_autograd_functions.py:\d+ .*inside a region"):
         pipe.step(batch()[0], target=batch()[1])
 
 

@@ -62,7 +62,7 @@ OUTSIDE: list[tuple[Callable[[Any, Tensor], Tensor], str]] = [
     (lambda m, x: m.first(x) * float(np.random.rand()), "draws random numbers from `numpy.random`"),
     (lambda m, x: m.first(x) * torch.rand(4, generator=torch.Generator().manual_seed(1)), "Generator of its own"),
     (lambda m, x: m.first(x) * torch.empty(4).uniform_(generator=torch.Generator()), "Generator of its own"),
-    (differentiated, r"gradient is taken while the model runs, at .*test_outside.py.* in differentiated"),
+    (differentiated, r"gradient is taken while the model runs, at .*test_outside_state.py.* in differentiated"),
     (lambda m, x: torch.func.grad(lambda v: m.first(v).sum())(x), "gradient is taken while the model runs"),
 ]
 
