@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import nn
 
 from graphpp.backends.compilers import compiler_of
-from graphpp.batch.microbatch import Microbatch, unwrapped
+from graphpp.batch.microbatch import Microbatch, flatten_microbatch
 from graphpp.capture.check_arguments import check_arguments
 from graphpp.capture.trace import LossFunction
 from graphpp.errors import BatchError
@@ -142,7 +142,7 @@ def verify(  # noqa: PLR0913 - the options of `compile`, and two of its own
     count = ranks_of(ranks if ranks is not None else pipeline_ranks(mesh), options)
     options.memory.caps(count)
     wanted = options.microbatches or max(2, count)
-    batch = [unwrapped(each) for each in several] if len(several) > 1 else rotated(several[0], wanted)
+    batch = [flatten_microbatch(each) for each in several] if len(several) > 1 else rotated(several[0], wanted)
     place = SimulatedPlace(options.parallel.device or device_of(model), None, count=count)
     return verified(model, loss, options, place, batch, tolerance)
 

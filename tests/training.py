@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import graphpp
-from graphpp.batch.microbatch import Leaves
-from graphpp.capture.trace import Captured
+from graphpp.batch.microbatch import FlatMicrobatch
+from graphpp.capture.trace import CapturedGraph
 from graphpp.compiler import build as compiler
 from tests.distributed import run_ranks
 from tests.models import MODELS, Batch, Case
@@ -76,12 +76,12 @@ def train(rank: int, name: str, options: Mapping[str, Any], steps: int = STEPS) 
 @contextmanager
 def capturing_once() -> Iterator[None]:
     """Compilations of one model share its captured graph: that takes most of a short run's time and knows no schedule."""
-    kept: dict[Any, Captured] = {}
+    kept: dict[Any, CapturedGraph] = {}
     captured = compiler.capture
 
-    def capture(model: nn.Module, loss: Any, batch: graphpp.Microbatch, device: Any, *, training: bool) -> Captured:
+    def capture(model: nn.Module, loss: Any, batch: graphpp.Microbatch, device: Any, *, training: bool) -> CapturedGraph:
         trainable = tuple(parameter.requires_grad for parameter in model.parameters())
-        key = (type(model), trainable, Leaves.of(batch).signature, training)
+        key = (type(model), trainable, FlatMicrobatch.of(batch).signature, training)
         if key not in kept:
             kept[key] = captured(model, loss, batch, device, training=training)
         return replace(kept[key], joint=kept[key].joint.copy())

@@ -12,9 +12,9 @@ from typing import Any, Protocol
 
 from torch import fx
 
-from graphpp.backends.gemm_kernels import ProductKernels
+from graphpp.backends.gemm_kernels import GemmKernels
 from graphpp.backends.inductor import InductorCompiler
-from graphpp.backends.region_results import Fresh
+from graphpp.backends.region_results import FreshResultsCheck
 from graphpp.options.backend import Backend, CompileFunction, Custom, Eager, Inductor
 from graphpp.passes.graph.region import Region
 from graphpp.passes.text.render import Run
@@ -24,7 +24,7 @@ class RegionCompiler(Protocol):
     """Compiles regions."""
 
     @property
-    def products(self) -> ProductKernels | None:
+    def products(self) -> GemmKernels | None:
         """The kernels that the backend prefers to torch's for matrix products; None: torch's."""
         ...
 
@@ -46,7 +46,7 @@ def compiler_of(backend: Backend) -> RegionCompiler | None:
 class FunctionCompiler:
     """A compiler made of the caller's function (module, examples) -> callable."""
 
-    products: ProductKernels | None = None
+    products: GemmKernels | None = None
 
     def __init__(self, function: CompileFunction) -> None:
         self._function = function
@@ -56,7 +56,7 @@ class FunctionCompiler:
         compiled = self._function(fx.GraphModule({}, copy.deepcopy(region.graph)), region.examples)
         if not callable(compiled):
             raise TypeError(f"the backend returned {type(compiled).__name__}, no callable")
-        fresh = Fresh(region)
+        fresh = FreshResultsCheck(region)
 
         def run(boxed: list[Any]) -> Sequence[Any]:
             arguments = tuple(boxed)

@@ -1,21 +1,22 @@
-"""Programs that are replayed as CUDA graphs: one launch in place of one for each operation.
+"""Replay a stage program as a CUDA graph: one launch for the whole program in place of one launch per operation.
 
 Contract
 --------
-- `captured(program, capturer)` is a `Program` with the same roles and the same numbers; its `run` is a `Graphed`. The
-  first `WARM_UPS` runs are the program's own, on the capturer's stream; the next is recorded; from then on the recording
-  is replayed.
-- What stays where it is (parameters, buffers, constants) is read in place; all other arguments are copied into memory
-  that the recording reads. Where an argument has other shapes or strides than the recording knows, or one that is read in
-  place another address, the program is recorded again, at most `RECORDINGS` times.
-- Results are copied out of the recording's memory, each into memory of its own. So a later replay, of this or of any
-  other program, touches nothing that is alive: saved values of many microbatches, messages under way, gradients. And so
-  all recordings of a rank share one pool, whatever the order in which they are replayed. The price is that the values of
-  one microbatch are in memory once more for each program, and two copies of what is saved: one out of the forward, one
-  into the backward.
-- Gradients are handed over after the replay, in the order in which the program would have; those that come as factors of a
-  product are multiplied then, into the sum, straight from the recording's memory.
-- A program that cannot be recorded runs as it is; `Graphed.spell` says why, and the log says so once.
+- `with_cuda_graph(program, recorder)` returns a `Program` with the same roles and the same numbers; its `run` is a
+  `ReplayedProgram`. The first `WARM_UPS` runs execute the program itself, on the recorder's stream. The next run is recorded,
+  and every later run replays the recording.
+- Parameters, buffers and constants are read in place. All other arguments are copied into memory that the recording reads. If
+  a copied argument changes its shape or strides, or an argument that is read in place changes its address, the program is
+  recorded again, at most `RECORDINGS` times.
+- Every result is copied out of the recording's memory into memory of its own. A later replay, of this or of any other
+  program, therefore overwrites nothing that is alive: no saved values of other microbatches, no messages in flight, no
+  gradients. For the same reason all recordings of a rank share one memory pool, in whatever order they are replayed. The
+  price: each program keeps one more copy of one microbatch's values, and each saved value is copied twice, out of the
+  forward's recording and into the backward's.
+- Gradients go to the gradient sink after the replay, in the order in which the program itself hands them over. A gradient
+  that the program hands over as two factors of a matrix product is multiplied into its sum straight from the recording's
+  memory.
+- A program that cannot be recorded runs without a graph; `ReplayedProgram.describe` and one line of the log say why.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ _COPIED = (roles.Input, roles.Seed, roles.Received, roles.Saved)
 _LOG = logging.getLogger("graphpp")
 
 
-class Capturer(Protocol):
+class GraphRecorder(Protocol):
     """The device's part: streams, graphs and their pool."""
 
     device: torch.device
@@ -56,7 +57,7 @@ class Capturer(Protocol):
         """What replays `run`, and where its results are after each replay; nothing has run yet."""
 
 
-class CudaCapturer:
+class CudaGraphRecorder:
     """CUDA graphs of one rank, with one memory pool."""
 
     def __init__(self, device: torch.device) -> None:
@@ -119,11 +120,11 @@ class _Recording:
         return [None if result is None else next(made) for result in self.results]
 
 
-class Graphed:
+class ReplayedProgram:
     """The `run` of a program that is replayed. `obstacle`: why it cannot be, where that is known beforehand."""
 
-    def __init__(self, program: Program, capturer: Capturer, obstacle: str | None = None) -> None:
-        self._program, self._capturer = program, capturer
+    def __init__(self, program: Program, recorder: GraphRecorder, obstacle: str | None = None) -> None:
+        self._program, self._recorder = program, recorder
         self._in_place = [index for index, role in enumerate(program.inputs) if isinstance(role, _IN_PLACE)]
         self._copied = [index for index, role in enumerate(program.inputs) if isinstance(role, _COPIED)]
         self._hands = any(isinstance(role, roles.Gradient) for role in program.outputs)
@@ -134,9 +135,9 @@ class Graphed:
     @property
     def name(self) -> str:
         """Stage and phase."""
-        return name_of(self._program)
+        return program_name(self._program)
 
-    def spell(self) -> str:
+    def describe(self) -> str:
         """What a run does now: "replayed", "not recorded yet", or "not replayed: " and the reason."""
         if self.reason is not None:
             return f"not replayed: {self.reason}"
@@ -151,7 +152,7 @@ class Graphed:
         if self._recording is not None:
             return self._replayed(self._recording, boxed, take)
         self._runs += 1
-        return self._capturer.warm_up(lambda: self._run(boxed, take))
+        return self._recorder.warm_up(lambda: self._run(boxed, take))
 
     def _run(self, boxed: list[Any], take: GradientSink | None) -> Results:
         return self._program.run(boxed) if take is None else self._program.run(boxed, take)
@@ -181,7 +182,7 @@ class Graphed:
                 return f"{role} is a {type(value).__name__}"
             if type(value) not in (torch.Tensor, torch.nn.Parameter):
                 return f"{role} is a {type(value).__name__}, whose memory is not its own"
-            if value.device != self._capturer.device:
+            if value.device != self._recorder.device:
                 return f"{role} is on {value.device}"
         return None
 
@@ -209,7 +210,7 @@ class Graphed:
             return [*results, *made[-1].factors]
 
         try:
-            replay, memory = self._capturer.record(run)
+            replay, memory = self._recorder.record(run)
         except RuntimeError as error:
             self.reason = f"CUDA could not record it: {str(error).partition(chr(10))[0]}"
             return
@@ -235,11 +236,11 @@ class Graphed:
         return results
 
 
-def name_of(program: Program) -> str:
+def program_name(program: Program) -> str:
     """Stage and phase, for people."""
     return f"stage {program.stage} {program.phase.name.lower()}"
 
 
-def captured(program: Program, capturer: Capturer, obstacle: str | None = None) -> Program:
+def with_cuda_graph(program: Program, recorder: GraphRecorder, obstacle: str | None = None) -> Program:
     """The program, replayed as a graph as soon as it has been recorded."""
-    return replace(program, run=Graphed(program, capturer, obstacle))
+    return replace(program, run=ReplayedProgram(program, recorder, obstacle))

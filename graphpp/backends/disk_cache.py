@@ -29,7 +29,7 @@ _LOG = logging.getLogger("graphpp")
 _MANIFEST = "manifest.json"
 
 
-def default_root() -> Path:
+def default_folder() -> Path:
     """The folder that the variable GRAPHPP_CACHE names, else `graphpp` in the user's folder for caches."""
     given = os.environ.get("GRAPHPP_CACHE")
     if given:
@@ -37,7 +37,7 @@ def default_root() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "graphpp"
 
 
-class Cache:
+class DiskCache:
     """Entries under one root."""
 
     def __init__(self, root: Path) -> None:
@@ -48,7 +48,7 @@ class Cache:
         """The folder of a key, held alone; empty if it is new, or was not whole."""
         with self.lock(key):
             folder = self.root / key
-            if folder.exists() and not is_whole(folder):
+            if folder.exists() and not is_complete(folder):
                 shutil.rmtree(folder)
             folder.mkdir(exist_ok=True)
             yield folder
@@ -76,7 +76,7 @@ class Cache:
             _LOG.warning("the cache %s cannot be written (%s); %s is not kept", self.root, error, name)
 
 
-def is_whole(folder: Path) -> bool:
+def is_complete(folder: Path) -> bool:
     """Whether an entry's files are those of its manifest."""
     try:
         return bool(json.loads((folder / _MANIFEST).read_text()) == _contents(folder))

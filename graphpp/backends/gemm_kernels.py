@@ -1,6 +1,6 @@
 """Which kernel makes a matrix product: measured once per shape, device and number of threads, and kept in the cache.
 
-Contract: `ProductKernels.choose` exchanges, in a graph, matrix products of float32 on the CPU for the same product by oneDNN
+Contract: `GemmKernels.choose` exchanges, in a graph, matrix products of float32 on the CPU for the same product by oneDNN
 where that took less time when both ran in turn; `multiply` and `multiply_add` do the same for products that a program hands out
 (`runtime/gradients/gemm_accumulation.py`). Which is faster depends on the processor: by a factor of two on some. The results
 differ in the last bits. Elsewhere, products stay as they are.
@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from graphpp.backends.disk_cache import Cache
+from graphpp.backends.disk_cache import DiskCache
 from graphpp.runtime.gradients.gemm_accumulation import TorchMatmul
 
 _aten = torch.ops.aten
@@ -28,18 +28,18 @@ _GAIN = 0.95  # as little of the time must be left, or the usual kernel stays
 _TABLE = "products.json"
 
 
-def linear(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+def onednn_matmul(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     """`a @ b` by oneDNN; [m, k], [k, n], or batches of them."""
     if a.dim() == 3:
-        return torch.stack([linear(*factors) for factors in zip(a.unbind(), b.unbind(), strict=True)])
+        return torch.stack([onednn_matmul(*factors) for factors in zip(a.unbind(), b.unbind(), strict=True)])
     result: torch.Tensor = _LINEAR(a, b.t(), None, "none", [], "")
     return result
 
 
-class ProductKernels:
+class GemmKernels:
     """The choice, and what it was made from."""
 
-    def __init__(self, cache: Cache) -> None:
+    def __init__(self, cache: DiskCache) -> None:
         self._cache = cache
         self._chosen = cache.read(_TABLE)
         self._known: dict[Any, bool] = {}
@@ -48,9 +48,9 @@ class ProductKernels:
 
     def choose(self, graph: fx.Graph) -> None:
         """Exchange products for faster ones, in place; nodes carry `meta["val"]`."""
-        for node in [node for node in graph.nodes if node.target in _PRODUCTS and _is_eligible(node)]:
+        for node in [node for node in graph.nodes if node.target in _PRODUCTS and _is_eligible_node(node)]:
             *bias, a, b = node.args
-            if not self.prefers_linear(a.meta["val"], b.meta["val"]):
+            if not self.prefers_onednn(a.meta["val"], b.meta["val"]):
                 continue
             with graph.inserting_before(node):
                 product = _batched(graph, a, b) if node.target is _aten.bmm.default else _linear(graph, a, b, *bias)
@@ -60,21 +60,21 @@ class ProductKernels:
 
     def multiply(self, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
         """The product, in memory of its own."""
-        if eligible(a, b) and self.prefers_linear(a, b):
-            return linear(a, b)
+        if is_eligible(a, b) and self.prefers_onednn(a, b):
+            return onednn_matmul(a, b)
         return self._usual.multiply(a, b)
 
     def multiply_add(self, total: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
         """Add the product into `total`."""
-        if not (eligible(a, b) and self.prefers_linear(a, b)):
+        if not (is_eligible(a, b) and self.prefers_onednn(a, b)):
             self._usual.multiply_add(total, a, b)
         elif a.dim() == 3:
             for part, *factors in zip(total, a, b, strict=True):
-                part.add_(linear(*factors))
+                part.add_(onednn_matmul(*factors))
         else:
-            total.add_(linear(a, b))
+            total.add_(onednn_matmul(a, b))
 
-    def prefers_linear(self, a: torch.Tensor, b: torch.Tensor) -> bool:
+    def prefers_onednn(self, a: torch.Tensor, b: torch.Tensor) -> bool:
         """Whether oneDNN is the faster one for two operands like these (fake tensors do)."""
         shapes = (a.shape, a.stride(), b.shape, b.stride())
         known = self._known.get(shapes)
@@ -83,7 +83,7 @@ class ProductKernels:
         return known
 
     def _choice(self, a: torch.Tensor, b: torch.Tensor) -> str:
-        key = f"{self._machine}: {_spelled(a)} {_spelled(b)}"
+        key = f"{self._machine}: {_describe(a)} {_describe(b)}"
         if key not in self._chosen:
             self._chosen[key] = _faster(_like(a), _like(b))
             with contextlib.suppress(OSError):  # a full disk, or a folder that is gone: this process knows it, others measure
@@ -91,7 +91,7 @@ class ProductKernels:
         return self._chosen[key]
 
 
-def eligible(a: torch.Tensor, b: torch.Tensor) -> bool:
+def is_eligible(a: torch.Tensor, b: torch.Tensor) -> bool:
     """Whether there is a choice for these operands."""
     both = (a, b)
     on_cpu = all(value.device.type == "cpu" and value.dtype is torch.float32 for value in both)
@@ -125,17 +125,17 @@ def _empty(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     return a.new_empty(len(a), b.shape[1])
 
 
-def _is_eligible(node: fx.Node) -> bool:
+def _is_eligible_node(node: fx.Node) -> bool:
     plain = not node.kwargs and all(isinstance(arg, fx.Node) for arg in node.args)
     if not plain:
         return False
     *bias, a, b = (arg.meta["val"] for arg in node.args)  # type: ignore[union-attr]
-    return all(value.dim() == 1 for value in bias) and eligible(a, b)
+    return all(value.dim() == 1 for value in bias) and is_eligible(a, b)
 
 
 def _faster(a: torch.Tensor, b: torch.Tensor) -> str:
     """The name of the kernel that takes less time."""
-    usual, other = _times([lambda: torch.matmul(a, b), lambda: linear(a, b)])
+    usual, other = _times([lambda: torch.matmul(a, b), lambda: onednn_matmul(a, b)])
     return "linear" if other < _GAIN * usual else "mm"
 
 
@@ -155,7 +155,7 @@ def _like(value: torch.Tensor) -> torch.Tensor:
     return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype).fill_(0.5)
 
 
-def _spelled(value: torch.Tensor) -> str:
+def _describe(value: torch.Tensor) -> str:
     return f"{list(value.shape)}/{list(value.stride())}"
 
 

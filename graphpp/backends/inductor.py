@@ -17,8 +17,8 @@ from typing import Any
 
 import torch
 
-from graphpp.backends.disk_cache import Cache, default_root
-from graphpp.backends.gemm_kernels import ProductKernels
+from graphpp.backends.disk_cache import DiskCache, default_folder
+from graphpp.backends.gemm_kernels import GemmKernels
 from graphpp.errors import GraphPPError
 from graphpp.options.backend import Inductor
 from graphpp.passes.graph.region import Region
@@ -33,8 +33,8 @@ class InductorCompiler:
     def __init__(self, option: Inductor) -> None:
         _check_options(option.options)
         self._options = option.options
-        self._cache = Cache(Path(option.cache) if option.cache is not None else default_root())
-        self.products = ProductKernels(self._cache)
+        self._cache = DiskCache(Path(option.cache) if option.cache is not None else default_folder())
+        self.products = GemmKernels(self._cache)
 
     def __call__(self, region: Region) -> Run:
         """Compile a region; returns its function of a list of inputs, which the call empties."""

@@ -1,9 +1,9 @@
-"""The stage programs of a rank as CUDA graphs, where that can be.
+"""Replace the stage programs of a rank by programs that are replayed as CUDA graphs, where a program allows it.
 
-Contract: `Graphs.applied` takes the programs of each microbatch and the woven programs of a runner, and returns them with
-every program of this rank's stages replaced by one that is replayed; what is one object before is one object after. A
-program with an obstacle is replaced too, and runs as before: so each has a state, which `states` tells. What cannot be
-recorded at all is said in the log once for the pipeline, not once for each program.
+Contract: `RecordedPrograms.record_all` takes the stage programs of each microbatch and the woven programs of a runner. It
+returns them with every program of this rank's stages wrapped in a `ReplayedProgram`; two references to one program before
+refer to one wrapper after. A program that cannot be recorded is wrapped too and runs as before, so that `states` has a line
+for every program. The log lists all programs that cannot be recorded, once per pipeline.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from dataclasses import replace
 
 import torch
 
-from graphpp.backends.cuda_graphs import Capturer, CudaCapturer, Graphed, name_of
+from graphpp.backends.cuda_graphs import CudaGraphRecorder, GraphRecorder, ReplayedProgram, program_name
 from graphpp.passes.graph.cuda_graph_obstacles import obstacle
 from graphpp.passes.provenance import Sources
 from graphpp.runtime.program import PipelineProgram, Program, StageProgram, WovenProgram
@@ -27,16 +27,16 @@ _NOWHERE = "only CUDA devices have such graphs"
 Runnable = tuple[list[PipelineProgram], list[WovenProgram]]
 
 
-def capturer_for(device: torch.device) -> Capturer | None:
+def recorder_for(device: torch.device) -> GraphRecorder | None:
     """What records on a device; None where there are no such graphs."""
-    return CudaCapturer(device) if device.type == "cuda" else None
+    return CudaGraphRecorder(device) if device.type == "cuda" else None
 
 
-class Graphs:
-    """The recordings of one pipeline on this rank; `capturer` None: there are none, and programs stay as they are."""
+class RecordedPrograms:
+    """The recordings of one pipeline on this rank; `recorder` None: there are none, and programs stay as they are."""
 
-    def __init__(self, capturer: Capturer | None) -> None:
-        self._capturer = capturer
+    def __init__(self, recorder: GraphRecorder | None) -> None:
+        self._recorder = recorder
         self._told = False
         self._runs: list[tuple[str, Callable[[], str]]] = []  # name, what gives its state
 
@@ -50,26 +50,26 @@ class Graphs:
             states[name + (f", graph {seen[name]}" if seen[name] > 1 else "")] = state()
         return states
 
-    def applied(
+    def record_all(
         self, programs: Sequence[PipelineProgram], woven: Sequence[WovenProgram], local: Collection[int], sources: Sources
     ) -> Runnable:
         """The programs of a runner whose stages `local` are on this rank, to be replayed."""
         stages = {id(stage): stage for each in programs for stage in each.stages if stage.index in local}
         items = {id(item): item for stage in stages.values() for item in stage.programs.values()}
-        if self._capturer is None:
-            self._runs = [(name_of(item), lambda: f"not replayed: {_NOWHERE}") for item in items.values()]
+        if self._recorder is None:
+            self._runs = [(program_name(item), lambda: f"not replayed: {_NOWHERE}") for item in items.values()]
             self._tell([f"all programs: {_NOWHERE}"])
             return list(programs), list(woven)
-        runs = {key: self._graphed(item, self._capturer, sources) for key, item in items.items()}
-        self._runs = [(run.name, run.spell) for run in runs.values()]
+        runs = {key: self._graphed(item, self._recorder, sources) for key, item in items.items()}
+        self._runs = [(run.name, run.describe) for run in runs.values()]
         self._tell([f"{run.name}: {run.reason}" for run in runs.values() if run.reason is not None])
         new = {key: replace(item, run=runs[key]) for key, item in items.items()}
         replaced = {key: _stage(stage, new) for key, stage in stages.items()}
         each = [replace(one, stages=tuple(replaced.get(id(stage), stage) for stage in one.stages)) for one in programs]
         return each, [replace(one, parts=tuple(new.get(id(part), part) for part in one.parts)) for one in woven]
 
-    def _graphed(self, item: Program, capturer: Capturer, sources: Sources) -> Graphed:
-        return Graphed(item, capturer, obstacle(sources.of(item).graph, capturer.device.type))
+    def _graphed(self, item: Program, recorder: GraphRecorder, sources: Sources) -> ReplayedProgram:
+        return ReplayedProgram(item, recorder, obstacle(sources.of(item).graph, recorder.device.type))
 
     def _tell(self, reasons: list[str]) -> None:
         if reasons and not self._told:

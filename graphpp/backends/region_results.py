@@ -22,7 +22,7 @@ from graphpp.runtime.program import TensorMeta
 from graphpp.runtime.strided_copies import copy_with_strides, meta_of
 
 
-class AsCaptured:
+class WithCapturedStrides:
     """A compiled region, of whose results those that lie otherwise than in the graph are laid as there.
 
     Which ones, the first run tells: shapes are fixed, so a compiled region does the same each time. It raises
@@ -71,7 +71,7 @@ def _lies_otherwise(value: torch.Tensor, wanted: TensorMeta) -> bool:
     return value.numel() > 1 and any(size > 1 and found != stride for size, found, stride in strides)
 
 
-class Fresh:
+class FreshResultsCheck:
     """Looks whether a region's results lie in the memory of those of an earlier call that somebody still holds.
 
     Results that depend on no input may be one constant, and those that are views of an input lie where it lies.

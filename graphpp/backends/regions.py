@@ -9,7 +9,7 @@ import warnings
 from collections.abc import Iterable, Sequence
 
 from graphpp.backends.compilers import RegionCompiler
-from graphpp.backends.region_results import AsCaptured
+from graphpp.backends.region_results import WithCapturedStrides
 from graphpp.passes.graph.region import Region, RegionCall
 from graphpp.passes.text.render import Run, render
 
@@ -30,7 +30,7 @@ class Regions:
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # what a compiler thinks of its own parts
-                self._known[region.key] = AsCaptured(region, self._compile(region))
+                self._known[region.key] = WithCapturedStrides(region, self._compile(region))
         except Exception as error:  # whatever a compiler raises
             reason = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
             told = f"graphpp: {region.title} cannot be compiled and will run eagerly: {type(error).__name__}: {reason}"

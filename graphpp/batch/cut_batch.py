@@ -16,29 +16,29 @@ from typing import Any
 
 import torch
 
-from graphpp.batch.microbatch import Leaves, Microbatch, Whole
+from graphpp.batch.microbatch import FlatMicrobatch, Microbatch, Whole
 from graphpp.errors import BatchError
 
 _BY_HAND = "step_microbatches([graphpp.Microbatch(...), ...])"
 
 
-def cut(batch: Microbatch, microbatches: int, example: Microbatch | None = None) -> list[Leaves]:
+def cut_batch(batch: Microbatch, microbatches: int, example: Microbatch | None = None) -> list[FlatMicrobatch]:
     """The microbatches, taken apart; raises `BatchError` where the batch does not divide or it cannot be told how."""
-    leaves = Leaves.of(batch)
+    leaves = FlatMicrobatch.of(batch)
     if example is not None and microbatches > 1:
         leaves = _wrapped(leaves, example)
     size = _size(leaves)
-    sizes = sizes_of_parts(size, microbatches)
+    sizes = microbatch_sizes(size, microbatches)
     pairs = zip(leaves.paths, leaves.values, strict=True)
     columns = [_parts(path, leaf, sizes) for path, leaf in pairs]
     if not columns:
         return [leaves] * microbatches
-    parts = [Leaves(leaves.spec, leaves.paths, values) for values in zip(*columns, strict=True)]
+    parts = [FlatMicrobatch(leaves.spec, leaves.paths, values) for values in zip(*columns, strict=True)]
     nested = any(isinstance(leaf, Whole) for leaf in leaves.values)
-    return [Leaves.of(part.microbatch()) for part in parts] if nested else parts
+    return [FlatMicrobatch.of(part.microbatch()) for part in parts] if nested else parts
 
 
-def sizes_of_parts(size: int, microbatches: int) -> list[int]:
+def microbatch_sizes(size: int, microbatches: int) -> list[int]:
     """How many rows each microbatch gets; raises `BatchError` where there are fewer rows than microbatches."""
     if size < microbatches:
         raise BatchError(
@@ -53,12 +53,12 @@ def sizes_of_parts(size: int, microbatches: int) -> list[int]:
 
 def batch_size(batch: Microbatch) -> int:
     """The batch's size; raises `BatchError` where there is none, or nothing in it."""
-    return _size(Leaves.of(batch))
+    return _size(FlatMicrobatch.of(batch))
 
 
-def _wrapped(leaves: Leaves, example: Microbatch) -> Leaves:
+def _wrapped(leaves: FlatMicrobatch, example: Microbatch) -> FlatMicrobatch:
     """The batch with every tensor wrapped that has no more rows than in one microbatch."""
-    one = {path: leaf.shape for path, leaf in Leaves.of(example).tensors.items()}
+    one = {path: leaf.shape for path, leaf in FlatMicrobatch.of(example).tensors.items()}
     alike = [isinstance(leaf, torch.Tensor) and leaf.dim() and leaf.shape == one.get(path) for path, leaf in _pairs(leaves)]
     if all(fits or not isinstance(leaf, torch.Tensor) for fits, (_, leaf) in zip(alike, _pairs(leaves), strict=True)):
         raise BatchError(
@@ -66,20 +66,20 @@ def _wrapped(leaves: Leaves, example: Microbatch) -> Leaves:
             "cut. Give a whole batch to step(), or pass its parts yourself with " + _BY_HAND + "."
         )
     values = [Whole(leaf) if fits else leaf for fits, (_, leaf) in zip(alike, _pairs(leaves), strict=True)]
-    return Leaves(leaves.spec, leaves.paths, tuple(values))
+    return FlatMicrobatch(leaves.spec, leaves.paths, tuple(values))
 
 
-def _pairs(leaves: Leaves) -> list[tuple[str, Any]]:
+def _pairs(leaves: FlatMicrobatch) -> list[tuple[str, Any]]:
     return list(zip(leaves.paths, leaves.values, strict=True))
 
 
-def leading_size(part: Leaves) -> int | None:
+def leading_size(part: FlatMicrobatch) -> int | None:
     """The first dimension that most tensors have (of equally many, the first one's); None where none has any."""
     sizes = Counter(len(leaf) for leaf in part.values if isinstance(leaf, torch.Tensor) and leaf.dim())
     return sizes.most_common(1)[0][0] if sizes else None
 
 
-def _size(leaves: Leaves) -> int:
+def _size(leaves: FlatMicrobatch) -> int:
     size = leading_size(leaves)
     if size is None:
         raise BatchError(f"the batch holds no tensor with a batch dimension: pass its parts with {_BY_HAND}.")

@@ -29,7 +29,7 @@ class DeferredScaler:
 
 
 @dataclass(frozen=True)
-class Weighting:
+class LossWeighting:
     """How the losses of a step make its loss: one weight per microbatch, or a mean or sum; and the scaler, if any."""
 
     reduction: Reduction
@@ -37,14 +37,14 @@ class Weighting:
     scaler: GradScaler | None = None
 
     @classmethod
-    def of(cls, reduction: Reduction, given: LossWeight | None, scaler: object, microbatches: int) -> Weighting:
+    def of(cls, reduction: Reduction, given: LossWeight | None, scaler: object, microbatches: int) -> LossWeighting:
         """Check what a step was given: one weight for all microbatches or one for each. Raises `BatchError`."""
         if scaler is not None and not isinstance(scaler, GradScaler):
             raise GraphPPError(f"scaler must be a torch.amp.GradScaler, got {type(scaler).__name__}")
         return cls(reduction, None if given is None else _weights(given, microbatches), scaler)
 
     @property
-    def spelled(self) -> list[str]:
+    def description(self) -> list[str]:
         """The weights and the scale in plain text, for comparing ranks."""
         on = self.scaler is not None and self.scaler.is_enabled()
         scale = f"loss scale {self.scaler.get_scale()}" if self.scaler is not None and on else "no loss scale"
@@ -59,7 +59,7 @@ class Weighting:
             seeds = [one / count if self.reduction == "mean" else one] * count
         return seeds if self.scaler is None else [self.scaler.scale(seed).to(dtype) for seed in seeds]
 
-    def reduced(self, losses: torch.Tensor) -> torch.Tensor:
+    def step_loss(self, losses: torch.Tensor) -> torch.Tensor:
         """The loss of the step, 0-dim, from those of its microbatches, [microbatches]."""
         if self.weights is not None:
             weights = torch.tensor(self.weights, dtype=losses.dtype, pin_memory=losses.is_cuda)  # else the host would wait

@@ -34,7 +34,7 @@ class _Tensor:
         return "<tensor>"
 
 
-TENSOR = _Tensor()
+TENSOR_LEAF = _Tensor()
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ def whole(value: Any) -> Whole:
 
 
 @dataclass(frozen=True)
-class Leaves:
+class FlatMicrobatch:
     """A microbatch taken apart: its leaves by path, and the structure that puts them together again."""
 
     spec: aot.TreeSpec
@@ -72,7 +72,7 @@ class Leaves:
     values: tuple[Any, ...]
 
     @classmethod
-    def of(cls, batch: Microbatch) -> Leaves:
+    def of(cls, batch: Microbatch) -> FlatMicrobatch:
         """Take `batch` apart; what `whole` wraps stays wrapped. Raises `BatchError` for leaves that hide tensors."""
         tree = {"args": batch.args, "kwargs": batch.kwargs, "target": batch.target}
         pairs, spec = aot.tree_flatten_with_path(tree)
@@ -99,28 +99,28 @@ class Leaves:
         return (f"the structure {self.spec}", *leaves)
 
 
-def unwrapped(batch: Microbatch) -> Leaves:
+def flatten_microbatch(batch: Microbatch) -> FlatMicrobatch:
     """One microbatch as it is given to the model, taken apart."""
     if not isinstance(batch, Microbatch):
         raise BatchError(f"a microbatch is a graphpp.Microbatch(args, kwargs, target), got {type(batch).__name__}")
-    leaves = Leaves.of(batch)
-    return Leaves.of(leaves.microbatch()) if any(isinstance(leaf, Whole) for leaf in leaves.values) else leaves
+    leaves = FlatMicrobatch.of(batch)
+    return FlatMicrobatch.of(leaves.microbatch()) if any(isinstance(leaf, Whole) for leaf in leaves.values) else leaves
 
 
-def tensors(batch: Microbatch) -> dict[str, torch.Tensor]:
+def tensors_by_path(batch: Microbatch) -> dict[str, torch.Tensor]:
     """The tensors of a microbatch by path, in a fixed order."""
-    return Leaves.of(batch).tensors
+    return FlatMicrobatch.of(batch).tensors
 
 
-def rebuild(example: Microbatch, values: Sequence[torch.Tensor]) -> Microbatch:
-    """The microbatch with `values` in place of its tensors (same order as `tensors`)."""
-    leaves = Leaves.of(example)
+def with_tensors(example: Microbatch, values: Sequence[torch.Tensor]) -> Microbatch:
+    """The microbatch with `values` in place of its tensors (same order as `tensors_by_path`)."""
+    leaves = FlatMicrobatch.of(example)
     remaining = iter(values)
     filled = tuple(next(remaining) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves.values)
-    return Leaves(leaves.spec, leaves.paths, filled).microbatch()
+    return FlatMicrobatch(leaves.spec, leaves.paths, filled).microbatch()
 
 
-def is_plain(leaf: Any) -> bool:
+def is_plain_data(leaf: Any) -> bool:
     """Whether a leaf is data that can hide no tensor and is equal exactly if it prints the same."""
     return isinstance(leaf, _PLAIN)
 
@@ -138,7 +138,7 @@ def _check_leaf(path: str, leaf: Any) -> None:
             raise BatchError(
                 f"{path} requires grad: a pipeline makes gradients of parameters only; pass {path}.detach()"
             )
-    elif not isinstance(leaf, Whole) and not is_plain(leaf):
+    elif not isinstance(leaf, Whole) and not is_plain_data(leaf):
         numpy = type(leaf).__module__ == "numpy"
         remedy = "torch.as_tensor(...) of it" if numpy else "its tensors in a tuple, list or dict"
         more = "" if numpy else ", or register its class with torch.export.register_dataclass or torch's pytree"

@@ -1,14 +1,16 @@
-"""`torch.utils.checkpoint` in the model: which operations its own checkpoints compute again for the backward.
+"""`torch.utils.checkpoint` in the model: mark the operations that the model's own checkpoints recompute in the backward.
 
 Contract
 --------
-- While `marking` is open a checkpointed call runs as if it was none, and its operations carry the call's number through both
-  traces; of nested ones the outermost counts. `mark` then writes `meta["checkpoint"]` and `meta["kept"]` (see
-  `passes/graph/joint_graph.py`). Nothing else of the graph depends on it.
-- Reentrant or not, with any arguments; `preserve_rng_state`, `determinism_check`, `debug` and `early_stop` change nothing:
-  what is computed again repeats its random numbers. Under `no_grad` and in evaluation a checkpoint is nothing.
-- Of `context_fn` a selective checkpoint's policy is asked once per operation of the traced forward, in order; what it would
-  save or offload is kept. Other contexts are entered around the forward only: all inside is computed again.
+- While `record_checkpoints` is open, a checkpointed call runs like any other call, and its operations carry the call's number
+  through both traces; of nested calls the outermost counts. `mark_checkpoints` then writes `meta["checkpoint"]` and
+  `meta["kept"]` (see `passes/graph/joint_graph.py`). Checkpoints leave no other trace in the graph.
+- Reentrant and non-reentrant checkpoints with any arguments are supported. `preserve_rng_state`, `determinism_check`, `debug`
+  and `early_stop` have no effect: a recomputed operation always repeats its random numbers. Under `no_grad` and in evaluation
+  a checkpoint has no effect.
+- The policy of a selective checkpoint (`context_fn`) is asked once per operation of the traced forward, in order; a value
+  that it would save or offload is saved. Any other context is entered around the forward only, and all values inside are
+  recomputed.
 """
 
 from __future__ import annotations
@@ -30,7 +32,7 @@ _KEY = "graphpp.checkpoint"
 
 
 @dataclass
-class Checkpoints:
+class CheckpointedCalls:
     """The checkpointed calls of one capture: how many, and the policies of those that save a selection."""
 
     calls: int = 0
@@ -61,13 +63,13 @@ class Checkpoints:
 
 
 @contextlib.contextmanager
-def marking(checkpoints: Checkpoints) -> Iterator[None]:
+def record_checkpoints(checkpoints: CheckpointedCalls) -> Iterator[None]:
     """While open, checkpointed calls mark what they run."""
     with aot.checkpoints_replaced(checkpoints.run, checkpoints.call, checkpoints.select):
         yield
 
 
-def mark(graph: fx.Graph, checkpoints: Checkpoints) -> None:
+def mark_checkpoints(graph: fx.Graph, checkpoints: CheckpointedCalls) -> None:
     """Write the marks on the nodes of the joint trace; calls are numbered in the order of their first operation."""
     numbers: dict[int, int] = {}
     for node in graph.nodes:
@@ -86,12 +88,12 @@ def _saves(policy: Policy, node: fx.Node) -> bool:
     return said if isinstance(said, bool) else not said.name.endswith("_RECOMPUTE")
 
 
-def count(joint: JointGraph) -> int:
+def count_checkpointed_calls(joint: JointGraph) -> int:
     """How many checkpointed calls of the model hold."""
     return len({node.meta["checkpoint"] for node in joint.computed() if "checkpoint" in node.meta})
 
 
-def joined(joint: JointGraph, region: Region | None, chosen: Chosen) -> tuple[Region | None, Chosen]:
+def add_checkpoint_regions(joint: JointGraph, region: Region | None, chosen: Chosen) -> tuple[Region | None, Chosen]:
     """The regions that are computed again and what of them: those given, and the model's own where none of these is around.
 
     Of a region given and a checkpoint that lie one in the other, the outer one counts.

@@ -1,11 +1,13 @@
-"""What a traced forward assigns to attributes of its modules: `self.state = new`.
+"""Record and undo the writes of a traced forward to attributes of its modules: `self.state = new`.
 
-Contract: after `undone`, every module has the attributes, buffers, hooks, lists and dicts that it had before, even where the
-forward raised, and `Assigned` tells what there was instead: the new values of buffers, which the trace returns as further
-results (export keeps assignments to buffers of its root module only, and drops the others), and the tensors that are no
-buffers and were replaced: if the graph reads such a one as a constant, it would do so forever, and `refuse_stale` raises.
-A number that is changed is refused at once, as it leaves no trace in the graph. `refused` does the same around what runs
-custom Functions, whose assignments no graph returns: tensors that they replace are refused as well.
+Contract: after `undo_writes` every module has the attributes, buffers, hooks, lists and dicts that it had before, even if the
+forward raised. `AttributeWrites` then holds
+- the new values of buffers, which the trace returns as additional results (export keeps assignments to buffers of its root
+  module and drops all others);
+- the tensors outside of buffers that the forward replaced. `refuse_stale` raises if the graph reads one of them as a
+  constant, since every later step would read this first value.
+A changed number is refused at once, because it leaves no trace in the graph. `refuse_writes` undoes the writes of custom
+autograd Functions and refuses every tensor that they replace: no graph returns such a tensor.
 """
 
 from __future__ import annotations
@@ -24,7 +26,7 @@ _REGISTRIES = frozenset(["_parameters", "_buffers", "_modules"])
 
 
 @dataclass
-class Assigned:
+class AttributeWrites:
     """New values of buffers by FQN, as results of their own; tensors in other attributes that were replaced."""
 
     buffers: dict[str, torch.Tensor] = field(default_factory=dict)
@@ -42,26 +44,26 @@ class Assigned:
 
 
 @contextlib.contextmanager
-def undone(model: nn.Module, assigned: Assigned) -> Iterator[None]:
-    """Note in `assigned` what the forward inside assigns, and undo it."""
-    with _restored(model) as before:
+def undo_writes(model: nn.Module, writes: AttributeWrites) -> Iterator[None]:
+    """Note in `writes` what the forward inside assigns, and undo it."""
+    with _restoring(model) as before:
         yield
         for module in before:
-            module.note_assigned(assigned)
+            module.record_writes(writes)
 
 
 @contextlib.contextmanager
-def refused(model: nn.Module) -> Iterator[None]:
+def refuse_writes(model: nn.Module) -> Iterator[None]:
     """Refuse tensors that custom Functions replace inside, and undo what they assign."""
-    with _restored(model) as before:
+    with _restoring(model) as before:
         yield
         for module in before:
-            module.refuse_assigned()
+            module.refuse_writes()
 
 
 @contextlib.contextmanager
-def _restored(model: nn.Module) -> Iterator[list[_Before]]:
-    before = [_Before(name, module) for name, module in model.named_modules()]
+def _restoring(model: nn.Module) -> Iterator[list[_ModuleState]]:
+    before = [_ModuleState(name, module) for name, module in model.named_modules()]
     try:
         yield before
     finally:
@@ -69,7 +71,7 @@ def _restored(model: nn.Module) -> Iterator[list[_Before]]:
             module.restore()
 
 
-class _Before:
+class _ModuleState:
     """What a module had before the forward."""
 
     def __init__(self, name: str, module: nn.Module) -> None:
@@ -77,11 +79,11 @@ class _Before:
         self.module = module
         self.attributes, self.buffers = dict(vars(module)), dict(module._buffers)
         held = [(key, value) for key, value in vars(module).items() if isinstance(value, list | dict)]
-        self.containers = [_Container(f"{self.prefix}{key}.", value) for key, value in held if key not in _REGISTRIES]
+        self.containers = [_ContainerState(f"{self.prefix}{key}.", value) for key, value in held if key not in _REGISTRIES]
 
-    def note_assigned(self, assigned: Assigned) -> None:
+    def record_writes(self, writes: AttributeWrites) -> None:
         self._refuse_numbers()
-        assigned.replaced.update(self._replaced_attributes())
+        writes.replaced.update(self._replaced_attributes())
         for key, old in self.buffers.items():
             new, fqn = self.module._buffers.get(key), self.prefix + key
             if old is None and new is not None:
@@ -90,9 +92,9 @@ class _Before:
                     "Register it with a tensor of its shape."
                 )
             if old is not None and new is not old:
-                assigned.buffers[fqn] = _new_value(fqn, old, new)
+                writes.buffers[fqn] = _new_value(fqn, old, new)
 
-    def refuse_assigned(self) -> None:
+    def refuse_writes(self) -> None:
         self._refuse_numbers()
         buffers = [key for key, old in self.buffers.items() if self.module._buffers.get(key) is not old]
         for fqn in [*(self.prefix + key for key in buffers), *self._replaced_attributes()]:
@@ -102,7 +104,7 @@ class _Before:
             )
 
     def _replaced_attributes(self) -> dict[str, torch.Tensor]:
-        found = {self.prefix + key: old for key, old in _replaced(vars(self.module), self.attributes)}
+        found = {self.prefix + key: old for key, old in _replaced_tensors(vars(self.module), self.attributes)}
         for container in self.containers:
             found.update(container.replaced())
         return found
@@ -115,13 +117,13 @@ class _Before:
             _refuse_numbers(container.prefix, container.now(), container.before)
 
     def restore(self) -> None:
-        _restore(self.module._buffers, self.buffers)
-        _restore(vars(self.module), self.attributes)
+        _restore_dict(self.module._buffers, self.buffers)
+        _restore_dict(vars(self.module), self.attributes)
         for container in self.containers:
             container.restore()
 
 
-class _Container:
+class _ContainerState:
     """A list or dict that a module holds, and what was in it."""
 
     def __init__(self, prefix: str, held: list[Any] | dict[Any, Any]) -> None:
@@ -134,7 +136,7 @@ class _Container:
     def replaced(self) -> dict[str, torch.Tensor]:
         """The tensors that were replaced; all of a list that has changed, as places in it shift."""
         now = {} if isinstance(self.held, list) and self._changed() else self.now()
-        return {f"{self.prefix}{key}": old for key, old in _replaced(now, self.before)}
+        return {f"{self.prefix}{key}": old for key, old in _replaced_tensors(now, self.before)}
 
     def _changed(self) -> bool:
         now = self.now()
@@ -161,7 +163,7 @@ def _refuse_numbers(prefix: str, now: dict[Any, Any], before: dict[Any, Any]) ->
             )
 
 
-def _replaced(now: dict[Any, Any], before: dict[Any, Any]) -> list[tuple[Any, torch.Tensor]]:
+def _replaced_tensors(now: dict[Any, Any], before: dict[Any, Any]) -> list[tuple[Any, torch.Tensor]]:
     pairs = before.items()
     return [(name, old) for name, old in pairs if isinstance(old, torch.Tensor) and now.get(name) is not old]
 
@@ -176,7 +178,7 @@ def _new_value(fqn: str, old: torch.Tensor, new: torch.Tensor | None) -> torch.T
     return new.detach().clone()  # it may be another buffer
 
 
-def _restore(now: dict[str, Any], before: dict[str, Any]) -> None:
+def _restore_dict(now: dict[str, Any], before: dict[str, Any]) -> None:
     for name in now.keys() - before.keys():
         del now[name]
     now.update(before)

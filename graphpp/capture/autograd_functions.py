@@ -1,14 +1,14 @@
-"""Custom `autograd.Function`s: captured with their own backward.
+"""Capture a custom `autograd.Function` with its own backward.
 
 Contract
 --------
-- `torch.export` traces through the forward of a Function and drops its backward. While `keeping` is open, each Function that
-  is applied, under whatever name its `apply` is held, becomes one operator call in the exported graph; `restored` puts the
-  `apply` itself in its place, so that AOT Autograd, which runs real autograd on fake tensors, traces the Function's own
-  forward and backward.
-- What a Function does beside its arguments and results cannot be seen by any trace: a gradient that its backward adds to a
-  parameter by itself, a write into a buffer or parameter that it was not given. `check_seclusion` raises for those; so does
-  `restored` for a Function in the region of an operator, where torch loses its backward.
+- `torch.export` traces through the forward of a Function and drops its backward. While `record_functions` is open, each
+  applied Function becomes one operator call in the exported graph, under whatever name the model holds its `apply`.
+  `restore_into` replaces that operator by the `apply` itself. AOT Autograd, which runs real autograd on fake tensors, then
+  traces the Function's own forward and backward.
+- No trace sees the side effects of a Function: a gradient that its backward adds to a parameter by itself, a write into a
+  buffer or parameter that is not among its arguments. `refuse_side_effects` raises for both. `restore_into` raises for a
+  Function inside a sub-graph of a higher-order operator such as `torch.cond`, where torch loses the Function's backward.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _OPERATOR = torch.ops.graphpp.function.default
 
 
 @dataclass
-class Applied:
+class FunctionCall:
     """One `apply` in the forward: the Function, its arguments taken apart, and, once it is known, what it returned."""
 
     function: type
@@ -53,10 +53,10 @@ class Applied:
 
 
 @dataclass
-class Functions:
+class FunctionCalls:
     """The Functions that one forward applied, in order."""
 
-    applied: list[Applied] = field(default_factory=list)
+    applied: list[FunctionCall] = field(default_factory=list)
     _inside: bool = False
     _grad_enabled: bool = True
     _begun: type | None = None
@@ -70,12 +70,12 @@ class Functions:
         finally:
             self._inside = before
 
-    def begun(self, function: type) -> None:
+    def on_apply(self, function: type) -> None:
         """A Function is about to run: `apply` switches autograd off for its forward."""
         self._grad_enabled = torch.is_grad_enabled()
         self._begun = function
         if function.__name__ == aot.FUNCTION_OF_A_REGION:
-            raise _lost("a custom autograd.Function", user_frame(traceback.extract_stack()))
+            raise _lost_backward("a custom autograd.Function", user_frame(traceback.extract_stack()))
 
     def forward(self, function: type, own: Callable[..., Any]) -> Callable[..., Any]:
         """The forward to run in place of a Function's own."""
@@ -95,19 +95,19 @@ class Functions:
     def _record(self, function: type, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """One operator in place of a Function; what it returned, with the operator's results as its tensors."""
         leaves, spec = aot.tree_flatten((args, kwargs))
-        call = Applied(function, leaves, spec, user_frame(traceback.extract_stack()), self._grad_enabled)
+        call = FunctionCall(function, leaves, spec, user_frame(traceback.extract_stack()), self._grad_enabled)
         self.applied.append(call)
         results = iter(_OPERATOR([leaf for leaf in leaves if isinstance(leaf, torch.Tensor)], len(self.applied) - 1))
         return aot.tree_map(lambda leaf: next(results) if isinstance(leaf, torch.Tensor) else leaf, call.returned)
 
-    def restored(self, module: fx.GraphModule) -> None:
+    def restore_into(self, module: fx.GraphModule) -> None:
         """Put the Functions in the place of their operators, in place; raises `CaptureError` where one has none."""
         found = set[int]()
         for node in module.graph.find_nodes(op="call_function", target=_OPERATOR):
             number = int(node.args[1])
             found.add(number)
             name = f"function_{number}"
-            module.add_submodule(name, _Module(self.applied[number]))
+            module.add_submodule(name, _FunctionModule(self.applied[number]))
             with module.graph.inserting_before(node):
                 call = module.graph.call_module(name, (node.args[0],))
             call.meta = dict(node.meta)
@@ -116,9 +116,9 @@ class Functions:
         lost = set(range(len(self.applied))) - found
         if lost:
             first = self.applied[min(lost)]
-            raise _lost(f"the custom autograd.Function {first.function.__qualname__}", first.place)
+            raise _lost_backward(f"the custom autograd.Function {first.function.__qualname__}", first.place)
 
-    def check_seclusion(self, model: nn.Module) -> None:
+    def refuse_side_effects(self, model: nn.Module) -> None:
         """Raise `CaptureError` where a Function wrote into the model's state or added to a gradient by itself.
 
         The model holds tensors made for this capture: whoever writes into one raises its version.
@@ -138,7 +138,7 @@ class Functions:
         return f"{call.function.__qualname__} at {call.place}"
 
 
-def _lost(what: str, place: str) -> CaptureError:
+def _lost_backward(what: str, place: str) -> CaptureError:
     """The error for a Function that the exported graph has swallowed."""
     return CaptureError(
         f"{what} is applied at {place} inside a region that is one operator in the graph (a branch of torch.cond, a loop): its "
@@ -146,10 +146,10 @@ def _lost(what: str, place: str) -> CaptureError:
     )
 
 
-class _Module(nn.Module):
+class _FunctionModule(nn.Module):
     """An `apply` as a module of the exported graph; returns the tensors among its results."""
 
-    def __init__(self, call: Applied) -> None:
+    def __init__(self, call: FunctionCall) -> None:
         super().__init__()
         self._call = call
 
@@ -159,15 +159,15 @@ class _Module(nn.Module):
         return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
 
 
-_current: ContextVar[Functions] = ContextVar("functions of the capture that is running")
+_current: ContextVar[FunctionCalls] = ContextVar("functions of the capture that is running")
 
 
 @contextlib.contextmanager
-def keeping(functions: Functions) -> Iterator[None]:
+def record_functions(functions: FunctionCalls) -> Iterator[None]:
     """While open, every Function that is applied is recorded here, and the operator stands for it."""
     token = _current.set(functions)
     try:
-        with aot.functions_watched(functions.begun, functions.forward):
+        with aot.functions_watched(functions.on_apply, functions.forward):
             yield
     finally:
         _current.reset(token)

@@ -2,7 +2,7 @@
 
 Contract: models ask `torch.compiler.is_compiling()` and `is_exporting()` and then take other branches, for shapes that vary
 or for a compiler: other kernels, other last bits. A capture has one set of shapes and wants eager's numbers. While
-`as_in_eager` is open the model's own code is answered False, torch's code the truth; `Asked.at_all` says whether the
+`answer_as_eager` is open the model's own code is answered False, torch's code the truth; `TracingQueries.any` says whether the
 answer can have mattered.
 """
 
@@ -24,12 +24,12 @@ _LOG = logging.getLogger(aot.FAKE_LOG)
 
 
 @dataclass
-class Asked:
+class TracingQueries:
     """Whether the model's own code asked."""
 
-    at_all: bool = False
+    any: bool = False
 
-    def answering(self, truth: Callable[[], bool]) -> Callable[[], bool]:
+    def answer_for(self, truth: Callable[[], bool]) -> Callable[[], bool]:
         """What to answer in place of `truth`."""
 
         def answer() -> bool:
@@ -37,22 +37,22 @@ class Asked:
             # TorchScript asks from C++, which has no frame of its own: code that asks by itself has the name in it.
             if not is_user_file(code.co_filename) or truth.__name__ not in (*code.co_names, *code.co_consts):
                 return truth()
-            self.at_all = True
+            self.any = True
             return False
 
         return answer
 
 
 @contextlib.contextmanager
-def as_in_eager(asked: Asked) -> Iterator[None]:
+def answer_as_eager(queries: TracingQueries) -> Iterator[None]:
     """Trace what runs inside as if it ran in eager. Torch logs nothing: where it fails, something else is tried."""
     compiling, exporting = torch.compiler.is_compiling, torch.compiler.is_exporting
     before = _LOG.level
     _LOG.setLevel(logging.CRITICAL)
     try:
         with (
-            patch.object(torch.compiler, "is_compiling", asked.answering(compiling)),
-            patch.object(torch.compiler, "is_exporting", asked.answering(exporting)),
+            patch.object(torch.compiler, "is_compiling", queries.answer_for(compiling)),
+            patch.object(torch.compiler, "is_exporting", queries.answer_for(exporting)),
         ):
             yield
     finally:

@@ -1,7 +1,7 @@
 """What a captured graph took from the model besides its tensors' values: if that changes, it stands for another model.
 
-Contract: cheap enough for every step (about 2 ms for 400 modules). `structure` is what a pipeline cannot follow (modules
-exchanged, parameters tied or untied); `circumstances` is what asks for another capture (flags, numbers and tensors held as
+Contract: cheap enough for every step (about 2 ms for 400 modules). `module_structure` is what a pipeline cannot follow (modules
+exchanged, parameters tied or untied); `capture_conditions` is what asks for another capture (flags, numbers and tensors held as
 attributes or one level down in their lists, tuples and dicts, hooks, autocast, and what a loss holds).
 """
 
@@ -24,7 +24,7 @@ _LARGE = 1000  # of a container with more (a vocabulary), only which one it is a
 
 
 @dataclass(frozen=True)
-class Watched:
+class WatchedModules:
     """The modules of a model and its loss, in order; the loss; those modules that only the loss has."""
 
     modules: Sequence[nn.Module]
@@ -32,15 +32,15 @@ class Watched:
     of_loss: Sequence[nn.Module]
 
 
-def modules_of(model: nn.Module, loss: Any) -> Watched:
+def watch_modules(model: nn.Module, loss: Any) -> WatchedModules:
     """All modules under the model and the loss, if that is one."""
     own = list(model.modules())
     ids = set(map(id, own))
     of_loss = [module for module in loss.modules() if id(module) not in ids] if isinstance(loss, nn.Module) else []
-    return Watched([*own, *of_loss], loss, of_loss)
+    return WatchedModules([*own, *of_loss], loss, of_loss)
 
 
-def structure(watched: Watched) -> tuple[Any, ...]:
+def module_structure(watched: WatchedModules) -> tuple[Any, ...]:
     """Which module holds which, and which names mean one tensor (not which tensor: a parameter may be replaced)."""
     modules = watched.modules
     held = tuple(id(child) for module in modules for child in module._modules.values())
@@ -53,7 +53,7 @@ def structure(watched: Watched) -> tuple[Any, ...]:
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
-def circumstances(watched: Watched, device_type: str) -> tuple[Any, ...]:
+def capture_conditions(watched: WatchedModules, device_type: str) -> tuple[Any, ...]:
     """Everything else that the trace of a forward depends on, and that a user may change between steps."""
     parameters = [p for module in watched.modules for p in module._parameters.values() if p is not None]
     buffers = [b for module in watched.modules for b in module._buffers.values() if b is not None]
@@ -63,7 +63,7 @@ def circumstances(watched: Watched, device_type: str) -> tuple[Any, ...]:
         _of_callable(watched.loss),
         tuple((p.requires_grad, bool(p._backward_hooks)) for p in parameters),
         tuple(map(_layout, (*parameters, *buffers))),
-        autocast(device_type),
+        autocast_state(device_type),
     )
 
 
@@ -72,7 +72,7 @@ def _layout(tensor: torch.Tensor) -> tuple[Any, ...]:
     return tensor.dtype, tensor.shape, tensor.stride() if tensor.layout is torch.strided else tensor.layout
 
 
-def autocast(device_type: str) -> tuple[bool, str]:
+def autocast_state(device_type: str) -> tuple[bool, str]:
     """Whether autocast is on around the call, and to which dtype."""
     return torch.is_autocast_enabled(device_type), str(torch.get_autocast_dtype(device_type))
 

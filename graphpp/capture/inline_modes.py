@@ -18,7 +18,7 @@ from torch import fx
 from graphpp._torch import aot
 
 
-def inline_regions(module: fx.GraphModule, grad_enabled: bool) -> fx.GraphModule:
+def inline_modes(module: fx.GraphModule, grad_enabled: bool) -> fx.GraphModule:
     """Inline every autocast and grad-mode region of `module`, in place; `grad_enabled` holds around it."""
     for node in list(module.graph.nodes):
         if node.op != "call_function":
@@ -33,7 +33,7 @@ def inline_regions(module: fx.GraphModule, grad_enabled: bool) -> fx.GraphModule
     return module
 
 
-def within_autocast(module: fx.GraphModule, device_type: str) -> None:
+def run_under_autocast(module: fx.GraphModule, device_type: str) -> None:
     """Let `module` run under the autocast that is on now, in place: its backward then runs without, as torch advises."""
     first = next(node for node in module.graph.nodes if node.op not in ("placeholder", "get_attr"))
     dtype, cached = torch.get_autocast_dtype(device_type), torch.is_autocast_cache_enabled()
@@ -44,7 +44,7 @@ def within_autocast(module: fx.GraphModule, device_type: str) -> None:
     module.recompile()
 
 
-def drop_checks(module: fx.GraphModule) -> None:
+def drop_value_checks(module: fx.GraphModule) -> None:
     """Remove checks of values (`torch._check`), in place, and the numbers and sizes only they read.
 
     No more than that: `batch_norm` writes its statistics though its schema does not say so.
@@ -70,7 +70,7 @@ def _is_unknown(node: fx.Node) -> bool:
 
 
 @dataclass(frozen=True)
-class _Region:
+class _ModeRegion:
     """A region: `enter(graph)` inserts the node that enters its mode, `leave(graph, entered)` the one that leaves it."""
 
     body: fx.Node
@@ -80,8 +80,8 @@ class _Region:
     leave: Callable[[fx.Graph, fx.Node], fx.Node]
 
 
-def _autocast(arguments: Sequence[Any], body: fx.Node, operands: Sequence[fx.Node], grad_enabled: bool) -> _Region:
-    return _Region(
+def _autocast(arguments: Sequence[Any], body: fx.Node, operands: Sequence[fx.Node], grad_enabled: bool) -> _ModeRegion:
+    return _ModeRegion(
         body,
         operands,
         grad_enabled,
@@ -90,8 +90,8 @@ def _autocast(arguments: Sequence[Any], body: fx.Node, operands: Sequence[fx.Nod
     )
 
 
-def _grad_mode(inside: bool, outside: bool, body: fx.Node, operands: Sequence[fx.Node]) -> _Region:
-    return _Region(
+def _grad_mode(inside: bool, outside: bool, body: fx.Node, operands: Sequence[fx.Node]) -> _ModeRegion:
+    return _ModeRegion(
         body,
         operands,
         inside,
@@ -100,9 +100,9 @@ def _grad_mode(inside: bool, outside: bool, body: fx.Node, operands: Sequence[fx
     )
 
 
-def _inline(module: fx.GraphModule, call: fx.Node, region: _Region) -> None:
+def _inline(module: fx.GraphModule, call: fx.Node, region: _ModeRegion) -> None:
     inner: Any = module.get_submodule(str(region.body.target))
-    body = inline_regions(inner, region.grad_enabled)
+    body = inline_modes(inner, region.grad_enabled)
     inputs = body.graph.find_nodes(op="placeholder")
     copies: dict[fx.Node, Any] = dict(zip(inputs, region.operands, strict=True))
     with module.graph.inserting_before(call):

@@ -8,23 +8,23 @@ from typing import Any
 import torch
 
 from graphpp._torch import aot
-from graphpp.batch import microbatch as signature
-from graphpp.capture.trace import Captured
+from graphpp.batch.microbatch import TENSOR_LEAF, is_plain_data
+from graphpp.capture.trace import CapturedGraph
 from graphpp.errors import BatchError, CaptureError
 from graphpp.runtime import program
 
 
-def check_output(captured: Captured) -> None:
+def check_output_leaves(captured: CapturedGraph) -> None:
     """Raise `CaptureError` where the model's output hides tensors from torch's pytree: they could not be given back."""
     for leaf in captured.output_leaves:
-        if leaf is not signature.TENSOR and not signature.is_plain(leaf):
+        if leaf is not TENSOR_LEAF and not is_plain_data(leaf):
             kind = type(leaf).__qualname__
             raise CaptureError(
                 f"the model's output holds a {kind}, and torch cannot see what is in it. {_remedy(leaf)}"
             )
 
 
-def check_joinable(captured: Sequence[Captured], sizes: Sequence[int | None]) -> None:
+def check_mergeable(captured: Sequence[CapturedGraph], sizes: Sequence[int | None]) -> None:
     """Raise `BatchError` where the outputs of microbatches of several shapes cannot be put together; `sizes` are their rows."""
     shapes = [_output_shapes(each) for each in captured]
     for index, each in enumerate(zip(*shapes, strict=True)):
@@ -37,7 +37,7 @@ def check_joinable(captured: Sequence[Captured], sizes: Sequence[int | None]) ->
             )
 
 
-def _output_shapes(captured: Captured) -> list[tuple[int, ...]]:
+def _output_shapes(captured: CapturedGraph) -> list[tuple[int, ...]]:
     return [tuple(node.meta["val"].shape) for role, node in captured.joint.outputs() if isinstance(role, program.Output)]
 
 
@@ -48,14 +48,14 @@ def _remedy(leaf: object) -> str:
 
 
 def merge_outputs(
-    captured: Captured, outputs: Sequence[Mapping[int, torch.Tensor]], sizes: Sequence[int | None]
+    captured: CapturedGraph, outputs: Sequence[Mapping[int, torch.Tensor]], sizes: Sequence[int | None]
 ) -> Any:
     """The model's output for the whole batch from its leaves per microbatch; `sizes` are the microbatches' batch sizes."""
     leaves: list[Any] = []
     index = 0
     for leaf in captured.output_leaves:
-        if leaf is signature.TENSOR:
-            leaves.append(_merged([part[index] for part in outputs], sizes))
+        if leaf is TENSOR_LEAF:
+            leaves.append(_merge_leaf([part[index] for part in outputs], sizes))
             index += 1
         else:
             leaves.append(leaf)
@@ -63,7 +63,7 @@ def merge_outputs(
     return aot.tree_unflatten(leaves, captured.output_spec)
 
 
-def _merged(parts: list[torch.Tensor], sizes: Sequence[int | None]) -> torch.Tensor:
+def _merge_leaf(parts: list[torch.Tensor], sizes: Sequence[int | None]) -> torch.Tensor:
     """Of one microbatch as it is; joined along the batch dimension; a 0-dim floating value averaged; others stacked."""
     if len(parts) == 1:
         return parts[0]
@@ -73,6 +73,6 @@ def _merged(parts: list[torch.Tensor], sizes: Sequence[int | None]) -> torch.Ten
     return stacked.mean() if stacked.dim() == 1 and stacked.is_floating_point() else stacked
 
 
-def averaged(metrics: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def mean_metrics(metrics: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Each number's mean over the microbatches; counts and flags as float32."""
     return {name: (each if each.is_floating_point() else each.float()).mean() for name, each in metrics.items()}

@@ -1,9 +1,10 @@
-"""What a trace takes from outside its graph: refused, or kept out, so that no number of one trace is used in every step.
+"""Refuse state from outside the graph that a trace would freeze: one trace's random numbers or gradients, used in every step.
 
-Contract: while `sealed` is open, `CaptureError` is raised for gradients taken within the forward (`torch.autograd.grad`,
-`torch.func.grad`: export detaches their results) and for random numbers of Python or NumPy; `no_draws` does so for these and
-for generators of Python and NumPy that modules hold, `refuse_generators` for a `torch.Generator` of the model's own.
-`torch.distributions` check no values, as under `torch.compile`.
+Contract: while `refuse_outside_state` is open, taking a gradient within the forward (`torch.autograd.grad`,
+`torch.func.grad`, whose results export detaches) and drawing random numbers from Python or NumPy raise `CaptureError`.
+`refuse_draws` raises for the global generators of Python and NumPy and for those that modules hold, `refuse_generators` for a
+`torch.Generator` that is passed to an operator. Meanwhile `torch.distributions` do not check their arguments, as under
+`torch.compile`.
 """
 
 from __future__ import annotations
@@ -24,9 +25,9 @@ from graphpp.errors import CaptureError
 
 
 @contextlib.contextmanager
-def sealed() -> Iterator[None]:
+def refuse_outside_state() -> Iterator[None]:
     """Watch a trace for what it takes from outside."""
-    with aot.backward_replaced(_no_backward), aot.distributions_unchecked(), no_draws():
+    with aot.backward_replaced(_no_backward), aot.distributions_unchecked(), refuse_draws():
         yield
 
 
@@ -39,7 +40,7 @@ def _no_backward(*args: Any, **kwargs: Any) -> NoReturn:
 
 
 @contextlib.contextmanager
-def no_draws(*roots: Any) -> Iterator[None]:
+def refuse_draws(*roots: Any) -> Iterator[None]:
     """Raise if a generator has moved: Python's and NumPy's global ones, or one that a module under `roots` holds.
 
     All are as before afterwards.
@@ -48,7 +49,7 @@ def no_draws(*roots: Any) -> Iterator[None]:
     drawn = []
     try:
         yield
-        drawn = [generator.name for generator, state in before if not _same(generator.state(), state)]
+        drawn = [generator.name for generator, state in before if not _equal_states(generator.state(), state)]
     finally:
         for generator, state in before:
             generator.restore(state)
@@ -60,7 +61,7 @@ def no_draws(*roots: Any) -> Iterator[None]:
 
 
 @dataclass(frozen=True)
-class _Generator:
+class _RandomState:
     """A generator of random numbers: what messages call it, and how its state is read and set."""
 
     name: str
@@ -68,34 +69,34 @@ class _Generator:
     restore: Callable[[Any], object]
 
 
-def _generators(roots: tuple[Any, ...]) -> Iterator[_Generator]:
-    yield _Generator("Python's `random`", random.getstate, random.setstate)
+def _generators(roots: tuple[Any, ...]) -> Iterator[_RandomState]:
+    yield _RandomState("Python's `random`", random.getstate, random.setstate)
     numpy = sys.modules.get("numpy.random")
     if numpy is not None:
-        yield _Generator("`numpy.random`", numpy.get_state, numpy.set_state)
+        yield _RandomState("`numpy.random`", numpy.get_state, numpy.set_state)
     for root in roots:
         for fqn, module in root.named_modules() if isinstance(root, nn.Module) else ():
             for key, value in vars(module).items():
-                yield from _held(f"the generator {fqn}.{key}".replace(" .", " "), value, numpy)
+                yield from _random_state_of(f"the generator {fqn}.{key}".replace(" .", " "), value, numpy)
 
 
-def _held(name: str, value: Any, numpy: Any) -> Iterator[_Generator]:
+def _random_state_of(name: str, value: Any, numpy: Any) -> Iterator[_RandomState]:
     """The generator that an attribute is, if it is one whose state can be read."""
     if isinstance(value, random.Random) and not isinstance(value, random.SystemRandom):
-        yield _Generator(name, value.getstate, value.setstate)
+        yield _RandomState(name, value.getstate, value.setstate)
     elif numpy is not None and isinstance(value, numpy.RandomState):
-        yield _Generator(name, value.get_state, value.set_state)
+        yield _RandomState(name, value.get_state, value.set_state)
     elif numpy is not None and isinstance(value, numpy.Generator):
         bits = value.bit_generator
-        yield _Generator(name, lambda: bits.state, lambda state: setattr(bits, "state", state))
+        yield _RandomState(name, lambda: bits.state, lambda state: setattr(bits, "state", state))
 
 
-def _same(now: Any, before: Any) -> bool:
+def _equal_states(now: Any, before: Any) -> bool:
     """Whether two states, tuples or dicts of numbers and arrays, are equal."""
     if isinstance(now, dict):
-        return all(_same(now[key], value) for key, value in before.items())
+        return all(_equal_states(now[key], value) for key, value in before.items())
     if isinstance(now, tuple):
-        return len(now) == len(before) and all(map(_same, now, before))
+        return len(now) == len(before) and all(map(_equal_states, now, before))
     equal = now == before
     return bool(equal.all()) if hasattr(equal, "all") else bool(equal)
 

@@ -1,17 +1,23 @@
-"""What a trace would lose without a word, and so make gradients wrong: refused before or while the model is traced.
+"""The list of refusals: everything in a model that a trace would lose silently, and that would make its gradients wrong.
 
-Contract: `check_model` and, while `refusing` is open, tracing itself raise `CaptureError` with the FQN or the user's line for
+Add a new refusal here: before the trace in `check_model`, during the trace as a patch in `refuse_during_trace`, after the
+trace as a `refuse_...` function that `trace.capture` calls. Each raises `CaptureError` with the FQN or the user's line, for
 
-- hooks on gradients, of parameters, modules, values in the forward or their autograd nodes: the graph's gradients would pass
-  them by;
-- parameters that the forward freezes, thaws or assigns `.data` to; trainable tensors that are no parameters of the model;
-- a number or a size that only the data decides (no wrong gradient, but torch's own word for it helps nobody);
-- two parameters in one memory (tied by `.data`): ranks would each train a copy;
-- products of values with different dtypes;
-- TorchScript modules, lazy modules and sparse gradients, which export or AOT cannot trace; parameters and buffers that the
-  model does not list.
+- hooks on gradients of parameters, modules, forward values or their autograd nodes: the graph's gradients bypass them;
+- parameters that the forward freezes, unfreezes or assigns `.data` to; trainable tensors that are no parameters of the model;
+- a number or a size that depends on the data (no wrong gradient, but torch's own message helps nobody);
+- two parameters in one memory (tied by `.data`): each rank would train its own copy;
+- matrix products of values with different dtypes;
+- TorchScript modules, lazy modules and sparse gradients, which export or AOT Autograd cannot trace; parameters and buffers
+  that the model's own lists leave out.
 
-While it is open, `torch.inference_mode` is a `no_grad`, and reading `.data` a `detach()`, which have the same numbers.
+A refusal that needs the state of another mechanism stands beside it: writes to attributes and numbers in
+`attribute_writes.py`, side effects of custom Functions in `autograd_functions.py`, random numbers and inner gradients in
+`outside_state.py`, in-place writes into parameters and a loss without parameters in `roles.py`, a loss that is no scalar in
+`trace.py`, outputs that hide tensors in `outputs.py`, arguments of `graphpp.compile` in `check_arguments.py`.
+
+While `refuse_during_trace` is open, `torch.inference_mode` acts as `torch.no_grad` and reading `.data` as `detach()`, with
+the same numbers.
 """
 
 from __future__ import annotations
@@ -42,15 +48,15 @@ def check_model(model: nn.Module) -> None:
 
 
 @contextlib.contextmanager
-def refusing() -> Iterator[None]:
+def refuse_during_trace() -> Iterator[None]:
     """Refuse what the forward does that a trace would lose."""
     inference = torch.inference_mode
     patches = (
-        (torch.Tensor, "register_hook", _hooked),
-        (torch.Tensor, "grad_fn", property(_of_the_users(_GRAD_FN.__get__, _node_asked))),
+        (torch.Tensor, "register_hook", _refuse_hook),
+        (torch.Tensor, "grad_fn", property(_for_user_code(_GRAD_FN.__get__, _refuse_grad_fn))),
         (torch.Tensor, "requires_grad", property(_REQUIRES_GRAD.__get__, _set_requires_grad)),
-        (torch.Tensor, "requires_grad_", _of_the_users(_requires_grad_, _refuse_thawing, str(nn_module.__file__))),
-        (torch.Tensor, "data", property(_of_the_users(_DATA.__get__, torch.Tensor.detach), _set_data)),
+        (torch.Tensor, "requires_grad_", _for_user_code(_requires_grad_, _refuse_thawing, str(nn_module.__file__))),
+        (torch.Tensor, "data", property(_for_user_code(_DATA.__get__, torch.Tensor.detach), _set_data)),
         (inference, "__enter__", _enter_inference),
         (inference, "__exit__", _exit_inference),
     )
@@ -60,7 +66,7 @@ def refusing() -> Iterator[None]:
         yield
 
 
-def refuse_outer_leaves(constants: Iterable[torch.Tensor]) -> None:
+def refuse_foreign_leaves(constants: Iterable[torch.Tensor]) -> None:
     """Refuse tensors that the graph reads as constants and eager would train. A trace keeps them detached, in their memory."""
     held = {tensor.data_ptr() for tensor in constants if tensor.is_floating_point() and tensor.numel()}
     for leaf in gc.get_objects() if held else ():
@@ -184,7 +190,7 @@ _GRAD_FN: Any = torch.Tensor.grad_fn
 _REQUIRES_GRAD: Any = torch.Tensor.requires_grad
 
 
-def _of_the_users(original: Callable[..., Any], replacement: Callable[..., Any], *also: str) -> Callable[..., Any]:
+def _for_user_code(original: Callable[..., Any], replacement: Callable[..., Any], *also: str) -> Callable[..., Any]:
     """What the user's code, and the files in `also`, get in place of what torch's own code gets."""
 
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -194,7 +200,7 @@ def _of_the_users(original: Callable[..., Any], replacement: Callable[..., Any],
     return call
 
 
-def _node_asked(tensor: torch.Tensor) -> NoReturn:
+def _refuse_grad_fn(tensor: torch.Tensor) -> NoReturn:
     raise CaptureError(
         f"the forward asks for an autograd node (grad_fn) at {user_frame(traceback.extract_stack())}: hooks on it would be "
         "passed by. Write what it is for as a differentiable operation."
@@ -238,7 +244,7 @@ def _exit_inference(mode: Any, *_: Any) -> None:
     torch.set_grad_enabled(mode._outside)
 
 
-def _hooked(tensor: torch.Tensor, hook: Any) -> NoReturn:
+def _refuse_hook(tensor: torch.Tensor, hook: Any) -> NoReturn:
     raise CaptureError(
         f"the forward hooks a gradient with Tensor.register_hook at {user_frame(traceback.extract_stack())}: the captured "
         "graph would pass the hook by. Write what it does as a differentiable operation, or on param.grad after the step."

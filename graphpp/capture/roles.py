@@ -24,7 +24,7 @@ _MODEL = "model"  # the attribute of capture's wrapper that holds the user's mod
 _COPIES = (torch.ops.aten.clone.default, torch.ops.aten.detach.default, torch.ops.aten.alias.default)
 
 
-def with_roles(
+def assign_roles(
     traced: fx.GraphModule, model: nn.Module, paths: Sequence[str], results: Sequence[OutputRole], *, training: bool
 ) -> JointGraph:
     """Give every placeholder and result its role.
@@ -32,7 +32,7 @@ def with_roles(
     `paths` name the tensors of the microbatch in order; `results` says what the traced module returned.
     Raises `CaptureError` where a loss to train on reaches no parameter.
     """
-    names = canonical_names(model)
+    names = canonical_fqns(model)
     joint = JointGraph(traced, training, *_state(model))
     if training and not any(isinstance(node.meta["desc"], aot.TangentAOTInput) for node in _placeholders(joint.graph)):
         raise CaptureError(
@@ -49,7 +49,7 @@ def with_roles(
     return joint
 
 
-def canonical_names(model: nn.Module) -> dict[str, str]:
+def canonical_fqns(model: nn.Module) -> dict[str, str]:
     """Every FQN of a parameter or buffer, aliases and places included, to its tensor's first FQN in the model's order."""
     first: dict[int, str] = {}
     names: dict[str, str] = {}

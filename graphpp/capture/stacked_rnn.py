@@ -21,7 +21,7 @@ _STACKED = {
 }
 
 
-def unstack(module: fx.GraphModule) -> fx.GraphModule:
+def unstack_rnn(module: fx.GraphModule) -> fx.GraphModule:
     """Take apart the stacks that drop something, in place."""
     for node in list(module.graph.nodes):
         if node.target in _STACKED:

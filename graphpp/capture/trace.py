@@ -23,24 +23,23 @@ import torch
 from torch import fx, nn
 
 from graphpp._torch import aot
-from graphpp.batch import microbatch as signature
-from graphpp.batch.microbatch import Microbatch
-from graphpp.capture.activation_checkpoints import Checkpoints, mark, marking
-from graphpp.capture.attribute_writes import Assigned, refused, undone
-from graphpp.capture.autograd_functions import Functions, keeping
-from graphpp.capture.eager_branches import Asked, as_in_eager
-from graphpp.capture.inline_modes import drop_checks, inline_regions, within_autocast
-from graphpp.capture.outside_state import no_draws, refuse_generators, sealed
+from graphpp.batch.microbatch import TENSOR_LEAF, Microbatch, tensors_by_path, with_tensors
+from graphpp.capture.activation_checkpoints import CheckpointedCalls, mark_checkpoints, record_checkpoints
+from graphpp.capture.attribute_writes import AttributeWrites, refuse_writes, undo_writes
+from graphpp.capture.autograd_functions import FunctionCalls, record_functions
+from graphpp.capture.eager_branches import TracingQueries, answer_as_eager
+from graphpp.capture.inline_modes import drop_value_checks, inline_modes, run_under_autocast
+from graphpp.capture.outside_state import refuse_draws, refuse_generators, refuse_outside_state
 from graphpp.capture.refusals import (
     check_model,
+    refuse_during_trace,
+    refuse_foreign_leaves,
     refuse_mixed_products,
-    refuse_outer_leaves,
     refuse_unknown_numbers,
-    refusing,
 )
-from graphpp.capture.roles import with_roles
+from graphpp.capture.roles import assign_roles
 from graphpp.capture.source_lines import source_line, user_frame
-from graphpp.capture.stacked_rnn import unstack
+from graphpp.capture.stacked_rnn import unstack_rnn
 from graphpp.errors import CaptureError
 from graphpp.passes.graph.joint_graph import JointGraph, verify
 from graphpp.runtime import program
@@ -50,7 +49,7 @@ LossFunction = Callable[[Any, Any], torch.Tensor | tuple[torch.Tensor, Mapping[s
 
 
 @dataclass(frozen=True)
-class Captured:
+class CapturedGraph:
     """A joint graph and, for evaluation, how the output's leaves go back into the model's output."""
 
     joint: JointGraph
@@ -60,7 +59,7 @@ class Captured:
 
 def capture(
     model: nn.Module, loss: LossFunction | None, example: Microbatch, device: torch.device, *, training: bool = True
-) -> Captured:
+) -> CapturedGraph:
     """Capture forward, loss and backward (`training`) or the forward with its output and, given a target, its loss.
 
     `example` holds one microbatch; only shapes, strides, dtypes and non-tensor leaves are used.
@@ -68,66 +67,66 @@ def capture(
     """
     check_model(model)
     mode = aot.fake_mode()
-    inputs = signature.tensors(example)
+    inputs = tensors_by_path(example)
     fakes = {path: aot.fake_like(mode, tensor, device) for path, tensor in inputs.items()}
-    wrapper = _Step(model, loss, example, training)
+    wrapper = _TracedStep(model, loss, example, training)
     grad = contextlib.nullcontext() if training else torch.no_grad()
-    with aot.quick(), no_draws(model, loss), _fake_state(model, mode, device), grad:
+    with aot.quick(), refuse_draws(model, loss), _fake_state(model, mode, device), grad:
         module, functions = _export(wrapper, tuple(fakes.values()))
-        functions.check_seclusion(model)
+        functions.refuse_side_effects(model)
         if torch.is_autocast_enabled(device.type):
-            within_autocast(module, device.type)
+            run_under_autocast(module, device.type)
         without = torch.autocast(device.type, enabled=False)
-        with _explaining(), refused(model), without, aot.joint_trace(mode, module, tuple(fakes.values())) as traced:
-            functions.check_seclusion(model)
+        with _explain_errors(), refuse_writes(model), without, aot.joint_trace(mode, module, tuple(fakes.values())) as traced:
+            functions.refuse_side_effects(model)
             refuse_generators(traced.graph)
             found = wrapper.found
-            joint = with_roles(traced, model, tuple(fakes), found.results, training=training)
-            mark(joint.graph, found.checkpoints)
+            joint = assign_roles(traced, model, tuple(fakes), found.results, training=training)
+            mark_checkpoints(joint.graph, found.checkpoints)
             refuse_mixed_products(joint)
-    found.assigned.refuse_stale(joint.constants.values())
-    refuse_outer_leaves(joint.constants.values())
+    found.writes.refuse_stale(joint.constants.values())
+    refuse_foreign_leaves(joint.constants.values())
     verify(joint)
-    return Captured(joint, found.output_spec, found.output_leaves)
+    return CapturedGraph(joint, found.output_spec, found.output_leaves)
 
 
 @dataclass
-class _Found:
+class _TraceResults:
     """What the wrapper learns while it is traced (export resets attributes that a module sets in its forward)."""
 
     results: tuple[OutputRole, ...] = ()
     output_spec: aot.TreeSpec | None = None
     output_leaves: tuple[Any, ...] = ()
-    assigned: Assigned = field(default_factory=Assigned)
-    checkpoints: Checkpoints = field(default_factory=Checkpoints)
+    writes: AttributeWrites = field(default_factory=AttributeWrites)
+    checkpoints: CheckpointedCalls = field(default_factory=CheckpointedCalls)
 
 
-class _Step(nn.Module):
+class _TracedStep(nn.Module):
     """`model` and loss as one module over the microbatch's tensors; the loss stays out of the module tree."""
 
     def __init__(self, model: nn.Module, loss: LossFunction | None, example: Microbatch, training: bool) -> None:
         super().__init__()
         self.model = model
-        self.held = (loss, example, training)
-        self.found = _Found()
+        self.inputs = (loss, example, training)
+        self.found = _TraceResults()
 
     def forward(self, *tensors: torch.Tensor) -> Any:
         found = self.found
-        with undone(self.model, found.assigned):
+        with undo_writes(self.model, found.writes):
             results = self._results(tensors)
-        results += [(program.BufferUpdate(fqn), value) for fqn, value in found.assigned.buffers.items()]
+        results += [(program.BufferUpdate(fqn), value) for fqn, value in found.writes.buffers.items()]
         found.results = tuple(role for role, _ in results)
         return tuple(value for _, value in results)
 
     def _results(self, tensors: tuple[torch.Tensor, ...]) -> list[tuple[OutputRole, torch.Tensor]]:
-        loss, example, training = self.held
-        batch = signature.rebuild(example, tensors)
+        loss, example, training = self.inputs
+        batch = with_tensors(example, tensors)
         output = self.model(*batch.args, **batch.kwargs)
         if training:
             return loss_and_metrics(loss, output, batch.target)
         leaves, self.found.output_spec = aot.tree_flatten(output)
         self.found.output_leaves = tuple(
-            signature.TENSOR if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves
+            TENSOR_LEAF if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves
         )
         tensor_leaves = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
         results: list[tuple[OutputRole, torch.Tensor]] = [
@@ -140,7 +139,7 @@ class _Step(nn.Module):
 
 def loss_and_metrics(loss: LossFunction | None, output: Any, target: Any) -> list[tuple[OutputRole, torch.Tensor]]:
     """The loss, and the numbers that a loss function returned beside it."""
-    value: Any = _own_loss(output) if loss is None else loss(output, target)
+    value: Any = _loss_of_output(output) if loss is None else loss(output, target)
     metrics: Any = {}
     if isinstance(value, tuple) and len(value) == 2 and isinstance(value[1], Mapping):
         value, metrics = value
@@ -150,7 +149,7 @@ def loss_and_metrics(loss: LossFunction | None, output: Any, target: Any) -> lis
     return [(program.Loss(), _scalar(value)), *reported]
 
 
-def _own_loss(output: Any) -> Any:
+def _loss_of_output(output: Any) -> Any:
     """The `.loss` of an output (Hugging Face)."""
     value = output.get("loss") if isinstance(output, dict) else getattr(output, "loss", None)
     if value is None:
@@ -206,44 +205,45 @@ def _fake_state(model: nn.Module, mode: Any, device: torch.device) -> Iterator[N
             store[name] = tensor
 
 
-def _export(wrapper: _Step, fakes: tuple[torch.Tensor, ...]) -> tuple[fx.GraphModule, Functions]:
+def _export(wrapper: _TracedStep, fakes: tuple[torch.Tensor, ...]) -> tuple[fx.GraphModule, FunctionCalls]:
     """The traced forward: of the code that eager runs or, where that cannot be traced, of what the model has for a trace."""
-    asked = Asked()
+    queries = TracingQueries()
     try:
-        with as_in_eager(asked):
-            return _exported(wrapper, fakes)
+        with answer_as_eager(queries):
+            return _export_once(wrapper, fakes)
     except CaptureError:
-        if not asked.at_all:
+        if not queries.any:
             raise
-    return _exported(wrapper, fakes)
+    return _export_once(wrapper, fakes)
 
 
-def _exported(wrapper: _Step, fakes: tuple[torch.Tensor, ...]) -> tuple[fx.GraphModule, Functions]:
-    functions = Functions()
-    with _explaining(), keeping(functions), refusing(), marking(wrapper.found.checkpoints), sealed():
+def _export_once(wrapper: _TracedStep, fakes: tuple[torch.Tensor, ...]) -> tuple[fx.GraphModule, FunctionCalls]:
+    functions = FunctionCalls()
+    marks = record_checkpoints(wrapper.found.checkpoints)
+    with _explain_errors(), record_functions(functions), refuse_during_trace(), marks, refuse_outside_state():
         exported = torch.export.export(wrapper, fakes, strict=False)
-    module = unstack(inline_regions(exported.module(check_guards=False), torch.is_grad_enabled()))
-    functions.restored(module)
-    drop_checks(module)
-    refuse_unknown_numbers(module.graph, wrapper.held[0])
+    module = unstack_rnn(inline_modes(exported.module(check_guards=False), torch.is_grad_enabled()))
+    functions.restore_into(module)
+    drop_value_checks(module)
+    refuse_unknown_numbers(module.graph, wrapper.inputs[0])
     refuse_generators(module.graph)
     return module, functions
 
 
 @contextlib.contextmanager
-def _explaining() -> Iterator[None]:
+def _explain_errors() -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        raise _explained(error) from error
+        raise _explain(error) from error
 
 
-def _explained(error: Exception) -> CaptureError:
+def _explain(error: Exception) -> CaptureError:
     """The error a person can act on: what torch said, the user's line, what to do."""
     chain = list(_causes(error))
-    refused = next((cause for cause in chain if isinstance(cause, CaptureError)), None)
-    if refused is not None:
-        return refused
+    refusal = next((cause for cause in chain if isinstance(cause, CaptureError)), None)
+    if refusal is not None:
+        return refusal
     said = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
     frames = (user_frame(traceback.extract_tb(cause.__traceback__)) or source_line(str(cause)) for cause in chain)
     place = next(filter(None, frames), "(no line of the model's own code)")

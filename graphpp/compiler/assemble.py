@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 import torch.distributed as dist
 
 from graphpp.backends.compilers import compiler_of
-from graphpp.backends.record_programs import Graphs, capturer_for
+from graphpp.backends.record_programs import RecordedPrograms, recorder_for
 from graphpp.compiler.buffer_hazards import check_late_reads
 from graphpp.compiler.build import Built, Compiler
 from graphpp.compiler.compile_regions import CompiledPrograms
@@ -42,7 +42,7 @@ class Assembly:
         self._programs = (
             CompiledPrograms(self._region_compiler, self._place.rank) if self._region_compiler is not None else None
         )
-        self.graphs = Graphs(capturer_for(self._place.device) if self._options.backend.cudagraphs else None)
+        self.graphs = RecordedPrograms(recorder_for(self._place.device) if self._options.backend.cudagraphs else None)
 
     def keep_only(self, built: Sequence[Built]) -> None:
         """Forget what was compiled for other graphs."""
@@ -59,7 +59,7 @@ class Assembly:
         local = [stage for stage, rank in schedule.rank_of_stage.items() if rank == self._place.rank]
         if self._options.backend.cudagraphs:
             sources = Sources.joined(each.sources for each in built)
-            programs, woven = self.graphs.applied(programs, woven, local, sources)
+            programs, woven = self.graphs.record_all(programs, woven, local, sources)
         training = Phase.FORWARD in programs[0].stages[0].programs
         config = RunnerConfig(
             owners=owners,

@@ -14,10 +14,10 @@ from itertools import product
 import torch
 from torch import nn
 
-from graphpp.batch.microbatch import Leaves
+from graphpp.batch.microbatch import FlatMicrobatch
 from graphpp.capture import activation_checkpoints as checkpoints
-from graphpp.capture.outputs import check_output
-from graphpp.capture.trace import Captured, LossFunction, capture
+from graphpp.capture.outputs import check_output_leaves
+from graphpp.capture.trace import CapturedGraph, LossFunction, capture
 from graphpp.compiler import facts, overlap
 from graphpp.compiler.dump import Dump
 from graphpp.errors import BatchError, ScheduleError
@@ -63,7 +63,7 @@ class Wanted:
 class Built:
     """One captured graph, cut and planned. `finished` has its programs by what a schedule asks of them."""
 
-    captured: Captured
+    captured: CapturedGraph
     program: PipelineProgram
     plan: Plan
     finished: dict[Wanted, PipelineProgram] = field(default_factory=dict)
@@ -115,7 +115,7 @@ class Compiler:
         self.model, self.loss, self.options, self.place, self._watch = model, loss, options, place, watch
         self._begins: list[list[str]] = []  # per stage after the first, what was called from its start on, in order
 
-    def build(self, example: Leaves, microbatches: int, *, training: bool) -> Built:
+    def build(self, example: FlatMicrobatch, microbatches: int, *, training: bool) -> Built:
         """Capture and compile for microbatches like `example`. Raises `CaptureError`, `SplitError`, `ScheduleError`."""
         dump = Dump(self.options.debug.dump, self.place.rank, "train" if training else "eval")
         captured = dump.capture(lambda: self._capture(example, training))
@@ -189,7 +189,7 @@ class Compiler:
         region = policy.region_of(option, module_calls(joint)) if wanted.recomputed and joint.training else None
         savings = policy.savings(option, region, self.place.device.type, self.options.parallel.op_costs)
         whole = region if option.fraction is None else None  # a budget chooses single values, not whole layers
-        whole, chosen = checkpoints.joined(joint, whole, policy.may_recompute(option))
+        whole, chosen = checkpoints.add_checkpoint_regions(joint, whole, policy.may_recompute(option))
         rerun, options = policy.may_repeat_in_weight_grad(option), self.options
         return Choices(wanted.split_backward, rerun, whole, chosen, savings, options.fused, options.hoists)
 
@@ -215,13 +215,13 @@ class Compiler:
         self._begins = [[call.fqn for call in calls if call.position >= start] for start in starts[1:]]
         return starts
 
-    def _capture(self, example: Leaves, training: bool) -> Captured:
+    def _capture(self, example: FlatMicrobatch, training: bool) -> CapturedGraph:
         """Captured as it would run in a plain loop, also where the caller has switched autograd off."""
         with torch.inference_mode(False), torch.enable_grad():
             captured = capture(
                 self.model, self.loss, example.microbatch(), self.place.device, training=training
             )
-        check_output(captured)
+        check_output_leaves(captured)
         return captured
 
     def _table(self, stages: int, microbatches: int, *, training: bool) -> Schedule:

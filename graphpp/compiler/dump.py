@@ -25,7 +25,7 @@ from pathlib import Path
 from torch import fx
 
 from graphpp._torch import aot
-from graphpp.capture.trace import Captured
+from graphpp.capture.trace import CapturedGraph
 from graphpp.compiler.dump_text import Pass, boundaries_text, passes_text, plan_json, schedule_csv
 from graphpp.errors import GraphPPError
 from graphpp.passes.graph.joint_graph import JointGraph
@@ -73,7 +73,7 @@ class Dump:
         self._cut: Cut | None = None
         self._woven = Counter[str]()
 
-    def capture(self, step: Callable[[], Captured]) -> Captured:
+    def capture(self, step: Callable[[], CapturedGraph]) -> CapturedGraph:
         """Run and time the capture, and dump the joint graph."""
         began = time.perf_counter()
         captured = step()

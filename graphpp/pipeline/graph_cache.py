@@ -19,12 +19,12 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, TypeVar
 
-from graphpp.backends.record_programs import Graphs
+from graphpp.backends.record_programs import RecordedPrograms
 from graphpp.batch.cut_batch import leading_size
-from graphpp.batch.loss_weights import Weighting
-from graphpp.batch.microbatch import Leaves
+from graphpp.batch.loss_weights import LossWeighting
+from graphpp.batch.microbatch import FlatMicrobatch
 from graphpp.capture import fingerprint
-from graphpp.capture.outputs import check_joinable
+from graphpp.capture.outputs import check_mergeable
 from graphpp.compiler import facts
 from graphpp.compiler.assemble import Assembly
 from graphpp.compiler.build import Built, Compiler, check_alike
@@ -62,15 +62,15 @@ class Key:
 class Call:
     """What one call of every rank is given. Microbatches with equal keys are served by one captured graph."""
 
-    parts: Sequence[Leaves]
+    parts: Sequence[FlatMicrobatch]
     training: bool
     keys: tuple[Key, ...]
-    weighting: Weighting
+    weighting: LossWeighting
 
     @property
-    def distinct(self) -> dict[Key, Leaves]:
+    def distinct(self) -> dict[Key, FlatMicrobatch]:
         """The first microbatch of each key."""
-        first: dict[Key, Leaves] = {}
+        first: dict[Key, FlatMicrobatch] = {}
         for key, part in zip(self.keys, self.parts, strict=True):
             first.setdefault(key, part)
         return first
@@ -109,8 +109,8 @@ class Library:
     def __init__(self, compiler: Compiler, state: ModelState, agreement: Agreement) -> None:
         self._compiler, self._state, self._agreement = compiler, state, agreement
         self._modules = dict(compiler.model.named_modules())
-        self._watched = fingerprint.modules_of(compiler.model, compiler.loss)
-        self._structure = fingerprint.structure(self._watched)
+        self._watched = fingerprint.watch_modules(compiler.model, compiler.loss)
+        self._structure = fingerprint.module_structure(self._watched)
         limit = compiler.options.debug.max_graphs
         self._known: _Recent[Key, Key] = _Recent(limit)  # one object per key: comparing it with itself costs nothing
         self._facts: _Recent[tuple[Any, ...], Facts] = _Recent(limit)
@@ -120,7 +120,7 @@ class Library:
         self.first: Built | None = None
 
     @property
-    def graphs(self) -> Graphs:
+    def graphs(self) -> RecordedPrograms:
         """The CUDA graphs of its runners."""
         return self._assembly.graphs
 
@@ -130,14 +130,14 @@ class Library:
         assert self.first is not None
         return self.first.ranks_of_parameter
 
-    def call(self, parts: Sequence[Leaves], weighting: Weighting, *, training: bool) -> Call:
+    def call(self, parts: Sequence[FlatMicrobatch], weighting: LossWeighting, *, training: bool) -> Call:
         """A call over these microbatches, with the model as it is now."""
-        if fingerprint.structure(self._watched) != self._structure:
+        if fingerprint.module_structure(self._watched) != self._structure:
             raise GraphPPError(
                 "the model was changed after graphpp.compile: a module was added, exchanged or removed, or parameters were "
                 "tied or untied. Change the model first, then compile it (again)."
             )
-        around = fingerprint.circumstances(self._watched, self._compiler.place.device.type)
+        around = fingerprint.capture_conditions(self._watched, self._compiler.place.device.type)
         keys = {signature: self._key(training, signature, around) for signature in {part.signature for part in parts}}
         return Call(parts, training, tuple(keys[part.signature] for part in parts), weighting)
 
@@ -166,7 +166,7 @@ class Library:
                     }
                 ),
             )
-        return self._facts.use(key).adding("the weights of the loss", call.weighting.spelled)
+        return self._facts.use(key).adding("the weights of the loss", call.weighting.description)
 
     def _kept(self, call: Call) -> str:
         """Ranks that build and ranks that run would wait for each other: they must have kept the same."""
@@ -182,10 +182,10 @@ class Library:
         each = [made[key] for key in call.keys]
         check_alike(each)
         if not call.training:
-            check_joinable([built.captured for built in each], [leading_size(part) for part in call.parts])
+            check_mergeable([built.captured for built in each], [leading_size(part) for part in call.parts])
         return each
 
-    def _build(self, key: Key, part: Leaves, microbatches: int, training: bool) -> Built:
+    def _build(self, key: Key, part: FlatMicrobatch, microbatches: int, training: bool) -> Built:
         if key in self._built:
             return self._built.use(key)
         built = self._agreement.together(

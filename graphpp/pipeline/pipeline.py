@@ -20,10 +20,10 @@ import torch
 from torch import nn
 from torch.amp import GradScaler
 
-from graphpp.batch.cut_batch import cut, leading_size
-from graphpp.batch.loss_weights import DeferredScaler, LossWeight, Weighting
-from graphpp.batch.microbatch import Leaves, Microbatch, unwrapped
-from graphpp.capture.outputs import averaged, merge_outputs
+from graphpp.batch.cut_batch import cut_batch, leading_size
+from graphpp.batch.loss_weights import DeferredScaler, LossWeight, LossWeighting
+from graphpp.batch.microbatch import FlatMicrobatch, Microbatch, flatten_microbatch
+from graphpp.capture.outputs import mean_metrics, merge_outputs
 from graphpp.capture.trace import LossFunction
 from graphpp.compiler.build import Built, Compiler
 from graphpp.errors import BatchError, GraphPPError
@@ -138,8 +138,8 @@ class Pipeline:
             metrics = ready.runner.metrics()
         outputs, sizes = ready.runner.take_outputs(), [leading_size(part) for part in call.parts]
         merged = None if outputs is None else merge_outputs(ready.built[0].captured, outputs, sizes)
-        loss = None if losses is None else call.weighting.reduced(losses)
-        return EvalResult(merged, loss, losses, averaged(metrics))
+        loss = None if losses is None else call.weighting.step_loss(losses)
+        return EvalResult(merged, loss, losses, mean_metrics(metrics))
 
     def verify(self, *args: Any, target: Any = None, **kwargs: Any) -> Verification:
         """Check a step over this batch against the uncut graph and eager, as `graphpp.verify` does; changes nothing.
@@ -165,7 +165,7 @@ class Pipeline:
         random state are as before afterwards.
         """
 
-        def parts() -> list[Leaves]:
+        def parts() -> list[FlatMicrobatch]:
             if not isinstance(repeat, int) or repeat < 1:
                 raise GraphPPError(f"a profile needs at least one step: repeat must be a positive number, got {repeat!r}")
             return self._with_targets(self._cut(Microbatch(args, kwargs, target)))
@@ -241,7 +241,11 @@ class Pipeline:
     # ------------------------------------------------------------------------------------------------ inside
 
     def _step(
-        self, make: Callable[[], list[Leaves]], loss_weight: LossWeight | None, scaler: GradScaler | DeferredScaler | None
+        self,
+        make: Callable[[],
+        list[FlatMicrobatch]],
+        loss_weight: LossWeight | None,
+        scaler: GradScaler | DeferredScaler | None,
     ) -> StepResult:
         scaling = scaler.scaler if isinstance(scaler, DeferredScaler) else scaler
         with self._watched():
@@ -250,11 +254,11 @@ class Pipeline:
             losses, metrics = runner.losses(), runner.metrics()
             if scaling is scaler and scaling is not None and scaling.is_enabled():
                 norms.share_overflow_(self._gradients())
-        return StepResult(call.weighting.reduced(losses), losses, averaged(metrics))
+        return StepResult(call.weighting.step_loss(losses), losses, mean_metrics(metrics))
 
     def _build(self, example: Microbatch) -> None:
         with self._watched():
-            call = self._alike(lambda: self._with_targets([unwrapped(example)]), training=True)
+            call = self._alike(lambda: self._with_targets([flatten_microbatch(example)]), training=True)
             self._library.build(call, usual_microbatches(self._options, self._place.ranks))
 
     @contextlib.contextmanager
@@ -265,7 +269,7 @@ class Pipeline:
 
     def _alike(
         self,
-        make: Callable[[], list[Leaves]],
+        make: Callable[[], list[FlatMicrobatch]],
         loss_weight: LossWeight | None = None,
         scaler: object = None,
         *,
@@ -279,7 +283,7 @@ class Pipeline:
 
         def call() -> Call:
             parts = make()
-            weighting = Weighting.of(self._options.gradients.reduction, loss_weight, scaler, len(parts))
+            weighting = LossWeighting.of(self._options.gradients.reduction, loss_weight, scaler, len(parts))
             return self._library.call(parts, weighting, training=training)
 
         def facts(made: Call) -> Facts:
@@ -298,7 +302,12 @@ class Pipeline:
             )
 
     def _prepared(
-        self, make: Callable[[], list[Leaves]], loss_weight: LossWeight | None = None, scaler: object = None, asked: str = ""
+        self,
+        make: Callable[[],
+        list[FlatMicrobatch]],
+        loss_weight: LossWeight | None = None,
+        scaler: object = None,
+        asked: str = "",
     ) -> tuple[Call, Ready]:
         """What a training call needs; replicas do the same, or none of them begins: each waits for the others' gradients."""
 
@@ -321,10 +330,10 @@ class Pipeline:
         self._last = ready
         return ready
 
-    def _cut(self, batch: Microbatch) -> list[Leaves]:
-        return cut(batch, microbatches_for(self._options, self._place.ranks, batch), self._example)
+    def _cut(self, batch: Microbatch) -> list[FlatMicrobatch]:
+        return cut_batch(batch, microbatches_for(self._options, self._place.ranks, batch), self._example)
 
-    def _with_targets(self, parts: list[Leaves]) -> list[Leaves]:
+    def _with_targets(self, parts: list[FlatMicrobatch]) -> list[FlatMicrobatch]:
         """The parts, or `BatchError` where the loss lacks its target or a target lacks its loss."""
         given = [_has_target(part) for part in parts]
         if self._loss is not None and not all(given):
@@ -354,15 +363,15 @@ class Pipeline:
         return built.parameters(rank) | built.buffers(rank)
 
 
-def _has_target(part: Leaves) -> bool:
+def _has_target(part: FlatMicrobatch) -> bool:
     pairs = zip(part.paths, part.values, strict=True)
     return any(value is not None for path, value in pairs if path.startswith("target"))
 
 
-def _taken_apart(microbatches: Sequence[Microbatch]) -> list[Leaves]:
+def _taken_apart(microbatches: Sequence[Microbatch]) -> list[FlatMicrobatch]:
     if not microbatches:
         raise BatchError("a step needs at least one microbatch, got an empty list")
-    return [unwrapped(part) for part in microbatches]
+    return [flatten_microbatch(part) for part in microbatches]
 
 
 @contextlib.contextmanager

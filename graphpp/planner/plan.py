@@ -48,7 +48,7 @@ class Plan:
     def of(cls, joint: JointGraph, program: PipelineProgram, schedule: Schedule) -> Plan:
         """The plan of a compiled pipeline."""
         stages = tuple(_stage_plan(joint, program, stage, schedule) for stage in program.stages)
-        return cls(stages, schedule, checkpoints=checkpoints.count(joint) if joint.training else 0)
+        return cls(stages, schedule, checkpoints=checkpoints.count_checkpointed_calls(joint) if joint.training else 0)
 
     @property
     def rank_of_stage(self) -> dict[int, int]:

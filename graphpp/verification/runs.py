@@ -22,7 +22,7 @@ import torch
 from torch import fx, nn
 
 from graphpp._torch import aot
-from graphpp.batch.microbatch import Leaves
+from graphpp.batch.microbatch import FlatMicrobatch
 from graphpp.capture.trace import LossFunction, loss_and_metrics
 from graphpp.parallel.place import RankPlace
 from graphpp.passes.graph.joint_graph import JointGraph, remove_unused
@@ -54,7 +54,7 @@ class Step:
 
     model: nn.Module
     loss: LossFunction | None
-    parts: Sequence[Leaves]
+    parts: Sequence[FlatMicrobatch]
     seeds: Sequence[torch.Tensor]
     device: torch.device
 

@@ -19,7 +19,7 @@ from torch import nn
 
 from graphpp.backends.compilers import compiler_of
 from graphpp.batch.cut_batch import leading_size
-from graphpp.batch.microbatch import Leaves, Microbatch, unwrapped
+from graphpp.batch.microbatch import FlatMicrobatch, Microbatch, flatten_microbatch
 from graphpp.capture.trace import LossFunction
 from graphpp.compiler.build import Built, Compiler
 from graphpp.compiler.compile_regions import CompiledPrograms
@@ -66,7 +66,7 @@ class Compiled:
 
 
 def compiled_for(
-    model: nn.Module, loss: LossFunction | None, options: Options, place: RankPlace, parts: Sequence[Leaves]
+    model: nn.Module, loss: LossFunction | None, options: Options, place: RankPlace, parts: Sequence[FlatMicrobatch]
 ) -> Compiled:
     """All that is compared for these microbatches; changes nothing of the model. Raises what `graphpp.compile` raises."""
     seen: dict[str, Any] = {}
@@ -130,7 +130,7 @@ def _stages(split: Any) -> int | None:
     return number if number is None else int(number)
 
 
-def check_one_shape(parts: Sequence[Leaves]) -> None:
+def check_one_shape(parts: Sequence[FlatMicrobatch]) -> None:
     other = next((index for index, part in enumerate(parts) if part.signature != parts[0].signature), None)
     if other is not None:
         raise BatchError(
@@ -138,9 +138,9 @@ def check_one_shape(parts: Sequence[Leaves]) -> None:
         )
 
 
-def rotated(example: Microbatch, count: int) -> list[Leaves]:
+def rotated(example: Microbatch, count: int) -> list[FlatMicrobatch]:
     """Microbatches of the same rows in other orders, so that one taken for another shows."""
-    leaves = Leaves.of(example)
+    leaves = FlatMicrobatch.of(example)
     rows = leading_size(leaves)
 
     def turned(leaf: Any, by: int) -> Any:
@@ -148,9 +148,9 @@ def rotated(example: Microbatch, count: int) -> list[Leaves]:
         return leaf.clone().copy_(leaf.roll(by, 0)) if rolls else leaf
 
     turns = [tuple(turned(leaf, by) for leaf in leaves.values) for by in range(count)]
-    return [unwrapped(Leaves(leaves.spec, leaves.paths, values).microbatch()) for values in turns]
+    return [flatten_microbatch(FlatMicrobatch(leaves.spec, leaves.paths, values).microbatch()) for values in turns]
 
 
-def moved_to(device: torch.device, part: Leaves) -> Leaves:
+def moved_to(device: torch.device, part: FlatMicrobatch) -> FlatMicrobatch:
     values = [leaf.to(device) if isinstance(leaf, torch.Tensor) else leaf for leaf in part.values]
-    return Leaves(part.spec, part.paths, tuple(values))
+    return FlatMicrobatch(part.spec, part.paths, tuple(values))

@@ -23,8 +23,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from graphpp.batch.loss_weights import Weighting
-from graphpp.batch.microbatch import Leaves
+from graphpp.batch.loss_weights import LossWeighting
+from graphpp.batch.microbatch import FlatMicrobatch
 from graphpp.capture.trace import LossFunction
 from graphpp.compiler.build import Built
 from graphpp.options.gradients import Reduction
@@ -51,7 +51,7 @@ def verified(
     loss: LossFunction | None,
     options: Options,
     place: RankPlace,
-    parts: Sequence[Leaves],
+    parts: Sequence[FlatMicrobatch],
     tolerance: float | None = None,
 ) -> Verification:
     """The report for these microbatches; `place` says for how many ranks the schedule is."""
@@ -70,7 +70,7 @@ def verified(
 
 def _seeds(built: Built, reduction: Reduction, count: int, device: torch.device) -> list[torch.Tensor]:
     assert built.program.loss is not None
-    return Weighting(reduction).seeds(count, built.program.loss.dtype, device)
+    return LossWeighting(reduction).seeds(count, built.program.loss.dtype, device)
 
 
 # ------------------------------------------------------------------------------------------------------ compare

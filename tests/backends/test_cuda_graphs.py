@@ -1,4 +1,4 @@
-"""CUDA graphs without CUDA: a capturer for the CPU whose recordings behave as graphs of one memory pool do.
+"""CUDA graphs without CUDA: a recorder for the CPU whose recordings behave as graphs of one memory pool do.
 
 What is recorded has not run; a replay runs it again on the memory that was recorded, and may write over the results of
 every other recording of the pool. So whatever is read after another replay, or was not copied in, is wrong and is seen.
@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 import graphpp
-from graphpp.backends.cuda_graphs import RECORDINGS, WARM_UPS, Graphed, captured
+from graphpp.backends.cuda_graphs import RECORDINGS, WARM_UPS, ReplayedProgram, with_cuda_graph
 from graphpp.compiler import assemble as assembly
 from graphpp.passes.graph.cuda_graph_obstacles import obstacle
 from graphpp.runtime.gradients.gradient_sink import ReturningSink
@@ -70,7 +70,7 @@ def one_capture() -> Iterator[None]:
 @pytest.fixture
 def pool() -> Iterator[Pool]:
     made = Pool()
-    with patch.object(assembly, "capturer_for", lambda device: made):
+    with patch.object(assembly, "recorder_for", lambda device: made):
         yield made
 
 
@@ -100,7 +100,7 @@ def warm(program: Program, *fixed: torch.Tensor) -> None:
 
 def test_the_first_runs_are_its_own_and_then_it_is_replayed() -> None:
     pool = Pool()
-    program = captured(PROGRAM, pool)
+    program = with_cuda_graph(PROGRAM, pool)
     states = []
     for number in range(5):
         x = torch.full((3, 2), float(number))
@@ -111,13 +111,13 @@ def test_the_first_runs_are_its_own_and_then_it_is_replayed() -> None:
         assert torch.equal(t, y.t())
         assert t.stride() == y.t().stride()
         assert torch.equal(same, x)
-        states.append(program.run.spell())  # type: ignore[attr-defined]
+        states.append(program.run.describe())  # type: ignore[attr-defined]
     assert states == ["not recorded yet"] * WARM_UPS + ["replayed"] * (5 - WARM_UPS)
     assert (pool.warm_ups, pool.recordings, pool.replays) == (WARM_UPS, 1, 5 - WARM_UPS)
 
 
 def test_results_outlive_later_replays() -> None:
-    program = captured(PROGRAM, Pool())
+    program = with_cuda_graph(PROGRAM, Pool())
     warm(program, W, C)
     inputs = [torch.randn(3, 2) for _ in range(4)]
     results = [program.run([x.clone(), W, C]) for x in inputs]
@@ -129,7 +129,7 @@ def test_results_outlive_later_replays() -> None:
 
 def test_parameters_are_read_in_place_and_recorded_again_where_they_moved() -> None:
     pool = Pool()
-    program = captured(PROGRAM, pool)
+    program = with_cuda_graph(PROGRAM, pool)
     w, x = W.clone(), torch.randn(3, 2)
     warm(program, w, C)
     program.run([x, w, C])
@@ -144,7 +144,7 @@ def test_parameters_are_read_in_place_and_recorded_again_where_they_moved() -> N
 
 def test_a_program_whose_parameters_keep_moving_is_left_alone(caplog: pytest.LogCaptureFixture) -> None:
     pool = Pool()
-    program = captured(PROGRAM, pool)
+    program = with_cuda_graph(PROGRAM, pool)
     x, kept = torch.randn(3, 2), [W + number for number in range(RECORDINGS + 3)]
     warm(program, W, C)
     with caplog.at_level(logging.WARNING, "graphpp"):
@@ -157,7 +157,7 @@ def test_a_program_whose_parameters_keep_moving_is_left_alone(caplog: pytest.Log
 
 
 def test_inputs_of_other_strides_and_repeated_elements() -> None:
-    program = captured(PROGRAM, Pool())
+    program = with_cuda_graph(PROGRAM, Pool())
     warm(program, W, C)
     for x in (torch.randn(2, 3).t(), torch.randn(1, 2).expand(3, 2), torch.randn(3, 4)[:, ::2]):
         y, _, same = program.run([x, W, C])
@@ -175,7 +175,7 @@ def test_gradients_are_handed_over() -> None:
         return take(0, x * 2), x * 3, x.sum()
 
     gradients = (Gradient("a"), Gradient("b"), Loss())
-    program = captured(Program(1, Phase.BACKWARD, (Input("x"),), gradients, run, shared=frozenset({1})), Pool())
+    program = with_cuda_graph(Program(1, Phase.BACKWARD, (Input("x"),), gradients, run, shared=frozenset({1})), Pool())
     for number in range(WARM_UPS + 2):
         taken.clear()
         x = torch.full((2,), float(number))
@@ -213,7 +213,7 @@ def test_factors_are_multiplied_after_the_replay_in_the_programs_order() -> None
     gradients = (Loss(), Gradient("a"), Gradient("a"))
     plain = Program(1, Phase.BACKWARD, (Input("x"),), gradients, run, fused=True)
     pool = Pool()
-    made, found, expected = captured(plain, pool), Sums(), Sums()
+    made, found, expected = with_cuda_graph(plain, pool), Sums(), Sums()
     for number in range(WARM_UPS + 3):
         x = torch.randn(2, 2)
         results, usual = made.run([x.clone()], found), plain.run([x.clone()], expected)
@@ -233,7 +233,7 @@ class Refusing(Pool):
 
 
 @pytest.mark.parametrize(
-    ("program", "capturer", "reason"),
+    ("program", "recorder", "reason"),
     [
         (replace(PROGRAM, inputs=(Input("x"), RandomKey(), Constant("c"))), Pool(), "random numbers"),
         (replace(PROGRAM, run=lambda boxed: (*affine(boxed)[:2], None)), Pool(), "no tensor"),
@@ -241,24 +241,24 @@ class Refusing(Pool):
     ],
 )
 def test_a_program_that_cannot_be_recorded_runs_as_it_is(
-    program: Program, capturer: Pool, reason: str, caplog: pytest.LogCaptureFixture
+    program: Program, recorder: Pool, reason: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    made = captured(program, capturer)
+    made = with_cuda_graph(program, recorder)
     x = torch.randn(3, 2)
     with caplog.at_level(logging.WARNING, "graphpp"):
         for _ in range(WARM_UPS + 2):
             assert torch.equal(made.run([x, W, C])[0], x @ W + C)
-    assert reason in made.run.spell()  # type: ignore[attr-defined]
+    assert reason in made.run.describe()  # type: ignore[attr-defined]
     assert len(caplog.records) <= 1
 
 
 def test_tensors_elsewhere_and_other_classes() -> None:
     elsewhere = Pool()
     elsewhere.device = torch.device("cuda", 0)
-    program = captured(PROGRAM, elsewhere)
+    program = with_cuda_graph(PROGRAM, elsewhere)
     warm(program, W, C)
     program.run([torch.zeros(3, 2), W, C])
-    assert "is on cpu" in program.run.spell()  # type: ignore[attr-defined]
+    assert "is on cpu" in program.run.describe()  # type: ignore[attr-defined]
 
 
 # ------------------------------------------------------------------------------------------------ whole pipelines
@@ -277,7 +277,7 @@ def test_tensors_elsewhere_and_other_classes() -> None:
 def test_the_bits_of_the_same_without_graphs(pool: Pool, name: str, options: dict[str, Any]) -> None:
     found = train(0, name, {**options, "backend": graphpp.Eager(cudagraphs=True)})
     replays = pool.replays
-    with patch.object(assembly, "capturer_for", lambda device: None):
+    with patch.object(assembly, "recorder_for", lambda device: None):
         assert differences(found, train(0, name, options)) == []
     assert pool.replays == replays > 0
 
@@ -368,4 +368,4 @@ def test_obstacles_in_a_graph() -> None:
 
 
 def test_a_replayed_run_is_a_graphed() -> None:
-    assert isinstance(captured(PROGRAM, Pool()).run, Graphed)
+    assert isinstance(with_cuda_graph(PROGRAM, Pool()).run, ReplayedProgram)

@@ -19,8 +19,8 @@ import torch
 from torch import Tensor, fx, nn
 
 import graphpp
-from graphpp.backends.disk_cache import Cache
-from graphpp.backends.gemm_kernels import ProductKernels
+from graphpp.backends.disk_cache import DiskCache
+from graphpp.backends.gemm_kernels import GemmKernels
 from graphpp.passes.graph.region import Region
 from tests.distributed import run_ranks
 from tests.models import MODELS, Batch, Case
@@ -521,20 +521,20 @@ def tries(cache: Path) -> int:
 @pytest.mark.skipif(torch.backends.cpu.get_cpu_capability() not in ("AVX2", "AVX512"), reason="other processors are not tried")
 def test_vector_instructions_are_tried_once(tmp_path: Path) -> None:
     first = tries(tmp_path)
-    kept = Cache(tmp_path).read("vector_units.json")
+    kept = DiskCache(tmp_path).read("vector_units.json")
     failing = first - len(kept)
     assert kept and tries(tmp_path) == failing
     key = min(kept)
     (tmp_path / "vector_units.json").write_text(json.dumps({**kept, key: "no"}))
     assert tries(tmp_path) == failing + 1  # what failed is tried again: the machine may have been busy
-    assert Cache(tmp_path).read("vector_units.json") == kept
+    assert DiskCache(tmp_path).read("vector_units.json") == kept
 
 
 # ------------------------------------------------------------------------------------------------- cache and products
 
 
 def test_an_entry_is_whole_or_made_again(tmp_path: Path) -> None:
-    cache = Cache(tmp_path)
+    cache = DiskCache(tmp_path)
     for _ in range(2):
         with cache.entry("a") as folder:
             (folder / "x").write_text("1")
@@ -553,7 +553,7 @@ def test_an_entry_is_whole_or_made_again(tmp_path: Path) -> None:
 
 
 def test_an_entry_that_failed_is_not_taken_for_whole(tmp_path: Path) -> None:
-    cache = Cache(tmp_path)
+    cache = DiskCache(tmp_path)
     with pytest.raises(ValueError, match="compiler"), cache.entry("a") as folder:
         (folder / "x").write_text("half")
         raise ValueError("compiler")
@@ -586,15 +586,15 @@ def test_all_that_inductor_keeps_of_a_region_is_in_its_entry(tmp_path: Path, mon
 
 def test_a_cache_that_cannot_be_written_is_replaced(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     (tmp_path / "file").write_text("")
-    with Cache(tmp_path / "file" / "below").entry("a") as folder:
+    with DiskCache(tmp_path / "file" / "below").entry("a") as folder:
         assert folder.exists()
     assert "cannot be written" in caplog.text
 
 
 def test_what_replaces_a_cache_goes_with_the_process(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    cache = f"Cache(Path({str(tmp_path / 'file')!r}))"
-    code = f"from pathlib import Path; from graphpp.backends.disk_cache import Cache; print({cache}.root)"
+    cache = f"DiskCache(Path({str(tmp_path / 'file')!r}))"
+    code = f"from pathlib import Path; from graphpp.backends.disk_cache import DiskCache; print({cache}.root)"
     root = Path(__file__).parents[2]
     made = subprocess.run([sys.executable, "-c", code], check=True, cwd=root, capture_output=True, text=True)
     replaced = Path(made.stdout.strip())
@@ -603,7 +603,7 @@ def test_what_replaces_a_cache_goes_with_the_process(tmp_path: Path) -> None:
 
 def test_a_cache_that_goes_away_meanwhile_stops_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     root = tmp_path / "cache"
-    cache = Cache(root)
+    cache = DiskCache(root)
     shutil.rmtree(root)
     with cache.entry("a") as folder:
         assert folder.exists()
@@ -617,7 +617,7 @@ def test_a_cache_that_goes_away_meanwhile_stops_nothing(tmp_path: Path, caplog: 
 
 def test_an_unreadable_table_is_empty(tmp_path: Path) -> None:
     (tmp_path / "t.json").write_text("{]")
-    cache = Cache(tmp_path)
+    cache = DiskCache(tmp_path)
     assert cache.read("t.json") == {}
     cache.write("t.json", {"a": "b"})
     cache.write("t.json", {"c": "d"})
@@ -625,8 +625,8 @@ def test_an_unreadable_table_is_empty(tmp_path: Path) -> None:
 
 
 def test_a_cache_that_is_gone_or_full_stops_no_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    cache = Cache(tmp_path / "root")
-    kernels = ProductKernels(cache)
+    cache = DiskCache(tmp_path / "root")
+    kernels = GemmKernels(cache)
     shutil.rmtree(tmp_path / "root")
     monkeypatch.setattr("graphpp.backends.gemm_kernels._faster", lambda a, b: "mm")
     assert torch.equal(kernels.make(torch.ones(2, 3), torch.ones(3, 2)), torch.full((2, 2), 3.0))
@@ -647,7 +647,7 @@ def test_torch_without_onednn_is_enough() -> None:
 
 def hold_cache(rank: int, root: str) -> list[str]:
     """Each rank adds its own line to the same entry, many times."""
-    cache = Cache(Path(root))
+    cache = DiskCache(Path(root))
     for turn in range(20):
         with cache.entry("shared") as folder:
             file = folder / "lines"
@@ -657,14 +657,14 @@ def hold_cache(rank: int, root: str) -> list[str]:
 
 def test_processes_hold_an_entry_one_at_a_time(tmp_path: Path) -> None:
     run_ranks(hold_cache, 2, str(tmp_path))
-    with Cache(tmp_path).entry("shared") as folder:
+    with DiskCache(tmp_path).entry("shared") as folder:
         assert len((folder / "lines").read_text().splitlines()) == 40
 
 
 @pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="torch without oneDNN")
 @pytest.mark.parametrize("chosen", ["linear", "mm"])
 def test_products_by_either_kernel(chosen: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    kernels = ProductKernels(Cache(tmp_path))
+    kernels = GemmKernels(DiskCache(tmp_path))
     monkeypatch.setattr("graphpp.backends.gemm_kernels._faster", lambda a, b: chosen)
     a, b = torch.randn(5, 7), torch.randn(7, 3)
     for left, right in [(a, b), (a.t().contiguous().t(), b), (a, b.t().contiguous().t())]:
@@ -699,6 +699,6 @@ def test_kernels_remember_what_was_measured(tmp_path: Path, monkeypatch: pytest.
     if not torch.backends.mkldnn.is_available():
         pytest.skip("torch without oneDNN")
     a, b = torch.randn(4, 4), torch.randn(4, 4)
-    first = ProductKernels(Cache(tmp_path)).prefers_linear(a, b)
+    first = GemmKernels(DiskCache(tmp_path)).prefers_onednn(a, b)
     monkeypatch.setattr("graphpp.backends.gemm_kernels._faster", lambda a, b: pytest.fail("measured again"))
-    assert ProductKernels(Cache(tmp_path)).prefers_linear(a, b) == first
+    assert GemmKernels(DiskCache(tmp_path)).prefers_onednn(a, b) == first

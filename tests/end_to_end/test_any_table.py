@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from graphpp import Microbatch
-from graphpp.batch.microbatch import tensors
+from graphpp.batch.microbatch import tensors_by_path
 from graphpp.capture.trace import capture
 from graphpp.parallel.place import RankPlace
 from graphpp.passes.lower import Choices, lower
@@ -65,7 +65,7 @@ def run(program: PipelineProgram, schedule: Schedule, place: RankPlace) -> Grads
     """The gradients that this rank is left with."""
     net, count = Net(), schedule.microbatches
     runner = GraphPPRunner(program, schedule, ModelState(net), place)
-    runner.step([tensors(batch(m)) for m in range(count)], [torch.tensor(1 / count)] * count)
+    runner.step([tensors_by_path(batch(m)) for m in range(count)], [torch.tensor(1 / count)] * count)
     local = {fqn for index in runner.stages for fqn in program.stages[index].parameters}
     assert len(runner.losses()) == count
     return {fqn: parameter.grad for fqn, parameter in net.named_parameters() if fqn in local}

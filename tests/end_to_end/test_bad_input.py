@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 import graphpp
 from graphpp import BatchError, CaptureError, GraphPPError, Microbatch, Schedule, ScheduleError, SplitError
-from graphpp.batch.cut_batch import cut
+from graphpp.batch.cut_batch import cut_batch
 from tests.distributed import run_ranks
 from tests.special_models import CLASSES, WIDTH, Plain
 from tests.training import CASES, compiled, step
@@ -376,7 +376,7 @@ def test_two_pipelines_on_two_groups_of_ranks() -> None:
 
 
 def cut_shapes(example: Microbatch | None = None, microbatches: int = 4, **kwargs: Any) -> list[list[int]]:
-    parts = cut(Microbatch((), kwargs, Y), microbatches, example)
+    parts = cut_batch(Microbatch((), kwargs, Y), microbatches, example)
     assert len(parts) == microbatches
     return [list(tensor.shape) for tensor in parts[0].tensors.values()]
 
@@ -391,4 +391,4 @@ def test_an_example_tells_what_has_no_batch_dimension() -> None:
     one = Microbatch((), {"mask": torch.ones(24, 24), "x": X[:6]}, Y[:6])
     assert cut_shapes(one, mask=torch.ones(24, 24), x=X) == [[24, 24], [6, 8], [6]]
     with pytest.raises(BatchError, match="Give a whole batch to step"):
-        cut(one, 4, one)
+        cut_batch(one, 4, one)

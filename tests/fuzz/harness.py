@@ -212,7 +212,7 @@ def _alive(joint: JointGraph) -> JointGraph:
 
 
 def _known(joint: JointGraph, batch: Microbatch) -> dict[p.InputRole, Any]:
-    known: dict[p.InputRole, Any] = {p.Input(path): value for path, value in signature.tensors(batch).items()}
+    known: dict[p.InputRole, Any] = {p.Input(path): value for path, value in signature.tensors_by_path(batch).items()}
     known.update((p.Constant(name), value) for name, value in joint.constants.items())
     return known
 
@@ -276,7 +276,7 @@ def run_steps(net: Net, runner: GraphPPRunner, microbatches: int) -> Numbers:
     torch.manual_seed(SEED)
     numbers = Numbers()
     for _ in range(STEPS):
-        inputs = [signature.tensors(batch) for batch in net.batch(microbatches)]
+        inputs = [signature.tensors_by_path(batch) for batch in net.batch(microbatches)]
         runner.step(inputs, seeds(microbatches))
         numbers.losses.extend(runner.losses().unbind())
     return _collected(net, numbers)

@@ -331,11 +331,11 @@ def test_another_value_in_the_loss_is_followed(make: Callable[[], tuple[Any, Cal
 
 
 def test_watching_is_cheap() -> None:
-    watched = fingerprint.modules_of(nn.Sequential(*(Listing() for _ in range(200))), F.mse_loss)
+    watched = fingerprint.watch_modules(nn.Sequential(*(Listing() for _ in range(200))), F.mse_loss)
     times = []
     for _ in range(20):
         start = time.perf_counter()
-        fingerprint.circumstances(watched, "cpu")
+        fingerprint.capture_conditions(watched, "cpu")
         times.append(time.perf_counter() - start)
     assert min(times) < 0.02  # about 2 ms
 

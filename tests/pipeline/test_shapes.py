@@ -17,7 +17,7 @@ from torch.nn import functional as F
 
 import graphpp
 from graphpp import BatchError, Microbatch
-from graphpp.batch.cut_batch import sizes_of_parts
+from graphpp.batch.cut_batch import microbatch_sizes
 from graphpp.compiler import build as compiler
 from tests.distributed import run_ranks
 
@@ -91,7 +91,7 @@ def assert_like_eager(model: nn.Module, reference: nn.Module, names: Sequence[st
     [(8, 4, [2, 2, 2, 2]), (10, 4, [3, 3, 3, 1]), (9, 4, [2, 2, 2, 3]), (7, 3, [3, 3, 1]), (5, 5, [1] * 5), (5, 1, [5])],
 )
 def test_only_the_last_microbatch_is_uneven(size: int, count: int, sizes: list[int]) -> None:
-    assert sizes_of_parts(size, count) == sizes
+    assert microbatch_sizes(size, count) == sizes
 
 
 SPLITS = {"1F1B": ["layer"], "Interleaved1F1B": ["attention", "norm", "layer"], "LoopedBFS": ["attention", "norm", "layer"]}
