@@ -242,8 +242,7 @@ class Pipeline:
 
     def _step(
         self,
-        make: Callable[[],
-        list[FlatMicrobatch]],
+        make: Callable[[], list[FlatMicrobatch]],
         loss_weight: LossWeight | None,
         scaler: GradScaler | DeferredScaler | None,
     ) -> StepResult:
@@ -303,8 +302,7 @@ class Pipeline:
 
     def _prepared(
         self,
-        make: Callable[[],
-        list[FlatMicrobatch]],
+        make: Callable[[], list[FlatMicrobatch]],
         loss_weight: LossWeight | None = None,
         scaler: object = None,
         asked: str = "",
