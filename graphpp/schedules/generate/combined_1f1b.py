@@ -11,10 +11,11 @@ from __future__ import annotations
 from graphpp.schedules.generate.megatron_interleaved import least_group, schedule_table
 from graphpp.schedules.rewrite.add_idle_cells import in_time
 from graphpp.schedules.table.actions import Action, Kind
-from graphpp.schedules.table.placement import per_rank
+from graphpp.schedules.table.placement import per_rank, stages_per_rank
 from graphpp.schedules.table.schedule import Schedule
 
 
+@stages_per_rank(2, alone=1)
 def combined_1f1b(ranks: int, stages: int, microbatches: int, *, group: int | None = None) -> Schedule:
     """Without a pipeline F0, then each backward with the next microbatch's forward, then the last backward.
 

@@ -12,7 +12,7 @@ from itertools import zip_longest
 
 from graphpp.errors import ScheduleError
 from graphpp.schedules.table.actions import Action, Kind
-from graphpp.schedules.table.placement import all_on_one_rank, per_rank, positive, round_length
+from graphpp.schedules.table.placement import all_on_one_rank, per_rank, positive, round_length, stages_per_rank
 from graphpp.schedules.table.schedule import Row, Schedule
 
 SEVERAL = "Interleaved1F1B and LoopedBFS take several stages"
@@ -68,6 +68,7 @@ def one_f_one_b(ranks: int, stages: int, microbatches: int) -> Schedule:
     return Schedule(tuple(map(row, range(ranks))), stages, microbatches, "1F1B")
 
 
+@stages_per_rank(2)
 def interleaved_1f1b(ranks: int, stages: int, microbatches: int) -> Schedule:
     """1F1B with several stages per rank, k microbatches through one stage before the next (arXiv:2104.04473).
 
@@ -100,6 +101,7 @@ def interleaved_1f1b(ranks: int, stages: int, microbatches: int) -> Schedule:
     return Schedule(tuple(map(row, range(ranks))), stages, microbatches, "Interleaved1F1B")
 
 
+@stages_per_rank(2)
 def looped_bfs(ranks: int, stages: int, microbatches: int) -> Schedule:
     """Breadth first: all microbatches through one stage, then the next; backwards mirrored (arXiv:2211.05953).
 

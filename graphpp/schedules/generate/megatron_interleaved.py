@@ -19,7 +19,7 @@ from graphpp.errors import ScheduleError
 from graphpp.schedules.check.checker import check
 from graphpp.schedules.rewrite.add_idle_cells import in_time
 from graphpp.schedules.table.actions import Action, Kind
-from graphpp.schedules.table.placement import per_rank
+from graphpp.schedules.table.placement import per_rank, stages_per_rank
 from graphpp.schedules.table.schedule import Row, Schedule
 
 Steps = list[tuple[int, int]]
@@ -159,6 +159,7 @@ def recompute_partially(schedule: Schedule, n: int) -> Schedule:
     return replace(schedule, recomputed=frozenset(again))
 
 
+@stages_per_rank(2)
 def megatron_interleaved(ranks: int, stages: int, microbatches: int, *, group: int | None = None) -> Schedule:
     """Interleaved 1F1B with any `microbatch_group_size_per_vp_stage`: `group` microbatches per chunk and turn.
 

@@ -2,8 +2,8 @@
 
 Contract
     Every function returns a compute-only `Schedule` that `graphpp.schedules.check.checker.check` accepts, or raises
-    `ScheduleError` saying what would fit. A new schedule is one more function, in the file it fits, and one more line
-    in `SCHEDULES`; where a rank has more than one stage, also in `SEVERAL_PER_RANK`.
+    `ScheduleError` saying what would fit. A new schedule is one more function in the file it fits, decorated with
+    `placement.stages_per_rank` unless it takes one stage per rank, and one more line in `SCHEDULES`.
 """
 
 from __future__ import annotations
@@ -49,14 +49,3 @@ SCHEDULES: dict[str, Generator] = {
 }
 ALIASES = {"ZB-H1": "ZB1P", "ZB-H2": "ZB2P"}
 """Other names for the same schedules."""
-
-_SEVERAL = (interleaved_1f1b, looped_bfs, megatron_interleaved, interleaved_zero_bubble)
-_V = (zbv_zero_bubble, dual_pipe_v, v_half, v_min)
-SEVERAL_PER_RANK = frozenset({*_SEVERAL, *_V})
-"""Those made for more than one stage per rank, on a V exactly two."""
-
-
-def usual_stages(generator: object, ranks: int) -> int:
-    """How many stages to make for a schedule where nobody says."""
-    several = generator in SEVERAL_PER_RANK or (generator is combined_1f1b and ranks > 1)
-    return 2 * ranks if several else ranks

@@ -21,7 +21,8 @@ import os
 from collections.abc import Callable, Iterable, Mapping
 
 from graphpp.errors import ScheduleError
-from graphpp.schedules.generate.names import ALIASES, SCHEDULES, Generator, usual_stages
+from graphpp.schedules.generate.names import ALIASES, SCHEDULES, Generator
+from graphpp.schedules.table.placement import usual_stages
 from graphpp.schedules.table.schedule import Cell, Schedule
 
 Table = Mapping[int, Iterable[Cell]] | Iterable[Iterable[Cell]]

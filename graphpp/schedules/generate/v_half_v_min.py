@@ -19,7 +19,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from graphpp.schedules.table.actions import Action, Kind
-from graphpp.schedules.table.placement import two_per_rank
+from graphpp.schedules.table.placement import stages_per_rank, two_per_rank
 from graphpp.schedules.table.schedule import Row, Schedule
 
 _PERIOD = 6
@@ -56,6 +56,7 @@ V_HALF = Block("V-Half", _half, lambda ranks: 2 * ((ranks + 2) // 2))
 V_MIN = Block("V-Min", _third, lambda ranks: 2 * ((ranks + 4) // 3))
 
 
+@stages_per_rank(2)
 def v_half(ranks: int, stages: int, microbatches: int) -> Schedule:
     """V-Half: (ranks + 2) // 2 microbatches alive at most, where 1F1B has `ranks`; any number of microbatches.
 
@@ -66,6 +67,7 @@ def v_half(ranks: int, stages: int, microbatches: int) -> Schedule:
     return _squeezed(V_HALF, ranks, stages, microbatches)
 
 
+@stages_per_rank(2)
 def v_min(ranks: int, stages: int, microbatches: int) -> Schedule:
     """V-Min: (ranks + 4) // 3 microbatches alive at most, where 1F1B has `ranks`; any number of microbatches.
 

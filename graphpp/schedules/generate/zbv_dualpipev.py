@@ -12,10 +12,11 @@ from collections import deque
 
 from graphpp.errors import ScheduleError
 from graphpp.schedules.table.actions import Action, Kind
-from graphpp.schedules.table.placement import stage_ids, two_per_rank
+from graphpp.schedules.table.placement import stage_ids, stages_per_rank, two_per_rank
 from graphpp.schedules.table.schedule import Row, Schedule
 
 
+@stages_per_rank(2)
 def zbv_zero_bubble(ranks: int, stages: int, microbatches: int) -> Schedule:
     """ZB-V: no bubble with the memory of 1F1B, where F, I and W cost the same (arXiv:2401.10241, section 6).
 
@@ -47,6 +48,7 @@ def zbv_zero_bubble(ranks: int, stages: int, microbatches: int) -> Schedule:
     return Schedule(tuple(map(row, range(ranks))), stages, microbatches, "ZBVZeroBubble")
 
 
+@stages_per_rank(2)
 def dual_pipe_v(ranks: int, stages: int, microbatches: int) -> Schedule:
     """DualPipe folded to a V: a forward and a backward of different microbatches run woven into each other.
 

@@ -19,12 +19,13 @@ from graphpp.schedules.generate.gpipe_1f1b import one_after_another
 from graphpp.schedules.generate.megatron_interleaved import schedule_table
 from graphpp.schedules.rewrite.add_idle_cells import in_time
 from graphpp.schedules.table.actions import Action, Kind
-from graphpp.schedules.table.placement import all_on_one_rank, per_rank, round_length
+from graphpp.schedules.table.placement import all_on_one_rank, per_rank, round_length, stages_per_rank
 from graphpp.schedules.table.schedule import Schedule
 
 _SEVERAL = "InterleavedZeroBubble takes several stages"
 
 
+@stages_per_rank(2)
 def interleaved_zero_bubble(ranks: int, stages: int, microbatches: int) -> Schedule:
     """Interleaved 1F1B with split backwards: several stages per rank, k microbatches through one before the next.
 

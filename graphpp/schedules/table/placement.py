@@ -10,9 +10,29 @@ Contract
 
 from __future__ import annotations
 
-from typing import Literal
+from collections.abc import Callable
+from typing import Literal, TypeVar
 
 from graphpp.errors import ScheduleError
+
+_STAGES_PER_RANK = "_stages_per_rank"
+G = TypeVar("G", bound=Callable[..., object])
+
+
+def stages_per_rank(count: int, *, alone: int | None = None) -> Callable[[G], G]:
+    """Decorate a generator that is made for `count` stages per rank; `alone`: its number on a single rank, if another."""
+
+    def declare(generator: G) -> G:
+        setattr(generator, _STAGES_PER_RANK, (count, count if alone is None else alone))
+        return generator
+
+    return declare
+
+
+def usual_stages(generator: object, ranks: int) -> int:
+    """How many stages to make for a generator where the user names no number: one per rank, unless it declares another."""
+    count, alone = getattr(generator, _STAGES_PER_RANK, (1, 1))
+    return int(ranks * (count if ranks > 1 else alone))
 
 
 def stage_ids(rank: int, ranks: int, stages: int, style: Literal["loop", "v"] = "loop") -> tuple[int, ...]:
