@@ -40,7 +40,7 @@ from graphpp.runtime.action_loop import ActionLoop
 from graphpp.runtime.model_state import ModelState
 from graphpp.runtime.runner import GraphPPRunner
 from graphpp.schedules.generate import names as schedules
-from graphpp.schedules.rewrite.add_send_recv import add_communication
+from graphpp.schedules.rewrite.add_send_recv import add_send_recv
 from graphpp.schedules.table.schedule import Schedule
 
 Step = Callable[[], object]
@@ -51,7 +51,7 @@ def main() -> None:
     device = start()
     if RANKS == 1:  # torch's stages need a group
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    table = add_communication(schedules.interleaved_1f1b(RANKS, STAGES, option.microbatches))
+    table = add_send_recv(schedules.interleaved_1f1b(RANKS, STAGES, option.microbatches))
     actions = max(len(list(filter(None, row))) for row in table.table)
     steps = contenders(table, device)
     results = alternate({name: Contender(step) for name, step in steps.items()}, option.rounds + 3, device)

@@ -32,7 +32,7 @@ from torch.distributed.pipelining import (
 from workloads import Workload
 
 import graphpp
-from graphpp.schedules.generate.read import Source, build, default_stages
+from graphpp.schedules.generate.read import ScheduleLike, default_stages, make_table
 
 TORCH: dict[str, Any] = {
     "GPipe": ScheduleGPipe,
@@ -53,7 +53,7 @@ class Case:
     """A model, a schedule for all ranks, and microbatches of `rows` rows."""
 
     workload: Workload
-    schedule: Source
+    schedule: ScheduleLike
     microbatches: int
     rows: int
 
@@ -68,7 +68,7 @@ class Case:
 
     @property
     def table(self) -> graphpp.Schedule:
-        return build(self.schedule, RANKS, self.stages, self.microbatches)
+        return make_table(self.schedule, RANKS, self.stages, self.microbatches)
 
     @property
     def bound(self) -> float:

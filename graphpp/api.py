@@ -25,7 +25,7 @@ from graphpp.parallel.failure import FailureBoard
 from graphpp.parallel.place import MeshLike, RankPlace, pipeline_ranks, place_of
 from graphpp.pipeline.pipeline import Pipeline
 from graphpp.runtime.model_state import tensor_lines
-from graphpp.schedules.generate.read import Source
+from graphpp.schedules.generate.read import ScheduleLike
 from graphpp.verification.report import Verification
 from graphpp.verification.subject import SimulatedPlace, device_of, ranks_of, rotated
 from graphpp.verification.verify import verified
@@ -37,7 +37,7 @@ def compile(  # noqa: PLR0913 - the options of a pipeline, all of them optional
     *,
     example: Microbatch | None = None,
     split: Split = None,
-    schedule: Source = "auto",
+    schedule: ScheduleLike = "auto",
     microbatches: int | None = None,
     mesh: MeshLike = None,
     parallel: ParallelLike = None,
@@ -100,7 +100,7 @@ def verify(  # noqa: PLR0913 - the options of `compile`, and two of its own
     example: Microbatch | Sequence[Microbatch] | None = None,
     *,
     split: Split = None,
-    schedule: Source = "auto",
+    schedule: ScheduleLike = "auto",
     microbatches: int | None = None,
     mesh: MeshLike = None,
     parallel: ParallelLike = None,

@@ -43,8 +43,8 @@ from graphpp.runtime.program import PipelineProgram, StageProgram, WovenProgram
 from graphpp.runtime.program_costs import costs_of_programs
 from graphpp.runtime.runner import ranks_of_parameters
 from graphpp.schedules.check.checker import check
-from graphpp.schedules.generate.read import build
-from graphpp.schedules.rewrite.add_send_recv import add_communication
+from graphpp.schedules.generate.read import make_table
+from graphpp.schedules.rewrite.add_send_recv import add_send_recv
 from graphpp.schedules.table.actions import Kind
 from graphpp.schedules.table.costs import Costs
 from graphpp.schedules.table.offload_window import OffloadWindow
@@ -231,7 +231,7 @@ class Compiler:
                 f"the schedule {given.name!r} is for {given.microbatches} microbatches, this step has {microbatches}: "
                 f"cut the batch into {given.microbatches}, or give a name or a function, which makes a table for any."
             )
-        table = build(given, ranks, stages, microbatches)
+        table = make_table(given, ranks, stages, microbatches)
         if training and not _trains(table):
             raise ScheduleError(
                 f"the schedule {table.name!r} has forwards only: call pipe.eval, and leave out example=, or give a schedule "
@@ -279,7 +279,7 @@ def _both(first: Hook, second: Hook) -> Hook:
 
 def _with_communication(table: Schedule, training: bool) -> Schedule:
     table = table if training else table.forward_only()
-    return table if table.has_communication else add_communication(table)
+    return table if table.has_communication else add_send_recv(table)
 
 
 def _trains(table: Schedule) -> bool:

@@ -21,7 +21,7 @@ from graphpp.options.memory import Memory, MemoryLike, read_memory
 from graphpp.options.option import Group, Option
 from graphpp.options.parallel import Parallel, ParallelLike, read_parallel
 from graphpp.options.split import Split
-from graphpp.schedules.generate.read import Maker, Source
+from graphpp.schedules.generate.read import ScheduleFunction, ScheduleLike
 from graphpp.schedules.table.schedule import Schedule
 
 
@@ -42,7 +42,7 @@ class Options(Group):
         takes="FQNs, a list of FQNs per stage, a number of stages, `split_points(...)`, a `Layout`",
         about="Where stages start. None: one stage per slot of the schedule, with equal numbers of layers.",
     )
-    schedule: Option[Source, Schedule | str | Maker] = Option(
+    schedule: Option[ScheduleLike, Schedule | str | ScheduleFunction] = Option(
         "auto",
         read=schedules.read,
         describe=schedules.describe,

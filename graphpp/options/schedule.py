@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from graphpp.schedules.generate.read import Maker, read
+from graphpp.schedules.generate.read import ScheduleFunction
+from graphpp.schedules.generate.read import load_schedule as read
 from graphpp.schedules.table.schedule import Schedule
 
 __all__ = ["describe", "read"]
 
 
-def describe(schedule: Schedule | str | Maker) -> list[str]:
+def describe(schedule: Schedule | str | ScheduleFunction) -> list[str]:
     """The schedule as text that is the same on every rank: a name, all rows of a table, the name of a function."""
     if isinstance(schedule, Schedule):
         return str(schedule).splitlines()

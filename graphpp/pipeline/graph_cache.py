@@ -33,7 +33,7 @@ from graphpp.parallel.agreement import Agreement, Facts
 from graphpp.runtime import program
 from graphpp.runtime.model_state import ModelState, tensor_lines
 from graphpp.runtime.runner import GraphPPRunner
-from graphpp.schedules.rewrite.add_send_recv import add_communication
+from graphpp.schedules.rewrite.add_send_recv import add_send_recv
 from graphpp.schedules.table.schedule import Schedule
 
 K = TypeVar("K")
@@ -235,7 +235,7 @@ class Library:
 
         Called by all ranks.
         """
-        return replace(ready, runner=self._assembly.runner(ready.built, add_communication(table), None, self.owners))
+        return replace(ready, runner=self._assembly.runner(ready.built, add_send_recv(table), None, self.owners))
 
     def _schedule(self, built: Sequence[Built], call: Call) -> Schedule:
         rank = self._compiler.place.rank

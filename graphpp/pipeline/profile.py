@@ -25,7 +25,7 @@ from graphpp.runtime.program_costs import costs_of_stage
 from graphpp.runtime.recorder import Recorder
 from graphpp.runtime.runner import GraphPPRunner
 from graphpp.runtime.transport import ReceiveBuffer, Transport
-from graphpp.schedules.simulate.memory_curve import followed
+from graphpp.schedules.simulate.memory_curve import memory_curves
 from graphpp.schedules.simulate.timeline import Event, Timeline
 from graphpp.schedules.table.actions import Action, Kind
 from graphpp.schedules.table.costs import Costs, StageCosts
@@ -84,7 +84,7 @@ def profiled(own: Measured, others: Sequence[Measured] = ()) -> Profile:
         overhead=float(torch.stack(gathered(overhead, place)).median()),
     )
     usual = sorted(runs, key=lambda run: run.makespan)[(len(runs) - 1) // 2]
-    memory = followed(usual.events, costs, schedule.ranks)
+    memory = memory_curves(usual.events, costs, schedule.ranks)
     return Profile(replace(usual, memory=memory), costs, tuple(run.makespan for run in runs))
 
 

@@ -20,8 +20,8 @@ from graphpp.pipeline.graph_cache import Library, Ready
 from graphpp.pipeline.profile import Measured, Profile, meet, profiled
 from graphpp.runtime.model_state import state_restored
 from graphpp.runtime.recorder import Recorder, clock_of
-from graphpp.schedules.rewrite.merge_backward import taken_apart, whole_backwards
-from graphpp.schedules.rewrite.split_backward import split_backwards
+from graphpp.schedules.rewrite.merge_backward import merge_backward, without_overlaps
+from graphpp.schedules.rewrite.split_backward import split_backward
 from graphpp.schedules.table.actions import Kind
 from graphpp.schedules.table.schedule import Schedule
 
@@ -62,6 +62,6 @@ def _counterparts(schedule: Schedule) -> Iterator[Schedule]:
     kinds = (Kind.F, Kind.B, Kind.I, Kind.W)
     lacking = {kind for kind in kinds if any((stage, kind) not in run for stage in range(schedule.stages))}
     if lacking - {Kind.B}:
-        yield split_backwards(taken_apart(schedule))
+        yield split_backward(without_overlaps(schedule))
     if Kind.B in lacking:
-        yield whole_backwards(schedule)
+        yield merge_backward(schedule)

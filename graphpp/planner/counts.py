@@ -6,7 +6,7 @@ from graphpp.batch.cut_batch import batch_size
 from graphpp.batch.microbatch import Microbatch
 from graphpp.errors import ScheduleError
 from graphpp.options.options import Options
-from graphpp.schedules.generate.read import build, default_stages
+from graphpp.schedules.generate.read import default_stages, make_table
 
 
 def stages_of(options: Options, ranks: int) -> int:
@@ -31,7 +31,7 @@ def microbatches_for(options: Options, ranks: int, batch: Microbatch) -> int:
 
 def _admits(options: Options, ranks: int, microbatches: int) -> bool:
     try:
-        build(options.schedule, ranks, stages_of(options, ranks), microbatches)
+        make_table(options.schedule, ranks, stages_of(options, ranks), microbatches)
     except ScheduleError:
         return False
     return True

@@ -38,7 +38,7 @@ from graphpp.runtime.recorder import Recorder
 from graphpp.runtime.stage import GraphStage, StageLocation, Variant
 from graphpp.runtime.task import StepInputs, Task
 from graphpp.runtime.transport import DEPTH, PendingMessage, Transport
-from graphpp.schedules.rewrite.early_receives import post_early
+from graphpp.schedules.rewrite.hoist_receives import hoist_receives
 from graphpp.schedules.table.actions import SENDS, Action, Kind
 from graphpp.schedules.table.offload_window import OffloadWindow
 from graphpp.schedules.table.schedule import Schedule
@@ -250,7 +250,7 @@ class GraphPPRunner:
 
         row = [action for action in self.schedule.table[self.place.rank] if action is not None]
         if self.place.device.type == "cpu":  # on NCCL an early receive would block later sends to the same rank
-            row = post_early(row, self.schedule.rank_of_stage, DEPTH)
+            row = hoist_receives(row, self.schedule.rank_of_stage, DEPTH)
         return ActionLoop(list(self.stages.values()), self.schedule, [(action, self._bound(action)) for action in row])
 
     def _bound(self, action: Action) -> Work:

@@ -12,11 +12,10 @@ from graphpp.schedules.generate.forward_only import forward_only
 from graphpp.schedules.generate.gpipe_1f1b import gpipe, interleaved_1f1b, looped_bfs, one_f_one_b, plain_loop
 from graphpp.schedules.generate.megatron_interleaved import (
     from_orders,
-    layered_order,
+    is_recomputed,
     megatron_interleaved,
     rank_microbatches,
     recompute_partially,
-    recomputed,
     schedule_table,
     table_to_order,
 )
@@ -24,43 +23,42 @@ from graphpp.schedules.generate.names import ALIASES, SCHEDULES, auto, stage_ids
 from graphpp.schedules.generate.v_half_v_min import v_half, v_min
 from graphpp.schedules.generate.zbv_dualpipev import dual_pipe_v, zbv_zero_bubble
 from graphpp.schedules.generate.zero_bubble import interleaved_zero_bubble, zb1p, zb2p
-from graphpp.schedules.rewrite.add_idle_cells import in_time
-from graphpp.schedules.rewrite.add_send_recv import add_communication
-from graphpp.schedules.rewrite.batch_p2p import VERBS, fuse_communication
-from graphpp.schedules.rewrite.split_backward import defer_weight_grads, split_backwards
-from graphpp.schedules.rewrite.unbatch_p2p import order_even_odd
+from graphpp.schedules.rewrite.add_idle_cells import add_idle_cells
+from graphpp.schedules.rewrite.add_send_recv import add_send_recv
+from graphpp.schedules.rewrite.batch_p2p import VERBS, batch_p2p
+from graphpp.schedules.rewrite.split_backward import defer_weight_grads, split_backward
+from graphpp.schedules.rewrite.unbatch_p2p import unbatch_p2p
 
 __all__ = [
     "ALIASES",
     "SCHEDULES",
     "VERBS",
-    "add_communication",
+    "add_idle_cells",
+    "add_send_recv",
     "auto",
+    "batch_p2p",
     "check",
     "combined_1f1b",
     "defer_weight_grads",
     "dual_pipe_v",
     "forward_only",
     "from_orders",
-    "fuse_communication",
     "gpipe",
-    "in_time",
     "interleaved_1f1b",
     "interleaved_zero_bubble",
-    "layered_order",
+    "is_recomputed",
     "looped_bfs",
     "megatron_interleaved",
     "one_f_one_b",
-    "order_even_odd",
     "peak_bytes",
     "plain_loop",
     "rank_microbatches",
     "recompute_partially",
-    "recomputed",
     "schedule_table",
-    "split_backwards",
+    "split_backward",
     "stage_ids",
     "table_to_order",
+    "unbatch_p2p",
     "v_half",
     "v_min",
     "zb1p",

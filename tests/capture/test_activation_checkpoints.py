@@ -23,7 +23,7 @@ from torch.utils.checkpoint import (
 
 import graphpp
 from graphpp.passes.graph.joint_graph import verify
-from graphpp.schedules.generate.read import build
+from graphpp.schedules.generate.read import make_table
 from tests import training
 from tests.distributed import run_ranks
 from tests.models import hf_llama_labels
@@ -245,7 +245,7 @@ def test_a_call_around_several_stages() -> None:
 @pytest.mark.parametrize("call", [kept_graph, reentrant])
 def test_every_schedule_and_every_recompute(call: Call) -> None:
     """Also where the schedule names the microbatches that recompute: the model's own hold in all."""
-    some = graphpp.schedules.recompute_partially(build("1F1B", 1, 2, MICROBATCHES), 1)
+    some = graphpp.schedules.recompute_partially(make_table("1F1B", 1, 2, MICROBATCHES), 1)
     assert some.recomputed and len(some.recomputed) < 2 * MICROBATCHES
     plain()  # of another graph
     with training.capturing_once():

@@ -23,7 +23,7 @@ from graphpp.planner.resolve_split import resolve
 from graphpp.runtime.model_state import ModelState
 from graphpp.runtime.program import PipelineProgram
 from graphpp.runtime.runner import GraphPPRunner
-from graphpp.schedules.rewrite.add_send_recv import add_communication
+from graphpp.schedules.rewrite.add_send_recv import add_send_recv
 from graphpp.schedules.table.schedule import Schedule
 from tests.distributed import run_ranks
 from tests.schedules.mutations import MUTATIONS, accepted
@@ -89,7 +89,7 @@ def accepted_tables(ranks: int, wanted: int) -> list[tuple[str, Schedule]]:
         MUTATIONS[name](random, rows)
         if rows != before and accepted(rows, stages, microbatches):
             schedule = Schedule.of(rows, name=name, stages=stages, microbatches=microbatches)
-            found.append((name, schedule if schedule.has_communication else add_communication(schedule)))
+            found.append((name, schedule if schedule.has_communication else add_send_recv(schedule)))
     return found
 
 

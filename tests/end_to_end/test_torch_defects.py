@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import graphpp
-from graphpp.schedules.generate.read import build
+from graphpp.schedules.generate.read import make_table
 from tests.distributed import run_ranks
 from tests.special_models import CUTS, SPECIAL
 from tests.training import compiled, step
@@ -59,7 +59,7 @@ def test_a_rank_that_uses_a_tied_parameter_in_two_stages_holds_it_once() -> None
 def test_every_rank_of_1f1b_runs_every_microbatch_once() -> None:
     """`Schedule1F1B._get_pipeline_order` is off by one on the last rank, and torch's own validation rejects it."""
     for ranks in (2, 3, 4):
-        table = build("1F1B", ranks, ranks, 4)
+        table = make_table("1F1B", ranks, ranks, 4)
         for row in table.table:
             actions = [str(action) for action in row if action is not None]
             assert len(actions) == len(set(actions)) == 8

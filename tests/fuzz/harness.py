@@ -44,7 +44,7 @@ from graphpp.runtime.randomness import step_keys
 from graphpp.runtime.runner import GraphPPRunner
 from graphpp.schedules.check.checker import check
 from graphpp.schedules.generate.names import SCHEDULES
-from graphpp.schedules.rewrite.add_send_recv import add_communication
+from graphpp.schedules.rewrite.add_send_recv import add_send_recv
 from graphpp.schedules.table.actions import Action, Kind
 from graphpp.schedules.table.schedule import Schedule
 from tests.fuzz.programs import Net, Program
@@ -107,7 +107,7 @@ class Cut:
         else:
             table = SCHEDULES[self.schedule](ranks, stages, self.microbatches)
         check(table, ranks=ranks, stages=stages, microbatches=self.microbatches)
-        return add_communication(table)
+        return add_send_recv(table)
 
 
 def _whole(node: fx.Node) -> str:

@@ -9,10 +9,10 @@ import torch.distributed as dist
 
 from graphpp import Schedule
 from graphpp.runtime import transport
-from graphpp.schedules.generate.read import build
-from graphpp.schedules.rewrite.add_send_recv import add_communication
-from graphpp.schedules.rewrite.batch_p2p import VERBS, fuse_communication
-from graphpp.schedules.rewrite.unbatch_p2p import order_even_odd
+from graphpp.schedules.generate.read import make_table
+from graphpp.schedules.rewrite.add_send_recv import add_send_recv
+from graphpp.schedules.rewrite.batch_p2p import VERBS, batch_p2p
+from graphpp.schedules.rewrite.unbatch_p2p import unbatch_p2p
 from graphpp.schedules.table.actions import Kind
 from tests.distributed import run_ranks
 from tests.special_models import CUTS
@@ -22,8 +22,8 @@ ZBV = ["0F0 0F1 3F0 3I0 3W0 3F1 0I0 3I1 0W0 3W1 0I1 0W1", "1F0 2F0 1F1 2F1 2I0 2
 
 
 def table(name: str, ranks: int, microbatches: int) -> Schedule:
-    made = Schedule.of(ZBV) if name == "ZBV" else build(name, ranks, 4 if name != "1F1B" else ranks, microbatches)
-    return add_communication(made)
+    made = Schedule.of(ZBV) if name == "ZBV" else make_table(name, ranks, 4 if name != "1F1B" else ranks, microbatches)
+    return add_send_recv(made)
 
 
 def calls(schedule: Schedule) -> int:
@@ -46,7 +46,7 @@ def calls(schedule: Schedule) -> int:
 def test_each_verb(name: str, ranks: int, microbatches: int, verbs: tuple[str, ...]) -> None:
     """First and last stage, ranks in the middle, several stages per rank."""
     single = table(name, ranks, microbatches)
-    fused = fuse_communication(single, verbs)
+    fused = batch_p2p(single, verbs)
     assert calls(fused) < calls(single)
     split = CUTS[fused.stages]
     numbers = trained(ranks, "skip", split=split, schedule=fused, microbatches=microbatches, steps=1)
@@ -54,8 +54,8 @@ def test_each_verb(name: str, ranks: int, microbatches: int, verbs: tuple[str, .
 
 
 def test_even_and_odd_ranks_take_turns() -> None:
-    fused = fuse_communication(table("1F1B", 4, 8), ("all",))
-    apart = order_even_odd(fused)
+    fused = batch_p2p(table("1F1B", 4, 8), ("all",))
+    apart = unbatch_p2p(fused)
     assert apart != table("1F1B", 4, 8)
     numbers = trained(4, "plain", split=CUTS[4], schedule=apart, microbatches=8, steps=1)
     assert differences(numbers, eager("plain", 8, steps=1)) == []
@@ -87,7 +87,7 @@ def counted(rank: int, schedule: Schedule) -> tuple[list[int], int, dict[str, An
 def test_the_steady_state_makes_one_call_where_there_were_two() -> None:
     """Counted where torch is called; what comes out is bit-equal."""
     single = table("1F1B", 2, 8)
-    fused = fuse_communication(single)
+    fused = batch_p2p(single)
     before, after = run_ranks(counted, 2, single), run_ranks(counted, 2, fused)
     for rank, (one, other) in enumerate(zip(before, after, strict=True)):
         assert one[1] == 16
@@ -100,7 +100,7 @@ def test_the_steady_state_makes_one_call_where_there_were_two() -> None:
 
 
 def test_an_evaluation_of_a_fused_table() -> None:
-    run_ranks(evaluates, 2, fuse_communication(table("1F1B", 2, 4)))
+    run_ranks(evaluates, 2, batch_p2p(table("1F1B", 2, 4)))
 
 
 def evaluates(rank: int, schedule: Schedule) -> None:

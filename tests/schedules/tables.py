@@ -14,9 +14,9 @@ from random import Random
 from hypothesis import strategies as st
 
 from graphpp.schedules.generate.names import SCHEDULES
-from graphpp.schedules.generate.read import build
-from graphpp.schedules.rewrite.add_send_recv import add_communication
-from graphpp.schedules.rewrite.batch_p2p import VERBS, fuse_communication
+from graphpp.schedules.generate.read import make_table
+from graphpp.schedules.rewrite.add_send_recv import add_send_recv
+from graphpp.schedules.rewrite.batch_p2p import VERBS, batch_p2p
 from graphpp.schedules.table.actions import SENDS, Action, Kind
 from graphpp.schedules.table.schedule import Schedule
 
@@ -49,7 +49,7 @@ def named(draw: st.DrawFn) -> Schedule:
         microbatches += 2 * ranks - 1
     if name.startswith("Interleaved") or (name == "auto" and ranks > 1 and local > 1):
         microbatches = next(count for count in range(microbatches, 0, -1) if admitted(ranks, count))
-    return build(name, ranks, ranks * local, microbatches)
+    return make_table(name, ranks, ranks * local, microbatches)
 
 
 def random_rows(random: Random, ranks: int, stages: int, microbatches: int) -> Rows:
@@ -111,9 +111,9 @@ def legal_rows(random: Random, ranks: int, sharding: bool = True) -> tuple[Rows,
         overlap_some(random, rows, stages)
     form = random.choice(["computations", "messages", "batches"])
     if form != "computations":
-        made = add_communication(Schedule.of(rows, stages=stages, microbatches=microbatches))
+        made = add_send_recv(Schedule.of(rows, stages=stages, microbatches=microbatches))
         if form == "batches":
-            made = fuse_communication(made, random.sample(sorted(VERBS), random.randint(1, 3)))
+            made = batch_p2p(made, random.sample(sorted(VERBS), random.randint(1, 3)))
         rows = rows_of(made)
     if sharding and random.random() < 0.5:
         sharded(random, rows)

@@ -1,7 +1,7 @@
 """The sends and receives of a table: the right ones, on the right side of their computations, in one order at both ends.
 
 Contract
-    in    a `Case` whose actions are in place, of a schedule with communication
+    in    a `ScheduleUnderCheck` whose actions are in place, of a schedule with communication
     out   nothing; or `ScheduleError` at the send or receive that is missing, left over or out of order
 
 A channel is an ordered pair of ranks: what one sends arrives at the other in the order it was posted, whatever kind and
@@ -14,57 +14,57 @@ from collections import defaultdict
 from collections.abc import Iterator
 from itertools import pairwise
 
-from graphpp.schedules.check.case import Case, Crossing, Place
+from graphpp.schedules.check.schedule_under_check import Crossing, Position, ScheduleUnderCheck
 from graphpp.schedules.table.actions import Action, computations
 
 
-def check_messages(case: Case) -> None:
+def check_messages(subject: ScheduleUnderCheck) -> None:
     """Exactly the sends and receives that the stages' ranks ask for, on the right side of their computations."""
     expected: set[Action] = set()
-    for crossing in case.messages:
-        _check_message(case, crossing)
+    for crossing in subject.messages:
+        _check_message(subject, crossing)
         expected.update((crossing.send, crossing.receive))
-    for leaf, place in case.where.items():
+    for leaf, place in subject.where.items():
         if leaf.is_communication and leaf not in expected:
             what = f"{leaf} has no stage on another rank at its other end"
-            raise case.refusal(place, what, "remove it: values cross only between neighbouring stages on two ranks")
+            raise subject.refusal(place, what, "remove it: values cross only between neighbouring stages on two ranks")
 
 
-def _check_message(case: Case, crossing: Crossing) -> None:
+def _check_message(subject: ScheduleUnderCheck, crossing: Crossing) -> None:
     made, send, receive = crossing
-    reader = next(_readers(case, receive))
-    if send not in case.where:
+    reader = next(_readers(subject, receive))
+    if send not in subject.where:
         what = f"{send} is missing from this rank, so the result of {made} never leaves it"
-        raise case.refusal(case.where[made], what, f"add {send} after {made}")
-    if receive not in case.where:
+        raise subject.refusal(subject.where[made], what, f"add {send} after {made}")
+    if receive not in subject.where:
         what = f"{receive} is missing from this rank, so {reader} would run on nothing"
-        raise case.refusal(case.where[reader], what, f"add {receive} before {reader}")
-    case.check_before(made, send)
-    case.check_before(receive, reader)
+        raise subject.refusal(subject.where[reader], what, f"add {receive} before {reader}")
+    subject.check_before(made, send)
+    subject.check_before(receive, reader)
 
 
-def _readers(case: Case, receive: Action) -> Iterator[Action]:
-    return (leaf for leaf in computations(receive) if leaf in case.where)
+def _readers(subject: ScheduleUnderCheck, receive: Action) -> Iterator[Action]:
+    return (leaf for leaf in computations(receive) if leaf in subject.where)
 
 
-def check_channels(case: Case) -> None:
+def check_channels(subject: ScheduleUnderCheck) -> None:
     """Between two ranks messages arrive in the order they are sent, so both ends must list them in one order."""
-    position = {leaf: place for place, leaf in enumerate(case.where)}  # parts of one batch in their order too
-    rank_of = case.schedule.rank_of_stage
+    position = {leaf: place for place, leaf in enumerate(subject.where)}  # parts of one batch in their order too
+    rank_of = subject.schedule.rank_of_stage
     channels: dict[tuple[int, int], list[Crossing]] = defaultdict(list)
-    for crossing in case.messages:
+    for crossing in subject.messages:
         channels[rank_of[crossing.send.stage], rank_of[crossing.receive.stage]].append(crossing)
     for crossings in channels.values():
         crossings.sort(key=lambda crossing: position[crossing.send])
         for first, then in pairwise(crossings):
             if position[first.receive] > position[then.receive]:
-                raise _misordered(case, first, then)
+                raise _misordered(subject, first, then)
 
 
-def _misordered(case: Case, first: Crossing, then: Crossing) -> Exception:
-    source, here = case.where[first.send].rank, case.where[then.receive]
+def _misordered(subject: ScheduleUnderCheck, first: Crossing, then: Crossing) -> Exception:
+    source, here = subject.where[first.send].rank, subject.where[then.receive]
     what = (
-        f"{then.receive} stands before {first.receive} (column {case.where[first.receive].column}), but rank {source} "
+        f"{then.receive} stands before {first.receive} (column {subject.where[first.receive].column}), but rank {source} "
         f"sends {first.send} before {then.send} to rank {here.rank}, so each would get the other's values"
     )
-    return case.refusal(Place(*here), what, "receive in the order of the sends")
+    return subject.refusal(Position(*here), what, "receive in the order of the sends")

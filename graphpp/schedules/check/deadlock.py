@@ -1,7 +1,7 @@
 """Proves that a table comes to its end: no action of it waits, through others, for itself.
 
 Contract
-    in    a `Case` whose actions are in place, with either all of its sends and receives or none
+    in    a `ScheduleUnderCheck` whose actions are in place, with either all of its sends and receives or none
     out   nothing; or `ScheduleError` with the cycle of waits, one wait a line
 
 The proof is one graph. Its nodes are the computations and the messages; a message, its send and its receive, is ONE
@@ -25,32 +25,32 @@ from dataclasses import dataclass, field
 from graphlib import CycleError, TopologicalSorter
 from itertools import pairwise
 
-from graphpp.schedules.check.case import Case, Place
+from graphpp.schedules.check.schedule_under_check import Position, ScheduleUnderCheck
 from graphpp.schedules.table.actions import Action, Kind, message, upstream
 
-Node = Place | Action
+WaitNode = Position | Action
 """A computation's cell, or a message, by its send."""
 
 
-def check_progress(case: Case) -> None:
+def check_progress(subject: ScheduleUnderCheck) -> None:
     """Raise `ScheduleError`, which shows the cycle, where actions wait for each other."""
-    cycle = find_cycle(case)
+    cycle = find_cycle(subject)
     if cycle:
-        places = _Places.of(case)
+        places = _Positions.of(subject)
         shown = _without_steps(cycle, places)
-        lines = [f"    {_wait(case, places, *hop)}" for hop in pairwise([*shown, shown[0]])]
-        note = " (a message is over when both of its ends have come to it)" if case.schedule.has_communication else ""
+        lines = [f"    {_wait(subject, places, *hop)}" for hop in pairwise([*shown, shown[0]])]
+        note = " (a message is over when both of its ends have come to it)" if subject.schedule.has_communication else ""
         remedy = "\n".join(["reorder one of these ranks so that the cycle opens", *lines])
         what = f"deadlock, each of these waits for the next{note}"
-        raise case.refusal(places.cells(shown[0])[0], what, remedy)
+        raise subject.refusal(places.cells(shown[0])[0], what, remedy)
 
 
-def find_cycle(case: Case) -> list[Node]:
+def find_cycle(subject: ScheduleUnderCheck) -> list[WaitNode]:
     """Nodes each of which waits for the next, and the last for the first; empty where everything comes to its end."""
     try:
-        TopologicalSorter(waits(case)).prepare()
+        TopologicalSorter(waits(subject)).prepare()
     except CycleError as fault:
-        nodes: list[Node] = fault.args[1]  # graphlib lists each node before the one that waits for it
+        nodes: list[WaitNode] = fault.args[1]  # graphlib lists each node before the one that waits for it
         return nodes[:0:-1]
     return []
 
@@ -59,42 +59,42 @@ def find_cycle(case: Case) -> list[Node]:
 
 
 @dataclass
-class _Rank:
+class _LastNodes:
     """The last things on a rank's list so far."""
 
-    computation: list[Node] = field(default_factory=list)
-    messages: list[Node] = field(default_factory=list)
+    computation: list[WaitNode] = field(default_factory=list)
+    messages: list[WaitNode] = field(default_factory=list)
 
 
-def waits(case: Case) -> dict[Node, set[Node]]:
+def waits(subject: ScheduleUnderCheck) -> dict[WaitNode, set[WaitNode]]:
     """Each node -> the nodes that must be over before it."""
-    send_of = {receive: send for _, send, receive in case.messages} if case.schedule.has_communication else {}
-    graph: dict[Node, set[Node]] = {}
-    last = [_Rank() for _ in case.schedule.table]
-    for rank, column, action in case.schedule.cells():
+    send_of = {receive: send for _, send, receive in subject.messages} if subject.schedule.has_communication else {}
+    graph: dict[WaitNode, set[WaitNode]] = {}
+    last = [_LastNodes() for _ in subject.schedule.table]
+    for rank, column, action in subject.schedule.cells():
         before = last[rank]
         if action.is_communication:
-            nodes: list[Node] = [send_of.get(leaf, leaf) for leaf in action.leaves]
+            nodes: list[WaitNode] = [send_of.get(leaf, leaf) for leaf in action.leaves]
             for node in nodes:
                 graph.setdefault(node, set()).update(before.computation, before.messages)
             before.messages = nodes
         else:
-            here = Place(rank, column)
-            graph[here] = {*before.computation, *_read(case, action, send_of)}
+            here = Position(rank, column)
+            graph[here] = {*before.computation, *_nodes_read(subject, action, send_of)}
             before.computation = [here]
     return graph
 
 
-def _read(case: Case, action: Action, send_of: dict[Action, Action]) -> Iterator[Node]:
+def _nodes_read(subject: ScheduleUnderCheck, action: Action, send_of: dict[Action, Action]) -> Iterator[WaitNode]:
     """What a computation's inputs come with: a neighbour's computation, or the messages that arrive with them."""
     for leaf in action.leaves:
-        for maker in upstream(leaf, case.stages):
-            if maker in case.where:
-                pair = message(maker, case.stages)
+        for maker in upstream(leaf, subject.stages):
+            if maker in subject.where:
+                pair = message(maker, subject.stages)
                 if pair is None or pair[1] not in send_of:
-                    yield case.where[maker]
+                    yield subject.where[maker]
                 else:
-                    batch = case.at(case.where[pair[1]])
+                    batch = subject.at(subject.where[pair[1]])
                     yield from (send_of.get(each, each) for each in (batch.leaves if batch else ()))
 
 
@@ -102,27 +102,27 @@ def _read(case: Case, action: Action, send_of: dict[Action, Action]) -> Iterator
 
 
 @dataclass(frozen=True)
-class _Places:
+class _Positions:
     """Where nodes stand, for a person."""
 
-    case: Case
+    subject: ScheduleUnderCheck
     receive_of: dict[Action, Action]
 
     @classmethod
-    def of(cls, case: Case) -> _Places:
-        return cls(case, {send: receive for _, send, receive in case.messages})
+    def of(cls, subject: ScheduleUnderCheck) -> _Positions:
+        return cls(subject, {send: receive for _, send, receive in subject.messages})
 
-    def cells(self, node: Node) -> tuple[Place, ...]:
+    def cells(self, node: WaitNode) -> tuple[Position, ...]:
         """The cell of a computation; those of a message's send and receive."""
-        if isinstance(node, Place):
+        if isinstance(node, Position):
             return (node,)
-        return self.case.where[node], self.case.where[self.receive_of[node]]
+        return self.subject.where[node], self.subject.where[self.receive_of[node]]
 
 
-def _without_steps(cycle: list[Node], places: _Places) -> list[Node]:
+def _without_steps(cycle: list[WaitNode], places: _Positions) -> list[WaitNode]:
     """Leave out the nodes in the middle of a run of earlier and earlier cells of one rank."""
 
-    def passed_by(around: Iterable[Node]) -> bool:
+    def passed_by(around: Iterable[WaitNode]) -> bool:
         before, node, after = (places.cells(each)[0] for each in around)
         return before.rank == node.rank == after.rank and before.column > node.column > after.column
 
@@ -130,22 +130,22 @@ def _without_steps(cycle: list[Node], places: _Places) -> list[Node]:
     return [nodes[1] for nodes in around if not passed_by(nodes)]
 
 
-def _wait(case: Case, places: _Places, waiter: Node, waited: Node) -> str:
-    reads = isinstance(waiter, Place) and isinstance(waited, Action)
+def _wait(subject: ScheduleUnderCheck, places: _Positions, waiter: WaitNode, waited: WaitNode) -> str:
+    reads = isinstance(waiter, Position) and isinstance(waited, Action)
     cells = [(one, two) for one in places.cells(waiter) for two in places.cells(waited)]
     after = any(one.rank == two.rank and one.column > two.column for one, two in cells)
     verb = "comes after" if after and not reads else "waits for"
-    return f"{_name(case, places, waiter)} {verb} {_name(case, places, waited)}"
+    return f"{_name(subject, places, waiter)} {verb} {_name(subject, places, waited)}"
 
 
-def _name(case: Case, places: _Places, node: Node) -> str:
-    if isinstance(node, Place):
-        return f"{case.at(node)} (rank {node.rank}, column {node.column})"
+def _name(subject: ScheduleUnderCheck, places: _Positions, node: WaitNode) -> str:
+    if isinstance(node, Position):
+        return f"{subject.at(node)} (rank {node.rank}, column {node.column})"
     ends = (node, places.receive_of[node])
-    return " -> ".join(_end(case, action, place) for action, place in zip(ends, places.cells(node), strict=True))
+    return " -> ".join(_end(subject, action, place) for action, place in zip(ends, places.cells(node), strict=True))
 
 
-def _end(case: Case, action: Action, place: Place) -> str:
-    whole = case.at(place)
+def _end(subject: ScheduleUnderCheck, action: Action, place: Position) -> str:
+    whole = subject.at(place)
     batch = " of a batch" if whole is not None and whole.kind is Kind.P2P else ""
     return f"{action} (rank {place.rank}, column {place.column}{batch})"

@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from graphpp.errors import ScheduleError
-from graphpp.schedules.check.case import Case, Place
+from graphpp.schedules.check.schedule_under_check import Position, ScheduleUnderCheck
 from graphpp.schedules.table.actions import Action, Kind
 from graphpp.schedules.table.costs import Costs
 from graphpp.schedules.table.offload_window import OffloadWindow
@@ -30,16 +30,16 @@ class Peak(NamedTuple):
     nbytes: int
 
 
-Each = Costs | Sequence[Costs]
+MicrobatchCosts = Costs | Sequence[Costs]
 """The costs of all microbatches, or those of each."""
 
 
-def peak_bytes(schedule: Schedule, costs: Each, offloaded: Sequence[OffloadWindow] = ()) -> tuple[int, ...]:
+def peak_bytes(schedule: Schedule, costs: MicrobatchCosts, offloaded: Sequence[OffloadWindow] = ()) -> tuple[int, ...]:
     """The most bytes of activations alive at once on each rank."""
     return tuple(peak.nbytes for peak in peaks(schedule, costs, offloaded))
 
 
-def peaks(schedule: Schedule, costs: Each, offloaded: Sequence[OffloadWindow] = ()) -> tuple[Peak, ...]:
+def peaks(schedule: Schedule, costs: MicrobatchCosts, offloaded: Sequence[OffloadWindow] = ()) -> tuple[Peak, ...]:
     """Each rank's peak. Raises `ScheduleError` if `costs` has another number of stages, or of microbatches."""
     each = [costs] * schedule.microbatches if isinstance(costs, Costs) else list(costs)
     if len(each) != schedule.microbatches:
@@ -53,16 +53,21 @@ def peaks(schedule: Schedule, costs: Each, offloaded: Sequence[OffloadWindow] = 
     return tuple(_peak(rank, row, each, offloaded) for rank, row in enumerate(schedule.table))
 
 
-def check_memory(case: Case, costs: Each, cap: int | Sequence[int], offloaded: Sequence[OffloadWindow] = ()) -> None:
+def check_memory(
+    subject: ScheduleUnderCheck,
+    costs: MicrobatchCosts,
+    cap: int | Sequence[int],
+    offloaded: Sequence[OffloadWindow] = (),
+) -> None:
     """Raise `ScheduleError` at the peak of a rank that holds more than `cap` bytes; one cap, or one for each rank."""
-    caps = [cap] * case.schedule.ranks if isinstance(cap, int) else list(cap)
-    if len(caps) != case.schedule.ranks:
-        raise ScheduleError(f"memory_cap has bytes for {len(caps)} ranks, but {case.schedule.ranks} run the schedule")
-    for peak, most in zip(peaks(case.schedule, costs, offloaded), caps, strict=True):
+    caps = [cap] * subject.schedule.ranks if isinstance(cap, int) else list(cap)
+    if len(caps) != subject.schedule.ranks:
+        raise ScheduleError(f"memory_cap has bytes for {len(caps)} ranks, but {subject.schedule.ranks} run the schedule")
+    for peak, most in zip(peaks(subject.schedule, costs, offloaded), caps, strict=True):
         if peak.nbytes > most:
             what = f"{peak.nbytes:,} bytes of activations are alive here, more than the cap of {most:,}"
             remedy = "run a backward, or a held back W, earlier, or forwards later, or recompute in these stages"
-            raise case.refusal(Place(peak.rank, peak.column), what, remedy)
+            raise subject.refusal(Position(peak.rank, peak.column), what, remedy)
 
 
 def _peak(rank: int, row: Row, costs: Sequence[Costs], offloaded: Sequence[OffloadWindow]) -> Peak:
@@ -75,7 +80,7 @@ def _peak(rank: int, row: Row, costs: Sequence[Costs], offloaded: Sequence[Offlo
 
 def _live(row: Row, costs: Sequence[Costs], offloaded: Sequence[OffloadWindow]) -> Iterator[tuple[int, int]]:
     """(column, bytes alive) while each action runs, and after it."""
-    kept = _Kept(row, costs)
+    kept = _ByteChanges(row, costs)
     gone, back = Counter[Action](), Counter[Action]()
     for window in offloaded:
         gone[window.evict_after] += window.nbytes
@@ -89,7 +94,7 @@ def _live(row: Row, costs: Sequence[Costs], offloaded: Sequence[OffloadWindow]) 
         yield column, live
 
 
-class _Kept:
+class _ByteChanges:
     """What an action does to the bytes alive on its rank."""
 
     def __init__(self, row: Row, costs: Sequence[Costs]) -> None:

@@ -1,7 +1,7 @@
 """UNSHARD, RESHARD and REDUCE_GRAD of a table: parameters are whole while they are read, gradients are reduced once.
 
 Contract
-    in    a `Case` whose actions are in place, complete and in order
+    in    a `ScheduleUnderCheck` whose actions are in place, complete and in order
     out   nothing; or `ScheduleError` at the action that is missing or in the wrong place
 
 A stage that has UNSHARD or RESHARD at all has them in turns, UNSHARD first and RESHARD last, and every computation of
@@ -13,44 +13,42 @@ the step. The tables that torch's `_add_unshard_reshard` and `_add_reduce_grad` 
 
 from __future__ import annotations
 
-from graphpp.schedules.check.case import Case, Place
-from graphpp.schedules.table.actions import Action, Kind
-
-_BACKWARDS = (Kind.B, Kind.I, Kind.W)
+from graphpp.schedules.check.schedule_under_check import Position, ScheduleUnderCheck
+from graphpp.schedules.table.actions import BACKWARDS, Action, Kind
 
 
-def check_sharding(case: Case) -> None:
+def check_sharding(subject: ScheduleUnderCheck) -> None:
     """Every computation of a sharded stage finds its parameters whole."""
-    cells = list(case.schedule.cells())
+    cells = list(subject.schedule.cells())
     sharded = {action.stage for _, _, action in cells if action.kind in (Kind.UNSHARD, Kind.RESHARD)}
-    whole: dict[int, Place] = {}  # stage -> where it was unsharded
+    whole: dict[int, Position] = {}  # stage -> where it was unsharded
     for rank, column, action in cells if sharded else ():
         for leaf in action.leaves:
             if leaf.stage in sharded:
-                _follow(case, whole, Place(rank, column), leaf)
+                _follow(subject, whole, Position(rank, column), leaf)
     for stage, place in whole.items():
         what = f"stage {stage} is never resharded after this, so its whole parameters stay in memory"
-        raise case.refusal(place, what, f"add {stage}RESHARD after the last computation of stage {stage}")
+        raise subject.refusal(place, what, f"add {stage}RESHARD after the last computation of stage {stage}")
 
 
-def _follow(case: Case, whole: dict[int, Place], here: Place, leaf: Action) -> None:
+def _follow(subject: ScheduleUnderCheck, whole: dict[int, Position], here: Position, leaf: Action) -> None:
     """One action of a stage that is sharded."""
     stage = leaf.stage
     if leaf.kind is Kind.UNSHARD:
         if stage in whole:
             what = f"{leaf}: stage {stage} is unsharded since column {whole[stage].column}"
-            raise case.refusal(here, what, f"remove one of the two, or add {stage}RESHARD between them")
+            raise subject.refusal(here, what, f"remove one of the two, or add {stage}RESHARD between them")
         whole[stage] = here
     elif leaf.kind is Kind.RESHARD:
         if whole.pop(stage, None) is None:
-            raise case.refusal(here, f"{leaf}: stage {stage} is not unsharded here", "remove it, or unshard before it")
+            raise subject.refusal(here, f"{leaf}: stage {stage} is not unsharded here", "remove it, or unshard before it")
     elif leaf.is_compute and stage not in whole:
         what = f"{leaf} needs the parameters of stage {stage}, which are sharded here"
-        raise case.refusal(here, what, f"add {stage}UNSHARD before it, and {stage}RESHARD after it")
+        raise subject.refusal(here, what, f"add {stage}UNSHARD before it, and {stage}RESHARD after it")
 
 
-def check_reductions(case: Case) -> None:
+def check_reductions(subject: ScheduleUnderCheck) -> None:
     """REDUCE_GRAD after its stage's last backward."""
-    last = {leaf.stage: leaf for leaf in case.where if leaf.kind in _BACKWARDS}
-    for leaf in (leaf for leaf in case.where if leaf.kind is Kind.REDUCE_GRAD):
-        case.check_before(last[leaf.stage], leaf)
+    last = {leaf.stage: leaf for leaf in subject.where if leaf.kind in BACKWARDS}
+    for leaf in (leaf for leaf in subject.where if leaf.kind is Kind.REDUCE_GRAD):
+        subject.check_before(last[leaf.stage], leaf)

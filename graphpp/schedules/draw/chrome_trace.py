@@ -19,7 +19,7 @@ _COMPUTE, _COMMUNICATION = 0, 1
 _THREADS = {_COMPUTE: "compute", _COMMUNICATION: "communication"}
 
 
-def trace(timelines: Sequence[Timeline]) -> str:
+def trace_json(timelines: Sequence[Timeline]) -> str:
     """The trace as text, to be written to a file `*.json`."""
     events: list[dict[str, Any]] = []
     for index, timeline in enumerate(timelines):

@@ -31,7 +31,7 @@ def shade(kind: Kind, chunk: int, chunks: int) -> str:
     return _hex(*(round(value + (255 - value) * white) for value in _rgb(_OF_KIND[kind])))
 
 
-def of_message(action: Action) -> str:
+def message_colour(action: Action) -> str:
     """The colour of a send, a receive (or a batch with one in it) or a collective."""
     if not action.is_communication:
         return COLLECTIVE
@@ -44,7 +44,7 @@ def ink_on(colour: str) -> str:
     return "#ffffff" if 0.299 * red + 0.587 * green + 0.114 * blue < 150 else "#1b1f24"
 
 
-def meaning(kind: Kind) -> str:
+def legend_text(kind: Kind) -> str:
     """What a kind of computation is called in a legend."""
     return f"{kind.value} {_MEANINGS[kind]}"
 

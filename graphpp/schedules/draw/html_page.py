@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from html import escape
 
-from graphpp.schedules.draw.svg import draw
+from graphpp.schedules.draw.svg import draw_svg
 from graphpp.schedules.draw.svg_elements import printable
 from graphpp.schedules.simulate.timeline import Timeline
 from graphpp.units import spell_bytes, spell_time
@@ -26,9 +26,9 @@ th, td { padding: 3px 12px; text-align: right; border-bottom: 1px solid #d0d7de;
 """
 
 
-def page(timelines: Sequence[Timeline], width: float | None = None) -> str:
-    """The page as text; arguments and errors are those of `graphpp.schedules.draw.svg.draw`."""
-    chart = draw(timelines, width)
+def html_page(timelines: Sequence[Timeline], width: float | None = None) -> str:
+    """The page as text; arguments and errors are those of `graphpp.schedules.draw.svg.draw_svg`."""
+    chart = draw_svg(timelines, width)
     name = _safe(", ".join(dict.fromkeys(timeline.schedule.name for timeline in timelines)))
     tables = "".join(map(_table, timelines))
     return (

@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from graphpp.schedules.draw import chrome_trace as traces
-from graphpp.schedules.draw.html_page import page
-from graphpp.schedules.draw.svg import draw
+from graphpp.schedules.draw.html_page import html_page
+from graphpp.schedules.draw.svg import draw_svg
 from graphpp.schedules.simulate.simulator import simulate
 from graphpp.schedules.simulate.timeline import Timeline
 from graphpp.schedules.table.costs import Costs
@@ -25,17 +25,17 @@ def svg(*drawn: Drawable, costs: Costs | None = None, width: float | None = None
 
     Raises `ScheduleError` for a table that cannot run, `GraphPPError` where nothing is given or units of time differ.
     """
-    return draw(_timelines(drawn, costs), width)
+    return draw_svg(_timelines(drawn, costs), width)
 
 
 def html(*drawn: Drawable, costs: Costs | None = None, width: float | None = None) -> str:
     """The chart as an HTML page of its own, with a table of each rank's numbers; arguments and errors as for `svg`."""
-    return page(_timelines(drawn, costs), width)
+    return html_page(_timelines(drawn, costs), width)
 
 
 def chrome_trace(*drawn: Drawable, costs: Costs | None = None) -> str:
     """The events as JSON for chrome://tracing and Perfetto, a process per rank; arguments and errors as for `svg`."""
-    return traces.trace(_timelines(drawn, costs))
+    return traces.trace_json(_timelines(drawn, costs))
 
 
 def _timelines(drawn: Sequence[Drawable], costs: Costs | None) -> list[Timeline]:

@@ -1,7 +1,7 @@
 """The pipeline chart as one SVG: ranks down, time across, several timelines one above the other on one axis.
 
 Contract
-    `draw` takes timelines in one unit of time and gives a picture that stands by itself. Each has its title, a row per rank
+    `draw_svg` takes timelines in one unit of time and gives a picture that stands by itself. Each has its title, a row per rank
     with the microbatch numbers that fit into their boxes, and where memory was followed the bytes alive on each rank under
     it, all ranks of all timelines on one scale. What an action is and when it ran shows when the pointer rests on its box.
 """
@@ -15,7 +15,7 @@ from statistics import mean, quantiles
 from graphpp.errors import GraphPPError
 from graphpp.schedules.draw import colours
 from graphpp.schedules.draw.chart import Chart, Rect
-from graphpp.schedules.draw.svg_elements import FAINT, INK, Paper, Scale, text_width
+from graphpp.schedules.draw.svg_elements import FAINT, INK, Scale, SvgWriter, text_width
 from graphpp.schedules.simulate.timeline import Event, Timeline
 from graphpp.schedules.table.actions import Kind
 from graphpp.units import scale_of, spell_bytes, spell_time, ticks
@@ -27,7 +27,7 @@ _SMALLEST = 7.0  # pixels: the smallest number that can be read
 _PER_TICK = 80.0
 
 
-def draw(timelines: Sequence[Timeline], width: float | None = None) -> str:
+def draw_svg(timelines: Sequence[Timeline], width: float | None = None) -> str:
     """The picture as text; `width` in pixels, of all of it, else as wide as the numbers in the boxes need.
 
     Raises `GraphPPError` if there is no timeline, or their times are in different units.
@@ -36,17 +36,17 @@ def draw(timelines: Sequence[Timeline], width: float | None = None) -> str:
     charts = [Chart.of(timeline) for timeline in timelines]
     span = max(timeline.makespan for timeline in timelines)
     plot = _usual_width(charts, span) if width is None else max(width - _LEFT - _RIGHT, 40.0)
-    sheet = _Sheet(Paper(), Scale(_LEFT, plot, span), unit, _MARGIN)
-    sheet.legend(charts, memory=any(timeline.memory for timeline in timelines))
-    grid = sheet.y
+    layout = _ChartLayout(SvgWriter(), Scale(_LEFT, plot, span), unit, _MARGIN)
+    layout.legend(charts, memory=any(timeline.memory for timeline in timelines))
+    grid = layout.y
     most = max((count for each in timelines for row in each.memory for _, count in row), default=0)
     for timeline, chart in zip(timelines, charts, strict=True):
-        sheet.title(timeline)
-        sheet.rows(timeline, chart)
+        layout.title(timeline)
+        layout.rows(timeline, chart)
         if timeline.memory:
-            sheet.memory(timeline, most)
-    sheet.axis(grid)
-    return sheet.paper.finish(_LEFT + plot + _RIGHT, sheet.y + _MARGIN)
+            layout.memory(timeline, most)
+    layout.axis(grid)
+    return layout.writer.finish(_LEFT + plot + _RIGHT, layout.y + _MARGIN)
 
 
 def _common_unit(timelines: Sequence[Timeline]) -> str:
@@ -69,10 +69,10 @@ def _usual_width(charts: Sequence[Chart], span: float) -> float:
 
 
 @dataclass
-class _Sheet:
+class _ChartLayout:
     """A paper that fills from top to bottom; `y` is where the next thing goes."""
 
-    paper: Paper
+    writer: SvgWriter
     scale: Scale
     unit: str
     y: float
@@ -85,8 +85,8 @@ class _Sheet:
             if x > _MARGIN and x + width > end:
                 x, self.y = _MARGIN, self.y + 20
             for place, fill in enumerate(fills):
-                self.paper.rect((x + 16 * place, self.y, 16.0, 12.0), fill, class_="legend")
-            self.paper.text(x + 16 * len(fills) + 4, self.y + 6, text)
+                self.writer.rect((x + 16 * place, self.y, 16.0, 12.0), fill, class_="legend")
+            self.writer.text(x + 16 * len(fills) + 4, self.y + 6, text)
             x += width
         self.y += 24
 
@@ -97,11 +97,11 @@ class _Sheet:
         idle = f", {mean(map(timeline.bubble, range(schedule.ranks))):.1%} idle" if schedule.ranks else ""
         text = f"{schedule.name}, {timeline.name}"
         facts = f"{counts}; {spell_time(timeline.makespan, self.unit)}{idle}"
-        self.paper.text(_MARGIN, self.y + 8, text, 13, font_weight="bold")
+        self.writer.text(_MARGIN, self.y + 8, text, 13, font_weight="bold")
         beside = _MARGIN + text_width(text, 15) + 16  # bold runs wider
         below = beside + text_width(facts, 11) > self.scale.left + self.scale.width + _RIGHT
         self.y += 16 if below else 0
-        self.paper.text(_MARGIN if below else beside, self.y + 8, facts, fill=FAINT)
+        self.writer.text(_MARGIN if below else beside, self.y + 8, facts, fill=FAINT)
         self.y += _LINE
 
     def rows(self, timeline: Timeline, chart: Chart) -> None:
@@ -109,10 +109,10 @@ class _Sheet:
         for rank, stages in enumerate(chart.stages_of_rank):
             y = self.y + rank * (_ROW + _GAP)
             several = len(stages) > 1
-            self.paper.text(_MARGIN, y + _ROW * (0.3 if several else 0.5), f"rank {rank}")
+            self.writer.text(_MARGIN, y + _ROW * (0.3 if several else 0.5), f"rank {rank}")
             if several:
-                self.paper.text(_MARGIN, y + _ROW * 0.76, _shortened(stages), 9, FAINT)
-            self.paper.text(self.scale.x(self.scale.span) + 8, y + _ROW / 2, f"{timeline.bubble(rank):.1%} idle", fill=FAINT)
+                self.writer.text(_MARGIN, y + _ROW * 0.76, _shortened(stages), 9, FAINT)
+            self.writer.text(self.scale.x(self.scale.span) + 8, y + _ROW / 2, f"{timeline.bubble(rank):.1%} idle", fill=FAINT)
         for rect in (*chart.idle, *chart.computations, *chart.messages):
             self._box(rect, len(chart.stages_of_rank[rect.rank]))
         self.y += len(chart.stages_of_rank) * (_ROW + _GAP) + 6
@@ -122,21 +122,21 @@ class _Sheet:
         height = (rect.bottom - rect.top) * _ROW
         box = (self.scale.x(rect.start), y, self.scale.length(rect.end - rect.start), height)
         if rect.part is None or rect.event is None:
-            self.paper.rect(box, colours.IDLE, class_="idle")
+            self.writer.rect(box, colours.IDLE, class_="idle")
         elif rect.part.is_compute:
             fill = colours.shade(rect.part.kind, rect.chunk, chunks)
             title = self._said(rect.event)
-            self.paper.rect(box, fill, title, class_=rect.part.kind.value, stroke="#ffffff", stroke_width=0.6)
+            self.writer.rect(box, fill, title, class_=rect.part.kind.value, stroke="#ffffff", stroke_width=0.6)
             self._number(box, str(rect.part.microbatch), fill)
         else:
-            self.paper.rect(box, colours.of_message(rect.part), self._said(rect.event), class_="message")
+            self.writer.rect(box, colours.message_colour(rect.part), self._said(rect.event), class_="message")
 
     def _number(self, box: tuple[float, float, float, float], text: str, fill: str) -> None:
         """A microbatch number, if it fits into its box."""
         x, y, width, height = box
         size = min(11.0, height - 2, (width - 2) / (0.58 * len(text)))
         if size >= _SMALLEST:
-            self.paper.text(x + width / 2, y + height / 2, text, size, colours.ink_on(fill), text_anchor="middle")
+            self.writer.text(x + width / 2, y + height / 2, text, size, colours.ink_on(fill), text_anchor="middle")
 
     def _said(self, event: Event) -> str:
         times = [spell_time(time, self.unit) for time in (event.start, event.end, event.duration)]
@@ -147,11 +147,11 @@ class _Sheet:
         for rank, points in enumerate(timeline.memory):
             base = self.y + rank * (_STRIP + _GAP) + _STRIP
             peak = spell_bytes(timeline.peak_bytes(rank))
-            self.paper.text(_MARGIN, base - _STRIP / 2, f"rank {rank}")
-            self.paper.text(self.scale.x(self.scale.span) + 8, base - _STRIP / 2, f"{peak} peak", fill=FAINT)
-            self.paper.add("path", d=self._steps(points, timeline.makespan, base, most), fill="#b9c7d6", class_="memory")
+            self.writer.text(_MARGIN, base - _STRIP / 2, f"rank {rank}")
+            self.writer.text(self.scale.x(self.scale.span) + 8, base - _STRIP / 2, f"{peak} peak", fill=FAINT)
+            self.writer.add("path", d=self._steps(points, timeline.makespan, base, most), fill="#b9c7d6", class_="memory")
             left, right = self.scale.x(0), self.scale.x(timeline.makespan)
-            self.paper.add("line", x1=left, x2=right, y1=base, y2=base, stroke=FAINT, stroke_width=0.6)
+            self.writer.add("line", x1=left, x2=right, y1=base, y2=base, stroke=FAINT, stroke_width=0.6)
         self.y += len(timeline.memory) * (_STRIP + _GAP) + 8
 
     def _steps(self, points: Sequence[tuple[float, int]], end: float, base: float, most: int) -> str:
@@ -166,10 +166,10 @@ class _Sheet:
         left, right = self.scale.x(0), self.scale.x(self.scale.span)
         for tick in ticks(self.scale.span * factor, int(self.scale.width / _PER_TICK)):
             x = self.scale.x(tick / factor)
-            self.paper.add("line", x1=x, x2=x, y1=top + 18, y2=self.y + 4, stroke=INK, stroke_width=0.5, stroke_opacity=0.14)
-            self.paper.text(x, self.y + 12, f"{tick:.6g}", 10, text_anchor="middle")
-        self.paper.add("line", x1=left, x2=right, y1=self.y, y2=self.y, stroke=INK, stroke_width=1)
-        self.paper.text(right + 8, self.y + 12, name, 10)
+            self.writer.add("line", x1=x, x2=x, y1=top + 18, y2=self.y + 4, stroke=INK, stroke_width=0.5, stroke_opacity=0.14)
+            self.writer.text(x, self.y + 12, f"{tick:.6g}", 10, text_anchor="middle")
+        self.writer.add("line", x1=left, x2=right, y1=self.y, y2=self.y, stroke=INK, stroke_width=1)
+        self.writer.text(right + 8, self.y + 12, name, 10)
         self.y += 20
 
 
@@ -179,10 +179,10 @@ def _legend(charts: Sequence[Chart], memory: bool) -> Iterator[tuple[list[str], 
     kinds = {rect.part.kind for rect in rects if rect.part}
     chunks = max((len(stages) for chart in charts for stages in chart.stages_of_rank), default=0)
     drawn = [kind for kind in (Kind.F, Kind.B, Kind.I, Kind.W) if kind in kinds]
-    yield from (([colours.shade(kind, 0, 1)], colours.meaning(kind)) for kind in drawn)
+    yield from (([colours.shade(kind, 0, 1)], colours.legend_text(kind)) for kind in drawn)
     if chunks > 1 and drawn:
         yield [colours.shade(drawn[0], chunk, chunks) for chunk in range(chunks)], "first to last stage of a rank"
-    messages = {colours.of_message(rect.part) for rect in rects if rect.part and not rect.part.is_compute}
+    messages = {colours.message_colour(rect.part) for rect in rects if rect.part and not rect.part.is_compute}
     texts = {
         colours.SEND: "waits to send",
         colours.RECEIVE: "waits to receive",

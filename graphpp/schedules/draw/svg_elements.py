@@ -31,7 +31,7 @@ class Scale:
         return duration / self.span * self.width if self.span else 0.0
 
 
-class Paper:
+class SvgWriter:
     """An SVG under construction."""
 
     def __init__(self) -> None:

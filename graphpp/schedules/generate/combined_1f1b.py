@@ -9,7 +9,7 @@ Contract
 from __future__ import annotations
 
 from graphpp.schedules.generate.megatron_interleaved import least_group, schedule_table
-from graphpp.schedules.rewrite.add_idle_cells import in_time
+from graphpp.schedules.rewrite.add_idle_cells import add_idle_cells
 from graphpp.schedules.table.actions import Action, Kind
 from graphpp.schedules.table.placement import per_rank, stages_per_rank
 from graphpp.schedules.table.schedule import Schedule
@@ -33,7 +33,7 @@ def combined_1f1b(ranks: int, stages: int, microbatches: int, *, group: int | No
         steps = schedule_table(microbatches, chunks, size)
         warm_ups = [min(len(steps), 2 * (ranks - rank) - 1 + (chunks - 1) * size) for rank in range(ranks)]
     rows = [_row(rank, ranks, chunks, steps, warm_up) for rank, warm_up in enumerate(warm_ups)]
-    return Schedule(in_time(rows, stages), stages, microbatches, "Combined1F1B")
+    return Schedule(add_idle_cells(rows, stages), stages, microbatches, "Combined1F1B")
 
 
 def _row(rank: int, ranks: int, chunks: int, steps: list[tuple[int, int]], warm_up: int) -> list[Action]:

@@ -8,7 +8,7 @@ Contract
 from __future__ import annotations
 
 from graphpp.schedules.generate.megatron_interleaved import schedule_table
-from graphpp.schedules.rewrite.add_idle_cells import in_time
+from graphpp.schedules.rewrite.add_idle_cells import add_idle_cells
 from graphpp.schedules.table.actions import Action, Kind
 from graphpp.schedules.table.placement import per_rank
 from graphpp.schedules.table.schedule import Schedule
@@ -26,4 +26,4 @@ def forward_only(ranks: int, stages: int, microbatches: int) -> Schedule:
     chunks = per_rank("ForwardOnly", ranks, stages, microbatches)
     steps = schedule_table(microbatches, chunks, ranks)
     rows = [[Action(chunk * ranks + rank, Kind.F, m) for m, chunk in steps] for rank in range(ranks)]
-    return Schedule(in_time(rows, stages), stages, microbatches, "ForwardOnly")
+    return Schedule(add_idle_cells(rows, stages), stages, microbatches, "ForwardOnly")

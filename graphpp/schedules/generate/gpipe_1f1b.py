@@ -33,8 +33,8 @@ def gpipe(ranks: int, stages: int, microbatches: int) -> Schedule:
         return one_after_another(gpipe(stages, stages, microbatches))
 
     def row(rank: int) -> Row:
-        idle = 2 * (ranks - 1 - rank)
-        return (None,) * rank + every(Kind.F, rank, microbatches) + (None,) * idle + every(Kind.B, rank, microbatches)
+        forwards, backwards = (one_per_microbatch(kind, rank, microbatches) for kind in (Kind.F, Kind.B))
+        return (None,) * rank + forwards + (None,) * 2 * (ranks - 1 - rank) + backwards
 
     return Schedule(tuple(map(row, range(ranks))), stages, microbatches, "GPipe")
 
@@ -115,8 +115,8 @@ def looped_bfs(ranks: int, stages: int, microbatches: int) -> Schedule:
 
     def row(rank: int) -> Row:
         mine = range(rank, stages, ranks)
-        forwards = tuple(cell for stage in mine for cell in every(Kind.F, stage, microbatches))
-        backwards = tuple(cell for stage in mine for cell in every(Kind.B, stage, microbatches))
+        forwards = tuple(cell for stage in mine for cell in one_per_microbatch(Kind.F, stage, microbatches))
+        backwards = tuple(cell for stage in mine for cell in one_per_microbatch(Kind.B, stage, microbatches))
         return (None,) * rank + forwards + (None,) * (2 * (ranks - 1 - rank)) + backwards[::-1]
 
     return Schedule(tuple(map(row, range(ranks))), stages, microbatches, "LoopedBFS")
@@ -137,7 +137,7 @@ def plain_loop(ranks: int, stages: int, microbatches: int) -> Schedule:
     return Schedule((tuple(row),), stages, microbatches, "loop")
 
 
-def every(kind: Kind, stage: int, microbatches: int) -> Row:
+def one_per_microbatch(kind: Kind, stage: int, microbatches: int) -> Row:
     """One action of a stage for each microbatch."""
     return tuple(Action(stage, kind, m) for m in range(microbatches))
 

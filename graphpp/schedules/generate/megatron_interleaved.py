@@ -11,13 +11,13 @@ Contract
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from itertools import accumulate, zip_longest
+from itertools import zip_longest
 
 from graphpp.errors import ScheduleError
 from graphpp.schedules.check.checker import check
-from graphpp.schedules.rewrite.add_idle_cells import in_time
+from graphpp.schedules.rewrite.add_idle_cells import add_idle_cells
 from graphpp.schedules.table.actions import Action, Kind
 from graphpp.schedules.table.placement import per_rank, stages_per_rank
 from graphpp.schedules.table.schedule import Row, Schedule
@@ -68,70 +68,18 @@ def rank_microbatches(
     return total, warm_up >= total, min(warm_up, total), max(0, total - warm_up)
 
 
-def table_to_order(
-    warm_up: int,
-    chunks: int,
-    table: Sequence[tuple[int, int]],
-    *,
-    layers: Sequence[int] | None = None,
-    weight_grads: bool = False,
-) -> list[int] | list[float]:
+def table_to_order(warm_up: int, chunks: int, table: Sequence[tuple[int, int]]) -> list[int]:
     """The order of a rank: `warm_up` forwards, then a forward and a backward in turn, then the backwards left.
 
-    Megatron's `convert_schedule_table_to_order`; with `layers` or `weight_grads` the result of `layered_order`, one
-    layer for each chunk unless `layers` says otherwise.
+    Megatron's `convert_schedule_table_to_order`.
     """
     forwards = [chunk + 1 for _, chunk in table]
     backwards = [chunk - chunks for _, chunk in table]
     pairs = zip_longest(forwards[warm_up:], backwards, fillvalue=0)
-    order = forwards[:warm_up] + [step for pair in pairs for step in pair if step]
-    if layers is None and not weight_grads:
-        return order
-    return layered_order(order, layers or [1] * chunks, weight_grads)[0]
+    return forwards[:warm_up] + [step for pair in pairs for step in pair if step]
 
 
-def layered_order(
-    order: Sequence[int], layers: Sequence[int], weight_grads: bool = False
-) -> tuple[list[float], list[list[int] | None]]:
-    """An order of chunks as one of their layers, numbered from 1 through all chunks; chunk c has `layers[c - 1]`.
-
-    Where forwards and backwards take turns, a backward is paired with the forward after it, and their layers go
-    together: forward layer, backward layer, and with `weight_grads` the weight gradients (layer - 0.5) of that layer.
-    Beside it, for each forward, [chunk, layer in the chunk], both from 0; None for a backward.
-    `layered_order([1, 2, -2, 1, -1, -1], [1, 2], True)[0]` is 1 2 3 1 -3 -3.5 -2 -2.5 -1 -1.5 -1 -1.5. Megatron's
-    `get_overlap_moe_expert_parallel_comm_order`.
-    """
-    first = next((at for at, step in enumerate(order) if step < 0), len(order))
-    last = max((at for at, step in enumerate(order) if step > 0), default=-1)
-    taking_turns = order[first : last + 1]
-    woven = [
-        *((step, None) for step in order[:first]),
-        *zip(taking_turns[1::2], taking_turns[0::2], strict=False),
-        *((None, step) for step in order[max(last + 1, first) :]),
-    ]
-    starts = [0, *accumulate(layers)]
-    made = [item for forward, backward in woven for item in _woven(forward, backward, starts, weight_grads)]
-    return [layer for layer, _ in made], [source for _, source in made]
-
-
-def _woven(
-    forward: int | None, backward: int | None, starts: Sequence[int], weight_grads: bool
-) -> Iterator[tuple[float, list[int] | None]]:
-    """(layer, source) of a forward and a backward side by side, either of which may be missing."""
-    ahead = range(starts[forward - 1], starts[forward]) if forward else range(0)
-    back = range(starts[-backward - 1], starts[-backward])[::-1] if backward else range(0)
-    for step, (one, other) in enumerate(zip_longest(ahead, back)):
-        if one is not None and forward:
-            yield one + 1, [forward - 1, step]
-        if other is not None:
-            yield -other - 1, None
-            if weight_grads and step < len(back) - 1:
-                yield -other - 1.5, None
-    if weight_grads and back:  # the last one after all forwards, as Megatron has it
-        yield -back[-1] - 1.5, None
-
-
-def recomputed(microbatch: int, warm_up: int, n: int) -> bool:
+def is_recomputed(microbatch: int, warm_up: int, n: int) -> bool:
     """Whether a microbatch is recomputed fully under `num_microbatches_with_partial_activation_checkpoints=n`.
 
     Of each window of `warm_up` + 1 microbatches, which is how many are alive at a time, the first n are not.
@@ -154,7 +102,7 @@ def recompute_partially(schedule: Schedule, n: int) -> Schedule:
         window = sum(leaf.kind is Kind.F for leaf in leaves[:first])
         forwards = [leaf for leaf in leaves if leaf.kind is Kind.F]
         again |= {
-            (leaf.stage, leaf.microbatch or 0) for at, leaf in enumerate(forwards) if recomputed(at, window - 1, n)
+            (leaf.stage, leaf.microbatch or 0) for at, leaf in enumerate(forwards) if is_recomputed(at, window - 1, n)
         }
     return replace(schedule, recomputed=frozenset(again))
 
@@ -190,7 +138,7 @@ def from_orders(orders: Sequence[Sequence[float]], *, name: str = "Megatron orde
     stages = chunks * len(orders)
     made = Schedule(tuple(map(tuple, rows)), stages, microbatches, name)
     check(made, ranks=len(orders), stages=stages, microbatches=microbatches)
-    return replace(made, table=in_time(rows, stages))
+    return replace(made, table=add_idle_cells(rows, stages))
 
 
 def _row(rank: int, ranks: int, order: Sequence[float]) -> Row:

@@ -25,12 +25,12 @@ from graphpp.schedules.generate.names import ALIASES, SCHEDULES, Generator
 from graphpp.schedules.table.placement import usual_stages
 from graphpp.schedules.table.schedule import Cell, Schedule
 
-Table = Mapping[int, Iterable[Cell]] | Iterable[Iterable[Cell]]
-Maker = Callable[[int, int, int], Schedule | Table]
-Source = Schedule | str | os.PathLike[str] | Maker | Table
+TableLike = Mapping[int, Iterable[Cell]] | Iterable[Iterable[Cell]]
+ScheduleFunction = Callable[[int, int, int], Schedule | TableLike]
+ScheduleLike = Schedule | str | os.PathLike[str] | ScheduleFunction | TableLike
 
 
-def read(source: Source) -> Schedule | str | Maker:
+def load_schedule(source: ScheduleLike) -> Schedule | str | ScheduleFunction:
     """A file or a table as its `Schedule`; a `Schedule`, a known name and a function stay as they are.
 
     What is read once stays, whatever becomes of the file, or of an iterator over rows. Raises `ScheduleError`.
@@ -45,12 +45,12 @@ def read(source: Source) -> Schedule | str | Maker:
     return source if callable(source) else _of_table(source)
 
 
-def build(source: Source, ranks: int, stages: int, microbatches: int) -> Schedule:
+def make_table(source: ScheduleLike, ranks: int, stages: int, microbatches: int) -> Schedule:
     """The schedule that `source` means for these counts; of a file, a table or a `Schedule` the one that stands there.
 
-    Raises `ScheduleError`: what `read` cannot read, and a named schedule that does not fit the counts, with what would.
+    Raises `ScheduleError`: for a source that `load_schedule` cannot read, and for a named schedule that does not fit.
     """
-    known = read(source)
+    known = load_schedule(source)
     if isinstance(known, Schedule):
         return known
     maker = _by_name(known) if isinstance(known, str) else known
@@ -59,14 +59,14 @@ def build(source: Source, ranks: int, stages: int, microbatches: int) -> Schedul
     return made if isinstance(made, Schedule) else _of_table(made)
 
 
-def default_stages(source: Source, ranks: int) -> int:
+def default_stages(source: ScheduleLike, ranks: int) -> int:
     """How many stages to make where the user leaves it open.
 
     Those of a file, a table or a `Schedule`; else two per rank for a named schedule that takes several, and one per
     rank for the others and for a function, which makes its table for any number. A generator of graphpp, also in a
-    `functools.partial`, counts as its name. Raises what `read` raises.
+    `functools.partial`, counts as its name. Raises what `load_schedule` raises.
     """
-    known = read(source)
+    known = load_schedule(source)
     if isinstance(known, Schedule):
         return known.stages
     made_by: object = _by_name(known) if isinstance(known, str) else known
@@ -75,7 +75,7 @@ def default_stages(source: Source, ranks: int) -> int:
     return usual_stages(made_by, ranks)
 
 
-def _check_takes(maker: Maker, *counts: int) -> None:
+def _check_takes(maker: ScheduleFunction, *counts: int) -> None:
     """Raise where a function cannot be called with the three counts."""
     try:
         inspect.signature(maker).bind(*counts)
@@ -97,7 +97,7 @@ def _by_name(name: str) -> Generator:
     raise ScheduleError(f"unknown schedule {name!r}; {hint}Known: {', '.join(SCHEDULES)}, or the path of a .csv file")
 
 
-def _of_table(table: Table) -> Schedule:
+def _of_table(table: TableLike) -> Schedule:
     if isinstance(table, Mapping):
         if set(table) != set(range(len(table))):
             raise ScheduleError(f"a schedule given as a dict needs a row for each rank from 0 on, not {list(table)}")

@@ -90,7 +90,7 @@ def _squeezed(block: Block, ranks: int, stages: int, microbatches: int) -> Sched
 
 
 @dataclass
-class _Rank:
+class _RankProgress:
     """How far one rank is: for each pass the next microbatch, and the Ws that may run."""
 
     offsets: Offsets
@@ -117,7 +117,7 @@ class _Squeeze:
 
     def rows(self) -> tuple[Row, ...] | None:
         """The table; None if it is not shorter than `shorter_than`."""
-        ranks = [_Rank(self.block.at(rank, self.ranks)) for rank in range(self.ranks)]
+        ranks = [_RankProgress(self.block.at(rank, self.ranks)) for rank in range(self.ranks)]
         left = 6 * self.microbatches * self.ranks
         column = 0
         while left:
@@ -130,7 +130,7 @@ class _Squeeze:
             column += 1
         return tuple(tuple(rank.row[: _length(rank.row)]) for rank in ranks)
 
-    def _choose(self, number: int, rank: _Rank) -> int | None:
+    def _choose(self, number: int, rank: _RankProgress) -> int | None:
         """The pass to run now: the first by the blocks' order that can."""
         turns = enumerate(zip(rank.offsets, rank.next, strict=True))
         due = sorted([(offset + _PERIOD * m, step) for step, (offset, m) in turns if m < self.microbatches])
@@ -144,7 +144,7 @@ class _Squeeze:
             room = self.room or 0
         return None
 
-    def _ready(self, number: int, rank: _Rank, step: int) -> bool:
+    def _ready(self, number: int, rank: _RankProgress, step: int) -> bool:
         microbatch = rank.next[step]
         before = number - 1 if step % 2 == 0 else number + 1
         if not 0 <= before < self.ranks:  # the pass turns round on this rank
@@ -152,7 +152,7 @@ class _Squeeze:
         own = step == 0 or (number, step - 1, microbatch) in self.made
         return own and (before, step, microbatch) in self.made
 
-    def _run(self, number: int, rank: _Rank, step: int | None) -> tuple[int, int, int] | None:
+    def _run(self, number: int, rank: _RankProgress, step: int | None) -> tuple[int, int, int] | None:
         """Write the next cell; what it made, if others wait for it."""
         if step is None:
             rank.row.append(self._weight_grad(number, rank))
@@ -167,7 +167,7 @@ class _Squeeze:
             rank.pending.append((chunk, microbatch))
         return number, step, microbatch
 
-    def _weight_grad(self, number: int, rank: _Rank) -> Action | None:
+    def _weight_grad(self, number: int, rank: _RankProgress) -> Action | None:
         if not rank.pending:
             return None
         chunk, microbatch = rank.pending.popleft()

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 from graphpp.schedules.generate.gpipe_1f1b import one_after_another
 from graphpp.schedules.generate.megatron_interleaved import schedule_table
-from graphpp.schedules.rewrite.add_idle_cells import in_time
+from graphpp.schedules.rewrite.add_idle_cells import add_idle_cells
 from graphpp.schedules.table.actions import Action, Kind
 from graphpp.schedules.table.placement import all_on_one_rank, per_rank, round_length, stages_per_rank
 from graphpp.schedules.table.schedule import Schedule
@@ -43,10 +43,10 @@ def interleaved_zero_bubble(ranks: int, stages: int, microbatches: int) -> Sched
     def row(rank: int) -> list[Action | None]:
         hops = ranks - 1 - rank
         warm_up = min(len(steps), (chunks - 1) * k + hops)
-        actions = _Rank(rank, ranks, stages, steps).row(warm_up, lag=rank)
+        actions = _RankOrder(rank, ranks, stages, steps).row(warm_up, lag=rank)
         return [*(None,) * rank, *actions[:warm_up], *(None,) * (hops if warm_up else 0), *actions[warm_up:]]
 
-    table = in_time([row(rank) for rank in range(ranks)], stages, waiting=(Kind.F,))
+    table = add_idle_cells([row(rank) for rank in range(ranks)], stages, waiting=(Kind.F,))
     return Schedule(table, stages, microbatches, "InterleavedZeroBubble")
 
 
@@ -83,14 +83,14 @@ def _one_stage_per_rank(name: str, per_hop: int, ranks: int, stages: int, microb
         return one_after_another(_one_stage_per_rank(name, per_hop, stages, stages, microbatches))
     steps = schedule_table(microbatches, 1, microbatches)
     rows = [
-        _Rank(rank, ranks, stages, steps).row(min(microbatches, per_hop * (ranks - 1 - rank)), lag=per_hop * rank)
+        _RankOrder(rank, ranks, stages, steps).row(min(microbatches, per_hop * (ranks - 1 - rank)), lag=per_hop * rank)
         for rank in range(ranks)
     ]
-    return Schedule(in_time(rows, stages, fill=True), stages, microbatches, name)
+    return Schedule(add_idle_cells(rows, stages, fill=True), stages, microbatches, name)
 
 
 @dataclass(frozen=True)
-class _Rank:
+class _RankOrder:
     """One rank and the order in which its forwards come, as (microbatch, chunk); backwards run the chunks backwards."""
 
     rank: int

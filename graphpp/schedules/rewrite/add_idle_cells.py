@@ -1,7 +1,7 @@
 """Puts a table on the clock: idle cells wherever a rank waits for what it reads.
 
 Contract
-    `in_time(rows, ...)` keeps the order of every rank and adds None, so that each action stands in the first column
+    `add_idle_cells(rows, ...)` keeps the order of every rank and adds None, so that each action stands in the first column
     after those in which its inputs are made, and after the action before it: a column is one unit of time, the same
     for any action, and messages take none. Idle cells that stand in a row already are kept, as a wait of their own.
 
@@ -24,7 +24,7 @@ Cells = list[Action | None]
 _READING = (Kind.F, Kind.B, Kind.I)
 
 
-def in_time(
+def add_idle_cells(
     rows: Sequence[Iterable[Action | None]],
     stages: int,
     waiting: Collection[Kind] = _READING,

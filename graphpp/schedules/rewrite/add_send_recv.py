@@ -23,7 +23,7 @@ from graphpp.schedules.table.in_order import Stuck, has_inputs, in_order
 from graphpp.schedules.table.schedule import Schedule
 
 
-def add_communication(schedule: Schedule) -> Schedule:
+def add_send_recv(schedule: Schedule) -> Schedule:
     """The schedule with SEND_F, RECV_F, SEND_B and RECV_B; a single rank needs none and only loses idle cells.
 
     Raises `ScheduleError` if there are sends or receives already, or if no order of execution exists (then
@@ -32,7 +32,7 @@ def add_communication(schedule: Schedule) -> Schedule:
     if schedule.has_communication:
         raise ScheduleError(f"{schedule.name} has sends and receives already; run it as it is, or take them out")
     rows = [[action for action in row if action] for row in schedule.table]
-    ranks = [_Rank() for _ in rows]
+    ranks = [_RankLists() for _ in rows]
     try:
         for rank, action in in_order(rows, lambda rank, action: has_inputs(action, ranks[rank].results, schedule.stages)):
             ranks[rank].actions.append(action)
@@ -46,14 +46,14 @@ def add_communication(schedule: Schedule) -> Schedule:
 
 
 @dataclass
-class _Rank:
+class _RankLists:
     """`results`: the computations whose results are on this rank, because they ran here or have arrived."""
 
     actions: list[Action] = field(default_factory=list)
     results: set[Action] = field(default_factory=set)
 
 
-def _deliver(leaf: Action, rank: int, ranks: list[_Rank], schedule: Schedule) -> None:
+def _deliver(leaf: Action, rank: int, ranks: list[_RankLists], schedule: Schedule) -> None:
     """Send the result of `leaf` to the rank of the neighbouring stage, if that is another rank."""
     ends = message(leaf, schedule.stages)
     other = schedule.rank_of_stage.get(ends[1].stage) if ends else None

@@ -23,9 +23,9 @@ from graphlib import CycleError
 from typing import NamedTuple
 
 from graphpp.errors import ScheduleError
-from graphpp.schedules.rewrite.add_send_recv import add_communication
-from graphpp.schedules.rewrite.p2p_batches import Batches, Channel, Node, readers
-from graphpp.schedules.rewrite.topological_order import Order
+from graphpp.schedules.rewrite.add_send_recv import add_send_recv
+from graphpp.schedules.rewrite.p2p_batches import Batches, BatchNode, Channel, readers
+from graphpp.schedules.rewrite.topological_order import DynamicTopologicalOrder
 from graphpp.schedules.table.actions import SENDS, Action, Kind
 from graphpp.schedules.table.schedule import Schedule
 
@@ -49,7 +49,7 @@ PAIRS = ("send_forward_recv_backward", "send_backward_recv_forward")
 """Those whose messages have one peer."""
 
 
-def fuse_communication(schedule: Schedule, verbs: Sequence[str] = PAIRS) -> Schedule:
+def batch_p2p(schedule: Schedule, verbs: Sequence[str] = PAIRS) -> Schedule:
     """The schedule with batches, made verb by verb in the order given; one without sends and receives gets them first.
 
     Raises `ScheduleError` for an unknown verb, or if `schedule` has a deadlock already.
@@ -58,10 +58,10 @@ def fuse_communication(schedule: Schedule, verbs: Sequence[str] = PAIRS) -> Sche
     if unknown:
         raise ScheduleError(f"unknown verb {unknown[0]!r}; take {', '.join(VERBS)}")
     if not schedule.has_communication:
-        schedule = add_communication(schedule)
+        schedule = add_send_recv(schedule)
     rows = [Batches(rank, row, schedule.rank_of_stage) for rank, row in enumerate(schedule.table)]
     try:
-        order = Order(edge for row in rows for edge in row.edges())
+        order = DynamicTopologicalOrder(edge for row in rows for edge in row.edges())
     except CycleError:
         raise ScheduleError(f"{schedule.name} has a deadlock before anything is fused; `check` names the cycle") from None
     for verb in verbs:
@@ -71,7 +71,7 @@ def fuse_communication(schedule: Schedule, verbs: Sequence[str] = PAIRS) -> Sche
     return replace(schedule, table=table)
 
 
-def _fuse(rank: Batches, verb: Verb, order: Order[Node]) -> None:
+def _fuse(rank: Batches, verb: Verb, order: DynamicTopologicalOrder[BatchNode]) -> None:
     """Make the batches of one verb, from left to right."""
     for start in list(rank.places):
         at: int | None = start
@@ -79,7 +79,7 @@ def _fuse(rank: Batches, verb: Verb, order: Order[Node]) -> None:
             at = _grow(rank, at, verb, order)
 
 
-def _grow(rank: Batches, at: int, verb: Verb, order: Order[Node]) -> int | None:
+def _grow(rank: Batches, at: int, verb: Verb, order: DynamicTopologicalOrder[BatchNode]) -> int | None:
     """Join the messages at `at` with the next that fit; where they stand then, or None."""
     for other, place in _reachable(rank, at, verb):
         gone = at if place == other else other

@@ -12,14 +12,14 @@ from graphpp.schedules.table.actions import Kind
 from graphpp.schedules.table.schedule import Schedule
 
 
-def taken_apart(schedule: Schedule) -> Schedule:
+def without_overlaps(schedule: Schedule) -> Schedule:
     """The computations alone, the parts of an overlap one after the other."""
     rows = ((action for action in row if action and action.is_compute) for row in schedule.table)
     return replace(schedule, table=tuple(tuple(leaf for action in row for leaf in action.leaves) for row in rows))
 
 
-def whole_backwards(schedule: Schedule) -> Schedule:
+def merge_backward(schedule: Schedule) -> Schedule:
     """The computations alone, each I as a B, without the Ws."""
-    rows = ((leaf for leaf in row if leaf and leaf.kind is not Kind.W) for row in taken_apart(schedule).table)
+    rows = ((leaf for leaf in row if leaf and leaf.kind is not Kind.W) for row in without_overlaps(schedule).table)
     whole = ((leaf._replace(kind=Kind.B) if leaf.kind is Kind.I else leaf for leaf in row) for row in rows)
     return replace(schedule, table=tuple(map(tuple, whole)))

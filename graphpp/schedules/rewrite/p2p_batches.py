@@ -1,10 +1,11 @@
-"""One rank's list while its sends and receives are put into batches, and the waits between its events.
+"""One rank's row while its sends and receives are joined into batches, and the graph of waits between its events.
 
 Contract
-    A message stands for itself at first. `join` puts what stands at one column with what stands at another, unless some
-    event would then wait for itself; the waits are those of `graphpp.schedules.check.deadlock`, kept in an `Order` that all
-    ranks share: a batch is posted after the computation before it and when the batch before it is over; its messages are
-    under way then, and it is over when all of them are, which their readers wait for.
+    At first every send and receive is a batch by itself. `join` moves the batch at one column into the batch at another
+    column, unless some event would then wait for itself. The waits are those of `graphpp.schedules.check.deadlock`, kept
+    in one `DynamicTopologicalOrder` for all ranks: a batch is posted after the computation before it and after the end of
+    the batch before it; its messages run once it is posted; it ends when all of them have ended; the computations that
+    read its messages wait for its end.
 """
 
 from __future__ import annotations
@@ -14,13 +15,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
-from graphpp.schedules.check.case import Place
-from graphpp.schedules.rewrite.topological_order import Order
+from graphpp.schedules.check.schedule_under_check import Position
+from graphpp.schedules.rewrite.topological_order import DynamicTopologicalOrder
 from graphpp.schedules.table.actions import SENDS, Action, Kind, computations, peer
 from graphpp.schedules.table.schedule import Row
 
 
-class _Post(NamedTuple):
+class _Posting(NamedTuple):
     """A batch, or a message alone, is posted, or over: where it stands."""
 
     rank: int
@@ -28,8 +29,8 @@ class _Post(NamedTuple):
     over: bool
 
 
-Node = Place | Action | _Post
-Edge = tuple[Node, Node]
+BatchNode = Position | Action | _Posting
+Edge = tuple[BatchNode, BatchNode]
 Channel = tuple[bool, int]
 """Sends to a rank (True), or receives from it."""
 
@@ -46,16 +47,16 @@ class Batches:
         messages = [at for at, action in enumerate(row) if action is not None and action.is_communication]
         self.columns: dict[int, tuple[int, ...]] = {at: (at,) for at in messages}
         self.places = messages
-        self._before: list[Node | None] = [None] * len(row)  # the computation before each column
-        self._reader: dict[Action, Node] = {}
+        self._before: list[BatchNode | None] = [None] * len(row)  # the computation before each column
+        self._reader: dict[Action, BatchNode] = {}
         self._place_computations()
 
     def _place_computations(self) -> None:
-        last: Node | None = None
+        last: BatchNode | None = None
         for column, action in enumerate(self.row):
             self._before[column] = last
             if action is not None and not action.is_communication:
-                last = Place(self._rank, column)
+                last = Position(self._rank, column)
                 self._reader.update(dict.fromkeys(action.leaves, last))
 
     # ------------------------------------------------------------------------------ the graph of waits
@@ -65,7 +66,7 @@ class Batches:
         for column, action in enumerate(self.row):
             before = self._before[column]
             if before is not None and action is not None and not action.is_communication:
-                yield before, Place(self._rank, column)
+                yield before, Position(self._rank, column)
         for at in self.places:
             yield from self._own(at)
         yield from self._chain(self.places)
@@ -89,10 +90,10 @@ class Batches:
             yield _sent(leaf), self._post(at, over=True)
             yield from ((self._post(at, over=True), self._reader[each]) for each in readers(leaf) if each in self._reader)
 
-    def _post(self, at: int, *, over: bool = False) -> _Post:
-        return _Post(self._rank, at, over)
+    def _post(self, at: int, *, over: bool = False) -> _Posting:
+        return _Posting(self._rank, at, over)
 
-    def join(self, gone: int, kept: int, order: Order[Node]) -> bool:
+    def join(self, gone: int, kept: int, order: DynamicTopologicalOrder[BatchNode]) -> bool:
         """Put the batch at `gone` into the one at `kept`, unless a cycle of waits would arise."""
         where = bisect_left(self.places, gone)
         before, after = self.places[max(0, where - 1) : where], self.places[where + 1 : where + 2]
@@ -141,7 +142,7 @@ def _sent(leaf: Action) -> Action:
     return leaf if leaf.kind in SENDS else peer(leaf)
 
 
-def _exchanged(order: Order[Node], old: Sequence[Edge], new: Sequence[Edge]) -> bool:
+def _exchanged(order: DynamicTopologicalOrder[BatchNode], old: Sequence[Edge], new: Sequence[Edge]) -> bool:
     """Edges `new` for edges `old`; False, with all as it was, where that closes a cycle."""
     removed = [edge for edge in dict.fromkeys(old) if order.has(*edge)]
     for edge in removed:

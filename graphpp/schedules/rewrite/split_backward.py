@@ -18,10 +18,10 @@ from graphpp.errors import ScheduleError
 from graphpp.schedules.table.actions import Action, Kind
 from graphpp.schedules.table.schedule import Row, Schedule
 
-Held = Callable[[Action], bool]
+Selector = Callable[[Action], bool]
 
 
-def split_backwards(schedule: Schedule) -> Schedule:
+def split_backward(schedule: Schedule) -> Schedule:
     """Every B as an I with its W directly after it.
 
     r0 0F0 .   0B0      ->     r0 0F0 .   0I0 0W0
@@ -82,7 +82,7 @@ def _check(schedule: Schedule, stages: frozenset[int], until: str) -> None:
             )
 
 
-def _deferred(row: Row, held: Held, until: str) -> Row:
+def _deferred(row: Row, held: Selector, until: str) -> Row:
     last_forward = max((at for at, cell in enumerate(row) if cell and _has(cell, Kind.F)), default=-1)
     cells: list[Action | None] = []
     waiting: deque[Action] = deque()
@@ -101,7 +101,7 @@ def _has(action: Action, kind: Kind) -> bool:
     return any(leaf.kind is kind for leaf in action.leaves)
 
 
-def _split(action: Action | None, held: Held) -> tuple[Action | None, list[Action]]:
+def _split(action: Action | None, held: Selector) -> tuple[Action | None, list[Action]]:
     """What is left of an action without the Ws that are held back, None if nothing, and those Ws."""
     leaves = action.leaves if action else ()
     kept = [

@@ -1,9 +1,9 @@
-"""A topological order that is kept up while edges of its graph come and go.
+"""Maintain a topological order while edges are added to a graph and removed from it.
 
 Contract
-    `Order(edges)` takes (before, after) pairs without a cycle. `add` puts an edge in and rearranges only what stands
-    between its ends (Pearce and Kelly, "A dynamic topological sort algorithm for directed acyclic graphs", 2006), or says
-    that it would close a cycle and changes nothing. `remove` never makes an order wrong.
+    `DynamicTopologicalOrder(edges)` takes (before, after) pairs without a cycle. `add` inserts an edge and reorders only
+    the nodes between its two ends, or returns False and changes nothing if the edge would close a cycle. `remove` needs
+    no reordering. Algorithm: Pearce and Kelly, "A dynamic topological sort algorithm for directed acyclic graphs", 2006.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Generic, TypeVar
 N = TypeVar("N", bound=Hashable)
 
 
-class Order(Generic[N]):
+class DynamicTopologicalOrder(Generic[N]):
     """Nodes by their place in the order; raises `graphlib.CycleError` if the first edges have none."""
 
     def __init__(self, edges: Iterable[tuple[N, N]]) -> None:

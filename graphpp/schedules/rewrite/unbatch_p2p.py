@@ -22,48 +22,48 @@ from graphlib import TopologicalSorter
 from heapq import heappop, heappush
 from itertools import count
 
-from graphpp.schedules.check.case import Case, Place
-from graphpp.schedules.check.deadlock import Node, find_cycle, waits
+from graphpp.schedules.check.deadlock import WaitNode, find_cycle, waits
+from graphpp.schedules.check.schedule_under_check import Position, ScheduleUnderCheck
 from graphpp.schedules.table.actions import SENDS, Action, Kind
 from graphpp.schedules.table.schedule import Schedule
 
-Key = Callable[[int, Action], int]
+SortKey = Callable[[int, Action], int]
 
 
-def order_even_odd(schedule: Schedule) -> Schedule:
+def unbatch_p2p(schedule: Schedule) -> Schedule:
     """The schedule without batches; sends and receives that are in none stay as they are."""
     apart = _apart(schedule, _by_parity)
-    return _apart(schedule, _by_order(schedule)) if find_cycle(Case.of(apart)) else apart
+    return _apart(schedule, _by_order(schedule)) if find_cycle(ScheduleUnderCheck.of(apart)) else apart
 
 
 def _by_parity(rank: int, leaf: Action) -> int:
     return int((leaf.kind in SENDS) == bool(rank % 2))
 
 
-def _by_order(schedule: Schedule) -> Key:
+def _by_order(schedule: Schedule) -> SortKey:
     """Where a message stands in an order in which all of them can be over, one at a time."""
-    case = Case.of(schedule)
-    place = {node: number for number, node in enumerate(_one_at_a_time(case))}
-    send_of = {receive: send for _, send, receive in case.messages}
+    subject = ScheduleUnderCheck.of(schedule)
+    place = {node: number for number, node in enumerate(_one_at_a_time(subject))}
+    send_of = {receive: send for _, send, receive in subject.messages}
     return lambda rank, leaf: place[send_of.get(leaf, leaf)]
 
 
-def _one_at_a_time(case: Case) -> Iterator[Node]:
+def _one_at_a_time(subject: ScheduleUnderCheck) -> Iterator[WaitNode]:
     """All computations and messages; whatever an even rank sends goes before what an odd one does, if both can go."""
-    graph = TopologicalSorter(waits(case))
+    graph = TopologicalSorter(waits(subject))
     graph.prepare()
-    ready: list[tuple[int, int, Node]] = []
+    ready: list[tuple[int, int, WaitNode]] = []
     tie = count()
     while graph.is_active():
         for node in graph.get_ready():
-            urgency = 0 if isinstance(node, Place) else 1 + case.where[node].rank % 2
+            urgency = 0 if isinstance(node, Position) else 1 + subject.where[node].rank % 2
             heappush(ready, (urgency, next(tie), node))
         _, _, node = heappop(ready)
         graph.done(node)
         yield node
 
 
-def _apart(schedule: Schedule, key: Key) -> Schedule:
+def _apart(schedule: Schedule, key: SortKey) -> Schedule:
     def single(rank: int, cell: Action | None) -> Sequence[Action | None]:
         if cell is None or cell.kind is not Kind.P2P:
             return [cell]

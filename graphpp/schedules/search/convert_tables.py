@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from itertools import pairwise
 
-from graphpp.schedules.search.evaluate_order import Candidate, Solution
+from graphpp.schedules.search.evaluate_order import Candidate, EvaluatedOrder
 from graphpp.schedules.search.problem import Problem
 from graphpp.schedules.table.actions import Action, Kind
 from graphpp.schedules.table.schedule import Row, Schedule
@@ -29,7 +29,7 @@ def candidate_of(problem: Problem, schedule: Schedule) -> Candidate:
     return Candidate(orders, whole, [1.0] * problem.ranks)
 
 
-def schedule_of(problem: Problem, solution: Solution, name: str, *, join: bool) -> Schedule:
+def schedule_of(problem: Problem, solution: EvaluatedOrder, name: str, *, join: bool) -> Schedule:
     """The table of a solution. `join`: I and W become B where nobody waits for the I alone."""
     joined = (
         {op - problem.count for row in solution.rows for op in _joinable(problem, solution, row)} if join else set()
@@ -50,7 +50,7 @@ def schedule_of(problem: Problem, solution: Solution, name: str, *, join: bool) 
     return Schedule(tuple(map(row_of, solution.rows)), problem.stages, problem.microbatches, name)
 
 
-def _joinable(problem: Problem, solution: Solution, row: list[int]) -> list[int]:
+def _joinable(problem: Problem, solution: EvaluatedOrder, row: list[int]) -> list[int]:
     """Input gradients with their weight gradients right behind them, whose reader starts after these anyway."""
     count, step, ends = problem.count, problem.microbatches, solution.ends
     found = []
@@ -72,6 +72,6 @@ def _after(problem: Problem, end: float, reader: int, weight: int) -> float:
     return end + problem.took[weight] + problem.lag[reader]
 
 
-def _time(problem: Problem, solution: Solution, op: int) -> float:
+def _time(problem: Problem, solution: EvaluatedOrder, op: int) -> float:
     whole = solution.candidate.whole[op - problem.count]
     return problem.whole[(op - problem.count) // problem.microbatches] if whole else problem.took[op]

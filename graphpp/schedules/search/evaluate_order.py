@@ -3,7 +3,7 @@
 Contract
     in    a `Candidate`: per rank the order of its forwards and backwards, which backwards are whole, and how long a wait
           has to be to be filled
-    out   a `Solution`: rows with the weight gradients in place and the time of everything; None where the order
+    out   a `EvaluatedOrder`: rows with the weight gradients in place and the time of everything; None where the order
           needs more memory than there is, or waits for itself, or its value is above `limit`
 
 A weight gradient runs where its rank would wait long enough, where a forward needs its bytes, or at the end.
@@ -28,7 +28,7 @@ class Candidate:
 
 
 @dataclass(frozen=True)
-class Solution:
+class EvaluatedOrder:
     """`ends[op]` of forwards and backwards; `value` is the makespan plus the mean time at which ranks finish."""
 
     candidate: Candidate
@@ -38,7 +38,7 @@ class Solution:
     value: float
 
 
-def work(problem: Problem, candidate: Candidate) -> list[float]:
+def busy_times(problem: Problem, candidate: Candidate) -> list[float]:
     """How long each rank computes."""
     total = [0.0] * problem.ranks
     for stage in range(problem.stages):
@@ -52,7 +52,7 @@ def work(problem: Problem, candidate: Candidate) -> list[float]:
     return total
 
 
-def decode(problem: Problem, candidate: Candidate, limit: float = inf) -> Solution | None:  # noqa: C901, PLR0912, PLR0915
+def evaluate_order(problem: Problem, candidate: Candidate, limit: float = inf) -> EvaluatedOrder | None:  # noqa: C901, PLR0912, PLR0915
     """One pass over all rows, each as far as its inputs are known. A single loop because the search lives in it."""
     took, reads, lag, count, ranks = problem.took, problem.reads, problem.lag, problem.count, problem.ranks
     per_stage, saved, kept = problem.microbatches, problem.saved, problem.kept
@@ -61,7 +61,7 @@ def decode(problem: Problem, candidate: Candidate, limit: float = inf) -> Soluti
     at, free, live, done = [0] * ranks, [0.0] * ranks, [0] * ranks, [0] * ranks
     pending: list[list[int]] = [[] for _ in range(ranks)]
     rows: list[list[int]] = [[] for _ in range(ranks)]
-    least = work(problem, candidate)
+    least = busy_times(problem, candidate)
     mean, most = sum(least) / ranks, max(least)
     waiting: dict[int, int] = {}
     todo = list(range(ranks))
@@ -126,4 +126,4 @@ def decode(problem: Problem, candidate: Candidate, limit: float = inf) -> Soluti
         rows[rank] += weights[done[rank] :]
         free[rank] += sum(map(took.__getitem__, weights[done[rank] :]))
     makespan = max(free)
-    return Solution(candidate, rows, ends, makespan, makespan + sum(free) / ranks)
+    return EvaluatedOrder(candidate, rows, ends, makespan, makespan + sum(free) / ranks)

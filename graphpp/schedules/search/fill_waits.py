@@ -18,7 +18,7 @@ from graphpp.schedules.search.evaluate_order import Candidate
 from graphpp.schedules.search.problem import Problem
 
 
-def fill(problem: Problem, candidate: Candidate, window: int) -> Candidate:
+def fill_waits(problem: Problem, candidate: Candidate, window: int) -> Candidate:
     """The candidate with its waits filled, looking at `window` operations on each rank."""
     ranks = _Ranks(problem, candidate, window)
     while ranks.events:

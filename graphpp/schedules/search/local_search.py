@@ -1,8 +1,8 @@
 """Makes a solution better, step by step: a piece of one microbatch's way is moved in time on all its ranks at once.
 
 Contract
-    in    a `Solution`, how many steps to take, and a source of randomness
-    out   the best `Solution` met; the same for the same arguments on every machine (only +, - and * decide)
+    in    a `EvaluatedOrder`, how many steps to take, and a source of randomness
+    out   the best `EvaluatedOrder` met; the same for the same arguments on every machine (only +, - and * decide)
 
 A step takes the ends of the solution at hand, shifts those of some successive steps of a microbatch (or of a few in a
 row), sorts each rank by them again and decodes. What is not much worse is gone on from, the less so the later
@@ -15,13 +15,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from random import Random
 
-from graphpp.schedules.search.evaluate_order import Candidate, Solution, decode
+from graphpp.schedules.search.evaluate_order import Candidate, EvaluatedOrder, evaluate_order
 from graphpp.schedules.search.problem import Problem
 
 _PATIENCE = (0.0, 0.25, 0.5, 0.75, 1.0)
 
 
-def improve(problem: Problem, start: Solution, steps: int, random: Random, heat: float = 0.5) -> Solution:
+def local_search(problem: Problem, start: EvaluatedOrder, steps: int, random: Random, heat: float = 0.5) -> EvaluatedOrder:
     """Take `steps` steps; stops early where nothing better can exist. `heat`: what is tolerated at first, in operations."""
     moves = _Moves(problem, random)
     bound = problem.bound() * (1 + 1e-9)
@@ -32,7 +32,7 @@ def improve(problem: Problem, start: Solution, steps: int, random: Random, heat:
         luck = random.random()
         limit = current.value + heat * moves.unit * (1 - step / steps) * luck * luck * luck * luck
         candidate = moves.neighbour(current)
-        found = candidate and decode(problem, candidate, limit + 1e-9)
+        found = candidate and evaluate_order(problem, candidate, limit + 1e-9)
         if found and found.value <= limit + 1e-9:
             current = found
             if (found.makespan, found.value) < (best.makespan - 1e-9, best.value):
@@ -46,7 +46,7 @@ class _Moves:
         self.unit = problem.period() * problem.ranks / (3 * problem.stages)
         self.flips = [stage for stage in range(problem.stages) if problem.prefers_whole(stage)]
 
-    def neighbour(self, solution: Solution) -> Candidate | None:
+    def neighbour(self, solution: EvaluatedOrder) -> Candidate | None:
         luck = self.random.random()
         if luck < 0.04:
             return self._patience(solution.candidate)
@@ -66,7 +66,7 @@ class _Moves:
             whole[stage + microbatch] ^= 1
         return Candidate(old.orders, whole, old.patience)
 
-    def _shift(self, solution: Solution) -> Candidate | None:
+    def _shift(self, solution: EvaluatedOrder) -> Candidate | None:
         problem, old, ends = self.problem, solution.candidate, solution.ends
         by = self.unit * self.random.choice((-1, 1)) * (0.5 + 5 * self.random.random() * self.random.random())
         piece = self._piece()

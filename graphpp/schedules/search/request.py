@@ -42,7 +42,7 @@ def caps_of(memory_cap: int | Sequence[int] | None, ranks: int) -> list[float]:
 def placements(stages: int, placement: str | Home | None, ranks: int) -> list[dict[int, int]]:
     """The placements to try, each stage -> rank."""
     if placement is not None and not isinstance(placement, str):
-        return [_given(stages, placement, ranks)]
+        return [_complete(stages, placement, ranks)]
     if placement not in (None, "loop", "v"):
         raise ScheduleError(f"unknown placement {placement!r}; take 'loop', 'v', a mapping stage -> rank, or None")
     if stages < 1 or stages % ranks:
@@ -57,7 +57,7 @@ def placements(stages: int, placement: str | Home | None, ranks: int) -> list[di
     return [loop if placement == "loop" else v]
 
 
-def _given(stages: int, placement: Home, ranks: int) -> dict[int, int]:
+def _complete(stages: int, placement: Home, ranks: int) -> dict[int, int]:
     if sorted(placement) != list(range(stages)):
         raise ScheduleError(f"the placement names stages {sorted(placement)}; it has to name each of 0..{stages - 1}")
     for stage, rank in placement.items():
@@ -83,7 +83,7 @@ def one_by_one(costs: Costs, home: Home, ranks: int, microbatches: int) -> Sched
         for stage in range(len(costs.stages)):
             rows[home[stage]].append(Action(stage, Kind.F, microbatch))
         for stage, each in reversed(list(enumerate(costs.stages))):
-            rows[home[stage]] += [Action(stage, kind, microbatch) for kind in min(_BACKWARDS, key=partial(_most, each))]
+            rows[home[stage]] += [Action(stage, kind, microbatch) for kind in min(_BACKWARD_FORMS, key=partial(_most, each))]
     return Schedule(tuple(map(tuple, rows)), len(costs.stages), microbatches, "one by one")
 
 
@@ -98,7 +98,7 @@ def too_tight(costs: Costs, homes: Sequence[Home], caps: Sequence[float]) -> Sch
     )
 
 
-_BACKWARDS = ((Kind.I, Kind.W), (Kind.B,))
+_BACKWARD_FORMS = ((Kind.I, Kind.W), (Kind.B,))
 
 
 def _most(each: StageCosts, kinds: Sequence[Kind]) -> int:

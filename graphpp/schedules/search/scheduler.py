@@ -24,9 +24,9 @@ from graphpp.errors import ScheduleError
 from graphpp.schedules.check.checker import check
 from graphpp.schedules.generate.names import SCHEDULES
 from graphpp.schedules.search.convert_tables import candidate_of, schedule_of
-from graphpp.schedules.search.evaluate_order import Candidate, Solution, decode
-from graphpp.schedules.search.fill_waits import fill
-from graphpp.schedules.search.local_search import improve
+from graphpp.schedules.search.evaluate_order import Candidate, EvaluatedOrder, evaluate_order
+from graphpp.schedules.search.fill_waits import fill_waits
+from graphpp.schedules.search.local_search import local_search
 from graphpp.schedules.search.problem import Problem
 from graphpp.schedules.search.request import (
     Home,
@@ -37,14 +37,14 @@ from graphpp.schedules.search.request import (
     too_tight,
     working_bytes,
 )
-from graphpp.schedules.search.start_patterns import patterns
+from graphpp.schedules.search.start_patterns import start_patterns
 from graphpp.schedules.simulate.simulator import simulate
 from graphpp.schedules.simulate.timeline import Timeline
 from graphpp.schedules.table.actions import Kind
 from graphpp.schedules.table.costs import Costs
 from graphpp.schedules.table.schedule import Schedule
 
-Found = tuple[Problem, Solution]
+Found = tuple[Problem, EvaluatedOrder]
 
 _EFFORT, _MOST_STEPS = 2_200_000, 10_000
 """Steps times forwards, a few seconds of search; and the most steps, since small problems need less."""
@@ -128,13 +128,13 @@ def _fitting(costs: Costs, microbatches: int, caps: Sequence[float], homes: Sequ
     return tables
 
 
-def _starts(problem: Problem, tables: Sequence[Schedule], random: Random) -> list[Solution]:
+def _starts(problem: Problem, tables: Sequence[Schedule], random: Random) -> list[EvaluatedOrder]:
     """Solutions to begin with, of different values, the best first."""
     given = [candidate_of(problem, table) for table in tables]
     known = _best(problem, given, _FILLED)
     for whole in _wholes(problem):
-        known += _best(problem, patterns(problem, whole, random), _FILLED)
-    filled = (fill(problem, each.candidate, window) for each in known for window in _WINDOWS)
+        known += _best(problem, start_patterns(problem, whole, random), _FILLED)
+    filled = (fill_waits(problem, each.candidate, window) for each in known for window in _WINDOWS)
     return _different(known + _best(problem, filled, _ROUNDS[0]), _ROUNDS[0])
 
 
@@ -146,13 +146,13 @@ def _wholes(problem: Problem) -> list[bytearray]:
     return [bytearray(flag for flag in choice for _ in range(problem.microbatches)) for choice in sorted(choices)]
 
 
-def _best(problem: Problem, candidates: Iterable[Candidate], most: int) -> list[Solution]:
+def _best(problem: Problem, candidates: Iterable[Candidate], most: int) -> list[EvaluatedOrder]:
     """The best of the candidates that can run; nothing is looked at any more once one cannot be beaten."""
-    found: list[Solution] = []
+    found: list[EvaluatedOrder] = []
     bound = problem.bound() * (1 + 1e-9)
     for candidate in candidates:
         limit = 1.02 * found[-1].value if len(found) == most else inf
-        solution = decode(problem, candidate, limit)
+        solution = evaluate_order(problem, candidate, limit)
         if solution:
             found = _different([*found, solution], most)
         if found and found[0].makespan <= bound:
@@ -160,7 +160,7 @@ def _best(problem: Problem, candidates: Iterable[Candidate], most: int) -> list[
     return found
 
 
-def _different(solutions: Iterable[Solution], most: int) -> list[Solution]:
+def _different(solutions: Iterable[EvaluatedOrder], most: int) -> list[EvaluatedOrder]:
     """The best, one of each makespan and value: what is alike in both is most often the same thing twice."""
     kept = {(round(each.makespan, 6), round(each.value, 6)): each for each in solutions}
     return [kept[key] for key in sorted(kept)][:most]
@@ -174,7 +174,7 @@ def _improved(starts: list[Found], effort: float, random: Random) -> list[Found]
         if any(solution.makespan <= problem.bound() * (1 + 1e-9) for problem, solution in found):
             break
         steps = int(min(_MOST_STEPS, _EFFORT / found[0][0].count) * effort / len(_ROUNDS) / width)
-        found = sorted(((problem, improve(problem, each, steps, random)) for problem, each in found), key=_end)
+        found = sorted(((problem, local_search(problem, each, steps, random)) for problem, each in found), key=_end)
     return found[:2]
 
 

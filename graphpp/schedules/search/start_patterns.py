@@ -26,7 +26,7 @@ _EFFORT, _FEWEST = 120_000, 48
 """Patterns times forwards, so how many are looked at; and how many are at least."""
 
 
-def patterns(problem: Problem, whole: bytearray, random: Random) -> Iterator[Candidate]:
+def start_patterns(problem: Problem, whole: bytearray, random: Random) -> Iterator[Candidate]:
     """Candidates of all kinds; among them one that runs a microbatch after the other, so fits wherever one does."""
     chunks = -(-problem.stages // problem.ranks)
     unit = problem.period() / (3 * chunks)

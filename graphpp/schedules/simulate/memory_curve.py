@@ -12,7 +12,7 @@ from graphpp.schedules.table.costs import Costs
 Curve = tuple[tuple[float, int], ...]
 
 
-def followed(events: Sequence[Event], costs: Costs, ranks: int) -> tuple[Curve, ...]:
+def memory_curves(events: Sequence[Event], costs: Costs, ranks: int) -> tuple[Curve, ...]:
     """For each rank (time, bytes alive from then on); what one action frees and the next one takes at a time is one change."""
     changes: list[dict[float, int]] = [defaultdict(int) for _ in range(ranks)]
     for event in events:

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from graphpp.errors import ScheduleError
-from graphpp.schedules.rewrite.add_send_recv import add_communication
+from graphpp.schedules.rewrite.add_send_recv import add_send_recv
 from graphpp.schedules.simulate.timeline import Event, Timeline
 from graphpp.schedules.table.actions import SENDS, Action, Kind, computations, inputs, message, peer
 from graphpp.schedules.table.costs import Costs
@@ -38,7 +38,7 @@ def simulate(schedule: Schedule, costs: Costs) -> Timeline:
             "give the costs of each of its stages"
         )
     if costs.blocking and not schedule.has_communication:
-        schedule = add_communication(schedule)
+        schedule = add_send_recv(schedule)
     _check_stages(schedule)
     machine = _Machine(schedule, costs)
     machine.run()
@@ -59,7 +59,7 @@ def _followed(schedule: Schedule) -> frozenset[tuple[int, int | None]]:
     return frozenset((leaf.stage, leaf.microbatch) for leaf in leaves if leaf.kind in (Kind.B, Kind.I))
 
 
-class _Post(NamedTuple):
+class _PostSends(NamedTuple):
     """The moment at which a rank posts the sends of an action, before it waits for anything else."""
 
     action: Action
@@ -69,17 +69,17 @@ class _Post(NamedTuple):
         return str(self.action)
 
 
-Step = Action | _Post
-Makers = tuple[Action, ...]
+_Step = Action | _PostSends
+_Makers = tuple[Action, ...]
 
 
-def _steps(action: Action) -> tuple[Step, ...]:
+def _steps(action: Action) -> tuple[_Step, ...]:
     sends = tuple(leaf for leaf in action.leaves if leaf.kind in SENDS)
-    return (_Post(action, sends), action) if sends else (action,)
+    return (_PostSends(action, sends), action) if sends else (action,)
 
 
 @dataclass
-class _Rank:
+class _RankState:
     """`free`: when the rank can start its next action; `live`: the bytes alive on it now."""
 
     free: float = 0.0
@@ -99,7 +99,7 @@ class _Machine:
     def __init__(self, schedule: Schedule, costs: Costs) -> None:
         self.schedule, self.costs = schedule, costs
         self.where, self.followed = schedule.rank_of_stage, _followed(schedule)
-        self.ranks = [_Rank() for _ in schedule.table]
+        self.ranks = [_RankState() for _ in schedule.table]
         self.ended: dict[Action, float] = {}
         self.sent: dict[Action, float] = {}
         self.received: dict[Action, float] = {}
@@ -110,7 +110,7 @@ class _Machine:
         try:
             for number, step in in_order(rows, self._ready):
                 begin = self.ranks[number].free + self.costs.overhead
-                if isinstance(step, _Post):
+                if isinstance(step, _PostSends):
                     self.sent.update(dict.fromkeys(step.sends, begin))
                 elif step.is_compute:
                     self._compute(number, step, max(begin, self.there))
@@ -121,7 +121,7 @@ class _Machine:
 
     # ------------------------------------------------------------------------------ what a step waits for
 
-    def _ready(self, number: int, step: Step) -> bool:
+    def _ready(self, number: int, step: _Step) -> bool:
         self.there = 0.0
         for _, time in self._reads(number, step):
             if time is None:
@@ -129,9 +129,9 @@ class _Machine:
             self.there = max(self.there, time)
         return True
 
-    def _reads(self, number: int, step: Step) -> Iterator[tuple[Makers, float | None]]:
+    def _reads(self, number: int, step: _Step) -> Iterator[tuple[_Makers, float | None]]:
         """For each value that a step needs the computations any one of which makes it, and when it is on the rank, if known."""
-        if isinstance(step, _Post):
+        if isinstance(step, _PostSends):
             yield from ((computations(send), self._end(computations(send))) for send in step.sends)
         elif step.is_compute:
             for leaf in step.leaves:
@@ -144,13 +144,13 @@ class _Machine:
     def _receives(self, action: Action) -> Iterator[Action]:
         return (leaf for leaf in action.leaves if leaf.is_communication and leaf.kind not in SENDS)
 
-    def _end(self, makers: Makers) -> float | None:
+    def _end(self, makers: _Makers) -> float | None:
         for maker in makers:
             if maker in self.ended:
                 return self.ended[maker]
         return None
 
-    def _arrival(self, makers: Makers, number: int) -> float | None:
+    def _arrival(self, makers: _Makers, number: int) -> float | None:
         """When the value that one of `makers` makes is on the rank that reads it; None while that is not known."""
         end = self._end(makers)
         if end is None or self.where.get(makers[0].stage) == number:
@@ -170,7 +170,7 @@ class _Machine:
             return self.costs.message(self.costs.sends_forward, send.stage)
         return self.costs.message(self.costs.sends_backward, send.stage - 1)
 
-    def _stuck(self, fault: Stuck[Step]) -> str:
+    def _stuck(self, fault: Stuck[_Step]) -> str:
         """Where each rank that did not come to its end stands, and for what."""
         lines = []
         for number, step in sorted(fault.heads.items()):
@@ -204,5 +204,5 @@ class _Machine:
         rank.free = end
 
 
-def _text(makers: Makers) -> str:
+def _text(makers: _Makers) -> str:
     return str(makers[0]) if len(makers) == 1 else f"the gradient of {' or '.join(map(str, makers))}"

@@ -43,6 +43,7 @@ class Kind(StrEnum):
     P2P = "P2P"
 
 
+BACKWARDS = (Kind.B, Kind.I, Kind.W)
 COMPUTE = frozenset({Kind.F, Kind.B, Kind.I, Kind.W, Kind.OVERLAP_F_B})
 SENDS = frozenset({Kind.SEND_F, Kind.SEND_B})
 COMMUNICATION = SENDS | {Kind.RECV_F, Kind.RECV_B, Kind.P2P}

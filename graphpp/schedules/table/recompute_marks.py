@@ -1,6 +1,6 @@
 """Which (stage, microbatch) of a schedule compute values again, as one line of its text.
 
-Contract: `read(spell(pairs)) == pairs`; a line that `is_line` accepts is no row of any table.
+Contract: `parse_pairs(spell_pairs(pairs)) == pairs`; a line that `is_pairs_line` accepts is no row of any table.
 
     recompute none
     recompute 0: 1 3; 2: 0 1 2 3        stage 0 at microbatches 1 and 3, stage 2 at four
@@ -14,10 +14,10 @@ from collections.abc import Iterable
 from graphpp.errors import ScheduleError
 
 Pairs = frozenset[tuple[int, int]]
-_WORD = "recompute"
+_KEYWORD = "recompute"
 
 
-def of(pairs: object) -> Pairs:
+def as_pairs(pairs: object) -> Pairs:
     """The pairs of any collection of them. Raises `ScheduleError` for what is none."""
     try:
         found = frozenset((stage, microbatch) for stage, microbatch in pairs)  # type: ignore[attr-defined]
@@ -28,32 +28,32 @@ def of(pairs: object) -> Pairs:
     return found
 
 
-def is_line(text: str) -> bool:
+def is_pairs_line(text: str) -> bool:
     """Whether a line says what is recomputed."""
-    return text.strip().split(" ", 1)[0] == _WORD
+    return text.strip().split(" ", 1)[0] == _KEYWORD
 
 
-def spell(pairs: Iterable[tuple[int, int]]) -> str:
+def spell_pairs(pairs: Iterable[tuple[int, int]]) -> str:
     """The line."""
     stages: dict[int, list[int]] = defaultdict(list)
     for stage, microbatch in sorted(pairs):
         stages[stage].append(microbatch)
     each = [f"{stage}: {' '.join(map(str, microbatches))}" for stage, microbatches in stages.items()]
-    return f"{_WORD} {'; '.join(each) or 'none'}"
+    return f"{_KEYWORD} {'; '.join(each) or 'none'}"
 
 
-def read(text: str) -> Pairs:
+def parse_pairs(text: str) -> Pairs:
     """The pairs of a line. Raises `ScheduleError` where it is written otherwise."""
-    rest = text.strip().removeprefix(_WORD).strip()
+    rest = text.strip().removeprefix(_KEYWORD).strip()
     try:
         parts = [part.split(":") for part in rest.split(";")] if rest != "none" else []
-        pairs = [(_number(stage), _number(word)) for stage, words in parts for word in words.split()]
+        pairs = [(_index(stage), _index(word)) for stage, words in parts for word in words.split()]
     except ValueError:
-        raise ScheduleError(f"{text.strip()!r}: write {_WORD} none, or {_WORD} 0: 1 3; 2: 0 1 2 3") from None
+        raise ScheduleError(f"{text.strip()!r}: write {_KEYWORD} none, or {_KEYWORD} 0: 1 3; 2: 0 1 2 3") from None
     return frozenset(pairs)
 
 
-def _number(word: str) -> int:
+def _index(word: str) -> int:
     if not word.strip().isdecimal():
         raise ValueError(word)
     return int(word)

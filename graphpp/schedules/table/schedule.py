@@ -27,7 +27,7 @@ from pathlib import Path
 from types import MappingProxyType
 
 from graphpp.errors import ScheduleError
-from graphpp.schedules.table import recompute_marks as recomputed
+from graphpp.schedules.table import recompute_marks
 from graphpp.schedules.table.actions import Action, Kind, parse
 from graphpp.schedules.table.recompute_marks import Pairs
 
@@ -55,7 +55,7 @@ class Schedule:
 
     def __post_init__(self) -> None:
         if self.recomputed is not None:
-            object.__setattr__(self, "recomputed", recomputed.of(self.recomputed))
+            object.__setattr__(self, "recomputed", recompute_marks.as_pairs(self.recomputed))
 
     @classmethod
     def of(
@@ -130,7 +130,7 @@ class Schedule:
         return f"{' '.join(self.name.split())}: {self.stages} stages, {self.microbatches} microbatches"
 
     def _recomputed(self) -> list[str]:
-        return [] if self.recomputed is None else [recomputed.spell(self.recomputed)]
+        return [] if self.recomputed is None else [recompute_marks.spell_pairs(self.recomputed)]
 
     @classmethod
     def parse(cls, text: str) -> Schedule:
@@ -180,10 +180,10 @@ class Schedule:
 def _without_recomputed(text: str, where: str) -> tuple[str, Pairs | None]:
     """The text without its last line, and what that says, if it says what is recomputed."""
     lines = text.rstrip().splitlines(keepends=True)
-    if not lines or not recomputed.is_line(lines[-1]):
+    if not lines or not recompute_marks.is_pairs_line(lines[-1]):
         return text, None
     try:
-        return "".join(lines[:-1]), recomputed.read(lines[-1])
+        return "".join(lines[:-1]), recompute_marks.parse_pairs(lines[-1])
     except ScheduleError as fault:
         raise ScheduleError(f"{where}, line {len(lines)}: {fault}") from None
 

@@ -14,8 +14,8 @@ from hypothesis import given, settings
 
 from graphpp.errors import ScheduleError
 from graphpp.schedules.check.checker import check
-from graphpp.schedules.generate.read import build
-from graphpp.schedules.rewrite.add_send_recv import add_communication
+from graphpp.schedules.generate.read import make_table
+from graphpp.schedules.rewrite.add_send_recv import add_send_recv
 from graphpp.schedules.table.actions import PER_STAGE, Action, Kind, message
 from graphpp.schedules.table.schedule import Schedule
 from tests.schedules.mutations import MUTATIONS, accepted, spot
@@ -254,8 +254,8 @@ def test_a_send_to_the_own_rank_is_left_over() -> None:
 def test_a_whole_table_for_other_counts_is_refused_as_a_whole(
     stages: int, microbatches: int, with_communication: bool
 ) -> None:
-    schedule = build("1F1B", 2, 2, 4)
-    schedule = add_communication(schedule) if with_communication else schedule
+    schedule = make_table("1F1B", 2, 2, 4)
+    schedule = add_send_recv(schedule) if with_communication else schedule
     with pytest.raises(ScheduleError) as caught:
         check(schedule, ranks=2, stages=stages, microbatches=microbatches)
     assert str(caught.value) == (
@@ -280,7 +280,7 @@ def test_a_table_that_is_whole_for_no_counts_shows_the_place(
 
 
 def test_ranks_and_counts_are_the_callers() -> None:
-    schedule = build("1F1B", 2, 2, 4)
+    schedule = make_table("1F1B", 2, 2, 4)
     with pytest.raises(ScheduleError, match="rows for 2 ranks, but 3 run it"):
         check(schedule, ranks=3, stages=2, microbatches=4)
     renumbered = Schedule(schedule.table, stages=3, microbatches=4)
@@ -316,7 +316,7 @@ def test_parts_of_an_overlap_need_nothing_of_each_other() -> None:
 
 
 def test_forwards_only() -> None:
-    training = add_communication(build("1F1B", 2, 2, 2))
+    training = add_send_recv(make_table("1F1B", 2, 2, 2))
     forwards = training.forward_only()
     for table in (forwards, Schedule.of(["0F0 0F1", "1F0 1F1"]), Schedule.of(["0UNSHARD 0F0 0F1 0RESHARD", "1F0 1F1"])):
         check(table, ranks=2, stages=2, microbatches=2, training=False)
@@ -324,7 +324,7 @@ def test_forwards_only() -> None:
             check(table, ranks=2, stages=2, microbatches=2)
     for table, fault in [
         (training, r"rank 0, column 4: 0RECV_B0 has no place in a table of forwards; .* Schedule.forward_only\(\)"),
-        (build("1F1B", 2, 2, 2), "0B0 has no place"),
+        (make_table("1F1B", 2, 2, 2), "0B0 has no place"),
         (Schedule.of(["0F0 0F1 0REDUCE_GRAD", "1F0 1F1"]), "0REDUCE_GRAD has no place"),
         (Schedule.of(["0F0 0F1", "1F0"]), "1F1 is missing"),
         (Schedule.of(["0F0 0F1", "1F0 1F1 1F1"]), "1F1 stands in column 1 already"),
@@ -364,7 +364,7 @@ def test_overlapped_parts_count_as_their_parts() -> None:
 
 def test_messages_are_the_data_flow() -> None:
     """Deleting one end of each message in turn is refused with the name of what is missing."""
-    rows = rows_of(add_communication(build("Interleaved1F1B", 2, 4, 2)))
+    rows = rows_of(add_send_recv(make_table("Interleaved1F1B", 2, 4, 2)))
     sends = [(rank, a) for rank, row in enumerate(rows) for a in row if a.is_communication]
     assert len(sends) == 2 * 2 * 3 * 2
     for rank, action in sends:

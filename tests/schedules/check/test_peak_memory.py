@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from graphpp.errors import ScheduleError
 from graphpp.schedules.check.checker import check
 from graphpp.schedules.check.peak_memory import Peak, peak_bytes, peaks
-from graphpp.schedules.generate.read import build
-from graphpp.schedules.rewrite.add_send_recv import add_communication
+from graphpp.schedules.generate.read import make_table
+from graphpp.schedules.rewrite.add_send_recv import add_send_recv
 from graphpp.schedules.table.actions import Kind, parse
 from graphpp.schedules.table.costs import Costs, StageCosts
 from graphpp.schedules.table.offload_window import OffloadWindow
@@ -54,8 +54,8 @@ def test_what_is_away_is_not_alive() -> None:
 @pytest.mark.parametrize("messages", [False, True])
 def test_1f1b_holds_what_is_in_flight(messages: bool) -> None:
     for ranks, microbatches in [(4, 8), (3, 2), (5, 5), (1, 3)]:
-        schedule = build("1F1B", ranks, ranks, microbatches)
-        schedule = add_communication(schedule) if messages else schedule
+        schedule = make_table("1F1B", ranks, ranks, microbatches)
+        schedule = add_send_recv(schedule) if messages else schedule
         found = peak_bytes(schedule, Costs.unit(ranks, ranks))
         assert found == tuple(1000 * min(microbatches, ranks - rank) for rank in range(ranks))
 
@@ -83,7 +83,7 @@ def test_any_table(table: tuple[Rows, int, int, Random]) -> None:
 
 
 def test_a_cap() -> None:
-    schedule, costs = add_communication(build("1F1B", 4, 4, 8)), Costs.unit(4, 4)
+    schedule, costs = add_send_recv(make_table("1F1B", 4, 4, 8)), Costs.unit(4, 4)
     for cap in (4000, [4000, 3000, 2000, 1000]):
         check(schedule, ranks=4, stages=4, microbatches=8, costs=costs, memory_cap=cap)
     with pytest.raises(ScheduleError) as caught:
@@ -98,7 +98,7 @@ def test_a_cap() -> None:
 
 
 def test_what_does_not_fit() -> None:
-    schedule = build("1F1B", 2, 2, 2)
+    schedule = make_table("1F1B", 2, 2, 2)
     with pytest.raises(ScheduleError, match=r"memory_cap is in bytes, .* give costs="):
         check(schedule, ranks=2, stages=2, microbatches=2, memory_cap=1)
     with pytest.raises(ScheduleError, match="memory_cap has bytes for 3 ranks, but 2 run"):

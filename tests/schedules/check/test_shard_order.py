@@ -10,13 +10,13 @@ from torch.distributed.pipelining import schedules as torch_schedules
 
 from graphpp.errors import ScheduleError
 from graphpp.schedules.check.checker import check
-from graphpp.schedules.generate.read import build
+from graphpp.schedules.generate.read import make_table
 from graphpp.schedules.table.schedule import Schedule
 
 
 def torch_tables(name: str, ranks: int, stages: int, microbatches: int) -> list[list[Any]]:
     if not name.startswith("Schedule"):
-        rows = build(name, ranks, stages, microbatches).table
+        rows = make_table(name, ranks, stages, microbatches).table
         return [[torch_schedules._Action.from_str(str(action)) for action in row if action] for row in rows]
     fake = SimpleNamespace(
         pp_group_size=ranks, num_stages=stages, _n_microbatches=microbatches, n_local_stages=stages // ranks

@@ -15,7 +15,7 @@ from hypothesis import given, settings
 
 import graphpp
 from graphpp.errors import GraphPPError, ScheduleError
-from graphpp.schedules.generate.read import build
+from graphpp.schedules.generate.read import make_table
 from graphpp.schedules.simulate.timeline import Timeline
 from graphpp.schedules.table.actions import Kind
 from graphpp.schedules.table.costs import Costs, StageCosts
@@ -71,7 +71,7 @@ def test_boxes_are_to_scale_and_apart(schedule: Schedule) -> None:
 
 
 def test_all_boxes_lie_within_the_picture() -> None:
-    for schedule in (build("1F1B", 16, 16, 40), build("Interleaved1F1B", 4, 32, 8), build("1F1B", 1, 1, 1)):
+    for schedule in (make_table("1F1B", 16, 16, 40), make_table("Interleaved1F1B", 4, 32, 8), make_table("1F1B", 1, 1, 1)):
         for width in (None, 300, 900, 5000):
             svg = graphpp.svg(placed(schedule), width=width)
             root = ElementTree.fromstring(svg)
@@ -83,10 +83,10 @@ def test_all_boxes_lie_within_the_picture() -> None:
 
 
 def test_numbers_stand_in_boxes_that_can_hold_them() -> None:
-    few, many = graphpp.svg(placed(build("1F1B", 4, 4, 8))), graphpp.svg(placed(build("1F1B", 4, 4, 300)))
+    few, many = graphpp.svg(placed(make_table("1F1B", 4, 4, 8))), graphpp.svg(placed(make_table("1F1B", 4, 4, 300)))
     assert sorted(microbatch_numbers(few)) == sorted(str(m) for m in range(8) for _ in range(8))
     assert microbatch_numbers(many) == []
-    assert microbatch_numbers(graphpp.svg(placed(build("1F1B", 4, 4, 300)), width=15000)) != []
+    assert microbatch_numbers(graphpp.svg(placed(make_table("1F1B", 4, 4, 300)), width=15000)) != []
 
 
 def test_an_overlap_shows_both_numbers() -> None:
@@ -103,8 +103,8 @@ def test_stages_of_a_rank_have_shades_and_kinds_have_hues() -> None:
 
 
 def test_two_timelines_share_the_axis() -> None:
-    fast = placed(build("1F1B", 2, 2, 4))
-    slow = replace(placed(build("1F1B", 2, 2, 4), lambda _: 2.0), name="twice as slow")
+    fast = placed(make_table("1F1B", 2, 2, 4))
+    slow = replace(placed(make_table("1F1B", 2, 2, 4), lambda _: 2.0), name="twice as slow")
     together = boxes(graphpp.svg(fast, slow))
     alone, below = together[: len(together) // 2], together[len(together) // 2 :]
     assert max(box["y"] for box in alone) < min(box["y"] for box in below)
@@ -114,19 +114,20 @@ def test_two_timelines_share_the_axis() -> None:
 
 
 def test_seconds_and_units_do_not_share_an_axis() -> None:
-    table = build("1F1B", 2, 2, 4)
+    table = make_table("1F1B", 2, 2, 4)
     with pytest.raises(GraphPPError, match="'units' and 's'"):
         graphpp.svg(placed(table), placed(table, unit="s"))
 
 
 def test_titles_say_action_start_end_and_duration() -> None:
-    titles = [title.text for title in elements(graphpp.svg(placed(build("1F1B", 2, 2, 2), lambda _: 0.0025, "s")), "title")]
+    timeline = placed(make_table("1F1B", 2, 2, 2), lambda _: 0.0025, "s")
+    titles = [title.text for title in elements(graphpp.svg(timeline), "title")]
     assert "1F0 on rank 1\nstart 2.5 ms\nend 5 ms\nduration 2.5 ms" in titles
     assert len(titles) == 8
 
 
 def test_memory_is_drawn_where_it_was_followed() -> None:
-    timeline = placed(build("1F1B", 3, 3, 5))
+    timeline = placed(make_table("1F1B", 3, 3, 5))
     with_memory, without = graphpp.svg(timeline), graphpp.svg(replace(timeline, memory=()))
     paths = [path.get("d", "") for path in elements(with_memory, "path")]
     assert len(paths) == 3 and "bytes alive" in texts(with_memory)
@@ -154,7 +155,7 @@ class Page(HTMLParser):
 
 
 def test_names_are_escaped_everywhere() -> None:
-    table = replace(build("1F1B", 2, 2, 2), name=EVIL)
+    table = replace(make_table("1F1B", 2, 2, 2), name=EVIL)
     timeline = replace(placed(table), name=EVIL, unit="<i>&")
     assert not elements(graphpp.svg(timeline), "b") and any("<b a='1'>" in text for text in texts(graphpp.svg(timeline)))
     page = Page()
@@ -180,7 +181,7 @@ def events_of(timeline: Timeline, *more: Timeline) -> list[dict[str, object]]:
 
 
 def test_a_trace_has_every_event_in_microseconds() -> None:
-    timeline = placed(build("Interleaved1F1B", 2, 4, 4), lambda _: 0.5, "s")
+    timeline = placed(make_table("Interleaved1F1B", 2, 4, 4), lambda _: 0.5, "s")
     complete = [event for event in events_of(timeline) if event["ph"] == "X"]
     assert [event["name"] for event in complete] == [str(event.action) for event in timeline.events]
     assert {event["dur"] for event in complete} == {5e5}
@@ -214,7 +215,7 @@ def test_a_timeline_of_nothing_is_a_picture_all_the_same() -> None:
 
 
 def test_a_schedule_draws_itself_at_unit_costs() -> None:
-    table = build("Interleaved1F1B", 2, 4, 4)
+    table = make_table("Interleaved1F1B", 2, 4, 4)
     svg = graphpp.svg(table)
     assert len(boxes(svg)) == sum(action.is_compute for _, _, action in table.cells())
     assert "units" in texts(svg) and len(elements(svg, "path")) == 2
@@ -225,7 +226,7 @@ def test_a_schedule_draws_itself_at_unit_costs() -> None:
 
 def test_a_schedule_draws_itself_at_given_costs() -> None:
     costs = Costs((StageCosts(0.001, 0.002, 0.003), StageCosts(0.004, 0.001, 0.001)))
-    svg = graphpp.svg(build("1F1B", 2, 2, 1), costs=costs)
+    svg = graphpp.svg(make_table("1F1B", 2, 2, 1), costs=costs)
     forwards, backwards = boxes(svg, "F"), boxes(svg, "B")
     assert forwards[1]["width"] == pytest.approx(4 * forwards[0]["width"], abs=0.05)
     assert backwards[0]["width"] == pytest.approx(5 * forwards[0]["width"], abs=0.05)
@@ -251,7 +252,7 @@ def test_schedules_and_timelines_pickle_after_use() -> None:
 
 
 def test_actions_without_length() -> None:
-    timeline = placed(build("1F1B", 2, 2, 2), lambda _: 0.0)
+    timeline = placed(make_table("1F1B", 2, 2, 2), lambda _: 0.0)
     assert {box["width"] for box in boxes(graphpp.svg(timeline))} == {0.0}
 
 

@@ -21,7 +21,7 @@ from typing import Any
 import pytest
 
 import graphpp
-from graphpp.schedules.generate.read import build
+from graphpp.schedules.generate.read import make_table
 from graphpp.schedules.simulate.timeline import Timeline
 from graphpp.schedules.table.schedule import Schedule
 from tests.schedules.timelines import placed
@@ -146,7 +146,7 @@ def test_every_action_has_its_box_where_it_belongs(tmp_path: Path) -> None:
     ("ranks", "stages", "microbatches"), [(2, 2, 2), (4, 16, 8), (16, 16, 40)], ids=["small", "interleaved", "wide"]
 )
 def test_no_text_lies_on_another(tmp_path: Path, ranks: int, stages: int, microbatches: int) -> None:
-    timeline = replace(placed(build("auto", ranks, stages, microbatches), lambda _: 0.0123, "s"), name="measured")
+    timeline = replace(placed(make_table("auto", ranks, stages, microbatches), lambda _: 0.0123, "s"), name="measured")
     found = laid_out(timeline, tmp_path, replace(timeline, name="simulated"))
     texts = [each for each in found if each["tag"] == "text" and each["text"]]
     assert [(a["text"], b["text"]) for a, b in combinations(texts, 2) if overlap(a, b)] == []
@@ -155,7 +155,7 @@ def test_no_text_lies_on_another(tmp_path: Path, ranks: int, stages: int, microb
 
 
 def test_numbers_lie_within_their_boxes(tmp_path: Path) -> None:
-    found = laid_out(placed(build("1F1B", 4, 4, 12)), tmp_path)
+    found = laid_out(placed(make_table("1F1B", 4, 4, 12)), tmp_path)
     boxes = [each for each in found if each["kind"] in ("F", "B")]
     for box in boxes:
         (number,) = [each for each in found if each["tag"] == "text" and overlap(each, box)]
@@ -165,10 +165,10 @@ def test_numbers_lie_within_their_boxes(tmp_path: Path) -> None:
 
 def test_the_screenshot_has_the_colours(tmp_path: Path) -> None:
     page, picture = tmp_path / "page.html", tmp_path / "page.png"
-    page.write_text(graphpp.html(placed(build("1F1B", 4, 4, 8))), encoding="utf-8")
+    page.write_text(graphpp.html(placed(make_table("1F1B", 4, 4, 8))), encoding="utf-8")
     browse(page, tmp_path / "profile", f"--screenshot={picture}", "--window-size=900,400")
     seen = pixels(picture.read_bytes())
-    found = laid_out(placed(build("1F1B", 4, 4, 8)), tmp_path)
+    found = laid_out(placed(make_table("1F1B", 4, 4, 8)), tmp_path)
     fills = {each["fill"] for each in found if each["kind"] in ("F", "B", "idle")}
     assert len(fills) == 3
     for fill in fills:
@@ -178,7 +178,7 @@ def test_the_screenshot_has_the_colours(tmp_path: Path) -> None:
 
 def test_names_stay_text(tmp_path: Path) -> None:
     name = "<img src=x onerror=alert(1)> & \"1F1B\" </title></svg>"
-    timeline = placed(replace(build("1F1B", 2, 2, 2), name=name))
+    timeline = placed(replace(make_table("1F1B", 2, 2, 2), name=name))
     found = laid_out(timeline, tmp_path)
     assert any(name in each["text"] for each in found if each["tag"] == "text")
     assert sum(each["kind"] in ("F", "B") for each in found) == 8

@@ -16,8 +16,8 @@ from graphpp.schedules.generate.megatron_interleaved import (
     schedule_table,
     table_to_order,
 )
-from graphpp.schedules.generate.read import build
-from graphpp.schedules.rewrite.add_send_recv import add_communication
+from graphpp.schedules.generate.read import make_table
+from graphpp.schedules.rewrite.add_send_recv import add_send_recv
 from graphpp.schedules.table.actions import Action, Kind, upstream
 from graphpp.schedules.table.schedule import Schedule
 from tests.schedules.replay import replayed
@@ -52,7 +52,7 @@ def test_the_parts_of_an_overlap_are_independent(ranks: int, chunks: int) -> Non
         schedule = combined_1f1b(ranks, stages, microbatches)
         counts = {"ranks": ranks, "stages": stages, "microbatches": microbatches}
         check(schedule, **counts)
-        check(add_communication(schedule), **counts)
+        check(add_send_recv(schedule), **counts)
         for forward, backward in overlaps(schedule):
             assert (forward.kind, backward.kind) == (Kind.F, Kind.B)
             assert forward.microbatch != backward.microbatch
@@ -74,7 +74,7 @@ def test_order_is_megatrons_with_one_more_forward_in_the_warm_up(ranks: int, chu
 
 def test_without_the_extra_forward_the_first_pair_would_depend_on_itself() -> None:
     """The reason for it: on the last rank Megatron's usual order pairs F and B of the last stage and one microbatch."""
-    last = [cell for cell in build("MegatronInterleaved", 2, 4, 4).table[1] if cell]
+    last = [cell for cell in make_table("MegatronInterleaved", 2, 4, 4).table[1] if cell]
     pair = next(
         (one, two) for one, two in pairwise(last) if (one.kind, two.kind) == (Kind.F, Kind.B)
     )
@@ -83,7 +83,7 @@ def test_without_the_extra_forward_the_first_pair_would_depend_on_itself() -> No
 
 def test_group_by_partial() -> None:
     source = partial(combined_1f1b, group=3)
-    assert build(source, 2, 4, 6) == combined_1f1b(2, 4, 6, group=3) != combined_1f1b(2, 4, 6)
+    assert make_table(source, 2, 4, 6) == combined_1f1b(2, 4, 6, group=3) != combined_1f1b(2, 4, 6)
     with pytest.raises(ScheduleError, match="Combined1F1B on 2 ranks does not admit groups of 5 of 6 microbatches"):
         combined_1f1b(2, 4, 6, group=5)
 
@@ -91,5 +91,5 @@ def test_group_by_partial() -> None:
 def test_as_long_as_interleaved_at_unit_costs() -> None:
     """Overlaps that save nothing take as long as their parts, and the pipeline fills hardly later."""
     for ranks, microbatches in ((2, 4), (4, 8), (4, 16)):
-        combined = replayed(build("Combined1F1B", ranks, 2 * ranks, microbatches))[0]
-        assert combined <= replayed(build("Interleaved1F1B", ranks, 2 * ranks, microbatches))[0] + ranks
+        combined = replayed(make_table("Combined1F1B", ranks, 2 * ranks, microbatches))[0]
+        assert combined <= replayed(make_table("Interleaved1F1B", ranks, 2 * ranks, microbatches))[0] + ranks

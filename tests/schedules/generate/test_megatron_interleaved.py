@@ -11,18 +11,17 @@ from graphpp.errors import ScheduleError
 from graphpp.schedules.check.checker import check
 from graphpp.schedules.generate.megatron_interleaved import (
     from_orders,
-    layered_order,
+    is_recomputed,
     least_group,
     megatron_interleaved,
     rank_microbatches,
     recompute_partially,
-    recomputed,
     schedule_table,
     table_to_order,
 )
-from graphpp.schedules.generate.read import build, default_stages
-from graphpp.schedules.rewrite.add_send_recv import add_communication
-from graphpp.schedules.table.actions import Action, Kind
+from graphpp.schedules.generate.read import default_stages, make_table
+from graphpp.schedules.rewrite.add_send_recv import add_send_recv
+from graphpp.schedules.table.actions import Kind
 from graphpp.schedules.table.schedule import Schedule
 
 
@@ -72,62 +71,18 @@ def test_table_to_order() -> None:
     assert table_to_order(4, 2, schedule_table(2, 2, 2)) == [1, 1, 2, 2, -2, -2, -1, -1]
 
 
-@pytest.mark.parametrize(
-    ("order", "layers", "plain", "split"),
-    [
-        (
-            "1 2 -2 1 -1 -1",
-            [1, 2],
-            "1 2 3 1 -3 -2 -1 -1",
-            "1 2 3 1 -3 -3.5 -2 -2.5 -1 -1.5 -1 -1.5",
-        ),
-        (
-            "1 2 1 -2 2 -1 -2 -1",
-            [2, 2],
-            "1 2 3 4 1 2 3 -4 4 -3 -2 -1 -4 -3 -2 -1",
-            "1 2 3 4 1 2 3 -4 -4.5 4 -3 -3.5 -2 -2.5 -1 -1.5 -4 -4.5 -3 -3.5 -2 -2.5 -1 -1.5",
-        ),
-        ("1 -1", [3], "1 2 3 -3 -2 -1", "1 2 3 -3 -3.5 -2 -2.5 -1 -1.5"),
-    ],
-)
-def test_layered_order(order: str, layers: list[int], plain: str, split: str) -> None:
-    chunks = [int(step) for step in order.split()]
-    assert layered_order(chunks, layers)[0] == numbers(plain)
-    assert layered_order(chunks, layers, weight_grads=True)[0] == numbers(split)
-
-
-def test_layered_order_says_which_layer_a_forward_is() -> None:
-    made, sources = layered_order([1, 2, -2, 1, -1, -1], [1, 2], weight_grads=True)
-    assert sources[:4] == [[0, 0], [1, 0], [1, 1], [0, 0]]
-    assert [source is None for source in sources] == [layer < 0 for layer in made]
-
-
-@pytest.mark.parametrize(
-    ("microbatches", "chunks", "group", "warm_up"), [*product([1, 4, 5], [1, 2, 3], [2, 3], [0, 3])]
-)
-def test_weight_gradients_follow_their_layers(microbatches: int, chunks: int, group: int, warm_up: int) -> None:
-    table = schedule_table(microbatches, chunks, group)
-    order = table_to_order(warm_up, chunks, table, weight_grads=True)
-    plain = table_to_order(warm_up, chunks, table, layers=[1] * chunks)
-    assert [step for step in order if step == int(step)] == plain
-    assert sorted(plain) == sorted(table_to_order(warm_up, chunks, table))
-    for at, step in enumerate(order):
-        if step < 0 and step == int(step):
-            assert order[at + 1] == step - 0.5
-
-
 @pytest.mark.parametrize(("warm_up", "n"), [(0, 0), (0, 1), (3, 1), (3, 2), (3, 4)])
 def test_recomputed_by_window(warm_up: int, n: int) -> None:
-    window = [recomputed(microbatch, warm_up, n) for microbatch in range(warm_up + 1)]
+    window = [is_recomputed(microbatch, warm_up, n) for microbatch in range(warm_up + 1)]
     assert window == [False] * min(n, warm_up + 1) + [True] * (warm_up + 1 - n)
-    assert [recomputed(m, warm_up, n) for m in range(3 * (warm_up + 1))] == 3 * window
+    assert [is_recomputed(m, warm_up, n) for m in range(3 * (warm_up + 1))] == 3 * window
 
 
 def test_a_schedule_says_what_is_recomputed() -> None:
-    assert recompute_partially(build("1F1B", 2, 2, 4), 1).recomputed == {(0, 1), (0, 3)}
-    assert recompute_partially(build("1F1B", 2, 2, 4), 0).recomputed == {(s, m) for s in range(2) for m in range(4)}
-    assert recompute_partially(build("1F1B", 2, 2, 4), 2).recomputed == frozenset()
-    assert recompute_partially(build("Combined1F1B", 1, 1, 4), 1).recomputed == {(0, 1), (0, 3)}
+    assert recompute_partially(make_table("1F1B", 2, 2, 4), 1).recomputed == {(0, 1), (0, 3)}
+    assert recompute_partially(make_table("1F1B", 2, 2, 4), 0).recomputed == {(s, m) for s in range(2) for m in range(4)}
+    assert recompute_partially(make_table("1F1B", 2, 2, 4), 2).recomputed == frozenset()
+    assert recompute_partially(make_table("Combined1F1B", 1, 1, 4), 1).recomputed == {(0, 1), (0, 3)}
     assert recompute_partially(Schedule.of(["0F0 0F1 0F2"]), 2).recomputed == {(0, 2)}
 
 
@@ -138,7 +93,7 @@ def test_what_is_recomputed_goes_by_the_warm_up(ranks: int, chunks: int, microba
     for rank, row in enumerate(schedule.table):
         forwards = [(action.stage, action.microbatch) for action in row if action and action.kind is Kind.F]
         warm_up = rank_microbatches(microbatches, chunks, group, ranks, rank)[2] if ranks > 1 else chunks - 1
-        window = [pair for at, pair in enumerate(forwards) if recomputed(at, warm_up, n)]
+        window = [pair for at, pair in enumerate(forwards) if is_recomputed(at, warm_up, n)]
         assert {pair for pair in schedule.recomputed or () if pair in forwards} == set(window)
 
 
@@ -159,14 +114,14 @@ def test_every_group_that_fits_makes_a_table_that_runs(ranks: int, chunks: int) 
             schedule = make()
             counts = {"ranks": ranks, "stages": ranks * chunks, "microbatches": microbatches}
             check(schedule, **counts)
-            check(add_communication(schedule), **counts)
+            check(add_send_recv(schedule), **counts)
 
 
 @pytest.mark.parametrize(("ranks", "chunks"), [(2, 2), (4, 2), (4, 3), (3, 2)])
 def test_groups_of_one_round_are_interleaved_1f1b(ranks: int, chunks: int) -> None:
     """The order of torch's Interleaved1F1B, whose rounds are these groups."""
     ours = megatron_interleaved(ranks, ranks * chunks, 2 * ranks, group=ranks)
-    theirs = build("Interleaved1F1B", ranks, ranks * chunks, 2 * ranks)
+    theirs = make_table("Interleaved1F1B", ranks, ranks * chunks, 2 * ranks)
     assert [[cell for cell in row if cell] for row in ours.table] == [
         [cell for cell in row if cell] for row in theirs.table
     ]
@@ -174,7 +129,7 @@ def test_groups_of_one_round_are_interleaved_1f1b(ranks: int, chunks: int) -> No
 
 def test_one_stage_per_rank_is_1f1b() -> None:
     rows = megatron_interleaved(4, 4, 6).table
-    usual = build("1F1B", 4, 4, 6).table
+    usual = make_table("1F1B", 4, 4, 6).table
     assert [[cell for cell in row if cell] for row in rows] == [[cell for cell in row if cell] for row in usual]
 
 
@@ -186,9 +141,9 @@ def test_a_larger_group_runs_longer_through_a_chunk() -> None:
 def test_keywords_by_partial() -> None:
     """A generator with its parameters given is a source like any other."""
     source = partial(megatron_interleaved, group=3)
-    assert build(source, 2, 4, 6) == megatron_interleaved(2, 4, 6, group=3)
+    assert make_table(source, 2, 4, 6) == megatron_interleaved(2, 4, 6, group=3)
     assert default_stages(source, 2) == default_stages(megatron_interleaved, 2) == 4
-    assert default_stages(partial(partial(build, "V-Half")), 2) == 2
+    assert default_stages(partial(partial(make_table, "V-Half")), 2) == 2
 
 
 def test_an_order_reads_as_a_schedule() -> None:
@@ -199,25 +154,6 @@ def test_an_order_reads_as_a_schedule() -> None:
     )
     check(read, ranks=2, stages=4, microbatches=2)
     assert from_orders([]) == Schedule((), 0, 0)
-
-
-def test_orders_with_weight_gradients_run() -> None:
-    """One stage per layer: a rank's layered order is an order like any other."""
-    ranks, chunks, layers, microbatches = 2, 2, 2, 4
-    table = schedule_table(microbatches, chunks, 2)
-    orders = [
-        table_to_order(
-            rank_microbatches(microbatches, chunks, 2, ranks, rank)[2],
-            chunks,
-            table,
-            layers=[layers] * chunks,
-            weight_grads=True,
-        )
-        for rank in range(ranks)
-    ]
-    rows = [[action for action in row if action] for row in from_orders([orders[1]]).table]
-    assert sum(action.kind is Kind.W for action in rows[0]) == chunks * layers * microbatches
-    assert Action(3, Kind.I, 0) in rows[0]
 
 
 @pytest.mark.parametrize(

@@ -15,8 +15,8 @@ from torch.distributed.pipelining import schedules as torch_schedules
 from graphpp.errors import ScheduleError
 from graphpp.schedules.check.checker import check
 from graphpp.schedules.generate.names import SCHEDULES, Generator, plain_loop, stage_ids
-from graphpp.schedules.generate.read import build
-from graphpp.schedules.rewrite.add_send_recv import add_communication
+from graphpp.schedules.generate.read import make_table
+from graphpp.schedules.rewrite.add_send_recv import add_send_recv
 from graphpp.schedules.table.actions import Kind, upstream
 from graphpp.schedules.table.schedule import Schedule
 from tests.schedules.tables import ON_A_V, admitted, named
@@ -60,7 +60,7 @@ def test_interleaved_equals_torch(ranks: int, local: int) -> None:
         )
         make: Any = torch_schedules.ScheduleInterleaved1F1B._calculate_single_rank_operations
         same(
-            build("Interleaved1F1B", ranks, ranks * local, microbatches),
+            make_table("Interleaved1F1B", ranks, ranks * local, microbatches),
             [make(fake, rank) for rank in range(ranks)],
         )
 
@@ -70,7 +70,7 @@ def test_looped_bfs_equals_torch(ranks: int, local: int, microbatches: int) -> N
     fake = SimpleNamespace(_stages=[None] * local, pp_group_size=ranks, _n_microbatches=microbatches)
     make: Any = torch_schedules.ScheduleLoopedBFS._calculate_single_rank_operations
     same(
-        build("LoopedBFS", ranks, ranks * local, microbatches),
+        make_table("LoopedBFS", ranks, ranks * local, microbatches),
         [make(fake, rank) for rank in range(ranks)],
     )
 
@@ -84,7 +84,7 @@ def test_gpipe_has_torch_order(ranks: int, microbatches: int) -> None:
     fake = SimpleNamespace(_num_stages=ranks, _n_microbatches=microbatches)
     order: Any = torch_schedules.ScheduleGPipe._get_pipeline_order
     theirs = order(fake)
-    ours = build("GPipe", ranks, ranks, microbatches)
+    ours = make_table("GPipe", ranks, ranks, microbatches)
     assert [without_idle(row) for row in ours.table] == [without_idle(theirs[rank]) for rank in range(ranks)]
 
 
@@ -93,7 +93,7 @@ def test_1f1b_has_torch_order_but_for_its_last_rank(ranks: int, microbatches: in
     fake = SimpleNamespace(_num_stages=ranks, _n_microbatches=microbatches)
     order: Any = torch_schedules.Schedule1F1B._get_pipeline_order
     theirs = order(fake)
-    ours = build("1F1B", ranks, ranks, microbatches)
+    ours = make_table("1F1B", ranks, ranks, microbatches)
     for rank in range(ranks - 1):
         assert without_idle(ours.table[rank]) == without_idle(theirs[rank])
     last = [f"{ranks - 1}{kind}{m}" for m in range(microbatches) for kind in "FB"]
@@ -107,9 +107,9 @@ def test_1f1b_has_torch_order_but_for_its_last_rank(ranks: int, microbatches: in
 def test_golden(stem: str) -> None:
     name, *counts = stem.removesuffix("-communication").rsplit("-", 3)
     ranks, stages, microbatches = map(int, counts)
-    ours = build(name, ranks, stages, microbatches)
+    ours = make_table(name, ranks, stages, microbatches)
     if stem.endswith("-communication"):
-        ours = add_communication(ours)
+        ours = add_send_recv(ours)
     golden = Schedule.load(GOLDEN / f"{stem}.csv", name=ours.name)
     assert str(ours) == str(golden)
     assert ours == golden
@@ -120,7 +120,7 @@ def test_no_golden_file_is_forgotten() -> None:
 
 
 def test_prints_as_a_picture() -> None:
-    ours = build("Interleaved1F1B", 2, 4, 4)
+    ours = make_table("Interleaved1F1B", 2, 4, 4)
     assert str(ours) == "Interleaved1F1B: 4 stages, 4 microbatches" + I1F1B.rstrip()
     assert Schedule.parse(I1F1B) == ours
     assert repr(ours) == "<Schedule Interleaved1F1B: 4 stages, 4 microbatches, 2 ranks>"
@@ -136,7 +136,7 @@ def test_pictures_in_the_documentation_are_true(make: Generator) -> None:
 @pytest.mark.parametrize(("name", "ranks", "microbatches"), [*product(["GPipe", "1F1B"], [1, 2, 4, 7], [1, 2, 5, 9])])
 def test_columns_are_units_of_time(name: str, ranks: int, microbatches: int) -> None:
     """What an action reads is made in an earlier column, and the whole takes as long as the formula says."""
-    schedule = build(name, ranks, ranks, microbatches)
+    schedule = make_table(name, ranks, ranks, microbatches)
     column_of = {action: column for _, column, action in schedule.cells()}
     for action, column in column_of.items():
         reads = [maker for maker in upstream(action, ranks) if maker in column_of]
@@ -146,7 +146,7 @@ def test_columns_are_units_of_time(name: str, ranks: int, microbatches: int) -> 
 
 @pytest.mark.parametrize(("ranks", "microbatches"), [*product([1, 2, 4, 7], [1, 2, 5, 9])])
 def test_1f1b_keeps_few_microbatches_alive(ranks: int, microbatches: int) -> None:
-    for rank, row in enumerate(build("1F1B", ranks, ranks, microbatches).table):
+    for rank, row in enumerate(make_table("1F1B", ranks, ranks, microbatches).table):
         alive, most = 0, 0
         for action in filter(None, row):
             alive += 1 if action.kind is Kind.F else -1
@@ -157,7 +157,7 @@ def test_1f1b_keeps_few_microbatches_alive(ranks: int, microbatches: int) -> Non
 def test_one_rank_runs_each_stage_in_the_order_of_many() -> None:
     """So gradients accumulate in the same order, and stay bit-equal, whatever the number of ranks."""
     for name in ("GPipe", "1F1B"):
-        (row,), many = build(name, 1, 4, 6).table, build(name, 4, 4, 6).table
+        (row,), many = make_table(name, 1, 4, 6).table, make_table(name, 4, 4, 6).table
         for stage in range(4):
             assert [a for a in row if a and a.stage == stage] == [a for a in many[stage] if a]
 
@@ -170,7 +170,7 @@ def test_one_rank_runs_each_stage_in_the_order_of_many() -> None:
 def test_generated_schedules_are_accepted(schedule: Schedule) -> None:
     counts = {"ranks": schedule.ranks, "stages": schedule.stages, "microbatches": schedule.microbatches}
     check(schedule, **counts)
-    with_communication = add_communication(schedule)
+    with_communication = add_send_recv(schedule)
     check(with_communication, **counts)
     assert with_communication.has_communication == (schedule.ranks > 1)
     style: Any = "v" if schedule.name in ON_A_V else "loop"
@@ -184,12 +184,12 @@ def test_generated_schedules_are_accepted(schedule: Schedule) -> None:
     [(1, 1, "loop"), (1, 3, "loop"), (2, 2, "1F1B"), (4, 4, "1F1B"), (2, 4, "Interleaved1F1B")],
 )
 def test_auto(ranks: int, stages: int, name: str) -> None:
-    assert build("auto", ranks, stages, 4).name == name
+    assert make_table("auto", ranks, stages, 4).name == name
 
 
 def test_auto_on_one_rank_is_the_plain_loop() -> None:
     row = "0F0 1F0 2F0 2B0 1B0 0B0 0F1 1F1 2F1 2B1 1B1 0B1"
-    assert build("auto", 1, 3, 2) == Schedule.of([row])
+    assert make_table("auto", 1, 3, 2) == Schedule.of([row])
 
 
 @pytest.mark.parametrize(
@@ -210,17 +210,17 @@ def test_auto_on_one_rank_is_the_plain_loop() -> None:
 )
 def test_counts_that_do_not_fit(name: str, ranks: int, stages: int, microbatches: int, fault: str) -> None:
     with pytest.raises(ScheduleError, match=fault):
-        build(name, ranks, stages, microbatches)
+        make_table(name, ranks, stages, microbatches)
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4, 5, 8])
 def test_interleaved_admits_what_torch_admits(ranks: int) -> None:
     for microbatches in range(1, 4 * ranks + 2):
         if admitted(ranks, microbatches):
-            build("Interleaved1F1B", ranks, 2 * ranks, microbatches)
+            make_table("Interleaved1F1B", ranks, 2 * ranks, microbatches)
             continue
         with pytest.raises(ScheduleError) as caught:
-            build("Interleaved1F1B", ranks, 2 * ranks, microbatches)
+            make_table("Interleaved1F1B", ranks, 2 * ranks, microbatches)
         below, above = str(caught.value).split("nearest that fit are ")[1].split(",")[0].split(" and ")
         assert int(below) < microbatches < int(above)
         assert [count for count in range(int(below), int(above) + 1) if admitted(ranks, count)] == [
@@ -249,7 +249,7 @@ def test_stage_ids_deal_out_every_stage_once(ranks: int, local: int) -> None:
     dealt = [stage_ids(rank, ranks, ranks * local) for rank in range(ranks)]
     assert sorted(stage for ids in dealt for stage in ids) == list(range(ranks * local))
     assert all(stage % ranks == rank for rank, ids in enumerate(dealt) for stage in ids)
-    table = build("LoopedBFS", ranks, ranks * local, 1)
+    table = make_table("LoopedBFS", ranks, ranks * local, 1)
     assert {stage: rank for rank, ids in enumerate(dealt) for stage in ids} == table.rank_of_stage
 
 

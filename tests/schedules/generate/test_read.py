@@ -13,8 +13,8 @@ from torch.distributed.pipelining import schedules as torch_schedules
 from graphpp.errors import ScheduleError
 from graphpp.schedules.check.checker import check
 from graphpp.schedules.generate.names import SCHEDULES, interleaved_1f1b
-from graphpp.schedules.generate.read import Source, build, default_stages, read
-from graphpp.schedules.rewrite.add_send_recv import add_communication
+from graphpp.schedules.generate.read import ScheduleLike, default_stages, load_schedule, make_table
+from graphpp.schedules.rewrite.add_send_recv import add_send_recv
 from graphpp.schedules.table.actions import Action, Kind
 from graphpp.schedules.table.schedule import Schedule
 
@@ -23,11 +23,11 @@ from graphpp.schedules.table.schedule import Schedule
 
 @pytest.mark.parametrize("name", ["GPipe", "gpipe", "GPIPE", " 1f1b ", "interleaved1f1b", "loopedBFS"])
 def test_names_in_any_case(name: str) -> None:
-    assert build(name, 2, 2, 4).name.casefold() == name.strip().casefold()
+    assert make_table(name, 2, 2, 4).name.casefold() == name.strip().casefold()
 
 
 def test_build_takes_what_a_user_has(tmp_path: Path) -> None:
-    wanted = build("1F1B", 2, 2, 2)
+    wanted = make_table("1F1B", 2, 2, 2)
     rows = [[None if cell is None else str(cell) for cell in row] for row in wanted.table]
     wanted.save(tmp_path / "own.csv")
     sources: list[Any] = [
@@ -39,13 +39,13 @@ def test_build_takes_what_a_user_has(tmp_path: Path) -> None:
         dict(reversed(list(enumerate(rows)))),
         [" ".join(cell or "." for cell in row) for row in rows],
         lambda ranks, stages, microbatches: dict(enumerate(rows)),
-        lambda ranks, stages, microbatches: build("1f1b", ranks, stages, microbatches),
+        lambda ranks, stages, microbatches: make_table("1f1b", ranks, stages, microbatches),
         {r: [cell and torch_schedules._Action.from_str(cell) for cell in row] for r, row in enumerate(rows)},
     ]
     for source in sources:
-        assert build(source, 2, 2, 2) == wanted
+        assert make_table(source, 2, 2, 2) == wanted
         assert default_stages(source, 2) == 2
-    assert build(wanted, 2, 2, 2) is wanted
+    assert make_table(wanted, 2, 2, 2) is wanted
 
 
 @pytest.mark.parametrize(
@@ -66,17 +66,17 @@ def test_build_takes_what_a_user_has(tmp_path: Path) -> None:
 )
 def test_build_refuses(source: Any, fault: str) -> None:
     with pytest.raises(ScheduleError, match=fault):
-        build(source, 2, 2, 2)
+        make_table(source, 2, 2, 2)
 
 
 @pytest.fixture
 def csv(tmp_path: Path) -> Path:
     """Four stages on two ranks, eight microbatches."""
-    build("Interleaved1F1B", 2, 4, 8).save(tmp_path / "own.csv")
+    make_table("Interleaved1F1B", 2, 4, 8).save(tmp_path / "own.csv")
     return tmp_path / "own.csv"
 
 
-FORMS: dict[str, Callable[[Path], Source]] = {
+FORMS: dict[str, Callable[[Path], ScheduleLike]] = {
     "path": lambda path: path,
     "text": str,
     "table": lambda path: [list(row) for row in Schedule.load(path).table],
@@ -84,14 +84,14 @@ FORMS: dict[str, Callable[[Path], Source]] = {
     "schedule": Schedule.load,
     "function": lambda path: lambda ranks, stages, microbatches: Schedule.load(path),
     "function of rows": lambda path: lambda *counts: Schedule.load(path).table,
-    "with communication": lambda path: add_communication(Schedule.load(path)),
+    "with communication": lambda path: add_send_recv(Schedule.load(path)),
 }
 
 
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize(("stages", "microbatches"), [(2, 8), (8, 8), (3, 8), (4, 4), (4, 16), (2, 4)])
 def test_a_table_for_other_counts_is_refused_with_both(form: str, stages: int, microbatches: int, csv: Path) -> None:
-    built = build(FORMS[form](csv), 2, stages, microbatches)
+    built = make_table(FORMS[form](csv), 2, stages, microbatches)
     with pytest.raises(ScheduleError) as caught:
         check(built, ranks=2, stages=stages, microbatches=microbatches)
     message = str(caught.value)
@@ -103,12 +103,12 @@ def test_a_table_for_other_counts_is_refused_with_both(form: str, stages: int, m
 @pytest.mark.parametrize("form", FORMS)
 def test_a_table_for_other_ranks_is_refused(form: str, csv: Path) -> None:
     with pytest.raises(ScheduleError, match="rows for 2 ranks, but 4 run it"):
-        check(build(FORMS[form](csv), 4, 4, 8), ranks=4, stages=4, microbatches=8)
+        check(make_table(FORMS[form](csv), 4, 4, 8), ranks=4, stages=4, microbatches=8)
 
 
 @pytest.mark.parametrize("form", FORMS)
 def test_a_table_for_the_same_counts_is_accepted(form: str, csv: Path) -> None:
-    check(build(FORMS[form](csv), 2, 4, 8), ranks=2, stages=4, microbatches=8)
+    check(make_table(FORMS[form](csv), 2, 4, 8), ranks=2, stages=4, microbatches=8)
 
 
 # ------------------------------------------------------------------------------------------ read
@@ -116,13 +116,13 @@ def test_a_table_for_the_same_counts_is_accepted(form: str, csv: Path) -> None:
 
 @pytest.mark.parametrize("name", [*SCHEDULES, "gpipe", " 1f1b "])
 def test_a_name_stays(name: str) -> None:
-    assert read(name) == name
+    assert load_schedule(name) == name
 
 
 def test_a_schedule_and_a_function_stay() -> None:
     schedule = Schedule.of(["0F0 0B0"])
-    assert read(schedule) is schedule
-    assert read(interleaved_1f1b) is interleaved_1f1b
+    assert load_schedule(schedule) is schedule
+    assert load_schedule(interleaved_1f1b) is interleaved_1f1b
 
 
 class At:
@@ -136,31 +136,31 @@ class At:
 
 
 def test_a_file_is_read_whatever_names_it(csv: Path, tmp_path: Path) -> None:
-    wanted = build("Interleaved1F1B", 2, 4, 8)
+    wanted = make_table("Interleaved1F1B", 2, 4, 8)
     other = tmp_path / "without an ending"
     other.write_bytes(csv.read_bytes())
     upper = tmp_path / "OWN.CSV"
     upper.write_bytes(csv.read_bytes())
     for source in (csv, str(csv), f" {csv}\n", At(csv), other, At(other), upper, str(upper)):
-        assert read(source) == wanted
-    assert read(csv).name == str(csv)  # type: ignore[union-attr]
+        assert load_schedule(source) == wanted
+    assert load_schedule(csv).name == str(csv)  # type: ignore[union-attr]
 
 
 def test_what_was_read_stays(csv: Path) -> None:
     """Neither a file that is gone nor an iterator that has run out changes a pipeline that was compiled from it."""
     wanted = Schedule.load(csv)
-    from_file, from_rows = read(csv), read(row for row in wanted.table)
+    from_file, from_rows = load_schedule(csv), load_schedule(row for row in wanted.table)
     csv.unlink()
     for known in (from_file, from_rows, from_rows):
-        assert build(known, 2, 4, 8) == wanted
+        assert make_table(known, 2, 4, 8) == wanted
 
 
 @pytest.mark.parametrize("form", [str, Path, lambda text: At(Path(text))])
 @pytest.mark.parametrize("name", ["missing.csv", "no/such/folder.csv", "folder.csv"])
-def test_a_file_that_cannot_be_read_is_named(name: str, form: Callable[[str], Source], tmp_path: Path) -> None:
+def test_a_file_that_cannot_be_read_is_named(name: str, form: Callable[[str], ScheduleLike], tmp_path: Path) -> None:
     (tmp_path / "folder.csv").mkdir()
     path = str(tmp_path / name)
-    for ask in (read, lambda source: build(source, 2, 4, 8), lambda source: default_stages(source, 2)):
+    for ask in (load_schedule, lambda source: make_table(source, 2, 4, 8), lambda source: default_stages(source, 2)):
         with pytest.raises(ScheduleError, match="cannot be read") as caught:
             ask(form(path))
         assert path in str(caught.value)
@@ -169,7 +169,7 @@ def test_a_file_that_cannot_be_read_is_named(name: str, form: Callable[[str], So
 
 def test_a_path_that_no_file_can_have_is_named() -> None:
     with pytest.raises(ScheduleError, match=r"schedule file .*\.csv cannot be read: embedded null"):
-        read("a\0b.csv")
+        load_schedule("a\0b.csv")
 
 
 @pytest.mark.parametrize(
@@ -186,7 +186,7 @@ def test_a_path_that_no_file_can_have_is_named() -> None:
     ],
 )
 def test_what_cannot_be_read(source: Any, fault: str) -> None:
-    for ask in (read, lambda source: build(source, 2, 2, 2), lambda source: default_stages(source, 2)):
+    for ask in (load_schedule, lambda source: make_table(source, 2, 2, 2), lambda source: default_stages(source, 2)):
         with pytest.raises(ScheduleError, match=fault):
             ask(source)
 
@@ -201,7 +201,7 @@ def test_default_stages_of_a_name(ranks: int) -> None:
     )
     for name in (*SCHEDULES, " loopedbfs ", "1f1b", "zb-h1"):
         assert default_stages(name, ranks) == (ranks if name in one else 2 * ranks)
-        build(name, ranks, default_stages(name, ranks), 2 * ranks)  # it takes what it asks for
+        make_table(name, ranks, default_stages(name, ranks), 2 * ranks)  # it takes what it asks for
 
 
 @pytest.mark.parametrize("form", [form for form in FORMS if not form.startswith("function")])
@@ -225,4 +225,4 @@ def test_default_stages_of_a_function_are_one_a_rank(ranks: int) -> None:
 @pytest.mark.parametrize("maker", [lambda ranks: ["0F0 0B0"], lambda a, b, c, d: ["0F0 0B0"], lambda: None])
 def test_a_function_that_cannot_take_the_counts_is_refused(maker: Any) -> None:
     with pytest.raises(ScheduleError, match=r"must take \(ranks, stages, microbatches\)"):
-        build(maker, 1, 1, 1)
+        make_table(maker, 1, 1, 1)

@@ -7,7 +7,7 @@ from itertools import product
 import pytest
 
 from graphpp.schedules.check.checker import check
-from graphpp.schedules.generate.read import build
+from graphpp.schedules.generate.read import make_table
 from graphpp.schedules.generate.v_half_v_min import V_HALF, V_MIN, Block
 from graphpp.schedules.table.actions import Kind
 from tests.schedules.replay import replayed
@@ -32,7 +32,7 @@ BARS = {
 @pytest.mark.parametrize(("name", "counts"), [(name, counts) for name, bars in BARS.items() for counts in bars])
 def test_as_short_and_small_as_the_authors_tables(name: str, counts: tuple[int, int]) -> None:
     ranks, microbatches = counts
-    makespan, peak = replayed(build(name, ranks, 2 * ranks, microbatches))
+    makespan, peak = replayed(make_table(name, ranks, 2 * ranks, microbatches))
     bar = BARS[name][counts]
     assert makespan <= bar[0]
     assert peak <= bar[1]
@@ -41,7 +41,7 @@ def test_as_short_and_small_as_the_authors_tables(name: str, counts: tuple[int, 
 @pytest.mark.parametrize(("block", "ranks"), [*product([V_HALF, V_MIN], [1, 2, 3, 4, 5, 6, 7])], ids=str)
 def test_any_number_of_microbatches_stays_below_the_limit(block: Block, ranks: int) -> None:
     for microbatches in (1, 2, 3, ranks, 2 * ranks + 1):
-        schedule = build(block.name, ranks, 2 * ranks, microbatches)
+        schedule = make_table(block.name, ranks, 2 * ranks, microbatches)
         check(schedule, ranks=ranks, stages=2 * ranks, microbatches=microbatches)
         makespan, peak = replayed(schedule)
         assert 2 * peak <= block.limit(ranks)
@@ -73,12 +73,12 @@ def test_blocks_interlock_and_fit_the_limit(block: Block) -> None:
 def test_less_memory_takes_longer() -> None:
     for ranks, microbatches in ((4, 8), (8, 16), (6, 13)):
         shapes = [
-            replayed(build(name, ranks, 2 * ranks, microbatches)) for name in ("ZBVZeroBubble", "V-Half", "V-Min")
+            replayed(make_table(name, ranks, 2 * ranks, microbatches)) for name in ("ZBVZeroBubble", "V-Half", "V-Min")
         ]
         assert shapes == sorted(shapes)
         assert [peak for _, peak in shapes] == sorted((peak for _, peak in shapes), reverse=True)
 
 
 def test_only_split_backwards() -> None:
-    schedule = build("V-Half", 3, 6, 4)
+    schedule = make_table("V-Half", 3, 6, 4)
     assert {action.kind for _, _, action in schedule.cells()} == {Kind.F, Kind.I, Kind.W}

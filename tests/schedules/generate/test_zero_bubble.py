@@ -10,7 +10,7 @@ import pytest
 from torch.distributed.pipelining import schedules as torch_schedules
 
 from graphpp.errors import ScheduleError
-from graphpp.schedules.generate.read import build, default_stages
+from graphpp.schedules.generate.read import default_stages, make_table
 from graphpp.schedules.table.actions import Kind
 from graphpp.schedules.table.schedule import Schedule
 from tests.schedules.replay import idle, replayed
@@ -57,7 +57,7 @@ def texts(schedule: Schedule) -> list[list[str]]:
 @pytest.mark.parametrize(("ranks", "local"), [*product([1, 2, 3, 4, 8], [1, 2, 3])])
 def test_interleaved_equals_torch(ranks: int, local: int) -> None:
     for microbatches in (count for count in range(1, 2 * ranks + 10) if admitted(ranks, count)):
-        ours = build("InterleavedZeroBubble", ranks, ranks * local, microbatches)
+        ours = make_table("InterleavedZeroBubble", ranks, ranks * local, microbatches)
         assert texts(ours) == torch_table("InterleavedZeroBubble", ranks, local, microbatches)
 
 
@@ -65,18 +65,18 @@ def test_interleaved_equals_torch(ranks: int, local: int) -> None:
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4, 7, 8])
 def test_v_equals_torch(name: str, ranks: int) -> None:
     for microbatches in range(2 * ranks if name == "DualPipeV" else 1, 2 * ranks + 10):
-        assert texts(build(name, ranks, 2 * ranks, microbatches)) == torch_table(name, ranks, 2, microbatches)
+        assert texts(make_table(name, ranks, 2 * ranks, microbatches)) == torch_table(name, ranks, 2, microbatches)
 
 
 @pytest.mark.parametrize(("name", "text"), [("ZBVZeroBubble", ZBV), ("DualPipeV", DUAL_PIPE_V)])
 def test_golden_text(name: str, text: str) -> None:
-    assert build(name, 2, 4, 4) == Schedule.parse(text)
+    assert make_table(name, 2, 4, 4) == Schedule.parse(text)
 
 
 @pytest.mark.parametrize(("name", "counts"), [(name, counts) for name, bars in BARS.items() for counts in bars])
 def test_as_short_and_small_as_the_authors_tables(name: str, counts: tuple[int, int]) -> None:
     ranks, microbatches = counts
-    makespan, peak = replayed(build(name, ranks, default_stages(name, ranks), microbatches))
+    makespan, peak = replayed(make_table(name, ranks, default_stages(name, ranks), microbatches))
     bar = BARS[name][counts]
     assert makespan <= bar[0]
     assert peak <= bar[1]
@@ -87,25 +87,25 @@ def test_zb_h1_and_h2_are_what_their_names_promise(ranks: int, more: int) -> Non
     """The last rank starts after ranks - 1 units and then never waits; H2 lets no rank wait at all."""
     microbatches = 2 * ranks + more
     for name, peak in (("ZB1P", ranks), ("ZB2P", 2 * ranks - 1)):
-        schedule = build(name, ranks, ranks, microbatches)
+        schedule = make_table(name, ranks, ranks, microbatches)
         assert replayed(schedule) == (3 * microbatches + ranks - 1, peak)
-    assert [idle(build("ZB2P", ranks, ranks, microbatches), rank) for rank in range(ranks)] == [0.0] * ranks
-    assert idle(build("ZB1P", ranks, ranks, microbatches), 0) == ranks - 1
-    assert replayed(build("1F1B", ranks, ranks, microbatches))[0] == 3 * (microbatches + ranks - 1)
+    assert [idle(make_table("ZB2P", ranks, ranks, microbatches), rank) for rank in range(ranks)] == [0.0] * ranks
+    assert idle(make_table("ZB1P", ranks, ranks, microbatches), 0) == ranks - 1
+    assert replayed(make_table("1F1B", ranks, ranks, microbatches))[0] == 3 * (microbatches + ranks - 1)
 
 
 @pytest.mark.parametrize(("ranks", "microbatches"), [*product([1, 2, 4, 8], [1, 2, 3, 4, 7])])
 @pytest.mark.parametrize("name", ["ZB1P", "ZB2P"])
 def test_columns_are_units_of_time(name: str, ranks: int, microbatches: int) -> None:
-    schedule = build(name, ranks, ranks, microbatches)
+    schedule = make_table(name, ranks, ranks, microbatches)
     assert max(map(len, schedule.table)) == replayed(schedule)[0]
 
 
 @pytest.mark.parametrize(("ranks", "microbatches"), [*product([2, 4, 8], [1, 3, 8])])
 def test_never_longer_than_1f1b(ranks: int, microbatches: int) -> None:
-    usual = replayed(build("1F1B", ranks, ranks, microbatches))[0]
+    usual = replayed(make_table("1F1B", ranks, ranks, microbatches))[0]
     for name in ("ZB1P", "ZB2P"):
-        assert replayed(build(name, ranks, ranks, microbatches))[0] <= usual
+        assert replayed(make_table(name, ranks, ranks, microbatches))[0] <= usual
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4, 8])
@@ -114,12 +114,12 @@ def test_few_microbatches_take_the_way_there_and_back(name: str, ranks: int) -> 
     """Few: F and I take turns on the last rank, and a W comes at the very end. Many: that rank never waits again."""
     for microbatches in range(1, 2 * ranks + 1):
         shortest = max(2 * (ranks + microbatches) - 1, 3 * microbatches + ranks - 1)
-        assert replayed(build(name, ranks, ranks, microbatches))[0] == shortest
+        assert replayed(make_table(name, ranks, ranks, microbatches))[0] == shortest
 
 
 @pytest.mark.parametrize("name", ["ZB1P", "ZB2P"])
 def test_one_rank_runs_each_stage_in_the_order_of_many(name: str) -> None:
-    (row,), many = build(name, 1, 3, 5).table, build(name, 3, 3, 5).table
+    (row,), many = make_table(name, 1, 3, 5).table, make_table(name, 3, 3, 5).table
     for stage in range(3):
         assert [a for a in row if a and a.stage == stage] == [a for a in many[stage] if a]
 
@@ -127,7 +127,7 @@ def test_one_rank_runs_each_stage_in_the_order_of_many(name: str) -> None:
 def test_weight_gradients_follow_in_order() -> None:
     """So gradients of a stage accumulate in microbatch order."""
     for name, ranks, stages in (("ZB1P", 4, 4), ("ZB2P", 4, 4), ("InterleavedZeroBubble", 4, 12), ("V-Half", 4, 8)):
-        for row in build(name, ranks, stages, 8).table:
+        for row in make_table(name, ranks, stages, 8).table:
             weights = [action for action in row if action and action.kind is Kind.W]
             for stage in {action.stage for action in weights}:
                 assert [action.microbatch for action in weights if action.stage == stage] == [*range(8)]
@@ -135,8 +135,8 @@ def test_weight_gradients_follow_in_order() -> None:
 
 @pytest.mark.parametrize("alias", [("ZB-H1", "ZB1P"), ("zb-h2", "ZB2P")])
 def test_aliases(alias: tuple[str, str]) -> None:
-    assert build(alias[0], 3, 3, 5) == build(alias[1], 3, 3, 5)
-    assert build(alias[0], 3, 3, 5).name == alias[1]
+    assert make_table(alias[0], 3, 3, 5) == make_table(alias[1], 3, 3, 5)
+    assert make_table(alias[0], 3, 3, 5).name == alias[1]
 
 
 @pytest.mark.parametrize(
@@ -154,4 +154,4 @@ def test_aliases(alias: tuple[str, str]) -> None:
 )
 def test_counts_that_do_not_fit(name: str, counts: tuple[int, int, int], fault: str) -> None:
     with pytest.raises(ScheduleError, match=fault):
-        build(name, *counts)
+        make_table(name, *counts)

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given, settings
 
 from graphpp.errors import ScheduleError
-from graphpp.schedules.generate.read import build
-from graphpp.schedules.rewrite.add_idle_cells import in_time
+from graphpp.schedules.generate.read import make_table
+from graphpp.schedules.rewrite.add_idle_cells import add_idle_cells
 from graphpp.schedules.table.actions import Kind, upstream
 from graphpp.schedules.table.schedule import Schedule
 from tests.schedules.tables import named, rows_of
@@ -15,31 +15,31 @@ from tests.schedules.tables import named, rows_of
 
 def test_pictures_in_the_documentation_are_true() -> None:
     rows = Schedule.of(["0F0 0B0", "1F0 1B0"]).table
-    assert in_time(rows, 2) == Schedule.parse("r0 0F0 . . 0B0\nr1 . 1F0 1B0").table
+    assert add_idle_cells(rows, 2) == Schedule.parse("r0 0F0 . . 0B0\nr1 . 1F0 1B0").table
 
 
 @pytest.mark.parametrize("counts", [(2, 3), (4, 8), (3, 2)])
 def test_1f1b_is_on_the_clock(counts: tuple[int, int]) -> None:
-    schedule = build("1F1B", counts[0], *counts)
-    ours = in_time(rows_of(schedule), schedule.stages)
+    schedule = make_table("1F1B", counts[0], *counts)
+    ours = add_idle_cells(rows_of(schedule), schedule.stages)
     for row, other in zip(ours, schedule.table, strict=True):
         assert [cell for cell in row if cell] == [cell for cell in other if cell]
         assert len(row) <= len(other)  # the picture of 1F1B keeps a forward for its place in the beat
 
 
 def test_idle_cells_are_kept() -> None:
-    assert in_time(Schedule.of([". 0F0", ". . 1F0"]).table, 2) == Schedule.of([". 0F0", ". . 1F0"]).table
+    assert add_idle_cells(Schedule.of([". 0F0", ". . 1F0"]).table, 2) == Schedule.of([". 0F0", ". . 1F0"]).table
 
 
 def test_what_does_not_wait() -> None:
     rows = Schedule.of(["0F0 0B0", "1F0 1B0"]).table
-    assert in_time(rows, 2, waiting=(Kind.F,)) == Schedule.parse("r0 0F0 0B0\nr1 . 1F0 1B0").table
+    assert add_idle_cells(rows, 2, waiting=(Kind.F,)) == Schedule.parse("r0 0F0 0B0\nr1 . 1F0 1B0").table
 
 
 def test_waits_filled_with_weight_gradients() -> None:
     rows = Schedule.of(["0F0 0F1 0I0 0I1 0W0 0W1", "1F0 1I0 1F1 1W0 1I1 1W1"]).table
     assert (
-        in_time(rows, 2, fill=True)
+        add_idle_cells(rows, 2, fill=True)
         == Schedule.parse("r0 0F0 0F1 . 0I0 0W0 . 0I1 0W1\nr1 . 1F0 1I0 1F1 1W0 1I1 1W1").table
     )
 
@@ -47,7 +47,7 @@ def test_waits_filled_with_weight_gradients() -> None:
 @given(named())
 @settings(deadline=None, max_examples=60)
 def test_every_action_is_as_early_as_its_inputs_allow(schedule: Schedule) -> None:
-    table = Schedule(in_time(rows_of(schedule), schedule.stages), schedule.stages, schedule.microbatches)
+    table = Schedule(add_idle_cells(rows_of(schedule), schedule.stages), schedule.stages, schedule.microbatches)
     column_of = {leaf: column for _, column, action in table.cells() for leaf in action.leaves}
     for rank, column, action in table.cells():
         made = [
@@ -59,4 +59,4 @@ def test_every_action_is_as_early_as_its_inputs_allow(schedule: Schedule) -> Non
 
 def test_a_cycle_of_waits_is_refused() -> None:
     with pytest.raises(ScheduleError, match="no rank can go on: they stop at 0B0, 1F1"):
-        in_time(Schedule.of(["0F0 0B0 0F1 0B1", "1F0 1F1 1B0 1B1"]).table, 2)
+        add_idle_cells(Schedule.of(["0F0 0B0 0F1 0B1", "1F0 1F1 1B0 1B1"]).table, 2)

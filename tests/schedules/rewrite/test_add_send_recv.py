@@ -13,8 +13,8 @@ from torch.distributed.pipelining import schedules as torch_schedules
 
 from graphpp.errors import ScheduleError
 from graphpp.schedules.check.checker import check
-from graphpp.schedules.generate.read import build
-from graphpp.schedules.rewrite.add_send_recv import add_communication
+from graphpp.schedules.generate.read import make_table
+from graphpp.schedules.rewrite.add_send_recv import add_send_recv
 from graphpp.schedules.table.actions import SENDS, Kind
 from graphpp.schedules.table.schedule import Schedule
 
@@ -29,7 +29,7 @@ def torch_communication(schedule: Schedule) -> dict[int, list[str]]:
 
 
 def ours(schedule: Schedule) -> dict[int, list[str]]:
-    made = add_communication(schedule)
+    made = add_send_recv(schedule)
     assert (made.stages, made.microbatches, made.name) == (schedule.stages, schedule.microbatches, schedule.name)
     return {rank: [str(action) for action in row] for rank, row in enumerate(made.table)}
 
@@ -39,7 +39,7 @@ def ours(schedule: Schedule) -> dict[int, list[str]]:
 def test_named_schedules_equal_torch(name: str, ranks: int, local: int, microbatches: int) -> None:
     if name == "Interleaved1F1B" and microbatches % max(1, microbatches // ranks):
         microbatches = 2 * ranks
-    schedule = build(name, ranks, ranks * local, microbatches)
+    schedule = make_table(name, ranks, ranks * local, microbatches)
     assert ours(schedule) == torch_communication(schedule)
 
 
@@ -49,9 +49,9 @@ def test_v_and_overlapped_schedules_equal_torch(name: str, ranks: int, microbatc
     """Neighbouring stages on one rank, I and W, and overlapped pairs."""
     fake = SimpleNamespace(pp_group_size=ranks, num_stages=2 * ranks, _n_microbatches=microbatches)
     make: Any = getattr(torch_schedules, name)._calculate_single_rank_operations
-    schedule = build({rank: make(fake, rank) for rank in range(ranks)}, ranks, 2 * ranks, microbatches)
+    schedule = make_table({rank: make(fake, rank) for rank in range(ranks)}, ranks, 2 * ranks, microbatches)
     check(schedule, ranks=ranks, stages=2 * ranks, microbatches=microbatches)
-    check(add_communication(schedule), ranks=ranks, stages=2 * ranks, microbatches=microbatches)
+    check(add_send_recv(schedule), ranks=ranks, stages=2 * ranks, microbatches=microbatches)
     assert ours(schedule) == torch_communication(schedule)
 
 
@@ -60,15 +60,15 @@ def test_pictures_in_the_documentation_are_true() -> None:
     after = Schedule.parse(
         "r0 0F0 0SEND_F0 0F1 0SEND_F1 0RECV_B0 0B0 0RECV_B1 0B1\nr1 1RECV_F0 1F0 1RECV_F1 1B0 1SEND_B0 1F1 1B1 1SEND_B1"
     )
-    assert add_communication(before) == after
+    assert add_send_recv(before) == after
 
 
 @given(st.sampled_from(["GPipe", "1F1B", "LoopedBFS"]), st.integers(2, 6), st.integers(1, 9))
 @settings(deadline=None, max_examples=60)
 def test_messages_form_one_total_order(name: str, ranks: int, microbatches: int) -> None:
     """Replaying the lists message by message, one at a time in the whole machine, never gets stuck."""
-    schedule = build(name, ranks, ranks, microbatches)
-    made = add_communication(schedule)
+    schedule = make_table(name, ranks, ranks, microbatches)
+    made = add_send_recv(schedule)
     queues = [[action for action in row if action and action.is_communication] for row in made.table]
     while any(queues):
         heads = {queue[0]: queue for queue in queues if queue}
@@ -90,31 +90,31 @@ def test_messages_form_one_total_order(name: str, ranks: int, microbatches: int)
 
 def test_one_rank_needs_no_messages() -> None:
     schedule = Schedule.of(["0F0 . 1F0 1B0 0B0"])
-    made = add_communication(schedule)
+    made = add_send_recv(schedule)
     assert made == Schedule.of(["0F0 1F0 1B0 0B0"])
-    assert add_communication(made) == made
+    assert add_send_recv(made) == made
 
 
 def test_only_neighbours_on_different_ranks_talk() -> None:
     """A V: stages 1 and 2 are neighbours on one rank."""
-    made = add_communication(Schedule.of(["0F0 3F0 3B0 0B0", "1F0 2F0 2B0 1B0"]))
+    made = add_send_recv(Schedule.of(["0F0 3F0 3B0 0B0", "1F0 2F0 2B0 1B0"]))
     assert made == Schedule.parse(
         "r0 0F0 0SEND_F0 3RECV_F0 3F0 3B0 3SEND_B0 0RECV_B0 0B0\nr1 1RECV_F0 1F0 2F0 2SEND_F0 2RECV_B0 2B0 1B0 1SEND_B0"
     )
 
 
 def test_actions_of_a_whole_stage_stay_where_they_are() -> None:
-    made = add_communication(Schedule.of(["0UNSHARD 0F0 0B0 0REDUCE_GRAD", "1F0 1B0"]))
+    made = add_send_recv(Schedule.of(["0UNSHARD 0F0 0B0 0REDUCE_GRAD", "1F0 1B0"]))
     assert str(made.table[0][0]) == "0UNSHARD"
     assert [str(action) for action in made.table[0]][-2:] == ["0B0", "0REDUCE_GRAD"]
 
 
 def test_twice_is_refused() -> None:
-    made = add_communication(build("1F1B", 2, 2, 2))
+    made = add_send_recv(make_table("1F1B", 2, 2, 2))
     with pytest.raises(ScheduleError, match="1F1B has sends and receives already"):
-        add_communication(made)
+        add_send_recv(made)
 
 
 def test_a_deadlock_is_refused() -> None:
     with pytest.raises(ScheduleError, match="stops at rank 0: 0B0, rank 1: 1F1; `check` names the cycle"):
-        add_communication(Schedule.of(["0F0 0B0 0F1 0B1", "1F0 1F1 1B0 1B1"]))
+        add_send_recv(Schedule.of(["0F0 0B0 0F1 0B1", "1F0 1F1 1B0 1B1"]))

@@ -11,11 +11,11 @@ from hypothesis import strategies as st
 
 from graphpp.errors import ScheduleError
 from graphpp.schedules.check.checker import check
-from graphpp.schedules.generate.read import build
+from graphpp.schedules.generate.read import make_table
 from graphpp.schedules.rewrite import p2p_batches as batches
-from graphpp.schedules.rewrite.add_send_recv import add_communication
-from graphpp.schedules.rewrite.batch_p2p import VERBS, fuse_communication
-from graphpp.schedules.rewrite.unbatch_p2p import order_even_odd
+from graphpp.schedules.rewrite.add_send_recv import add_send_recv
+from graphpp.schedules.rewrite.batch_p2p import VERBS, batch_p2p
+from graphpp.schedules.rewrite.unbatch_p2p import unbatch_p2p
 from graphpp.schedules.table.actions import SENDS, Action, Kind
 from graphpp.schedules.table.schedule import Schedule
 from tests.schedules.tables import Machine, named, random_rows, rows_of
@@ -36,16 +36,16 @@ def random_table(random: Random) -> Schedule:
     ranks = random.randint(1, 4)
     stages, microbatches = ranks + random.randint(0, 4), random.randint(1, 5)
     rows = random_rows(random, ranks, stages, microbatches)
-    return add_communication(Schedule.of(rows, stages=stages, microbatches=microbatches))
+    return add_send_recv(Schedule.of(rows, stages=stages, microbatches=microbatches))
 
 
-TABLES = st.randoms(use_true_random=False).map(random_table) | named().map(add_communication)
+TABLES = st.randoms(use_true_random=False).map(random_table) | named().map(add_send_recv)
 
 
 @given(TABLES, st.lists(st.sampled_from(sorted(VERBS)), min_size=1, unique=True))
 @settings(deadline=None, max_examples=120)
 def test_any_table(schedule: Schedule, verbs: list[str]) -> None:
-    fused = proved(fuse_communication(schedule, verbs))
+    fused = proved(batch_p2p(schedule, verbs))
     assert (fused.stages, fused.microbatches, fused.name) == (schedule.stages, schedule.microbatches, schedule.name)
     assert Machine(rows_of(fused), schedule.stages).runs_to_its_end()
     assert Schedule.parse(str(fused)) == fused
@@ -59,7 +59,7 @@ def test_any_table(schedule: Schedule, verbs: list[str]) -> None:
             assert len(kinds) == len(batch.parts) > 1
             assert any(kinds <= VERBS[verb].kinds for verb in verbs)
     # Taken apart again it runs without batches too.
-    apart = proved(order_even_odd(fused))
+    apart = proved(unbatch_p2p(fused))
     assert not any(action.kind is Kind.P2P for _, _, action in apart.cells())
     assert Machine(rows_of(apart), schedule.stages).runs_to_its_end()
 
@@ -67,7 +67,7 @@ def test_any_table(schedule: Schedule, verbs: list[str]) -> None:
 @given(TABLES)
 @settings(deadline=None, max_examples=40)
 def test_pairs_have_one_peer_and_sends_pass_no_computation(schedule: Schedule) -> None:
-    fused = fuse_communication(schedule)
+    fused = batch_p2p(schedule)
     for before, after in zip(rows_of(schedule), rows_of(fused), strict=True):
         for batch in (action for action in after if action.kind is Kind.P2P):
             peers = {part.stage + (1 if part.kind in (Kind.SEND_F, Kind.RECV_B) else -1) for part in batch.parts}
@@ -86,8 +86,8 @@ def computed_at_sends(row: list[Action]) -> dict[Action, int]:
 
 @pytest.mark.parametrize(("ranks", "microbatches"), [(2, 4), (2, 9), (3, 8), (4, 8), (4, 16), (8, 16)])
 def test_the_steady_state_of_1f1b_calls_once_where_it_called_twice(ranks: int, microbatches: int) -> None:
-    schedule = add_communication(build("1F1B", ranks, ranks, microbatches))
-    fused = proved(fuse_communication(schedule))
+    schedule = add_send_recv(make_table("1F1B", ranks, ranks, microbatches))
+    fused = proved(batch_p2p(schedule))
     for rank in range(ranks):
         to_next = frozenset({Kind.SEND_F, Kind.RECV_B}) if rank < ranks - 1 else frozenset[Kind]()
         to_last = frozenset({Kind.SEND_B, Kind.RECV_F}) if rank > 0 else frozenset[Kind]()
@@ -99,9 +99,9 @@ def test_the_steady_state_of_1f1b_calls_once_where_it_called_twice(ranks: int, m
 
 
 def test_the_picture_in_the_documentation_is_true() -> None:
-    schedule = add_communication(build("1F1B", 2, 2, 3))
+    schedule = add_send_recv(make_table("1F1B", 2, 2, 3))
     assert "1RECV_F2 1B1      1SEND_B1 1F2" in str(schedule)
-    assert "1B1 (1RECV_F2;1SEND_B1)P2P 1F2" in str(fuse_communication(schedule))
+    assert "1B1 (1RECV_F2;1SEND_B1)P2P 1F2" in str(batch_p2p(schedule))
 
 
 @pytest.mark.parametrize(
@@ -119,8 +119,8 @@ def test_the_picture_in_the_documentation_is_true() -> None:
 )
 def test_each_verb_is_used(verb: str, name: str, ranks: int, local: int) -> None:
     """In full on some rank in the middle, and by itself."""
-    schedule = add_communication(build(name, ranks, ranks * local, 8))
-    fused = proved(fuse_communication(schedule, [verb]))
+    schedule = add_send_recv(make_table(name, ranks, ranks * local, 8))
+    fused = proved(batch_p2p(schedule, [verb]))
     made = Counter(kinds for rank in range(ranks) for kinds in calls(fused, rank))
     assert made[VERBS[verb].kinds] >= 3
     assert sum(made.values()) < len([a for _, _, a in schedule.cells() if a.is_communication])
@@ -128,37 +128,37 @@ def test_each_verb_is_used(verb: str, name: str, ranks: int, local: int) -> None
 
 def test_a_batch_that_would_close_a_cycle_is_not_made(monkeypatch: pytest.MonkeyPatch) -> None:
     """Left to themselves the moves would make some: the proof is what stops them."""
-    schedule = add_communication(build("Interleaved1F1B", 4, 8, 8))
-    proved(fuse_communication(schedule))
+    schedule = add_send_recv(make_table("Interleaved1F1B", 4, 8, 8))
+    proved(batch_p2p(schedule))
     monkeypatch.setattr(batches, "_exchanged", lambda order, old, new: True)
     with pytest.raises(ScheduleError, match="deadlock"):
-        proved(fuse_communication(schedule))
+        proved(batch_p2p(schedule))
 
 
 def test_nothing_to_fuse() -> None:
     schedule = Schedule.of(["0F0 1F0 1B0 0B0"])
-    assert fuse_communication(schedule) == schedule == order_even_odd(schedule)
-    forwards = add_communication(build("GPipe", 2, 2, 3)).forward_only()
-    assert fuse_communication(forwards, ("all",)) == forwards
+    assert batch_p2p(schedule) == schedule == unbatch_p2p(schedule)
+    forwards = add_send_recv(make_table("GPipe", 2, 2, 3)).forward_only()
+    assert batch_p2p(forwards, ("all",)) == forwards
 
 
 def test_a_batch_that_stands_there_already_grows_or_stays() -> None:
-    once = fuse_communication(add_communication(build("1F1B", 3, 3, 4)), ["send_forward_recv_backward"])
-    assert proved(fuse_communication(once)) == fuse_communication(add_communication(build("1F1B", 3, 3, 4)))
-    assert fuse_communication(fuse_communication(once)) == fuse_communication(once)
+    once = batch_p2p(add_send_recv(make_table("1F1B", 3, 3, 4)), ["send_forward_recv_backward"])
+    assert proved(batch_p2p(once)) == batch_p2p(add_send_recv(make_table("1F1B", 3, 3, 4)))
+    assert batch_p2p(batch_p2p(once)) == batch_p2p(once)
 
 
 def test_recomputation_is_kept() -> None:
-    schedule = add_communication(Schedule.parse(f"{build('1F1B', 2, 2, 3)}\nrecompute 0: 1 2"))
+    schedule = add_send_recv(Schedule.parse(f"{make_table('1F1B', 2, 2, 3)}\nrecompute 0: 1 2"))
     assert schedule.recomputed
-    assert fuse_communication(schedule).recomputed == schedule.recomputed
-    assert order_even_odd(fuse_communication(schedule)).recomputed == schedule.recomputed
+    assert batch_p2p(schedule).recomputed == schedule.recomputed
+    assert unbatch_p2p(batch_p2p(schedule)).recomputed == schedule.recomputed
 
 
 def test_refusals() -> None:
-    schedule = add_communication(build("1F1B", 2, 2, 3))
+    schedule = add_send_recv(make_table("1F1B", 2, 2, 3))
     with pytest.raises(ScheduleError, match="unknown verb 'send'; take send_forward_recv_backward, "):
-        fuse_communication(schedule, ["send"])
+        batch_p2p(schedule, ["send"])
     crossed = Schedule.of(
         [
             "0F0 0SEND_F0 0F1 0RECV_B0 0SEND_F1 0B0 0RECV_B1 0B1",
@@ -166,7 +166,7 @@ def test_refusals() -> None:
         ]
     )
     with pytest.raises(ScheduleError, match="custom has a deadlock before anything is fused"):
-        fuse_communication(crossed)
+        batch_p2p(crossed)
 
 
 # ------------------------------------------------------------------------------------------ without batches
@@ -174,8 +174,8 @@ def test_refusals() -> None:
 
 @pytest.mark.parametrize("ranks", [2, 3, 4, 5])
 def test_even_ranks_talk_while_odd_ranks_listen(ranks: int) -> None:
-    fused = fuse_communication(add_communication(build("1F1B", ranks, ranks, 8)))
-    apart = proved(order_even_odd(fused))
+    fused = batch_p2p(add_send_recv(make_table("1F1B", ranks, ranks, 8)))
+    apart = proved(unbatch_p2p(fused))
     for rank, (batched, single) in enumerate(zip(rows_of(fused), rows_of(apart), strict=True)):
         at = 0
         for action in batched:
@@ -188,20 +188,20 @@ def test_even_ranks_talk_while_odd_ranks_listen(ranks: int) -> None:
 
 def test_two_even_ranks_follow_one_order() -> None:
     """Neighbours 0 and 1 stand on ranks 0 and 2: were both to send first, both would wait."""
-    first, second, third = build("1F1B", 3, 3, 6).table
-    fused = fuse_communication(add_communication(Schedule((first, third, second), 3, 6)))
+    first, second, third = make_table("1F1B", 3, 3, 6).table
+    fused = batch_p2p(add_send_recv(Schedule((first, third, second), 3, 6)))
     by_parity = [
         [leaf for action in row for leaf in sorted(action.leaves, key=lambda leaf: (leaf.kind in SENDS) == bool(rank % 2))]
         for rank, row in enumerate(rows_of(fused))
     ]
     assert not Machine(by_parity, 3).runs_to_its_end()
-    apart = proved(order_even_odd(fused))
+    apart = proved(unbatch_p2p(fused))
     assert Machine(rows_of(apart), 3).runs_to_its_end()
 
 
 def test_the_forwards_of_a_batched_table_are_checked_like_any_other() -> None:
     """Two ranks that exchange in one batch would wait for each other one by one."""
-    fused = fuse_communication(add_communication(build("ZBVZeroBubble", 3, 6, 3)), tuple(VERBS))
+    fused = batch_p2p(add_send_recv(make_table("ZBVZeroBubble", 3, 6, 3)), tuple(VERBS))
     forwards = fused.forward_only()
     assert any(action.kind is Kind.P2P for _, _, action in forwards.cells())
     check(forwards, ranks=3, stages=6, microbatches=3, training=False)

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 
 from graphpp.errors import ScheduleError
 from graphpp.schedules.check.checker import check
-from graphpp.schedules.generate.read import build
-from graphpp.schedules.rewrite.add_send_recv import add_communication
-from graphpp.schedules.rewrite.split_backward import defer_weight_grads, split_backwards
+from graphpp.schedules.generate.read import make_table
+from graphpp.schedules.rewrite.add_send_recv import add_send_recv
+from graphpp.schedules.rewrite.split_backward import defer_weight_grads, split_backward
 from graphpp.schedules.table.actions import Action, Kind
 from graphpp.schedules.table.schedule import Row, Schedule
 from tests.schedules.replay import replayed
@@ -33,11 +33,11 @@ def flow(row: Row) -> list[Action]:
 def test_pictures_in_the_documentation_are_true() -> None:
     before = Schedule.of(["0F0 0F1 0B0 . 0B1", "1F0 1B0 1F1 1B1"])
     assert defer_weight_grads(before, [0]) == Schedule.of(["0F0 0F1 0I0 0W0 0I1 0W1", "1F0 1B0 1F1 1B1"])
-    assert split_backwards(Schedule.of(["0F0 . 0B0"])) == Schedule.of(["0F0 . 0I0 0W0"])
+    assert split_backward(Schedule.of(["0F0 . 0B0"])) == Schedule.of(["0F0 . 0I0 0W0"])
 
 
 def test_idle_cells_of_the_cool_down_are_filled_in_order() -> None:
-    deferred = defer_weight_grads(build("1F1B", 3, 3, 4), [0])
+    deferred = defer_weight_grads(make_table("1F1B", 3, 3, 4), [0])
     assert deferred == Schedule.parse(
         "r0 0F0 0F1 . . 0F2 0I0 0F3 0I1 0W0 0I2 0W1 0I3 0W2 0W3\n"
         "r1 .   1F0 . 1F1 1B0 1F2 1B1 1F3 1B2 . 1B3\n"
@@ -46,26 +46,26 @@ def test_idle_cells_of_the_cool_down_are_filled_in_order() -> None:
 
 
 def test_until_the_end() -> None:
-    deferred = defer_weight_grads(build("1F1B", 2, 2, 3), [1], until="end")
+    deferred = defer_weight_grads(make_table("1F1B", 2, 2, 3), [1], until="end")
     assert deferred == Schedule.parse("r0 0F0 . 0F1 0B0 0F2 0B1 . 0B2\nr1 . 1F0 1I0 1F1 1I1 1F2 1I2 1W0 1W1 1W2")
 
 
 def test_limit_leaves_later_microbatches_whole() -> None:
-    deferred = defer_weight_grads(build("1F1B", 2, 2, 3), [1], limit=1)
+    deferred = defer_weight_grads(make_table("1F1B", 2, 2, 3), [1], limit=1)
     assert str(deferred).splitlines()[2] == "r1 .   1F0 1I0 1F1 1B1 1F2 1B2 1W0"
-    assert defer_weight_grads(build("1F1B", 2, 2, 3), [0, 1], limit=0) == build("1F1B", 2, 2, 3)
-    assert defer_weight_grads(build("1F1B", 2, 2, 3), []) == build("1F1B", 2, 2, 3)
+    assert defer_weight_grads(make_table("1F1B", 2, 2, 3), [0, 1], limit=0) == make_table("1F1B", 2, 2, 3)
+    assert defer_weight_grads(make_table("1F1B", 2, 2, 3), []) == make_table("1F1B", 2, 2, 3)
 
 
 def test_overlaps_are_split_too() -> None:
-    deferred = defer_weight_grads(build("Combined1F1B", 1, 2, 2), [1])
+    deferred = defer_weight_grads(make_table("Combined1F1B", 1, 2, 2), [1])
     assert deferred == Schedule.of(["0F0 1F0 (0F1;1I0)OVERLAP_F_B (1F1;0B0)OVERLAP_F_B 1I1 0B1 1W0 1W1"])
     woven = Schedule.of(["0F0 0I0 (0F1;0W0)OVERLAP_F_B 0I1 . 0W1"])
     assert defer_weight_grads(woven, [0]) == Schedule.of(["0F0 0I0 0F1 0I1 0W0 0W1"])
 
 
 def test_weight_gradients_that_are_apart_already_move_as_well() -> None:
-    deferred = defer_weight_grads(build("ZB1P", 2, 2, 3), [0])
+    deferred = defer_weight_grads(make_table("ZB1P", 2, 2, 3), [0])
     assert str(deferred).splitlines()[1] == "r0 0F0 0F1 .   0I0 .   0F2 0I1 0W0 0I2 0W1 0W2"
     accept(deferred)
 
@@ -73,7 +73,7 @@ def test_weight_gradients_that_are_apart_already_move_as_well() -> None:
 @pytest.mark.parametrize(("name", "ranks", "microbatches"), [*product(["1F1B", "Interleaved1F1B"], [2, 4], [4, 8])])
 def test_what_other_ranks_wait_for_comes_earlier(name: str, ranks: int, microbatches: int) -> None:
     """At unit costs the first rank's Ws in its bubble make the step shorter, and memory holds them until then."""
-    schedule = build(name, ranks, ranks * (1 if name == "1F1B" else 2), microbatches)
+    schedule = make_table(name, ranks, ranks * (1 if name == "1F1B" else 2), microbatches)
     everything = defer_weight_grads(schedule, range(schedule.stages))
     assert replayed(everything)[0] < replayed(schedule)[0]
     assert replayed(everything)[1] >= replayed(schedule)[1]
@@ -85,11 +85,11 @@ def test_nothing_but_weight_gradients_moves(
     schedule: Schedule, until: Any, limit: int | None, data: st.DataObject
 ) -> None:
     chosen = data.draw(st.sets(st.integers(0, schedule.stages - 1)))
-    for deferred in (defer_weight_grads(schedule, chosen, until=until, limit=limit), split_backwards(schedule)):
+    for deferred in (defer_weight_grads(schedule, chosen, until=until, limit=limit), split_backward(schedule)):
         accept(deferred)
-        accept(add_communication(deferred))
+        accept(add_send_recv(deferred))
         assert [*map(flow, deferred.table)] == [*map(flow, schedule.table)]
-    split = split_backwards(schedule)
+    split = split_backward(schedule)
     assert not [leaf for _, _, action in split.cells() for leaf in action.leaves if leaf.kind is Kind.B]
     deferred = defer_weight_grads(schedule, chosen, until=until)
     for row in deferred.table:
@@ -105,7 +105,7 @@ def test_any_legal_table_stays_legal(table: tuple[Rows, int, int, Any]) -> None:
     """With communication too: sends and receives stay where they are."""
     rows, stages, microbatches, _ = table
     schedule = Schedule.of(rows, stages=stages, microbatches=microbatches)
-    for made in (defer_weight_grads(schedule, range(0, stages, 2)), split_backwards(schedule)):
+    for made in (defer_weight_grads(schedule, range(0, stages, 2)), split_backward(schedule)):
         accept(made)
 
 

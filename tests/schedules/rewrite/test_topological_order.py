@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from graphpp.schedules.rewrite.topological_order import Order
+from graphpp.schedules.rewrite.topological_order import DynamicTopologicalOrder
 
 
 @given(st.randoms(use_true_random=False), st.integers(2, 12), st.integers(1, 60))
@@ -22,7 +22,7 @@ def test_any_edges(random: Random, nodes: int, changes: int) -> None:
     for _ in range(nodes):
         one, other = sorted(random.sample(range(nodes), 2))
         graph.add_edge(shuffled[one], shuffled[other])
-    order = Order([*graph.edges, *((-1, node) for node in range(nodes))])
+    order = DynamicTopologicalOrder([*graph.edges, *((-1, node) for node in range(nodes))])
     for _ in range(changes):
         one, other = random.sample(range(nodes), 2)
         assert order.has(one, other) == graph.has_edge(one, other)
@@ -38,10 +38,10 @@ def test_any_edges(random: Random, nodes: int, changes: int) -> None:
 
 def test_a_cycle_at_the_start() -> None:
     with pytest.raises(CycleError):
-        Order([(0, 1), (1, 0)])
+        DynamicTopologicalOrder([(0, 1), (1, 0)])
 
 
 def test_an_edge_to_itself() -> None:
-    order = Order([(0, 1)])
+    order = DynamicTopologicalOrder([(0, 1)])
     assert not order.add(1, 1)
     assert order.add(0, 1)

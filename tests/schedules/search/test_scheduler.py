@@ -18,13 +18,13 @@ from graphpp.errors import ScheduleError
 from graphpp.schedules.check.checker import check
 from graphpp.schedules.check.peak_memory import peak_bytes
 from graphpp.schedules.generate.names import SCHEDULES
-from graphpp.schedules.rewrite.add_send_recv import add_communication
+from graphpp.schedules.rewrite.add_send_recv import add_send_recv
 from graphpp.schedules.search.convert_tables import candidate_of, schedule_of
-from graphpp.schedules.search.evaluate_order import Candidate, Solution, decode
-from graphpp.schedules.search.fill_waits import fill
+from graphpp.schedules.search.evaluate_order import Candidate, EvaluatedOrder, evaluate_order
+from graphpp.schedules.search.fill_waits import fill_waits
 from graphpp.schedules.search.problem import Problem
 from graphpp.schedules.search.scheduler import schedule_auto
-from graphpp.schedules.search.start_patterns import patterns
+from graphpp.schedules.search.start_patterns import start_patterns
 from graphpp.schedules.simulate.simulator import simulate
 from graphpp.schedules.table.actions import Kind
 from graphpp.schedules.table.costs import Costs, StageCosts
@@ -104,7 +104,7 @@ def test_never_behind_a_named_schedule_and_legal(seed: int, ranks: int, chunks: 
     cap = random.choice((None, least, 2 * least, 4 * least))
     schedule = schedule_auto(costs, cap, ranks=ranks, microbatches=microbatches, effort=0.03)
     check(schedule, ranks=ranks, stages=stages, microbatches=microbatches)
-    check(add_communication(schedule), ranks=ranks, stages=stages, microbatches=microbatches)
+    check(add_send_recv(schedule), ranks=ranks, stages=stages, microbatches=microbatches)
     assert cap is None or max(peaks(schedule, costs)) <= cap
     end = simulate(schedule, costs).makespan
     for generator in SCHEDULES.values():
@@ -158,7 +158,7 @@ def test_any_placement() -> None:
     schedule = schedule_auto(Costs.unit(5, 1), ranks=4, microbatches=3, placement=home)
     assert dict(schedule.rank_of_stage) == home
     assert schedule.table[3] == ()
-    check(add_communication(schedule), ranks=4, stages=5, microbatches=3)
+    check(add_send_recv(schedule), ranks=4, stages=5, microbatches=3)
 
 
 def test_loop_and_v_are_both_tried() -> None:
@@ -283,12 +283,12 @@ def problems(seed: int, ranks: int, chunks: int, microbatches: int) -> tuple[Cos
     return costs, Problem.of(costs, home, microbatches, [random.choice((1.0, 1.7, 3.0)) * each for each in need])
 
 
-def solved(problem: Problem) -> list[Solution]:
+def solved(problem: Problem) -> list[EvaluatedOrder]:
     whole = bytearray(
         problem.kept[x // problem.microbatches] > problem.saved[x // problem.microbatches] for x in range(problem.count)
     )
-    candidates = list(patterns(problem, whole, Random(0)))[:40]
-    solutions = [solution for candidate in candidates if (solution := decode(problem, candidate))]
+    candidates = list(start_patterns(problem, whole, Random(0)))[:40]
+    solutions = [solution for candidate in candidates if (solution := evaluate_order(problem, candidate))]
     assert solutions  # one microbatch after the other always fits
     return solutions
 
@@ -300,8 +300,8 @@ def test_a_solution_is_what_the_simulator_says(seed: int, ranks: int, chunks: in
     costs = replace(costs, overhead=0.25)
     problem = Problem.of(costs, dict(enumerate(problem.home)), microbatches, problem.cap)
     for solution in solved(problem)[::8]:
-        for candidate in (solution.candidate, fill(problem, solution.candidate, 5)):
-            again = decode(problem, candidate)
+        for candidate in (solution.candidate, fill_waits(problem, solution.candidate, 5)):
+            again = evaluate_order(problem, candidate)
             assert again is not None
             table = schedule_of(problem, again, "found", join=False)
             timeline = simulate(table, costs)
@@ -315,22 +315,22 @@ def test_a_solution_is_what_the_simulator_says(seed: int, ranks: int, chunks: in
 def test_a_limit_only_leaves_out_what_is_above_it() -> None:
     _, problem = problems(7, 3, 2, 5)
     for solution in solved(problem):
-        assert decode(problem, solution.candidate, solution.value * (1 - 1e-6)) is None
-        assert decode(problem, solution.candidate, solution.value * (1 + 1e-6)) == solution
+        assert evaluate_order(problem, solution.candidate, solution.value * (1 - 1e-6)) is None
+        assert evaluate_order(problem, solution.candidate, solution.value * (1 + 1e-6)) == solution
 
 
 def test_an_order_beyond_memory_or_without_an_end_is_none() -> None:
     problem = Problem.of(Costs.unit(2), {0: 0, 1: 1}, 2, [1000.0, 1000.0])
     every = bytearray(4), [1.0, 1.0]
-    assert decode(problem, Candidate([[0, 4, 1, 5], [2, 6, 3, 7]], *every)) is not None
-    assert decode(problem, Candidate([[0, 1, 4, 5], [2, 6, 3, 7]], *every)) is None
-    assert decode(problem, Candidate([[0, 4, 1, 5], [3, 7, 2, 6]], *every)) is None
+    assert evaluate_order(problem, Candidate([[0, 4, 1, 5], [2, 6, 3, 7]], *every)) is not None
+    assert evaluate_order(problem, Candidate([[0, 1, 4, 5], [2, 6, 3, 7]], *every)) is None
+    assert evaluate_order(problem, Candidate([[0, 4, 1, 5], [3, 7, 2, 6]], *every)) is None
 
 
 def test_a_table_and_its_order() -> None:
     costs = Costs.unit(4)
     problem = Problem.of(costs, dict(enumerate(range(4))), 6, [4000.0, 3000.0, 2000.0, 1000.0])
-    solution = decode(problem, candidate_of(problem, SCHEDULES["1F1B"](4, 4, 6)))
+    solution = evaluate_order(problem, candidate_of(problem, SCHEDULES["1F1B"](4, 4, 6)))
     assert solution is not None
     assert solution.makespan * problem.unit <= 3 * (6 + 3)
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 import graphpp
 from graphpp.errors import ScheduleError
 from graphpp.schedules.generate.names import SCHEDULES
-from graphpp.schedules.rewrite.add_send_recv import add_communication
+from graphpp.schedules.rewrite.add_send_recv import add_send_recv
 from graphpp.schedules.simulate.simulator import simulate
 from graphpp.schedules.simulate.timeline import Timeline
 from graphpp.schedules.table.actions import Action, Kind, upstream
@@ -52,7 +52,7 @@ def test_the_two_directions_have_their_own_times() -> None:
 
 
 def test_sends_and_receives_are_events_that_take_nothing_from_their_rank() -> None:
-    timeline = simulate(add_communication(TWO), Costs.unit(2, send=0.5))
+    timeline = simulate(add_send_recv(TWO), Costs.unit(2, send=0.5))
     assert timeline.makespan == 10
     assert spans(timeline, 1).startswith("1RECV_F0:0-0 1F0:1.5-2.5 1RECV_F1:2.5-2.5 1B0:2.5-4.5 1SEND_B0:4.5-4.5")
 
@@ -219,7 +219,7 @@ def test_events_are_in_order_and_memory_ends_at_nothing(case: tuple[Schedule, Co
 def test_sends_and_receives_that_hold_nothing_up_change_nothing(case: tuple[Schedule, Costs]) -> None:
     schedule, costs = case
     costs = replace(costs, overhead=0.0)
-    alone, together = simulate(schedule, costs), simulate(add_communication(schedule), costs)
+    alone, together = simulate(schedule, costs), simulate(add_send_recv(schedule), costs)
     computed = [event for event in together.events if event.action.is_compute]
     assert computed == list(alone.events)
     assert together.memory == alone.memory

@@ -16,8 +16,8 @@ from torch.distributed.pipelining import schedules as torch_schedules
 
 from graphpp.errors import ScheduleError
 from graphpp.schedules.check.checker import check
-from graphpp.schedules.generate.read import build
-from graphpp.schedules.rewrite.add_send_recv import add_communication
+from graphpp.schedules.generate.read import make_table
+from graphpp.schedules.rewrite.add_send_recv import add_send_recv
 from graphpp.schedules.table.actions import Action, Kind, parse
 from graphpp.schedules.table.schedule import Schedule
 from tests.schedules.tables import Machine, Rows, named, rows_of, tables
@@ -29,7 +29,7 @@ from tests.schedules.tables import Machine, Rows, named, rows_of, tables
 @settings(deadline=None, max_examples=50)
 def test_text_and_csv_bring_it_back(tmp_path_factory: pytest.TempPathFactory, schedule: Schedule) -> None:
     path = tmp_path_factory.mktemp("csv") / "schedule.csv"
-    for one in (schedule, add_communication(schedule)):
+    for one in (schedule, add_send_recv(schedule)):
         again = Schedule.parse(str(one))
         assert again == one
         assert again.name == one.name
@@ -39,7 +39,7 @@ def test_text_and_csv_bring_it_back(tmp_path_factory: pytest.TempPathFactory, sc
 
 
 def test_torch_reads_our_csv_and_we_read_its(tmp_path: Path) -> None:
-    ours = add_communication(build("Interleaved1F1B", 2, 4, 4))
+    ours = add_send_recv(make_table("Interleaved1F1B", 2, 4, 4))
     ours.save(tmp_path / "ours.csv")
     runtime: Any = torch_schedules._PipelineScheduleRuntime
     reader = SimpleNamespace()
@@ -92,7 +92,7 @@ def test_csv_faults_name_file_line_and_cell(tmp_path: Path, text: bytes, place: 
     path = tmp_path / "bad.csv"
     path.write_bytes(text)
     with pytest.raises(ScheduleError) as caught:
-        build(str(path), 2, 2, 1)
+        make_table(str(path), 2, 2, 1)
     message = str(caught.value)
     assert str(path) in message
     assert place in message
@@ -104,9 +104,9 @@ def test_csv_from_other_hands(tmp_path: Path) -> None:
     path = tmp_path / "s.CSV"
     path.write_bytes(b'\xef\xbb\xbf0F0, "0SEND_F0",0WAIT_SEND_F0 ,0B0,0WAIT_REDUCE_GRAD\r\n'.replace(b', "', b',"'))
     assert Schedule.load(path) == Schedule.of([["0F0", "0SEND_F0", None, "0B0", None]])
-    assert build(str(path), 1, 1, 1).name == str(path)
+    assert make_table(str(path), 1, 1, 1).name == str(path)
     with pytest.raises(ScheduleError, match=r"missing\.csv cannot be read"):
-        build(tmp_path / "missing.csv", 1, 1, 1)
+        make_table(tmp_path / "missing.csv", 1, 1, 1)
 
 
 @pytest.mark.parametrize(
@@ -162,7 +162,7 @@ def evaluated(schedule: Schedule) -> Schedule:
         schedule.microbatches,
         schedule.name,
     )
-    runs = forwards if forwards.has_communication else add_communication(forwards)
+    runs = forwards if forwards.has_communication else add_send_recv(forwards)
     assert Machine(rows_of(runs), runs.stages).runs_to_its_end()
     assert [only(row, Kind.F) for row in rows_of(runs)] == [only(row, Kind.F) for row in rows_of(schedule)]
     done = sorted(action for row in rows_of(runs) for action in row if action.kind is Kind.F)
@@ -181,7 +181,7 @@ def only(row: list[Action], *kinds: Kind) -> list[Action]:
 @settings(deadline=None, max_examples=100)
 def test_forwards_of_a_named_schedule(schedule: Schedule) -> None:
     """Communication first or forwards first: the same messages, each rank's own in the same order."""
-    before, after = evaluated(schedule), evaluated(add_communication(schedule))
+    before, after = evaluated(schedule), evaluated(add_send_recv(schedule))
     kinds = (Kind.F, Kind.SEND_F)
     assert [only(row, *kinds) for row in rows_of(before)] == [only(row, *kinds) for row in rows_of(after)]
     assert [sorted(row) for row in rows_of(before)] == [sorted(row) for row in rows_of(after)]
@@ -200,14 +200,14 @@ def test_forwards_of_any_legal_table(table: tuple[Rows, int, int, Random]) -> No
 def test_forwards_of_torch_schedules_with_split_and_overlapped_backwards(name: str, with_communication: bool) -> None:
     fake = SimpleNamespace(pp_group_size=2, num_stages=4, _n_microbatches=8)
     make: Any = getattr(torch_schedules, name)._calculate_single_rank_operations
-    schedule = build({rank: make(fake, rank) for rank in range(2)}, 2, 4, 8)
-    evaluated(add_communication(schedule) if with_communication else schedule)
+    schedule = make_table({rank: make(fake, rank) for rank in range(2)}, 2, 4, 8)
+    evaluated(add_send_recv(schedule) if with_communication else schedule)
 
 
 def test_forwards_only_is_the_same_table_without_the_rest() -> None:
     table = Schedule.of(["0UNSHARD 0F0 (0F1;0B0)OVERLAP_F_B . 0I1 0W1", "1F0 1B0 1F1 1B1"], name="mine")
     assert str(table.forward_only()) == "mine: 2 stages, 2 microbatches\nr0 0F0 0F1\nr1 1F0 1F1"
-    assert str(add_communication(table).forward_only()) == (
+    assert str(add_send_recv(table).forward_only()) == (
         "mine: 2 stages, 2 microbatches\nr0 0F0      0SEND_F0 0F1      0SEND_F1\nr1 1RECV_F0 1F0      1RECV_F1 1F1"
     )
     assert table.forward_only().forward_only() == table.forward_only()

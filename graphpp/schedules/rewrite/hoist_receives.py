@@ -40,7 +40,7 @@ class _Channel:
         return moved
 
 
-def post_early(row: Iterable[Action], rank_of_stage: Mapping[int, int], ahead: int) -> list[Action]:
+def hoist_receives(row: Iterable[Action], rank_of_stage: Mapping[int, int], ahead: int) -> list[Action]:
     """The list with its receives posted up to `ahead` (at least 1) messages before they are read."""
     actions = list(row)
     column = {leaf: at for at, action in enumerate(actions) for leaf in action.leaves}

@@ -17,7 +17,7 @@ from graphpp.schedules.table.actions import Action, message
 from graphpp.schedules.table.schedule import Schedule
 
 
-class Place(NamedTuple):
+class Position(NamedTuple):
     """A cell of the table."""
 
     rank: int
@@ -33,7 +33,7 @@ class Crossing(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Case:
+class ScheduleUnderCheck:
     """A schedule, the counts of the pipeline that is to run it, and where each single action stands.
 
     `training`: whether it has backwards, or forwards only.
@@ -43,16 +43,16 @@ class Case:
     stages: int
     microbatches: int
     training: bool = True
-    where: dict[Action, Place] = field(default_factory=dict)
+    where: dict[Action, Position] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, schedule: Schedule) -> Case:
+    def of(cls, schedule: Schedule) -> ScheduleUnderCheck:
         """A schedule by its own counts, every action in its place; for one that is known to have each only once."""
-        case = cls(schedule, schedule.stages, schedule.microbatches)
-        case.where.update((leaf, Place(rank, at)) for rank, at, action in schedule.cells() for leaf in action.leaves)
-        return case
+        subject = cls(schedule, schedule.stages, schedule.microbatches)
+        subject.where.update((leaf, Position(rank, at)) for rank, at, action in schedule.cells() for leaf in action.leaves)
+        return subject
 
-    def at(self, place: Place) -> Action | None:
+    def at(self, place: Position) -> Action | None:
         """What stands in a cell; None where the rank is idle."""
         return self.schedule.table[place.rank][place.column]
 
@@ -63,7 +63,7 @@ class Case:
         pairs = ((leaf, message(leaf, self.stages)) for leaf in self.where)
         return tuple(Crossing(made, *ends) for made, ends in pairs if ends and rank_of[ends[0].stage] != rank_of[ends[1].stage])
 
-    def refusal(self, place: Place, what: str, remedy: str) -> ScheduleError:
+    def refusal(self, place: Position, what: str, remedy: str) -> ScheduleError:
         """The error for a fault at `place`, showing up to three cells on either side."""
         row = ["." if cell is None else str(cell) for cell in self.schedule.table[place.rank]]
         row[place.column] = f">>> {row[place.column]} <<<"

@@ -10,9 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from graphpp.schedules.generate import names as schedules
-from graphpp.schedules.rewrite.add_send_recv import add_communication
-from graphpp.schedules.rewrite.batch_p2p import fuse_communication
-from graphpp.schedules.rewrite.early_receives import post_early
+from graphpp.schedules.rewrite.add_send_recv import add_send_recv
+from graphpp.schedules.rewrite.batch_p2p import batch_p2p
+from graphpp.schedules.rewrite.hoist_receives import hoist_receives
 from graphpp.schedules.table.actions import SENDS, Action, Kind
 from tests.schedules.tables import Rows, named, rows_of, tables
 
@@ -89,7 +89,7 @@ class Buffered:
 
 
 def check_moved(rows: Rows, home: dict[int, int], ahead: int) -> None:
-    early = [post_early(row, home, ahead) for row in rows]
+    early = [hoist_receives(row, home, ahead) for row in rows]
     for row, moved in zip(rows, early, strict=True):
         check_rank(row, moved, home, ahead)
     assert Buffered(early, home).runs_to_its_end()
@@ -118,8 +118,8 @@ def test_any_table(table: tuple[Rows, int, int, Random], ahead: int) -> None:
 
 @given(named(), st.integers(1, 3), st.booleans())
 def test_named_schedules(schedule: schedules.Schedule, ahead: int, fused: bool) -> None:
-    made = add_communication(schedule)
-    made = fuse_communication(made) if fused and made.has_communication else made
+    made = add_send_recv(schedule)
+    made = batch_p2p(made) if fused and made.has_communication else made
     check_moved(rows_of(made), dict(made.rank_of_stage), ahead)
 
 
@@ -131,5 +131,5 @@ def test_named_schedules(schedule: schedules.Schedule, ahead: int, fused: bool) 
     ],
 )
 def test_1f1b_on_two_ranks(ahead: int, row: str) -> None:
-    made = add_communication(schedules.one_f_one_b(2, 2, 3))
-    assert " ".join(map(str, post_early(rows_of(made)[0], made.rank_of_stage, ahead))) == row
+    made = add_send_recv(schedules.one_f_one_b(2, 2, 3))
+    assert " ".join(map(str, hoist_receives(rows_of(made)[0], made.rank_of_stage, ahead))) == row
