@@ -28,7 +28,7 @@ from rich.table import Table
 
 import graphpp
 from graphpp.compiler import build as compiler
-from graphpp.passes.lower import Passed
+from graphpp.passes.lower import PassResult
 
 
 def main() -> None:
@@ -113,8 +113,8 @@ def listen(clock: Clock) -> None:
         clock.note("capture")
         return captured
 
-    def heard_lower(joint: Any, starts: Any, hook: Callable[[Passed], None], *rest: Any, **named: Any) -> Any:
-        def heard(passed: Passed) -> None:
+    def heard_lower(joint: Any, starts: Any, hook: Callable[[PassResult], None], *rest: Any, **named: Any) -> Any:
+        def heard(passed: PassResult) -> None:
             clock.note(passed.name)
             hook(passed)
 

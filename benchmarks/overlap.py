@@ -46,8 +46,8 @@ from torch.nn import functional as F
 
 import graphpp
 from graphpp.passes.graph.op_costs import Cost, OpCosts
-from graphpp.passes.overlap.stream_timing import Facts, estimate
-from graphpp.passes.overlap.weave import Woven, concatenate
+from graphpp.passes.overlap.stream_timing import GraphTiming, estimate_order
+from graphpp.passes.overlap.weave import WovenGraph, concatenate
 from graphpp.runtime.program import Phase
 
 sys.path.append(str(Path(__file__).parents[1]))
@@ -121,12 +121,12 @@ def combined(microbatches: int, overlap: bool) -> graphpp.Schedule:
     return graphpp.Schedule.parse(" ".join(["r0 0F0", *middle, f"0B{microbatches - 1}"]))
 
 
-def concatenated(parts: Sequence[Any], cost: Cost) -> Woven:
+def concatenated(parts: Sequence[Any], cost: Cost) -> WovenGraph:
     """Stands in for `weave`: part after part in one program."""
     graph = concatenate(parts)
-    facts = Facts(graph, cost)
-    given = estimate(facts, facts.nodes)
-    return Woven(tuple(parts), graph, given, given)
+    facts = GraphTiming(graph, cost)
+    given = estimate_order(facts, facts.nodes)
+    return WovenGraph(tuple(parts), graph, given, given)
 
 
 def contender(name: str, option: argparse.Namespace, group: dist.ProcessGroup, own: Any, costs: OpCosts) -> Run:
@@ -150,8 +150,8 @@ def simulated(pipe: graphpp.Pipeline, costs: Cost) -> tuple[float, float, float]
     sums = 0.0, 0.0, 0.0
     for action in filter(None, runner.schedule.table[0]):
         parts = [runner.program.stages[leaf.stage].programs[Phase(leaf.kind.value)] for leaf in action.leaves]
-        facts = Facts(concatenate([sources.of(part) for part in parts]), costs)
-        found = estimate(facts, facts.nodes)
+        facts = GraphTiming(concatenate([sources.of(part) for part in parts]), costs)
+        found = estimate_order(facts, facts.nodes)
         more = found.compute, found.collectives, found.possible * found.collectives
         sums = sums[0] + more[0], sums[1] + more[1], sums[2] + more[2]
     return sums

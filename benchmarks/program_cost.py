@@ -26,7 +26,7 @@ from torch.profiler import ProfilerActivity, profile
 
 import graphpp
 from graphpp.capture.trace import capture
-from graphpp.passes.lower import Choices, lower
+from graphpp.passes.lower import LoweringOptions, lower
 from graphpp.runtime.program import Buffer, Constant, Gradient, Input, Parameter, Phase, Saved, Seed, StageProgram
 
 VIEWS = {"view", "reshape", "t", "transpose_int", "expand", "slice_Tensor", "split_Tensor", "permute", "unsqueeze",
@@ -71,9 +71,9 @@ class Programs:
         fixed = {Parameter(k): v.detach() for k, v in state.items()} | {Buffer(k): v for k, v in state.items()}
         self.known: dict[Any, Any] = {**fixed, **{Input(path): tensor for path, tensor in batch.items()}}
         self.known |= {Constant(name): value for name, value in stage.constants.items()} | {Seed(): torch.ones(())}
-        if stage.prepare is not None:  # runs once per step, so it is no part of a microbatch's cost
-            made = stage.prepare.run([self.known[role] for role in stage.prepare.inputs])
-            self.known |= dict(zip(stage.prepare.outputs, made, strict=True))
+        if stage.hoisted is not None:  # runs once per step, so it is no part of a microbatch's cost
+            made = stage.hoisted.run([self.known[role] for role in stage.hoisted.inputs])
+            self.known |= dict(zip(stage.hoisted.outputs, made, strict=True))
 
     def forward(self) -> list[Any]:
         """Run the forward and return its results with their roles."""
@@ -99,7 +99,7 @@ def contenders(dim: int, option: argparse.Namespace) -> tuple[Callable[[], objec
     rows = torch.randint(256, (option.rows, option.length), generator=torch.Generator().manual_seed(1))
     example = graphpp.Microbatch((rows,), target=rows)
     joint = capture(model, loss, example, torch.device("cpu")).joint
-    stage = lower(joint, [0], choices=Choices(prepare=True)).stages[0]
+    stage = lower(joint, [0], options=LoweringOptions(hoist_per_step=True)).stages[0]
     program = Programs(stage, model, {"args[0]": rows, "target": rows})
 
     def eager() -> None:

@@ -238,7 +238,7 @@ class ReplayedProgram:
 
 def program_name(program: Program) -> str:
     """Stage and phase, for people."""
-    return f"stage {program.stage} {program.phase.name.lower()}"
+    return f"stage {program.stage} {program.phase.label}"
 
 
 def with_cuda_graph(program: Program, recorder: GraphRecorder, obstacle: str | None = None) -> Program:

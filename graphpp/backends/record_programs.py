@@ -16,8 +16,8 @@ from dataclasses import replace
 import torch
 
 from graphpp.backends.cuda_graphs import CudaGraphRecorder, GraphRecorder, ReplayedProgram, program_name
-from graphpp.passes.graph.cuda_graph_obstacles import obstacle
-from graphpp.passes.provenance import Sources
+from graphpp.passes.graph.cuda_graph_obstacles import cuda_graph_obstacle
+from graphpp.passes.provenance import ProgramGraphs
 from graphpp.runtime.program import PipelineProgram, Program, StageProgram, WovenProgram
 
 _LOG = logging.getLogger("graphpp")
@@ -51,7 +51,7 @@ class RecordedPrograms:
         return states
 
     def record_all(
-        self, programs: Sequence[PipelineProgram], woven: Sequence[WovenProgram], local: Collection[int], sources: Sources
+        self, programs: Sequence[PipelineProgram], woven: Sequence[WovenProgram], local: Collection[int], sources: ProgramGraphs
     ) -> Runnable:
         """The programs of a runner whose stages `local` are on this rank, to be replayed."""
         stages = {id(stage): stage for each in programs for stage in each.stages if stage.index in local}
@@ -68,8 +68,8 @@ class RecordedPrograms:
         each = [replace(one, stages=tuple(replaced.get(id(stage), stage) for stage in one.stages)) for one in programs]
         return each, [replace(one, parts=tuple(new.get(id(part), part) for part in one.parts)) for one in woven]
 
-    def _graphed(self, item: Program, recorder: GraphRecorder, sources: Sources) -> ReplayedProgram:
-        return ReplayedProgram(item, recorder, obstacle(sources.of(item).graph, recorder.device.type))
+    def _graphed(self, item: Program, recorder: GraphRecorder, sources: ProgramGraphs) -> ReplayedProgram:
+        return ReplayedProgram(item, recorder, cuda_graph_obstacle(sources.of(item).graph, recorder.device.type))
 
     def _tell(self, reasons: list[str]) -> None:
         if reasons and not self._told:

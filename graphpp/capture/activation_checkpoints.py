@@ -25,7 +25,8 @@ from torch import fx
 
 from graphpp._torch import aot
 from graphpp.passes.graph.joint_graph import JointGraph
-from graphpp.passes.recompute.recompute_regions import Chosen, Region
+from graphpp.passes.recompute.backward_needs import MayRecompute
+from graphpp.passes.recompute.recompute_regions import RegionOf
 
 Policy = Callable[..., Any]
 _KEY = "graphpp.checkpoint"
@@ -93,7 +94,7 @@ def count_checkpointed_calls(joint: JointGraph) -> int:
     return len({node.meta["checkpoint"] for node in joint.computed() if "checkpoint" in node.meta})
 
 
-def add_checkpoint_regions(joint: JointGraph, region: Region | None, chosen: Chosen) -> tuple[Region | None, Chosen]:
+def add_checkpoint_regions(joint: JointGraph, region: RegionOf | None, chosen: MayRecompute) -> tuple[RegionOf | None, MayRecompute]:
     """The regions that are computed again and what of them: those given, and the model's own where none of these is around.
 
     Of a region given and a checkpoint that lie one in the other, the outer one counts.
@@ -114,7 +115,7 @@ def add_checkpoint_regions(joint: JointGraph, region: Region | None, chosen: Cho
     return outer, again
 
 
-def _around(joint: JointGraph, region: Region | None) -> dict[int, Hashable | None]:
+def _around(joint: JointGraph, region: RegionOf | None) -> dict[int, Hashable | None]:
     """For each checkpointed call the region given that has all of its operations; None: there is none."""
     found: dict[int, set[Hashable | None]] = {}
     for node in joint.computed():

@@ -41,7 +41,7 @@ from graphpp.capture.roles import assign_roles
 from graphpp.capture.source_lines import source_line, user_frame
 from graphpp.capture.stacked_rnn import unstack_rnn
 from graphpp.errors import CaptureError
-from graphpp.passes.graph.joint_graph import JointGraph, verify
+from graphpp.passes.graph.joint_graph import JointGraph, verify_joint_graph
 from graphpp.runtime import program
 from graphpp.runtime.program import OutputRole
 
@@ -86,7 +86,7 @@ def capture(
             refuse_mixed_products(joint)
     found.writes.refuse_stale(joint.constants.values())
     refuse_foreign_leaves(joint.constants.values())
-    verify(joint)
+    verify_joint_graph(joint)
     return CapturedGraph(joint, found.output_spec, found.output_leaves)
 
 

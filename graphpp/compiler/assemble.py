@@ -21,7 +21,7 @@ from graphpp.compiler.compile_regions import CompiledPrograms
 from graphpp.parallel.agreement import Agreement, Facts, agree_on_collectives
 from graphpp.parallel.data_parallel import check_apart
 from graphpp.parallel.groups import Subgroups
-from graphpp.passes.provenance import Sources
+from graphpp.passes.provenance import ProgramGraphs
 from graphpp.runtime.model_state import ModelState
 from graphpp.runtime.offloader import mover_for
 from graphpp.runtime.program import Phase, PipelineProgram, WovenProgram
@@ -58,7 +58,7 @@ class Assembly:
         woven = self._agreement.together(lambda: self._woven(built, programs, schedule), lambda _: Facts({}))
         local = [stage for stage, rank in schedule.rank_of_stage.items() if rank == self._place.rank]
         if self._options.backend.cudagraphs:
-            sources = Sources.joined(each.sources for each in built)
+            sources = ProgramGraphs.joined(each.sources for each in built)
             programs, woven = self.graphs.record_all(programs, woven, local, sources)
         training = Phase.FORWARD in programs[0].stages[0].programs
         config = RunnerConfig(

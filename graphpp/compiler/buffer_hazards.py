@@ -43,5 +43,5 @@ def _late(pipeline: PipelineProgram) -> Iterator[Program]:
     """What does not run in the place of its microbatch's forward."""
     for stage in pipeline.stages:
         yield from (item for phase, item in stage.programs.items() if phase.is_backward)
-        if stage.prepare is not None:
-            yield stage.prepare
+        if stage.hoisted is not None:
+            yield stage.hoisted

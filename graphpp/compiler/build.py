@@ -28,9 +28,9 @@ from graphpp.parallel.agreement import Facts
 from graphpp.parallel.place import RankPlace
 from graphpp.passes.graph.joint_graph import JointGraph
 from graphpp.passes.graph.op_costs import OpCosts
-from graphpp.passes.lower import Choices, Hook, Passed, finish, lower
-from graphpp.passes.provenance import Sources
-from graphpp.passes.stage.outline_regions import with_regions
+from graphpp.passes.lower import Hook, LoweringOptions, PassResult, lower, lower_assigned
+from graphpp.passes.provenance import ProgramGraphs
+from graphpp.passes.stage.outline_regions import cost_with_regions
 from graphpp.planner import offload_policy as offload
 from graphpp.planner import recompute_policy as policy
 from graphpp.planner.counts import stages_of
@@ -67,7 +67,7 @@ class Built:
     program: PipelineProgram
     plan: Plan
     finished: dict[Wanted, PipelineProgram] = field(default_factory=dict)
-    sources: Sources = field(default_factory=Sources)
+    sources: ProgramGraphs = field(default_factory=ProgramGraphs)
     dump: Dump | None = None
 
     @property
@@ -119,11 +119,11 @@ class Compiler:
         """Capture and compile for microbatches like `example`. Raises `CaptureError`, `SplitError`, `ScheduleError`."""
         dump = Dump(self.options.debug.dump, self.place.rank, "train" if training else "eval")
         captured = dump.capture(lambda: self._capture(example, training))
-        self._watch(Passed("capture", 0.0, captured.joint))
+        self._watch(PassResult("capture", 0.0, captured.joint))
         starts = self._starts(module_calls(captured.joint))
         schedule = self._table(len(starts), microbatches, training=training)
         usual = Wanted(_splits_backward(schedule), bool(self._recomputed(schedule)))
-        sources = Sources()
+        sources = ProgramGraphs()
         hook = _both(dump.hook(schedule), _both(sources.hook(), self._watch))
         compiled = lower(captured.joint, starts, hook, self._choices(captured.joint, usual))
         plan = Plan.of(captured.joint, compiled, schedule)
@@ -157,7 +157,7 @@ class Compiler:
         """The saved values of all ranks that leave their device for a while; `built` are the graphs of each microbatch."""
         if self.options.memory.offload is None:
             return ()
-        sources = Sources.joined(each.sources for each in built)
+        sources = ProgramGraphs.joined(each.sources for each in built)
         programs = [self.program(each, schedule, index) for index, each in enumerate(built)]
         option = self.options.memory.offload
         return offload.offload_windows(option, schedule, programs, lambda item: sources.of(item).graph)
@@ -170,10 +170,10 @@ class Compiler:
         `built` and `programs` are those of each microbatch.
         """
         place = self.place
-        row = overlap.Row(schedule.table[place.rank], programs, Sources.joined(each.sources for each in built))
+        row = overlap.Row(schedule.table[place.rank], programs, ProgramGraphs.joined(each.sources for each in built))
         dump = built[0].dump
         cost = self.options.parallel.op_costs or OpCosts.of(place.device.type)
-        made = overlap.woven(row, with_regions(cost), dump.woven if dump is not None else lambda *_: None)
+        made = overlap.woven(row, cost_with_regions(cost), dump.woven if dump is not None else lambda *_: None)
         return [emitted for _, emitted in made.values()], overlap.collectives_of(row, made)
 
     def _finished(self, built: Built, wanted: Wanted) -> PipelineProgram:
@@ -181,17 +181,17 @@ class Compiler:
             return built.program
         if wanted not in built.finished:
             joint, stages = built.captured.joint, len(built.program.stages)
-            built.finished[wanted] = finish(joint, stages, built.sources.hook(), self._choices(joint, wanted))
+            built.finished[wanted] = lower_assigned(joint, stages, built.sources.hook(), self._choices(joint, wanted))
         return built.finished[wanted]
 
-    def _choices(self, joint: JointGraph, wanted: Wanted) -> Choices:
+    def _choices(self, joint: JointGraph, wanted: Wanted) -> LoweringOptions:
         option = self.options.memory.recompute or Recompute()
         region = policy.region_of(option, module_calls(joint)) if wanted.recomputed and joint.training else None
-        savings = policy.savings(option, region, self.place.device.type, self.options.parallel.op_costs)
+        savings = policy.recompute_budget(option, region, self.place.device.type, self.options.parallel.op_costs)
         whole = region if option.fraction is None else None  # a budget chooses single values, not whole layers
         whole, chosen = checkpoints.add_checkpoint_regions(joint, whole, policy.may_recompute(option))
         rerun, options = policy.may_repeat_in_weight_grad(option), self.options
-        return Choices(wanted.split_backward, rerun, whole, chosen, savings, options.fused, options.hoists)
+        return LoweringOptions(wanted.split_backward, rerun, whole, chosen, savings, options.fused, options.hoists)
 
     def _recomputed(self, schedule: Schedule) -> frozenset[tuple[int, int]]:
         """The (stage, microbatch) that recompute: those the schedule names, else all or none."""
@@ -270,7 +270,7 @@ def _results(built: Built) -> dict[str, object]:
 
 
 def _both(first: Hook, second: Hook) -> Hook:
-    def hook(passed: Passed) -> None:
+    def hook(passed: PassResult) -> None:
         first(passed)
         second(passed)
 

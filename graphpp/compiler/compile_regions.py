@@ -23,8 +23,8 @@ from graphpp.compiler.build import Built
 from graphpp.options.split import Call
 from graphpp.passes.graph.region import RegionCall
 from graphpp.passes.stage.emit import emit_outlined
-from graphpp.passes.stage.outline_regions import Layer, Outlined, outline
-from graphpp.passes.stage.split_dropout import part_dropout
+from graphpp.passes.stage.outline_regions import LayerOf, OutlinedGraph, outline_regions
+from graphpp.passes.stage.split_dropout import split_dropout
 from graphpp.planner.layers import module_calls, repeated_layers
 from graphpp.runtime.program import PipelineProgram, Program, StageProgram
 
@@ -83,11 +83,11 @@ class CompiledPrograms:
         return self._stages[id(stage)][1]
 
 
-def _outlined(item: Program, built: Built) -> Outlined:
-    return outline(part_dropout(built.sources.of(item)), layers_of(module_calls(built.captured.joint)))
+def _outlined(item: Program, built: Built) -> OutlinedGraph:
+    return outline_regions(split_dropout(built.sources.of(item)), layers_of(module_calls(built.captured.joint)))
 
 
-def layers_of(calls: Sequence[Call]) -> Layer:
+def layers_of(calls: Sequence[Call]) -> LayerOf:
     """Which of the model's repeated layers an operation belongs to: "" for none, None where only its reader knows."""
     layers = {call.fqn for call in repeated_layers(calls)}
 

@@ -29,10 +29,10 @@ from graphpp.capture.trace import CapturedGraph
 from graphpp.compiler.dump_text import Pass, boundaries_text, passes_text, plan_json, schedule_csv
 from graphpp.errors import GraphPPError
 from graphpp.passes.graph.joint_graph import JointGraph
-from graphpp.passes.graph.stage_graphs import Cut, F
-from graphpp.passes.lower import Hook, Passed
-from graphpp.passes.overlap.weave import Woven
-from graphpp.passes.text.render import Rendered, code, render
+from graphpp.passes.graph.stage_graphs import F, StagedGraphs
+from graphpp.passes.lower import Hook, PassResult
+from graphpp.passes.overlap.weave import WovenGraph
+from graphpp.passes.text.render import RenderedGraph, code, render
 from graphpp.passes.text.standalone import Origin, standalone
 from graphpp.planner.plan import Plan
 from graphpp.runtime.program import Phase, PipelineProgram, WovenProgram
@@ -52,7 +52,7 @@ class _Text:
     name: str
     title: str
     graph: fx.Graph
-    rendered: Rendered
+    rendered: RenderedGraph
     final: bool = False
 
     @property
@@ -70,14 +70,14 @@ class Dump:
         self._folder = None if folder is None else _claim(folder / f"rank{rank}", kind)
         self._passes: list[Pass] = []
         self._last: dict[str, str] = {}  # name of a graph -> its text when it was last dumped
-        self._cut: Cut | None = None
+        self._cut: StagedGraphs | None = None
         self._woven = Counter[str]()
 
     def capture(self, step: Callable[[], CapturedGraph]) -> CapturedGraph:
         """Run and time the capture, and dump the joint graph."""
         began = time.perf_counter()
         captured = step()
-        self._see(Passed("capture", time.perf_counter() - began, captured.joint), ())
+        self._see(PassResult("capture", time.perf_counter() - began, captured.joint), ())
         return captured
 
     def hook(self, schedule: Schedule) -> Hook:
@@ -99,18 +99,18 @@ class Dump:
         for file, text in zip(_TEXTS, texts, strict=True):
             self._write(file, text)
 
-    def woven(self, made: Woven, emitted: WovenProgram, seconds: float) -> None:
+    def woven(self, made: WovenGraph, emitted: WovenProgram, seconds: float) -> None:
         """Dump a woven program; one of the same parts for microbatches of another shape gets a number."""
         if self._folder is None and not aot.tracing():
             return
-        name = "_with_".join(f"stage{part.stage}_{part.phase.name.lower()}" for part in made.parts)
+        name = "_with_".join(f"stage{part.stage}_{part.phase.label}" for part in made.parts)
         self._woven[name] += 1
         name += f"_{self._woven[name]}" if self._woven[name] > 1 else ""
         origin = Origin(f"{self._kind}: {made.title}, one microbatch each", "weave", seconds, f"{name}.py")
         rendered = replace(render(made.graph), text=emitted.source)
         self._write(f"programs/{name}.py", standalone(made.graph, rendered, origin))
 
-    def _see(self, passed: Passed, mine: Collection[int]) -> None:
+    def _see(self, passed: PassResult, mine: Collection[int]) -> None:
         """Dump what a pass made: the texts that this rank writes and that are new."""
         if self._folder is None and not aot.tracing():
             return
@@ -124,18 +124,18 @@ class Dump:
             origin = Origin(text.title, number, passed.seconds, file.rpartition("/")[2])
             self._write(file, standalone(text.graph, text.rendered, origin))
 
-    def _texts(self, result: JointGraph | Cut | PipelineProgram, mine: Collection[int]) -> Iterator[_Text]:
+    def _texts(self, result: JointGraph | StagedGraphs | PipelineProgram, mine: Collection[int]) -> Iterator[_Text]:
         match result:
             case JointGraph():
                 if self._rank == 0 or not self._passes:
                     title = f"{self._kind}: the joint graph of one microbatch"
                     yield _Text("joint", title, result.graph, render(result.graph))
-            case Cut():
+            case StagedGraphs():
                 self._cut = result
-                for (phase, stage), slot in result.slots.items():
+                for (phase, stage), slot in result.graphs.items():
                     if stage in mine:
                         yield self._slot(stage, self._phase(phase), slot.graph, render(slot.graph))
-                for stage, slot in result.prepared.items():
+                for stage, slot in result.hoisted.items():
                     if stage in mine:
                         yield self._slot(stage, slot.phase, slot.graph, render(slot.graph))
             case PipelineProgram():
@@ -146,16 +146,16 @@ class Dump:
         assert self._cut is not None
         for stage in program.stages:
             for phase, item in stage.programs.items() if stage.index in mine else ():
-                graph = self._cut.slots[F if phase is Phase.EVALUATE else phase, stage.index].graph
+                graph = self._cut.graphs[F if phase is Phase.EVALUATE else phase, stage.index].graph
                 rendered = replace(render(graph), text=item.source)
                 yield replace(self._slot(stage.index, phase, graph, rendered), final=True)
-            if stage.prepare is not None and stage.index in mine:
-                graph = self._cut.prepared[stage.index].graph
-                rendered = replace(render(graph), text=stage.prepare.source)
-                yield replace(self._slot(stage.index, Phase.PREPARE, graph, rendered), final=True)
+            if stage.hoisted is not None and stage.index in mine:
+                graph = self._cut.hoisted[stage.index].graph
+                rendered = replace(render(graph), text=stage.hoisted.source)
+                yield replace(self._slot(stage.index, Phase.HOIST, graph, rendered), final=True)
 
-    def _slot(self, stage: int, phase: Phase, graph: fx.Graph, rendered: Rendered) -> _Text:
-        name = phase.name.lower()
+    def _slot(self, stage: int, phase: Phase, graph: fx.Graph, rendered: RenderedGraph) -> _Text:
+        name = phase.label
         return _Text(f"stage{stage}_{name}", f"{self._kind}: stage {stage}, {name}, {_per(phase)}", graph, rendered)
 
     def _phase(self, phase: Phase) -> Phase:
@@ -171,7 +171,7 @@ class Dump:
 
 
 def _per(phase: Phase) -> str:
-    return "once per step" if phase is Phase.PREPARE else "one microbatch"
+    return "once per step" if phase is Phase.HOIST else "one microbatch"
 
 
 def _claim(base: Path, kind: str) -> Path:

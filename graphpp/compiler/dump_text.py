@@ -8,9 +8,9 @@ from dataclasses import asdict, dataclass
 
 from torch import fx
 
-from graphpp.passes.graph.joint_graph import describe
-from graphpp.passes.graph.stage_graphs import Cut
-from graphpp.passes.text.naming import spell_dtype
+from graphpp.passes.graph.joint_graph import describe_node
+from graphpp.passes.graph.stage_graphs import StagedGraphs
+from graphpp.passes.text.naming import format_dtype
 from graphpp.planner.plan import Plan
 from graphpp.runtime.program import TensorMeta
 from graphpp.schedules.table.actions import Action
@@ -36,9 +36,9 @@ def passes_text(passes: Sequence[Pass]) -> str:
     return "\n".join([f"    {'pass':<12}{'time':>13}  files", *lines, ""])
 
 
-def boundaries_text(cut: Cut) -> str:
+def boundaries_text(cut: StagedGraphs) -> str:
     """What crosses each boundary in each direction and what each stage saves, per microbatch, value by value."""
-    makers = {node.name: node for slot in cut.slots.values() for node in slot.graph.nodes if node.op != "placeholder"}
+    makers = {node.name: node for slot in cut.graphs.values() for node in slot.graph.nodes if node.op != "placeholder"}
     lines: list[str] = []
     for boundary in cut.boundaries:
         for direction, values in (("forward", boundary.forward), ("backward", boundary.backward)):
@@ -54,8 +54,8 @@ def _listed(title: str, values: Sequence[TensorMeta], makers: dict[str, fx.Node]
         yield from ("", f"{title}: {len(values)} value{'s' * (len(values) != 1)}, {total}")
     width = max((len(value.name) for value in values), default=0)
     for value in values:
-        facts = [f"{spell_dtype(value.dtype)}{list(value.shape)}", spell_bytes(value.nbytes)]
-        facts += ["needs grad"] * value.requires_grad + [f"in {describe(makers[value.name])}"]
+        facts = [f"{format_dtype(value.dtype)}{list(value.shape)}", spell_bytes(value.nbytes)]
+        facts += ["needs grad"] * value.requires_grad + [f"in {describe_node(makers[value.name])}"]
         yield f"    {value.name:<{width}}  {', '.join(facts)}"
 
 

@@ -56,9 +56,9 @@ def _code(joint: JointGraph) -> list[str]:
 
 def _texts(compiled: PipelineProgram) -> list[str]:
     return [
-        f"stage {stage.index} {phase.name.lower()}, sha256 {_digest(item.source)}"
+        f"stage {stage.index} {phase.label}, sha256 {_digest(item.source)}"
         for stage in compiled.stages
-        for phase, item in (*stage.programs.items(), *([(Phase.PREPARE, stage.prepare)] if stage.prepare else []))
+        for phase, item in (*stage.programs.items(), *([(Phase.HOIST, stage.hoisted)] if stage.hoisted else []))
     ]
 
 

@@ -15,15 +15,15 @@ from dataclasses import dataclass
 
 from graphpp.passes.graph.collectives import is_collective
 from graphpp.passes.graph.op_costs import Cost
-from graphpp.passes.graph.stage_graphs import SlotGraph
+from graphpp.passes.graph.stage_graphs import PhaseGraph
 from graphpp.passes.overlap.emit_woven import emit_woven
-from graphpp.passes.overlap.weave import Woven, collectives, weave
-from graphpp.passes.provenance import Sources
+from graphpp.passes.overlap.weave import WovenGraph, collective_order, weave
+from graphpp.passes.provenance import ProgramGraphs
 from graphpp.runtime.program import BufferUpdate, Phase, PipelineProgram, Program, WovenProgram
 from graphpp.schedules.table.actions import Action
 
 Key = tuple[int, ...]
-Watch = Callable[[Woven, WovenProgram, float], None]  # what was woven, and in how many seconds
+Watch = Callable[[WovenGraph, WovenProgram, float], None]  # what was woven, and in how many seconds
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class Row:
 
     actions: Iterable[Action | None]
     programs: Sequence[PipelineProgram]
-    sources: Sources
+    sources: ProgramGraphs
 
     def __iter__(self) -> Iterator[tuple[Action, tuple[Program, ...]]]:
         """The actions that compute, with the programs of their parts."""
@@ -46,9 +46,11 @@ class Row:
         return programs.get(Phase(leaf.kind.value)) or programs[Phase.EVALUATE]
 
 
-def woven(row: Row, cost: Cost, watch: Watch = lambda made, emitted, seconds: None) -> dict[Key, tuple[Woven, WovenProgram]]:
+def woven(
+    row: Row, cost: Cost, watch: Watch = lambda made, emitted, seconds: None
+) -> dict[Key, tuple[WovenGraph, WovenProgram]]:
     """The woven programs of a row, by the ids of their parts' programs."""
-    made: dict[Key, tuple[Woven, WovenProgram]] = {}
+    made: dict[Key, tuple[WovenGraph, WovenProgram]] = {}
     for action, parts in row:
         key = tuple(map(id, parts))
         if key in made or not action.parts or not _worth_weaving([row.sources.of(part) for part in parts]):
@@ -60,7 +62,7 @@ def woven(row: Row, cost: Cost, watch: Watch = lambda made, emitted, seconds: No
     return made
 
 
-def collectives_of(row: Row, made: Mapping[Key, tuple[Woven, WovenProgram]]) -> dict[str, list[str]]:
+def collectives_of(row: Row, made: Mapping[Key, tuple[WovenGraph, WovenProgram]]) -> dict[str, list[str]]:
     """By process group, the collectives of a step in the order in which this rank issues them."""
     found: dict[str, list[str]] = {}
     known: dict[Key, list[dict[str, list[str]]]] = {}
@@ -68,12 +70,12 @@ def collectives_of(row: Row, made: Mapping[Key, tuple[Woven, WovenProgram]]) -> 
         key = tuple(map(id, parts))
         if key not in known:
             graphs = [made[key][0].graph] if key in made else [row.sources.of(part).graph for part in parts]
-            known[key] = list(map(collectives, graphs))
+            known[key] = list(map(collective_order, graphs))
         for group, lines in (pair for each in known[key] for pair in each.items()):
             found.setdefault(group, []).extend(f"{action}: {line}" for line in lines)
     return found
 
 
-def _worth_weaving(parts: Sequence[SlotGraph]) -> bool:
+def _worth_weaving(parts: Sequence[PhaseGraph]) -> bool:
     writers = Counter(part.stage for part in parts if any(isinstance(role, BufferUpdate) for role in part.outputs))
     return max(writers.values(), default=0) < 2 and any(is_collective(node) for part in parts for node in part.graph.nodes)

@@ -1,7 +1,8 @@
 """The recipe: the ordered list of passes that turns a joint graph into stage programs.
 
-Read `lower` from top to bottom and you know the compiler. Between any two passes one hook sees the result: verification,
-dumps and timing hang there and nowhere else.
+Read `lower` from top to bottom and you know the compiler. Every pass runs through `_Passes.run`, which verifies a joint graph
+after the pass and calls one hook with the result: dumps and timing hang there and nowhere else. The names given to the hook
+are the names that dumps print.
 """
 
 from __future__ import annotations
@@ -11,99 +12,114 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
-from graphpp.passes.graph.joint_graph import JointGraph, verify
-from graphpp.passes.graph.stage_graphs import Cut
-from graphpp.passes.joint.assign_stages import assign
+from graphpp.passes.graph.joint_graph import JointGraph, verify_joint_graph
+from graphpp.passes.graph.stage_graphs import StagedGraphs
+from graphpp.passes.joint.assign_stages import assign_stages
 from graphpp.passes.joint.clean_up import clean_up
-from graphpp.passes.joint.key_random_ops import randomize
+from graphpp.passes.joint.key_random_ops import key_random_ops
 from graphpp.passes.joint.merge_views import merge_views
 from graphpp.passes.joint.relax_views import relax_views
-from graphpp.passes.joint.snapshot_buffers import snapshot
-from graphpp.passes.joint.split_tied_gradients import accumulate
-from graphpp.passes.recompute.choose_saved import Savings, computed_again
-from graphpp.passes.recompute.recompute_regions import Chosen, Region, every, recompute
+from graphpp.passes.joint.snapshot_buffers import snapshot_buffers
+from graphpp.passes.joint.split_tied_gradients import split_tied_gradients
+from graphpp.passes.recompute.backward_needs import MayRecompute
+from graphpp.passes.recompute.choose_saved import RecomputeBudget, choose_recomputed
+from graphpp.passes.recompute.recompute_regions import RegionOf, always, recompute_regions
 from graphpp.passes.recompute.rematerialize import rematerialize
-from graphpp.passes.stage.cut_stages import cut
+from graphpp.passes.stage.cut_stages import cut_stages
 from graphpp.passes.stage.emit import emit
-from graphpp.passes.stage.fuse_grad_accumulation import accumulate_products
-from graphpp.passes.stage.hoist_per_step import find_prepared, prepare
-from graphpp.passes.stage.split_weight_grad import Rerun, never, split_weight_grad
+from graphpp.passes.stage.fuse_grad_accumulation import fuse_grad_accumulation
+from graphpp.passes.stage.hoist_per_step import find_step_invariants, hoist_per_step
+from graphpp.passes.stage.split_weight_grad import never, split_weight_grad
 from graphpp.runtime.program import PipelineProgram
 
-T = TypeVar("T", JointGraph, Cut, PipelineProgram)
+T = TypeVar("T", JointGraph, StagedGraphs, PipelineProgram)
 
 
 @dataclass(frozen=True)
-class Passed:
-    """What a hook sees: which pass ran, for how long (seconds), and its result."""
+class PassResult:
+    """A pass that has run, as a hook sees it: the pass's name, its time (seconds), its result."""
 
     name: str
     seconds: float
-    result: JointGraph | Cut | PipelineProgram
+    result: JointGraph | StagedGraphs | PipelineProgram
 
 
-Hook = Callable[[Passed], None]
+Hook = Callable[[PassResult], None]
 
 
 @dataclass(frozen=True)
-class Choices:
-    """What a plan leaves open: whether I and W stand beside B, and what W may run again; what is recomputed.
+class LoweringOptions:
+    """The passes that a plan switches on, and their settings.
 
-    `region`, `chosen`: what is recomputed by regions; `savings`: on what terms single values are, of those still saved then.
-    `fused`: products are written into the sums of gradients. `prepare`: what depends on parameters alone is made once a step.
+    `split_backward`: every stage gets I and W besides B. `weight_grad_may_recompute`: the nodes of I that W may compute again.
+    `region_of`: the region of a forward operation; whole regions are recomputed in the backward. `may_recompute`: the
+    operations of a region that may run again. `recompute_budget`: the terms on which single values, among the values still
+    saved after `region_of`, are recomputed. `fuse_grad_accumulation`: a matrix product that is a gradient is written into the
+    gradient's sum over microbatches. `hoist_per_step`: values that depend on parameters, buffers and constants alone are
+    computed once per step.
     """
 
     split_backward: bool = False
-    rerun: Rerun = never
-    region: Region | None = None
-    chosen: Chosen = every
-    savings: Savings | None = None
-    fused: bool = False
-    prepare: bool = False
+    weight_grad_may_recompute: MayRecompute = never
+    region_of: RegionOf | None = None
+    may_recompute: MayRecompute = always
+    recompute_budget: RecomputeBudget | None = None
+    fuse_grad_accumulation: bool = False
+    hoist_per_step: bool = False
 
 
 def lower(
-    joint: JointGraph, starts: Sequence[int], hook: Hook = lambda passed: None, choices: Choices = Choices()
+    joint: JointGraph,
+    starts: Sequence[int],
+    hook: Hook = lambda result: None,
+    options: LoweringOptions = LoweringOptions(),
 ) -> PipelineProgram:
-    """Joint graph -> stage programs; stage s begins at position `starts[s]` of the forward. Changes `joint` in place."""
-    steps = _Steps(hook)
-    joint = steps.run("clean_up", lambda: clean_up(joint))
-    joint = steps.run("snapshot", lambda: snapshot(joint))
-    joint = steps.run("randomize", lambda: randomize(joint))
-    joint = steps.run("assign", lambda: assign(joint, starts))
-    joint = steps.run("merge_views", lambda: merge_views(joint))
-    joint = steps.run("relax_views", lambda: relax_views(joint))
-    joint = steps.run("accumulate", lambda: accumulate(joint))
-    if choices.prepare:
-        joint = steps.run("find_prepared", lambda: find_prepared(joint))
-    return finish(joint, len(starts), hook, choices)
+    """Joint graph -> stage programs; stage s begins at position `starts[s]` of the forward. Changes `joint` in place.
+
+    Raises `CaptureError` where a buffer is written in one stage and read in another.
+    """
+    passes = _Passes(hook)
+    joint = passes.run("clean_up", lambda: clean_up(joint))
+    joint = passes.run("snapshot", lambda: snapshot_buffers(joint))
+    joint = passes.run("randomize", lambda: key_random_ops(joint))
+    joint = passes.run("assign", lambda: assign_stages(joint, starts))
+    joint = passes.run("merge_views", lambda: merge_views(joint))
+    joint = passes.run("relax_views", lambda: relax_views(joint))
+    joint = passes.run("accumulate", lambda: split_tied_gradients(joint))
+    if options.hoist_per_step:
+        joint = passes.run("find_prepared", lambda: find_step_invariants(joint))
+    return lower_assigned(joint, len(starts), hook, options)
 
 
-def finish(
-    joint: JointGraph, stages: int, hook: Hook = lambda passed: None, choices: Choices = Choices()
+def lower_assigned(
+    joint: JointGraph, stages: int, hook: Hook = lambda result: None, options: LoweringOptions = LoweringOptions()
 ) -> PipelineProgram:
-    """The second half of the recipe, on a joint graph that `lower` has prepared and that stays as it is."""
-    steps, region, savings = _Steps(hook), choices.region, choices.savings
-    if region is not None and joint.training:
-        joint = steps.run("recompute", lambda: recompute(joint.copy(), region, choices.chosen))
-    if savings is not None and joint.training:
-        joint = steps.run("rematerialize", lambda: _rematerialized(joint.copy(), stages, savings))
-    pieces = steps.run("cut", lambda: cut(joint, stages))
-    if choices.prepare:
-        pieces = steps.run("prepare", lambda: prepare(joint, pieces))
-    if choices.split_backward and joint.training:
-        pieces = steps.run("split_weight_grad", lambda: split_weight_grad(joint, pieces, choices.rerun))
-    if choices.fused and joint.training:
-        pieces = steps.run("accumulate_products", lambda: accumulate_products(pieces))
-    return steps.run("emit", lambda: emit(joint, pieces))
+    """The second half of `lower`, for a joint graph whose nodes have stages already; `joint` is not changed.
+
+    One captured graph is lowered several times with different options: only this half runs again.
+    """
+    passes, region_of, budget = _Passes(hook), options.region_of, options.recompute_budget
+    if region_of is not None and joint.training:
+        joint = passes.run("recompute", lambda: recompute_regions(joint.copy(), region_of, options.may_recompute))
+    if budget is not None and joint.training:
+        joint = passes.run("rematerialize", lambda: _rematerialized(joint.copy(), stages, budget))
+    staged = passes.run("cut", lambda: cut_stages(joint, stages))
+    if options.hoist_per_step:
+        staged = passes.run("prepare", lambda: hoist_per_step(joint, staged))
+    if options.split_backward and joint.training:
+        may_recompute = options.weight_grad_may_recompute
+        staged = passes.run("split_weight_grad", lambda: split_weight_grad(joint, staged, may_recompute))
+    if options.fuse_grad_accumulation and joint.training:
+        staged = passes.run("accumulate_products", lambda: fuse_grad_accumulation(staged))
+    return passes.run("emit", lambda: emit(joint, staged))
 
 
-def _rematerialized(joint: JointGraph, stages: int, terms: Savings) -> JointGraph:
-    return rematerialize(joint, computed_again(joint, stages, terms))
+def _rematerialized(joint: JointGraph, stages: int, budget: RecomputeBudget) -> JointGraph:
+    return rematerialize(joint, choose_recomputed(joint, stages, budget))
 
 
 @dataclass
-class _Steps:
+class _Passes:
     hook: Hook
 
     def run(self, name: str, step: Callable[[], T]) -> T:
@@ -111,6 +127,6 @@ class _Steps:
         result = step()
         if isinstance(result, JointGraph):
             result.module.recompile()
-            verify(result)
-        self.hook(Passed(name, time.perf_counter() - began, result))
+            verify_joint_graph(result)
+        self.hook(PassResult(name, time.perf_counter() - began, result))
         return result

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from torch import fx
 
 from graphpp.options.offload import Offload
-from graphpp.passes.graph.offloadable import Beside, Movable, movable
+from graphpp.passes.graph.offloadable import LocalNeighbours, Offloadable, offloadable
 from graphpp.runtime.program import Phase, PipelineProgram, Program, Saved, StageProgram
 from graphpp.schedules.table.actions import Action, Kind
 from graphpp.schedules.table.offload_window import OffloadWindow
@@ -45,15 +45,15 @@ def offload_windows(
     choice: Offload, schedule: Schedule, programs: Sequence[PipelineProgram], graph_of: GraphOf
 ) -> tuple[OffloadWindow, ...]:
     """The offload windows of all ranks under a table, with or without communication; `programs`: one per microbatch."""
-    known: dict[tuple[int, Beside], list[Movable]] = {}
+    known: dict[tuple[int, LocalNeighbours], list[Offloadable]] = {}
 
-    def candidates(stage: StageProgram) -> list[Movable]:
+    def candidates(stage: StageProgram) -> list[Offloadable]:
         item = stage.programs.get(Phase.FORWARD)
         if item is None:
             return []
-        key = (id(item), _beside(schedule, stage.index))
+        key = (id(item), _local_neighbours(schedule, stage.index))
         if key not in known:
-            known[key] = [value for value in movable(graph_of(item), key[1]) if choice.wants(value.meta, value.nbytes)]
+            known[key] = [value for value in offloadable(graph_of(item), key[1]) if choice.wants(value.meta, value.nbytes)]
         return known[key]
 
     return tuple(
@@ -64,9 +64,9 @@ def offload_windows(
     )
 
 
-def _beside(schedule: Schedule, stage: int) -> Beside:
+def _local_neighbours(schedule: Schedule, stage: int) -> LocalNeighbours:
     rank_of = schedule.rank_of_stage
-    return Beside(rank_of.get(stage - 1) == rank_of[stage], rank_of.get(stage + 1) == rank_of[stage])
+    return LocalNeighbours(rank_of.get(stage - 1) == rank_of[stage], rank_of.get(stage + 1) == rank_of[stage])
 
 
 def _windows(
@@ -74,12 +74,12 @@ def _windows(
     row: _Row,
     microbatch: int,
     stage: StageProgram,
-    candidates: Callable[[StageProgram], list[Movable]],
+    candidates: Callable[[StageProgram], list[Offloadable]],
 ) -> Iterator[OffloadWindow]:
     """One window for each action that reads values first: the whole backward; or I, and W what I does not read."""
     forward = row.place[Action(stage.index, Kind.F, microbatch)]
     budget = choice.fraction * stage.saved_bytes
-    leaving: dict[Action, list[Movable]] = {}
+    leaving: dict[Action, list[Offloadable]] = {}
     for value in sorted(candidates(stage), key=lambda value: -value.nbytes):
         reader = _reader(row, stage, microbatch, value.meta.name)
         if budget > 0 and reader is not None and row.place[reader] - choice.ahead > forward + 1:

@@ -19,15 +19,16 @@ from graphpp.options.recompute import Recompute
 from graphpp.options.split import Call
 from graphpp.passes.graph.collectives import is_collective
 from graphpp.passes.graph.op_costs import Cost, OpCosts, is_cheap, is_heavy
-from graphpp.passes.recompute.choose_saved import Savings
-from graphpp.passes.recompute.recompute_regions import Chosen, Region, every
-from graphpp.passes.stage.split_weight_grad import Rerun, never
+from graphpp.passes.recompute.backward_needs import MayRecompute
+from graphpp.passes.recompute.choose_saved import RecomputeBudget
+from graphpp.passes.recompute.recompute_regions import RegionOf, always
+from graphpp.passes.stage.split_weight_grad import never
 from graphpp.planner.layers import repeated_layers
 
 _WORTH = 8  # bytes of memory traffic for each byte less to save: about three pointwise operations in a row
 
 
-def region_of(option: Recompute, calls: Sequence[Call]) -> Region:
+def region_of(option: Recompute, calls: Sequence[Call]) -> RegionOf:
     """The region of an operation: the outermost of the chosen calls around it."""
     chosen = {call.fqn for call in _called(option, calls)}
 
@@ -49,23 +50,25 @@ def _called(option: Recompute, calls: Sequence[Call]) -> Sequence[Call]:
     return [call for call in calls if call.module in option.layers or call.fqn in option.layers]
 
 
-def may_recompute(option: Recompute) -> Chosen:
+def may_recompute(option: Recompute) -> MayRecompute:
     """The operations of the regions that may run a second time."""
     if option.nodes is None:
-        return every
+        return always
     return _is_light if isinstance(option.nodes, str) else option.nodes
 
 
-def savings(option: Recompute, region: Region | None, device_type: str, cost: Cost | None) -> Savings | None:
+def recompute_budget(
+    option: Recompute, region: RegionOf | None, device_type: str, cost: Cost | None
+) -> RecomputeBudget | None:
     """The terms on which single values are computed a second time; a budget counts where a region is given."""
     costs = OpCosts.of(device_type)
     worth = _WORTH / costs.memory
     if region is not None and option.fraction is not None:
-        return Savings(worth, cost or costs, option.fraction, region, may_recompute(option))
-    return Savings(worth, costs, chosen=may_recompute(option)) if option.free else None
+        return RecomputeBudget(worth, cost or costs, option.fraction, region, may_recompute(option))
+    return RecomputeBudget(worth, costs, may_recompute=may_recompute(option)) if option.free else None
 
 
-def may_repeat_in_weight_grad(option: Recompute) -> Rerun:
+def may_repeat_in_weight_grad(option: Recompute) -> MayRecompute:
     """The operations of I that may run a second time in W."""
     return is_cheap if option.weight_grad else never
 

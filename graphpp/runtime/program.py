@@ -113,20 +113,20 @@ class BufferUpdate:
 
 
 @dataclass(frozen=True)
-class Prepared:
+class StepInvariant:
     """A value of the joint graph that depends on parameters, buffers and constants alone, computed once per step."""
 
     name: str
 
 
-InputRole = Parameter | Buffer | Constant | Input | Seed | RandomKey | Received | Saved | Prepared
-OutputRole = Loss | Output | Metric | Gradient | BufferUpdate | Sent | Saved | Prepared
+InputRole = Parameter | Buffer | Constant | Input | Seed | RandomKey | Received | Saved | StepInvariant
+OutputRole = Loss | Output | Metric | Gradient | BufferUpdate | Sent | Saved | StepInvariant
 
 
 class Phase(StrEnum):
     """The phases of a stage; the values are the letters of torch's actions (E: evaluation forward). B does both I and W.
 
-    PREPARE is no action of a schedule: it runs once, when a step begins.
+    HOIST is no action of a schedule: it computes the stage's step-invariant values, once, when a step begins.
     """
 
     FORWARD = "F"
@@ -134,7 +134,12 @@ class Phase(StrEnum):
     INPUT_GRAD = "I"
     WEIGHT_GRAD = "W"
     EVALUATE = "E"
-    PREPARE = "P"
+    HOIST = "P"
+
+    @property
+    def label(self) -> str:
+        """The phase in titles, file names and messages: `forward`, `weight_grad`; `prepare` for HOIST, as in all dumps."""
+        return "prepare" if self is Phase.HOIST else self.name.lower()
 
     @property
     def is_backward(self) -> bool:
@@ -218,7 +223,7 @@ class StageProgram:
     `saved`: the values that the forward saves for a microbatch; `saved_bytes`: their memory, views of one memory counted once;
     `kept_bytes`: the part of this memory that is alive from I to W.
     `modules`: FQNs of the modules called in the stage, for display.
-    `prepare`: computes the `Prepared` values that the phases read; runs once, when a step begins.
+    `hoisted`: computes the `StepInvariant` values that the phases read; runs once, when a step begins.
     """
 
     index: int
@@ -230,12 +235,12 @@ class StageProgram:
     kept_bytes: int = 0
     modules: tuple[str, ...] = ()
     constants: Mapping[str, torch.Tensor] = field(default_factory=dict)
-    prepare: Program | None = None
+    hoisted: Program | None = None
 
     @property
     def inputs(self) -> frozenset[InputRole]:
-        """The roles that any phase reads, PREPARE included."""
-        items = [*self.programs.values(), *([self.prepare] if self.prepare is not None else [])]
+        """The roles that any phase reads, HOIST included."""
+        items = [*self.programs.values(), *([self.hoisted] if self.hoisted is not None else [])]
         return frozenset(role for item in items for role in item.inputs)
 
     @property

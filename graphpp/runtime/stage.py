@@ -21,7 +21,7 @@ import torch
 
 from graphpp.runtime.gradients.accumulate import Accumulator, FusedAccumulator, MicrobatchSink
 from graphpp.runtime.gradients.gemm_accumulation import MatmulKernel
-from graphpp.runtime.program import Boundary, Phase, PipelineProgram, Prepared, TensorMeta
+from graphpp.runtime.program import Boundary, Phase, PipelineProgram, StepInvariant, TensorMeta
 from graphpp.runtime.task import Receive, StageBuffers, StepInputs, Task, TaskKey
 from graphpp.runtime.transport import PendingMessage, Transport
 from graphpp.runtime.wiring import Wiring, wire
@@ -44,7 +44,7 @@ class Variant:
     wirings: Mapping[Phase, Wiring]
     below: Boundary
     above: Boundary
-    prepare: Wiring | None = None
+    hoisted: Wiring | None = None
 
     @classmethod
     def of(cls, pipeline: PipelineProgram, index: int) -> Variant:
@@ -54,8 +54,8 @@ class Variant:
         above = pipeline.boundaries[index] if index < last else Boundary(index)
         arriving = {phase: above.backward if phase.is_backward else below.forward for phase in stage.programs}
         wirings = {phase: wire(item, arriving[phase], stage.constants) for phase, item in stage.programs.items()}
-        prepare = wire(stage.prepare, (), stage.constants) if stage.prepare is not None else None
-        return cls(wirings, below, above, prepare)
+        hoisted = wire(stage.hoisted, (), stage.constants) if stage.hoisted is not None else None
+        return cls(wirings, below, above, hoisted)
 
     @property
     def backwards(self) -> list[Wiring]:
@@ -108,11 +108,11 @@ class GraphStage:
         self.buffers.parameter_or_buffer, self.buffers.inputs = parameter_or_buffer, inputs
         known: dict[Any, Mapping[str, torch.Tensor]] = {}
         for variant in self._distinct():
-            prepared = self._prepared(variant.prepare, known)
+            invariants = self._step_invariants(variant.hoisted, known)
             for wiring in variant.wirings.values():
                 self._bind(wiring)
-                for index, name in wiring.prepared:
-                    wiring.bound[index] = prepared[name]
+                for index, name in wiring.step_invariants:
+                    wiring.bound[index] = invariants[name]
 
     def _bind(self, wiring: Wiring) -> None:
         """Fill in the arguments that are the same for all microbatches of a step."""
@@ -123,7 +123,7 @@ class GraphStage:
         for index, constant in wiring.constants:
             wiring.bound[index] = constant
 
-    def _prepared(
+    def _step_invariants(
         self, wiring: Wiring | None, known: dict[Any, Mapping[str, torch.Tensor]]
     ) -> Mapping[str, torch.Tensor]:
         """The values that a variant computes once per step; `known`: those of variants with the same program text."""
@@ -134,7 +134,7 @@ class GraphStage:
         if key not in known:
             self._bind(wiring)
             arguments, wiring.bound = wiring.bound, []
-            names = [role.name for role in item.outputs if isinstance(role, Prepared)]
+            names = [role.name for role in item.outputs if isinstance(role, StepInvariant)]
             known[key] = dict(zip(names, item.run(arguments), strict=True))
         return known[key]
 

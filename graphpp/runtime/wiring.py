@@ -1,7 +1,7 @@
 """Resolves a program's roles to positions once, so that running it looks up nothing by role.
 
 Contract: a `Wiring` has a list for each kind of role, with the positions of its arguments or results. `fixed` (parameters and
-buffers), `constants` and `prepared` are filled in once per step (`bound`), all other arguments once per microbatch.
+buffers), `constants` and `step_invariants` are filled in once per step (`bound`), all other arguments once per microbatch.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Wiring:
     keys: list[int] = field(default_factory=list)
     received: list[tuple[int, int]] = field(default_factory=list)
     saved: list[tuple[int, str]] = field(default_factory=list)
-    prepared: list[tuple[int, str]] = field(default_factory=list)
+    step_invariants: list[tuple[int, str]] = field(default_factory=list)
     keeps: list[tuple[int, str]] = field(default_factory=list)
     sends: list[int] = field(default_factory=list)
     gradients: dict[int, str] = field(default_factory=dict)  # position among the results -> FQN
@@ -64,8 +64,8 @@ def wire(item: Program, arriving: Sequence[TensorMeta], constants: Mapping[str, 
                 wiring.received.append((index, positions[name]))
             case program.Saved(name):
                 wiring.saved.append((index, name))
-            case program.Prepared(name):
-                wiring.prepared.append((index, name))
+            case program.StepInvariant(name):
+                wiring.step_invariants.append((index, name))
     _wire_results(item, wiring)
     return wiring
 

@@ -26,8 +26,8 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 
 from graphpp._torch import aot
 from graphpp.passes.graph.joint_graph import JointGraph
-from graphpp.passes.graph.stage_graphs import Cut, Slot
-from graphpp.passes.text.naming import Spelling
+from graphpp.passes.graph.stage_graphs import PhaseKey, StagedGraphs
+from graphpp.passes.text.naming import PythonNames
 from graphpp.runtime import program
 from graphpp.runtime.model_state import state_restored
 from graphpp.runtime.program import Phase, PipelineProgram
@@ -97,10 +97,10 @@ def _parting(
 
 
 def in_cut(
-    step: Step, values: Values, pieces: Cut, programs: Sequence[PipelineProgram], schedule: Schedule
+    step: Step, values: Values, staged: StagedGraphs, programs: Sequence[PipelineProgram], schedule: Schedule
 ) -> Parting | None:
     """The first value that a stage program has otherwise than the joint graph; `schedule` has one rank."""
-    watcher = _Lines(values, pieces, (leaf for _, _, action in schedule.cells() for leaf in action.leaves))
+    watcher = _Lines(values, staged, (leaf for _, _, action in schedule.cells() for leaf in action.leaves))
     before = sys.gettrace()
     with state_restored(step.model, step.device):
         sys.settrace(watcher.enter)
@@ -116,15 +116,15 @@ class _Lines:
     """Sees the local names of a program change, line by line."""
 
     values: Values
-    pieces: Cut
+    staged: StagedGraphs
     actions: Iterator[Action]
     first: Parting | None = None
-    names: dict[Slot, dict[str, fx.Node]] = field(default_factory=dict)
+    names: dict[PhaseKey, dict[str, fx.Node]] = field(default_factory=dict)
 
     def enter(self, frame: FrameType, event: str, arg: Any) -> Callable[..., Any] | None:
         """Called at each call of a Python function: a stage program is the next action of the schedule."""
         found = _PROGRAM.fullmatch(frame.f_code.co_filename)
-        if found is None or found[2] == Phase.PREPARE.name.lower() or frame.f_code.co_name != "run":
+        if found is None or found[2] == Phase.HOIST.label or frame.f_code.co_name != "run":
             return None
         action = next(self.actions)
         assert action.microbatch is not None
@@ -139,21 +139,21 @@ class _Lines:
 
         return line
 
-    def _see(self, slot: Slot, microbatch: int, name: str, value: torch.Tensor) -> None:
+    def _see(self, slot: PhaseKey, microbatch: int, name: str, value: torch.Tensor) -> None:
         node = self._nodes(slot).get(name)
         known = self.values[microbatch].get(node.name) if node is not None else None
         if node is None or not isinstance(known, torch.Tensor) or same(value, known) or self.first is not None:
             return
         how = {program.Received: "received by", program.Saved: "saved by"}
         word = how.get(type(node.meta.get("role")), "read by" if node.op == "placeholder" else "computed in")
-        what = f"{node.name}, {word} the {slot[0].name.lower()} of stage {slot[1]}"
+        what = f"{node.name}, {word} the {slot[0].label} of stage {slot[1]}"
         self.first = _parting(what, node, difference(value, known, 0.0), slot[1], microbatch)
 
-    def _nodes(self, slot: Slot) -> dict[str, fx.Node]:
+    def _nodes(self, slot: PhaseKey) -> dict[str, fx.Node]:
         """The nodes of a slot's graph by the names that its text has for them."""
         if slot not in self.names:
-            graph = self.pieces.slots[slot].graph
-            self.names[slot] = {name: node for node, name in Spelling(graph).values.items()}
+            graph = self.staged.graphs[slot].graph
+            self.names[slot] = {name: node for node, name in PythonNames(graph).values.items()}
         return self.names[slot]
 
 

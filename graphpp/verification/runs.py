@@ -26,7 +26,7 @@ from graphpp.batch.microbatch import FlatMicrobatch
 from graphpp.capture.trace import LossFunction, loss_and_metrics
 from graphpp.parallel.place import RankPlace
 from graphpp.passes.graph.joint_graph import JointGraph, remove_unused
-from graphpp.passes.joint.key_random_ops import draws, randomize
+from graphpp.passes.joint.key_random_ops import draws_random_numbers, key_random_ops
 from graphpp.passes.joint.relax_views import relax_views
 from graphpp.runtime import program
 from graphpp.runtime.model_state import ModelState
@@ -73,7 +73,7 @@ def repeatable(joint: JointGraph) -> JointGraph:
     """A copy of a captured graph after those passes only that make it repeatable and runnable."""
     copy = joint.copy()
     remove_unused(copy.graph)
-    return relax_views(randomize(copy))
+    return relax_views(key_random_ops(copy))
 
 
 def run_uncut(
@@ -192,7 +192,7 @@ class _Keyed(aot.DispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if not draws(func, args, kwargs):
+        if not draws_random_numbers(func, args, kwargs):
             return func(*args, **kwargs)
         self._drawn.append(_kind(func) if self.forward else "a recomputation")
         return seeded(self._key, len(self._drawn) - 1, func, *args, **kwargs)

@@ -27,8 +27,8 @@ from graphpp.errors import BatchError, GraphPPError, ScheduleError
 from graphpp.options.options import Options
 from graphpp.parallel.place import RankPlace
 from graphpp.passes.graph.joint_graph import JointGraph
-from graphpp.passes.graph.stage_graphs import Cut
-from graphpp.passes.lower import Passed
+from graphpp.passes.graph.stage_graphs import StagedGraphs
+from graphpp.passes.lower import PassResult
 from graphpp.runtime.model_state import state_restored
 from graphpp.runtime.program import PipelineProgram
 from graphpp.schedules.generate.read import default_stages
@@ -60,7 +60,7 @@ class Compiled:
     built: Built
     programs: Sequence[PipelineProgram]
     uncut: JointGraph
-    pieces: Cut
+    staged: StagedGraphs
     row: Schedule
     backend: bool = False
 
@@ -71,12 +71,12 @@ def compiled_for(
     """All that is compared for these microbatches; changes nothing of the model. Raises what `graphpp.compile` raises."""
     seen: dict[str, Any] = {}
 
-    def watch(passed: Passed) -> None:
+    def watch(passed: PassResult) -> None:
         if passed.name == "capture":
             assert isinstance(passed.result, JointGraph)
             seen["uncut"] = repeatable(passed.result)
-        elif isinstance(passed.result, Cut):
-            seen["pieces"] = passed.result
+        elif isinstance(passed.result, StagedGraphs):
+            seen["staged"] = passed.result
 
     compiler = Compiler(model, loss, options, place, watch)
     with state_restored(model, place.device):
@@ -88,7 +88,7 @@ def compiled_for(
             local = range(len(built.program.stages))
             programs = CompiledPrograms(region_compiler, 0).compile([(built, each) for each in programs], local)
     backend = region_compiler is not None
-    return Compiled(built, programs, seen["uncut"], seen["pieces"], in_one_row(table), backend)
+    return Compiled(built, programs, seen["uncut"], seen["staged"], in_one_row(table), backend)
 
 
 def in_one_row(schedule: Schedule) -> Schedule:

@@ -141,7 +141,7 @@ def _of_cut(step: Step, compiled: Compiled, uncut: Numbers, tolerances: Toleranc
 
 
 def _first_in_cut(step: Step, compiled: Compiled) -> Parting | None:
-    return in_cut(step, values_of(step, compiled.uncut), compiled.pieces, compiled.programs, compiled.row)
+    return in_cut(step, values_of(step, compiled.uncut), compiled.staged, compiled.programs, compiled.row)
 
 
 def _placed(first: Parting | None, loss: Any) -> Parting | None:

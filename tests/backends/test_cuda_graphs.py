@@ -17,7 +17,7 @@ from torch import nn
 import graphpp
 from graphpp.backends.cuda_graphs import RECORDINGS, WARM_UPS, ReplayedProgram, with_cuda_graph
 from graphpp.compiler import assemble as assembly
-from graphpp.passes.graph.cuda_graph_obstacles import obstacle
+from graphpp.passes.graph.cuda_graph_obstacles import cuda_graph_obstacle
 from graphpp.runtime.gradients.gradient_sink import ReturningSink
 from graphpp.runtime.program import Constant, Gradient, Input, Loss, Parameter, Phase, Program, RandomKey, Saved, Sent
 from tests.movers import CopyingMover, moving_by
@@ -356,15 +356,15 @@ def test_obstacles_in_a_graph() -> None:
         return made
 
     aten = torch.ops.aten
-    assert obstacle(graph(aten.relu.default)) is None
+    assert cuda_graph_obstacle(graph(aten.relu.default)) is None
     for operator in (aten.nonzero.default, aten._local_scalar_dense.default, aten._linalg_check_errors.default):
-        assert "the host waits" in (obstacle(graph(operator)) or "")
-    assert "other ranks" in (obstacle(graph(torch.ops._c10d_functional.wait_tensor.default)) or "")
-    assert obstacle(graph(aten.t.default)) == "it computes nothing"
+        assert "the host waits" in (cuda_graph_obstacle(graph(operator)) or "")
+    assert "other ranks" in (cuda_graph_obstacle(graph(torch.ops._c10d_functional.wait_tensor.default)) or "")
+    assert cuda_graph_obstacle(graph(aten.t.default)) == "it computes nothing"
     on_cpu = graph(aten.relu.default)
     next(iter(on_cpu.nodes)).meta["val"] = torch.zeros(1)
-    assert obstacle(on_cpu) == "x is on the cpu"
-    assert obstacle(on_cpu, "cpu") is None
+    assert cuda_graph_obstacle(on_cpu) == "x is on the cpu"
+    assert cuda_graph_obstacle(on_cpu, "cpu") is None
 
 
 def test_a_replayed_run_is_a_graphed() -> None:

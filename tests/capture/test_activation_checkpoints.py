@@ -22,7 +22,7 @@ from torch.utils.checkpoint import (
 )
 
 import graphpp
-from graphpp.passes.graph.joint_graph import verify
+from graphpp.passes.graph.joint_graph import verify_joint_graph
 from graphpp.schedules.generate.read import make_table
 from tests import training
 from tests.distributed import run_ranks
@@ -313,7 +313,7 @@ def test_a_selective_checkpoint_saves_what_its_policy_says(name: str) -> None:
 
 def marks(model: nn.Module) -> list[Any]:
     joint = captured(model, torch.randn(2, WIDTH))
-    verify(joint)
+    verify_joint_graph(joint)
     return [node.meta.get("checkpoint") for node in forward(joint)]
 
 

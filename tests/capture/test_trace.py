@@ -17,7 +17,7 @@ from torch.nn import functional as F
 from graphpp.batch.microbatch import Microbatch
 from graphpp.capture.trace import capture
 from graphpp.errors import CaptureError
-from graphpp.passes.graph.joint_graph import JointGraph, verify
+from graphpp.passes.graph.joint_graph import JointGraph, verify_joint_graph
 from graphpp.runtime import program as p
 from tests.passes.graphs import captured, mean_square, run
 
@@ -94,7 +94,7 @@ def check_numbers(net: nn.Module, x: Tensor) -> None:
 
 def test_inputs_and_results_have_roles() -> None:
     joint = of(lambda m, x: m.norm(m.linear(x)))
-    verify(joint)
+    verify_joint_graph(joint)
     names = ["linear.weight", "linear.bias", "norm.weight", "norm.bias"]
     buffers = ["norm.running_mean", "norm.running_var", "norm.num_batches_tracked"]
     assert [role.fqn for role in read_of(joint, p.Parameter)] == names
@@ -223,7 +223,7 @@ def test_tensors_held_by_model_and_loss_are_constants() -> None:
     net = Model(lambda m, x: m.linear(x) * m.weights * torch.tensor([1.0, 2.0, 3.0, 4.0]))
     loss = lambda output, target: (output * held).sum()  # noqa: E731
     joint = capture(net, loss, Microbatch((torch.randn(2, D),), {}, torch.zeros(())), CPU).joint
-    verify(joint)
+    verify_joint_graph(joint)
     values = list(joint.constants.values())
     assert {role.name for role in inputs_of(joint, p.Constant)} == set(joint.constants)
     assert any(value is held for value in values)

@@ -18,7 +18,7 @@ from torch import Tensor
 
 import graphpp
 from graphpp.errors import GraphPPError
-from graphpp.passes.text.render import Rendered
+from graphpp.passes.text.render import RenderedGraph
 from graphpp.pipeline.pipeline import Pipeline
 from graphpp.schedules.table.schedule import Schedule
 from tests.distributed import run_ranks
@@ -119,8 +119,8 @@ def test_programs_are_what_the_last_pass_made(llama: Path) -> None:
 
 def test_what_runs_is_what_is_dumped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     loaded: dict[str, str] = {}
-    load = Rendered.load
-    monkeypatch.setattr(Rendered, "load", lambda self, name: loaded.setdefault(name, self.text) and load(self, name))
+    load = RenderedGraph.load
+    monkeypatch.setattr(RenderedGraph, "load", lambda self, name: loaded.setdefault(name, self.text) and load(self, name))
     stepped("sequential", tmp_path)
     programs = {file.stem: body(file) for file in tmp_path.glob("rank0/train/programs/*.py")}
     assert len(programs) == len(loaded) == 6

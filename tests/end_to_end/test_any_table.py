@@ -17,7 +17,7 @@ from graphpp import Microbatch
 from graphpp.batch.microbatch import tensors_by_path
 from graphpp.capture.trace import capture
 from graphpp.parallel.place import RankPlace
-from graphpp.passes.lower import Choices, lower
+from graphpp.passes.lower import LoweringOptions, lower
 from graphpp.planner.layers import module_calls
 from graphpp.planner.resolve_split import resolve
 from graphpp.runtime.model_state import ModelState
@@ -58,7 +58,7 @@ def programs(stages: int) -> PipelineProgram:
     joint = capture(net, F.mse_loss, batch(0), CPU, training=True).joint
     split = [f"layers.{stage}" for stage in range(1, stages)]
     starts = resolve(split, module_calls(joint), None, [name for name, _ in net.named_modules()])
-    return lower(joint, starts, choices=Choices(split_backward=True))
+    return lower(joint, starts, options=LoweringOptions(split_backward=True))
 
 
 def run(program: PipelineProgram, schedule: Schedule, place: RankPlace) -> Grads:

@@ -28,14 +28,14 @@ from graphpp.options.recompute import Recompute
 from graphpp.parallel.place import RankPlace
 from graphpp.passes.graph.joint_graph import JointGraph
 from graphpp.passes.graph.op_costs import OpCosts
-from graphpp.passes.joint.key_random_ops import randomize
+from graphpp.passes.joint.key_random_ops import key_random_ops
 from graphpp.passes.joint.relax_views import relax_views
-from graphpp.passes.lower import Choices, lower
-from graphpp.passes.provenance import Sources
-from graphpp.passes.recompute.choose_saved import Savings
+from graphpp.passes.lower import LoweringOptions, lower
+from graphpp.passes.provenance import ProgramGraphs
+from graphpp.passes.recompute.choose_saved import RecomputeBudget
 from graphpp.passes.stage.emit import emit_outlined
-from graphpp.passes.stage.outline_regions import outline
-from graphpp.passes.stage.split_dropout import part_dropout
+from graphpp.passes.stage.outline_regions import outline_regions
+from graphpp.passes.stage.split_dropout import split_dropout
 from graphpp.planner.layers import module_calls
 from graphpp.runtime import program as p
 from graphpp.runtime.model_state import ModelState
@@ -80,19 +80,20 @@ class Cut:
     prepare: bool = False
     outlined: bool = False
 
-    def choices(self) -> Choices:
+    def choices(self) -> LoweringOptions:
         """What the recipe is asked for."""
-        return replace(self._choices(), prepare=self.prepare)
+        return replace(self._choices(), hoist_per_step=self.prepare)
 
-    def _choices(self) -> Choices:
+    def _choices(self) -> LoweringOptions:
         region = (lambda node: node.meta["position"] // self.region) if self.region else None
         chosen = recomputing.chosen("selective") if self.saving == "selective" else Recompute(weight_grad=self.rerun)
         assert chosen is not None
         if self.saving is None:
-            return Choices(True, chosen.rerun, region)
+            return LoweringOptions(True, chosen.rerun, region)
         if isinstance(self.saving, str):
-            return Choices(True, chosen.rerun, region, chosen.chosen, Savings(ANYTHING, OpCosts.of("cpu")))
-        return Choices(True, chosen.rerun, savings=Savings(ANYTHING, OpCosts.of("cpu"), self.saving, region or _whole))
+            return LoweringOptions(True, chosen.rerun, region, chosen.chosen, RecomputeBudget(ANYTHING, OpCosts.of("cpu")))
+        budget = RecomputeBudget(ANYTHING, OpCosts.of("cpu"), self.saving, region or _whole)
+        return LoweringOptions(True, chosen.rerun, recompute_budget=budget)
 
     def starts(self, joint: JointGraph) -> tuple[int, ...]:
         """The positions at which the stages begin."""
@@ -190,7 +191,7 @@ def seeds(count: int) -> list[Tensor]:
 
 def run_uncut(net: Net, joint: JointGraph, microbatches: int) -> Numbers:
     """Interpret the captured graph in a plain loop, after those passes only that make it repeatable and runnable."""
-    joint = relax_views(randomize(_alive(copied(joint))))
+    joint = relax_views(key_random_ops(_alive(copied(joint))))
     torch.manual_seed(SEED)
     numbers = Numbers(buffers={name: buffer.clone() for name, buffer in net.named_buffers()})
     parameters = {name: parameter.detach() for name, parameter in net.named_parameters()}
@@ -327,17 +328,17 @@ def _equal(left: Tensor, right: Tensor, tolerance: float) -> bool:
 
 def lowered(joint: JointGraph, cut: Cut) -> PipelineProgram:
     """Stage programs of a copy of the joint graph."""
-    sources = Sources()
+    sources = ProgramGraphs()
     compiled = lower(copied(joint), cut.starts(joint), sources.hook(), cut.choices())
     return _outlined(joint, compiled, sources) if cut.outlined else compiled
 
 
-def _outlined(joint: JointGraph, pipeline: PipelineProgram, sources: Sources) -> PipelineProgram:
+def _outlined(joint: JointGraph, pipeline: PipelineProgram, sources: ProgramGraphs) -> PipelineProgram:
     """The programs under a backend that runs each region as it is, all in this process."""
     layer, regions = layers_of(module_calls(joint)), Regions(lambda module, examples: module)
 
     def exchanged(item: p.Program) -> p.Program:
-        made = outline(part_dropout(sources.of(item)), layer)
+        made = outline_regions(split_dropout(sources.of(item)), layer)
         for region in regions.new(made.calls):
             regions.compile(region)
         regions.bind(made.calls)

@@ -16,10 +16,10 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from graphpp.batch.microbatch import Microbatch
 from graphpp.capture.trace import capture
 from graphpp.passes.graph.joint_graph import JointGraph
-from graphpp.passes.joint.assign_stages import assign
+from graphpp.passes.joint.assign_stages import assign_stages
 from graphpp.passes.joint.clean_up import clean_up
-from graphpp.passes.joint.key_random_ops import randomize
-from graphpp.passes.joint.snapshot_buffers import snapshot
+from graphpp.passes.joint.key_random_ops import key_random_ops
+from graphpp.passes.joint.snapshot_buffers import snapshot_buffers
 from graphpp.runtime import program as p
 
 CPU = torch.device("cpu")
@@ -41,7 +41,7 @@ def copied(joint: JointGraph) -> JointGraph:
 
 def assigned(joint: JointGraph, *starts: int) -> JointGraph:
     """A joint graph after all passes up to `assign`."""
-    return assign(randomize(snapshot(clean_up(joint))), (0, *starts))
+    return assign_stages(key_random_ops(snapshot_buffers(clean_up(joint))), (0, *starts))
 
 
 def starts(joint: JointGraph, *calls: str) -> tuple[int, ...]:

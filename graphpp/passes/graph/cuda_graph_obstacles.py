@@ -1,8 +1,9 @@
-"""What keeps a graph from being recorded as a CUDA graph, from the graph alone.
+"""The operations that keep a graph from being recorded as a CUDA graph, found from the graph alone.
 
-Contract: `obstacle(graph)` is None, or says in a few words which operation cannot be replayed: one that exchanges values
-with other ranks, one for whose result the host must wait, one that is not on the GPU; or that there is none. What it does
-not know, the recording itself finds out. Compiled regions are looked into.
+Contract: `cuda_graph_obstacle(graph)` is None, or says in a few words which operation cannot be replayed: one that
+exchanges values with other ranks, one for whose result the host must wait, or one that is not on the GPU. A graph without
+any computation is an obstacle, too. Obstacles that the graph does not show are found when it is recorded. The graphs of
+compiled regions are searched as well.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ _READ_BY_HOST = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape
 _CONTROL = ("cond", "while_loop")
 
 
-def obstacle(graph: fx.Graph, device: str = "cuda") -> str | None:
+def cuda_graph_obstacle(graph: fx.Graph, device: str = "cuda") -> str | None:
     """The first reason not to record a graph whose tensors should be on devices of the type `device`."""
     if all(node.op in ("placeholder", "output") or is_view(node) for node in graph.nodes):
         return "it computes nothing"
@@ -28,7 +29,7 @@ def obstacle(graph: fx.Graph, device: str = "cuda") -> str | None:
 
 def _of(node: fx.Node, device: str) -> str | None:
     if isinstance(node.target, RegionCall):
-        return obstacle(node.target.region.graph, device)
+        return cuda_graph_obstacle(node.target.region.graph, device)
     if is_collective(node) or is_wait(node):
         return f"{node} exchanges values with other ranks"
     if is_check(node) or any(tag in getattr(node.target, "tags", ()) for tag in _READ_BY_HOST):

@@ -99,14 +99,14 @@ def is_tensor(node: fx.Node) -> bool:
     return isinstance(node.meta.get("val"), torch.Tensor)
 
 
-def describe(node: fx.Node) -> str:
+def describe_node(node: fx.Node) -> str:
     """`layers.3.attn (model.py:41)`: where a value comes from, for errors and dumps."""
     calls = node.meta.get("calls") or ("",)
     source = node.meta.get("source", "")
     return f"{calls[-1] or 'model'} ({source})" if source else calls[-1] or "model"
 
 
-def verify(joint: JointGraph) -> None:
+def verify_joint_graph(joint: JointGraph) -> None:
     """Check the contract at the head of this file; a fault is a bug in the pass that ran last."""
     joint.graph.lint()
     roles: list[Any] = []

@@ -16,7 +16,7 @@ from graphpp.runtime import program
 from graphpp.runtime.gradients.gemm_accumulation import deferred_matmul
 
 
-def peak_bytes(graph: fx.Graph) -> int:
+def peak_live_bytes(graph: fx.Graph) -> int:
     """The most bytes alive at once while the program of a slot graph runs."""
     order = list(graph.nodes)
     dies = _deaths(graph, order)

@@ -19,21 +19,21 @@ from graphpp.runtime import program
 from graphpp.runtime.program import OutputRole, TensorMeta
 
 
-class Movable(NamedTuple):
+class Offloadable(NamedTuple):
     """A value, and the bytes that are free while it is away."""
 
     meta: TensorMeta
     nbytes: int
 
 
-class Beside(NamedTuple):
+class LocalNeighbours(NamedTuple):
     """Whether the stage below, and the one above, is on the same rank."""
 
     below: bool
     above: bool
 
 
-def movable(forward: fx.Graph, beside: Beside) -> list[Movable]:
+def offloadable(forward: fx.Graph, beside: LocalNeighbours) -> list[Offloadable]:
     """The saved results of a stage's forward that may leave, in the order of the results; `meta` has the saved names."""
     results: dict[fx.Node, list[tuple[OutputRole, fx.Node]]] = defaultdict(list)
     end = forward.output_node()
@@ -41,21 +41,21 @@ def movable(forward: fx.Graph, beside: Beside) -> list[Movable]:
         if is_tensor(node):
             results[root(node)].append((role, node))
     return [
-        Movable(tensor_meta(node, role.name), tensor_meta(memory).nbytes)
+        Offloadable(tensor_meta(node, role.name), tensor_meta(memory).nbytes)
         for memory, sharers in results.items()
         if _is_own(memory, beside)
         for role, node in _alone(sharers, beside)
     ]
 
 
-def _is_own(memory: fx.Node, beside: Beside) -> bool:
+def _is_own(memory: fx.Node, beside: LocalNeighbours) -> bool:
     """Whether only this microbatch of this stage holds a memory: one that it made, or that was received for it."""
     if memory.op == "placeholder":
         return isinstance(memory.meta["role"], program.Received) and not beside.below
     return is_tensor(memory)
 
 
-def _alone(sharers: list[tuple[OutputRole, fx.Node]], beside: Beside) -> list[tuple[program.Saved, fx.Node]]:
+def _alone(sharers: list[tuple[OutputRole, fx.Node]], beside: LocalNeighbours) -> list[tuple[program.Saved, fx.Node]]:
     """The saved one of the results in one memory, if all others are messages to another rank."""
     saved = [(role, node) for role, node in sharers if isinstance(role, program.Saved)]
     sent = [role for role, _ in sharers if isinstance(role, program.Sent)]

@@ -9,11 +9,11 @@ from torch import fx
 
 from graphpp.runtime.program import Boundary, InputRole, OutputRole, Phase, TensorMeta
 
-Results = list[tuple[OutputRole, fx.Node]]
+GraphResults = list[tuple[OutputRole, fx.Node]]
 
 
 @dataclass(frozen=True)
-class SlotGraph:
+class PhaseGraph:
     """One phase of one stage as a graph of its own; its placeholders and results stand in the order of the roles."""
 
     stage: int
@@ -24,26 +24,26 @@ class SlotGraph:
 
 
 @dataclass
-class Cut:
-    """The result of `cut`: graphs by slot, boundaries, and per stage the values saved per microbatch and their bytes.
+class StagedGraphs:
+    """The result of `cut_stages`: graphs by slot, boundaries, and per stage the values saved per microbatch and their bytes.
 
     `kept_bytes`: what is alive between I and W, where `split_weight_grad` has made them; else nothing. `fused`: backwards
-    hand out the factors of their gradients (`accumulate_products`). `prepared`: by stage, what is made once per step
-    (`prepare`).
+    hand out the factors of their gradients (`fuse_grad_accumulation`). `prepared`: by stage, what is made once per step
+    (`hoist_per_step`).
     """
 
-    slots: dict[Slot, SlotGraph]
+    graphs: dict[PhaseKey, PhaseGraph]
     boundaries: tuple[Boundary, ...]
     saved: tuple[tuple[TensorMeta, ...], ...]
     saved_bytes: tuple[int, ...]
     kept_bytes: tuple[int, ...] = ()
     fused: bool = False
-    prepared: Mapping[int, SlotGraph] = field(default_factory=dict)
+    hoisted: Mapping[int, PhaseGraph] = field(default_factory=dict)
 
 
-def slot_graph(
-    slot: Slot, inputs: Mapping[fx.Node, InputRole], computed: Iterable[fx.Node], outputs: Results
-) -> SlotGraph:
+def phase_graph(
+    slot: PhaseKey, inputs: Mapping[fx.Node, InputRole], computed: Iterable[fx.Node], outputs: GraphResults
+) -> PhaseGraph:
     """A graph of its own from copies: `inputs` become placeholders with their roles, `computed` follow in order."""
     graph = fx.Graph()
     copies: dict[fx.Node, fx.Node] = {}
@@ -55,10 +55,10 @@ def slot_graph(
     end = graph.output(tuple(copies[node] for _, node in outputs))
     end.meta["roles"] = [role for role, _ in outputs]
     graph.lint()
-    return SlotGraph(slot[1], slot[0], graph, tuple(inputs.values()), tuple(role for role, _ in outputs))
+    return PhaseGraph(slot[1], slot[0], graph, tuple(inputs.values()), tuple(role for role, _ in outputs))
 
 
-Slot = tuple[Phase, int]
+PhaseKey = tuple[Phase, int]
 
 
 F = Phase.FORWARD

@@ -23,12 +23,12 @@ from torch import fx
 from graphpp.errors import CaptureError
 from graphpp.passes.graph.aliases import is_view
 from graphpp.passes.graph.collectives import is_collective, is_wait
-from graphpp.passes.graph.joint_graph import JointGraph, describe, is_check
+from graphpp.passes.graph.joint_graph import JointGraph, describe_node, is_check
 from graphpp.passes.graph.op_costs import is_heavy
 from graphpp.runtime import program
 
 
-def assign(joint: JointGraph, starts: Sequence[int]) -> JointGraph:
+def assign_stages(joint: JointGraph, starts: Sequence[int]) -> JointGraph:
     """Give every node its stage; `starts[s]` is the position in the forward at which stage s begins (starts[0] = 0)."""
     written = {role.fqn for role, _ in joint.outputs() if isinstance(role, program.BufferUpdate)}
     twins: dict[int, int | None] = {}
@@ -132,7 +132,7 @@ def _check_written_buffers(joint: JointGraph, written: set[str]) -> None:
         for reader in readers:
             if reader.meta["stage"] != users[0].meta["stage"]:
                 raise CaptureError(
-                    f"the buffer {role.fqn} is written in stage {users[0].meta['stage']} at {describe(users[0])} and "
-                    f"read in stage {reader.meta['stage']} at {describe(reader)}: move the cut so that both fall into "
+                    f"the buffer {role.fqn} is written in stage {users[0].meta['stage']} at {describe_node(users[0])} and "
+                    f"read in stage {reader.meta['stage']} at {describe_node(reader)}: move the cut so that both fall into "
                     "one stage."
                 )

@@ -17,9 +17,9 @@ from graphpp.runtime.program import RandomKey
 from graphpp.runtime.randomness import seeded
 
 
-def randomize(joint: JointGraph) -> JointGraph:
+def key_random_ops(joint: JointGraph) -> JointGraph:
     """Give every random operator its key, in place."""
-    drawing = [node for node in joint.computed() if draws(node.target, node.args, node.kwargs)]
+    drawing = [node for node in joint.computed() if draws_random_numbers(node.target, node.args, node.kwargs)]
     if not drawing:
         return joint
     with joint.graph.inserting_before(next(iter(joint.graph.nodes))):
@@ -31,7 +31,7 @@ def randomize(joint: JointGraph) -> JointGraph:
     return joint
 
 
-def draws(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+def draws_random_numbers(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
     """Whether an operator draws random numbers with these arguments."""
     if torch.Tag.nondeterministic_seeded not in getattr(operator, "tags", ()):
         return False

@@ -15,7 +15,7 @@ from graphpp.passes.graph.joint_graph import JointGraph
 from graphpp.runtime import program
 
 
-def snapshot(joint: JointGraph) -> JointGraph:
+def snapshot_buffers(joint: JointGraph) -> JointGraph:
     """Insert one copy per written buffer that is read late; changes the graph in place."""
     updates = {role: node for role, node in joint.outputs() if isinstance(role, program.BufferUpdate)}
     inputs = joint.inputs()

@@ -14,7 +14,7 @@ from graphpp.passes.graph.joint_graph import JointGraph, remove_unused
 from graphpp.runtime.program import Gradient, OutputRole
 
 
-def accumulate(joint: JointGraph) -> JointGraph:
+def split_tied_gradients(joint: JointGraph) -> JointGraph:
     """Split the sums of tied parameters' gradients by stage, in place; nodes carry `meta["stage"]` (see assign)."""
     outputs: list[tuple[OutputRole, fx.Node]] = []
     for role, node in joint.outputs():

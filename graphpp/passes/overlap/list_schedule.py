@@ -2,8 +2,8 @@
 
 Contract
 --------
-`schedule(graph, cost)` returns every operation once, after all it reads, the collectives of each part of the graph in their
-old order. Time is followed on a simulated clock (`timing.py`):
+`list_schedule(graph, cost)` returns every operation once, after all it reads, the collectives of each part of the graph
+in their old order. Time is followed on a simulated clock (`stream_timing.py`):
 
     a collective is issued as soon as its input is there;
     a wait stands right before the first operation that reads what came, or where the clock says that it has come;
@@ -29,7 +29,7 @@ from torch import fx
 from graphpp.passes.graph.aliases import shares_memory
 from graphpp.passes.graph.collectives import is_collective
 from graphpp.passes.graph.op_costs import Cost
-from graphpp.passes.overlap.stream_timing import Clock, Estimate, Facts, estimate
+from graphpp.passes.overlap.stream_timing import GraphTiming, StreamClock, TimeEstimate, estimate_order
 
 _CAPS = (1.0, 1.1, 1.25, 1.5, float("inf"))  # of the peak of the order as given
 _NEARLY = 1.01  # an order that takes this much longer than the fastest is as good if it needs less memory
@@ -38,32 +38,32 @@ Priority = Callable[[fx.Node], float]
 
 
 @dataclass(frozen=True)
-class Ordered:
+class OperationOrder:
     """An order and what it costs, and what the order as given costs."""
 
     order: tuple[fx.Node, ...]
-    estimate: Estimate
-    given: Estimate
+    estimate: TimeEstimate
+    given: TimeEstimate
 
 
-def schedule(graph: fx.Graph, cost: Cost) -> Ordered:
+def list_schedule(graph: fx.Graph, cost: Cost) -> OperationOrder:
     """The best order found; the given one where there are no collectives to hide."""
-    facts = Facts(graph, cost)
-    given = estimate(facts, facts.nodes)
+    facts = GraphTiming(graph, cost)
+    given = estimate_order(facts, facts.nodes)
     if not facts.started:
-        return Ordered(tuple(facts.nodes), given, given)
-    units = Units(facts)
+        return OperationOrder(tuple(facts.nodes), given, given)
+    units = SchedulingUnits(facts)
     index = {node: place for place, node in enumerate(_evenly(facts.nodes))}
     priorities: tuple[Priority, ...] = (facts.tail.__getitem__, lambda node: -index[node])
     found = [(given, tuple(facts.nodes))]
     for priority in priorities:
         for cap in _CAPS:
             order = ListScheduler(units, priority, cap * given.peak).order()
-            found.append((estimate(facts, order), order))
+            found.append((estimate_order(facts, order), order))
     fastest = min(each.seconds for each, _ in found)
     near = [pair for pair in found if pair[0].seconds <= _NEARLY * fastest]
     best, order = min(near, key=lambda pair: (pair[0].peak, pair[0].seconds))
-    return Ordered(order, best, given)
+    return OperationOrder(order, best, given)
 
 
 def _evenly(nodes: Iterable[fx.Node]) -> list[fx.Node]:
@@ -75,10 +75,10 @@ def _evenly(nodes: Iterable[fx.Node]) -> list[fx.Node]:
     return [node for _, node in sorted(placed, key=lambda pair: pair[0])]
 
 
-class Units:
+class SchedulingUnits:
     """What is scheduled: operations that are neither views, waits nor items; and what else must run before and after each."""
 
-    def __init__(self, facts: Facts) -> None:
+    def __init__(self, facts: GraphTiming) -> None:
         self.facts = facts
         self.lazy = {node for node in facts.nodes if _is_lazy(node)}
         self.units = [node for node in facts.nodes if node not in self.lazy and not _is_item(node)]
@@ -142,9 +142,9 @@ class Units:
 class ListScheduler:
     """One run over a graph's units: of those that fit under `cap` live bytes, the one of highest priority runs next."""
 
-    def __init__(self, units: Units, priority: Priority, cap: float) -> None:
+    def __init__(self, units: SchedulingUnits, priority: Priority, cap: float) -> None:
         self._units, self._priority, self._cap = units, priority, cap
-        self._clock = Clock(units.facts)
+        self._clock = StreamClock(units.facts)
         self._order: list[fx.Node] = []
         self._ran: set[fx.Node] = set()
         self._missing = {unit: len(before) for unit, before in units.before.items()}

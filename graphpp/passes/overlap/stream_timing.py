@@ -23,7 +23,7 @@ from graphpp.runtime.gradients.gemm_accumulation import deferred_matmul
 
 
 @dataclass(frozen=True)
-class Estimate:
+class TimeEstimate:
     """Seconds from start to end, of operations alone, and of collectives alone; the least possible; bytes at the peak."""
 
     seconds: float
@@ -46,7 +46,7 @@ class Estimate:
         return 1 - (seconds - self.compute) / self.collectives if self.collectives else 1.0
 
 
-class Facts:
+class GraphTiming:
     """What a graph's operations take and hold, whatever their order."""
 
     def __init__(self, graph: fx.Graph, cost: Cost) -> None:
@@ -109,10 +109,10 @@ class Facts:
 
 
 @dataclass
-class Clock:
+class StreamClock:
     """The state while operations run one after another: time, links, and what lives."""
 
-    facts: Facts
+    facts: GraphTiming
     now: float = 0.0
     live: int = 0
     peak: int = 0
@@ -151,17 +151,17 @@ class Clock:
         else:
             self.now += self.facts.cost[node]
 
-    def estimate(self) -> Estimate:
+    def estimate(self) -> TimeEstimate:
         """What the order that ran has cost."""
         facts = self.facts
         collectives = sum(facts.cost[node] for node in facts.started)
         compute = sum(facts.cost.values()) - collectives
-        return Estimate(max([self.now, *self.done.values()]), compute, collectives, facts.bound(), self.peak)
+        return TimeEstimate(max([self.now, *self.done.values()]), compute, collectives, facts.bound(), self.peak)
 
 
-def estimate(facts: Facts, order: Iterable[fx.Node]) -> Estimate:
+def estimate_order(facts: GraphTiming, order: Iterable[fx.Node]) -> TimeEstimate:
     """The cost of one order."""
-    clock = Clock(facts)
+    clock = StreamClock(facts)
     for node in order:
         clock.run(node)
     return clock.estimate()

@@ -2,8 +2,9 @@
 
 Contract
 --------
-`needs(joint, stage, may, cost)` has every tensor that the stage's forward makes or receives and its backward reads, and
-what those could be computed from again, as far as `may(node)` lets operations run again. Views may always: a view is never
+`backward_needs(joint, stage, may, cost)` has every tensor that the stage's forward makes or receives and its backward
+reads, and what those could be computed from again, as far as `may(node)` lets operations run again. Views may always:
+a view is never
 kept, what it is a view of is. What is at hand (parameters, buffers, inputs, views of them, what is made once per step)
 does not appear: it costs nothing. The values come in pieces that do not depend on each other, most of them alike in a
 model of equal layers.
@@ -24,23 +25,23 @@ from graphpp.passes.graph.aliases import is_copy, is_view, shares_memory
 from graphpp.passes.graph.collectives import is_collective, is_wait
 from graphpp.passes.graph.joint_graph import JointGraph, is_tensor
 from graphpp.passes.graph.op_costs import Cost, nbytes
-from graphpp.passes.recompute.min_cut import Shape
+from graphpp.passes.recompute.min_cut import CutProblem
 from graphpp.runtime import program
 from graphpp.runtime.randomness import seeded
 
 _PICOSECONDS = 1e12
-May = Callable[[fx.Node], bool]
+MayRecompute = Callable[[fx.Node], bool]
 
 
 @dataclass(frozen=True)
-class Piece:
+class ValueGroup:
     """Values in order of their making, and the numbers that decide; costs in picoseconds."""
 
     nodes: tuple[fx.Node, ...]
-    shape: Shape
+    shape: CutProblem
 
 
-def repeatable(node: fx.Node) -> bool:
+def is_repeatable(node: fx.Node) -> bool:
     """Whether an operation may run twice: torch's own operators without an effect, and random ones that take a key."""
     return node.target is seeded or getattr(node.target, "namespace", "") in ("aten", "prims")
 
@@ -52,7 +53,7 @@ def written_buffers(joint: JointGraph) -> set[fx.Node]:
     return {node for role, node in inputs if isinstance(role, program.Buffer) and role.fqn in written}
 
 
-def needs(joint: JointGraph, stage: int, may: May, cost: Cost) -> list[Piece]:
+def backward_needs(joint: JointGraph, stage: int, may: MayRecompute, cost: Cost) -> list[ValueGroup]:
     """The pieces of a stage, in order of their first value."""
     found = _Needs(joint, stage, may)
     return [_piece(found, nodes, cost) for nodes in _apart(found)]
@@ -61,7 +62,7 @@ def needs(joint: JointGraph, stage: int, may: May, cost: Cost) -> list[Piece]:
 class _Needs:
     """The values of a stage: `values` in order, `read` of them in the backward, `again` of them may be computed again."""
 
-    def __init__(self, joint: JointGraph, stage: int, may: May) -> None:
+    def __init__(self, joint: JointGraph, stage: int, may: MayRecompute) -> None:
         self._stage, self._may = stage, may
         self._fixed = written_buffers(joint)
         self._forward = _members(joint, stage)
@@ -73,7 +74,7 @@ class _Needs:
 
     def _is_value(self, node: fx.Node) -> bool:
         """Whether a forward value exists in this stage and is not at hand."""
-        if node.meta["backward"] or node.op != "call_function" or node.meta.get("prepared"):
+        if node.meta["backward"] or node.op != "call_function" or node.meta.get("step_invariant"):
             return False
         return node in self._forward or (node.meta["stage"] is not None and node.meta["stage"] < self._stage)
 
@@ -105,7 +106,7 @@ class _Needs:
             return False  # a tuple, or a number, is never kept
         if node.target is operator.getitem:
             return node.all_input_nodes[0] in repeating
-        if is_collective(node) or is_wait(node) or not repeatable(node):
+        if is_collective(node) or is_wait(node) or not is_repeatable(node):
             return False
         return is_free(node) or self._may(node)
 
@@ -158,15 +159,15 @@ def _decisive(found: _Needs, node: fx.Node) -> Iterable[fx.Node]:
     return [source for source in found.sources(node) if source not in found.read] if node in found.again else []
 
 
-def _piece(found: _Needs, nodes: list[fx.Node], cost: Cost) -> Piece:
+def _piece(found: _Needs, nodes: list[fx.Node], cost: Cost) -> ValueGroup:
     at = {node: index for index, node in enumerate(nodes)}
-    shape = Shape(
+    shape = CutProblem(
         nbytes=tuple(_bytes(found, node) for node in nodes),
         costs=tuple(round(cost(node) * _PICOSECONDS) if node in found.again else None for node in nodes),
         inputs=tuple(tuple(at[source] for source in _decisive(found, node)) for node in nodes),
         read=tuple(node in found.read for node in nodes),
     )
-    return Piece(tuple(nodes), shape)
+    return ValueGroup(tuple(nodes), shape)
 
 
 def _bytes(found: _Needs, node: fx.Node) -> int | None:

@@ -27,59 +27,59 @@ from torch import fx
 
 from graphpp.passes.graph.joint_graph import JointGraph
 from graphpp.passes.graph.op_costs import Cost, is_cheap
-from graphpp.passes.recompute.backward_needs import May, Piece, is_free, needs
-from graphpp.passes.recompute.min_cut import Shape, Solution, hull, solve
-from graphpp.passes.recompute.recompute_regions import Chosen, Region, every
+from graphpp.passes.recompute.backward_needs import MayRecompute, ValueGroup, backward_needs, is_free
+from graphpp.passes.recompute.min_cut import CutProblem, CutSolution, pareto_front, solve
+from graphpp.passes.recompute.recompute_regions import RegionOf, always
 
 _PICOSECONDS = 1e12
-Again = Sequence[set[fx.Node]]
+RecomputedByStage = Sequence[set[fx.Node]]
 T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class Savings:
+class RecomputeBudget:
     """On what terms values are computed again (see the head of the file); `chosen` has a say over every operation."""
 
-    worth: float
+    seconds_per_byte: float
     cost: Cost
     fraction: float | None = None
-    region: Region = lambda node: None
-    chosen: Chosen = every
+    region_of: RegionOf = lambda node: None
+    may_recompute: MayRecompute = always
 
 
-def computed_again(joint: JointGraph, stages: int, terms: Savings) -> Again:
+def choose_recomputed(joint: JointGraph, stages: int, terms: RecomputeBudget) -> RecomputedByStage:
     """For each stage the forward values that its backward computes again; nodes carry `meta["stage"]`."""
     choice = _Choice(joint, terms)
     return [choice.of_stage(stage) for stage in range(stages)]
 
 
 class _Choice:
-    def __init__(self, joint: JointGraph, terms: Savings) -> None:
+    def __init__(self, joint: JointGraph, terms: RecomputeBudget) -> None:
         self._joint, self._terms = joint, terms
-        self._hulls: dict[Shape, list[Solution]] = {}
-        self._solved: dict[Shape, Solution] = {}
+        self._hulls: dict[CutProblem, list[CutSolution]] = {}
+        self._solved: dict[CutProblem, CutSolution] = {}
 
     def of_stage(self, stage: int) -> set[fx.Node]:
         terms = self._terms
-        pieces = needs(self._joint, stage, lambda node: is_cheap(node) and terms.chosen(node), terms.cost)
+        pieces = backward_needs(self._joint, stage, lambda node: is_cheap(node) and terms.may_recompute(node), terms.cost)
         solutions = [_once(self._solved, piece.shape, self._cheapest) for piece in pieces]
         again = _nodes(pieces, solutions)
         if terms.fraction is None:
             return again
         budget = int(terms.fraction * sum(solution.nbytes for solution in solutions))
-        pieces = needs(self._joint, stage, self._may(stage, again), terms.cost)
-        return _nodes(pieces, _within(budget, [_once(self._hulls, piece.shape, hull) for piece in pieces]))
+        pieces = backward_needs(self._joint, stage, self._may(stage, again), terms.cost)
+        return _nodes(pieces, _within(budget, [_once(self._hulls, piece.shape, pareto_front) for piece in pieces]))
 
-    def _cheapest(self, shape: Shape) -> Solution:
-        return solve(shape, max(1, round(self._terms.worth * _PICOSECONDS)), 1)
+    def _cheapest(self, shape: CutProblem) -> CutSolution:
+        return solve(shape, max(1, round(self._terms.seconds_per_byte * _PICOSECONDS)), 1)
 
-    def _may(self, stage: int, cheaply: set[fx.Node]) -> May:
+    def _may(self, stage: int, cheaply: set[fx.Node]) -> MayRecompute:
         """What may run again for a budget: what would anyway, and what stays in its region."""
-        inside = partial(_inside, self._terms.region, stage)
-        return lambda node: node in cheaply or (self._terms.chosen(node) and inside(node))
+        inside = partial(_inside, self._terms.region_of, stage)
+        return lambda node: node in cheaply or (self._terms.may_recompute(node) and inside(node))
 
 
-def _inside(region: Region, stage: int, node: fx.Node) -> bool:
+def _inside(region: RegionOf, stage: int, node: fx.Node) -> bool:
     """Whether the forward reads a value, its parts and views of it in its own region and stage only."""
     place = region(node)
     pending = list(node.users)
@@ -94,7 +94,7 @@ def _inside(region: Region, stage: int, node: fx.Node) -> bool:
     return True
 
 
-def _within(budget: int, hulls: Sequence[list[Solution]]) -> list[Solution]:
+def _within(budget: int, hulls: Sequence[list[CutSolution]]) -> list[CutSolution]:
     """One choice for each piece that together keep at most `budget` bytes, if they can: the best bargains first."""
     chosen = [choices[0] for choices in hulls]
     over = sum(choice.nbytes for choice in chosen) - budget
@@ -106,7 +106,7 @@ def _within(budget: int, hulls: Sequence[list[Solution]]) -> list[Solution]:
     return chosen
 
 
-def _bargains(hulls: Sequence[list[Solution]]) -> list[tuple[float, int, Solution]]:
+def _bargains(hulls: Sequence[list[CutSolution]]) -> list[tuple[float, int, CutSolution]]:
     """(cost of a byte less, piece, choice) of every step along the hulls; along one hull the cost only rises."""
     return [
         ((less.cost - more.cost) / (more.nbytes - less.nbytes), at, less)
@@ -115,12 +115,12 @@ def _bargains(hulls: Sequence[list[Solution]]) -> list[tuple[float, int, Solutio
     ]
 
 
-def _once(known: dict[Shape, T], shape: Shape, find: Callable[[Shape], T]) -> T:
+def _once(known: dict[CutProblem, T], shape: CutProblem, find: Callable[[CutProblem], T]) -> T:
     if shape not in known:
         known[shape] = find(shape)
     return known[shape]
 
 
-def _nodes(pieces: Sequence[Piece], solutions: Sequence[Solution]) -> set[fx.Node]:
+def _nodes(pieces: Sequence[ValueGroup], solutions: Sequence[CutSolution]) -> set[fx.Node]:
     pairs = zip(pieces, solutions, strict=True)
     return {node for piece, found in pairs for node, again in zip(piece.nodes, found.again, strict=True) if again}

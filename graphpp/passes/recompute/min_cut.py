@@ -2,10 +2,10 @@
 
 Contract
 --------
-A `Shape` is values 0, 1, .. in order of their making. Whatever is read must be there in the end: kept, which takes its
+A `CutProblem` is values 0, 1, .. in order of their making. Whatever is read must be there in the end: kept, which takes its
 bytes, or computed again, which takes its cost and needs its inputs there too. `solve` finds the choice of the least
-bytes x price of a byte + cost x price of cost; of equal ones that which computes least again. `hull` has all choices that
-are best at some price, from the most bytes to the fewest.
+bytes x price of a byte + cost x price of cost; of equal ones that which computes least again. `pareto_front` has all choices
+that are best at some price, from the most bytes to the fewest.
 
 The network: each value is two nodes, "made by the forward" and "there in the backward", on either side of the cut. Keeping a
 value cuts between its two; computing it again cuts it off from the source; what it is computed from is then there, too.
@@ -26,7 +26,7 @@ _DEEP = 6  # a hull has at most 2 ** 6 + 1 corners: a piece of a thousand values
 
 
 @dataclass(frozen=True)
-class Shape:
+class CutProblem:
     """Values by their numbers. `nbytes`: to keep one, None: it is never kept; `costs`: to compute it again, None: it never is.
 
     `inputs`: what each is computed from, of what need not be there anyway; `read`: whether it is read in the backward. A
@@ -40,7 +40,7 @@ class Shape:
 
 
 @dataclass(frozen=True)
-class Solution:
+class CutSolution:
     """Which values are computed again, the bytes that are kept, and the cost."""
 
     again: tuple[bool, ...]
@@ -48,7 +48,7 @@ class Solution:
     cost: int
 
 
-def solve(shape: Shape, byte_price: int, cost_price: int) -> Solution:
+def solve(shape: CutProblem, byte_price: int, cost_price: int) -> CutSolution:
     """The cheapest choice; prices are whole numbers, so that every rank finds the same one."""
     if len(shape.read) == 1:
         return _alone(shape, byte_price, cost_price)
@@ -66,7 +66,7 @@ def solve(shape: Shape, byte_price: int, cost_price: int) -> Solution:
     return _solution(shape, [2 * value not in near for value in range(len(shape.read))], near)
 
 
-def hull(shape: Shape) -> list[Solution]:
+def pareto_front(shape: CutProblem) -> list[CutSolution]:
     """The choices that are best at some price of a byte, from the most bytes kept to the fewest; costs rise."""
     most, fewest = solve(shape, 1, _weight(shape.nbytes)), solve(shape, _weight(shape.costs), 1)
     if fewest.nbytes >= most.nbytes:
@@ -74,7 +74,7 @@ def hull(shape: Shape) -> list[Solution]:
     return [most, *_between(shape, most, fewest), fewest]
 
 
-def _between(shape: Shape, more: Solution, less: Solution, deep: int = _DEEP) -> list[Solution]:
+def _between(shape: CutProblem, more: CutSolution, less: CutSolution, deep: int = _DEEP) -> list[CutSolution]:
     """The choices below the line through two: asked for at the price at which those two are equally good."""
     byte_price, cost_price = less.cost - more.cost, more.nbytes - less.nbytes
     if byte_price <= 0 or cost_price <= 0 or not deep:
@@ -99,14 +99,14 @@ def _edge(network: nx.DiGraph, start: int, end: int, number: int | None, price: 
         network.add_edge(start, end, capacity=number * price)
 
 
-def _alone(shape: Shape, byte_price: int, cost_price: int) -> Solution:
+def _alone(shape: CutProblem, byte_price: int, cost_price: int) -> CutSolution:
     """The choice for one value."""
     (nbytes,), (cost,) = shape.nbytes, shape.costs
     again = cost is not None and (nbytes is None or cost * cost_price < nbytes * byte_price)
-    return Solution((again,), 0 if again else nbytes or 0, cost or 0 if again else 0)
+    return CutSolution((again,), 0 if again else nbytes or 0, cost or 0 if again else 0)
 
 
-def _solution(shape: Shape, again: list[bool], near: set[int]) -> Solution:
+def _solution(shape: CutProblem, again: list[bool], near: set[int]) -> CutSolution:
     kept = [value for value, repeated in enumerate(again) if not repeated and 2 * value + 1 not in near]
     cost = sum(shape.costs[value] or 0 for value, repeated in enumerate(again) if repeated)
-    return Solution(tuple(again), sum(shape.nbytes[value] or 0 for value in kept), cost)
+    return CutSolution(tuple(again), sum(shape.nbytes[value] or 0 for value in kept), cost)

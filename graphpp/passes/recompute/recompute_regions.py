@@ -24,19 +24,18 @@ from collections.abc import Callable, Hashable
 from torch import fx
 
 from graphpp.passes.graph.joint_graph import JointGraph
-from graphpp.passes.recompute.backward_needs import repeatable, written_buffers
+from graphpp.passes.recompute.backward_needs import MayRecompute, is_repeatable, written_buffers
 from graphpp.runtime import program
 
-Region = Callable[[fx.Node], Hashable | None]
-Chosen = Callable[[fx.Node], bool]
+RegionOf = Callable[[fx.Node], Hashable | None]
 
 
-def every(node: fx.Node) -> bool:
+def always(node: fx.Node) -> bool:
     """All operations of a region."""
     return True
 
 
-def recompute(joint: JointGraph, region: Region, chosen: Chosen = every) -> JointGraph:
+def recompute_regions(joint: JointGraph, region: RegionOf, chosen: MayRecompute = always) -> JointGraph:
     """Let the backward of every region compute again what it reads of it, in place; nodes carry `meta["stage"]`."""
     regions = _Regions(joint, region, chosen)
     copies: dict[fx.Node, fx.Node] = {}
@@ -53,7 +52,7 @@ def recompute(joint: JointGraph, region: Region, chosen: Chosen = every) -> Join
 class _Regions:
     """The operations that may run again, by their region, and for each region those that its backward needs."""
 
-    def __init__(self, joint: JointGraph, region: Region, chosen: Chosen) -> None:
+    def __init__(self, joint: JointGraph, region: RegionOf, chosen: MayRecompute) -> None:
         self._fixed = written_buffers(joint)
         forward = [node for node in joint.computed() if not node.meta["backward"] and node.meta["stage"] is not None]
         named = {node: (name, node.meta["stage"]) for node in forward if (name := region(node)) is not None}
@@ -96,11 +95,11 @@ class _Regions:
                 return False
         return True
 
-    def _again(self, node: fx.Node, chosen: Chosen) -> bool:
+    def _again(self, node: fx.Node, chosen: MayRecompute) -> bool:
         """Whether an operation may run again; of several results of one each goes with the operation."""
         if node.target is operator.getitem:
             return node.all_input_nodes[0] in self.of
-        return chosen(node) and repeatable(node) and not self._fixed.intersection(node.all_input_nodes)
+        return chosen(node) and is_repeatable(node) and not self._fixed.intersection(node.all_input_nodes)
 
 
 def _copy(joint: JointGraph, reader: fx.Node, members: list[fx.Node], copies: dict[fx.Node, fx.Node]) -> None:
@@ -108,7 +107,7 @@ def _copy(joint: JointGraph, reader: fx.Node, members: list[fx.Node], copies: di
     with joint.graph.inserting_before(reader):
         for node in members:
             copies[node] = joint.graph.node_copy(node, lambda source: copies.get(source, source))
-            copies[node].meta = {**node.meta, "backward": True, "position": -1, "again": True}
+            copies[node].meta = {**node.meta, "backward": True, "position": -1, "recomputed": True}
 
 
 def _ahead(node: fx.Node) -> list[fx.Node]:

@@ -4,7 +4,7 @@ Contract
 --------
 `again[stage]` names forward values (see `savings.py`). Afterwards the stage's backward reads a copy of each, made right
 before its first reader and dead after its last, from values that are saved, at hand, or copied themselves. Each has at most
-one copy in a stage, marked `meta["again"]`. What only the backward had read is gone from the forward.
+one copy in a stage, marked `meta["recomputed"]`. What only the backward had read is gone from the forward.
 
 Bit-preserving: the copies are the same operators on the same values. What crosses a boundary stays the same.
 """
@@ -14,11 +14,11 @@ from __future__ import annotations
 from torch import fx
 
 from graphpp.passes.graph.joint_graph import JointGraph, remove_unused
-from graphpp.passes.recompute.choose_saved import Again
+from graphpp.passes.recompute.choose_saved import RecomputedByStage
 from graphpp.runtime import program
 
 
-def rematerialize(joint: JointGraph, again: Again) -> JointGraph:
+def rematerialize(joint: JointGraph, again: RecomputedByStage) -> JointGraph:
     """Let the backward of every stage make these values again, in place; nodes carry `meta["stage"]`."""
     copies = [_Copies(joint, stage, wanted) for stage, wanted in enumerate(again)]
     for reader in list(joint.computed()):
@@ -63,5 +63,5 @@ class _Copies:
         with self._graph.inserting_before(reader):
             for each in sorted(missing, key=self._order.__getitem__):
                 copy = self._graph.node_copy(each, lambda source: self._made.get(source, source))
-                copy.meta = {**each.meta, "stage": self._stage, "backward": True, "position": -1, "again": True}
+                copy.meta = {**each.meta, "stage": self._stage, "backward": True, "position": -1, "recomputed": True}
                 self._made[each] = copy

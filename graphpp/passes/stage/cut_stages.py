@@ -12,7 +12,7 @@ only along neighbours:
 
 so any assignment in which stages do not fall in the forward and do not rise in the backward is run correctly.
 Afterwards every node with a stage stands in exactly one slot, every result of the joint graph in exactly one, and every
-value crosses a boundary at most once per direction. Parameters, buffers, inputs and what `assign` left without a stage
+value crosses a boundary at most once per direction. Parameters, buffers, inputs and what `assign_stages` left without a stage
 never travel: a slot reads or computes them itself (a replicated value that the same stage's forward computed is saved).
 """
 
@@ -25,13 +25,13 @@ from torch import fx
 
 from graphpp.passes.graph.aliases import is_view
 from graphpp.passes.graph.joint_graph import JointGraph
-from graphpp.passes.graph.stage_graphs import B, Cut, F, Results, Slot, SlotGraph, slot_graph
-from graphpp.passes.stage.route_values import Traffic, boundaries, home, saved
+from graphpp.passes.graph.stage_graphs import B, F, GraphResults, PhaseGraph, PhaseKey, StagedGraphs, phase_graph
+from graphpp.passes.stage.route_values import Traffic, boundaries, home_phase, saved_values
 from graphpp.runtime import program
 from graphpp.runtime.program import InputRole, OutputRole
 
 
-def cut(joint: JointGraph, stages: int) -> Cut:
+def cut_stages(joint: JointGraph, stages: int) -> StagedGraphs:
     """Cut a joint graph whose nodes have stages into `stages` stages (see the head of the file)."""
     order = {node: index for index, node in enumerate(joint.graph.nodes)}
     slots = [(F, stage) for stage in range(stages)]
@@ -44,19 +44,19 @@ def cut(joint: JointGraph, stages: int) -> Cut:
     for slot in slots:
         _route(members, slot, results[slot], traffic)
     graphs = {slot: _slot_graph(slot, order, members[slot], results[slot], traffic) for slot in slots}
-    result = Cut(graphs, boundaries(traffic, order, joint, stages), *saved(traffic, order, stages))
+    result = StagedGraphs(graphs, boundaries(traffic, order, joint, stages), *saved_values(traffic, order, stages))
     _check(joint, result)
     return result
 
 
-def _results_by_slot(joint: JointGraph, stages: int) -> dict[Slot, Results]:
-    results: dict[Slot, Results] = defaultdict(list)
+def _results_by_slot(joint: JointGraph, stages: int) -> dict[PhaseKey, GraphResults]:
+    results: dict[PhaseKey, GraphResults] = defaultdict(list)
     for role, node in joint.outputs():
         results[_result_slot(joint, role, node, stages)].append((role, node))
     return results
 
 
-def _result_slot(joint: JointGraph, role: OutputRole, node: fx.Node, stages: int) -> Slot:
+def _result_slot(joint: JointGraph, role: OutputRole, node: fx.Node, stages: int) -> PhaseKey:
     """A gradient or an update belongs to the stage that computes it; loss and output to the last stage."""
     if not isinstance(role, program.Gradient | program.BufferUpdate):
         return (F, stages - 1)
@@ -70,29 +70,29 @@ def _result_slot(joint: JointGraph, role: OutputRole, node: fx.Node, stages: int
     return (phase, min(readers, default=0))
 
 
-def _own(joint: JointGraph) -> dict[Slot, set[fx.Node]]:
+def _own(joint: JointGraph) -> dict[PhaseKey, set[fx.Node]]:
     """The nodes that belong to each slot."""
-    own: dict[Slot, set[fx.Node]] = defaultdict(set)
+    own: dict[PhaseKey, set[fx.Node]] = defaultdict(set)
     for node in joint.computed():
-        slot = home(node)
+        slot = home_phase(node)
         if slot is not None:
             own[slot].add(node)
     return own
 
 
-def _members(own: set[fx.Node], results: Results) -> set[fx.Node]:
+def _members(own: set[fx.Node], results: GraphResults) -> set[fx.Node]:
     """The nodes a slot computes: its own, and what they read that every slot has at hand."""
     members = set(own)
     pending = [source for node in members for source in node.all_input_nodes] + [node for _, node in results]
     while pending:
         node = pending.pop()
-        if home(node) is None and node not in members:
+        if home_phase(node) is None and node not in members:
             members.add(node)
             pending += node.all_input_nodes
     return members
 
 
-def _route(members: dict[Slot, set[fx.Node]], slot: Slot, results: Results, traffic: Traffic) -> None:
+def _route(members: dict[PhaseKey, set[fx.Node]], slot: PhaseKey, results: GraphResults, traffic: Traffic) -> None:
     """Send or save what a slot reads from others; values at hand that its own forward computed are saved, not made again."""
     phase, stage = slot
     if phase is B:
@@ -101,28 +101,28 @@ def _route(members: dict[Slot, set[fx.Node]], slot: Slot, results: Results, traf
         members[slot] = _still_needed(members[slot], slot, traffic.saved[stage], results)
     wanted = {source for node in members[slot] for source in node.all_input_nodes} | {node for _, node in results}
     for value in wanted:
-        source = home(value)
+        source = home_phase(value)
         if source is not None and source != slot:
             traffic.carry(value, source, slot)
 
 
-def _kept_from_forward(members: set[fx.Node], forward: set[fx.Node], results: Results) -> list[fx.Node]:
+def _kept_from_forward(members: set[fx.Node], forward: set[fx.Node], results: GraphResults) -> list[fx.Node]:
     """Replicated values (no views, no inputs) that this stage's forward also computes and a node of the backward reads."""
-    read = {source for node in members if home(node) is not None for source in node.all_input_nodes}
+    read = {source for node in members if home_phase(node) is not None for source in node.all_input_nodes}
     read |= {node for _, node in results}
-    return [node for node in read if home(node) is None and node in forward and not _free(node)]
+    return [node for node in read if home_phase(node) is None and node in forward and not _free(node)]
 
 
 def _free(node: fx.Node) -> bool:
     """A placeholder, or a view of one: costs nothing to make again; or what is made once per step anyway."""
-    if node.op == "placeholder" or node.meta.get("prepared"):
+    if node.op == "placeholder" or node.meta.get("step_invariant"):
         return True
     return is_view(node) and all(_free(source) for source in node.all_input_nodes)
 
 
-def _still_needed(members: set[fx.Node], slot: Slot, saved: set[fx.Node], results: Results) -> set[fx.Node]:
+def _still_needed(members: set[fx.Node], slot: PhaseKey, saved: set[fx.Node], results: GraphResults) -> set[fx.Node]:
     """The members without what only led to values that are now saved."""
-    own = {node for node in members if home(node) == slot}
+    own = {node for node in members if home_phase(node) == slot}
     pending = [source for node in own for source in node.all_input_nodes] + [node for _, node in results]
     kept = set(own)
     while pending:
@@ -134,8 +134,8 @@ def _still_needed(members: set[fx.Node], slot: Slot, saved: set[fx.Node], result
 
 
 def _slot_graph(
-    slot: Slot, order: dict[fx.Node, int], members: set[fx.Node], results: Results, traffic: Traffic
-) -> SlotGraph:
+    slot: PhaseKey, order: dict[fx.Node, int], members: set[fx.Node], results: GraphResults, traffic: Traffic
+) -> PhaseGraph:
     arriving = traffic.arriving(slot)
     given = [node for node in members if node.op == "placeholder"]
     inputs = {node: arriving[node] for node in sorted(arriving, key=order.__getitem__)}
@@ -143,13 +143,13 @@ def _slot_graph(
     outputs = list(results)
     for kind, values in traffic.leaving(slot):
         outputs += [(kind(node.name), node) for node in sorted(values, key=order.__getitem__)]
-    return slot_graph(slot, inputs, sorted(members - inputs.keys(), key=order.__getitem__), outputs)
+    return phase_graph(slot, inputs, sorted(members - inputs.keys(), key=order.__getitem__), outputs)
 
 
-def _check(joint: JointGraph, result: Cut) -> None:
+def _check(joint: JointGraph, result: StagedGraphs) -> None:
     """Every node with a stage stands in exactly one slot, every result of the joint graph in exactly one."""
     copies: dict[str, int] = defaultdict(int)
-    for slot in result.slots.values():
+    for slot in result.graphs.values():
         for node in slot.graph.nodes:
             if node.op not in ("placeholder", "output") and node.meta["stage"] is not None:
                 copies[node.name] += 1
@@ -159,6 +159,6 @@ def _check(joint: JointGraph, result: Cut) -> None:
     assert sorted(map(repr, _results(result))) == expected, "a result of the joint graph is lost or doubled"
 
 
-def _results(result: Cut) -> Iterator[OutputRole]:
-    for slot in result.slots.values():
+def _results(result: StagedGraphs) -> Iterator[OutputRole]:
+    for slot in result.graphs.values():
         yield from (role for role in slot.outputs if not isinstance(role, program.Sent | program.Saved))

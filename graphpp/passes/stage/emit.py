@@ -13,10 +13,10 @@ from torch import fx
 
 from graphpp.passes.graph.aliases import root, shared_results
 from graphpp.passes.graph.joint_graph import JointGraph, tensor_meta
-from graphpp.passes.graph.liveness import peak_bytes
+from graphpp.passes.graph.liveness import peak_live_bytes
 from graphpp.passes.graph.region import RegionCall
-from graphpp.passes.graph.stage_graphs import Cut, F, SlotGraph
-from graphpp.passes.stage.outline_regions import Outlined
+from graphpp.passes.graph.stage_graphs import F, PhaseGraph, StagedGraphs
+from graphpp.passes.stage.outline_regions import OutlinedGraph
 from graphpp.passes.text.render import render
 from graphpp.runtime.program import (
     Buffer,
@@ -33,55 +33,55 @@ from graphpp.runtime.program import (
 )
 
 
-def emit(joint: JointGraph, pieces: Cut) -> PipelineProgram:
+def emit(joint: JointGraph, staged: StagedGraphs) -> PipelineProgram:
     """Render and load every slot graph, and gather them by stage."""
-    count = len(pieces.saved)
-    used = [_used(pieces, stage) for stage in range(count)]
+    count = len(staged.saved)
+    used = [_used(staged, stage) for stage in range(count)]
     calls = _first_stage_of_calls(joint)
     parameters = _owned(used, joint.parameters, Parameter, calls)
     buffers = _owned(used, joint.buffers, Buffer, calls)
     stages = tuple(
         StageProgram(
             index=stage,
-            programs=_programs(pieces, stage, joint.training),
+            programs=_programs(staged, stage, joint.training),
             parameters=parameters[stage],
             buffers=buffers[stage],
-            saved=pieces.saved[stage],
-            saved_bytes=pieces.saved_bytes[stage],
-            kept_bytes=pieces.kept_bytes[stage] if pieces.kept_bytes else 0,
+            saved=staged.saved[stage],
+            saved_bytes=staged.saved_bytes[stage],
+            kept_bytes=staged.kept_bytes[stage] if staged.kept_bytes else 0,
             modules=tuple(call for call, first in calls.items() if first == stage),
             constants={role.name: joint.constants[role.name] for role in used[stage] if isinstance(role, Constant)},
-            prepare=_program(pieces.prepared[stage], Phase.PREPARE) if stage in pieces.prepared else None,
+            hoisted=_program(staged.hoisted[stage], Phase.HOIST) if stage in staged.hoisted else None,
         )
         for stage in range(count)
     )
     loss = [tensor_meta(node) for role, node in joint.outputs() if isinstance(role, Loss)]
     metrics = {role.name: node.meta["val"].dtype for role, node in joint.outputs() if isinstance(role, Metric)}
-    return PipelineProgram(stages, pieces.boundaries, loss[0] if loss else None, metrics)
+    return PipelineProgram(stages, staged.boundaries, loss[0] if loss else None, metrics)
 
 
-def _programs(pieces: Cut, stage: int, training: bool) -> dict[Phase, Program]:
+def _programs(staged: StagedGraphs, stage: int, training: bool) -> dict[Phase, Program]:
     if not training:
-        return {Phase.EVALUATE: _program(pieces.slots[F, stage], Phase.EVALUATE)}
-    own = {phase: _program(slot, phase) for (phase, index), slot in pieces.slots.items() if index == stage}
-    return {phase: replace(item, fused=pieces.fused and phase.is_backward) for phase, item in own.items()}
+        return {Phase.EVALUATE: _program(staged.graphs[F, stage], Phase.EVALUATE)}
+    own = {phase: _program(slot, phase) for (phase, index), slot in staged.graphs.items() if index == stage}
+    return {phase: replace(item, fused=staged.fused and phase.is_backward) for phase, item in own.items()}
 
 
-def _program(slot: SlotGraph, phase: Phase) -> Program:
-    rendered = render(slot.graph, f"stage {slot.stage}, {phase.name.lower()}")
-    run = rendered.load(f"<graphpp stage {slot.stage} {phase.name.lower()}>")
-    shared, peak = shared_results(slot.graph), peak_bytes(slot.graph)
+def _program(slot: PhaseGraph, phase: Phase) -> Program:
+    rendered = render(slot.graph, f"stage {slot.stage}, {phase.label}")
+    run = rendered.load(f"<graphpp stage {slot.stage} {phase.label}>")
+    shared, peak = shared_results(slot.graph), peak_live_bytes(slot.graph)
     return Program(slot.stage, phase, slot.inputs, slot.outputs, run, rendered.text, shared, peak)
 
 
-def emit_outlined(item: Program, made: Outlined) -> Program:
+def emit_outlined(item: Program, made: OutlinedGraph) -> Program:
     """A program that calls its regions, with the roles of `item`, from which it was made.
 
     A region may put two results into one memory, so gradients that come out of one, or are views of what does, are shared.
     """
     slot = made.slot
-    rendered = render(slot.graph, f"stage {slot.stage}, {slot.phase.name.lower()}, {len(made.calls)} regions")
-    run = rendered.load(f"<graphpp stage {slot.stage} {item.phase.name.lower()} compiled>")
+    rendered = render(slot.graph, f"stage {slot.stage}, {slot.phase.label}, {len(made.calls)} regions")
+    run = rendered.load(f"<graphpp stage {slot.stage} {item.phase.label} compiled>")
     results: Sequence[fx.Node] = slot.graph.output_node().args[0]  # type: ignore[assignment]
     from_regions = {index for index, node in enumerate(results) if _is_of_a_region(node)}
     return replace(item, run=run, source=rendered.text, shared=item.shared | from_regions)
@@ -91,10 +91,10 @@ def _is_of_a_region(node: fx.Node) -> bool:
     return any(isinstance(source.target, RegionCall) for source in root(node).all_input_nodes)
 
 
-def _used(pieces: Cut, stage: int) -> set[object]:
+def _used(staged: StagedGraphs, stage: int) -> set[object]:
     """The roles that any phase of a stage reads, and parameters and buffers whose new values it makes."""
-    roles: set[object] = set(pieces.prepared[stage].inputs) if stage in pieces.prepared else set()
-    for (_, index), slot in pieces.slots.items():
+    roles: set[object] = set(staged.hoisted[stage].inputs) if stage in staged.hoisted else set()
+    for (_, index), slot in staged.graphs.items():
         if index == stage:
             roles.update(slot.inputs)
             roles.update(Parameter(role.fqn) for role in slot.outputs if isinstance(role, Gradient))

@@ -20,14 +20,14 @@ import torch
 from torch import fx
 
 from graphpp.passes.graph.joint_graph import is_tensor, remove_unused
-from graphpp.passes.graph.stage_graphs import Cut, Results, SlotGraph
+from graphpp.passes.graph.stage_graphs import GraphResults, PhaseGraph, StagedGraphs
 from graphpp.runtime.gradients.gemm_accumulation import MatmulLayout, deferred_matmul
 from graphpp.runtime.program import Gradient
 
 aten = torch.ops.aten
 _PRODUCTS = (aten.mm.default, aten.bmm.default)
 
-Undo = Callable[[fx.Node, torch.Tensor], torch.Tensor]
+InverseView = Callable[[fx.Node, torch.Tensor], torch.Tensor]
 
 
 def _same(node: fx.Node, room: torch.Tensor) -> torch.Tensor:
@@ -47,7 +47,7 @@ def _permuted(node: fx.Node, room: torch.Tensor) -> torch.Tensor:
     return room.permute([order.index(axis) for axis in range(room.dim())])
 
 
-_UNDO: dict[object, Undo] = {  # each element stays one element; from where the result lies to where its source does
+_UNDO: dict[object, InverseView] = {  # each element stays one element; from where the result lies to where its source does
     aten.t.default: lambda node, room: room.t(),
     aten.transpose.int: _transposed_back,
     aten.permute.default: _permuted,
@@ -59,17 +59,17 @@ _UNDO: dict[object, Undo] = {  # each element stays one element; from where the 
 }
 
 
-def accumulate_products(pieces: Cut) -> Cut:
-    """The pieces with backwards that hand out the factors of their gradients; graphs of `pieces` stay as they are."""
-    slots = {slot: _rewritten(whole) if slot[0].is_backward else whole for slot, whole in pieces.slots.items()}
-    return replace(pieces, slots=slots, fused=True)
+def fuse_grad_accumulation(staged: StagedGraphs) -> StagedGraphs:
+    """The staged with backwards that hand out the factors of their gradients; graphs of `staged` stay as they are."""
+    slots = {slot: _rewritten(whole) if slot[0].is_backward else whole for slot, whole in staged.graphs.items()}
+    return replace(staged, graphs=slots, fused=True)
 
 
-def _rewritten(whole: SlotGraph) -> SlotGraph:
+def _rewritten(whole: PhaseGraph) -> PhaseGraph:
     graph = fx.Graph()
     values: tuple[fx.Node, ...] = graph.graph_copy(whole.graph, {})  # type: ignore[assignment]
     end = graph.output(values)
-    results: Results = []
+    results: GraphResults = []
     for role, value in zip(whole.outputs, values, strict=True):
         if isinstance(role, Gradient) and values.count(value) == 1:
             results += [(role, _handed_out(part) or part.value) for part in _addends(value, end)]
@@ -179,7 +179,7 @@ def _transposed(value: object, made: fx.Node) -> fx.Node:
     return node
 
 
-def _check(whole: SlotGraph, made: SlotGraph) -> None:
+def _check(whole: PhaseGraph, made: PhaseGraph) -> None:
     """The results are the same, but for gradients that come in several parts."""
     before, after = list(dict.fromkeys(whole.outputs)), list(dict.fromkeys(made.outputs))
     assert before == after, "a result of the backward is lost or doubled"

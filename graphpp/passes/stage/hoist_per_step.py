@@ -2,13 +2,14 @@
 
 Contract
 --------
-`find_prepared(joint)` marks such values (`meta["prepared"]`) and takes their stage away: transposed or cast weights, tables,
-masks. A stage's phases all have them at hand, so that none is saved or sent. Left as they were: results; random numbers and
+`find_step_invariants(joint)` marks such values (`meta["step_invariant"]`) and takes their stage away:
+transposed or cast weights, tables, masks.
+A stage's phases all have them at hand, so that none is saved or sent. Left as they were: results; random numbers and
 whatever another input goes into; collectives, checks, operators that are not torch's own; and what comes of a parameter or
 buffer and is read in several stages, for it would bring the parameter to all of them.
 
-`prepare(joint, pieces)` takes the marked values out of the graphs of a cut: where one of them is read, it is the input
-`Prepared(name)`; the graph of phase PREPARE of the stage makes them all. Same operations on the same values: no bit changes.
+`hoist_per_step(joint, staged)` takes the marked values out of the graphs of a cut: where one of them is read, it is the input
+`StepInvariant(name)`; the graph of phase HOIST of the stage makes them all. Same operations on the same values: no bit changes.
 They live as long as the step, which for a view costs nothing, and for a cast weight its bytes; they are not counted per
 microbatch.
 """
@@ -22,8 +23,8 @@ from torch import fx
 
 from graphpp.passes.graph.collectives import is_collective, is_wait
 from graphpp.passes.graph.joint_graph import JointGraph, is_check, is_tensor
-from graphpp.passes.graph.stage_graphs import Cut, Results, SlotGraph, slot_graph
-from graphpp.passes.joint.key_random_ops import draws
+from graphpp.passes.graph.stage_graphs import GraphResults, PhaseGraph, StagedGraphs, phase_graph
+from graphpp.passes.joint.key_random_ops import draws_random_numbers
 from graphpp.runtime import program
 from graphpp.runtime.program import InputRole, Phase
 
@@ -31,7 +32,7 @@ _STATE = (program.Parameter, program.Buffer)
 _AT_HAND = (*_STATE, program.Constant)
 
 
-def find_prepared(joint: JointGraph) -> JointGraph:
+def find_step_invariants(joint: JointGraph) -> JointGraph:
     """Mark the values that can be made once per step, in place; nodes carry `meta["stage"]` (see assign)."""
     refused: set[fx.Node] = {node for _, node in joint.outputs()}
     while True:
@@ -41,7 +42,7 @@ def find_prepared(joint: JointGraph) -> JointGraph:
             break
         refused |= wrong
     for node in found:
-        node.meta |= {"stage": None, "prepared": True}
+        node.meta |= {"stage": None, "step_invariant": True}
     return joint
 
 
@@ -66,7 +67,7 @@ def _repeats(node: fx.Node) -> bool:
     if node.target is operator.getitem:
         return True
     own = getattr(node.target, "namespace", "") in ("aten", "prims")
-    effect = is_check(node) or is_collective(node) or is_wait(node) or draws(node.target, node.args, node.kwargs)
+    effect = is_check(node) or is_collective(node) or is_wait(node) or draws_random_numbers(node.target, node.args, node.kwargs)
     return node.op == "call_function" and own and not effect
 
 
@@ -95,37 +96,37 @@ def _stages(node: fx.Node, found: dict[fx.Node, bool]) -> set[int | None]:
     return stages
 
 
-def prepare(joint: JointGraph, pieces: Cut) -> Cut:
-    """Take what was marked out of the graphs of a cut of `joint`; graphs of `pieces` stay as they are."""
-    slots = {slot: _reading(whole) for slot, whole in pieces.slots.items()}
-    prepared: dict[int, SlotGraph] = {}
+def hoist_per_step(joint: JointGraph, staged: StagedGraphs) -> StagedGraphs:
+    """Take what was marked out of the graphs of a cut of `joint`; graphs of `staged` stay as they are."""
+    slots = {slot: _reading(whole) for slot, whole in staged.graphs.items()}
+    prepared: dict[int, PhaseGraph] = {}
     for (_, stage), slot in slots.items():
-        names = {role.name for role in slot.inputs if isinstance(role, program.Prepared)}
+        names = {role.name for role in slot.inputs if isinstance(role, program.StepInvariant)}
         names |= {role.name for role in prepared[stage].outputs} if stage in prepared else set()  # type: ignore[union-attr]
         if names:
             prepared[stage] = _making(joint, stage, names)
-    return replace(pieces, slots=slots, prepared=prepared)
+    return replace(staged, graphs=slots, hoisted=prepared)
 
 
-def _reading(whole: SlotGraph) -> SlotGraph:
+def _reading(whole: PhaseGraph) -> PhaseGraph:
     """A slot whose prepared values are inputs."""
     end = whole.graph.output_node()
     computed = [node for node in whole.graph.nodes if node.op not in ("placeholder", "output")]
-    rest = [node for node in computed if not node.meta.get("prepared")]
+    rest = [node for node in computed if not node.meta.get("step_invariant")]
     read = {source for node in [*rest, end] for source in node.all_input_nodes}
     inputs: dict[fx.Node, InputRole] = {
         node: node.meta["role"]
         for node in whole.graph.find_nodes(op="placeholder")
         if node in read or not isinstance(node.meta["role"], _AT_HAND)
     }
-    inputs |= {node: program.Prepared(node.name) for node in computed if node.meta.get("prepared") and node in read}
-    results: Results = list(zip(whole.outputs, end.args[0], strict=True))  # type: ignore[arg-type]
-    return slot_graph((whole.phase, whole.stage), inputs, rest, results)
+    inputs |= {node: program.StepInvariant(node.name) for node in computed if node.meta.get("step_invariant") and node in read}
+    results: GraphResults = list(zip(whole.outputs, end.args[0], strict=True))  # type: ignore[arg-type]
+    return phase_graph((whole.phase, whole.stage), inputs, rest, results)
 
 
-def _making(joint: JointGraph, stage: int, names: set[str]) -> SlotGraph:
+def _making(joint: JointGraph, stage: int, names: set[str]) -> PhaseGraph:
     """The graph that makes the values with these names."""
-    results: Results = [(program.Prepared(node.name), node) for node in joint.computed() if node.name in names]
+    results: GraphResults = [(program.StepInvariant(node.name), node) for node in joint.computed() if node.name in names]
     needed: set[fx.Node] = set()
     pending = [node for _, node in results]
     while pending:
@@ -135,4 +136,4 @@ def _making(joint: JointGraph, stage: int, names: set[str]) -> SlotGraph:
             pending += node.all_input_nodes
     ordered = [node for node in joint.graph.nodes if node in needed]
     inputs = {node: node.meta["role"] for node in ordered if node.op == "placeholder"}
-    return slot_graph((Phase.PREPARE, stage), inputs, [node for node in ordered if node not in inputs], results)
+    return phase_graph((Phase.HOIST, stage), inputs, [node for node in ordered if node not in inputs], results)

@@ -5,7 +5,7 @@ Contract
 - A region is a graph of its own: its inputs are what it reads from outside, parameters among them, in order of first use; its
   results are what is read outside of it. The program calls it (`RegionCall`) with a list that the call empties.
 - Operations stand in one region if they belong to one layer (`layer(node)`; None: to whatever stands before it), and if
-  `compiled(node)`: operators of torch itself, without random numbers, collectives, checks, or copies of buffers. What is
+  `can_compile(node)`: operators of torch itself, without random numbers, collectives, checks, or copies of buffers. What is
   not compiled stays in the program, before or after the region that it stood in where what it reads and who reads it allow.
 - A region with too little in it to gain anything stays as it was.
 - `Region.key` is a hash of the operations, their arguments, and the shapes, strides, dtypes and devices of the inputs: equal
@@ -28,10 +28,10 @@ from graphpp.passes.graph.collectives import is_collective, is_wait
 from graphpp.passes.graph.joint_graph import is_check
 from graphpp.passes.graph.op_costs import Cost, flops
 from graphpp.passes.graph.region import Region, RegionCall
-from graphpp.passes.graph.stage_graphs import SlotGraph
+from graphpp.passes.graph.stage_graphs import PhaseGraph
 from graphpp.runtime.program import Buffer
 
-Layer = Callable[[fx.Node], str | None]
+LayerOf = Callable[[fx.Node], str | None]
 
 _OPERATOR = type(torch.ops.aten.add.Tensor)
 _BY_STORAGE = (torch.ops.aten.as_strided.default,)  # reads its input's memory from the start of the storage
@@ -39,22 +39,22 @@ _PLAIN = (int, float, bool, str, complex, type(None), torch.dtype, torch.device,
 
 
 @dataclass(frozen=True)
-class Outlined:
+class OutlinedGraph:
     """A program's graph with calls of its regions, in order."""
 
-    slot: SlotGraph
+    slot: PhaseGraph
     calls: tuple[RegionCall, ...]
 
 
-def outline(slot: SlotGraph, layer: Layer) -> Outlined:
+def outline_regions(slot: PhaseGraph, layer: LayerOf) -> OutlinedGraph:
     """The graph of a program, with its regions taken out; `slot` stays as it is."""
     graph, calls = fx.Graph(), list[RegionCall]()
     known: dict[fx.Node, fx.Node] = {}
     for node in slot.graph.find_nodes(op="placeholder"):
         known[node] = graph.node_copy(node)
-    for label, members in grouped(slot.graph, layer):
+    for label, members in group_operations(slot.graph, layer):
         if worth_compiling(members):
-            title = f"{label or 'operations'} of stage {slot.stage} {slot.phase.name.lower()}"
+            title = f"{label or 'operations'} of stage {slot.stage} {slot.phase.label}"
             region, inputs, results = _region(title, members)
             calls.append(RegionCall(region))
             _call(graph, calls[-1], inputs, results, known)
@@ -64,13 +64,13 @@ def outline(slot: SlotGraph, layer: Layer) -> Outlined:
     end = slot.graph.output_node()
     graph.output(fx.node.map_arg(end.args[0], known.__getitem__)).meta = dict(end.meta)
     graph.lint()
-    return Outlined(replace(slot, graph=graph), tuple(calls))
+    return OutlinedGraph(replace(slot, graph=graph), tuple(calls))
 
 
-def compiled(node: fx.Node) -> bool:
+def can_compile(node: fx.Node) -> bool:
     """Whether a compiler may have an operation."""
     if node.target is operator.getitem:
-        return compiled(node.all_input_nodes[0])
+        return can_compile(node.all_input_nodes[0])
     target: Any = node.target
     if not isinstance(target, _OPERATOR) or target.namespace not in ("aten", "prims"):
         return False
@@ -84,13 +84,13 @@ def compiled(node: fx.Node) -> bool:
 
 def worth_compiling(members: Sequence[fx.Node]) -> bool:
     """Whether there is a product to choose a kernel for, or several operations to run as one."""
-    if not all(map(compiled, members)):
+    if not all(map(can_compile, members)):
         return False
     working = [node for node in members if not is_view(node) and node.target is not operator.getitem]
     return len(working) > 1 or any(flops(node) for node in working)
 
 
-def with_regions(cost: Cost) -> Cost:
+def cost_with_regions(cost: Cost) -> Cost:
     """The cost of an operation, and of a region that of all operations in it."""
 
     def total(node: fx.Node) -> float:
@@ -119,12 +119,12 @@ class _Open:
         yield from ((None, [node]) for node in self.late)
 
 
-def grouped(graph: fx.Graph, layer: Layer) -> Iterator[tuple[str | None, list[fx.Node]]]:
+def group_operations(graph: fx.Graph, layer: LayerOf) -> Iterator[tuple[str | None, list[fx.Node]]]:
     """The operations in an order that they can run in, those of one region together, all others alone."""
     now = _Open()
     for node in _with_items(graph):
         reads = set(node.all_input_nodes)
-        if compiled(node):
+        if can_compile(node):
             label = layer(node) if node.target is not operator.getitem else None  # with the tuple, which no region hands out
             other = label is not None and now.label is not None and label != now.label
             if other or not reads.isdisjoint(now.late):
@@ -169,7 +169,7 @@ def _region(title: str, members: Sequence[fx.Node]) -> tuple[Region, list[fx.Nod
     for node in members:
         known[node] = graph.node_copy(node, known.__getitem__)
     graph.output(tuple(known[node] for node in results))
-    return Region(title, graph, key_of(graph)), inputs, results
+    return Region(title, graph, graph_key(graph)), inputs, results
 
 
 def _call(
@@ -183,7 +183,7 @@ def _call(
         known[result].meta = dict(result.meta)
 
 
-def key_of(graph: fx.Graph) -> str:
+def graph_key(graph: fx.Graph) -> str:
     """A hash of what a graph computes, from what."""
     numbers = {node: f"%{index}" for index, node in enumerate(graph.nodes)}
     lines = []

@@ -1,6 +1,6 @@
 """What travels between the slots of a microbatch, and what a stage saves.
 
-Contract: `Traffic.carry` knows the one rule by which values travel (see `cut.py`); everything else reads from it what
+Contract: `Traffic.carry` knows the one rule by which values travel (see `cut_stages.py`); everything else reads from it what
 arrives in a slot and what leaves it. Bytes saved count memory once, however many saved values are views of it, and do not
 count what a parameter or an input holds anyway.
 """
@@ -16,12 +16,12 @@ from torch import fx
 
 from graphpp.passes.graph.aliases import shares_memory
 from graphpp.passes.graph.joint_graph import JointGraph, is_tensor, tensor_meta
-from graphpp.passes.graph.stage_graphs import B, F, Slot
+from graphpp.passes.graph.stage_graphs import B, F, PhaseKey
 from graphpp.runtime import program
 from graphpp.runtime.program import Boundary, InputRole, TensorMeta
 
 
-def home(node: fx.Node) -> Slot | None:
+def home_phase(node: fx.Node) -> PhaseKey | None:
     """The slot that computes a node, or None for what every slot has at hand."""
     stage = node.meta["stage"]
     return None if stage is None else (B if node.meta["backward"] else F, stage)
@@ -35,7 +35,7 @@ class Traffic:
     saved: dict[int, set[fx.Node]] = field(default_factory=lambda: defaultdict(set))
     backward: dict[int, set[fx.Node]] = field(default_factory=lambda: defaultdict(set))
 
-    def carry(self, value: fx.Node, source: Slot, target: Slot) -> None:
+    def carry(self, value: fx.Node, source: PhaseKey, target: PhaseKey) -> None:
         """Route `value` from slot to slot along neighbours."""
         (phase, stage), (end_phase, end) = source, target
         if phase is F:
@@ -48,7 +48,7 @@ class Traffic:
         for hop in range(stage, end, -1):
             self.backward[hop].add(value)
 
-    def arriving(self, slot: Slot) -> dict[fx.Node, InputRole]:
+    def arriving(self, slot: PhaseKey) -> dict[fx.Node, InputRole]:
         """What comes into a slot from elsewhere."""
         phase, stage = slot
         received = self.forward[stage - 1] if phase is F else self.backward[stage + 1]
@@ -57,7 +57,7 @@ class Traffic:
             roles.update((value, program.Saved(value.name)) for value in self.saved[stage])
         return roles
 
-    def leaving(self, slot: Slot) -> list[tuple[type[program.Sent | program.Saved], set[fx.Node]]]:
+    def leaving(self, slot: PhaseKey) -> list[tuple[type[program.Sent | program.Saved], set[fx.Node]]]:
         """What goes out of a slot to others: (kind of role, values)."""
         phase, stage = slot
         if phase is F:
@@ -98,24 +98,24 @@ def _may_have_grad(value: object) -> bool:
     return isinstance(value, tuple | list)
 
 
-def saved(
+def saved_values(
     traffic: Traffic, order: dict[fx.Node, int], stages: int
 ) -> tuple[tuple[tuple[TensorMeta, ...], ...], tuple[int, ...]]:
     """Per stage, the values its forward keeps for its backward, in the order of the joint graph, and their bytes."""
     values = [sorted(traffic.saved[stage], key=order.__getitem__) for stage in range(stages)]
-    return tuple(tuple(map(tensor_meta, each)) for each in values), tuple(map(bytes_of, values))
+    return tuple(tuple(map(tensor_meta, each)) for each in values), tuple(map(memory_bytes, values))
 
 
-def bytes_of(values: Iterable[fx.Node]) -> int:
+def memory_bytes(values: Iterable[fx.Node]) -> int:
     """The bytes that values keep alive, views of one memory counted once; what a parameter or an input holds is free."""
     memories = {_memory(value) for value in values}
-    own = (node for node in memories if node.op != "placeholder" and not node.meta.get("prepared"))
+    own = (node for node in memories if node.op != "placeholder" and not node.meta.get("step_invariant"))
     return sum(tensor_meta(node).nbytes for node in own if is_tensor(node))
 
 
 def _memory(value: fx.Node) -> fx.Node:
     """The node of the same slot in whose memory a value lies; what was received lies in memory of its own."""
     node = value
-    while shares_memory(node) and home(node.all_input_nodes[0]) in (home(value), None):
+    while shares_memory(node) and home_phase(node.all_input_nodes[0]) in (home_phase(value), None):
         node = node.all_input_nodes[0]
     return node

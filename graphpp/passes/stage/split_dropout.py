@@ -12,13 +12,13 @@ from dataclasses import replace
 import torch
 from torch import fx
 
-from graphpp.passes.graph.stage_graphs import SlotGraph
+from graphpp.passes.graph.stage_graphs import PhaseGraph
 from graphpp.runtime.randomness import dropout_mask, seeded
 
 _aten = torch.ops.aten
 
 
-def part_dropout(slot: SlotGraph) -> SlotGraph:
+def split_dropout(slot: PhaseGraph) -> PhaseGraph:
     """The program's graph with its dropouts parted; `slot` stays as it is."""
     if not any(map(_is_dropout, slot.graph.nodes)):
         return slot

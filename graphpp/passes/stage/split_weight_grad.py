@@ -29,8 +29,9 @@ from typing import TYPE_CHECKING
 from torch import fx
 
 from graphpp.passes.graph.joint_graph import JointGraph, is_check, is_tensor, tensor_meta
-from graphpp.passes.graph.stage_graphs import B, Cut, Results, Slot, SlotGraph, slot_graph
-from graphpp.passes.stage.route_values import bytes_of
+from graphpp.passes.graph.stage_graphs import B, GraphResults, PhaseGraph, PhaseKey, StagedGraphs, phase_graph
+from graphpp.passes.recompute.backward_needs import MayRecompute
+from graphpp.passes.stage.route_values import memory_bytes
 from graphpp.runtime import program
 from graphpp.runtime.program import InputRole, Phase
 
@@ -38,7 +39,6 @@ if TYPE_CHECKING:
     import networkx as nx
 
 I, W = Phase.INPUT_GRAD, Phase.WEIGHT_GRAD  # noqa: E741 - the letters of the papers
-Rerun = Callable[[fx.Node], bool]
 
 
 def never(node: fx.Node) -> bool:
@@ -46,22 +46,22 @@ def never(node: fx.Node) -> bool:
     return False
 
 
-def split_weight_grad(joint: JointGraph, pieces: Cut, rerun: Rerun = never) -> Cut:
-    """The pieces with I and W for every stage that has a backward; B stays, a schedule may use either."""
+def split_weight_grad(joint: JointGraph, staged: StagedGraphs, rerun: MayRecompute = never) -> StagedGraphs:
+    """The staged with I and W for every stage that has a backward; B stays, a schedule may use either."""
     named = {node.name: node for node in joint.graph.nodes}
-    slots, kept = dict(pieces.slots), [0] * len(pieces.saved)
-    for (phase, stage), whole in pieces.slots.items():
+    slots, kept = dict(staged.graphs), [0] * len(staged.saved)
+    for (phase, stage), whole in staged.graphs.items():
         if phase is B:
             first, second = _halves(whole, rerun)
             slots[I, stage], slots[W, stage] = first, second
             held = [role.name for role in second.inputs if isinstance(role, program.Saved)]
-            kept[stage] = bytes_of(named[name] for name in held)
+            kept[stage] = memory_bytes(named[name] for name in held)
             _check(whole, first, second, rerun)
-    return replace(pieces, slots=slots, kept_bytes=tuple(kept))
+    return replace(staged, graphs=slots, kept_bytes=tuple(kept))
 
 
-def _halves(whole: SlotGraph, rerun: Rerun) -> tuple[SlotGraph, SlotGraph]:
-    results: Results = list(zip(whole.outputs, whole.graph.output_node().args[0], strict=True))  # type: ignore[arg-type]
+def _halves(whole: PhaseGraph, rerun: MayRecompute) -> tuple[PhaseGraph, PhaseGraph]:
+    results: GraphResults = list(zip(whole.outputs, whole.graph.output_node().args[0], strict=True))  # type: ignore[arg-type]
     early = _needed(whole, [node for role, node in results if isinstance(role, program.Sent)])
     sent = [(role, node) for role, node in results if isinstance(role, program.Sent) or node in early]
     late = [(role, node) for role, node in results if (role, node) not in sent]
@@ -70,25 +70,25 @@ def _halves(whole: SlotGraph, rerun: Rerun) -> tuple[SlotGraph, SlotGraph]:
     kept, lifted = seam.cut(_order(whole))
     again = _until((seam.read(rest - lifted) & early), kept)
     handed = sorted((node for node in kept if not _stays(node)), key=_order(whole))
-    saved: Results = [(program.Saved(node.name), node) for node in handed]
+    saved: GraphResults = [(program.Saved(node.name), node) for node in handed]
     first = _graph(whole, I, early | lifted, [*sent, *saved])
     second = (rest - lifted) | again
     return first, _graph(whole, W, second, late, {node: program.Saved(node.name) for node in handed})
 
 
 def _graph(
-    whole: SlotGraph, phase: Phase, nodes: set[fx.Node], results: Results, handed: dict[fx.Node, InputRole] | None = None
-) -> SlotGraph:
+    whole: PhaseGraph, phase: Phase, nodes: set[fx.Node], results: GraphResults, handed: dict[fx.Node, InputRole] | None = None
+) -> PhaseGraph:
     """One half, with those inputs of the whole that it reads, and what the other half handed to it."""
     nodes = nodes | {source for node in nodes for source in node.all_input_nodes if source.op == "get_attr"}
     read = {source for node in nodes for source in node.all_input_nodes} | {node for _, node in results}
     given = {node: node.meta["role"] for node in whole.graph.find_nodes(op="placeholder") if node in read}
     inputs = given | (handed or {})
-    slot: Slot = (phase, whole.stage)
-    return slot_graph(slot, inputs, sorted(nodes, key=_order(whole)), results)
+    slot: PhaseKey = (phase, whole.stage)
+    return phase_graph(slot, inputs, sorted(nodes, key=_order(whole)), results)
 
 
-def _needed(whole: SlotGraph, sent: Iterable[fx.Node]) -> set[fx.Node]:
+def _needed(whole: PhaseGraph, sent: Iterable[fx.Node]) -> set[fx.Node]:
     """The nodes that `sent` is computed from; results of one operation, and checks of what is there, go with it."""
     needed: set[fx.Node] = set()
     pending = [node for node in sent if _runs(node)]
@@ -112,7 +112,7 @@ def _stays(node: fx.Node) -> bool:
     return node.op == "placeholder" and not isinstance(node.meta["role"], program.Received)
 
 
-def _order(whole: SlotGraph) -> Callable[[fx.Node], int]:
+def _order(whole: PhaseGraph) -> Callable[[fx.Node], int]:
     return {node: index for index, node in enumerate(whole.graph.nodes)}.__getitem__
 
 
@@ -122,12 +122,12 @@ def _order(whole: SlotGraph) -> Callable[[fx.Node], int]:
 class _Seam:
     """Between I and W: `early` runs in I, the rest in W, which makes `late` results."""
 
-    def __init__(self, whole: SlotGraph, early: set[fx.Node], late: set[fx.Node], rerun: Rerun) -> None:
+    def __init__(self, whole: PhaseGraph, early: set[fx.Node], late: set[fx.Node], rerun: MayRecompute) -> None:
         self._early, self._late, self._rerun = early, late, rerun
         self._rest = [node for node in whole.graph.nodes if _runs(node) and node not in early]
         self._movable: set[fx.Node] = set()
         for node in self._rest if early else ():
-            of_forward = node.meta.get("again") or node.meta["stage"] is None
+            of_forward = node.meta.get("recomputed") or node.meta["stage"] is None
             if of_forward and node not in late and all(map(self._is_there, node.all_input_nodes)):
                 self._movable.add(node)
 
@@ -207,7 +207,7 @@ def _until(wanted: set[fx.Node], kept: set[fx.Node]) -> set[fx.Node]:
     return again
 
 
-def _check(whole: SlotGraph, first: SlotGraph, second: SlotGraph, rerun: Rerun) -> None:
+def _check(whole: PhaseGraph, first: PhaseGraph, second: PhaseGraph, rerun: MayRecompute) -> None:
     """Every node of the backward stands in one half; every result comes out of one."""
     runs = Counter(node.name for half in (first, second) for node in half.graph.nodes if _runs(node))
     again = {node.name: rerun(node) for node in whole.graph.nodes if _runs(node)}

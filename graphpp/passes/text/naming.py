@@ -2,13 +2,13 @@
 
 Contract
 --------
-- `Spelling(graph)` gives every value one name that is no keyword, no builtin and nobody else's. Parameters, buffers,
+- `PythonNames(graph)` gives every value one name that is no keyword, no builtin and nobody else's. Parameters, buffers,
   inputs, constants and the seed are named after their roles (`layers_0_attn_wq_weight`, `args_0`, `seed`); all other
   values, those sent, received and saved among them, bear their node's name.
-- Operators, devices and process groups get names too, to be bound once at the head of the text: `Spelling.head`. Devices
+- Operators, devices and process groups get names too, to be bound once at the head of the text: `PythonNames.head`. Devices
   and groups are numbered in order of appearance, so that texts of ranks that run on different GPUs, or exchange values
   with other ranks, differ in these lines only.
-- An object that has no name in Python, or is a function of graphpp's own, is bound by the loader: `Spelling.bindings`.
+- An object that has no name in Python, or is a function of graphpp's own, is bound by the loader: `PythonNames.bindings`.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _OPERATOR = type(torch.ops.aten.add.Tensor)
 _TORCH_CONSTANTS = (torch.dtype, torch.layout, torch.memory_format, torch.qscheme)
 
 
-class Spelling:
+class PythonNames:
     """Names for values, targets and literals of one graph; `head`, `modules` and `bindings` fill while it is used."""
 
     def __init__(self, graph: fx.Graph) -> None:
@@ -64,7 +64,7 @@ class Spelling:
 
     def target(self, target: Any) -> str:
         """A short name for an operator or function."""
-        spelled = spell_target(target)
+        spelled = python_name(target)
         if spelled is None:
             return self.bound(target, f"_{target.__name__}" if isinstance(target, FunctionType) else "")
         if "." not in spelled:
@@ -124,7 +124,7 @@ def _plain(value: Any) -> str:
 
 
 @functools.cache
-def spell_target(target: Any) -> str | None:
+def python_name(target: Any) -> str | None:
     """The full Python name of an operator or function, or None if no name leads to it."""
     if isinstance(target, _OPERATOR):
         return functools.reduce(_attribute, str(target).split("."), "torch.ops")
@@ -180,15 +180,15 @@ def _free(name: str, taken: set[str] | frozenset[str]) -> str:
     return name
 
 
-def spell_value(value: Any) -> str:
+def format_value(value: Any) -> str:
     """`f32[8, 16]`, or a tuple of them."""
     if isinstance(value, torch.Tensor):
-        return f"{spell_dtype(value.dtype)}{list(value.shape)}"
+        return f"{format_dtype(value.dtype)}{list(value.shape)}"
     if isinstance(value, list | tuple):
-        return "(" + ", ".join(map(spell_value, value)) + ")"
+        return "(" + ", ".join(map(format_value, value)) + ")"
     return type(value).__name__
 
 
-def spell_dtype(dtype: torch.dtype) -> str:
+def format_dtype(dtype: torch.dtype) -> str:
     """`bf16`."""
     return _TYPES.get(dtype, str(dtype).removeprefix("torch."))

@@ -9,7 +9,7 @@ other operation reads it, and what `take` returns stands in the tuple (by defaul
 a gradient up while its memory is warm and let it go. A gradient that is a node `deferred_matmul(a, b)` is no value at all:
 `take.matmul(index, a, b)` gets its factors, and what that returns stands in the tuple. Then the text has a class for the
 default `take`, which makes the gradient.
-A region (`outline`) is called with a list that it empties, so it too lets go of each input after its last use.
+A region (`outline_regions`) is called with a list that it empties, so it too lets go of each input after its last use.
 Each line carries dtype and shape, the module call and the user's source line as a comment; inputs and results carry
 their roles (`meta["role"]` of a placeholder, `meta["roles"]` of the output); in a graph with nodes of several stages
 each line says its stage, in a woven one its part. Names are those of `spelling`.
@@ -31,9 +31,9 @@ from typing import Any
 from torch import fx
 
 from graphpp.passes.graph.collectives import group_of, names_group
-from graphpp.passes.graph.joint_graph import describe
+from graphpp.passes.graph.joint_graph import describe_node
 from graphpp.passes.graph.region import RegionCall
-from graphpp.passes.text.naming import Spelling, spell_value
+from graphpp.passes.text.naming import PythonNames, format_value
 from graphpp.runtime import program
 from graphpp.runtime.gradients.gemm_accumulation import deferred_matmul
 from graphpp.runtime.gradients.gradient_sink import ReturningSink
@@ -46,7 +46,7 @@ Run = Callable[..., Sequence[Any]]
 
 
 @dataclass(frozen=True)
-class Rendered:
+class RenderedGraph:
     """Text of a module with `run`, the objects it names but cannot spell, the names of devices and groups at its head."""
 
     text: str
@@ -72,9 +72,9 @@ def _shown(filename: str, text: str) -> str:
     return free
 
 
-def render(graph: fx.Graph, title: str = "") -> Rendered:
+def render(graph: fx.Graph, title: str = "") -> RenderedGraph:
     """The graph as a Python module with `run(boxed)`; `title` becomes its docstring."""
-    names = Spelling(graph)
+    names = PythonNames(graph)
     taken = _taken(graph)
     body = list(_body(graph, names, taken))
     head = [docstring(title), "", *(f"import {module}" for module in sorted(names.modules | {"torch"})), ""]
@@ -83,7 +83,7 @@ def render(graph: fx.Graph, title: str = "") -> Rendered:
     default = _TAKE_PRODUCTS if products else _TAKE * _has_gradients(graph)
     parts = ["\n".join(head).rstrip(), *[inspect.getsource(ReturningSink).rstrip()] * products]
     text = "\n\n\n".join([*parts, "\n    ".join([f"def run(boxed{default}):", *body])]) + "\n"
-    return Rendered(text, names.bindings, names.devices, names.groups)
+    return RenderedGraph(text, names.bindings, names.devices, names.groups)
 
 
 def docstring(text: str) -> str:
@@ -107,7 +107,7 @@ def define(name: str, value: Any) -> str:
 
 def _subgraph(name: str, module: fx.GraphModule) -> str:
     """The body of a higher-order operator as a function, its own sub-graphs inside."""
-    names = Spelling(module.graph)
+    names = PythonNames(module.graph)
     lines = [_statement(node, names) for node in module.graph.nodes if node.op not in ("placeholder", "output")]
     result = names.literal(module.graph.output_node().args[0])
     inner = [line for bound, value in names.bindings.items() for line in define(bound, value).splitlines()]
@@ -151,7 +151,7 @@ def _is_product(node: fx.Node, taken: Mapping[fx.Node, int]) -> bool:
     return node.target is deferred_matmul and node in taken
 
 
-def _body(graph: fx.Graph, names: Spelling, taken: Mapping[fx.Node, int]) -> Iterable[str]:
+def _body(graph: fx.Graph, names: PythonNames, taken: Mapping[fx.Node, int]) -> Iterable[str]:
     notes = _Notes(graph)
     inputs = list(graph.find_nodes(op="placeholder"))
     last_use = _last_uses(graph, taken)
@@ -175,7 +175,7 @@ def _body(graph: fx.Graph, names: Spelling, taken: Mapping[fx.Node, int]) -> Ite
             yield f"{names.values[value]} = take({taken[value]}, {names.values[value]})"
 
 
-def _region_call(node: fx.Node, names: Spelling, ending: Sequence[fx.Node], notes: _Notes) -> Iterable[str]:
+def _region_call(node: fx.Node, names: PythonNames, ending: Sequence[fx.Node], notes: _Notes) -> Iterable[str]:
     """Hand a region a list of what it reads, which it empties: what ends with it is let go before it is called."""
     name, dead = names.values[node], ", ".join(names.values[value] for value in ending if value is not node)
     yield f"{name} = {names.literal(list(node.args))}{f'; del {dead}' * bool(dead)}"
@@ -183,7 +183,7 @@ def _region_call(node: fx.Node, names: Spelling, ending: Sequence[fx.Node], note
     yield f"{name} = {names.bound(call.run or call, '_region')}({name}){f'; del {name}' * (node in ending)}{notes.value(node)}"
 
 
-def _statement(node: fx.Node, names: Spelling) -> str:
+def _statement(node: fx.Node, names: PythonNames) -> str:
     """`name = target(arguments)`."""
     name = names.values[node]
     if node.op == "get_attr":
@@ -199,12 +199,12 @@ def _statement(node: fx.Node, names: Spelling) -> str:
     return f"{name} = {names.target(node.target)}({', '.join(args)})"
 
 
-def _handing_out(node: fx.Node, names: Spelling, index: int) -> str:
+def _handing_out(node: fx.Node, names: PythonNames, index: int) -> str:
     """`name = take.matmul(index, a, b)`."""
     return f"{names.values[node]} = take.matmul({', '.join([str(index), *map(names.literal, node.args)])})"
 
 
-def _argument(node: fx.Node, place: int | str, value: Any, names: Spelling) -> str:
+def _argument(node: fx.Node, place: int | str, value: Any, names: PythonNames) -> str:
     return names.group(group_of(node)) if names_group(node, place) else names.literal(value)
 
 
@@ -220,7 +220,7 @@ def _is_plain(key: str) -> bool:
     return key.isidentifier() and not keyword.iskeyword(key)
 
 
-def _return(node: fx.Node, names: Spelling) -> Iterable[str]:
+def _return(node: fx.Node, names: PythonNames) -> Iterable[str]:
     results = [names.literal(value) for value in node.args[0]]  # type: ignore[union-attr]
     roles = node.meta.get("roles") or [None] * len(results)
     if not results:
@@ -228,7 +228,7 @@ def _return(node: fx.Node, names: Spelling) -> Iterable[str]:
         return
     yield "return ("
     for result, role in zip(results, roles, strict=True):
-        yield f"    {result},{_comment('' if role is None else spell_role(role))}"
+        yield f"    {result},{_comment('' if role is None else format_role(role))}"
     yield ")"
 
 
@@ -254,14 +254,14 @@ class _Notes:
 
     def value(self, node: fx.Node) -> str:
         """`f32[8, 16] parameter layers.0.wq.weight`, `f32[8, 16] stage 1 in layers.0 (model.py:41)`."""
-        words = [spell_value(node.meta["val"])] if node.meta.get("val") is not None else []
+        words = [format_value(node.meta["val"])] if node.meta.get("val") is not None else []
         match node.meta.get("role"):
             case None:
-                words += [*self._stage(node), "in", describe(node)]
+                words += [*self._stage(node), "in", describe_node(node)]
             case program.Received() | program.Saved() as role:
-                words += [*self._part(node), f"{spell_role(role)}, from", describe(node)]
+                words += [*self._part(node), f"{format_role(role)}, from", describe_node(node)]
             case role:
-                words += [*self._part(node), spell_role(role)]
+                words += [*self._part(node), format_role(role)]
         return _comment(" ".join(words))
 
     def _part(self, node: fx.Node) -> list[str]:
@@ -275,7 +275,7 @@ class _Notes:
         return ["any stage" if node.meta["stage"] is None else f"stage {node.meta['stage']}"]
 
 
-def spell_role(role: InputRole | OutputRole) -> str:
+def format_role(role: InputRole | OutputRole) -> str:
     """`gradient of layers.0.wq.weight`."""
     match role:
         case program.Gradient(fqn):
@@ -286,6 +286,8 @@ def spell_role(role: InputRole | OutputRole) -> str:
             return type(role).__name__.lower()
         case program.RandomKey():
             return "random key"
+        case program.StepInvariant(name):
+            return f"prepared {name}"
     words = [type(role).__name__.lower(), *(str(getattr(role, item.name)) for item in fields(role))]
     return " ".join(words)
 

@@ -17,8 +17,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from graphpp.passes.text.naming import Spelling
-from graphpp.passes.text.render import Rendered, code, define, docstring, spell_role
+from graphpp.passes.text.naming import PythonNames
+from graphpp.passes.text.render import RenderedGraph, code, define, docstring, format_role
 
 _OWN = {"_c10d_functional", "aten", "c10d", "debugprims", "higher_order", "inductor", "mkldnn", "prim", "prims",
         "quantized", "quantized_decomposed", "rngprims", "symm_mem", "torch", "xpu"}  # fmt: skip
@@ -99,13 +99,13 @@ class _Bound:
         return repr((name, value if isinstance(value, int | float) else None))
 
 
-def standalone(graph: fx.Graph, rendered: Rendered, origin: Origin) -> str:
+def standalone(graph: fx.Graph, rendered: RenderedGraph, origin: Origin) -> str:
     """The file: docstring, the rendered text, definitions of what it binds, example inputs, `main`."""
     bound = _Bound()
     for name, value in rendered.bindings.items():
         bound.define(name, value)
     bound.missing += [f"{name}, a process group of the run" for name in rendered.groups]
-    names = Spelling(graph).values  # not in the order of the graph
+    names = PythonNames(graph).values  # not in the order of the graph
     inputs = [bound.input(names[node], node) for node in graph.find_nodes(op="placeholder")]
     main = _MAIN.format(
         inputs=_listed(inputs),
@@ -152,7 +152,7 @@ def _results(graph: fx.Graph) -> list[str]:
     """`loss`, `gradient of layers.0.wq.weight`, `sent mm_4`; a name alone where results have no roles."""
     end = graph.output_node()
     names = [str(value) for value in end.args[0]]  # type: ignore[union-attr]
-    roles = [spell_role(role) for role in end.meta.get("roles", ())] or [""] * len(names)
+    roles = [format_role(role) for role in end.meta.get("roles", ())] or [""] * len(names)
     named = ("", "sent", "saved")
     return [f"{role} {name}".strip() if role in named else role for role, name in zip(roles, names, strict=True)]
 

@@ -8,11 +8,11 @@ from torch import Tensor, fx
 from graphpp.passes.graph.aliases import root, shared_results
 from graphpp.passes.graph.collectives import group_of, is_collective, is_started, is_wait
 from graphpp.passes.graph.joint_graph import JointGraph, remove_unused
-from graphpp.passes.joint.assign_stages import assign
+from graphpp.passes.joint.assign_stages import assign_stages
 from graphpp.passes.joint.clean_up import clean_up
 from graphpp.passes.joint.merge_views import merge_views
 from graphpp.passes.joint.relax_views import relax_views
-from graphpp.passes.stage.cut_stages import cut
+from graphpp.passes.stage.cut_stages import cut_stages
 from graphpp.passes.text.render import render
 from tests.passes.graphs import traced
 
@@ -56,7 +56,7 @@ def test_nobody_removes_or_merges_a_collective() -> None:
 
 
 def assigned(joint: JointGraph, *starts: int) -> JointGraph:
-    return assign(clean_up(joint), (0, *starts))
+    return assign_stages(clean_up(joint), (0, *starts))
 
 
 def test_a_collective_of_an_input_runs_in_one_stage_only() -> None:
@@ -64,7 +64,7 @@ def test_a_collective_of_an_input_runs_in_one_stage_only() -> None:
     joint = assigned(traced(lambda x: [reduced(x * 2) + 1, (x * 2).sin()], X), 4)
     (collective,) = collectives(joint.graph)
     assert collective.meta["stage"] == 0
-    assert all(slots == 1 for slots in [sum(len(collectives(slot.graph)) for slot in cut(joint, 2).slots.values())])
+    assert all(slots == 1 for slots in [sum(len(collectives(slot.graph)) for slot in cut_stages(joint, 2).graphs.values())])
 
 
 def test_a_wait_stays_with_its_collective() -> None:
@@ -75,7 +75,7 @@ def test_a_wait_stays_with_its_collective() -> None:
     (wait,) = (node for node in joint.graph.nodes if is_wait(node))
     (collective,) = collectives(joint.graph)
     assert wait.meta["stage"] == collective.meta["stage"] == 0
-    assert [meta.name for meta in cut(joint, 2).boundaries[0].forward] == [wait.name]
+    assert [meta.name for meta in cut_stages(joint, 2).boundaries[0].forward] == [wait.name]
 
 
 def test_what_came_lies_in_the_memory_of_the_collective() -> None:

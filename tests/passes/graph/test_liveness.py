@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from graphpp.passes.graph.liveness import peak_bytes
+from graphpp.passes.graph.liveness import peak_live_bytes
 from graphpp.passes.lower import lower
-from graphpp.passes.stage.cut_stages import cut
+from graphpp.passes.stage.cut_stages import cut_stages
 from graphpp.passes.stage.split_weight_grad import split_weight_grad
 from graphpp.runtime import program as p
 from graphpp.runtime.program import Phase
@@ -26,10 +26,10 @@ def test_values_die_after_their_last_reader_and_results_do_not() -> None:
     c = hand.node("c", "F0", b)  # a is gone
     hand.result(p.Loss(), c)
     hand.result(p.Gradient("w0"), hand.node("d", "B0", c, a))  # now a is saved, and so is c
-    pieces = cut(hand.joint(), 1)
-    forward, backward = (pieces.slots[phase, 0].graph for phase in (Phase.FORWARD, Phase.BACKWARD))
-    assert peak_bytes(forward) == 3 * SIZE  # a, b, c
-    assert peak_bytes(backward) == 3 * SIZE  # a and c came, d is made
+    staged = cut_stages(hand.joint(), 1)
+    forward, backward = (staged.graphs[phase, 0].graph for phase in (Phase.FORWARD, Phase.BACKWARD))
+    assert peak_live_bytes(forward) == 3 * SIZE  # a, b, c
+    assert peak_live_bytes(backward) == 3 * SIZE  # a and c came, d is made
 
 
 class Wide(nn.Module):
@@ -49,11 +49,11 @@ class Wide(nn.Module):
 def test_the_halves_need_no_more_than_the_whole_and_what_is_kept() -> None:
     joint = captured(Wide(), torch.randn(32, 64))
     joint = assigned(joint, *starts(joint, "ups.1"))
-    pieces = split_weight_grad(joint, cut(joint, 2))
+    staged = split_weight_grad(joint, cut_stages(joint, 2))
     first, second, whole = (
-        peak_bytes(pieces.slots[phase, 1].graph) for phase in (Phase.INPUT_GRAD, Phase.WEIGHT_GRAD, Phase.BACKWARD)
+        peak_live_bytes(staged.graphs[phase, 1].graph) for phase in (Phase.INPUT_GRAD, Phase.WEIGHT_GRAD, Phase.BACKWARD)
     )
-    assert 0 < first <= whole + pieces.kept_bytes[1] and 0 < second <= whole + pieces.kept_bytes[1]
+    assert 0 < first <= whole + staged.kept_bytes[1] and 0 < second <= whole + staged.kept_bytes[1]
 
 
 def test_a_run_allocates_what_was_foretold() -> None:

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from graphpp.errors import CaptureError
 from graphpp.passes.graph.joint_graph import JointGraph
-from graphpp.passes.joint.assign_stages import assign, from_parameter, stage_inputs
+from graphpp.passes.joint.assign_stages import assign_stages, from_parameter, stage_inputs
 from graphpp.passes.lower import lower
 from graphpp.runtime import program
 from graphpp.runtime.program import Phase, PipelineProgram
@@ -228,5 +228,5 @@ def test_a_buffer_overwritten_with_a_value_of_the_inputs_is_written_where_it_is_
 
 def test_assign_returns_the_graph_that_it_was_given() -> None:
     joint = joint_of(chain)
-    assert assign(joint, (0,)) is joint
+    assert assign_stages(joint, (0,)) is joint
     assert {node.meta["stage"] for node in joint.computed() if isinstance(node, fx.Node)} == {0, None}

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from graphpp.passes.graph.joint_graph import JointGraph, verify
+from graphpp.passes.graph.joint_graph import JointGraph, verify_joint_graph
 from graphpp.passes.joint.clean_up import clean_up
 from tests.passes.graphs import captured, run, targets, traced
 
@@ -64,7 +64,7 @@ def results(function: Callable[[Tensor], Tensor], value: Tensor) -> tuple[JointG
     joint = traced(lambda x: (function(x), x + 1), value)
     before = run(joint, value)[0]
     clean_up(joint)
-    verify(joint)
+    verify_joint_graph(joint)
     return joint, before, run(joint, value)[0]
 
 

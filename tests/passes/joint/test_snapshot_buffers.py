@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from graphpp.passes.graph.joint_graph import verify
+from graphpp.passes.graph.joint_graph import verify_joint_graph
 from graphpp.passes.joint.clean_up import clean_up
-from graphpp.passes.joint.snapshot_buffers import snapshot
+from graphpp.passes.joint.snapshot_buffers import snapshot_buffers
 from graphpp.runtime import program
 from tests.passes.graphs import captured
 
@@ -78,8 +78,8 @@ CASES: list[tuple[Callable[[State, Tensor], Tensor], list[str]]] = [
 def test_only_late_readers_get_a_copy(step: Callable[[State, Tensor], Tensor], copied: list[str]) -> None:
     joint = clean_up(captured(State(step), torch.randn(3, D)))
     before = set(joint.computed())
-    snapshot(joint)
-    verify(joint)
+    snapshot_buffers(joint)
+    verify_joint_graph(joint)
     copies = [node for node in joint.computed() if node not in before]
     assert {str(node.target) for node in copies} <= {"aten.clone.default"}
     assert sorted(node.args[0].meta["role"].fqn for node in copies) == copied  # type: ignore[union-attr]
@@ -89,7 +89,7 @@ def test_only_late_readers_get_a_copy(step: Callable[[State, Tensor], Tensor], c
 
 
 def test_a_copy_is_made_before_the_first_that_reads_it_late() -> None:
-    joint = snapshot(clean_up(captured(State(viewed), torch.randn(3, D))))
+    joint = snapshot_buffers(clean_up(captured(State(viewed), torch.randn(3, D))))
     order = list(joint.graph.nodes)
     (copy,) = (node for node in order if str(node.target) == "aten.clone.default")
     assert all(order.index(copy) < order.index(user) for user in copy.users)

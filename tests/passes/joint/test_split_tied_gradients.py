@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor, fx, nn
 
-from graphpp.passes.graph.joint_graph import JointGraph, verify
-from graphpp.passes.joint.split_tied_gradients import accumulate
+from graphpp.passes.graph.joint_graph import JointGraph, verify_joint_graph
+from graphpp.passes.joint.split_tied_gradients import split_tied_gradients
 from graphpp.passes.lower import lower
 from graphpp.runtime import program as p
 from tests.passes.graphs import Hand, assigned, captured, starts
@@ -38,7 +38,7 @@ def parts(joint: JointGraph, fqn: str) -> list[fx.Node]:
 
 def tied(uses: int, cuts: Sequence[str]) -> JointGraph:
     joint = captured(Tied(uses), torch.randn(2, D))
-    return accumulate(assigned(joint, *starts(joint, *cuts)))
+    return split_tied_gradients(assigned(joint, *starts(joint, *cuts)))
 
 
 @pytest.mark.parametrize(
@@ -52,7 +52,7 @@ def tied(uses: int, cuts: Sequence[str]) -> JointGraph:
 )
 def test_one_part_per_stage(uses: int, cuts: list[str], expected: list[int]) -> None:
     joint = tied(uses, cuts)
-    verify(joint)
+    verify_joint_graph(joint)
     assert [part.meta["stage"] for part in parts(joint, "layers.0.weight")] == expected
     assert [len(parts(joint, f"layers.{index}.bias")) for index in range(uses)] == [1] * uses
 
@@ -84,7 +84,7 @@ def test_a_stage_keeps_its_own_in_their_old_order() -> None:
     a, b, c, d = (hand.node(name, slot) for name, slot in (("a", "B2"), ("b", "B1"), ("c", "B2"), ("d", "B1")))
     whole = added(hand, added(hand, added(hand, a, b, 1), c, 1), d, 1)
     hand.result(p.Gradient("w"), whole)
-    joint = accumulate(hand.joint())
+    joint = split_tied_gradients(hand.joint())
     assert [sums(part) for part in parts(joint, "w")] == ["(b + d)", "(a + c)"]
 
 
@@ -95,6 +95,6 @@ def test_a_sum_that_somebody_else_reads_is_not_taken_apart() -> None:
     inner = added(hand, a, b, 0)
     hand.result(p.Gradient("w"), added(hand, inner, c, 0))
     hand.result(p.Gradient("v"), inner)
-    joint = accumulate(hand.joint())
+    joint = split_tied_gradients(hand.joint())
     assert [sums(part) for part in parts(joint, "w")] == ["(a + b)", "c"]
     assert [sums(part) for part in parts(joint, "v")] == ["(a + b)"]

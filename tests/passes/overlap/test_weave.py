@@ -17,11 +17,11 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from graphpp.passes.graph.collectives import group_of, is_collective, is_started, is_wait
 from graphpp.passes.graph.op_costs import OpCosts
-from graphpp.passes.graph.stage_graphs import SlotGraph
+from graphpp.passes.graph.stage_graphs import PhaseGraph
 from graphpp.passes.overlap.emit_woven import emit_woven
-from graphpp.passes.overlap.list_schedule import ListScheduler, Units, schedule
-from graphpp.passes.overlap.stream_timing import Facts, estimate
-from graphpp.passes.overlap.weave import collectives, concatenate, weave
+from graphpp.passes.overlap.list_schedule import ListScheduler, SchedulingUnits, list_schedule
+from graphpp.passes.overlap.stream_timing import GraphTiming, estimate_order
+from graphpp.passes.overlap.weave import collective_order, concatenate, weave
 from graphpp.passes.text.render import render
 from graphpp.runtime import program as p
 from graphpp.runtime.program import Phase, Program
@@ -49,7 +49,7 @@ def all_to_all(x: Tensor, group: str = "ep") -> Tensor:
     return result
 
 
-def slot(stage: int, phase: Phase, function: Callable[..., Any], *inputs: Tensor, gradients: int = 0) -> SlotGraph:
+def slot(stage: int, phase: Phase, function: Callable[..., Any], *inputs: Tensor, gradients: int = 0) -> PhaseGraph:
     """A function's operators as one phase of a stage; its last `gradients` results are gradients, the others are sent."""
     module = make_fx(function, tracing_mode="fake")(*inputs)
     module.graph.eliminate_dead_code()
@@ -63,7 +63,7 @@ def slot(stage: int, phase: Phase, function: Callable[..., Any], *inputs: Tensor
     sent = [p.Sent(f"y{index}") for index in range(count - gradients)]
     outputs = (*sent, *(p.Gradient(f"w{index}") for index in range(gradients)))
     end.meta["roles"] = list(outputs)
-    return SlotGraph(stage, phase, module.graph, roles, outputs)
+    return PhaseGraph(stage, phase, module.graph, roles, outputs)
 
 
 def ticks(node: fx.Node) -> float:
@@ -73,7 +73,7 @@ def ticks(node: fx.Node) -> float:
     return float(node.target is torch.ops.aten.mm.default)
 
 
-def program(each: SlotGraph) -> Program:
+def program(each: PhaseGraph) -> Program:
     return Program(each.stage, each.phase, each.inputs, each.outputs, render(each.graph).load("<part>"))
 
 
@@ -107,13 +107,13 @@ def backward(count: int) -> Callable[..., list[Tensor]]:
     return run
 
 
-def pair(count: int = 3) -> list[SlotGraph]:
+def pair(count: int = 3) -> list[PhaseGraph]:
     """A forward of stage 0 and a backward of stage 3."""
     f = slot(0, F, layers(count), *values(2))
     return [f, slot(3, B, backward(count), *values(2, 1), gradients=count)]
 
 
-def results(parts: Sequence[SlotGraph], inputs: Sequence[Sequence[Tensor]], cost: Callable[[fx.Node], float]) -> list[Tensor]:
+def results(parts: Sequence[PhaseGraph], inputs: Sequence[Sequence[Tensor]], cost: Callable[[fx.Node], float]) -> list[Tensor]:
     woven = emit_woven(weave(parts, cost), [program(part) for part in parts])
     boxed = [tensor for each in inputs for tensor in each]
     found = list(woven.run(boxed))
@@ -121,7 +121,7 @@ def results(parts: Sequence[SlotGraph], inputs: Sequence[Sequence[Tensor]], cost
     return found
 
 
-def apart(parts: Sequence[SlotGraph], inputs: Sequence[Sequence[Tensor]]) -> list[Tensor]:
+def apart(parts: Sequence[PhaseGraph], inputs: Sequence[Sequence[Tensor]]) -> list[Tensor]:
     return [value for part, each in zip(parts, inputs, strict=True) for value in program(part).run(list(each))]
 
 
@@ -184,8 +184,8 @@ def test_weaving_does_not_hold_memory_that_it_need_not() -> None:
     parts = pair(8)
     woven = weave(parts, quick)
     assert woven.woven.hidden >= 0.9 * woven.woven.possible
-    facts = Facts(concatenate(parts), quick)
-    greedy = estimate(facts, ListScheduler(Units(facts), facts.tail.__getitem__, float("inf")).order())
+    facts = GraphTiming(concatenate(parts), quick)
+    greedy = estimate_order(facts, ListScheduler(SchedulingUnits(facts), facts.tail.__getitem__, float("inf")).order())
     assert woven.woven.seconds <= 1.01 * greedy.seconds
     assert woven.woven.peak < 0.75 * greedy.peak
 
@@ -258,7 +258,7 @@ def test_collectives_of_a_part_keep_their_order_even_where_another_would_be_fast
 
     woven = weave([slot(0, F, late_first, *values(2)), pair(1)[1]], ticks)
     assert names(woven.graph, lambda node: is_collective(node) and group_of(node) in "ab") == ["f0_exchange", "f0_exchange_1"]
-    assert {name: len(lines) for name, lines in collectives(woven.graph).items()} == {"a": 1, "b": 1, "ep": 1}
+    assert {name: len(lines) for name, lines in collective_order(woven.graph).items()} == {"a": 1, "b": 1, "ep": 1}
 
 
 def test_gradients_are_handed_out_as_they_are_made() -> None:
@@ -302,8 +302,8 @@ def test_the_clock_waits_only_for_what_has_not_come() -> None:
         sent = start(x, "ep")
         return [y @ y, wait(sent) @ x]
 
-    facts = Facts(slot(0, F, function, *values(2)).graph, ticks)
-    found = estimate(facts, facts.nodes)
+    facts = GraphTiming(slot(0, F, function, *values(2)).graph, ticks)
+    found = estimate_order(facts, facts.nodes)
     assert (found.seconds, found.compute, found.collectives, found.bound) == (4, 2, 3, 4)
     assert found.hidden == found.possible == pytest.approx(1 / 3)
 
@@ -315,9 +315,9 @@ def test_collectives_of_one_group_share_a_link() -> None:
     def two_groups(x: Tensor, y: Tensor) -> list[Tensor]:
         return [wait(sent) for sent in (start(x, "ep"), start(y, "other"))]
 
-    one, two = (Facts(slot(0, F, each, *values(2)).graph, ticks) for each in (function, two_groups))
-    assert estimate(one, one.nodes).seconds == one.bound() == 6
-    assert estimate(two, two.nodes).seconds == two.bound() == 3
+    one, two = (GraphTiming(slot(0, F, each, *values(2)).graph, ticks) for each in (function, two_groups))
+    assert estimate_order(one, one.nodes).seconds == one.bound() == 6
+    assert estimate_order(two, two.nodes).seconds == two.bound() == 3
 
 
 def test_the_peak_counts_memory_once_and_until_its_last_reader() -> None:
@@ -326,12 +326,12 @@ def test_the_peak_counts_memory_once_and_until_its_last_reader() -> None:
         b = a.t() @ a
         return [b @ b]
 
-    facts = Facts(slot(0, F, function, *values(1)).graph, ticks)
+    facts = GraphTiming(slot(0, F, function, *values(1)).graph, ticks)
     tensor = 4 * 4 * 4
-    assert estimate(facts, facts.nodes).peak == 2 * tensor
+    assert estimate_order(facts, facts.nodes).peak == 2 * tensor
 
 
 def test_a_collective_without_a_wait_is_run_like_an_operation() -> None:
     graph = slot(0, F, lambda x: [start(x, "ep") @ x], *values(1)).graph
     assert not any(map(is_started, graph.nodes))
-    assert schedule(graph, ticks).estimate.seconds == 4
+    assert list_schedule(graph, ticks).estimate.seconds == 4

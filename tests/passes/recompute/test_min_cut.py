@@ -8,18 +8,18 @@ from itertools import pairwise, product
 
 import pytest
 
-from graphpp.passes.recompute.min_cut import Shape, Solution, hull, solve
+from graphpp.passes.recompute.min_cut import CutProblem, CutSolution, pareto_front, solve
 
 SIZE = 6
 
 
-def drawn(seed: int) -> Shape:
+def drawn(seed: int) -> CutProblem:
     """A random graph of values, some never kept, some never computed again, none neither."""
     choose = random.Random(seed)
     kinds = [choose.choice(["both", "both", "kept", "again"]) for _ in range(SIZE)]
     kinds[0] = "kept"
     read = [choose.random() < 0.5 for _ in kinds]
-    return Shape(
+    return CutProblem(
         tuple(None if kind == "again" else choose.randint(0, 9) for kind in kinds),
         tuple(None if kind == "kept" else choose.randint(0, 9) for kind in kinds),
         tuple(
@@ -30,7 +30,7 @@ def drawn(seed: int) -> Shape:
     )
 
 
-def every_choice(shape: Shape) -> Iterator[Solution]:
+def every_choice(shape: CutProblem) -> Iterator[CutSolution]:
     """Each way to keep, to compute again, or to do without, in which all that is read is there."""
     for states in product(("kept", "again", "none"), repeat=len(shape.read)):
         there = [state != "none" for state in states]
@@ -43,7 +43,7 @@ def every_choice(shape: Shape) -> Iterator[Solution]:
         if possible:
             again = tuple(state == "again" for state in states)
             kept = sum(shape.nbytes[value] or 0 for value, state in enumerate(states) if state == "kept")
-            yield Solution(again, kept, sum(shape.costs[value] or 0 for value, flag in enumerate(again) if flag))
+            yield CutSolution(again, kept, sum(shape.costs[value] or 0 for value, flag in enumerate(again) if flag))
 
 
 @pytest.mark.parametrize("seed", range(15))
@@ -61,7 +61,7 @@ def test_no_choice_is_cheaper(seed: int) -> None:
 def test_the_hull_has_every_choice_that_is_best_at_some_price(seed: int) -> None:
     shape = drawn(seed)
     points = {(choice.nbytes, choice.cost) for choice in every_choice(shape)}
-    found = [(choice.nbytes, choice.cost) for choice in hull(shape)]
+    found = [(choice.nbytes, choice.cost) for choice in pareto_front(shape)]
     assert set(found) <= points and found == sorted(found, key=lambda point: -point[0])
     rates = [(after[1] - before[1]) / (before[0] - after[0]) for before, after in pairwise(found)]
     assert rates == sorted(rates)
@@ -71,5 +71,5 @@ def test_the_hull_has_every_choice_that_is_best_at_some_price(seed: int) -> None
 
 
 def test_of_equal_choices_the_one_that_computes_least() -> None:
-    shape = Shape((4, 4), (None, 0), ((), (0,)), (False, True))  # keep the value, or what it is a copy of
+    shape = CutProblem((4, 4), (None, 0), ((), (0,)), (False, True))  # keep the value, or what it is a copy of
     assert solve(shape, 1, 1).again == (False, False)

@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import Tensor, fx, nn
 
-from graphpp.passes.graph.joint_graph import JointGraph, verify
-from graphpp.passes.recompute.recompute_regions import recompute
-from graphpp.passes.stage.cut_stages import cut
+from graphpp.passes.graph.joint_graph import JointGraph, verify_joint_graph
+from graphpp.passes.recompute.recompute_regions import recompute_regions
+from graphpp.passes.stage.cut_stages import cut_stages
 from graphpp.passes.stage.split_weight_grad import split_weight_grad
 from graphpp.runtime.program import Phase
 from tests.passes.graphs import assigned, captured, copied, starts
@@ -57,8 +57,8 @@ def counted(joint: JointGraph, backward: bool) -> Counter[str]:
 
 def test_each_operation_of_a_region_runs_again_once_right_before_its_backward() -> None:
     before = graph()
-    after = recompute(before.copy(), by_layer)
-    verify(after)
+    after = recompute_regions(before.copy(), by_layer)
+    verify_joint_graph(after)
     more = counted(after, True) - counted(before, True)
     assert more["aten.silu.default"] == 2 and more["aten.addmm.default"] <= 4
     assert counted(after, False) == counted(before, False)
@@ -70,7 +70,7 @@ def test_each_operation_of_a_region_runs_again_once_right_before_its_backward() 
 
 def test_less_is_saved_and_the_same_crosses() -> None:
     before = graph()
-    plain, lean = cut(before, 2), cut(recompute(before.copy(), by_layer), 2)
+    plain, lean = cut_stages(before, 2), cut_stages(recompute_regions(before.copy(), by_layer), 2)
     assert all(few < many for few, many in zip(lean.saved_bytes, plain.saved_bytes, strict=True))
     assert lean.boundaries == plain.boundaries
 
@@ -78,24 +78,24 @@ def test_less_is_saved_and_the_same_crosses() -> None:
 def test_the_graph_it_was_made_from_stays() -> None:
     joint = graph()
     text = str(joint.graph)
-    recompute(joint.copy(), by_layer)
+    recompute_regions(joint.copy(), by_layer)
     assert str(joint.graph) == text
 
 
 def test_both_halves_of_the_backward_share_what_is_computed_again() -> None:
-    joint = recompute(graph(), by_layer)
-    pieces = split_weight_grad(joint, cut(joint, 2))
+    joint = recompute_regions(graph(), by_layer)
+    staged = split_weight_grad(joint, cut_stages(joint, 2))
     for stage in (0, 1):
         run = [
             str(node.target)
             for phase in (Phase.INPUT_GRAD, Phase.WEIGHT_GRAD)
-            for node in pieces.slots[phase, stage].graph.nodes
+            for node in staged.graphs[phase, stage].graph.nodes
         ]
         assert run.count("aten.silu.default") == 1  # the other one is the forward's
 
 
 def test_a_random_operator_repeats_its_numbers() -> None:
-    joint = recompute(graph(), by_layer)
+    joint = recompute_regions(graph(), by_layer)
     drawn = Counter(node.args[1] for node in joint.computed() if "seeded" in str(node.target))
     assert drawn and all(times <= 2 for times in drawn.values())
 
@@ -103,7 +103,7 @@ def test_a_random_operator_repeats_its_numbers() -> None:
 def test_what_writes_a_buffer_runs_once() -> None:
     joint = graph(norm=True)
     normed = [node.target for node in joint.computed() if "batch_norm" in str(node.target) and not node.meta["backward"]]
-    after = recompute(joint, by_layer)
+    after = recompute_regions(joint, by_layer)
     assert len(normed) == 2
     for target in set(normed):
         assert len([node for node in after.computed() if node.target is target]) == normed.count(target)
@@ -112,9 +112,9 @@ def test_what_writes_a_buffer_runs_once() -> None:
 @pytest.mark.parametrize("size", [1, 3, 10_000])
 def test_regions_of_any_size_save_no_more_than_they_must(size: int) -> None:
     before = graph()
-    after = recompute(copied(before), lambda node: node.meta["position"] // size)
-    verify(after)
-    assert sum(cut(after, 2).saved_bytes) <= sum(cut(before, 2).saved_bytes) or size == 1
+    after = recompute_regions(copied(before), lambda node: node.meta["position"] // size)
+    verify_joint_graph(after)
+    assert sum(cut_stages(after, 2).saved_bytes) <= sum(cut_stages(before, 2).saved_bytes) or size == 1
 
 
 class Ends(nn.Module):
@@ -136,10 +136,10 @@ def test_what_a_region_hands_out_is_made_again_unless_it_is_saved_anyway(reads: 
     tanh = next(node for node in joint.computed() if node.target is torch.ops.aten.tanh.default)
     last = tanh.meta["position"]
     joint = assigned(joint)
-    before = cut(joint, 1).saved_bytes[0]
+    before = cut_stages(joint, 1).saved_bytes[0]
     first = next(node.meta["position"] for node in joint.computed() if "layers.1" in node.meta["calls"])
-    after = recompute(joint.copy(), lambda node: "branch" if first <= node.meta["position"] <= last else None)
-    verify(after)
+    after = recompute_regions(joint.copy(), lambda node: "branch" if first <= node.meta["position"] <= last else None)
+    verify_joint_graph(after)
     more = counted(after, True) - counted(joint, True)
     assert more["aten.tanh.default"] == (0 if reads else 1)
-    assert cut(after, 1).saved_bytes[0] == before - (0 if reads else 4 * D * 4)
+    assert cut_stages(after, 1).saved_bytes[0] == before - (0 if reads else 4 * D * 4)

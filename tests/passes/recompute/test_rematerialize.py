@@ -10,12 +10,12 @@ import torch
 from torch import Tensor, fx, nn
 
 from graphpp.passes.graph.aliases import root
-from graphpp.passes.graph.joint_graph import JointGraph, verify
+from graphpp.passes.graph.joint_graph import JointGraph, verify_joint_graph
 from graphpp.passes.graph.op_costs import OpCosts, is_cheap
-from graphpp.passes.graph.stage_graphs import Cut
-from graphpp.passes.recompute.choose_saved import Savings, computed_again
+from graphpp.passes.graph.stage_graphs import StagedGraphs
+from graphpp.passes.recompute.choose_saved import RecomputeBudget, choose_recomputed
 from graphpp.passes.recompute.rematerialize import rematerialize
-from graphpp.passes.stage.cut_stages import cut
+from graphpp.passes.stage.cut_stages import cut_stages
 from graphpp.passes.stage.split_weight_grad import split_weight_grad
 from graphpp.runtime import program as p
 from graphpp.runtime.program import Phase
@@ -75,24 +75,25 @@ def graph(model: nn.Module | None = None, *calls: str) -> JointGraph:
 
 def lean(joint: JointGraph, stages: int = 2, **terms: Any) -> JointGraph:
     joint = joint.copy()
-    return rematerialize(joint, computed_again(joint, stages, Savings(**{"worth": ANYTHING, "cost": COSTS} | terms)))
+    budget = RecomputeBudget(**{"seconds_per_byte": ANYTHING, "cost": COSTS} | terms)
+    return rematerialize(joint, choose_recomputed(joint, stages, budget))
 
 
-def saved(joint: JointGraph, pieces: Cut, stage: int) -> list[fx.Node]:
+def saved(joint: JointGraph, staged: StagedGraphs, stage: int) -> list[fx.Node]:
     named = {node.name: node for node in joint.graph.nodes}
-    return [named[meta.name] for meta in pieces.saved[stage]]
+    return [named[meta.name] for meta in staged.saved[stage]]
 
 
 def again(joint: JointGraph) -> list[fx.Node]:
-    return [node for node in joint.computed() if node.meta.get("again")]
+    return [node for node in joint.computed() if node.meta.get("recomputed")]
 
 
 def test_nothing_cheap_is_saved_beside_what_it_is_computed_from() -> None:
     joint = lean(graph(None, "layers.1"))
-    verify(joint)
-    pieces = cut(joint, 2)
+    verify_joint_graph(joint)
+    staged = cut_stages(joint, 2)
     for stage in (0, 1):
-        kept = saved(joint, pieces, stage)
+        kept = saved(joint, staged, stage)
         for node in kept:
             there = all(source in kept or source.op == "placeholder" for source in node.all_input_nodes)
             assert not (is_cheap(node) and there), f"{node} is saved"
@@ -106,7 +107,7 @@ def test_each_value_is_made_once_right_before_its_first_reader() -> None:
     for node in copies:
         first = min(order[user] for user in node.users)
         between = [other for other in joint.graph.nodes if order[node] < order[other] < first]
-        assert all(other.meta.get("again") for other in between), f"{node} waits for its reader"
+        assert all(other.meta.get("recomputed") for other in between), f"{node} waits for its reader"
     assert Counter(str(node.target) for node in copies)["aten.silu.default"] == 2
 
 
@@ -114,49 +115,51 @@ def test_each_value_is_made_once_right_before_its_first_reader() -> None:
 def test_the_same_crosses_and_no_more_is_saved(fraction: float | None) -> None:
     before = graph(None, "layers.1")
     text = str(before.graph)
-    plain, free = cut(before, 2), cut(lean(before), 2)
-    pieces = cut(lean(before, fraction=fraction, region=by_layer), 2)
-    assert pieces.boundaries == plain.boundaries
-    assert all(few <= many for few, many in zip(pieces.saved_bytes, plain.saved_bytes, strict=True))
-    least = cut(lean(before, fraction=1e-9, region=by_layer), 2).saved_bytes
-    for stage, nbytes in enumerate(pieces.saved_bytes):
+    plain, free = cut_stages(before, 2), cut_stages(lean(before), 2)
+    staged = cut_stages(lean(before, fraction=fraction, region_of=by_layer), 2)
+    assert staged.boundaries == plain.boundaries
+    assert all(few <= many for few, many in zip(staged.saved_bytes, plain.saved_bytes, strict=True))
+    least = cut_stages(lean(before, fraction=1e-9, region_of=by_layer), 2).saved_bytes
+    for stage, nbytes in enumerate(staged.saved_bytes):
         assert fraction is None or nbytes <= max(fraction * free.saved_bytes[stage], least[stage])
     assert str(before.graph) == text
 
 
 def test_equal_layers_do_not_all_give_up_the_same_at_once() -> None:
     joint = graph(Layers(4))
-    full, none = (cut(lean(joint, 1, fraction=f, region=by_layer), 1).saved_bytes[0] for f in (1.0, 1e-9))
-    found = {cut(lean(joint, 1, fraction=f / 20, region=by_layer), 1).saved_bytes[0] for f in range(1, 21)}
+    full, none = (cut_stages(lean(joint, 1, fraction=f, region_of=by_layer), 1).saved_bytes[0] for f in (1.0, 1e-9))
+    found = {cut_stages(lean(joint, 1, fraction=f / 20, region_of=by_layer), 1).saved_bytes[0] for f in range(1, 21)}
     assert none == min(found) and full == max(found) and len(found) > 6
-    some = lean(joint, 1, fraction=0.8, region=by_layer)
+    some = lean(joint, 1, fraction=0.8, region_of=by_layer)
     early = {by_layer(node) for node in again(some) if "addmm" in str(node.target)}
     assert early and "layers.3" not in early  # the first layers' copies are made when the last ones' values are gone
 
 
 def test_small_values_and_long_chains_stay_saved() -> None:
     joint = graph(None, "layers.1")
-    assert not [node for node in again(lean(joint, worth=8 / COSTS.memory)) if node.meta["val"].numel() < 1000 and COSTS(node)]
-    assert cut(lean(joint, chosen=lambda node: False), 2).saved_bytes == cut(joint, 2).saved_bytes
+    recomputed = again(lean(joint, seconds_per_byte=8 / COSTS.memory))
+    assert not [node for node in recomputed if node.meta["val"].numel() < 1000 and COSTS(node)]
+    assert cut_stages(lean(joint, may_recompute=lambda node: False), 2).saved_bytes == cut_stages(joint, 2).saved_bytes
 
 
 def test_views_of_one_memory_are_saved_once_and_of_what_is_at_hand_never() -> None:
     joint = lean(graph(Views()), 1)
-    kept = saved(joint, cut(joint, 1), 0)
+    kept = saved(joint, cut_stages(joint, 1), 0)
     assert len({root(node) for node in kept}) == len(kept)
     assert all(root(node) is node and node.op != "placeholder" for node in kept)
 
 
 def test_what_reads_a_written_buffer_runs_once() -> None:
     before = graph(Layers(norm=nn.BatchNorm1d), "layers.1")
-    after = lean(before, fraction=0.01, region=by_layer)
+    after = lean(before, fraction=0.01, region_of=by_layer)
     assert [node for node in before.computed() if "batch_norm" in str(node.target)]
     assert not [node for node in again(after) if "batch_norm" in str(node.target)]
 
 
 def test_random_numbers_are_drawn_again_for_a_budget_only() -> None:
     before = graph(None, "layers.1")
-    drawn = [[n for n in again(lean(before, fraction=f, region=by_layer)) if "seeded" in str(n.target)] for f in (None, 0.01)]
+    graphs = [lean(before, fraction=fraction, region_of=by_layer) for fraction in (None, 0.01)]
+    drawn = [[node for node in again(each) if "seeded" in str(node.target)] for each in graphs]
     assert not drawn[0] and drawn[1]
     keys = {node.args[1] for node in before.computed() if "seeded" in str(node.target)}
     assert {node.args[1] for node in drawn[1]} <= keys
@@ -165,14 +168,14 @@ def test_random_numbers_are_drawn_again_for_a_budget_only() -> None:
 @pytest.mark.parametrize("fraction", [None, 0.3])
 def test_i_and_w_compute_a_value_once_and_keep_no_more_between_them(fraction: float | None) -> None:
     before = graph(Layers(3), "layers.1", "layers.2")
-    joint = lean(before, 3, fraction=fraction, region=by_layer)
-    pieces = split_weight_grad(joint, cut(joint, 3))
-    plain = split_weight_grad(before, cut(before, 3))
+    joint = lean(before, 3, fraction=fraction, region_of=by_layer)
+    staged = split_weight_grad(joint, cut_stages(joint, 3))
+    plain = split_weight_grad(before, cut_stages(before, 3))
     for stage in (1, 2):
-        halves = [pieces.slots[phase, stage].graph for phase in (Phase.INPUT_GRAD, Phase.WEIGHT_GRAD)]
+        halves = [staged.graphs[phase, stage].graph for phase in (Phase.INPUT_GRAD, Phase.WEIGHT_GRAD)]
         names = [node.name for half in halves for node in half.nodes if node.op == "call_function"]
         assert len(names) == len(set(names))
-        assert pieces.kept_bytes[stage] <= plain.kept_bytes[stage]
+        assert staged.kept_bytes[stage] <= plain.kept_bytes[stage]
 
 
 def test_a_gradient_that_is_a_value_of_the_forward_is_made_again() -> None:
@@ -186,6 +189,6 @@ def test_a_gradient_that_is_a_value_of_the_forward_is_made_again() -> None:
 
     joint = captured(Scale(), torch.randn(4, D), loss=lambda output, target: output.sum())
     joint = lean(assigned(joint), 1)
-    verify(joint)
+    verify_joint_graph(joint)
     assert any(isinstance(role, p.Gradient) for role, _ in joint.outputs())
-    assert cut(joint, 1).saved_bytes == (0,)
+    assert cut_stages(joint, 1).saved_bytes == (0,)

@@ -9,8 +9,8 @@ import torch
 from torch import fx
 
 from graphpp.passes.graph.joint_graph import JointGraph
-from graphpp.passes.graph.stage_graphs import Cut
-from graphpp.passes.stage.cut_stages import _check, cut
+from graphpp.passes.graph.stage_graphs import StagedGraphs
+from graphpp.passes.stage.cut_stages import _check, cut_stages
 from graphpp.runtime import program as p
 from graphpp.runtime.program import Phase
 from tests.passes.graphs import Hand
@@ -29,12 +29,12 @@ def chain(hand: Hand, first: str, last: str) -> JointGraph:
     return hand.joint()
 
 
-def traffic(pieces: Cut) -> tuple[list[str], list[str], list[str]]:
+def traffic(staged: StagedGraphs) -> tuple[list[str], list[str], list[str]]:
     """Where the value `v` goes: boundaries that it crosses forward, stages that save it, boundaries it goes back."""
     return (
-        [f"{b.stage}|{b.stage + 1}" for b in pieces.boundaries if "v" in names(b.forward)],
-        [str(stage) for stage, saved in enumerate(pieces.saved) if "v" in names(saved)],
-        [f"{b.stage}|{b.stage + 1}" for b in pieces.boundaries if "v" in names(b.backward)],
+        [f"{b.stage}|{b.stage + 1}" for b in staged.boundaries if "v" in names(b.forward)],
+        [str(stage) for stage, saved in enumerate(staged.saved) if "v" in names(saved)],
+        [f"{b.stage}|{b.stage + 1}" for b in staged.boundaries if "v" in names(b.backward)],
     )
 
 
@@ -59,13 +59,13 @@ ROUTES = {
 @pytest.mark.parametrize(("first", "last"), ROUTES)
 def test_a_value_goes_along_neighbours(first: str, last: str) -> None:
     hand = Hand(*(f"w{stage}" for stage in range(STAGES)))
-    pieces = cut(chain(hand, first, last), STAGES)
-    assert traffic(pieces) == ROUTES[first, last]
+    staged = cut_stages(chain(hand, first, last), STAGES)
+    assert traffic(staged) == ROUTES[first, last]
 
 
-def roles(pieces: Cut, slot: str) -> tuple[list[str], list[str]]:
+def roles(staged: StagedGraphs, slot: str) -> tuple[list[str], list[str]]:
     """What comes into a slot from others and what leaves it, as text."""
-    graph = pieces.slots[Phase(slot[0]), int(slot[1])]
+    graph = staged.graphs[Phase(slot[0]), int(slot[1])]
     moving = (p.Received, p.Saved, p.Sent)
     return (
         [f"{type(role).__name__} {role.name}" for role in graph.inputs if isinstance(role, moving)],
@@ -75,16 +75,16 @@ def roles(pieces: Cut, slot: str) -> tuple[list[str], list[str]]:
 
 def test_a_relay_receives_and_sends() -> None:
     hand = Hand(*(f"w{stage}" for stage in range(STAGES)))
-    pieces = cut(chain(hand, "F0", "B0"), STAGES)
-    assert roles(pieces, "F0") == ([], ["Saved v"])
+    staged = cut_stages(chain(hand, "F0", "B0"), STAGES)
+    assert roles(staged, "F0") == ([], ["Saved v"])
     hand = Hand(*(f"w{stage}" for stage in range(STAGES)))
-    pieces = cut(chain(hand, "F0", "F3"), STAGES)
-    assert roles(pieces, "F1") == (["Received v"], ["Sent v"])
+    staged = cut_stages(chain(hand, "F0", "F3"), STAGES)
+    assert roles(staged, "F1") == (["Received v"], ["Sent v"])
     hand = Hand(*(f"w{stage}" for stage in range(STAGES)))
-    pieces = cut(chain(hand, "F2", "B0"), STAGES)
-    assert roles(pieces, "B2") == (["Saved v"], ["Sent v"])
-    assert roles(pieces, "B1") == (["Received v"], ["Sent v"])
-    assert roles(pieces, "B0") == (["Received v"], [])
+    staged = cut_stages(chain(hand, "F2", "B0"), STAGES)
+    assert roles(staged, "B2") == (["Saved v"], ["Sent v"])
+    assert roles(staged, "B1") == (["Received v"], ["Sent v"])
+    assert roles(staged, "B0") == (["Received v"], [])
 
 
 def test_a_value_crosses_a_boundary_once_however_many_read_it() -> None:
@@ -94,9 +94,9 @@ def test_a_value_crosses_a_boundary_once_however_many_read_it() -> None:
     readers = [hand.node(f"r{index}", slot, value) for index, slot in enumerate(["F1", "F1", "F2", "F3", "B3", "B2"])]
     hand.result(p.Loss(), readers[3])
     hand.result(p.Gradient("w"), hand.node("g", "B0", readers[5], value))
-    pieces = cut(hand.joint(), STAGES)
-    assert traffic(pieces) == (["0|1", "1|2", "2|3"], ["0", "2", "3"], [])
-    for boundary in pieces.boundaries:
+    staged = cut_stages(hand.joint(), STAGES)
+    assert traffic(staged) == (["0|1", "1|2", "2|3"], ["0", "2", "3"], [])
+    for boundary in staged.boundaries:
         assert len({meta.name for meta in boundary.forward}) == len(boundary.forward)
 
 
@@ -107,16 +107,16 @@ def test_loss_and_outputs_stand_in_the_last_stage_gradients_where_they_are_made(
     hand.result(p.Output(0), value)
     hand.result(p.Loss(), hand.node("loss", "F1", value))
     hand.result(p.Gradient("w"), hand.node("g", "B0", value))
-    pieces = cut(hand.joint(), STAGES)
-    assert pieces.slots[Phase.FORWARD, 3].outputs[:2] == (p.Output(0), p.Loss())
-    assert pieces.slots[Phase.BACKWARD, 0].outputs == (p.Gradient("w"),)
-    assert traffic(pieces)[0] == ["0|1", "1|2", "2|3"]
+    staged = cut_stages(hand.joint(), STAGES)
+    assert staged.graphs[Phase.FORWARD, 3].outputs[:2] == (p.Output(0), p.Loss())
+    assert staged.graphs[Phase.BACKWARD, 0].outputs == (p.Gradient("w"),)
+    assert traffic(staged)[0] == ["0|1", "1|2", "2|3"]
 
 
 # --------------------------------------------------------------------------------------------- values without a stage
 
 
-def replicated(source: str) -> Cut:
+def replicated(source: str) -> StagedGraphs:
     """A mask without a stage, made from the input by way of a second node; read in F0, F2, B2 and B1."""
     hand = Hand("w")
     w, x = hand.input(p.Parameter("w")), hand.input(p.Input("args[0]"))
@@ -127,31 +127,31 @@ def replicated(source: str) -> Cut:
     hand.result(p.Loss(), second)
     late = hand.node("late", "B2", second, mask)
     hand.result(p.Gradient("w"), hand.node("g", "B1", late, mask))
-    return cut(hand.joint(), 3)
+    return cut_stages(hand.joint(), 3)
 
 
-def computed(pieces: Cut, slot: str) -> list[str]:
-    graph = pieces.slots[Phase(slot[0]), int(slot[1])].graph
+def computed(staged: StagedGraphs, slot: str) -> list[str]:
+    graph = staged.graphs[Phase(slot[0]), int(slot[1])].graph
     return [node.name for node in graph.nodes if node.op not in ("placeholder", "output")]
 
 
 def test_a_replicated_value_is_computed_where_it_is_read_and_saved_where_the_forward_made_it() -> None:
-    pieces = replicated("computed")
-    assert computed(pieces, "F0") == ["inner", "mask", "first"]
-    assert computed(pieces, "F1") == []
-    assert computed(pieces, "F2") == ["inner", "mask", "second"]
-    assert computed(pieces, "B2") == ["late"]
-    assert computed(pieces, "B1") == ["inner", "mask", "g"]
-    assert [[meta.name for meta in saved] for saved in pieces.saved] == [[], [], ["mask", "second"]]
-    assert [[meta.name for meta in boundary.forward] for boundary in pieces.boundaries] == [["first"], ["first"]]
+    staged = replicated("computed")
+    assert computed(staged, "F0") == ["inner", "mask", "first"]
+    assert computed(staged, "F1") == []
+    assert computed(staged, "F2") == ["inner", "mask", "second"]
+    assert computed(staged, "B2") == ["late"]
+    assert computed(staged, "B1") == ["inner", "mask", "g"]
+    assert [[meta.name for meta in saved] for saved in staged.saved] == [[], [], ["mask", "second"]]
+    assert [[meta.name for meta in boundary.forward] for boundary in staged.boundaries] == [["first"], ["first"]]
 
 
 def test_an_input_is_read_everywhere_and_never_travels() -> None:
-    pieces = replicated("input")
-    assert [[meta.name for meta in saved] for saved in pieces.saved] == [[], [], ["second"]]
+    staged = replicated("input")
+    assert [[meta.name for meta in saved] for saved in staged.saved] == [[], [], ["second"]]
     for slot in ("F0", "F2", "B2", "B1"):
-        assert p.Input("args[0]") in pieces.slots[Phase(slot[0]), int(slot[1])].inputs
-    assert p.Input("args[0]") not in pieces.slots[Phase.FORWARD, 1].inputs
+        assert p.Input("args[0]") in staged.graphs[Phase(slot[0]), int(slot[1])].inputs
+    assert p.Input("args[0]") not in staged.graphs[Phase.FORWARD, 1].inputs
 
 
 # -------------------------------------------------------------------------------------------------- boundaries' metas
@@ -173,7 +173,7 @@ def test_boundaries_say_shape_dtype_strides_and_needs_grad() -> None:
     nodes = [hand.node(name, "F0", source, value=value) for name, (source, value) in values.items()]
     behind = hand.node("behind", "F0", nodes[3])
     hand.result(p.Loss(), hand.node("loss", "F1", *nodes, behind))
-    (boundary,) = cut(hand.joint(), 2).boundaries
+    (boundary,) = cut_stages(hand.joint(), 2).boundaries
     assert boundary.forward == (
         p.TensorMeta("half", (2, 3), (1, 2), torch.bfloat16, True),
         p.TensorMeta("number", (), (), torch.float32, True),
@@ -189,38 +189,38 @@ def test_boundaries_say_shape_dtype_strides_and_needs_grad() -> None:
 # ----------------------------------------------------------------------------------------------------------- the check
 
 
-def pair() -> tuple[JointGraph, Cut]:
+def pair() -> tuple[JointGraph, StagedGraphs]:
     hand = Hand(*(f"w{stage}" for stage in range(STAGES)))
     joint = chain(hand, "F0", "B0")
-    return joint, cut(joint, STAGES)
+    return joint, cut_stages(joint, STAGES)
 
 
-def lose_a_node(pieces: Cut) -> None:
-    graph = pieces.slots[Phase.BACKWARD, 0].graph
+def lose_a_node(staged: StagedGraphs) -> None:
+    graph = staged.graphs[Phase.BACKWARD, 0].graph
     (reader,) = (node for node in graph.nodes if node.name == "reader")
     reader.replace_all_uses_with(reader.all_input_nodes[0])
     graph.erase_node(reader)
 
 
-def double_a_node(pieces: Cut) -> None:
-    first, second = (pieces.slots[Phase.FORWARD, stage].graph for stage in (0, 1))
+def double_a_node(staged: StagedGraphs) -> None:
+    first, second = (staged.graphs[Phase.FORWARD, stage].graph for stage in (0, 1))
     (value,) = (node for node in first.nodes if node.name == "v")
     with second.inserting_before(second.output_node()):
         copy = second.create_node("call_function", value.target, (), name="v")
     copy.meta = dict(value.meta)
 
 
-def lose_a_result(pieces: Cut) -> None:
-    _replace(pieces, (Phase.BACKWARD, 0), ())
+def lose_a_result(staged: StagedGraphs) -> None:
+    _replace(staged, (Phase.BACKWARD, 0), ())
 
 
-def double_a_result(pieces: Cut) -> None:
-    _replace(pieces, (Phase.FORWARD, 0), (p.Gradient("w0"),))
+def double_a_result(staged: StagedGraphs) -> None:
+    _replace(staged, (Phase.FORWARD, 0), (p.Gradient("w0"),))
 
 
-def _replace(pieces: Cut, slot: tuple[Phase, int], outputs: tuple[p.OutputRole, ...]) -> None:
-    old = pieces.slots[slot]
-    pieces.slots[slot] = type(old)(old.stage, old.phase, old.graph, old.inputs, outputs)
+def _replace(staged: StagedGraphs, slot: tuple[Phase, int], outputs: tuple[p.OutputRole, ...]) -> None:
+    old = staged.graphs[slot]
+    staged.graphs[slot] = type(old)(old.stage, old.phase, old.graph, old.inputs, outputs)
 
 
 @pytest.mark.parametrize(
@@ -232,18 +232,18 @@ def _replace(pieces: Cut, slot: tuple[Phase, int], outputs: tuple[p.OutputRole, 
         (double_a_result, "lost or doubled"),
     ],
 )
-def test_a_lost_or_doubled_value_is_noticed(damage: Callable[[Cut], None], said: str) -> None:
-    joint, pieces = pair()
-    _check(joint, pieces)
-    damage(pieces)
+def test_a_lost_or_doubled_value_is_noticed(damage: Callable[[StagedGraphs], None], said: str) -> None:
+    joint, staged = pair()
+    _check(joint, staged)
+    damage(staged)
     with pytest.raises(AssertionError, match=said):
-        _check(joint, pieces)
+        _check(joint, staged)
 
 
 def test_cut_leaves_the_joint_graph_as_it_is() -> None:
     hand = Hand(*(f"w{stage}" for stage in range(STAGES)))
     joint = chain(hand, "F0", "F3")
     before = str(joint.graph)
-    pieces = cut(joint, STAGES)
+    staged = cut_stages(joint, STAGES)
     assert str(joint.graph) == before
-    assert all(isinstance(slot.graph, fx.Graph) for slot in pieces.slots.values())
+    assert all(isinstance(slot.graph, fx.Graph) for slot in staged.graphs.values())

@@ -6,9 +6,9 @@ import torch
 from torch import Tensor, nn
 
 from graphpp.passes.graph.joint_graph import JointGraph
-from graphpp.passes.graph.stage_graphs import Cut
+from graphpp.passes.graph.stage_graphs import StagedGraphs
 from graphpp.passes.joint.relax_views import relax_views
-from graphpp.passes.lower import Passed, lower
+from graphpp.passes.lower import PassResult, lower
 from graphpp.runtime.program import Phase, PipelineProgram
 from tests.passes.graphs import captured, run, starts, targets, traced
 
@@ -91,7 +91,7 @@ def test_a_stage_knows_its_modules_and_phases() -> None:
 
 
 def test_the_hook_sees_every_pass_in_order_with_its_result() -> None:
-    seen: list[Passed] = []
+    seen: list[PassResult] = []
     program = lower(captured(Model(), torch.randn(2, D)), (0, 3), seen.append)
     names = [passed.name for passed in seen]
     assert names[0] == "clean_up"
@@ -100,7 +100,7 @@ def test_the_hook_sees_every_pass_in_order_with_its_result() -> None:
         "snapshot", "randomize", "assign", "accumulate",
     ]  # fmt: skip
     kinds = [type(passed.result) for passed in seen]
-    assert kinds == [JointGraph] * (len(seen) - 2) + [Cut, PipelineProgram]
+    assert kinds == [JointGraph] * (len(seen) - 2) + [StagedGraphs, PipelineProgram]
     assert seen[-1].result is program
     assert all(passed.seconds >= 0 for passed in seen)
 

@@ -11,10 +11,10 @@ from torch import Tensor, nn
 
 from graphpp.passes.graph.joint_graph import JointGraph
 from graphpp.passes.graph.op_costs import flops
-from graphpp.passes.graph.stage_graphs import Cut, SlotGraph
+from graphpp.passes.graph.stage_graphs import PhaseGraph, StagedGraphs
 from graphpp.passes.joint.relax_views import relax_views
-from graphpp.passes.stage.cut_stages import cut
-from graphpp.passes.stage.fuse_grad_accumulation import accumulate_products
+from graphpp.passes.stage.cut_stages import cut_stages
+from graphpp.passes.stage.fuse_grad_accumulation import fuse_grad_accumulation
 from graphpp.passes.text.render import render
 from graphpp.runtime import program as p
 from graphpp.runtime.gradients.accumulate import FusedAccumulator, MicrobatchSink
@@ -37,25 +37,25 @@ class Of(nn.Module):
         return self.function(x, self.w)
 
 
-def pieces_of(function: Function, shape: tuple[int, ...], *x: int) -> tuple[JointGraph, Cut]:
+def staged_of(function: Function, shape: tuple[int, ...], *x: int) -> tuple[JointGraph, StagedGraphs]:
     joint = relax_views(assigned(captured(Of(function, *shape), torch.randn(x or (6, 3)))))
-    return joint, cut(joint, 1)
+    return joint, cut_stages(joint, 1)
 
 
-def backward(pieces: Cut) -> SlotGraph:
-    return pieces.slots[B, 0]
+def backward(staged: StagedGraphs) -> PhaseGraph:
+    return staged.graphs[B, 0]
 
 
-def products(slot: SlotGraph) -> list[tuple[Any, ...]]:
+def products(slot: PhaseGraph) -> list[tuple[Any, ...]]:
     return [node.args for node in slot.graph.nodes if node.target is deferred_matmul]
 
 
-def arguments(slot: SlotGraph) -> list[Tensor]:
+def arguments(slot: PhaseGraph) -> list[Tensor]:
     torch.manual_seed(1)
     return [torch.randn(node.meta["val"].shape) for node in slot.graph.find_nodes(op="placeholder")]
 
 
-def assert_same_gradient(before: SlotGraph, after: SlotGraph) -> None:
+def assert_same_gradient(before: PhaseGraph, after: PhaseGraph) -> None:
     """Run alone, and twice into one sum."""
     (expected,) = render(before.graph).load("before")(arguments(before))
     run = render(after.graph).load("after")
@@ -88,12 +88,12 @@ WEIGHTS: dict[str, tuple[Function, tuple[int, ...], Any]] = {  # function, shape
 @pytest.mark.parametrize("name", WEIGHTS)
 def test_products_are_found_and_placed(name: str) -> None:
     function, shape, place = WEIGHTS[name]
-    _, pieces = pieces_of(function, shape)
-    after = backward(accumulate_products(pieces))
+    _, staged = staged_of(function, shape)
+    after = backward(fuse_grad_accumulation(staged))
     ((_, _, *within),) = products(after)
     assert (within or [PLAIN]) == [place]
     assert not any(str(node.target) in ("aten.mm.default", "aten.bmm.default") for node in after.graph.nodes)
-    assert_same_gradient(backward(pieces), after)
+    assert_same_gradient(backward(staged), after)
 
 
 OTHERS: dict[str, tuple[Function, tuple[int, ...]]] = {
@@ -107,19 +107,19 @@ OTHERS: dict[str, tuple[Function, tuple[int, ...]]] = {
 
 @pytest.mark.parametrize("name", OTHERS)
 def test_others_are_left_as_they_are(name: str) -> None:
-    _, pieces = pieces_of(*OTHERS[name])
-    after = backward(accumulate_products(pieces))
+    _, staged = staged_of(*OTHERS[name])
+    after = backward(fuse_grad_accumulation(staged))
     assert products(after) == []
-    assert_same_gradient(backward(pieces), after)
+    assert_same_gradient(backward(staged), after)
 
 
 def test_a_sum_of_products_is_several_results() -> None:
-    _, pieces = pieces_of(lambda x, w: torch.tanh(torch.tanh(x @ w) @ w) @ w.t() + x * w.sum(), (3, 3))
-    after = backward(accumulate_products(pieces))
+    _, staged = staged_of(lambda x, w: torch.tanh(torch.tanh(x @ w) @ w) @ w.t() + x * w.sum(), (3, 3))
+    after = backward(fuse_grad_accumulation(staged))
     assert after.outputs == (p.Gradient("w"),) * 4
     assert len(products(after)) == 3
     assert not any(str(node.target) == "aten.add.Tensor" and node.users == {} for node in after.graph.nodes)
-    assert_same_gradient(backward(pieces), after)
+    assert_same_gradient(backward(staged), after)
 
 
 def test_a_product_that_somebody_else_reads_is_made() -> None:
@@ -134,15 +134,15 @@ def test_a_product_that_somebody_else_reads_is_made() -> None:
     reader = hand.node("reader", "B0", shared, value=square)
     for role, node in ((p.Gradient("w"), shared), (p.Gradient("v"), own), (p.Gradient("u"), reader)):
         hand.result(role, node)
-    pieces = cut(hand.joint(), 1)
-    before = [node.name for node in backward(pieces).graph.nodes]
-    after = backward(accumulate_products(pieces))
+    staged = cut_stages(hand.joint(), 1)
+    before = [node.name for node in backward(staged).graph.nodes]
+    after = backward(fuse_grad_accumulation(staged))
     results = dict(zip(after.outputs, after.graph.output_node().args[0], strict=True))  # type: ignore[arg-type]
     assert [results[p.Gradient(fqn)].target is deferred_matmul for fqn in "wvu"] == [False, True, False]
-    assert [node.name for node in backward(pieces).graph.nodes] == before, "the pieces given were changed"
+    assert [node.name for node in backward(staged).graph.nodes] == before, "the staged given were changed"
 
 
 def test_a_product_costs_what_it_computes() -> None:
-    _, pieces = pieces_of(nn.functional.linear, (5, 3))
-    (node,) = (node for node in backward(accumulate_products(pieces)).graph.nodes if node.target is deferred_matmul)
+    _, staged = staged_of(nn.functional.linear, (5, 3))
+    (node,) = (node for node in backward(fuse_grad_accumulation(staged)).graph.nodes if node.target is deferred_matmul)
     assert flops(node) == 2 * 5 * 6 * 3

@@ -11,10 +11,10 @@ from torch.nn import functional as F
 from torch.nn.utils.parametrizations import weight_norm
 
 import graphpp
-from graphpp.passes.graph.stage_graphs import Cut
-from graphpp.passes.joint.split_tied_gradients import accumulate
-from graphpp.passes.stage.cut_stages import cut
-from graphpp.passes.stage.hoist_per_step import find_prepared, prepare
+from graphpp.passes.graph.stage_graphs import StagedGraphs
+from graphpp.passes.joint.split_tied_gradients import split_tied_gradients
+from graphpp.passes.stage.cut_stages import cut_stages
+from graphpp.passes.stage.hoist_per_step import find_step_invariants, hoist_per_step
 from graphpp.passes.stage.split_weight_grad import split_weight_grad
 from graphpp.runtime import program as p
 from tests.fuzz.harness import shuffled
@@ -49,50 +49,50 @@ def loss(output: Tensor, target: Any) -> Tensor:
     return output.square().mean()
 
 
-def pieces_of(net: nn.Module, *calls: str) -> Cut:
+def staged_of(net: nn.Module, *calls: str) -> StagedGraphs:
     joint = captured(net, torch.randn(6, D))
-    joint = find_prepared(accumulate(assigned(joint, *starts(joint, *calls))))
-    return split_weight_grad(joint, prepare(joint, cut(joint, 1 + len(calls))))
+    joint = find_step_invariants(split_tied_gradients(assigned(joint, *starts(joint, *calls))))
+    return split_weight_grad(joint, hoist_per_step(joint, cut_stages(joint, 1 + len(calls))))
 
 
-def made(pieces: Cut, stage: int) -> list[str]:
-    return [str(node.target) for node in pieces.prepared[stage].graph.nodes if node.op == "call_function"]
+def made(staged: StagedGraphs, stage: int) -> list[str]:
+    return [str(node.target) for node in staged.hoisted[stage].graph.nodes if node.op == "call_function"]
 
 
 def test_what_is_made_once() -> None:
-    pieces = pieces_of(Net(), "second")
-    assert "aten._weight_norm_interface.default" in made(pieces, 0)
-    assert "aten.tril.default" in made(pieces, 0)
-    assert made(pieces, 0).count("aten.exp.default") == 1  # of `log_scale`
-    assert {"aten.cos.default", "aten.t.default"} <= set(made(pieces, 1))
-    read = {role for slot in pieces.slots.values() for role in slot.inputs}
+    staged = staged_of(Net(), "second")
+    assert "aten._weight_norm_interface.default" in made(staged, 0)
+    assert "aten.tril.default" in made(staged, 0)
+    assert made(staged, 0).count("aten.exp.default") == 1  # of `log_scale`
+    assert {"aten.cos.default", "aten.t.default"} <= set(made(staged, 1))
+    read = {role for slot in staged.graphs.values() for role in slot.inputs}
     assert p.Parameter("first.parametrizations.weight.original1") not in {
-        role for (phase, _), slot in pieces.slots.items() if phase is p.Phase.FORWARD for role in slot.inputs
+        role for (phase, _), slot in staged.graphs.items() if phase is p.Phase.FORWARD for role in slot.inputs
     }
-    assert p.Prepared in map(type, read)
+    assert p.StepInvariant in map(type, read)
 
 
 def test_nothing_that_is_made_once_is_saved_or_sent() -> None:
-    pieces = pieces_of(Net(), "second")
-    names = {role.name for slot in pieces.prepared.values() for role in slot.outputs}  # type: ignore[union-attr]
-    moved = {r.name for slot in pieces.slots.values() for r in slot.outputs if isinstance(r, p.Saved | p.Sent)}
+    staged = staged_of(Net(), "second")
+    names = {role.name for slot in staged.hoisted.values() for role in slot.outputs}  # type: ignore[union-attr]
+    moved = {r.name for slot in staged.graphs.values() for r in slot.outputs if isinstance(r, p.Saved | p.Sent)}
     assert names and not names & moved
 
 
 def test_what_stays() -> None:
     """What a parameter gives to two stages, what a buffer is that is written, random numbers, results."""
-    pieces = pieces_of(Net(), "second")
-    forwards = [[str(node.target) for node in pieces.slots[p.Phase.FORWARD, stage].graph.nodes] for stage in range(2)]
+    staged = staged_of(Net(), "second")
+    forwards = [[str(node.target) for node in staged.graphs[p.Phase.FORWARD, stage].graph.nodes] for stage in range(2)]
     assert forwards[0].count("aten.exp.default") == 1  # `turned`: sent to the other stage
-    assert p.Parameter("both") not in pieces.slots[p.Phase.FORWARD, 1].inputs
-    assert p.Parameter("both") not in pieces.prepared[1].inputs
-    written = [role for role in pieces.prepared[0].inputs if isinstance(role, p.Buffer)]
+    assert p.Parameter("both") not in staged.graphs[p.Phase.FORWARD, 1].inputs
+    assert p.Parameter("both") not in staged.hoisted[1].inputs
+    written = [role for role in staged.hoisted[0].inputs if isinstance(role, p.Buffer)]
     assert written == []
 
 
 def test_without_anything_to_prepare_nothing_changes() -> None:
-    pieces = pieces_of(nn.Sequential(nn.ReLU(), nn.LayerNorm(D)))
-    assert not pieces.prepared
+    staged = staged_of(nn.Sequential(nn.ReLU(), nn.LayerNorm(D)))
+    assert not staged.hoisted
 
 
 class Squared(nn.Module):
@@ -171,7 +171,7 @@ def made_once(recompute: Any) -> set[str]:
     pipe = graphpp.compile(Net(), loss, microbatches=2, memory=recompute)
     pipe.step(torch.randn(6, D), target=torch.zeros(6))
     [built] = pipe._library._built.values()
-    prepared = [finished.stages[0].prepare for finished in built.finished.values()]
+    prepared = [finished.stages[0].hoisted for finished in built.finished.values()]
     return {str(role) for item in prepared if item is not None for role in item.outputs}
 
 

@@ -13,10 +13,10 @@ from graphpp.batch.microbatch import Microbatch
 from graphpp.capture.trace import capture
 from graphpp.compiler.compile_regions import layers_of
 from graphpp.passes.graph.region import RegionCall
-from graphpp.passes.graph.stage_graphs import Cut, SlotGraph
-from graphpp.passes.lower import Choices, Passed, lower
-from graphpp.passes.stage.outline_regions import Layer, outline
-from graphpp.passes.stage.split_dropout import part_dropout
+from graphpp.passes.graph.stage_graphs import PhaseGraph, StagedGraphs
+from graphpp.passes.lower import LoweringOptions, PassResult, lower
+from graphpp.passes.stage.outline_regions import LayerOf, outline_regions
+from graphpp.passes.stage.split_dropout import split_dropout
 from graphpp.passes.text.render import render
 from graphpp.planner.layers import module_calls
 from graphpp.runtime.program import Phase, RandomKey
@@ -49,27 +49,28 @@ def loss(output: Tensor, target: Tensor) -> Tensor:
     return (output - target).square().mean()
 
 
-def slots(model: nn.Module, stages: int = 1, **choices: Any) -> tuple[list[SlotGraph], Layer]:
+def slots(model: nn.Module, stages: int = 1, **choices: Any) -> tuple[list[PhaseGraph], LayerOf]:
     """The programs' graphs of a model cut into equal stages, and the layer of each operation."""
     batch = Microbatch((torch.randn(4, 8),), target=torch.randn(4, 3))
     joint = capture(model, loss, batch, torch.device("cpu")).joint
     calls = module_calls(joint)
     ends = [call.position for call in calls if call.fqn.startswith("layers.") and call.fqn.count(".") == 1]
-    pieces: list[Cut] = []
+    staged: list[StagedGraphs] = []
 
-    def watch(passed: Passed) -> None:
-        if isinstance(passed.result, Cut):
-            pieces.append(passed.result)
+    def watch(passed: PassResult) -> None:
+        if isinstance(passed.result, StagedGraphs):
+            staged.append(passed.result)
 
-    lower(joint, [ends[len(ends) * stage // stages] if stage else 0 for stage in range(stages)], watch, Choices(**choices))
-    return list(pieces[-1].slots.values()), layers_of(calls)
+    begins = [ends[len(ends) * stage // stages] if stage else 0 for stage in range(stages)]
+    lower(joint, begins, watch, LoweringOptions(**choices))
+    return list(staged[-1].graphs.values()), layers_of(calls)
 
 
 def interpreted(call: RegionCall) -> Callable[[list[Any]], Any]:
     return render(call.region.graph, call.region.title).load("<region>")
 
 
-def values(slot: SlotGraph) -> list[Any]:
+def values(slot: PhaseGraph) -> list[Any]:
     """Arguments for a program, whatever they mean."""
     torch.manual_seed(3)
     made: list[Any] = []
@@ -79,12 +80,12 @@ def values(slot: SlotGraph) -> list[Any]:
     return made
 
 
-@pytest.mark.parametrize("choices", [{}, {"split_backward": True}, {"fused": True}])
+@pytest.mark.parametrize("choices", [{}, {"split_backward": True}, {"fuse_grad_accumulation": True}])
 @pytest.mark.parametrize("dropout", [0.0, 0.3])
 def test_a_program_computes_the_same_with_its_regions_taken_out(choices: dict[str, Any], dropout: float) -> None:
     found, layer = slots(Net(4, dropout), 2, **choices)
     for slot in found:
-        made = outline(part_dropout(slot), layer)
+        made = outline_regions(split_dropout(slot), layer)
         for call in made.calls:
             call.run = interpreted(call)
         before = render(slot.graph).load("<before>")(values(slot))
@@ -95,9 +96,9 @@ def test_a_program_computes_the_same_with_its_regions_taken_out(choices: dict[st
 
 def test_equal_layers_are_one_region() -> None:
     few, many = (slots(Net(layers)) for layers in (4, 12))
-    keys = [{call.region.key for slot in found for call in outline(slot, layer).calls} for found, layer in (few, many)]
+    keys = [{call.region.key for slot in found for call in outline_regions(slot, layer).calls} for found, layer in (few, many)]
     assert keys[0] == keys[1]
-    counts = [len([call for slot in found for call in outline(slot, layer).calls]) for found, layer in (few, many)]
+    counts = [len([call for slot in found for call in outline_regions(slot, layer).calls]) for found, layer in (few, many)]
     assert counts[1] - counts[0] == 2 * 8  # a forward and a backward more for each of 8 layers
 
 
@@ -105,7 +106,7 @@ def test_unequal_layers_are_different_regions() -> None:
     model = Net(3)
     model.layers[1].up = nn.Linear(8, 16, bias=False)
     ((forward, _), layer) = slots(model)
-    titles = {call.region.title: call.region.key for call in outline(forward, layer).calls}
+    titles = {call.region.title: call.region.key for call in outline_regions(forward, layer).calls}
     first, second, third = (key for title, key in titles.items() if title.startswith("layers."))
     assert first != second
     assert third == first
@@ -116,14 +117,14 @@ def test_a_constant_tells_regions_apart() -> None:
     model = Net(3)
     model.layers[1].norm.eps = 1e-3
     ((forward, _), layer) = slots(model)
-    keys = [call.region.key for call in outline(forward, layer).calls]
+    keys = [call.region.key for call in outline_regions(forward, layer).calls]
     assert keys[0] != keys[1]
 
 
 def test_inputs_of_a_region_die_inside_it() -> None:
     """When a region lets go of what it was handed, nobody else holds what has no later reader."""
     ((_, backward), layer) = slots(Net(2))
-    made = outline(backward, layer)
+    made = outline_regions(backward, layer)
     died: list[bool] = []
 
     def watching(call: RegionCall) -> Callable[[list[Any]], Any]:
@@ -150,7 +151,7 @@ def test_random_operators_stay_outside_and_masks_need_nothing() -> None:
     found, layer = slots(Net(2, 0.5))
     slot = next(slot for slot in found if slot.phase is Phase.FORWARD)
     assert any(node.target is seeded for node in slot.graph.nodes)
-    made = outline(part_dropout(slot), layer)
+    made = outline_regions(split_dropout(slot), layer)
     masks = [node for node in made.slot.graph.nodes if node.target is dropout_mask]
     assert len(masks) == 2
     assert all(source.op == "placeholder" for mask in masks for source in mask.all_input_nodes)
@@ -189,13 +190,13 @@ def test_the_copy_of_a_buffer_that_is_overwritten_is_not_left_to_a_compiler() ->
     (forward, *_), layer = slots(Average())
     copies = [node for node in forward.graph.nodes if node.target is torch.ops.aten.clone.default]
     assert copies
-    outside = [node for node in outline(forward, layer).slot.graph.nodes if node.target is torch.ops.aten.clone.default]
+    outside = [node for node in outline_regions(forward, layer).slot.graph.nodes if node.target is torch.ops.aten.clone.default]
     assert len(outside) == len(copies)
 
 
 def test_the_results_of_an_operation_are_in_its_region_whatever_layer_they_say() -> None:
     (forward, *_), _ = slots(Average())
-    outlined = outline(forward, lambda node: "items" if node.target is operator.getitem else "operations")
+    outlined = outline_regions(forward, lambda node: "items" if node.target is operator.getitem else "operations")
     given = values(forward)
     for call in outlined.calls:
         call.run = interpreted(call)

@@ -11,9 +11,9 @@ from torch import Tensor, fx, nn
 
 from graphpp.options.recompute import Recompute
 from graphpp.passes.graph.joint_graph import is_tensor
-from graphpp.passes.graph.stage_graphs import Cut, SlotGraph
-from graphpp.passes.lower import Choices, Passed, lower
-from graphpp.passes.stage.cut_stages import cut
+from graphpp.passes.graph.stage_graphs import PhaseGraph, StagedGraphs
+from graphpp.passes.lower import LoweringOptions, PassResult, lower
+from graphpp.passes.stage.cut_stages import cut_stages
 from graphpp.passes.stage.split_weight_grad import split_weight_grad
 from graphpp.runtime import program as p
 from graphpp.runtime.program import Phase
@@ -49,14 +49,14 @@ class Layers(nn.Module):
         return x
 
 
-def halves(model: nn.Module, *calls: str, rerun: bool = False) -> Cut:
-    """The pieces of a model cut before these calls, split."""
+def halves(model: nn.Module, *calls: str, rerun: bool = False) -> StagedGraphs:
+    """The staged of a model cut before these calls, split."""
     joint = captured(model, torch.randn(4, D))
     joint = assigned(joint, *starts(joint, *calls))
-    return split_weight_grad(joint, cut(joint, 1 + len(calls)), Recompute(weight_grad=rerun).rerun)
+    return split_weight_grad(joint, cut_stages(joint, 1 + len(calls)), Recompute(weight_grad=rerun).rerun)
 
 
-def names(slot: SlotGraph) -> list[str]:
+def names(slot: PhaseGraph) -> list[str]:
     return [node.name for node in slot.graph.nodes if node.op == "call_function"]
 
 
@@ -64,7 +64,7 @@ def roles(items: tuple[Any, ...], kind: type) -> list[str]:
     return [role.name if hasattr(role, "name") else role.fqn for role in items if isinstance(role, kind)]
 
 
-def ancestors(slot: SlotGraph, kind: type) -> set[str]:
+def ancestors(slot: PhaseGraph, kind: type) -> set[str]:
     """The nodes that results of a kind are computed from."""
     results = zip(slot.outputs, slot.graph.output_node().args[0], strict=True)  # type: ignore[arg-type]
     pending: list[fx.Node] = [node for role, node in results if isinstance(role, kind)]
@@ -79,8 +79,8 @@ def ancestors(slot: SlotGraph, kind: type) -> set[str]:
 @pytest.mark.parametrize("again", [False, True])
 @pytest.mark.parametrize("stage", [1, 2])
 def test_i_has_what_a_sent_gradient_needs_and_w_the_rest(stage: int, again: bool) -> None:
-    pieces = halves(Layers(again), "layers.1", "layers.1@1" if again else "layers.2")
-    first, second, whole = (pieces.slots[phase, stage] for phase in (I, W, B))
+    staged = halves(Layers(again), "layers.1", "layers.1@1" if again else "layers.2")
+    first, second, whole = (staged.graphs[phase, stage] for phase in (I, W, B))
     several = {node.name for node in whole.graph.nodes if not is_tensor(node) or "getitem" in node.name}
     assert ancestors(first, p.Sent) <= set(names(first)) <= ancestors(whole, p.Sent) | several
     assert Counter(names(first) + names(second)) == Counter(names(whole))
@@ -94,32 +94,32 @@ def test_i_has_what_a_sent_gradient_needs_and_w_the_rest(stage: int, again: bool
 
 
 def test_a_weight_gradient_that_comes_with_an_input_gradient_is_made_by_i() -> None:
-    pieces = halves(Layers(), "layers.1", "layers.2")
-    first = roles(pieces.slots[I, 1].outputs, p.Gradient)
+    staged = halves(Layers(), "layers.1", "layers.2")
+    first = roles(staged.graphs[I, 1].outputs, p.Gradient)
     assert not any("up" in fqn or "down" in fqn for fqn in first)
     assert {fqn.rpartition(".")[0] for fqn in first} <= {"layers.1.norm"}
 
 
 def test_the_first_stage_has_only_w() -> None:
-    pieces = halves(Layers(), "layers.1")
-    first, second = pieces.slots[I, 0], pieces.slots[W, 0]
+    staged = halves(Layers(), "layers.1")
+    first, second = staged.graphs[I, 0], staged.graphs[W, 0]
     assert names(first) == []
-    assert roles(first.outputs, p.Saved) == roles(pieces.slots[B, 0].inputs, p.Received)  # what arrived waits for W
-    assert names(second) == names(pieces.slots[B, 0])
+    assert roles(first.outputs, p.Saved) == roles(staged.graphs[B, 0].inputs, p.Received)  # what arrived waits for W
+    assert names(second) == names(staged.graphs[B, 0])
 
 
 def test_behind_a_frozen_stage_everything_is_w_and_a_frozen_stage_has_neither() -> None:
-    pieces = halves(Layers(frozen=1), "layers.1", "layers.2")
-    assert [names(pieces.slots[phase, 0]) for phase in (I, W)] == [[], []]
-    assert names(pieces.slots[I, 1]) == []
-    assert names(pieces.slots[W, 1]) == names(pieces.slots[B, 1])
+    staged = halves(Layers(frozen=1), "layers.1", "layers.2")
+    assert [names(staged.graphs[phase, 0]) for phase in (I, W)] == [[], []]
+    assert names(staged.graphs[I, 1]) == []
+    assert names(staged.graphs[W, 1]) == names(staged.graphs[B, 1])
 
 
 def test_a_frozen_stage_between_others_has_only_i() -> None:
     model = Layers()
     model.layers[1].requires_grad_(False)
-    pieces = halves(model, "layers.1", "layers.2")
-    assert names(pieces.slots[W, 1]) == [] and names(pieces.slots[I, 1]) == names(pieces.slots[B, 1])
+    staged = halves(model, "layers.1", "layers.2")
+    assert names(staged.graphs[W, 1]) == [] and names(staged.graphs[I, 1]) == names(staged.graphs[B, 1])
 
 
 def test_what_may_run_again_is_kept_as_the_smaller_of_a_value_and_its_inputs() -> None:
@@ -134,10 +134,10 @@ def test_what_may_run_again_is_kept_as_the_smaller_of_a_value_and_its_inputs() -
     hand.result(p.Gradient("w1"), hand.node("dw1", "B1", wide))
     hand.result(p.Gradient("w0"), hand.node("dw0", "B0", back))
     joint = hand.joint()
-    pieces = cut(joint, 2)
-    assert roles(split_weight_grad(joint, pieces).slots[I, 1].outputs, p.Saved) == ["wide"]
-    freer = split_weight_grad(joint, pieces, lambda node: node.name == "wide")
-    assert roles(freer.slots[I, 1].outputs, p.Saved) == ["narrow"]
+    staged = cut_stages(joint, 2)
+    assert roles(split_weight_grad(joint, staged).graphs[I, 1].outputs, p.Saved) == ["wide"]
+    freer = split_weight_grad(joint, staged, lambda node: node.name == "wide")
+    assert roles(freer.graphs[I, 1].outputs, p.Saved) == ["narrow"]
 
 
 def test_with_leave_to_run_again_fewer_bytes_are_kept_and_never_more() -> None:
@@ -149,24 +149,24 @@ def test_with_leave_to_run_again_fewer_bytes_are_kept_and_never_more() -> None:
 def test_a_node_runs_twice_only_with_leave() -> None:
     joint = captured(Layers(), torch.randn(4, D))
     joint = assigned(joint, *starts(joint, "layers.1"))
-    pieces = cut(joint, 2)
-    lenient = split_weight_grad(joint, pieces, lambda node: True)
+    staged = cut_stages(joint, 2)
+    lenient = split_weight_grad(joint, staged, lambda node: True)
     for stage in (0, 1):
-        both = Counter(names(lenient.slots[I, stage]) + names(lenient.slots[W, stage]))
-        assert set(both) == set(names(pieces.slots[B, stage]))
+        both = Counter(names(lenient.graphs[I, stage]) + names(lenient.graphs[W, stage]))
+        assert set(both) == set(names(staged.graphs[B, stage]))
 
 
 def test_the_recipe_splits_only_where_it_is_asked_to() -> None:
     seen: list[str] = []
 
-    def hook(passed: Passed) -> None:
+    def hook(passed: PassResult) -> None:
         seen.append(passed.name)
 
     joint = captured(Layers(), torch.randn(4, D))
     made = lower(joint, (0, *starts(joint, "layers.1")), hook)
     assert set(made.stages[1].programs) == {Phase.FORWARD, B} and "split_weight_grad" not in seen
     joint = captured(Layers(), torch.randn(4, D))
-    made = lower(joint, (0, *starts(joint, "layers.1")), hook, Choices(split_backward=True))
+    made = lower(joint, (0, *starts(joint, "layers.1")), hook, LoweringOptions(split_backward=True))
     assert set(made.stages[1].programs) == {Phase.FORWARD, B, I, W}
     assert seen.index("split_weight_grad") == len(seen) - 2
     assert made.stages[1].kept_bytes > 0

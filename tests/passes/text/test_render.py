@@ -17,8 +17,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, fx
 
-from graphpp.passes.text.naming import spell_target, spell_value
-from graphpp.passes.text.render import Rendered, define, docstring, render
+from graphpp.passes.text.naming import format_value, python_name
+from graphpp.passes.text.render import RenderedGraph, define, docstring, render
 from graphpp.runtime import program
 from graphpp.runtime.randomness import seeded
 
@@ -303,7 +303,7 @@ def test_what_arrives_says_from_where() -> None:
     ],
 )
 def test_targets_are_spelled_by_a_name_that_leads_to_them(target: Any, spelled: str | None) -> None:
-    assert spell_target(target) == (spelled and spelled.replace("tests.passes.text.test_render", __name__))
+    assert python_name(target) == (spelled and spelled.replace("tests.passes.text.test_render", __name__))
 
 
 def test_texts_for_two_devices_differ_in_the_line_that_names_the_device() -> None:
@@ -318,9 +318,9 @@ def test_texts_for_two_devices_differ_in_the_line_that_names_the_device() -> Non
 
 
 def test_values_are_spelled_by_dtype_and_shape() -> None:
-    assert spell_value(torch.zeros(2, 3, dtype=torch.bfloat16)) == "bf16[2, 3]"
-    assert spell_value((torch.zeros(()), [torch.zeros(1, dtype=torch.float8_e5m2)])) == "(f32[], (float8_e5m2[1]))"
-    assert spell_value(3) == "int"
+    assert format_value(torch.zeros(2, 3, dtype=torch.bfloat16)) == "bf16[2, 3]"
+    assert format_value((torch.zeros(()), [torch.zeros(1, dtype=torch.float8_e5m2)])) == "(f32[], (float8_e5m2[1]))"
+    assert format_value(3) == "int"
 
 
 def test_a_title_of_any_kind_is_a_docstring() -> None:
@@ -356,7 +356,7 @@ def test_sub_graphs_in_sub_graphs_are_defined() -> None:
 # ----------------------------------------------------------------------------------------------------------- tracebacks
 
 
-def failing(rendered: Rendered) -> str:
+def failing(rendered: RenderedGraph) -> str:
     """The traceback of running `sin` on no tensor."""
     try:
         rendered.load("<graphpp stage 3>")(["no tensor"])

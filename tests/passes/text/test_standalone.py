@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, fx, nn
 
 import graphpp
-from graphpp.passes.text.render import Rendered, render
+from graphpp.passes.text.render import RenderedGraph, render
 from graphpp.passes.text.standalone import Origin, standalone
 from tests.models import MODELS, Case, cuts
 from tests.reference import gradients
@@ -57,12 +57,12 @@ def from_files(monkeypatch: pytest.MonkeyPatch) -> Callable[[Path], list[str]]:
     def redirect(folder: Path) -> list[str]:
         taken: list[str] = []
 
-        def from_file(_: Rendered, filename: str) -> Any:
+        def from_file(_: RenderedGraph, filename: str) -> Any:
             stage, phase = re.search(r"stage (\d+) (\w+)", filename).groups()  # type: ignore[union-attr]
             taken.append(f"stage{stage}_{phase}.py")
             return load(folder / taken[-1]).run
 
-        monkeypatch.setattr(Rendered, "load", from_file)
+        monkeypatch.setattr(RenderedGraph, "load", from_file)
         return taken
 
     return redirect
