@@ -15,6 +15,7 @@ from graphpp.passes.graph.stage_graphs import PhaseGraph, StagedGraphs
 from graphpp.passes.lower import LoweringOptions, PassResult, lower
 from graphpp.passes.stage.cut_stages import cut_stages
 from graphpp.passes.stage.split_weight_grad import split_weight_grad
+from graphpp.planner.recompute_policy import may_repeat_in_weight_grad
 from graphpp.runtime import program as p
 from graphpp.runtime.program import Phase
 from tests.passes.graphs import Hand, assigned, captured, starts
@@ -53,7 +54,7 @@ def halves(model: nn.Module, *calls: str, rerun: bool = False) -> StagedGraphs:
     """The staged of a model cut before these calls, split."""
     joint = captured(model, torch.randn(4, D))
     joint = assigned(joint, *starts(joint, *calls))
-    return split_weight_grad(joint, cut_stages(joint, 1 + len(calls)), Recompute(weight_grad=rerun).rerun)
+    return split_weight_grad(joint, cut_stages(joint, 1 + len(calls)), may_repeat_in_weight_grad(Recompute(weight_grad=rerun)))
 
 
 def names(slot: PhaseGraph) -> list[str]:
