@@ -94,7 +94,9 @@ def count_checkpointed_calls(joint: JointGraph) -> int:
     return len({node.meta["checkpoint"] for node in joint.computed() if "checkpoint" in node.meta})
 
 
-def add_checkpoint_regions(joint: JointGraph, region: RegionOf | None, chosen: MayRecompute) -> tuple[RegionOf | None, MayRecompute]:
+def add_checkpoint_regions(
+    joint: JointGraph, region: RegionOf | None, chosen: MayRecompute
+) -> tuple[RegionOf | None, MayRecompute]:
     """The regions that are computed again and what of them: those given, and the model's own where none of these is around.
 
     Of a region given and a checkpoint that lie one in the other, the outer one counts.
