@@ -1,7 +1,7 @@
-"""What graphpp raises. Every error says what is wrong, where (FQN, source line, row and column), and what to do.
+"""The errors that graphpp raises. Each says what is wrong, where (FQN, source line, row and column), and what to do.
 
-All of them are `GraphPPError`, and each also is the built-in error a caller would expect, so
-`except ValueError` keeps working. This file imports nothing: every floor may raise from it.
+All of them are `GraphPPError`, and each also is the built-in error that a caller would expect, so `except ValueError` keeps
+working. This file imports nothing, so every package may raise from it.
 """
 
 
@@ -10,7 +10,7 @@ class GraphPPError(Exception):
 
 
 class CaptureError(GraphPPError, RuntimeError):
-    """The model, its loss or its example cannot be captured as one joint graph with right gradients."""
+    """The model, its loss or its example cannot be captured as one joint graph with correct gradients."""
 
 
 class SplitError(GraphPPError, ValueError):
@@ -30,4 +30,4 @@ class MismatchError(GraphPPError, RuntimeError):
 
 
 class RankFailure(GraphPPError, RuntimeError):  # noqa: N818 - it names an event on another rank
-    """Another rank died or left the step; the message names it."""
+    """Another rank died or left the step; the message names that rank."""

@@ -1,6 +1,6 @@
-"""Numbers with their units as people read them, and where the ticks of an axis go.
+"""Spell bytes and times with a readable unit, and place the ticks of an axis.
 
-Contract: text only, three or four digits; seconds become ms or µs by their size, any other unit of time stays as it is.
+Contract: numbers in, text or numbers out. Seconds are shown as s, ms or µs by their size; any other unit of time stays.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import math
 
 
 def spell_bytes(count: int) -> str:
-    """`12.5 KiB`."""
+    """Bytes as text with the largest unit that fits, for example `12.5 KiB`."""
     size, unit = float(count), "B"
     for larger in ("KiB", "MiB", "GiB"):
         if size < 1024:
@@ -19,20 +19,20 @@ def spell_bytes(count: int) -> str:
 
 
 def scale_of(span: float, unit: str) -> tuple[float, str]:
-    """How many of the unit to show are in one of `unit`, and its name, for times up to `span`."""
+    """(factor, name) of the unit in which to show times up to `span`: one `unit` is `factor` of the unit called `name`."""
     if unit != "s" or span >= 1:
         return 1.0, unit
     return (1e3, "ms") if span >= 1e-3 else (1e6, "µs")
 
 
 def spell_time(time: float, unit: str) -> str:
-    """`1.25 ms`; a unit other than seconds follows its number as it is."""
+    """A time as text with four digits, for example `1.25 ms`; a unit other than seconds follows its number unchanged."""
     factor, name = scale_of(abs(time), unit)
     return f"{time * factor:.4g} {name}"
 
 
 def tick_step(span: float, most: int) -> float:
-    """The distance of at most `most` ticks from 0 to `span`: 1, 2 or 5 times a power of ten."""
+    """The distance between at most `most` ticks from 0 to `span`: 1, 2 or 5 times a power of ten."""
     if span <= 0:
         return 1.0
     rough = span / max(most, 1)
@@ -41,6 +41,6 @@ def tick_step(span: float, most: int) -> float:
 
 
 def ticks(span: float, most: int) -> list[float]:
-    """Where the ticks are, from 0 to `span`."""
+    """The positions of the ticks from 0 to `span`, `tick_step(span, most)` apart."""
     step = tick_step(span, most)
     return [step * number for number in range(int(span / step + 1e-9) + 1)]

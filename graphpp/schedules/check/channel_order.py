@@ -1,11 +1,11 @@
-"""The sends and receives of a table: the right ones, on the right side of their computations, in one order at both ends.
+"""Check the sends and receives of a table: none missing or left over, each on the right side of its computation, in order.
 
 Contract
-    in    a `ScheduleUnderCheck` whose actions are in place, of a schedule with communication
+    in    a `ScheduleUnderCheck` with `where` filled, of a schedule with communication
     out   nothing; or `ScheduleError` at the send or receive that is missing, left over or out of order
 
-A channel is an ordered pair of ranks: what one sends arrives at the other in the order it was posted, whatever kind and
-stage it is of. Within a batch (P2P) the parts are posted in the order they are written.
+A channel is an ordered pair of ranks. Its messages arrive in the order in which they are posted, whatever their kind and
+stage, so both ends must list them in the same order. The parts of a batch (P2P) are posted in the order they are written.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from graphpp.schedules.table.actions import Action, computations
 
 
 def check_messages(subject: ScheduleUnderCheck) -> None:
-    """Exactly the sends and receives that the stages' ranks ask for, on the right side of their computations."""
+    """Raise unless the table has exactly the sends and receives that its placement of stages needs, each on the right side."""
     expected: set[Action] = set()
     for crossing in subject.messages:
         _check_message(subject, crossing)
@@ -48,8 +48,8 @@ def _readers(subject: ScheduleUnderCheck, receive: Action) -> Iterator[Action]:
 
 
 def check_channels(subject: ScheduleUnderCheck) -> None:
-    """Between two ranks messages arrive in the order they are sent, so both ends must list them in one order."""
-    position = {leaf: place for place, leaf in enumerate(subject.where)}  # parts of one batch in their order too
+    """Raise unless both ends of every channel list its messages in the same order."""
+    position = {leaf: place for place, leaf in enumerate(subject.where)}  # includes the order of the parts of a batch
     rank_of = subject.schedule.rank_of_stage
     channels: dict[tuple[int, int], list[Crossing]] = defaultdict(list)
     for crossing in subject.messages:

@@ -1,16 +1,18 @@
-"""Proves, before the first action, that a schedule computes everything once and cannot hang.
+"""Prove, before the first action runs, that a schedule computes everything once and cannot hang.
 
 Contract. After `check(schedule, ranks=, stages=, microbatches=)` returns:
-    each (stage, microbatch) has F once, then B once, or I and then W once, all on the stage's one rank; nothing is
-    out of range, doubled or left over; with `training=False` F alone;
-    parameters are whole where they are read, and REDUCE_GRAD stands after its stage's last backward
+    each (stage, microbatch) has one F, then one B, or one I and then one W, all on the stage's one rank; no action is out
+    of range, doubled or left over; with `training=False` each has F alone;
+    parameters are unsharded wherever a computation reads them, and REDUCE_GRAD stands after its stage's last backward
     (`graphpp.schedules.check.shard_order`);
-    if the table has communication: sends and receives stand exactly where neighbouring stages are on different
-    ranks, a SEND after and a RECV before its computation, and each channel (rank -> rank) has one order at both ends
+    if the table has communication: sends and receives stand exactly where neighbouring stages are on different ranks,
+    a SEND after and a RECV before its computation, and each channel (rank -> rank) has the same order at both ends
     (`graphpp.schedules.check.channel_order`);
-    no cycle of waits exists, under batched and unbatched point-to-point (`graphpp.schedules.check.deadlock`). An overlap waits
-    for the inputs of all its parts before it starts, so no part needs another's result, not by way of other ranks either;
-    if a memory cap is given: no rank holds more bytes of activations at any time (`graphpp.schedules.check.peak_memory`).
+    no cycle of waits exists, with batched or unbatched point-to-point messages (`graphpp.schedules.check.deadlock`). An
+    overlap waits for the inputs of all its parts before it starts, so no part may depend on another part, not even by way
+    of other ranks;
+    if a memory cap is given: no rank ever has more bytes of activations alive than the cap
+    (`graphpp.schedules.check.peak_memory`).
 """
 
 from __future__ import annotations
@@ -45,12 +47,12 @@ def check(
 ) -> None:
     """Accept the schedule, with or without communication, or raise `ScheduleError`.
 
-    `training=False` is for a table of forwards only. `memory_cap`: bytes of activations that a rank may hold, one number
-    or one for each rank; `costs` then say how many a stage's microbatch takes (one, or one for each microbatch), and
-    `offloaded` which of them are in the host's memory for a while.
+    `training=False` is for a table of forwards only. `memory_cap`: the most bytes of activations alive on a rank, one number
+    for all ranks or one for each. It needs `costs` with the bytes of each stage, for all microbatches or one per microbatch;
+    `offloaded` are the activations that spend a while in the host's memory.
 
-    The error names rank, column, the actions around it and what to do; for a deadlock, the cycle of waits. Refuses
-    what torch's `_validate_schedule` lets pass: doubled actions, microbatches out of range, B beside I and W,
+    The error names rank, column, the actions around the fault and a remedy; for a deadlock, the cycle of waits. Refuses
+    tables that torch's `_validate_schedule` accepts: doubled actions, microbatches out of range, B together with I and W,
     deadlocks, missing or misordered receives.
     """
     if schedule.ranks != ranks:
@@ -81,7 +83,7 @@ def _required(costs: MicrobatchCosts | None) -> MicrobatchCosts:
 
 
 def _check_made_for(subject: ScheduleUnderCheck) -> None:
-    """A table that is whole, but for other counts, is refused as a whole and not at one of its actions."""
+    """Refuse a complete table for other counts as a whole, instead of at one of its actions."""
     leaves = [leaf for _, _, action in subject.schedule.cells() for leaf in action.leaves]
     computed = {(leaf.stage, leaf.microbatch) for leaf in leaves if leaf.kind in (Kind.F, *BACKWARDS)}
     forwards = {(leaf.stage, leaf.microbatch) for leaf in leaves if leaf.kind is Kind.F}
@@ -99,7 +101,7 @@ def _check_made_for(subject: ScheduleUnderCheck) -> None:
 
 
 def _place_all(subject: ScheduleUnderCheck) -> None:
-    """Fill `subject.where`; afterwards nothing is out of range or doubled, and each stage has one rank."""
+    """Fill `subject.where`. Afterwards no action is out of range or doubled, and each stage has one rank."""
     for rank, column, action in subject.schedule.cells():
         place = Position(rank, column)
         _check_form(subject, place, action)
@@ -160,7 +162,7 @@ def _check_complete(subject: ScheduleUnderCheck) -> None:
 
 
 def _check_counts(subject: ScheduleUnderCheck) -> None:
-    """The schedule counts like its caller; add_communication goes by the schedule's own numbers, and so does recomputing."""
+    """Raise if the schedule's own counts differ from the pipeline's: rewrites and recomputation go by the schedule's counts."""
     made_for = (subject.schedule.stages, subject.schedule.microbatches)
     if made_for != (subject.stages, subject.microbatches):
         raise ScheduleError(
@@ -195,7 +197,7 @@ def _wanted(subject: ScheduleUnderCheck, have: set[Kind]) -> set[Kind]:
 
 
 def _nearest(subject: ScheduleUnderCheck, missing: Action) -> Position:
-    """Where to look for an action that is not there: at its microbatch on its stage, else at the stage's first cell."""
+    """The cell to show for a missing action: one with its stage and microbatch, else the first cell of its stage."""
     same_stage = [(leaf, place) for leaf, place in subject.where.items() if leaf.stage == missing.stage]
     return next((place for leaf, place in same_stage if leaf.microbatch == missing.microbatch), same_stage[0][1])
 

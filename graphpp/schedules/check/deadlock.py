@@ -1,21 +1,21 @@
-"""Proves that a table comes to its end: no action of it waits, through others, for itself.
+"""Prove that a table runs to its end: no action waits, through others, for itself.
 
 Contract
-    in    a `ScheduleUnderCheck` whose actions are in place, with either all of its sends and receives or none
+    in    a `ScheduleUnderCheck` with `where` filled, with either all of its sends and receives or none
     out   nothing; or `ScheduleError` with the cycle of waits, one wait a line
 
-The proof is one graph. Its nodes are the computations and the messages; a message, its send and its receive, is ONE
-node (rendezvous: it is over when both ends have come to it). A computation waits for the one before it on its rank and
-for what it reads. A message waits, on both of its ranks, for the computation before it and for the sends and receives
-before it. Those of a batch (P2P) are under way together, so none waits for another; but they are over together: who
-reads one, or comes after it, waits for all of them.
+The proof is one graph. Its nodes are the computations and the messages. A message, with its send and its receive, is ONE
+node (rendezvous: it ends when both ranks have reached it). A computation waits for the computation before it on its rank
+and for its inputs. A message waits, on both of its ranks, for the computation before it and for the messages before it.
+The messages of a batch (P2P) run together, so none of them waits for another, but they end together: a computation that
+reads one of them, or a message after the batch, waits for all of them.
 
-That is the strictest transport there is: NCCL's batched point-to-point, one communicator and stream per rank, nothing
-buffered. Each laxer one has fewer waits: a communicator per pair of ranks, which is NCCL unbatched; receives that are
-posted early and waited for when read; a transport where up to `transport.DEPTH` sends to a rank are under way before
-the next one waits for the oldest (the proof holds for a depth of 0, and so for any); gloo, which may buffer a send. So
-no cycle here means no hang on any of them. UNSHARD, RESHARD and REDUCE_GRAD wait for replicas of the same stage, which
-run the same table, and so for no other rank of this one.
+This models the strictest transport: NCCL's batched point-to-point, one communicator and stream per rank, no buffering.
+Every laxer transport has fewer waits: one communicator per pair of ranks (unbatched NCCL); receives that are posted early
+and waited for when they are read; up to `transport.DEPTH` sends to a rank in flight before the next send waits for the
+oldest (the proof holds for a depth of 0, so for any depth); gloo, which may buffer a send. So a table without a cycle here
+hangs on none of them. UNSHARD, RESHARD and REDUCE_GRAD wait for the replicas of the same stage, which run the same table,
+and so for no other rank of this table.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ from graphpp.schedules.check.schedule_under_check import Position, ScheduleUnder
 from graphpp.schedules.table.actions import Action, Kind, message, upstream
 
 WaitNode = Position | Action
-"""A computation's cell, or a message, by its send."""
+"""The cell of a computation, or a message named by its send."""
 
 
 def check_progress(subject: ScheduleUnderCheck) -> None:
-    """Raise `ScheduleError`, which shows the cycle, where actions wait for each other."""
+    """Raise `ScheduleError` showing the cycle if actions wait for each other."""
     cycle = find_cycle(subject)
     if cycle:
         places = _Positions.of(subject)
@@ -46,7 +46,7 @@ def check_progress(subject: ScheduleUnderCheck) -> None:
 
 
 def find_cycle(subject: ScheduleUnderCheck) -> list[WaitNode]:
-    """Nodes each of which waits for the next, and the last for the first; empty where everything comes to its end."""
+    """Nodes each of which waits for the next, and the last for the first; empty if the table runs to its end."""
     try:
         TopologicalSorter(waits(subject)).prepare()
     except CycleError as fault:
@@ -60,14 +60,14 @@ def find_cycle(subject: ScheduleUnderCheck) -> list[WaitNode]:
 
 @dataclass
 class _LastNodes:
-    """The last things on a rank's list so far."""
+    """The nodes that the next action of a rank has to wait for."""
 
     computation: list[WaitNode] = field(default_factory=list)
     messages: list[WaitNode] = field(default_factory=list)
 
 
 def waits(subject: ScheduleUnderCheck) -> dict[WaitNode, set[WaitNode]]:
-    """Each node -> the nodes that must be over before it."""
+    """The graph of waits: each node -> the nodes that must have ended before it."""
     send_of = {receive: send for _, send, receive in subject.messages} if subject.schedule.has_communication else {}
     graph: dict[WaitNode, set[WaitNode]] = {}
     last = [_LastNodes() for _ in subject.schedule.table]
@@ -86,7 +86,7 @@ def waits(subject: ScheduleUnderCheck) -> dict[WaitNode, set[WaitNode]]:
 
 
 def _nodes_read(subject: ScheduleUnderCheck, action: Action, send_of: dict[Action, Action]) -> Iterator[WaitNode]:
-    """What a computation's inputs come with: a neighbour's computation, or the messages that arrive with them."""
+    """The nodes that a computation's inputs come from: a neighbour's computation, or messages of the batch with the input."""
     for leaf in action.leaves:
         for maker in upstream(leaf, subject.stages):
             if maker in subject.where:
@@ -103,7 +103,7 @@ def _nodes_read(subject: ScheduleUnderCheck, action: Action, send_of: dict[Actio
 
 @dataclass(frozen=True)
 class _Positions:
-    """Where nodes stand, for a person."""
+    """The cells in which nodes stand, for the text of an error."""
 
     subject: ScheduleUnderCheck
     receive_of: dict[Action, Action]
@@ -113,14 +113,14 @@ class _Positions:
         return cls(subject, {send: receive for _, send, receive in subject.messages})
 
     def cells(self, node: WaitNode) -> tuple[Position, ...]:
-        """The cell of a computation; those of a message's send and receive."""
+        """The cell of a computation; of a message, the cells of its send and its receive."""
         if isinstance(node, Position):
             return (node,)
         return self.subject.where[node], self.subject.where[self.receive_of[node]]
 
 
 def _without_steps(cycle: list[WaitNode], places: _Positions) -> list[WaitNode]:
-    """Leave out the nodes in the middle of a run of earlier and earlier cells of one rank."""
+    """Drop the nodes between the ends of a run of waits that only walks back along one rank's row."""
 
     def passed_by(around: Iterable[WaitNode]) -> bool:
         before, node, after = (places.cells(each)[0] for each in around)

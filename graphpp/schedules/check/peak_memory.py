@@ -1,11 +1,11 @@
-"""Peak bytes of the activations on each rank, from the table alone: what is alive does not depend on times.
+"""The peak bytes of activations on each rank, from the table alone: lifetimes depend on the order, not on the times.
 
 Contract
-    A rank's list is walked in its order with the bytes of `graphpp.schedules.table.costs`: those of a stage's microbatch live
-    from the start of its F to the end of its B, or to the end of its I and in part to the end of its W. An overlap is one
-    instant: all of its parts' bytes are alive together. A forward that no backward follows keeps nothing after its end.
-    Offloaded bytes are not alive from the end of a window's `evict_after` to the start of its `prefetch_at`.
-    The simulator's memory curve has the same peaks, since a rank runs one action at a time.
+    A rank's row is walked in order with the bytes of `graphpp.schedules.table.costs`: the activations of a stage's microbatch
+    live from the start of its F to the end of its B, or to the end of its I and in part to the end of its W. An overlap is
+    one instant: the bytes of all its parts are alive together. A forward without a backward keeps nothing after its end.
+    Offloaded bytes are not alive from the end of a window's `evict_after` to the start of its `prefetch_at`. The memory
+    curve of the simulator has the same peaks, since a rank runs one action at a time.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from graphpp.schedules.table.schedule import Row, Schedule
 
 
 class Peak(NamedTuple):
-    """The most bytes alive at once on a rank, and the first column in which they are."""
+    """The most bytes alive at once on a rank, and the first column in which so many are alive."""
 
     rank: int
     column: int
@@ -31,7 +31,7 @@ class Peak(NamedTuple):
 
 
 MicrobatchCosts = Costs | Sequence[Costs]
-"""The costs of all microbatches, or those of each."""
+"""The costs of all microbatches, or one for each microbatch."""
 
 
 def peak_bytes(schedule: Schedule, costs: MicrobatchCosts, offloaded: Sequence[OffloadWindow] = ()) -> tuple[int, ...]:
@@ -40,7 +40,7 @@ def peak_bytes(schedule: Schedule, costs: MicrobatchCosts, offloaded: Sequence[O
 
 
 def peaks(schedule: Schedule, costs: MicrobatchCosts, offloaded: Sequence[OffloadWindow] = ()) -> tuple[Peak, ...]:
-    """Each rank's peak. Raises `ScheduleError` if `costs` has another number of stages, or of microbatches."""
+    """The peak of each rank. Raises `ScheduleError` if `costs` has another number of stages, or of microbatches."""
     each = [costs] * schedule.microbatches if isinstance(costs, Costs) else list(costs)
     if len(each) != schedule.microbatches:
         raise ScheduleError(f"schedule {schedule.name!r} has {schedule.microbatches} microbatches, the costs {len(each)}")
@@ -59,7 +59,7 @@ def check_memory(
     cap: int | Sequence[int],
     offloaded: Sequence[OffloadWindow] = (),
 ) -> None:
-    """Raise `ScheduleError` at the peak of a rank that holds more than `cap` bytes; one cap, or one for each rank."""
+    """Raise `ScheduleError` at the peak of a rank with more than `cap` bytes alive; `cap`: for all ranks, or one for each."""
     caps = [cap] * subject.schedule.ranks if isinstance(cap, int) else list(cap)
     if len(caps) != subject.schedule.ranks:
         raise ScheduleError(f"memory_cap has bytes for {len(caps)} ranks, but {subject.schedule.ranks} run the schedule")
@@ -95,7 +95,7 @@ def _live(row: Row, costs: Sequence[Costs], offloaded: Sequence[OffloadWindow]) 
 
 
 class _ByteChanges:
-    """What an action does to the bytes alive on its rank."""
+    """The change of a rank's live bytes at the start and the end of each computation."""
 
     def __init__(self, row: Row, costs: Sequence[Costs]) -> None:
         leaves = (leaf for action in row if action is not None for leaf in action.leaves)
@@ -103,6 +103,6 @@ class _ByteChanges:
         self._costs = costs
 
     def change(self, leaf: Action) -> tuple[int, int]:
-        """Bytes more at the start of a computation, and at its end."""
+        """(bytes more at the start of a computation, bytes more at its end); negative where bytes are freed."""
         stage = self._costs[leaf.microbatch or 0].stages[leaf.stage]
         return stage.change(leaf.kind, (leaf.stage, leaf.microbatch) in self._followed)

@@ -1,9 +1,9 @@
-"""A schedule under examination: what it must fit, where each of its actions stands, and how a fault is shown.
+"""A schedule while it is checked: the counts it must fit, the cell of each action, and how an error shows a fault.
 
 Contract
-    `where` maps every single action to its cell, a part of an overlap or of a batch to the cell of its whole, in the
-    order of the ranks' lists; the first step of `graphpp.schedules.check.checker` fills it, and every later step reads it.
-    Ranks and columns in messages count from 0, like the rows and cells of the printed table without its labels.
+    `where` maps every single action to its cell, a part of an overlap or of a batch to the cell of the whole, in the
+    order of the ranks' rows. The first step of `graphpp.schedules.check.checker` fills it and every later step reads it.
+    Ranks and columns in error messages count from 0, like the rows and cells of the printed table without its labels.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from graphpp.schedules.table.schedule import Schedule
 
 
 class Position(NamedTuple):
-    """A cell of the table."""
+    """A cell of the table: `table[rank][column]`."""
 
     rank: int
     column: int
 
 
 class Crossing(NamedTuple):
-    """A result that goes to another rank; `send` and `receive` may be missing in the table."""
+    """A result that crosses to another rank: the computation, its send and its receive; the table may lack the last two."""
 
     made: Action
     send: Action
@@ -34,9 +34,9 @@ class Crossing(NamedTuple):
 
 @dataclass(frozen=True)
 class ScheduleUnderCheck:
-    """A schedule, the counts of the pipeline that is to run it, and where each single action stands.
+    """A schedule, the counts of the pipeline that will run it, and the cell of each single action.
 
-    `training`: whether it has backwards, or forwards only.
+    `training`: True for a table with backwards, False for a table of forwards only.
     """
 
     schedule: Schedule
@@ -47,18 +47,18 @@ class ScheduleUnderCheck:
 
     @classmethod
     def of(cls, schedule: Schedule) -> ScheduleUnderCheck:
-        """A schedule by its own counts, every action in its place; for one that is known to have each only once."""
+        """A schedule with its own counts and every action in `where`; for a table known to have each action only once."""
         subject = cls(schedule, schedule.stages, schedule.microbatches)
         subject.where.update((leaf, Position(rank, at)) for rank, at, action in schedule.cells() for leaf in action.leaves)
         return subject
 
     def at(self, place: Position) -> Action | None:
-        """What stands in a cell; None where the rank is idle."""
+        """The action in a cell; None where the rank is idle."""
         return self.schedule.table[place.rank][place.column]
 
     @cached_property
     def messages(self) -> tuple[Crossing, ...]:
-        """Every result that goes to another rank, in the order of the ranks' lists; to be read when `where` is full."""
+        """Every result that crosses to another rank, in the order of the ranks' rows. Read it only after `where` is filled."""
         rank_of = self.schedule.rank_of_stage
         pairs = ((leaf, message(leaf, self.stages)) for leaf in self.where)
         return tuple(Crossing(made, *ends) for made, ends in pairs if ends and rank_of[ends[0].stage] != rank_of[ends[1].stage])
@@ -75,7 +75,7 @@ class ScheduleUnderCheck:
         )
 
     def check_before(self, first: Action, then: Action) -> None:
-        """Raise `ScheduleError` unless `first` stands in an earlier column than `then`, on the same rank."""
+        """Raise `ScheduleError` unless `first` stands in an earlier column than `then`; both are on one rank."""
         earlier, later = self.where[first], self.where[then]
         if earlier.column >= later.column:
             what = f"{then} needs {first}, which stands in column {earlier.column}"

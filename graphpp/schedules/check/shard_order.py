@@ -1,14 +1,14 @@
-"""UNSHARD, RESHARD and REDUCE_GRAD of a table: parameters are whole while they are read, gradients are reduced once.
+"""Check UNSHARD, RESHARD and REDUCE_GRAD: parameters are unsharded while they are read, gradients are reduced once.
 
 Contract
-    in    a `ScheduleUnderCheck` whose actions are in place, complete and in order
-    out   nothing; or `ScheduleError` at the action that is missing or in the wrong place
+    in    a `ScheduleUnderCheck` with `where` filled, complete and in order
+    out   nothing; or `ScheduleError` at the action that is missing or misplaced
 
-A stage that has UNSHARD or RESHARD at all has them in turns, UNSHARD first and RESHARD last, and every computation of
-it, W included, stands between an UNSHARD and the next RESHARD. UNSHARD may stand early (prefetch), and a stage that is
-unsharded, not read and resharded is a waste but no fault. A stage that has none holds its parameters whole.
-REDUCE_GRAD stands at most once per stage, after its last B or W; where it is left out, the runner reduces at the end of
-the step. The tables that torch's `_add_unshard_reshard` and `_add_reduce_grad` make are accepted.
+A stage with any UNSHARD or RESHARD has them alternate, UNSHARD first and RESHARD last, and each of its computations, W
+included, stands between an UNSHARD and the next RESHARD. UNSHARD may stand early (prefetch). Unsharding and resharding a
+stage without reading it is wasteful but accepted. A stage without either keeps its parameters unsharded. REDUCE_GRAD stands
+at most once per stage, after its last B or W; without one the runner reduces at the end of the step. The tables of torch's
+`_add_unshard_reshard` and `_add_reduce_grad` are accepted.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from graphpp.schedules.table.actions import BACKWARDS, Action, Kind
 
 
 def check_sharding(subject: ScheduleUnderCheck) -> None:
-    """Every computation of a sharded stage finds its parameters whole."""
+    """Raise unless every computation of a sharded stage finds its parameters unsharded."""
     cells = list(subject.schedule.cells())
     sharded = {action.stage for _, _, action in cells if action.kind in (Kind.UNSHARD, Kind.RESHARD)}
     whole: dict[int, Position] = {}  # stage -> where it was unsharded
@@ -32,7 +32,7 @@ def check_sharding(subject: ScheduleUnderCheck) -> None:
 
 
 def _follow(subject: ScheduleUnderCheck, whole: dict[int, Position], here: Position, leaf: Action) -> None:
-    """One action of a stage that is sharded."""
+    """Apply one action of a sharded stage to `whole`, the stages that are unsharded now."""
     stage = leaf.stage
     if leaf.kind is Kind.UNSHARD:
         if stage in whole:
@@ -48,7 +48,7 @@ def _follow(subject: ScheduleUnderCheck, whole: dict[int, Position], here: Posit
 
 
 def check_reductions(subject: ScheduleUnderCheck) -> None:
-    """REDUCE_GRAD after its stage's last backward."""
+    """Raise unless REDUCE_GRAD stands after its stage's last backward."""
     last = {leaf.stage: leaf for leaf in subject.where if leaf.kind in BACKWARDS}
     for leaf in (leaf for leaf in subject.where if leaf.kind is Kind.REDUCE_GRAD):
         subject.check_before(last[leaf.stage], leaf)

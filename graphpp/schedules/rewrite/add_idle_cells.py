@@ -1,9 +1,9 @@
-"""Puts a table on the clock: idle cells wherever a rank waits for what it reads.
+"""Put rows on the clock: add idle cells wherever a rank waits for its inputs.
 
 Contract
     `add_idle_cells(rows, ...)` keeps the order of every rank and adds None, so that each action stands in the first column
-    after those in which its inputs are made, and after the action before it: a column is one unit of time, the same
-    for any action, and messages take none. Idle cells that stand in a row already are kept, as a wait of their own.
+    after those of its inputs, and after the action before it. A column is one unit of time, the same for every action;
+    messages take no time. Idle cells that a row already has are kept and take a column each.
 
         r0 0F0 0B0            r0 0F0 .   .   0B0
         r1 1F0 1B0     ->     r1 .   1F0 1B0
@@ -32,8 +32,8 @@ def add_idle_cells(
 ) -> tuple[Row, ...]:
     """The rows with idle cells; only actions of the kinds in `waiting` wait for their inputs.
 
-    `fill`: a rank that would wait runs its next W instead, if that one's I is done. Raises `ScheduleError` if no rank
-    can go on.
+    `fill`: a rank that would wait runs its next W instead, if the I of that W is done. Raises `ScheduleError` if the ranks
+    wait for each other.
     """
     rows = [list(row) for row in rows]
     clock = _Clock(stages, waiting)
@@ -43,7 +43,7 @@ def add_idle_cells(
         early, before = weights[rank], timed[rank]
         if fill and _is_weight(cell):
             if not early or early[0] != cell:
-                continue  # it has filled a wait already
+                continue  # this W stands in an earlier wait
             early.popleft()
         while len(before) < (clock.start(cell) or 0):
             before.append(early.popleft() if early and early[0]._replace(kind=Kind.I) in clock.column else None)
@@ -58,7 +58,7 @@ def _is_weight(cell: Action | None) -> TypeGuard[Action]:
 
 @dataclass
 class _Clock:
-    """`column`: where each computation so far stands."""
+    """`column`: the column of each computation so far."""
 
     stages: int
     waiting: Collection[Kind]

@@ -1,16 +1,16 @@
-"""Adds the sends and receives to a compute-only schedule, as a pass over the table.
+"""Add the sends and receives to a compute-only schedule.
 
 Contract
-    Wherever neighbouring stages stand on different ranks, each F is followed by its SEND_F and each B or I by its
-    SEND_B, and the RECV is put into the other rank's list at the same moment. So the pairs are events in one total
-    order that both ends agree on: each rank's list is that order with the events of others left out, and no two
-    ranks can wait for each other, also where a send blocks until it is received, also when neighbours send to
-    each other. Order of computations is untouched; idle cells are dropped, since columns are no longer time.
+    Where neighbouring stages stand on different ranks, each F is followed by its SEND_F and each B or I by its SEND_B, and
+    at that same moment the RECV is appended to the other rank's row. So all pairs have one total order, and each rank's
+    row has its own messages in that order. Therefore no two ranks can wait for each other, even where a send blocks until
+    it is received and neighbours send to each other. The order of computations does not change; idle cells are dropped,
+    since columns are no longer time.
 
         r0 0F0 0F1 .   0B0 0B1          r0 0F0 0SEND_F0 0F1 0SEND_F1 0RECV_B0 0B0 0RECV_B1 0B1
         r1 .   1F0 1B0 1F1 1B1   ->     r1 1RECV_F0 1F0 1RECV_F1 1B0 1SEND_B0 1F1 1B1 1SEND_B1
 
-    The result is that of torch's `_add_send_recv` on the same lists.
+    The result equals that of torch's `_add_send_recv` on the same rows.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from graphpp.schedules.table.schedule import Schedule
 
 
 def add_send_recv(schedule: Schedule) -> Schedule:
-    """The schedule with SEND_F, RECV_F, SEND_B and RECV_B; a single rank needs none and only loses idle cells.
+    """The schedule with SEND_F, RECV_F, SEND_B and RECV_B; a single rank needs none and only loses its idle cells.
 
-    Raises `ScheduleError` if there are sends or receives already, or if no order of execution exists (then
-    `checker.check` tells the cycle).
+    Raises `ScheduleError` if the schedule has sends or receives already, or if the ranks wait for each other (then
+    `checker.check` names the cycle).
     """
     if schedule.has_communication:
         raise ScheduleError(f"{schedule.name} has sends and receives already; run it as it is, or take them out")
@@ -47,7 +47,7 @@ def add_send_recv(schedule: Schedule) -> Schedule:
 
 @dataclass
 class _RankLists:
-    """`results`: the computations whose results are on this rank, because they ran here or have arrived."""
+    """`results`: the computations whose results are on this rank, because they ran here or were received."""
 
     actions: list[Action] = field(default_factory=list)
     results: set[Action] = field(default_factory=set)

@@ -1,18 +1,19 @@
-"""Fuses sends and receives of a rank into batches that are posted in one call, as a pass over the table.
+"""Fuse sends and receives of a rank into batches (P2P), each posted in one call.
 
 Contract
     in    a schedule with communication that `graphpp.schedules.check.checker.check` accepts; the verbs to use
     out   the same actions, some sends and receives of a rank now the parts of one P2P; `check` accepts it
 
-    A verb is what Megatron-LM's `p2p_communication` calls by that name: the kinds that may be in one batch, each at
-    most once, and whether they must have one peer. In the steady state of 1F1B one call then stands where two were:
+    A verb is named as in Megatron-LM's `p2p_communication`. It lists the kinds that may be in one batch, each at most once,
+    and says whether all of them must have the same peer rank. In the steady state of 1F1B one call replaces two:
 
         1RECV_F2 1B1 1SEND_B1 1F2   ->   1B1 (1RECV_F2;1SEND_B1)P2P 1F2
 
-    A receive moves later, up to its reader, to a send; a send passes other messages, but no computation. Under `all` a
-    send may wait for another send beyond a computation, and receives up to the next send come earlier to it. Messages of
-    one channel never pass each other. From left to right, rank by rank, each batch is made that fits and that closes no
-    cycle of waits as `graphpp.schedules.check.deadlock` defines them. The ends of a message need not both be in batches.
+    A receive may be delayed up to the computation that reads it, to join a send. A send may pass other messages, but no
+    computation. Under the verb `all` a send may also be delayed past a computation to join another send, and receives up to
+    the next send may be hoisted to it. Messages of one channel never pass each other. Batches are made rank by rank from
+    left to right: each one that fits and closes no cycle of waits, as `graphpp.schedules.check.deadlock` defines waits. The
+    other end of a batched message may be unbatched.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from graphpp.schedules.table.schedule import Schedule
 
 
 class Verb(NamedTuple):
-    """Kinds that may be in one batch; `one_peer`: only if one rank is at their other ends. `wide`: moves like `all`."""
+    """The kinds allowed in one batch. `one_peer`: its messages have one peer rank. `wide`: messages move as under `all`."""
 
     kinds: frozenset[Kind]
     one_peer: bool
@@ -46,11 +47,11 @@ VERBS: Mapping[str, Verb] = {
     "all": Verb(frozenset({Kind.SEND_F, Kind.RECV_F, Kind.SEND_B, Kind.RECV_B}), False, wide=True),
 }
 PAIRS = ("send_forward_recv_backward", "send_backward_recv_forward")
-"""Those whose messages have one peer."""
+"""The verbs whose messages all have the same peer rank."""
 
 
 def batch_p2p(schedule: Schedule, verbs: Sequence[str] = PAIRS) -> Schedule:
-    """The schedule with batches, made verb by verb in the order given; one without sends and receives gets them first.
+    """The schedule with batches, made verb by verb in the order given; a compute-only schedule gets sends and receives first.
 
     Raises `ScheduleError` for an unknown verb, or if `schedule` has a deadlock already.
     """
@@ -72,7 +73,7 @@ def batch_p2p(schedule: Schedule, verbs: Sequence[str] = PAIRS) -> Schedule:
 
 
 def _fuse(rank: Batches, verb: Verb, order: DynamicTopologicalOrder[BatchNode]) -> None:
-    """Make the batches of one verb, from left to right."""
+    """Make the batches of one verb on one rank, from left to right."""
     for start in list(rank.places):
         at: int | None = start
         while at is not None and at in rank.columns:
@@ -80,16 +81,16 @@ def _fuse(rank: Batches, verb: Verb, order: DynamicTopologicalOrder[BatchNode]) 
 
 
 def _grow(rank: Batches, at: int, verb: Verb, order: DynamicTopologicalOrder[BatchNode]) -> int | None:
-    """Join the messages at `at` with the next that fit; where they stand then, or None."""
+    """Join the messages at `at` with the next ones that fit; returns their new column, or None if none fit."""
     for other, place in _reachable(rank, at, verb):
-        gone = at if place == other else other
-        if _fit(rank, rank.leaves(at) + rank.leaves(other), verb) and rank.join(gone, place, order):
+        source = at if place == other else other
+        if _fit(rank, rank.leaves(at) + rank.leaves(other), verb) and rank.join(source, place, order):
             return place
     return None
 
 
 def _reachable(rank: Batches, at: int, verb: Verb) -> Iterator[tuple[int, int]]:
-    """(others' column, column to meet at): those that the messages at `at` can go to, or that can come to them."""
+    """(column of other messages, column to meet at), for messages that those at `at` can be joined with."""
     mine, later, crossed = rank.leaves(at), True, set[Channel]()
     for column in range(at + 1, len(rank.row)):
         action = rank.row[column]
@@ -109,7 +110,7 @@ def _reachable(rank: Batches, at: int, verb: Verb) -> Iterator[tuple[int, int]]:
 
 
 def _fit(rank: Batches, leaves: Sequence[Action], verb: Verb) -> bool:
-    """Whether these messages may be one batch."""
+    """True if these messages may form one batch under the verb."""
     kinds = {leaf.kind for leaf in leaves}
     fit = len(kinds) == len(leaves) and kinds <= verb.kinds and bool(kinds & SENDS)
     return fit and (not verb.one_peer or len({rank.peer(leaf) for leaf in leaves}) == 1)
@@ -120,7 +121,7 @@ def _sends(leaves: Sequence[Action]) -> bool:
 
 
 def _may_pass(messages: Sequence[Action], computation: Action, verb: Verb) -> bool:
-    """Whether the messages may stand after the computation instead of before it."""
+    """True if the messages may be delayed past the computation."""
     if _sends(messages) and not verb.wide:
         return False
     read = {reader for leaf in messages for reader in readers(leaf)}

@@ -1,16 +1,15 @@
-"""Receives posted before they stand in the table, so that values travel while a rank computes.
+"""Post receives before their place in the table, so that values travel while the rank computes.
 
 Contract
-    in    a rank's list of a checked table, and how many messages from one rank may be posted ahead
-    out   the same actions; a receive stands where the reader of the `ahead`-th receive before it from the same rank
-          stands, or where it stood if that comes first. Nothing else moves, nor do batches (P2P)
+    in    a rank's row of a checked table, and how many messages from one rank may be posted ahead
+    out   the same actions. A receive stands right before the computation that reads the `ahead`-th receive before it from
+          the same rank, or at its old place if that is earlier. No other action moves, and batches (P2P) stay in place
 
-Receives from one rank keep their order, so each message still meets its buffer. Where a receive that is posted waits for
-nobody, as on gloo, the run has no wait that the table does not have, so what `deadlock.py` proves of the table holds. NCCL
-is another matter: the messages of a pair of ranks, both ways, run in the order in which they are posted, and a receive
-that is posted before a send holds it up.
+Receives from one rank keep their order, so each message still meets its buffer. On gloo an early irecv never blocks, so it
+adds no wait, and the deadlock proof of the original table still holds. On NCCL the messages of a pair of ranks, both ways,
+run in the order in which they are posted, so a receive posted before a send delays that send.
 
-At most `ahead` buffers for each sending rank are held that the table would not hold yet.
+Hoisting needs at most `ahead` more receive buffers for each sending rank.
 """
 
 from __future__ import annotations
@@ -26,22 +25,26 @@ _RECEIVES = (Kind.RECV_F, Kind.RECV_B)
 
 @dataclass
 class _Channel:
-    """The receives from one rank so far: where their readers stand, and before what the next one may be posted at most."""
+    """The receives from one rank so far.
+
+    `readers`: the columns of the computations that read them. `earliest`: the lowest column to which the next receive may be
+    hoisted without overtaking a receive that stays in place.
+    """
 
     readers: list[int] = field(default_factory=list)
     earliest: int = 0
 
     def post(self, at: int, reader: int, ahead: int, *, stays: bool) -> int:
-        """Where the receive that stands at `at` is posted."""
+        """The column to which the receive at column `at` is hoisted; `reader`: the column of the computation that reads it."""
         free = self.readers[-ahead] if len(self.readers) >= ahead else 0
         moved = at if stays else min(at, max(self.earliest, free))
-        self.earliest = moved + stays  # what is moved to a place comes before what stays there
+        self.earliest = moved + stays  # at one column hoisted receives come before an action that stays
         self.readers.append(reader)
         return moved
 
 
 def hoist_receives(row: Iterable[Action], rank_of_stage: Mapping[int, int], ahead: int) -> list[Action]:
-    """The list with its receives posted up to `ahead` (at least 1) messages before they are read."""
+    """The row with its receives posted up to `ahead` (at least 1) messages before they are read."""
     actions = list(row)
     column = {leaf: at for at, action in enumerate(actions) for leaf in action.leaves}
     channels: dict[int, _Channel] = defaultdict(_Channel)

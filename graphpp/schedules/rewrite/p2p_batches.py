@@ -22,7 +22,7 @@ from graphpp.schedules.table.schedule import Row
 
 
 class _Posting(NamedTuple):
-    """A batch, or a message alone, is posted, or over: where it stands."""
+    """A moment of the batch at (rank, column): it is posted (`over` False), or it has ended (`over` True)."""
 
     rank: int
     column: int
@@ -32,14 +32,14 @@ class _Posting(NamedTuple):
 BatchNode = Position | Action | _Posting
 Edge = tuple[BatchNode, BatchNode]
 Channel = tuple[bool, int]
-"""Sends to a rank (True), or receives from it."""
+"""Sends to a rank (True), or receives from it (False)."""
 
 
 class Batches:
-    """One rank's list.
+    """One rank's row with its batches.
 
-    `columns` has, by the column where a batch stands, the columns that its messages had at first; `places` are its keys,
-    ascending.
+    `columns` maps the column where a batch stands to the columns at which its messages stood originally; `places` are its
+    keys, ascending.
     """
 
     def __init__(self, rank: int, row: Row, rank_of: Mapping[int, int]) -> None:
@@ -62,7 +62,7 @@ class Batches:
     # ------------------------------------------------------------------------------ the graph of waits
 
     def edges(self) -> Iterator[Edge]:
-        """Which of this rank's events come before which: computations, posts, messages (their send stands for both ends)."""
+        """(before, after) pairs of this rank's events: computations, messages (as sends), batches posted and ended."""
         for column, action in enumerate(self.row):
             before = self._before[column]
             if before is not None and action is not None and not action.is_communication:
@@ -72,11 +72,11 @@ class Batches:
         yield from self._chain(self.places)
 
     def _chain(self, places: Sequence[int]) -> Iterator[Edge]:
-        """One batch after another."""
+        """Each batch is posted after the end of the batch before it."""
         return ((self._post(one, over=True), self._post(other)) for one, other in pairwise(places))
 
     def _own(self, at: int) -> Iterator[Edge]:
-        """What a batch waits for, but for the batch before it, and who waits for it."""
+        """The edges of the batch at `at`, without those to the batches before and after it."""
         before = self._before[at]
         if before is not None:
             yield before, self._post(at)
@@ -84,7 +84,7 @@ class Batches:
         yield from self._parts(at, at)
 
     def _parts(self, of: int, at: int) -> Iterator[Edge]:
-        """What comes with the messages of the batch at `of` when they stand at `at`."""
+        """The edges that the messages of the batch at `of` bring along when they stand at `at`."""
         for leaf in self.leaves(of):
             yield self._post(at), _sent(leaf)
             yield _sent(leaf), self._post(at, over=True)
@@ -93,22 +93,22 @@ class Batches:
     def _post(self, at: int, *, over: bool = False) -> _Posting:
         return _Posting(self._rank, at, over)
 
-    def join(self, gone: int, kept: int, order: DynamicTopologicalOrder[BatchNode]) -> bool:
-        """Put the batch at `gone` into the one at `kept`, unless a cycle of waits would arise."""
-        where = bisect_left(self.places, gone)
+    def join(self, source: int, target: int, order: DynamicTopologicalOrder[BatchNode]) -> bool:
+        """Move the batch at `source` into the one at `target`; False, with nothing changed, if that closes a cycle of waits."""
+        where = bisect_left(self.places, source)
         before, after = self.places[max(0, where - 1) : where], self.places[where + 1 : where + 2]
-        old, new = [*self._own(gone), *self._chain([*before, gone, *after])], [*self._parts(gone, kept)]
+        old, new = [*self._own(source), *self._chain([*before, source, *after])], [*self._parts(source, target)]
         new += self._chain([*before, *after])
         if not _exchanged(order, old, new):
             return False
-        self.columns[kept] = tuple(sorted(self.columns.pop(gone) + self.columns[kept]))
+        self.columns[target] = tuple(sorted(self.columns.pop(source) + self.columns[target]))
         del self.places[where]
         return True
 
     # ------------------------------------------------------------------------------ the list
 
     def cells(self) -> Row:
-        """The list as it is now."""
+        """The row with the batches joined so far."""
         found: list[Action | None] = []
         for at, action in enumerate(self.row):
             if action is None or not action.is_communication:
@@ -119,31 +119,31 @@ class Batches:
         return tuple(found)
 
     def leaves(self, at: int) -> tuple[Action, ...]:
-        """The messages that stand at `at`, in their first order."""
+        """The messages of the batch at `at`, in their original order."""
         actions = [self.row[column] for column in self.columns[at]]
         return tuple(leaf for action in actions if action is not None for leaf in action.leaves)
 
     def channels(self, leaves: Sequence[Action]) -> set[Channel]:
-        """The channels these messages take."""
+        """The channels of these messages."""
         return {(leaf.kind in SENDS, self.peer(leaf)) for leaf in leaves}
 
     def peer(self, leaf: Action) -> int:
-        """The rank at a message's other end."""
+        """The rank at the other end of a message."""
         return self._rank_of[peer(leaf).stage]
 
 
 def readers(receive: Action) -> tuple[Action, ...]:
-    """The computations one of which reads what is received; empty for a send."""
+    """The computations one of which reads the received value; empty for a send."""
     return () if receive.kind in SENDS else computations(receive)
 
 
 def _sent(leaf: Action) -> Action:
-    """A message by its send."""
+    """The send of a message, which names the message in the graph of waits."""
     return leaf if leaf.kind in SENDS else peer(leaf)
 
 
 def _exchanged(order: DynamicTopologicalOrder[BatchNode], old: Sequence[Edge], new: Sequence[Edge]) -> bool:
-    """Edges `new` for edges `old`; False, with all as it was, where that closes a cycle."""
+    """Replace the edges `old` by `new`; returns False, with the order restored, if that closes a cycle."""
     removed = [edge for edge in dict.fromkeys(old) if order.has(*edge)]
     for edge in removed:
         order.remove(*edge)

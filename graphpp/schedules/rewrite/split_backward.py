@@ -1,10 +1,10 @@
-"""Moves weight gradients: a backward B becomes I, where it stood, and W, later. Nothing else of a table changes.
+"""Split backwards: a whole backward B becomes I, in its place, and W, later. The rest of the table does not change.
 
 Contract
-    in    a table, compute-only or with communication; actions in overlaps are split too
-    out   the same table with I in the place of B, and the Ws that were split off, or that are held back, elsewhere on
-          their rank, in the order of their Is. What `graphpp.schedules.check.checker.check` accepts stays acceptable: no other
-          rank ever waits for a W.
+    in    a table, compute-only or with communication; backwards inside overlaps are split too
+    out   the same table with I in the place of B; the Ws that were split off or delayed stand elsewhere on their rank, in
+          the order of their Is. `graphpp.schedules.check.checker.check` accepts the result if it accepted the input, since
+          no other rank ever waits for a W
 """
 
 from __future__ import annotations
@@ -44,28 +44,28 @@ def defer_weight_grads(
     until: Literal["idle", "end"] = "idle",
     limit: int | None = None,
 ) -> Schedule:
-    """Hold the weight gradients of some stages back into the cool-down, where ranks wait for each other anyway.
+    """Delay the weight gradients of some stages into the cool-down, where ranks wait for each other anyway.
 
     r0 0F0 0F1 0B0 .   0B1      ->     r0 0F0 0F1 0I0 0W0 0I1 0W1
     r1 .   1F0 1B0 1F1 1B1             r1 .   1F0 1B0 1F1 1B1
 
-    Above: stage 0. `until` "idle": a W takes the first idle cell after the rank's last forward and after its I; those
-    for which there is none come after the rank's last action. "end": all of them come after it. `limit`: only the
-    first so many microbatches of a stage; the others keep their B, which bounds the memory held (Megatron-Core's
-    `wgrad_deferral_limit`, for which 0 is all; its `defer_embedding_wgrad_compute` is the stage with the LM head).
+    Above: stage 0. `until` "idle": a W takes the first idle cell after the rank's last forward and after its I; the Ws that
+    find no idle cell come after the rank's last action. "end": all of them come after the rank's last action. `limit`: delay
+    only the first `limit` microbatches of a stage; the others keep their B, which bounds the memory of delayed Ws
+    (Megatron-Core's `wgrad_deferral_limit`, for which 0 means all; its `defer_embedding_wgrad_compute` is the stage with the
+    LM head).
 
-    Columns of a table on the clock stay units of time. Raises `ScheduleError` for a stage that is not there, a value
-    of `until` that is none, and a table whose REDUCE_GRAD or RESHARD would come before a W that
-    is held back.
+    Columns of a table on the clock stay units of time. Raises `ScheduleError` for a stage that does not exist, for another
+    value of `until`, and for a table whose REDUCE_GRAD or RESHARD would come before a delayed W.
     """
     chosen = frozenset(stages)
     _check(schedule, chosen, until)
 
-    def held(leaf: Action) -> bool:
+    def delayed(leaf: Action) -> bool:
         early = limit is None or (leaf.microbatch or 0) < limit
         return leaf.stage in chosen and leaf.kind in (Kind.B, Kind.W) and early
 
-    return _with(schedule, [_deferred(row, held, until) for row in schedule.table])
+    return _with(schedule, [_deferred(row, delayed, until) for row in schedule.table])
 
 
 def _check(schedule: Schedule, stages: frozenset[int], until: str) -> None:
@@ -82,16 +82,16 @@ def _check(schedule: Schedule, stages: frozenset[int], until: str) -> None:
             )
 
 
-def _deferred(row: Row, held: Selector, until: str) -> Row:
+def _deferred(row: Row, selected: Selector, until: str) -> Row:
     last_forward = max((at for at, cell in enumerate(row) if cell and _has(cell, Kind.F)), default=-1)
     cells: list[Action | None] = []
     waiting: deque[Action] = deque()
     for column, action in enumerate(row):
-        kept, weights = _split(action, held)
+        rest, weights = _split(action, selected)
         waiting += weights
-        if kept is None and waiting and until == "idle" and column > last_forward:
-            kept = waiting.popleft()
-        cells.append(kept)
+        if rest is None and waiting and until == "idle" and column > last_forward:
+            rest = waiting.popleft()
+        cells.append(rest)
     while cells and cells[-1] is None:
         cells.pop()
     return (*cells, *waiting)
@@ -101,18 +101,18 @@ def _has(action: Action, kind: Kind) -> bool:
     return any(leaf.kind is kind for leaf in action.leaves)
 
 
-def _split(action: Action | None, held: Selector) -> tuple[Action | None, list[Action]]:
-    """What is left of an action without the Ws that are held back, None if nothing, and those Ws."""
+def _split(action: Action | None, selected: Selector) -> tuple[Action | None, list[Action]]:
+    """(the action without its delayed Ws or None if nothing is left, the delayed Ws)."""
     leaves = action.leaves if action else ()
-    kept = [
-        leaf._replace(kind=Kind.I) if held(leaf) else leaf
+    rest = [
+        leaf._replace(kind=Kind.I) if selected(leaf) else leaf
         for leaf in leaves
-        if leaf.kind is not Kind.W or not held(leaf)
+        if leaf.kind is not Kind.W or not selected(leaf)
     ]
-    weights = [leaf._replace(kind=Kind.W) for leaf in leaves if held(leaf)]
-    if action is None or len(kept) < 2:
-        return (kept[0] if kept else None), weights
-    return action._replace(parts=tuple(kept)), weights
+    weights = [leaf._replace(kind=Kind.W) for leaf in leaves if selected(leaf)]
+    if action is None or len(rest) < 2:
+        return (rest[0] if rest else None), weights
+    return action._replace(parts=tuple(rest)), weights
 
 
 def _with(schedule: Schedule, rows: Iterable[Row]) -> Schedule:

@@ -17,7 +17,7 @@ N = TypeVar("N", bound=Hashable)
 
 
 class DynamicTopologicalOrder(Generic[N]):
-    """Nodes by their place in the order; raises `graphlib.CycleError` if the first edges have none."""
+    """The position of each node in the order; raises `graphlib.CycleError` if the first edges have a cycle."""
 
     def __init__(self, edges: Iterable[tuple[N, N]]) -> None:
         self._after: dict[N, set[N]] = defaultdict(set)
@@ -29,16 +29,16 @@ class DynamicTopologicalOrder(Generic[N]):
         self._place = {node: place for place, node in enumerate(order)}
 
     def has(self, one: N, other: N) -> bool:
-        """Whether the edge is there."""
+        """True if the edge is in the graph."""
         return other in self._after[one]
 
     def remove(self, one: N, other: N) -> None:
-        """Take an edge out."""
+        """Remove an edge."""
         self._after[one].remove(other)
         self._before[other].remove(one)
 
     def add(self, one: N, other: N) -> bool:
-        """Let `one` stand before `other`; False if it stands after it by other edges."""
+        """Add an edge from `one` to `other`; returns False and changes nothing if other edges put `other` before `one`."""
         place = self._place
         low, high = place[other], place[one]
         if low <= high:
@@ -51,7 +51,7 @@ class DynamicTopologicalOrder(Generic[N]):
         return True
 
     def _rearrange(self, first: set[N], then: set[N]) -> None:
-        """Give both sets of nodes the places that they have together, `first` the lower ones."""
+        """Share out the positions of both sets of nodes again, the lower ones to `first`."""
         place = self._place
         nodes = sorted(first, key=place.__getitem__) + sorted(then, key=place.__getitem__)
         for node, at in zip(nodes, sorted(place[node] for node in nodes), strict=True):
@@ -59,7 +59,7 @@ class DynamicTopologicalOrder(Generic[N]):
 
 
 def _reach(start: N, edges: dict[N, set[N]], within: Callable[[N], bool]) -> set[N]:
-    """What can be reached from `start` through nodes that are `within`, itself included."""
+    """The nodes that can be reached from `start` through nodes for which `within` holds, `start` included."""
     seen, todo = {start}, [start]
     while todo:
         for node in edges[todo.pop()]:

@@ -1,17 +1,17 @@
-"""Takes batches apart into single sends and receives, for a transport that posts, or blocks on, one after another.
+"""Split batches (P2P) into single sends and receives, for a transport that posts messages, or blocks on them, one by one.
 
 Contract
     in    a schedule whose batches (P2P) `graphpp.schedules.check.checker.check` accepts
-    out   the same without batches, which `check` accepts too: no order of the ranks' calls hangs, not even if each send
-          blocks until it is received
+    out   the same schedule without batches, which `check` accepts too: no order of the ranks' calls hangs, even if each
+          send blocks until it is received
 
         r0 (0SEND_F1;0RECV_B0)P2P        r0 0SEND_F1 0RECV_B0
         r1 (1RECV_F1;1SEND_B0)P2P   ->   r1 1RECV_F1 1SEND_B0
 
-    Even ranks post a batch's sends before its receives, odd ranks its receives before its sends, so that of two
-    neighbours one listens while the other talks. Where that would hang, because two ranks that exchange are both even or
-    both odd, or because a message's other end is in a batch of other messages, all ranks follow one total order of the
-    messages: one in which the batched table can run, with messages of even ranks first where there is a choice.
+    Even ranks post a batch's sends before its receives, odd ranks its receives before its sends, so that of two neighbours
+    one receives while the other sends. That order can hang if two ranks that exchange are both even or both odd, or if the
+    other end of a message is in a batch of other messages. Then all ranks follow one total order of the messages instead:
+    an order in which the batched table can run, with messages of even ranks first where there is a choice.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ SortKey = Callable[[int, Action], int]
 
 
 def unbatch_p2p(schedule: Schedule) -> Schedule:
-    """The schedule without batches; sends and receives that are in none stay as they are."""
+    """The schedule without batches; sends and receives outside of batches stay in place."""
     apart = _apart(schedule, _by_parity)
     return _apart(schedule, _by_order(schedule)) if find_cycle(ScheduleUnderCheck.of(apart)) else apart
 
@@ -41,7 +41,7 @@ def _by_parity(rank: int, leaf: Action) -> int:
 
 
 def _by_order(schedule: Schedule) -> SortKey:
-    """Where a message stands in an order in which all of them can be over, one at a time."""
+    """The position of a message in one total order in which the messages can end one at a time."""
     subject = ScheduleUnderCheck.of(schedule)
     place = {node: number for number, node in enumerate(_one_at_a_time(subject))}
     send_of = {receive: send for _, send, receive in subject.messages}
@@ -49,7 +49,7 @@ def _by_order(schedule: Schedule) -> SortKey:
 
 
 def _one_at_a_time(subject: ScheduleUnderCheck) -> Iterator[WaitNode]:
-    """All computations and messages; whatever an even rank sends goes before what an odd one does, if both can go."""
+    """Computations and messages in topological order; of those ready at once computations first, then even ranks' messages."""
     graph = TopologicalSorter(waits(subject))
     graph.prepare()
     ready: list[tuple[int, int, WaitNode]] = []

@@ -1,18 +1,19 @@
 """One instruction of a schedule, written as `torch.distributed.pipelining` writes it.
 
 Contract
-    An action says which stage does what with which microbatch. It is data: hashable, and text and value are
-    one-to-one, `str(parse(text)) == text` and `parse(str(action)) == action`.
+    An action says which stage runs which kind of work on which microbatch. Actions are hashable values. Text and value
+    are one-to-one: `str(parse(text)) == text` and `parse(str(action)) == action`.
 
         2F0                       stage 2 runs the forward of microbatch 0
         2B0   2I0   2W0           its backward: whole, input gradients only, weight gradients only (B = I + W)
         2SEND_F0   3RECV_F0       stage 2 sends its activations of microbatch 0, stage 3 receives them
         2SEND_B0   1RECV_B0       stage 2 sends input gradients, stage 1 receives them
         3UNSHARD   3RESHARD   3REDUCE_GRAD         once for a stage, so without a microbatch
-        (0F3;3B1)OVERLAP_F_B      the parts run woven into each other; no part may wait for another
+        (0F3;3B1)OVERLAP_F_B      the parts run interleaved; no part may wait for another
         (0SEND_F1;0RECV_B0)P2P    the parts are posted as one batch; torch has no such instruction
 
-    `upstream` and `message` are the data flow between neighbouring stages. Every other file takes it from here.
+    The data flow between neighbouring stages is defined here alone: `inputs`, `upstream`, `message`, `peer`,
+    `computations`. Every other file takes it from here.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from graphpp.errors import ScheduleError
 
 
 class Kind(StrEnum):
-    """What an action does; the values are those of torch's `_ComputationType`, and P2P, which is ours."""
+    """The kind of work of an action; the values are those of torch's `_ComputationType`, and P2P, which is graphpp's own."""
 
     F = "F"
     B = "B"
@@ -48,7 +49,7 @@ COMPUTE = frozenset({Kind.F, Kind.B, Kind.I, Kind.W, Kind.OVERLAP_F_B})
 SENDS = frozenset({Kind.SEND_F, Kind.SEND_B})
 COMMUNICATION = SENDS | {Kind.RECV_F, Kind.RECV_B, Kind.P2P}
 WITH_PARTS = {Kind.OVERLAP_F_B: COMPUTE - {Kind.OVERLAP_F_B}, Kind.P2P: COMMUNICATION - {Kind.P2P}}
-"""The kinds that have parts, and the kinds that these may have."""
+"""The kinds of action that have parts, with the kinds that their parts may have."""
 PER_STAGE = frozenset({Kind.UNSHARD, Kind.RESHARD, Kind.REDUCE_GRAD})
 
 _EXAMPLES = "write [stage][kind][microbatch], for instance 2F0, 2SEND_F0, 3UNSHARD or (0F3;3B1)OVERLAP_F_B"
@@ -68,28 +69,28 @@ class Action(NamedTuple):
     microbatch: int | None = None
     parts: tuple[Action, ...] = ()
 
-    def __repr__(self) -> str:  # and so str()
+    def __repr__(self) -> str:  # str() uses it too
         if self.parts:
             return f"({';'.join(map(str, self.parts))}){self.kind.value}"
         return f"{self.stage}{self.kind.value}{'' if self.microbatch is None else self.microbatch}"
 
     @property
     def is_compute(self) -> bool:
-        """True for F, B, I, W and OVERLAP_F_B: what a schedule without communication consists of."""
+        """True for F, B, I, W and OVERLAP_F_B, the only kinds in a schedule without communication."""
         return self.kind in COMPUTE
 
     @property
     def is_communication(self) -> bool:
-        """True for the sends and receives between stages, and batches of them."""
+        """True for the sends and receives between stages, and for batches of them."""
         return self.kind in COMMUNICATION
 
     @property
     def leaves(self) -> tuple[Action, ...]:
-        """The parts of an overlap or a batch; any other action itself."""
+        """The parts of an overlap or a batch; for any other action, the action itself."""
         return self.parts or (self,)
 
 
-_CACHED = 1 << 16  # actions: passes and simulations ask about the same ones many times
+_CACHED = 1 << 16  # actions; rewrites and simulations look up the same ones many times
 _PEER = {
     Kind.SEND_F: (Kind.RECV_F, 1),
     Kind.RECV_F: (Kind.SEND_F, -1),
@@ -100,9 +101,9 @@ _PEER = {
 
 @lru_cache(_CACHED)
 def upstream(action: Action, stages: int) -> tuple[Action, ...]:
-    """Actions of the neighbouring stage, one of which makes what `action` reads; empty where nothing crosses.
+    """The computations of the neighbouring stage, one of which makes the value that `action` reads; () where there are none.
 
-    A forward reads the forward one stage below; a backward, whole or input-only, reads either form one stage above.
+    A forward reads the forward one stage below. A B or an I reads the B or the I one stage above.
     """
     if action.kind is Kind.F and action.stage > 0:
         return (action._replace(stage=action.stage - 1),)
@@ -114,7 +115,7 @@ def upstream(action: Action, stages: int) -> tuple[Action, ...]:
 
 @lru_cache(_CACHED)
 def message(action: Action, stages: int) -> tuple[Action, Action] | None:
-    """The send and the receive that carry the result of `action` to the neighbouring stage; None at either end."""
+    """The send and the receive that carry the result of `action` to the neighbouring stage; None at either end of the model."""
     stage, microbatch = action.stage, action.microbatch
     if action.kind is Kind.F and stage < stages - 1:
         return Action(stage, Kind.SEND_F, microbatch), Action(stage + 1, Kind.RECV_F, microbatch)
@@ -125,9 +126,10 @@ def message(action: Action, stages: int) -> tuple[Action, Action] | None:
 
 @lru_cache(_CACHED)
 def inputs(action: Action, stages: int) -> tuple[tuple[Action, ...], ...]:
-    """One entry for each value that a computation reads: the computations any one of which makes the value.
+    """For each value that a computation reads, the computations of which any one makes that value.
 
-    A backward reads the activations of its own stage's forward, a W what its I left; both besides `upstream`.
+    A B or an I reads the activations that its own stage's forward saved, and a W reads the values that its I left. The values
+    of the neighbouring stage are those of `upstream`.
     """
     own = {Kind.B: Kind.F, Kind.I: Kind.F, Kind.W: Kind.I}.get(action.kind)
     makers = upstream(action, stages)
@@ -136,7 +138,7 @@ def inputs(action: Action, stages: int) -> tuple[tuple[Action, ...], ...]:
 
 @lru_cache(_CACHED)
 def computations(message: Action) -> tuple[Action, ...]:
-    """The computations of a message's own stage, one of which makes the value that is sent, or reads the one received."""
+    """The computations on a message's own stage, one of which makes the value it sends, or reads the value it receives."""
     kinds = (Kind.F,) if message.kind in (Kind.SEND_F, Kind.RECV_F) else (Kind.B, Kind.I)
     return tuple(message._replace(kind=kind) for kind in kinds)
 
@@ -151,8 +153,8 @@ def peer(message: Action) -> Action:
 def parse(text: str) -> Action:
     """Read one action, strictly: no blanks, no leading zeros, nothing left over.
 
-    Raises `ScheduleError` naming the column in `text`, counted from 1. Unlike torch's `_Action.from_str`, which
-    takes `2F0junk`, `2F` and unknown parts of an overlap.
+    Raises `ScheduleError` naming the column in `text`, counted from 1. torch's `_Action.from_str` accepts `2F0junk`, `2F` and
+    overlaps with unknown parts; this function does not.
     """
     action, end = _compound(text) if text.startswith("(") else _plain(text, 0)
     if end != len(text):

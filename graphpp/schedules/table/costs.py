@@ -1,9 +1,9 @@
-"""What the actions of a pipeline cost: the one description that simulator, scheduler and profile share.
+"""The times and bytes of a pipeline's actions: one description for the simulator, the scheduler and the profile.
 
 Contract
-    Times are in seconds, or in any unit as long as it is one; bytes are per microbatch. A stage's activations live from
-    the start of its F to the end of its B; where the backward is split, `saved_bytes` live until the end of I, when
-    `kept_bytes` take their place until the end of W (`kept_bytes=None`: all of `saved_bytes` until then).
+    Times are in seconds, or all of them in another unit; bytes are per microbatch. A stage's activations live from the
+    start of its F to the end of its B. Where the backward is split, `saved_bytes` live until the end of I, and from then
+    on `kept_bytes` until the end of W (`kept_bytes=None`: as many as `saved_bytes`).
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from graphpp.schedules.table.actions import Action, Kind
 
 @dataclass(frozen=True)
 class StageCosts:
-    """One stage, one microbatch. `backward` is the whole one; None: input and weight gradients one after the other.
+    """Costs of one stage for one microbatch. `backward` is the time of a whole B; None: `input_grad` + `weight_grad`.
 
-    `peak_bytes`: by kind, the most that is alive at once while a program runs, of what arrived, was saved and is made;
-    a kind that is missing needs no more than what it saves or has been saved.
+    `peak_bytes`: by kind, the most bytes alive at once while that program runs, counting the values it received, saved and
+    computes. A kind that is missing needs no more bytes than it saves or has saved.
     """
 
     forward: float = 1.0
@@ -38,7 +38,10 @@ class StageCosts:
             raise ScheduleError(f"{self}: times and bytes are finite numbers, 0 or more")
 
     def change(self, kind: Kind, followed: bool = True) -> tuple[int, int]:
-        """Bytes more on its rank at the start of an F, B, I or W, and at its end; `followed`: by a backward that reads them."""
+        """Change of the rank's live bytes at the start of an F, B, I or W, and at its end.
+
+        `followed`: a backward will read the saved activations; False in evaluation, which saves none.
+        """
         saved = self.saved_bytes if followed else 0
         kept = self.saved_bytes if self.kept_bytes is None else self.kept_bytes
         before = {Kind.F: 0, Kind.B: saved, Kind.I: saved, Kind.W: kept}[kind]
@@ -54,11 +57,12 @@ class StageCosts:
 
 @dataclass(frozen=True)
 class Costs:
-    """All stages, and the messages: `sends_forward[s]` is the time of one over s|s+1, `sends_backward[s]` the way back.
+    """Costs of all stages and of the messages between them.
 
-    Empty tuples: messages take no time. `overlap`: what an OVERLAP_F_B takes, as a share of its parts' sum.
-    `blocking`: a message holds up the sending and the receiving rank while it lasts (gloo on one thread); otherwise it
-    travels beside the computations. `overhead`: what the runner itself takes before each action.
+    `sends_forward[s]` is the time of a message from stage s to s + 1, `sends_backward[s]` from s + 1 to s; empty tuples:
+    messages take no time. `overlap`: the time of an OVERLAP_F_B as a share of the sum of its parts' times. `blocking`: a
+    message occupies the sending and the receiving rank while it lasts (gloo on one thread); otherwise messages run beside
+    the computations. `overhead`: the time that the runner itself takes before each action.
     """
 
     stages: tuple[StageCosts, ...]
@@ -83,19 +87,19 @@ class Costs:
     def unit(cls, stages: int, ranks: int | None = None, send: float = 0.0) -> Costs:
         """F = I = W = 1 for each *rank* and microbatch, shared out evenly among a rank's stages.
 
-        A rank's whole activation of one microbatch counts 1000 bytes.
+        The activations of one microbatch on all stages of a rank count 1000 bytes.
         """
         per_rank = stages / (stages if ranks is None else ranks)
         each = StageCosts(1 / per_rank, 1 / per_rank, 1 / per_rank, saved_bytes=round(1000 / per_rank))
         return cls((each,) * stages, (send,) * (stages - 1), (send,) * (stages - 1))
 
     def of(self, action: Action) -> float:
-        """The time a rank computes for one action: 0 for anything but F, B, I, W and their overlaps."""
+        """The time for which a rank computes one action: 0 for anything but F, B, I, W and their overlaps."""
         if not action.is_compute:
             return 0.0
         total = sum(self.stages[leaf.stage].of(leaf.kind) for leaf in action.leaves)
         return total * self.overlap if action.parts else total
 
     def message(self, sends: Sequence[float], boundary: int) -> float:
-        """The time of a message over `boundary`."""
+        """The time of a message between stages `boundary` and `boundary` + 1; `sends`: the times of one direction."""
         return sends[boundary] if sends else 0.0

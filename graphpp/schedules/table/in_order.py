@@ -2,10 +2,11 @@
 
 Contract
     in    one row of cells per rank, and a function that says whether a rank could run the next cell of its row now
-    out   (rank, cell) in an order that the ranks could have had; the rows keep their own order
+    out   (rank, cell) pairs in an order in which the ranks could run them; each row keeps its own order
     else  `Stuck`, a `ScheduleError`, with the cell at which each rank stops
 
-The caller records the results of a cell before it asks for the next one: `ready` is called only then.
+The caller records the results of a cell before it asks for the next pair. `ready` is called for a cell right before that
+cell is yielded.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ def in_order(rows: Iterable[Iterable[T]], ready: Callable[[int, T], bool]) -> It
 
 
 def has_inputs(action: Action, results: Container[Action], stages: int) -> bool:
-    """Whether `results` has all that `action` reads of its neighbouring stages."""
+    """True if `results` has every value that `action` reads from its neighbouring stages."""
     for leaf in action.leaves:
         makers = upstream(leaf, stages)
         if makers and not any(maker in results for maker in makers):

@@ -1,8 +1,8 @@
-"""Which ranks hold which stages, and which counts a schedule takes.
+"""Which ranks hold which stages, and which numbers of ranks, stages and microbatches a schedule takes.
 
 Contract
-    Every function raises `ScheduleError` (a `ValueError`) where numbers do not fit, naming the schedule and what would
-    fit; so the generators of tables are free to compute with what they are given.
+    Every check raises `ScheduleError` (a `ValueError`) where the numbers do not fit, naming the schedule and numbers that
+    would fit. A generator calls one of them first and then computes without further checks.
 
     loop     rank r holds r, r + ranks, r + 2 ranks, ...
     v        rank r holds r and stages-1-r: down the ranks and up again, the last stage is on rank 0
@@ -56,16 +56,17 @@ def stage_ids(rank: int, ranks: int, stages: int, style: Literal["loop", "v"] = 
 
 
 def positive(*counts: int) -> None:
-    """Ranks, stages, microbatches: at least one of each."""
+    """Raise `ScheduleError` unless there is at least one of each: ranks, stages, microbatches, in this order."""
     for noun, count in zip(("ranks", "stages", "microbatches"), counts, strict=False):
         if count < 1:
             raise ScheduleError(f"a schedule needs at least one of each: got {count} {noun}")
 
 
 def all_on_one_rank(name: str, ranks: int, stages: int, microbatches: int, several: str) -> bool:
-    """Whether a schedule of one stage per rank is asked for several stages on a single rank, which is fine.
+    """True if a schedule of one stage per rank is asked for several stages on a single rank, which is allowed.
 
-    `several`: the schedules to recommend where every rank has more than one.
+    `several`: the schedules that the error recommends for more than one stage per rank. Raises `ScheduleError` for any other
+    number of stages than ranks.
     """
     positive(ranks, stages, microbatches)
     if ranks > 1 and stages != ranks:
@@ -77,7 +78,7 @@ def all_on_one_rank(name: str, ranks: int, stages: int, microbatches: int, sever
 
 
 def per_rank(name: str, ranks: int, stages: int, microbatches: int) -> int:
-    """How many stages each rank has, the same on all."""
+    """The number of stages on each rank; raises `ScheduleError` if the stages cannot be shared out evenly."""
     positive(ranks, stages, microbatches)
     if stages % ranks:
         fit = _multiples(ranks, stages)
@@ -86,7 +87,7 @@ def per_rank(name: str, ranks: int, stages: int, microbatches: int) -> int:
 
 
 def two_per_rank(name: str, ranks: int, stages: int, microbatches: int) -> None:
-    """Two stages on each rank, in a V."""
+    """Raise `ScheduleError` unless there are two stages for each rank, placed in a V."""
     positive(ranks, stages, microbatches)
     if stages != 2 * ranks:
         raise ScheduleError(
@@ -96,7 +97,10 @@ def two_per_rank(name: str, ranks: int, stages: int, microbatches: int) -> None:
 
 
 def round_length(name: str, ranks: int, microbatches: int) -> int:
-    """The microbatches of one round of an interleaved schedule: `ranks` or a little more, in equal rounds."""
+    """The microbatches in one round of an interleaved schedule: `ranks` or a little more, in rounds of equal length.
+
+    Raises `ScheduleError` if `microbatches` admits no equal rounds, naming the nearest numbers that do.
+    """
 
     def fits(count: int) -> bool:
         return count % max(1, count // ranks) == 0

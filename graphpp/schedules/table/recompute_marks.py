@@ -1,4 +1,4 @@
-"""Which (stage, microbatch) of a schedule compute values again, as one line of its text.
+"""The (stage, microbatch) pairs of a schedule whose forward is recomputed before the backward, as one line of its text.
 
 Contract: `parse_pairs(spell_pairs(pairs)) == pairs`; a line that `is_pairs_line` accepts is no row of any table.
 
@@ -18,7 +18,7 @@ _KEYWORD = "recompute"
 
 
 def as_pairs(pairs: object) -> Pairs:
-    """The pairs of any collection of them. Raises `ScheduleError` for what is none."""
+    """Any collection of (stage, microbatch) pairs as a frozenset; raises `ScheduleError` for anything else."""
     try:
         found = frozenset((stage, microbatch) for stage, microbatch in pairs)  # type: ignore[attr-defined]
     except (TypeError, ValueError):
@@ -29,12 +29,12 @@ def as_pairs(pairs: object) -> Pairs:
 
 
 def is_pairs_line(text: str) -> bool:
-    """Whether a line says what is recomputed."""
+    """True if a line is the recompute line of a schedule's text."""
     return text.strip().split(" ", 1)[0] == _KEYWORD
 
 
 def spell_pairs(pairs: Iterable[tuple[int, int]]) -> str:
-    """The line."""
+    """The pairs as the recompute line of a schedule's text."""
     stages: dict[int, list[int]] = defaultdict(list)
     for stage, microbatch in sorted(pairs):
         stages[stage].append(microbatch)
@@ -43,7 +43,7 @@ def spell_pairs(pairs: Iterable[tuple[int, int]]) -> str:
 
 
 def parse_pairs(text: str) -> Pairs:
-    """The pairs of a line. Raises `ScheduleError` where it is written otherwise."""
+    """Read the pairs from a line. Raises `ScheduleError` for a line in any other form."""
     rest = text.strip().removeprefix(_KEYWORD).strip()
     try:
         parts = [part.split(":") for part in rest.split(";")] if rest != "none" else []

@@ -1,16 +1,16 @@
-"""A schedule is data: for each rank the list of its actions. It prints, parses, compares, saves and loads.
+"""A schedule is data: the list of actions of each rank. It prints, parses, compares, saves and loads.
 
 Contract
     `table[rank][column]` is an `Action`, or None where the rank is idle. In a compute-only table made by
-    `graphpp.schedules.generate.names` a column is one unit of time; with communication it is only a position. Rows may
-    differ in length. Nothing here judges whether a table makes sense: `graphpp.schedules.check.checker.check` does.
+    `graphpp.schedules.generate` a column is one unit of time; in a table with communication it is only a position. Rows
+    may differ in length. Nothing here judges whether a table makes sense; `graphpp.schedules.check.checker.check` does.
 
         1F1B: 2 stages, 3 microbatches
         r0 0F0 .   0F1 0B0 0F2 0B1 .   0B2
         r1 .   1F0 1B0 1F1 1B1 1F2 1B2
 
-    `Schedule.parse(str(s)) == s`, and `Schedule.load(path) == s` after `s.save(path)`. A schedule that says what is
-    recomputed has one line more, `recompute 0: 1 3; 1: 3` (stage: microbatches).
+    `Schedule.parse(str(s)) == s`, and `Schedule.load(path) == s` after `s.save(path)`. A schedule with `recomputed` set
+    has one more line, `recompute 0: 1 3; 1: 3` (stage: microbatches).
 """
 
 from __future__ import annotations
@@ -35,16 +35,16 @@ Cell = str | Action | None
 Row = tuple[Action | None, ...]
 
 _HEADER = re.compile(r"(?P<name>.*): (?P<stages>[0-9]+) stages, (?P<microbatches>[0-9]+) microbatches")
-# torch 2.15 writes these into its files. The runner retires sends and reductions itself, so they carry nothing here.
+# torch 2.15 writes these cells into its files. graphpp's runner waits for sends and reductions by itself.
 _TORCH_WAIT = re.compile(r"[0-9]+WAIT_(SEND_F[0-9]+|SEND_B[0-9]+|REDUCE_GRAD)")
 
 
 @dataclass(frozen=True, repr=False)
 class Schedule:
-    """Rank -> actions. Equal when table and counts are equal; the name is only a label.
+    """The rows of all ranks. Two schedules are equal when their tables and counts are equal; the name is only a label.
 
-    `stages` and `microbatches` are how many there are, also where the table leaves one of them idle. `recomputed`: the
-    (stage, microbatch) whose backward computes the forward's values again; None: what `compile(recompute=)` says.
+    `stages` and `microbatches` are the counts of the pipeline, also where the table has no action for one of them.
+    `recomputed`: the (stage, microbatch) pairs whose backward recomputes forward values; None: `compile(recompute=)` decides.
     """
 
     table: tuple[Row, ...]
@@ -68,8 +68,8 @@ class Schedule:
     ) -> Schedule:
         """Build from one row per rank, of actions, action strings, and None, "" or "." for idle.
 
-        A row may be one string with blanks between actions. A count that is not given is the highest in the table
-        plus one. Raises `ScheduleError` naming rank and cell (from 1) of what is no action.
+        A row may be one string with blanks between actions. A count that is not given is the highest index in the table plus
+        one. Raises `ScheduleError` naming the rank and the cell (from 1) that holds no action.
         """
         table = tuple(_row(row, f"{name}, rank {rank}") for rank, row in enumerate(rows))
         leaves = [leaf for row in table for action in row if action for leaf in action.leaves]
@@ -81,17 +81,17 @@ class Schedule:
         )
 
     def __getstate__(self) -> dict[str, object]:
-        """The fields alone: what is cached beside them cannot be pickled."""
+        """The fields alone: the cached properties cannot be pickled."""
         return {each.name: getattr(self, each.name) for each in fields(self)}
 
     @property
     def ranks(self) -> int:
-        """How many ranks the table has rows for."""
+        """The number of rows."""
         return len(self.table)
 
     @cached_property
     def rank_of_stage(self) -> Mapping[int, int]:
-        """The rank each stage stands on; a stage without any action is missing."""
+        """The rank of each stage; a stage without any action is missing."""
         found: dict[int, int] = {}
         for rank, _, action in self.cells():
             for leaf in action.leaves:
@@ -100,13 +100,13 @@ class Schedule:
 
     @cached_property
     def has_communication(self) -> bool:
-        """Whether any send or receive stands in the table."""
+        """True if the table has any send or receive."""
         return any(action.is_communication for _, _, action in self.cells())
 
     def forward_only(self) -> Schedule:
-        """The same table with nothing but its forwards and their messages: what evaluation runs.
+        """The table of evaluation: the forwards and their messages, everything else left out.
 
-        Messages of one batch stay one batch, since one after another they could wait for each other.
+        The messages of a batch stay in one batch, since single messages could wait for each other.
         """
         rows = [[part for action in row if action for part in _forwards(action)] for row in self.table]
         return Schedule.of(rows, name=self.name, stages=self.stages, microbatches=self.microbatches)
@@ -134,7 +134,7 @@ class Schedule:
 
     @classmethod
     def parse(cls, text: str) -> Schedule:
-        """Read what `str` prints; the first line with name and counts may be missing, blank lines are ignored.
+        """Read the text that `str` prints; the first line with name and counts may be missing, blank lines are ignored.
 
         Raises `ScheduleError` naming the line and the cell, both counted from 1.
         """
@@ -150,7 +150,7 @@ class Schedule:
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write as CSV in torch's format: one line per rank, one cell per action, an empty cell for idle.
 
-        What is recomputed follows on a line of its own, which torch's reader does not know.
+        The recompute line, if there is one, comes last; torch's reader does not know it.
         """
         text = io.StringIO()
         csv.writer(text, lineterminator="\n").writerows([[str(cell or "") for cell in row] for row in self.table])
@@ -168,8 +168,8 @@ class Schedule:
     ) -> Schedule:
         """Read a CSV in torch's format, with or without communication; the name is the path unless given.
 
-        The `WAIT_...` cells of torch 2.15 become idle cells. A count that is not given is the highest in the file
-        plus one. Raises `ScheduleError` naming file, line and cell (from 1) and what stands there.
+        The `WAIT_...` cells of torch 2.15 become idle cells. A count that is not given is the highest index in the file plus
+        one. Raises `ScheduleError` naming file, line and cell (from 1) and the text that cannot be read.
         """
         text, pairs = _without_recomputed(_text_of(path), os.fspath(path))
         rows = [_row(cells, f"{os.fspath(path)}, line {line}") for line, cells in _read(path, text)]
@@ -178,7 +178,7 @@ class Schedule:
 
 
 def _without_recomputed(text: str, where: str) -> tuple[str, Pairs | None]:
-    """The text without its last line, and what that says, if it says what is recomputed."""
+    """Split off the recompute line if it is the last line of `text`: the rest, and the pairs of that line or None."""
     lines = text.rstrip().splitlines(keepends=True)
     if not lines or not recompute_marks.is_pairs_line(lines[-1]):
         return text, None
@@ -191,13 +191,13 @@ def _without_recomputed(text: str, where: str) -> tuple[str, Pairs | None]:
 def _text_of(path: str | os.PathLike[str]) -> str:
     try:
         return Path(path).read_text(encoding="utf-8-sig")
-    except (OSError, ValueError) as fault:  # ValueError: no UTF-8, or a path that no file can have
+    except (OSError, ValueError) as fault:  # ValueError: not UTF-8, or an impossible path
         remedy = "; save it as UTF-8" if isinstance(fault, UnicodeDecodeError) else ""
         raise ScheduleError(f"schedule file {os.fspath(path)} cannot be read: {fault}{remedy}") from fault
 
 
 def _read(path: str | os.PathLike[str], text: str) -> list[tuple[int, list[str]]]:
-    """(line number, cells) of each line; a line of nothing is a rank of nothing."""
+    """(line number, cells) of each line; an empty line is a rank without actions."""
     lines = enumerate(io.StringIO(text), 1)
     return [(number, _split(line, f"{os.fspath(path)}, line {number}")) for number, line in lines]
 
@@ -229,7 +229,7 @@ def _cell(cell: Cell, where: str) -> Action | None:
 
 
 def _forwards(action: Action) -> tuple[Action, ...]:
-    """What evaluation runs of an action."""
+    """The part of an action that evaluation runs: forwards and the messages of activations."""
     parts = tuple(leaf for leaf in action.leaves if leaf.kind in (Kind.F, Kind.SEND_F, Kind.RECV_F))
     return (action._replace(parts=parts),) if action.kind is Kind.P2P and len(parts) > 1 else parts
 
