@@ -23,7 +23,7 @@ from graphpp.compiler.dump import Dump
 from graphpp.errors import BatchError, ScheduleError
 from graphpp.options.options import Options
 from graphpp.options.recompute import Recompute
-from graphpp.options.split import Call
+from graphpp.options.split import ModuleCall
 from graphpp.parallel.agreement import Facts
 from graphpp.parallel.place import RankPlace
 from graphpp.passes.graph.joint_graph import JointGraph
@@ -199,7 +199,7 @@ class Compiler:
             return schedule.recomputed or frozenset()
         return frozenset(product(range(schedule.stages), range(schedule.microbatches)))
 
-    def _starts(self, calls: list[Call]) -> tuple[int, ...]:
+    def _starts(self, calls: list[ModuleCall]) -> tuple[int, ...]:
         """Where the stages start; in a later graph before the same calls as in the first.
 
         A call may have no operation there (dropout in evaluation): then before the next one that has.

@@ -20,7 +20,7 @@ from torch import fx
 from graphpp.backends.compilers import RegionCompiler
 from graphpp.backends.regions import Regions
 from graphpp.compiler.build import Built
-from graphpp.options.split import Call
+from graphpp.options.split import ModuleCall
 from graphpp.passes.graph.region import RegionCall
 from graphpp.passes.stage.emit import emit_outlined
 from graphpp.passes.stage.outline_regions import LayerOf, OutlinedGraph, outline_regions
@@ -87,7 +87,7 @@ def _outlined(item: Program, built: Built) -> OutlinedGraph:
     return outline_regions(split_dropout(built.sources.of(item)), layers_of(module_calls(built.captured.joint)))
 
 
-def layers_of(calls: Sequence[Call]) -> LayerOf:
+def layers_of(calls: Sequence[ModuleCall]) -> LayerOf:
     """Which of the model's repeated layers an operation belongs to: "" for none, None where only its reader knows."""
     layers = {call.fqn for call in repeated_layers(calls)}
 

@@ -73,21 +73,21 @@ class Custom:
 
 Backend = Eager | Inductor | Custom
 BackendLike = str | Backend | CompileFunction
-TAKES = '"eager", "inductor", `Eager`, `Inductor`, `Custom`, a function (module, examples) -> callable'
+BACKEND_FORMS = '"eager", "inductor", `Eager`, `Inductor`, `Custom`, a function (module, examples) -> callable'
 
 
-def read(form: BackendLike | None) -> Backend:
+def read_backend(form: BackendLike | None) -> Backend:
     """Any form as a backend. Raises `GraphPPError` for anything else."""
     if form is None or isinstance(form, Eager | Inductor | Custom):
         return form or Eager()
     if form in ("eager", "inductor"):
         return Eager() if form == "eager" else Inductor()
     if isinstance(form, str) or not callable(form):
-        raise GraphPPError(f"take {TAKES}, got {form!r}")
+        raise GraphPPError(f"take {BACKEND_FORMS}, got {form!r}")
     return Custom(form)
 
 
-def describe(backend: Backend) -> list[str]:
+def describe_backend(backend: Backend) -> list[str]:
     """The choice as text that is the same on every rank; caches may differ."""
     kind = type(backend).__name__.lower()
     options = [f"options {sorted(backend.options.items())}"] if isinstance(backend, Inductor) else []

@@ -31,9 +31,9 @@ class Memory(Group):
 
     recompute: Option[RecomputeLike, Recompute | None] = Option(
         None,
-        read=recomputing.read,
-        describe=recomputing.describe,
-        takes=recomputing.TAKES,
+        read=recomputing.read_recompute,
+        describe=recomputing.describe_recompute,
+        takes=recomputing.RECOMPUTE_FORMS,
         about="Which values are computed a second time for the backward instead of being saved. None: values that cost next "
         "to nothing (views, casts, pointwise operations, norms, look-ups in saved tensors). A number above 0 and up to 1: "
         "more of them, at the least cost in time, until every stage saves that fraction of the bytes that it saves under "
@@ -43,9 +43,9 @@ class Memory(Group):
     )
     offload: Option[OffloadLike, Offload | None] = Option(
         None,
-        read=offloading.read,
-        describe=offloading.describe,
-        takes=offloading.TAKES,
+        read=offloading.read_offload,
+        describe=offloading.describe_offload,
+        takes=offloading.OFFLOAD_FORMS,
         about="Which saved values wait for their backward in the host's pinned memory. A fraction: of the bytes that a stage "
         "saves for a microbatch, the largest values first. True: every value that is worth the copy. Values whose backward "
         "comes soon stay. The plan lists the values; `memory.cap` does not count them while they are away. The same bits. On "

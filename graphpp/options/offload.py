@@ -41,10 +41,10 @@ class Offload:
 
 
 OffloadLike = Offload | float | bool | Callable[[TensorMeta], bool] | None
-TAKES = "True, a fraction of the saved bytes, a function of a `TensorMeta`, an `Offload`"
+OFFLOAD_FORMS = "True, a fraction of the saved bytes, a function of a `TensorMeta`, an `Offload`"
 
 
-def read(form: OffloadLike) -> Offload | None:
+def read_offload(form: OffloadLike) -> Offload | None:
     """Any form as an `Offload`; None and False: nothing leaves. Raises `GraphPPError` for anything else."""
     if form is None or form is False:
         return None
@@ -56,10 +56,10 @@ def read(form: OffloadLike) -> Offload | None:
         return Offload(fraction=form)
     if callable(form):
         return Offload(values=form)
-    raise GraphPPError(f"take None, {TAKES}, got {form!r}")
+    raise GraphPPError(f"take None, {OFFLOAD_FORMS}, got {form!r}")
 
 
-def describe(choice: Offload | None) -> list[str]:
+def describe_offload(choice: Offload | None) -> list[str]:
     """The choice as text that is the same on every rank."""
     if choice is None:
         return ["None"]

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from graphpp.errors import BatchError, ScheduleError
 from graphpp.options import backend as backends
-from graphpp.options import schedule as schedules
+from graphpp.options.schedule_form import describe_schedule
 from graphpp.options import split as splits
 from graphpp.options.backend import Backend, BackendLike, Eager
 from graphpp.options.debug import Debug, DebugLike, read_debug
@@ -38,14 +38,14 @@ class Options(Group):
     split: Option[Split, Split] = Option(
         None,
         read=lambda form: form,  # resolved against the module calls of the captured graph
-        describe=splits.describe,
+        describe=splits.describe_split,
         takes="FQNs, a list of FQNs per stage, a number of stages, `split_points(...)`, a `Layout`",
         about="Where stages start. None: one stage per slot of the schedule, with equal numbers of layers.",
     )
     schedule: Option[ScheduleLike, Schedule | str | ScheduleFunction] = Option(
         "auto",
-        read=schedules.read,
-        describe=schedules.describe,
+        read=load_schedule,
+        describe=describe_schedule,
         takes="a name, a CSV file in torch's format, a `Schedule`, rows of action strings, a function (ranks, stages, "
         "microbatches) -> table",
         about='The order in which a rank runs its stages and microbatches. "auto": a plain loop in one process, 1F1B for one '
@@ -66,9 +66,9 @@ class Options(Group):
     )
     backend: Option[BackendLike, Backend] = Option(
         "eager",
-        read=backends.read,
-        describe=backends.describe,
-        takes=backends.TAKES,
+        read=backends.read_backend,
+        describe=backends.describe_backend,
+        takes=backends.BACKEND_FORMS,
         about='Who runs the operations of a stage. "eager": torch\'s operators one by one, bit-equal to a plain loop. '
         '"inductor": equal layers are compiled once and kept in a cache folder for other ranks and later runs; the same '
         "numbers but for rounding. A function: as `torch.compile(backend=)` takes it. Operations that cannot be compiled run "

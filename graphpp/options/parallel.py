@@ -11,7 +11,7 @@ import torch
 from graphpp.errors import GraphPPError
 from graphpp.options.option import Group, Option, group_reader
 
-Cost = Callable[[Any], float]  # the seconds of a graph's node
+NodeSeconds = Callable[[Any], float]  # the seconds of a graph's node
 
 
 def _read_device(form: object) -> torch.device | None:
@@ -21,7 +21,7 @@ def _read_device(form: object) -> torch.device | None:
         raise GraphPPError(f"take a torch.device or its name, got {form!r}: {str(error).splitlines()[0]}") from error
 
 
-def _read_costs(form: object) -> Cost | None:
+def _read_costs(form: object) -> NodeSeconds | None:
     if form is not None and not callable(form):
         raise GraphPPError(f"take a function of a graph's node -> seconds, or None, got {form!r}")
     return form
@@ -41,7 +41,7 @@ class Parallel(Group):
         about="Where this rank runs. None: the model's own CUDA device, else CUDA by `LOCAL_RANK` where every local rank has "
         "a GPU, else the CPU.",
     )
-    op_costs: Option[Cost | None, Cost | None] = Option(
+    op_costs: Option[NodeSeconds | None, NodeSeconds | None] = Option(
         None,
         read=_read_costs,
         describe=lambda costs: ["None" if costs is None else "given"],

@@ -47,16 +47,16 @@ class Recompute:
 
 
 RecomputeLike = Recompute | str | float | Sequence[str] | Nodes | None
-TAKES = '"full", "selective", a fraction, FQNs, a function of a node, a `Recompute`'
+RECOMPUTE_FORMS = '"full", "selective", a fraction, FQNs, a function of a node, a `Recompute`'
 
 
 def is_recompute(form: object) -> bool:
-    """Whether a form is one that `read` takes, by its type."""
+    """Whether a form is one that `read_recompute` takes, by its type."""
     words = ("full", "selective")
     return isinstance(form, Recompute) or form in words or _is_number(form) or _are_names(form) or callable(form)
 
 
-def read(form: RecomputeLike) -> Recompute | None:
+def read_recompute(form: RecomputeLike) -> Recompute | None:
     """Any form as a `Recompute`; None stays None. Raises `GraphPPError` for anything else."""
     if form is None or isinstance(form, Recompute):
         return form
@@ -69,10 +69,10 @@ def read(form: RecomputeLike) -> Recompute | None:
         return Recompute(nodes=form)
     elif _are_names(form):
         return Recompute(tuple(form))
-    raise GraphPPError(f"take None, {TAKES}, got {form!r}")
+    raise GraphPPError(f"take None, {RECOMPUTE_FORMS}, got {form!r}")
 
 
-def describe(choice: Recompute | None) -> list[str]:
+def describe_recompute(choice: Recompute | None) -> list[str]:
     """The choice as text that is the same on every rank."""
     if choice is None:
         return ["None"]
@@ -83,7 +83,7 @@ def describe(choice: Recompute | None) -> list[str]:
 
 def _number(form: float) -> float:
     if isinstance(form, bool):
-        raise GraphPPError(f"take None, {TAKES}, got {form!r}")
+        raise GraphPPError(f"take None, {RECOMPUTE_FORMS}, got {form!r}")
     return form
 
 

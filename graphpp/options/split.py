@@ -12,7 +12,7 @@ from typing import Protocol, SupportsIndex, TypeAlias, runtime_checkable
 
 
 @dataclass(frozen=True)
-class Call:
+class ModuleCall:
     """One call of a module: its forward operations are `position` up to, not including, `end`."""
 
     fqn: str  # `layers.3`; the second call of the same module is `layers.3@1`
@@ -29,7 +29,7 @@ class Call:
 class Splitter(Protocol):
     """Anything that finds the stages itself, by the contract of this file. `Layout` is one."""
 
-    def starts(self, calls: Sequence[Call]) -> tuple[int, ...]:
+    def starts(self, calls: Sequence[ModuleCall]) -> tuple[int, ...]:
         """The first operation of each stage."""
         ...
 
@@ -37,6 +37,6 @@ class Splitter(Protocol):
 Split: TypeAlias = SupportsIndex | Sequence[str] | Sequence[Sequence[str]] | Splitter | None
 
 
-def describe(split: Split) -> list[str]:
+def describe_split(split: Split) -> list[str]:
     """The split as text that is the same on every rank."""
     return [repr(split) if split is None or isinstance(split, int | Sequence) else f"a {type(split).__name__}"]

@@ -30,7 +30,7 @@ class OwnParameter:
 
 
 @dataclass(frozen=True)
-class Gradients:
+class RankGradients:
     """The gradients of this rank's parameters, in the model's order; `positions`: how many parameters the model has."""
 
     own: Sequence[OwnParameter]
@@ -62,12 +62,12 @@ class PendingNorms:
         return total_of(self.table, self.norm_type)
 
 
-def total_norm(gradients: Gradients, norm_type: float) -> torch.Tensor:
+def total_norm(gradients: RankGradients, norm_type: float) -> torch.Tensor:
     """The norm of all gradients of the model (0-dim, on this rank's device)."""
     return all_reduce_(own_norms(gradients, norm_type), norm_type, gradients.group).total()
 
 
-def own_norms(gradients: Gradients, norm_type: float) -> torch.Tensor:
+def own_norms(gradients: RankGradients, norm_type: float) -> torch.Tensor:
     """The norms that this rank counts, float64 [2, positions]: the norm, and 1 + the index of its dtype (0: no gradient)."""
     counted = [(each.position, each.parameter.grad) for each in gradients.own if each.counts]
     present = [(position, grad) for position, grad in counted if grad is not None]
@@ -103,7 +103,7 @@ def _total(norms: torch.Tensor, codes: torch.Tensor, norm_type: float) -> torch.
     return total
 
 
-def share_overflow_(gradients: Gradients) -> None:
+def share_overflow_(gradients: RankGradients) -> None:
     """Give every rank an infinite gradient if any rank has one that is not finite: each rank's own scaler then finds it."""
     found = overflow(gradients).to(torch.int32)
     if gradients.group is not None and dist.get_world_size(gradients.group) > 1:
@@ -111,14 +111,14 @@ def share_overflow_(gradients: Gradients) -> None:
     mark_overflow_(gradients, found)
 
 
-def overflow(gradients: Gradients) -> torch.Tensor:
+def overflow(gradients: RankGradients) -> torch.Tensor:
     """Whether a gradient of this rank is not finite: bool, 0-dim, on its device."""
     mine = [gradient for gradient in gradients.present() if gradient.numel()]
     finite = [norm.isfinite().to(gradients.device) for norm in (foreach_norm(mine, math.inf) if mine else [])]
     return ~torch.stack(finite).all() if finite else torch.tensor(False, device=gradients.device)
 
 
-def mark_overflow_(gradients: Gradients, found: torch.Tensor) -> None:
+def mark_overflow_(gradients: RankGradients, found: torch.Tensor) -> None:
     """Where `found` is above 0, make the first number of every gradient of this rank infinite.
 
     In every gradient, because the parameters may belong to several optimizers, which the scaler checks one by one.
@@ -129,7 +129,7 @@ def mark_overflow_(gradients: Gradients, found: torch.Tensor) -> None:
             gradient[first] = torch.where(found.to(gradient.device) > 0, math.inf, gradient[first])
 
 
-def clip_(gradients: Gradients, max_norm: float, norm: torch.Tensor) -> None:
+def clip_(gradients: RankGradients, max_norm: float, norm: torch.Tensor) -> None:
     """Scale this rank's gradients by max_norm / norm where the norm is larger, as torch does."""
     torch.nn.utils.clip_grads_with_norm_([each.parameter for each in gradients.own], max_norm, norm)
 

@@ -348,12 +348,12 @@ class Pipeline:
             raise GraphPPError("nothing is captured yet: give example= to graphpp.compile, or run a step first")
         return self._library.first
 
-    def _gradients(self) -> norms.Gradients:
+    def _gradients(self) -> norms.RankGradients:
         """This rank's, at their places among the model's."""
         order = {fqn: index for index, fqn in enumerate(self._state.parameters)}
         owners, place = self._built().ranks_of_parameter, self._place
         slots = [norms.OwnParameter(order[fqn], p, owners[fqn][0] == place.rank) for fqn, p in self.named_parameters()]
-        return norms.Gradients(slots, len(order), place.group, place.device)
+        return norms.RankGradients(slots, len(order), place.group, place.device)
 
     def _local(self) -> set[str]:
         """FQNs of this rank's parameters and buffers."""

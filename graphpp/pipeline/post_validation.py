@@ -122,7 +122,7 @@ class PostValidation(DeferredScaler):
     # ------------------------------------------------------------------------------------------------ inside
 
     @torch.no_grad()
-    def _begin(self, gradients: norms.Gradients) -> _NormTables:
+    def _begin(self, gradients: norms.RankGradients) -> _NormTables:
         """Unscale the gradients and start the all-reduce of the norms."""
         scaler = self._scales
         overflow = scaler is not None and bool(norms.overflow(gradients))
@@ -162,7 +162,7 @@ class PostValidation(DeferredScaler):
             raise
 
     @torch.no_grad()
-    def _amend(self, gradients: norms.Gradients, verdict: _Verdict) -> _Verdict:
+    def _amend(self, gradients: norms.RankGradients, verdict: _Verdict) -> _Verdict:
         """Change the gradients as the synchronous step does: mark an overflow, take the norm, clip."""
         norm = verdict.norm
         if verdict.overflow:

@@ -9,11 +9,11 @@ Contract
 from collections.abc import Iterable, Sequence
 from itertools import chain
 
-from graphpp.options.split import Call
+from graphpp.options.split import ModuleCall
 from graphpp.passes.graph.joint_graph import JointGraph
 
 
-def repeated_layers(calls: Sequence[Call]) -> list[Call]:
+def repeated_layers(calls: Sequence[ModuleCall]) -> list[ModuleCall]:
     """The calls that are the model's layers, in order of execution. Empty: there are none.
 
     Layers are siblings `<prefix>.<integer>`, or the calls of one shared module. Of the families that cover nearly
@@ -31,9 +31,9 @@ def repeated_layers(calls: Sequence[Call]) -> list[Call]:
     return layers if 4 * _covered(layers) >= max((call.end for call in calls), default=0) else []
 
 
-def _families(calls: Sequence[Call]) -> list[list[Call]]:
+def _families(calls: Sequence[ModuleCall]) -> list[list[ModuleCall]]:
     """Calls that may be layers of one another; none is empty or inside another of its family."""
-    families: dict[str, list[Call]] = {}
+    families: dict[str, list[ModuleCall]] = {}
     for call in calls:
         prefix, _, last = call.module.rpartition(".")
         family = families.setdefault(f"{prefix}.*" if last.isdecimal() else call.module, [])
@@ -42,17 +42,17 @@ def _families(calls: Sequence[Call]) -> list[list[Call]]:
     return [family for name, family in families.items() if len(family) > 1 or (family and name.endswith(".*"))]
 
 
-def _covered(family: Iterable[Call]) -> int:
+def _covered(family: Iterable[ModuleCall]) -> int:
     """The number of operations in these calls."""
     return sum(call.end - call.position for call in family)
 
 
-def _apart(one: Sequence[Call], other: Sequence[Call]) -> bool:
+def _apart(one: Sequence[ModuleCall], other: Sequence[ModuleCall]) -> bool:
     """Whether one family runs wholly before the other."""
     return one[-1].end <= other[0].position or other[-1].end <= one[0].position
 
 
-def module_calls(joint: JointGraph) -> list[Call]:
+def module_calls(joint: JointGraph) -> list[ModuleCall]:
     """The module calls of the forward in order of their first operation, parents before children."""
     spans: dict[str, tuple[int, int]] = {}
     for node in joint.computed():
@@ -60,4 +60,4 @@ def module_calls(joint: JointGraph) -> list[Call]:
         for call in node.meta["calls"] if position >= 0 else ():
             first, _ = spans.get(call, (position, position))
             spans[call] = (first, position + 1)
-    return [Call(fqn, first, end) for fqn, (first, end) in spans.items()]
+    return [ModuleCall(fqn, first, end) for fqn, (first, end) in spans.items()]

@@ -19,7 +19,7 @@ from itertools import accumulate, groupby
 from typing import TypeAlias
 
 from graphpp.errors import SplitError
-from graphpp.options.split import Call
+from graphpp.options.split import ModuleCall
 from graphpp.planner.layers import repeated_layers
 from graphpp.planner.split_by_name import check_stages
 
@@ -104,7 +104,7 @@ class Layout:
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         return "\n".join("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)
 
-    def starts(self, calls: Sequence[Call]) -> tuple[int, ...]:
+    def starts(self, calls: Sequence[ModuleCall]) -> tuple[int, ...]:
         """The first operation of each stage (the contract of `graphpp.planner.resolve_split`); `calls` in order of execution.
 
         Raises SplitError where layers of the model and letters of the layout do not match.
@@ -122,7 +122,7 @@ class Layout:
             raise SplitError(f"the {self.num_stages} stages of {self.text!r} do not divide among {ranks} ranks")
         return self.num_stages // ranks
 
-    def _places(self, calls: Sequence[Call]) -> list[int]:
+    def _places(self, calls: Sequence[ModuleCall]) -> list[int]:
         """The first operation of every letter."""
         mtp = _fitting(_MTP if self.mtp is None else self.mtp, calls)
         rest = [call for call in calls if not any(layer.position <= call.position < layer.end for layer in mtp)]
@@ -137,7 +137,7 @@ class Layout:
         self._check_embedding(layers, calls)
         return [0, *(layer.position for layer in layers), self._loss(layers, calls)]
 
-    def _check_count(self, keyword: str, found: Sequence[Call]) -> None:
+    def _check_count(self, keyword: str, found: Sequence[ModuleCall]) -> None:
         """Raise SplitError unless there are as many letters as modules."""
         letter = {"decoder": "t", "mtp": "m"}[keyword]
         wanted = "".join(self.stages).count(letter)
@@ -148,13 +148,13 @@ class Layout:
                 f"Change the layout, or say which modules they are: {keyword}='<FQN with {{}} for the number>'"
             )
 
-    def _check_embedding(self, layers: Sequence[Call], calls: Sequence[Call]) -> None:
+    def _check_embedding(self, layers: Sequence[ModuleCall], calls: Sequence[ModuleCall]) -> None:
         """Raise SplitError unless the embedding, where it is named, runs before the layers."""
         first = layers[0].position if layers else sys.maxsize
         if self.embedding is not None and not any(call.end <= first for call in _fitting(self.embedding, calls)):
             raise SplitError(f"embedding={self.embedding!r} fits no module that runs before the first layer")
 
-    def _loss(self, layers: Sequence[Call], calls: Sequence[Call]) -> int:
+    def _loss(self, layers: Sequence[ModuleCall], calls: Sequence[ModuleCall]) -> int:
         """Where L starts."""
         end = layers[-1].end if layers else 0
         if self.loss is None:
@@ -165,12 +165,12 @@ class Layout:
         return behind[0].position
 
 
-def _fitting(patterns: str | Sequence[str], calls: Sequence[Call]) -> list[Call]:
+def _fitting(patterns: str | Sequence[str], calls: Sequence[ModuleCall]) -> list[ModuleCall]:
     """The calls, none inside another, of the first pattern that fits any."""
     for pattern in [patterns] if isinstance(patterns, str) else patterns:
         text = re.escape(pattern).replace(r"\{\}", r"\d+").replace(r"\*\.", _NAMES).replace(r"\*", "[^.]*")
         fits = re.compile(text).fullmatch
-        found: list[Call] = []
+        found: list[ModuleCall] = []
         for call in calls:
             if (fits(call.module) or fits(call.fqn)) and (not found or call.position >= found[-1].end):
                 found.append(call)

@@ -16,7 +16,7 @@ from torch import fx
 
 from graphpp.errors import GraphPPError
 from graphpp.options.recompute import Recompute
-from graphpp.options.split import Call
+from graphpp.options.split import ModuleCall
 from graphpp.passes.graph.collectives import is_collective
 from graphpp.passes.graph.op_costs import Cost, OpCosts, is_cheap, is_heavy
 from graphpp.passes.recompute.backward_needs import MayRecompute
@@ -28,7 +28,7 @@ from graphpp.planner.layers import repeated_layers
 _WORTH = 8  # bytes of memory traffic for each byte less to save: about three pointwise operations in a row
 
 
-def region_of(option: Recompute, calls: Sequence[Call]) -> RegionOf:
+def region_of(option: Recompute, calls: Sequence[ModuleCall]) -> RegionOf:
     """The region of an operation: the outermost of the chosen calls around it."""
     chosen = {call.fqn for call in _called(option, calls)}
 
@@ -38,7 +38,7 @@ def region_of(option: Recompute, calls: Sequence[Call]) -> RegionOf:
     return region
 
 
-def _called(option: Recompute, calls: Sequence[Call]) -> Sequence[Call]:
+def _called(option: Recompute, calls: Sequence[ModuleCall]) -> Sequence[ModuleCall]:
     if option.layers is None:
         return repeated_layers(calls) or [call for call in calls if call.module and "." not in call.module]
     unknown = sorted(set(option.layers) - {call.module for call in calls} - {call.fqn for call in calls})

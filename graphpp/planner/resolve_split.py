@@ -18,13 +18,13 @@ from itertools import pairwise
 from typing import SupportsIndex
 
 from graphpp.errors import SplitError
-from graphpp.options.split import Call, Split, Splitter
+from graphpp.options.split import ModuleCall, Split, Splitter
 from graphpp.planner.layers import repeated_layers
 from graphpp.planner.split_by_name import START, listed_starts, listing, some
 
 
 def resolve(
-    split: Split, calls: Sequence[Call], num_stages: int | None = None, known: Collection[str] = ()
+    split: Split, calls: Sequence[ModuleCall], num_stages: int | None = None, known: Collection[str] = ()
 ) -> tuple[int, ...]:
     """The first operation of each stage, stage 0 at 0.
 
@@ -47,7 +47,7 @@ def resolve(
     return starts
 
 
-def _found(splitter: Splitter, calls: Sequence[Call]) -> tuple[int, ...]:
+def _found(splitter: Splitter, calls: Sequence[ModuleCall]) -> tuple[int, ...]:
     """What a splitter finds, held to the contract of this file."""
     starts = tuple(splitter.starts(calls))
     end = max((call.end for call in calls), default=0)
@@ -128,7 +128,7 @@ def _number(split: SupportsIndex | None, num_stages: int | None) -> int:
     return number
 
 
-def _equal_layers(wanted: int, calls: Sequence[Call]) -> tuple[int, ...]:
+def _equal_layers(wanted: int, calls: Sequence[ModuleCall]) -> tuple[int, ...]:
     """Stages of equally many layers; no layers are needed for one stage."""
     layers = repeated_layers(calls) if wanted > 1 else []
     if wanted > max(1, len(layers)):

@@ -15,14 +15,14 @@ from collections.abc import Collection, Mapping, Sequence
 from itertools import pairwise
 
 from graphpp.errors import SplitError
-from graphpp.options.split import Call
+from graphpp.options.split import ModuleCall
 
 START = "the start"  # stands for a call, at position 0, of what runs first
 
 
-def listed_starts(stages: Sequence[Sequence[str]], calls: Sequence[Call], known: Collection[str]) -> tuple[int, ...]:
+def listed_starts(stages: Sequence[Sequence[str]], calls: Sequence[ModuleCall], known: Collection[str]) -> tuple[int, ...]:
     """The first operation of each stage. `known` holds the FQNs of all modules, called or not."""
-    named = {call.fqn: call for call in (Call(START, 0, 0), *calls)}
+    named = {call.fqn: call for call in (ModuleCall(START, 0, 0), *calls)}
     owner = _owners(stages, named, known)
     in_order = [name for name in named if name in owner]
     _check_order(in_order, owner)
@@ -63,7 +63,7 @@ def some(count: int, noun: str) -> str:
     return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
 
 
-def _owners(stages: Sequence[Sequence[str]], named: Mapping[str, Call], known: Collection[str]) -> dict[str, int]:
+def _owners(stages: Sequence[Sequence[str]], named: Mapping[str, ModuleCall], known: Collection[str]) -> dict[str, int]:
     """Name -> the stage that lists it."""
     owner: dict[str, int] = {}
     for stage, name in ((stage, name) for stage, names in enumerate(stages) for name in names):
@@ -85,9 +85,9 @@ def _check_order(names: Sequence[str], owner: dict[str, int]) -> None:
             )
 
 
-def _unknown(name: str, calls: Sequence[Call], known: Collection[str]) -> str:
+def _unknown(name: str, calls: Sequence[ModuleCall], known: Collection[str]) -> str:
     """Why no call has this name, and what to write instead."""
-    module = Call(name, 0, 0).module
+    module = ModuleCall(name, 0, 0).module
     times = [call.fqn for call in calls if call.module == module]
     inside = [call.fqn for call in calls if call.fqn.startswith(f"{name}.")]
     if not name:
@@ -105,7 +105,7 @@ def _unknown(name: str, calls: Sequence[Call], known: Collection[str]) -> str:
     return f"the model has no module {name!r}{_nearest(name, calls)}"
 
 
-def _nearest(name: str, calls: Sequence[Call]) -> str:
+def _nearest(name: str, calls: Sequence[ModuleCall]) -> str:
     """Calls whose names come near: first those that differ by what stands in front, as `model.` does."""
     names = list(dict.fromkeys(call.fqn for call in calls if call.fqn))
     same = [fqn for fqn in names if f".{name}".endswith(f".{fqn}") or f".{fqn}".endswith(f".{name}")]

@@ -7,24 +7,24 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from graphpp.errors import SplitError
-from graphpp.options.split import Call
+from graphpp.options.split import ModuleCall
 from graphpp.planner.megatron_layout import Layout
 from graphpp.planner.resolve_split import resolve
 
 LAYER = 10  # operations in a layer
 
 
-def forward(*names: str) -> list[Call]:
+def forward(*names: str) -> list[ModuleCall]:
     """Calls one after the other: a layer (`...{a:b}`, numbers a to b-1) has ten operations, another module one."""
-    calls: list[Call] = []
+    calls: list[ModuleCall] = []
     for name in names:
         prefix, _, span = name.rstrip("}").partition("{")
         first, _, last = span.partition(":")
         for fqn in [f"{prefix}{k}" for k in range(int(first), int(last))] if span else [name]:
             position = max((call.end for call in calls), default=0)
-            calls.append(Call(fqn, position, position + (LAYER if span else 1)))
+            calls.append(ModuleCall(fqn, position, position + (LAYER if span else 1)))
             if span:
-                calls.append(Call(f"{fqn}.layers.0", position, position + LAYER // 2))  # one inside another
+                calls.append(ModuleCall(f"{fqn}.layers.0", position, position + LAYER // 2))  # one inside another
     return sorted(calls, key=lambda call: call.position)
 
 
@@ -223,7 +223,7 @@ class TestStarts:
 
     def test_calls_of_a_shared_layer(self) -> None:
         calls = forward("embed", "layers.{0:1}", "x")
-        again = [Call(f"layers.0@{k}", 12 + LAYER * k, 22 + LAYER * k) for k in range(3)]
+        again = [ModuleCall(f"layers.0@{k}", 12 + LAYER * k, 22 + LAYER * k) for k in range(3)]
         assert Layout("Ett|ttL").starts([*calls, *again]) == (0, 22)
 
     def test_mtp(self) -> None:

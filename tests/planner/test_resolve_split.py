@@ -16,26 +16,26 @@ from torch import nn
 from graphpp.batch.microbatch import Microbatch
 from graphpp.capture.trace import capture
 from graphpp.errors import SplitError
-from graphpp.options.split import Call, Split, Splitter
+from graphpp.options.split import ModuleCall, Split, Splitter
 from graphpp.planner.layers import module_calls, repeated_layers
 from graphpp.planner.resolve_split import resolve, split_points
 
 
-def forward(*parts: str) -> list[Call]:
+def forward(*parts: str) -> list[ModuleCall]:
     """The calls of a forward of `fqn` or `fqn:operations` in order; `(parent` opens a parent's call, `)` closes it."""
-    calls: list[Call] = []
+    calls: list[ModuleCall] = []
     opened: list[int] = []
     position = 0
     for part in parts:
         if part == ")":
             at = opened.pop()
-            calls[at] = Call(calls[at].fqn, calls[at].position, position)
+            calls[at] = ModuleCall(calls[at].fqn, calls[at].position, position)
         elif part.startswith("("):
             opened.append(len(calls))
-            calls.append(Call(part[1:], position, position))
+            calls.append(ModuleCall(part[1:], position, position))
         else:
             name, _, count = part.partition(":")
-            calls.append(Call(name, position, position + int(count or 1)))
+            calls.append(ModuleCall(name, position, position + int(count or 1)))
             position = calls[-1].end
     return calls
 
@@ -63,12 +63,12 @@ ALBERT = forward(
 )
 
 
-def where(calls: list[Call], name: str) -> int:
+def where(calls: list[ModuleCall], name: str) -> int:
     """The first operation of a call."""
     return next(call.position for call in calls if call.fqn == name)
 
 
-def cut(calls: list[Call], *names: str) -> tuple[int, ...]:
+def cut(calls: list[ModuleCall], *names: str) -> tuple[int, ...]:
     """The starts of stages that begin at these calls."""
     return (0, *(where(calls, name) for name in names))
 
@@ -164,7 +164,7 @@ class TestNames:
         assert resolve(nested, TORCHTITAN) == cut(TORCHTITAN, *nested)
 
     def test_a_call_without_operations_is_a_place_like_any_other(self) -> None:
-        calls = sorted([*TORCHTITAN, Call("identity", 21, 21)], key=lambda call: call.position)
+        calls = sorted([*TORCHTITAN, ModuleCall("identity", 21, 21)], key=lambda call: call.position)
         assert resolve(["identity"], calls) == resolve(["layers.2"], calls) == cut(TORCHTITAN, "layers.2")
         assert resolve(4, calls) == resolve(4, TORCHTITAN)
 
@@ -260,7 +260,7 @@ class TestNumbers:
 class Halves:
     """A splitter of one's own."""
 
-    def starts(self, calls: Sequence[Call]) -> tuple[int, ...]:
+    def starts(self, calls: Sequence[ModuleCall]) -> tuple[int, ...]:
         return (0, calls[-1].end // 2)
 
 
@@ -270,7 +270,7 @@ class Given:
     def __init__(self, *starts: int) -> None:
         self.given = starts
 
-    def starts(self, calls: Sequence[Call]) -> tuple[int, ...]:
+    def starts(self, calls: Sequence[ModuleCall]) -> tuple[int, ...]:
         return self.given
 
 
@@ -375,7 +375,7 @@ T = TORCHTITAN
         (2.0, T, None, "not float"),
     ],
 )
-def test_errors(split: Split, calls: list[Call], stages: int | None, says: str) -> None:
+def test_errors(split: Split, calls: list[ModuleCall], stages: int | None, says: str) -> None:
     before = list(calls)
     with pytest.raises(SplitError, match=re.escape(says)):
         resolve(split, calls, stages, KNOWN)
@@ -423,7 +423,7 @@ class Odd(nn.Module):
 
 
 @cache
-def odd(training: bool) -> tuple[list[Call], list[str]]:
+def odd(training: bool) -> tuple[list[ModuleCall], list[str]]:
     """The calls of `Odd`'s forward, and the names of its modules."""
     model, example = Odd().train(training), Microbatch((torch.zeros(2, 4),), target=torch.zeros(2, 2))
     captured = capture(model, nn.functional.mse_loss, example, torch.device("cpu"), training=training)

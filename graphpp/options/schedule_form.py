@@ -1,15 +1,12 @@
-"""`schedule=`: the reader is that of the schedules; this file describes a schedule to other ranks."""
+"""The description of `schedule=` for other ranks; `load_schedule` of the schedules reads the option."""
 
 from __future__ import annotations
 
 from graphpp.schedules.generate.read import ScheduleFunction
-from graphpp.schedules.generate.read import load_schedule as read
 from graphpp.schedules.table.schedule import Schedule
 
-__all__ = ["describe", "read"]
 
-
-def describe(schedule: Schedule | str | ScheduleFunction) -> list[str]:
+def describe_schedule(schedule: Schedule | str | ScheduleFunction) -> list[str]:
     """The schedule as text that is the same on every rank: a name, all rows of a table, the name of a function."""
     if isinstance(schedule, Schedule):
         return str(schedule).splitlines()
