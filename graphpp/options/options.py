@@ -12,7 +12,6 @@ from dataclasses import dataclass
 
 from graphpp.errors import BatchError, ScheduleError
 from graphpp.options import backend as backends
-from graphpp.options.schedule_form import describe_schedule
 from graphpp.options import split as splits
 from graphpp.options.backend import Backend, BackendLike, Eager
 from graphpp.options.debug import Debug, DebugLike, read_debug
@@ -20,8 +19,9 @@ from graphpp.options.gradients import Gradients, GradientsLike, read_gradients
 from graphpp.options.memory import Memory, MemoryLike, read_memory
 from graphpp.options.option import Group, Option
 from graphpp.options.parallel import Parallel, ParallelLike, read_parallel
+from graphpp.options.schedule_form import describe_schedule
 from graphpp.options.split import Split
-from graphpp.schedules.generate.read import ScheduleFunction, ScheduleLike
+from graphpp.schedules.generate.read import ScheduleFunction, ScheduleLike, load_schedule
 from graphpp.schedules.table.schedule import Schedule
 
 
