@@ -38,7 +38,6 @@ from graphpp.runtime.transport import ReceiveBuffer
 WARM_UPS = 2
 RECORDINGS = 8
 
-Results = Sequence[Any]
 _IN_PLACE = (roles.Parameter, roles.Buffer, roles.Constant)
 _COPIED = (roles.Input, roles.Seed, roles.Received, roles.Saved)
 
@@ -46,27 +45,27 @@ _LOG = logging.getLogger("graphpp")
 
 
 class GraphRecorder(Protocol):
-    """The device's part: streams, graphs and their pool."""
+    """Records and replays runs on one device: owns the streams, the graphs and their memory pool."""
 
     device: torch.device
 
-    def warm_up(self, run: Callable[[], Results]) -> Results:
-        """Run, where recordings are made, and let what comes after wait for it."""
+    def warm_up(self, run: Callable[[], Sequence[Any]]) -> Sequence[Any]:
+        """Run on the stream of the recordings; later work on the current stream waits for the run."""
 
-    def record(self, run: Callable[[], Results]) -> tuple[Callable[[], None], Results]:
-        """What replays `run`, and where its results are after each replay; nothing has run yet."""
+    def record(self, run: Callable[[], Sequence[Any]]) -> tuple[Callable[[], None], Sequence[Any]]:
+        """Record `run` without executing it: a function that replays it, and the tensors that hold each replay's results."""
 
 
 class CudaGraphRecorder:
-    """CUDA graphs of one rank, with one memory pool."""
+    """Records the CUDA graphs of one rank into one memory pool."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self._stream = torch.cuda.Stream(device)
         self._pool = torch.cuda.graph_pool_handle()
 
-    def warm_up(self, run: Callable[[], Results]) -> Results:
-        """Run on the stream on which recordings are made: libraries keep workspaces for each stream."""
+    def warm_up(self, run: Callable[[], Sequence[Any]]) -> Sequence[Any]:
+        """Run on the stream of the recordings: libraries keep one workspace per stream, which the warm-up allocates."""
         current = torch.cuda.current_stream(self.device)
         self._stream.wait_stream(current)
         with torch.cuda.stream(self._stream):
@@ -74,8 +73,8 @@ class CudaGraphRecorder:
         current.wait_stream(self._stream)
         return results
 
-    def record(self, run: Callable[[], Results]) -> tuple[Callable[[], None], Results]:
-        """Capture; other threads (NCCL's watchdog, data loaders) may use CUDA meanwhile."""
+    def record(self, run: Callable[[], Sequence[Any]]) -> tuple[Callable[[], None], Sequence[Any]]:
+        """Capture in thread-local mode: other threads (NCCL's watchdog, data loaders) may use CUDA meanwhile."""
         graph = torch.cuda.CUDAGraph()
         capturing = torch.cuda.graph(graph, self._pool, self._stream, capture_error_mode="thread_local")
         with torch.cuda.device(self.device), capturing:
@@ -85,99 +84,102 @@ class CudaGraphRecorder:
 
 @dataclass
 class RecordingSink:
-    """What a program hands out while it is recorded: gradients that stay results, and factors of products."""
+    """The gradient sink of a program that is being recorded: the order of the gradients, and factors of matrix products."""
 
-    order: list[tuple[int, bool, MatmulLayout | None]] = field(default_factory=list)  # index, a product?, its layout
-    factors: list[torch.Tensor] = field(default_factory=list)  # two of each product
+    order: list[tuple[int, bool, MatmulLayout | None]] = field(default_factory=list)  # result index, given as factors?, layout
+    factors: list[torch.Tensor] = field(default_factory=list)  # two per matrix product
 
     def __call__(self, index: int, value: torch.Tensor) -> torch.Tensor:
-        """It stays a result."""
+        """Note a gradient that the program returns as a result."""
         self.order.append((index, False, None))
         return value
 
     def matmul(self, index: int, a: torch.Tensor, b: torch.Tensor, layout: MatmulLayout | None = None) -> None:
-        """It is none."""
+        """Note a gradient given as two factors; it is no result, and is multiplied after each replay."""
         self.order.append((index, True, layout))
         self.factors += (a, b)
 
 
 @dataclass(frozen=True)
 class _Recording:
-    """A captured run: what it was recorded for, where its arguments go, where its results lie (None: handed out).
+    """A recorded run.
 
-    `handed` says which gradients it hands out, in what order; the factors of products lie where its own say.
+    `key`: the addresses, shapes and strides that the recording assumes. `buffers`: the memory for copied arguments. `results`:
+    the memory of the results; None for gradients given as factors. `gradients`: the order of the gradients and the memory of
+    their factors.
     """
 
     key: tuple[object, ...]
-    places: Sequence[ReceiveBuffer]
+    buffers: Sequence[ReceiveBuffer]
     replay: Callable[[], None]
     results: Sequence[torch.Tensor | None]
-    handed: RecordingSink
+    gradients: RecordingSink
 
-    def copied(self) -> list[Any]:
-        """Copies of the results."""
-        made = iter(copy_all([result for result in self.results if result is not None]))
-        return [None if result is None else next(made) for result in self.results]
+    def copy_results(self) -> list[Any]:
+        """The results, copied out of the recording's memory."""
+        copies = iter(copy_all([result for result in self.results if result is not None]))
+        return [None if result is None else next(copies) for result in self.results]
 
 
 class ReplayedProgram:
-    """The `run` of a program that is replayed. `obstacle`: why it cannot be, where that is known beforehand."""
+    """The `run` of a program that is recorded and replayed. `obstacle`: the reason why the program can never be recorded."""
 
     def __init__(self, program: Program, recorder: GraphRecorder, obstacle: str | None = None) -> None:
         self._program, self._recorder = program, recorder
         self._in_place = [index for index, role in enumerate(program.inputs) if isinstance(role, _IN_PLACE)]
         self._copied = [index for index, role in enumerate(program.inputs) if isinstance(role, _COPIED)]
-        self._hands = any(isinstance(role, roles.Gradient) for role in program.outputs)
+        self._has_gradients = any(isinstance(role, roles.Gradient) for role in program.outputs)
         self._runs = self._recordings = 0
         self._recording: _Recording | None = None
         self.reason = obstacle or self._unknown()
 
     @property
     def name(self) -> str:
-        """Stage and phase."""
+        """The program's stage and phase."""
         return program_name(self._program)
 
     def describe(self) -> str:
-        """What a run does now: "replayed", "not recorded yet", or "not replayed: " and the reason."""
+        """The state of the program: "replayed", "not recorded yet", or "not replayed: " and the reason."""
         if self.reason is not None:
             return f"not replayed: {self.reason}"
         return "not recorded yet" if self._recording is None else "replayed"
 
-    def __call__(self, boxed: list[Any], take: GradientSink | None = None) -> Results:
-        """Run as a `Program` does."""
+    def __call__(self, arguments: list[Any], sink: GradientSink | None = None) -> Sequence[Any]:
+        """Run the program, record it, or replay its recording; arguments and results are those of `Program.run`."""
         if self.reason is None and self._runs >= WARM_UPS:
-            self._prepare(boxed)
+            self._prepare(arguments)
         if self.reason is not None:
-            return self._run(boxed, take)
+            return self._run(arguments, sink)
         if self._recording is not None:
-            return self._replayed(self._recording, boxed, take)
+            return self._replay(self._recording, arguments, sink)
         self._runs += 1
-        return self._recorder.warm_up(lambda: self._run(boxed, take))
+        return self._recorder.warm_up(lambda: self._run(arguments, sink))
 
-    def _run(self, boxed: list[Any], take: GradientSink | None) -> Results:
-        return self._program.run(boxed) if take is None else self._program.run(boxed, take)
+    def _run(self, arguments: list[Any], sink: GradientSink | None) -> Sequence[Any]:
+        return self._program.run(arguments) if sink is None else self._program.run(arguments, sink)
 
     def _unknown(self) -> str | None:
-        """Arguments that can be neither read in place nor copied: numbers of the host would stay as they were recorded."""
+        """The reason if an argument can be neither read in place nor copied: a recording would freeze a number of the host."""
         known = {*self._in_place, *self._copied}
         strange = [role for index, role in enumerate(self._program.inputs) if index not in known]
         if roles.RandomKey() in strange:
             return "it draws random numbers from a key that the host knows"
         return f"it is given {strange[0]}" if strange else None
 
-    def _prepare(self, boxed: Sequence[Any]) -> None:
-        """Have a recording for these arguments, or a reason for having none."""
-        self.reason = self._unfit(boxed)
+    def _prepare(self, arguments: Sequence[Any]) -> None:
+        """Record the program for these arguments unless that is done; if it cannot be recorded, set `reason`."""
+        self.reason = self._unfit(arguments)
         if self.reason is None:
-            key = self._key(boxed)
+            key = self._key(arguments)
             if self._recording is None or self._recording.key != key:
-                self._record(boxed, key)
+                self._record(arguments, key)
         if self.reason is not None:
             self._recording = None
             _LOG.warning("cudagraphs: %s is run without a graph: %s", self.name, self.reason)
 
-    def _unfit(self, boxed: Sequence[Any]) -> str | None:
-        for value, role in zip(boxed, self._program.inputs, strict=True):
+    def _unfit(self, arguments: Sequence[Any]) -> str | None:
+        """The reason if an argument is no plain tensor on this device."""
+        for value, role in zip(arguments, self._program.inputs, strict=True):
             if not isinstance(value, torch.Tensor):
                 return f"{role} is a {type(value).__name__}"
             if type(value) not in (torch.Tensor, torch.nn.Parameter):
@@ -186,61 +188,62 @@ class ReplayedProgram:
                 return f"{role} is on {value.device}"
         return None
 
-    def _key(self, boxed: Sequence[Any]) -> tuple[object, ...]:
-        """What a recording takes for granted."""
-        fixed = ((boxed[at].data_ptr(), boxed[at].shape, boxed[at].stride()) for at in self._in_place)
-        return (*fixed, *((boxed[at].shape, boxed[at].stride(), boxed[at].dtype) for at in self._copied))
+    def _key(self, arguments: Sequence[Any]) -> tuple[object, ...]:
+        """The addresses of arguments read in place, and the shapes and strides of all: a recording holds for these."""
+        fixed = ((arguments[at].data_ptr(), arguments[at].shape, arguments[at].stride()) for at in self._in_place)
+        return (*fixed, *((arguments[at].shape, arguments[at].stride(), arguments[at].dtype) for at in self._copied))
 
-    def _record(self, boxed: Sequence[Any], key: tuple[object, ...]) -> None:
+    def _record(self, arguments: Sequence[Any], key: tuple[object, ...]) -> None:
+        """Record the program, or set `reason` if CUDA refuses or if it was recorded too often."""
         self._recordings, self._recording = self._recordings + 1, None
         if self._recordings > RECORDINGS:
             self.reason = f"its parameters were moved, or its arguments changed, {RECORDINGS} times"
             return
-        fixed = {at: boxed[at].detach() for at in self._in_place}
-        places = {at: buffer_like(boxed[at]) for at in self._copied}
-        copy_elements(list(places.values()), [boxed[at] for at in self._copied])
+        in_place = {at: arguments[at].detach() for at in self._in_place}
+        buffers = {at: buffer_like(arguments[at]) for at in self._copied}
+        copy_elements(list(buffers.values()), [arguments[at] for at in self._copied])
 
-        made: list[RecordingSink] = []
+        sinks: list[RecordingSink] = []
 
-        def run() -> Results:
-            made.append(RecordingSink())
-            arguments = {**fixed, **{at: place.value() for at, place in places.items()}}
-            boxed = [arguments[at] for at in range(len(self._program.inputs))]
-            results = self._run(boxed, made[-1] if self._hands else None)
-            return [*results, *made[-1].factors]
+        def run() -> Sequence[Any]:
+            sinks.append(RecordingSink())
+            inputs = {**in_place, **{at: buffer.value() for at, buffer in buffers.items()}}
+            ordered = [inputs[at] for at in range(len(self._program.inputs))]
+            results = self._run(ordered, sinks[-1] if self._has_gradients else None)
+            return [*results, *sinks[-1].factors]
 
         try:
             replay, memory = self._recorder.record(run)
         except RuntimeError as error:
             self.reason = f"CUDA could not record it: {str(error).partition(chr(10))[0]}"
             return
-        count, order = len(self._program.outputs), made[0].order
-        results, handed = memory[:count], RecordingSink(order, list(memory[count:]))
-        given = {index for index, is_product, _ in order if is_product}
-        if not all(isinstance(result, torch.Tensor) or index in given for index, result in enumerate(results)):
+        count, order = len(self._program.outputs), sinks[0].order
+        results, gradients = memory[:count], RecordingSink(order, list(memory[count:]))
+        as_factors = {index for index, is_product, _ in order if is_product}
+        if not all(isinstance(result, torch.Tensor) or index in as_factors for index, result in enumerate(results)):
             self.reason = "a result is no tensor"
             return
-        self._recording = _Recording(key, list(places.values()), replay, results, handed)
+        self._recording = _Recording(key, list(buffers.values()), replay, results, gradients)
 
-    def _replayed(self, recording: _Recording, boxed: list[Any], take: GradientSink | None) -> list[Any]:
-        copy_elements(recording.places, [boxed[at] for at in self._copied])
-        boxed.clear()
+    def _replay(self, recording: _Recording, arguments: list[Any], sink: GradientSink | None) -> list[Any]:
+        copy_elements(recording.buffers, [arguments[at] for at in self._copied])
+        arguments.clear()
         recording.replay()
-        results, taking = recording.copied(), ReturningSink() if take is None else take
-        factors = iter(recording.handed.factors)
-        for index, is_product, layout in recording.handed.order:
+        results, sink = recording.copy_results(), ReturningSink() if sink is None else sink
+        factors = iter(recording.gradients.factors)
+        for index, is_product, layout in recording.gradients.order:
             if is_product:
-                results[index] = taking.matmul(index, next(factors), next(factors), layout)
+                results[index] = sink.matmul(index, next(factors), next(factors), layout)
             else:
-                results[index] = taking(index, results[index])
+                results[index] = sink(index, results[index])
         return results
 
 
 def program_name(program: Program) -> str:
-    """Stage and phase, for people."""
+    """The stage and phase of a program, as messages name it."""
     return f"stage {program.stage} {program.phase.label}"
 
 
 def with_cuda_graph(program: Program, recorder: GraphRecorder, obstacle: str | None = None) -> Program:
-    """The program, replayed as a graph as soon as it has been recorded."""
+    """The program, recorded in its run number `WARM_UPS + 1` and replayed from then on."""
     return replace(program, run=ReplayedProgram(program, recorder, obstacle))

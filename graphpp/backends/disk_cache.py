@@ -1,13 +1,13 @@
-"""A folder of what was compiled, shared by processes and runs: an entry is whole, or it is made again.
+"""A cache folder of compiled code, shared by processes and runs: an entry is complete, or it is made anew.
 
 Contract
 --------
-- An entry is a folder under a key. Whoever opens it holds it alone (a lock that dies with its process); where another
-  process makes it, the rest wait, and find it made.
-- On closing, a manifest with the size and SHA-256 of every file is written last. An entry whose files are not those of its
-  manifest is removed before it is opened: nothing of it is loaded.
-- A root that cannot be written is replaced by a temporary one, which goes with the process, with a warning; one that
-  somebody removed is made again.
+- An entry is a folder under a key. A process opens it under an exclusive lock, which is released if the process dies. Other
+  processes that need the entry wait, and then find it complete.
+- When an entry is closed, its manifest with the size and SHA-256 of every file is written last. An entry whose files differ
+  from its manifest is deleted before it is opened, so that no part of it is loaded.
+- If the root cannot be written, a warning says so, and a temporary folder replaces it until the process ends. If somebody
+  deletes the root meanwhile, it is created again.
 """
 
 from __future__ import annotations
@@ -30,22 +30,22 @@ _MANIFEST = "manifest.json"
 
 
 def default_folder() -> Path:
-    """The folder that the variable GRAPHPP_CACHE names, else `graphpp` in the user's folder for caches."""
-    given = os.environ.get("GRAPHPP_CACHE")
-    if given:
-        return Path(given)
+    """The folder that the variable GRAPHPP_CACHE names, else `graphpp` in the user's cache folder."""
+    folder = os.environ.get("GRAPHPP_CACHE")
+    if folder:
+        return Path(folder)
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "graphpp"
 
 
 class DiskCache:
-    """Entries under one root."""
+    """The entries and tables under one root folder."""
 
     def __init__(self, root: Path) -> None:
         self.root = _writable(root)
 
     @contextlib.contextmanager
     def entry(self, key: str) -> Iterator[Path]:
-        """The folder of a key, held alone; empty if it is new, or was not whole."""
+        """The folder of a key, under its exclusive lock; empty if the entry is new or was incomplete."""
         with self.lock(key):
             folder = self.root / key
             if folder.exists() and not is_complete(folder):
@@ -55,12 +55,12 @@ class DiskCache:
             _write(folder / _MANIFEST, json.dumps(_contents(folder)))
 
     def lock(self, key: str) -> FileLock:
-        """A lock between processes for one key."""
-        (self.root / "locks").mkdir(parents=True, exist_ok=True)  # also where somebody has removed the root meanwhile
+        """The lock of one key, exclusive among processes."""
+        (self.root / "locks").mkdir(parents=True, exist_ok=True)  # somebody may have deleted the root
         return FileLock(self.root / "locks" / f"{key}.lock")
 
     def read(self, name: str) -> dict[str, str]:
-        """A table kept under the root; empty where it is missing or unreadable."""
+        """The table in the file `name` under the root; empty if the file is missing or unreadable."""
         try:
             found = json.loads((self.root / name).read_text())
         except (OSError, ValueError):
@@ -68,7 +68,7 @@ class DiskCache:
         return {str(key): str(value) for key, value in found.items()} if isinstance(found, dict) else {}
 
     def write(self, name: str, table: dict[str, str]) -> None:
-        """Keep a table, added to what others have kept meanwhile; where that fails, a step goes on all the same."""
+        """Merge `table` into the file `name`; a failure to write is logged and does not stop the step."""
         try:
             with self.lock(name):
                 _write(self.root / name, json.dumps(self.read(name) | table, indent=0, sort_keys=True))
@@ -77,7 +77,7 @@ class DiskCache:
 
 
 def is_complete(folder: Path) -> bool:
-    """Whether an entry's files are those of its manifest."""
+    """True if the sizes and hashes of an entry's files equal those of its manifest."""
     try:
         return bool(json.loads((folder / _MANIFEST).read_text()) == _contents(folder))
     except (OSError, ValueError):
@@ -85,7 +85,7 @@ def is_complete(folder: Path) -> bool:
 
 
 def _contents(folder: Path) -> dict[str, list[int | str]]:
-    """Size and hash of each file, by its path within the folder; lock files are nobody's content."""
+    """Size in bytes and SHA-256 of each file by its path within the folder, without lock files and the manifest."""
     files = sorted(path for path in folder.rglob("*") if path.is_file() and path.suffix != ".lock")
     return {
         str(path.relative_to(folder)): [path.stat().st_size, hashlib.sha256(path.read_bytes()).hexdigest()]
@@ -95,13 +95,14 @@ def _contents(folder: Path) -> dict[str, list[int | str]]:
 
 
 def _write(path: Path, text: str) -> None:
-    """All of it or nothing."""
+    """Write a file atomically: a temporary file, then a rename."""
     partial = path.with_name(f"{path.name}.{os.getpid()}")
     partial.write_text(text)
     partial.replace(path)
 
 
 def _writable(root: Path) -> Path:
+    """The root, or a temporary folder (with a warning) if the root cannot be written."""
     try:
         root.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=root):

@@ -1,9 +1,10 @@
-"""Which kernel makes a matrix product: measured once per shape, device and number of threads, and kept in the cache.
+"""Choose the kernel of each matrix product by measurement: torch's or oneDNN's, once per shape, processor and thread count.
 
-Contract: `GemmKernels.choose` exchanges, in a graph, matrix products of float32 on the CPU for the same product by oneDNN
-where that took less time when both ran in turn; `multiply` and `multiply_add` do the same for products that a program hands out
-(`runtime/gradients/gemm_accumulation.py`). Which is faster depends on the processor: by a factor of two on some. The results
-differ in the last bits. Elsewhere, products stay as they are.
+Contract: `GemmKernels.replace_matmuls` replaces, in a graph, each float32 matrix product on the CPU by oneDNN's kernel if
+that kernel was faster when both ran in turn. `multiply` and `multiply_add` choose in the same way for gradients that a
+program hands over as two factors (`runtime/gradients/gemm_accumulation.py`). The faster kernel depends on the processor, by a
+factor of two on some. The results of the two kernels differ in the last bits. On other devices and for other dtypes, torch's
+kernel stays. Measurements are kept in the disk cache.
 """
 
 from __future__ import annotations
@@ -23,13 +24,13 @@ from graphpp.runtime.gradients.gemm_accumulation import TorchMatmul
 _aten = torch.ops.aten
 _LINEAR: Any = torch.ops.mkldnn._linear_pointwise.default if torch.backends.mkldnn.is_available() else None
 _PRODUCTS = (_aten.mm.default, _aten.addmm.default, _aten.bmm.default)
-_BATCH = 32  # larger batches are of small matrices, for which a call each costs more than it gains
-_GAIN = 0.95  # as little of the time must be left, or the usual kernel stays
+_BATCH = 32  # larger batches hold small matrices, where one call per matrix costs more than the kernel gains
+_GAIN = 0.95  # oneDNN must take less than this fraction of the time of torch's kernel
 _TABLE = "products.json"
 
 
 def onednn_matmul(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """`a @ b` by oneDNN; [m, k], [k, n], or batches of them."""
+    """`a @ b` by oneDNN: [m, k] @ [k, n], or [batch, m, k] @ [batch, k, n]."""
     if a.dim() == 3:
         return torch.stack([onednn_matmul(*factors) for factors in zip(a.unbind(), b.unbind(), strict=True)])
     result: torch.Tensor = _LINEAR(a, b.t(), None, "none", [], "")
@@ -37,7 +38,7 @@ def onednn_matmul(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 
 
 class GemmKernels:
-    """The choice, and what it was made from."""
+    """Measures and remembers the faster kernel; `cache` keeps the measurements for other processes and later runs."""
 
     def __init__(self, cache: DiskCache) -> None:
         self._cache = cache
@@ -46,8 +47,8 @@ class GemmKernels:
         self._usual = TorchMatmul()
         self._machine = f"{_processor()}, torch {torch.__version__}, {torch.get_num_threads()} threads"
 
-    def choose(self, graph: fx.Graph) -> None:
-        """Exchange products for faster ones, in place; nodes carry `meta["val"]`."""
+    def replace_matmuls(self, graph: fx.Graph) -> None:
+        """Replace matrix products by oneDNN's kernel, in place, where that is faster; nodes must carry `meta["val"]`."""
         for node in [node for node in graph.nodes if node.target in _PRODUCTS and _is_eligible_node(node)]:
             *bias, a, b = node.args
             if not self.prefers_onednn(a.meta["val"], b.meta["val"]):
@@ -59,13 +60,13 @@ class GemmKernels:
             graph.erase_node(node)
 
     def multiply(self, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-        """The product, in memory of its own."""
+        """`a @ b`, in new memory."""
         if is_eligible(a, b) and self.prefers_onednn(a, b):
             return onednn_matmul(a, b)
         return self._usual.multiply(a, b)
 
     def multiply_add(self, total: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
-        """Add the product into `total`."""
+        """Add `a @ b` into `total`, in place."""
         if not (is_eligible(a, b) and self.prefers_onednn(a, b)):
             self._usual.multiply_add(total, a, b)
         elif a.dim() == 3:
@@ -75,7 +76,7 @@ class GemmKernels:
             total.add_(onednn_matmul(a, b))
 
     def prefers_onednn(self, a: torch.Tensor, b: torch.Tensor) -> bool:
-        """Whether oneDNN is the faster one for two operands like these (fake tensors do)."""
+        """True if oneDNN's kernel is faster for operands of these shapes and strides; fake tensors are allowed."""
         shapes = (a.shape, a.stride(), b.shape, b.stride())
         known = self._known.get(shapes)
         if known is None:
@@ -86,13 +87,13 @@ class GemmKernels:
         key = f"{self._machine}: {_describe(a)} {_describe(b)}"
         if key not in self._chosen:
             self._chosen[key] = _faster(_like(a), _like(b))
-            with contextlib.suppress(OSError):  # a full disk, or a folder that is gone: this process knows it, others measure
+            with contextlib.suppress(OSError):  # full disk or deleted folder: other processes measure again
                 self._cache.write(_TABLE, {key: self._chosen[key]})
         return self._chosen[key]
 
 
 def is_eligible(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Whether there is a choice for these operands."""
+    """True if both kernels can compute this product: float32 on the CPU, two matrices or a batch of at most `_BATCH`."""
     both = (a, b)
     on_cpu = all(value.device.type == "cpu" and value.dtype is torch.float32 for value in both)
     few = a.dim() == b.dim() == 2 or (a.dim() == b.dim() == 3 and len(a) <= _BATCH)
@@ -100,16 +101,16 @@ def is_eligible(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 def _linear(graph: fx.Graph, a: fx.Node, b: fx.Node, bias: fx.Node | None = None) -> fx.Node:
-    """Nodes that make `a @ b + bias` by oneDNN."""
-    turned = graph.call_function(_aten.permute.default, (b, [1, 0]))
-    turned.meta["val"] = b.meta["val"].t()
-    product = graph.call_function(_LINEAR, (a, turned, bias, "none", [], ""))
+    """Insert nodes that compute `a @ b + bias` by oneDNN."""
+    transposed = graph.call_function(_aten.permute.default, (b, [1, 0]))
+    transposed.meta["val"] = b.meta["val"].t()
+    product = graph.call_function(_LINEAR, (a, transposed, bias, "none", [], ""))
     product.meta["val"] = _empty(a.meta["val"], b.meta["val"])
     return product
 
 
 def _batched(graph: fx.Graph, a: fx.Node, b: fx.Node) -> fx.Node:
-    """Nodes that make each product of a batch by itself."""
+    """Insert nodes that compute each product of a batch by a call of its own."""
     products = []
     for index in range(len(a.meta["val"])):
         factors = [graph.call_function(_aten.select.int, (value, 0, index)) for value in (a, b)]
@@ -122,6 +123,7 @@ def _batched(graph: fx.Graph, a: fx.Node, b: fx.Node) -> fx.Node:
 
 
 def _empty(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """A tensor with the shape of `a @ b`."""
     return a.new_empty(len(a), b.shape[1])
 
 
@@ -134,19 +136,19 @@ def _is_eligible_node(node: fx.Node) -> bool:
 
 
 def _faster(a: torch.Tensor, b: torch.Tensor) -> str:
-    """The name of the kernel that takes less time."""
+    """The name of the faster kernel, "linear" (oneDNN) or "mm" (torch), as the cached table has it."""
     usual, other = _times([lambda: torch.matmul(a, b), lambda: onednn_matmul(a, b)])
     return "linear" if other < _GAIN * usual else "mm"
 
 
 def _times(runs: Sequence[Callable[[], Any]], rounds: int = 7) -> list[float]:
-    """The shortest of several runs of each, taken in turn, in seconds."""
+    """The shortest time of each function in seconds; the functions run in turn, `rounds` times after one warm-up."""
     best = [float("inf")] * len(runs)
     for turn in range(rounds + 1):
         for index, run in enumerate(runs):
             began = time.perf_counter()
             run()
-            if turn:  # the first one warms up
+            if turn:  # turn 0 warms up
                 best[index] = min(best[index], time.perf_counter() - began)
     return best
 
@@ -160,7 +162,7 @@ def _describe(value: torch.Tensor) -> str:
 
 
 def _processor() -> str:
-    """The processor's name, where the system says it."""
+    """The processor's name, or "unknown" without /proc/cpuinfo, and its vector instruction set."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:

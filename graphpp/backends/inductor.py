@@ -1,7 +1,7 @@
-"""Compiles regions with Inductor, into a cache folder that ranks and later runs share.
+"""Compile regions with Inductor into a cache folder that ranks and later runs share.
 
-Contract: `InductorCompiler` compiles a region once per key, processor, torch version, options and number of threads. The entry
-of the cache is complete or is made anew (`disk_cache.py`). Options that Inductor lacks raise `GraphPPError`.
+Contract: `InductorCompiler` compiles a region once per region key, processor, torch version, options and number of threads.
+An entry of the cache is complete or is made anew (`disk_cache.py`). Options that Inductor lacks raise `GraphPPError`.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _VECTOR_UNITS = "vector_units.json"  # the vector instructions that can be built
 
 
 class InductorCompiler:
-    """The compiler that an `Inductor` option means."""
+    """Compiles regions with the options and the cache folder of an `Inductor` option."""
 
     def __init__(self, option: Inductor) -> None:
         _check_options(option.options)
@@ -40,11 +40,11 @@ class InductorCompiler:
         """Compile a region; returns its function of a list of inputs, which the call empties."""
         compile_graph = self._compiler
         with self._cache.entry(self._key(region)) as folder, _caching_in(folder):
-            return compile_graph(region.graph, region.examples, self._options, self.products.choose)
+            return compile_graph(region.graph, region.examples, self._options, self.products.replace_matmuls)
 
     @cached_property
     def _compiler(self) -> Callable[..., Run]:
-        from graphpp._torch import inductor  # takes a second, for which eager pipelines need not wait
+        from graphpp._torch import inductor  # imports Inductor, about a second, which eager pipelines save
 
         known = self._cache.read(_VECTOR_UNITS)
         before = dict(known)
@@ -79,10 +79,10 @@ def _check_options(options: Mapping[str, Any]) -> None:
 
 @contextlib.contextmanager
 def _caching_in(folder: Path) -> Iterator[None]:
-    """Let torch keep what it compiles in this folder, Triton's kernels too.
+    """While open, Inductor and Triton cache their compiled code in `folder`.
 
-    Inductor sets Triton's variable when it first makes a kernel, for good: all kernels of the process would go to the entry
-    that happened to be open then, after its manifest was written.
+    Triton's variable must be set and restored too: Inductor sets it permanently when it makes its first kernel, and all later
+    kernels of the process would be written into that first entry after its manifest.
     """
     folders = {"TORCHINDUCTOR_CACHE_DIR": folder, "TRITON_CACHE_DIR": folder / "triton"}
     before = {name: os.environ.get(name) for name in folders}

@@ -28,21 +28,21 @@ Runnable = tuple[list[PipelineProgram], list[WovenProgram]]
 
 
 def recorder_for(device: torch.device) -> GraphRecorder | None:
-    """What records on a device; None where there are no such graphs."""
+    """The recorder of a device; None on devices without CUDA graphs."""
     return CudaGraphRecorder(device) if device.type == "cuda" else None
 
 
 class RecordedPrograms:
-    """The recordings of one pipeline on this rank; `recorder` None: there are none, and programs stay as they are."""
+    """The recordings of one pipeline on this rank. With `recorder=None` all programs run without a graph."""
 
     def __init__(self, recorder: GraphRecorder | None) -> None:
         self._recorder = recorder
         self._told = False
-        self._runs: list[tuple[str, Callable[[], str]]] = []  # name, what gives its state
+        self._runs: list[tuple[str, Callable[[], str]]] = []  # the name of a program, a function that gives its state
 
     @property
     def states(self) -> dict[str, str]:
-        """What each program of the last runner does, by stage and phase; several microbatch shapes: one line for each."""
+        """The state of each program of the last runner, by stage and phase; one line per microbatch shape."""
         seen: Counter[str] = Counter()
         states: dict[str, str] = {}
         for name, state in self._runs:
@@ -53,14 +53,14 @@ class RecordedPrograms:
     def record_all(
         self, programs: Sequence[PipelineProgram], woven: Sequence[WovenProgram], local: Collection[int], sources: ProgramGraphs
     ) -> Runnable:
-        """The programs of a runner whose stages `local` are on this rank, to be replayed."""
+        """The programs of a runner with those of this rank's stages, `local`, wrapped in `ReplayedProgram`s."""
         stages = {id(stage): stage for each in programs for stage in each.stages if stage.index in local}
         items = {id(item): item for stage in stages.values() for item in stage.programs.values()}
         if self._recorder is None:
             self._runs = [(program_name(item), lambda: f"not replayed: {_NOWHERE}") for item in items.values()]
             self._tell([f"all programs: {_NOWHERE}"])
             return list(programs), list(woven)
-        runs = {key: self._graphed(item, self._recorder, sources) for key, item in items.items()}
+        runs = {key: self._replayed(item, self._recorder, sources) for key, item in items.items()}
         self._runs = [(run.name, run.describe) for run in runs.values()]
         self._tell([f"{run.name}: {run.reason}" for run in runs.values() if run.reason is not None])
         new = {key: replace(item, run=runs[key]) for key, item in items.items()}
@@ -68,7 +68,7 @@ class RecordedPrograms:
         each = [replace(one, stages=tuple(replaced.get(id(stage), stage) for stage in one.stages)) for one in programs]
         return each, [replace(one, parts=tuple(new.get(id(part), part) for part in one.parts)) for one in woven]
 
-    def _graphed(self, item: Program, recorder: GraphRecorder, sources: ProgramGraphs) -> ReplayedProgram:
+    def _replayed(self, item: Program, recorder: GraphRecorder, sources: ProgramGraphs) -> ReplayedProgram:
         return ReplayedProgram(item, recorder, cuda_graph_obstacle(sources.of(item).graph, recorder.device.type))
 
     def _tell(self, reasons: list[str]) -> None:

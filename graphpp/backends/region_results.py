@@ -1,9 +1,9 @@
-"""What a compiled region may return.
+"""Check the results of a compiled region: strides as captured, memory of their own.
 
-Contract
-    Its results lie in memory as the graph says: other regions, which may be another rank's, and views are made for that.
-    (Inductor makes a window into a larger tensor, the gradient of one part of a `cat`, without its gaps.)
-    They are new at each call: those of an earlier microbatch, or of an equal layer, still wait for their backward.
+Contract: `WithCapturedStrides` gives each result the strides that it has in the graph, because other regions, possibly on
+other ranks, and views were captured for these strides. (Inductor, for one, returns a window into a larger tensor, such as the
+gradient of one part of a `cat`, without the window's gaps.) `FreshResultsCheck` raises if a region returns results in the
+memory of an earlier call's results, which may still be saved for the backward of an earlier microbatch or of an equal layer.
 """
 
 from __future__ import annotations
@@ -23,84 +23,88 @@ from graphpp.runtime.strided_copies import copy_with_strides, meta_of
 
 
 class WithCapturedStrides:
-    """A compiled region, of whose results those that lie otherwise than in the graph are laid as there.
+    """A compiled region whose results are copied to the graph's strides where they differ.
 
-    Which ones, the first run tells: shapes are fixed, so a compiled region does the same each time. It raises
-    `GraphPPError` for results that are not those of the region.
+    The first run finds the results that differ; shapes are fixed, so every later run returns the same strides. The first run
+    raises `GraphPPError` if the number, a shape or a dtype of the results is not that of the region.
     """
 
     def __init__(self, region: Region, run: Run) -> None:
         self._run, self._title = run, region.title
-        self._wanted = [meta_of(value) if isinstance(value, torch.Tensor) else None for value in region.results]
-        self._otherwise: list[tuple[int, TensorMeta]] | None = None
+        self._metas = [meta_of(value) if isinstance(value, torch.Tensor) else None for value in region.results]
+        self._mismatched: list[tuple[int, TensorMeta]] | None = None
 
     def __call__(self, boxed: list[Any]) -> Sequence[Any]:
         results = self._run(boxed)
-        if self._otherwise is None:
-            self._otherwise = self._look_at(results)
-        if not self._otherwise:
+        if self._mismatched is None:
+            self._mismatched = self._check(results)
+        if not self._mismatched:
             return results
-        laid = list(results)
-        for at, meta in self._otherwise:
-            laid[at] = copy_with_strides(meta, laid[at])
-        return laid
+        restrided = list(results)
+        for at, meta in self._mismatched:
+            restrided[at] = copy_with_strides(meta, restrided[at])
+        return restrided
 
-    def _look_at(self, results: Sequence[Any]) -> list[tuple[int, TensorMeta]]:
-        if len(results) != len(self._wanted):
-            raise GraphPPError(f"backend=: {self._title} has {len(self._wanted)} results, compiled it returned {len(results)}")
-        found = []
-        for at, (value, meta) in enumerate(zip(results, self._wanted, strict=True)):
+    def _check(self, results: Sequence[Any]) -> list[tuple[int, TensorMeta]]:
+        """The positions of results with other strides than the graph's, and the metadata to copy them to."""
+        if len(results) != len(self._metas):
+            raise GraphPPError(f"backend=: {self._title} has {len(self._metas)} results, compiled it returned {len(results)}")
+        mismatched = []
+        for at, (value, meta) in enumerate(zip(results, self._metas, strict=True)):
             if meta is None:
                 continue
             if not isinstance(value, torch.Tensor) or (tuple(value.shape), value.dtype) != (meta.shape, meta.dtype):
-                raise GraphPPError(f"backend=: result {at} of {self._title} is {_said(meta)}, compiled it is {_said(value)}")
-            if _lies_otherwise(value, meta):
-                found.append((at, meta))
-        return found
+                expected, found = _describe(meta), _describe(value)
+                raise GraphPPError(f"backend=: result {at} of {self._title} is {expected}, compiled it is {found}")
+            if _strides_differ(value, meta):
+                mismatched.append((at, meta))
+        return mismatched
 
 
-def _said(value: Any) -> str:
+def _describe(value: Any) -> str:
+    """The dtype and shape of a tensor, or the type of another value, for messages."""
     if not isinstance(value, torch.Tensor | TensorMeta):
         return type(value).__name__
     return f"{str(value.dtype).removeprefix('torch.')} {list(value.shape)}"
 
 
-def _lies_otherwise(value: torch.Tensor, wanted: TensorMeta) -> bool:
-    """Whether a stride is another one; where there is one element or none it does not matter."""
-    strides = zip(value.shape, value.stride(), wanted.stride, strict=True)
+def _strides_differ(value: torch.Tensor, meta: TensorMeta) -> bool:
+    """True if a stride differs that matters: of a dimension with more than one element, in a tensor with more than one."""
+    strides = zip(value.shape, value.stride(), meta.stride, strict=True)
     return value.numel() > 1 and any(size > 1 and found != stride for size, found, stride in strides)
 
 
 class FreshResultsCheck:
-    """Looks whether a region's results lie in the memory of those of an earlier call that somebody still holds.
+    """Detects a region's result in the memory of an earlier call's result that is still referenced.
 
-    Results that depend on no input may be one constant, and those that are views of an input lie where it lies.
+    Two kinds of results may share memory: a result that depends on no input may be a constant, and a view of an input lies in
+    the input's memory.
     """
 
     def __init__(self, region: Region) -> None:
         self._title, self._computed = region.title, _computed(region.graph)
-        self._held: weakref.WeakValueDictionary[int, torch.UntypedStorage] = weakref.WeakValueDictionary()
+        self._alive: weakref.WeakValueDictionary[int, torch.UntypedStorage] = weakref.WeakValueDictionary()
 
     def check(self, results: Sequence[Any], arguments: Sequence[Any]) -> None:
-        """Raise `GraphPPError` where a result is in memory that an earlier one still has."""
-        pairs = zip(results, self._computed, strict=False)  # how many there are is checked elsewhere
+        """Raise `GraphPPError` if a result lies in the memory of an earlier result that is still alive."""
+        pairs = zip(results, self._computed, strict=False)  # `WithCapturedStrides` checks the number
         found = {id(storage): storage for storage in _storages(value for value, computed in pairs if computed)}
-        again = found.keys() & self._held.keys()
-        if again and not again <= {id(storage) for storage in _storages(arguments)}:
+        reused = found.keys() & self._alive.keys()
+        if reused and not reused <= {id(storage) for storage in _storages(arguments)}:
             raise GraphPPError(
                 f"backend=: {self._title} was compiled to a function that returns results in the memory of an earlier call's, "
                 "which may still be needed for a backward, or by an equal layer: let it return new tensors (clone them)"
             )
-        self._held.update(found)
+        self._alive.update(found)
 
 
 def _storages(values: Iterable[Any]) -> list[torch.UntypedStorage]:
-    """Torch gives a memory the same object as long as it lives."""
+    """The storages of the tensors; torch returns the same Python object for a storage as long as it is alive."""
     return [value.untyped_storage() for value in values if isinstance(value, torch.Tensor)]
 
 
 def _computed(graph: fx.Graph) -> list[bool]:
-    """Of each result, whether it depends on an input."""
+    """For each result of the graph, True if it depends on an input."""
     reached: set[fx.Node] = set()
     for node in graph.nodes:
         if node.op == "placeholder" or not reached.isdisjoint(node.all_input_nodes):

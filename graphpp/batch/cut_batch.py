@@ -1,12 +1,13 @@
-"""From a batch to its microbatches.
+"""Cut a batch into microbatches along its batch dimension.
 
 Contract
 --------
-- The batch's size is the first dimension that most of its tensors have (of equally many, the first one's); what is wrapped
-  in `graphpp.whole` does not count. Nor does, where an example microbatch was given, a tensor of the example's very shape.
-- Tensors with that first dimension are cut along it, in order, into equal parts, the last one smaller (or, where nothing
-  would be left for it, larger) if the size does not divide; everything else goes whole to every microbatch. A tensor of the
-  target must be cut or wrapped.
+- The batch size is the first dimension that most tensors of the batch have; of equally frequent ones, the first in order.
+  Arguments wrapped in `graphpp.whole` do not count. If an example microbatch was given, neither do tensors that have exactly
+  the shape that they have in the example.
+- A tensor whose first dimension is the batch size is cut along it, in order, into equal pieces. If the size does not divide,
+  the last piece is smaller, or larger where a smaller one would be empty. Every other argument goes whole to each microbatch.
+  A tensor of the target must be cut or wrapped in `graphpp.whole`.
 """
 
 from __future__ import annotations
@@ -23,23 +24,21 @@ _BY_HAND = "step_microbatches([graphpp.Microbatch(...), ...])"
 
 
 def cut_batch(batch: Microbatch, microbatches: int, example: Microbatch | None = None) -> list[FlatMicrobatch]:
-    """The microbatches, taken apart; raises `BatchError` where the batch does not divide or it cannot be told how."""
-    leaves = FlatMicrobatch.of(batch)
+    """The microbatches of a batch. Raises `BatchError` if it does not divide, or if it is unclear how to cut a tensor."""
+    flat = FlatMicrobatch.of(batch)
     if example is not None and microbatches > 1:
-        leaves = _wrapped(leaves, example)
-    size = _size(leaves)
-    sizes = microbatch_sizes(size, microbatches)
-    pairs = zip(leaves.paths, leaves.values, strict=True)
-    columns = [_parts(path, leaf, sizes) for path, leaf in pairs]
+        flat = _wrap_like_example(flat, example)
+    sizes = microbatch_sizes(_size(flat), microbatches)
+    columns = [_pieces(path, leaf, sizes) for path, leaf in _pairs(flat)]
     if not columns:
-        return [leaves] * microbatches
-    parts = [FlatMicrobatch(leaves.spec, leaves.paths, values) for values in zip(*columns, strict=True)]
-    nested = any(isinstance(leaf, Whole) for leaf in leaves.values)
-    return [FlatMicrobatch.of(part.microbatch()) for part in parts] if nested else parts
+        return [flat] * microbatches
+    pieces = [FlatMicrobatch(flat.spec, flat.paths, values) for values in zip(*columns, strict=True)]
+    nested = any(isinstance(leaf, Whole) for leaf in flat.values)
+    return [FlatMicrobatch.of(piece.microbatch()) for piece in pieces] if nested else pieces
 
 
 def microbatch_sizes(size: int, microbatches: int) -> list[int]:
-    """How many rows each microbatch gets; raises `BatchError` where there are fewer rows than microbatches."""
+    """The number of rows of each microbatch. Raises `BatchError` if there are fewer rows than microbatches."""
     if size < microbatches:
         raise BatchError(
             f"a batch of {size} cannot be cut into {microbatches} microbatches. Give a larger batch, fewer microbatches, or "
@@ -52,35 +51,35 @@ def microbatch_sizes(size: int, microbatches: int) -> list[int]:
 
 
 def batch_size(batch: Microbatch) -> int:
-    """The batch's size; raises `BatchError` where there is none, or nothing in it."""
+    """The batch size. Raises `BatchError` if no tensor has a batch dimension, or if the batch is empty."""
     return _size(FlatMicrobatch.of(batch))
 
 
-def _wrapped(leaves: FlatMicrobatch, example: Microbatch) -> FlatMicrobatch:
-    """The batch with every tensor wrapped that has no more rows than in one microbatch."""
-    one = {path: leaf.shape for path, leaf in FlatMicrobatch.of(example).tensors.items()}
-    alike = [isinstance(leaf, torch.Tensor) and leaf.dim() and leaf.shape == one.get(path) for path, leaf in _pairs(leaves)]
-    if all(fits or not isinstance(leaf, torch.Tensor) for fits, (_, leaf) in zip(alike, _pairs(leaves), strict=True)):
+def _wrap_like_example(flat: FlatMicrobatch, example: Microbatch) -> FlatMicrobatch:
+    """The batch with each tensor wrapped in `Whole` that has the same shape as in the example microbatch."""
+    shapes = {path: leaf.shape for path, leaf in FlatMicrobatch.of(example).tensors.items()}
+    same = [isinstance(leaf, torch.Tensor) and leaf.dim() and leaf.shape == shapes.get(path) for path, leaf in _pairs(flat)]
+    if all(is_same or not isinstance(leaf, torch.Tensor) for is_same, leaf in zip(same, flat.values, strict=True)):
         raise BatchError(
             "every tensor of this batch has the shape it has in example=, which is to be one microbatch, so nothing could be "
             "cut. Give a whole batch to step(), or pass its parts yourself with " + _BY_HAND + "."
         )
-    values = [Whole(leaf) if fits else leaf for fits, (_, leaf) in zip(alike, _pairs(leaves), strict=True)]
-    return FlatMicrobatch(leaves.spec, leaves.paths, tuple(values))
+    values = [Whole(leaf) if is_same else leaf for is_same, leaf in zip(same, flat.values, strict=True)]
+    return FlatMicrobatch(flat.spec, flat.paths, tuple(values))
 
 
-def _pairs(leaves: FlatMicrobatch) -> list[tuple[str, Any]]:
-    return list(zip(leaves.paths, leaves.values, strict=True))
+def _pairs(flat: FlatMicrobatch) -> list[tuple[str, Any]]:
+    return list(zip(flat.paths, flat.values, strict=True))
 
 
-def leading_size(part: FlatMicrobatch) -> int | None:
-    """The first dimension that most tensors have (of equally many, the first one's); None where none has any."""
-    sizes = Counter(len(leaf) for leaf in part.values if isinstance(leaf, torch.Tensor) and leaf.dim())
+def leading_size(microbatch: FlatMicrobatch) -> int | None:
+    """The first dimension that most tensors have (of equally frequent ones, the first in order); None without any."""
+    sizes = Counter(len(leaf) for leaf in microbatch.values if isinstance(leaf, torch.Tensor) and leaf.dim())
     return sizes.most_common(1)[0][0] if sizes else None
 
 
-def _size(leaves: FlatMicrobatch) -> int:
-    size = leading_size(leaves)
+def _size(flat: FlatMicrobatch) -> int:
+    size = leading_size(flat)
     if size is None:
         raise BatchError(f"the batch holds no tensor with a batch dimension: pass its parts with {_BY_HAND}.")
     if size == 0:
@@ -88,7 +87,8 @@ def _size(leaves: FlatMicrobatch) -> int:
     return size
 
 
-def _parts(path: str, leaf: Any, sizes: list[int]) -> list[Any]:
+def _pieces(path: str, leaf: Any, sizes: list[int]) -> list[Any]:
+    """The argument at `path` for each microbatch: cut into `sizes` rows, or whole."""
     size = sum(sizes)
     if isinstance(leaf, torch.Tensor) and leaf.dim():
         if len(leaf) == size:

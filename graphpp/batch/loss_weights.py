@@ -1,10 +1,12 @@
-"""Seeds: the gradient of a step's loss by the loss of each microbatch, where every backward begins.
+"""The weights of a step's losses, and the seeds that start each microbatch's backward.
 
 Contract
 --------
-- Without weights the loss of a step is the mean, or the sum, of the losses; with `loss_weight` it is their weighted sum,
-  and a microbatch's seed is its weight. A scaler multiplies the seeds, and nothing else.
-- A seed has the bits that autograd would make from `loss / microbatches`, `loss * weight`, `scaler.scale(loss)`.
+- The seed of a microbatch is the gradient of the step's loss with respect to the microbatch's loss, 0-dim. Without weights
+  the step's loss is the mean or the sum of the losses. With `loss_weight` it is their weighted sum, and a microbatch's seed
+  is its weight. A `GradScaler` multiplies the seeds and nothing else.
+- A seed is bit-equal to the gradient that autograd computes for `loss / microbatches`, `loss * weight` or
+  `scaler.scale(loss)`.
 """
 
 from __future__ import annotations
@@ -30,24 +32,27 @@ class DeferredScaler:
 
 @dataclass(frozen=True)
 class LossWeighting:
-    """How the losses of a step make its loss: one weight per microbatch, or a mean or sum; and the scaler, if any."""
+    """The step's loss as a function of the microbatches' losses: weights, or a mean or sum; and the gradient scaler, if any."""
 
     reduction: Reduction
     weights: tuple[float, ...] | None = None
     scaler: GradScaler | None = None
 
     @classmethod
-    def of(cls, reduction: Reduction, given: LossWeight | None, scaler: object, microbatches: int) -> LossWeighting:
-        """Check what a step was given: one weight for all microbatches or one for each. Raises `BatchError`."""
+    def of(cls, reduction: Reduction, weight: LossWeight | None, scaler: object, microbatches: int) -> LossWeighting:
+        """Read the arguments of a step: `weight` is one number for all microbatches or one for each.
+
+        Raises `BatchError` for a wrong weight, `GraphPPError` for a scaler of another type.
+        """
         if scaler is not None and not isinstance(scaler, GradScaler):
             raise GraphPPError(f"scaler must be a torch.amp.GradScaler, got {type(scaler).__name__}")
-        return cls(reduction, None if given is None else _weights(given, microbatches), scaler)
+        return cls(reduction, None if weight is None else _weights(weight, microbatches), scaler)
 
     @property
     def description(self) -> list[str]:
-        """The weights and the scale in plain text, for comparing ranks."""
-        on = self.scaler is not None and self.scaler.is_enabled()
-        scale = f"loss scale {self.scaler.get_scale()}" if self.scaler is not None and on else "no loss scale"
+        """The weights and the loss scale as text, which ranks compare."""
+        enabled = self.scaler is not None and self.scaler.is_enabled()
+        scale = f"loss scale {self.scaler.get_scale()}" if self.scaler is not None and enabled else "no loss scale"
         return ["no weights" if self.weights is None else f"weights {self.weights}", scale]
 
     def seeds(self, count: int, dtype: torch.dtype, device: torch.device) -> list[torch.Tensor]:
@@ -60,18 +65,20 @@ class LossWeighting:
         return seeds if self.scaler is None else [self.scaler.scale(seed).to(dtype) for seed in seeds]
 
     def step_loss(self, losses: torch.Tensor) -> torch.Tensor:
-        """The loss of the step, 0-dim, from those of its microbatches, [microbatches]."""
+        """The step's loss, 0-dim, from the losses of its microbatches, [microbatches]."""
         if self.weights is not None:
-            weights = torch.tensor(self.weights, dtype=losses.dtype, pin_memory=losses.is_cuda)  # else the host would wait
+            # Pinned: copying from pageable memory would make the host wait.
+            weights = torch.tensor(self.weights, dtype=losses.dtype, pin_memory=losses.is_cuda)
             return (losses * weights.to(losses.device, non_blocking=True)).sum()
         return losses.mean() if self.reduction == "mean" else losses.sum()
 
 
-def _weights(given: LossWeight, microbatches: int) -> tuple[float, ...]:
+def _weights(weight: LossWeight, microbatches: int) -> tuple[float, ...]:
+    """One finite weight per microbatch. Raises `BatchError`."""
     try:
-        values = torch.as_tensor(given, dtype=torch.float64).detach()
+        values = torch.as_tensor(weight, dtype=torch.float64).detach()
     except (TypeError, ValueError, RuntimeError) as error:
-        raise BatchError(f"loss_weight must be a number, or one per microbatch, got {given!r}") from error
+        raise BatchError(f"loss_weight must be a number, or one per microbatch, got {weight!r}") from error
     each = values.expand(microbatches) if values.dim() == 0 else values
     if each.shape != (microbatches,):
         raise BatchError(

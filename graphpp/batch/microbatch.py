@@ -1,12 +1,12 @@
-"""Microbatches: what one is, its tensors by path, and its signature.
+"""One microbatch: the arguments of one call of the model, its tensors by path, and its signature.
 
 Contract
 --------
-- A tensor of a microbatch has a path: `args[0]`, `kwargs['mask']`, `target['labels']`.
-- A leaf is a tensor or plain data (numbers, strings, None, ..). Anything else is refused: a tensor hidden in it would
+- Each tensor of a microbatch has a path: `args[0]`, `kwargs['mask']`, `target['labels']`.
+- A leaf is a tensor or plain data (a number, a string, None, ..). Any other object is refused: a tensor inside it would
   become a constant of the graph.
-- `signature` is equal for two microbatches exactly if one captured graph serves both: same structure, same shapes,
-  strides and dtypes, same values of everything that is no tensor.
+- Two microbatches have equal `signature`s exactly if one captured graph serves both: same structure, same shapes, strides and
+  dtypes of tensors, same values of all other leaves.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _PLAIN = (*_OF_PYTHON, torch.dtype, torch.device, torch.layout, torch.memory_for
 
 
 class _Tensor:
-    """Stands where a tensor was, in a structure without its tensors."""
+    """Replaces a tensor in a structure that is kept without its tensors."""
 
     def __repr__(self) -> str:
         return "<tensor>"
@@ -39,7 +39,7 @@ TENSOR_LEAF = _Tensor()
 
 @dataclass(frozen=True)
 class Microbatch:
-    """One call of the model: `loss(model(*args, **kwargs), target)`. Tensors may stand at any depth."""
+    """The arguments of one call, `loss(model(*args, **kwargs), target)`. Tensors may be nested at any depth."""
 
     args: tuple[Any, ...] = ()
     kwargs: Mapping[str, Any] = field(default_factory=dict)
@@ -53,19 +53,19 @@ class Microbatch:
 
 @dataclass(frozen=True)
 class Whole:
-    """Wraps an argument that has no batch dimension though its first dimension looks like one: never cut."""
+    """Wraps an argument without a batch dimension, so that it is not cut even if its first dimension is the batch size."""
 
     value: Any
 
 
 def whole(value: Any) -> Whole:
-    """Mark a tensor, or a structure of them, as without batch dimension: every microbatch gets all of it."""
+    """Mark a tensor, or a structure of tensors, as having no batch dimension: every microbatch gets all of it."""
     return Whole(value)
 
 
 @dataclass(frozen=True)
 class FlatMicrobatch:
-    """A microbatch taken apart: its leaves by path, and the structure that puts them together again."""
+    """A microbatch (or a batch) as flat leaves with their paths, and the structure to rebuild it."""
 
     spec: aot.TreeSpec
     paths: tuple[str, ...]
@@ -73,16 +73,16 @@ class FlatMicrobatch:
 
     @classmethod
     def of(cls, batch: Microbatch) -> FlatMicrobatch:
-        """Take `batch` apart; what `whole` wraps stays wrapped. Raises `BatchError` for leaves that hide tensors."""
+        """Flatten `batch`; arguments wrapped by `whole` stay wrapped. Raises `BatchError` for leaves that hide tensors."""
         tree = {"args": batch.args, "kwargs": batch.kwargs, "target": batch.target}
         pairs, spec = aot.tree_flatten_with_path(tree)
-        leaves = cls(spec, tuple(_path(keys) for keys, _ in pairs), tuple(leaf for _, leaf in pairs))
-        for path, leaf in zip(leaves.paths, leaves.values, strict=True):
+        flat = cls(spec, tuple(_path(keys) for keys, _ in pairs), tuple(leaf for _, leaf in pairs))
+        for path, leaf in zip(flat.paths, flat.values, strict=True):
             _check_leaf(path, leaf)
-        return leaves
+        return flat
 
     def microbatch(self) -> Microbatch:
-        """The microbatch put together again, nothing in it wrapped."""
+        """The microbatch in its original structure, with no argument wrapped."""
         values = [leaf.value if isinstance(leaf, Whole) else leaf for leaf in self.values]
         return Microbatch(**aot.tree_unflatten(values, self.spec))
 
@@ -94,17 +94,20 @@ class FlatMicrobatch:
 
     @cached_property
     def signature(self) -> tuple[str, ...]:
-        """What a captured graph depends on: structure, and a line per leaf with shape, dtype and strides, or value."""
-        leaves = (f"{path}: {_spell(leaf)}" for path, leaf in zip(self.paths, self.values, strict=True))
+        """The structure, and a line per leaf: shape, dtype and strides of a tensor, or the value of plain data."""
+        leaves = (f"{path}: {_describe(leaf)}" for path, leaf in zip(self.paths, self.values, strict=True))
         return (f"the structure {self.spec}", *leaves)
 
 
 def flatten_microbatch(batch: Microbatch) -> FlatMicrobatch:
-    """One microbatch as it is given to the model, taken apart."""
+    """One microbatch as flat leaves, with no argument wrapped.
+
+    Raises `BatchError` if `batch` is no `Microbatch`, or if a leaf hides tensors.
+    """
     if not isinstance(batch, Microbatch):
         raise BatchError(f"a microbatch is a graphpp.Microbatch(args, kwargs, target), got {type(batch).__name__}")
-    leaves = FlatMicrobatch.of(batch)
-    return FlatMicrobatch.of(leaves.microbatch()) if any(isinstance(leaf, Whole) for leaf in leaves.values) else leaves
+    flat = FlatMicrobatch.of(batch)
+    return FlatMicrobatch.of(flat.microbatch()) if any(isinstance(leaf, Whole) for leaf in flat.values) else flat
 
 
 def tensors_by_path(batch: Microbatch) -> dict[str, torch.Tensor]:
@@ -113,26 +116,27 @@ def tensors_by_path(batch: Microbatch) -> dict[str, torch.Tensor]:
 
 
 def with_tensors(example: Microbatch, values: Sequence[torch.Tensor]) -> Microbatch:
-    """The microbatch with `values` in place of its tensors (same order as `tensors_by_path`)."""
-    leaves = FlatMicrobatch.of(example)
+    """The microbatch with `values` in place of its tensors, in the order of `tensors_by_path`."""
+    flat = FlatMicrobatch.of(example)
     remaining = iter(values)
-    filled = tuple(next(remaining) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves.values)
-    return FlatMicrobatch(leaves.spec, leaves.paths, filled).microbatch()
+    filled = tuple(next(remaining) if isinstance(leaf, torch.Tensor) else leaf for leaf in flat.values)
+    return FlatMicrobatch(flat.spec, flat.paths, filled).microbatch()
 
 
 def is_plain_data(leaf: Any) -> bool:
-    """Whether a leaf is data that can hide no tensor and is equal exactly if it prints the same."""
+    """True for data that hides no tensor and for which equal values and equal `repr`s are the same."""
     return isinstance(leaf, _PLAIN)
 
 
 def _path(keys: Sequence[Any]) -> str:
-    """`args[0]` from the key path of torch's pytree."""
+    """The path as text, such as `args[0]`, from a key path of torch's pytree."""
     text = aot.keystr(tuple(keys))
     head, _, rest = text.removeprefix("['").partition("']")
     return head + rest
 
 
 def _check_leaf(path: str, leaf: Any) -> None:
+    """Raise `BatchError` for a tensor that requires grad and for an object that may hide tensors."""
     if isinstance(leaf, torch.Tensor):
         if leaf.requires_grad:
             raise BatchError(
@@ -148,7 +152,8 @@ def _check_leaf(path: str, leaf: Any) -> None:
         )
 
 
-def _spell(leaf: Any) -> str:
+def _describe(leaf: Any) -> str:
+    """A leaf's line of the signature; the stride of a dimension of size 1 does not count."""
     if not isinstance(leaf, torch.Tensor):
         return repr(leaf)
     strides = [step if size > 1 else 0 for size, step in zip(leaf.shape, leaf.stride(), strict=True)]

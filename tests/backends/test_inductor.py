@@ -687,7 +687,7 @@ def test_products_by_either_kernel(chosen: str, tmp_path: Path, monkeypatch: pyt
     from torch.fx.experimental.proxy_tensor import make_fx
 
     module = make_fx(both, tracing_mode="fake")(*given)
-    kernels.choose(module.graph)
+    kernels.replace_matmuls(module.graph)
     module.recompile()
     targets = [str(node.target) for node in module.graph.nodes]
     assert targets.count("mkldnn._linear_pointwise.default") == (4 if chosen == "linear" else 0)
