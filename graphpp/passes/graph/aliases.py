@@ -1,8 +1,8 @@
-"""Which values of a graph share memory: views have the memory of what they view.
+"""Find the values of a graph that share memory: a view lies in the memory of its source.
 
-Contract: a wait for a collective returns its argument. `root(node)` is the node that allocated the memory; a result is
-shared if its root is an input of the graph, the root of another result too, or read by an operation, which could still
-run when the result is already being changed.
+Contract: `root(node)` is the node that allocated the memory in which a value lies; a wait for a collective returns its
+argument, so it counts as a view. A result is shared if its root is an input of the graph, is also the root of another
+result, or is read by an operation: on a GPU that operation could still run when the caller already writes into the result.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _UNDECLARED = {torch.ops.aten._unsafe_view.default, torch.ops.aten.contiguous.de
 
 
 def is_view(node: fx.Node) -> bool:
-    """Whether the operation declares that it returns a view of its first input, or views, or is one of those."""
+    """Whether the operation's schema declares its result, or results, views of its first input; items of such a tuple are views."""
     if node.target is operator.getitem:
         return is_view(node.all_input_nodes[0])
     schema = getattr(node.target, "_schema", None)
@@ -30,12 +30,12 @@ def is_view(node: fx.Node) -> bool:
 
 
 def shares_memory(node: fx.Node) -> bool:
-    """Whether a value lies, or may lie, in the memory of the node's first input."""
+    """Whether a value lies in the memory of the node's first input, or may do so at run time."""
     return bool(node.all_input_nodes) and (is_view(node) or node.target in _UNDECLARED or is_wait(node))
 
 
 def is_copy(node: fx.Node) -> bool:
-    """Whether an operation that returns a view only where there is one has to copy, by the strides that the graph foresees."""
+    """Whether an operation that returns a view where possible (`reshape`, `contiguous`) must copy, by its input's traced strides."""
     if node.target not in _UNDECLARED:
         return False
     source, value = node.all_input_nodes[0].meta["val"], node.meta["val"]
@@ -49,14 +49,14 @@ def is_copy(node: fx.Node) -> bool:
 
 
 def root(node: fx.Node) -> fx.Node:
-    """The node whose memory a value lies in."""
+    """The node that allocated the memory in which a value lies."""
     while shares_memory(node):
         node = node.all_input_nodes[0]
     return node
 
 
 def shared_results(graph: fx.Graph) -> frozenset[int]:
-    """Indices of results whose memory is also an input's, another result's, or read by an operation of the graph."""
+    """Indices of the results whose memory belongs to an input or another result too, or is read by an operation of the graph."""
     roots = [root(node) for node in graph.output_node().args[0]]  # type: ignore[union-attr,arg-type]
     count = Counter(roots)
     return frozenset(
@@ -65,7 +65,7 @@ def shared_results(graph: fx.Graph) -> frozenset[int]:
 
 
 def _is_read(allocated: fx.Node) -> bool:
-    """Whether any operation but a view reads the memory that a node allocated."""
+    """Whether an operation that is no view reads the memory that a node allocated."""
     pending = [allocated]
     while pending:
         for user in pending.pop().users:

@@ -1,9 +1,9 @@
-"""Which operations of a graph are collectives, which wait for one, and over which process group they go.
+"""Recognise the collectives of a graph, the waits for them, and their process groups.
 
-Contract: a collective is an operator that is told its process group by name (an argument `group_name`, as all functional
-collectives of torch have); every rank of that group must run the same ones in the same order. So no pass makes one twice,
-removes one, or moves it before or behind another of its graph. `wait_tensor` returns its own argument, which holds numbers
-only then: it belongs where its collective is. The names of groups are those that this process gave them.
+Contract: a collective is an operator with an argument `group_name`, as all functional collectives of torch have. Every rank of
+the group must run the same collectives in the same order. So no pass duplicates or removes a collective, or reorders two
+collectives of one graph. `wait_tensor` returns its own argument, whose numbers are valid only after the wait: the wait stays
+in the stage of its collective. A group's name is the name that this process gave it; other ranks may use another one.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ _WAIT = "_c10d_functional::wait_tensor"
 
 
 def is_collective(node: fx.Node) -> bool:
-    """Whether the operation exchanges values with other ranks, and is no wait."""
+    """Whether the operation starts an exchange of values with other ranks; a wait does not."""
     return _group_at(node.target) is not None
 
 
 def is_wait(node: fx.Node) -> bool:
-    """Whether the operation waits for a collective that was started before."""
+    """Whether the operation waits for a collective that an earlier node started."""
     schema = getattr(node.target, "_schema", None)
     return schema is not None and schema.name == _WAIT
 
 
 def is_started(node: fx.Node) -> bool:
-    """Whether a collective returns before it is done: its results are waited for."""
+    """Whether a collective is asynchronous: a node waits for its result, or for an item of it."""
     return is_collective(node) and any(is_wait(user) or any(map(is_wait, user.users)) for user in node.users)
 
 
@@ -42,7 +42,7 @@ def group_of(node: fx.Node) -> str:
 
 
 def names_group(node: fx.Node, argument: int | str) -> bool:
-    """Whether an argument, by index or name, is the one that says the process group."""
+    """Whether an argument, by index or keyword, is the name of the process group."""
     return is_collective(node) and argument in (_GROUP, _group_at(node.target))
 
 
@@ -51,7 +51,7 @@ def _group_at(target: Any) -> int | None:
     return _group_of_operator(target) if hasattr(target, "_schema") else None
 
 
-@cache  # of operators, which live as long as the process; functions and regions go with their pipeline
+@cache  # operators live as long as the process; functions and regions would be kept alive, so they never come here
 def _group_of_operator(target: Any) -> int | None:
     arguments = target._schema.arguments
     return next((index for index, argument in enumerate(arguments) if argument.name == _GROUP), None)

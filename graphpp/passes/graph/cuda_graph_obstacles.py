@@ -21,7 +21,7 @@ _CONTROL = ("cond", "while_loop")
 
 
 def cuda_graph_obstacle(graph: fx.Graph, device: str = "cuda") -> str | None:
-    """The first reason not to record a graph whose tensors should be on devices of the type `device`."""
+    """The first reason not to record a graph, or None; all its tensors should be on devices of the type `device`."""
     if all(node.op in ("placeholder", "output") or is_view(node) for node in graph.nodes):
         return "it computes nothing"
     return next((found for node in graph.nodes if (found := _of(node, device)) is not None), None)

@@ -5,12 +5,14 @@ Contract
 - Every placeholder has `meta["role"]`, an `InputRole`; the output node has `meta["roles"]`, one `OutputRole` per result.
   No pass reads a position. A parameter, buffer or input is one placeholder, whatever its aliases.
 - Every node has `meta["val"]` (a fake tensor or a tuple of them) and `meta["backward"]` (bool).
-- Nodes that compute also have `meta["position"]` (order of the forward, kept by all passes; -1 in the backward),
+- Nodes that compute also have `meta["position"]` (their number in the forward, kept by all passes; -1 in the backward),
   `meta["calls"]` (the module calls around the node, outermost first, `fqn` or `fqn@k` for the k+1st call),
-  `meta["source"]` (the user's `file:line`) and `meta["seq"]` (the autograd sequence number that twins share).
-- A node of the forward that the model runs within `torch.utils.checkpoint` has `meta["checkpoint"]`, the number of the
-  (outermost) checkpointed call, and `meta["kept"]`: whether the call's own policy saves its value. Others have neither.
-- The graph is functional: no node writes into another's value.
+  `meta["source"]` (the user's `file:line`) and `meta["seq"]` (the autograd sequence number, equal for a forward operation
+  and its backward twin).
+- A forward node that the model runs inside `torch.utils.checkpoint` has `meta["checkpoint"]`, the number of the outermost
+  checkpointed call, and `meta["kept"]`: whether the policy of that call saves the node's value. Other nodes have neither.
+- `assign_stages` adds `meta["stage"]`; recomputed copies have `meta["recomputed"]`, hoisted values `meta["step_invariant"]`.
+- The graph is functional: no node writes into the value of another node.
 """
 
 from __future__ import annotations
@@ -29,7 +31,7 @@ from graphpp.runtime.program import InputRole, OutputRole, TensorMeta
 
 @dataclass
 class JointGraph:
-    """One captured graph. `parameters` and `buffers` hold all FQNs of the model, used or not, in the model's order."""
+    """One captured graph. `parameters` and `buffers` have all FQNs of the model, used or not, in the model's order."""
 
     module: fx.GraphModule
     training: bool
@@ -47,7 +49,7 @@ class JointGraph:
         return {node.meta["role"]: node for node in self.graph.find_nodes(op="placeholder")}
 
     def outputs(self) -> list[tuple[OutputRole, fx.Node]]:
-        """The results with their roles, in order; one gradient may stand once per stage that adds to it."""
+        """The results with their roles, in order; a gradient has one result per stage that contributes to it."""
         end = self.graph.output_node()
         return list(zip(end.meta["roles"], end.args[0], strict=True))  # type: ignore[arg-type]
 
@@ -58,7 +60,7 @@ class JointGraph:
         end.args = (tuple(node for _, node in outputs),)
 
     def copy(self) -> JointGraph:
-        """The same joint graph with nodes of its own: changing one leaves the other."""
+        """A copy with nodes of its own: a change to one graph does not show in the other."""
         graph = fx.Graph()
         copies: dict[fx.Node, fx.Node] = {}
         results = graph.graph_copy(self.graph, copies)
@@ -67,24 +69,24 @@ class JointGraph:
         return replace(self, module=fx.GraphModule(self.module, graph), constants=dict(self.constants))
 
     def computed(self) -> Iterator[fx.Node]:
-        """Nodes that compute (no placeholder, no output), in order."""
+        """The nodes that compute, in order: all but placeholders and the output."""
         return (node for node in self.graph.nodes if node.op not in ("placeholder", "output"))
 
 
 def remove_unused(graph: fx.Graph) -> None:
-    """Erase nodes that nobody reads, assertions about metadata included; placeholders, checks and collectives stay."""
+    """Erase nodes without readers, assertions about metadata included; placeholders, checks, collectives and waits stay."""
     for node in reversed(list(graph.nodes)):
         if node.op not in ("placeholder", "output") and not node.users and not _stays(node):
             graph.erase_node(node)
 
 
 def _stays(node: fx.Node) -> bool:
-    """Whether a node that nobody reads does something: it may raise, or the other ranks of its group count on it."""
+    """Whether a node must run although nobody reads it: it may raise, or the other ranks of its group take part in it."""
     return is_check(node) or is_collective(node) or is_wait(node)
 
 
 def is_check(node: fx.Node) -> bool:
-    """Whether a node only raises where `torch.linalg` failed, as for a singular matrix; nobody reads it."""
+    """Whether a node is a check of `torch.linalg`: it raises on failure, as for a singular matrix, and has no result."""
     return node.target is torch.ops.aten._linalg_check_errors.default
 
 
@@ -95,19 +97,19 @@ def tensor_meta(node: fx.Node, name: str | None = None) -> TensorMeta:
 
 
 def is_tensor(node: fx.Node) -> bool:
-    """Whether the node's value is one tensor (and not a tuple of them)."""
+    """Whether the node's value is one tensor, not a tuple of tensors."""
     return isinstance(node.meta.get("val"), torch.Tensor)
 
 
 def describe_node(node: fx.Node) -> str:
-    """`layers.3.attn (model.py:41)`: where a value comes from, for errors and dumps."""
+    """The module call and source line of a value, for errors and dumps: `layers.3.attn (model.py:41)`."""
     calls = node.meta.get("calls") or ("",)
     source = node.meta.get("source", "")
     return f"{calls[-1] or 'model'} ({source})" if source else calls[-1] or "model"
 
 
 def verify_joint_graph(joint: JointGraph) -> None:
-    """Check the contract at the head of this file; a fault is a bug in the pass that ran last."""
+    """Check the contract at the head of this file. Raises `AssertionError`: the pass that ran last has a bug."""
     joint.graph.lint()
     roles: list[Any] = []
     for node in joint.graph.nodes:

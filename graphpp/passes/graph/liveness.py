@@ -1,9 +1,9 @@
-"""How much memory a program takes while it runs: the most bytes alive at once, from the graph alone.
+"""Compute the peak memory of a program from its graph: the most bytes alive at any time while it runs.
 
-Contract: values die where the program deletes them, after their last reader (`render`); views have the memory of what they
-view. Counted is what arrived, what was saved, and what the program makes, results included; gradients until they are
-handed over, and not at all where their factors are handed over instead. Not counted: parameters, buffers, inputs, and what
-an operator needs inside while it runs.
+Contract: a value's lifetime ends after its last reader, where the rendered program deletes it; a view lies in the memory of its
+source. The peak counts received values, saved values, and every value that the program computes, results included. A
+gradient counts until it is handed to the runtime; a gradient whose factors are handed over instead counts nothing.
+Parameters, buffers, inputs of the microbatch, and workspace inside an operator do not count.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from graphpp.runtime.gradients.gemm_accumulation import deferred_matmul
 
 
 def peak_live_bytes(graph: fx.Graph) -> int:
-    """The most bytes alive at once while the program of a slot graph runs."""
+    """The most bytes alive at any time while the program of a phase graph runs."""
     order = list(graph.nodes)
     dies = _deaths(graph, order)
     live = sum(_size(node) for node in order if node.op == "placeholder")
@@ -34,7 +34,7 @@ def peak_live_bytes(graph: fx.Graph) -> int:
 
 
 def _deaths(graph: fx.Graph, order: list[fx.Node]) -> dict[fx.Node, int]:
-    """Each memory -> the position after which nobody reads it or a view of it; results live on, but for gradients."""
+    """Each allocating node -> the position of the last reader of its memory; results have none, except gradients."""
     end = graph.output_node()
     results = zip(end.meta.get("roles") or (), end.args[0], strict=False)  # type: ignore[arg-type]
     staying = {root(node) for role, node in results if not isinstance(role, program.Gradient)}
@@ -48,9 +48,9 @@ def _deaths(graph: fx.Graph, order: list[fx.Node]) -> dict[fx.Node, int]:
 
 
 def _size(node: fx.Node) -> int:
-    """The bytes of a memory that counts."""
+    """The bytes that a node allocates, as far as the peak counts them."""
     if node.op == "placeholder" and not isinstance(node.meta["role"], program.Received | program.Saved):
         return 0
-    if node.target is deferred_matmul:  # written into the sum of gradients
+    if node.target is deferred_matmul:  # the runtime multiplies straight into the sum of gradients
         return 0
     return tensor_meta(node).nbytes if is_tensor(node) else 0

@@ -1,9 +1,9 @@
-"""Which saved values of a forward may leave the device until their backward, and what memory that frees.
+"""Find the saved values of a forward that may be evicted from the device until the backward, and the memory this frees.
 
-Contract: a value may leave if nothing else that stays has its memory: no parameter, buffer, input or constant, no other
-saved value, no result that the caller keeps, nothing that a neighbouring stage on the same rank was given or gave. What
-is sent to another rank may leave: its message goes on its way by itself. The bytes are those of the memory in which the
-value lies, of which the value may be a part.
+Contract: a saved value may be evicted if nothing that stays on the device shares its memory: no parameter, buffer, input or
+constant, no other saved value, no result that the caller keeps, and no value that a neighbouring stage on the same rank sent
+or receives. A value that is sent to another rank may be evicted: the message holds its own reference. `nbytes` is the
+memory in which the value lies, of which the value may be a part.
 """
 
 from __future__ import annotations
@@ -20,21 +20,21 @@ from graphpp.runtime.program import OutputRole, TensorMeta
 
 
 class Offloadable(NamedTuple):
-    """A value, and the bytes that are free while it is away."""
+    """A saved value, and the bytes of device memory that evicting it frees."""
 
     meta: TensorMeta
     nbytes: int
 
 
 class LocalNeighbours(NamedTuple):
-    """Whether the stage below, and the one above, is on the same rank."""
+    """Whether the stage below, and the stage above, run on the same rank."""
 
     below: bool
     above: bool
 
 
-def offloadable(forward: fx.Graph, beside: LocalNeighbours) -> list[Offloadable]:
-    """The saved results of a stage's forward that may leave, in the order of the results; `meta` has the saved names."""
+def offloadable(forward: fx.Graph, local: LocalNeighbours) -> list[Offloadable]:
+    """The saved results of a stage's forward that may be evicted, in the order of the results; `meta` has the saved names."""
     results: dict[fx.Node, list[tuple[OutputRole, fx.Node]]] = defaultdict(list)
     end = forward.output_node()
     for role, node in zip(end.meta["roles"], end.args[0], strict=True):  # type: ignore[arg-type]
@@ -43,21 +43,23 @@ def offloadable(forward: fx.Graph, beside: LocalNeighbours) -> list[Offloadable]
     return [
         Offloadable(tensor_meta(node, role.name), tensor_meta(memory).nbytes)
         for memory, sharers in results.items()
-        if _is_own(memory, beside)
-        for role, node in _alone(sharers, beside)
+        if _is_own(memory, local)
+        for role, node in _only_saved(sharers, local)
     ]
 
 
-def _is_own(memory: fx.Node, beside: LocalNeighbours) -> bool:
-    """Whether only this microbatch of this stage holds a memory: one that it made, or that was received for it."""
+def _is_own(memory: fx.Node, local: LocalNeighbours) -> bool:
+    """Whether only this stage holds the memory: the forward allocated it, or received it from another rank."""
     if memory.op == "placeholder":
-        return isinstance(memory.meta["role"], program.Received) and not beside.below
+        return isinstance(memory.meta["role"], program.Received) and not local.below
     return is_tensor(memory)
 
 
-def _alone(sharers: list[tuple[OutputRole, fx.Node]], beside: LocalNeighbours) -> list[tuple[program.Saved, fx.Node]]:
-    """The saved one of the results in one memory, if all others are messages to another rank."""
+def _only_saved(
+    sharers: list[tuple[OutputRole, fx.Node]], local: LocalNeighbours
+) -> list[tuple[program.Saved, fx.Node]]:
+    """The one saved value among the results in one memory, if all other results are messages to another rank."""
     saved = [(role, node) for role, node in sharers if isinstance(role, program.Saved)]
     sent = [role for role, _ in sharers if isinstance(role, program.Sent)]
-    alone = len(saved) == 1 and len(saved) + len(sent) == len(sharers) and not (sent and beside.above)
+    alone = len(saved) == 1 and len(saved) + len(sent) == len(sharers) and not (sent and local.above)
     return saved if alone else []

@@ -1,9 +1,9 @@
-"""What one operation of a graph costs, in seconds, from its shapes alone.
+"""Estimate the seconds that one operation of a graph takes, from its shapes alone.
 
-Contract: `OpCosts` is a callable node -> seconds, like any other that a caller may give (measured ones, for instance). It
-is a roofline: launching, plus the larger of arithmetic and memory traffic; for a collective, what it takes until its result
-is there: latency, plus bytes over the link. Only ratios matter to who schedules by it. Ranks that exchange values must
-schedule by the same costs, so these are constants, and nothing is measured here.
+Contract: `OpCosts` is a callable node -> seconds; a caller may pass another one, with measured times, say. The model is a
+roofline: launch time, plus the larger of arithmetic and memory traffic; for a collective, latency plus bytes over the link,
+until the result has arrived. Passes use only ratios of costs. Ranks that exchange values must order their operations by
+the same costs, so the figures are constants and nothing is measured here.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ Cost = Callable[[fx.Node], float]
 _CONTRACTIONS = {2: aten.mm.default, 3: aten.bmm.default}
 _CHEAP_FLOPS_PER_ELEMENT = 16
 _FLOPS_PER_DRAW = 20
-_LIKE: dict[Any, Any] = {  # kernels that torch's table leaves out, and those that do the same arithmetic on the same arguments
+_LIKE: dict[Any, Any] = {  # kernel without an entry in torch's table -> kernel with the same arithmetic on the same arguments
     aten._scaled_dot_product_flash_attention_for_cpu: aten._scaled_dot_product_flash_attention,
     aten._scaled_dot_product_flash_attention_for_cpu_backward: aten._scaled_dot_product_flash_attention_backward,
 }
-_READING_ONCE = {  # beside what torch calls pointwise: copies, look-ups, and norms over rows
+_READING_ONCE = {  # besides the operators that torch tags pointwise: copies, look-ups, and norms over rows
     aten._to_copy, aten.cat, aten.stack, aten.embedding, aten.index_select, aten.gather, aten.constant_pad_nd, aten.repeat,
     aten.arange, aten.full, aten.full_like, aten.zeros, aten.zeros_like, aten.ones, aten.ones_like, aten.tril, aten.triu,
     aten.native_layer_norm, aten.native_group_norm, getattr(aten, "_fused_rms_norm", aten.native_layer_norm),
@@ -41,7 +41,7 @@ _READING_ONCE = {  # beside what torch calls pointwise: copies, look-ups, and no
 
 @dataclass(frozen=True)
 class OpCosts:
-    """Operations and bytes of memory per second, seconds to launch; of the link the latency and the bytes per second."""
+    """A device: FLOP/s, memory bytes/s, seconds to launch a kernel; and its link: latency in seconds, bytes/s."""
 
     flops: float
     memory: float
@@ -51,13 +51,13 @@ class OpCosts:
 
     @classmethod
     def of(cls, device_type: str) -> OpCosts:
-        """Round figures for one core with loopback, or for one data-centre GPU with NVLink."""
+        """Round figures for one CPU core with loopback, or for one data-centre GPU with NVLink."""
         if device_type == "cpu":
             return cls(flops=5e10, memory=1e10, launch=3e-6, latency=1e-4, link=1e9)
         return cls(flops=3e14, memory=2e12, launch=5e-6, latency=2e-5, link=1e11)
 
     def __call__(self, node: fx.Node) -> float:
-        """Seconds that a node takes; for a collective, until what it brings is there."""
+        """Seconds that a node takes; for a collective, until its result has arrived."""
         if is_wait(node) or is_view(node) or node.op != "call_function":
             return 0.0
         if is_collective(node):
@@ -66,7 +66,7 @@ class OpCosts:
         return self.launch + max(flops(node) / self.flops, traffic) + self._drawing(node)
 
     def _drawing(self, node: fx.Node) -> float:
-        """What the generator takes: its state is changed and put back, and each number is worked out."""
+        """Seconds of a random operator's generator: its state is set and restored, and every number is computed."""
         if node.target is not seeded:
             return 0.0
         return 2 * self.launch + _FLOPS_PER_DRAW * _elements(node) / self.flops
@@ -95,14 +95,14 @@ def is_heavy(node: fx.Node) -> bool:
 
 
 def is_cheap(node: fx.Node) -> bool:
-    """Whether the operation reads each element of its inputs about once: pointwise, a copy, a look-up, a norm, a view."""
+    """Whether the operation reads every input element about once: pointwise, a copy, a look-up, a norm, a view."""
     if is_view(node) or torch.Tag.pointwise in getattr(node.target, "tags", ()):
         return True
     return getattr(node.target, "overloadpacket", None) in _READING_ONCE
 
 
 def nbytes(node: fx.Node) -> int:
-    """Bytes of a node's value, or values."""
+    """Bytes of a node's value; of a tuple, the sum."""
     return _nbytes(node.meta.get("val"))
 
 
@@ -111,7 +111,7 @@ def _bytes_read(node: fx.Node) -> int:
 
 
 def _elements(node: fx.Node) -> int:
-    """Elements of a node's value, or of the largest of its values."""
+    """Elements of a node's value; of a tuple, those of the largest tensor."""
     value = node.meta.get("val")
     values = value if isinstance(value, tuple | list) else (value,)
     return max((item.numel() for item in values if isinstance(item, torch.Tensor)), default=0)

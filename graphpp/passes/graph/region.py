@@ -1,4 +1,9 @@
-"""TODO contract."""
+"""A region: consecutive operations of one program, compiled as one function; and the call that replaces it.
+
+Contract: `Region.graph` is a graph of its own, whose placeholders have example values (`meta["val"]`) but no roles. The
+program calls a `RegionCall`, which stands in the program's graph as the target of a node. `RegionCall.run` is None until a
+backend has compiled the region.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +16,10 @@ from torch import fx
 
 @dataclass(frozen=True, eq=False)
 class Region:
-    """Operations to be compiled as one. `title`: where they come from, `layers.3 of stage 1 backward`."""
+    """Operations to be compiled as one. `title` says where they come from: `layers.3 of stage 1 backward`.
+
+    `key`: a hash of the computation and its input layouts; regions with equal keys compute the same.
+    """
 
     title: str
     graph: fx.Graph
@@ -19,25 +27,25 @@ class Region:
 
     @property
     def examples(self) -> list[Any]:
-        """The values, without data, that it is made for."""
+        """The fake tensors of the region's inputs."""
         return [node.meta["val"] for node in self.graph.find_nodes(op="placeholder")]
 
     @property
     def results(self) -> list[Any]:
-        """What it returns, without data."""
+        """The fake tensors of the region's results."""
         nodes: Any = self.graph.output_node().args[0]
         return [node.meta["val"] for node in nodes]
 
 
 @dataclass(eq=False)
 class RegionCall:
-    """What a program calls in place of a region: `run(boxed)` takes a list of inputs, empties it, and returns the results."""
+    """The function that a program calls in place of a region: `run(boxed)` takes a list of inputs, empties it, returns results."""
 
     region: Region
     run: Callable[[list[Any]], Sequence[Any]] | None = None
     __name__: str = field(default="region", init=False)
 
     def __call__(self, boxed: list[Any]) -> Sequence[Any]:
-        """Run it."""
+        """Run the compiled region."""
         assert self.run is not None, f"{self.region.title} has not been compiled"
         return self.run(boxed)

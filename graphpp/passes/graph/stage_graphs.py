@@ -1,4 +1,9 @@
-"""TODO contract."""
+"""The joint graph after the cut: one graph per phase and stage, and the values that travel between them.
+
+Contract: a `PhaseKey` is a phase and the number of a stage. A `PhaseGraph` has nodes of its own; its placeholders stand in the
+order of `inputs` and carry the roles as `meta["role"]`; its results stand in the order of `outputs`, which its output node
+carries as `meta["roles"]`. Nodes keep the names that they have in the joint graph.
+"""
 
 from __future__ import annotations
 
@@ -9,12 +14,16 @@ from torch import fx
 
 from graphpp.runtime.program import Boundary, InputRole, OutputRole, Phase, TensorMeta
 
+F = Phase.FORWARD
+B = Phase.BACKWARD
+
+PhaseKey = tuple[Phase, int]
 GraphResults = list[tuple[OutputRole, fx.Node]]
 
 
 @dataclass(frozen=True)
 class PhaseGraph:
-    """One phase of one stage as a graph of its own; its placeholders and results stand in the order of the roles."""
+    """One phase of one stage as a graph of its own."""
 
     stage: int
     phase: Phase
@@ -25,11 +34,12 @@ class PhaseGraph:
 
 @dataclass
 class StagedGraphs:
-    """The result of `cut_stages`: graphs by slot, boundaries, and per stage the values saved per microbatch and their bytes.
+    """The result of `cut_stages`, refined by the passes after it.
 
-    `kept_bytes`: what is alive between I and W, where `split_weight_grad` has made them; else nothing. `fused`: backwards
-    hand out the factors of their gradients (`fuse_grad_accumulation`). `prepared`: by stage, what is made once per step
-    (`hoist_per_step`).
+    `graphs`: by phase and stage. `saved`: per stage, the values saved for the backward of one microbatch; `saved_bytes`: their
+    memory. `kept_bytes`: per stage, the memory alive between I and W, if `split_weight_grad` has run; else empty. `fused`:
+    backwards hand out the factors of their gradients (`fuse_grad_accumulation`). `hoisted`: per stage, the graph that computes
+    the step-invariant values (`hoist_per_step`).
     """
 
     graphs: dict[PhaseKey, PhaseGraph]
@@ -42,9 +52,9 @@ class StagedGraphs:
 
 
 def phase_graph(
-    slot: PhaseKey, inputs: Mapping[fx.Node, InputRole], computed: Iterable[fx.Node], outputs: GraphResults
+    key: PhaseKey, inputs: Mapping[fx.Node, InputRole], computed: Iterable[fx.Node], outputs: GraphResults
 ) -> PhaseGraph:
-    """A graph of its own from copies: `inputs` become placeholders with their roles, `computed` follow in order."""
+    """A phase graph made of copies: `inputs` become placeholders with their roles, `computed` follow in the given order."""
     graph = fx.Graph()
     copies: dict[fx.Node, fx.Node] = {}
     for node, role in inputs.items():
@@ -55,13 +65,4 @@ def phase_graph(
     end = graph.output(tuple(copies[node] for _, node in outputs))
     end.meta["roles"] = [role for role, _ in outputs]
     graph.lint()
-    return PhaseGraph(slot[1], slot[0], graph, tuple(inputs.values()), tuple(role for role, _ in outputs))
-
-
-PhaseKey = tuple[Phase, int]
-
-
-F = Phase.FORWARD
-
-
-B = Phase.BACKWARD
+    return PhaseGraph(key[1], key[0], graph, tuple(inputs.values()), tuple(role for role, _ in outputs))

@@ -1,1 +1,1 @@
-"""TODO graphpp.passes.graph.joint_graph."""
+"""Passes over the joint graph of one microbatch, before it is cut into stages."""

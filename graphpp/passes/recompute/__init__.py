@@ -1,1 +1,1 @@
-"""TODO graphpp.passes.recompute.recompute_regions."""
+"""Activation recomputation: choose the forward values that the backward recomputes, and rewrite the joint graph so."""

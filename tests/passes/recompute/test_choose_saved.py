@@ -74,7 +74,7 @@ def mean_square(output: Tensor, target: Tensor) -> Tensor:
 @pytest.fixture(autouse=True)
 def small_values_count(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever is cheap runs again, however small: the models here are tiny."""
-    monkeypatch.setattr("graphpp.options.recompute._WORTH", 1e12)
+    monkeypatch.setattr("graphpp.planner.recompute_policy._WORTH", 1e12)
 
 
 def made(name: str, recompute: Any, schedule: Any = "1F1B") -> tuple[graphpp.Pipeline, nn.Module]:
