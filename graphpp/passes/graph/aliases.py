@@ -19,7 +19,7 @@ _UNDECLARED = {torch.ops.aten._unsafe_view.default, torch.ops.aten.contiguous.de
 
 
 def is_view(node: fx.Node) -> bool:
-    """Whether the operation's schema declares its result, or results, views of its first input; items of such a tuple are views."""
+    """Whether the operation's schema declares that it returns views of its first input; items of such a tuple are views."""
     if node.target is operator.getitem:
         return is_view(node.all_input_nodes[0])
     schema = getattr(node.target, "_schema", None)
@@ -35,7 +35,7 @@ def shares_memory(node: fx.Node) -> bool:
 
 
 def is_copy(node: fx.Node) -> bool:
-    """Whether an operation that returns a view where possible (`reshape`, `contiguous`) must copy, by its input's traced strides."""
+    """Whether an operation that views where it can (`reshape`, `contiguous`) must copy, given its input's traced strides."""
     if node.target not in _UNDECLARED:
         return False
     source, value = node.all_input_nodes[0].meta["val"], node.meta["val"]
@@ -56,7 +56,7 @@ def root(node: fx.Node) -> fx.Node:
 
 
 def shared_results(graph: fx.Graph) -> frozenset[int]:
-    """Indices of the results whose memory belongs to an input or another result too, or is read by an operation of the graph."""
+    """Indices of the results whose memory is also an input's or another result's, or is read by an operation of the graph."""
     roots = [root(node) for node in graph.output_node().args[0]]  # type: ignore[union-attr,arg-type]
     count = Counter(roots)
     return frozenset(

@@ -2,7 +2,7 @@
 
 Contract: a saved value may be evicted if nothing that stays on the device shares its memory: no parameter, buffer, input or
 constant, no other saved value, no result that the caller keeps, and no value that a neighbouring stage on the same rank sent
-or receives. A value that is sent to another rank may be evicted: the message holds its own reference. `nbytes` is the
+or receives. A value that is sent to another rank may be evicted: the transport holds its message by itself. `nbytes` is the
 memory in which the value lies, of which the value may be a part.
 """
 

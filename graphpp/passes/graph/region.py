@@ -39,7 +39,7 @@ class Region:
 
 @dataclass(eq=False)
 class RegionCall:
-    """The function that a program calls in place of a region: `run(boxed)` takes a list of inputs, empties it, returns results."""
+    """The function that replaces a region in a program: `run(boxed)` takes a list of inputs, empties it, returns results."""
 
     region: Region
     run: Callable[[list[Any]], Sequence[Any]] | None = None

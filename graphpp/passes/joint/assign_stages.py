@@ -1,15 +1,17 @@
-"""Assign stages: every node learns its stage, `meta["stage"]`, or that it is computed wherever it is read (`None`).
+"""Assign every node its stage, `meta["stage"]`; `None` for a value that every reading stage computes for itself.
 
 Contract
 --------
-- A forward node's stage is the one its place in the execution falls into: stage s begins at the first operation of the
-  module call named by the split, so stages follow the order of execution and no value is needed before it exists.
-- Cheap values that need no parameter, no written buffer, no random number and no received value (masks, rotary tables,
-  position ids), and views of parameters, have no stage (`None`): they are computed again where they are read.
-- A collective stands in one stage, and what waits for it in the same.
-- A backward node goes where its forward twin is (same autograd sequence number), but never to a later stage than a
-  gradient it reads; so an accumulation goes to the lowest stage among the gradients it adds.
-- Afterwards, along every edge forward stages do not fall and backward stages do not rise.
+- A forward node's stage follows from its position: stage s begins at the first operation of the module call that the split
+  names. So stages follow the order of execution, and every value exists before a stage needs it.
+- Cheap values that depend on no parameter, written buffer, random number or value of a stage (masks, rotary tables,
+  position ids), and views of parameters, get `None`: every stage that reads one computes it for itself.
+- A collective runs in one stage, and the waits for it run in the same stage.
+- A backward node runs in the stage of its forward twin (same autograd sequence number), but never in a later stage than a
+  gradient that it reads. So a sum of gradients runs in the lowest stage among the gradients that it adds.
+- Afterwards, along every edge, the stages of forward nodes do not fall and the stages of backward nodes do not rise.
+
+Raises `CaptureError` where a buffer is written in one stage and read in another.
 """
 
 from __future__ import annotations
@@ -29,7 +31,7 @@ from graphpp.runtime import program
 
 
 def assign_stages(joint: JointGraph, starts: Sequence[int]) -> JointGraph:
-    """Give every node its stage; `starts[s]` is the position in the forward at which stage s begins (starts[0] = 0)."""
+    """Give every node its stage, in place; stage s begins at position `starts[s]` of the forward, and starts[0] = 0."""
     written = {role.fqn for role, _ in joint.outputs() if isinstance(role, program.BufferUpdate)}
     twins: dict[int, int | None] = {}
     for node in joint.graph.nodes:
@@ -50,7 +52,7 @@ def assign_stages(joint: JointGraph, starts: Sequence[int]) -> JointGraph:
 
 
 def stage_inputs(node: fx.Node) -> list[fx.Node]:
-    """The inputs of a node that belong to a stage."""
+    """The inputs of a node that have a stage."""
     return [source for source in node.all_input_nodes if source.meta["stage"] is not None]
 
 
@@ -73,12 +75,12 @@ def _backward_stage(node: fx.Node, twins: dict[int, int | None], last: int) -> i
 
 
 def _is_of_its_input(node: fx.Node) -> bool:
-    """An item of a tuple, and what a collective received, are no values to send before they are taken out or waited for."""
+    """Whether a node must run in its input's stage: a tuple, or a collective's result before its wait, cannot be sent."""
     return node.target is operator.getitem or is_wait(node)
 
 
 def _is_replicable(node: fx.Node, written: set[str]) -> bool:
-    """Whether a value can be computed anywhere, at no cost worth a message."""
+    """Whether every stage can compute a value for itself, more cheaply than it could receive it."""
     if any(source.meta["stage"] is not None or _is_particular(source) for source in node.all_input_nodes):
         return False
     if is_heavy(node) or is_check(node) or is_collective(node):
@@ -87,7 +89,7 @@ def _is_replicable(node: fx.Node, written: set[str]) -> bool:
 
 
 def _is_plain(source: fx.Node, written: set[str], reader: fx.Node) -> bool:
-    """Whether reading `source` anywhere is free: inputs, constants, unwritten buffers, views; views of parameters."""
+    """Whether any stage may read `source`: inputs, constants, buffers without updates; parameters only through views."""
     role = source.meta.get("role")
     if isinstance(role, program.Buffer):
         return role.fqn not in written
@@ -104,7 +106,7 @@ def from_parameter(node: fx.Node) -> bool:
 
 
 def _is_particular(node: fx.Node) -> bool:
-    """Whether an input makes what is computed from it belong to one place: the seed of the backward, random numbers."""
+    """Whether every value computed from an input must have a stage: the backward's seed, the key of random numbers."""
     return node.meta.get("role") in (program.Seed(), program.RandomKey())
 
 
@@ -122,7 +124,7 @@ def _check(joint: JointGraph, written: set[str]) -> None:
 
 
 def _check_written_buffers(joint: JointGraph, written: set[str]) -> None:
-    """A buffer that the forward writes is read only in the stage that writes it; any, if the new value has none."""
+    """Raise unless all readers of a written buffer have the stage of its update; an update without a stage binds none."""
     inputs = joint.inputs()
     for role, update in joint.outputs():
         if not isinstance(role, program.BufferUpdate) or program.Buffer(role.fqn) not in inputs:

@@ -1,10 +1,10 @@
-"""Clean up: remove what computes nothing. Bit-preserving.
+"""Remove identities and dead code from the joint graph. Bit-preserving.
 
-Contract: afterwards no node is unused, and none returns its own input (`detach`, `alias`, a view to the same shape and
-strides, `t(t(x))`, `x ** 1`, a cast to the same dtype, a clone that keeps the strides). Roles, order and metadata stay.
+Contract: afterwards every node has a reader, and none returns its own input (`detach`, `alias`, a view to the same shape
+and strides, `t(t(x))`, `x ** 1`, a cast to the same dtype, a clone that keeps the strides). Roles, order and metadata stay.
 
-A removed clone can make two results of the graph one tensor; the graph is functional, so no value changes, and the
-runtime never writes into a program's results before it has made them its own.
+Without a clone, two results of the graph may be one tensor. That is safe: the graph is functional, and the runtime copies a
+shared result before it writes into it.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def clean_up(joint: JointGraph) -> JointGraph:
 
 
 def _same_as_input(node: fx.Node) -> fx.Node | None:
-    """The input of a node whose value is its first input, element for element, stride for stride."""
+    """The first input of a node that returns it unchanged, elements and strides; else None."""
     if node.target not in _IDENTITY or not node.args or not isinstance(node.args[0], fx.Node):
         return None
     source = node.args[0]
@@ -56,14 +56,14 @@ def _same_as_input(node: fx.Node) -> fx.Node | None:
 
 
 def _layout(node: fx.Node) -> tuple[object, ...]:
-    """What decides, for a view or a copy, which element stands where."""
+    """The properties of a value that an identity must keep: where its elements lie, their dtype and device."""
     value = node.meta["val"]
-    lazy = (value.is_conj(), value.is_neg())  # a copy resolves what is only marked
+    lazy = (value.is_conj(), value.is_neg())  # a copy would resolve a lazy conjugate or negation
     return (value.shape, value.stride(), value.storage_offset(), value.dtype, value.device, value.layout, lazy)
 
 
 def _double_transpose(node: fx.Node) -> fx.Node | None:
-    """`x` from `t(t(x))`."""
+    """`x`, for the node `t(t(x))`."""
     inner = node.args[0] if node.args else None
     if node.target is aten.t.default and isinstance(inner, fx.Node) and inner.target is aten.t.default:
         return inner.args[0]  # type: ignore[return-value]
@@ -71,7 +71,7 @@ def _double_transpose(node: fx.Node) -> fx.Node | None:
 
 
 def _first_power(node: fx.Node) -> fx.Node | None:
-    """`x` from `x ** 1` (autograd's derivative of a square has one)."""
+    """`x`, for the node `x ** 1`, which autograd's derivative of a square contains."""
     if node.target is aten.pow.Tensor_Scalar and node.args[1] == 1 and _layout(node) == _layout(node.args[0]):  # type: ignore[arg-type]
         return node.args[0]  # type: ignore[return-value]
     return None

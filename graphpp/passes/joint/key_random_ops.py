@@ -1,8 +1,8 @@
-"""Randomize: random operators take their numbers from a key of the microbatch, not from a generator's state.
+"""Key random operators: each draws its numbers from a key of the microbatch, not from the state of a generator.
 
 Contract: afterwards every operator that draws random numbers is a call of `seeded(key, index, operator, ...)`: `key` is the
-input `RandomKey`, `index` the operator's number among the random ones of the joint graph. So its numbers are the same
-whatever the split, the schedule and the number of ranks, and running it again repeats them.
+input `RandomKey`, `index` counts the random operators of the joint graph. So the numbers do not depend on the split, the
+schedule or the number of ranks, and a recomputed operator repeats its numbers.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from graphpp.runtime.randomness import seeded
 
 
 def key_random_ops(joint: JointGraph) -> JointGraph:
-    """Give every random operator its key, in place."""
+    """Rewrite every random operator to draw from the microbatch's key, in place."""
     drawing = [node for node in joint.computed() if draws_random_numbers(node.target, node.args, node.kwargs)]
     if not drawing:
         return joint
@@ -32,7 +32,7 @@ def key_random_ops(joint: JointGraph) -> JointGraph:
 
 
 def draws_random_numbers(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    """Whether an operator draws random numbers with these arguments."""
+    """Whether an operator draws random numbers when called with these arguments; attention does so only with dropout."""
     if torch.Tag.nondeterministic_seeded not in getattr(operator, "tags", ()):
         return False
     schema = getattr(operator, "_schema", None)

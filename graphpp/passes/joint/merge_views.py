@@ -1,7 +1,7 @@
-"""Merge views: of the same value, the same view is made once per phase of a stage, and a view of a view is one view.
+"""Merge views: equal views of one value become one node, and a `view` of a `view` becomes one `view`.
 
-Contract: bit-preserving; runs after stages are assigned and merges only nodes of one stage and phase, so that no value
-crosses a boundary that did not before.
+Contract: bit-preserving. The pass runs after `assign_stages` and merges only nodes of one stage and phase, so that no
+additional value crosses a boundary.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _RESHAPING = (aten.view.default, aten._unsafe_view.default)
 
 
 def merge_views(joint: JointGraph) -> JointGraph:
-    """Merge equal views and chains of `view`, in place; nodes carry `meta["stage"]` (see assign)."""
+    """Merge equal views and chains of `view`, in place; nodes carry `meta["stage"]`."""
     made: dict[Any, fx.Node] = {}
     for node in joint.computed():
         if not is_view(node) and node.target not in _RESHAPING:
@@ -40,7 +40,7 @@ def _place(node: fx.Node) -> tuple[Any, bool]:
 
 
 def _is_chain(node: fx.Node) -> bool:
-    """Whether a node only reshapes what another node of the same place only reshaped."""
+    """Whether a node reshapes the result of another reshape of the same stage and phase."""
     source = node.args[0]
     if node.target not in _RESHAPING or not isinstance(source, fx.Node) or source.target not in _RESHAPING:
         return False
@@ -48,7 +48,7 @@ def _is_chain(node: fx.Node) -> bool:
 
 
 def _key(value: Any) -> Any:
-    """A hashable form of arguments; numbers that compare equal but are of other types stay apart."""
+    """A hashable form of arguments, with types: 1, 1.0 and True compare equal, but must not be merged."""
     if isinstance(value, list | tuple):
         return (type(value).__name__, *map(_key, value))
     if isinstance(value, dict):

@@ -1,9 +1,9 @@
-"""Relax views: no operation depends on strides that a kernel only promised. Bit-preserving.
+"""Relax views: no operation depends on strides that the trace predicted. Bit-preserving.
 
-Contract: a kernel may return other strides than its fake twin (BatchNorm of a transposed input does, on CPU); then
-`view` and its like fail at run time, or `as_strided` reads other elements. Afterwards `view` is `reshape`, which is the
-same view where there is one, and what reads memory by its layout reads a value that is contiguous if it was so when
-captured.
+Contract: a kernel may return other strides than its fake kernel predicted (BatchNorm of a transposed input does, on CPU).
+Then `view` raises at run time, and `as_strided` reads the wrong elements. Afterwards every `view` is a `reshape`, which
+returns the same view where one exists. An operation that reads memory by its layout (`as_strided`, a view to another dtype, a
+collective) gets a contiguous input wherever the traced input was contiguous.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _BY_LAYOUT = {aten.view_as_complex.default, aten.view.dtype, aten.as_strided.def
 
 
 def relax_views(joint: JointGraph) -> JointGraph:
-    """Make views independent of run-time strides, in place."""
+    """Make views independent of the strides at run time, in place."""
     for node in list(joint.computed()):
         if node.target in _VIEWS:
             node.target = aten.reshape.default

@@ -1,8 +1,9 @@
-"""Snapshot written buffers: whoever reads a buffer late reads its old value.
+"""Snapshot written buffers: operations that read a buffer after the forward read a copy of its old value.
 
-Contract: the runtime writes a buffer's new value into its memory at the end of the forward. Afterwards nothing that is
-read later lies in that memory: no backward node reads a buffer that the graph writes, no view of it exists (it could be
-saved, sent or returned), and it is no result but its own update. All these read a copy that the forward made.
+Contract: at the end of the forward the runtime writes the new value of a buffer into the buffer's memory. Afterwards no value
+that is read later lies in that memory: no backward node reads a buffer that the graph writes, no view of the buffer exists (a
+view could be saved, sent or returned), and the buffer is no result, except its own update. All such readers read one copy,
+which the forward makes.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from graphpp.runtime import program
 
 
 def snapshot_buffers(joint: JointGraph) -> JointGraph:
-    """Insert one copy per written buffer that is read late; changes the graph in place."""
+    """Insert one copy per written buffer that is read after the forward, in place."""
     updates = {role: node for role, node in joint.outputs() if isinstance(role, program.BufferUpdate)}
     inputs = joint.inputs()
     for own, update in updates.items():
@@ -27,17 +28,17 @@ def snapshot_buffers(joint: JointGraph) -> JointGraph:
 
 def _snapshot(joint: JointGraph, own: program.BufferUpdate, buffer: fx.Node, update: fx.Node) -> None:
     readers = [node for node in joint.computed() if buffer in node.all_input_nodes]
-    late = [node for node in readers if node.meta["backward"] or shares_memory(node)]
-    if not late and all(node is not buffer or role == own for role, node in joint.outputs()):
+    later = [node for node in readers if node.meta["backward"] or shares_memory(node)]
+    if not later and all(node is not buffer or role == own for role, node in joint.outputs()):
         return
     copy = _copy(joint, buffer, [*readers, update, *joint.computed()])
-    for reader in late:
+    for reader in later:
         reader.replace_input_with(buffer, copy)
     joint.set_outputs([(role, copy if node is buffer and role != own else node) for role, node in joint.outputs()])
 
 
 def _copy(joint: JointGraph, buffer: fx.Node, places: list[fx.Node]) -> fx.Node:
-    """A copy of the buffer, made right before the first of `places` that is a forward operation, as a part of it."""
+    """A copy of the buffer, inserted before the first forward operation among `places`, with the metadata of that operation."""
     place = next(node for node in places if node.op != "placeholder" and not node.meta["backward"])
     with joint.graph.inserting_before(place):
         copy = joint.graph.call_function(torch.ops.aten.clone.default, (buffer,))

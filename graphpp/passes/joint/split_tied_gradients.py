@@ -1,8 +1,8 @@
-"""Accumulate gradients: a tied parameter's gradient stays in parts, one per stage that uses the parameter.
+"""Split tied gradients: the gradient of a parameter that several stages use becomes one partial sum per stage.
 
-Contract: afterwards every `Gradient` result is computed from values of one stage. A parameter that several stages use has
-one `Gradient` result per stage, the sum of that stage's own contributions in their old order; the parts are added once, at
-the end of the step, among the ranks that hold the parameter. No partial sum crosses a boundary.
+Contract: afterwards every `Gradient` result is computed in one stage. A parameter that several stages use has one `Gradient`
+result per stage: the sum of that stage's contributions, in their old order. The runtime adds the partial sums once, at the
+end of the step, by an all-reduce among the ranks that hold the parameter. No partial sum crosses a boundary.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from graphpp.runtime.program import Gradient, OutputRole
 
 
 def split_tied_gradients(joint: JointGraph) -> JointGraph:
-    """Split the sums of tied parameters' gradients by stage, in place; nodes carry `meta["stage"]` (see assign)."""
+    """Split the sums of tied parameters' gradients by stage, in place; nodes carry `meta["stage"]`."""
     outputs: list[tuple[OutputRole, fx.Node]] = []
     for role, node in joint.outputs():
         parts = _by_stage(node) if isinstance(role, Gradient) else {}
@@ -37,7 +37,7 @@ def _by_stage(node: fx.Node) -> dict[int, list[fx.Node]]:
 
 
 def _leaves(node: fx.Node) -> list[fx.Node]:
-    """What a tree of accumulations adds, in order; a sum that somebody else reads too is a leaf."""
+    """The terms of a tree of additions, in order; a sum with another reader is a term itself."""
     plain = node.target is torch.ops.aten.add.Tensor and len(node.args) == 2 and not node.kwargs
     if not plain or len(node.users) != 1 or not all(isinstance(arg, fx.Node) for arg in node.args):
         return [node]
