@@ -1,6 +1,6 @@
-"""Ranks that were given different things, that fail, or that die: every rank ends with an error that says who and what.
+"""Ranks with different arguments, ranks that fail, ranks that die: every rank ends with an error that names rank and reason.
 
-Nobody hangs: each test ends in a fraction of the group's timeout.
+No rank hangs: each test ends in a fraction of the group's timeout.
 """
 
 import os
@@ -38,11 +38,11 @@ def message(fn: Callable[[], Any]) -> str:
     return "no error"
 
 
-# ---------------------------------------------------------------------------------------------- given different things
+# ---------------------------------------------------------------------------------------------- different arguments
 
 
 class Relu(Plain):
-    """The parameters of `Plain`, another code."""
+    """The parameters of `Plain`, with another forward."""
 
     def forward(self, x: Tensor) -> Tensor:
         for layer in self.layers:
@@ -51,7 +51,7 @@ class Relu(Plain):
 
 
 class Wide(Plain):
-    """One more layer."""
+    """`Plain` with one more layer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -70,7 +70,7 @@ def first_step(
     weight: Any = None,
     **options: Any,
 ) -> None:
-    """One step on a fresh pipeline, in which any one thing may be another."""
+    """One step on a new pipeline; a test changes any one of its arguments."""
     model = Plain() if model is None else model
     before = [flag.training for flag in model.modules()]
     try:
@@ -82,7 +82,7 @@ def first_step(
 
 
 def count(number: int) -> None:
-    """A step of so many microbatches."""
+    """A step of this many microbatches."""
     pipe = graphpp.compile(Plain(), F.cross_entropy, split=CUTS[2], schedule="1F1B")
     pipe.step_microbatches([Microbatch((X[:4],), {}, Y[:4])] * number)
 
@@ -107,7 +107,7 @@ def half_evaluating() -> nn.Module:
     return model
 
 
-# What rank 1 does while the others call `first_step()`, and what every rank must say of it.
+# The call of rank 1 while the others call `first_step()`, and the error that every rank must raise.
 DIFFERENT: dict[str, tuple[Callable[[], None], str]] = {
     "parameters": (lambda: first_step(Wide()), "rank 1 differs in the model: it has layers.4.weight"),
     "dtype": (lambda: first_step(Plain().double()), r"rank 1 differs in the model: it has .* float64"),
@@ -138,7 +138,7 @@ DIFFERENT: dict[str, tuple[Callable[[], None], str]] = {
     "bad loss": (lambda: first_step(loss=lambda y, t: y), r"rank 1: CaptureError: the loss must be a scalar"),
 }
 
-# Where rank 1 fails by itself it raises its own error.
+# If the call of rank 1 fails by itself, rank 1 raises its own error.
 OWN_ERROR = {"bad schedule": "Schedule", "bad batch": "Batch", "no target": "Batch", "bad loss": "Capture"}
 
 
@@ -179,7 +179,7 @@ def test_the_majority_counts() -> None:
 
 
 def later(rank: int) -> tuple[list[str], bool]:
-    """Good steps, steps in which rank 1 is given another batch, and a good step again."""
+    """A good step, calls in which rank 1 differs, and one more good step."""
     case = CASES["plain"]()
     pipe = compiled(case, **TWO)
     step(pipe, case.batch)
@@ -223,7 +223,7 @@ def test_copies_of_a_tied_parameter_must_start_equal() -> None:
 
 
 def bad_split_alone(rank: int) -> str:
-    """As a function, a split is not compared as it was given: only building it shows the fault."""
+    """A split that is an object of the user is not compared between ranks: its fault shows when it is called."""
 
     class Splitter:
         def starts(self, calls: Any) -> tuple[int, ...]:
@@ -242,12 +242,12 @@ def test_a_rank_that_fails_alone_tells_the_others() -> None:
 
 # --------------------------------------------------------------------------------------------- in the middle of a step
 
-FUSES: dict[int, tuple[int, Callable[[], None]]] = {}  # layer -> after how many calls what happens
+FUSES: dict[int, tuple[int, Callable[[], None]]] = {}  # layer -> (calls until it blows, its action)
 
 
 @torch.library.custom_op("graphpp_tests::fuse", mutates_args=())
 def fuse(x: Tensor, layer: int) -> Tensor:
-    """The identity, in which a test can make a rank end."""
+    """The identity, in which a test can make a rank fail."""
     if layer in FUSES:
         left, action = FUSES[layer]
         FUSES[layer] = (left - 1, action)
@@ -261,7 +261,7 @@ fuse.register_autograd(lambda ctx, grad: (grad, None))
 
 
 class Fused(Plain):
-    """A fuse in every layer."""
+    """`Plain` with a fuse in every layer."""
 
     def forward(self, x: Tensor) -> Tensor:
         for index, layer in enumerate(self.layers):
@@ -288,7 +288,7 @@ def no_store() -> None:
 def blow(
     rank: int, victim: int, action: Callable[[], None], lose_store: bool = False, timeout: float | None = None
 ) -> tuple[str, float]:
-    """Two good steps and one in which the victim's stage does `action` after some of its forwards."""
+    """Two good steps, and one in which the victim's stage does `action` after some of its forwards; the error and its time."""
     group = dist.new_group(timeout=timedelta(seconds=timeout)) if timeout else None
     split = CUTS[4][: dist.get_world_size() - 1]
     pipe = graphpp.compile(Fused(), F.cross_entropy, mesh=group, split=split, schedule="1F1B", microbatches=8)
@@ -320,7 +320,7 @@ def test_a_rank_that_raises_in_a_step() -> None:
     ids=["the last of four", "the first of three, with the store"],
 )
 def test_a_rank_that_dies_in_a_step(ranks: int, victim: int, lose_store: bool) -> None:
-    """Ranks that are no neighbours of it hear of it too."""
+    """All other ranks name the dead rank, its neighbours and the rest."""
     outcomes = rank_outcomes(blow, ranks, victim, dies, lose_store)
     for outcome in outcomes:
         if outcome.rank == victim:
@@ -335,7 +335,7 @@ def test_a_rank_that_dies_in_a_step(ranks: int, victim: int, lose_store: bool) -
 
 
 def test_a_rank_that_does_not_answer() -> None:
-    """It is named when the group's timeout is over."""
+    """The error names the rank once the group's timeout is over."""
     waiting, slow = run_ranks(blow, 2, 1, sleeps, False, 2.0)
     assert waiting[0].startswith("RankFailure: rank 1 did not answer in time")
     assert waiting[1] < 6

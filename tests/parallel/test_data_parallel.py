@@ -1,4 +1,4 @@
-"""Data parallelism beside the pipeline: gradients are the mean of the replicas', under every kind of backward."""
+"""Data parallelism: gradients are the mean over the replicas, under every kind of backward."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.moe import batch as expert_batch
 from tests.special_models import CUTS, SPECIAL
 from tests.training import compiled, joined, local_grads, same, step
 
-# Halves, wholes, and reductions that start before the other stages are done.
+# Split backwards, whole ones, and all-reduces that start before the other stages are done.
 SPLIT = [
     "0F0 0F1 0I0 0W0 0B1 0REDUCE_GRAD",
     "1F0 1I0 1F1 1B1 1W0 1REDUCE_GRAD",
@@ -32,7 +32,7 @@ def replicated(rank: int, name: str, schedule: Any) -> dict[str, Tensor | None]:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp_replicate", "pp"))
     cut = CUTS[4 if schedule == "ZBVZeroBubble" else 2]
     pipe = compiled(SPECIAL[name](), split=cut, schedule=schedule, microbatches=2, mesh=mesh)
-    for seed in range(2):  # the second step adds to the mean that the first has left
+    for seed in range(2):  # the second step adds to the first one's mean
         step(pipe, SPECIAL[name](rank // 2 + 2 * seed).batch)
     return local_grads(pipe)
 
@@ -119,7 +119,7 @@ def at_odds(rank: int, what: str) -> None:
     [("microbatches", "differs in the schedule"), ("profile", "differs in the call"), ("no batch", "rank 1: BatchError")],
 )
 def test_replicas_that_do_not_do_the_same_are_refused(what: str, said: str) -> None:
-    """They would wait for each other's gradients, or add up those of different steps."""
+    """Replicas in different calls would wait for each other's gradients, or average gradients of different steps."""
     first, second = rank_outcomes(at_odds, 2, what, timeout=30)
     assert isinstance(first.error, graphpp.MismatchError)
     assert said in str(first.error)
@@ -138,7 +138,7 @@ def test_one_replica_may_evaluate() -> None:
 
 
 def midway(rank: int) -> str:
-    """Rank 0 fails in a backward, and goes on as if nothing had been."""
+    """Rank 0 fails in a backward, and calls the pipeline once more."""
     pipe, batch = pair(rank), SPECIAL["plain"]().batch
     step(pipe, batch)
     arguments = Task.arguments
@@ -156,7 +156,7 @@ def midway(rank: int) -> str:
 
 
 def test_a_replica_that_failed_midway_does_not_go_on() -> None:
-    """Its gradients would be averaged with those of the step that the other is still in."""
+    """A step of rank 0 alone would average its gradients with those of the step that rank 1 is still in."""
     failed, other = rank_outcomes(midway, 2, timeout=30)
     assert "ended midway" in str(failed.error)
     assert other.value is None

@@ -1,4 +1,4 @@
-"""A step that is taken back leaves no trace: every optimizer of torch that steps without a closure, and a rude one."""
+"""A step that is rolled back leaves no trace: every optimizer of torch that steps without a closure, and a rude one."""
 
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -14,7 +14,7 @@ Make = Callable[[Iterable[Any]], optim.Optimizer]
 
 
 class Rude(optim.Optimizer):
-    """Writes into gradients, draws random numbers, exchanges its tensors, and keeps what it knows in odd places."""
+    """Writes into gradients, draws random numbers, exchanges its tensors, and keeps state in odd places."""
 
     def __init__(self, params: Iterable[Any]) -> None:
         super().__init__(params, {"lr": 0.1, "steps": 0, "history": []})
@@ -36,7 +36,7 @@ class Rude(optim.Optimizer):
 
 
 class Strange(optim.SGD):
-    """Holds an object that nobody knows how to copy."""
+    """Has an object in its state that a snapshot cannot copy."""
 
     def step(self, closure: None = None) -> None:
         super().step()
@@ -70,7 +70,7 @@ OPTIMIZERS: dict[str, Make] = {
 
 
 def parameters() -> list[nn.Parameter]:
-    """Of several dtypes and shapes; the last never gets a gradient."""
+    """Parameters of several dtypes and shapes; the last never has a gradient."""
     torch.manual_seed(0)
     kinds = [
         ((3, 4), torch.float32),
@@ -100,7 +100,7 @@ def bits(value: object) -> Any:
 
 
 def everything(optimizer: optim.Optimizer, params: list[nn.Parameter]) -> Any:
-    """All that a step may change."""
+    """All values that a step may change, as bytes."""
     return bits([params, [p.grad for p in params], optimizer.state_dict(), torch.get_rng_state()])
 
 
@@ -174,7 +174,7 @@ def test_copying_ends_when_there_is_no_need() -> None:
     before = bits(optimizer.state_dict())
     optimizer.step()
     after = bits(optimizer.state_dict())
-    snapshot.restore()  # to nothing
+    snapshot.restore()  # there is no snapshot
     assert before != after == bits(optimizer.state_dict())
 
 

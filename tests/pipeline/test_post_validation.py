@@ -1,7 +1,7 @@
-"""The validated step has the bits of the synchronous one: 20 steps with clipping in some, an inf and a huge norm.
+"""The validated step has the bits of the synchronous one: 20 steps, some with clipping, one with an inf, one with a huge norm.
 
-Every rank trains one pipeline again and again from the same start: once with `clip_grad_norm_` and `optimizer.step()`,
-then through `PostValidation` with the norm late (every rank that may go ahead does), early (none does) and as it comes.
+Every rank trains one pipeline several times from the same start: once with `clip_grad_norm_` and `optimizer.step()`, then
+through `PostValidation` with the norm late (every rank that may steps early), early (no rank does) and with its real timing.
 """
 
 import math
@@ -42,7 +42,7 @@ OPTIMIZERS: dict[str, Callable[[list[nn.Parameter]], list[Optimizer]]] = {
 
 
 class Steps(NamedTuple):
-    """What each step left behind, as bytes, and the numbers that say what happened."""
+    """The values after each step, as bytes, with norms, loss scales, and the counts of early steps and rollbacks."""
 
     seen: list[Any]
     norms: list[float]
@@ -52,7 +52,7 @@ class Steps(NamedTuple):
 
 
 class Way(NamedTuple):
-    """How a step is clipped and taken."""
+    """A way of clipping and stepping."""
 
     name: str
     max_norm: float
@@ -65,14 +65,14 @@ class Way(NamedTuple):
 
 @contextmanager
 def timing(name: str) -> Iterator[None]:
-    """The norm is said to be there never, or always, before it is asked for; or when it is."""
+    """A context in which the norm is never (late) or always (early) there before a rank waits, or with its real timing."""
     says = {"late": False, "early": True}
     with patch.object(norms.PendingNorms, "arrived", lambda self: says[name]) if name in says else nullcontext():
         yield
 
 
 def taking(pipe: graphpp.Pipeline, optimizers: list[Optimizer], way: Way) -> tuple[Callable[[], Tensor], Any]:
-    """What ends a step, and what `pipe.step` gets for the scaler."""
+    """The function that clips and steps, and the `scaler=` of `pipe.step`."""
     if way.name != "synchronous":
         validation = graphpp.PostValidation(pipe, optimizers, way.max_norm, way.norm_type, way.scaler)
         return validation.step, validation
@@ -89,7 +89,7 @@ def taking(pipe: graphpp.Pipeline, optimizers: list[Optimizer], way: Way) -> tup
 
 
 def spoil(pipe: graphpp.Pipeline, index: int) -> None:
-    """In two steps the last rank's gradient begins with something odd, and `pipe.step` adds to it."""
+    """In two steps the last parameter's gradient starts huge or infinite, and `pipe.step` adds to it."""
     params = [p for p in pipe.parameters() if p.requires_grad]
     for p in params:
         p.grad = None
@@ -102,7 +102,7 @@ def holds_last(pipe: graphpp.Pipeline) -> bool:
 
 
 def run(pipe: graphpp.Pipeline, name: str, make: Any, way: Way, steps: int = STEPS) -> Steps:
-    """Some steps from where the pipeline is."""
+    """Some steps from the pipeline's present state."""
     params = list(pipe.parameters())
     optimizers = make(params)
     end, scaler = taking(pipe, optimizers, way)
@@ -123,7 +123,7 @@ def run(pipe: graphpp.Pipeline, name: str, make: Any, way: Way, steps: int = STE
 
 
 def compared(rank: int, name: str, optimizers: Sequence[str], kind: str | None, norm_type: float) -> dict[str, Any]:
-    """By optimizer, for each way: the steps that differ, and the way's numbers."""
+    """By optimizer, for each way: the steps that differ from the synchronous ones, and the way's numbers."""
     case = SPECIAL[name]()
     ranks = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
     pipe = compiled(case, split=CUTS[max(ranks, 2)], schedule="1F1B", microbatches=2, example=example(case.batch, 2))
@@ -151,7 +151,7 @@ def compared(rank: int, name: str, optimizers: Sequence[str], kind: str | None, 
 
 
 def check(parts: list[dict[str, Any]], kind: str | None) -> None:
-    """Nothing differs on any rank; some steps were clipped, some not; some were taken ahead, some of these back."""
+    """No step differs on any rank; some steps were clipped, some not; some were taken early, and some of these rolled back."""
     for optimizer in parts[0]:
         here = [part[optimizer] for part in parts]
         for way in WAYS:
@@ -165,7 +165,7 @@ def check(parts: list[dict[str, Any]], kind: str | None) -> None:
         assert sum(part["early"][1].taken for part in here) == 0
         late = [part["late"][1] for part in here]
         assert sum(steps.taken for steps in late) > sum(steps.rolled_back for steps in late)
-        if len(parts) > 1:  # one rank alone sees by itself what the norm demands
+        if len(parts) > 1:  # a single rank knows the whole norm before it steps
             assert sum(steps.rolled_back for steps in late) > 0
 
 
@@ -190,7 +190,7 @@ def test_other_models_and_norms(ranks: int, name: str, norm_type: float) -> None
 
 
 def net() -> tuple[graphpp.Pipeline, Tensor]:
-    """The second of three stages has no parameters."""
+    """A pipeline of three stages, of which the second has no parameters; its input."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 10))
     x = torch.randn(6, 8)
@@ -205,7 +205,7 @@ def net() -> tuple[graphpp.Pipeline, Tensor]:
 
 
 def without_parameters(rank: int, kind: str | None) -> tuple[int, list[float]]:
-    """One rank has nothing to step, and a scaler that would find nothing to check there."""
+    """One rank has no parameters, so its optimizer and its scaler have none either."""
     pipe, x = net()
     params = list(pipe.parameters())
     scaler = scaler_of(kind) if kind else None
@@ -229,18 +229,18 @@ def test_a_rank_without_parameters_takes_part(kind: str | None) -> None:
     assert len({repr(numbers) for _, numbers in parts}) == 1
     if kind:
         assert parts[0][1][1::2] == [1024.0, 512.0, 512.0]
-        assert math.isfinite(parts[0][1][4])  # nobody took the infinite step
+        assert math.isfinite(parts[0][1][4])  # no rank took the infinite step
 
 
 def plain() -> graphpp.Pipeline:
-    """After the backward of one batch."""
+    """A pipeline after the backward of one batch."""
     case = SPECIAL["plain"]()
     pipe = compiled(case, split=CUTS[2], schedule="1F1B", microbatches=2)
     step(pipe, case.batch)
     return pipe
 
 
-def test_a_step_that_cannot_be_checked_is_taken_back() -> None:
+def test_a_step_that_cannot_be_checked_is_rolled_back() -> None:
     pipe = plain()
     optimizer = AdamW(pipe.parameters(), lr=0.1)
     validation = graphpp.PostValidation(pipe, optimizer, 1e3)

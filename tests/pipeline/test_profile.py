@@ -1,4 +1,4 @@
-"""Measuring a step: all actions on all ranks, costs of every stage, and nothing of the training changed."""
+"""Profiles of a step: all actions on all ranks, costs of every stage, and an unchanged model."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ OVERLAPPED = graphpp.Schedule.of(["0F0 1F0 0F1 (1F1;1B0)OVERLAP_F_B 0B0 1I1 0I1 
 
 
 def everything(pipe: graphpp.Pipeline) -> dict[str, torch.Tensor]:
-    """What a profile must leave alone."""
+    """All values that a profile must not change."""
     grads = {f"{fqn}.grad": grad for fqn, grad in local_grads(pipe).items() if grad is not None}
     state = {fqn: value.detach().clone() for fqn, value in (*pipe.named_parameters(), *pipe.named_buffers())}
     return {**grads, **state, "random": torch.get_rng_state()}
 
 
 def profile(rank: int, name: str, options: dict[str, Any]) -> tuple[Profile, list[str]]:
-    """A profile between two steps, and the names of what it changed."""
+    """A profile after a step, and the names of the values that it changed."""
     case = SPECIAL[name]()
     pipe = compiled(case, **options)
     step(pipe, case.batch)
@@ -43,7 +43,7 @@ def profile(rank: int, name: str, options: dict[str, Any]) -> tuple[Profile, lis
 
 
 def check_complete(timeline: Timeline) -> None:
-    """Every action of the table once on its rank, none before what it reads, computations one after another."""
+    """Assert that every action of the table ran once on its rank, in its order, and one computation at a time."""
     for rank, row in enumerate(timeline.schedule.table):
         events = timeline.on(rank)
         assert sorted(map(str, (event.action for event in events))) == sorted(str(action) for action in row if action)
@@ -56,7 +56,7 @@ def check_complete(timeline: Timeline) -> None:
 
 
 def check_order(timeline: Timeline) -> None:
-    """On one rank nothing starts before what it reads has ended."""
+    """Assert that a computation starts after the computations on its rank that it reads have ended."""
     ended = {leaf: event for event in timeline.events if event.action.is_compute for leaf in event.action.leaves}
     for leaf, event in ended.items():
         for maker in (ended.get(each) for each in upstream(leaf, timeline.schedule.stages)):
@@ -170,7 +170,7 @@ def test_torchs_profiler_sees_the_actions_by_name() -> None:
 
 
 class Hands:
-    """A clock that is moved by hand."""
+    """A clock that the test moves."""
 
     now = 100.0
 
@@ -186,7 +186,7 @@ BOTH = Action(-1, Kind.OVERLAP_F_B, None, (FORWARD, Action(1, Kind.B, 1)))
 
 
 def recorded(*actions: tuple[Action, list[float]]) -> Recorder:
-    """Each action computes and waits in turn for these times; 1 passes before each."""
+    """A recording of actions, each of which computes and waits in turn for its times; 1 second passes before each action."""
     clock = Hands()
     recorder = Recorder(clock)
 

@@ -1,4 +1,4 @@
-"""Offloaded values: the same bits under every table, what leaves and when, what the plan and the memory cap say of it."""
+"""Offloaded values: the same bits under every table, which values leave and when, and their part in plan and memory cap."""
 
 import json
 from collections.abc import Iterator, Mapping
@@ -12,7 +12,8 @@ from torch import nn
 import graphpp
 from graphpp.compiler import build as compiler
 from graphpp.errors import GraphPPError, ScheduleError
-from graphpp.planner.offload_policy import Offload, chosen
+from graphpp.options import offload as offload_option
+from graphpp.options.offload import Offload
 from graphpp.runtime.program import TensorMeta
 from graphpp.runtime.task import Task
 from graphpp.schedules.table.actions import Kind
@@ -32,14 +33,14 @@ def one_capture() -> Iterator[None]:
 
 
 def trained(name: str, options: Mapping[str, Any]) -> tuple[Numbers, CopyingMover]:
-    """One process, values really moved."""
+    """One process, in which values are really copied."""
     mover = CopyingMover()
     with moving_by(mover):
         return train(0, name, {"memory": graphpp.Memory(offload=ALL), **options}), mover
 
 
 def on_rank(rank: int, schedules: list[str]) -> tuple[list[Numbers], int]:
-    """The numbers of a step under each schedule, and how many values were moved on this rank."""
+    """The numbers of a step under each schedule, and how many values were offloaded on this rank."""
     mover = CopyingMover()
     with moving_by(mover), capturing_once():
         options = [{"schedule": each, "split": 2 if each == "1F1B" else 4} for each in schedules]
@@ -106,7 +107,7 @@ def windows(pipe: graphpp.Pipeline) -> tuple[OffloadWindow, ...]:
     return first.plan.offload_windows
 
 
-def test_values_leave_that_come_back_late_enough() -> None:
+def test_values_with_a_long_enough_window_are_evicted() -> None:
     """GPipe on one rank: F0 F1 F2 F3 B0 B1 B2 B3; each backward comes four actions after its forward."""
     found = windows(planned(True, "GPipe"))
     assert [window.microbatch for window in found] == [0, 1, 2, 3]
@@ -115,7 +116,7 @@ def test_values_leave_that_come_back_late_enough() -> None:
     assert [str(window.first_use) for window in found] == ["0B0", "0B1", "0B2", "0B3"]
 
 
-def test_nothing_leaves_that_comes_back_at_once() -> None:
+def test_values_that_are_read_at_once_stay() -> None:
     assert windows(planned(True, "GPipe", microbatches=2)) == ()
     assert windows(planned(True, "1F1B", microbatches=4)) == ()
     assert len(windows(planned(Offload(ahead=2), "GPipe", microbatches=4))) == 4
@@ -153,7 +154,7 @@ def test_tiny_values_stay() -> None:
     assert windows(planned(Offload(least_bytes=1 << 20), "GPipe")) == ()
 
 
-def test_the_plan_and_its_dump_show_what_leaves(tmp_path: Path) -> None:
+def test_the_plan_and_its_dump_show_offloaded_values(tmp_path: Path) -> None:
     pipe = planned(True, "GPipe", debug=tmp_path)
     assert "offloaded" in str(pipe)
     assert "4 of 4" in str(pipe)
@@ -165,8 +166,8 @@ def test_the_plan_and_its_dump_show_what_leaves(tmp_path: Path) -> None:
     assert found[0]["nbytes"] == windows(pipe)[0].nbytes
 
 
-def test_the_memory_cap_counts_what_stays(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a device whose memory is not the host's. On the CPU nothing is freed, and all counts."""
+def test_the_memory_cap_leaves_out_offloaded_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So on a device with memory of its own; on the CPU an eviction frees no memory, and all bytes count."""
     batch = torch.zeros(4096, 64)
 
     def run(choice: Any, cap: int) -> None:
@@ -184,8 +185,8 @@ def test_the_memory_cap_counts_what_stays(monkeypatch: pytest.MonkeyPatch) -> No
         run(None, everything // 2)
 
 
-def test_a_step_that_fails_drops_what_is_away() -> None:
-    """Every second value is away when the third backward fails; the next step is as if nothing had been."""
+def test_a_step_that_fails_drops_evicted_values() -> None:
+    """Values are evicted when the second backward fails; the next step has the losses of an undisturbed one."""
     mover = CopyingMover()
     batch = torch.randn(2048, 64)
     with moving_by(mover):
@@ -221,15 +222,15 @@ def test_on_the_cpu_values_stay_where_they_are() -> None:
 
 
 @pytest.mark.parametrize("wrong", [-0.1, 1.5, float("nan"), "all", 2, [0.5]])
-def test_what_offload_may_not_be(wrong: Any) -> None:
+def test_wrong_values_of_offload(wrong: Any) -> None:
     with pytest.raises(GraphPPError, match="offload"):
-        chosen(wrong)
+        offload_option.read(wrong)
     with pytest.raises(GraphPPError, match="offload"):
         graphpp.compile(CASES["llama"]().model, memory=graphpp.Memory(offload=wrong))
 
 
-def test_what_only_w_reads_comes_back_for_w() -> None:
-    """A Linear's input is read by its W alone, a GELU's by I; both are saved where nothing is made again."""
+def test_values_that_only_w_reads_are_prefetched_for_w() -> None:
+    """W alone reads a Linear's input, and I reads a GELU's; without recomputation both are saved."""
     everything = graphpp.Recompute(layers=(), free=False)
     rows = "r0 0F0 0F1 0F2 0F3 1F0 1F1 1F2 1F3 1I0 1I1 1I2 1I3 1W0 1W1 1W2 1W3 0I0 0I1 0I2 0I3 0W0 0W1 0W2 0W3"
     pipe = planned(True, graphpp.Schedule.parse(rows), split=2, recompute=everything)

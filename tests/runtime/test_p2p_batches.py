@@ -1,4 +1,4 @@
-"""Batches of sends and receives in real pipelines over gloo: the numbers are those of the plain loop, bit for bit."""
+"""Batches of sends and receives in pipelines over gloo: the numbers are bit-equal to the plain loop's."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def calls(schedule: Schedule) -> int:
     ],
 )
 def test_each_verb(name: str, ranks: int, microbatches: int, verbs: tuple[str, ...]) -> None:
-    """First and last stage, ranks in the middle, several stages per rank."""
+    """Schedules with ranks at the ends and in the middle, and with several stages per rank."""
     single = table(name, ranks, microbatches)
     fused = batch_p2p(single, verbs)
     assert calls(fused) < calls(single)
@@ -62,7 +62,7 @@ def test_even_and_odd_ranks_take_turns() -> None:
 
 
 def counted(rank: int, schedule: Schedule) -> tuple[list[int], int, dict[str, Any], list[Any]]:
-    """Operations in each call that posts messages, works held afterwards, gradients, losses."""
+    """The number of operations in each call that posts messages, the number of calls, gradients, losses."""
     posted: list[int] = []
     together, alone = dist.batch_isend_irecv, transport.post
 
@@ -70,9 +70,9 @@ def counted(rank: int, schedule: Schedule) -> tuple[list[int], int, dict[str, An
         posted.append(len(ops))
         return together(ops)
 
-    def one(parcel: transport.PendingMessage, group: dist.ProcessGroup | None) -> list[dist.Work]:
-        posted.append(len(parcel.elements))
-        return alone(parcel, group)
+    def one(pending: transport.PendingMessage, group: dist.ProcessGroup | None) -> list[dist.Work]:
+        posted.append(len(pending.elements))
+        return alone(pending, group)
 
     dist.batch_isend_irecv, transport.post = batch, one
     try:
@@ -85,7 +85,7 @@ def counted(rank: int, schedule: Schedule) -> tuple[list[int], int, dict[str, An
 
 
 def test_the_steady_state_makes_one_call_where_there_were_two() -> None:
-    """Counted where torch is called; what comes out is bit-equal."""
+    """Counts the operations in torch's calls; the numbers are bit-equal."""
     single = table("1F1B", 2, 8)
     fused = batch_p2p(single)
     before, after = run_ranks(counted, 2, single), run_ranks(counted, 2, fused)

@@ -1,4 +1,4 @@
-"""Whatever crosses a boundary arrives bit for bit, with the strides it was captured with."""
+"""Every value that crosses a boundary arrives bit for bit, with the strides of the captured graph."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def bits(value: Tensor) -> list[object]:
 
 
 def landed(value: Tensor, meta: TensorMeta) -> Tensor:
-    """A value after it was packed and unpacked."""
+    """A value after packing and unpacking."""
     buffer = ReceiveBuffer.of(meta, CPU)
     buffer.elements.copy_(pack(value, meta))
     return buffer.value()
@@ -121,7 +121,7 @@ def test_any_view_arrives_as_it_was(data: st.DataObject) -> None:
 
 
 def cross(rank: int) -> list[tuple[list[object], tuple[int, ...]]]:
-    """Rank 0 sends all values in one message and gets the same back from rank 1; both say what they have."""
+    """Rank 0 sends all values in one message, and rank 1 sends them back; returns the values of this rank."""
     values = [make() for make in VALUES.values()]
     metas = [meta_of(value, name) for name, value in zip(VALUES, values, strict=True)]
     transport, peer = Transport(dist.group.WORLD, CPU), 1 - rank
@@ -154,7 +154,7 @@ def test_a_message_may_be_empty() -> None:
 
 
 class Fake:
-    """A work that is done when the test says so."""
+    """A message handle that is complete when the test sets it."""
 
     def __init__(self, log: list[str], name: str) -> None:
         self.log, self.name, self.finished = log, name, False
@@ -196,7 +196,7 @@ def test_a_lost_neighbour_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def batched(monkeypatch: pytest.MonkeyPatch, works: list[Fake], broken: bool = False) -> Transport:
-    """A transport whose next batch gets these works."""
+    """A transport whose next batch gets these handles."""
 
     def post_all(ops: list[dist.P2POp]) -> list[Fake]:
         if broken:
@@ -228,7 +228,7 @@ def test_each_message_of_a_batch_has_its_own_works(monkeypatch: pytest.MonkeyPat
 
 
 def test_one_work_for_a_whole_batch_is_waited_for_by_each_message(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As NCCL has it."""
+    """One handle for the whole batch, as on NCCL."""
     log: list[str] = []
     transport = batched(monkeypatch, [Fake(log, "all")])
     parcels = [parcel(1, 2), parcel(2, 1, outgoing=False)]
@@ -268,7 +268,7 @@ def test_a_batch_that_cannot_be_posted_names_its_peer(
 
 
 def exchange(rank: int) -> list[list[object]]:
-    """Both ranks send two messages and receive two in one call; what arrives."""
+    """Both ranks send two messages and receive two in one call; returns the received values."""
     values = [[make()] for make in VALUES.values()][:2]
     metas = [[meta_of(value[0])] for value in values]
     transport, peer = Transport(dist.group.WORLD, CPU, batched=True), 1 - rank

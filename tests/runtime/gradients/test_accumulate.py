@@ -1,4 +1,4 @@
-"""Gradients add up in microbatch order, whatever order they come in, and never in somebody else's memory."""
+"""Gradients are summed in microbatch order, in whatever order they come, and never in another tensor's memory."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def test_sums_are_contiguous() -> None:
 
 def test_a_step_starts_anew() -> None:
     total = Accumulator(["v", "w"])
-    total.add(1, "v", torch.ones(D))  # comes early and never counts
+    total.add(1, "v", torch.ones(D))  # comes before its turn, and the step ends without its turn
     total.start({"w": torch.zeros(D)})
     assert set(total.sums) == {"w"}
     total.add(0, "v", torch.full((D,), 2.0))
@@ -102,7 +102,7 @@ def test_a_step_starts_anew() -> None:
 
 
 class OneGradient(nn.Module):
-    """The gradients of `a` and `b` are the same values, that of `c`, if it is there, is a view of them."""
+    """`a` and `b` have equal gradients; the gradient of `c`, if there is a `c`, is a view of them."""
 
     def __init__(self, turned: bool) -> None:
         super().__init__()
@@ -134,7 +134,7 @@ def test_gradients_that_are_one_value_become_several_tensors(turned: bool) -> No
 
 
 def reduced(rank: int) -> dict[str, list[float]]:
-    """`w` is held by stages 0, 1, 2 on ranks 0, 1, 0; `v` by stages 0 and 2, both on rank 0."""
+    """Stages 0, 1, 2 on ranks 0, 1, 0 use `w`; stages 0 and 2, both on rank 0, use `v`."""
     tied = TiedReduction(
         {"w": [0, 1, 2], "v": [0, 2]}, {"w": [0, 1], "v": [0]}, {0: 0, 1: 1, 2: 0}, Subgroups(dist.group.WORLD)
     )
@@ -151,7 +151,7 @@ def test_parts_are_added_in_stage_order_to_the_same_bits() -> None:
 
 
 class Turned(nn.Module):
-    """One weight, used as it is and transposed: the parts of its gradient lie differently in memory."""
+    """One weight, used as it is and transposed: its partial gradients have different strides."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -179,7 +179,7 @@ def test_parts_that_lie_differently_in_memory_are_added_rightly() -> None:
 
 
 class Siamese(nn.Module):
-    """The encoder runs again in the second stage, without a gradient: that rank's copy must be trained like the first's."""
+    """The second stage runs the encoder too, without a gradient: its rank's copy must be trained like the first's."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Products are written into the sums of gradients: the numbers of the plain loop but for rounding, and no memory on the way."""
+"""Gradients that are products are multiplied into their sums: the plain loop's numbers but for rounding, in no new memory."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ TOLERANCE = 1e-5  # of the largest element of a gradient: sums of some hundred f
 
 
 class Block(nn.Module):
-    """Every way in which a weight's gradient may be made."""
+    """A layer for every operation that makes a weight's gradient."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -59,7 +59,7 @@ class Block(nn.Module):
 
 
 class Net(nn.Module):
-    """Tied, used twice, frozen, unused."""
+    """Parameters that are tied, used twice, frozen, unused."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -99,7 +99,7 @@ def gradients(dtype: torch.dtype = torch.float32, steps: int = 1, **options: Any
 
 
 def assert_near(found: dict[str, Any], expected: dict[str, Any], tolerance: float) -> None:
-    """Relative to the largest element."""
+    """Assert that values are near, relative to the largest element."""
     assert found.keys() == expected.keys()
     for fqn, value in expected.items():
         error = (found[fqn].double() - value.double()).abs().max() / value.double().abs().max().clamp(min=1e-6)
@@ -173,7 +173,7 @@ def test_autocast_adds_narrow_products_into_wide_sums() -> None:
     assert counting.calls["aten._to_copy"] < plain.calls["aten._to_copy"]
 
 
-# ------------------------------------------------------------------------------------------------------ what it costs
+# ------------------------------------------------------------------------------------------------------ memory
 
 
 class Linears(nn.Module):
@@ -225,11 +225,11 @@ def test_no_gradient_is_made_after_the_first_and_none_is_added(schedule: Any) ->
     shapes = {tuple(layer.weight.shape) for layer in model.layers}
     with Made(shapes | {shape[::-1] for shape in shapes}) as made, Counting() as counting:
         pipe.step(x, target=x)
-    assert len(made.found) == len(shapes), made.found  # each sum, once
+    assert len(made.found) == len(shapes), made.found  # each sum is made once
     assert counting.calls["aten.addmm_"] == (MICROBATCHES - 1) * len(shapes)
     assert counting.calls["aten.add_"] == 0
     with Made(shapes | {shape[::-1] for shape in shapes}) as made:
-        pipe.step(x, target=x)  # the sums are there: `param.grad`
+        pipe.step(x, target=x)  # `param.grad` exists, and is the sum
     assert made.found == []
 
 
@@ -241,10 +241,10 @@ def test_what_is_no_product_is_added_in_place_once() -> None:
     with Counting() as counting:
         pipe.step(tokens, target=targets)
     blocks = 2
-    # The embedding; norm, both convolutions, scale, the biases of `up` and, twice, `again`; the columns of the product for
-    # `heads` stand in no regular distance.
+    # Tensors: the embedding; norm, convolutions, scale, the biases of `up` and, twice, `again`. `heads` too: the columns of
+    # its product have no regular distance, so strides cannot describe the product's place.
     assert counting.calls["aten.add_"] == MICROBATCHES * (1 + blocks * (2 + 4 + 1 + 1 + 2 + 1))
-    # The head, `up` of the first block; `down`, `turned`, `again` twice, and batches for `experts` and `outer`.
+    # Products: the head, `up` of the first block; `down`, `turned`, `again` twice, and batches for `experts` and `outer`.
     assert counting.calls["aten.addmm_"] == MICROBATCHES * (2 + blocks * 4)
     assert counting.calls["aten.baddbmm_"] == MICROBATCHES * blocks * 2
 
@@ -264,10 +264,10 @@ def test_the_peak_of_a_backward_has_no_gradients() -> None:
     assert peaks[1] < 4 * 31 * 32 < peaks[0]  # the smallest gradient
 
 
-# ------------------------------------------------------------------------------------------------------- the sums alone
+# ------------------------------------------------------------------------------------------------------- accumulators
 
 
-def taker(initial: Tensor | None = None, dtype: torch.dtype = torch.float32) -> tuple[FusedAccumulator, MicrobatchSink]:
+def sums_and_sink(initial: Tensor | None = None, dtype: torch.dtype = torch.float32) -> tuple[FusedAccumulator, MicrobatchSink]:
     sums = FusedAccumulator(["w"])
     sums.start({} if initial is None else {"w": initial}, {"w": dtype})
     return sums, MicrobatchSink(sums, 0, {5: "w"})
@@ -277,27 +277,27 @@ def test_a_strange_gradient_that_is_there_is_added_to() -> None:
     a, b = torch.randn(4, 3), torch.randn(3, 6)
     for there in (torch.randn(6, 4).t(), torch.randn(8, 12)[::2, ::2], torch.randn(30)[3:27].view(4, 6)):
         expected = there + 2 * (a @ b)
-        sums, take = taker(there)
-        take.matmul(5, a, b)
-        take.matmul(5, b.t(), a.t(), ((4, 6), (6, 4), (1, 6)))
+        sums, sink = sums_and_sink(there)
+        sink.matmul(5, a, b)
+        sink.matmul(5, b.t(), a.t(), ((4, 6), (6, 4), (1, 6)))
         torch.testing.assert_close(sums.sums["w"], expected)
         assert sums.sums["w"] is there
 
 
 def test_first_products_own_contiguous_memory_in_the_sums_dtype() -> None:
     a, b = torch.randn(2, 4, 3).bfloat16(), torch.randn(2, 3, 6).bfloat16()
-    sums, take = taker(dtype=torch.float64)
-    take.matmul(5, a, b, ((4, 2, 6), (2, 4, 6), (6, 12, 1)))
+    sums, sink = sums_and_sink(dtype=torch.float64)
+    sink.matmul(5, a, b, ((4, 2, 6), (2, 4, 6), (6, 12, 1)))
     assert sums.sums["w"].is_contiguous() and sums.sums["w"].dtype == torch.float64
-    take.matmul(5, a, b, ((4, 2, 6), (2, 4, 6), (6, 12, 1)))
+    sink.matmul(5, a, b, ((4, 2, 6), (2, 4, 6), (6, 12, 1)))
     assert torch.equal(sums.sums["w"], 2 * (a @ b).transpose(0, 1).double())
 
 
 def test_an_empty_product_adds_nothing() -> None:
     there = torch.randn(4, 6)
-    _, take = taker(there)
+    _, sink = sums_and_sink(there)
     before = there.clone()
-    take.matmul(5, torch.empty(4, 0), torch.empty(0, 6))
+    sink.matmul(5, torch.empty(4, 0), torch.empty(0, 6))
     assert torch.equal(there, before)
 
 
@@ -322,7 +322,7 @@ def test_another_kernel_multiplies() -> None:
     assert calls.count(torch.Size((32, 31))) == MICROBATCHES
 
 
-# ---------------------------------------------------------------------------------------------------------- all around
+# ---------------------------------------------------------------------------------------------------------- pipelines
 
 
 def test_dumped_programs_show_their_gradients(tmp_path: Path) -> None:
