@@ -1,8 +1,8 @@
-"""Forward-only: what evaluation runs, a table that leaves out every backward.
+"""Forward-only: the table of evaluation, without any backward.
 
 Contract
-    The table has each (stage, microbatch) as an F once and nothing else, so `graphpp.schedules.check.checker.check` refuses it
-    for training. Of a schedule that exists, `Schedule.forward_only` is the same.
+    Each (stage, microbatch) has one F and no other action, so `graphpp.schedules.check.checker.check` refuses the table for
+    training. `Schedule.forward_only` makes the same kind of table from an existing schedule.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ def forward_only(ranks: int, stages: int, microbatches: int) -> Schedule:
     r0 0F0 0F1 2F0 2F1 0F2 0F3 2F2 2F3
     r1 .   1F0 1F1 3F0 3F1 1F2 1F3 3F2 3F3
 
-    Any number of stages per rank, dealt out in a loop; on one rank a microbatch runs through all stages before the
+    Any number of stages per rank, placed in a loop; on one rank a microbatch runs through all stages before the
     next one starts. The order is that of Megatron-Core's interleaved schedule with `forward_only`.
     """
     chunks = per_rank("ForwardOnly", ranks, stages, microbatches)

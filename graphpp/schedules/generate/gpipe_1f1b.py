@@ -2,8 +2,8 @@
 
 Contract
     Every function returns a compute-only `Schedule` that `graphpp.schedules.check.checker.check` accepts, or raises
-    `ScheduleError` saying what would fit. In the pictures time runs to the right, one unit for any F or B, and
-    `.` is a rank that waits. Stages are dealt out in a loop: rank r holds r, r + ranks, r + 2 ranks, ...
+    `ScheduleError` naming numbers that would fit. In the pictures time runs to the right, one unit for any F or B, and
+    `.` is a rank that waits. Stages are placed in a loop: rank r holds r, r + ranks, r + 2 ranks, ...
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from graphpp.schedules.table.placement import all_on_one_rank, per_rank, positiv
 from graphpp.schedules.table.schedule import Row, Schedule
 
 SEVERAL = "Interleaved1F1B and LoopedBFS take several stages"
-"""What to recommend where one stage per rank is not enough."""
+"""The schedules that an error recommends for more than one stage per rank."""
 
 
 def gpipe(ranks: int, stages: int, microbatches: int) -> Schedule:
@@ -76,7 +76,7 @@ def interleaved_1f1b(ranks: int, stages: int, microbatches: int) -> Schedule:
     r1 .   1F0 1F1 .   3F0 3B0 3F1 3B1 1F2 1B0 1F3 1B1 3F2 3B2 3F3 3B3 .   1B2 .   1B3
        ----- warm-up ----- ---------- one F, one B ---------- -------- cool-down --------
 
-    The microbatches are dealt into rounds of k, and k is `ranks` or a little more, so `microbatches` must be a
+    The microbatches are divided into rounds of k, and k is `ranks` or a little more, so `microbatches` must be a
     multiple of max(1, microbatches // ranks). Equal to torch's `ScheduleInterleaved1F1B`, idle cells included.
     """
     chunks = per_rank("Interleaved1F1B", ranks, stages, microbatches)
@@ -123,9 +123,11 @@ def looped_bfs(ranks: int, stages: int, microbatches: int) -> Schedule:
 
 
 def plain_loop(ranks: int, stages: int, microbatches: int) -> Schedule:
-    """One rank, one microbatch after another: the gradient-accumulation loop everybody writes without a pipeline.
+    """One rank, one microbatch after another: the usual gradient-accumulation loop without a pipeline.
 
     r0 0F0 1F0 1B0 0B0 0F1 1F1 1B1 0B1
+
+    Raises `ScheduleError` for more than one rank.
     """
     positive(ranks, stages, microbatches)
     if ranks != 1:
@@ -138,11 +140,11 @@ def plain_loop(ranks: int, stages: int, microbatches: int) -> Schedule:
 
 
 def one_per_microbatch(kind: Kind, stage: int, microbatches: int) -> Row:
-    """One action of a stage for each microbatch."""
+    """One action of a stage for each microbatch, in ascending order."""
     return tuple(Action(stage, kind, m) for m in range(microbatches))
 
 
 def one_after_another(schedule: Schedule) -> Schedule:
-    """All stages on one rank: column after column keeps every stage's own order and all data flow."""
+    """All stages on one rank, column by column: each stage keeps its own order, and values are computed before they are read."""
     row = tuple(cell for column in zip_longest(*schedule.table) for cell in column if cell is not None)
     return Schedule((row,), schedule.stages, schedule.microbatches, schedule.name)

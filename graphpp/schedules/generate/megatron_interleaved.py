@@ -1,11 +1,11 @@
-"""Megatron-Core's interleaved schedule: its tables, as functions with its results, and as a `Schedule`.
+"""Megatron-Core's interleaved schedule: its helper functions, with the same results, and the schedule itself.
 
 Contract
-    Megatron numbers a rank's stages as *chunks* 0, 1, ...; chunk c of rank r is stage c ranks + r. Chunks run
-    `group` microbatches each before the next chunk's turn (`microbatch_group_size_per_vp_stage`). An *order* is one
-    rank's list of signed chunk numbers from 1: +c a forward, -c a backward, and where weight gradients are separate,
-    -c their input gradients and -c - 0.5 their weight gradients. The names and results were compared with
-    megatron-core 0.16; its functions are named in the docstrings.
+    Megatron numbers a rank's stages as *chunks* 0, 1, ...; chunk c of rank r is stage c ranks + r. A rank runs `group`
+    microbatches through one chunk before the next chunk (`microbatch_group_size_per_vp_stage`). An *order* is one rank's
+    list of signed chunk numbers from 1: +c a forward, -c a backward. Where weight gradients are separate, -c is the input
+    gradients of the chunk and -c - 0.5 its weight gradients. Names and results were compared with megatron-core 0.16; each
+    docstring names the original function.
 """
 
 from __future__ import annotations
@@ -47,11 +47,12 @@ def rank_microbatches(
     forward_only: bool = False,
     overlap_moe_expert_parallel_comm: bool = False,
 ) -> tuple[int, bool, int, int]:
-    """How many forwards a rank runs: (in total, whether all of them in the warm-up, in the warm-up, after it).
+    """The forwards of a rank: (in total, True if all of them are warm-up, in the warm-up, after the warm-up).
 
-    With one chunk (no virtual pipeline) the warm-up is one forward for each rank that comes after; with several, two
-    for each, (chunks - 1) groups, and one more for `overlap_moe_expert_parallel_comm`. `group` is not read for one
-    chunk. 4 ranks, 2 chunks, 8 microbatches in groups of 4: 10, 8, 6, 4 of 16. Megatron's `get_pp_rank_microbatches`.
+    With one chunk (no virtual pipeline) the warm-up has one forward for each later rank. With several chunks it has two for
+    each later rank, (chunks - 1) groups, and one more for `overlap_moe_expert_parallel_comm`; `group` is unused for one chunk.
+    4 ranks, 2 chunks, 8 microbatches in groups of 4: 10, 8, 6, 4 of 16. Megatron's `get_pp_rank_microbatches`. Raises
+    `ScheduleError` for a rank that does not exist.
     """
     if not 0 <= rank < ranks:
         raise ScheduleError(f"rank {rank} does not exist among {ranks}; take 0..{ranks - 1}")
@@ -80,48 +81,48 @@ def table_to_order(warm_up: int, chunks: int, table: Sequence[tuple[int, int]]) 
 
 
 def is_recomputed(microbatch: int, warm_up: int, n: int) -> bool:
-    """Whether a microbatch is recomputed fully under `num_microbatches_with_partial_activation_checkpoints=n`.
+    """True if a microbatch is fully recomputed under `num_microbatches_with_partial_activation_checkpoints=n`.
 
-    Of each window of `warm_up` + 1 microbatches, which is how many are alive at a time, the first n are not.
-    `microbatch` counts a rank's forwards, through all of its chunks. The rule in Megatron's
+    `warm_up` + 1 microbatches are alive at a time. In each window of that many microbatches all but the first n are
+    recomputed. `microbatch` counts a rank's forwards, through all of its chunks. The rule is that of Megatron's
     `forward_backward_pipelining_...` functions (Korthikanti et al. 2022, arXiv:2205.05198, appendix C).
     """
     return microbatch % (warm_up + 1) >= n
 
 
 def recompute_partially(schedule: Schedule, n: int) -> Schedule:
-    """The schedule with `recomputed` set by that rule: on each rank, of every window of forwards all but the first n.
+    """The schedule with `recomputed` set by `is_recomputed`: on each rank, of every window of forwards all but the first n.
 
-    A window is as many forwards as a rank runs up to its first backward. 1F1B on 2 ranks, 4 microbatches, n = 1:
-    rank 0, with windows of 2, recomputes microbatches 1 and 3, rank 1, with windows of 1, none.
+    A window has as many forwards as the rank runs before its first backward. 1F1B on 2 ranks, 4 microbatches, n = 1: rank 0,
+    with windows of 2, recomputes microbatches 1 and 3; rank 1, with windows of 1, recomputes none.
     """
-    again = set()
+    pairs = set()
     for row in schedule.table:
         leaves = [leaf for action in row if action for leaf in action.leaves]
         first = next((at for at, leaf in enumerate(leaves) if leaf.kind in (Kind.B, Kind.I)), len(leaves))
         window = sum(leaf.kind is Kind.F for leaf in leaves[:first])
         forwards = [leaf for leaf in leaves if leaf.kind is Kind.F]
-        again |= {
+        pairs |= {
             (leaf.stage, leaf.microbatch or 0) for at, leaf in enumerate(forwards) if is_recomputed(at, window - 1, n)
         }
-    return replace(schedule, recomputed=frozenset(again))
+    return replace(schedule, recomputed=frozenset(pairs))
 
 
 @stages_per_rank(2)
 def megatron_interleaved(ranks: int, stages: int, microbatches: int, *, group: int | None = None) -> Schedule:
-    """Interleaved 1F1B with any `microbatch_group_size_per_vp_stage`: `group` microbatches per chunk and turn.
+    """Interleaved 1F1B with any `microbatch_group_size_per_vp_stage`: `group` microbatches through a chunk at a time.
 
     r0 0F0 0F1 0F2 2F0 2F1 2F2 2B0 0F3 2B1 0F4 2B2 2F3 0B0 2F4 0B1 .   0B2 .   2B3 2B4 0B3 0B4
     r1 .   1F0 1F1 1F2 3F0 3B0 3F1 3B1 3F2 3B2 1F3 1B0 1F4 1B1 3F3 1B2 3F4 3B3 3B4 1B3 1B4
 
-    Above: 5 microbatches in groups of 3. A group has at least `ranks` microbatches, or all of them, and so has the
-    group at the end; None takes the smallest such number. One stage per rank has no groups: that is 1F1B.
+    Above: 5 microbatches in groups of 3. Every group, the last one included, has at least `ranks` microbatches, or all of
+    them; None takes the smallest such group. With one stage per rank groups do not matter, and the result is 1F1B.
     """
     chunks = per_rank("MegatronInterleaved", ranks, stages, microbatches)
     group = least_group("MegatronInterleaved", ranks, microbatches, group)
     steps = schedule_table(microbatches, chunks, group)
     warm_ups = [rank_microbatches(microbatches, chunks, group, ranks, rank)[2] for rank in range(ranks)]
-    if ranks == 1:  # Megatron has no schedule for that; a microbatch's forwards must run before its first backward
+    if ranks == 1:  # no schedule in Megatron; all forwards of a microbatch must run before its first backward
         warm_ups = [(chunks - 1) * group]
     return from_orders([table_to_order(warm_up, chunks, steps) for warm_up in warm_ups], name="MegatronInterleaved")
 
@@ -129,8 +130,8 @@ def megatron_interleaved(ranks: int, stages: int, microbatches: int, *, group: i
 def from_orders(orders: Sequence[Sequence[float]], *, name: str = "Megatron order") -> Schedule:
     """The schedule of one order per rank, on the clock: a chunk's n-th forward or backward is that of microbatch n.
 
-    All ranks have the same chunks. -c - 0.5 is the W of chunk c, whose -c is then an I, otherwise a B. Raises
-    `ScheduleError` for a number that is no chunk, an order that cannot run, and one that does not end.
+    All ranks have the same chunks. -c - 0.5 is the W of chunk c; then -c is an I, otherwise a B. Raises `ScheduleError` for a
+    number that is no chunk, and for orders that deadlock or leave a forward or backward out.
     """
     chunks = max((int(abs(step)) for order in orders for step in order), default=0)
     rows = [_row(rank, len(orders), order) for rank, order in enumerate(orders)]
@@ -156,9 +157,9 @@ def _row(rank: int, ranks: int, order: Sequence[float]) -> Row:
 
 
 def least_group(name: str, ranks: int, microbatches: int, group: int | None) -> int:
-    """The group asked for, or the smallest that fits; `ScheduleError` if the one asked for does not.
+    """The group asked for, or the smallest legal one for None. Raises `ScheduleError` if the group asked for is not legal.
 
-    Megatron's own conditions, except that fewer microbatches than ranks are one group.
+    The conditions are Megatron's, except that fewer microbatches than ranks form one group.
     """
     least = min(ranks, microbatches)
     legal = [

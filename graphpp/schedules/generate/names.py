@@ -2,8 +2,10 @@
 
 Contract
     Every function returns a compute-only `Schedule` that `graphpp.schedules.check.checker.check` accepts, or raises
-    `ScheduleError` saying what would fit. A new schedule is one more function in the file it fits, decorated with
-    `placement.stages_per_rank` unless it takes one stage per rank, and one more line in `SCHEDULES`.
+    `ScheduleError` naming numbers that would fit.
+
+To add a schedule: write its generator in the file of its family, decorated with `placement.stages_per_rank` if it takes
+several stages per rank, and enter it in `SCHEDULES`. `graphpp.schedules` exports the function itself to users.
 """
 
 from __future__ import annotations
@@ -48,4 +50,4 @@ SCHEDULES: dict[str, Generator] = {
     "ForwardOnly": forward_only,
 }
 ALIASES = {"ZB-H1": "ZB1P", "ZB-H2": "ZB2P"}
-"""Other names for the same schedules."""
+"""Other names of the same schedules."""

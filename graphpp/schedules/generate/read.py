@@ -1,15 +1,15 @@
-"""What a user may give as a schedule, read into a `Schedule`.
+"""Read the `schedule=` option of a user into a `Schedule`.
 
-    a name                     "1F1B", in any case; `graphpp.schedules.generate.names.SCHEDULES` has them
+    a name                     "1F1B", in any case; one of `graphpp.schedules.generate.names.SCHEDULES`
     a file                     a string that ends in `.csv`, or any `os.PathLike`: CSV in torch's format
     a table                    a list of rows, or a dict rank -> row, of action strings, `Action`s, and None
     a function                 (ranks, stages, microbatches) -> a `Schedule` or a table, `functools.partial` included
     a `Schedule`
 
 Contract
-    Nothing here judges whether a table makes sense or fits the pipeline: `graphpp.schedules.check.checker.check` does. A file
-    and a table have their own counts, the highest stage and microbatch in them plus one. `ScheduleError` names what
-    cannot be read: an unknown name with the nearest ones, a file with its path, a table with rank and cell.
+    Nothing here judges whether a table makes sense or fits the pipeline; `graphpp.schedules.check.checker.check` does. A
+    file and a table have their own counts: the highest stage and microbatch in them plus one. `ScheduleError` says which
+    input cannot be read: an unknown name with similar names, a file with its path, a table with rank and cell.
 """
 
 from __future__ import annotations
@@ -31,9 +31,10 @@ ScheduleLike = Schedule | str | os.PathLike[str] | ScheduleFunction | TableLike
 
 
 def load_schedule(source: ScheduleLike) -> Schedule | str | ScheduleFunction:
-    """A file or a table as its `Schedule`; a `Schedule`, a known name and a function stay as they are.
+    """Turn a file or a table into its `Schedule`; return a `Schedule`, a known name or a function unchanged.
 
-    What is read once stays, whatever becomes of the file, or of an iterator over rows. Raises `ScheduleError`.
+    A file or an iterator over rows is read once, here; later changes of it have no effect. Raises `ScheduleError` for an
+    unknown name and for a file or table that cannot be read.
     """
     if isinstance(source, Schedule):
         return source
@@ -46,9 +47,10 @@ def load_schedule(source: ScheduleLike) -> Schedule | str | ScheduleFunction:
 
 
 def make_table(source: ScheduleLike, ranks: int, stages: int, microbatches: int) -> Schedule:
-    """The schedule that `source` means for these counts; of a file, a table or a `Schedule` the one that stands there.
+    """Make the schedule of `source` for these counts; a file, a table or a `Schedule` keeps its own counts.
 
-    Raises `ScheduleError`: for a source that `load_schedule` cannot read, and for a named schedule that does not fit.
+    Raises `ScheduleError` for a source that `load_schedule` cannot read, for a named schedule that does not fit the counts,
+    and for a function that does not take three counts.
     """
     known = load_schedule(source)
     if isinstance(known, Schedule):
@@ -60,11 +62,11 @@ def make_table(source: ScheduleLike, ranks: int, stages: int, microbatches: int)
 
 
 def default_stages(source: ScheduleLike, ranks: int) -> int:
-    """How many stages to make where the user leaves it open.
+    """The number of stages to make if the user leaves it open.
 
-    Those of a file, a table or a `Schedule`; else two per rank for a named schedule that takes several, and one per
-    rank for the others and for a function, which makes its table for any number. A generator of graphpp, also in a
-    `functools.partial`, counts as its name. Raises what `load_schedule` raises.
+    A file, a table or a `Schedule` has its own number. A named schedule gets as many stages per rank as its generator declares
+    (`placement.stages_per_rank`), else one; a generator in a `functools.partial` counts as its name. Any other function makes
+    its table for any number of stages and gets one per rank. Raises the errors of `load_schedule`.
     """
     known = load_schedule(source)
     if isinstance(known, Schedule):
@@ -76,13 +78,13 @@ def default_stages(source: ScheduleLike, ranks: int) -> int:
 
 
 def _check_takes(maker: ScheduleFunction, *counts: int) -> None:
-    """Raise where a function cannot be called with the three counts."""
+    """Raise `ScheduleError` if a function cannot be called with the three counts."""
     try:
         inspect.signature(maker).bind(*counts)
     except TypeError as fault:
         name = getattr(maker, "__name__", type(maker).__name__)
         raise ScheduleError(f"the schedule function {name} must take (ranks, stages, microbatches): {fault}") from None
-    except ValueError:  # no signature to be had, as of some builtins
+    except ValueError:  # some builtins have no signature
         return
 
 

@@ -1,15 +1,15 @@
-"""V-Half and V-Min: zero bubble on a V with a half and a third of the activations (arXiv:2405.15362).
+"""V-Half and V-Min: zero bubble on a V with a half and a third of the activations of 1F1B (arXiv:2405.15362).
 
 Contract
-    Rank r holds stages r and 2 ranks - 1 - r, the last stage is on rank 0. A column of the tables, and of the
-    pictures, is one unit of time for any F, I or W of one stage; `.` is a rank that waits. At no time are more
-    activations alive on a rank than `V_HALF` or `V_MIN` say, an activation living from its F to the end of its W.
+    Rank r holds stages r and 2 ranks - 1 - r; the last stage is on rank 0. A column of the tables, and of the pictures, is
+    one unit of time for any F, I or W of one stage; `.` is a rank that waits. At no time are more activations alive on a
+    rank than `V_HALF` or `V_MIN` allows; an activation lives from its F to the end of its W.
 
-A *building block* says when each rank runs the four passes of one microbatch: F down, F up, I down, I up. Repeated
-every six columns the blocks interlock, since a rank has six actions for each microbatch, and the Ws fill the columns
-left. How long a microbatch lives in the block is what bounds the memory. The ends of the table, where neighbours are
-missing, are squeezed: there a rank may run ahead of the blocks' order, as far as memory allows. How much room it must
-leave then is tried out, with a few values; the shortest table wins.
+A *building block* gives the times at which each rank runs the four passes of one microbatch: F down, F up, I down, I up.
+Blocks repeated every six columns interlock, since a rank has six actions for each microbatch; the Ws fill the columns that
+remain. The lifetime of a microbatch in the block bounds the memory. At both ends of the table neighbouring blocks are
+missing. There a rank may run ahead of the blocks' order, as far as memory allows. How much memory it must then leave free
+is tried with a few values, and the shortest table wins.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ Offsets = tuple[int, int, int, int]
 
 @dataclass(frozen=True)
 class Block:
-    """When rank r of `ranks` runs the four passes of a microbatch, and the most activations alive on a rank."""
+    """The times at which rank r of `ranks` runs the four passes of a microbatch, and the most activations alive on a rank."""
 
     name: str
     at: Callable[[int, int], Offsets]
@@ -41,7 +41,7 @@ class Block:
 
 
 def _half(rank: int, ranks: int) -> Offsets:
-    shift = 3 if ranks % 2 == 0 else 0  # so that no two passes of a rank fall into one column of the period
+    shift = 3 if ranks % 2 == 0 else 0  # no two passes of a rank may share a column of the period
     up, down = 3 * ranks - rank - 2, 3 * ranks + shift + 2 * rank - 1
     return 2 * rank, up, down, 6 * ranks + shift - rank - 2
 
@@ -91,7 +91,7 @@ def _squeezed(block: Block, ranks: int, stages: int, microbatches: int) -> Sched
 
 @dataclass
 class _RankProgress:
-    """How far one rank is: for each pass the next microbatch, and the Ws that may run."""
+    """The progress of one rank: the next microbatch of each pass, the activations alive, and the Ws that may run."""
 
     offsets: Offsets
     next: list[int] = field(default_factory=lambda: [0] * len(_PASSES))
@@ -102,10 +102,10 @@ class _RankProgress:
 
 @dataclass
 class _Squeeze:
-    """Runs all ranks column by column, in the order of the blocks, with Ws wherever nothing else can run.
+    """Run all ranks column by column, in the order of the blocks, with Ws wherever no pass can run.
 
-    `room` None: in the blocks' order throughout. A number: a rank runs ahead of it before its first and after its
-    last whole block, and a forward down that does so leaves room for that many more activations.
+    `room` None: in the blocks' order throughout. A number: before its first and after its last whole block a rank may run
+    ahead of that order, and a forward down that does so must leave room for that many more activations.
     """
 
     block: Block
@@ -116,7 +116,7 @@ class _Squeeze:
     made: set[tuple[int, int, int]] = field(default_factory=set)
 
     def rows(self) -> tuple[Row, ...] | None:
-        """The table; None if it is not shorter than `shorter_than`."""
+        """The table; None if it would not be shorter than `shorter_than` columns."""
         ranks = [_RankProgress(self.block.at(rank, self.ranks)) for rank in range(self.ranks)]
         left = 6 * self.microbatches * self.ranks
         column = 0
@@ -131,12 +131,12 @@ class _Squeeze:
         return tuple(tuple(rank.row[: _length(rank.row)]) for rank in ranks)
 
     def _choose(self, number: int, rank: _RankProgress) -> int | None:
-        """The pass to run now: the first by the blocks' order that can."""
+        """The pass to run now: by the blocks' order the first one that can run; None if none can."""
         turns = enumerate(zip(rank.offsets, rank.next, strict=True))
         due = sorted([(offset + _PERIOD * m, step) for step, (offset, m) in turns if m < self.microbatches])
-        in_order = self.room is None or (rank.next[_LAST] > 0 and rank.next[_UP] < self.microbatches)
+        strict = self.room is None or (rank.next[_LAST] > 0 and rank.next[_UP] < self.microbatches)
         room = 0
-        for _, step in due[:1] if in_order else due:
+        for _, step in due[:1] if strict else due:
             needed = 1 + (room if step == _DOWN else 0)
             fits = step >= _BACK or rank.alive + needed <= self.block.limit(self.ranks)
             if fits and self._ready(number, rank, step):
@@ -147,13 +147,13 @@ class _Squeeze:
     def _ready(self, number: int, rank: _RankProgress, step: int) -> bool:
         microbatch = rank.next[step]
         before = number - 1 if step % 2 == 0 else number + 1
-        if not 0 <= before < self.ranks:  # the pass turns round on this rank
+        if not 0 <= before < self.ranks:  # the V turns on this rank
             return step == 0 or (number, step - 1, microbatch) in self.made
         own = step == 0 or (number, step - 1, microbatch) in self.made
         return own and (before, step, microbatch) in self.made
 
     def _run(self, number: int, rank: _RankProgress, step: int | None) -> tuple[int, int, int] | None:
-        """Write the next cell; what it made, if others wait for it."""
+        """Append the next cell of a rank's row; returns (rank, pass, microbatch) of a pass that others may wait for."""
         if step is None:
             rank.row.append(self._weight_grad(number, rank))
             return None

@@ -1,9 +1,9 @@
-"""Zero bubble on a V: rank r holds stages r and 2 ranks - 1 - r, so a microbatch turns round on the last rank.
+"""ZB-V and DualPipeV, on a V: rank r holds stages r and 2 ranks - 1 - r, so a microbatch turns round on the last rank.
 
 Contract
-    Exactly two stages per rank, 0 and 1 in the step lists: stage r on the way down, and the one on the way up; the
-    last stage, with the loss, is on rank 0. In the pictures a column is one unit of time, for any F, I or W of one
-    stage, wherever the rank is not kept waiting. Tables equal torch's, idle cells included.
+    Exactly two stages per rank: in the step lists 0 is stage r on the way down, and 1 is the stage on the way up. The last
+    stage, with the loss, is on rank 0. In the pictures a column is one unit of time for any F, I or W of one stage,
+    wherever the rank does not wait. Tables equal torch's, idle cells included.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ def zbv_zero_bubble(ranks: int, stages: int, microbatches: int) -> Schedule:
 
     def row(rank: int) -> Row:
         hops = ranks - rank
-        late = full - (2 * ranks - 1 - rank)  # forwards of the first stage that the warm-up leaves
+        remaining = full - (2 * ranks - 1 - rank)  # forwards of the first stage after the warm-up
         script = _Script(*stage_ids(rank, ranks, stages, "v"))
         script.write("F0", 2 * hops - 1)
         script.write("F1 F0", rank)
         script.write("F1 I1 W1", hops)
-        script.write("F0 I0 W0 F1 I1 W1", late)
-        script.write("I0 W0 F1 I1 W1", full - ranks - late)
+        script.write("F0 I0 W0 F1 I1 W1", remaining)
+        script.write("I0 W0 F1 I1 W1", full - ranks - remaining)
         script.write("I0 I1", rank)
         script.write("I0 W0", hops)
         script.write("W1", rank)
@@ -50,7 +50,7 @@ def zbv_zero_bubble(ranks: int, stages: int, microbatches: int) -> Schedule:
 
 @stages_per_rank(2)
 def dual_pipe_v(ranks: int, stages: int, microbatches: int) -> Schedule:
-    """DualPipe folded to a V: a forward and a backward of different microbatches run woven into each other.
+    """DualPipe folded to a V: a forward and a backward of different microbatches overlap.
 
     r0 0F0 0F1 0F2 3F0 3I0 3W0 3F1 (0F3;3B1)OVERLAP_F_B (3F2;0B0)OVERLAP_F_B 3B2 (3F3;0B1)OVERLAP_F_B 3B3 0I2 0W2 0I3 0W3
     r1 1F0 2F0 1F1 2F1 1F2 2B0 (2F2;1B0)OVERLAP_F_B (1F3;2B1)OVERLAP_F_B (2F3;1B1)OVERLAP_F_B 2B2 1B2 2I3 1I3 2W3 1W3
@@ -68,7 +68,7 @@ def dual_pipe_v(ranks: int, stages: int, microbatches: int) -> Schedule:
     def row(rank: int) -> Row:
         hops = ranks - 1 - rank
         main = microbatches - 2 * ranks + rank + 1
-        first = "F0 B1" if rank == ranks - 1 else "F0+B1"  # not woven on the last rank: one bubble less
+        first = "F0 B1" if rank == ranks - 1 else "F0+B1"  # no overlap on the last rank: one bubble less
         script = _Script(*stage_ids(rank, ranks, stages, "v"))
         script.write("F0", 2 * hops)
         script.write("F0 F1", rank + 1)
@@ -95,7 +95,7 @@ class _Script:
         self._pending: deque[Action] = deque()  # the Ws of Is, oldest first
 
     def write(self, steps: str, times: int = 1) -> None:
-        """`F0`: the next forward of the first stage, and so I, W, B; `F0+B1`: woven; `W`: the oldest W, if there is one."""
+        """`F0`: the next forward of the first stage, likewise I, W, B; `F0+B1`: an overlap; `W`: the oldest pending W, if any."""
         for step in steps.split() * times:
             if step == "W":
                 self.actions += [self._pending.popleft()] if self._pending else []

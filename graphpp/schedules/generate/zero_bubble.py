@@ -1,13 +1,14 @@
-"""Zero bubble with the stages in a loop: the weight gradients, which nobody waits for, fill the bubbles.
+"""Zero bubble with the stages in a loop: weight gradients, for which no other rank waits, fill the bubbles.
 
 Contract
-    Every backward is an I (input gradients, which the stage below waits for) and a W (weight gradients). In the
-    pictures time runs to the right, one unit for any F, I or W, and `.` is a rank that waits. The tables pass
-    `graphpp.schedules.check.checker.check`; counts that do not fit raise `ScheduleError` saying what would.
+    Every backward is an I (input gradients, for which the stage below waits) and a W (weight gradients). In the pictures
+    time runs to the right, one unit for any F, I or W, and `.` is a rank that waits. The tables pass
+    `graphpp.schedules.check.checker.check`; counts that do not fit raise `ScheduleError` naming counts that would.
 
-One rule makes all three (Qi et al. 2023, arXiv:2401.10241): a rank warms up with some forwards, more the further it is
-from the last one; then F and I take turns, and W follows `lag` microbatches behind I, more the further the rank is from
-the first one. The held-back Ws are what is left to do when no more I comes in time, and fill any wait before that.
+One rule makes all three schedules (Qi et al. 2023, arXiv:2401.10241). A rank warms up with some forwards, more of them the
+further it is from the last rank. Then F and I alternate, and W follows `lag` microbatches behind I; `lag` grows with the
+distance from the first rank. The delayed Ws run at the end; under
+ZB1P and ZB2P they run earlier wherever the rank would wait.
 """
 
 from __future__ import annotations
@@ -91,7 +92,7 @@ def _one_stage_per_rank(name: str, per_hop: int, ranks: int, stages: int, microb
 
 @dataclass(frozen=True)
 class _RankOrder:
-    """One rank and the order in which its forwards come, as (microbatch, chunk); backwards run the chunks backwards."""
+    """One rank and the order of its forwards, as (microbatch, chunk); backwards run through the chunks in reverse."""
 
     rank: int
     ranks: int
@@ -99,7 +100,7 @@ class _RankOrder:
     steps: Sequence[tuple[int, int]]
 
     def row(self, warm_up: int, lag: int) -> list[Action]:
-        """`warm_up` forwards; then F, I, and the W of `lag` steps ago; then the Ws that are left."""
+        """`warm_up` forwards; then F, I, and the W of `lag` steps ago in turn; then the remaining Ws."""
         forwards, inputs, weights = map(self._all, (Kind.F, Kind.I, Kind.W))
         row = forwards[:warm_up]
         for step, first in enumerate(inputs):

@@ -1,4 +1,7 @@
-"""The bytes alive on each rank while the events of a step run, by the contract of `graphpp.schedules.table.costs`."""
+"""The bytes alive on each rank over the events of a step, with the lifetimes of `graphpp.schedules.table.costs`.
+
+Contract: events in, a curve of (time, bytes alive from then on) per rank out; nothing about the events is checked.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,7 @@ Curve = tuple[tuple[float, int], ...]
 
 
 def memory_curves(events: Sequence[Event], costs: Costs, ranks: int) -> tuple[Curve, ...]:
-    """For each rank (time, bytes alive from then on); what one action frees and the next one takes at a time is one change."""
+    """The curve of each rank; bytes freed and taken at one moment count as one change."""
     changes: list[dict[float, int]] = [defaultdict(int) for _ in range(ranks)]
     for event in events:
         for leaf in event.action.leaves if event.action.is_compute else ():

@@ -1,14 +1,14 @@
-"""Runs a schedule on paper: when each action would start and end, and what would be alive, for given costs.
+"""Simulate a schedule: when each action starts and ends, and how many bytes are alive, for given costs.
 
 Contract
-    in    any table whose actions the costs cover, with or without sends and receives; idle cells mean nothing here
-    out   a `Timeline`; or `ScheduleError` where ranks wait for each other for ever, naming each of them
+    in    any table whose actions the costs cover, with or without sends and receives; idle cells are ignored
+    out   a `Timeline`; or `ScheduleError` where ranks wait for each other forever, naming the action at which each stops
 
-A rank runs its row in order, and an action starts when its rank is free and its inputs are there. Between ranks a
-result takes the time of a message more, counted from the end of its computation, or from the SEND where the table has
-one. Nothing else slows a message down: channels have room for any number, and a receive does not have to be posted
-before the send. With `costs.blocking` the SEND holds its rank for that time, the RECV its own until the message is
-over; a table without sends and receives is given them first. The parts of a batch run side by side.
+A rank runs its row in order. An action starts when its rank is free and its inputs have arrived. A value for another rank
+arrives one message time after the end of its computation, or after its SEND where the table has one. Nothing else delays
+a message: channels have room for any number of messages, and a receive need not be posted before the send. With
+`costs.blocking` a SEND occupies its rank for the message time, and a RECV occupies its own rank until the message has
+ended; a compute-only table gets sends and receives first. The messages of a batch run concurrently.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def simulate(schedule: Schedule, costs: Costs) -> Timeline:
 
 
 def _check_stages(schedule: Schedule) -> None:
-    """Raise `ScheduleError` where the table names a stage that it does not have."""
+    """Raise `ScheduleError` if the table has an action of a stage that does not exist."""
     for stage, rank in schedule.rank_of_stage.items():
         if not 0 <= stage < schedule.stages:
             raise ScheduleError(f"{schedule.name!r}, rank {rank}: there is no stage {stage} of {schedule.stages}")
@@ -60,7 +60,7 @@ def _followed(schedule: Schedule) -> frozenset[tuple[int, int | None]]:
 
 
 class _PostSends(NamedTuple):
-    """The moment at which a rank posts the sends of an action, before it waits for anything else."""
+    """The moment at which a rank posts the sends of an action, before the action waits for anything else."""
 
     action: Action
     sends: tuple[Action, ...]
@@ -94,7 +94,7 @@ class _RankState:
 
 
 class _Machine:
-    """`ended[computation]`: when it ended. `sent[send]`: when the message left. `received[receive]`: when that was over."""
+    """`ended[computation]` and `sent[send]`: the time of each; `received[receive]`: when the receive released its rank."""
 
     def __init__(self, schedule: Schedule, costs: Costs) -> None:
         self.schedule, self.costs = schedule, costs
@@ -103,7 +103,7 @@ class _Machine:
         self.ended: dict[Action, float] = {}
         self.sent: dict[Action, float] = {}
         self.received: dict[Action, float] = {}
-        self.there = 0.0  # when the inputs of the step that was last found ready are on its rank
+        self.there = 0.0  # arrival of the last input of the step that `_ready` looked at last
 
     def run(self) -> None:
         rows = [[step for action in row if action for step in _steps(action)] for row in self.schedule.table]
@@ -130,7 +130,7 @@ class _Machine:
         return True
 
     def _reads(self, number: int, step: _Step) -> Iterator[tuple[_Makers, float | None]]:
-        """For each value that a step needs the computations any one of which makes it, and when it is on the rank, if known."""
+        """For each value that a step needs: the computations of which any one makes it, and its time of arrival or None."""
         if isinstance(step, _PostSends):
             yield from ((computations(send), self._end(computations(send))) for send in step.sends)
         elif step.is_compute:
@@ -151,7 +151,7 @@ class _Machine:
         return None
 
     def _arrival(self, makers: _Makers, number: int) -> float | None:
-        """When the value that one of `makers` makes is on the rank that reads it; None while that is not known."""
+        """The time at which the value that one of `makers` makes is on the rank that reads it; None if not yet known."""
         end = self._end(makers)
         if end is None or self.where.get(makers[0].stage) == number:
             return end
@@ -171,7 +171,7 @@ class _Machine:
         return self.costs.message(self.costs.sends_backward, send.stage - 1)
 
     def _stuck(self, fault: Stuck[_Step]) -> str:
-        """Where each rank that did not come to its end stands, and for what."""
+        """The text of the error: the action at which each rank stops, and the value for which it waits."""
         lines = []
         for number, step in sorted(fault.heads.items()):
             missing = next(makers for makers, time in self._reads(number, step) if time is None)

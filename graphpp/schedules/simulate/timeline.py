@@ -1,9 +1,9 @@
-"""When each action of a schedule ran, simulated or measured: one type for both, so that they can be laid side by side.
+"""When each action of a schedule ran, simulated or measured: one type for both, so that they can be compared.
 
 Contract
-    An `Event` is one action on one rank from `start` to `end`; a `Timeline` has all of them, rank by rank in order of
-    their starts, and beside them the bytes alive on each rank after each change. Times count from the start of the
-    step, in seconds, or in the units of the costs that were simulated. Nothing here knows where they came from.
+    An `Event` is one action on one rank from `start` to `end`. A `Timeline` has the events of one step, rank by rank in
+    order of their starts, and the bytes alive on each rank after each change. Times count from the start of the step, in
+    seconds or in the unit of the simulated costs. Nothing here depends on whether the times were simulated or measured.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from graphpp.schedules.table.schedule import Schedule
 
 @dataclass(frozen=True)
 class Event:
-    """One action on one rank; what stands for a message, its send or its receive, lasts while the rank is held up by it."""
+    """One action on one rank; the event of a send or a receive lasts as long as the message occupies the rank."""
 
     rank: int
     action: Action
@@ -26,13 +26,13 @@ class Event:
 
     @property
     def duration(self) -> float:
-        """From start to end."""
+        """`end` - `start`."""
         return self.end - self.start
 
 
 @dataclass(frozen=True)
 class Timeline:
-    """All events of one step. `memory[rank]` lists (time, live bytes), each pair holding until the next one."""
+    """The events of one step. `memory[rank]` lists (time, live bytes), each pair valid until the next one."""
 
     schedule: Schedule
     events: tuple[Event, ...]
@@ -42,7 +42,7 @@ class Timeline:
 
     @cached_property
     def makespan(self) -> float:
-        """When the last event ends."""
+        """The time at which the last event ends."""
         return max((event.end for event in self.events), default=0.0)
 
     def on(self, rank: int) -> tuple[Event, ...]:
@@ -50,7 +50,7 @@ class Timeline:
         return tuple(event for event in self.events if event.rank == rank)
 
     def busy(self, rank: int) -> float:
-        """How long a rank computes."""
+        """The time for which a rank computes."""
         return sum(event.duration for event in self.on(rank) if event.action.is_compute)
 
     def bubble(self, rank: int) -> float:
@@ -58,5 +58,5 @@ class Timeline:
         return 1 - self.busy(rank) / self.makespan if self.makespan else 0.0
 
     def peak_bytes(self, rank: int) -> int:
-        """The most bytes alive on a rank at any time; 0 where memory was not followed."""
+        """The most bytes alive on a rank at any time; 0 if the timeline has no memory curves."""
         return max((count for _, count in self.memory[rank]), default=0) if self.memory else 0
