@@ -1,10 +1,10 @@
-"""The pipeline chart as data: which rectangle each event of a timeline is, before anybody draws it.
+"""The pipeline chart as data: the rectangles of each event of a timeline, before any file format.
 
 Contract
     A `Rect` spans `start` to `end` in the timeline's own time, and `top` to `bottom` (0 to 1) of its rank's row.
-    Computations and the idle time between them fill a rank's row exactly, from 0 to the makespan. The parts of an
-    overlap lie one above the other in the box of their action. Sends, receives and collectives, while they hold their
-    rank up, are a strip at the foot of the row, over whatever is there; those that hold nobody up are left out.
+    Computations and the idle time between them fill a rank's row exactly, from 0 to the makespan. The parts of an overlap
+    lie one above the other in the box of their action. Sends, receives and collectives that occupy their rank are a strip
+    at the foot of the row, over the other rectangles; those that take no time are left out.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from graphpp.schedules.simulate.timeline import Event, Timeline
 from graphpp.schedules.table.actions import Action
 from graphpp.schedules.table.schedule import Schedule
 
-STRIP = 0.8  # where the strip of messages begins
+STRIP = 0.8  # top of the strip of messages
 
 
 @dataclass(frozen=True)
 class Rect:
-    """Part of a rank's row. `part` is the action whose colour it has, `event` what happened; both are None: idle.
+    """Part of a rank's row. `part` gives the colour and `event` the times; both are None for idle time.
 
-    `chunk`: which of its rank's stages the part belongs to, from 0.
+    `chunk`: the position of the part's stage among its rank's stages, from 0.
     """
 
     rank: int

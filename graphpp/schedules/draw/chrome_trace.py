@@ -1,10 +1,11 @@
 """Timelines in the trace format that chrome://tracing and Perfetto load.
 
 Contract
-    JSON with `traceEvents`: a complete event ("X") per event of a timeline, named as its action, its times in microseconds;
-    a process per rank with a thread for computation and one for communication; a counter ("C") with the bytes alive on
-    each rank, where memory was followed. A unit of time that is not seconds counts 1000 microseconds. With several
-    timelines each has processes of its own, named after it. (Format: the "Trace Event Format" document of Chromium.)
+    JSON with `traceEvents`: one complete event ("X") per event of a timeline, named as its action, with times in
+    microseconds; a process per rank, with a thread for computation and one for communication; a counter ("C") with the
+    bytes alive on each rank, if the timeline has memory curves. A unit of time other than seconds counts 1000
+    microseconds. Several timelines have processes of their own, each named after its timeline. (Format: the "Trace Event
+    Format" document of Chromium.)
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ _THREADS = {_COMPUTE: "compute", _COMMUNICATION: "communication"}
 
 
 def trace_json(timelines: Sequence[Timeline]) -> str:
-    """The trace as text, to be written to a file `*.json`."""
+    """The trace as text, to be written to a `*.json` file."""
     events: list[dict[str, Any]] = []
     for index, timeline in enumerate(timelines):
         first = 1 + sum(each.schedule.ranks for each in timelines[:index])
@@ -32,7 +33,7 @@ def trace_json(timelines: Sequence[Timeline]) -> str:
 
 
 def _microseconds(timeline: Timeline) -> float:
-    """In one unit of its time."""
+    """Microseconds in one unit of the timeline's time."""
     return 1e6 if timeline.unit == "s" else 1e3
 
 

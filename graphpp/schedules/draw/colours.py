@@ -1,7 +1,7 @@
-"""Which colour an action has in a picture.
+"""The colour of an action in a picture.
 
-Contract: one hue per kind of action; the stages of one rank are shades of it, the first one the darkest. `ink_on` is
-black or white, whichever can be read on a colour.
+Contract: one hue per kind of action; the stages of one rank are shades of it, the first stage the darkest. `ink_on` is black
+or white, whichever is readable on a colour.
 """
 
 from __future__ import annotations
@@ -26,26 +26,26 @@ _MEANINGS = {
 
 
 def shade(kind: Kind, chunk: int, chunks: int) -> str:
-    """The colour of an F, B, I or W of its rank's stage number `chunk` of `chunks`."""
+    """The colour of an F, B, I or W on the stage that is number `chunk` of its rank's `chunks` stages."""
     white = _LIGHTEST * chunk / (chunks - 1) if chunks > 1 else 0.0
     return _hex(*(round(value + (255 - value) * white) for value in _rgb(_OF_KIND[kind])))
 
 
 def message_colour(action: Action) -> str:
-    """The colour of a send, a receive (or a batch with one in it) or a collective."""
+    """The colour of a send, of a receive (or a batch with a receive in it), or of a collective."""
     if not action.is_communication:
         return COLLECTIVE
     return SEND if all(leaf.kind in SENDS for leaf in action.leaves) else RECEIVE
 
 
 def ink_on(colour: str) -> str:
-    """Black or white."""
+    """The colour of text on a background: black or white."""
     red, green, blue = _rgb(colour)
     return "#ffffff" if 0.299 * red + 0.587 * green + 0.114 * blue < 150 else "#1b1f24"
 
 
 def legend_text(kind: Kind) -> str:
-    """What a kind of computation is called in a legend."""
+    """The name of a kind of computation in a legend."""
     return f"{kind.value} {_MEANINGS[kind]}"
 
 

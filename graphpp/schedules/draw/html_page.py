@@ -1,7 +1,7 @@
 """Timelines as one HTML page: the chart inline, and the same numbers as a table.
 
-Contract: the page is ASCII and needs no network and no script. Resting the pointer on a box shows the action, its start,
-end and duration; a chart wider than the window scrolls by itself.
+Contract: the page is ASCII and needs no network and no script. A box shows its action, start, end and duration when the
+pointer rests on it; a chart wider than the window scrolls by itself.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def html_page(timelines: Sequence[Timeline], width: float | None = None) -> str:
 
 
 def _table(timeline: Timeline) -> str:
-    """What each rank did, in numbers."""
+    """The numbers of each rank: computing time, idle share, peak bytes."""
     head = "".join(f"<th>{text}</th>" for text in ("rank", "computes", "idle", "most bytes alive"))
     rows = "".join(_row(timeline, rank) for rank in range(timeline.schedule.ranks))
     title = f"{timeline.name}: {spell_time(timeline.makespan, timeline.unit)}"

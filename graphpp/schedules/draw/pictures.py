@@ -1,6 +1,6 @@
-"""The pictures that users ask for: a chart of schedules and timelines as SVG, as an HTML page, as a Chrome trace.
+"""The pictures for users: a chart of schedules and timelines as SVG, as an HTML page, as a Chrome trace.
 
-Contract: each function takes any number of `Schedule`s and `Timeline`s and lays them one above the other on one time axis,
+Contract: each function takes any number of `Schedule`s and `Timeline`s and draws them one above the other on one time axis,
 in the order given. A `Schedule` is simulated first: with `costs`, else with F = I = W = 1 for each rank and microbatch.
 """
 
@@ -23,7 +23,7 @@ Drawable = Schedule | Timeline
 def svg(*drawn: Drawable, costs: Costs | None = None, width: float | None = None) -> str:
     """The pipeline chart as a standalone SVG; `width` in pixels, None: as wide as the microbatch numbers need.
 
-    Raises `ScheduleError` for a table that cannot run, `GraphPPError` where nothing is given or units of time differ.
+    Raises `ScheduleError` for a table that cannot run, `GraphPPError` without a timeline or with different units of time.
     """
     return draw_svg(_timelines(drawn, costs), width)
 

@@ -1,9 +1,9 @@
 """The pipeline chart as one SVG: ranks down, time across, several timelines one above the other on one axis.
 
 Contract
-    `draw_svg` takes timelines in one unit of time and gives a picture that stands by itself. Each has its title, a row per rank
-    with the microbatch numbers that fit into their boxes, and where memory was followed the bytes alive on each rank under
-    it, all ranks of all timelines on one scale. What an action is and when it ran shows when the pointer rests on its box.
+    `draw_svg` takes timelines in one unit of time and returns a standalone picture. Each timeline has a title, a row per
+    rank with the microbatch numbers that fit into their boxes, and, if it has memory curves, the bytes alive on each rank
+    below, all ranks of all timelines on one scale. A box shows its action and times when the pointer rests on it.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from graphpp.units import scale_of, spell_bytes, spell_time, ticks
 
 _MARGIN, _LEFT, _RIGHT = 12.0, 104.0, 104.0
 _ROW, _STRIP, _GAP, _LINE = 26.0, 22.0, 3.0, 22.0
-_NARROWEST, _WIDEST, _BOX = 640.0, 2400.0, 20.0  # pixels: the plot's width, and what a usual box should have of it
-_SMALLEST = 7.0  # pixels: the smallest number that can be read
+_NARROWEST, _WIDEST, _BOX = 640.0, 2400.0, 20.0  # pixels: the limits of the plot's width, and the width of a usual box
+_SMALLEST = 7.0  # pixels: the smallest readable size of a number
 _PER_TICK = 80.0
 
 
 def draw_svg(timelines: Sequence[Timeline], width: float | None = None) -> str:
-    """The picture as text; `width` in pixels, of all of it, else as wide as the numbers in the boxes need.
+    """The picture as text; `width` of the whole picture in pixels, None: as wide as the numbers in the boxes need.
 
-    Raises `GraphPPError` if there is no timeline, or their times are in different units.
+    Raises `GraphPPError` if there is no timeline, or if their units of time differ.
     """
     unit = _common_unit(timelines)
     charts = [Chart.of(timeline) for timeline in timelines]
@@ -61,7 +61,7 @@ def _common_unit(timelines: Sequence[Timeline]) -> str:
 
 
 def _usual_width(charts: Sequence[Chart], span: float) -> float:
-    """Wide enough that three of four boxes can hold a number, within limits."""
+    """A plot width at which three of four boxes can hold a number, within limits."""
     lengths = [rect.end - rect.start for chart in charts for rect in chart.computations if rect.end > rect.start]
     if len(lengths) < 2:
         return _NARROWEST
@@ -70,7 +70,7 @@ def _usual_width(charts: Sequence[Chart], span: float) -> float:
 
 @dataclass
 class _ChartLayout:
-    """A paper that fills from top to bottom; `y` is where the next thing goes."""
+    """Writes the picture from top to bottom; `y` is the top of the next element."""
 
     writer: SvgWriter
     scale: Scale
@@ -78,7 +78,7 @@ class _ChartLayout:
     y: float
 
     def legend(self, charts: Sequence[Chart], memory: bool) -> None:
-        """What the colours mean, of those that there are."""
+        """The meaning of the colours that occur in the charts."""
         x, end = _MARGIN, self.scale.left + self.scale.width + _RIGHT - _MARGIN
         for fills, text in _legend(charts, memory):
             width = 16.0 * len(fills) + 4 + text_width(text, 11) + 14
@@ -91,21 +91,21 @@ class _ChartLayout:
         self.y += 24
 
     def title(self, timeline: Timeline) -> None:
-        """What a timeline is of, how long it is and how idle."""
+        """The name of a timeline, its counts, its makespan and its idle share."""
         schedule = timeline.schedule
         counts = f"{schedule.stages} stages on {schedule.ranks} ranks, {schedule.microbatches} microbatches"
         idle = f", {mean(map(timeline.bubble, range(schedule.ranks))):.1%} idle" if schedule.ranks else ""
         text = f"{schedule.name}, {timeline.name}"
         facts = f"{counts}; {spell_time(timeline.makespan, self.unit)}{idle}"
         self.writer.text(_MARGIN, self.y + 8, text, 13, font_weight="bold")
-        beside = _MARGIN + text_width(text, 15) + 16  # bold runs wider
-        below = beside + text_width(facts, 11) > self.scale.left + self.scale.width + _RIGHT
+        right = _MARGIN + text_width(text, 15) + 16  # bold runs wider
+        below = right + text_width(facts, 11) > self.scale.left + self.scale.width + _RIGHT
         self.y += 16 if below else 0
-        self.writer.text(_MARGIN if below else beside, self.y + 8, facts, fill=FAINT)
+        self.writer.text(_MARGIN if below else right, self.y + 8, facts, fill=FAINT)
         self.y += _LINE
 
     def rows(self, timeline: Timeline, chart: Chart) -> None:
-        """A row per rank."""
+        """A row of boxes per rank."""
         for rank, stages in enumerate(chart.stages_of_rank):
             y = self.y + rank * (_ROW + _GAP)
             several = len(stages) > 1
@@ -143,7 +143,7 @@ class _ChartLayout:
         return "{} on rank {}\nstart {}\nend {}\nduration {}".format(event.action, event.rank, *times)
 
     def memory(self, timeline: Timeline, most: int) -> None:
-        """The bytes alive on each rank, as steps."""
+        """The bytes alive on each rank, as a step curve."""
         for rank, points in enumerate(timeline.memory):
             base = self.y + rank * (_STRIP + _GAP) + _STRIP
             peak = spell_bytes(timeline.peak_bytes(rank))
@@ -161,7 +161,7 @@ class _ChartLayout:
         return "".join([*path, f"H{self.scale.x(end):.2f}V{base:.2f}Z"])
 
     def axis(self, top: float) -> None:
-        """Times under everything, and faint lines up to `top`."""
+        """The times below the last row, with faint lines up to `top`."""
         factor, name = scale_of(self.scale.span, self.unit)
         left, right = self.scale.x(0), self.scale.x(self.scale.span)
         for tick in ticks(self.scale.span * factor, int(self.scale.width / _PER_TICK)):
@@ -174,7 +174,7 @@ class _ChartLayout:
 
 
 def _legend(charts: Sequence[Chart], memory: bool) -> Iterator[tuple[list[str], str]]:
-    """(colours, text) of each entry."""
+    """(colours, text) of each legend entry."""
     rects = [rect for chart in charts for rect in (*chart.computations, *chart.messages) if rect.part]
     kinds = {rect.part.kind for rect in rects if rect.part}
     chunks = max((len(stages) for chart in charts for stages in chart.stages_of_rank), default=0)

@@ -1,7 +1,7 @@
-"""A sheet of SVG: elements with short numbers and safe text, and a horizontal scale from time to pixels.
+"""Write SVG elements with short numbers and escaped text, and scale times to pixels.
 
-Contract: what is written is well-formed XML in ASCII whatever a name holds; it refers to nothing outside of itself, and
-all style is in attributes, so that several pictures can stand in one page.
+Contract: the output is well-formed XML in ASCII for any text; it refers to nothing outside of itself, and all style is in
+attributes, so that several pictures can stand in one page.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ class Scale:
     span: float
 
     def x(self, time: float) -> float:
-        """Where a time is."""
+        """The x position of a time, in pixels."""
         return self.left + self.length(time)
 
     def length(self, duration: float) -> float:
-        """How wide a duration is."""
+        """The width of a duration, in pixels."""
         return duration / self.span * self.width if self.span else 0.0
 
 
 class SvgWriter:
-    """An SVG under construction."""
+    """An SVG document under construction."""
 
     def __init__(self) -> None:
         font = "system-ui, -apple-system, 'Segoe UI', 'Liberation Sans', Arial, sans-serif"
@@ -47,19 +47,19 @@ class SvgWriter:
         return element
 
     def rect(self, box: tuple[float, float, float, float], fill: str, title: str = "", **attributes: object) -> None:
-        """A rectangle (x, y, width, height), with what is shown when the pointer rests on it."""
+        """A rectangle (x, y, width, height); `title` shows when the pointer rests on the rectangle."""
         x, y, width, height = box
         element = self.add("rect", "", x=x, y=y, width=width, height=height, fill=fill, **attributes)
         if title:
             SubElement(element, "title").text = printable(title)
 
     def text(self, x: float, y: float, text: str, size: float = 11, fill: str = INK, **attributes: object) -> None:
-        """A line of text whose middle is at the height `y`."""
-        # Not every viewer knows dominant-baseline, so the baseline is put where it belongs.
+        """A line of text, vertically centred at `y`."""
+        # Some viewers ignore dominant-baseline, so the position of the baseline is computed here.
         self.add("text", text, x=x, y=y + 0.36 * size, font_size=size, fill=fill, pointer_events="none", **attributes)
 
     def finish(self, width: float, height: float) -> str:
-        """The picture as text, of this size in pixels."""
+        """The document as text, `width` by `height` pixels."""
         for element, names in ((self._page, ("width", "height")), (self.root, ("width", "height"))):
             for name, value in zip(names, (width, height), strict=True):
                 element.set(name, _spelled(float(value)))
@@ -68,12 +68,12 @@ class SvgWriter:
 
 
 def printable(text: str) -> str:
-    """A text without the characters that no XML may hold."""
+    """A text with U+FFFD in place of each character that XML does not allow."""
     return _NO_XML.sub("\ufffd", text)
 
 
 def text_width(text: str, size: float) -> float:
-    """About how wide a text is, in pixels."""
+    """The approximate width of a text in pixels."""
     return 0.55 * size * len(text)
 
 

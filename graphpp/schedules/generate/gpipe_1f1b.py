@@ -145,6 +145,6 @@ def one_per_microbatch(kind: Kind, stage: int, microbatches: int) -> Row:
 
 
 def one_after_another(schedule: Schedule) -> Schedule:
-    """All stages on one rank, column by column: each stage keeps its own order, and values are computed before they are read."""
+    """All stages on one rank, column by column: each stage keeps its own order, and no value is read before it is computed."""
     row = tuple(cell for column in zip_longest(*schedule.table) for cell in column if cell is not None)
     return Schedule((row,), schedule.stages, schedule.microbatches, schedule.name)

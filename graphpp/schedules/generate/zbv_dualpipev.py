@@ -95,7 +95,7 @@ class _Script:
         self._pending: deque[Action] = deque()  # the Ws of Is, oldest first
 
     def write(self, steps: str, times: int = 1) -> None:
-        """`F0`: the next forward of the first stage, likewise I, W, B; `F0+B1`: an overlap; `W`: the oldest pending W, if any."""
+        """`F0`: next forward of the first stage; likewise I, W, B. `F0+B1`: an overlap. `W`: the oldest pending W, if any."""
         for step in steps.split() * times:
             if step == "W":
                 self.actions += [self._pending.popleft()] if self._pending else []

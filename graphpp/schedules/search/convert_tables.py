@@ -1,4 +1,8 @@
-"""Between tables of actions and the numbers of the search."""
+"""Convert between tables of actions and the numbered operations of the search.
+
+Contract: `candidate_of` takes a complete compute-only table, `schedule_of` returns one. Operations are numbered as in
+`problem.py`.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +17,7 @@ _KINDS = (Kind.F, Kind.I, Kind.W)
 
 
 def candidate_of(problem: Problem, schedule: Schedule) -> Candidate:
-    """The order of a table's forwards and backwards; its whole backwards stay whole where that has an advantage."""
+    """The order of a table's forwards and backwards; a whole backward stays whole where that saves time or bytes."""
     count = problem.count
     orders: list[list[int]] = []
     whole = bytearray(count)
@@ -30,7 +34,7 @@ def candidate_of(problem: Problem, schedule: Schedule) -> Candidate:
 
 
 def schedule_of(problem: Problem, solution: EvaluatedOrder, name: str, *, join: bool) -> Schedule:
-    """The table of a solution. `join`: I and W become B where nobody waits for the I alone."""
+    """The table of a solution. `join`: an I and its W become a B if no rank starts earlier because they are separate."""
     joined = (
         {op - problem.count for row in solution.rows for op in _joinable(problem, solution, row)} if join else set()
     )
@@ -51,7 +55,7 @@ def schedule_of(problem: Problem, solution: EvaluatedOrder, name: str, *, join: 
 
 
 def _joinable(problem: Problem, solution: EvaluatedOrder, row: list[int]) -> list[int]:
-    """Input gradients with their weight gradients right behind them, whose reader starts after these anyway."""
+    """Input gradients followed at once by their weight gradients, whose reader starts only after both anyway."""
     count, step, ends = problem.count, problem.microbatches, solution.ends
     found = []
     for op, following in pairwise(row):

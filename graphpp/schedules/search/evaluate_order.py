@@ -1,10 +1,10 @@
-"""From the order of forwards and input gradients on each rank to a whole schedule: weight gradients and times.
+"""Complete an order of forwards and input gradients on each rank to a schedule: place the weight gradients, compute the times.
 
 Contract
     in    a `Candidate`: per rank the order of its forwards and backwards, which backwards are whole, and how long a wait
-          has to be to be filled
-    out   a `EvaluatedOrder`: rows with the weight gradients in place and the time of everything; None where the order
-          needs more memory than there is, or waits for itself, or its value is above `limit`
+          must be for a weight gradient to fill it
+    out   an `EvaluatedOrder`: rows with the weight gradients in place and the time of every operation; None if the order
+          needs more memory than a rank has, or deadlocks, or its value is above `limit`
 
 A weight gradient runs where its rank would wait long enough, where a forward needs its bytes, or at the end.
 """
@@ -19,8 +19,11 @@ from graphpp.schedules.search.problem import Problem
 
 @dataclass(frozen=True)
 class Candidate:
-    """`whole[x]`: 1 where operation N + x is a whole backward. `patience[rank]`: the least wait that a weight gradient
-    fills, as a share of its own time: 1 never delays anything, 0 leaves no gap."""
+    """An order to evaluate. `whole[x]`: 1 where operation N + x is a whole backward.
+
+    `patience[rank]`: a pending weight gradient fills a wait of at least this share of its own time; 1 never delays the next
+    operation, 0 fills every wait.
+    """
 
     orders: list[list[int]]
     whole: bytearray
@@ -29,7 +32,10 @@ class Candidate:
 
 @dataclass(frozen=True)
 class EvaluatedOrder:
-    """`ends[op]` of forwards and backwards; `value` is the makespan plus the mean time at which ranks finish."""
+    """A candidate with its rows and times.
+
+    `ends[op]`: the end of each forward and backward; `value`: the makespan plus the mean time at which the ranks finish.
+    """
 
     candidate: Candidate
     rows: list[list[int]]
@@ -39,7 +45,7 @@ class EvaluatedOrder:
 
 
 def busy_times(problem: Problem, candidate: Candidate) -> list[float]:
-    """How long each rank computes."""
+    """The time for which each rank computes."""
     total = [0.0] * problem.ranks
     for stage in range(problem.stages):
         forward, inputs, weights = problem.stage_times(stage)
@@ -53,11 +59,11 @@ def busy_times(problem: Problem, candidate: Candidate) -> list[float]:
 
 
 def evaluate_order(problem: Problem, candidate: Candidate, limit: float = inf) -> EvaluatedOrder | None:  # noqa: C901, PLR0912, PLR0915
-    """One pass over all rows, each as far as its inputs are known. A single loop because the search lives in it."""
+    """Walk all rows in one pass, each as far as its inputs are there. One long loop: the search spends its time here."""
     took, reads, lag, count, ranks = problem.took, problem.reads, problem.lag, problem.count, problem.ranks
     per_stage, saved, kept = problem.microbatches, problem.saved, problem.kept
     whole, orders = candidate.whole, candidate.orders
-    ends = [-1.0] * (2 * count) + [0.0]  # the last one answers reads[op] == -1
+    ends = [-1.0] * (2 * count) + [0.0]  # the last entry is read for reads[op] == -1
     at, free, live, done = [0] * ranks, [0.0] * ranks, [0] * ranks, [0] * ranks
     pending: list[list[int]] = [[] for _ in range(ranks)]
     rows: list[list[int]] = [[] for _ in range(ranks)]

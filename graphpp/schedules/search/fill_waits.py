@@ -1,12 +1,12 @@
-"""Fills the waits of an order: what is there already goes ahead of what its rank would wait for.
+"""Fill the waits of an order: operations whose inputs are there overtake the operation for which their rank would wait.
 
 Contract
-    in    a `Candidate` whose order can run, and how far down each rank's list to look
+    in    a `Candidate` whose order can run, and how many operations of each rank's order to look at
     out   a `Candidate` with another order that can run, within the same memory
 
-The ranks run in the order of time, as a list scheduler's do. Where the next operation of a rank is not there yet, the
-first of the following ones that is there and not of the same stage and kind as one it would overtake is taken, if
-all that comes before its old place still fits into memory with it. So a plan for memory stays one.
+The ranks run in the order of time, as in a list scheduler. If the input of a rank's next operation is not there, the rank
+takes the first later operation whose input is there and which overtakes no operation of its own stage and kind. The memory
+must suffice for that operation together with all the operations that it overtakes, so an order that fits still fits.
 """
 
 from __future__ import annotations
@@ -29,7 +29,9 @@ def fill_waits(problem: Problem, candidate: Candidate, window: int) -> Candidate
 
 
 class _Ranks:
-    """`base`: the bytes alive on a rank if all weight gradients that can run have; `live`: those that are."""
+    """The state of all ranks. `base`: the bytes alive on a rank if all weight gradients that can run had run; `live`: the bytes
+    that are alive.
+    """
 
     def __init__(self, problem: Problem, candidate: Candidate, window: int) -> None:
         self.problem, self.whole, self.window = problem, candidate.whole, window
@@ -41,13 +43,13 @@ class _Ranks:
         self.events = [(0.0, rank) for rank in range(problem.ranks)]
 
     def act(self, rank: int, now: float) -> None:
-        """Start what the rank does at this time, and note when to look at it again."""
+        """Start an operation of the rank at this time, if one can run, and note the time at which to look at the rank again."""
         problem, order, at = self.problem, self.orders[rank], self.at[rank]
         there = self._there(order[at])
         place = at if 0 <= there <= now + 1e-9 else self._ahead(rank, now)
         if place is None:
             first = self.weights[rank][0] if self.weights[rank] else None
-            # What it waits for is not even running where `there` is unknown; then it takes its own time at least.
+            # If `there` is unknown the maker of the input has not started, so its whole time is still to come.
             until = there if there >= 0 else now + self._time(problem.reads[order[at]])
             if first is not None and until - now >= problem.took[first] - 1e-9:
                 self._weight(rank, now)
@@ -60,17 +62,17 @@ class _Ranks:
             self._weight(rank, now)
 
     def _there(self, op: int) -> float:
-        """When its input is on the rank; negative while that is not known."""
+        """The time at which the input of an operation is on its rank; negative if not yet known."""
         end = self.ends[self.problem.reads[op]]
         return end if end < 0 else end + self.problem.lag[op] if self.problem.reads[op] >= 0 else 0.0
 
     def _ahead(self, rank: int, now: float) -> int | None:
-        """The place in the order of what may go ahead; None if nothing may."""
+        """The position in the order of the operation that may overtake the others; None if none may."""
         problem, count = self.problem, self.problem.count
         most = base = self.base[rank]
         overtaken: set[int] = set()
         for place, op, size in self._next(rank):
-            stream = op // problem.microbatches  # kind and stage: its operations keep their order
+            stream = op // problem.microbatches  # number of a kind and stage, whose operations keep their order
             fits = op >= count or most + size <= problem.cap[rank]
             if overtaken and stream not in overtaken and fits and 0 <= self._there(op) <= now + 1e-9:
                 return place
@@ -87,7 +89,7 @@ class _Ranks:
             yield place, op, size if op < problem.count else -size
 
     def _fits(self, rank: int, op: int) -> bool:
-        """Whether it fits as it is; if not, pending weight gradients have to go first."""
+        """True if the operation fits into memory now, or if no pending weight gradient is left that could free memory."""
         size = self.problem.saved[op // self.problem.microbatches] if op < self.problem.count else 0
         return self.live[rank] + size <= self.problem.cap[rank] or not self.weights[rank]
 

@@ -1,13 +1,13 @@
-"""Makes a solution better, step by step: a piece of one microbatch's way is moved in time on all its ranks at once.
+"""Improve a solution by local search: shift some successive steps of one microbatch in time, on all their ranks at once.
 
 Contract
-    in    a `EvaluatedOrder`, how many steps to take, and a source of randomness
-    out   the best `EvaluatedOrder` met; the same for the same arguments on every machine (only +, - and * decide)
+    in    an `EvaluatedOrder`, how many steps to take, and a source of randomness
+    out   the best `EvaluatedOrder` found; equal for equal arguments on every machine (only +, - and * decide)
 
-A step takes the ends of the solution at hand, shifts those of some successive steps of a microbatch (or of a few in a
-row), sorts each rank by them again and decodes. What is not much worse is gone on from, the less so the later
-(threshold accepting, Dueck and Scheuer 1990). Moving a piece on all ranks together is what gets past the plateaus: on
-one rank alone nearly every exchange only adds a wait.
+A step takes the end times of the current solution, shifts those of some successive operations of one microbatch (or of a
+few microbatches in a row), sorts each rank by the end times again and evaluates the order. A result that is not much worse
+is accepted, less and less so over the search (threshold accepting, Dueck and Scheuer 1990). Exchanging two operations of
+one rank alone nearly always only adds a wait; shifting a piece on all its ranks together gets past such plateaus.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _PATIENCE = (0.0, 0.25, 0.5, 0.75, 1.0)
 
 
 def local_search(problem: Problem, start: EvaluatedOrder, steps: int, random: Random, heat: float = 0.5) -> EvaluatedOrder:
-    """Take `steps` steps; stops early where nothing better can exist. `heat`: what is tolerated at first, in operations."""
+    """Take `steps` steps, or fewer if a lower bound is reached. `heat`: how much worse is accepted at first, in operations."""
     moves = _Moves(problem, random)
     bound = problem.bound() * (1 + 1e-9)
     best = current = start
@@ -83,7 +83,7 @@ class _Moves:
         return range(first, min(self.problem.microbatches, first + self.random.randint(1, 5)))
 
     def _piece(self) -> list[int]:
-        """Some successive steps of microbatch 0's way: one, the rest of a leg, or any."""
+        """Some successive operations of microbatch 0: a single one, the rest of one way through the ranks, or any number."""
         stages, ranks = self.problem.stages, self.problem.ranks
         first, luck = self.random.randrange(2 * stages), self.random.random()
         last = first

@@ -1,15 +1,15 @@
-"""The scheduler's problem in numbers: operations are integers, and everything about them is a list.
+"""The scheduler's problem in numbers: operations are integers, and their properties are tuples indexed by them.
 
 Contract
-    With S stages, M microbatches and N = S M, operation x = stage * M + microbatch is the forward, N + x the input
-    gradients (or the whole backward, where a candidate says so), 2 N + x the weight gradients. Times are
-    shares of the longest operation's, so that one tolerance fits all. `reads[op]` is the
-    operation whose result it needs, -1 for the first stage's forwards; `lag[op]` is how much later than its end that
-    result is there. A rank holds `saved` bytes from the start of a forward, `gain` of them change at the end of the
-    input gradients, `kept` go at the end of the weight gradients; never more than `cap`.
+    With S stages, M microbatches and N = S M, operation x = stage * M + microbatch is a forward, N + x its input gradients
+    (or its whole backward, if a candidate says so), 2 N + x its weight gradients. Times are shares of the longest
+    operation's time, so that one tolerance fits all problems. `reads[op]` is the operation whose result `op` needs, -1 for
+    forwards of the first stage; `lag[op]` is the time from the end of that operation until its result is on the rank of
+    `op`. A rank has `saved` bytes more from the start of a forward to the end of its backward; a split backward leaves
+    `kept` bytes until the end of its weight gradients. A rank never has more than `cap` bytes alive.
 
-The runner's overhead and messages that hold up ranks are part of an operation's time here; `simulate`, which judges
-the few best tables at the end, places them exactly.
+The runner's overhead and messages that occupy ranks are part of an operation's time here. `simulate`, which compares the
+few best tables at the end, places them exactly.
 """
 
 from __future__ import annotations
@@ -22,7 +22,9 @@ from graphpp.schedules.table.costs import Costs
 
 @dataclass(frozen=True)
 class Problem:
-    """What is to be ordered. `home[stage]` is its rank; times and lags per operation, bytes per stage, caps per rank."""
+    """The operations to be ordered. `home[stage]` is the stage's rank; times and lags are per operation, bytes per stage, caps
+    per rank.
+    """
 
     ranks: int
     stages: int
@@ -37,13 +39,13 @@ class Problem:
     kept: tuple[int, ...]
     cap: tuple[float, ...]
     count: int
-    """N: how many forwards there are."""
+    """N: the number of forwards."""
     unit: float
     """The longest operation's time, in the units of the costs."""
 
     @classmethod
     def of(cls, costs: Costs, home: Mapping[int, int], microbatches: int, cap: Sequence[float]) -> Problem:
-        """The problem for stages that stand on the ranks `home` tells."""
+        """The problem of ordering `microbatches` microbatches with stages placed as in `home`."""
         stages = len(costs.stages)
         homes = tuple(home[stage] for stage in range(stages))
         times, lags = _times(costs, homes), _lags(costs, homes)
@@ -72,26 +74,26 @@ class Problem:
         return [stage for stage in range(self.stages) if self.home[stage] == rank]
 
     def stage_times(self, stage: int) -> tuple[float, float, float]:
-        """Forward, input gradients, weight gradients."""
+        """The times of a stage's forward, input gradients and weight gradients."""
         at = stage * self.microbatches
         return self.took[at], self.took[self.count + at], self.took[2 * self.count + at]
 
     def least(self, stage: int) -> float:
-        """The least time a microbatch occupies a stage's rank."""
+        """The least time for which a microbatch occupies a stage's rank."""
         forward, inputs, weights = self.stage_times(stage)
         return forward + min(inputs + weights, self.whole[stage])
 
     def period(self) -> float:
-        """The time between microbatches when the busiest rank never waits."""
+        """The time between microbatches if the busiest rank never waits."""
         return max(sum(map(self.least, self.on(rank))) for rank in range(self.ranks))
 
     def prefers_whole(self, stage: int) -> bool:
-        """Whether a whole backward has an advantage: less time, or fewer bytes."""
+        """True if a whole backward has an advantage: less time, or fewer bytes."""
         _, inputs, weights = self.stage_times(stage)
         return self.whole[stage] < inputs + weights - 1e-9 or self.kept[stage] > self.saved[stage]
 
     def bound(self) -> float:
-        """A makespan that nothing can beat: a rank's work after its first input, or one microbatch's way."""
+        """A lower bound of the makespan: a rank's work after its first input, or the whole path of one microbatch."""
         start, way = 0.0, 0.0
         heads: dict[int, float] = {}
         for stage in range(self.stages):
@@ -106,7 +108,7 @@ class Problem:
 
 
 def _times(costs: Costs, home: Sequence[int]) -> list[list[float]]:
-    """Per stage: forward, input gradients, weight gradients, whole backward; messages included where they hold ranks up."""
+    """Per stage: forward, input gradients, weight gradients, whole backward; each with the messages that occupy its rank."""
     forward, inputs = _held(costs, home)
     extra = costs.overhead
     return [
@@ -130,7 +132,7 @@ def _messages(costs: Costs, home: Sequence[int]) -> tuple[list[float], list[floa
 
 
 def _held(costs: Costs, home: Sequence[int]) -> tuple[list[float], list[float]]:
-    """How long each stage's forward and backward hold their rank up with what they receive and send."""
+    """The time for which the messages of each stage's forward, and of its backward, occupy the stage's rank."""
     if not costs.blocking:
         return [0.0] * len(home), [0.0] * len(home)
     up, down = _messages(costs, home)
@@ -139,10 +141,11 @@ def _held(costs: Costs, home: Sequence[int]) -> tuple[list[float], list[float]]:
 
 
 def _lags(costs: Costs, home: Sequence[int]) -> list[list[float]]:
-    """Per stage, forward and backward: how much later than its maker's end an input is there.
+    """Per stage, for forward and backward: the time from the end of the maker of an input until the reader can start.
 
-    A receive that holds its rank up begins with its send, so within its maker's end. So does the overhead before an
-    action, which is counted as the end of the one before it: a rank that waits spends it waiting.
+    A blocking receive is part of its reader's time and begins with its send, which is part of its maker's time; so the reader
+    can start one message time before the end of the maker. The overhead before an action is part of its time too; a rank that
+    waits spends the overhead while it waits.
     """
     sign = -1 if costs.blocking else 1
     up, down = _messages(costs, home)
@@ -157,5 +160,5 @@ def _reads(stages: int, microbatches: int) -> tuple[int, ...]:
     forwards = [max(-1, op - microbatches) for op in range(count)]
     forwards[:microbatches] = [-1] * microbatches
     inputs = [count + op + microbatches for op in range(count)]
-    inputs[-microbatches:] = range(count - microbatches, count)  # the last stage's read its own forwards
+    inputs[-microbatches:] = range(count - microbatches, count)  # those of the last stage read its own forwards
     return (*forwards, *inputs)

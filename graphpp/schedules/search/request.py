@@ -1,7 +1,7 @@
-"""What a schedule is asked for: counts, bytes per rank, and where the stages may stand.
+"""Read the arguments of the scheduler: counts, bytes per rank, and the placements of stages to try.
 
 Contract
-    Every function returns what the search needs or raises `ScheduleError` saying what would fit.
+    Every function returns the numbers that the search needs, or raises `ScheduleError` naming numbers that would fit.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ Home = Mapping[int, int]
 
 
 def check_counts(ranks: int, microbatches: int) -> None:
-    """At least one of each."""
+    """Raise `ScheduleError` unless there is at least one rank and one microbatch."""
     if any(type(count) is not int or count < 1 for count in (ranks, microbatches)):
         raise ScheduleError(f"a schedule needs at least one rank and one microbatch, not {ranks} and {microbatches}")
 
 
 def caps_of(memory_cap: int | Sequence[int] | None, ranks: int) -> list[float]:
-    """The bytes of each rank; without a cap any number."""
+    """The bytes that each rank may have alive; infinite without a cap."""
     if memory_cap is None:
         return [inf] * ranks
     caps = list(memory_cap) if isinstance(memory_cap, Sequence) else [memory_cap] * ranks
@@ -40,7 +40,7 @@ def caps_of(memory_cap: int | Sequence[int] | None, ranks: int) -> list[float]:
 
 
 def placements(stages: int, placement: str | Home | None, ranks: int) -> list[dict[int, int]]:
-    """The placements to try, each stage -> rank."""
+    """The placements to try, each a mapping stage -> rank."""
     if placement is not None and not isinstance(placement, str):
         return [_complete(stages, placement, ranks)]
     if placement not in (None, "loop", "v"):
@@ -67,7 +67,7 @@ def _complete(stages: int, placement: Home, ranks: int) -> dict[int, int]:
 
 
 def working_bytes(costs: Costs, home: Home, ranks: int) -> list[int]:
-    """The most that a program takes on each rank while it runs, beside what is saved before or after it."""
+    """On each rank the most bytes that a running program needs in addition to the bytes it saves or has saved."""
     most = [0] * ranks
     for stage, rank in home.items():
         each = costs.stages[stage]
@@ -77,7 +77,7 @@ def working_bytes(costs: Costs, home: Home, ranks: int) -> list[int]:
 
 
 def one_by_one(costs: Costs, home: Home, ranks: int, microbatches: int) -> Schedule:
-    """The table that holds least: a microbatch comes when the one before it is done, each backward in its smaller form."""
+    """The table with the least memory: one microbatch after the other, each backward whole or split, whichever needs less."""
     rows: list[list[Action | None]] = [[] for _ in range(ranks)]
     for microbatch in range(microbatches):
         for stage in range(len(costs.stages)):
@@ -88,7 +88,7 @@ def one_by_one(costs: Costs, home: Home, ranks: int, microbatches: int) -> Sched
 
 
 def too_tight(costs: Costs, homes: Sequence[Home], caps: Sequence[float]) -> ScheduleError:
-    """The error for caps under which nothing runs, with some that do."""
+    """The error for caps under which not even one microbatch runs; it names caps that would do."""
     needs = [peak_bytes(one_by_one(costs, home, len(caps), 1), costs) for home in homes]
     least = min(needs, key=max)
     given = [int(cap) if cap < inf else None for cap in caps]
@@ -102,7 +102,7 @@ _BACKWARD_FORMS = ((Kind.I, Kind.W), (Kind.B,))
 
 
 def _most(each: StageCosts, kinds: Sequence[Kind]) -> int:
-    """The most bytes that one microbatch of a stage takes while its backward runs in this form."""
+    """The most bytes alive for one microbatch of a stage while its backward runs as `kinds`."""
     live = most = each.saved_bytes
     for kind in kinds:
         start, end = each.change(kind)

@@ -1,17 +1,17 @@
-"""Finds a schedule: the order of F, B, I and W that ends soonest within the memory of each rank.
+"""Find a schedule: the order of F, B, I and W that ends soonest within the memory of each rank.
 
 Contract
-    in    what each stage costs, how many bytes a rank may hold, how many ranks and microbatches there are, and, if that
-          is not free, where the stages stand
-    out   a compute-only `Schedule` that `graphpp.schedules.check.checker.check` accepts; `ScheduleError` where not even one
-          microbatch fits, with the smallest cap that would do
+    in    the costs of each stage, the bytes that a rank may have alive, the numbers of ranks and microbatches, and
+          optionally the placement of the stages
+    out   a compute-only `Schedule` that `graphpp.schedules.check.checker.check` accepts; `ScheduleError` if not even one
+          microbatch fits, naming the smallest cap that would do
 
-    1. orders to begin with: stable patterns (search/patterns.py), each also with its waits filled (search/fill.py), and
-       every schedule that has a name
-    2. the best of them are improved step by step (search/improve.py), the most promising ones longest
-    3. what came of it and the named schedules are simulated exactly; the soonest wins
+    1. start orders: stable patterns (`start_patterns.py`) and every named schedule, each also with its waits filled
+       (`fill_waits.py`)
+    2. the best of them are improved by local search (`local_search.py`), the most promising ones longest
+    3. the results and the named schedules are simulated exactly; the one that ends soonest wins
 
-The same arguments give the same table everywhere: steps are counted, not timed.
+Equal arguments give an equal table on every machine: the search counts steps, not seconds.
 """
 
 from __future__ import annotations
@@ -47,11 +47,11 @@ from graphpp.schedules.table.schedule import Schedule
 Found = tuple[Problem, EvaluatedOrder]
 
 _EFFORT, _MOST_STEPS = 2_200_000, 10_000
-"""Steps times forwards, a few seconds of search; and the most steps, since small problems need less."""
+"""Search steps times forwards, which take a few seconds; and the most steps, since small problems need fewer."""
 _ROUNDS = (6, 3, 1)
-"""How many go on in each round; all rounds take the same number of steps."""
+"""The number of solutions that continue in each round; all rounds take the same number of steps."""
 _FILLED, _WINDOWS = 16, (3, 8)
-"""How many solutions get their waits filled, and how far down the list is looked for what fills them."""
+"""The number of solutions whose waits are filled, and the numbers of operations that `fill_waits` looks at."""
 
 
 def schedule_auto(
@@ -67,11 +67,11 @@ def schedule_auto(
 ) -> Schedule:
     """Search the best order of F, B, I and W for these costs under `memory_cap` bytes, for all ranks or one per rank.
 
-    `placement`: "loop" (rank r holds r, r + ranks, ...), "v" (there and back again), a mapping stage -> rank, or None:
-    the better of loop and v. `effort` multiplies the number of search steps; another `seed` takes other steps. Where
-    several tables end first, the one that takes least bytes is chosen. A named schedule that fits is never better.
+    `placement`: "loop" (rank r holds r, r + ranks, ...), "v" (down the ranks and up again), a mapping stage -> rank, or None:
+    the better of loop and v. `effort` multiplies the number of search steps; another `seed` takes other steps. Of several
+    tables that end first, the one with the fewest bytes is returned. No named schedule that fits is better than the result.
 
-    Raises `ScheduleError` where the caps admit nothing, naming the smallest that do, and where counts do not fit.
+    Raises `ScheduleError` if the caps admit no schedule, naming the smallest that do, and for counts that do not fit.
     """
     check_counts(ranks, microbatches)
     caps = caps_of(memory_cap, ranks)
@@ -89,7 +89,7 @@ def schedule_auto(
         starts += [(problem, solution) for solution in _starts(problem, alike, random)]
     for found in _improved(starts, effort, random):
         tables += [schedule_of(*found, name, join=join) for join in (False, True)]
-    if costs.blocking:  # where messages hold ranks up the search only estimates, so more is simulated
+    if costs.blocking:  # the search only estimates blocking messages, so more tables are simulated
         tables += [schedule_of(*found, name, join=True) for found in starts]
     best = _soonest(tables, costs, caps)
     check(best, ranks=ranks, stages=len(costs.stages), microbatches=microbatches)
@@ -97,7 +97,7 @@ def schedule_auto(
 
 
 def _soonest(tables: list[Schedule], costs: Costs, caps: Sequence[float]) -> Schedule:
-    """Of the tables that end first, rounding aside, the one with the least bytes, then with the fewest actions."""
+    """Of the tables that end first, up to rounding, the one with the fewest bytes, then with the fewest actions."""
     timelines = [(simulate(table, costs), table) for table in tables]
     fitting = [(timeline, table) for timeline, table in timelines if _fits(timeline, caps)]
     least = min(timeline.makespan for timeline, _ in fitting) * (1 + 1e-9)
@@ -113,7 +113,7 @@ def _fits(timeline: Timeline, caps: Sequence[float]) -> bool:
 
 
 def _fitting(costs: Costs, microbatches: int, caps: Sequence[float], homes: Sequence[Home]) -> list[Schedule]:
-    """The schedules with a name, and one microbatch after another, that take these counts and fit into memory."""
+    """The named schedules, and one microbatch after the other, that take these counts and fit into memory."""
     ranks = len(caps)
     least = (one_by_one(costs, home, ranks, microbatches) for home in homes)
     tables = [table for table in least if _fits(simulate(table, costs), caps)]
@@ -129,7 +129,7 @@ def _fitting(costs: Costs, microbatches: int, caps: Sequence[float], homes: Sequ
 
 
 def _starts(problem: Problem, tables: Sequence[Schedule], random: Random) -> list[EvaluatedOrder]:
-    """Solutions to begin with, of different values, the best first."""
+    """Solutions to start the search from, with different values, the best first."""
     given = [candidate_of(problem, table) for table in tables]
     known = _best(problem, given, _FILLED)
     for whole in _wholes(problem):
@@ -139,7 +139,7 @@ def _starts(problem: Problem, tables: Sequence[Schedule], random: Random) -> lis
 
 
 def _wholes(problem: Problem) -> list[bytearray]:
-    """Which backwards are whole to begin with: those that take fewer bytes so, and also those that are faster so."""
+    """The backwards that are whole at the start: those that need fewer bytes so; in a second choice also the faster ones."""
     stages = range(problem.stages)
     choices = {tuple(problem.kept[stage] > problem.saved[stage] for stage in stages)}
     choices.add(tuple(problem.prefers_whole(stage) for stage in stages))
@@ -147,7 +147,7 @@ def _wholes(problem: Problem) -> list[bytearray]:
 
 
 def _best(problem: Problem, candidates: Iterable[Candidate], most: int) -> list[EvaluatedOrder]:
-    """The best of the candidates that can run; nothing is looked at any more once one cannot be beaten."""
+    """The best of the candidates that can run; stops at the first one that reaches the lower bound."""
     found: list[EvaluatedOrder] = []
     bound = problem.bound() * (1 + 1e-9)
     for candidate in candidates:
@@ -161,13 +161,13 @@ def _best(problem: Problem, candidates: Iterable[Candidate], most: int) -> list[
 
 
 def _different(solutions: Iterable[EvaluatedOrder], most: int) -> list[EvaluatedOrder]:
-    """The best, one of each makespan and value: what is alike in both is most often the same thing twice."""
+    """The best solutions, one for each pair of makespan and value; solutions equal in both are most often the same table."""
     kept = {(round(each.makespan, 6), round(each.value, 6)): each for each in solutions}
     return [kept[key] for key in sorted(kept)][:most]
 
 
 def _improved(starts: list[Found], effort: float, random: Random) -> list[Found]:
-    """Round by round fewer go on, and for longer. The best comes first."""
+    """In every round fewer solutions are searched, each for longer. The best comes first."""
     found = sorted(starts, key=_end)
     for width in _ROUNDS if found else ():
         found = found[:width]

@@ -1,13 +1,14 @@
-"""Orders to begin with: stable patterns, in which every microbatch goes the same way, one period after the last.
+"""Start orders: stable patterns, in which every microbatch takes the same path, one period after the microbatch before it.
 
 Contract
-    A pattern is a time for each forward and backward; the order on a rank is that of the times. Microbatch m's are those
-    of microbatch 0 and m periods. Within a microbatch each step follows the one before it after a delay that is the
-    same for all steps of a leg, where a leg is one way through all ranks. The delays decide how long activations
-    live, so how many microbatches fit into memory, and where on each rank the gaps are (Qi et al., arXiv:2405.15362,
-    who build such patterns for two stages a rank). 1F1B, ZB-H1, ZBV, V-Half and V-Min are among them.
+    in    a `Problem`, which backwards are whole, and a source of randomness
+    out   candidates of many kinds, the first of which runs one microbatch after the other
 
-Times that are on top of each other do no harm: the order is all that is taken from them.
+A pattern gives a time to each forward and backward, and a rank's order is the order of these times. The times of
+microbatch m are those of microbatch 0 plus m periods. Within a microbatch each step follows the step before it after a
+delay that is equal for all steps of a leg; a leg is one way through all ranks. The delays decide how long activations live,
+hence how many microbatches fit into memory, and where each rank has gaps (Qi et al., arXiv:2405.15362, build such patterns
+for two stages a rank). 1F1B, ZB-H1, ZBV, V-Half and V-Min are among them. Times may coincide, since only their order counts.
 """
 
 from __future__ import annotations
@@ -20,14 +21,14 @@ from graphpp.schedules.search.evaluate_order import Candidate
 from graphpp.schedules.search.problem import Problem
 
 _SLACKS = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0)
-"""What a step may wait, in operations of mean length; halves, so that a pattern of two ranks can take turns."""
+"""Delays of a step, in operations of mean length; halves let a pattern of two ranks alternate."""
 
 _EFFORT, _FEWEST = 120_000, 48
-"""Patterns times forwards, so how many are looked at; and how many are at least."""
+"""Patterns times forwards, which bounds the number of patterns; and the least number of patterns."""
 
 
 def start_patterns(problem: Problem, whole: bytearray, random: Random) -> Iterator[Candidate]:
-    """Candidates of all kinds; among them one that runs a microbatch after the other, so fits wherever one does."""
+    """Candidates of all kinds; one of them runs a microbatch after the other, and so fits into memory if any order does."""
     chunks = -(-problem.stages // problem.ranks)
     unit = problem.period() / (3 * chunks)
     streams = [
@@ -52,7 +53,7 @@ def start_patterns(problem: Problem, whole: bytearray, random: Random) -> Iterat
 
 
 def _order(problem: Problem, stages: Sequence[int], ends: Sequence[float], period: float) -> list[int]:
-    """The forwards and backwards of these stages in the order of their times, then of the data flow."""
+    """The forwards and backwards of these stages in the order of their times, and of the data flow for equal times."""
     timed = []
     for step, which in enumerate(_path(problem)):
         if which % problem.stages in stages:
@@ -62,12 +63,12 @@ def _order(problem: Problem, stages: Sequence[int], ends: Sequence[float], perio
 
 
 def _path(problem: Problem) -> list[int]:
-    """The way of a microbatch: its forwards 0..S-1, then its backwards S..2S-1 from the last stage down."""
+    """The path of a microbatch: its forwards 0..S-1, then its backwards S..2S-1 from the last stage down."""
     return [*range(problem.stages), *range(2 * problem.stages - 1, problem.stages - 1, -1)]
 
 
 def _too_much(problem: Problem, ends: Sequence[float], period: float) -> bool:
-    """Whether the activations of a pattern, one microbatch every period, cannot fit into memory."""
+    """True if the activations of a pattern with one microbatch every period cannot fit into memory."""
     alive = [0.0] * problem.ranks
     for stage in range(problem.stages):
         at = stage * problem.microbatches
@@ -77,7 +78,7 @@ def _too_much(problem: Problem, ends: Sequence[float], period: float) -> bool:
 
 
 def _delays(legs: int, random: Random) -> list[tuple[float, ...]]:
-    """All combinations in a random order, or as many random ones as will ever be looked at."""
+    """All combinations of delays in a random order, or 2000 random ones where there are too many; equal delays come first."""
     alike = [(slack,) * legs for slack in _SLACKS]
     if legs <= 4:
         every = list(product(_SLACKS, repeat=legs))
@@ -87,7 +88,7 @@ def _delays(legs: int, random: Random) -> list[tuple[float, ...]]:
 
 
 def _longer(problem: Problem) -> Iterator[float]:
-    """Periods: first that of one microbatch after the other, then those in between."""
+    """Longer periods: first the one that runs a microbatch after the other, then those in between."""
     way = sum(problem.took[:: problem.microbatches]) + sum(map(abs, problem.lag[:: problem.microbatches]))
     yield way + 1
     period = 1.2 * problem.period()
@@ -97,7 +98,7 @@ def _longer(problem: Problem) -> Iterator[float]:
 
 
 def _ends(problem: Problem, delays: Sequence[float]) -> list[float]:
-    """The ends of microbatch 0's forwards, then its backwards; `delays[leg]` is waited before each step in a leg."""
+    """The ends of microbatch 0's forwards, then of its backwards; `delays[leg]` precedes each step of a leg but the first."""
     stages, microbatches = problem.stages, problem.microbatches
     path = _path(problem)
     ends, now, before = [0.0] * (2 * stages), 0.0, -1
