@@ -150,11 +150,11 @@ def on(batch: Batch, device: torch.device) -> Batch:
 def verdict(found: dict[str, tuple[Errors, Errors]], allowed: float) -> int:
     """Print the largest errors, and where graphpp's are above the tolerance; the exit status."""
     failed = False
-    for what in ("loss", "gradient"):
-        pairs = {name: tuple(getattr(errors, what) for errors in pair) for name, pair in found.items()}
+    for figure in ("loss", "gradient"):
+        pairs = {name: tuple(getattr(errors, figure) for errors in pair) for name, pair in found.items()}
         usual = statistics.median(theirs for _, theirs in pairs.values())
         ours, theirs = (max(pair[way] for pair in pairs.values()) for way in range(2))
-        print(f"{what}: largest error of graphpp {ours:.2g}, of torch.compile {theirs:.2g}, median there {usual:.2g}")
+        print(f"{figure}: largest error of graphpp {ours:.2g}, of torch.compile {theirs:.2g}, median there {usual:.2g}")
         for name, pair in pairs.items():
             if not pair[0] <= allowed * max(pair[1], usual):
                 failed = True

@@ -49,7 +49,7 @@ class Record:
     """One line: milliseconds of both contenders, their ratio, and the optimistic and rolled-back steps over all ranks."""
 
     optimizer: str
-    what: str
+    case: str
     synchronous: float
     validated: float
     ratio: float
@@ -99,9 +99,9 @@ def main() -> None:
     bench = Bench.of(option.dim, device)
     norm = bench.pipe.clip_grad_norm_(1e9).item()
     records = [
-        measured(bench, optimizer, what, norm, option)
+        measured(bench, optimizer, case, norm, option)
         for optimizer in option.optimizers
-        for what in ("plain", "late", "clipped", "step")
+        for case in ("plain", "late", "clipped", "step")
     ]
     if RANK == 0:
         Console(width=120).print(shown(records))
@@ -121,9 +121,9 @@ def options() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def measured(bench: Bench, name: str, what: str, norm: float, option: argparse.Namespace) -> Record:
+def measured(bench: Bench, name: str, case: str, norm: float, option: argparse.Namespace) -> Record:
     """One line of the table; three rounds warm up."""
-    max_norm = 0.95 * norm if what == "clipped" else 1e9
+    max_norm = 0.95 * norm if case == "clipped" else 1e9
     params = list(bench.pipe.parameters())
     optimizer, other = OPTIMIZERS[name](params), OPTIMIZERS[name](params)
     validation = graphpp.PostValidation(bench.pipe, other, max_norm)
@@ -133,9 +133,9 @@ def measured(bench: Bench, name: str, what: str, norm: float, option: argparse.N
         optimizer.step()
 
     def contender(end: Callable[[], object]) -> Contender:
-        if what == "step":
+        if case == "step":
             return Contender(lambda: bench.train(end), bench.forget_gradients)
-        return Contender(late(end, option.late) if what == "late" and RANK == 0 else end, bench.give_gradients)
+        return Contender(late(end, option.late) if case == "late" and RANK == 0 else end, bench.give_gradients)
 
     both = {"synchronous": contender(synchronous), "validated": contender(validation.step)}
     found = {way: samples[3:] for way, samples in alternate(both, option.rounds + 3, bench.batch[0].device).items()}
@@ -144,7 +144,7 @@ def measured(bench: Bench, name: str, what: str, norm: float, option: argparse.N
         dist.all_reduce(counts)
     milliseconds = [1e3 * medians(samples).seconds for samples in found.values()]
     ratio = median_ratio(found["validated"], found["synchronous"])
-    return Record(name, what, *milliseconds, ratio, *map(int, counts.tolist()))
+    return Record(name, case, *milliseconds, ratio, *map(int, counts.tolist()))
 
 
 def late(end: Callable[[], object], milliseconds: float) -> Callable[[], object]:
@@ -157,11 +157,11 @@ def late(end: Callable[[], object], milliseconds: float) -> Callable[[], object]
 
 def shown(records: list[Record]) -> Table:
     table = Table(title=f"{RANKS} ranks: ms of the slowest rank", title_justify="left")
-    for column in ("optimizer", "what", "synchronous", "validated", "ratio", "taken ahead", "taken back"):
-        table.add_column(column, justify="left" if column in ("optimizer", "what") else "right")
+    for column in ("optimizer", "case", "synchronous", "validated", "ratio", "taken ahead", "taken back"):
+        table.add_column(column, justify="left" if column in ("optimizer", "case") else "right")
     for record in records:
         figures = (f"{record.synchronous:.2f}", f"{record.validated:.2f}", f"{record.ratio:.2f}")
-        table.add_row(record.optimizer, record.what, *figures, str(record.taken), str(record.rolled_back))
+        table.add_row(record.optimizer, record.case, *figures, str(record.taken), str(record.rolled_back))
     return table
 
 

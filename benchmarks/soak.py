@@ -127,7 +127,7 @@ def gathered(notes: Sequence[Note]) -> list[list[list[float]]]:
 
 def table(everyone: Sequence[Sequence[Note]], every: int) -> Table:
     """About twenty of the notes, the ranks next to each other."""
-    shown = Table(title=f"{RANKS} ranks: what each holds", title_justify="left")
+    shown = Table(title=f"{RANKS} ranks: the state of each", title_justify="left")
     shown.add_column("step", justify="right")
     for name in asdict(BOUNDS):
         shown.add_column(name, justify="right")

@@ -74,7 +74,7 @@ def options() -> argparse.Namespace:
     parser.add_argument("--dims", type=int, nargs="+", default=[64, 256, 512])
     parser.add_argument("--schedules", nargs="+", default=["1F1B", "Interleaved1F1B"], choices=list(TORCH))
     parser.add_argument("--backends", nargs="+", default=["eager"], choices=BACKENDS)
-    parser.add_argument("--others", nargs="*", default=["torch", "plain"], choices=OTHERS, help="contenders beside graphpp")
+    parser.add_argument("--others", nargs="*", default=["torch", "plain"], choices=OTHERS, help="contenders besides graphpp")
     add_sizes(parser)
     parser.add_argument("--dropout", type=float, default=0.1, help="of gpt2")
     parser.add_argument("--rounds", type=int, default=9)
