@@ -7,14 +7,14 @@
 #   make models                   run the models of tests/zoo and write docs/models.md
 #   make options                  write docs/options.md from the declarations of the options
 #   make compat TORCH=2.15.0      the tests in a second environment, with that version of PyTorch
-#   make clean                    remove what these made
+#   make clean                    remove the files that these targets made
 #
 # Variables: PYTHON (python3), VENV (.venv), TORCH (2.13.0), RANKS (2), DEMO_ARGS, PYTEST_ARGS.
 #
-# PyTorch: one that can already be imported stays, be it in VENV or the machine's own. Else torch==$(TORCH) is asked
-# for by its plain version: pip takes a build for CPUs ("+cpu" sorts above the plain version) from whatever index or
-# folder the machine has configured (PIP_EXTRA_INDEX_URL, PIP_FIND_LINKS, pip.conf), and the registry's own build, which
-# runs without a GPU as well, where none is configured. So nothing here has to name a server.
+# PyTorch: a torch that can already be imported is kept, in VENV or from the machine's own packages. Otherwise the set-up asks
+# pip for torch==$(TORCH) by its plain version. pip then takes a build for CPUs ("+cpu" sorts above the plain version) from an
+# index or folder that the machine has configured (PIP_EXTRA_INDEX_URL, PIP_FIND_LINKS, pip.conf); without such a
+# configuration it takes the registry's own build, which runs without a GPU as well. So no server is named here.
 
 SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
@@ -67,7 +67,7 @@ clean:
 
 setup: $(READY)
 
-# EXACT (compat) wants just that version: then the machine's own torch is not looked at.
+# EXACT (compat) asks for exactly the version TORCH: the machine's own torch is then ignored.
 $(READY): pyproject.toml Makefile
 	@fail() { echo "set-up: $$*" >&2; exit 1; }
 	supported() { "$$1" -c 'import torch, re; v = re.match(r"(\d+)\.(\d+)", torch.__version__)
