@@ -63,7 +63,7 @@ class Variant:
         return [wiring for phase, wiring in self.wirings.items() if phase.is_backward]
 
     def read_after(self, phase: Phase) -> frozenset[str]:
-        """Names of the saved values that a backward phase after `phase` reads: after I, those that W reads."""
+        """Names of the saved values that a backward phase after `phase` reads: after I, the values that W reads."""
         later = self.wirings.get(Phase.WEIGHT_GRAD) if phase is Phase.INPUT_GRAD else None
         return frozenset(name for _, name in later.saved) if later is not None else frozenset()
 
@@ -126,7 +126,7 @@ class GraphStage:
     def _step_invariants(
         self, wiring: Wiring | None, known: dict[Any, Mapping[str, torch.Tensor]]
     ) -> Mapping[str, torch.Tensor]:
-        """The values that a variant computes once per step; `known`: those of variants with the same program text."""
+        """The values that a variant computes once per step; `known`: the values of variants with the same program text."""
         if wiring is None:
             return {}
         item = wiring.program
