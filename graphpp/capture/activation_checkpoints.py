@@ -34,7 +34,7 @@ _KEY = "graphpp.checkpoint"
 
 @dataclass
 class CheckpointedCalls:
-    """The checkpointed calls of one capture: how many, and the policies of those that save a selection."""
+    """The checkpointed calls of one capture: their number, and the policies of the selective ones by call number."""
 
     calls: int = 0
     policies: dict[int, Policy] = field(default_factory=dict)
@@ -42,7 +42,7 @@ class CheckpointedCalls:
 
     @contextlib.contextmanager
     def call(self) -> Iterator[None]:
-        """Around the forward of a checkpointed call."""
+        """Open around the forward of a checkpointed call: numbers the call and marks its operations."""
         outermost = self._depth == 0
         self.calls, self._depth = self.calls + outermost, self._depth + 1
         try:
@@ -52,26 +52,26 @@ class CheckpointedCalls:
             self._depth -= 1
 
     def select(self, policy: Policy) -> None:
-        """The call that has just begun saves what `policy` says."""
+        """Note the policy of the selective checkpoint that has just begun; a nested call's policy is ignored."""
         if self._depth == 1:
             self.policies[self.calls - 1] = policy
 
     def run(self, function: Callable[..., Any], keep_random_state: bool, *args: Any) -> Any:
-        """A reentrant checkpoint: the same numbers, and no gradient where eager has none."""
-        reached = any(isinstance(arg, torch.Tensor) and arg.requires_grad for arg in args)
-        with self.call() if reached and torch.is_grad_enabled() else torch.no_grad():
+        """Run a reentrant checkpoint: as in eager, without gradients unless an argument requires grad."""
+        requires_grad = any(isinstance(arg, torch.Tensor) and arg.requires_grad for arg in args)
+        with self.call() if requires_grad and torch.is_grad_enabled() else torch.no_grad():
             return function(*args)
 
 
 @contextlib.contextmanager
 def record_checkpoints(checkpoints: CheckpointedCalls) -> Iterator[None]:
-    """While open, checkpointed calls mark what they run."""
+    """While open, the operations of checkpointed calls are marked, and their policies noted in `checkpoints`."""
     with aot.checkpoints_replaced(checkpoints.run, checkpoints.call, checkpoints.select):
         yield
 
 
 def mark_checkpoints(graph: fx.Graph, checkpoints: CheckpointedCalls) -> None:
-    """Write the marks on the nodes of the joint trace; calls are numbered in the order of their first operation."""
+    """Write the marks into the metadata of the joint trace's forward; calls are numbered by their first operation's order."""
     numbers: dict[int, int] = {}
     for node in graph.nodes:
         call = (node.meta.get("custom") or {}).get(_KEY)
@@ -81,46 +81,47 @@ def mark_checkpoints(graph: fx.Graph, checkpoints: CheckpointedCalls) -> None:
 
 
 def _saves(policy: Policy, node: fx.Node) -> bool:
-    """What a policy says about an operation; it sees tensors without data."""
+    """True if the policy saves the operation's value; the policy gets tensors without data."""
     if not isinstance(node.target, aot.Operator) or node.target in aot.UNSELECTED:
         return False
     args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda source: source.meta["val"])
-    said = policy(aot.selective_context(node.meta["val"]), node.target, *args, **kwargs)
-    return said if isinstance(said, bool) else not said.name.endswith("_RECOMPUTE")
+    answer = policy(aot.selective_context(node.meta["val"]), node.target, *args, **kwargs)
+    return answer if isinstance(answer, bool) else not answer.name.endswith("_RECOMPUTE")
 
 
 def count_checkpointed_calls(joint: JointGraph) -> int:
-    """How many checkpointed calls of the model hold."""
+    """The number of the model's checkpointed calls that have an operation in the graph."""
     return len({node.meta["checkpoint"] for node in joint.computed() if "checkpoint" in node.meta})
 
 
 def add_checkpoint_regions(
-    joint: JointGraph, region: RegionOf | None, chosen: MayRecompute
+    joint: JointGraph, region_of: RegionOf | None, may_recompute: MayRecompute
 ) -> tuple[RegionOf | None, MayRecompute]:
-    """The regions that are computed again and what of them: those given, and the model's own where none of these is around.
+    """Extend the regions of `recompute=` by the model's own checkpoints.
 
-    Of a region given and a checkpoint that lie one in the other, the outer one counts.
+    `region_of` maps a node to its region or None, `may_recompute` tells which values of a region may be recomputed. Returns
+    both functions extended. If one of a region and a checkpointed call encloses the other, the outer one counts.
     """
-    around = _around(joint, region) if joint.training else {}
-    if not around:
-        return region, chosen
+    enclosing = _enclosing_regions(joint, region_of) if joint.training else {}
+    if not enclosing:
+        return region_of, may_recompute
 
-    def outer(node: fx.Node) -> Hashable | None:
-        given, own = region(node) if region is not None else None, node.meta.get("checkpoint")
-        inside = own is None or (given is not None and given == around[own])
-        return given if inside else ("checkpoint", own)
+    def extended_region_of(node: fx.Node) -> Hashable | None:
+        region, call = region_of(node) if region_of is not None else None, node.meta.get("checkpoint")
+        outer = call is None or (region is not None and region == enclosing[call])
+        return region if outer else ("checkpoint", call)
 
-    def again(node: fx.Node) -> bool:
-        by_the_model = "checkpoint" in node.meta and not node.meta["kept"]
-        return by_the_model or (region is not None and region(node) is not None and chosen(node))
+    def extended_may_recompute(node: fx.Node) -> bool:
+        by_checkpoint = "checkpoint" in node.meta and not node.meta["kept"]
+        return by_checkpoint or (region_of is not None and region_of(node) is not None and may_recompute(node))
 
-    return outer, again
+    return extended_region_of, extended_may_recompute
 
 
-def _around(joint: JointGraph, region: RegionOf | None) -> dict[int, Hashable | None]:
-    """For each checkpointed call the region given that has all of its operations; None: there is none."""
+def _enclosing_regions(joint: JointGraph, region_of: RegionOf | None) -> dict[int, Hashable | None]:
+    """Checkpointed call -> the region that contains all operations of the call; None if there is no such region."""
     found: dict[int, set[Hashable | None]] = {}
     for node in joint.computed():
         if "checkpoint" in node.meta and not node.meta["backward"]:
-            found.setdefault(node.meta["checkpoint"], set()).add(region(node) if region is not None else None)
-    return {own: next(iter(regions)) if len(regions) == 1 else None for own, regions in found.items()}
+            found.setdefault(node.meta["checkpoint"], set()).add(region_of(node) if region_of is not None else None)
+    return {call: next(iter(regions)) if len(regions) == 1 else None for call, regions in found.items()}

@@ -27,16 +27,16 @@ _REGISTRIES = frozenset(["_parameters", "_buffers", "_modules"])
 
 @dataclass
 class AttributeWrites:
-    """New values of buffers by FQN, as results of their own; tensors in other attributes that were replaced."""
+    """The writes of one forward: new values of buffers by FQN, and the old tensors of other attributes that were replaced."""
 
     buffers: dict[str, torch.Tensor] = field(default_factory=dict)
     replaced: dict[str, torch.Tensor] = field(default_factory=dict)
 
     def refuse_stale(self, constants: Iterable[torch.Tensor]) -> None:
         """Raise `CaptureError` if a replaced tensor is a constant of the graph."""
-        held = {id(constant) for constant in constants}
+        ids = {id(constant) for constant in constants}
         for name, tensor in self.replaced.items():
-            if id(tensor) in held:
+            if id(tensor) in ids:
                 raise CaptureError(
                     f"the forward reads the tensor {name} and replaces it, and it is no buffer: its first value would "
                     "be used in every step. Register it with register_buffer."
@@ -45,7 +45,7 @@ class AttributeWrites:
 
 @contextlib.contextmanager
 def undo_writes(model: nn.Module, writes: AttributeWrites) -> Iterator[None]:
-    """Note in `writes` what the forward inside assigns, and undo it."""
+    """Record in `writes` what the forward inside assigns to attributes, then undo it. Raises `CaptureError` for numbers."""
     with _restoring(model) as before:
         yield
         for module in before:
@@ -54,7 +54,7 @@ def undo_writes(model: nn.Module, writes: AttributeWrites) -> Iterator[None]:
 
 @contextlib.contextmanager
 def refuse_writes(model: nn.Module) -> Iterator[None]:
-    """Refuse tensors that custom Functions replace inside, and undo what they assign."""
+    """Raise `CaptureError` if a custom Function replaces a tensor or changes a number inside; undo its writes."""
     with _restoring(model) as before:
         yield
         for module in before:
@@ -72,14 +72,14 @@ def _restoring(model: nn.Module) -> Iterator[list[_ModuleState]]:
 
 
 class _ModuleState:
-    """What a module had before the forward."""
+    """The attributes, buffers and containers of a module before the forward."""
 
     def __init__(self, name: str, module: nn.Module) -> None:
         self.prefix = f"{name}." if name else ""
         self.module = module
         self.attributes, self.buffers = dict(vars(module)), dict(module._buffers)
-        held = [(key, value) for key, value in vars(module).items() if isinstance(value, list | dict)]
-        self.containers = [_ContainerState(f"{self.prefix}{key}.", value) for key, value in held if key not in _REGISTRIES]
+        pairs = [(key, value) for key, value in vars(module).items() if isinstance(value, list | dict)]
+        self.containers = [_ContainerState(f"{self.prefix}{key}.", value) for key, value in pairs if key not in _REGISTRIES]
 
     def record_writes(self, writes: AttributeWrites) -> None:
         self._refuse_numbers()
@@ -124,18 +124,18 @@ class _ModuleState:
 
 
 class _ContainerState:
-    """A list or dict that a module holds, and what was in it."""
+    """A list or dict among a module's attributes, and its items before the forward."""
 
-    def __init__(self, prefix: str, held: list[Any] | dict[Any, Any]) -> None:
-        self.prefix, self.held = prefix, held
+    def __init__(self, prefix: str, container: list[Any] | dict[Any, Any]) -> None:
+        self.prefix, self.container = prefix, container
         self.before = self.now()
 
     def now(self) -> dict[Any, Any]:
-        return dict(self.held) if isinstance(self.held, dict) else dict(enumerate(self.held))
+        return dict(self.container) if isinstance(self.container, dict) else dict(enumerate(self.container))
 
     def replaced(self) -> dict[str, torch.Tensor]:
-        """The tensors that were replaced; all of a list that has changed, as places in it shift."""
-        now = {} if isinstance(self.held, list) and self._changed() else self.now()
+        """The tensors that were replaced by key; all tensors of a list that has changed, since its indices shift."""
+        now = {} if isinstance(self.container, list) and self._changed() else self.now()
         return {f"{self.prefix}{key}": old for key, old in _replaced_tensors(now, self.before)}
 
     def _changed(self) -> bool:
@@ -145,15 +145,15 @@ class _ContainerState:
     def restore(self) -> None:
         if not self._changed():
             return
-        self.held.clear()
-        if isinstance(self.held, dict):
-            self.held.update(self.before)
+        self.container.clear()
+        if isinstance(self.container, dict):
+            self.container.update(self.before)
         else:
-            self.held.extend(self.before.values())
+            self.container.extend(self.before.values())
 
 
 def _refuse_numbers(prefix: str, now: dict[Any, Any], before: dict[Any, Any]) -> None:
-    """Refuse ints and floats (flags are no numbers) that have become something else."""
+    """Raise `CaptureError` if an int or a float has changed. A bool may change: it is no number here."""
     for key, old in before.items():
         new = now.get(key, old)
         if type(old) in (int, float) and (type(new) is not type(old) or new != old):
@@ -164,18 +164,20 @@ def _refuse_numbers(prefix: str, now: dict[Any, Any], before: dict[Any, Any]) ->
 
 
 def _replaced_tensors(now: dict[Any, Any], before: dict[Any, Any]) -> list[tuple[Any, torch.Tensor]]:
+    """The keys whose tensor is another object now, with the old tensor."""
     pairs = before.items()
     return [(name, old) for name, old in pairs if isinstance(old, torch.Tensor) and now.get(name) is not old]
 
 
 def _new_value(fqn: str, old: torch.Tensor, new: torch.Tensor | None) -> torch.Tensor:
+    """The new value of a buffer. Raises `CaptureError` if it is gone or has another shape or dtype."""
     if new is None or new.shape != old.shape or new.dtype != old.dtype:
         found = "removes it" if new is None else f"assigns {list(new.shape)} {new.dtype}"
         raise CaptureError(
             f"the buffer {fqn} is {list(old.shape)} {old.dtype}, and the forward {found}: "
             "a buffer keeps its shape and dtype from step to step."
         )
-    return new.detach().clone()  # it may be another buffer
+    return new.detach().clone()  # the new value may be another buffer itself
 
 
 def _restore_dict(now: dict[str, Any], before: dict[str, Any]) -> None:

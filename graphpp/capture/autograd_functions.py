@@ -28,14 +28,14 @@ from graphpp._torch import aot
 from graphpp.capture.source_lines import user_frame
 from graphpp.errors import CaptureError
 
-_LIBRARY = torch.library.Library("graphpp", "FRAGMENT")  # the module may be loaded twice in a process
+_LIBRARY = torch.library.Library("graphpp", "FRAGMENT")  # FRAGMENT: this module may be loaded twice in a process
 _LIBRARY.define("function(Tensor[] tensors, int number) -> Tensor[]")
 _OPERATOR = torch.ops.graphpp.function.default
 
 
 @dataclass
 class FunctionCall:
-    """One `apply` in the forward: the Function, its arguments taken apart, and, once it is known, what it returned."""
+    """One `apply` in the forward: the Function, its flattened arguments, the user's line, and, once known, its results."""
 
     function: type
     leaves: Sequence[Any]
@@ -45,25 +45,25 @@ class FunctionCall:
     returned: Any = None
 
     def run(self, tensors: Iterable[torch.Tensor]) -> Any:
-        """Apply the Function to these tensors in place of its own."""
-        given = iter(tensors)
-        leaves = [next(given) if isinstance(leaf, torch.Tensor) else leaf for leaf in self.leaves]
+        """Apply the Function with these tensors in place of the recorded ones; returns the Function's own results."""
+        remaining = iter(tensors)
+        leaves = [next(remaining) if isinstance(leaf, torch.Tensor) else leaf for leaf in self.leaves]
         args, kwargs = aot.tree_unflatten(leaves, self.spec)
         return self.function.apply(*args, **kwargs)  # type: ignore[attr-defined]
 
 
 @dataclass
 class FunctionCalls:
-    """The Functions that one forward applied, in order."""
+    """The custom Functions that one forward applied, in order."""
 
     applied: list[FunctionCall] = field(default_factory=list)
     _inside: bool = False
     _grad_enabled: bool = True
-    _begun: type | None = None
+    _applying: type | None = None
 
     @contextlib.contextmanager
     def inside(self) -> Iterator[None]:
-        """While the forward of one Function runs: others that it applies are a part of it."""
+        """Open while a Function's own forward runs: Functions that it applies belong to it and are not recorded."""
         before, self._inside = self._inside, True
         try:
             yield
@@ -71,29 +71,32 @@ class FunctionCalls:
             self._inside = before
 
     def on_apply(self, function: type) -> None:
-        """A Function is about to run: `apply` switches autograd off for its forward."""
+        """Note, before `apply` runs the forward, the Function and the grad mode, which `apply` then switches off.
+
+        Raises `CaptureError` for a Function in a sub-graph of a higher-order operator.
+        """
         self._grad_enabled = torch.is_grad_enabled()
-        self._begun = function
+        self._applying = function
         if function.__name__ == aot.FUNCTION_OF_A_REGION:
             raise _lost_backward("a custom autograd.Function", user_frame(traceback.extract_stack()))
 
     def forward(self, function: type, own: Callable[..., Any]) -> Callable[..., Any]:
-        """The forward to run in place of a Function's own."""
-        applied, self._begun = self._begun is function, None
-        if not applied or self._inside or function.__module__.startswith(aot.KEPT_FUNCTIONS) or aot.dynamo_is_reading():
+        """The forward that `apply` runs: one that records the call, or the Function's `own` where it is not to be recorded."""
+        is_applied, self._applying = self._applying is function, None
+        if not is_applied or self._inside or function.__module__.startswith(aot.KEPT_FUNCTIONS) or aot.dynamo_is_reading():
             return own
         with_context = function.setup_context is torch.autograd.Function.setup_context  # type: ignore[attr-defined]
 
         @wraps(own)
         def record(*args: Any, **kwargs: Any) -> Any:
             tensors = any(isinstance(leaf, torch.Tensor) for leaf in aot.tree_flatten((args, kwargs))[0])
-            given = args[1:] if with_context else args
-            return self._record(function, given, kwargs) if tensors else own(*args, **kwargs)
+            arguments = args[1:] if with_context else args  # without the context
+            return self._record(function, arguments, kwargs) if tensors else own(*args, **kwargs)
 
         return record
 
     def _record(self, function: type, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """One operator in place of a Function; what it returned, with the operator's results as its tensors."""
+        """Call the operator in place of a Function; returns the Function's results with the operator's tensors in them."""
         leaves, spec = aot.tree_flatten((args, kwargs))
         call = FunctionCall(function, leaves, spec, user_frame(traceback.extract_stack()), self._grad_enabled)
         self.applied.append(call)
@@ -101,7 +104,10 @@ class FunctionCalls:
         return aot.tree_map(lambda leaf: next(results) if isinstance(leaf, torch.Tensor) else leaf, call.returned)
 
     def restore_into(self, module: fx.GraphModule) -> None:
-        """Put the Functions in the place of their operators, in place; raises `CaptureError` where one has none."""
+        """Replace the operators by the Functions' `apply`, in place.
+
+        Raises `CaptureError` for a Function without an operator in the graph: it lies inside a higher-order operator.
+        """
         found = set[int]()
         for node in module.graph.find_nodes(op="call_function", target=_OPERATOR):
             number = int(node.args[1])
@@ -119,18 +125,18 @@ class FunctionCalls:
             raise _lost_backward(f"the custom autograd.Function {first.function.__qualname__}", first.place)
 
     def refuse_side_effects(self, model: nn.Module) -> None:
-        """Raise `CaptureError` where a Function wrote into the model's state or added to a gradient by itself.
+        """Raise `CaptureError` if a Function wrote into the model's state or added to a gradient by itself.
 
-        The model holds tensors made for this capture: whoever writes into one raises its version.
+        The model's tensors are fake ones made for this capture, so a version above 0 means a write.
         """
         state = [*model.named_parameters(), *model.named_buffers()]
         names = ", ".join(dict.fromkeys(map(self._named, range(len(self.applied)))))
         for fqn, tensor in state if self.applied else ():
-            what = "adds to the gradient of" if tensor.grad is not None else "writes into" if tensor._version else ""
-            if what:
+            effect = "adds to the gradient of" if tensor.grad is not None else "writes into" if tensor._version else ""
+            if effect:
                 raise CaptureError(
-                    f"a custom autograd.Function ({names}) {what} {fqn}, which is not among its arguments: the captured graph "
-                    f"would do without it. Pass {fqn} to the Function and return its gradient, or its new value."
+                    f"a custom autograd.Function ({names}) {effect} {fqn}, which is not among its arguments: the captured "
+                    f"graph would do without it. Pass {fqn} to the Function and return its gradient, or its new value."
                 )
 
     def _named(self, number: Any) -> str:
@@ -138,16 +144,16 @@ class FunctionCalls:
         return f"{call.function.__qualname__} at {call.place}"
 
 
-def _lost_backward(what: str, place: str) -> CaptureError:
-    """The error for a Function that the exported graph has swallowed."""
+def _lost_backward(function: str, place: str) -> CaptureError:
+    """The error for a Function inside a sub-graph, whose backward the exported graph has lost."""
     return CaptureError(
-        f"{what} is applied at {place} inside a region that is one operator in the graph (a branch of torch.cond, a loop): its "
-        "backward would be lost there. Apply it outside of the region."
+        f"{function} is applied at {place} inside a region that is one operator in the graph (a branch of torch.cond, a loop): "
+        "its backward would be lost there. Apply it outside of the region."
     )
 
 
 class _FunctionModule(nn.Module):
-    """An `apply` as a module of the exported graph; returns the tensors among its results."""
+    """A recorded `apply` as a module of the exported graph; returns the tensors among the Function's results."""
 
     def __init__(self, call: FunctionCall) -> None:
         super().__init__()
@@ -164,7 +170,7 @@ _current: ContextVar[FunctionCalls] = ContextVar("functions of the capture that 
 
 @contextlib.contextmanager
 def record_functions(functions: FunctionCalls) -> Iterator[None]:
-    """While open, every Function that is applied is recorded here, and the operator stands for it."""
+    """While open, every applied Function is recorded in `functions`, and the trace has an operator in its place."""
     token = _current.set(functions)
     try:
         with aot.functions_watched(functions.on_apply, functions.forward):
@@ -174,7 +180,7 @@ def record_functions(functions: FunctionCalls) -> Iterator[None]:
 
 
 def _fake(tensors: Sequence[torch.Tensor], number: int) -> list[torch.Tensor]:
-    """The shapes of the results: the Function's own forward on tensors without data."""
+    """The operator's results without data: the Function's own forward on fake tensors gives their shapes."""
     functions = _current.get()
     call = functions.applied[number]
     with torch.no_grad(), functions.inside():

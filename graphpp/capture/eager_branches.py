@@ -1,9 +1,9 @@
-"""What a model is told when it asks whether it is being traced: no, so that the code of eager is what is captured.
+"""Capture the branches that a model takes in eager: tell the model that it is not being traced.
 
-Contract: models ask `torch.compiler.is_compiling()` and `is_exporting()` and then take other branches, for shapes that vary
-or for a compiler: other kernels, other last bits. A capture has one set of shapes and wants eager's numbers. While
-`answer_as_eager` is open the model's own code is answered False, torch's code the truth; `TracingQueries.any` says whether the
-answer can have mattered.
+Contract: some models ask `torch.compiler.is_compiling()` or `is_exporting()` and take another branch for varying shapes or
+for a compiler, with other kernels and other last bits. A capture has one set of shapes and must have eager's numbers. While
+`answer_as_eager` is open, the model's own code gets False and torch's code gets the true answer. `TracingQueries.any` tells
+whether the model's own code has asked at all.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ _LOG = logging.getLogger(aot.FAKE_LOG)
 
 @dataclass
 class TracingQueries:
-    """Whether the model's own code asked."""
+    """Answers `is_compiling()` and `is_exporting()`; `any` becomes True when the model's own code asks."""
 
     any: bool = False
 
     def answer_for(self, truth: Callable[[], bool]) -> Callable[[], bool]:
-        """What to answer in place of `truth`."""
+        """A function to replace `truth`: False for the model's own code, the truth for torch."""
 
         def answer() -> bool:
             code = sys._getframe(1).f_code
-            # TorchScript asks from C++, which has no frame of its own: code that asks by itself has the name in it.
+            # TorchScript asks from C++ without a Python frame; code that asks by itself has the function's name in it.
             if not is_user_file(code.co_filename) or truth.__name__ not in (*code.co_names, *code.co_consts):
                 return truth()
             self.any = True
@@ -45,7 +45,7 @@ class TracingQueries:
 
 @contextlib.contextmanager
 def answer_as_eager(queries: TracingQueries) -> Iterator[None]:
-    """Trace what runs inside as if it ran in eager. Torch logs nothing: where it fails, something else is tried."""
+    """Answer the model as in eager. Torch logs no failures meanwhile, because `trace.py` then traces without this."""
     compiling, exporting = torch.compiler.is_compiling, torch.compiler.is_exporting
     before = _LOG.level
     _LOG.setLevel(logging.CRITICAL)

@@ -1,8 +1,8 @@
-"""Inline regions: `with torch.autocast(...)` and `with torch.no_grad()` inside the model; and drop what is only checked.
+"""Inline the regions of `with torch.autocast(...)` and `with torch.no_grad()` of an exported model; drop checks of values.
 
-Contract: export wraps such a region into a sub-graph behind a higher-order operator; run as it is, every operation inside
-loses its module call and its source line. Afterwards the operations stand in the graph itself, with their metadata, between
-nodes that enter and leave the mode. Nested regions are inlined too.
+Contract: export wraps such a region into a sub-graph behind a higher-order operator. Traced in that form, each operation of
+the region loses its module call and its source line. `inline_modes` moves the operations into the graph itself, with their
+metadata, between a node that enters the mode and a node that leaves it. Nested regions are inlined too.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from graphpp._torch import aot
 
 
 def inline_modes(module: fx.GraphModule, grad_enabled: bool) -> fx.GraphModule:
-    """Inline every autocast and grad-mode region of `module`, in place; `grad_enabled` holds around it."""
+    """Inline every autocast and grad-mode region of `module`, in place; `grad_enabled` is the grad mode around the module."""
     for node in list(module.graph.nodes):
         if node.op != "call_function":
             continue
@@ -34,7 +34,7 @@ def inline_modes(module: fx.GraphModule, grad_enabled: bool) -> fx.GraphModule:
 
 
 def run_under_autocast(module: fx.GraphModule, device_type: str) -> None:
-    """Let `module` run under the autocast that is on now, in place: its backward then runs without, as torch advises."""
+    """Run all of `module` under the present autocast, in place. Its backward then runs without autocast, as torch advises."""
     first = next(node for node in module.graph.nodes if node.op not in ("placeholder", "get_attr"))
     dtype, cached = torch.get_autocast_dtype(device_type), torch.is_autocast_cache_enabled()
     with module.graph.inserting_before(first):
@@ -45,9 +45,9 @@ def run_under_autocast(module: fx.GraphModule, device_type: str) -> None:
 
 
 def drop_value_checks(module: fx.GraphModule) -> None:
-    """Remove checks of values (`torch._check`), in place, and the numbers and sizes only they read.
+    """Remove checks of values (`torch._check`), in place, and the numbers and sizes that only the checks read.
 
-    No more than that: `batch_norm` writes its statistics though its schema does not say so.
+    All other unread nodes stay: `batch_norm` writes its statistics although its schema does not say so.
     """
     for node in reversed(list(module.graph.nodes)):
         if node.op == "call_function" and not node.users and (_checks(node.target) or _is_unknown(node)):
@@ -56,14 +56,14 @@ def drop_value_checks(module: fx.GraphModule) -> None:
 
 
 def _checks(target: Any) -> bool:
-    """Whether an operator returns nothing and writes nothing."""
+    """True for an operator of torch that returns nothing and writes nothing."""
     schema = getattr(target, "_schema", None)
-    own = getattr(target, "namespace", "") in ("aten", "prims")  # a custom operator may do something that no one reads
-    return own and schema is not None and not schema.returns and not schema.is_mutable
+    of_torch = getattr(target, "namespace", "") in ("aten", "prims")  # custom operators may have effects beyond their schema
+    return of_torch and schema is not None and not schema.returns and not schema.is_mutable
 
 
 def _is_unknown(node: fx.Node) -> bool:
-    """Whether a value is a number, or has a size, that the trace does not know."""
+    """True if a value is a number, or has a size, that depends on the data."""
     value = node.meta.get("val")
     numbers = value.shape if isinstance(value, torch.Tensor) else (value,)
     return any(isinstance(number, torch.SymInt | torch.SymFloat | torch.SymBool) for number in numbers)
@@ -71,7 +71,7 @@ def _is_unknown(node: fx.Node) -> bool:
 
 @dataclass(frozen=True)
 class _ModeRegion:
-    """A region: `enter(graph)` inserts the node that enters its mode, `leave(graph, entered)` the one that leaves it."""
+    """A region: `enter(graph)` inserts the node that enters its mode, `leave(graph, entered)` the node that leaves it."""
 
     body: fx.Node
     operands: Sequence[fx.Node]
@@ -101,6 +101,7 @@ def _grad_mode(inside: bool, outside: bool, body: fx.Node, operands: Sequence[fx
 
 
 def _inline(module: fx.GraphModule, call: fx.Node, region: _ModeRegion) -> None:
+    """Copy a region's body into the graph of `module` in place of its call."""
     inner: Any = module.get_submodule(str(region.body.target))
     body = inline_modes(inner, region.grad_enabled)
     inputs = body.graph.find_nodes(op="placeholder")
@@ -120,7 +121,7 @@ def _inline(module: fx.GraphModule, call: fx.Node, region: _ModeRegion) -> None:
 
 
 def _replace(graph: fx.Graph, call: fx.Node, results: Any) -> None:
-    """Put the results of an inlined body where those of its call were read."""
+    """Let the users of the call read the inlined body's results, and erase the call."""
     for user in list(call.users):
         if user.target is operator.getitem:
             user.replace_all_uses_with(results[user.args[1]])

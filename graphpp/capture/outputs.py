@@ -1,4 +1,4 @@
-"""Results put back together: an evaluation's outputs from the leaves of its microbatches, reported numbers averaged."""
+"""Merge the outputs of an evaluation's microbatches into the model's output, and average reported numbers over microbatches."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from graphpp.runtime import program
 
 
 def check_output_leaves(captured: CapturedGraph) -> None:
-    """Raise `CaptureError` where the model's output hides tensors from torch's pytree: they could not be given back."""
+    """Raise `CaptureError` if an object in the model's output hides tensors from torch's pytree: no graph could return them."""
     for leaf in captured.output_leaves:
         if leaf is not TENSOR_LEAF and not is_plain_data(leaf):
             kind = type(leaf).__qualname__
@@ -25,7 +25,7 @@ def check_output_leaves(captured: CapturedGraph) -> None:
 
 
 def check_mergeable(captured: Sequence[CapturedGraph], sizes: Sequence[int | None]) -> None:
-    """Raise `BatchError` where the outputs of microbatches of several shapes cannot be put together; `sizes` are their rows."""
+    """Raise `BatchError` if the outputs of microbatches of different shapes cannot be merged; `sizes` are their batch sizes."""
     shapes = [_output_shapes(each) for each in captured]
     for index, each in enumerate(zip(*shapes, strict=True)):
         rows = all(shape and shape[0] == size for shape, size in zip(each, sizes, strict=True))
@@ -50,12 +50,12 @@ def _remedy(leaf: object) -> str:
 def merge_outputs(
     captured: CapturedGraph, outputs: Sequence[Mapping[int, torch.Tensor]], sizes: Sequence[int | None]
 ) -> Any:
-    """The model's output for the whole batch from its leaves per microbatch; `sizes` are the microbatches' batch sizes."""
+    """The model's output for the whole batch. `outputs`: microbatch -> output tensors by index; `sizes`: their batch sizes."""
     leaves: list[Any] = []
     index = 0
     for leaf in captured.output_leaves:
         if leaf is TENSOR_LEAF:
-            leaves.append(_merge_leaf([part[index] for part in outputs], sizes))
+            leaves.append(_merge_leaf([output[index] for output in outputs], sizes))
             index += 1
         else:
             leaves.append(leaf)
@@ -63,16 +63,16 @@ def merge_outputs(
     return aot.tree_unflatten(leaves, captured.output_spec)
 
 
-def _merge_leaf(parts: list[torch.Tensor], sizes: Sequence[int | None]) -> torch.Tensor:
-    """Of one microbatch as it is; joined along the batch dimension; a 0-dim floating value averaged; others stacked."""
-    if len(parts) == 1:
-        return parts[0]
-    if all(part.dim() and len(part) == size for part, size in zip(parts, sizes, strict=True)):
-        return torch.cat(parts)
-    stacked = torch.stack(parts)
+def _merge_leaf(values: list[torch.Tensor], sizes: Sequence[int | None]) -> torch.Tensor:
+    """One tensor for all microbatches: concatenated along the batch dimension, averaged if 0-dim and floating, else stacked."""
+    if len(values) == 1:
+        return values[0]
+    if all(value.dim() and len(value) == size for value, size in zip(values, sizes, strict=True)):
+        return torch.cat(values)
+    stacked = torch.stack(values)
     return stacked.mean() if stacked.dim() == 1 and stacked.is_floating_point() else stacked
 
 
 def mean_metrics(metrics: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Each number's mean over the microbatches; counts and flags as float32."""
+    """The mean of each reported number over the microbatches, 0-dim; integers and bools are averaged as float32."""
     return {name: (each if each.is_floating_point() else each.float()).mean() for name, each in metrics.items()}

@@ -26,7 +26,7 @@ from graphpp.errors import CaptureError
 
 @contextlib.contextmanager
 def refuse_outside_state() -> Iterator[None]:
-    """Watch a trace for what it takes from outside."""
+    """Raise `CaptureError` for gradients taken inside and, on closing, for draws from Python's or NumPy's generators."""
     with aot.backward_replaced(_no_backward), aot.distributions_unchecked(), refuse_draws():
         yield
 
@@ -41,9 +41,9 @@ def _no_backward(*args: Any, **kwargs: Any) -> NoReturn:
 
 @contextlib.contextmanager
 def refuse_draws(*roots: Any) -> Iterator[None]:
-    """Raise if a generator has moved: Python's and NumPy's global ones, or one that a module under `roots` holds.
+    """Raise `CaptureError` on closing if a generator's state has changed, and restore all states.
 
-    All are as before afterwards.
+    The generators are Python's and NumPy's global ones, and those in attributes of the modules under `roots`.
     """
     before = [(generator, generator.state()) for generator in _generators(roots)]
     drawn = []
@@ -62,7 +62,7 @@ def refuse_draws(*roots: Any) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class _RandomState:
-    """A generator of random numbers: what messages call it, and how its state is read and set."""
+    """A generator of random numbers: its name in messages, and functions that read and set its state."""
 
     name: str
     state: Callable[[], Any]
@@ -81,7 +81,7 @@ def _generators(roots: tuple[Any, ...]) -> Iterator[_RandomState]:
 
 
 def _random_state_of(name: str, value: Any, numpy: Any) -> Iterator[_RandomState]:
-    """The generator that an attribute is, if it is one whose state can be read."""
+    """The generator in an attribute, if the attribute is one of Python or NumPy with a readable state."""
     if isinstance(value, random.Random) and not isinstance(value, random.SystemRandom):
         yield _RandomState(name, value.getstate, value.setstate)
     elif numpy is not None and isinstance(value, numpy.RandomState):
@@ -92,7 +92,7 @@ def _random_state_of(name: str, value: Any, numpy: Any) -> Iterator[_RandomState
 
 
 def _equal_states(now: Any, before: Any) -> bool:
-    """Whether two states, tuples or dicts of numbers and arrays, are equal."""
+    """True if two states, which are nested tuples or dicts of numbers and arrays, are equal."""
     if isinstance(now, dict):
         return all(_equal_states(now[key], value) for key, value in before.items())
     if isinstance(now, tuple):
@@ -102,7 +102,7 @@ def _equal_states(now: Any, before: Any) -> bool:
 
 
 def refuse_generators(graph: fx.Graph) -> None:
-    """Refuse operators that draw from a generator that is passed to them."""
+    """Raise `CaptureError` if an operator of the graph draws from a generator that is passed to it."""
     for node in graph.nodes:
         if node.kwargs.get("generator") is not None:
             line = source_line(node.meta.get("stack_trace") or "") or "the loss"

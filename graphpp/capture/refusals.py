@@ -13,7 +13,7 @@ trace as a `refuse_...` function that `trace.capture` calls. Each raises `Captur
 
 A refusal that needs the state of another mechanism stands beside it: writes to attributes and numbers in
 `attribute_writes.py`, side effects of custom Functions in `autograd_functions.py`, random numbers and inner gradients in
-`outside_state.py`, in-place writes into parameters and a loss without parameters in `roles.py`, a loss that is no scalar in
+`outside_state.py`, in-place writes into parameters and a loss that depends on no parameter in `roles.py`, a loss that is no scalar in
 `trace.py`, outputs that hide tensors in `outputs.py`, arguments of `graphpp.compile` in `check_arguments.py`.
 
 While `refuse_during_trace` is open, `torch.inference_mode` acts as `torch.no_grad` and reading `.data` as `detach()`, with
@@ -41,7 +41,7 @@ from graphpp.runtime.model_state import own_tensors
 
 
 def check_model(model: nn.Module) -> None:
-    """Refuse what is wrong about the parameters before anything is traced."""
+    """Raise `CaptureError` for modules, hooks and shared memory that no capture can take, before the trace."""
     check_modules(model)
     _refuse_hooks(model)
     _refuse_shared_memory(model)
@@ -49,7 +49,7 @@ def check_model(model: nn.Module) -> None:
 
 @contextlib.contextmanager
 def refuse_during_trace() -> Iterator[None]:
-    """Refuse what the forward does that a trace would lose."""
+    """While open, raise `CaptureError` when the user's code does something to tensors that a trace would lose."""
     inference = torch.inference_mode
     patches = (
         (torch.Tensor, "register_hook", _refuse_hook),
@@ -67,10 +67,13 @@ def refuse_during_trace() -> Iterator[None]:
 
 
 def refuse_foreign_leaves(constants: Iterable[torch.Tensor]) -> None:
-    """Refuse tensors that the graph reads as constants and eager would train. A trace keeps them detached, in their memory."""
-    held = {tensor.data_ptr() for tensor in constants if tensor.is_floating_point() and tensor.numel()}
-    for leaf in gc.get_objects() if held else ():
-        if type(leaf) in (torch.Tensor, nn.Parameter) and leaf.requires_grad and leaf.data_ptr() in held:
+    """Raise `CaptureError` if the graph reads, as a constant, a tensor that requires grad and is no parameter of the model.
+
+    The constant is a detached alias, so the tensor that requires grad is found by its address.
+    """
+    addresses = {tensor.data_ptr() for tensor in constants if tensor.is_floating_point() and tensor.numel()}
+    for leaf in gc.get_objects() if addresses else ():
+        if type(leaf) in (torch.Tensor, nn.Parameter) and leaf.requires_grad and leaf.data_ptr() in addresses:
             raise CaptureError(
                 f"the model or the loss reads a tensor of shape {list(leaf.shape)} that requires grad and is no parameter of "
                 "the model: it would get no gradient. Assign it to a module as an nn.Parameter (not within a list or dict)."
@@ -78,7 +81,7 @@ def refuse_foreign_leaves(constants: Iterable[torch.Tensor]) -> None:
 
 
 def check_modules(model: nn.Module) -> None:
-    """Refuse modules that no trace can take."""
+    """Raise `CaptureError` for TorchScript and lazy modules, sparse gradients, backward hooks and unlisted tensors."""
     for fqn, module in model.named_modules():
         name = f"the module {fqn}" if fqn else "the model"
         if isinstance(module, torch.jit.ScriptModule):
@@ -99,7 +102,7 @@ def check_modules(model: nn.Module) -> None:
 
 
 def _refuse_unlisted(model: nn.Module) -> None:
-    """Refuse parameters and buffers that the model's own lists leave out: they would have no name."""
+    """Raise `CaptureError` for tensors that an override of `named_parameters` leaves out: they would have no FQN."""
     listed = {id(tensor) for tensor in (*model.parameters(), *model.buffers())}
     for fqn, module in model.named_modules():
         for name, tensor in own_tensors(module):
@@ -112,6 +115,7 @@ def _refuse_unlisted(model: nn.Module) -> None:
 
 
 def _refuse_hooks(model: nn.Module) -> None:
+    """Raise `CaptureError` for gradient hooks on parameters."""
     for fqn, parameter in model.named_parameters():
         if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
             raise CaptureError(
@@ -121,6 +125,7 @@ def _refuse_hooks(model: nn.Module) -> None:
 
 
 def _refuse_shared_memory(model: nn.Module) -> None:
+    """Raise `CaptureError` if two parameters have one address."""
     found: dict[int, str] = {}
     for fqn, parameter in model.named_parameters():
         if parameter.is_meta or type(parameter) is not nn.Parameter or not parameter.numel():
@@ -134,26 +139,26 @@ def _refuse_shared_memory(model: nn.Module) -> None:
 
 
 def refuse_unknown_numbers(graph: fx.Graph, loss: Any) -> None:
-    """Refuse numbers and sizes that only the data decides: `.item()`, `nonzero`, indexing with a mask.
+    """Raise `CaptureError` for numbers and sizes that depend on the data: `.item()`, `nonzero`, indexing with a mask.
 
-    The trace knows the lines of forwards; what has none stands in the loss or in a function that it or a forward calls.
+    The trace keeps source lines of forwards only: a node without one belongs to the loss or a function called from it.
     """
     code = getattr(loss, "__code__", None)
-    outside = f"the loss ({code.co_filename}:{code.co_firstlineno})" if code is not None else "the loss"
+    loss_line = f"the loss ({code.co_filename}:{code.co_firstlineno})" if code is not None else "the loss"
     for node in graph.nodes:
         value, line = node.meta.get("val"), source_line(node.meta.get("stack_trace") or "")
         numbers = value.shape if isinstance(value, torch.Tensor) else (value,)
         if any(isinstance(number, torch.SymInt | torch.SymFloat | torch.SymBool) for number in numbers):
             raise CaptureError(
                 "a number or a size that only the data decides is used at "
-                f"{line or outside}, by {node.target}: a captured graph has one set of shapes. Write "
+                f"{line or loss_line}, by {node.target}: a captured graph has one set of shapes. Write "
                 ".item(), nonzero() or indexing with a mask as tensor operations (torch.where, multiplication with the "
                 "mask), or compute it outside and pass it in."
             )
 
 
 def refuse_mixed_products(joint: JointGraph) -> None:
-    """Refuse products of values with different dtypes: a trace lets some pass, and a rank would raise amid a step."""
+    """Raise `CaptureError` for matrix products of different dtypes, some of which a trace accepts and no kernel computes."""
     for node in joint.computed():
         values = [each.meta["val"] for each in node.all_input_nodes] if node.target in _PRODUCTS else []
         dtypes = {str(value.dtype).removeprefix("torch.") for value in values}
@@ -191,7 +196,7 @@ _REQUIRES_GRAD: Any = torch.Tensor.requires_grad
 
 
 def _for_user_code(original: Callable[..., Any], replacement: Callable[..., Any], *also: str) -> Callable[..., Any]:
-    """What the user's code, and the files in `also`, get in place of what torch's own code gets."""
+    """A function that is `replacement` for callers in the user's code and in the files `also`, and `original` for torch."""
 
     def call(*args: Any, **kwargs: Any) -> Any:
         file = sys._getframe(1).f_code.co_filename

@@ -1,7 +1,7 @@
-"""The traced graph, with torch's descriptors and metadata, -> `JointGraph`, with roles and our own metadata.
+"""Turn the traced graph, with torch's descriptors and metadata, into a `JointGraph` with roles and graphpp's own metadata.
 
-Contract: the one place that knows how torch labels a trace (descriptors, `nn_module_stack`, `seq_nr`,
-`partitioner_tag`, `stack_trace`). Afterwards `passes/graph/joint_graph.py`'s contract holds.
+Contract: this file alone knows how torch labels a trace (descriptors, `nn_module_stack`, `seq_nr`, `partitioner_tag`,
+`stack_trace`). Afterwards the contract of `passes/graph/joint_graph.py` holds.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ _COPIES = (torch.ops.aten.clone.default, torch.ops.aten.detach.default, torch.op
 def assign_roles(
     traced: fx.GraphModule, model: nn.Module, paths: Sequence[str], results: Sequence[OutputRole], *, training: bool
 ) -> JointGraph:
-    """Give every placeholder and result its role.
+    """Give every placeholder and every result its role.
 
-    `paths` name the tensors of the microbatch in order; `results` says what the traced module returned.
-    Raises `CaptureError` where a loss to train on reaches no parameter.
+    `paths`: the microbatch's tensors in order. `results`: the roles of the values that the traced module returned. Raises
+    `CaptureError` if the loss of a training graph depends on no parameter, or if the forward writes into a non-buffer.
     """
     names = canonical_fqns(model)
     joint = JointGraph(traced, training, *_state(model))
@@ -44,13 +44,13 @@ def assign_roles(
     _name_inputs(joint.graph, names, paths)
     joint.set_outputs(outputs)
     _lift_constants(joint)
-    joint.graph.set_codegen(fx.graph.CodeGen())  # a flat calling convention: roles say what is what
+    joint.graph.set_codegen(fx.graph.CodeGen())  # flat arguments and results: roles identify them
     traced.recompile()
     return joint
 
 
 def canonical_fqns(model: nn.Module) -> dict[str, str]:
-    """Every FQN of a parameter or buffer, aliases and places included, to its tensor's first FQN in the model's order."""
+    """Every FQN of a parameter or buffer, aliases and module attributes included -> its tensor's first FQN in model order."""
     first: dict[int, str] = {}
     names: dict[str, str] = {}
     for pairs in (model.named_parameters(remove_duplicate=False), model.named_buffers(remove_duplicate=False)):
@@ -76,7 +76,7 @@ def _state(model: nn.Module) -> tuple[dict[str, TensorMeta], dict[str, TensorMet
 
 
 def _annotate(graph: fx.Graph) -> None:
-    """Our metadata on every node; positions count the forward's nodes in the order they ran."""
+    """Write graphpp's metadata on every node; `position` numbers the forward's nodes in execution order."""
     position = 0
     for node in graph.nodes:
         backward = node.meta.get("partitioner_tag") == "is_backward"
@@ -92,7 +92,7 @@ def _annotate(graph: fx.Graph) -> None:
 
 
 def _calls(node: fx.Node) -> tuple[str, ...]:
-    """The module calls around a node, outermost first: `layers.0.attn`; `shared@2` is the third call of a module."""
+    """The module calls that enclose a node, outermost first, such as `layers.0.attn`; `shared@2` is a module's third call."""
     stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack") or {}
     calls = []
     for key, (fqn, _) in stack.items():
@@ -104,7 +104,7 @@ def _calls(node: fx.Node) -> tuple[str, ...]:
 
 
 def _name_inputs(graph: fx.Graph, names: dict[str, str], paths: Sequence[str]) -> None:
-    """Roles on placeholders; aliases of one tensor become one placeholder."""
+    """Write roles on placeholders; the placeholders of one tensor's aliases are merged."""
     first: dict[InputRole, fx.Node] = {}
     for node in _placeholders(graph):
         role = _input_role(node.meta["desc"], names, paths)
@@ -127,7 +127,7 @@ def _input_role(desc: Any, names: dict[str, str], paths: Sequence[str]) -> Input
 
 
 def _state_role(desc: Any, names: dict[str, str]) -> InputRole:
-    """Parameter or buffer by FQN; a tensor that export lifted out of the code has no FQN and is a constant."""
+    """A parameter or buffer by its FQN; a tensor that export lifted out of the code has no FQN and is a constant."""
     fqn = desc.target.removeprefix(_MODEL + ".")
     if fqn not in names or not desc.target.startswith(_MODEL + "."):
         return program.Constant(desc.target)
@@ -138,7 +138,7 @@ def _state_role(desc: Any, names: dict[str, str]) -> InputRole:
 def _named_outputs(
     graph: fx.Graph, names: dict[str, str], results: Sequence[OutputRole]
 ) -> list[tuple[OutputRole, fx.Node]]:
-    """The results with their roles; of a buffer that was written in place and then assigned, the assigned value."""
+    """The results with their roles; for a buffer that was written in place and then assigned, the assigned value."""
     end = graph.output_node()
     outputs: dict[OutputRole, fx.Node] = {}
     gradients: dict[OutputRole, fx.Node] = {}
@@ -156,13 +156,14 @@ def _named_outputs(
 
 
 def _original(node: fx.Node) -> fx.Node:
-    """What a node only copies: the runtime copies a buffer's new value anyway; a copy made at the end has no place."""
+    """The node whose value this node copies. The runtime copies a buffer's new value anyway, and a final copy has no stage."""
     while node.target in _COPIES and isinstance(node.args[0], fx.Node):
         node = node.args[0]
     return node
 
 
 def _output_role(desc: Any, names: dict[str, str], results: Sequence[OutputRole]) -> OutputRole:
+    """Raises `CaptureError` for an in-place write into a tensor that is no buffer."""
     if isinstance(desc, aot.PlainAOTOutput):
         returned = results[desc.idx]
         return program.BufferUpdate(names[returned.fqn]) if isinstance(returned, program.BufferUpdate) else returned
@@ -176,16 +177,16 @@ def _output_role(desc: Any, names: dict[str, str], results: Sequence[OutputRole]
             buffer := _state_role(written, names), program.Buffer
         ):
             return program.BufferUpdate(buffer.fqn)
-        what = getattr(written, "target", "an input of the model").removeprefix(_MODEL + ".")
+        target = getattr(written, "target", "an input of the model").removeprefix(_MODEL + ".")
         raise CaptureError(
-            f"the forward writes in place into {what}, which is no buffer. "
+            f"the forward writes in place into {target}, which is no buffer. "
             "Write into a clone() of it, or compute a new tensor (inplace=False); what is kept between steps must be a buffer."
         )
     raise CaptureError(f"the trace has a result that graphpp does not know: {desc!r}. Please report the model.")
 
 
 def _sum(graph: fx.Graph, left: fx.Node, right: fx.Node) -> fx.Node:
-    """Gradients of two aliases of one parameter, added."""
+    """Insert the sum of the gradients of two aliases of one parameter."""
     with graph.inserting_before(graph.output_node()):
         total = graph.call_function(torch.ops.aten.add.Tensor, (left, right))
     total.meta = {**right.meta}
@@ -193,15 +194,15 @@ def _sum(graph: fx.Graph, left: fx.Node, right: fx.Node) -> fx.Node:
 
 
 def _lift_constants(joint: JointGraph) -> None:
-    """Tensors held by the code become placeholders too, so that every value of the graph comes in by a role."""
+    """Replace `get_attr` nodes of tensors by placeholders, so that every value enters the graph by a role."""
     graph, lifted = joint.graph, dict[str, fx.Node]()
     for node in graph.find_nodes(op="get_attr"):
-        held = getattr(joint.module, node.target, None)
-        if not isinstance(held, torch.Tensor):
-            node.meta["held"] = held  # the sub-graph of a higher-order operator
+        attribute = getattr(joint.module, node.target, None)
+        if not isinstance(attribute, torch.Tensor):
+            node.meta["held"] = attribute  # the sub-graph of a higher-order operator
             continue
         if node.target not in lifted:
-            joint.constants[node.target] = held
+            joint.constants[node.target] = attribute
             lifted[node.target] = _constant(graph, node)
         node.replace_all_uses_with(lifted[node.target])
         graph.erase_node(node)

@@ -1,4 +1,4 @@
-"""The user's own lines: of a traceback, or of the stack that a trace keeps with a node, the innermost frame of their code."""
+"""Find the user's own line in a stack: the innermost frame outside of torch, graphpp and Python's standard library."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ _FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+)')
 
 
 def source_line(stack_trace: str) -> str:
-    """`file:line` of the innermost frame of the user's own code."""
+    """`file:line` of the innermost frame of the user's own code in a stack trace given as text; empty if there is none."""
     frames = [match for match in _FRAME.finditer(stack_trace) if is_user_file(match["file"])]
     return f"{frames[-1]['file']}:{frames[-1]['line']}" if frames else ""
 
 
 def user_frame(stack: traceback.StackSummary) -> str:
-    """`file:line in function: text` of the innermost frame of the user's own code; empty where there is none."""
+    """`file:line in function: text` of the innermost frame of the user's own code; empty if there is none."""
     for frame in reversed(stack):
         if is_user_file(frame.filename):
             return f"{frame.filename}:{frame.lineno} in {frame.name}: {frame.line}"
@@ -31,6 +31,6 @@ def user_frame(stack: traceback.StackSummary) -> str:
 
 
 def is_user_file(path: str) -> bool:
-    """Whether a source file is neither torch's nor graphpp's nor Python's own."""
-    own = path.startswith(_PYTHON) and not path.startswith(_INSTALLED)
-    return not own and not path.startswith(_OURS) and not path.startswith("<")
+    """True for a file outside of torch, graphpp and the standard library; other installed packages are the user's."""
+    of_python = path.startswith(_PYTHON) and not path.startswith(_INSTALLED)
+    return not of_python and not path.startswith(_OURS) and not path.startswith("<")

@@ -1,8 +1,8 @@
-"""Unstack recurrent layers: `nn.LSTM`, `nn.GRU` and `nn.RNN` with dropout between their layers.
+"""Unstack recurrent layers that have dropout between them: `nn.LSTM`, `nn.GRU` and `nn.RNN` with `num_layers > 1`.
 
-Contract: torch's decomposition of a stacked recurrent operator loses the dropout between the layers (its condition on the
-layer's number is never true; torch 2.11 to 2.15). Afterwards every such operator that drops something is one operator per
-layer with `dropout` between; all others are as they were.
+Contract: torch's decomposition of a stacked recurrent operator loses the dropout between the layers, because its condition on
+the layer's number is never true (torch 2.11 to 2.15). `unstack_rnn` replaces every such operator that applies dropout by one
+operator per layer with `dropout` in between. All other operators stay as they are.
 """
 
 from __future__ import annotations
@@ -22,42 +22,42 @@ _STACKED = {
 
 
 def unstack_rnn(module: fx.GraphModule) -> fx.GraphModule:
-    """Take apart the stacks that drop something, in place."""
+    """Replace stacked recurrent operators with active dropout by one operator per layer, in place."""
     for node in list(module.graph.nodes):
         if node.target in _STACKED:
             names = [argument.name for argument in node.target._schema.arguments]
-            given = dict(zip(names, node.args, strict=False))
-            if given["train"] and given["dropout"] > 0 and given["num_layers"] > 1:
+            args = dict(zip(names, node.args, strict=False))
+            if args["train"] and args["dropout"] > 0 and args["num_layers"] > 1:
                 with module.graph.inserting_before(node):
-                    results = _layers(module.graph, node, given)
+                    results = _layers(module.graph, node, args)
                 _replace(module.graph, node, results)
     module.recompile()
     return module
 
 
-def _layers(graph: fx.Graph, stack: fx.Node, given: dict[str, Any]) -> list[fx.Node]:
-    """One operator per layer; the output of the last and the final states of all, as the stack returns them."""
+def _layers(graph: fx.Graph, stack: fx.Node, args: dict[str, Any]) -> list[fx.Node]:
+    """Insert one operator per layer; returns the stack's results: last layer's output, then the final states of all layers."""
 
-    def call(target: Any, *args: Any) -> fx.Node:
-        node = graph.call_function(target, args)
+    def call(target: Any, *operands: Any) -> fx.Node:
+        node = graph.call_function(target, operands)
         node.meta = {key: value for key, value in stack.meta.items() if key != "val"}
         return node
 
-    name, layers, dropout = next(iter(given)), given["num_layers"], given["dropout"]
-    states = list(given["hx"]) if isinstance(given["hx"], list | tuple) else [given["hx"]]
-    directions = 2 if given["bidirectional"] else 1
-    weights = len(given["params"]) // layers
-    output, finals = given[name], []
+    name, layers, dropout = next(iter(args)), args["num_layers"], args["dropout"]
+    states = list(args["hx"]) if isinstance(args["hx"], list | tuple) else [args["hx"]]
+    directions = 2 if args["bidirectional"] else 1
+    weights = len(args["params"]) // layers
+    output, finals = args[name], []
     for layer in range(layers):
         if layer > 0:
             output = call(aten.dropout.default, output, dropout, True)
         own = [call(aten.slice.Tensor, state, 0, layer * directions, (layer + 1) * directions) for state in states]
-        params = list(given["params"][layer * weights : (layer + 1) * weights])
+        params = list(args["params"][layer * weights : (layer + 1) * weights])
         hx = own if len(own) > 1 else own[0]
-        one = given | {name: output, "hx": hx, "params": params, "num_layers": 1, "dropout": 0.0}
-        made = call(stack.target, *one.values())
-        output = call(operator.getitem, made, 0)
-        finals.append([call(operator.getitem, made, index + 1) for index in range(len(states))])
+        single = args | {name: output, "hx": hx, "params": params, "num_layers": 1, "dropout": 0.0}
+        layer_results = call(stack.target, *single.values())
+        output = call(operator.getitem, layer_results, 0)
+        finals.append([call(operator.getitem, layer_results, index + 1) for index in range(len(states))])
     return [output, *(call(aten.cat.default, list(state)) for state in zip(*finals, strict=True))]
 
 

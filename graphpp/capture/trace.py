@@ -1,13 +1,13 @@
-"""Model + loss + one example microbatch -> `JointGraph`.
+"""Capture model, loss and one example microbatch as one `JointGraph` of forward, loss and backward.
 
 Contract
 --------
-- The model runs once under `torch.export` and once under AOT Autograd, on fake tensors only: parameters, buffers and
-  inputs are replaced by tensors of the same shape on the device that will run, so capture takes no memory and never
-  sees data. The model is as before afterwards.
-- FQNs are the model's own; aliases of one tensor have one canonical FQN (the first in `named_parameters`).
-- What would give a wrong gradient raises `CaptureError`: what a trace would lose (`refusals.py`), a loss that is no
-  scalar or depends on no parameter, a loss with parameters of its own.
+- The model runs once under `torch.export` and its exported form once under AOT Autograd's joint trace. Both runs see fake
+  tensors only: parameters, buffers and inputs are replaced by tensors without data, with the same shape, on the device that
+  will run the step. So a capture allocates no memory and reads no data. Afterwards the model is as it was.
+- FQNs are the model's own. Aliases of one tensor have one canonical FQN, the first in `named_parameters`.
+- A model whose gradients would be wrong raises `CaptureError`: for something that a trace would lose (`refusals.py` lists
+  it), a loss that is no scalar or depends on no parameter.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ LossFunction = Callable[[Any, Any], torch.Tensor | tuple[torch.Tensor, Mapping[s
 
 @dataclass(frozen=True)
 class CapturedGraph:
-    """A joint graph and, for evaluation, how the output's leaves go back into the model's output."""
+    """A joint graph and, for evaluation, the structure of the model's output; tensors in it are `TENSOR_LEAF`."""
 
     joint: JointGraph
     output_spec: aot.TreeSpec | None = None
@@ -60,10 +60,10 @@ class CapturedGraph:
 def capture(
     model: nn.Module, loss: LossFunction | None, example: Microbatch, device: torch.device, *, training: bool = True
 ) -> CapturedGraph:
-    """Capture forward, loss and backward (`training`) or the forward with its output and, given a target, its loss.
+    """Capture forward, loss and backward (`training`), or the forward with its output and, if there is a target, its loss.
 
-    `example` holds one microbatch; only shapes, strides, dtypes and non-tensor leaves are used.
-    Raises `CaptureError` with the user's source line where the model cannot be captured.
+    Of the microbatch `example` only shapes, strides, dtypes and plain data are used. `loss=None` takes the output's own
+    `.loss`. Raises `CaptureError` with the user's source line if the model cannot be captured.
     """
     check_model(model)
     mode = aot.fake_mode()
@@ -92,7 +92,7 @@ def capture(
 
 @dataclass
 class _TraceResults:
-    """What the wrapper learns while it is traced (export resets attributes that a module sets in its forward)."""
+    """Facts that the wrapper learns during the trace, in an object of their own: export resets attributes set in a forward."""
 
     results: tuple[OutputRole, ...] = ()
     output_spec: aot.TreeSpec | None = None
@@ -102,7 +102,7 @@ class _TraceResults:
 
 
 class _TracedStep(nn.Module):
-    """`model` and loss as one module over the microbatch's tensors; the loss stays out of the module tree."""
+    """Model and loss as one module over the microbatch's tensors; the loss is no submodule, so its FQNs do not appear."""
 
     def __init__(self, model: nn.Module, loss: LossFunction | None, example: Microbatch, training: bool) -> None:
         super().__init__()
@@ -138,7 +138,7 @@ class _TracedStep(nn.Module):
 
 
 def loss_and_metrics(loss: LossFunction | None, output: Any, target: Any) -> list[tuple[OutputRole, torch.Tensor]]:
-    """The loss, and the numbers that a loss function returned beside it."""
+    """The loss, and the numbers that the loss function reports with it; raises `CaptureError` for other types."""
     value: Any = _loss_of_output(output) if loss is None else loss(output, target)
     metrics: Any = {}
     if isinstance(value, tuple) and len(value) == 2 and isinstance(value[1], Mapping):
@@ -150,7 +150,7 @@ def loss_and_metrics(loss: LossFunction | None, output: Any, target: Any) -> lis
 
 
 def _loss_of_output(output: Any) -> Any:
-    """The `.loss` of an output (Hugging Face)."""
+    """The `.loss` of the model's output, as Hugging Face models return it."""
     value = output.get("loss") if isinstance(output, dict) else getattr(output, "loss", None)
     if value is None:
         returned = "Tensor" if isinstance(output, torch.Tensor) else type(output).__name__  # not FakeTensor
@@ -162,7 +162,7 @@ def _loss_of_output(output: Any) -> Any:
 
 
 def _number(name: str, value: Any) -> torch.Tensor:
-    """A number to report as a 0-dim tensor without a gradient."""
+    """A reported number as a 0-dim tensor without a gradient."""
     if isinstance(value, numbers.Real):
         whole = isinstance(value, numbers.Integral)
         return torch.full((), float(value), dtype=torch.int64 if whole else torch.get_default_dtype())
@@ -176,7 +176,7 @@ def _number(name: str, value: Any) -> torch.Tensor:
 
 
 def _scalar(value: Any) -> torch.Tensor:
-    """The loss of one microbatch as a 0-dim tensor, or `CaptureError` where it is none."""
+    """The loss of one microbatch as a 0-dim tensor. Raises `CaptureError` if it has more than one element."""
     if not isinstance(value, torch.Tensor) or value.numel() != 1:
         found = f"shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else type(value).__name__
         raise CaptureError(
@@ -188,25 +188,25 @@ def _scalar(value: Any) -> torch.Tensor:
 
 @contextlib.contextmanager
 def _fake_state(model: nn.Module, mode: Any, device: torch.device) -> Iterator[None]:
-    """Replace parameters and buffers by fake ones while the context is open; ties stay ties."""
+    """While open, replace parameters and buffers by fake tensors; tied tensors stay tied."""
     fakes: dict[int, torch.Tensor] = {}
-    kept: list[tuple[dict[str, Any], str, torch.Tensor]] = []
+    originals: list[tuple[dict[str, Any], str, torch.Tensor]] = []
     for module in model.modules():
         stores: tuple[dict[str, Any], ...] = (module._parameters, module._buffers)
-        kept += [(store, name, tensor) for store in stores for name, tensor in store.items() if tensor is not None]
-    for store, name, tensor in kept:
+        originals += [(store, name, tensor) for store in stores for name, tensor in store.items() if tensor is not None]
+    for store, name, tensor in originals:
         if id(tensor) not in fakes:
             fakes[id(tensor)] = aot.fake_like(mode, tensor, device)
         store[name] = fakes[id(tensor)]
     try:
         yield
     finally:
-        for store, name, tensor in kept:
+        for store, name, tensor in originals:
             store[name] = tensor
 
 
 def _export(wrapper: _TracedStep, fakes: tuple[torch.Tensor, ...]) -> tuple[fx.GraphModule, FunctionCalls]:
-    """The traced forward: of the code that eager runs or, where that cannot be traced, of what the model has for a trace."""
+    """Export the branches that eager takes or, if they cannot be traced, the branches that the model has for a trace."""
     queries = TracingQueries()
     try:
         with answer_as_eager(queries):
@@ -239,17 +239,17 @@ def _explain_errors() -> Iterator[None]:
 
 
 def _explain(error: Exception) -> CaptureError:
-    """The error a person can act on: what torch said, the user's line, what to do."""
+    """A `CaptureError` with torch's message, the user's line and a remedy."""
     chain = list(_causes(error))
     refusal = next((cause for cause in chain if isinstance(cause, CaptureError)), None)
     if refusal is not None:
         return refusal
-    said = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
+    message = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
     frames = (user_frame(traceback.extract_tb(cause.__traceback__)) or source_line(str(cause)) for cause in chain)
     place = next(filter(None, frames), "(no line of the model's own code)")
-    by_value = any(word in f"{type(cause).__name__} {cause}" for cause in chain for word in _STEERED)
+    by_value = any(word in f"{type(cause).__name__} {cause}" for cause in chain for word in _DATA_DEPENDENT)
     return CaptureError(
-        f"the model cannot be captured as one graph: {type(error).__name__}: {said}\n  at {place}\n"
+        f"the model cannot be captured as one graph: {type(error).__name__}: {message}\n  at {place}\n"
         + (_BY_VALUE if by_value else _BY_SHAPE)
     )
 
@@ -260,7 +260,7 @@ def _causes(error: BaseException | None) -> Iterator[BaseException]:
         error = error.__cause__ or error.__context__
 
 
-_STEERED = ("ata-dependent", "DataDependent", "Could not guard", "memo disaster", "nbacked", "numpy", "item()")
+_DATA_DEPENDENT = ("ata-dependent", "DataDependent", "Could not guard", "memo disaster", "nbacked", "numpy", "item()")
 _BY_VALUE = (
     "Values of tensors must not steer Python (if, while, int(), .item(), numpy): write such a choice with torch.where "
     "or torch.cond, or compute it outside and pass it as an argument."
