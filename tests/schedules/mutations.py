@@ -1,4 +1,4 @@
-"""Ways to spoil a table: each takes rows and changes them in place, at random; most leave nothing that could run.
+"""Ways to spoil a table: each function changes rows in place, at random; most results cannot run.
 
 `accepted` is the checker's verdict on rows.
 """
@@ -150,7 +150,7 @@ def overlap_neighbours(random: Random, rows: Rows) -> None:
 
 
 def batch_any(random: Random, rows: Rows) -> None:
-    """Any two messages of a rank as one batch, at the place of either."""
+    """Join any two messages of a rank into one batch, at the place of either."""
     row = random.choice(rows)
     at = [column for column, action in enumerate(row) if action.is_communication]
     if len(at) > 1:

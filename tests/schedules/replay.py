@@ -1,7 +1,8 @@
-"""Replays a table at unit costs: each rank keeps its order, and each action starts as early as its inputs allow.
+"""Replay a table at unit costs: each rank keeps its order, and each action starts as early as its inputs allow.
 
-An F, I or W of a rank's whole model takes 1, so one stage of two on a rank takes 0.5; a B is I and W, an overlap its
-parts together; messages take no time. Memory counts in microbatches of a rank, from the start of F to the end of B or W.
+An F, I or W of a rank's whole model takes 1, so one of two stages on a rank takes 0.5; a B takes I and W together, an
+overlap the sum of its parts; messages take no time. Memory counts microbatches of a rank, from the start of F to the end of
+B or W.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ def replayed(schedule: Schedule) -> tuple[float, float]:
 
 
 def idle(schedule: Schedule, rank: int) -> float:
-    """How long a rank waits between its first action and its last."""
+    """The time for which a rank waits between its first action and its last."""
     each = Fraction(schedule.ranks, schedule.stages)
     ends = _ends(schedule, each)
     row = [action for action in schedule.table[rank] if action]

@@ -1,7 +1,7 @@
 """Tables to test with: named ones of any size, random legal ones, and a machine that runs them step by step.
 
-The machine shares nothing with the checker or the passes: it runs the ranks, with a queue of messages per rank that
-moves only when the two heads have the two ends of one message.
+The machine shares no code with the checker or the rewrites: it runs the ranks, and a message moves only when both of its
+ends are at the heads of their ranks' queues.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ TRAINING = sorted(set(SCHEDULES) - {"ForwardOnly"})
 
 
 def admitted(ranks: int, microbatches: int) -> bool:
-    """Whether Interleaved1F1B and InterleavedZeroBubble take these counts."""
+    """True if Interleaved1F1B and InterleavedZeroBubble accept these counts."""
     return microbatches % max(1, microbatches // ranks) == 0
 
 
 @st.composite
 def named(draw: st.DrawFn) -> Schedule:
-    """Any schedule for training that has a name, at any size it takes."""
+    """Any named schedule for training, at any size that it accepts."""
     name = draw(st.sampled_from(TRAINING))
     ranks, local, microbatches = draw(st.integers(1, 6)), draw(st.integers(1, 4)), draw(st.integers(1, 13))
     if (ranks > 1 and name in ONE_PER_RANK) or name in ON_A_V:
@@ -53,7 +53,7 @@ def named(draw: st.DrawFn) -> Schedule:
 
 
 def random_rows(random: Random, ranks: int, stages: int, microbatches: int) -> Rows:
-    """A random legal table: any stage on any rank, B or I and W, any order that the data allows."""
+    """A random legal table: any stage on any rank, B or I and W, any order that the data flow allows."""
     home = [*range(ranks), *(random.randrange(ranks) for _ in range(stages - ranks))]
     random.shuffle(home)
     chains: list[list[Action]] = []
@@ -77,7 +77,7 @@ def random_rows(random: Random, ranks: int, stages: int, microbatches: int) -> R
 
 
 def overlap_some(random: Random, rows: Rows, stages: int) -> None:
-    """Two neighbours of a rank as one overlap, if the table still runs."""
+    """Join two adjacent computations of a rank into one overlap, if the table still runs."""
     row = random.choice(rows)
     at = random.randrange(max(1, len(row) - 1))
     pair = row[at : at + 2]
@@ -88,7 +88,7 @@ def overlap_some(random: Random, rows: Rows, stages: int) -> None:
 
 
 def sharded(random: Random, rows: Rows) -> None:
-    """Put UNSHARD, RESHARD and REDUCE_GRAD where they belong: for some stages, kept whole over runs of any length."""
+    """Insert UNSHARD, RESHARD and REDUCE_GRAD for some stages; parameters stay unsharded over runs of random length."""
     for row in rows:
         for stage in sorted({leaf.stage for action in row for leaf in action.leaves if leaf.is_compute}):
             at = [n for n, a in enumerate(row) if any(leaf.is_compute and leaf.stage == stage for leaf in a.leaves)]
@@ -129,17 +129,17 @@ def tables(draw: st.DrawFn, sharding: bool = True) -> tuple[Rows, int, int, Rand
 
 @dataclass
 class Batch:
-    """Messages that a rank has posted in one call, or one alone; over when none is under way."""
+    """Messages that a rank posted in one call, or a single message; the batch ends when none of them is in flight."""
 
     parts: tuple[Action, ...]
     under_way: list[Action]
 
 
 class Machine:
-    """Runs the ranks of a complete table, one batch of messages under way per rank.
+    """Runs the ranks of a complete table, one batch of messages in flight per rank.
 
-    A message moves when both its ends are in the batches under way on their ranks, each the first of its channel there;
-    what was received can be read when its batch is over.
+    A message moves when both of its ends are in the batches in flight on their ranks, each the first of its channel there; the
+    received value can be read when the receiver's batch has ended.
     """
 
     def __init__(self, rows: Rows, stages: int) -> None:
@@ -192,7 +192,7 @@ class Machine:
         return False
 
     def ready(self, rank: int) -> list[Action]:
-        """The first of each channel of the batch under way."""
+        """The first message of each channel in the batch in flight."""
         first: dict[tuple[bool, int], Action] = {}
         for action in self.queues[rank][0].under_way if self.queues[rank] else ():
             peer = self.home[action.stage + (1 if action.kind in (Kind.SEND_F, Kind.RECV_B) else -1)]

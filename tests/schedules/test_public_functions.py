@@ -1,4 +1,4 @@
-"""`graphpp.schedules` as users see it: every name is there, and a generator with parameters is a `schedule=`."""
+"""`graphpp.schedules` as users see it: every name exists, and a generator with parameters is accepted as `schedule=`."""
 
 from functools import partial
 
@@ -42,7 +42,7 @@ def test_held_back_weight_gradients_train_like_eager() -> None:
 
 
 def test_a_schedule_function_says_how_many_stages_it_wants() -> None:
-    """`split` left open: two stages for the one rank, as for the same schedule by its name."""
+    """`split` left open: two stages on the one rank, the same for the generator and for its name."""
     case = SPECIAL["plain"]()
     for schedule in ("MegatronInterleaved", partial(graphpp.schedules.megatron_interleaved, group=2)):
         pipe = compiled(case, schedule=schedule, microbatches=4)
@@ -51,7 +51,7 @@ def test_a_schedule_function_says_how_many_stages_it_wants() -> None:
 
 
 def test_a_function_that_moves_stages_to_other_ranks_is_refused() -> None:
-    """The parameters stay where the first table put them, and nobody would update those that the second one reads."""
+    """The parameters stay where the first table put them, so no rank would update the parameters that the second table reads."""
     with pytest.raises(graphpp.ScheduleError, match=r"for 4 microbatches the schedule .* puts stage 0 on rank 1"):
         run_ranks(moved, 2)
 

@@ -1,7 +1,7 @@
-"""Timelines to draw: any table placed in time with any costs, by a few lines that share nothing with the simulator.
+"""Timelines to draw: place any table in time with any costs, by a few lines that share no code with the simulator.
 
-Contract: an action starts when its rank is free and what it reads has been made on whatever rank; messages take no
-time. `placed` raises if the table cannot run.
+Contract: an action starts when its rank is free and its inputs have been computed on any rank; messages take no time.
+`placed` raises if the table cannot run.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from graphpp.schedules.table.schedule import Schedule
 
 
 def units(action: Action) -> float:
-    """One unit of time for each F, B, I and W."""
+    """Costs of one unit of time for each F, B, I and W."""
     return float(len(action.leaves))
 
 

@@ -86,7 +86,7 @@ def waits(subject: ScheduleUnderCheck) -> dict[WaitNode, set[WaitNode]]:
 
 
 def _nodes_read(subject: ScheduleUnderCheck, action: Action, send_of: dict[Action, Action]) -> Iterator[WaitNode]:
-    """The nodes that a computation's inputs come from: a neighbour's computation, or messages of the batch with the input."""
+    """The nodes that supply a computation's inputs: a neighbour's computation, or all messages of the batch with the input."""
     for leaf in action.leaves:
         for maker in upstream(leaf, subject.stages):
             if maker in subject.where:

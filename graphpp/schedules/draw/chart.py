@@ -4,7 +4,7 @@ Contract
     A `Rect` spans `start` to `end` in the timeline's own time, and `top` to `bottom` (0 to 1) of its rank's row.
     Computations and the idle time between them fill a rank's row exactly, from 0 to the makespan. The parts of an overlap
     lie one above the other in the box of their action. Sends, receives and collectives that occupy their rank are a strip
-    at the foot of the row, over the other rectangles; those that take no time are left out.
+    at the foot of the row, over the other rectangles; events that take no time are left out.
 """
 
 from __future__ import annotations

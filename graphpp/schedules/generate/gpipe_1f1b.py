@@ -52,7 +52,7 @@ def one_f_one_b(ranks: int, stages: int, microbatches: int) -> Schedule:
         F of microbatch m in column r + 2m, but the first w without pause from column r on
 
     One stage per rank; on a single rank any number of stages, the columns one after another. torch's
-    `Schedule1F1B._get_pipeline_order` has the same order except on the last rank, where it is off by one.
+    `Schedule1F1B._get_pipeline_order` has the same order except on the last rank, where torch is off by one.
     """
     if all_on_one_rank("1F1B", ranks, stages, microbatches, SEVERAL):
         return one_after_another(one_f_one_b(stages, stages, microbatches))

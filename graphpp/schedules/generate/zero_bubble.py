@@ -58,7 +58,7 @@ def zb1p(ranks: int, stages: int, microbatches: int) -> Schedule:
     r1 .   1F0 1F1 .   1I0 1F2 1I1 1W0 1F3 1I2 1W1 1I3 1W2 1W3
     r2 .   .   2F0 2I0 2F1 2I1 2F2 2I2 2W0 2F3 2I3 2W1 2W2 2W3
 
-    Rank r warms up with ranks-1-r forwards and holds r weight gradients back. With at least as many microbatches as
+    Rank r warms up with ranks-1-r forwards and delays r weight gradients. With at least as many microbatches as
     ranks, unit costs give 3 microbatches + ranks - 1, and `ranks` activations at most. One stage per rank; on a single
     rank any number of stages, the columns one after another.
     """
@@ -72,7 +72,7 @@ def zb2p(ranks: int, stages: int, microbatches: int) -> Schedule:
     r1 .   1F0 1F1 1F2 1I0 1F3 1I1 1F4 1I2 1W0 1F5 1I3 1W1 1I4 1W2 1I5 1W3 1W4 1W5
     r2 .   .   2F0 2I0 2F1 2I1 2F2 2I2 2F3 2I3 2F4 2I4 2W0 2F5 2I5 2W1 2W2 2W3 2W4 2W5
 
-    Twice ZB1P's warm-up and twice the weight gradients held back, so up to 2 ranks - 1 activations at a time. A rank
+    Twice ZB1P's warm-up and twice its delayed weight gradients, so up to 2 ranks - 1 activations at a time. A rank
     that starts later also ends later: free of bubbles over several steps if no rank waits for the others between
     them. One stage per rank; on a single rank any number of stages, the columns one after another.
     """

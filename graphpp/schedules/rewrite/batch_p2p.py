@@ -90,7 +90,7 @@ def _grow(rank: Batches, at: int, verb: Verb, order: DynamicTopologicalOrder[Bat
 
 
 def _reachable(rank: Batches, at: int, verb: Verb) -> Iterator[tuple[int, int]]:
-    """(column of other messages, column to meet at), for messages that those at `at` can be joined with."""
+    """(column of other messages, column to meet at), for every batch with which the messages at `at` can be joined."""
     mine, later, crossed = rank.leaves(at), True, set[Channel]()
     for column in range(at + 1, len(rank.row)):
         action = rank.row[column]

@@ -76,7 +76,7 @@ class Batches:
         return ((self._post(one, over=True), self._post(other)) for one, other in pairwise(places))
 
     def _own(self, at: int) -> Iterator[Edge]:
-        """The edges of the batch at `at`, without those to the batches before and after it."""
+        """The edges of the batch at `at`, without its edges to the batches before and after it."""
         before = self._before[at]
         if before is not None:
             yield before, self._post(at)

@@ -51,7 +51,7 @@ class DynamicTopologicalOrder(Generic[N]):
         return True
 
     def _rearrange(self, first: set[N], then: set[N]) -> None:
-        """Share out the positions of both sets of nodes again, the lower ones to `first`."""
+        """Redistribute the positions of both sets of nodes, the lower ones to `first`."""
         place = self._place
         nodes = sorted(first, key=place.__getitem__) + sorted(then, key=place.__getitem__)
         for node, at in zip(nodes, sorted(place[node] for node in nodes), strict=True):

@@ -49,7 +49,7 @@ def _by_order(schedule: Schedule) -> SortKey:
 
 
 def _one_at_a_time(subject: ScheduleUnderCheck) -> Iterator[WaitNode]:
-    """Computations and messages in topological order; of those ready at once computations first, then even ranks' messages."""
+    """All nodes in topological order; of the nodes ready at once, computations come first, then messages of even ranks."""
     graph = TopologicalSorter(waits(subject))
     graph.prepare()
     ready: list[tuple[int, int, WaitNode]] = []

@@ -160,5 +160,5 @@ def _reads(stages: int, microbatches: int) -> tuple[int, ...]:
     forwards = [max(-1, op - microbatches) for op in range(count)]
     forwards[:microbatches] = [-1] * microbatches
     inputs = [count + op + microbatches for op in range(count)]
-    inputs[-microbatches:] = range(count - microbatches, count)  # those of the last stage read its own forwards
+    inputs[-microbatches:] = range(count - microbatches, count)  # the last stage reads its own forwards
     return (*forwards, *inputs)

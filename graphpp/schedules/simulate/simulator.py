@@ -119,7 +119,7 @@ class _Machine:
         except Stuck as fault:
             raise ScheduleError(self._stuck(fault)) from None
 
-    # ------------------------------------------------------------------------------ what a step waits for
+    # ------------------------------------------------------------------------------ the inputs of a step
 
     def _ready(self, number: int, step: _Step) -> bool:
         self.there = 0.0

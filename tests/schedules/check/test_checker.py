@@ -1,6 +1,6 @@
-"""The checker accepts exactly the tables that an independent, step-by-step execution brings to their right end.
+"""The checker accepts exactly the tables that an independent, step-by-step execution runs to the end.
 
-The oracle shares nothing with the checker: the checker reasons on a graph, the oracle runs the ranks (`Machine`).
+The oracle shares no code with the checker: the checker reasons on a graph, the oracle runs the ranks (`Machine`).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from tests.schedules.tables import Machine, Rows, rows_of, tables
 
 
 def complete(rows: Rows, stages: int, microbatches: int) -> bool:
-    """Whether the right actions are there, in whatever order."""
+    """True if the table has the right actions, in any order."""
     leaves = Counter(
         (rank, leaf) for rank, row in enumerate(rows) for action in row for leaf in action.leaves if leaf.kind not in PER_STAGE
     )
@@ -53,7 +53,7 @@ def well_formed(action: Action) -> bool:
 
 
 def whole_where_read(rows: Rows, stages: int) -> bool:
-    """Parameters are gathered once, read, and given up, over and over; gradients are reduced at the end, everywhere."""
+    """True if parameters are unsharded wherever they are read, UNSHARD and RESHARD alternate, and reductions come last."""
     reduced: Counter[int] = Counter()
     for stage in range(-1, 9):
         for row in rows:
@@ -115,7 +115,7 @@ def test_mutations_are_refused_unless_still_right(name: str) -> None:
 @given(tables())
 @settings(deadline=None, max_examples=60)
 def test_any_single_loss_or_copy_is_refused(table: tuple[Rows, int, int, Random]) -> None:
-    """Dropping or doubling one action is never right, whichever it is; no oracle needed."""
+    """Dropping or doubling any one action makes a table wrong, so no oracle is needed."""
     rows, stages, microbatches, random = table
     row, column = spot(random, rows, tuple(kind for kind in Kind if kind is not Kind.REDUCE_GRAD)) or ([], 0)
     kept = list(row)
@@ -125,7 +125,7 @@ def test_any_single_loss_or_copy_is_refused(table: tuple[Rows, int, int, Random]
     assert not accepted(rows, stages, microbatches)
 
 
-# ------------------------------------------------------------------------------------------ what a refusal says
+# ------------------------------------------------------------------------------------------ the text of a refusal
 
 
 def refusal(text: str, ranks: int = 2, stages: int = 2, microbatches: int = 2) -> str:
@@ -216,7 +216,7 @@ def test_a_deadlock_within_one_rank() -> None:
 
 
 def test_sends_that_cross_need_a_buffer_and_are_refused() -> None:
-    """Both ranks send first and receive afterwards: gloo would buffer it, NCCL would hang."""
+    """Both ranks send first and receive afterwards: gloo would buffer the sends, NCCL would hang."""
     message = refusal(
         "0F0 0SEND_F0 0F1 0RECV_B0 0SEND_F1 0B0 0RECV_B1 0B1\n1RECV_F0 1F0 1B0 1RECV_F1 1SEND_B0 1F1 1B1 1SEND_B1"
     )
@@ -268,7 +268,7 @@ def test_a_whole_table_for_other_counts_is_refused_as_a_whole(
 @pytest.mark.parametrize(
     ("text", "stages", "microbatches", "message"),
     [
-        ("0F0 0B0\n2F0 2B0", 3, 1, "stage 1 of 3 stands on no rank"),  # not whole for two stages either
+        ("0F0 0B0\n2F0 2B0", 3, 1, "stage 1 of 3 stands on no rank"),  # incomplete for two stages too
         (f"{GOOD_0} 0F7 0B7\n{GOOD_1}", 2, 2, "rank 0, column 4: 0F7: there is no microbatch 7"),
         (f"0F0 0F1 0B0 0B1\n{GOOD_1} 1F2 1B2", 2, 3, "0F2 is missing from this rank"),
     ],
@@ -306,7 +306,7 @@ def test_actions_that_no_text_could_make(action: Action) -> None:
 
 
 def test_parts_of_an_overlap_need_nothing_of_each_other() -> None:
-    """Neither on the same rank nor by way of another: the whole waits for all of its inputs."""
+    """A part may not depend on another part, not even by way of another rank: an overlap waits for all its inputs."""
     check(Schedule.of(["0F0 0F1 (0F2;0B0)OVERLAP_F_B 0B1 0B2", "1F0 1B0 1F1 1B1 1F2 1B2"]), ranks=2, stages=2, microbatches=3)
     message = refusal("(0F0;0B0)OVERLAP_F_B 0F1 0B1\n1F0 1B0 1F1 1B1")
     assert "0B0 needs 0F0, which stands in column 0" in message
@@ -334,7 +334,7 @@ def test_forwards_only() -> None:
 
 
 def test_a_batch_is_over_as_a_whole() -> None:
-    """What is read waits for all of its batch: here 0B0 for a message that needs 0B0 to have run."""
+    """A reader waits for all messages of a batch: here 0B0 waits for a message that needs 0B0 to have run."""
     rows = "0F0 0SEND_F0 0F1 {} 0B0 {}\n1RECV_F0 1F0 1B0 1SEND_B0 1RECV_F1 1F1 1B1 1SEND_B1"
     check(
         Schedule.of(rows.format("(0SEND_F1;0RECV_B0)P2P", "0RECV_B1 0B1").split("\n")), ranks=2, stages=2, microbatches=2
@@ -363,7 +363,7 @@ def test_overlapped_parts_count_as_their_parts() -> None:
 
 
 def test_messages_are_the_data_flow() -> None:
-    """Deleting one end of each message in turn is refused with the name of what is missing."""
+    """For each message in turn: the table without one of its ends is refused, and the error names the missing action."""
     rows = rows_of(add_send_recv(make_table("Interleaved1F1B", 2, 4, 2)))
     sends = [(rank, a) for rank, row in enumerate(rows) for a in row if a.is_communication]
     assert len(sends) == 2 * 2 * 3 * 2

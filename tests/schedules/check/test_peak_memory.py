@@ -29,13 +29,13 @@ def of_bytes(*stages: tuple[int, int | None]) -> Costs:
         ("0F0 0B0", [(10, None)], Peak(0, 0, 10)),
         ("0F0 0F1 0B0 0F2 0B1 0B2", [(10, None)], Peak(0, 1, 20)),
         (". . 0F0 0F1 0B0 0B1", [(10, None)], Peak(0, 3, 20)),
-        ("0F0 0F1 0I0 0F2 0W0 0B1 0B2", [(10, None)], Peak(0, 3, 30)),  # all is kept for W
+        ("0F0 0F1 0I0 0F2 0W0 0B1 0B2", [(10, None)], Peak(0, 3, 30)),  # all bytes are kept for W
         ("0F0 0F1 0I0 0F2 0W0 0B1 0B2", [(10, 4)], Peak(0, 3, 24)),
         ("0F0 0F1 0I0 0F2 0W0 0B1 0B2", [(10, 0)], Peak(0, 1, 20)),
-        ("0F0 0I0 0W0", [(10, 14)], Peak(0, 1, 14)),  # what is kept may be more
-        ("0F0 (0F1;0B0)OVERLAP_F_B 0B1", [(10, None)], Peak(0, 1, 20)),  # both are alive while they run
+        ("0F0 0I0 0W0", [(10, 14)], Peak(0, 1, 14)),  # more bytes may be kept than were saved
+        ("0F0 (0F1;0B0)OVERLAP_F_B 0B1", [(10, None)], Peak(0, 1, 20)),  # the bytes of both parts are alive together
         ("0F0 1F0 1B0 0B0", [(10, None), (5, None)], Peak(0, 1, 15)),
-        ("0F0 0F1", [(10, None)], Peak(0, 0, 10)),  # nothing follows: each is gone when it ends
+        ("0F0 0F1", [(10, None)], Peak(0, 0, 10)),  # no backward: the bytes are freed at the end of each forward
     ],
 )
 def test_peaks(row: str, costs: list[tuple[int, int | None]], peak: Peak) -> None:
@@ -43,7 +43,7 @@ def test_peaks(row: str, costs: list[tuple[int, int | None]], peak: Peak) -> Non
 
 
 def test_what_is_away_is_not_alive() -> None:
-    """Of 10 bytes of microbatch 0, 6 are away from the end of 0F1 to the start of 0B1."""
+    """Of the 10 bytes of microbatch 0, 6 are offloaded from the end of 0F1 to the start of 0B1."""
     schedule = Schedule.of(["0F0 0F1 0F2 0F3 0B1 0B0 0B2 0B3"])
     trip = OffloadWindow(0, 0, ("value",), 6, parse("0F1"), parse("0B1"), parse("0B0"))
     assert peaks(schedule, of_bytes((10, None)), [trip]) == (Peak(0, 4, 40),)
@@ -63,7 +63,7 @@ def test_1f1b_holds_what_is_in_flight(messages: bool) -> None:
 @given(tables())
 @settings(deadline=None, max_examples=100)
 def test_any_table(table: tuple[Rows, int, int, Random]) -> None:
-    """At each action of a rank: the sum over what was begun before it or in it, and has not ended before it."""
+    """At each action of a rank: the sum over the actions begun by then whose activations are not freed yet."""
     rows, stages, microbatches, random = table
     costs = of_bytes(*((random.randint(0, 9), random.choice([None, random.randint(0, 9)])) for _ in range(stages)))
     schedule = Schedule.of(rows, stages=stages, microbatches=microbatches)

@@ -1,4 +1,4 @@
-"""Parameters are whole where they are read, gradients reduced once: torch's tables are so, others are refused."""
+"""Parameters are unsharded where they are read, gradients reduced once: torch's tables pass, faulty ones are refused."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_what_torch_adds_is_accepted(name: str, most: int, with_messages: bool) 
     if with_messages:
         rank_of = Schedule.of(rows).rank_of_stage
         lists = torch_schedules._add_send_recv(lists, rank_of.__getitem__, stages)
-    # The waits that torch 2.15 adds are left out of its files by `Schedule.load`.
+    # `Schedule.load` drops the WAIT cells of torch 2.15.
     texts = [[str(action) for action in lists[rank] if "WAIT_" not in str(action)] for rank in range(ranks)]
     assert sum("UNSHARD" in text for row in texts for text in row) >= stages
     assert sum("REDUCE_GRAD" in text for row in texts for text in row) == stages

@@ -1,4 +1,4 @@
-"""The chart as data: every computation once, nothing on top of anything else, idle time fills the rest."""
+"""The chart as data: every computation once, no rectangle over another, idle time in all the gaps."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.schedules.timelines import placed
 
 OVERLAPS = Schedule.of(
     ["0F0 0F1 1F0 (1F1;1B0)OVERLAP_F_B 0I0 1B1 0W0 0B1"], name="overlaps"
-)  # one rank, two stages; the first one's I and W apart
+)  # one rank, two stages; the first stage's I and W separate
 
 
 def on_rank(rects: tuple[Rect, ...], rank: int) -> list[Rect]:
@@ -67,7 +67,7 @@ def test_messages_are_a_strip_and_leave_the_time_idle() -> None:
     schedule = Schedule.of(["0F0 0SEND_F0", "1RECV_F0 1F0"])
     events = (
         Event(0, Action(0, Kind.F, 0), 0.0, 2.0),
-        Event(0, Action(0, Kind.SEND_F, 0), 2.0, 2.0),  # held nobody up
+        Event(0, Action(0, Kind.SEND_F, 0), 2.0, 2.0),  # took no time of its rank
         Event(1, Action(1, Kind.RECV_F, 0), 0.5, 3.0),
         Event(1, Action(1, Kind.F, 0), 3.0, 5.0),
     )

@@ -1,4 +1,4 @@
-"""SVG, HTML and traces: well-formed, to scale, nothing drawn over anything else, every name escaped."""
+"""SVG, HTML and traces: well-formed, to scale, no box over another, every name escaped."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def elements(svg: str, tag: str) -> list[ElementTree.Element]:
 
 
 def boxes(svg: str, kinds: str = "F|B|I|W") -> list[dict[str, float]]:
-    """Place and size of the rectangles of some classes, in the order drawn."""
+    """Position and size of the rectangles of some classes, in the order drawn."""
     rects = [rect for rect in elements(svg, "rect") if re.fullmatch(kinds, rect.get("class", ""))]
     return [{name: float(rect.get(name, "nan")) for name in ("x", "y", "width", "height")} for rect in rects]
 
@@ -138,7 +138,7 @@ def test_memory_is_drawn_where_it_was_followed() -> None:
 
 
 class Page(HTMLParser):
-    """Counts tags and remembers what would be loaded."""
+    """Counts tags and records the resources that the page would load."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -162,7 +162,7 @@ def test_names_are_escaped_everywhere() -> None:
     page.feed(graphpp.html(timeline))
     assert "b" not in page.tags and "i" not in page.tags and any("<b a='1'>" in word for word in page.words)
     written = graphpp.html(timeline) + graphpp.svg(timeline) + graphpp.chrome_trace(timeline)
-    assert written.isascii()  # whatever a file is written as
+    assert written.isascii()  # safe in a file of any encoding
     json.loads(graphpp.chrome_trace(timeline))
 
 

@@ -1,7 +1,7 @@
-"""The pictures in a real browser: what the page's own layout makes of them, and that the pixels are not blank.
+"""The pictures in a real browser: every box is laid out as drawn, and the pixels are not blank.
 
-Needs Chromium (Debian: `apt-get install chromium`); skipped where there is none. The page is measured in the browser by
-a script that the test adds; pages themselves have none.
+Needs Chromium (Debian: `apt-get install chromium`); skipped without it. The test adds a script that measures the page; the
+pages themselves have no script.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ document.getElementById("measured").textContent = JSON.stringify(found);
 
 
 class Measured(HTMLParser):
-    """The text that the script left."""
+    """The text that the measuring script wrote."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -64,7 +64,7 @@ class Measured(HTMLParser):
 
 
 def browse(page: Path, profile: Path, *what: str) -> str:
-    """Chromium on a page, without a network and in a fresh profile; what it prints."""
+    """Run Chromium on a page, without a network and in a fresh profile; returns its output."""
     assert BROWSER is not None
     options = ["--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", "--force-device-scale-factor=1"]
     command = [BROWSER, *options, f"--user-data-dir={profile}", *what, page.as_uri()]
@@ -96,7 +96,7 @@ def overlap(one: dict[str, Any], other: dict[str, Any]) -> bool:
 
 
 def pixels(png: bytes) -> Counter[bytes]:
-    """How often each colour is in a PNG with eight bits a channel, by its specification (filters of RFC 2083)."""
+    """The number of pixels of each colour of a PNG with eight bits a channel, by its specification (filters of RFC 2083)."""
     assert png[:8] == b"\x89PNG\r\n\x1a\n"
     at, data = 8, b""
     width = depth = 0

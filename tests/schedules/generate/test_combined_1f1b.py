@@ -1,4 +1,4 @@
-"""Combined 1F1B: what runs together is independent, and nothing else differs from the schedule it is made of."""
+"""Combined 1F1B: overlapped parts are independent, and without overlaps the table is the schedule that it is made from."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_the_parts_of_an_overlap_are_independent(ranks: int, chunks: int) -> Non
             assert (forward.kind, backward.kind) == (Kind.F, Kind.B)
             assert forward.microbatch != backward.microbatch
             assert forward not in upstream(backward, stages)
-        # Every forward that has a backward beside it has one: nothing is left to pair but the warm-up's count.
+        # Forwards, then overlaps, then backwards: after the warm-up every forward is paired.
         for row in schedule.table:
             kinds = [action.kind for action in row if action]
             assert kinds == sorted(kinds, key=[Kind.F, Kind.OVERLAP_F_B, Kind.B].index)
@@ -73,7 +73,7 @@ def test_order_is_megatrons_with_one_more_forward_in_the_warm_up(ranks: int, chu
 
 
 def test_without_the_extra_forward_the_first_pair_would_depend_on_itself() -> None:
-    """The reason for it: on the last rank Megatron's usual order pairs F and B of the last stage and one microbatch."""
+    """Without it, on the last rank, Megatron's usual order pairs F and B of the last stage and one microbatch."""
     last = [cell for cell in make_table("MegatronInterleaved", 2, 4, 4).table[1] if cell]
     pair = next(
         (one, two) for one, two in pairwise(last) if (one.kind, two.kind) == (Kind.F, Kind.B)
@@ -89,7 +89,7 @@ def test_group_by_partial() -> None:
 
 
 def test_as_long_as_interleaved_at_unit_costs() -> None:
-    """Overlaps that save nothing take as long as their parts, and the pipeline fills hardly later."""
+    """Overlaps that save no time take as long as their parts, and the pipeline takes hardly longer to fill."""
     for ranks, microbatches in ((2, 4), (4, 8), (4, 16)):
         combined = replayed(make_table("Combined1F1B", ranks, 2 * ranks, microbatches))[0]
         assert combined <= replayed(make_table("Interleaved1F1B", ranks, 2 * ranks, microbatches))[0] + ranks

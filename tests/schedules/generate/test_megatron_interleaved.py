@@ -119,7 +119,7 @@ def test_every_group_that_fits_makes_a_table_that_runs(ranks: int, chunks: int) 
 
 @pytest.mark.parametrize(("ranks", "chunks"), [(2, 2), (4, 2), (4, 3), (3, 2)])
 def test_groups_of_one_round_are_interleaved_1f1b(ranks: int, chunks: int) -> None:
-    """The order of torch's Interleaved1F1B, whose rounds are these groups."""
+    """Groups as long as the rounds of torch's Interleaved1F1B give the same order."""
     ours = megatron_interleaved(ranks, ranks * chunks, 2 * ranks, group=ranks)
     theirs = make_table("Interleaved1F1B", ranks, ranks * chunks, 2 * ranks)
     assert [[cell for cell in row if cell] for row in ours.table] == [
@@ -139,7 +139,7 @@ def test_a_larger_group_runs_longer_through_a_chunk() -> None:
 
 
 def test_keywords_by_partial() -> None:
-    """A generator with its parameters given is a source like any other."""
+    """A `functools.partial` of a generator is accepted as a schedule."""
     source = partial(megatron_interleaved, group=3)
     assert make_table(source, 2, 4, 6) == megatron_interleaved(2, 4, 6, group=3)
     assert default_stages(source, 2) == default_stages(megatron_interleaved, 2) == 4

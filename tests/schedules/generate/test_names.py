@@ -1,4 +1,4 @@
-"""The named schedules equal torch's and the golden files, and fit exactly what they say."""
+"""The named schedules equal torch's and the golden files, and accept exactly the counts that they document."""
 
 from __future__ import annotations
 
@@ -135,7 +135,7 @@ def test_pictures_in_the_documentation_are_true(make: Generator) -> None:
 
 @pytest.mark.parametrize(("name", "ranks", "microbatches"), [*product(["GPipe", "1F1B"], [1, 2, 4, 7], [1, 2, 5, 9])])
 def test_columns_are_units_of_time(name: str, ranks: int, microbatches: int) -> None:
-    """What an action reads is made in an earlier column, and the whole takes as long as the formula says."""
+    """An action's inputs stand in earlier columns, and the whole table takes as long as the formula says."""
     schedule = make_table(name, ranks, ranks, microbatches)
     column_of = {action: column for _, column, action in schedule.cells()}
     for action, column in column_of.items():
@@ -155,7 +155,7 @@ def test_1f1b_keeps_few_microbatches_alive(ranks: int, microbatches: int) -> Non
 
 
 def test_one_rank_runs_each_stage_in_the_order_of_many() -> None:
-    """So gradients accumulate in the same order, and stay bit-equal, whatever the number of ranks."""
+    """Gradients then accumulate in the same order, and stay bit-equal, for any number of ranks."""
     for name in ("GPipe", "1F1B"):
         (row,), many = make_table(name, 1, 4, 6).table, make_table(name, 4, 4, 6).table
         for stage in range(4):

@@ -1,4 +1,4 @@
-"""What a user may give as a schedule is read into the same table, or refused with what would fit."""
+"""Every form of a user's schedule is read into the same table, or refused with a remedy."""
 
 from __future__ import annotations
 
@@ -126,7 +126,7 @@ def test_a_schedule_and_a_function_stay() -> None:
 
 
 class At:
-    """A path of one's own kind."""
+    """A user-defined path type."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -147,7 +147,7 @@ def test_a_file_is_read_whatever_names_it(csv: Path, tmp_path: Path) -> None:
 
 
 def test_what_was_read_stays(csv: Path) -> None:
-    """Neither a file that is gone nor an iterator that has run out changes a pipeline that was compiled from it."""
+    """A deleted file or an exhausted iterator does not change a pipeline that was compiled from it."""
     wanted = Schedule.load(csv)
     from_file, from_rows = load_schedule(csv), load_schedule(row for row in wanted.table)
     csv.unlink()
@@ -201,7 +201,7 @@ def test_default_stages_of_a_name(ranks: int) -> None:
     )
     for name in (*SCHEDULES, " loopedbfs ", "1f1b", "zb-h1"):
         assert default_stages(name, ranks) == (ranks if name in one else 2 * ranks)
-        make_table(name, ranks, default_stages(name, ranks), 2 * ranks)  # it takes what it asks for
+        make_table(name, ranks, default_stages(name, ranks), 2 * ranks)  # it gets the counts that it asks for
 
 
 @pytest.mark.parametrize("form", [form for form in FORMS if not form.startswith("function")])
@@ -219,7 +219,7 @@ def test_default_stages_of_a_function_are_one_a_rank(ranks: int) -> None:
         return Schedule.of([])
 
     assert default_stages(make, ranks) == ranks
-    assert asked == []  # it makes a table for any number, so none is made to find out
+    assert asked == []  # it makes a table for any number of stages, so it is not called
 
 
 @pytest.mark.parametrize("maker", [lambda ranks: ["0F0 0B0"], lambda a, b, c, d: ["0F0 0B0"], lambda: None])

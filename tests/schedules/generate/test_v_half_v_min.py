@@ -1,4 +1,4 @@
-"""V-Half and V-Min: never more memory than they say, and as short as the authors' own tables."""
+"""V-Half and V-Min: never more activations than their limits, and as short as the authors' own tables."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_any_number_of_microbatches_stays_below_the_limit(block: Block, ranks: i
 
 @pytest.mark.parametrize("block", [V_HALF, V_MIN], ids=["half", "min"])
 def test_blocks_interlock_and_fit_the_limit(block: Block) -> None:
-    """What the squeeze relies on: no two passes in one column, and room for every forward in the blocks' own order."""
+    """The assumptions of the squeeze: no two passes in one column, and room for every forward in the blocks' own order."""
     for ranks in range(1, 65):
         for rank in range(ranks):
             at = block.at(rank, ranks)

@@ -1,4 +1,4 @@
-"""The zero-bubble schedules: equal to torch's where torch has them, as short and as small as their papers say."""
+"""The zero-bubble schedules: equal to torch's where torch has them, with the makespans and memory of their papers."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def test_as_short_and_small_as_the_authors_tables(name: str, counts: tuple[int, 
 
 @pytest.mark.parametrize(("ranks", "more"), [*product([1, 2, 3, 5, 8], [0, 1, 7])])
 def test_zb_h1_and_h2_are_what_their_names_promise(ranks: int, more: int) -> None:
-    """The last rank starts after ranks - 1 units and then never waits; H2 lets no rank wait at all."""
+    """The last rank starts after ranks - 1 units and never waits after that; under H2 no rank waits at all."""
     microbatches = 2 * ranks + more
     for name, peak in (("ZB1P", ranks), ("ZB2P", 2 * ranks - 1)):
         schedule = make_table(name, ranks, ranks, microbatches)
@@ -111,7 +111,7 @@ def test_never_longer_than_1f1b(ranks: int, microbatches: int) -> None:
 @pytest.mark.parametrize("ranks", [1, 2, 4, 8])
 @pytest.mark.parametrize("name", ["ZB1P", "ZB2P"])
 def test_few_microbatches_take_the_way_there_and_back(name: str, ranks: int) -> None:
-    """Few: F and I take turns on the last rank, and a W comes at the very end. Many: that rank never waits again."""
+    """Few microbatches: F and I alternate on the last rank, and a W ends the table. Many: that rank never waits."""
     for microbatches in range(1, 2 * ranks + 1):
         shortest = max(2 * (ranks + microbatches) - 1, 3 * microbatches + ranks - 1)
         assert replayed(make_table(name, ranks, ranks, microbatches))[0] == shortest
@@ -125,7 +125,7 @@ def test_one_rank_runs_each_stage_in_the_order_of_many(name: str) -> None:
 
 
 def test_weight_gradients_follow_in_order() -> None:
-    """So gradients of a stage accumulate in microbatch order."""
+    """Gradients of a stage then accumulate in microbatch order."""
     for name, ranks, stages in (("ZB1P", 4, 4), ("ZB2P", 4, 4), ("InterleavedZeroBubble", 4, 12), ("V-Half", 4, 8)):
         for row in make_table(name, ranks, stages, 8).table:
             weights = [action for action in row if action and action.kind is Kind.W]

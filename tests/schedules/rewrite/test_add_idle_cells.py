@@ -1,4 +1,4 @@
-"""Idle cells go where a rank waits, and nowhere else."""
+"""Idle cells are added exactly where a rank waits."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def test_1f1b_is_on_the_clock(counts: tuple[int, int]) -> None:
     ours = add_idle_cells(rows_of(schedule), schedule.stages)
     for row, other in zip(ours, schedule.table, strict=True):
         assert [cell for cell in row if cell] == [cell for cell in other if cell]
-        assert len(row) <= len(other)  # the picture of 1F1B keeps a forward for its place in the beat
+        assert len(row) <= len(other)  # the 1F1B generator delays some forwards on purpose
 
 
 def test_idle_cells_are_kept() -> None:

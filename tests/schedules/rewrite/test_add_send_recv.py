@@ -1,4 +1,4 @@
-"""The communication pass: torch's placement, on any table, and one total order that all ranks agree on."""
+"""add_send_recv: torch's placement of messages, on any table, and one total order that all ranks agree on."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_pictures_in_the_documentation_are_true() -> None:
 @given(st.sampled_from(["GPipe", "1F1B", "LoopedBFS"]), st.integers(2, 6), st.integers(1, 9))
 @settings(deadline=None, max_examples=60)
 def test_messages_form_one_total_order(name: str, ranks: int, microbatches: int) -> None:
-    """Replaying the lists message by message, one at a time in the whole machine, never gets stuck."""
+    """Replaying the rows with one message at a time in the whole machine never gets stuck."""
     schedule = make_table(name, ranks, ranks, microbatches)
     made = add_send_recv(schedule)
     queues = [[action for action in row if action and action.is_communication] for row in made.table]

@@ -1,4 +1,4 @@
-"""Batches of sends and receives: the proof holds, nothing is lost, and 1F1B calls once where it called twice."""
+"""Batches of sends and receives: free of deadlock, no action lost, and 1F1B makes one call where it made two."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_any_table(schedule: Schedule, verbs: list[str]) -> None:
             kinds = {part.kind for part in batch.parts}
             assert len(kinds) == len(batch.parts) > 1
             assert any(kinds <= VERBS[verb].kinds for verb in verbs)
-    # Taken apart again it runs without batches too.
+    # Without its batches the table runs too.
     apart = proved(unbatch_p2p(fused))
     assert not any(action.kind is Kind.P2P for _, _, action in apart.cells())
     assert Machine(rows_of(apart), schedule.stages).runs_to_its_end()
@@ -118,7 +118,7 @@ def test_the_picture_in_the_documentation_is_true() -> None:
     ],
 )
 def test_each_verb_is_used(verb: str, name: str, ranks: int, local: int) -> None:
-    """In full on some rank in the middle, and by itself."""
+    """Each verb alone makes batches with all of its kinds, and fewer calls in all."""
     schedule = add_send_recv(make_table(name, ranks, ranks * local, 8))
     fused = proved(batch_p2p(schedule, [verb]))
     made = Counter(kinds for rank in range(ranks) for kinds in calls(fused, rank))
@@ -127,7 +127,7 @@ def test_each_verb_is_used(verb: str, name: str, ranks: int, local: int) -> None
 
 
 def test_a_batch_that_would_close_a_cycle_is_not_made(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Left to themselves the moves would make some: the proof is what stops them."""
+    """Without the check for cycles some joins would deadlock."""
     schedule = add_send_recv(make_table("Interleaved1F1B", 4, 8, 8))
     proved(batch_p2p(schedule))
     monkeypatch.setattr(batches, "_exchanged", lambda order, old, new: True)
@@ -187,7 +187,7 @@ def test_even_ranks_talk_while_odd_ranks_listen(ranks: int) -> None:
 
 
 def test_two_even_ranks_follow_one_order() -> None:
-    """Neighbours 0 and 1 stand on ranks 0 and 2: were both to send first, both would wait."""
+    """Neighbours 0 and 1 stand on ranks 0 and 2: if both sent first, both would wait."""
     first, second, third = make_table("1F1B", 3, 3, 6).table
     fused = batch_p2p(add_send_recv(Schedule((first, third, second), 3, 6)))
     by_parity = [
@@ -200,7 +200,7 @@ def test_two_even_ranks_follow_one_order() -> None:
 
 
 def test_the_forwards_of_a_batched_table_are_checked_like_any_other() -> None:
-    """Two ranks that exchange in one batch would wait for each other one by one."""
+    """Two ranks that exchange in one batch would wait for each other if the messages were single."""
     fused = batch_p2p(add_send_recv(make_table("ZBVZeroBubble", 3, 6, 3)), tuple(VERBS))
     forwards = fused.forward_only()
     assert any(action.kind is Kind.P2P for _, _, action in forwards.cells())

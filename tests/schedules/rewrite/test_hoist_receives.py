@@ -1,4 +1,4 @@
-"""Early receives: only receives move, each channel keeps its order, few are ahead, and no run comes to a stop."""
+"""Hoisted receives: only receives move, channels keep their order, few receives are ahead, and no run gets stuck."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def leaves(row: list[Action]) -> list[Action]:
 
 
 def channels(row: list[Action], home: dict[int, int]) -> dict[int, list[Action]]:
-    """What a rank receives from each other one, in order."""
+    """The receives of a rank from each other rank, in order."""
     found: dict[int, list[Action]] = defaultdict(list)
     for leaf in leaves(row):
         if leaf.kind in RECEIVES:
@@ -37,9 +37,9 @@ def channels(row: list[Action], home: dict[int, int]) -> dict[int, list[Action]]
 
 
 class Buffered:
-    """Ranks over a transport on which a receive alone waits for nobody, and whatever sends for this rank's sends before it.
+    """Ranks over a transport on which a receive never blocks, and a send waits for its rank's earlier sends.
 
-    A send is over when its receive is posted: nothing is buffered.
+    A send ends when its receive is posted: no message is buffered.
     """
 
     def __init__(self, rows: Rows, home: dict[int, int]) -> None:
@@ -53,7 +53,7 @@ class Buffered:
         return not any(self.todo) and all(self.sends_are_over(rank) for rank in range(len(self.todo)))
 
     def step(self, rank: int) -> bool:
-        """Do the action at the head if nothing of it has to wait."""
+        """Run the next action if no part of it has to wait."""
         if not self.todo[rank]:
             return False
         own = self.todo[rank][0].leaves
@@ -73,7 +73,7 @@ class Buffered:
         return all(len(self.posted[key]) >= len(sent) for key, sent in list(self.sent.items()) if key[0] == rank)
 
     def arrived(self, rank: int, leaf: Action) -> bool:
-        """Whether what a computation reads is there; and it is the right one."""
+        """True if the inputs of a computation have arrived; checks that they are the right ones."""
         receive = leaf._replace(kind=Kind.RECV_F if leaf.kind is Kind.F else Kind.RECV_B)
         key = next((key for key, each in self.posted.items() if key[1] == rank and receive in each), None)
         if leaf.kind not in (Kind.F, Kind.B, Kind.I) or key is None:

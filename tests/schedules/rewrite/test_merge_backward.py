@@ -1,4 +1,4 @@
-"""A schedule with its backwards split, or whole, still runs, on the same ranks and in the same order."""
+"""A schedule with its backwards split, or merged, still runs, on the same ranks and in the same order."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Moving weight gradients: only Ws move, into idle cells of the cool-down or to its end."""
+"""Delayed weight gradients: only Ws move, into idle cells of the cool-down or to its end."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def accept(schedule: Schedule) -> None:
 
 
 def flow(row: Row) -> list[Action]:
-    """What other ranks may wait for, an I counting as a B."""
+    """The actions for which other ranks may wait, an I counted as a B."""
     leaves = [leaf for action in row if action for leaf in action.leaves if leaf.kind is not Kind.W]
     return [leaf._replace(kind=Kind.B) if leaf.kind is Kind.I else leaf for leaf in leaves]
 
@@ -72,7 +72,7 @@ def test_weight_gradients_that_are_apart_already_move_as_well() -> None:
 
 @pytest.mark.parametrize(("name", "ranks", "microbatches"), [*product(["1F1B", "Interleaved1F1B"], [2, 4], [4, 8])])
 def test_what_other_ranks_wait_for_comes_earlier(name: str, ranks: int, microbatches: int) -> None:
-    """At unit costs the first rank's Ws in its bubble make the step shorter, and memory holds them until then."""
+    """At unit costs the first rank's Ws in its bubble shorten the step, and their memory stays alive until then."""
     schedule = make_table(name, ranks, ranks * (1 if name == "1F1B" else 2), microbatches)
     everything = defer_weight_grads(schedule, range(schedule.stages))
     assert replayed(everything)[0] < replayed(schedule)[0]
@@ -102,7 +102,7 @@ def test_nothing_but_weight_gradients_moves(
 @given(tables(sharding=False))
 @settings(deadline=None, max_examples=60)
 def test_any_legal_table_stays_legal(table: tuple[Rows, int, int, Any]) -> None:
-    """With communication too: sends and receives stay where they are."""
+    """Sends and receives, if there are any, stay in place."""
     rows, stages, microbatches, _ = table
     schedule = Schedule.of(rows, stages=stages, microbatches=microbatches)
     for made in (defer_weight_grads(schedule, range(0, stages, 2)), split_backward(schedule)):

@@ -1,4 +1,4 @@
-"""The order stays topological while edges come and go, and refuses exactly the edges that close a cycle."""
+"""The order stays topological while edges are added and removed, and exactly the edges that close a cycle are refused."""
 
 from __future__ import annotations
 

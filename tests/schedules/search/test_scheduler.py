@@ -1,7 +1,7 @@
-"""What the scheduler finds: at or below the published makespans, within its bytes, and never behind a named schedule.
+"""The scheduler's tables: at or below the published makespans, within their bytes, and never worse than a named schedule.
 
-The bars are the makespans of the zero-bubble authors' own generators at unit costs (FACTS: F = I = W = 1 per rank and
-microbatch), in units of one rank's microbatch; caps are their peaks.
+The bars are the makespans of the zero-bubble authors' own generators at unit costs (F = I = W = 1 per rank and
+microbatch), in units of one rank's microbatch; the caps are their peaks.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def test_unit_costs(ranks: int, microbatches: int, chunks: int, cap: int, bar: f
 @pytest.mark.parametrize(("ranks", "microbatches"), [(2, 4), (3, 7), (6, 12), (3, 3)])
 @pytest.mark.parametrize("chunks", [1, 2])
 def test_with_enough_memory_only_the_way_to_the_last_rank_is_lost(ranks: int, microbatches: int, chunks: int) -> None:
-    """The last rank begins when the first microbatch comes to it, and never waits again."""
+    """The last rank starts when the first microbatch reaches it, and never waits after that."""
     costs = Costs.unit(ranks * chunks, ranks)
     schedule = schedule_auto(costs, ranks=ranks, microbatches=microbatches)
     assert simulate(schedule, costs).makespan == pytest.approx(3 * microbatches + (ranks - 1) / chunks)
@@ -162,7 +162,7 @@ def test_any_placement() -> None:
 
 
 def test_loop_and_v_are_both_tried() -> None:
-    """Under little memory the V has the advantage; what is asked for is kept to."""
+    """Under little memory the V has the advantage; a placement that the caller names is kept."""
     costs = Costs.unit(8, 4)
     ends = {
         placement: simulate(

@@ -1,4 +1,4 @@
-"""Simulated timelines: small ones worked out by hand, and properties of any legal table against a second way to count."""
+"""Simulated timelines: small ones computed by hand, and properties of any legal table against a second implementation."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ def test_what_evaluation_computes_is_not_kept() -> None:
     [("1F1B", 4, 33, 4000), ("GPipe", 4, 33, 8000), ("Interleaved1F1B", 8, 28.5, 5500), ("LoopedBFS", 8, 28.5, 8000)],
 )
 def test_named_schedules_end_when_their_papers_say(name: str, stages: int, makespan: float, peak: int) -> None:
-    """Microbatches times 3, and a bubble of 3 (ranks - 1) divided by the stages of a rank."""
+    """3 times the microbatches, plus a bubble of 3 (ranks - 1) divided by the stages of a rank."""
     timeline = simulate(SCHEDULES[name](4, stages, 8), Costs.unit(stages, 4))
     assert (timeline.makespan, timeline.peak_bytes(0)) == (makespan, peak)
 
@@ -165,7 +165,7 @@ def cases(draw: st.DrawFn) -> tuple[Schedule, Costs]:
 
 
 def reference(schedule: Schedule, costs: Costs) -> dict[Action, float]:
-    """Ends of a compute-only table, by moving everything later until nothing comes too early."""
+    """The end of each action of a compute-only table, by delaying actions until none starts before its inputs."""
     ends, changed = {leaf: 0.0 for _, _, action in schedule.cells() for leaf in action.leaves}, True
     while changed:
         changed = False

@@ -1,4 +1,4 @@
-"""A schedule prints, parses, saves and loads as it is, and gives the table of an evaluation."""
+"""A schedule prints, parses, saves and loads unchanged, and gives the table of an evaluation."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_torch_reads_our_csv_and_we_read_its(tmp_path: Path) -> None:
 
 
 def test_awkward_tables_come_back(tmp_path: Path) -> None:
-    """Idle ends, a rank that only idles, a rank of nothing, an idle stage, an overlap, a name with blanks."""
+    """Idle ends, a rank that only idles, an empty row, an idle stage, an overlap, a name with blanks."""
     rows = ["0F0 . (0F1;0B0)OVERLAP_F_B .", [None], [], ". . 2UNSHARD 2F0"]
     schedule = Schedule.of(rows, name="my: own\n table", stages=5, microbatches=3)
     assert schedule.rank_of_stage == {0: 0, 2: 3}
@@ -100,7 +100,7 @@ def test_csv_faults_name_file_line_and_cell(tmp_path: Path, text: bytes, place: 
 
 
 def test_csv_from_other_hands(tmp_path: Path) -> None:
-    """A byte order mark, CR LF, blanks after commas, quotes, and the waits that torch 2.15 writes."""
+    """A byte order mark, CR LF, blanks after commas, quotes, and the WAIT cells that torch 2.15 writes."""
     path = tmp_path / "s.CSV"
     path.write_bytes(b'\xef\xbb\xbf0F0, "0SEND_F0",0WAIT_SEND_F0 ,0B0,0WAIT_REDUCE_GRAD\r\n'.replace(b', "', b',"'))
     assert Schedule.load(path) == Schedule.of([["0F0", "0SEND_F0", None, "0B0", None]])
@@ -147,7 +147,7 @@ def test_what_is_recomputed_may_be_any_collection_of_pairs() -> None:
 
 
 def test_parse_is_the_action_parser() -> None:
-    """The table's cells are read by the one strict parser, so its faults are the table's faults."""
+    """The cells of a table are read by the strict parser of actions, so its errors are the table's errors."""
     assert Schedule.of([["(0F1;0B0)OVERLAP_F_B"]]).table == ((parse("(0F1;0B0)OVERLAP_F_B"),),)
 
 
@@ -155,7 +155,7 @@ def test_parse_is_the_action_parser() -> None:
 
 
 def evaluated(schedule: Schedule) -> Schedule:
-    """The table that an evaluation runs, after proof that every forward runs once, in its old place, to the end."""
+    """The table that an evaluation runs, after checking that every forward runs once, in its old place, and none hangs."""
     forwards = schedule.forward_only()
     assert (forwards.stages, forwards.microbatches, forwards.name) == (
         schedule.stages,
@@ -180,7 +180,7 @@ def only(row: list[Action], *kinds: Kind) -> list[Action]:
 @given(named())
 @settings(deadline=None, max_examples=100)
 def test_forwards_of_a_named_schedule(schedule: Schedule) -> None:
-    """Communication first or forwards first: the same messages, each rank's own in the same order."""
+    """Adding messages first or taking the forwards first gives the same messages in the same order on each rank."""
     before, after = evaluated(schedule), evaluated(add_send_recv(schedule))
     kinds = (Kind.F, Kind.SEND_F)
     assert [only(row, *kinds) for row in rows_of(before)] == [only(row, *kinds) for row in rows_of(after)]
@@ -214,7 +214,7 @@ def test_forwards_only_is_the_same_table_without_the_rest() -> None:
 
 
 def test_forwards_only_keeps_the_counts() -> None:
-    """Also where the last stage or microbatch has no forward in the table; nothing here judges tables."""
+    """The counts stay, even if the last stage or microbatch has no forward in the table."""
     table = Schedule.of(["0F0 0B0 1B1"])
     assert (table.forward_only().stages, table.forward_only().microbatches) == (2, 2)
 
