@@ -51,7 +51,7 @@ def test_a_schedule_function_says_how_many_stages_it_wants() -> None:
 
 
 def test_a_function_that_moves_stages_to_other_ranks_is_refused() -> None:
-    """The parameters stay where the first table put them, so no rank would update the parameters that the second table reads."""
+    """The parameters stay where the first table put them, so no rank would update the parameters of the second."""
     with pytest.raises(graphpp.ScheduleError, match=r"for 4 microbatches the schedule .* puts stage 0 on rank 1"):
         run_ranks(moved, 2)
 
