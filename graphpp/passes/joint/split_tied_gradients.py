@@ -2,7 +2,7 @@
 
 Contract: afterwards every `Gradient` result is computed in one stage. A parameter that several stages use has one `Gradient`
 result per stage: the sum of that stage's contributions, in their old order. The runtime adds the partial sums once, at the
-end of the step, by an all-reduce among the ranks that hold the parameter. No partial sum crosses a boundary.
+end of the step, on every rank that holds the parameter. No partial sum crosses a boundary.
 """
 
 from __future__ import annotations

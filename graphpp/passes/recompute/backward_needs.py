@@ -1,16 +1,16 @@
-"""What the backward of a stage needs of its forward: the values, what keeping one takes, what computing it again takes.
+"""Collect the forward values that the backward of a stage reads, with the bytes of saving and the cost of recomputing each.
 
 Contract
 --------
-`backward_needs(joint, stage, may, cost)` has every tensor that the stage's forward makes or receives and its backward
-reads, and what those could be computed from again, as far as `may(node)` lets operations run again. Views may always:
-a view is never
-kept, what it is a view of is. What is at hand (parameters, buffers, inputs, views of them, what is made once per step)
-does not appear: it costs nothing. The values come in pieces that do not depend on each other, most of them alike in a
-model of equal layers.
+`backward_needs(joint, stage, may_recompute, cost)` has every tensor that the stage's forward computes or receives and its
+backward reads, and the values from which those could be recomputed, as far as `may_recompute(node)` lets operations run
+again. Views may always be recomputed: a view itself is never saved, its source is. Values that are at hand anyway
+(parameters, buffers, inputs, views of them, step-invariant values) do not appear, for they cost nothing. The values come in
+groups that do not depend on each other; in a model of equal layers, most groups are equal.
 
-Never run again: operators that are not torch's own, collectives, operations that read a buffer which the forward writes.
-Random ones draw from the microbatch's key and may. What another stage's backward reads is kept for it anyway.
+Never recomputed: operators that are not torch's own, collectives, and operations that read a buffer which the forward
+writes. Random operators may be recomputed, for they draw from the microbatch's key. A value that the backward of an earlier
+stage reads is saved in any case, so its bytes count 0.
 """
 
 from __future__ import annotations
@@ -29,51 +29,55 @@ from graphpp.passes.recompute.min_cut import CutProblem
 from graphpp.runtime import program
 from graphpp.runtime.randomness import seeded
 
-_PICOSECONDS = 1e12
+PICOSECONDS = 1e12  # in a second; minimum cuts take whole numbers
 MayRecompute = Callable[[fx.Node], bool]
 
 
 @dataclass(frozen=True)
 class ValueGroup:
-    """Values in order of their making, and the numbers that decide; costs in picoseconds."""
+    """Values in the order in which the forward computes them, and the problem to solve for them; costs in picoseconds."""
 
     nodes: tuple[fx.Node, ...]
-    shape: CutProblem
+    problem: CutProblem
 
 
 def is_repeatable(node: fx.Node) -> bool:
-    """Whether an operation may run twice: torch's own operators without an effect, and random ones that take a key."""
+    """Whether an operation may run twice: one of torch's own operators, or a random operator that takes a key."""
     return node.target is seeded or getattr(node.target, "namespace", "") in ("aten", "prims")
 
 
 def written_buffers(joint: JointGraph) -> set[fx.Node]:
-    """The placeholders of buffers that the forward writes: whoever reads one late would read its new value."""
+    """The placeholders of buffers that the forward writes: the backward would read the new value of such a buffer."""
     written = {role.fqn for role, _ in joint.outputs() if isinstance(role, program.BufferUpdate)}
     inputs = joint.inputs().items()
     return {node for role, node in inputs if isinstance(role, program.Buffer) and role.fqn in written}
 
 
-def backward_needs(joint: JointGraph, stage: int, may: MayRecompute, cost: Cost) -> list[ValueGroup]:
-    """The pieces of a stage, in order of their first value."""
-    found = _Needs(joint, stage, may)
-    return [_piece(found, nodes, cost) for nodes in _apart(found)]
+def backward_needs(joint: JointGraph, stage: int, may_recompute: MayRecompute, cost: Cost) -> list[ValueGroup]:
+    """The groups of values of a stage, in order of their first value; nodes carry `meta["stage"]`."""
+    needs = _Needs(joint, stage, may_recompute)
+    return [_group(needs, nodes, cost) for nodes in _independent(needs)]
 
 
 class _Needs:
-    """The values of a stage: `values` in order, `read` of them in the backward, `again` of them may be computed again."""
+    """The values of a stage: `values` in order; the backward reads `read` of them, and may recompute `recomputable`."""
 
-    def __init__(self, joint: JointGraph, stage: int, may: MayRecompute) -> None:
-        self._stage, self._may = stage, may
+    def __init__(self, joint: JointGraph, stage: int, may_recompute: MayRecompute) -> None:
+        self._stage, self._may_recompute = stage, may_recompute
         self._fixed = written_buffers(joint)
         self._forward = _members(joint, stage)
-        late = {node for role, node in joint.outputs() if isinstance(role, program.Gradient)}
+        gradients = {node for role, node in joint.outputs() if isinstance(role, program.Gradient)}
         own = [node for node in joint.computed() if self._is_value(node)]
-        self.read = {node for node in own if is_tensor(node) and (self._is_read(node) or (node in late and _here(node, stage)))}
-        self.again: set[fx.Node] = set()
+        self.read = {
+            node
+            for node in own
+            if is_tensor(node) and (self._is_read(node) or (node in gradients and node.meta["stage"] == stage))
+        }
+        self.recomputable: set[fx.Node] = set()
         self.values = self._reached(own)
 
     def _is_value(self, node: fx.Node) -> bool:
-        """Whether a forward value exists in this stage and is not at hand."""
+        """Whether this stage computes or receives a forward value; a value at hand anyway is none."""
         if node.meta["backward"] or node.op != "call_function" or node.meta.get("step_invariant"):
             return False
         return node in self._forward or (node.meta["stage"] is not None and node.meta["stage"] < self._stage)
@@ -81,51 +85,47 @@ class _Needs:
     def _is_read(self, node: fx.Node) -> bool:
         return any(user.op != "output" and user.meta["backward"] and user.meta["stage"] == self._stage for user in node.users)
 
-    def is_kept_anyway(self, node: fx.Node) -> bool:
-        """Whether another stage's backward, which comes later, reads the value."""
+    def is_saved_anyway(self, node: fx.Node) -> bool:
+        """Whether the backward of an earlier stage, which runs later, reads the value."""
         readers = [user.meta["stage"] for user in node.users if user.op != "output" and user.meta["backward"]]
         return node.meta["stage"] == self._stage and any(reader is not None and reader < self._stage for reader in readers)
 
     def _reached(self, own: list[fx.Node]) -> list[fx.Node]:
-        """What is read, and what that could be computed from."""
+        """The values that the backward reads, and all values from which those could be recomputed."""
         repeating: set[fx.Node] = set()
         for node in own:
             if self._can_repeat(node, repeating):
                 repeating.add(node)
-        wanted = set(self.read)
+        needed = set(self.read)
         for node in reversed(own):
-            if node in wanted and node in repeating and not self.is_kept_anyway(node):
-                self.again.add(node)
-                wanted.update(self.sources(node))
-        return [node for node in own if node in wanted]
+            if node in needed and node in repeating and not self.is_saved_anyway(node):
+                self.recomputable.add(node)
+                needed.update(self.sources(node))
+        return [node for node in own if node in needed]
 
     def _can_repeat(self, node: fx.Node, repeating: set[fx.Node]) -> bool:
         if node not in self._forward or self._fixed.intersection(node.all_input_nodes):
             return False
         if any(not is_tensor(source) and source not in repeating for source in self.sources(node)):
-            return False  # a tuple, or a number, is never kept
+            return False  # a tuple or a number is never saved
         if node.target is operator.getitem:
             return node.all_input_nodes[0] in repeating
         if is_collective(node) or is_wait(node) or not is_repeatable(node):
             return False
-        return is_free(node) or self._may(node)
+        return is_free(node) or self._may_recompute(node)
 
     def sources(self, node: fx.Node) -> list[fx.Node]:
-        """What a value is computed from and is not at hand."""
+        """The inputs of a node that are values of the stage, not at hand anyway."""
         return [source for source in node.all_input_nodes if self._is_value(source)]
 
 
 def is_free(node: fx.Node) -> bool:
-    """Whether a value is a view, which costs nothing to make again and nothing more to keep."""
+    """Whether a value is a view: recomputing it takes no time, and keeping it takes no bytes besides its source's."""
     return shares_memory(node) and not is_wait(node) and not is_copy(node)
 
 
-def _here(node: fx.Node, stage: int) -> bool:
-    return bool(node.meta["stage"] == stage)
-
-
 def _members(joint: JointGraph, stage: int) -> set[fx.Node]:
-    """The operations of a stage's forward, with those that stand wherever they are read; not what is at hand."""
+    """The operations of a stage's forward, with the operations without a stage that it reads; no views of placeholders."""
     forward = [node for node in joint.computed() if not node.meta["backward"]]
     members: set[fx.Node] = set()
     for node in reversed(forward):
@@ -135,44 +135,47 @@ def _members(joint: JointGraph, stage: int) -> set[fx.Node]:
 
 
 def _of_placeholder(node: fx.Node) -> bool:
-    """Whether a value without a stage is a view of a parameter, a buffer or an input."""
+    """Whether a value is a parameter, a buffer, an input, or a view of one."""
     return node.op == "placeholder" or (is_view(node) and all(map(_of_placeholder, node.all_input_nodes)))
 
 
-def _apart(found: _Needs) -> list[list[fx.Node]]:
-    """The values in groups: one is with those it may be computed from, but for what the backward reads itself."""
+def _independent(needs: _Needs) -> list[list[fx.Node]]:
+    """The values in groups: a value is in the group of its undecided inputs (see `_undecided`)."""
     group: dict[fx.Node, list[fx.Node]] = {}
-    for node in found.values:
+    for node in needs.values:
         joined = [node]
-        for source in _decisive(found, node):
+        for source in _undecided(needs, node):
             joined = joined if group[source] is joined else group[source] + joined
             for member in joined:
                 group[member] = joined
         group[node] = joined
-    order = {node: at for at, node in enumerate(found.values)}
+    order = {node: at for at, node in enumerate(needs.values)}
     distinct = {id(nodes): nodes for nodes in group.values()}
     return sorted((sorted(nodes, key=order.__getitem__) for nodes in distinct.values()), key=lambda nodes: order[nodes[0]])
 
 
-def _decisive(found: _Needs, node: fx.Node) -> Iterable[fx.Node]:
-    """The inputs whose presence is a question where a value is computed again."""
-    return [source for source in found.sources(node) if source not in found.read] if node in found.again else []
+def _undecided(needs: _Needs, node: fx.Node) -> Iterable[fx.Node]:
+    """The inputs from which a value could be recomputed and which the backward does not read, so that they may be missing."""
+    if node not in needs.recomputable:
+        return []
+    return [source for source in needs.sources(node) if source not in needs.read]
 
 
-def _piece(found: _Needs, nodes: list[fx.Node], cost: Cost) -> ValueGroup:
+def _group(needs: _Needs, nodes: list[fx.Node], cost: Cost) -> ValueGroup:
     at = {node: index for index, node in enumerate(nodes)}
-    shape = CutProblem(
-        nbytes=tuple(_bytes(found, node) for node in nodes),
-        costs=tuple(round(cost(node) * _PICOSECONDS) if node in found.again else None for node in nodes),
-        inputs=tuple(tuple(at[source] for source in _decisive(found, node)) for node in nodes),
-        read=tuple(node in found.read for node in nodes),
+    problem = CutProblem(
+        nbytes=tuple(_bytes(needs, node) for node in nodes),
+        costs=tuple(round(cost(node) * PICOSECONDS) if node in needs.recomputable else None for node in nodes),
+        inputs=tuple(tuple(at[source] for source in _undecided(needs, node)) for node in nodes),
+        read=tuple(node in needs.read for node in nodes),
     )
-    return ValueGroup(tuple(nodes), shape)
+    return ValueGroup(tuple(nodes), problem)
 
 
-def _bytes(found: _Needs, node: fx.Node) -> int | None:
-    if found.is_kept_anyway(node):
+def _bytes(needs: _Needs, node: fx.Node) -> int | None:
+    """The bytes of saving a value; None for a value that is never saved: a tuple, or a view that can be recomputed."""
+    if needs.is_saved_anyway(node):
         return 0
-    if not is_tensor(node) or (node in found.again and is_free(node)):
+    if not is_tensor(node) or (node in needs.recomputable and is_free(node)):
         return None
     return nbytes(node)

@@ -1,15 +1,16 @@
-"""Which values to keep and which to compute again: the cheapest choice over a graph of numbers, as a minimum cut.
+"""Choose, by a minimum cut, which values of a group to keep and which to recompute, at a price per byte and per cost.
 
 Contract
 --------
-A `CutProblem` is values 0, 1, .. in order of their making. Whatever is read must be there in the end: kept, which takes its
-bytes, or computed again, which takes its cost and needs its inputs there too. `solve` finds the choice of the least
-bytes x price of a byte + cost x price of cost; of equal ones that which computes least again. `pareto_front` has all choices
-that are best at some price, from the most bytes to the fewest.
+A `CutProblem` numbers its values 0, 1, .. in the order in which the forward computes them. Every value that the backward
+reads must be available there: it is kept, which takes its bytes, or recomputed, which takes its cost and needs its own
+inputs to be available. `solve` minimises bytes x price of a byte + cost x price of cost; among equal choices it recomputes
+the least. `pareto_front` lists the choices that are best at some price, from the most bytes to the fewest.
 
-The network: each value is two nodes, "made by the forward" and "there in the backward", on either side of the cut. Keeping a
-value cuts between its two; computing it again cuts it off from the source; what it is computed from is then there, too.
-(The network of activation checkpointing by minimum cut, as in torch's functorch partitioner, with a price on running again.)
+The network has two nodes for each value, "computed in the forward" and "available in the backward". An edge cut between the
+two means that the value is kept; an edge cut between the source and the first means that it is recomputed, and then infinite
+edges make its inputs available, too. (The network of activation checkpointing in torch's functorch min-cut partitioner, with
+a price on recomputation added.)
 """
 
 from __future__ import annotations
@@ -22,15 +23,16 @@ if TYPE_CHECKING:
     import networkx as nx
 
 _SOURCE, _SINK = -1, -2
-_DEEP = 6  # a hull has at most 2 ** 6 + 1 corners: a piece of a thousand values takes a second for each
+_DEPTH = 6  # a front has at most 2 ** 6 + 1 points; a cut through a thousand values takes a second
 
 
 @dataclass(frozen=True)
 class CutProblem:
-    """Values by their numbers. `nbytes`: to keep one, None: it is never kept; `costs`: to compute it again, None: it never is.
+    """Values by their numbers, one entry per value in each tuple.
 
-    `inputs`: what each is computed from, of what need not be there anyway; `read`: whether it is read in the backward. A
-    value that is never kept can be computed again from such that can be kept.
+    `nbytes`: the bytes of keeping the value, None if it cannot be kept. `costs`: the cost of recomputing it, None if it cannot
+    be recomputed. `inputs`: the values from which it is recomputed, without the values that are available anyway. `read`:
+    whether the backward reads it. A value that cannot be kept can be recomputed, in the end from values that can be kept.
     """
 
     nbytes: tuple[int | None, ...]
@@ -41,72 +43,72 @@ class CutProblem:
 
 @dataclass(frozen=True)
 class CutSolution:
-    """Which values are computed again, the bytes that are kept, and the cost."""
+    """A choice: whether each value is recomputed, the bytes of all values kept, the cost of all values recomputed."""
 
-    again: tuple[bool, ...]
+    recomputed: tuple[bool, ...]
     nbytes: int
     cost: int
 
 
-def solve(shape: CutProblem, byte_price: int, cost_price: int) -> CutSolution:
-    """The cheapest choice; prices are whole numbers, so that every rank finds the same one."""
-    if len(shape.read) == 1:
-        return _alone(shape, byte_price, cost_price)
+def solve(problem: CutProblem, byte_price: int, cost_price: int) -> CutSolution:
+    """The cheapest choice. Prices are whole numbers, so that every rank finds the same choice."""
+    if len(problem.read) == 1:
+        return _alone(problem, byte_price, cost_price)
     import networkx as nx  # 0.25 s that `import graphpp` need not take
 
     network = nx.DiGraph()
-    for value, (nbytes, cost) in enumerate(zip(shape.nbytes, shape.costs, strict=True)):
-        made, there = 2 * value, 2 * value + 1
-        _edge(network, _SOURCE, made, cost, cost_price)
-        _edge(network, made, there, nbytes, byte_price)
-        if shape.read[value]:
-            network.add_edge(there, _SINK)
-        network.add_edges_from((2 * source + 1, made) for source in shape.inputs[value])
+    for value, (nbytes, cost) in enumerate(zip(problem.nbytes, problem.costs, strict=True)):
+        computed, available = 2 * value, 2 * value + 1
+        _edge(network, _SOURCE, computed, cost, cost_price)
+        _edge(network, computed, available, nbytes, byte_price)
+        if problem.read[value]:
+            network.add_edge(available, _SINK)
+        network.add_edges_from((2 * source + 1, computed) for source in problem.inputs[value])
     _, (near, _) = nx.minimum_cut(network, _SOURCE, _SINK)
-    return _solution(shape, [2 * value not in near for value in range(len(shape.read))], near)
+    return _solution(problem, [2 * value not in near for value in range(len(problem.read))], near)
 
 
-def pareto_front(shape: CutProblem) -> list[CutSolution]:
-    """The choices that are best at some price of a byte, from the most bytes kept to the fewest; costs rise."""
-    most, fewest = solve(shape, 1, _weight(shape.nbytes)), solve(shape, _weight(shape.costs), 1)
+def pareto_front(problem: CutProblem) -> list[CutSolution]:
+    """The choices that are best at some price of a byte: from the most bytes to the fewest, and from low cost to high."""
+    most, fewest = solve(problem, 1, _weight(problem.nbytes)), solve(problem, _weight(problem.costs), 1)
     if fewest.nbytes >= most.nbytes:
         return [most]
-    return [most, *_between(shape, most, fewest), fewest]
+    return [most, *_between(problem, most, fewest), fewest]
 
 
-def _between(shape: CutProblem, more: CutSolution, less: CutSolution, deep: int = _DEEP) -> list[CutSolution]:
-    """The choices below the line through two: asked for at the price at which those two are equally good."""
+def _between(problem: CutProblem, more: CutSolution, less: CutSolution, depth: int = _DEPTH) -> list[CutSolution]:
+    """The points of the front between two of its points: solve at the price at which the two cost the same, and recurse."""
     byte_price, cost_price = less.cost - more.cost, more.nbytes - less.nbytes
-    if byte_price <= 0 or cost_price <= 0 or not deep:
+    if byte_price <= 0 or cost_price <= 0 or not depth:
         return []
-    found = solve(shape, byte_price, cost_price)
+    found = solve(problem, byte_price, cost_price)
     gain = (more.nbytes - found.nbytes) * byte_price + (more.cost - found.cost) * cost_price
     if gain <= 0:
         return []
-    return [*_between(shape, more, found, deep - 1), found, *_between(shape, found, less, deep - 1)]
+    return [*_between(problem, more, found, depth - 1), found, *_between(problem, found, less, depth - 1)]
 
 
 def _weight(numbers: Sequence[int | None]) -> int:
-    """A price at which one unit counts more than all of these together."""
+    """A price at which one unit of one kind outweighs all of these numbers of the other kind together."""
     return 1 + sum(number or 0 for number in numbers)
 
 
 def _edge(network: nx.DiGraph, start: int, end: int, number: int | None, price: int) -> None:
-    """An edge of that capacity, or one that is never cut."""
+    """Add an edge of capacity number x price; of infinite capacity where the number is None."""
     if number is None:
         network.add_edge(start, end)
     else:
         network.add_edge(start, end, capacity=number * price)
 
 
-def _alone(shape: CutProblem, byte_price: int, cost_price: int) -> CutSolution:
-    """The choice for one value."""
-    (nbytes,), (cost,) = shape.nbytes, shape.costs
-    again = cost is not None and (nbytes is None or cost * cost_price < nbytes * byte_price)
-    return CutSolution((again,), 0 if again else nbytes or 0, cost or 0 if again else 0)
+def _alone(problem: CutProblem, byte_price: int, cost_price: int) -> CutSolution:
+    """`solve` for a single value, without a network."""
+    (nbytes,), (cost,) = problem.nbytes, problem.costs
+    recomputed = cost is not None and (nbytes is None or cost * cost_price < nbytes * byte_price)
+    return CutSolution((recomputed,), 0 if recomputed else nbytes or 0, cost or 0 if recomputed else 0)
 
 
-def _solution(shape: CutProblem, again: list[bool], near: set[int]) -> CutSolution:
-    kept = [value for value, repeated in enumerate(again) if not repeated and 2 * value + 1 not in near]
-    cost = sum(shape.costs[value] or 0 for value, repeated in enumerate(again) if repeated)
-    return CutSolution(tuple(again), sum(shape.nbytes[value] or 0 for value in kept), cost)
+def _solution(problem: CutProblem, recomputed: list[bool], near: set[int]) -> CutSolution:
+    kept = [value for value, is_recomputed in enumerate(recomputed) if not is_recomputed and 2 * value + 1 not in near]
+    cost = sum(problem.costs[value] or 0 for value, is_recomputed in enumerate(recomputed) if is_recomputed)
+    return CutSolution(tuple(recomputed), sum(problem.nbytes[value] or 0 for value in kept), cost)

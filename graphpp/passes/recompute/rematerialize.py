@@ -1,12 +1,12 @@
-"""Rematerialize: the backward makes values of the forward again where it reads them, and so they need not be saved.
+"""Rematerialize single values: the backward of a stage recomputes them where it first reads them; they are not saved.
 
 Contract
 --------
-`again[stage]` names forward values (see `savings.py`). Afterwards the stage's backward reads a copy of each, made right
-before its first reader and dead after its last, from values that are saved, at hand, or copied themselves. Each has at most
-one copy in a stage, marked `meta["recomputed"]`. What only the backward had read is gone from the forward.
+`recomputed[stage]` names forward values (see `choose_saved.py`). Afterwards the stage's backward reads a copy of each. The
+copy stands right before its first reader and is computed from values that are saved, at hand, or copied themselves. Each value
+has at most one copy in a stage, marked `meta["recomputed"]`. The forward loses the nodes that only the backward had read.
 
-Bit-preserving: the copies are the same operators on the same values. What crosses a boundary stays the same.
+Bit-preserving: the copies run the same operators on the same values. The same values cross each boundary as before.
 """
 
 from __future__ import annotations
@@ -18,21 +18,22 @@ from graphpp.passes.recompute.choose_saved import RecomputedByStage
 from graphpp.runtime import program
 
 
-def rematerialize(joint: JointGraph, again: RecomputedByStage) -> JointGraph:
-    """Let the backward of every stage make these values again, in place; nodes carry `meta["stage"]`."""
-    copies = [_Copies(joint, stage, wanted) for stage, wanted in enumerate(again)]
+def rematerialize(joint: JointGraph, recomputed: RecomputedByStage) -> JointGraph:
+    """Let the backward of every stage recompute the named values, in place; nodes carry `meta["stage"]`."""
+    copies = [_Copies(joint, stage, values) for stage, values in enumerate(recomputed)]
     for reader in list(joint.computed()):
         if reader.meta["backward"] and reader.meta["stage"] is not None:
-            made = copies[reader.meta["stage"]]
+            of_stage = copies[reader.meta["stage"]]
             for node in reader.all_input_nodes:
-                if node in made.wanted:
-                    reader.replace_input_with(node, made.before(reader, node))
+                if node in of_stage.values:
+                    reader.replace_input_with(node, of_stage.before(reader, node))
     end = joint.graph.output_node()
-    late = [isinstance(role, program.Gradient) and node.meta["stage"] is not None for role, node in joint.outputs()]
+    outputs = joint.outputs()
+    gradients = [isinstance(role, program.Gradient) and node.meta["stage"] is not None for role, node in outputs]
     joint.set_outputs(
         [
-            (role, copies[node.meta["stage"]].before(end, node) if is_late else node)
-            for is_late, (role, node) in zip(late, joint.outputs(), strict=True)
+            (role, copies[node.meta["stage"]].before(end, node) if is_gradient else node)
+            for is_gradient, (role, node) in zip(gradients, outputs, strict=True)
         ]
     )
     remove_unused(joint.graph)
@@ -40,28 +41,30 @@ def rematerialize(joint: JointGraph, again: RecomputedByStage) -> JointGraph:
 
 
 class _Copies:
-    """The copies in one stage's backward."""
+    """The copies of `values` in the backward of one stage."""
 
-    def __init__(self, joint: JointGraph, stage: int, wanted: set[fx.Node]) -> None:
-        self.wanted = wanted
-        self._graph, self._stage, self._made = joint.graph, stage, dict[fx.Node, fx.Node]()
-        self._order = {node: at for at, node in enumerate(joint.graph.nodes)} if wanted else {}
+    def __init__(self, joint: JointGraph, stage: int, values: set[fx.Node]) -> None:
+        self.values = values
+        self._graph, self._stage, self._copies = joint.graph, stage, dict[fx.Node, fx.Node]()
+        self._order = {node: at for at, node in enumerate(joint.graph.nodes)} if values else {}
 
     def before(self, reader: fx.Node, node: fx.Node) -> fx.Node:
-        """The copy of a value, made in front of `reader` if it is the first; the value itself if it is not wanted."""
-        if node in self.wanted and node not in self._made:
+        """The copy of a value, inserted before `reader` at the first call; a value that is not to be recomputed itself."""
+        if node in self.values and node not in self._copies:
             self._copy(reader, node)
-        return self._made.get(node, node)
+        return self._copies.get(node, node)
 
     def _copy(self, reader: fx.Node, node: fx.Node) -> None:
+        """Copy a value, and the values that it is recomputed from, to right before `reader`."""
         missing = {node}
         pending = [node]
         while pending:
-            new = [s for s in pending.pop().all_input_nodes if s in self.wanted and s not in self._made and s not in missing]
+            sources = [source for source in pending.pop().all_input_nodes if source in self.values]
+            new = [source for source in sources if source not in self._copies and source not in missing]
             missing.update(new)
             pending += new
         with self._graph.inserting_before(reader):
             for each in sorted(missing, key=self._order.__getitem__):
-                copy = self._graph.node_copy(each, lambda source: self._made.get(source, source))
+                copy = self._graph.node_copy(each, lambda source: self._copies.get(source, source))
                 copy.meta = {**each.meta, "stage": self._stage, "backward": True, "position": -1, "recomputed": True}
-                self._made[each] = copy
+                self._copies[each] = copy

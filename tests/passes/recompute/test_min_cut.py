@@ -72,4 +72,4 @@ def test_the_hull_has_every_choice_that_is_best_at_some_price(seed: int) -> None
 
 def test_of_equal_choices_the_one_that_computes_least() -> None:
     shape = CutProblem((4, 4), (None, 0), ((), (0,)), (False, True))  # keep the value, or what it is a copy of
-    assert solve(shape, 1, 1).again == (False, False)
+    assert solve(shape, 1, 1).recomputed == (False, False)
