@@ -14,11 +14,11 @@ from typing import Any
 from torch.autograd.profiler import record_function
 
 from graphpp._torch.pipelining import ComputationType, PipelineScheduleRuntime, TorchAction, profiler_enabled
+from graphpp.runtime.recorder import ActionFunction
 from graphpp.schedules.table.actions import Action, Kind
 from graphpp.schedules.table.schedule import Schedule
 
-Work = Callable[[], object]
-ActionWatcher = Callable[[Action, Work], None]
+ActionWatcher = Callable[[Action, ActionFunction], None]
 
 _UNNAMED = contextlib.nullcontext()
 
@@ -36,13 +36,13 @@ def _type(kind: Kind) -> ComputationType:
 class ActionLoop(PipelineScheduleRuntime):
     """torch's pipeline runtime over a table with communication, without torch's look-ups in every step."""
 
-    def __init__(self, stages: Sequence[Any], schedule: Schedule, row: Iterable[tuple[Action, Work]]) -> None:
+    def __init__(self, stages: Sequence[Any], schedule: Schedule, row: Iterable[tuple[Action, ActionFunction]]) -> None:
         """`row`: this rank's actions in order, each with the function that does it."""
         super().__init__(list(stages), schedule.microbatches, backward_requires_autograd=False)  # type: ignore[no-untyped-call]
         self.stage_index_to_group_rank = dict(schedule.rank_of_stage)
         ours = {rank: [action for action in row if action is not None] for rank, row in enumerate(schedule.table)}
         self.pipeline_order_with_comms = {rank: list(map(to_torch, row)) for rank, row in ours.items()}
-        self._row = [(action, f"PP:{to_torch(action)}", work) for action, work in row]
+        self._row = [(action, f"PP:{to_torch(action)}", function) for action, function in row]
 
     def run(self, watch: ActionWatcher | None = None) -> None:
         """Do this rank's actions once; with `watch`, call `watch(action, function)` in place of each function."""
@@ -51,9 +51,9 @@ class ActionLoop(PipelineScheduleRuntime):
     def _step_microbatches(self, watch: ActionWatcher | None = None) -> None:  # type: ignore[override]
         """The loop. Under a profiler (`torch.profiler`, `emit_nvtx`) each action is a range with torch's name for it."""
         named = profiler_enabled()
-        for action, name, work in self._row:
+        for action, name, function in self._row:
             with record_function(name) if named else _UNNAMED:
                 if watch is None:
-                    work()
+                    function()
                 else:
-                    watch(action, work)
+                    watch(action, function)

@@ -17,6 +17,8 @@ import torch
 
 from graphpp.schedules.table.actions import Action, message, upstream
 
+ActionFunction = Callable[[], object]  # does one action
+
 _LEADING = 0.05  # a wait counts as leading, and is no part of the computation, if at most this share of it ran before
 
 
@@ -81,11 +83,11 @@ class Recorder:
         self._clock = clock
         self._spans: list[_Span] = []
 
-    def run(self, action: Action, work: Callable[[], object]) -> None:
+    def run(self, action: Action, function: ActionFunction) -> None:
         """Run the function of an action and record when it ran."""
         span = _Span(action, self._clock.mark())
         self._spans.append(span)
-        work()
+        function()
         span.end = self._clock.mark()
 
     def waiting(self) -> None:

@@ -34,7 +34,7 @@ from graphpp.runtime.offloader import Mover, Offloader, mover_for
 from graphpp.runtime.overlapped_actions import OverlappedActions
 from graphpp.runtime.program import Phase, PipelineProgram, WovenProgram
 from graphpp.runtime.randomness import step_keys
-from graphpp.runtime.recorder import Recorder
+from graphpp.runtime.recorder import ActionFunction, Recorder
 from graphpp.runtime.stage import GraphStage, StageLocation, Variant
 from graphpp.runtime.task import StepInputs, Task
 from graphpp.runtime.transport import DEPTH, PendingMessage, Transport
@@ -46,12 +46,10 @@ from graphpp.schedules.table.schedule import Schedule
 if TYPE_CHECKING:
     from graphpp.runtime.action_loop import ActionLoop
 
-Work = Callable[[], object]
-
 
 @dataclass(frozen=True)
 class RunnerConfig:
-    """The parts of a runner that one process with nothing special does without.
+    """The optional parts of a runner; the defaults suit one process that runs programs as they are.
 
     `owners`: the ranks that hold each parameter, by FQN (None: the ranks of the stages that use it). `subgroups`: makes their
     process groups (None: new ones). `sum_dtype`: the dtype in which gradients of narrower parameters add up. `replicas`: the
@@ -253,7 +251,7 @@ class GraphPPRunner:
             row = hoist_receives(row, self.schedule.rank_of_stage, DEPTH)
         return ActionLoop(list(self.stages.values()), self.schedule, [(action, self._bound(action)) for action in row])
 
-    def _bound(self, action: Action) -> Work:
+    def _bound(self, action: Action) -> ActionFunction:
         """The function that does an action, with everything resolved that is known before the step."""
         if action.kind is Kind.OVERLAP_F_B:
             return self._offloading(action, partial(self._overlap, list(map(self._task, action.parts))))
@@ -268,7 +266,7 @@ class GraphPPRunner:
         neighbour = self.stages.get(action.stage + (1 if phase.is_backward else -1))
         return self.stages[action.stage].task(phase, _microbatch(action), neighbour)
 
-    def _offloading(self, action: Action, compute: Work) -> Work:
+    def _offloading(self, action: Action, compute: ActionFunction) -> ActionFunction:
         """A computation, with the evictions and prefetches of saved values around it."""
 
         def run() -> None:

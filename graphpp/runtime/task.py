@@ -26,7 +26,6 @@ from graphpp.runtime.program import Phase, Program
 from graphpp.runtime.transport import Message
 from graphpp.runtime.wiring import Wiring
 
-Tensors = list[torch.Tensor]
 Receive = Callable[[], Sequence[torch.Tensor]]  # the values that cross into the stage, once they have arrived
 
 
@@ -52,7 +51,7 @@ class StageBuffers:
     inputs: StepInputs | None = None
     received: dict[tuple[str, int], Message] = field(default_factory=dict)
     saved: dict[int, dict[str, torch.Tensor]] = field(default_factory=dict)
-    outgoing: dict[tuple[str, int], Tensors] = field(default_factory=dict)
+    outgoing: dict[tuple[str, int], list[torch.Tensor]] = field(default_factory=dict)
     losses: dict[int, torch.Tensor] = field(default_factory=dict)
     outputs: dict[int, dict[int, torch.Tensor]] = field(default_factory=dict)
     metrics: dict[int, dict[str, torch.Tensor]] = field(default_factory=dict)
