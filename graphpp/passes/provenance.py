@@ -1,4 +1,9 @@
-"""TODO contract."""
+"""Provenance: the phase graph from which each program was emitted.
+
+Contract: `ProgramGraphs.hook()` watches one run of the recipe and records, for each program of every stage, the last phase
+graph before `emit`. Compiled regions, woven programs and CUDA graphs start from these graphs. A program is known by its
+identity: the record holds the program, so that no other object takes its `id`.
+"""
 
 from __future__ import annotations
 
@@ -12,36 +17,36 @@ from graphpp.runtime.program import Phase, PipelineProgram, Program
 
 @dataclass
 class ProgramGraphs:
-    """The graphs that programs were emitted from."""
+    """The phase graphs from which programs were emitted."""
 
-    _slots: dict[int, tuple[Program, PhaseGraph]] = field(default_factory=dict)
+    _graphs: dict[int, tuple[Program, PhaseGraph]] = field(default_factory=dict)
 
     @classmethod
     def joined(cls, several: Iterable[ProgramGraphs]) -> ProgramGraphs:
-        """All graphs of several."""
-        return cls({key: pair for each in several for key, pair in each._slots.items()})
+        """The union of several records."""
+        return cls({key: pair for each in several for key, pair in each._graphs.items()})
 
     def hook(self) -> Hook:
-        """What the recipe calls after each pass: the last staged before programs are emitted are what those come from."""
+        """A hook for the recipe: keeps the last staged graphs, and records them when the programs are emitted."""
         staged: list[StagedGraphs] = []
 
         def hook(passed: PassResult) -> None:
             if isinstance(passed.result, StagedGraphs):
                 staged.append(passed.result)
             elif isinstance(passed.result, PipelineProgram):
-                self._add(staged[-1], passed.result)
+                self._add_all(staged[-1], passed.result)
 
         return hook
 
-    def _add(self, staged: StagedGraphs, emitted: PipelineProgram) -> None:
+    def _add_all(self, staged: StagedGraphs, emitted: PipelineProgram) -> None:
         for stage in emitted.stages:
             for phase, item in stage.programs.items():
                 self.add(item, staged.graphs[F if phase is Phase.EVALUATE else phase, stage.index])
 
-    def add(self, item: Program, slot: PhaseGraph) -> None:
-        """Remember the graph that a program was made from."""
-        self._slots[id(item)] = (item, slot)  # holding the program keeps its id its own
+    def add(self, item: Program, graph: PhaseGraph) -> None:
+        """Record the phase graph of a program."""
+        self._graphs[id(item)] = (item, graph)
 
     def of(self, item: Program) -> PhaseGraph:
-        """The graph of one program."""
-        return self._slots[id(item)][1]
+        """The phase graph of a program. Raises `KeyError` for a program that was not recorded."""
+        return self._graphs[id(item)][1]

@@ -1,21 +1,24 @@
-"""A list scheduler: the order of a graph's operations in which collectives run under the computing of others.
+"""Order the operations of a graph by list scheduling, so that collectives run while other operations compute.
 
 Contract
 --------
-`list_schedule(graph, cost)` returns every operation once, after all it reads, the collectives of each part of the graph
-in their old order. Time is followed on a simulated clock (`stream_timing.py`):
+`list_schedule(graph, cost)` returns every operation once, after all its inputs; the collectives of each part of the graph
+keep their order. The scheduler follows time on a simulated clock (`stream_timing.py`):
 
-    a collective is issued as soon as its input is there;
-    a wait stands right before the first operation that reads what came, or where the clock says that it has come;
-    of operations that need not wait, the one with the longest chain behind it runs first (collectives count in chains);
-    when all must wait, the one that waits least.
+    a collective is issued as soon as its input is computed;
+    a wait runs right before the first operation that reads its result; if only results of the graph read it, once the
+        collective is done on the clock;
+    among operations that need not wait, the one with the highest priority runs next: the one with the longest chain of
+        operations after it (collectives count in chains), or, in a second set of orders, the earliest of all parts' operations
+        interleaved evenly;
+    if all operations must wait, the one that waits least runs next.
 
-Views and waits run when they are first read; items are taken out of tuples at once, so that tuples do not hold memory; a
-view that is only a result is made at once, so that a gradient goes out when it is made.
+Views run right before their first reader. Items of a tuple are taken out at once, so that the tuple does not hold memory. A
+view that only the results read runs at once, so that a gradient is handed out when it is computed.
 
-Putting off what is not urgent fills waits, and holds memory. So several orders are made, each under a cap on live bytes
-(multiples of what the given order needs), and of those that are nearly as fast as the fastest the one with the lowest
-peak is taken; the given order too is one of them. The result depends on graph and costs alone.
+To defer an operation fills waits but holds memory. So several orders are made, each under a cap on live bytes (a multiple of
+the original order's peak). Among the orders that are nearly as fast as the fastest, the original order included, the one with
+the lowest peak is returned. The result depends on the graph and the costs alone.
 """
 
 from __future__ import annotations
@@ -31,43 +34,43 @@ from graphpp.passes.graph.collectives import is_collective
 from graphpp.passes.graph.op_costs import Cost
 from graphpp.passes.overlap.stream_timing import GraphTiming, StreamClock, TimeEstimate, estimate_order
 
-_CAPS = (1.0, 1.1, 1.25, 1.5, float("inf"))  # of the peak of the order as given
-_NEARLY = 1.01  # an order that takes this much longer than the fastest is as good if it needs less memory
+_CAPS = (1.0, 1.1, 1.25, 1.5, float("inf"))  # multiples of the original order's peak
+_NEARLY = 1.01  # an order that is slower than the fastest by at most this factor wins if its peak is lower
 
 Priority = Callable[[fx.Node], float]
 
 
 @dataclass(frozen=True)
 class OperationOrder:
-    """An order and what it costs, and what the order as given costs."""
+    """An order of operations, its estimate, and the estimate of the original order."""
 
     order: tuple[fx.Node, ...]
     estimate: TimeEstimate
-    given: TimeEstimate
+    original: TimeEstimate
 
 
 def list_schedule(graph: fx.Graph, cost: Cost) -> OperationOrder:
-    """The best order found; the given one where there are no collectives to hide."""
-    facts = GraphTiming(graph, cost)
-    given = estimate_order(facts, facts.nodes)
-    if not facts.started:
-        return OperationOrder(tuple(facts.nodes), given, given)
-    units = SchedulingUnits(facts)
-    index = {node: place for place, node in enumerate(_evenly(facts.nodes))}
-    priorities: tuple[Priority, ...] = (facts.tail.__getitem__, lambda node: -index[node])
-    found = [(given, tuple(facts.nodes))]
+    """The best order found; the original one if no asynchronous collective is there to hide."""
+    timing = GraphTiming(graph, cost)
+    original = estimate_order(timing, timing.nodes)
+    if not timing.started:
+        return OperationOrder(tuple(timing.nodes), original, original)
+    units = SchedulingUnits(timing)
+    index = {node: at for at, node in enumerate(_evenly(timing.nodes))}
+    priorities: tuple[Priority, ...] = (timing.tail.__getitem__, lambda node: -index[node])
+    found = [(original, tuple(timing.nodes))]
     for priority in priorities:
         for cap in _CAPS:
-            order = ListScheduler(units, priority, cap * given.peak).order()
-            found.append((estimate_order(facts, order), order))
+            order = ListScheduler(units, priority, cap * original.peak).order()
+            found.append((estimate_order(timing, order), order))
     fastest = min(each.seconds for each, _ in found)
     near = [pair for pair in found if pair[0].seconds <= _NEARLY * fastest]
     best, order = min(near, key=lambda pair: (pair[0].peak, pair[0].seconds))
-    return OperationOrder(order, best, given)
+    return OperationOrder(order, best, original)
 
 
 def _evenly(nodes: Iterable[fx.Node]) -> list[fx.Node]:
-    """The operations of all parts in their own orders, the parts spread evenly over the whole."""
+    """The operations of all parts, interleaved evenly; each part keeps its order."""
     parts: dict[object, list[fx.Node]] = {}
     for node in nodes:
         parts.setdefault(node.meta.get("part"), []).append(node)
@@ -76,16 +79,16 @@ def _evenly(nodes: Iterable[fx.Node]) -> list[fx.Node]:
 
 
 class SchedulingUnits:
-    """What is scheduled: operations that are neither views, waits nor items; and what else must run before and after each."""
+    """The units to schedule: operations that are no views, waits or items of tuples; and the dependencies between units."""
 
-    def __init__(self, facts: GraphTiming) -> None:
-        self.facts = facts
-        self.lazy = {node for node in facts.nodes if _is_lazy(node)}
-        self.units = [node for node in facts.nodes if node not in self.lazy and not _is_item(node)]
+    def __init__(self, timing: GraphTiming) -> None:
+        self.timing = timing
+        self.lazy = {node for node in timing.nodes if _is_lazy(node)}
+        self.units = [node for node in timing.nodes if node not in self.lazy and not _is_item(node)]
         self.final = self._final()
-        ways = {unit: self._way(unit) for unit in self.units}
-        self.before = {unit: before for unit, (before, _) in ways.items()}
-        self.waits = {unit: waits for unit, (_, waits) in ways.items()}
+        reads = {unit: self._reads(unit) for unit in self.units}
+        self.before = {unit: before for unit, (before, _) in reads.items()}
+        self.waits = {unit: waits for unit, (_, waits) in reads.items()}
         self._chain_collectives()
         self.after: dict[fx.Node, list[fx.Node]] = {unit: [] for unit in self.units}
         for unit, before in self.before.items():
@@ -93,15 +96,15 @@ class SchedulingUnits:
                 self.after[other].append(unit)
 
     def _final(self) -> set[fx.Node]:
-        """Lazy nodes that no unit reads, not even by way of others."""
+        """Lazy nodes that no unit reads, directly or through other lazy nodes."""
         final: set[fx.Node] = set()
-        for node in reversed(self.facts.nodes):
+        for node in reversed(self.timing.nodes):
             if node in self.lazy and all(user.op == "output" or user in final for user in node.users):
                 final.add(node)
         return final
 
-    def _way(self, unit: fx.Node) -> tuple[set[fx.Node], list[fx.Node]]:
-        """The units whose values a unit reads, and the waits on the way."""
+    def _reads(self, unit: fx.Node) -> tuple[set[fx.Node], list[fx.Node]]:
+        """The units whose values a unit reads, through views, items and waits; and the waits among these."""
         found: set[fx.Node] = set()
         passed: dict[fx.Node, None] = {}
         pending = list(unit.all_input_nodes)
@@ -114,10 +117,10 @@ class SchedulingUnits:
                 pending += node.all_input_nodes
             else:
                 found.add(node)
-        return found, [node for node in passed if node in self.facts.collective_of]
+        return found, [node for node in passed if node in self.timing.collective_of]
 
     def _chain_collectives(self) -> None:
-        """Each collective of a part after the one before it."""
+        """Make each collective of a part depend on the previous collective of the part."""
         last: dict[object, fx.Node] = {}
         for unit in filter(is_collective, self.units):
             part = unit.meta.get("part")
@@ -126,7 +129,7 @@ class SchedulingUnits:
             last[part] = unit
 
     def on_demand(self, unit: fx.Node, ran: set[fx.Node]) -> list[fx.Node]:
-        """The views and waits that must run right before a unit, in order."""
+        """The views and waits that a unit reads and that have not run yet, in order."""
         needed: dict[fx.Node, None] = {}
 
         def visit(node: fx.Node) -> None:
@@ -140,20 +143,20 @@ class SchedulingUnits:
 
 
 class ListScheduler:
-    """One run over a graph's units: of those that fit under `cap` live bytes, the one of highest priority runs next."""
+    """One run over a graph's units: among the ready units that fit under `cap` live bytes, the highest priority runs next."""
 
     def __init__(self, units: SchedulingUnits, priority: Priority, cap: float) -> None:
         self._units, self._priority, self._cap = units, priority, cap
-        self._clock = StreamClock(units.facts)
+        self._clock = StreamClock(units.timing)
         self._order: list[fx.Node] = []
         self._ran: set[fx.Node] = set()
         self._missing = {unit: len(before) for unit, before in units.before.items()}
         self._ready: dict[fx.Node, None] = {unit: None for unit, missing in self._missing.items() if not missing}
-        self._arriving: list[fx.Node] = []  # waits that only the results read
+        self._arriving: list[fx.Node] = []  # waits that only the results read, not run yet
 
     def order(self) -> tuple[fx.Node, ...]:
-        """All operations."""
-        for node in self._units.facts.nodes:
+        """All operations of the graph in the order chosen; call it once."""
+        for node in self._units.timing.nodes:
             self._follow(node, only_inputs=True)
         while self._ready:
             unit = self._choose()
@@ -165,16 +168,16 @@ class ListScheduler:
                 if not self._missing[after]:
                     self._ready[after] = None
             self._arrive()
-        for node in self._units.facts.nodes:
+        for node in self._units.timing.nodes:
             if node not in self._ran:
                 self._run(node)
         return tuple(self._order)
 
     def _choose(self) -> fx.Node:
-        """The next unit: see the head of the file."""
+        """The next unit, by the rules at the head of the file; if nothing fits under the cap, the unit that adds least."""
         stalls = {unit: self._stall(unit) for unit in self._ready}
         running = [unit for unit, stall in stalls.items() if not stall]
-        issued = [unit for unit in running if unit in self._units.facts.started]
+        issued = [unit for unit in running if unit in self._units.timing.started]
         fitting = issued or [unit for unit in running if self._fits(unit)]
         if fitting:
             return max(fitting, key=self._priority)
@@ -201,30 +204,30 @@ class ListScheduler:
             self._follow(user)
 
     def _follow(self, node: fx.Node, only_inputs: bool = False) -> None:
-        """Run what follows at once: items of a tuple, and views that are only results."""
+        """Run a node at once if it is an item of a tuple, or a view that only the results read."""
         final = node in self._units.final
         if node in self._ran or not (final or _is_item(node)):
             return
         sources = [source for source in node.all_input_nodes if source.op != "placeholder"]
         if (only_inputs and sources) or not all(source in self._ran for source in sources):
             return
-        if node in self._units.facts.collective_of:
+        if node in self._units.timing.collective_of:
             self._arriving.append(node)
         else:
             self._run(node)
 
     def _arrive(self) -> None:
-        """Run the waits that only the results read, where what they wait for has come."""
+        """Run the waits that only the results read and whose collectives are done on the clock."""
         for wait in [wait for wait in self._arriving if not self._clock.stall(wait)]:
             self._arriving.remove(wait)
             self._run(wait)
 
 
 def _is_item(node: fx.Node) -> bool:
-    """An item of a tuple that an operation made (those of a tuple of views are views)."""
+    """Whether a node is an item of a tuple that an operation allocated; an item of a tuple of views is a view."""
     return node.target is operator.getitem and not shares_memory(node)
 
 
 def _is_lazy(node: fx.Node) -> bool:
-    """A view, a wait, or an attribute: it costs nothing, or only waits."""
+    """Whether a node takes no time to compute: a view, an attribute, or a wait."""
     return node.op == "get_attr" or shares_memory(node)

@@ -1,10 +1,10 @@
-"""How long a graph takes in a given order of its operations, and how much memory, by a cost for each operation.
+"""Estimate the time and the peak memory of a graph in a given order of its operations, from a cost per operation.
 
-Contract: one stream computes, in the order given; each process group has a link that carries one collective at a time.
-A collective starts when it is issued and its link is free, and takes its cost; computing stands still only at a wait whose
-collective is not done. Bytes are those of the values that live on: what a phase received and saved counts from the
-start until its last reader, parameters and inputs do not count, views cost nothing, and what a collective sends lives
-until its wait.
+Contract: one stream computes the operations in order; each process group has one link, which carries one collective at a
+time. A collective starts once it is issued and its link is free, and takes its cost. The stream stalls only at a wait whose
+collective is not done. Memory counts live values: received and saved values from the start until their last reader, computed
+values from their operation until their last reader. Parameters and inputs of the microbatch do not count, views take no
+memory, and the input of a collective lives until the wait.
 """
 
 from __future__ import annotations
@@ -24,7 +24,10 @@ from graphpp.runtime.gradients.gemm_accumulation import deferred_matmul
 
 @dataclass(frozen=True)
 class TimeEstimate:
-    """Seconds from start to end, of operations alone, and of collectives alone; the least possible; bytes at the peak."""
+    """The cost of one order. `seconds`: from start to end; `compute`, `collectives`: the sum of each kind's costs, in seconds.
+
+    `bound`: the least seconds that any order can take; `peak`: the most live bytes at any time.
+    """
 
     seconds: float
     compute: float
@@ -34,12 +37,12 @@ class TimeEstimate:
 
     @property
     def hidden(self) -> float:
-        """The share of the collectives' time under which something computed, 0 to 1."""
+        """The share of the collectives' time that computation hides, 0 to 1."""
         return self._share(self.seconds)
 
     @property
     def possible(self) -> float:
-        """The share that no order can exceed, 0 to 1."""
+        """The share that an order of `bound` seconds would hide, 0 to 1; no order hides more."""
         return self._share(self.bound)
 
     def _share(self, seconds: float) -> float:
@@ -47,7 +50,11 @@ class TimeEstimate:
 
 
 class GraphTiming:
-    """What a graph's operations take and hold, whatever their order."""
+    """The costs, dependencies and memory of a graph's operations, independent of their order.
+
+    `started`: the asynchronous collectives, with their groups. `tail`: seconds of the longest chain from a node's start to the
+    end. `memory`: the node that allocated a value; `readers`: how many operations and results read what a node allocated.
+    """
 
     def __init__(self, graph: fx.Graph, cost: Cost) -> None:
         self.graph = graph
@@ -58,23 +65,23 @@ class GraphTiming:
         self.memory = {node: root(node) for node in graph.nodes if node.op != "output"}
         self.reads = {node: self._reads(node) for node in self.nodes}
         self.readers = Counter(memory for reads in self.reads.values() for memory in reads)
-        self.readers.update(self.memory[node] for node in _kept(graph))
+        self.readers.update(self.memory[node] for node in _staying(graph))
         self.tail = self._tails()
 
     def bytes(self, memory: fx.Node) -> int:
-        """The bytes of what a node allocated; 0 for what somebody else holds anyway."""
+        """The bytes that a node allocated; 0 for parameters and inputs, which the runtime holds for the whole step."""
         role = memory.meta.get("role")
-        if memory.target is deferred_matmul:  # written into the sum of gradients
+        if memory.target is deferred_matmul:  # the runtime multiplies straight into the sum of gradients
             return 0
         return nbytes(memory) if role is None or isinstance(role, program.Received | program.Saved) else 0
 
     def bound(self) -> float:
-        """The least time any order can take: computing, the longest chain, or the collectives of one group in a row."""
+        """The least seconds that any order can take: all computation, the longest chain, or all collectives of one link."""
         compute = sum(seconds for node, seconds in self.cost.items() if node not in self.started)
         return max([compute, *self.tail.values(), *map(self._link_bound, set(self.started.values()))])
 
     def _link_bound(self, group: str) -> float:
-        """The collectives of a group in a row, what must come before the first and after the last."""
+        """The collectives of a group in a row, with the least time before the first and after the last."""
         head = self._heads()
         of_group = [node for node, name in self.started.items() if name == group]
         before = min(head[node] - self.cost[node] for node in of_group)
@@ -82,16 +89,16 @@ class GraphTiming:
         return before + sum(self.cost[node] for node in of_group) + after
 
     def _reads(self, node: fx.Node) -> set[fx.Node]:
-        """The memories that a node reads, or that must not go before it."""
+        """The allocating nodes of the values that a node reads; a wait also keeps the inputs of its collective alive."""
         reads = {self.memory[source] for source in node.all_input_nodes}
         if node in self.collective_of:
             reads |= {self.memory[source] for source in self.collective_of[node].all_input_nodes}
         return reads
 
     def _tails(self) -> dict[fx.Node, float]:
-        """For each node the longest chain from its start to the end; a collective is issued before its side's next."""
+        """For each node the longest chain from its start to the end; a collective comes before the next one of its part."""
         tail: dict[fx.Node, float] = {}
-        following: dict[object, float] = {}  # part -> tail of the collective after this one
+        following: dict[object, float] = {}  # part -> tail of the next collective
         for node in reversed(self.nodes):
             after = max((tail[user] for user in node.users if user in tail), default=0.0)
             tail[node] = self.cost[node] + after
@@ -110,71 +117,71 @@ class GraphTiming:
 
 @dataclass
 class StreamClock:
-    """The state while operations run one after another: time, links, and what lives."""
+    """A simulated clock: runs operations one after the other; `now` in seconds, `live` and `peak` in bytes."""
 
-    facts: GraphTiming
+    timing: GraphTiming
     now: float = 0.0
     live: int = 0
     peak: int = 0
-    done: dict[fx.Node, float] = field(default_factory=dict)  # collective -> when it is done
+    done: dict[fx.Node, float] = field(default_factory=dict)  # collective -> the time at which it is done
     _links: dict[str, float] = field(default_factory=dict)
-    _left: Counter[fx.Node] = field(default_factory=Counter)
+    _readers_left: Counter[fx.Node] = field(default_factory=Counter)
 
     def __post_init__(self) -> None:
-        self._left = self.facts.readers.copy()
-        self.live = sum(map(self.facts.bytes, self.facts.graph.find_nodes(op="placeholder")))
+        self._readers_left = self.timing.readers.copy()
+        self.live = sum(map(self.timing.bytes, self.timing.graph.find_nodes(op="placeholder")))
         self.peak = self.live
 
     def stall(self, wait: fx.Node) -> float:
-        """Seconds until a wait would return."""
-        return max(0.0, self.done.get(self.facts.collective_of[wait], self.now) - self.now)
+        """Seconds until a wait, run now, would return."""
+        return max(0.0, self.done.get(self.timing.collective_of[wait], self.now) - self.now)
 
     def growth(self, node: fx.Node) -> tuple[int, int]:
-        """Bytes that an operation adds while it runs, and bytes that stay added afterwards."""
-        facts = self.facts
-        added = facts.bytes(node) if facts.memory[node] is node else 0
-        freed = sum(facts.bytes(memory) for memory in facts.reads[node] if self._left[memory] == 1)
-        return added, added * bool(self._left[node]) - freed
+        """Bytes that an operation adds while it runs, and bytes by which `live` changes afterwards (may be negative)."""
+        timing = self.timing
+        added = timing.bytes(node) if timing.memory[node] is node else 0
+        freed = sum(timing.bytes(memory) for memory in timing.reads[node] if self._readers_left[memory] == 1)
+        return added, added * bool(self._readers_left[node]) - freed
 
     def run(self, node: fx.Node) -> None:
-        """Run the next operation."""
+        """Advance the clock by one operation."""
         added, stays = self.growth(node)
         self.peak = max(self.peak, self.live + added)
         self.live += stays
-        self._left.subtract(self.facts.reads[node])
-        if node in self.facts.started:
-            group = self.facts.started[node]
-            self.done[node] = max(self.now, self._links.get(group, 0.0)) + self.facts.cost[node]
+        self._readers_left.subtract(self.timing.reads[node])
+        if node in self.timing.started:
+            group = self.timing.started[node]
+            self.done[node] = max(self.now, self._links.get(group, 0.0)) + self.timing.cost[node]
             self._links[group] = self.done[node]
-        elif node in self.facts.collective_of:
+        elif node in self.timing.collective_of:
             self.now += self.stall(node)
         else:
-            self.now += self.facts.cost[node]
+            self.now += self.timing.cost[node]
 
     def estimate(self) -> TimeEstimate:
-        """What the order that ran has cost."""
-        facts = self.facts
-        collectives = sum(facts.cost[node] for node in facts.started)
-        compute = sum(facts.cost.values()) - collectives
-        return TimeEstimate(max([self.now, *self.done.values()]), compute, collectives, facts.bound(), self.peak)
+        """The estimate of the order that has run."""
+        timing = self.timing
+        collectives = sum(timing.cost[node] for node in timing.started)
+        compute = sum(timing.cost.values()) - collectives
+        return TimeEstimate(max([self.now, *self.done.values()]), compute, collectives, timing.bound(), self.peak)
 
 
-def estimate_order(facts: GraphTiming, order: Iterable[fx.Node]) -> TimeEstimate:
-    """The cost of one order."""
-    clock = StreamClock(facts)
+def estimate_order(timing: GraphTiming, order: Iterable[fx.Node]) -> TimeEstimate:
+    """Time and peak memory of one order of all operations."""
+    clock = StreamClock(timing)
     for node in order:
         clock.run(node)
     return clock.estimate()
 
 
 def _collective(wait: fx.Node) -> fx.Node:
-    """The collective that a node waits for; some return tuples, of which items are waited for."""
+    """The collective of a wait: the wait's input, or, for a collective that returns a tuple, the operation of that item."""
     source = wait.all_input_nodes[0]
     return source if is_started(source) or not source.all_input_nodes else source.all_input_nodes[0]
 
 
-def _kept(graph: fx.Graph) -> Iterator[fx.Node]:
-    """The results that stay when the program has run; gradients are handed out as they are made."""
+def _staying(graph: fx.Graph) -> Iterator[fx.Node]:
+    """The results that are alive when the program has run: all but gradients, which are handed out as they are computed."""
     end = graph.output_node()
     results: tuple[fx.Node, ...] = end.args[0]  # type: ignore[assignment]
     roles = end.meta.get("roles") or (None,) * len(results)

@@ -184,8 +184,8 @@ def test_weaving_does_not_hold_memory_that_it_need_not() -> None:
     parts = pair(8)
     woven = weave(parts, quick)
     assert woven.woven.hidden >= 0.9 * woven.woven.possible
-    facts = GraphTiming(concatenate(parts), quick)
-    greedy = estimate_order(facts, ListScheduler(SchedulingUnits(facts), facts.tail.__getitem__, float("inf")).order())
+    timing = GraphTiming(concatenate(parts), quick)
+    greedy = estimate_order(timing, ListScheduler(SchedulingUnits(timing), timing.tail.__getitem__, float("inf")).order())
     assert woven.woven.seconds <= 1.01 * greedy.seconds
     assert woven.woven.peak < 0.75 * greedy.peak
 
@@ -302,8 +302,8 @@ def test_the_clock_waits_only_for_what_has_not_come() -> None:
         sent = start(x, "ep")
         return [y @ y, wait(sent) @ x]
 
-    facts = GraphTiming(slot(0, F, function, *values(2)).graph, ticks)
-    found = estimate_order(facts, facts.nodes)
+    timing = GraphTiming(slot(0, F, function, *values(2)).graph, ticks)
+    found = estimate_order(timing, timing.nodes)
     assert (found.seconds, found.compute, found.collectives, found.bound) == (4, 2, 3, 4)
     assert found.hidden == found.possible == pytest.approx(1 / 3)
 
@@ -326,9 +326,9 @@ def test_the_peak_counts_memory_once_and_until_its_last_reader() -> None:
         b = a.t() @ a
         return [b @ b]
 
-    facts = GraphTiming(slot(0, F, function, *values(1)).graph, ticks)
+    timing = GraphTiming(slot(0, F, function, *values(1)).graph, ticks)
     tensor = 4 * 4 * 4
-    assert estimate_order(facts, facts.nodes).peak == 2 * tensor
+    assert estimate_order(timing, timing.nodes).peak == 2 * tensor
 
 
 def test_a_collective_without_a_wait_is_run_like_an_operation() -> None:
