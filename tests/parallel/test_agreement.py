@@ -132,7 +132,7 @@ DIFFERENT: dict[str, tuple[Callable[[], None], str]] = {
     "strides": (lambda: first_step(x=X.t().contiguous().t()), r"rank 1 differs in the microbatch: .*strides"),
     "call": (evaluates, "rank 1 differs in the call: it has eval, the others have step"),
     "bad split": (lambda: first_step(split=["layers.9"]), r"rank 1 differs in split=: it has \['layers.9'\]"),
-    "bad schedule": (lambda: first_step(schedule="1F2B"), "rank 1: ScheduleError: unknown schedule '1F2B'"),
+    "bad schedule": (lambda: first_step(schedule="1F2B"), "rank 1: ScheduleError: schedule: unknown schedule '1F2B'"),
     "bad batch": (lambda: first_step(rows=3), "rank 1: BatchError: a batch of 3 cannot be cut"),
     "no target": (no_target, "rank 1: BatchError: the loss needs"),
     "bad loss": (lambda: first_step(loss=lambda y, t: y), r"rank 1: CaptureError: the loss must be a scalar"),
