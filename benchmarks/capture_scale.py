@@ -27,7 +27,7 @@ from rich.console import Console
 from rich.table import Table
 
 import graphpp
-from graphpp.compiler import build as compiler
+from graphpp.compiler import compile_graph as compiler
 from graphpp.passes.lower import PassResult
 
 

@@ -35,8 +35,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from workloads import NAMES, Size, add_sizes, workload
 
-from graphpp.runtime.program_costs import costs_of_programs
+from graphpp.runtime.program_costs import costs_of_stage
 from graphpp.schedules.check.peak_memory import peak_bytes
+from graphpp.schedules.table.costs import Costs
 
 CHOICES: dict[str, Any] = {"graphpp": None, "0.5": 0.5, "full": "full"}
 MIB = 1 << 20
@@ -118,9 +119,9 @@ def graphpp_step(case: Case, device: torch.device, backend: str, recompute: Any)
     pipe = pipeline(case, device, backend, recompute=recompute)
     step = pipeline_step(pipe, case, device, backend)
     step.losses()
-    plan = pipe._library.first
-    assert plan is not None
-    return step, peak_bytes(plan.plan.schedule, costs_of_programs(plan.program))[RANK]
+    plan = pipe.plan
+    costs = Costs(tuple(costs_of_stage(pipe.programs(stage.stage)) for stage in plan.stages))
+    return step, peak_bytes(plan.schedule, costs)[RANK]
 
 
 def record(case: Case, option: argparse.Namespace, device: torch.device) -> dict[str, Any]:

@@ -51,6 +51,7 @@ from graphpp.passes.overlap.weave import WovenGraph, concatenate
 from graphpp.runtime.program import Phase
 
 sys.path.append(str(Path(__file__).parents[1]))
+from tests.internals import last_lowered
 from tests.moe import MoE
 
 SHAPE = "sequence", "concatenated", "woven"
@@ -146,11 +147,11 @@ def contender(name: str, option: argparse.Namespace, group: dist.ProcessGroup, o
 
 def simulated(pipe: graphpp.Pipeline, costs: Cost) -> tuple[float, float, float]:
     """Of a step by the costs, in seconds: operations, collectives, and the part of the collectives that could hide."""
-    runner, sources = pipe._last.runner, pipe._last.built[0].sources
+    lowered = last_lowered(pipe)
     sums = 0.0, 0.0, 0.0
-    for action in filter(None, runner.schedule.table[0]):
-        parts = [runner.program.stages[leaf.stage].programs[Phase(leaf.kind.value)] for leaf in action.leaves]
-        facts = GraphTiming(concatenate([sources.of(part) for part in parts]), costs)
+    for action in filter(None, lowered.schedule.table[0]):
+        parts = [lowered.programs[0].stages[leaf.stage].programs[Phase(leaf.kind.value)] for leaf in action.leaves]
+        facts = GraphTiming(concatenate([lowered.sources.of(part) for part in parts]), costs)
         found = estimate_order(facts, facts.nodes)
         more = found.compute, found.collectives, found.possible * found.collectives
         sums = sums[0] + more[0], sums[1] + more[1], sums[2] + more[2]

@@ -13,7 +13,7 @@ from typing import Any
 
 import graphpp
 from graphpp.compiler import assemble as assembly
-from graphpp.compiler import build as compiler
+from graphpp.compiler import compile_graph as compiler
 
 
 @dataclass

@@ -36,7 +36,7 @@ from graphpp.schedules.simulate.simulator import simulate
 from graphpp.schedules.simulate.timeline import Event, Timeline
 from graphpp.schedules.table.costs import Costs, StageCosts
 from graphpp.schedules.table.schedule import Schedule
-from graphpp.verification.report import Comparison, Difference, Parting, Verification
+from graphpp.verification.report import Comparison, Difference, FirstDifference, Verification
 
 __version__ = "0.1.0"
 __all__ = [
@@ -50,6 +50,7 @@ __all__ = [
     "Eager",
     "EvalResult",
     "Event",
+    "FirstDifference",
     "Gradients",
     "GraphPPError",
     "Inductor",
@@ -59,7 +60,6 @@ __all__ = [
     "MismatchError",
     "Offload",
     "Parallel",
-    "Parting",
     "Pipeline",
     "Plan",
     "PostValidation",

@@ -6,15 +6,14 @@ until `restore`. It counts the evicted bytes, and asserts the order evict, free,
 
 from dataclasses import dataclass
 from typing import Any
-from unittest.mock import patch
 
 import torch
 
-from graphpp.compiler import assemble
 from graphpp.runtime.offloader import Mover
 from graphpp.runtime.program import TensorMeta
 from graphpp.runtime.strided_copies import elements_of, meta_of
 from graphpp.runtime.transport import ReceiveBuffer
+from tests import internals
 
 
 @dataclass
@@ -63,4 +62,4 @@ class CopyingMover:
 
 def moving_by(mover: Mover[Any]) -> Any:
     """A context in which new runners offload by this mover."""
-    return patch.object(assemble, "mover_for", lambda device: mover)
+    return internals.offloading_by(mover)

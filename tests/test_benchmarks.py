@@ -18,7 +18,7 @@ import torch
 
 import graphpp
 from graphpp.compiler import assemble as assembly
-from graphpp.compiler import build as compiler
+from graphpp.compiler import compile_graph as compiler
 
 ROOT = Path(__file__).parents[1]
 CPU = torch.device("cpu")

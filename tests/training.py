@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, NamedTuple
-from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
@@ -18,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import graphpp
 from graphpp.batch.microbatch import FlatMicrobatch
 from graphpp.capture.trace import CapturedGraph
-from graphpp.compiler import build as compiler
+from tests import internals
 from tests.distributed import run_ranks
 from tests.models import MODELS, Batch, Case
 from tests.reference import adamw, eager_steps
@@ -77,16 +76,15 @@ def train(rank: int, name: str, options: Mapping[str, Any], steps: int = STEPS) 
 def capturing_once() -> Iterator[None]:
     """Compilations of one model share its captured graph: that takes most of a short run's time and knows no schedule."""
     kept: dict[Any, CapturedGraph] = {}
-    captured = compiler.capture
 
     def capture(model: nn.Module, loss: Any, batch: graphpp.Microbatch, device: Any, *, training: bool) -> CapturedGraph:
         trainable = tuple(parameter.requires_grad for parameter in model.parameters())
         key = (type(model), trainable, FlatMicrobatch.of(batch).signature, training)
         if key not in kept:
-            kept[key] = captured(model, loss, batch, device, training=training)
+            kept[key] = internals.capture(model, loss, batch, device, training=training)
         return replace(kept[key], joint=kept[key].joint.copy())
 
-    with patch.object(compiler, "capture", capture):
+    with internals.capturing_by(capture):
         yield
 
 

@@ -1,28 +1,49 @@
-"""Microbatches of several shapes in one step: none may write a buffer that another one reads at another time.
+"""Refuses steps in which the value that a microbatch reads from a buffer would depend on the schedule.
 
-Contract: a graph that writes a buffer reads what it needs of it in its forward (`passes/joint/snapshot_buffers.py`), and
-forwards run in microbatch order. A graph that does not write it may read it in its backward, or once per step
-(`passes/stage/hoist_per_step.py`): then the other's new value may be there already, or not yet. `check_late_reads` raises
-`BatchError` for such a step.
+Contract
+--------
+- `check_forward_order`: a stage that writes buffers runs its forwards in microbatch order, as a plain loop does.
+- `check_late_reads`: microbatches of several shapes have graphs of their own. A graph that writes a buffer reads the old value
+  in its forward (`passes/joint/snapshot_buffers.py`). A graph that does not write the buffer may read it in its backward, or
+  once per step (`passes/stage/hoist_per_step.py`), before or after another microbatch has written it. Such a step is refused.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from graphpp.errors import BatchError
-from graphpp.runtime.program import Buffer, BufferUpdate, PipelineProgram, Program
+from graphpp.errors import BatchError, ScheduleError
+from graphpp.planner.tables import CheckedTable
+from graphpp.runtime.program import Buffer, BufferUpdate, PipelineProgram, Program, StageProgram
+
+
+def check_forward_order(table: CheckedTable, written: Sequence[tuple[StageProgram, str]]) -> None:
+    """Raise `ScheduleError` where a stage that writes buffers would see the microbatches in another order than a plain loop.
+
+    `written`: (stage, FQN) of each buffer that a forward writes.
+    """
+    orders = table.forward_orders() if written else {}
+    for stage, fqn in written:
+        order = orders.get(stage.index, [])
+        if order != sorted(order):
+            raise ScheduleError(
+                f"stage {stage.index} writes the buffer {fqn}, and the schedule runs its forwards in the order "
+                f"{order}: a plain loop would write it in microbatch order. Reorder the forwards."
+            )
 
 
 def check_late_reads(programs: Sequence[PipelineProgram]) -> None:
-    """Raise where a microbatch reads late what another one writes; `programs` are those of each microbatch."""
+    """Raise `BatchError` where one microbatch writes a buffer that another one reads outside of its forward.
+
+    `programs`: the stage programs of each microbatch.
+    """
     written: dict[str, int] = {}
     for index, pipeline in _distinct(programs):
         roles = (role for stage in pipeline.stages for item in stage.programs.values() for role in item.outputs)
         for fqn in (role.fqn for role in roles if isinstance(role, BufferUpdate)):
             written.setdefault(fqn, index)
     for index, pipeline in _distinct(programs) if written else ():
-        read = (role for item in _late(pipeline) for role in item.inputs)
+        read = (role for item in _outside_forward(pipeline) for role in item.inputs)
         for fqn in (role.fqn for role in read if isinstance(role, Buffer) and role.fqn in written):
             raise BatchError(
                 f"microbatch {written[fqn]} writes the buffer {fqn}, and microbatch {index}, which has another shape or "
@@ -32,15 +53,15 @@ def check_late_reads(programs: Sequence[PipelineProgram]) -> None:
 
 
 def _distinct(programs: Sequence[PipelineProgram]) -> list[tuple[int, PipelineProgram]]:
-    """Each of the programs once, with its first microbatch."""
+    """(first microbatch, program) of each distinct program."""
     first: dict[int, tuple[int, PipelineProgram]] = {}
     for index, pipeline in enumerate(programs):
         first.setdefault(id(pipeline), (index, pipeline))
     return list(first.values())
 
 
-def _late(pipeline: PipelineProgram) -> Iterator[Program]:
-    """What does not run in the place of its microbatch's forward."""
+def _outside_forward(pipeline: PipelineProgram) -> Iterator[Program]:
+    """The programs that do not run in the forward of their microbatch."""
     for stage in pipeline.stages:
         yield from (item for phase, item in stage.programs.items() if phase.is_backward)
         if stage.hoisted is not None:

@@ -1,14 +1,14 @@
-"""Dumps: what each pass made, as files that run and as artefacts of torch's trace. The one hook on the recipe.
+"""Dumps the graph after each pass, as files that run and as artefacts of torch's trace, from one hook on the recipe.
 
 Contract
 --------
 - A folder per rank and captured graph: `rank0/train`, `rank0/eval`. The next graph that the same process captures for
-  the same purpose (other shapes, another pipeline) goes to `rank0/train_2`; what an earlier process left is removed.
+  the same purpose (other shapes, another pipeline) goes to `rank0/train_2`; the files of an earlier process are removed.
 - `NN_pass_joint.py`, `NN_pass_stage1_forward.py`: a graph after a pass that changed its text, NN counting the passes;
-  `programs/stage1_forward.py`: what runs, `programs/stage0_forward_with_stage1_backward.py`: what runs woven;
+  `programs/stage1_forward.py`: a program that runs; `programs/stage0_forward_with_stage1_backward.py`: a woven one;
   `passes.txt`, `boundaries.txt`, `plan.txt`, `plan.json`, `schedule.csv`.
 - Every rank writes the programs of its own stages and the joint graph as captured, so that ranks that disagree can be
-  compared. What the passes make of the joint graph is the same on every rank, and rank 0 writes it.
+  compared. The joint graph after each pass is the same on every rank, and rank 0 writes it.
 - The same texts are artefacts `graphpp_train_NN_pass_joint.py`, .. where TORCH_TRACE is set, with or without a folder.
 - Graphs are only read. Without folder and trace nothing is rendered. `GraphPPError` where a file cannot be written.
 """
@@ -35,6 +35,7 @@ from graphpp.passes.overlap.weave import WovenGraph
 from graphpp.passes.text.render import RenderedGraph, code, render
 from graphpp.passes.text.standalone import Origin, standalone
 from graphpp.planner.plan import Plan
+from graphpp.planner.tables import CheckedTable
 from graphpp.runtime.program import Phase, PipelineProgram, WovenProgram
 from graphpp.schedules.table.schedule import Schedule
 
@@ -47,7 +48,7 @@ _taken: set[Path] = set()
 
 @dataclass(frozen=True)
 class _Text:
-    """One graph's text: `name` is `joint` or `stage1_forward`; `final` if this is what runs."""
+    """One graph's text: `name` is `joint` or `stage1_forward`; `final`: whether this text is the program that runs."""
 
     name: str
     title: str
@@ -81,12 +82,12 @@ class Dump:
         return captured
 
     def hook(self, schedule: Schedule) -> Hook:
-        """What the recipe calls after each pass; the schedule says which stages are this rank's."""
+        """The hook that the recipe calls after each pass; the schedule says which stages are this rank's."""
         mine = [stage for stage, rank in schedule.rank_of_stage.items() if rank == self._rank]
         return lambda passed: self._see(passed, mine)
 
-    def plan(self, plan: Plan, schedule: Schedule) -> None:
-        """Dump what was decided; `schedule` is the table with communication."""
+    def plan(self, plan: Plan, table: CheckedTable) -> None:
+        """Dump the plan, and the table with its sends."""
         if self._cut is None:
             return
         texts = (
@@ -94,7 +95,7 @@ class Dump:
             boundaries_text(self._cut),
             f"{plan}\n\n{plan.schedule}\n",
             plan_json(plan),
-            schedule_csv(schedule),
+            schedule_csv(table.running),
         )
         for file, text in zip(_TEXTS, texts, strict=True):
             self._write(file, text)
@@ -111,7 +112,7 @@ class Dump:
         self._write(f"programs/{name}.py", standalone(made.graph, rendered, origin))
 
     def _see(self, passed: PassResult, mine: Collection[int]) -> None:
-        """Dump what a pass made: the texts that this rank writes and that are new."""
+        """Dump the result of a pass: the texts that this rank writes and that have changed."""
         if self._folder is None and not aot.tracing():
             return
         texts = list(self._texts(passed.result, mine))
@@ -142,7 +143,7 @@ class Dump:
                 yield from self._programs(result, mine)
 
     def _programs(self, program: PipelineProgram, mine: Collection[int]) -> Iterator[_Text]:
-        """The texts that run, as they are; example inputs and what is bound come from the graphs of the cut."""
+        """The texts of the programs that run; example inputs and bound values come from the graphs of the cut."""
         assert self._cut is not None
         for stage in program.stages:
             for phase, item in stage.programs.items() if stage.index in mine else ():

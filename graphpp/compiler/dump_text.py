@@ -1,4 +1,4 @@
-"""The texts of a dump that are no graphs: passes, boundaries, plan, schedule. Data in, text out."""
+"""The texts of a dump besides its graphs: passes, boundaries, plan, schedule. Data in, text out."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from graphpp.units import spell_bytes
 
 @dataclass(frozen=True)
 class Pass:
-    """One pass that ran: its name, for how long (seconds), how many files this rank wrote after it."""
+    """One pass that ran: its name, its time in seconds, and the number of files that this rank wrote after it."""
 
     name: str
     seconds: float
@@ -28,7 +28,7 @@ class Pass:
 
 
 def passes_text(passes: Sequence[Pass]) -> str:
-    """One line per pass: number, name, milliseconds, and how many files of this rank it changed."""
+    """One line per pass: number, name, milliseconds, and the number of this rank's files that changed."""
     lines = [
         f"{number:02d}  {item.name:<12}{1000 * item.seconds:>10.1f} ms  {item.files or '-':>5}"
         for number, item in enumerate(passes)
@@ -37,7 +37,7 @@ def passes_text(passes: Sequence[Pass]) -> str:
 
 
 def boundaries_text(cut: StagedGraphs) -> str:
-    """What crosses each boundary in each direction and what each stage saves, per microbatch, value by value."""
+    """The values that cross each boundary in each direction and that each stage saves, per microbatch, one a line."""
     makers = {node.name: node for slot in cut.graphs.values() for node in slot.graph.nodes if node.op != "placeholder"}
     lines: list[str] = []
     for boundary in cut.boundaries:

@@ -1,7 +1,7 @@
-"""What the ranks tell each other before they do something together, in the order in which a difference should be named.
+"""The facts that ranks compare before they run a call together, in the order in which an error names a difference.
 
-Contract: lines of plain text that are equal on two ranks exactly if both would do the same; no path, address or value
-of a parameter stands in them, but of what several ranks hold a copy of, a checksum.
+Contract: lines of plain text, equal on two ranks exactly if both would run the same. They contain no path, no address and no
+value of a parameter; of a parameter that several ranks hold they contain a checksum.
 """
 
 from __future__ import annotations
@@ -11,41 +11,43 @@ from collections.abc import Sequence
 
 from graphpp.parallel.agreement import Facts
 from graphpp.passes.graph.joint_graph import JointGraph
+from graphpp.planner.tables import CheckedTable
 from graphpp.runtime.model_state import ModelState, checksum
 from graphpp.runtime.program import Phase, PipelineProgram, StageProgram
-from graphpp.schedules.table.schedule import Schedule
 
 
-def of_built(joint: JointGraph, compiled: PipelineProgram, schedule: Schedule) -> Facts:
-    """What was compiled from one captured graph."""
+def of_graph(joint: JointGraph, program: PipelineProgram) -> Facts:
+    """The lines about one captured graph and its stage programs."""
     return Facts(
         {
             "the code of the model or the loss": _code(joint),
-            "the split": [f"stage {stage.index} begins with {_begins(stage)}" for stage in compiled.stages],
-            "the schedule": [schedule.name, *str(schedule).splitlines()],
-            "the compiled programs": _texts(compiled),
+            "the split": [f"stage {stage.index} begins with {_begins(stage)}" for stage in program.stages],
+            "the compiled programs": _texts(program),
         }
     )
+
+
+def of_call(graphs: Sequence[Facts], table: CheckedTable) -> Facts:
+    """The lines about a call: those of its graphs, one after the other, and its table."""
+    names = ("the code of the model or the loss", "the split")
+    lines = {name: [line for graph in graphs for line in graph.lines[name]] for name in names}
+    programs = [line for graph in graphs for line in graph.lines["the compiled programs"]]
+    return Facts(lines | {"the schedule": [table.plain.name, *table.text], "the compiled programs": programs})
 
 
 def of_copies(state: ModelState, shared: Sequence[str]) -> Facts:
-    """Checksums of this rank's tensors that other ranks hold too: a tied parameter that starts unequal stays so."""
+    """Checksums of the tensors of this rank that other ranks hold too: copies of a tied parameter must start equal."""
     return Facts({f"the values of {fqn}": [f"bits that add up to {checksum(state.tensor(fqn))}"] for fqn in shared})
 
 
-def of_replica(compiled: PipelineProgram, schedule: Schedule, rank: int) -> Facts:
-    """What the ranks that average their gradients must have alike."""
-    local = [stage for stage in compiled.stages if schedule.rank_of_stage[stage.index] == rank]
-    return Facts(
-        {
-            "the gradients of its stages": [f"stage {stage.index}: {fqn}" for stage in local for fqn in stage.gradients],
-            "the schedule": str(schedule).splitlines()[1:],
-        }
-    )
+def of_replica(stages: Sequence[StageProgram], table: CheckedTable) -> Facts:
+    """The lines that the ranks which average the gradients of these stages must have alike."""
+    gradients = [f"stage {stage.index}: {fqn}" for stage in stages for fqn in stage.gradients]
+    return Facts({"the gradients of its stages": gradients, "the schedule": table.text})
 
 
 def _code(joint: JointGraph) -> list[str]:
-    """A line per module call of the forward: the operations right in it, in order."""
+    """A line per module call of the forward: the operations in the call itself, in order."""
     operations: dict[str, list[str]] = {}
     for node in joint.computed():
         if not node.meta["backward"]:
@@ -71,6 +73,6 @@ def _begins(stage: StageProgram) -> str:
 
 
 def _without_comments(text: str) -> str:
-    """Comments name the sources' folders; each rank runs on a GPU of its own number, and has groups of its own."""
+    """The text without comments, which name folders, and without the lines that name this rank's own GPU and groups."""
     lines = (line.partition("  #")[0] for line in text.splitlines())
     return "\n".join(line for line in lines if not line.startswith(("_device_", "_group_")))

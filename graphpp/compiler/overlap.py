@@ -1,9 +1,9 @@
-"""The woven programs of a schedule, and the collectives of a step, which all ranks of a group must run alike.
+"""The woven programs of one rank's overlapped actions, and the collectives of its step.
 
-Contract: `woven` weaves, once for each distinct tuple of programs, the parts of the overlapped actions of one rank.
-Not woven, and so run one after the other, are parts of which none has a collective, for then nothing could hide, and two
-forwards of a stage that writes buffers, of which the second reads what the first wrote. `collectives_of` lists, by
-process group, what a rank's step exchanges, in order.
+Contract: `woven` weaves the programs of an action's parts, once for each distinct tuple of programs. Two parts run one after
+the other instead if (a) neither has a collective, so that there is no wait to hide, or (b) both are forwards of one stage
+that writes a buffer, because the second reads the buffer that the first wrote. `collectives_of` lists the collectives of a
+step by process group, in the order in which the rank issues them; all ranks of a group must issue the same ones.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ from graphpp.runtime.program import BufferUpdate, Phase, PipelineProgram, Progra
 from graphpp.schedules.table.actions import Action
 
 Key = tuple[int, ...]
-Watch = Callable[[WovenGraph, WovenProgram, float], None]  # what was woven, and in how many seconds
+Watch = Callable[[WovenGraph, WovenProgram, float], None]  # sees the woven graph, its program, and the seconds of weaving
 
 
 @dataclass(frozen=True)
 class Row:
-    """What one rank runs: its actions, the programs of each microbatch, and where those come from."""
+    """The actions of one rank, the stage programs of each microbatch, and the graphs that the programs were emitted from."""
 
     actions: Iterable[Action | None]
     programs: Sequence[PipelineProgram]
     sources: ProgramGraphs
 
     def __iter__(self) -> Iterator[tuple[Action, tuple[Program, ...]]]:
-        """The actions that compute, with the programs of their parts."""
+        """The computing actions, each with the programs of its parts."""
         for action in self.actions:
             if action is not None and action.is_compute:
                 yield action, tuple(map(self._program, action.leaves))
@@ -49,16 +49,20 @@ class Row:
 def woven(
     row: Row, cost: Cost, watch: Watch = lambda made, emitted, seconds: None
 ) -> dict[Key, tuple[WovenGraph, WovenProgram]]:
-    """The woven programs of a row, by the ids of their parts' programs."""
+    """The woven graphs and programs of a row, by the ids of their parts' programs; `cost`: the seconds of an operation."""
     made: dict[Key, tuple[WovenGraph, WovenProgram]] = {}
+    seen: set[Key] = set()
     for action, parts in row:
         key = tuple(map(id, parts))
-        if key in made or not action.parts or not _worth_weaving([row.sources.of(part) for part in parts]):
+        if not action.parts or key in seen:
             continue
-        began = time.perf_counter()
-        result = weave([row.sources.of(part) for part in parts], cost)
-        made[key] = (result, emit_woven(result, parts))
-        watch(*made[key], time.perf_counter() - began)
+        seen.add(key)
+        graphs = [row.sources.of(part) for part in parts]
+        if _worth_weaving(graphs):
+            began = time.perf_counter()
+            result = weave(graphs, cost)
+            made[key] = (result, emit_woven(result, parts))
+            watch(*made[key], time.perf_counter() - began)
     return made
 
 

@@ -56,6 +56,10 @@ class Facts:
         """These facts and more under another name; reuses the cached text and digest of these."""
         return _More(self.lines, self, Facts({name: lines}))
 
+    def joined(self, other: Facts) -> Facts:
+        """These facts and the other ones."""
+        return Facts({**self.lines, **other.lines})
+
     @cached_property
     def digest(self) -> bytes:
         """A hash of the text, 16 bytes: equal if the texts are equal."""

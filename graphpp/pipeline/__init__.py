@@ -1,1 +1,5 @@
-"""TODO graphpp.pipeline.pipeline."""
+"""`Pipeline`, which `graphpp.compile` returns, and the graphs and runners that it keeps.
+
+`pipeline.py` is the public face, `graph_cache.py` prepares calls, `profile.py` and `profile_steps.py` measure steps,
+`grad_norm.py` clips gradients over all ranks, `post_validation.py` and `optimizer_rollback.py` step before the norm is known.
+"""

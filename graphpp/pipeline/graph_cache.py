@@ -1,12 +1,13 @@
-"""What a pipeline has built so far: graphs captured, runners made; each once, on all ranks alike.
+"""The graphs and runners that a pipeline has made so far, each made once and on all ranks alike.
 
 Contract
 --------
-- One captured graph per signature of a microbatch, mode of the model (flags, dtypes) and autocast; one runner per
+- One compiled graph per signature of a microbatch, mode of the model (flags, dtypes) and autocast; one runner per
   sequence of graphs that a call's microbatches use.
 - At most `max_graphs` graphs are kept, and those of the latest call if it uses more; the one used longest ago goes first, with
-  a message that says what keeps changing.
-- Whatever is built anew is compared over all ranks before it runs. If building fails on one rank it fails on all.
+  a message that says which argument keeps changing.
+- A new call is lowered, agreed on, compiled, agreed on, and gets its runner. If a step fails on one rank it fails on all,
+  and a rank keeps only graphs and runners that all ranks keep.
 - The first graph decides which rank holds which parameter; a later one that would read it elsewhere is refused.
 """
 
@@ -15,8 +16,8 @@ from __future__ import annotations
 import logging
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import cached_property
+from dataclasses import dataclass
+from functools import cached_property, partial
 from typing import Any, TypeVar
 
 from graphpp.backends.record_programs import RecordedPrograms
@@ -27,13 +28,14 @@ from graphpp.capture import fingerprint
 from graphpp.capture.outputs import check_mergeable
 from graphpp.compiler import facts
 from graphpp.compiler.assemble import Assembly
-from graphpp.compiler.build import Built, Compiler, check_alike
+from graphpp.compiler.build import Lowered, check_homes, check_same_results, lowered
+from graphpp.compiler.compile_graph import CompiledGraph, compile_graph
+from graphpp.compiler.request import CompileRequest
 from graphpp.errors import GraphPPError
 from graphpp.parallel.agreement import Agreement, Facts
-from graphpp.runtime import program
+from graphpp.planner.tables import CheckedTable, Tables
 from graphpp.runtime.model_state import ModelState, tensor_lines
 from graphpp.runtime.runner import GraphPPRunner
-from graphpp.schedules.rewrite.add_send_recv import add_send_recv
 from graphpp.schedules.table.schedule import Schedule
 
 K = TypeVar("K")
@@ -59,7 +61,7 @@ class Key:
 
 
 @dataclass(frozen=True)
-class Call:
+class StepCall:
     """What one call of every rank is given. Microbatches with equal keys are served by one captured graph."""
 
     parts: Sequence[FlatMicrobatch]
@@ -77,12 +79,11 @@ class Call:
 
 
 @dataclass(frozen=True)
-class Ready:
-    """What a call needs: the graph of each microbatch, and their runner; what its replicas must have alike."""
+class PreparedStep:
+    """A call that can run: lowered and compiled, with its runner."""
 
-    built: Sequence[Built]
+    lowered: Lowered
     runner: GraphPPRunner
-    alike: Facts
 
 
 class _Recent(OrderedDict[K, V]):
@@ -103,43 +104,45 @@ class _Recent(OrderedDict[K, V]):
         return self.popitem(last=False)[0] if len(self) > self._limit else None
 
 
-class Library:
-    """Builds what is new and keeps it."""
+class GraphCache:
+    """Compiles the graphs and makes the runners that are new, and keeps them."""
 
-    def __init__(self, compiler: Compiler, state: ModelState, agreement: Agreement) -> None:
-        self._compiler, self._state, self._agreement = compiler, state, agreement
-        self._modules = dict(compiler.model.named_modules())
-        self._watched = fingerprint.watch_modules(compiler.model, compiler.loss)
+    def __init__(self, request: CompileRequest, state: ModelState, agreement: Agreement) -> None:
+        options, place = request.options, request.place
+        self._request, self._state, self._agreement = request, state, agreement
+        self._modules = dict(request.model.named_modules())
+        self._watched = fingerprint.watch_modules(request.model, request.loss)
         self._structure = fingerprint.module_structure(self._watched)
-        limit = compiler.options.debug.max_graphs
+        limit = options.debug.max_graphs
         self._known: _Recent[Key, Key] = _Recent(limit)  # one object per key: comparing it with itself costs nothing
         self._facts: _Recent[tuple[Any, ...], Facts] = _Recent(limit)
-        self._built: _Recent[Key, Built] = _Recent(limit)
-        self._ready: _Recent[tuple[Key, ...], Ready] = _Recent(limit)
-        self._assembly = Assembly(compiler, state, agreement)
-        self.first: Built | None = None
+        self._graphs: _Recent[Key, CompiledGraph] = _Recent(limit)
+        self._prepared: _Recent[tuple[Key, ...], PreparedStep] = _Recent(limit)
+        self._assembly = Assembly(request, state)
+        self.tables = Tables(options.schedule, place.ranks)
+        self.first: CompiledGraph | None = None
 
     @property
-    def graphs(self) -> RecordedPrograms:
-        """The CUDA graphs of its runners."""
+    def recorded(self) -> RecordedPrograms:
+        """The CUDA graphs of the runners."""
         return self._assembly.graphs
 
     @property
-    def owners(self) -> Mapping[str, Sequence[int]]:
+    def _owners(self) -> Mapping[str, Sequence[int]]:
         """The ranks that hold each parameter."""
         assert self.first is not None
         return self.first.ranks_of_parameter
 
-    def call(self, parts: Sequence[FlatMicrobatch], weighting: LossWeighting, *, training: bool) -> Call:
+    def call(self, parts: Sequence[FlatMicrobatch], weighting: LossWeighting, *, training: bool) -> StepCall:
         """A call over these microbatches, with the model as it is now."""
         if fingerprint.module_structure(self._watched) != self._structure:
             raise GraphPPError(
                 "the model was changed after graphpp.compile: a module was added, exchanged or removed, or parameters were "
                 "tied or untied. Change the model first, then compile it (again)."
             )
-        around = fingerprint.capture_conditions(self._watched, self._compiler.place.device.type)
+        around = fingerprint.capture_conditions(self._watched, self._request.place.device.type)
         keys = {signature: self._key(training, signature, around) for signature in {part.signature for part in parts}}
-        return Call(parts, training, tuple(keys[part.signature] for part in parts), weighting)
+        return StepCall(parts, training, tuple(keys[part.signature] for part in parts), weighting)
 
     def _key(self, training: bool, signature: tuple[str, ...], around: tuple[Any, ...]) -> Key:
         key = Key(training, signature, around)
@@ -147,7 +150,7 @@ class Library:
             self._known.keep(key, key)
         return self._known.use(key)
 
-    def facts(self, call: Call) -> Facts:
+    def facts(self, call: StepCall) -> Facts:
         """What this rank is about to do."""
         kept = self._kept(call)
         key = (kept, *call.keys)
@@ -159,7 +162,7 @@ class Library:
                         "the call": ["step" if call.training else "eval"],
                         "the number of microbatches": [str(len(call.parts))],
                         "the microbatch": _spelled(call),
-                        "the model": tensor_lines(self._compiler.model),
+                        "the model": tensor_lines(self._request.model),
                         "training flags": [f"{fqn}.training={module.training}" for fqn, module in self._modules.items()],
                         "autocast": [str(call.keys[0].around[-1])],
                         "what it has kept for this call": [kept],
@@ -168,88 +171,120 @@ class Library:
             )
         return self._facts.use(key).adding("the weights of the loss", call.weighting.description)
 
-    def _kept(self, call: Call) -> str:
+    def _kept(self, call: StepCall) -> str:
         """Ranks that build and ranks that run would wait for each other: they must have kept the same."""
-        if call.keys in self._ready:
+        if call.keys in self._prepared:
             return "a graph and its runner"
-        if all(key in self._built for key in call.keys):
+        if all(key in self._graphs for key in call.keys):
             return "a graph"
         return "nothing yet (such a call is new, or an attribute or hook of the model has changed)"
 
-    def build(self, call: Call, microbatches: int) -> list[Built]:
-        """The captured, cut graph that serves each microbatch of a call."""
-        made = {key: self._build(key, part, microbatches, call.training) for key, part in call.distinct.items()}
-        each = [made[key] for key in call.keys]
-        check_alike(each)
-        if not call.training:
-            check_mergeable([built.captured for built in each], [leading_size(part) for part in call.parts])
-        return each
+    # ------------------------------------------------------------------------------------ the straight line of a new call
 
-    def _build(self, key: Key, part: FlatMicrobatch, microbatches: int, training: bool) -> Built:
-        if key in self._built:
-            return self._built.use(key)
-        built = self._agreement.together(
-            lambda: self._compiler.build(part, microbatches, training=training), lambda new: new.facts
-        )
-        self.first = self.first or built
-        _check_homes(self.first, built)
-        before = next(reversed(self._built), None)
-        dropped = self._built.keep(key, built)
-        if dropped is not None and before is not None:
-            _LOG.warning(
-                "the %d graphs that are kept at most are used up, so the one used longest ago was dropped. The latest was "
-                "captured because %s. Pad to a few shapes, pass numbers that change as tensors, or raise "
-                "debug=graphpp.Debug(max_graphs=...).",
-                self._compiler.options.debug.max_graphs,
-                _what_changed(before, key),
-            )
-        return built
+    def compile(self, call: StepCall, microbatches: int) -> None:
+        """Compile the graphs of a call for a table of so many microbatches. Called by all ranks."""
+        work = partial(self._compile_graphs, call, microbatches)
+        graphs, _ = self._agreement.together(work, _facts_of_graphs)
+        self._keep(graphs)
 
-    def _forget_all_but(self, latest: tuple[Key, ...]) -> None:
-        """Drop the runners, but the latest, that use a graph that is no longer kept."""
-        for keys in [keys for keys in self._ready if keys != latest and any(key not in self._built for key in keys)]:
-            del self._ready[keys]
-
-    def ready(self, call: Call) -> Ready:
-        """All that a call needs."""
-        if call.keys not in self._ready:
-            built = self.build(call, len(call.parts))
-            schedule = self._agreement.together(
-                lambda: self._schedule(built, call), lambda _: facts.of_copies(self._state, self._copies(built[0]))
-            )
-            place = self._compiler.place
-            rank, device = place.rank, place.device
-            self._state.move(set().union(*(each.parameters(rank) | each.buffers(rank) for each in built)), device)
-            runner = self._assembly.runner(built, schedule, place.replicas, self.owners)
-            alike = facts.of_replica(runner.program, schedule, rank)
-            self._ready.keep(call.keys, Ready(built, runner, alike))
+    def prepared(self, call: StepCall) -> PreparedStep:
+        """The call with its runner. Called by all ranks."""
+        if call.keys not in self._prepared:
+            graphs, made = self._agreement.together(partial(self._lower, call), self._facts_of)
+            self._keep(graphs)
+            replicas, rank = self._request.place.replicas, self._request.place.rank
+            self._agreement.together(partial(self._assembly.compile, made, replicas), _nothing_to_compare)
+            local = set[str]().union(*(each.parameters(rank) | each.buffers(rank) for each in graphs.values()))
+            self._state.move(local, self._request.place.device)
+            self._prepared.keep(call.keys, PreparedStep(made, self._assembly.runner(made, replicas, self._owners)))
             self._forget_all_but(call.keys)
-            self._assembly.keep_only([*self._built.values(), *built])
+            self._assembly.keep_only([*self._graphs.values(), *graphs.values()])
         for key in call.keys:
-            if key in self._built:
-                self._built.use(key)
-        return self._ready.use(call.keys)
+            if key in self._graphs:
+                self._graphs.use(key)
+        return self._prepared.use(call.keys)
 
-    def under(self, ready: Ready, table: Schedule) -> Ready:
+    def under(self, step: PreparedStep, schedule: Schedule) -> PreparedStep:
         """The same graphs under another table of computations, on the same ranks, without replicas; it is not kept.
 
         Called by all ranks.
         """
-        return replace(ready, runner=self._assembly.runner(ready.built, add_send_recv(table), None, self.owners))
+        table = CheckedTable(schedule, training=True)
+        work = partial(lowered, self._request, step.lowered.graphs, table, self._assembly.regions)
+        made = self._agreement.together(work, lambda lowered: lowered.facts)
+        self._agreement.together(partial(self._assembly.compile, made, None), _nothing_to_compare)
+        return PreparedStep(made, self._assembly.runner(made, None, self._owners))
 
-    def _schedule(self, built: Sequence[Built], call: Call) -> Schedule:
-        rank = self._compiler.place.rank
-        for each in {id(each): each for each in built}.values():
-            self._state.check_memory([*each.parameters(rank), *each.buffers(rank)])
-        return self._compiler.schedule(built, training=call.training)
+    def _lower(self, call: StepCall) -> tuple[dict[Key, CompiledGraph], Lowered]:
+        """Compile the graphs that are new, and lower the call; nothing is kept yet."""
+        place, memory = self._request.place, self._request.options.memory
+        graphs, table = self._compile_graphs(call, len(call.parts))
+        each = [graphs[key] for key in call.keys]
+        check_same_results(each)
+        if not call.training:
+            check_mergeable([graph.captured for graph in each], [leading_size(part) for part in call.parts])
+        for graph in graphs.values():
+            self._state.check_memory([*graph.parameters(place.rank), *graph.buffers(place.rank)])
+        cap = memory.caps(place.ranks) if call.training else None
+        return graphs, lowered(self._request, each, table, self._assembly.regions, cap)
 
-    def _copies(self, built: Built) -> list[str]:
-        """This rank's parameters that other ranks hold as well."""
-        rank = self._compiler.place.rank
-        return [fqn for fqn, ranks in built.ranks_of_parameter.items() if len(ranks) > 1 and rank in ranks]
+    def _compile_graphs(self, call: StepCall, microbatches: int) -> tuple[dict[Key, CompiledGraph], CheckedTable]:
+        """The graph of each kind of microbatch in a call, and the table for so many microbatches."""
+        graphs: dict[Key, CompiledGraph] = {}
+        first = self.first
+
+        def table_for(stages: int) -> CheckedTable:
+            return self.tables.checked(stages, microbatches, call.training)
+
+        for key, part in call.distinct.items():
+            graph = self._graphs.get(key) or compile_graph(self._request, part, call.training, table_for, first)
+            first = first or graph
+            check_homes(first, graph)
+            graphs[key] = graph
+        return graphs, table_for(len(graph.program.stages))
+
+    def _facts_of(self, result: tuple[object, Lowered]) -> Facts:
+        """The lines about a lowered call, and the values of parameters that several ranks hold."""
+        _, made = result
+        rank = self._request.place.rank
+        owners = made.graphs[0].ranks_of_parameter.items()
+        shared = [fqn for fqn, ranks in owners if len(ranks) > 1 and rank in ranks]
+        return made.facts.joined(facts.of_copies(self._state, shared))
+
+    # ------------------------------------------------------------------------------------------------ keeping
+
+    def _keep(self, graphs: Mapping[Key, CompiledGraph]) -> None:
+        """Keep graphs on which all ranks agreed, the one used last at the end."""
+        for key, graph in graphs.items():
+            self.first = self.first or graph
+            before = next(reversed(self._graphs), None)
+            if key in self._graphs:
+                self._graphs.use(key)
+            elif self._graphs.keep(key, graph) is not None and before is not None:
+                _LOG.warning(
+                    "the %d graphs that are kept at most are used up, so the one used longest ago was dropped. The latest was "
+                    "captured because %s. Pad to a few shapes, pass numbers that change as tensors, or raise "
+                    "debug=graphpp.Debug(max_graphs=...).",
+                    self._request.options.debug.max_graphs,
+                    _reason_of_capture(before, key),
+                )
+
+    def _forget_all_but(self, latest: tuple[Key, ...]) -> None:
+        """Drop the runners, but the latest, that use a graph that is no longer kept."""
+        for keys in [keys for keys in self._prepared if keys != latest and any(key not in self._graphs for key in keys)]:
+            del self._prepared[keys]
 
 
-def _spelled(call: Call) -> list[str]:
+def _facts_of_graphs(made: tuple[Mapping[Key, CompiledGraph], CheckedTable]) -> Facts:
+    return facts.of_call([graph.facts for graph in made[0].values()], made[1])
+
+
+def _nothing_to_compare(_: object) -> Facts:
+    """Ranks tell each other only that none of them failed."""
+    return Facts({})
+
+
+def _spelled(call: StepCall) -> list[str]:
     """Which microbatches are alike, and the signature of each kind."""
     kinds = call.distinct
     alike = [", ".join(str(index) for index, key in enumerate(call.keys) if key == kind) for kind in kinds]
@@ -257,25 +292,9 @@ def _spelled(call: Call) -> list[str]:
     return [first, *(line for part in kinds.values() for line in part.signature)]
 
 
-def _what_changed(before: Key, key: Key) -> str:
-    """What a new graph was captured for, compared with the one captured before it."""
+def _reason_of_capture(before: Key, key: Key) -> str:
+    """The difference between a new graph's key and the one captured before it."""
     if before.training != key.training:
         return "training and evaluation took turns"
     pairs = zip(key.signature, before.signature, strict=False)
     return next((f"it had {new}, after {old}" for new, old in pairs if new != old), "an attribute of the model changed")
-
-
-def _check_homes(first: Built, built: Built) -> None:
-    """Parameters and written buffers must be read where the first graph keeps them: nobody updates them elsewhere."""
-    homes = {fqn: set(ranks) for fqn, ranks in first.ranks_of_parameter.items()}
-    for stage, fqn in first.written_buffers():
-        homes.setdefault(fqn, set()).add(first.plan.rank_of_stage[stage.index])
-    for stage in built.program.stages:
-        rank = built.plan.rank_of_stage[stage.index]
-        for role in stage.inputs:
-            if isinstance(role, program.Parameter | program.Buffer) and rank not in homes.get(role.fqn, {rank}):
-                raise GraphPPError(
-                    f"{role.fqn} is kept on rank {min(homes[role.fqn])}, but for this batch, or in this mode, stage "
-                    f"{stage.index} on rank {rank} reads it, where it is never updated. Choose a split that keeps its "
-                    "users together, or make the pipeline with an example of the call that trains it."
-                )

@@ -14,6 +14,7 @@ import contextlib
 import gc
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, NoReturn
 
 import torch
@@ -25,18 +26,21 @@ from graphpp.batch.loss_weights import DeferredScaler, LossWeight, LossWeighting
 from graphpp.batch.microbatch import FlatMicrobatch, Microbatch, flatten_microbatch
 from graphpp.capture.outputs import mean_metrics, merge_outputs
 from graphpp.capture.trace import LossFunction
-from graphpp.compiler.build import Built, Compiler
+from graphpp.compiler.compile_graph import CompiledGraph
+from graphpp.compiler.request import CompileRequest
 from graphpp.errors import BatchError, GraphPPError
 from graphpp.options.options import Options
 from graphpp.parallel.agreement import Agreement, Facts
 from graphpp.parallel.failure import FailureBoard
 from graphpp.parallel.place import RankPlace
 from graphpp.pipeline import grad_norm as norms
-from graphpp.pipeline.graph_cache import Call, Library, Ready
+from graphpp.pipeline.graph_cache import GraphCache, PreparedStep, StepCall
 from graphpp.pipeline.profile import Profile
 from graphpp.pipeline.profile_steps import Trials
 from graphpp.planner.counts import microbatches_for, usual_microbatches
+from graphpp.planner.plan import Plan
 from graphpp.runtime.model_state import ModelState
+from graphpp.runtime.program import StageProgram
 from graphpp.schedules.simulate.timeline import Timeline
 from graphpp.verification.report import Verification
 from graphpp.verification.verify import verified
@@ -83,13 +87,13 @@ class Pipeline:
         self._model, self._loss, self._options, self._place = model, loss, options, place
         self._agreement, self._example = agreement, example
         self._state = ModelState(model)
-        self._library = Library(Compiler(model, loss, options, place), self._state, agreement)
-        self._last: Ready | None = None
+        self._cache = GraphCache(CompileRequest(model, loss, options, place), self._state, agreement)
+        self._last: PreparedStep | None = None
         self._broken = False
-        self._beside = Agreement(place.replicas, place.device)
+        self._replica_agreement = Agreement(place.replicas, place.device)
         self._board = FailureBoard(place.group, agreement.shared_name())
         if example is not None:
-            self._build(example)
+            self._compile(example)
 
     # ------------------------------------------------------------------------------------------------ running
 
@@ -132,12 +136,12 @@ class Pipeline:
         as in `step`.
         """
         with self._watched(), _eval_mode(self._model):
-            call = self._alike(lambda: self._cut(Microbatch(args, kwargs, target)), loss_weight, training=False)
-            ready = self._run(call)
-            losses = ready.runner.losses() if target is not None else None
-            metrics = ready.runner.metrics()
-        outputs, sizes = ready.runner.take_outputs(), [leading_size(part) for part in call.parts]
-        merged = None if outputs is None else merge_outputs(ready.built[0].captured, outputs, sizes)
+            call = self._agreed_call(lambda: self._cut(Microbatch(args, kwargs, target)), loss_weight, training=False)
+            prepared = self._run(call, self._cache.prepared(call))
+            losses = prepared.runner.losses() if target is not None else None
+            metrics = prepared.runner.metrics()
+        outputs, sizes = prepared.runner.take_outputs(), [leading_size(part) for part in call.parts]
+        merged = None if outputs is None else merge_outputs(prepared.lowered.graphs[0].captured, outputs, sizes)
         loss = None if losses is None else call.weighting.step_loss(losses)
         return EvalResult(merged, loss, losses, mean_metrics(metrics))
 
@@ -171,9 +175,9 @@ class Pipeline:
             return self._with_targets(self._cut(Microbatch(args, kwargs, target)))
 
         with self._watched():
-            call, ready = self._prepared(parts, asked=f"a profile of {repeat} steps")
-            trials = Trials(self._model, self._library, lambda under: self._run(call, under))
-            return trials.profile(ready, repeat)
+            call, prepared = self._prepared(parts, asked=f"a profile of {repeat} steps")
+            trials = Trials(self._model, self._cache, partial(self._run, call))
+            return trials.profile(prepared, repeat)
 
     def timeline(self, *args: Any, target: Any = None, repeat: int = 3, **kwargs: Any) -> Timeline:
         """When each action of a step over this batch ran on every rank, measured as `profile` does, which has more."""
@@ -198,13 +202,29 @@ class Pipeline:
     @property
     def cudagraphs(self) -> dict[str, str]:
         """By stage and phase, whether a program of this rank is replayed as a CUDA graph, or why not; empty without any."""
-        return self._library.graphs.states
+        return self._cache.recorded.states
+
+    @property
+    def plan(self) -> Plan:
+        """The stages, their ranks and bytes, and the schedule. Raises `GraphPPError` before anything is captured."""
+        return self._first().plan
+
+    def programs(self, stage: int) -> StageProgram:
+        """The programs of a stage, on this rank or another, as compiled for the first captured microbatch.
+
+        `programs(1).programs[Phase.FORWARD].source` is the text that stage 1's forward runs under backend="eager". Raises
+        `GraphPPError` before anything is captured, and for a stage that does not exist.
+        """
+        stages = self._first().program.stages
+        if not 0 <= stage < len(stages):
+            raise GraphPPError(f"there is no stage {stage}: stages are 0..{len(stages) - 1}")
+        return stages[stage]
 
     # ------------------------------------------------------------------------------------------------ this rank's part
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """(FQN, parameter) of this rank's stages, in the model's order: the model's own objects."""
-        local = self._built().parameters(self._place.rank)
+        local = self._first().parameters(self._place.rank)
         return self._state.named(local, among=self._state.parameters)  # type: ignore[return-value]
 
     def parameters(self) -> Iterator[nn.Parameter]:
@@ -213,7 +233,7 @@ class Pipeline:
 
     def named_buffers(self) -> Iterator[tuple[str, torch.Tensor]]:
         """(FQN, buffer) of this rank's stages, in the model's order."""
-        return self._state.named(self._built().buffers(self._place.rank), among=self._state.buffers)
+        return self._state.named(self._first().buffers(self._place.rank), among=self._state.buffers)
 
     def state_dict(self) -> dict[str, Any]:
         """This rank's entries of the model's state dict, under the model's keys; all ranks' together are all of it."""
@@ -229,8 +249,8 @@ class Pipeline:
 
     def __repr__(self) -> str:
         """The plan as a table: stage, rank, FQNs, parameters, bytes sent, bytes saved."""
-        built = self._library.first
-        return "Pipeline(nothing captured yet: give example=, or run a step)" if built is None else str(built.plan)
+        first = self._cache.first
+        return "Pipeline(nothing captured yet: give example=, or run a step)" if first is None else str(first.plan)
 
     def __reduce__(self) -> NoReturn:
         raise GraphPPError(
@@ -248,17 +268,17 @@ class Pipeline:
     ) -> StepResult:
         scaling = scaler.scaler if isinstance(scaler, DeferredScaler) else scaler
         with self._watched():
-            call, ready = self._prepared(lambda: self._with_targets(make()), loss_weight, scaling)
-            runner = self._run(call, ready).runner
+            call, prepared = self._prepared(lambda: self._with_targets(make()), loss_weight, scaling)
+            runner = self._run(call, prepared).runner
             losses, metrics = runner.losses(), runner.metrics()
             if scaling is scaler and scaling is not None and scaling.is_enabled():
                 norms.share_overflow_(self._gradients())
         return StepResult(call.weighting.step_loss(losses), losses, mean_metrics(metrics))
 
-    def _build(self, example: Microbatch) -> None:
+    def _compile(self, example: Microbatch) -> None:
         with self._watched():
-            call = self._alike(lambda: self._with_targets([flatten_microbatch(example)]), training=True)
-            self._library.build(call, usual_microbatches(self._options, self._place.ranks))
+            call = self._agreed_call(lambda: self._with_targets([flatten_microbatch(example)]), training=True)
+            self._cache.compile(call, usual_microbatches(self._options, self._place.ranks))
 
     @contextlib.contextmanager
     def _watched(self) -> Iterator[None]:
@@ -266,7 +286,7 @@ class Pipeline:
         with self._board.watching(), torch.inference_mode(False):
             yield
 
-    def _alike(
+    def _agreed_call(
         self,
         make: Callable[[], list[FlatMicrobatch]],
         loss_weight: LossWeight | None = None,
@@ -274,23 +294,23 @@ class Pipeline:
         *,
         training: bool,
         asked: str = "",
-    ) -> Call:
+    ) -> StepCall:
         """The microbatches, of which all ranks have as many and of the same shapes, weights and scale.
 
         `asked`: what is asked for, where that is neither a step nor an evaluation.
         """
 
-        def call() -> Call:
+        def make_call() -> StepCall:
             parts = make()
             weighting = LossWeighting.of(self._options.gradients.reduction, loss_weight, scaler, len(parts))
-            return self._library.call(parts, weighting, training=training)
+            return self._cache.call(parts, weighting, training=training)
 
-        def facts(made: Call) -> Facts:
-            known = self._library.facts(made)
+        def facts_of(made: StepCall) -> Facts:
+            known = self._cache.facts(made)
             return known.adding("the call", [asked]) if asked else known
 
         self._check_whole()
-        return self._agreement.together(call, facts)
+        return self._agreement.together(make_call, facts_of)
 
     def _check_whole(self) -> None:
         """A rank asks nobody anything any more once a call of its ended midway: the others may still be in that call."""
@@ -306,30 +326,34 @@ class Pipeline:
         loss_weight: LossWeight | None = None,
         scaler: object = None,
         asked: str = "",
-    ) -> tuple[Call, Ready]:
-        """What a training call needs; replicas do the same, or none of them begins: each waits for the others' gradients."""
+    ) -> tuple[StepCall, PreparedStep]:
+        """A training call and its runner; on all replicas or on none: each waits for the others' gradients."""
 
-        def prepare() -> tuple[Call, Ready]:
-            call = self._alike(make, loss_weight, scaler, training=True, asked=asked)
-            return call, self._library.ready(call)
+        def prepare() -> tuple[StepCall, PreparedStep]:
+            call = self._agreed_call(make, loss_weight, scaler, training=True, asked=asked)
+            return call, self._cache.prepared(call)
+
+        def facts_of(made: tuple[StepCall, PreparedStep]) -> Facts:
+            return made[1].lowered.replica_facts.adding("the call", [asked or "step"])
 
         self._check_whole()
-        return self._beside.together(prepare, lambda made: made[1].alike.adding("the call", [asked or "step"]))
+        return self._replica_agreement.together(prepare, facts_of)
 
-    def _run(self, call: Call, under: Ready | None = None) -> Ready:
-        """Run a call once, by its own runner or the one given; the runner has what came out."""
-        ready, place = under or self._library.ready(call), self._place
-        loss = ready.runner.program.loss
+    def _run(self, call: StepCall, prepared: PreparedStep) -> PreparedStep:
+        """Run a call once; afterwards the runner has the results."""
+        place = self._place
+        loss = prepared.runner.program.loss
         seeds = call.weighting.seeds(len(call.parts), loss.dtype, place.device) if loss is not None else []
-        self._broken = place.ranks > 1 or (call.training and self._beside.several)
+        self._broken = place.ranks > 1 or (call.training and self._replica_agreement.several)
         with torch.autocast(place.device.type, enabled=False):  # its casts are in the graph
-            ready.runner.step([part.tensors for part in call.parts], seeds)
+            prepared.runner.step([part.tensors for part in call.parts], seeds)
         self._broken = False
-        self._last = ready
-        return ready
+        self._last = prepared
+        return prepared
 
     def _cut(self, batch: Microbatch) -> list[FlatMicrobatch]:
-        return cut_batch(batch, microbatches_for(self._options, self._place.ranks, batch), self._example)
+        count = microbatches_for(self._options, self._place.ranks, batch, self._cache.tables.admits)
+        return cut_batch(batch, count, self._example)
 
     def _with_targets(self, parts: list[FlatMicrobatch]) -> list[FlatMicrobatch]:
         """The parts, or `BatchError` where the loss lacks its target or a target lacks its loss."""
@@ -343,22 +367,22 @@ class Pipeline:
             )
         return parts
 
-    def _built(self) -> Built:
-        if self._library.first is None:
+    def _first(self) -> CompiledGraph:
+        if self._cache.first is None:
             raise GraphPPError("nothing is captured yet: give example= to graphpp.compile, or run a step first")
-        return self._library.first
+        return self._cache.first
 
     def _gradients(self) -> norms.RankGradients:
         """This rank's, at their places among the model's."""
         order = {fqn: index for index, fqn in enumerate(self._state.parameters)}
-        owners, place = self._built().ranks_of_parameter, self._place
+        owners, place = self._first().ranks_of_parameter, self._place
         slots = [norms.OwnParameter(order[fqn], p, owners[fqn][0] == place.rank) for fqn, p in self.named_parameters()]
         return norms.RankGradients(slots, len(order), place.group, place.device)
 
     def _local(self) -> set[str]:
         """FQNs of this rank's parameters and buffers."""
-        built, rank = self._built(), self._place.rank
-        return built.parameters(rank) | built.buffers(rank)
+        first, rank = self._first(), self._place.rank
+        return first.parameters(rank) | first.buffers(rank)
 
 
 def _has_target(part: FlatMicrobatch) -> bool:

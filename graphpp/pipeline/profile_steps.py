@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from graphpp.pipeline.graph_cache import Library, Ready
+from graphpp.pipeline.graph_cache import GraphCache, PreparedStep
 from graphpp.pipeline.profile import Measured, Profile, meet, profiled
 from graphpp.runtime.model_state import state_restored
 from graphpp.runtime.recorder import Recorder, clock_of
@@ -31,16 +31,16 @@ class Trials:
     """Runs steps of one pipeline; `run` does the measured call once, by the runner of the argument."""
 
     model: nn.Module
-    library: Library
-    run: Callable[[Ready], object]
+    cache: GraphCache
+    run: Callable[[PreparedStep], object]
 
-    def profile(self, ready: Ready, repeat: int) -> Profile:
+    def profile(self, ready: PreparedStep, repeat: int) -> Profile:
         """The profile of `ready`'s runner, from `repeat` steps after one to warm up."""
         tables = list(_counterparts(ready.runner.schedule))
-        others = [self._measured(self.library.under(ready, table), repeat) for table in tables]
+        others = [self._measured(self.cache.under(ready, table), repeat) for table in tables]
         return profiled(self._measured(ready, repeat), others)
 
-    def _measured(self, ready: Ready, repeat: int) -> Measured:
+    def _measured(self, ready: PreparedStep, repeat: int) -> Measured:
         self._step(ready, None)
         recorders = []
         for _ in range(repeat):
@@ -48,7 +48,7 @@ class Trials:
             self._step(ready, recorders[-1])
         return Measured(ready.runner, recorders)
 
-    def _step(self, ready: Ready, recorder: Recorder | None) -> None:
+    def _step(self, ready: PreparedStep, recorder: Recorder | None) -> None:
         place = ready.runner.place
         with state_restored(self.model, place.device):
             meet(place)  # so that no rank's first wait includes another rank's late start

@@ -1,12 +1,16 @@
-"""The numbers of stages and microbatches where the user leaves them open."""
+"""The numbers of stages and microbatches where the user leaves them open.
+
+The numbers follow from the options, the number of ranks and the rows of the batch alone, so every rank finds the same ones.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from graphpp.batch.cut_batch import batch_size
 from graphpp.batch.microbatch import Microbatch
-from graphpp.errors import ScheduleError
 from graphpp.options.options import Options
-from graphpp.schedules.generate.read import default_stages, make_table
+from graphpp.schedules.generate.read import default_stages
 
 
 def stages_of(options: Options, ranks: int) -> int:
@@ -19,19 +23,15 @@ def usual_microbatches(options: Options, ranks: int) -> int:
     return options.microbatches or (4 * ranks if ranks > 1 else 1)
 
 
-def microbatches_for(options: Options, ranks: int, batch: Microbatch) -> int:
-    """The number given; else 1 in one process; else the largest that batch and schedule admit, up to 4 a rank."""
+def microbatches_for(options: Options, ranks: int, batch: Microbatch, admits: Callable[[int], bool]) -> int:
+    """The number given; else 1 in one process; else the largest divisor of the batch's rows, up to 4 a rank, that fits.
+
+    `admits(count)` says whether the schedule has a table for `count` microbatches. If no divisor fits, the largest one is
+    returned, and making its table raises the error that says why. Raises `BatchError` for a batch without rows.
+    """
     most = usual_microbatches(options, ranks)
     if options.microbatches is not None or ranks == 1:
         return most
-    size = batch_size(batch)
-    fitting = [count for count in range(most, 0, -1) if size % count == 0]
-    return next((count for count in fitting if _admits(options, ranks, count)), fitting[0])
-
-
-def _admits(options: Options, ranks: int, microbatches: int) -> bool:
-    try:
-        make_table(options.schedule, ranks, stages_of(options, ranks), microbatches)
-    except ScheduleError:
-        return False
-    return True
+    rows = batch_size(batch)
+    divisors = [count for count in range(most, 0, -1) if rows % count == 0]
+    return next((count for count in divisors if admits(count)), divisors[0])

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from torch import fx
 
@@ -22,6 +23,8 @@ from graphpp.schedules.table.offload_window import OffloadWindow
 from graphpp.schedules.table.schedule import Schedule
 
 GraphOf = Callable[[Program], fx.Graph]
+
+_BACKWARDS = (Kind.B, Kind.I, Kind.W)
 
 
 @dataclass(frozen=True)
@@ -44,17 +47,16 @@ class _Row:
 def offload_windows(
     choice: Offload, schedule: Schedule, programs: Sequence[PipelineProgram], graph_of: GraphOf
 ) -> tuple[OffloadWindow, ...]:
-    """The offload windows of all ranks under a table, with or without communication; `programs`: one per microbatch."""
-    known: dict[tuple[int, LocalNeighbours], list[Offloadable]] = {}
+    """The offload windows of all ranks under a table, with or without communication; `programs`: one per microbatch.
 
-    def candidates(stage: StageProgram) -> list[Offloadable]:
-        item = stage.programs.get(Phase.FORWARD)
-        if item is None:
-            return []
-        key = (id(item), _local_neighbours(schedule, stage.index))
-        if key not in known:
-            known[key] = [value for value in offloadable(graph_of(item), key[1]) if choice.wants(value.meta, value.nbytes)]
-        return known[key]
+    A stage's values are examined once for all microbatches that share its programs.
+    """
+    known: dict[int, list[_Candidate]] = {}
+
+    def candidates(stage: StageProgram) -> list[_Candidate]:
+        if id(stage) not in known:
+            known[id(stage)] = _candidates(choice, stage, _local_neighbours(schedule, stage.index), graph_of)
+        return known[id(stage)]
 
     return tuple(
         window
@@ -62,6 +64,26 @@ def offload_windows(
         for stage, microbatch in row.forwards()
         for window in _windows(choice, row, microbatch, programs[microbatch].stages[stage], candidates)
     )
+
+
+class _Candidate(NamedTuple):
+    """A value that may be offloaded, and the kinds of backward that read it."""
+
+    value: Offloadable
+    readers: tuple[Kind, ...]
+
+
+def _candidates(choice: Offload, stage: StageProgram, beside: LocalNeighbours, graph_of: GraphOf) -> list[_Candidate]:
+    """The values of a stage that `choice` offloads, the largest first."""
+    item = stage.programs.get(Phase.FORWARD)
+    if item is None:
+        return []
+    values = [value for value in offloadable(graph_of(item), beside) if choice.wants(value.meta, value.nbytes)]
+    inputs = {kind: set(stage.programs[Phase(kind.value)].inputs) for kind in _BACKWARDS if Phase(kind.value) in stage.programs}
+    values.sort(key=lambda value: -value.nbytes)
+    return [
+        _Candidate(value, tuple(kind for kind, roles in inputs.items() if Saved(value.meta.name) in roles)) for value in values
+    ]
 
 
 def _local_neighbours(schedule: Schedule, stage: int) -> LocalNeighbours:
@@ -74,14 +96,15 @@ def _windows(
     row: _Row,
     microbatch: int,
     stage: StageProgram,
-    candidates: Callable[[StageProgram], list[Offloadable]],
+    candidates: Callable[[StageProgram], list[_Candidate]],
 ) -> Iterator[OffloadWindow]:
     """One window for each action that reads values first: the whole backward; or I, and W what I does not read."""
     forward = row.place[Action(stage.index, Kind.F, microbatch)]
     budget = choice.fraction * stage.saved_bytes
     leaving: dict[Action, list[Offloadable]] = {}
-    for value in sorted(candidates(stage), key=lambda value: -value.nbytes):
-        reader = _reader(row, stage, microbatch, value.meta.name)
+    for value, readers in candidates(stage):
+        actions = (Action(stage.index, kind, microbatch) for kind in readers)
+        reader = next((action for action in actions if action in row.place), None)
         if budget > 0 and reader is not None and row.place[reader] - choice.ahead > forward + 1:
             leaving.setdefault(reader, []).append(value)
             budget -= value.nbytes
@@ -95,12 +118,3 @@ def _windows(
             prefetch_at=row.actions[row.place[reader] - choice.ahead],
             first_use=reader,
         )
-
-
-def _reader(row: _Row, stage: StageProgram, microbatch: int, name: str) -> Action | None:
-    """The first action of the row that reads a saved value of a microbatch."""
-    for kind in (Kind.B, Kind.I, Kind.W):
-        action = Action(stage.index, kind, microbatch)
-        if action in row.place and Saved(name) in stage.programs[Phase(kind.value)].inputs:
-            return action
-    return None

@@ -1,4 +1,4 @@
-"""The plan: everything that was decided before the run, as data and as a table.
+"""The plan of a pipeline: stages, ranks, schedule and offloaded values, as data and as a table.
 
 Contract: a `Plan` holds no tensor and no graph; it can be printed, saved and compared.
 """
@@ -9,6 +9,7 @@ import io
 import math
 from collections import Counter
 from dataclasses import dataclass
+from functools import cached_property
 
 from graphpp.capture import activation_checkpoints as checkpoints
 from graphpp.passes.graph.joint_graph import JointGraph
@@ -20,7 +21,7 @@ from graphpp.units import spell_bytes
 
 @dataclass(frozen=True)
 class StagePlan:
-    """One stage: where it stands and what it costs. Bytes are per microbatch."""
+    """One stage: its rank, the modules called in it, and its bytes. All bytes but `parameter_bytes` are per microbatch."""
 
     stage: int
     rank: int
@@ -34,9 +35,10 @@ class StagePlan:
 
 @dataclass(frozen=True)
 class Plan:
-    """Stages, their ranks, the schedule; the values that leave their device between forward and backward.
+    """The stages and their ranks, and the schedule.
 
-    `checkpoints`: how many calls the model itself checkpoints.
+    `offload_windows`: the saved values that are in the host's memory between forward and backward. `checkpoints`: how many
+    calls of modules the model itself checkpoints (`torch.utils.checkpoint`).
     """
 
     stages: tuple[StagePlan, ...]
@@ -50,7 +52,7 @@ class Plan:
         stages = tuple(_stage_plan(joint, program, stage, schedule) for stage in program.stages)
         return cls(stages, schedule, checkpoints=checkpoints.count_checkpointed_calls(joint) if joint.training else 0)
 
-    @property
+    @cached_property
     def rank_of_stage(self) -> dict[int, int]:
         """Stage -> rank within the group."""
         return {stage.stage: stage.rank for stage in self.stages}
@@ -81,7 +83,7 @@ class Plan:
 
 
     def _offloaded(self, stage: int) -> list[str]:
-        """`1.2 MiB, 5 of 8`: the most bytes of a microbatch that leave, and of how many microbatches any do."""
+        """`1.2 MiB, 5 of 8`: the largest number of bytes that a microbatch offloads, and how many microbatches offload any."""
         away: Counter[int] = Counter()
         for window in self.offload_windows:
             if window.stage == stage:
@@ -106,7 +108,7 @@ def _stage_plan(joint: JointGraph, program: PipelineProgram, stage: StageProgram
 
 
 def outermost(calls: tuple[str, ...]) -> tuple[str, ...]:
-    """The calls that lie in no other call of the list, runs of numbered siblings shortened: `layers.0 .. layers.3`."""
+    """The calls inside no other call of the list, runs of numbered siblings shortened: `layers.0 .. layers.3`."""
     named = [call for call in calls if not any(call.startswith(other + ".") for other in calls)]
     shown: list[list[str]] = []
     for call in named:

@@ -1,12 +1,14 @@
-"""Where two runs part: the first value, in order of execution, that is not the joint graph's.
+"""Finds the first value, in order of execution, in which a run of a step differs from the uncut joint graph.
 
 Contract
 --------
-- `in_cut` watches the stage programs line by line while the runner runs them, so that it sees what is computed, received and
-  saved as it is, whichever pass, program or part of the runtime is wrong. Names of values are those of the joint graph.
-- `in_eager` watches module calls: a call has parted if its input, or none of its outputs, is among the values that the joint
-  graph has in that call (same shape, dtype and bits). It names the value nearest to what eager has.
-- Where no value parts but a result does, the result is named, with the operation that makes it.
+- `first_in_stages` traces the stage programs line by line while the runner runs them. It sees the computed, received and saved
+  values themselves, so it finds the place whichever pass, program or part of the runtime is wrong. Values have the names of
+  the joint graph.
+- `first_in_eager` hooks the module calls of eager. A call differs if its input, or every one of its outputs, is missing among
+  the values that the joint graph has in that call (same shape, dtype and bits). The difference names the nearest value.
+- `first_in_results` is for runs in which no value differs but a result does: it names the result and the operation that
+  makes it.
 """
 
 from __future__ import annotations
@@ -33,7 +35,7 @@ from graphpp.runtime.model_state import state_restored
 from graphpp.runtime.program import Phase, PipelineProgram
 from graphpp.schedules.table.actions import Action
 from graphpp.schedules.table.schedule import Schedule
-from graphpp.verification.report import Comparison, Difference, Parting, difference, same
+from graphpp.verification.report import Comparison, Difference, FirstDifference, difference, same
 from graphpp.verification.runs import Step, run_cut, run_eager, run_uncut
 
 Values = Sequence[Mapping[str, Any]]  # per microbatch, every value of the joint graph by name
@@ -41,14 +43,16 @@ _PROGRAM = re.compile(r"<graphpp stage (\d+) (\w+)>.*")
 
 
 def values_of(step: Step, joint: JointGraph) -> Values:
-    """Every value of the joint graph, per microbatch."""
+    """Run the uncut joint graph; returns every value of it by name, per microbatch."""
     values: list[Mapping[str, Any]] = []
     with state_restored(step.model, step.device):
         run_uncut(step, joint, lambda _, found: values.append(found))
     return values
 
 
-def in_result(comparison: Comparison, joint: JointGraph, compiled: PipelineProgram | None = None) -> Parting | None:
+def first_in_results(
+    comparison: Comparison, joint: JointGraph, compiled: PipelineProgram | None = None
+) -> FirstDifference | None:
     """The first result, in the order in which the joint graph makes them, that is not equal."""
     order = {node: index for index, node in enumerate(joint.graph.nodes)}
     worst = "differs" if comparison.verdict == "differs" else "close"
@@ -56,7 +60,7 @@ def in_result(comparison: Comparison, joint: JointGraph, compiled: PipelineProgr
         for microbatch, found in _of_role(role, comparison):
             if found.verdict == worst:
                 words = _RESULT[type(role)].format(getattr(role, "fqn", ""))
-                return _parting(words, node, found, _stage_of(role, compiled), microbatch)
+                return _first_difference(words, node, found, _stage_of(role, compiled), microbatch)
     return None
 
 
@@ -79,27 +83,27 @@ def _of_role(role: program.OutputRole, comparison: Comparison) -> list[tuple[int
 
 
 def _stage_of(role: program.OutputRole, compiled: PipelineProgram | None) -> int | None:
-    """The first stage that makes a result."""
+    """The first stage whose programs make a result; None where no program does."""
     stages = compiled.stages if compiled is not None else ()
     makers = (stage.index for stage in stages if any(role in item.outputs for item in stage.programs.values()))
     return next(makers, None)
 
 
-def _parting(
+def _first_difference(
     what: str, node: fx.Node, found: Difference, stage: int | None = None, microbatch: int | None = None
-) -> Parting:
+) -> FirstDifference:
     role = node.meta.get("role")
     calls = node.meta.get("calls") or (getattr(role, "fqn", ""),)
-    return Parting(what, calls[-1], node.meta.get("source", ""), found, node.name, stage, microbatch)
+    return FirstDifference(what, calls[-1], node.meta.get("source", ""), found, node.name, stage, microbatch)
 
 
 # ------------------------------------------------------------------------------------------------------------ cut
 
 
-def in_cut(
+def first_in_stages(
     step: Step, values: Values, staged: StagedGraphs, programs: Sequence[PipelineProgram], schedule: Schedule
-) -> Parting | None:
-    """The first value that a stage program has otherwise than the joint graph; `schedule` has one rank."""
+) -> FirstDifference | None:
+    """The first value of a stage program that differs from the joint graph's; `schedule` has one rank. None: no value does."""
     watcher = _Lines(values, staged, (leaf for _, _, action in schedule.cells() for leaf in action.leaves))
     before = sys.gettrace()
     with state_restored(step.model, step.device):
@@ -113,16 +117,20 @@ def in_cut(
 
 @dataclass
 class _Lines:
-    """Sees the local names of a program change, line by line."""
+    """A trace function (`sys.settrace`) that compares the local variables of stage programs with the joint graph's values.
+
+    `actions`: the computations of the schedule in the order in which they run. `names`: for each phase of a stage the graph's
+    nodes by their names in the program's text.
+    """
 
     values: Values
     staged: StagedGraphs
     actions: Iterator[Action]
-    first: Parting | None = None
+    first: FirstDifference | None = None
     names: dict[PhaseKey, dict[str, fx.Node]] = field(default_factory=dict)
 
     def enter(self, frame: FrameType, event: str, arg: Any) -> Callable[..., Any] | None:
-        """Called at each call of a Python function: a stage program is the next action of the schedule."""
+        """Called by Python at each function call; a call of a stage program is the next action of the schedule."""
         found = _PROGRAM.fullmatch(frame.f_code.co_filename)
         if found is None or found[2] == Phase.HOIST.label or frame.f_code.co_name != "run":
             return None
@@ -147,10 +155,10 @@ class _Lines:
         how = {program.Received: "received by", program.Saved: "saved by"}
         word = how.get(type(node.meta.get("role")), "read by" if node.op == "placeholder" else "computed in")
         what = f"{node.name}, {word} the {slot[0].label} of stage {slot[1]}"
-        self.first = _parting(what, node, difference(value, known, 0.0), slot[1], microbatch)
+        self.first = _first_difference(what, node, difference(value, known, 0.0), slot[1], microbatch)
 
     def _nodes(self, slot: PhaseKey) -> dict[str, fx.Node]:
-        """The nodes of a slot's graph by the names that its text has for them."""
+        """The nodes of a phase's graph by their names in the program's text."""
         if slot not in self.names:
             graph = self.staged.graphs[slot].graph
             self.names[slot] = {name: node for node, name in PythonNames(graph).values.items()}
@@ -160,8 +168,8 @@ class _Lines:
 # ---------------------------------------------------------------------------------------------------------- eager
 
 
-def in_eager(step: Step, joint: JointGraph, values: Values) -> Parting | None:
-    """The first module call of which eager has another input or other outputs than the joint graph."""
+def first_in_eager(step: Step, joint: JointGraph, values: Values) -> FirstDifference | None:
+    """The first module call whose input or outputs in eager differ from the joint graph's. None: no call does."""
     calls = _Calls(step.model, _Spans(joint), values)
     with state_restored(step.model, step.device), calls.watching():
         run_eager(step, joint)
@@ -169,7 +177,7 @@ def in_eager(step: Step, joint: JointGraph, values: Values) -> Parting | None:
 
 
 class _Spans:
-    """The nodes of each module call, and what they read from outside of it."""
+    """For each module call the nodes in it (`inside`), and the nodes outside of it that they read (`reads`)."""
 
     def __init__(self, joint: JointGraph) -> None:
         self.inside: dict[str, list[fx.Node]] = {}
@@ -187,7 +195,7 @@ class _Calls:
     """Compares the inputs and outputs of module calls with the values of the joint graph, while they run."""
 
     def __init__(self, model: nn.Module, spans: _Spans, values: Values) -> None:
-        self.first: Parting | None = None
+        self.first: FirstDifference | None = None
         self._model, self._spans, self._values = model, spans, values
         self._names = {id(module): name for name, module in model.named_modules()}
         self._microbatch = -1
@@ -196,7 +204,7 @@ class _Calls:
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
-        """See all module calls while the context is open."""
+        """A context in which all module calls of the process are compared."""
         handles = [register_module_forward_pre_hook(self._enter), register_module_forward_hook(self._leave)]
         try:
             yield
@@ -224,10 +232,10 @@ class _Calls:
         own = [node for node in inside if (node.meta["calls"] or ("",))[-1] == call]
         found = self._judge(_tensors(output), [*own, *inside, *reads], f"what {call or 'the model'} returns")
         if found is not None:
-            self.first = Parting(found.what, call, found.source, found.difference, found.value, None, found.microbatch)
+            self.first = FirstDifference(found.what, call, found.source, found.difference, found.value, None, found.microbatch)
 
-    def _judge(self, tensors: list[torch.Tensor], nodes: list[fx.Node], what: str) -> Parting | None:
-        """Note the first parting, and return it: none of the tensors that could be the graph's is."""
+    def _judge(self, tensors: list[torch.Tensor], nodes: list[fx.Node], what: str) -> FirstDifference | None:
+        """Note and return the first difference: tensors of which some could be values of `nodes`, and none is."""
         if self.first is not None:
             return None
         values = self._values[self._microbatch]
@@ -236,7 +244,7 @@ class _Calls:
             return None
         gaps = [(difference(values[node.name], tensor.detach(), 0.0), node) for node, tensor in pairs]
         gap, nearest = min(gaps, key=lambda pair: pair[0].relative)
-        self.first = _parting(what, nearest, gap, None, self._microbatch)
+        self.first = _first_difference(what, nearest, gap, None, self._microbatch)
         return self.first
 
 

@@ -1,11 +1,12 @@
-"""What `graphpp.verify` found, as data and as text.
+"""The result of `graphpp.verify`, as data and as text.
 
 Contract
 --------
 - A `Difference` is "equal" (every bit, NaN where NaN), "close" (relative size within the tolerance) or "differs".
-- The relative size is the norm of the difference over the norm of the reference, or over 1/1000 of the average norm of all
-  gradients where that is more: a gradient that is zero but for rounding (a key's bias) has no digits to compare.
-- Nothing here holds a tensor.
+- The relative size of a difference is its norm divided by the norm of the reference. For a gradient the divisor is at least
+  1/1000 of the norm of an average gradient of that size: a gradient that is zero but for rounding (the bias of an
+  attention key) has no digits to compare.
+- The result holds no tensor.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ _SHOWN = 8
 
 @dataclass(frozen=True)
 class Difference:
-    """How far two tensors are apart: largest absolute difference, and relative size."""
+    """The distance of two tensors: `largest` absolute difference of two elements, and `relative` size."""
 
     largest: float = 0.0
     relative: float = 0.0
@@ -39,11 +40,11 @@ class Difference:
 
 
 @dataclass(frozen=True)
-class Parting:
-    """The first value at which two runs part.
+class FirstDifference:
+    """The first value in which two runs differ.
 
     `what` is the value in words, `value` its name in the joint graph (as in a dump), `fqn` the module call ("" outside of
-    all modules), `source` the user's `file:line`, `stage` and `microbatch` where known.
+    all modules), `source` the user's `file:line`. `stage` and `microbatch` are None where they are not known.
     """
 
     what: str
@@ -64,31 +65,32 @@ class Parting:
 
 @dataclass(frozen=True)
 class Comparison:
-    """One run against another: losses per microbatch, gradients and new buffers by FQN, and where they part first.
+    """One run compared with another: losses per microbatch, gradients and new buffers by FQN.
 
-    `note` says why nothing was compared, or compared less strictly; `compared` is False if nothing was.
+    `first`: the first value that differs. `note`: why the runs were not compared, or why a tolerance is wider. `compared`:
+    False if the runs could not be compared.
     """
 
     title: str
     losses: tuple[Difference, ...] = ()
     largest: Mapping[str, Difference] = field(default_factory=dict)
     buffers: Mapping[str, Difference] = field(default_factory=dict)
-    first: Parting | None = None
+    first: FirstDifference | None = None
     note: str = ""
     compared: bool = True
 
     @property
     def verdict(self) -> Verdict:
-        """The worst of all."""
+        """The worst verdict of all differences."""
         return max((each.verdict for _, each in self.all()), key=_ORDER.index, default="equal")
 
     @property
     def ok(self) -> bool:
-        """Whether nothing differs."""
+        """Whether no value differs by more than its tolerance."""
         return self.verdict != "differs"
 
     def all(self) -> Iterator[tuple[str, Difference]]:
-        """Every difference under the name of what differs."""
+        """(name of the loss, gradient or buffer, difference) of every compared value, equal ones included."""
         yield from ((f"loss of microbatch {index}", each) for index, each in enumerate(self.losses))
         yield from ((f"gradient of {fqn}", each) for fqn, each in self.largest.items())
         yield from ((f"buffer {fqn}", each) for fqn, each in self.buffers.items())
@@ -115,7 +117,11 @@ _SAID: dict[Verdict, str] = {"equal": "equal, every bit", "close": "close, withi
 
 @dataclass(frozen=True)
 class Verification:
-    """The result of `graphpp.verify`: `cut` is stage programs against joint graph, `eager` joint graph against eager."""
+    """The result of `graphpp.verify`.
+
+    `cut`: stage programs compared with the uncut joint graph. `eager`: the joint graph compared with eager. `tolerance`: the
+    relative difference that counts as rounding. `seconds`: how long the verification took.
+    """
 
     cut: Comparison
     eager: Comparison
@@ -125,7 +131,7 @@ class Verification:
 
     @property
     def ok(self) -> bool:
-        """Whether nothing that was compared differs."""
+        """Whether no compared value differs by more than its tolerance."""
         return self.cut.ok and self.eager.ok
 
     def raise_if_wrong(self) -> None:
@@ -148,7 +154,7 @@ class Verification:
 
 
 def difference(ours: torch.Tensor, theirs: torch.Tensor, tolerance: float, floor: float = 0.0) -> Difference:
-    """How far `ours` is from the reference `theirs`; `floor` is the least norm that the reference is taken to have."""
+    """The distance of `ours` from the reference `theirs`; the divisor of the relative size is at least `floor`."""
     if ours.shape != theirs.shape or ours.dtype != theirs.dtype:
         return Difference(float("inf"), float("inf"), "differs")
     if same(ours, theirs):
@@ -161,7 +167,7 @@ def difference(ours: torch.Tensor, theirs: torch.Tensor, tolerance: float, floor
 
 
 def widened(value: torch.Tensor) -> torch.Tensor:
-    """In float64, or complex128."""
+    """The value in float64, or in complex128 if it is complex."""
     return value.detach().to(torch.complex128 if value.is_complex() else torch.float64)
 
 

@@ -1,14 +1,14 @@
-"""One step of a model three ways: plain eager, as its uncut joint graph, and as the stage programs of its pipeline.
+"""Runs one step of a model in three ways: in plain eager, as its uncut joint graph, and as the stage programs of a pipeline.
 
 Contract
 --------
-- All three start from the same parameters, buffers and random state, from no gradients, and run the same microbatches with
-  the same seeds (gradient of the step's loss by each microbatch's loss). `state_restored` puts the model back afterwards.
+- All three start from the same parameters, buffers and random state, without gradients, and run the same microbatches with
+  the same seeds (the gradient of the step's loss by each microbatch's loss). `state_restored` restores the model afterwards.
 - Random operators draw the numbers of the microbatch's key in all three; `Eager.matched` is False where eager's random
   operators are not those of the joint graph, in order.
-- `watch(index of the microbatch, values by name)` of the uncut run sees every value of the joint graph.
-- With `jitter` every value of the uncut run is moved by one unit in the last place, up or down by chance, as soon as it is
-  made (Monte Carlo arithmetic, Parker 1997): what comes out otherwise then is what rounding alone does to this step.
+- `watch(index of the microbatch, values by name)` is called by the uncut run with every value of the joint graph.
+- With `jitter` every value of the uncut run is moved by one unit in the last place, up or down at random, as soon as it is
+  computed (Monte Carlo arithmetic, Parker 1997). The results then show the effect of rounding alone on this step.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ Watch = Callable[[int, Mapping[str, Any]], None]
 
 @dataclass
 class Numbers:
-    """What a step leaves behind; names are the model's FQNs."""
+    """The results of a step: losses per microbatch, gradients and buffers by FQN."""
 
     losses: list[torch.Tensor] = field(default_factory=list)
     grads: Tensors = field(default_factory=dict)
@@ -50,7 +50,7 @@ class Numbers:
 
 @dataclass(frozen=True)
 class Step:
-    """What all three ways are given."""
+    """The input of all three runs; `seeds`: per microbatch the gradient of the step's loss by the microbatch's loss, 0-dim."""
 
     model: nn.Module
     loss: LossFunction | None
@@ -60,7 +60,7 @@ class Step:
 
 
 def left_behind(model: nn.Module, losses: Sequence[torch.Tensor]) -> Numbers:
-    """The numbers of a model that has run."""
+    """The gradients and buffers of a model after a step, with the step's losses."""
     grads = {name: value.grad for name, value in model.named_parameters() if value.grad is not None}
     buffers = {name: value.detach().clone() for name, value in model.named_buffers()}
     return Numbers(list(losses), grads, buffers)
@@ -70,7 +70,7 @@ def left_behind(model: nn.Module, losses: Sequence[torch.Tensor]) -> Numbers:
 
 
 def repeatable(joint: JointGraph) -> JointGraph:
-    """A copy of a captured graph after those passes only that make it repeatable and runnable."""
+    """A copy of a captured graph after only the passes that make it repeatable and runnable."""
     copy = joint.copy()
     remove_unused(copy.graph)
     return relax_views(key_random_ops(copy))
@@ -79,7 +79,7 @@ def repeatable(joint: JointGraph) -> JointGraph:
 def run_uncut(
     step: Step, joint: JointGraph, watch: Watch | None = None, jitter: torch.Generator | None = None
 ) -> Numbers:
-    """Interpret the joint graph, one microbatch after the other."""
+    """Interpret the joint graph for one microbatch after the other."""
     numbers = Numbers(buffers={name: buffer.detach().clone() for name, buffer in step.model.named_buffers()})
     known: dict[program.InputRole, Any] = {program.Constant(name): value for name, value in joint.constants.items()}
     known |= {program.Parameter(name): value.detach() for name, value in step.model.named_parameters()}
@@ -97,7 +97,7 @@ def run_uncut(
 
 
 class _Watched(fx.Interpreter):
-    """Keeps every value under its node's name; `jitter` moves each a little."""
+    """Interprets a graph and keeps every value under its node's name; `jitter` moves each by one unit in the last place."""
 
     def __init__(self, joint: JointGraph, jitter: torch.Generator | None) -> None:
         super().__init__(joint.module, graph=joint.graph)
@@ -113,7 +113,7 @@ class _Watched(fx.Interpreter):
 
 
 def _rounds(value: Any) -> bool:
-    """Whether an operation's result is rounded, and has arithmetic to be moved by (float8 and complex32 have none)."""
+    """Whether an operation's result is rounded and its dtype has arithmetic (float8 and complex32 have none)."""
     if not isinstance(value, torch.Tensor) or value.dtype is torch.complex32:
         return False
     return value.is_complex() or (value.is_floating_point() and value.dtype.itemsize > 1)
@@ -140,7 +140,7 @@ def _file(joint: JointGraph, results: Sequence[torch.Tensor], numbers: Numbers) 
 
 
 def run_cut(step: Step, programs: Sequence[PipelineProgram], schedule: Schedule) -> Numbers:
-    """The stage programs, one pipeline of them per microbatch, under a schedule of one rank, by a pipeline's runner."""
+    """Run the stage programs of each microbatch by a pipeline's own runner, under a schedule of one rank."""
     runner = GraphPPRunner(programs, schedule, ModelState(step.model), RankPlace(step.device, None))
     with torch.autocast(step.device.type, enabled=False):
         runner.step([part.tensors for part in step.parts], step.seeds)
@@ -152,14 +152,14 @@ def run_cut(step: Step, programs: Sequence[PipelineProgram], schedule: Schedule)
 
 @dataclass(frozen=True)
 class Eager:
-    """Eager's numbers, and whether it drew the random numbers of the joint graph."""
+    """The results of eager; `matched`: its random operators were those of the joint graph, in order."""
 
     numbers: Numbers
     matched: bool
 
 
 def run_eager(step: Step, joint: JointGraph) -> Eager:
-    """The plain loop with autograd."""
+    """Run the plain loop over the microbatches with autograd."""
     expected = [_kind(node.args[2]) for node in joint.computed() if node.target is seeded]
     keys = step_keys(len(step.parts), None, step.device)
     losses: list[torch.Tensor] = []
@@ -178,7 +178,7 @@ def run_eager(step: Step, joint: JointGraph) -> Eager:
 
 
 class _Keyed(aot.DispatchMode):
-    """Gives each random operator of an eager forward the numbers that its twin in the joint graph draws."""
+    """A dispatch mode in which each random operator of an eager forward draws the numbers of its twin in the joint graph."""
 
     def __init__(self, key: int, expected: Sequence[str]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -187,7 +187,7 @@ class _Keyed(aot.DispatchMode):
 
     @property
     def matched(self) -> bool:
-        """Whether eager drew what the joint graph draws, in the same order."""
+        """Whether eager ran the random operators of the joint graph, in the same order."""
         return self._drawn == list(self._expected)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -1,11 +1,11 @@
-"""What `graphpp.verify` runs: the programs of a pipeline of any number of ranks, and its schedule on one rank.
+"""Compiles the pipeline that `graphpp.verify` checks, for any number of ranks, so that one process can run it.
 
 Contract
 --------
-- A schedule for several ranks is checked as such, its messages included; then its computations stand on one rank in an
-  order that the ranks could have had.
-- Microbatches have one shape. Where one is given for all, the others have its rows in other orders, so that one taken for
-  another shows.
+- A schedule for several ranks is checked with all its rows and messages. Then its computations are put on one rank, in an
+  order in which the ranks could have run them.
+- Microbatches have one shape. Where the caller gives one microbatch, the others have its rows in other orders, so that a
+  microbatch taken for another one changes the numbers.
 """
 
 from __future__ import annotations
@@ -21,14 +21,17 @@ from graphpp.backends.compilers import compiler_of
 from graphpp.batch.cut_batch import leading_size
 from graphpp.batch.microbatch import FlatMicrobatch, Microbatch, flatten_microbatch
 from graphpp.capture.trace import LossFunction
-from graphpp.compiler.build import Built, Compiler
-from graphpp.compiler.compile_regions import CompiledPrograms
+from graphpp.compiler.build import checked_programs
+from graphpp.compiler.compile_graph import CompiledGraph, compile_graph
+from graphpp.compiler.compile_regions import RegionCache
+from graphpp.compiler.request import CompileRequest
 from graphpp.errors import BatchError, GraphPPError, ScheduleError
 from graphpp.options.options import Options
 from graphpp.parallel.place import RankPlace
 from graphpp.passes.graph.joint_graph import JointGraph
 from graphpp.passes.graph.stage_graphs import StagedGraphs
 from graphpp.passes.lower import PassResult
+from graphpp.planner.tables import CheckedTable, Tables
 from graphpp.runtime.model_state import state_restored
 from graphpp.runtime.program import PipelineProgram
 from graphpp.schedules.generate.read import default_stages
@@ -40,24 +43,25 @@ from graphpp.verification.runs import repeatable
 
 @dataclass(frozen=True)
 class SimulatedPlace(RankPlace):
-    """One process that stands for several ranks."""
+    """One process that takes the place of `count` ranks."""
 
     count: int = 1
 
     @property
     def ranks(self) -> int:
-        """Ranks that the schedule is for."""
+        """The number of ranks that the schedule is for."""
         return self.count
 
 
 @dataclass(frozen=True)
-class Compiled:
-    """What a pipeline would run, and beside it the uncut graph, the graphs of the cut, and the schedule on one rank.
+class Subject:
+    """A pipeline under verification, and the graphs that it is compared with.
 
-    `backend`: the programs are compiled, and so round otherwise.
+    `programs`: the stage programs of each microbatch. `uncut`: the joint graph before the cut. `staged`: the graph of each
+    stage and phase. `row`: the schedule on one rank. `backend`: whether a backend compiled the programs, which round otherwise.
     """
 
-    built: Built
+    graph: CompiledGraph
     programs: Sequence[PipelineProgram]
     uncut: JointGraph
     staged: StagedGraphs
@@ -65,10 +69,10 @@ class Compiled:
     backend: bool = False
 
 
-def compiled_for(
+def subject_of(
     model: nn.Module, loss: LossFunction | None, options: Options, place: RankPlace, parts: Sequence[FlatMicrobatch]
-) -> Compiled:
-    """All that is compared for these microbatches; changes nothing of the model. Raises what `graphpp.compile` raises."""
+) -> Subject:
+    """Compile the pipeline for these microbatches. The model stays as it is. Raises the errors of `graphpp.compile`."""
     seen: dict[str, Any] = {}
 
     def watch(passed: PassResult) -> None:
@@ -78,21 +82,27 @@ def compiled_for(
         elif isinstance(passed.result, StagedGraphs):
             seen["staged"] = passed.result
 
-    compiler = Compiler(model, loss, options, place, watch)
+    request = CompileRequest(model, loss, options, place, watch)
+    tables, count = Tables(options.schedule, place.ranks), len(parts)
+
+    def table_for(stages: int) -> CheckedTable:
+        return tables.checked(stages, count, True)
+
     with state_restored(model, place.device):
-        built = compiler.build(parts[0], len(parts), training=True)
-        table = compiler.schedule([built] * len(parts), training=True)
-        programs = [compiler.program(built, table, index) for index in range(len(parts))]
-        region_compiler = compiler_of(options.backend)
-        if region_compiler is not None:
-            local = range(len(built.program.stages))
-            programs = CompiledPrograms(region_compiler, 0).compile([(built, each) for each in programs], local)
-    backend = region_compiler is not None
-    return Compiled(built, programs, seen["uncut"], seen["staged"], in_one_row(table), backend)
+        graph = compile_graph(request, parts[0], True, table_for, None)
+        stages = len(graph.program.stages)
+        programs, _ = checked_programs(request, [graph] * count, table_for(stages), options.memory.caps(place.ranks))
+        compiler = compiler_of(options.backend)
+        if compiler is not None:
+            regions = RegionCache(compiler, 0)
+            programs, calls = regions.outlined([graph] * count, programs, range(stages))
+            regions.compile(calls)
+    row = in_one_row(table_for(stages).running)
+    return Subject(graph, programs, seen["uncut"], seen["staged"], row, compiler is not None)
 
 
 def in_one_row(schedule: Schedule) -> Schedule:
-    """The computations of all ranks on one rank: an order that the ranks could have had, without messages."""
+    """The computations of all ranks on one rank, without messages, in an order in which the ranks could run them."""
     rows = [[action for action in row if action and action.is_compute] for row in schedule.table]
     row, done = list[Action](), set[Action]()
     for _, action in in_order(rows, lambda _, action: has_inputs(action, done, schedule.stages)):
@@ -102,6 +112,7 @@ def in_one_row(schedule: Schedule) -> Schedule:
 
 
 def device_of(model: object) -> torch.device:
+    """The device of the model's first parameter, else the CPU. Raises `GraphPPError` for anything but a module."""
     if not isinstance(model, nn.Module):
         raise GraphPPError(f"model must be an nn.Module, got {type(model).__name__}")
     first = next(model.parameters(), None)
@@ -109,7 +120,7 @@ def device_of(model: object) -> torch.device:
 
 
 def ranks_of(given: int | None, options: Options) -> int:
-    """How many ranks the schedule is for."""
+    """The number of ranks: `given`, else the rows of the table, else as many as the split asks for, else 2."""
     if given is not None:
         if given < 1:
             raise ScheduleError(f"ranks must be a positive number, got {given!r}")
@@ -123,7 +134,7 @@ def ranks_of(given: int | None, options: Options) -> int:
 
 
 def _stages(split: Any) -> int | None:
-    """How many stages a split asks for, where it says so by itself."""
+    """The number of stages that a split asks for; None where only the captured graph can tell."""
     if isinstance(split, Sequence):
         return len(split) + all(isinstance(name, str) for name in split)
     number = split if split is None or isinstance(split, int) else getattr(split, "num_stages", None)
@@ -131,6 +142,7 @@ def _stages(split: Any) -> int | None:
 
 
 def check_one_shape(parts: Sequence[FlatMicrobatch]) -> None:
+    """Raise `BatchError` unless all microbatches have one shape and structure."""
     other = next((index for index, part in enumerate(parts) if part.signature != parts[0].signature), None)
     if other is not None:
         raise BatchError(
@@ -139,7 +151,7 @@ def check_one_shape(parts: Sequence[FlatMicrobatch]) -> None:
 
 
 def rotated(example: Microbatch, count: int) -> list[FlatMicrobatch]:
-    """Microbatches of the same rows in other orders, so that one taken for another shows."""
+    """`count` microbatches with the rows of `example`, each in another order."""
     leaves = FlatMicrobatch.of(example)
     rows = leading_size(leaves)
 
@@ -152,5 +164,6 @@ def rotated(example: Microbatch, count: int) -> list[FlatMicrobatch]:
 
 
 def moved_to(device: torch.device, part: FlatMicrobatch) -> FlatMicrobatch:
+    """The microbatch with its tensors on `device`."""
     values = [leaf.to(device) if isinstance(leaf, torch.Tensor) else leaf for leaf in part.values]
     return FlatMicrobatch(part.spec, part.paths, tuple(values))

@@ -1,11 +1,12 @@
-"""How far two runs of a step may lie apart, and how far they do.
+"""The tolerance of each result of a step, and the comparison of two runs within these tolerances.
 
 Contract
 --------
-- A difference is relative: the norm of the gap by the norm of the reference, for a gradient by a thousandth of what a gradient
-  of average elements would have at least (that of a bias before a norm is rounding alone).
-- `rounding` measures what rounding does to this step: each result's tolerance is a few times what moves it when one unit in
-  the last place is added to or taken from every value of the uncut graph, by chance.
+- A difference is relative: the norm of the difference divided by the norm of the reference. For a gradient the divisor is at
+  least a thousandth of the norm of a gradient with average elements, because the gradient of a bias before a norm consists
+  of rounding alone.
+- `rounding` measures the effect of rounding on this step: one unit in the last place is added to or taken from every value of
+  the uncut graph at random. The tolerance of a result is ten times the distance by which it then moves.
 """
 
 from __future__ import annotations
@@ -22,14 +23,14 @@ from graphpp.runtime.model_state import state_restored
 from graphpp.verification.report import Comparison, Difference, difference, widened
 from graphpp.verification.runs import Numbers, Step, run_uncut
 
-_JITTERS = 2  # runs with jitter, of which the largest difference counts
-_OF_JITTER = 10  # as many times that difference is still rounding; Inductor's is 0.3 to 2 times it in the zoo
-_MOST = 0.5  # a result that is off by half is wrong, whatever rounding does
+_JITTERS = 2  # runs with jitter; the largest difference counts
+_OF_JITTER = 10  # a difference up to ten times that counts as rounding; Inductor's is 0.3 to 2 times it in the zoo
+_MOST = 0.5  # the largest tolerance: a result that is off by half is wrong, however much rounding moves it
 
 
 @dataclass(frozen=True)
 class Tolerances:
-    """By how much, relative, losses, gradients and buffers may differ: by their names in a `Comparison`, and all others.
+    """The relative differences that count as rounding: `named` by the names of a `Comparison`, `others` for all other results.
 
     `note` says why results that are close are not equal.
     """
@@ -39,11 +40,12 @@ class Tolerances:
     note: str = ""
 
     def of(self, name: str) -> float:
+        """The tolerance of one result."""
         return self.named.get(name, self.others)
 
 
 def compared(title: str, ours: Numbers, theirs: Numbers, tolerances: Tolerances) -> Comparison:
-    """Ours against the reference; each value within its tolerance."""
+    """Compare `ours` with the reference `theirs`, each value within its tolerance."""
     per_element = _average(theirs.grads.values()) / 1000
     losses = tuple(
         difference(a, b, tolerances.of(f"loss of microbatch {index}"))
@@ -64,13 +66,13 @@ def compared(title: str, ours: Numbers, theirs: Numbers, tolerances: Tolerances)
 
 
 def _average(gradients: Any) -> float:
-    """The root mean square of all elements."""
+    """The root mean square of all elements of all gradients."""
     squares = [(widened(gradient).norm().item() ** 2, gradient.numel()) for gradient in gradients]
     return float((sum(size for size, _ in squares) / max(1, sum(count for _, count in squares))) ** 0.5)
 
 
 def rounding(step: Step, joint: JointGraph, uncut: Numbers, tolerance: float, note: str) -> Tolerances:
-    """Tolerances for results that are summed in other orders: at least `tolerance`, else what rounding does to them."""
+    """Tolerances for results that are summed in other orders: the measured effect of rounding, at least `tolerance`."""
     noise = _noise(step, joint, uncut)
     named = {name: max(tolerance, min(_OF_JITTER * moved, _MOST)) for name, moved in noise.items()}
     most = max(noise, key=lambda name: noise[name])
@@ -78,7 +80,7 @@ def rounding(step: Step, joint: JointGraph, uncut: Numbers, tolerance: float, no
 
 
 def _noise(step: Step, joint: JointGraph, uncut: Numbers) -> dict[str, float]:
-    """How far each result of a step moves if every value on the way is rounded otherwise, relative; by name."""
+    """By name of the result: the relative distance by which it moves if every value on the way is rounded otherwise."""
     noise: dict[str, float] = {}
     for seed in range(_JITTERS):
         with state_restored(step.model, step.device):

@@ -1,16 +1,15 @@
-"""`graphpp.verify`: one step three ways in one process, before a cluster is rented.
+"""Verifies a pipeline in one process, before a cluster is rented: runs one step in three ways and compares the results.
 
 Contract
 --------
-- Compared are: the stage programs, run by the pipeline's own runner, against the uncut joint graph (equal bits on the CPU;
-  within the tolerance a tied parameter's sum, with fused accumulation every gradient, under a backend everything), and the
-  joint graph against plain eager (within the tolerance).
-- What a backend compiles sums in other orders, and how far that may move a gradient depends on the model: 2e-7 of a
-  transformer's, 1e-4 of a network's whose batch norm sees two rows. So each value's tolerance is measured: a few times what
-  one unit in the last place, up or down in every value of the uncut graph, moves it.
-- A schedule for several ranks is checked as such, its messages included, and its actions then run on one rank in an order
-  that the ranks could have had.
-- No process group is needed. Model (parameters, gradients, buffers, attributes) and random state are as before afterwards.
+- The stage programs, run by the pipeline's own runner, are compared with the uncut joint graph. On the CPU the bits must be
+  equal; the tolerance holds for a tied parameter's sum, with fused accumulation for every gradient, under a backend for every
+  result. The joint graph is compared with plain eager, within the tolerance.
+- A backend sums in other orders. The effect on a gradient depends on the model: 2e-7 in a transformer, 1e-4 in a network whose
+  batch norm sees two rows. So the tolerance of each result is measured (`verification/tolerances.py`).
+- A schedule for several ranks is checked with all its rows and messages. Then its actions run on one rank, in an order in
+  which the ranks could run them.
+- No process group is needed. The model (parameters, gradients, buffers, attributes) and the random state are restored.
 """
 
 from __future__ import annotations
@@ -26,21 +25,16 @@ from torch import nn
 from graphpp.batch.loss_weights import LossWeighting
 from graphpp.batch.microbatch import FlatMicrobatch
 from graphpp.capture.trace import LossFunction
-from graphpp.compiler.build import Built
+from graphpp.compiler.compile_graph import CompiledGraph
 from graphpp.options.gradients import Reduction
 from graphpp.options.options import Options
 from graphpp.parallel.place import RankPlace
 from graphpp.passes.graph.joint_graph import JointGraph
 from graphpp.runtime.model_state import ModelState, state_restored
-from graphpp.verification.first_difference import in_cut, in_eager, in_result, values_of
-from graphpp.verification.report import Comparison, Parting, Verification
+from graphpp.verification.first_difference import first_in_eager, first_in_results, first_in_stages, values_of
+from graphpp.verification.report import Comparison, FirstDifference, Verification
 from graphpp.verification.runs import Numbers, Step, run_cut, run_eager, run_uncut
-from graphpp.verification.subject import (
-    Compiled,
-    check_one_shape,
-    compiled_for,
-    moved_to,
-)
+from graphpp.verification.subject import Subject, check_one_shape, moved_to, subject_of
 from graphpp.verification.tolerances import Tolerances, compared, rounding
 
 _FLOAT32_TOLERANCE = 1e-6
@@ -61,22 +55,22 @@ def verified(
     ModelState(model).check_memory([name for name, _ in (*model.named_parameters(), *model.named_buffers())])
     parts = [moved_to(device, part) for part in parts]
     with state_restored(model, device):
-        compiled = compiled_for(model, loss, options, place, parts)
-        step = Step(model, loss, parts, _seeds(compiled.built, options.gradients.reduction, len(parts), device), device)
+        compiled = subject_of(model, loss, options, place, parts)
+        step = Step(model, loss, parts, _seeds(compiled.graph, options.gradients.reduction, len(parts), device), device)
         allowed = _tolerance(compiled.uncut) if tolerance is None else tolerance
         cut, eager = _three_ways(step, compiled, allowed, measured=tolerance is None)
-    return Verification(cut, eager, compiled.built.plan, allowed, time.perf_counter() - began)
+    return Verification(cut, eager, compiled.graph.plan, allowed, time.perf_counter() - began)
 
 
-def _seeds(built: Built, reduction: Reduction, count: int, device: torch.device) -> list[torch.Tensor]:
-    assert built.program.loss is not None
-    return LossWeighting(reduction).seeds(count, built.program.loss.dtype, device)
+def _seeds(graph: CompiledGraph, reduction: Reduction, count: int, device: torch.device) -> list[torch.Tensor]:
+    assert graph.program.loss is not None
+    return LossWeighting(reduction).seeds(count, graph.program.loss.dtype, device)
 
 
 # ------------------------------------------------------------------------------------------------------ compare
 
 
-def _three_ways(step: Step, compiled: Compiled, tolerance: float, measured: bool) -> tuple[Comparison, Comparison]:
+def _three_ways(step: Step, compiled: Subject, tolerance: float, measured: bool) -> tuple[Comparison, Comparison]:
     with state_restored(step.model, step.device):
         uncut = run_uncut(step, compiled.uncut)
     cut = _of_cut(step, compiled, uncut, _tolerances(step, compiled, uncut, tolerance, measured))
@@ -86,22 +80,25 @@ def _three_ways(step: Step, compiled: Compiled, tolerance: float, measured: bool
         return cut, Comparison(_EAGER, note=_OTHER_NUMBERS, compared=False)
     found = _against_eager(step, compiled, (uncut, eager.numbers), tolerance, measured)
     if found.verdict != "equal":
-        first = in_eager(step, compiled.uncut, values_of(step, compiled.uncut))
-        found = replace(found, first=_placed(first or in_result(found, compiled.uncut), step.loss))
+        first = first_in_eager(step, compiled.uncut, values_of(step, compiled.uncut))
+        found = replace(found, first=_placed(first or first_in_results(found, compiled.uncut), step.loss))
     return cut, found
 
 
 def _against_eager(
-    step: Step, compiled: Compiled, results: tuple[Numbers, Numbers], tolerance: float, measured: bool
+    step: Step, compiled: Subject, results: tuple[Numbers, Numbers], tolerance: float, measured: bool
 ) -> Comparison:
-    """What differs is compared again by what rounding does: a trace may run other code (an LSTM's), of which some gradients,
-    as that of a bias before a norm, keep rounding alone."""
+    """Compare the joint graph with eager; results that differ are compared once more within the measured effect of rounding.
+
+    A trace may run other operators than eager (an LSTM's), and some gradients, such as that of a bias before a norm, consist of
+    rounding alone.
+    """
     found = compared(_EAGER, *results, Tolerances(tolerance))
     if found.verdict != "differs" or not measured:
         return found
     wider = rounding(step, compiled.uncut, results[0], tolerance, "a trace runs other code than eager")
-    again = compared(_EAGER, *results, wider)
-    return found if again.verdict == "differs" else replace(again, note=wider.note)
+    second = compared(_EAGER, *results, wider)
+    return found if second.verdict == "differs" else replace(second, note=wider.note)
 
 
 _CUT = "stage programs against the uncut joint graph"
@@ -112,9 +109,9 @@ _OTHER_NUMBERS = (
 )
 
 
-def _tolerances(step: Step, compiled: Compiled, uncut: Numbers, tolerance: float, measured: bool) -> Tolerances:
-    """What the stage programs may differ by from the uncut graph."""
-    stages = compiled.built.program.stages
+def _tolerances(step: Step, compiled: Subject, uncut: Numbers, tolerance: float, measured: bool) -> Tolerances:
+    """The tolerances of the stage programs against the uncut graph."""
+    stages = compiled.graph.program.stages
     fused = any(item.fused for stage in stages for item in stage.programs.values())
     made = [fqn for stage in stages for fqn in stage.gradients]
     tied = sorted({fqn for fqn in made if made.count(fqn) > 1})
@@ -128,24 +125,24 @@ def _tolerances(step: Step, compiled: Compiled, uncut: Numbers, tolerance: float
     return Tolerances(0.0, {f"gradient of {fqn}": tolerance for fqn in (uncut.grads if fused else tied)}, note)
 
 
-def _of_cut(step: Step, compiled: Compiled, uncut: Numbers, tolerances: Tolerances) -> Comparison:
+def _of_cut(step: Step, compiled: Subject, uncut: Numbers, tolerances: Tolerances) -> Comparison:
     with state_restored(step.model, step.device):
         ours = run_cut(step, compiled.programs, compiled.row)
     found = compared(_CUT, ours, uncut, tolerances)
     found = replace(found, note=tolerances.note if found.verdict != "equal" else "")
     if found.verdict == "differs":
         first = _first_in_cut(step, compiled) if not compiled.backend else None  # a compiled program's values differ anyway
-        first = first or in_result(found, compiled.uncut, compiled.built.program)
+        first = first or first_in_results(found, compiled.uncut, compiled.graph.program)
         found = replace(found, first=_placed(first, step.loss))
     return found
 
 
-def _first_in_cut(step: Step, compiled: Compiled) -> Parting | None:
-    return in_cut(step, values_of(step, compiled.uncut), compiled.staged, compiled.programs, compiled.row)
+def _first_in_cut(step: Step, compiled: Subject) -> FirstDifference | None:
+    return first_in_stages(step, values_of(step, compiled.uncut), compiled.staged, compiled.programs, compiled.row)
 
 
-def _placed(first: Parting | None, loss: Any) -> Parting | None:
-    """A parting in the loss, of which torch.export keeps no lines, has the line where the loss function begins."""
+def _placed(first: FirstDifference | None, loss: Any) -> FirstDifference | None:
+    """The difference with a source line: for the loss, of which torch.export keeps no lines, the first line of its function."""
     code = getattr(loss, "__code__", None)
     if first is None or first.fqn or first.source or code is None:
         return first

@@ -8,7 +8,6 @@ import logging
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
-from unittest.mock import patch
 
 import pytest
 import torch
@@ -16,10 +15,10 @@ from torch import nn
 
 import graphpp
 from graphpp.backends.cuda_graphs import RECORDINGS, WARM_UPS, ReplayedProgram, with_cuda_graph
-from graphpp.compiler import assemble as assembly
 from graphpp.passes.graph.cuda_graph_obstacles import cuda_graph_obstacle
 from graphpp.runtime.gradients.gradient_sink import ReturningSink
 from graphpp.runtime.program import Constant, Gradient, Input, Loss, Parameter, Phase, Program, RandomKey, Saved, Sent
+from tests import internals
 from tests.movers import CopyingMover, moving_by
 from tests.runtime.test_offloader import ALL
 from tests.training import capturing_once, differences, eager, train
@@ -70,7 +69,7 @@ def one_capture() -> Iterator[None]:
 @pytest.fixture
 def pool() -> Iterator[Pool]:
     made = Pool()
-    with patch.object(assembly, "recorder_for", lambda device: made):
+    with internals.recording_by(made):
         yield made
 
 
@@ -277,7 +276,7 @@ def test_tensors_elsewhere_and_other_classes() -> None:
 def test_the_bits_of_the_same_without_graphs(pool: Pool, name: str, options: dict[str, Any]) -> None:
     found = train(0, name, {**options, "backend": graphpp.Eager(cudagraphs=True)})
     replays = pool.replays
-    with patch.object(assembly, "recorder_for", lambda device: None):
+    with internals.recording_by(None):
         assert differences(found, train(0, name, options)) == []
     assert pool.replays == replays > 0
 

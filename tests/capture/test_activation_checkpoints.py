@@ -175,9 +175,7 @@ def run(model: nn.Module, **options: Any) -> Run:
     pipe, (x, target) = compiled(model, **options), data()
     with training.Counting() as counting:
         pipe.step(x, target=target)
-    built = pipe._library.first
-    assert built is not None
-    return Run(training.local_grads(pipe), counting.calls, sum(stage.saved_bytes for stage in built.plan.stages))
+    return Run(training.local_grads(pipe), counting.calls, sum(stage.saved_bytes for stage in pipe.plan.stages))
 
 
 def of_eager(model: nn.Module) -> dict[str, Tensor | None]:

@@ -15,8 +15,8 @@ from torch.nn import functional as F
 
 import graphpp
 from graphpp.errors import MismatchError, ScheduleError
-from graphpp.runtime.program import WovenProgram
 from tests.distributed import run_ranks
+from tests.internals import woven_programs
 from tests.moe import MoE, batch
 
 THREE = ["layers.1", "layers.3"]  # stages 0, 1, 2
@@ -79,11 +79,6 @@ class Seen(NamedTuple):
     woven: dict[str, str]
 
 
-def woven_of(pipe: graphpp.Pipeline) -> list[WovenProgram]:
-    assert pipe._last is not None
-    return list(pipe._last.runner.overlaps.woven)
-
-
 def steps(rank: int, names: Sequence[str], options: dict[str, Any]) -> dict[str, Seen]:
     """A step under each table, and under one without overlaps, compared with the plain loop."""
     losses, expected = eager(rank)
@@ -98,7 +93,7 @@ def steps(rank: int, names: Sequence[str], options: dict[str, Any]) -> dict[str,
             made = grads(model)
             faults += [f"{schedule}: {fqn}" for fqn in expected if not torch.equal(made[fqn], expected[fqn])]
             if schedule == table:
-                texts = {text.source.partition('"""')[2].partition('"""')[0]: text.source for text in woven_of(pipe)}
+                texts = {text.source.partition('"""')[2].partition('"""')[0]: text.source for text in woven_programs(pipe)}
         found[name] = Seen(faults, texts)
     return found
 
@@ -162,7 +157,7 @@ def fused(rank: int) -> list[str]:
     x, y = batch(rank)
     pipe.step(x, target=y)
     made = grads(model)
-    making = [each.source for each in woven_of(pipe) if {part.phase.value for part in each.parts} & {"B", "W"}]
+    making = [each.source for each in woven_programs(pipe) if {part.phase.value for part in each.parts} & {"B", "W"}]
     assert making
     missing = [source.partition("\n")[0] for source in making if "take.matmul(" not in source]
     return missing + [fqn for fqn in expected if not torch.allclose(made[fqn], expected[fqn], rtol=1e-4, atol=1e-6)]
@@ -212,7 +207,7 @@ def pipelines_of_two(rank: int) -> tuple[bool, list[str], list[str]]:
     known = dict(expected.named_parameters())
     faults = [fqn for fqn, p in pipe.named_parameters() if p.grad is None or not torch.equal(p.grad, known[fqn].grad)]
     assert len(list(pipe.named_parameters())) in (20, 22)
-    groups = [text.source.partition("_group_0 = ")[2].partition("\n")[0] for text in woven_of(pipe)]
+    groups = [text.source.partition("_group_0 = ")[2].partition("\n")[0] for text in woven_programs(pipe)]
     return torch.equal(found, torch.stack(losses)), faults, groups
 
 
@@ -279,7 +274,7 @@ def test_parts_without_collectives_run_one_after_the_other(text: str) -> None:
         losses.append(loss.detach())
     pipe = graphpp.compile(model, mean_square, split=["1"], schedule=graphpp.Schedule.parse(f"r0 {row(text)}"))
     assert torch.equal(pipe.step(x, target=y).losses, torch.stack(losses))
-    assert woven_of(pipe) == []
+    assert woven_programs(pipe) == []
     for mine, theirs in zip(model.parameters(), expected.parameters(), strict=True):
         assert torch.equal(mine.grad, theirs.grad)  # type: ignore[arg-type]
     assert torch.equal(model[0].seen, expected[0].seen)

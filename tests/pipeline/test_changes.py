@@ -18,7 +18,7 @@ from torch.nn import functional as F
 
 import graphpp
 from graphpp.capture import fingerprint
-from graphpp.compiler import build as compiler
+from tests import internals
 
 X, Y = torch.randn(8, 8), torch.randn(8, 8)
 
@@ -90,14 +90,18 @@ class HooksAtFirstCall(nn.Linear):
         return super().forward(x)
 
 
-def test_a_hook_that_the_forward_registers_does_not_outlive_the_capture(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_hook_that_the_forward_registers_does_not_outlive_the_capture() -> None:
     captures = []
-    capture = compiler.capture
-    monkeypatch.setattr(compiler, "capture", lambda *args, **options: captures.append(1) or capture(*args, **options))
+
+    def counted(*args: Any, **options: Any) -> Any:
+        captures.append(1)
+        return internals.capture(*args, **options)
+
     model = nn.Sequential(HooksAtFirstCall(8, 8), nn.Linear(8, 8))
     pipe = graphpp.compile(model, F.mse_loss, microbatches=4)
-    for _ in range(3):
-        pipe.step(X, target=Y)
+    with internals.capturing_by(counted):
+        for _ in range(3):
+            pipe.step(X, target=Y)
     assert len(captures) == 1
     assert not model[0]._forward_hooks and not model[0].installed
 

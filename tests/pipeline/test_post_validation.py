@@ -18,6 +18,7 @@ from torch.optim import SGD, Adam, AdamW, Optimizer
 
 import graphpp
 from graphpp.pipeline import grad_norm as norms
+from tests import internals
 from tests.batch.test_loss_weights import scaler_of
 from tests.distributed import run_ranks
 from tests.pipeline.test_optimizer_rollback import bits
@@ -98,7 +99,7 @@ def spoil(pipe: graphpp.Pipeline, index: int) -> None:
 
 
 def holds_last(pipe: graphpp.Pipeline) -> bool:
-    return list(dict(pipe.named_parameters()))[-1] == list(pipe._state.parameters)[-1]
+    return list(dict(pipe.named_parameters()))[-1] == internals.all_parameters(pipe)[-1]
 
 
 def run(pipe: graphpp.Pipeline, name: str, make: Any, way: Way, steps: int = STEPS) -> Steps:

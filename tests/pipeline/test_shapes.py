@@ -18,7 +18,7 @@ from torch.nn import functional as F
 import graphpp
 from graphpp import BatchError, Microbatch
 from graphpp.batch.cut_batch import microbatch_sizes
-from graphpp.compiler import build as compiler
+from tests import internals
 from tests.distributed import run_ranks
 
 VOCABULARY, WIDTH = 11, 8
@@ -142,14 +142,18 @@ def test_two_ranks_run_microbatches_of_different_shapes(what: str, schedule: str
         assert_like_eager(model, reference, list(local))
 
 
-def test_each_shape_is_captured_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_shape_is_captured_once() -> None:
     captured: list[Any] = []
-    original = compiler.capture
-    monkeypatch.setattr(compiler, "capture", lambda *a, **k: (captured.append(a[2]), original(*a, **k))[1])
+
+    def noted(*args: Any, **options: Any) -> Any:
+        captured.append(args[2])
+        return internals.capture(*args, **options)
+
     model = Tagger()
     pipe = graphpp.compile(model, loss, split=["layer"], microbatches=2)
-    for rows, length in [(4, 5), (4, 3), (4, 5), (3, 3), (4, 3), (3, 3)]:
-        pipe.step(tokens(rows, length), target=tokens(rows, length, seed=1))
+    with internals.capturing_by(noted):
+        for rows, length in [(4, 5), (4, 3), (4, 5), (3, 3), (4, 3), (3, 3)]:
+            pipe.step(tokens(rows, length), target=tokens(rows, length, seed=1))
     assert [tuple(example.args[0].shape) for example in captured] == [(2, 5), (2, 3), (1, 3)]
 
 
@@ -215,7 +219,7 @@ def test_no_more_graphs_are_kept_than_asked_for(caplog: pytest.LogCaptureFixture
         pipe.step(tokens(2, 5), target=tokens(2, 5, seed=1))
     assert len(caplog.records) == 1
     assert "args[0]: [2, 5]" in caplog.text and "after args[0]: [2, 4]" in caplog.text
-    assert len(pipe._library._built) == len(pipe._library._ready) == 2
+    assert internals.kept(pipe) == (2, 2)
     pipe.step(tokens(2, 3), target=tokens(2, 3, seed=1))
     _, reference = eager([microbatch(2, length) for length in (3,)])
     for parts in (microbatch(2, 4), microbatch(2, 5), microbatch(2, 3)):

@@ -10,13 +10,13 @@ import torch
 from torch import nn
 
 import graphpp
-from graphpp.compiler import build as compiler
 from graphpp.errors import GraphPPError, ScheduleError
 from graphpp.options.offload import Offload, read_offload
 from graphpp.runtime.program import TensorMeta
 from graphpp.runtime.task import Task
 from graphpp.schedules.table.actions import Kind
 from graphpp.schedules.table.offload_window import OffloadWindow
+from tests import internals
 from tests.distributed import run_ranks
 from tests.movers import CopyingMover, moving_by
 from tests.training import CASES, Numbers, capturing_once, differences, eager, train, whole
@@ -101,9 +101,7 @@ def planned(choice: Any, schedule: Any, microbatches: int = 4, split: int = 1, d
 
 
 def windows(pipe: graphpp.Pipeline) -> tuple[OffloadWindow, ...]:
-    first = pipe._library.first
-    assert first is not None
-    return first.plan.offload_windows
+    return pipe.plan.offload_windows
 
 
 def test_values_with_a_long_enough_window_are_evicted() -> None:
@@ -124,9 +122,7 @@ def test_values_that_are_read_at_once_stay() -> None:
 
 def test_the_largest_first_up_to_the_fraction() -> None:
     pipe = planned(0.5, "GPipe")
-    first = pipe._library.first
-    assert first is not None
-    stage = first.program.stages[0]
+    stage = pipe.programs(0)
     sizes = {meta.name: meta.nbytes for meta in stage.saved}
     for window in windows(pipe):
         least = min(sizes[name] for name in window.values)
@@ -165,7 +161,7 @@ def test_the_plan_and_its_dump_show_offloaded_values(tmp_path: Path) -> None:
     assert found[0]["nbytes"] == windows(pipe)[0].nbytes
 
 
-def test_the_memory_cap_leaves_out_offloaded_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_memory_cap_leaves_out_offloaded_bytes() -> None:
     """So on a device with memory of its own; on the CPU an eviction frees no memory, and all bytes count."""
     batch = torch.zeros(4096, 64)
 
@@ -178,10 +174,10 @@ def test_the_memory_cap_leaves_out_offloaded_bytes(monkeypatch: pytest.MonkeyPat
     run(True, everything)
     with pytest.raises(ScheduleError):
         run(True, everything - 1)
-    monkeypatch.setattr(compiler, "eviction_frees_memory", lambda device: True)
-    run(True, everything // 2)
-    with pytest.raises(ScheduleError):
-        run(None, everything // 2)
+    with internals.freeing_memory():
+        run(True, everything // 2)
+        with pytest.raises(ScheduleError):
+            run(None, everything // 2)
 
 
 def test_a_step_that_fails_drops_evicted_values() -> None:
@@ -191,7 +187,7 @@ def test_a_step_that_fails_drops_evicted_values() -> None:
     with moving_by(mover):
         pipe = planned(True, "GPipe")
         reference = pipe.step(batch, target=batch).losses
-        runner = pipe._last.runner  # type: ignore[union-attr]
+        runner = internals.last_runner(pipe)
         arguments = Task.arguments
 
         def failing(task: Task) -> list[Any]:

@@ -10,15 +10,15 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
-from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 import graphpp
-from graphpp.compiler import build as compiler
+from tests import internals
 from tests.distributed import run_ranks
 from tests.models import Batch
 from tests.reference import eager_steps
@@ -81,14 +81,14 @@ def visit(rank: int, name: str, dropout: float) -> Visit:
 @contextmanager
 def one_capture() -> Iterator[None]:
     """A captured graph knows no cut, and takes longest to make: each pipeline lowers a copy of the first one's."""
-    kept, capture = [], compiler.capture
+    kept = []
 
     def once(*args: Any, **options: Any) -> Any:
         if not kept:
-            kept.append(capture(*args, **options))
+            kept.append(internals.capture(*args, **options))
         return deepcopy(kept[0])
 
-    with patch.object(compiler, "capture", once):
+    with internals.capturing_by(once):
         yield
 
 
@@ -126,11 +126,9 @@ def trained(
 
 def described(run: Run, pipe: graphpp.Pipeline) -> Run:
     """The run with what the compiled program tells of its boundaries."""
-    built = pipe._library.first
-    assert built is not None
-    crossing = tuple(tuple(sum(value.nbytes for value in way) for way in (edge.forward, edge.backward))
-                     for edge in built.program.boundaries)  # fmt: skip
-    made = [fqn for stage in built.program.stages for fqn in stage.gradients]
+    plans = pipe.plan.stages
+    crossing = tuple((below.sent_forward_bytes, above.sent_backward_bytes) for below, above in pairwise(plans))
+    made = [fqn for plan in plans for fqn in pipe.programs(plan.stage).gradients]
     shared = frozenset(fqn for fqn in made if made.count(fqn) > 1)
     return Run(run.name, run.schedule, run.stages, run.losses, run.grads, run.buffers, crossing, shared)  # type: ignore[arg-type]
 

@@ -103,6 +103,11 @@ class Schedule:
         """True if the table has any send or receive."""
         return any(action.is_communication for _, _, action in self.cells())
 
+    @cached_property
+    def kinds(self) -> frozenset[Kind]:
+        """The kinds of the computations in the table (F, B, I, W), parts of overlaps included."""
+        return frozenset(leaf.kind for _, _, action in self.cells() if action.is_compute for leaf in action.leaves)
+
     def forward_only(self) -> Schedule:
         """The table of evaluation: the forwards and their messages, everything else left out.
 

@@ -17,6 +17,7 @@ from graphpp.passes.stage.cut_stages import cut_stages
 from graphpp.passes.stage.hoist_per_step import find_step_invariants, hoist_per_step
 from graphpp.passes.stage.split_weight_grad import split_weight_grad
 from graphpp.runtime import program as p
+from tests import internals
 from tests.fuzz.harness import shuffled
 from tests.models import MODELS, cuts
 from tests.passes.graphs import assigned, captured, starts
@@ -155,11 +156,10 @@ def test_casts_of_weights_run_once_per_step_and_are_dropped() -> None:
             with Counting() as counting:
                 pipe.step(*case.batch.args, target=case.batch.target)
             counts.append(counting.calls["aten._to_copy"])
-            stages = pipe._library.first.program.stages  # type: ignore[union-attr]
+            stages = [pipe.programs(stage) for stage in (0, 1)]
             weights = {tuple(value.shape) for value in case.model.parameters() if value.dim() == 2}
             assert not [m for stage in stages for m in stage.saved if m.dtype == torch.bfloat16 and m.shape in weights]
-            (ready,) = pipe._library._ready.values()
-            assert not any(wiring.bound for stage in ready.runner.stages.values() for wiring in stage._wirings())
+            assert not any(wiring.bound for stage in internals.last_runner(pipe).stages.values() for wiring in stage._wirings())
     linears = 6
     per_microbatch = (counts[1] - counts[0]) / 2
     assert counts[0] - 2 * per_microbatch == 2 * linears  # a weight and a bias each, whatever the number of microbatches
@@ -170,8 +170,7 @@ def made_once(recompute: Any) -> set[str]:
     torch.manual_seed(0)
     pipe = graphpp.compile(Net(), loss, microbatches=2, memory=recompute)
     pipe.step(torch.randn(6, D), target=torch.zeros(6))
-    [built] = pipe._library._built.values()
-    prepared = [finished.stages[0].hoisted for finished in built.finished.values()]
+    prepared = [program.stages[0].hoisted for program in internals.first_graph(pipe).variants.values()]
     return {str(role) for item in prepared if item is not None for role in item.outputs}
 
 

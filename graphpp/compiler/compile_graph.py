@@ -1,0 +1,223 @@
+"""From one example microbatch to a compiled graph: capture, cut into stages, lower, plan.
+
+Contract
+--------
+- `compile_graph` is a function of the model, the options, the example and the table alone. Every rank compiles all stages
+  and gets the same programs; `CompiledGraph.facts` says so in plain text, which the ranks compare.
+- A later graph of the same model is cut before the same module calls as the first one.
+- The model's forward runs on tensors without data. The model is not changed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property, partial
+
+import torch
+
+from graphpp.batch.microbatch import FlatMicrobatch
+from graphpp.capture import activation_checkpoints as checkpoints
+from graphpp.capture.outputs import check_output_leaves
+from graphpp.capture.trace import CapturedGraph, capture
+from graphpp.compiler import facts
+from graphpp.compiler.dump import Dump
+from graphpp.compiler.request import CompileRequest
+from graphpp.options.recompute import Recompute
+from graphpp.options.split import ModuleCall
+from graphpp.parallel.agreement import Facts
+from graphpp.passes.graph.joint_graph import JointGraph
+from graphpp.passes.lower import Hook, LoweringOptions, PassResult, lower, lower_assigned
+from graphpp.passes.provenance import ProgramGraphs
+from graphpp.planner import offload_policy as offload
+from graphpp.planner import recompute_policy as policy
+from graphpp.planner.counts import stages_of
+from graphpp.planner.layers import module_calls
+from graphpp.planner.plan import Plan
+from graphpp.planner.resolve_split import resolve
+from graphpp.planner.tables import CheckedTable
+from graphpp.runtime.program import BufferUpdate, PipelineProgram, StageProgram
+from graphpp.runtime.runner import ranks_of_parameters
+from graphpp.schedules.table.offload_window import OffloadWindow
+
+TableFor = Callable[[int], CheckedTable]
+"""The checked table for a number of stages."""
+
+
+@dataclass(frozen=True)
+class ProgramVariant:
+    """What a table asks of a stage's programs. The same joint graph gives one set of programs for each variant.
+
+    `split_backward`: the backward also comes as input gradient (I) and weight gradient (W). `recomputed`: values that the
+    option `recompute` names are computed again in the backward, not saved.
+    """
+
+    split_backward: bool
+    recomputed: bool
+
+
+@dataclass(frozen=True, eq=False)
+class CompiledGraph:
+    """One captured graph, cut into stages and planned.
+
+    `program`: the stage programs of the variant that the first table asked for. `boundaries`: for each stage but the first
+    the module calls from its start on, in order; a later graph is cut at the same calls. `variants`: the stage programs
+    lowered so far. `sources`: the graph of each program.
+    """
+
+    captured: CapturedGraph
+    program: PipelineProgram
+    plan: Plan
+    boundaries: Sequence[Sequence[str]] = ()
+    variants: dict[ProgramVariant, PipelineProgram] = field(default_factory=dict)
+    sources: ProgramGraphs = field(default_factory=ProgramGraphs)
+    dump: Dump | None = None
+
+    @cached_property
+    def facts(self) -> Facts:
+        """The code of the model, the split and the programs, which all ranks must have alike."""
+        return facts.of_graph(self.captured.joint, self.program)
+
+    def local_stages(self, rank: int) -> list[StageProgram]:
+        """The stages that stand on `rank`."""
+        return [stage for stage in self.program.stages if self.plan.rank_of_stage[stage.index] == rank]
+
+    def parameters(self, rank: int) -> set[str]:
+        """FQNs of the parameters that `rank` holds."""
+        return {fqn for stage in self.local_stages(rank) for fqn in stage.parameters}
+
+    def buffers(self, rank: int) -> set[str]:
+        """FQNs of the buffers that `rank` holds."""
+        return {fqn for stage in self.local_stages(rank) for fqn in stage.buffers}
+
+    @cached_property
+    def ranks_of_parameter(self) -> dict[str, list[int]]:
+        """For each parameter the ranks that hold it, ascending; the first one counts it in norms."""
+        return ranks_of_parameters(self.program, self.plan.rank_of_stage)
+
+    def written_buffers(self) -> Iterator[tuple[StageProgram, str]]:
+        """(stage, FQN) of each buffer that a forward writes."""
+        for stage in self.program.stages:
+            for role in (role for item in stage.programs.values() for role in item.outputs):
+                if isinstance(role, BufferUpdate):
+                    yield stage, role.fqn
+
+
+def compile_graph(
+    request: CompileRequest, example: FlatMicrobatch, training: bool, table_for: TableFor, first: CompiledGraph | None
+) -> CompiledGraph:
+    """Capture the model on an example microbatch and compile its stages for a table.
+
+    `first` is the pipeline's first graph, whose split counts; None: this one is the first. Raises `CaptureError`,
+    `SplitError`, `ScheduleError`.
+    """
+    options = request.options
+    dump = Dump(options.debug.dump, request.place.rank, "train" if training else "eval")
+    captured = dump.capture(partial(_capture, request, example, training))
+    request.watch(PassResult("capture", 0.0, captured.joint))
+    calls = module_calls(captured.joint)
+    starts = _resolved_starts(request, calls) if first is None else _same_starts(first.boundaries, calls)
+    table = table_for(len(starts))
+    recomputed = table.recomputed_stages(options.memory.recompute is not None)
+    variant, sources = ProgramVariant(table.splits_backward, any(recomputed)), ProgramGraphs()
+    hook = _in_turn(dump.hook(table.plain), sources.hook(), request.watch)
+    program = lower(captured.joint, starts, hook, _choices(request, captured.joint, variant))
+    boundaries = [[call.fqn for call in calls if call.position >= start] for start in starts[1:]]
+    plan = Plan.of(captured.joint, program, table.plain)
+    graph = CompiledGraph(captured, program, plan, boundaries, {variant: program}, sources, dump)
+    if training and options.memory.offload is not None:
+        programs = programs_of(request, [graph] * len(recomputed), table)
+        graph = replace(graph, plan=replace(plan, offload_windows=offload_windows(request, [graph], programs, table)))
+    dump.plan(graph.plan, table)
+    return graph
+
+
+def programs_of(request: CompileRequest, graphs: Sequence[CompiledGraph], table: CheckedTable) -> list[PipelineProgram]:
+    """The stage programs of each microbatch; `graphs` are those of each microbatch.
+
+    Microbatches with one graph and the same recomputed stages share one object.
+    """
+    known: dict[tuple[int, frozenset[int]], PipelineProgram] = {}
+    programs = []
+    for graph, stages in zip(graphs, table.recomputed_stages(request.options.memory.recompute is not None), strict=True):
+        key = (id(graph), stages)
+        if key not in known:
+            known[key] = _program(request, graph, table.splits_backward, stages)
+        programs.append(known[key])
+    return programs
+
+
+def offload_windows(
+    request: CompileRequest, graphs: Sequence[CompiledGraph], programs: Sequence[PipelineProgram], table: CheckedTable
+) -> tuple[OffloadWindow, ...]:
+    """The saved values of all ranks that are in the host's memory for a while; `programs` are those of each microbatch."""
+    choice = request.options.memory.offload
+    if choice is None or not table.training:
+        return ()
+    sources = ProgramGraphs.joined(graph.sources for graph in graphs)
+    return offload.offload_windows(choice, table.plain, programs, lambda item: sources.of(item).graph)
+
+
+def _program(request: CompileRequest, graph: CompiledGraph, split: bool, recomputed: frozenset[int]) -> PipelineProgram:
+    """The stage programs in which the stages of `recomputed` compute values again, and the others save them."""
+    each = [stage.index in recomputed for stage in graph.program.stages]
+    variants = {flag: _variant(request, graph, ProgramVariant(split, flag)) for flag in set(each)}
+    program = variants[each[0]]
+    if len(variants) == 1:
+        return program
+    assert all(other.boundaries == program.boundaries for other in variants.values()), "recomputation changed what travels"
+    return replace(program, stages=tuple(variants[flag].stages[stage] for stage, flag in enumerate(each)))
+
+
+def _variant(request: CompileRequest, graph: CompiledGraph, variant: ProgramVariant) -> PipelineProgram:
+    joint = graph.captured.joint
+    if not joint.training:  # forwards alone: there is no backward to split, and nothing to compute again
+        return graph.program
+    if variant not in graph.variants:
+        choices = _choices(request, joint, variant)
+        graph.variants[variant] = lower_assigned(joint, len(graph.program.stages), graph.sources.hook(), choices)
+    return graph.variants[variant]
+
+
+def _choices(request: CompileRequest, joint: JointGraph, variant: ProgramVariant) -> LoweringOptions:
+    options, place = request.options, request.place
+    recompute = options.memory.recompute or Recompute()
+    region = policy.region_of(recompute, module_calls(joint)) if variant.recomputed and joint.training else None
+    savings = policy.recompute_budget(recompute, region, place.device.type, options.parallel.op_costs)
+    whole = region if recompute.fraction is None else None  # a budget chooses single values, not whole layers
+    whole, chosen = checkpoints.add_checkpoint_regions(joint, whole, policy.may_recompute(recompute))
+    rerun = policy.may_repeat_in_weight_grad(recompute)
+    return LoweringOptions(variant.split_backward, rerun, whole, chosen, savings, options.fused, options.hoists)
+
+
+def _capture(request: CompileRequest, example: FlatMicrobatch, training: bool) -> CapturedGraph:
+    """The graph as it runs in a plain loop, also where the caller has switched autograd off."""
+    with torch.inference_mode(False), torch.enable_grad():
+        captured = capture(request.model, request.loss, example.microbatch(), request.place.device, training=training)
+    check_output_leaves(captured)
+    return captured
+
+
+def _resolved_starts(request: CompileRequest, calls: Sequence[ModuleCall]) -> tuple[int, ...]:
+    """The positions in the forward at which the stages start, as the option `split` says."""
+    options = request.options
+    stages = None if options.split is not None else stages_of(options, request.place.ranks)
+    return resolve(options.split, calls, stages, [name for name, _ in request.model.named_modules()])
+
+
+def _same_starts(boundaries: Sequence[Sequence[str]], calls: Sequence[ModuleCall]) -> tuple[int, ...]:
+    """The positions at which the first graph's boundaries are in this one.
+
+    A call may have no operation here (dropout in evaluation): the stage then starts before the next call that has.
+    """
+    positions = {call.fqn: call.position for call in calls}
+    end = max((call.end for call in calls), default=0)
+    return (0, *(next((positions[fqn] for fqn in names if fqn in positions), end) for names in boundaries))
+
+
+def _in_turn(*hooks: Hook) -> Hook:
+    def hook(passed: PassResult) -> None:
+        for each in hooks:
+            each(passed)
+
+    return hook

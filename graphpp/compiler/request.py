@@ -1,0 +1,30 @@
+"""The request that a pipeline is compiled from: the caller's model, loss and options, and the place of this rank."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import nn
+
+from graphpp.capture.trace import LossFunction
+from graphpp.options.options import Options
+from graphpp.parallel.place import RankPlace
+from graphpp.passes.lower import Hook, PassResult
+
+
+def ignore(passed: PassResult) -> None:
+    """The hook that does nothing."""
+
+
+@dataclass(frozen=True)
+class CompileRequest:
+    """A model, its loss (None: the model returns it), the options of `graphpp.compile`, and where this rank stands.
+
+    `watch` sees the captured graph (as pass "capture") and the result of each pass.
+    """
+
+    model: nn.Module
+    loss: LossFunction | None
+    options: Options
+    place: RankPlace
+    watch: Hook = ignore

@@ -1,0 +1,88 @@
+"""The private things of a pipeline that tests and benchmarks look at or replace: every access stands here.
+
+All else goes through the public face: `pipe.plan`, `pipe.programs(stage)`, `pipe.named_parameters()`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+from unittest.mock import patch
+
+import graphpp
+from graphpp.compiler import assemble, build, compile_graph
+from graphpp.compiler.assemble import Assembly
+from graphpp.compiler.build import Lowered
+from graphpp.compiler.compile_graph import CompiledGraph
+from graphpp.pipeline import graph_cache
+from graphpp.runtime.program import WovenProgram
+from graphpp.runtime.runner import GraphPPRunner
+
+
+def last_lowered(pipe: graphpp.Pipeline) -> Lowered:
+    """All that was decided about the last call."""
+    assert pipe._last is not None
+    return pipe._last.lowered
+
+
+def last_runner(pipe: graphpp.Pipeline) -> GraphPPRunner:
+    """The runner of the last call."""
+    assert pipe._last is not None
+    return pipe._last.runner
+
+
+def woven_programs(pipe: graphpp.Pipeline) -> list[WovenProgram]:
+    """The woven programs of this rank in the last call."""
+    return list(last_lowered(pipe).woven)
+
+
+def first_graph(pipe: graphpp.Pipeline) -> CompiledGraph:
+    """The first graph that the pipeline captured."""
+    assert pipe._cache.first is not None
+    return pipe._cache.first
+
+
+def kept(pipe: graphpp.Pipeline) -> tuple[int, int]:
+    """How many graphs and how many runners a pipeline keeps."""
+    return len(pipe._cache._graphs), len(pipe._cache._prepared)
+
+
+def all_parameters(pipe: graphpp.Pipeline) -> list[str]:
+    """FQNs of the whole model's parameters, those of other ranks included."""
+    return pipe._state.parameters
+
+
+def failing_in(phase: str | None) -> AbstractContextManager[Any]:
+    """Meanwhile preparing a new call raises `ValueError` while it is "lowered" or "compiled"; None: nothing fails."""
+
+    def fail(*args: Any, **options: Any) -> None:
+        raise ValueError(f"{phase} fails")
+
+    if phase is None:
+        return nullcontext()
+    return patch.object(graph_cache, "lowered", fail) if phase == "lowered" else patch.object(Assembly, "compile", fail)
+
+
+capture = compile_graph.capture
+"""The capture that pipelines run, unless it is replaced."""
+
+
+def capturing_by(replacement: Callable[..., Any]) -> AbstractContextManager[Any]:
+    """Pipelines compiled meanwhile capture by `replacement(model, loss, microbatch, device, training=)`."""
+    return patch.object(compile_graph, "capture", replacement)
+
+
+def offloading_by(mover: Any) -> AbstractContextManager[Any]:
+    """Runners made meanwhile move offloaded values by `mover`."""
+    return patch.object(assemble, "mover_for", lambda device: mover)
+
+
+def freeing_memory() -> AbstractContextManager[Any]:
+    """Meanwhile offloaded values count as away, as on a device whose memory is not the host's."""
+    return patch.object(build, "eviction_frees_memory", lambda device: True)
+
+
+def recording_by(recorder: Any) -> AbstractContextManager[Any]:
+    """Pipelines compiled meanwhile record CUDA graphs by `recorder`; None: the device has no such graphs."""
+    return patch.object(assemble, "recorder_for", lambda device: recorder)
