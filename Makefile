@@ -1,7 +1,9 @@
 # Every target does its own set-up: a virtual environment in this folder, PyTorch in it, graphpp and its tools.
 #
 #   make demo                     train a Llama on two processes and compare it with one
-#   make test                     all tests
+#   make quick                    a first minute: one process, every package
+#   make test                     every kind of case, on JOBS processes
+#   make test-all                 the exhaustive cases as well
 #   make lint | types             ruff | mypy
 #   make house                    print the packages, their imports, upward arrows and circles
 #   make models                   run the models of tests/zoo and write docs/models.md
@@ -9,7 +11,7 @@
 #   make compat TORCH=2.15.0      the tests in a second environment, with that version of PyTorch
 #   make clean                    remove the files that these targets made
 #
-# Variables: PYTHON (python3), VENV (.venv), TORCH (2.13.0), RANKS (2), DEMO_ARGS, PYTEST_ARGS.
+# Variables: PYTHON (python3), VENV (.venv), TORCH (2.13.0), RANKS (2), JOBS (2), DEMO_ARGS, PYTEST_ARGS.
 #
 # PyTorch: a torch that can already be imported is kept, in VENV or from the machine's own packages. Otherwise the set-up asks
 # pip for torch==$(TORCH) by its plain version. pip then takes a build for CPUs ("+cpu" sorts above the plain version) from an
@@ -20,12 +22,13 @@ SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 .ONESHELL:
 .DELETE_ON_ERROR:
-.PHONY: demo test house models options lint types compat clean help setup
+.PHONY: demo quick test test-all house models options lint types compat clean help setup
 
 PYTHON ?= python3
 TORCH ?= 2.13.0
 VENV ?= .venv
 RANKS ?= 2
+JOBS ?= 2
 DEMO_ARGS ?=
 PYTEST_ARGS ?=
 EXACT ?=
@@ -40,8 +43,14 @@ help:
 demo: $(READY)
 	@$(PY) -m torch.distributed.run --standalone --nproc-per-node $(RANKS) examples/train_llama.py $(DEMO_ARGS)
 
+quick: $(READY)
+	@$(PY) -m pytest -q -m quick $(PYTEST_ARGS)
+
 test: $(READY)
-	@$(PY) -m pytest -q $(PYTEST_ARGS)
+	@$(PY) -m pytest -q -n $(JOBS) --dist loadfile -m "not exhaustive" $(PYTEST_ARGS)
+
+test-all: $(READY)
+	@$(PY) -m pytest -q -n $(JOBS) --dist loadfile $(PYTEST_ARGS)
 
 house: $(READY)
 	@$(PY) -m tests.house

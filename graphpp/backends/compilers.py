@@ -1,7 +1,9 @@
 """The compiler that a `backend=` option means.
 
 Contract: `compiler_of` gives a `RegionCompiler`, or None where operations run eagerly. To add a backend: its option in
-`options/backend.py`, and its row in `compiler_of`.
+`options/backend.py`, and its row in `compiler_of`. A compiled region is called with the graph's strides and returns them
+(`CompiledRegion`). A region that the caller's function leaves as it was runs eagerly and keeps the strides that kernels make,
+so that its reductions round as in the program without regions.
 """
 
 from __future__ import annotations
@@ -14,7 +16,7 @@ from torch import fx
 
 from graphpp.backends.gemm_kernels import GemmKernels
 from graphpp.backends.inductor import InductorCompiler
-from graphpp.backends.region_results import FreshResultsCheck
+from graphpp.backends.region_results import CompiledRegion, FreshResultsCheck
 from graphpp.options.backend import Backend, CompileFunction, Custom, Eager, Inductor
 from graphpp.passes.graph.region import Region
 from graphpp.passes.text.render import Run
@@ -29,7 +31,8 @@ class RegionCompiler(Protocol):
         ...
 
     def __call__(self, region: Region) -> Run:
-        """Compile a region; returns its function of a list of inputs, which the call empties."""
+        """Compile a region; returns its function of a list of inputs, which the call empties: a `CompiledRegion`, or a plain
+        function if the region runs eagerly."""
         ...
 
 
@@ -53,17 +56,26 @@ class FunctionCompiler:
 
     def __call__(self, region: Region) -> Run:
         """Compile a copy of the region, since the function may change the graph that it is given."""
-        compiled = self._function(fx.GraphModule({}, copy.deepcopy(region.graph)), region.examples)
+        module = fx.GraphModule({}, copy.deepcopy(region.graph))
+        forward = module.forward  # recompiling a changed graph replaces the method
+        compiled = self._function(module, region.examples)
         if not callable(compiled):
             raise TypeError(f"the backend returned {type(compiled).__name__}, no callable")
-        fresh = FreshResultsCheck(region)
+        run = _checked(region, compiled)
+        unchanged = module.forward == forward and compiled in (module, forward)
+        return run if unchanged else CompiledRegion(region, run)
 
-        def run(boxed: list[Any]) -> Sequence[Any]:
-            arguments = tuple(boxed)
-            boxed.clear()
-            results = compiled(*arguments)
-            results = results if isinstance(results, list | tuple) else (results,)
-            fresh.check(results, arguments)
-            return results
 
-        return run
+def _checked(region: Region, compiled: Callable[..., Any]) -> Run:
+    """A compiled function as a function of a list that the call empties, with its results checked for reused memory."""
+    fresh = FreshResultsCheck(region)
+
+    def run(boxed: list[Any]) -> Sequence[Any]:
+        arguments = tuple(boxed)
+        boxed.clear()
+        results = compiled(*arguments)
+        results = results if isinstance(results, list | tuple) else (results,)
+        fresh.check(results, arguments)
+        return results
+
+    return run

@@ -19,6 +19,7 @@ import torch
 
 from graphpp.backends.disk_cache import DiskCache, default_folder
 from graphpp.backends.gemm_kernels import GemmKernels
+from graphpp.backends.region_results import CompiledRegion
 from graphpp.errors import GraphPPError
 from graphpp.options.backend import Inductor
 from graphpp.passes.graph.region import Region
@@ -40,7 +41,8 @@ class InductorCompiler:
         """Compile a region; returns its function of a list of inputs, which the call empties."""
         compile_graph = self._compiler
         with self._cache.entry(self._key(region)) as folder, _caching_in(folder):
-            return compile_graph(region.graph, region.examples, self._options, self.products.replace_matmuls)
+            run = compile_graph(region.graph, region.examples, self._options, self.products.replace_matmuls)
+        return CompiledRegion(region, run)
 
     @cached_property
     def _compiler(self) -> Callable[..., Run]:

@@ -1,6 +1,6 @@
 """Check the results of a compiled region: strides as captured, memory of their own.
 
-Contract: `WithCapturedStrides` gives each result the strides that it has in the graph, because other regions, possibly on
+Contract: `CompiledRegion` gives each result the strides that it has in the graph, because other regions, possibly on
 other ranks, and views were captured for these strides. (Inductor, for one, returns a window into a larger tensor, such as the
 gradient of one part of a `cat`, without the window's gaps.) `FreshResultsCheck` raises if a region returns results in the
 memory of an earlier call's results, which may still be saved for the backward of an earlier microbatch or of an equal layer.
@@ -22,7 +22,7 @@ from graphpp.runtime.program import TensorMeta
 from graphpp.runtime.strided_copies import copy_with_strides, meta_of
 
 
-class WithCapturedStrides:
+class CompiledRegion:
     """A compiled region whose results are copied to the graph's strides where they differ.
 
     The first run finds the results that differ; shapes are fixed, so every later run returns the same strides. The first run
@@ -30,7 +30,7 @@ class WithCapturedStrides:
     """
 
     def __init__(self, region: Region, run: Run) -> None:
-        self._run, self._title = run, region.title
+        self.region, self._run, self._title = region, run, region.title
         self._metas = [meta_of(value) if isinstance(value, torch.Tensor) else None for value in region.results]
         self._mismatched: list[tuple[int, TensorMeta]] | None = None
 
@@ -56,7 +56,7 @@ class WithCapturedStrides:
             if not isinstance(value, torch.Tensor) or (tuple(value.shape), value.dtype) != (meta.shape, meta.dtype):
                 expected, found = _describe(meta), _describe(value)
                 raise GraphPPError(f"backend=: result {at} of {self._title} is {expected}, compiled it is {found}")
-            if _strides_differ(value, meta):
+            if strides_differ(value, meta):
                 mismatched.append((at, meta))
         return mismatched
 
@@ -68,7 +68,7 @@ def _describe(value: Any) -> str:
     return f"{str(value.dtype).removeprefix('torch.')} {list(value.shape)}"
 
 
-def _strides_differ(value: torch.Tensor, meta: TensorMeta) -> bool:
+def strides_differ(value: torch.Tensor, meta: TensorMeta) -> bool:
     """True if a stride differs that matters: of a dimension with more than one element, in a tensor with more than one."""
     strides = zip(value.shape, value.stride(), meta.stride, strict=True)
     return value.numel() > 1 and any(size > 1 and found != stride for size, found, stride in strides)
@@ -87,7 +87,7 @@ class FreshResultsCheck:
 
     def check(self, results: Sequence[Any], arguments: Sequence[Any]) -> None:
         """Raise `GraphPPError` if a result lies in the memory of an earlier result that is still alive."""
-        pairs = zip(results, self._computed, strict=False)  # `WithCapturedStrides` checks the number
+        pairs = zip(results, self._computed, strict=False)  # `CompiledRegion` checks the number
         found = {id(storage): storage for storage in _storages(value for value, computed in pairs if computed)}
         reused = found.keys() & self._alive.keys()
         if reused and not reused <= {id(storage) for storage in _storages(arguments)}:

@@ -9,7 +9,8 @@ import warnings
 from collections.abc import Iterable, Sequence
 
 from graphpp.backends.compilers import RegionCompiler
-from graphpp.backends.region_results import WithCapturedStrides
+from graphpp.backends.region_inputs import WithCapturedInputs
+from graphpp.backends.region_results import CompiledRegion
 from graphpp.passes.graph.region import Region, RegionCall
 from graphpp.passes.text.render import Run, render
 
@@ -30,7 +31,7 @@ class Regions:
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # what a compiler thinks of its own parts
-                self._known[region.key] = WithCapturedStrides(region, self._compile(region))
+                self._known[region.key] = self._compile(region)
         except Exception as error:  # whatever a compiler raises
             reason = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
             told = f"graphpp: {region.title} cannot be compiled and will run eagerly: {type(error).__name__}: {reason}"
@@ -45,4 +46,5 @@ class Regions:
     def bind(self, calls: Sequence[RegionCall]) -> None:
         """Let calls run what was compiled for their regions."""
         for call in calls:
-            call.run = self._known[call.region.key]
+            run = self._known[call.region.key]
+            call.run = WithCapturedInputs(run) if isinstance(run, CompiledRegion) else run
