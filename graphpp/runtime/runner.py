@@ -39,7 +39,7 @@ from graphpp.runtime.stage import GraphStage, StageLocation, Variant
 from graphpp.runtime.task import StepInputs, Task
 from graphpp.runtime.transport import DEPTH, PendingMessage, Transport
 from graphpp.schedules.rewrite.hoist_receives import hoist_receives
-from graphpp.schedules.table.actions import SENDS, Action, Kind
+from graphpp.schedules.table.actions import SENDS, Action, Kind, upstream
 from graphpp.schedules.table.offload_window import OffloadWindow
 from graphpp.schedules.table.schedule import Schedule
 
@@ -263,7 +263,8 @@ class GraphPPRunner:
 
     def _task(self, action: Action) -> Task:
         phase = Phase(action.kind.value) if self.training else Phase.EVALUATE
-        neighbour = self.stages.get(action.stage + (1 if phase.is_backward else -1))
+        makers = upstream(action, self.schedule.stages)
+        neighbour = self.stages.get(makers[0].stage) if makers else None
         return self.stages[action.stage].task(phase, _microbatch(action), neighbour)
 
     def _offloading(self, action: Action, compute: ActionFunction) -> ActionFunction:
