@@ -52,7 +52,7 @@ class RegionCache:
             if id(item) not in self._made:
                 made = outline_regions(split_dropout(graph.sources.of(item)), layers[id(graph)])
                 emitted = emit_outlined(item, made)
-                graph.sources.add(emitted, made.slot)
+                graph.sources.add(emitted, made.phase_graph)
                 self._made[id(item)] = (item, emitted, made.calls)
         calls = {id(call): call for item, _ in items for call in self._made[id(item)][2]}
         exchanged = {key: self._exchanged(pipeline, stages) for key, (pipeline, _) in distinct.items()}

@@ -1,7 +1,8 @@
-"""Emit: slot graphs -> stage programs that run, each with what it owns.
+"""Emit stage programs: render and load every phase graph, and list the parameters and buffers that each stage owns.
 
-Contract: every parameter and buffer of the model, used or not, is owned by at least one stage: by each stage whose programs
-read it or make its gradient or new value; an unused one by the stage in which its module's nearest relative is called.
+Contract: every parameter and buffer of the model, used or not, has at least one owner: each stage whose programs read it or
+compute its gradient or new value. An unused one belongs to the stage that calls its module first, or else the module's nearest
+ancestor under which anything is called; or to stage 0.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ from graphpp.runtime.program import (
 
 
 def emit(joint: JointGraph, staged: StagedGraphs) -> PipelineProgram:
-    """Render and load every slot graph, and gather them by stage."""
+    """Render and load every phase graph, and gather the programs by stage."""
     count = len(staged.saved)
     used = [_used(staged, stage) for stage in range(count)]
     calls = _first_stage_of_calls(joint)
@@ -63,26 +64,26 @@ def emit(joint: JointGraph, staged: StagedGraphs) -> PipelineProgram:
 def _programs(staged: StagedGraphs, stage: int, training: bool) -> dict[Phase, Program]:
     if not training:
         return {Phase.EVALUATE: _program(staged.graphs[F, stage], Phase.EVALUATE)}
-    own = {phase: _program(slot, phase) for (phase, index), slot in staged.graphs.items() if index == stage}
+    own = {phase: _program(each, phase) for (phase, index), each in staged.graphs.items() if index == stage}
     return {phase: replace(item, fused=staged.fused and phase.is_backward) for phase, item in own.items()}
 
 
-def _program(slot: PhaseGraph, phase: Phase) -> Program:
-    rendered = render(slot.graph, f"stage {slot.stage}, {phase.label}")
-    run = rendered.load(f"<graphpp stage {slot.stage} {phase.label}>")
-    shared, peak = shared_results(slot.graph), peak_live_bytes(slot.graph)
-    return Program(slot.stage, phase, slot.inputs, slot.outputs, run, rendered.text, shared, peak)
+def _program(source: PhaseGraph, phase: Phase) -> Program:
+    rendered = render(source.graph, f"stage {source.stage}, {phase.label}")
+    run = rendered.load(f"<graphpp stage {source.stage} {phase.label}>")
+    shared, peak = shared_results(source.graph), peak_live_bytes(source.graph)
+    return Program(source.stage, phase, source.inputs, source.outputs, run, rendered.text, shared, peak)
 
 
-def emit_outlined(item: Program, made: OutlinedGraph) -> Program:
-    """A program that calls its regions, with the roles of `item`, from which it was made.
+def emit_outlined(item: Program, outlined: OutlinedGraph) -> Program:
+    """A program that calls compiled regions; its roles are those of `item`, whose graph was outlined.
 
-    A region may put two results into one memory, so gradients that come out of one, or are views of what does, are shared.
+    Two results of a compiled region may lie in one memory. So every result of a region, and every view of one, is shared.
     """
-    slot = made.slot
-    rendered = render(slot.graph, f"stage {slot.stage}, {slot.phase.label}, {len(made.calls)} regions")
-    run = rendered.load(f"<graphpp stage {slot.stage} {item.phase.label} compiled>")
-    results: Sequence[fx.Node] = slot.graph.output_node().args[0]  # type: ignore[assignment]
+    source = outlined.phase_graph
+    rendered = render(source.graph, f"stage {source.stage}, {source.phase.label}, {len(outlined.calls)} regions")
+    run = rendered.load(f"<graphpp stage {source.stage} {item.phase.label} compiled>")
+    results: Sequence[fx.Node] = source.graph.output_node().args[0]  # type: ignore[assignment]
     from_regions = {index for index, node in enumerate(results) if _is_of_a_region(node)}
     return replace(item, run=run, source=rendered.text, shared=item.shared | from_regions)
 
@@ -92,20 +93,20 @@ def _is_of_a_region(node: fx.Node) -> bool:
 
 
 def _used(staged: StagedGraphs, stage: int) -> set[object]:
-    """The roles that any phase of a stage reads, and parameters and buffers whose new values it makes."""
+    """The roles that the phases of a stage read, and the parameters and buffers whose gradients or updates they compute."""
     roles: set[object] = set(staged.hoisted[stage].inputs) if stage in staged.hoisted else set()
-    for (_, index), slot in staged.graphs.items():
+    for (_, index), each in staged.graphs.items():
         if index == stage:
-            roles.update(slot.inputs)
-            roles.update(Parameter(role.fqn) for role in slot.outputs if isinstance(role, Gradient))
-            roles.update(Buffer(role.fqn) for role in slot.outputs if isinstance(role, BufferUpdate))
+            roles.update(each.inputs)
+            roles.update(Parameter(role.fqn) for role in each.outputs if isinstance(role, Gradient))
+            roles.update(Buffer(role.fqn) for role in each.outputs if isinstance(role, BufferUpdate))
     return roles
 
 
 def _owned(
     used: list[set[object]], fqns: Iterable[str], kind: Callable[[str], object], calls: dict[str, int]
 ) -> list[tuple[str, ...]]:
-    """The FQNs each stage owns, in the model's order."""
+    """The FQNs that each stage owns, in the model's order."""
     owned: list[list[str]] = [[] for _ in used]
     for fqn in fqns:
         stages = [stage for stage, roles in enumerate(used) if kind(fqn) in roles]
@@ -126,7 +127,7 @@ def _nearest(fqn: str, calls: dict[str, int]) -> int:
 
 
 def _first_stage_of_calls(joint: JointGraph) -> dict[str, int]:
-    """Each module call, in order, to the stage of its first operation."""
+    """The stage of the first operation of each module call, in order of the calls."""
     first: dict[str, int] = {}
     for node in joint.computed():
         if not node.meta["backward"] and node.meta["stage"] is not None:

@@ -1,14 +1,14 @@
-"""Accumulate products: gradients go into their sums where they are made.
+"""Fuse gradient accumulation: a matrix product that is a gradient is multiplied straight into the gradient's sum.
 
-Contract, for every backward of a cut:
-- A gradient that is the product of two matrices (or of two batches of them), which nobody else reads, becomes a node
-  `deferred_matmul(a, b)`, which the program hands out as its factors (`render`): the sum over the microbatches is written by
-  the multiplication itself. What stands between product and gradient, and only says in which order or in which wider dtype,
-  is gone: `deferred_matmul(a, b, within)` says where the product lies. A transposed product has its factors exchanged and
-  transposed, so that it writes in the order of the memory.
-- A gradient that is a sum becomes several results with one role, which are added one by one: a parameter that is used
-  twice is not added up first.
-- All else stays: inputs, other results, the order of operations. Numbers change by rounding alone.
+Contract, for the backward graphs (B, I, W) of a cut:
+- A gradient that is the product of two matrices, or of two batches of matrices, and that no other node reads, becomes a node
+  `deferred_matmul(a, b)`. The program hands out its factors (`text/render.py`), and the runtime's multiplication adds into the
+  sum over the microbatches. Operations between product and gradient that only reorder, reshape or widen the elements
+  disappear: `deferred_matmul(a, b, layout)` says where in the gradient the product lies. For a transposed
+  product the factors are exchanged and transposed, so that the multiplication writes in the order of the memory.
+- A gradient that is a sum becomes several results with the same role, which the runtime adds one by one. So the two
+  contributions to a parameter that is used twice are not added up first.
+- Everything else stays: inputs, other results, the order of operations. Numbers change by rounding alone.
 """
 
 from __future__ import annotations
@@ -30,25 +30,25 @@ _PRODUCTS = (aten.mm.default, aten.bmm.default)
 InverseView = Callable[[fx.Node, torch.Tensor], torch.Tensor]
 
 
-def _same(node: fx.Node, room: torch.Tensor) -> torch.Tensor:
-    return room
+def _same(node: fx.Node, place: torch.Tensor) -> torch.Tensor:
+    return place
 
 
-def _reshaped(node: fx.Node, room: torch.Tensor) -> torch.Tensor:
-    return room.view(node.args[0].meta["val"].shape)  # type: ignore[union-attr]
+def _reshaped(node: fx.Node, place: torch.Tensor) -> torch.Tensor:
+    return place.view(node.args[0].meta["val"].shape)  # type: ignore[union-attr]
 
 
-def _transposed_back(node: fx.Node, room: torch.Tensor) -> torch.Tensor:
-    return room.transpose(node.args[1], node.args[2])  # type: ignore[arg-type]
+def _transposed_back(node: fx.Node, place: torch.Tensor) -> torch.Tensor:
+    return place.transpose(node.args[1], node.args[2])  # type: ignore[arg-type]
 
 
-def _permuted(node: fx.Node, room: torch.Tensor) -> torch.Tensor:
-    order = [axis % room.dim() for axis in node.args[1]]  # type: ignore[union-attr,operator]
-    return room.permute([order.index(axis) for axis in range(room.dim())])
+def _permuted(node: fx.Node, place: torch.Tensor) -> torch.Tensor:
+    order = [axis % place.dim() for axis in node.args[1]]  # type: ignore[union-attr,operator]
+    return place.permute([order.index(axis) for axis in range(place.dim())])
 
 
-_UNDO: dict[object, InverseView] = {  # each element stays one element; from where the result lies to where its source does
-    aten.t.default: lambda node, room: room.t(),
+_UNDO: dict[object, InverseView] = {  # rearranging operation -> view from the place of its result to the place of its source
+    aten.t.default: lambda node, place: place.t(),
     aten.transpose.int: _transposed_back,
     aten.permute.default: _permuted,
     aten.clone.default: _same,
@@ -60,9 +60,9 @@ _UNDO: dict[object, InverseView] = {  # each element stays one element; from whe
 
 
 def fuse_grad_accumulation(staged: StagedGraphs) -> StagedGraphs:
-    """The staged with backwards that hand out the factors of their gradients; graphs of `staged` stay as they are."""
-    slots = {slot: _rewritten(whole) if slot[0].is_backward else whole for slot, whole in staged.graphs.items()}
-    return replace(staged, graphs=slots, fused=True)
+    """Rewrite the backward graphs to hand out the factors of their gradients; `staged` stays as it is."""
+    graphs = {key: _rewritten(each) if key[0].is_backward else each for key, each in staged.graphs.items()}
+    return replace(staged, graphs=graphs, fused=True)
 
 
 def _rewritten(whole: PhaseGraph) -> PhaseGraph:
@@ -72,21 +72,21 @@ def _rewritten(whole: PhaseGraph) -> PhaseGraph:
     results: GraphResults = []
     for role, value in zip(whole.outputs, values, strict=True):
         if isinstance(role, Gradient) and values.count(value) == 1:
-            results += [(role, _handed_out(part) or part.value) for part in _addends(value, end)]
+            results += [(role, _deferred(part) or part.value) for part in _addends(value, end)]
         else:
             results.append((role, value))
     end.args = (tuple(value for _, value in results),)
     end.meta = {**whole.graph.output_node().meta, "roles": [role for role, _ in results]}
     remove_unused(graph)
     graph.lint()
-    made = replace(whole, graph=graph, outputs=tuple(role for role, _ in results))
-    _check(whole, made)
-    return made
+    rewritten = replace(whole, graph=graph, outputs=tuple(role for role, _ in results))
+    _check(whole, rewritten)
+    return rewritten
 
 
 @dataclass(frozen=True)
 class _Addend:
-    """A value, and its reader on the way to the gradient; `alone`: nobody else reads it."""
+    """A term of a gradient, and its reader on the way to the gradient; `alone`: the term has no other reader."""
 
     value: fx.Node
     reader: fx.Node
@@ -97,7 +97,7 @@ class _Addend:
 
 
 def _addends(value: fx.Node, reader: fx.Node) -> list[_Addend]:
-    """What a tree of additions adds, in order; a sum that somebody else reads too is one addend."""
+    """The terms of a tree of additions, in order; a sum with another reader is one term."""
     found = _Addend(value, reader)
     args = value.args
     plain = value.target is aten.add.Tensor and len(args) == 2 and not value.kwargs and args[0] is not args[1]
@@ -113,31 +113,31 @@ def _alike(one: fx.Node, other: fx.Node) -> bool:
     return bool(a.shape == b.shape and a.dtype == b.dtype)
 
 
-def _handed_out(addend: _Addend) -> fx.Node | None:
-    """A node that hands out the factors of a gradient; None where it is no product, or cannot be written in place."""
+def _deferred(addend: _Addend) -> fx.Node | None:
+    """A `deferred_matmul` node for a term; None if it is no product, or the product's place in the gradient has no strides."""
     path: list[fx.Node] = []
     part = addend
     while part.alone and _only_rearranges(part.value):
         path.append(part.value)
         part = _Addend(part.value.args[0], part.value)  # type: ignore[arg-type]
-    made = part.value
-    if not part.alone or made.target not in _PRODUCTS or made.meta["val"].layout != torch.strided:
+    matmul = part.value
+    if not part.alone or matmul.target not in _PRODUCTS or matmul.meta["val"].layout != torch.strided:
         return None
-    room = _room(addend.value, path)
-    if room is None:
+    place = _place(addend.value, path)
+    if place is None:
         return None
-    a, b = made.args
-    if room.stride(-2) == 1 and room.stride(-1) != 1:
-        (a, b), room = (_transposed(b, made), _transposed(a, made)), room.mT
-    with made.graph.inserting_before(made):
-        args = (a, b, *_within(addend.value, room))
-        node = made.graph.create_node("call_function", deferred_matmul, args, {}, f"{made.name}_product")
-    node.meta = {**made.meta, "val": addend.value.meta["val"]}
+    a, b = matmul.args
+    if place.stride(-2) == 1 and place.stride(-1) != 1:
+        (a, b), place = (_transposed(b, matmul), _transposed(a, matmul)), place.mT
+    with matmul.graph.inserting_before(matmul):
+        args = (a, b, *_layout(addend.value, place))
+        node = matmul.graph.create_node("call_function", deferred_matmul, args, {}, f"{matmul.name}_product")
+    node.meta = {**matmul.meta, "val": addend.value.meta["val"]}
     return node
 
 
 def _only_rearranges(node: fx.Node) -> bool:
-    """Whether a value is its source in another order, shape or wider dtype."""
+    """Whether a value has the elements of its source, in another order, shape or wider dtype."""
     if node.target not in _UNDO or not is_tensor(node.args[0]):  # type: ignore[arg-type]
         return False
     before, after = node.args[0].meta["val"], node.meta["val"]  # type: ignore[union-attr]
@@ -149,38 +149,38 @@ def _only_rearranges(node: fx.Node) -> bool:
     )
 
 
-def _room(gradient: fx.Node, path: list[fx.Node]) -> torch.Tensor | None:
-    """Where the product lies in a contiguous gradient, as a tensor without memory; None where strides cannot say it."""
-    room = torch.empty(gradient.meta["val"].shape, device="meta")
+def _place(gradient: fx.Node, path: list[fx.Node]) -> torch.Tensor | None:
+    """The place of the product in a contiguous gradient, as a meta tensor; None if strides cannot express it."""
+    place = torch.empty(gradient.meta["val"].shape, device="meta")
     try:
         for node in path:
-            room = _UNDO[node.target](node, room)
+            place = _UNDO[node.target](node, place)
     except RuntimeError:
         return None
-    return room
+    return place
 
 
-def _within(gradient: fx.Node, room: torch.Tensor) -> tuple[MatmulLayout, ...]:
-    """What a product is told about its place: nothing where it is the gradient, element by element."""
+def _layout(gradient: fx.Node, place: torch.Tensor) -> tuple[MatmulLayout, ...]:
+    """The argument `layout` of `deferred_matmul`: none if the product lies in the gradient element by element."""
     shape = tuple(gradient.meta["val"].shape)
-    if tuple(room.shape) == shape and room.is_contiguous():
+    if tuple(place.shape) == shape and place.is_contiguous():
         return ()
-    return ((shape, tuple(room.shape), tuple(room.stride())),)
+    return ((shape, tuple(place.shape), tuple(place.stride())),)
 
 
-def _transposed(value: object, made: fx.Node) -> fx.Node:
-    """A factor of the product `made` with its rows as columns."""
+def _transposed(value: object, matmul: fx.Node) -> fx.Node:
+    """A factor of the product `matmul` with its rows as columns."""
     assert isinstance(value, fx.Node)
     if value.target is aten.t.default:
         return value.args[0]  # type: ignore[return-value]
-    with made.graph.inserting_before(made):
-        node = made.graph.call_function(aten.transpose.int, (value, -2, -1))
-    node.meta = {**made.meta, "val": value.meta["val"].mT}
+    with matmul.graph.inserting_before(matmul):
+        node = matmul.graph.call_function(aten.transpose.int, (value, -2, -1))
+    node.meta = {**matmul.meta, "val": value.meta["val"].mT}
     return node
 
 
-def _check(whole: PhaseGraph, made: PhaseGraph) -> None:
-    """The results are the same, but for gradients that come in several parts."""
-    before, after = list(dict.fromkeys(whole.outputs)), list(dict.fromkeys(made.outputs))
+def _check(whole: PhaseGraph, rewritten: PhaseGraph) -> None:
+    """Raise `AssertionError` unless roles are the same as before; a gradient may have several results."""
+    before, after = list(dict.fromkeys(whole.outputs)), list(dict.fromkeys(rewritten.outputs))
     assert before == after, "a result of the backward is lost or doubled"
-    assert made.inputs == tuple(node.meta["role"] for node in made.graph.find_nodes(op="placeholder"))
+    assert rewritten.inputs == tuple(node.meta["role"] for node in rewritten.graph.find_nodes(op="placeholder"))

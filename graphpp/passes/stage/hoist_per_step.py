@@ -1,17 +1,17 @@
-"""Prepare: what depends on parameters, unwritten buffers and constants alone is made once per step, not once per microbatch.
+"""Hoist step-invariant values: compute values of parameters, unwritten buffers and constants once per step, not per microbatch.
 
 Contract
 --------
-`find_step_invariants(joint)` marks such values (`meta["step_invariant"]`) and takes their stage away:
-transposed or cast weights, tables, masks.
-A stage's phases all have them at hand, so that none is saved or sent. Left as they were: results; random numbers and
-whatever another input goes into; collectives, checks, operators that are not torch's own; and what comes of a parameter or
-buffer and is read in several stages, for it would bring the parameter to all of them.
+`find_step_invariants(joint)` marks such values with `meta["step_invariant"]` and takes their stage away: transposed or cast
+weights, tables, masks. Every phase of a stage then has them at hand, so none is saved or sent. Not hoisted: results of the
+graph; values that depend on a random number, a microbatch's input or any other value that is not marked; collectives, checks,
+operators that are not torch's own; and a value of a parameter or buffer that several stages read, since each of these stages
+would have to own the parameter.
 
-`hoist_per_step(joint, staged)` takes the marked values out of the graphs of a cut: where one of them is read, it is the input
-`StepInvariant(name)`; the graph of phase HOIST of the stage makes them all. Same operations on the same values: no bit changes.
-They live as long as the step, which for a view costs nothing, and for a cast weight its bytes; they are not counted per
-microbatch.
+`hoist_per_step(joint, staged)` removes the marked values from the phase graphs. A phase that reads one has the input
+`StepInvariant(name)`; the graph of phase HOIST of the stage computes them all. The same operations run on the same values, so
+no bit changes. The values live as long as the step: a view takes no memory for this, a cast weight takes its bytes; neither is
+counted per microbatch.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ from graphpp.runtime import program
 from graphpp.runtime.program import InputRole, Phase
 
 _STATE = (program.Parameter, program.Buffer)
-_AT_HAND = (*_STATE, program.Constant)
+_SOURCES = (*_STATE, program.Constant)
 
 
 def find_step_invariants(joint: JointGraph) -> JointGraph:
-    """Mark the values that can be made once per step, in place; nodes carry `meta["stage"]` (see assign)."""
+    """Mark the values that can be computed once per step, in place; nodes carry `meta["stage"]`."""
     refused: set[fx.Node] = {node for _, node in joint.outputs()}
     while True:
-        found = _at_hand(joint, refused)
-        wrong = {node for node in found if not _in_one_place(node, found)}
+        found = _invariants(joint, refused)
+        wrong = {node for node in found if not _can_be_input(node, found)}
         if not wrong:
             break
         refused |= wrong
@@ -46,8 +46,8 @@ def find_step_invariants(joint: JointGraph) -> JointGraph:
     return joint
 
 
-def _at_hand(joint: JointGraph, refused: set[fx.Node]) -> dict[fx.Node, bool]:
-    """The operations whose inputs are all at hand, in order; whether a parameter or buffer goes into them."""
+def _invariants(joint: JointGraph, refused: set[fx.Node]) -> dict[fx.Node, bool]:
+    """The operations that depend only on parameters, buffers and constants, in order; whether on parameters or buffers."""
     written = {role.fqn for role, _ in joint.outputs() if isinstance(role, program.BufferUpdate)}
     of_state: dict[fx.Node, bool] = {}
     found: dict[fx.Node, bool] = {}
@@ -63,7 +63,7 @@ def _at_hand(joint: JointGraph, refused: set[fx.Node]) -> dict[fx.Node, bool]:
 
 
 def _repeats(node: fx.Node) -> bool:
-    """Whether an operation gives the same whenever it runs, and does nothing else."""
+    """Whether an operation returns the same result each time, without side effects."""
     if node.target is operator.getitem:
         return True
     own = getattr(node.target, "namespace", "") in ("aten", "prims")
@@ -71,10 +71,10 @@ def _repeats(node: fx.Node) -> bool:
     return node.op == "call_function" and own and not effect
 
 
-def _in_one_place(node: fx.Node, found: dict[fx.Node, bool]) -> bool:
-    """Whether a value can be handed to its readers: one tensor, and in one stage if it comes of a parameter or buffer.
+def _can_be_input(node: fx.Node, found: dict[fx.Node, bool]) -> bool:
+    """Whether a value can be an input of its readers: a tensor, and read in one stage if it depends on a parameter or buffer.
 
-    What has no stage is made in every stage that reads it already.
+    A value without a stage may have readers in several stages: each of them already computes it for itself.
     """
     readers = [user for user in node.users if user not in found]
     if readers and not is_tensor(node):
@@ -83,7 +83,7 @@ def _in_one_place(node: fx.Node, found: dict[fx.Node, bool]) -> bool:
 
 
 def _stages(node: fx.Node, found: dict[fx.Node, bool]) -> set[int | None]:
-    """Where a value, or what is made of it, is read."""
+    """The stages that read a value, or a value computed from it, outside of `found`."""
     stages: set[int | None] = set()
     pending, seen = [node], {node}
     while pending:
@@ -97,19 +97,19 @@ def _stages(node: fx.Node, found: dict[fx.Node, bool]) -> set[int | None]:
 
 
 def hoist_per_step(joint: JointGraph, staged: StagedGraphs) -> StagedGraphs:
-    """Take what was marked out of the graphs of a cut of `joint`; graphs of `staged` stay as they are."""
-    slots = {slot: _reading(whole) for slot, whole in staged.graphs.items()}
-    prepared: dict[int, PhaseGraph] = {}
-    for (_, stage), slot in slots.items():
-        names = {role.name for role in slot.inputs if isinstance(role, program.StepInvariant)}
-        names |= {role.name for role in prepared[stage].outputs} if stage in prepared else set()  # type: ignore[union-attr]
+    """Remove the marked values of `joint` from its phase graphs, and add graphs that compute them; `staged` stays as it is."""
+    graphs = {key: _with_invariants_as_inputs(each) for key, each in staged.graphs.items()}
+    hoisted: dict[int, PhaseGraph] = {}
+    for (_, stage), each in graphs.items():
+        names = {role.name for role in each.inputs if isinstance(role, program.StepInvariant)}
+        names |= {role.name for role in hoisted[stage].outputs} if stage in hoisted else set()  # type: ignore[union-attr]
         if names:
-            prepared[stage] = _making(joint, stage, names)
-    return replace(staged, graphs=slots, hoisted=prepared)
+            hoisted[stage] = _computing(joint, stage, names)
+    return replace(staged, graphs=graphs, hoisted=hoisted)
 
 
-def _reading(whole: PhaseGraph) -> PhaseGraph:
-    """A slot whose prepared values are inputs."""
+def _with_invariants_as_inputs(whole: PhaseGraph) -> PhaseGraph:
+    """A phase graph with its step-invariant values as inputs."""
     end = whole.graph.output_node()
     computed = [node for node in whole.graph.nodes if node.op not in ("placeholder", "output")]
     rest = [node for node in computed if not node.meta.get("step_invariant")]
@@ -117,15 +117,15 @@ def _reading(whole: PhaseGraph) -> PhaseGraph:
     inputs: dict[fx.Node, InputRole] = {
         node: node.meta["role"]
         for node in whole.graph.find_nodes(op="placeholder")
-        if node in read or not isinstance(node.meta["role"], _AT_HAND)
+        if node in read or not isinstance(node.meta["role"], _SOURCES)
     }
     inputs |= {node: program.StepInvariant(node.name) for node in computed if node.meta.get("step_invariant") and node in read}
     results: GraphResults = list(zip(whole.outputs, end.args[0], strict=True))  # type: ignore[arg-type]
     return phase_graph((whole.phase, whole.stage), inputs, rest, results)
 
 
-def _making(joint: JointGraph, stage: int, names: set[str]) -> PhaseGraph:
-    """The graph that makes the values with these names."""
+def _computing(joint: JointGraph, stage: int, names: set[str]) -> PhaseGraph:
+    """The graph of phase HOIST that computes the values with these names."""
     results: GraphResults = [(program.StepInvariant(node.name), node) for node in joint.computed() if node.name in names]
     needed: set[fx.Node] = set()
     pending = [node for _, node in results]

@@ -1,15 +1,15 @@
-"""Outline: runs of a program's operations become regions, to be compiled; equal regions, such as equal layers, have one key.
+"""Outline regions: runs of a program's operations become regions to compile; equal regions, such as equal layers, share a key.
 
 Contract
 --------
-- A region is a graph of its own: its inputs are what it reads from outside, parameters among them, in order of first use; its
-  results are what is read outside of it. The program calls it (`RegionCall`) with a list that the call empties.
-- Operations stand in one region if they belong to one layer (`layer(node)`; None: to whatever stands before it), and if
-  `can_compile(node)`: operators of torch itself, without random numbers, collectives, checks, or copies of buffers. What is
-  not compiled stays in the program, before or after the region that it stood in where what it reads and who reads it allow.
-- A region with too little in it to gain anything stays as it was.
-- `Region.key` is a hash of the operations, their arguments, and the shapes, strides, dtypes and devices of the inputs: equal
-  keys mean programs that compute the same from the same inputs.
+- A region is a graph of its own. Its inputs are the values that it reads from outside, parameters included, in order of first
+  use; its results are the values that are read outside. The program calls it (`RegionCall`) with a list that the call empties.
+- Operations stand in one region if they belong to one layer (`layer(node)`; None: the layer of the operations before it) and
+  `can_compile(node)` holds: operators of torch itself, no random numbers, collectives, checks, or copies of buffers. Other
+  operations stay in the program, before the region or after it, as their inputs and readers allow.
+- A region from which a compiler would gain nothing stays as it was.
+- `Region.key` is a hash of the operations, their arguments, and the shapes, strides, dtypes and devices of the inputs. Regions
+  with equal keys compute the same from the same inputs.
 """
 
 from __future__ import annotations
@@ -34,41 +34,41 @@ from graphpp.runtime.program import Buffer
 LayerOf = Callable[[fx.Node], str | None]
 
 _OPERATOR = type(torch.ops.aten.add.Tensor)
-_BY_STORAGE = (torch.ops.aten.as_strided.default,)  # reads its input's memory from the start of the storage
+_BY_STORAGE = (torch.ops.aten.as_strided.default,)  # counts its offset from the start of the input's storage
 _PLAIN = (int, float, bool, str, complex, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format)
 
 
 @dataclass(frozen=True)
 class OutlinedGraph:
-    """A program's graph with calls of its regions, in order."""
+    """A phase graph in which calls replace the regions, and the calls in order."""
 
-    slot: PhaseGraph
+    phase_graph: PhaseGraph
     calls: tuple[RegionCall, ...]
 
 
-def outline_regions(slot: PhaseGraph, layer: LayerOf) -> OutlinedGraph:
-    """The graph of a program, with its regions taken out; `slot` stays as it is."""
+def outline_regions(source: PhaseGraph, layer: LayerOf) -> OutlinedGraph:
+    """The phase graph with calls in place of its regions; `source` stays as it is."""
     graph, calls = fx.Graph(), list[RegionCall]()
-    known: dict[fx.Node, fx.Node] = {}
-    for node in slot.graph.find_nodes(op="placeholder"):
-        known[node] = graph.node_copy(node)
-    for label, members in group_operations(slot.graph, layer):
+    copies: dict[fx.Node, fx.Node] = {}
+    for node in source.graph.find_nodes(op="placeholder"):
+        copies[node] = graph.node_copy(node)
+    for label, members in group_operations(source.graph, layer):
         if worth_compiling(members):
-            title = f"{label or 'operations'} of stage {slot.stage} {slot.phase.label}"
+            title = f"{label or 'operations'} of stage {source.stage} {source.phase.label}"
             region, inputs, results = _region(title, members)
             calls.append(RegionCall(region))
-            _call(graph, calls[-1], inputs, results, known)
+            _call(graph, calls[-1], inputs, results, copies)
         else:
             for node in members:
-                known[node] = graph.node_copy(node, known.__getitem__)
-    end = slot.graph.output_node()
-    graph.output(fx.node.map_arg(end.args[0], known.__getitem__)).meta = dict(end.meta)
+                copies[node] = graph.node_copy(node, copies.__getitem__)
+    end = source.graph.output_node()
+    graph.output(fx.node.map_arg(end.args[0], copies.__getitem__)).meta = dict(end.meta)
     graph.lint()
-    return OutlinedGraph(replace(slot, graph=graph), tuple(calls))
+    return OutlinedGraph(replace(source, graph=graph), tuple(calls))
 
 
 def can_compile(node: fx.Node) -> bool:
-    """Whether a compiler may have an operation."""
+    """Whether a compiler may have an operation; an item of a tuple goes with the tuple's operation."""
     if node.target is operator.getitem:
         return can_compile(node.all_input_nodes[0])
     target: Any = node.target
@@ -83,7 +83,7 @@ def can_compile(node: fx.Node) -> bool:
 
 
 def worth_compiling(members: Sequence[fx.Node]) -> bool:
-    """Whether there is a product to choose a kernel for, or several operations to run as one."""
+    """Whether a compiler can gain: a contraction to choose a kernel for, or several operations to fuse."""
     if not all(map(can_compile, members)):
         return False
     working = [node for node in members if not is_view(node) and node.target is not operator.getitem]
@@ -91,7 +91,7 @@ def worth_compiling(members: Sequence[fx.Node]) -> bool:
 
 
 def cost_with_regions(cost: Cost) -> Cost:
-    """The cost of an operation, and of a region that of all operations in it."""
+    """`cost`, extended to calls of regions: a region costs as much as its operations together."""
 
     def total(node: fx.Node) -> float:
         if not isinstance(node.target, RegionCall):
@@ -106,26 +106,26 @@ def cost_with_regions(cost: Cost) -> Cost:
 
 @dataclass
 class _Open:
-    """The region that is being gathered, and what has to come after it."""
+    """The region being gathered (`members`), and operations outside of it that must come after it (`late`)."""
 
     label: str | None = None
     members: list[fx.Node] = field(default_factory=list)
     late: list[fx.Node] = field(default_factory=list)
 
     def close(self) -> Iterator[tuple[str | None, list[fx.Node]]]:
-        """The region and each operation that comes after it."""
+        """The region, then each operation that must come after it, alone."""
         if self.members:
             yield self.label, self.members
         yield from ((None, [node]) for node in self.late)
 
 
 def group_operations(graph: fx.Graph, layer: LayerOf) -> Iterator[tuple[str | None, list[fx.Node]]]:
-    """The operations in an order that they can run in, those of one region together, all others alone."""
+    """The operations in a valid order, in lists with their layer: a region's operations together, each other one alone."""
     now = _Open()
     for node in _with_items(graph):
         reads = set(node.all_input_nodes)
         if can_compile(node):
-            label = layer(node) if node.target is not operator.getitem else None  # with the tuple, which no region hands out
+            label = layer(node) if node.target is not operator.getitem else None  # items go with their tuple
             other = label is not None and now.label is not None and label != now.label
             if other or not reads.isdisjoint(now.late):
                 yield from now.close()
@@ -140,7 +140,7 @@ def group_operations(graph: fx.Graph, layer: LayerOf) -> Iterator[tuple[str | No
 
 
 def _with_items(graph: fx.Graph) -> Iterator[fx.Node]:
-    """The operations in order, the items of a tuple right behind it."""
+    """The operations in order, the items of a tuple right after the tuple."""
 
     def with_items(node: fx.Node) -> Iterator[fx.Node]:
         yield node
@@ -157,7 +157,7 @@ def _with_items(graph: fx.Graph) -> Iterator[fx.Node]:
 
 
 def _region(title: str, members: Sequence[fx.Node]) -> tuple[Region, list[fx.Node], list[fx.Node]]:
-    """The region, what it is called with, and which of its values are read outside."""
+    """The region, the values that it is called with, and its values that are read outside."""
     inside = set(members)
     inputs = [source for node in members for source in node.all_input_nodes if source not in inside]
     inputs = list(dict.fromkeys(inputs))
@@ -175,7 +175,7 @@ def _region(title: str, members: Sequence[fx.Node]) -> tuple[Region, list[fx.Nod
 def _call(
     graph: fx.Graph, call: RegionCall, inputs: Iterable[fx.Node], results: Sequence[fx.Node], known: dict[fx.Node, fx.Node]
 ) -> None:
-    """Call a region, and take its results out."""
+    """Add a call of a region to `graph`, and an item for each of its results."""
     node = graph.call_function(call, tuple(known[source] for source in inputs))
     node.meta = {**results[-1].meta, "val": tuple(result.meta["val"] for result in results)}
     for index, result in enumerate(results):
@@ -184,7 +184,7 @@ def _call(
 
 
 def graph_key(graph: fx.Graph) -> str:
-    """A hash of what a graph computes, from what."""
+    """A hash of a graph's computation and of the layouts of its inputs, independent of names."""
     numbers = {node: f"%{index}" for index, node in enumerate(graph.nodes)}
     lines = []
     for node in graph.nodes:
@@ -210,7 +210,7 @@ def _layout(value: torch.Tensor) -> tuple[Any, ...]:
 
 
 def _leaves(value: Any) -> Iterator[Any]:
-    """What stands in nested lists, tuples, slices and dicts."""
+    """The leaves of nested lists, tuples, slices and dicts."""
     if isinstance(value, list | tuple):
         for item in value:
             yield from _leaves(item)
@@ -223,7 +223,7 @@ def _leaves(value: Any) -> Iterator[Any]:
 
 
 def _is_copy_of_buffer(node: fx.Node) -> bool:
-    """Whether an operation keeps a buffer's value from being overwritten: a compiler that saw no use in it would lose that."""
+    """Whether an operation copies a buffer's old value before a later write; a compiler may drop the copy as a no-op."""
     source = node.args[0] if node.target is torch.ops.aten.clone.default else None
     return isinstance(source, fx.Node) and isinstance(source.meta.get("role"), Buffer)
 
@@ -233,7 +233,7 @@ def _is_plain(value: Any) -> bool:
 
 
 def _is_known(value: Any) -> bool:
-    """A tensor of a kind that compilers know."""
+    """Whether compilers handle a value: a strided, real, plain tensor, or None."""
     return value is None or (
         isinstance(value, torch.Tensor)
         and value.layout is torch.strided
@@ -243,5 +243,5 @@ def _is_known(value: Any) -> bool:
 
 
 def _is_several(node: fx.Node) -> bool:
-    """Whether a value is a tuple, which is read through its items."""
+    """Whether a value is a tuple, which other operations read through its items."""
     return not isinstance(node.meta["val"], torch.Tensor)

@@ -1,8 +1,8 @@
-"""What travels between the slots of a microbatch, and what a stage saves.
+"""Route values between the phases of a microbatch: the values sent over each boundary, and the values that a stage saves.
 
-Contract: `Traffic.carry` knows the one rule by which values travel (see `cut_stages.py`); everything else reads from it what
-arrives in a slot and what leaves it. Bytes saved count memory once, however many saved values are views of it, and do not
-count what a parameter or an input holds anyway.
+Contract: `Traffic.carry` has the one rule by which values travel (see `cut_stages.py`). The values that arrive in a phase, the
+values that leave it, and the boundaries follow from it. Saved bytes count each memory once, however many saved values are
+views of it, and do not count memory that a parameter, an input or a step-invariant value holds.
 """
 
 from __future__ import annotations
@@ -22,21 +22,21 @@ from graphpp.runtime.program import Boundary, InputRole, TensorMeta
 
 
 def home_phase(node: fx.Node) -> PhaseKey | None:
-    """The slot that computes a node, or None for what every slot has at hand."""
+    """The phase that computes a node; None for a placeholder or a value without a stage, which any phase has at hand."""
     stage = node.meta["stage"]
     return None if stage is None else (B if node.meta["backward"] else F, stage)
 
 
 @dataclass
 class Traffic:
-    """Which values leave each stage forward and backward, which it saves; sets of nodes, by stage."""
+    """By stage: the values that its F sends forward, that its F saves, and that its B sends backward."""
 
     forward: dict[int, set[fx.Node]] = field(default_factory=lambda: defaultdict(set))
     saved: dict[int, set[fx.Node]] = field(default_factory=lambda: defaultdict(set))
     backward: dict[int, set[fx.Node]] = field(default_factory=lambda: defaultdict(set))
 
     def carry(self, value: fx.Node, source: PhaseKey, target: PhaseKey) -> None:
-        """Route `value` from slot to slot along neighbours."""
+        """Route `value` from phase `source` to phase `target`, through all stages between."""
         (phase, stage), (end_phase, end) = source, target
         if phase is F:
             for hop in range(stage, end):
@@ -48,25 +48,25 @@ class Traffic:
         for hop in range(stage, end, -1):
             self.backward[hop].add(value)
 
-    def arriving(self, slot: PhaseKey) -> dict[fx.Node, InputRole]:
-        """What comes into a slot from elsewhere."""
-        phase, stage = slot
+    def arriving(self, key: PhaseKey) -> dict[fx.Node, InputRole]:
+        """The values that a phase receives, or finds saved, with their roles."""
+        phase, stage = key
         received = self.forward[stage - 1] if phase is F else self.backward[stage + 1]
         roles: dict[fx.Node, InputRole] = {value: program.Received(value.name) for value in received}
         if phase is B:
             roles.update((value, program.Saved(value.name)) for value in self.saved[stage])
         return roles
 
-    def leaving(self, slot: PhaseKey) -> list[tuple[type[program.Sent | program.Saved], set[fx.Node]]]:
-        """What goes out of a slot to others: (kind of role, values)."""
-        phase, stage = slot
+    def leaving(self, key: PhaseKey) -> list[tuple[type[program.Sent | program.Saved], set[fx.Node]]]:
+        """The values that a phase sends or saves: (kind of role, values)."""
+        phase, stage = key
         if phase is F:
             return [(program.Sent, self.forward[stage]), (program.Saved, self.saved[stage])]
         return [(program.Sent, self.backward[stage])]
 
 
 def boundaries(traffic: Traffic, order: dict[fx.Node, int], joint: JointGraph, stages: int) -> tuple[Boundary, ...]:
-    """What crosses each s|s+1, in the order of the joint graph."""
+    """The values that cross each boundary s|s+1, in the order of the joint graph."""
     needs_grad = _needing_grad(joint)
 
     def metas(values: set[fx.Node]) -> tuple[TensorMeta, ...]:
@@ -92,7 +92,7 @@ def _needing_grad(joint: JointGraph) -> set[fx.Node]:
 
 
 def _may_have_grad(value: object) -> bool:
-    """Whether autograd can follow a value: a floating or complex tensor, or a tuple of which some are."""
+    """Whether a value can require grad: a floating or complex tensor, or a tuple, which may contain one."""
     if isinstance(value, torch.Tensor):
         return value.dtype.is_floating_point or value.dtype.is_complex
     return isinstance(value, tuple | list)
@@ -101,20 +101,20 @@ def _may_have_grad(value: object) -> bool:
 def saved_values(
     traffic: Traffic, order: dict[fx.Node, int], stages: int
 ) -> tuple[tuple[tuple[TensorMeta, ...], ...], tuple[int, ...]]:
-    """Per stage, the values its forward keeps for its backward, in the order of the joint graph, and their bytes."""
+    """Per stage, the values that its forward saves for its backward, in the order of the joint graph; and their bytes."""
     values = [sorted(traffic.saved[stage], key=order.__getitem__) for stage in range(stages)]
     return tuple(tuple(map(tensor_meta, each)) for each in values), tuple(map(memory_bytes, values))
 
 
 def memory_bytes(values: Iterable[fx.Node]) -> int:
-    """The bytes that values keep alive, views of one memory counted once; what a parameter or an input holds is free."""
+    """The bytes that values keep alive: each memory once; memory of parameters, inputs and step-invariant values is free."""
     memories = {_memory(value) for value in values}
     own = (node for node in memories if node.op != "placeholder" and not node.meta.get("step_invariant"))
     return sum(tensor_meta(node).nbytes for node in own if is_tensor(node))
 
 
 def _memory(value: fx.Node) -> fx.Node:
-    """The node of the same slot in whose memory a value lies; what was received lies in memory of its own."""
+    """The node of the same phase that allocated a value's memory; a value received from another phase has its own memory."""
     node = value
     while shares_memory(node) and home_phase(node.all_input_nodes[0]) in (home_phase(value), None):
         node = node.all_input_nodes[0]

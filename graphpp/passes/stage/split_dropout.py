@@ -1,7 +1,7 @@
-"""Part dropout: the random numbers apart from the arithmetic, so that a compiler may have the arithmetic.
+"""Split dropout: draw the mask in one call, and leave the arithmetic to a compiler.
 
-Contract: afterwards dropout is a mask, drawn from the microbatch's key by a call of its own that reads nothing else, and two
-products with it: the same numbers as the operator's own, bit for bit. Other random operators stay as they are.
+Contract: afterwards dropout is a mask, drawn from the microbatch's key by a call that reads nothing else, and two
+multiplications with it. The numbers equal those of the operator, bit for bit. Other random operators stay as they are.
 """
 
 from __future__ import annotations
@@ -18,26 +18,26 @@ from graphpp.runtime.randomness import dropout_mask, seeded
 _aten = torch.ops.aten
 
 
-def split_dropout(slot: PhaseGraph) -> PhaseGraph:
-    """The program's graph with its dropouts parted; `slot` stays as it is."""
-    if not any(map(_is_dropout, slot.graph.nodes)):
-        return slot
+def split_dropout(source: PhaseGraph) -> PhaseGraph:
+    """A phase graph with every dropout split; `source` stays as it is."""
+    if not any(map(_is_dropout, source.graph.nodes)):
+        return source
     graph = fx.Graph()
-    known: dict[fx.Node, fx.Node] = {}
-    end = slot.graph.output_node()
-    graph.output(graph.graph_copy(slot.graph, known)).meta = dict(end.meta)
+    copies: dict[fx.Node, fx.Node] = {}
+    end = source.graph.output_node()
+    graph.output(graph.graph_copy(source.graph, copies)).meta = dict(end.meta)
     for node in [node for node in graph.nodes if _is_dropout(node)]:
-        _part(graph, node)
+        _split(graph, node)
     graph.lint()
-    return replace(slot, graph=graph)
+    return replace(source, graph=graph)
 
 
 def _is_dropout(node: fx.Node) -> bool:
     return node.target is seeded and node.args[2] is _aten.native_dropout.default and bool(node.args[5])
 
 
-def _part(graph: fx.Graph, node: fx.Node) -> None:
-    """x * mask * scale, in the operator's order."""
+def _split(graph: fx.Graph, node: fx.Node) -> None:
+    """Replace a dropout by x * mask * scale, multiplied in the operator's order."""
     key, index, _, x, probability, _ = node.args
     value = x.meta["val"]  # type: ignore[union-attr]
     like = {"size": list(value.shape), "stride": list(value.stride()), "dtype": value.dtype, "device": value.device}

@@ -1,22 +1,22 @@
-"""Split the backward: I computes what the previous stage waits for, W the rest.
+"""Split the backward: I computes the input gradients, which the previous stage waits for; W computes the weight gradients.
 
 Contract
 --------
-Beside the backward B of every stage there are then two graphs that together are it:
+The backward B of every stage stays, and two graphs are added that together compute the same:
 
-    I   sends what B sends; it has all nodes that a sent value needs, and no other node of the backward itself
-    W   all other nodes; so it has the gradients of parameters, but for those that I makes on the way
+    I   sends the values that B sends; it has all nodes that a sent value depends on, and no other backward node
+    W   has all other nodes, and so the gradients of parameters, except gradients that I computes on the way
 
-A value of the forward that is computed again for W alone (see `rematerialize.py`) is computed in that half which leaves fewer
-bytes waiting between them: in W, or already in I where all that it is computed from would have to wait else.
+A recomputed forward value (see `rematerialize.py`) that only W needs may run in either half, wherever fewer bytes stay alive
+between the two: in W, or in I if otherwise all its inputs would have to stay alive.
 
-Every node of B stands in exactly one of them, in its old order: nothing runs twice, and I then W has B's numbers to the
-bit. What arrived for B arrives for I. I keeps for W, as saved values, what W reads of it and of what arrived; what the
-forward saved stays where it is until the last of the two has read it. A stage that sends nothing (the first, those
-behind frozen ones) has an empty I.
+Every node of B stands in exactly one half, in its old order: nothing runs twice, and I followed by W computes B's numbers, bit
+for bit. I receives the values that B receives. I saves for W the values that W reads of I's nodes and of the received values; a
+value that the forward saved stays alive until the last of the two halves has read it. A stage that sends nothing (the first
+stage, or one behind frozen stages) has an empty I.
 
-`rerun` names nodes of I that W may compute again where that keeps fewer bytes; such a node may stand in both. The values kept
-are a minimum cut.
+`may_recompute` names nodes of I that W may run again where that keeps fewer bytes; such a node may stand in both halves. The
+values that I saves for W are a minimum cut.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING
 from torch import fx
 
 from graphpp.passes.graph.joint_graph import JointGraph, is_check, is_tensor, tensor_meta
-from graphpp.passes.graph.stage_graphs import B, GraphResults, PhaseGraph, PhaseKey, StagedGraphs, phase_graph
+from graphpp.passes.graph.stage_graphs import B, GraphResults, PhaseGraph, StagedGraphs, phase_graph
 from graphpp.passes.recompute.backward_needs import MayRecompute
 from graphpp.passes.stage.route_values import memory_bytes
 from graphpp.runtime import program
@@ -42,54 +42,57 @@ I, W = Phase.INPUT_GRAD, Phase.WEIGHT_GRAD  # noqa: E741 - the letters of the pa
 
 
 def never(node: fx.Node) -> bool:
-    """Nothing runs twice."""
+    """No node of I runs again in W."""
     return False
 
 
-def split_weight_grad(joint: JointGraph, staged: StagedGraphs, rerun: MayRecompute = never) -> StagedGraphs:
-    """The staged with I and W for every stage that has a backward; B stays, a schedule may use either."""
+def split_weight_grad(joint: JointGraph, staged: StagedGraphs, may_recompute: MayRecompute = never) -> StagedGraphs:
+    """Add I and W for every stage that has a backward; B stays, so that a schedule may use either. `staged` stays as it is."""
     named = {node.name: node for node in joint.graph.nodes}
-    slots, kept = dict(staged.graphs), [0] * len(staged.saved)
+    graphs, kept_bytes = dict(staged.graphs), [0] * len(staged.saved)
     for (phase, stage), whole in staged.graphs.items():
         if phase is B:
-            first, second = _halves(whole, rerun)
-            slots[I, stage], slots[W, stage] = first, second
-            held = [role.name for role in second.inputs if isinstance(role, program.Saved)]
-            kept[stage] = memory_bytes(named[name] for name in held)
-            _check(whole, first, second, rerun)
-    return replace(staged, graphs=slots, kept_bytes=tuple(kept))
+            first, second = _halves(whole, may_recompute)
+            graphs[I, stage], graphs[W, stage] = first, second
+            saved = [role.name for role in second.inputs if isinstance(role, program.Saved)]
+            kept_bytes[stage] = memory_bytes(named[name] for name in saved)
+            _check(whole, first, second, may_recompute)
+    return replace(staged, graphs=graphs, kept_bytes=tuple(kept_bytes))
 
 
-def _halves(whole: PhaseGraph, rerun: MayRecompute) -> tuple[PhaseGraph, PhaseGraph]:
-    results: GraphResults = list(zip(whole.outputs, whole.graph.output_node().args[0], strict=True))  # type: ignore[arg-type]
-    early = _needed(whole, [node for role, node in results if isinstance(role, program.Sent)])
-    sent = [(role, node) for role, node in results if isinstance(role, program.Sent) or node in early]
-    late = [(role, node) for role, node in results if (role, node) not in sent]
-    rest = {node for node in whole.graph.nodes if _runs(node) and node not in early}
-    seam = _Seam(whole, early, {node for _, node in late}, rerun)
-    kept, lifted = seam.cut(_order(whole))
-    again = _until((seam.read(rest - lifted) & early), kept)
+def _halves(whole: PhaseGraph, may_recompute: MayRecompute) -> tuple[PhaseGraph, PhaseGraph]:
+    values = whole.graph.output_node().args[0]
+    results: GraphResults = list(zip(whole.outputs, values, strict=True))  # type: ignore[arg-type]
+    in_i = _needed(whole, [node for role, node in results if isinstance(role, program.Sent)])
+    of_i = [(role, node) for role, node in results if isinstance(role, program.Sent) or node in in_i]
+    of_w = [(role, node) for role, node in results if (role, node) not in of_i]
+    rest = {node for node in whole.graph.nodes if _runs(node) and node not in in_i}
+    seam = _Seam(whole, in_i, {node for _, node in of_w}, may_recompute)
+    kept, moved = seam.cut(_order(whole))
+    again = _until((seam.read(rest - moved) & in_i), kept)
     handed = sorted((node for node in kept if not _stays(node)), key=_order(whole))
     saved: GraphResults = [(program.Saved(node.name), node) for node in handed]
-    first = _graph(whole, I, early | lifted, [*sent, *saved])
-    second = (rest - lifted) | again
-    return first, _graph(whole, W, second, late, {node: program.Saved(node.name) for node in handed})
+    first = _half(whole, I, in_i | moved, [*of_i, *saved])
+    second = _half(whole, W, (rest - moved) | again, of_w, {node: program.Saved(node.name) for node in handed})
+    return first, second
 
 
-def _graph(
-    whole: PhaseGraph, phase: Phase, nodes: set[fx.Node], results: GraphResults, handed: dict[fx.Node, InputRole] | None = None
+def _half(
+    whole: PhaseGraph,
+    phase: Phase,
+    nodes: set[fx.Node],
+    results: GraphResults,
+    handed: dict[fx.Node, InputRole] | None = None,
 ) -> PhaseGraph:
-    """One half, with those inputs of the whole that it reads, and what the other half handed to it."""
+    """One half: its inputs are the inputs of the whole that it reads, and the values that the other half saved for it."""
     nodes = nodes | {source for node in nodes for source in node.all_input_nodes if source.op == "get_attr"}
     read = {source for node in nodes for source in node.all_input_nodes} | {node for _, node in results}
-    given = {node: node.meta["role"] for node in whole.graph.find_nodes(op="placeholder") if node in read}
-    inputs = given | (handed or {})
-    slot: PhaseKey = (phase, whole.stage)
-    return phase_graph(slot, inputs, sorted(nodes, key=_order(whole)), results)
+    own = {node: node.meta["role"] for node in whole.graph.find_nodes(op="placeholder") if node in read}
+    return phase_graph((phase, whole.stage), own | (handed or {}), sorted(nodes, key=_order(whole)), results)
 
 
 def _needed(whole: PhaseGraph, sent: Iterable[fx.Node]) -> set[fx.Node]:
-    """The nodes that `sent` is computed from; results of one operation, and checks of what is there, go with it."""
+    """The nodes that the `sent` values depend on; with an operation go the items of its tuple, and the checks of its result."""
     needed: set[fx.Node] = set()
     pending = [node for node in sent if _runs(node)]
     while pending:
@@ -103,12 +106,12 @@ def _needed(whole: PhaseGraph, sent: Iterable[fx.Node]) -> set[fx.Node]:
 
 
 def _runs(node: fx.Node) -> bool:
-    """Whether a node computes; what an operation holds (a sub-graph) is at hand wherever it is named."""
+    """Whether a node computes; placeholders do not, nor attributes such as the sub-graph of a higher-order operator."""
     return node.op == "call_function"
 
 
 def _stays(node: fx.Node) -> bool:
-    """Whether W has a value at hand: an input of the stage, or what the forward saved; not what arrived for I."""
+    """Whether W has a value at hand: an input of the stage, or a value that the forward saved; not a value received for I."""
     return node.op == "placeholder" and not isinstance(node.meta["role"], program.Received)
 
 
@@ -116,34 +119,37 @@ def _order(whole: PhaseGraph) -> Callable[[fx.Node], int]:
     return {node: index for index, node in enumerate(whole.graph.nodes)}.__getitem__
 
 
-# ------------------------------------------------------------------------------------------ what I keeps for W
+# ------------------------------------------------------------------------------------------ values kept for W
 
 
 class _Seam:
-    """Between I and W: `early` runs in I, the rest in W, which makes `late` results."""
+    """The cut between I and W: nodes `in_i` run in I, the others in W; W returns the results `of_w`.
 
-    def __init__(self, whole: PhaseGraph, early: set[fx.Node], late: set[fx.Node], rerun: MayRecompute) -> None:
-        self._early, self._late, self._rerun = early, late, rerun
-        self._rest = [node for node in whole.graph.nodes if _runs(node) and node not in early]
+    `_movable`: nodes of W that may run in I instead: recomputed forward values, and values without a stage.
+    """
+
+    def __init__(self, whole: PhaseGraph, in_i: set[fx.Node], of_w: set[fx.Node], may_recompute: MayRecompute) -> None:
+        self._in_i, self._of_w, self._may_recompute = in_i, of_w, may_recompute
+        self._rest = [node for node in whole.graph.nodes if _runs(node) and node not in in_i]
         self._movable: set[fx.Node] = set()
-        for node in self._rest if early else ():
+        for node in self._rest if in_i else ():
             of_forward = node.meta.get("recomputed") or node.meta["stage"] is None
-            if of_forward and node not in late and all(map(self._is_there, node.all_input_nodes)):
+            if of_forward and node not in of_w and all(map(self._is_there, node.all_input_nodes)):
                 self._movable.add(node)
 
     def _is_there(self, node: fx.Node) -> bool:
-        """Whether I has a value, or may have it."""
-        return not _runs(node) or node in self._early or node in self._movable
+        """Whether I has a value, or could compute it."""
+        return not _runs(node) or node in self._in_i or node in self._movable
 
     def read(self, second: Iterable[fx.Node]) -> set[fx.Node]:
-        """What a W of these nodes reads."""
-        return {source for node in second for source in node.all_input_nodes} | self._late
+        """The values that a W of these nodes reads or returns."""
+        return {source for node in second for source in node.all_input_nodes} | self._of_w
 
     def cut(self, order: Callable[[fx.Node], int]) -> tuple[set[fx.Node], set[fx.Node]]:
-        """The values that W starts from, a cut of the fewest bytes; and what of W's runs in I already."""
+        """The values that W starts from, a cut of the fewest bytes; and the nodes of W that move to I."""
         read = self.read(node for node in self._rest if node not in self._movable)
-        handed = {node for node in self.read(self._rest) if node in self._early or node.op == "placeholder"}
-        if not self._movable and not any(map(self._rerun, handed & self._early)):
+        handed = {node for node in self.read(self._rest) if node in self._in_i or node.op == "placeholder"}
+        if not self._movable and not any(map(self._may_recompute, handed & self._in_i)):
             return handed, set()
         import networkx as nx  # 0.25 s that `import graphpp` need not take
 
@@ -153,22 +159,22 @@ class _Seam:
         return kept, {node for node in reached if node in self._movable and (node, "in") in near}
 
     def _reached(self, read: set[fx.Node]) -> set[fx.Node]:
-        """What W reads, and what that could be computed from in W."""
+        """The values that W reads, and the values from which W could compute those."""
         found: set[fx.Node] = set()
         pending = [node for node in read if self._is_there(node)]
         while pending:
             node = pending.pop()
             if node not in found and node.op != "get_attr":
                 found.add(node)
-                pending += node.all_input_nodes if self._in_w(node) else ()
+                pending += node.all_input_nodes if self._may_run_in_w(node) else ()
         return found
 
-    def _in_w(self, node: fx.Node) -> bool:
-        """Whether W may compute a value, alone or once more."""
-        return node in self._movable or (node in self._early and self._rerun(node))
+    def _may_run_in_w(self, node: fx.Node) -> bool:
+        """Whether W may compute a value: one that only W has, or one of I that may run again."""
+        return node in self._movable or (node in self._in_i and self._may_recompute(node))
 
     def _network(self, reached: list[fx.Node], read: set[fx.Node]) -> nx.DiGraph:
-        """Bytes weigh more than anything; of equal cuts the one with fewer nodes moved to I, on which others wait."""
+        """Among cuts of equal bytes, the one with fewest nodes moved to I wins, since the previous stage waits for I."""
         import networkx as nx
 
         network, weight = nx.DiGraph(), len(reached) + 1
@@ -178,7 +184,7 @@ class _Seam:
             if node in read:
                 network.add_edge((node, "out"), "W")
             sources = [source for source in node.all_input_nodes if source.op != "get_attr"]
-            if self._in_w(node):
+            if self._may_run_in_w(node):
                 network.add_edges_from(((source, "out"), (node, "in")) for source in sources)
             else:
                 network.add_edge("I", (node, "in"))
@@ -189,14 +195,14 @@ class _Seam:
 
 
 def _bytes(node: fx.Node) -> int | None:
-    """What keeping a value costs; the results of an operation with several are kept one by one, never as a tuple."""
+    """The bytes of keeping a value; None for a tuple, whose items are kept one by one."""
     if node.op == "placeholder" and not isinstance(node.meta["role"], program.Received | program.Saved):
         return 0
     return tensor_meta(node).nbytes if is_tensor(node) else None
 
 
 def _until(wanted: set[fx.Node], kept: set[fx.Node]) -> set[fx.Node]:
-    """What is computed again, from the values kept, to have those that are wanted."""
+    """The nodes to recompute so that the values `wanted` follow from the values `kept`."""
     again: set[fx.Node] = set()
     pending = list(wanted - kept)
     while pending:
@@ -207,10 +213,10 @@ def _until(wanted: set[fx.Node], kept: set[fx.Node]) -> set[fx.Node]:
     return again
 
 
-def _check(whole: PhaseGraph, first: PhaseGraph, second: PhaseGraph, rerun: MayRecompute) -> None:
-    """Every node of the backward stands in one half; every result comes out of one."""
+def _check(whole: PhaseGraph, first: PhaseGraph, second: PhaseGraph, may_recompute: MayRecompute) -> None:
+    """Raise `AssertionError` unless every node of the backward stands in a half, and every result comes from one half."""
     runs = Counter(node.name for half in (first, second) for node in half.graph.nodes if _runs(node))
-    again = {node.name: rerun(node) for node in whole.graph.nodes if _runs(node)}
+    again = {node.name: may_recompute(node) for node in whole.graph.nodes if _runs(node)}
     assert runs.keys() == again.keys(), f"lost between I and W: {again.keys() - runs.keys()}"
     assert all(again[name] for name, count in runs.items() if count > 1), "a node runs twice"
     results = [role for half in (first, second) for role in half.outputs if not isinstance(role, program.Saved)]

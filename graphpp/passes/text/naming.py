@@ -1,14 +1,14 @@
-"""How values, operators and literals of a graph are spelled in Python.
+"""Names and literals in Python for the values, operators and arguments of a graph.
 
 Contract
 --------
-- `PythonNames(graph)` gives every value one name that is no keyword, no builtin and nobody else's. Parameters, buffers,
-  inputs, constants and the seed are named after their roles (`layers_0_attn_wq_weight`, `args_0`, `seed`); all other
-  values, those sent, received and saved among them, bear their node's name.
-- Operators, devices and process groups get names too, to be bound once at the head of the text: `PythonNames.head`. Devices
-  and groups are numbered in order of appearance, so that texts of ranks that run on different GPUs, or exchange values
-  with other ranks, differ in these lines only.
-- An object that has no name in Python, or is a function of graphpp's own, is bound by the loader: `PythonNames.bindings`.
+- `PythonNames(graph)` gives every value a unique name that is no keyword and no builtin. Parameters, buffers, inputs,
+  constants and the seed are named after their roles (`layers_0_attn_wq_weight`, `args_0`, `seed`). All other values, sent,
+  received and saved ones included, have their node's name.
+- Operators, devices and process groups get names that the text binds once at its head: `PythonNames.head`. Devices and groups
+  are numbered in order of appearance. So the texts of two ranks that differ only in GPUs and groups differ in these lines
+  alone.
+- An object without a name in Python, or a function of graphpp's own, is bound by the loader: `PythonNames.bindings`.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ _TORCH_CONSTANTS = (torch.dtype, torch.layout, torch.memory_format, torch.qschem
 
 
 class PythonNames:
-    """Names for values, targets and literals of one graph; `head`, `modules` and `bindings` fill while it is used."""
+    """Names for values, targets and literals of one graph; `head`, `modules` and `bindings` fill up as names are asked for."""
 
     def __init__(self, graph: fx.Graph) -> None:
         self.values = _value_names(graph)
         self.head: dict[str, str] = {}  # name -> expression
-        self.modules: set[str] = set()  # to import, besides torch
+        self.modules: set[str] = set()  # modules to import, besides torch
         self.bindings: dict[str, Any] = {}
         self._names: dict[str, str] = {}  # expression -> name
         self._taken = _RESERVED | set(self.values.values())
@@ -55,27 +55,27 @@ class PythonNames:
 
     @property
     def groups(self) -> tuple[str, ...]:
-        """The names in `head` that are names of process groups."""
+        """The names in `head` that are process groups."""
         return tuple(name for name in self.head if name.startswith("_group_"))
 
     def group(self, name: str) -> str:
-        """A name for the name of a process group."""
+        """The name in the text for a process group, by the group's name in this process."""
         return self._at_head(f"_group_{len(self.groups)}", repr(name))
 
     def target(self, target: Any) -> str:
-        """A short name for an operator or function."""
-        spelled = python_name(target)
-        if spelled is None:
+        """The name in the text for an operator or function."""
+        full_name = python_name(target)
+        if full_name is None:
             return self.bound(target, f"_{target.__name__}" if isinstance(target, FunctionType) else "")
-        if "." not in spelled:
-            return spelled
-        module = spelled.rpartition(".")[0]
+        if "." not in full_name:
+            return full_name
+        module = full_name.rpartition(".")[0]
         if module in sys.modules and module != "torch":
             self.modules.add(module)
-        return self._at_head("_" + re.sub(r"\W+", "_", spelled.removeprefix("torch.ops.")), spelled)
+        return self._at_head("_" + re.sub(r"\W+", "_", full_name.removeprefix("torch.ops.")), full_name)
 
     def literal(self, value: Any) -> str:
-        """An argument: a value of the graph, a literal, or a list, tuple, dict or slice of them."""
+        """An argument as Python: a value of the graph, a literal, or a list, tuple, dict or slice of these."""
         if isinstance(value, fx.Node):
             return self.values[value]
         if isinstance(value, list | tuple):
@@ -88,7 +88,7 @@ class PythonNames:
         return self._scalar(value)
 
     def bound(self, value: Any, wanted: str = "") -> str:
-        """A name for an object that the loader binds."""
+        """The name in the text for an object that the loader binds; `wanted`, if it is free."""
         for name, other in self.bindings.items():
             if other is value:
                 return name
@@ -113,7 +113,7 @@ class PythonNames:
 
 def _plain(value: Any) -> str:
     """A number, string or constant of torch as a literal; empty for anything else."""
-    kind = type(value)  # exactly: an enum or a numpy number is an int or a float too, and prints as something else
+    kind = type(value)  # exactly: an enum or numpy number is an instance of int or float, too, but its repr is no literal
     if kind is complex:
         return f"complex({_plain(value.real)}, {_plain(value.imag)})"
     if kind is float and not math.isfinite(value):
@@ -125,7 +125,7 @@ def _plain(value: Any) -> str:
 
 @functools.cache
 def python_name(target: Any) -> str | None:
-    """The full Python name of an operator or function, or None if no name leads to it."""
+    """The full Python name of an operator or function, or None if it cannot be reached by a name."""
     if isinstance(target, _OPERATOR):
         return functools.reduce(_attribute, str(target).split("."), "torch.ops")
     name, module = getattr(target, "__name__", ""), getattr(target, "__module__", None)
@@ -142,12 +142,12 @@ def python_name(target: Any) -> str | None:
 
 
 def _attribute(owner: str, name: str) -> str:
-    """`aten.random.from` is an operator, and no Python."""
+    """`owner.name`; by `getattr` for a keyword, as in the operator `aten.random.from`."""
     return f"getattr({owner}, {name!r})" if keyword.iskeyword(name) else f"{owner}.{name}"
 
 
 def _value_names(graph: fx.Graph) -> dict[fx.Node, str]:
-    """One name per value; the values that keep their node's name choose first."""
+    """One name per value; values that keep their node's name get theirs first."""
     wanted = {node: _wanted(node) for node in graph.nodes if node.op != "output"}
     names: dict[fx.Node, str] = {}
     taken = set(_RESERVED)
@@ -158,7 +158,7 @@ def _value_names(graph: fx.Graph) -> dict[fx.Node, str]:
 
 
 def _wanted(node: fx.Node) -> str:
-    """In a woven graph with the letters of the part in front, which a node's own name has."""
+    """The name that a value should get: in a woven graph with the part's prefix, which a node's own name already has."""
     part = node.meta.get("part")
     wanted = _plain_name(node)
     return wanted if part is None or wanted == node.name else f"{part.prefix}_{wanted.lstrip('_')}"
@@ -181,7 +181,7 @@ def _free(name: str, taken: set[str] | frozenset[str]) -> str:
 
 
 def format_value(value: Any) -> str:
-    """`f32[8, 16]`, or a tuple of them."""
+    """Dtype and shape of a value, or of each value of a tuple: `f32[8, 16]`."""
     if isinstance(value, torch.Tensor):
         return f"{format_dtype(value.dtype)}{list(value.shape)}"
     if isinstance(value, list | tuple):
@@ -190,5 +190,5 @@ def format_value(value: Any) -> str:
 
 
 def format_dtype(dtype: torch.dtype) -> str:
-    """`bf16`."""
+    """The short name of a dtype: `bf16`."""
     return _TYPES.get(dtype, str(dtype).removeprefix("torch."))

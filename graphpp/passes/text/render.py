@@ -1,18 +1,19 @@
-"""Print a graph as Python: the text that runs is the text that is dumped.
+"""Render a graph as Python: the text that runs is the text that is dumped.
 
 Contract
 --------
-`render(graph)` returns a module text with one function `run(boxed)`: it takes a list of inputs, empties it, and returns
-a tuple. Every value is deleted right after its last use, inputs included, so nothing lives longer than it is needed.
-With gradients among the results it is `run(boxed, take)`: each gradient is handed to `take(index, value)` as soon as no
-other operation reads it, and what `take` returns stands in the tuple (by default the value), so that a runtime can add
-a gradient up while its memory is warm and let it go. A gradient that is a node `deferred_matmul(a, b)` is no value at all:
-`take.matmul(index, a, b)` gets its factors, and what that returns stands in the tuple. Then the text has a class for the
-default `take`, which makes the gradient.
-A region (`outline_regions`) is called with a list that it empties, so it too lets go of each input after its last use.
-Each line carries dtype and shape, the module call and the user's source line as a comment; inputs and results carry
-their roles (`meta["role"]` of a placeholder, `meta["roles"]` of the output); in a graph with nodes of several stages
-each line says its stage, in a woven one its part. Names are those of `spelling`.
+`render(graph)` returns the text of a module with one function `run(boxed)`. It takes a list of inputs, empties it, and returns
+a tuple. Every value, inputs included, is deleted right after its last use, so that no memory is held longer than needed.
+If the results include gradients, the function is `run(boxed, take)`. Each gradient is handed to `take(index, value)` as soon
+as no other operation reads it, and the tuple has the return value of `take` in its place (by default the gradient). So the
+runtime can accumulate a gradient while it is in the cache, and free it. The program never computes a gradient that is a node
+`deferred_matmul(a, b)`: `take.matmul(index, a, b)` gets the factors, and its return value stands in the tuple. Then the text
+includes a class for the default `take`, which multiplies.
+
+A region (`outline_regions.py`) is called with a list that the region empties, so that it too frees each input after the last
+use. Each line has a comment: dtype and shape, the module call, the user's source line; for an input or a result, the role
+(`meta["role"]` of a placeholder, `meta["roles"]` of the output); the stage, if nodes of several stages are there; the part,
+in a woven graph. Names come from `naming.py`.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ Run = Callable[..., Sequence[Any]]
 
 @dataclass(frozen=True)
 class RenderedGraph:
-    """Text of a module with `run`, the objects it names but cannot spell, the names of devices and groups at its head."""
+    """The text of a module with `run`; the objects to bind before it runs; the names of devices and groups at its head."""
 
     text: str
     bindings: dict[str, Any]
@@ -55,7 +56,7 @@ class RenderedGraph:
     groups: tuple[str, ...] = ()
 
     def load(self, filename: str) -> Run:
-        """Compile the text and return its `run`; tracebacks show `filename` (numbered if it is taken) and the line."""
+        """Compile the text and return its `run`; tracebacks show `filename`, numbered if it is taken, and the line."""
         filename = _shown(filename, self.text)
         namespace: dict[str, Any] = dict(self.bindings)
         exec(compile(self.text, filename, "exec"), namespace)
@@ -65,7 +66,7 @@ class RenderedGraph:
 
 
 def _shown(filename: str, text: str) -> str:
-    """Let tracebacks show the lines of `text` under this name, or this name with a number where another text has it."""
+    """Register `text` for tracebacks under `filename`, with a number if another text has that name; return the name."""
     numbered = (filename if number == 1 else f"{filename} {number}" for number in itertools.count(1))
     free = next(name for name in numbered if name not in linecache.cache)
     linecache.cache[free] = (len(text), None, text.splitlines(keepends=True), free)
@@ -75,7 +76,7 @@ def _shown(filename: str, text: str) -> str:
 def render(graph: fx.Graph, title: str = "") -> RenderedGraph:
     """The graph as a Python module with `run(boxed)`; `title` becomes its docstring."""
     names = PythonNames(graph)
-    taken = _taken(graph)
+    taken = _gradients_to_take(graph)
     body = list(_body(graph, names, taken))
     head = [docstring(title), "", *(f"import {module}" for module in sorted(names.modules | {"torch"})), ""]
     head += [f"{name} = {expression}" for name, expression in sorted(names.head.items())]
@@ -87,17 +88,17 @@ def render(graph: fx.Graph, title: str = "") -> RenderedGraph:
 
 
 def docstring(text: str) -> str:
-    """A docstring that says `text`."""
+    """`text` as a docstring, escaped."""
     return '"""' + text.replace("\\", "\\\\").replace('"""', "'''") + '"""'
 
 
 def code(text: str) -> str:
-    """A rendered text without its docstring."""
+    """The rendered text of a module without the module's docstring."""
     return text.partition('"""')[2].partition('"""')[2].lstrip("\n")
 
 
 def define(name: str, value: Any) -> str:
-    """Python that defines `name` as a bound object: a sub-graph or a function; `TypeError` where there is none."""
+    """Python that defines `name` as a bound object: a sub-graph, or a function of graphpp. Raises `TypeError` for others."""
     if isinstance(value, fx.GraphModule):
         return _subgraph(name, value)
     if isinstance(value, FunctionType) and value.__module__.startswith("graphpp."):
@@ -106,7 +107,7 @@ def define(name: str, value: Any) -> str:
 
 
 def _subgraph(name: str, module: fx.GraphModule) -> str:
-    """The body of a higher-order operator as a function, its own sub-graphs inside."""
+    """The sub-graph of a higher-order operator as a function, with its own sub-graphs as inner functions."""
     names = PythonNames(module.graph)
     lines = [_statement(node, names) for node in module.graph.nodes if node.op not in ("placeholder", "output")]
     result = names.literal(module.graph.output_node().args[0])
@@ -118,7 +119,7 @@ def _subgraph(name: str, module: fx.GraphModule) -> str:
 
 
 def _sources(function: FunctionType) -> list[str]:
-    """The source of a function, and of the functions and numbers of its module that it uses."""
+    """The source of a function, and of the functions and numbers that it uses from its own module."""
     texts: dict[str, str] = {}
 
     def visit(name: str, value: Any) -> None:
@@ -137,8 +138,8 @@ def _has_gradients(graph: fx.Graph) -> bool:
     return any(isinstance(role, program.Gradient) for role in graph.output_node().meta.get("roles") or ())
 
 
-def _taken(graph: fx.Graph) -> dict[fx.Node, int]:
-    """The gradients among the results, with their indices; a value that stands twice stays where it is."""
+def _gradients_to_take(graph: fx.Graph) -> dict[fx.Node, int]:
+    """The gradients to hand to `take`, with their indices among the results; a gradient that is two results is returned."""
     end = graph.output_node()
     results: Sequence[fx.Node] = end.args[0]  # type: ignore[assignment]
     pairs = zip(results, end.meta.get("roles") or (), strict=False)
@@ -176,7 +177,7 @@ def _body(graph: fx.Graph, names: PythonNames, taken: Mapping[fx.Node, int]) -> 
 
 
 def _region_call(node: fx.Node, names: PythonNames, ending: Sequence[fx.Node], notes: _Notes) -> Iterable[str]:
-    """Hand a region a list of what it reads, which it empties: what ends with it is let go before it is called."""
+    """Call a region with a list of its inputs, which it empties; values without a later reader are deleted before the call."""
     name, dead = names.values[node], ", ".join(names.values[value] for value in ending if value is not node)
     yield f"{name} = {names.literal(list(node.args))}{f'; del {dead}' * bool(dead)}"
     call: RegionCall = node.target  # type: ignore[assignment]
@@ -187,7 +188,7 @@ def _statement(node: fx.Node, names: PythonNames) -> str:
     """`name = target(arguments)`."""
     name = names.values[node]
     if node.op == "get_attr":
-        return f"{name} = {names.bound(_held(node), f'_{name}')}"
+        return f"{name} = {names.bound(_attribute(node), f'_{name}')}"
     if node.op != "call_function":
         raise TypeError(f"{node.op} {node.target}")
     if node.target is operator.getitem:
@@ -208,15 +209,15 @@ def _argument(node: fx.Node, place: int | str, value: Any, names: PythonNames) -
     return names.group(group_of(node)) if names_group(node, place) else names.literal(value)
 
 
-def _held(node: fx.Node) -> Any:
-    """What a `get_attr` node gets."""
+def _attribute(node: fx.Node) -> Any:
+    """The object that a `get_attr` node names."""
     if "held" in node.meta:
         return node.meta["held"]
     return operator.attrgetter(str(node.target))(node.graph.owning_module)
 
 
 def _is_plain(key: str) -> bool:
-    """Whether a name can stand before `=`; aten has arguments that are called `from`."""
+    """Whether a name can be a keyword of a call; some arguments of aten operators are called `from`."""
     return key.isidentifier() and not keyword.iskeyword(key)
 
 
@@ -233,7 +234,7 @@ def _return(node: fx.Node, names: PythonNames) -> Iterable[str]:
 
 
 def _last_uses(graph: fx.Graph, taken: Mapping[fx.Node, int]) -> dict[fx.Node, list[fx.Node]]:
-    """For each node but the output, the values that nobody reads after it; the output does not read what is taken."""
+    """For each node, the values whose last reader it is; a gradient handed to `take` is not read by the output."""
     seen: set[fx.Node] = set()
     last: dict[fx.Node, list[fx.Node]] = {}
     for node in reversed(graph.nodes):
@@ -246,7 +247,7 @@ def _last_uses(graph: fx.Graph, taken: Mapping[fx.Node, int]) -> dict[fx.Node, l
 
 
 class _Notes:
-    """The comments of a graph's lines."""
+    """The comments at the ends of a text's lines."""
 
     def __init__(self, graph: fx.Graph) -> None:
         stages = {node.meta.get("stage") for node in graph.nodes if node.op != "placeholder"} - {None}
@@ -265,18 +266,18 @@ class _Notes:
         return _comment(" ".join(words))
 
     def _part(self, node: fx.Node) -> list[str]:
-        """`stage 0 forward,` in a woven graph."""
+        """The part of a line in a woven graph: `stage 0 forward,`."""
         return [f"{node.meta['part'].title},"] if "part" in node.meta else []
 
     def _stage(self, node: fx.Node) -> list[str]:
-        """The stage, where that says something; a value without a stage is computed in every stage that reads it."""
+        """The stage of a line, if the graph has several; every stage that reads a value without a stage computes it."""
         if "part" in node.meta or not self.many_stages:
             return self._part(node)
         return ["any stage" if node.meta["stage"] is None else f"stage {node.meta['stage']}"]
 
 
 def format_role(role: InputRole | OutputRole) -> str:
-    """`gradient of layers.0.wq.weight`."""
+    """A role in words: `gradient of layers.0.wq.weight`."""
     match role:
         case program.Gradient(fqn):
             return f"gradient of {fqn}"

@@ -1,9 +1,9 @@
-"""A graph as a file that runs by itself, with nothing but torch.
+"""Write a rendered graph as a Python file that runs with torch alone.
 
-Contract: `standalone(...)` is the text that the pipeline runs, unchanged, under a docstring that says where it comes
-from, and over a `main` that makes inputs of the right shape, strides, dtype and device, runs it, and prints the
-results' names, dtypes and shapes. What the pipeline binds (sub-graphs, graphpp's own functions) is spelled out; where
-that cannot be, or where an operator comes from another library than torch, the docstring says what is missing.
+Contract: `standalone(...)` is the text that the pipeline runs, unchanged. A docstring before it says which pass made it. A
+`main` after it makes inputs of the right shape, strides, dtype and device, runs the text, and prints the results' names,
+dtypes and shapes. The file defines the objects that the pipeline binds (sub-graphs, graphpp's own functions). If an object
+cannot be defined, or an operator comes from another library than torch, the docstring names what is missing.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ if __name__ == "__main__":
 
 @dataclass(frozen=True)
 class Origin:
-    """Where a text comes from: what it is, the pass that made it, how long that took (seconds), the file's name."""
+    """The origin of a text: its title, the pass that made it, the pass's time (seconds), the file's name."""
 
     title: str
     made_by: str
@@ -76,13 +76,13 @@ class Origin:
 
 @dataclass
 class _Bound:
-    """Definitions of what a text binds, and what has none."""
+    """Definitions of the objects that a text binds, and the objects that cannot be defined."""
 
     definitions: list[str] = field(default_factory=list)
     missing: list[str] = field(default_factory=list)
 
     def define(self, name: str, value: Any) -> None:
-        """Spell one object, or say that it cannot be."""
+        """Define one object, or note that it cannot be defined."""
         try:
             self.definitions.append(define(name, value))
         except TypeError as fault:
@@ -90,7 +90,7 @@ class _Bound:
             self.missing.append(f"{name}, which cannot be spelled: {fault}")
 
     def input(self, name: str, node: fx.Node) -> str:
-        """The facts of one example input, or its value."""
+        """One example input as Python: its name, shape, strides, dtype and device; or its name and value."""
         value = node.meta.get("val")
         if isinstance(value, torch.Tensor):
             return repr((name, tuple(value.shape), tuple(value.stride()), value.dtype, str(value.device)))
@@ -100,12 +100,12 @@ class _Bound:
 
 
 def standalone(graph: fx.Graph, rendered: RenderedGraph, origin: Origin) -> str:
-    """The file: docstring, the rendered text, definitions of what it binds, example inputs, `main`."""
+    """The file: docstring, rendered text, definitions of bound objects, example inputs, `main`."""
     bound = _Bound()
     for name, value in rendered.bindings.items():
         bound.define(name, value)
     bound.missing += [f"{name}, a process group of the run" for name in rendered.groups]
-    names = PythonNames(graph).values  # not in the order of the graph
+    names = PythonNames(graph).values  # this mapping is not in the order of the graph
     inputs = [bound.input(names[node], node) for node in graph.find_nodes(op="placeholder")]
     main = _MAIN.format(
         inputs=_listed(inputs),
@@ -149,7 +149,7 @@ def _version() -> str:
 
 
 def _results(graph: fx.Graph) -> list[str]:
-    """`loss`, `gradient of layers.0.wq.weight`, `sent mm_4`; a name alone where results have no roles."""
+    """The results' names: `loss`, `gradient of layers.0.wq.weight`, `sent mm_4`; the node's name if roles are missing."""
     end = graph.output_node()
     names = [str(value) for value in end.args[0]]  # type: ignore[union-attr]
     roles = [format_role(role) for role in end.meta.get("roles", ())] or [""] * len(names)
@@ -158,5 +158,5 @@ def _results(graph: fx.Graph) -> list[str]:
 
 
 def _foreign(text: str) -> list[str]:
-    """Namespaces of operators that torch does not bring."""
+    """The namespaces of operators in a text that torch does not define."""
     return sorted(set(re.findall(r"torch\.ops\.(\w+)\.", text)) - _OWN)

@@ -226,8 +226,8 @@ def _replace(staged: StagedGraphs, slot: tuple[Phase, int], outputs: tuple[p.Out
 @pytest.mark.parametrize(
     ("damage", "said"),
     [
-        (lose_a_node, "reader stands in 0 slots"),
-        (double_a_node, "v stands in 2 slots"),
+        (lose_a_node, "reader stands in 0 phase graphs"),
+        (double_a_node, "v stands in 2 phase graphs"),
         (lose_a_result, "lost or doubled"),
         (double_a_result, "lost or doubled"),
     ],

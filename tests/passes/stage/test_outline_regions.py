@@ -89,7 +89,7 @@ def test_a_program_computes_the_same_with_its_regions_taken_out(choices: dict[st
         for call in made.calls:
             call.run = interpreted(call)
         before = render(slot.graph).load("<before>")(values(slot))
-        after = render(made.slot.graph).load("<after>")(values(made.slot))
+        after = render(made.phase_graph.graph).load("<after>")(values(made.phase_graph))
         assert made.calls or slot.phase is Phase.INPUT_GRAD  # the first stage sends no gradient
         assert all(torch.equal(one, other) for one, other in zip(before, after, strict=True))
 
@@ -141,10 +141,11 @@ def test_inputs_of_a_region_die_inside_it() -> None:
 
     for call in made.calls:
         call.run = watching(call)
-    given = values(made.slot)
-    render(made.slot.graph).load("<region>")(given)
+    given = values(made.phase_graph)
+    render(made.phase_graph.graph).load("<region>")(given)
     assert given == []
-    assert sum(died) == len(made.slot.graph.find_nodes(op="placeholder")) + len(made.calls) - 1  # and what regions hand on
+    inputs = len(made.phase_graph.graph.find_nodes(op="placeholder"))
+    assert sum(died) == inputs + len(made.calls) - 1  # inputs, and the values that regions hand on
 
 
 def test_random_operators_stay_outside_and_masks_need_nothing() -> None:
@@ -152,7 +153,7 @@ def test_random_operators_stay_outside_and_masks_need_nothing() -> None:
     slot = next(slot for slot in found if slot.phase is Phase.FORWARD)
     assert any(node.target is seeded for node in slot.graph.nodes)
     made = outline_regions(split_dropout(slot), layer)
-    masks = [node for node in made.slot.graph.nodes if node.target is dropout_mask]
+    masks = [node for node in made.phase_graph.graph.nodes if node.target is dropout_mask]
     assert len(masks) == 2
     assert all(source.op == "placeholder" for mask in masks for source in mask.all_input_nodes)
     assert len(made.calls) == 3  # the layers are whole: what is random comes in
@@ -190,7 +191,8 @@ def test_the_copy_of_a_buffer_that_is_overwritten_is_not_left_to_a_compiler() ->
     (forward, *_), layer = slots(Average())
     copies = [node for node in forward.graph.nodes if node.target is torch.ops.aten.clone.default]
     assert copies
-    outside = [node for node in outline_regions(forward, layer).slot.graph.nodes if node.target is torch.ops.aten.clone.default]
+    nodes = outline_regions(forward, layer).phase_graph.graph.nodes
+    outside = [node for node in nodes if node.target is torch.ops.aten.clone.default]
     assert len(outside) == len(copies)
 
 
@@ -200,6 +202,6 @@ def test_the_results_of_an_operation_are_in_its_region_whatever_layer_they_say()
     given = values(forward)
     for call in outlined.calls:
         call.run = interpreted(call)
-    results = render(outlined.slot.graph).load("<outlined>")(list(given))
+    results = render(outlined.phase_graph.graph).load("<outlined>")(list(given))
     expected = render(forward.graph).load("<whole>")(list(given))
     assert all(torch.equal(one, other) for one, other in zip(results, expected, strict=True))
