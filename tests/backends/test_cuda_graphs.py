@@ -1,7 +1,7 @@
-"""CUDA graphs without CUDA: a recorder for the CPU whose recordings behave as graphs of one memory pool do.
+"""CUDA graphs without CUDA: a recorder for the CPU whose recordings behave like graphs of one memory pool.
 
-What is recorded has not run; a replay runs it again on the memory that was recorded, and may write over the results of
-every other recording of the pool. So whatever is read after another replay, or was not copied in, is wrong and is seen.
+Recording a program does not execute it. A replay runs it on the recorded memory and overwrites the results of every other
+recording in the pool. So a test fails if a result is read after another replay, or if an argument was not copied in.
 """
 
 import logging
@@ -27,7 +27,7 @@ Results = Sequence[Any]
 
 
 class Pool:
-    """Recordings that share their memory."""
+    """A `GraphRecorder` whose recordings share their memory: each replay overwrites the results of all recordings."""
 
     def __init__(self) -> None:
         self.device = torch.device("cpu")
@@ -132,7 +132,7 @@ def test_parameters_are_read_in_place_and_recorded_again_where_they_moved() -> N
     w, x = W.clone(), torch.randn(3, 2)
     warm(program, w, C)
     program.run([x, w, C])
-    w.mul_(2)  # an optimizer
+    w.mul_(2)  # as an optimizer does
     assert torch.equal(program.run([x, w, C])[0], x @ w + C)
     assert pool.recordings == 1
     moved = w.clone() + 1
@@ -165,7 +165,7 @@ def test_inputs_of_other_strides_and_repeated_elements() -> None:
 
 
 def test_gradients_are_handed_over() -> None:
-    """Those that the program hands out; one that is another result too it returns."""
+    """A gradient goes to the sink; a gradient that is another result too is returned."""
     taken: dict[int, torch.Tensor] = {}
 
     def run(boxed: list[Any], take: Any = None) -> tuple[Any, ...]:
@@ -186,7 +186,7 @@ def test_gradients_are_handed_over() -> None:
 
 
 class Sums:
-    """Adds up what it is handed, products written into the sums."""
+    """A gradient sink that adds up the gradients; matrix products are added into the sum."""
 
     def __init__(self) -> None:
         self.total, self.order = torch.zeros(2, 2), list[str]()
@@ -201,7 +201,7 @@ class Sums:
 
 
 def test_factors_are_multiplied_after_the_replay_in_the_programs_order() -> None:
-    """Their memory may be written over by the next replay, so not later."""
+    """The factors are multiplied before the next replay, which may overwrite their memory."""
 
     def run(boxed: list[Any], take: Any = None) -> tuple[Any, ...]:
         take, (x,) = take or ReturningSink(), boxed

@@ -1,4 +1,4 @@
-"""`backend=`: a function of the caller's sees each distinct region once; Inductor is as close as it promises, and is cached."""
+"""`backend=`: the caller's function gets each distinct region once; Inductor keeps its tolerance and its cache."""
 
 import gc
 import itertools
@@ -31,14 +31,14 @@ needs_compiler = pytest.mark.skipif(not any(map(shutil.which, ("g++", "clang++",
 
 
 def interpreted(module: fx.GraphModule, examples: list[Tensor]) -> Callable[..., Any]:
-    """The simplest backend: what it is given runs as it is."""
+    """The simplest backend: the region's module itself."""
     return module
 
 
 EXACT = {"backend": interpreted, "gradients": graphpp.Gradients(fused=False)}
 
 
-# ---------------------------------------------------------------------------------------------- a function of the caller's
+# ---------------------------------------------------------------------------------------------- the caller's function
 
 
 @pytest.mark.parametrize("name", sorted(CASES))
@@ -55,7 +55,7 @@ def test_on_two_ranks(schedule: str) -> None:
 
 
 class Windows(nn.Module):
-    """Hands on windows of what it makes, whose elements lie over each other."""
+    """Returns overlapping windows (`unfold`) of its result."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -66,7 +66,7 @@ class Windows(nn.Module):
 
 
 class Looking(nn.Module):
-    """Reads windows."""
+    """Reads overlapping windows."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -81,7 +81,7 @@ Relay = Callable[[Tensor], Tensor]
 
 
 def strict(module: fx.GraphModule, examples: list[Tensor], relay: Relay = lambda x: x) -> Callable[..., Any]:
-    """What is compiled wants the strides that it was compiled for, and may return others."""
+    """A backend whose regions assert the strides of their inputs; `relay` may change the strides of their results."""
 
     def run(*args: Tensor) -> Any:
         for value, fake in zip(args, examples, strict=True):
@@ -93,7 +93,7 @@ def strict(module: fx.GraphModule, examples: list[Tensor], relay: Relay = lambda
 
 
 def sees_windows(rank: int) -> bool:
-    """A step in which what is compiled is given the strides that it was compiled for."""
+    """Run a step; the regions of `strict` assert that their inputs have the strides that they were compiled for."""
     torch.manual_seed(0)
     pipe = graphpp.compile(
         nn.Sequential(Windows(), Looking()), nn.functional.mse_loss, split=["1"], microbatches=2, backend=strict
@@ -103,7 +103,7 @@ def sees_windows(rank: int) -> bool:
 
 
 class Joined(nn.Module):
-    """Parts of a larger tensor: their gradients are windows into its gradient."""
+    """Concatenates three tensors, whose gradients are windows into the result's gradient."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -154,7 +154,7 @@ def test_results_that_are_not_those_of_the_region_raise(change: Callable[[Any], 
 
 
 def with_buffers(count: int) -> Callable[..., Any]:
-    """A backend with sets of buffers for its results, as one that replays a recording has; it takes them in turn."""
+    """A backend that returns results in one of `count` sets of buffers, in turn, as a replayed recording does."""
 
     def backend(module: fx.GraphModule, _: list[Tensor]) -> Callable[..., Any]:
         sets: deque[list[Tensor]] = deque()
@@ -176,7 +176,7 @@ def with_buffers(count: int) -> Callable[..., Any]:
 
 @pytest.mark.parametrize(("buffers", "microbatches"), [(1, 1), (1, 2), (2, 1), (2, 3)])
 def test_results_in_the_memory_of_earlier_ones_raise(buffers: int, microbatches: int) -> None:
-    """One microbatch: the equal layers share what was compiled."""
+    """With one microbatch, the equal layers share one compiled region."""
     model, x = nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), nn.GELU()) for _ in range(8))), torch.randn(6, 4)
     pipe = graphpp.compile(
         model, nn.functional.mse_loss, split=2, microbatches=microbatches, backend=with_buffers(buffers), schedule="GPipe"
@@ -186,7 +186,7 @@ def test_results_in_the_memory_of_earlier_ones_raise(buffers: int, microbatches:
 
 
 class Constant(nn.Module):
-    """Some results depend on no input, and some are views of one."""
+    """Has results that depend on no input, and results that are views of an input."""
 
     def forward(self, x: Tensor) -> Tensor:
         return torch.cat((x.T[1:].T, torch.full((len(x), 1), 2.0)), 1) * x.T.T
@@ -249,7 +249,7 @@ def test_what_cannot_be_compiled_runs_eagerly_with_a_warning_that_names_it() -> 
     )
     with pytest.warns(UserWarning, match=r"(?s)1 of stage 1 (forward|backward) cannot be compiled.*no gelu here") as caught:
         pipe.step(x, target=x)
-    assert len(caught) == 2  # the forward and the backward of the one layer
+    assert len(caught) == 2  # forward and backward of the one distinct layer
     assert all(torch.equal(value, expected.grads[0][name]) for name, value in gradients(model).items())
 
 
@@ -271,7 +271,7 @@ def test_a_backend_that_changes_the_graph_and_then_gives_up_changes_nothing() ->
 
 
 class Held(nn.Module):
-    """Hands out its parameter in another shape: its gradient is a view of what a layer's backward makes."""
+    """Returns its parameter in another shape: the parameter's gradient is a view of a gradient from a layer's backward."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -282,7 +282,7 @@ class Held(nn.Module):
 
 
 class Added(nn.Module):
-    """Adds two tensors, each times the same number: their gradients are equal, and made one by one."""
+    """Adds two tensors, each times the same number: their gradients are equal and computed by two operations."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -306,7 +306,7 @@ class Twins(nn.Module):
 
 
 def merging(module: fx.GraphModule, examples: list[Tensor]) -> Callable[..., Any]:
-    """A backend that makes equal values once, and hands them out as often as they are asked for."""
+    """A backend with common subexpression elimination: equal results are one tensor."""
     made: dict[str, fx.Node] = {}
     for node in module.graph.nodes:
         first = made.setdefault(f"{node.target} {node.args} {node.kwargs}", node)
@@ -398,7 +398,7 @@ def test_what_was_compiled_goes_with_the_last_graph_it_is_for() -> None:
         gc.collect()
         alive.append(sum(module() is not None for module in compiled))
     assert len(compiled) == 4 * alive[0]
-    assert alive[1:] == [2 * alive[0]] * 3  # the first graph, which says what the pipeline is, and the latest
+    assert alive[1:] == [2 * alive[0]] * 3  # alive: the first graph, which defines the pipeline, and the latest
 
 
 def test_verify_runs_a_backend() -> None:
@@ -408,7 +408,7 @@ def test_verify_runs_a_backend() -> None:
 
 
 def scaled(factor: float) -> Callable[..., Any]:
-    """A backend whose every result is so many times what it should be, half of them less and half more."""
+    """A backend whose results are wrong by `factor` or `1 / factor`, in turn."""
 
     def compile_region(module: fx.GraphModule, examples: list[Tensor]) -> Callable[..., Any]:
         def run(*args: Tensor) -> Any:
@@ -426,7 +426,7 @@ def test_verify_finds_a_backend_that_computes_something_else() -> None:
 
 
 def test_verify_measures_what_rounding_does_to_a_step() -> None:
-    """Batch norm of two rows that hardly differ: rounding alone moves gradients by more than any fixed tolerance."""
+    """Batch norm of two nearly equal rows: rounding alone changes gradients by more than any fixed tolerance."""
     model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4, eps=1e-8), nn.Linear(4, 4), nn.BatchNorm1d(4, eps=1e-8))
     rows = torch.randn(1, 4) + 0.1 * torch.randn(4, 4)
     parts = [graphpp.Microbatch((rows[i : i + 2],), target=torch.randn(2, 4)) for i in (0, 2)]
@@ -444,7 +444,7 @@ def test_verify_measures_what_rounding_does_to_a_step() -> None:
 
 
 def close(case: Case, pipe: graphpp.Pipeline, microbatches: int = 4) -> None:
-    """A step's losses and gradients are eager's to 1e-5 of their largest element."""
+    """Assert that a step's gradients equal eager's to 1e-5 of their largest element, and its losses to a relative 1e-5."""
     expected = eager_steps(case.model, case.loss, [case.batch], microbatches, 1)
     found = step(pipe, case.batch)
     torch.testing.assert_close(found.losses, expected.losses[0], rtol=1e-5, atol=1e-6)
@@ -456,7 +456,7 @@ def close(case: Case, pipe: graphpp.Pipeline, microbatches: int = 4) -> None:
 
 
 def start() -> None:
-    """Another process: one step under Inductor, as close to eager as `close` wants it; a region that runs eagerly raises."""
+    """The program of another process: one step under Inductor, checked by `close`; a region that runs eagerly raises."""
     warnings.filterwarnings("error", message="graphpp:", category=UserWarning)
     torch.set_num_threads(1)
     case = MODELS["llama"]()
@@ -464,7 +464,7 @@ def start() -> None:
 
 
 def started(cache: Path) -> dict[Path, int]:
-    """When each library in the cache was written, after a start of a new process."""
+    """Run `start` in a new process; returns the time of writing of each library in the cache, in nanoseconds."""
     code = "from tests.backends.test_inductor import start; start()"
     root = Path(__file__).parents[2]
     subprocess.run([sys.executable, "-c", code], check=True, cwd=root, env={**os.environ, "GRAPHPP_CACHE": str(cache)})
@@ -481,7 +481,7 @@ def test_inductor_trains_close_to_eager_and_starts_from_its_cache(tmp_path: Path
     entry = tmp_path / broken.relative_to(tmp_path).parts[0]
     broken.write_bytes(broken.read_bytes()[:1000])
     again = {path for path, written in started(tmp_path).items() if written != kept.get(path)}
-    assert again  # what was damaged is made again, and nothing else
+    assert again  # only the damaged entry is compiled again
     assert all(entry in path.parents for path in again)
     assert started(tmp_path).keys() == kept.keys()
 
@@ -502,7 +502,7 @@ def test_inductor_on_two_ranks_that_share_a_cache(tmp_path: Path) -> None:
 
 
 def tries(cache: Path) -> int:
-    """How many sets of vector instructions Inductor tries in a new process."""
+    """The number of vector instruction sets that Inductor tries in a new process."""
     code = """if True:
         import sys
         import graphpp
@@ -526,7 +526,7 @@ def test_vector_instructions_are_tried_once(tmp_path: Path) -> None:
     assert kept and tries(tmp_path) == failing
     key = min(kept)
     (tmp_path / "vector_units.json").write_text(json.dumps({**kept, key: "no"}))
-    assert tries(tmp_path) == failing + 1  # what failed is tried again: the machine may have been busy
+    assert tries(tmp_path) == failing + 1  # a failed set is tried again: the machine may have been busy
     assert DiskCache(tmp_path).read("vector_units.json") == kept
 
 
@@ -562,7 +562,7 @@ def test_an_entry_that_failed_is_not_taken_for_whole(tmp_path: Path) -> None:
 
 
 def test_all_that_inductor_keeps_of_a_region_is_in_its_entry(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Inductor itself names a folder for Triton, once in a process."""
+    """Inductor itself sets Triton's cache folder, once per process."""
     names = ["TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"]
     monkeypatch.setenv(names[0], "theirs")
     monkeypatch.delenv(names[1], raising=False)

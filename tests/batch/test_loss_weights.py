@@ -1,4 +1,4 @@
-"""What the loss counts and reports: weights per microbatch, numbers beside the loss, loss scaling, sums in float32."""
+"""Weights per microbatch, numbers that a loss reports, loss scaling, and gradient sums in float32."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def net(dtype: torch.dtype = torch.float32) -> nn.Sequential:
 
 
 def batch(dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
-    """Rows of which the first microbatches have most of the labels."""
+    """A batch whose first microbatches have most of the labels."""
     generator = torch.Generator().manual_seed(1)
     x = torch.randn(12, WIDTH, generator=generator).to(dtype)
     target = torch.randint(0, CLASSES, (12,), generator=generator)
@@ -148,7 +148,7 @@ def test_a_weight_of_zero_leaves_a_microbatch_out() -> None:
 
 
 def training(rank: int, kind: str) -> tuple[dict[str, Tensor], list[float]]:
-    """Four steps, the first before the scaler is there; in the second of the others only rank 0 sees an overflow."""
+    """Four steps, the first without a scaler; in the second step with the scaler, only rank 0 has an overflow."""
     model = net()
     pipe = graphpp.compile(model, loss, split=2, schedule="1F1B", microbatches=3)
     x, target = batch()
@@ -159,7 +159,7 @@ def training(rank: int, kind: str) -> tuple[dict[str, Tensor], list[float]]:
     for index in range(4):
         optimizer.zero_grad()
         if index == 1 and rank == 0:
-            model[0][0].weight.grad = torch.full((WIDTH, WIDTH), float("inf"))  # only this rank sees it
+            model[0][0].weight.grad = torch.full((WIDTH, WIDTH), float("inf"))  # on this rank only
         pipe.step(x, target=target, scaler=scaler)
         scaler.unscale_(optimizer)
         pipe.clip_grad_norm_(0.5)

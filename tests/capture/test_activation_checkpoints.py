@@ -1,4 +1,4 @@
-"""`torch.utils.checkpoint` in the model: what is inside runs again for the backward and is not saved; nothing else changes."""
+"""`torch.utils.checkpoint` in the model: its operations are recomputed and their values not saved; gradients are eager's."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def in_debug_mode(block: nn.Module, x: Tensor) -> Tensor:
 
 
 class Watched:
-    """A context of the user's own around a checkpointed forward."""
+    """A context manager of the user around a checkpointed forward."""
 
     def __enter__(self) -> None: ...
 
@@ -164,7 +164,7 @@ def compiled(model: nn.Module, **options: Any) -> graphpp.Pipeline:
 
 
 class Run(NamedTuple):
-    """What one step gave: gradients, the operators that ran, bytes saved per microbatch."""
+    """The gradients of one step, the operators that ran, and the bytes saved per microbatch."""
 
     grads: dict[str, Tensor | None]
     calls: Counter[str]
@@ -191,7 +191,7 @@ def plain() -> Run:
 
 
 def check(make: Callable[[], nn.Module], again: int = BLOCKS, **options: Any) -> None:
-    """Gradients are eager's; of the blocks `again` run forward twice; fewer bytes are saved than without."""
+    """Gradients are eager's, `again` blocks run their forward twice, and fewer bytes are saved than without."""
     found = run(make(), **options)
     assert training.unequal(found.grads, of_eager(make())) == []
     assert found.calls["aten.convolution"] == (BLOCKS + again) * MICROBATCHES
@@ -206,7 +206,7 @@ def test_what_is_inside_runs_again(name: str) -> None:
 
 @pytest.mark.parametrize("again", [False, True])
 def test_a_sequence(again: bool) -> None:
-    """Torch does not checkpoint the last of the segments."""
+    """`checkpoint_sequential` does not checkpoint its last segment."""
     check(lambda: sequential(Net(plainly), use_reentrant=again), again=1)
 
 
@@ -216,7 +216,7 @@ def test_wrapped_modules(impl: CheckpointImpl) -> None:
 
 
 def test_a_wrapped_model() -> None:
-    """The wrapper lists its parameters under the FQNs they had before."""
+    """`checkpoint_wrapper` lists its parameters under the unwrapped model's FQNs."""
     check(lambda: checkpoint_wrapper(Net(plainly)))
     model = checkpoint_wrapper(Net(plainly))
     state = compiled(model).state_dict()
@@ -230,7 +230,7 @@ def test_modules_checkpointed_by_hooks() -> None:
 
 
 def test_a_call_around_several_stages() -> None:
-    """Each stage computes its own part again from what it received."""
+    """Each stage recomputes its own part of the call from the values that it received."""
 
     class Whole(Net):
         def forward(self, x: Tensor) -> Tensor:
@@ -242,10 +242,10 @@ def test_a_call_around_several_stages() -> None:
 
 @pytest.mark.parametrize("call", [kept_graph, reentrant])
 def test_every_schedule_and_every_recompute(call: Call) -> None:
-    """Also where the schedule names the microbatches that recompute: the model's own hold in all."""
+    """The model's checkpoints hold for all microbatches, even if the schedule names the microbatches that recompute."""
     some = graphpp.schedules.recompute_partially(make_table("1F1B", 1, 2, MICROBATCHES), 1)
     assert some.recomputed and len(some.recomputed) < 2 * MICROBATCHES
-    plain()  # of another graph
+    plain()  # captured before `capturing_once`, since it is another graph
     with training.capturing_once():
         for schedule in ("GPipe", "ZB1P", some):
             check(lambda: Net(call), schedule=schedule)
@@ -259,7 +259,7 @@ def ranked(rank: int) -> list[tuple[dict[str, Tensor | None], Counter[str]]]:
 
 
 def test_a_block_runs_twice_in_a_zero_bubble_schedule_and_repeats_its_dropout() -> None:
-    """torch: two times and once more for each group of weights in the block."""
+    """Under torch's own split of the backward, the block would run twice, and once more per group of weights."""
     usual, checkpointed = zip(*run_ranks(ranked, 2), strict=True)
     grads = [training.joined([part for part, _ in each]) for each in (usual, checkpointed)]
     once, twice = (sum((calls for _, calls in each), Counter()) for each in (usual, checkpointed))
@@ -269,14 +269,14 @@ def test_a_block_runs_twice_in_a_zero_bubble_schedule_and_repeats_its_dropout() 
 
 
 def test_dropout_repeats_its_numbers() -> None:
-    ending = partial(nested, reentrant, plainly)  # the backward of sin reads what the dropout has dropped
+    ending = partial(nested, reentrant, plainly)  # the backward of sin reads the dropout's result
     once, again = run(Net(partial(nested, plainly, plainly), 0.3)), run(Net(ending, 0.3), schedule="ZB1P")
     assert training.unequal(once.grads, again.grads) == []
     assert again.calls["aten.native_dropout"] == 2 * BLOCKS * MICROBATCHES
 
 
 def every_second(ctx: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    """Keeps a count of its own, as a policy may."""
+    """A policy with state: it counts the calls of each operator."""
     seen[operator] += 1
     saves = operator == convolution and seen[operator] % 2
     return CheckpointPolicy.MUST_SAVE if saves else CheckpointPolicy.PREFER_RECOMPUTE
@@ -288,7 +288,7 @@ def by_shape(ctx: Any, operator: Any, *args: Any, **kwargs: Any) -> bool:
 
 seen: Counter[Any] = Counter()
 
-POLICIES: dict[str, tuple[Any, float]] = {  # and how often a block's convolution runs
+POLICIES: dict[str, tuple[Any, float]] = {  # and the number of runs of a block's convolution
     "nothing": ([], 2),
     "one operator": ([convolution], 1),
     "every second": (every_second, 1.5),
@@ -326,7 +326,7 @@ def test_only_the_meta_data_of_the_graph_changes() -> None:
 
 
 class Doubled(torch.autograd.Function):
-    """Its backward doubles."""
+    """A custom Function with a backward of its own, twice a saved value times the gradient."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:

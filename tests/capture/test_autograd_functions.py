@@ -1,6 +1,6 @@
-"""Custom `autograd.Function`s keep their own backward: bit-equal to eager, whatever they do with their arguments.
+"""Custom `autograd.Function`s keep their own backward: gradients are bit-equal to eager's for every kind of Function.
 
-Each Function's backward is wrong on purpose (doubled, reversed), so that a derivative of its forward cannot pass for it.
+Each Function's backward is wrong on purpose (doubled, reversed), so that a derivative of its forward is told apart from it.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Reversed(torch.autograd.Function):
 
 
 class Rounded(torch.autograd.Function):
-    """Rounds; the gradient passes straight through."""
+    """Rounds forward, passes the gradient unchanged."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -49,7 +49,7 @@ class Rounded(torch.autograd.Function):
 
 
 class Affine(torch.autograd.Function):
-    """Parameters as arguments, a context set up apart, several results of which one has no gradient and one is no tensor."""
+    """Parameters as arguments, a `setup_context`, and three results: one has no gradient, one is no tensor."""
 
     @staticmethod
     def forward(x: Tensor, weight: Tensor, bias: Tensor | None = None, doubled: bool = True) -> Any:
@@ -81,7 +81,7 @@ class InPlace(torch.autograd.Function):
 
 
 class Nested(torch.autograd.Function):
-    """Applies another one, whose backward counts for nothing then."""
+    """Applies another Function, whose backward is then never used."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -93,7 +93,7 @@ class Nested(torch.autograd.Function):
 
 
 class Listed(torch.autograd.Function):
-    """Tensors in a list have no gradient, as in eager."""
+    """Takes a list of tensors, which get no gradient, as in eager."""
 
     @staticmethod
     def forward(ctx: Any, several: list[Tensor], x: Tensor) -> Tensor:
@@ -126,7 +126,7 @@ def affine(layer: nn.Module, x: Tensor) -> Tensor:
     return y * positive * factor
 
 
-held = Reversed.apply  # as many models do
+held = Reversed.apply  # many models hold an `apply` under another name
 
 
 FORWARDS: dict[str, Callable[[nn.Module, Tensor], Tensor]] = {
@@ -168,7 +168,7 @@ def loss(output: Tensor, target: Tensor) -> Tensor:
 
 
 def trained(rank: int, names: list[str]) -> list[dict[str, Tensor | None]]:
-    """This rank's gradients and buffers for each of the models."""
+    """This rank's gradients and buffers after one step of each model."""
     found = []
     for name in names:
         pipe = graphpp.compile(Net(name), loss, split=["norms.2"], schedule="1F1B", microbatches=2)
@@ -245,7 +245,7 @@ def test_functions_work_as_before_outside() -> None:
 @pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
 @pytest.mark.parametrize("first", [True, False])
 def test_a_reentrant_checkpoint_has_the_gradients_of_eager(first: bool) -> None:
-    """Where none of its inputs has a gradient, what runs inside has none either."""
+    """As in eager, a reentrant checkpoint without an input that requires grad gives its parameters no gradient."""
 
     class Checkpointed(Net):
         def forward(self, x: Tensor) -> Tensor:

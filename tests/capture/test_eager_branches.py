@@ -1,4 +1,4 @@
-"""A model that asks whether it is traced is told that it is not, unless eager's code cannot be traced."""
+"""A model that asks whether it is being traced gets False, unless the branch of eager cannot be traced."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from graphpp import CaptureError
 
 
 class Asking(nn.Module):
-    """Takes another branch when it is traced; `hard`: the branch of eager reads data."""
+    """Takes another branch when it is traced. `hard`: the branch of eager reads data, so that it cannot be traced."""
 
     def __init__(self, hard: bool, harder: bool = False) -> None:
         super().__init__()
@@ -73,7 +73,7 @@ def test_torchs_own_code_is_told_the_truth(monkeypatch: pytest.MonkeyPatch) -> N
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script.* is deprecated", "ignore:`torch.jit")
 def test_scripted_functions_keep_their_gradients() -> None:
-    """TorchScript asks as well, in C++: told that nothing is exported it would run code that the trace cannot follow."""
+    """TorchScript asks too, in C++. It must get the truth: with False it would run code that the trace cannot follow."""
 
     function = torch.jit.script(swish)
 

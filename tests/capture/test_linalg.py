@@ -1,4 +1,4 @@
-"""`torch.linalg` factorisations: gradients are eager's, and a matrix that eager refuses raises in the stage that has it."""
+"""`torch.linalg` factorisations: gradients are eager's; a matrix that eager refuses raises in the stage that factorises it."""
 
 from collections.abc import Callable
 
@@ -21,7 +21,7 @@ FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 class Factored(nn.Module):
-    """Two stages, with a factorisation of a positive definite matrix in each; `ridge` 0 leaves it singular."""
+    """Two stages with the factorisation of a positive definite matrix in each; with `ridge` 0 the matrix is singular."""
 
     def __init__(self, function: Callable[[Tensor], Tensor], ridge: float = 1.0) -> None:
         super().__init__()
@@ -69,7 +69,7 @@ def test_a_singular_matrix_raises(name: str) -> None:
 
 
 class OfABuffer(nn.Module):
-    """The inverse of a buffer, which every stage could compute for itself."""
+    """Reads the inverse of a buffer, which every stage can compute by itself."""
 
     def __init__(self, buffer: Tensor) -> None:
         super().__init__()

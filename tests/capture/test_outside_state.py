@@ -1,4 +1,4 @@
-"""What a trace would take from outside its graph is refused with its line, or kept out; checks of values are no obstacle."""
+"""State that a trace would freeze is refused with the user's line, or not frozen; checks of values do not stop a capture."""
 
 import random
 from collections.abc import Callable
@@ -16,7 +16,7 @@ from tests.reference import eager_steps, gradients
 
 
 class Model(nn.Module):
-    """Two linear layers with a function of them between."""
+    """Two linear layers and a function of model and input between them."""
 
     def __init__(self, function: Callable[[Any, Tensor], Tensor]) -> None:
         super().__init__()
@@ -37,7 +37,7 @@ def case(function: Callable[[Any, Tensor], Tensor]) -> Case:
 
 
 def run(case: Case) -> Tensor:
-    """One step in two stages: the losses; gradients are in the model."""
+    """Run one step in two stages; returns the losses and leaves the gradients in the model."""
     pipe = graphpp.compile(case.model, case.loss, split=["second"], schedule="GPipe", microbatches=2)
     return pipe.step(*case.batch.args, target=case.batch.target).losses
 
@@ -51,7 +51,7 @@ def check(case: Case) -> None:
 
 
 def differentiated(model: Any, x: Tensor) -> Tensor:
-    """The derivative of the energy by the input, as models of forces and scores have it."""
+    """The derivative of an energy with respect to the input, as in models of forces and scores."""
     x = x.clone().requires_grad_(True)
     energy = model.first(x).tanh().sum()
     return energy + torch.autograd.grad(energy, x, create_graph=True)[0]
@@ -90,12 +90,12 @@ def test_distributions_need_not_be_told_to_check_nothing(monkeypatch: pytest.Mon
         return torch.distributions.Normal(m.first(x), x.exp()).log_prob(x)
 
     check(case(density))
-    with pytest.raises(ValueError, match="constraint"):  # they check again
+    with pytest.raises(ValueError, match="constraint"):  # the distributions check their values again
         torch.distributions.Normal(torch.zeros(1), -torch.ones(1))
 
 
 def test_a_check_of_values_is_no_obstacle() -> None:
-    """As of the number of image tokens in Llava."""
+    """A check of a value, such as Llava's check of the number of image tokens."""
 
     def checked(m: Any, x: Tensor) -> Tensor:
         large = x[x > 0].numel()
@@ -120,7 +120,7 @@ def test_statistics_are_written_although_nobody_reads_the_normalised_value() -> 
 
 
 def test_a_hook_that_the_forward_installs_is_installed_once() -> None:
-    """As transformers collects hidden states: on the first call, noted by a flag of the module."""
+    """A hook registered in the first call and noted by a flag of the module, as transformers collects hidden states."""
 
     def collecting(m: Any, x: Tensor) -> Tensor:
         if not hasattr(m, "seen"):

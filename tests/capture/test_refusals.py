@@ -1,4 +1,4 @@
-"""What a trace would lose about gradients is refused by name and line; what only looks like it works as in eager."""
+"""Models whose gradients a trace would lose are refused by name and line; models that only look like them work as in eager."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ WIDTH = 4
 
 
 class Net(nn.Module):
-    """Two layers, a buffer, and trainable tensors that are no parameters of it."""
+    """Two layers, a buffer, and trainable tensors that are no parameters of the module."""
 
     def __init__(self, function: Callable[[Any, Tensor], Tensor]) -> None:
         super().__init__()
@@ -118,7 +118,7 @@ def test_refused(name: str) -> None:
     with pytest.raises(CaptureError, match=words):
         graphpp.compile(net, F.mse_loss).step(x, target=target)
     assert all(parameter.grad is None and parameter.requires_grad for parameter in net.parameters())
-    net.mean.data = net.mean.data + 1  # torch is as before
+    net.mean.data = net.mean.data + 1  # torch itself is unpatched again
     with torch.inference_mode():
         assert net.first(x).is_inference()
 
@@ -138,7 +138,7 @@ def test_modules_that_cannot_be_traced_are_refused_by_name() -> None:
 
 
 class Hiding(nn.Sequential):
-    """Lists what it trains only."""
+    """Overrides `named_parameters` to list trained parameters only."""
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
         return ((name, value) for name, value in super().named_parameters(*args, **kwargs) if value.requires_grad)
@@ -152,7 +152,7 @@ def test_parameters_that_are_not_listed_are_refused() -> None:
 
 
 class Scaled(nn.Linear):
-    """Multiplies in the forward of the model itself."""
+    """Has a matrix product in the model's own forward, outside of any submodule."""
 
     def forward(self, x: Tensor) -> Tensor:
         return x.double() @ self.weight

@@ -1,6 +1,6 @@
 """Dropout between the layers of `nn.LSTM`, `nn.GRU`, `nn.RNN`, which torch's own decomposition loses.
 
-A dropout of 1 leaves nothing to chance: the numbers are eager's.
+A dropout of 1 is deterministic, so that the numbers must be eager's.
 """
 
 from typing import Any
@@ -17,7 +17,7 @@ FLAGS = [{"bidirectional": both, "batch_first": first, "bias": both} for both, f
 
 
 class Recurrent(nn.Module):
-    """Three recurrent layers; output and final states are read."""
+    """Three recurrent layers; the loss reads the output and the final states."""
 
     def __init__(self, layers: nn.Module) -> None:
         super().__init__()
@@ -64,7 +64,7 @@ def test_evaluation_drops_nothing() -> None:
 
 
 class First(nn.Module):
-    """An LSTM that reads the input itself, which needs no gradient."""
+    """An LSTM over the model's input, which requires no gradient."""
 
     def __init__(self, frozen: bool, **options: Any) -> None:
         super().__init__()

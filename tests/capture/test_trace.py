@@ -1,4 +1,4 @@
-"""What a captured graph says about its inputs and results, and what capture refuses, and that it leaves no trace."""
+"""The roles and metadata of a captured graph, the errors of capture, and that capture leaves the model unchanged."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ THIS = Path(__file__).name
 
 
 def line_of(text: str) -> int:
-    """The line of this file in which `text` stands for the first time."""
+    """The first line of this file that contains `text`."""
     return next(number for number, line in enumerate(Path(__file__).read_text().splitlines(), 1) if text in line)
 
 
 class Model(nn.Module):
-    """A linear, an embedding, a BatchNorm, and a function of them; some parts are frozen or unused."""
+    """A linear, an embedding, a BatchNorm, and a function that uses them; some parts are frozen or unused."""
 
     def __init__(self, function: Callable[[Any, Tensor], Any]) -> None:
         super().__init__()
@@ -53,7 +53,7 @@ def inputs_of(joint: JointGraph, kind: type) -> list[Any]:
 
 
 def read_of(joint: JointGraph, kind: type) -> list[Any]:
-    """The roles of inputs that somebody reads."""
+    """The roles of the inputs that some node reads."""
     return [role for role, node in joint.inputs().items() if isinstance(role, kind) and node.users]
 
 
@@ -69,7 +69,7 @@ def of(function: Callable[[Any, Tensor], Any], **model: Any) -> JointGraph:
 
 
 def check_numbers(net: nn.Module, x: Tensor) -> None:
-    """Loss and gradients of the joint graph are those of autograd, bit for bit."""
+    """Assert that loss and gradients of the joint graph are bit-equal to autograd's."""
     joint = captured(net, x)
     values = {p.Parameter(name): value.detach() for name, value in net.named_parameters()}
     values |= {p.Buffer(name): value.clone() for name, value in net.named_buffers()}
@@ -293,7 +293,7 @@ def test_backward_operations_bear_the_call_of_their_twins() -> None:
 
 
 def test_operations_know_the_line_of_the_forward_that_made_them() -> None:
-    """Not the innermost line: export keeps the frames of `forward` methods only."""
+    """The line is one of `forward`, not the innermost one: export keeps the frames of `forward` methods only."""
     joint = of(lambda m, x: m.linear(x).erfinv())
     expected = rf".*{THIS}:{line_of('return self.function(self, x)')}"
     found = [node.meta["source"] for node in joint.computed() if node.target is torch.ops.aten.erfinv.default]
@@ -316,7 +316,7 @@ def test_a_meta_model_is_captured_like_any_other() -> None:
 
 
 def snapshot(net: nn.Module) -> list[Any]:
-    """Everything about a model that could change: objects by identity, flags, values."""
+    """All state of a model that a capture could change: objects by identity, flags, values."""
     tensors = [*net.named_parameters(remove_duplicate=False), *net.named_buffers(remove_duplicate=False)]
     return [
         [(name, id(tensor), tensor.requires_grad, tensor.grad, tensor._version) for name, tensor in tensors],
@@ -357,7 +357,7 @@ def _(x: Tensor) -> Tensor:
     return torch.empty_like(x)
 
 
-doubled.register_autograd(lambda ctx, grad: grad * 5)  # not 2: to be told apart
+doubled.register_autograd(lambda ctx, grad: grad * 5)  # not 2, so that it differs from the derivative of the forward
 
 
 def test_a_registered_operator_keeps_its_backward() -> None:
@@ -372,7 +372,7 @@ def test_a_registered_operator_keeps_its_backward() -> None:
 
 def test_control_flow_by_values_names_the_line() -> None:
     def function(m: Any, x: Tensor) -> Tensor:
-        if m.linear(x).sum() > 0:  # decided here
+        if m.linear(x).sum() > 0:  # a value of a tensor decides
             return x
         return m.linear(x)
 
