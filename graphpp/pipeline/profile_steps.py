@@ -34,26 +34,26 @@ class Trials:
     cache: GraphCache
     run: Callable[[PreparedStep], object]
 
-    def profile(self, ready: PreparedStep, repeat: int) -> Profile:
-        """The profile of `ready`'s runner, from `repeat` steps after one to warm up."""
-        tables = list(_counterparts(ready.runner.schedule))
-        others = [self._measured(self.cache.under(ready, table), repeat) for table in tables]
-        return profiled(self._measured(ready, repeat), others)
+    def profile(self, prepared: PreparedStep, repeat: int) -> Profile:
+        """The profile of `prepared`'s runner, from `repeat` steps after one to warm up."""
+        tables = list(_counterparts(prepared.runner.schedule))
+        others = [self._measured(self.cache.under(prepared, table), repeat) for table in tables]
+        return profiled(self._measured(prepared, repeat), others)
 
-    def _measured(self, ready: PreparedStep, repeat: int) -> Measured:
-        self._step(ready, None)
+    def _measured(self, prepared: PreparedStep, repeat: int) -> Measured:
+        self._step(prepared, None)
         recorders = []
         for _ in range(repeat):
-            recorders.append(Recorder(clock_of(ready.runner.place.device)))
-            self._step(ready, recorders[-1])
-        return Measured(ready.runner, recorders)
+            recorders.append(Recorder(clock_of(prepared.runner.place.device)))
+            self._step(prepared, recorders[-1])
+        return Measured(prepared.runner, recorders)
 
-    def _step(self, ready: PreparedStep, recorder: Recorder | None) -> None:
-        place = ready.runner.place
+    def _step(self, prepared: PreparedStep, recorder: Recorder | None) -> None:
+        place = prepared.runner.place
         with state_restored(self.model, place.device):
             meet(place)  # so that no rank's first wait includes another rank's late start
-            with contextlib.nullcontext() if recorder is None else ready.runner.recording(recorder):
-                self.run(ready)
+            with contextlib.nullcontext() if recorder is None else prepared.runner.recording(recorder):
+                self.run(prepared)
 
 
 def _counterparts(schedule: Schedule) -> Iterator[Schedule]:

@@ -87,7 +87,7 @@ class GraphPPRunner:
         self.schedule, self.state, self.place, self._sum_dtype = schedule, state, place, config.sum_dtype
         each = [programs] * schedule.microbatches if isinstance(programs, PipelineProgram) else list(programs)
         self.program, self.programs = each[0], tuple(each)
-        self.random = any(program.random for program in each)
+        self.random = any(program.random for program in {id(program): program for program in each}.values())
         batched = any(action.kind is Kind.P2P for _, _, action in schedule.cells())
         self.transport = Transport(place.group, place.device, batched=batched)
         self.stages = self._local_stages(each, config.kernel)

@@ -11,7 +11,7 @@ Contract
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from graphpp.errors import ScheduleError
@@ -50,7 +50,8 @@ def peaks(schedule: Schedule, costs: MicrobatchCosts, offloaded: Sequence[Offloa
                 f"schedule {schedule.name!r} has {schedule.stages} stages, the costs are of {len(known.stages)}; "
                 "give the costs of each stage"
             )
-    return tuple(_peak(rank, row, each, offloaded) for rank, row in enumerate(schedule.table))
+    evicted, prefetched = _moved(offloaded)
+    return tuple(_peak(rank, _live(row, each, evicted, prefetched)) for rank, row in enumerate(schedule.table))
 
 
 def check_memory(
@@ -70,27 +71,34 @@ def check_memory(
             raise subject.refusal(Position(peak.rank, peak.column), what, remedy)
 
 
-def _peak(rank: int, row: Row, costs: Sequence[Costs], offloaded: Sequence[OffloadWindow]) -> Peak:
+def _moved(offloaded: Sequence[OffloadWindow]) -> tuple[Counter[Action], Counter[Action]]:
+    """The bytes evicted at the end of an action, and those prefetched at the start of one."""
+    evicted, prefetched = Counter[Action](), Counter[Action]()
+    for window in offloaded:
+        evicted[window.evict_after] += window.nbytes
+        prefetched[window.prefetch_at] += window.nbytes
+    return evicted, prefetched
+
+
+def _peak(rank: int, live: Iterator[tuple[int, int]]) -> Peak:
     found = Peak(rank, 0, 0)
-    for column, nbytes in _live(row, costs, offloaded):
+    for column, nbytes in live:
         if nbytes > found.nbytes:
             found = Peak(rank, column, nbytes)
     return found
 
 
-def _live(row: Row, costs: Sequence[Costs], offloaded: Sequence[OffloadWindow]) -> Iterator[tuple[int, int]]:
+def _live(
+    row: Row, costs: Sequence[Costs], evicted: Mapping[Action, int], prefetched: Mapping[Action, int]
+) -> Iterator[tuple[int, int]]:
     """(column, bytes alive) while each action runs, and after it."""
     kept = _ByteChanges(row, costs)
-    gone, back = Counter[Action](), Counter[Action]()
-    for window in offloaded:
-        gone[window.evict_after] += window.nbytes
-        back[window.prefetch_at] += window.nbytes
     live = 0
     for column, action in enumerate(row):
         changes = [kept.change(leaf) for leaf in action.leaves] if action is not None and action.is_compute else []
-        live += sum(start for start, _ in changes) + (back[action] if action is not None else 0)
+        live += sum(start for start, _ in changes) + (prefetched.get(action, 0) if action is not None else 0)
         yield column, live
-        live += sum(end for _, end in changes) - (gone[action] if action is not None else 0)
+        live += sum(end for _, end in changes) - (evicted.get(action, 0) if action is not None else 0)
         yield column, live
 
 
