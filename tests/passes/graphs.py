@@ -1,7 +1,8 @@
 """Small joint graphs for the tests of single passes: captured, traced from a function, or made by hand.
 
-Contract: `captured(model, x)` is what `graphpp.capture.trace` makes of a model and a mean-square loss; `traced(function, ..)`
-a forward without parameters; `Hand` a graph whose nodes stand in the stages and phases that the test wants.
+Contract: `captured(model, x)` is the joint graph of a model and a mean-square loss, as `capture/trace.py` makes it;
+`traced(function, ..)` is a forward without parameters; `Hand` builds a graph whose nodes have the stages and phases that the
+test gives them.
 """
 
 from __future__ import annotations
@@ -30,12 +31,12 @@ def mean_square(output: Tensor, target: Any) -> Tensor:
 
 
 def captured(model: nn.Module, *inputs: Tensor, loss: Callable[[Any, Any], Tensor] | None = mean_square) -> JointGraph:
-    """The joint graph of a model; the target is a zero that the loss need not read."""
+    """The joint graph of a model; the target is a zero, which the loss may ignore."""
     return capture(model, loss, Microbatch(inputs, {}, torch.zeros(()) if loss else None), CPU).joint
 
 
 def copied(joint: JointGraph) -> JointGraph:
-    """The same joint graph once more, for passes change it in place."""
+    """A copy of a joint graph, since passes change a graph in place."""
     return joint.copy()
 
 
@@ -45,7 +46,7 @@ def assigned(joint: JointGraph, *starts: int) -> JointGraph:
 
 
 def starts(joint: JointGraph, *calls: str) -> tuple[int, ...]:
-    """The positions at which module calls begin (`fqn`, or `fqn@k`)."""
+    """The positions in the forward at which module calls begin (`fqn`, or `fqn@k`)."""
     return tuple(min(node.meta["position"] for node in forward(joint) if call in node.meta["calls"]) for call in calls)
 
 
@@ -74,18 +75,18 @@ def traced(function: Callable[..., Any], *inputs: Tensor) -> JointGraph:
 
 
 def run(joint: JointGraph, *inputs: Tensor) -> Sequence[Tensor]:
-    """The results of a graph without passes in between."""
+    """The results of a graph, run node by node, without passes."""
     results: Sequence[Tensor] = fx.Interpreter(joint.module, graph=joint.graph).run(*inputs)
     return results
 
 
 def same(*values: Any) -> Any:
-    """Stands for any operation, in graphs made by hand."""
+    """The operation of all nodes in graphs made by hand."""
     return values[0]
 
 
 class Hand:
-    """A joint graph made by hand: every node a [2, 3] float unless it is given another value."""
+    """A joint graph made by hand: every node is a [2, 3] float tensor, or the value given for it."""
 
     def __init__(self, *parameters: str) -> None:
         self.graph = fx.Graph()
@@ -94,13 +95,13 @@ class Hand:
         self.parameters = metas
 
     def input(self, role: p.InputRole, value: Tensor | None = None) -> fx.Node:
-        """A placeholder."""
+        """Add a placeholder."""
         node = self.graph.placeholder(f"in{len(self.graph.nodes)}")
         node.meta = {"role": role, "val": _value(value), "backward": False, "stage": None}
         return node
 
     def node(self, name: str, slot: str, *sources: fx.Node, value: Tensor | None = None) -> fx.Node:
-        """A node in a slot, `F0` or `B2`; `F` alone: computed wherever it is read."""
+        """Add a node to a phase, `F0` or `B2`; `F` alone: a forward node without a stage."""
         node = self.graph.create_node("call_function", same, sources, name=name)
         stage = int(slot[1:]) if slot[1:] else None
         node.meta = {

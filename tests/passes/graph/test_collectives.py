@@ -1,4 +1,4 @@
-"""Collectives pass through the passes once, in their order, and each wait stays with its collective."""
+"""The passes neither duplicate, drop nor reorder collectives, and each wait stays in the stage of its collective."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def test_a_collective_of_an_input_runs_in_one_stage_only() -> None:
 
 
 def test_a_wait_stays_with_its_collective() -> None:
-    """A stage that started right at the wait would be sent what has not come yet."""
+    """A stage that began at the wait would be sent the collective's result before it has arrived."""
     joint = traced(lambda x: [reduced(x.cos() @ x) @ x], X)
     at = next(node.meta["position"] for node in joint.graph.nodes if is_wait(node))
     joint = assigned(joint, at)

@@ -1,4 +1,4 @@
-"""Peak bytes of a program: by hand, and against what a run really allocates."""
+"""The peak bytes of a program: computed by hand, and measured while a program runs."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ def test_values_die_after_their_last_reader_and_results_do_not() -> None:
     weight = hand.input(p.Parameter("w0"))
     a = hand.node("a", "F0", weight)
     b = hand.node("b", "F0", a)
-    c = hand.node("c", "F0", b)  # a is gone
+    c = hand.node("c", "F0", b)  # a is dead
     hand.result(p.Loss(), c)
-    hand.result(p.Gradient("w0"), hand.node("d", "B0", c, a))  # now a is saved, and so is c
+    hand.result(p.Gradient("w0"), hand.node("d", "B0", c, a))  # a and c are saved
     staged = cut_stages(hand.joint(), 1)
     forward, backward = (staged.graphs[phase, 0].graph for phase in (Phase.FORWARD, Phase.BACKWARD))
     assert peak_live_bytes(forward) == 3 * SIZE  # a, b, c
-    assert peak_live_bytes(backward) == 3 * SIZE  # a and c came, d is made
+    assert peak_live_bytes(backward) == 3 * SIZE  # a and c are saved, d is computed
 
 
 class Wide(nn.Module):
-    """Operations of widths that differ much, without views of odd strides."""
+    """Operations whose values differ much in size, without views of odd strides."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -73,7 +73,7 @@ def _saved(program: p.Program, boxed: list[Any]) -> dict[str, Tensor]:
 
 
 def _allocated(run: Any) -> int:
-    """The peak of what CPU tensors took while `run` ran, over what they took before."""
+    """The most bytes that CPU tensors took while `run` ran, minus the bytes before."""
     activities = [torch.profiler.ProfilerActivity.CPU]
     with torch.profiler.profile(activities=activities, profile_memory=True, acc_events=True) as profile:
         run()

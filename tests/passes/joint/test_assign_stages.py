@@ -1,4 +1,4 @@
-"""Every node learns its stage: by its place in the execution, by its twin, or none where it is cheap anywhere."""
+"""Every node gets its stage: by its position, by its forward twin, or none if every stage can compute it cheaply."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Function = Callable[[Tensor], Tensor]
 
 
 class Blocks(nn.Module):
-    """Three linears `a`, `b`, `c`; `between` combines them."""
+    """Three linears `a`, `b`, `c`; the function `between` combines them."""
 
     def __init__(self, between: Callable[[Blocks, Tensor], Tensor]) -> None:
         super().__init__()
@@ -152,7 +152,7 @@ def test_an_accumulation_stands_in_the_lowest_stage_of_what_it_adds() -> None:
 
 
 def sent(compiled: PipelineProgram) -> list[str]:
-    """The names of all values that cross a boundary, forward."""
+    """The names of all values that cross a boundary in the forward direction."""
     return [meta.name for boundary in compiled.boundaries for meta in boundary.forward]
 
 

@@ -1,4 +1,4 @@
-"""Clean up removes what computes nothing, and only that. `GOLDEN_UPDATE=1` writes the golden text anew."""
+"""`clean_up` removes identities and dead code, and nothing else. `GOLDEN_UPDATE=1` writes the golden text anew."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def test_unused_nodes_go_and_inputs_stay() -> None:
 
 
 class Layer(nn.Module):
-    """A bit of everything that leaves rubbish in a trace."""
+    """A model whose trace has identities and dead code of several kinds."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -108,7 +108,7 @@ class Layer(nn.Module):
 
 
 def listing(joint: JointGraph) -> str:
-    """The graph as text, a line per node."""
+    """The graph as text, one line per node."""
     lines = [f"{node.name} = {node.target}{_arguments(node.args)}" for node in joint.computed()]
     return "\n".join([*lines, *(f"{role} = {node.name}" for role, node in joint.outputs())])
 

@@ -1,4 +1,4 @@
-"""Whoever reads a written buffer late reads a copy of its old value; others read the buffer itself."""
+"""Operations that read a written buffer after the forward read a copy of its old value; others read the buffer itself."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ D = 4
 
 
 class State(nn.Module):
-    """A linear and two buffers; `step` says what becomes of them."""
+    """A linear and two buffers; the function `step` reads and writes them."""
 
     def __init__(self, step: Callable[[State, Tensor], Tensor]) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""A tied parameter's gradient stays in parts, one per stage; everybody else's stays whole."""
+"""The gradient of a tied parameter becomes one partial sum per stage; all other gradients stay whole."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ D = 4
 
 
 class Tied(nn.Module):
-    """Linears of one weight, called one after another."""
+    """Linears that share one weight, called one after the other."""
 
     def __init__(self, uses: int) -> None:
         super().__init__()

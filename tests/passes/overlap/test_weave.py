@@ -1,7 +1,7 @@
 """Woven programs: the collectives of one part run while another part computes, and nothing else changes.
 
-The collective of these tests is an operator of their own that negates: it takes no time here, so that programs run in one
-process; what it takes on the simulated clock is the cost that a test gives it.
+The collective of these tests is an operator defined here that negates, so that programs run in one process. Its time on the
+simulated clock is the cost that a test gives it.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ F, B = Phase.FORWARD, Phase.BACKWARD
 
 @torch.library.custom_op("graphpp_tests::exchange", mutates_args=())
 def exchange(x: Tensor, group_name: str) -> Tensor:
-    """A collective, to the passes."""
+    """An operator that the passes take for a collective."""
     return -x
 
 
@@ -67,7 +67,7 @@ def slot(stage: int, phase: Phase, function: Callable[..., Any], *inputs: Tensor
 
 
 def ticks(node: fx.Node) -> float:
-    """A collective takes three, a contraction one, all else nothing."""
+    """Cost: a collective takes 3, a contraction 1, any other operation 0."""
     if is_collective(node):
         return 3.0
     return float(node.target is torch.ops.aten.mm.default)
@@ -83,7 +83,7 @@ def values(count: int, seed: int = 0) -> list[Tensor]:
 
 
 def layers(count: int) -> Callable[..., list[Tensor]]:
-    """Layers of two contractions with a collective between."""
+    """Layers of two contractions with a collective between the two."""
 
     def run(x: Tensor, w: Tensor) -> list[Tensor]:
         for _ in range(count):
@@ -94,7 +94,7 @@ def layers(count: int) -> Callable[..., list[Tensor]]:
 
 
 def backward(count: int) -> Callable[..., list[Tensor]]:
-    """The same with a weight gradient in each layer, which nobody waits for."""
+    """Such layers with a weight gradient in each, which no other operation waits for."""
 
     def run(g: Tensor, w: Tensor) -> list[Tensor]:
         grads = []
@@ -129,7 +129,7 @@ def names(graph: fx.Graph, *wanted: Callable[[fx.Node], bool]) -> list[str]:
     return [node.name for node in graph.nodes if any(test(node) for test in wanted)]
 
 
-# ------------------------------------------------------------------------------------------------------------ what hides
+# ------------------------------------------------------------------------------------------------ hidden collectives
 
 
 def test_all_collectives_hide_where_there_is_enough_to_compute() -> None:
@@ -162,7 +162,7 @@ def test_a_collective_of_one_part_is_under_way_while_the_other_computes() -> Non
     assert all(not parts for parts in under_way(concatenate(pair())).values())
 
 
-def test_one_part_alone_hides_its_collectives_under_what_nobody_waits_for() -> None:
+def test_one_part_alone_hides_its_collectives_under_weight_gradients() -> None:
     alone = weave([pair()[1]], ticks)
     assert alone.woven.seconds < alone.sequence.seconds
     assert any(parts for parts in under_way(alone.graph).values())
@@ -176,7 +176,7 @@ def test_without_collectives_the_parts_stand_one_after_the_other() -> None:
 
 
 def test_weaving_does_not_hold_memory_that_it_need_not() -> None:
-    """With enough to compute it need not put off all weight gradients, as the longest chains first would."""
+    """With enough computation, not all weight gradients need be deferred; longest-chain-first order would defer all."""
 
     def quick(node: fx.Node) -> float:
         return 1.0 if is_collective(node) else ticks(node)
@@ -190,7 +190,7 @@ def test_weaving_does_not_hold_memory_that_it_need_not() -> None:
     assert woven.woven.peak < 0.75 * greedy.peak
 
 
-# --------------------------------------------------------------------------------------------------------- what must hold
+# --------------------------------------------------------------------------------------------------------- invariants
 
 
 @pytest.mark.parametrize("costs", [ticks, OpCosts.of("cpu"), OpCosts.of("cuda"), lambda node: 0.0, lambda node: 1.0])
@@ -201,7 +201,7 @@ def test_results_are_bit_equal_whatever_the_costs(costs: Callable[[fx.Node], flo
 
 
 def random_function(generator: random.Random) -> tuple[Callable[..., list[Tensor]], int, int]:
-    """A function of random operators, collectives and views among them; how many inputs and results it has."""
+    """A function of random operators, among them collectives and views; and the numbers of its inputs and results."""
     steps = [(generator.choice("mmaevtnc"), generator.random(), generator.random()) for _ in range(generator.randrange(1, 30))]
     count, kept = generator.randrange(1, 4), generator.randrange(1, 6)
 
@@ -297,7 +297,7 @@ def test_parts_of_one_stage_and_phase_are_told_apart() -> None:
 # ------------------------------------------------------------------------------------------------------------- the clock
 
 
-def test_the_clock_waits_only_for_what_has_not_come() -> None:
+def test_the_clock_stalls_only_for_a_collective_that_is_not_done() -> None:
     def function(x: Tensor, y: Tensor) -> list[Tensor]:
         sent = start(x, "ep")
         return [y @ y, wait(sent) @ x]

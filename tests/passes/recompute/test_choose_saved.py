@@ -1,4 +1,4 @@
-"""What is saved changes no bit of a step, and no memory is saved twice or beside what is at hand."""
+"""The choice of saved values changes no bit of a step, and no memory is saved twice or although it is at hand."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from tests.fuzz.harness import shuffled
 from tests.training import capturing_once
 
 D, MICROBATCHES = 8, 4
-NOTHING = graphpp.Recompute(layers=(), free=False)  # all that the backward reads is saved
+NOTHING = graphpp.Recompute(layers=(), free=False)  # every value that the backward reads is saved
 CHOICES = {"free": None, "half": 0.5, "tenth": 0.1, "selective": "selective", "full": "full"}
 
 
 class Layer(nn.Module):
-    """Attention by hand with dropout, a norm, a gated MLP."""
+    """Attention written out, with dropout, a norm, a gated MLP."""
 
     def __init__(self, norm: type[nn.Module]) -> None:
         super().__init__()
@@ -73,7 +73,7 @@ def mean_square(output: Tensor, target: Tensor) -> Tensor:
 
 @pytest.fixture(autouse=True)
 def small_values_count(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever is cheap runs again, however small: the models here are tiny."""
+    """Make every cheap operation run again, however small its value: the models here are tiny."""
     monkeypatch.setattr("graphpp.planner.recompute_policy._WORTH", 1e12)
 
 
@@ -109,7 +109,7 @@ def test_no_choice_changes_a_bit(name: str) -> None:
     with capturing_once():
         expected = dict(numbers(*made(name, NOTHING)))
         for choice, recompute in CHOICES.items():
-            found = dict(numbers(*made(name, recompute, shuffled(2, MICROBATCHES, 5))))  # some backwards whole, some in halves
+            found = dict(numbers(*made(name, recompute, shuffled(2, MICROBATCHES, 5))))  # some backwards as B, some as I, W
             assert found.keys() == expected.keys()
             wrong = [what for what, value in found.items() if not torch.equal(value, expected[what])]
             assert not wrong, f"{choice}: {wrong}"
@@ -159,7 +159,7 @@ def test_no_memory_is_saved_twice_or_beside_what_is_at_hand(recompute: Any, monk
 
 
 class Skipping(nn.Module):
-    """What the first layer makes is read again by the last: the layers between relay it."""
+    """The last layer reads a value of the first layer, which the layers between relay."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""The cheapest choice is the cheapest of all choices, tried one by one."""
+"""`solve` and `pareto_front` find the same choices as trying all choices one by one."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ SIZE = 6
 
 
 def drawn(seed: int) -> CutProblem:
-    """A random graph of values, some never kept, some never computed again, none neither."""
+    """A random problem: some values cannot be kept, others cannot be recomputed, and every value can be one of the two."""
     choose = random.Random(seed)
     kinds = [choose.choice(["both", "both", "kept", "again"]) for _ in range(SIZE)]
     kinds[0] = "kept"
@@ -31,7 +31,7 @@ def drawn(seed: int) -> CutProblem:
 
 
 def every_choice(shape: CutProblem) -> Iterator[CutSolution]:
-    """Each way to keep, to compute again, or to do without, in which all that is read is there."""
+    """All valid choices: each value is kept, recomputed or absent, and every value that is read is available."""
     for states in product(("kept", "again", "none"), repeat=len(shape.read)):
         there = [state != "none" for state in states]
         possible = all(
@@ -58,7 +58,7 @@ def test_no_choice_is_cheaper(seed: int) -> None:
 
 
 @pytest.mark.parametrize("seed", range(15))
-def test_the_hull_has_every_choice_that_is_best_at_some_price(seed: int) -> None:
+def test_the_front_has_every_choice_that_is_best_at_some_price(seed: int) -> None:
     shape = drawn(seed)
     points = {(choice.nbytes, choice.cost) for choice in every_choice(shape)}
     found = [(choice.nbytes, choice.cost) for choice in pareto_front(shape)]
@@ -71,5 +71,5 @@ def test_the_hull_has_every_choice_that_is_best_at_some_price(seed: int) -> None
 
 
 def test_of_equal_choices_the_one_that_computes_least() -> None:
-    shape = CutProblem((4, 4), (None, 0), ((), (0,)), (False, True))  # keep the value, or what it is a copy of
+    shape = CutProblem((4, 4), (None, 0), ((), (0,)), (False, True))  # keep the value, or the value that it copies
     assert solve(shape, 1, 1).recomputed == (False, False)

@@ -1,4 +1,4 @@
-"""What a region made is made again right before its backward: once, and only where that can be right."""
+"""The activations of a region are recomputed right before its backward: once, and only if the numbers stay the same."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ D = 8
 
 
 class Layer(nn.Module):
-    """An MLP with dropout and, if asked for, a batch norm."""
+    """An MLP with dropout and, optionally, a batch norm."""
 
     def __init__(self, norm: bool = False) -> None:
         super().__init__()
@@ -65,7 +65,7 @@ def test_each_operation_of_a_region_runs_again_once_right_before_its_backward() 
     order = list(after.graph.nodes)
     again = [node for node in after.computed() if node.meta["backward"] and "silu.default" in str(node.target)]
     ends = [max(order.index(user) for user in node.users) for node in again]
-    assert order.index(again[0]) < ends[0] < order.index(again[1])  # the last layer's are used up before the first's are made
+    assert order.index(again[0]) < ends[0] < order.index(again[1])  # the last layer's copies are dead by then
 
 
 def test_less_is_saved_and_the_same_crosses() -> None:
@@ -91,7 +91,7 @@ def test_both_halves_of_the_backward_share_what_is_computed_again() -> None:
             for phase in (Phase.INPUT_GRAD, Phase.WEIGHT_GRAD)
             for node in staged.graphs[phase, stage].graph.nodes
         ]
-        assert run.count("aten.silu.default") == 1  # the other one is the forward's
+        assert run.count("aten.silu.default") == 1  # the other one runs in the forward
 
 
 def test_a_random_operator_repeats_its_numbers() -> None:
@@ -118,7 +118,7 @@ def test_regions_of_any_size_save_no_more_than_they_must(size: int) -> None:
 
 
 class Ends(nn.Module):
-    """A branch that ends in an operation whose backward reads its result; `reads`: the operation outside reads it too."""
+    """A branch whose last operation's backward reads its result; `reads`: the backward outside of the branch reads it, too."""
 
     def __init__(self, reads: bool) -> None:
         super().__init__()

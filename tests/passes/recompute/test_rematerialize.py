@@ -1,4 +1,4 @@
-"""What need not be saved is made again where it is read: once, late, and only where that can be right."""
+"""Values that are not saved are recomputed where the backward first reads them: once, and only if the numbers stay the same."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from tests.passes.graphs import assigned, captured, starts
 
 D = 8
 COSTS = OpCosts.of("cpu")
-ANYTHING = 1.0  # seconds that a byte is worth: whatever is cheap runs again, however small
+ANYTHING = 1.0  # seconds per byte: every cheap operation runs again, however small its value
 
 
 class Layer(nn.Module):
-    """Norm, a gated MLP, dropout, a residual."""
+    """A norm, a gated MLP, dropout, a residual."""
 
     def __init__(self, norm: type[nn.Module]) -> None:
         super().__init__()
@@ -52,7 +52,7 @@ class Layers(nn.Module):
 
 
 class Views(nn.Module):
-    """One product of which three views are read: transposed, cut in two, and reshaped; and the input itself."""
+    """A product read through three views (transposed, cut in two, reshaped), and the input itself."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -132,7 +132,7 @@ def test_equal_layers_do_not_all_give_up_the_same_at_once() -> None:
     assert none == min(found) and full == max(found) and len(found) > 6
     some = lean(joint, 1, fraction=0.8, region_of=by_layer)
     early = {by_layer(node) for node in again(some) if "addmm" in str(node.target)}
-    assert early and "layers.3" not in early  # the first layers' copies are made when the last ones' values are gone
+    assert early and "layers.3" not in early  # the first layers are recomputed when the last layers' saved values are dead
 
 
 def test_small_values_and_long_chains_stay_saved() -> None:

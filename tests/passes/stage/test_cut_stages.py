@@ -1,4 +1,4 @@
-"""Each row of the routing table, what boundaries say, and that a lost or doubled node is noticed."""
+"""Each row of the routing table, the boundaries' metadata, and the check for lost or doubled nodes."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ STAGES = 4
 
 
 def chain(hand: Hand, first: str, last: str) -> JointGraph:
-    """A value `v` made in the slot `first` and read in the slot `last`; parameters w0 .. w3 in all stages."""
+    """A value `v` computed in phase `first` and read in phase `last`; parameters w0 .. w3, one per stage."""
     parameters = [hand.input(p.Parameter(f"w{stage}")) for stage in range(STAGES)]
     value = hand.node("v", first, parameters[int(first[1])])
     reader = hand.node("reader", last, value, parameters[int(last[1])])
@@ -30,7 +30,7 @@ def chain(hand: Hand, first: str, last: str) -> JointGraph:
 
 
 def traffic(staged: StagedGraphs) -> tuple[list[str], list[str], list[str]]:
-    """Where the value `v` goes: boundaries that it crosses forward, stages that save it, boundaries it goes back."""
+    """The route of the value `v`: boundaries crossed forward, stages that save it, boundaries crossed backward."""
     return (
         [f"{b.stage}|{b.stage + 1}" for b in staged.boundaries if "v" in names(b.forward)],
         [str(stage) for stage, saved in enumerate(staged.saved) if "v" in names(saved)],
@@ -45,7 +45,7 @@ def names(metas: Sequence[p.TensorMeta]) -> list[str]:
 ROUTES = {
     ("F1", "F1"): ([], [], []),
     ("F0", "F1"): (["0|1"], [], []),
-    ("F0", "F3"): (["0|1", "1|2", "2|3"], [], []),  # relayed by 1 and 2
+    ("F0", "F3"): (["0|1", "1|2", "2|3"], [], []),  # stages 1 and 2 relay it
     ("F1", "B1"): ([], ["1"], []),
     ("F0", "B2"): (["0|1", "1|2"], ["2"], []),
     ("F2", "B0"): ([], ["2"], ["0|1", "1|2"]),
@@ -64,7 +64,7 @@ def test_a_value_goes_along_neighbours(first: str, last: str) -> None:
 
 
 def roles(staged: StagedGraphs, slot: str) -> tuple[list[str], list[str]]:
-    """What comes into a slot from others and what leaves it, as text."""
+    """The values that a phase gets from other phases and the values that it gives to them, as text."""
     graph = staged.graphs[Phase(slot[0]), int(slot[1])]
     moving = (p.Received, p.Saved, p.Sent)
     return (
@@ -117,7 +117,7 @@ def test_loss_and_outputs_stand_in_the_last_stage_gradients_where_they_are_made(
 
 
 def replicated(source: str) -> StagedGraphs:
-    """A mask without a stage, made from the input by way of a second node; read in F0, F2, B2 and B1."""
+    """A mask without a stage, computed from the input through a second node; read in F0, F2, B2 and B1."""
     hand = Hand("w")
     w, x = hand.input(p.Parameter("w")), hand.input(p.Input("args[0]"))
     inner = hand.node("inner", "F", x)

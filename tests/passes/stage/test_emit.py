@@ -1,4 +1,4 @@
-"""Stage programs own what they use, and what nobody uses has one owner; the recipe shows every step."""
+"""A stage owns the parameters and buffers that its programs use; unused ones have one owner; the hook sees every pass."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ D = 4
 
 
 class Layer(nn.Module):
-    """A linear of two; one is for show, and so is a buffer."""
+    """Two linears, of which one is never called, and an unused buffer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -29,7 +29,7 @@ class Layer(nn.Module):
 
 
 class Model(nn.Module):
-    """Three layers, a shared table, and parts that no forward reaches."""
+    """Three layers, a shared table, and modules that the forward never calls."""
 
     def __init__(self) -> None:
         super().__init__()

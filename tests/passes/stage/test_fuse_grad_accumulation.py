@@ -1,4 +1,4 @@
-"""Gradients that are products become their factors, in the place that the product has in the gradient."""
+"""A gradient that is a matrix product is handed out as its factors, with the product's place in the gradient."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def arguments(slot: PhaseGraph) -> list[Tensor]:
 
 
 def assert_same_gradient(before: PhaseGraph, after: PhaseGraph) -> None:
-    """Run alone, and twice into one sum."""
+    """Run the gradient alone, and twice into one sum."""
     (expected,) = render(before.graph).load("before")(arguments(before))
     run = render(after.graph).load("after")
     torch.testing.assert_close(sum(run(arguments(after))), expected)
@@ -139,7 +139,7 @@ def test_a_product_that_somebody_else_reads_is_made() -> None:
     after = backward(fuse_grad_accumulation(staged))
     results = dict(zip(after.outputs, after.graph.output_node().args[0], strict=True))  # type: ignore[arg-type]
     assert [results[p.Gradient(fqn)].target is deferred_matmul for fqn in "wvu"] == [False, True, False]
-    assert [node.name for node in backward(staged).graph.nodes] == before, "the staged given were changed"
+    assert [node.name for node in backward(staged).graph.nodes] == before, "the staged graphs were changed"
 
 
 def test_a_product_costs_what_it_computes() -> None:

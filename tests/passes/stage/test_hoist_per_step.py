@@ -1,4 +1,4 @@
-"""What depends on parameters alone is made once per step, is saved nowhere, and changes no bit."""
+"""Values that depend on parameters alone are computed once per step, are never saved, and change no bit."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ D, ROWS = 4, 12
 
 
 class Net(nn.Module):
-    """A weight with a norm, one that two stages read in another dtype, a mask, a table, a buffer that is written."""
+    """A weight with a norm, a weight that two stages read in another dtype, a mask, a table, a buffer that is written."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -81,10 +81,10 @@ def test_nothing_that_is_made_once_is_saved_or_sent() -> None:
 
 
 def test_what_stays() -> None:
-    """What a parameter gives to two stages, what a buffer is that is written, random numbers, results."""
+    """Not hoisted: a parameter's value read in two stages, a written buffer's value, random numbers, results."""
     staged = staged_of(Net(), "second")
     forwards = [[str(node.target) for node in staged.graphs[p.Phase.FORWARD, stage].graph.nodes] for stage in range(2)]
-    assert forwards[0].count("aten.exp.default") == 1  # `turned`: sent to the other stage
+    assert forwards[0].count("aten.exp.default") == 1  # `turned`, which is sent to the other stage
     assert p.Parameter("both") not in staged.graphs[p.Phase.FORWARD, 1].inputs
     assert p.Parameter("both") not in staged.hoisted[1].inputs
     written = [role for role in staged.hoisted[0].inputs if isinstance(role, p.Buffer)]
@@ -120,7 +120,7 @@ def test_results_are_made_for_each_microbatch() -> None:
 
 @pytest.mark.parametrize("schedule", ["1F1B", shuffled(2, 3, 1)])
 def test_no_bit_changes_while_parameters_do(schedule: Any) -> None:
-    """Several steps of an optimizer, an evaluation between them."""
+    """Several optimizer steps with an evaluation between them."""
     ours, theirs = Net(), Net()
     for net in (ours, theirs):
         net.register_forward_pre_hook(lambda module, args: None)
@@ -162,11 +162,11 @@ def test_casts_of_weights_run_once_per_step_and_are_dropped() -> None:
             assert not any(wiring.bound for stage in internals.last_runner(pipe).stages.values() for wiring in stage._wirings())
     linears = 6
     per_microbatch = (counts[1] - counts[0]) / 2
-    assert counts[0] - 2 * per_microbatch == 2 * linears  # a weight and a bias each, whatever the number of microbatches
+    assert counts[0] - 2 * per_microbatch == 2 * linears  # a weight and a bias each, for any number of microbatches
 
 
 def made_once(recompute: Any) -> set[str]:
-    """The names of what a step of one process prepares."""
+    """The names of the values that a step of one process computes once."""
     torch.manual_seed(0)
     pipe = graphpp.compile(Net(), loss, microbatches=2, memory=recompute)
     pipe.step(torch.randn(6, D), target=torch.zeros(6))

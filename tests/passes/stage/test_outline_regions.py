@@ -1,4 +1,4 @@
-"""Regions of a program: what is in one, which are equal, what stays outside, and dropout's masks beside its arithmetic."""
+"""Regions of a program: their operations, their keys, the operations outside; dropout's masks stay outside of regions."""
 
 import operator
 import weakref
@@ -71,7 +71,7 @@ def interpreted(call: RegionCall) -> Callable[[list[Any]], Any]:
 
 
 def values(slot: PhaseGraph) -> list[Any]:
-    """Arguments for a program, whatever they mean."""
+    """Random arguments for a program, by its inputs' shapes."""
     torch.manual_seed(3)
     made: list[Any] = []
     for node in slot.graph.find_nodes(op="placeholder"):
@@ -99,7 +99,7 @@ def test_equal_layers_are_one_region() -> None:
     keys = [{call.region.key for slot in found for call in outline_regions(slot, layer).calls} for found, layer in (few, many)]
     assert keys[0] == keys[1]
     counts = [len([call for slot in found for call in outline_regions(slot, layer).calls]) for found, layer in (few, many)]
-    assert counts[1] - counts[0] == 2 * 8  # a forward and a backward more for each of 8 layers
+    assert counts[1] - counts[0] == 2 * 8  # one more forward and backward region for each of 8 layers
 
 
 def test_unequal_layers_are_different_regions() -> None:
@@ -122,7 +122,7 @@ def test_a_constant_tells_regions_apart() -> None:
 
 
 def test_inputs_of_a_region_die_inside_it() -> None:
-    """When a region lets go of what it was handed, nobody else holds what has no later reader."""
+    """When a region frees its inputs, nothing else holds an input without a later reader."""
     ((_, backward), layer) = slots(Net(2))
     made = outline_regions(backward, layer)
     died: list[bool] = []
@@ -156,7 +156,7 @@ def test_random_operators_stay_outside_and_masks_need_nothing() -> None:
     masks = [node for node in made.phase_graph.graph.nodes if node.target is dropout_mask]
     assert len(masks) == 2
     assert all(source.op == "placeholder" for mask in masks for source in mask.all_input_nodes)
-    assert len(made.calls) == 3  # the layers are whole: what is random comes in
+    assert len(made.calls) == 3  # the layers are whole: random masks are inputs
 
 
 @pytest.mark.parametrize("probability", [0.1, 0.5, 1.0])
@@ -172,7 +172,7 @@ def test_a_mask_is_what_dropout_draws(probability: float, transposed: bool) -> N
 
 
 class Average(nn.Module):
-    """Multiplies by a buffer that it writes afterwards; and has an operator with several results."""
+    """Multiplies by a buffer and then writes it; uses an operator with several results."""
 
     mean: Tensor
 

@@ -1,4 +1,4 @@
-"""I has what a sent gradient needs, W the rest, once each; what lies between them is as small as it can be."""
+"""I has the nodes that a sent gradient depends on, W all others, each once; the bytes alive between the two are minimal."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ D = 8
 
 
 class Layer(nn.Module):
-    """Norm, a gated MLP, a residual."""
+    """A norm, a gated MLP, a residual."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -36,7 +36,7 @@ class Layer(nn.Module):
 
 
 class Layers(nn.Module):
-    """Three layers, of which the last is the second one once more if `again`."""
+    """Three layers; if `again`, the last one is the second one called a second time."""
 
     def __init__(self, again: bool = False, frozen: int = 0) -> None:
         super().__init__()
@@ -51,7 +51,7 @@ class Layers(nn.Module):
 
 
 def halves(model: nn.Module, *calls: str, rerun: bool = False) -> StagedGraphs:
-    """The staged of a model cut before these calls, split."""
+    """The phase graphs of a model cut before these calls, with I and W."""
     joint = captured(model, torch.randn(4, D))
     joint = assigned(joint, *starts(joint, *calls))
     return split_weight_grad(joint, cut_stages(joint, 1 + len(calls)), may_repeat_in_weight_grad(Recompute(weight_grad=rerun)))
@@ -66,7 +66,7 @@ def roles(items: tuple[Any, ...], kind: type) -> list[str]:
 
 
 def ancestors(slot: PhaseGraph, kind: type) -> set[str]:
-    """The nodes that results of a kind are computed from."""
+    """The nodes that the results of a kind depend on."""
     results = zip(slot.outputs, slot.graph.output_node().args[0], strict=True)  # type: ignore[arg-type]
     pending: list[fx.Node] = [node for role, node in results if isinstance(role, kind)]
     found: set[fx.Node] = set()
@@ -105,7 +105,7 @@ def test_the_first_stage_has_only_w() -> None:
     staged = halves(Layers(), "layers.1")
     first, second = staged.graphs[I, 0], staged.graphs[W, 0]
     assert names(first) == []
-    assert roles(first.outputs, p.Saved) == roles(staged.graphs[B, 0].inputs, p.Received)  # what arrived waits for W
+    assert roles(first.outputs, p.Saved) == roles(staged.graphs[B, 0].inputs, p.Received)  # the received values are kept for W
     assert names(second) == names(staged.graphs[B, 0])
 
 

@@ -1,4 +1,4 @@
-"""Rendered text: it computes what the graph computes, and holds each value until its last use and no longer."""
+"""Rendered text computes the graph's results, and holds each value until its last use and no longer."""
 
 import ast
 import enum
@@ -26,18 +26,18 @@ aten = torch.ops.aten
 
 
 class Rows(enum.IntEnum):
-    """An int that does not print as one."""
+    """An int whose repr is no literal."""
 
     FIRST = 0
 
 
 def shifted(x: Tensor) -> Tensor:
-    """A function with a name that leads to it."""
+    """A function that its name leads to."""
     return x + 1
 
 
 def nameless(x: Tensor) -> Tensor:
-    """A function whose name leads to another one."""
+    """A function whose name leads to another function."""
     return x - 1
 
 
@@ -119,7 +119,7 @@ STEPS: dict[str, Step] = {
 
 @st.composite
 def graphs(draw: st.DrawFn) -> fx.Graph:
-    """A graph of a few inputs, up to eight steps and up to three results."""
+    """A random graph of a few inputs, up to eight operations and up to three results."""
     graph = fx.Graph()
     roles = draw(st.lists(st.sampled_from(ROLES), min_size=1, max_size=4, unique=True))
     values = []
@@ -136,7 +136,7 @@ def graphs(draw: st.DrawFn) -> fx.Graph:
 
 
 def interpreted(graph: fx.Graph, inputs: list[Tensor]) -> Any:
-    """What the graph computes, node by node."""
+    """The graph's results, computed node by node."""
     values: dict[fx.Node, Any] = dict(zip(graph.find_nodes(op="placeholder"), inputs, strict=True))
     for node in (node for node in graph.nodes if node.op == "call_function"):
         args, kwargs = fx.node.map_arg((node.args, node.kwargs), values.__getitem__)
@@ -173,13 +173,13 @@ def test_every_name_is_deleted_at_its_last_use(graph: fx.Graph) -> None:
         if last >= end:
             assert name not in deletes
         elif any(isinstance(item, ast.Tuple) and item.lineno <= last <= item.end_lineno for item in ast.walk(function)):
-            assert name in deletes  # an input that nobody reads
+            assert name in deletes  # an input without a reader
         else:
             assert deletes[name] == [last]
 
 
 class Watcher:
-    """Makes values and counts those that live."""
+    """Makes values and counts the values that are alive."""
 
     def __init__(self) -> None:
         self.made: list[weakref.ref[Tensor]] = []
@@ -223,13 +223,13 @@ def test_a_gradient_is_handed_over_once_nobody_reads_it() -> None:
     handed: list[tuple[int, list[bool]]] = []
     run = render(graph).load("<taken>")
     results = run([torch.zeros(2)], lambda index, value: handed.append((index, watcher.living(value))))
-    assert handed == [(0, [True, True]), (1, [True, False, True])]  # the second died when it was not kept
+    assert handed == [(0, [True, True]), (1, [True, False, True])]  # the second gradient was freed when `take` did not keep it
     assert results[:2] == (None, None)
     assert results[2] is results[3]
     assert [torch.is_tensor(value) for value in run([torch.zeros(2)])] == [True] * 4
 
 
-# ---------------------------------------------------------------------------------------------------- what stands in it
+# ---------------------------------------------------------------------------------------------------- the text
 
 
 def lines_of(text: str) -> list[str]:

@@ -1,4 +1,4 @@
-"""Dumped files run by themselves, and the pipeline gives the same numbers when its programs are loaded from them."""
+"""Dumped files run with torch alone, and a pipeline that loads its programs from them computes the same numbers."""
 
 import importlib.util
 import re
@@ -52,7 +52,7 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def from_files(monkeypatch: pytest.MonkeyPatch) -> Callable[[Path], list[str]]:
-    """Make pipelines take their programs from a folder; returns the list of those that were taken."""
+    """Make pipelines load their programs from a folder; returns the list of the files loaded."""
 
     def redirect(folder: Path) -> list[str]:
         taken: list[str] = []
@@ -125,11 +125,11 @@ def test_example_inputs(llama: Path, dtype: torch.dtype, shape: tuple[int, ...],
     assert dtype.is_floating_point or dtype.is_complex or not made.any()
 
 
-# ------------------------------------------------------------------------------- what has no name in Python, or no home
+# ------------------------------------------------------------------------------- objects without a name in Python
 
 
 class Chooses(nn.Module):
-    """A branch on data: its two sides are sub-graphs."""
+    """A branch on data, whose two sides are sub-graphs."""
 
     def __init__(self) -> None:
         super().__init__()
