@@ -184,13 +184,13 @@ def _check_one(subject: ScheduleUnderCheck, stage: int, microbatch: int) -> None
         what = f"{double} beside {Action(stage, Kind.B, microbatch)}, and B is I and W together"
         raise subject.refusal(subject.where[double], what, "keep either B, or I and W")
     for kind in (Kind.F, *BACKWARDS):
-        if kind in _wanted(subject, have) - have:
+        if kind in _required_kinds(subject, have) - have:
             missing = Action(stage, kind, microbatch)
             other = " (or I and W)" if kind is Kind.B else ""
             raise subject.refusal(_nearest(subject, missing), f"{missing} is missing from this rank", f"add {missing}{other}")
 
 
-def _wanted(subject: ScheduleUnderCheck, have: set[Kind]) -> set[Kind]:
+def _required_kinds(subject: ScheduleUnderCheck, have: set[Kind]) -> set[Kind]:
     if not subject.training:
         return {Kind.F}
     return {Kind.F, Kind.I, Kind.W} if have & {Kind.I, Kind.W} else {Kind.F, Kind.B}

@@ -41,7 +41,7 @@ class SvgWriter:
 
     def add(self, tag: str, text: str = "", **attributes: object) -> Element:
         """Append an element; `stroke_width=1` is written as `stroke-width="1"`, and `class_` as `class`."""
-        named = {name.rstrip("_").replace("_", "-"): _spelled(value) for name, value in attributes.items()}
+        named = {name.rstrip("_").replace("_", "-"): _attribute_text(value) for name, value in attributes.items()}
         element = SubElement(self.root, tag, named)
         element.text = printable(text)
         return element
@@ -62,8 +62,8 @@ class SvgWriter:
         """The document as text, `width` by `height` pixels."""
         for element, names in ((self._page, ("width", "height")), (self.root, ("width", "height"))):
             for name, value in zip(names, (width, height), strict=True):
-                element.set(name, _spelled(float(value)))
-        self.root.set("viewBox", f"0 0 {_spelled(float(width))} {_spelled(float(height))}")
+                element.set(name, _attribute_text(float(value)))
+        self.root.set("viewBox", f"0 0 {_attribute_text(float(width))} {_attribute_text(float(height))}")
         return str(tostring(self.root, encoding="us-ascii", xml_declaration=False), "ascii")
 
 
@@ -77,7 +77,7 @@ def text_width(text: str, size: float) -> float:
     return 0.55 * size * len(text)
 
 
-def _spelled(value: object) -> str:
+def _attribute_text(value: object) -> str:
     if isinstance(value, float):
         return f"{value:.2f}".rstrip("0").rstrip(".")
     return printable(str(value))

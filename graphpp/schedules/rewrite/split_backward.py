@@ -59,7 +59,7 @@ def defer_weight_grads(
     value of `until`, and for a table whose REDUCE_GRAD or RESHARD would come before a delayed W.
     """
     chosen = frozenset(stages)
-    _check(schedule, chosen, until)
+    _check_arguments(schedule, chosen, until)
 
     def delayed(leaf: Action) -> bool:
         early = limit is None or (leaf.microbatch or 0) < limit
@@ -68,7 +68,7 @@ def defer_weight_grads(
     return _with(schedule, [_deferred(row, delayed, until) for row in schedule.table])
 
 
-def _check(schedule: Schedule, stages: frozenset[int], until: str) -> None:
+def _check_arguments(schedule: Schedule, stages: frozenset[int], until: str) -> None:
     strange = sorted(stages - set(range(schedule.stages)))
     if strange:
         raise ScheduleError(f"{schedule.name} has no stage {strange[0]}; its stages are 0..{schedule.stages - 1}")

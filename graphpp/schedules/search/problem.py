@@ -109,15 +109,15 @@ class Problem:
 
 def _times(costs: Costs, home: Sequence[int]) -> list[list[float]]:
     """Per stage: forward, input gradients, weight gradients, whole backward; each with the messages that occupy its rank."""
-    forward, inputs = _held(costs, home)
+    forward, inputs = _occupied(costs, home)
     extra = costs.overhead
     return [
-        [stage.forward + held + extra for stage, held in zip(costs.stages, forward, strict=True)],
-        [stage.input_grad + held + extra for stage, held in zip(costs.stages, inputs, strict=True)],
+        [stage.forward + occupied + extra for stage, occupied in zip(costs.stages, forward, strict=True)],
+        [stage.input_grad + occupied + extra for stage, occupied in zip(costs.stages, inputs, strict=True)],
         [stage.weight_grad + extra for stage in costs.stages],
         [
-            (stage.input_grad + stage.weight_grad if stage.backward is None else stage.backward) + held + extra
-            for stage, held in zip(costs.stages, inputs, strict=True)
+            (stage.input_grad + stage.weight_grad if stage.backward is None else stage.backward) + occupied + extra
+            for stage, occupied in zip(costs.stages, inputs, strict=True)
         ],
     ]
 
@@ -131,7 +131,7 @@ def _messages(costs: Costs, home: Sequence[int]) -> tuple[list[float], list[floa
     )
 
 
-def _held(costs: Costs, home: Sequence[int]) -> tuple[list[float], list[float]]:
+def _occupied(costs: Costs, home: Sequence[int]) -> tuple[list[float], list[float]]:
     """The time for which the messages of each stage's forward, and of its backward, occupy the stage's rank."""
     if not costs.blocking:
         return [0.0] * len(home), [0.0] * len(home)

@@ -42,7 +42,7 @@ def caps_of(memory_cap: int | Sequence[int] | None, ranks: int) -> list[float]:
 def placements(stages: int, placement: str | Home | None, ranks: int) -> list[dict[int, int]]:
     """The placements to try, each a mapping stage -> rank."""
     if placement is not None and not isinstance(placement, str):
-        return [_complete(stages, placement, ranks)]
+        return [_checked_placement(stages, placement, ranks)]
     if placement not in (None, "loop", "v"):
         raise ScheduleError(f"unknown placement {placement!r}; take 'loop', 'v', a mapping stage -> rank, or None")
     if stages < 1 or stages % ranks:
@@ -57,7 +57,7 @@ def placements(stages: int, placement: str | Home | None, ranks: int) -> list[di
     return [loop if placement == "loop" else v]
 
 
-def _complete(stages: int, placement: Home, ranks: int) -> dict[int, int]:
+def _checked_placement(stages: int, placement: Home, ranks: int) -> dict[int, int]:
     if sorted(placement) != list(range(stages)):
         raise ScheduleError(f"the placement names stages {sorted(placement)}; it has to name each of 0..{stages - 1}")
     for stage, rank in placement.items():
