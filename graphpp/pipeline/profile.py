@@ -61,14 +61,14 @@ class Profile:
 
 
 @dataclass(frozen=True)
-class Measured:
+class RecordedSteps:
     """A runner, and a recording of each of its steps on this rank."""
 
     runner: GraphPPRunner
     recorders: Sequence[Recorder]
 
 
-def profiled(own: Measured, others: Sequence[Measured] = ()) -> Profile:
+def profile_of(own: RecordedSteps, others: Sequence[RecordedSteps] = ()) -> Profile:
     """The profile of `own.runner`; `others` run the same stages, and measure the kinds of actions that it does not run."""
     place, schedule, programs = own.runner.place, own.runner.schedule, own.runner.programs
     runs = timelines(own, place)
@@ -81,7 +81,7 @@ def profiled(own: Measured, others: Sequence[Measured] = ()) -> Profile:
         stages,
         *messages,
         overlap=median(shares) if shares else 1.0,
-        overhead=float(torch.stack(gathered(overhead, place)).median()),
+        overhead=float(torch.stack(gather_tensors(overhead, place)).median()),
     )
     usual = sorted(runs, key=lambda run: run.makespan)[(len(runs) - 1) // 2]
     memory = memory_curves(usual.events, costs, schedule.ranks)
@@ -91,12 +91,12 @@ def profiled(own: Measured, others: Sequence[Measured] = ()) -> Profile:
 # ------------------------------------------------------------------------------------------------ all ranks' times
 
 
-def meet(place: RankPlace) -> None:
+def barrier(place: RankPlace) -> None:
     """Return when all ranks have called this: a barrier."""
-    gathered(torch.zeros(1), place)
+    gather_tensors(torch.zeros(1), place)
 
 
-def gathered(mine: torch.Tensor, place: RankPlace) -> list[torch.Tensor]:
+def gather_tensors(mine: torch.Tensor, place: RankPlace) -> list[torch.Tensor]:
     """This tensor of every rank, all of one shape, in order of rank, on the CPU."""
     if place.ranks == 1:
         return [mine]
@@ -111,13 +111,13 @@ def clock_offsets(place: RankPlace) -> list[float]:
     """How far each rank's clock is ahead of rank 0's, in seconds."""
     ends = torch.zeros(_ROUNDS, dtype=torch.float64)
     for index in range(_ROUNDS):
-        meet(place)
+        barrier(place)
         ends[index] = time.perf_counter()
-    everyone = gathered(ends, place)
+    everyone = gather_tensors(ends, place)
     return [float((each - everyone[0]).median()) for each in everyone]
 
 
-def timelines(measured: Measured, place: RankPlace) -> list[Timeline]:
+def timelines(measured: RecordedSteps, place: RankPlace) -> list[Timeline]:
     """A timeline of all ranks for each recorded step; the earliest event of each starts at 0."""
     recorders, schedule, offsets = measured.recorders, measured.runner.schedule, clock_offsets(place)
     rows = [[action for action in row if action is not None] for row in schedule.table]
@@ -127,7 +127,7 @@ def timelines(measured: Measured, place: RankPlace) -> list[Timeline]:
         for index, action in enumerate(rows[place.rank]):
             if action in found:
                 mine[step, index] = torch.tensor(found[action], dtype=torch.float64)
-    everyone = [each - offset for each, offset in zip(gathered(mine, place), offsets, strict=True)]
+    everyone = [each - offset for each, offset in zip(gather_tensors(mine, place), offsets, strict=True)]
     return [_timeline(schedule, rows, [each[step] for each in everyone]) for step in range(len(recorders))]
 
 
@@ -200,12 +200,12 @@ def message_times(
     found = torch.zeros(2, max(len(program.stages) - 1, 0), dtype=torch.float64)
     for index in range(found.shape[1]):
         low, high = rank_of[index], rank_of[index + 1]
-        meet(place)  # so that the other ranks are idle
+        barrier(place)  # so that the other ranks are idle
         if low != high and place.rank in (low, high):
             peer = high if place.rank == low else low
             for way, metas in enumerate((program.boundaries[index].forward, program.boundaries[index].backward)):
                 found[way, index] = _half_a_round(transport, metas, peer, first=place.rank == low)
-    slowest = torch.stack(gathered(found, place)).amax(0)  # both ranks of the boundary measured it
+    slowest = torch.stack(gather_tensors(found, place)).amax(0)  # both ranks of the boundary measured it
     return tuple(slowest[0].tolist()), tuple(slowest[1].tolist())
 
 

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from torch import nn
 
 from graphpp.pipeline.graph_cache import GraphCache, PreparedStep
-from graphpp.pipeline.profile import Measured, Profile, meet, profiled
+from graphpp.pipeline.profile import Profile, RecordedSteps, barrier, profile_of
 from graphpp.runtime.model_state import state_restored
 from graphpp.runtime.recorder import Recorder, clock_of
 from graphpp.schedules.rewrite.merge_backward import merge_backward, without_overlaps
@@ -38,15 +38,15 @@ class Trials:
         """The profile of `prepared`'s runner, from `repeat` steps after one to warm up."""
         tables = list(_counterparts(prepared.runner.schedule))
         others = [self._measured(self.cache.under(prepared, table), repeat) for table in tables]
-        return profiled(self._measured(prepared, repeat), others)
+        return profile_of(self._measured(prepared, repeat), others)
 
-    def _measured(self, prepared: PreparedStep, repeat: int) -> Measured:
+    def _measured(self, prepared: PreparedStep, repeat: int) -> RecordedSteps:
         self._step(prepared, None)
         recorders = []
         for _ in range(repeat):
             recorders.append(Recorder(clock_of(prepared.runner.place.device)))
             self._step(prepared, recorders[-1])
-        return Measured(prepared.runner, recorders)
+        return RecordedSteps(prepared.runner, recorders)
 
     def _step(self, prepared: PreparedStep, recorder: Recorder | None) -> None:
         place = prepared.runner.place

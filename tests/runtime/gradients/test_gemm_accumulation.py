@@ -348,7 +348,7 @@ def test_verify_runs_fused_programs() -> None:
     pipe = graphpp.compile(model, loss, microbatches=MICROBATCHES, split=["blocks.1"], gradients=graphpp.Gradients(fused=True))
     tokens, targets = batch()
     report = pipe.verify(tokens, target=targets)
-    assert report.ok and "fused_accumulation" in str(report)
+    assert report.ok and "gradients.fused" in str(report)
 
 
 def test_only_true_false_and_none() -> None:
