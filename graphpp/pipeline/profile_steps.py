@@ -51,7 +51,7 @@ class Trials:
     def _step(self, prepared: PreparedStep, recorder: Recorder | None) -> None:
         place = prepared.runner.place
         with state_restored(self.model, place.device):
-            meet(place)  # so that no rank's first wait includes another rank's late start
+            barrier(place)  # so that no rank's first wait includes another rank's late start
             with contextlib.nullcontext() if recorder is None else prepared.runner.recording(recorder):
                 self.run(prepared)
 
