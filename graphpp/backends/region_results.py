@@ -34,8 +34,8 @@ class CompiledRegion:
         self._metas = [meta_of(value) if isinstance(value, torch.Tensor) else None for value in region.results]
         self._mismatched: list[tuple[int, TensorMeta]] | None = None
 
-    def __call__(self, boxed: list[Any]) -> Sequence[Any]:
-        results = self._run(boxed)
+    def __call__(self, arguments: list[Any]) -> Sequence[Any]:
+        results = self._run(arguments)
         if self._mismatched is None:
             self._mismatched = self._check(results)
         if not self._mismatched:

@@ -20,31 +20,31 @@ class Regions:
 
     def __init__(self, compiler: RegionCompiler) -> None:
         self._compile = compiler
-        self._known: dict[str, Run] = {}
+        self._compiled: dict[str, Run] = {}
 
     def new(self, calls: Sequence[RegionCall]) -> list[Region]:
-        """The distinct regions of these calls that are not compiled yet."""
-        return list({call.region.key: call.region for call in calls if call.region.key not in self._known}.values())
+        """The distinct regions of these calls that are not yet compiled."""
+        return list({call.region.key: call.region for call in calls if call.region.key not in self._compiled}.values())
 
     def compile(self, region: Region) -> None:
-        """Compile a region, or let it run eagerly, with a warning."""
+        """Compile a region. If its compiler raises, warn, and let the region run eagerly."""
         try:
             with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # what a compiler thinks of its own parts
-                self._known[region.key] = self._compile(region)
-        except Exception as error:  # whatever a compiler raises
+                warnings.simplefilter("ignore")  # a compiler's warnings about its own code
+                self._compiled[region.key] = self._compile(region)
+        except Exception as error:  # a compiler may raise anything
             reason = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
-            told = f"graphpp: {region.title} cannot be compiled and will run eagerly: {type(error).__name__}: {reason}"
-            warnings.warn(told, stacklevel=2)
-            self._known[region.key] = render(region.graph, region.title).load(f"<graphpp {region.title}>")
+            message = f"graphpp: {region.title} cannot be compiled and will run eagerly: {type(error).__name__}: {reason}"
+            warnings.warn(message, stacklevel=2)
+            self._compiled[region.key] = render(region.graph, region.title).load(f"<graphpp {region.title}>")
 
     def keep_only(self, keys: Iterable[str]) -> None:
-        """Forget all other regions."""
-        kept = set(keys)
-        self._known = {key: run for key, run in self._known.items() if key in kept}
+        """Drop the compiled code of all other regions."""
+        wanted = set(keys)
+        self._compiled = {key: run for key, run in self._compiled.items() if key in wanted}
 
     def bind(self, calls: Sequence[RegionCall]) -> None:
-        """Let calls run what was compiled for their regions."""
+        """Let each call run the compiled code of its region."""
         for call in calls:
-            run = self._known[call.region.key]
+            run = self._compiled[call.region.key]
             call.run = WithCapturedInputs(run) if isinstance(run, CompiledRegion) else run

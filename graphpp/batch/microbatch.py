@@ -27,14 +27,14 @@ _OF_PYTHON = (NoneType, bool, int, float, complex, str, bytes, range, slice, Enu
 _PLAIN = (*_OF_PYTHON, torch.dtype, torch.device, torch.layout, torch.memory_format, torch.Size)
 
 
-class _Tensor:
+class _TensorLeaf:
     """Replaces a tensor in a structure that is kept without its tensors."""
 
     def __repr__(self) -> str:
         return "<tensor>"
 
 
-TENSOR_LEAF = _Tensor()
+TENSOR_LEAF = _TensorLeaf()
 
 
 @dataclass(frozen=True)

@@ -2,8 +2,8 @@
 
 Contract: while `refuse_outside_state` is open, taking a gradient within the forward (`torch.autograd.grad`,
 `torch.func.grad`, whose results export detaches) and drawing random numbers from Python or NumPy raise `CaptureError`.
-`refuse_draws` raises for the global generators of Python and NumPy and for those that modules hold, `refuse_generators` for a
-`torch.Generator` that is passed to an operator. Meanwhile `torch.distributions` do not check their arguments, as under
+`refuse_draws` raises for the global generators of Python and NumPy and for generators that modules hold, `refuse_generators`
+for a `torch.Generator` that is passed to an operator. Meanwhile `torch.distributions` do not check their arguments, as under
 `torch.compile`.
 """
 
