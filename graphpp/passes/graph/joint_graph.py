@@ -3,7 +3,7 @@
 Contract
 --------
 - Every placeholder has `meta["role"]`, an `InputRole`; the output node has `meta["roles"]`, one `OutputRole` per result.
-  No pass reads a position. A parameter, buffer or input is one placeholder, whatever its aliases.
+  No pass reads a position. A parameter, buffer or input is one placeholder, even if the model has it under several names.
 - Every node has `meta["val"]` (a fake tensor or a tuple of them) and `meta["backward"]` (bool).
 - Nodes that compute also have `meta["position"]` (their number in the forward, kept by all passes; -1 in the backward),
   `meta["calls"]` (the module calls around the node, outermost first, `fqn` or `fqn@k` for the k+1st call),
@@ -81,7 +81,7 @@ def remove_unused(graph: fx.Graph) -> None:
 
 
 def _stays(node: fx.Node) -> bool:
-    """Whether a node must run although nobody reads it: it may raise, or the other ranks of its group take part in it."""
+    """Whether a node must run although no node reads it: it may raise, or the other ranks of its group take part in it."""
     return is_check(node) or is_collective(node) or is_wait(node)
 
 

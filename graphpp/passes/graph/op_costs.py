@@ -83,10 +83,9 @@ def flops(node: fx.Node) -> float:
     packet = _LIKE.get(packet, packet)
     if packet not in flop_registry:
         return 0.0
-    known: Callable[[fx.Node], Any] = lambda source: source.meta["val"]  # noqa: E731
-    return float(
-        flop_registry[packet](*fx.node.map_arg(args, known), **fx.node.map_arg(node.kwargs, known), out_val=node.meta["val"])
-    )
+    value_of: Callable[[fx.Node], Any] = lambda source: source.meta["val"]  # noqa: E731
+    args, kwargs = fx.node.map_arg(args, value_of), fx.node.map_arg(node.kwargs, value_of)
+    return float(flop_registry[packet](*args, **kwargs, out_val=node.meta["val"]))
 
 
 def is_heavy(node: fx.Node) -> bool:

@@ -37,5 +37,5 @@ def draws_random_numbers(operator: Any, args: Sequence[Any], kwargs: Mapping[str
         return False
     schema = getattr(operator, "_schema", None)
     names = [argument.name for argument in schema.arguments] if schema is not None else []
-    given = {**dict(zip(names, args, strict=False)), **kwargs}
-    return given.get("dropout_p") != 0.0 if "dropout_p" in given else "dropout_p" not in names
+    arguments = {**dict(zip(names, args, strict=False)), **kwargs}
+    return arguments.get("dropout_p") != 0.0 if "dropout_p" in arguments else "dropout_p" not in names

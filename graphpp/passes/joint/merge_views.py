@@ -20,7 +20,7 @@ _RESHAPING = (aten.view.default, aten._unsafe_view.default)
 
 def merge_views(joint: JointGraph) -> JointGraph:
     """Merge equal views and chains of `view`, in place; nodes carry `meta["stage"]`."""
-    made: dict[Any, fx.Node] = {}
+    views: dict[Any, fx.Node] = {}
     for node in joint.computed():
         if not is_view(node) and node.target not in _RESHAPING:
             continue
@@ -28,7 +28,7 @@ def merge_views(joint: JointGraph) -> JointGraph:
         if _is_chain(node) and isinstance(source, fx.Node):
             node.args = (source.args[0], *node.args[1:])
             node.target = aten.view.default
-        first = made.setdefault((_place(node), node.target, _key(node.args), _key(node.kwargs)), node)
+        first = views.setdefault((_place(node), node.target, _key(node.args), _key(node.kwargs)), node)
         if first is not node:
             node.replace_all_uses_with(first)
     remove_unused(joint.graph)

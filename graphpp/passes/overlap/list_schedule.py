@@ -32,7 +32,7 @@ from torch import fx
 from graphpp.passes.graph.aliases import shares_memory
 from graphpp.passes.graph.collectives import is_collective
 from graphpp.passes.graph.op_costs import Cost
-from graphpp.passes.overlap.stream_timing import GraphTiming, StreamClock, TimeEstimate, estimate_order
+from graphpp.passes.overlap.stream_timing import GraphTiming, SimulatedClock, TimeEstimate, estimate_order
 
 _CAPS = (1.0, 1.1, 1.25, 1.5, float("inf"))  # multiples of the original order's peak
 _NEARLY = 1.01  # an order that is slower than the fastest by at most this factor wins if its peak is lower
@@ -147,7 +147,7 @@ class ListScheduler:
 
     def __init__(self, units: SchedulingUnits, priority: Priority, cap: float) -> None:
         self._units, self._priority, self._cap = units, priority, cap
-        self._clock = StreamClock(units.timing)
+        self._clock = SimulatedClock(units.timing)
         self._order: list[fx.Node] = []
         self._ran: set[fx.Node] = set()
         self._missing = {unit: len(before) for unit, before in units.before.items()}

@@ -116,7 +116,7 @@ class GraphTiming:
 
 
 @dataclass
-class StreamClock:
+class SimulatedClock:
     """A simulated clock: runs operations one after the other; `now` in seconds, `live` and `peak` in bytes."""
 
     timing: GraphTiming
@@ -168,7 +168,7 @@ class StreamClock:
 
 def estimate_order(timing: GraphTiming, order: Iterable[fx.Node]) -> TimeEstimate:
     """Time and peak memory of one order of all operations."""
-    clock = StreamClock(timing)
+    clock = SimulatedClock(timing)
     for node in order:
         clock.run(node)
     return clock.estimate()
