@@ -213,7 +213,7 @@ def the_tanh_of(joint: JointGraph, call: str) -> fx.Node:
 
 
 def test_a_value_changed_by_a_pass_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    breaking(monkeypatch, "cut", lambda joint: scaled(the_tanh_of(joint, "layers.2")))
+    breaking(monkeypatch, "cut_stages", lambda joint: scaled(the_tanh_of(joint, "layers.2")))
     found = verified(layers(), 4)
     first = found.cut.first
     assert not found.ok and found.eager.ok and first is not None
@@ -229,7 +229,7 @@ def test_a_program_whose_operation_is_wrong_is_found(monkeypatch: pytest.MonkeyP
     def other(joint: JointGraph) -> None:
         the_tanh_of(joint, "layers.1").target = torch.ops.aten.sin.default
 
-    breaking(monkeypatch, "cut", other)
+    breaking(monkeypatch, "cut_stages", other)
     first = verified(layers(), 4).cut.first
     assert first is not None and (first.fqn, first.stage) == ("layers.1", 1)
     assert "computed in the forward" in first.what
@@ -242,7 +242,7 @@ def test_a_backward_that_is_wrong_is_found(monkeypatch: pytest.MonkeyPatch) -> N
         node = next(n for n in joint.computed() if n.target is target and "layers.1" in n.meta["calls"])
         node.target = torch.ops.aten.mul.Tensor
 
-    breaking(monkeypatch, "cut", other)
+    breaking(monkeypatch, "cut_stages", other)
     found = verified(layers(), 4)
     first = found.cut.first
     assert first is not None and (first.fqn, first.stage) == ("layers.1", 1) and "backward" in first.what
