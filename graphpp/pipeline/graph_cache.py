@@ -46,7 +46,10 @@ _LOG = logging.getLogger("graphpp")
 
 @dataclass(frozen=True, eq=True)
 class Key:
-    """What a captured graph depends on. It is large and looked up for every microbatch, so its hash is taken once."""
+    """The facts that a captured graph depends on: mode, signature of the microbatch, flags of the modules and autocast.
+
+    A key is large and looked up for every microbatch, so its hash is computed once.
+    """
 
     training: bool
     signature: tuple[str, ...]
@@ -62,7 +65,10 @@ class Key:
 
 @dataclass(frozen=True)
 class StepCall:
-    """What one call of every rank is given. Microbatches with equal keys are served by one captured graph."""
+    """One call of every rank: its microbatches, their keys, and the weights of their losses.
+
+    Microbatches with equal keys are served by one captured graph.
+    """
 
     parts: Sequence[FlatMicrobatch]
     training: bool
@@ -87,19 +93,19 @@ class PreparedStep:
 
 
 class _Recent(OrderedDict[K, V]):
-    """The values used last, at most `limit` of them."""
+    """A cache of at most `limit` values, from which the least recently used one is dropped."""
 
     def __init__(self, limit: int) -> None:
         super().__init__()
         self._limit = limit
 
     def use(self, key: K) -> V:
-        """A value, which is now the one used last."""
+        """The value of a key, which is now the most recently used one."""
         self.move_to_end(key)
         return self[key]
 
     def keep(self, key: K, value: V) -> K | None:
-        """Keep a value; the key of the one that had to go."""
+        """Keep a value; returns the key of the value that was dropped for it, or None."""
         self[key] = value
         return self.popitem(last=False)[0] if len(self) > self._limit else None
 
@@ -134,7 +140,10 @@ class GraphCache:
         return self.first.ranks_of_parameter
 
     def call(self, parts: Sequence[FlatMicrobatch], weighting: LossWeighting, *, training: bool) -> StepCall:
-        """A call over these microbatches, with the model as it is now."""
+        """A call over these microbatches, with the model as it is now.
+
+        Raises `GraphPPError` where modules or ties of parameters have changed since the pipeline was made.
+        """
         if fingerprint.module_structure(self._watched) != self._structure:
             raise GraphPPError(
                 "the model was changed after graphpp.compile: a module was added, exchanged or removed, or parameters were "
@@ -151,7 +160,7 @@ class GraphCache:
         return self._known.use(key)
 
     def facts(self, call: StepCall) -> Facts:
-        """What this rank is about to do."""
+        """The lines about a call that all ranks must have alike before they go on with it."""
         kept = self._kept(call)
         key = (kept, *call.keys)
         if key not in self._facts:
@@ -172,7 +181,10 @@ class GraphCache:
         return self._facts.use(key).adding("the weights of the loss", call.weighting.description)
 
     def _kept(self, call: StepCall) -> str:
-        """Ranks that build and ranks that run would wait for each other: they must have kept the same."""
+        """How much of the call is in the cache, in words that ranks compare.
+
+        A rank that compiles a call and a rank that runs it from its cache would wait for each other.
+        """
         if call.keys in self._prepared:
             return "a graph and its runner"
         if all(key in self._graphs for key in call.keys):
@@ -182,13 +194,17 @@ class GraphCache:
     # ------------------------------------------------------------------------------------ the straight line of a new call
 
     def compile(self, call: StepCall, microbatches: int) -> None:
-        """Compile the graphs of a call for a table of so many microbatches. Called by all ranks."""
+        """Compile and keep the graphs of a call, for a table of so many microbatches. Called by all ranks."""
         work = partial(self._compile_graphs, call, microbatches)
         graphs, _ = self._agreement.together(work, _facts_of_graphs)
         self._keep(graphs)
 
     def prepared(self, call: StepCall) -> PreparedStep:
-        """The call with its runner. Called by all ranks."""
+        """The call with its runner, from the cache or made now. Called by all ranks.
+
+        A new call takes two rounds of agreement, one when it is lowered and one when it is compiled. Raises on all ranks if it
+        raises on one.
+        """
         if call.keys not in self._prepared:
             graphs, made = self._agreement.together(partial(self._lower, call), self._facts_of)
             self._keep(graphs)
@@ -285,7 +301,7 @@ def _nothing_to_compare(_: object) -> Facts:
 
 
 def _spelled(call: StepCall) -> list[str]:
-    """Which microbatches are alike, and the signature of each kind."""
+    """The microbatches of each kind and the signature of the kind."""
     kinds = call.distinct
     alike = [", ".join(str(index) for index, key in enumerate(call.keys) if key == kind) for kind in kinds]
     first = "microbatches of one shape" if len(kinds) == 1 else f"microbatches of {len(kinds)} shapes: {' | '.join(alike)}"

@@ -1,10 +1,10 @@
-"""`Pipeline`: what `graphpp.compile` returns. Cuts a batch, runs it, gathers what comes out.
+"""`Pipeline`, which `graphpp.compile` returns: cuts a batch into microbatches, runs them, and gathers the results.
 
 Contract
 --------
-- Every method that runs something is called by all ranks; it does the same on all of them, or raises on all of them.
-- Nothing of the caller's model changes but the local parameters' and buffers' device and values, and `param.grad`. A
-  call that is refused changes nothing.
+- Every method that runs a step or a collective is called by all ranks. It does the same on all ranks, or raises on all ranks.
+- Of the caller's model only the device and the values of this rank's parameters and buffers change, and `param.grad`. A call
+  that is refused changes nothing.
 """
 
 from __future__ import annotations
@@ -45,16 +45,17 @@ from graphpp.schedules.simulate.timeline import Timeline
 from graphpp.verification.report import Verification
 from graphpp.verification.verify import verified
 
-# A pipeline that nothing refers to any more is a cycle, and holds the process group, whose threads end when it is collected.
-# One of them that still lets go of a message while the interpreter shuts down ends the process with SIGABRT, its work done.
+# A pipeline is a reference cycle that holds its process group. A gloo thread of the group that frees a message while the
+# interpreter shuts down aborts the process, so pipelines without a user are collected before that.
 atexit.register(gc.collect)
 
 
 @dataclass(frozen=True)
 class StepResult:
-    """On every rank. `loss`: mean (or sum, or weighted sum) over microbatches, 0-dim. `losses`: one per microbatch in order.
+    """The result of a step, on every rank.
 
-    `metrics`: the numbers that the loss returned beside itself, averaged over the microbatches, 0-dim.
+    `loss`: the mean (or sum, or weighted sum) over the microbatches, 0-dim. `losses`: one per microbatch in order,
+    [microbatches]. `metrics`: the numbers that the loss function returned with the loss, averaged over the microbatches, 0-dim.
     """
 
     loss: torch.Tensor
@@ -64,7 +65,11 @@ class StepResult:
 
 @dataclass(frozen=True)
 class EvalResult:
-    """`output`: of the whole batch, on the last stage's rank. `loss`, `losses`, `metrics`: given a target, on every rank."""
+    """The result of an evaluation.
+
+    `output`: the model's output for the whole batch, on the last stage's rank; None on the others. `loss`, `losses`, `metrics`:
+    as in `StepResult`, on every rank; without a target `loss` and `losses` are None.
+    """
 
     output: Any = None
     loss: torch.Tensor | None = None
@@ -73,7 +78,7 @@ class EvalResult:
 
 
 class Pipeline:
-    """A model cut into stages, ready to train; made by `graphpp.compile`, which documents the settings."""
+    """A model cut into stages, ready to train; made by `graphpp.compile`, which documents the options."""
 
     def __init__(
         self,
@@ -110,13 +115,13 @@ class Pipeline:
         Tensors whose first dimension is the batch's are cut into microbatches along it, the last one smaller where the
         batch does not divide; wrap a tensor in `graphpp.whole` to pass it whole.
 
-        `loss_weight`: what each microbatch's loss counts (one number each, or one for all), in place of the mean or sum:
-        with (valid tokens of the microbatch) / (valid tokens of the batch) the mean over tokens is the whole batch's.
+        `loss_weight`: the factor of each microbatch's loss (one number each, or one for all), in place of the mean or sum.
+        With (valid tokens of the microbatch) / (valid tokens of the batch) the loss is the mean over all tokens of the batch.
         `scaler`: its scale multiplies the gradients, as in `scaler.scale(loss).backward()`; where one rank finds an
         overflow, every rank's scaler skips the step. Losses are reported unscaled. A `PostValidation` of this pipeline stands
         for its scaler, and looks for the overflow itself, later.
         """
-        return self._step(lambda: self._cut(Microbatch(args, kwargs, target)), loss_weight, scaler)
+        return self._step(partial(self._cut, Microbatch(args, kwargs, target)), loss_weight, scaler)
 
     def step_microbatches(
         self,
@@ -126,7 +131,7 @@ class Pipeline:
         scaler: GradScaler | DeferredScaler | None = None,
     ) -> StepResult:
         """Like `step`, with the microbatches given one by one; their shapes may differ, each shape is captured once."""
-        return self._step(lambda: _taken_apart(microbatches), loss_weight, scaler)
+        return self._step(partial(_flattened, microbatches), loss_weight, scaler)
 
     def eval(self, *args: Any, target: Any = None, loss_weight: LossWeight | None = None, **kwargs: Any) -> EvalResult:
         """The forward of a whole batch with the model in eval mode; no gradients, no buffer of training is touched.
@@ -136,7 +141,7 @@ class Pipeline:
         as in `step`.
         """
         with self._watched(), _eval_mode(self._model):
-            call = self._agreed_call(lambda: self._cut(Microbatch(args, kwargs, target)), loss_weight, training=False)
+            call = self._agreed_call(partial(self._cut, Microbatch(args, kwargs, target)), loss_weight, training=False)
             prepared = self._run(call, self._cache.prepared(call))
             losses = prepared.runner.losses() if target is not None else None
             metrics = prepared.runner.metrics()
@@ -146,9 +151,9 @@ class Pipeline:
         return EvalResult(merged, loss, losses, mean_metrics(metrics))
 
     def verify(self, *args: Any, target: Any = None, **kwargs: Any) -> Verification:
-        """Check a step over this batch against the uncut graph and eager, as `graphpp.verify` does; changes nothing.
+        """Compare a step over this batch with the uncut graph and eager, as `graphpp.verify` does. The model stays as it is.
 
-        In one process only: a rank of several holds the current values of its own parameters alone.
+        Raises `GraphPPError` on several ranks, where no rank holds the current values of all parameters.
         """
         if self._place.ranks > 1:
             raise GraphPPError(
@@ -162,17 +167,17 @@ class Pipeline:
         return verified(self._model, self._loss, options, self._place, parts)
 
     def profile(self, *args: Any, target: Any = None, repeat: int = 3, **kwargs: Any) -> Profile:
-        """What a step over this batch costs: it is run `repeat` times, after once to warm up, and recorded on all ranks.
+        """Measure a step over this batch: run it `repeat` times on all ranks, after one step to warm up.
 
-        Called by every rank, with the arguments of `step`; every rank gets the same profile: when each action ran (in
-        seconds), the medians as `Costs` for the simulator, and what the messages need. Parameters, gradients, buffers and
-        random state are as before afterwards.
+        Called by every rank, with the arguments of `step`. Every rank gets the same profile: the start and end of each action
+        (seconds), their medians as `Costs` for the simulator, and the times of the messages. Parameters, gradients, buffers
+        and random state are restored. Raises `GraphPPError` if `repeat` is not positive.
         """
 
         def parts() -> list[FlatMicrobatch]:
             if not isinstance(repeat, int) or repeat < 1:
                 raise GraphPPError(f"a profile needs at least one step: repeat must be a positive number, got {repeat!r}")
-            return self._with_targets(self._cut(Microbatch(args, kwargs, target)))
+            return self._cut(Microbatch(args, kwargs, target))
 
         with self._watched():
             call, prepared = self._prepared(parts, asked=f"a profile of {repeat} steps")
@@ -180,7 +185,7 @@ class Pipeline:
             return trials.profile(prepared, repeat)
 
     def timeline(self, *args: Any, target: Any = None, repeat: int = 3, **kwargs: Any) -> Timeline:
-        """When each action of a step over this batch ran on every rank, measured as `profile` does, which has more."""
+        """The start and end of each action of a step over this batch on every rank, in seconds, as `profile` measures them."""
         return self.profile(*args, target=target, repeat=repeat, **kwargs).timeline
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
@@ -196,12 +201,15 @@ class Pipeline:
 
     @property
     def bubble(self) -> float | None:
-        """The share of the last call in which this rank stood still for others, 0 to 1; None before, and on CUDA."""
+        """The share of the last call in which this rank waited for messages, 0 to 1; None before a call, and on CUDA."""
         return None if self._last is None else self._last.runner.bubble
 
     @property
     def cudagraphs(self) -> dict[str, str]:
-        """By stage and phase, whether a program of this rank is replayed as a CUDA graph, or why not; empty without any."""
+        """For each program of this rank, by stage and phase, whether it is replayed as a CUDA graph, or why not.
+
+        Empty where no CUDA graphs were asked for.
+        """
         return self._cache.recorded.states
 
     @property
@@ -268,7 +276,7 @@ class Pipeline:
     ) -> StepResult:
         scaling = scaler.scaler if isinstance(scaler, DeferredScaler) else scaler
         with self._watched():
-            call, prepared = self._prepared(lambda: self._with_targets(make()), loss_weight, scaling)
+            call, prepared = self._prepared(make, loss_weight, scaling)
             runner = self._run(call, prepared).runner
             losses, metrics = runner.losses(), runner.metrics()
             if scaling is scaler and scaling is not None and scaling.is_enabled():
@@ -277,12 +285,15 @@ class Pipeline:
 
     def _compile(self, example: Microbatch) -> None:
         with self._watched():
-            call = self._agreed_call(lambda: self._with_targets([flatten_microbatch(example)]), training=True)
+            call = self._agreed_call(partial(_flattened, [example]), training=True)
             self._cache.compile(call, usual_microbatches(self._options, self._place.ranks))
 
     @contextlib.contextmanager
     def _watched(self) -> Iterator[None]:
-        """One call that all ranks make. Its tensors are normal ones, also where the caller is in inference mode."""
+        """A context around a call of all ranks: if one rank fails, the others raise `RankFailure`.
+
+        Tensors made in it are no inference tensors, also where the caller is in inference mode.
+        """
         with self._board.watching(), torch.inference_mode(False):
             yield
 
@@ -295,13 +306,13 @@ class Pipeline:
         training: bool,
         asked: str = "",
     ) -> StepCall:
-        """The microbatches, of which all ranks have as many and of the same shapes, weights and scale.
+        """A call for which all ranks have as many microbatches, of the same shapes, weights and scale.
 
-        `asked`: what is asked for, where that is neither a step nor an evaluation.
+        `make` makes this rank's microbatches. `asked`: the name of a call that is neither a step nor an evaluation.
         """
 
         def make_call() -> StepCall:
-            parts = make()
+            parts = self._with_targets(make()) if training else make()
             weighting = LossWeighting.of(self._options.gradients.reduction, loss_weight, scaler, len(parts))
             return self._cache.call(parts, weighting, training=training)
 
@@ -313,7 +324,7 @@ class Pipeline:
         return self._agreement.together(make_call, facts_of)
 
     def _check_whole(self) -> None:
-        """A rank asks nobody anything any more once a call of its ended midway: the others may still be in that call."""
+        """Raise `GraphPPError` after a call that ended midway: the other ranks may still be in that call."""
         if self._broken:
             raise GraphPPError(
                 "an earlier call of this pipeline ended midway, and messages between the ranks may still be under way: "
@@ -327,7 +338,7 @@ class Pipeline:
         scaler: object = None,
         asked: str = "",
     ) -> tuple[StepCall, PreparedStep]:
-        """A training call and its runner; on all replicas or on none: each waits for the others' gradients."""
+        """Prepare a training call, on all replicas or on none, because each replica waits for the gradients of the others."""
 
         def prepare() -> tuple[StepCall, PreparedStep]:
             call = self._agreed_call(make, loss_weight, scaler, training=True, asked=asked)
@@ -373,7 +384,7 @@ class Pipeline:
         return self._cache.first
 
     def _gradients(self) -> norms.RankGradients:
-        """This rank's, at their places among the model's."""
+        """The gradients of this rank's parameters, with their positions among the model's parameters."""
         order = {fqn: index for index, fqn in enumerate(self._state.parameters)}
         owners, place = self._first().ranks_of_parameter, self._place
         slots = [norms.OwnParameter(order[fqn], p, owners[fqn][0] == place.rank) for fqn, p in self.named_parameters()]
@@ -390,7 +401,7 @@ def _has_target(part: FlatMicrobatch) -> bool:
     return any(value is not None for path, value in pairs if path.startswith("target"))
 
 
-def _taken_apart(microbatches: Sequence[Microbatch]) -> list[FlatMicrobatch]:
+def _flattened(microbatches: Sequence[Microbatch]) -> list[FlatMicrobatch]:
     if not microbatches:
         raise BatchError("a step needs at least one microbatch, got an empty list")
     return [flatten_microbatch(part) for part in microbatches]
