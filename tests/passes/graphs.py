@@ -74,7 +74,7 @@ def traced(function: Callable[..., Any], *inputs: Tensor) -> JointGraph:
     return joint
 
 
-def run(joint: JointGraph, *inputs: Tensor) -> Sequence[Tensor]:
+def run(joint: JointGraph, *inputs: Any) -> Sequence[Tensor]:
     """The results of a graph, run node by node, without passes."""
     results: Sequence[Tensor] = fx.Interpreter(joint.module, graph=joint.graph).run(*inputs)
     return results

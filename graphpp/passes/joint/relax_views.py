@@ -1,18 +1,28 @@
 """Relax views: no operation depends on strides that the trace predicted. Bit-preserving.
 
 Contract: a kernel may return other strides than its fake kernel predicted (BatchNorm of a transposed input does, on CPU).
-Then `view` raises at run time, and `as_strided` reads the wrong elements. Afterwards every `view` is a `reshape`, which
-returns the same view where one exists. An operation that reads memory by its layout (`as_strided`, a view to another dtype, a
-collective) gets a contiguous input wherever the traced input was contiguous.
+Then `view` raises at run time, `as_strided` reads the wrong elements, and dropout, which draws in the order of its input's
+memory, drops other elements than on a rank that received the input with the predicted strides. Afterwards:
+
+- every `view` is a `reshape`, which returns the same view where one exists;
+- an operation that reads memory by its layout (`as_strided`, a view to another dtype, a collective) gets a contiguous input
+  wherever the traced input was contiguous;
+- an operation that draws a random number for each element of its one tensor input gets the input with its dimensions in the
+  traced order of memory. An input with gaps or repeated elements stays as it is.
+
+Nothing is copied where a kernel returns the predicted strides.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import torch
 from torch import fx
 
 from graphpp.passes.graph.collectives import is_collective
 from graphpp.passes.graph.joint_graph import JointGraph, is_tensor
+from graphpp.runtime.randomness import seeded
 
 aten = torch.ops.aten
 
@@ -26,16 +36,36 @@ def relax_views(joint: JointGraph) -> JointGraph:
         if node.target in _VIEWS:
             node.target = aten.reshape.default
         elif node.target in _BY_LAYOUT or is_collective(node):
-            for source in node.all_input_nodes:
-                _make_contiguous(joint.graph, node, source)
+            for source in filter(is_tensor, node.all_input_nodes):
+                value = source.meta["val"]
+                if value.is_contiguous() and not value.storage_offset():
+                    _order_input(joint.graph, node, source, range(value.dim()))
+        elif node.target is seeded:
+            sources = list(filter(is_tensor, node.all_input_nodes))
+            order = _memory_order(sources[0].meta["val"]) if len(sources) == 1 else None  # attention draws by position
+            if order is not None:
+                _order_input(joint.graph, node, sources[0], order)
     return joint
 
 
-def _make_contiguous(graph: fx.Graph, node: fx.Node, source: fx.Node) -> None:
-    value = source.meta["val"]
-    if source.op == "placeholder" or not is_tensor(source) or not value.is_contiguous() or value.storage_offset():
+def _memory_order(value: torch.Tensor) -> Sequence[int] | None:
+    """The dimensions from the largest stride to the smallest; None for a value with gaps or repeated elements."""
+    if value.is_contiguous():
+        return range(value.dim())
+    order = sorted(range(value.dim()), key=lambda dim: (-value.stride(dim), -value.shape[dim]))
+    return order if value.permute(order).is_contiguous() else None
+
+
+def _order_input(graph: fx.Graph, node: fx.Node, source: fx.Node, order: Sequence[int]) -> None:
+    """Let `node` read `source` with its dimensions in this order of memory, from the largest stride to the smallest."""
+    if source.op == "placeholder":
         return
+    inverse = sorted(range(len(order)), key=order.__getitem__)
+    steps = [(aten.permute.default, list(order)), (aten.contiguous.default,), (aten.permute.default, inverse)]
+    ordered = source
     with graph.inserting_before(node):
-        layout = graph.call_function(aten.contiguous.default, (source,))
-    layout.meta = {**node.meta, "val": value}
-    node.replace_input_with(source, layout)
+        for target, *dims in steps if inverse != sorted(inverse) else steps[1:2]:
+            value = target(ordered.meta["val"], *dims)
+            ordered = graph.call_function(target, (ordered, *dims))
+            ordered.meta = {**node.meta, "val": value}
+    node.replace_input_with(source, ordered)

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from torch import Tensor, nn
 
 from graphpp.passes.graph.joint_graph import JointGraph
 from graphpp.passes.graph.stage_graphs import StagedGraphs
+from graphpp.passes.joint.key_random_ops import key_random_ops
 from graphpp.passes.joint.relax_views import relax_views
 from graphpp.passes.lower import PassResult, lower
 from graphpp.runtime.program import Phase, PipelineProgram
+from graphpp.runtime.randomness import seeded
 from tests.passes.graphs import captured, run, starts, targets, traced
 
 D = 4
@@ -121,3 +124,14 @@ def test_what_reads_memory_by_layout_reads_what_was_captured() -> None:
     joint = traced(lambda x: (x + 0).as_strided((2, 2), (2, 1), 1), torch.zeros(2, 3))
     other = torch.arange(6.0).view(3, 2).t()
     assert torch.equal(run(relax_views(joint), other)[0], other.contiguous().as_strided((2, 2), (2, 1), 1))
+
+
+@pytest.mark.parametrize("example", [torch.zeros(4, 6), torch.zeros(6, 4).t(), torch.zeros(2, 4, 6).permute(1, 2, 0)])
+def test_dropout_drops_the_elements_of_the_captured_layout_for_inputs_of_any_strides(example: Tensor) -> None:
+    dropout = torch.ops.aten.native_dropout.default
+    joint = relax_views(key_random_ops(traced(lambda x: list(dropout(x + 0, 0.5, True)), example)))
+    value = torch.rand(example.shape) + 1
+    expected = seeded(7, 0, dropout, torch.empty_like(example).copy_(value), 0.5, True)
+    for layout in (value, value.mT.contiguous().mT, value.transpose(0, -1).contiguous().transpose(0, -1)):
+        for found, other in zip(run(joint, 7, layout), expected, strict=True):
+            assert torch.equal(found, other) and found.stride() == other.stride()

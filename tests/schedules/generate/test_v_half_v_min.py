@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from itertools import product
-
 import pytest
 
 from graphpp.schedules.check.checker import check
@@ -38,7 +36,8 @@ def test_as_short_and_small_as_the_authors_tables(name: str, counts: tuple[int, 
     assert peak <= bar[1]
 
 
-@pytest.mark.parametrize(("block", "ranks"), [*product([V_HALF, V_MIN], [1, 2, 3, 4, 5, 6, 7])], ids=str)
+@pytest.mark.parametrize("ranks", range(1, 8))
+@pytest.mark.parametrize("block", [V_HALF, V_MIN], ids=["half", "min"])
 def test_any_number_of_microbatches_stays_below_the_limit(block: Block, ranks: int) -> None:
     for microbatches in (1, 2, 3, ranks, 2 * ranks + 1):
         schedule = make_table(block.name, ranks, 2 * ranks, microbatches)
