@@ -13,11 +13,13 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 HEAVY = (
+    "filelock",
     "functorch.compile",
     "networkx",
     "rich",
     "sympy",
     "torch._dynamo",
+    "torch._functorch._aot_autograd",
     "torch._functorch.aot_autograd",
     "torch._inductor",
     "torch.distributed.pipelining",

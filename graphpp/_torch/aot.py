@@ -3,7 +3,6 @@
 Checked on torch 2.11.0, 2.13.0 and 2.15.0:
 
 - `torch._functorch.aot_autograd.aot_export_joint_with_descriptors`: the joint trace of a module
-- `torch._functorch._aot_autograd.descriptors`: the kinds of that trace's inputs and outputs
 - `torch._decomp.decompositions`: `select_one_layer_lstm_function`, `one_layer_lstm`: the operators as which an
   LSTM layer is traced
 - `torch._higher_order_ops.effects`: `_get_effect`, `_register_effectful_op`; `torch.fx.node._side_effectful_functions`:
@@ -45,7 +44,6 @@ import torch
 import torch.utils._pytree as pytree
 from torch import fx, nn
 from torch._decomp import decompositions
-from torch._functorch._aot_autograd import descriptors
 from torch._higher_order_ops import effects
 from torch._logging import trace_structured  # type: ignore[attr-defined]
 from torch._logging._internal import trace_log
@@ -76,14 +74,6 @@ tree_flatten = pytree.tree_flatten
 tree_flatten_with_path = pytree.tree_flatten_with_path
 tree_map = pytree.tree_map
 tree_unflatten = pytree.tree_unflatten
-
-ParamAOTInput = descriptors.ParamAOTInput
-BufferAOTInput = descriptors.BufferAOTInput
-PlainAOTInput = descriptors.PlainAOTInput
-TangentAOTInput = descriptors.TangentAOTInput
-PlainAOTOutput = descriptors.PlainAOTOutput
-GradAOTOutput = descriptors.GradAOTOutput
-InputMutationAOTOutput = descriptors.InputMutationAOTOutput
 
 
 def fake_mode() -> FakeTensorMode:

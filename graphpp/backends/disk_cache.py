@@ -22,8 +22,10 @@ import shutil
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from filelock import FileLock
+if TYPE_CHECKING:
+    from filelock import FileLock
 
 _LOG = logging.getLogger("graphpp")
 _MANIFEST = "manifest.json"
@@ -56,6 +58,8 @@ class DiskCache:
 
     def lock(self, key: str) -> FileLock:
         """The lock of one key, exclusive among processes."""
+        from filelock import FileLock  # loaded by the first compilation
+
         (self.root / "locks").mkdir(parents=True, exist_ok=True)  # somebody may have deleted the root
         return FileLock(self.root / "locks" / f"{key}.lock")
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from graphpp._torch import aot
+from graphpp._torch import descriptors
 from graphpp.capture.source_lines import source_line
 from graphpp.errors import CaptureError
 from graphpp.passes.graph.joint_graph import JointGraph
@@ -34,7 +34,7 @@ def assign_roles(
     """
     names = canonical_fqns(model)
     joint = JointGraph(traced, training, *_state(model))
-    if training and not any(isinstance(node.meta["desc"], aot.TangentAOTInput) for node in _placeholders(joint.graph)):
+    if training and not any(isinstance(node.meta["desc"], descriptors.TangentAOTInput) for node in _placeholders(joint.graph)):
         raise CaptureError(
             "the loss does not depend on any parameter that requires grad: nothing could be trained. "
             "Check for detach(), no_grad(), frozen parameters, and that the loss reads the model's output."
@@ -117,11 +117,11 @@ def _name_inputs(graph: fx.Graph, names: dict[str, str], paths: Sequence[str]) -
 
 
 def _input_role(desc: Any, names: dict[str, str], paths: Sequence[str]) -> InputRole:
-    if isinstance(desc, aot.PlainAOTInput):
+    if isinstance(desc, descriptors.PlainAOTInput):
         return program.Input(paths[desc.idx])
-    if isinstance(desc, aot.TangentAOTInput):
+    if isinstance(desc, descriptors.TangentAOTInput):
         return program.Seed()
-    if isinstance(desc, aot.ParamAOTInput | aot.BufferAOTInput):
+    if isinstance(desc, descriptors.ParamAOTInput | descriptors.BufferAOTInput):
         return _state_role(desc, names)
     raise CaptureError(f"the trace has an input that graphpp does not know: {desc!r}. Please report the model.")
 
@@ -131,7 +131,7 @@ def _state_role(desc: Any, names: dict[str, str]) -> InputRole:
     fqn = desc.target.removeprefix(_MODEL + ".")
     if fqn not in names or not desc.target.startswith(_MODEL + "."):
         return program.Constant(desc.target)
-    kind = program.Parameter if isinstance(desc, aot.ParamAOTInput) else program.Buffer
+    kind = program.Parameter if isinstance(desc, descriptors.ParamAOTInput) else program.Buffer
     return kind(names[fqn])
 
 
@@ -164,16 +164,16 @@ def _original(node: fx.Node) -> fx.Node:
 
 def _output_role(desc: Any, names: dict[str, str], results: Sequence[OutputRole]) -> OutputRole:
     """Raises `CaptureError` for an in-place write into a tensor that is no buffer."""
-    if isinstance(desc, aot.PlainAOTOutput):
+    if isinstance(desc, descriptors.PlainAOTOutput):
         returned = results[desc.idx]
         return program.BufferUpdate(names[returned.fqn]) if isinstance(returned, program.BufferUpdate) else returned
-    if isinstance(desc, aot.GradAOTOutput):
+    if isinstance(desc, descriptors.GradAOTOutput):
         role = _state_role(desc.grad_of, names)
         if isinstance(role, program.Parameter):
             return program.Gradient(role.fqn)
-    if isinstance(desc, aot.InputMutationAOTOutput):
+    if isinstance(desc, descriptors.InputMutationAOTOutput):
         written = desc.mutated_input
-        if isinstance(written, aot.BufferAOTInput) and isinstance(
+        if isinstance(written, descriptors.BufferAOTInput) and isinstance(
             buffer := _state_role(written, names), program.Buffer
         ):
             return program.BufferUpdate(buffer.fqn)

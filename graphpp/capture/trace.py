@@ -37,7 +37,6 @@ from graphpp.capture.refusals import (
     refuse_mixed_products,
     refuse_unknown_numbers,
 )
-from graphpp.capture.roles import assign_roles
 from graphpp.capture.source_lines import source_line, user_frame
 from graphpp.capture.stacked_rnn import unstack_rnn
 from graphpp.errors import CaptureError
@@ -65,6 +64,8 @@ def capture(
     Of the microbatch `example` only shapes, strides, dtypes and plain data are used. `loss=None` takes the output's own
     `.loss`. Raises `CaptureError` with the user's source line if the model cannot be captured.
     """
+    from graphpp.capture.roles import assign_roles  # loads a part of AOT Autograd, which `import graphpp` need not
+
     check_model(model)
     mode = aot.fake_mode()
     inputs = tensors_by_path(example)

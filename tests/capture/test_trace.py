@@ -372,7 +372,7 @@ def test_a_registered_operator_keeps_its_backward() -> None:
 
 def test_control_flow_by_values_names_the_line() -> None:
     def function(m: Any, x: Tensor) -> Tensor:
-        if m.linear(x).sum() > 0:  # a value of a tensor decides
+        if m.linear(x).sum() > 0:  # decided here
             return x
         return m.linear(x)
 

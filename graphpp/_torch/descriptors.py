@@ -1,0 +1,18 @@
+"""The private names of torch that describe the inputs and outputs of a joint trace. Importing this file takes 20 ms.
+
+Checked on torch 2.11.0, 2.13.0 and 2.15.0:
+
+- `torch._functorch._aot_autograd.descriptors`: `meta["desc"]` of the inputs and outputs of AOT Autograd's joint trace
+"""
+
+from __future__ import annotations
+
+from torch._functorch._aot_autograd import descriptors
+
+ParamAOTInput = descriptors.ParamAOTInput
+BufferAOTInput = descriptors.BufferAOTInput
+PlainAOTInput = descriptors.PlainAOTInput
+TangentAOTInput = descriptors.TangentAOTInput
+PlainAOTOutput = descriptors.PlainAOTOutput
+GradAOTOutput = descriptors.GradAOTOutput
+InputMutationAOTOutput = descriptors.InputMutationAOTOutput
