@@ -17,13 +17,13 @@ import torch.distributed as dist
 from hypothesis import strategies as st
 from torch import Tensor, fx
 
+from graphpp.backends.compilers import FunctionCompiler
 from graphpp.backends.regions import Regions
 from graphpp.batch import microbatch as signature
 from graphpp.batch.microbatch import Microbatch
 from graphpp.capture.trace import capture
 from graphpp.compiler.compile_regions import layers_of
 from graphpp.errors import CaptureError
-from graphpp.options import recompute as recomputing
 from graphpp.options.recompute import Recompute
 from graphpp.parallel.place import RankPlace
 from graphpp.passes.graph.joint_graph import JointGraph
@@ -36,6 +36,7 @@ from graphpp.passes.recompute.choose_saved import RecomputeBudget
 from graphpp.passes.stage.emit import emit_outlined
 from graphpp.passes.stage.outline_regions import outline_regions
 from graphpp.passes.stage.split_dropout import split_dropout
+from graphpp.planner import recompute_policy as policy
 from graphpp.planner.layers import module_calls
 from graphpp.runtime import program as p
 from graphpp.runtime.model_state import ModelState
@@ -86,14 +87,15 @@ class Cut:
 
     def _choices(self) -> LoweringOptions:
         region = (lambda node: node.meta["position"] // self.region) if self.region else None
-        chosen = recomputing.chosen("selective") if self.saving == "selective" else Recompute(weight_grad=self.rerun)
-        assert chosen is not None
+        chosen = Recompute(nodes="selective") if self.saving == "selective" else Recompute(weight_grad=self.rerun)
+        repeat = policy.may_repeat_in_weight_grad(chosen)
         if self.saving is None:
-            return LoweringOptions(True, chosen.rerun, region)
+            return LoweringOptions(True, repeat, region)
+        costs = OpCosts.of("cpu")
         if isinstance(self.saving, str):
-            return LoweringOptions(True, chosen.rerun, region, chosen.chosen, RecomputeBudget(ANYTHING, OpCosts.of("cpu")))
-        budget = RecomputeBudget(ANYTHING, OpCosts.of("cpu"), self.saving, region or _whole)
-        return LoweringOptions(True, chosen.rerun, recompute_budget=budget)
+            return LoweringOptions(True, repeat, region, policy.may_recompute(chosen), RecomputeBudget(ANYTHING, costs))
+        budget = RecomputeBudget(ANYTHING, costs, self.saving, region or _whole)
+        return LoweringOptions(True, repeat, recompute_budget=budget)
 
     def starts(self, joint: JointGraph) -> tuple[int, ...]:
         """The positions at which the stages begin."""
@@ -335,7 +337,7 @@ def lowered(joint: JointGraph, cut: Cut) -> PipelineProgram:
 
 def _outlined(joint: JointGraph, pipeline: PipelineProgram, sources: ProgramGraphs) -> PipelineProgram:
     """The programs under a backend that runs each region as it is, all in this process."""
-    layer, regions = layers_of(module_calls(joint)), Regions(lambda module, examples: module)
+    layer, regions = layers_of(module_calls(joint)), Regions(FunctionCompiler(lambda module, examples: module))
 
     def exchanged(item: p.Program) -> p.Program:
         made = outline_regions(split_dropout(sources.of(item)), layer)
