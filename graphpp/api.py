@@ -12,13 +12,13 @@ from graphpp.backends.compilers import compiler_of
 from graphpp.batch.microbatch import Microbatch, flatten_microbatch
 from graphpp.capture.check_arguments import check_arguments
 from graphpp.capture.trace import LossFunction
-from graphpp.errors import BatchError
+from graphpp.errors import BatchError, GraphPPError
 from graphpp.options.backend import BackendLike
 from graphpp.options.debug import DebugLike
 from graphpp.options.gradients import GradientsLike
 from graphpp.options.memory import MemoryLike
 from graphpp.options.options import Options
-from graphpp.options.parallel import ParallelLike, read_parallel
+from graphpp.options.parallel import ParallelLike
 from graphpp.options.split import Split
 from graphpp.parallel.agreement import Agreement, Facts
 from graphpp.parallel.failure import FailureBoard
@@ -59,7 +59,8 @@ def compile(  # noqa: PLR0913 - the options of a pipeline, all of them optional
             `graphpp.Layout`. None: one stage per slot of the schedule, with equal numbers of layers.
         schedule: a name, a CSV file in torch's format, a `Schedule`, rows of action strings, a function (ranks, stages,
             microbatches) -> table. "auto": a plain loop in one process, 1F1B for one stage a rank, Interleaved1F1B for several.
-        microbatches: into how many microbatches `step` cuts a batch. None: the largest divisor of the batch up to 4 a rank.
+        microbatches: into how many microbatches `step` cuts a batch. None: the largest divisor of the batch up to 4 a rank,
+            and 1 in one process.
         mesh: a `DeviceMesh` with the dimensions `pp` and `dp_replicate` (data parallelism: after each step the gradients of
             the replicas are averaged, losses stay each pipeline's own), or the process group of this pipeline's ranks.
             None: the world, initialised from torchrun's variables if nobody has; without those variables one process.
@@ -76,7 +77,7 @@ def compile(  # noqa: PLR0913 - the options of a pipeline, all of them optional
             `GraphPPError`. Nothing was changed then.
     """
 
-    place = place_of(model, mesh, read_parallel(parallel).device)
+    place = place_of(model, mesh, Options(parallel=parallel).parallel.device)
     agreement = Agreement(place.group, place.device)
 
     def read_options() -> Options:
@@ -117,7 +118,8 @@ def verify(  # noqa: PLR0913 - the options of `compile`, and two of its own
     of all values of a step where it has to look for a difference.
 
     Args:
-        model, loss, split, schedule, parallel, backend, memory, gradients, debug: as for `graphpp.compile`.
+        model, loss, split, schedule, parallel, backend, memory, gradients, debug: as for `graphpp.compile`. Offloading and
+            CUDA graphs change no value, and the check runs without them.
         example: one microbatch with data, of which the others are made by rotating its rows; or all of them in a list.
         microbatches: how many. None: as many as the table or the list has, else one a rank, at least 2.
         mesh: as for `graphpp.compile`; only the size of its dimension `pp` counts.
@@ -132,7 +134,7 @@ def verify(  # noqa: PLR0913 - the options of `compile`, and two of its own
         The errors of `graphpp.compile`, and `GraphPPError` for a model without memory. A difference does not raise: see
         `Verification.ok`, `Verification.raise_if_wrong()`, or print the result.
     """
-    several = [example] if isinstance(example, Microbatch) else list(example or ())
+    several = list(example) if isinstance(example, Sequence) else [] if example is None else [example]
     if not several:
         raise BatchError("verify needs example=: a graphpp.Microbatch with data, or a list of them")
     for each in several:
@@ -141,10 +143,14 @@ def verify(  # noqa: PLR0913 - the options of `compile`, and two of its own
     compiler_of(options.backend)
     count = ranks_of(ranks if ranks is not None else pipeline_ranks(mesh), options)
     options.memory.caps(count)
+    if len(several) > 1 and options.microbatches not in (None, len(several)):
+        raise BatchError(f"example= has {len(several)} microbatches, microbatches={options.microbatches}: leave one out")
+    if tolerance is not None and not (isinstance(tolerance, int | float) and tolerance >= 0):
+        raise GraphPPError(f"tolerance: take a relative difference of 0 or more, or None, got {tolerance!r}")
     wanted = options.microbatches or max(2, count)
     batch = [flatten_microbatch(each) for each in several] if len(several) > 1 else rotated(several[0], wanted)
     place = SimulatedPlace(options.parallel.device or device_of(model), None, count=count)
-    return verified(model, loss, options, place, batch, tolerance)
+    return verified(model, loss, options, place, batch, tolerance, dumps=debug is not None)
 
 
 def _given(

@@ -112,7 +112,7 @@ def compile_graph(
     `SplitError`, `ScheduleError`.
     """
     options = request.options
-    dump = Dump(options.debug.dump, request.place.rank, "train" if training else "eval")
+    dump = Dump(options.debug.dump if request.dumps else None, request.place.rank, "train" if training else "eval")
     captured = dump.capture(partial(_capture, request, example, training))
     request.watch(PassResult("capture", 0.0, captured.joint))
     calls = module_calls(captured.joint)

@@ -20,7 +20,7 @@ def ignore(passed: PassResult) -> None:
 class CompileRequest:
     """A model, its loss (None: the model returns it), the options of `graphpp.compile`, and where this rank stands.
 
-    `watch` sees the captured graph (as pass "capture") and the result of each pass.
+    `watch` sees the captured graph (as pass "capture") and the result of each pass. `dumps`: whether `debug.dump` is written.
     """
 
     model: nn.Module
@@ -28,3 +28,4 @@ class CompileRequest:
     options: Options
     place: RankPlace
     watch: Hook = ignore
+    dumps: bool = True

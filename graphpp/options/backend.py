@@ -69,6 +69,8 @@ class Custom:
 
     def __post_init__(self) -> None:
         _check_flag(self)
+        if not callable(self.function) or isinstance(self.function, type):
+            raise GraphPPError(f"Custom.function: take a function (module, examples) -> callable, got {self.function!r}")
 
 
 Backend = Eager | Inductor | Custom
@@ -82,7 +84,7 @@ def read_backend(form: BackendLike | None) -> Backend:
         return form or Eager()
     if form in ("eager", "inductor"):
         return Eager() if form == "eager" else Inductor()
-    if isinstance(form, str) or not callable(form):
+    if isinstance(form, str | type) or not callable(form):
         raise GraphPPError(f"take {BACKEND_FORMS}, got {form!r}")
     return Custom(form)
 

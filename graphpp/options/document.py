@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import MISSING, fields
+from inspect import cleandoc
 
+from graphpp.options.backend import Custom, Eager, Inductor
 from graphpp.options.debug import Debug
 from graphpp.options.gradients import Gradients
 from graphpp.options.memory import Memory
+from graphpp.options.offload import Offload
 from graphpp.options.option import Group, Option
 from graphpp.options.options import Options
 from graphpp.options.parallel import Parallel
+from graphpp.options.recompute import Recompute
 
 GROUPS: tuple[type[Group], ...] = (Options, Memory, Gradients, Parallel, Debug)
+KINDS: tuple[type, ...] = (Eager, Inductor, Custom, Recompute, Offload)  # dataclasses that single options take
 
 _HEAD = """# Options
 
@@ -30,7 +36,8 @@ An option that opens a group takes the group's dataclass, or the short form in t
 
 def document() -> str:
     """The page, as Markdown."""
-    return "\n".join([_HEAD, *(line for group in GROUPS for line in _table(group))])
+    tables = [line for group in GROUPS for line in _table(group)]
+    return "\n".join([_HEAD, *tables, *(line for kind in KINDS for line in _fields(kind))])
 
 
 def _table(group: type[Group]) -> Iterator[str]:
@@ -40,6 +47,14 @@ def _table(group: type[Group]) -> Iterator[str]:
     for option in group.options():
         yield "| " + " | ".join(map(_cell, _row(option))) + " |"
     yield ""
+
+
+def _fields(kind: type) -> Iterator[str]:
+    """The fields of a dataclass that an option takes: its signature and its docstring."""
+    yield f"## `graphpp.{kind.__name__}`\n"
+    shown = [f"{item.name}={'{}' if item.default is MISSING else repr(item.default)}" for item in fields(kind)]
+    yield f"```python\ngraphpp.{kind.__name__}({', '.join(shown)})\n```\n".replace("function={}", "function")
+    yield f"{cleandoc(kind.__doc__ or '')}\n"
 
 
 def _row(option: Option[object, object]) -> tuple[str, str, str, str]:

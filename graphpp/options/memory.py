@@ -17,7 +17,7 @@ Cap = int | tuple[int, ...] | None
 
 
 def _read_cap(form: object) -> Cap:
-    caps = tuple(form) if isinstance(form, Sequence) and not isinstance(form, str) else (form,)
+    caps = tuple(form) if isinstance(form, Sequence) and not isinstance(form, str | bytes) else (form,)
     if form is not None and not (caps and all(type(cap) is int and cap > 0 for cap in caps)):
         raise GraphPPError(f"take a positive number of bytes, or one for each rank, got {form!r}")
     return tuple(form) if isinstance(form, Sequence) else form  # type: ignore[return-value]

@@ -30,9 +30,14 @@ class Offload:
     ahead: int = 1
 
     def __post_init__(self) -> None:
-        if isinstance(self.fraction, bool) or not isfinite(self.fraction) or not 0 <= self.fraction <= 1:
+        number = isinstance(self.fraction, int | float) and not isinstance(self.fraction, bool)
+        if not number or not isfinite(self.fraction) or not 0 <= self.fraction <= 1:
             raise GraphPPError(f"take a fraction of the saved bytes from 0 to 1, got {self.fraction!r}")
-        if not isinstance(self.ahead, int) or self.ahead < 1:
+        if self.values is not None and (isinstance(self.values, type) or not callable(self.values)):
+            raise GraphPPError(f"values: take a function of a TensorMeta, or None, got {self.values!r}")
+        if type(self.least_bytes) is not int or self.least_bytes < 0:
+            raise GraphPPError(f"least_bytes: take a number of bytes of 0 or more, got {self.least_bytes!r}")
+        if type(self.ahead) is not int or self.ahead < 1:
             raise GraphPPError(f"values come back at least one action ahead, got ahead={self.ahead!r}")
 
     def wants(self, meta: TensorMeta, nbytes: int) -> bool:
@@ -54,7 +59,7 @@ def read_offload(form: OffloadLike) -> Offload | None:
         return Offload()
     if isinstance(form, int | float):
         return Offload(fraction=form)
-    if callable(form):
+    if callable(form) and not isinstance(form, type):
         return Offload(values=form)
     raise GraphPPError(f"take None, {OFFLOAD_FORMS}, got {form!r}")
 

@@ -116,13 +116,6 @@ def group_reader(group: type[G], short: str, accepts: Callable[[object], bool]) 
     return read
 
 
-def a_bool(form: object) -> bool:
-    """Read True or False. Raises `GraphPPError` for anything else, numbers included."""
-    if not isinstance(form, bool):
-        raise GraphPPError(f"take True or False, got {form!r}")
-    return form
-
-
 def a_positive_int(form: object) -> int:
     """Read an integer of at least 1. Raises `GraphPPError` for anything else, booleans included."""
     if not isinstance(form, int) or isinstance(form, bool) or form < 1:

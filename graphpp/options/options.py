@@ -7,7 +7,6 @@ it says where a rank stands, and `parallel/place.py` reads it.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from graphpp.errors import BatchError, ScheduleError
@@ -37,7 +36,7 @@ class Options(Group):
 
     split: Option[Split, Split] = Option(
         None,
-        read=lambda form: form,  # resolved against the module calls of the captured graph
+        read=splits.read_split,
         describe=splits.describe_split,
         takes="FQNs, a list of FQNs per stage, a number of stages, `split_points(...)`, a `Layout`",
         about="Where stages start. None: one stage per slot of the schedule, with equal numbers of layers.",
@@ -56,7 +55,7 @@ class Options(Group):
         read=_read_microbatches,
         takes="a positive integer",
         about="Into how many microbatches `step` cuts a batch. None: the table's own number, else the largest divisor of the "
-        "batch up to 4 a rank.",
+        "batch up to 4 a rank, and 1 in one process.",
     )
     parallel: Option[ParallelLike, Parallel] = Option(
         None,
@@ -114,8 +113,3 @@ class Options(Group):
         Under eager alone: Inductor folds such values anyway, and a CUDA graph would copy each as one more input.
         """
         return isinstance(self.backend, Eager) and not self.backend.cudagraphs
-
-
-def paths(group: type[Group]) -> Sequence[str]:
-    """The paths of a group's options, in order."""
-    return [option.path for option in group.options()]

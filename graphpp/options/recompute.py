@@ -28,8 +28,8 @@ class Recompute:
     `weight_grad`: where the backward is split, W too may repeat pointwise operations and views of I if fewer bytes then wait
     between I and W.
     `fraction`: above 0 and at most 1. Single operations run a second time, the cheapest first, until a stage saves this
-    fraction of the bytes that it saves under `recompute=None`; None: whole layers.
-    `free`: cheap operations anywhere run a second time where that saves bytes, as under `recompute=None`.
+    fraction of the bytes that it saves under `memory=None`; None: whole layers.
+    `free`: cheap operations anywhere run a second time where that saves bytes, as under `memory=None`.
     Raises `GraphPPError` for a fraction out of range.
     """
 
@@ -40,6 +40,10 @@ class Recompute:
     free: bool = True
 
     def __post_init__(self) -> None:
+        if self.layers is not None and not _are_names(self.layers):
+            raise GraphPPError(f"layers: take a list of FQNs, or None, got {self.layers!r}")
+        if self.nodes not in (None, "selective") and (isinstance(self.nodes, str | type) or not callable(self.nodes)):
+            raise GraphPPError(f"nodes: take a function of a node, 'selective', or None, got {self.nodes!r}")
         if self.fraction is not None and not (_is_number(self.fraction) and 0 < self.fraction <= 1):
             raise GraphPPError(
                 f"a fraction of the bytes that a stage usually saves is above 0 and at most 1, got {self.fraction!r}"
@@ -53,7 +57,8 @@ RECOMPUTE_FORMS = '"full", "selective", a fraction, FQNs, a function of a node, 
 def is_recompute(form: object) -> bool:
     """Whether a form is one that `read_recompute` takes, by its type."""
     words = ("full", "selective")
-    return isinstance(form, Recompute) or form in words or _is_number(form) or _are_names(form) or callable(form)
+    function = callable(form) and not isinstance(form, type)
+    return isinstance(form, Recompute) or form in words or _is_number(form) or _are_names(form) or function
 
 
 def read_recompute(form: RecomputeLike) -> Recompute | None:
@@ -65,10 +70,10 @@ def read_recompute(form: RecomputeLike) -> Recompute | None:
             return Recompute(nodes="selective" if form == "selective" else None)
     elif isinstance(form, int | float):
         return Recompute(fraction=_number(form))
-    elif callable(form):
+    elif callable(form) and not isinstance(form, type):
         return Recompute(nodes=form)
     elif _are_names(form):
-        return Recompute(tuple(form))
+        return Recompute(tuple(form))  # type: ignore[arg-type]  # a sequence of str, as `_are_names` says
     raise GraphPPError(f"take None, {RECOMPUTE_FORMS}, got {form!r}")
 
 

@@ -10,6 +10,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol, SupportsIndex, TypeAlias, runtime_checkable
 
+from graphpp.errors import SplitError
+
 
 @dataclass(frozen=True)
 class ModuleCall:
@@ -35,6 +37,16 @@ class Splitter(Protocol):
 
 
 Split: TypeAlias = SupportsIndex | Sequence[str] | Sequence[Sequence[str]] | Splitter | None
+
+
+def read_split(form: Split) -> Split:
+    """The form, if its type is one of a split; names are resolved later, among the module calls of the captured graph.
+
+    Raises `SplitError` for anything else.
+    """
+    if isinstance(form, type) or not (form is None or isinstance(form, SupportsIndex | Sequence | Splitter)):
+        raise SplitError(f"take FQNs, a list of FQNs per stage, a number of stages, split_points() or a Layout, got {form!r}")
+    return form
 
 
 def describe_split(split: Split) -> list[str]:

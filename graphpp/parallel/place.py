@@ -69,6 +69,7 @@ def pipeline_ranks(mesh: MeshLike) -> int | None:
     if isinstance(mesh, DeviceMesh):
         names = _names(mesh)
         return mesh.size(names.index(_PIPELINE)) if _PIPELINE in names else 1
+    _check_group(mesh)
     return None if mesh is None else dist.get_world_size(mesh)
 
 

@@ -206,7 +206,11 @@ class GraphCache:
         raises on one.
         """
         if call.keys not in self._prepared:
-            graphs, made = self._agreement.together(partial(self._lower, call), self._facts_of)
+            try:
+                graphs, made = self._agreement.together(partial(self._lower, call), self._facts_of)
+            except Exception:
+                self._assembly.keep_only(self._graphs.values())  # the regions of a call that was refused
+                raise
             self._keep(graphs)
             replicas, rank = self._request.place.replicas, self._request.place.rank
             self._agreement.together(partial(self._assembly.compile, made, replicas), _nothing_to_compare)

@@ -13,7 +13,7 @@ import atexit
 import contextlib
 import gc
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NoReturn
 
@@ -162,9 +162,8 @@ class Pipeline:
                 "process, before the job."
             )
         parts = self._with_targets(self._cut(Microbatch(args, kwargs, target)))
-        options = replace(self._options, debug=replace(self._options.debug, dump=None))  # the dump is the pipeline's own
         self._state.move([*self._state.parameters, *self._state.buffers], self._place.device)
-        return verified(self._model, self._loss, options, self._place, parts)
+        return verified(self._model, self._loss, self._options, self._place, parts)
 
     def profile(self, *args: Any, target: Any = None, repeat: int = 3, **kwargs: Any) -> Profile:
         """Measure a step over this batch: run it `repeat` times on all ranks, after one step to warm up.

@@ -21,7 +21,7 @@ from graphpp.schedules.rewrite.add_send_recv import add_send_recv
 from graphpp.schedules.table.actions import Kind
 from graphpp.schedules.table.schedule import Schedule
 
-_KEPT = 16  # tables; a table of 64 ranks and 512 microbatches takes 40 MB with its sends
+_KEPT = 4  # tables; a table of 64 ranks and 512 microbatches takes 40 MB with its sends
 
 
 @dataclass(frozen=True, eq=False)

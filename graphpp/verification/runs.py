@@ -25,14 +25,15 @@ from graphpp._torch import aot
 from graphpp.batch.microbatch import FlatMicrobatch
 from graphpp.capture.trace import LossFunction, loss_and_metrics
 from graphpp.parallel.place import RankPlace
-from graphpp.passes.graph.joint_graph import JointGraph, remove_unused
+from graphpp.passes.graph.joint_graph import JointGraph, is_tensor, remove_unused
 from graphpp.passes.joint.key_random_ops import draws_random_numbers, key_random_ops
-from graphpp.passes.joint.relax_views import relax_views
+from graphpp.passes.joint.relax_views import memory_order, relax_views
 from graphpp.runtime import program
+from graphpp.runtime.gradients.accumulate import dtype_of_sum
 from graphpp.runtime.model_state import ModelState
 from graphpp.runtime.program import PipelineProgram
 from graphpp.runtime.randomness import seeded, step_keys
-from graphpp.runtime.runner import GraphPPRunner
+from graphpp.runtime.runner import GraphPPRunner, RunnerConfig
 from graphpp.schedules.table.schedule import Schedule
 
 Tensors = dict[str, torch.Tensor]
@@ -50,13 +51,18 @@ class Numbers:
 
 @dataclass(frozen=True)
 class Step:
-    """The input of all three runs; `seeds`: per microbatch the gradient of the step's loss by the microbatch's loss, 0-dim."""
+    """The input of all three runs.
+
+    `seeds`: per microbatch the gradient of the step's loss by the microbatch's loss, 0-dim. `sum_dtype`: the option
+    `gradients.dtype`, in which the stage programs and the uncut graph add gradients up; eager adds in the gradient's own dtype.
+    """
 
     model: nn.Module
     loss: LossFunction | None
     parts: Sequence[FlatMicrobatch]
     seeds: Sequence[torch.Tensor]
     device: torch.device
+    sum_dtype: torch.dtype | None = None
 
 
 def left_behind(model: nn.Module, losses: Sequence[torch.Tensor]) -> Numbers:
@@ -90,9 +96,11 @@ def run_uncut(
         interpreter = _Watched(joint, jitter)
         with torch.no_grad(), torch.autocast(step.device.type, enabled=False):  # its casts are in the graph
             results = interpreter.run(*(given[role] for role in joint.inputs()))
-            _file(joint, results, numbers)
+            _file(joint, results, numbers, step)
         if watch is not None:
             watch(index, interpreter.values)
+    for fqn, total in numbers.grads.items():
+        numbers.grads[fqn] = total.to(dtype_of_sum(step.model.get_parameter(fqn), None))
     return numbers
 
 
@@ -124,7 +132,7 @@ def _moved(value: torch.Tensor, jitter: torch.Generator) -> torch.Tensor:
     return value * (1 + torch.finfo(value.dtype).eps * signs).to(value.dtype)
 
 
-def _file(joint: JointGraph, results: Sequence[torch.Tensor], numbers: Numbers) -> None:
+def _file(joint: JointGraph, results: Sequence[torch.Tensor], numbers: Numbers, step: Step) -> None:
     for (role, _), value in zip(joint.outputs(), results, strict=True):
         match role:
             case program.Loss():
@@ -132,8 +140,8 @@ def _file(joint: JointGraph, results: Sequence[torch.Tensor], numbers: Numbers) 
             case program.BufferUpdate(fqn):
                 numbers.buffers[fqn] = value.clone()
             case program.Gradient(fqn):
-                before = numbers.grads.get(fqn)
-                numbers.grads[fqn] = value.clone() if before is None else before + value
+                before, dtype = numbers.grads.get(fqn), dtype_of_sum(step.model.get_parameter(fqn), step.sum_dtype)
+                numbers.grads[fqn] = value.to(dtype, copy=True) if before is None else before + value
 
 
 # ------------------------------------------------------------------------------------------------------------ cut
@@ -141,7 +149,8 @@ def _file(joint: JointGraph, results: Sequence[torch.Tensor], numbers: Numbers) 
 
 def run_cut(step: Step, programs: Sequence[PipelineProgram], schedule: Schedule) -> Numbers:
     """Run the stage programs of each microbatch by a pipeline's own runner, under a schedule of one rank."""
-    runner = GraphPPRunner(programs, schedule, ModelState(step.model), RankPlace(step.device, None))
+    config = RunnerConfig(sum_dtype=step.sum_dtype)
+    runner = GraphPPRunner(programs, schedule, ModelState(step.model), RankPlace(step.device, None), config)
     with torch.autocast(step.device.type, enabled=False):
         runner.step([part.tensors for part in step.parts], step.seeds)
     return left_behind(step.model, runner.losses().unbind())
@@ -151,16 +160,16 @@ def run_cut(step: Step, programs: Sequence[PipelineProgram], schedule: Schedule)
 
 
 @dataclass(frozen=True)
-class Eager:
+class EagerRun:
     """The results of eager; `matched`: its random operators were those of the joint graph, in order."""
 
     numbers: Numbers
     matched: bool
 
 
-def run_eager(step: Step, joint: JointGraph) -> Eager:
+def run_eager(step: Step, joint: JointGraph) -> EagerRun:
     """Run the plain loop over the microbatches with autograd."""
-    expected = [_kind(node.args[2]) for node in joint.computed() if node.target is seeded]
+    expected = [_Draw.of(node) for node in joint.computed() if node.target is seeded]
     keys = step_keys(len(step.parts), None, step.device)
     losses: list[torch.Tensor] = []
     matched = True
@@ -174,13 +183,26 @@ def run_eager(step: Step, joint: JointGraph) -> Eager:
                 loss.backward(step.seeds[index])
         losses.append(loss.detach())
         matched = matched and keyed.matched
-    return Eager(left_behind(step.model, losses), matched)
+    return EagerRun(left_behind(step.model, losses), matched)
+
+
+@dataclass(frozen=True)
+class _Draw:
+    """A random operator of the joint graph: its kind, and the order of memory of its one tensor input (see `relax_views`)."""
+
+    kind: str
+    order: Sequence[int] | None
+
+    @classmethod
+    def of(cls, node: fx.Node) -> _Draw:
+        tensors = list(filter(is_tensor, node.all_input_nodes))
+        return cls(_kind(node.args[2]), memory_order(tensors[0].meta["val"]) if len(tensors) == 1 else None)
 
 
 class _Keyed(aot.DispatchMode):
     """A dispatch mode in which each random operator of an eager forward draws the numbers of its twin in the joint graph."""
 
-    def __init__(self, key: int, expected: Sequence[str]) -> None:
+    def __init__(self, key: int, expected: Sequence[_Draw]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.forward = True
         self._key, self._expected, self._drawn = key, expected, list[str]()
@@ -188,14 +210,22 @@ class _Keyed(aot.DispatchMode):
     @property
     def matched(self) -> bool:
         """Whether eager ran the random operators of the joint graph, in the same order."""
-        return self._drawn == list(self._expected)
+        return self._drawn == [draw.kind for draw in self._expected]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if not draws_random_numbers(func, args, kwargs):
             return func(*args, **kwargs)
         self._drawn.append(_kind(func) if self.forward else "a recomputation")
-        return seeded(self._key, len(self._drawn) - 1, func, *args, **kwargs)
+        tensors = [value for value in args if isinstance(value, torch.Tensor)]
+        index = len(self._drawn) - 1
+        order = self._expected[index].order if index < len(self._expected) else None
+        if order is None or len(tensors) != 1 or tensors[0].dim() != len(order):
+            return seeded(self._key, index, func, *args, **kwargs)
+        (value,) = tensors
+        ordered = value.permute(*order).contiguous().permute(*sorted(range(len(order)), key=order.__getitem__))
+        result = seeded(self._key, index, func, *(ordered if each is value else each for each in args), **kwargs)
+        return value.copy_(ordered) if func._schema.is_mutable else result
 
 
 def _kind(operator: Any) -> str:

@@ -70,7 +70,12 @@ class Subject:
 
 
 def subject_of(
-    model: nn.Module, loss: LossFunction | None, options: Options, place: RankPlace, parts: Sequence[FlatMicrobatch]
+    model: nn.Module,
+    loss: LossFunction | None,
+    options: Options,
+    place: RankPlace,
+    parts: Sequence[FlatMicrobatch],
+    dumps: bool = False,
 ) -> Subject:
     """Compile the pipeline for these microbatches. The model stays as it is. Raises the errors of `graphpp.compile`."""
     seen: dict[str, Any] = {}
@@ -82,7 +87,7 @@ def subject_of(
         elif isinstance(passed.result, StagedGraphs):
             seen["staged"] = passed.result
 
-    request = CompileRequest(model, loss, options, place, watch)
+    request = CompileRequest(model, loss, options, place, watch, dumps)
     tables, count = Tables(options.schedule, place.ranks), len(parts)
 
     def table_for(stages: int) -> CheckedTable:
@@ -122,7 +127,7 @@ def device_of(model: object) -> torch.device:
 def ranks_of(given: int | None, options: Options) -> int:
     """The number of ranks: `given`, else the rows of the table, else as many as the split asks for, else 2."""
     if given is not None:
-        if given < 1:
+        if not isinstance(given, int) or isinstance(given, bool) or given < 1:
             raise ScheduleError(f"ranks must be a positive number, got {given!r}")
         return given
     if isinstance(options.schedule, Schedule):

@@ -47,16 +47,18 @@ def verified(
     place: RankPlace,
     parts: Sequence[FlatMicrobatch],
     tolerance: float | None = None,
+    dumps: bool = False,
 ) -> Verification:
-    """The report for these microbatches; `place` says for how many ranks the schedule is."""
+    """The report for these microbatches; `place` says for how many ranks the schedule is, `dumps` whether graphs are dumped."""
     began = time.perf_counter()
     check_one_shape(parts)
     device = place.device
     ModelState(model).check_memory([name for name, _ in (*model.named_parameters(), *model.named_buffers())])
     parts = [moved_to(device, part) for part in parts]
     with state_restored(model, device):
-        compiled = subject_of(model, loss, options, place, parts)
-        step = Step(model, loss, parts, _seeds(compiled.graph, options.gradients.reduction, len(parts), device), device)
+        compiled = subject_of(model, loss, options, place, parts, dumps)
+        seeds = _seeds(compiled.graph, options.gradients.reduction, len(parts), device)
+        step = Step(model, loss, parts, seeds, device, options.gradients.dtype)
         allowed = _tolerance(compiled.uncut) if tolerance is None else tolerance
         cut, eager = _three_ways(step, compiled, allowed, measured=tolerance is None)
     return Verification(cut, eager, compiled.graph.plan, allowed, time.perf_counter() - began)

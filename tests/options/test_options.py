@@ -12,7 +12,7 @@ import torch
 
 import graphpp
 from graphpp.errors import GraphPPError
-from graphpp.options.document import GROUPS, document
+from graphpp.options.document import GROUPS, KINDS, document
 from graphpp.options.option import Group
 from graphpp.options.options import Options
 
@@ -35,6 +35,9 @@ def test_the_document_is_printed_from_the_declarations() -> None:
     assert (ROOT / "docs" / "options.md").read_text() == document()
     for option in (option for group in GROUPS for option in group.options()):
         assert f"| `{option.name}` | " in document()
+    for owner in KINDS:
+        for item in fields(owner):
+            assert item.name in (owner.__doc__ or "") and f"{item.name}" in document(), (owner, item.name)
 
 
 def test_every_group_of_options_is_public_and_documented() -> None:
@@ -125,6 +128,14 @@ WRONG: dict[str, tuple[Any, str]] = {
     "graphs": (lambda: graphpp.Eager(cudagraphs=1), r"Eager\.cudagraphs: take True or False"),  # type: ignore[arg-type]
     "schedule": (lambda: Options(schedule="1F2B"), r"schedule: unknown schedule '1F2B'"),
     "microbatches": (lambda: Options(microbatches=0), r"microbatches: take a positive integer"),
+    "a class": (lambda: Options(backend=graphpp.Inductor), r"backend: take .* got <class"),
+    "a class of options": (lambda: Options(memory=graphpp.Memory), r"memory: take None, a graphpp\.Memory"),  # type: ignore[arg-type]
+    "layers": (lambda: graphpp.Recompute(layers="0"), "layers: take a list of FQNs"),  # type: ignore[arg-type]
+    "nodes": (lambda: graphpp.Recompute(nodes="selectiv"), "nodes: take a function"),  # type: ignore[arg-type]
+    "values": (lambda: graphpp.Offload(values=3), "values: take a function"),  # type: ignore[arg-type]
+    "ahead": (lambda: graphpp.Offload(ahead=True), "at least one action ahead"),
+    "custom": (lambda: graphpp.Custom("x"), r"Custom\.function: take a function"),  # type: ignore[arg-type]
+    "split": (lambda: Options(split=1.5), "split: take FQNs"),  # type: ignore[arg-type]
     "two counts": (lambda: Options(schedule=[["0F0", "0B0"]], microbatches=2), "microbatches=2, but the schedule"),
 }
 

@@ -2,6 +2,7 @@
 
 import random
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -379,3 +380,54 @@ def test_microbatches_of_several_shapes_are_refused() -> None:
     parts = [graphpp.Microbatch((torch.randn(rows, 4),), target=torch.randn(rows, 4)) for rows in (2, 3)]
     with pytest.raises(graphpp.BatchError, match="microbatch 1 differs in shape"):
         graphpp.verify(nn.Sequential(nn.Linear(4, 4), nn.Tanh()), nn.functional.mse_loss, parts, split=["1"])
+
+
+class Transposed(nn.Module):
+    """Lets the next kernel return other strides than the trace predicts."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.transpose(1, 2)
+
+
+@pytest.mark.parametrize("split", [["2"], ["3"]])
+def test_dropout_behind_a_kernel_with_other_strides_is_equal_to_eager(split: list[str]) -> None:
+    model = nn.Sequential(nn.Linear(8, 8), Transposed(), nn.BatchNorm1d(8), nn.Dropout(0.5), nn.Linear(6, 6))
+    given = graphpp.Microbatch((torch.randn(4, 6, 8),), target=torch.randn(4, 8, 6))
+    report = graphpp.verify(model, F.mse_loss, given, split=split)
+    assert report.ok and report.eager.verdict == report.cut.verdict == "equal"
+
+
+def test_sums_in_a_wider_dtype_are_verified() -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8)).bfloat16()
+    x = torch.randn(4, 8, dtype=torch.bfloat16)
+    given = graphpp.Microbatch((x,), target=x)
+    report = graphpp.verify(
+        model, F.mse_loss, given, split=["2"], microbatches=8, gradients=graphpp.Gradients(dtype=torch.float32)
+    )
+    assert report.ok and report.cut.verdict == "equal"
+
+
+def test_only_a_dump_that_was_asked_for_is_written(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("GRAPHPP_DUMP", str(tmp_path / "environment"))
+    model, x = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), torch.randn(4, 4)
+    given = graphpp.Microbatch((x,), target=x)
+    graphpp.verify(model, F.mse_loss, given, split=["1"])
+    assert not (tmp_path / "environment").exists()
+    graphpp.verify(model, F.mse_loss, given, split=["1"], debug=tmp_path / "asked")
+    assert (tmp_path / "asked").exists()
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"mesh": 5}, "mesh: take a DeviceMesh"),
+        ({"ranks": True}, "ranks must be a positive number"),
+        ({"ranks": "2"}, "ranks must be a positive number"),
+        ({"tolerance": "small"}, "tolerance: take a relative difference"),
+        ({"example": 5}, "must be a graphpp.Microbatch"),
+    ],
+)
+def test_wrong_arguments_are_refused_by_name(options: dict[str, Any], words: str) -> None:
+    given = {"example": graphpp.Microbatch((torch.ones(2, 4),), target=torch.ones(2, 4)), **options}
+    with pytest.raises(graphpp.GraphPPError, match=words):
+        graphpp.verify(nn.Linear(4, 4), F.mse_loss, **given)

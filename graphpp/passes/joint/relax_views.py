@@ -16,6 +16,7 @@ Nothing is copied where a kernel returns the predicted strides.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import fx
@@ -42,17 +43,18 @@ def relax_views(joint: JointGraph) -> JointGraph:
                     _order_input(joint.graph, node, source, range(value.dim()))
         elif node.target is seeded:
             sources = list(filter(is_tensor, node.all_input_nodes))
-            order = _memory_order(sources[0].meta["val"]) if len(sources) == 1 else None  # attention draws by position
+            order = memory_order(sources[0].meta["val"]) if len(sources) == 1 else None  # attention draws by position
             if order is not None:
                 _order_input(joint.graph, node, sources[0], order)
     return joint
 
 
-def _memory_order(value: torch.Tensor) -> Sequence[int] | None:
+def memory_order(value: torch.Tensor) -> Sequence[int] | None:
     """The dimensions from the largest stride to the smallest; None for a value with gaps or repeated elements."""
     if value.is_contiguous():
         return range(value.dim())
-    order = sorted(range(value.dim()), key=lambda dim: (-value.stride(dim), -value.shape[dim]))
+    sizes, strides = value.shape, value.stride()
+    order = sorted(range(value.dim()), key=lambda dim: (-strides[dim], -sizes[dim]))
     return order if value.permute(order).is_contiguous() else None
 
 
@@ -61,10 +63,12 @@ def _order_input(graph: fx.Graph, node: fx.Node, source: fx.Node, order: Sequenc
     if source.op == "placeholder":
         return
     inverse = sorted(range(len(order)), key=order.__getitem__)
-    steps = [(aten.permute.default, list(order)), (aten.contiguous.default,), (aten.permute.default, inverse)]
+    contiguous: tuple[Any, ...] = (aten.contiguous.default,)
+    turned = inverse != sorted(inverse)
+    steps = [(aten.permute.default, list(order)), contiguous, (aten.permute.default, inverse)] if turned else [contiguous]
     ordered = source
     with graph.inserting_before(node):
-        for target, *dims in steps if inverse != sorted(inverse) else steps[1:2]:
+        for target, *dims in steps:
             value = target(ordered.meta["val"], *dims)
             ordered = graph.call_function(target, (ordered, *dims))
             ordered.meta = {**node.meta, "val": value}
