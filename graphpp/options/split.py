@@ -45,7 +45,8 @@ def read_split(form: Split) -> Split:
     Raises `SplitError` for anything else.
     """
     if isinstance(form, type) or not (form is None or isinstance(form, SupportsIndex | Sequence | Splitter)):
-        raise SplitError(f"take FQNs, a list of FQNs per stage, a number of stages, split_points() or a Layout, not {type(form).__name__}")
+        kind = type(form).__name__
+        raise SplitError(f"take FQNs, a list of FQNs per stage, a number of stages, split_points() or a Layout, not {kind}")
     return form
 
 
