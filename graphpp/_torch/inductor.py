@@ -39,7 +39,7 @@ from graphpp._torch.aot import quick
 _CALLED: tuple[Any, ...] = (torch.ops.mkldnn._linear_pointwise.default,) if torch.backends.mkldnn.is_available() else ()
 
 
-def compile_graph(
+def inductor_compile(
     graph: fx.Graph, examples: Sequence[Any], options: Mapping[str, Any], choose: Callable[[fx.Graph], None]
 ) -> Callable[[list[Any]], Sequence[Any]]:
     """Compile a graph of operators with Inductor; `choose` may replace operators of the decomposed graph.

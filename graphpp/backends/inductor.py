@@ -54,7 +54,7 @@ class InductorCompiler:
             inductor.find_vector_units(known)
         if known != before:
             self._cache.write(_VECTOR_UNITS, known)
-        return inductor.compile_graph
+        return inductor.inductor_compile
 
     def _key(self, region: Region) -> str:
         device = next((value.device for value in region.examples if isinstance(value, torch.Tensor)), torch.device("cpu"))

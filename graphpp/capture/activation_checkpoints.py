@@ -97,7 +97,7 @@ def count_checkpointed_calls(joint: JointGraph) -> int:
 def add_checkpoint_regions(
     joint: JointGraph, region_of: RegionOf | None, may_recompute: MayRecompute
 ) -> tuple[RegionOf | None, MayRecompute]:
-    """Extend the regions of `recompute=` by the model's own checkpoints.
+    """Extend the regions of `memory.recompute` by the model's own checkpoints.
 
     `region_of` maps a node to its region or None, `may_recompute` tells which values of a region may be recomputed. Returns
     both functions extended. If one of a region and a checkpointed call encloses the other, the outer one counts.

@@ -89,7 +89,7 @@ def lowered(
     if backend is not None:
         programs, calls = backend.outlined(graphs, programs, local)
     sources = ProgramGraphs.joined(graph.sources for graph in _distinct(graphs))
-    row = overlap.Row(table.running.table[place.rank], programs, sources)
+    row = overlap.ProgramRow(table.running.table[place.rank], programs, sources)
     dump = graphs[0].dump
     cost = cost_with_regions(request.options.parallel.op_costs or OpCosts.of(place.device.type))
     woven = overlap.woven(row, cost, dump.woven if dump is not None else lambda *_: None)

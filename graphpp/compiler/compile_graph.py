@@ -2,7 +2,7 @@
 
 Contract
 --------
-- `compile_graph` is a function of the model, the options, the example and the table alone. Every rank compiles all stages
+- `inductor_compile` is a function of the model, the options, the example and the table alone. Every rank compiles all stages
   and gets the same programs; `CompiledGraph.facts` says so in plain text, which the ranks compare.
 - A later graph of the same model is cut before the same module calls as the first one.
 - The model's forward runs on tensors without data. The model is not changed.
@@ -46,7 +46,7 @@ TableFor = Callable[[int], CheckedTable]
 
 @dataclass(frozen=True)
 class ProgramVariant:
-    """What a table asks of a stage's programs. The same joint graph gives one set of programs for each variant.
+    """The kinds of stage programs that a table runs. The same joint graph gives one set of programs for each variant.
 
     `split_backward`: the backward also comes as input gradient (I) and weight gradient (W). `recomputed`: values that the
     option `recompute` names are computed again in the backward, not saved.
@@ -155,7 +155,7 @@ def offload_windows(
     if choice is None or not table.training:
         return ()
     sources = ProgramGraphs.joined(graph.sources for graph in graphs)
-    return offload.offload_windows(choice, table.plain, programs, lambda item: sources.of(item).graph)
+    return offload.choose_windows(choice, table.plain, programs, lambda item: sources.of(item).graph)
 
 
 def _program(request: CompileRequest, graph: CompiledGraph, split: bool, recomputed: frozenset[int]) -> PipelineProgram:

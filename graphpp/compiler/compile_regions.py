@@ -43,7 +43,8 @@ class RegionCache:
     ) -> tuple[list[PipelineProgram], tuple[RegionCall, ...]]:
         """The programs of each microbatch in which `stages` call their regions, and these calls, not compiled yet.
 
-        `graphs` and `programs` are those of each microbatch. Programs that are one object before are one object after.
+        `graphs` and `programs` are those of each microbatch. Microbatches that shared a program
+        object share the outlined program too.
         """
         distinct = {id(pipeline): (pipeline, graph) for graph, pipeline in zip(graphs, programs, strict=True)}
         items = [(item, graph) for pipeline, graph in distinct.values() for item in _programs(pipeline, stages)]

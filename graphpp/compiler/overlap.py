@@ -22,12 +22,12 @@ from graphpp.passes.provenance import ProgramGraphs
 from graphpp.runtime.program import BufferUpdate, Phase, PipelineProgram, Program, WovenProgram
 from graphpp.schedules.table.actions import Action
 
-Key = tuple[int, ...]
-Watch = Callable[[WovenGraph, WovenProgram, float], None]  # sees the woven graph, its program, and the seconds of weaving
+ProgramIds = tuple[int, ...]
+WovenHook = Callable[[WovenGraph, WovenProgram, float], None]  # sees the woven graph, its program, and the seconds of weaving
 
 
 @dataclass(frozen=True)
-class Row:
+class ProgramRow:
     """The actions of one rank, the stage programs of each microbatch, and the graphs that the programs were emitted from."""
 
     actions: Iterable[Action | None]
@@ -47,11 +47,11 @@ class Row:
 
 
 def woven(
-    row: Row, cost: Cost, watch: Watch = lambda made, emitted, seconds: None
-) -> dict[Key, tuple[WovenGraph, WovenProgram]]:
+    row: ProgramRow, cost: Cost, watch: WovenHook = lambda made, emitted, seconds: None
+) -> dict[ProgramIds, tuple[WovenGraph, WovenProgram]]:
     """The woven graphs and programs of a row, by the ids of their parts' programs; `cost`: the seconds of an operation."""
-    made: dict[Key, tuple[WovenGraph, WovenProgram]] = {}
-    seen: set[Key] = set()
+    made: dict[ProgramIds, tuple[WovenGraph, WovenProgram]] = {}
+    seen: set[ProgramIds] = set()
     for action, parts in row:
         key = tuple(map(id, parts))
         if not action.parts or key in seen:
@@ -66,10 +66,10 @@ def woven(
     return made
 
 
-def collectives_of(row: Row, made: Mapping[Key, tuple[WovenGraph, WovenProgram]]) -> dict[str, list[str]]:
+def collectives_of(row: ProgramRow, made: Mapping[ProgramIds, tuple[WovenGraph, WovenProgram]]) -> dict[str, list[str]]:
     """By process group, the collectives of a step in the order in which this rank issues them."""
     found: dict[str, list[str]] = {}
-    known: dict[Key, list[dict[str, list[str]]]] = {}
+    known: dict[ProgramIds, list[dict[str, list[str]]]] = {}
     for action, parts in row:
         key = tuple(map(id, parts))
         if key not in known:

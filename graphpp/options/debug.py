@@ -20,7 +20,7 @@ def _read_folder(form: object) -> Path | None:
 
 @dataclass(frozen=True)
 class Debug(Group):
-    """What a pipeline writes for people who look inside. Raises `GraphPPError` for values of other types."""
+    """Dumps of graphs, and the number of captured graphs that are kept. Raises `GraphPPError` for values of other types."""
 
     prefix: ClassVar[str] = "debug"
 

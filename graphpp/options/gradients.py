@@ -33,7 +33,7 @@ def _read_fused(form: object) -> bool | None:
 
 @dataclass(frozen=True)
 class Gradients(Group):
-    """How losses and gradients add up over the microbatches of a step. Raises `GraphPPError` for values of other types."""
+    """The sums of losses and gradients over the microbatches of a step. Raises `GraphPPError` for values of other types."""
 
     prefix: ClassVar[str] = "gradients"
 

@@ -25,7 +25,7 @@ def _read_cap(form: object) -> Cap:
 
 @dataclass(frozen=True)
 class Memory(Group):
-    """Which activations are alive between forward and backward. Raises `GraphPPError` for values that no option takes."""
+    """The activations that are alive between forward and backward. Raises `GraphPPError` for values that no option takes."""
 
     prefix: ClassVar[str] = "memory"
 

@@ -15,7 +15,7 @@ from graphpp.runtime.program import TensorMeta
 
 @dataclass(frozen=True)
 class Offload:
-    """Which saved values leave the device between forward and backward.
+    """The saved values that leave the device between forward and backward.
 
     `fraction`: of the bytes that a stage saves for a microbatch, 0 to 1; the largest values leave first.
     `values`: a function of a value's `TensorMeta` that says whether the value may leave; None: values of at least

@@ -29,7 +29,7 @@ def _read_costs(form: object) -> NodeSeconds | None:
 
 @dataclass(frozen=True)
 class Parallel(Group):
-    """Where a rank runs, and how collectives overlap with computation. Raises `GraphPPError` for values of other types."""
+    """The device of a rank, and the overlap of its collectives. Raises `GraphPPError` for values of other types."""
 
     prefix: ClassVar[str] = "parallel"
 

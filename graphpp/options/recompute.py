@@ -19,7 +19,7 @@ Nodes = Callable[["fx.Node"], bool]
 
 @dataclass(frozen=True)
 class Recompute:
-    """Which values are computed a second time.
+    """The values that are computed a second time for the backward instead of being saved.
 
     `layers`: FQNs of modules. Each call of one is a region that is computed from the inputs of the call. None: the model's
     repeated layers, or the modules that the model calls itself where nothing repeats.

@@ -45,7 +45,7 @@ _LOG = logging.getLogger("graphpp")
 
 
 @dataclass(frozen=True, eq=True)
-class Key:
+class GraphKey:
     """The facts that a captured graph depends on: mode, signature of the microbatch, flags of the modules and autocast.
 
     A key is large and looked up for every microbatch, so its hash is computed once.
@@ -72,13 +72,13 @@ class StepCall:
 
     parts: Sequence[FlatMicrobatch]
     training: bool
-    keys: tuple[Key, ...]
+    keys: tuple[GraphKey, ...]
     weighting: LossWeighting
 
     @property
-    def distinct(self) -> dict[Key, FlatMicrobatch]:
+    def distinct(self) -> dict[GraphKey, FlatMicrobatch]:
         """The first microbatch of each key."""
-        first: dict[Key, FlatMicrobatch] = {}
+        first: dict[GraphKey, FlatMicrobatch] = {}
         for key, part in zip(self.keys, self.parts, strict=True):
             first.setdefault(key, part)
         return first
@@ -120,10 +120,10 @@ class GraphCache:
         self._watched = fingerprint.watch_modules(request.model, request.loss)
         self._structure = fingerprint.module_structure(self._watched)
         limit = options.debug.max_graphs
-        self._known: _Recent[Key, Key] = _Recent(limit)  # one object per key: comparing it with itself costs nothing
+        self._known: _Recent[GraphKey, GraphKey] = _Recent(limit)  # one object per key: comparing it with itself costs nothing
         self._facts: _Recent[tuple[Any, ...], Facts] = _Recent(limit)
-        self._graphs: _Recent[Key, CompiledGraph] = _Recent(limit)
-        self._prepared: _Recent[tuple[Key, ...], PreparedStep] = _Recent(limit)
+        self._graphs: _Recent[GraphKey, CompiledGraph] = _Recent(limit)
+        self._prepared: _Recent[tuple[GraphKey, ...], PreparedStep] = _Recent(limit)
         self._assembly = Assembly(request, state)
         self.tables = Tables(options.schedule, place.ranks)
         self.first: CompiledGraph | None = None
@@ -153,8 +153,8 @@ class GraphCache:
         keys = {signature: self._key(training, signature, around) for signature in {part.signature for part in parts}}
         return StepCall(parts, training, tuple(keys[part.signature] for part in parts), weighting)
 
-    def _key(self, training: bool, signature: tuple[str, ...], around: tuple[Any, ...]) -> Key:
-        key = Key(training, signature, around)
+    def _key(self, training: bool, signature: tuple[str, ...], around: tuple[Any, ...]) -> GraphKey:
+        key = GraphKey(training, signature, around)
         if key not in self._known:
             self._known.keep(key, key)
         return self._known.use(key)
@@ -235,7 +235,7 @@ class GraphCache:
         self._agreement.together(partial(self._assembly.compile, made, None), _nothing_to_compare)
         return PreparedStep(made, self._assembly.runner(made, None, self._owners))
 
-    def _lower(self, call: StepCall) -> tuple[dict[Key, CompiledGraph], Lowered]:
+    def _lower(self, call: StepCall) -> tuple[dict[GraphKey, CompiledGraph], Lowered]:
         """Compile the graphs that are new, and lower the call; nothing is kept yet."""
         place, memory = self._request.place, self._request.options.memory
         graphs, table = self._compile_graphs(call, len(call.parts))
@@ -248,9 +248,9 @@ class GraphCache:
         cap = memory.caps(place.ranks) if call.training else None
         return graphs, lowered(self._request, each, table, self._assembly.regions, cap)
 
-    def _compile_graphs(self, call: StepCall, microbatches: int) -> tuple[dict[Key, CompiledGraph], CheckedTable]:
+    def _compile_graphs(self, call: StepCall, microbatches: int) -> tuple[dict[GraphKey, CompiledGraph], CheckedTable]:
         """The graph of each kind of microbatch in a call, and the table for so many microbatches."""
-        graphs: dict[Key, CompiledGraph] = {}
+        graphs: dict[GraphKey, CompiledGraph] = {}
         first = self.first
 
         def table_for(stages: int) -> CheckedTable:
@@ -273,7 +273,7 @@ class GraphCache:
 
     # ------------------------------------------------------------------------------------------------ keeping
 
-    def _keep(self, graphs: Mapping[Key, CompiledGraph]) -> None:
+    def _keep(self, graphs: Mapping[GraphKey, CompiledGraph]) -> None:
         """Keep graphs on which all ranks agreed, the one used last at the end."""
         for key, graph in graphs.items():
             self.first = self.first or graph
@@ -289,13 +289,13 @@ class GraphCache:
                     _reason_of_capture(before, key),
                 )
 
-    def _forget_all_but(self, latest: tuple[Key, ...]) -> None:
+    def _forget_all_but(self, latest: tuple[GraphKey, ...]) -> None:
         """Drop the runners, but the latest, that use a graph that is no longer kept."""
         for keys in [keys for keys in self._prepared if keys != latest and any(key not in self._graphs for key in keys)]:
             del self._prepared[keys]
 
 
-def _facts_of_graphs(made: tuple[Mapping[Key, CompiledGraph], CheckedTable]) -> Facts:
+def _facts_of_graphs(made: tuple[Mapping[GraphKey, CompiledGraph], CheckedTable]) -> Facts:
     return facts.of_call([graph.facts for graph in made[0].values()], made[1])
 
 
@@ -312,7 +312,7 @@ def _spelled(call: StepCall) -> list[str]:
     return [first, *(line for part in kinds.values() for line in part.signature)]
 
 
-def _reason_of_capture(before: Key, key: Key) -> str:
+def _reason_of_capture(before: GraphKey, key: GraphKey) -> str:
     """The difference between a new graph's key and the one captured before it."""
     if before.training != key.training:
         return "training and evaluation took turns"

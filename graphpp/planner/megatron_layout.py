@@ -2,12 +2,12 @@
 
 Contract
     string  `E` embedding, `t` decoder layer, `m` multi-token-prediction (MTP) layer, `L` final norm, head and loss;
-            `|` ends a stage; `x*n` and `(...)*n` repeat a letter, a `|` or a group, and the pieces of a group join
-            what stands beside it; commas mean nothing; a stage may be empty, but not the last
+            `|` ends a stage; `x*n` and `(...)*n` repeat a letter, a `|` or a group. The first and last stages of a
+            repeated group merge with the neighbouring symbols; commas mean nothing; a stage may be empty, but not the last
     order   one E, first; then t; then m, all in one stage; one L, last (Megatron's `validate_layer_layout`)
-    module  a letter is one call of a module whose FQN fits the letter's pattern. E is all that runs before the first
-            layer, L all that runs after the last one
-    else    `SplitError` with a caret under the fault, or with the numbers that differ
+    module  a letter is one call of a module whose FQN fits the letter's pattern. E stands for all operations before the
+            first layer, L for all operations after the last layer
+    Raises `SplitError` with a caret under the fault, or with the numbers that differ.
 """
 
 import re
@@ -35,7 +35,7 @@ _ITEM = re.compile(
     r"(?:(?P<one>[EtmL|])|\((?P<group>[^()]*[^(),][^()]*)\)(?=,*\*,*[0-9]))(?:,*\*,*(?P<times>[0-9][0-9,]*))?"
 )
 
-# What is wrong in a written-out string, in this order; the group is the place.
+# Rules for an expanded layout, checked in this order; the group of the expression marks the faulty symbol.
 _RULES = (
     (r"\|*([^E|]|$)", "the first letter is E, the embedding"),
     (r"\|*E[^E]*(E)", "there is only one E"),
@@ -55,7 +55,7 @@ _HINTS = {
 
 @dataclass(frozen=True)
 class Layout:
-    """A split in Megatron's notation, for `split=`. Printing it gives the table of what each rank holds.
+    """A split in Megatron's notation, for `split=`. Printing it gives a table of the stages that each rank holds.
 
     A pattern is an FQN in which `{}` stands for a number, `*` for any text inside a name, and `*.` for any names or
     none, but no number. Of a list the first pattern that fits a call counts. Every call of a shared module counts.
@@ -93,7 +93,7 @@ class Layout:
         return len(self.stages)
 
     def table(self, ranks: int | None = None) -> str:
-        """What each rank (row) holds as its first, second, ... stage (column); equal neighbours share a row."""
+        """The letters of each stage: a row per rank, a column per stage on the rank; ranks with equal rows share one."""
         ranks = next(number for number in (ranks, self.ranks, self.num_stages) if number is not None)
         chunks = self._chunks(ranks)
         held = [[_short(self.stages[chunk * ranks + rank]) for chunk in range(chunks)] for rank in range(ranks)]
@@ -155,7 +155,7 @@ class Layout:
             raise SplitError(f"embedding={self.embedding!r} fits no module that runs before the first layer")
 
     def _loss(self, layers: Sequence[ModuleCall], calls: Sequence[ModuleCall]) -> int:
-        """Where L starts."""
+        """The first operation of the loss part L."""
         end = layers[-1].end if layers else 0
         if self.loss is None:
             return end

@@ -44,7 +44,7 @@ class _Row:
         return [(leaf.stage, leaf.microbatch or 0) for leaf in self.place if leaf.kind is Kind.F]
 
 
-def offload_windows(
+def choose_windows(
     choice: Offload, schedule: Schedule, programs: Sequence[PipelineProgram], graph_of: GraphOf
 ) -> tuple[OffloadWindow, ...]:
     """The offload windows of all ranks under a table, with or without communication; `programs`: one per microbatch.
@@ -98,7 +98,7 @@ def _windows(
     stage: StageProgram,
     candidates: Callable[[StageProgram], list[_Candidate]],
 ) -> Iterator[OffloadWindow]:
-    """One window for each action that reads values first: the whole backward; or I, and W what I does not read."""
+    """One window for each action that reads values first: B, or I, or W for the values that I does not read."""
     forward = row.place[Action(stage.index, Kind.F, microbatch)]
     budget = choice.fraction * stage.saved_bytes
     leaving: dict[Action, list[Offloadable]] = {}

@@ -1,15 +1,14 @@
-"""Where to cut: every form `split=` takes, turned into the first operation of each stage.
+"""Resolve a split: every form of `split=` becomes the first operation of each stage.
 
 Contract
     in   a split in the user's words, and the module calls of the captured forward in order of execution
     out  S positions, never falling, the first 0: stage s owns the forward operations `starts[s]` up to `starts[s + 1]`
-         (the last stage: to the end). Equal neighbours are an empty stage, which only an explicit wish makes.
-    else `SplitError`; the calls are not changed
+         (the last stage: to the end). Equal neighbours mean an empty stage, which only a split that lists it makes.
+    Raises `SplitError`. The calls are not changed.
 
-A stage starts right before a module call. What runs between two calls (a residual add, a mask) stays with the
-earlier stage. Forms: FQNs of the modules that start stages 1.. (`split_points` makes them), one list of FQNs per
-stage, a number of stages, None (that number comes from the schedule), or an object with `starts(calls)` (`Layout`).
-Blanks around a name mean nothing.
+A stage starts right before a module call. Operations between two calls (a residual add, a mask) stay in the earlier stage.
+Forms: FQNs of the modules that start stages 1.. (`split_points` makes them), one list of FQNs per stage, a number of stages,
+None (that number comes from the schedule), or an object with `starts(calls)` (`Layout`). Blanks around a name mean nothing.
 """
 
 import operator
@@ -28,9 +27,10 @@ def resolve(
 ) -> tuple[int, ...]:
     """The first operation of each stage, stage 0 at 0.
 
-    `calls` come in order of execution, parents before children. `num_stages` is what schedule and ranks ask for,
-    if they do. `known` holds the FQNs of all modules, so that an error can tell a module that is never called
-    from one that does not exist. Raises SplitError; the message names the module or the stage, and what fits.
+    `calls` come in order of execution, parents before children. `num_stages`: the number of stages that schedule and ranks
+    need; None if the split decides. `known` holds the FQNs of all modules, so that an error can tell a module that is never
+    called from one that does not exist. Raises `SplitError`, whose message names the module or stage at fault and a value
+    that would be accepted.
     """
     if isinstance(split, str):
         raise SplitError(
@@ -48,7 +48,7 @@ def resolve(
 
 
 def _found(splitter: Splitter, calls: Sequence[ModuleCall]) -> tuple[int, ...]:
-    """What a splitter finds, held to the contract of this file."""
+    """The splitter's stage starts, checked: the first is 0, none falls, all lie in the forward. Raises `SplitError`."""
     starts = tuple(splitter.starts(calls))
     end = max((call.end for call in calls), default=0)
     if not starts or starts[0] != 0 or starts[-1] > end or any(start > later for start, later in pairwise(starts)):
@@ -82,10 +82,10 @@ def split_points(
 ) -> list[str]:
     """The `num_stages - 1` FQNs `layers.k` before which a stage starts, so that all stages weigh about the same.
 
-    What runs before the layers weighs as much as `input_weight` layers, what runs after them as `output_weight`.
-    Every stage gets a layer, however heavy the ends are. What does not divide goes to the middle stages first,
-    then to the first, so the ends are lightest. `layer` is the FQN with `{}` for the number.
-    Raises SplitError where no such split exists. The idea is torchtitan's `generate_split_points`.
+    The operations before the first layer weigh as much as `input_weight` layers, the operations after the last layer as
+    much as `output_weight`. Every stage gets a layer, however heavy the ends are. Layers left over after an even division go
+    to the middle stages first, then to the first stage, so the ends are lightest. `layer` is the FQN with `{}` for the number.
+    Raises `SplitError` where no such split exists. The idea is torchtitan's `generate_split_points`.
     """
     if "{}" not in layer:
         raise SplitError(f"layer={layer!r} does not say where the number goes: write it like 'layers.{{}}'")
@@ -113,7 +113,7 @@ def _first_layers(num_layers: int, num_stages: int, input_weight: float, output_
 
 
 def _number(split: SupportsIndex | None, num_stages: int | None) -> int:
-    """How many stages are wanted: `split` itself, an int or what stands for one like NumPy's, or None for the other."""
+    """The number of stages: `split` if it is an integer (NumPy's included), `num_stages` if `split` is None."""
     wanted = num_stages if split is None else split
     if wanted is None:
         raise SplitError("split=None does not say how many stages there are: give a number of 1 or more, or FQNs")

@@ -1,12 +1,12 @@
-"""Stages that are listed by name: FQNs of module calls -> the first operation of each stage.
+"""Resolve stages that are listed by name: FQNs of module calls become the first operation of each stage.
 
 Contract
-    in   for each stage the names of the calls it must hold, and the calls in order of execution. `START` among the
-         names is what runs first; the last stage has a name
+    in   for each stage the names of the calls that it must hold, and the calls in order of execution. The name `START`
+         stands for the operations before the first module call. The last stage has a name
     out  the first operation of each stage, by the contract of `graphpp.planner.resolve_split`: a stage starts at the first
          call that it lists and holds all its listed calls; a stage without names is empty and starts where the next one
          does. Calls that are not listed go where execution puts them
-    else `SplitError` with the name at fault and what to write instead
+    Raises `SplitError` with the wrong name and the nearest valid names.
 """
 
 import difflib
@@ -17,7 +17,7 @@ from itertools import pairwise
 from graphpp.errors import SplitError
 from graphpp.options.split import ModuleCall
 
-START = "the start"  # stands for a call, at position 0, of what runs first
+START = "the start"  # a pseudo call at position 0
 
 
 def listed_starts(stages: Sequence[Sequence[str]], calls: Sequence[ModuleCall], known: Collection[str]) -> tuple[int, ...]:
@@ -38,9 +38,9 @@ def listed_starts(stages: Sequence[Sequence[str]], calls: Sequence[ModuleCall], 
 
 
 def check_stages(starts: Sequence[int], names: Sequence[str], asked: Collection[int] = ()) -> None:
-    """Raise SplitError unless the stages run in order and none is empty but those that were `asked` to be.
+    """Raise `SplitError` unless the stages run in order and no stage is empty except the stages in `asked`.
 
-    `names[s]` says what starts stage s.
+    `names[s]`: the module call that begins stage s.
     """
     for stage, (start, end) in enumerate(pairwise(starts)):
         if start > end:
@@ -86,7 +86,7 @@ def _check_order(names: Sequence[str], owner: dict[str, int]) -> None:
 
 
 def _unknown(name: str, calls: Sequence[ModuleCall], known: Collection[str]) -> str:
-    """Why no call has this name, and what to write instead."""
+    """The message for a name that no call has: the reason, and the nearest names."""
     module = ModuleCall(name, 0, 0).module
     times = [call.fqn for call in calls if call.module == module]
     inside = [call.fqn for call in calls if call.fqn.startswith(f"{name}.")]
@@ -106,7 +106,7 @@ def _unknown(name: str, calls: Sequence[ModuleCall], known: Collection[str]) -> 
 
 
 def _nearest(name: str, calls: Sequence[ModuleCall]) -> str:
-    """Calls whose names come near: first those that differ by what stands in front, as `model.` does."""
+    """The module calls with similar names; first the calls whose names differ only by a prefix such as `model.`."""
     names = list(dict.fromkeys(call.fqn for call in calls if call.fqn))
     same = [fqn for fqn in names if f".{name}".endswith(f".{fqn}") or f".{fqn}".endswith(f".{name}")]
     same.sort(key=lambda fqn: abs(len(fqn) - len(name)))

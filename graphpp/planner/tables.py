@@ -2,8 +2,8 @@
 
 Contract
     in   a schedule as the caller gave it, the number of ranks
-    out  `CheckedTable`: a table that `graphpp.schedules.check.checker` accepted, what the ranks run of it, and the facts about
-         it that the compiler asks for; each fact walks the table once
+    out  `CheckedTable`: a table that `graphpp.schedules.check.checker` accepted, the table with sends and receives, and the
+         facts about it that the compiler asks for; each fact walks the table once
     Ranks that ask for the same numbers get the same table. `ScheduleError` where the schedule does not fit them.
 """
 

@@ -55,7 +55,10 @@ def seeded(key: int, index: int, operator: Callable[..., Any], *args: Any, **kwa
 
 
 def dropout_mask(key: int, index: int, like: Mapping[str, Any], probability: float) -> torch.Tensor:
-    """Which elements dropout leaves, as the operator that dropout is draws them; bool, of the shape and strides in `like`."""
+    """The mask of the elements that dropout keeps, drawn by `aten.native_dropout` itself.
+
+    A bool tensor of the shape and strides in `like`.
+    """
     blank = torch.empty_strided(**like).zero_()
     mask: torch.Tensor = seeded(key, index, torch.ops.aten.native_dropout.default, blank, probability, True)[1]
     return mask

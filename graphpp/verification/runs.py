@@ -37,7 +37,7 @@ from graphpp.runtime.runner import GraphPPRunner, RunnerConfig
 from graphpp.schedules.table.schedule import Schedule
 
 Tensors = dict[str, torch.Tensor]
-Watch = Callable[[int, Mapping[str, Any]], None]
+ValueHook = Callable[[int, Mapping[str, Any]], None]
 
 
 @dataclass
@@ -83,7 +83,7 @@ def repeatable(joint: JointGraph) -> JointGraph:
 
 
 def run_uncut(
-    step: Step, joint: JointGraph, watch: Watch | None = None, jitter: torch.Generator | None = None
+    step: Step, joint: JointGraph, watch: ValueHook | None = None, jitter: torch.Generator | None = None
 ) -> Numbers:
     """Interpret the joint graph for one microbatch after the other."""
     numbers = Numbers(buffers={name: buffer.detach().clone() for name, buffer in step.model.named_buffers()})

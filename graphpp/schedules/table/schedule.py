@@ -44,7 +44,7 @@ class Schedule:
     """The rows of all ranks. Two schedules are equal when their tables and counts are equal; the name is only a label.
 
     `stages` and `microbatches` are the counts of the pipeline, also where the table has no action for one of them.
-    `recomputed`: the (stage, microbatch) pairs whose backward recomputes forward values; None: `compile(recompute=)` decides.
+    `recomputed`: the (stage, microbatch) pairs whose backward recomputes forward values; None: `memory.recompute` decides.
     """
 
     table: tuple[Row, ...]
