@@ -2,7 +2,7 @@
 
 Contract
 --------
-- `inductor_compile` is a function of the model, the options, the example and the table alone. Every rank compiles all stages
+- `compile_graph` is a function of the model, the options, the example and the table alone. Every rank compiles all stages
   and gets the same programs; `CompiledGraph.facts` says so in plain text, which the ranks compare.
 - A later graph of the same model is cut before the same module calls as the first one.
 - The model's forward runs on tensors without data. The model is not changed.

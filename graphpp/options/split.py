@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol, SupportsIndex, TypeAlias, runtime_checkable
+from typing import Any, Protocol, SupportsIndex, TypeAlias, runtime_checkable
 
 from graphpp.errors import SplitError
 
@@ -39,7 +39,7 @@ class Splitter(Protocol):
 Split: TypeAlias = SupportsIndex | Sequence[str] | Sequence[Sequence[str]] | Splitter | None
 
 
-def read_split(form: Split) -> Split:
+def read_split(form: Any) -> Split:
     """The form, if its type is one of a split; names are resolved later, among the module calls of the captured graph.
 
     Raises `SplitError` for anything else.
@@ -47,7 +47,8 @@ def read_split(form: Split) -> Split:
     if isinstance(form, type) or not (form is None or isinstance(form, SupportsIndex | Sequence | Splitter)):
         kind = type(form).__name__
         raise SplitError(f"take FQNs, a list of FQNs per stage, a number of stages, split_points() or a Layout, not {kind}")
-    return form
+    found: Split = form
+    return found
 
 
 def describe_split(split: Split) -> list[str]:

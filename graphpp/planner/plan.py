@@ -37,7 +37,7 @@ class StagePlan:
 class Plan:
     """The stages and their ranks, and the schedule.
 
-    `choose_windows`: the saved values that are in the host's memory between forward and backward. `checkpoints`: how many
+    `offload_windows`: the saved values that are in the host's memory between forward and backward. `checkpoints`: how many
     calls of modules the model itself checkpoints (`torch.utils.checkpoint`).
     """
 
