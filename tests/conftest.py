@@ -11,6 +11,7 @@ import torch
 from hypothesis import settings
 
 from tests.distributed import close_workers
+from tests.quick import QUICK
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # tests build their models from configurations and load nothing
 os.environ.setdefault("GRAPHPP_CACHE", tempfile.mkdtemp(prefix="graphpp-tests-"))  # not the user's own
@@ -43,9 +44,9 @@ def workers() -> Iterator[None]:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip the tests that need a GPU where there is none."""
-    if torch.cuda.is_available():
-        return
+    """Mark the quick tests; skip the tests that need a GPU where there is none."""
     for item in items:
-        if item.get_closest_marker("gpu"):
+        if item.nodeid.startswith(QUICK):
+            item.add_marker(pytest.mark.quick)
+        if item.get_closest_marker("gpu") and not torch.cuda.is_available():
             item.add_marker(pytest.mark.skip(reason="no CUDA device"))

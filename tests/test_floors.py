@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 
 from tests import house
+from tests.quick import QUICK
 
 ROOT = Path(__file__).parents[1]
 FOLDERS = ("graphpp", "tests", "benchmarks", "examples")
@@ -171,6 +172,15 @@ def test_every_folder_has_a_floor() -> None:
 
 
 @pytest.mark.skipif((ROOT / "PKG-INFO").exists(), reason="a source distribution has no links")
+def test_make_quick_touches_every_package() -> None:
+    packages = {name.removeprefix("graphpp.") for name, path in house.modules(ROOT).items() if path.name == "__init__.py"}
+    tested = {".".join(Path(each.partition("::")[0]).parts[1:-1]) for each in QUICK}
+    outer = {name for name in packages if name not in ("graphpp", "_torch") and "." not in name}  # _torch is under all of them
+    assert {name.partition(".")[0] for name in tested} >= outer
+    assert tested >= {name for name in packages if name.startswith(("schedules.", "passes."))}
+    assert all((ROOT / each.partition("::")[0]).exists() for each in QUICK)
+
+
 @pytest.mark.parametrize("link", ["passes", "runtime"])
 def test_root_links_show_the_real_folders(link: str) -> None:
     assert (ROOT / link).is_symlink()

@@ -20,6 +20,11 @@ def ranks_of(group: dist.ProcessGroup | None) -> list[int] | None:
     return None if group is None else dist.get_process_group_ranks(group)
 
 
+def test_one_process_has_no_group() -> None:
+    place = place_of(nn.Linear(1, 1), None, torch.device("cpu"))
+    assert (place.group, place.replicas, place.rank, place.ranks) == (None, None, 0, 1)
+
+
 def places(rank: int) -> list[Any]:
     """The pipeline's and the replicas' ranks of this rank under several meshes."""
     both = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp_replicate", "pp"))
