@@ -53,7 +53,7 @@ def _fields(kind: type) -> Iterator[str]:
     """The fields of a dataclass that an option takes: its signature and its docstring."""
     yield f"## `graphpp.{kind.__name__}`\n"
     shown = [f"{item.name}={'{}' if item.default is MISSING else repr(item.default)}" for item in fields(kind)]
-    yield f"```python\ngraphpp.{kind.__name__}({', '.join(shown)})\n```\n".replace("function={}", "function")
+    yield f"```text\ngraphpp.{kind.__name__}({', '.join(shown)})\n```\n".replace("function={}", "function")
     yield f"{cleandoc(kind.__doc__ or '')}\n"
 
 
