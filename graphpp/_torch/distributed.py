@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.distributed.nn.functional  # its default arguments would keep the world group of a later import alive for good
 import torch.optim.optimizer as optimizers
 from torch.distributed.distributed_c10d import _get_default_store, _resolve_process_group  # type: ignore[attr-defined]
 
