@@ -23,7 +23,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing import connection
-from multiprocessing.context import SpawnProcess
+from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from threading import Thread
 from traceback import format_exception
@@ -33,6 +33,7 @@ import torch
 import torch.distributed as dist
 
 GRACE = 20.0  # seconds that the other ranks are given to end after one has failed
+PRELOADED = ["graphpp", "tests.models"]  # what the process that workers are forked from imports
 START = 60.0  # seconds that new workers are given on top, to import torch
 
 
@@ -79,7 +80,7 @@ class Answer:
 
 @dataclass(frozen=True)
 class Worker:
-    process: SpawnProcess
+    process: ForkServerProcess
     pipe: connection.Connection
 
 
@@ -150,7 +151,8 @@ def _first_workers(count: int) -> list[Worker]:
 
 
 def _start_worker(rank: int) -> Worker:
-    context = multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(PRELOADED)
     ours, theirs = context.Pipe()
     process = context.Process(target=_serve, args=(theirs,), name=f"rank{rank}", daemon=True)
     process.start()

@@ -6,7 +6,7 @@ and step whatever is not bit-equal, so that a test asserts that there is nothing
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -55,7 +55,15 @@ def local_grads(pipe: graphpp.Pipeline) -> dict[str, Tensor | None]:
 
 
 def train(rank: int, name: str, options: Mapping[str, Any], steps: int = STEPS) -> Numbers:
-    """This rank's numbers of `steps` steps of AdamW with clipping, each on another batch."""
+    """This rank's numbers of `steps` steps of AdamW with clipping, each on another batch.
+
+    The process captures the model once for each shape of its microbatches, see `capturing`.
+    """
+    with capturing(name):
+        return _train(name, options, steps)
+
+
+def _train(name: str, options: Mapping[str, Any], steps: int) -> Numbers:
     pipe = compiled(CASES[name](), **options)
     numbers = Numbers([], [], [], {}, {})
     optimizer = None
@@ -72,20 +80,33 @@ def train(rank: int, name: str, options: Mapping[str, Any], steps: int = STEPS) 
     return numbers
 
 
+Captures = dict[Any, CapturedGraph]
+_captures: dict[str, Captures] = {}  # by name of the model in `CASES`: what this process captured
+
+
 @contextmanager
-def capturing_once() -> Iterator[None]:
-    """Compilations of one model share its captured graph: that takes most of a short run's time and knows no schedule."""
-    kept: dict[Any, CapturedGraph] = {}
+def capturing_once(kept: Captures | None = None) -> Iterator[None]:
+    """Compilations of one model share its captured graph: a capture takes most of a short run's time, and knows no schedule.
+
+    Captures are added to `kept`. All models of one type in it must have one configuration.
+    """
+    kept = {} if kept is None else kept
 
     def capture(model: nn.Module, loss: Any, batch: graphpp.Microbatch, device: Any, *, training: bool) -> CapturedGraph:
         trainable = tuple(parameter.requires_grad for parameter in model.parameters())
-        key = (type(model), trainable, FlatMicrobatch.of(batch).signature, training)
+        mode = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else None
+        key = (type(model), trainable, FlatMicrobatch.of(batch).signature, str(device), mode, training)
         if key not in kept:
             kept[key] = internals.capture(model, loss, batch, device, training=training)
         return replace(kept[key], joint=kept[key].joint.copy())
 
     with internals.capturing_by(capture):
         yield
+
+
+def capturing(name: str) -> AbstractContextManager[None]:
+    """Compilations of `CASES[name]()` share what this process captured of that model, also in an earlier test."""
+    return capturing_once(_captures.setdefault(name, {}))
 
 
 class Counting(TorchDispatchMode):

@@ -24,9 +24,11 @@ from graphpp.backends.gemm_kernels import GemmKernels
 from graphpp.backends.inductor import InductorCompiler
 from graphpp.passes.graph.region import Region
 from tests.distributed import run_ranks
+from tests.exhaustive import further
 from tests.models import MODELS, Batch, Case
 from tests.reference import eager_steps, gradients
-from tests.training import CASES, capturing_once, differences, example, step, trained
+from tests.special_models import SPECIAL
+from tests.training import CASES, differences, example, step, trained
 
 needs_compiler = pytest.mark.skipif(not any(map(shutil.which, ("g++", "clang++", "c++"))), reason="no C++ compiler")
 
@@ -42,14 +44,16 @@ EXACT = {"backend": interpreted, "gradients": graphpp.Gradients(fused=False)}
 # ---------------------------------------------------------------------------------------------- the caller's function
 
 
-@pytest.mark.parametrize("name", sorted(CASES))
+OUTLINED = ("llama", "hf_gpt2", "sequential", *SPECIAL)
+
+
+@pytest.mark.parametrize("name", [*OUTLINED, *further(*sorted(CASES.keys() - set(OUTLINED)))])
 def test_outlined_programs_train_bit_for_bit_as_eager_ones(name: str) -> None:
-    with capturing_once():
-        options: dict[str, Any] = {"split": 3, "microbatches": 4, "schedule": "auto"}
-        assert differences(trained(1, name, 2, **options, **EXACT), trained(1, name, 2, **options)) == []
+    options: dict[str, Any] = {"split": 3, "microbatches": 4, "schedule": "auto"}
+    assert differences(trained(1, name, 2, **options, **EXACT), trained(1, name, 2, **options)) == []
 
 
-@pytest.mark.parametrize("schedule", ["ZBVZeroBubble", "Interleaved1F1B"])
+@pytest.mark.parametrize("schedule", ["ZBVZeroBubble", *further("Interleaved1F1B")])
 def test_on_two_ranks(schedule: str) -> None:
     options: dict[str, Any] = {"split": 4, "microbatches": 4, "schedule": schedule, "memory": "full"}
     assert differences(trained(2, "llama", 2, **options, **EXACT), trained(2, "llama", 2, **options)) == []
@@ -456,17 +460,17 @@ def close(case: Case, pipe: graphpp.Pipeline, microbatches: int = 4) -> None:
             assert (value - wanted).abs().max() <= 1e-5 * wanted.abs().max(), name
 
 
-def start() -> None:
+def start(name: str) -> None:
     """The program of another process: one step under Inductor, checked by `close`; a region that runs eagerly raises."""
     warnings.filterwarnings("error", message="graphpp:", category=UserWarning)
     torch.set_num_threads(1)
-    case = MODELS["llama"]()
+    case = MODELS[name]()
     close(case, graphpp.compile(case.model, case.loss, split=2, microbatches=4, backend="inductor"))
 
 
-def started(cache: Path) -> dict[Path, int]:
+def started(name: str, cache: Path) -> dict[Path, int]:
     """Run `start` in a new process; returns the time of writing of each library in the cache, in nanoseconds."""
-    code = "from tests.backends.test_inductor import start; start()"
+    code = f"from tests.backends.test_inductor import start; start({name!r})"
     root = Path(__file__).parents[2]
     subprocess.run([sys.executable, "-c", code], check=True, cwd=root, env={**os.environ, "GRAPHPP_CACHE": str(cache)})
     return {path: path.stat().st_mtime_ns for path in cache.rglob("*.so")}
@@ -474,17 +478,18 @@ def started(cache: Path) -> dict[Path, int]:
 
 @needs_compiler
 @pytest.mark.slow
-def test_inductor_trains_close_to_eager_and_starts_from_its_cache(tmp_path: Path) -> None:
-    kept = started(tmp_path)
+@pytest.mark.parametrize("name", ["sequential", *further("llama")])
+def test_inductor_trains_close_to_eager_and_starts_from_its_cache(name: str, tmp_path: Path) -> None:
+    kept = started(name, tmp_path)
     assert kept
-    assert started(tmp_path) == kept  # nothing is compiled again
+    assert started(name, tmp_path) == kept  # nothing is compiled again
     broken = max(kept, key=lambda path: path.stat().st_size)
     entry = tmp_path / broken.relative_to(tmp_path).parts[0]
     broken.write_bytes(broken.read_bytes()[:1000])
-    again = {path for path, written in started(tmp_path).items() if written != kept.get(path)}
+    again = {path for path, written in started(name, tmp_path).items() if written != kept.get(path)}
     assert again  # only the damaged entry is compiled again
     assert all(entry in path.parents for path in again)
-    assert started(tmp_path).keys() == kept.keys()
+    assert started(name, tmp_path).keys() == kept.keys()
 
 
 @needs_compiler

@@ -20,6 +20,7 @@ from torch.nn import functional as F
 import graphpp
 from graphpp.schedules.generate.read import default_stages
 from tests.distributed import run_ranks
+from tests.exhaustive import further
 from tests.reference import adamw
 from tests.training import Counting, Numbers, capturing_once, differences, local_grads, whole
 
@@ -131,16 +132,31 @@ def check(ranks: int, cases: Sequence[Case]) -> None:
     assert not any(wrong.values()), wrong
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
-def test_every_schedule_equals_the_plain_loop(ranks: int) -> None:
-    check(ranks, [Case(schedule) for schedule in SCHEDULES])
+@pytest.mark.parametrize(
+    ("ranks", "schedules"),
+    [
+        (2, SCHEDULES),
+        (4, ("ZBVZeroBubble", "ZB2P", "MegatronInterleaved")),
+        *further((4, tuple(name for name in SCHEDULES if name not in ("ZBVZeroBubble", "ZB2P", "MegatronInterleaved")))),
+    ],
+    ids=["2", "4", "4 others"],
+)
+def test_every_schedule_equals_the_plain_loop(ranks: int, schedules: Sequence[str]) -> None:
+    check(ranks, [Case(schedule) for schedule in schedules])
 
 
-def test_frozen_stages_and_recomputed_blocks_under_zero_bubble() -> None:
+@pytest.mark.parametrize(
+    ("frozen", "recomputed"),
+    [
+        (("ZBVZeroBubble", "ZB1P"), ("InterleavedZeroBubble", "DualPipeV")),
+        *further((("InterleavedZeroBubble", "DualPipeV"), ("ZBVZeroBubble", "ZB1P"))),
+    ],
+    ids=["some", "others"],
+)
+def test_frozen_stages_and_recomputed_blocks_under_zero_bubble(frozen: Sequence[str], recomputed: Sequence[str]) -> None:
     """torch: the stage after a frozen first one gets no gradients, without a word; checkpointed blocks run K + 2 times."""
-    names = ("InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV", "ZB1P")
-    freer = graphpp.Recompute(weight_grad=True)
-    check(2, [Case(name, 2) for name in names] + [Case(name, 0, "full") for name in names] + [Case(names[1], 5, freer)])
+    freer = Case("ZBVZeroBubble", 5, graphpp.Recompute(weight_grad=True))
+    check(2, [Case(name, 2) for name in frozen] + [Case(name, 0, "full") for name in recomputed] + [freer])
 
 
 def count(rank: int, schedule: str, recompute: Any) -> Counter[str]:
@@ -153,7 +169,7 @@ def count(rank: int, schedule: str, recompute: Any) -> Counter[str]:
     return counting.calls
 
 
-@pytest.mark.parametrize("schedule", ["ZBVZeroBubble", "InterleavedZeroBubble"])
+@pytest.mark.parametrize("schedule", ["ZBVZeroBubble", *further("InterleavedZeroBubble")])
 def test_a_recomputed_block_runs_forward_twice(schedule: str) -> None:
     once, again = (sum(run_ranks(count, 2, schedule, recompute), Counter()) for recompute in (None, "full"))
     assert once["aten.silu"] == LAYERS * MICROBATCHES

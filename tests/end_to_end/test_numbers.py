@@ -12,8 +12,9 @@ import pytest
 import torch
 
 from tests.distributed import run_ranks
+from tests.exhaustive import further
 from tests.models import cuts
-from tests.training import Numbers, capturing_once, differences, eager, train, trained, whole
+from tests.training import Numbers, differences, eager, train, trained, whole
 
 ONE_STAGE_A_RANK = ("GPipe", "1F1B")
 SEVERAL = ("Interleaved1F1B", "LoopedBFS")
@@ -26,6 +27,15 @@ OWN_LOSS = ("hf_llama_labels", "hf_gpt2_labels", "hf_vit_labels")
 # sequences, and where they have no data it assumes that there may be some: it writes out the causal mask and repeats the
 # grouped heads, both of which eager lets the attention kernel do.
 INEXACT = ("hf_llama", "hf_llama_labels")
+
+
+# What `make test` runs: every model, every number of ranks and of microbatches; all their combinations for the smallest model.
+KINDS = [
+    *(("sequential", ranks, microbatches) for ranks in (1, 2, 4) for microbatches in (8, 3)),
+    *(("llama", 2, 8), ("hf_llama", 1, 3), ("hf_gpt2", 4, 8), ("hf_vit", 2, 3)),
+]
+ALL = [(name, ranks, microbatches) for name in MATRIX for ranks in (1, 2, 4) for microbatches in (8, 3)]
+UNCUT = [("llama", 8), ("hf_llama", 3), ("hf_gpt2", 8), ("hf_vit", 3), ("sequential", 8), ("sequential", 3), ("hf_gpt2_labels", 8)]
 
 
 class Combo(NamedTuple):
@@ -54,10 +64,9 @@ def combos(ranks: int) -> list[Combo]:
 def train_all(rank: int, name: str, cases: Sequence[Combo]) -> list[Numbers]:
     """This rank's numbers under every combination."""
     found = []
-    with capturing_once():
-        for combo in cases:
-            options = {"split": cuts(name, combo.stages), "schedule": combo.schedule, "microbatches": combo.microbatches}
-            found.append(train(rank, name, options))
+    for combo in cases:
+        options = {"split": cuts(name, combo.stages), "schedule": combo.schedule, "microbatches": combo.microbatches}
+        found.append(train(rank, name, options))
     return found
 
 
@@ -73,8 +82,10 @@ def test_the_matrix_is_whole() -> None:
     assert {ranks: len(combos(ranks)) for ranks in (1, 2, 4)} == {1: 16, 2: 12, 4: 8}
 
 
-@pytest.mark.parametrize("microbatches", [8, 3])
-@pytest.mark.parametrize("name", [*MATRIX, *OWN_LOSS])
+@pytest.mark.parametrize(
+    ("name", "microbatches"),
+    [*UNCUT, *further(*(each for name in (*MATRIX, *OWN_LOSS) for each in ((name, 8), (name, 3)) if each not in UNCUT))],
+)
 def test_the_uncut_graph_gives_the_numbers_of_eager(name: str, microbatches: int) -> None:
     mine, theirs = uncut(name, microbatches), eager(name, microbatches)
     if name not in INEXACT:
@@ -87,16 +98,15 @@ def test_the_uncut_graph_gives_the_numbers_of_eager(name: str, microbatches: int
         assert (found - grad).norm() <= 1e-6 * grad.norm(), fqn
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 4])
-@pytest.mark.parametrize("name", MATRIX)
-def test_cut_and_uncut_are_the_same_bits(name: str, ranks: int) -> None:
-    cases = combos(ranks)
+@pytest.mark.parametrize(("name", "ranks", "microbatches"), [*KINDS, *further(*(each for each in ALL if each not in KINDS))])
+def test_cut_and_uncut_are_the_same_bits(name: str, ranks: int, microbatches: int) -> None:
+    cases = [combo for combo in combos(ranks) if combo.microbatches == microbatches]
     by_rank = [train_all(0, name, cases)] if ranks == 1 else run_ranks(train_all, ranks, name, cases)
     for combo, *parts in zip(cases, *by_rank, strict=True):
         assert differences(whole(parts), uncut(name, combo.microbatches)) == [], combo
 
 
-@pytest.mark.parametrize("name", OWN_LOSS)
+@pytest.mark.parametrize("name", ["hf_gpt2_labels", *further("hf_llama_labels", "hf_vit_labels")])
 def test_cut_and_uncut_are_the_same_bits_with_the_models_own_loss(name: str) -> None:
     mine = trained(2, name, split=cuts(name, 2), schedule="1F1B", microbatches=8)
     assert differences(mine, uncut(name, 8)) == []

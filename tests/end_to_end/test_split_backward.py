@@ -16,7 +16,7 @@ from graphpp.schedules.table.schedule import Schedule
 from tests.fuzz.harness import shuffled
 from tests.models import MODELS, cuts
 from tests.special_models import SPECIAL
-from tests.training import Counting, differences, trained
+from tests.training import Counting, capturing, differences, trained
 
 MICROBATCHES = 4
 RSQRTS = 9  # in a forward of the 4-layer Llama: two a layer and the last norm; what they make is small, so saved by default
@@ -57,7 +57,8 @@ def runs(table: Schedule | str, recompute: Any, **options: Any) -> Counter[str]:
         case.model, case.loss, split=cuts("llama", 4), schedule=table, memory=recompute, **options
     )
     call = {"target": case.batch.target, **case.batch.kwargs}
-    pipe.step(*case.batch.args, **call)
+    with capturing("llama"):
+        pipe.step(*case.batch.args, **call)
     with Counting() as counting:
         pipe.step(*case.batch.args, **call)
     return counting.calls
@@ -87,10 +88,11 @@ def test_only_the_layers_named_are_recomputed() -> None:
 def test_recomputation_saves_fewer_bytes_and_the_plan_says_so() -> None:
     case = MODELS["llama"]()
     example = graphpp.Microbatch(*case.batch.microbatches(MICROBATCHES)[0])
-    plain, lean = (
-        graphpp.compile(case.model, case.loss, example=example, split=4, memory=recompute).plan
-        for recompute in (None, "full")
-    )
+    with capturing("llama"):
+        plain, lean = (
+            graphpp.compile(case.model, case.loss, example=example, split=4, memory=recompute).plan
+            for recompute in (None, "full")
+        )
     for few, many in zip(lean.stages[:-1], plain.stages[:-1], strict=True):
         assert 4 * few.saved_bytes < many.saved_bytes
 
@@ -148,7 +150,9 @@ def test_verify_knows_halves_and_recomputation() -> None:
     case = MODELS["llama"]()
     example = graphpp.Microbatch(*case.batch.microbatches(MICROBATCHES)[0])
     table = replace(shuffled(4, 2, 4), recomputed=frozenset({(1, 0)}))
-    found = graphpp.verify(case.model, case.loss, example, split=4, schedule=table, ranks=1)
+    with capturing("llama"):
+        found = graphpp.verify(case.model, case.loss, example, split=4, schedule=table, ranks=1)
     assert found.ok, str(found)
-    found = graphpp.verify(case.model, case.loss, example, split=4, schedule=shuffled(4, 2, 4), ranks=1, memory="full")
+    with capturing("llama"):
+        found = graphpp.verify(case.model, case.loss, example, split=4, schedule=shuffled(4, 2, 4), ranks=1, memory="full")
     assert found.ok, str(found)

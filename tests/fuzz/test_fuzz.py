@@ -1,6 +1,6 @@
 """Random programs, random cuts, random schedules: cut equals uncut, bit for bit.
 
-100 programs by default, the same on every run. `GRAPHPP_FUZZ=2000` runs more, `GRAPHPP_FUZZ_SEED=7` others. A failure
+40 programs by default, the same on every run. `GRAPHPP_FUZZ=2000` runs more, `GRAPHPP_FUZZ_SEED=7` others. A failure
 is shrunk (that takes up to five minutes; `GRAPHPP_FUZZ_SHRINK=0` leaves it out) and printed as Python: paste the
 program and the cuts into `check(Program(...), [Cut(...)])`.
 """
@@ -40,7 +40,7 @@ from tests.fuzz.harness import (
 from tests.fuzz.operations import DRAWS, MISPREDICTED, WRITES
 from tests.fuzz.programs import Net, Program, programs
 
-EXAMPLES = int(os.environ.get("GRAPHPP_FUZZ", "100"))
+EXAMPLES = int(os.environ.get("GRAPHPP_FUZZ", "40"))
 SEED = int(os.environ.get("GRAPHPP_FUZZ_SEED", "0"))
 PHASES = set(Phase) if os.environ.get("GRAPHPP_FUZZ_SHRINK", "1") != "0" else {Phase.generate}
 

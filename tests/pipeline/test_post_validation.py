@@ -21,6 +21,7 @@ from graphpp.pipeline import grad_norm as norms
 from tests import internals
 from tests.batch.test_loss_weights import scaler_of
 from tests.distributed import run_ranks
+from tests.exhaustive import further
 from tests.pipeline.test_optimizer_rollback import bits
 from tests.pipeline.test_step import on_ranks
 from tests.special_models import CUTS, SPECIAL
@@ -182,7 +183,9 @@ def test_with_a_scaler(kind: str) -> None:
     check(run_ranks(compared, 2, "plain", optimizers[kind], kind, 2.0), kind)
 
 
-@pytest.mark.parametrize("ranks, name, norm_type", [(2, "norms", 1.0), (4, "tied", 2.0), (4, "partial", math.inf)])
+@pytest.mark.parametrize(
+    "ranks, name, norm_type", [(2, "norms", 1.0), (4, "partial", math.inf), *further((4, "tied", 2.0))]
+)
 def test_other_models_and_norms(ranks: int, name: str, norm_type: float) -> None:
     check(run_ranks(compared, ranks, name, ["AdamW"], None, norm_type), None)
 

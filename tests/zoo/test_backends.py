@@ -1,6 +1,7 @@
 """Well-known models under a backend: `graphpp.verify` compares their compiled stages with the uncut graph, and that with eager.
 
-`GRAPHPP_INDUCTOR=1 pytest tests/zoo/test_backends.py` compiles all of them, else two that are made of other things.
+`GRAPHPP_INDUCTOR=1 pytest tests/zoo/test_backends.py` compiles all of them, else one, and `make test-all` two that are made
+of other things.
 """
 
 import os
@@ -12,10 +13,11 @@ import pytest
 from torch import Tensor, fx
 
 import graphpp
+from tests.exhaustive import further
 from tests.zoo.models import ZOO, Entry
 from tests.zoo.running import example
 
-COMPILED = sorted(ZOO) if os.environ.get("GRAPHPP_INDUCTOR") else ["gpt2", "resnet"]
+COMPILED = sorted(ZOO) if os.environ.get("GRAPHPP_INDUCTOR") else ["gpt2", *further("resnet")]
 
 
 def interpreted(module: fx.GraphModule, examples: list[Tensor]) -> Callable[..., Any]:
@@ -34,7 +36,7 @@ def verified(entry: Entry, backend: Any) -> graphpp.Verification:
     )
 
 
-@pytest.mark.parametrize("name", ["clip", "mixtral", "t5", "unet"])
+@pytest.mark.parametrize("name", ["clip", *further("mixtral", "t5", "unet")])
 def test_regions_taken_out(name: str) -> None:
     found = verified(ZOO[name], interpreted)
     assert found.cut.verdict in ("equal", "close"), str(found)

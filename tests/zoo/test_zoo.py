@@ -2,6 +2,7 @@
 
 import pytest
 
+from tests.exhaustive import further
 from tests.zoo.models import ZOO
 from tests.zoo.running import TOLERANCE, Visit, different, error, run_model
 
@@ -9,6 +10,11 @@ pytestmark = pytest.mark.filterwarnings(
     # peft 0.21 asks a model of transformers 5.23 by the old name
     "ignore:`is_gradient_checkpointing` is deprecated:FutureWarning"
 )
+
+
+# One model of each kind: tied decoder, mixture of experts, low-rank adapters, state space, shared layers, encoder and decoder,
+# convolutions with running statistics, U-Net, two towers.
+KINDS = ("gpt2", "mixtral", "lora_llama", "mamba", "albert", "t5", "resnet", "unet", "clip")
 
 
 def assert_cut_is_uncut(visit: Visit) -> None:
@@ -19,7 +25,7 @@ def assert_cut_is_uncut(visit: Visit) -> None:
         assert all(forward > 0 for forward, _ in run.crossing), run.name
 
 
-@pytest.mark.parametrize("name", ZOO)
+@pytest.mark.parametrize("name", [*KINDS, *further(*(name for name in ZOO if name not in KINDS))])
 def test_a_model(name: str) -> None:
     visit = run_model(name)
     if ZOO[name].inexact:
@@ -37,7 +43,7 @@ def assert_frozen_have_no_gradient(name: str, visit: Visit) -> None:
     assert all(grads[fqn] is None for run in (visit.uncut, *visit.cut) for grads in run.grads for fqn in frozen)
 
 
-@pytest.mark.parametrize("name", ["llama", "t5"])
+@pytest.mark.parametrize("name", ["gpt2", *further("llama", "t5")])
 def test_with_dropout(name: str) -> None:
     assert ZOO[name].dropout
     visit = run_model(name, dropout=0.2)
