@@ -11,12 +11,13 @@ import torch
 from hypothesis import settings
 
 from tests.distributed import close_workers
+from tests.exhaustive import examples
 from tests.quick import QUICK
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # tests build their models from configurations and load nothing
 os.environ.setdefault("GRAPHPP_CACHE", tempfile.mkdtemp(prefix="graphpp-tests-"))  # not the user's own
 torch.set_num_threads(1)
-settings.register_profile("graphpp", deadline=None, derandomize=True)
+settings.register_profile("graphpp", deadline=None, derandomize=True, max_examples=examples(100))
 settings.load_profile("graphpp")
 
 
@@ -41,6 +42,12 @@ def workers() -> Iterator[None]:
     """The processes of `run_ranks` end with the session."""
     yield
     close_workers()
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """A test that is named by its id runs, also if it is exhaustive."""
+    if config.option.markexpr == "not exhaustive" and any("::" in argument for argument in config.args):
+        config.option.markexpr = ""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

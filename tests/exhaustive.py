@@ -1,11 +1,23 @@
-"""The mark of cases that `make test` leaves to `make test-all`."""
+"""What `make test` leaves to `make test-all`: cases marked `exhaustive`, and more random examples.
 
+`GRAPHPP_FUZZ` is the number of random programs of tests/fuzz; below 100, other random tests take that percentage of their
+examples.
+"""
+
+import os
 from typing import Any
 
 import pytest
+
+PROGRAMS = int(os.environ.get("GRAPHPP_FUZZ", "40"))
 
 
 def further(*cases: Any) -> list[Any]:
     """Cases for `parametrize` of a kind of which `make test` runs others; a tuple is one case of several arguments."""
     each = (case if isinstance(case, tuple) else (case,) for case in cases)
     return [pytest.param(*values, marks=pytest.mark.exhaustive) for values in each]
+
+
+def examples(count: int) -> int:
+    """How many of `count` random examples a test takes."""
+    return max(1, count * min(PROGRAMS, 100) // 100)

@@ -173,6 +173,7 @@ def on_two_ranks(script: str, options: str, file: Path) -> Any:
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive  # `test_memory_runs_on_two_ranks` starts the same harness
 def test_step_time_runs_on_two_ranks(tmp_path: Path) -> None:
     found = on_two_ranks("step_time", "--models gpt2 --others torch plain", tmp_path / "records.json")
     (record,) = found["records"]

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import graphpp
+from tests.exhaustive import further
 from tests.models import Batch
 from tests.reference import eager_steps, gradients
 
@@ -40,8 +41,11 @@ KINDS: list[tuple[type[nn.Module], dict[str, Any]]] = [
 
 
 @pytest.mark.filterwarnings("ignore:LSTM with projections is not supported with oneDNN")
-@pytest.mark.parametrize(("kind", "options"), KINDS)
-@pytest.mark.parametrize("flags", FLAGS)
+@pytest.mark.parametrize(
+    ("kind", "options", "flags"),
+    [(*kind, FLAGS[index % 2]) for index, kind in enumerate(KINDS)]
+    + further(*((*kind, FLAGS[1 - index % 2]) for index, kind in enumerate(KINDS))),
+)
 def test_every_layer_but_the_last_is_dropped(
     kind: type[nn.Module], options: dict[str, Any], flags: dict[str, bool]
 ) -> None:

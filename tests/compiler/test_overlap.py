@@ -18,6 +18,7 @@ from graphpp.errors import MismatchError, ScheduleError
 from tests.distributed import run_ranks
 from tests.internals import woven_programs
 from tests.moe import MoE, batch
+from tests.training import capturing_once
 
 THREE = ["layers.1", "layers.3"]  # stages 0, 1, 2
 TWO = ["layers.2"]
@@ -81,6 +82,11 @@ class Seen(NamedTuple):
 
 def steps(rank: int, names: Sequence[str], options: dict[str, Any]) -> dict[str, Seen]:
     """A step under each table, and under one without overlaps, compared with the plain loop."""
+    with capturing_once():
+        return compared_steps(rank, names, options)
+
+
+def compared_steps(rank: int, names: Sequence[str], options: dict[str, Any]) -> dict[str, Seen]:
     losses, expected = eager(rank)
     (x, y), found = batch(rank), {}
     for name in names:

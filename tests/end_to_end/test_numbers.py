@@ -35,7 +35,10 @@ KINDS = [
     *(("llama", 2, 8), ("hf_llama", 1, 3), ("hf_gpt2", 4, 8), ("hf_vit", 2, 3)),
 ]
 ALL = [(name, ranks, microbatches) for name in MATRIX for ranks in (1, 2, 4) for microbatches in (8, 3)]
-UNCUT = [("llama", 8), ("hf_llama", 3), ("hf_gpt2", 8), ("hf_vit", 3), ("sequential", 8), ("sequential", 3), ("hf_gpt2_labels", 8)]
+UNCUT = [
+    *(("sequential", 8), ("sequential", 3)),
+    *(("llama", 8), ("hf_llama", 3), ("hf_gpt2", 8), ("hf_vit", 3), ("hf_gpt2_labels", 8)),
+]
 
 
 class Combo(NamedTuple):

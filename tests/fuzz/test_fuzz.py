@@ -22,6 +22,7 @@ from graphpp.errors import CaptureError, SplitError
 from graphpp.passes.graph.joint_graph import JointGraph
 from graphpp.planner.layers import module_calls
 from tests.distributed import run_ranks
+from tests.exhaustive import PROGRAMS
 from tests.fuzz.harness import (
     Cut,
     Numbers,
@@ -40,7 +41,6 @@ from tests.fuzz.harness import (
 from tests.fuzz.operations import DRAWS, MISPREDICTED, WRITES
 from tests.fuzz.programs import Net, Program, programs
 
-EXAMPLES = int(os.environ.get("GRAPHPP_FUZZ", "40"))
 SEED = int(os.environ.get("GRAPHPP_FUZZ_SEED", "0"))
 PHASES = set(Phase) if os.environ.get("GRAPHPP_FUZZ_SHRINK", "1") != "0" else {Phase.generate}
 
@@ -48,7 +48,7 @@ PHASES = set(Phase) if os.environ.get("GRAPHPP_FUZZ_SHRINK", "1") != "0" else {P
 def fuzz(share: float) -> Callable[[Any], Any]:
     """Settings of a test that runs a share of the programs asked for."""
     quiet = (HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too_much)
-    count = max(1, round(EXAMPLES * share))
+    count = max(1, round(PROGRAMS * share))
     chosen = settings(max_examples=count, suppress_health_check=quiet, database=None, phases=PHASES - {Phase.explain})
     return lambda test: pytest.mark.slow(pytest.mark.timeout(0)(seed(SEED)(chosen(test))))
 

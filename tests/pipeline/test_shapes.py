@@ -20,6 +20,7 @@ from graphpp import BatchError, Microbatch
 from graphpp.batch.cut_batch import microbatch_sizes
 from tests import internals
 from tests.distributed import run_ranks
+from tests.exhaustive import further
 
 VOCABULARY, WIDTH = 11, 8
 
@@ -116,8 +117,13 @@ def several() -> list[list[Microbatch]]:
     return [first, [microbatch(2, 3), microbatch(2, 9), microbatch(2, 5), microbatch(2, 3)]]
 
 
-@pytest.mark.parametrize("schedule", SPLITS)
-@pytest.mark.parametrize("what", ["uneven", "several"])
+@pytest.mark.parametrize(
+    ("what", "schedule"),
+    [
+        *(("several", "Interleaved1F1B"), ("uneven", "1F1B"), ("uneven", "LoopedBFS")),
+        *further(("several", "1F1B"), ("several", "LoopedBFS"), ("uneven", "Interleaved1F1B")),
+    ],
+)
 def test_two_ranks_run_microbatches_of_different_shapes(what: str, schedule: str) -> None:
     if what == "uneven":
         sizes = [3, 3, 3, 1]

@@ -12,6 +12,8 @@ from typing import Any
 
 import pytest
 
+from tests.exhaustive import further
+
 ROOT = Path(__file__).parents[2]
 SOAK = ROOT / "benchmarks" / "soak.py"
 
@@ -27,10 +29,11 @@ def soak() -> dict[str, Any]:
 
 
 @pytest.mark.slow
-def test_two_hundred_steps_on_two_ranks() -> None:
+@pytest.mark.parametrize("steps", [100, *further(200)])
+def test_nothing_grows_on_two_ranks(steps: int) -> None:
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    command = [*launcher, str(SOAK), "--steps", "200", "--every", "10"]
+    command = [*launcher, str(SOAK), "--steps", str(steps), "--every", str(steps // 20)]
     ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240, check=False)
     assert ended.returncode == 0, ended.stdout + ended.stderr
     assert "nothing grew" in ended.stdout

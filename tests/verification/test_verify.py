@@ -17,6 +17,7 @@ from graphpp.runtime.gradients.accumulate import Accumulator
 from graphpp.runtime.stage import GraphStage
 from graphpp.runtime.task import Receive, Task, TaskKey
 from tests.distributed import run_ranks
+from tests.exhaustive import further
 from tests.models import MODELS, Case, cuts
 from tests.special_models import CUTS, SPECIAL
 
@@ -55,7 +56,7 @@ def test_right_models_are_ok(name: str, stages: int, schedule: str, ranks: int |
     assert len(found.cut.losses) == 3
 
 
-@pytest.mark.parametrize("name", ["hf_llama_labels", "hf_gpt2", "hf_vit"])
+@pytest.mark.parametrize("name", ["hf_gpt2", *further("hf_llama_labels", "hf_vit")])
 def test_hugging_face_models_are_ok(name: str) -> None:
     case = MODELS[name]()
     found = graphpp.verify(case.model, case.loss, example(case, 2), split=cuts(name, 2))

@@ -24,6 +24,7 @@ from graphpp.runtime.program import Phase
 from graphpp.runtime.runner import GraphPPRunner, RunnerConfig
 from tests import internals
 from tests.distributed import run_ranks
+from tests.exhaustive import further
 from tests.fuzz.harness import shuffled
 from tests.models import MODELS, cuts
 from tests.special_models import SPECIAL
@@ -138,14 +139,13 @@ def test_without_a_word_eager_programs_stay_bit_equal() -> None:
     assert any(not torch.equal(plain()[fqn], fused[fqn]) for fqn in plain()), "it was not fused"
 
 
-@pytest.mark.parametrize("name", ["hf_gpt2", *SPECIAL])
+@pytest.mark.parametrize("name", ["sequential", *SPECIAL, *further("hf_gpt2")])
 def test_models_train_as_when_every_bit_is_kept(name: str) -> None:
     stages = 4 if name in MODELS else 2
     options = {"split": cuts(name, 4) if name in MODELS else 2, "schedule": shuffled(stages, MICROBATCHES, 5)}
-    with capturing_once():
-        found, expected = (
-            trained(1, name, steps=1, **options, gradients=graphpp.Gradients(fused=fused)) for fused in (True, False)
-        )
+    found, expected = (
+        trained(1, name, steps=1, **options, gradients=graphpp.Gradients(fused=fused)) for fused in (True, False)
+    )
     assert torch.equal(found.losses[0], expected.losses[0])
     assert_near(*({fqn: g for fqn, g in each.grads[0].items() if g is not None} for each in (found, expected)), 1e-4)
 

@@ -18,6 +18,7 @@ from graphpp.schedules.generate.read import make_table
 from graphpp.schedules.rewrite.add_send_recv import add_send_recv
 from graphpp.schedules.table.actions import PER_STAGE, Action, Kind, message
 from graphpp.schedules.table.schedule import Schedule
+from tests.exhaustive import examples
 from tests.schedules.mutations import MUTATIONS, accepted, spot
 from tests.schedules.tables import Machine, Rows, rows_of, tables
 
@@ -81,7 +82,7 @@ def oracle(rows: Rows, stages: int, microbatches: int) -> bool:
 
 
 @given(tables())
-@settings(deadline=None, max_examples=200)
+@settings(deadline=None, max_examples=examples(200))
 def test_legal_tables_are_accepted(table: tuple[Rows, int, int, Random]) -> None:
     rows, stages, microbatches, _ = table
     assert oracle(rows, stages, microbatches)
@@ -100,7 +101,7 @@ def test_mutations_are_refused_unless_still_right(name: str) -> None:
     outcomes: Counter[bool] = Counter()
 
     @given(tables())
-    @settings(deadline=None, max_examples=60, database=None, derandomize=True)
+    @settings(deadline=None, max_examples=examples(60), database=None, derandomize=True)
     def run(table: tuple[Rows, int, int, Random]) -> None:
         rows, stages, microbatches, random = table
         MUTATIONS[name](random, rows)
@@ -113,7 +114,7 @@ def test_mutations_are_refused_unless_still_right(name: str) -> None:
 
 
 @given(tables())
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=examples(60))
 def test_any_single_loss_or_copy_is_refused(table: tuple[Rows, int, int, Random]) -> None:
     """Dropping or doubling any one action makes a table wrong, so no oracle is needed."""
     rows, stages, microbatches, random = table

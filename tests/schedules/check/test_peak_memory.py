@@ -16,6 +16,7 @@ from graphpp.schedules.table.actions import Kind, parse
 from graphpp.schedules.table.costs import Costs, StageCosts
 from graphpp.schedules.table.offload_window import OffloadWindow
 from graphpp.schedules.table.schedule import Schedule
+from tests.exhaustive import examples
 from tests.schedules.tables import Rows, tables
 
 
@@ -61,7 +62,7 @@ def test_1f1b_holds_what_is_in_flight(messages: bool) -> None:
 
 
 @given(tables())
-@settings(deadline=None, max_examples=100)
+@settings(deadline=None, max_examples=examples(100))
 def test_any_table(table: tuple[Rows, int, int, Random]) -> None:
     """At each action of a rank: the sum over the actions begun by then whose activations are not freed yet."""
     rows, stages, microbatches, random = table

@@ -21,6 +21,7 @@ from graphpp.schedules.table.actions import Kind
 from graphpp.schedules.table.costs import Costs, StageCosts
 from graphpp.schedules.table.schedule import Schedule
 from graphpp.units import scale_of, spell_bytes, spell_time, tick_step, ticks
+from tests.exhaustive import examples
 from tests.schedules.tables import named
 from tests.schedules.timelines import placed
 
@@ -50,7 +51,7 @@ def microbatch_numbers(svg: str) -> list[str]:
     return [text for text, y in centred if y < lowest]
 
 
-@settings(max_examples=30)
+@settings(max_examples=examples(30))
 @given(named())
 def test_boxes_are_to_scale_and_apart(schedule: Schedule) -> None:
     timeline = placed(schedule)

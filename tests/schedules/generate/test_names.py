@@ -19,6 +19,7 @@ from graphpp.schedules.generate.read import make_table
 from graphpp.schedules.rewrite.add_send_recv import add_send_recv
 from graphpp.schedules.table.actions import Kind, upstream
 from graphpp.schedules.table.schedule import Schedule
+from tests.exhaustive import examples
 from tests.schedules.tables import ON_A_V, admitted, named
 
 GOLDEN = Path(__file__).parents[2] / "golden" / "schedules"
@@ -166,7 +167,7 @@ def test_one_rank_runs_each_stage_in_the_order_of_many() -> None:
 
 
 @given(named())
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None, max_examples=examples(150))
 def test_generated_schedules_are_accepted(schedule: Schedule) -> None:
     counts = {"ranks": schedule.ranks, "stages": schedule.stages, "microbatches": schedule.microbatches}
     check(schedule, **counts)

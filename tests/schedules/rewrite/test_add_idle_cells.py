@@ -10,6 +10,7 @@ from graphpp.schedules.generate.read import make_table
 from graphpp.schedules.rewrite.add_idle_cells import add_idle_cells
 from graphpp.schedules.table.actions import Kind, upstream
 from graphpp.schedules.table.schedule import Schedule
+from tests.exhaustive import examples
 from tests.schedules.tables import named, rows_of
 
 
@@ -45,7 +46,7 @@ def test_waits_filled_with_weight_gradients() -> None:
 
 
 @given(named())
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=examples(60))
 def test_every_action_is_as_early_as_its_inputs_allow(schedule: Schedule) -> None:
     table = Schedule(add_idle_cells(rows_of(schedule), schedule.stages), schedule.stages, schedule.microbatches)
     column_of = {leaf: column for _, column, action in table.cells() for leaf in action.leaves}

@@ -17,6 +17,7 @@ from graphpp.schedules.generate.read import make_table
 from graphpp.schedules.rewrite.add_send_recv import add_send_recv
 from graphpp.schedules.table.actions import SENDS, Kind
 from graphpp.schedules.table.schedule import Schedule
+from tests.exhaustive import examples
 
 
 def torch_communication(schedule: Schedule) -> dict[int, list[str]]:
@@ -64,7 +65,7 @@ def test_pictures_in_the_documentation_are_true() -> None:
 
 
 @given(st.sampled_from(["GPipe", "1F1B", "LoopedBFS"]), st.integers(2, 6), st.integers(1, 9))
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=examples(60))
 def test_messages_form_one_total_order(name: str, ranks: int, microbatches: int) -> None:
     """Replaying the rows with one message at a time in the whole machine never gets stuck."""
     schedule = make_table(name, ranks, ranks, microbatches)

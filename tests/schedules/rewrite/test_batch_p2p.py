@@ -18,6 +18,7 @@ from graphpp.schedules.rewrite.batch_p2p import VERBS, batch_p2p
 from graphpp.schedules.rewrite.unbatch_p2p import unbatch_p2p
 from graphpp.schedules.table.actions import SENDS, Action, Kind
 from graphpp.schedules.table.schedule import Schedule
+from tests.exhaustive import examples
 from tests.schedules.tables import Machine, named, random_rows, rows_of
 
 
@@ -43,7 +44,7 @@ TABLES = st.randoms(use_true_random=False).map(random_table) | named().map(add_s
 
 
 @given(TABLES, st.lists(st.sampled_from(sorted(VERBS)), min_size=1, unique=True))
-@settings(deadline=None, max_examples=120)
+@settings(deadline=None, max_examples=examples(120))
 def test_any_table(schedule: Schedule, verbs: list[str]) -> None:
     fused = proved(batch_p2p(schedule, verbs))
     assert (fused.stages, fused.microbatches, fused.name) == (schedule.stages, schedule.microbatches, schedule.name)
@@ -65,7 +66,7 @@ def test_any_table(schedule: Schedule, verbs: list[str]) -> None:
 
 
 @given(TABLES)
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=examples(40))
 def test_pairs_have_one_peer_and_sends_pass_no_computation(schedule: Schedule) -> None:
     fused = batch_p2p(schedule)
     for before, after in zip(rows_of(schedule), rows_of(fused), strict=True):

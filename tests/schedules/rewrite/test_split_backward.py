@@ -16,6 +16,7 @@ from graphpp.schedules.rewrite.add_send_recv import add_send_recv
 from graphpp.schedules.rewrite.split_backward import defer_weight_grads, split_backward
 from graphpp.schedules.table.actions import Action, Kind
 from graphpp.schedules.table.schedule import Row, Schedule
+from tests.exhaustive import examples
 from tests.schedules.replay import replayed
 from tests.schedules.tables import Rows, named, tables
 
@@ -80,7 +81,7 @@ def test_what_other_ranks_wait_for_comes_earlier(name: str, ranks: int, microbat
 
 
 @given(named(), st.sampled_from(["idle", "end"]), st.none() | st.integers(0, 4), st.data())
-@settings(deadline=None, max_examples=100)
+@settings(deadline=None, max_examples=examples(100))
 def test_nothing_but_weight_gradients_moves(
     schedule: Schedule, until: Any, limit: int | None, data: st.DataObject
 ) -> None:
@@ -100,7 +101,7 @@ def test_nothing_but_weight_gradients_moves(
 
 
 @given(tables(sharding=False))
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=examples(60))
 def test_any_legal_table_stays_legal(table: tuple[Rows, int, int, Any]) -> None:
     """Sends and receives, if there are any, stay in place."""
     rows, stages, microbatches, _ = table

@@ -11,10 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from graphpp.schedules.rewrite.topological_order import DynamicTopologicalOrder
+from tests.exhaustive import examples
 
 
 @given(st.randoms(use_true_random=False), st.integers(2, 12), st.integers(1, 60))
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None, max_examples=examples(150))
 def test_any_edges(random: Random, nodes: int, changes: int) -> None:
     graph = networkx.DiGraph()
     graph.add_nodes_from(range(nodes))

@@ -29,6 +29,7 @@ from graphpp.schedules.simulate.simulator import simulate
 from graphpp.schedules.table.actions import Kind
 from graphpp.schedules.table.costs import Costs, StageCosts
 from graphpp.schedules.table.schedule import Schedule
+from tests.exhaustive import examples
 
 
 def peaks(schedule: Schedule, costs: Costs) -> list[int]:
@@ -95,7 +96,7 @@ def test_more_memory_is_never_worse() -> None:
 # ---------------------------------------------------------------------------------- any costs
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=examples(30), deadline=None)
 @given(st.integers(0, 10**6), st.integers(1, 4), st.integers(1, 3), st.integers(1, 7))
 def test_never_behind_a_named_schedule_and_legal(seed: int, ranks: int, chunks: int, microbatches: int) -> None:
     random, stages = Random(seed), ranks * chunks
@@ -293,7 +294,7 @@ def solved(problem: Problem) -> list[EvaluatedOrder]:
     return solutions
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 @given(st.integers(0, 10**6), st.integers(1, 4), st.integers(1, 3), st.integers(1, 6))
 def test_a_solution_is_what_the_simulator_says(seed: int, ranks: int, chunks: int, microbatches: int) -> None:
     costs, problem = problems(seed, ranks, chunks, microbatches)

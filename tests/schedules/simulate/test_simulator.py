@@ -18,6 +18,7 @@ from graphpp.schedules.simulate.timeline import Timeline
 from graphpp.schedules.table.actions import Action, Kind, upstream
 from graphpp.schedules.table.costs import Costs, StageCosts
 from graphpp.schedules.table.schedule import Schedule
+from tests.exhaustive import examples
 from tests.schedules.tables import named, random_rows
 
 TWO = Schedule.of(["0F0 0F1 . . 0B0 . 0B1", ". 1F0 1B0 1F1 1B1"], name="1F1B")
@@ -188,7 +189,7 @@ def arrival(schedule: Schedule, costs: Costs, leaf: Action, ends: dict[Action, f
     return latest
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=examples(80), deadline=None)
 @given(cases())
 def test_every_end_is_that_of_another_way_to_count(case: tuple[Schedule, Costs]) -> None:
     schedule, costs = case
@@ -196,7 +197,7 @@ def test_every_end_is_that_of_another_way_to_count(case: tuple[Schedule, Costs])
     assert ends == reference(schedule, costs)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(cases(), st.booleans())
 def test_events_are_in_order_and_memory_ends_at_nothing(case: tuple[Schedule, Costs], blocking: bool) -> None:
     schedule, costs = case
@@ -214,7 +215,7 @@ def test_events_are_in_order_and_memory_ends_at_nothing(case: tuple[Schedule, Co
         assert timeline.makespan >= simulate(schedule, costs).makespan
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(cases())
 def test_sends_and_receives_that_hold_nothing_up_change_nothing(case: tuple[Schedule, Costs]) -> None:
     schedule, costs = case

@@ -20,13 +20,14 @@ from graphpp.schedules.generate.read import make_table
 from graphpp.schedules.rewrite.add_send_recv import add_send_recv
 from graphpp.schedules.table.actions import Action, Kind, parse
 from graphpp.schedules.table.schedule import Schedule
+from tests.exhaustive import examples
 from tests.schedules.tables import Machine, Rows, named, rows_of, tables
 
 # ------------------------------------------------------------------------------------------ text and CSV
 
 
 @given(named())
-@settings(deadline=None, max_examples=50)
+@settings(deadline=None, max_examples=examples(50))
 def test_text_and_csv_bring_it_back(tmp_path_factory: pytest.TempPathFactory, schedule: Schedule) -> None:
     path = tmp_path_factory.mktemp("csv") / "schedule.csv"
     for one in (schedule, add_send_recv(schedule)):
@@ -178,7 +179,7 @@ def only(row: list[Action], *kinds: Kind) -> list[Action]:
 
 
 @given(named())
-@settings(deadline=None, max_examples=100)
+@settings(deadline=None, max_examples=examples(100))
 def test_forwards_of_a_named_schedule(schedule: Schedule) -> None:
     """Adding messages first or taking the forwards first gives the same messages in the same order on each rank."""
     before, after = evaluated(schedule), evaluated(add_send_recv(schedule))
@@ -188,7 +189,7 @@ def test_forwards_of_a_named_schedule(schedule: Schedule) -> None:
 
 
 @given(tables())
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None, max_examples=examples(150))
 def test_forwards_of_any_legal_table(table: tuple[Rows, int, int, Random]) -> None:
     """Any stage on any rank, any order, with and without communication."""
     rows, stages, microbatches, _ = table
