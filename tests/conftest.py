@@ -17,6 +17,8 @@ from tests.quick import QUICK
 os.environ["HF_HUB_OFFLINE"] = "1"  # tests build their models from configurations and load nothing
 os.environ.setdefault("GRAPHPP_CACHE", tempfile.mkdtemp(prefix="graphpp-tests-"))  # not the user's own
 torch.set_num_threads(1)
+# Files of minutes: with `--dist loadfile` they start first, so that no process is left alone with one at the end.
+LONGEST = ("tests/end_to_end/test_numbers.py", "tests/backends/test_inductor.py", "tests/zoo/", "tests/test_benchmarks.py")
 settings.register_profile("graphpp", deadline=None, derandomize=True, max_examples=examples(100))
 settings.load_profile("graphpp")
 
@@ -51,7 +53,8 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark the quick tests; skip the tests that need a GPU where there is none."""
+    """Longest files first; mark the quick tests; skip the tests that need a GPU where there is none."""
+    items.sort(key=lambda item: not item.nodeid.startswith(LONGEST))
     for item in items:
         if item.nodeid.startswith(QUICK):
             item.add_marker(pytest.mark.quick)
