@@ -87,7 +87,10 @@ def fake_mode() -> FakeTensorMode:
 
 @contextlib.contextmanager
 def quick() -> Iterator[None]:
-    """A context for tracing, without garbage collection and without making Python code for unfinished graphs: both are slow."""
+    """A context for tracing and passes, without garbage collection and without Python code of unfinished graphs: both are slow.
+
+    A collection walks over all nodes of a graph, again and again while the graph grows.
+    """
     collecting = gc.isenabled()
     gc.disable()
     try:

@@ -16,6 +16,7 @@ from functools import cached_property, partial
 
 import torch
 
+from graphpp._torch import aot
 from graphpp.batch.microbatch import FlatMicrobatch
 from graphpp.capture import activation_checkpoints as checkpoints
 from graphpp.capture.outputs import check_output_leaves
@@ -121,7 +122,8 @@ def compile_graph(
     recomputed = table.recomputed_stages(options.memory.recompute is not None)
     variant, sources = ProgramVariant(table.splits_backward, any(recomputed)), ProgramGraphs()
     hook = _in_turn(dump.hook(table.plain), sources.hook(), request.watch)
-    program = lower(captured.joint, starts, hook, _choices(request, captured.joint, variant))
+    with aot.quick():
+        program = lower(captured.joint, starts, hook, _choices(request, captured.joint, variant))
     boundaries = [[call.fqn for call in calls if call.position >= start] for start in starts[1:]]
     plan = Plan.of(captured.joint, program, table.plain)
     graph = CompiledGraph(captured, program, plan, boundaries, {variant: program}, sources, dump)
@@ -175,7 +177,8 @@ def _variant(request: CompileRequest, graph: CompiledGraph, variant: ProgramVari
         return graph.program
     if variant not in graph.variants:
         choices = _choices(request, joint, variant)
-        graph.variants[variant] = lower_assigned(joint, len(graph.program.stages), graph.sources.hook(), choices)
+        with aot.quick():
+            graph.variants[variant] = lower_assigned(joint, len(graph.program.stages), graph.sources.hook(), choices)
     return graph.variants[variant]
 
 

@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch.utils.flop_counter import flop_registry
 
 from graphpp.passes.graph.aliases import is_view
 from graphpp.passes.graph.collectives import is_collective, is_wait
@@ -74,6 +73,9 @@ class OpCosts:
 
 def flops(node: fx.Node) -> float:
     """Floating-point operations of a contraction, as torch counts them; 0 for anything else."""
+    # Where Triton is installed, this import loads it, which `import graphpp` need not.
+    from torch.utils.flop_counter import flop_registry
+
     target, args = node.target, node.args
     if target is seeded:
         target, args = args[2], args[3:]  # type: ignore[assignment]

@@ -2,7 +2,7 @@
 
 Contract
 --------
-`backward_needs(joint, stage, may_recompute, cost)` has every tensor that the stage's forward computes or receives and its
+`backward_needs(index, stage, may_recompute, cost)` has every tensor that the stage's forward computes or receives and its
 backward reads, and the values from which those could be recomputed, as far as `may_recompute(node)` lets operations run
 again. Views may always be recomputed: a view itself is never saved, its source is. Values that are at hand anyway
 (parameters, buffers, inputs, views of them, step-invariant values) do not appear, for they cost nothing. The values come in
@@ -16,6 +16,7 @@ stage reads is saved in any case, so its bytes count 0.
 from __future__ import annotations
 
 import operator
+from collections import defaultdict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
@@ -53,26 +54,48 @@ def written_buffers(joint: JointGraph) -> set[fx.Node]:
     return {node for role, node in inputs if isinstance(role, program.Buffer) and role.fqn in written}
 
 
-def backward_needs(joint: JointGraph, stage: int, may_recompute: MayRecompute, cost: Cost) -> list[ValueGroup]:
-    """The groups of values of a stage, in order of their first value; nodes carry `meta["stage"]`."""
-    needs = _Needs(joint, stage, may_recompute)
+class StageIndex:
+    """The operations of a joint graph by stage, found in one walk; nodes carry `meta["stage"]`.
+
+    `order`: the place of each node. `forward`, `backward`: the operations of each stage, in order. `gradients`: the values
+    with a stage that are gradients of parameters, by stage. `written`: the placeholders of buffers that the forward writes.
+    """
+
+    def __init__(self, joint: JointGraph) -> None:
+        self.order = {node: at for at, node in enumerate(joint.graph.nodes)}
+        self.written = written_buffers(joint)
+        self.forward: dict[int, list[fx.Node]] = defaultdict(list)
+        self.backward: dict[int, list[fx.Node]] = defaultdict(list)
+        self.gradients: dict[int, list[fx.Node]] = defaultdict(list)
+        for node in joint.computed():
+            if node.meta["stage"] is not None:
+                (self.backward if node.meta["backward"] else self.forward)[node.meta["stage"]].append(node)
+        for role, node in joint.outputs():
+            if isinstance(role, program.Gradient) and node.meta["stage"] is not None:
+                self.gradients[node.meta["stage"]].append(node)
+
+    def sorted(self, nodes: Iterable[fx.Node]) -> list[fx.Node]:
+        """These nodes once each, in the graph's order."""
+        return sorted(set(nodes), key=self.order.__getitem__)
+
+
+def backward_needs(index: StageIndex, stage: int, may_recompute: MayRecompute, cost: Cost) -> list[ValueGroup]:
+    """The groups of values of a stage, in order of their first value."""
+    needs = _Needs(index, stage, may_recompute)
     return [_group(needs, nodes, cost) for nodes in _independent(needs)]
 
 
 class _Needs:
     """The values of a stage: `values` in order; the backward reads `read` of them, and may recompute `recomputable`."""
 
-    def __init__(self, joint: JointGraph, stage: int, may_recompute: MayRecompute) -> None:
+    def __init__(self, index: StageIndex, stage: int, may_recompute: MayRecompute) -> None:
         self._stage, self._may_recompute = stage, may_recompute
-        self._fixed = written_buffers(joint)
-        self._forward = _members(joint, stage)
-        gradients = {node for role, node in joint.outputs() if isinstance(role, program.Gradient)}
-        own = [node for node in joint.computed() if self._is_value(node)]
-        self.read = {
-            node
-            for node in own
-            if is_tensor(node) and (self._is_read(node) or (node in gradients and node.meta["stage"] == stage))
-        }
+        self._fixed = index.written
+        self._forward = _members(index, stage)
+        read = {source for node in index.backward[stage] for source in node.all_input_nodes} | set(index.gradients[stage])
+        received = {source for node in self._forward for source in node.all_input_nodes}
+        own = index.sorted(node for node in self._forward | received | read if self._is_value(node))
+        self.read = {node for node in own if is_tensor(node) and node in read}
         self.recomputable: set[fx.Node] = set()
         self.values = self._reached(own)
 
@@ -81,9 +104,6 @@ class _Needs:
         if node.meta["backward"] or node.op != "call_function" or node.meta.get("step_invariant"):
             return False
         return node in self._forward or (node.meta["stage"] is not None and node.meta["stage"] < self._stage)
-
-    def _is_read(self, node: fx.Node) -> bool:
-        return any(user.op != "output" and user.meta["backward"] and user.meta["stage"] == self._stage for user in node.users)
 
     def is_saved_anyway(self, node: fx.Node) -> bool:
         """Whether the backward of an earlier stage, which runs later, reads the value."""
@@ -124,13 +144,15 @@ def is_free(node: fx.Node) -> bool:
     return shares_memory(node) and not is_wait(node) and not is_copy(node)
 
 
-def _members(joint: JointGraph, stage: int) -> set[fx.Node]:
+def _members(index: StageIndex, stage: int) -> set[fx.Node]:
     """The operations of a stage's forward, with the operations without a stage that it reads; no views of placeholders."""
-    forward = [node for node in joint.computed() if not node.meta["backward"]]
-    members: set[fx.Node] = set()
-    for node in reversed(forward):
-        if node.meta["stage"] == stage or (node.meta["stage"] is None and not members.isdisjoint(node.users)):
-            members.add(node)
+    members = set(index.forward[stage])
+    pending = list(members)
+    while pending:
+        for source in pending.pop().all_input_nodes:
+            if source not in members and source.op != "placeholder" and source.meta["stage"] is None:
+                members.add(source)
+                pending.append(source)
     return {node for node in members if not (node.meta["stage"] is None and _of_placeholder(node))}
 
 

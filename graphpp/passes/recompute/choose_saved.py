@@ -28,7 +28,14 @@ from torch import fx
 
 from graphpp.passes.graph.joint_graph import JointGraph
 from graphpp.passes.graph.op_costs import Cost, is_cheap
-from graphpp.passes.recompute.backward_needs import PICOSECONDS, MayRecompute, ValueGroup, backward_needs, is_free
+from graphpp.passes.recompute.backward_needs import (
+    PICOSECONDS,
+    MayRecompute,
+    StageIndex,
+    ValueGroup,
+    backward_needs,
+    is_free,
+)
 from graphpp.passes.recompute.min_cut import CutProblem, CutSolution, pareto_front, solve
 from graphpp.passes.recompute.recompute_regions import RegionOf, always
 
@@ -57,19 +64,19 @@ class _Choice:
     """The choices for the stages of one graph; equal layers are equal problems, and each problem is solved once."""
 
     def __init__(self, joint: JointGraph, budget: RecomputeBudget) -> None:
-        self._joint, self._budget = joint, budget
+        self._index, self._budget = StageIndex(joint), budget
         self._fronts: dict[CutProblem, list[CutSolution]] = {}
         self._cheap: dict[CutProblem, CutSolution] = {}
 
     def of_stage(self, stage: int) -> set[fx.Node]:
         budget = self._budget
-        groups = backward_needs(self._joint, stage, self._is_cheap, budget.cost)
+        groups = backward_needs(self._index, stage, self._is_cheap, budget.cost)
         solutions = [_solved_once(self._cheap, group.problem, self._cheapest) for group in groups]
         recomputed = _recomputed(groups, solutions)
         if budget.fraction is None:
             return recomputed
         most_bytes = int(budget.fraction * sum(solution.nbytes for solution in solutions))
-        groups = backward_needs(self._joint, stage, self._may_recompute(stage, recomputed), budget.cost)
+        groups = backward_needs(self._index, stage, self._may_recompute(stage, recomputed), budget.cost)
         fronts = [_solved_once(self._fronts, group.problem, pareto_front) for group in groups]
         return _recomputed(groups, _within(most_bytes, fronts))
 

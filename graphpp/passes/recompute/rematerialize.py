@@ -11,6 +11,8 @@ Bit-preserving: the copies run the same operators on the same values. The same v
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from torch import fx
 
 from graphpp.passes.graph.joint_graph import JointGraph, remove_unused
@@ -20,7 +22,8 @@ from graphpp.runtime import program
 
 def rematerialize(joint: JointGraph, recomputed: RecomputedByStage) -> JointGraph:
     """Let the backward of every stage recompute the named values, in place; nodes carry `meta["stage"]`."""
-    copies = [_Copies(joint, stage, values) for stage, values in enumerate(recomputed)]
+    order = {node: at for at, node in enumerate(joint.graph.nodes)}
+    copies = [_Copies(joint.graph, order, stage, values) for stage, values in enumerate(recomputed)]
     for reader in list(joint.computed()):
         if reader.meta["backward"] and reader.meta["stage"] is not None:
             of_stage = copies[reader.meta["stage"]]
@@ -41,12 +44,11 @@ def rematerialize(joint: JointGraph, recomputed: RecomputedByStage) -> JointGrap
 
 
 class _Copies:
-    """The copies of `values` in the backward of one stage."""
+    """The copies of `values` in the backward of one stage; `order` has the place of each value in the graph."""
 
-    def __init__(self, joint: JointGraph, stage: int, values: set[fx.Node]) -> None:
+    def __init__(self, graph: fx.Graph, order: Mapping[fx.Node, int], stage: int, values: set[fx.Node]) -> None:
         self.values = values
-        self._graph, self._stage, self._copies = joint.graph, stage, dict[fx.Node, fx.Node]()
-        self._order = {node: at for at, node in enumerate(joint.graph.nodes)} if values else {}
+        self._graph, self._order, self._stage, self._copies = graph, order, stage, dict[fx.Node, fx.Node]()
 
     def before(self, reader: fx.Node, node: fx.Node) -> fx.Node:
         """The copy of a value, inserted before `reader` at the first call; a value that is not to be recomputed itself."""

@@ -17,6 +17,7 @@ counted per microbatch.
 from __future__ import annotations
 
 import operator
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from torch import fx
@@ -99,12 +100,14 @@ def _stages(node: fx.Node, found: dict[fx.Node, bool]) -> set[int | None]:
 def hoist_per_step(joint: JointGraph, staged: StagedGraphs) -> StagedGraphs:
     """Remove the marked values of `joint` from its phase graphs, and add graphs that compute them; `staged` stays as it is."""
     graphs = {key: _with_invariants_as_inputs(each) for key, each in staged.graphs.items()}
+    order = {node: at for at, node in enumerate(joint.graph.nodes)}
+    values = {node.name: node for node in order if node.meta.get("step_invariant")}
     hoisted: dict[int, PhaseGraph] = {}
     for (_, stage), each in graphs.items():
         names = {role.name for role in each.inputs if isinstance(role, program.StepInvariant)}
         names |= {role.name for role in hoisted[stage].outputs} if stage in hoisted else set()  # type: ignore[union-attr]
         if names:
-            hoisted[stage] = _computing(joint, stage, names)
+            hoisted[stage] = _computing([values[name] for name in names], order, stage)
     return replace(staged, graphs=graphs, hoisted=hoisted)
 
 
@@ -124,9 +127,10 @@ def _with_invariants_as_inputs(whole: PhaseGraph) -> PhaseGraph:
     return phase_graph((whole.phase, whole.stage), inputs, rest, results)
 
 
-def _computing(joint: JointGraph, stage: int, names: set[str]) -> PhaseGraph:
-    """The graph of phase HOIST that computes the values with these names."""
-    results: GraphResults = [(program.StepInvariant(node.name), node) for node in joint.computed() if node.name in names]
+def _computing(values: Sequence[fx.Node], order: Mapping[fx.Node, int], stage: int) -> PhaseGraph:
+    """The graph of phase HOIST that computes these values; `order` has the place of each node of the joint graph."""
+    in_order = sorted(values, key=order.__getitem__)
+    results: GraphResults = [(program.StepInvariant(node.name), node) for node in in_order]
     needed: set[fx.Node] = set()
     pending = [node for _, node in results]
     while pending:
@@ -134,6 +138,6 @@ def _computing(joint: JointGraph, stage: int, names: set[str]) -> PhaseGraph:
         if node not in needed:
             needed.add(node)
             pending += node.all_input_nodes
-    ordered = [node for node in joint.graph.nodes if node in needed]
+    ordered = sorted(needed, key=order.__getitem__)
     inputs = {node: node.meta["role"] for node in ordered if node.op == "placeholder"}
     return phase_graph((Phase.HOIST, stage), inputs, [node for node in ordered if node not in inputs], results)
