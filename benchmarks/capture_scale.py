@@ -27,6 +27,7 @@ from rich.console import Console
 from rich.table import Table
 
 import graphpp
+from graphpp.compiler import capture_once
 from graphpp.compiler import compile_graph as compiler
 from graphpp.passes.lower import PassResult
 
@@ -105,7 +106,7 @@ class Clock:
 
 def listen(clock: Clock) -> None:
     """Have `graphpp.compile` note capture and every pass, and the nodes of the joint graph."""
-    capture, lower = compiler.capture, compiler.lower
+    capture, lower = capture_once.capture, compiler.lower
 
     def timed_capture(*args: Any, **kwargs: Any) -> Any:
         captured = capture(*args, **kwargs)
@@ -121,7 +122,7 @@ def listen(clock: Clock) -> None:
         clock.note("rest")
         return lower(joint, starts, heard, *rest, **named)
 
-    compiler.capture, compiler.lower = timed_capture, heard_lower  # type: ignore[assignment]
+    capture_once.capture, compiler.lower = timed_capture, heard_lower  # type: ignore[assignment]
 
 
 def resident_bytes() -> int:

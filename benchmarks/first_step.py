@@ -21,6 +21,7 @@ from torch import nn
 import graphpp
 from graphpp.batch.microbatch import flatten_microbatch
 from graphpp.compiler.build import lowered
+from graphpp.compiler.capture_once import capture_graph
 from graphpp.compiler.compile_graph import compile_graph
 from graphpp.compiler.request import CompileRequest
 from graphpp.options.options import Options
@@ -98,7 +99,8 @@ def lower_one_rank(ranks: int, stages: int, microbatches: int) -> None:
 
     table = show("make and check the table", lambda: tables.checked(stages, microbatches, True))
     show("add sends and receives", lambda: table.running)
-    graph = show("capture and lower the stages", lambda: compile_graph(request, example, True, lambda _: table, None))
+    captured = show("capture", lambda: capture_graph(request, example, True))
+    graph = show("lower the stages", lambda: compile_graph(request, captured, lambda _: table, None))
     made = show("lower the call", lambda: lowered(request, [graph] * microbatches, table, None))
     show("facts that ranks compare", lambda: made.facts.digest)
     show("runner", lambda: GraphPPRunner(made.programs, made.schedule, ModelState(model), place))

@@ -13,7 +13,7 @@ from typing import Any
 
 import graphpp
 from graphpp.compiler import assemble as assembly
-from graphpp.compiler import compile_graph as compiler
+from graphpp.compiler import capture_once
 
 
 @dataclass
@@ -34,7 +34,7 @@ class Stopwatch:
 
 def listen(watch: Stopwatch) -> None:
     """Start the watch at every compilation; note the end of every capture, and the moment before every runner is made."""
-    compile_, capture, runner = graphpp.compile, compiler.capture, assembly.GraphPPRunner
+    compile_, capture, runner = graphpp.compile, capture_once.capture, assembly.GraphPPRunner
 
     def timed_compile(*args: Any, **kwargs: Any) -> Any:
         watch.start()
@@ -50,4 +50,4 @@ def listen(watch: Stopwatch) -> None:
         return runner(*args, **kwargs)
 
     graphpp.compile = timed_compile
-    compiler.capture, assembly.GraphPPRunner = timed_capture, timed_runner  # type: ignore[assignment, misc]
+    capture_once.capture, assembly.GraphPPRunner = timed_capture, timed_runner  # type: ignore[assignment, misc]

@@ -11,7 +11,7 @@ from typing import Any
 from unittest.mock import patch
 
 import graphpp
-from graphpp.compiler import assemble, build, compile_graph
+from graphpp.compiler import assemble, build, capture_once
 from graphpp.compiler.assemble import Assembly
 from graphpp.compiler.build import Lowered
 from graphpp.compiler.compile_graph import CompiledGraph
@@ -64,13 +64,13 @@ def failing_in(phase: str | None) -> AbstractContextManager[Any]:
     return patch.object(graph_cache, "lowered", fail) if phase == "lowered" else patch.object(Assembly, "compile", fail)
 
 
-capture = compile_graph.capture
+capture = capture_once.capture
 """The capture that pipelines run, unless it is replaced."""
 
 
 def capturing_by(replacement: Callable[..., Any]) -> AbstractContextManager[Any]:
     """Pipelines compiled meanwhile capture by `replacement(model, loss, microbatch, device, training=)`."""
-    return patch.object(compile_graph, "capture", replacement)
+    return patch.object(capture_once, "capture", replacement)
 
 
 def offloading_by(mover: Any) -> AbstractContextManager[Any]:

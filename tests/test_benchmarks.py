@@ -18,7 +18,7 @@ import torch
 
 import graphpp
 from graphpp.compiler import assemble as assembly
-from graphpp.compiler import compile_graph as compiler
+from graphpp.compiler import capture_once
 
 ROOT = Path(__file__).parents[1]
 CPU = torch.device("cpu")
@@ -126,7 +126,7 @@ def test_errors_are_relative(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_stopwatch_takes_a_compilation_apart(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module, name in ((graphpp, "compile"), (compiler, "capture"), (assembly, "GraphPPRunner")):
+    for module, name in ((graphpp, "compile"), (capture_once, "capture"), (assembly, "GraphPPRunner")):
         monkeypatch.setattr(module, name, getattr(module, name))  # to have it back afterwards
     contenders, stopwatch = sibling("contenders", monkeypatch), importlib.import_module("stopwatch")
     watch = stopwatch.Stopwatch(last=0.0)

@@ -17,9 +17,9 @@ Checked on torch 2.11.0, 2.13.0 and 2.15.0:
 - `torch.autograd._engine_run_backward`: the function that `autograd.grad`, `backward` and
   `torch.func.grad` call
 - `torch.distributions.Distribution._validate_args`: whether distributions check values
-- `torch.fx._lazy_graph_module._use_lazy_graph_module`: a graph's Python code is made when it runs, not at each
-  change
-- `torch._ops.OperatorBase`: the class of the operators that graphs call
+- `torch.fx._lazy_graph_module`: `_use_lazy_graph_module`, `_make_graph_module`: a graph's Python code is made when it runs,
+  not at each change
+- `torch._ops`: `OperatorBase`, `HigherOrderOperator`, `OpOverloadPacket`: the classes of the operators that graphs call
 - `torch.fx.traceback`: `annotate`, `preserve_node_meta`: a note on nodes traced inside a context, which a second
   trace keeps
 - `torch.utils.checkpoint`: `_checkpoint_hook`, the context around the forward of a checkpointed call;
@@ -28,7 +28,8 @@ Checked on torch 2.11.0, 2.13.0 and 2.15.0:
 - `torch.utils._python_dispatch.TorchDispatchMode`: sees the operators of an eager run
 - `torch.autograd.function.FunctionMeta`, `torch.autograd.Function._backward_cls`: the attributes of a Function that
   `apply` reads
-- `torch.utils._pytree`: nested inputs and outputs as flat lists (export's own notion of a structure)
+- `torch.utils._pytree`: nested inputs and outputs as flat lists (export's own notion of a structure); `SUPPORTED_NODES`, the
+  registered classes; `TreeSpec._context` and `_children` (2.11: `context`, `children_specs`)
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ import contextlib
 import gc
 import os
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -49,7 +50,7 @@ from torch._logging import trace_structured  # type: ignore[attr-defined]
 from torch._logging._internal import trace_log
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributions import Distribution
-from torch.fx._lazy_graph_module import _use_lazy_graph_module
+from torch.fx._lazy_graph_module import _make_graph_module, _use_lazy_graph_module
 from torch.fx.traceback import annotate, preserve_node_meta
 from torch.utils import checkpoint
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -66,7 +67,9 @@ exit_autocast = torch.amp.autocast_mode._exit_autocast
 set_grad_enabled = torch._C._set_grad_enabled
 
 DispatchMode = TorchDispatchMode
+HigherOrderOperator = torch._ops.HigherOrderOperator
 Operator = torch._ops.OperatorBase
+OperatorPacket = torch._ops.OpOverloadPacket
 UNSELECTED = checkpoint.SAC_IGNORED_OPS  # operators for which a selective checkpoint does not call its policy
 TreeSpec = pytree.TreeSpec
 keystr = pytree.keystr
@@ -76,6 +79,26 @@ tree_map = pytree.tree_map
 tree_unflatten = pytree.tree_unflatten
 
 
+def leaf_spec() -> TreeSpec:
+    """The structure of a single leaf."""
+    return pytree.tree_structure(0)
+
+
+def context(spec: TreeSpec) -> Any:
+    """The data with which the class of a structure puts an object together, such as the keys of a dict."""
+    return spec._context if hasattr(spec, "_context") else spec.context
+
+
+def children(spec: TreeSpec) -> list[TreeSpec]:
+    """The structures inside a structure."""
+    return list(spec._children if hasattr(spec, "_children") else spec.children_specs)
+
+
+def pytree_classes() -> Iterable[type]:
+    """The classes that are registered with torch's pytree."""
+    return pytree.SUPPORTED_NODES
+
+
 def fake_mode() -> FakeTensorMode:
     """A new fake mode with its own shape environment; operators may mix real constants and fake tensors."""
     # Dynamo and sympy take 2 s to import: the first capture pays, not `import graphpp`, and before it patches any of torch.
@@ -83,6 +106,12 @@ def fake_mode() -> FakeTensorMode:
     from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
     return FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True)
+
+
+def graph_module(held: dict[str, Any], graph: fx.Graph) -> fx.GraphModule:
+    """A module with this graph, whose attributes are `held`; within `quick`, its Python code is made when it first runs."""
+    module: fx.GraphModule = _make_graph_module(held, graph)
+    return module
 
 
 @contextlib.contextmanager

@@ -49,11 +49,15 @@ LossFunction = Callable[[Any, Any], torch.Tensor | tuple[torch.Tensor, Mapping[s
 
 @dataclass(frozen=True)
 class CapturedGraph:
-    """A joint graph and, for evaluation, the structure of the model's output; tensors in it are `TENSOR_LEAF`."""
+    """A joint graph and, for evaluation, the structure of the model's output; tensors in it are `TENSOR_LEAF`.
+
+    `seconds`: the time that this process took to get the graph, the wait for the rank that captured included.
+    """
 
     joint: JointGraph
     output_spec: aot.TreeSpec | None = None
     output_leaves: tuple[Any, ...] = ()
+    seconds: float = field(default=0.0, compare=False)
 
 
 def capture(

@@ -1,8 +1,8 @@
-"""From one example microbatch to a compiled graph: capture, cut into stages, lower, plan.
+"""From a captured graph to a compiled one: cut into stages, lower, plan.
 
 Contract
 --------
-- `compile_graph` is a function of the model, the options, the example and the table alone. Every rank compiles all stages
+- `compile_graph` is a function of the captured graph, the options and the table alone. Every rank compiles all stages
   and gets the same programs; `CompiledGraph.facts` says so in plain text, which the ranks compare.
 - A later graph of the same model is cut before the same module calls as the first one.
 - The model's forward runs on tensors without data. The model is not changed.
@@ -12,15 +12,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property, partial
-
-import torch
+from functools import cached_property
 
 from graphpp._torch import aot
-from graphpp.batch.microbatch import FlatMicrobatch
 from graphpp.capture import activation_checkpoints as checkpoints
-from graphpp.capture.outputs import check_output_leaves
-from graphpp.capture.trace import CapturedGraph, capture
+from graphpp.capture.trace import CapturedGraph
 from graphpp.compiler import facts
 from graphpp.compiler.dump import Dump
 from graphpp.compiler.request import CompileRequest
@@ -105,16 +101,16 @@ class CompiledGraph:
 
 
 def compile_graph(
-    request: CompileRequest, example: FlatMicrobatch, training: bool, table_for: TableFor, first: CompiledGraph | None
+    request: CompileRequest, captured: CapturedGraph, table_for: TableFor, first: CompiledGraph | None
 ) -> CompiledGraph:
-    """Capture the model on an example microbatch and compile its stages for a table.
+    """Compile the stages of a captured graph for a table.
 
-    `first` is the pipeline's first graph, whose split counts; None: this one is the first. Raises `CaptureError`,
-    `SplitError`, `ScheduleError`.
+    `first` is the pipeline's first graph, whose split counts; None: this one is the first. Raises `SplitError`,
+    `ScheduleError`.
     """
-    options = request.options
+    options, training = request.options, captured.joint.training
     dump = Dump(options.debug.dump if request.dumps else None, request.place.rank, "train" if training else "eval")
-    captured = dump.capture(partial(_capture, request, example, training))
+    dump.captured(captured)
     request.watch(PassResult("capture", 0.0, captured.joint))
     calls = module_calls(captured.joint)
     starts = _resolved_starts(request, calls) if first is None else _same_starts(first.boundaries, calls)
@@ -191,14 +187,6 @@ def _choices(request: CompileRequest, joint: JointGraph, variant: ProgramVariant
     whole, chosen = checkpoints.add_checkpoint_regions(joint, whole, policy.may_recompute(recompute))
     rerun = policy.may_repeat_in_weight_grad(recompute)
     return LoweringOptions(variant.split_backward, rerun, whole, chosen, savings, options.fused, options.hoists)
-
-
-def _capture(request: CompileRequest, example: FlatMicrobatch, training: bool) -> CapturedGraph:
-    """The graph as it runs in a plain loop, also where the caller has switched autograd off."""
-    with torch.inference_mode(False), torch.enable_grad():
-        captured = capture(request.model, request.loss, example.microbatch(), request.place.device, training=training)
-    check_output_leaves(captured)
-    return captured
 
 
 def _resolved_starts(request: CompileRequest, calls: Sequence[ModuleCall]) -> tuple[int, ...]:

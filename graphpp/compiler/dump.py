@@ -15,9 +15,8 @@ Contract
 
 from __future__ import annotations
 
-import time
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -74,12 +73,9 @@ class Dump:
         self._cut: StagedGraphs | None = None
         self._woven = Counter[str]()
 
-    def capture(self, step: Callable[[], CapturedGraph]) -> CapturedGraph:
-        """Run and time the capture, and dump the joint graph."""
-        began = time.perf_counter()
-        captured = step()
-        self._see(PassResult("capture", time.perf_counter() - began, captured.joint), ())
-        return captured
+    def captured(self, captured: CapturedGraph) -> None:
+        """Dump the joint graph."""
+        self._see(PassResult("capture", captured.seconds, captured.joint), ())
 
     def hook(self, schedule: Schedule) -> Hook:
         """The hook that the recipe calls after each pass; the schedule says which stages are this rank's."""

@@ -9,6 +9,8 @@ Contract
   failed raises its own error, every other rank raises `MismatchError`, which names the rank that differs and the difference.
 - Facts are lines of text under names; nothing is pickled. A name that a rank does not have is not compared on that rank.
 - If all ranks agree, they exchange 16 bytes each, a digest; the texts are exchanged only if digests differ.
+- `from_first` runs work on the first rank alone and gives the resulting bytes to all ranks. `same` tells whether all ranks
+  have equal bytes.
 - The exchange runs on the CPU if the group has a CPU backend, so that no step waits for a GPU.
 """
 
@@ -33,6 +35,7 @@ T = TypeVar("T")
 
 _ERROR = "error"
 _DIGEST_BYTES = 16
+_MADE = b"\0"  # stands before bytes that the first rank has made; an error's text stands without
 _LONG = 240  # characters of a line that an error shows
 
 
@@ -120,6 +123,45 @@ class Agreement:
             by_rank = [json.loads(text) for text in self._texts(facts.text)]
             _refuse(by_rank, [dist.get_global_rank(self._group, rank) for rank in range(len(by_rank))])
 
+    def same(self, digest: bytes) -> bool:
+        """Whether all ranks of the group have these bytes, of which each rank has as many. Called by all ranks."""
+        mine = torch.frombuffer(bytearray(digest), dtype=torch.uint8)
+        return self._group is None or len({bytes(each.tolist()) for each in self._gather(mine)}) == 1
+
+    def from_first(self, make: Callable[[], bytes]) -> bytes:
+        """The result of `make` on the first rank, which alone calls it, on every rank. Called by all ranks.
+
+        Raises the error of `make` on the first rank, and `MismatchError` with its text on the others.
+        """
+        if self._group is None:
+            return make()
+        failure: Exception | None = None
+        content = b""
+        if dist.get_rank(self._group) == 0:
+            try:
+                content = _MADE + make()
+            except Exception as error:
+                failure, content = error, f"{type(error).__name__}: {error}".encode()
+        content = self._broadcast(content)
+        if failure is not None:
+            raise failure
+        if not content.startswith(_MADE):
+            raise _others_failed({dist.get_global_rank(self._group, 0): content.decode()})
+        return content.removeprefix(_MADE)
+
+    def _broadcast(self, content: bytes) -> bytes:
+        """The first rank's bytes."""
+        assert self._group is not None
+        first = dist.get_global_rank(self._group, 0)
+        length = torch.tensor([len(content)], device=self._device)
+        dist.broadcast(length, first, group=self._group)
+        memory = torch.zeros(int(length), dtype=torch.uint8, device="cpu")
+        if content:
+            memory.copy_(torch.frombuffer(bytearray(content), dtype=torch.uint8))
+        sent = memory.to(self._device)
+        dist.broadcast(sent, first, group=self._group)
+        return bytes(sent.cpu().numpy())
+
     def shared_name(self) -> str:
         """A random name, the same on every rank of the group; empty for one process."""
         if self._group is None:
@@ -169,11 +211,9 @@ def _fresh_generator() -> torch.Generator:
 
 def _refuse(by_rank: Sequence[Mapping[str, Sequence[str]]], ranks: Sequence[int]) -> None:
     """Raise `MismatchError` with the ranks that failed; else with the ranks that differ from the majority. World ranks."""
-    failures = [f"rank {rank}: {each[_ERROR][0]}" for rank, each in zip(ranks, by_rank, strict=True) if _ERROR in each]
+    failures = {rank: each[_ERROR][0] for rank, each in zip(ranks, by_rank, strict=True) if _ERROR in each}
     if failures:
-        raise MismatchError(
-            "other ranks failed, so nothing was run here:\n" + "\n".join(f"  {line}" for line in failures)
-        )
+        raise _others_failed(failures)
     names = dict.fromkeys(name for each in by_rank for name in each)
     faults = [
         line
@@ -184,6 +224,12 @@ def _refuse(by_rank: Sequence[Mapping[str, Sequence[str]]], ranks: Sequence[int]
     ]
     if faults:
         raise MismatchError("the ranks do not agree, so nothing was run:\n" + "\n".join(f"  {line}" for line in faults))
+
+
+def _others_failed(errors: Mapping[int, str]) -> MismatchError:
+    """The error of a rank that could go on, with the errors of other ranks, by world rank."""
+    lines = (f"  rank {rank}: {error}" for rank, error in errors.items())
+    return MismatchError("other ranks failed, so nothing was run here:\n" + "\n".join(lines))
 
 
 def _differences(name: str, values: Mapping[int, Sequence[str]]) -> list[str]:

@@ -29,6 +29,7 @@ from graphpp.capture.outputs import check_mergeable
 from graphpp.compiler import facts
 from graphpp.compiler.assemble import Assembly
 from graphpp.compiler.build import Lowered, check_homes, check_same_results, lowered
+from graphpp.compiler.capture_once import capture_graphs
 from graphpp.compiler.compile_graph import CompiledGraph, compile_graph
 from graphpp.compiler.request import CompileRequest
 from graphpp.errors import GraphPPError
@@ -187,9 +188,12 @@ class GraphCache:
         """
         if call.keys in self._prepared:
             return "a graph and its runner"
-        if all(key in self._graphs for key in call.keys):
+        new = [str(at) for at, key in enumerate(call.distinct) if key not in self._graphs]
+        if not new:
             return "a graph"
-        return "nothing yet (such a call is new, or an attribute or hook of the model has changed)"
+        if len(new) == len(call.distinct):
+            return "nothing yet (such a call is new, or an attribute or hook of the model has changed)"
+        return f"no graph for microbatches of shape {', '.join(new)}"
 
     # ------------------------------------------------------------------------------------ the straight line of a new call
 
@@ -256,8 +260,11 @@ class GraphCache:
         def table_for(stages: int) -> CheckedTable:
             return self.tables.checked(stages, microbatches, call.training)
 
-        for key, part in call.distinct.items():
-            graph = self._graphs.get(key) or compile_graph(self._request, part, call.training, table_for, first)
+        new = {key: part for key, part in call.distinct.items() if key not in self._graphs}
+        made = capture_graphs(self._request, self._agreement, list(new.values()), call.training)
+        captured = dict(zip(new, made, strict=True))
+        for key in call.distinct:
+            graph = self._graphs.get(key) or compile_graph(self._request, captured[key], table_for, first)
             first = first or graph
             check_homes(first, graph)
             graphs[key] = graph

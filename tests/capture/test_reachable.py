@@ -1,0 +1,233 @@
+"""The digest of the code and data that a model and a loss can reach changes with each of them, and not between processes."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import operator
+import os
+import re
+import subprocess
+import sys
+from collections import ChainMap, UserDict, defaultdict
+from collections.abc import Callable
+from enum import Enum
+from pathlib import Path
+from types import MappingProxyType, SimpleNamespace
+from typing import Any
+
+import numpy
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from graphpp.capture.reachable import Reachable, UnreadableError, process_state
+
+FACTOR = 2.0
+
+
+def helped(x: Tensor) -> Tensor:
+    return x * FACTOR
+
+
+def twice(x: Tensor) -> Tensor:
+    return x + x
+
+
+def scaled(scale: float) -> Callable[[Tensor, Tensor], Tensor]:
+    def loss(output: Tensor, target: Tensor) -> Tensor:
+        return ((output - target) ** 2).mean() * scale
+
+    return loss
+
+
+class Base(nn.Module):
+    def finish(self, x: Tensor) -> Tensor:
+        return x + 1
+
+
+class Model(Base):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(2, 2)
+        self.config = SimpleNamespace(depth=1, kinds={"a", "b", "c"}, nested={"eps": [1e-5]})
+        self.table = torch.zeros(2)
+        self.apply_at_end = functools.partial(helped)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.finish(self.apply_at_end(self.linear(x)) + self.table)
+
+
+def digest(model: nn.Module, loss: Any = None) -> bytes:
+    return Reachable(model=model, loss=loss).digest
+
+
+def flag(model: Model) -> None:
+    model.linear.some_flag = True  # type: ignore[assignment]
+
+
+def number(model: Model) -> None:
+    model.config.nested["eps"][0] = 1e-6
+
+
+def members(model: Model) -> None:
+    model.config.kinds.add("d")
+
+
+def table(model: Model) -> None:
+    model.table[0] = 1
+
+
+def hook(model: Model) -> None:
+    model.linear.register_forward_hook(lambda module, inputs, output: output * 2)
+
+
+def frozen(model: Model) -> None:
+    model.linear.weight.requires_grad_(False)
+
+
+def tied(model: Model) -> None:
+    model.other = model.linear
+
+
+@pytest.mark.parametrize("change", [flag, number, members, table, hook, frozen, tied])
+def test_a_changed_model_has_another_digest(change: Callable[[Model], None]) -> None:
+    model = Model()
+    before = digest(model)
+    assert digest(model) == before
+    change(model)
+    assert digest(model) != before
+
+
+def test_code_that_the_forward_reaches_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = Model()
+    seen = {digest(model), digest(model, scaled(1.0)), digest(model, scaled(2.0))}
+    this = sys.modules[__name__]
+    for owner, name, value in ((Base, "finish", Model.forward), (this, "FACTOR", 3.0), (this, "helped", twice)):
+        monkeypatch.setattr(owner, name, value)
+        seen.add(digest(Model()))
+    assert len(seen) == 6
+
+
+def test_values_of_parameters_do_not_count() -> None:
+    one, other = Model(), Model()
+    assert not torch.equal(one.linear.weight, other.linear.weight)
+    assert digest(one) == digest(other)
+
+
+def test_tensors_are_named_by_their_places() -> None:
+    model = Model()
+    found = Reachable(model=model, loss=None)
+    assert list(found.tensors) == ["model.table"]
+    assert found.name_of_tensor(model.table.detach()) == "model.table"
+    assert found.name_of_tensor(torch.zeros(2)) is None
+
+
+class Slotted:
+    __slots__ = ("__hidden", "shown")
+
+    def __init__(self, hidden: int) -> None:
+        self.__hidden, self.shown = hidden, 1
+
+
+class Scaled(float):
+    pass
+
+
+class Kind(Enum):
+    ONE = 1
+
+
+class OtherKind(Enum):
+    ONE = 2
+
+
+class Cached:
+    def __init__(self, function: Any) -> None:
+        self.function = functools.cached_property(function)
+
+
+PAIRS: list[tuple[Any, Any]] = [
+    (torch.tanh, torch.relu),
+    (operator.add, operator.mul),
+    (torch.Tensor.sin, torch.Tensor.cos),
+    (functools.partial(torch.sin), functools.partial(torch.cos)),
+    (slice(1), slice(2)),
+    (Scaled(1.0), Scaled(2.0)),
+    (UserDict(scale=1), UserDict(scale=2)),
+    (ChainMap({"a": 1}), ChainMap({"a": 2})),
+    (MappingProxyType({"a": 1}), MappingProxyType({"a": 2})),
+    (defaultdict(int), defaultdict(float)),
+    ({(1, 2)}, {(1, 3)}),
+    ({torch.float32}, {torch.float64}),
+    (Kind.ONE, OtherKind.ONE),
+    (Slotted(1), Slotted(2)),
+    (re.compile("a"), re.compile("b")),
+    (Path("a"), Path("b")),
+    (numpy.zeros(2), numpy.ones(2)),
+    (numpy.float64(1), numpy.float64(2)),
+    ([nn.Parameter(torch.zeros(2))], [nn.Parameter(torch.ones(2))]),
+    (Cached(helped), Cached(twice)),
+    (torch.ops.aten.add.Tensor, torch.ops.aten.mul.Tensor),
+    (F.mse_loss, F.l1_loss),
+    (lambda x: x + 1, lambda x: x + 2),
+    (lambda x, k=1: x + k, lambda x, k=2: x + k),
+    (contextlib.contextmanager(scaled(1.0)), contextlib.contextmanager(scaled(2.0))),  # type: ignore[arg-type]
+]
+
+
+@pytest.mark.parametrize("pair", PAIRS, ids=lambda pair: type(pair[0]).__name__)
+def test_other_attributes_have_another_digest(pair: tuple[Any, Any]) -> None:
+    seen = []
+    for value in pair:
+        model = Model()
+        model.extra = value
+        seen.append(digest(model))
+        assert digest(model) == seen[-1]
+    assert seen[0] != seen[1]
+
+
+def asks_for_the_rank(output: Tensor, target: Tensor) -> Tensor:
+    return (output - target).mean() * (torch.distributed.get_rank() + 1)
+
+
+@pytest.mark.parametrize("value", [asks_for_the_rank, iter([1]), memoryview(b"a"), sys.modules[__name__], torch.Generator()])
+def test_what_cannot_be_compared_is_refused(value: Any) -> None:
+    model = Model()
+    model.extra = value
+    with pytest.raises(UnreadableError, match=r"model\.extra"):
+        digest(model)
+
+
+def test_the_state_of_the_process_counts() -> None:
+    before = Reachable(process=process_state()).digest
+    torch.set_default_dtype(torch.float64)
+    try:
+        assert Reachable(process=process_state()).digest != before
+    finally:
+        torch.set_default_dtype(torch.float32)
+    handle = nn.modules.module.register_module_forward_hook(lambda module, inputs, output: None)
+    try:
+        assert Reachable(process=process_state()).digest != before
+    finally:
+        handle.remove()
+    assert Reachable(process=process_state()).digest == before
+
+
+PRINTS = """
+from graphpp.capture.reachable import Reachable
+from tests.zoo.models import ZOO
+print([Reachable(model=ZOO[name].model(), loss=ZOO[name].loss).digest for name in ("llama", "gemma", "t5", "mixtral")])
+"""
+
+
+@pytest.mark.slow
+def test_other_hash_seeds_and_addresses_give_the_same_digest() -> None:
+    root = str(Path(__file__).parents[2])
+    environments = ({**os.environ, "PYTHONHASHSEED": seed, "PYTHONPATH": root} for seed in ("1", "2"))
+    answers = {
+        subprocess.run([sys.executable, "-c", PRINTS], env=each, capture_output=True, text=True, check=True).stdout
+        for each in environments
+    }
+    assert len(answers) == 1
