@@ -74,11 +74,19 @@ def refuse_foreign_leaves(constants: Iterable[torch.Tensor]) -> None:
     """
     addresses = {tensor.data_ptr() for tensor in constants if tensor.is_floating_point() and tensor.numel()}
     for leaf in gc.get_objects() if addresses else ():
-        if type(leaf) in (torch.Tensor, nn.Parameter) and leaf.requires_grad and leaf.data_ptr() in addresses:
+        if type(leaf) in (torch.Tensor, nn.Parameter) and leaf.requires_grad and _address(leaf) in addresses:
             raise CaptureError(
                 f"the model or the loss reads a tensor of shape {list(leaf.shape)} that requires grad and is no parameter of "
                 "the model: it would get no gradient. Assign it to a module as an nn.Parameter (not within a list or dict)."
             )
+
+
+def _address(tensor: torch.Tensor) -> int | None:
+    """The address of a tensor's elements; None for a tensor without memory of its own, such as a sparse one."""
+    try:
+        return tensor.data_ptr()
+    except RuntimeError:
+        return None
 
 
 def check_modules(model: nn.Module) -> None:

@@ -388,3 +388,11 @@ def test_an_error_of_the_models_own_names_its_line() -> None:
     with pytest.raises(CaptureError) as caught:
         of(function)
     assert f"{THIS}:{line_of('# does not fit')} in function" in str(caught.value)
+
+
+def test_a_leaf_without_memory_elsewhere_in_the_process_does_not_matter() -> None:
+    leaf = torch.eye(D).to_sparse().requires_grad_()
+    model = Model(lambda model, x: model.linear(x) * model.weights)
+    joint = capture(model, mean_square, Microbatch((torch.randn(2, D),), {}, torch.randn(2, D)), CPU).joint
+    assert len(joint.constants) == 1
+    assert leaf.requires_grad
