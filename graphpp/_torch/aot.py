@@ -28,8 +28,6 @@ Checked on torch 2.11.0, 2.13.0 and 2.15.0:
 - `torch.utils._python_dispatch.TorchDispatchMode`: sees the operators of an eager run
 - `torch.autograd.function.FunctionMeta`, `torch.autograd.Function._backward_cls`: the attributes of a Function that
   `apply` reads
-- `torch.utils._pytree`: nested inputs and outputs as flat lists (export's own notion of a structure); `SUPPORTED_NODES`, the
-  registered classes; `TreeSpec._context` and `_children` (2.11: `context`, `children_specs`)
 """
 
 from __future__ import annotations
@@ -38,11 +36,10 @@ import contextlib
 import gc
 import os
 import traceback
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-import torch.utils._pytree as pytree
 from torch import fx, nn
 from torch._decomp import decompositions
 from torch._higher_order_ops import effects
@@ -54,6 +51,8 @@ from torch.fx._lazy_graph_module import _make_graph_module, _use_lazy_graph_modu
 from torch.fx.traceback import annotate, preserve_node_meta
 from torch.utils import checkpoint
 from torch.utils._python_dispatch import TorchDispatchMode
+
+from graphpp._torch import pytree
 
 _READER = os.path.join("torch", "_dynamo", "symbolic_convert.py")
 # Functions of torch itself that change no gradient, or implement registered and higher-order operators, which export keeps.
@@ -71,32 +70,6 @@ HigherOrderOperator = torch._ops.HigherOrderOperator
 Operator = torch._ops.OperatorBase
 OperatorPacket = torch._ops.OpOverloadPacket
 UNSELECTED = checkpoint.SAC_IGNORED_OPS  # operators for which a selective checkpoint does not call its policy
-TreeSpec = pytree.TreeSpec
-keystr = pytree.keystr
-tree_flatten = pytree.tree_flatten
-tree_flatten_with_path = pytree.tree_flatten_with_path
-tree_map = pytree.tree_map
-tree_unflatten = pytree.tree_unflatten
-
-
-def leaf_spec() -> TreeSpec:
-    """The structure of a single leaf."""
-    return pytree.tree_structure(0)
-
-
-def context(spec: TreeSpec) -> Any:
-    """The data with which the class of a structure puts an object together, such as the keys of a dict."""
-    return spec._context if hasattr(spec, "_context") else spec.context
-
-
-def children(spec: TreeSpec) -> list[TreeSpec]:
-    """The structures inside a structure."""
-    return list(spec._children if hasattr(spec, "_children") else spec.children_specs)
-
-
-def pytree_classes() -> Iterable[type]:
-    """The classes that are registered with torch's pytree."""
-    return pytree.SUPPORTED_NODES
 
 
 def fake_mode() -> FakeTensorMode:
@@ -167,7 +140,7 @@ def _lstm_trainable() -> Iterator[None]:
     original: Callable[..., Any] = decompositions.select_one_layer_lstm_function
 
     def select(*given: Any) -> Any:
-        learns = any(value.requires_grad for value in pytree.tree_leaves(given) if isinstance(value, torch.Tensor))
+        learns = any(value.requires_grad for value in pytree.tree_flatten(given)[0] if isinstance(value, torch.Tensor))
         return decompositions.one_layer_lstm if learns and torch.is_grad_enabled() else original(*given)
 
     decompositions.select_one_layer_lstm_function = select

@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from graphpp._torch import aot
+from graphpp._torch import pytree
 from graphpp.errors import BatchError
 
 _OF_PYTHON = (NoneType, bool, int, float, complex, str, bytes, range, slice, Enum)
@@ -67,7 +67,7 @@ def whole(value: Any) -> Whole:
 class FlatMicrobatch:
     """A microbatch (or a batch) as flat leaves with their paths, and the structure to rebuild it."""
 
-    spec: aot.TreeSpec
+    spec: pytree.TreeSpec
     paths: tuple[str, ...]
     values: tuple[Any, ...]
 
@@ -75,7 +75,7 @@ class FlatMicrobatch:
     def of(cls, batch: Microbatch) -> FlatMicrobatch:
         """Flatten `batch`; arguments wrapped by `whole` stay wrapped. Raises `BatchError` for leaves that hide tensors."""
         tree = {"args": batch.args, "kwargs": batch.kwargs, "target": batch.target}
-        pairs, spec = aot.tree_flatten_with_path(tree)
+        pairs, spec = pytree.tree_flatten_with_path(tree)
         flat = cls(spec, tuple(_path(keys) for keys, _ in pairs), tuple(leaf for _, leaf in pairs))
         for path, leaf in zip(flat.paths, flat.values, strict=True):
             _check_leaf(path, leaf)
@@ -84,7 +84,7 @@ class FlatMicrobatch:
     def microbatch(self) -> Microbatch:
         """The microbatch in its original structure, with no argument wrapped."""
         values = [leaf.value if isinstance(leaf, Whole) else leaf for leaf in self.values]
-        return Microbatch(**aot.tree_unflatten(values, self.spec))
+        return Microbatch(**pytree.tree_unflatten(values, self.spec))
 
     @cached_property
     def tensors(self) -> dict[str, torch.Tensor]:
@@ -130,7 +130,7 @@ def is_plain_data(leaf: Any) -> bool:
 
 def _path(keys: Sequence[Any]) -> str:
     """The path as text, such as `args[0]`, from a key path of torch's pytree."""
-    text = aot.keystr(tuple(keys))
+    text = pytree.keystr(tuple(keys))
     head, _, rest = text.removeprefix("['").partition("']")
     return head + rest
 

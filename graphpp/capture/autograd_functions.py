@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from graphpp._torch import aot
+from graphpp._torch import aot, pytree
 from graphpp.capture.source_lines import user_frame
 from graphpp.errors import CaptureError
 
@@ -39,7 +39,7 @@ class FunctionCall:
 
     function: type
     leaves: Sequence[Any]
-    spec: aot.TreeSpec
+    spec: pytree.TreeSpec
     place: str
     grad_enabled: bool
     returned: Any = None
@@ -48,7 +48,7 @@ class FunctionCall:
         """Apply the Function with these tensors in place of the recorded ones; returns the Function's own results."""
         remaining = iter(tensors)
         leaves = [next(remaining) if isinstance(leaf, torch.Tensor) else leaf for leaf in self.leaves]
-        args, kwargs = aot.tree_unflatten(leaves, self.spec)
+        args, kwargs = pytree.tree_unflatten(leaves, self.spec)
         return self.function.apply(*args, **kwargs)  # type: ignore[attr-defined]
 
 
@@ -89,7 +89,7 @@ class FunctionCalls:
 
         @wraps(own)
         def record(*args: Any, **kwargs: Any) -> Any:
-            tensors = any(isinstance(leaf, torch.Tensor) for leaf in aot.tree_flatten((args, kwargs))[0])
+            tensors = any(isinstance(leaf, torch.Tensor) for leaf in pytree.tree_flatten((args, kwargs))[0])
             arguments = args[1:] if with_context else args  # without the context
             return self._record(function, arguments, kwargs) if tensors else own(*args, **kwargs)
 
@@ -97,11 +97,11 @@ class FunctionCalls:
 
     def _record(self, function: type, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call the operator in place of a Function; returns the Function's results with the operator's tensors in them."""
-        leaves, spec = aot.tree_flatten((args, kwargs))
+        leaves, spec = pytree.tree_flatten((args, kwargs))
         call = FunctionCall(function, leaves, spec, user_frame(traceback.extract_stack()), self._grad_enabled)
         self.applied.append(call)
         results = iter(_OPERATOR([leaf for leaf in leaves if isinstance(leaf, torch.Tensor)], len(self.applied) - 1))
-        return aot.tree_map(lambda leaf: next(results) if isinstance(leaf, torch.Tensor) else leaf, call.returned)
+        return pytree.tree_map(lambda leaf: next(results) if isinstance(leaf, torch.Tensor) else leaf, call.returned)
 
     def restore_into(self, module: fx.GraphModule) -> None:
         """Replace the operators by the Functions' `apply`, in place.
@@ -161,7 +161,7 @@ class _FunctionModule(nn.Module):
 
     def forward(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         with torch.set_grad_enabled(self._call.grad_enabled):
-            leaves = aot.tree_flatten(self._call.run(tensors))[0]
+            leaves = pytree.tree_flatten(self._call.run(tensors))[0]
         return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
 
 
@@ -185,7 +185,7 @@ def _fake(tensors: Sequence[torch.Tensor], number: int) -> list[torch.Tensor]:
     call = functions.applied[number]
     with torch.no_grad(), functions.inside():
         call.returned = call.run(tensors)
-    leaves = aot.tree_flatten(call.returned)[0]
+    leaves = pytree.tree_flatten(call.returned)[0]
     results = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
     return [torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device) for x in results]
 

@@ -26,7 +26,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from graphpp._torch import aot
+from graphpp._torch import aot, pytree
 from graphpp.batch.microbatch import TENSOR_LEAF
 from graphpp.capture.reachable import Reachable
 from graphpp.capture.trace import CapturedGraph
@@ -163,7 +163,7 @@ def _class_name(kind: type) -> str:
 
 def _registered(name: str) -> type | None:
     """The class of this full name in torch's pytree; of several classes with one name none."""
-    found = [kind for kind in aot.pytree_classes() if _class_name(kind) == name]
+    found = [kind for kind in pytree.registered_classes() if _class_name(kind) == name]
     return found[0] if len(found) == 1 else None
 
 
@@ -320,12 +320,12 @@ class _Writer:
         about = [list(tensor.shape), list(tensor.stride()), _dtype_name(tensor.dtype), self._device(tensor.device)]
         return {"numbers": data, "about": about}
 
-    def structure(self, spec: aot.TreeSpec) -> dict[str, Any]:
+    def structure(self, spec: pytree.TreeSpec) -> dict[str, Any]:
         """The structure of an output, with classes by their full names."""
         if spec.type is None:
             return {"leaf": True}
-        children = [self.structure(child) for child in aot.children(spec)]
-        return {"class": self._class(spec.type), "context": self._context(aot.context(spec)), "children": children}
+        children = [self.structure(child) for child in pytree.children(spec)]
+        return {"class": self._class(spec.type), "context": self._context(pytree.context(spec)), "children": children}
 
     def _context(self, context: Any) -> Any:
         """The plain data by which a class of torch's pytree is put together again."""
@@ -468,12 +468,12 @@ class _Reader:
         numbers = torch.frombuffer(bytearray(base64.b64decode(written["numbers"])), dtype=torch.uint8)
         return tensor.copy_(numbers.view(tensor.dtype).reshape(shape))
 
-    def structure(self, written: Mapping[str, Any]) -> aot.TreeSpec:
+    def structure(self, written: Mapping[str, Any]) -> pytree.TreeSpec:
         """The structure of an output."""
         if "leaf" in written:
-            return aot.leaf_spec()
+            return pytree.leaf_spec()
         children = [self.structure(child) for child in written["children"]]
-        return aot.TreeSpec(self._class(written["class"]), self._context(written["context"]), children)
+        return pytree.TreeSpec(self._class(written["class"]), self._context(written["context"]), children)
 
     def _class(self, name: str) -> type:
         found = _registered(name)

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from graphpp._torch import aot
+from graphpp._torch import pytree
 from graphpp.batch.microbatch import TENSOR_LEAF, is_plain_data
 from graphpp.capture.trace import CapturedGraph
 from graphpp.errors import BatchError, CaptureError
@@ -60,7 +60,7 @@ def merge_outputs(
         else:
             leaves.append(leaf)
     assert captured.output_spec is not None
-    return aot.tree_unflatten(leaves, captured.output_spec)
+    return pytree.tree_unflatten(leaves, captured.output_spec)
 
 
 def _merge_leaf(values: list[torch.Tensor], sizes: Sequence[int | None]) -> torch.Tensor:

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from graphpp._torch import aot
+from graphpp._torch import aot, pytree
 from graphpp.batch.microbatch import TENSOR_LEAF, Microbatch, tensors_by_path, with_tensors
 from graphpp.capture.activation_checkpoints import CheckpointedCalls, mark_checkpoints, record_checkpoints
 from graphpp.capture.attribute_writes import AttributeWrites, refuse_writes, undo_writes
@@ -55,7 +55,7 @@ class CapturedGraph:
     """
 
     joint: JointGraph
-    output_spec: aot.TreeSpec | None = None
+    output_spec: pytree.TreeSpec | None = None
     output_leaves: tuple[Any, ...] = ()
     seconds: float = field(default=0.0, compare=False)
 
@@ -100,7 +100,7 @@ class _TraceResults:
     """Facts that the wrapper learns during the trace, in an object of their own: export resets attributes set in a forward."""
 
     results: tuple[OutputRole, ...] = ()
-    output_spec: aot.TreeSpec | None = None
+    output_spec: pytree.TreeSpec | None = None
     output_leaves: tuple[Any, ...] = ()
     writes: AttributeWrites = field(default_factory=AttributeWrites)
     checkpoints: CheckpointedCalls = field(default_factory=CheckpointedCalls)
@@ -129,7 +129,7 @@ class _TracedStep(nn.Module):
         output = self.model(*batch.args, **batch.kwargs)
         if training:
             return loss_and_metrics(loss, output, batch.target)
-        leaves, self.found.output_spec = aot.tree_flatten(output)
+        leaves, self.found.output_spec = pytree.tree_flatten(output)
         self.found.output_leaves = tuple(
             TENSOR_LEAF if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves
         )

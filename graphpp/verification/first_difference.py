@@ -26,7 +26,7 @@ import torch
 from torch import fx, nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
-from graphpp._torch import aot
+from graphpp._torch import pytree
 from graphpp.passes.graph.joint_graph import JointGraph
 from graphpp.passes.graph.stage_graphs import PhaseKey, StagedGraphs
 from graphpp.passes.text.naming import PythonNames
@@ -249,7 +249,7 @@ class _Calls:
 
 
 def _tensors(structure: Any) -> list[torch.Tensor]:
-    return [leaf for leaf in aot.tree_flatten(structure)[0] if isinstance(leaf, torch.Tensor)]
+    return [leaf for leaf in pytree.tree_flatten(structure)[0] if isinstance(leaf, torch.Tensor)]
 
 
 def _alike(value: Any, tensor: torch.Tensor) -> bool:
