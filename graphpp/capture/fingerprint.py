@@ -121,13 +121,13 @@ def _of_callable(loss: Any) -> tuple[Any, ...]:
     if isinstance(loss, MethodType):
         return _of_callable(loss.__func__)  # its object is rather a trainer with counters than a part of the loss
     if isinstance(loss, FunctionType):
-        closure: dict[Any, Any] = dict(enumerate(map(_in_cell, loss.__closure__ or ())))
+        closure: dict[Any, Any] = dict(enumerate(map(in_cell, loss.__closure__ or ())))
         defaults: dict[Any, Any] = {**dict(enumerate(loss.__defaults__ or ())), **(loss.__kwdefaults__ or {})}
         return _of_dict(closure), _of_dict(defaults), _of_dict(vars(loss))
     return _of_dict(getattr(loss, "__dict__", {}))
 
 
-def _in_cell(cell: CellType) -> Any:
+def in_cell(cell: CellType) -> Any:
     """The present value of a closure's variable; None if it is not assigned yet."""
     try:
         return cell.cell_contents

@@ -2,11 +2,12 @@
 
 Contract
 --------
-- The first rank of the group captures and writes the graph as data (`capture/graph_data.py`). All ranks, the first one too,
-  read this text. So all have the same graph, also where a trace depends on the order of a set.
+- The first rank of the group captures and writes the graph as data (`capture/transfer/`). All ranks, the first one too, read
+  this text. So all have the same graph, also where a trace depends on the order of a set.
 - A rank takes the graph only if the code and data that its own model and loss reach are those of the first rank
-  (`capture/reachable.py`). If the ranks differ or cannot be compared, or the graph has an object that cannot be written, each
-  rank captures by itself. The compiled programs are compared afterwards, so ranks whose models differ raise `MismatchError`.
+  (`capture/transfer/reachable.py`). If the ranks differ or cannot be compared, or the graph has an object that cannot be
+  written, each rank captures by itself. The compiled programs are compared afterwards, so ranks whose models differ raise
+  `MismatchError`.
 - Called by all ranks of the group. If the capture fails, all ranks raise: the first rank its own error, the others
   `MismatchError` with the first rank's message.
 """
@@ -24,10 +25,12 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from graphpp.batch.microbatch import FlatMicrobatch
-from graphpp.capture import graph_data
 from graphpp.capture.outputs import check_output_leaves
-from graphpp.capture.reachable import Reachable, process_state
 from graphpp.capture.trace import CapturedGraph, capture
+from graphpp.capture.transfer.process_state import process_state
+from graphpp.capture.transfer.reachable import Reachable
+from graphpp.capture.transfer.read_graph import read_graph
+from graphpp.capture.transfer.write_graph import WriteError, write_graph
 from graphpp.compiler.request import CompileRequest
 from graphpp.parallel.agreement import Agreement
 
@@ -68,7 +71,7 @@ def capture_graphs(
         _LOG.info("each rank captures by itself: the graph of the first rank cannot be sent, because of %s", sent["refused"])
         return first.captured or [capture_graph(request, example, training) for example in examples]
     device = request.place.device
-    graphs = first.read_again or [graph_data.read(text, device, held) for text in sent["graphs"]]
+    graphs = first.read_again or [read_graph(text, device, held) for text in sent["graphs"]]
     return [replace(graph, seconds=(time.perf_counter() - began) / len(graphs)) for graph in graphs]
 
 
@@ -88,9 +91,11 @@ class _FirstRank:
         self.captured += [capture_graph(self.request, example, self.training) for example in self.examples]
         device = self.request.place.device
         try:
-            texts = [graph_data.write(each, device, self.held) for each in self.captured]
-            self.read_again += [graph_data.read(text, device, self.held) for text in texts]
+            texts = [write_graph(each, device, self.held) for each in self.captured]
+            self.read_again += [read_graph(text, device, self.held) for text in texts]
         except Exception as error:  # each rank can still capture, so nothing is lost
+            if not isinstance(error, WriteError):
+                _LOG.warning("a captured graph cannot be sent to other ranks: please report this fault", exc_info=error)
             return json.dumps({"refused": f"{type(error).__name__}: {error}"}).encode()
         return json.dumps({"graphs": texts}).encode()
 

@@ -22,7 +22,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from graphpp.capture.reachable import Reachable, UnreadableError, process_state
+from graphpp.capture.transfer.process_state import process_state
+from graphpp.capture.transfer.reachable import Reachable
+from graphpp.capture.transfer.reachable_code import UnreadableError
 
 FACTOR = 2.0
 
@@ -216,7 +218,7 @@ def test_the_state_of_the_process_counts() -> None:
 
 
 PRINTS = """
-from graphpp.capture.reachable import Reachable
+from graphpp.capture.transfer.reachable import Reachable
 from tests.zoo.models import ZOO
 print([Reachable(model=ZOO[name].model(), loss=ZOO[name].loss).digest for name in ("llama", "gemma", "t5", "mixtral")])
 """

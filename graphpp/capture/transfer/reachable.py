@@ -1,5 +1,7 @@
 """Walk over the objects that a trace of model and loss can reach: their code, numbers, constants and process groups.
 
+`reachable_code.py` reads classes and functions, this file all other objects.
+
 Contract
 --------
 - Two processes with equal `Reachable.digest`s have models and losses from which a trace makes the same graph. The digest counts
@@ -18,17 +20,13 @@ from __future__ import annotations
 
 import functools
 import hashlib
-import importlib.metadata
 import logging
-import os
 import re
-import sys
-import sysconfig
 import threading
 import types
 import weakref
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextvars import ContextVar
 from enum import Enum
 from typing import Any
@@ -37,11 +35,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.nn.modules import module as nn_module
 
 from graphpp._torch import aot
-
-Children = Iterator[tuple[str, Any]]
+from graphpp.capture.transfer.libraries import is_installed, top_package
+from graphpp.capture.transfer.reachable_code import Children, ReachableCode, UnreadableError, named
 
 _SCALARS = (
     bool, int, float, complex, str, bytes, type(None), range, type(...), type(NotImplemented),
@@ -52,18 +49,8 @@ _COMPILED = (
     types.GetSetDescriptorType, types.MemberDescriptorType, types.ClassMethodDescriptorType,
 )  # fmt: skip
 _WITHOUT_EFFECT = (logging.Logger, ContextVar, weakref.ref, threading.local, type(threading.Lock()), type(threading.RLock()))
-_PER_PROCESS = frozenset(  # names in code that asks for the process, its place among others, or its time
-    ("get_rank", "get_local_rank", "get_node_local_rank", "get_group_rank", "get_coordinate", "current_device", "environ",
-     "getenv", "getpid", "gethostname", "urandom", "uuid4", "new_group", "init_device_mesh", "init_process_group")
-)  # fmt: skip
-_LIBRARIES = tuple(os.path.realpath(sysconfig.get_path(kind)) + os.sep for kind in ("stdlib", "purelib", "platlib"))
 _HASHES = 2**40  # integers of library objects from here on are taken for hashes or addresses
 _STORES = ("_parameters", "_buffers", "_modules")  # walked by their tensors and modules, under the model's own names
-_MISSING = object()
-
-
-class UnreadableError(Exception):
-    """An object of the model or the loss of which the walk cannot tell whether another process has the same."""
 
 
 class Reachable:
@@ -72,10 +59,10 @@ class Reachable:
     def __init__(self, **roots: Any) -> None:
         self.tensors: dict[str, torch.Tensor] = {}
         self.groups: dict[str, str] = {}
-        self._libraries: set[str] = set()
         self._seen: dict[int, int] = {}
         self._kept: list[Any] = []  # objects made during the walk, whose ids must not be used twice
         self._hash = hashlib.sha256()
+        self._code = ReachableCode(self._note)
         for name, root in roots.items():
             self._visit(name, root)
         self.digest = self._hash.digest()
@@ -129,7 +116,7 @@ class Reachable:
             raise UnreadableError(f"{name}, a {type(value).__module__}.{type(value).__qualname__}")
         self._note(name, type(value).__module__, type(value).__qualname__)
         yield f"{name}.__class__", type(value)
-        yield from self._named(name, attributes or {})
+        yield from named(name, attributes or {})
 
     def _attributes(self, value: Any) -> dict[str, Any] | None:
         """The attributes of an object, with those in slots; None for an object of a compiled class that shows none."""
@@ -142,13 +129,9 @@ class Reachable:
             mangled = f"_{base.__name__.lstrip('_')}{slot}" if slot.startswith("__") and not slot.endswith("__") else slot
             if hasattr(value, mangled):
                 found[slot] = getattr(value, mangled)
-        if _is_installed(_root(kind)):
+        if is_installed(top_package(kind)):
             return {key: each for key, each in found.items() if type(each) is not int or abs(each) < _HASHES}
         return found
-
-    @staticmethod
-    def _named(name: str, attributes: Mapping[Any, Any]) -> Children:
-        return ((f"{name}.{key}", each) for key, each in sorted(attributes.items(), key=lambda pair: str(pair[0])))
 
     # ------------------------------------------------------------------------------------------------ kinds of objects
 
@@ -157,7 +140,7 @@ class Reachable:
         base = next(kind for kind in (int, float, complex, str, bytes) if isinstance(value, kind))
         self._note(name, type(value).__qualname__, base.__repr__(value))
         yield f"{name}.__class__", type(value)
-        yield from self._named(name, self._attributes(value) or {})
+        yield from named(name, self._attributes(value) or {})
 
     def _of_enum(self, name: str, value: Enum) -> Children:
         self._note(name, type(value).__module__, type(value).__qualname__, value.name)
@@ -168,7 +151,7 @@ class Reachable:
         return iter(())
 
     def _of_slice(self, name: str, value: slice) -> Children:
-        yield from self._named(name, {"start": value.start, "stop": value.stop, "step": value.step})
+        yield from named(name, {"start": value.start, "stop": value.stop, "step": value.step})
 
     def _of_wrapper(self, name: str, value: Any) -> Children:
         """The functions and arguments in a bound method, a partial, a property, or another wrapper of functions."""
@@ -214,7 +197,7 @@ class Reachable:
         """The class and attributes of an object of a class that extends a container."""
         if type(value) is not base:
             yield f"{name}.__class__", type(value)
-            yield from self._named(name, self._attributes(value) or {})
+            yield from named(name, self._attributes(value) or {})
 
     def _of_mapping_proxy(self, name: str, value: Any) -> Children:
         yield name, dict(value)
@@ -228,7 +211,7 @@ class Reachable:
             numbers = value.detach().resolve_conj().resolve_neg().cpu().contiguous().reshape(-1).view(torch.uint8)
             self._note(name, hashlib.sha256(numbers.numpy().tobytes()).hexdigest())
         self.tensors[name] = value
-        yield from self._named(name, vars(value))
+        yield from named(name, vars(value))
 
     def _note_tensor(self, name: str, tensor: torch.Tensor) -> None:
         strides = tensor.stride() if tensor.layout is torch.strided else tensor.layout
@@ -254,9 +237,9 @@ class Reachable:
                 if tensor is not None:
                     self._note(f"{name}.{key}", store, self._seen.setdefault(id(tensor), len(self._seen)))
                     self._note_tensor(f"{name}.{key}", tensor)
-                    yield from self._named(f"{name}.{key}", vars(tensor))
+                    yield from named(f"{name}.{key}", vars(tensor))
         yield from ((f"{name}.{key}", child) for key, child in vars(module)["_modules"].items())
-        for key, value in self._named("", self._attributes(module) or {}):
+        for key, value in named("", self._attributes(module) or {}):
             attribute = key.removeprefix(".")
             if attribute in _STORES or (attribute.startswith("_") and "hooks_" in attribute):
                 continue  # "_forward_hooks_with_kwargs" and the like are noted with their hooks
@@ -272,90 +255,20 @@ class Reachable:
             self._note(f"{name}[{at}]", *(key in store for store in marks))
             yield f"{name}[{at}]", hook
 
-    def _of_class(self, name: str, kind: type) -> Children:
-        """The functions and values of a class and its bases; of a class of a library the library's version."""
-        self._note(name, kind.__module__, kind.__qualname__)
-        if self._is_library(kind):
-            return
-        yield from ((f"{name}.__bases__[{at}]", base) for at, base in enumerate(kind.__bases__))
-        skipped = ("__dict__", "__weakref__", "__doc__", "__module__", "__firstlineno__", "__static_attributes__", "_abc_impl")
-        shown = {key: each for key, each in vars(kind).items() if not isinstance(each, types.MemberDescriptorType)}
-        yield from self._named(name, {key: each for key, each in shown.items() if key not in skipped})
-
-    def _of_python_module(self, name: str, module: types.ModuleType) -> Children:
-        if not self._is_library(module):
-            raise UnreadableError(f"{name}, the Python module {module.__name__}")
-        self._note(name, "module", module.__name__)
-        return iter(())
-
-    def _of_function(self, name: str, function: types.FunctionType) -> Children:
-        """The code of a function, its closure, defaults and attributes, and the globals that its code names."""
-        self._note(name, function.__module__, function.__qualname__)
-        for at, cell in enumerate(function.__closure__ or ()):
-            yield f"{name}.<{function.__code__.co_freevars[at]}>", _in_cell(cell)
-        yield f"{name}.__defaults__", function.__defaults__
-        yield f"{name}.__kwdefaults__", function.__kwdefaults__
-        if self._is_library(function):
-            return
-        yield f"{name}.__dict__", vars(function)
-        names = list(dict.fromkeys(self._code(function.__code__)))
-        asked = _PER_PROCESS.intersection(names)
-        if asked:
-            raise UnreadableError(f"{name}, whose code names {min(asked)}")
-        for used in names:
-            found = function.__globals__.get(used, sys.modules.get(used, _MISSING))
-            if isinstance(found, types.ModuleType):
-                yield from self._in_module(found, names, set())
-            elif found is not _MISSING:
-                yield f"{function.__module__}.{used}", found
-
-    def _in_module(self, module: types.ModuleType, names: Sequence[str], within: set[str]) -> Children:
-        """The attributes of a Python module, and of modules in it, that code names; of a library its version."""
-        self._note("module", module.__name__)
-        if module.__name__ in within or self._is_library(module):
-            return
-        for inner in names:
-            found = vars(module).get(inner, _MISSING)
-            if isinstance(found, types.ModuleType):
-                yield from self._in_module(found, names, within | {module.__name__})
-            elif found is not _MISSING:
-                yield f"{module.__name__}.{inner}", found
-
-    def _code(self, code: types.CodeType) -> Iterator[str]:
-        """Note a function's code, without the names of its file and lines; yields the names that the code uses."""
-        self._note(code.co_name, code.co_code.hex(), code.co_varnames, code.co_freevars, code.co_names, code.co_flags)
-        for constant in code.co_consts:
-            if not isinstance(constant, types.CodeType):
-                self._note(*(sorted(map(repr, constant)) if isinstance(constant, frozenset) else [repr(constant)]))
-        yield from code.co_names
-        for constant in code.co_consts:
-            if isinstance(constant, types.CodeType):
-                yield from self._code(constant)
-
     def _of_object_without_effect(self, name: str, value: Any) -> Children:
         self._note(name, type(value).__qualname__)
         return iter(())
-
-    def _is_library(self, value: Any) -> bool:
-        """Whether code belongs to Python or an installed library, whose version is noted here; then its text is not read."""
-        root = _root(value)
-        if not _is_installed(root):
-            return False
-        if root not in self._libraries:
-            self._libraries.add(root)
-            self._note(root, _version(root))
-        return True
 
     _kinds: Sequence[tuple[Any, Callable[[Reachable, str, Any], Children]]] = (
         (_WITHOUT_EFFECT, _of_object_without_effect),
         (torch.Tensor, _of_tensor),
         (nn.Module, _of_module),
-        (types.FunctionType, _of_function),
+        (types.FunctionType, lambda self, name, value: self._code.of_function(name, value)),
         ((types.MethodType, functools.partial, staticmethod, classmethod, property, functools._lru_cache_wrapper), _of_wrapper),
         (_COMPILED, _of_compiled),
         ((aot.Operator, aot.OperatorPacket), _of_operator),
-        (type, _of_class),
-        (types.ModuleType, _of_python_module),
+        (type, lambda self, name, value: self._code.of_class(name, value)),
+        (types.ModuleType, lambda self, name, value: self._code.of_python_module(name, value)),
         (Enum, _of_enum),
         ((int, float, complex, str, bytes), _of_number),
         (re.Pattern, _of_pattern),
@@ -369,53 +282,9 @@ class Reachable:
     )
 
 
-def process_state() -> tuple[Any, ...]:
-    """The state of torch in this process that a trace reads: defaults, flags of kernels, hooks of all modules."""
-    cuda = torch.backends.cuda
-    kernels = (cuda.flash_sdp_enabled(), cuda.mem_efficient_sdp_enabled(), cuda.math_sdp_enabled(), cuda.cudnn_sdp_enabled())
-    flags = (torch.are_deterministic_algorithms_enabled(), torch.get_float32_matmul_precision(), torch.is_grad_enabled())
-    autocast = tuple((torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in ("cpu", "cuda"))
-    hooks = [list(store.values()) for key, store in sorted(vars(nn_module).items()) if key.startswith("_global_") and store]
-    return torch.get_default_dtype(), torch.get_default_device(), kernels, flags, autocast, hooks
-
-
-def _root(value: Any) -> str:
-    """The top package of a class, a function or a module."""
-    module = value.__name__ if isinstance(value, types.ModuleType) else getattr(value, "__module__", None)
-    return str(module or "").partition(".")[0]
-
-
-@functools.cache
-def _is_installed(root: str) -> bool:
-    """Whether a top package is a part of Python, graphpp, or lies where pip installs packages."""
-    if root in sys.stdlib_module_names or root == "graphpp":
-        return root != "__main__"
-    module = sys.modules.get(root)
-    places = [getattr(module, "__file__", None), *getattr(module, "__path__", ())]
-    return any(place is not None and os.path.realpath(place).startswith(_LIBRARIES) for place in places)
-
-
-@functools.cache
-def _version(root: str) -> str:
-    if root in sys.stdlib_module_names:
-        return sys.version
-    try:
-        return importlib.metadata.version(root)
-    except importlib.metadata.PackageNotFoundError:
-        return str(getattr(sys.modules.get(root), "__version__", "unknown"))
-
-
 def _slots(kind: type) -> Sequence[str]:
     slots = vars(kind).get("__slots__", ())
     return (slots,) if isinstance(slots, str) else tuple(slots)
-
-
-def _in_cell(cell: types.CellType) -> Any:
-    """The present value of a closure's variable; None if the variable has none yet."""
-    try:
-        return cell.cell_contents
-    except ValueError:
-        return None
 
 
 def _text_in_set(name: str, value: Any) -> str:
@@ -426,7 +295,7 @@ def _text_in_set(name: str, value: Any) -> str:
         return f"({', '.join(_text_in_set(name, each) for each in value)})"
     if type(value) is frozenset:
         return f"{{{', '.join(sorted(_text_in_set(name, each) for each in value))}}}"
-    if isinstance(value, type) and _is_installed(_root(value)):
+    if isinstance(value, type) and is_installed(top_package(value)):
         return f"{value.__module__}.{value.__qualname__}"
     raise UnreadableError(f"{name}, a set with a {type(value).__qualname__}")
 

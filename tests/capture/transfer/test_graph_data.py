@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import string
+from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import HealthCheck, Phase, given, settings
 from torch import Tensor, nn
 
 from graphpp.batch.microbatch import Microbatch
-from graphpp.capture import graph_data
-from graphpp.capture.reachable import Reachable
 from graphpp.capture.trace import CapturedGraph, capture
+from graphpp.capture.transfer.reachable import Reachable
+from graphpp.capture.transfer.read_graph import read_graph
+from graphpp.capture.transfer.write_graph import WriteError, write_graph
 from graphpp.passes.lower import LoweringOptions, lower
 from graphpp.planner.layers import module_calls
 from tests.fuzz.programs import Net, Program, programs
@@ -26,7 +30,7 @@ META = ("val", "backward", "position", "calls", "source", "seq", "checkpoint", "
 def read_again(captured: CapturedGraph, model: nn.Module, loss: Any) -> CapturedGraph:
     """The graph that another process with the same model reads."""
     held = Reachable(model=model, loss=loss)
-    return graph_data.read(graph_data.write(captured, CPU, held), CPU, held)
+    return read_graph(write_graph(captured, CPU, held), CPU, held)
 
 
 def shown(value: Any) -> Any:
@@ -95,3 +99,53 @@ def test_a_model_of_the_zoo_is_read_as_written(name: str) -> None:
 def test_random_programs_are_read_as_written(program: Program) -> None:
     net = Net(program)
     check(net, net.loss(), net.batch(1)[0])
+
+
+class WrittenDown(nn.Module):
+    """A forward that makes a tensor anew in each call, from numbers in its code or in memory that others can write to."""
+
+    def __init__(self, make: Callable[[], Tensor]) -> None:
+        super().__init__()
+        self.layer, self.make = nn.Linear(4, 4), make
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x) + self.make()
+
+
+ARRAY = np.arange(4, dtype=np.float32)
+HELD_BY_A_LIBRARY = torch.ones(4)
+EXAMPLE = Microbatch((torch.ones(2, 4),), {}, torch.ones(2, 4))
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: torch.tensor([1.0, 2.0, 3.0, 4.0]),
+        lambda: torch.as_tensor([1.0, 2.0, 3.0, 4.0]),
+        lambda: torch.tensor([[1.0, 2.0], [3.0, 4.0]]).t().reshape(-1),
+        lambda: torch.tensor([]).sum() + torch.tensor(2, dtype=torch.int8),
+        lambda: torch.tensor([1.0, 2.0], dtype=torch.complex64).imag.repeat(2),
+    ],
+)
+def test_numbers_that_code_writes_down_are_written(make: Callable[[], Tensor]) -> None:
+    check(WrittenDown(make), nn.functional.mse_loss, EXAMPLE)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: string.held,  # type: ignore[attr-defined]
+        lambda: torch.asarray(string.held),  # type: ignore[attr-defined]
+        lambda: torch.from_numpy(ARRAY),
+        lambda: torch.as_tensor(ARRAY),
+        lambda: torch.from_dlpack(ARRAY),
+    ],
+)
+def test_a_tensor_that_others_may_change_is_not_written_by_value(
+    make: Callable[[], Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(string, "held", HELD_BY_A_LIBRARY, raising=False)  # the walk does not enter the standard library
+    model = WrittenDown(make)
+    captured = capture(model, nn.functional.mse_loss, EXAMPLE, CPU, training=True)
+    with pytest.raises(WriteError, match=r"a tensor without a name, read at .*test_graph_data.py:\d+"):
+        write_graph(captured, CPU, Reachable(model=model, loss=nn.functional.mse_loss))

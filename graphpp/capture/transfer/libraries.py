@@ -1,0 +1,39 @@
+"""Tell installed code from the user's: code of Python, graphpp and installed packages changes only with the version."""
+
+from __future__ import annotations
+
+import functools
+import importlib.metadata
+import os
+import sys
+import sysconfig
+import types
+from typing import Any
+
+_LIBRARIES = tuple(os.path.realpath(sysconfig.get_path(kind)) + os.sep for kind in ("stdlib", "purelib", "platlib"))
+
+
+def top_package(value: Any) -> str:
+    """The top package of a class, a function or a module."""
+    module = value.__name__ if isinstance(value, types.ModuleType) else getattr(value, "__module__", None)
+    return str(module or "").partition(".")[0]
+
+
+@functools.cache
+def is_installed(root: str) -> bool:
+    """Whether a top package is a part of Python, graphpp, or lies where pip installs packages."""
+    if root in sys.stdlib_module_names or root == "graphpp":
+        return root != "__main__"
+    module = sys.modules.get(root)
+    places = [getattr(module, "__file__", None), *getattr(module, "__path__", ())]
+    return any(place is not None and os.path.realpath(place).startswith(_LIBRARIES) for place in places)
+
+
+@functools.cache
+def version(root: str) -> str:
+    if root in sys.stdlib_module_names:
+        return sys.version
+    try:
+        return importlib.metadata.version(root)
+    except importlib.metadata.PackageNotFoundError:
+        return str(getattr(sys.modules.get(root), "_version__", "unknown"))

@@ -1,0 +1,111 @@
+"""Read the code of classes and functions that a trace can reach; part of the walk in `reachable.py`.
+
+Contract: user code counts with its bytecode, defaults, closures and the globals that the code names. Code of a library counts
+by the version of the library. `UnreadableError` is raised for code that asks which process runs it.
+"""
+
+from __future__ import annotations
+
+import sys
+import types
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+from graphpp.capture.fingerprint import in_cell
+from graphpp.capture.transfer.libraries import is_installed, top_package, version
+
+Children = Iterator[tuple[str, Any]]
+
+_PER_PROCESS = frozenset(  # names in code that asks for the process, its place among others, or its time
+    ("get_rank", "get_local_rank", "get_node_local_rank", "get_group_rank", "get_coordinate", "current_device", "environ",
+     "getenv", "getpid", "gethostname", "urandom", "uuid4", "new_group", "init_device_mesh", "init_process_group")
+)  # fmt: skip
+_MISSING = object()
+
+
+class UnreadableError(Exception):
+    """An object of the model or the loss of which the walk cannot tell whether another process has the same."""
+
+
+def named(name: str, attributes: Mapping[Any, Any]) -> Children:
+    """The attributes of an object under their full names, in the order of the names."""
+    return ((f"{name}.{key}", each) for key, each in sorted(attributes.items(), key=lambda pair: str(pair[0])))
+
+
+class ReachableCode:
+    """Yields the named objects that code reaches. `note(*facts)` adds facts about the code to the digest of the walk."""
+
+    def __init__(self, note: Callable[..., None]) -> None:
+        self._note = note
+        self._libraries: set[str] = set()
+
+    def of_class(self, name: str, kind: type) -> Children:
+        """The functions and values of a class and its bases; of a class of a library the library's version."""
+        self._note(name, kind.__module__, kind.__qualname__)
+        if self._is_library(kind):
+            return
+        yield from ((f"{name}.__bases__[{at}]", base) for at, base in enumerate(kind.__bases__))
+        skipped = ("__dict__", "__weakref__", "__doc__", "__module__", "__firstlineno__", "__static_attributes__", "_abc_impl")
+        shown = {key: each for key, each in vars(kind).items() if not isinstance(each, types.MemberDescriptorType)}
+        yield from named(name, {key: each for key, each in shown.items() if key not in skipped})
+
+    def of_python_module(self, name: str, module: types.ModuleType) -> Children:
+        """Nothing further; a Python module that is a value of the user's own code raises `UnreadableError`."""
+        if not self._is_library(module):
+            raise UnreadableError(f"{name}, the Python module {module.__name__}")
+        self._note(name, "module", module.__name__)
+        return iter(())
+
+    def of_function(self, name: str, function: types.FunctionType) -> Children:
+        """The code of a function, its closure, defaults and attributes, and the globals that its code names."""
+        self._note(name, function.__module__, function.__qualname__)
+        for at, cell in enumerate(function.__closure__ or ()):
+            yield f"{name}.<{function.__code__.co_freevars[at]}>", in_cell(cell)
+        yield f"{name}.__defaults__", function.__defaults__
+        yield f"{name}.__kwdefaults__", function.__kwdefaults__
+        if self._is_library(function):
+            return
+        yield f"{name}.__dict__", vars(function)
+        names = list(dict.fromkeys(self._noted(function.__code__)))
+        asked = _PER_PROCESS.intersection(names)
+        if asked:
+            raise UnreadableError(f"{name}, whose code names {min(asked)}")
+        for used in names:
+            found = function.__globals__.get(used, sys.modules.get(used, _MISSING))
+            if isinstance(found, types.ModuleType):
+                yield from self._in_module(found, names, set())
+            elif found is not _MISSING:
+                yield f"{function.__module__}.{used}", found
+
+    def _in_module(self, module: types.ModuleType, names: Sequence[str], within: set[str]) -> Children:
+        """The attributes of a Python module, and of modules in it, that code names; of a library its version."""
+        self._note("module", module.__name__)
+        if module.__name__ in within or self._is_library(module):
+            return
+        for inner in names:
+            found = vars(module).get(inner, _MISSING)
+            if isinstance(found, types.ModuleType):
+                yield from self._in_module(found, names, within | {module.__name__})
+            elif found is not _MISSING:
+                yield f"{module.__name__}.{inner}", found
+
+    def _noted(self, code: types.CodeType) -> Iterator[str]:
+        """Note a function's code, without the names of its file and lines; yields the names that the code uses."""
+        self._note(code.co_name, code.co_code.hex(), code.co_varnames, code.co_freevars, code.co_names, code.co_flags)
+        for constant in code.co_consts:
+            if not isinstance(constant, types.CodeType):
+                self._note(*(sorted(map(repr, constant)) if isinstance(constant, frozenset) else [repr(constant)]))
+        yield from code.co_names
+        for constant in code.co_consts:
+            if isinstance(constant, types.CodeType):
+                yield from self._noted(constant)
+
+    def _is_library(self, value: Any) -> bool:
+        """Whether code belongs to Python or an installed library, whose version is noted here; then its text is not read."""
+        root = top_package(value)
+        if not is_installed(root):
+            return False
+        if root not in self._libraries:
+            self._libraries.add(root)
+            self._note(root, version(root))
+        return True
