@@ -17,7 +17,7 @@ import logging
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import partial
 from typing import Any, TypeVar
 
 from graphpp.backends.record_programs import RecordedPrograms
@@ -34,6 +34,7 @@ from graphpp.compiler.compile_graph import CompiledGraph, compile_graph
 from graphpp.compiler.request import CompileRequest
 from graphpp.errors import GraphPPError
 from graphpp.parallel.agreement import Agreement, Facts
+from graphpp.pipeline.step_call import GraphKey, StepCall
 from graphpp.planner.tables import CheckedTable, Tables
 from graphpp.runtime.model_state import ModelState, tensor_lines
 from graphpp.runtime.runner import GraphPPRunner
@@ -43,46 +44,6 @@ K = TypeVar("K")
 V = TypeVar("V")
 
 _LOG = logging.getLogger("graphpp")
-
-
-@dataclass(frozen=True, eq=True)
-class GraphKey:
-    """The facts that a captured graph depends on: mode, signature of the microbatch, flags of the modules and autocast.
-
-    A key is large and looked up for every microbatch, so its hash is computed once.
-    """
-
-    training: bool
-    signature: tuple[str, ...]
-    around: tuple[Any, ...]
-
-    @cached_property
-    def _hash(self) -> int:
-        return hash((self.training, self.signature, self.around))
-
-    def __hash__(self) -> int:
-        return self._hash
-
-
-@dataclass(frozen=True)
-class StepCall:
-    """One call of every rank: its microbatches, their keys, and the weights of their losses.
-
-    Microbatches with equal keys are served by one captured graph.
-    """
-
-    parts: Sequence[FlatMicrobatch]
-    training: bool
-    keys: tuple[GraphKey, ...]
-    weighting: LossWeighting
-
-    @property
-    def distinct(self) -> dict[GraphKey, FlatMicrobatch]:
-        """The first microbatch of each key."""
-        first: dict[GraphKey, FlatMicrobatch] = {}
-        for key, part in zip(self.keys, self.parts, strict=True):
-            first.setdefault(key, part)
-        return first
 
 
 @dataclass(frozen=True)
@@ -171,7 +132,7 @@ class GraphCache:
                     {
                         "the call": ["step" if call.training else "eval"],
                         "the number of microbatches": [str(len(call.parts))],
-                        "the microbatch": _spelled(call),
+                        "the microbatch": call.describe(),
                         "the model": tensor_lines(self._request.model),
                         "training flags": [f"{fqn}.training={module.training}" for fqn, module in self._modules.items()],
                         "autocast": [str(call.keys[0].around[-1])],
@@ -293,7 +254,7 @@ class GraphCache:
                     "captured because %s. Pad to a few shapes, pass numbers that change as tensors, or raise "
                     "debug=graphpp.Debug(max_graphs=...).",
                     self._request.options.debug.max_graphs,
-                    _reason_of_capture(before, key),
+                    key.difference(before),
                 )
 
     def _forget_all_but(self, latest: tuple[GraphKey, ...]) -> None:
@@ -309,19 +270,3 @@ def _facts_of_graphs(made: tuple[Mapping[GraphKey, CompiledGraph], CheckedTable]
 def _nothing_to_compare(_: object) -> Facts:
     """Ranks tell each other only that none of them failed."""
     return Facts({})
-
-
-def _spelled(call: StepCall) -> list[str]:
-    """The microbatches of each kind and the signature of the kind."""
-    kinds = call.distinct
-    alike = [", ".join(str(index) for index, key in enumerate(call.keys) if key == kind) for kind in kinds]
-    first = "microbatches of one shape" if len(kinds) == 1 else f"microbatches of {len(kinds)} shapes: {' | '.join(alike)}"
-    return [first, *(line for part in kinds.values() for line in part.signature)]
-
-
-def _reason_of_capture(before: GraphKey, key: GraphKey) -> str:
-    """The difference between a new graph's key and the one captured before it."""
-    if before.training != key.training:
-        return "training and evaluation took turns"
-    pairs = zip(key.signature, before.signature, strict=False)
-    return next((f"it had {new}, after {old}" for new, old in pairs if new != old), "an attribute of the model changed")

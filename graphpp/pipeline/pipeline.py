@@ -34,9 +34,10 @@ from graphpp.parallel.agreement import Agreement, Facts
 from graphpp.parallel.failure import FailureBoard
 from graphpp.parallel.place import RankPlace
 from graphpp.pipeline import grad_norm as norms
-from graphpp.pipeline.graph_cache import GraphCache, PreparedStep, StepCall
+from graphpp.pipeline.graph_cache import GraphCache, PreparedStep
 from graphpp.pipeline.profile import Profile
 from graphpp.pipeline.profile_steps import Trials
+from graphpp.pipeline.step_call import StepCall
 from graphpp.planner.counts import microbatches_for, usual_microbatches
 from graphpp.planner.plan import Plan
 from graphpp.runtime.model_state import ModelState
