@@ -19,6 +19,7 @@ from torch.nn import functional as F
 import graphpp
 from tests import internals
 from tests.distributed import run_ranks
+from tests.exhaustive import further
 
 ROOT = Path(__file__).parents[2]
 X = torch.randn(6, 4, generator=torch.Generator().manual_seed(0))
@@ -193,16 +194,18 @@ def test_a_capture_that_fails_is_raised_on_all_ranks() -> None:
     assert other.startswith("MismatchError") and "rank 0: CaptureError" in other
 
 
-STEP = """
+IMPORTS = """
 import sys
 import torch, torch.distributed as dist
 from torch import nn
 import graphpp
 
+rank, ranks, store = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
+"""
+SETS = """
 class Sets(nn.Module):
     def __init__(self):
         super().__init__()
-        torch.manual_seed(0)
         self.kinds = {f"kind{number}" for number in range(8)}
         self.layers = nn.ModuleDict({kind: nn.Linear(4, 4) for kind in sorted(self.kinds)})
         self.ends = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
@@ -214,22 +217,39 @@ class Sets(nn.Module):
             x = end(x)
         return x
 
+def made():
+    split = [f"ends.{stage}" for stage in range(ranks - 1)]
+    return Sets(), nn.functional.mse_loss, split, graphpp.Microbatch((torch.ones(8, 4),), target=torch.ones(8, 4))
+"""
+GEMMA = """
+from transformers import Gemma3ForCausalLM, Gemma3TextConfig
+
+def made():  # the forward of Gemma 3 iterates the set of its layers' kinds of attention
+    small = dict(vocab_size=64, hidden_size=32, intermediate_size=64, num_attention_heads=4, num_key_value_heads=2, head_dim=8)
+    kinds = ["sliding_attention", "full_attention"] * 2
+    model = Gemma3ForCausalLM(Gemma3TextConfig(**small, num_hidden_layers=4, layer_types=kinds, use_cache=False))
+    ids = torch.arange(32).reshape(4, 8)
+    return model, None, ranks, graphpp.Microbatch(kwargs={"input_ids": ids, "labels": ids})
+"""
+STEP = """
 torch.set_num_threads(1)
-rank, ranks, store = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
+torch.manual_seed(0)
 dist.init_process_group("gloo", rank=rank, world_size=ranks, store=dist.FileStore(store, ranks))
-split = [f"ends.{stage}" for stage in range(ranks - 1)]
-pipe = graphpp.compile(Sets(), nn.functional.mse_loss, split=split, schedule="1F1B", microbatches=4)
-x = torch.ones(8, 4)
-print(float(pipe.step(x, target=x).loss))
+model, loss, split, batch = made()
+pipe = graphpp.compile(model, loss, split=split, schedule="1F1B", microbatches=4)
+print(float(pipe.step(*batch.args, target=batch.target, **batch.kwargs).loss))
 dist.destroy_process_group()
 """
 
 
-@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.exhaustive)])
-def test_ranks_with_other_hash_seeds_get_one_graph(ranks: int, tmp_path: Path) -> None:
-    (tmp_path / "step.py").write_text(STEP)
-    for seeds in ([1, 2, 3, 4], [50, 7, 31, 8]):
-        store = tmp_path / f"store{seeds[0]}"
+@pytest.mark.parametrize(
+    ("ranks", "model", "starts"), [(2, SETS, 2), *further((2, SETS, 6), (4, SETS, 6), (2, GEMMA, 6), (4, GEMMA, 6))]
+)
+def test_ranks_with_other_hash_seeds_get_one_graph(ranks: int, model: str, starts: int, tmp_path: Path) -> None:
+    (tmp_path / "step.py").write_text(IMPORTS + model + STEP)
+    for start in range(starts):
+        seeds = [start * ranks + rank + 1 for rank in range(ranks)]
+        store = tmp_path / f"store{start}"
         running = [
             subprocess.Popen(
                 [sys.executable, str(tmp_path / "step.py"), str(rank), str(ranks), str(store)],
