@@ -37,7 +37,7 @@ class Assembly:
         self._compiler = compiler_of(self._options.backend)
         self._subgroups = Subgroups(self._place.group)
         self.regions = RegionCache(self._compiler, self._place.rank) if self._compiler is not None else None
-        self.graphs = RecordedPrograms(recorder_for(self._place.device) if self._options.backend.cudagraphs else None)
+        self.recorded = RecordedPrograms(recorder_for(self._place.device) if self._options.backend.cudagraphs else None)
 
     def keep_only(self, graphs: Iterable[CompiledGraph]) -> None:
         """Forget the regions of other graphs."""
@@ -53,13 +53,13 @@ class Assembly:
         agree_on_collectives(lowered.collectives, self._place.device)
         check_apart(lowered.collectives, replicas)
         if self.regions is not None:
-            self.regions.compile(lowered.calls)
+            self.regions.compile(lowered.region_calls)
 
     def runner(self, lowered: Lowered, replicas: dist.ProcessGroup | None, owners: Owners) -> GraphPPRunner:
         """The runner of a compiled call; `owners` are the ranks that hold each parameter."""
         programs, woven = list(lowered.programs), list(lowered.woven)
         if self._options.backend.cudagraphs:
-            programs, woven = self.graphs.record_all(programs, woven, lowered.local, lowered.sources)
+            programs, woven = self.recorded.record_all(programs, woven, lowered.local, lowered.sources)
         config = RunnerConfig(
             owners=owners,
             subgroups=self._subgroups,

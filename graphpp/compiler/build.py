@@ -39,16 +39,16 @@ from graphpp.schedules.table.schedule import Schedule
 class Lowered:
     """One call, lowered for this rank. `graphs` and `programs` are those of each microbatch.
 
-    `programs`: under a backend, this rank's stages call the regions in `calls`, which are still to be compiled. `windows`:
-    the offloaded values of all ranks. `woven`: the programs of this rank's overlapped actions. `collectives`: by process
-    group of the model, the collectives of a step in the order in which this rank issues them.
+    `programs`: under a backend, this rank's stages call the regions in `region_calls`, which are still to be compiled.
+    `windows`: the offloaded values of all ranks. `woven`: the programs of this rank's overlapped actions. `collectives`: by
+    process group of the model, the collectives of a step in the order in which this rank issues them.
     """
 
     graphs: tuple[CompiledGraph, ...]
     table: CheckedTable
     local: tuple[int, ...]
     programs: tuple[PipelineProgram, ...]
-    calls: tuple[RegionCall, ...]
+    region_calls: tuple[RegionCall, ...]
     sources: ProgramGraphs
     windows: tuple[OffloadWindow, ...]
     woven: tuple[WovenProgram, ...]
@@ -98,7 +98,7 @@ def lowered(
         table=table,
         local=local,
         programs=tuple(programs),
-        calls=calls,
+        region_calls=calls,
         sources=sources,
         windows=windows,
         woven=tuple(emitted for _, emitted in woven.values()),

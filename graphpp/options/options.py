@@ -18,7 +18,7 @@ from graphpp.options.gradients import Gradients, GradientsLike, read_gradients
 from graphpp.options.memory import Memory, MemoryLike, read_memory
 from graphpp.options.option import Group, Option
 from graphpp.options.parallel import Parallel, ParallelLike, read_parallel
-from graphpp.options.schedule_form import describe_schedule
+from graphpp.options.schedule import describe_schedule
 from graphpp.options.split import Split
 from graphpp.schedules.generate.read import ScheduleFunction, ScheduleLike, load_schedule
 from graphpp.schedules.table.schedule import Schedule

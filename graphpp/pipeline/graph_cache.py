@@ -93,7 +93,7 @@ class GraphCache:
     @property
     def recorded(self) -> RecordedPrograms:
         """The CUDA graphs of the runners."""
-        return self._assembly.graphs
+        return self._assembly.recorded
 
     @property
     def _owners(self) -> Mapping[str, Sequence[int]]:

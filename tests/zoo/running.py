@@ -63,19 +63,22 @@ class Visit:
 
 def run_model(name: str, dropout: float = 0.0) -> Visit:
     """Run a model of the zoo on two ranks."""
-    first, second = run_ranks(visit, RANKS, name, dropout)
-    return Visit(first.eager, first.uncut, [one.join(other) for one, other in zip(first.cut, second.cut, strict=True)])
+    (uncut, first), (plain, second) = run_ranks(visit, RANKS, name, dropout)
+    return Visit(plain, uncut, [one.join(other) for one, other in zip(first, second, strict=True)])
 
 
-def visit(rank: int, name: str, dropout: float) -> Visit:
-    """This rank's numbers."""
+def visit(rank: int, name: str, dropout: float) -> tuple[Run, list[Run]]:
+    """The uncut run on rank 0 or the eager one on rank 1, and this rank's part of the cut ones."""
     entry = ZOO[name]
-    alone = dist.new_group([rank], use_local_synchronization=True)
     numbered: list[tuple[str, int | Sequence[str]]] = [("split=2", 2), ("split=4", 4)]
     cuts = numbered + [(", ".join(cut), cut) for cut in entry.cuts]
     with one_capture():
-        uncut = trained(entry, Run("uncut", "loop"), 1, dropout, alone)
-        return Visit(eager(entry), uncut, [trained(entry, plan(*cut), cut[1], dropout) for cut in cuts])
+        if rank == 0:
+            group = dist.new_group([rank], use_local_synchronization=True)
+            alone = trained(entry, Run("uncut", "loop"), 1, dropout, group)
+        else:
+            alone = eager(entry)
+        return alone, [trained(entry, plan(*cut), cut[1], dropout) for cut in cuts]
 
 
 @contextmanager

@@ -23,12 +23,7 @@ from random import Random
 from graphpp.errors import ScheduleError
 from graphpp.schedules.check.checker import check
 from graphpp.schedules.generate.names import SCHEDULES
-from graphpp.schedules.search.convert_tables import candidate_of, schedule_of
-from graphpp.schedules.search.evaluate_order import Candidate, EvaluatedOrder, evaluate_order
-from graphpp.schedules.search.fill_waits import fill_waits
-from graphpp.schedules.search.local_search import local_search
-from graphpp.schedules.search.problem import Problem
-from graphpp.schedules.search.request import (
+from graphpp.schedules.search.arguments import (
     Home,
     caps_of,
     check_counts,
@@ -37,6 +32,11 @@ from graphpp.schedules.search.request import (
     too_tight,
     working_bytes,
 )
+from graphpp.schedules.search.convert_tables import candidate_of, schedule_of
+from graphpp.schedules.search.evaluate_order import Candidate, EvaluatedOrder, evaluate_order
+from graphpp.schedules.search.fill_waits import fill_waits
+from graphpp.schedules.search.local_search import local_search
+from graphpp.schedules.search.problem import Problem
 from graphpp.schedules.search.start_patterns import start_patterns
 from graphpp.schedules.simulate.simulator import simulate
 from graphpp.schedules.simulate.timeline import Timeline
