@@ -31,9 +31,10 @@ def is_installed(root: str) -> bool:
 
 @functools.cache
 def version(root: str) -> str:
+    """The version of a top package: that of its distribution, else its own `__version__`, else "unknown"."""
     if root in sys.stdlib_module_names:
         return sys.version
     try:
         return importlib.metadata.version(root)
     except importlib.metadata.PackageNotFoundError:
-        return str(getattr(sys.modules.get(root), "_version__", "unknown"))
+        return str(getattr(sys.modules.get(root), "__version__", "unknown"))
