@@ -73,11 +73,8 @@ def visit(rank: int, name: str, dropout: float) -> tuple[Run, list[Run]]:
     numbered: list[tuple[str, int | Sequence[str]]] = [("split=2", 2), ("split=4", 4)]
     cuts = numbered + [(", ".join(cut), cut) for cut in entry.cuts]
     with one_capture():
-        if rank == 0:
-            group = dist.new_group([rank], use_local_synchronization=True)
-            alone = trained(entry, Run("uncut", "loop"), 1, dropout, group)
-        else:
-            alone = eager(entry)
+        group = dist.new_group([rank], use_local_synchronization=True)  # on both, for torch counts groups
+        alone = trained(entry, Run("uncut", "loop"), 1, dropout, group) if rank == 0 else eager(entry)
         return alone, [trained(entry, plan(*cut), cut[1], dropout) for cut in cuts]
 
 
