@@ -4,7 +4,7 @@ pipe = graphpp.compile(model, loss, split=["layers.4"], schedule="1F1B", microba
 result = pipe.step(tokens, target=labels)
 """
 
-from graphpp import schedules
+from graphpp import cache, schedules
 from graphpp.api import compile, verify
 from graphpp.batch.microbatch import Microbatch, whole
 from graphpp.errors import (
@@ -73,6 +73,7 @@ __all__ = [
     "StepResult",
     "Timeline",
     "Verification",
+    "cache",
     "chrome_trace",
     "compile",
     "html",

@@ -21,6 +21,7 @@ _PROGRAMS = ("graphpp.runtime.program", "graphpp.runtime.gradients", "graphpp.ru
 # itself, and graphpp.errors and graphpp.units; an entry covers its subpackages.
 MAY_IMPORT: Mapping[str, tuple[str, ...]] = {
     "graphpp._torch": (),
+    "graphpp.cache": (),
     "graphpp.schedules.table": (),
     "graphpp.schedules.check": ("graphpp.schedules.table",),
     "graphpp.schedules.rewrite": ("graphpp.schedules.table", "graphpp.schedules.check"),
@@ -50,7 +51,7 @@ MAY_IMPORT: Mapping[str, tuple[str, ...]] = {
     "graphpp.passes.stage": (*(f"graphpp.passes.{each}" for each in ("graph", "text", "joint", "recompute")), *_PROGRAMS),
     "graphpp.passes.overlap": (*(f"graphpp.passes.{each}" for each in ("graph", "text", "stage")), *_PROGRAMS),
     "graphpp.passes": _PROGRAMS,
-    "graphpp.backends": ("graphpp.options", "graphpp.passes", "graphpp.runtime", "graphpp._torch"),
+    "graphpp.backends": ("graphpp.cache", "graphpp.options", "graphpp.passes", "graphpp.runtime", "graphpp._torch"),
     "graphpp.batch": ("graphpp.options", "graphpp._torch"),
     "graphpp.capture": ("graphpp.batch", "graphpp.passes", "graphpp.runtime", "graphpp._torch", "graphpp.options"),
     "graphpp.planner": (

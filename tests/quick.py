@@ -11,6 +11,7 @@ import pytest
 QUICK = (
     "tests/backends/test_region_strides.py::test_the_turned_kernel_breaks_its_promise",
     "tests/batch/test_loss_weights.py::test_what_is_no_number_is_refused",
+    "tests/cache/test_cache.py::test_the_entries_used_longest_ago_go_first",
     "tests/capture/test_source_lines.py",
     "tests/capture/test_trace.py",
     "tests/compiler/test_dump.py::test_golden",

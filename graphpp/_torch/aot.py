@@ -5,6 +5,7 @@ Checked on torch 2.11.0, 2.13.0 and 2.15.0:
 - `torch._functorch.aot_autograd.aot_export_joint_with_descriptors`: the joint trace of a module
 - `torch._decomp.decompositions`: `select_one_layer_lstm_function`, `one_layer_lstm`: the operators as which an
   LSTM layer is traced
+- `torch._export.utils._compiling_state_context`: a context in which `torch.compiler.is_exporting()` is true
 - `torch._higher_order_ops.effects`: `_get_effect`, `_register_effectful_op`; `torch.fx.node._side_effectful_functions`:
   which operators are traced with an effect token, and which a trace keeps although no operation reads them
 - `torch._subclasses.fake_tensor.FakeTensorMode`: tensors with a device and no data
@@ -79,6 +80,13 @@ def fake_mode() -> FakeTensorMode:
     from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
     return FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True)
+
+
+def as_under_export() -> contextlib.AbstractContextManager[None]:
+    """A context in which `torch.compiler` answers code as during an export."""
+    from torch._export.utils import _compiling_state_context  # sympy comes with it
+
+    return _compiling_state_context()
 
 
 def graph_module(held: dict[str, Any], graph: fx.Graph) -> fx.GraphModule:

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from graphpp.backends.disk_cache import DiskCache
+from graphpp.cache.disk_cache import DiskCache
 from graphpp.runtime.gradients.gemm_accumulation import TorchMatmul
 
 _aten = torch.ops.aten

@@ -17,9 +17,9 @@ from typing import Any
 
 import torch
 
-from graphpp.backends.disk_cache import DiskCache, default_folder
 from graphpp.backends.gemm_kernels import GemmKernels
 from graphpp.backends.region_results import CompiledRegion
+from graphpp.cache.disk_cache import DiskCache, default_folder
 from graphpp.errors import GraphPPError
 from graphpp.options.backend import Inductor
 from graphpp.passes.graph.region import Region

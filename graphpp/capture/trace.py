@@ -39,6 +39,7 @@ from graphpp.capture.refusals import (
 )
 from graphpp.capture.source_lines import source_line, user_frame
 from graphpp.capture.stacked_rnn import unstack_rnn
+from graphpp.capture.transfer.code_trail import CodeTrail
 from graphpp.errors import CaptureError
 from graphpp.passes.graph.joint_graph import JointGraph, verify_joint_graph
 from graphpp.runtime import program
@@ -61,12 +62,19 @@ class CapturedGraph:
 
 
 def capture(
-    model: nn.Module, loss: LossFunction | None, example: Microbatch, device: torch.device, *, training: bool = True
+    model: nn.Module,
+    loss: LossFunction | None,
+    example: Microbatch,
+    device: torch.device,
+    *,
+    training: bool = True,
+    trail: CodeTrail | None = None,
 ) -> CapturedGraph:
     """Capture forward, loss and backward (`training`), or the forward with its output and, if there is a target, its loss.
 
     Of the microbatch `example` only shapes, strides, dtypes and plain data are used. `loss=None` takes the output's own
-    `.loss`. Raises `CaptureError` with the user's source line if the model cannot be captured.
+    `.loss`. `trail` notes the code that runs, in a further run of the forward on fake tensors. Raises
+    `CaptureError` with the user's source line if the model cannot be captured.
     """
     from graphpp.capture.roles import assign_roles  # loads a part of AOT Autograd, which `import graphpp` need not
 
@@ -77,7 +85,7 @@ def capture(
     wrapper = _TracedStep(model, loss, example, training)
     grad = contextlib.nullcontext() if training else torch.no_grad()
     with aot.quick(), refuse_draws(model, loss), _fake_state(model, mode, device), grad:
-        module, functions = _export(wrapper, tuple(fakes.values()))
+        module, functions = _export(wrapper, tuple(fakes.values()), mode, trail)
         functions.refuse_side_effects(model)
         if torch.is_autocast_enabled(device.type):
             run_under_autocast(module, device.type)
@@ -210,29 +218,46 @@ def _fake_state(model: nn.Module, mode: Any, device: torch.device) -> Iterator[N
             store[name] = tensor
 
 
-def _export(wrapper: _TracedStep, fakes: tuple[torch.Tensor, ...]) -> tuple[fx.GraphModule, FunctionCalls]:
+def _export(
+    wrapper: _TracedStep, fakes: tuple[torch.Tensor, ...], mode: Any, trail: CodeTrail | None
+) -> tuple[fx.GraphModule, FunctionCalls]:
     """Export the branches that eager takes or, if they cannot be traced, the branches that the model has for a trace."""
     queries = TracingQueries()
     try:
         with answer_as_eager(queries):
-            return _export_once(wrapper, fakes)
+            return _export_once(wrapper, fakes, mode, trail)
     except CaptureError:
         if not queries.any:
             raise
-    return _export_once(wrapper, fakes)
+    return _export_once(wrapper, fakes, mode, trail)
 
 
-def _export_once(wrapper: _TracedStep, fakes: tuple[torch.Tensor, ...]) -> tuple[fx.GraphModule, FunctionCalls]:
+def _export_once(
+    wrapper: _TracedStep, fakes: tuple[torch.Tensor, ...], mode: Any, trail: CodeTrail | None
+) -> tuple[fx.GraphModule, FunctionCalls]:
     functions = FunctionCalls()
     marks = record_checkpoints(wrapper.found.checkpoints)
     with _explain_errors(), record_functions(functions), refuse_during_trace(), marks, refuse_outside_state():
         exported = torch.export.export(wrapper, fakes, strict=False)
+    if trail is not None:
+        with mode, aot.as_under_export():
+            _note_code(_TracedStep(wrapper.model, *wrapper.inputs), fakes, trail)
     module = unstack_rnn(inline_modes(exported.module(check_guards=False), torch.is_grad_enabled()))
     functions.restore_into(module)
     drop_value_checks(module)
     refuse_unknown_numbers(module.graph, wrapper.inputs[0])
     refuse_generators(module.graph)
     return module, functions
+
+
+def _note_code(wrapper: _TracedStep, fakes: tuple[torch.Tensor, ...], trail: CodeTrail) -> None:
+    """Run the forward once more on fake tensors, with the branches that the trace took, and note the code that runs."""
+    marks = record_checkpoints(CheckpointedCalls())
+    try:
+        with record_functions(FunctionCalls()), refuse_during_trace(), marks, refuse_outside_state(), trail.watching():
+            wrapper(*fakes)
+    except Exception as error:  # the graph is right, and merely not kept
+        trail.refuse(f"code that a trace runs and fake tensors cannot: {type(error).__name__}: {error}")
 
 
 @contextlib.contextmanager

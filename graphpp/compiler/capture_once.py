@@ -8,6 +8,8 @@ Contract
   (`capture/transfer/reachable.py`). If the ranks differ or cannot be compared, or the graph has an object that cannot be
   written, each rank captures by itself. The compiled programs are compared afterwards, so ranks whose models differ raise
   `MismatchError`.
+- With `debug.keep_graphs` the first rank looks for a kept graph first, and keeps the graph that it captured
+  (`compiler/kept_graphs.py`). So does the only rank of a pipeline.
 - Called by all ranks of the group. If the capture fails, all ranks raise: the first rank its own error, the others
   `MismatchError` with the first rank's message.
 """
@@ -21,30 +23,37 @@ import secrets
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 import torch
 
 from graphpp.batch.microbatch import FlatMicrobatch
 from graphpp.capture.outputs import check_output_leaves
 from graphpp.capture.trace import CapturedGraph, capture
+from graphpp.capture.transfer.code_trail import CodeTrail
 from graphpp.capture.transfer.process_state import process_state
 from graphpp.capture.transfer.reachable import Reachable
 from graphpp.capture.transfer.read_graph import read_graph
 from graphpp.capture.transfer.write_graph import WriteError, write_graph
+from graphpp.compiler.kept_graphs import KeptGraphs
 from graphpp.compiler.request import CompileRequest
 from graphpp.parallel.agreement import Agreement
 
 _LOG = logging.getLogger("graphpp")
 
 
-def capture_graph(request: CompileRequest, example: FlatMicrobatch, training: bool) -> CapturedGraph:
-    """Capture the model on an example microbatch, in this process.
+def capture_graph(
+    request: CompileRequest, example: FlatMicrobatch, training: bool, trail: CodeTrail | None = None
+) -> CapturedGraph:
+    """Capture the model on an example microbatch, in this process; `trail` notes the code that runs.
 
     The graph is that of a plain loop, also where the caller has switched autograd off. Raises `CaptureError`.
     """
     began = time.perf_counter()
     with torch.inference_mode(False), torch.enable_grad():
-        captured = capture(request.model, request.loss, example.microbatch(), request.place.device, training=training)
+        captured = capture(
+            request.model, request.loss, example.microbatch(), request.place.device, training=training, trail=trail
+        )
     check_output_leaves(captured)
     return replace(captured, seconds=time.perf_counter() - began)
 
@@ -58,14 +67,18 @@ def capture_graphs(
     """
     if not examples:
         return []
-    if not agreement.several:
+    several, keeps = agreement.several, request.options.debug.keep_graphs
+    held, digest = _reachable(request) if several or keeps else (None, b"")
+    if several and not agreement.same(digest):
+        held = None
+    if held is None:
+        if several:
+            _LOG.info("each rank captures by itself: model and loss cannot be compared, or differ between ranks")
         return [capture_graph(request, example, training) for example in examples]
-    held, digest = _reachable(request)
-    if not agreement.same(digest) or held is None:
-        _LOG.info("each rank captures by itself: model and loss cannot be compared, or have other attributes or code elsewhere")
-        return [capture_graph(request, example, training) for example in examples]
-    began = time.perf_counter()
     first = _FirstRank(request, held, examples, training)
+    if not several:
+        return [first.obtained(example)[0] for example in examples]
+    began = time.perf_counter()
     sent = json.loads(agreement.from_first(first.written))
     if "refused" in sent:
         _LOG.info("each rank captures by itself: the graph of the first rank cannot be sent, because of %s", sent["refused"])
@@ -88,16 +101,48 @@ class _FirstRank:
 
     def written(self) -> bytes:
         """The graphs as JSON, or the reason why they cannot be written or read again. Raises `CaptureError`."""
-        self.captured += [capture_graph(self.request, example, self.training) for example in self.examples]
-        device = self.request.place.device
+        made = [self.obtained(example) for example in self.examples]
+        self.captured += [graph for graph, _ in made]
+        texts = [text for _, text in made]
+        refused = next((text for text in texts if isinstance(text, Exception)), None)
         try:
-            texts = [write_graph(each, device, self.held) for each in self.captured]
-            self.read_again += [read_graph(text, device, self.held) for text in texts]
+            if refused is None:
+                self.read_again += [read_graph(str(text), self.request.place.device, self.held) for text in texts]
         except Exception as error:  # each rank can still capture, so nothing is lost
-            if not isinstance(error, WriteError):
-                _LOG.warning("a captured graph cannot be sent to other ranks: please report this fault", exc_info=error)
-            return json.dumps({"refused": f"{type(error).__name__}: {error}"}).encode()
+            _LOG.warning("a captured graph cannot be read by other ranks: please report this fault", exc_info=error)
+            refused = error
+        if refused is not None:
+            return json.dumps({"refused": f"{type(refused).__name__}: {refused}"}).encode()
         return json.dumps({"graphs": texts}).encode()
+
+    def obtained(self, example: FlatMicrobatch) -> tuple[CapturedGraph, str | Exception]:
+        """The graph of an example, from the cache folder or captured, and its text, or why it cannot be written."""
+        kept = self._kept
+        text = kept.find(example, self.training) if kept is not None else None
+        if text is not None:
+            began = time.perf_counter()
+            try:
+                graph = read_graph(text, self.request.place.device, self.held)
+                return replace(graph, seconds=time.perf_counter() - began), text
+            except Exception as error:  # the model can still be captured
+                _LOG.warning("a kept graph cannot be read: please report this fault", exc_info=error)
+        trail = CodeTrail() if kept is not None else None
+        graph = capture_graph(self.request, example, self.training, trail)
+        try:
+            text = write_graph(graph, self.request.place.device, self.held)
+        except WriteError as error:
+            return graph, error
+        except Exception as error:  # each rank can still capture
+            _LOG.warning("a captured graph cannot be written: please report this fault", exc_info=error)
+            return graph, error
+        if kept is not None and trail is not None:
+            kept.keep(example, self.training, text, trail)
+        return graph, text
+
+    @cached_property
+    def _kept(self) -> KeptGraphs | None:
+        keeps = self.request.options.debug.keep_graphs
+        return KeptGraphs(self.held.digest, self.request.place.device) if keeps else None
 
 
 def _reachable(request: CompileRequest) -> tuple[Reachable | None, bytes]:

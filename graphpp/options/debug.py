@@ -1,4 +1,4 @@
-"""`debug=`: dumps of graphs, and how many captured graphs a pipeline keeps."""
+"""`debug=`: dumps of graphs, and the captured graphs that are kept in memory and on disk."""
 
 from __future__ import annotations
 
@@ -11,6 +11,14 @@ from graphpp.errors import GraphPPError
 from graphpp.options.option import Group, Option, a_positive_int, group_reader
 
 
+def _read_kept(form: object) -> bool:
+    if form is None:
+        return os.environ.get("GRAPHPP_KEEP_GRAPHS", "1") != "0"
+    if not isinstance(form, bool):
+        raise GraphPPError(f"take True, False or None, got {form!r}")
+    return form
+
+
 def _read_folder(form: object) -> Path | None:
     folder = form if form is not None else os.environ.get("GRAPHPP_DUMP") or None
     if folder is not None and (not isinstance(folder, str | os.PathLike) or not os.fspath(folder)):
@@ -20,7 +28,7 @@ def _read_folder(form: object) -> Path | None:
 
 @dataclass(frozen=True)
 class Debug(Group):
-    """Dumps of graphs, and the number of captured graphs that are kept. Raises `GraphPPError` for values of other types."""
+    """Dumps of graphs, and the captured graphs that are kept. Raises `GraphPPError` for values of other types."""
 
     prefix: ClassVar[str] = "debug"
 
@@ -35,8 +43,16 @@ class Debug(Group):
         16,
         read=a_positive_int,
         takes="a positive integer",
-        about="How many captured graphs are kept, one per shape of microbatch and mode of the model; the least recently "
-        "used one is dropped first.",
+        about="How many captured graphs a pipeline keeps in memory, one per shape of microbatch and mode of the model; the "
+        "least recently used one is dropped first.",
+    )
+    keep_graphs: Option[bool | None, bool] = Option(
+        None,
+        read=_read_kept,
+        describe=None,  # the first rank alone captures
+        takes="True, False",
+        about="Whether captured graphs are kept in the cache folder for later runs of an unchanged program. None: yes, unless "
+        "the variable `GRAPHPP_KEEP_GRAPHS` is 0.",
     )
 
 

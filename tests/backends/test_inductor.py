@@ -19,9 +19,9 @@ import torch
 from torch import Tensor, fx, nn
 
 import graphpp
-from graphpp.backends.disk_cache import DiskCache
 from graphpp.backends.gemm_kernels import GemmKernels
 from graphpp.backends.inductor import InductorCompiler
+from graphpp.cache.disk_cache import DiskCache
 from graphpp.passes.graph.region import Region
 from tests.distributed import run_ranks
 from tests.exhaustive import further
@@ -601,7 +601,7 @@ def test_a_cache_that_cannot_be_written_is_replaced(tmp_path: Path, caplog: pyte
 def test_what_replaces_a_cache_goes_with_the_process(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     cache = f"DiskCache(Path({str(tmp_path / 'file')!r}))"
-    code = f"from pathlib import Path; from graphpp.backends.disk_cache import DiskCache; print({cache}.root)"
+    code = f"from pathlib import Path; from graphpp.cache.disk_cache import DiskCache; print({cache}.root)"
     root = Path(__file__).parents[2]
     made = subprocess.run([sys.executable, "-c", code], check=True, cwd=root, capture_output=True, text=True)
     replaced = Path(made.stdout.strip())

@@ -40,15 +40,15 @@ from graphpp._torch import aot
 from graphpp.capture.transfer.libraries import is_installed, top_package
 from graphpp.capture.transfer.reachable_code import Children, ReachableCode, UnreadableError, named
 
-_SCALARS = (
+SCALARS = (
     bool, int, float, complex, str, bytes, type(None), range, type(...), type(NotImplemented),
     torch.dtype, torch.layout, torch.memory_format,
 )  # fmt: skip
-_COMPILED = (
+COMPILED = (
     types.BuiltinFunctionType, types.MethodDescriptorType, types.WrapperDescriptorType, types.MethodWrapperType,
     types.GetSetDescriptorType, types.MemberDescriptorType, types.ClassMethodDescriptorType,
 )  # fmt: skip
-_WITHOUT_EFFECT = (logging.Logger, ContextVar, weakref.ref, threading.local, type(threading.Lock()), type(threading.RLock()))
+WITHOUT_EFFECT = (logging.Logger, ContextVar, weakref.ref, threading.local, type(threading.Lock()), type(threading.RLock()))
 _HASHES = 2**40  # integers of library objects from here on are taken for hashes or addresses
 _STORES = ("_parameters", "_buffers", "_modules")  # walked by their tensors and modules, under the model's own names
 
@@ -92,7 +92,7 @@ class Reachable:
 
     def _children(self, name: str, value: Any) -> Children:
         """Note an object; yields the named objects that it reaches."""
-        if type(value) in _SCALARS:
+        if type(value) in SCALARS:
             self._note(name, type(value).__name__, repr(value))
         elif type(value) is torch.device:
             self._note(name, "device", value.type)  # ranks have other indices
@@ -184,9 +184,9 @@ class Reachable:
         """The items of a dict in the order of their keys' texts; keys that are no plain data stand in the dict's own order."""
         self._note(name, type(value).__qualname__, len(value))
         pairs = enumerate(dict.items(value))
-        items = [(repr(key) if type(key) in _SCALARS else f"key {at}", key, each) for at, (key, each) in pairs]
+        items = [(repr(key) if type(key) in SCALARS else f"key {at}", key, each) for at, (key, each) in pairs]
         for text, key, each in sorted(items, key=lambda item: item[0]):
-            if type(key) not in _SCALARS:
+            if type(key) not in SCALARS:
                 yield f"{name}.{text}", key
             yield f"{name}[{text}]", each
         if isinstance(value, defaultdict):
@@ -260,12 +260,12 @@ class Reachable:
         return iter(())
 
     _kinds: Sequence[tuple[Any, Callable[[Reachable, str, Any], Children]]] = (
-        (_WITHOUT_EFFECT, _of_object_without_effect),
+        (WITHOUT_EFFECT, _of_object_without_effect),
         (torch.Tensor, _of_tensor),
         (nn.Module, _of_module),
         (types.FunctionType, lambda self, name, value: self._code.of_function(name, value)),
         ((types.MethodType, functools.partial, staticmethod, classmethod, property, functools._lru_cache_wrapper), _of_wrapper),
-        (_COMPILED, _of_compiled),
+        (COMPILED, _of_compiled),
         ((aot.Operator, aot.OperatorPacket), _of_operator),
         (type, lambda self, name, value: self._code.of_class(name, value)),
         (types.ModuleType, lambda self, name, value: self._code.of_python_module(name, value)),
@@ -289,7 +289,7 @@ def _slots(kind: type) -> Sequence[str]:
 
 def _text_in_set(name: str, value: Any) -> str:
     """The text by which an item of a set is compared: plain data, and tuples, frozen sets, enums and classes of these."""
-    if type(value) in _SCALARS:
+    if type(value) in SCALARS:
         return repr(value)
     if type(value) is tuple:
         return f"({', '.join(_text_in_set(name, each) for each in value)})"

@@ -16,9 +16,14 @@ from graphpp.capture.transfer.libraries import is_installed, top_package, versio
 
 Children = Iterator[tuple[str, Any]]
 
-_PER_PROCESS = frozenset(  # names in code that asks for the process, its place among others, or its time
-    ("get_rank", "get_local_rank", "get_node_local_rank", "get_group_rank", "get_coordinate", "current_device", "environ",
-     "getenv", "getpid", "gethostname", "urandom", "uuid4", "new_group", "init_device_mesh", "init_process_group")
+ENVIRONMENT = frozenset(("environ", "getenv"))  # names in code that reads the variables of the environment
+PER_PROCESS = frozenset(  # names in code that asks for the process, its place among others, or its time
+    ("get_rank", "get_local_rank", "get_node_local_rank", "get_group_rank", "get_coordinate", "current_device",
+     "getpid", "gethostname", "urandom", "uuid4", "new_group", "init_device_mesh", "init_process_group")
+)  # fmt: skip
+_GENERATED = (  # attributes that Python and torch give to classes
+    "__dict__", "__weakref__", "__doc__", "__module__", "__firstlineno__", "__static_attributes__", "_abc_impl",
+    "_backward_cls", "_compiled_autograd_backward_state",
 )  # fmt: skip
 _MISSING = object()
 
@@ -30,6 +35,37 @@ class UnreadableError(Exception):
 def named(name: str, attributes: Mapping[Any, Any]) -> Children:
     """The attributes of an object under their full names, in the order of the names."""
     return ((f"{name}.{key}", each) for key, each in sorted(attributes.items(), key=lambda pair: str(pair[0])))
+
+
+def members(kind: type) -> dict[str, Any]:
+    """The functions and values that a class itself defines."""
+    shown = {key: each for key, each in vars(kind).items() if not isinstance(each, types.MemberDescriptorType)}
+    return {key: each for key, each in shown.items() if key not in _GENERATED}
+
+
+def facts_of_code(code: types.CodeType) -> Iterator[tuple[object, ...]]:
+    """The instructions, names and constants of code and of the functions in it, without the names of its file and lines."""
+    yield code.co_name, code.co_code.hex(), code.co_varnames, code.co_freevars, code.co_names, code.co_flags
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            yield from facts_of_code(constant)
+        else:
+            yield tuple(sorted(map(repr, constant))) if isinstance(constant, frozenset) else (repr(constant),)
+
+
+def names_in_code(code: types.CodeType) -> list[str]:
+    """The names of globals and attributes that code uses, and the functions in it; each name once."""
+    inner = (each for each in code.co_consts if isinstance(each, types.CodeType))
+    return list(dict.fromkeys([*code.co_names, *(name for each in inner for name in names_in_code(each))]))
+
+
+def constants_in_code(code: types.CodeType) -> Iterator[Any]:
+    """The constants of code and of the functions in it."""
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            yield from constants_in_code(constant)
+        else:
+            yield constant
 
 
 class ReachableCode:
@@ -45,9 +81,7 @@ class ReachableCode:
         if self._is_library(kind):
             return
         yield from ((f"{name}.__bases__[{at}]", base) for at, base in enumerate(kind.__bases__))
-        skipped = ("__dict__", "__weakref__", "__doc__", "__module__", "__firstlineno__", "__static_attributes__", "_abc_impl")
-        shown = {key: each for key, each in vars(kind).items() if not isinstance(each, types.MemberDescriptorType)}
-        yield from named(name, {key: each for key, each in shown.items() if key not in skipped})
+        yield from named(name, members(kind))
 
     def of_python_module(self, name: str, module: types.ModuleType) -> Children:
         """Nothing further; a Python module that is a value of the user's own code raises `UnreadableError`."""
@@ -66,8 +100,10 @@ class ReachableCode:
         if self._is_library(function):
             return
         yield f"{name}.__dict__", vars(function)
-        names = list(dict.fromkeys(self._noted(function.__code__)))
-        asked = _PER_PROCESS.intersection(names)
+        for facts in facts_of_code(function.__code__):
+            self._note(*facts)
+        names = names_in_code(function.__code__)
+        asked = (PER_PROCESS | ENVIRONMENT).intersection(names)
         if asked:
             raise UnreadableError(f"{name}, whose code names {min(asked)}")
         for used in names:
@@ -88,17 +124,6 @@ class ReachableCode:
                 yield from self._in_module(found, names, within | {module.__name__})
             elif found is not _MISSING:
                 yield f"{module.__name__}.{inner}", found
-
-    def _noted(self, code: types.CodeType) -> Iterator[str]:
-        """Note a function's code, without the names of its file and lines; yields the names that the code uses."""
-        self._note(code.co_name, code.co_code.hex(), code.co_varnames, code.co_freevars, code.co_names, code.co_flags)
-        for constant in code.co_consts:
-            if not isinstance(constant, types.CodeType):
-                self._note(*(sorted(map(repr, constant)) if isinstance(constant, frozenset) else [repr(constant)]))
-        yield from code.co_names
-        for constant in code.co_consts:
-            if isinstance(constant, types.CodeType):
-                yield from self._noted(constant)
 
     def _is_library(self, value: Any) -> bool:
         """Whether code belongs to Python or an installed library, whose version is noted here; then its text is not read."""

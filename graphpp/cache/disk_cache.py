@@ -6,6 +6,8 @@ Contract
   processes that need the entry wait, and then find it complete.
 - When an entry is closed, its manifest with the size and SHA-256 of every file is written last. An entry whose files differ
   from its manifest is deleted before it is opened, so that no part of it is loaded.
+- When the files of an entry have changed and all entries together exceed the limit, the entries used longest ago are
+  removed. An entry that another process has open stays.
 - If the root cannot be written, a warning says so, and a temporary folder replaces it until the process ends. If somebody
   deletes the root meanwhile, it is created again.
 """
@@ -21,14 +23,19 @@ import os
 import shutil
 import tempfile
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+from graphpp.errors import GraphPPError
 
 if TYPE_CHECKING:
     from filelock import FileLock
 
 _LOG = logging.getLogger("graphpp")
 _MANIFEST = "manifest.json"
+_LOCKS = "locks"  # the folder of the lock files, beside the entries
+_LIMIT = 10 * 2**30  # bytes
 
 
 def default_folder() -> Path:
@@ -39,10 +46,29 @@ def default_folder() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "graphpp"
 
 
+def default_limit() -> int:
+    """The bytes that all entries may have together: the variable GRAPHPP_CACHE_LIMIT, else 10 GiB."""
+    limit = os.environ.get("GRAPHPP_CACHE_LIMIT") or _LIMIT
+    try:
+        return int(limit)
+    except ValueError:
+        raise GraphPPError(f"GRAPHPP_CACHE_LIMIT is a number of bytes, got {limit!r}") from None
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One entry of a cache. `used`: when the entry was last opened, in seconds since 1970."""
+
+    key: str
+    size: int  # bytes
+    used: float
+
+
 class DiskCache:
     """The entries and tables under one root folder."""
 
     def __init__(self, root: Path) -> None:
+        self._limit = default_limit()
         self.root = _writable(root)
 
     @contextlib.contextmanager
@@ -53,15 +79,69 @@ class DiskCache:
             if folder.exists() and not is_complete(folder):
                 shutil.rmtree(folder)
             folder.mkdir(exist_ok=True)
+            before = _contents(folder)
             yield folder
-            _write(folder / _MANIFEST, json.dumps(_contents(folder)))
+            after = _contents(folder)
+            _write(folder / _MANIFEST, json.dumps(after))
+        if after != before:
+            self.shrink(self._limit)
+
+    @contextlib.contextmanager
+    def existing(self, key: str) -> Iterator[Path | None]:
+        """The folder of a key, under its exclusive lock; None if the entry is new or incomplete."""
+        folder = self.root / key
+        if not folder.exists():
+            yield None
+            return
+        with self.lock(key):
+            if not is_complete(folder):
+                yield None
+                return
+            os.utime(folder / _MANIFEST)  # the time of the last use
+            yield folder
+
+    def entries(self) -> list[Entry]:
+        """The complete and incomplete entries, the one used longest ago first."""
+        found = []
+        for folder in self.root.iterdir() if self.root.exists() else ():
+            if folder.is_dir() and folder.name != _LOCKS:
+                with contextlib.suppress(FileNotFoundError):  # removed meanwhile by another process
+                    size = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+                    manifest = folder / _MANIFEST
+                    used = (manifest if manifest.exists() else folder).stat().st_mtime
+                    found.append(Entry(folder.name, size, used))
+        return sorted(found, key=lambda entry: entry.used)
+
+    def shrink(self, limit: int) -> list[Entry]:
+        """Remove the entries used longest ago until all have at most `limit` bytes together; returns the removed ones."""
+        entries = self.entries()
+        size = sum(entry.size for entry in entries)
+        removed = []
+        for entry in entries:
+            if size <= limit:
+                break
+            if self._remove(entry.key):
+                size -= entry.size
+                removed.append(entry)
+        return removed
+
+    def _remove(self, key: str) -> bool:
+        """Whether the entry could be removed; an entry that a process has open cannot."""
+        from filelock import Timeout
+
+        try:
+            with self.lock(key).acquire(timeout=0):
+                shutil.rmtree(self.root / key, ignore_errors=True)
+        except Timeout:
+            return False
+        return True
 
     def lock(self, key: str) -> FileLock:
         """The lock of one key, exclusive among processes."""
         from filelock import FileLock  # loaded by the first compilation
 
-        (self.root / "locks").mkdir(parents=True, exist_ok=True)  # somebody may have deleted the root
-        return FileLock(self.root / "locks" / f"{key}.lock")
+        (self.root / _LOCKS).mkdir(parents=True, exist_ok=True)  # somebody may have deleted the root
+        return FileLock(self.root / _LOCKS / f"{key}.lock")
 
     def read(self, name: str) -> dict[str, str]:
         """The table in the file `name` under the root; empty if the file is missing or unreadable."""

@@ -1,0 +1,39 @@
+"""Show and empty the cache folder of this user: the public functions of `graphpp.cache`.
+
+Contract: the functions take the folder that the variable GRAPHPP_CACHE names, else the user's own; another folder, such as
+that of `graphpp.Inductor(cache=)`, is given by `root`. An entry that a process has open stays.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from graphpp.cache.disk_cache import DiskCache, Entry, default_folder
+from graphpp.errors import GraphPPError
+
+
+def folder() -> Path:
+    """The folder of the cache."""
+    return default_folder()
+
+
+def entries(root: str | os.PathLike[str] | None = None) -> list[Entry]:
+    """The entries with their bytes and the time of their last use, the one used longest ago first."""
+    path = _path(root)
+    return DiskCache(path).entries() if path.exists() else []
+
+
+def clear(root: str | os.PathLike[str] | None = None, *, keep: int = 0) -> list[Entry]:
+    """Remove the entries used longest ago until at most `keep` bytes are left; returns the removed entries.
+
+    Raises `GraphPPError` if `keep` is no number of bytes.
+    """
+    if not isinstance(keep, int) or isinstance(keep, bool) or keep < 0:
+        raise GraphPPError(f"keep is a number of bytes, 0 or more, got {keep!r}")
+    path = _path(root)
+    return DiskCache(path).shrink(keep) if path.exists() else []
+
+
+def _path(root: str | os.PathLike[str] | None) -> Path:
+    return default_folder() if root is None else Path(root)

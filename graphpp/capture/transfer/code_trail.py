@@ -1,0 +1,320 @@
+"""Note the code that runs in the forward of model and loss, and tell whether another process would run the same code.
+
+`reachable.py` reads the user's code, and takes an installed library for unchanged as long as the version is the same. That is
+not enough to keep a graph for later runs: a program may replace functions of a library, or change the library's files.
+
+Contract
+--------
+- `CodeTrail.watching()` notes every Python function that runs, but for those of torch that trace, of graphpp and of Python.
+- `CodeTrail.evidence()` is plain data: a digest of each function that ran, of each global that their code names, of the
+  classes whose methods ran, and of the environment variables that code names. Raises `UnreadableError` if another process could
+  not look a function's module up, or if code asks which process runs it.
+- `difference(evidence)` names the first of these that is another one in this process, or returns None.
+- Values of globals count down to a depth of three containers or objects. A change below that depth is not seen, nor one of a
+  whole number in a library's class, which may be a counter.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import hashlib
+import os
+import sys
+import types
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from enum import Enum
+from typing import Any
+
+import torch
+
+from graphpp._torch import aot
+from graphpp.capture.fingerprint import in_cell
+from graphpp.capture.transfer.libraries import is_installed, top_package, version
+from graphpp.capture.transfer.reachable import COMPILED, SCALARS, WITHOUT_EFFECT
+from graphpp.capture.transfer.reachable_code import (
+    ENVIRONMENT,
+    PER_PROCESS,
+    UnreadableError,
+    constants_in_code,
+    facts_of_code,
+    members,
+    names_in_code,
+)
+
+Evidence = Mapping[str, Mapping[str, Mapping[str, str]]]
+
+# The parts of torch that trace, dispatch and interpret: they run for every model alike.
+_MACHINERY = (
+    "torch._", "torch.fx.", "torch.utils._", "torch.export.", "torch.overrides", "torch.library", "torch.types",
+    "torch.backends", "torch.autograd.grad_mode", "torch.autograd.profiler", "torch.autograd.graph",
+)  # fmt: skip
+_BACKWARD = ("backward", "setup_context", "vjp")  # the functions of a custom Function that a forward does not run
+_LOOKED_UP = ("code", "global", "class")  # the kinds of evidence that are looked up in modules
+_KINDS = (*_LOOKED_UP, "environ", "version")
+_GENERATED = "torch.autograd.function"  # where torch puts the classes that it makes for custom operators and Functions
+_DEPTH = 3
+_MOST_ITEMS = 1000  # of a container
+
+
+class CodeTrail:
+    """The functions that ran, with the classes of the objects whose methods they are."""
+
+    def __init__(self) -> None:
+        self._refused: str | None = None
+        self._globals: dict[types.CodeType, dict[str, Any]] = {}
+        self._receivers: set[type] = set()
+        self._skipped: set[types.CodeType] = set()
+
+    @contextlib.contextmanager
+    def watching(self) -> Iterator[None]:
+        """The context in which the functions of this thread are noted."""
+        before = sys.getprofile()
+        sys.setprofile(self._note)
+        try:
+            yield
+        finally:
+            sys.setprofile(before)
+
+    def refuse(self, reason: str) -> None:
+        """Let `evidence` raise `UnreadableError`, because code ran that was not noted."""
+        self._refused = reason
+
+    def _note(self, frame: types.FrameType, event: str, _: Any) -> None:
+        code = frame.f_code
+        if event != "call" or code in self._skipped:
+            return
+        if code not in self._globals:
+            if _is_machinery(str(frame.f_globals.get("__name__", ""))) or code.co_filename.startswith("<"):
+                self._skipped.add(code)
+                return
+            self._globals[code] = frame.f_globals
+        if code.co_argcount:
+            receiver = frame.f_locals.get(code.co_varnames[0])
+            kind = receiver if isinstance(receiver, type) else type(receiver)
+            if hasattr(kind, code.co_name):
+                self._receivers.add(kind)
+
+    def evidence(self) -> Evidence:
+        """Digests by kind, module and name. Raises `UnreadableError`."""
+        if self._refused is not None:
+            raise UnreadableError(self._refused)
+        self._follow_backwards()
+        digests = _Digests()
+        found: dict[str, dict[str, dict[str, str]]] = {kind: {} for kind in _KINDS}
+        for code, around in self._globals.items():
+            self._read_code(code, around, digests, found)
+        for kind in self._receivers:
+            if _is_machinery(kind.__module__) or "<locals>" in kind.__qualname__ or kind.__module__ == _GENERATED:
+                continue  # the code of a local class is a constant of the function around the class
+            if _resolved(kind.__module__, kind.__qualname__) is not kind:
+                raise UnreadableError(f"the class {kind.__module__}.{kind.__qualname__}, whose name means another object")
+            found["class"].setdefault(kind.__module__, {})[kind.__qualname__] = digests.of(kind)
+        roots = {module.partition(".")[0] for kind in _LOOKED_UP for module in found[kind]}
+        found["version"] = {root: {"": version(root)} for root in roots}
+        return found
+
+    def _read_code(
+        self, code: types.CodeType, around: Mapping[str, Any], digests: _Digests, found: dict[str, dict[str, dict[str, str]]]
+    ) -> None:
+        """Put a function that ran, and the globals and variables that its code names, into `found`."""
+        module, names = _module_of(around), names_in_code(code)
+        asked = PER_PROCESS.intersection(names)
+        if asked:
+            raise UnreadableError(f"{module}.{code.co_qualname}, whose code names {min(asked)}")
+        if ENVIRONMENT.intersection(names):
+            texts = [each for each in constants_in_code(code) if isinstance(each, str)]
+            found["environ"].setdefault("os", {}).update({text: digests.of(os.environ.get(text)) for text in texts})
+        if getattr(_resolved(module, code.co_qualname), "__code__", None) is code:
+            found["code"].setdefault(module, {})[code.co_qualname] = digests.of_code(code)
+        self._receivers.update(_classes_around(module, code.co_qualname))
+        for owner, name in _globals_named(around, names, set()):
+            found["global"].setdefault(owner, {})[name] = digests.of(vars(sys.modules[owner])[name])
+
+    def _follow_backwards(self) -> None:
+        """Count the backward functions of the custom Functions that ran, and the functions that they name, as run."""
+        pending: list[types.FunctionType] = []
+        for code, around in list(self._globals.items()):
+            for kind in _classes_around(_module_of(around), code.co_qualname):
+                if issubclass(kind, torch.autograd.Function):
+                    found = (getattr(kind, name, None) for name in _BACKWARD)
+                    pending += [each for each in found if isinstance(each, types.FunctionType)]
+        while pending:
+            function = pending.pop()
+            if function.__code__ in self._globals or _is_machinery(function.__module__ or ""):
+                continue
+            self._globals[function.__code__] = function.__globals__
+            named = _globals_named(function.__globals__, names_in_code(function.__code__), set())
+            values = (vars(sys.modules[owner])[name] for owner, name in named)
+            pending += [value for value in values if isinstance(value, types.FunctionType)]
+
+
+def difference(evidence: Evidence) -> str | None:
+    """The name of the first function, global, class, variable or version that is another one here; None if there is none.
+
+    A module that this process has not imported counts as its version: nobody can have replaced anything in the module.
+    """
+    digests = _Digests()
+    for root, versions in evidence["version"].items():
+        if version(root) != versions[""]:
+            return f"the version of {root}"
+    for name, digest in evidence["environ"].get("os", {}).items():
+        if digests.of(os.environ.get(name)) != digest:
+            return f"the environment variable {name}"
+    looked_up = ((kind, module, names) for kind in _LOOKED_UP for module, names in evidence[kind].items())
+    return next(filter(None, (_difference_in(kind, module, names, digests) for kind, module, names in looked_up)), None)
+
+
+def _difference_in(kind: str, module: str, names: Mapping[str, str], digests: _Digests) -> str | None:
+    """The name of the first of a module's functions, globals or classes that is another one in this process."""
+    if module not in sys.modules:
+        return None if is_installed(module.partition(".")[0]) else f"the module {module}"
+    for name, digest in names.items():
+        value = vars(sys.modules[module]).get(name, _missing) if kind == "global" else _resolved(module, name)
+        code = getattr(value, "__code__", None) if kind == "code" else None
+        if digest != (digests.of(value) if code is None else digests.of_code(code)):
+            return f"{module}.{name}"
+    return None
+
+
+def _missing() -> None:
+    """Stands for a global that is missing."""
+
+
+def _is_machinery(module: str) -> bool:
+    root = module.partition(".")[0]
+    return module.startswith(_MACHINERY) or root == "graphpp" or (root in sys.stdlib_module_names and root != "__main__")
+
+
+def _module_of(around: Mapping[str, Any]) -> str:
+    """The name of the module that has these globals."""
+    name = str(around.get("__name__"))
+    if getattr(sys.modules.get(name), "__dict__", None) is not around:
+        raise UnreadableError(f"code of {name}, which is no module of the process")
+    return name
+
+
+def _resolved(module: str, path: str) -> Any:
+    """The object at a dotted path in a module; None if there is none."""
+    place: Any = sys.modules.get(module)
+    for part in path.split("."):
+        place = vars(place).get(part) if hasattr(place, "__dict__") else None
+        place = place.__func__ if isinstance(place, staticmethod | classmethod) else place
+    return place
+
+
+def _classes_around(module: str, path: str) -> Iterator[type]:
+    """The classes in whose bodies a function stands, by the function's qualified name."""
+    parts = path.split(".")
+    for end in range(1, len(parts)):
+        found = _resolved(module, ".".join(parts[:end]))
+        if isinstance(found, type):
+            yield found
+
+
+def _globals_named(around: Mapping[str, Any], names: list[str], within: set[str]) -> Iterator[tuple[str, str]]:
+    """(module, name) of each global that code names, and of each attribute that the code names of a module among these."""
+    module = str(around["__name__"])
+    within.add(module)
+    for name in names:
+        value = around.get(name, _missing)
+        if value is _missing:
+            continue
+        yield module, name
+        if isinstance(value, types.ModuleType) and value.__name__ not in within and value.__name__ in sys.modules:
+            yield from _globals_named(vars(value), names, within)
+
+
+def _members(kind: type) -> dict[str, Any]:
+    """The functions and values that a class itself defines; whole numbers of a library's class may be counters."""
+    installed = is_installed(top_package(kind))
+    return {key: each for key, each in members(kind).items() if not (installed and type(each) is int)}
+
+
+class _Digests:
+    """Digests of values that are equal in two processes; each class and each code is read once."""
+
+    def __init__(self) -> None:
+        self._of_class: dict[type, str] = {}
+        self._of_code: dict[types.CodeType, str] = {}
+
+    def of(self, value: Any) -> str:
+        """The digest of a global or a class."""
+        return _digest(self._text(value, _DEPTH))
+
+    def of_code(self, code: types.CodeType) -> str:
+        """The digest of a function's code."""
+        if code not in self._of_code:
+            self._of_code[code] = _digest(repr(list(facts_of_code(code))))
+        return self._of_code[code]
+
+    def _text(self, value: Any, depth: int) -> str:
+        if type(value) in SCALARS:
+            return repr(value)
+        for kinds, text in self._texts:
+            if isinstance(value, kinds):
+                return text(self, value, depth)
+        return self._object(value, depth)
+
+    def _object(self, value: Any, depth: int) -> str:
+        name = f"{type(value).__module__}.{type(value).__qualname__}"
+        return f"{name}({self._items(getattr(value, '__dict__', {}), depth)})"
+
+    def _items(self, items: Mapping[Any, Any], depth: int) -> str:
+        if depth <= 0 or len(items) > _MOST_ITEMS:
+            return str(len(items))
+        return ", ".join(sorted(f"{self._text(key, 0)}: {self._text(each, depth - 1)}" for key, each in dict(items).items()))
+
+    def _class(self, kind: type, _: int) -> str:
+        """The functions and plain values of a class and its bases."""
+        if kind not in self._of_class:
+            self._of_class[kind] = f"{kind.__module__}.{kind.__qualname__}"  # for a class that names itself
+            bases = [base for base in kind.__mro__ if base is not object]
+            own = (f"{base.__qualname__}({self._items(_members(base), 2)})" for base in bases if hasattr(base, "__dict__"))
+            self._of_class[kind] = f"{kind.__module__}.{kind.__qualname__} {_digest(' '.join(own))}"
+        return self._of_class[kind]
+
+    def _function(self, function: types.FunctionType, depth: int) -> str:
+        """The code of a function, its defaults, and the functions that it wraps."""
+        inner = [*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
+        inner += map(in_cell, function.__closure__ or ())
+        around = [self._text(each, depth - 1) for each in inner] if depth > 0 else []
+        return f"{function.__module__}.{function.__qualname__} {self.of_code(function.__code__)} {around}"
+
+    def _wrapper(self, value: Any, depth: int) -> str:
+        parts = ("__func__", "func", "args", "keywords", "fget", "fset", "__wrapped__")
+        held = (self._text(getattr(value, part), depth) for part in parts if hasattr(value, part))
+        return f"{type(value).__qualname__}({', '.join(held)})"
+
+    def _sequence(self, value: Any, depth: int) -> str:
+        shown = depth > 0 and len(value) <= _MOST_ITEMS
+        texts = [self._text(each, depth - 1) for each in value] if shown else [str(len(value))]
+        ordered = sorted(texts) if isinstance(value, set | frozenset) else texts
+        return f"{type(value).__qualname__}[{', '.join(ordered)}]"
+
+    def _mapping(self, value: Any, depth: int) -> str:
+        return f"{type(value).__qualname__}{{{self._items(value, depth)}}}{self._object(value, depth - 1)}"
+
+    def _name(self, value: Any, _: int) -> str:
+        return f"{type(value).__qualname__} {getattr(value, '__module__', '')}.{getattr(value, '__qualname__', '')}"
+
+    _texts: tuple[tuple[Any, Callable[[_Digests, Any, int], str]], ...] = (
+        ((*WITHOUT_EFFECT, type(os.environ)), lambda self, value, depth: type(value).__qualname__),
+        (types.ModuleType, lambda self, value, depth: f"module {value.__name__}"),
+        (type, _class),
+        (types.FunctionType, _function),
+        ((types.MethodType, functools.partial, staticmethod, classmethod, property, functools._lru_cache_wrapper), _wrapper),
+        (COMPILED, _name),
+        ((aot.Operator, aot.OperatorPacket), lambda self, value, depth: str(value)),
+        (Enum, lambda self, value, depth: f"{type(value).__qualname__}.{value.name}"),
+        (torch.Tensor, lambda self, value, depth: f"{value.dtype} {tuple(value.shape)}"),
+        (torch.device, lambda self, value, depth: value.type),
+        (dict, _mapping),
+        (types.MappingProxyType, _mapping),
+        ((list, tuple, deque, set, frozenset), _sequence),
+    )
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode(errors="surrogatepass")).hexdigest()[:16]

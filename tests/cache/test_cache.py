@@ -1,0 +1,109 @@
+"""The cache folder: its entries, its limit, and the functions and the command that show and empty it."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import graphpp
+from graphpp.cache.disk_cache import DiskCache, default_limit
+from tests.distributed import run_ranks
+
+ROOT = Path(__file__).parents[2]
+
+
+def fill(cache: DiskCache, key: str, size: int, used: float) -> None:
+    """An entry of `size` bytes beside its manifest, last used at `used`."""
+    with cache.entry(key) as folder:
+        (folder / "data").write_bytes(b"x" * size)
+    os.utime(cache.root / key / "manifest.json", (used, used))
+
+
+def keys(root: Path) -> list[str]:
+    return [entry.key for entry in graphpp.cache.entries(root)]
+
+
+def test_the_entries_used_longest_ago_go_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GRAPHPP_CACHE_LIMIT", "3000")
+    cache = DiskCache(tmp_path)
+    for at, key in enumerate("abcd"):
+        fill(cache, key, 500, 1000.0 + at)
+    assert keys(tmp_path) == ["a", "b", "c", "d"]
+    with cache.existing("a") as folder:  # now the one used last
+        assert folder is not None
+    fill(cache, "e", 1200, 2000.0)
+    assert keys(tmp_path) == ["d", "e", "a"]
+    with cache.entry("f") as folder:
+        (folder / "data").write_bytes(b"x" * 5000)  # larger than the limit: it goes itself, last of all
+    assert keys(tmp_path) == []
+
+
+def test_an_entry_that_is_open_stays(tmp_path: Path) -> None:
+    cache = DiskCache(tmp_path)
+    fill(cache, "a", 10, 1.0)
+    fill(cache, "b", 10, 2.0)
+    with cache.existing("a"):
+        assert [entry.key for entry in graphpp.cache.clear(tmp_path)] == ["b"]
+    assert keys(tmp_path) == ["a"]
+
+
+def test_an_entry_that_is_read_must_be_whole(tmp_path: Path) -> None:
+    cache = DiskCache(tmp_path)
+    fill(cache, "a", 10, 1.0)
+    (tmp_path / "a" / "data").write_bytes(b"y" * 10)
+    for key in ("a", "none"):
+        with cache.existing(key) as folder:
+            assert folder is None
+    assert not (tmp_path / "none").exists()
+
+
+def test_a_folder_is_shown_and_cleared(tmp_path: Path) -> None:
+    for at, key in enumerate("ab"):
+        fill(DiskCache(tmp_path), key, 100, 86400.0 * (at + 1))
+    size = sum(entry.size for entry in graphpp.cache.entries(tmp_path))
+    assert size > 200
+
+    def command(*words: str) -> list[str]:
+        environment = os.environ | {"PYTHONPATH": str(ROOT), "GRAPHPP_CACHE": str(tmp_path), "TZ": "UTC"}
+        call = [sys.executable, "-m", "graphpp.cache", *words]
+        return subprocess.run(call, env=environment, capture_output=True, text=True, check=True).stdout.splitlines()
+
+    assert [line[:10] + line[-3:] for line in command()[:-1]] == ["1970-01-02  a", "1970-01-03  b"]
+    assert [line[-1] for line in command("--clear", "--keep", str(size - 1))[:-1]] == ["a"]
+    assert keys(tmp_path) == ["b"]
+    assert [entry.key for entry in graphpp.cache.clear(tmp_path)] == ["b"]
+    assert command()[-1].endswith("0 entries, 0 B")
+    assert graphpp.cache.entries(tmp_path / "missing") == graphpp.cache.clear(tmp_path / "missing") == []
+
+
+@pytest.mark.parametrize("keep", [-1, 1.5, True, "all"])
+def test_what_is_kept_is_a_number_of_bytes(keep: object, tmp_path: Path) -> None:
+    with pytest.raises(graphpp.GraphPPError, match="keep is a number of bytes"):
+        graphpp.cache.clear(tmp_path, keep=keep)  # type: ignore[arg-type]
+
+
+def test_the_limit_is_a_number_of_bytes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    assert default_limit() == 10 * 2**30
+    monkeypatch.setenv("GRAPHPP_CACHE_LIMIT", "10 GB")
+    with pytest.raises(graphpp.GraphPPError, match="GRAPHPP_CACHE_LIMIT is a number of bytes, got '10 GB'"):
+        DiskCache(tmp_path)
+
+
+def fill_and_shrink(rank: int, root: str) -> int:
+    """Write many entries under a limit that holds only a few of them."""
+    os.environ["GRAPHPP_CACHE_LIMIT"] = "5000"
+    cache = DiskCache(Path(root))
+    for turn in range(20):
+        with cache.entry(f"{turn % 7}") as folder:
+            (folder / "data").write_bytes(bytes([rank]) * (500 + turn))
+    return sum(entry.size for entry in cache.entries())
+
+
+def test_two_processes_keep_to_one_limit(tmp_path: Path) -> None:
+    run_ranks(fill_and_shrink, 2, str(tmp_path))
+    DiskCache(tmp_path).shrink(5000)
+    assert 0 < sum(entry.size for entry in graphpp.cache.entries(tmp_path)) <= 5000
