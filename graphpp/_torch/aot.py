@@ -3,12 +3,20 @@
 Checked on torch 2.11.0, 2.13.0 and 2.15.0:
 
 - `torch._functorch.aot_autograd.aot_export_joint_with_descriptors`: the joint trace of a module
+- `torch._dynamo.convert_frame.compile_lock`: the lock under which Dynamo compiles; `torch._dynamo.trace_rules`:
+  `_numpy_function_ids`, `get_tensor_method`: tables that Dynamo makes at its first use
+- `torch.export._trace`: `_ignore_backend_decomps`, `_override_builtin_ops`: contexts that export opens around a trace;
+  `torch._export.non_strict_utils._tensor_min_max`: the `max` and `min` of the second one
+- `torch._functorch.aot_autograd.patch`: the function of `unittest.mock`, with which the joint trace replaces
+  `torch.cuda.set_rng_state`
+- `torch.fx._symbolic_trace`: `_Patcher.patch_method`, by which the tracer replaces methods of `nn.Module`;
+  `_is_fx_tracing_flag`, whether the process is tracing (until torch 2.14)
 - `torch._decomp.decompositions`: `select_one_layer_lstm_function`, `one_layer_lstm`: the operators as which an
   LSTM layer is traced
 - `torch._export.utils._compiling_state_context`: a context in which `torch.compiler.is_exporting()` is true
 - `torch._higher_order_ops.effects`: `_get_effect`, `_register_effectful_op`; `torch.fx.node._side_effectful_functions`:
   which operators are traced with an effect token, and which a trace keeps although no operation reads them
-- `torch._subclasses.fake_tensor.FakeTensorMode`: tensors with a device and no data
+- `torch._subclasses.fake_tensor`: `FakeTensorMode`, `FakeTensor`: tensors with a device and no data
 - `torch._functorch.autograd_function`: the class `ApplyTemplate`, by name; the logger `torch._subclasses`
 - `torch._dynamo.symbolic_convert`: the file whose frames are on the stack while Dynamo reads code
 - `torch._logging`: `trace_structured`, which writes artefacts for `TORCH_TRACE` and tlparse; `_internal.trace_log`,
@@ -33,11 +41,16 @@ Checked on torch 2.11.0, 2.13.0 and 2.15.0:
 
 from __future__ import annotations
 
+import builtins
 import contextlib
 import gc
+import math
 import os
+import pkgutil
+import random
 import traceback
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -46,21 +59,26 @@ from torch._decomp import decompositions
 from torch._higher_order_ops import effects
 from torch._logging import trace_structured  # type: ignore[attr-defined]
 from torch._logging._internal import trace_log
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.distributions import Distribution
+from torch.fx import _symbolic_trace as symbolic_trace
 from torch.fx._lazy_graph_module import _make_graph_module, _use_lazy_graph_module
 from torch.fx.traceback import annotate, preserve_node_meta
 from torch.utils import checkpoint
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from graphpp._torch import pytree
+from graphpp._torch.this_thread import InThisThread, alone, caller, replaced
 
-_READER = os.path.join("torch", "_dynamo", "symbolic_convert.py")
+_DYNAMO = os.path.join("torch", "_dynamo", "")
+_READER = os.path.join(_DYNAMO, "symbolic_convert.py")
 # Functions of torch itself that change no gradient, or implement registered and higher-order operators, which export keeps.
 KEPT_FUNCTIONS = ("torch._library.", "torch._higher_order_ops.", "torch._functorch.", "torch.utils.checkpoint")
 FUNCTION_OF_A_REGION = "ApplyTemplate"  # Dynamo's stand-in for a custom Function in the branch of torch.cond and the like
 FAKE_LOG = "torch._subclasses"  # logs failures on fake tensors
 _FunctionMeta = torch.autograd.function.FunctionMeta
+
+Context = contextlib.AbstractContextManager[None]
 
 enter_autocast = torch.amp.autocast_mode._enter_autocast
 exit_autocast = torch.amp.autocast_mode._exit_autocast
@@ -99,16 +117,107 @@ def graph_module(held: dict[str, Any], graph: fx.Graph) -> fx.GraphModule:
 def quick() -> Iterator[None]:
     """A context for tracing and passes, without garbage collection and without Python code of unfinished graphs: both are slow.
 
-    A collection walks over all nodes of a graph, again and again while the graph grows.
+    A collection walks over all nodes of a graph, again and again while the graph grows. Both are switched off for the whole
+    process, so one thread at a time is in the context.
     """
-    collecting = gc.isenabled()
-    gc.disable()
-    try:
-        with _use_lazy_graph_module(True):
-            yield
-    finally:
-        if collecting:
-            gc.enable()
+    with alone():
+        collecting = gc.isenabled()
+        gc.disable()
+        try:
+            with _use_lazy_graph_module(True):
+                yield
+        finally:
+            if collecting:
+                gc.enable()
+
+
+@contextlib.contextmanager
+def traces_in_this_thread() -> Iterator[None]:
+    """A context for `torch.export` and the joint trace, in which torch's own changes to the process act in this thread only.
+
+    Dynamo compiles nothing in other threads meanwhile. Torch's other changes have no effect on the numbers of other threads.
+    """
+    from torch._dynamo import convert_frame, trace_rules  # `fake_mode` has loaded Dynamo
+    from torch._functorch import aot_autograd
+    from torch.export import _trace
+
+    # Dynamo remembers addresses of functions at its first use, which must not be those of replacements.
+    trace_rules._numpy_function_ids()
+    trace_rules.get_tensor_method()
+    is_compiling, is_exporting = torch.compiler.is_compiling(), torch.compiler.is_exporting()
+    replacements: tuple[tuple[Any, ...], ...] = (
+        # Export switches off MKLDNN and cuDNN, and so other kernels run. A trace on fake tensors runs no kernel.
+        (_trace, "_ignore_backend_decomps", contextlib.nullcontext),
+        (_trace, "_override_builtin_ops", _builtins_for_tensors),
+        (torch.random, "set_rng_state", _unless_by_dynamo(torch.random.set_rng_state)),
+        (torch.cuda, "set_rng_state", _unless_by_dynamo(torch.cuda.set_rng_state)),
+        (random, "setstate", _unless_by_dynamo(random.setstate)),
+        (aot_autograd, "patch", _patched),
+        (symbolic_trace._Patcher, "patch_method", _patch_method),
+        (torch.compiler, "is_compiling", torch.compiler.is_compiling, lambda: is_compiling),
+        (torch.compiler, "is_exporting", torch.compiler.is_exporting, lambda: is_exporting),
+    )
+    with alone(), convert_frame.compile_lock, contextlib.ExitStack() as stack:
+        for owner, name, *here_and_elsewhere in replacements:
+            stack.enter_context(replaced(owner, name, *here_and_elsewhere))
+        yield
+
+
+def _unless_by_dynamo(set_state: Callable[..., None]) -> Callable[..., None]:
+    """A function that sets a random state, and does nothing for Dynamo, whose code the joint trace runs too.
+
+    Dynamo draws nothing, and sets the state in which the generator was before: that would take back other threads' draws.
+    """
+
+    def set_unless_by_dynamo(*args: Any, **kwargs: Any) -> None:
+        code = caller()  # of a call from Dynamo's C++ it is code that does not name the function
+        if _DYNAMO not in code.co_filename and set_state.__name__ in code.co_names:
+            set_state(*args, **kwargs)
+
+    return set_unless_by_dynamo
+
+
+@contextlib.contextmanager
+def _builtins_for_tensors() -> Iterator[None]:
+    """Export's `max`, `min` and `math.pow`, which accept tensors and symbolic numbers."""
+    from torch._export import non_strict_utils  # export has loaded this module
+
+    choose = partial(partial, non_strict_utils._tensor_min_max)
+    with (
+        replaced(builtins, "max", choose(real_callable=max, tensor_callable=torch.maximum)),
+        replaced(builtins, "min", choose(real_callable=min, tensor_callable=torch.minimum)),
+        replaced(math, "pow", lambda x, y: x**y),
+    ):
+        yield
+
+
+def _patched(target: str, new: Any) -> Context:
+    """`unittest.mock.patch` for this thread only."""
+    owner, name = target.rsplit(".", 1)
+    return replaced(pkgutil.resolve_name(owner), name, new)
+
+
+def _patch_method(patcher: Any, owner: type, name: str, new: Callable[..., Any], deduplicate: bool = True) -> None:
+    """`patch_method` of torch's tracer, which replaces methods of `nn.Module`, for this thread only."""
+    patched = _PatchedMethod(owner, name, new)
+    patched.patch()
+    patcher.patches_made.append(patched)
+    if hasattr(symbolic_trace, "_is_fx_tracing_flag"):  # torch 2.15 keeps the flag by thread; the tracer restores it
+        symbolic_trace._is_fx_tracing_flag = InThisThread()  # type: ignore[assignment]
+
+
+class _PatchedMethod:
+    """A replaced method in the list of torch's tracer, which takes its replacements back and makes them again."""
+
+    def __init__(self, owner: type, name: str, new: Any) -> None:
+        self._replaced = partial(replaced, owner, name, new)
+
+    def patch(self) -> None:
+        self._open = self._replaced()
+        self._open.__enter__()
+
+    def revert(self) -> None:
+        self._open.__exit__(None, None, None)
 
 
 def fake_like(mode: FakeTensorMode, tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
@@ -120,30 +229,22 @@ def fake_like(mode: FakeTensorMode, tensor: torch.Tensor, device: torch.device) 
     return fake.requires_grad_(tensor.requires_grad)
 
 
-@contextlib.contextmanager
-def backward_replaced(run: Callable[..., Any]) -> Iterator[None]:
+def is_fake(tensor: torch.Tensor | None) -> bool:
+    """Whether a tensor has a device and no data."""
+    return isinstance(tensor, FakeTensor)
+
+
+def backward_replaced(run: Callable[..., Any]) -> Context:
     """A context in which `run` is called where autograd would run a backward."""
-    original = vars(torch.autograd)["_engine_run_backward"]
-    vars(torch.autograd)["_engine_run_backward"] = run
-    try:
-        yield
-    finally:
-        vars(torch.autograd)["_engine_run_backward"] = original
+    return replaced(torch.autograd, "_engine_run_backward", run)
 
 
-@contextlib.contextmanager
-def distributions_unchecked() -> Iterator[None]:
+def distributions_unchecked() -> Context:
     """A context in which `torch.distributions` do not check their arguments."""
-    checking = Distribution._validate_args
-    Distribution.set_default_validate_args(False)
-    try:
-        yield
-    finally:
-        Distribution.set_default_validate_args(checking)
+    return replaced(Distribution, "_validate_args", False)
 
 
-@contextlib.contextmanager
-def _lstm_trainable() -> Iterator[None]:
+def _lstm_trainable() -> Context:
     """A context in which an LSTM with trained weights is traced with a backward; torch decides by the LSTM's input alone."""
     original: Callable[..., Any] = decompositions.select_one_layer_lstm_function
 
@@ -151,11 +252,7 @@ def _lstm_trainable() -> Iterator[None]:
         learns = any(value.requires_grad for value in pytree.tree_flatten(given)[0] if isinstance(value, torch.Tensor))
         return decompositions.one_layer_lstm if learns and torch.is_grad_enabled() else original(*given)
 
-    decompositions.select_one_layer_lstm_function = select
-    try:
-        yield
-    finally:
-        decompositions.select_one_layer_lstm_function = original
+    return replaced(decompositions, "select_one_layer_lstm_function", select)
 
 
 @contextlib.contextmanager
@@ -187,17 +284,24 @@ def joint_trace(mode: FakeTensorMode, module: nn.Module, args: tuple[Any, ...]) 
 
 
 class _Lookup:
-    """Answers the attribute `name` of every `autograd.Function`; values set inside the context remain set afterwards."""
+    """Answers, in this thread, the attribute `name` of every `autograd.Function`; other threads get the attribute itself.
+
+    Values set inside the context remain set afterwards.
+    """
 
     def __init__(self, name: str, answer: Callable[[type, Any], Any]) -> None:
-        self._name, self._answer = name, answer
+        self._name, self._answer, self._here = name, answer, InThisThread()
         self._set: dict[type, Any] = {}
 
     def __get__(self, function: type, meta: type) -> Any:
+        own = self._own(function)
+        return self._answer(function, own) if self._here else own
+
+    def _own(self, function: type) -> Any:
         if function in self._set:
-            return self._answer(function, self._set[function])
+            return self._set[function]
         found = next(vars(base)[self._name] for base in function.__mro__ if self._name in vars(base))
-        return self._answer(function, found.__get__(None, function) if isinstance(found, staticmethod) else found)
+        return found.__get__(None, function) if isinstance(found, staticmethod) else found
 
     def __set__(self, function: type, value: Any) -> None:
         self._set[function] = value
@@ -240,7 +344,7 @@ def noted(note: dict[str, Any]) -> Iterator[None]:
 @contextlib.contextmanager
 def checkpoints_replaced(
     run: Callable[..., Any],
-    call: Callable[[], contextlib.AbstractContextManager[None]],
+    call: Callable[[], Context],
     select: Callable[[Callable[..., Any]], None],
 ) -> Iterator[None]:
     """A context in which `torch.utils.checkpoint` saves all values that autograd saves, and reports the user's choices.
@@ -249,7 +353,7 @@ def checkpoints_replaced(
     other checkpoint, in which `select(policy)` is called if it is a selective one.
     """
     caching = checkpoint._CachingTorchDispatchMode
-    replaced: tuple[tuple[Any, str, Any], ...] = (
+    replacements: tuple[tuple[Any, str, Any], ...] = (
         (checkpoint.CheckpointFunction, "apply", staticmethod(run)),
         (checkpoint, "_checkpoint_hook", lambda frame: call()),
         (checkpoint, "_is_compiling", lambda *_: False),
@@ -258,21 +362,9 @@ def checkpoints_replaced(
         (caching, "__exit__", lambda mode, *_: None),
     )
     with contextlib.ExitStack() as stack:
-        for owner, name, replacement in replaced:
-            stack.enter_context(_replaced(owner, name, replacement))
+        for owner, name, replacement in replacements:
+            stack.enter_context(replaced(owner, name, replacement))
         yield
-
-
-@contextlib.contextmanager
-def _replaced(owner: Any, name: str, replacement: Any) -> Iterator[None]:
-    inherited, original = name not in vars(owner), getattr(owner, name)
-    setattr(owner, name, replacement)
-    try:
-        yield
-    finally:
-        delattr(owner, name)
-        if not inherited:
-            setattr(owner, name, original)
 
 
 def selective_context(output: Any) -> checkpoint.SelectiveCheckpointContext:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterable, Sequence
 
+from graphpp._torch.this_thread import alone
 from graphpp.backends.compilers import RegionCompiler
 from graphpp.backends.region_inputs import WithCapturedInputs
 from graphpp.backends.region_results import CompiledRegion
@@ -27,9 +28,12 @@ class Regions:
         return list({call.region.key: call.region for call in calls if call.region.key not in self._compiled}.values())
 
     def compile(self, region: Region) -> None:
-        """Compile a region. If its compiler raises, warn, and let the region run eagerly."""
+        """Compile a region. If its compiler raises, warn, and let the region run eagerly.
+
+        One thread at a time compiles: the filters of warnings, Inductor's tables and its folder belong to the process.
+        """
         try:
-            with warnings.catch_warnings():
+            with alone(), warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # a compiler's warnings about its own code
                 self._compiled[region.key] = self._compile(region)
         except Exception as error:  # a compiler may raise anything

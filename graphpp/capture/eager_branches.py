@@ -10,14 +10,13 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from unittest.mock import patch
 
 import torch
 
 from graphpp._torch import aot
+from graphpp._torch.this_thread import caller, replaced
 from graphpp.capture.source_lines import is_user_file
 
 _LOG = logging.getLogger(aot.FAKE_LOG)
@@ -33,7 +32,7 @@ class TracingQueries:
         """A function to replace `truth`: False for the model's own code, the truth for torch."""
 
         def answer() -> bool:
-            code = sys._getframe(1).f_code
+            code = caller()
             # TorchScript asks from C++ without a Python frame; code that asks by itself has the function's name in it.
             if not is_user_file(code.co_filename) or truth.__name__ not in (*code.co_names, *code.co_consts):
                 return truth()
@@ -51,8 +50,8 @@ def answer_as_eager(queries: TracingQueries) -> Iterator[None]:
     _LOG.setLevel(logging.CRITICAL)
     try:
         with (
-            patch.object(torch.compiler, "is_compiling", queries.answer_for(compiling)),
-            patch.object(torch.compiler, "is_exporting", queries.answer_for(exporting)),
+            replaced(torch.compiler, "is_compiling", queries.answer_for(compiling)),
+            replaced(torch.compiler, "is_exporting", queries.answer_for(exporting)),
         ):
             yield
     finally:

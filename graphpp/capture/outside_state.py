@@ -1,10 +1,14 @@
 """Refuse state from outside the graph that a trace would freeze: one trace's random numbers or gradients, used in every step.
 
 Contract: while `refuse_outside_state` is open, taking a gradient within the forward (`torch.autograd.grad`,
-`torch.func.grad`, whose results export detaches) and drawing random numbers from Python or NumPy raise `CaptureError`.
-`refuse_draws` raises for the global generators of Python and NumPy and for generators that modules hold, `refuse_generators`
-for a `torch.Generator` that is passed to an operator. Meanwhile `torch.distributions` do not check their arguments, as under
-`torch.compile`.
+`torch.func.grad`, whose results export detaches) raises `CaptureError`. `refuse_draws` raises for draws from the global
+generators of Python and NumPy and from generators that modules hold, `refuse_generators` for a `torch.Generator` that is passed
+to an operator. Meanwhile `torch.distributions` do not check their arguments, as under `torch.compile`. All of this concerns the
+thread that captures: other threads draw and take gradients.
+
+Draws from a global generator are noticed in two ways: by replaced functions of modules, and by the generator's state. While
+other threads are alive, only the first way is left. It does not notice a draw by a function that an object holds
+(`self.draw = random.random`): the graph keeps the number that such a function returned.
 """
 
 from __future__ import annotations
@@ -12,22 +16,26 @@ from __future__ import annotations
 import contextlib
 import random
 import sys
+import threading
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
+from types import ModuleType
 from typing import Any, NoReturn
 
 from torch import fx, nn
 
 from graphpp._torch import aot
+from graphpp._torch.this_thread import replaced
 from graphpp.capture.source_lines import source_line, user_frame
 from graphpp.errors import CaptureError
 
 
 @contextlib.contextmanager
 def refuse_outside_state() -> Iterator[None]:
-    """Raise `CaptureError` for gradients taken inside and, on closing, for draws from Python's or NumPy's generators."""
-    with aot.backward_replaced(_no_backward), aot.distributions_unchecked(), refuse_draws():
+    """Raise `CaptureError` for gradients taken inside."""
+    with aot.backward_replaced(_no_backward), aot.distributions_unchecked():
         yield
 
 
@@ -41,23 +49,78 @@ def _no_backward(*args: Any, **kwargs: Any) -> NoReturn:
 
 @contextlib.contextmanager
 def refuse_draws(*roots: Any) -> Iterator[None]:
-    """Raise `CaptureError` on closing if a generator's state has changed, and restore all states.
+    """Raise `CaptureError` for draws from Python's and NumPy's global generators, and from those of modules under `roots`."""
+    generators = [*_global_generators(), *(state for root in roots for state in _generators_of(root))]
+    by_others = set[str]()
+    with _refuse_global_draws(by_others), _refuse_changed_states(generators, by_others):
+        yield
 
-    The generators are Python's and NumPy's global ones, and those in attributes of the modules under `roots`.
+
+@contextlib.contextmanager
+def _refuse_global_draws(by_others: set[str]) -> Iterator[None]:
+    """While open, the functions of `random` and `numpy.random` raise in this thread, in whichever module they stand.
+
+    `by_others` gets the names of the generators from which other threads draw.
     """
-    before = [(generator, generator.state()) for generator in _generators(roots)]
-    drawn = []
+    names = {id(function): generator for generator, function in _global_draws()}
+    modules = [module for module in list(sys.modules.values()) if isinstance(module, ModuleType)]
+    found = [(module, key, value) for module in modules for key, value in list(vars(module).items()) if id(value) in names]
+    with contextlib.ExitStack() as stack:
+        for module, key, function in found:
+            generator = names[id(function)]
+            elsewhere = partial(_draw_and_note, function, partial(by_others.add, generator))
+            stack.enter_context(replaced(module, key, partial(_refuse_draw, generator), elsewhere))
+        yield
+
+
+def _draw_and_note(draw: Callable[..., Any], note: Callable[[], None], *args: Any, **kwargs: Any) -> Any:
+    note()
+    return draw(*args, **kwargs)
+
+
+def _global_draws() -> Iterator[tuple[str, Any]]:
+    """The name of a global generator, and a method of the generator that stands as a function in a module."""
+    modules: list[tuple[str, Any]] = [(_PYTHON, random), (_NUMPY, sys.modules.get("numpy.random"))]
+    for generator, module in modules:
+        for key, function in vars(module).items() if module is not None else ():
+            if getattr(function, "__self__", None) is module.random.__self__ and key not in _STATES:
+                yield generator, function
+
+
+def _refuse_draw(generator: str, *args: Any, **kwargs: Any) -> NoReturn:
+    raise _frozen_draws(f"{generator} at {user_frame(traceback.extract_stack())}")
+
+
+def _frozen_draws(generators: str) -> CaptureError:
+    return CaptureError(
+        f"the model or the loss draws random numbers from {generators}: the numbers drawn while the graph is captured would be "
+        "used in every step. Draw them with torch, or outside, and pass them as an argument."
+    )
+
+
+@contextlib.contextmanager
+def _refuse_changed_states(generators: Sequence[_RandomState], by_others: set[str]) -> Iterator[None]:
+    """Raise `CaptureError` on closing if a generator's state has changed, and restore the state.
+
+    A global generator is left out if another thread has drawn from it, and if other threads are alive, which may have drawn.
+    """
+    before = [(generator, generator.state()) for generator in generators]
+    several = threading.active_count() > 1
+    drawn: list[str] = []
     try:
         yield
-        drawn = [generator.name for generator, state in before if not _equal_states(generator.state(), state)]
     finally:
+        left_out = _GLOBAL if several or threading.active_count() > 1 else by_others
         for generator, state in before:
-            generator.restore(state)
+            if generator.name not in left_out and not _equal_states(generator.state(), state):
+                drawn.append(generator.name)
+                generator.restore(state)
     if drawn:
-        raise CaptureError(
-            f"the model or the loss draws random numbers from {' and '.join(drawn)}: the numbers drawn while the graph is "
-            "captured would be used in every step. Draw them with torch, or outside, and pass them as an argument."
-        )
+        raise _frozen_draws(" and ".join(drawn))
+
+
+_GLOBAL = _PYTHON, _NUMPY = "Python's `random`", "`numpy.random`"
+_STATES = ("getstate", "setstate", "get_state", "set_state")
 
 
 @dataclass(frozen=True)
@@ -69,15 +132,23 @@ class _RandomState:
     restore: Callable[[Any], object]
 
 
-def _generators(roots: tuple[Any, ...]) -> Iterator[_RandomState]:
-    yield _RandomState("Python's `random`", random.getstate, random.setstate)
+def _global_generators() -> Iterator[_RandomState]:
+    yield _RandomState(_PYTHON, random.getstate, _set_python_state)
     numpy = sys.modules.get("numpy.random")
     if numpy is not None:
-        yield _RandomState("`numpy.random`", numpy.get_state, numpy.set_state)
-    for root in roots:
-        for fqn, module in root.named_modules() if isinstance(root, nn.Module) else ():
-            for key, value in vars(module).items():
-                yield from _random_state_of(f"the generator {fqn}.{key}".replace(" .", " "), value, numpy)
+        yield _RandomState(_NUMPY, numpy.get_state, numpy.set_state)
+
+
+def _set_python_state(state: Any) -> None:
+    random.setstate(state)  # a call that names the function: `aot.traces_in_this_thread` replaces calls from Dynamo
+
+
+def _generators_of(root: Any) -> Iterator[_RandomState]:
+    """The generators in attributes of modules."""
+    numpy = sys.modules.get("numpy.random")
+    for fqn, module in root.named_modules() if isinstance(root, nn.Module) else ():
+        for key, value in vars(module).items():
+            yield from _random_state_of(f"the generator {fqn}.{key}".replace(" .", " "), value, numpy)
 
 
 def _random_state_of(name: str, value: Any, numpy: Any) -> Iterator[_RandomState]:

@@ -25,7 +25,6 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import sys
 import traceback
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NoReturn
@@ -35,6 +34,7 @@ from torch import fx, nn
 from torch.nn.modules import module as nn_module
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
+from graphpp._torch.this_thread import caller, replaced
 from graphpp.capture.source_lines import is_user_file, source_line, user_frame
 from graphpp.errors import CaptureError
 from graphpp.passes.graph.joint_graph import JointGraph
@@ -63,7 +63,7 @@ def refuse_during_trace() -> Iterator[None]:
     )
     with contextlib.ExitStack() as stack:
         for owner, name, replacement in patches:
-            stack.enter_context(_patched(owner, name, replacement))
+            stack.enter_context(replaced(owner, name, replacement))
         yield
 
 
@@ -181,19 +181,6 @@ def refuse_mixed_products(joint: JointGraph) -> None:
             )
 
 
-@contextlib.contextmanager
-def _patched(owner: type, name: str, replacement: Any) -> Iterator[None]:
-    original = owner.__dict__.get(name)
-    setattr(owner, name, replacement)
-    try:
-        yield
-    finally:
-        if original is not None:
-            setattr(owner, name, original)
-        else:
-            delattr(owner, name)
-
-
 _PRODUCTS = {
     getattr(torch.ops.aten, name).default
     for name in ("mm", "addmm", "bmm", "baddbmm", "mv", "addmv", "dot", "convolution", "convolution_backward")
@@ -208,7 +195,7 @@ def _for_user_code(original: Callable[..., Any], replacement: Callable[..., Any]
     """A function that is `replacement` for callers in the user's code and in the files `also`, and `original` for torch."""
 
     def call(*args: Any, **kwargs: Any) -> Any:
-        file = sys._getframe(1).f_code.co_filename
+        file = caller().co_filename
         return (replacement if is_user_file(file) or file in also else original)(*args, **kwargs)
 
     return call
@@ -231,7 +218,7 @@ def _refuse_thawing(tensor: torch.Tensor, requires_grad: bool = True) -> torch.T
 
 
 def _set_requires_grad(tensor: torch.Tensor, value: bool) -> None:
-    if is_user_file(sys._getframe(1).f_code.co_filename):
+    if is_user_file(caller().co_filename):
         _refuse_thawing(tensor, value)
     _REQUIRES_GRAD.__set__(tensor, value)
 
@@ -240,7 +227,7 @@ _requires_grad_ = torch.Tensor.requires_grad_
 
 
 def _set_data(tensor: torch.Tensor, value: torch.Tensor) -> None:
-    if is_user_file(sys._getframe(1).f_code.co_filename):
+    if is_user_file(caller().co_filename):
         raise CaptureError(
             f"the forward assigns to .data at {user_frame(traceback.extract_stack())}: the captured graph would not see it. "
             "Copy into a buffer (buffer.copy_(new)), or assign the buffer itself."

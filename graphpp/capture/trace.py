@@ -28,6 +28,7 @@ from graphpp.capture.activation_checkpoints import CheckpointedCalls, mark_check
 from graphpp.capture.attribute_writes import AttributeWrites, refuse_writes, undo_writes
 from graphpp.capture.autograd_functions import FunctionCalls, record_functions
 from graphpp.capture.eager_branches import TracingQueries, answer_as_eager
+from graphpp.capture.fake_state import fake_state
 from graphpp.capture.inline_modes import drop_value_checks, inline_modes, run_under_autocast
 from graphpp.capture.outside_state import refuse_draws, refuse_generators, refuse_outside_state
 from graphpp.capture.refusals import (
@@ -76,15 +77,19 @@ def capture(
     `.loss`. `trail` notes the code that runs, in a further run of the forward on fake tensors. Raises
     `CaptureError` with the user's source line if the model cannot be captured.
     """
+    mode = aot.fake_mode()
+    with aot.traces_in_this_thread():  # from the first look at the model: another capture gives the model fake parameters
+        return _capture(mode, _TracedStep(model, loss, example, training), device, trail)
+
+
+def _capture(mode: Any, wrapper: _TracedStep, device: torch.device, trail: CodeTrail | None) -> CapturedGraph:
     from graphpp.capture.roles import assign_roles  # loads a part of AOT Autograd, which `import graphpp` need not
 
+    model, (loss, example, training) = wrapper.model, wrapper.inputs
     check_model(model)
-    mode = aot.fake_mode()
-    inputs = tensors_by_path(example)
-    fakes = {path: aot.fake_like(mode, tensor, device) for path, tensor in inputs.items()}
-    wrapper = _TracedStep(model, loss, example, training)
+    fakes = {path: aot.fake_like(mode, tensor, device) for path, tensor in tensors_by_path(example).items()}
     grad = contextlib.nullcontext() if training else torch.no_grad()
-    with aot.quick(), refuse_draws(model, loss), _fake_state(model, mode, device), grad:
+    with aot.quick(), refuse_draws(model, loss), fake_state(model, mode, device), grad:
         module, functions = _export(wrapper, tuple(fakes.values()), mode, trail)
         functions.refuse_side_effects(model)
         if torch.is_autocast_enabled(device.type):
@@ -197,25 +202,6 @@ def _scalar(value: Any) -> torch.Tensor:
             "a tuple: the scalar, and a dict of numbers to report."
         )
     return value if value.dim() == 0 else value.reshape(())
-
-
-@contextlib.contextmanager
-def _fake_state(model: nn.Module, mode: Any, device: torch.device) -> Iterator[None]:
-    """While open, replace parameters and buffers by fake tensors; tied tensors stay tied."""
-    fakes: dict[int, torch.Tensor] = {}
-    originals: list[tuple[dict[str, Any], str, torch.Tensor]] = []
-    for module in model.modules():
-        stores: tuple[dict[str, Any], ...] = (module._parameters, module._buffers)
-        originals += [(store, name, tensor) for store in stores for name, tensor in store.items() if tensor is not None]
-    for store, name, tensor in originals:
-        if id(tensor) not in fakes:
-            fakes[id(tensor)] = aot.fake_like(mode, tensor, device)
-        store[name] = fakes[id(tensor)]
-    try:
-        yield
-    finally:
-        for store, name, tensor in originals:
-            store[name] = tensor
 
 
 def _export(

@@ -25,6 +25,7 @@ from graphpp.batch.cut_batch import leading_size
 from graphpp.batch.loss_weights import LossWeighting
 from graphpp.batch.microbatch import FlatMicrobatch
 from graphpp.capture import fingerprint
+from graphpp.capture.fake_state import refuse_fake_state
 from graphpp.capture.outputs import check_mergeable
 from graphpp.compiler import facts
 from graphpp.compiler.assemble import Assembly
@@ -104,8 +105,10 @@ class GraphCache:
     def call(self, parts: Sequence[FlatMicrobatch], weighting: LossWeighting, *, training: bool) -> StepCall:
         """A call over these microbatches, with the model as it is now.
 
-        Raises `GraphPPError` where modules or ties of parameters have changed since the pipeline was made.
+        Raises `GraphPPError` where modules or ties of parameters have changed since the pipeline was made, and while another
+        thread captures the model.
         """
+        refuse_fake_state(self._watched.modules)
         if fingerprint.module_structure(self._watched) != self._structure:
             raise GraphPPError(
                 "the model was changed after graphpp.compile: a module was added, exchanged or removed, or parameters were "

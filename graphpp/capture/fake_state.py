@@ -1,0 +1,66 @@
+"""Replace a model's parameters and buffers by fake tensors while the model is captured.
+
+Contract: while `fake_state` is open, every parameter and buffer is a tensor without data, with the same shape, dtype and
+needs-grad, on the device that will run the step; tied tensors stay tied. The fake tensors stand in the model's own
+dictionaries, so every thread finds them. In another thread a call of a module of the model raises `GraphPPError`, since the
+call would compute nothing, and `refuse_fake_state` raises before a step of a pipeline. Other uses of the model in another
+thread, such as `state_dict()`, are not refused.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from graphpp._torch import aot
+from graphpp._torch.this_thread import replaced
+from graphpp.errors import GraphPPError
+
+
+@contextlib.contextmanager
+def fake_state(model: nn.Module, mode: Any, device: torch.device) -> Iterator[None]:
+    """While open, the model has fake parameters and buffers, and calls in other threads raise `GraphPPError`."""
+    fakes: dict[int, torch.Tensor] = {}
+    originals: list[tuple[dict[str, Any], str, torch.Tensor]] = []
+    for module in model.modules():
+        stores: tuple[dict[str, Any], ...] = (module._parameters, module._buffers)
+        originals += [(store, name, tensor) for store in stores for name, tensor in store.items() if tensor is not None]
+    with _refuse_calls_elsewhere(model):
+        for store, name, tensor in originals:
+            if id(tensor) not in fakes:
+                fakes[id(tensor)] = aot.fake_like(mode, tensor, device)
+            store[name] = fakes[id(tensor)]
+        try:
+            yield
+        finally:
+            for store, name, tensor in originals:
+                store[name] = tensor
+
+
+def refuse_fake_state(modules: Iterable[nn.Module]) -> None:
+    """Raise `GraphPPError` if another thread captures the model of these modules at this moment."""
+    stores = [store.values() for module in modules for store in (module._parameters, module._buffers)]
+    if any(aot.is_fake(tensor) for tensors in stores for tensor in tensors):
+        raise GraphPPError(f"a thread steps a pipeline {_MEANWHILE}")
+
+
+def _refuse_calls_elsewhere(model: nn.Module) -> contextlib.AbstractContextManager[None]:
+    names = {id(module): f"the module {name}" if name else "the model" for name, module in model.named_modules()}
+    call = nn.Module.__call__
+
+    def refuse(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if id(module) in names:
+            raise GraphPPError(f"a thread calls {names[id(module)]} ({type(module).__name__}) {_MEANWHILE}")
+        return call(module, *args, **kwargs)
+
+    return replaced(nn.Module, "__call__", call, elsewhere=refuse)
+
+
+_MEANWHILE = (
+    "while another thread captures the same model: until the capture ends, the parameters have no data. Let the thread wait "
+    "for the first step of the other pipeline, or give that pipeline a copy of the model."
+)
