@@ -92,12 +92,12 @@ def capturing_once(kept: Captures | None = None) -> Iterator[None]:
     """
     kept = {} if kept is None else kept
 
-    def capture(model: nn.Module, loss: Any, batch: graphpp.Microbatch, device: Any, *, training: bool) -> CapturedGraph:
+    def capture(model: nn.Module, loss: Any, batch: graphpp.Microbatch, device: Any, **options: Any) -> CapturedGraph:
         trainable = tuple(parameter.requires_grad for parameter in model.parameters())
         mode = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else None
-        key = (type(model), trainable, FlatMicrobatch.of(batch).signature, str(device), mode, training)
+        key = (type(model), trainable, FlatMicrobatch.of(batch).signature, str(device), mode, options["training"])
         if key not in kept:
-            kept[key] = internals.capture(model, loss, batch, device, training=training)
+            kept[key] = internals.capture(model, loss, batch, device, **options)
         return replace(kept[key], joint=kept[key].joint.copy())
 
     with internals.capturing_by(capture):

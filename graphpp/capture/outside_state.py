@@ -140,7 +140,7 @@ def _global_generators() -> Iterator[_RandomState]:
 
 
 def _set_python_state(state: Any) -> None:
-    random.setstate(state)  # a call that names the function: `aot.traces_in_this_thread` replaces calls from Dynamo
+    random.setstate(state)  # a call that names the function: `traces_in_this_thread` replaces calls from Dynamo
 
 
 def _generators_of(root: Any) -> Iterator[_RandomState]:

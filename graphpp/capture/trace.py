@@ -23,6 +23,7 @@ import torch
 from torch import fx, nn
 
 from graphpp._torch import aot, pytree
+from graphpp._torch.export_thread import traces_in_this_thread
 from graphpp.batch.microbatch import TENSOR_LEAF, Microbatch, tensors_by_path, with_tensors
 from graphpp.capture.activation_checkpoints import CheckpointedCalls, mark_checkpoints, record_checkpoints
 from graphpp.capture.attribute_writes import AttributeWrites, refuse_writes, undo_writes
@@ -78,7 +79,7 @@ def capture(
     `CaptureError` with the user's source line if the model cannot be captured.
     """
     mode = aot.fake_mode()
-    with aot.traces_in_this_thread():  # from the first look at the model: another capture gives the model fake parameters
+    with traces_in_this_thread():  # from the first look at the model: another capture gives the model fake parameters
         return _capture(mode, _TracedStep(model, loss, example, training), device, trail)
 
 
