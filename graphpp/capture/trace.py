@@ -14,8 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import numbers
-import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -29,6 +28,7 @@ from graphpp.capture.activation_checkpoints import CheckpointedCalls, mark_check
 from graphpp.capture.attribute_writes import AttributeWrites, refuse_writes, undo_writes
 from graphpp.capture.autograd_functions import FunctionCalls, record_functions
 from graphpp.capture.eager_branches import TracingQueries, answer_as_eager
+from graphpp.capture.explain_errors import explain_errors
 from graphpp.capture.fake_state import fake_state
 from graphpp.capture.inline_modes import drop_value_checks, inline_modes, run_under_autocast
 from graphpp.capture.outside_state import refuse_draws, refuse_generators, refuse_outside_state
@@ -39,7 +39,6 @@ from graphpp.capture.refusals import (
     refuse_mixed_products,
     refuse_unknown_numbers,
 )
-from graphpp.capture.source_lines import source_line, user_frame
 from graphpp.capture.stacked_rnn import unstack_rnn
 from graphpp.capture.transfer.code_trail import CodeTrail
 from graphpp.errors import CaptureError
@@ -96,7 +95,7 @@ def _capture(mode: Any, wrapper: _TracedStep, device: torch.device, trail: CodeT
         if torch.is_autocast_enabled(device.type):
             run_under_autocast(module, device.type)
         without = torch.autocast(device.type, enabled=False)
-        with _explain_errors(), refuse_writes(model), without, aot.joint_trace(mode, module, tuple(fakes.values())) as traced:
+        with explain_errors(), refuse_writes(model), without, aot.joint_trace(mode, module, tuple(fakes.values())) as traced:
             functions.refuse_side_effects(model)
             refuse_generators(traced.graph)
             found = wrapper.found
@@ -224,7 +223,7 @@ def _export_once(
 ) -> tuple[fx.GraphModule, FunctionCalls]:
     functions = FunctionCalls()
     marks = record_checkpoints(wrapper.found.checkpoints)
-    with _explain_errors(), record_functions(functions), refuse_during_trace(), marks, refuse_outside_state():
+    with explain_errors(), record_functions(functions), refuse_during_trace(), marks, refuse_outside_state():
         exported = torch.export.export(wrapper, fakes, strict=False)
     if trail is not None:
         with mode, aot.as_under_export():
@@ -245,44 +244,3 @@ def _note_code(wrapper: _TracedStep, fakes: tuple[torch.Tensor, ...], trail: Cod
             wrapper(*fakes)
     except Exception as error:  # the graph is right, and merely not kept
         trail.refuse(f"code that a trace runs and fake tensors cannot: {type(error).__name__}: {error}")
-
-
-@contextlib.contextmanager
-def _explain_errors() -> Iterator[None]:
-    try:
-        yield
-    except Exception as error:
-        raise _explain(error) from error
-
-
-def _explain(error: Exception) -> CaptureError:
-    """A `CaptureError` with torch's message, the user's line and a remedy."""
-    chain = list(_causes(error))
-    refusal = next((cause for cause in chain if isinstance(cause, CaptureError)), None)
-    if refusal is not None:
-        return refusal
-    message = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
-    frames = (user_frame(traceback.extract_tb(cause.__traceback__)) or source_line(str(cause)) for cause in chain)
-    place = next(filter(None, frames), "(no line of the model's own code)")
-    by_value = any(word in f"{type(cause).__name__} {cause}" for cause in chain for word in _DATA_DEPENDENT)
-    return CaptureError(
-        f"the model cannot be captured as one graph: {type(error).__name__}: {message}\n  at {place}\n"
-        + (_BY_VALUE if by_value else _BY_SHAPE)
-    )
-
-
-def _causes(error: BaseException | None) -> Iterator[BaseException]:
-    while error is not None:
-        yield error
-        error = error.__cause__ or error.__context__
-
-
-_DATA_DEPENDENT = ("ata-dependent", "DataDependent", "Could not guard", "memo disaster", "nbacked", "numpy", "item()")
-_BY_VALUE = (
-    "Values of tensors must not steer Python (if, while, int(), .item(), numpy): write such a choice with torch.where "
-    "or torch.cond, or compute it outside and pass it as an argument."
-)
-_BY_SHAPE = (
-    "It was raised while model and loss ran on tensors with shapes but without data. Check that loss(model(...), target) "
-    "runs eagerly on this microbatch; if it does, the line above uses what torch.export cannot trace."
-)
