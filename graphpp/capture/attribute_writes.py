@@ -6,8 +6,10 @@ forward raised. `AttributeWrites` then holds
   module and drops all others);
 - the tensors outside of buffers that the forward replaced. `refuse_stale` raises if the graph reads one of them as a
   constant, since every later step would read this first value.
-A changed number is refused at once, because it leaves no trace in the graph. `refuse_writes` undoes the writes of custom
-autograd Functions and refuses every tensor that they replace: no graph returns such a tensor.
+- the numbers that the forward changed, with the old and the new value: they leave no trace in the graph, and
+  `changed_numbers/decide.py` decides whether the graph holds in every call.
+`refuse_writes` undoes the writes of custom autograd Functions, and refuses changed numbers and every tensor that they
+replace: no graph returns such a tensor.
 """
 
 from __future__ import annotations
@@ -15,22 +17,32 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
+from graphpp.capture.changed_numbers.unknown_integer import UnknownInteger
+from graphpp.capture.changed_numbers.updates import Place
 from graphpp.errors import CaptureError
 
 _REGISTRIES = frozenset(["_parameters", "_buffers", "_modules"])
 
 
+class Change(NamedTuple):
+    """The number before a forward, and the object after it."""
+
+    old: Any
+    new: Any
+
+
 @dataclass
 class AttributeWrites:
-    """The writes of one forward: new values of buffers by FQN, and the old tensors of other attributes that were replaced."""
+    """The writes of one forward: new values of buffers by FQN, the old tensors of other attributes, and changed numbers."""
 
     buffers: dict[str, torch.Tensor] = field(default_factory=dict)
     replaced: dict[str, torch.Tensor] = field(default_factory=dict)
+    numbers: dict[Place, Change] = field(default_factory=dict)
 
     def refuse_stale(self, constants: Iterable[torch.Tensor]) -> None:
         """Raise `CaptureError` if a replaced tensor is a constant of the graph."""
@@ -45,7 +57,7 @@ class AttributeWrites:
 
 @contextlib.contextmanager
 def undo_writes(model: nn.Module, writes: AttributeWrites) -> Iterator[None]:
-    """Record in `writes` what the forward inside assigns to attributes, then undo it. Raises `CaptureError` for numbers."""
+    """Record in `writes` what the forward inside assigns to attributes, then undo it."""
     with _restoring(model) as before:
         yield
         for module in before:
@@ -75,14 +87,14 @@ class _ModuleState:
     """The attributes, buffers and containers of a module before the forward."""
 
     def __init__(self, name: str, module: nn.Module) -> None:
-        self.prefix = f"{name}." if name else ""
+        self.name, self.prefix = name, f"{name}." if name else ""
         self.module = module
         self.attributes, self.buffers = dict(vars(module)), dict(module._buffers)
         pairs = [(key, value) for key, value in vars(module).items() if isinstance(value, list | dict)]
-        self.containers = [_ContainerState(f"{self.prefix}{key}.", value) for key, value in pairs if key not in _REGISTRIES]
+        self.containers = [_ContainerState(self.prefix, key, value) for key, value in pairs if key not in _REGISTRIES]
 
     def record_writes(self, writes: AttributeWrites) -> None:
-        self._refuse_numbers()
+        writes.numbers.update(self._changed_numbers())
         writes.replaced.update(self._replaced_attributes())
         for key, old in self.buffers.items():
             new, fqn = self.module._buffers.get(key), self.prefix + key
@@ -95,7 +107,11 @@ class _ModuleState:
                 writes.buffers[fqn] = _new_value(fqn, old, new)
 
     def refuse_writes(self) -> None:
-        self._refuse_numbers()
+        for place in self._changed_numbers():
+            raise CaptureError(
+                f"a custom autograd.Function changes the number {place}: the captured graph would do without it. Change it in "
+                "the forward of the module."
+            )
         buffers = [key for key, old in self.buffers.items() if self.module._buffers.get(key) is not old]
         for fqn in [*(self.prefix + key for key in buffers), *self._replaced_attributes()]:
             raise CaptureError(
@@ -109,12 +125,15 @@ class _ModuleState:
             found.update(container.replaced())
         return found
 
-    def _refuse_numbers(self) -> None:
+    def _changed_numbers(self) -> dict[Place, Change]:
         now = vars(self.module)
         of_class = {key: getattr(type(self.module), key, None) for key in now}
-        _refuse_numbers(self.prefix, now, {**of_class, **self.attributes})
+        before = {**of_class, **self.attributes}
+        found = {Place(self.name, key): change for key, change in _changed_numbers(now, before)}
         for container in self.containers:
-            _refuse_numbers(container.prefix, container.now(), container.before)
+            changes = _changed_numbers(container.now(), container.before)
+            found.update({Place(self.name, container.attribute, key): change for key, change in changes})
+        return found
 
     def restore(self) -> None:
         _restore_dict(self.module._buffers, self.buffers)
@@ -126,8 +145,8 @@ class _ModuleState:
 class _ContainerState:
     """A list or dict among a module's attributes, and its items before the forward."""
 
-    def __init__(self, prefix: str, container: list[Any] | dict[Any, Any]) -> None:
-        self.prefix, self.container = prefix, container
+    def __init__(self, prefix: str, attribute: str, container: list[Any] | dict[Any, Any]) -> None:
+        self.prefix, self.attribute, self.container = f"{prefix}{attribute}.", attribute, container
         self.before = self.now()
 
     def now(self) -> dict[Any, Any]:
@@ -152,15 +171,13 @@ class _ContainerState:
             self.container.extend(self.before.values())
 
 
-def _refuse_numbers(prefix: str, now: dict[Any, Any], before: dict[Any, Any]) -> None:
-    """Raise `CaptureError` if an int or a float has changed. A bool may change: it is no number here."""
+def _changed_numbers(now: dict[Any, Any], before: dict[Any, Any]) -> Iterator[tuple[Any, Change]]:
+    """The keys whose int, float or `UnknownInteger` has changed. A bool may change: it is no number here."""
     for key, old in before.items():
         new = now.get(key, old)
-        if type(old) in (int, float) and (type(new) is not type(old) or new != old):
-            raise CaptureError(
-                f"the number {prefix}{key} changes while the model runs: the graph would use its first value in every step. "
-                "Make it a tensor, and register it as a buffer."
-            )
+        number = type(old) in (int, float) and (type(new) is not type(old) or new != old)
+        if number or (type(old) is UnknownInteger and new is not old):
+            yield key, Change(old, new)
 
 
 def _replaced_tensors(now: dict[Any, Any], before: dict[Any, Any]) -> list[tuple[Any, torch.Tensor]]:

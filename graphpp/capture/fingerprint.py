@@ -9,7 +9,7 @@ and the state of the loss.
 from __future__ import annotations
 
 from collections import OrderedDict, defaultdict
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from functools import partial
 from types import CellType, FunctionType, MethodType
@@ -66,6 +66,24 @@ def capture_conditions(watched: WatchedModules, device_type: str) -> tuple[Any, 
         tuple(map(_layout, (*parameters, *buffers))),
         autocast_state(device_type),
     )
+
+
+def without(conditions: tuple[Any, ...], places: Collection[tuple[int, str, Any]]) -> tuple[Any, ...]:
+    """`capture_conditions` without some attributes, or items of the containers in attributes.
+
+    A place is the index of a module in `WatchedModules`, the attribute's name, and the item's index or key, or None.
+    """
+    modules = list(conditions[0])
+    for index, attribute, item in places:
+        pairs, hooks = modules[index]
+        found = [(name, value if name != attribute else _without_item(value, item)) for name, value in pairs]
+        modules[index] = (tuple(pair for pair in found if item is not None or pair[0] != attribute), hooks)
+    return (tuple(modules), *conditions[1:])
+
+
+def _without_item(value: Any, item: int | str | None) -> Any:
+    """The watched values of a container without those of one item; the value itself if there is no item."""
+    return value if item is None else tuple(pair for pair in value if pair[0] != _of_value(item))
 
 
 def _layout(tensor: torch.Tensor) -> tuple[Any, ...]:

@@ -16,17 +16,22 @@ import contextlib
 import numbers
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
-from torch import fx, nn
+from torch import nn
 
 from graphpp._torch import aot, pytree
 from graphpp._torch.export_thread import traces_in_this_thread
 from graphpp.batch.microbatch import TENSOR_LEAF, Microbatch, tensors_by_path, with_tensors
-from graphpp.capture.activation_checkpoints import CheckpointedCalls, mark_checkpoints, record_checkpoints
-from graphpp.capture.attribute_writes import AttributeWrites, refuse_writes, undo_writes
+from graphpp.capture.activation_checkpoints import mark_checkpoints, record_checkpoints
+from graphpp.capture.attribute_writes import refuse_writes, undo_writes
 from graphpp.capture.autograd_functions import FunctionCalls, record_functions
+from graphpp.capture.changed_numbers.decide import same_in_every_call
+from graphpp.capture.changed_numbers.entry_state import Accesses, EntryState, replaced_numbers
+from graphpp.capture.changed_numbers.exported import Exported, TraceResults
+from graphpp.capture.changed_numbers.updates import NumberUpdate
 from graphpp.capture.eager_branches import TracingQueries, answer_as_eager
 from graphpp.capture.explain_errors import explain_errors
 from graphpp.capture.fake_state import fake_state
@@ -53,12 +58,14 @@ LossFunction = Callable[[Any, Any], torch.Tensor | tuple[torch.Tensor, Mapping[s
 class CapturedGraph:
     """A joint graph and, for evaluation, the structure of the model's output; tensors in it are `TENSOR_LEAF`.
 
+    `updates`: the numbers in attributes that each call changes; no value of the graph depends on the change.
     `seconds`: the time that this process took to get the graph, the wait for the rank that captured included.
     """
 
     joint: JointGraph
     output_spec: pytree.TreeSpec | None = None
     output_leaves: tuple[Any, ...] = ()
+    updates: tuple[NumberUpdate, ...] = ()
     seconds: float = field(default=0.0, compare=False)
 
 
@@ -90,33 +97,25 @@ def _capture(mode: Any, wrapper: _TracedStep, device: torch.device, trail: CodeT
     fakes = {path: aot.fake_like(mode, tensor, device) for path, tensor in tensors_by_path(example).items()}
     grad = contextlib.nullcontext() if training else torch.no_grad()
     with aot.quick(), refuse_draws(model, loss), fake_state(model, mode, device), grad:
-        module, functions = _export(wrapper, tuple(fakes.values()), mode, trail)
+        entry = replaced_numbers(model)
+        export = partial(_export, wrapper, tuple(fakes.values()), mode, trail)
+        decided = same_in_every_call(export(entry), entry, export)
+        module, functions, found = decided.exported.module, decided.exported.functions, decided.exported.found
         functions.refuse_side_effects(model)
         if torch.is_autocast_enabled(device.type):
             run_under_autocast(module, device.type)
-        without = torch.autocast(device.type, enabled=False)
-        with explain_errors(), refuse_writes(model), without, aot.joint_trace(mode, module, tuple(fakes.values())) as traced:
+        without, numbers = torch.autocast(device.type, enabled=False), decided.entry.installed(model, Accesses())
+        trace = aot.joint_trace(mode, module, tuple(fakes.values()))
+        with explain_errors(), numbers, refuse_writes(model), without, trace as traced:
             functions.refuse_side_effects(model)
             refuse_generators(traced.graph)
-            found = wrapper.found
             joint = assign_roles(traced, model, tuple(fakes), found.results, training=training)
             mark_checkpoints(joint.graph, found.checkpoints)
             refuse_mixed_products(joint)
     found.writes.refuse_stale(joint.constants.values())
     refuse_foreign_leaves(joint.constants.values())
     verify_joint_graph(joint)
-    return CapturedGraph(joint, found.output_spec, found.output_leaves)
-
-
-@dataclass
-class _TraceResults:
-    """Facts that the wrapper learns during the trace, in an object of their own: export resets attributes set in a forward."""
-
-    results: tuple[OutputRole, ...] = ()
-    output_spec: pytree.TreeSpec | None = None
-    output_leaves: tuple[Any, ...] = ()
-    writes: AttributeWrites = field(default_factory=AttributeWrites)
-    checkpoints: CheckpointedCalls = field(default_factory=CheckpointedCalls)
+    return CapturedGraph(joint, found.output_spec, found.output_leaves, decided.updates)
 
 
 class _TracedStep(nn.Module):
@@ -126,11 +125,15 @@ class _TracedStep(nn.Module):
         super().__init__()
         self.model = model
         self.inputs = (loss, example, training)
-        self.found = _TraceResults()
+        self.begin(EntryState())
+
+    def begin(self, entry: EntryState) -> None:
+        """Prepare a trace with these numbers. Its facts are in an object: export resets attributes set in a forward."""
+        self.entry, self.found = entry, TraceResults()
 
     def forward(self, *tensors: torch.Tensor) -> Any:
         found = self.found
-        with undo_writes(self.model, found.writes):
+        with self.entry.installed(self.model, found.accesses), undo_writes(self.model, found.writes):
             results = self._results(tensors)
         results += [(program.BufferUpdate(fqn), value) for fqn, value in found.writes.buffers.items()]
         found.results = tuple(role for role, _ in results)
@@ -205,40 +208,42 @@ def _scalar(value: Any) -> torch.Tensor:
 
 
 def _export(
-    wrapper: _TracedStep, fakes: tuple[torch.Tensor, ...], mode: Any, trail: CodeTrail | None
-) -> tuple[fx.GraphModule, FunctionCalls]:
+    wrapper: _TracedStep, fakes: tuple[torch.Tensor, ...], mode: Any, trail: CodeTrail | None, entry: EntryState
+) -> Exported:
     """Export the branches that eager takes or, if they cannot be traced, the branches that the model has for a trace."""
     queries = TracingQueries()
     try:
         with answer_as_eager(queries):
-            return _export_once(wrapper, fakes, mode, trail)
+            return _export_once(wrapper, fakes, mode, trail, entry)
     except CaptureError:
         if not queries.any:
             raise
-    return _export_once(wrapper, fakes, mode, trail)
+    return _export_once(wrapper, fakes, mode, trail, entry)
 
 
 def _export_once(
-    wrapper: _TracedStep, fakes: tuple[torch.Tensor, ...], mode: Any, trail: CodeTrail | None
-) -> tuple[fx.GraphModule, FunctionCalls]:
+    wrapper: _TracedStep, fakes: tuple[torch.Tensor, ...], mode: Any, trail: CodeTrail | None, entry: EntryState
+) -> Exported:
     functions = FunctionCalls()
+    wrapper.begin(entry)
     marks = record_checkpoints(wrapper.found.checkpoints)
     with explain_errors(), record_functions(functions), refuse_during_trace(), marks, refuse_outside_state():
         exported = torch.export.export(wrapper, fakes, strict=False)
     if trail is not None:
         with mode, aot.as_under_export():
-            _note_code(_TracedStep(wrapper.model, *wrapper.inputs), fakes, trail)
+            _note_code(_TracedStep(wrapper.model, *wrapper.inputs), entry, fakes, trail)
     module = unstack_rnn(inline_modes(exported.module(check_guards=False), torch.is_grad_enabled()))
     functions.restore_into(module)
     drop_value_checks(module)
     refuse_unknown_numbers(module.graph, wrapper.inputs[0])
     refuse_generators(module.graph)
-    return module, functions
+    return Exported(module, functions, wrapper.found)
 
 
-def _note_code(wrapper: _TracedStep, fakes: tuple[torch.Tensor, ...], trail: CodeTrail) -> None:
+def _note_code(wrapper: _TracedStep, entry: EntryState, fakes: tuple[torch.Tensor, ...], trail: CodeTrail) -> None:
     """Run the forward once more on fake tensors, with the branches that the trace took, and note the code that runs."""
-    marks = record_checkpoints(CheckpointedCalls())
+    wrapper.begin(entry)
+    marks = record_checkpoints(wrapper.found.checkpoints)
     try:
         with record_functions(FunctionCalls()), refuse_during_trace(), marks, refuse_outside_state(), trail.watching():
             wrapper(*fakes)

@@ -14,18 +14,15 @@ Contract
 from __future__ import annotations
 
 import logging
-from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 from graphpp.backends.record_programs import RecordedPrograms
 from graphpp.batch.cut_batch import leading_size
 from graphpp.batch.loss_weights import LossWeighting
 from graphpp.batch.microbatch import FlatMicrobatch
-from graphpp.capture import fingerprint
-from graphpp.capture.fake_state import refuse_fake_state
 from graphpp.capture.outputs import check_mergeable
 from graphpp.compiler import facts
 from graphpp.compiler.assemble import Assembly
@@ -33,16 +30,13 @@ from graphpp.compiler.build import Lowered, check_homes, check_same_results, low
 from graphpp.compiler.capture_once import capture_graphs
 from graphpp.compiler.compile_graph import CompiledGraph, compile_graph
 from graphpp.compiler.request import CompileRequest
-from graphpp.errors import GraphPPError
 from graphpp.parallel.agreement import Agreement, Facts
+from graphpp.pipeline.graph_keys import GraphKeys, Recent, check_same_updates
 from graphpp.pipeline.step_call import GraphKey, StepCall
 from graphpp.planner.tables import CheckedTable, Tables
 from graphpp.runtime.model_state import ModelState, tensor_lines
 from graphpp.runtime.runner import GraphPPRunner
 from graphpp.schedules.table.schedule import Schedule
-
-K = TypeVar("K")
-V = TypeVar("V")
 
 _LOG = logging.getLogger("graphpp")
 
@@ -55,24 +49,6 @@ class PreparedStep:
     runner: GraphPPRunner
 
 
-class _Recent(OrderedDict[K, V]):
-    """A cache of at most `limit` values, from which the least recently used one is dropped."""
-
-    def __init__(self, limit: int) -> None:
-        super().__init__()
-        self._limit = limit
-
-    def use(self, key: K) -> V:
-        """The value of a key, which is now the most recently used one."""
-        self.move_to_end(key)
-        return self[key]
-
-    def keep(self, key: K, value: V) -> K | None:
-        """Keep a value; returns the key of the value that was dropped for it, or None."""
-        self[key] = value
-        return self.popitem(last=False)[0] if len(self) > self._limit else None
-
-
 class GraphCache:
     """Compiles the graphs and makes the runners that are new, and keeps them."""
 
@@ -80,13 +56,11 @@ class GraphCache:
         options, place = request.options, request.place
         self._request, self._state, self._agreement = request, state, agreement
         self._modules = dict(request.model.named_modules())
-        self._watched = fingerprint.watch_modules(request.model, request.loss)
-        self._structure = fingerprint.module_structure(self._watched)
         limit = options.debug.max_graphs
-        self._known: _Recent[GraphKey, GraphKey] = _Recent(limit)  # one object per key: comparing it with itself costs nothing
-        self._facts: _Recent[tuple[Any, ...], Facts] = _Recent(limit)
-        self._graphs: _Recent[GraphKey, CompiledGraph] = _Recent(limit)
-        self._prepared: _Recent[tuple[GraphKey, ...], PreparedStep] = _Recent(limit)
+        self._keys = GraphKeys(request.model, request.loss, place.device.type, limit)
+        self._facts: Recent[tuple[Any, ...], Facts] = Recent(limit)
+        self._graphs: Recent[GraphKey, CompiledGraph] = Recent(limit)
+        self._prepared: Recent[tuple[GraphKey, ...], PreparedStep] = Recent(limit)
         self._assembly = Assembly(request, state)
         self.tables = Tables(options.schedule, place.ranks)
         self.first: CompiledGraph | None = None
@@ -108,21 +82,12 @@ class GraphCache:
         Raises `GraphPPError` where modules or ties of parameters have changed since the pipeline was made, and while another
         thread captures the model.
         """
-        refuse_fake_state(self._watched.modules)
-        if fingerprint.module_structure(self._watched) != self._structure:
-            raise GraphPPError(
-                "the model was changed after graphpp.compile: a module was added, exchanged or removed, or parameters were "
-                "tied or untied. Change the model first, then compile it (again)."
-            )
-        around = fingerprint.capture_conditions(self._watched, self._request.place.device.type)
-        keys = {signature: self._key(training, signature, around) for signature in {part.signature for part in parts}}
+        keys = self._keys.keys(training, [part.signature for part in parts])
         return StepCall(parts, training, tuple(keys[part.signature] for part in parts), weighting)
 
-    def _key(self, training: bool, signature: tuple[str, ...], around: tuple[Any, ...]) -> GraphKey:
-        key = GraphKey(training, signature, around)
-        if key not in self._known:
-            self._known.keep(key, key)
-        return self._known.use(key)
+    def after_step(self, call: StepCall, step: PreparedStep) -> None:
+        """Change numbers in attributes of the model as the microbatches of a call do in eager."""
+        self._keys.after_step(call, [graph.captured.updates for graph in step.lowered.graphs])
 
     def facts(self, call: StepCall) -> Facts:
         """The lines about a call that all ranks must have alike before they go on with it."""
@@ -209,6 +174,7 @@ class GraphCache:
         graphs, table = self._compile_graphs(call, len(call.parts))
         each = [graphs[key] for key in call.keys]
         check_same_results(each)
+        check_same_updates([graph.captured.updates for graph in each])
         if not call.training:
             check_mergeable([graph.captured for graph in each], [leading_size(part) for part in call.parts])
         for graph in graphs.values():

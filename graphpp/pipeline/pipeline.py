@@ -359,6 +359,7 @@ class Pipeline:
         with torch.autocast(place.device.type, enabled=False):  # its casts are in the graph
             prepared.runner.step([part.tensors for part in call.parts], seeds)
         self._broken = False
+        self._cache.after_step(call, prepared)
         self._last = prepared
         return prepared
 

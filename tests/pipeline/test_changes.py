@@ -389,11 +389,11 @@ def memorise(module: Any, y: Tensor) -> Tensor:
 
 
 ASSIGNMENTS: list[tuple[Callable[[Any, Tensor], Any], str]] = [
-    (lambda m, y: increase(m, "n"), r"number inner\.n.* buffer"),
+    (lambda m, y: increase(m, "n") or y * m.n, r"number inner\.n.* buffer"),
     (lambda m, y: increase(m, "share"), r"number inner\.share.* buffer"),
-    (lambda m, y: increase(m, "made"), r"number inner\.made.* buffer"),
-    (lambda m, y: setattr(m, "share", y.sum()), r"number inner\.share.* buffer"),
-    (lambda m, y: m.counts.update(n=1), r"number inner\.counts\.n.* buffer"),
+    (lambda m, y: increase(m, "made") or y * (m.made > 9), r"number inner\.made.* buffer"),
+    (lambda m, y: (m.share, setattr(m, "share", y.sum()))[0], r"number inner\.share.* buffer"),
+    (lambda m, y: m.counts.update(n=m.counts["n"] + 1) or y * m.counts["n"], r"number inner\.counts\.n.* buffer"),
     (lambda m, y: setattr(m, "h", y.detach().sum()), r"buffer inner\.h is None"),
     (remember, r"reads the tensor inner\.states\.0 and replaces it"),
     (append, r"reads the tensor inner\.states\.0 and replaces it"),

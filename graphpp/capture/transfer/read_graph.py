@@ -18,6 +18,7 @@ from torch import fx
 
 from graphpp._torch import aot, pytree
 from graphpp.batch.microbatch import TENSOR_LEAF
+from graphpp.capture.changed_numbers.updates import read_update
 from graphpp.capture.trace import CapturedGraph
 from graphpp.capture.transfer.format import FORMAT, MODULES, OF_ITEMS, PLAIN_META, ROLES, dtype_named, registered_class
 from graphpp.capture.transfer.reachable import Reachable
@@ -46,7 +47,7 @@ def read_graph(text: str, device: torch.device, held: Reachable) -> CapturedGrap
         spec = None if data["structure"] is None else reader.structure(data["structure"])
         leaves = tuple(reader.leaf(each) for each in data["leaves"])
     verify_joint_graph(joint)
-    return CapturedGraph(joint, spec, leaves)
+    return CapturedGraph(joint, spec, leaves, tuple(map(read_update, data["updates"])))
 
 
 def _read_metas(written: Iterable[Sequence[Any]]) -> dict[str, TensorMeta]:

@@ -64,6 +64,7 @@ def write_graph(captured: CapturedGraph, device: torch.device, held: Reachable) 
             "sources": list(writer.tables["source"]),
             "structure": None if spec is None else writer.structure(spec),
             "leaves": [writer.leaf(leaf) for leaf in captured.output_leaves],
+            "updates": [update.written() for update in captured.updates],
         },
         separators=(",", ":"),
     )

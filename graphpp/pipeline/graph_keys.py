@@ -1,0 +1,118 @@
+"""The keys under which the graphs of microbatches are kept, also where a forward changes numbers in attributes.
+
+Contract
+--------
+- A key has everything that a captured graph depends on, so equal keys mean equal graphs.
+- A forward may change numbers in attributes, and the capture has proved that its graph holds nevertheless. `after_step` gives
+  the numbers the values that eager leaves. From then on `key` finds the graph under the changed numbers, and, for a number on
+  whose value the graph does not depend, under every number.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+from typing import Any, Generic, TypeVar
+
+from torch import nn
+
+from graphpp.capture import fingerprint
+from graphpp.capture.fake_state import refuse_fake_state
+from graphpp.capture.changed_numbers.updates import Effect, NumberUpdate, Place, apply_updates
+from graphpp.errors import CaptureError, GraphPPError
+from graphpp.pipeline.step_call import GraphKey, StepCall
+
+K = TypeVar("K")
+V = TypeVar("V")
+Places = frozenset[tuple[int, str, int | str | None]]  # see `fingerprint.without`
+
+
+class Recent(OrderedDict[K, V], Generic[K, V]):
+    """A cache of at most `limit` values, from which the least recently used one is dropped."""
+
+    def __init__(self, limit: int) -> None:
+        super().__init__()
+        self._limit = limit
+
+    def use(self, key: K) -> V:
+        """The value of a key, which is now the most recently used one."""
+        self.move_to_end(key)
+        return self[key]
+
+    def keep(self, key: K, value: V) -> K | None:
+        """Keep a value; returns the key of the value that was dropped for it, or None."""
+        self[key] = value
+        return self.popitem(last=False)[0] if len(self) > self._limit else None
+
+
+class GraphKeys:
+    """Makes the keys of calls. `limit`: the number of graphs that are kept."""
+
+    def __init__(self, model: nn.Module, loss: Any, device_type: str, limit: int) -> None:
+        self._model, self._device_type = model, device_type
+        self._watched = fingerprint.watch_modules(model, loss)
+        self._structure = fingerprint.module_structure(self._watched)
+        self._index = {fqn: index for index, (fqn, _) in enumerate(model.named_modules())}
+        self._known: Recent[GraphKey, GraphKey] = Recent(limit)  # one object per key: comparing it with itself costs nothing
+        self._same: Recent[GraphKey, GraphKey] = Recent(limit)  # other conditions under which the graph of a key holds
+        self._ignored: Recent[tuple[bool, tuple[str, ...]], set[Places]] = Recent(limit)
+
+    def keys(self, training: bool, signatures: Iterable[tuple[str, ...]]) -> dict[tuple[str, ...], GraphKey]:
+        """The key of each signature, with the model as it is now.
+
+        Raises `GraphPPError` where modules or ties of parameters have changed since the pipeline was made, and while another
+        thread captures the model.
+        """
+        refuse_fake_state(self._watched.modules)
+        if fingerprint.module_structure(self._watched) != self._structure:
+            raise GraphPPError(
+                "the model was changed after graphpp.compile: a module was added, exchanged or removed, or parameters were "
+                "tied or untied. Change the model first, then compile it (again)."
+            )
+        around = self._around()
+        return {signature: self._key(training, signature, around) for signature in set(signatures)}
+
+    def _around(self) -> tuple[Any, ...]:
+        return fingerprint.capture_conditions(self._watched, self._device_type)
+
+    def _key(self, training: bool, signature: tuple[str, ...], around: tuple[Any, ...]) -> GraphKey:
+        for ignored in self._ignored.get((training, signature), ()):
+            key = GraphKey(training, signature, fingerprint.without(around, ignored))
+            if key in self._same:
+                return self._same.use(key)
+        key = GraphKey(training, signature, around)
+        if key not in self._known:
+            self._known.keep(key, key)
+        return self._known.use(key)
+
+    def after_step(self, call: StepCall, updates: Sequence[Sequence[NumberUpdate]]) -> None:
+        """Change the numbers of the model as the call's microbatches do in eager; `updates`: of each microbatch's graph."""
+        changing = {key: each for key, each in zip(call.keys, updates, strict=True) if each}
+        if not changing:
+            return
+        apply_updates(self._model, updates)
+        around = self._around()
+        for key, each in changing.items():
+            ignored = frozenset(self._indexed(update.place) for update in each if update.effect is not Effect.LAST)
+            kind = (key.training, key.signature)
+            if kind not in self._ignored:
+                self._ignored.keep(kind, set())
+            self._ignored.use(kind).add(ignored)
+            self._same.keep(GraphKey(*kind, fingerprint.without(around, ignored)), key)
+
+    def _indexed(self, place: Place) -> tuple[int, str, int | str | None]:
+        return self._index[place.module], place.attribute, place.item
+
+
+def check_same_updates(updates: Sequence[Sequence[NumberUpdate]]) -> None:
+    """Raise `CaptureError` if the graphs of one call change numbers differently: each graph would depend on the one before."""
+    kinds = [
+        {update.place: update.value if update.effect is Effect.LAST else update.effect for update in each} for each in updates
+    ]
+    for kind in kinds:
+        for place in kind.keys() | kinds[0].keys():
+            if kind.get(place) != kinds[0].get(place):
+                raise CaptureError(
+                    f"the forward changes the number {place}, and differently for microbatches of different shapes: their "
+                    "order would decide. Give microbatches of one shape in one call, or make the number a buffer."
+                )
