@@ -6,7 +6,8 @@ Contract: this file alone knows how torch labels a trace (descriptors, `nn_modul
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -30,18 +31,20 @@ def assign_roles(
     """Give every placeholder and every result its role.
 
     `paths`: the microbatch's tensors in order. `results`: the roles of the values that the traced module returned. Raises
-    `CaptureError` if the loss of a training graph depends on no parameter, or if the forward writes into a non-buffer.
+    `CaptureError` if the loss of a training graph depends on no parameter, or if the forward writes in place into a tensor that
+    is neither a buffer nor a frozen parameter. A frozen parameter that the forward writes has the roles of a buffer.
     """
     names = canonical_fqns(model)
-    joint = JointGraph(traced, training, *_state(model))
+    state = _State(names, _written_parameters(traced.graph, model, names))
+    joint = JointGraph(traced, training, *state.metas(model))
     if training and not any(isinstance(node.meta["desc"], descriptors.TangentAOTInput) for node in _placeholders(joint.graph)):
         raise CaptureError(
             "the loss does not depend on any parameter that requires grad: nothing could be trained. "
             "Check for detach(), no_grad(), frozen parameters, and that the loss reads the model's output."
         )
     _annotate(joint.graph)
-    outputs = _named_outputs(joint.graph, names, results)
-    _name_inputs(joint.graph, names, paths)
+    outputs = _named_outputs(joint.graph, state, results)
+    _name_inputs(joint.graph, state, paths)
     joint.set_outputs(outputs)
     _lift_constants(joint)
     joint.graph.set_codegen(fx.graph.CodeGen())  # flat arguments and results: roles identify them
@@ -66,13 +69,40 @@ def _placeholders(graph: fx.Graph) -> list[fx.Node]:
     return list(graph.find_nodes(op="placeholder"))
 
 
-def _state(model: nn.Module) -> tuple[dict[str, TensorMeta], dict[str, TensorMeta]]:
-    def metas(pairs: Any) -> dict[str, TensorMeta]:
-        return {
-            name: TensorMeta(name, tuple(x.shape), tuple(x.stride()), x.dtype, x.requires_grad) for name, x in pairs
-        }
+@dataclass(frozen=True)
+class _State:
+    """The canonical FQN of every name of a parameter or buffer, and the frozen parameters that the forward writes."""
 
-    return metas(model.named_parameters()), metas(model.named_buffers())
+    names: dict[str, str]
+    written: frozenset[str]
+
+    def role(self, desc: Any) -> InputRole:
+        """The role of an input. A tensor that export lifted out of the code has no FQN and is a constant."""
+        fqn = desc.target.removeprefix(_MODEL + ".")
+        if fqn not in self.names or not desc.target.startswith(_MODEL + "."):
+            return program.Constant(desc.target)
+        fqn = self.names[fqn]
+        parameter = isinstance(desc, descriptors.ParamAOTInput) and fqn not in self.written
+        return program.Parameter(fqn) if parameter else program.Buffer(fqn)
+
+    def metas(self, model: nn.Module) -> tuple[dict[str, TensorMeta], dict[str, TensorMeta]]:
+        """Parameters and buffers by FQN, in the model's order."""
+        parameters, buffers = _metas(model.named_parameters()), _metas(model.named_buffers())
+        written = {fqn: parameters.pop(fqn) for fqn in list(parameters) if fqn in self.written}
+        return parameters, written | buffers
+
+
+def _metas(pairs: Iterable[tuple[str, torch.Tensor]]) -> dict[str, TensorMeta]:
+    return {name: TensorMeta(name, tuple(x.shape), tuple(x.stride()), x.dtype, x.requires_grad) for name, x in pairs}
+
+
+def _written_parameters(graph: fx.Graph, model: nn.Module, names: dict[str, str]) -> frozenset[str]:
+    """The frozen parameters that the forward writes in place."""
+    described = graph.output_node().meta["desc"]
+    inputs = [desc.mutated_input for desc in described if isinstance(desc, descriptors.InputMutationAOTOutput)]
+    targets = [each.target.removeprefix(_MODEL + ".") for each in inputs if isinstance(each, descriptors.ParamAOTInput)]
+    frozen = {fqn for fqn, parameter in model.named_parameters() if not parameter.requires_grad}
+    return frozenset(names[target] for target in targets if names.get(target) in frozen)
 
 
 def _annotate(graph: fx.Graph) -> None:
@@ -103,11 +133,11 @@ def _calls(node: fx.Node) -> tuple[str, ...]:
     return tuple(calls)
 
 
-def _name_inputs(graph: fx.Graph, names: dict[str, str], paths: Sequence[str]) -> None:
+def _name_inputs(graph: fx.Graph, state: _State, paths: Sequence[str]) -> None:
     """Write roles on placeholders; the placeholders of one tensor's aliases are merged."""
     first: dict[InputRole, fx.Node] = {}
     for node in _placeholders(graph):
-        role = _input_role(node.meta["desc"], names, paths)
+        role = _input_role(node.meta["desc"], state, paths)
         if role in first:
             node.replace_all_uses_with(first[role])
             graph.erase_node(node)
@@ -116,27 +146,18 @@ def _name_inputs(graph: fx.Graph, names: dict[str, str], paths: Sequence[str]) -
             node.meta["role"] = role
 
 
-def _input_role(desc: Any, names: dict[str, str], paths: Sequence[str]) -> InputRole:
+def _input_role(desc: Any, state: _State, paths: Sequence[str]) -> InputRole:
     if isinstance(desc, descriptors.PlainAOTInput):
         return program.Input(paths[desc.idx])
     if isinstance(desc, descriptors.TangentAOTInput):
         return program.Seed()
     if isinstance(desc, descriptors.ParamAOTInput | descriptors.BufferAOTInput):
-        return _state_role(desc, names)
+        return state.role(desc)
     raise CaptureError(f"the trace has an input that graphpp does not know: {desc!r}. Please report the model.")
 
 
-def _state_role(desc: Any, names: dict[str, str]) -> InputRole:
-    """A parameter or buffer by its FQN; a tensor that export lifted out of the code has no FQN and is a constant."""
-    fqn = desc.target.removeprefix(_MODEL + ".")
-    if fqn not in names or not desc.target.startswith(_MODEL + "."):
-        return program.Constant(desc.target)
-    kind = program.Parameter if isinstance(desc, descriptors.ParamAOTInput) else program.Buffer
-    return kind(names[fqn])
-
-
 def _named_outputs(
-    graph: fx.Graph, names: dict[str, str], results: Sequence[OutputRole]
+    graph: fx.Graph, state: _State, results: Sequence[OutputRole]
 ) -> list[tuple[OutputRole, fx.Node]]:
     """The results with their roles; for a buffer that was written in place and then assigned, the assigned value."""
     end = graph.output_node()
@@ -145,7 +166,7 @@ def _named_outputs(
     for desc, node in zip(end.meta["desc"], end.args[0], strict=True):  # type: ignore[arg-type]
         if not isinstance(node, fx.Node):
             continue
-        role = _output_role(desc, names, results)
+        role = _output_role(desc, state, results)
         if isinstance(role, program.Gradient) and role in gradients:
             gradients[role] = _sum(graph, gradients[role], node)
         elif isinstance(role, program.Gradient):
@@ -162,25 +183,24 @@ def _original(node: fx.Node) -> fx.Node:
     return node
 
 
-def _output_role(desc: Any, names: dict[str, str], results: Sequence[OutputRole]) -> OutputRole:
-    """Raises `CaptureError` for an in-place write into a tensor that is no buffer."""
+def _output_role(desc: Any, state: _State, results: Sequence[OutputRole]) -> OutputRole:
+    """Raises `CaptureError` for an in-place write into a tensor that is neither a buffer nor a frozen parameter."""
     if isinstance(desc, descriptors.PlainAOTOutput):
         returned = results[desc.idx]
-        return program.BufferUpdate(names[returned.fqn]) if isinstance(returned, program.BufferUpdate) else returned
+        return program.BufferUpdate(state.names[returned.fqn]) if isinstance(returned, program.BufferUpdate) else returned
     if isinstance(desc, descriptors.GradAOTOutput):
-        role = _state_role(desc.grad_of, names)
+        role = state.role(desc.grad_of)
         if isinstance(role, program.Parameter):
             return program.Gradient(role.fqn)
     if isinstance(desc, descriptors.InputMutationAOTOutput):
         written = desc.mutated_input
-        if isinstance(written, descriptors.BufferAOTInput) and isinstance(
-            buffer := _state_role(written, names), program.Buffer
-        ):
+        of_model = isinstance(written, descriptors.ParamAOTInput | descriptors.BufferAOTInput)
+        if of_model and isinstance(buffer := state.role(written), program.Buffer):
             return program.BufferUpdate(buffer.fqn)
         target = getattr(written, "target", "an input of the model").removeprefix(_MODEL + ".")
         raise CaptureError(
-            f"the forward writes in place into {target}, which is no buffer. "
-            "Write into a clone() of it, or compute a new tensor (inplace=False); what is kept between steps must be a buffer."
+            f"the forward writes in place into {target}, which is neither a buffer nor a frozen parameter. Write into a "
+            "clone() of it, or compute a new tensor (inplace=False). Register a tensor that is kept between steps as a buffer."
         )
     raise CaptureError(f"the trace has a result that graphpp does not know: {desc!r}. Please report the model.")
 

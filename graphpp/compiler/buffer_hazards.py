@@ -1,5 +1,7 @@
 """Refuses steps in which the value that a microbatch reads from a buffer would depend on the schedule.
 
+A frozen parameter that a forward writes in place is a buffer here.
+
 Contract
 --------
 - `check_forward_order`: a stage that writes buffers runs its forwards in microbatch order, as a plain loop does.
@@ -14,7 +16,7 @@ from collections.abc import Iterator, Sequence
 
 from graphpp.errors import BatchError, ScheduleError
 from graphpp.planner.tables import CheckedTable
-from graphpp.runtime.program import Buffer, BufferUpdate, PipelineProgram, Program, StageProgram
+from graphpp.runtime.program import Buffer, BufferUpdate, Parameter, PipelineProgram, Program, StageProgram
 
 
 def check_forward_order(table: CheckedTable, written: Sequence[tuple[StageProgram, str]]) -> None:
@@ -44,7 +46,7 @@ def check_late_reads(programs: Sequence[PipelineProgram]) -> None:
             written.setdefault(fqn, index)
     for index, pipeline in _distinct(programs) if written else ():
         read = (role for item in _outside_forward(pipeline) for role in item.inputs)
-        for fqn in (role.fqn for role in read if isinstance(role, Buffer) and role.fqn in written):
+        for fqn in (role.fqn for role in read if isinstance(role, Buffer | Parameter) and role.fqn in written):
             raise BatchError(
                 f"microbatch {written[fqn]} writes the buffer {fqn}, and microbatch {index}, which has another shape or "
                 "structure and does not write it, reads it for its gradients or once per step: whether it would see the new "

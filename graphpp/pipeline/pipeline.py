@@ -232,8 +232,7 @@ class Pipeline:
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """(FQN, parameter) of this rank's stages, in the model's order: the model's own objects."""
-        local = self._first().parameters(self._place.rank)
-        return self._state.named(local, among=self._state.parameters)  # type: ignore[return-value]
+        return self._state.named(self._local(), among=self._state.parameters)  # type: ignore[return-value]
 
     def parameters(self) -> Iterator[nn.Parameter]:
         """This rank's parameters, in the model's order: hand them to the optimizer."""

@@ -50,7 +50,8 @@ class Trials:
 
     def _step(self, prepared: PreparedStep, recorder: Recorder | None) -> None:
         place = prepared.runner.place
-        with state_restored(self.model, place.device):
+        written = {fqn for graph in prepared.lowered.graphs for fqn in graph.captured.joint.written()}
+        with state_restored(self.model, place.device, written):
             barrier(place)  # so that no rank's first wait includes another rank's late start
             with contextlib.nullcontext() if recorder is None else prepared.runner.recording(recorder):
                 self.run(prepared)

@@ -122,11 +122,15 @@ def _refuse(*faults: tuple[str, list[str]]) -> None:
 
 
 @contextlib.contextmanager
-def state_restored(model: nn.Module, device: torch.device) -> Iterator[None]:
-    """A context that starts without gradients, and ends with the buffers, gradients, attributes and random states of before."""
+def state_restored(model: nn.Module, device: torch.device, written: Collection[str] = ()) -> Iterator[None]:
+    """A context that starts without gradients, and ends with the buffers, gradients, attributes and random states of before.
+
+    `written`: FQNs of tensors that a forward writes; the frozen parameters among them are restored like buffers.
+    """
     stores = [s for module in model.modules() for s in (module.__dict__, module._parameters, module._buffers)]
     copies = [(store, dict(store)) for store in stores]
-    buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
+    frozen = [parameter for name, parameter in model.named_parameters() if name in written]
+    buffers = [(buffer, buffer.detach().clone()) for buffer in (*model.buffers(), *frozen)]
     grads = [(parameter, parameter.grad) for parameter in model.parameters()]
     python_state = random.getstate()
     try:

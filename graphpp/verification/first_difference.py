@@ -31,7 +31,6 @@ from graphpp.passes.graph.joint_graph import JointGraph
 from graphpp.passes.graph.stage_graphs import PhaseKey, StagedGraphs
 from graphpp.passes.text.naming import PythonNames
 from graphpp.runtime import program
-from graphpp.runtime.model_state import state_restored
 from graphpp.runtime.program import Phase, PipelineProgram
 from graphpp.schedules.table.actions import Action
 from graphpp.schedules.table.schedule import Schedule
@@ -45,7 +44,7 @@ _PROGRAM = re.compile(r"<graphpp stage (\d+) (\w+)>.*")
 def values_of(step: Step, joint: JointGraph) -> Values:
     """Run the uncut joint graph; returns every value of it by name, per microbatch."""
     values: list[Mapping[str, Any]] = []
-    with state_restored(step.model, step.device):
+    with step.restored():
         run_uncut(step, joint, lambda _, found: values.append(found))
     return values
 
@@ -106,7 +105,7 @@ def first_in_stages(
     """The first value of a stage program that differs from the joint graph's; `schedule` has one rank. None: no value does."""
     watcher = _Lines(values, staged, (leaf for _, _, action in schedule.cells() for leaf in action.leaves))
     before = sys.gettrace()
-    with state_restored(step.model, step.device):
+    with step.restored():
         sys.settrace(watcher.enter)
         try:
             run_cut(step, programs, schedule)
@@ -171,7 +170,7 @@ class _Lines:
 def first_in_eager(step: Step, joint: JointGraph, values: Values) -> FirstDifference | None:
     """The first module call whose input or outputs in eager differ from the joint graph's. None: no call does."""
     calls = _Calls(step.model, _Spans(joint), values)
-    with state_restored(step.model, step.device), calls.watching():
+    with step.restored(), calls.watching():
         run_eager(step, joint)
     return calls.first
 

@@ -30,7 +30,7 @@ from graphpp.passes.joint.key_random_ops import draws_random_numbers, key_random
 from graphpp.passes.joint.relax_views import memory_order, relax_views
 from graphpp.runtime import program
 from graphpp.runtime.gradients.accumulate import dtype_of_sum
-from graphpp.runtime.model_state import ModelState
+from graphpp.runtime.model_state import ModelState, state_restored
 from graphpp.runtime.program import PipelineProgram
 from graphpp.runtime.randomness import seeded, step_keys
 from graphpp.runtime.runner import GraphPPRunner, RunnerConfig
@@ -55,6 +55,7 @@ class Step:
 
     `seeds`: per microbatch the gradient of the step's loss by the microbatch's loss, 0-dim. `sum_dtype`: the option
     `gradients.dtype`, in which the stage programs and the uncut graph add gradients up; eager adds in the gradient's own dtype.
+    `written`: the FQNs of the buffers and frozen parameters that the forward writes.
     """
 
     model: nn.Module
@@ -63,13 +64,21 @@ class Step:
     seeds: Sequence[torch.Tensor]
     device: torch.device
     sum_dtype: torch.dtype | None = None
+    written: Sequence[str] = ()
 
+    def restored(self) -> contextlib.AbstractContextManager[None]:
+        """A context that restores the model's state afterwards."""
+        return state_restored(self.model, self.device, self.written)
 
-def left_behind(model: nn.Module, losses: Sequence[torch.Tensor]) -> Numbers:
-    """The gradients and buffers of a model after a step, with the step's losses."""
-    grads = {name: value.grad for name, value in model.named_parameters() if value.grad is not None}
-    buffers = {name: value.detach().clone() for name, value in model.named_buffers()}
-    return Numbers(list(losses), grads, buffers)
+    def buffers(self) -> Tensors:
+        """Copies of the buffers, and of the frozen parameters that the forward writes."""
+        frozen = [(name, value) for name, value in self.model.named_parameters() if name in self.written]
+        return {name: value.detach().clone() for name, value in (*self.model.named_buffers(), *frozen)}
+
+    def left_behind(self, losses: Sequence[torch.Tensor]) -> Numbers:
+        """The gradients and buffers of the model after a step, with the step's losses."""
+        grads = {name: value.grad for name, value in self.model.named_parameters() if value.grad is not None}
+        return Numbers(list(losses), grads, self.buffers())
 
 
 # ---------------------------------------------------------------------------------------------------------- uncut
@@ -86,7 +95,7 @@ def run_uncut(
     step: Step, joint: JointGraph, watch: ValueHook | None = None, jitter: torch.Generator | None = None
 ) -> Numbers:
     """Interpret the joint graph for one microbatch after the other."""
-    numbers = Numbers(buffers={name: buffer.detach().clone() for name, buffer in step.model.named_buffers()})
+    numbers = Numbers(buffers=step.buffers())
     known: dict[program.InputRole, Any] = {program.Constant(name): value for name, value in joint.constants.items()}
     known |= {program.Parameter(name): value.detach() for name, value in step.model.named_parameters()}
     for index, (part, key) in enumerate(zip(step.parts, step_keys(len(step.parts), None, step.device), strict=True)):
@@ -153,7 +162,7 @@ def run_cut(step: Step, programs: Sequence[PipelineProgram], schedule: Schedule)
     runner = GraphPPRunner(programs, schedule, ModelState(step.model), RankPlace(step.device, None), config)
     with torch.autocast(step.device.type, enabled=False):
         runner.step([part.tensors for part in step.parts], step.seeds)
-    return left_behind(step.model, runner.losses().unbind())
+    return step.left_behind(runner.losses().unbind())
 
 
 # ---------------------------------------------------------------------------------------------------------- eager
@@ -183,7 +192,7 @@ def run_eager(step: Step, joint: JointGraph) -> EagerRun:
                 loss.backward(step.seeds[index])
         losses.append(loss.detach())
         matched = matched and keyed.matched
-    return EagerRun(left_behind(step.model, losses), matched)
+    return EagerRun(step.left_behind(losses), matched)
 
 
 @dataclass(frozen=True)

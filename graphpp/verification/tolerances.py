@@ -19,7 +19,6 @@ from typing import Any
 import torch
 
 from graphpp.passes.graph.joint_graph import JointGraph
-from graphpp.runtime.model_state import state_restored
 from graphpp.verification.report import Comparison, Difference, difference, widened
 from graphpp.verification.runs import Numbers, Step, run_uncut
 
@@ -83,7 +82,7 @@ def _noise(step: Step, joint: JointGraph, uncut: Numbers) -> dict[str, float]:
     """By name of the result: the relative distance by which it moves if every value on the way is rounded otherwise."""
     noise: dict[str, float] = {}
     for seed in range(_JITTERS):
-        with state_restored(step.model, step.device):
+        with step.restored():
             moved = run_uncut(step, joint, jitter=torch.Generator().manual_seed(seed))
         for name, each in compared("", moved, uncut, Tolerances(0.0)).all():
             noise[name] = max(noise.get(name, 0.0), each.relative)

@@ -58,7 +58,7 @@ def verified(
     with state_restored(model, device):
         compiled = subject_of(model, loss, options, place, parts, dumps)
         seeds = _seeds(compiled.graph, options.gradients.reduction, len(parts), device)
-        step = Step(model, loss, parts, seeds, device, options.gradients.dtype)
+        step = Step(model, loss, parts, seeds, device, options.gradients.dtype, compiled.uncut.written())
         allowed = _tolerance(compiled.uncut) if tolerance is None else tolerance
         cut, eager = _three_ways(step, compiled, allowed, measured=tolerance is None)
     return Verification(cut, eager, compiled.graph.plan, allowed, time.perf_counter() - began)
@@ -73,10 +73,10 @@ def _seeds(graph: CompiledGraph, reduction: Reduction, count: int, device: torch
 
 
 def _three_ways(step: Step, compiled: Subject, tolerance: float, measured: bool) -> tuple[Comparison, Comparison]:
-    with state_restored(step.model, step.device):
+    with step.restored():
         uncut = run_uncut(step, compiled.uncut)
     cut = _of_cut(step, compiled, uncut, _tolerances(step, compiled, uncut, tolerance, measured))
-    with state_restored(step.model, step.device):
+    with step.restored():
         eager = run_eager(step, compiled.uncut)
     if not eager.matched:
         return cut, Comparison(_EAGER, note=_OTHER_NUMBERS, compared=False)
@@ -128,7 +128,7 @@ def _tolerances(step: Step, compiled: Subject, uncut: Numbers, tolerance: float,
 
 
 def _of_cut(step: Step, compiled: Subject, uncut: Numbers, tolerances: Tolerances) -> Comparison:
-    with state_restored(step.model, step.device):
+    with step.restored():
         ours = run_cut(step, compiled.programs, compiled.row)
     found = compared(_CUT, ours, uncut, tolerances)
     found = replace(found, note=tolerances.note if found.verdict != "equal" else "")

@@ -31,7 +31,10 @@ from graphpp.runtime.program import InputRole, OutputRole, TensorMeta
 
 @dataclass
 class JointGraph:
-    """One captured graph. `parameters` and `buffers` have all FQNs of the model, used or not, in the model's order."""
+    """One captured graph. `parameters` and `buffers` have all FQNs of the model, used or not, in the model's order.
+
+    A frozen parameter that the forward writes in place is in `buffers`, and has the roles of a buffer.
+    """
 
     module: fx.GraphModule
     training: bool
@@ -58,6 +61,10 @@ class JointGraph:
         end = self.graph.output_node()
         end.meta["roles"] = [role for role, _ in outputs]
         end.args = (tuple(node for _, node in outputs),)
+
+    def written(self) -> list[str]:
+        """The FQNs of the buffers and frozen parameters that the forward writes."""
+        return [role.fqn for role, _ in self.outputs() if isinstance(role, program.BufferUpdate)]
 
     def copy(self) -> JointGraph:
         """A copy with nodes of its own: a change to one graph does not show in the other."""

@@ -11,7 +11,7 @@ Contract
   gradient that it reads. So a sum of gradients runs in the lowest stage among the gradients that it adds.
 - Afterwards, along every edge, the stages of forward nodes do not fall and the stages of backward nodes do not rise.
 
-Raises `CaptureError` where a buffer is written in one stage and read in another.
+Raises `CaptureError` where a buffer or frozen parameter is written in one stage and read in another.
 """
 
 from __future__ import annotations
@@ -134,7 +134,7 @@ def _check_written_buffers(joint: JointGraph, written: set[str]) -> None:
         for reader in readers:
             if reader.meta["stage"] != users[0].meta["stage"]:
                 raise CaptureError(
-                    f"the buffer {role.fqn} is written in stage {users[0].meta['stage']} at {describe_node(users[0])} and "
-                    f"read in stage {reader.meta['stage']} at {describe_node(reader)}: move the cut so that both fall into "
-                    "one stage."
+                    f"the buffer or frozen parameter {role.fqn} is written in stage {users[0].meta['stage']} at "
+                    f"{describe_node(users[0])} and read in stage {reader.meta['stage']} at {describe_node(reader)}: move the "
+                    "cut so that both fall into one stage."
                 )

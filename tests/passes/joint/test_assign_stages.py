@@ -202,7 +202,7 @@ def read_later(m: Blocks, x: Tensor) -> Tensor:
 
 def test_a_buffer_read_before_the_cut_and_written_after_it_is_refused() -> None:
     joint = joint_of(read_later)
-    with pytest.raises(CaptureError, match=r"buffer mean is written in stage 1 .* read in\s+stage 0 .* move the cut"):
+    with pytest.raises(CaptureError, match=r"parameter mean is written in stage 1 .* read in\s+stage 0 .* move the cut"):
         assigned(joint, *starts(joint, "b"))
     joint = joint_of(read_later)
     assert isinstance(assigned(joint, *starts(joint, "c")), JointGraph)
