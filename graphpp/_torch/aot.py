@@ -16,7 +16,7 @@ Checked on torch 2.11.0, 2.13.0 and 2.15.0:
 - `torch.amp.autocast_mode._enter_autocast`, `torch.amp.autocast_mode._exit_autocast`, `torch._C._set_grad_enabled`: modes as
   nodes of a graph, as Dynamo writes them
 - `torch.autograd._engine_run_backward`: the function that `autograd.grad`, `backward` and
-  `torch.func.grad` call
+  `torch.func.grad` call; `torch._higher_order_ops`: the folder of the operators that differentiate their bodies with it
 - `torch.distributions.Distribution._validate_args`: whether distributions check values
 - `torch.fx._lazy_graph_module`: `_use_lazy_graph_module`, `_make_graph_module`: a graph's Python code is made when it runs,
   not at each change
@@ -56,6 +56,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from graphpp._torch import pytree
 from graphpp._torch.this_thread import InThisThread, alone, replaced
 
+_TORCH = os.path.join(os.path.dirname(torch.__file__), "")
+_HERE = os.path.join(os.path.dirname(__file__), "")
+_HIGHER_ORDER = os.path.join("torch", "_higher_order_ops", "")
 _READER = os.path.join("torch", "_dynamo", "symbolic_convert.py")
 # Functions of torch itself that change no gradient, or implement registered and higher-order operators, which export keeps.
 KEPT_FUNCTIONS = ("torch._library.", "torch._higher_order_ops.", "torch._functorch.", "torch.utils.checkpoint")
@@ -131,8 +134,24 @@ def is_fake(tensor: torch.Tensor | None) -> bool:
 
 
 def backward_replaced(run: Callable[..., Any]) -> Context:
-    """A context in which `run` is called where autograd would run a backward."""
-    return replaced(torch.autograd, "_engine_run_backward", run)
+    """A context in which `run` is called where the user's code would have autograd run a backward.
+
+    Higher-order operators with a body, `scan` for instance, trace the body's own backward by running autograd on it.
+    """
+    original: Callable[..., Any] = vars(torch.autograd)["_engine_run_backward"]
+
+    def backward(*args: Any, **kwargs: Any) -> Any:
+        return (original if _body_is_differentiated() else run)(*args, **kwargs)
+
+    return replaced(torch.autograd, "_engine_run_backward", backward)
+
+
+def _body_is_differentiated() -> bool:
+    """Whether a higher-order operator asks for a backward: it is on the stack before any file outside of torch."""
+    files = (frame.f_code.co_filename for frame, _ in traceback.walk_stack(None))
+    others = (file for file in files if not file.startswith(_HERE))
+    innermost = next((file for file in others if _HIGHER_ORDER in file or not file.startswith(_TORCH)), "")
+    return _HIGHER_ORDER in innermost
 
 
 def distributions_unchecked() -> Context:

@@ -3,19 +3,29 @@
 Contract: export wraps such a region into a sub-graph behind a higher-order operator. Traced in that form, each operation of
 the region loses its module call and its source line. `inline_modes` moves the operations into the graph itself, with their
 metadata, between a node that enters the mode and a node that leaves it. Nested regions are inlined too.
+
+Export loses a `no_grad` region in which a higher-order operator with a body runs (`torch.cond`, `scan`, `map`).
+`note_grad_modes` marks such calls during export, and `check_grad_modes` raises for a marked call outside of a region.
 """
 
 from __future__ import annotations
 
+import contextlib
 import operator
-from collections.abc import Callable, Sequence
+import traceback
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import fx
 
 from graphpp._torch import aot
+from graphpp.capture.source_lines import user_frame
+from graphpp.errors import CaptureError
+
+_NOTE = "graphpp without grad"  # in `meta["custom"]`: the user's line
 
 
 def inline_modes(module: fx.GraphModule, grad_enabled: bool) -> fx.GraphModule:
@@ -31,6 +41,40 @@ def inline_modes(module: fx.GraphModule, grad_enabled: bool) -> fx.GraphModule:
             _inline(module, node, _grad_mode(bool(enabled), grad_enabled, body, operands))
     module.recompile()
     return module
+
+
+@contextlib.contextmanager
+def note_grad_modes() -> Iterator[None]:
+    """While open, mark the node of each higher-order operator that the forward calls without gradients."""
+    original: Any = aot.HigherOrderOperator.__call__
+    inside = False
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        nonlocal inside
+        marked = not inside and not torch.is_grad_enabled()  # inside, the operator's own code switches gradients off
+        note = aot.noted({_NOTE: user_frame(traceback.extract_stack())}) if marked else contextlib.nullcontext()
+        before, inside = inside, True
+        try:
+            with note:
+                return original(*args, **kwargs)
+        finally:
+            inside = before
+
+    with patch.object(aot.HigherOrderOperator, "__call__", call):
+        yield
+
+
+def check_grad_modes(module: fx.GraphModule, grad_enabled: bool) -> None:
+    """Raise `CaptureError` if a marked operator would run with gradients; `grad_enabled` is the grad mode around the module."""
+    for node in module.graph.nodes:
+        place = node.meta.get("custom", {}).get(_NOTE)
+        if node.target is aot.set_grad_enabled:
+            grad_enabled = bool(node.args[0])
+        elif place is not None and grad_enabled and isinstance(node.target, aot.HigherOrderOperator):
+            raise CaptureError(
+                f"{node.target} runs under torch.no_grad() at {place}, where torch.export loses the no_grad: the operator "
+                "would get a gradient. Run it outside of torch.no_grad(), and detach its results and those of the lines there."
+            )
 
 
 def run_under_autocast(module: fx.GraphModule, device_type: str) -> None:

@@ -3,8 +3,9 @@
 Contract: while `refuse_outside_state` is open, taking a gradient within the forward (`torch.autograd.grad`,
 `torch.func.grad`, whose results export detaches) raises `CaptureError`. `refuse_draws` raises for draws from the global
 generators of Python and NumPy and from generators that modules hold, `refuse_generators` for a `torch.Generator` that is passed
-to an operator. Meanwhile `torch.distributions` do not check their arguments, as under `torch.compile`. All of this concerns the
-thread that captures: other threads draw and take gradients.
+to an operator, `refuse_random_bodies` for random numbers in the body of a higher-order operator. Meanwhile
+`torch.distributions` do not check their arguments, as under `torch.compile`. All of this concerns the thread that captures:
+other threads draw and take gradients.
 
 Draws from a global generator are noticed in two ways: by replaced functions of modules, and by the generator's state. While
 other threads are alive, only the first way is left. It does not notice a draw by a function that an object holds
@@ -30,6 +31,8 @@ from graphpp._torch import aot
 from graphpp._torch.this_thread import replaced
 from graphpp.capture.source_lines import source_line, user_frame
 from graphpp.errors import CaptureError
+from graphpp.passes.graph.joint_graph import JointGraph
+from graphpp.passes.joint.key_random_ops import draws_random_numbers
 
 
 @contextlib.contextmanager
@@ -170,6 +173,24 @@ def _equal_states(now: Any, before: Any) -> bool:
         return len(now) == len(before) and all(map(_equal_states, now, before))
     equal = now == before
     return bool(equal.all()) if hasattr(equal, "all") else bool(equal)
+
+
+def refuse_random_bodies(joint: JointGraph) -> None:
+    """Raise `CaptureError` if the body of a higher-order operator draws: its numbers would have no key of the microbatch."""
+    for node in joint.graph.find_nodes(op="get_attr"):
+        body = node.meta.get("held")
+        if isinstance(body, fx.GraphModule) and _draws(body):
+            operator = next(iter(node.users), node)
+            raise CaptureError(
+                f"{operator.target} at {operator.meta['source'] or 'the loss'} draws random numbers in its body: they would "
+                "depend on how the model is split. Draw them outside of the body, and pass them to the operator."
+            )
+
+
+def _draws(body: fx.GraphModule) -> bool:
+    """Whether a graph, or a graph inside it, draws random numbers."""
+    graphs = [module.graph for module in body.modules() if isinstance(module, fx.GraphModule)]
+    return any(draws_random_numbers(node.target, node.args, node.kwargs) for graph in graphs for node in graph.nodes)
 
 
 def refuse_generators(graph: fx.Graph) -> None:

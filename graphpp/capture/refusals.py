@@ -5,7 +5,8 @@ trace as a `refuse_...` function that `trace.capture` calls. Each raises `Captur
 
 - hooks on gradients of parameters, modules, forward values or their autograd nodes: the graph's gradients bypass them;
 - parameters that the forward freezes, unfreezes or assigns `.data` to; trainable tensors that are no parameters of the model;
-- a number or a size that depends on the data (no wrong gradient, but torch's own message helps nobody);
+- a number or a size that depends on the data (no wrong gradient, but torch's own message helps nobody), also if only a
+  backward has it;
 - two parameters in one memory (tied by `.data`): each rank would train its own copy;
 - matrix products of values with different dtypes;
 - TorchScript modules, lazy modules and sparse gradients, which export or AOT Autograd cannot trace; parameters and buffers
@@ -163,6 +164,23 @@ def refuse_unknown_numbers(graph: fx.Graph, loss: Any) -> None:
                 f"{line or loss_line}, by {node.target}: a captured graph has one set of shapes. Write "
                 ".item(), nonzero() or indexing with a mask as tensor operations (torch.where, multiplication with the "
                 "mask), or compute it outside and pass it in."
+            )
+
+
+def refuse_unknown_sizes(joint: JointGraph) -> None:
+    """Raise `CaptureError` for values whose size only the data decides, which the backward of an operator brings about.
+
+    The backward of `torch.while_loop` reads a value of each iteration, and the data decides the number of iterations.
+    """
+    for node in joint.computed():
+        values = node.meta["val"] if isinstance(node.meta["val"], list | tuple) else [node.meta["val"]]
+        sizes = [size for value in values if isinstance(value, torch.Tensor) for size in value.shape]
+        if any(isinstance(size, torch.SymInt) for size in sizes):
+            place = node.meta["source"] or "the loss"
+            raise CaptureError(
+                f"{node.target} at {place} has a gradient, and only the data decides the size of the values that it saves: a "
+                "captured graph has one set of shapes. Use torch's scan over a fixed number of iterations, or hand the "
+                "operator detached tensors only, also those that its body reads from outside."
             )
 
 

@@ -35,14 +35,21 @@ from graphpp.capture.changed_numbers.updates import NumberUpdate
 from graphpp.capture.eager_branches import TracingQueries, answer_as_eager
 from graphpp.capture.explain_errors import explain_errors
 from graphpp.capture.fake_state import fake_state
-from graphpp.capture.inline_modes import drop_value_checks, inline_modes, run_under_autocast
-from graphpp.capture.outside_state import refuse_draws, refuse_generators, refuse_outside_state
+from graphpp.capture.inline_modes import (
+    check_grad_modes,
+    drop_value_checks,
+    inline_modes,
+    note_grad_modes,
+    run_under_autocast,
+)
+from graphpp.capture.outside_state import refuse_draws, refuse_generators, refuse_outside_state, refuse_random_bodies
 from graphpp.capture.refusals import (
     check_model,
     refuse_during_trace,
     refuse_foreign_leaves,
     refuse_mixed_products,
     refuse_unknown_numbers,
+    refuse_unknown_sizes,
 )
 from graphpp.capture.stacked_rnn import unstack_rnn
 from graphpp.capture.transfer.code_trail import CodeTrail
@@ -112,6 +119,8 @@ def _capture(mode: Any, wrapper: _TracedStep, device: torch.device, trail: CodeT
             joint = assign_roles(traced, model, tuple(fakes), found.results, training=training)
             mark_checkpoints(joint.graph, found.checkpoints)
             refuse_mixed_products(joint)
+            refuse_unknown_sizes(joint)
+            refuse_random_bodies(joint)
     found.writes.refuse_stale(joint.constants.values())
     refuse_foreign_leaves(joint.constants.values())
     verify_joint_graph(joint)
@@ -227,12 +236,16 @@ def _export_once(
     functions = FunctionCalls()
     wrapper.begin(entry)
     marks = record_checkpoints(wrapper.found.checkpoints)
-    with explain_errors(), record_functions(functions), refuse_during_trace(), marks, refuse_outside_state():
+    patches = (record_functions(functions), refuse_during_trace(), marks, refuse_outside_state(), note_grad_modes())
+    with explain_errors(), contextlib.ExitStack() as stack:
+        for each in patches:
+            stack.enter_context(each)
         exported = torch.export.export(wrapper, fakes, strict=False)
     if trail is not None:
         with mode, aot.as_under_export():
             _note_code(_TracedStep(wrapper.model, *wrapper.inputs), entry, fakes, trail)
     module = unstack_rnn(inline_modes(exported.module(check_guards=False), torch.is_grad_enabled()))
+    check_grad_modes(module, torch.is_grad_enabled())
     functions.restore_into(module)
     drop_value_checks(module)
     refuse_unknown_numbers(module.graph, wrapper.inputs[0])
