@@ -16,12 +16,12 @@ import traceback
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
-from unittest.mock import patch
 
 import torch
 from torch import fx
 
 from graphpp._torch import aot
+from graphpp._torch.this_thread import replaced
 from graphpp.capture.source_lines import user_frame
 from graphpp.errors import CaptureError
 
@@ -60,7 +60,7 @@ def note_grad_modes() -> Iterator[None]:
         finally:
             inside = before
 
-    with patch.object(aot.HigherOrderOperator, "__call__", call):
+    with replaced(aot.HigherOrderOperator, "__call__", call):
         yield
 
 

@@ -12,8 +12,8 @@ trace as a `refuse_...` function that `trace.capture` calls. Each raises `Captur
 - TorchScript modules, lazy modules and sparse gradients, which export or AOT Autograd cannot trace; parameters and buffers
   that the model's own lists leave out.
 
-A refusal that needs the state of another mechanism stands beside that mechanism: writes to attributes in `attribute_writes.py`,
-changed numbers in `changed_numbers/decide.py`, side effects of custom Functions in `autograd_functions.py`, random numbers and
+A refusal that needs the state of another mechanism stands beside that mechanism: written attributes in `attributes/writes.py`,
+changed numbers in `attributes/decide.py`, side effects of custom Functions in `autograd_functions.py`, random numbers and
 inner gradients in `outside_state.py`, in-place writes into inputs and trained parameters and a loss that depends on no
 parameter in `roles.py`, a loss that is no scalar in `trace.py`, outputs that hide tensors in `outputs.py`, model, loss and
 example of `graphpp.compile` in `check_arguments.py`, all other arguments in `options/`.

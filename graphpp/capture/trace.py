@@ -26,12 +26,12 @@ from graphpp._torch import aot, pytree
 from graphpp._torch.export_thread import traces_in_this_thread
 from graphpp.batch.microbatch import TENSOR_LEAF, Microbatch, tensors_by_path, with_tensors
 from graphpp.capture.activation_checkpoints import mark_checkpoints, record_checkpoints
-from graphpp.capture.attribute_writes import refuse_writes, undo_writes
+from graphpp.capture.attributes.decide import same_in_every_call
+from graphpp.capture.attributes.entry_state import Accesses, EntryState, replaced_numbers
+from graphpp.capture.attributes.exported import Exported, TraceResults
+from graphpp.capture.attributes.updates import NumberUpdate
+from graphpp.capture.attributes.writes import refuse_writes, undo_writes
 from graphpp.capture.autograd_functions import FunctionCalls, record_functions
-from graphpp.capture.changed_numbers.decide import same_in_every_call
-from graphpp.capture.changed_numbers.entry_state import Accesses, EntryState, replaced_numbers
-from graphpp.capture.changed_numbers.exported import Exported, TraceResults
-from graphpp.capture.changed_numbers.updates import NumberUpdate
 from graphpp.capture.eager_branches import TracingQueries, answer_as_eager
 from graphpp.capture.explain_errors import explain_errors
 from graphpp.capture.fake_state import fake_state

@@ -17,7 +17,7 @@ from typing import Any, Generic, TypeVar
 from torch import nn
 
 from graphpp.capture import fingerprint
-from graphpp.capture.changed_numbers.updates import Effect, NumberUpdate, Place, apply_updates
+from graphpp.capture.attributes.updates import Effect, NumberUpdate, Place, apply_updates
 from graphpp.capture.fake_state import refuse_fake_state
 from graphpp.errors import CaptureError, GraphPPError
 from graphpp.pipeline.step_call import GraphKey, StepCall

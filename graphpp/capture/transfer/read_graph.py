@@ -18,7 +18,7 @@ from torch import fx
 
 from graphpp._torch import aot, pytree
 from graphpp.batch.microbatch import TENSOR_LEAF
-from graphpp.capture.changed_numbers.updates import read_update
+from graphpp.capture.attributes.updates import read_update
 from graphpp.capture.trace import CapturedGraph
 from graphpp.capture.transfer.format import FORMAT, MODULES, OF_ITEMS, PLAIN_META, ROLES, dtype_named, registered_class
 from graphpp.capture.transfer.reachable import Reachable

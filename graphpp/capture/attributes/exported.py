@@ -16,9 +16,9 @@ from torch import fx
 
 from graphpp._torch import pytree
 from graphpp.capture.activation_checkpoints import CheckpointedCalls
-from graphpp.capture.attribute_writes import AttributeWrites
+from graphpp.capture.attributes.entry_state import Accesses
+from graphpp.capture.attributes.writes import AttributeWrites
 from graphpp.capture.autograd_functions import FunctionCalls
-from graphpp.capture.changed_numbers.entry_state import Accesses
 from graphpp.runtime.program import OutputRole
 
 _PLAIN = (bool, int, float, complex, str, bytes, torch.device)  # values of other types are equal if they are one object

@@ -15,7 +15,7 @@ from typing import Any
 
 from torch import nn
 
-from graphpp.capture.changed_numbers.updates import Place, ReplacedNumber
+from graphpp.capture.attributes.updates import Place, ReplacedNumber
 from graphpp.capture.source_lines import user_frame
 
 _ABSENT: Any = object()

@@ -7,7 +7,7 @@ forward raised. `AttributeWrites` then holds
 - the tensors outside of buffers that the forward replaced. `refuse_stale` raises if the graph reads one of them as a
   constant, since every later step would read this first value.
 - the numbers that the forward changed, with the old and the new value: they leave no trace in the graph, and
-  `changed_numbers/decide.py` decides whether the graph holds in every call.
+  `decide.py` decides whether the graph holds in every call.
 `refuse_writes` undoes the writes of custom autograd Functions, and refuses changed numbers and every tensor that they
 replace: no graph returns such a tensor.
 """
@@ -22,8 +22,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from graphpp.capture.changed_numbers.unknown_integer import UnknownInteger
-from graphpp.capture.changed_numbers.updates import Place
+from graphpp.capture.attributes.unknown_integer import UnknownInteger
+from graphpp.capture.attributes.updates import Place
 from graphpp.errors import CaptureError
 
 _REGISTRIES = frozenset(["_parameters", "_buffers", "_modules"])

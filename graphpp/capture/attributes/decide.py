@@ -19,11 +19,11 @@ from typing import Any, NoReturn
 
 import torch
 
-from graphpp.capture.attribute_writes import Change
-from graphpp.capture.changed_numbers.entry_state import Accesses, EntryState
-from graphpp.capture.changed_numbers.exported import Exported, alike
-from graphpp.capture.changed_numbers.unknown_integer import UnknownInteger
-from graphpp.capture.changed_numbers.updates import Effect, NumberUpdate, Place
+from graphpp.capture.attributes.entry_state import Accesses, EntryState
+from graphpp.capture.attributes.exported import Exported, alike
+from graphpp.capture.attributes.unknown_integer import UnknownInteger
+from graphpp.capture.attributes.updates import Effect, NumberUpdate, Place
+from graphpp.capture.attributes.writes import Change
 from graphpp.errors import CaptureError
 
 Changes = Mapping[Place, Change]
