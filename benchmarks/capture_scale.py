@@ -76,6 +76,7 @@ def measure(layers: int, stages: int, length: int) -> dict[str, Any]:
         split=split,
         schedule="1F1B",
         parallel=graphpp.Parallel(device="cpu"),
+        debug=graphpp.Debug(keep_graphs=False),
     )
     wall = time.perf_counter() - began
     clock.note("rest")

@@ -8,7 +8,7 @@ the first process, torch.compile of a few operations fills the folders with resu
 (headers, the processor's instructions): they take up to a minute and have nothing to do with layers; --bare leaves them
 to the first start. The parts are seconds by the clock of the slowest rank, from the call of `graphpp.compile` on:
 
-    capture     torch.export and the joint trace
+    capture     torch.export and the joint trace, or the look-up of the captured graph
     passes      the rest of `graphpp.compile`: cut, checks, plan
     programs    from there until the first step has its programs: the backend's compilations
     first step  the rest of the first step
@@ -81,7 +81,7 @@ def options(given: list[str] | None = None) -> argparse.Namespace:
 def starts(kind: str, layers: int, option: argparse.Namespace) -> list[Record]:
     """The records of a first and a second start."""
     with tempfile.TemporaryDirectory() as folder:
-        caches = {name: str(Path(folder) / part) for name, part in CACHES.items()}
+        caches = {name: str(Path(folder) / part) for name, part in CACHES.items()} | {"GRAPHPP_KEEP_GRAPHS": "1"}
         if option.backend != "eager" and not option.bare:
             in_own_process("prepare", layers, option, caches)
         first, second = (in_own_process(kind, layers, option, caches) for _ in range(2))

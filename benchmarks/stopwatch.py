@@ -1,7 +1,7 @@
 """Divide the time of `graphpp.compile` and of a first step into parts, by the clock.
 
-Contract: `listen(watch)` makes graphpp start the watch when `graphpp.compile` is called, and note when the capture ends
-("capture") and when a runner gets its programs ("programs"); the benchmark may add notes. Each part is
+Contract: `listen(watch)` makes graphpp start the watch when `graphpp.compile` is called, and note when the captured graphs are
+there, made or found in the cache ("capture"), and when a runner gets its programs ("programs"); the benchmark may add notes. Each part is
 the seconds since the note before it.
 """
 
@@ -13,7 +13,7 @@ from typing import Any
 
 import graphpp
 from graphpp.compiler import assemble as assembly
-from graphpp.compiler import capture_once
+from graphpp.pipeline import graph_cache
 
 
 @dataclass
@@ -34,7 +34,7 @@ class Stopwatch:
 
 def listen(watch: Stopwatch) -> None:
     """Start the watch at every compilation; note the end of every capture, and the moment before every runner is made."""
-    compile_, capture, runner = graphpp.compile, capture_once.capture, assembly.GraphPPRunner
+    compile_, capture, runner = graphpp.compile, graph_cache.capture_graphs, assembly.GraphPPRunner
 
     def timed_compile(*args: Any, **kwargs: Any) -> Any:
         watch.start()
@@ -50,4 +50,4 @@ def listen(watch: Stopwatch) -> None:
         return runner(*args, **kwargs)
 
     graphpp.compile = timed_compile
-    capture_once.capture, assembly.GraphPPRunner = timed_capture, timed_runner  # type: ignore[assignment, misc]
+    graph_cache.capture_graphs, assembly.GraphPPRunner = timed_capture, timed_runner  # type: ignore[assignment, misc]
