@@ -1,8 +1,8 @@
 """Divide the time of `graphpp.compile` and of a first step into parts, by the clock.
 
 Contract: `listen(watch)` makes graphpp start the watch when `graphpp.compile` is called, and note when the captured graphs are
-there, made or found in the cache ("capture"), and when a runner gets its programs ("programs"); the benchmark may add notes. Each part is
-the seconds since the note before it.
+there, made or found in the cache ("capture"), and when a runner gets its programs ("programs"); the benchmark may add notes.
+Each part is the seconds since the note before it.
 """
 
 from __future__ import annotations

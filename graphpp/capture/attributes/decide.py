@@ -9,6 +9,9 @@ A trace has the numbers of one call. `same_in_every_call` traces again, in the s
   raises for every use but additions, so no branch and no value of the graph depends on the number.
 
 All traces must give the same graph. `CaptureError` names every other number, with the user's line that reads it.
+
+A flag (bool, text or None) that the first call changes is accepted if the second call has the same graph, and keeps its first
+value. A flag beside which the first call makes a cache is accepted too: the trace cannot give a second call the cache.
 """
 
 from __future__ import annotations
@@ -48,6 +51,7 @@ def same_in_every_call(first: Exported, entry: EntryState, export: Export) -> De
         )
     changes = first.found.writes.numbers
     if not changes:
+        _check_flags(first, entry, export)
         return Decided(first, entry)
     for place, change in changes.items():
         if not _is_number(change.new) and not isinstance(change.new, torch.Tensor):
@@ -55,6 +59,22 @@ def same_in_every_call(first: Exported, entry: EntryState, export: Export) -> De
         if not isinstance(place.item, int | str | None):
             _refuse(place, "", f"its key is of the type {type(place.item).__name__}")
     return _second_call(first, changes, entry, export)
+
+
+def _check_flags(first: Exported, entry: EntryState, export: Export) -> None:
+    """Raise `CaptureError` if the first call changes flags and the second call, with these flags, has another graph."""
+    flags = {place: change.new for place, change in first.found.writes.flags.items()}
+    if not flags or first.found.writes.caches:
+        return
+    try:
+        same = alike(first, export(EntryState(flags, entry.watched)))
+    except CaptureError:
+        same = False
+    if not same:
+        raise CaptureError(
+            f"the forward changes {', '.join(map(str, flags))} in its first call, and the second call computes other values: "
+            "the graph would repeat the first call in every step. Run the forward once before graphpp.compile."
+        )
 
 
 def _second_call(first: Exported, changes: Changes, entry: EntryState, export: Export) -> Decided:

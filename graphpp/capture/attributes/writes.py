@@ -6,8 +6,9 @@ forward raised. `AttributeWrites` then holds
   module and drops all others);
 - the tensors outside of buffers that the forward replaced. `refuse_stale` raises if the graph reads one of them as a
   constant, since every later step would read this first value.
-- the numbers that the forward changed, with the old and the new value: they leave no trace in the graph, and
-  `decide.py` decides whether the graph holds in every call.
+- the numbers and the flags (bool, text or None) that the forward changed, with the old and the new value: they leave no trace
+  in the graph, and `decide.py` decides whether the graph holds in every call;
+- whether the forward gave an attribute a tensor that had none: a cache, which the next call may read.
 `refuse_writes` undoes the writes of custom autograd Functions, and refuses changed numbers and every tensor that they
 replace: no graph returns such a tensor.
 """
@@ -15,7 +16,7 @@ replace: no graph returns such a tensor.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -27,22 +28,28 @@ from graphpp.capture.attributes.updates import Place
 from graphpp.errors import CaptureError
 
 _REGISTRIES = frozenset(["_parameters", "_buffers", "_modules"])
+_FLAGS = (bool, str, type(None))
 
 
 class Change(NamedTuple):
-    """The number before a forward, and the object after it."""
+    """The number or flag before a forward, and the object after it."""
 
     old: Any
     new: Any
 
 
+Changed = Callable[[dict[Any, Any], dict[Any, Any]], Iterator[tuple[Any, Change]]]
+
+
 @dataclass
 class AttributeWrites:
-    """The writes of one forward: new values of buffers by FQN, the old tensors of other attributes, and changed numbers."""
+    """The writes of one forward: new values of buffers by FQN, old tensors of other attributes, changed numbers and flags."""
 
     buffers: dict[str, torch.Tensor] = field(default_factory=dict)
     replaced: dict[str, torch.Tensor] = field(default_factory=dict)
     numbers: dict[Place, Change] = field(default_factory=dict)
+    flags: dict[Place, Change] = field(default_factory=dict)
+    caches: bool = False
 
     def refuse_stale(self, constants: Iterable[torch.Tensor]) -> None:
         """Raise `CaptureError` if a replaced tensor is a constant of the graph."""
@@ -94,7 +101,9 @@ class _ModuleState:
         self.containers = [_ContainerState(self.prefix, key, value) for key, value in pairs if key not in _REGISTRIES]
 
     def record_writes(self, writes: AttributeWrites) -> None:
-        writes.numbers.update(self._changed_numbers())
+        writes.numbers.update(self._changed(_changed_numbers))
+        writes.flags.update(self._changed(_changed_flags))
+        writes.caches |= any(True for _ in _new_tensors(vars(self.module), self.attributes))
         writes.replaced.update(self._replaced_attributes())
         for key, old in self.buffers.items():
             new, fqn = self.module._buffers.get(key), self.prefix + key
@@ -107,7 +116,7 @@ class _ModuleState:
                 writes.buffers[fqn] = _new_value(fqn, old, new)
 
     def refuse_writes(self) -> None:
-        for place in self._changed_numbers():
+        for place in self._changed(_changed_numbers):
             raise CaptureError(
                 f"a custom autograd.Function changes the number {place}: the captured graph would do without it. Change it in "
                 "the forward of the module."
@@ -125,13 +134,13 @@ class _ModuleState:
             found.update(container.replaced())
         return found
 
-    def _changed_numbers(self) -> dict[Place, Change]:
+    def _changed(self, changed: Changed) -> dict[Place, Change]:
         now = vars(self.module)
         of_class = {key: getattr(type(self.module), key, None) for key in now}
         before = {**of_class, **self.attributes}
-        found = {Place(self.name, key): change for key, change in _changed_numbers(now, before)}
+        found = {Place(self.name, key): change for key, change in changed(now, before)}
         for container in self.containers:
-            changes = _changed_numbers(container.now(), container.before)
+            changes = changed(container.now(), container.before)
             found.update({Place(self.name, container.attribute, key): change for key, change in changes})
         return found
 
@@ -178,6 +187,20 @@ def _changed_numbers(now: dict[Any, Any], before: dict[Any, Any]) -> Iterator[tu
         number = type(old) in (int, float) and (type(new) is not type(old) or new != old)
         if number or (type(old) is UnknownInteger and new is not old):
             yield key, Change(old, new)
+
+
+def _changed_flags(now: dict[Any, Any], before: dict[Any, Any]) -> Iterator[tuple[Any, Change]]:
+    """The keys whose bool, text or None has become another one."""
+    for key, old in before.items():
+        new = now.get(key, old)
+        if type(old) in _FLAGS and type(new) in _FLAGS and new != old:
+            yield key, Change(old, new)
+
+
+def _new_tensors(now: dict[Any, Any], before: dict[Any, Any]) -> Iterator[str]:
+    """The keys that have a tensor now, or a container, and had none of their own."""
+    holders = (torch.Tensor, list, tuple, dict)
+    yield from (key for key, new in now.items() if isinstance(new, holders) and before.get(key) is None)
 
 
 def _replaced_tensors(now: dict[Any, Any], before: dict[Any, Any]) -> list[tuple[Any, torch.Tensor]]:

@@ -1,0 +1,118 @@
+"""Flags in attributes that a forward changes: refused if the second call computes other values than the first."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import graphpp
+
+X = torch.randn(6, 4, generator=torch.Generator().manual_seed(0))
+
+
+class Flagged(nn.Module):
+    """Two layers, and flags that subclasses change between them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.ready, self.mode, self.kinds = False, "start", {"warm": None}
+        self.register_buffer("mean", torch.zeros(4))
+
+    def between(self, x: Tensor) -> Tensor:
+        raise NotImplementedError
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(self.between(self.first(x)))
+
+
+class InitialisedOnce(Flagged):
+    def between(self, x: Tensor) -> Tensor:
+        if not self.ready:
+            self.mean.copy_(x.detach().mean(0))
+            self.ready = True
+        return x - self.mean
+
+
+class FlipFlop(Flagged):
+    def between(self, x: Tensor) -> Tensor:
+        self.ready = not self.ready
+        return x * 2 if self.ready else x
+
+
+class ByText(Flagged):
+    def between(self, x: Tensor) -> Tensor:
+        before, self.mode = self.mode, "warm"
+        return torch.tanh(x) if before == "start" else x
+
+
+class InADict(Flagged):
+    def between(self, x: Tensor) -> Tensor:
+        before, self.kinds["warm"] = self.kinds["warm"], True
+        return x if before else torch.tanh(x)
+
+
+class Raising(Flagged):
+    def between(self, x: Tensor) -> Tensor:
+        if self.ready:
+            raise RuntimeError("called twice")
+        self.ready = True
+        return x
+
+
+def trained(model: nn.Module) -> list[float]:
+    """The losses of two steps."""
+    pipe = graphpp.compile(model, F.mse_loss, split=["second"], microbatches=2)
+    return [float(pipe.step(X, target=X).loss.detach()) for _ in range(2)]
+
+
+@pytest.mark.parametrize(
+    ("kind", "flag"),
+    [(InitialisedOnce, "ready"), (FlipFlop, "ready"), (ByText, "mode"), (InADict, "kinds.warm"), (Raising, "ready")],
+)
+def test_a_flag_that_decides_is_refused(kind: type[Flagged], flag: str) -> None:
+    model = kind()
+    with pytest.raises(graphpp.CaptureError, match=f"changes {flag} in its first call.*Run the forward once before"):
+        trained(model)
+    assert (model.ready, model.mode, model.kinds) == (False, "start", {"warm": None})
+
+
+@pytest.mark.parametrize("kind", [InitialisedOnce, ByText, InADict])
+def test_after_a_forward_such_a_model_trains(kind: type[Flagged]) -> None:
+    model, plain = kind(), kind()
+    for each in (model, plain):
+        each(X[:3])
+    losses = trained(model)
+    expected = float(torch.stack([F.mse_loss(plain(part), part) for part in X.split(3)]).mean().detach())
+    assert losses == pytest.approx([expected] * 2, rel=1e-6)
+
+
+class OnlyNoted(Flagged):
+    def between(self, x: Tensor) -> Tensor:
+        self.ready, self.mode = True, "ran"
+        return x
+
+
+class Cached(Flagged):
+    """A cache that the first call makes, and a flag that says so."""
+
+    scale: Any = None
+
+    def between(self, x: Tensor) -> Tensor:
+        if not self.ready:
+            self.scale = torch.linspace(1, 2, 4)
+            self.ready = True
+        return x * self.scale
+
+
+@pytest.mark.parametrize("kind", [OnlyNoted, Cached])
+def test_a_flag_that_decides_nothing_is_accepted(kind: type[Flagged]) -> None:
+    model, plain = kind(), kind()
+    expected = float(torch.stack([F.mse_loss(plain(part), part) for part in X.split(3)]).mean().detach())
+    assert trained(model) == pytest.approx([expected] * 2, rel=1e-6)
+    assert model.ready is False and model.mode == "start"
