@@ -18,7 +18,6 @@ from dataclasses import astuple, dataclass
 import torch
 import torch.distributed as dist
 
-os.environ.setdefault("GRAPHPP_KEEP_GRAPHS", "0")  # each run captures
 RANK, RANKS = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
 
 

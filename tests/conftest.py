@@ -16,7 +16,6 @@ from tests.quick import QUICK
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # tests build their models from configurations and load nothing
 os.environ.setdefault("GRAPHPP_CACHE", tempfile.mkdtemp(prefix="graphpp-tests-"))  # not the user's own
-os.environ.setdefault("GRAPHPP_KEEP_GRAPHS", "0")  # each test captures
 torch.set_num_threads(1)
 # Files of minutes: with `--dist loadfile` they start first, so that no process is left alone with one at the end.
 LONGEST = ("tests/end_to_end/test_numbers.py", "tests/backends/test_inductor.py", "tests/zoo/", "tests/test_benchmarks.py")

@@ -13,6 +13,7 @@ Checked on torch 2.11.0, 2.13.0 and 2.15.0:
 - `torch._dynamo.symbolic_convert`: the file whose frames are on the stack while Dynamo reads code
 - `torch._logging`: `trace_structured`, which writes artefacts for `TORCH_TRACE` and tlparse; `_internal.trace_log`,
   which has a handler while a trace is being written
+- `torch._C`: `_len_torch_function_stack`, `_len_torch_dispatch_stack`: the modes that are active
 - `torch.amp.autocast_mode._enter_autocast`, `torch.amp.autocast_mode._exit_autocast`, `torch._C._set_grad_enabled`: modes as
   nodes of a graph, as Dynamo writes them
 - `torch.autograd._engine_run_backward`: the function that `autograd.grad`, `backward` and
@@ -86,6 +87,11 @@ def fake_mode() -> FakeTensorMode:
     from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
     return FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True)
+
+
+def modes_active() -> bool:
+    """Whether a `TorchFunctionMode` or a `TorchDispatchMode` sees the operators of this thread."""
+    return bool(torch._C._len_torch_function_stack() or torch._C._len_torch_dispatch_stack())
 
 
 def as_under_export() -> contextlib.AbstractContextManager[None]:

@@ -1,4 +1,4 @@
-"""A cache folder of compiled code, shared by processes and runs: an entry is complete, or it is made anew.
+"""A cache folder of captured graphs and compiled code, shared by processes and runs: an entry is complete, or it is made anew.
 
 Contract
 --------
@@ -43,7 +43,10 @@ def default_folder() -> Path:
     folder = os.environ.get("GRAPHPP_CACHE")
     if folder:
         return Path(folder)
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "graphpp"
+    try:
+        return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "graphpp"
+    except RuntimeError:  # a user without a home folder, as in some containers
+        return Path(tempfile.gettempdir()) / f"graphpp-{os.getuid()}"
 
 
 def default_limit() -> int:

@@ -136,13 +136,17 @@ class _FirstRank:
             _LOG.warning("a captured graph cannot be written: please report this fault", exc_info=error)
             return graph, error
         if kept is not None and trail is not None:
-            kept.keep(example, self.training, text, trail)
+            kept.keep(example, self.training, graph, text, trail)
         return graph, text
 
     @cached_property
     def _kept(self) -> KeptGraphs | None:
         keeps = self.request.options.debug.keep_graphs
-        return KeptGraphs(self.held.digest, self.request.place.device) if keeps else None
+        try:
+            return KeptGraphs(self.held, self.request.place.device) if keeps else None
+        except OSError as error:
+            _LOG.warning("the captured graphs cannot be kept for later runs: %s", error)
+            return None
 
 
 def _reachable(request: CompileRequest) -> tuple[Reachable | None, bytes]:

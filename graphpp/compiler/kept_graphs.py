@@ -19,31 +19,38 @@ from pathlib import Path
 
 import torch
 
+from graphpp._torch import aot, pytree
 from graphpp.batch.microbatch import FlatMicrobatch
 from graphpp.cache.disk_cache import DiskCache, default_folder
-from graphpp.capture.transfer.code_trail import CodeTrail, difference
+from graphpp.capture.trace import CapturedGraph
+from graphpp.capture.transfer.code_trail import CodeTrail, first_difference
+from graphpp.capture.transfer.reachable import Reachable
 from graphpp.capture.transfer.reachable_code import UnreadableError
 
 _LOG = logging.getLogger("graphpp")
 _GRAPH, _EVIDENCE = "graph.json", "evidence.json"
+_PLAIN_STRUCTURES = (dict, list, tuple)
+_OPERATORS = ("aten.", "prims.", "_c10d_functional.")  # the operators whose code comes with torch
 
 
 class KeptGraphs:
-    """The graphs that are kept for one model and loss, whose objects have the digest `reached`."""
+    """The graphs that are kept for one model and loss, whose objects are `held`."""
 
-    def __init__(self, reached: bytes, device: torch.device) -> None:
+    def __init__(self, held: Reachable, device: torch.device) -> None:
+        self._held = held
         self._cache = DiskCache(default_folder())
-        self._common = [reached.hex(), *_versions(), _device_name(device)]
+        self._common = [held.exact.hex(), *_versions(), _device_name(device)]
 
     def find(self, example: FlatMicrobatch, training: bool) -> str | None:
         """The text of the graph for microbatches like `example`; None if there is none, or code has changed since."""
         try:
+            _check_comparable(example)
             with self._cache.existing(self._key(example, training)) as folder:
                 if folder is None:
                     return None
-                changed = difference(json.loads((folder / _EVIDENCE).read_text()))
+                changed = first_difference(json.loads((folder / _EVIDENCE).read_text()))
                 text = (folder / _GRAPH).read_text()
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:  # also of a file that is no evidence
+        except Exception as error:  # of the disk, of a file that is no evidence, or of an object of a library
             _LOG.info("a kept graph cannot be read: %s", error)
             return None
         if changed is not None:
@@ -51,21 +58,43 @@ class KeptGraphs:
             return None
         return text
 
-    def keep(self, example: FlatMicrobatch, training: bool, text: str, trail: CodeTrail) -> None:
+    def keep(self, example: FlatMicrobatch, training: bool, graph: CapturedGraph, text: str, trail: CodeTrail) -> None:
         """Keep the text of a graph that was captured while `trail` noted the code."""
         try:
-            evidence = json.dumps(trail.evidence())
+            _check_comparable(example)
+            _check_operators(graph)
+            evidence = json.dumps(trail.evidence(self._held))
             with self._cache.entry(self._key(example, training)) as folder:
                 (folder / _GRAPH).write_text(text)
                 (folder / _EVIDENCE).write_text(evidence)
         except UnreadableError as error:
             _LOG.info("the captured graph is not kept for later runs, because of %s", error)
-        except OSError as error:
-            _LOG.warning("the captured graph cannot be kept for later runs: %s", error)
+        except Exception as error:  # of the disk, or of an object of a library
+            _LOG.warning("the captured graph cannot be kept for later runs: %s: %s", type(error).__name__, error)
 
     def _key(self, example: FlatMicrobatch, training: bool) -> str:
         words = [*self._common, *example.signature, f"training={training}"]
         return "graph-" + hashlib.sha256("\n".join(words).encode()).hexdigest()[:40]
+
+
+def _check_comparable(example: FlatMicrobatch) -> None:
+    """Raise `UnreadableError` under a mode that changes operators, and for classes that the user registered with pytree."""
+    if aot.modes_active():
+        raise UnreadableError("a TorchFunctionMode or TorchDispatchMode")
+    pending = [example.spec]
+    while pending:
+        spec = pending.pop()
+        if spec.type is not None and spec.type not in _PLAIN_STRUCTURES:
+            raise UnreadableError(f"an argument of the type {spec.type.__qualname__}")
+        pending += pytree.children(spec)
+
+
+def _check_operators(graph: CapturedGraph) -> None:
+    """Raise `UnreadableError` for an operator that is not torch's own: its code runs below the code that is noted."""
+    for node in graph.joint.graph.nodes:
+        name = str(node.target)
+        if isinstance(node.target, aot.Operator) and not name.startswith(_OPERATORS):
+            raise UnreadableError(f"the operator {name}")
 
 
 @functools.cache

@@ -13,7 +13,7 @@ from graphpp.options.option import Group, Option, a_positive_int, group_reader
 
 def _read_kept(form: object) -> bool:
     if form is None:
-        return os.environ.get("GRAPHPP_KEEP_GRAPHS", "1") != "0"
+        return os.environ.get("GRAPHPP_KEEP_GRAPHS", "0") == "1"
     if not isinstance(form, bool):
         raise GraphPPError(f"take True, False or None, got {form!r}")
     return form
@@ -51,8 +51,8 @@ class Debug(Group):
         read=_read_kept,
         describe=None,  # the first rank alone captures
         takes="True, False",
-        about="Whether captured graphs are kept in the cache folder for later runs of an unchanged program. None: yes, unless "
-        "the variable `GRAPHPP_KEEP_GRAPHS` is 0.",
+        about="Whether captured graphs are kept in the cache folder for later runs of an unchanged program; experimental. "
+        "None: no, unless the variable `GRAPHPP_KEEP_GRAPHS` is 1.",
     )
 
 

@@ -8,7 +8,8 @@ forward raised. `AttributeWrites` then holds
   constant, since every later step would read this first value.
 - the numbers and the flags (bool, text or None) that the forward changed, with the old and the new value: they leave no trace
   in the graph, and `decide.py` decides whether the graph holds in every call;
-- whether the forward gave an attribute a tensor that had none: a cache, which the next call may read.
+- whether the forward gave an attribute a tensor that had none, or added items to a list or dict, hooks for instance: a cache,
+  which the next call may read.
 `refuse_writes` undoes the writes of custom autograd Functions, and refuses changed numbers and every tensor that they
 replace: no graph returns such a tensor.
 """
@@ -104,6 +105,7 @@ class _ModuleState:
         writes.numbers.update(self._changed(_changed_numbers))
         writes.flags.update(self._changed(_changed_flags))
         writes.caches |= any(True for _ in _new_tensors(vars(self.module), self.attributes))
+        writes.caches |= any(container.now().keys() - container.before.keys() for container in self.containers)
         writes.replaced.update(self._replaced_attributes())
         for key, old in self.buffers.items():
             new, fqn = self.module._buffers.get(key), self.prefix + key

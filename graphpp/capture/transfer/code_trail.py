@@ -6,11 +6,13 @@ not enough to keep a graph for later runs: a program may replace functions of a 
 Contract
 --------
 - `CodeTrail.watching()` notes every Python function that runs, but for those of torch that trace, of graphpp and of Python.
-- `CodeTrail.evidence()` is plain data: a digest of each function that ran, of each global that their code names, of the
-  classes whose methods ran, and of the environment variables that code names. Raises `UnreadableError` if another process could
-  not look a function's module up, or if code asks which process runs it.
-- `difference(evidence)` names the first of these that is another one in this process, or returns None.
-- Values of globals count down to a depth of three containers or objects. A change below that depth is not seen, nor one of a
+- `CodeTrail.evidence(held)` is plain data: a digest of each library function that ran, of each global of a library that code
+  names, of the library classes whose methods ran, of the files of all these, and of environment variables. It raises
+  `UnreadableError` where another process cannot be compared: user code ran that the walk `held` has not read, an object of the
+  user stands in a library, the forward imported user code, a custom Function of a library has a backward that did not run,
+  or code asks which process runs it.
+- `first_difference(evidence)` names the first of these that is another one in this process, or returns None.
+- Values in libraries count down to a depth of three containers or objects. A change below that depth is not seen, nor one of a
   whole number in a library's class, which may be a counter.
 """
 
@@ -23,8 +25,9 @@ import os
 import sys
 import types
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from enum import Enum
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -32,7 +35,7 @@ import torch
 from graphpp._torch import aot
 from graphpp.capture.fingerprint import in_cell
 from graphpp.capture.transfer.libraries import is_installed, top_package, version
-from graphpp.capture.transfer.reachable import COMPILED, SCALARS, WITHOUT_EFFECT
+from graphpp.capture.transfer.reachable import COMPILED, SCALARS, WITHOUT_EFFECT, Reachable, attributes_of
 from graphpp.capture.transfer.reachable_code import (
     ENVIRONMENT,
     PER_PROCESS,
@@ -41,6 +44,7 @@ from graphpp.capture.transfer.reachable_code import (
     facts_of_code,
     members,
     names_in_code,
+    reads_environment,
 )
 
 Evidence = Mapping[str, Mapping[str, Mapping[str, str]]]
@@ -50,9 +54,8 @@ _MACHINERY = (
     "torch._", "torch.fx.", "torch.utils._", "torch.export.", "torch.overrides", "torch.library", "torch.types",
     "torch.backends", "torch.autograd.grad_mode", "torch.autograd.profiler", "torch.autograd.graph",
 )  # fmt: skip
-_BACKWARD = ("backward", "setup_context", "vjp")  # the functions of a custom Function that a forward does not run
 _LOOKED_UP = ("code", "global", "class")  # the kinds of evidence that are looked up in modules
-_KINDS = (*_LOOKED_UP, "environ", "version")
+_KINDS = (*_LOOKED_UP, "environ", "file", "version")
 _GENERATED = "torch.autograd.function"  # where torch puts the classes that it makes for custom operators and Functions
 _DEPTH = 3
 _MOST_ITEMS = 1000  # of a container
@@ -66,6 +69,7 @@ class CodeTrail:
         self._globals: dict[types.CodeType, dict[str, Any]] = {}
         self._receivers: set[type] = set()
         self._skipped: set[types.CodeType] = set()
+        self._modules = set(sys.modules)
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
@@ -86,7 +90,9 @@ class CodeTrail:
         if event != "call" or code in self._skipped:
             return
         if code not in self._globals:
-            if _is_machinery(str(frame.f_globals.get("__name__", ""))) or code.co_filename.startswith("<"):
+            module = str(frame.f_globals.get("__name__", ""))
+            library = module not in sys.modules or is_installed(module.partition(".")[0])
+            if _is_machinery(module) or (library and code.co_filename.startswith("<")):  # of named tuples and dataclasses
                 self._skipped.add(code)
                 return
             self._globals[code] = frame.f_globals
@@ -96,71 +102,88 @@ class CodeTrail:
             if hasattr(kind, code.co_name):
                 self._receivers.add(kind)
 
-    def evidence(self) -> Evidence:
-        """Digests by kind, module and name. Raises `UnreadableError`."""
+    def evidence(self, held: Reachable) -> Evidence:
+        """Digests by kind, module and name; `held` is the walk over model and loss. Raises `UnreadableError`."""
         if self._refused is not None:
             raise UnreadableError(self._refused)
-        self._follow_backwards()
+        for module in sys.modules.keys() - self._modules:
+            if not is_installed(module.partition(".")[0]):
+                raise UnreadableError(f"the module {module}, which the forward imports")
         digests = _Digests()
         found: dict[str, dict[str, dict[str, str]]] = {kind: {} for kind in _KINDS}
         for code, around in self._globals.items():
-            self._read_code(code, around, digests, found)
-        for kind in self._receivers:
-            if _is_machinery(kind.__module__) or "<locals>" in kind.__qualname__ or kind.__module__ == _GENERATED:
-                continue  # the code of a local class is a constant of the function around the class
-            if _resolved(kind.__module__, kind.__qualname__) is not kind:
-                raise UnreadableError(f"the class {kind.__module__}.{kind.__qualname__}, whose name means another object")
-            found["class"].setdefault(kind.__module__, {})[kind.__qualname__] = digests.of(kind)
-        roots = {module.partition(".")[0] for kind in _LOOKED_UP for module in found[kind]}
-        found["version"] = {root: {"": version(root)} for root in roots}
+            module = _module_of(around)
+            if is_installed(module.partition(".")[0]):
+                self._read_library(code, module, digests, found)
+            elif not held.has_read(code):
+                raise UnreadableError(f"{module}.{code.co_qualname}, which model and loss reach in a way that cannot be seen")
+            _read_globals(around, names_in_code(code), digests, found)
+        for receiver in self._receivers:
+            _read_receiver(receiver, held, digests, found)
+        modules = {module for kind in _LOOKED_UP for module in found[kind]}
+        found["version"] = {root: {"": version(root)} for root in {module.partition(".")[0] for module in modules}}
+        files = {getattr(sys.modules[module], "__file__", None) for module in modules}
+        found["file"] = {file: {"": _digest_of_file(file)} for file in files if file is not None}
         return found
 
-    def _read_code(
-        self, code: types.CodeType, around: Mapping[str, Any], digests: _Digests, found: dict[str, dict[str, dict[str, str]]]
+    def _read_library(
+        self, code: types.CodeType, module: str, digests: _Digests, found: dict[str, dict[str, dict[str, str]]]
     ) -> None:
-        """Put a function that ran, and the globals and variables that its code names, into `found`."""
-        module, names = _module_of(around), names_in_code(code)
+        """Put a library function that ran, and the variables that its code names, into `found`."""
+        names = names_in_code(code)
         asked = PER_PROCESS.intersection(names)
         if asked:
             raise UnreadableError(f"{module}.{code.co_qualname}, whose code names {min(asked)}")
         if ENVIRONMENT.intersection(names):
             texts = [each for each in constants_in_code(code) if isinstance(each, str)]
-            found["environ"].setdefault("os", {}).update({text: digests.of(os.environ.get(text)) for text in texts})
+            variables = [text for text in texts if text.isidentifier() and text.isupper()]
+            if not variables:
+                raise UnreadableError(f"{module}.{code.co_qualname}, which reads the environment")
+            found["environ"].setdefault("os", {}).update({name: digests.of(os.environ.get(name)) for name in variables})
         if getattr(_resolved(module, code.co_qualname), "__code__", None) is code:
             found["code"].setdefault(module, {})[code.co_qualname] = digests.of_code(code)
-        self._receivers.update(_classes_around(module, code.co_qualname))
-        for owner, name in _globals_named(around, names, set()):
-            found["global"].setdefault(owner, {})[name] = digests.of(vars(sys.modules[owner])[name])
-
-    def _follow_backwards(self) -> None:
-        """Count the backward functions of the custom Functions that ran, and the functions that they name, as run."""
-        pending: list[types.FunctionType] = []
-        for code, around in list(self._globals.items()):
-            for kind in _classes_around(_module_of(around), code.co_qualname):
-                if issubclass(kind, torch.autograd.Function):
-                    found = (getattr(kind, name, None) for name in _BACKWARD)
-                    pending += [each for each in found if isinstance(each, types.FunctionType)]
-        while pending:
-            function = pending.pop()
-            if function.__code__ in self._globals or _is_machinery(function.__module__ or ""):
-                continue
-            self._globals[function.__code__] = function.__globals__
-            named = _globals_named(function.__globals__, names_in_code(function.__code__), set())
-            values = (vars(sys.modules[owner])[name] for owner, name in named)
-            pending += [value for value in values if isinstance(value, types.FunctionType)]
+        for kind in _classes_around(module, code.co_qualname):
+            self._receivers.add(kind)
+            if issubclass(kind, torch.autograd.Function) and not module.startswith("torch."):
+                raise UnreadableError(f"{module}.{kind.__qualname__}, whose backward has not run")
 
 
-def difference(evidence: Evidence) -> str | None:
-    """The name of the first function, global, class, variable or version that is another one here; None if there is none.
+def _read_globals(
+    around: Mapping[str, Any], names: list[str], digests: _Digests, found: dict[str, dict[str, dict[str, str]]]
+) -> None:
+    """Put the globals of libraries that code names into `found`; the walk has read those of the user's modules."""
+    for owner, name in _globals_named(around, names, set()):
+        if is_installed(owner.partition(".")[0]):
+            value = vars(sys.modules[owner])[name]
+            if reads_environment(value) and name not in ENVIRONMENT:
+                raise UnreadableError(f"{owner}.{name}, which reads the environment")
+            found["global"].setdefault(owner, {})[name] = digests.of(value)
 
-    A module that this process has not imported counts as its version: nobody can have replaced anything in the module.
+
+def _read_receiver(receiver: type, held: Reachable, digests: _Digests, found: dict[str, dict[str, dict[str, str]]]) -> None:
+    """Put a library class whose methods ran into `found`."""
+    module, name = receiver.__module__, receiver.__qualname__
+    if _is_machinery(module) or module == _GENERATED or (held.has_seen(receiver) and not is_installed(top_package(receiver))):
+        return
+    if _resolved(module, name) is not receiver or not is_installed(top_package(receiver)):
+        raise UnreadableError(f"the class {module}.{name}, which another process cannot look up")
+    found["class"].setdefault(module, {})[name] = digests.of(receiver)
+
+
+def first_difference(evidence: Evidence) -> str | None:
+    """The name of the first function, global, class, variable, file or version that is another one here; None if there is none.
+
+    A module that this process has not imported counts as its file: nobody can have replaced anything in the module.
     """
     digests = _Digests()
     for root, versions in evidence["version"].items():
         if version(root) != versions[""]:
             return f"the version of {root}"
-    for name, digest in evidence["environ"].get("os", {}).items():
-        if digests.of(os.environ.get(name)) != digest:
+    for file, digest in evidence["file"].items():
+        if _digest_of_file(file) != digest[""]:
+            return f"the file {file}"
+    for name, value in evidence["environ"].get("os", {}).items():
+        if digests.of(os.environ.get(name)) != value:
             return f"the environment variable {name}"
     looked_up = ((kind, module, names) for kind in _LOOKED_UP for module, names in evidence[kind].items())
     return next(filter(None, (_difference_in(kind, module, names, digests) for kind, module, names in looked_up)), None)
@@ -169,7 +192,7 @@ def difference(evidence: Evidence) -> str | None:
 def _difference_in(kind: str, module: str, names: Mapping[str, str], digests: _Digests) -> str | None:
     """The name of the first of a module's functions, globals or classes that is another one in this process."""
     if module not in sys.modules:
-        return None if is_installed(module.partition(".")[0]) else f"the module {module}"
+        return None
     for name, digest in names.items():
         value = vars(sys.modules[module]).get(name, _missing) if kind == "global" else _resolved(module, name)
         code = getattr(value, "__code__", None) if kind == "code" else None
@@ -184,7 +207,7 @@ def _missing() -> None:
 
 def _is_machinery(module: str) -> bool:
     root = module.partition(".")[0]
-    return module.startswith(_MACHINERY) or root == "graphpp" or (root in sys.stdlib_module_names and root != "__main__")
+    return module.startswith(_MACHINERY) or root == "graphpp" or (root in sys.stdlib_module_names and is_installed(root))
 
 
 def _module_of(around: Mapping[str, Any]) -> str:
@@ -258,32 +281,38 @@ class _Digests:
         return self._object(value, depth)
 
     def _object(self, value: Any, depth: int) -> str:
-        name = f"{type(value).__module__}.{type(value).__qualname__}"
-        return f"{name}({self._items(getattr(value, '__dict__', {}), depth)})"
+        _check_installed(type(value))
+        if type(value).__module__ == "numpy" and hasattr(value, "tobytes"):
+            return f"{type(value).__qualname__} {_digest(repr(value.tobytes()))}"
+        attributes = sorted((attributes_of(value) or {}).items())
+        return f"{type(value).__module__}.{type(value).__qualname__}({self._items(attributes, depth)})"
 
-    def _items(self, items: Mapping[Any, Any], depth: int) -> str:
+    def _items(self, items: Sequence[tuple[Any, Any]], depth: int) -> str:
         if depth <= 0 or len(items) > _MOST_ITEMS:
             return str(len(items))
-        return ", ".join(sorted(f"{self._text(key, 0)}: {self._text(each, depth - 1)}" for key, each in dict(items).items()))
+        return ", ".join(f"{self._text(key, 0)}: {self._text(each, depth - 1)}" for key, each in items)
 
     def _class(self, kind: type, _: int) -> str:
         """The functions and plain values of a class and its bases."""
+        _check_installed(kind)
         if kind not in self._of_class:
             self._of_class[kind] = f"{kind.__module__}.{kind.__qualname__}"  # for a class that names itself
             bases = [base for base in kind.__mro__ if base is not object]
-            own = (f"{base.__qualname__}({self._items(_members(base), 2)})" for base in bases if hasattr(base, "__dict__"))
+            texts = {base: self._items(sorted(_members(base).items()), 2) for base in bases if hasattr(base, "__dict__")}
+            own = (f"{base.__qualname__}({text})" for base, text in texts.items())
             self._of_class[kind] = f"{kind.__module__}.{kind.__qualname__} {_digest(' '.join(own))}"
         return self._of_class[kind]
 
     def _function(self, function: types.FunctionType, depth: int) -> str:
         """The code of a function, its defaults, and the functions that it wraps."""
+        _check_installed(function)
         inner = [*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
         inner += map(in_cell, function.__closure__ or ())
         around = [self._text(each, depth - 1) for each in inner] if depth > 0 else []
         return f"{function.__module__}.{function.__qualname__} {self.of_code(function.__code__)} {around}"
 
     def _wrapper(self, value: Any, depth: int) -> str:
-        parts = ("__func__", "func", "args", "keywords", "fget", "fset", "__wrapped__")
+        parts = ("__func__", "__self__", "func", "args", "keywords", "fget", "fset", "__wrapped__")
         held = (self._text(getattr(value, part), depth) for part in parts if hasattr(value, part))
         return f"{type(value).__qualname__}({', '.join(held)})"
 
@@ -294,7 +323,7 @@ class _Digests:
         return f"{type(value).__qualname__}[{', '.join(ordered)}]"
 
     def _mapping(self, value: Any, depth: int) -> str:
-        return f"{type(value).__qualname__}{{{self._items(value, depth)}}}{self._object(value, depth - 1)}"
+        return f"{type(value).__qualname__}{{{self._items(list(dict(value).items()), depth)}}}"
 
     def _name(self, value: Any, _: int) -> str:
         return f"{type(value).__qualname__} {getattr(value, '__module__', '')}.{getattr(value, '__qualname__', '')}"
@@ -314,6 +343,19 @@ class _Digests:
         (types.MappingProxyType, _mapping),
         ((list, tuple, deque, set, frozenset), _sequence),
     )
+
+
+def _check_installed(value: Any) -> None:
+    """Raise `UnreadableError` for a function or class of the user that stands in a library."""
+    if not is_installed(top_package(value)):
+        raise UnreadableError(f"{value.__module__}.{value.__qualname__}, which stands in a library")
+
+
+def _digest_of_file(file: str) -> str:
+    try:
+        return hashlib.sha256(Path(file).read_bytes()).hexdigest()
+    except OSError:
+        return ""
 
 
 def _digest(text: str) -> str:

@@ -16,16 +16,18 @@ _LIBRARIES = tuple(os.path.realpath(sysconfig.get_path(kind)) + os.sep for kind 
 def top_package(value: Any) -> str:
     """The top package of a class, a function or a module."""
     module = value.__name__ if isinstance(value, types.ModuleType) else getattr(value, "__module__", None)
+    if isinstance(value, types.FunctionType):
+        module = value.__globals__.get("__name__")  # `functools.wraps` copies `__module__`
     return str(module or "").partition(".")[0]
 
 
 @functools.cache
 def is_installed(root: str) -> bool:
     """Whether a top package is a part of Python, graphpp, or lies where pip installs packages."""
-    if root in sys.stdlib_module_names or root == "graphpp":
-        return root != "__main__"
     module = sys.modules.get(root)
     places = [getattr(module, "__file__", None), *getattr(module, "__path__", ())]
+    if root == "graphpp" or (root in sys.stdlib_module_names and not any(places)):
+        return root != "__main__"  # a part of Python that is no file, or is not imported
     return any(place is not None and os.path.realpath(place).startswith(_LIBRARIES) for place in places)
 
 

@@ -12,12 +12,14 @@ Contract
   in attributes of their objects, which are hashes or addresses.
 - `UnreadableError` is raised for an object that the walk cannot look into, and for code that asks which process runs it. Two
   processes then cannot be compared.
+- `Reachable.exact` is a digest that counts the orders of dicts too.
 - `tensors` and `groups` have the tensors that are no registered parameter or buffer, and the process groups, under names that
   are equal in two processes with equal digests.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 import logging
@@ -25,7 +27,7 @@ import re
 import threading
 import types
 import weakref
-from collections import defaultdict, deque
+from collections import defaultdict, deque, namedtuple
 from collections.abc import Callable, Mapping, Sequence
 from contextvars import ContextVar
 from enum import Enum
@@ -44,11 +46,12 @@ SCALARS = (
     bool, int, float, complex, str, bytes, type(None), range, type(...), type(NotImplemented),
     torch.dtype, torch.layout, torch.memory_format,
 )  # fmt: skip
+_tuplegetter = type(vars(namedtuple("_Example", "field"))["field"])  # the attributes of named tuples
 COMPILED = (
     types.BuiltinFunctionType, types.MethodDescriptorType, types.WrapperDescriptorType, types.MethodWrapperType,
-    types.GetSetDescriptorType, types.MemberDescriptorType, types.ClassMethodDescriptorType,
+    types.GetSetDescriptorType, types.MemberDescriptorType, types.ClassMethodDescriptorType, _tuplegetter,
 )  # fmt: skip
-WITHOUT_EFFECT = (logging.Logger, ContextVar, weakref.ref, threading.local, type(threading.Lock()), type(threading.RLock()))
+WITHOUT_EFFECT = (logging.Logger, type(threading.Lock()), type(threading.RLock()))
 _HASHES = 2**40  # integers of library objects from here on are taken for hashes or addresses
 _STORES = ("_parameters", "_buffers", "_modules")  # walked by their tensors and modules, under the model's own names
 
@@ -62,10 +65,20 @@ class Reachable:
         self._seen: dict[int, int] = {}
         self._kept: list[Any] = []  # objects made during the walk, whose ids must not be used twice
         self._hash = hashlib.sha256()
+        self._orders = hashlib.sha256()  # of dicts
         self._code = ReachableCode(self._note)
         for name, root in roots.items():
             self._visit(name, root)
         self.digest = self._hash.digest()
+        self.exact = hashlib.sha256(self.digest + self._orders.digest()).digest()
+
+    def has_read(self, code: types.CodeType) -> bool:
+        """Whether the digest counts this code of the user."""
+        return code in self._code.codes
+
+    def has_seen(self, value: Any) -> bool:
+        """Whether the digest counts this object."""
+        return id(value) in self._seen
 
     def name_of_tensor(self, tensor: torch.Tensor) -> str | None:
         """The name of a tensor of the model or the loss that `tensor` is, or is an alias of; None if there is none."""
@@ -111,27 +124,12 @@ class Reachable:
         if type(value).__module__ == "numpy" and hasattr(value, "tobytes") and value.dtype != object:
             self._note(name, type(value).__name__, value.dtype, value.shape, hashlib.sha256(value.tobytes()).hexdigest())
             return
-        attributes = self._attributes(value)
+        attributes = attributes_of(value)
         if attributes is None and type(value) is not object:
             raise UnreadableError(f"{name}, a {type(value).__module__}.{type(value).__qualname__}")
         self._note(name, type(value).__module__, type(value).__qualname__)
         yield f"{name}.__class__", type(value)
         yield from named(name, attributes or {})
-
-    def _attributes(self, value: Any) -> dict[str, Any] | None:
-        """The attributes of an object, with those in slots; None for an object of a compiled class that shows none."""
-        kind = type(value)
-        slots = [(base, slot) for base in kind.__mro__ for slot in _slots(base) if slot not in ("__dict__", "__weakref__")]
-        if not hasattr(value, "__dict__") and not slots:
-            return None
-        found = dict(getattr(value, "__dict__", {}))
-        for base, slot in slots:
-            mangled = f"_{base.__name__.lstrip('_')}{slot}" if slot.startswith("__") and not slot.endswith("__") else slot
-            if hasattr(value, mangled):
-                found[slot] = getattr(value, mangled)
-        if is_installed(top_package(kind)):
-            return {key: each for key, each in found.items() if type(each) is not int or abs(each) < _HASHES}
-        return found
 
     # ------------------------------------------------------------------------------------------------ kinds of objects
 
@@ -140,11 +138,12 @@ class Reachable:
         base = next(kind for kind in (int, float, complex, str, bytes) if isinstance(value, kind))
         self._note(name, type(value).__qualname__, base.__repr__(value))
         yield f"{name}.__class__", type(value)
-        yield from named(name, self._attributes(value) or {})
+        yield from named(name, attributes_of(value) or {})
 
     def _of_enum(self, name: str, value: Enum) -> Children:
         self._note(name, type(value).__module__, type(value).__qualname__, value.name)
-        yield f"{name}.value", value.value
+        yield f"{name}.__class__", type(value)
+        yield from named(name, vars(value))
 
     def _of_pattern(self, name: str, value: re.Pattern[Any]) -> Children:
         self._note(name, "pattern", repr(value.pattern), value.flags)
@@ -156,12 +155,16 @@ class Reachable:
     def _of_wrapper(self, name: str, value: Any) -> Children:
         """The functions and arguments in a bound method, a partial, a property, or another wrapper of functions."""
         self._note(name, type(value).__qualname__)
+        caches = isinstance(value, functools._lru_cache_wrapper) and not is_installed(top_package(value))
+        if caches and value.cache_info().currsize:
+            raise UnreadableError(f"{name}, a function with cached results")
         parts = ("__func__", "__self__", "func", "args", "keywords", "fget", "fset", "__wrapped__")
         yield from ((f"{name}.{part}", getattr(value, part)) for part in parts if hasattr(value, part))
 
     def _of_compiled(self, name: str, value: Any) -> Children:
         """A function that is no Python code, by its full name, and the object that the function is bound to."""
-        self._note(name, getattr(value, "__module__", None), getattr(value, "__objclass__", None), value.__qualname__)
+        qualified = getattr(value, "__qualname__", type(value).__qualname__)
+        self._note(name, getattr(value, "__module__", None), getattr(value, "__objclass__", None), qualified)
         bound = getattr(value, "__self__", None)
         if bound is not None and not isinstance(bound, types.ModuleType):
             yield f"{name}.__self__", bound
@@ -185,6 +188,7 @@ class Reachable:
         self._note(name, type(value).__qualname__, len(value))
         pairs = enumerate(dict.items(value))
         items = [(repr(key) if type(key) in SCALARS else f"key {at}", key, each) for at, (key, each) in pairs]
+        self._orders.update(repr([text for text, _, _ in items]).encode(errors="surrogatepass"))
         for text, key, each in sorted(items, key=lambda item: item[0]):
             if type(key) not in SCALARS:
                 yield f"{name}.{text}", key
@@ -197,7 +201,7 @@ class Reachable:
         """The class and attributes of an object of a class that extends a container."""
         if type(value) is not base:
             yield f"{name}.__class__", type(value)
-            yield from named(name, self._attributes(value) or {})
+            yield from named(name, attributes_of(value) or {})
 
     def _of_mapping_proxy(self, name: str, value: Any) -> Children:
         yield name, dict(value)
@@ -239,7 +243,7 @@ class Reachable:
                     self._note_tensor(f"{name}.{key}", tensor)
                     yield from named(f"{name}.{key}", vars(tensor))
         yield from ((f"{name}.{key}", child) for key, child in vars(module)["_modules"].items())
-        for key, value in named("", self._attributes(module) or {}):
+        for key, value in named("", attributes_of(module) or {}):
             attribute = key.removeprefix(".")
             if attribute in _STORES or (attribute.startswith("_") and "hooks_" in attribute):
                 continue  # "_forward_hooks_with_kwargs" and the like are noted with their hooks
@@ -255,12 +259,26 @@ class Reachable:
             self._note(f"{name}[{at}]", *(key in store for store in marks))
             yield f"{name}[{at}]", hook
 
+    def _of_context_variable(self, name: str, value: ContextVar[Any]) -> Children:
+        """The present value of a context variable, or its default; nothing if the variable has neither."""
+        with contextlib.suppress(LookupError):
+            yield f"{name}.get()", value.get()
+
+    def _of_thread_local(self, name: str, value: threading.local) -> Children:
+        yield from named(name, vars(value))
+
+    def _of_weak_reference(self, name: str, value: weakref.ref[Any]) -> Children:
+        yield f"{name}()", value()
+
     def _of_object_without_effect(self, name: str, value: Any) -> Children:
         self._note(name, type(value).__qualname__)
         return iter(())
 
     _kinds: Sequence[tuple[Any, Callable[[Reachable, str, Any], Children]]] = (
         (WITHOUT_EFFECT, _of_object_without_effect),
+        (ContextVar, _of_context_variable),
+        (threading.local, _of_thread_local),
+        (weakref.ref, _of_weak_reference),
         (torch.Tensor, _of_tensor),
         (nn.Module, _of_module),
         (types.FunctionType, lambda self, name, value: self._code.of_function(name, value)),
@@ -280,6 +298,22 @@ class Reachable:
         (dist.ProcessGroup, _of_group),
         (DeviceMesh, _of_mesh),
     )
+
+
+def attributes_of(value: Any) -> dict[str, Any] | None:
+    """The attributes of an object, with those in slots; None for an object of a compiled class that shows none."""
+    kind = type(value)
+    slots = [(base, slot) for base in kind.__mro__ for slot in _slots(base) if slot not in ("__dict__", "__weakref__")]
+    if not hasattr(value, "__dict__") and not slots:
+        return None
+    found = dict(getattr(value, "__dict__", {}))
+    for base, slot in slots:
+        mangled = f"_{base.__name__.lstrip('_')}{slot}" if slot.startswith("__") and not slot.endswith("__") else slot
+        if hasattr(value, mangled):
+            found[slot] = getattr(value, mangled)
+    if is_installed(top_package(kind)):
+        return {key: each for key, each in found.items() if type(each) is not int or abs(each) < _HASHES}
+    return found
 
 
 def _slots(kind: type) -> Sequence[str]:

@@ -6,6 +6,7 @@ by the version of the library. `UnreadableError` is raised for code that asks wh
 
 from __future__ import annotations
 
+import os
 import sys
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -16,6 +17,7 @@ from graphpp.capture.transfer.libraries import is_installed, top_package, versio
 
 Children = Iterator[tuple[str, Any]]
 
+_BY_TEXT = frozenset(("globals", "exec", "__import__", "import_module"))  # names in code that finds objects by texts
 ENVIRONMENT = frozenset(("environ", "getenv"))  # names in code that reads the variables of the environment
 PER_PROCESS = frozenset(  # names in code that asks for the process, its place among others, or its time
     ("get_rank", "get_local_rank", "get_node_local_rank", "get_group_rank", "get_coordinate", "current_device",
@@ -45,7 +47,8 @@ def members(kind: type) -> dict[str, Any]:
 
 def facts_of_code(code: types.CodeType) -> Iterator[tuple[object, ...]]:
     """The instructions, names and constants of code and of the functions in it, without the names of its file and lines."""
-    yield code.co_name, code.co_code.hex(), code.co_varnames, code.co_freevars, code.co_names, code.co_flags
+    counts = code.co_argcount, code.co_posonlyargcount, code.co_kwonlyargcount, code.co_exceptiontable.hex()
+    yield code.co_name, code.co_code.hex(), code.co_varnames, code.co_freevars, code.co_names, code.co_flags, *counts
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):
             yield from facts_of_code(constant)
@@ -54,9 +57,26 @@ def facts_of_code(code: types.CodeType) -> Iterator[tuple[object, ...]]:
 
 
 def names_in_code(code: types.CodeType) -> list[str]:
-    """The names of globals and attributes that code uses, and the functions in it; each name once."""
-    inner = (each for each in code.co_consts if isinstance(each, types.CodeType))
-    return list(dict.fromkeys([*code.co_names, *(name for each in inner for name in names_in_code(each))]))
+    """The names of globals and attributes that code uses, and the functions in it; each name once.
+
+    Where code names `getattr`, its texts may be names too.
+    """
+    inner = (name for each in code.co_consts if isinstance(each, types.CodeType) for name in names_in_code(each))
+    texts = (each for each in code.co_consts if isinstance(each, str) and each.isidentifier() and "getattr" in code.co_names)
+    return list(dict.fromkeys([*code.co_names, *texts, *inner]))
+
+
+def codes_in(code: types.CodeType) -> Iterator[types.CodeType]:
+    """Code, and the code of the functions in it."""
+    yield code
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            yield from codes_in(constant)
+
+
+def reads_environment(value: Any) -> bool:
+    """Whether a global is the process's environment, or the function that reads it."""
+    return any(value is each for each in (os.environ, os.environb, os.getenv, os.getenvb))
 
 
 def constants_in_code(code: types.CodeType) -> Iterator[Any]:
@@ -74,6 +94,7 @@ class ReachableCode:
     def __init__(self, note: Callable[..., None]) -> None:
         self._note = note
         self._libraries: set[str] = set()
+        self.codes: set[types.CodeType] = set()  # the user's code that was read
 
     def of_class(self, name: str, kind: type) -> Children:
         """The functions and values of a class and its bases; of a class of a library the library's version."""
@@ -81,6 +102,8 @@ class ReachableCode:
         if self._is_library(kind):
             return
         yield from ((f"{name}.__bases__[{at}]", base) for at, base in enumerate(kind.__bases__))
+        if type(kind) is not type:
+            yield f"{name}.__class__", type(kind)
         yield from named(name, members(kind))
 
     def of_python_module(self, name: str, module: types.ModuleType) -> Children:
@@ -103,13 +126,16 @@ class ReachableCode:
         for facts in facts_of_code(function.__code__):
             self._note(*facts)
         names = names_in_code(function.__code__)
-        asked = (PER_PROCESS | ENVIRONMENT).intersection(names)
+        self.codes.update(codes_in(function.__code__))
+        asked = (PER_PROCESS | ENVIRONMENT | _BY_TEXT).intersection(names)
         if asked:
             raise UnreadableError(f"{name}, whose code names {min(asked)}")
         for used in names:
             found = function.__globals__.get(used, sys.modules.get(used, _MISSING))
             if isinstance(found, types.ModuleType):
                 yield from self._in_module(found, names, set())
+            elif reads_environment(found):
+                raise UnreadableError(f"{name}, whose code names {used}, the environment")
             elif found is not _MISSING:
                 yield f"{function.__module__}.{used}", found
 
