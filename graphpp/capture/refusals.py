@@ -40,6 +40,7 @@ from graphpp.capture.source_lines import is_user_file, source_line, user_frame
 from graphpp.errors import CaptureError
 from graphpp.passes.graph.joint_graph import JointGraph
 from graphpp.runtime.model_state import own_tensors
+from graphpp.runtime.program import BufferUpdate
 
 
 def check_model(model: nn.Module) -> None:
@@ -88,6 +89,40 @@ def _address(tensor: torch.Tensor) -> int | None:
         return tensor.data_ptr()
     except RuntimeError:
         return None
+
+
+def refuse_written_aliases(model: nn.Module, joint: JointGraph) -> None:
+    """Raise `CaptureError` if the forward writes a buffer whose memory another tensor of the model shares, as a view.
+
+    A graph has one value per tensor, so the write would not reach the other tensor within a step. Call with the model's own
+    tensors in place.
+    """
+    written = {role.fqn for role, _ in joint.outputs() if isinstance(role, BufferUpdate)}
+    registered: dict[str, torch.Tensor] = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    others = {**registered, **{f"the constant {name}": tensor for name, tensor in joint.constants.items()}}
+    for fqn in sorted(written & registered.keys()):
+        tensor = registered[fqn]
+        alias = next((name for name, other in others.items() if other is not tensor and _overlap(tensor, other)), None)
+        if alias is not None:
+            raise CaptureError(
+                f"the forward writes the buffer {fqn}, and {alias} is a view of the same memory: the graph would read the old "
+                "values there. Register one of the two, and make the view in the forward."
+            )
+
+
+def _overlap(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two tensors have addresses in common; the gaps of a strided tensor count as its own."""
+    (start, end), (first, last) = _addresses(one), _addresses(other)
+    return start < last and first < end
+
+
+def _addresses(tensor: torch.Tensor) -> tuple[int, int]:
+    """The first address of a tensor and the one after its last; equal for a tensor without memory."""
+    address = _address(tensor) if tensor.layout is torch.strided and not tensor.is_meta else None
+    if not address or not tensor.numel():
+        return 0, 0
+    reach = 1 + sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
+    return address, address + reach * tensor.element_size()
 
 
 def check_modules(model: nn.Module) -> None:

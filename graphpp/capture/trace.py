@@ -50,6 +50,7 @@ from graphpp.capture.refusals import (
     refuse_mixed_products,
     refuse_unknown_numbers,
     refuse_unknown_sizes,
+    refuse_written_aliases,
 )
 from graphpp.capture.stacked_rnn import unstack_rnn
 from graphpp.capture.transfer.code_trail import CodeTrail
@@ -123,6 +124,7 @@ def _capture(mode: Any, wrapper: _TracedStep, device: torch.device, trail: CodeT
             refuse_random_bodies(joint)
     found.writes.refuse_stale(joint.constants.values())
     refuse_foreign_leaves(joint.constants.values())
+    refuse_written_aliases(model, joint)
     verify_joint_graph(joint)
     return CapturedGraph(joint, found.output_spec, found.output_leaves, decided.updates)
 

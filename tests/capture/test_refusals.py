@@ -167,3 +167,42 @@ def test_a_product_of_two_dtypes_is_found_where_it_stands() -> None:
         graphpp.compile(Scaled(WIDTH, WIDTH), F.mse_loss).step(x, target=target)
     with pytest.raises(CaptureError, match=r"mm\.default in the loss multiplies values of float32 and float64"):
         graphpp.compile(nn.Sequential(nn.Linear(WIDTH, WIDTH)), loss).step(x, target=target)
+
+
+class WrittenAlias(nn.Module):
+    """A buffer that the forward writes, and other tensors over the same memory."""
+
+    def __init__(self, view: str, start: int = 0) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+        memory = torch.ones(8)
+        self.register_buffer("total", memory[:4])
+        if view == "buffer":
+            self.register_buffer("view", memory[start : start + 4])
+        elif view == "parameter":
+            self.view = nn.Parameter(memory[start : start + 4])
+        else:
+            self.view = memory[start : start + 4]  # type: ignore[assignment]
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.total.add_(1)  # type: ignore[operator]
+        return self.layer(x) + self.view + self.total
+
+
+@pytest.mark.parametrize("view", ["buffer", "parameter", "attribute"])
+def test_a_written_buffer_with_a_view_elsewhere_is_refused(view: str) -> None:
+    x = torch.ones(2, 4)
+    with pytest.raises(graphpp.CaptureError, match=r"writes the buffer total, and .* is a view of the same memory"):
+        graphpp.compile(WrittenAlias(view, start=2), nn.functional.mse_loss, microbatches=1).step(x, target=x)
+
+
+@pytest.mark.parametrize("view", ["buffer", "parameter", "attribute"])
+def test_buffers_in_parts_of_one_memory_are_accepted(view: str) -> None:
+    x = torch.ones(2, 4)
+    torch.manual_seed(0)
+    model = WrittenAlias(view, start=4)
+    torch.manual_seed(0)
+    plain = WrittenAlias(view, start=4)
+    result = graphpp.compile(model, nn.functional.mse_loss, microbatches=1).step(x, target=x)
+    assert torch.equal(result.loss, nn.functional.mse_loss(plain(x), x).detach())
+    assert torch.equal(model.total, plain.total)  # type: ignore[arg-type]
