@@ -50,7 +50,10 @@ def default_folder() -> Path:
 
 
 def default_limit() -> int:
-    """The bytes that all entries may have together: the variable GRAPHPP_CACHE_LIMIT, else 10 GiB."""
+    """The bytes that all entries may have together: the variable GRAPHPP_CACHE_LIMIT, else 10 GiB.
+
+    Raises `GraphPPError` if the variable is no number of bytes.
+    """
     limit = os.environ.get("GRAPHPP_CACHE_LIMIT") or _LIMIT
     try:
         return int(limit)

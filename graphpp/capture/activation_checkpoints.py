@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from graphpp._torch import aot
+from graphpp._torch import aot, autograd
 from graphpp.passes.graph.joint_graph import JointGraph
 from graphpp.passes.recompute.backward_needs import MayRecompute
 from graphpp.passes.recompute.recompute_regions import RegionOf
@@ -66,7 +66,7 @@ class CheckpointedCalls:
 @contextlib.contextmanager
 def record_checkpoints(checkpoints: CheckpointedCalls) -> Iterator[None]:
     """While open, the operations of checkpointed calls are marked, and their policies noted in `checkpoints`."""
-    with aot.checkpoints_replaced(checkpoints.run, checkpoints.call, checkpoints.select):
+    with autograd.checkpoints_replaced(checkpoints.run, checkpoints.call, checkpoints.select):
         yield
 
 
@@ -82,10 +82,10 @@ def mark_checkpoints(graph: fx.Graph, checkpoints: CheckpointedCalls) -> None:
 
 def _saves(policy: Policy, node: fx.Node) -> bool:
     """True if the policy saves the operation's value; the policy gets tensors without data."""
-    if not isinstance(node.target, aot.Operator) or node.target in aot.UNSELECTED:
+    if not isinstance(node.target, aot.Operator) or node.target in autograd.UNSELECTED:
         return False
     args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda source: source.meta["val"])
-    answer = policy(aot.selective_context(node.meta["val"]), node.target, *args, **kwargs)
+    answer = policy(autograd.selective_context(node.meta["val"]), node.target, *args, **kwargs)
     return answer if isinstance(answer, bool) else not answer.name.endswith("_RECOMPUTE")
 
 

@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from graphpp._torch import aot, pytree
+from graphpp._torch import autograd, pytree
 from graphpp.capture.source_lines import user_frame
 from graphpp.errors import CaptureError
 
@@ -77,13 +77,14 @@ class FunctionCalls:
         """
         self._grad_enabled = torch.is_grad_enabled()
         self._applying = function
-        if function.__name__ == aot.FUNCTION_OF_A_REGION:
+        if function.__name__ == autograd.FUNCTION_OF_A_REGION:
             raise _lost_backward("a custom autograd.Function", user_frame(traceback.extract_stack()))
 
     def forward(self, function: type, own: Callable[..., Any]) -> Callable[..., Any]:
         """The forward that `apply` runs: one that records the call, or the Function's `own` where it is not to be recorded."""
         is_applied, self._applying = self._applying is function, None
-        if not is_applied or self._inside or function.__module__.startswith(aot.KEPT_FUNCTIONS) or aot.dynamo_is_reading():
+        kept = function.__module__.startswith(autograd.KEPT_FUNCTIONS)
+        if not is_applied or self._inside or kept or autograd.dynamo_is_reading():
             return own
         with_context = function.setup_context is torch.autograd.Function.setup_context  # type: ignore[attr-defined]
 
@@ -173,7 +174,7 @@ def record_functions(functions: FunctionCalls) -> Iterator[None]:
     """While open, every applied Function is recorded in `functions`, and the trace has an operator in its place."""
     token = _current.set(functions)
     try:
-        with aot.functions_watched(functions.on_apply, functions.forward):
+        with autograd.functions_watched(functions.on_apply, functions.forward):
             yield
     finally:
         _current.reset(token)

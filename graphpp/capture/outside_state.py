@@ -27,7 +27,7 @@ from typing import Any, NoReturn
 
 from torch import fx, nn
 
-from graphpp._torch import aot
+from graphpp._torch import aot, autograd
 from graphpp._torch.this_thread import replaced
 from graphpp.capture.source_lines import source_line, user_frame
 from graphpp.errors import CaptureError
@@ -38,7 +38,7 @@ from graphpp.passes.joint.key_random_ops import draws_random_numbers
 @contextlib.contextmanager
 def refuse_outside_state() -> Iterator[None]:
     """Raise `CaptureError` for gradients taken inside."""
-    with aot.backward_replaced(_no_backward), aot.distributions_unchecked():
+    with autograd.backward_replaced(_no_backward), aot.distributions_unchecked():
         yield
 
 

@@ -26,6 +26,7 @@ from graphpp._torch import aot, pytree
 from graphpp._torch.export_thread import traces_in_this_thread
 from graphpp.batch.microbatch import TENSOR_LEAF, Microbatch, tensors_by_path, with_tensors
 from graphpp.capture.activation_checkpoints import mark_checkpoints, record_checkpoints
+from graphpp.capture.attributes.aliases import refuse_foreign_leaves, refuse_written_aliases
 from graphpp.capture.attributes.decide import same_in_every_call
 from graphpp.capture.attributes.entry_state import Accesses, EntryState, replaced_numbers
 from graphpp.capture.attributes.exported import Exported, TraceResults
@@ -46,11 +47,9 @@ from graphpp.capture.outside_state import refuse_draws, refuse_generators, refus
 from graphpp.capture.refusals import (
     check_model,
     refuse_during_trace,
-    refuse_foreign_leaves,
     refuse_mixed_products,
     refuse_unknown_numbers,
     refuse_unknown_sizes,
-    refuse_written_aliases,
 )
 from graphpp.capture.stacked_rnn import unstack_rnn
 from graphpp.capture.transfer.code_trail import CodeTrail

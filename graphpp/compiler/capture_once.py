@@ -75,22 +75,22 @@ def capture_graphs(
         if several:
             _LOG.info("each rank captures by itself: model and loss cannot be compared, or differ between ranks")
         return [capture_graph(request, example, training) for example in examples]
-    first = _FirstRank(request, held, examples, training)
+    capturing = _CapturingRank(request, held, examples, training)
     if not several:
-        return [first.obtained(example)[0] for example in examples]
+        return [capturing.obtained(example)[0] for example in examples]
     began = time.perf_counter()
-    sent = json.loads(agreement.from_first(first.written))
+    sent = json.loads(agreement.from_first(capturing.written))
     if "refused" in sent:
         _LOG.info("each rank captures by itself: the graph of the first rank cannot be sent, because of %s", sent["refused"])
-        return first.captured or [capture_graph(request, example, training) for example in examples]
+        return capturing.captured or [capture_graph(request, example, training) for example in examples]
     device = request.place.device
-    graphs = first.read_again or [read_graph(text, device, held) for text in sent["graphs"]]
+    graphs = capturing.read_again or [read_graph(text, device, held) for text in sent["graphs"]]
     return [replace(graph, seconds=(time.perf_counter() - began) / len(graphs)) for graph in graphs]
 
 
 @dataclass
-class _FirstRank:
-    """The work of the rank that captures: `captured` has its graphs, and `read_again` the graphs that all ranks read."""
+class _CapturingRank:
+    """The work of the first or only rank: `captured` has its graphs, and `read_again` the graphs that all ranks read."""
 
     request: CompileRequest
     held: Reachable

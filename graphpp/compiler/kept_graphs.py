@@ -3,7 +3,7 @@
 Contract
 --------
 - A graph is found again only if everything on which the trace depended is the same: the objects that model and loss reach
-  (`Reachable.digest`), the shapes and plain data of the microbatch, the mode, the kind of device, the source of graphpp, the
+  (`Reachable.exact`), the shapes and plain data of the microbatch, the mode, the kind of device, the source of graphpp, the
   versions of Python and torch, and the code that ran (`capture/transfer/code_trail.py`).
 - An entry that is torn, or was written by another version, means a new capture. A folder that cannot be written is logged.
 """

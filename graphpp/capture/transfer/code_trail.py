@@ -12,37 +12,30 @@ Contract
   user stands in a library, the forward imported user code, a custom Function of a library has a backward that did not run,
   or code asks which process runs it.
 - `first_difference(evidence)` names the first of these that is another one in this process, or returns None.
-- Values in libraries count down to a depth of three containers or objects. A change below that depth is not seen, nor one of a
-  whole number in a library's class, which may be a counter.
+- `library_digests.py` says which values of a library count.
 """
 
 from __future__ import annotations
 
 import contextlib
-import functools
 import hashlib
 import os
 import sys
 import types
-from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from enum import Enum
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from graphpp._torch import aot
-from graphpp.capture.fingerprint import in_cell
 from graphpp.capture.transfer.libraries import is_installed, top_package, version
-from graphpp.capture.transfer.reachable import COMPILED, SCALARS, WITHOUT_EFFECT, Reachable, attributes_of
+from graphpp.capture.transfer.library_digests import Digests
+from graphpp.capture.transfer.reachable import Reachable
 from graphpp.capture.transfer.reachable_code import (
     ENVIRONMENT,
     PER_PROCESS,
     UnreadableError,
     constants_in_code,
-    facts_of_code,
-    members,
     names_in_code,
     reads_environment,
 )
@@ -57,8 +50,6 @@ _MACHINERY = (
 _LOOKED_UP = ("code", "global", "class")  # the kinds of evidence that are looked up in modules
 _KINDS = (*_LOOKED_UP, "environ", "file", "version")
 _GENERATED = "torch.autograd.function"  # where torch puts the classes that it makes for custom operators and Functions
-_DEPTH = 3
-_MOST_ITEMS = 1000  # of a container
 
 
 class CodeTrail:
@@ -109,7 +100,7 @@ class CodeTrail:
         for module in sys.modules.keys() - self._modules:
             if not is_installed(module.partition(".")[0]):
                 raise UnreadableError(f"the module {module}, which the forward imports")
-        digests = _Digests()
+        digests = Digests()
         found: dict[str, dict[str, dict[str, str]]] = {kind: {} for kind in _KINDS}
         for code, around in self._globals.items():
             module = _module_of(around)
@@ -127,7 +118,7 @@ class CodeTrail:
         return found
 
     def _read_library(
-        self, code: types.CodeType, module: str, digests: _Digests, found: dict[str, dict[str, dict[str, str]]]
+        self, code: types.CodeType, module: str, digests: Digests, found: dict[str, dict[str, dict[str, str]]]
     ) -> None:
         """Put a library function that ran, and the variables that its code names, into `found`."""
         names = names_in_code(code)
@@ -149,7 +140,7 @@ class CodeTrail:
 
 
 def _read_globals(
-    around: Mapping[str, Any], names: list[str], digests: _Digests, found: dict[str, dict[str, dict[str, str]]]
+    around: Mapping[str, Any], names: list[str], digests: Digests, found: dict[str, dict[str, dict[str, str]]]
 ) -> None:
     """Put the globals of libraries that code names into `found`; the walk has read those of the user's modules."""
     for owner, name in _globals_named(around, names, set()):
@@ -160,7 +151,7 @@ def _read_globals(
             found["global"].setdefault(owner, {})[name] = digests.of(value)
 
 
-def _read_receiver(receiver: type, held: Reachable, digests: _Digests, found: dict[str, dict[str, dict[str, str]]]) -> None:
+def _read_receiver(receiver: type, held: Reachable, digests: Digests, found: dict[str, dict[str, dict[str, str]]]) -> None:
     """Put a library class whose methods ran into `found`."""
     module, name = receiver.__module__, receiver.__qualname__
     if _is_machinery(module) or module == _GENERATED or (held.has_seen(receiver) and not is_installed(top_package(receiver))):
@@ -175,7 +166,7 @@ def first_difference(evidence: Evidence) -> str | None:
 
     A module that this process has not imported counts as its file: nobody can have replaced anything in the module.
     """
-    digests = _Digests()
+    digests = Digests()
     for root, versions in evidence["version"].items():
         if version(root) != versions[""]:
             return f"the version of {root}"
@@ -189,7 +180,7 @@ def first_difference(evidence: Evidence) -> str | None:
     return next(filter(None, (_difference_in(kind, module, names, digests) for kind, module, names in looked_up)), None)
 
 
-def _difference_in(kind: str, module: str, names: Mapping[str, str], digests: _Digests) -> str | None:
+def _difference_in(kind: str, module: str, names: Mapping[str, str], digests: Digests) -> str | None:
     """The name of the first of a module's functions, globals or classes that is another one in this process."""
     if module not in sys.modules:
         return None
@@ -249,114 +240,8 @@ def _globals_named(around: Mapping[str, Any], names: list[str], within: set[str]
             yield from _globals_named(vars(value), names, within)
 
 
-def _members(kind: type) -> dict[str, Any]:
-    """The functions and values that a class itself defines; whole numbers of a library's class may be counters."""
-    installed = is_installed(top_package(kind))
-    return {key: each for key, each in members(kind).items() if not (installed and type(each) is int)}
-
-
-class _Digests:
-    """Digests of values that are equal in two processes; each class and each code is read once."""
-
-    def __init__(self) -> None:
-        self._of_class: dict[type, str] = {}
-        self._of_code: dict[types.CodeType, str] = {}
-
-    def of(self, value: Any) -> str:
-        """The digest of a global or a class."""
-        return _digest(self._text(value, _DEPTH))
-
-    def of_code(self, code: types.CodeType) -> str:
-        """The digest of a function's code."""
-        if code not in self._of_code:
-            self._of_code[code] = _digest(repr(list(facts_of_code(code))))
-        return self._of_code[code]
-
-    def _text(self, value: Any, depth: int) -> str:
-        if type(value) in SCALARS:
-            return repr(value)
-        for kinds, text in self._texts:
-            if isinstance(value, kinds):
-                return text(self, value, depth)
-        return self._object(value, depth)
-
-    def _object(self, value: Any, depth: int) -> str:
-        _check_installed(type(value))
-        if type(value).__module__ == "numpy" and hasattr(value, "tobytes"):
-            return f"{type(value).__qualname__} {_digest(repr(value.tobytes()))}"
-        attributes = sorted((attributes_of(value) or {}).items())
-        return f"{type(value).__module__}.{type(value).__qualname__}({self._items(attributes, depth)})"
-
-    def _items(self, items: Sequence[tuple[Any, Any]], depth: int) -> str:
-        if depth <= 0 or len(items) > _MOST_ITEMS:
-            return str(len(items))
-        return ", ".join(f"{self._text(key, 0)}: {self._text(each, depth - 1)}" for key, each in items)
-
-    def _class(self, kind: type, _: int) -> str:
-        """The functions and plain values of a class and its bases."""
-        _check_installed(kind)
-        if kind not in self._of_class:
-            self._of_class[kind] = f"{kind.__module__}.{kind.__qualname__}"  # for a class that names itself
-            bases = [base for base in kind.__mro__ if base is not object]
-            texts = {base: self._items(sorted(_members(base).items()), 2) for base in bases if hasattr(base, "__dict__")}
-            own = (f"{base.__qualname__}({text})" for base, text in texts.items())
-            self._of_class[kind] = f"{kind.__module__}.{kind.__qualname__} {_digest(' '.join(own))}"
-        return self._of_class[kind]
-
-    def _function(self, function: types.FunctionType, depth: int) -> str:
-        """The code of a function, its defaults, and the functions that it wraps."""
-        _check_installed(function)
-        inner = [*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
-        inner += map(in_cell, function.__closure__ or ())
-        around = [self._text(each, depth - 1) for each in inner] if depth > 0 else []
-        return f"{function.__module__}.{function.__qualname__} {self.of_code(function.__code__)} {around}"
-
-    def _wrapper(self, value: Any, depth: int) -> str:
-        parts = ("__func__", "__self__", "func", "args", "keywords", "fget", "fset", "__wrapped__")
-        held = (self._text(getattr(value, part), depth) for part in parts if hasattr(value, part))
-        return f"{type(value).__qualname__}({', '.join(held)})"
-
-    def _sequence(self, value: Any, depth: int) -> str:
-        shown = depth > 0 and len(value) <= _MOST_ITEMS
-        texts = [self._text(each, depth - 1) for each in value] if shown else [str(len(value))]
-        ordered = sorted(texts) if isinstance(value, set | frozenset) else texts
-        return f"{type(value).__qualname__}[{', '.join(ordered)}]"
-
-    def _mapping(self, value: Any, depth: int) -> str:
-        return f"{type(value).__qualname__}{{{self._items(list(dict(value).items()), depth)}}}"
-
-    def _name(self, value: Any, _: int) -> str:
-        return f"{type(value).__qualname__} {getattr(value, '__module__', '')}.{getattr(value, '__qualname__', '')}"
-
-    _texts: tuple[tuple[Any, Callable[[_Digests, Any, int], str]], ...] = (
-        ((*WITHOUT_EFFECT, type(os.environ)), lambda self, value, depth: type(value).__qualname__),
-        (types.ModuleType, lambda self, value, depth: f"module {value.__name__}"),
-        (type, _class),
-        (types.FunctionType, _function),
-        ((types.MethodType, functools.partial, staticmethod, classmethod, property, functools._lru_cache_wrapper), _wrapper),
-        (COMPILED, _name),
-        ((aot.Operator, aot.OperatorPacket), lambda self, value, depth: str(value)),
-        (Enum, lambda self, value, depth: f"{type(value).__qualname__}.{value.name}"),
-        (torch.Tensor, lambda self, value, depth: f"{value.dtype} {tuple(value.shape)}"),
-        (torch.device, lambda self, value, depth: value.type),
-        (dict, _mapping),
-        (types.MappingProxyType, _mapping),
-        ((list, tuple, deque, set, frozenset), _sequence),
-    )
-
-
-def _check_installed(value: Any) -> None:
-    """Raise `UnreadableError` for a function or class of the user that stands in a library."""
-    if not is_installed(top_package(value)):
-        raise UnreadableError(f"{value.__module__}.{value.__qualname__}, which stands in a library")
-
-
 def _digest_of_file(file: str) -> str:
     try:
         return hashlib.sha256(Path(file).read_bytes()).hexdigest()
     except OSError:
         return ""
-
-
-def _digest(text: str) -> str:
-    return hashlib.sha256(text.encode(errors="surrogatepass")).hexdigest()[:16]
