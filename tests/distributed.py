@@ -2,8 +2,9 @@
 
 Contract: `run_ranks(fn, ranks, *args)` calls `fn(rank, *args)` in `ranks` processes, with the default process group
 initialised over loopback, and returns the values in order of rank. `fn` is a top-level function of an importable
-module; arguments and values are pickled. The caller's warning filters hold on the ranks too. A rank's exception is
-raised here with its own type, and with the rank and its traceback as a note.
+module; arguments and values are pickled. The caller's warning filters hold on the ranks too. Environment variables that
+`fn` sets are gone after the call. A rank's exception is raised here with its own type, and with the rank and its traceback
+as a note.
 
 Importing torch takes seconds, so the processes stay for the next call: rank r of every call runs in worker r, each
 time in a fresh group. A call that dies or runs late costs its workers, and the next call starts new ones. Workers end
@@ -220,7 +221,7 @@ def _answer(message: bytes) -> bytes:
     """Run a pickled `Task`; a pickled `Answer`, whatever happens."""
     try:
         task: Task = pickle.loads(message)
-        with _group(task), warnings.catch_warnings():
+        with _group(task), warnings.catch_warnings(), _environment():
             warnings.filters[:] = task.filters
             answer = _attempt(task)
         return pickle.dumps(answer)
@@ -244,6 +245,17 @@ def _group(task: Task) -> Iterator[None]:
         gc.collect()  # a pipeline is full of cycles, and holds the group's connections open
         if dist.is_initialized():
             dist.destroy_process_group()
+
+
+@contextmanager
+def _environment() -> Iterator[None]:
+    """The environment variables of one task; afterwards they are as before."""
+    before = dict(os.environ)
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
 
 
 def _attempt(task: Task) -> Answer:

@@ -28,6 +28,12 @@ def process(rank: int) -> tuple[int, int, int]:
     return rank, dist.get_world_size(), os.getpid()
 
 
+def set_variable(rank: int) -> str | None:
+    before = os.environ.get("GRAPHPP_TEST_VARIABLE")
+    os.environ["GRAPHPP_TEST_VARIABLE"] = "set"
+    return before
+
+
 def fails(rank: int, where: int) -> None:
     if rank == where:
         raise KeyError("the reason")
@@ -73,6 +79,10 @@ def test_workers_are_used_again_in_a_fresh_group() -> None:
 
 def test_every_task_starts_from_the_same_seed() -> None:
     assert run_ranks(draws, 1) == run_ranks(draws, 1)
+
+
+def test_variables_of_a_task_are_gone_in_the_next_one() -> None:
+    assert [run_ranks(set_variable, 2) for _ in range(2)] == [[None, None], [None, None]]
 
 
 def test_exception_keeps_its_type_and_names_its_rank() -> None:
