@@ -1,8 +1,9 @@
-"""Time and memory to capture a Llama of 405 billion parameters and cut it into 16 stages.
+"""Time and memory to capture a model of hundreds of billions of parameters and cut it into 16 stages.
 
-    python benchmarks/capture_scale.py [--layers 16 32 63 126] [--stages 16] [--json results.json]
+    python benchmarks/capture_scale.py [--model llama] [--layers 16 32 63 126] [--stages 16] [--every] [--json results.json]
 
-Contract: `graphpp.compile` compiles every depth in a process of its own, from a model on the meta device. The
+Contract: `graphpp.compile` compiles every depth in a process of its own, from a model of `large_models.py`. `--every` traces
+every layer, also those that are alike. The
 parts (capture, each pass with its verification, the rest: plan, fingerprint, schedule) are CPU seconds of that call,
 which is single-threaded, so other jobs on the machine count little; `wall` is by the clock. Memory is the peak
 resident size of the process above its size when torch, graphpp and the meta model were loaded.
@@ -22,11 +23,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from models import llama_405b, loss, new_llama
+from large_models import LARGE
 from rich.console import Console
 from rich.table import Table
+from torch import nn
 
 import graphpp
+from graphpp.capture import trace
 from graphpp.compiler import capture_once
 from graphpp.compiler import compile_graph as compiler
 from graphpp.passes.lower import PassResult
@@ -35,7 +38,7 @@ from graphpp.passes.lower import PassResult
 def main() -> None:
     option = options()
     if option.one is not None:
-        print(json.dumps(measure(option.one, option.stages, option.length)))
+        print(json.dumps(measure(option)))
         return
     rows = [in_own_process(layers, option) for layers in option.layers]
     Console(width=160).print(table(rows))
@@ -45,34 +48,42 @@ def main() -> None:
 
 def options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--layers", type=int, nargs="+", default=[16, 32, 63, 126])
+    parser.add_argument("--model", choices=LARGE, default="llama")
+    parser.add_argument("--layers", type=int, nargs="+", help="default: a part, and all layers of the model")
+    parser.add_argument("--every", action="store_true", help="trace every layer")
     parser.add_argument("--stages", type=int, default=16)
     parser.add_argument("--length", type=int, default=8192, help="tokens in a row")
     parser.add_argument("--json", help="file for the records")
     parser.add_argument("--one", type=int, help=argparse.SUPPRESS)
-    return parser.parse_args()
+    option = parser.parse_args()
+    option.layers = option.layers or [16, LARGE[option.model].layers]
+    return option
 
 
 def in_own_process(layers: int, option: argparse.Namespace) -> dict[str, Any]:
     """The record of one depth, measured in a new process (so that peak memory is its own)."""
-    command = [sys.executable, __file__, "--one", str(layers), "--stages", str(option.stages)]
-    done = subprocess.run([*command, "--length", str(option.length)], stdout=subprocess.PIPE, check=True, text=True)
+    command = [sys.executable, __file__, "--one", str(layers), "--stages", str(option.stages), "--model", option.model]
+    command += ["--length", str(option.length), *(["--every"] if option.every else [])]
+    done = subprocess.run(command, stdout=subprocess.PIPE, check=True, text=True)
     record: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     return record
 
 
-def measure(layers: int, stages: int, length: int) -> dict[str, Any]:
+def measure(option: argparse.Namespace) -> dict[str, Any]:
     """Compile once; CPU seconds by part, nodes of the joint graph, bytes of memory above the start."""
     torch.set_num_threads(1)
-    model = new_llama(llama_405b(layers), "meta")
-    tokens = torch.empty(1, length, dtype=torch.int64, device="meta")
-    split = graphpp.split_points(layers, stages)
+    large, layers = LARGE[option.model], option.one
+    model = large.new(layers)
+    if option.every:
+        trace.repeated_modules = lambda model: []
+    prefix = next(name for name, part in model.named_modules() if isinstance(part, nn.ModuleList) and len(part) == layers)
+    split = [f"{prefix}.{at * layers // option.stages}" for at in range(1, option.stages)]
     start, began, clock = resident_bytes(), time.perf_counter(), Clock()
     listen(clock)
     graphpp.compile(
         model,
-        loss,
-        example=graphpp.Microbatch((tokens,), target=tokens),
+        large.loss,
+        example=large.example(option.length),
         split=split,
         schedule="1F1B",
         parallel=graphpp.Parallel(device="cpu"),
@@ -81,8 +92,9 @@ def measure(layers: int, stages: int, length: int) -> dict[str, Any]:
     wall = time.perf_counter() - began
     clock.note("rest")
     return {
+        "model": option.model,
         "layers": layers,
-        "stages": stages,
+        "stages": option.stages,
         "parameters": sum(p.numel() for p in model.parameters()),
         "nodes": clock.nodes,
         "wall": wall,
@@ -139,7 +151,7 @@ def peak_bytes() -> int:
 def table(rows: list[dict[str, Any]]) -> Table:
     """CPU seconds by part, one line per depth."""
     names = list(rows[0]["parts"])
-    title = f"capture and cut, d=16384, {rows[0]['stages']} stages, meta device: CPU seconds"
+    title = f"capture and cut, {rows[0]['model']}, {rows[0]['stages']} stages, meta device: CPU seconds"
     shown = Table(title=title, title_justify="left")
     for column in ("layers", "parameters", "nodes", *names, "total", "per layer", "wall", "peak MiB"):
         shown.add_column(column, justify="right")

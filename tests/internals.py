@@ -5,12 +5,14 @@ All else goes through the public face: `pipe.plan`, `pipe.programs(stage)`, `pip
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 from unittest.mock import patch
 
 import graphpp
+from graphpp.capture import trace
+from graphpp.capture.repeats import stand_ins
 from graphpp.compiler import assemble, build, capture_once
 from graphpp.compiler.assemble import Assembly
 from graphpp.compiler.build import Lowered
@@ -86,3 +88,22 @@ def freeing_memory() -> AbstractContextManager[Any]:
 def recording_by(recorder: Any) -> AbstractContextManager[Any]:
     """Pipelines compiled meanwhile record CUDA graphs by `recorder`; None: the device has no such graphs."""
     return patch.object(assemble, "recorder_for", lambda device: recorder)
+
+
+def tracing_every_module() -> AbstractContextManager[Any]:
+    """Meanwhile captures trace every module, also those that are alike."""
+    return patch.object(trace, "repeated_modules", lambda model: [])
+
+
+@contextmanager
+def replaced_calls() -> Iterator[list[str]]:
+    """The FQNs of the modules that captures meanwhile do not trace, once for every call that is replaced by a copy."""
+    found: list[str] = []
+    replace = stand_ins._replace
+
+    def noted(call: stand_ins.Call, *rest: Any) -> Any:
+        found.append(call.fqn)
+        return replace(call, *rest)
+
+    with patch.object(stand_ins, "_replace", noted):
+        yield found

@@ -12,13 +12,17 @@ Checked on torch 2.11.0, 2.13.0 and 2.15.0:
 - the logger `torch._subclasses`, by name
 - `torch._logging`: `trace_structured`, which writes artefacts for `TORCH_TRACE` and tlparse; `_internal.trace_log`,
   which has a handler while a trace is being written
-- `torch._C`: `_len_torch_function_stack`, `_len_torch_dispatch_stack`: the modes that are active
+- `torch._C`: `_len_torch_function_stack`, `_len_torch_dispatch_stack`, `torch.overrides._get_function_stack_at`: the modes
+  that are active; `_functorch.peek_interpreter_stack`: the transforms of `torch.func` that are
+- `torch.fx.experimental.proxy_tensor`: `PreDispatchTorchFunctionMode` and its `tracer`, `disable_proxy_modes_tracing`: what
+  makes nodes in an export
 - `torch.amp.autocast_mode._enter_autocast`, `torch.amp.autocast_mode._exit_autocast`, `torch._C._set_grad_enabled`: modes as
   nodes of a graph, as Dynamo writes them
 - `torch.distributions.Distribution._validate_args`: whether distributions check values
 - `torch.fx._lazy_graph_module`: `_use_lazy_graph_module`, `_make_graph_module`: a graph's Python code is made when it runs,
   not at each change
-- `torch._ops`: `OperatorBase`, `HigherOrderOperator`, `OpOverloadPacket`: the classes of the operators that graphs call
+- `torch._ops`: `OperatorBase`, `HigherOrderOperator`, `OpOverload`, `OpOverloadPacket`: the classes of the operators that
+  graphs call
 - `torch.fx.traceback`: `annotate`, `preserve_node_meta`: a note on nodes traced inside a context, which a second
   trace keeps
 - `torch.utils._python_dispatch.TorchDispatchMode`: sees the operators of an eager run
@@ -29,6 +33,7 @@ from __future__ import annotations
 import contextlib
 import gc
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -41,6 +46,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.distributions import Distribution
 from torch.fx._lazy_graph_module import _make_graph_module, _use_lazy_graph_module
 from torch.fx.traceback import annotate, preserve_node_meta
+from torch.overrides import _get_function_stack_at  # type: ignore[attr-defined]
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from graphpp._torch import pytree
@@ -58,6 +64,7 @@ DispatchMode = TorchDispatchMode
 HigherOrderOperator = torch._ops.HigherOrderOperator
 Operator = torch._ops.OperatorBase
 OperatorPacket = torch._ops.OpOverloadPacket
+OperatorWithSchema = torch._ops.OpOverload
 
 
 def fake_mode() -> FakeTensorMode:
@@ -71,7 +78,42 @@ def fake_mode() -> FakeTensorMode:
 
 def modes_active() -> bool:
     """Whether a `TorchFunctionMode` or a `TorchDispatchMode` sees the operators of this thread."""
-    return bool(torch._C._len_torch_function_stack() or torch._C._len_torch_dispatch_stack())
+    return any(mode_depths())
+
+
+def transforms_active() -> bool:
+    """Whether a transform of `torch.func`, such as `vmap`, is running."""
+    return torch._C._functorch.peek_interpreter_stack() is not None
+
+
+@contextlib.contextmanager
+def untraced() -> Iterator[None]:
+    """A context in an export whose operators, and changes of the grad mode and of autocast, become no nodes of its graph."""
+    from torch.fx.experimental.proxy_tensor import PreDispatchTorchFunctionMode, disable_proxy_modes_tracing
+
+    modes = [_get_function_stack_at(at) for at in range(torch._C._len_torch_function_stack())]
+    tracing = [mode for mode in modes if isinstance(mode, PreDispatchTorchFunctionMode)]
+    tracers = [mode.tracer for mode in tracing]
+    for mode in tracing:
+        mode.tracer = _NoTracer()  # type: ignore[assignment]
+    try:
+        with disable_proxy_modes_tracing():
+            yield
+    finally:
+        for mode, tracer in zip(tracing, tracers, strict=True):
+            mode.tracer = tracer
+
+
+class _NoTracer:
+    """Takes the place of the tracer to which a mode adds nodes."""
+
+    def create_node(self, *_: Any) -> Any:
+        return SimpleNamespace(meta={})
+
+
+def mode_depths() -> tuple[int, int]:
+    """How many modes of each kind see the operators of this thread."""
+    return torch._C._len_torch_function_stack(), torch._C._len_torch_dispatch_stack()
 
 
 def as_under_export() -> contextlib.AbstractContextManager[None]:
@@ -81,8 +123,8 @@ def as_under_export() -> contextlib.AbstractContextManager[None]:
     return _compiling_state_context()
 
 
-def graph_module(held: dict[str, Any], graph: fx.Graph) -> fx.GraphModule:
-    """A module with this graph, whose attributes are `held`; within `quick`, its Python code is made when it first runs."""
+def graph_module(held: nn.Module | dict[str, Any], graph: fx.Graph) -> fx.GraphModule:
+    """A module with this graph and the attributes `held`, or those of `held`; within `quick`, its code is made later."""
     module: fx.GraphModule = _make_graph_module(held, graph)
     return module
 

@@ -51,6 +51,11 @@ class CheckpointedCalls:
         finally:
             self._depth -= 1
 
+    def begin(self) -> int:
+        """The number of a further call, for operations that are added to the graph."""
+        self.calls += 1
+        return self.calls - 1
+
     def select(self, policy: Policy) -> None:
         """Note the policy of the selective checkpoint that has just begun; a nested call's policy is ignored."""
         if self._depth == 1:
@@ -74,10 +79,22 @@ def mark_checkpoints(graph: fx.Graph, checkpoints: CheckpointedCalls) -> None:
     """Write the marks into the metadata of the joint trace's forward; calls are numbered by their first operation's order."""
     numbers: dict[int, int] = {}
     for node in graph.nodes:
-        call = (node.meta.get("custom") or {}).get(_KEY)
+        call = checkpointed_call(node)
         if call is not None and node.op == "call_function" and not node.meta["backward"]:
             node.meta["checkpoint"] = numbers.setdefault(call, len(numbers))
             node.meta["kept"] = call in checkpoints.policies and _saves(checkpoints.policies[call], node)
+
+
+def checkpointed_call(node: fx.Node) -> int | None:
+    """The number of the checkpointed call around an operation of a trace, None outside of all; before `mark_checkpoints`."""
+    number: int | None = (node.meta.get("custom") or {}).get(_KEY)
+    return number
+
+
+def with_checkpointed_call(meta: dict[str, Any], call: int | None) -> dict[str, Any]:
+    """A node's metadata with another number of the checkpointed call."""
+    custom = {key: value for key, value in (meta.get("custom") or {}).items() if key != _KEY}
+    return {**meta, "custom": custom if call is None else {**custom, _KEY: call}}
 
 
 def _saves(policy: Policy, node: fx.Node) -> bool:

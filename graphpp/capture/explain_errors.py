@@ -31,7 +31,7 @@ def explain_errors() -> Iterator[None]:
 
 def _explain(error: Exception) -> CaptureError:
     """A `CaptureError` with torch's message, the user's line and a remedy."""
-    chain = list(_causes(error))
+    chain = list(causes(error))
     refusal = next((cause for cause in chain if isinstance(cause, CaptureError)), None)
     if refusal is not None:
         return refusal
@@ -66,8 +66,11 @@ def _first_argument(frame: FrameType) -> Any:
     return frame.f_locals.get(code.co_varnames[0]) if code.co_argcount else None
 
 
-def _causes(error: BaseException | None) -> Iterator[BaseException]:
-    while error is not None:
+def causes(error: BaseException | None) -> Iterator[BaseException]:
+    """An error, and the errors because of which it was raised, the latest first."""
+    seen: list[BaseException] = []
+    while error is not None and error not in seen:
+        seen.append(error)
         yield error
         error = error.__cause__ or error.__context__
 

@@ -24,6 +24,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from graphpp._torch import aot
 from graphpp.passes.graph.collectives import is_collective, is_wait
 from graphpp.runtime import program
 from graphpp.runtime.program import InputRole, OutputRole, TensorMeta
@@ -73,7 +74,7 @@ class JointGraph:
         results = graph.graph_copy(self.graph, copies)
         end = graph.output(results)
         end.meta = dict(self.graph.output_node().meta)
-        return replace(self, module=fx.GraphModule(self.module, graph), constants=dict(self.constants))
+        return replace(self, module=aot.graph_module(self.module, graph), constants=dict(self.constants))
 
     def computed(self) -> Iterator[fx.Node]:
         """The nodes that compute, in order: all but placeholders and the output."""

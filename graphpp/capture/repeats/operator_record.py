@@ -1,0 +1,69 @@
+"""Note the operators that a forward runs, so that two forwards can be compared.
+
+Contract: two records are equal if the forwards ran the same operators in the same order, below autograd, on the same tensors:
+inputs, parameters and buffers by name, and tensors that the forward made by their number. Arguments that are no tensors are
+compared by type and text; shapes, strides and dtypes of results, the need of a gradient of arguments, and the grad mode count
+too. Of a custom autograd Function the class and its arguments count, as its operators may run in the backward only.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from graphpp._torch import aot, pytree
+from graphpp.capture.autograd_functions import described_function
+
+
+class OperatorRecord(aot.DispatchMode):
+    """While active, notes the operators of this thread in `operators`; `named` has the tensors that the forward may read."""
+
+    supports_higher_order_operators = True
+
+    def __init__(self, named: Mapping[str, torch.Tensor]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.operators: list[Any] = []
+        self.strange: str | None = None  # an operator that cannot be compared
+        self._names: dict[int, str] = {id(tensor): name for name, tensor in named.items()}
+        self._made: list[torch.Tensor] = []
+
+    def __torch_dispatch__(self, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if getattr(operator, "namespace", "") == "prim":  # asks a tensor for its device
+            return operator(*args, **kwargs)
+        given = self._described((described_function(operator, args) or args, kwargs))
+        results = operator(*args, **kwargs)
+        if not isinstance(operator, aot.OperatorWithSchema):
+            self.strange = f"the operator {operator}"
+        for leaf in pytree.tree_flatten(results)[0]:
+            if isinstance(leaf, torch.Tensor) and id(leaf) not in self._names:
+                self._names[id(leaf)] = f"made {len(self._made)}"
+                self._made.append(leaf)
+        self.operators.append((operator, torch.is_grad_enabled(), given, self._described(results)))
+        return results
+
+    def name(self, tensor: torch.Tensor) -> str | None:
+        """The name of an input or the number of a tensor that the forward made; None for any other tensor."""
+        return self._names.get(id(tensor))
+
+    def forget(self) -> list[weakref.ref[torch.Tensor]]:
+        """Weak references to the tensors that the forward made; the record itself holds them no longer."""
+        made = [weakref.ref(tensor) for tensor in self._made]
+        self._made.clear()
+        self._names.clear()
+        return made
+
+    def _described(self, value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            name = self.name(value)
+            if name is None:
+                self.strange = "a tensor that is neither an argument nor made by the forward"
+            return name, value.requires_grad, tuple(value.shape), value.stride(), value.dtype, value.device
+        if isinstance(value, list | tuple):
+            return [self._described(each) for each in value]
+        if isinstance(value, dict):
+            return {key: self._described(each) for key, each in value.items()}
+        return type(value), repr(value)
