@@ -12,7 +12,7 @@ from unittest.mock import patch
 
 import graphpp
 from graphpp.capture import trace
-from graphpp.capture.repeats import stand_ins
+from graphpp.capture.repeats import repeated_calls
 from graphpp.compiler import assemble, build, capture_once
 from graphpp.compiler.assemble import Assembly
 from graphpp.compiler.build import Lowered
@@ -99,11 +99,11 @@ def tracing_every_module() -> AbstractContextManager[Any]:
 def replaced_calls() -> Iterator[list[str]]:
     """The FQNs of the modules that captures meanwhile do not trace, once for every call that is replaced by a copy."""
     found: list[str] = []
-    replace = stand_ins._replace
+    replace = repeated_calls._replace
 
-    def noted(call: stand_ins.Call, *rest: Any) -> Any:
+    def noted(call: repeated_calls.Call, *rest: Any) -> Any:
         found.append(call.fqn)
         return replace(call, *rest)
 
-    with patch.object(stand_ins, "_replace", noted):
+    with patch.object(repeated_calls, "_replace", noted):
         yield found

@@ -54,7 +54,8 @@ from graphpp.capture.refusals import (
 )
 from graphpp.capture.repeats.copies import refuse_other_readers, with_copies
 from graphpp.capture.repeats.equal_modules import RepeatedModules, repeated_modules
-from graphpp.capture.repeats.stand_ins import RepeatedCalls, operators_of, refusal
+from graphpp.capture.repeats.repeated_calls import RepeatedCalls
+from graphpp.capture.repeats.stand_ins import operators_of, refusal
 from graphpp.capture.stacked_rnn import unstack_rnn
 from graphpp.capture.transfer.code_trail import CodeTrail
 from graphpp.errors import CaptureError
@@ -259,7 +260,8 @@ def _export(
 ) -> Exported:
     """Export the branches that eager takes or, if they cannot be traced, the branches that the model has for a trace.
 
-    Operators that stand for calls must not decide this, so the branches of eager are tried once more without such operators.
+    The trace of eager's branches may also fail because of operators that stand for calls. So eager's branches are traced once
+    more, without such operators, before the other branches are taken.
     """
     for groups in [wrapper.groups, ()] if wrapper.groups else [()]:
         queries = TracingQueries()

@@ -19,7 +19,7 @@ from graphpp.capture.activation_checkpoints import CheckpointedCalls
 from graphpp.capture.attributes.entry_state import Accesses
 from graphpp.capture.attributes.writes import AttributeWrites
 from graphpp.capture.autograd_functions import FunctionCalls
-from graphpp.capture.repeats.stand_ins import RepeatedCalls
+from graphpp.capture.repeats.repeated_calls import RepeatedCalls
 from graphpp.runtime.program import OutputRole
 
 _PLAIN = (bool, int, float, complex, str, bytes, torch.device)  # values of other types are equal if they are one object

@@ -26,8 +26,9 @@ from graphpp._torch import aot
 from graphpp.capture.activation_checkpoints import CheckpointedCalls, checkpointed_call, with_checkpointed_call
 from graphpp.capture.repeats import stand_ins
 from graphpp.capture.repeats.proof import calls_of_copy, layouts, prove_equal
+from graphpp.capture.repeats.repeated_calls import RepeatedCalls
 from graphpp.capture.repeats.segments import Markers, Outer, Segment, is_marker, results_with_gradient, segment_of
-from graphpp.capture.repeats.stand_ins import Call, CallKind, DifferentError, RepeatedCalls
+from graphpp.capture.repeats.stand_ins import Call, CallKind, DifferentError
 from graphpp.passes.graph.joint_graph import JointGraph, describe_node
 from graphpp.runtime import program
 
@@ -158,7 +159,7 @@ class _Copier:
         first = standing if forward else self._markers.one(stand_ins.STAND_IN, call)
         checkpoints = {segment.checkpoint: checkpointed_call(first)}
         for node in segment.forward if forward else segment.backward:
-            # The sums of gradients have the number after the whole forward's; without gradients all nodes have one number.
+            # Numbers of the call itself are told apart by call. A sum of gradients has a number from after the whole forward.
             own = node.meta["seq"] in segment.sequence
             order = (first.meta["seq"], node.meta["seq"]) if own else (node.meta["seq"],)
             copies[node] = copy = self._copy(node, partial(self._value, call), order)

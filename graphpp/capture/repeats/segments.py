@@ -16,7 +16,7 @@ from torch import fx
 
 from graphpp.capture.activation_checkpoints import checkpointed_call
 from graphpp.capture.repeats import stand_ins
-from graphpp.capture.repeats.stand_ins import Call, DifferentError, Layout, RepeatedCalls
+from graphpp.capture.repeats.stand_ins import Call, CallTable, DifferentError, Layout
 from graphpp.passes.graph.joint_graph import JointGraph, describe_node
 from graphpp.runtime import program
 
@@ -33,7 +33,7 @@ Outer = tuple[str, Any]
 class Markers:
     """The nodes of the operators of one graph, by operator and number of the call."""
 
-    def __init__(self, graph: fx.Graph, calls: RepeatedCalls) -> None:
+    def __init__(self, graph: fx.Graph, calls: CallTable) -> None:
         self._calls = calls
         self._nodes: dict[tuple[Any, int], fx.Node] = {}
         for target in OPERATORS:
@@ -121,7 +121,11 @@ def is_marker(node: fx.Node) -> bool:
 
 
 def _backward_nodes(graph: fx.Graph, call: Call, markers: Markers) -> list[fx.Node]:
-    """The nodes between the operators that mark the gradients: autograd runs the operations of a call one after another."""
+    """The nodes between the operators that mark the gradients of the results and of the inputs.
+
+    Autograd runs the operation that came last in the forward first, so no operation of another call comes between. Raises
+    `DifferentError` if one does.
+    """
     if not call.inputs_with_grad():
         return []
     node, end = markers.one(stand_ins.RESULTS_GRAD, call), markers.one(stand_ins.INPUTS_GRAD, call)

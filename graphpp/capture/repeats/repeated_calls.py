@@ -1,0 +1,289 @@
+"""Trace or replace the calls of repeated modules while a model runs.
+
+Contract
+--------
+- While `RepeatedCalls.replaced` is open, the calls of the modules of one group with arguments of one kind (shapes, plain data,
+  needs-grad, modes) are treated alike. The first two are traced between operators that mark their inputs and results. Each
+  other one is a single operator with the same results (`stand_ins.py`).
+- The forward of every call runs, so its side effects are those of a full trace. That of a replaced call runs outside of the
+  trace, and its operators are compared with those of the traced calls (`operator_record.py`). No tensor that it made may
+  be held anywhere afterwards: the trace does not know such tensors.
+- `DifferentError` is raised if calls differ in anything that is compared, if a call writes into an argument, or if its results
+  share memory with other tensors; but at the end of the model's forward, so that a second trace finds the program's own lists
+  and numbers as one whole forward leaves them. Calls that no operator can stand for, with arguments that are no plain data or
+  within a transform for instance, are traced as always.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from graphpp._torch import aot, pytree
+from graphpp.capture.autograd_functions import functions_apart
+from graphpp.capture.repeats.equal_modules import RepeatedModules
+from graphpp.capture.repeats.operator_record import OperatorRecord
+from graphpp.capture.repeats.stand_ins import (
+    CONSTANT_RESULTS,
+    CONSTANTS,
+    INPUTS,
+    RESULTS,
+    STAND_IN,
+    Call,
+    CallKind,
+    CallTable,
+    Layout,
+    gets_gradient,
+)
+from graphpp.capture.transfer.process_state import process_state
+
+_PLAIN = (bool, int, float, str, type(None), torch.dtype, torch.device)
+
+
+class RepeatedCalls(CallTable):
+    """The calls of the modules of these groups in one trace."""
+
+    def __init__(self, groups: Sequence[RepeatedModules] = ()) -> None:
+        super().__init__()
+        self._groups = groups
+        self._kinds: dict[Any, CallKind] = {}
+        self._called: set[str] = set()
+        self._unwritten: list[tuple[Call, torch.Tensor, int]] = []  # tensors that must keep their versions
+
+    @property
+    def kinds(self) -> list[CallKind]:
+        """The kinds of which calls were replaced."""
+        return [kind for kind in self._kinds.values() if kind.replaced]
+
+    @contextlib.contextmanager
+    def replaced(self) -> Iterator[None]:
+        """While open, the members of all groups have a forward that traces or replaces the call."""
+        with contextlib.ExitStack() as stack:
+            for group in self._groups:
+                for fqn, module in group.members.items():
+                    stack.callback(_restore_forward, module, vars(module).get("forward"))
+                    vars(module)["forward"] = self._forward(group, fqn, module, module.forward)
+            try:
+                yield
+            finally:
+                self._raise_refusal()
+
+    def _raise_refusal(self) -> None:
+        for call, tensor, version in self._unwritten:
+            if tensor._version != version:
+                call.refuse("has a parameter, a buffer or a result that is written after the call")
+        for kind in self._kinds.values():
+            if kind.refused:
+                raise kind.refused[0]
+
+    def _forward(self, group: RepeatedModules, fqn: str, module: nn.Module, own: Callable[..., Any]) -> Callable[..., Any]:
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            leaves = _leaves((args, kwargs))
+            if fqn in self._called or leaves is None or aot.transforms_active():
+                return own(*args, **kwargs)
+            self._called.add(fqn)
+            trained = _trained(module)
+            tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+            if trained and not any(map(gets_gradient, tensors)):
+                return own(*args, **kwargs)  # no operator would mark the end of its backward
+            kind = self._kinds.setdefault(_key(group, leaves, kwargs), CallKind(group))
+            inputs = tuple(map(Layout.of, tensors))
+            call = Call(len(self.calls), fqn, kind, inputs, tuple(map(Layout.of, trained.values())), tuple(trained))
+            self.calls.append(call)
+            state = [*module.parameters(), *module.buffers()]
+            versions = [tensor._version for tensor in (*state, *tensors)]
+            if len(kind.traced) < 2:
+                kind.traced.append(call)
+                output = _trace(call, module, own, tensors, args, kwargs)
+            else:
+                kind.replaced.append(call)
+                output = _replace(call, module, lambda: own(*args, **kwargs), tensors, list(trained.values()))
+            if versions != [tensor._version for tensor in (*state, *tensors)]:
+                call.refuse("writes a parameter, a buffer or an argument")
+            results = [leaf for leaf in pytree.tree_flatten(output)[0] if isinstance(leaf, torch.Tensor)]
+            views = [result for result, layout in zip(results, kind.results(), strict=False) if layout.view]
+            self._unwritten += [(call, tensor, tensor._version) for tensor in (*state, *views)]
+            return output
+
+        return forward
+
+
+def _restore_forward(module: nn.Module, forward: Any) -> None:
+    if forward is None:
+        vars(module).pop("forward", None)
+    else:
+        vars(module)["forward"] = forward
+
+
+def _trained(module: nn.Module) -> dict[str, torch.Tensor]:
+    """The parameters that get gradients, by their names within the module."""
+    return {name: p for name, p in module.named_parameters() if gets_gradient(p)}
+
+
+def _leaves(value: Any) -> list[Any] | None:
+    """The tensors and plain data in arguments; None if there is anything else, such as a list, which the call may write."""
+    args, kwargs = value
+    found: list[Any] = []
+    pending = [*reversed(list(kwargs.values())), *reversed(args)]
+    while pending:
+        each = pending.pop()
+        if type(each) is tuple:
+            found.append(len(each))
+            pending += reversed(each)
+        elif type(each) in _PLAIN or (isinstance(each, torch.Tensor) and _can_be_marked(each)):
+            found.append(each)
+        else:
+            return None
+    return found
+
+
+def _can_be_marked(tensor: torch.Tensor) -> bool:
+    """Whether a tensor behind an operator is the same to all code; a parameter is none there, and attributes are lost."""
+    foreign = vars(tensor).keys() - vars(Layout.of(tensor).empty()).keys()
+    return not (foreign or (tensor.is_leaf and gets_gradient(tensor)) or tensor.is_conj() or tensor.is_neg())
+
+
+def _key(group: RepeatedModules, leaves: Sequence[Any], kwargs: Any) -> Any:
+    """Equal for calls of one kind."""
+    first: dict[int, int] = {}
+    described = [
+        (type(leaf), Layout.of(leaf), first.setdefault(id(leaf), at))
+        if isinstance(leaf, torch.Tensor)
+        else (type(leaf), repr(leaf))
+        for at, leaf in enumerate(leaves)
+    ]
+    return id(group), tuple(described), tuple(kwargs), repr(process_state()), aot.mode_depths()
+
+
+# ---------------------------------------------------------------------------------------------------------- traced calls
+
+
+def _trace(
+    call: Call,
+    module: nn.Module,
+    own: Callable[..., Any],
+    tensors: Sequence[torch.Tensor],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> Any:
+    """Run the module's own forward, between operators that mark its inputs and outputs."""
+    marked = _marked(tensors, INPUTS, CONSTANTS, call.number)
+    given = iter(marked)
+    args, kwargs = _with_tensors(args, given), {key: _with_tensors(each, given) for key, each in kwargs.items()}
+    output, record = _recorded(call, module, lambda: own(*args, **kwargs), marked)
+    leaves, spec = pytree.tree_flatten(output)
+    results = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+    if any(tensor._version for tensor in marked):
+        call.refuse("writes into an argument")
+    _check_memory(call, [*module.parameters(), *module.buffers(), *marked], results)
+    if bool(call.inputs_with_grad()) != any(map(gets_gradient, results)):
+        call.refuse("takes a tensor that requires grad and returns none")
+    found, ran = _layouts(leaves), (record.operators, [record.name(result) for result in results])
+    if len(call.kind.traced) == 1:
+        call.kind.leaves, call.kind.spec, call.kind.ran = found, spec, ran
+    _check_equal(call, found, spec, ran)
+    record.forget()
+    ending = iter(_marked(results, RESULTS, CONSTANT_RESULTS, call.number))
+    return pytree.tree_unflatten([next(ending) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves], spec)
+
+
+def _recorded(
+    call: Call, module: nn.Module, run: Callable[[], Any], tensors: Sequence[torch.Tensor]
+) -> tuple[Any, OperatorRecord]:
+    """The output of a forward, and the operators that it ran."""
+    named = {f"input {at}": tensor for at, tensor in enumerate(tensors)}
+    record = OperatorRecord(named | dict(module.named_parameters()) | dict(module.named_buffers()))
+    with record:
+        output = run()
+    if record.strange is not None:
+        call.refuse(f"runs or reads {record.strange}")
+    return output, record
+
+
+def _layouts(leaves: Sequence[Any]) -> tuple[Any, ...]:
+    return tuple(Layout.of(leaf) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves)
+
+
+def _check_equal(call: Call, leaves: Sequence[Any], spec: pytree.TreeSpec, ran: tuple[Any, ...]) -> bool:
+    """Refuse a call that runs other operators than the first traced call or returns something else; False for the latter."""
+    first = call.kind.traced[0].fqn
+    described = [[(type(leaf), repr(leaf)) for leaf in each] for each in (leaves, call.kind.leaves)]
+    if described[0] != described[1] or spec != call.kind.spec:
+        call.refuse(f"returns other shapes or data than {first}")
+        return False
+    if not all(isinstance(leaf, Layout) or type(leaf) in _PLAIN for leaf in leaves):
+        call.refuse("returns more than tensors and plain data")
+    if ran != call.kind.ran:
+        call.refuse(f"runs other operators than {first}")
+    return True
+
+
+def _marked(tensors: Sequence[torch.Tensor], with_grad: Any, without: Any, number: int) -> list[torch.Tensor]:
+    """The tensors behind operators: one operator for those that require grad, and one for the others."""
+    found = list(tensors)
+    for operator, grad in ((with_grad, True), (without, False)):
+        places = [at for at, tensor in enumerate(tensors) if gets_gradient(tensor) is grad]
+        if places:
+            for at, tensor in zip(places, operator([tensors[at] for at in places], number), strict=True):
+                found[at] = tensor
+    return found
+
+
+def _with_tensors(value: Any, tensors: Iterator[torch.Tensor]) -> Any:
+    """The value with other tensors, in order."""
+    if type(value) is tuple:
+        return tuple(_with_tensors(each, tensors) for each in value)
+    return next(tensors) if isinstance(value, torch.Tensor) else value
+
+
+def _check_memory(call: Call, known: Sequence[torch.Tensor], results: Sequence[torch.Tensor]) -> None:
+    """Refuse results that share memory with each other, or with an argument or the state of the module."""
+    taken = {_storage(tensor) for tensor in known}
+    for result in results:
+        if _storage(result) in taken:
+            call.refuse("returns a view of an argument, of its state or of another result")
+        taken.add(_storage(result))
+        if not _can_be_marked(result):
+            call.refuse("returns a tensor with attributes, or a conjugated one")
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    address: int = tensor.untyped_storage()._cdata
+    return address
+
+
+# -------------------------------------------------------------------------------------------------------- replaced calls
+
+
+def _replace(
+    call: Call, module: nn.Module, run: Callable[[], Any], tensors: Sequence[torch.Tensor], trained: Sequence[torch.Tensor]
+) -> Any:
+    """The results of the operator that stands for a call, after the proof that the forward runs the traced call's operators."""
+    kind = call.kind
+    assert kind.spec is not None
+    with aot.untraced(), functions_apart():
+        output, made = _compared(call, module, run, tensors)
+    if output is not None:  # the trace goes on to its end, and is not used
+        return output[0]
+    if any(reference() is not None for reference in made):
+        call.refuse("leaves a tensor behind that is no result")
+    results = iter(STAND_IN([*tensors, *trained], call.number)) if kind.results() else iter(())
+    leaves = [next(results) if isinstance(leaf, Layout) else leaf for leaf in kind.leaves]
+    return pytree.tree_unflatten(leaves, kind.spec)
+
+
+def _compared(
+    call: Call, module: nn.Module, run: Callable[[], Any], tensors: Sequence[torch.Tensor]
+) -> tuple[tuple[Any] | None, list[weakref.ref[torch.Tensor]]]:
+    """The output if it is unlike that of the traced call, and references to the tensors that the forward made."""
+    output, record = _recorded(call, module, run, tensors)
+    leaves, spec = pytree.tree_flatten(output)
+    results = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+    _check_memory(call, [*module.parameters(), *module.buffers(), *tensors], results)
+    ran = record.operators, [record.name(result) for result in results]
+    return None if _check_equal(call, _layouts(leaves), spec, ran) else (output,), record.forget()
