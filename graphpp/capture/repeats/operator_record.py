@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -28,7 +29,7 @@ class OperatorRecord(aot.DispatchMode):
         self.operators: list[Any] = []
         self.strange: str | None = None  # an operator that cannot be compared
         self._names: dict[int, str] = {id(tensor): name for name, tensor in named.items()}
-        self._made: list[torch.Tensor] = []
+        self._made: list[weakref.ref[torch.Tensor]] = []  # weak: torch copies a tensor that somebody holds while it is made
 
     def __torch_dispatch__(self, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -41,7 +42,7 @@ class OperatorRecord(aot.DispatchMode):
         for leaf in pytree.tree_flatten(results)[0]:
             if isinstance(leaf, torch.Tensor) and id(leaf) not in self._names:
                 self._names[id(leaf)] = f"made {len(self._made)}"
-                self._made.append(leaf)
+                self._made.append(weakref.ref(leaf, partial(self._forget, id(leaf))))
         self.operators.append((operator, torch.is_grad_enabled(), given, self._described(results)))
         return results
 
@@ -49,12 +50,12 @@ class OperatorRecord(aot.DispatchMode):
         """The name of an input or the number of a tensor that the forward made; None for any other tensor."""
         return self._names.get(id(tensor))
 
-    def forget(self) -> list[weakref.ref[torch.Tensor]]:
-        """Weak references to the tensors that the forward made; the record itself holds them no longer."""
-        made = [weakref.ref(tensor) for tensor in self._made]
-        self._made.clear()
-        self._names.clear()
-        return made
+    def held(self) -> bool:
+        """Whether a tensor that the forward made is still held."""
+        return any(reference() is not None for reference in self._made)
+
+    def _forget(self, number: int, _: Any) -> None:
+        self._names.pop(number, None)  # another tensor may get the address
 
     def _described(self, value: Any) -> Any:
         if isinstance(value, torch.Tensor):

@@ -17,7 +17,6 @@ Contract
 from __future__ import annotations
 
 import contextlib
-import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -187,7 +186,6 @@ def _trace(
     if len(call.kind.traced) == 1:
         call.kind.leaves, call.kind.spec, call.kind.ran = found, spec, ran
     _check_equal(call, found, spec, ran)
-    record.forget()
     ending = iter(_marked(results, RESULTS, CONSTANT_RESULTS, call.number))
     return pytree.tree_unflatten([next(ending) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves], spec)
 
@@ -267,10 +265,10 @@ def _replace(
     kind = call.kind
     assert kind.spec is not None
     with aot.untraced(), functions_apart():
-        output, made = _compared(call, module, run, tensors)
+        output, record = _compared(call, module, run, tensors)
     if output is not None:  # the trace goes on to its end, and is not used
         return output[0]
-    if any(reference() is not None for reference in made):
+    if record.held():
         call.refuse("leaves a tensor behind that is no result")
     results = iter(STAND_IN([*tensors, *trained], call.number)) if kind.results() else iter(())
     leaves = [next(results) if isinstance(leaf, Layout) else leaf for leaf in kind.leaves]
@@ -279,11 +277,11 @@ def _replace(
 
 def _compared(
     call: Call, module: nn.Module, run: Callable[[], Any], tensors: Sequence[torch.Tensor]
-) -> tuple[tuple[Any] | None, list[weakref.ref[torch.Tensor]]]:
-    """The output if it is unlike that of the traced call, and references to the tensors that the forward made."""
+) -> tuple[tuple[Any] | None, OperatorRecord]:
+    """The output if it is unlike that of the traced call, and the operators that the forward ran."""
     output, record = _recorded(call, module, run, tensors)
     leaves, spec = pytree.tree_flatten(output)
     results = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
     _check_memory(call, [*module.parameters(), *module.buffers(), *tensors], results)
     ran = record.operators, [record.name(result) for result in results]
-    return None if _check_equal(call, _layouts(leaves), spec, ran) else (output,), record.forget()
+    return None if _check_equal(call, _layouts(leaves), spec, ran) else (output,), record

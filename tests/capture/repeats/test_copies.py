@@ -125,6 +125,13 @@ def checkpointed(layer: Layer, x: Tensor) -> Tensor:
     return x + y
 
 
+def permuted(layer: Layer, x: Tensor) -> Tensor:
+    order = torch.argsort(x[:, 0])
+    back = torch.empty_like(order)
+    back[order] = torch.arange(len(order))
+    return x + layer.second(F.gelu(layer.first(x[order])))[back]
+
+
 class Doubled(torch.autograd.Function):
     """Twice a tensor, with a backward of its own."""
 
@@ -141,7 +148,9 @@ def with_function(layer: Layer, x: Tensor) -> Tensor:
     return x + Doubled.apply(layer.second(layer.first(x)))
 
 
-EQUAL = [plain, dropped, under_autocast, detached, used_twice, unused_parameter, in_place, checkpointed, with_function]
+EQUAL = [
+    plain, dropped, under_autocast, detached, used_twice, unused_parameter, in_place, permuted, checkpointed, with_function,
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("forward", EQUAL)
