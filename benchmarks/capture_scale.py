@@ -29,7 +29,6 @@ from rich.table import Table
 from torch import nn
 
 import graphpp
-from graphpp.capture import trace
 from graphpp.compiler import capture_once
 from graphpp.compiler import compile_graph as compiler
 from graphpp.passes.lower import PassResult
@@ -74,8 +73,6 @@ def measure(option: argparse.Namespace) -> dict[str, Any]:
     torch.set_num_threads(1)
     large, layers = LARGE[option.model], option.one
     model = large.new(layers)
-    if option.every:
-        trace.repeated_modules = lambda model: []
     prefix = next(name for name, part in model.named_modules() if isinstance(part, nn.ModuleList) and len(part) == layers)
     split = [f"{prefix}.{at * layers // option.stages}" for at in range(1, option.stages)]
     start, began, clock = resident_bytes(), time.perf_counter(), Clock()
@@ -87,7 +84,7 @@ def measure(option: argparse.Namespace) -> dict[str, Any]:
         split=split,
         schedule="1F1B",
         parallel=graphpp.Parallel(device="cpu"),
-        debug=graphpp.Debug(keep_graphs=False),
+        debug=graphpp.Debug(keep_graphs=False, copy_layers=not option.every),
     )
     wall = time.perf_counter() - began
     clock.note("rest")

@@ -11,7 +11,6 @@ from typing import Any
 from unittest.mock import patch
 
 import graphpp
-from graphpp.capture import trace
 from graphpp.capture.repeats import repeated_calls
 from graphpp.compiler import assemble, build, capture_once
 from graphpp.compiler.assemble import Assembly
@@ -88,11 +87,6 @@ def freeing_memory() -> AbstractContextManager[Any]:
 def recording_by(recorder: Any) -> AbstractContextManager[Any]:
     """Pipelines compiled meanwhile record CUDA graphs by `recorder`; None: the device has no such graphs."""
     return patch.object(assemble, "recorder_for", lambda device: recorder)
-
-
-def tracing_every_module() -> AbstractContextManager[Any]:
-    """Meanwhile captures trace every module, also those that are alike."""
-    return patch.object(trace, "repeated_modules", lambda model: [])
 
 
 @contextmanager

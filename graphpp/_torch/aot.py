@@ -23,8 +23,8 @@ Checked on torch 2.11.0, 2.13.0 and 2.15.0:
   not at each change
 - `torch._ops`: `OperatorBase`, `HigherOrderOperator`, `OpOverload`, `OpOverloadPacket`: the classes of the operators that
   graphs call
-- `torch.fx.traceback`: `annotate`, `preserve_node_meta`: a note on nodes traced inside a context, which a second
-  trace keeps
+- `torch.fx.traceback`: `annotate`, `preserve_node_meta`, `current_meta`: a note on nodes traced inside a context, which a
+  second trace keeps
 - `torch.utils._python_dispatch.TorchDispatchMode`: sees the operators of an eager run
 """
 
@@ -32,7 +32,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from types import SimpleNamespace
 from typing import Any
 
@@ -44,8 +44,8 @@ from torch._logging import trace_structured  # type: ignore[attr-defined]
 from torch._logging._internal import trace_log
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.distributions import Distribution
+from torch.fx import traceback
 from torch.fx._lazy_graph_module import _make_graph_module, _use_lazy_graph_module
-from torch.fx.traceback import annotate, preserve_node_meta
 from torch.overrides import _get_function_stack_at  # type: ignore[attr-defined]
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -208,8 +208,14 @@ def joint_trace(mode: FakeTensorMode, module: nn.Module, args: tuple[Any, ...]) 
 @contextlib.contextmanager
 def noted(note: dict[str, Any]) -> Iterator[None]:
     """A context that puts the note into `meta["custom"]` of all nodes that export traces, and of nodes traced from these."""
-    with preserve_node_meta(), annotate(note):
+    with traceback.preserve_node_meta(), traceback.annotate(note):
         yield
+
+
+def note() -> Mapping[str, Any]:
+    """The note of the contexts `noted` that are open."""
+    found: Mapping[str, Any] = traceback.current_meta.get("custom", {})
+    return found
 
 
 def tracing() -> bool:

@@ -91,6 +91,12 @@ def checkpointed_call(node: fx.Node) -> int | None:
     return number
 
 
+def checkpointed_call_now() -> int | None:
+    """The number of the checkpointed call that is running, None outside of all."""
+    number: int | None = aot.note().get(_KEY)
+    return number
+
+
 def with_checkpointed_call(meta: dict[str, Any], call: int | None) -> dict[str, Any]:
     """A node's metadata with another number of the checkpointed call."""
     custom = {key: value for key, value in (meta.get("custom") or {}).items() if key != _KEY}

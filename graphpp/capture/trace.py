@@ -91,15 +91,17 @@ def capture(
     *,
     training: bool = True,
     trail: CodeTrail | None = None,
+    copy_layers: bool = False,
 ) -> CapturedGraph:
     """Capture forward, loss and backward (`training`), or the forward with its output and, if there is a target, its loss.
 
     Of the microbatch `example` only shapes, strides, dtypes and plain data are used. `loss=None` takes the output's own
-    `.loss`. `trail` notes the code that runs, in a further run of the forward on fake tensors. Raises
+    `.loss`. `trail` notes the code that runs, in a further run of the forward on fake tensors. With
+    `copy_layers` the graphs of equal modules are copies where that can be shown to be right (`capture/repeats/`). Raises
     `CaptureError` with the user's source line if the model cannot be captured.
     """
     with traces_in_this_thread():  # from the first look at the model: another capture gives the model fake parameters
-        groups = repeated_modules(model)
+        groups = repeated_modules(model) if copy_layers else []
         while groups:
             try:
                 return _capture(_TracedStep(model, loss, example, training, groups), device, trail)

@@ -52,7 +52,13 @@ def capture_graph(
     began = time.perf_counter()
     with torch.inference_mode(False), torch.enable_grad():
         captured = capture(
-            request.model, request.loss, example.microbatch(), request.place.device, training=training, trail=trail
+            request.model,
+            request.loss,
+            example.microbatch(),
+            request.place.device,
+            training=training,
+            trail=trail,
+            copy_layers=request.options.debug.copy_layers,
         )
     check_output_leaves(captured)
     return replace(captured, seconds=time.perf_counter() - began)

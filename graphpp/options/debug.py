@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
@@ -11,12 +12,17 @@ from graphpp.errors import GraphPPError
 from graphpp.options.option import Group, Option, a_positive_int, group_reader
 
 
-def _read_kept(form: object) -> bool:
-    if form is None:
-        return os.environ.get("GRAPHPP_KEEP_GRAPHS", "0") == "1"
-    if not isinstance(form, bool):
-        raise GraphPPError(f"take True, False or None, got {form!r}")
-    return form
+def _read_switch(variable: str) -> Callable[[object], bool]:
+    """A reader of True, False and None, which takes the value of an environment variable."""
+
+    def read(form: object) -> bool:
+        if form is None:
+            return os.environ.get(variable, "0") == "1"
+        if not isinstance(form, bool):
+            raise GraphPPError(f"take True, False or None, got {form!r}")
+        return form
+
+    return read
 
 
 def _read_folder(form: object) -> Path | None:
@@ -48,11 +54,19 @@ class Debug(Group):
     )
     keep_graphs: Option[bool | None, bool] = Option(
         None,
-        read=_read_kept,
+        read=_read_switch("GRAPHPP_KEEP_GRAPHS"),
         describe=None,  # the first rank alone captures
         takes="True, False",
         about="Whether captured graphs are kept in the cache folder for later runs of an unchanged program; experimental. "
         "None: no, unless the variable `GRAPHPP_KEEP_GRAPHS` is 1.",
+    )
+    copy_layers: Option[bool | None, bool] = Option(
+        None,
+        read=_read_switch("GRAPHPP_COPY_LAYERS"),
+        describe=None,  # the first rank alone captures
+        takes="True, False",
+        about="Whether of 6 and more equal layers two are traced and the others copied, which captures a large model in a "
+        "third of the time; experimental. None: no, unless the variable `GRAPHPP_COPY_LAYERS` is 1.",
     )
 
 

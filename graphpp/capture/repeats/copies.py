@@ -3,8 +3,8 @@
 Contract
 --------
 - `with_copies` takes a joint graph with the operators of `stand_ins.py` and returns one without them, with the nodes, the
-  order, the names and the metadata of a trace of all calls. Positions are in the
-  same order; as in a trace, an operation of the forward and the operations of its backward have one sequence number.
+  order, the names and the metadata of a trace of all calls. Positions increase in the order of the forward. As in a trace, an
+  operation of the forward and the operations of its backward have one sequence number.
 - `DifferentError` is raised if a copy may differ from a trace: the caller then traces all calls. The sum of several gradients
   of one tensor depends on their order, so no operation beside a call may read a tensor for which the call makes a gradient.
 """
@@ -27,7 +27,15 @@ from graphpp.capture.activation_checkpoints import CheckpointedCalls, checkpoint
 from graphpp.capture.repeats import stand_ins
 from graphpp.capture.repeats.proof import calls_of_copy, layouts, prove_equal
 from graphpp.capture.repeats.repeated_calls import RepeatedCalls
-from graphpp.capture.repeats.segments import Markers, Outer, Segment, is_marker, results_with_gradient, segment_of
+from graphpp.capture.repeats.segments import (
+    Markers,
+    Outer,
+    Segment,
+    calls_around,
+    is_marker,
+    results_with_gradient,
+    segment_of,
+)
 from graphpp.capture.repeats.stand_ins import Call, CallKind, DifferentError
 from graphpp.passes.graph.joint_graph import JointGraph, describe_node
 from graphpp.runtime import program
@@ -163,7 +171,7 @@ class _Copier:
             own = node.meta["seq"] in segment.sequence
             order = (first.meta["seq"], node.meta["seq"]) if own else (node.meta["seq"],)
             copies[node] = copy = self._copy(node, partial(self._value, call), order)
-            copy.meta["calls"] = calls_of_copy(node, segment.call, call)
+            copy.meta["calls"] = calls_of_copy(node, segment.call, call, calls_around(first, call))
             number = checkpointed_call(node)
             if number not in checkpoints:
                 checkpoints[number] = self._another_checkpoint(call, number)

@@ -1,9 +1,9 @@
 """Find the modules of a model that a trace would treat alike, such as the layers of a transformer.
 
 Contract: the members of one `RepeatedModules` have the same class, submodules of the same names and classes, parameters and
-buffers of the same shapes, strides, dtypes and needs-grad, and the same flags and texts among their attributes. Not found:
-modules that share a submodule or a tensor with another part of the model, and modules without submodules. Members may still
-compute differently, for other reasons.
+buffers of the same shapes, strides, dtypes and needs-grad, and the same flags, texts and floats among their attributes. Not
+found: modules with a forward of their own, modules that share a submodule or a tensor with another part of the model, and
+modules without submodules. Members may still compute differently, for other reasons.
 """
 
 from __future__ import annotations
@@ -32,7 +32,8 @@ def repeated_modules(model: nn.Module) -> list[RepeatedModules]:
     shared = _with_shared_parts(model)
     alike: dict[Any, dict[str, nn.Module]] = defaultdict(dict)
     for fqn, module in modules.items():
-        if fqn and fqn not in shared and any(True for _ in module.children()):
+        of_class = "forward" not in vars(module)
+        if fqn and fqn not in shared and of_class and any(True for _ in module.children()):
             alike[_outline(module)][fqn] = module
     groups: list[RepeatedModules] = []
     found: set[str] = set()
@@ -76,7 +77,7 @@ def _outline(module: nn.Module) -> Any:
 
 
 def _settings(module: nn.Module) -> Any:
-    """The flags, texts and fractions among a module's attributes; of integers, which may number the members, the names."""
+    """The flags, texts and floats among a module's attributes; of integers, which may number the members, the names."""
     plain = [(key, value) for key, value in vars(module).items() if type(value) in (bool, str, int, float, type(None))]
     return tuple((key, type(value), None if type(value) is int else value) for key, value in plain)
 

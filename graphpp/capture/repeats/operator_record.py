@@ -2,8 +2,9 @@
 
 Contract: two records are equal if the forwards ran the same operators in the same order, below autograd, on the same tensors:
 inputs, parameters and buffers by name, and tensors that the forward made by their number. Arguments that are no tensors are
-compared by type and text; shapes, strides and dtypes of results, the need of a gradient of arguments, and the grad mode count
-too. Of a custom autograd Function the class and its arguments count, as its operators may run in the backward only.
+compared by type and text; shapes, strides and dtypes of results, the need of a gradient of arguments, the grad mode, autocast
+and a checkpoint of the forward's own count too. Of a custom autograd Function, whose forward is not recorded, the class and the
+arguments count.
 """
 
 from __future__ import annotations
@@ -16,7 +17,18 @@ from typing import Any
 import torch
 
 from graphpp._torch import aot, pytree
+from graphpp.capture.activation_checkpoints import checkpointed_call_now
 from graphpp.capture.autograd_functions import described_function
+
+_PLAIN = (bool, int, float, complex, str, type(None), torch.dtype, torch.device)
+
+
+def _is_plain(value: Any) -> bool:
+    return all(map(_is_plain, value)) if type(value) in (tuple, list) else type(value) in _PLAIN
+
+
+def _autocast() -> Any:
+    return [(torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in ("cpu", "cuda")]
 
 
 class OperatorRecord(aot.DispatchMode):
@@ -27,6 +39,7 @@ class OperatorRecord(aot.DispatchMode):
     def __init__(self, named: Mapping[str, torch.Tensor]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.operators: list[Any] = []
+        self._checkpoint = checkpointed_call_now()
         self.strange: str | None = None  # an operator that cannot be compared
         self._names: dict[int, str] = {id(tensor): name for name, tensor in named.items()}
         self._made: list[weakref.ref[torch.Tensor]] = []  # weak: torch copies a tensor that somebody holds while it is made
@@ -35,7 +48,10 @@ class OperatorRecord(aot.DispatchMode):
         kwargs = kwargs or {}
         if getattr(operator, "namespace", "") == "prim":  # asks a tensor for its device
             return operator(*args, **kwargs)
-        given = self._described((described_function(operator, args) or args, kwargs))
+        function = described_function(operator, args)
+        if function is not None and not _is_plain(function[1:]):
+            self.strange = "a custom autograd.Function with an argument that is no plain data"
+        given = self._described((function or args, kwargs))
         results = operator(*args, **kwargs)
         if not isinstance(operator, aot.OperatorWithSchema):
             self.strange = f"the operator {operator}"
@@ -43,7 +59,8 @@ class OperatorRecord(aot.DispatchMode):
             if isinstance(leaf, torch.Tensor) and id(leaf) not in self._names:
                 self._names[id(leaf)] = f"made {len(self._made)}"
                 self._made.append(weakref.ref(leaf, partial(self._forget, id(leaf))))
-        self.operators.append((operator, torch.is_grad_enabled(), given, self._described(results)))
+        modes = torch.is_grad_enabled(), _autocast(), checkpointed_call_now() == self._checkpoint
+        self.operators.append((operator, modes, given, self._described(results)))
         return results
 
     def name(self, tensor: torch.Tensor) -> str | None:

@@ -52,7 +52,7 @@ class _Proof:
         raise DifferentError(self._one.call, f"has another graph than {self._other.call.fqn}: {where}")
 
     def _equal_nodes(self, a: fx.Node, b: fx.Node) -> bool:
-        calls = calls_of_copy(a, self._one.call, self._other.call)
+        calls = calls_of_copy(a, self._one.call, self._other.call, self._other.around)
         same = a.op == b.op and a.target == b.target and a.meta["source"] == b.meta["source"] and calls == b.meta["calls"]
         return (
             same
@@ -92,9 +92,10 @@ def _ranks(segment: Segment) -> list[int]:
     return [ranks[node.meta["seq"]] for node in segment.nodes()]
 
 
-def calls_of_copy(node: fx.Node, call: Call, other: Call) -> tuple[str, ...]:
-    """The module calls around a node of one call, as they would be around the same node of another call."""
-    return tuple(
-        other.fqn + name.removeprefix(call.fqn) if name == call.fqn or name.startswith(f"{call.fqn}.") else name
-        for name in node.meta["calls"]
-    )
+def calls_of_copy(node: fx.Node, call: Call, other: Call, around: tuple[str, ...]) -> tuple[str, ...]:
+    """The module calls around a node of one call, as they would be around the same node of another call within `around`."""
+    names: tuple[str, ...] = node.meta["calls"]
+    if call.fqn not in names:
+        return names
+    inner = names[names.index(call.fqn) :]
+    return (*around, *(other.fqn + name.removeprefix(call.fqn) for name in inner))

@@ -8,22 +8,25 @@ Contract
 - The forward of every call runs, so its side effects are those of a full trace. That of a replaced call runs outside of the
   trace, and its operators are compared with those of the traced calls (`operator_record.py`). No tensor that it made may
   be held anywhere afterwards: the trace does not know such tensors.
-- `DifferentError` is raised if calls differ in anything that is compared, if a call writes into an argument, or if its results
-  share memory with other tensors; but at the end of the model's forward, so that a second trace finds the program's own lists
-  and numbers as one whole forward leaves them. Calls that no operator can stand for, with arguments that are no plain data or
-  within a transform for instance, are traced as always.
+- `DifferentError` is raised at the end of the model's forward, if calls differ in anything that is compared, if a call writes
+  into an argument, or if its results share memory with other tensors. The caller then traces once more. So a program whose
+  forward changes its own lists sees two forwards, and tables in which it keeps tensors have fake tensors of the first one.
+- Calls that no operator can stand for, with arguments that are no plain data or within a transform for instance, are traced as
+  always.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial, wraps
 from typing import Any
 
 import torch
 from torch import nn
 
 from graphpp._torch import aot, pytree
+from graphpp._torch.this_thread import replaced
 from graphpp.capture.autograd_functions import functions_apart
 from graphpp.capture.repeats.equal_modules import RepeatedModules
 from graphpp.capture.repeats.operator_record import OperatorRecord
@@ -52,6 +55,7 @@ class RepeatedCalls(CallTable):
         self._groups = groups
         self._kinds: dict[Any, CallKind] = {}
         self._called: set[str] = set()
+        self._state: dict[str, Mapping[str, torch.Tensor]] = {}  # of each member, by name
         self._unwritten: list[tuple[Call, torch.Tensor, int]] = []  # tensors that must keep their versions
 
     @property
@@ -64,9 +68,10 @@ class RepeatedCalls(CallTable):
         """While open, the members of all groups have a forward that traces or replaces the call."""
         with contextlib.ExitStack() as stack:
             for group in self._groups:
-                for fqn, module in group.members.items():
-                    stack.callback(_restore_forward, module, vars(module).get("forward"))
-                    vars(module)["forward"] = self._forward(group, fqn, module, module.forward)
+                members = {id(module): (fqn, module) for fqn, module in group.members.items()}
+                self._state |= {fqn: _state_of(module) for fqn, module in group.members.items()}
+                owner = type(next(iter(group.members.values())))
+                stack.enter_context(replaced(owner, "forward", self._forward(group, members, owner.forward)))
             try:
                 yield
             finally:
@@ -80,10 +85,15 @@ class RepeatedCalls(CallTable):
             if kind.refused:
                 raise kind.refused[0]
 
-    def _forward(self, group: RepeatedModules, fqn: str, module: nn.Module, own: Callable[..., Any]) -> Callable[..., Any]:
-        def forward(*args: Any, **kwargs: Any) -> Any:
-            leaves = _leaves((args, kwargs))
-            if fqn in self._called or leaves is None or aot.transforms_active():
+    def _forward(
+        self, group: RepeatedModules, members: Mapping[int, tuple[str, nn.Module]], original: Callable[..., Any]
+    ) -> Callable[..., Any]:
+        """The forward of the class of a group's members; other modules of the class run their own."""
+
+        @wraps(original)
+        def forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            fqn, own, leaves = members.get(id(module), ("", module))[0], partial(original, module), _leaves((args, kwargs))
+            if not fqn or fqn in self._called or leaves is None or aot.transforms_active():
                 return own(*args, **kwargs)
             self._called.add(fqn)
             trained = _trained(module)
@@ -94,6 +104,8 @@ class RepeatedCalls(CallTable):
             inputs = tuple(map(Layout.of, tensors))
             call = Call(len(self.calls), fqn, kind, inputs, tuple(map(Layout.of, trained.values())), tuple(trained))
             self.calls.append(call)
+            if any(tensor is not self._state[fqn].get(name) for name, tensor in _state_of(module).items()):
+                call.refuse("has other parameters or buffers than before the forward")
             state = [*module.parameters(), *module.buffers()]
             versions = [tensor._version for tensor in (*state, *tensors)]
             if len(kind.traced) < 2:
@@ -101,7 +113,7 @@ class RepeatedCalls(CallTable):
                 output = _trace(call, module, own, tensors, args, kwargs)
             else:
                 kind.replaced.append(call)
-                output = _replace(call, module, lambda: own(*args, **kwargs), tensors, list(trained.values()))
+                output = _replace(call, module, partial(own, *args, **kwargs), tensors, list(trained.values()))
             if versions != [tensor._version for tensor in (*state, *tensors)]:
                 call.refuse("writes a parameter, a buffer or an argument")
             results = [leaf for leaf in pytree.tree_flatten(output)[0] if isinstance(leaf, torch.Tensor)]
@@ -112,11 +124,8 @@ class RepeatedCalls(CallTable):
         return forward
 
 
-def _restore_forward(module: nn.Module, forward: Any) -> None:
-    if forward is None:
-        vars(module).pop("forward", None)
-    else:
-        vars(module)["forward"] = forward
+def _state_of(module: nn.Module) -> Mapping[str, torch.Tensor]:
+    return dict(module.named_parameters()) | dict(module.named_buffers())
 
 
 def _trained(module: nn.Module) -> dict[str, torch.Tensor]:
@@ -144,7 +153,8 @@ def _leaves(value: Any) -> list[Any] | None:
 def _can_be_marked(tensor: torch.Tensor) -> bool:
     """Whether a tensor behind an operator is the same to all code; a parameter is none there, and attributes are lost."""
     foreign = vars(tensor).keys() - vars(Layout.of(tensor).empty()).keys()
-    return not (foreign or (tensor.is_leaf and gets_gradient(tensor)) or tensor.is_conj() or tensor.is_neg())
+    leaf, mathematical = tensor.is_leaf and gets_gradient(tensor), tensor.is_conj() or tensor.is_neg()
+    return not (foreign or leaf or mathematical or tensor.storage_offset())
 
 
 def _key(group: RepeatedModules, leaves: Sequence[Any], kwargs: Any) -> Any:
@@ -214,11 +224,16 @@ def _check_equal(call: Call, leaves: Sequence[Any], spec: pytree.TreeSpec, ran: 
     if described[0] != described[1] or spec != call.kind.spec:
         call.refuse(f"returns other shapes or data than {first}")
         return False
-    if not all(isinstance(leaf, Layout) or type(leaf) in _PLAIN for leaf in leaves):
-        call.refuse("returns more than tensors and plain data")
+    if not all(isinstance(leaf, Layout) or type(leaf) in _PLAIN for leaf in leaves) or not _only_tuples(spec):
+        call.refuse("returns more than tensors, plain data and tuples")
     if ran != call.kind.ran:
         call.refuse(f"runs other operators than {first}")
     return True
+
+
+def _only_tuples(spec: pytree.TreeSpec) -> bool:
+    """Whether a result has no container that somebody else may hold, or that may have attributes."""
+    return spec.type in (None, tuple) and all(map(_only_tuples, pytree.children(spec)))
 
 
 def _marked(tensors: Sequence[torch.Tensor], with_grad: Any, without: Any, number: int) -> list[torch.Tensor]:
@@ -247,7 +262,7 @@ def _check_memory(call: Call, known: Sequence[torch.Tensor], results: Sequence[t
             call.refuse("returns a view of an argument, of its state or of another result")
         taken.add(_storage(result))
         if not _can_be_marked(result):
-            call.refuse("returns a tensor with attributes, or a conjugated one")
+            call.refuse("returns a tensor with attributes, a conjugated one, or one with an offset")
 
 
 def _storage(tensor: torch.Tensor) -> int:

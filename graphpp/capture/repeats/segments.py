@@ -75,6 +75,7 @@ class Segment:
     outer: Mapping[fx.Node, Outer]
     results: Mapping[Outer, fx.Node]  # ("result", i) and the gradients ("input", i), ("Parameter", name)
     checkpoint: int | None  # the number of the checkpointed call around this call
+    around: tuple[str, ...]  # the module calls around the member
     sequence: range  # the sequence numbers that autograd gave to operations of the call; empty without gradients
 
     def nodes(self) -> list[fx.Node]:
@@ -96,7 +97,7 @@ def segment_of(joint: JointGraph, call: Call, markers: Markers) -> Segment:
     outer, checkpoint = _outer_values(joint, call, markers), checkpointed_call(marker)
     first = markers.find(stand_ins.INPUTS, call)
     sequence = range(0) if first is None else range(first.meta["seq"], marker.meta["seq"])
-    segment = Segment(call, forward, backward, outer, results, checkpoint, sequence)
+    segment = Segment(call, forward, backward, outer, results, checkpoint, calls_around(marker, call), sequence)
     _check_closed(joint, segment)
     return segment
 
@@ -113,6 +114,12 @@ def _nodes_of(graph: fx.Graph, call: Call) -> list[fx.Node]:
         elif any(name.startswith(f"{call.fqn}.") for name in names):
             raise DifferentError(call, "has a submodule that is called outside of it")
     return found
+
+
+def calls_around(marker: fx.Node, call: Call) -> tuple[str, ...]:
+    """The module calls around the member, from the calls of an operator within the call."""
+    names: tuple[str, ...] = marker.meta["calls"]
+    return names[: names.index(call.fqn)] if call.fqn in names else names
 
 
 def is_marker(node: fx.Node) -> bool:

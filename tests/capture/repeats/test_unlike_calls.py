@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import inspect
 import logging
 from collections import deque
 from collections.abc import Callable
@@ -15,10 +17,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
+from torch.utils.checkpoint import checkpoint
 
 from graphpp.batch.microbatch import Microbatch
 from graphpp.capture.trace import capture
-from tests import internals
 from tests.capture.repeats.same_graph import difference
 from tests.exhaustive import further
 
@@ -66,9 +68,8 @@ def check(model: nn.Module, loss: Any = F.mse_loss, training: bool = True) -> No
     """The graph equals that of a trace of every module."""
     model.train(training)
     run = partial(capture, model, loss, Microbatch((X,), target=X), torch.device("cpu"), training=training)
-    found = run()
-    with internals.tracing_every_module():
-        assert difference(found.joint, run().joint) is None
+    found = run(copy_layers=True)
+    assert difference(found.joint, run().joint) is None
 
 
 # ---------------------------------------------------------------------------------------- state that a layer reads
@@ -396,6 +397,148 @@ def test_data_of_a_tensor_is_cut_off() -> None:
 
     check(Model(Cut))
     check(Model(WithData))
+
+
+# --------------------------------------------------------------------------- from a second review: state, containers
+
+
+class Gated(Layer):
+    def __init__(self, index: int) -> None:
+        super().__init__(index)
+        self.register_buffer("gate", torch.ones(WIDTH))
+
+    def scale(self) -> Any:
+        return self.gate
+
+
+def test_a_buffer_that_the_model_assigns() -> None:
+    class Assigning(Model):
+        def before(self, index: int, layer: Any) -> None:
+            if index >= LATER:
+                layer.gate = torch.full((WIDTH,), 2.0)
+
+    check(Assigning(Gated))
+    check(Assigning(Gated), training=False)
+
+
+def test_a_call_with_other_weights() -> None:
+    class Doubling(Model):
+        def run(self, x: Tensor) -> Tensor:
+            for index, layer in enumerate(self.layers):
+                weights = {name: 2 * weight for name, weight in layer.named_parameters()}
+                x = torch.func.functional_call(layer, weights, (x,)) if index >= LATER else layer(x)
+            return x
+
+    check(Doubling())
+
+
+class OfModule(torch.autograd.Function):
+    """A gradient that depends on a module."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, module: Any) -> Tensor:
+        ctx.index = module.index
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        return grads[0] * (2.0 if ctx.index >= LATER else 1.0), None
+
+
+def scaled_function(factor: float) -> Any:
+    class OfFactor(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, *grads: Any) -> Any:
+            return grads[0] * factor
+
+    return OfFactor
+
+
+def test_functions_that_look_alike() -> None:
+    class GivingItself(Layer):
+        def forward(self, x: Tensor, *rest: Any) -> Any:
+            return super().forward(OfModule.apply(x, self))
+
+    class Factory(Layer):
+        def __init__(self, index: int) -> None:
+            super().__init__(index)
+            self.function = scaled_function(2.0 if index >= LATER else 1.0)
+
+        def forward(self, x: Tensor, *rest: Any) -> Any:
+            return super().forward(self.function.apply(x))
+
+    check(Model(GivingItself))
+    check(Model(Factory))
+
+
+def test_a_list_that_layers_return() -> None:
+    log: list[int] = []
+
+    class Logging(Layer):
+        def forward(self, x: Tensor, *rest: Any) -> Any:
+            return super().forward(x), log
+
+    class Counting(Model):
+        def run(self, x: Tensor) -> Tensor:
+            log.clear()
+            for layer in self.layers:
+                x, found = layer(x)
+                found.append(1)
+            return x * len(log)
+
+    check(Counting(Logging))
+
+
+class Optional(Layer):
+    factor = 1.0
+
+    def scale(self) -> Any:
+        return self.factor
+
+    def forward(self, x: Tensor, scale: float | None = None) -> Any:  # type: ignore[override]
+        y = super().forward(x)
+        return y if scale is None else y * scale
+
+
+def test_code_that_looks_at_the_forward() -> None:
+    class Inspecting(Model):
+        def run(self, x: Tensor) -> Tensor:
+            for layer in self.layers:
+                x = layer(x, **({"scale": 3.0} if "scale" in inspect.signature(layer.forward).parameters else {}))
+            return x
+
+    class Copying(Model):
+        def run(self, x: Tensor) -> Tensor:
+            for index, each in enumerate(self.layers):
+                layer = copy.copy(each) if index >= LATER else each
+                layer.factor = 2.0 if index >= LATER else 1.0
+                x = layer(x)
+            return x
+
+    check(Inspecting(Optional))
+    check(Copying(Optional))
+
+
+def test_layers_that_are_checkpointed_later() -> None:
+    class Checkpointed(Layer):
+        def forward(self, x: Tensor, *rest: Any) -> Any:
+            run = super().forward
+            return checkpoint(run, x, use_reentrant=False) if self.index >= LATER else run(x)
+
+    check(Model(Checkpointed))
+
+
+class Noisy(Layer):
+    def forward(self, x: Tensor, *rest: Any) -> Any:
+        return super().forward(x) + torch.rand_like(x) + torch.randn(WIDTH)
+
+
+def test_random_factories() -> None:
+    check(Model(Noisy))
 
 
 def test_one_line_of_the_log_says_why(caplog: pytest.LogCaptureFixture) -> None:
