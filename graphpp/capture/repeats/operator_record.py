@@ -27,6 +27,10 @@ def _is_plain(value: Any) -> bool:
     return all(map(_is_plain, value)) if type(value) in (tuple, list) else type(value) in _PLAIN
 
 
+def _layout(value: Any) -> Any:
+    return (tuple(value.shape), value.stride(), value.dtype, value.device) if isinstance(value, torch.Tensor) else repr(value)
+
+
 def _autocast() -> Any:
     return [(torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in ("cpu", "cuda")]
 
@@ -55,12 +59,14 @@ class OperatorRecord(aot.DispatchMode):
         results = operator(*args, **kwargs)
         if not isinstance(operator, aot.OperatorWithSchema):
             self.strange = f"the operator {operator}"
-        for leaf in pytree.tree_flatten(results)[0]:
+        leaves = pytree.tree_flatten(results)[0]
+        for leaf in leaves:
             if isinstance(leaf, torch.Tensor) and id(leaf) not in self._names:
                 self._names[id(leaf)] = f"made {len(self._made)}"
                 self._made.append(weakref.ref(leaf, partial(self._forget, id(leaf))))
-        modes = torch.is_grad_enabled(), _autocast(), checkpointed_call_now() == self._checkpoint
-        self.operators.append((operator, modes, given, self._described(results)))
+        autocast = _autocast() if function is not None else None  # casts of other operators are operators
+        modes = torch.is_grad_enabled(), autocast, checkpointed_call_now() == self._checkpoint
+        self.operators.append((operator, modes, given, [_layout(leaf) for leaf in leaves]))
         return results
 
     def name(self, tensor: torch.Tensor) -> str | None:
@@ -79,7 +85,7 @@ class OperatorRecord(aot.DispatchMode):
             name = self.name(value)
             if name is None:
                 self.strange = "a tensor that is neither an argument nor made by the forward"
-            return name, value.requires_grad, tuple(value.shape), value.stride(), value.dtype, value.device
+            return name, value.requires_grad
         if isinstance(value, list | tuple):
             return [self._described(each) for each in value]
         if isinstance(value, dict):
