@@ -11,7 +11,7 @@ from torch import nn
 from graphpp.backends.compilers import compiler_of
 from graphpp.batch.microbatch import Microbatch, flatten_microbatch
 from graphpp.capture.check_arguments import check_arguments
-from graphpp.capture.trace import LossFunction
+from graphpp.capture.loss import LossFunction
 from graphpp.errors import BatchError, GraphPPError
 from graphpp.options.backend import BackendLike
 from graphpp.options.debug import DebugLike

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from graphpp.capture.trace import LossFunction
+from graphpp.capture.loss import LossFunction
 from graphpp.options.options import Options
 from graphpp.parallel.place import RankPlace
 from graphpp.passes.lower import Hook, PassResult

@@ -65,8 +65,8 @@ class Debug(Group):
         read=_read_switch("GRAPHPP_COPY_LAYERS"),
         describe=None,  # the first rank alone captures
         takes="True, False",
-        about="Whether of 6 and more equal layers two are traced and the others copied, which captures a large model in a "
-        "third of the time; experimental. None: no, unless the variable `GRAPHPP_COPY_LAYERS` is 1.",
+        about="Whether of 6 and more equal layers two are traced and the others copied, which captures a large model in less "
+        "than half of the time; experimental. None: no, unless the variable `GRAPHPP_COPY_LAYERS` is 1.",
     )
 
 

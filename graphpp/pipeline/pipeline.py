@@ -24,8 +24,8 @@ from torch.amp import GradScaler
 from graphpp.batch.cut_batch import cut_batch, leading_size
 from graphpp.batch.loss_weights import DeferredScaler, LossWeight, LossWeighting
 from graphpp.batch.microbatch import FlatMicrobatch, Microbatch, flatten_microbatch
+from graphpp.capture.loss import LossFunction
 from graphpp.capture.outputs import mean_metrics, merge_outputs
-from graphpp.capture.trace import LossFunction
 from graphpp.compiler.compile_graph import CompiledGraph
 from graphpp.compiler.request import CompileRequest
 from graphpp.errors import BatchError, GraphPPError

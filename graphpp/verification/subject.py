@@ -20,7 +20,7 @@ from torch import nn
 from graphpp.backends.compilers import compiler_of
 from graphpp.batch.cut_batch import leading_size
 from graphpp.batch.microbatch import FlatMicrobatch, Microbatch, flatten_microbatch
-from graphpp.capture.trace import LossFunction
+from graphpp.capture.loss import LossFunction
 from graphpp.compiler.build import checked_programs
 from graphpp.compiler.capture_once import capture_graph
 from graphpp.compiler.compile_graph import CompiledGraph, compile_graph

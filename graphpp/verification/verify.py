@@ -24,7 +24,7 @@ from torch import nn
 
 from graphpp.batch.loss_weights import LossWeighting
 from graphpp.batch.microbatch import FlatMicrobatch
-from graphpp.capture.trace import LossFunction
+from graphpp.capture.loss import LossFunction
 from graphpp.compiler.compile_graph import CompiledGraph
 from graphpp.options.gradients import Reduction
 from graphpp.options.options import Options

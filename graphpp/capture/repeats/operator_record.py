@@ -20,11 +20,11 @@ from graphpp._torch import aot, pytree
 from graphpp.capture.activation_checkpoints import checkpointed_call_now
 from graphpp.capture.autograd_functions import described_function
 
-_PLAIN = (bool, int, float, complex, str, type(None), torch.dtype, torch.device)
+PLAIN = (bool, int, float, complex, str, type(None), torch.dtype, torch.device)  # types that are equal if their texts are
 
 
 def _is_plain(value: Any) -> bool:
-    return all(map(_is_plain, value)) if type(value) in (tuple, list) else type(value) in _PLAIN
+    return all(map(_is_plain, value)) if type(value) in (tuple, list) else type(value) in PLAIN
 
 
 def _layout(value: Any) -> Any:

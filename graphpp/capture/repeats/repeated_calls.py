@@ -28,8 +28,9 @@ from torch import nn
 from graphpp._torch import aot, pytree
 from graphpp._torch.this_thread import replaced
 from graphpp.capture.autograd_functions import functions_apart
+from graphpp.capture.repeats.arguments import can_be_marked, key_of, leaves_of, with_tensors
 from graphpp.capture.repeats.equal_modules import RepeatedModules
-from graphpp.capture.repeats.operator_record import OperatorRecord
+from graphpp.capture.repeats.operator_record import PLAIN, OperatorRecord
 from graphpp.capture.repeats.stand_ins import (
     CONSTANT_RESULTS,
     CONSTANTS,
@@ -42,9 +43,6 @@ from graphpp.capture.repeats.stand_ins import (
     Layout,
     gets_gradient,
 )
-from graphpp.capture.transfer.process_state import process_state
-
-_PLAIN = (bool, int, float, str, type(None), torch.dtype, torch.device)
 
 
 class RepeatedCalls(CallTable):
@@ -92,7 +90,7 @@ class RepeatedCalls(CallTable):
 
         @wraps(original)
         def forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            fqn, own, leaves = members.get(id(module), ("", module))[0], partial(original, module), _leaves((args, kwargs))
+            fqn, own, leaves = members.get(id(module), ("", module))[0], partial(original, module), leaves_of((args, kwargs))
             if not fqn or fqn in self._called or leaves is None or aot.transforms_active():
                 return own(*args, **kwargs)
             self._called.add(fqn)
@@ -100,7 +98,7 @@ class RepeatedCalls(CallTable):
             tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
             if trained and not any(map(gets_gradient, tensors)):
                 return own(*args, **kwargs)  # no operator would mark the end of its backward
-            kind = self._kinds.setdefault(_key(group, leaves, kwargs), CallKind(group))
+            kind = self._kinds.setdefault(key_of(group, leaves, kwargs), CallKind(group))
             inputs = tuple(map(Layout.of, tensors))
             call = Call(len(self.calls), fqn, kind, inputs, tuple(map(Layout.of, trained.values())), tuple(trained))
             self.calls.append(call)
@@ -133,42 +131,6 @@ def _trained(module: nn.Module) -> dict[str, torch.Tensor]:
     return {name: p for name, p in module.named_parameters() if gets_gradient(p)}
 
 
-def _leaves(value: Any) -> list[Any] | None:
-    """The tensors and plain data in arguments; None if there is anything else, such as a list, which the call may write."""
-    args, kwargs = value
-    found: list[Any] = []
-    pending = [*reversed(list(kwargs.values())), *reversed(args)]
-    while pending:
-        each = pending.pop()
-        if type(each) is tuple:
-            found.append(len(each))
-            pending += reversed(each)
-        elif type(each) in _PLAIN or (isinstance(each, torch.Tensor) and _can_be_marked(each)):
-            found.append(each)
-        else:
-            return None
-    return found
-
-
-def _can_be_marked(tensor: torch.Tensor) -> bool:
-    """Whether a tensor behind an operator is the same to all code; a parameter is none there, and attributes are lost."""
-    foreign = vars(tensor).keys() - vars(Layout.of(tensor).empty()).keys()
-    leaf, mathematical = tensor.is_leaf and gets_gradient(tensor), tensor.is_conj() or tensor.is_neg()
-    return not (foreign or leaf or mathematical or tensor.storage_offset())
-
-
-def _key(group: RepeatedModules, leaves: Sequence[Any], kwargs: Any) -> Any:
-    """Equal for calls of one kind."""
-    first: dict[int, int] = {}
-    described = [
-        (type(leaf), Layout.of(leaf), first.setdefault(id(leaf), at))
-        if isinstance(leaf, torch.Tensor)
-        else (type(leaf), repr(leaf))
-        for at, leaf in enumerate(leaves)
-    ]
-    return id(group), tuple(described), tuple(kwargs), repr(process_state()), aot.mode_depths()
-
-
 # ---------------------------------------------------------------------------------------------------------- traced calls
 
 
@@ -183,50 +145,57 @@ def _trace(
     """Run the module's own forward, between operators that mark its inputs and outputs."""
     marked = _marked(tensors, INPUTS, CONSTANTS, call.number)
     given = iter(marked)
-    args, kwargs = _with_tensors(args, given), {key: _with_tensors(each, given) for key, each in kwargs.items()}
-    output, record = _recorded(call, module, lambda: own(*args, **kwargs), marked)
-    leaves, spec = pytree.tree_flatten(output)
-    results = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+    args, kwargs = with_tensors(args, given), {key: with_tensors(each, given) for key, each in kwargs.items()}
+    outcome, _ = _outcome(call, module, lambda: own(*args, **kwargs), marked)
     if any(tensor._version for tensor in marked):
         call.refuse("writes into an argument")
-    _check_memory(call, [*module.parameters(), *module.buffers(), *marked], results)
-    if bool(call.inputs_with_grad()) != any(map(gets_gradient, results)):
+    if bool(call.inputs_with_grad()) != any(map(gets_gradient, outcome.results)):
         call.refuse("takes a tensor that requires grad and returns none")
-    found, ran = _layouts(leaves), (record.operators, [record.name(result) for result in results])
     if len(call.kind.traced) == 1:
-        call.kind.leaves, call.kind.spec, call.kind.ran = found, spec, ran
-    _check_equal(call, found, spec, ran)
-    ending = iter(_marked(results, RESULTS, CONSTANT_RESULTS, call.number))
-    return pytree.tree_unflatten([next(ending) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves], spec)
+        call.kind.leaves, call.kind.spec, call.kind.ran = outcome.layouts, outcome.spec, outcome.ran
+    _check_equal(call, outcome)
+    ending = iter(_marked(outcome.results, RESULTS, CONSTANT_RESULTS, call.number))
+    leaves = [next(ending) if isinstance(leaf, Layout) else leaf for leaf in outcome.layouts]
+    return pytree.tree_unflatten(leaves, outcome.spec)
 
 
-def _recorded(
+class _Outcome:
+    """The output of a forward in parts, and the operators that ran."""
+
+    def __init__(self, output: Any, record: OperatorRecord) -> None:
+        leaves, self.spec = pytree.tree_flatten(output)
+        self.output = output
+        self.results = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+        self.layouts = tuple(Layout.of(leaf) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves)
+        self.ran = record.operators, [record.name(result) for result in self.results]
+
+
+def _outcome(
     call: Call, module: nn.Module, run: Callable[[], Any], tensors: Sequence[torch.Tensor]
-) -> tuple[Any, OperatorRecord]:
-    """The output of a forward, and the operators that it ran."""
-    named = {f"input {at}": tensor for at, tensor in enumerate(tensors)}
-    record = OperatorRecord(named | dict(module.named_parameters()) | dict(module.named_buffers()))
+) -> tuple[_Outcome, OperatorRecord]:
+    """Run a forward and note the operators; refuses operators that cannot be compared, and results that share memory."""
+    known = {f"input {at}": tensor for at, tensor in enumerate(tensors)} | dict(_state_of(module))
+    record = OperatorRecord(known)
     with record:
         output = run()
     if record.strange is not None:
         call.refuse(f"runs or reads {record.strange}")
-    return output, record
+    outcome = _Outcome(output, record)
+    _check_memory(call, list(known.values()), outcome.results)
+    return outcome, record
 
 
-def _layouts(leaves: Sequence[Any]) -> tuple[Any, ...]:
-    return tuple(Layout.of(leaf) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves)
-
-
-def _check_equal(call: Call, leaves: Sequence[Any], spec: pytree.TreeSpec, ran: tuple[Any, ...]) -> bool:
+def _check_equal(call: Call, outcome: _Outcome) -> bool:
     """Refuse a call that runs other operators than the first traced call or returns something else; False for the latter."""
     first = call.kind.traced[0].fqn
-    described = [[(type(leaf), repr(leaf)) for leaf in each] for each in (leaves, call.kind.leaves)]
-    if described[0] != described[1] or spec != call.kind.spec:
+    described = [[(type(leaf), repr(leaf)) for leaf in each] for each in (outcome.layouts, call.kind.leaves)]
+    if described[0] != described[1] or outcome.spec != call.kind.spec:
         call.refuse(f"returns other shapes or data than {first}")
         return False
-    if not all(isinstance(leaf, Layout) or type(leaf) in _PLAIN for leaf in leaves) or not _only_tuples(spec):
+    plain = all(isinstance(leaf, Layout) or type(leaf) in PLAIN for leaf in outcome.layouts)
+    if not plain or not _only_tuples(outcome.spec):
         call.refuse("returns more than tensors, plain data and tuples")
-    if ran != call.kind.ran:
+    if outcome.ran != call.kind.ran:
         call.refuse(f"runs other operators than {first}")
     return True
 
@@ -247,13 +216,6 @@ def _marked(tensors: Sequence[torch.Tensor], with_grad: Any, without: Any, numbe
     return found
 
 
-def _with_tensors(value: Any, tensors: Iterator[torch.Tensor]) -> Any:
-    """The value with other tensors, in order."""
-    if type(value) is tuple:
-        return tuple(_with_tensors(each, tensors) for each in value)
-    return next(tensors) if isinstance(value, torch.Tensor) else value
-
-
 def _check_memory(call: Call, known: Sequence[torch.Tensor], results: Sequence[torch.Tensor]) -> None:
     """Refuse results that share memory with each other, or with an argument or the state of the module."""
     taken = {_storage(tensor) for tensor in known}
@@ -261,7 +223,7 @@ def _check_memory(call: Call, known: Sequence[torch.Tensor], results: Sequence[t
         if _storage(result) in taken:
             call.refuse("returns a view of an argument, of its state or of another result")
         taken.add(_storage(result))
-        if not _can_be_marked(result):
+        if not can_be_marked(result):
             call.refuse("returns a tensor with attributes, a conjugated one, or one with an offset")
 
 
@@ -294,9 +256,5 @@ def _compared(
     call: Call, module: nn.Module, run: Callable[[], Any], tensors: Sequence[torch.Tensor]
 ) -> tuple[tuple[Any] | None, OperatorRecord]:
     """The output if it is unlike that of the traced call, and the operators that the forward ran."""
-    output, record = _recorded(call, module, run, tensors)
-    leaves, spec = pytree.tree_flatten(output)
-    results = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
-    _check_memory(call, [*module.parameters(), *module.buffers(), *tensors], results)
-    ran = record.operators, [record.name(result) for result in results]
-    return None if _check_equal(call, _layouts(leaves), spec, ran) else (output,), record
+    outcome, record = _outcome(call, module, run, tensors)
+    return None if _check_equal(call, outcome) else (outcome.output,), record

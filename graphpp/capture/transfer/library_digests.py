@@ -21,7 +21,7 @@ import torch
 from graphpp._torch import aot
 from graphpp.capture.fingerprint import in_cell
 from graphpp.capture.transfer.libraries import is_installed, top_package
-from graphpp.capture.transfer.reachable import COMPILED, SCALARS, WITHOUT_EFFECT, attributes_of
+from graphpp.capture.transfer.objects import COMPILED, SCALARS, WITHOUT_EFFECT, attributes_of
 from graphpp.capture.transfer.reachable_code import UnreadableError, facts_of_code, members
 
 _DEPTH = 3

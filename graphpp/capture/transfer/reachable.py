@@ -22,12 +22,11 @@ from __future__ import annotations
 import contextlib
 import functools
 import hashlib
-import logging
 import re
 import threading
 import types
 import weakref
-from collections import defaultdict, deque, namedtuple
+from collections import defaultdict, deque
 from collections.abc import Callable, Mapping, Sequence
 from contextvars import ContextVar
 from enum import Enum
@@ -40,19 +39,9 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from graphpp._torch import aot
 from graphpp.capture.transfer.libraries import is_installed, top_package
+from graphpp.capture.transfer.objects import COMPILED, SCALARS, WITHOUT_EFFECT, attributes_of, text_in_set
 from graphpp.capture.transfer.reachable_code import Children, ReachableCode, UnreadableError, named
 
-SCALARS = (
-    bool, int, float, complex, str, bytes, type(None), range, type(...), type(NotImplemented),
-    torch.dtype, torch.layout, torch.memory_format,
-)  # fmt: skip
-_tuplegetter = type(vars(namedtuple("_Example", "field"))["field"])  # the attributes of named tuples
-COMPILED = (
-    types.BuiltinFunctionType, types.MethodDescriptorType, types.WrapperDescriptorType, types.MethodWrapperType,
-    types.GetSetDescriptorType, types.MemberDescriptorType, types.ClassMethodDescriptorType, _tuplegetter,
-)  # fmt: skip
-WITHOUT_EFFECT = (logging.Logger, type(threading.Lock()), type(threading.RLock()))
-_HASHES = 2**40  # integers of library objects from here on are taken for hashes or addresses
 _STORES = ("_parameters", "_buffers", "_modules")  # walked by their tensors and modules, under the model's own names
 
 
@@ -180,7 +169,7 @@ class Reachable:
         yield from self._of_subclass(name, value, base)
 
     def _of_set(self, name: str, value: Any) -> Children:
-        self._note(name, type(value).__qualname__, *sorted(_text_in_set(name, each) for each in value))
+        self._note(name, type(value).__qualname__, *sorted(text_in_set(name, each) for each in value))
         return iter(())
 
     def _of_dict(self, name: str, value: Any) -> Children:
@@ -298,40 +287,6 @@ class Reachable:
         (dist.ProcessGroup, _of_group),
         (DeviceMesh, _of_mesh),
     )
-
-
-def attributes_of(value: Any) -> dict[str, Any] | None:
-    """The attributes of an object, with those in slots; None for an object of a compiled class that shows none."""
-    kind = type(value)
-    slots = [(base, slot) for base in kind.__mro__ for slot in _slots(base) if slot not in ("__dict__", "__weakref__")]
-    if not hasattr(value, "__dict__") and not slots:
-        return None
-    found = dict(getattr(value, "__dict__", {}))
-    for base, slot in slots:
-        mangled = f"_{base.__name__.lstrip('_')}{slot}" if slot.startswith("__") and not slot.endswith("__") else slot
-        if hasattr(value, mangled):
-            found[slot] = getattr(value, mangled)
-    if is_installed(top_package(kind)):
-        return {key: each for key, each in found.items() if type(each) is not int or abs(each) < _HASHES}
-    return found
-
-
-def _slots(kind: type) -> Sequence[str]:
-    slots = vars(kind).get("__slots__", ())
-    return (slots,) if isinstance(slots, str) else tuple(slots)
-
-
-def _text_in_set(name: str, value: Any) -> str:
-    """The text by which an item of a set is compared: plain data, and tuples, frozen sets, enums and classes of these."""
-    if type(value) in SCALARS:
-        return repr(value)
-    if type(value) is tuple:
-        return f"({', '.join(_text_in_set(name, each) for each in value)})"
-    if type(value) is frozenset:
-        return f"{{{', '.join(sorted(_text_in_set(name, each) for each in value))}}}"
-    if isinstance(value, type) and is_installed(top_package(value)):
-        return f"{value.__module__}.{value.__qualname__}"
-    raise UnreadableError(f"{name}, a set with a {type(value).__qualname__}")
 
 
 def _place(tensor: torch.Tensor) -> Any:

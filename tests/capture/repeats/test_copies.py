@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import copy
+import importlib
 import logging
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -405,6 +407,16 @@ def test_known_models(name: str, training: bool) -> None:
     model = type(entry.model())(config)
     batch = entry.batch(0)
     check(model, Microbatch(batch.args, batch.kwargs, batch.target), entry.loss, REPLACED[name], training)
+
+
+@pytest.mark.parametrize("name", further("deepseek_v3", "qwen3_235b", "gpt_oss_120b"))
+def test_full_size(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Models of 117 to 671 billion parameters on the meta device; each takes about a minute."""
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[3] / "benchmarks"))
+    large = importlib.import_module("large_models").LARGE[name]
+    model = large.new(large.layers)
+    run = partial(capture, model, large.loss, large.example(2048), torch.device("cpu"))
+    assert difference(run(copy_layers=True).joint, run().joint) is None
 
 
 def test_training_equals_eager() -> None:
