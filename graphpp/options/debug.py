@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
@@ -12,8 +11,8 @@ from graphpp.errors import GraphPPError
 from graphpp.options.option import Group, Option, a_positive_int, group_reader
 
 
-def _read_switch(variable: str) -> Callable[[object], bool]:
-    """A reader of True, False and None, which takes the value of an environment variable."""
+def _experimental(variable: str, about: str) -> Option[bool | None, bool]:
+    """An option that takes True, False, or None for the value of an environment variable. Ranks may differ in it."""
 
     def read(form: object) -> bool:
         if form is None:
@@ -22,7 +21,13 @@ def _read_switch(variable: str) -> Callable[[object], bool]:
             raise GraphPPError(f"take True, False or None, got {form!r}")
         return form
 
-    return read
+    return Option(
+        None,
+        read=read,
+        describe=None,  # the first rank alone captures
+        takes="True, False",
+        about=f"{about}; experimental. None: no, unless the variable `{variable}` is 1.",
+    )
 
 
 def _read_folder(form: object) -> Path | None:
@@ -52,21 +57,13 @@ class Debug(Group):
         about="How many captured graphs a pipeline keeps in memory, one per shape of microbatch and mode of the model; the "
         "least recently used one is dropped first.",
     )
-    keep_graphs: Option[bool | None, bool] = Option(
-        None,
-        read=_read_switch("GRAPHPP_KEEP_GRAPHS"),
-        describe=None,  # the first rank alone captures
-        takes="True, False",
-        about="Whether captured graphs are kept in the cache folder for later runs of an unchanged program; experimental. "
-        "None: no, unless the variable `GRAPHPP_KEEP_GRAPHS` is 1.",
+    keep_graphs: Option[bool | None, bool] = _experimental(
+        "GRAPHPP_KEEP_GRAPHS", "Whether captured graphs are kept in the cache folder for later runs of an unchanged program"
     )
-    copy_layers: Option[bool | None, bool] = Option(
-        None,
-        read=_read_switch("GRAPHPP_COPY_LAYERS"),
-        describe=None,  # the first rank alone captures
-        takes="True, False",
-        about="Whether of 6 and more equal layers two are traced and the others copied, which captures a large model in less "
-        "than half of the time; experimental. None: no, unless the variable `GRAPHPP_COPY_LAYERS` is 1.",
+    copy_layers: Option[bool | None, bool] = _experimental(
+        "GRAPHPP_COPY_LAYERS",
+        "Whether of 6 and more equal layers two are traced and the others copied, which captures a large model in less than "
+        "half of the time",
     )
 
 
