@@ -25,6 +25,8 @@ Checked on torch 2.11.0, 2.13.0 and 2.15.0:
   graphs call
 - `torch.fx.traceback`: `annotate`, `preserve_node_meta`, `current_meta`: a note on nodes traced inside a context, which a
   second trace keeps
+- `torch._C`: `_dispatch_get_all_op_names`, `_dispatch_dump`: the files in which operators are implemented
+- `torch._functorch.config`, `torch._export.config`, `torch.fx.experimental._config`: settings of the tracers
 - `torch.utils._python_dispatch.TorchDispatchMode`: sees the operators of an eager run
 """
 
@@ -32,6 +34,8 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import importlib
+import re
 from collections.abc import Callable, Iterator, Mapping
 from types import SimpleNamespace
 from typing import Any
@@ -52,6 +56,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from graphpp._torch import pytree
 from graphpp._torch.this_thread import alone, replaced
 
+_REGISTERED = re.compile(r"registered at (.*?):\d+")
+_SETTINGS = ("torch._functorch.config", "torch._export.config", "torch.fx.experimental._config")
 FAKE_LOG = "torch._subclasses"  # logs failures on fake tensors
 
 Context = contextlib.AbstractContextManager[None]
@@ -65,6 +71,20 @@ HigherOrderOperator = torch._ops.HigherOrderOperator
 Operator = torch._ops.OperatorBase
 OperatorPacket = torch._ops.OpOverloadPacket
 OperatorWithSchema = torch._ops.OpOverload
+
+
+def places_of_operators() -> set[str]:
+    """The files that implement operators of torch, but for the compiled files of torch itself."""
+    names = [name for name in torch._C._dispatch_get_all_op_names() if name.startswith(("aten::", "prims::"))]
+    found = {place for name in names for place in _REGISTERED.findall(torch._C._dispatch_dump(name))}
+    schemas = _REGISTERED.findall(torch._C._dispatch_dump("aten::add.Tensor"))
+    root = next((place.partition("build/aten/")[0] for place in schemas if "build/aten/" in place), "\0")
+    return {place for place in found if not place.startswith((root, "/dev/null"))}
+
+
+def settings() -> list[str]:
+    """The settings of torch's tracers, which a program may change, as text."""
+    return [f"{name}={importlib.import_module(name).get_hash().hex()}" for name in _SETTINGS]
 
 
 def fake_mode() -> FakeTensorMode:

@@ -18,7 +18,7 @@ from __future__ import annotations
 import contextlib
 import os
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -94,6 +94,17 @@ class _Lookup:
             delattr(_FunctionMeta, self._name)
             for function, value in self._set.items():
                 setattr(function, self._name, value)
+
+
+def run_backward(loss: torch.Tensor, parameters: Sequence[torch.Tensor]) -> None:
+    """Run a backward in this thread, also for a device for which torch has a thread of its own."""
+    with torch.autograd.set_multithreading_enabled(False):
+        torch.autograd.grad(loss, parameters, allow_unused=True)
+
+
+def saves_by_hooks() -> bool:
+    """Whether hooks on saved tensors are active in this thread."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
 
 
 @contextlib.contextmanager

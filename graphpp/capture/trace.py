@@ -23,6 +23,7 @@ import torch
 from torch import nn
 
 from graphpp._torch import aot, pytree
+from graphpp._torch.autograd import run_backward
 from graphpp._torch.export_thread import traces_in_this_thread
 from graphpp.batch.microbatch import TENSOR_LEAF, Microbatch, tensors_by_path, with_tensors
 from graphpp.capture.activation_checkpoints import mark_checkpoints, record_checkpoints
@@ -256,11 +257,15 @@ def _export_once(
 
 
 def _note_code(wrapper: _TracedStep, entry: EntryState, fakes: tuple[torch.Tensor, ...], trail: CodeTrail) -> None:
-    """Run the forward once more on fake tensors, with the branches that the trace took, and note the code that runs."""
+    """Run the step once more on fake tensors, with the branches that the trace took, and note the code that runs."""
     wrapper.begin(entry)
     marks = record_checkpoints(wrapper.found.checkpoints)
     try:
-        with record_functions(FunctionCalls()), refuse_during_trace(), marks, refuse_outside_state(), trail.watching():
-            wrapper(*fakes)
+        with record_functions(FunctionCalls()), refuse_during_trace(), marks, trail.watching():
+            with refuse_outside_state():
+                values = wrapper(*fakes)
+            loss = dict(zip(wrapper.found.results, values, strict=True)).get(program.Loss())
+            if loss is not None:  # the code of hooks and of custom Functions runs in the backward
+                run_backward(loss, [p for p in wrapper.model.parameters() if p.requires_grad])
     except Exception as error:  # the graph is right, and merely not kept
         trail.refuse(f"code that a trace runs and fake tensors cannot: {type(error).__name__}: {error}")

@@ -133,6 +133,7 @@ class _CapturingRank:
             except Exception as error:  # the model can still be captured
                 _LOG.warning("a kept graph cannot be read: please report this fault", exc_info=error)
         trail = CodeTrail() if kept is not None else None
+        before = _values(self.request) if kept is not None else b""
         graph = capture_graph(self.request, example, self.training, trail)
         try:
             text = write_graph(graph, self.request.place.device, self.held)
@@ -142,7 +143,7 @@ class _CapturingRank:
             _LOG.warning("a captured graph cannot be written: please report this fault", exc_info=error)
             return graph, error
         if kept is not None and trail is not None:
-            kept.keep(example, self.training, graph, text, trail)
+            kept.keep(graph, text, trail, changed=_values(self.request) != before)
         return graph, text
 
     @cached_property
@@ -153,6 +154,14 @@ class _CapturingRank:
         except OSError as error:
             _LOG.warning("the captured graphs cannot be kept for later runs: %s", error)
             return None
+
+
+def _values(request: CompileRequest) -> bytes:
+    """A digest of the present values of the objects of model and loss; one like no other if an object cannot be read."""
+    try:
+        return Reachable(by_value=True, model=request.model, loss=request.loss).exact
+    except Exception:  # as in `_reachable`
+        return secrets.token_bytes(hashlib.sha256().digest_size)
 
 
 def _reachable(request: CompileRequest) -> tuple[Reachable | None, bytes]:

@@ -18,6 +18,7 @@ def top_package(value: Any) -> str:
     module = value.__name__ if isinstance(value, types.ModuleType) else getattr(value, "__module__", None)
     if isinstance(value, types.FunctionType):
         module = value.__globals__.get("__name__")  # `functools.wraps` copies `__module__`
+        module = "collections" if str(module).startswith("namedtuple_") else module
     return str(module or "").partition(".")[0]
 
 
@@ -28,7 +29,13 @@ def is_installed(root: str) -> bool:
     places = [getattr(module, "__file__", None), *getattr(module, "__path__", ())]
     if root == "graphpp" or (root in sys.stdlib_module_names and not any(places)):
         return root != "__main__"  # a part of Python that is no file, or is not imported
-    return any(place is not None and os.path.realpath(place).startswith(_LIBRARIES) for place in places)
+    found = [os.path.realpath(place) for place in places if place is not None]
+    return bool(found) and all(place.startswith(_LIBRARIES) for place in found)  # a namespace may have the user's parts too
+
+
+def is_below_libraries(file: str) -> bool:
+    """Whether a file of Python code lies where Python or pip puts libraries."""
+    return os.path.realpath(file).startswith(_LIBRARIES)
 
 
 @functools.cache

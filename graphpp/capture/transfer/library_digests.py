@@ -1,14 +1,14 @@
 """Digests of the functions, classes and values of installed libraries, equal in two processes that have equal ones.
 
-Contract: values count down to a depth of three containers or objects; a change below that depth is not seen, nor one of a whole
-number in a class, which may be a counter. A function, class or object of the user that stands in a library raises
-`UnreadableError`: its state may lie deeper.
+Contract: values count down to a depth of three containers or objects; a change below that depth is not seen. A function, class
+or object of the user that stands in a library raises `UnreadableError`: its state may lie deeper.
 """
 
 from __future__ import annotations
 
 import functools
 import hashlib
+import logging
 import os
 import types
 from collections import deque
@@ -21,23 +21,19 @@ import torch
 from graphpp._torch import aot
 from graphpp.capture.fingerprint import in_cell
 from graphpp.capture.transfer.libraries import is_installed, top_package
-from graphpp.capture.transfer.objects import COMPILED, SCALARS, WITHOUT_EFFECT, attributes_of
-from graphpp.capture.transfer.reachable_code import UnreadableError, facts_of_code, members
+from graphpp.capture.transfer.library_state import LibraryState
+from graphpp.capture.transfer.objects import COMPILED, SCALARS, WITHOUT_EFFECT, attributes_of, state_of_logger
+from graphpp.capture.transfer.reachable_code import UnreadableError, facts_of_code, plain_members
 
 _DEPTH = 3
 _MOST_ITEMS = 1000  # of a container
 
 
-def _members(kind: type) -> dict[str, Any]:
-    """The functions and values that a class itself defines; whole numbers of a library's class may be counters."""
-    installed = is_installed(top_package(kind))
-    return {key: each for key, each in members(kind).items() if not (installed and type(each) is int)}
-
-
 class Digests:
-    """Digests of values; each class and each code is read once."""
+    """Digests of values; each class and each code is read once. `before` has former attributes of classes and modules."""
 
-    def __init__(self) -> None:
+    def __init__(self, before: LibraryState | None = None) -> None:
+        self._before = before or LibraryState({}, {})
         self._of_class: dict[type, str] = {}
         self._of_code: dict[types.CodeType, str] = {}
 
@@ -77,7 +73,8 @@ class Digests:
         if kind not in self._of_class:
             self._of_class[kind] = f"{kind.__module__}.{kind.__qualname__}"  # for a class that names itself
             bases = [base for base in kind.__mro__ if base is not object]
-            texts = {base: self._items(sorted(_members(base).items()), 2) for base in bases if hasattr(base, "__dict__")}
+            members = {base: sorted(plain_members(self._before.of_class(base)).items()) for base in bases}
+            texts = {base: self._items(found, 2) for base, found in members.items()}
             own = (f"{base.__qualname__}({text})" for base, text in texts.items())
             self._of_class[kind] = f"{kind.__module__}.{kind.__qualname__} {_digest(' '.join(own))}"
         return self._of_class[kind]
@@ -104,10 +101,19 @@ class Digests:
     def _mapping(self, value: Any, depth: int) -> str:
         return f"{type(value).__qualname__}{{{self._items(list(dict(value).items()), depth)}}}"
 
+    def _enum(self, value: Enum, depth: int) -> str:
+        return f"{type(value).__qualname__}.{value.name}({self._items(sorted(vars(value).items()), depth)})"
+
+    def _tensor(self, value: torch.Tensor, _: int) -> str:
+        shown = f"{value.dtype} {tuple(value.shape)}"
+        plain = type(value) is torch.Tensor and value.device.type == "cpu" and value.layout is torch.strided
+        return f"{shown} {value.tolist()}" if plain and value.numel() <= _MOST_ITEMS else shown
+
     def _name(self, value: Any, _: int) -> str:
         return f"{type(value).__qualname__} {getattr(value, '__module__', '')}.{getattr(value, '__qualname__', '')}"
 
     _texts: tuple[tuple[Any, Callable[[Digests, Any, int], str]], ...] = (
+        (logging.Logger, lambda self, value, depth: str(state_of_logger(value))),
         ((*WITHOUT_EFFECT, type(os.environ)), lambda self, value, depth: type(value).__qualname__),
         (types.ModuleType, lambda self, value, depth: f"module {value.__name__}"),
         (type, _class),
@@ -115,8 +121,8 @@ class Digests:
         ((types.MethodType, functools.partial, staticmethod, classmethod, property, functools._lru_cache_wrapper), _wrapper),
         (COMPILED, _name),
         ((aot.Operator, aot.OperatorPacket), lambda self, value, depth: str(value)),
-        (Enum, lambda self, value, depth: f"{type(value).__qualname__}.{value.name}"),
-        (torch.Tensor, lambda self, value, depth: f"{value.dtype} {tuple(value.shape)}"),
+        (Enum, _enum),
+        (torch.Tensor, _tensor),
         (torch.device, lambda self, value, depth: value.type),
         (dict, _mapping),
         (types.MappingProxyType, _mapping),

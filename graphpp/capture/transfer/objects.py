@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import struct
 import threading
 import types
 from collections import namedtuple
@@ -24,7 +25,23 @@ COMPILED = (
     types.GetSetDescriptorType, types.MemberDescriptorType, types.ClassMethodDescriptorType, _tuplegetter,
 )  # fmt: skip
 WITHOUT_EFFECT = (logging.Logger, type(threading.Lock()), type(threading.RLock()))
+_PLACE = struct.calcsize("P")  # the bytes of a pointer
 _HASHES = 2**40  # integers of library objects from here on are taken for hashes or addresses
+
+
+def state_of_logger(logger: logging.Logger) -> tuple[object, ...]:
+    """What a program may ask of a logger to decide what it computes."""
+    return logger.name, logger.getEffectiveLevel(), logger.disabled, logger.manager.disable
+
+
+def is_hiding(kind: type) -> bool:
+    """Whether objects of a class have state of compiled code, beside attributes and slots: they are larger than these need.
+
+    Attributes and weak references take a place each, unless the class says (with a negative number) that Python manages it.
+    """
+    slots = sum(slot not in ("__dict__", "__weakref__") for base in kind.__mro__ for slot in _slots(base))
+    places = slots + (kind.__dictoffset__ > 0) + (kind.__weakrefoffset__ > 0)
+    return kind.__basicsize__ > object.__basicsize__ + places * _PLACE
 
 
 def attributes_of(value: Any) -> dict[str, Any] | None:
@@ -62,3 +79,9 @@ def text_in_set(name: str, value: Any) -> str:
     if isinstance(value, type) and is_installed(top_package(value)):
         return f"{value.__module__}.{value.__qualname__}"
     raise UnreadableError(f"{name}, a set with a {type(value).__qualname__}")
+
+
+def place_of(tensor: torch.Tensor) -> Any:
+    """Equal for a tensor and its detached alias: address, dtype, shape and strides."""
+    address = tensor.data_ptr() if tensor.layout is torch.strided and not tensor.is_meta else id(tensor)
+    return address, tensor.dtype, tuple(tensor.shape), tensor.stride() if tensor.layout is torch.strided else None
