@@ -245,7 +245,7 @@ def _export_once(
         exported = torch.export.export(wrapper, fakes, strict=False)
         refuse_other_readers(exported.graph, wrapper.found.repeated)
     if trail is not None:
-        with mode, aot.as_under_export():
+        with mode, aot.as_under_export(), mode.shape_env.ignore_fresh_unbacked_symbols():
             _note_code(_TracedStep(wrapper.model, *wrapper.inputs), entry, fakes, trail)
     module = unstack_rnn(inline_modes(exported.module(check_guards=False), torch.is_grad_enabled()))
     check_grad_modes(module, torch.is_grad_enabled())

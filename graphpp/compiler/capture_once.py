@@ -132,8 +132,8 @@ class _CapturingRank:
                 return replace(graph, seconds=time.perf_counter() - began), text
             except Exception as error:  # the model can still be captured
                 _LOG.warning("a kept graph cannot be read: please report this fault", exc_info=error)
-        trail = CodeTrail() if kept is not None else None
-        before = _values(self.request) if kept is not None else b""
+        trail = CodeTrail() if kept is not None and kept.has_key else None
+        before = _values(self.request) if trail is not None else b""
         graph = capture_graph(self.request, example, self.training, trail)
         try:
             text = write_graph(graph, self.request.place.device, self.held)

@@ -24,9 +24,9 @@ from graphpp.batch.microbatch import FlatMicrobatch
 from graphpp.cache.disk_cache import DiskCache, default_folder
 from graphpp.capture.trace import CapturedGraph
 from graphpp.capture.transfer.code_trail import OPERATORS_OF_TORCH, CodeTrail, first_difference
+from graphpp.capture.transfer.names_asked import UnreadableError
 from graphpp.capture.transfer.process_state import settings_of_torch
 from graphpp.capture.transfer.reachable import Reachable
-from graphpp.capture.transfer.reachable_code import UnreadableError
 
 _LOG = logging.getLogger("graphpp")
 _GRAPH, _EVIDENCE = "graph.json", "evidence.json"
@@ -63,6 +63,11 @@ class KeptGraphs:
             _LOG.info("the model is captured anew, because %s is not what it was when its graph was kept", changed)
             return None
         return text
+
+    @property
+    def has_key(self) -> bool:
+        """Whether a graph can be kept under the key of the last look-up; some state of torch has no key."""
+        return self._sought is not None
 
     def keep(self, graph: CapturedGraph, text: str, trail: CodeTrail, *, changed: bool) -> None:
         """Keep the text of a graph that was captured after `find` while `trail` noted the code.

@@ -20,30 +20,25 @@ from __future__ import annotations
 import builtins
 import contextlib
 import functools
-import hashlib
 import os
 import sys
 import types
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from graphpp._torch import aot
-from graphpp.capture.transfer.impure_calls import asks_outside
-from graphpp.capture.transfer.libraries import is_installed, top_package, version
+from graphpp.capture.transfer.impure_calls import asks_outside, calls_for_program
+from graphpp.capture.transfer.libraries import digest_of_file, is_installed, top_package, version
 from graphpp.capture.transfer.library_digests import Digests
 from graphpp.capture.transfer.library_state import LibraryState
 from graphpp.capture.transfer.module_uses import module_uses
+from graphpp.capture.transfer.names_asked import ENVIRONMENT, HIDDEN, KNOWN_QUERIES, PER_PROCESS, UnreadableError
 from graphpp.capture.transfer.reachable import Reachable
 from graphpp.capture.transfer.reachable_code import (
-    ENVIRONMENT,
-    HIDDEN,
-    KNOWN_QUERIES,
-    PER_PROCESS,
-    UnreadableError,
     constants_in_code,
+    is_code_of_library,
     names_in_code,
     reads_environment,
     resolved,
@@ -103,7 +98,11 @@ class CodeTrail:
         if code not in self._globals:
             module = str(frame.f_globals.get("__name__", ""))
             if _is_machinery(module) or module.startswith("namedtuple_"):
-                self._skipped.add(code)
+                if code.co_name != "getenv" and "environ" in code.co_names and module.partition(".")[0] in _OF_PYTHON:
+                    if calls_for_program(frame, _is_machinery, _OF_PYTHON):
+                        self.refuse(f"{module}.{code.co_qualname}, which reads the environment")
+                else:
+                    self._skipped.add(code)
                 return
             self._globals[code] = frame.f_globals
         if code.co_argcount:
@@ -123,20 +122,20 @@ class CodeTrail:
         found: dict[str, dict[str, dict[str, str]]] = {kind: {} for kind in _KINDS}
         for code, around in self._globals.items():
             module = _module_of(around)
-            if is_installed(module.partition(".")[0]):
+            if is_installed(module.partition(".")[0]) and is_code_of_library(code):
                 self._read_library(code, module, digests, found)
             elif not held.has_read(code):
                 raise UnreadableError(f"{module}.{code.co_qualname}, which model and loss reach in a way that cannot be seen")
             else:
                 _check_user_code(code, module, around)
             self._read_globals(around, names_in_code(code), digests, found)
-            _read_whole_modules(code, around, digests, found)
+            _read_uses(code, around, digests, found)
         for receiver in self._receivers | held.library_classes:
             _read_receiver(receiver, held, digests, found)
         modules = {module for kind in _LOOKED_UP for module in found[kind]}
         found["version"] = {root: {"": version(root)} for root in {module.partition(".")[0] for module in modules}}
         files = {getattr(sys.modules[module], "__file__", None) for module in modules}
-        found["file"] = {file: {"": _digest_of_file(file)} for file in files if file is not None}
+        found["file"] = {file: {"": digest_of_file(file)} for file in files if file is not None}
         return found
 
     def _read_library(
@@ -144,7 +143,7 @@ class CodeTrail:
     ) -> None:
         """Put a library function that ran, and the variables that its code names, into `found`."""
         names = names_in_code(code)
-        asked = PER_PROCESS.intersection(names)
+        asked = (PER_PROCESS | {"globals"}).intersection(names)
         if asked:
             raise UnreadableError(f"{module}.{code.co_qualname}, whose code names {min(asked)}")
         if ENVIRONMENT.intersection(names):
@@ -169,9 +168,7 @@ class CodeTrail:
                 continue
             value = self._before.of_module(owner).get(name, vars(sys.modules[owner])[name])
             if value is sys.modules:
-                if not is_installed(str(around["__name__"]).partition(".")[0]):
-                    raise UnreadableError(f"code of {around['__name__']}, which reads sys.modules")
-                continue
+                raise UnreadableError(f"code of {around['__name__']}, which reads sys.modules")
             if reads_environment(value) and name not in ENVIRONMENT:
                 raise UnreadableError(f"{owner}.{name}, which reads the environment")
             found["global"].setdefault(owner, {})[name] = digests.of(value)
@@ -202,15 +199,19 @@ def _check_user_code(code: types.CodeType, module: str, around: Mapping[str, Any
         raise UnreadableError(f"{module}.{code.co_qualname}, whose code names {min(asked)}")
 
 
-def _read_whole_modules(
+def _read_uses(
     code: types.CodeType, around: Mapping[str, Any], digests: Digests, found: dict[str, dict[str, dict[str, str]]]
 ) -> None:
-    """Put the functions and classes of a library's module that code uses as a value, such as in `getattr`, into `found`."""
+    """Put what code reads of the modules of libraries into `found`: the attributes that it names, or all of them.
+
+    It may read all if it uses the module as a value, such as in `getattr`.
+    """
     for module, attribute in set(module_uses(code, around)):
-        if attribute is None and is_installed(module.__name__.partition(".")[0]) and module.__name__ in sys.modules:
-            values = {key: each for key, each in vars(module).items() if callable(each) and not key.startswith("_")}
-            texts = {key: digests.of(each) for key, each in values.items()}
-            found["global"].setdefault(module.__name__, {}).update(texts)
+        if is_installed(module.__name__.partition(".")[0]) and sys.modules.get(module.__name__) is module:
+            values = {key: each for key, each in vars(module).items() if not key.startswith("__")}
+            chosen = values if attribute is None else {attribute: values.get(attribute, module)}
+            plain = {key: each for key, each in chosen.items() if not isinstance(each, types.ModuleType)}
+            found["global"].setdefault(module.__name__, {}).update({key: digests.of(each) for key, each in plain.items()})
 
 
 def _read_receiver(receiver: type, held: Reachable, digests: Digests, found: dict[str, dict[str, dict[str, str]]]) -> None:
@@ -233,7 +234,7 @@ def first_difference(evidence: Evidence) -> str | None:
         if version(root) != versions[""]:
             return f"the version of {root}"
     for file, digest in evidence["file"].items():
-        if _digest_of_file(file) != digest[""]:
+        if digest_of_file(file) != digest[""]:
             return f"the file {file}"
     for name, value in evidence["environ"].get("os", {}).items():
         if digests.of(os.environ.get(name)) != value:
@@ -293,10 +294,3 @@ def _globals_named(around: Mapping[str, Any], names: list[str], within: set[str]
         yield module, name
         if isinstance(value, types.ModuleType) and value.__name__ not in within and value.__name__ in sys.modules:
             yield from _globals_named(vars(value), names, within)
-
-
-def _digest_of_file(file: str) -> str:
-    try:
-        return hashlib.sha256(Path(file).read_bytes()).hexdigest()
-    except OSError:
-        return ""

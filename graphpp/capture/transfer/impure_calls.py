@@ -16,6 +16,7 @@ _OUTSIDE = frozenset(
      "_posixsubprocess", "_sqlite3", "sqlite3", "gc", "pwd", "_uuid", "_locale", "_datetime", "datetime")
 )  # fmt: skip
 _PURE = frozenset(("fspath", "_path_normpath", "_path_splitroot", "_path_splitroot_ex", "text_encoding"))
+_READERS = frozenset(("fromfile", "from_file"))  # of NumPy and torch
 _BESIDE = ("importlib", "warnings", "logging", "linecache", "traceback", "tokenize", "inspect")  # of Python's own library
 
 
@@ -24,8 +25,14 @@ def asks_outside(function: Any, frame: types.FrameType, is_machinery: Callable[[
 
     `roots` are the packages of Python's own library; `is_machinery` tells the modules that trace.
     """
-    if _module_of(function) not in _OUTSIDE or getattr(function, "__name__", "") in _PURE:
+    name = getattr(function, "__name__", "")
+    if name not in _READERS and (_module_of(function) not in _OUTSIDE or name in _PURE):
         return False
+    return calls_for_program(frame, is_machinery, roots)
+
+
+def calls_for_program(frame: types.FrameType, is_machinery: Callable[[str], bool], roots: frozenset[str]) -> bool:
+    """Whether the code in a frame runs for code of the user or of a library, directly or through Python's own library."""
     caller: types.FrameType | None = frame
     while caller is not None:
         module = str(caller.f_globals.get("__name__", ""))

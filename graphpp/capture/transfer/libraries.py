@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import functools
+import hashlib
 import importlib.metadata
 import os
 import sys
 import sysconfig
 import types
+from pathlib import Path
 from typing import Any
 
 _LIBRARIES = tuple(os.path.realpath(sysconfig.get_path(kind)) + os.sep for kind in ("stdlib", "purelib", "platlib"))
+
+_GRAPHPP = os.path.realpath(os.path.join(os.path.dirname(__file__), "..", "..", ""))
 
 
 def top_package(value: Any) -> str:
@@ -33,9 +37,10 @@ def is_installed(root: str) -> bool:
     return bool(found) and all(place.startswith(_LIBRARIES) for place in found)  # a namespace may have the user's parts too
 
 
+@functools.cache
 def is_below_libraries(file: str) -> bool:
-    """Whether a file of Python code lies where Python or pip puts libraries."""
-    return os.path.realpath(file).startswith(_LIBRARIES)
+    """Whether a file of Python code lies where Python or pip puts libraries, or belongs to graphpp."""
+    return os.path.realpath(file).startswith((*_LIBRARIES, _GRAPHPP))
 
 
 @functools.cache
@@ -47,3 +52,11 @@ def version(root: str) -> str:
         return importlib.metadata.version(root)
     except importlib.metadata.PackageNotFoundError:
         return str(getattr(sys.modules.get(root), "__version__", "unknown"))
+
+
+def digest_of_file(file: str) -> str:
+    """The digest of a file's bytes; empty if the file cannot be read."""
+    try:
+        return hashlib.sha256(Path(file).read_bytes()).hexdigest()
+    except OSError:
+        return ""

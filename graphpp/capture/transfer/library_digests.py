@@ -13,6 +13,7 @@ import os
 import types
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextvars import ContextVar
 from enum import Enum
 from typing import Any
 
@@ -22,11 +23,19 @@ from graphpp._torch import aot
 from graphpp.capture.fingerprint import in_cell
 from graphpp.capture.transfer.libraries import is_installed, top_package
 from graphpp.capture.transfer.library_state import LibraryState
-from graphpp.capture.transfer.objects import COMPILED, SCALARS, WITHOUT_EFFECT, attributes_of, state_of_logger
-from graphpp.capture.transfer.reachable_code import UnreadableError, facts_of_code, plain_members
+from graphpp.capture.transfer.names_asked import UnreadableError
+from graphpp.capture.transfer.objects import (
+    COMPILED,
+    SCALARS,
+    WITHOUT_EFFECT,
+    attributes_of,
+    registered_with,
+    state_of_logger,
+)
+from graphpp.capture.transfer.reachable_code import facts_of_code, plain_members
 
 _DEPTH = 3
-_MOST_ITEMS = 1000  # of a container
+_MOST_ITEMS = 10000  # of a container
 
 
 class Digests:
@@ -35,6 +44,8 @@ class Digests:
     def __init__(self, before: LibraryState | None = None) -> None:
         self._before = before or LibraryState({}, {})
         self._of_class: dict[type, str] = {}
+        self._of_object: dict[tuple[int, int], str] = {}  # by identity and depth
+        self._alive: list[Any] = []  # objects whose identities must not be used twice
         self._of_code: dict[types.CodeType, str] = {}
 
     def of(self, value: Any) -> str:
@@ -50,10 +61,12 @@ class Digests:
     def _text(self, value: Any, depth: int) -> str:
         if type(value) in SCALARS:
             return repr(value)
-        for kinds, text in self._texts:
-            if isinstance(value, kinds):
-                return text(self, value, depth)
-        return self._object(value, depth)
+        key = id(value), depth
+        if key not in self._of_object:
+            self._alive.append(value)
+            text = next((text for kinds, text in self._texts if isinstance(value, kinds)), Digests._object)
+            self._of_object[key] = _shortened(text(self, value, depth))
+        return self._of_object[key]
 
     def _object(self, value: Any, depth: int) -> str:
         _check_installed(type(value))
@@ -73,9 +86,10 @@ class Digests:
         if kind not in self._of_class:
             self._of_class[kind] = f"{kind.__module__}.{kind.__qualname__}"  # for a class that names itself
             bases = [base for base in kind.__mro__ if base is not object]
+            registered = {base: registered_with(base) for base in bases}
             members = {base: sorted(plain_members(self._before.of_class(base)).items()) for base in bases}
             texts = {base: self._items(found, 2) for base, found in members.items()}
-            own = (f"{base.__qualname__}({text})" for base, text in texts.items())
+            own = (f"{base.__qualname__}({text}){registered[base] or ''}" for base, text in texts.items())
             self._of_class[kind] = f"{kind.__module__}.{kind.__qualname__} {_digest(' '.join(own))}"
         return self._of_class[kind]
 
@@ -115,6 +129,7 @@ class Digests:
     _texts: tuple[tuple[Any, Callable[[Digests, Any, int], str]], ...] = (
         (logging.Logger, lambda self, value, depth: str(state_of_logger(value))),
         ((*WITHOUT_EFFECT, type(os.environ)), lambda self, value, depth: type(value).__qualname__),
+        (ContextVar, lambda self, value, depth: f"{value.name} {self._text(value.get(None), depth - 1)}"),
         (types.ModuleType, lambda self, value, depth: f"module {value.__name__}"),
         (type, _class),
         (types.FunctionType, _function),
@@ -134,6 +149,10 @@ def _check_installed(value: Any) -> None:
     """Raise `UnreadableError` for a function or class of the user that stands in a library."""
     if not is_installed(top_package(value)):
         raise UnreadableError(f"{value.__module__}.{value.__qualname__}, which stands in a library")
+
+
+def _shortened(text: str) -> str:
+    return text if len(text) < 200 else _digest(text)
 
 
 def _digest(text: str) -> str:

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+import abc
 import logging
 import struct
 import threading
 import types
 from collections import namedtuple
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
 from graphpp.capture.transfer.libraries import is_installed, top_package
-from graphpp.capture.transfer.reachable_code import UnreadableError
+from graphpp.capture.transfer.names_asked import UnreadableError
 
 SCALARS = (
     bool, int, float, complex, str, bytes, type(None), range, type(...), type(NotImplemented),
@@ -25,6 +26,7 @@ COMPILED = (
     types.GetSetDescriptorType, types.MemberDescriptorType, types.ClassMethodDescriptorType, _tuplegetter,
 )  # fmt: skip
 WITHOUT_EFFECT = (logging.Logger, type(threading.Lock()), type(threading.RLock()))
+_dump: Callable[[type], Any] = vars(abc)["_get_dump"]  # the classes registered with an abstract class, and its caches
 _PLACE = struct.calcsize("P")  # the bytes of a pointer
 _HASHES = 2**40  # integers of library objects from here on are taken for hashes or addresses
 
@@ -32,6 +34,13 @@ _HASHES = 2**40  # integers of library objects from here on are taken for hashes
 def state_of_logger(logger: logging.Logger) -> tuple[object, ...]:
     """What a program may ask of a logger to decide what it computes."""
     return logger.name, logger.getEffectiveLevel(), logger.disabled, logger.manager.disable
+
+
+def registered_with(kind: type) -> list[str]:
+    """The names of the classes that a program has registered with an abstract class."""
+    registry = _dump(kind)[0] if isinstance(kind, abc.ABCMeta) else ()
+    found = [each() for each in registry]
+    return sorted(f"{each.__module__}.{each.__qualname__}" for each in found if each is not None)
 
 
 def is_hiding(kind: type) -> bool:

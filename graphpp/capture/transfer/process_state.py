@@ -9,10 +9,10 @@ from torch.nn.modules import module as nn_module
 
 from graphpp._torch import aot, autograd
 from graphpp.capture.transfer.libraries import is_below_libraries
-from graphpp.capture.transfer.reachable_code import UnreadableError
+from graphpp.capture.transfer.names_asked import UnreadableError
 
 _SETTINGS = ("cudnn", "mkldnn", "cuda.matmul")  # in `torch.backends`
-_QUERIES = ("is_inference_mode_enabled", "is_anomaly_enabled", "is_autocast_cache_enabled", "is_deterministic_algorithms_warn_only_enabled")
+_QUERIES = ("is_inference_mode_enabled", "is_autocast_cache_enabled", "is_deterministic_algorithms_warn_only_enabled")
 _NAMES = ("enabled", "benchmark", "deterministic", "allow_tf32", "allow_fp16_reduced_precision_reduction")
 
 
@@ -32,8 +32,8 @@ def settings_of_torch() -> list[str]:
     Raises `UnreadableError` if hooks on saved tensors are active, or if operators of torch have implementations that did not
     come with torch or an installed library.
     """
-    if autograd.saves_by_hooks():
-        raise UnreadableError("hooks on saved tensors")
+    if autograd.saves_by_hooks() or torch.is_anomaly_enabled():
+        raise UnreadableError("hooks on saved tensors, or the detection of anomalies")
     for place in aot.places_of_operators():
         if not is_below_libraries(place):
             raise UnreadableError(f"an implementation of an operator of torch in {place}")

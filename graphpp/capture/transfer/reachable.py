@@ -41,18 +41,11 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from graphpp._torch import aot
+from graphpp.capture.transfer import objects
 from graphpp.capture.transfer.libraries import is_installed, top_package
-from graphpp.capture.transfer.objects import (
-    COMPILED,
-    SCALARS,
-    WITHOUT_EFFECT,
-    attributes_of,
-    is_hiding,
-    place_of,
-    state_of_logger,
-    text_in_set,
-)
-from graphpp.capture.transfer.reachable_code import Children, ReachableCode, UnreadableError, named
+from graphpp.capture.transfer.names_asked import UnreadableError
+from graphpp.capture.transfer.objects import COMPILED, SCALARS, WITHOUT_EFFECT, attributes_of
+from graphpp.capture.transfer.reachable_code import Children, ReachableCode, named
 
 _LONGEST_NAME = 2000  # characters; a longer one is that of an object within itself
 _STORES = ("_parameters", "_buffers", "_modules")  # walked by their tensors and modules, under the model's own names
@@ -90,11 +83,11 @@ class Reachable:
 
     def name_of_tensor(self, tensor: torch.Tensor) -> str | None:
         """The name of a tensor of the model or the loss that `tensor` is, or is an alias of; None if there is none."""
-        return self._name_of_tensor.get(place_of(tensor)) if tensor.numel() else None
+        return self._name_of_tensor.get(objects.place_of(tensor)) if tensor.numel() else None
 
     @functools.cached_property
     def _name_of_tensor(self) -> Mapping[Any, str]:
-        return {place_of(tensor): name for name, tensor in reversed(self.tensors.items())}
+        return {objects.place_of(tensor): name for name, tensor in reversed(self.tensors.items())}
 
     @functools.cached_property
     def name_of_group(self) -> Mapping[str, str]:
@@ -137,7 +130,7 @@ class Reachable:
             self._note(name, type(value).__name__, value.dtype, value.shape, hashlib.sha256(value.tobytes()).hexdigest())
             return
         attributes = attributes_of(value)
-        if (attributes is None or is_hiding(type(value))) and type(value) is not object:
+        if (attributes is None or objects.is_hiding(type(value))) and type(value) is not object:
             raise UnreadableError(f"{name}, a {type(value).__module__}.{type(value).__qualname__}")
         self._note(name, type(value).__module__, type(value).__qualname__)
         yield f"{name}.__class__", type(value)
@@ -192,7 +185,7 @@ class Reachable:
         yield from self._of_subclass(name, value, base)
 
     def _of_set(self, name: str, value: Any) -> Children:
-        self._note(name, type(value).__qualname__, *sorted(text_in_set(name, each) for each in value))
+        self._note(name, type(value).__qualname__, *sorted(objects.text_in_set(name, each) for each in value))
         return iter(())
 
     def _of_dict(self, name: str, value: Any) -> Children:
@@ -214,9 +207,6 @@ class Reachable:
         if type(value) is not base:
             yield f"{name}.__class__", type(value)
             yield from named(name, attributes_of(value) or {})
-
-    def _of_mapping_proxy(self, name: str, value: Any) -> Children:
-        yield name, dict(value)
 
     def _of_tensor(self, name: str, value: torch.Tensor) -> Children:
         """A tensor that no module has registered, with its values."""
@@ -279,7 +269,7 @@ class Reachable:
     def _of_object_without_effect(self, name: str, value: Any) -> Children:
         self._note(name, type(value).__qualname__)
         if isinstance(value, logging.Logger):
-            self._orders.update(repr(state_of_logger(value)).encode())  # the levels of ranks differ
+            self._orders.update(repr(objects.state_of_logger(value)).encode())  # the levels of ranks differ
         return iter(())
 
     _kinds: Sequence[tuple[Any, Callable[[Reachable, str, Any], Children]]] = (
@@ -299,7 +289,7 @@ class Reachable:
         ((int, float, complex, str, bytes), _of_number),
         (re.Pattern, _of_pattern),
         (slice, lambda self, name, value: named(name, {key: getattr(value, key) for key in ("start", "stop", "step")})),
-        (types.MappingProxyType, _of_mapping_proxy),
+        (types.MappingProxyType, lambda self, name, value: iter([(name, dict(value))])),
         (dict, _of_dict),
         ((list, tuple, deque), _of_sequence),
         ((set, frozenset), _of_set),

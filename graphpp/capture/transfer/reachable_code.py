@@ -13,28 +13,14 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from graphpp.capture.fingerprint import in_cell
-from graphpp.capture.transfer.libraries import is_installed, top_package, version
+from graphpp.capture.transfer.libraries import is_below_libraries, is_installed, top_package, version
 from graphpp.capture.transfer.module_uses import global_named, module_uses
+from graphpp.capture.transfer.names_asked import ENVIRONMENT, PER_PROCESS, UnreadableError
+from graphpp.capture.transfer.objects import registered_with
 
 Children = Iterator[tuple[str, Any]]
 
 _BY_TEXT = frozenset(("globals", "exec", "__import__", "import_module"))  # names in code that finds objects by texts
-ENVIRONMENT = frozenset(("environ", "getenv"))  # names in code that reads the variables of the environment
-PER_PROCESS = frozenset(  # names in code that asks for the process, its place among others, or its time
-    ("get_rank", "get_local_rank", "get_node_local_rank", "get_group_rank", "get_coordinate", "current_device",
-     "getpid", "gethostname", "urandom", "uuid4", "new_group", "init_device_mesh", "init_process_group")
-)  # fmt: skip
-HIDDEN = frozenset(  # names in code that finds objects of which no variable, attribute or closure tells
-    ("eval", "_getframe", "currentframe", "getouterframes", "f_globals", "f_back", "__globals__", "__subclasses__", "__code__",
-     "get_objects", "get_referrers", "current_thread", "main_thread", "getLogger", "getsource", "getsourcelines", "getmodule",
-     "initial_seed", "cpu_count", "device_count")
-)  # fmt: skip
-KNOWN_QUERIES = frozenset(  # functions of torch that ask for what a key has, or for what a tensor is
-    ("is_tensor", "is_floating_point", "is_complex", "is_storage", "is_same_size", "is_available", "is_compiling", "is_exporting",
-     "is_scripting", "is_tracing", "is_grad_enabled", "is_inference_mode_enabled", "is_inference", "is_autocast_enabled",
-     "is_deterministic_algorithms_warn_only_enabled", "is_parametrized", "is_pruned", "get_default_dtype", "get_default_device",
-     "get_autocast_dtype", "get_float32_matmul_precision", "are_deterministic_algorithms_enabled")
-)  # fmt: skip
 _GENERATED = (  # attributes that Python and torch give to classes
     "__dict__", "__weakref__", "__module__", "__firstlineno__", "__static_attributes__", "_abc_impl",
     "_backward_cls", "_compiled_autograd_backward_state",
@@ -42,10 +28,6 @@ _GENERATED = (  # attributes that Python and torch give to classes
 _OF_IMPORT = frozenset(("__builtins__", "__cached__", "__file__", "__loader__", "__path__", "__spec__"))  # in modules
 _HEAP_TYPE = 1 << 9  # of `type.__flags__`: the class was made by a program, not compiled into the interpreter
 _MISSING = object()
-
-
-class UnreadableError(Exception):
-    """An object of the model or the loss of which the walk cannot tell whether another process has the same."""
 
 
 def named(name: str, attributes: Mapping[Any, Any]) -> Children:
@@ -107,6 +89,11 @@ def codes_in(code: types.CodeType) -> Iterator[types.CodeType]:
             yield from codes_in(constant)
 
 
+def is_code_of_library(code: types.CodeType) -> bool:
+    """Whether code stands in a file of a library, or was generated: a program may give its own code a library's globals."""
+    return code.co_filename.startswith("<") or is_below_libraries(code.co_filename)
+
+
 def reads_environment(value: Any) -> bool:
     """Whether a global is the process's environment, or the function that reads it."""
     return any(value is each for each in (os.environ, os.environb, os.getenv, os.getenvb))
@@ -141,6 +128,7 @@ class ReachableCode:
         if type(kind) is not type:
             yield f"{name}.__class__", type(kind)
         yield from named(name, members(kind))
+        self._note(name, *registered_with(kind))
 
     def of_python_module(self, name: str, module: types.ModuleType) -> Children:
         """Nothing further; a Python module that is a value of the user's own code raises `UnreadableError`."""
@@ -204,7 +192,7 @@ class ReachableCode:
     def _is_library(self, value: Any) -> bool:
         """Whether code belongs to Python or an installed library, whose version is noted here; then its text is not read."""
         root = top_package(value)
-        if not is_installed(root):
+        if not is_installed(root) or (isinstance(value, types.FunctionType) and not is_code_of_library(value.__code__)):
             return False
         if root not in self._libraries:
             self._libraries.add(root)
