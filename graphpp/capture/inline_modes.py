@@ -21,6 +21,7 @@ import torch
 from torch import fx
 
 from graphpp._torch import aot
+from graphpp._torch.symbols import is_unknown
 from graphpp._torch.this_thread import replaced
 from graphpp.capture.source_lines import user_frame
 from graphpp.errors import CaptureError
@@ -110,7 +111,7 @@ def _is_unknown(node: fx.Node) -> bool:
     """True if a value is a number, or has a size, that depends on the data."""
     value = node.meta.get("val")
     numbers = value.shape if isinstance(value, torch.Tensor) else (value,)
-    return any(isinstance(number, torch.SymInt | torch.SymFloat | torch.SymBool) for number in numbers)
+    return any(map(is_unknown, numbers))
 
 
 @dataclass(frozen=True)

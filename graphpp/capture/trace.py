@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from graphpp._torch import aot, pytree
+from graphpp._torch import aot, pytree, symbols
 from graphpp._torch.export_thread import traces_in_this_thread
 from graphpp.batch.microbatch import TENSOR_LEAF, Microbatch, tensors_by_path, with_tensors
 from graphpp.capture.activation_checkpoints import mark_checkpoints, record_checkpoints
@@ -60,6 +60,7 @@ from graphpp.capture.stacked_rnn import unstack_rnn
 from graphpp.capture.transfer.code_trail import CodeTrail
 from graphpp.errors import CaptureError
 from graphpp.passes.graph.joint_graph import JointGraph, verify_joint_graph
+from graphpp.passes.graph.name_sizes import name_sizes
 from graphpp.runtime import program
 from graphpp.runtime.program import OutputRole
 
@@ -70,6 +71,7 @@ _LOG = logging.getLogger("graphpp")
 class CapturedGraph:
     """A joint graph and, for evaluation, the structure of the model's output; tensors in it are `TENSOR_LEAF`.
 
+    `fixed_because`: why the graph is for one size, if a graph for several sizes was asked for.
     `updates`: the numbers in attributes that each call changes; no value of the graph depends on the change.
     `seconds`: the time that this process took to get the graph, the wait for the rank that captured included.
     """
@@ -78,6 +80,7 @@ class CapturedGraph:
     output_spec: pytree.TreeSpec | None = None
     output_leaves: tuple[Any, ...] = ()
     updates: tuple[NumberUpdate, ...] = ()
+    fixed_because: str = ""
     seconds: float = field(default=0.0, compare=False)
 
 
@@ -90,15 +93,19 @@ def capture(
     training: bool = True,
     trail: CodeTrail | None = None,
     copy_layers: bool = False,
+    varying: Mapping[str, Collection[int]] | None = None,
 ) -> CapturedGraph:
     """Capture forward, loss and backward (`training`), or the forward with its output and, if there is a target, its loss.
 
     Of the microbatch `example` only shapes, strides, dtypes and plain data are used. `loss=None` takes the output's own
     `.loss`. `trail` notes the code that runs, in a further run of the forward on fake tensors. With
-    `copy_layers` the graphs of equal modules are copies where that can be shown to be right (`capture/repeats/`). Raises
-    `CaptureError` with the user's source line if the model cannot be captured.
+    `copy_layers` the graphs of equal modules are copies where that can be shown to be right (`capture/repeats/`). `varying`:
+    the dimensions, by path of the tensor, for all sizes of which the graph is to hold; `joint.symbols` says for which it
+    does. Raises `CaptureError` with the user's source line if the model cannot be captured.
     """
     with traces_in_this_thread():  # from the first look at the model: another capture gives the model fake parameters
+        if varying:
+            return _capture(_TracedStep(model, loss, example, training), device, trail, varying)
         groups = repeated_modules(model) if copy_layers else []
         while groups:
             try:
@@ -108,30 +115,40 @@ def capture(
         return _capture(_TracedStep(model, loss, example, training), device, trail)
 
 
-def _capture(wrapper: _TracedStep, device: torch.device, trail: CodeTrail | None) -> CapturedGraph:
+def _capture(
+    wrapper: _TracedStep,
+    device: torch.device,
+    trail: CodeTrail | None,
+    varying: Mapping[str, Collection[int]] | None = None,
+) -> CapturedGraph:
     from graphpp.capture.roles import assign_roles  # loads a part of AOT Autograd, which `import graphpp` need not
 
     model, (loss, example, training) = wrapper.model, wrapper.inputs
-    mode = aot.fake_mode()
+    mode = symbols.mode_with_symbols() if varying else aot.fake_mode()
     check_model(model)
-    fakes = {path: aot.fake_like(mode, tensor, device) for path, tensor in tensors_by_path(example).items()}
+    example_mode = aot.fake_mode() if varying else mode  # export makes the inputs with symbols of these
+    fakes = {path: aot.fake_like(example_mode, tensor, device) for path, tensor in tensors_by_path(example).items()}
+    dims = [sorted(varying.get(path, ())) for path in fakes] if varying else None
     grad = contextlib.nullcontext() if training else torch.no_grad()
     with aot.quick(), refuse_draws(model, loss), fake_state(model, mode, device), grad:
         entry = replaced_numbers(model)
-        export = partial(_export, wrapper, tuple(fakes.values()), mode, trail)
+        export = partial(_export, wrapper, tuple(fakes.values()), dims, mode, trail)
         decided = same_in_every_call(export(entry), entry, export)
         module, functions, found = decided.exported.module, decided.exported.functions, decided.exported.found
         functions.refuse_side_effects(model)
         if torch.is_autocast_enabled(device.type):
             run_under_autocast(module, device.type)
         without, numbers = torch.autocast(device.type, enabled=False), decided.entry.installed(model, Accesses())
-        trace = aot.joint_trace(mode, module, tuple(fakes.values()))
+        trace = aot.joint_trace(mode, module, decided.exported.inputs)
         operators = operators_of(found.repeated)
         with explain_errors(), numbers, refuse_writes(model), without, operators, trace as traced:
             functions.refuse_side_effects(model)
             refuse_generators(traced.graph)
             joint = assign_roles(traced, model, tuple(fakes), found.results, training=training)
             joint = with_copies(joint, found.repeated, found.checkpoints)
+            if dims is not None:
+                name_sizes(joint.graph)
+                joint.symbols = symbols.Symbols(mode, [tensor.shape for tensor in decided.exported.inputs])
             mark_checkpoints(joint.graph, found.checkpoints)
             refuse_mixed_products(joint)
             refuse_unknown_sizes(joint)
@@ -207,7 +224,12 @@ class _TracedStep(nn.Module):
 
 
 def _export(
-    wrapper: _TracedStep, fakes: tuple[torch.Tensor, ...], mode: Any, trail: CodeTrail | None, entry: EntryState
+    wrapper: _TracedStep,
+    fakes: tuple[torch.Tensor, ...],
+    dims: Sequence[Sequence[int]] | None,
+    mode: Any,
+    trail: CodeTrail | None,
+    entry: EntryState,
 ) -> Exported:
     """Export the branches that eager takes or, if they cannot be traced, the branches that the model has for a trace.
 
@@ -218,17 +240,18 @@ def _export(
         queries = TracingQueries()
         try:
             with answer_as_eager(queries):
-                return _export_once(wrapper, groups, fakes, mode, trail, entry)
+                return _export_once(wrapper, groups, fakes, dims, mode, trail, entry)
         except CaptureError as error:
             if not queries.any or refusal(error) is not None:
                 raise
-    return _export_once(wrapper, wrapper.groups, fakes, mode, trail, entry)
+    return _export_once(wrapper, wrapper.groups, fakes, dims, mode, trail, entry)
 
 
 def _export_once(
     wrapper: _TracedStep,
     groups: Sequence[RepeatedModules],
     fakes: tuple[torch.Tensor, ...],
+    dims: Sequence[Sequence[int]] | None,
     mode: Any,
     trail: CodeTrail | None,
     entry: EntryState,
@@ -241,18 +264,23 @@ def _export_once(
     with explain_errors(), contextlib.ExitStack() as stack:
         for each in patches:
             stack.enter_context(each)
-        exported = torch.export.export(wrapper, fakes, strict=False)
+        if dims is None:
+            exported, inputs = torch.export.export(wrapper, fakes, strict=False), fakes
+        else:
+            with symbols.export_in(mode):
+                exported = torch.export.export(wrapper, fakes, strict=False, dynamic_shapes=symbols.varying(dims))
+            inputs = symbols.inputs_of(exported)
         refuse_other_readers(exported.graph, wrapper.found.repeated)
     if trail is not None:
         with mode, aot.as_under_export():
-            _note_code(_TracedStep(wrapper.model, *wrapper.inputs), entry, fakes, trail)
+            _note_code(_TracedStep(wrapper.model, *wrapper.inputs), entry, inputs, trail)
     module = unstack_rnn(inline_modes(exported.module(check_guards=False), torch.is_grad_enabled()))
     check_grad_modes(module, torch.is_grad_enabled())
     functions.restore_into(module)
     drop_value_checks(module)
     refuse_unknown_numbers(module.graph, wrapper.inputs[0])
     refuse_generators(module.graph)
-    return Exported(module, functions, wrapper.found)
+    return Exported(module, functions, wrapper.found, inputs)
 
 
 def _note_code(wrapper: _TracedStep, entry: EntryState, fakes: tuple[torch.Tensor, ...], trail: CodeTrail) -> None:

@@ -25,6 +25,12 @@ def _read_switch(variable: str) -> Callable[[object], bool]:
     return read
 
 
+def _read_dynamic(form: object) -> bool | None:
+    if form is not None and not isinstance(form, bool):
+        raise GraphPPError(f"take True, False or None, got {form!r}")
+    return form
+
+
 def _read_folder(form: object) -> Path | None:
     folder = form if form is not None else os.environ.get("GRAPHPP_DUMP") or None
     if folder is not None and (not isinstance(folder, str | os.PathLike) or not os.fspath(folder)):
@@ -49,8 +55,15 @@ class Debug(Group):
         16,
         read=a_positive_int,
         takes="a positive integer",
-        about="How many captured graphs a pipeline keeps in memory, one per shape of microbatch and mode of the model; the "
+        about="How many captured graphs a pipeline keeps in memory, one per kind of microbatch and mode of the model; the "
         "least recently used one is dropped first.",
+    )
+    dynamic: Option[bool | None, bool | None] = Option(
+        None,
+        read=_read_dynamic,
+        takes="True, False",
+        about="Whether one captured graph serves microbatches of several sizes. None: the sizes that vary from call to call, "
+        "from their second value on. True: all sizes, from the first call on. False: no size.",
     )
     keep_graphs: Option[bool | None, bool] = Option(
         None,

@@ -15,6 +15,7 @@ import torch
 from torch import fx
 
 from graphpp._torch import pytree
+from graphpp._torch.symbols import SYMBOLIC
 from graphpp.capture.activation_checkpoints import CheckpointedCalls
 from graphpp.capture.attributes.entry_state import Accesses
 from graphpp.capture.attributes.writes import AttributeWrites
@@ -40,11 +41,12 @@ class TraceResults:
 
 @dataclass(frozen=True)
 class Exported:
-    """The exported graph, the custom Functions that it applies, and the facts learned on the way."""
+    """The exported graph, the custom Functions that it applies, the facts learned on the way, and the fake inputs."""
 
     module: fx.GraphModule
     functions: FunctionCalls
     found: TraceResults
+    inputs: tuple[torch.Tensor, ...]
 
 
 def alike(one: Exported, other: Exported) -> bool:
@@ -107,7 +109,7 @@ def _equal(one: Any, other: Any, twin: Mapping[fx.Node, fx.Node]) -> bool:
         return twin.get(one) is other
     if isinstance(one, torch.Tensor):
         return isinstance(other, torch.Tensor) and _layout(one) == _layout(other)
-    if type(one) is not type(other) or isinstance(one, torch.SymInt | torch.SymFloat | torch.SymBool):
+    if type(one) is not type(other) or isinstance(one, SYMBOLIC):
         return False
     parts, others = _parts(one), _parts(other)
     if parts is None or others is None:
