@@ -23,6 +23,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import cached_property
+from traceback import FrameSummary
 from typing import Any
 
 import torch
@@ -236,9 +237,14 @@ class Symbols:
         replaced = self._env.replacements
         return {place for symbol, place in self.places.items() if not replaced.get(symbol, symbol).is_number}
 
-    def fixed_at(self) -> list[str]:
-        """The code lines that fixed a size, as far as torch has noted them: `equal to 8 at model.py:12`."""
-        return [_line(guard) for guard in self._env.guards if guard.expr.func.__name__ == "Equality"]
+    def equalities(self) -> list[tuple[str, FrameSummary | None]]:
+        """The comparisons that found sizes equal, as text with the names of the symbols, and the code line of each."""
+        found = []
+        for guard in self._env.guards:
+            if guard.expr.func.__name__ == "Equality":
+                left, right = guard.expr.args
+                found.append((f"{left} == {right}", guard.sloc.maybe_user_loc or guard.sloc.framework_loc))
+        return found
 
     def values(self, shapes: Sequence[Sequence[int]]) -> Values | None:
         """Numbers for the symbols from the inputs' shapes; None if the graph does not hold for these shapes."""
@@ -347,8 +353,3 @@ def _functions() -> Mapping[str, Callable[..., Any]]:
 def _name(source: Any) -> str:
     name = source if isinstance(source, str) else source.name
     return str(name() if callable(name) else name)
-
-
-def _line(guard: Any) -> str:
-    place = guard.sloc.maybe_user_loc or guard.sloc.framework_loc
-    return f"{guard.expr} at {place}"

@@ -19,16 +19,20 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import re
 import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
+from pathlib import Path
 
 import torch
 
+from graphpp._torch.symbols import Symbols
 from graphpp.batch.microbatch import FlatMicrobatch
 from graphpp.capture.outputs import check_output_leaves
+from graphpp.capture.source_lines import is_user_file
 from graphpp.capture.trace import CapturedGraph, capture
 from graphpp.capture.transfer.code_trail import CodeTrail
 from graphpp.capture.transfer.process_state import process_state
@@ -64,15 +68,17 @@ def capture_graph(
         run = partial(
             capture, request.model, request.loss, example.microbatch(), request.place.device, training=training, trail=trail
         )
-        captured, reason = _with_open_sizes(run, open_sizes) if open_sizes else (None, "")
+        captured, reason = _with_open_sizes(run, open_sizes, list(example.tensors)) if open_sizes else (None, "")
         if captured is None:
             captured = run(copy_layers=request.options.debug.copy_layers)
             check_output_leaves(captured)
     return replace(captured, fixed_because=reason, seconds=time.perf_counter() - began)
 
 
-def _with_open_sizes(run: Callable[..., CapturedGraph], open_sizes: Open) -> tuple[CapturedGraph | None, str]:
-    """A graph for several sizes, or None and the reason why there is none."""
+def _with_open_sizes(
+    run: Callable[..., CapturedGraph], open_sizes: Open, paths: Sequence[str]
+) -> tuple[CapturedGraph | None, str]:
+    """A graph for several sizes, or None and the reason why there is none; `paths`: of the microbatch's tensors."""
     try:
         captured = run(varying=open_sizes)
         check_output_leaves(captured)
@@ -81,7 +87,18 @@ def _with_open_sizes(run: Callable[..., CapturedGraph], open_sizes: Open) -> tup
     assert captured.joint.symbols is not None
     if captured.joint.symbols.free:
         return captured, ""
-    return None, f"model or loss fix the sizes: {'; '.join(captured.joint.symbols.fixed_at())}"
+    return None, f"model or loss fix the sizes: {_fixing_lines(captured.joint.symbols, paths)}"
+
+
+def _fixing_lines(symbols: Symbols, paths: Sequence[str]) -> str:
+    """The equations that a trace assumed, with the user's code lines: `args[0].shape[1] == 9 at model.py:37`."""
+    names = {symbol.name: f"{paths[index]}.shape[{dim}]" for symbol, (index, dim) in symbols.places.items()}
+    lines = []
+    for equation, frame in symbols.equalities():
+        text = re.sub(r"\w+", lambda word: names.get(word[0], word[0]), equation)
+        of_user = frame is not None and is_user_file(frame.filename)
+        lines.append(f"{text} at {Path(frame.filename).name}:{frame.lineno}" if frame is not None and of_user else text)
+    return "; ".join(lines)
 
 
 def capture_graphs(

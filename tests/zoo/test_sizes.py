@@ -18,6 +18,9 @@ from tests import internals
 from tests.exhaustive import further
 from tests.zoo.models import ZOO
 
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:`is_gradient_checkpointing` is deprecated:FutureWarning"  # PEFT's, about transformers
+)
 OPEN = {
     "llama": 2, "qwen3": 2, "gemma": 2, "gpt2": 2, "mistral": 2, "mixtral": 2, "bert": 2, "albert": 2, "t5": 3, "whisper": 2,
     "vit": 1, "resnet": 2, "unet": 2, "clip": 1, "lora_llama": 2, "mamba": 2,
@@ -60,17 +63,21 @@ def test_sizes_that_the_trace_has_not_seen(name: str) -> None:
 
 
 def resized(first: FlatMicrobatch, symbols: Any) -> list[FlatMicrobatch]:
-    """The microbatch with one more element, or several fewer, where dimensions of one size are open, as far as these fit."""
-    found = []
+    """The microbatch with more or fewer elements where dimensions are open, as far as these fit.
+
+    Open dimensions of one size change together, or only those at one place: all rows, for instance.
+    """
+    found: dict[str, FlatMicrobatch] = {}
     for size in sorted({first.shapes[at][dim] for at, dim in symbols.free}):
-        for new in (size + 1, size - 2, 2 * size, size - 3):
-            shapes = [list(shape) for shape in first.shapes]
-            for at, dim in symbols.free:
-                if shapes[at][dim] == size:
-                    shapes[at][dim] = new
-            if new > 1 and symbols.values(shapes) is not None:
-                found.append(_resized(first, shapes))
-    return found
+        for place in (None, 0, 1, 2):
+            for new in (size + 1, size - 2, 2 * size, size - 3):
+                shapes = [list(shape) for shape in first.shapes]
+                for at, dim in symbols.free:
+                    if shapes[at][dim] == size and place in (None, dim):
+                        shapes[at][dim] = new
+                if new > 1 and shapes != [*map(list, first.shapes)] and symbols.values(shapes) is not None:
+                    found[str(shapes)] = _resized(first, shapes)
+    return list(found.values())
 
 
 def _resized(first: FlatMicrobatch, shapes: Sequence[Sequence[int]]) -> FlatMicrobatch:
