@@ -84,7 +84,7 @@ def capture(
     *,
     training: bool = True,
     trail: CodeTrail | None = None,
-    copy_layers: bool = False,
+    copy_layers: bool = True,
 ) -> CapturedGraph:
     """Capture forward, loss and backward (`training`), or the forward with its output and, if there is a target, its loss.
 

@@ -58,7 +58,7 @@ def _replaced(
     module: fx.GraphModule, groups: Sequence[RepeatedModules], inputs: Sequence[torch.Tensor], mode: Any
 ) -> tuple[fx.Graph, CallTable]:
     """The graph with operators in place of calls, and without those of groups that are refused."""
-    calls = exported_calls(module.graph, groups)
+    calls = exported_calls(module, groups)
     number = Counter(call.kind for call in calls if call.strange is None)
     chosen = [call for call in calls if call.strange is None and number[call.kind] >= _FEWEST]
     for group in groups:
@@ -66,7 +66,10 @@ def _replaced(
             _log(group, _why_unlike([call for call in calls if call.group is group]))
     while True:
         try:
-            return replace_calls(module, chosen, inputs, mode)
+            graph, table, others = replace_calls(module, chosen, inputs, mode)
+            for group, reason in others.items():
+                _log(group, reason)
+            return graph, table
         except DifferentError as error:
             refused = error.group
             _log(refused, str(error))

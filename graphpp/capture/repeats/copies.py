@@ -49,7 +49,7 @@ def with_copies(joint: JointGraph, calls: CallTable) -> JointGraph:
     if not calls.calls:
         return joint
     markers = Markers(joint.graph, calls)
-    refuse_other_readers(joint.graph, calls)
+    _refuse_other_readers(joint.graph, calls)
     segments = {call.number: segment for kind in calls.kinds for call, segment in _proven(joint, kind, markers)}
     return _Copier(joint, markers, segments, calls).copied()
 
@@ -63,17 +63,18 @@ def _proven(joint: JointGraph, kind: CallKind, markers: Markers) -> Iterator[tup
         yield call, first
 
 
-def refuse_other_readers(graph: fx.Graph, calls: CallTable) -> None:
+def _refuse_other_readers(graph: fx.Graph, calls: CallTable) -> None:
     """Raise `DifferentError` if an operation beside a call reads a tensor for which the call makes a gradient.
 
-    `graph`: the exported one, to find most cases early, or the joint graph.
+    The exported graph has been searched for such operations, but the joint trace may have made others.
     """
     markers = Markers(graph, calls)
     for call in calls.calls:
         standing = markers.find(stand_ins.STAND_IN, call)
         node = standing or markers.find(stand_ins.INPUTS, call)
         given = [] if node is None else list(node.args[0])  # type: ignore[arg-type]
-        trained = given if standing is None else [given[at] for at in call.inputs_with_grad()] + given[len(call.inputs) :]
+        parameters = given[len(call.inputs) :][: len(call.trained)]
+        trained = given if standing is None else [given[at] for at in call.inputs_with_grad()] + parameters
         for source in trained:
             if given.count(source) > 1 or _readers(source) != {node}:
                 raise DifferentError(call, f"is not the only reader of {source.name}, a tensor that gets a gradient")
@@ -199,6 +200,9 @@ class _Copier:
         if kind == "gradient":
             place = results_with_gradient(call, self._markers).index(which)
             return self._new[self._markers.given(stand_ins.STAND_IN_GRAD, call)[place]]
+        if kind == "constant":
+            place = len(call.inputs) + len(call.trained) + which
+            return self._new[self._markers.given(stand_ins.STAND_IN, call)[place]]
         fqn = f"{call.fqn}.{which}"
         role = program.Parameter(fqn) if kind == "Parameter" else program.Buffer(fqn)
         return self._new[self._state[role]]

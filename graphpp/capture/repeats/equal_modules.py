@@ -18,7 +18,7 @@ from torch import nn
 FEWEST = 6  # members: two are traced, and fewer than four copies are not worth the additional work
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class RepeatedModules:
     """Modules of one outline by FQN, in the model's order."""
 

@@ -5,9 +5,9 @@ Contract
 - The nodes of a call are one run of the graph; only reads of attributes may lie between. They are operators of torch, which
   compute the same from the same arguments in every call. A call of another kind has a reason in `strange`.
 - Two calls with equal descriptions have the same operators in the same order with the same arguments: values of the call by
-  number, values from outside by the number of the input, parameters and buffers of the module by name, plain data by type and
-  text. Shapes, strides, dtypes, source lines, names of submodules, notes of the user and checkpoints are equal, too. Layouts of
-  inputs, parameters and buffers are not described.
+  number, values from outside by the number of the input, parameters and buffers of the module by name, constants by number and
+  layout, plain data by type and text. Shapes, strides, dtypes, source lines, names of submodules, notes of the user and
+  checkpoints are equal, too. Layouts of inputs, parameters and buffers are not described.
 """
 
 from __future__ import annotations
@@ -38,7 +38,8 @@ _PLAIN = (
 class ExportedCall:
     """One call of a member of a group: its nodes, what they read, and what others read of them.
 
-    `name`: the call among the calls around a node; `state`: the reads of parameters and buffers of the member, by name.
+    `name`: the call among the calls around a node; `state`: the reads of parameters and buffers of the member, by name;
+    `constants`: the reads of tensors that the code made of numbers.
     """
 
     fqn: str
@@ -47,6 +48,7 @@ class ExportedCall:
     nodes: list[fx.Node] = field(default_factory=list)
     inputs: list[fx.Node] = field(default_factory=list)
     state: dict[str, fx.Node] = field(default_factory=dict)
+    constants: list[fx.Node] = field(default_factory=list)
     results: list[fx.Node] = field(default_factory=list)
     checkpoints: list[int] = field(default_factory=list)
     strange: str | None = None
@@ -54,12 +56,12 @@ class ExportedCall:
     kind: int = 0  # equal for calls with equal descriptions
 
 
-def exported_calls(graph: fx.Graph, groups: Sequence[RepeatedModules]) -> list[ExportedCall]:
+def exported_calls(module: fx.GraphModule, groups: Sequence[RepeatedModules]) -> list[ExportedCall]:
     """The calls of all members, in order, with their descriptions."""
     members = {fqn: group for group in groups for fqn in group.members}
     found: dict[str, ExportedCall] = {}
     last: dict[str, int] = {}
-    for at, node in enumerate(each for each in graph.nodes if each.op not in ("get_attr", "placeholder")):
+    for at, node in enumerate(each for each in module.graph.nodes if each.op not in ("get_attr", "placeholder")):
         calls = module_calls(node)
         name = next((each for each in calls if each.partition("@")[0] in members), None)
         if name is None:
@@ -71,7 +73,7 @@ def exported_calls(graph: fx.Graph, groups: Sequence[RepeatedModules]) -> list[E
         last[name] = at
         call.nodes.append(node)
     for call in found.values():
-        call.described = _Description(call).described()
+        call.described = _Description(module, call).described()
     numbers: dict[Any, int] = {}
     for call in found.values():
         call.kind = numbers.setdefault((id(call.group), call.described), len(numbers))
@@ -81,8 +83,8 @@ def exported_calls(graph: fx.Graph, groups: Sequence[RepeatedModules]) -> list[E
 class _Description:
     """Describes the nodes of one call, and finds what they read and give."""
 
-    def __init__(self, call: ExportedCall) -> None:
-        self._call = call
+    def __init__(self, module: fx.GraphModule, call: ExportedCall) -> None:
+        self._module, self._call = module, call
         self._numbers = {node: at for at, node in enumerate(call.nodes)}
         self._inputs: dict[fx.Node, int] = {}
         member: nn.Module = call.group.members[call.fqn]
@@ -142,7 +144,21 @@ class _Description:
         if name is not None:
             self._call.state[name] = node
             return "state", name
+        constant = held(self._module, node) if node.op == "get_attr" else None
+        if isinstance(constant, torch.Tensor) and not aot.is_fake(constant) and not constant.requires_grad:
+            known = [id(held(self._module, each)) for each in self._call.constants]
+            if id(constant) not in known:
+                self._call.constants.append(node)
+            return "constant", [*known, id(constant)].index(id(constant)), layouts(constant)
         return "input", self._inputs.setdefault(node, len(self._inputs))
+
+
+def held(module: fx.GraphModule, node: fx.Node) -> Any:
+    """The attribute that a node reads."""
+    value: Any = module
+    for name in str(node.target).split("."):
+        value = getattr(value, name)
+    return value
 
 
 def relative(name: str, fqn: str, other: str) -> str:

@@ -23,7 +23,8 @@ from torch import fx
 
 from graphpp._torch import aot
 from graphpp.capture.module_calls import within_call
-from graphpp.capture.repeats.exported_calls import MODES, ExportedCall
+from graphpp.capture.repeats.equal_modules import RepeatedModules
+from graphpp.capture.repeats.exported_calls import MODES, ExportedCall, held
 from graphpp.capture.repeats.stand_ins import (
     CONSTANT_RESULTS,
     CONSTANTS,
@@ -42,8 +43,10 @@ from graphpp.capture.repeats.stand_ins import (
 
 def replace_calls(
     module: fx.GraphModule, calls: Sequence[ExportedCall], inputs: Sequence[torch.Tensor], mode: Any
-) -> tuple[fx.Graph, CallTable]:
-    """The new graph, and its calls. `inputs`: fake tensors of `mode`, which is not active.
+) -> tuple[fx.Graph, CallTable, Mapping[RepeatedModules, str]]:
+    """The new graph, its calls, and the groups without a replaced call, with reasons.
+
+    `inputs`: fake tensors of `mode`, which is not active.
 
     Raises `DifferentError`, and `ValueError` for a graph that changes other state of the process than grad mode and autocast.
     """
@@ -52,7 +55,7 @@ def replace_calls(
             raise ValueError(f"the forward runs {node.target}, which is no operator")
     run = _Run(module, calls, inputs, mode)
     with mode, torch.set_grad_enabled(torch.is_grad_enabled()), operators_of(run.table), run.autocasts_closed():
-        return run.graph(), run.table
+        return run.graph(), run.table, run.refused
 
 
 class _Run:
@@ -62,6 +65,7 @@ class _Run:
         self, module: fx.GraphModule, calls: Sequence[ExportedCall], inputs: Sequence[torch.Tensor], mode: Any
     ) -> None:
         self.table = CallTable()
+        self.refused: dict[RepeatedModules, str] = {}  # groups of which no call is replaced, and why
         self._module, self._mode, self._graph = module, mode, fx.Graph()
         self._kinds: dict[Any, CallKind] = {}
         self._begins = {call.nodes[0]: call for call in calls}
@@ -76,8 +80,11 @@ class _Run:
     def graph(self) -> fx.Graph:
         """The new graph."""
         for node in self._module.graph.nodes:
-            if node in self._begins:
+            if node in self._begins and self._is_admitted(self._begins[node]):
                 self._call(self._begins[node])
+            elif node in self._begins:
+                for each in self._begins[node].nodes:
+                    self._copy(each)
             elif node not in self._inside:
                 self._copy(node)
         for call, tensor, version in self._unwritten:
@@ -107,9 +114,7 @@ class _Run:
         if node.op == "placeholder":
             return self._own(next(self._inputs))
         if node.op == "get_attr":
-            value: Any = self._module
-            for name in str(node.target).split("."):
-                value = getattr(value, name)
+            value = held(self._module, node)
             return self._own(value) if isinstance(value, torch.Tensor) else value
         if node.op == "output":
             return None
@@ -134,25 +139,50 @@ class _Run:
 
     # ----------------------------------------------------------------------------------------------------------- calls
 
-    def _call(self, exported: ExportedCall) -> None:
-        """Trace or replace a call. One whose backward no operator would end is copied as it is."""
-        for node in (*exported.inputs, *exported.state.values()):
+    def _is_admitted(self, exported: ExportedCall) -> bool:
+        """False for a call that is copied as it is. The calls of a group are if the first one may not be replaced."""
+        if exported.group in self.refused:
+            return False
+        for node in (*exported.inputs, *exported.state.values(), *exported.constants):
             self._copy(node)
+        try:
+            return self._has_ends(exported)
+        except DifferentError as error:
+            if any(call.group is exported.group for call in self.table.calls):
+                raise
+            self.refused[exported.group] = str(error)
+            return False
+
+    def _has_ends(self, exported: ExportedCall) -> bool:
+        """Whether operators can mark where a call begins and ends in forward and backward. Raises `DifferentError`."""
+        given = {node: self._value(node) for node in exported.inputs}
+        if not all(map(can_be_marked, given.values())):
+            raise DifferentError(exported, "takes a value that is no tensor, conjugated, or has an offset in its memory")
+        learning = [node for node, tensor in given.items() if gets_gradient(tensor)]
+        trained = self._trained(exported).values()
+        if trained and not learning:
+            return False
+        inside = {*exported.nodes}
+        for node in (*learning, *trained):
+            readers = (user for user in node.users if user.op != "output" and user.target is not torch.ops.aten.detach.default)
+            if not inside.issuperset(readers):
+                raise DifferentError(exported, f"is not the only reader of {node.name}, a tensor that gets a gradient")
+        return True
+
+    def _trained(self, exported: ExportedCall) -> dict[str, fx.Node]:
+        """The reads of parameters that get gradients from a call, by name."""
+        return {name: node for name, node in exported.state.items() if gets_gradient(self._value(node))}
+
+    def _call(self, exported: ExportedCall) -> None:
+        """Trace or replace a call."""
         given, state = ([self._value(node) for node in nodes] for nodes in (exported.inputs, exported.state.values()))
-        for tensor in given:
-            if not can_be_marked(tensor):
-                raise DifferentError(exported, "takes a value that is no tensor, conjugated, or has an offset in its memory")
-        trained = {name: node for name, node in exported.state.items() if gets_gradient(self._value(node))}
-        if trained and not any(map(gets_gradient, given)):
-            for node in exported.nodes:
-                self._copy(node)
-            return
-        _refuse_other_readers(exported, [node for node in exported.inputs if gets_gradient(self._value(node))])
-        _refuse_other_readers(exported, list(trained.values()))
-        inputs, layouts = tuple(map(Layout.of, given)), tuple((name, Layout.of(self._value(n))) for name, n in trained.items())
-        frozen = tuple((name, Layout.of(each)) for name, each in zip(exported.state, state, strict=True))
-        kind = self._kinds.setdefault((exported.kind, inputs, frozen, _modes()), CallKind())
-        call = Call(len(self.table.calls), exported, kind, inputs, tuple(each for _, each in layouts), tuple(trained))
+        trained = self._trained(exported)
+        inputs, layouts = tuple(map(Layout.of, given)), tuple(map(Layout.of, state))
+        key = exported.kind, inputs, tuple(zip(exported.state, layouts, strict=True)), _modes()
+        kind = self._kinds.setdefault(key, CallKind())
+        learning = tuple(layout for name, layout in zip(exported.state, layouts, strict=True) if name in trained)
+        constants = tuple(held(self._module, node) for node in exported.constants)
+        call = Call(len(self.table.calls), exported, kind, inputs, learning, tuple(trained), constants)
         self.table.calls.append(call)
         versions = [(call, tensor, tensor._version) for tensor in (*given, *state)]
         if len(kind.traced) < 2:
@@ -172,7 +202,8 @@ class _Run:
         for node in exported.nodes:
             self._copy(node)
         self._new |= inputs
-        given = [self._values[node] for node in (*marked.values(), *map(self._new.__getitem__, exported.state.values()))]
+        read = (*exported.state.values(), *exported.constants)
+        given = [self._values[node] for node in (*marked.values(), *map(self._new.__getitem__, read))]
         results = [self._value(node) for node in exported.results]
         if any(self._values[node]._version for node in marked.values()):
             raise DifferentError(call, "writes into an argument")
@@ -191,7 +222,7 @@ class _Run:
     def _replace(self, call: Call, trained: Sequence[fx.Node]) -> None:
         """Put an operator in the place of a call."""
         call.kind.replaced.append(call)
-        results = self._operator(call, STAND_IN, [*call.exported.inputs, *trained])
+        results = self._operator(call, STAND_IN, [*call.exported.inputs, *trained, *call.exported.constants])
         self._new |= dict(zip(call.exported.results, results, strict=True))
 
     def _marked(self, call: Call, nodes: Sequence[fx.Node], with_grad: Any, without: Any) -> Mapping[fx.Node, fx.Node]:
@@ -228,14 +259,6 @@ def _changes_nothing_else(target: Any) -> bool:
 def _modes() -> Any:
     autocast = [(torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in ("cpu", "cuda")]
     return torch.is_grad_enabled(), *autocast, torch.is_autocast_cache_enabled()
-
-
-def _refuse_other_readers(call: ExportedCall, nodes: Sequence[fx.Node]) -> None:
-    inside = {*call.nodes}
-    for node in nodes:
-        readers = (user for user in node.users if user.op != "output" and user.target is not torch.ops.aten.detach.default)
-        if not inside.issuperset(readers):
-            raise DifferentError(call, f"is not the only reader of {node.name}, a tensor that gets a gradient")
 
 
 def _check_memory(call: Call, known: Sequence[torch.Tensor], results: Sequence[torch.Tensor]) -> None:

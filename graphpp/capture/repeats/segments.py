@@ -1,8 +1,8 @@
 """Find the nodes of the traced calls of repeated modules in a joint graph.
 
 Contract: a `Segment` has the nodes of one traced call and names every value that its nodes read from outside: an input, the
-gradient of a result, a parameter or buffer of the member. `DifferentError` is raised if a value enters or leaves by another way
-than the operators of `stand_ins.py`: a copy of the nodes would then lose a value that the call reads or gives.
+gradient of a result, a constant, a parameter or buffer of the member. `DifferentError` is raised if a value enters or leaves by
+another way than the operators of `stand_ins.py`: a copy of the nodes would then lose a value that the call reads or gives.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ OPERATORS = (
     stand_ins.RESULTS_GRAD, stand_ins.STAND_IN, stand_ins.STAND_IN_GRAD,
 )  # fmt: skip
 
-# A value outside of a call that its nodes read or give: ("input", i), ("gradient", i) of a result, ("result", i), or the state
-# of the member, as ("Parameter", name) and ("Buffer", name).
+# A value outside of a call that its nodes read or give: ("input", i), ("gradient", i) of a result, ("result", i),
+# ("constant", i), or the state of the member, as ("Parameter", name) and ("Buffer", name).
 Outer = tuple[str, Any]
 
 
@@ -177,6 +177,10 @@ def _outer_values(joint: JointGraph, call: Call, markers: Markers) -> dict[fx.No
     for role, node in joint.inputs().items():
         if isinstance(role, program.Parameter | program.Buffer) and role.fqn.startswith(f"{call.fqn}."):
             found[node] = (type(role).__name__, role.fqn.removeprefix(f"{call.fqn}."))
+        elif isinstance(role, program.Constant):
+            for at, tensor in enumerate(call.constants):
+                if tensor is joint.constants[role.name]:
+                    found[node] = ("constant", at)
     return found
 
 

@@ -4,8 +4,9 @@ Contract: all operators carry the number of a call in the `CallTable` of the tra
 
 - `INPUTS` and `CONSTANTS` give the arguments of a traced call on, `RESULTS` and `CONSTANT_RESULTS` its results. Their backward
   is `INPUTS_GRAD` and `RESULTS_GRAD`, so the nodes of a call lie between operators in the forward and in the backward.
-- `STAND_IN` takes the place of a call; its backward is `STAND_IN_GRAD`. `Call.gradients` guesses the strides of the gradients
-  that the call makes. `copies.py` compares the guess with the traced calls.
+- `STAND_IN` takes the place of a call, and also takes the constants that the call reads, so that the trace has them. Its
+  backward is `STAND_IN_GRAD`. `Call.gradients` guesses the strides of the gradients that the call makes. `copies.py` compares
+  the guess with the traced calls.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ RESULTS = torch.ops.graphpp.repeated_results.default  # marks the results that r
 CONSTANT_RESULTS = torch.ops.graphpp.repeated_constant_results.default  # marks the other ones
 INPUTS_GRAD = torch.ops.graphpp.repeated_inputs_grad.default
 RESULTS_GRAD = torch.ops.graphpp.repeated_results_grad.default
-STAND_IN = torch.ops.graphpp.repeated_stand_in.default  # tensors: all of the arguments, then the parameters that require grad
+STAND_IN = torch.ops.graphpp.repeated_stand_in.default  # tensors: inputs, trained parameters, constants
 STAND_IN_GRAD = torch.ops.graphpp.repeated_stand_in_grad.default
 
 
@@ -87,6 +88,7 @@ class Call:
     inputs: tuple[Layout, ...]
     trained: tuple[Layout, ...]
     trained_names: tuple[str, ...]
+    constants: tuple[torch.Tensor, ...]  # that only its code names, in the order in which it reads them
 
     @property
     def fqn(self) -> str:
