@@ -23,8 +23,7 @@ from torch import fx
 
 from graphpp._torch import aot
 from graphpp._torch.this_thread import replaced
-from graphpp.capture.module_calls import around_all
-from graphpp.capture.source_lines import user_frame
+from graphpp.capture.source_lines import around_all, user_frame
 from graphpp.errors import CaptureError
 
 _NOTE = "graphpp without grad"  # in `meta["custom"]`: the user's line

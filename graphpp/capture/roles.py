@@ -14,8 +14,7 @@ import torch
 from torch import fx, nn
 
 from graphpp._torch import descriptors
-from graphpp.capture.module_calls import MODEL, module_calls
-from graphpp.capture.source_lines import source_line
+from graphpp.capture.source_lines import MODEL, module_calls, source_line
 from graphpp.errors import CaptureError
 from graphpp.passes.graph.joint_graph import JointGraph
 from graphpp.runtime import program

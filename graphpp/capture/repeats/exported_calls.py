@@ -23,9 +23,8 @@ from torch import fx, nn
 
 from graphpp._torch import aot
 from graphpp.capture.activation_checkpoints import checkpointed_call, without_checkpointed_call
-from graphpp.capture.module_calls import MODEL, module_calls
 from graphpp.capture.repeats.equal_modules import RepeatedModules
-from graphpp.capture.source_lines import source_line
+from graphpp.capture.source_lines import MODEL, module_calls, source_line
 
 MODES = (aot.enter_autocast, aot.exit_autocast, aot.set_grad_enabled)
 _OF_TORCH = ("aten", "prims", "_c10d_functional", "_c10d_functional_autograd")  # code of users may run in other operators

@@ -22,7 +22,6 @@ import torch
 from torch import fx
 
 from graphpp._torch import aot
-from graphpp.capture.module_calls import within_call
 from graphpp.capture.repeats.equal_modules import RepeatedModules
 from graphpp.capture.repeats.exported_calls import MODES, ExportedCall, held
 from graphpp.capture.repeats.stand_ins import (
@@ -39,6 +38,7 @@ from graphpp.capture.repeats.stand_ins import (
     gets_gradient,
     operators_of,
 )
+from graphpp.capture.source_lines import within_call
 
 
 def replace_calls(
