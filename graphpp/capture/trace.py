@@ -13,7 +13,6 @@ Contract
 from __future__ import annotations
 
 import contextlib
-import logging
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -52,10 +51,9 @@ from graphpp.capture.refusals import (
     refuse_unknown_numbers,
     refuse_unknown_sizes,
 )
-from graphpp.capture.repeats.copies import refuse_other_readers, with_copies
-from graphpp.capture.repeats.equal_modules import RepeatedModules, repeated_modules
-from graphpp.capture.repeats.repeated_calls import RepeatedCalls
-from graphpp.capture.repeats.stand_ins import operators_of, refusal
+from graphpp.capture.repeats.copied_graph import copied_graph
+from graphpp.capture.repeats.copies import with_copies
+from graphpp.capture.repeats.stand_ins import CallTable, operators_of
 from graphpp.capture.stacked_rnn import unstack_rnn
 from graphpp.capture.transfer.code_trail import CodeTrail
 from graphpp.errors import CaptureError
@@ -63,8 +61,6 @@ from graphpp.passes.graph.joint_graph import JointGraph, verify_joint_graph
 from graphpp.passes.graph.name_sizes import name_sizes
 from graphpp.runtime import program
 from graphpp.runtime.program import OutputRole
-
-_LOG = logging.getLogger("graphpp")
 
 
 @dataclass(frozen=True)
@@ -92,7 +88,7 @@ def capture(
     *,
     training: bool = True,
     trail: CodeTrail | None = None,
-    copy_layers: bool = False,
+    copy_layers: bool = True,
     varying: Mapping[str, Collection[int]] | None = None,
 ) -> CapturedGraph:
     """Capture forward, loss and backward (`training`), or the forward with its output and, if there is a target, its loss.
@@ -104,22 +100,15 @@ def capture(
     does. Raises `CaptureError` with the user's source line if the model cannot be captured.
     """
     with traces_in_this_thread():  # from the first look at the model: another capture gives the model fake parameters
-        if varying:
-            return _capture(_TracedStep(model, loss, example, training), device, trail, varying)
-        groups = repeated_modules(model) if copy_layers else []
-        while groups:
-            try:
-                return _capture(_TracedStep(model, loss, example, training, groups), device, trail)
-            except Exception as error:
-                groups = _without_refused(groups, error)
-        return _capture(_TracedStep(model, loss, example, training), device, trail)
+        return _capture(_TracedStep(model, loss, example, training), device, trail, copy_layers and not varying, varying or {})
 
 
 def _capture(
     wrapper: _TracedStep,
     device: torch.device,
     trail: CodeTrail | None,
-    varying: Mapping[str, Collection[int]] | None = None,
+    copy_layers: bool,
+    varying: Mapping[str, Collection[int]],
 ) -> CapturedGraph:
     from graphpp.capture.roles import assign_roles  # loads a part of AOT Autograd, which `import graphpp` need not
 
@@ -138,37 +127,34 @@ def _capture(
         functions.refuse_side_effects(model)
         if torch.is_autocast_enabled(device.type):
             run_under_autocast(module, device.type)
-        without, numbers = torch.autocast(device.type, enabled=False), decided.entry.installed(model, Accesses())
-        trace = aot.joint_trace(mode, module, decided.exported.inputs)
-        operators = operators_of(found.repeated)
-        with explain_errors(), numbers, refuse_writes(model), without, operators, trace as traced:
-            functions.refuse_side_effects(model)
-            refuse_generators(traced.graph)
-            joint = assign_roles(traced, model, tuple(fakes), found.results, training=training)
-            joint = with_copies(joint, found.repeated, found.checkpoints)
-            if dims is not None:
-                name_sizes(joint.graph)
-                joint.symbols = symbols.Symbols(mode, [tensor.shape for tensor in decided.exported.inputs])
-            mark_checkpoints(joint.graph, found.checkpoints)
-            refuse_mixed_products(joint)
-            refuse_unknown_sizes(joint)
-            refuse_random_bodies(joint)
+        inputs = decided.exported.inputs
+
+        def joint_graph(calls: CallTable) -> JointGraph:
+            without, numbers = torch.autocast(device.type, enabled=False), decided.entry.installed(model, Accesses())
+            trace = aot.joint_trace(mode, module, inputs)
+            with explain_errors(), numbers, refuse_writes(model), without, operators_of(calls), trace as traced:
+                functions.refuse_side_effects(model)
+                refuse_generators(traced.graph)
+                joint = assign_roles(traced, model, tuple(fakes), found.results, training=training)
+                joint = with_copies(joint, calls)
+                if varying:
+                    name_sizes(joint.graph)
+                    joint.symbols = symbols.Symbols(mode, [tensor.shape for tensor in inputs])
+                mark_checkpoints(joint.graph, found.checkpoints)
+                refuse_mixed_products(joint)
+                refuse_unknown_sizes(joint)
+                refuse_random_bodies(joint)
+            return joint
+
+        copied = None
+        if copy_layers and not functions.applied:  # code of a custom Function runs in the joint trace, and must run once
+            copied = copied_graph(joint_graph, model, module, inputs, mode)
+        joint = copied or joint_graph(CallTable())
     found.writes.refuse_stale(joint.constants.values())
     refuse_foreign_leaves(joint.constants.values())
     refuse_written_aliases(model, joint)
     verify_joint_graph(joint)
     return CapturedGraph(joint, found.output_spec, found.output_leaves, decided.updates)
-
-
-def _without_refused(groups: list[RepeatedModules], error: Exception) -> list[RepeatedModules]:
-    """The groups without the one whose members differ; none after any other error, which may be the model's own."""
-    refused = refusal(error)
-    if refused is None:
-        _LOG.info("all modules are traced one by one: %s", str(error).splitlines()[0] if str(error) else repr(error))
-        return []
-    first, *others = refused.group.members
-    _LOG.info("%s and %d modules like it are traced one by one: %s", first, len(others), refused)
-    return [group for group in groups if group is not refused.group]
 
 
 class _TracedStep(nn.Module):
@@ -180,25 +166,20 @@ class _TracedStep(nn.Module):
         loss: LossFunction | None,
         example: Microbatch,
         training: bool,
-        groups: Sequence[RepeatedModules] = (),
     ) -> None:
         super().__init__()
         self.model = model
         self.inputs = (loss, example, training)
-        self.groups = groups
         self.begin(EntryState())
 
-    def begin(self, entry: EntryState, groups: Sequence[RepeatedModules] = ()) -> None:
-        """Prepare a trace with these numbers, in which the members of the groups are alike.
-
-       The facts of the trace are in an object: export resets attributes set in a forward.
-        """
-        self.entry, self.found = entry, TraceResults(repeated=RepeatedCalls(groups))
+    def begin(self, entry: EntryState) -> None:
+        """Prepare a trace with these numbers; its facts are in an object, since export resets attributes set in a forward."""
+        self.entry, self.found = entry, TraceResults()
 
     def forward(self, *tensors: torch.Tensor) -> Any:
         found = self.found
         numbers, writes = self.entry.installed(self.model, found.accesses), undo_writes(self.model, found.writes)
-        with numbers, writes, found.repeated.replaced():
+        with numbers, writes:
             results = self._results(tensors)
         results += [(program.BufferUpdate(fqn), value) for fqn, value in found.writes.buffers.items()]
         found.results = tuple(role for role, _ in results)
@@ -231,25 +212,19 @@ def _export(
     trail: CodeTrail | None,
     entry: EntryState,
 ) -> Exported:
-    """Export the branches that eager takes or, if they cannot be traced, the branches that the model has for a trace.
-
-    The trace of eager's branches may also fail because of operators that stand for calls. So eager's branches are traced once
-    more, without such operators, before the other branches are taken.
-    """
-    for groups in [wrapper.groups, ()] if wrapper.groups else [()]:
-        queries = TracingQueries()
-        try:
-            with answer_as_eager(queries):
-                return _export_once(wrapper, groups, fakes, dims, mode, trail, entry)
-        except CaptureError as error:
-            if not queries.any or refusal(error) is not None:
-                raise
-    return _export_once(wrapper, wrapper.groups, fakes, dims, mode, trail, entry)
+    """Export the branches that eager takes or, if they cannot be traced, the branches that the model has for a trace."""
+    queries = TracingQueries()
+    try:
+        with answer_as_eager(queries):
+            return _export_once(wrapper, fakes, dims, mode, trail, entry)
+    except CaptureError:
+        if not queries.any:
+            raise
+    return _export_once(wrapper, fakes, dims, mode, trail, entry)
 
 
 def _export_once(
     wrapper: _TracedStep,
-    groups: Sequence[RepeatedModules],
     fakes: tuple[torch.Tensor, ...],
     dims: Sequence[Sequence[int]] | None,
     mode: Any,
@@ -257,10 +232,9 @@ def _export_once(
     entry: EntryState,
 ) -> Exported:
     functions = FunctionCalls()
-    wrapper.begin(entry, groups)
+    wrapper.begin(entry)
     marks = record_checkpoints(wrapper.found.checkpoints)
-    operators = operators_of(wrapper.found.repeated)
-    patches = (record_functions(functions), refuse_during_trace(), marks, refuse_outside_state(), note_grad_modes(), operators)
+    patches = (record_functions(functions), refuse_during_trace(), marks, refuse_outside_state(), note_grad_modes())
     with explain_errors(), contextlib.ExitStack() as stack:
         for each in patches:
             stack.enter_context(each)
@@ -270,7 +244,6 @@ def _export_once(
             with symbols.export_in(mode):
                 exported = torch.export.export(wrapper, fakes, strict=False, dynamic_shapes=symbols.varying(dims))
             inputs = symbols.inputs_of(exported)
-        refuse_other_readers(exported.graph, wrapper.found.repeated)
     if trail is not None:
         with mode, aot.as_under_export():
             _note_code(_TracedStep(wrapper.model, *wrapper.inputs), entry, inputs, trail)

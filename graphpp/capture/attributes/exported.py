@@ -20,7 +20,6 @@ from graphpp.capture.activation_checkpoints import CheckpointedCalls
 from graphpp.capture.attributes.entry_state import Accesses
 from graphpp.capture.attributes.writes import AttributeWrites
 from graphpp.capture.autograd_functions import FunctionCalls
-from graphpp.capture.repeats.repeated_calls import RepeatedCalls
 from graphpp.runtime.program import OutputRole
 
 _PLAIN = (bool, int, float, complex, str, bytes, torch.device)  # values of other types are equal if they are one object
@@ -36,7 +35,6 @@ class TraceResults:
     writes: AttributeWrites = field(default_factory=AttributeWrites)
     checkpoints: CheckpointedCalls = field(default_factory=CheckpointedCalls)
     accesses: Accesses = field(default_factory=Accesses)
-    repeated: RepeatedCalls = field(default_factory=RepeatedCalls)
 
 
 @dataclass(frozen=True)
