@@ -50,11 +50,12 @@ MAY_IMPORT: Mapping[str, tuple[str, ...]] = {
     "graphpp.passes.recompute": ("graphpp.passes.graph", *_PROGRAMS),
     "graphpp.passes.stage": (*(f"graphpp.passes.{each}" for each in ("graph", "text", "joint", "recompute")), *_PROGRAMS),
     "graphpp.passes.overlap": (*(f"graphpp.passes.{each}" for each in ("graph", "text", "stage")), *_PROGRAMS),
-    "graphpp.passes": _PROGRAMS,
+    "graphpp.passes": ("graphpp._torch.symbols", *_PROGRAMS),
     "graphpp.backends": ("graphpp.cache", "graphpp.options", "graphpp.passes", "graphpp.runtime", "graphpp._torch"),
     "graphpp.batch": ("graphpp.options", "graphpp._torch"),
     "graphpp.capture": ("graphpp.batch", "graphpp.passes", "graphpp.runtime", "graphpp._torch", "graphpp.options"),
     "graphpp.planner": (
+        "graphpp._torch.symbols",
         "graphpp.options",
         "graphpp.batch",
         "graphpp.capture",

@@ -12,10 +12,7 @@ Checked on torch 2.11.0, 2.13.0 and 2.15.0:
 - the logger `torch._subclasses`, by name
 - `torch._logging`: `trace_structured`, which writes artefacts for `TORCH_TRACE` and tlparse; `_internal.trace_log`,
   which has a handler while a trace is being written
-- `torch._C`: `_len_torch_function_stack`, `_len_torch_dispatch_stack`, `torch.overrides._get_function_stack_at`: the modes
-  that are active; `_functorch.peek_interpreter_stack`: the transforms of `torch.func` that are
-- `torch.fx.experimental.proxy_tensor`: `PreDispatchTorchFunctionMode` and its `tracer`, `disable_proxy_modes_tracing`: what
-  makes nodes in an export
+- `torch._C`: `_len_torch_function_stack`, `_len_torch_dispatch_stack`: whether modes are active
 - `torch.amp.autocast_mode._enter_autocast`, `torch.amp.autocast_mode._exit_autocast`, `torch._C._set_grad_enabled`: modes as
   nodes of a graph, as Dynamo writes them
 - `torch.distributions.Distribution._validate_args`: whether distributions check values
@@ -23,7 +20,7 @@ Checked on torch 2.11.0, 2.13.0 and 2.15.0:
   not at each change
 - `torch._ops`: `OperatorBase`, `HigherOrderOperator`, `OpOverload`, `OpOverloadPacket`: the classes of the operators that
   graphs call
-- `torch.fx.traceback`: `annotate`, `preserve_node_meta`, `current_meta`: a note on nodes traced inside a context, which a
+- `torch.fx.traceback`: `annotate`, `preserve_node_meta`: a note on nodes traced inside a context, which a
   second trace keeps
 - `torch._C`: `_dispatch_get_all_op_names`, `_dispatch_dump`: the files in which operators are implemented
 - `torch._functorch.config`, `torch._export.config`, `torch.fx.experimental._config`: settings of the tracers
@@ -36,8 +33,7 @@ import contextlib
 import gc
 import importlib
 import re
-from collections.abc import Callable, Iterator, Mapping
-from types import SimpleNamespace
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -50,7 +46,6 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.distributions import Distribution
 from torch.fx import traceback
 from torch.fx._lazy_graph_module import _make_graph_module, _use_lazy_graph_module
-from torch.overrides import _get_function_stack_at  # type: ignore[attr-defined]
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from graphpp._torch import pytree
@@ -98,42 +93,7 @@ def fake_mode() -> FakeTensorMode:
 
 def modes_active() -> bool:
     """Whether a `TorchFunctionMode` or a `TorchDispatchMode` sees the operators of this thread."""
-    return any(mode_depths())
-
-
-def transforms_active() -> bool:
-    """Whether a transform of `torch.func`, such as `vmap`, is running."""
-    return torch._C._functorch.peek_interpreter_stack() is not None
-
-
-@contextlib.contextmanager
-def untraced() -> Iterator[None]:
-    """A context in an export whose operators, and changes of the grad mode and of autocast, become no nodes of its graph."""
-    from torch.fx.experimental.proxy_tensor import PreDispatchTorchFunctionMode, disable_proxy_modes_tracing
-
-    modes = [_get_function_stack_at(at) for at in range(torch._C._len_torch_function_stack())]
-    tracing = [mode for mode in modes if isinstance(mode, PreDispatchTorchFunctionMode)]
-    tracers = [mode.tracer for mode in tracing]
-    for mode in tracing:
-        mode.tracer = _NoTracer()  # type: ignore[assignment]
-    try:
-        with disable_proxy_modes_tracing():
-            yield
-    finally:
-        for mode, tracer in zip(tracing, tracers, strict=True):
-            mode.tracer = tracer
-
-
-class _NoTracer:
-    """Takes the place of the tracer to which a mode adds nodes."""
-
-    def create_node(self, *_: Any) -> Any:
-        return SimpleNamespace(meta={})
-
-
-def mode_depths() -> tuple[int, int]:
-    """How many modes of each kind see the operators of this thread."""
-    return torch._C._len_torch_function_stack(), torch._C._len_torch_dispatch_stack()
+    return bool(torch._C._len_torch_function_stack() or torch._C._len_torch_dispatch_stack())
 
 
 def as_under_export() -> contextlib.AbstractContextManager[None]:
@@ -230,12 +190,6 @@ def noted(note: dict[str, Any]) -> Iterator[None]:
     """A context that puts the note into `meta["custom"]` of all nodes that export traces, and of nodes traced from these."""
     with traceback.preserve_node_meta(), traceback.annotate(note):
         yield
-
-
-def note() -> Mapping[str, Any]:
-    """The note of the contexts `noted` that are open."""
-    found: Mapping[str, Any] = traceback.current_meta.get("custom", {})
-    return found
 
 
 def tracing() -> bool:

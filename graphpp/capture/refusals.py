@@ -34,6 +34,7 @@ from torch import fx, nn
 from torch.nn.modules import module as nn_module
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
+from graphpp._torch.symbols import is_unknown
 from graphpp._torch.this_thread import caller, replaced
 from graphpp.capture.source_lines import is_user_file, source_line, user_frame
 from graphpp.errors import CaptureError
@@ -135,7 +136,7 @@ def refuse_unknown_numbers(graph: fx.Graph, loss: Any) -> None:
     for node in graph.nodes:
         value, line = node.meta.get("val"), source_line(node.meta.get("stack_trace") or "")
         numbers = value.shape if isinstance(value, torch.Tensor) else (value,)
-        if any(isinstance(number, torch.SymInt | torch.SymFloat | torch.SymBool) for number in numbers):
+        if any(map(is_unknown, numbers)):
             raise CaptureError(
                 "a number or a size that only the data decides is used at "
                 f"{line or loss_line}, by {node.target}: a captured graph has one set of shapes. Write "
@@ -152,7 +153,7 @@ def refuse_unknown_sizes(joint: JointGraph) -> None:
     for node in joint.computed():
         values = node.meta["val"] if isinstance(node.meta["val"], list | tuple) else [node.meta["val"]]
         sizes = [size for value in values if isinstance(value, torch.Tensor) for size in value.shape]
-        if any(isinstance(size, torch.SymInt) for size in sizes):
+        if any(map(is_unknown, sizes)):
             place = node.meta["source"] or "the loss"
             raise CaptureError(
                 f"{node.target} at {place} has a gradient, and only the data decides the size of the values that it saves: a "

@@ -19,16 +19,20 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import re
 import secrets
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
+from pathlib import Path
 
 import torch
 
+from graphpp._torch.symbols import Symbols
 from graphpp.batch.microbatch import FlatMicrobatch
 from graphpp.capture.outputs import check_output_leaves
+from graphpp.capture.source_lines import is_user_file
 from graphpp.capture.trace import CapturedGraph, capture
 from graphpp.capture.transfer.code_trail import CodeTrail
 from graphpp.capture.transfer.process_state import process_state
@@ -42,37 +46,76 @@ from graphpp.parallel.agreement import Agreement
 _LOG = logging.getLogger("graphpp")
 
 
+Open = Mapping[str, Sequence[int]]
+"""The dimensions of tensors, by path, for whose sizes a graph is to hold."""
+
+
 def capture_graph(
-    request: CompileRequest, example: FlatMicrobatch, training: bool, trail: CodeTrail | None = None
+    request: CompileRequest,
+    example: FlatMicrobatch,
+    training: bool,
+    trail: CodeTrail | None = None,
+    open_sizes: Open | None = None,
 ) -> CapturedGraph:
     """Capture the model on an example microbatch, in this process; `trail` notes the code that runs.
 
-    The graph is that of a plain loop, also where the caller has switched autograd off. Raises `CaptureError`.
+    The graph is that of a plain loop, also where the caller has switched autograd off. If it cannot hold for `open_sizes`, the
+    graph holds for the sizes of the example, and `fixed_because` says why. Raises `CaptureError`.
     """
     began = time.perf_counter()
+    reason = ""
     with torch.inference_mode(False), torch.enable_grad():
-        captured = capture(
-            request.model,
-            request.loss,
-            example.microbatch(),
-            request.place.device,
-            training=training,
-            trail=trail,
-            copy_layers=request.options.debug.copy_layers,
+        run = partial(
+            capture, request.model, request.loss, example.microbatch(), request.place.device, training=training, trail=trail
         )
-    check_output_leaves(captured)
-    return replace(captured, seconds=time.perf_counter() - began)
+        captured, reason = _with_open_sizes(run, open_sizes, list(example.tensors)) if open_sizes else (None, "")
+        if captured is None:
+            captured = run(copy_layers=request.options.debug.copy_layers)
+            check_output_leaves(captured)
+    return replace(captured, fixed_because=reason, seconds=time.perf_counter() - began)
+
+
+def _with_open_sizes(
+    run: Callable[..., CapturedGraph], open_sizes: Open, paths: Sequence[str]
+) -> tuple[CapturedGraph | None, str]:
+    """A graph for several sizes, or None and the reason why there is none; `paths`: of the microbatch's tensors."""
+    try:
+        captured = run(varying=open_sizes)
+        check_output_leaves(captured)
+    except Exception as error:  # the model may still be captured for one size, which then raises the model's own errors
+        return None, f"a trace for all sizes raises {type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
+    assert captured.joint.symbols is not None
+    if captured.joint.symbols.free:
+        return captured, ""
+    return None, f"model or loss fix the sizes: {_fixing_lines(captured.joint.symbols, paths)}"
+
+
+def _fixing_lines(symbols: Symbols, paths: Sequence[str]) -> str:
+    """The equations that a trace assumed, with the user's code lines: `args[0].shape[1] == 9 at model.py:37`."""
+    names = {symbol.name: f"{paths[index]}.shape[{dim}]" for symbol, (index, dim) in symbols.places.items()}
+    lines = []
+    for equation, frame in symbols.equalities():
+        text = re.sub(r"\w+", lambda word: names.get(word[0], word[0]), equation)
+        of_user = frame is not None and is_user_file(frame.filename)
+        lines.append(f"{text} at {Path(frame.filename).name}:{frame.lineno}" if frame is not None and of_user else text)
+    return "; ".join(lines)
 
 
 def capture_graphs(
-    request: CompileRequest, agreement: Agreement, examples: Sequence[FlatMicrobatch], training: bool
+    request: CompileRequest,
+    agreement: Agreement,
+    examples: Sequence[FlatMicrobatch],
+    training: bool,
+    open_sizes: Sequence[Open],
 ) -> list[CapturedGraph]:
     """A graph for each example microbatch, captured by the first rank of the group. Called by all ranks of the group.
 
-    Raises `CaptureError`, and `MismatchError` if the first rank has failed.
+    `open_sizes`: for each example the sizes that the graph is to leave open. Raises `CaptureError`, and `MismatchError` if the
+    first rank has failed.
     """
     if not examples:
         return []
+    wanted = list(zip(examples, open_sizes, strict=True))
     several, keeps = agreement.several, request.options.debug.keep_graphs
     held, digest = _reachable(request) if several or keeps else (None, b"")
     if several and not agreement.same(digest):
@@ -80,15 +123,15 @@ def capture_graphs(
     if held is None:
         if several:
             _LOG.info("each rank captures by itself: model and loss cannot be compared, or differ between ranks")
-        return [capture_graph(request, example, training) for example in examples]
-    capturing = _CapturingRank(request, held, examples, training)
+        return [capture_graph(request, each, training, open_sizes=sizes) for each, sizes in wanted]
+    capturing = _CapturingRank(request, held, wanted, training)
     if not several:
-        return [capturing.obtained(example)[0] for example in examples]
+        return [capturing.obtained(*each)[0] for each in wanted]
     began = time.perf_counter()
     sent = json.loads(agreement.from_first(capturing.written))
     if "refused" in sent:
         _LOG.info("each rank captures by itself: the graph of the first rank cannot be sent, because of %s", sent["refused"])
-        return capturing.captured or [capture_graph(request, example, training) for example in examples]
+        return capturing.captured or [capture_graph(request, each, training, open_sizes=sizes) for each, sizes in wanted]
     device = request.place.device
     graphs = capturing.read_again or [read_graph(text, device, held) for text in sent["graphs"]]
     return [replace(graph, seconds=(time.perf_counter() - began) / len(graphs)) for graph in graphs]
@@ -100,14 +143,14 @@ class _CapturingRank:
 
     request: CompileRequest
     held: Reachable
-    examples: Sequence[FlatMicrobatch]
+    wanted: Sequence[tuple[FlatMicrobatch, Open]]
     training: bool
     captured: list[CapturedGraph] = field(default_factory=list)
     read_again: list[CapturedGraph] = field(default_factory=list)
 
     def written(self) -> bytes:
         """The graphs as JSON, or the reason why they cannot be written or read again. Raises `CaptureError`."""
-        made = [self.obtained(example) for example in self.examples]
+        made = [self.obtained(*each) for each in self.wanted]
         self.captured += [graph for graph, _ in made]
         texts = [text for _, text in made]
         refused = next((text for text in texts if isinstance(text, Exception)), None)
@@ -121,9 +164,9 @@ class _CapturingRank:
             return json.dumps({"refused": f"{type(refused).__name__}: {refused}"}).encode()
         return json.dumps({"graphs": texts}).encode()
 
-    def obtained(self, example: FlatMicrobatch) -> tuple[CapturedGraph, str | Exception]:
+    def obtained(self, example: FlatMicrobatch, open_sizes: Open) -> tuple[CapturedGraph, str | Exception]:
         """The graph of an example, from the cache folder or captured, and its text, or why it cannot be written."""
-        kept = self._kept
+        kept = self._kept if not open_sizes else None
         text = kept.find(example, self.training) if kept is not None else None
         if text is not None:
             began = time.perf_counter()
@@ -134,7 +177,7 @@ class _CapturingRank:
                 _LOG.warning("a kept graph cannot be read: please report this fault", exc_info=error)
         trail = CodeTrail() if kept is not None and kept.has_key else None
         before = _values(self.request) if trail is not None else b""
-        graph = capture_graph(self.request, example, self.training, trail)
+        graph = capture_graph(self.request, example, self.training, trail, open_sizes)
         try:
             text = write_graph(graph, self.request.place.device, self.held)
         except WriteError as error:

@@ -12,17 +12,23 @@ from graphpp.errors import GraphPPError
 from graphpp.options.option import Group, Option, a_positive_int, group_reader
 
 
-def _read_switch(variable: str) -> Callable[[object], bool]:
-    """A reader of True, False and None, which takes the value of an environment variable."""
+def _read_switch(variable: str, on: bool) -> Callable[[object], bool]:
+    """A reader of True, False and None, which takes the value of an environment variable, or `on` without the variable."""
 
     def read(form: object) -> bool:
         if form is None:
-            return os.environ.get(variable, "0") == "1"
+            return os.environ.get(variable) != "0" if on else os.environ.get(variable) == "1"
         if not isinstance(form, bool):
             raise GraphPPError(f"take True, False or None, got {form!r}")
         return form
 
     return read
+
+
+def _read_dynamic(form: object) -> bool | None:
+    if form is not None and not isinstance(form, bool):
+        raise GraphPPError(f"take True, False or None, got {form!r}")
+    return form
 
 
 def _read_folder(form: object) -> Path | None:
@@ -49,12 +55,19 @@ class Debug(Group):
         16,
         read=a_positive_int,
         takes="a positive integer",
-        about="How many captured graphs a pipeline keeps in memory, one per shape of microbatch and mode of the model; the "
+        about="How many captured graphs a pipeline keeps in memory, one per kind of microbatch and mode of the model; the "
         "least recently used one is dropped first.",
+    )
+    dynamic: Option[bool | None, bool | None] = Option(
+        None,
+        read=_read_dynamic,
+        takes="True, False",
+        about="Whether one captured graph serves microbatches of several sizes. None: the sizes that vary from call to call, "
+        "from their second value on. True: all sizes, from the first call on. False: no size.",
     )
     keep_graphs: Option[bool | None, bool] = Option(
         None,
-        read=_read_switch("GRAPHPP_KEEP_GRAPHS"),
+        read=_read_switch("GRAPHPP_KEEP_GRAPHS", on=False),
         describe=None,  # the first rank alone captures
         takes="True, False",
         about="Whether captured graphs are kept in the cache folder for later runs of an unchanged program; experimental. "
@@ -62,11 +75,11 @@ class Debug(Group):
     )
     copy_layers: Option[bool | None, bool] = Option(
         None,
-        read=_read_switch("GRAPHPP_COPY_LAYERS"),
+        read=_read_switch("GRAPHPP_COPY_LAYERS", on=True),
         describe=None,  # the first rank alone captures
         takes="True, False",
-        about="Whether of 6 and more equal layers two are traced and the others copied, which captures a large model in less "
-        "than half of the time; experimental. None: no, unless the variable `GRAPHPP_COPY_LAYERS` is 1.",
+        about="Whether of 6 and more equal layers two are traced with their backward and the others copied, which captures a "
+        "large model in half of the time. The graph is the same. None: yes, unless the variable `GRAPHPP_COPY_LAYERS` is 0.",
     )
 
 
