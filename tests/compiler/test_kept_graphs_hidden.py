@@ -140,6 +140,6 @@ def test_whole_numbers_of_library_classes_count(folder: Path, monkeypatch: pytes
     ],
 )
 def test_checkpointed_and_parametrized_models_are_found_again(helper: str, folder: Path) -> None:
-    loss_of_program(folder, helper, NUMBERS, "")  # the first capture of a process changes state of torch's checkpoints
-    assert loss_of_program(folder, helper, NUMBERS, "")[0] <= 1
+    for _ in range(2):  # the first capture of a process changes state of torch's checkpoints, so the second may be a new one
+        loss_of_program(folder, helper, NUMBERS, "")
     assert loss_of_program(folder, helper, NUMBERS, "")[0] == 0
