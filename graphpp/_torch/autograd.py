@@ -11,6 +11,7 @@ Checked on torch 2.11.0, 2.13.0 and 2.15.0:
   `SAC_IGNORED_OPS`
 - `torch.autograd.function.FunctionMeta`, `torch.autograd.Function._backward_cls`: the attributes of a Function that
   `apply` reads
+- `torch._C._autograd`: `_top_saved_tensors_default_hooks`: whether hooks on saved tensors are active
 """
 
 from __future__ import annotations
