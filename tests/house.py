@@ -15,7 +15,12 @@ from pathlib import Path
 
 import networkx
 
-_PROGRAMS = ("graphpp.runtime.program", "graphpp.runtime.gradients", "graphpp.runtime.randomness")  # what passes emit for
+_PROGRAMS = (  # what passes emit for, and symbolic sizes
+    "graphpp._torch.symbols",
+    "graphpp.runtime.program",
+    "graphpp.runtime.gradients",
+    "graphpp.runtime.randomness",
+)
 
 # package -> the packages below it that its files may import, from the lowest floor to the highest. A package may always import
 # itself, and graphpp.errors and graphpp.units; an entry covers its subpackages.
@@ -50,7 +55,7 @@ MAY_IMPORT: Mapping[str, tuple[str, ...]] = {
     "graphpp.passes.recompute": ("graphpp.passes.graph", *_PROGRAMS),
     "graphpp.passes.stage": (*(f"graphpp.passes.{each}" for each in ("graph", "text", "joint", "recompute")), *_PROGRAMS),
     "graphpp.passes.overlap": (*(f"graphpp.passes.{each}" for each in ("graph", "text", "stage")), *_PROGRAMS),
-    "graphpp.passes": ("graphpp._torch.symbols", *_PROGRAMS),
+    "graphpp.passes": _PROGRAMS,
     "graphpp.backends": ("graphpp.cache", "graphpp.options", "graphpp.passes", "graphpp.runtime", "graphpp._torch"),
     "graphpp.batch": ("graphpp.options", "graphpp._torch"),
     "graphpp.capture": ("graphpp.batch", "graphpp.passes", "graphpp.runtime", "graphpp._torch", "graphpp.options"),

@@ -9,6 +9,7 @@ Checked on torch 2.11.0, 2.13.0 and 2.15.0:
   `_get_isa_dry_compile_fingerprint`: torch, compiler and its options; `torch._inductor.exc.InvalidCxxCompiler`
 - `torch._inductor.config`: its options
 - `torch._inductor.lowering`: `lowerings`, `fallback_handler`: to lower an operator to a call of it
+- `torch._dispatch.python.enable_python_dispatcher`: operators are decomposed by torch's Python code
 - `torch._guards`: `TracingContext`, `tracing`: where Inductor finds the fake mode of a graph
 - `torch._subclasses.fake_tensor`: `FakeTensorMode`, `FakeTensor`
 - `torch.fx.experimental.symbolic_shapes.ShapeEnv`, `torch.fx.experimental.proxy_tensor.make_fx`
@@ -24,6 +25,7 @@ from unittest import mock
 
 import torch
 from torch import fx
+from torch._dispatch.python import enable_python_dispatcher
 from torch._guards import TracingContext, tracing
 from torch._inductor import config, lowering
 from torch._inductor.compile_fx import compile_fx_inner
@@ -51,7 +53,7 @@ def inductor_compile(
     """
     mode = FakeTensorMode(shape_env=ShapeEnv())
     fakes, symbols = in_new_mode(examples, mode)
-    with quick(), torch.no_grad(), mode:
+    with quick(), torch.no_grad(), mode, enable_python_dispatcher():  # some kernels read sizes, which their meta twins do not
         module = make_fx(fx.Interpreter(fx.GraphModule({}, graph)).run, select_decomp_table(), tracing_mode="fake")(*fakes)
     choose(module.graph)
     module.recompile()

@@ -10,6 +10,7 @@ Contract
 
 from __future__ import annotations
 
+import logging
 import warnings
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -22,6 +23,8 @@ from graphpp.backends.region_inputs import WithCapturedInputs
 from graphpp.backends.region_results import CompiledRegion
 from graphpp.passes.graph.region import Region, RegionCall
 from graphpp.passes.text.render import Run, render
+
+_LOG = logging.getLogger("graphpp")
 
 
 @dataclass(frozen=True)
@@ -76,6 +79,7 @@ class Regions:
     def __init__(self, compiler: RegionCompiler) -> None:
         self._compile = compiler
         self._compiled: dict[str, list[_Code]] = {}
+        self._tried: set[str] = set()  # the regions that the compiler was given with symbolic sizes
 
     def new(self, calls: Sequence[SizedCall]) -> list[SizedCall]:
         """One call of each distinct region of these calls for which no compiled code holds."""
@@ -90,9 +94,9 @@ class Regions:
         if not region.sizes:
             known.append(_Code(self._run(region)))
             return
-        if self._compile.takes_sizes and not known:
-            run = self._run(region)
-            known.append(_Code(run, symbols=run.symbols if isinstance(run, CompiledRegion) else None))
+        if self._compile.takes_sizes and region.key not in self._tried:
+            self._tried.add(region.key)
+            known += self._for_all_sizes(region)
         if self._code(call) is None and call.values is not None:
             known.append(_Code(self._run(region.at(call.values)), call.values))
 
@@ -100,6 +104,7 @@ class Regions:
         """Drop the compiled code of all other regions."""
         wanted = set(keys)
         self._compiled = {key: code for key, code in self._compiled.items() if key in wanted}
+        self._tried &= wanted
 
     def bind(self, calls: Sequence[SizedCall]) -> None:
         """Let each call run the compiled code of its region."""
@@ -118,15 +123,28 @@ class Regions:
         values = call.values if call.region.sizes else None
         return next((code for code in self._compiled.get(call.region.key, ()) if code.holds(values)), None)
 
-    def _run(self, region: Region) -> Run:
-        """Compile a region. If its compiler raises, warn, and let the region run eagerly.
+    def _for_all_sizes(self, region: Region) -> list[_Code]:
+        """The code of a region with symbolic sizes; none if the compiler raises, which may know each single size."""
+        try:
+            run = self._quietly(region)
+        except Exception as error:  # a compiler may raise anything
+            _LOG.info("%s is compiled for each size: %s: %s", region.title, type(error).__name__, error)
+            return []
+        return [_Code(run, symbols=run.symbols if isinstance(run, CompiledRegion) else None)]
+
+    def _quietly(self, region: Region) -> Run:
+        """Compile a region.
 
         One thread at a time compiles: the filters of warnings, Inductor's tables and its folder belong to the process.
         """
+        with alone(), warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # a compiler's warnings about its own code
+            return self._compile(region)
+
+    def _run(self, region: Region) -> Run:
+        """Compile a region. If its compiler raises, warn, and let the region run eagerly."""
         try:
-            with alone(), warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # a compiler's warnings about its own code
-                return self._compile(region)
+            return self._quietly(region)
         except Exception as error:  # a compiler may raise anything
             reason = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
             message = f"graphpp: {region.title} cannot be compiled and will run eagerly: {type(error).__name__}: {reason}"

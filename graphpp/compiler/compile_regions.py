@@ -22,7 +22,6 @@ from graphpp.backends.compilers import RegionCompiler
 from graphpp.backends.regions import Regions, SizedCall
 from graphpp.compiler.compile_graph import CompiledGraph
 from graphpp.options.split import ModuleCall
-from graphpp.passes.graph.name_sizes import with_named_sizes
 from graphpp.passes.graph.region import RegionCall
 from graphpp.passes.stage.emit import emit_outlined
 from graphpp.passes.stage.outline_regions import LayerOf, outline_regions
@@ -52,8 +51,7 @@ class RegionCache:
         layers = {id(graph): layers_of(module_calls(graph.captured.joint)) for _, graph in distinct.values()}
         for item, graph in items:
             if id(item.run) not in self._made:
-                source = with_named_sizes(split_dropout(graph.sources.of(item)))
-                made = outline_regions(source, layers[id(graph)])
+                made = outline_regions(split_dropout(graph.sources.of(item)), layers[id(graph)])
                 emitted = emit_outlined(item, made)
                 graph.sources.add(emitted, made.phase_graph)
                 self._made[id(item.run)] = (item, emitted, made.calls)

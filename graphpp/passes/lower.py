@@ -9,11 +9,10 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TypeVar
 
 from graphpp.passes.graph.joint_graph import JointGraph, verify_joint_graph
-from graphpp.passes.graph.name_sizes import with_named_sizes
 from graphpp.passes.graph.stage_graphs import StagedGraphs
 from graphpp.passes.joint.assign_stages import assign_stages
 from graphpp.passes.joint.clean_up import clean_up
@@ -112,15 +111,7 @@ def lower_assigned(
         staged = passes.run("split_weight_grad", lambda: split_weight_grad(joint, staged, may_recompute))
     if options.fuse_grad_accumulation and joint.training:
         staged = passes.run("accumulate_products", lambda: fuse_grad_accumulation(staged))
-    if joint.symbols is not None:
-        staged = passes.run("name_sizes", lambda: _with_named_sizes(staged))
     return passes.run("emit", lambda: emit(joint, staged))
-
-
-def _with_named_sizes(staged: StagedGraphs) -> StagedGraphs:
-    """The staged graphs in which no pass has left a symbolic number among the arguments of an operation."""
-    graphs = {key: with_named_sizes(each) for key, each in staged.graphs.items()}
-    return replace(staged, graphs=graphs, hoisted={stage: with_named_sizes(each) for stage, each in staged.hoisted.items()})
 
 
 def _rematerialized(joint: JointGraph, stages: int, budget: RecomputeBudget) -> JointGraph:

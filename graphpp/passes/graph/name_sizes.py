@@ -1,8 +1,8 @@
 """Let inputs with the role `Size` stand for the symbolic numbers of a graph.
 
-Contract: afterwards no operation has a symbolic number among its arguments, and no node computes one. An operation that was
-given `2*s1` reads the placeholder whose role is `Size("2*s1")`; the runtime fills the placeholder in. Numbers that turned out
-to be the same for all sizes are literals.
+Contract: after `name_sizes` no operation has a symbolic number among its arguments, and no node computes one. An operation that
+was given `2*s1` reads the placeholder whose role is `Size("2*s1")`; the runtime fills the placeholder in. Numbers that turned
+out to be the same for all sizes are literals. A pass that gives an operation a size gets the node from `SizeInputs`.
 """
 
 from __future__ import annotations
@@ -18,27 +18,37 @@ from graphpp.passes.graph.stage_graphs import PhaseGraph
 from graphpp.runtime.program import Size
 
 
-def name_sizes(graph: fx.Graph) -> bool:
-    """Replace symbolic numbers by placeholders, in place; returns whether the graph has changed."""
-    known = {node.meta["role"]: node for node in graph.find_nodes(op="placeholder") if isinstance(node.meta["role"], Size)}
-    first = next(node for node in graph.nodes if node.op != "placeholder")
-    changed = False
+class SizeInputs:
+    """The placeholders of a graph that are symbolic numbers; new ones are added behind the other placeholders."""
 
-    def named(value: Any) -> Any:
-        nonlocal changed
-        number = value.meta.get("val") if isinstance(value, fx.Node) else value
-        if not isinstance(number, SYMBOLIC) or (isinstance(value, fx.Node) and value.op == "placeholder"):
-            return value
-        changed = True
+    def __init__(self, graph: fx.Graph) -> None:
+        self._graph = graph
+        self._known = {node.meta["role"]: node for node in _placeholders(graph) if isinstance(node.meta["role"], Size)}
+        self._first = next(node for node in graph.nodes if node.op != "placeholder")
+
+    def of(self, number: Any) -> Any:
+        """The placeholder of a symbolic number; the number itself if it is known for all sizes."""
+        if not isinstance(number, SYMBOLIC):
+            return number
         expr = expression(number)
         if expr.is_number:
             return float(expr) if isinstance(number, torch.SymFloat) else int(expr)
         role = Size(str(expr))
-        if role not in known:
-            with graph.inserting_before(first):
-                known[role] = graph.placeholder(f"size_{len(known)}")
-            known[role].meta = _meta(role, number)
-        return known[role]
+        if role not in self._known:
+            with self._graph.inserting_before(self._first):
+                node = self._graph.placeholder(f"size_{len(self._known)}")
+            node.meta = {"val": number, "backward": False, "stage": None, "role": role}
+            self._known[role] = node
+        return self._known[role]
+
+
+def name_sizes(graph: fx.Graph) -> None:
+    """Replace symbolic numbers, and the nodes that compute them, by placeholders, in place."""
+    inputs = SizeInputs(graph)
+
+    def named(value: Any) -> Any:
+        number = value.meta.get("val") if isinstance(value, fx.Node) else value
+        return inputs.of(number) if isinstance(number, SYMBOLIC) else value
 
     for node in list(graph.nodes):
         if node.op == "call_function":
@@ -46,26 +56,25 @@ def name_sizes(graph: fx.Graph) -> bool:
     for node in reversed(list(graph.nodes)):
         if node.op == "call_function" and not node.users and isinstance(node.meta.get("val"), SYMBOLIC):
             graph.erase_node(node)
-    return changed
 
 
-def with_named_sizes(source: PhaseGraph, *, symbols: bool = False) -> PhaseGraph:
-    """A phase graph whose symbolic numbers are inputs; `source` stays as it is. `symbols`: all symbols are inputs too."""
-    graph, copies = fx.Graph(), dict[fx.Node, fx.Node]()
-    end = graph.output(graph.graph_copy(source.graph, copies))
-    end.meta = dict(source.graph.output_node().meta)
-    changed = name_sizes(graph)
-    if symbols:
-        roles = {node.meta["role"] for node in graph.find_nodes(op="placeholder")}
-        first = next(node for node in graph.nodes if node.op != "placeholder")
-        for name, size in sorted(symbolic_sizes(graph).items()):
-            if name in symbols_of(size) and Size(name) not in roles:
-                with graph.inserting_before(first):
-                    graph.placeholder(f"size_{name}").meta = _meta(Size(name), size)
-                changed = True
-    if not changed:
+def with_symbols(source: PhaseGraph) -> PhaseGraph:
+    """A phase graph with each symbol of its sizes as an input; `source` stays as it is."""
+    symbols = {name: size for name, size in symbolic_sizes(source.graph).items() if name in symbols_of(size)}
+    if not symbols:
         return source
-    return replace(source, graph=graph, inputs=tuple(node.meta["role"] for node in graph.find_nodes(op="placeholder")))
+    graph = fx.Graph()
+    end = graph.output(graph.graph_copy(source.graph, {}))
+    end.meta = dict(source.graph.output_node().meta)
+    inputs = SizeInputs(graph)
+    for _, size in sorted(symbols.items()):
+        inputs.of(size)
+    return with_inputs(source, graph)
+
+
+def with_inputs(source: PhaseGraph, graph: fx.Graph) -> PhaseGraph:
+    """The phase graph with another graph, and the inputs of that graph."""
+    return replace(source, graph=graph, inputs=tuple(node.meta["role"] for node in _placeholders(graph)))
 
 
 def symbolic_sizes(graph: fx.Graph) -> dict[str, Any]:
@@ -77,15 +86,15 @@ def symbolic_sizes(graph: fx.Graph) -> dict[str, Any]:
             if isinstance(each, torch.Tensor):
                 sizes = (*each.shape, *each.stride())
                 found |= {str(expression(size)): size for size in sizes if isinstance(size, SYMBOLIC)}
-    inputs = graph.find_nodes(op="placeholder")
-    found |= {node.meta["role"].formula: node.meta["val"] for node in inputs if isinstance(node.meta["role"], Size)}
+    inputs = [node for node in _placeholders(graph) if isinstance(node.meta["role"], Size)]
+    found |= {node.meta["role"].formula: node.meta["val"] for node in inputs}
     for size in list(found.values()):
         found |= symbol_sizes(size)
     return found
 
 
-def _meta(role: Size, number: Any) -> dict[str, Any]:
-    return {"val": number, "backward": False, "stage": None, "role": role}
+def _placeholders(graph: fx.Graph) -> list[fx.Node]:
+    return list(graph.find_nodes(op="placeholder"))
 
 
 def _mapped(value: Any, change: Any) -> Any:

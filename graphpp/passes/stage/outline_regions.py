@@ -28,7 +28,7 @@ from graphpp._torch.symbols import SYMBOLIC, formula, symbols_of
 from graphpp.passes.graph.aliases import is_view
 from graphpp.passes.graph.collectives import is_collective, is_wait
 from graphpp.passes.graph.joint_graph import is_check
-from graphpp.passes.graph.name_sizes import with_named_sizes
+from graphpp.passes.graph.name_sizes import with_symbols
 from graphpp.passes.graph.op_costs import Cost, flops
 from graphpp.passes.graph.region import Region, RegionCall
 from graphpp.passes.graph.stage_graphs import PhaseGraph
@@ -51,7 +51,7 @@ class OutlinedGraph:
 
 def outline_regions(source: PhaseGraph, layer: LayerOf) -> OutlinedGraph:
     """The phase graph with calls in place of its regions; `source` stays as it is."""
-    source = with_named_sizes(source, symbols=True)
+    source = with_symbols(source)
     graph, calls = fx.Graph(), list[RegionCall]()
     copies: dict[fx.Node, fx.Node] = {}
     for node in source.graph.find_nodes(op="placeholder"):
