@@ -8,7 +8,7 @@ Checked on torch 2.13.0 and 2.15.0:
 - `torch._functorch.aot_autograd`: loads what a trace needs
 - `torch._subclasses.fake_tensor.FakeTensorMode`
 - `torch._guards`: `TracingContext`, `tracing`: an export in a given fake mode
-- `torch.utils._sympy.functions`: the functions in expressions of sizes; `torch.utils._sympy.numbers.int_oo`
+- `torch.utils._sympy.numbers.int_oo`
 - `SymInt.node`: `expr`, `hint`, `shape_env`
 
 A symbol stands for the size of one dimension of one input. Sympy takes a second to import, so this file imports it with the
@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import contextlib
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -29,6 +29,8 @@ from typing import Any
 import torch
 from torch._guards import TracingContext, tracing
 from torch._subclasses.fake_tensor import FakeTensorMode
+
+from graphpp._torch.size_expressions import read_expression, write_expression
 
 Place = tuple[int, int]  # index of an input, dimension
 
@@ -300,54 +302,6 @@ class Symbols:
 def _fits(shape: Sequence[int], closed: Sequence[int | None]) -> bool:
     """Whether a shape has the sizes that are not open."""
     return len(shape) == len(closed) and all(fixed in (None, size) for size, fixed in zip(shape, closed, strict=True))
-
-
-def write_expression(expr: Any) -> Any:
-    """A sympy expression as lists: the name of a function and its arguments. Raises `ValueError` for unknown functions."""
-    if expr.is_Symbol:
-        return expr.name
-    if expr.is_Boolean and not expr.args:
-        return bool(expr)
-    if expr.is_Integer:
-        return int(expr)
-    if expr.is_Float:
-        return {"float": float(expr).hex()}
-    name = expr.func.__name__
-    if _functions().get(name) is not expr.func:
-        raise ValueError(f"a size is computed by {name}")
-    return [name, *map(write_expression, expr.args)]
-
-
-def read_expression(written: Any, names: Mapping[str, Any]) -> Any:
-    """The expression of `write_expression`; `names`: the symbols."""
-    import sympy
-
-    match written:
-        case bool():
-            return sympy.true if written else sympy.false
-        case int():
-            return sympy.Integer(written)
-        case str():
-            return names[written]
-        case {"float": text}:
-            return sympy.Float(float.fromhex(text))
-    name, *arguments = written
-    return _functions()[name](*(read_expression(each, names) for each in arguments))
-
-
-def _functions() -> Mapping[str, Callable[..., Any]]:
-    """The functions that may stand in an expression, by name."""
-    import sympy
-    from torch.utils._sympy import functions
-
-    own = {name: getattr(functions, name) for name in functions.__all__}
-    general = (
-        sympy.Add, sympy.Mul, sympy.Pow, sympy.Rational, sympy.Eq, sympy.Ne, sympy.Lt, sympy.Le, sympy.Gt, sympy.Ge,
-        sympy.And, sympy.Or, sympy.Not, sympy.Piecewise,
-    )  # fmt: skip
-    return {each.__name__: each for each in general} | {
-        each.__name__: each for each in own.values() if isinstance(each, type)
-    }
 
 
 def _name(source: Any) -> str:

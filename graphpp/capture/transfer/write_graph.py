@@ -17,7 +17,8 @@ import torch
 from torch import fx
 
 from graphpp._torch import aot, pytree
-from graphpp._torch.symbols import SYMBOLIC, Symbols, expression, hint, is_unknown, write_expression
+from graphpp._torch.size_expressions import write_expression
+from graphpp._torch.symbols import SYMBOLIC, Symbols, expression, hint, is_unknown
 from graphpp.batch.microbatch import TENSOR_LEAF
 from graphpp.capture.trace import CapturedGraph
 from graphpp.capture.transfer.format import (
