@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import contextlib
 import re
+import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -34,6 +35,7 @@ from graphpp._torch.size_expressions import read_expression, write_expression
 
 Place = tuple[int, int]  # index of an input, dimension
 
+_FLOATING = {"ToFloat", "IntTrueDiv", "FloatTrueDiv", "FloatPow"}  # functions of torch's with floating-point results
 SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
 _PLACE = re.compile(r"^L\['tensors'\]\[(\d+)\]\.size\(\)\[(\d+)\]$")
 
@@ -49,6 +51,25 @@ def hint(size: Any) -> Any:
 def expression(size: Any) -> Any:
     """The sympy expression of a symbolic size."""
     return size.node.expr
+
+
+def is_of_latest_trace(size: Any) -> bool:
+    """Whether a symbolic size belongs to the latest trace with symbols."""
+    return any(size.node.shape_env is env() for env in _LATEST)
+
+
+def plain_number(size: Any, value: Any) -> Any:
+    """The Python number of a sympy number, of the kind of `size`."""
+    kinds = {torch.SymInt: int, torch.SymFloat: float, torch.SymBool: bool}
+    return next(kind for symbolic, kind in kinds.items() if isinstance(size, symbolic))(value)
+
+
+def name_of(size: Any) -> str:
+    """The formula of a symbolic size as text, with all digits: `2*s1`."""
+    import sympy
+
+    expr = size.node.expr
+    return str(expr.xreplace({each: sympy.Symbol(repr(float(each))) for each in expr.atoms(sympy.Float)}))
 
 
 def formula(size: Any) -> Any:
@@ -80,7 +101,9 @@ def mode_with_symbols() -> FakeTensorMode:
     from torch._functorch import aot_autograd  # noqa: F401  (`aot.fake_mode` says why)
     from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-    return FakeTensorMode(shape_env=ShapeEnv(tracked_fakes=[]), allow_non_fake_inputs=True)
+    env = ShapeEnv(tracked_fakes=[])
+    _LATEST[:] = [weakref.ref(env)]
+    return FakeTensorMode(shape_env=env, allow_non_fake_inputs=True)
 
 
 @contextlib.contextmanager
@@ -122,11 +145,10 @@ class Values:
         """The number of a size; a plain number as it is."""
         if not isinstance(size, SYMBOLIC):
             return size
-        expr = size.node.expr
-        if expr not in self._known:
-            value = expr.xreplace(self.of_symbols)
-            self._known[expr] = float(value) if isinstance(size, torch.SymFloat) else int(value)
-        return self._known[expr]
+        key = type(size), size.node.expr
+        if key not in self._known:
+            self._known[key] = plain_number(size, size.node.expr.xreplace(self.of_symbols))
+        return self._known[key]
 
 
 def considering(values: Values | None) -> contextlib.AbstractContextManager[None]:
@@ -134,6 +156,7 @@ def considering(values: Values | None) -> contextlib.AbstractContextManager[None
     return contextlib.nullcontext() if values is None else values.considered()
 
 
+_LATEST: list[weakref.ref[Any]] = []  # the shape environment of the latest trace with symbols; one thread at a time traces
 _CONSIDERED: ContextVar[Values | None] = ContextVar("sizes considered", default=None)
 
 
@@ -232,6 +255,14 @@ class Symbols:
             if bounds.upper not in (int_oo, sympy.oo):
                 facts.append(sympy.Le(symbol, bounds.upper, evaluate=False))
         return list(dict.fromkeys(facts))
+
+    @property
+    def compares_floats(self) -> bool:
+        """Whether a comparison has a floating-point number in it, which sympy rounds in another way than Python."""
+        import sympy
+
+        return any(fact.atoms(sympy.Float) or _FLOATING & {each.func.__name__ for each in fact.atoms(sympy.Function)}
+                   for fact in self.facts)
 
     @property
     def free(self) -> set[Place]:

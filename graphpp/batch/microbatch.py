@@ -105,15 +105,15 @@ class FlatMicrobatch:
 
     @cached_property
     def kind(self) -> tuple[str, ...]:
-        """The signature without the sizes of tensors whose elements lie in order."""
+        """The signature without the sizes of integers, and of other tensors whose elements lie in order."""
         leaves = (f"{path}: {_describe_kind(leaf)}" for path, leaf in zip(self.paths, self.values, strict=True))
         return (f"the structure {self.spec}", *leaves)
 
     def with_ordered_integers(self) -> FlatMicrobatch:
-        """The microbatch with integers and flags in order of memory, which changes no number computed from them."""
-        if all(not isinstance(leaf, torch.Tensor) or not _is_loose(leaf) for leaf in self.values):
+        """The microbatch with integers and flags in order of memory; kernels compute the same of them."""
+        if not any(map(is_unordered_integers, self.values)):
             return self
-        return replace(self, values=tuple(leaf.contiguous() if _is_loose(leaf) else leaf for leaf in self.values))
+        return replace(self, values=tuple(leaf.contiguous() if is_unordered_integers(leaf) else leaf for leaf in self.values))
 
 
 def flatten_microbatch(batch: Microbatch) -> FlatMicrobatch:
@@ -169,7 +169,7 @@ def _check_leaf(path: str, leaf: Any) -> None:
         )
 
 
-def _is_loose(leaf: Any) -> bool:
+def is_unordered_integers(leaf: Any) -> bool:
     """Whether a leaf is a tensor of integers or flags whose elements do not lie in order."""
     if not isinstance(leaf, torch.Tensor) or leaf.layout is not torch.strided:
         return False
@@ -177,8 +177,9 @@ def _is_loose(leaf: Any) -> bool:
 
 
 def _describe_kind(leaf: Any) -> str:
-    """A leaf's line of the kind: for a tensor in order the number of dimensions and the dtype."""
-    if isinstance(leaf, torch.Tensor) and leaf.layout is torch.strided and leaf.is_contiguous():
+    """A leaf's line of the kind: for integers, and for other tensors in order, the number of dimensions and the dtype."""
+    ordered = isinstance(leaf, torch.Tensor) and leaf.layout is torch.strided and leaf.is_contiguous()
+    if ordered or is_unordered_integers(leaf):
         return f"{leaf.dim()} dimensions, {leaf.dtype}"
     return _describe(leaf)
 

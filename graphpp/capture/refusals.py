@@ -34,7 +34,7 @@ from torch import fx, nn
 from torch.nn.modules import module as nn_module
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
-from graphpp._torch.symbols import is_unknown
+from graphpp._torch.symbols import SYMBOLIC, is_unknown
 from graphpp._torch.this_thread import caller, replaced
 from graphpp.capture.source_lines import is_user_file, source_line, user_frame
 from graphpp.errors import CaptureError
@@ -143,6 +143,19 @@ def refuse_unknown_numbers(graph: fx.Graph, loss: Any) -> None:
                 ".item(), nonzero() or indexing with a mask as tensor operations (torch.where, multiplication with the "
                 "mask), or compute it outside and pass it in."
             )
+
+
+def refuse_float_arithmetic(graph: fx.Graph) -> None:
+    """Raise `CaptureError` for floating-point numbers that several operations compute from sizes.
+
+    Torch computes with symbols as in algebra, `0.1*n*3.0` as `n*0.3`; Python rounds after each operation.
+    """
+    for node in graph.nodes:
+        chained = [source for source in node.all_input_nodes if isinstance(source.meta.get("val"), torch.SymFloat)]
+        number = node.op == "call_function" and isinstance(node.meta.get("val"), SYMBOLIC)
+        if number and any(source.target is not torch.sym_float for source in chained):
+            line = source_line(node.meta.get("stack_trace") or "") or "the loss"
+            raise CaptureError(f"several floating-point operations compute a number from a size at {line}")
 
 
 def refuse_unknown_sizes(joint: JointGraph) -> None:

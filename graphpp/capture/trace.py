@@ -48,6 +48,7 @@ from graphpp.capture.outside_state import refuse_draws, refuse_generators, refus
 from graphpp.capture.refusals import (
     check_model,
     refuse_during_trace,
+    refuse_float_arithmetic,
     refuse_mixed_products,
     refuse_unknown_numbers,
     refuse_unknown_sizes,
@@ -253,6 +254,8 @@ def _export_once(
     functions.restore_into(module)
     drop_value_checks(module)
     refuse_unknown_numbers(module.graph, wrapper.inputs[0])
+    if dims is not None:
+        refuse_float_arithmetic(module.graph)
     refuse_generators(module.graph)
     return Exported(module, functions, wrapper.found, inputs)
 

@@ -31,7 +31,9 @@ import torch
 
 from graphpp._torch.symbols import Symbols
 from graphpp.batch.microbatch import FlatMicrobatch
+from graphpp.capture.leaked_symbols import take_back
 from graphpp.capture.outputs import check_output_leaves
+from graphpp.capture.same_operations import difference
 from graphpp.capture.source_lines import is_user_file
 from graphpp.capture.trace import CapturedGraph, capture
 from graphpp.capture.transfer.code_trail import CodeTrail
@@ -41,6 +43,7 @@ from graphpp.capture.transfer.read_graph import read_graph
 from graphpp.capture.transfer.write_graph import WriteError, write_graph
 from graphpp.compiler.kept_graphs import KeptGraphs
 from graphpp.compiler.request import CompileRequest
+from graphpp.errors import CaptureError
 from graphpp.parallel.agreement import Agreement
 
 _LOG = logging.getLogger("graphpp")
@@ -63,31 +66,51 @@ def capture_graph(
     graph holds for the sizes of the example, and `fixed_because` says why. Raises `CaptureError`.
     """
     began = time.perf_counter()
-    reason = ""
     with torch.inference_mode(False), torch.enable_grad():
-        run = partial(
-            capture, request.model, request.loss, example.microbatch(), request.place.device, training=training, trail=trail
-        )
-        captured, reason = _with_open_sizes(run, open_sizes, list(example.tensors)) if open_sizes else (None, "")
-        if captured is None:
-            captured = run(copy_layers=request.options.debug.copy_layers)
-            check_output_leaves(captured)
-    return replace(captured, fixed_because=reason, seconds=time.perf_counter() - began)
+        model, loss, device = request.model, request.loss, request.place.device
+        copies = request.options.debug.copy_layers
+        captured = capture(model, loss, example.microbatch(), device, training=training, trail=trail, copy_layers=copies)
+        check_output_leaves(captured)
+        if open_sizes:
+            ordered = example.with_ordered_integers().microbatch()
+            run = partial(capture, model, loss, ordered, device, training=training, varying=open_sizes)
+            captured = _with_open_sizes(run, captured, example, open_sizes, request.options.debug.dynamic is True)
+    return replace(captured, seconds=time.perf_counter() - began)
 
 
 def _with_open_sizes(
-    run: Callable[..., CapturedGraph], open_sizes: Open, paths: Sequence[str]
-) -> tuple[CapturedGraph | None, str]:
-    """A graph for several sizes, or None and the reason why there is none; `paths`: of the microbatch's tensors."""
+    run: Callable[[], CapturedGraph], fixed: CapturedGraph, example: FlatMicrobatch, open_sizes: Open, some: bool
+) -> CapturedGraph:
+    """A graph for several sizes, or the graph `fixed` for those of the example, with the reason.
+
+    `some`: a graph that leaves some of these sizes open will do. The graphs are compared for the example's sizes, since code
+    may tell a symbol from an integer.
+    """
     try:
-        captured = run(varying=open_sizes)
-        check_output_leaves(captured)
-    except Exception as error:  # the model may still be captured for one size, which then raises the model's own errors
-        return None, f"a trace for all sizes raises {type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
-    assert captured.joint.symbols is not None
-    if captured.joint.symbols.free:
-        return captured, ""
-    return None, f"model or loss fix the sizes: {_fixing_lines(captured.joint.symbols, paths)}"
+        try:
+            several = run()
+        finally:
+            holder = take_back()
+        if holder is not None:
+            raise CaptureError(f"the forward keeps a size in an object of the program ({holder})")
+        check_output_leaves(several)
+        symbols = several.joint.symbols
+        values = symbols.values(example.shapes) if symbols is not None else None
+        assert symbols is not None and values is not None, "a graph does not hold for the sizes of which it was captured"
+        unlike = difference(several.joint, values, fixed.joint)
+        if symbols.compares_floats:
+            raise CaptureError("a branch depends on a floating-point number that is computed from a size")
+    except Exception as error:  # the model has a graph for one size
+        reason = f"a trace for all sizes raises {type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
+        return replace(fixed, fixed_because=reason)
+    if unlike is not None:
+        reason = f"code that can tell a symbol from an integer computes something else for symbols: {unlike}"
+        return replace(fixed, fixed_because=reason)
+    paths = list(example.tensors)
+    wanted = {(paths.index(path), dim) for path, dims in open_sizes.items() for dim in dims}
+    if wanted <= symbols.free or (some and symbols.free):
+        return several
+    return replace(fixed, fixed_because=f"model or loss fix a size: {_fixing_lines(symbols, paths)}")
 
 
 def _fixing_lines(symbols: Symbols, paths: Sequence[str]) -> str:

@@ -20,6 +20,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import torch
+
 from graphpp.backends.record_programs import RecordedPrograms
 from graphpp.batch.cut_batch import leading_size
 from graphpp.batch.loss_weights import LossWeighting
@@ -51,6 +53,11 @@ class PreparedStep:
 
     lowered: Lowered
     runner: GraphPPRunner
+
+    def inputs(self, parts: Sequence[FlatMicrobatch]) -> list[Mapping[str, torch.Tensor]]:
+        """The tensors of each microbatch as the graphs take them: a graph with open sizes takes integers in order of memory."""
+        pairs = zip(parts, self.lowered.graphs, strict=True)
+        return [(part if graph.general is None else part.with_ordered_integers()).tensors for part, graph in pairs]
 
 
 class GraphCache:
@@ -88,7 +95,6 @@ class GraphCache:
         Raises `GraphPPError` where modules or ties of parameters have changed since the pipeline was made, and while another
         thread captures the model.
         """
-        parts = [part.with_ordered_integers() for part in parts]
         keys = self._keys.keys(training, [part.signature for part in parts])
         return StepCall(parts, training, tuple(keys[part.signature] for part in parts), weighting)
 

@@ -19,7 +19,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from graphpp._torch.symbols import Values
-from graphpp.batch.microbatch import FlatMicrobatch
+from graphpp.batch.microbatch import FlatMicrobatch, is_unordered_integers
 from graphpp.compiler.compile_graph import CompiledGraph
 from graphpp.pipeline.graph_keys import Recent
 from graphpp.pipeline.step_call import GraphKey
@@ -80,7 +80,7 @@ class VaryingSizes:
         for path, tensor in part.tensors.items():
             wanted = range(tensor.dim()) if self._dynamic else sorted(varied[path])
             dims = tuple(dim for dim in wanted if tensor.shape[dim] > 1)
-            if dims and tensor.is_contiguous():
+            if dims and (tensor.is_contiguous() or is_unordered_integers(tensor)):
                 found[path] = dims
         graphs = sum(other == kind for other, _ in self._graphs.values())
         return {} if self._fixed.get(kind) == found or graphs >= _MOST else found

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import copy
+import functools
 import logging
 import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -126,9 +127,8 @@ def test_one_graph_serves_all_sizes(options: dict[str, Any]) -> None:
             assert torch.equal(found.losses, losses)
             if options.get("gradients") is None:
                 assert_same_state(model, twin)
-    # for one size, for all lengths, for all lengths and rows
-    assert len(made) == 3
-    assert [graph.joint.symbols is not None for graph in made] == [False, True, True]
+    # for one size; for all lengths, for all lengths and rows, each after a graph for one size to compare with
+    assert [graph.joint.symbols is not None for graph in made] == [False, False, True, False, True]
 
 
 def on_rank(rank: int, schedule: str, options: dict[str, Any]) -> tuple[list[Tensor], dict[str, Tensor], int]:
@@ -155,7 +155,7 @@ def test_ranks_send_each_size(schedule: str, options: dict[str, Any]) -> None:
     """On two ranks, with dropout: the numbers are those of graphs for one size, also on one rank."""
     several = run_ranks(on_rank, 2, schedule, options)
     alone = run_ranks(on_rank, 2, schedule, options | {"debug": Debug(dynamic=False)})
-    assert [made for _, _, made in several] == [2, 0] and [made for _, _, made in alone] == [4, 0]
+    assert [made for _, _, made in several] == [3, 0] and [made for _, _, made in alone] == [4, 0]
     for (losses, grads, _), (expected, wanted, _) in zip(several, alone, strict=True):
         assert all(map(torch.equal, losses, expected))
         assert grads.keys() == wanted.keys() and all(torch.equal(grads[fqn], wanted[fqn]) for fqn in grads)
@@ -171,7 +171,7 @@ def test_microbatches_of_several_sizes_in_one_step() -> None:
             found = pipe.step_microbatches(parts)
             assert torch.equal(found.losses, eager(twin, [(part.args[0], part.target) for part in parts]))
             assert_same_state(model, twin)
-    assert len(made) == 2
+    assert len(made) == 3
 
 
 def test_sizes_that_stay_the_same_must_stay_the_same() -> None:
@@ -196,7 +196,7 @@ def test_slices_of_a_longer_batch() -> None:
             found = pipe.step(inputs, target=target)
             assert torch.equal(found.losses, eager(twin, list(zip(inputs.chunk(2), target.chunk(2), strict=True))))
             assert_same_state(model, twin)
-    assert len(made) == 2
+    assert len(made) == 3
 
 
 class Branches(Model):
@@ -215,7 +215,7 @@ def test_each_branch_has_its_graph() -> None:
             x = tokens(2, length)
             assert torch.equal(pipe.step(x, target=x).losses, eager(twin, [(x, x)]))
             assert_same_state(model, twin)
-    assert len(made) == 3
+    assert len(made) == 5
 
 
 class Fixed(nn.Module):
@@ -258,6 +258,90 @@ def test_a_model_that_fixes_its_sizes_is_said_once(kind: Any, names: str, caplog
     warned = [record.getMessage() for record in caplog.records if "by itself" in record.getMessage()]
     assert len(warned) == 1
     assert re.search(names, warned[0])
+
+
+@functools.lru_cache(None)
+def looked_up(length: int) -> int:
+    return 2 * length
+
+
+class Global:
+    longest = 2
+    seen: ClassVar[list[Any]] = []
+
+
+def tried(length: int) -> int:
+    try:
+        return {4: 2, 6: 3, 7: 4}[length]
+    except (KeyError, TypeError):
+        return 1
+
+
+def noted(length: int) -> int:
+    Global.seen.append((length, 3))
+    return Global.seen[-1][0]
+
+
+def kept(length: int) -> int:
+    Global.longest = max(Global.longest, length)
+    return Global.longest
+
+
+TRICKS: dict[str, Callable[[Tensor], Any]] = {
+    "type": lambda x: 2 if isinstance(x.shape[1], int) else 3,
+    "float type": lambda x: 2 if type(x.shape[1] * 0.5) is float else 3,
+    "text": lambda x: len(f"{x.shape[1]}"),
+    "representation": lambda x: len(repr(tuple(x.shape))),
+    "caught hash": lambda x: tried(x.shape[1]),
+    "cache": lambda x: looked_up(x.shape[1]),
+    "two roundings": lambda x: (x.shape[1] * 0.1 + 1e16 - 1e16) + 1,
+    "branch on two roundings": lambda x: 2 if (x.shape[1] + 0.1) + 0.2 > x.shape[1] + 0.30000000000000004 else 3,
+    "one rounding": lambda x: x.shape[1] * 0.3,
+    "quotient": lambda x: x.shape[1] / 7,
+    "comparison": lambda x: x.shape[1] > 6,
+    "comparison as a tensor": lambda x: torch.full((1,), x.shape[1] > 6),
+    "object": lambda x: kept(x.shape[1]),
+    "list of an object": lambda x: noted(x.shape[1]),
+    "close factors": lambda x: (x.double() * (x.shape[1] * 0.3) - x.double() * (x.shape[1] * (0.1 + 0.2))).float() * 1e15,
+}
+
+
+@pytest.mark.parametrize("name", TRICKS)
+def test_code_that_can_tell_a_symbol_from_an_integer(name: str) -> None:
+    class Tricky(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.first, self.last = nn.Linear(4, 4), nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.first(x)
+            return self.last(x * TRICKS[name](x))
+
+    model, twin = Tricky(), Tricky()
+    pipe = graphpp.compile(model, F.mse_loss, split=["last"], microbatches=1)
+    for length in (4, 6, 7, 5, 9, 12):
+        x = torch.randn(3, length, 4, generator=torch.Generator().manual_seed(length))
+        Global.longest, Global.seen = 2, []
+        found = pipe.step(x, target=x)
+        assert type(Global.longest) is int and all(type(each[0]) is int for each in Global.seen)
+        Global.longest, Global.seen = 2, []
+        assert torch.equal(found.losses, eager(twin, [(x, x)], F.mse_loss)), length
+        assert_same_state(model, twin)
+
+
+def test_strides_of_integers_are_the_callers() -> None:
+    class Strided(Model):
+        def forward(self, tokens: Tensor) -> Tensor:
+            return super().forward(tokens) * tokens.stride(0)
+
+    model = Strided()
+    twin = copy.deepcopy(model)
+    pipe = graphpp.compile(model, loss, split=["blocks.2"], microbatches=1)
+    for length in (5, 8, 6):
+        x = tokens(4, length)[:, :-1]
+        assert torch.equal(pipe.step(x, target=x).losses, eager(twin, [(x, x)]))
+        assert_same_state(model, twin)
 
 
 @pytest.mark.parametrize("recompute", [None, "full"])
@@ -320,7 +404,7 @@ def test_evaluation_of_several_sizes() -> None:
             x = tokens(4, length)
             found = pipe.eval(x, target=x)
             assert torch.equal(found.output, torch.cat([twin(part) for part in x.chunk(2)]))
-    assert len(made) == 2
+    assert len(made) == 3
 
 
 @pytest.mark.parametrize("backend", ["inductor", lambda module, examples: module, lambda module, examples: copy.copy(module)])
@@ -349,6 +433,6 @@ def test_the_option(dynamic: bool) -> None:
             x = tokens(rows, length)
             assert torch.equal(pipe.step(x, target=x).losses, eager(twin, [(x, x)]))
             assert_same_state(model, twin)
-    assert len(made) == (1 if dynamic else 3)
+    assert len(made) == (2 if dynamic else 3)
     with pytest.raises(graphpp.GraphPPError, match=r"debug\.dynamic"):
         graphpp.compile(model, loss, debug=Debug(dynamic="yes"))  # type: ignore[arg-type]

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from graphpp._torch.symbols import SYMBOLIC, expression, symbol_sizes, symbols_of
+from graphpp._torch.symbols import SYMBOLIC, expression, name_of, plain_number, symbol_sizes, symbols_of
 from graphpp.passes.graph.stage_graphs import PhaseGraph
 from graphpp.runtime.program import Size
 
@@ -30,10 +30,9 @@ class SizeInputs:
         """The placeholder of a symbolic number; the number itself if it is known for all sizes."""
         if not isinstance(number, SYMBOLIC):
             return number
-        expr = expression(number)
-        if expr.is_number:
-            return float(expr) if isinstance(number, torch.SymFloat) else int(expr)
-        role = Size(str(expr))
+        if not expression(number).free_symbols:
+            return plain_number(number, expression(number))
+        role = Size(name_of(number))
         if role not in self._known:
             with self._graph.inserting_before(self._first):
                 node = self._graph.placeholder(f"size_{len(self._known)}")
@@ -85,7 +84,7 @@ def symbolic_sizes(graph: fx.Graph) -> dict[str, Any]:
         for each in value if isinstance(value, list | tuple) else (value,):
             if isinstance(each, torch.Tensor):
                 sizes = (*each.shape, *each.stride())
-                found |= {str(expression(size)): size for size in sizes if isinstance(size, SYMBOLIC)}
+                found |= {name_of(size): size for size in sizes if isinstance(size, SYMBOLIC)}
     inputs = [node for node in _placeholders(graph) if isinstance(node.meta["role"], Size)]
     found |= {node.meta["role"].formula: node.meta["val"] for node in inputs}
     for size in list(found.values()):
