@@ -15,7 +15,12 @@ from pathlib import Path
 
 import networkx
 
-_PROGRAMS = ("graphpp.runtime.program", "graphpp.runtime.gradients", "graphpp.runtime.randomness")  # what passes emit for
+_PROGRAMS = (  # what passes emit for, and symbolic sizes
+    "graphpp._torch.symbols",
+    "graphpp.runtime.program",
+    "graphpp.runtime.gradients",
+    "graphpp.runtime.randomness",
+)
 
 # package -> the packages below it that its files may import, from the lowest floor to the highest. A package may always import
 # itself, and graphpp.errors and graphpp.units; an entry covers its subpackages.
@@ -55,6 +60,7 @@ MAY_IMPORT: Mapping[str, tuple[str, ...]] = {
     "graphpp.batch": ("graphpp.options", "graphpp._torch"),
     "graphpp.capture": ("graphpp.batch", "graphpp.passes", "graphpp.runtime", "graphpp._torch", "graphpp.options"),
     "graphpp.planner": (
+        "graphpp._torch.symbols",
         "graphpp.options",
         "graphpp.batch",
         "graphpp.capture",

@@ -11,7 +11,7 @@ from typing import Any
 from unittest.mock import patch
 
 import graphpp
-from graphpp.capture.repeats import repeated_calls
+from graphpp.capture.repeats import replace_calls
 from graphpp.compiler import assemble, build, capture_once
 from graphpp.compiler.assemble import Assembly
 from graphpp.compiler.build import Lowered
@@ -93,11 +93,11 @@ def recording_by(recorder: Any) -> AbstractContextManager[Any]:
 def replaced_calls() -> Iterator[list[str]]:
     """The FQNs of the modules that captures meanwhile do not trace, once for every call that is replaced by a copy."""
     found: list[str] = []
-    replace = repeated_calls._replace
+    replace = replace_calls._Run._replace
 
-    def noted(call: repeated_calls.Call, *rest: Any) -> Any:
+    def noted(run: Any, call: replace_calls.Call, *rest: Any) -> Any:
         found.append(call.fqn)
-        return replace(call, *rest)
+        return replace(run, call, *rest)
 
-    with patch.object(repeated_calls, "_replace", noted):
+    with patch.object(replace_calls._Run, "_replace", noted):
         yield found

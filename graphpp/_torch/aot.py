@@ -12,10 +12,7 @@ Checked on torch 2.11.0, 2.13.0 and 2.15.0:
 - the logger `torch._subclasses`, by name
 - `torch._logging`: `trace_structured`, which writes artefacts for `TORCH_TRACE` and tlparse; `_internal.trace_log`,
   which has a handler while a trace is being written
-- `torch._C`: `_len_torch_function_stack`, `_len_torch_dispatch_stack`, `torch.overrides._get_function_stack_at`: the modes
-  that are active; `_functorch.peek_interpreter_stack`: the transforms of `torch.func` that are
-- `torch.fx.experimental.proxy_tensor`: `PreDispatchTorchFunctionMode` and its `tracer`, `disable_proxy_modes_tracing`: what
-  makes nodes in an export
+- `torch._C`: `_len_torch_function_stack`, `_len_torch_dispatch_stack`: whether modes are active
 - `torch.amp.autocast_mode._enter_autocast`, `torch.amp.autocast_mode._exit_autocast`, `torch._C._set_grad_enabled`: modes as
   nodes of a graph, as Dynamo writes them
 - `torch.distributions.Distribution._validate_args`: whether distributions check values
@@ -23,8 +20,10 @@ Checked on torch 2.11.0, 2.13.0 and 2.15.0:
   not at each change
 - `torch._ops`: `OperatorBase`, `HigherOrderOperator`, `OpOverload`, `OpOverloadPacket`: the classes of the operators that
   graphs call
-- `torch.fx.traceback`: `annotate`, `preserve_node_meta`, `current_meta`: a note on nodes traced inside a context, which a
+- `torch.fx.traceback`: `annotate`, `preserve_node_meta`: a note on nodes traced inside a context, which a
   second trace keeps
+- `torch._C`: `_dispatch_get_all_op_names`, `_dispatch_dump`: the files in which operators are implemented
+- `torch._functorch.config`, `torch._export.config`, `torch.fx.experimental._config`: settings of the tracers
 - `torch.utils._python_dispatch.TorchDispatchMode`: sees the operators of an eager run
 """
 
@@ -32,8 +31,9 @@ from __future__ import annotations
 
 import contextlib
 import gc
-from collections.abc import Callable, Iterator, Mapping
-from types import SimpleNamespace
+import importlib
+import re
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -46,12 +46,13 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.distributions import Distribution
 from torch.fx import traceback
 from torch.fx._lazy_graph_module import _make_graph_module, _use_lazy_graph_module
-from torch.overrides import _get_function_stack_at  # type: ignore[attr-defined]
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from graphpp._torch import pytree
 from graphpp._torch.this_thread import alone, replaced
 
+_REGISTERED = re.compile(r"registered at (.*?):\d+")
+_SETTINGS = ("torch._functorch.config", "torch._export.config", "torch.fx.experimental._config")
 FAKE_LOG = "torch._subclasses"  # logs failures on fake tensors
 
 Context = contextlib.AbstractContextManager[None]
@@ -67,6 +68,20 @@ OperatorPacket = torch._ops.OpOverloadPacket
 OperatorWithSchema = torch._ops.OpOverload
 
 
+def places_of_operators() -> set[str]:
+    """The files that implement operators of torch, but for the compiled files of torch itself."""
+    names = [name for name in torch._C._dispatch_get_all_op_names() if name.startswith(("aten::", "prims::"))]
+    found = {place for name in names for place in _REGISTERED.findall(torch._C._dispatch_dump(name))}
+    schemas = _REGISTERED.findall(torch._C._dispatch_dump("aten::add.Tensor"))
+    root = next((place.partition("build/aten/")[0] for place in schemas if "build/aten/" in place), "\0")
+    return {place for place in found if not place.startswith((root, "/dev/null"))}
+
+
+def settings() -> list[str]:
+    """The settings of torch's tracers, which a program may change, as text."""
+    return [f"{name}={importlib.import_module(name).get_hash().hex()}" for name in _SETTINGS]
+
+
 def fake_mode() -> FakeTensorMode:
     """A new fake mode with its own shape environment; operators may mix real constants and fake tensors."""
     # Dynamo and sympy take 2 s to import: the first capture pays, not `import graphpp`, and before it patches any of torch.
@@ -78,42 +93,7 @@ def fake_mode() -> FakeTensorMode:
 
 def modes_active() -> bool:
     """Whether a `TorchFunctionMode` or a `TorchDispatchMode` sees the operators of this thread."""
-    return any(mode_depths())
-
-
-def transforms_active() -> bool:
-    """Whether a transform of `torch.func`, such as `vmap`, is running."""
-    return torch._C._functorch.peek_interpreter_stack() is not None
-
-
-@contextlib.contextmanager
-def untraced() -> Iterator[None]:
-    """A context in an export whose operators, and changes of the grad mode and of autocast, become no nodes of its graph."""
-    from torch.fx.experimental.proxy_tensor import PreDispatchTorchFunctionMode, disable_proxy_modes_tracing
-
-    modes = [_get_function_stack_at(at) for at in range(torch._C._len_torch_function_stack())]
-    tracing = [mode for mode in modes if isinstance(mode, PreDispatchTorchFunctionMode)]
-    tracers = [mode.tracer for mode in tracing]
-    for mode in tracing:
-        mode.tracer = _NoTracer()  # type: ignore[assignment]
-    try:
-        with disable_proxy_modes_tracing():
-            yield
-    finally:
-        for mode, tracer in zip(tracing, tracers, strict=True):
-            mode.tracer = tracer
-
-
-class _NoTracer:
-    """Takes the place of the tracer to which a mode adds nodes."""
-
-    def create_node(self, *_: Any) -> Any:
-        return SimpleNamespace(meta={})
-
-
-def mode_depths() -> tuple[int, int]:
-    """How many modes of each kind see the operators of this thread."""
-    return torch._C._len_torch_function_stack(), torch._C._len_torch_dispatch_stack()
+    return bool(torch._C._len_torch_function_stack() or torch._C._len_torch_dispatch_stack())
 
 
 def as_under_export() -> contextlib.AbstractContextManager[None]:
@@ -210,12 +190,6 @@ def noted(note: dict[str, Any]) -> Iterator[None]:
     """A context that puts the note into `meta["custom"]` of all nodes that export traces, and of nodes traced from these."""
     with traceback.preserve_node_meta(), traceback.annotate(note):
         yield
-
-
-def note() -> Mapping[str, Any]:
-    """The note of the contexts `noted` that are open."""
-    found: Mapping[str, Any] = traceback.current_meta.get("custom", {})
-    return found
 
 
 def tracing() -> bool:

@@ -11,6 +11,7 @@ Checked on torch 2.11.0, 2.13.0 and 2.15.0:
   `SAC_IGNORED_OPS`
 - `torch.autograd.function.FunctionMeta`, `torch.autograd.Function._backward_cls`: the attributes of a Function that
   `apply` reads
+- `torch._C._autograd`: `_top_saved_tensors_default_hooks`: whether hooks on saved tensors are active
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from __future__ import annotations
 import contextlib
 import os
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -94,6 +95,17 @@ class _Lookup:
             delattr(_FunctionMeta, self._name)
             for function, value in self._set.items():
                 setattr(function, self._name, value)
+
+
+def run_backward(loss: torch.Tensor, parameters: Sequence[torch.Tensor]) -> None:
+    """Run a backward in this thread, also for a device for which torch has a thread of its own."""
+    with torch.autograd.set_multithreading_enabled(False):
+        torch.autograd.grad(loss, parameters, allow_unused=True)
+
+
+def saves_by_hooks() -> bool:
+    """Whether hooks on saved tensors are active in this thread."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
 
 
 @contextlib.contextmanager

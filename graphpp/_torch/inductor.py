@@ -9,6 +9,7 @@ Checked on torch 2.11.0, 2.13.0 and 2.15.0:
   `_get_isa_dry_compile_fingerprint`: torch, compiler and its options; `torch._inductor.exc.InvalidCxxCompiler`
 - `torch._inductor.config`: its options
 - `torch._inductor.lowering`: `lowerings`, `fallback_handler`: to lower an operator to a call of it
+- `torch._dispatch.python.enable_python_dispatcher`: operators are decomposed by torch's Python code
 - `torch._guards`: `TracingContext`, `tracing`: where Inductor finds the fake mode of a graph
 - `torch._subclasses.fake_tensor`: `FakeTensorMode`, `FakeTensor`
 - `torch.fx.experimental.symbolic_shapes.ShapeEnv`, `torch.fx.experimental.proxy_tensor.make_fx`
@@ -24,6 +25,7 @@ from unittest import mock
 
 import torch
 from torch import fx
+from torch._dispatch.python import enable_python_dispatcher
 from torch._guards import TracingContext, tracing
 from torch._inductor import config, lowering
 from torch._inductor.compile_fx import compile_fx_inner
@@ -35,21 +37,23 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from graphpp._torch.aot import quick
+from graphpp._torch.symbols import Symbols, in_new_mode
 
 _CALLED: tuple[Any, ...] = (torch.ops.mkldnn._linear_pointwise.default,) if torch.backends.mkldnn.is_available() else ()
 
 
 def inductor_compile(
     graph: fx.Graph, examples: Sequence[Any], options: Mapping[str, Any], choose: Callable[[fx.Graph], None]
-) -> Callable[[list[Any]], Sequence[Any]]:
+) -> tuple[Callable[[list[Any]], Sequence[Any]], Symbols]:
     """Compile a graph of operators with Inductor; `choose` may replace operators of the decomposed graph.
 
-    `examples` are fake tensors or numbers, one per input. The function takes a list of inputs and empties it.
-    Raises the errors of Inductor.
+    `examples` are fake tensors or numbers, one per input. The function takes a list of inputs and empties it. Where sizes of
+    the examples are symbolic, the function holds for the sizes for which the returned symbols' facts hold. Raises the errors of
+    Inductor.
     """
     mode = FakeTensorMode(shape_env=ShapeEnv())
-    fakes = [_fake(mode, example) for example in examples]
-    with quick(), torch.no_grad(), mode:
+    fakes, symbols = in_new_mode(examples, mode)
+    with quick(), torch.no_grad(), mode, enable_python_dispatcher():  # some kernels read sizes, which their meta twins do not
         module = make_fx(fx.Interpreter(fx.GraphModule({}, graph)).run, select_decomp_table(), tracing_mode="fake")(*fakes)
     choose(module.graph)
     module.recompile()
@@ -61,7 +65,7 @@ def inductor_compile(
             stack.enter_context(_called(operator))
         made: Any = compile_fx_inner(module, fakes)
     run: Callable[[list[Any]], Sequence[Any]] = made.current_callable  # the wrapper around it takes as long as a small region
-    return run
+    return run, symbols
 
 
 def try_options(options: Mapping[str, Any]) -> None:
@@ -88,14 +92,6 @@ def find_vector_units(known: MutableMapping[str, str]) -> None:
 
     with mock.patch.object(VecISA, "check_build", remembered), contextlib.suppress(InvalidCxxCompiler):  # GPUs need none
         pick_vec_isa()
-
-
-def _fake(mode: FakeTensorMode, example: Any) -> Any:
-    """The example as a fake tensor of `mode`, with the same shape, strides, dtype and device."""
-    if not isinstance(example, torch.Tensor):
-        return example
-    with mode:
-        return torch.empty_strided(example.shape, example.stride(), dtype=example.dtype, device=example.device)
 
 
 @contextlib.contextmanager

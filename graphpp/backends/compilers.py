@@ -26,6 +26,11 @@ class RegionCompiler(Protocol):
     """Compiles regions."""
 
     @property
+    def takes_sizes(self) -> bool:
+        """Whether the compiler can compile a region whose sizes are symbolic."""
+        ...
+
+    @property
     def products(self) -> GemmKernels | None:
         """The kernels that the backend prefers to torch's for matrix products; None: torch's."""
         ...
@@ -50,6 +55,7 @@ class FunctionCompiler:
     """A compiler made of the caller's function (module, examples) -> callable."""
 
     products: GemmKernels | None = None
+    takes_sizes = False
 
     def __init__(self, function: CompileFunction) -> None:
         self._function = function

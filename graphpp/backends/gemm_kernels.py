@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from graphpp._torch.symbols import SYMBOLIC, hint
 from graphpp.cache.disk_cache import DiskCache
 from graphpp.runtime.gradients.gemm_accumulation import TorchMatmul
 
@@ -76,8 +77,11 @@ class GemmKernels:
             total.add_(onednn_matmul(a, b))
 
     def prefers_onednn(self, a: torch.Tensor, b: torch.Tensor) -> bool:
-        """True if oneDNN's kernel is faster for operands of these shapes and strides; fake tensors are allowed."""
-        shapes = (a.shape, a.stride(), b.shape, b.stride())
+        """True if oneDNN's kernel is faster for operands of these shapes and strides; fake tensors are allowed.
+
+        Of symbolic sizes those of the trace count.
+        """
+        shapes = tuple(tuple(map(hint, sizes)) for sizes in (a.shape, a.stride(), b.shape, b.stride()))
         known = self._known.get(shapes)
         if known is None:
             known = self._known[shapes] = self._choice(a, b) == "linear"
@@ -96,8 +100,9 @@ def is_eligible(a: torch.Tensor, b: torch.Tensor) -> bool:
     """True if both kernels can compute this product: float32 on the CPU, two matrices or a batch of at most `_BATCH`."""
     both = (a, b)
     on_cpu = all(value.device.type == "cpu" and value.dtype is torch.float32 for value in both)
-    few = a.dim() == b.dim() == 2 or (a.dim() == b.dim() == 3 and len(a) <= _BATCH)
-    return on_cpu and few and torch.backends.mkldnn.is_available() and all(value.numel() for value in both)
+    several = a.dim() == b.dim() == 3 and not isinstance(a.shape[0], SYMBOLIC)
+    few = a.dim() == b.dim() == 2 or (several and len(a) <= _BATCH)
+    return on_cpu and few and torch.backends.mkldnn.is_available() and all(hint(value.numel()) for value in both)
 
 
 def _linear(graph: fx.Graph, a: fx.Node, b: fx.Node, bias: fx.Node | None = None) -> fx.Node:
@@ -124,7 +129,7 @@ def _batched(graph: fx.Graph, a: fx.Node, b: fx.Node) -> fx.Node:
 
 def _empty(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     """A tensor with the shape of `a @ b`."""
-    return a.new_empty(len(a), b.shape[1])
+    return a.new_empty(a.shape[0], b.shape[1])
 
 
 def _is_eligible_node(node: fx.Node) -> bool:
@@ -154,11 +159,12 @@ def _times(runs: Sequence[Callable[[], Any]], rounds: int = 7) -> list[float]:
 
 
 def _like(value: torch.Tensor) -> torch.Tensor:
-    return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype).fill_(0.5)
+    shape, stride = ([*map(hint, sizes)] for sizes in (value.shape, value.stride()))
+    return torch.empty_strided(shape, stride, dtype=value.dtype).fill_(0.5)
 
 
 def _describe(value: torch.Tensor) -> str:
-    return f"{list(value.shape)}/{list(value.stride())}"
+    return f"{[*map(hint, value.shape)]}/{[*map(hint, value.stride())]}"
 
 
 def _processor() -> str:

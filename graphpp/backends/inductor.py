@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from graphpp._torch.symbols import Symbols
 from graphpp.backends.gemm_kernels import GemmKernels
 from graphpp.backends.region_results import CompiledRegion
 from graphpp.cache.disk_cache import DiskCache, default_folder
@@ -31,6 +32,8 @@ _VECTOR_UNITS = "vector_units.json"  # the vector instructions that can be built
 class InductorCompiler:
     """Compiles regions with the options and the cache folder of an `Inductor` option."""
 
+    takes_sizes = True
+
     def __init__(self, option: Inductor) -> None:
         _check_options(option.options)
         self._options = option.options
@@ -41,11 +44,11 @@ class InductorCompiler:
         """Compile a region; returns its function of a list of inputs, which the call empties."""
         compile_graph = self._compiler
         with self._cache.entry(self._key(region)) as folder, _caching_in(folder):
-            run = compile_graph(region.graph, region.examples, self._options, self.products.replace_matmuls)
-        return CompiledRegion(region, run)
+            run, symbols = compile_graph(region.graph, region.examples, self._options, self.products.replace_matmuls)
+        return CompiledRegion(region, run, symbols=symbols)
 
     @cached_property
-    def _compiler(self) -> Callable[..., Run]:
+    def _compiler(self) -> Callable[..., tuple[Run, Symbols]]:
         from graphpp._torch import inductor  # imports Inductor, about a second, which eager pipelines save
 
         known = self._cache.read(_VECTOR_UNITS)

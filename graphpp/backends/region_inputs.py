@@ -10,11 +10,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import torch
-
-from graphpp.backends.region_results import CompiledRegion, strides_differ
+from graphpp._torch.symbols import Values
+from graphpp.backends.region_results import CompiledRegion, metas_of, strides_differ
 from graphpp.runtime.program import TensorMeta
-from graphpp.runtime.strided_copies import copy_with_strides, meta_of
+from graphpp.runtime.strided_copies import copy_with_strides
 
 
 class WithCapturedInputs:
@@ -23,9 +22,10 @@ class WithCapturedInputs:
     The first run finds these inputs; the same kernels make them in every later run.
     """
 
-    def __init__(self, run: CompiledRegion) -> None:
+    def __init__(self, run: CompiledRegion, values: Values | None = None) -> None:
+        """`values`: the numbers for symbolic sizes of the region."""
         self._run = run
-        self._metas = [meta_of(value) if isinstance(value, torch.Tensor) else None for value in run.region.examples]
+        self._metas = metas_of(run.region.examples, values)
         self._mismatched: list[tuple[int, TensorMeta]] | None = None
 
     def __call__(self, boxed: list[Any]) -> Sequence[Any]:

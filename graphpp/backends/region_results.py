@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from graphpp._torch.symbols import Symbols, Values
 from graphpp.errors import GraphPPError
 from graphpp.passes.graph.region import Region
 from graphpp.passes.text.render import Run
@@ -29,10 +30,15 @@ class CompiledRegion:
     raises `GraphPPError` if the number, a shape or a dtype of the results is not that of the region.
     """
 
-    def __init__(self, region: Region, run: Run) -> None:
-        self.region, self._run, self._title = region, run, region.title
-        self._metas = [meta_of(value) if isinstance(value, torch.Tensor) else None for value in region.results]
+    def __init__(self, region: Region, run: Run, values: Values | None = None, symbols: Symbols | None = None) -> None:
+        """`values`: the numbers for symbolic sizes of the region; `symbols`: the facts for which the code holds."""
+        self.region, self.symbols, self._run, self._title = region, symbols, run, region.title
+        self._metas = metas_of(region.results, values)
         self._mismatched: list[tuple[int, TensorMeta]] | None = None
+
+    def at(self, values: Values) -> CompiledRegion:
+        """The same compiled code for one set of sizes."""
+        return CompiledRegion(self.region, self._run, values)
 
     def __call__(self, arguments: list[Any]) -> Sequence[Any]:
         results = self._run(arguments)
@@ -59,6 +65,12 @@ class CompiledRegion:
             if strides_differ(value, meta):
                 mismatched.append((at, meta))
         return mismatched
+
+
+def metas_of(values: Sequence[Any], sizes: Values | None) -> list[TensorMeta | None]:
+    """The metadata of tensors, with numbers for symbolic sizes; None for other values."""
+    metas = [meta_of(value) if isinstance(value, torch.Tensor) else None for value in values]
+    return metas if sizes is None else [meta.at(sizes) if meta is not None else None for meta in metas]
 
 
 def _describe(value: Any) -> str:

@@ -12,7 +12,7 @@ Contract
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from functools import cached_property
 from types import NoneType
@@ -98,6 +98,23 @@ class FlatMicrobatch:
         leaves = (f"{path}: {_describe(leaf)}" for path, leaf in zip(self.paths, self.values, strict=True))
         return (f"the structure {self.spec}", *leaves)
 
+    @property
+    def shapes(self) -> list[tuple[int, ...]]:
+        """The shapes of the tensors, in order."""
+        return [tuple(tensor.shape) for tensor in self.tensors.values()]
+
+    @cached_property
+    def kind(self) -> tuple[str, ...]:
+        """The signature without the sizes of integers, and of other tensors whose elements lie in order."""
+        leaves = (f"{path}: {_describe_kind(leaf)}" for path, leaf in zip(self.paths, self.values, strict=True))
+        return (f"the structure {self.spec}", *leaves)
+
+    def with_ordered_integers(self) -> FlatMicrobatch:
+        """The microbatch with integers and flags in order of memory; kernels compute the same of them."""
+        if not any(map(is_unordered_integers, self.values)):
+            return self
+        return replace(self, values=tuple(leaf.contiguous() if is_unordered_integers(leaf) else leaf for leaf in self.values))
+
 
 def flatten_microbatch(batch: Microbatch) -> FlatMicrobatch:
     """One microbatch as flat leaves, with no argument wrapped.
@@ -150,6 +167,21 @@ def _check_leaf(path: str, leaf: Any) -> None:
             f"{path} is a {type(leaf).__qualname__}: the tensors in it cannot be seen and would become constants of "
             f"the graph. Pass {remedy}{more}."
         )
+
+
+def is_unordered_integers(leaf: Any) -> bool:
+    """Whether a leaf is a tensor of integers or flags whose elements do not lie in order."""
+    if not isinstance(leaf, torch.Tensor) or leaf.layout is not torch.strided:
+        return False
+    return not (leaf.is_floating_point() or leaf.is_complex() or leaf.is_contiguous())
+
+
+def _describe_kind(leaf: Any) -> str:
+    """A leaf's line of the kind: for integers, and for other tensors in order, the number of dimensions and the dtype."""
+    ordered = isinstance(leaf, torch.Tensor) and leaf.layout is torch.strided and leaf.is_contiguous()
+    if ordered or is_unordered_integers(leaf):
+        return f"{leaf.dim()} dimensions, {leaf.dtype}"
+    return _describe(leaf)
 
 
 def _describe(leaf: Any) -> str:

@@ -51,11 +51,6 @@ class CheckpointedCalls:
         finally:
             self._depth -= 1
 
-    def begin(self) -> int:
-        """The number of a further call, for operations that are added to the graph."""
-        self.calls += 1
-        return self.calls - 1
-
     def select(self, policy: Policy) -> None:
         """Note the policy of the selective checkpoint that has just begun; a nested call's policy is ignored."""
         if self._depth == 1:
@@ -91,15 +86,14 @@ def checkpointed_call(node: fx.Node) -> int | None:
     return number
 
 
-def checkpointed_call_now() -> int | None:
-    """The number of the checkpointed call that is running, None outside of all."""
-    number: int | None = aot.note().get(_KEY)
-    return number
+def without_checkpointed_call(meta: dict[str, Any]) -> dict[str, Any]:
+    """The notes on a node but for the number of the checkpointed call."""
+    return {key: value for key, value in (meta.get("custom") or {}).items() if key != _KEY}
 
 
 def with_checkpointed_call(meta: dict[str, Any], call: int | None) -> dict[str, Any]:
     """A node's metadata with another number of the checkpointed call."""
-    custom = {key: value for key, value in (meta.get("custom") or {}).items() if key != _KEY}
+    custom = without_checkpointed_call(meta)
     return {**meta, "custom": custom if call is None else {**custom, _KEY: call}}
 
 

@@ -166,27 +166,6 @@ class _FunctionModule(nn.Module):
         return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
 
 
-def described_function(operator: Any, args: Sequence[Any]) -> Any:
-    """The arguments of a recorded Function's operator, with the Function in place of its number; None for other operators."""
-    if operator is not _OPERATOR:
-        return None
-    tensors, number = args
-    call = _current.get().applied[number]
-    constants = [leaf for leaf in call.leaves if not isinstance(leaf, torch.Tensor)]
-    return tensors, id(call.function), str(call.spec), constants, call.grad_enabled
-
-
-@contextlib.contextmanager
-def functions_apart() -> Iterator[None]:
-    """While open, applied Functions are recorded apart from those of the capture that is running, and forgotten afterwards."""
-    functions = _current.get()
-    before, functions.applied = functions.applied, []
-    try:
-        yield
-    finally:
-        functions.applied = before
-
-
 _current: ContextVar[FunctionCalls] = ContextVar("functions of the capture that is running")
 
 

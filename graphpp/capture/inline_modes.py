@@ -2,7 +2,8 @@
 
 Contract: export wraps such a region into a sub-graph behind a higher-order operator. Traced in that form, each operation of
 the region loses its module call and its source line. `inline_modes` moves the operations into the graph itself, with their
-metadata, between a node that enters the mode and a node that leaves it. Nested regions are inlined too.
+metadata, between a node that enters the mode and a node that leaves it. These two nodes belong to the module calls that are
+around all operations of the region. Nested regions are inlined too.
 
 Export loses a `no_grad` region in which a higher-order operator with a body runs (`torch.cond`, `scan`, `map`).
 `note_grad_modes` marks such calls during export, and `check_grad_modes` raises for a marked call outside of a region.
@@ -21,8 +22,9 @@ import torch
 from torch import fx
 
 from graphpp._torch import aot
+from graphpp._torch.symbols import is_unknown
 from graphpp._torch.this_thread import replaced
-from graphpp.capture.source_lines import user_frame
+from graphpp.capture.source_lines import around_all, user_frame
 from graphpp.errors import CaptureError
 
 _NOTE = "graphpp without grad"  # in `meta["custom"]`: the user's line
@@ -110,7 +112,7 @@ def _is_unknown(node: fx.Node) -> bool:
     """True if a value is a number, or has a size, that depends on the data."""
     value = node.meta.get("val")
     numbers = value.shape if isinstance(value, torch.Tensor) else (value,)
-    return any(isinstance(number, torch.SymInt | torch.SymFloat | torch.SymBool) for number in numbers)
+    return any(map(is_unknown, numbers))
 
 
 @dataclass(frozen=True)
@@ -159,7 +161,9 @@ def _inline(module: fx.GraphModule, call: fx.Node, region: _ModeRegion) -> None:
                 copies[node].meta = dict(node.meta)
             elif node.op not in ("placeholder", "output"):
                 copies[node] = module.graph.node_copy(node, copies.__getitem__)
-        region.leave(module.graph, entered)
+        left = region.leave(module.graph, entered)
+    for node in (entered, left):
+        node.meta |= around_all(body.graph.nodes)
     results = fx.node.map_arg(body.graph.output_node().args[0], copies.__getitem__)
     _replace(module.graph, call, results)
 

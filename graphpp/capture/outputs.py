@@ -24,9 +24,11 @@ def check_output_leaves(captured: CapturedGraph) -> None:
             )
 
 
-def check_mergeable(captured: Sequence[CapturedGraph], sizes: Sequence[int | None]) -> None:
-    """Raise `BatchError` if the outputs of microbatches of different shapes cannot be merged; `sizes` are their batch sizes."""
-    shapes = [_output_shapes(each) for each in captured]
+def check_mergeable(shapes: Sequence[Sequence[tuple[int, ...]]], sizes: Sequence[int | None]) -> None:
+    """Raise `BatchError` if the outputs of microbatches of different shapes cannot be merged.
+
+    `shapes`: by microbatch, the shapes of its outputs (`output_shapes`). `sizes`: the batch sizes of the microbatches.
+    """
     for index, each in enumerate(zip(*shapes, strict=True)):
         rows = all(shape and shape[0] == size for shape, size in zip(each, sizes, strict=True))
         if not rows and len(set(each)) > 1:
@@ -37,7 +39,8 @@ def check_mergeable(captured: Sequence[CapturedGraph], sizes: Sequence[int | Non
             )
 
 
-def _output_shapes(captured: CapturedGraph) -> list[tuple[int, ...]]:
+def output_shapes(captured: CapturedGraph) -> list[tuple[int, ...]]:
+    """The shapes of the tensors in the model's output."""
     return [tuple(node.meta["val"].shape) for role, node in captured.joint.outputs() if isinstance(role, program.Output)]
 
 

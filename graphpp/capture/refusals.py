@@ -34,6 +34,7 @@ from torch import fx, nn
 from torch.nn.modules import module as nn_module
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
+from graphpp._torch.symbols import SYMBOLIC, is_unknown
 from graphpp._torch.this_thread import caller, replaced
 from graphpp.capture.source_lines import is_user_file, source_line, user_frame
 from graphpp.errors import CaptureError
@@ -135,13 +136,26 @@ def refuse_unknown_numbers(graph: fx.Graph, loss: Any) -> None:
     for node in graph.nodes:
         value, line = node.meta.get("val"), source_line(node.meta.get("stack_trace") or "")
         numbers = value.shape if isinstance(value, torch.Tensor) else (value,)
-        if any(isinstance(number, torch.SymInt | torch.SymFloat | torch.SymBool) for number in numbers):
+        if any(map(is_unknown, numbers)):
             raise CaptureError(
                 "a number or a size that only the data decides is used at "
                 f"{line or loss_line}, by {node.target}: a captured graph has one set of shapes. Write "
                 ".item(), nonzero() or indexing with a mask as tensor operations (torch.where, multiplication with the "
                 "mask), or compute it outside and pass it in."
             )
+
+
+def refuse_float_arithmetic(graph: fx.Graph) -> None:
+    """Raise `CaptureError` for floating-point numbers that several operations compute from sizes.
+
+    Torch computes with symbols as in algebra, `0.1*n*3.0` as `n*0.3`; Python rounds after each operation.
+    """
+    for node in graph.nodes:
+        chained = [source for source in node.all_input_nodes if isinstance(source.meta.get("val"), torch.SymFloat)]
+        number = node.op == "call_function" and isinstance(node.meta.get("val"), SYMBOLIC)
+        if number and any(source.target is not torch.sym_float for source in chained):
+            line = source_line(node.meta.get("stack_trace") or "") or "the loss"
+            raise CaptureError(f"several floating-point operations compute a number from a size at {line}")
 
 
 def refuse_unknown_sizes(joint: JointGraph) -> None:
@@ -152,7 +166,7 @@ def refuse_unknown_sizes(joint: JointGraph) -> None:
     for node in joint.computed():
         values = node.meta["val"] if isinstance(node.meta["val"], list | tuple) else [node.meta["val"]]
         sizes = [size for value in values if isinstance(value, torch.Tensor) for size in value.shape]
-        if any(isinstance(size, torch.SymInt) for size in sizes):
+        if any(map(is_unknown, sizes)):
             place = node.meta["source"] or "the loss"
             raise CaptureError(
                 f"{node.target} at {place} has a gradient, and only the data decides the size of the values that it saves: a "

@@ -14,14 +14,13 @@ import torch
 from torch import fx, nn
 
 from graphpp._torch import descriptors
-from graphpp.capture.source_lines import source_line
+from graphpp.capture.source_lines import MODEL, module_calls, source_line
 from graphpp.errors import CaptureError
 from graphpp.passes.graph.joint_graph import JointGraph
 from graphpp.runtime import program
 from graphpp.runtime.model_state import own_tensors
 from graphpp.runtime.program import InputRole, OutputRole, TensorMeta
 
-_MODEL = "model"  # the attribute of capture's wrapper that holds the user's model
 _COPIES = (torch.ops.aten.clone.default, torch.ops.aten.detach.default, torch.ops.aten.alias.default)
 
 
@@ -78,8 +77,8 @@ class _State:
 
     def role(self, desc: Any) -> InputRole:
         """The role of an input. A tensor that export lifted out of the code has no FQN and is a constant."""
-        fqn = desc.target.removeprefix(_MODEL + ".")
-        if fqn not in self.names or not desc.target.startswith(_MODEL + "."):
+        fqn = desc.target.removeprefix(MODEL + ".")
+        if fqn not in self.names or not desc.target.startswith(MODEL + "."):
             return program.Constant(desc.target)
         fqn = self.names[fqn]
         parameter = isinstance(desc, descriptors.ParamAOTInput) and fqn not in self.written
@@ -100,7 +99,7 @@ def _written_parameters(graph: fx.Graph, model: nn.Module, names: dict[str, str]
     """The frozen parameters that the forward writes in place."""
     described = graph.output_node().meta["desc"]
     inputs = [desc.mutated_input for desc in described if isinstance(desc, descriptors.InputMutationAOTOutput)]
-    targets = [each.target.removeprefix(_MODEL + ".") for each in inputs if isinstance(each, descriptors.ParamAOTInput)]
+    targets = [each.target.removeprefix(MODEL + ".") for each in inputs if isinstance(each, descriptors.ParamAOTInput)]
     frozen = {fqn for fqn, parameter in model.named_parameters() if not parameter.requires_grad}
     return frozenset(names[target] for target in targets if names.get(target) in frozen)
 
@@ -116,21 +115,9 @@ def _annotate(graph: fx.Graph) -> None:
             continue
         node.meta["position"] = -1 if backward else position
         position += not backward
-        node.meta["calls"] = _calls(node)
+        node.meta["calls"] = module_calls(node)
         node.meta["source"] = source_line(node.meta.get("stack_trace") or "")
         node.meta["seq"] = node.meta.get("seq_nr", -1)
-
-
-def _calls(node: fx.Node) -> tuple[str, ...]:
-    """The module calls that enclose a node, outermost first, such as `layers.0.attn`; `shared@2` is a module's third call."""
-    stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack") or {}
-    calls = []
-    for key, (fqn, _) in stack.items():
-        repeat = key.rpartition("@")[2] if "@" in key else ""
-        name = fqn.partition("@")[0]
-        if name.startswith(_MODEL + "."):
-            calls.append(name.removeprefix(_MODEL + ".") + (f"@{repeat}" if repeat else ""))
-    return tuple(calls)
 
 
 def _name_inputs(graph: fx.Graph, state: _State, paths: Sequence[str]) -> None:
@@ -197,7 +184,7 @@ def _output_role(desc: Any, state: _State, results: Sequence[OutputRole]) -> Out
         of_model = isinstance(written, descriptors.ParamAOTInput | descriptors.BufferAOTInput)
         if of_model and isinstance(buffer := state.role(written), program.Buffer):
             return program.BufferUpdate(buffer.fqn)
-        target = getattr(written, "target", "an input of the model").removeprefix(_MODEL + ".")
+        target = getattr(written, "target", "an input of the model").removeprefix(MODEL + ".")
         raise CaptureError(
             f"the forward writes in place into {target}, which is neither a buffer nor a frozen parameter. Write into a "
             "clone() of it, or compute a new tensor (inplace=False). Register a tensor that is kept between steps as a buffer."

@@ -1,4 +1,11 @@
-"""Find the user's own line in a stack: the innermost frame outside of torch, graphpp and Python's standard library."""
+"""Tell where a node comes from: the user's own line, and the calls of modules around it.
+
+Contract
+--------
+- The user's line is that of the innermost frame outside of torch, graphpp and Python's standard library.
+- A call is the module's FQN, such as `layers.0.attn`; `shared@2` is the third call of `shared`. This file alone knows torch's
+  `nn_module_stack`.
+"""
 
 from __future__ import annotations
 
@@ -6,10 +13,15 @@ import os
 import re
 import sysconfig
 import traceback
+from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 import torch
+from torch import fx
 
+MODEL = "model"  # the attribute of capture's wrapper that holds the user's model
+_STACK = "nn_module_stack"
 _OURS = tuple(os.path.join(folder, "") for folder in (Path(torch.__file__).parent, Path(__file__).absolute().parents[1]))
 _PYTHON = os.path.join(sysconfig.get_path("stdlib"), "")
 _INSTALLED = tuple(os.path.join(sysconfig.get_path(name), "") for name in ("purelib", "platlib"))
@@ -34,3 +46,36 @@ def is_user_file(path: str) -> bool:
     """True for a file outside of torch, graphpp and the standard library; other installed packages are the user's."""
     of_python = path.startswith(_PYTHON) and not path.startswith(_INSTALLED)
     return not of_python and not path.startswith(_OURS) and not path.startswith("<")
+
+
+def module_calls(node: fx.Node) -> tuple[str, ...]:
+    """The module calls that enclose a node, outermost first."""
+    stack = node.meta.get(_STACK) or node.meta.get("fwd_nn_module_stack") or {}
+    found = ((key, _name(key, fqn)) for key, (fqn, _) in stack.items())
+    return tuple(name for _, name in found if name)
+
+
+def within_call(node: fx.Node, call: str) -> dict[str, Any]:
+    """The metadata of an operation that lies directly within one of the calls around a node."""
+    kept: dict[str, Any] = {}
+    for key, value in (node.meta.get(_STACK) or {}).items():
+        kept[key] = value
+        if _name(key, value[0]) == call:
+            break
+    return {_STACK: kept}
+
+
+def around_all(nodes: Iterable[fx.Node]) -> dict[str, Any]:
+    """The metadata of an operation that lies within all calls that are around every one of these nodes."""
+    stacks = [list((node.meta.get(_STACK) or {}).items()) for node in nodes if node.op.startswith("call_")]
+    common = stacks[0] if stacks else []
+    for stack in stacks:
+        same = [mine == theirs for mine, theirs in zip(common, stack, strict=False)]
+        common = common[: same.index(False) if False in same else len(same)]
+    return {_STACK: dict(common)}
+
+
+def _name(key: str, fqn: str) -> str:
+    """The name of a call of a module of the model; empty for a call of the wrapper."""
+    path, repeat = fqn.partition("@")[0], key.rpartition("@")[2] if "@" in key else ""
+    return path.removeprefix(MODEL + ".") + (f"@{repeat}" if repeat else "") if path.startswith(MODEL + ".") else ""

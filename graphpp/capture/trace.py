@@ -13,8 +13,7 @@ Contract
 from __future__ import annotations
 
 import contextlib
-import logging
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -22,7 +21,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from graphpp._torch import aot, pytree
+from graphpp._torch import aot, pytree, symbols
+from graphpp._torch.autograd import run_backward
 from graphpp._torch.export_thread import traces_in_this_thread
 from graphpp.batch.microbatch import TENSOR_LEAF, Microbatch, tensors_by_path, with_tensors
 from graphpp.capture.activation_checkpoints import mark_checkpoints, record_checkpoints
@@ -48,28 +48,28 @@ from graphpp.capture.outside_state import refuse_draws, refuse_generators, refus
 from graphpp.capture.refusals import (
     check_model,
     refuse_during_trace,
+    refuse_float_arithmetic,
     refuse_mixed_products,
     refuse_unknown_numbers,
     refuse_unknown_sizes,
 )
-from graphpp.capture.repeats.copies import refuse_other_readers, with_copies
-from graphpp.capture.repeats.equal_modules import RepeatedModules, repeated_modules
-from graphpp.capture.repeats.repeated_calls import RepeatedCalls
-from graphpp.capture.repeats.stand_ins import operators_of, refusal
+from graphpp.capture.repeats.copied_graph import copied_graph
+from graphpp.capture.repeats.copies import with_copies
+from graphpp.capture.repeats.stand_ins import CallTable, operators_of
 from graphpp.capture.stacked_rnn import unstack_rnn
 from graphpp.capture.transfer.code_trail import CodeTrail
 from graphpp.errors import CaptureError
 from graphpp.passes.graph.joint_graph import JointGraph, verify_joint_graph
+from graphpp.passes.graph.name_sizes import name_sizes
 from graphpp.runtime import program
 from graphpp.runtime.program import OutputRole
-
-_LOG = logging.getLogger("graphpp")
 
 
 @dataclass(frozen=True)
 class CapturedGraph:
     """A joint graph and, for evaluation, the structure of the model's output; tensors in it are `TENSOR_LEAF`.
 
+    `fixed_because`: why the graph is for one size, if a graph for several sizes was asked for.
     `updates`: the numbers in attributes that each call changes; no value of the graph depends on the change.
     `seconds`: the time that this process took to get the graph, the wait for the rank that captured included.
     """
@@ -78,6 +78,7 @@ class CapturedGraph:
     output_spec: pytree.TreeSpec | None = None
     output_leaves: tuple[Any, ...] = ()
     updates: tuple[NumberUpdate, ...] = ()
+    fixed_because: str = ""
     seconds: float = field(default=0.0, compare=False)
 
 
@@ -89,69 +90,73 @@ def capture(
     *,
     training: bool = True,
     trail: CodeTrail | None = None,
-    copy_layers: bool = False,
+    copy_layers: bool = True,
+    varying: Mapping[str, Collection[int]] | None = None,
 ) -> CapturedGraph:
     """Capture forward, loss and backward (`training`), or the forward with its output and, if there is a target, its loss.
 
     Of the microbatch `example` only shapes, strides, dtypes and plain data are used. `loss=None` takes the output's own
     `.loss`. `trail` notes the code that runs, in a further run of the forward on fake tensors. With
-    `copy_layers` the graphs of equal modules are copies where that can be shown to be right (`capture/repeats/`). Raises
-    `CaptureError` with the user's source line if the model cannot be captured.
+    `copy_layers` the graphs of equal modules are copies where that can be shown to be right (`capture/repeats/`). `varying`:
+    the dimensions, by path of the tensor, for all sizes of which the graph is to hold; `joint.symbols` says for which it
+    does. Raises `CaptureError` with the user's source line if the model cannot be captured.
     """
     with traces_in_this_thread():  # from the first look at the model: another capture gives the model fake parameters
-        groups = repeated_modules(model) if copy_layers else []
-        while groups:
-            try:
-                return _capture(_TracedStep(model, loss, example, training, groups), device, trail)
-            except Exception as error:
-                groups = _without_refused(groups, error)
-        return _capture(_TracedStep(model, loss, example, training), device, trail)
+        return _capture(_TracedStep(model, loss, example, training), device, trail, copy_layers and not varying, varying or {})
 
 
-def _capture(wrapper: _TracedStep, device: torch.device, trail: CodeTrail | None) -> CapturedGraph:
+def _capture(
+    wrapper: _TracedStep,
+    device: torch.device,
+    trail: CodeTrail | None,
+    copy_layers: bool,
+    varying: Mapping[str, Collection[int]],
+) -> CapturedGraph:
     from graphpp.capture.roles import assign_roles  # loads a part of AOT Autograd, which `import graphpp` need not
 
     model, (loss, example, training) = wrapper.model, wrapper.inputs
-    mode = aot.fake_mode()
+    mode = symbols.mode_with_symbols() if varying else aot.fake_mode()
     check_model(model)
-    fakes = {path: aot.fake_like(mode, tensor, device) for path, tensor in tensors_by_path(example).items()}
+    example_mode = aot.fake_mode() if varying else mode  # export makes the inputs with symbols of these
+    fakes = {path: aot.fake_like(example_mode, tensor, device) for path, tensor in tensors_by_path(example).items()}
+    dims = [sorted(varying.get(path, ())) for path in fakes] if varying else None
     grad = contextlib.nullcontext() if training else torch.no_grad()
     with aot.quick(), refuse_draws(model, loss), fake_state(model, mode, device), grad:
         entry = replaced_numbers(model)
-        export = partial(_export, wrapper, tuple(fakes.values()), mode, trail)
+        export = partial(_export, wrapper, tuple(fakes.values()), dims, mode, trail)
         decided = same_in_every_call(export(entry), entry, export)
         module, functions, found = decided.exported.module, decided.exported.functions, decided.exported.found
         functions.refuse_side_effects(model)
         if torch.is_autocast_enabled(device.type):
             run_under_autocast(module, device.type)
-        without, numbers = torch.autocast(device.type, enabled=False), decided.entry.installed(model, Accesses())
-        trace = aot.joint_trace(mode, module, tuple(fakes.values()))
-        operators = operators_of(found.repeated)
-        with explain_errors(), numbers, refuse_writes(model), without, operators, trace as traced:
-            functions.refuse_side_effects(model)
-            refuse_generators(traced.graph)
-            joint = assign_roles(traced, model, tuple(fakes), found.results, training=training)
-            joint = with_copies(joint, found.repeated, found.checkpoints)
-            mark_checkpoints(joint.graph, found.checkpoints)
-            refuse_mixed_products(joint)
-            refuse_unknown_sizes(joint)
-            refuse_random_bodies(joint)
+        inputs = decided.exported.inputs
+
+        def joint_graph(calls: CallTable) -> JointGraph:
+            without, numbers = torch.autocast(device.type, enabled=False), decided.entry.installed(model, Accesses())
+            trace = aot.joint_trace(mode, module, inputs)
+            with explain_errors(), numbers, refuse_writes(model), without, operators_of(calls), trace as traced:
+                functions.refuse_side_effects(model)
+                refuse_generators(traced.graph)
+                joint = assign_roles(traced, model, tuple(fakes), found.results, training=training)
+                joint = with_copies(joint, calls)
+                if varying:
+                    name_sizes(joint.graph)
+                    joint.symbols = symbols.Symbols(mode, [tensor.shape for tensor in inputs])
+                mark_checkpoints(joint.graph, found.checkpoints)
+                refuse_mixed_products(joint)
+                refuse_unknown_sizes(joint)
+                refuse_random_bodies(joint)
+            return joint
+
+        copied = None
+        if copy_layers and not functions.applied:  # code of a custom Function runs in the joint trace, and must run once
+            copied = copied_graph(joint_graph, model, module, inputs, mode)
+        joint = copied or joint_graph(CallTable())
     found.writes.refuse_stale(joint.constants.values())
     refuse_foreign_leaves(joint.constants.values())
     refuse_written_aliases(model, joint)
     verify_joint_graph(joint)
     return CapturedGraph(joint, found.output_spec, found.output_leaves, decided.updates)
-
-
-def _without_refused(groups: list[RepeatedModules], error: Exception) -> list[RepeatedModules]:
-    """The groups without the one whose members differ; none after any other error, which may be the model's own."""
-    refused = refusal(error)
-    if refused is None:
-        _LOG.info("all modules are traced one by one: %s", str(error).splitlines()[0] if str(error) else repr(error))
-        return []
-    first, *others = refused.group.members
-    _LOG.info("%s and %d modules like it are traced one by one: %s", first, len(others), refused)
-    return [group for group in groups if group is not refused.group]
 
 
 class _TracedStep(nn.Module):
@@ -163,25 +168,20 @@ class _TracedStep(nn.Module):
         loss: LossFunction | None,
         example: Microbatch,
         training: bool,
-        groups: Sequence[RepeatedModules] = (),
     ) -> None:
         super().__init__()
         self.model = model
         self.inputs = (loss, example, training)
-        self.groups = groups
         self.begin(EntryState())
 
-    def begin(self, entry: EntryState, groups: Sequence[RepeatedModules] = ()) -> None:
-        """Prepare a trace with these numbers, in which the members of the groups are alike.
-
-       The facts of the trace are in an object: export resets attributes set in a forward.
-        """
-        self.entry, self.found = entry, TraceResults(repeated=RepeatedCalls(groups))
+    def begin(self, entry: EntryState) -> None:
+        """Prepare a trace with these numbers; its facts are in an object, since export resets attributes set in a forward."""
+        self.entry, self.found = entry, TraceResults()
 
     def forward(self, *tensors: torch.Tensor) -> Any:
         found = self.found
         numbers, writes = self.entry.installed(self.model, found.accesses), undo_writes(self.model, found.writes)
-        with numbers, writes, found.repeated.replaced():
+        with numbers, writes:
             results = self._results(tensors)
         results += [(program.BufferUpdate(fqn), value) for fqn, value in found.writes.buffers.items()]
         found.results = tuple(role for role, _ in results)
@@ -207,60 +207,69 @@ class _TracedStep(nn.Module):
 
 
 def _export(
-    wrapper: _TracedStep, fakes: tuple[torch.Tensor, ...], mode: Any, trail: CodeTrail | None, entry: EntryState
+    wrapper: _TracedStep,
+    fakes: tuple[torch.Tensor, ...],
+    dims: Sequence[Sequence[int]] | None,
+    mode: Any,
+    trail: CodeTrail | None,
+    entry: EntryState,
 ) -> Exported:
-    """Export the branches that eager takes or, if they cannot be traced, the branches that the model has for a trace.
-
-    The trace of eager's branches may also fail because of operators that stand for calls. So eager's branches are traced once
-    more, without such operators, before the other branches are taken.
-    """
-    for groups in [wrapper.groups, ()] if wrapper.groups else [()]:
-        queries = TracingQueries()
-        try:
-            with answer_as_eager(queries):
-                return _export_once(wrapper, groups, fakes, mode, trail, entry)
-        except CaptureError as error:
-            if not queries.any or refusal(error) is not None:
-                raise
-    return _export_once(wrapper, wrapper.groups, fakes, mode, trail, entry)
+    """Export the branches that eager takes or, if they cannot be traced, the branches that the model has for a trace."""
+    queries = TracingQueries()
+    try:
+        with answer_as_eager(queries):
+            return _export_once(wrapper, fakes, dims, mode, trail, entry)
+    except CaptureError:
+        if not queries.any:
+            raise
+    return _export_once(wrapper, fakes, dims, mode, trail, entry)
 
 
 def _export_once(
     wrapper: _TracedStep,
-    groups: Sequence[RepeatedModules],
     fakes: tuple[torch.Tensor, ...],
+    dims: Sequence[Sequence[int]] | None,
     mode: Any,
     trail: CodeTrail | None,
     entry: EntryState,
 ) -> Exported:
     functions = FunctionCalls()
-    wrapper.begin(entry, groups)
+    wrapper.begin(entry)
     marks = record_checkpoints(wrapper.found.checkpoints)
-    operators = operators_of(wrapper.found.repeated)
-    patches = (record_functions(functions), refuse_during_trace(), marks, refuse_outside_state(), note_grad_modes(), operators)
+    patches = (record_functions(functions), refuse_during_trace(), marks, refuse_outside_state(), note_grad_modes())
     with explain_errors(), contextlib.ExitStack() as stack:
         for each in patches:
             stack.enter_context(each)
-        exported = torch.export.export(wrapper, fakes, strict=False)
-        refuse_other_readers(exported.graph, wrapper.found.repeated)
+        if dims is None:
+            exported, inputs = torch.export.export(wrapper, fakes, strict=False), fakes
+        else:
+            with symbols.export_in(mode):
+                exported = torch.export.export(wrapper, fakes, strict=False, dynamic_shapes=symbols.varying(dims))
+            inputs = symbols.inputs_of(exported)
     if trail is not None:
-        with mode, aot.as_under_export():
-            _note_code(_TracedStep(wrapper.model, *wrapper.inputs), entry, fakes, trail)
+        with mode, aot.as_under_export(), mode.shape_env.ignore_fresh_unbacked_symbols():
+            _note_code(_TracedStep(wrapper.model, *wrapper.inputs), entry, inputs, trail)
     module = unstack_rnn(inline_modes(exported.module(check_guards=False), torch.is_grad_enabled()))
     check_grad_modes(module, torch.is_grad_enabled())
     functions.restore_into(module)
     drop_value_checks(module)
     refuse_unknown_numbers(module.graph, wrapper.inputs[0])
+    if dims is not None:
+        refuse_float_arithmetic(module.graph)
     refuse_generators(module.graph)
-    return Exported(module, functions, wrapper.found)
+    return Exported(module, functions, wrapper.found, inputs)
 
 
 def _note_code(wrapper: _TracedStep, entry: EntryState, fakes: tuple[torch.Tensor, ...], trail: CodeTrail) -> None:
-    """Run the forward once more on fake tensors, with the branches that the trace took, and note the code that runs."""
+    """Run the step once more on fake tensors, with the branches that the trace took, and note the code that runs."""
     wrapper.begin(entry)
     marks = record_checkpoints(wrapper.found.checkpoints)
     try:
-        with record_functions(FunctionCalls()), refuse_during_trace(), marks, refuse_outside_state(), trail.watching():
-            wrapper(*fakes)
+        with record_functions(FunctionCalls()), refuse_during_trace(), marks, trail.watching():
+            with refuse_outside_state():
+                values = wrapper(*fakes)
+            loss = dict(zip(wrapper.found.results, values, strict=True)).get(program.Loss())
+            if loss is not None:  # the code of hooks and of custom Functions runs in the backward
+                run_backward(loss, [p for p in wrapper.model.parameters() if p.requires_grad])
     except Exception as error:  # the graph is right, and merely not kept
         trail.refuse(f"code that a trace runs and fake tensors cannot: {type(error).__name__}: {error}")

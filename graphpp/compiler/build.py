@@ -14,6 +14,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
+from graphpp.backends.regions import SizedCall
 from graphpp.compiler import facts, overlap
 from graphpp.compiler.buffer_hazards import check_forward_order, check_late_reads
 from graphpp.compiler.compile_graph import CompiledGraph, offload_windows, programs_of
@@ -22,7 +23,6 @@ from graphpp.compiler.request import CompileRequest
 from graphpp.errors import BatchError, GraphPPError, ScheduleError
 from graphpp.parallel.agreement import Facts
 from graphpp.passes.graph.op_costs import OpCosts
-from graphpp.passes.graph.region import RegionCall
 from graphpp.passes.provenance import ProgramGraphs
 from graphpp.passes.stage.outline_regions import cost_with_regions
 from graphpp.planner.tables import CheckedTable
@@ -48,7 +48,7 @@ class Lowered:
     table: CheckedTable
     local: tuple[int, ...]
     programs: tuple[PipelineProgram, ...]
-    region_calls: tuple[RegionCall, ...]
+    region_calls: tuple[SizedCall, ...]
     sources: ProgramGraphs
     windows: tuple[OffloadWindow, ...]
     woven: tuple[WovenProgram, ...]
@@ -85,7 +85,7 @@ def lowered(
     place = request.place
     programs, windows = checked_programs(request, graphs, table, memory_cap)
     local = tuple(stage for stage, rank in table.running.rank_of_stage.items() if rank == place.rank)
-    calls: tuple[RegionCall, ...] = ()
+    calls: tuple[SizedCall, ...] = ()
     if backend is not None:
         programs, calls = backend.outlined(graphs, programs, local)
     sources = ProgramGraphs.joined(graph.sources for graph in _distinct(graphs))
@@ -169,7 +169,7 @@ def _windows(
 ) -> tuple[OffloadWindow, ...]:
     """The offloaded values of a call; the plan has them already where its only graph was compiled for the same table."""
     distinct = _distinct(graphs)
-    if len(distinct) == 1 and distinct[0].plan.schedule is table.plain and table.training:
+    if len(distinct) == 1 and distinct[0].plan.schedule is table.plain and table.training and distinct[0].values is None:
         return distinct[0].plan.offload_windows
     return offload_windows(request, distinct, programs, table)
 

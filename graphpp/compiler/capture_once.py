@@ -19,16 +19,22 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import re
 import secrets
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
+from pathlib import Path
 
 import torch
 
+from graphpp._torch.symbols import Symbols
 from graphpp.batch.microbatch import FlatMicrobatch
+from graphpp.capture.leaked_symbols import take_back
 from graphpp.capture.outputs import check_output_leaves
+from graphpp.capture.same_operations import difference
+from graphpp.capture.source_lines import is_user_file
 from graphpp.capture.trace import CapturedGraph, capture
 from graphpp.capture.transfer.code_trail import CodeTrail
 from graphpp.capture.transfer.process_state import process_state
@@ -37,42 +43,102 @@ from graphpp.capture.transfer.read_graph import read_graph
 from graphpp.capture.transfer.write_graph import WriteError, write_graph
 from graphpp.compiler.kept_graphs import KeptGraphs
 from graphpp.compiler.request import CompileRequest
+from graphpp.errors import CaptureError
 from graphpp.parallel.agreement import Agreement
 
 _LOG = logging.getLogger("graphpp")
 
 
+Open = Mapping[str, Sequence[int]]
+"""The dimensions of tensors, by path, for whose sizes a graph is to hold."""
+
+
 def capture_graph(
-    request: CompileRequest, example: FlatMicrobatch, training: bool, trail: CodeTrail | None = None
+    request: CompileRequest,
+    example: FlatMicrobatch,
+    training: bool,
+    trail: CodeTrail | None = None,
+    open_sizes: Open | None = None,
 ) -> CapturedGraph:
     """Capture the model on an example microbatch, in this process; `trail` notes the code that runs.
 
-    The graph is that of a plain loop, also where the caller has switched autograd off. Raises `CaptureError`.
+    The graph is that of a plain loop, also where the caller has switched autograd off. If it cannot hold for `open_sizes`, the
+    graph holds for the sizes of the example, and `fixed_because` says why. Raises `CaptureError`.
     """
     began = time.perf_counter()
     with torch.inference_mode(False), torch.enable_grad():
-        captured = capture(
-            request.model,
-            request.loss,
-            example.microbatch(),
-            request.place.device,
-            training=training,
-            trail=trail,
-            copy_layers=request.options.debug.copy_layers,
-        )
-    check_output_leaves(captured)
+        model, loss, device = request.model, request.loss, request.place.device
+        copies = request.options.debug.copy_layers
+        captured = capture(model, loss, example.microbatch(), device, training=training, trail=trail, copy_layers=copies)
+        check_output_leaves(captured)
+        if open_sizes:
+            ordered = example.with_ordered_integers().microbatch()
+            run = partial(capture, model, loss, ordered, device, training=training, varying=open_sizes)
+            captured = _with_open_sizes(run, captured, example, open_sizes, request.options.debug.dynamic is True)
     return replace(captured, seconds=time.perf_counter() - began)
 
 
+def _with_open_sizes(
+    run: Callable[[], CapturedGraph], fixed: CapturedGraph, example: FlatMicrobatch, open_sizes: Open, some: bool
+) -> CapturedGraph:
+    """A graph for several sizes, or the graph `fixed` for those of the example, with the reason.
+
+    `some`: a graph that leaves some of these sizes open will do. The graphs are compared for the example's sizes, since code
+    may tell a symbol from an integer.
+    """
+    try:
+        try:
+            several = run()
+        finally:
+            holder = take_back()
+        if holder is not None:
+            raise CaptureError(f"the forward keeps a size in an object of the program ({holder})")
+        check_output_leaves(several)
+        symbols = several.joint.symbols
+        values = symbols.values(example.shapes) if symbols is not None else None
+        assert symbols is not None and values is not None, "a graph does not hold for the sizes of which it was captured"
+        unlike = difference(several.joint, values, fixed.joint)
+        if symbols.compares_floats:
+            raise CaptureError("a branch depends on a floating-point number that is computed from a size")
+    except Exception as error:  # the model has a graph for one size
+        reason = f"a trace for all sizes raises {type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
+        return replace(fixed, fixed_because=reason)
+    if unlike is not None:
+        reason = f"code that can tell a symbol from an integer computes something else for symbols: {unlike}"
+        return replace(fixed, fixed_because=reason)
+    paths = list(example.tensors)
+    wanted = {(paths.index(path), dim) for path, dims in open_sizes.items() for dim in dims}
+    if wanted <= symbols.free or (some and symbols.free):
+        return several
+    return replace(fixed, fixed_because=f"model or loss fix a size: {_fixing_lines(symbols, paths)}")
+
+
+def _fixing_lines(symbols: Symbols, paths: Sequence[str]) -> str:
+    """The equations that a trace assumed, with the user's code lines: `args[0].shape[1] == 9 at model.py:37`."""
+    names = {symbol.name: f"{paths[index]}.shape[{dim}]" for symbol, (index, dim) in symbols.places.items()}
+    lines = []
+    for equation, frame in symbols.equalities():
+        text = re.sub(r"\w+", lambda word: names.get(word[0], word[0]), equation)
+        of_user = frame is not None and is_user_file(frame.filename)
+        lines.append(f"{text} at {Path(frame.filename).name}:{frame.lineno}" if frame is not None and of_user else text)
+    return "; ".join(lines)
+
+
 def capture_graphs(
-    request: CompileRequest, agreement: Agreement, examples: Sequence[FlatMicrobatch], training: bool
+    request: CompileRequest,
+    agreement: Agreement,
+    examples: Sequence[FlatMicrobatch],
+    training: bool,
+    open_sizes: Sequence[Open],
 ) -> list[CapturedGraph]:
     """A graph for each example microbatch, captured by the first rank of the group. Called by all ranks of the group.
 
-    Raises `CaptureError`, and `MismatchError` if the first rank has failed.
+    `open_sizes`: for each example the sizes that the graph is to leave open. Raises `CaptureError`, and `MismatchError` if the
+    first rank has failed.
     """
     if not examples:
         return []
+    wanted = list(zip(examples, open_sizes, strict=True))
     several, keeps = agreement.several, request.options.debug.keep_graphs
     held, digest = _reachable(request) if several or keeps else (None, b"")
     if several and not agreement.same(digest):
@@ -80,15 +146,15 @@ def capture_graphs(
     if held is None:
         if several:
             _LOG.info("each rank captures by itself: model and loss cannot be compared, or differ between ranks")
-        return [capture_graph(request, example, training) for example in examples]
-    capturing = _CapturingRank(request, held, examples, training)
+        return [capture_graph(request, each, training, open_sizes=sizes) for each, sizes in wanted]
+    capturing = _CapturingRank(request, held, wanted, training)
     if not several:
-        return [capturing.obtained(example)[0] for example in examples]
+        return [capturing.obtained(*each)[0] for each in wanted]
     began = time.perf_counter()
     sent = json.loads(agreement.from_first(capturing.written))
     if "refused" in sent:
         _LOG.info("each rank captures by itself: the graph of the first rank cannot be sent, because of %s", sent["refused"])
-        return capturing.captured or [capture_graph(request, example, training) for example in examples]
+        return capturing.captured or [capture_graph(request, each, training, open_sizes=sizes) for each, sizes in wanted]
     device = request.place.device
     graphs = capturing.read_again or [read_graph(text, device, held) for text in sent["graphs"]]
     return [replace(graph, seconds=(time.perf_counter() - began) / len(graphs)) for graph in graphs]
@@ -100,14 +166,14 @@ class _CapturingRank:
 
     request: CompileRequest
     held: Reachable
-    examples: Sequence[FlatMicrobatch]
+    wanted: Sequence[tuple[FlatMicrobatch, Open]]
     training: bool
     captured: list[CapturedGraph] = field(default_factory=list)
     read_again: list[CapturedGraph] = field(default_factory=list)
 
     def written(self) -> bytes:
         """The graphs as JSON, or the reason why they cannot be written or read again. Raises `CaptureError`."""
-        made = [self.obtained(example) for example in self.examples]
+        made = [self.obtained(*each) for each in self.wanted]
         self.captured += [graph for graph, _ in made]
         texts = [text for _, text in made]
         refused = next((text for text in texts if isinstance(text, Exception)), None)
@@ -121,9 +187,9 @@ class _CapturingRank:
             return json.dumps({"refused": f"{type(refused).__name__}: {refused}"}).encode()
         return json.dumps({"graphs": texts}).encode()
 
-    def obtained(self, example: FlatMicrobatch) -> tuple[CapturedGraph, str | Exception]:
+    def obtained(self, example: FlatMicrobatch, open_sizes: Open) -> tuple[CapturedGraph, str | Exception]:
         """The graph of an example, from the cache folder or captured, and its text, or why it cannot be written."""
-        kept = self._kept
+        kept = self._kept if not open_sizes else None
         text = kept.find(example, self.training) if kept is not None else None
         if text is not None:
             began = time.perf_counter()
@@ -132,8 +198,9 @@ class _CapturingRank:
                 return replace(graph, seconds=time.perf_counter() - began), text
             except Exception as error:  # the model can still be captured
                 _LOG.warning("a kept graph cannot be read: please report this fault", exc_info=error)
-        trail = CodeTrail() if kept is not None else None
-        graph = capture_graph(self.request, example, self.training, trail)
+        trail = CodeTrail() if kept is not None and kept.has_key else None
+        before = _values(self.request) if trail is not None else b""
+        graph = capture_graph(self.request, example, self.training, trail, open_sizes)
         try:
             text = write_graph(graph, self.request.place.device, self.held)
         except WriteError as error:
@@ -142,7 +209,7 @@ class _CapturingRank:
             _LOG.warning("a captured graph cannot be written: please report this fault", exc_info=error)
             return graph, error
         if kept is not None and trail is not None:
-            kept.keep(example, self.training, graph, text, trail)
+            kept.keep(graph, text, trail, changed=_values(self.request) != before)
         return graph, text
 
     @cached_property
@@ -153,6 +220,14 @@ class _CapturingRank:
         except OSError as error:
             _LOG.warning("the captured graphs cannot be kept for later runs: %s", error)
             return None
+
+
+def _values(request: CompileRequest) -> bytes:
+    """A digest of the present values of the objects of model and loss; one like no other if an object cannot be read."""
+    try:
+        return Reachable(by_value=True, model=request.model, loss=request.loss).exact
+    except Exception:  # as in `_reachable`
+        return secrets.token_bytes(hashlib.sha256().digest_size)
 
 
 def _reachable(request: CompileRequest) -> tuple[Reachable | None, bytes]:

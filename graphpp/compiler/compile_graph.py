@@ -15,11 +15,14 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from graphpp._torch import aot
+from graphpp._torch.symbols import Values, considering, hint
 from graphpp.capture import activation_checkpoints as checkpoints
+from graphpp.capture.outputs import output_shapes
 from graphpp.capture.trace import CapturedGraph
 from graphpp.compiler import facts
 from graphpp.compiler.dump import Dump
 from graphpp.compiler.request import CompileRequest
+from graphpp.compiler.sized_graph import sized_program
 from graphpp.options.recompute import Recompute
 from graphpp.options.split import ModuleCall
 from graphpp.parallel.agreement import Facts
@@ -59,7 +62,8 @@ class CompiledGraph:
 
     `program`: the stage programs of the variant that the first table asked for. `boundaries`: for each stage but the first
     the module calls from its start on, in order; a later graph is cut at the same calls. `variants`: the stage programs
-    lowered so far. `sources`: the graph of each program.
+    lowered so far. `sources`: the graph of each program. `values`: the sizes for which the programs are, if they are those of
+    a graph with symbolic sizes, `general`.
     """
 
     captured: CapturedGraph
@@ -69,11 +73,27 @@ class CompiledGraph:
     variants: dict[ProgramVariant, PipelineProgram] = field(default_factory=dict)
     sources: ProgramGraphs = field(default_factory=ProgramGraphs)
     dump: Dump | None = None
+    values: Values | None = None
+    general: CompiledGraph | None = None
+
+    def at(self, values: Values) -> CompiledGraph:
+        """The graph for one set of sizes, from one with symbolic sizes."""
+        variants = {variant: sized_program(program, values) for variant, program in self.variants.items()}
+        own = next(variants[variant] for variant, program in self.variants.items() if program is self.program)
+        return replace(self, program=own, variants=variants, values=values, general=self)
 
     @cached_property
     def facts(self) -> Facts:
         """The code of the model, the split and the programs, which all ranks must have alike."""
+        if self.general is not None:
+            return self.general.facts
         return facts.of_graph(self.captured.joint, self.program)
+
+    @property
+    def output_shapes(self) -> list[tuple[int, ...]]:
+        """The shapes of the tensors in the model's output for one microbatch."""
+        with considering(self.values):
+            return [tuple(map(hint, shape)) for shape in output_shapes(self.captured)]
 
     def local_stages(self, rank: int) -> list[StageProgram]:
         """The stages that stand on `rank`."""
@@ -171,6 +191,11 @@ def _variant(request: CompileRequest, graph: CompiledGraph, variant: ProgramVari
     joint = graph.captured.joint
     if not joint.training:  # forwards alone: there is no backward to split, and nothing to compute again
         return graph.program
+    if variant not in graph.variants and graph.general is not None and graph.values is not None:
+        general = _variant(request, graph.general, variant)
+        symbols = graph.captured.joint.symbols
+        assert symbols is not None and symbols.hold(graph.values), "a pass compared sizes, and these have another answer"
+        graph.variants[variant] = sized_program(general, graph.values)
     if variant not in graph.variants:
         choices = _choices(request, joint, variant)
         with aot.quick():

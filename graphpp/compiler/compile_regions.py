@@ -19,7 +19,7 @@ from dataclasses import replace
 from torch import fx
 
 from graphpp.backends.compilers import RegionCompiler
-from graphpp.backends.regions import Regions
+from graphpp.backends.regions import Regions, SizedCall
 from graphpp.compiler.compile_graph import CompiledGraph
 from graphpp.options.split import ModuleCall
 from graphpp.passes.graph.region import RegionCall
@@ -40,7 +40,7 @@ class RegionCache:
 
     def outlined(
         self, graphs: Sequence[CompiledGraph], programs: Sequence[PipelineProgram], stages: Collection[int]
-    ) -> tuple[list[PipelineProgram], tuple[RegionCall, ...]]:
+    ) -> tuple[list[PipelineProgram], tuple[SizedCall, ...]]:
         """The programs of each microbatch in which `stages` call their regions, and these calls, not compiled yet.
 
         `graphs` and `programs` are those of each microbatch. Microbatches that shared a program
@@ -50,16 +50,17 @@ class RegionCache:
         items = [(item, graph) for pipeline, graph in distinct.values() for item in _programs(pipeline, stages)]
         layers = {id(graph): layers_of(module_calls(graph.captured.joint)) for _, graph in distinct.values()}
         for item, graph in items:
-            if id(item) not in self._made:
+            if id(item.run) not in self._made:
                 made = outline_regions(split_dropout(graph.sources.of(item)), layers[id(graph)])
                 emitted = emit_outlined(item, made)
                 graph.sources.add(emitted, made.phase_graph)
-                self._made[id(item)] = (item, emitted, made.calls)
-        calls = {id(call): call for item, _ in items for call in self._made[id(item)][2]}
+                self._made[id(item.run)] = (item, emitted, made.calls)
+        pairs = [(call, item.values) for item, _ in items for call in self._made[id(item.run)][2]]
+        calls = {(id(call), id(values)): SizedCall(call, values) for call, values in pairs}
         exchanged = {key: self._exchanged(pipeline, stages) for key, (pipeline, _) in distinct.items()}
         return [exchanged[id(pipeline)] for pipeline in programs], tuple(calls.values())
 
-    def compile(self, calls: Sequence[RegionCall]) -> None:
+    def compile(self, calls: Sequence[SizedCall]) -> None:
         """Compile the regions that are new, and let the calls run them.
 
         Each rank begins with another region, so that ranks with one cache folder share the work.
@@ -67,19 +68,19 @@ class RegionCache:
         from rich.console import Console  # loaded by the first compilation
         from rich.progress import track
 
-        new = deque(sorted(self._regions.new(calls), key=lambda region: region.key))
+        new = deque(sorted(self._regions.new(calls), key=lambda call: call.region.key))
         new.rotate(-self._rank * max(len(new) // 2, 1))
         quiet = not sys.stderr.isatty()
-        for region in track(new, "compiling regions", console=Console(stderr=True), transient=True, disable=quiet):
-            self._regions.compile(region)
+        for call in track(new, "compiling regions", console=Console(stderr=True), transient=True, disable=quiet):
+            self._regions.compile(call)
         self._regions.bind(calls)
 
     def keep_only(self, graphs: Iterable[CompiledGraph]) -> None:
         """Forget the programs and regions of other graphs than these."""
         stages = [stage for graph in graphs for pipeline in graph.variants.values() for stage in pipeline.stages]
         items = [item for stage in stages for item in stage.programs.values()]
-        kept = set(map(id, [*stages, *items]))
-        self._made = {key: made for key, made in self._made.items() if key in kept}
+        runs, kept = {id(item.run) for item in items}, set(map(id, stages))
+        self._made = {key: made for key, made in self._made.items() if key in runs}
         self._stages = {key: pair for key, pair in self._stages.items() if key in kept}
         self._regions.keep_only(call.region.key for _, _, calls in self._made.values() for call in calls)
 
@@ -91,9 +92,13 @@ class RegionCache:
     def _stage(self, stage: StageProgram) -> StageProgram:
         """The stage with its outlined programs; one object for all microbatches that share the stage's programs."""
         if id(stage) not in self._stages:
-            programs = {phase: self._made[id(item)][1] for phase, item in stage.programs.items()}
+            programs = {phase: self._outlined(item) for phase, item in stage.programs.items()}
             self._stages[id(stage)] = (stage, replace(stage, programs=programs))
         return self._stages[id(stage)][1]
+
+    def _outlined(self, item: Program) -> Program:
+        """The outlined program, for the sizes of `item`."""
+        return replace(self._made[id(item.run)][1], values=item.values)
 
 
 def layers_of(calls: Sequence[ModuleCall]) -> LayerOf:

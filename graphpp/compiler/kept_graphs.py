@@ -23,14 +23,14 @@ from graphpp._torch import aot, pytree
 from graphpp.batch.microbatch import FlatMicrobatch
 from graphpp.cache.disk_cache import DiskCache, default_folder
 from graphpp.capture.trace import CapturedGraph
-from graphpp.capture.transfer.code_trail import CodeTrail, first_difference
+from graphpp.capture.transfer.code_trail import OPERATORS_OF_TORCH, CodeTrail, first_difference
+from graphpp.capture.transfer.names_asked import UnreadableError
+from graphpp.capture.transfer.process_state import settings_of_torch
 from graphpp.capture.transfer.reachable import Reachable
-from graphpp.capture.transfer.reachable_code import UnreadableError
 
 _LOG = logging.getLogger("graphpp")
 _GRAPH, _EVIDENCE = "graph.json", "evidence.json"
 _PLAIN_STRUCTURES = (dict, list, tuple)
-_OPERATORS = ("aten.", "prims.", "_c10d_functional.")  # the operators whose code comes with torch
 
 
 class KeptGraphs:
@@ -40,16 +40,22 @@ class KeptGraphs:
         self._held = held
         self._cache = DiskCache(default_folder())
         self._common = [held.exact.hex(), *_versions(), _device_name(device)]
+        self._sought: str | None = None  # the key of the last look-up, before the capture
 
     def find(self, example: FlatMicrobatch, training: bool) -> str | None:
         """The text of the graph for microbatches like `example`; None if there is none, or code has changed since."""
+        self._sought = None
         try:
             _check_comparable(example)
-            with self._cache.existing(self._key(example, training)) as folder:
+            self._sought = self._key(example, training)
+            with self._cache.existing(self._sought) as folder:
                 if folder is None:
                     return None
                 changed = first_difference(json.loads((folder / _EVIDENCE).read_text()))
                 text = (folder / _GRAPH).read_text()
+        except UnreadableError as error:
+            _LOG.info("no captured graph is kept or looked for, because of %s", error)
+            return None
         except Exception as error:  # of the disk, of a file that is no evidence, or of an object of a library
             _LOG.info("a kept graph cannot be read: %s", error)
             return None
@@ -58,13 +64,25 @@ class KeptGraphs:
             return None
         return text
 
-    def keep(self, example: FlatMicrobatch, training: bool, graph: CapturedGraph, text: str, trail: CodeTrail) -> None:
-        """Keep the text of a graph that was captured while `trail` noted the code."""
+    @property
+    def has_key(self) -> bool:
+        """Whether a graph can be kept under the key of the last look-up; some state of torch has no key."""
+        return self._sought is not None
+
+    def keep(self, graph: CapturedGraph, text: str, trail: CodeTrail, *, changed: bool) -> None:
+        """Keep the text of a graph that was captured after `find` while `trail` noted the code.
+
+        `changed`: the capture has changed an object of model or loss. It may be a cache of the program: the code that filled
+        it is not in the trail, which notes the code of another run.
+        """
+        if self._sought is None:
+            return
         try:
-            _check_comparable(example)
+            if changed:
+                raise UnreadableError("an object of the model or the loss that the capture changes")
             _check_operators(graph)
             evidence = json.dumps(trail.evidence(self._held))
-            with self._cache.entry(self._key(example, training)) as folder:
+            with self._cache.entry(self._sought) as folder:
                 (folder / _GRAPH).write_text(text)
                 (folder / _EVIDENCE).write_text(evidence)
         except UnreadableError as error:
@@ -73,7 +91,7 @@ class KeptGraphs:
             _LOG.warning("the captured graph cannot be kept for later runs: %s: %s", type(error).__name__, error)
 
     def _key(self, example: FlatMicrobatch, training: bool) -> str:
-        words = [*self._common, *example.signature, f"training={training}"]
+        words = [*self._common, *settings_of_torch(), *example.signature, f"training={training}"]
         return "graph-" + hashlib.sha256("\n".join(words).encode()).hexdigest()[:40]
 
 
@@ -93,7 +111,7 @@ def _check_operators(graph: CapturedGraph) -> None:
     """Raise `UnreadableError` for an operator that is not torch's own: its code runs below the code that is noted."""
     for node in graph.joint.graph.nodes:
         name = str(node.target)
-        if isinstance(node.target, aot.Operator) and not name.startswith(_OPERATORS):
+        if isinstance(node.target, aot.Operator) and not name.startswith(OPERATORS_OF_TORCH):
             raise UnreadableError(f"the operator {name}")
 
 

@@ -11,12 +11,12 @@ from graphpp.errors import GraphPPError
 from graphpp.options.option import Group, Option, a_positive_int, group_reader
 
 
-def _experimental(variable: str, about: str) -> Option[bool | None, bool]:
-    """An option that takes True, False, or None for the value of an environment variable. Ranks may differ in it."""
+def _switch(variable: str, on: bool, about: str) -> Option[bool | None, bool]:
+    """An option that takes True, False, or None: `on`, unless the environment variable says otherwise. Ranks may differ."""
 
     def read(form: object) -> bool:
         if form is None:
-            return os.environ.get(variable, "0") == "1"
+            return os.environ.get(variable) != "0" if on else os.environ.get(variable) == "1"
         if not isinstance(form, bool):
             raise GraphPPError(f"take True, False or None, got {form!r}")
         return form
@@ -26,8 +26,14 @@ def _experimental(variable: str, about: str) -> Option[bool | None, bool]:
         read=read,
         describe=None,  # the first rank alone captures
         takes="True, False",
-        about=f"{about}; experimental. None: no, unless the variable `{variable}` is 1.",
+        about=f"{about} None: {'yes' if on else 'no'}, unless the variable `{variable}` is {0 if on else 1}.",
     )
+
+
+def _read_dynamic(form: object) -> bool | None:
+    if form is not None and not isinstance(form, bool):
+        raise GraphPPError(f"take True, False or None, got {form!r}")
+    return form
 
 
 def _read_folder(form: object) -> Path | None:
@@ -54,16 +60,26 @@ class Debug(Group):
         16,
         read=a_positive_int,
         takes="a positive integer",
-        about="How many captured graphs a pipeline keeps in memory, one per shape of microbatch and mode of the model; the "
+        about="How many captured graphs a pipeline keeps in memory, one per kind of microbatch and mode of the model; the "
         "least recently used one is dropped first.",
     )
-    keep_graphs: Option[bool | None, bool] = _experimental(
-        "GRAPHPP_KEEP_GRAPHS", "Whether captured graphs are kept in the cache folder for later runs of an unchanged program"
+    dynamic: Option[bool | None, bool | None] = Option(
+        None,
+        read=_read_dynamic,
+        takes="True, False",
+        about="Whether one captured graph serves microbatches of several sizes. None: the sizes that vary from call to call, "
+        "from their second value on. True: all sizes, from the first call on. False: no size.",
     )
-    copy_layers: Option[bool | None, bool] = _experimental(
+    keep_graphs: Option[bool | None, bool] = _switch(
+        "GRAPHPP_KEEP_GRAPHS",
+        on=False,
+        about="Whether captured graphs are kept in the cache folder for later runs of an unchanged program; experimental.",
+    )
+    copy_layers: Option[bool | None, bool] = _switch(
         "GRAPHPP_COPY_LAYERS",
-        "Whether of 6 and more equal layers two are traced and the others copied, which captures a large model in less than "
-        "half of the time",
+        on=True,
+        about="Whether of 6 and more equal layers two are traced with their backward and the others copied, which captures a "
+        "large model in half of the time. The graph is the same.",
     )
 
 

@@ -1,8 +1,9 @@
 """Provenance: the phase graph from which each program was emitted.
 
 Contract: `ProgramGraphs.hook()` watches one run of the recipe and records, for each program of every stage, the last phase
-graph before `emit`. Compiled regions, woven programs and CUDA graphs start from these graphs. A program is known by its
-identity: the record holds the program, so that no other object takes its `id`.
+graph before `emit`. Compiled regions, woven programs and CUDA graphs start from these graphs. A program is known by the
+identity of its function, which programs for other sizes share: the record holds the program, so that no other object takes
+the `id`.
 """
 
 from __future__ import annotations
@@ -45,8 +46,8 @@ class ProgramGraphs:
 
     def add(self, item: Program, graph: PhaseGraph) -> None:
         """Record the phase graph of a program."""
-        self._graphs[id(item)] = (item, graph)
+        self._graphs[id(item.run)] = (item, graph)
 
     def of(self, item: Program) -> PhaseGraph:
         """The phase graph of a program. Raises `KeyError` for a program that was not recorded."""
-        return self._graphs[id(item)][1]
+        return self._graphs[id(item.run)][1]

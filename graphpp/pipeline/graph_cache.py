@@ -2,9 +2,10 @@
 
 Contract
 --------
-- One compiled graph per signature of a microbatch, mode of the model (flags, dtypes) and autocast; one runner per
-  sequence of graphs that a call's microbatches use.
-- At most `max_graphs` graphs are kept, and those of the latest call if it uses more; the one used longest ago goes first, with
+- One compiled graph per signature of a microbatch, mode of the model (flags, dtypes) and autocast, or one for several sizes
+  (`varying_sizes.py`); one runner per sequence of graphs that a call's microbatches use.
+- At most `max_graphs` graphs are kept, and those of the latest call if it uses more, and the programs of graphs with open
+  sizes for the latest `_SIZES * max_graphs` sizes; the one used longest ago goes first, with
   a message that says which argument keeps changing.
 - A new call is lowered, agreed on, compiled, agreed on, and gets its runner. If a step fails on one rank it fails on all,
   and a rank keeps only graphs and runners that all ranks keep.
@@ -19,26 +20,31 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import torch
+
 from graphpp.backends.record_programs import RecordedPrograms
 from graphpp.batch.cut_batch import leading_size
 from graphpp.batch.loss_weights import LossWeighting
 from graphpp.batch.microbatch import FlatMicrobatch
 from graphpp.capture.outputs import check_mergeable
+from graphpp.capture.trace import CapturedGraph
 from graphpp.compiler import facts
 from graphpp.compiler.assemble import Assembly
 from graphpp.compiler.build import Lowered, check_homes, check_same_results, lowered
 from graphpp.compiler.capture_once import capture_graphs
-from graphpp.compiler.compile_graph import CompiledGraph, compile_graph
+from graphpp.compiler.compile_graph import CompiledGraph, TableFor, compile_graph
 from graphpp.compiler.request import CompileRequest
 from graphpp.parallel.agreement import Agreement, Facts
 from graphpp.pipeline.graph_keys import GraphKeys, Recent, check_same_updates
 from graphpp.pipeline.step_call import GraphKey, StepCall
+from graphpp.pipeline.varying_sizes import VaryingSizes
 from graphpp.planner.tables import CheckedTable, Tables
 from graphpp.runtime.model_state import ModelState, tensor_lines
 from graphpp.runtime.runner import GraphPPRunner
 from graphpp.schedules.table.schedule import Schedule
 
 _LOG = logging.getLogger("graphpp")
+_SIZES = 8  # how many sizes are kept for each graph that may be kept
 
 
 @dataclass(frozen=True)
@@ -47,6 +53,11 @@ class PreparedStep:
 
     lowered: Lowered
     runner: GraphPPRunner
+
+    def inputs(self, parts: Sequence[FlatMicrobatch]) -> list[Mapping[str, torch.Tensor]]:
+        """The tensors of each microbatch as the graphs take them: a graph with open sizes takes integers in order of memory."""
+        pairs = zip(parts, self.lowered.graphs, strict=True)
+        return [(part if graph.general is None else part.with_ordered_integers()).tensors for part, graph in pairs]
 
 
 class GraphCache:
@@ -57,10 +68,12 @@ class GraphCache:
         self._request, self._state, self._agreement = request, state, agreement
         self._modules = dict(request.model.named_modules())
         limit = options.debug.max_graphs
-        self._keys = GraphKeys(request.model, request.loss, place.device.type, limit)
-        self._facts: Recent[tuple[Any, ...], Facts] = Recent(limit)
+        self._keys = GraphKeys(request.model, request.loss, place.device.type, _SIZES * limit)
+        self._facts: Recent[tuple[Any, ...], Facts] = Recent(_SIZES * limit)
         self._graphs: Recent[GraphKey, CompiledGraph] = Recent(limit)
-        self._prepared: Recent[tuple[GraphKey, ...], PreparedStep] = Recent(limit)
+        self._sized: Recent[GraphKey, CompiledGraph] = Recent(_SIZES * limit)
+        self._sizes = VaryingSizes(options.debug.dynamic, limit, warns=place.rank == 0)
+        self._prepared: Recent[tuple[GraphKey, ...], PreparedStep] = Recent(_SIZES * limit)
         self._assembly = Assembly(request, state)
         self.tables = Tables(options.schedule, place.ranks)
         self.first: CompiledGraph | None = None
@@ -117,9 +130,12 @@ class GraphCache:
         """
         if call.keys in self._prepared:
             return "a graph and its runner"
-        new = [str(at) for at, key in enumerate(call.distinct) if key not in self._graphs]
+        parts = list(call.distinct.items())
+        new = [str(at) for at, (key, _) in enumerate(parts) if self._kept_graph(key) is None]
         if not new:
             return "a graph"
+        if all(self._kept_graph(key) is not None or self._sizes.serves(key, part) for key, part in parts):
+            return "a graph for other sizes"
         if len(new) == len(call.distinct):
             return "nothing yet (such a call is new, or an attribute or hook of the model has changed)"
         return f"no graph for microbatches of shape {', '.join(new)}"
@@ -130,7 +146,7 @@ class GraphCache:
         """Compile and keep the graphs of a call, for a table of so many microbatches. Called by all ranks."""
         work = partial(self._compile_graphs, call, microbatches)
         graphs, _ = self._agreement.together(work, _facts_of_graphs)
-        self._keep(graphs)
+        self._keep(graphs, call)
 
     def prepared(self, call: StepCall) -> PreparedStep:
         """The call with its runner, from the cache or made now. Called by all ranks.
@@ -142,19 +158,20 @@ class GraphCache:
             try:
                 graphs, made = self._agreement.together(partial(self._lower, call), self._facts_of)
             except Exception:
-                self._assembly.keep_only(self._graphs.values())  # the regions of a call that was refused
+                self._assembly.keep_only(self._all_kept())  # the regions of a call that was refused
                 raise
-            self._keep(graphs)
+            self._keep(graphs, call)
             replicas, rank = self._request.place.replicas, self._request.place.rank
             self._agreement.together(partial(self._assembly.compile, made, replicas), _nothing_to_compare)
             local = set[str]().union(*(each.parameters(rank) | each.buffers(rank) for each in graphs.values()))
             self._state.move(local, self._request.place.device)
             self._prepared.keep(call.keys, PreparedStep(made, self._assembly.runner(made, replicas, self._owners)))
             self._forget_all_but(call.keys)
-            self._assembly.keep_only([*self._graphs.values(), *graphs.values()])
+            self._assembly.keep_only([*self._all_kept(), *graphs.values()])
         for key in call.keys:
-            if key in self._graphs:
-                self._graphs.use(key)
+            for kept in (self._graphs, self._sized):
+                if key in kept:
+                    kept.use(key)
         return self._prepared.use(call.keys)
 
     def under(self, step: PreparedStep, schedule: Schedule) -> PreparedStep:
@@ -176,7 +193,7 @@ class GraphCache:
         check_same_results(each)
         check_same_updates([graph.captured.updates for graph in each])
         if not call.training:
-            check_mergeable([graph.captured for graph in each], [leading_size(part) for part in call.parts])
+            check_mergeable([graph.output_shapes for graph in each], [leading_size(part) for part in call.parts])
         for graph in graphs.values():
             self._state.check_memory([*graph.parameters(place.rank), *graph.buffers(place.rank)])
         cap = memory.caps(place.ranks) if call.training else None
@@ -190,15 +207,28 @@ class GraphCache:
         def table_for(stages: int) -> CheckedTable:
             return self.tables.checked(stages, microbatches, call.training)
 
-        new = {key: part for key, part in call.distinct.items() if key not in self._graphs}
-        made = capture_graphs(self._request, self._agreement, list(new.values()), call.training)
+        known = {key: self._kept_graph(key) or self._sizes.find(key, part) for key, part in call.distinct.items()}
+        new = {key: part for key, part in call.distinct.items() if known[key] is None}
+        open_sizes = [self._sizes.open(key, part) for key, part in new.items()]
+        made = capture_graphs(self._request, self._agreement, list(new.values()), call.training, open_sizes)
         captured = dict(zip(new, made, strict=True))
-        for key in call.distinct:
-            graph = self._graphs.get(key) or compile_graph(self._request, captured[key], table_for, first)
+        for key, part in call.distinct.items():
+            graph = known[key] or self._compiled(captured[key], part, table_for, first)
             first = first or graph
             check_homes(first, graph)
             graphs[key] = graph
         return graphs, table_for(len(graph.program.stages))
+
+    def _compiled(
+        self, captured: CapturedGraph, part: FlatMicrobatch, table_for: TableFor, first: CompiledGraph | None
+    ) -> CompiledGraph:
+        """A captured graph, compiled; one with open sizes for the sizes of `part`."""
+        graph = compile_graph(self._request, captured, table_for, first)
+        if captured.joint.symbols is None:
+            return graph
+        values = captured.joint.symbols.values(part.shapes)
+        assert values is not None, "a graph does not hold for the sizes of which it was captured"
+        return graph.at(values)
 
     def _facts_of(self, result: tuple[object, Lowered]) -> Facts:
         """The lines about a lowered call, and the values of parameters that several ranks hold."""
@@ -210,12 +240,21 @@ class GraphCache:
 
     # ------------------------------------------------------------------------------------------------ keeping
 
-    def _keep(self, graphs: Mapping[GraphKey, CompiledGraph]) -> None:
+    def _kept_graph(self, key: GraphKey) -> CompiledGraph | None:
+        return self._graphs.get(key) or self._sized.get(key)
+
+    def _all_kept(self) -> list[CompiledGraph]:
+        return [*self._graphs.values(), *self._sized.values(), *self._sizes.graphs()]
+
+    def _keep(self, graphs: Mapping[GraphKey, CompiledGraph], call: StepCall) -> None:
         """Keep graphs on which all ranks agreed, the one used last at the end."""
         for key, graph in graphs.items():
             self.first = self.first or graph
+            self._sizes.keep(key, call.distinct[key], graph)
             before = next(reversed(self._graphs), None)
-            if key in self._graphs:
+            if graph.general is not None:
+                self._sized.keep(key, graph)
+            elif key in self._graphs:
                 self._graphs.use(key)
             elif self._graphs.keep(key, graph) is not None and before is not None:
                 _LOG.warning(
@@ -228,7 +267,7 @@ class GraphCache:
 
     def _forget_all_but(self, latest: tuple[GraphKey, ...]) -> None:
         """Drop the runners, but the latest, that use a graph that is no longer kept."""
-        for keys in [keys for keys in self._prepared if keys != latest and any(key not in self._graphs for key in keys)]:
+        for keys in [keys for keys in self._prepared if keys != latest and any(self._kept_graph(key) is None for key in keys)]:
             del self._prepared[keys]
 
 

@@ -356,7 +356,7 @@ class Pipeline:
         seeds = call.weighting.seeds(len(call.parts), loss.dtype, place.device) if loss is not None else []
         self._broken = place.ranks > 1 or (call.training and self._replica_agreement.several)
         with torch.autocast(place.device.type, enabled=False):  # its casts are in the graph
-            prepared.runner.step([part.tensors for part in call.parts], seeds)
+            prepared.runner.step(prepared.inputs(call.parts), seeds)
         self._broken = False
         self._cache.after_step(call, prepared)
         self._last = prepared

@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 from torch import fx
 
+from graphpp._torch.symbols import Values, considering
 from graphpp.options.offload import Offload
 from graphpp.passes.graph.offloadable import LocalNeighbours, Offloadable, offloadable
 from graphpp.runtime.program import Phase, PipelineProgram, Program, Saved, StageProgram
@@ -53,16 +54,19 @@ def choose_windows(
     """
     known: dict[int, list[_Candidate]] = {}
 
-    def candidates(stage: StageProgram) -> list[_Candidate]:
+    def candidates(microbatch: int, index: int) -> list[_Candidate]:
+        pipeline = programs[microbatch]
+        stage = pipeline.stages[index]
         if id(stage) not in known:
-            known[id(stage)] = _candidates(choice, stage, _local_neighbours(schedule, stage.index), graph_of)
+            with considering(pipeline.values):
+                known[id(stage)] = _candidates(choice, stage, _local_neighbours(schedule, index), graph_of, pipeline.values)
         return known[id(stage)]
 
     return tuple(
         window
         for row in map(_Row.of, schedule.table)
         for stage, microbatch in row.forwards()
-        for window in _windows(choice, row, microbatch, programs[microbatch].stages[stage], candidates)
+        for window in _windows(choice, row, microbatch, programs[microbatch].stages[stage], candidates(microbatch, stage))
     )
 
 
@@ -73,12 +77,16 @@ class _Candidate(NamedTuple):
     readers: tuple[Kind, ...]
 
 
-def _candidates(choice: Offload, stage: StageProgram, beside: LocalNeighbours, graph_of: GraphOf) -> list[_Candidate]:
-    """The values of a stage that `choice` offloads, the largest first."""
+def _candidates(
+    choice: Offload, stage: StageProgram, beside: LocalNeighbours, graph_of: GraphOf, sizes: Values | None
+) -> list[_Candidate]:
+    """The values of a stage that `choice` offloads, the largest first; `sizes`: the numbers for symbolic sizes."""
     item = stage.programs.get(Phase.FORWARD)
     if item is None:
         return []
-    values = [value for value in offloadable(graph_of(item), beside) if choice.wants(value.meta, value.nbytes)]
+    found = offloadable(graph_of(item), beside)
+    found = [each._replace(meta=each.meta.at(sizes)) for each in found] if sizes is not None else found
+    values = [value for value in found if choice.wants(value.meta, value.nbytes)]
     inputs = {kind: set(stage.programs[Phase(kind.value)].inputs) for kind in _BACKWARDS if Phase(kind.value) in stage.programs}
     values.sort(key=lambda value: -value.nbytes)
     return [
@@ -96,13 +104,13 @@ def _windows(
     row: _Row,
     microbatch: int,
     stage: StageProgram,
-    candidates: Callable[[StageProgram], list[_Candidate]],
+    candidates: Sequence[_Candidate],
 ) -> Iterator[OffloadWindow]:
     """One window for each action that reads values first: B, or I, or W for the values that I does not read."""
     forward = row.place[Action(stage.index, Kind.F, microbatch)]
     budget = choice.fraction * stage.saved_bytes
     leaving: dict[Action, list[Offloadable]] = {}
-    for value, readers in candidates(stage):
+    for value, readers in candidates:
         actions = (Action(stage.index, kind, microbatch) for kind in readers)
         reader = next((action for action in actions if action in row.place), None)
         if budget > 0 and reader is not None and row.place[reader] - choice.ahead > forward + 1:

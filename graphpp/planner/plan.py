@@ -6,7 +6,6 @@ Contract: a `Plan` holds no tensor and no graph; it can be printed, saved and co
 from __future__ import annotations
 
 import io
-import math
 from collections import Counter
 from dataclasses import dataclass
 from functools import cached_property
@@ -99,7 +98,7 @@ def _stage_plan(joint: JointGraph, program: PipelineProgram, stage: StageProgram
         stage=stage.index,
         rank=schedule.rank_of_stage[stage.index],
         modules=outermost(stage.modules),
-        parameters=sum(math.prod(meta.shape) for meta in metas),
+        parameters=sum(meta.nbytes // meta.dtype.itemsize for meta in metas),
         parameter_bytes=sum(meta.nbytes for meta in metas),
         sent_forward_bytes=sum(value.nbytes for value in forward),
         sent_backward_bytes=sum(value.nbytes for value in backward),

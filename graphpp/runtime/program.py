@@ -11,13 +11,16 @@ Contract
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Any
 
 import torch
+
+from graphpp._torch.symbols import Values, considering, hint
 
 
 @dataclass(frozen=True)
@@ -56,6 +59,13 @@ class Seed:
 @dataclass(frozen=True)
 class RandomKey:
     """The microbatch's key for random numbers, a Python int."""
+
+
+@dataclass(frozen=True)
+class Size:
+    """A number computed from sizes of the microbatch's tensors, by its formula, such as `2*s1`; a Python int or float."""
+
+    formula: str
 
 
 @dataclass(frozen=True)
@@ -119,7 +129,7 @@ class StepInvariant:
     name: str
 
 
-InputRole = Parameter | Buffer | Constant | Input | Seed | RandomKey | Received | Saved | StepInvariant
+InputRole = Parameter | Buffer | Constant | Input | Seed | RandomKey | Size | Received | Saved | StepInvariant
 OutputRole = Loss | Output | Metric | Gradient | BufferUpdate | Sent | Saved | StepInvariant
 
 
@@ -149,7 +159,11 @@ class Phase(StrEnum):
 
 @dataclass(frozen=True)
 class TensorMeta:
-    """Shape, strides (elements), dtype and needs-grad of a value that crosses a boundary or is saved."""
+    """Shape, strides (elements), dtype and needs-grad of a value that crosses a boundary or is saved.
+
+    In the programs of a graph for several sizes (`compiler/sized_graph.py`) sizes and strides may be symbolic integers, which
+    torch types as integers too.
+    """
 
     name: str
     shape: tuple[int, ...]
@@ -157,10 +171,20 @@ class TensorMeta:
     dtype: torch.dtype
     requires_grad: bool = False
 
+    def at(self, values: Values) -> TensorMeta:
+        """The same with numbers for symbolic sizes."""
+        return replace(self, shape=tuple(map(values, self.shape)), stride=tuple(map(values, self.stride)))
+
     @property
     def nbytes(self) -> int:
-        """Bytes of the value's elements."""
-        return math.prod(self.shape) * self.dtype.itemsize
+        """Bytes of the value's elements; with symbolic sizes, for the sizes of the trace."""
+        elements: int = math.prod(map(hint, self.shape))
+        return elements * self.dtype.itemsize
+
+
+def total_bytes(values: Iterable[TensorMeta]) -> int:
+    """Bytes of several values."""
+    return sum(value.nbytes for value in values)
 
 
 @dataclass(frozen=True)
@@ -174,7 +198,7 @@ class Boundary:
     @property
     def nbytes(self) -> int:
         """Bytes sent over this boundary in both directions for one microbatch."""
-        return sum(value.nbytes for value in self.forward + self.backward)
+        return total_bytes(self.forward + self.backward)
 
 
 @dataclass(frozen=True)
@@ -187,8 +211,8 @@ class Program:
     and may have several results with one `Gradient` role: their sum is the gradient.
 
     `source`: the program's Python text. `shared`: positions of results whose memory an input or another result may share; copy
-    these before writing to them. `peak_bytes`: the most bytes alive at once while it runs, of values that arrived, were saved,
-    or are made.
+    these before writing to them. `live`: by how many bytes the memory grows or shrinks, in order, while the program runs, of
+    values that arrived, were saved, or are made; `values`: the numbers for symbolic sizes among these bytes.
     """
 
     stage: int
@@ -198,8 +222,15 @@ class Program:
     run: Callable[..., Sequence[Any]]
     source: str = ""
     shared: frozenset[int] = frozenset()
-    peak_bytes: int = 0
+    live: tuple[int, ...] = ()
+    values: Values | None = None
     fused: bool = False
+
+    @property
+    def peak_bytes(self) -> int:
+        """The most bytes alive at once while the program runs."""
+        with considering(self.values):
+            return max(itertools.accumulate(map(hint, self.live)), default=0)
 
 
 @dataclass(frozen=True)
@@ -220,8 +251,8 @@ class StageProgram:
     """A stage with all its phases, its parameters and its buffers.
 
     `parameters`, `buffers`: FQNs that any phase reads, or whose gradient or update it computes.
-    `saved`: the values that the forward saves for a microbatch; `saved_bytes`: their memory, views of one memory counted once;
-    `kept_bytes`: the part of this memory that is alive from I to W.
+    `saved`: the values that the forward saves for a microbatch; `saved_memory`: the values that allocated their memory, each
+    once; `kept_memory`: those whose memory is alive from I to W.
     `modules`: FQNs of the modules called in the stage, for display.
     `hoisted`: computes the `StepInvariant` values that the phases read; runs once, when a step begins.
     """
@@ -231,11 +262,21 @@ class StageProgram:
     parameters: tuple[str, ...]
     buffers: tuple[str, ...]
     saved: tuple[TensorMeta, ...]
-    saved_bytes: int = 0
-    kept_bytes: int = 0
+    saved_memory: tuple[TensorMeta, ...] = ()
+    kept_memory: tuple[TensorMeta, ...] = ()
     modules: tuple[str, ...] = ()
     constants: Mapping[str, torch.Tensor] = field(default_factory=dict)
     hoisted: Program | None = None
+
+    @property
+    def saved_bytes(self) -> int:
+        """Bytes that the forward of one microbatch saves, views of one memory counted once."""
+        return total_bytes(self.saved_memory)
+
+    @property
+    def kept_bytes(self) -> int:
+        """The part of the saved bytes, or of bytes that I makes, that is alive from I to W."""
+        return total_bytes(self.kept_memory)
 
     @property
     def inputs(self) -> frozenset[InputRole]:
@@ -254,13 +295,17 @@ class StageProgram:
 class PipelineProgram:
     """All stages of one captured graph and the boundaries between them: `boundaries[s]` is s|s+1.
 
-    The last stage computes the loss (0-dim), the outputs and the metrics; `metrics` has their dtypes by name.
+    The last stage computes the loss (0-dim), the outputs and the metrics; `metrics` has their dtypes by name. `sizes`: the
+    numbers for the programs' `Size` inputs, by formula. `values`: the sizes of the microbatches that the programs serve; None
+    where no size is symbolic, and in programs for all sizes, whose `sizes` are symbolic too.
     """
 
     stages: tuple[StageProgram, ...]
     boundaries: tuple[Boundary, ...]
     loss: TensorMeta | None = None
     metrics: Mapping[str, torch.dtype] = field(default_factory=dict)
+    sizes: Mapping[str, Any] = field(default_factory=dict)
+    values: Values | None = None
 
     @property
     def random(self) -> bool:

@@ -53,8 +53,9 @@ class Variant:
         below = pipeline.boundaries[index - 1] if index else Boundary(-1)
         above = pipeline.boundaries[index] if index < last else Boundary(index)
         arriving = {phase: above.backward if phase.is_backward else below.forward for phase in stage.programs}
-        wirings = {phase: wire(item, arriving[phase], stage.constants) for phase, item in stage.programs.items()}
-        hoisted = wire(stage.hoisted, (), stage.constants) if stage.hoisted is not None else None
+        held = stage.constants, pipeline.sizes
+        wirings = {phase: wire(item, arriving[phase], *held) for phase, item in stage.programs.items()}
+        hoisted = wire(stage.hoisted, (), *held) if stage.hoisted is not None else None
         return cls(wirings, below, above, hoisted)
 
     @property
@@ -120,7 +121,7 @@ class GraphStage:
         wiring.bound = [None] * len(wiring.program.inputs)
         for index, fqn in wiring.fixed:
             wiring.bound[index] = self.buffers.parameter_or_buffer(fqn).detach()
-        for index, constant in wiring.constants:
+        for index, constant in (*wiring.constants, *wiring.sizes):
             wiring.bound[index] = constant
 
     def _step_invariants(
@@ -130,7 +131,7 @@ class GraphStage:
         if wiring is None:
             return {}
         item = wiring.program
-        key = (item.source, item.inputs, tuple(id(constant) for _, constant in wiring.constants))
+        key = (item.source, item.inputs, tuple(id(constant) for _, constant in wiring.constants), tuple(wiring.sizes))
         if key not in known:
             self._bind(wiring)
             arguments, wiring.bound = wiring.bound, []

@@ -25,7 +25,7 @@ import time
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import lru_cache
 from itertools import islice
 
 import torch
@@ -193,7 +193,7 @@ class _Layout:
         return [self.stored[dim] for dim in self.order]
 
 
-@cache
+@lru_cache(maxsize=2**14)
 def _layout(meta: TensorMeta) -> _Layout:
     pairs = list(zip(meta.shape, meta.stride, strict=True))
     stored = tuple(min(size, 1) if stride == 0 else size for size, stride in pairs)

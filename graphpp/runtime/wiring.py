@@ -1,7 +1,7 @@
 """Resolves a program's roles to positions once, so that running it looks up nothing by role.
 
 Contract: a `Wiring` has a list for each kind of role, with the positions of its arguments or results. `fixed` (parameters and
-buffers), `constants` and `step_invariants` are filled in once per step (`bound`), all other arguments once per microbatch.
+buffers), `constants`, `sizes` and `step_invariants` are filled in once per step (`bound`), all others once per microbatch.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from graphpp.runtime import program
-from graphpp.runtime.program import Program, TensorMeta
+from graphpp.runtime.program import InputRole, Program, TensorMeta
 
 
 @dataclass
@@ -23,6 +23,7 @@ class Wiring:
     program: Program
     fixed: list[tuple[int, str]] = field(default_factory=list)
     constants: list[tuple[int, torch.Tensor]] = field(default_factory=list)
+    sizes: list[tuple[int, float]] = field(default_factory=list)
     inputs: list[tuple[int, str]] = field(default_factory=list)
     seeds: list[int] = field(default_factory=list)
     keys: list[int] = field(default_factory=list)
@@ -44,8 +45,16 @@ class Wiring:
         return {fqn for index, fqn in self.gradients.items() if index in self.program.shared}
 
 
-def wire(item: Program, arriving: Sequence[TensorMeta], constants: Mapping[str, torch.Tensor]) -> Wiring:
-    """Resolve the roles of `item`; `arriving`: the values that cross the boundary into the stage, in order."""
+def wire(
+    item: Program,
+    arriving: Sequence[TensorMeta],
+    constants: Mapping[str, torch.Tensor],
+    sizes: Mapping[str, float],
+) -> Wiring:
+    """Resolve the roles of `item`; `arriving`: the values that cross the boundary into the stage, in order.
+
+    `sizes`: the numbers for `Size` inputs, by formula.
+    """
     wiring = Wiring(item)
     positions = {meta.name: position for position, meta in enumerate(arriving)}
     for index, role in enumerate(item.inputs):
@@ -54,20 +63,28 @@ def wire(item: Program, arriving: Sequence[TensorMeta], constants: Mapping[str, 
                 wiring.fixed.append((index, fqn))
             case program.Constant(name):
                 wiring.constants.append((index, constants[name]))
-            case program.Input(path):
-                wiring.inputs.append((index, path))
-            case program.Seed():
-                wiring.seeds.append(index)
-            case program.RandomKey():
-                wiring.keys.append(index)
-            case program.Received(name):
-                wiring.received.append((index, positions[name]))
-            case program.Saved(name):
-                wiring.saved.append((index, name))
+            case program.Size(formula):
+                wiring.sizes.append((index, sizes[formula]))
             case program.StepInvariant(name):
                 wiring.step_invariants.append((index, name))
+            case _:
+                _wire_input_of_microbatch(index, role, wiring, positions)
     _wire_results(item, wiring)
     return wiring
+
+
+def _wire_input_of_microbatch(index: int, role: InputRole, wiring: Wiring, positions: Mapping[str, int]) -> None:
+    match role:
+        case program.Input(path):
+            wiring.inputs.append((index, path))
+        case program.Seed():
+            wiring.seeds.append(index)
+        case program.RandomKey():
+            wiring.keys.append(index)
+        case program.Received(name):
+            wiring.received.append((index, positions[name]))
+        case program.Saved(name):
+            wiring.saved.append((index, name))
 
 
 def _wire_results(item: Program, wiring: Wiring) -> None:

@@ -393,9 +393,8 @@ def test_what_was_compiled_goes_with_the_last_graph_it_is_for() -> None:
         compiled.append(weakref.ref(module))
         return module
 
-    pipe = graphpp.compile(
-        model, nn.functional.mse_loss, split=2, microbatches=2, debug=graphpp.Debug(max_graphs=1), backend=watched
-    )
+    debug = graphpp.Debug(max_graphs=1, dynamic=False)
+    pipe = graphpp.compile(model, nn.functional.mse_loss, split=2, microbatches=2, debug=debug, backend=watched)
     alive = []
     for size in (4, 6, 8, 6):
         x = torch.randn(size, 4)
@@ -575,10 +574,10 @@ def test_all_that_inductor_keeps_of_a_region_is_in_its_entry(tmp_path: Path, mon
     monkeypatch.delenv(names[1], raising=False)
     seen: list[list[str]] = []
 
-    def compiling(*args: Any) -> Callable[..., Any]:
+    def compiling(*args: Any) -> tuple[Callable[..., Any], None]:
         os.environ.setdefault(names[1], os.environ[names[0]])
         seen.append([os.environ[name] for name in names])
-        return lambda boxed: boxed
+        return lambda boxed: boxed, None
 
     compiler = InductorCompiler(graphpp.Inductor(cache=tmp_path))
     compiler.__dict__["_compiler"] = compiling

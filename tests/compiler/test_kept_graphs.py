@@ -127,6 +127,31 @@ def run_program() -> tuple[int, float]:
     return count, value
 
 
+def run_with_sizes(sizes: list[int]) -> int:
+    """How often a run captures that steps with batches of these sizes; the losses are those of a plain loop."""
+    forget()
+    model, loss = importlib.import_module("kept_model").made()
+    made = []
+
+    def capture(*args: Any, **options: Any) -> Any:
+        made.append(internals.capture(*args, **options))
+        return made[-1]
+
+    with internals.capturing_by(capture):
+        pipe = graphpp.compile(model, loss, split=2, microbatches=2)
+        for size in sizes:
+            x = X.repeat(2, 1)[:size]
+            plain = float(torch.stack([loss(model(part), part) for part in x.split(size // 2)]).mean().detach())
+            assert float(pipe.step(x, target=x).loss) == pytest.approx(plain, rel=1e-6)
+    return len(made)
+
+
+def test_a_graph_for_several_sizes_is_captured_in_every_run(program: Path) -> None:
+    assert run_with_sizes([6, 8, 12]) == 2  # for the first size, for all sizes
+    assert run_with_sizes([6, 8, 12]) == 1
+    assert run_with_sizes([8, 6, 12]) == 2
+
+
 def test_a_later_run_captures_nothing(program: Path) -> None:
     first = run_program()
     assert first[0] == 1

@@ -156,7 +156,7 @@ def test_each_shape_is_captured_once() -> None:
         return internals.capture(*args, **options)
 
     model = Tagger()
-    pipe = graphpp.compile(model, loss, split=["layer"], microbatches=2)
+    pipe = graphpp.compile(model, loss, split=["layer"], microbatches=2, debug=graphpp.Debug(dynamic=False))
     with internals.capturing_by(noted):
         for rows, length in [(4, 5), (4, 3), (4, 5), (3, 3), (4, 3), (3, 3)]:
             pipe.step(tokens(rows, length), target=tokens(rows, length, seed=1))
@@ -217,7 +217,7 @@ def test_a_buffer_that_some_microbatches_write_is_read_late_by_none_of_the_other
 
 def test_no_more_graphs_are_kept_than_asked_for(caplog: pytest.LogCaptureFixture) -> None:
     model = Tagger()
-    pipe = graphpp.compile(model, loss, microbatches=1, debug=graphpp.Debug(max_graphs=2))
+    pipe = graphpp.compile(model, loss, microbatches=1, debug=graphpp.Debug(max_graphs=2, dynamic=False))
     with caplog.at_level(logging.WARNING, logger="graphpp"):
         for length in (3, 4):
             pipe.step(tokens(2, length), target=tokens(2, length, seed=1))

@@ -15,11 +15,11 @@ import torch
 from torch import fx
 
 from graphpp._torch import pytree
+from graphpp._torch.symbols import SYMBOLIC
 from graphpp.capture.activation_checkpoints import CheckpointedCalls
 from graphpp.capture.attributes.entry_state import Accesses
 from graphpp.capture.attributes.writes import AttributeWrites
 from graphpp.capture.autograd_functions import FunctionCalls
-from graphpp.capture.repeats.repeated_calls import RepeatedCalls
 from graphpp.runtime.program import OutputRole
 
 _PLAIN = (bool, int, float, complex, str, bytes, torch.device)  # values of other types are equal if they are one object
@@ -35,16 +35,16 @@ class TraceResults:
     writes: AttributeWrites = field(default_factory=AttributeWrites)
     checkpoints: CheckpointedCalls = field(default_factory=CheckpointedCalls)
     accesses: Accesses = field(default_factory=Accesses)
-    repeated: RepeatedCalls = field(default_factory=RepeatedCalls)
 
 
 @dataclass(frozen=True)
 class Exported:
-    """The exported graph, the custom Functions that it applies, and the facts learned on the way."""
+    """The exported graph, the custom Functions that it applies, the facts learned on the way, and the fake inputs."""
 
     module: fx.GraphModule
     functions: FunctionCalls
     found: TraceResults
+    inputs: tuple[torch.Tensor, ...]
 
 
 def alike(one: Exported, other: Exported) -> bool:
@@ -107,7 +107,7 @@ def _equal(one: Any, other: Any, twin: Mapping[fx.Node, fx.Node]) -> bool:
         return twin.get(one) is other
     if isinstance(one, torch.Tensor):
         return isinstance(other, torch.Tensor) and _layout(one) == _layout(other)
-    if type(one) is not type(other) or isinstance(one, torch.SymInt | torch.SymFloat | torch.SymBool):
+    if type(one) is not type(other) or isinstance(one, SYMBOLIC):
         return False
     parts, others = _parts(one), _parts(other)
     if parts is None or others is None:

@@ -23,10 +23,10 @@ import torch
 from torch import fx
 
 from graphpp._torch import aot
-from graphpp.capture.activation_checkpoints import CheckpointedCalls, checkpointed_call, with_checkpointed_call
+from graphpp.capture.activation_checkpoints import checkpointed_call, with_checkpointed_call
 from graphpp.capture.repeats import stand_ins
-from graphpp.capture.repeats.proof import calls_of_copy, layouts, prove_equal
-from graphpp.capture.repeats.repeated_calls import RepeatedCalls
+from graphpp.capture.repeats.exported_calls import layouts
+from graphpp.capture.repeats.proof import calls_of_copy, prove_equal
 from graphpp.capture.repeats.segments import (
     Markers,
     Outer,
@@ -36,7 +36,7 @@ from graphpp.capture.repeats.segments import (
     results_with_gradient,
     segment_of,
 )
-from graphpp.capture.repeats.stand_ins import Call, CallKind, DifferentError
+from graphpp.capture.repeats.stand_ins import Call, CallKind, CallTable, DifferentError
 from graphpp.passes.graph.joint_graph import JointGraph, describe_node
 from graphpp.runtime import program
 
@@ -44,14 +44,14 @@ _NUMBER = re.compile(r"_\d+$")
 _STANDING = (stand_ins.STAND_IN, stand_ins.STAND_IN_GRAD)
 
 
-def with_copies(joint: JointGraph, calls: RepeatedCalls, checkpoints: CheckpointedCalls) -> JointGraph:
+def with_copies(joint: JointGraph, calls: CallTable) -> JointGraph:
     """The graph of all calls. Raises `DifferentError` if a copy may differ from a trace."""
     if not calls.calls:
         return joint
     markers = Markers(joint.graph, calls)
-    refuse_other_readers(joint.graph, calls)
+    _refuse_other_readers(joint.graph, calls)
     segments = {call.number: segment for kind in calls.kinds for call, segment in _proven(joint, kind, markers)}
-    return _Copier(joint, markers, segments, calls, checkpoints).copied()
+    return _Copier(joint, markers, segments, calls).copied()
 
 
 def _proven(joint: JointGraph, kind: CallKind, markers: Markers) -> Iterator[tuple[Call, Segment]]:
@@ -63,17 +63,18 @@ def _proven(joint: JointGraph, kind: CallKind, markers: Markers) -> Iterator[tup
         yield call, first
 
 
-def refuse_other_readers(graph: fx.Graph, calls: RepeatedCalls) -> None:
+def _refuse_other_readers(graph: fx.Graph, calls: CallTable) -> None:
     """Raise `DifferentError` if an operation beside a call reads a tensor for which the call makes a gradient.
 
-    `graph`: the exported one, to find most cases early, or the joint graph.
+    The exported graph has been searched for such operations, but the joint trace may have made others.
     """
     markers = Markers(graph, calls)
     for call in calls.calls:
         standing = markers.find(stand_ins.STAND_IN, call)
         node = standing or markers.find(stand_ins.INPUTS, call)
         given = [] if node is None else list(node.args[0])  # type: ignore[arg-type]
-        trained = given if standing is None else [given[at] for at in call.inputs_with_grad()] + given[len(call.inputs) :]
+        parameters = given[len(call.inputs) :][: len(call.trained)]
+        trained = given if standing is None else [given[at] for at in call.inputs_with_grad()] + parameters
         for source in trained:
             if given.count(source) > 1 or _readers(source) != {node}:
                 raise DifferentError(call, f"is not the only reader of {source.name}, a tensor that gets a gradient")
@@ -107,11 +108,10 @@ class _Copier:
         joint: JointGraph,
         markers: Markers,
         segments: Mapping[int, Segment],
-        calls: RepeatedCalls,
-        checkpoints: CheckpointedCalls,
+        calls: CallTable,
     ) -> None:
         self._joint, self._markers, self._segments = joint, markers, segments
-        self._calls, self._checkpoints = calls.calls, checkpoints
+        self._calls = calls.calls
         self._graph = fx.Graph()
         self._new: dict[fx.Node, Any] = {}  # by the node of the old graph; None for a gradient that a call does not make
         self._copies: dict[int, dict[fx.Node, Any]] = defaultdict(dict)  # by the number of the call and the node of the segment
@@ -131,11 +131,21 @@ class _Copier:
             elif node.target is operator.getitem:
                 self._new[node] = self._behind(node)
         joint = replace(self._joint, module=aot.graph_module(self._joint.module, self._graph))
+        for role, node in self._joint.outputs():
+            if isinstance(role, program.BufferUpdate) and is_marker(node):
+                raise DifferentError(self._call_of(node), f"gives the new value of {role.fqn}")
         outputs = ((role, self._new[node]) for role, node in self._joint.outputs())
         joint.set_outputs([(role, node) for role, node in outputs if node is not None])
-        self._graph.eliminate_dead_code()  # as torch does: the operators read every input and result of a call
+        self._eliminate_dead_code()
         self._number_nodes()
         return joint
+
+    def _eliminate_dead_code(self) -> None:
+        """As torch does, since the operators read every input and result of a call. What nobody read before, stays."""
+        unread = {node for node in self._joint.graph.nodes if not node.users and not is_marker(node)}
+        places = (self._new, *self._copies.values())
+        kept = {new for copies in places for node, new in copies.items() if node in unread}
+        self._graph.eliminate_dead_code(lambda node: node.is_impure() or node in kept)
 
     def _copy(self, node: fx.Node, new: Callable[[fx.Node], Any], order: tuple[int, ...]) -> fx.Node:
         """A copy of a node, which is named by the operator as the nodes of a trace are."""
@@ -152,20 +162,24 @@ class _Copier:
         assert isinstance(source, fx.Node) and isinstance(at, int)
         if source.target not in _STANDING:
             return self._new[source.args[0][at]]  # type: ignore[index]
-        call = self._calls[int(source.args[1])]  # type: ignore[arg-type]
-        keys: list[Outer] = [("result", at) for at in range(len(call.kind.results()))]
+        call = self._call_of(item)
+        keys: list[Outer] = [("result", at) for at in range(len(call.kind.results))]
         if source.target is stand_ins.STAND_IN_GRAD:
             keys = [("input", at) for at in call.inputs_with_grad()]
             keys += [("Parameter", name) for name in call.trained_names]
         segment = self._segments[call.number]
         return self._value(call, segment.results[keys[at]]) if keys[at] in segment.results else None
 
+    def _call_of(self, item: fx.Node) -> Call:
+        """The call of an item of an operator's results."""
+        return self._calls[int(item.args[0].args[1])]  # type: ignore[arg-type, union-attr]
+
     def _copy_segment(self, call: Call, standing: fx.Node) -> None:
         """Copy the forward or the backward of the traced call for another call."""
         segment, copies = self._segments[call.number], self._copies[call.number]
         forward = standing.target is stand_ins.STAND_IN
         first = standing if forward else self._markers.one(stand_ins.STAND_IN, call)
-        checkpoints = {segment.checkpoint: checkpointed_call(first)}
+        checkpoints = dict(zip(segment.call.checkpoints, call.checkpoints, strict=True))
         for node in segment.forward if forward else segment.backward:
             # Numbers of the call itself are told apart by call. A sum of gradients has a number from after the whole forward.
             own = node.meta["seq"] in segment.sequence
@@ -173,14 +187,7 @@ class _Copier:
             copies[node] = copy = self._copy(node, partial(self._value, call), order)
             copy.meta["calls"] = calls_of_copy(node, segment.call, call, calls_around(first, call))
             number = checkpointed_call(node)
-            if number not in checkpoints:
-                checkpoints[number] = self._another_checkpoint(call, number)
-            copy.meta = with_checkpointed_call(copy.meta, checkpoints[number])
-
-    def _another_checkpoint(self, call: Call, number: int | None) -> int | None:
-        if number in self._checkpoints.policies:
-            raise DifferentError(call, "has a selective checkpoint, which asks its policy in every call")
-        return None if number is None else self._checkpoints.begin()
+            copy.meta = with_checkpointed_call(copy.meta, None if number is None else checkpoints[number])
 
     def _value(self, call: Call, node: fx.Node) -> Any:
         """The value that takes the place of a traced call's node, or of a value that the traced call reads, in another call."""
@@ -193,6 +200,9 @@ class _Copier:
         if kind == "gradient":
             place = results_with_gradient(call, self._markers).index(which)
             return self._new[self._markers.given(stand_ins.STAND_IN_GRAD, call)[place]]
+        if kind == "constant":
+            place = len(call.inputs) + len(call.trained) + which
+            return self._new[self._markers.given(stand_ins.STAND_IN, call)[place]]
         fqn = f"{call.fqn}.{which}"
         role = program.Parameter(fqn) if kind == "Parameter" else program.Buffer(fqn)
         return self._new[self._state[role]]

@@ -1,9 +1,8 @@
 """Find the modules of a model that a trace would treat alike, such as the layers of a transformer.
 
 Contract: the members of one `RepeatedModules` have the same class, submodules of the same names and classes, parameters and
-buffers of the same shapes, strides, dtypes and needs-grad, and the same flags, texts and floats among their attributes. Not
-found: modules with a forward of their own, modules that share a submodule or a tensor with another part of the model, and
-modules without submodules. Members may still compute differently, for other reasons.
+buffers of the same shapes, strides, dtypes and needs-grad. Not found: modules that share a submodule or a tensor with another
+part of the model, and modules without submodules. Members may still compute differently, for other reasons.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from torch import nn
 FEWEST = 6  # members: two are traced, and fewer than four copies are not worth the additional work
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class RepeatedModules:
     """Modules of one outline by FQN, in the model's order."""
 
@@ -32,8 +31,7 @@ def repeated_modules(model: nn.Module) -> list[RepeatedModules]:
     shared = _with_shared_parts(model)
     alike: dict[Any, dict[str, nn.Module]] = defaultdict(dict)
     for fqn, module in modules.items():
-        of_class = "forward" not in vars(module)
-        if fqn and fqn not in shared and of_class and any(True for _ in module.children()):
+        if fqn and fqn not in shared and any(True for _ in module.children()):
             alike[_outline(module)][fqn] = module
     groups: list[RepeatedModules] = []
     found: set[str] = set()
@@ -69,17 +67,11 @@ def _with_shared_parts(model: nn.Module) -> set[str]:
 
 
 def _outline(module: nn.Module) -> Any:
-    """Equal for modules with the same classes, tensors and settings under the same names."""
+    """Equal for modules with the same classes and tensors under the same names."""
     return tuple(
-        (name, id(type(each)), *(_tensors(getattr(each, store)) for store in ("_parameters", "_buffers")), _settings(each))
+        (name, id(type(each)), *(_tensors(getattr(each, store)) for store in ("_parameters", "_buffers")))
         for name, each in module.named_modules()
     )
-
-
-def _settings(module: nn.Module) -> Any:
-    """The flags, texts and floats among a module's attributes; of integers, which may number the members, the names."""
-    plain = [(key, value) for key, value in vars(module).items() if type(value) in (bool, str, int, float, type(None))]
-    return tuple((key, type(value), None if type(value) is int else value) for key, value in plain)
 
 
 def _tensors(store: Mapping[str, torch.Tensor | None]) -> Any:

@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-import torch
 from torch import fx
 
 from graphpp.capture.activation_checkpoints import checkpointed_call
+from graphpp.capture.repeats.exported_calls import layouts, relative
 from graphpp.capture.repeats.segments import Segment
 from graphpp.capture.repeats.stand_ins import Call, DifferentError
 from graphpp.passes.graph.joint_graph import describe_node
@@ -29,7 +29,8 @@ class _Proof:
     def __init__(self, one: Segment, other: Segment) -> None:
         self._one, self._other = one, other
         self._twins: dict[fx.Node, fx.Node] = {}
-        self._checkpoints = {one.checkpoint: other.checkpoint}
+        pairs = zip(one.call.checkpoints, other.call.checkpoints, strict=True)
+        self._checkpoints: dict[int | None, int | None] = {None: None, **dict(pairs)}
 
     def check(self) -> None:
         """Raise `DifferentError` at the first difference."""
@@ -58,7 +59,7 @@ class _Proof:
             same
             and self._equal((a.args, a.kwargs), (b.args, b.kwargs))
             and layouts(a.meta["val"]) == layouts(b.meta["val"])
-            and self._checkpoints.setdefault(checkpointed_call(a), checkpointed_call(b)) == checkpointed_call(b)
+            and self._checkpoints.get(checkpointed_call(a)) == checkpointed_call(b)
         )
 
     def _equal(self, a: Any, b: Any) -> bool:
@@ -75,16 +76,6 @@ class _Proof:
         return type(a) is type(b) and repr(a) == repr(b)
 
 
-def layouts(value: Any) -> Any:
-    """Shapes, strides and dtypes of a node's value."""
-    if isinstance(value, torch.Tensor):
-        strides = value.stride() if value.layout is torch.strided else None
-        return tuple(value.shape), strides, value.dtype, value.device, value.layout
-    if isinstance(value, list | tuple):
-        return tuple(map(layouts, value))
-    return repr(value)
-
-
 def _ranks(segment: Segment) -> list[int]:
     """The order of the sequence numbers of a call's nodes."""
     numbers = sorted({node.meta["seq"] for node in segment.nodes()})
@@ -95,7 +86,6 @@ def _ranks(segment: Segment) -> list[int]:
 def calls_of_copy(node: fx.Node, call: Call, other: Call, around: tuple[str, ...]) -> tuple[str, ...]:
     """The module calls around a node of one call, as they would be around the same node of another call within `around`."""
     names: tuple[str, ...] = node.meta["calls"]
-    if call.fqn not in names:
+    if call.name not in names:
         return names
-    inner = names[names.index(call.fqn) :]
-    return (*around, *(other.fqn + name.removeprefix(call.fqn) for name in inner))
+    return (*around, *(relative(name, call.fqn, other.fqn) for name in names[names.index(call.name) :]))

@@ -1,8 +1,8 @@
 """Find the nodes of the traced calls of repeated modules in a joint graph.
 
 Contract: a `Segment` has the nodes of one traced call and names every value that its nodes read from outside: an input, the
-gradient of a result, a parameter or buffer of the member. `DifferentError` is raised if a value enters or leaves by another way
-than the operators of `stand_ins.py`: a copy of the nodes would then lose a value that the call reads or gives.
+gradient of a result, a constant, a parameter or buffer of the member. `DifferentError` is raised if a value enters or leaves by
+another way than the operators of `stand_ins.py`: a copy of the nodes would then lose a value that the call reads or gives.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ from typing import Any
 
 from torch import fx
 
-from graphpp.capture.activation_checkpoints import checkpointed_call
 from graphpp.capture.repeats import stand_ins
 from graphpp.capture.repeats.stand_ins import Call, CallTable, DifferentError, Layout
 from graphpp.passes.graph.joint_graph import JointGraph, describe_node
@@ -25,8 +24,8 @@ OPERATORS = (
     stand_ins.RESULTS_GRAD, stand_ins.STAND_IN, stand_ins.STAND_IN_GRAD,
 )  # fmt: skip
 
-# A value outside of a call that its nodes read or give: ("input", i), ("gradient", i) of a result, ("result", i), or the state
-# of the member, as ("Parameter", name) and ("Buffer", name).
+# A value outside of a call that its nodes read or give: ("input", i), ("gradient", i) of a result, ("result", i),
+# ("constant", i), or the state of the member, as ("Parameter", name) and ("Buffer", name).
 Outer = tuple[str, Any]
 
 
@@ -74,7 +73,6 @@ class Segment:
     backward: list[fx.Node]
     outer: Mapping[fx.Node, Outer]
     results: Mapping[Outer, fx.Node]  # ("result", i) and the gradients ("input", i), ("Parameter", name)
-    checkpoint: int | None  # the number of the checkpointed call around this call
     around: tuple[str, ...]  # the module calls around the member
     sequence: range  # the sequence numbers that autograd gave to operations of the call; empty without gradients
 
@@ -94,32 +92,24 @@ def segment_of(joint: JointGraph, call: Call, markers: Markers) -> Segment:
         if gradient is not None:
             results["Parameter", name] = gradient
     marker = markers.find(stand_ins.RESULTS, call) or markers.one(stand_ins.CONSTANT_RESULTS, call)
-    outer, checkpoint = _outer_values(joint, call, markers), checkpointed_call(marker)
+    outer = _outer_values(joint, call, markers)
     first = markers.find(stand_ins.INPUTS, call)
     sequence = range(0) if first is None else range(first.meta["seq"], marker.meta["seq"])
-    segment = Segment(call, forward, backward, outer, results, checkpoint, calls_around(marker, call), sequence)
+    segment = Segment(call, forward, backward, outer, results, calls_around(marker, call), sequence)
     _check_closed(joint, segment)
     return segment
 
 
 def _nodes_of(graph: fx.Graph, call: Call) -> list[fx.Node]:
-    """The forward's nodes within the call of a module. Raises `DifferentError` if a submodule is called from elsewhere."""
-    found = []
-    for node in graph.nodes:
-        names = [name.partition("@")[0] for name in node.meta.get("calls", ())]
-        if node.op in ("placeholder", "output") or node.meta["backward"]:
-            continue
-        if call.fqn in names:
-            found.append(node)
-        elif any(name.startswith(f"{call.fqn}.") for name in names):
-            raise DifferentError(call, "has a submodule that is called outside of it")
-    return found
+    """The forward's nodes within a call of a module."""
+    computed = (node for node in graph.nodes if node.op not in ("placeholder", "output") and not node.meta["backward"])
+    return [node for node in computed if call.name in node.meta["calls"]]
 
 
 def calls_around(marker: fx.Node, call: Call) -> tuple[str, ...]:
     """The module calls around the member, from the calls of an operator within the call."""
     names: tuple[str, ...] = marker.meta["calls"]
-    return names[: names.index(call.fqn)] if call.fqn in names else names
+    return names[: names.index(call.name)]
 
 
 def is_marker(node: fx.Node) -> bool:
@@ -153,7 +143,7 @@ def _split(layouts: Sequence[Layout]) -> tuple[list[int], list[int]]:
 
 def _results(call: Call, markers: Markers) -> dict[int, fx.Node]:
     """The nodes of a traced call's results, by index."""
-    trained, constant = _split(call.kind.results())
+    trained, constant = _split(call.kind.results)
     found = dict(zip(trained, markers.given(stand_ins.RESULTS, call), strict=False))
     return found | dict(zip(constant, markers.given(stand_ins.CONSTANT_RESULTS, call), strict=False))
 
@@ -169,7 +159,7 @@ def results_with_gradient(call: Call, markers: Markers) -> list[int]:
     """The indices of the results of a call for which its backward gets gradients."""
     if markers.find(stand_ins.STAND_IN, call) is not None:
         return markers.gradients(stand_ins.STAND_IN, call)
-    trained, _ = _split(call.kind.results())
+    trained, _ = _split(call.kind.results)
     return [trained[at] for at in markers.gradients(stand_ins.RESULTS, call)]
 
 
@@ -187,6 +177,10 @@ def _outer_values(joint: JointGraph, call: Call, markers: Markers) -> dict[fx.No
     for role, node in joint.inputs().items():
         if isinstance(role, program.Parameter | program.Buffer) and role.fqn.startswith(f"{call.fqn}."):
             found[node] = (type(role).__name__, role.fqn.removeprefix(f"{call.fqn}."))
+        elif isinstance(role, program.Constant):
+            for at, tensor in enumerate(call.constants):
+                if tensor is joint.constants[role.name]:
+                    found[node] = ("constant", at)
     return found
 
 

@@ -4,8 +4,9 @@ Contract: all operators carry the number of a call in the `CallTable` of the tra
 
 - `INPUTS` and `CONSTANTS` give the arguments of a traced call on, `RESULTS` and `CONSTANT_RESULTS` its results. Their backward
   is `INPUTS_GRAD` and `RESULTS_GRAD`, so the nodes of a call lie between operators in the forward and in the backward.
-- `STAND_IN` takes the place of a call; its backward is `STAND_IN_GRAD`. `Call.gradients` guesses the strides of the gradients
-  that the call makes. `copies.py` compares the guess with the traced calls.
+- `STAND_IN` takes the place of a call, and also takes the constants that the call reads, so that the trace has them. Its
+  backward is `STAND_IN_GRAD`. `Call.gradients` guesses the strides of the gradients that the call makes. `copies.py` compares
+  the guess with the traced calls.
 """
 
 from __future__ import annotations
@@ -18,9 +19,8 @@ from typing import Any
 
 import torch
 
-from graphpp._torch import pytree
-from graphpp.capture.explain_errors import causes
 from graphpp.capture.repeats.equal_modules import RepeatedModules
+from graphpp.capture.repeats.exported_calls import ExportedCall
 
 _LIBRARY = torch.library.Library("graphpp", "FRAGMENT")  # FRAGMENT: this module may be loaded twice in a process
 for _name in ("inputs", "constants", "results", "constant_results", "inputs_grad", "results_grad", "stand_in", "stand_in_grad"):
@@ -31,21 +31,16 @@ RESULTS = torch.ops.graphpp.repeated_results.default  # marks the results that r
 CONSTANT_RESULTS = torch.ops.graphpp.repeated_constant_results.default  # marks the other ones
 INPUTS_GRAD = torch.ops.graphpp.repeated_inputs_grad.default
 RESULTS_GRAD = torch.ops.graphpp.repeated_results_grad.default
-STAND_IN = torch.ops.graphpp.repeated_stand_in.default  # tensors: all of the arguments, then the parameters that require grad
+STAND_IN = torch.ops.graphpp.repeated_stand_in.default  # tensors: inputs, trained parameters, constants
 STAND_IN_GRAD = torch.ops.graphpp.repeated_stand_in_grad.default
 
 
 class DifferentError(Exception):
     """A call of a member of a group may not be replaced by another one."""
 
-    def __init__(self, call: Call, reason: str) -> None:
+    def __init__(self, call: Call | ExportedCall, reason: str) -> None:
         super().__init__(f"{call.fqn} {reason}")
-        self.group = call.kind.group
-
-
-def refusal(error: BaseException) -> DifferentError | None:
-    """The `DifferentError` because of which an error was raised, which torch may have wrapped."""
-    return next((cause for cause in causes(error) if isinstance(cause, DifferentError)), None)
+        self.group = call.group
 
 
 @dataclass(frozen=True)
@@ -78,29 +73,41 @@ def gets_gradient(tensor: torch.Tensor) -> bool:
 class CallKind:
     """Calls that differ in nothing but the member that is called: the traced ones and the others, and their results."""
 
-    group: RepeatedModules
     traced: list[Call] = field(default_factory=list)
     replaced: list[Call] = field(default_factory=list)
-    leaves: tuple[Any, ...] = ()  # `Layout`s and plain data
-    spec: pytree.TreeSpec | None = None
-    ran: tuple[Any, ...] = ()  # the operators of the forward, and which of their results it returns
-    refused: list[DifferentError] = field(default_factory=list)
-
-    def results(self) -> list[Layout]:
-        """The tensors among the results."""
-        return [leaf for leaf in self.leaves if isinstance(leaf, Layout)]
+    results: tuple[Layout, ...] = ()
 
 
 @dataclass(frozen=True)
 class Call:
-    """The call `number` of the member at an FQN; `inputs`: the tensors among its arguments, `trained`: its parameters."""
+    """The call `number` of a trace; `inputs`: values that it reads, `trained`: parameters that get gradients from it."""
 
     number: int
-    fqn: str
+    exported: ExportedCall
     kind: CallKind
     inputs: tuple[Layout, ...]
     trained: tuple[Layout, ...]
     trained_names: tuple[str, ...]
+    constants: tuple[torch.Tensor, ...]  # that only its code names, in the order in which it reads them
+
+    @property
+    def fqn(self) -> str:
+        """The member that is called."""
+        return self.exported.fqn
+
+    @property
+    def name(self) -> str:
+        """The call among the calls around a node."""
+        return self.exported.name
+
+    @property
+    def group(self) -> RepeatedModules:
+        return self.exported.group
+
+    @property
+    def checkpoints(self) -> list[int]:
+        """The numbers of the checkpointed calls around operations of the call."""
+        return self.exported.checkpoints
 
     def gradients(self, given: Sequence[torch.Tensor]) -> list[Layout]:
         """The layouts of the gradients of inputs and parameters, for the given gradients of the results.
@@ -112,21 +119,21 @@ class Call:
         inputs = [self.inputs[at] for at in self.inputs_with_grad()]
         return [*(replace(each, stride=strides.get(each.shape, each.stride)) for each in inputs), *self.trained]
 
-    def refuse(self, reason: str) -> None:
-        """Let the trace end with a `DifferentError`."""
-        self.kind.refused.append(DifferentError(self, reason))
-
     def inputs_with_grad(self) -> list[int]:
         """The indices of the inputs that get gradients."""
         return [at for at, each in enumerate(self.inputs) if each.requires_grad]
 
 
+@dataclass
 class CallTable:
-    """The calls of repeated modules in one trace, in order."""
+    """The calls of repeated modules in one trace, in order.
 
-    def __init__(self) -> None:
-        self.calls: list[Call] = []
-        self.arrived: dict[tuple[Any, int], list[int]] = {}  # indices of the results of an operator that got gradients
+    `arrived`: by operator and call the indices of its results that got gradients.
+    """
+
+    calls: list[Call] = field(default_factory=list)
+    kinds: list[CallKind] = field(default_factory=list)
+    arrived: dict[tuple[Any, int], list[int]] = field(default_factory=dict)
 
 
 _current: ContextVar[CallTable] = ContextVar("repeated calls of the capture that is running")
@@ -147,7 +154,7 @@ def _same(tensors: Sequence[torch.Tensor], _: int) -> list[torch.Tensor]:
 
 
 def _results(_: Sequence[torch.Tensor], number: int) -> list[torch.Tensor]:
-    return [layout.empty() for layout in _current.get().calls[number].kind.results()]
+    return [layout.empty() for layout in _current.get().calls[number].kind.results]
 
 
 def _gradients(tensors: Sequence[torch.Tensor], number: int) -> list[torch.Tensor]:
@@ -162,7 +169,7 @@ def _set_up(ctx: Any, inputs: tuple[Any, ...], output: list[torch.Tensor]) -> No
 
 def _set_up_stand_in(ctx: Any, inputs: tuple[Any, ...], output: list[torch.Tensor]) -> None:
     _set_up(ctx, inputs, output)
-    layouts = _current.get().calls[ctx.number].kind.results()
+    layouts = _current.get().calls[ctx.number].kind.results
     constant = [tensor for tensor, layout in zip(output, layouts, strict=True) if not layout.requires_grad]
     ctx.mark_non_differentiable(*constant)
 
@@ -178,7 +185,7 @@ def _backward(operator: Any, gradient_operator: Any) -> Callable[..., Any]:
             return [next(found) if at in arrived else None for at in range(len(gradients))], None
         call = _current.get().calls[ctx.number]
         if sum(ctx.needs) != len(call.inputs_with_grad()) + len(call.trained):
-            raise DifferentError(call, "takes other tensors that require grad in the second trace")
+            raise DifferentError(call, "takes other tensors that require grad in the joint trace")
         return [next(found) if needs else None for needs in ctx.needs], None
 
     return backward

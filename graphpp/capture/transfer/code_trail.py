@@ -17,27 +17,31 @@ Contract
 
 from __future__ import annotations
 
+import builtins
 import contextlib
-import hashlib
+import functools
 import os
 import sys
 import types
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
 
-from graphpp.capture.transfer.libraries import is_installed, top_package, version
+from graphpp._torch import aot
+from graphpp.capture.transfer.impure_calls import asks_outside, calls_for_program
+from graphpp.capture.transfer.libraries import digest_of_file, is_installed, top_package, version
 from graphpp.capture.transfer.library_digests import Digests
+from graphpp.capture.transfer.library_state import LibraryState
+from graphpp.capture.transfer.module_uses import module_uses
+from graphpp.capture.transfer.names_asked import ENVIRONMENT, HIDDEN, KNOWN_QUERIES, PER_PROCESS, UnreadableError
 from graphpp.capture.transfer.reachable import Reachable
 from graphpp.capture.transfer.reachable_code import (
-    ENVIRONMENT,
-    PER_PROCESS,
-    UnreadableError,
     constants_in_code,
+    is_code_of_library,
     names_in_code,
     reads_environment,
+    resolved,
 )
 
 Evidence = Mapping[str, Mapping[str, Mapping[str, str]]]
@@ -47,8 +51,12 @@ _MACHINERY = (
     "torch._", "torch.fx.", "torch.utils._", "torch.export.", "torch.overrides", "torch.library", "torch.types",
     "torch.backends", "torch.autograd.grad_mode", "torch.autograd.profiler", "torch.autograd.graph",
 )  # fmt: skip
+OPERATORS_OF_TORCH = ("aten.", "prims.", "_c10d_functional.")  # the operators whose code comes with torch
+_KNOWN_OPERATORS = (*OPERATORS_OF_TORCH, "graphpp.")
 _LOOKED_UP = ("code", "global", "class")  # the kinds of evidence that are looked up in modules
 _KINDS = (*_LOOKED_UP, "environ", "file", "version")
+_OF_PYTHON = frozenset(root for root in sys.stdlib_module_names)
+_OPERATOR_CALLS = frozenset(kind.__call__.__code__ for kind in (aot.OperatorPacket, aot.OperatorWithSchema))
 _GENERATED = "torch.autograd.function"  # where torch puts the classes that it makes for custom operators and Functions
 
 
@@ -60,7 +68,9 @@ class CodeTrail:
         self._globals: dict[types.CodeType, dict[str, Any]] = {}
         self._receivers: set[type] = set()
         self._skipped: set[types.CodeType] = set()
+        self._cached: set[types.CodeType] = set()  # of functions with cached results
         self._modules = set(sys.modules)
+        self._before = LibraryState.now()
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
@@ -76,15 +86,23 @@ class CodeTrail:
         """Let `evidence` raise `UnreadableError`, because code ran that was not noted."""
         self._refused = reason
 
-    def _note(self, frame: types.FrameType, event: str, _: Any) -> None:
+    def _note(self, frame: types.FrameType, event: str, function: Any) -> None:
+        if event == "c_call" and self._refused is None and asks_outside(function, frame, _is_machinery, _OF_PYTHON):
+            caller = frame.f_code.co_qualname
+            self._refused = f"{caller}, which asks {getattr(function, '__name__', '')} for what is outside of the program"
         code = frame.f_code
+        if event == "call" and code in _OPERATOR_CALLS and not str(frame.f_locals["self"]).startswith(_KNOWN_OPERATORS):
+            self.refuse(f"the operator {frame.f_locals['self']}")
         if event != "call" or code in self._skipped:
             return
         if code not in self._globals:
             module = str(frame.f_globals.get("__name__", ""))
-            library = module not in sys.modules or is_installed(module.partition(".")[0])
-            if _is_machinery(module) or (library and code.co_filename.startswith("<")):  # of named tuples and dataclasses
-                self._skipped.add(code)
+            if _is_machinery(module) or module.startswith("namedtuple_"):
+                if code.co_name != "getenv" and "environ" in code.co_names and module.partition(".")[0] in _OF_PYTHON:
+                    if calls_for_program(frame, _is_machinery, _OF_PYTHON):
+                        self.refuse(f"{module}.{code.co_qualname}, which reads the environment")
+                else:
+                    self._skipped.add(code)
                 return
             self._globals[code] = frame.f_globals
         if code.co_argcount:
@@ -100,21 +118,24 @@ class CodeTrail:
         for module in sys.modules.keys() - self._modules:
             if not is_installed(module.partition(".")[0]):
                 raise UnreadableError(f"the module {module}, which the forward imports")
-        digests = Digests()
+        digests = Digests(self._before)
         found: dict[str, dict[str, dict[str, str]]] = {kind: {} for kind in _KINDS}
         for code, around in self._globals.items():
             module = _module_of(around)
-            if is_installed(module.partition(".")[0]):
+            if is_installed(module.partition(".")[0]) and is_code_of_library(code):
                 self._read_library(code, module, digests, found)
             elif not held.has_read(code):
                 raise UnreadableError(f"{module}.{code.co_qualname}, which model and loss reach in a way that cannot be seen")
-            _read_globals(around, names_in_code(code), digests, found)
-        for receiver in self._receivers:
+            else:
+                _check_user_code(code, module, around)
+            self._read_globals(around, names_in_code(code), digests, found)
+            _read_uses(code, around, digests, found)
+        for receiver in self._receivers | held.library_classes:
             _read_receiver(receiver, held, digests, found)
         modules = {module for kind in _LOOKED_UP for module in found[kind]}
         found["version"] = {root: {"": version(root)} for root in {module.partition(".")[0] for module in modules}}
         files = {getattr(sys.modules[module], "__file__", None) for module in modules}
-        found["file"] = {file: {"": _digest_of_file(file)} for file in files if file is not None}
+        found["file"] = {file: {"": digest_of_file(file)} for file in files if file is not None}
         return found
 
     def _read_library(
@@ -122,7 +143,7 @@ class CodeTrail:
     ) -> None:
         """Put a library function that ran, and the variables that its code names, into `found`."""
         names = names_in_code(code)
-        asked = PER_PROCESS.intersection(names)
+        asked = (PER_PROCESS | {"globals"}).intersection(names)
         if asked:
             raise UnreadableError(f"{module}.{code.co_qualname}, whose code names {min(asked)}")
         if ENVIRONMENT.intersection(names):
@@ -131,32 +152,74 @@ class CodeTrail:
             if not variables:
                 raise UnreadableError(f"{module}.{code.co_qualname}, which reads the environment")
             found["environ"].setdefault("os", {}).update({name: digests.of(os.environ.get(name)) for name in variables})
-        if getattr(_resolved(module, code.co_qualname), "__code__", None) is code:
+        if getattr(resolved(module, code.co_qualname), "__code__", None) is code:
             found["code"].setdefault(module, {})[code.co_qualname] = digests.of_code(code)
         for kind in _classes_around(module, code.co_qualname):
             self._receivers.add(kind)
             if issubclass(kind, torch.autograd.Function) and not module.startswith("torch."):
                 raise UnreadableError(f"{module}.{kind.__qualname__}, whose backward has not run")
 
-
-def _read_globals(
-    around: Mapping[str, Any], names: list[str], digests: Digests, found: dict[str, dict[str, dict[str, str]]]
-) -> None:
-    """Put the globals of libraries that code names into `found`; the walk has read those of the user's modules."""
-    for owner, name in _globals_named(around, names, set()):
-        if is_installed(owner.partition(".")[0]):
-            value = vars(sys.modules[owner])[name]
+    def _read_globals(
+        self, around: Mapping[str, Any], names: list[str], digests: Digests, found: dict[str, dict[str, dict[str, str]]]
+    ) -> None:
+        """Put the globals of libraries that code names into `found`; the walk has read those of the user's modules."""
+        for owner, name in _globals_named(around, names, set()):
+            if not is_installed(owner.partition(".")[0]):
+                continue
+            value = self._before.of_module(owner).get(name, vars(sys.modules[owner])[name])
+            if value is sys.modules:
+                raise UnreadableError(f"code of {around['__name__']}, which reads sys.modules")
             if reads_environment(value) and name not in ENVIRONMENT:
                 raise UnreadableError(f"{owner}.{name}, which reads the environment")
             found["global"].setdefault(owner, {})[name] = digests.of(value)
+            if isinstance(value, functools._lru_cache_wrapper):
+                self._read_cached(value.__wrapped__, digests, found)
+
+    def _read_cached(self, function: Any, digests: Digests, found: dict[str, dict[str, dict[str, str]]]) -> None:
+        """Count the code of a library's function with cached results as code that has run, because its results may be older."""
+        code = getattr(function, "__code__", None)
+        if code is None or code in self._cached or code in self._globals:
+            return
+        self._cached.add(code)
+        module = _module_of(function.__globals__)
+        if is_installed(module.partition(".")[0]) and not _is_machinery(module):
+            self._read_library(code, module, digests, found)
+            self._read_globals(function.__globals__, names_in_code(code), digests, found)
+
+
+def _check_user_code(code: types.CodeType, module: str, around: Mapping[str, Any]) -> None:
+    """Raise `UnreadableError` for code of the user that finds objects in a way that the walk does not follow.
+
+    So does a query for a state of torch that no key has.
+    """
+    asked = HIDDEN.intersection(names_in_code(code))
+    of_torch = [name for owner, name in module_uses(code, around) if name and owner.__name__.startswith("torch")]
+    asked |= {name for name in of_torch if name.startswith(("is_", "get_", "are_")) and name not in KNOWN_QUERIES}
+    if asked:
+        raise UnreadableError(f"{module}.{code.co_qualname}, whose code names {min(asked)}")
+
+
+def _read_uses(
+    code: types.CodeType, around: Mapping[str, Any], digests: Digests, found: dict[str, dict[str, dict[str, str]]]
+) -> None:
+    """Put what code reads of the modules of libraries into `found`: the attributes that it names, or all of them.
+
+    It may read all if it uses the module as a value, such as in `getattr`.
+    """
+    for module, attribute in set(module_uses(code, around)):
+        if is_installed(module.__name__.partition(".")[0]) and sys.modules.get(module.__name__) is module:
+            values = {key: each for key, each in vars(module).items() if not key.startswith("__")}
+            chosen = values if attribute is None else {attribute: values.get(attribute, module)}
+            plain = {key: each for key, each in chosen.items() if not isinstance(each, types.ModuleType)}
+            found["global"].setdefault(module.__name__, {}).update({key: digests.of(each) for key, each in plain.items()})
 
 
 def _read_receiver(receiver: type, held: Reachable, digests: Digests, found: dict[str, dict[str, dict[str, str]]]) -> None:
     """Put a library class whose methods ran into `found`."""
     module, name = receiver.__module__, receiver.__qualname__
-    if _is_machinery(module) or module == _GENERATED or (held.has_seen(receiver) and not is_installed(top_package(receiver))):
+    if _is_machinery(module) or module == _GENERATED or held.has_walked(receiver):
         return
-    if _resolved(module, name) is not receiver or not is_installed(top_package(receiver)):
+    if resolved(module, name) is not receiver or not is_installed(top_package(receiver)):
         raise UnreadableError(f"the class {module}.{name}, which another process cannot look up")
     found["class"].setdefault(module, {})[name] = digests.of(receiver)
 
@@ -171,7 +234,7 @@ def first_difference(evidence: Evidence) -> str | None:
         if version(root) != versions[""]:
             return f"the version of {root}"
     for file, digest in evidence["file"].items():
-        if _digest_of_file(file) != digest[""]:
+        if digest_of_file(file) != digest[""]:
             return f"the file {file}"
     for name, value in evidence["environ"].get("os", {}).items():
         if digests.of(os.environ.get(name)) != value:
@@ -185,7 +248,7 @@ def _difference_in(kind: str, module: str, names: Mapping[str, str], digests: Di
     if module not in sys.modules:
         return None
     for name, digest in names.items():
-        value = vars(sys.modules[module]).get(name, _missing) if kind == "global" else _resolved(module, name)
+        value = vars(sys.modules[module]).get(name, _missing) if kind == "global" else resolved(module, name)
         code = getattr(value, "__code__", None) if kind == "code" else None
         if digest != (digests.of(value) if code is None else digests.of_code(code)):
             return f"{module}.{name}"
@@ -209,20 +272,11 @@ def _module_of(around: Mapping[str, Any]) -> str:
     return name
 
 
-def _resolved(module: str, path: str) -> Any:
-    """The object at a dotted path in a module; None if there is none."""
-    place: Any = sys.modules.get(module)
-    for part in path.split("."):
-        place = vars(place).get(part) if hasattr(place, "__dict__") else None
-        place = place.__func__ if isinstance(place, staticmethod | classmethod) else place
-    return place
-
-
 def _classes_around(module: str, path: str) -> Iterator[type]:
     """The classes in whose bodies a function stands, by the function's qualified name."""
     parts = path.split(".")
     for end in range(1, len(parts)):
-        found = _resolved(module, ".".join(parts[:end]))
+        found = resolved(module, ".".join(parts[:end]))
         if isinstance(found, type):
             yield found
 
@@ -234,14 +288,9 @@ def _globals_named(around: Mapping[str, Any], names: list[str], within: set[str]
     for name in names:
         value = around.get(name, _missing)
         if value is _missing:
+            if name in vars(builtins):
+                yield "builtins", name
             continue
         yield module, name
         if isinstance(value, types.ModuleType) and value.__name__ not in within and value.__name__ in sys.modules:
             yield from _globals_named(vars(value), names, within)
-
-
-def _digest_of_file(file: str) -> str:
-    try:
-        return hashlib.sha256(Path(file).read_bytes()).hexdigest()
-    except OSError:
-        return ""

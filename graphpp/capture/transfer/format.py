@@ -21,13 +21,13 @@ import torch
 from graphpp._torch import pytree
 from graphpp.runtime import program
 
-FORMAT = 2  # raise for every change of the text's meaning: texts of another format are not read
+FORMAT = 4  # raise for every change of the text's meaning: texts of another format are not read
 PLAIN_META = ("backward", "position", "seq", "checkpoint", "kept")  # plain data, written as such
 TABLED_META = ("calls", "source")  # written once for all nodes that share the value
 ROLES = {
     kind.__name__: kind
     for kind in (
-        program.Parameter, program.Buffer, program.Constant, program.Input, program.Seed,
+        program.Parameter, program.Buffer, program.Constant, program.Input, program.Seed, program.Size,
         program.Loss, program.Output, program.Metric, program.Gradient, program.BufferUpdate,
     )
 }  # fmt: skip

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import abc
 import logging
+import struct
 import threading
 import types
 from collections import namedtuple
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
 from graphpp.capture.transfer.libraries import is_installed, top_package
-from graphpp.capture.transfer.reachable_code import UnreadableError
+from graphpp.capture.transfer.names_asked import UnreadableError
 
 SCALARS = (
     bool, int, float, complex, str, bytes, type(None), range, type(...), type(NotImplemented),
@@ -24,7 +26,31 @@ COMPILED = (
     types.GetSetDescriptorType, types.MemberDescriptorType, types.ClassMethodDescriptorType, _tuplegetter,
 )  # fmt: skip
 WITHOUT_EFFECT = (logging.Logger, type(threading.Lock()), type(threading.RLock()))
+_dump: Callable[[type], Any] = vars(abc)["_get_dump"]  # the classes registered with an abstract class, and its caches
+_PLACE = struct.calcsize("P")  # the bytes of a pointer
 _HASHES = 2**40  # integers of library objects from here on are taken for hashes or addresses
+
+
+def state_of_logger(logger: logging.Logger) -> tuple[object, ...]:
+    """What a program may ask of a logger to decide what it computes."""
+    return logger.name, logger.getEffectiveLevel(), logger.disabled, logger.manager.disable
+
+
+def registered_with(kind: type) -> list[str]:
+    """The names of the classes that a program has registered with an abstract class."""
+    registry = _dump(kind)[0] if isinstance(kind, abc.ABCMeta) else ()
+    found = [each() for each in registry]
+    return sorted(f"{each.__module__}.{each.__qualname__}" for each in found if each is not None)
+
+
+def is_hiding(kind: type) -> bool:
+    """Whether objects of a class have state of compiled code, beside attributes and slots: they are larger than these need.
+
+    Attributes and weak references take a place each, unless the class says (with a negative number) that Python manages it.
+    """
+    slots = sum(slot not in ("__dict__", "__weakref__") for base in kind.__mro__ for slot in _slots(base))
+    places = slots + (kind.__dictoffset__ > 0) + (kind.__weakrefoffset__ > 0)
+    return kind.__basicsize__ > object.__basicsize__ + places * _PLACE
 
 
 def attributes_of(value: Any) -> dict[str, Any] | None:
@@ -62,3 +88,9 @@ def text_in_set(name: str, value: Any) -> str:
     if isinstance(value, type) and is_installed(top_package(value)):
         return f"{value.__module__}.{value.__qualname__}"
     raise UnreadableError(f"{name}, a set with a {type(value).__qualname__}")
+
+
+def place_of(tensor: torch.Tensor) -> Any:
+    """Equal for a tensor and its detached alias: address, dtype, shape and strides."""
+    address = tensor.data_ptr() if tensor.layout is torch.strided and not tensor.is_meta else id(tensor)
+    return address, tensor.dtype, tuple(tensor.shape), tensor.stride() if tensor.layout is torch.strided else None

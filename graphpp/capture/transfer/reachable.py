@@ -12,7 +12,9 @@ Contract
   in attributes of their objects, which are hashes or addresses.
 - `UnreadableError` is raised for an object that the walk cannot look into, and for code that asks which process runs it. Two
   processes then cannot be compared.
-- `Reachable.exact` is a digest that counts the orders of dicts too.
+- `Reachable.exact` is a digest that counts the orders of dicts and the levels of loggers too.
+- With `by_value` no digest counts which lists, tuples and dicts are the same: `torch.export` replaces those of modules by
+  equal ones.
 - `tensors` and `groups` have the tensors that are no registered parameter or buffer, and the process groups, under names that
   are equal in two processes with equal digests.
 """
@@ -22,12 +24,13 @@ from __future__ import annotations
 import contextlib
 import functools
 import hashlib
+import logging
 import re
 import threading
 import types
 import weakref
 from collections import defaultdict, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from contextvars import ContextVar
 from enum import Enum
 from typing import Any
@@ -38,17 +41,21 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from graphpp._torch import aot
+from graphpp.capture.transfer import objects
 from graphpp.capture.transfer.libraries import is_installed, top_package
-from graphpp.capture.transfer.objects import COMPILED, SCALARS, WITHOUT_EFFECT, attributes_of, text_in_set
-from graphpp.capture.transfer.reachable_code import Children, ReachableCode, UnreadableError, named
+from graphpp.capture.transfer.names_asked import UnreadableError
+from graphpp.capture.transfer.objects import COMPILED, SCALARS, WITHOUT_EFFECT, attributes_of
+from graphpp.capture.transfer.reachable_code import Children, ReachableCode, named
 
+_LONGEST_NAME = 2000  # characters; a longer one is that of an object within itself
 _STORES = ("_parameters", "_buffers", "_modules")  # walked by their tensors and modules, under the model's own names
 
 
 class Reachable:
     """The objects under `roots`, each visited once, under names such as `model.layers.0.scale`. Raises `UnreadableError`."""
 
-    def __init__(self, **roots: Any) -> None:
+    def __init__(self, *, by_value: bool = False, **roots: Any) -> None:
+        self._unshared = (list, tuple, dict) if by_value else ()
         self.tensors: dict[str, torch.Tensor] = {}
         self.groups: dict[str, str] = {}
         self._seen: dict[int, int] = {}
@@ -65,17 +72,22 @@ class Reachable:
         """Whether the digest counts this code of the user."""
         return code in self._code.codes
 
-    def has_seen(self, value: Any) -> bool:
-        """Whether the digest counts this object."""
-        return id(value) in self._seen
+    def has_walked(self, kind: type) -> bool:
+        """Whether the digest counts the attributes of this class."""
+        return id(kind) in self._seen and kind not in self._code.library_classes
+
+    @property
+    def library_classes(self) -> Set[type]:
+        """The classes of libraries that model and loss reach."""
+        return self._code.library_classes
 
     def name_of_tensor(self, tensor: torch.Tensor) -> str | None:
         """The name of a tensor of the model or the loss that `tensor` is, or is an alias of; None if there is none."""
-        return self._name_of_tensor.get(_place(tensor)) if tensor.numel() else None
+        return self._name_of_tensor.get(objects.place_of(tensor)) if tensor.numel() else None
 
     @functools.cached_property
     def _name_of_tensor(self) -> Mapping[Any, str]:
-        return {_place(tensor): name for name, tensor in reversed(self.tensors.items())}
+        return {objects.place_of(tensor): name for name, tensor in reversed(self.tensors.items())}
 
     @functools.cached_property
     def name_of_group(self) -> Mapping[str, str]:
@@ -98,6 +110,10 @@ class Reachable:
             self._note(name, type(value).__name__, repr(value))
         elif type(value) is torch.device:
             self._note(name, "device", value.type)  # ranks have other indices
+        elif type(value) in self._unshared:
+            if len(name) > _LONGEST_NAME:
+                raise UnreadableError(f"{name[:80]}.., a container in itself")
+            yield from self._of_new(name, value)
         elif id(value) in self._seen:
             self._note(name, "seen", self._seen[id(value)])
         else:
@@ -114,7 +130,7 @@ class Reachable:
             self._note(name, type(value).__name__, value.dtype, value.shape, hashlib.sha256(value.tobytes()).hexdigest())
             return
         attributes = attributes_of(value)
-        if attributes is None and type(value) is not object:
+        if (attributes is None or objects.is_hiding(type(value))) and type(value) is not object:
             raise UnreadableError(f"{name}, a {type(value).__module__}.{type(value).__qualname__}")
         self._note(name, type(value).__module__, type(value).__qualname__)
         yield f"{name}.__class__", type(value)
@@ -138,9 +154,6 @@ class Reachable:
         self._note(name, "pattern", repr(value.pattern), value.flags)
         return iter(())
 
-    def _of_slice(self, name: str, value: slice) -> Children:
-        yield from named(name, {"start": value.start, "stop": value.stop, "step": value.step})
-
     def _of_wrapper(self, name: str, value: Any) -> Children:
         """The functions and arguments in a bound method, a partial, a property, or another wrapper of functions."""
         self._note(name, type(value).__qualname__)
@@ -152,6 +165,9 @@ class Reachable:
 
     def _of_compiled(self, name: str, value: Any) -> Children:
         """A function that is no Python code, by its full name, and the object that the function is bound to."""
+        root = getattr(value, "__module__", None) or top_package(getattr(value, "__objclass__", None))
+        if isinstance(value, types.BuiltinFunctionType) and root and not is_installed(root.partition(".")[0]):
+            raise UnreadableError(f"{name}, compiled code of {root}")
         qualified = getattr(value, "__qualname__", type(value).__qualname__)
         self._note(name, getattr(value, "__module__", None), getattr(value, "__objclass__", None), qualified)
         bound = getattr(value, "__self__", None)
@@ -169,7 +185,7 @@ class Reachable:
         yield from self._of_subclass(name, value, base)
 
     def _of_set(self, name: str, value: Any) -> Children:
-        self._note(name, type(value).__qualname__, *sorted(text_in_set(name, each) for each in value))
+        self._note(name, type(value).__qualname__, *sorted(objects.text_in_set(name, each) for each in value))
         return iter(())
 
     def _of_dict(self, name: str, value: Any) -> Children:
@@ -191,9 +207,6 @@ class Reachable:
         if type(value) is not base:
             yield f"{name}.__class__", type(value)
             yield from named(name, attributes_of(value) or {})
-
-    def _of_mapping_proxy(self, name: str, value: Any) -> Children:
-        yield name, dict(value)
 
     def _of_tensor(self, name: str, value: torch.Tensor) -> Children:
         """A tensor that no module has registered, with its values."""
@@ -253,21 +266,17 @@ class Reachable:
         with contextlib.suppress(LookupError):
             yield f"{name}.get()", value.get()
 
-    def _of_thread_local(self, name: str, value: threading.local) -> Children:
-        yield from named(name, vars(value))
-
-    def _of_weak_reference(self, name: str, value: weakref.ref[Any]) -> Children:
-        yield f"{name}()", value()
-
     def _of_object_without_effect(self, name: str, value: Any) -> Children:
         self._note(name, type(value).__qualname__)
+        if isinstance(value, logging.Logger):
+            self._orders.update(repr(objects.state_of_logger(value)).encode())  # the levels of ranks differ
         return iter(())
 
     _kinds: Sequence[tuple[Any, Callable[[Reachable, str, Any], Children]]] = (
         (WITHOUT_EFFECT, _of_object_without_effect),
         (ContextVar, _of_context_variable),
-        (threading.local, _of_thread_local),
-        (weakref.ref, _of_weak_reference),
+        (threading.local, lambda self, name, value: named(name, vars(value))),
+        (weakref.ref, lambda self, name, value: iter([(f"{name}()", value())])),
         (torch.Tensor, _of_tensor),
         (nn.Module, _of_module),
         (types.FunctionType, lambda self, name, value: self._code.of_function(name, value)),
@@ -279,17 +288,11 @@ class Reachable:
         (Enum, _of_enum),
         ((int, float, complex, str, bytes), _of_number),
         (re.Pattern, _of_pattern),
-        (slice, _of_slice),
-        (types.MappingProxyType, _of_mapping_proxy),
+        (slice, lambda self, name, value: named(name, {key: getattr(value, key) for key in ("start", "stop", "step")})),
+        (types.MappingProxyType, lambda self, name, value: iter([(name, dict(value))])),
         (dict, _of_dict),
         ((list, tuple, deque), _of_sequence),
         ((set, frozenset), _of_set),
         (dist.ProcessGroup, _of_group),
         (DeviceMesh, _of_mesh),
     )
-
-
-def _place(tensor: torch.Tensor) -> Any:
-    """Equal for a tensor and its detached alias: address, dtype, shape and strides."""
-    address = tensor.data_ptr() if tensor.layout is torch.strided and not tensor.is_meta else id(tensor)
-    return address, tensor.dtype, tuple(tensor.shape), tensor.stride() if tensor.layout is torch.strided else None

@@ -9,29 +9,25 @@ from __future__ import annotations
 import os
 import sys
 import types
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from graphpp.capture.fingerprint import in_cell
-from graphpp.capture.transfer.libraries import is_installed, top_package, version
+from graphpp.capture.transfer.libraries import is_below_libraries, is_installed, top_package, version
+from graphpp.capture.transfer.module_uses import global_named, module_uses
+from graphpp.capture.transfer.names_asked import ENVIRONMENT, PER_PROCESS, UnreadableError
+from graphpp.capture.transfer.objects import registered_with
 
 Children = Iterator[tuple[str, Any]]
 
 _BY_TEXT = frozenset(("globals", "exec", "__import__", "import_module"))  # names in code that finds objects by texts
-ENVIRONMENT = frozenset(("environ", "getenv"))  # names in code that reads the variables of the environment
-PER_PROCESS = frozenset(  # names in code that asks for the process, its place among others, or its time
-    ("get_rank", "get_local_rank", "get_node_local_rank", "get_group_rank", "get_coordinate", "current_device",
-     "getpid", "gethostname", "urandom", "uuid4", "new_group", "init_device_mesh", "init_process_group")
-)  # fmt: skip
 _GENERATED = (  # attributes that Python and torch give to classes
-    "__dict__", "__weakref__", "__doc__", "__module__", "__firstlineno__", "__static_attributes__", "_abc_impl",
+    "__dict__", "__weakref__", "__module__", "__firstlineno__", "__static_attributes__", "_abc_impl",
     "_backward_cls", "_compiled_autograd_backward_state",
 )  # fmt: skip
+_OF_IMPORT = frozenset(("__builtins__", "__cached__", "__file__", "__loader__", "__path__", "__spec__"))  # in modules
+_HEAP_TYPE = 1 << 9  # of `type.__flags__`: the class was made by a program, not compiled into the interpreter
 _MISSING = object()
-
-
-class UnreadableError(Exception):
-    """An object of the model or the loss of which the walk cannot tell whether another process has the same."""
 
 
 def named(name: str, attributes: Mapping[Any, Any]) -> Children:
@@ -41,8 +37,13 @@ def named(name: str, attributes: Mapping[Any, Any]) -> Children:
 
 def members(kind: type) -> dict[str, Any]:
     """The functions and values that a class itself defines."""
-    shown = {key: each for key, each in vars(kind).items() if not isinstance(each, types.MemberDescriptorType)}
-    return {key: each for key, each in shown.items() if key not in _GENERATED}
+    return plain_members(vars(kind))
+
+
+def plain_members(attributes: Mapping[str, Any]) -> dict[str, Any]:
+    """The attributes of a class without those that Python and torch give to it; Python makes empty annotations when asked."""
+    shown = {key: each for key, each in attributes.items() if not isinstance(each, types.MemberDescriptorType)}
+    return {key: each for key, each in shown.items() if key not in _GENERATED and (key, each) != ("__annotations__", {})}
 
 
 def facts_of_code(code: types.CodeType) -> Iterator[tuple[object, ...]]:
@@ -66,12 +67,31 @@ def names_in_code(code: types.CodeType) -> list[str]:
     return list(dict.fromkeys([*code.co_names, *texts, *inner]))
 
 
+def is_looked_up(kind: type) -> bool:
+    """Whether a class stands under its own name in its module, or is compiled; others are made by a program as it runs."""
+    return not kind.__flags__ & _HEAP_TYPE or resolved(kind.__module__, kind.__qualname__) is kind
+
+
+def resolved(module: str, path: str) -> Any:
+    """The object at a dotted path in a module; None if there is none."""
+    place: Any = sys.modules.get(module)
+    for part in path.split("."):
+        place = vars(place).get(part) if hasattr(place, "__dict__") else None
+        place = place.__func__ if isinstance(place, staticmethod | classmethod) else place
+    return place
+
+
 def codes_in(code: types.CodeType) -> Iterator[types.CodeType]:
     """Code, and the code of the functions in it."""
     yield code
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):
             yield from codes_in(constant)
+
+
+def is_code_of_library(code: types.CodeType) -> bool:
+    """Whether code stands in a file of a library, or was generated: a program may give its own code a library's globals."""
+    return code.co_filename.startswith("<") or is_below_libraries(code.co_filename)
 
 
 def reads_environment(value: Any) -> bool:
@@ -94,17 +114,21 @@ class ReachableCode:
     def __init__(self, note: Callable[..., None]) -> None:
         self._note = note
         self._libraries: set[str] = set()
+        self._read_modules: set[types.ModuleType] = set()  # with all their globals
         self.codes: set[types.CodeType] = set()  # the user's code that was read
+        self.library_classes: set[type] = set()
 
     def of_class(self, name: str, kind: type) -> Children:
         """The functions and values of a class and its bases; of a class of a library the library's version."""
         self._note(name, kind.__module__, kind.__qualname__)
-        if self._is_library(kind):
+        if self._is_library(kind) and is_looked_up(kind):
+            self.library_classes.add(kind)
             return
         yield from ((f"{name}.__bases__[{at}]", base) for at, base in enumerate(kind.__bases__))
         if type(kind) is not type:
             yield f"{name}.__class__", type(kind)
         yield from named(name, members(kind))
+        self._note(name, *registered_with(kind))
 
     def of_python_module(self, name: str, module: types.ModuleType) -> Children:
         """Nothing further; a Python module that is a value of the user's own code raises `UnreadableError`."""
@@ -131,30 +155,44 @@ class ReachableCode:
         if asked:
             raise UnreadableError(f"{name}, whose code names {min(asked)}")
         for used in names:
-            found = function.__globals__.get(used, sys.modules.get(used, _MISSING))
-            if isinstance(found, types.ModuleType):
-                yield from self._in_module(found, names, set())
-            elif reads_environment(found):
+            found = global_named(function.__globals__, used, _MISSING)
+            if reads_environment(found):
                 raise UnreadableError(f"{name}, whose code names {used}, the environment")
-            elif found is not _MISSING:
+            if found is not _MISSING and not isinstance(found, types.ModuleType):
                 yield f"{function.__module__}.{used}", found
+        for module, attribute in dict.fromkeys(module_uses(function.__code__, function.__globals__)):
+            yield from self._in_module(module, attribute)
 
-    def _in_module(self, module: types.ModuleType, names: Sequence[str], within: set[str]) -> Children:
-        """The attributes of a Python module, and of modules in it, that code names; of a library its version."""
-        self._note("module", module.__name__)
-        if module.__name__ in within or self._is_library(module):
+    def _in_module(self, module: types.ModuleType, attribute: str | None) -> Children:
+        """What code reads of a Python module, all if the attribute is None; of a library its version."""
+        self._note("module", module.__name__, attribute)
+        if self._is_library(module):
             return
-        for inner in names:
-            found = vars(module).get(inner, _MISSING)
-            if isinstance(found, types.ModuleType):
-                yield from self._in_module(found, names, within | {module.__name__})
-            elif found is not _MISSING:
-                yield f"{module.__name__}.{inner}", found
+        found = vars(module).get(attribute, _MISSING) if attribute is not None else _MISSING
+        if found is _MISSING:
+            yield from self._all_of(module)
+        elif not isinstance(found, types.ModuleType):
+            yield f"{module.__name__}.{attribute}", found
+
+    def _all_of(self, module: types.ModuleType) -> Children:
+        """All globals of a module of the user, and of those that it imports."""
+        if module in self._read_modules:
+            return
+        self._read_modules.add(module)
+        for key, value in sorted(vars(module).items()):
+            if key in _OF_IMPORT:
+                continue
+            if isinstance(value, types.ModuleType):
+                self._note("module", module.__name__, key, value.__name__)
+                if not self._is_library(value):
+                    yield from self._all_of(value)
+            else:
+                yield f"{module.__name__}.{key}", value
 
     def _is_library(self, value: Any) -> bool:
         """Whether code belongs to Python or an installed library, whose version is noted here; then its text is not read."""
         root = top_package(value)
-        if not is_installed(root):
+        if not is_installed(root) or (isinstance(value, types.FunctionType) and not is_code_of_library(value.__code__)):
             return False
         if root not in self._libraries:
             self._libraries.add(root)

@@ -17,6 +17,7 @@ import torch
 from torch import fx
 
 from graphpp._torch import aot, pytree
+from graphpp._torch.symbols import Symbols
 from graphpp.batch.microbatch import TENSOR_LEAF
 from graphpp.capture.attributes.updates import read_update
 from graphpp.capture.trace import CapturedGraph
@@ -36,18 +37,20 @@ def read_graph(text: str, device: torch.device, held: Reachable) -> CapturedGrap
     data = json.loads(text)
     if data["format"] != FORMAT:
         raise CaptureError(f"a captured graph was written in format {data['format']}, and this graphpp reads {FORMAT}")
-    reader = _Reader(device, held, aot.fake_mode())
+    mode = aot.fake_mode()
+    symbols = None if data["symbols"] is None else Symbols.read(data["symbols"], mode)
+    reader = _Reader(device, held, mode, symbols)
     with aot.quick():
         reader.values = [reader.value(json.loads(each)) for each in data["values"]]
         reader.calls = [tuple(json.loads(each)) for each in data["calls"]]
         reader.sources = [json.loads(each) for each in data["sources"]]
         constants = {name: reader.constant(each) for name, each in data["constants"].items()}
         parameters, buffers = (_read_metas(data[kind]) for kind in ("parameters", "buffers"))
-        joint = JointGraph(reader.graph(data["graph"]), data["training"], parameters, buffers, constants)
+        joint = JointGraph(reader.graph(data["graph"]), data["training"], parameters, buffers, constants, symbols)
         spec = None if data["structure"] is None else reader.structure(data["structure"])
         leaves = tuple(reader.leaf(each) for each in data["leaves"])
     verify_joint_graph(joint)
-    return CapturedGraph(joint, spec, leaves, tuple(map(read_update, data["updates"])))
+    return CapturedGraph(joint, spec, leaves, tuple(map(read_update, data["updates"])), data["fixed_because"])
 
 
 def _read_metas(written: Iterable[Sequence[Any]]) -> dict[str, TensorMeta]:
@@ -68,6 +71,7 @@ class _Reader:
     device: torch.device
     held: Reachable
     mode: AbstractContextManager[Any]
+    symbols: Symbols | None = None
     values: Sequence[Any] = ()
     calls: Sequence[tuple[str, ...]] = ()
     sources: Sequence[str] = ()
@@ -152,10 +156,18 @@ class _Reader:
         if isinstance(value, dict) and ("tuple" in value or "list" in value):
             ((kind, content),) = value.items()
             return {"tuple": tuple, "list": list}[kind](self.value(each) for each in content)
-        return self.literal(value)
+        return self._size(value) if isinstance(value, dict) and "symbolic" in value else self.literal(value)
 
-    def _fake(self, shape: Any, stride: Any, offset: int, dtype: str, device: str, *flags: bool) -> torch.Tensor:
+    def _size(self, written: Any) -> Any:
+        """A size of a value."""
+        if not isinstance(written, dict):
+            return written
+        assert self.symbols is not None, "a size is symbolic, and the graph has no symbols"
+        return self.symbols.read_size(*written["symbolic"])
+
+    def _fake(self, shape: Any, stride: Any, offset: Any, dtype: str, device: str, *flags: bool) -> torch.Tensor:
         grad, is_parameter, conj = flags
+        shape, stride, offset = [*map(self._size, shape)], [*map(self._size, stride)], self._size(offset)
         with self.mode:
             if offset:
                 reach = offset + 1 + sum((size - 1) * step for size, step in zip(shape, stride, strict=True))

@@ -17,6 +17,8 @@ import torch
 from torch import fx
 
 from graphpp._torch import aot, pytree
+from graphpp._torch.size_expressions import write_expression
+from graphpp._torch.symbols import SYMBOLIC, Symbols, expression, hint, is_unknown
 from graphpp.batch.microbatch import TENSOR_LEAF
 from graphpp.capture.trace import CapturedGraph
 from graphpp.capture.transfer.format import (
@@ -57,6 +59,7 @@ def write_graph(captured: CapturedGraph, device: torch.device, held: Reachable) 
             "training": joint.training,
             "parameters": [_written_meta(meta) for meta in joint.parameters.values()],
             "buffers": [_written_meta(meta) for meta in joint.buffers.values()],
+            "symbols": None if joint.symbols is None else _written_symbols(joint.symbols),
             "constants": writer.constants(joint),
             "graph": writer.graph(joint.module),
             "values": list(writer.tables["val"]),
@@ -65,6 +68,7 @@ def write_graph(captured: CapturedGraph, device: torch.device, held: Reachable) 
             "structure": None if spec is None else writer.structure(spec),
             "leaves": [writer.leaf(leaf) for leaf in captured.output_leaves],
             "updates": [update.written() for update in captured.updates],
+            "fixed_because": captured.fixed_because,
         },
         separators=(",", ":"),
     )
@@ -72,6 +76,18 @@ def write_graph(captured: CapturedGraph, device: torch.device, held: Reachable) 
 
 def _written_meta(meta: TensorMeta) -> list[Any]:
     return [meta.name, meta.shape, meta.stride, dtype_name(meta.dtype), meta.requires_grad]
+
+
+def _written_symbols(symbols: Symbols) -> dict[str, Any]:
+    try:
+        return symbols.written()
+    except ValueError as error:
+        raise WriteError(str(error)) from None
+
+
+def _written_size(size: Any) -> Any:
+    """A size: an int, or an expression with its number in the trace."""
+    return {"symbolic": [write_expression(expression(size)), hint(size)]} if isinstance(size, SYMBOLIC) else size
 
 
 def _written_role(role: Any) -> list[Any]:
@@ -197,12 +213,13 @@ class _Writer:
         if not isinstance(value, torch.Tensor):
             if type(value) in (list, tuple):
                 return {type(value).__name__: [self.value(each) for each in value]}
-            return self.literal(value)
+            return _written_size(value) if isinstance(value, SYMBOLIC) else self.literal(value)
         if value.layout is not torch.strided or value.is_neg():
             raise WriteError(f"a value of layout {value.layout}, or with a delayed minus sign")
         shape, stride, offset = list(value.shape), list(value.stride()), value.storage_offset()
-        if not all(type(each) is int for each in (*shape, *stride, offset)):
+        if any(map(is_unknown, (*shape, *stride, offset))):
             raise WriteError(f"a size that data decides: {shape}")
+        shape, stride, offset = [*map(_written_size, shape)], [*map(_written_size, stride)], _written_size(offset)
         flags = [value.requires_grad, isinstance(value, torch.nn.Parameter), value.is_conj()]
         return {"tensor": [shape, stride, offset, dtype_name(value.dtype), self._device(value.device), *flags]}
 

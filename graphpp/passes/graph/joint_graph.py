@@ -5,6 +5,8 @@ Contract
 - Every placeholder has `meta["role"]`, an `InputRole`; the output node has `meta["roles"]`, one `OutputRole` per result.
   No pass reads a position. A parameter, buffer or input is one placeholder, even if the model has it under several names.
 - Every node has `meta["val"]` (a fake tensor or a tuple of them) and `meta["backward"]` (bool).
+- Sizes of the fake tensors may be symbolic. A symbolic number that an operation is given is a placeholder with the role
+  `Size`; no node computes with numbers.
 - Nodes that compute also have `meta["position"]` (their number in the forward, kept by all passes; -1 in the backward),
   `meta["calls"]` (the module calls around the node, outermost first, `fqn` or `fqn@k` for the k+1st call),
   `meta["source"]` (the user's `file:line`) and `meta["seq"]` (the autograd sequence number, equal for a forward operation
@@ -25,6 +27,7 @@ import torch
 from torch import fx
 
 from graphpp._torch import aot
+from graphpp._torch.symbols import Symbols
 from graphpp.passes.graph.collectives import is_collective, is_wait
 from graphpp.runtime import program
 from graphpp.runtime.program import InputRole, OutputRole, TensorMeta
@@ -34,7 +37,8 @@ from graphpp.runtime.program import InputRole, OutputRole, TensorMeta
 class JointGraph:
     """One captured graph. `parameters` and `buffers` have all FQNs of the model, used or not, in the model's order.
 
-    A frozen parameter that the forward writes in place is in `buffers`, and has the roles of a buffer.
+    A frozen parameter that the forward writes in place is in `buffers`, and has the roles of a buffer. `symbols`: where sizes
+    are symbolic, the facts under which the graph holds.
     """
 
     module: fx.GraphModule
@@ -42,6 +46,7 @@ class JointGraph:
     parameters: dict[str, TensorMeta]
     buffers: dict[str, TensorMeta]
     constants: dict[str, torch.Tensor] = field(default_factory=dict)
+    symbols: Symbols | None = None
 
     @property
     def graph(self) -> fx.Graph:

@@ -8,29 +8,36 @@ Parameters, buffers, inputs of the microbatch, and workspace inside an operator 
 
 from __future__ import annotations
 
+import itertools
+from collections import defaultdict
+
+import torch
 from torch import fx
 
+from graphpp._torch.symbols import hint
 from graphpp.passes.graph.aliases import root
-from graphpp.passes.graph.joint_graph import is_tensor, tensor_meta
+from graphpp.passes.graph.joint_graph import is_tensor
 from graphpp.runtime import program
 from graphpp.runtime.gradients.gemm_accumulation import deferred_matmul
 
 
 def peak_live_bytes(graph: fx.Graph) -> int:
     """The most bytes alive at any time while the program of a phase graph runs."""
+    return max(itertools.accumulate(map(hint, live_bytes(graph))), default=0)
+
+
+def live_bytes(graph: fx.Graph) -> tuple[int, ...]:
+    """By how many bytes the live memory grows or shrinks, in order, while the program of a phase graph runs."""
     order = list(graph.nodes)
-    dies = _deaths(graph, order)
-    live = sum(_size(node) for node in order if node.op == "placeholder")
-    peak = live
-    ends: dict[int, int] = {}
-    for node, at in dies.items():
-        ends[at] = ends.get(at, 0) + _size(node)
+    ends: dict[int, list[int]] = defaultdict(list)
+    for node, at in _deaths(graph, order).items():
+        ends[at].append(-_size(node))
+    changes: list[int] = [_size(node) for node in order if node.op == "placeholder"]
     for at, node in enumerate(order):
         if node.op != "placeholder" and root(node) is node:
-            live += _size(node)
-            peak = max(peak, live)
-        live -= ends.get(at, 0)
-    return peak
+            changes.append(_size(node))
+        changes += ends[at]
+    return tuple(changes)
 
 
 def _deaths(graph: fx.Graph, order: list[fx.Node]) -> dict[fx.Node, int]:
@@ -53,4 +60,7 @@ def _size(node: fx.Node) -> int:
         return 0
     if node.target is deferred_matmul:  # the runtime multiplies straight into the sum of gradients
         return 0
-    return tensor_meta(node).nbytes if is_tensor(node) else 0
+    if not is_tensor(node):
+        return 0
+    value: torch.Tensor = node.meta["val"]
+    return value.numel() * value.dtype.itemsize

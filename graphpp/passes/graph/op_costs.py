@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from graphpp._torch.symbols import hint
 from graphpp.passes.graph.aliases import is_view
 from graphpp.passes.graph.collectives import is_collective, is_wait
 from graphpp.runtime.gradients.gemm_accumulation import deferred_matmul
@@ -87,7 +88,7 @@ def flops(node: fx.Node) -> float:
         return 0.0
     value_of: Callable[[fx.Node], Any] = lambda source: source.meta["val"]  # noqa: E731
     args, kwargs = fx.node.map_arg(args, value_of), fx.node.map_arg(node.kwargs, value_of)
-    return float(flop_registry[packet](*args, **kwargs, out_val=node.meta["val"]))
+    return float(hint(flop_registry[packet](*args, **kwargs, out_val=node.meta["val"])))
 
 
 def is_heavy(node: fx.Node) -> bool:
@@ -115,10 +116,10 @@ def _elements(node: fx.Node) -> int:
     """Elements of a node's value; of a tuple, those of the largest tensor."""
     value = node.meta.get("val")
     values = value if isinstance(value, tuple | list) else (value,)
-    return max((item.numel() for item in values if isinstance(item, torch.Tensor)), default=0)
+    return max((hint(item.numel()) for item in values if isinstance(item, torch.Tensor)), default=0)
 
 
 def _nbytes(value: Any) -> int:
     if isinstance(value, torch.Tensor):
-        return value.numel() * value.dtype.itemsize
+        return int(hint(value.numel())) * value.dtype.itemsize
     return sum(map(_nbytes, value)) if isinstance(value, tuple | list) else 0

@@ -13,6 +13,8 @@ from typing import Any
 
 from torch import fx
 
+from graphpp._torch.symbols import SYMBOLIC, Values, at_values
+
 
 @dataclass(frozen=True, eq=False)
 class Region:
@@ -26,8 +28,25 @@ class Region:
     key: str
 
     @property
+    def sizes(self) -> dict[int, Any]:
+        """The inputs that are symbolic numbers, by position; empty where all sizes are known."""
+        return {at: value for at, value in enumerate(self.examples) if isinstance(value, SYMBOLIC)}
+
+    def at(self, values: Values) -> Region:
+        """The region for one set of sizes: symbolic sizes are numbers, and inputs that were symbolic are not read."""
+        graph, copies = fx.Graph(), dict[fx.Node, Any]()
+        for node in self.graph.nodes:
+            if node.op == "output":
+                graph.output(fx.node.map_arg(node.args[0], copies.__getitem__))
+                continue
+            made = graph.node_copy(node, copies.__getitem__)
+            made.meta = {**node.meta, "val": at_values(node.meta["val"], values)}
+            copies[node] = made.meta["val"] if isinstance(node.meta["val"], SYMBOLIC) else made
+        return Region(self.title, graph, f"{self.key} at {sorted(map(str, values.of_symbols.items()))}")
+
+    @property
     def examples(self) -> list[Any]:
-        """The fake tensors of the region's inputs."""
+        """The fake tensors of the region's inputs; a symbolic number for an input that is a size."""
         return [node.meta["val"] for node in self.graph.find_nodes(op="placeholder")]
 
     @property

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 from torch import fx
 
-from graphpp.runtime.program import Boundary, InputRole, OutputRole, Phase, TensorMeta
+from graphpp.runtime.program import Boundary, InputRole, OutputRole, Phase, TensorMeta, total_bytes
 
 F = Phase.FORWARD
 B = Phase.BACKWARD
@@ -36,8 +36,9 @@ class PhaseGraph:
 class StagedGraphs:
     """The result of `cut_stages`, refined by the passes after it.
 
-    `graphs`: by phase and stage. `saved`: per stage, the values saved for the backward of one microbatch; `saved_bytes`: their
-    memory. `kept_bytes`: per stage, the memory alive between I and W, if `split_weight_grad` has run; else empty. `fused`:
+    `graphs`: by phase and stage. `saved`: per stage, the values saved for the backward of one microbatch; `saved_memory`: the
+    values that allocated the memory of these. `kept_memory`: per stage, the values that allocated the memory alive between I
+    and W, if `split_weight_grad` has run; else empty. `fused`:
     backwards hand out the factors of their gradients (`fuse_grad_accumulation`). `hoisted`: per stage, the graph that computes
     the step-invariant values (`hoist_per_step`).
     """
@@ -45,10 +46,20 @@ class StagedGraphs:
     graphs: dict[PhaseKey, PhaseGraph]
     boundaries: tuple[Boundary, ...]
     saved: tuple[tuple[TensorMeta, ...], ...]
-    saved_bytes: tuple[int, ...]
-    kept_bytes: tuple[int, ...] = ()
+    saved_memory: tuple[tuple[TensorMeta, ...], ...]
+    kept_memory: tuple[tuple[TensorMeta, ...], ...] = ()
     fused: bool = False
     hoisted: Mapping[int, PhaseGraph] = field(default_factory=dict)
+
+    @property
+    def saved_bytes(self) -> tuple[int, ...]:
+        """Per stage, the bytes saved for the backward of one microbatch."""
+        return tuple(map(total_bytes, self.saved_memory))
+
+    @property
+    def kept_bytes(self) -> tuple[int, ...]:
+        """Per stage, the bytes alive between I and W."""
+        return tuple(map(total_bytes, self.kept_memory))
 
 
 def phase_graph(

@@ -12,6 +12,7 @@ from __future__ import annotations
 import torch
 from torch import fx
 
+from graphpp._torch.symbols import formula
 from graphpp.passes.graph.joint_graph import JointGraph, is_tensor, remove_unused
 
 aten = torch.ops.aten
@@ -59,7 +60,8 @@ def _layout(node: fx.Node) -> tuple[object, ...]:
     """The properties of a value that an identity must keep: where its elements lie, their dtype and device."""
     value = node.meta["val"]
     lazy = (value.is_conj(), value.is_neg())  # a copy would resolve a lazy conjugate or negation
-    return (value.shape, value.stride(), value.storage_offset(), value.dtype, value.device, value.layout, lazy)
+    sizes = tuple(map(formula, (*value.shape, *value.stride(), value.storage_offset())))
+    return (value.dim(), sizes, value.dtype, value.device, value.layout, lazy)
 
 
 def _double_transpose(node: fx.Node) -> fx.Node | None:

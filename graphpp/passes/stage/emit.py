@@ -9,12 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
+from typing import Any
 
 from torch import fx
 
 from graphpp.passes.graph.aliases import root, shared_results
 from graphpp.passes.graph.joint_graph import JointGraph, tensor_meta
-from graphpp.passes.graph.liveness import peak_live_bytes
+from graphpp.passes.graph.liveness import live_bytes
+from graphpp.passes.graph.name_sizes import symbolic_sizes
 from graphpp.passes.graph.region import RegionCall
 from graphpp.passes.graph.stage_graphs import F, PhaseGraph, StagedGraphs
 from graphpp.passes.stage.outline_regions import OutlinedGraph
@@ -48,8 +50,8 @@ def emit(joint: JointGraph, staged: StagedGraphs) -> PipelineProgram:
             parameters=parameters[stage],
             buffers=buffers[stage],
             saved=staged.saved[stage],
-            saved_bytes=staged.saved_bytes[stage],
-            kept_bytes=staged.kept_bytes[stage] if staged.kept_bytes else 0,
+            saved_memory=staged.saved_memory[stage],
+            kept_memory=staged.kept_memory[stage] if staged.kept_memory else (),
             modules=tuple(call for call, first in calls.items() if first == stage),
             constants={role.name: joint.constants[role.name] for role in used[stage] if isinstance(role, Constant)},
             hoisted=_program(staged.hoisted[stage], Phase.HOIST) if stage in staged.hoisted else None,
@@ -58,7 +60,10 @@ def emit(joint: JointGraph, staged: StagedGraphs) -> PipelineProgram:
     )
     loss = [tensor_meta(node) for role, node in joint.outputs() if isinstance(role, Loss)]
     metrics = {role.name: node.meta["val"].dtype for role, node in joint.outputs() if isinstance(role, Metric)}
-    return PipelineProgram(stages, staged.boundaries, loss[0] if loss else None, metrics)
+    sizes: dict[str, Any] = {}
+    for each in (*staged.graphs.values(), *staged.hoisted.values()) if joint.symbols is not None else ():
+        sizes |= symbolic_sizes(each.graph)
+    return PipelineProgram(stages, staged.boundaries, loss[0] if loss else None, metrics, sizes)
 
 
 def _programs(staged: StagedGraphs, stage: int, training: bool) -> dict[Phase, Program]:
@@ -71,12 +76,12 @@ def _programs(staged: StagedGraphs, stage: int, training: bool) -> dict[Phase, P
 def _program(source: PhaseGraph, phase: Phase) -> Program:
     rendered = render(source.graph, f"stage {source.stage}, {phase.label}")
     run = rendered.load(f"<graphpp stage {source.stage} {phase.label}>")
-    shared, peak = shared_results(source.graph), peak_live_bytes(source.graph)
-    return Program(source.stage, phase, source.inputs, source.outputs, run, rendered.text, shared, peak)
+    shared, live = shared_results(source.graph), live_bytes(source.graph)
+    return Program(source.stage, phase, source.inputs, source.outputs, run, rendered.text, shared, live)
 
 
 def emit_outlined(item: Program, outlined: OutlinedGraph) -> Program:
-    """A program that calls compiled regions; its roles are those of `item`, whose graph was outlined.
+    """A program that calls compiled regions; it computes the results of `item`, whose graph was outlined.
 
     Two results of a compiled region may lie in one memory. So every result of a region, and every view of one, is shared.
     """
@@ -85,7 +90,7 @@ def emit_outlined(item: Program, outlined: OutlinedGraph) -> Program:
     run = rendered.load(f"<graphpp stage {source.stage} {item.phase.label} compiled>")
     results: Sequence[fx.Node] = source.graph.output_node().args[0]  # type: ignore[assignment]
     from_regions = {index for index, node in enumerate(results) if _is_of_a_region(node)}
-    return replace(item, run=run, source=rendered.text, shared=item.shared | from_regions)
+    return replace(item, inputs=source.inputs, run=run, source=rendered.text, shared=item.shared | from_regions)
 
 
 def _is_of_a_region(node: fx.Node) -> bool:

@@ -30,7 +30,7 @@ from graphpp.runtime import program
 from graphpp.runtime.program import InputRole, Phase
 
 _STATE = (program.Parameter, program.Buffer)
-_SOURCES = (*_STATE, program.Constant)
+_SOURCES = (*_STATE, program.Constant, program.Size)
 
 
 def find_step_invariants(joint: JointGraph) -> JointGraph:
@@ -54,7 +54,7 @@ def _invariants(joint: JointGraph, refused: set[fx.Node]) -> dict[fx.Node, bool]
     found: dict[fx.Node, bool] = {}
     for node in joint.graph.nodes:
         role = node.meta.get("role")
-        if isinstance(role, program.Parameter | program.Constant) or (
+        if isinstance(role, program.Parameter | program.Constant | program.Size) or (
             isinstance(role, program.Buffer) and role.fqn not in written
         ):
             of_state[node] = isinstance(role, _STATE)

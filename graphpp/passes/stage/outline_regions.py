@@ -8,6 +8,7 @@ Contract
   `can_compile(node)` holds: operators of torch itself, no random numbers, collectives, checks, or copies of buffers. Other
   operations stay in the program, before the region or after it, as their inputs and readers allow.
 - A region from which a compiler would gain nothing stays as it was.
+- A region with symbolic sizes has their symbols as its first inputs.
 - `Region.key` is a hash of the operations, their arguments, and the shapes, strides, dtypes and devices of the inputs. Regions
   with equal keys compute the same from the same inputs.
 """
@@ -23,13 +24,15 @@ from typing import Any
 import torch
 from torch import fx
 
+from graphpp._torch.symbols import SYMBOLIC, formula, symbols_of
 from graphpp.passes.graph.aliases import is_view
 from graphpp.passes.graph.collectives import is_collective, is_wait
 from graphpp.passes.graph.joint_graph import is_check
+from graphpp.passes.graph.name_sizes import with_symbols
 from graphpp.passes.graph.op_costs import Cost, flops
 from graphpp.passes.graph.region import Region, RegionCall
 from graphpp.passes.graph.stage_graphs import PhaseGraph
-from graphpp.runtime.program import Buffer
+from graphpp.runtime.program import Buffer, Size
 
 LayerOf = Callable[[fx.Node], str | None]
 
@@ -48,6 +51,7 @@ class OutlinedGraph:
 
 def outline_regions(source: PhaseGraph, layer: LayerOf) -> OutlinedGraph:
     """The phase graph with calls in place of its regions; `source` stays as it is."""
+    source = with_symbols(source)
     graph, calls = fx.Graph(), list[RegionCall]()
     copies: dict[fx.Node, fx.Node] = {}
     for node in source.graph.find_nodes(op="placeholder"):
@@ -160,7 +164,7 @@ def _region(title: str, members: Sequence[fx.Node]) -> tuple[Region, list[fx.Nod
     """The region, the values that it is called with, and its values that are read outside."""
     inside = set(members)
     inputs = [source for node in members for source in node.all_input_nodes if source not in inside]
-    inputs = list(dict.fromkeys(inputs))
+    inputs = list(dict.fromkeys([*_symbols_in([*inputs, *members]), *inputs]))
     results = [node for node in members if any(user not in inside for user in node.users) and not _is_several(node)]
     graph = fx.Graph()
     known = {node: graph.placeholder(f"input_{index}") for index, node in enumerate(inputs)}
@@ -170,6 +174,19 @@ def _region(title: str, members: Sequence[fx.Node]) -> tuple[Region, list[fx.Nod
         known[node] = graph.node_copy(node, known.__getitem__)
     graph.output(tuple(known[node] for node in results))
     return Region(title, graph, graph_key(graph)), inputs, results
+
+
+def _symbols_in(nodes: Sequence[fx.Node]) -> list[fx.Node]:
+    """The inputs of a program that are the symbols of these values: a compiler computes all sizes from them."""
+    names: set[str] = set()
+    for node in nodes:
+        for value in _leaves([node.meta["val"]]):
+            sizes = (*value.shape, *value.stride()) if isinstance(value, torch.Tensor) else (value,)
+            names |= {name for size in sizes for name in symbols_of(size)}
+    if not names:
+        return []
+    roles = {node.meta["role"]: node for node in nodes[0].graph.find_nodes(op="placeholder")}
+    return [roles[Size(name)] for name in sorted(names)]
 
 
 def _call(
@@ -205,8 +222,10 @@ def _spelled(value: Any, numbers: dict[fx.Node, str]) -> str:
     return repr(value)
 
 
-def _layout(value: torch.Tensor) -> tuple[Any, ...]:
-    return (tuple(value.shape), value.stride(), value.dtype, str(value.device))
+def _layout(value: Any) -> tuple[Any, ...]:
+    if not isinstance(value, torch.Tensor):
+        return (formula(value),)
+    return (*(tuple(map(formula, sizes)) for sizes in (value.shape, value.stride())), value.dtype, str(value.device))
 
 
 def _leaves(value: Any) -> Iterator[Any]:
@@ -233,8 +252,8 @@ def _is_plain(value: Any) -> bool:
 
 
 def _is_known(value: Any) -> bool:
-    """Whether compilers handle a value: a strided, real, plain tensor, or None."""
-    return value is None or (
+    """Whether compilers handle a value: a strided, real, plain tensor, a size, or None."""
+    return value is None or isinstance(value, SYMBOLIC) or (
         isinstance(value, torch.Tensor)
         and value.layout is torch.strided
         and not value.dtype.is_complex

@@ -100,17 +100,17 @@ def _may_have_grad(value: object) -> bool:
 
 def saved_values(
     traffic: Traffic, order: dict[fx.Node, int], stages: int
-) -> tuple[tuple[tuple[TensorMeta, ...], ...], tuple[int, ...]]:
-    """Per stage, the values that its forward saves for its backward, in the order of the joint graph; and their bytes."""
+) -> tuple[tuple[tuple[TensorMeta, ...], ...], tuple[tuple[TensorMeta, ...], ...]]:
+    """Per stage, the values that its forward saves for its backward, in the order of the joint graph; and their memory."""
     values = [sorted(traffic.saved[stage], key=order.__getitem__) for stage in range(stages)]
-    return tuple(tuple(map(tensor_meta, each)) for each in values), tuple(map(memory_bytes, values))
+    return tuple(tuple(map(tensor_meta, each)) for each in values), tuple(map(memory_of, values))
 
 
-def memory_bytes(values: Iterable[fx.Node]) -> int:
-    """The bytes that values keep alive: each memory once; memory of parameters, inputs and step-invariant values is free."""
-    memories = {_memory(value) for value in values}
+def memory_of(values: Iterable[fx.Node]) -> tuple[TensorMeta, ...]:
+    """The values whose memory is kept alive, each once; memory of parameters, inputs and step-invariant values is free."""
+    memories = dict.fromkeys(_memory(value) for value in values)
     own = (node for node in memories if node.op != "placeholder" and not node.meta.get("step_invariant"))
-    return sum(tensor_meta(node).nbytes for node in own if is_tensor(node))
+    return tuple(tensor_meta(node) for node in own if is_tensor(node))
 
 
 def _memory(value: fx.Node) -> fx.Node:

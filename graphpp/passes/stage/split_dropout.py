@@ -7,11 +7,11 @@ multiplications with it. The numbers equal those of the operator, bit for bit. O
 from __future__ import annotations
 
 import operator
-from dataclasses import replace
 
 import torch
 from torch import fx
 
+from graphpp.passes.graph.name_sizes import SizeInputs, with_inputs
 from graphpp.passes.graph.stage_graphs import PhaseGraph
 from graphpp.runtime.randomness import dropout_mask, seeded
 
@@ -26,21 +26,23 @@ def split_dropout(source: PhaseGraph) -> PhaseGraph:
     copies: dict[fx.Node, fx.Node] = {}
     end = source.graph.output_node()
     graph.output(graph.graph_copy(source.graph, copies)).meta = dict(end.meta)
+    sizes = SizeInputs(graph)
     for node in [node for node in graph.nodes if _is_dropout(node)]:
-        _split(graph, node)
+        _split(graph, node, sizes)
     graph.lint()
-    return replace(source, graph=graph)
+    return with_inputs(source, graph)
 
 
 def _is_dropout(node: fx.Node) -> bool:
     return node.target is seeded and node.args[2] is _aten.native_dropout.default and bool(node.args[5])
 
 
-def _split(graph: fx.Graph, node: fx.Node) -> None:
+def _split(graph: fx.Graph, node: fx.Node, sizes: SizeInputs) -> None:
     """Replace a dropout by x * mask * scale, multiplied in the operator's order."""
     key, index, _, x, probability, _ = node.args
     value = x.meta["val"]  # type: ignore[union-attr]
-    like = {"size": list(value.shape), "stride": list(value.stride()), "dtype": value.dtype, "device": value.device}
+    size, stride = ([*map(sizes.of, each)] for each in (value.shape, value.stride()))
+    like = {"size": size, "stride": stride, "dtype": value.dtype, "device": value.device}
     scale = 1.0 / (1.0 - probability) if probability < 1.0 else 0.0  # type: ignore[operator]
     dropped, mask = node.meta["val"]
     with graph.inserting_before(node):

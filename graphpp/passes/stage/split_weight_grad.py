@@ -31,9 +31,9 @@ from torch import fx
 from graphpp.passes.graph.joint_graph import JointGraph, is_check, is_tensor, tensor_meta
 from graphpp.passes.graph.stage_graphs import B, GraphResults, PhaseGraph, StagedGraphs, phase_graph
 from graphpp.passes.recompute.backward_needs import MayRecompute
-from graphpp.passes.stage.route_values import memory_bytes
+from graphpp.passes.stage.route_values import memory_of
 from graphpp.runtime import program
-from graphpp.runtime.program import InputRole, Phase
+from graphpp.runtime.program import InputRole, Phase, TensorMeta
 
 if TYPE_CHECKING:
     import networkx as nx
@@ -49,15 +49,16 @@ def never(node: fx.Node) -> bool:
 def split_weight_grad(joint: JointGraph, staged: StagedGraphs, may_recompute: MayRecompute = never) -> StagedGraphs:
     """Add I and W for every stage that has a backward; B stays, so that a schedule may use either. `staged` stays as it is."""
     named = {node.name: node for node in joint.graph.nodes}
-    graphs, kept_bytes = dict(staged.graphs), [0] * len(staged.saved)
+    graphs = dict(staged.graphs)
+    kept: list[tuple[TensorMeta, ...]] = [()] * len(staged.saved)
     for (phase, stage), whole in staged.graphs.items():
         if phase is B:
             first, second = _halves(whole, may_recompute)
             graphs[I, stage], graphs[W, stage] = first, second
             saved = [role.name for role in second.inputs if isinstance(role, program.Saved)]
-            kept_bytes[stage] = memory_bytes(named[name] for name in saved)
+            kept[stage] = memory_of(named[name] for name in saved)
             _check(whole, first, second, may_recompute)
-    return replace(staged, graphs=graphs, kept_bytes=tuple(kept_bytes))
+    return replace(staged, graphs=graphs, kept_memory=tuple(kept))
 
 
 def _halves(whole: PhaseGraph, may_recompute: MayRecompute) -> tuple[PhaseGraph, PhaseGraph]:

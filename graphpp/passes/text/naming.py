@@ -25,6 +25,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from graphpp._torch.symbols import SYMBOLIC
 from graphpp.runtime import program
 
 _TYPES = {
@@ -102,6 +103,7 @@ class PythonNames:
             return self._at_head(f"_device_{len(self.devices)}", f"torch.device({str(value)!r})")
         if isinstance(value, _OPERATOR):
             return self.target(value)
+        assert not isinstance(value, SYMBOLIC), f"the number {value} of an operation differs from size to size, and is no input"
         return _plain(value) or self.bound(value)
 
     def _at_head(self, wanted: str, expression: str) -> str:

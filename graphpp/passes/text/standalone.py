@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from graphpp._torch.symbols import hint
 from graphpp.passes.text.naming import PythonNames
 from graphpp.passes.text.render import RenderedGraph, code, define, docstring, format_role
 
@@ -93,7 +94,9 @@ class _Bound:
         """One example input as Python: its name, shape, strides, dtype and device; or its name and value."""
         value = node.meta.get("val")
         if isinstance(value, torch.Tensor):
-            return repr((name, tuple(value.shape), tuple(value.stride()), value.dtype, str(value.device)))
+            shape, stride = (tuple(map(hint, sizes)) for sizes in (value.shape, value.stride()))
+            return repr((name, shape, stride, value.dtype, str(value.device)))
+        value = hint(value)
         if not isinstance(value, int | float):
             self.missing.append(f"{name}, which is a {type(value).__name__}")
         return repr((name, value if isinstance(value, int | float) else None))

@@ -22,9 +22,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from graphpp.capture.transfer.names_asked import UnreadableError
 from graphpp.capture.transfer.process_state import process_state
 from graphpp.capture.transfer.reachable import Reachable
-from graphpp.capture.transfer.reachable_code import UnreadableError
 
 FACTOR = 2.0
 

@@ -1,0 +1,67 @@
+"""Whether a graph with symbolic sizes computes the same as the graph of one microbatch, for the sizes of that microbatch.
+
+A trace with symbols runs the user's code with objects that are no integers. Code that looks at types, prints a size or catches
+the error of an unhashable symbol takes another branch, and no comparison of sizes is noted. Contract: `difference` is None only
+if both graphs have the same operations, each as often: operators, numbers, shapes and dtypes of arguments and results. Views
+are not compared, since torch keeps views in a trace with symbols that do nothing; the shapes of their readers' arguments are.
+"""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+import torch
+from torch import fx
+
+from graphpp._torch.symbols import SYMBOLIC, Values, formula
+from graphpp.passes.graph.aliases import is_view
+from graphpp.passes.graph.joint_graph import JointGraph, describe_node
+
+aten = torch.ops.aten
+_NO_WORK = {operator.getitem, aten._unsafe_view.default, aten.lift_fresh_copy.default, aten.clone.default}
+
+
+def difference(several: JointGraph, values: Values, one: JointGraph) -> str | None:
+    """An operation that one graph has more often than the other, in words; `values`: the sizes of `one`."""
+    found, expected = _operations(several, values), _operations(one, None)
+    for key in (*found, *expected):
+        if len(found.get(key, ())) != len(expected.get(key, ())):
+            node = (found.get(key) or expected[key])[0]
+            return f"{node.target} at {describe_node(node)}"
+    return None
+
+
+def _operations(joint: JointGraph, values: Values | None) -> dict[str, list[fx.Node]]:
+    """The operations by all that is compared of them."""
+    found: dict[str, list[fx.Node]] = {}
+    for node in joint.computed():
+        works = node.target not in _NO_WORK and not is_view(node) and not _is_of_whole_slice(node)
+        if node.op == "call_function" and works:
+            facts = [str(node.target), _described([node.args, node.kwargs], values), _described(node.meta["val"], values)]
+            found.setdefault(repr(facts), []).append(node)
+    return found
+
+
+def _is_of_whole_slice(node: fx.Node) -> bool:
+    """Whether a node is the backward of `x[:]`, a view that does nothing, or an assignment to it."""
+    places = {aten.slice_backward.default: 0, aten.slice_scatter.default: 1}
+    if node.target not in places:
+        return False
+    part: Any = node.args[places[node.target]]
+    return [*map(formula, part.meta["val"].shape)] == [*map(formula, node.meta["val"].shape)]
+
+
+def _described(value: Any, values: Values | None) -> Any:
+    """A number with its type, or the shape and dtype of a tensor; the same of nested values."""
+    if isinstance(value, fx.Node):
+        return _described(value.meta.get("val"), values)
+    if isinstance(value, SYMBOLIC):
+        return values(value) if values is not None else value
+    if isinstance(value, torch.Tensor):
+        return [*(size if values is None else values(size) for size in value.shape)], str(value.dtype)
+    if isinstance(value, dict):
+        return {key: _described(each, values) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [_described(each, values) for each in value]
+    return value if isinstance(value, int | float | str | complex) or value is None else str(value)

@@ -1,0 +1,108 @@
+"""Let inputs with the role `Size` stand for the symbolic numbers of a graph.
+
+Contract: after `name_sizes` no operation has a symbolic number among its arguments, and no node computes one. An operation that
+was given `2*s1` reads the placeholder whose role is `Size("2*s1")`; the runtime fills the placeholder in. Numbers that turned
+out to be the same for all sizes are literals. A pass that gives an operation a size gets the node from `SizeInputs`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import fx
+
+from graphpp._torch.symbols import SYMBOLIC, expression, name_of, plain_number, symbol_sizes, symbols_of
+from graphpp.passes.graph.stage_graphs import PhaseGraph
+from graphpp.runtime.program import Size
+
+
+class SizeInputs:
+    """The placeholders of a graph that are symbolic numbers; new ones are added behind the other placeholders."""
+
+    def __init__(self, graph: fx.Graph) -> None:
+        self._graph = graph
+        self._known = {node.meta["role"]: node for node in _placeholders(graph) if isinstance(node.meta["role"], Size)}
+        self._first = next(node for node in graph.nodes if node.op != "placeholder")
+
+    def of(self, number: Any) -> Any:
+        """The placeholder of a symbolic number; the number itself if it is known for all sizes."""
+        if not isinstance(number, SYMBOLIC):
+            return number
+        if not expression(number).free_symbols:
+            return plain_number(number, expression(number))
+        role = Size(name_of(number))
+        if role not in self._known:
+            with self._graph.inserting_before(self._first):
+                node = self._graph.placeholder(f"size_{len(self._known)}")
+            node.meta = {"val": number, "backward": False, "stage": None, "role": role}
+            self._known[role] = node
+        return self._known[role]
+
+
+def name_sizes(graph: fx.Graph) -> None:
+    """Replace symbolic numbers, and the nodes that compute them, by placeholders, in place."""
+    inputs = SizeInputs(graph)
+
+    def named(value: Any) -> Any:
+        number = value.meta.get("val") if isinstance(value, fx.Node) else value
+        return inputs.of(number) if isinstance(number, SYMBOLIC) else value
+
+    for node in list(graph.nodes):
+        if node.op == "call_function":
+            node.args, node.kwargs = _mapped(node.args, named), _mapped(node.kwargs, named)
+    for node in reversed(list(graph.nodes)):
+        if node.op == "call_function" and not node.users and isinstance(node.meta.get("val"), SYMBOLIC):
+            graph.erase_node(node)
+
+
+def with_symbols(source: PhaseGraph) -> PhaseGraph:
+    """A phase graph with each symbol of its sizes as an input; `source` stays as it is."""
+    symbols = {name: size for name, size in symbolic_sizes(source.graph).items() if name in symbols_of(size)}
+    if not symbols:
+        return source
+    graph = fx.Graph()
+    end = graph.output(graph.graph_copy(source.graph, {}))
+    end.meta = dict(source.graph.output_node().meta)
+    inputs = SizeInputs(graph)
+    for _, size in sorted(symbols.items()):
+        inputs.of(size)
+    return with_inputs(source, graph)
+
+
+def with_inputs(source: PhaseGraph, graph: fx.Graph) -> PhaseGraph:
+    """The phase graph with another graph, and the inputs of that graph."""
+    return replace(source, graph=graph, inputs=tuple(node.meta["role"] for node in _placeholders(graph)))
+
+
+def symbolic_sizes(graph: fx.Graph) -> dict[str, Any]:
+    """The symbolic numbers by formula: those that operations are given, sizes and strides of all values, and the symbols."""
+    found: dict[str, Any] = {}
+    for node in graph.nodes:
+        value = node.meta.get("val")
+        for each in value if isinstance(value, list | tuple) else (value,):
+            if isinstance(each, torch.Tensor):
+                sizes = (*each.shape, *each.stride())
+                found |= {name_of(size): size for size in sizes if isinstance(size, SYMBOLIC)}
+    inputs = [node for node in _placeholders(graph) if isinstance(node.meta["role"], Size)]
+    found |= {node.meta["role"].formula: node.meta["val"] for node in inputs}
+    for size in list(found.values()):
+        found |= symbol_sizes(size)
+    return found
+
+
+def _placeholders(graph: fx.Graph) -> list[fx.Node]:
+    return list(graph.find_nodes(op="placeholder"))
+
+
+def _mapped(value: Any, change: Any) -> Any:
+    """The value with `change` applied to the leaves of nested lists, tuples, slices and dicts."""
+    if isinstance(value, dict):
+        return {key: _mapped(each, change) for key, each in value.items()}
+    if isinstance(value, slice):
+        return slice(*(change(each) for each in (value.start, value.stop, value.step)))
+    if isinstance(value, list | tuple):
+        items = [_mapped(each, change) for each in value]
+        return tuple(items) if isinstance(value, tuple) else items
+    return change(value)
