@@ -19,22 +19,17 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-import re
 import secrets
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
-from pathlib import Path
 
 import torch
 
-from graphpp._torch.symbols import Symbols
 from graphpp.batch.microbatch import FlatMicrobatch
-from graphpp.capture.leaked_symbols import take_back
 from graphpp.capture.outputs import check_output_leaves
-from graphpp.capture.same_operations import difference
-from graphpp.capture.source_lines import is_user_file
+from graphpp.capture.sizes.open_sizes import Open, with_open_sizes
 from graphpp.capture.trace import CapturedGraph, capture
 from graphpp.capture.transfer.code_trail import CodeTrail
 from graphpp.capture.transfer.process_state import process_state
@@ -43,14 +38,9 @@ from graphpp.capture.transfer.read_graph import read_graph
 from graphpp.capture.transfer.write_graph import WriteError, write_graph
 from graphpp.compiler.kept_graphs import KeptGraphs
 from graphpp.compiler.request import CompileRequest
-from graphpp.errors import CaptureError
 from graphpp.parallel.agreement import Agreement
 
 _LOG = logging.getLogger("graphpp")
-
-
-Open = Mapping[str, Sequence[int]]
-"""The dimensions of tensors, by path, for whose sizes a graph is to hold."""
 
 
 def capture_graph(
@@ -74,54 +64,8 @@ def capture_graph(
         if open_sizes:
             ordered = example.with_ordered_integers().microbatch()
             run = partial(capture, model, loss, ordered, device, training=training, varying=open_sizes)
-            captured = _with_open_sizes(run, captured, example, open_sizes, request.options.debug.dynamic is True)
+            captured = with_open_sizes(run, captured, example, open_sizes, request.options.debug.dynamic is True)
     return replace(captured, seconds=time.perf_counter() - began)
-
-
-def _with_open_sizes(
-    run: Callable[[], CapturedGraph], fixed: CapturedGraph, example: FlatMicrobatch, open_sizes: Open, some: bool
-) -> CapturedGraph:
-    """A graph for several sizes, or the graph `fixed` for those of the example, with the reason.
-
-    `some`: a graph that leaves some of these sizes open will do. The graphs are compared for the example's sizes, since code
-    may tell a symbol from an integer.
-    """
-    try:
-        try:
-            several = run()
-        finally:
-            holder = take_back()
-        if holder is not None:
-            raise CaptureError(f"the forward keeps a size in an object of the program ({holder})")
-        check_output_leaves(several)
-        symbols = several.joint.symbols
-        values = symbols.values(example.shapes) if symbols is not None else None
-        assert symbols is not None and values is not None, "a graph does not hold for the sizes of which it was captured"
-        unlike = difference(several.joint, values, fixed.joint)
-        if symbols.compares_floats:
-            raise CaptureError("a branch depends on a floating-point number that is computed from a size")
-    except Exception as error:  # the model has a graph for one size
-        reason = f"a trace for all sizes raises {type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
-        return replace(fixed, fixed_because=reason)
-    if unlike is not None:
-        reason = f"code that can tell a symbol from an integer computes something else for symbols: {unlike}"
-        return replace(fixed, fixed_because=reason)
-    paths = list(example.tensors)
-    wanted = {(paths.index(path), dim) for path, dims in open_sizes.items() for dim in dims}
-    if wanted <= symbols.free or (some and symbols.free):
-        return several
-    return replace(fixed, fixed_because=f"model or loss fix a size: {_fixing_lines(symbols, paths)}")
-
-
-def _fixing_lines(symbols: Symbols, paths: Sequence[str]) -> str:
-    """The equations that a trace assumed, with the user's code lines: `args[0].shape[1] == 9 at model.py:37`."""
-    names = {symbol.name: f"{paths[index]}.shape[{dim}]" for symbol, (index, dim) in symbols.places.items()}
-    lines = []
-    for equation, frame in symbols.equalities():
-        text = re.sub(r"\w+", lambda word: names.get(word[0], word[0]), equation)
-        of_user = frame is not None and is_user_file(frame.filename)
-        lines.append(f"{text} at {Path(frame.filename).name}:{frame.lineno}" if frame is not None and of_user else text)
-    return "; ".join(lines)
 
 
 def capture_graphs(

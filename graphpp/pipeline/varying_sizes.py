@@ -7,7 +7,8 @@ Contract
 - A kind of microbatch is its structure with the dtypes of its tensors, under one state of the model. Floating tensors whose
   elements do not lie in order, and dimensions of size 1 or 0, are never open: such sizes take other branches in torch.
 - If model or loss fix every open size, or cannot be captured with open sizes, each size is captured by itself, and one warning
-  names the reason. After `_MOST` graphs of a kind, each of them for a part of the sizes, no further one is made.
+  names the reason. Two states of the model whose captures refuse the same dimensions speak for all states. After `_MOST`
+  graphs of a kind, each of them for a part of the sizes, no further one is made.
 - All ranks decide alike: a decision depends on the microbatches and captured graphs alone, which ranks compare.
 """
 
@@ -83,7 +84,8 @@ class VaryingSizes:
             if dims and (tensor.is_contiguous() or is_unordered_integers(tensor)):
                 found[path] = dims
         graphs = sum(other == kind for other, _ in self._graphs.values())
-        return {} if self._fixed.get(kind) == found or graphs >= _MOST else found
+        refused = sum(_structure(key, part) == other[:-1] and dims == found for other, dims in self._fixed.items())
+        return {} if self._fixed.get(kind) == found or refused >= 2 or graphs >= _MOST else found
 
     def keep(self, key: GraphKey, part: FlatMicrobatch, graph: CompiledGraph) -> None:
         """Note a graph that all ranks have, and the sizes of its microbatch."""
@@ -105,4 +107,4 @@ def _structure(key: GraphKey, part: FlatMicrobatch) -> Kind:
 
 
 def _kind(key: GraphKey, part: FlatMicrobatch) -> Kind:
-    return key.training, part.kind, key.around
+    return *_structure(key, part), key.around

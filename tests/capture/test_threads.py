@@ -493,8 +493,12 @@ def test_compilations_of_regions_take_turns() -> None:
     def compile_with(visit: Callable[[str], None]) -> None:
         class Region:
             key = title = "region"
+            sizes = ()
 
-        Regions(lambda region: visit("")).compile(Region())  # type: ignore[arg-type, return-value, func-returns-value]
+        class Call:
+            region, values = Region(), None
+
+        Regions(lambda region: visit("")).compile(Call())  # type: ignore[arg-type, return-value, func-returns-value]
 
     both(partial(compile_with, wait), partial(compile_with, come), inside)
     assert met == [False]

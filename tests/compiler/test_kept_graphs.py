@@ -147,9 +147,9 @@ def run_with_sizes(sizes: list[int]) -> int:
 
 
 def test_a_graph_for_several_sizes_is_captured_in_every_run(program: Path) -> None:
-    assert run_with_sizes([6, 8, 12]) == 2  # for the first size, for all sizes
-    assert run_with_sizes([6, 8, 12]) == 1
-    assert run_with_sizes([8, 6, 12]) == 2
+    assert run_with_sizes([6, 8, 12]) == 3  # for the first size, for the second one, for all sizes
+    assert run_with_sizes([6, 8, 12]) == 2
+    assert run_with_sizes([8, 6, 12]) == 3
 
 
 def test_a_later_run_captures_nothing(program: Path) -> None:

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from torch import Tensor, fx
 
 from graphpp.backends.compilers import FunctionCompiler
-from graphpp.backends.regions import Regions
+from graphpp.backends.regions import Regions, SizedCall
 from graphpp.batch import microbatch as signature
 from graphpp.batch.microbatch import Microbatch
 from graphpp.capture.trace import capture
@@ -341,9 +341,10 @@ def _outlined(joint: JointGraph, pipeline: PipelineProgram, sources: ProgramGrap
 
     def exchanged(item: p.Program) -> p.Program:
         made = outline_regions(split_dropout(sources.of(item)), layer)
-        for region in regions.new(made.calls):
-            regions.compile(region)
-        regions.bind(made.calls)
+        calls = [SizedCall(call, None) for call in made.calls]
+        for call in regions.new(calls):
+            regions.compile(call)
+        regions.bind(calls)
         return emit_outlined(item, made)
 
     def stage(each: p.StageProgram) -> p.StageProgram:

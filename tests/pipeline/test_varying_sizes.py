@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import collections
 import copy
+import dataclasses
 import functools
 import logging
 import re
@@ -270,6 +272,16 @@ class Global:
     seen: ClassVar[list[Any]] = []
 
 
+@dataclasses.dataclass(slots=True)
+class Slotted:
+    longest: int = 2
+
+
+SLOTTED = Slotted()
+LATEST: collections.deque[int] = collections.deque(maxlen=2)
+COUNTED: collections.defaultdict[str, int] = collections.defaultdict(lambda: 2)
+
+
 def tried(length: int) -> int:
     try:
         return {4: 2, 6: 3, 7: 4}[length]
@@ -287,6 +299,12 @@ def kept(length: int) -> int:
     return Global.longest
 
 
+def kept_elsewhere(length: int) -> int:
+    LATEST.append(length)
+    COUNTED["val"] = SLOTTED.longest = length
+    return SLOTTED.longest
+
+
 TRICKS: dict[str, Callable[[Tensor], Any]] = {
     "type": lambda x: 2 if isinstance(x.shape[1], int) else 3,
     "float type": lambda x: 2 if type(x.shape[1] * 0.5) is float else 3,
@@ -302,6 +320,7 @@ TRICKS: dict[str, Callable[[Tensor], Any]] = {
     "comparison as a tensor": lambda x: torch.full((1,), x.shape[1] > 6),
     "object": lambda x: kept(x.shape[1]),
     "list of an object": lambda x: noted(x.shape[1]),
+    "other containers": lambda x: kept_elsewhere(x.shape[1]),
     "close factors": lambda x: (x.double() * (x.shape[1] * 0.3) - x.double() * (x.shape[1] * (0.1 + 0.2))).float() * 1e15,
 }
 
@@ -324,7 +343,8 @@ def test_code_that_can_tell_a_symbol_from_an_integer(name: str) -> None:
         x = torch.randn(3, length, 4, generator=torch.Generator().manual_seed(length))
         Global.longest, Global.seen = 2, []
         found = pipe.step(x, target=x)
-        assert type(Global.longest) is int and all(type(each[0]) is int for each in Global.seen)
+        left = [Global.longest, SLOTTED.longest, *LATEST, *COUNTED.values(), *(each[0] for each in Global.seen)]
+        assert [type(each).__name__ for each in left if type(each) is not int] == []
         Global.longest, Global.seen = 2, []
         assert torch.equal(found.losses, eager(twin, [(x, x)], F.mse_loss)), length
         assert_same_state(model, twin)

@@ -1,0 +1,1 @@
+"""Capture a graph that serves several sizes of microbatches, and prove it on the traced ones."""

@@ -1,0 +1,86 @@
+"""Find symbols that a forward has left in the program's own objects, and put numbers in their place.
+
+Contract: after a trace with symbols, `take_back` looks for symbolic sizes of the trace in lists, deques, dicts, closures and
+attributes of objects and classes outside of torch, and puts the number of the traced sizes there. A later run of the program
+then finds what an eager run on the traced microbatch would have left.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections import deque
+from collections.abc import Iterator
+from types import CellType, MemberDescriptorType
+from typing import Any
+
+from torch import fx
+
+from graphpp._torch.symbols import SYMBOLIC, hint, is_of_latest_trace
+
+_OF_TRACES = ("torch", "sympy", "graphpp")
+
+
+def take_back() -> str | None:
+    """Replace the symbols of the latest trace that objects of the program hold; returns the class of one of them, or None."""
+    gc.collect()  # frames and nodes of the trace that nothing needs any more
+    objects = gc.get_objects()
+    alive = [each for each in objects if type(each) in SYMBOLIC and is_of_latest_trace(each)]
+    known = {id(each.meta) for each in objects if type(each) is fx.Node}
+    del objects
+    tuples = [each for each in gc.get_referrers(*alive) if type(each) is tuple] if alive else []
+    known |= {id(alive), id(tuples)}
+    found = None
+    for values in (alive, tuples):
+        for holder in gc.get_referrers(*values) if values else ():
+            if id(holder) not in known and _is_of_program(holder):
+                found = found or type(holder).__qualname__
+                _put_numbers(holder, {id(value) for value in values})
+    return found
+
+
+def _is_of_program(holder: Any) -> bool:
+    """Whether an object can hold a size for the program."""
+    if isinstance(holder, list | deque | dict | CellType):
+        return True
+    has_attributes = hasattr(holder, "__dict__") or next(_slots(type(holder)), None) is not None
+    return has_attributes and type(holder).__module__.partition(".")[0] not in _OF_TRACES
+
+
+def _put_numbers(holder: Any, values: set[int]) -> None:
+    """Replace these values in an object by their numbers."""
+    if isinstance(holder, CellType):
+        holder.cell_contents = _number(holder.cell_contents)
+    elif isinstance(holder, list | deque):
+        for index, value in enumerate(holder):
+            if id(value) in values:
+                holder[index] = _number(value)
+    elif isinstance(holder, dict):
+        _put_numbers_in_dict(holder, values)
+    else:
+        _put_numbers(getattr(holder, "__dict__", {}), values)
+        for slot in _slots(type(holder)):
+            value = slot.__get__(holder) if hasattr(holder, slot.__name__) else None
+            if id(value) in values:
+                slot.__set__(holder, _number(value))
+
+
+def _put_numbers_in_dict(holder: dict[Any, Any], values: set[int]) -> None:
+    """Replace these values in a dict. Python caches the attributes of classes, so those of a class are set on the class."""
+    of_class = [each for each in gc.get_referrers(holder) if isinstance(each, type)]
+    for key, value in list(holder.items()):
+        if id(value) not in values:
+            continue
+        if of_class:
+            type.__setattr__(of_class[0], key, _number(value))
+        else:
+            holder[key] = _number(value)
+
+
+def _slots(kind: type) -> Iterator[Any]:
+    """The attributes that classes written in Python declare in `__slots__`."""
+    declaring = (vars(base) for base in kind.__mro__ if "__slots__" in vars(base))
+    return (each for names in declaring for each in names.values() if isinstance(each, MemberDescriptorType))
+
+
+def _number(value: Any) -> Any:
+    return tuple(map(hint, value)) if type(value) is tuple else hint(value)
