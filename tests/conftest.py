@@ -18,7 +18,13 @@ os.environ["HF_HUB_OFFLINE"] = "1"  # tests build their models from configuratio
 os.environ.setdefault("GRAPHPP_CACHE", tempfile.mkdtemp(prefix="graphpp-tests-"))  # not the user's own
 torch.set_num_threads(1)
 # Files of minutes: with `--dist loadfile` they start first, so that no process is left alone with one at the end.
-LONGEST = ("tests/end_to_end/test_numbers.py", "tests/backends/test_inductor.py", "tests/zoo/", "tests/test_benchmarks.py")
+LONGEST = (
+    "tests/pipeline/test_varying_sizes.py",
+    "tests/end_to_end/test_numbers.py",
+    "tests/backends/test_inductor.py",
+    "tests/zoo/",
+    "tests/test_benchmarks.py",
+)
 settings.register_profile("graphpp", deadline=None, derandomize=True, max_examples=examples(100))
 settings.load_profile("graphpp")
 
