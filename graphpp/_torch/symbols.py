@@ -3,7 +3,8 @@
 Checked on torch 2.13.0 and 2.15.0:
 
 - `torch.fx.experimental.symbolic_shapes.ShapeEnv`: `guards`, `replacements`, `var_to_range`, `var_to_sources`,
-  `backed_var_to_val`, `create_symbol`, `create_symintnode`, `create_symfloatnode`; `DimDynamic`, `free_unbacked_symbols`
+  `backed_var_to_val`, `create_symbol`, `create_symintnode`, `create_symfloatnode`, `bound_sympy`; `DimDynamic`,
+  `free_unbacked_symbols`
 - `torch._dynamo.source.ConstantSource`: a name for a symbol
 - `torch._functorch.aot_autograd`: loads what a trace needs
 - `torch._subclasses.fake_tensor.FakeTensorMode`
@@ -11,8 +12,8 @@ Checked on torch 2.13.0 and 2.15.0:
 - `torch.utils._sympy.numbers.int_oo`
 - `SymInt.node`: `expr`, `hint`, `shape_env`
 
-A symbol stands for the size of one dimension of one input. Sympy takes a second to import, so this file imports it with the
-first graph that has symbols.
+A symbol stands for the size of one dimension of one input; `numbers_of_data.py` has the symbols of numbers that only the data
+decides. Sympy takes a second to import, so this file imports it with the first graph that has symbols.
 """
 
 from __future__ import annotations
@@ -41,9 +42,14 @@ _PLACE = re.compile(r"^L\['tensors'\]\[(\d+)\]\.size\(\)\[(\d+)\]$")
 
 
 def hint(size: Any) -> Any:
-    """The number of a size: for the `Values` that are considered, or else in the trace. A plain number as it is."""
+    """The number of a size: for the `Values` that are considered, or else in the trace. A plain number as it is.
+
+    For a number that only the data decides, the largest number that it can be.
+    """
     if not isinstance(size, SYMBOLIC):
         return size
+    if is_unknown(size):
+        return largest(size)
     values = _CONSIDERED.get()
     return size.node.hint if values is None else values(size)
 
@@ -94,6 +100,12 @@ def is_unknown(value: Any) -> bool:
     from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
     return isinstance(value, SYMBOLIC) and bool(free_unbacked_symbols(value))
+
+
+def largest(size: Any) -> float:
+    """The largest number that a size can be which only the data decides; infinite if torch knows of no bound."""
+    bound = size.node.shape_env.bound_sympy(size.node.expr).upper
+    return int(bound) if bound.is_Integer else float(bound)
 
 
 def mode_with_symbols() -> FakeTensorMode:

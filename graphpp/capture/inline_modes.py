@@ -22,7 +22,7 @@ import torch
 from torch import fx
 
 from graphpp._torch import aot
-from graphpp._torch.symbols import is_unknown
+from graphpp._torch.numbers_of_data import has_unknown_size
 from graphpp._torch.this_thread import replaced
 from graphpp.capture.source_lines import around_all, user_frame
 from graphpp.errors import CaptureError
@@ -90,13 +90,18 @@ def run_under_autocast(module: fx.GraphModule, device_type: str) -> None:
     module.recompile()
 
 
-def drop_value_checks(module: fx.GraphModule) -> None:
+def drop_value_checks(module: fx.GraphModule, *, of_data: bool) -> None:
     """Remove checks of values (`torch._check`), in place, and the numbers and sizes that only the checks read.
 
-    All other unread nodes stay: `batch_norm` writes its statistics although its schema does not say so.
+    Checks of numbers that only the data decides stay unless `of_data`. All other unread nodes stay: `batch_norm` writes its
+    statistics although its schema does not say so.
     """
     for node in reversed(list(module.graph.nodes)):
-        if node.op == "call_function" and not node.users and (_checks(node.target) or _is_unknown(node)):
+        node.meta.pop("unbacked_bindings", None)  # another trace of the graph makes symbols of its own
+        if node.op != "call_function" or node.users:
+            continue
+        by_data = any(has_unknown_size(source.meta.get("val")) for source in node.all_input_nodes)
+        if (_checks(node.target) and (of_data or not by_data)) or has_unknown_size(node.meta.get("val")):
             module.graph.erase_node(node)
     module.recompile()
 
@@ -106,13 +111,6 @@ def _checks(target: Any) -> bool:
     schema = getattr(target, "_schema", None)
     of_torch = getattr(target, "namespace", "") in ("aten", "prims")  # custom operators may have effects beyond their schema
     return of_torch and schema is not None and not schema.returns and not schema.is_mutable
-
-
-def _is_unknown(node: fx.Node) -> bool:
-    """True if a value is a number, or has a size, that depends on the data."""
-    value = node.meta.get("val")
-    numbers = value.shape if isinstance(value, torch.Tensor) else (value,)
-    return any(map(is_unknown, numbers))
 
 
 @dataclass(frozen=True)

@@ -127,7 +127,7 @@ def _refuse_shared_memory(model: nn.Module) -> None:
 
 
 def refuse_unknown_numbers(graph: fx.Graph, loss: Any) -> None:
-    """Raise `CaptureError` for numbers and sizes that depend on the data: `.item()`, `nonzero`, indexing with a mask.
+    """Raise `CaptureError` for numbers and sizes that depend on the data, in a trace for several sizes of the inputs.
 
     The trace keeps source lines of forwards only: a node without one belongs to the loss or a function called from it.
     """
@@ -139,9 +139,8 @@ def refuse_unknown_numbers(graph: fx.Graph, loss: Any) -> None:
         if any(map(is_unknown, numbers)):
             raise CaptureError(
                 "a number or a size that only the data decides is used at "
-                f"{line or loss_line}, by {node.target}: a captured graph has one set of shapes. Write "
-                ".item(), nonzero() or indexing with a mask as tensor operations (torch.where, multiplication with the "
-                "mask), or compute it outside and pass it in."
+                f"{line or loss_line}, by {node.target}, which a graph for one size of the inputs can have, and a graph for "
+                "several sizes cannot."
             )
 
 
@@ -156,23 +155,6 @@ def refuse_float_arithmetic(graph: fx.Graph) -> None:
         if number and any(source.target is not torch.sym_float for source in chained):
             line = source_line(node.meta.get("stack_trace") or "") or "the loss"
             raise CaptureError(f"several floating-point operations compute a number from a size at {line}")
-
-
-def refuse_unknown_sizes(joint: JointGraph) -> None:
-    """Raise `CaptureError` for values whose size only the data decides, which the backward of an operator brings about.
-
-    The backward of `torch.while_loop` reads a value of each iteration, and the data decides the number of iterations.
-    """
-    for node in joint.computed():
-        values = node.meta["val"] if isinstance(node.meta["val"], list | tuple) else [node.meta["val"]]
-        sizes = [size for value in values if isinstance(value, torch.Tensor) for size in value.shape]
-        if any(map(is_unknown, sizes)):
-            place = node.meta["source"] or "the loss"
-            raise CaptureError(
-                f"{node.target} at {place} has a gradient, and only the data decides the size of the values that it saves: a "
-                "captured graph has one set of shapes. Use torch's scan over a fixed number of iterations, or hand the "
-                "operator detached tensors only, also those that its body reads from outside."
-            )
 
 
 def refuse_mixed_products(joint: JointGraph) -> None:

@@ -51,11 +51,11 @@ from graphpp.capture.refusals import (
     refuse_float_arithmetic,
     refuse_mixed_products,
     refuse_unknown_numbers,
-    refuse_unknown_sizes,
 )
 from graphpp.capture.repeats.copied_graph import copied_graph
 from graphpp.capture.repeats.copies import with_copies
 from graphpp.capture.repeats.stand_ins import CallTable, operators_of
+from graphpp.capture.sizes.decided_by_data import admit_numbers_of_data
 from graphpp.capture.stacked_rnn import unstack_rnn
 from graphpp.capture.transfer.code_trail import CodeTrail
 from graphpp.errors import CaptureError
@@ -144,7 +144,7 @@ def _capture(
                     joint.symbols = symbols.Symbols(mode, [tensor.shape for tensor in inputs])
                 mark_checkpoints(joint.graph, found.checkpoints)
                 refuse_mixed_products(joint)
-                refuse_unknown_sizes(joint)
+                admit_numbers_of_data(joint, mode)
                 refuse_random_bodies(joint)
             return joint
 
@@ -252,9 +252,9 @@ def _export_once(
     module = unstack_rnn(inline_modes(exported.module(check_guards=False), torch.is_grad_enabled()))
     check_grad_modes(module, torch.is_grad_enabled())
     functions.restore_into(module)
-    drop_value_checks(module)
-    refuse_unknown_numbers(module.graph, wrapper.inputs[0])
+    drop_value_checks(module, of_data=dims is not None)
     if dims is not None:
+        refuse_unknown_numbers(module.graph, wrapper.inputs[0])
         refuse_float_arithmetic(module.graph)
     refuse_generators(module.graph)
     return Exported(module, functions, wrapper.found, inputs)

@@ -255,8 +255,8 @@ def test_models_that_cannot_be_captured(name: str) -> None:
     refused(model, Fault(run(loss=loss, args=(X.clone(),)), CaptureError, words))
 
 
-def test_item_in_the_loss_is_found_at_its_line() -> None:
-    loss = lambda y, t: y.sum() * t.float().mean().item()  # noqa: E731
+def test_a_branch_on_an_item_in_the_loss_is_found_at_its_line() -> None:
+    loss = lambda y, t: y.sum() if t.float().mean().item() > 2 else -y.sum()  # noqa: E731
     refused(Plain(), Fault(run(loss=loss), CaptureError, rf"{__file__}:\d+"))
 
 

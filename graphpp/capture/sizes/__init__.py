@@ -1,1 +1,1 @@
-"""Capture a graph that serves several sizes of microbatches, and prove it on the traced ones."""
+"""Sizes that are no constants of a graph: those that vary between microbatches, and those that only the data decides."""

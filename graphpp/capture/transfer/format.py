@@ -21,7 +21,7 @@ import torch
 from graphpp._torch import pytree
 from graphpp.runtime import program
 
-FORMAT = 4  # raise for every change of the text's meaning: texts of another format are not read
+FORMAT = 5  # raise for every change of the text's meaning: texts of another format are not read
 PLAIN_META = ("backward", "position", "seq", "checkpoint", "kept")  # plain data, written as such
 TABLED_META = ("calls", "source")  # written once for all nodes that share the value
 ROLES = {

@@ -17,6 +17,7 @@ import torch
 from torch import fx
 
 from graphpp._torch import aot, pytree
+from graphpp._torch.numbers_of_data import DecidedByData
 from graphpp._torch.symbols import Symbols
 from graphpp.batch.microbatch import TENSOR_LEAF
 from graphpp.capture.attributes.updates import read_update
@@ -39,7 +40,7 @@ def read_graph(text: str, device: torch.device, held: Reachable) -> CapturedGrap
         raise CaptureError(f"a captured graph was written in format {data['format']}, and this graphpp reads {FORMAT}")
     mode = aot.fake_mode()
     symbols = None if data["symbols"] is None else Symbols.read(data["symbols"], mode)
-    reader = _Reader(device, held, mode, symbols)
+    reader = _Reader(device, held, mode, DecidedByData(mode), symbols)
     with aot.quick():
         reader.values = [reader.value(json.loads(each)) for each in data["values"]]
         reader.calls = [tuple(json.loads(each)) for each in data["calls"]]
@@ -71,6 +72,7 @@ class _Reader:
     device: torch.device
     held: Reachable
     mode: AbstractContextManager[Any]
+    decided: DecidedByData
     symbols: Symbols | None = None
     values: Sequence[Any] = ()
     calls: Sequence[tuple[str, ...]] = ()
@@ -156,12 +158,15 @@ class _Reader:
         if isinstance(value, dict) and ("tuple" in value or "list" in value):
             ((kind, content),) = value.items()
             return {"tuple": tuple, "list": list}[kind](self.value(each) for each in content)
-        return self._size(value) if isinstance(value, dict) and "symbolic" in value else self.literal(value)
+        symbolic = isinstance(value, dict) and ("symbolic" in value or "decided" in value)
+        return self._size(value) if symbolic else self.literal(value)
 
     def _size(self, written: Any) -> Any:
         """A size of a value."""
         if not isinstance(written, dict):
             return written
+        if "decided" in written:
+            return self.decided.read(*written["decided"])
         assert self.symbols is not None, "a size is symbolic, and the graph has no symbols"
         return self.symbols.read_size(*written["symbolic"])
 

@@ -17,6 +17,7 @@ import torch
 from torch import fx
 
 from graphpp._torch import aot, pytree
+from graphpp._torch.numbers_of_data import bounds
 from graphpp._torch.size_expressions import write_expression
 from graphpp._torch.symbols import SYMBOLIC, Symbols, expression, hint, is_unknown
 from graphpp.batch.microbatch import TENSOR_LEAF
@@ -86,8 +87,12 @@ def _written_symbols(symbols: Symbols) -> dict[str, Any]:
 
 
 def _written_size(size: Any) -> Any:
-    """A size: an int, or an expression with its number in the trace."""
-    return {"symbolic": [write_expression(expression(size)), hint(size)]} if isinstance(size, SYMBOLIC) else size
+    """A size: an int, or an expression with its number in the trace; the bounds of symbols that the data decides."""
+    if not isinstance(size, SYMBOLIC):
+        return size
+    if is_unknown(size):
+        return {"decided": [type(size).__name__, write_expression(expression(size)), bounds(size)]}
+    return {"symbolic": [write_expression(expression(size)), hint(size)]}
 
 
 def _written_role(role: Any) -> list[Any]:
@@ -218,7 +223,7 @@ class _Writer:
             raise WriteError(f"a value of layout {value.layout}, or with a delayed minus sign")
         shape, stride, offset = list(value.shape), list(value.stride()), value.storage_offset()
         if any(map(is_unknown, (*shape, *stride, offset))):
-            raise WriteError(f"a size that data decides: {shape}")
+            offset = 0  # no pass asks where such a value begins, and `as_strided` takes no unknown sizes
         shape, stride, offset = [*map(_written_size, shape)], [*map(_written_size, stride)], _written_size(offset)
         flags = [value.requires_grad, isinstance(value, torch.nn.Parameter), value.is_conj()]
         return {"tensor": [shape, stride, offset, dtype_name(value.dtype), self._device(value.device), *flags]}

@@ -11,6 +11,7 @@ from __future__ import annotations
 import torch
 from torch import fx
 
+from graphpp._torch.numbers_of_data import has_unknown_size
 from graphpp.passes.graph.aliases import is_view
 from graphpp.passes.graph.collectives import is_collective, is_wait
 from graphpp.passes.graph.joint_graph import is_check
@@ -37,5 +38,7 @@ def _of(node: fx.Node, device: str) -> str | None:
     if getattr(node.target, "__name__", "") in _CONTROL and node.op == "call_function":
         return f"the host decides which branch of {node} runs"
     value = node.meta.get("val")
+    if has_unknown_size(value):
+        return f"the data decides the size of {node}"
     elsewhere = isinstance(value, torch.Tensor) and value.device.type != device
     return f"{node} is on the {value.device.type}" if elsewhere else None  # type: ignore[union-attr]

@@ -5,8 +5,8 @@ Contract
 - Every placeholder has `meta["role"]`, an `InputRole`; the output node has `meta["roles"]`, one `OutputRole` per result.
   No pass reads a position. A parameter, buffer or input is one placeholder, even if the model has it under several names.
 - Every node has `meta["val"]` (a fake tensor or a tuple of them) and `meta["backward"]` (bool).
-- Sizes of the fake tensors may be symbolic. A symbolic number that an operation is given is a placeholder with the role
-  `Size`; no node computes with numbers.
+- Sizes of the fake tensors may be symbolic. A symbolic number that follows from the sizes of the inputs is a placeholder with
+  the role `Size`. A number that only the data decides is the value of a node, and `capture/sizes/decided_by_data.py` says when.
 - Nodes that compute also have `meta["position"]` (their number in the forward, kept by all passes; -1 in the backward),
   `meta["calls"]` (the module calls around the node, outermost first, `fqn` or `fqn@k` for the k+1st call),
   `meta["source"]` (the user's `file:line`) and `meta["seq"]` (the autograd sequence number, equal for a forward operation
@@ -27,6 +27,7 @@ import torch
 from torch import fx
 
 from graphpp._torch import aot
+from graphpp._torch.numbers_of_data import known
 from graphpp._torch.symbols import Symbols
 from graphpp.passes.graph.collectives import is_collective, is_wait
 from graphpp.runtime import program
@@ -99,14 +100,15 @@ def _stays(node: fx.Node) -> bool:
 
 
 def is_check(node: fx.Node) -> bool:
-    """Whether a node is a check of `torch.linalg`: it raises on failure, as for a singular matrix, and has no result."""
-    return node.target is torch.ops.aten._linalg_check_errors.default
+    """Whether a node raises on failure, as `torch.linalg` does for a singular matrix, and has no result."""
+    return node.target in (torch.ops.aten._linalg_check_errors.default, torch.ops.aten._assert_scalar.default)
 
 
 def tensor_meta(node: fx.Node, name: str | None = None) -> TensorMeta:
-    """Shape, strides and dtype of a node's value, under the node's name."""
+    """Shape, strides and dtype of a node's value, under the node's name; the largest size where only the data decides one."""
     value = node.meta["val"]
-    return TensorMeta(name or node.name, tuple(value.shape), tuple(value.stride()), value.dtype, value.requires_grad)
+    shape, stride = tuple(map(known, value.shape)), tuple(map(known, value.stride()))
+    return TensorMeta(name or node.name, shape, stride, value.dtype, value.requires_grad)
 
 
 def is_tensor(node: fx.Node) -> bool:

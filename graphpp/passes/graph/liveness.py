@@ -14,6 +14,7 @@ from collections import defaultdict
 import torch
 from torch import fx
 
+from graphpp._torch.numbers_of_data import known
 from graphpp._torch.symbols import hint
 from graphpp.passes.graph.aliases import root
 from graphpp.passes.graph.joint_graph import is_tensor
@@ -63,4 +64,5 @@ def _size(node: fx.Node) -> int:
     if not is_tensor(node):
         return 0
     value: torch.Tensor = node.meta["val"]
-    return value.numel() * value.dtype.itemsize
+    elements: int = known(value.numel())
+    return elements * value.dtype.itemsize

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from graphpp._torch.symbols import SYMBOLIC, expression, name_of, plain_number, symbol_sizes, symbols_of
+from graphpp._torch.symbols import SYMBOLIC, expression, is_unknown, name_of, plain_number, symbol_sizes, symbols_of
 from graphpp.passes.graph.stage_graphs import PhaseGraph
 from graphpp.runtime.program import Size
 
@@ -84,7 +84,7 @@ def symbolic_sizes(graph: fx.Graph) -> dict[str, Any]:
         for each in value if isinstance(value, list | tuple) else (value,):
             if isinstance(each, torch.Tensor):
                 sizes = (*each.shape, *each.stride())
-                found |= {name_of(size): size for size in sizes if isinstance(size, SYMBOLIC)}
+                found |= {name_of(size): size for size in sizes if isinstance(size, SYMBOLIC) and not is_unknown(size)}
     inputs = [node for node in _placeholders(graph) if isinstance(node.meta["role"], Size)]
     found |= {node.meta["role"].formula: node.meta["val"] for node in inputs}
     for size in list(found.values()):

@@ -24,6 +24,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from graphpp._torch.numbers_of_data import has_unknown_size
 from graphpp._torch.symbols import SYMBOLIC, formula, symbols_of
 from graphpp.passes.graph.aliases import is_view
 from graphpp.passes.graph.collectives import is_collective, is_wait
@@ -253,6 +254,8 @@ def _is_plain(value: Any) -> bool:
 
 def _is_known(value: Any) -> bool:
     """Whether compilers handle a value: a strided, real, plain tensor, a size, or None."""
+    if has_unknown_size(value):
+        return False
     return value is None or isinstance(value, SYMBOLIC) or (
         isinstance(value, torch.Tensor)
         and value.layout is torch.strided

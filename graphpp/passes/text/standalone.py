@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from graphpp._torch.numbers_of_data import has_unknown_size
 from graphpp._torch.symbols import hint
 from graphpp.passes.text.naming import PythonNames
 from graphpp.passes.text.render import RenderedGraph, code, define, docstring, format_role
@@ -93,6 +94,8 @@ class _Bound:
     def input(self, name: str, node: fx.Node) -> str:
         """One example input as Python: its name, shape, strides, dtype and device; or its name and value."""
         value = node.meta.get("val")
+        if has_unknown_size(value):
+            self.missing.append(f"{name}, whose size only the data decides")
         if isinstance(value, torch.Tensor):
             shape, stride = (tuple(map(hint, sizes)) for sizes in (value.shape, value.stride()))
             return repr((name, shape, stride, value.dtype, str(value.device)))

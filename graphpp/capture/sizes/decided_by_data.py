@@ -1,0 +1,117 @@
+"""Numbers and sizes that only the data decides: `x[mask]`, `nonzero()`, `.item()`.
+
+Contract: in a trace such a number is a symbol. Torch answers a comparison of such symbols only if the answer is the same for
+all data, or if the other answer is an error in eager mode, as in the sum of `x[one]` and `x[other]`. Each comparison of the
+second kind becomes an operation of the joint graph, which raises if a microbatch has the other answer.
+`admit_numbers_of_data` raises `CaptureError` where a graph cannot be right for all data, or its memory has no bound.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import fx
+
+from graphpp._torch import aot
+from graphpp._torch.numbers_of_data import assumptions, compute, has_unknown_size, own_symbol
+from graphpp._torch.symbols import is_unknown, largest
+from graphpp.errors import CaptureError
+from graphpp.passes.graph.joint_graph import JointGraph, describe_node
+from graphpp.runtime import program
+
+aten = torch.ops.aten
+
+
+def admit_numbers_of_data(joint: JointGraph, mode: Any) -> None:
+    """Add the checks of a graph that was traced in `mode`, in place. Raises `CaptureError` for what cannot be right."""
+    for node in joint.graph.find_nodes(op="call_function", target=aten._assert_scalar.default):
+        joint.graph.erase_node(node)  # what the node checks is among the assumptions of the trace
+    decided = [node for node in joint.computed() if has_unknown_size(node.meta["val"])]
+    for node in decided:
+        _refuse(node)
+    for role, node in joint.outputs():
+        if has_unknown_size(node.meta["val"]):
+            place = f"the output, made by {node.target} at {describe_node(node)}," if isinstance(role, program.Output) else role
+            raise CaptureError(f"only the data decides the size of {place}: microbatches cannot be put together again.")
+    if decided:
+        _add_checks(joint, mode)
+
+
+def _refuse(node: fx.Node) -> None:
+    if isinstance(node.target, aot.HigherOrderOperator):
+        raise CaptureError(
+            f"{node.target} at {node.meta['source'] or 'the loss'} has a gradient, and only the data decides the size of the "
+            "values that it saves. Use torch's scan over a fixed number of iterations, or hand the operator detached tensors "
+            "only, also those that its body reads from outside."
+        )
+    value = node.meta["val"]
+    tensors = value if isinstance(value, list | tuple) else [value]
+    for size in (size for each in tensors if isinstance(each, torch.Tensor) for size in each.shape):
+        if is_unknown(size) and not math.isfinite(largest(size)):
+            raise CaptureError(
+                f"only the data decides a size at {describe_node(node)}, and nothing bounds the size, so the memory of a step "
+                "cannot be counted. State a bound in the forward: torch._check(n <= limit)."
+            )
+    if node.target in _SQUEEZES and _may_squeeze(node):
+        raise CaptureError(
+            f"squeeze at {describe_node(node)} removes a dimension only if the data gives it the size 1, and a captured graph "
+            "has one number of dimensions. Name the dimensions to remove."
+        )
+
+
+_SQUEEZES = (aten.squeeze.default, aten.squeeze.dim, aten.squeeze.dims)
+
+
+def _may_squeeze(node: fx.Node) -> bool:
+    source: Any = node.args[0]
+    shape = source.meta["val"].shape
+    dims = node.args[1] if len(node.args) > 1 else range(len(shape))
+    return any(is_unknown(shape[dim]) for dim in (dims if isinstance(dims, list | tuple | range) else [dims]))
+
+
+def _add_checks(joint: JointGraph, mode: Any) -> None:
+    """Let the graph check what the trace has assumed; a symbol that no value of the graph has is of another trace."""
+    places = _Places(joint)
+    order = {node: at for at, node in enumerate(joint.graph.nodes)}
+    for assumed in assumptions(mode):
+        if assumed.free_symbols <= places.found.keys():
+            first = max((places.found[symbol][0] for symbol in assumed.free_symbols), key=order.__getitem__)
+            with joint.graph.inserting_after(first):
+                anchor = joint.graph.call_function(aten._assert_scalar.default, (True, ""))
+            with joint.graph.inserting_before(anchor):
+                numbers = {symbol: places.number(symbol) for symbol in assumed.free_symbols}
+                made = compute(joint.graph, assumed, numbers)
+            about = ", ".join(f"{symbol} from {describe_node(places.found[symbol][0])}" for symbol in numbers)
+            equation = " == ".join(map(str, assumed.args)) if assumed.func.__name__ == "Equality" else assumed
+            anchor.args = (made[-1], f"the model needs {equation}, and the data of this microbatch do not have it: {about}")
+            for node in (*(each for each in numbers.values() if "position" not in each.meta), *made, anchor):
+                node.meta |= {key: first.meta[key] for key in ("backward", "position", "calls", "source", "seq")}
+            anchor.meta["val"] = None
+
+
+class _Places:
+    """For each symbol of data the node that has it: as a number, or as the size of a dimension; `found`: (node, dimension)."""
+
+    def __init__(self, joint: JointGraph) -> None:
+        self._graph = joint.graph
+        self.found: dict[Any, tuple[fx.Node, int | None]] = {}
+        for node in joint.computed():
+            for symbol, dim in _own_symbols(node.meta["val"]):
+                self.found.setdefault(symbol, (node, dim))
+
+    def number(self, symbol: Any) -> fx.Node:
+        """A node with the number of a symbol, at the graph's point of insertion unless there is one."""
+        node, dim = self.found[symbol]
+        if dim is None:
+            return node
+        made = self._graph.call_function(aten.sym_size.int, (node, dim))
+        made.meta["val"] = node.meta["val"].shape[dim]
+        return made
+
+
+def _own_symbols(value: Any) -> Iterator[tuple[Any, int | None]]:
+    sizes = enumerate(value.shape) if isinstance(value, torch.Tensor) else [(None, value)]
+    yield from ((symbol, dim) for dim, size in sizes if (symbol := own_symbol(size)) is not None)

@@ -1,0 +1,279 @@
+"""Models whose sizes or numbers only the data decides: eager's numbers, bit for bit, and refusals that say why."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import graphpp
+from graphpp import CaptureError, Memory, Microbatch
+from graphpp.capture.trace import capture
+from graphpp.passes.lower import LoweringOptions, lower
+from graphpp.planner.layers import module_calls
+from tests import internals
+from tests.capture.transfer.test_graph_data import read_again
+from tests.distributed import run_ranks
+
+WIDTH = 8
+CPU = torch.device("cpu")
+
+
+class Experts(nn.Module):
+    """Each row goes through the expert that the router chooses, as a loop over the experts' rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.router = nn.Linear(WIDTH, 3)
+        self.experts = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = x.flatten(0, -2)
+        weights, chosen = self.router(rows).softmax(-1).max(-1)
+        out = torch.zeros_like(rows)
+        for index, expert in enumerate(self.experts):
+            (own,) = torch.where(chosen == index)
+            out.index_add_(0, own, expert(rows[own]) * weights[own, None])
+        return x + out.view_as(x)
+
+
+class Function(nn.Module):
+    """A function between two layers, `self.first` and `self.last`."""
+
+    def __init__(self, function: Callable[[Any, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.function = function
+        self.first, self.last = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.inner = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.function(self, self.first(x)))
+
+
+class Routed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.layers = nn.ModuleList(Experts() for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        for layer in self.layers:
+            x = layer(x)
+        return self.last(x)
+
+
+def chosen(x: Tensor) -> Tensor:
+    return x[..., 0] > 0
+
+
+def added_rows(m: Function, x: Tensor) -> Tensor:
+    rows = torch.nonzero(chosen(x).flatten()).squeeze(1)
+    flat = x.flatten(0, 1)
+    return flat.index_add(0, rows, flat[rows].tanh()).view_as(x)
+
+
+def assigned(m: Function, x: Tensor) -> Tensor:
+    x = x.clone()
+    x[x > 0] = x[x > 0] * 2
+    return x
+
+
+def ragged(m: Function, x: Tensor) -> Tensor:
+    lengths = (chosen(x).sum(1) + 1).clamp(max=x.shape[1]).tolist()
+    return x + torch.stack([x[at, :length].sum(0) for at, length in enumerate(lengths)])[:, None]
+
+
+def sliced(m: Function, x: Tensor) -> Tensor:
+    return x + x.flatten(0, 1)[: chosen(x).sum().item()].tanh().sum(0)
+
+
+def bounded(m: Function, x: Tensor) -> Tensor:
+    count = chosen(x).sum().item()
+    torch._check(count <= 100)
+    return x + torch.ones(count, WIDTH).sum() * x
+
+
+FUNCTIONS: dict[str, Callable[[Any, Tensor], Tensor]] = {
+    "mask": lambda m, x: x + m.inner(x[chosen(x)]).tanh().sum(0),
+    "mean of some rows": lambda m, x: x + x[chosen(x)].sum(0) / x[chosen(x)].shape[0],
+    "rows that are added": added_rows,
+    "assignment to a mask": assigned,
+    "number": lambda m, x: x * x.detach().abs().sum().item(),
+    "concatenation": lambda m, x: x + torch.cat([x[chosen(x)], x[~chosen(x)]]).tanh().sum(0),
+    "softmax over rows": lambda m, x: x + F.softmax(m.inner(x[chosen(x)]), 0).sum(0),
+    "normalised rows": lambda m, x: x + F.layer_norm(x[chosen(x)], (WIDTH,)).sum(0),
+    "products of rows": lambda m, x: x + (x[chosen(x)] @ x[chosen(x)].T).softmax(-1).sum(),
+    "dropout": lambda m, x: x + F.dropout(x[chosen(x)], 0.5).sum(0),
+    "grouped rows": lambda m, x: x + x[chosen(x)].view(-1, 2, 4).tanh().sum((0, 1)).repeat(2),
+    "lengths": ragged,
+    "slice": sliced,
+    "bound": bounded,
+}
+
+
+def batch(seed: int) -> Tensor:
+    """Rows of which the mask takes some; of the batches 2 and 3 the mask takes no row of one, and all rows of the other."""
+    x = torch.randn(4, 5, WIDTH, generator=torch.Generator().manual_seed(seed))
+    return x + {2: -10.0, 3: 10.0}.get(seed, 0.0)
+
+
+def check(model: nn.Module, *, exact: bool = True, **options: Any) -> None:
+    """Losses and gradients of five steps are eager's, microbatch by microbatch."""
+    twin = copy.deepcopy(model)
+    pipe = graphpp.compile(model, F.mse_loss, **{"split": ["last"], "microbatches": 2, **options})
+    same = torch.equal if exact else partial(torch.allclose, rtol=1e-3, atol=1e-5)
+    for seed in range(5):
+        x = batch(seed)
+        torch.manual_seed(seed)
+        found = pipe.step(x, target=x)
+        losses = []
+        for part in x.chunk(2):
+            losses.append(F.mse_loss(twin(part), part))
+            (losses[-1] / 2).backward()
+        assert same(found.losses.nan_to_num(7.0), torch.stack(losses).detach().nan_to_num(7.0)), seed
+        for (fqn, mine), theirs in zip(model.named_parameters(), twin.parameters(), strict=True):
+            assert (mine.grad is None) == (theirs.grad is None), fqn
+            if mine.grad is not None and theirs.grad is not None:
+                assert same(mine.grad.nan_to_num(7.0), theirs.grad.nan_to_num(7.0)), (seed, fqn)
+        for parameter in (*model.parameters(), *twin.parameters()):
+            parameter.grad = None
+
+
+@pytest.mark.parametrize("options", [{"schedule": "ZB1P"}, {"schedule": "ZB1P", "memory": "full"}], ids=["saved", "recomputed"])
+@pytest.mark.parametrize("name", [name for name in FUNCTIONS if name != "dropout"])
+def test_numbers_are_eagers(name: str, options: dict[str, Any]) -> None:
+    check(Function(FUNCTIONS[name]), **options)
+
+
+@pytest.mark.parametrize("memory", [None, "full", "selective", 0.5, Memory(offload=True)], ids=str)
+def test_routed_experts(memory: Any) -> None:
+    check(Routed(), split=["layers.1", "last"], schedule="1F1B", memory=memory)
+
+
+def test_regions_of_known_sizes_are_compiled() -> None:
+    check(Routed(), exact=False, backend="inductor")
+
+
+def test_dropout_of_rows_is_repeatable() -> None:
+    model = Function(FUNCTIONS["dropout"])
+    losses = []
+    for schedule in ("1F1B", "ZB1P"):
+        pipe = graphpp.compile(model, F.mse_loss, split=["last"], microbatches=2, schedule=schedule, memory="full")
+        torch.manual_seed(3)
+        losses.append(pipe.step(batch(0), target=batch(0)).losses)
+    assert torch.equal(*losses)
+
+
+def of_rank(rank: int, schedule: str) -> dict[str, Tensor]:
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    model = Routed()
+    split = ["layers.0", "layers.1", "last"] if schedule == "ZBVZeroBubble" else ["layers.1"]
+    pipe = graphpp.compile(model, F.mse_loss, split=split, microbatches=4, schedule=schedule)
+    pipe.step(batch(0), target=batch(0))
+    return {fqn: parameter.grad for fqn, parameter in pipe.named_parameters() if parameter.grad is not None}
+
+
+@pytest.mark.parametrize("schedule", ["1F1B", "ZBVZeroBubble"])
+def test_two_ranks(schedule: str) -> None:
+    torch.manual_seed(0)
+    model = Routed()
+    for part in batch(0).chunk(4):
+        (F.mse_loss(model(part), part) / 4).backward()
+    found: dict[str, Tensor] = {}
+    for each in run_ranks(of_rank, 2, schedule):
+        found |= each
+    assert found.keys() == {fqn for fqn, parameter in model.named_parameters() if parameter.grad is not None}
+    for fqn, gradient in found.items():
+        assert torch.equal(gradient, model.get_parameter(fqn).grad), fqn  # type: ignore[arg-type]
+
+
+def test_evaluation() -> None:
+    model = Routed()
+    pipe = graphpp.compile(model, F.mse_loss, split=["last"], microbatches=2)
+    assert torch.equal(pipe.eval(batch(0)).output, torch.cat([model.eval()(part) for part in batch(0).chunk(2)]))
+
+
+@pytest.mark.parametrize("name", ["experts", *FUNCTIONS])
+def test_a_written_graph_is_read_again(name: str) -> None:
+    model = Routed() if name == "experts" else Function(FUNCTIONS[name])
+    graph = capture(model, F.mse_loss, Microbatch((batch(0)[:2],), target=batch(0)[:2]), CPU)
+    again = read_again(graph, model, F.mse_loss)
+    assert [str(node.format_node()) for node in again.joint.graph.nodes] == [
+        str(node.format_node()) for node in graph.joint.graph.nodes
+    ]
+    start = next(call.position for call in module_calls(graph.joint) if call.fqn == "last")
+    programs = [lower(each.joint, (0, start), options=LoweringOptions(split_backward=True)).stages for each in (graph, again)]
+    texts = [[item.source for stage in stages for item in stage.programs.values()] for stages in programs]
+    assert texts[0] == texts[1]
+
+
+def test_a_step_with_the_largest_size_fits_into_the_counted_bytes() -> None:
+    pipe = graphpp.compile(Function(FUNCTIONS["mask"]), F.mse_loss, split=["last"], microbatches=1, schedule="1F1B")
+    pipe.step(batch(3), target=batch(3))
+    rows = 4 * 5
+    (first, _) = internals.last_lowered(pipe).programs[0].stages
+    assert first.saved_bytes >= 2 * rows * WIDTH * 4  # the rows of the mask and their tanh
+
+
+# ------------------------------------------------------------------------------------------------------------ refusals
+
+
+def test_sizes_that_do_not_fit_each_other_raise() -> None:
+    model = Function(lambda m, x: x + (x[chosen(x)] * x[x[..., 1] > 0]).sum())
+    pipe = graphpp.compile(model, F.mse_loss, split=["last"], microbatches=1)
+    with pytest.raises(RuntimeError, match=rf"the data of this microbatch.*{Path(__file__).name}:\d+"):
+        pipe.step(batch(0), target=batch(0))
+
+
+def test_a_bound_that_the_data_break_raises() -> None:
+    def few(m: Any, x: Tensor) -> Tensor:
+        count = chosen(x).sum().item()
+        torch._check(count <= 2)
+        return x + torch.ones(count, WIDTH).sum() * x
+
+    pipe = graphpp.compile(Function(few), F.mse_loss, split=["last"], microbatches=1)
+    with pytest.raises(RuntimeError, match=r"the model needs .*<= 2"):
+        for seed in (2, 3):
+            pipe.step(batch(seed), target=batch(seed))
+
+
+REFUSED: dict[str, tuple[Callable[[Any, Tensor], Tensor], str]] = {
+    "no bound": (lambda m, x: x + torch.ones(chosen(x).sum().item(), WIDTH).sum(), r"nothing bounds the size.*torch\._check"),
+    "squeeze": (lambda m, x: x + x[chosen(x)].squeeze().tanh().sum(), r"squeeze at .*one number of dimensions"),
+    "branch": (lambda m, x: x * 2 if x.sum() > 0 else x, "Values of tensors must not steer Python"),
+    "branch on a size": (lambda m, x: x * 2 if x[chosen(x)].shape[0] > 3 else x, "Values of tensors must not steer Python"),
+    "output": (lambda m, x: x[chosen(x)], "only the data decides the size of the output"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_graph_that_cannot_be_right_for_all_data_is_refused(name: str) -> None:
+    function, message = REFUSED[name]
+    pipe = graphpp.compile(Function(function), lambda y, t: y.sum(), split=["last"], microbatches=1)
+    with pytest.raises(CaptureError, match=message):
+        pipe.eval(batch(0), target=batch(0))
+
+
+def test_a_cut_between_a_size_and_its_reader_is_refused() -> None:
+    model = Function(lambda m, x: x + m.inner(x[chosen(x)]).sum(0))
+    pipe = graphpp.compile(model, F.mse_loss, split=["inner"], microbatches=1)
+    with pytest.raises(CaptureError, match=r"in stage 0, and inner .* reads the value in stage 1: a message has one size"):
+        pipe.step(batch(0), target=batch(0))
+
+
+def test_each_size_of_the_inputs_has_a_graph_of_its_own() -> None:
+    model = Routed()
+    twin = copy.deepcopy(model)
+    pipe = graphpp.compile(model, F.mse_loss, split=["last"], microbatches=1)
+    for length in (3, 5, 4, 3):
+        x = batch(length)[:, :length]
+        assert torch.equal(pipe.step(x, target=x).loss, F.mse_loss(twin(x), x))
