@@ -97,9 +97,11 @@ def symbol_sizes(size: Any) -> dict[str, Any]:
 
 def is_unknown(value: Any) -> bool:
     """Whether only the data decides a number: it depends on more than the sizes of the inputs."""
+    if not isinstance(value, SYMBOLIC):
+        return False
     from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
-    return isinstance(value, SYMBOLIC) and bool(free_unbacked_symbols(value))
+    return bool(free_unbacked_symbols(value))
 
 
 def largest(size: Any) -> float:

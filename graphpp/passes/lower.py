@@ -25,7 +25,7 @@ from graphpp.passes.recompute.backward_needs import MayRecompute
 from graphpp.passes.recompute.choose_saved import RecomputeBudget, choose_recomputed
 from graphpp.passes.recompute.recompute_regions import RegionOf, always, recompute_regions
 from graphpp.passes.recompute.rematerialize import rematerialize
-from graphpp.passes.stage.carry_numbers import carry_numbers
+from graphpp.passes.stage.carry_numbers import carry_numbers, has_numbers_of_data
 from graphpp.passes.stage.cut_stages import cut_stages
 from graphpp.passes.stage.emit import emit
 from graphpp.passes.stage.fuse_grad_accumulation import fuse_grad_accumulation
@@ -104,7 +104,8 @@ def lower_assigned(
         joint = passes.run("recompute", lambda: recompute_regions(joint.copy(), region_of, options.may_recompute))
     if budget is not None and joint.training:
         joint = passes.run("rematerialize", lambda: _rematerialized(joint.copy(), stages, budget))
-    joint = passes.run("carry_numbers", lambda: carry_numbers(joint))
+    if has_numbers_of_data(joint):
+        joint = passes.run("carry_numbers", lambda: carry_numbers(joint.copy()))
     staged = passes.run("cut", lambda: cut_stages(joint, stages))
     if options.hoist_per_step:
         staged = passes.run("prepare", lambda: hoist_per_step(joint, staged))

@@ -23,11 +23,13 @@ aten = torch.ops.aten
 _DTYPES = {torch.SymInt: torch.int64, torch.SymFloat: torch.float64, torch.SymBool: torch.bool}
 
 
+def has_numbers_of_data(joint: JointGraph) -> bool:
+    """Whether only the data decides a size or a number in a joint graph."""
+    return any(has_unknown_size(node.meta["val"]) for node in joint.computed())
+
+
 def carry_numbers(joint: JointGraph) -> JointGraph:
-    """The joint graph, whose nodes have stages, with tensors for numbers; `joint` itself if it has no such number."""
-    if not any(has_unknown_size(node.meta["val"]) for node in joint.computed()):
-        return joint
-    joint = joint.copy()
+    """Let tensors carry the numbers of a joint graph whose nodes have stages, in place. Raises `CaptureError`."""
     for node in list(joint.computed()):
         if isinstance(node.meta["val"], SYMBOLIC):
             readers = [user for user in node.users if not _in_one_program(node, user)]
