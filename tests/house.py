@@ -15,7 +15,8 @@ from pathlib import Path
 
 import networkx
 
-_PROGRAMS = (  # what passes emit for, and symbolic sizes
+_PROGRAMS = (  # what passes emit for, symbolic sizes, and numbers that only the data decides
+    "graphpp._torch.numbers_of_data",
     "graphpp._torch.symbols",
     "graphpp.runtime.program",
     "graphpp.runtime.gradients",

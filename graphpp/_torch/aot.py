@@ -136,12 +136,6 @@ def fake_like(mode: FakeTensorMode, tensor: torch.Tensor, device: torch.device) 
     return fake.requires_grad_(tensor.requires_grad)
 
 
-def fake_number(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """A fake tensor without dimensions."""
-    with FakeTensorMode():
-        return torch.empty((), dtype=dtype, device=device)
-
-
 def is_fake(tensor: torch.Tensor | None) -> bool:
     """Whether a tensor has a device and no data."""
     return isinstance(tensor, FakeTensor)

@@ -7,6 +7,7 @@ Checked on torch 2.13.0 and 2.15.0:
   `deferred_runtime_asserts`, `unbacked_symint_counter`, `unbacked_symfloat_counter`
 - `torch.utils._sympy`: `numbers.int_oo`, `value_ranges.ValueRanges`; `interp.sympy_interp` and
   `reference.PythonReferenceAnalysis`, which compute an expression by operations
+- `torch._subclasses.fake_tensor.FakeTensorMode`
 - `SymInt.node`: `expr`, `_expr` (the expression as it was made), `shape_env`
 
 A trace has a symbol for each such number, which torch calls unbacked: no input has it as a size.
@@ -113,3 +114,9 @@ class DecidedByData:
             if lower is not None and lower >= 0:
                 env.size_like.add(symbol)
         return symbol
+
+
+def fake_number(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """A fake tensor without dimensions."""
+    with FakeTensorMode():
+        return torch.empty((), dtype=dtype, device=device)

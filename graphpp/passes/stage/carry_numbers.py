@@ -13,8 +13,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from graphpp._torch import aot
-from graphpp._torch.numbers_of_data import has_unknown_size
+from graphpp._torch.numbers_of_data import fake_number, has_unknown_size
 from graphpp._torch.symbols import SYMBOLIC
 from graphpp.errors import CaptureError
 from graphpp.passes.graph.joint_graph import JointGraph, describe_node
@@ -55,7 +54,7 @@ def _hand_over(graph: fx.Graph, number: fx.Node, readers: list[fx.Node]) -> None
         dtype, device = _DTYPES[type(value)], torch.device("cpu")
         with graph.inserting_after(number):
             tensor = graph.call_function(aten.scalar_tensor.default, (number,), {"dtype": dtype, "device": device})
-        tensor.meta = {**number.meta, "val": aot.fake_number(dtype, device)}
+        tensor.meta = {**number.meta, "val": fake_number(dtype, device)}
     for reader in readers:
         with graph.inserting_before(reader):
             own = graph.call_function(aten._local_scalar_dense.default, (tensor,))
