@@ -7,6 +7,7 @@ Checked on torch 2.13.0 and 2.15.0:
   `deferred_runtime_asserts`, `unbacked_symint_counter`, `unbacked_symfloat_counter`
 - `torch.utils._sympy`: `numbers.int_oo`, `value_ranges.ValueRanges`; `interp.sympy_interp` and
   `reference.PythonReferenceAnalysis`, which compute an expression by operations
+- `torch.fx.experimental.sym_node.SymNode`: the arithmetic of numbers in a trace
 - `torch._subclasses.fake_tensor.FakeTensorMode`
 - `SymInt.node`: `expr`, `_expr` (the expression as it was made), `shape_env`
 
@@ -15,15 +16,19 @@ A trace has a symbol for each such number, which torch calls unbacked: no input 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+import contextlib
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NoReturn
 
 import torch
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.sym_node import SymNode
 
 from graphpp._torch.size_expressions import read_expression
-from graphpp._torch.symbols import SYMBOLIC, is_unknown, largest
+from graphpp._torch.symbols import SYMBOLIC, is_unknown, largest, plain_number
+from graphpp._torch.this_thread import replaced
 
 
 def known(size: Any) -> Any:
@@ -38,11 +43,32 @@ def has_unknown_size(value: Any) -> bool:
     return any(map(is_unknown, value.shape if isinstance(value, torch.Tensor) else (value,)))
 
 
+def is_of_data(value: Any) -> bool:
+    """Whether a number, or a size of a tensor or of a tensor in a tuple, was made from a symbol that only the data decides.
+
+    The trace may have found since that the symbol has one value alone.
+    """
+    from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
+
+    if isinstance(value, list | tuple):
+        return any(map(is_of_data, value))
+    numbers = value.shape if isinstance(value, torch.Tensor) else (value,)
+    return any(bool(free_unbacked_symbols(each.node._expr)) for each in numbers if isinstance(each, SYMBOLIC))
+
+
+def as_constant(value: Any) -> Any:
+    """The plain number for a number of which a trace knows the value; any other value as it is."""
+    constant = isinstance(value, SYMBOLIC) and not value.node.expr.free_symbols
+    return plain_number(value, value.node.expr) if constant else value
+
+
 def own_symbol(size: Any) -> Any:
     """The symbol that stands for a number which only the data decides; None for all other numbers and for expressions."""
-    if not isinstance(size, SYMBOLIC) or not is_unknown(size):
+    if not isinstance(size, SYMBOLIC) or not is_of_data(size):
         return None
     made = size.node._expr
+    if isinstance(size, torch.SymBool) and made.func.__name__ == "Equality":  # a truth value is the symbol of 0 or 1
+        made = made.args[0]
     return made if made.is_Symbol else None
 
 
@@ -65,6 +91,39 @@ def compute(graph: fx.Graph, expr: Any, numbers: Mapping[Any, fx.Node]) -> list[
         args = fx.node.map_arg(node.args, lambda source: source.meta["val"])
         node.meta["val"] = node.target(*args)
     return made
+
+
+def refused_float_arithmetic(refuse: Callable[[], NoReturn]) -> contextlib.ExitStack:
+    """A context in which `refuse` is called for arithmetic that torch may do as in algebra: `(a + 1e16) - 1e16`, `a - a`.
+
+    Python rounds after each operation. One operation with a constant is the same in both.
+    """
+    stack = contextlib.ExitStack()
+    for name in _ARITHMETIC:
+        stack.enter_context(replaced(SymNode, name, _watching(name, getattr(SymNode, name), refuse)))
+    return stack
+
+
+_SINGLE = ("add", "sub", "mul", "truediv", "float_truediv", "neg")
+_ARITHMETIC = (*_SINGLE, "mod", "pow", "float_pow", "floordiv", "abs", "sym_max", "sym_min")
+
+
+def _watching(name: str, original: Callable[..., Any], refuse: Callable[[], NoReturn]) -> Callable[..., Any]:
+    def run(*operands: Any) -> Any:
+        of_data = [each for each in operands if each.pytype is float and is_unknown(torch.SymFloat(each))]
+        if of_data:
+            others = [each for each in operands if not is_unknown(torch.SymFloat(each))]
+            constant = all(each.expr.is_number and each.expr.is_finite and float(each.expr) for each in others)
+            if name not in _SINGLE or len(others) < len(operands) - 1 or not constant or not _is_plain(of_data[0].expr):
+                refuse()
+        return original(*operands)
+
+    return run
+
+
+def _is_plain(expr: Any) -> bool:
+    """Whether a number is a symbol, or an exact conversion of an integer."""
+    return expr.is_Symbol or expr.func.__name__ in ("ToFloat", "IntTrueDiv")
 
 
 def bounds(size: Any) -> dict[str, list[int | None]]:
@@ -114,6 +173,14 @@ class DecidedByData:
             if lower is not None and lower >= 0:
                 env.size_like.add(symbol)
         return symbol
+
+
+def divide(numerator: float, denominator: float) -> float:
+    """The quotient as C++ computes it: infinite or NaN where Python raises `ZeroDivisionError`."""
+    if denominator:
+        return numerator / denominator
+    infinite = bool(numerator) and not math.isnan(numerator)
+    return math.copysign(math.inf, numerator) * math.copysign(1.0, denominator) if infinite else math.nan
 
 
 def fake_number(dtype: torch.dtype, device: torch.device) -> torch.Tensor:

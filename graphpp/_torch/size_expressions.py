@@ -52,6 +52,7 @@ def _functions() -> Mapping[str, Callable[..., Any]]:
     general = (
         sympy.Add, sympy.Mul, sympy.Pow, sympy.Rational, sympy.Eq, sympy.Ne, sympy.Lt, sympy.Le, sympy.Gt, sympy.Ge,
         sympy.And, sympy.Or, sympy.Not, sympy.Piecewise, functions.Max, functions.Min,
+        sympy.functions.elementary.piecewise.ExprCondPair,
     )  # fmt: skip
     return {each.__name__: each for each in general} | {
         each.__name__: each for each in own.values() if isinstance(each, type)

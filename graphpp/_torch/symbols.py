@@ -50,6 +50,8 @@ def hint(size: Any) -> Any:
         return size
     if is_unknown(size):
         return largest(size)
+    if not size.node.expr.free_symbols:
+        return plain_number(size, size.node.expr)
     values = _CONSIDERED.get()
     return size.node.hint if values is None else values(size)
 

@@ -77,8 +77,9 @@ def causes(error: BaseException | None) -> Iterator[BaseException]:
 
 _DATA_DEPENDENT = ("ata-dependent", "DataDependent", "Could not guard", "memo disaster", "nbacked", "numpy", "item()")
 _BY_VALUE = (
-    "Values of tensors must not steer Python (if, while, int(), .item(), numpy): write such a choice with torch.where "
-    "or torch.cond, or compute it outside and pass it as an argument."
+    "Values of tensors must not steer Python (if, while, int(), len(), .item(), numpy): write such a choice with torch.where "
+    "or torch.cond, or compute it outside and pass it as an argument. If the line has no such choice, torch cannot trace its "
+    "operation for a size that only the data decides: give the operation a known size, with padding or a mask."
 )
 _BY_SHAPE = (
     "It was raised while model and loss ran on tensors with shapes but without data. Check that loss(model(...), target) "

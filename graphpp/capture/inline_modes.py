@@ -22,7 +22,8 @@ import torch
 from torch import fx
 
 from graphpp._torch import aot
-from graphpp._torch.numbers_of_data import has_unknown_size
+from graphpp._torch.numbers_of_data import is_of_data
+from graphpp._torch.symbols import SYMBOLIC
 from graphpp._torch.this_thread import replaced
 from graphpp.capture.source_lines import around_all, user_frame
 from graphpp.errors import CaptureError
@@ -100,10 +101,23 @@ def drop_value_checks(module: fx.GraphModule, *, of_data: bool) -> None:
         node.meta.pop("unbacked_bindings", None)  # another trace of the graph makes symbols of its own
         if node.op != "call_function" or node.users:
             continue
-        by_data = any(has_unknown_size(source.meta.get("val")) for source in node.all_input_nodes)
-        if (_checks(node.target) and (of_data or not by_data)) or has_unknown_size(node.meta.get("val")):
+        is_check = _checks(node.target) and (of_data or not _reads_data(node))
+        if is_check or isinstance(node.meta.get("val"), SYMBOLIC):
             module.graph.erase_node(node)
     module.recompile()
+
+
+def _reads_data(node: fx.Node) -> bool:
+    """Whether a check reads a number that only the data decides, also if the trace takes the check for granted."""
+    pending = list(node.all_input_nodes)
+    while pending:
+        source = pending.pop()
+        value = source.meta.get("val")
+        if is_of_data(value):
+            return True
+        if not isinstance(value, torch.Tensor):
+            pending += source.all_input_nodes
+    return False
 
 
 def _checks(target: Any) -> bool:

@@ -24,6 +24,7 @@ from torch import nn
 from graphpp._torch import aot, pytree, symbols
 from graphpp._torch.autograd import run_backward
 from graphpp._torch.export_thread import traces_in_this_thread
+from graphpp._torch.numbers_of_data import refused_float_arithmetic
 from graphpp.batch.microbatch import TENSOR_LEAF, Microbatch, tensors_by_path, with_tensors
 from graphpp.capture.activation_checkpoints import mark_checkpoints, record_checkpoints
 from graphpp.capture.attributes.aliases import refuse_foreign_leaves, refuse_written_aliases
@@ -55,7 +56,7 @@ from graphpp.capture.refusals import (
 from graphpp.capture.repeats.copied_graph import copied_graph
 from graphpp.capture.repeats.copies import with_copies
 from graphpp.capture.repeats.stand_ins import CallTable, operators_of
-from graphpp.capture.sizes.decided_by_data import admit_numbers_of_data
+from graphpp.capture.sizes.decided_by_data import admit_numbers_of_data, refuse_rounding
 from graphpp.capture.stacked_rnn import unstack_rnn
 from graphpp.capture.transfer.code_trail import CodeTrail
 from graphpp.errors import CaptureError
@@ -235,8 +236,8 @@ def _export_once(
 ) -> Exported:
     functions = FunctionCalls()
     wrapper.begin(entry)
-    marks = record_checkpoints(wrapper.found.checkpoints)
-    patches = (record_functions(functions), refuse_during_trace(), marks, refuse_outside_state(), note_grad_modes())
+    marks, rounding = record_checkpoints(wrapper.found.checkpoints), refused_float_arithmetic(refuse_rounding)
+    patches = (record_functions(functions), refuse_during_trace(), marks, refuse_outside_state(), note_grad_modes(), rounding)
     with explain_errors(), contextlib.ExitStack() as stack:
         for each in patches:
             stack.enter_context(each)

@@ -52,6 +52,7 @@ class Function(nn.Module):
         self.function = function
         self.first, self.last = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
         self.inner = nn.Linear(WIDTH, WIDTH)
+        self.register_buffer("state", torch.zeros(WIDTH))
 
     def forward(self, x: Tensor) -> Tensor:
         return self.last(self.function(self, self.first(x)))
@@ -101,6 +102,44 @@ def bounded(m: Function, x: Tensor) -> Tensor:
     return x + torch.ones(count, WIDTH).sum() * x
 
 
+def padded(m: Function, x: Tensor) -> Tensor:
+    rows = x[chosen(x)]
+    pad = rows.new_zeros(x.shape[0] * x.shape[1], WIDTH)
+    pad[: rows.shape[0]] = rows
+    return x + pad.view_as(x)
+
+
+def padded_rows(m: Function, x: Tensor) -> Tensor:
+    pad = torch.zeros_like(x)
+    for at, part in enumerate(x[chosen(x)].split(chosen(x).sum(1).tolist())):
+        pad[at, : part.shape[0]] = part
+    return x + pad
+
+
+def written_column(m: Function, x: Tensor) -> Tensor:
+    rows = x[chosen(x)]
+    rows[:, 0] = 0.0
+    rows.view(-1, 2, 4)[:, 1] *= 2.0
+    return x + rows.sum(0)
+
+
+def filled(m: Function, x: Tensor) -> Tensor:
+    pad = torch.zeros(x.shape[0] * x.shape[1], WIDTH)
+    pad[: chosen(x).sum().item()].fill_(1.0)
+    return x + pad.view_as(x)
+
+
+def written_buffer(m: Function, x: Tensor) -> Tensor:
+    m.state[: torch.sym_min(chosen(x).sum().item(), 4)] += 1.0
+    return x + m.state
+
+
+def checked(m: Function, x: Tensor) -> Tensor:
+    count = torch.ones_like(x[:, :, 0]).bool().sum().item()
+    torch._check(count == 10)
+    return x * count
+
+
 FUNCTIONS: dict[str, Callable[[Any, Tensor], Tensor]] = {
     "mask": lambda m, x: x + m.inner(x[chosen(x)]).tanh().sum(0),
     "mean of some rows": lambda m, x: x + x[chosen(x)].sum(0) / x[chosen(x)].shape[0],
@@ -116,6 +155,15 @@ FUNCTIONS: dict[str, Callable[[Any, Tensor], Tensor]] = {
     "lengths": ragged,
     "slice": sliced,
     "bound": bounded,
+    "padding": padded,
+    "padding of each row": padded_rows,
+    "written column": written_column,
+    "filled": filled,
+    "written buffer": written_buffer,
+    "number that is checked": checked,
+    "variance": lambda m, x: x + x[chosen(x)].var(0).nan_to_num(1.0),
+    "numbers": lambda m, x: x * (1.0 - x.detach().mean().item()) + chosen(x).sum().item() / 3,
+    "truth value": lambda m, x: x + chosen(x).any().item(),
 }
 
 
@@ -143,10 +191,13 @@ def check(model: nn.Module, *, exact: bool = True, **options: Any) -> None:
             assert (mine.grad is None) == (theirs.grad is None), fqn
             if mine.grad is not None and theirs.grad is not None:
                 assert same(mine.grad.nan_to_num(7.0), theirs.grad.nan_to_num(7.0)), (seed, fqn)
+        for (fqn, mine), theirs in zip(model.named_buffers(), twin.buffers(), strict=True):
+            assert same(mine, theirs), (seed, fqn)
         for parameter in (*model.parameters(), *twin.parameters()):
             parameter.grad = None
 
 
+@pytest.mark.filterwarnings("ignore:var")  # of one row, or of none
 @pytest.mark.parametrize("options", [{"schedule": "ZB1P"}, {"schedule": "ZB1P", "memory": "full"}], ids=["saved", "recomputed"])
 @pytest.mark.parametrize("name", [name for name in FUNCTIONS if name != "dropout"])
 def test_numbers_are_eagers(name: str, options: dict[str, Any]) -> None:
@@ -246,11 +297,52 @@ def test_a_bound_that_the_data_break_raises() -> None:
             pipe.step(batch(seed), target=batch(seed))
 
 
+def expected(m: Any, x: Tensor) -> Tensor:
+    count = chosen(x).sum().item()
+    torch._check(count == 3)
+    return x * count
+
+
+def expected_rows(m: Any, x: Tensor) -> Tensor:
+    rows = x[chosen(x)]
+    torch._check(rows.shape[0] == 3)
+    return x * rows.shape[0]
+
+
+def expected_truth(m: Any, x: Tensor) -> Tensor:
+    torch._check((chosen(x).sum() == 3).item())
+    return x * 2
+
+
+@pytest.mark.parametrize("function", [expected, expected_rows, expected_truth])
+def test_a_number_that_the_code_takes_for_a_constant_is_checked(function: Callable[[Any, Tensor], Tensor]) -> None:
+    model = Function(function)
+    pipe = graphpp.compile(model, F.mse_loss, split=["last"], microbatches=1)
+    outcomes = []
+    for seed in range(40):
+        x = batch(seed)[:1]
+        fits = int(chosen(model.first(x)).sum()) == 3
+        try:
+            found: Any = pipe.step(x, target=x).loss
+        except RuntimeError as error:
+            assert "the model needs" in str(error)
+            found = None
+        assert (found is not None) == fits
+        outcomes.append(fits)
+        if found is not None:
+            assert torch.equal(found, F.mse_loss(model(x), x))
+    assert {True, False} == set(outcomes)
+
+
 REFUSED: dict[str, tuple[Callable[[Any, Tensor], Tensor], str]] = {
     "no bound": (lambda m, x: x + torch.ones(chosen(x).sum().item(), WIDTH).sum(), r"nothing bounds the size.*torch\._check"),
     "squeeze": (lambda m, x: x + x[chosen(x)].squeeze().tanh().sum(), r"squeeze at .*one number of dimensions"),
     "branch": (lambda m, x: x * 2 if x.sum() > 0 else x, "Values of tensors must not steer Python"),
     "branch on a size": (lambda m, x: x * 2 if x[chosen(x)].shape[0] > 3 else x, "Values of tensors must not steer Python"),
+    "rounding": (lambda m, x: x * ((x.mean().item() + 1e16) - 1e16), r"as in algebra.*leave \.item\(\) out"),
+    "difference of a number and itself": (lambda m, x: x * (x.mean().item() - x.mean().item()), "as in algebra"),
+    "product with zero": (lambda m, x: x * (x.mean().item() * 0.0 + 1), "as in algebra"),
+    "power": (lambda m, x: x * x.mean().item() ** 2, "as in algebra"),
     "output": (lambda m, x: x[chosen(x)], "only the data decides the size of the output"),
 }
 

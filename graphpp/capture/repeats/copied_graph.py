@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from graphpp._torch.numbers_of_data import has_unknown_size
+from graphpp._torch.numbers_of_data import is_of_data
 from graphpp.capture.explain_errors import causes
 from graphpp.capture.repeats.equal_modules import RepeatedModules, repeated_modules
 from graphpp.capture.repeats.exported_calls import ExportedCall, exported_calls
@@ -38,7 +38,7 @@ def copied_graph(
     `trace` takes the calls for which operators stand in the graph of `module`. `inputs`: fake tensors of `mode`.
     """
     groups = repeated_modules(model)
-    if not groups or any(has_unknown_size(node.meta.get("val")) for node in module.graph.nodes):
+    if not groups or any(is_of_data(node.meta.get("val")) for node in module.graph.nodes):
         return None
     exported = module.graph
     try:

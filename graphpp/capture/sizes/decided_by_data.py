@@ -9,15 +9,17 @@ second kind becomes an operation of the joint graph, which raises if a microbatc
 from __future__ import annotations
 
 import math
+import traceback
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import fx
 
 from graphpp._torch import aot
-from graphpp._torch.numbers_of_data import assumptions, compute, has_unknown_size, own_symbol
+from graphpp._torch.numbers_of_data import as_constant, assumptions, compute, has_unknown_size, is_of_data, own_symbol
 from graphpp._torch.symbols import is_unknown, largest
+from graphpp.capture.source_lines import user_frame
 from graphpp.errors import CaptureError
 from graphpp.passes.graph.joint_graph import JointGraph, describe_node
 from graphpp.runtime import program
@@ -29,7 +31,7 @@ def admit_numbers_of_data(joint: JointGraph, mode: Any) -> None:
     """Add the checks of a graph that was traced in `mode`, in place. Raises `CaptureError` for what cannot be right."""
     for node in joint.graph.find_nodes(op="call_function", target=aten._assert_scalar.default):
         joint.graph.erase_node(node)  # what the node checks is among the assumptions of the trace
-    decided = [node for node in joint.computed() if has_unknown_size(node.meta["val"])]
+    decided = [node for node in joint.computed() if is_of_data(node.meta["val"])]
     for node in decided:
         _refuse(node)
     for role, node in joint.outputs():
@@ -38,14 +40,16 @@ def admit_numbers_of_data(joint: JointGraph, mode: Any) -> None:
             raise CaptureError(f"only the data decides the size of {place}: microbatches cannot be put together again.")
     if decided:
         _add_checks(joint, mode)
+    for node in joint.computed():
+        node.meta["val"] = as_constant(node.meta["val"])
 
 
 def _refuse(node: fx.Node) -> None:
     if isinstance(node.target, aot.HigherOrderOperator):
         raise CaptureError(
-            f"{node.target} at {node.meta['source'] or 'the loss'} has a gradient, and only the data decides the size of the "
-            "values that it saves. Use torch's scan over a fixed number of iterations, or hand the operator detached tensors "
-            "only, also those that its body reads from outside."
+            f"{node.target} at {node.meta['source'] or 'the loss'} has a gradient or writes in place, and only the data "
+            "decides the size of the values that it saves or makes. Use torch's scan over a fixed number of iterations, or "
+            "hand the operator detached tensors only, also those that its body reads from outside."
         )
     value = node.meta["val"]
     tensors = value if isinstance(value, list | tuple) else [value]
@@ -60,6 +64,15 @@ def _refuse(node: fx.Node) -> None:
             f"squeeze at {describe_node(node)} removes a dimension only if the data gives it the size 1, and a captured graph "
             "has one number of dimensions. Name the dimensions to remove."
         )
+
+
+def refuse_rounding() -> NoReturn:
+    """Raise `CaptureError` for arithmetic whose result a trace cannot have to the last bit."""
+    raise CaptureError(
+        "arithmetic with a floating-point number that only the data decides, at "
+        f"{user_frame(traceback.extract_stack())}: torch computes with such numbers as in algebra, and Python rounds after "
+        "each operation. Keep the number a tensor: leave .item() out."
+    )
 
 
 _SQUEEZES = (aten.squeeze.default, aten.squeeze.dim, aten.squeeze.dims)

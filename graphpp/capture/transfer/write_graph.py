@@ -90,6 +90,8 @@ def _written_size(size: Any) -> Any:
     """A size: an int, or an expression with its number in the trace; the bounds of symbols that the data decides."""
     if not isinstance(size, SYMBOLIC):
         return size
+    if not expression(size).free_symbols:
+        return hint(size)
     if is_unknown(size):
         return {"decided": [type(size).__name__, write_expression(expression(size)), bounds(size)]}
     return {"symbolic": [write_expression(expression(size)), hint(size)]}

@@ -9,6 +9,7 @@ Contract
 - A collective runs in one stage, and the waits for it run in the same stage.
 - A backward node runs in the stage of its forward twin (same autograd sequence number), but never in a later stage than a
   gradient that it reads. So a sum of gradients runs in the lowest stage among the gradients that it adds.
+- A value of the backward whose size only the data decides cannot be sent: the value is computed in the stage that reads it.
 - Afterwards, along every edge, the stages of forward nodes do not fall and the stages of backward nodes do not rise.
 
 Raises `CaptureError` where a buffer or frozen parameter is written in one stage and read in another.
@@ -22,6 +23,7 @@ from collections.abc import Sequence
 
 from torch import fx
 
+from graphpp._torch.numbers_of_data import has_unknown_size
 from graphpp.errors import CaptureError
 from graphpp.passes.graph.aliases import is_view
 from graphpp.passes.graph.collectives import is_collective, is_wait
@@ -47,8 +49,28 @@ def assign_stages(joint: JointGraph, starts: Sequence[int]) -> JointGraph:
             node.meta["stage"] = _forward_stage(node, starts)
         if not node.meta["backward"]:
             twins.setdefault(node.meta.get("seq", -1), node.meta["stage"])
+    _move_to_readers([node for node in joint.computed() if node.meta["backward"] and node.meta["stage"] is not None])
     _check(joint, written)
     return joint
+
+
+def _move_to_readers(backward: Sequence[fx.Node]) -> None:
+    """Move nodes whose value cannot be sent to the stage of their earliest reader, and the other readers with them."""
+    decided = [node for node in backward if has_unknown_size(node.meta["val"])]
+    moved = bool(decided)
+    while moved:
+        moved = False
+        for node in reversed(decided):
+            moved |= _lower(node, [user.meta["stage"] for user in node.users if user.op != "output"])
+        for node in backward if moved else ():
+            _lower(node, [source.meta["stage"] for source in stage_inputs(node) if source.meta["backward"]])
+
+
+def _lower(node: fx.Node, stages: Sequence[int | None]) -> bool:
+    """Give a node the earliest of these stages; returns whether this changes the node's stage."""
+    own, known = node.meta["stage"], [stage for stage in stages if stage is not None]
+    node.meta["stage"] = min([own, *known])
+    return bool(node.meta["stage"] != own)
 
 
 def stage_inputs(node: fx.Node) -> list[fx.Node]:

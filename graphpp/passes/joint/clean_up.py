@@ -12,6 +12,7 @@ from __future__ import annotations
 import torch
 from torch import fx
 
+from graphpp._torch.numbers_of_data import has_unknown_size
 from graphpp._torch.symbols import formula
 from graphpp.passes.graph.joint_graph import JointGraph, is_tensor, remove_unused
 
@@ -60,7 +61,8 @@ def _layout(node: fx.Node) -> tuple[object, ...]:
     """The properties of a value that an identity must keep: where its elements lie, their dtype and device."""
     value = node.meta["val"]
     lazy = (value.is_conj(), value.is_neg())  # a copy would resolve a lazy conjugate or negation
-    sizes = tuple(map(formula, (*value.shape, *value.stride(), value.storage_offset())))
+    offset = 0 if has_unknown_size(value) else value.storage_offset()  # a written graph lacks the offsets of such values
+    sizes = tuple(map(formula, (*value.shape, *value.stride(), offset)))
     return (value.dim(), sizes, value.dtype, value.device, value.layout, lazy)
 
 

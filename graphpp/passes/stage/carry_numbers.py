@@ -3,34 +3,42 @@
 Contract: phase graphs hand tensors to each other. Afterwards a number that a node computes is read by nodes of the same forward
 alone. Every other reader (a backward, a later stage) has an operation of its own that reads the number from a tensor, so the
 halves of a split backward share tensors only. A tensor whose size only the data decides stays in its stage: `carry_numbers`
-raises `CaptureError` if a split lets one cross a boundary.
+raises `CaptureError` if a split lets one cross a boundary. A backward divides numbers as C++ does, where autograd's formulas
+stand: the variance of one row divides by zero.
 """
 
 from __future__ import annotations
 
+import operator
 from typing import Any
 
 import torch
 from torch import fx
 
-from graphpp._torch.numbers_of_data import fake_number, has_unknown_size
-from graphpp._torch.symbols import SYMBOLIC
+from graphpp._torch.numbers_of_data import divide, fake_number, has_unknown_size
 from graphpp.errors import CaptureError
 from graphpp.passes.graph.joint_graph import JointGraph, describe_node
 
 aten = torch.ops.aten
-_DTYPES = {torch.SymInt: torch.int64, torch.SymFloat: torch.float64, torch.SymBool: torch.bool}
+_DTYPES = {
+    torch.SymInt: torch.int64, torch.SymFloat: torch.float64, torch.SymBool: torch.bool,
+    int: torch.int64, float: torch.float64, bool: torch.bool,
+}  # fmt: skip
+_NUMBERS = tuple(_DTYPES)
 
 
 def has_numbers_of_data(joint: JointGraph) -> bool:
     """Whether only the data decides a size or a number in a joint graph."""
-    return any(has_unknown_size(node.meta["val"]) for node in joint.computed())
+    values = (node.meta["val"] for node in joint.computed())
+    return any(isinstance(value, _NUMBERS) or has_unknown_size(value) for value in values)
 
 
 def carry_numbers(joint: JointGraph) -> JointGraph:
     """Let tensors carry the numbers of a joint graph whose nodes have stages, in place. Raises `CaptureError`."""
     for node in list(joint.computed()):
-        if isinstance(node.meta["val"], SYMBOLIC):
+        if node.target is operator.truediv and node.meta["backward"]:
+            node.target = divide
+        if isinstance(node.meta["val"], _NUMBERS):
             readers = [user for user in node.users if not _in_one_program(node, user)]
             if readers:
                 _hand_over(joint.graph, node, readers)
