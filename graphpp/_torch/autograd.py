@@ -11,6 +11,7 @@ Checked on torch 2.11.0, 2.13.0 and 2.15.0:
   `SAC_IGNORED_OPS`
 - `torch.autograd.function.FunctionMeta`, `torch.autograd.Function._backward_cls`: the attributes of a Function that
   `apply` reads
+- `torch.Tensor._post_accumulate_grad_hooks`: the hooks that autograd calls with a parameter whose gradient is complete
 - `torch._C._autograd`: `_top_saved_tensors_default_hooks`: whether hooks on saved tensors are active
 """
 
@@ -19,7 +20,7 @@ from __future__ import annotations
 import contextlib
 import os
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -38,6 +39,15 @@ KEPT_FUNCTIONS = ("torch._library.", "torch._higher_order_ops.", "torch._functor
 FUNCTION_OF_A_REGION = "ApplyTemplate"  # Dynamo's stand-in for a custom Function in the branch of torch.cond and the like
 _FunctionMeta = torch.autograd.function.FunctionMeta
 UNSELECTED = checkpoint.SAC_IGNORED_OPS  # operators for which a selective checkpoint does not call its policy
+
+
+def call_gradient_hooks(parameters: Iterable[torch.Tensor]) -> None:
+    """Call the hooks of `register_post_accumulate_grad_hook` of the parameters that have a gradient."""
+    for parameter in parameters:
+        hooks = getattr(parameter, "_post_accumulate_grad_hooks", None)
+        if hooks and parameter.grad is not None:
+            for hook in list(hooks.values()):
+                hook(parameter)
 
 
 def backward_replaced(run: Callable[..., Any]) -> Context:

@@ -105,10 +105,11 @@ def _refuse_unlisted(model: nn.Module) -> None:
 def _refuse_hooks(model: nn.Module) -> None:
     """Raise `CaptureError` for gradient hooks on parameters."""
     for fqn, parameter in model.named_parameters():
-        if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
+        if parameter._backward_hooks:
             raise CaptureError(
                 f"the parameter {fqn} has gradient hooks: gradients do not pass through autograd here, so a hook would "
-                "never be called. Remove it, and do its work on param.grad after pipe.step(...)."
+                "never be called. Use parameter.register_post_accumulate_grad_hook, which pipe.step calls with the complete "
+                "gradient, or do the hook's work on param.grad after pipe.step(...)."
             )
 
 

@@ -98,6 +98,10 @@ class GraphCache:
         keys = self._keys.keys(training, [part.signature for part in parts])
         return StepCall(parts, training, tuple(keys[part.signature] for part in parts), weighting)
 
+    def recapture(self) -> None:
+        """Let every later call be captured anew."""
+        self._keys.recapture()
+
     def after_step(self, call: StepCall, step: PreparedStep) -> None:
         """Change numbers in attributes of the model as the microbatches of a call do in eager."""
         self._keys.after_step(call, [graph.captured.updates for graph in step.lowered.graphs])
@@ -211,6 +215,8 @@ class GraphCache:
         new = {key: part for key, part in call.distinct.items() if known[key] is None}
         open_sizes = [self._sizes.open(key, part) for key, part in new.items()]
         made = capture_graphs(self._request, self._agreement, list(new.values()), call.training, open_sizes)
+        if new:
+            self._keys.after_capture()
         captured = dict(zip(new, made, strict=True))
         for key, part in call.distinct.items():
             graph = known[key] or self._compiled(captured[key], part, table_for, first)

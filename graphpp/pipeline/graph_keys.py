@@ -16,15 +16,16 @@ from typing import Any, Generic, TypeVar
 
 from torch import nn
 
-from graphpp.capture import fingerprint
 from graphpp.capture.attributes.updates import Effect, NumberUpdate, Place, apply_updates
 from graphpp.capture.fake_state import refuse_fake_state
+from graphpp.capture.watch.conditions import Conditions, Watch, autocast_state, without
 from graphpp.errors import CaptureError, GraphPPError
 from graphpp.pipeline.step_call import GraphKey, StepCall
 
 K = TypeVar("K")
 V = TypeVar("V")
-Places = frozenset[tuple[int, str, int | str | None]]  # see `fingerprint.without`
+Around = tuple[Conditions, int, tuple[bool, str]]  # the state of the model, calls of `recapture`, autocast
+Places = frozenset[tuple[int, str, int | str | None]]  # see `conditions.without`
 
 
 class Recent(OrderedDict[K, V], Generic[K, V]):
@@ -50,8 +51,9 @@ class GraphKeys:
 
     def __init__(self, model: nn.Module, loss: Any, device_type: str, limit: int) -> None:
         self._model, self._device_type = model, device_type
-        self._watched = fingerprint.watch_modules(model, loss)
-        self._structure = fingerprint.module_structure(self._watched)
+        self._watch = Watch(model, loss)
+        self._structure = self._watch.look().structure
+        self._recaptures = 0
         self._index = {fqn: index for index, (fqn, _) in enumerate(model.named_modules())}
         self._known: Recent[GraphKey, GraphKey] = Recent(limit)  # one object per key: comparing it with itself costs nothing
         self._same: Recent[GraphKey, GraphKey] = Recent(limit)  # other conditions under which the graph of a key holds
@@ -63,8 +65,8 @@ class GraphKeys:
         Raises `GraphPPError` where modules or ties of parameters have changed since the pipeline was made, and while another
         thread captures the model.
         """
-        refuse_fake_state(self._watched.modules)
-        if fingerprint.module_structure(self._watched) != self._structure:
+        refuse_fake_state(self._watch.modules)
+        if self._watch.look().structure != self._structure:
             raise GraphPPError(
                 "the model was changed after graphpp.compile: a module was added, exchanged or removed, or parameters were "
                 "tied or untied. Change the model first, then compile it (again)."
@@ -72,12 +74,20 @@ class GraphKeys:
         around = self._around()
         return {signature: self._key(training, signature, around) for signature in set(signatures)}
 
-    def _around(self) -> tuple[Any, ...]:
-        return fingerprint.capture_conditions(self._watched, self._device_type)
+    def _around(self) -> Around:
+        return self._watch.look().conditions, self._recaptures, autocast_state(self._device_type)
 
-    def _key(self, training: bool, signature: tuple[str, ...], around: tuple[Any, ...]) -> GraphKey:
+    def after_capture(self) -> None:
+        """Take for unchanged what a capture has changed outside of the modules."""
+        self._watch.settle()
+
+    def recapture(self) -> None:
+        """Let every later call have a new key."""
+        self._recaptures += 1
+
+    def _key(self, training: bool, signature: tuple[str, ...], around: Around) -> GraphKey:
         for ignored in self._ignored.get((training, signature), ()):
-            key = GraphKey(training, signature, fingerprint.without(around, ignored))
+            key = GraphKey(training, signature, (without(around[0], ignored), *around[1:]))
             if key in self._same:
                 return self._same.use(key)
         key = GraphKey(training, signature, around)
@@ -98,7 +108,7 @@ class GraphKeys:
             if kind not in self._ignored:
                 self._ignored.keep(kind, set())
             self._ignored.use(kind).add(ignored)
-            self._same.keep(GraphKey(*kind, fingerprint.without(around, ignored)), key)
+            self._same.keep(GraphKey(*kind, (without(around[0], ignored), *around[1:])), key)
 
     def _indexed(self, place: Place) -> tuple[int, str, int | str | None]:
         return self._index[place.module], place.attribute, place.item

@@ -21,6 +21,7 @@ import torch
 from torch import nn
 from torch.amp import GradScaler
 
+from graphpp._torch.autograd import call_gradient_hooks
 from graphpp.batch.cut_batch import cut_batch, leading_size
 from graphpp.batch.loss_weights import DeferredScaler, LossWeight, LossWeighting
 from graphpp.batch.microbatch import FlatMicrobatch, Microbatch, flatten_microbatch
@@ -121,8 +122,17 @@ class Pipeline:
         `scaler`: its scale multiplies the gradients, as in `scaler.scale(loss).backward()`; where one rank finds an
         overflow, every rank's scaler skips the step. Losses are reported unscaled. A `PostValidation` of this pipeline stands
         for its scaler, and looks for the overflow itself, later.
+
+        At the end, hooks of `register_post_accumulate_grad_hook` are called with each of this rank's parameters.
         """
         return self._step(partial(self._cut, Microbatch(args, kwargs, target)), loss_weight, scaler)
+
+    def recapture(self) -> None:
+        """Capture the model anew at the next call: for a change that nobody can see, such as an environment variable.
+
+        Call it on every rank; a later call of a rank that has not done so raises `MismatchError` on all ranks.
+        """
+        self._cache.recapture()
 
     def step_microbatches(
         self,
@@ -280,6 +290,7 @@ class Pipeline:
             losses, metrics = runner.losses(), runner.metrics()
             if scaling is scaler and scaling is not None and scaling.is_enabled():
                 norms.share_overflow_(self._gradients())
+            call_gradient_hooks(self.parameters())
         return StepResult(call.weighting.step_loss(losses), losses, mean_metrics(metrics))
 
     def _compile(self, example: Microbatch) -> None:

@@ -22,7 +22,6 @@ from typing import Any
 import torch
 
 from graphpp._torch import aot
-from graphpp.capture.fingerprint import in_cell
 from graphpp.capture.transfer.libraries import is_installed, top_package
 from graphpp.capture.transfer.library_state import LibraryState
 from graphpp.capture.transfer.names_asked import UnreadableError
@@ -35,6 +34,7 @@ from graphpp.capture.transfer.objects import (
     state_of_logger,
 )
 from graphpp.capture.transfer.reachable_code import facts_of_code, plain_members
+from graphpp.capture.watch.state import in_cell
 
 _DEPTH = 3
 _MOST_ITEMS = 10000  # of a container

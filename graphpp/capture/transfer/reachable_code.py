@@ -12,11 +12,11 @@ import types
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from graphpp.capture.fingerprint import in_cell
 from graphpp.capture.transfer.libraries import is_below_libraries, is_installed, top_package, version
 from graphpp.capture.transfer.module_uses import global_named, module_uses
 from graphpp.capture.transfer.names_asked import ENVIRONMENT, PER_PROCESS, UnreadableError
 from graphpp.capture.transfer.objects import registered_with
+from graphpp.capture.watch.state import in_cell
 
 Children = Iterator[tuple[str, Any]]
 
