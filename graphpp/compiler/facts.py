@@ -7,7 +7,7 @@ value of a parameter; of a parameter that several ranks hold they contain a chec
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from graphpp.parallel.agreement import Facts
 from graphpp.passes.graph.joint_graph import JointGraph
@@ -38,6 +38,13 @@ def of_call(graphs: Sequence[Facts], table: CheckedTable) -> Facts:
 def of_copies(state: ModelState, shared: Sequence[str]) -> Facts:
     """Checksums of the tensors of this rank that other ranks hold too: copies of a tied parameter must start equal."""
     return Facts({f"the values of {fqn}": [f"bits that add up to {checksum(state.tensor(fqn))}"] for fqn in shared})
+
+
+def of_replicas(state: ModelState, own: Iterable[str]) -> Facts:
+    """Checksums of the parameters and buffers of this rank, with which all replicas must begin."""
+    advice = "with which replicas must begin alike (seed all ranks alike, or load one state dict on all)"
+    sums = {fqn: checksum(state.tensor(fqn)) for fqn in sorted(own)}
+    return Facts({f"the values of {fqn}, {advice}": [f"bits that add up to {found}"] for fqn, found in sums.items()})
 
 
 def of_replica(stages: Sequence[StageProgram], table: CheckedTable) -> Facts:

@@ -15,7 +15,7 @@ Contract
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -36,6 +36,7 @@ from graphpp.compiler.compile_graph import CompiledGraph, TableFor, compile_grap
 from graphpp.compiler.request import CompileRequest
 from graphpp.parallel.agreement import Agreement, Facts
 from graphpp.pipeline.graph_keys import GraphKeys, Recent, check_same_updates
+from graphpp.pipeline.stale_copies import StaleCopies
 from graphpp.pipeline.step_call import GraphKey, StepCall
 from graphpp.pipeline.varying_sizes import VaryingSizes
 from graphpp.planner.tables import CheckedTable, Tables
@@ -75,6 +76,7 @@ class GraphCache:
         self._sizes = VaryingSizes(options.debug.dynamic, limit, warns=place.rank == 0)
         self._prepared: Recent[tuple[GraphKey, ...], PreparedStep] = Recent(_SIZES * limit)
         self._assembly = Assembly(request, state)
+        self._copies = StaleCopies()
         self.tables = Tables(options.schedule, place.ranks)
         self.first: CompiledGraph | None = None
 
@@ -92,10 +94,12 @@ class GraphCache:
     def call(self, parts: Sequence[FlatMicrobatch], weighting: LossWeighting, *, training: bool) -> StepCall:
         """A call over these microbatches, with the model as it is now.
 
-        Raises `GraphPPError` where modules or ties of parameters have changed since the pipeline was made, and while another
-        thread captures the model.
+        Raises `GraphPPError` where modules or ties of parameters have changed since the pipeline was made, while another thread
+        captures the model, and where another pipeline has trained a parameter elsewhere.
         """
         keys = self._keys.keys(training, [part.signature for part in parts])
+        if self.first is not None:
+            self._check_copies(self.first)
         return StepCall(parts, training, tuple(keys[part.signature] for part in parts), weighting)
 
     def recapture(self) -> None:
@@ -103,7 +107,9 @@ class GraphCache:
         self._keys.recapture()
 
     def after_step(self, call: StepCall, step: PreparedStep) -> None:
-        """Change numbers in attributes of the model as the microbatches of a call do in eager."""
+        """Change numbers in attributes of the model as the microbatches of a call do in eager, and note the training step."""
+        if call.training:
+            self._copies.note(self._trained_elsewhere)
         self._keys.after_step(call, [graph.captured.updates for graph in step.lowered.graphs])
 
     def facts(self, call: StepCall) -> Facts:
@@ -126,6 +132,16 @@ class GraphCache:
                 ),
             )
         return self._facts.use(key).adding("the weights of the loss", call.weighting.description)
+
+    def _check_copies(self, graph: CompiledGraph) -> None:
+        rank = self._request.place.rank
+        self._copies.check(lambda: self._state.named(graph.parameters(rank), among=self._state.parameters))
+
+    def _trained_elsewhere(self) -> Iterator[tuple[torch.Tensor, int]]:
+        """The parameters that other ranks of the pipeline hold and this rank does not, with the first such rank."""
+        rank = self._request.place.rank
+        pairs = ((self._state.tensor(fqn), ranks) for fqn, ranks in self._owners.items() if rank not in ranks)
+        yield from ((tensor, ranks[0]) for tensor, ranks in pairs if ranks)
 
     def _kept(self, call: StepCall) -> str:
         """How much of the call is in the cache, in words that ranks compare.
@@ -198,6 +214,7 @@ class GraphCache:
         check_same_updates([graph.captured.updates for graph in each])
         if not call.training:
             check_mergeable([graph.output_shapes for graph in each], [leading_size(part) for part in call.parts])
+        self._check_copies(self.first or each[0])
         for graph in graphs.values():
             self._state.check_memory([*graph.parameters(place.rank), *graph.buffers(place.rank)])
         cap = memory.caps(place.ranks) if call.training else None

@@ -27,6 +27,7 @@ from graphpp.batch.loss_weights import DeferredScaler, LossWeight, LossWeighting
 from graphpp.batch.microbatch import FlatMicrobatch, Microbatch, flatten_microbatch
 from graphpp.capture.loss import LossFunction
 from graphpp.capture.outputs import mean_metrics, merge_outputs
+from graphpp.compiler import facts
 from graphpp.compiler.compile_graph import CompiledGraph
 from graphpp.compiler.request import CompileRequest
 from graphpp.errors import BatchError, GraphPPError
@@ -97,6 +98,7 @@ class Pipeline:
         self._cache = GraphCache(CompileRequest(model, loss, options, place), self._state, agreement)
         self._last: PreparedStep | None = None
         self._broken = False
+        self._compared = False  # the values with which the replicas begin
         self._replica_agreement = Agreement(place.replicas, place.device)
         self._board = FailureBoard(place.group, agreement.shared_name())
         if example is not None:
@@ -201,10 +203,12 @@ class Pipeline:
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
         """Clip the gradients of all ranks to a total norm of `max_norm`; returns the total norm before, 0-dim.
 
-        Bit-equal to `torch.nn.utils.clip_grad_norm_` on the whole model. Called by every rank.
+        Bit-equal to `torch.nn.utils.clip_grad_norm_` on the whole model. Called by every rank; raises `MismatchError` on all
+        ranks if a rank makes another call.
         """
         gradients = self._gradients()
         with self._watched(), torch.no_grad():
+            self._agree_on("clip_grad_norm_", f"max_norm={max_norm}, norm_type={norm_type}")
             norm = norms.total_norm(gradients, norm_type)
             norms.clip_(gradients, max_norm, norm)
         return norm
@@ -333,6 +337,11 @@ class Pipeline:
         self._check_whole()
         return self._agreement.together(make_call, facts_of)
 
+    def _agree_on(self, call: str, arguments: str) -> None:
+        """Go on if all ranks make this call with these arguments. Raises `MismatchError` on all ranks."""
+        self._check_whole()
+        self._agreement.together(lambda: None, lambda _: Facts({"the call": [call], "its arguments": [arguments]}))
+
     def _check_whole(self) -> None:
         """Raise `GraphPPError` after a call that ended midway: the other ranks may still be in that call."""
         if self._broken:
@@ -355,10 +364,15 @@ class Pipeline:
             return call, self._cache.prepared(call)
 
         def facts_of(made: tuple[StepCall, PreparedStep]) -> Facts:
-            return made[1].lowered.replica_facts.adding("the call", [asked or "step"])
+            known = made[1].lowered.replica_facts.adding("the call", [asked or "step"])
+            if self._compared or not self._replica_agreement.several:
+                return known
+            return known.joined(facts.of_replicas(self._state, self._local()))
 
         self._check_whole()
-        return self._replica_agreement.together(prepare, facts_of)
+        made = self._replica_agreement.together(prepare, facts_of)
+        self._compared = True
+        return made
 
     def _run(self, call: StepCall, prepared: PreparedStep) -> PreparedStep:
         """Run a call once; afterwards the runner has the results."""

@@ -64,6 +64,30 @@ def test_gradients_are_the_mean_over_the_replicas(name: str, schedule: Any) -> N
         assert not torch.allclose(gradient, one + three, rtol=1e-3), fqn
 
 
+def with_other_values(rank: int, name: str) -> str:
+    """A replica of which one parameter or buffer begins with another value."""
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("dp_replicate", "pp"))
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.BatchNorm1d(4))
+    pipe = graphpp.compile(model, F.mse_loss, split=1, microbatches=2, mesh=mesh)
+    if rank:
+        model.state_dict()[name].add_(1)
+    x = torch.randn(8, 4)
+    with pytest.raises(graphpp.MismatchError) as error:
+        pipe.step(x, target=x)
+    model.load_state_dict({key: torch.zeros_like(value) for key, value in model.state_dict().items()})
+    pipe.step(x, target=x)
+    model.state_dict()["1.running_mean"].add_(rank)  # each replica has statistics of its own data
+    pipe.step(x, target=x)
+    return str(error.value)
+
+
+@pytest.mark.parametrize("name", ["0.bias", "1.running_mean"])
+def test_replicas_that_begin_with_other_values_are_refused(name: str) -> None:
+    for text in run_ranks(with_other_values, 2, name):
+        assert f"the values of {name}, with which replicas must begin alike" in text
+
+
 def unlike(rank: int) -> None:
     mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("dp_replicate", "pp"))
     pipe = compiled(SPECIAL["plain"](), split=CUTS[2] if rank else CUTS[4], microbatches=2, mesh=mesh)
