@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NoReturn
 
 import torch
@@ -93,15 +93,16 @@ def compute(graph: fx.Graph, expr: Any, numbers: Mapping[Any, fx.Node]) -> list[
     return made
 
 
-def refused_float_arithmetic(refuse: Callable[[], NoReturn]) -> contextlib.ExitStack:
+@contextlib.contextmanager
+def refused_float_arithmetic(refuse: Callable[[], NoReturn]) -> Iterator[None]:
     """A context in which `refuse` is called for arithmetic that torch may do as in algebra: `(a + 1e16) - 1e16`, `a - a`.
 
     Python rounds after each operation. One operation with a constant is the same in both.
     """
-    stack = contextlib.ExitStack()
-    for name in _ARITHMETIC:
-        stack.enter_context(replaced(SymNode, name, _watching(name, getattr(SymNode, name), refuse)))
-    return stack
+    with contextlib.ExitStack() as stack:
+        for name in _ARITHMETIC:
+            stack.enter_context(replaced(SymNode, name, _watching(name, getattr(SymNode, name), refuse)))
+        yield
 
 
 _SINGLE = ("add", "sub", "mul", "truediv", "float_truediv", "neg")

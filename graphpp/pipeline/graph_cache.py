@@ -109,7 +109,7 @@ class GraphCache:
     def after_step(self, call: StepCall, step: PreparedStep) -> None:
         """Change numbers in attributes of the model as the microbatches of a call do in eager, and note the training step."""
         if call.training:
-            self._copies.note(self._trained_elsewhere)
+            self._copies.note(self._trained_elsewhere())
         self._keys.after_step(call, [graph.captured.updates for graph in step.lowered.graphs])
 
     def facts(self, call: StepCall) -> Facts:

@@ -3,7 +3,8 @@
 Contract
 --------
 - A rank trains the parameters of its own stages. Its copies of all other parameters keep the values that they had.
-- After each training step `note` records these copies with their version counters, which every write in place increments.
+- After each training step `note` records the copies that take a gradient elsewhere, with their version counters. Torch
+  increments the counter with every write in place, but for a write through `parameter.data`: such a copy stays refused.
 - `check` raises `GraphPPError` if this rank is about to read a copy that another pipeline has left behind and nobody has
   written since. A record lives as long as the parameter: the copy is stale also when the other pipeline is gone.
 """
@@ -23,11 +24,11 @@ Named = Iterable[tuple[str, torch.Tensor]]
 
 @dataclass
 class _Copy:
-    """A copy that a pipeline has left behind: the number of the pipeline, the version counter, the rank that trains it."""
+    """A copy that a pipeline has left behind: the pipeline's number, the rank in it that trains, the version counter."""
 
     trainer: int
-    version: int
     rank: int
+    version: int
 
 
 _COPIES = WeakTensorKeyDictionary()  # parameter -> list of `_Copy`, one for each pipeline that trains it elsewhere
@@ -40,18 +41,19 @@ class StaleCopies:
     def __init__(self) -> None:
         self._number = len(_STEPS)
         _STEPS[self._number] = 0
-        self._left: list[tuple[torch.Tensor, _Copy]] | None = None
         self._checked = 0
 
-    def note(self, others: Callable[[], Iterable[tuple[torch.Tensor, int]]]) -> None:
+    def note(self, others: Iterable[tuple[torch.Tensor, int]]) -> None:
         """Record a training step. `others`: the parameters that other ranks train, with the first such rank."""
-        if self._left is None:
-            self._left = [(tensor, _Copy(self._number, 0, rank)) for tensor, rank in others() if tensor.requires_grad]
-            for tensor, copy in self._left:
-                _COPIES.setdefault(tensor, []).append(copy)
-        for tensor, copy in self._left:
-            copy.version = tensor._version
-        if self._left:
+        left = [(tensor, rank) for tensor, rank in others if tensor.requires_grad]
+        for tensor, rank in left:
+            copies = _COPIES.setdefault(tensor, [])
+            own = next((copy for copy in copies if copy.trainer == self._number), None)
+            if own is None:
+                copies.append(_Copy(self._number, rank, tensor._version))
+            else:
+                own.version = tensor._version
+        if left:
             _STEPS[self._number] += 1
 
     def check(self, own: Callable[[], Named]) -> None:
@@ -64,7 +66,7 @@ class StaleCopies:
             copy = next((copy for copy in copies if copy.version == tensor._version), None)
             if copy is not None:
                 raise GraphPPError(
-                    f"the parameter {fqn} was trained on rank {copy.rank} by another pipeline of this process, and the copy on "
+                    f"rank {copy.rank} of another pipeline of this process has trained the parameter {fqn}, and the copy on "
                     "this rank, which this pipeline reads, has its earlier value. Cut both pipelines so that each parameter "
                     "is on the same rank, train both with one pipeline, or load the trained values on every rank before "
                     "this call (model.load_state_dict)."

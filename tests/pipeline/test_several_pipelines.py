@@ -52,7 +52,7 @@ def other_cuts(rank: int, evaluate: bool) -> list[str]:
 @pytest.mark.parametrize("evaluate", [False, True], ids=["step", "eval"])
 def test_copies_that_another_pipeline_has_left_behind_are_refused_on_all_ranks(evaluate: bool) -> None:
     found = run_ranks(other_cuts, 2, evaluate)
-    assert "the parameter 1.weight was trained on rank 1 by another pipeline" in found[0][0]
+    assert "rank 1 of another pipeline of this process has trained the parameter 1.weight" in found[0][0]
     assert "Error" in found[1][0] and "1.weight" in found[1][0]
     assert found[0][1] == found[1][1] and float(found[0][1]) > 0  # the first pipeline goes on
 
@@ -70,6 +70,25 @@ def a_new_cut(rank: int, load: bool, drop: bool) -> str:
     if load:
         model.load_state_dict({**states[0], **states[1]})
     return outcome(lambda: float(compiled(model, ["3"]).step(X, target=X).loss))
+
+
+def thawed(rank: int, replace: bool) -> str:
+    """A second cut, after a step that trained a layer that was frozen, or replaced, after the first step."""
+    torch.set_num_threads(1)
+    model = layers()
+    model[1].requires_grad_(replace)
+    pipe = compiled(model, ["1"])
+    trained(pipe)
+    if replace:
+        model[1].weight = nn.Parameter(model[1].weight.detach().clone())
+    model[1].requires_grad_(True)
+    trained(pipe)
+    return outcome(lambda: float(compiled(model, ["3"]).step(X, target=X).loss))
+
+
+@pytest.mark.parametrize("replace", [False, True], ids=["thawed", "replaced"])
+def test_parameters_that_train_later_leave_copies_too(replace: bool) -> None:
+    assert all("1.weight" in each for each in run_ranks(thawed, 2, replace))
 
 
 def loss_after(steps: int) -> float:

@@ -1,8 +1,8 @@
 """Numbers and sizes that only the data decides: `x[mask]`, `nonzero()`, `.item()`.
 
-Contract: in a trace such a number is a symbol. Torch answers a comparison of such symbols only if the answer is the same for
-all data, or if the other answer is an error in eager mode, as in the sum of `x[one]` and `x[other]`. Each comparison of the
-second kind becomes an operation of the joint graph, which raises if a microbatch has the other answer.
+Contract: in a trace such a number is a symbol. Torch answers a comparison of such symbols if the answer is the same for all
+data; for some comparisons torch assumes the answer that the operation needs, as equal sizes in the sum of `x[one]` and
+`x[other]`. Each assumption becomes an operation of the joint graph, which raises if a microbatch has the other answer.
 `admit_numbers_of_data` raises `CaptureError` where a graph cannot be right for all data, or its memory has no bound.
 """
 
