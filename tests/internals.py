@@ -74,6 +74,19 @@ def capturing_by(replacement: Callable[..., Any]) -> AbstractContextManager[Any]
     return patch.object(capture_once, "capture", replacement)
 
 
+@contextmanager
+def captures() -> Iterator[list[Any]]:
+    """The graphs that pipelines compiled meanwhile capture, as they are made."""
+    made: list[Any] = []
+
+    def noting(*args: Any, **options: Any) -> Any:
+        made.append(capture(*args, **options))
+        return made[-1]
+
+    with capturing_by(noting):
+        yield made
+
+
 def offloading_by(mover: Any) -> AbstractContextManager[Any]:
     """Runners made meanwhile move offloaded values by `mover`."""
     return patch.object(assemble, "mover_for", lambda device: mover)

@@ -42,16 +42,10 @@ class Model(nn.Module):
 
 def counted(model: nn.Module, steps: int = 2) -> tuple[int, list[float], graphpp.Pipeline]:
     """How often this rank captured in some steps, the losses, and the pipeline."""
-    captures = []
-
-    def capture(*args: Any, **options: Any) -> Any:
-        captures.append(args)
-        return internals.capture(*args, **options)
-
-    with internals.capturing_by(capture):
+    with internals.captures() as made:
         pipe = graphpp.compile(model, F.mse_loss, split=2, schedule="1F1B", microbatches=2)
         losses = [float(pipe.step(X, target=X).loss) for _ in range(steps)]
-    return len(captures), losses, pipe
+    return len(made), losses, pipe
 
 
 def first_alone(rank: int) -> tuple[int, list[float]]:

@@ -105,13 +105,7 @@ def forget() -> None:
 
 def captures(model: nn.Module, loss: Any, x: Tensor = X, split: Any = ("second",), **options: Any) -> tuple[int, float]:
     """How often a first step captures, and its loss."""
-    found = []
-
-    def capture(*args: Any, **options: Any) -> Any:
-        found.append(args)
-        return internals.capture(*args, **options)
-
-    with internals.capturing_by(capture):
+    with internals.captures() as found:
         pipe = graphpp.compile(model, loss, split=split, microbatches=2, **options)
         value = float(pipe.step(x, target=x).loss)
     return len(found), value
@@ -131,13 +125,7 @@ def run_with_sizes(sizes: list[int]) -> int:
     """How often a run captures that steps with batches of these sizes; the losses are those of a plain loop."""
     forget()
     model, loss = importlib.import_module("kept_model").made()
-    made = []
-
-    def capture(*args: Any, **options: Any) -> Any:
-        made.append(internals.capture(*args, **options))
-        return made[-1]
-
-    with internals.capturing_by(capture):
+    with internals.captures() as made:
         pipe = graphpp.compile(model, loss, split=2, microbatches=2)
         for size in sizes:
             x = X.repeat(2, 1)[:size]

@@ -8,8 +8,7 @@ import dataclasses
 import functools
 import logging
 import re
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
 import pytest
@@ -74,18 +73,6 @@ def tokens(rows: int, length: int) -> Tensor:
     return torch.randint(0, VOCABULARY, (rows, length), generator=torch.Generator().manual_seed(1000 * rows + length))
 
 
-@contextmanager
-def captures() -> Iterator[list[Any]]:
-    found: list[Any] = []
-
-    def noting(*args: Any, **options: Any) -> Any:
-        found.append(internals.capture(*args, **options))
-        return found[-1]
-
-    with internals.capturing_by(noting):
-        yield found
-
-
 def eager(model: nn.Module, parts: Sequence[tuple[Tensor, Tensor]], loss: Callable[..., Tensor] = loss) -> Tensor:
     """The losses of microbatches; gradients are added to the parameters'."""
     losses = []
@@ -120,7 +107,7 @@ LENGTHS = [(4, 5), (4, 9), (4, 7), (6, 12), (4, 3), (8, 30), (4, 2), (6, 13), (4
 def test_one_graph_serves_all_sizes(options: dict[str, Any]) -> None:
     model = Model()
     twin = copy.deepcopy(model)
-    with captures() as made:
+    with internals.captures() as made:
         pipe = graphpp.compile(model, loss, split=["blocks.1", "blocks.2", "blocks.3"], microbatches=2, **options)
         for rows, length in LENGTHS:
             x = tokens(rows, length)
@@ -136,7 +123,7 @@ def test_one_graph_serves_all_sizes(options: dict[str, Any]) -> None:
 def on_rank(rank: int, schedule: str, options: dict[str, Any]) -> tuple[list[Tensor], dict[str, Tensor], int]:
     model = Model(dropout=0.2)
     pipe = graphpp.compile(model, loss, split=2 if schedule == "1F1B" else 4, schedule=schedule, microbatches=4, **options)
-    with captures() as made:
+    with internals.captures() as made:
         losses = [pipe.step(tokens(8, length), target=tokens(8, length)).losses for length in (6, 4, 9, 6, 33)]
     return losses, {fqn: parameter.grad for fqn, parameter in pipe.named_parameters()}, len(made)
 
@@ -167,7 +154,7 @@ def test_microbatches_of_several_sizes_in_one_step() -> None:
     model = Model()
     twin = copy.deepcopy(model)
     pipe = graphpp.compile(model, loss, split=["blocks.2"])
-    with captures() as made:
+    with internals.captures() as made:
         for lengths in [(5, 5), (9, 9), (3, 12), (12, 3), (7, 20), (30, 31)]:
             parts = [Microbatch((tokens(2, length),), {}, tokens(2, length)) for length in lengths]
             found = pipe.step_microbatches(parts)
@@ -191,7 +178,7 @@ def test_slices_of_a_longer_batch() -> None:
     model = Model()
     twin = copy.deepcopy(model)
     pipe = graphpp.compile(model, loss, split=["blocks.2"], microbatches=2)
-    with captures() as made:
+    with internals.captures() as made:
         for length in (6, 9, 12, 4):
             x = tokens(4, length)
             inputs, target = x[:, :-1], x[:, 1:]
@@ -212,7 +199,7 @@ def test_each_branch_has_its_graph() -> None:
     model = Branches()
     twin = copy.deepcopy(model)
     pipe = graphpp.compile(model, loss, split=["blocks.2"], microbatches=1)
-    with captures() as made:
+    with internals.captures() as made:
         for length in (5, 7, 20, 8, 30, 10, 11, 9, 64, 2):
             x = tokens(2, length)
             assert torch.equal(pipe.step(x, target=x).losses, eager(twin, [(x, x)]))
@@ -249,7 +236,7 @@ def test_a_model_that_fixes_its_sizes_is_said_once(kind: Any, names: str, caplog
     model = kind()
     twin = copy.deepcopy(model)
     pipe = graphpp.compile(model, F.mse_loss, split=1, microbatches=1)
-    with captures() as made, caplog.at_level(logging.WARNING, logger="graphpp"):
+    with internals.captures() as made, caplog.at_level(logging.WARNING, logger="graphpp"):
         for length in (3, 4, 5, 3, 4, 5):
             x = torch.randn(2, length, 4)
             found = pipe.step(x, target=x)
@@ -419,7 +406,7 @@ def test_evaluation_of_several_sizes() -> None:
     model = Model()
     pipe = graphpp.compile(model, loss, split=["blocks.2"], microbatches=2)
     twin = copy.deepcopy(model).eval()
-    with captures() as made:
+    with internals.captures() as made:
         for length in (4, 6, 8, 10, 12):
             x = tokens(4, length)
             found = pipe.eval(x, target=x)
@@ -448,7 +435,7 @@ def test_the_option(dynamic: bool) -> None:
     model = Model()
     twin = copy.deepcopy(model)
     pipe = graphpp.compile(model, loss, split=["blocks.2"], microbatches=1, debug=Debug(dynamic=dynamic))
-    with captures() as made:
+    with internals.captures() as made:
         for rows, length in [(4, 5), (3, 8), (4, 8)]:
             x = tokens(rows, length)
             assert torch.equal(pipe.step(x, target=x).losses, eager(twin, [(x, x)]))

@@ -163,13 +163,7 @@ def test_a_change_is_followed(name: str) -> None:
 
 
 def counted(pipe_of: Callable[[], Any], steps: int, between: Callable[[int], Any]) -> int:
-    made = []
-
-    def capture(*args: Any, **options: Any) -> Any:
-        made.append(1)
-        return internals.capture(*args, **options)
-
-    with internals.capturing_by(capture):
+    with internals.captures() as made:
         pipe = pipe_of()
         for at in range(steps):
             pipe.step(X, target=Y)

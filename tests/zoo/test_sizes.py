@@ -13,7 +13,6 @@ from torch import Tensor
 import graphpp
 from graphpp import Debug
 from graphpp.batch.microbatch import FlatMicrobatch
-from graphpp.capture.trace import CapturedGraph
 from tests import internals
 from tests.exhaustive import further
 from tests.zoo.models import ZOO
@@ -35,14 +34,8 @@ def test_sizes_that_the_trace_has_not_seen(name: str) -> None:
     twin = deepcopy(model)
     example = entry.batch(0)
     first = FlatMicrobatch.of(graphpp.Microbatch(example.args, example.kwargs, example.target))
-    captured: list[CapturedGraph] = []
-
-    def noting(*args: Any, **options: Any) -> CapturedGraph:
-        captured.append(internals.capture(*args, **options))
-        return captured[-1]
-
     options: dict[str, Any] = {"split": 2, "schedule": "1F1B", "microbatches": 1}
-    with internals.capturing_by(noting):
+    with internals.captures() as captured:
         pipe = graphpp.compile(model, entry.loss, debug=Debug(dynamic=True), **options)
         pipe.step_microbatches([first.microbatch()])
         symbols = captured[-1].joint.symbols

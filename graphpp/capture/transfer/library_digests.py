@@ -34,7 +34,7 @@ from graphpp.capture.transfer.objects import (
     state_of_logger,
 )
 from graphpp.capture.transfer.reachable_code import facts_of_code, plain_members
-from graphpp.capture.watch.state import in_cell
+from graphpp.capture.watch.reads import in_cell
 
 _DEPTH = 3
 _MOST_ITEMS = 10000  # of a container

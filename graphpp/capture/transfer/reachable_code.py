@@ -16,7 +16,7 @@ from graphpp.capture.transfer.libraries import is_below_libraries, is_installed,
 from graphpp.capture.transfer.module_uses import global_named, module_uses
 from graphpp.capture.transfer.names_asked import ENVIRONMENT, PER_PROCESS, UnreadableError
 from graphpp.capture.transfer.objects import registered_with
-from graphpp.capture.watch.state import in_cell
+from graphpp.capture.watch.reads import in_cell
 
 Children = Iterator[tuple[str, Any]]
 
@@ -164,7 +164,7 @@ class ReachableCode:
             yield from self._in_module(module, attribute)
 
     def _in_module(self, module: types.ModuleType, attribute: str | None) -> Children:
-        """What code reads of a Python module, all if the attribute is None; of a library its version."""
+        """The attribute that code reads of a Python module, all attributes for None; the version of a library."""
         self._note("module", module.__name__, attribute)
         if self._is_library(module):
             return

@@ -22,7 +22,8 @@ import torch
 from torch import nn
 
 from graphpp.capture.watch.reads import Reads, reads_of
-from graphpp.capture.watch.state import Place, Same, State, Walk, plain_value
+from graphpp.capture.watch.snapshot import Place, Same, State
+from graphpp.capture.watch.values import Walk, plain_value
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _REGISTRIES = ("_parameters", "_buffers", "_modules", *_HOOKS)
@@ -112,11 +113,11 @@ class Watch:
             for name in _REGISTRIES:
                 state.mapping(getattr(module, name))
         others = (
-            tuple(of_loss.same(buffer) for module in self._of_loss for buffer in module._buffers.values()),
+            tuple(Same(buffer) for module in self._of_loss for buffer in module._buffers.values()),
             of_model.of_classes(dict.fromkeys(type(module) for module in self.modules)),
             of_model.of_variables(),
             of_loss.of_variables(),
-            of_loss.callable(self._loss) if not isinstance(self._loss, nn.Module | type) else (),
+            of_loss.value(self._loss) if not isinstance(self._loss, nn.Module | type) else (),
             tuple(map(state.of_parameter, parameters)),
             tuple(map(state.of_buffer, buffers)),
         )
@@ -152,7 +153,7 @@ class Watch:
                 seen = walk.attribute(name, value, of_torch=of_torch)
                 if seen is not None:
                     found.append((name, seen))
-        return tuple(found), tuple(map(walk.same, hooks))
+        return tuple(found), tuple(map(Same, hooks))
 
 
 def _is_of_torch(base: type) -> bool:

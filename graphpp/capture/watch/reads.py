@@ -12,7 +12,7 @@ import sys
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
-from types import CodeType, FunctionType, MethodType, ModuleType
+from types import CellType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 _MOST = 5_000  # functions that are followed
@@ -31,7 +31,10 @@ class Reads:
 
 
 def reads_of(functions: Iterable[Any], classes: Iterable[type]) -> Reads:
-    """What the code of these functions reads, and the code that they call. `classes`: those of the objects in reach."""
+    """The names and variables that the code of functions, and all code that they call, reads.
+
+    `classes`: the classes of the objects in reach, whose methods the code may name.
+    """
     methods = _methods(classes)
     unnamed = (name for name in methods if name.startswith("__") and name not in _NOT_IN_A_FORWARD)
     implicit = [each for name in unnamed for each in methods[name] if not _is_generated(each)]
@@ -43,7 +46,7 @@ def reads_of(functions: Iterable[Any], classes: Iterable[type]) -> Reads:
         if not isinstance(function, FunctionType) or id(function) in seen or is_of_library(function):
             continue
         seen.add(id(function))
-        pending += [cell.cell_contents for cell in function.__closure__ or () if _is_filled(cell)]
+        pending += map(in_cell, function.__closure__ or ())
         asked = set(_names(function.__code__))
         names |= asked
         for name in asked:
@@ -52,6 +55,14 @@ def reads_of(functions: Iterable[Any], classes: Iterable[type]) -> Reads:
             variables[id(space), name] = space, name
             pending.append(space[name])
     return Reads(frozenset(names), tuple(variables.values()))
+
+
+def in_cell(cell: CellType) -> Any:
+    """The present value of a closure's variable; None if it is not assigned yet."""
+    try:
+        return cell.cell_contents
+    except ValueError:
+        return None
 
 
 def is_of_library(thing: Any) -> bool:
@@ -111,10 +122,3 @@ def _variables(namespace: Mapping[str, Any], asked: set[str]) -> Iterator[tuple[
         elif value.__name__.partition(".")[0] not in sys.stdlib_module_names | {"torch"}:
             space = vars(value)
             yield from ((space, inner) for inner in asked & space.keys() if not isinstance(space[inner], ModuleType))
-
-
-def _is_filled(cell: Any) -> bool:
-    try:
-        return cell.cell_contents is not None
-    except ValueError:
-        return False

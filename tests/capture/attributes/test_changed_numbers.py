@@ -77,7 +77,7 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, step: Callable[[],
 
 def check_steps(case: Case, batches: list[Batch], ignored: tuple[str, ...] = (), captures: int = 1) -> nn.Module:
     """Losses, gradients, buffers and numbers of each step are eager's, microbatch by microbatch; returns the model."""
-    eager, model, made = copy.deepcopy(case.model), case.model, []
+    eager, model = copy.deepcopy(case.model), case.model
     optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (model, eager)]
     pipe = graphpp.compile(model, case.loss, split=["second"], schedule="GPipe", microbatches=2)
 
@@ -87,11 +87,7 @@ def check_steps(case: Case, batches: list[Batch], ignored: tuple[str, ...] = (),
             (loss / 2).backward()
         return torch.stack([loss.detach() for loss in losses])
 
-    def counted(*args: Any, **options: Any) -> Any:
-        made.append(1)
-        return internals.capture(*args, **options)
-
-    with internals.capturing_by(counted):
+    with internals.captures() as made:
         for each in batches:
             mine = train(model, optimizers[0], lambda each=each: pipe.step(*each.args, target=each.target).losses)
             theirs = train(eager, optimizers[1], lambda each=each: plain(each))

@@ -1,9 +1,8 @@
-"""The state of objects as values that can be compared, and a snapshot that tells whether the state is still the same.
+"""The state of objects as values that can be compared.
 
-Contract: `Walk` turns objects into nested tuples; equal tuples mean that a trace reads the same. `State` notes every place that
-a walk has read, and `is_unchanged` compares these places by identity. Lists, dicts, sets, small NumPy arrays, objects of the
-program, closures and bound objects are followed up to `_DEPTH` levels and `_MOST` items; further objects are compared by
-identity.
+Contract: `Walk` turns objects into nested tuples; equal tuples mean that a trace reads the same. Lists, dicts, sets, small
+NumPy arrays, objects of the program, closures and bound objects are followed up to `_DEPTH` levels and `_MOST` items; further
+objects are compared by identity. Every place that is read is noted in a `State`.
 """
 
 from __future__ import annotations
@@ -12,19 +11,18 @@ import sys
 from argparse import Namespace
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, MutableSet, Sequence, Set
-from dataclasses import dataclass, field
 from enum import Enum
 from functools import partial
 from numbers import Number
-from operator import is_
 from pathlib import PurePath
-from types import BuiltinFunctionType, CellType, FunctionType, MappingProxyType, MethodType, ModuleType, SimpleNamespace
+from types import BuiltinFunctionType, FunctionType, MappingProxyType, MethodType, ModuleType, SimpleNamespace
 from typing import Any
 
 import torch
 from torch import nn
 
-from graphpp.capture.watch.reads import Reads, is_of_library
+from graphpp.capture.watch.reads import Reads, in_cell, is_of_library
+from graphpp.capture.watch.snapshot import Place, Same, State
 
 _PLAIN = frozenset((bool, int, float, complex, str, bytes, type(None), torch.dtype))
 _NUMBERS = (Enum, Number, str, bytes, PurePath)  # plain data of other classes, such as `IntEnum`; NumPy's have bytes
@@ -32,23 +30,7 @@ _LARGE = 1_000  # a container with more items (a vocabulary) is compared by iden
 _MOST = 50_000
 _DEPTH = 4
 _SMALL = 65_536  # bytes of a NumPy array whose elements are compared
-_ABSENT: Any = object()
 _OBJECTS: Any = object.__getattribute__
-
-
-class Same:
-    """An object that is compared by identity, and held, so that no other object gets the same address."""
-
-    __slots__ = ("held",)
-
-    def __init__(self, held: Any) -> None:
-        self.held = held
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Same) and other.held is self.held
-
-    def __hash__(self) -> int:
-        return id(self.held)
 
 
 def plain_value(value: Any) -> Any:
@@ -59,69 +41,6 @@ def plain_value(value: Any) -> Any:
     if kind is float:
         return kind, repr(value)  # a NaN equals itself, and 0.0 is not -0.0
     return (kind, value) if kind in _PLAIN or isinstance(value, _NUMBERS) else None
-
-
-def in_cell(cell: CellType) -> Any:
-    """The present value of a closure's variable; None if it is not assigned yet."""
-    try:
-        return cell.cell_contents
-    except ValueError:
-        return None
-
-
-Place = tuple[Same, Any]  # the namespace of an object, class or Python module, and a name
-
-
-@dataclass
-class State:
-    """The places that were read, with the objects found there; `seen`: the values of places outside of the modules."""
-
-    seen: dict[Place, Any] = field(default_factory=dict)
-    namespaces: list[tuple[Mapping[Any, Any], tuple[Any, ...]]] = field(default_factory=list)
-    mappings: list[tuple[Mapping[Any, Any], tuple[Any, ...], tuple[Any, ...]]] = field(default_factory=list)
-    lists: list[tuple[Sequence[Any], tuple[Any, ...]]] = field(default_factory=list)
-    sets: list[tuple[Set[Any], frozenset[Any]]] = field(default_factory=list)
-    entries: list[tuple[Mapping[Any, Any], Any, Any]] = field(default_factory=list)
-    attributes: list[tuple[Any, str, Any]] = field(default_factory=list)
-    cells: list[tuple[CellType, Any]] = field(default_factory=list)
-    arrays: list[tuple[Any, bytes]] = field(default_factory=list)
-    parameters: list[tuple[torch.Tensor, tuple[Any, ...]]] = field(default_factory=list)
-
-    def is_unchanged(self) -> bool:
-        """Whether every place still has the same object."""
-        for mapping, keys, values in self.mappings:
-            if len(mapping) != len(keys) or (keys and not (tuple(mapping) == keys and all(map(is_, mapping.values(), values)))):
-                return False
-        return (
-            all(len(each) == len(keys) and tuple(each) == keys for each, keys in self.namespaces)
-            and all(len(each) == len(values) and all(map(is_, each, values)) for each, values in self.lists)
-            and all(_facts(each) == facts for each, facts in self.parameters)
-            and all(mapping.get(key, _ABSENT) is value for mapping, key, value in self.entries)
-            and all(getattr(each, name, None) is value for each, name, value in self.attributes)
-            and all(in_cell(cell) is value for cell, value in self.cells)
-            and all(each == values for each, values in self.sets)
-            and all(each.tobytes() == data for each, data in self.arrays)
-        )
-
-    def mapping(self, mapping: Mapping[Any, Any]) -> None:
-        """Note all keys and values of a dict."""
-        self.mappings.append((mapping, tuple(mapping), tuple(mapping.values())))
-
-    def of_parameter(self, parameter: torch.Tensor) -> tuple[Any, ...]:
-        """What a graph needs of a parameter: whether it is trained and hooked, dtype, shape and strides."""
-        facts = _facts(parameter)
-        self.parameters.append((parameter, facts))
-        return facts
-
-    def of_buffer(self, buffer: torch.Tensor) -> tuple[Any, ...]:
-        """Dtype, shape and strides: a graph fits these, and compiled code relies on the strides."""
-        return self.of_parameter(buffer)[2:]
-
-
-def _facts(tensor: torch.Tensor) -> tuple[Any, ...]:
-    layout = tensor.layout
-    strides = tensor.stride() if layout is torch.strided else layout
-    return tensor.requires_grad, bool(tensor._backward_hooks), tensor.dtype, tensor.shape, strides
 
 
 class Walk:
@@ -138,14 +57,10 @@ class Walk:
             (FunctionType, self._function),
             (MethodType, self._method),
             (partial, self._partial),
-            (BuiltinFunctionType, lambda function, depth: Same(function)),
-            (torch.device, lambda device, depth: str(device)),
+            (BuiltinFunctionType, lambda function, _: Same(function)),
+            (torch.device, lambda device, _: str(device)),
             (type, self._class),
         )
-
-    def same(self, thing: Any) -> Same:
-        """An object by its identity."""
-        return Same(thing)
 
     def attribute(self, name: str, value: Any, *, of_torch: bool) -> Any:
         """A module's attribute; None if it is not watched.
@@ -154,7 +69,7 @@ class Walk:
         """
         if type(value) in _PLAIN or type(value) is torch.Tensor:
             return plain_value(value)
-        return self.value(value, _DEPTH) if of_torch or name in self._reads.names else None
+        return self.value(value) if of_torch or name in self._reads.names else None
 
     def of_variables(self) -> tuple[Any, ...]:
         """The global variables that the code reads."""
@@ -170,10 +85,6 @@ class Walk:
     def _is_number(self, name: str, value: Any) -> bool:
         return type(value) in _PLAIN and name in self._reads.names
 
-    def callable(self, function: Any) -> Any:
-        """A function: the function itself, its closure, defaults and attributes; the object to which a method is bound."""
-        return self.value(function, _DEPTH)
-
     def _entries(self, places: Iterable[tuple[Any, Mapping[Any, Any], Any]]) -> tuple[Any, ...]:
         """The values under names in namespaces; a place is the owner of the namespace, the namespace, a name."""
         found = []
@@ -184,7 +95,7 @@ class Walk:
                 found.append((name, seen))
         return tuple(found)
 
-    def value(self, value: Any, depth: int) -> Any:
+    def value(self, value: Any, depth: int = _DEPTH) -> Any:
         """An object as a value that can be compared; None for an object that no graph depends on by itself."""
         plain = None if _is_array(value) else plain_value(value)
         if plain is not None:
@@ -222,7 +133,7 @@ class Walk:
             return Same(value), len(value)
         if isinstance(value, Set):
             if isinstance(value, MutableSet):
-                self._state.sets.append((value, frozenset(value)))
+                self._state.sets.append((value, {id(item): item for item in value}))
             return frozenset(filter(None, map(plain_value, value)))
         if isinstance(value, dict):
             self._state.mapping(value)
@@ -273,7 +184,8 @@ class Walk:
         asked = [name for name in held if computes or name in self._reads.names]
         found = []
         for name in (*asked, *slots):
-            seen = self._seen((Same(value), name), getattr(value, name, None), depth, held if name in held else value)
+            present = held[name] if name in held else getattr(value, name, None)
+            seen = self._seen((Same(value), name), present, depth, held if name in held else value)
             if seen is not None:
                 found.append((name, seen))
         return Same(kind), tuple(found)
