@@ -8,7 +8,8 @@ Contract
 - Every rank of the group calls `Agreement.together`. It returns on all of them or raises on all of them: a rank whose own work
   failed raises its own error, every other rank raises `MismatchError`, which names the rank that differs and the difference.
 - Facts are lines of text under names; nothing is pickled. A name that a rank does not have is not compared on that rank.
-- If all ranks agree, they exchange 16 bytes each, a digest; the texts are exchanged only if digests differ.
+- If all ranks agree, they exchange one all-reduce of 32 bytes, a digest and its complement. Where digests differ, one rank of
+  each kind sends its text, of the kinds that failed and then of the most frequent ones, at most `_KINDS`.
 - `from_first` runs work on the first rank alone and gives the resulting bytes to all ranks. `same` tells whether all ranks
   have equal bytes.
 - The exchange runs on the CPU if the group has a CPU backend, so that no step waits for a GPU.
@@ -37,6 +38,11 @@ _ERROR = "error"
 _DIGEST_BYTES = 16
 _MADE = b"\0"  # stands before bytes that the first rank has made; an error's text stands without
 _LONG = 240  # characters of a line that an error shows
+_KINDS = 16  # texts that are exchanged where ranks differ
+
+
+def _hash(content: bytes) -> bytes:
+    return hashlib.sha256(content).digest()[:_DIGEST_BYTES]
 
 
 @dataclass(frozen=True)
@@ -66,7 +72,7 @@ class Facts:
     @cached_property
     def digest(self) -> bytes:
         """A hash of the text, 16 bytes: equal if the texts are equal."""
-        return hashlib.sha256(self.text.encode()).digest()[:_DIGEST_BYTES]
+        return _hash(self.text.encode())
 
 
 @dataclass(frozen=True)
@@ -84,7 +90,7 @@ class _More(Facts):
     @cached_property
     def digest(self) -> bytes:
         """A hash of the base's digest and the added text, 16 bytes."""
-        return hashlib.sha256(self.base.digest + self.more.text.encode()).digest()[:_DIGEST_BYTES]
+        return _hash(self.base.digest + self.more.text.encode())
 
 
 class Agreement:
@@ -116,17 +122,25 @@ class Agreement:
 
     def compare(self, facts: Facts) -> None:
         """Return if the facts are the same on every rank, else raise `MismatchError` on every rank."""
-        if self._group is None:
-            return
-        mine = torch.frombuffer(bytearray(facts.digest), dtype=torch.uint8)
-        if len({bytes(each.tolist()) for each in self._gather(mine)}) > 1:
-            by_rank = [json.loads(text) for text in self._texts(facts.text)]
-            _refuse(by_rank, [dist.get_global_rank(self._group, rank) for rank in range(len(by_rank))])
+        if not self.same(facts.digest):
+            by_rank = self._of_each_kind(facts)
+            assert self._group is not None
+            _refuse({dist.get_global_rank(self._group, rank): lines for rank, lines in by_rank.items()})
 
     def same(self, digest: bytes) -> bool:
-        """Whether all ranks of the group have these bytes, of which each rank has as many. Called by all ranks."""
-        mine = torch.frombuffer(bytearray(digest), dtype=torch.uint8)
-        return self._group is None or len({bytes(each.tolist()) for each in self._gather(mine)}) == 1
+        """Whether all ranks of the group have these bytes. Called by all ranks."""
+        if self._group is None:
+            return True
+        words = torch.frombuffer(bytearray(_hash(digest)), dtype=torch.int64)
+        largest = self.largest([words, ~words])
+        return torch.equal(largest[0], ~largest[1])  # the complement of the largest complement is the least value
+
+    def largest(self, mine: Sequence[torch.Tensor]) -> torch.Tensor:
+        """The largest value of each number over all ranks; `mine`: int64 tensors of one shape on the CPU."""
+        values = torch.stack(list(mine)).to(self._device)
+        if self._group is not None:
+            dist.all_reduce(values, dist.ReduceOp.MAX, group=self._group)
+        return values.cpu()
 
     def from_first(self, make: Callable[[], bytes]) -> bytes:
         """The result of `make` on the first rank, which alone calls it, on every rank. Called by all ranks.
@@ -149,17 +163,17 @@ class Agreement:
             raise _others_failed({dist.get_global_rank(self._group, 0): content.decode()})
         return content.removeprefix(_MADE)
 
-    def _broadcast(self, content: bytes) -> bytes:
-        """The first rank's bytes."""
+    def _broadcast(self, content: bytes, source: int = 0) -> bytes:
+        """The bytes of the rank `source` of the group."""
         assert self._group is not None
-        first = dist.get_global_rank(self._group, 0)
+        source = dist.get_global_rank(self._group, source)
         length = torch.tensor([len(content)], device=self._device)
-        dist.broadcast(length, first, group=self._group)
+        dist.broadcast(length, source, group=self._group)
         memory = torch.zeros(int(length), dtype=torch.uint8, device="cpu")
-        if content:
+        if len(content) == len(memory) and content:
             memory.copy_(torch.frombuffer(bytearray(content), dtype=torch.uint8))
         sent = memory.to(self._device)
-        dist.broadcast(sent, first, group=self._group)
+        dist.broadcast(sent, source, group=self._group)
         return bytes(sent.cpu().numpy())
 
     def shared_name(self) -> str:
@@ -169,14 +183,13 @@ class Agreement:
         drawn = torch.randint(2**62, (1,), generator=_fresh_generator(), device="cpu")
         return f"{int(self._gather(drawn)[0]):x}"
 
-    def _texts(self, text: str) -> list[str]:
-        """Every rank's text, in order of rank."""
-        mine = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
-        lengths = [int(each) for each in self._gather(torch.tensor([mine.numel()], device="cpu"))]
-        padded = torch.zeros(max(lengths), dtype=torch.uint8, device="cpu")
-        padded[: mine.numel()] = mine
-        parts = zip(self._gather(padded), lengths, strict=True)
-        return [bytes(part[:length].tolist()).decode() for part, length in parts]
+    def _of_each_kind(self, facts: Facts) -> dict[int, Mapping[str, Sequence[str]]]:
+        """The facts of every rank by its number in the group; ranks of the least frequent kinds are left out."""
+        mine = bytearray(bytes([_ERROR in facts.lines]) + facts.digest)
+        digests = [bytes(each.tolist()) for each in self._gather(torch.frombuffer(mine, dtype=torch.uint8))]
+        frequent = sorted(Counter(digests).items(), key=lambda kind: (-kind[0][0], -kind[1], digests.index(kind[0])))
+        sent = {kind: self._broadcast(facts.text.encode(), digests.index(kind)) for kind, _ in frequent[:_KINDS]}
+        return {rank: json.loads(sent[digest]) for rank, digest in enumerate(digests) if digest in sent}
 
     def _gather(self, mine: torch.Tensor) -> list[torch.Tensor]:
         """This small tensor of every rank, in order of rank, on the CPU."""
@@ -209,19 +222,14 @@ def _fresh_generator() -> torch.Generator:
     return generator
 
 
-def _refuse(by_rank: Sequence[Mapping[str, Sequence[str]]], ranks: Sequence[int]) -> None:
+def _refuse(by_rank: Mapping[int, Mapping[str, Sequence[str]]]) -> None:
     """Raise `MismatchError` with the ranks that failed; else with the ranks that differ from the majority. World ranks."""
-    failures = {rank: each[_ERROR][0] for rank, each in zip(ranks, by_rank, strict=True) if _ERROR in each}
+    failures = {rank: each[_ERROR][0] for rank, each in by_rank.items() if _ERROR in each}
     if failures:
         raise _others_failed(failures)
-    names = dict.fromkeys(name for each in by_rank for name in each)
-    faults = [
-        line
-        for name in names
-        for line in _differences(
-            name, {rank: each[name] for rank, each in zip(ranks, by_rank, strict=True) if name in each}
-        )
-    ]
+    names = dict.fromkeys(name for each in by_rank.values() for name in each)
+    values = {name: {rank: each[name] for rank, each in by_rank.items() if name in each} for name in names}
+    faults = [line for name in names for line in _differences(name, values[name])]
     if faults:
         raise MismatchError("the ranks do not agree, so nothing was run:\n" + "\n".join(f"  {line}" for line in faults))
 

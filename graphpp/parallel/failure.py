@@ -2,19 +2,21 @@
 
 Contract
 --------
-- The first rank that notices the loss writes it into the store that all ranks share. A rank that notices later, because its own
-  neighbour ended in turn, reads the first cause there. A rank that fails by itself writes its own number and error.
-- A lost rank is found by sending to every rank of the group (gloo). If the store was lost with its host, the error has this
-  rank's own finding.
+- The first rank that notices a failure looks for the lost rank by sending to every rank of the group (gloo), and writes its
+  finding into the store that all ranks share. A rank that notices later, because its own neighbour ended in turn, reads the
+  finding there, and sends to the ranks in it only. A rank that fails by itself writes its own number and error.
+- If the store was lost with its host, the error has this rank's own finding.
 - An entry in the store belongs to one call of one pipeline: a failure that the job survived does not appear in later errors.
-- Errors name ranks by their numbers in the world.
+- Errors name ranks by their numbers in the world. A rank that was too slow for the others is told so.
 """
 
 from __future__ import annotations
 
 import contextlib
+import json
 import re
 from collections.abc import Iterator
+from dataclasses import dataclass
 from datetime import timedelta
 
 import torch
@@ -26,6 +28,7 @@ from graphpp.parallel.agreement import has_gloo
 
 _TAG = 0x6C6F7374  # messages of a step have no tag, so no receive matches a probe
 _STORE_TIMEOUT = timedelta(seconds=5)
+_RESTART = "Restart all ranks from the last checkpoint; the log of the lost rank says why it ended."
 
 
 class FailureBoard:
@@ -52,23 +55,30 @@ class FailureBoard:
 
     def _tell(self, error: Exception) -> None:
         """Raise `RankFailure` if a rank is lost; else publish that this rank failed."""
-        lost = self._lost(error)
-        if lost:
-            known = self._publish(_fate(lost, late="Timed out" in str(error)))
+        known = None if self._is_first() else self._published()
+        lost = self._lost(error, known)
+        me = dist.get_rank()
+        if known is not None and me in known.ranks:
             raise RankFailure(
-                f"{known}, and rank {dist.get_rank()} cannot finish this step: {_reason(error)}.\n"
-                "Restart all ranks from the last checkpoint; the log of the lost rank says why it ended."
+                f"the other ranks have given up this step, because rank {me}, this one, {known.fate}.\n{_RESTART}"
             ) from error
-        self._publish(f"rank {dist.get_rank()} failed with {type(error).__name__}: {error}")
+        if not lost:
+            self._publish(_Finding((me,), f"failed with {type(error).__name__}: {error}"))
+            return
+        late = "Timed out" in str(error)
+        verb = "is" if len(lost) == 1 else "are"
+        known = known or self._publish(_Finding(tuple(lost), "did not answer in time" if late else f"{verb} lost"))
+        raise RankFailure(f"{known.text}, and rank {me} cannot finish this step: {_reason(error)}.\n{_RESTART}") from error
 
-    def _lost(self, error: Exception) -> list[int]:
-        """The ranks (of the world) that cannot be reached, or whose message did not arrive."""
+    def _lost(self, error: Exception, known: _Finding | None) -> list[int]:
+        """The ranks (of the world) that cannot be reached, or whose message did not arrive; of the known ones if there are."""
         assert self._group is not None
-        others = [rank for rank in range(dist.get_world_size(self._group)) if rank != dist.get_rank(self._group)]
-        lost = {error.peer} if isinstance(error, PeerLost) and error.peer is not None else set()
+        ranks = dist.get_process_group_ranks(self._group)
+        suspects = {rank for rank in ranks if known is None or rank in known.ranks} - {dist.get_rank()}
+        lost = {ranks[error.peer]} if isinstance(error, PeerLost) and error.peer is not None else set()
         if has_gloo(self._group):
-            lost |= {rank for rank in others if not self._reaches(rank)}
-        return [dist.get_global_rank(self._group, rank) for rank in sorted(lost)]
+            lost |= {rank for rank in suspects if not self._reaches(ranks.index(rank))}
+        return sorted(lost)
 
     def _reaches(self, rank: int) -> bool:
         try:
@@ -77,24 +87,63 @@ class FailureBoard:
             return False
         return True
 
-    def _publish(self, text: str) -> str:
-        """Write the text unless another rank has written one for this call; returns the text in the store, or the own one."""
+    # ------------------------------------------------------------------------------------------------ the store
+
+    def _is_first(self) -> bool:
+        """Whether this is the first rank that notices a failure in this call, or the store is lost."""
+        try:
+            return int(default_store().add(self._key("looks"), 1)) == 1
+        except RuntimeError:
+            return True
+
+    def _published(self) -> _Finding | None:
+        """The finding of the rank that looked first, for which this rank waits a moment."""
+        try:
+            store = default_store()
+            store.wait([self._key("found")], _STORE_TIMEOUT)
+            return _Finding.read(store.get(self._key("found")))
+        except RuntimeError:
+            return None
+
+    def _publish(self, finding: _Finding) -> _Finding:
+        """Write the finding unless another rank has written one for this call; returns the one in the store, or the own one."""
         try:
             store = default_store()
             before = store.timeout  # type: ignore[attr-defined]  # missing from torch's stubs
             store.set_timeout(_STORE_TIMEOUT)
             try:
-                return str(store.compare_set(f"graphpp/lost/{self._name}/{self._calls}", "", text).decode()) or text
+                return _Finding.read(store.compare_set(self._key("found"), "", finding.written))
             finally:
                 store.set_timeout(before)
         except RuntimeError:
-            return text
+            return finding
+
+    def _key(self, name: str) -> str:
+        return f"graphpp/lost/{self._name}/{self._calls}/{name}"
 
 
-def _fate(ranks: list[int], *, late: bool) -> str:
-    """`rank 3 is lost`, `ranks 0, 3 are lost`, `rank 1 did not answer in time`."""
-    noun, verb = ("rank", "is") if len(ranks) == 1 else ("ranks", "are")
-    return f"{noun} {', '.join(map(str, ranks))} {'did not answer in time' if late else f'{verb} lost'}"
+@dataclass(frozen=True)
+class _Finding:
+    """The ranks (of the world) that failed first, and their fate: `is lost`, `did not answer in time`, or an error."""
+
+    ranks: tuple[int, ...]
+    fate: str
+
+    @property
+    def text(self) -> str:
+        """`rank 3 is lost`, `ranks 0, 3 are lost`, `rank 1 did not answer in time`."""
+        return f"rank{'s' if len(self.ranks) > 1 else ''} {', '.join(map(str, self.ranks))} {self.fate}"
+
+    @property
+    def written(self) -> str:
+        """The finding as JSON."""
+        return json.dumps([self.ranks, self.fate])
+
+    @classmethod
+    def read(cls, written: bytes) -> _Finding:
+        """The finding that `written` made."""
+        ranks, fate = json.loads(written)
+        return cls(tuple(ranks), fate)
 
 
 def _reason(error: Exception) -> str:
