@@ -6,7 +6,7 @@ result = pipe.step(tokens, target=labels)
 
 from graphpp import cache, schedules
 from graphpp.api import compile, verify
-from graphpp.batch.microbatch import Microbatch, whole
+from graphpp.batch.microbatch import Microbatch, absent, whole
 from graphpp.errors import (
     BatchError,
     CaptureError,
@@ -73,6 +73,7 @@ __all__ = [
     "StepResult",
     "Timeline",
     "Verification",
+    "absent",
     "cache",
     "chrome_trace",
     "compile",

@@ -20,7 +20,8 @@ from graphpp.options.memory import MemoryLike
 from graphpp.options.options import Options
 from graphpp.options.parallel import ParallelLike
 from graphpp.options.split import Split
-from graphpp.parallel.agreement import Agreement, Facts
+from graphpp.parallel.agreement import Agreement
+from graphpp.parallel.facts import Facts
 from graphpp.parallel.failure import FailureBoard
 from graphpp.parallel.place import MeshLike, RankPlace, pipeline_ranks, place_of
 from graphpp.pipeline.pipeline import Pipeline

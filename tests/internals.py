@@ -23,14 +23,14 @@ from graphpp.runtime.runner import GraphPPRunner
 
 def last_lowered(pipe: graphpp.Pipeline) -> Lowered:
     """All that was decided about the last call."""
-    assert pipe._last is not None
-    return pipe._last.lowered
+    assert pipe._calls.last is not None
+    return pipe._calls.last.lowered
 
 
 def last_runner(pipe: graphpp.Pipeline) -> GraphPPRunner:
     """The runner of the last call."""
-    assert pipe._last is not None
-    return pipe._last.runner
+    assert pipe._calls.last is not None
+    return pipe._calls.last.runner
 
 
 def woven_programs(pipe: graphpp.Pipeline) -> list[WovenProgram]:

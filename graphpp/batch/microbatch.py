@@ -63,6 +63,23 @@ def whole(value: Any) -> Whole:
     return Whole(value)
 
 
+def absent(shape: Sequence[int] | int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """A tensor without data, for an argument of `pipe.step` or `pipe.eval` that this rank was not given.
+
+    `shape`, `dtype`: those of the tensor on the other ranks. `pipe.inputs_needed()` lists the arguments that a rank reads.
+    Where one of these is absent, the lowest rank of the pipeline that was given the argument sends it, in each call. The result
+    is a contiguous tensor on the meta device; any other tensor on the meta device serves as well.
+
+    Raises `BatchError` for a shape or dtype that is none.
+    """
+    if not isinstance(dtype, torch.dtype):
+        raise BatchError(f"absent: dtype must be a torch.dtype, got {dtype!r}")
+    try:
+        return torch.empty((shape,) if isinstance(shape, int) else tuple(shape), dtype=dtype, device="meta")
+    except (TypeError, RuntimeError) as error:
+        raise BatchError(f"absent: shape must be a tuple of sizes, got {shape!r}") from error
+
+
 @dataclass(frozen=True)
 class FlatMicrobatch:
     """A microbatch (or a batch) as flat leaves with their paths, and the structure to rebuild it."""

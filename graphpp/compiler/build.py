@@ -21,7 +21,7 @@ from graphpp.compiler.compile_graph import CompiledGraph, offload_windows, progr
 from graphpp.compiler.compile_regions import RegionCache
 from graphpp.compiler.request import CompileRequest
 from graphpp.errors import BatchError, GraphPPError, ScheduleError
-from graphpp.parallel.agreement import Facts
+from graphpp.parallel.facts import Facts
 from graphpp.passes.graph.op_costs import OpCosts
 from graphpp.passes.provenance import ProgramGraphs
 from graphpp.passes.stage.outline_regions import cost_with_regions

@@ -25,7 +25,7 @@ from graphpp.compiler.request import CompileRequest
 from graphpp.compiler.sized_graph import sized_program
 from graphpp.options.recompute import Recompute
 from graphpp.options.split import ModuleCall
-from graphpp.parallel.agreement import Facts
+from graphpp.parallel.facts import Facts
 from graphpp.passes.graph.joint_graph import JointGraph
 from graphpp.passes.lower import Hook, LoweringOptions, PassResult, lower, lower_assigned
 from graphpp.passes.provenance import ProgramGraphs
@@ -36,7 +36,7 @@ from graphpp.planner.layers import module_calls
 from graphpp.planner.plan import Plan
 from graphpp.planner.resolve_split import resolve
 from graphpp.planner.tables import CheckedTable
-from graphpp.runtime.program import BufferUpdate, PipelineProgram, StageProgram
+from graphpp.runtime.program import BufferUpdate, Input, PipelineProgram, StageProgram
 from graphpp.runtime.runner import ranks_of_parameters
 from graphpp.schedules.table.offload_window import OffloadWindow
 
@@ -106,6 +106,12 @@ class CompiledGraph:
     def buffers(self, rank: int) -> set[str]:
         """FQNs of the buffers that `rank` holds."""
         return {fqn for stage in self.local_stages(rank) for fqn in stage.buffers}
+
+    def reads(self, rank: int) -> set[str]:
+        """The paths of the tensors of a microbatch that the stages of `rank` read."""
+        stages = (stage for program in self.variants.values() or [self.program] for stage in program.stages)
+        own = (stage for stage in stages if self.plan.rank_of_stage[stage.index] == rank)
+        return {role.path for stage in own for role in stage.inputs if isinstance(role, Input)}
 
     @cached_property
     def ranks_of_parameter(self) -> dict[str, list[int]]:

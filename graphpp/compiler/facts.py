@@ -9,10 +9,11 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable, Sequence
 
-from graphpp.parallel.agreement import Facts
+from graphpp.parallel.checksum import checksum
+from graphpp.parallel.facts import Facts
 from graphpp.passes.graph.joint_graph import JointGraph
 from graphpp.planner.tables import CheckedTable
-from graphpp.runtime.model_state import ModelState, checksum
+from graphpp.runtime.model_state import ModelState
 from graphpp.runtime.program import Phase, PipelineProgram, StageProgram
 
 

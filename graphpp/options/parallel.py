@@ -21,6 +21,12 @@ def _read_device(form: object) -> torch.device | None:
         raise GraphPPError(f"take a torch.device or its name, got {form!r}: {str(error).splitlines()[0]}") from error
 
 
+def _read_every(form: object) -> int:
+    if not isinstance(form, int) or isinstance(form, bool) or form < 0:
+        raise GraphPPError(f"take an integer of 0 or more, got {form!r}")
+    return form
+
+
 def _read_costs(form: object) -> NodeSeconds | None:
     if form is not None and not callable(form):
         raise GraphPPError(f"take a function of a graph's node -> seconds, or None, got {form!r}")
@@ -48,6 +54,13 @@ class Parallel(Group):
         takes="a function of a graph's node, the same on all ranks",
         about="The seconds of an operation, by which the parts of OVERLAP_F_B are interleaved and a recompute fraction is "
         "spent. None: `graphpp.passes.graph.op_costs.OpCosts`.",
+    )
+    check_data: Option[int, int] = Option(
+        100,
+        read=_read_every,
+        takes="an integer of 0 or more",
+        about="Ranks of a pipeline compare the data that they were given: a checksum of all elements in the first 3 calls and "
+        "then in every so many calls, and of a sample (of data on the CPU) in all others. 0: never.",
     )
 
 

@@ -7,9 +7,9 @@ Contract
 --------
 - Every rank of the group calls `Agreement.together`. It returns on all of them or raises on all of them: a rank whose own work
   failed raises its own error, every other rank raises `MismatchError`, which names the rank that differs and the difference.
-- Facts are lines of text under names; nothing is pickled. A name that a rank does not have is not compared on that rank.
-- If all ranks agree, they exchange one all-reduce of 32 bytes, a digest and its complement. Where digests differ, one rank of
-  each kind sends its text, of the kinds that failed and then of the most frequent ones, at most `_KINDS`.
+- If all ranks agree, they exchange one all-reduce: a digest of their facts, a checksum of the tensors that they were given, and
+  the complements of both. Where these differ, one rank of each kind sends its text, of the kinds that failed and then of the
+  most frequent ones, at most `_KINDS`.
 - `from_first` runs work on the first rank alone and gives the resulting bytes to all ranks. `same` tells whether all ranks
   have equal bytes.
 - The exchange runs on the CPU if the group has a CPU backend, so that no step waits for a GPU.
@@ -18,79 +18,24 @@ Contract
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import json
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from functools import cached_property
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
 from graphpp._torch.distributed import group_named
 from graphpp.errors import MismatchError
+from graphpp.parallel.facts import Facts, failure_in, hashed
 
 T = TypeVar("T")
 
-_ERROR = "error"
-_DIGEST_BYTES = 16
 _MADE = b"\0"  # stands before bytes that the first rank has made; an error's text stands without
 _LONG = 240  # characters of a line that an error shows
 _KINDS = 16  # texts that are exchanged where ranks differ
-
-
-def _hash(content: bytes) -> bytes:
-    return hashlib.sha256(content).digest()[:_DIGEST_BYTES]
-
-
-@dataclass(frozen=True)
-class Facts:
-    """A description of what a rank is about to do: name -> lines of text, compared by digest first."""
-
-    lines: Mapping[str, Sequence[str]]
-
-    @classmethod
-    def of_failure(cls, error: BaseException) -> Facts:
-        """The facts of a rank whose own work failed."""
-        return cls({_ERROR: [f"{type(error).__name__}: {error}"]})
-
-    @cached_property
-    def text(self) -> str:
-        """The facts as JSON."""
-        return json.dumps({name: list(lines) for name, lines in self.lines.items()})
-
-    def adding(self, name: str, lines: Sequence[str]) -> Facts:
-        """These facts and more under another name; reuses the cached text and digest of these."""
-        return _More(self.lines, self, Facts({name: lines}))
-
-    def joined(self, other: Facts) -> Facts:
-        """These facts and the other ones."""
-        return Facts({**self.lines, **other.lines})
-
-    @cached_property
-    def digest(self) -> bytes:
-        """A hash of the text, 16 bytes: equal if the texts are equal."""
-        return _hash(self.text.encode())
-
-
-@dataclass(frozen=True)
-class _More(Facts):
-    """Facts with more facts added."""
-
-    base: Facts
-    more: Facts
-
-    @cached_property
-    def text(self) -> str:
-        """All facts as JSON."""
-        return json.dumps({**json.loads(self.base.text), **json.loads(self.more.text)})
-
-    @cached_property
-    def digest(self) -> bytes:
-        """A hash of the base's digest and the added text, 16 bytes."""
-        return _hash(self.base.digest + self.more.text.encode())
+_LEAST = -(2**63)  # of an integer of 64 bits
 
 
 class Agreement:
@@ -98,7 +43,17 @@ class Agreement:
 
     def __init__(self, group: dist.ProcessGroup | None, device: torch.device) -> None:
         self._group = group if group is not None and dist.get_world_size(group) > 1 else None
-        self._device = torch.device("cpu") if self._group is None or has_gloo(self._group) else device
+        self.device = torch.device("cpu") if self._group is None or has_gloo(self._group) else device
+
+    @property
+    def ranks(self) -> int:
+        """The number of ranks of the group."""
+        return 1 if self._group is None else dist.get_world_size(self._group)
+
+    @property
+    def rank(self) -> int:
+        """This rank's number in the group."""
+        return 0 if self._group is None else dist.get_rank(self._group)
 
     @property
     def several(self) -> bool:
@@ -110,6 +65,10 @@ class Agreement:
 
         Raises the error of this rank's own `work`, or `MismatchError` if another rank failed or differs.
         """
+        return self.together_or_lacking(work, facts)[0]
+
+    def together_or_lacking(self, work: Callable[[], T], facts: Callable[[T], Facts]) -> tuple[T, bool]:
+        """As `together`; also whether a rank lacks a tensor of its facts' checksums."""
         try:
             result = work()
             about = facts(result)
@@ -117,30 +76,48 @@ class Agreement:
             with contextlib.suppress(MismatchError):  # the other ranks learn of the failure; this rank raises its own error
                 self.compare(Facts.of_failure(error))
             raise
-        self.compare(about)
-        return result
+        return result, self.compare(about)
 
-    def compare(self, facts: Facts) -> None:
-        """Return if the facts are the same on every rank, else raise `MismatchError` on every rank."""
-        if not self.same(facts.digest):
-            by_rank = self._of_each_kind(facts)
-            assert self._group is not None
-            _refuse({dist.get_global_rank(self._group, rank): lines for rank, lines in by_rank.items()})
-
-    def same(self, digest: bytes) -> bool:
-        """Whether all ranks of the group have these bytes. Called by all ranks."""
+    def compare(self, facts: Facts) -> bool:
+        """Whether a rank lacks a tensor of its facts' checksums. Raises `MismatchError` on every rank if the facts differ."""
         if self._group is None:
-            return True
-        words = torch.frombuffer(bytearray(_hash(digest)), dtype=torch.int64)
-        largest = self.largest([words, ~words])
-        return torch.equal(largest[0], ~largest[1])  # the complement of the largest complement is the least value
+            return facts.lacking
+        digest = torch.frombuffer(bytearray(facts.digest), dtype=torch.int64).tolist()
+        total, flags = facts.sum, [int(facts.lacking), 0, 0]
+        words = [*digest, _LEAST if total is None else total]
+        complements = [*(~word for word in digest), _LEAST if total is None else ~total]
+        most, least, lacking = self.largest(torch.tensor([words, complements, flags], device="cpu")).tolist()
+        same = [high == ~low for high, low in zip(most, least, strict=True)]  # the complement of the least value is largest
+        if not (same[0] and same[1] and (same[2] or most[2] == least[2] == _LEAST)):
+            self.refuse_differences(self._of_each_kind(facts))
+        return bool(lacking[0])
 
-    def largest(self, mine: Sequence[torch.Tensor]) -> torch.Tensor:
-        """The largest value of each number over all ranks; `mine`: int64 tensors of one shape on the CPU."""
-        values = torch.stack(list(mine)).to(self._device)
-        if self._group is not None:
-            dist.all_reduce(values, dist.ReduceOp.MAX, group=self._group)
+    def same(self, content: bytes) -> bool:
+        """Whether all ranks of the group have these bytes. Called by all ranks."""
+        words = torch.frombuffer(bytearray(hashed(content)), dtype=torch.int64)
+        most, complement = self.largest(torch.stack([words, ~words]))
+        return torch.equal(most, ~complement)
+
+    def largest(self, mine: torch.Tensor) -> torch.Tensor:
+        """The largest value of each number over all ranks; `mine`: int64, of one shape on all ranks, on the CPU."""
+        if self._group is None:
+            return mine
+        values = mine.to(self.device)
+        dist.all_reduce(values, dist.ReduceOp.MAX, group=self._group)
         return values.cpu()
+
+    def refuse_differences(self, by_rank: Mapping[int, Mapping[str, Sequence[str]]]) -> None:
+        """Raise `MismatchError` if the lines of ranks differ, which all ranks know; `by_rank`: by the number in the group."""
+        world = dist.get_process_group_ranks(self._group) if self._group is not None else [0]
+        _refuse({world[rank]: lines for rank, lines in by_rank.items()})
+
+    def message(self, operation: Callable[..., Any], tensor: torch.Tensor, peer: int) -> dist.P2POp:
+        """A send or receive for `batch_isend_irecv`; `peer`: a rank of the group."""
+        return dist.P2POp(operation, tensor.to(self.device), group=self._group, group_peer=peer)
+
+    def of_all(self, mine: torch.Tensor) -> torch.Tensor:
+        """The small tensors of all ranks, of one shape, in order of rank, [ranks, ..] on the CPU."""
+        return torch.stack(self._gather(mine)) if self._group is not None else mine[None]
 
     def from_first(self, make: Callable[[], bytes]) -> bytes:
         """The result of `make` on the first rank, which alone calls it, on every rank. Called by all ranks.
@@ -167,12 +144,12 @@ class Agreement:
         """The bytes of the rank `source` of the group."""
         assert self._group is not None
         source = dist.get_global_rank(self._group, source)
-        length = torch.tensor([len(content)], device=self._device)
+        length = torch.tensor([len(content)], device=self.device)
         dist.broadcast(length, source, group=self._group)
         memory = torch.zeros(int(length), dtype=torch.uint8, device="cpu")
         if len(content) == len(memory) and content:
             memory.copy_(torch.frombuffer(bytearray(content), dtype=torch.uint8))
-        sent = memory.to(self._device)
+        sent = memory.to(self.device)
         dist.broadcast(sent, source, group=self._group)
         return bytes(sent.cpu().numpy())
 
@@ -185,16 +162,17 @@ class Agreement:
 
     def _of_each_kind(self, facts: Facts) -> dict[int, Mapping[str, Sequence[str]]]:
         """The facts of every rank by its number in the group; ranks of the least frequent kinds are left out."""
-        mine = bytearray(bytes([_ERROR in facts.lines]) + facts.digest)
+        text = json.dumps(facts.all_lines).encode()
+        mine = bytearray(bytes([facts.failed]) + hashed(text))
         digests = [bytes(each.tolist()) for each in self._gather(torch.frombuffer(mine, dtype=torch.uint8))]
         frequent = sorted(Counter(digests).items(), key=lambda kind: (-kind[0][0], -kind[1], digests.index(kind[0])))
-        sent = {kind: self._broadcast(facts.text.encode(), digests.index(kind)) for kind, _ in frequent[:_KINDS]}
+        sent = {kind: self._broadcast(text, digests.index(kind)) for kind, _ in frequent[:_KINDS]}
         return {rank: json.loads(sent[digest]) for rank, digest in enumerate(digests) if digest in sent}
 
     def _gather(self, mine: torch.Tensor) -> list[torch.Tensor]:
         """This small tensor of every rank, in order of rank, on the CPU."""
         assert self._group is not None
-        sent = mine.to(self._device)
+        sent = mine.to(self.device)
         received = [torch.empty_like(sent) for _ in range(dist.get_world_size(self._group))]
         dist.all_gather(received, sent, group=self._group)
         return [each.cpu() for each in received]
@@ -224,7 +202,8 @@ def _fresh_generator() -> torch.Generator:
 
 def _refuse(by_rank: Mapping[int, Mapping[str, Sequence[str]]]) -> None:
     """Raise `MismatchError` with the ranks that failed; else with the ranks that differ from the majority. World ranks."""
-    failures = {rank: each[_ERROR][0] for rank, each in by_rank.items() if _ERROR in each}
+    errors = ((rank, failure_in(each)) for rank, each in by_rank.items())
+    failures = {rank: error for rank, error in errors if error is not None}
     if failures:
         raise _others_failed(failures)
     names = dict.fromkeys(name for each in by_rank.values() for name in each)

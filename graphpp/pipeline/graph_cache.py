@@ -34,7 +34,9 @@ from graphpp.compiler.build import Lowered, check_homes, check_same_results, low
 from graphpp.compiler.capture_once import capture_graphs
 from graphpp.compiler.compile_graph import CompiledGraph, TableFor, compile_graph
 from graphpp.compiler.request import CompileRequest
-from graphpp.parallel.agreement import Agreement, Facts
+from graphpp.errors import GraphPPError
+from graphpp.parallel.agreement import Agreement
+from graphpp.parallel.facts import Facts
 from graphpp.pipeline.graph_keys import GraphKeys, Recent, check_same_updates
 from graphpp.pipeline.stale_copies import StaleCopies
 from graphpp.pipeline.step_call import GraphKey, StepCall
@@ -59,6 +61,10 @@ class PreparedStep:
         """The tensors of each microbatch as the graphs take them: a graph with open sizes takes integers in order of memory."""
         pairs = zip(parts, self.lowered.graphs, strict=True)
         return [(part if graph.general is None else part.with_ordered_integers()).tensors for part, graph in pairs]
+
+    def reads(self) -> set[str]:
+        """The paths of the tensors of a microbatch that this rank's stages read."""
+        return set().union(*(graph.reads(self.runner.place.rank) for graph in self.lowered.graphs))
 
 
 class GraphCache:
@@ -159,6 +165,18 @@ class GraphCache:
         if len(new) == len(call.distinct):
             return "nothing yet (such a call is new, or an attribute or hook of the model has changed)"
         return f"no graph for microbatches of shape {', '.join(new)}"
+
+    def local(self) -> set[str]:
+        """FQNs of this rank's parameters and buffers. Raises `GraphPPError` before anything is captured."""
+        rank = self._request.place.rank
+        first = self.captured()
+        return first.parameters(rank) | first.buffers(rank)
+
+    def captured(self) -> CompiledGraph:
+        """The first graph that was captured. Raises `GraphPPError` before anything is captured."""
+        if self.first is None:
+            raise GraphPPError("nothing is captured yet: give example= to graphpp.compile, or run a step first")
+        return self.first
 
     # ------------------------------------------------------------------------------------ the straight line of a new call
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import gc
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NoReturn
@@ -23,27 +23,24 @@ from torch.amp import GradScaler
 
 from graphpp._torch.autograd import call_gradient_hooks
 from graphpp.batch.cut_batch import cut_batch, leading_size
-from graphpp.batch.loss_weights import DeferredScaler, LossWeight, LossWeighting
+from graphpp.batch.loss_weights import DeferredScaler, LossWeight
 from graphpp.batch.microbatch import FlatMicrobatch, Microbatch, flatten_microbatch
 from graphpp.capture.loss import LossFunction
 from graphpp.capture.outputs import mean_metrics, merge_outputs
-from graphpp.compiler import facts
-from graphpp.compiler.compile_graph import CompiledGraph
 from graphpp.compiler.request import CompileRequest
 from graphpp.errors import BatchError, GraphPPError
 from graphpp.options.options import Options
-from graphpp.parallel.agreement import Agreement, Facts
-from graphpp.parallel.failure import FailureBoard
+from graphpp.parallel.agreement import Agreement
 from graphpp.parallel.place import RankPlace
 from graphpp.pipeline import grad_norm as norms
-from graphpp.pipeline.graph_cache import GraphCache, PreparedStep
+from graphpp.pipeline.calls import Calls, MakeParts
+from graphpp.pipeline.graph_cache import GraphCache
 from graphpp.pipeline.profile import Profile
 from graphpp.pipeline.profile_steps import Trials
-from graphpp.pipeline.step_call import StepCall
 from graphpp.planner.counts import microbatches_for, usual_microbatches
 from graphpp.planner.plan import Plan
 from graphpp.runtime.model_state import ModelState
-from graphpp.runtime.program import StageProgram
+from graphpp.runtime.program import Input, StageProgram
 from graphpp.schedules.simulate.timeline import Timeline
 from graphpp.verification.report import Verification
 from graphpp.verification.verify import verified
@@ -93,16 +90,13 @@ class Pipeline:
         example: Microbatch | None = None,
     ) -> None:
         self._model, self._loss, self._options, self._place = model, loss, options, place
-        self._agreement, self._example = agreement, example
+        self._example = example
         self._state = ModelState(model)
         self._cache = GraphCache(CompileRequest(model, loss, options, place), self._state, agreement)
-        self._last: PreparedStep | None = None
-        self._broken = False
-        self._compared = False  # the values with which the replicas begin
-        self._replica_agreement = Agreement(place.replicas, place.device)
-        self._board = FailureBoard(place.group, agreement.shared_name())
+        self._calls = Calls(options, place, agreement, self._cache, self._state)
         if example is not None:
-            self._compile(example)
+            with self._calls.watched():
+                self._calls.compile(self._parts([example]), usual_microbatches(options, place.ranks))
 
     # ------------------------------------------------------------------------------------------------ running
 
@@ -127,7 +121,7 @@ class Pipeline:
 
         At the end, hooks of `register_post_accumulate_grad_hook` are called with each of this rank's parameters.
         """
-        return self._step(partial(self._cut, Microbatch(args, kwargs, target)), loss_weight, scaler)
+        return self._step(self._training_parts(args, kwargs, target), loss_weight, scaler)
 
     def recapture(self) -> None:
         """Capture the model anew at the next call: for a change that nobody can see, such as an environment variable.
@@ -144,7 +138,7 @@ class Pipeline:
         scaler: GradScaler | DeferredScaler | None = None,
     ) -> StepResult:
         """Like `step`, with the microbatches given one by one; their shapes may differ, each shape is captured once."""
-        return self._step(partial(_flattened, microbatches), loss_weight, scaler)
+        return self._step(self._parts(microbatches), loss_weight, scaler)
 
     def eval(self, *args: Any, target: Any = None, loss_weight: LossWeight | None = None, **kwargs: Any) -> EvalResult:
         """The forward of a whole batch with the model in eval mode; no gradients, no buffer of training is touched.
@@ -153,9 +147,9 @@ class Pipeline:
         tensors averaged over the microbatches, others stacked. `loss` is on every rank if a target was given; `loss_weight`
         as in `step`.
         """
-        with self._watched(), _eval_mode(self._model):
-            call = self._agreed_call(partial(self._cut, Microbatch(args, kwargs, target)), loss_weight, training=False)
-            prepared = self._run(call, self._cache.prepared(call))
+        with self._calls.watched(), _eval_mode(self._model):
+            call, prepared = self._calls.evaluation(lambda: self._cut(Microbatch(args, kwargs, target)), loss_weight)
+            self._calls.run(call, prepared)
             losses = prepared.runner.losses() if target is not None else None
             metrics = prepared.runner.metrics()
         outputs, sizes = prepared.runner.take_outputs(), [leading_size(part) for part in call.parts]
@@ -189,12 +183,11 @@ class Pipeline:
         def parts() -> list[FlatMicrobatch]:
             if not isinstance(repeat, int) or repeat < 1:
                 raise GraphPPError(f"a profile needs at least one step: repeat must be a positive number, got {repeat!r}")
-            return self._cut(Microbatch(args, kwargs, target))
+            return self._training_parts(args, kwargs, target)()
 
-        with self._watched():
-            call, prepared = self._prepared(parts, asked=f"a profile of {repeat} steps")
-            trials = Trials(self._model, self._cache, partial(self._run, call))
-            return trials.profile(prepared, repeat)
+        with self._calls.watched():
+            call, prepared = self._calls.training(parts, asked=f"a profile of {repeat} steps")
+            return Trials(self._model, self._cache, partial(self._calls.run, call)).profile(prepared, repeat)
 
     def timeline(self, *args: Any, target: Any = None, repeat: int = 3, **kwargs: Any) -> Timeline:
         """The start and end of each action of a step over this batch on every rank, in seconds, as `profile` measures them."""
@@ -207,8 +200,8 @@ class Pipeline:
         ranks if a rank makes another call.
         """
         gradients = self._gradients()
-        with self._watched(), torch.no_grad():
-            self._agree_on("clip_grad_norm_", f"max_norm={max_norm}, norm_type={norm_type}")
+        with self._calls.watched(), torch.no_grad():
+            self._calls.agree_on("clip_grad_norm_", f"max_norm={max_norm}, norm_type={norm_type}")
             norm = norms.total_norm(gradients, norm_type)
             norms.clip_(gradients, max_norm, norm)
         return norm
@@ -216,7 +209,8 @@ class Pipeline:
     @property
     def bubble(self) -> float | None:
         """The share of the last call in which this rank waited for messages, 0 to 1; None before a call, and on CUDA."""
-        return None if self._last is None else self._last.runner.bubble
+        last = self._calls.last
+        return None if last is None else last.runner.bubble
 
     @property
     def cudagraphs(self) -> dict[str, str]:
@@ -229,7 +223,7 @@ class Pipeline:
     @property
     def plan(self) -> Plan:
         """The stages, their ranks and bytes, and the schedule. Raises `GraphPPError` before anything is captured."""
-        return self._first().plan
+        return self._cache.captured().plan
 
     def programs(self, stage: int) -> StageProgram:
         """The programs of a stage, on this rank or another, as compiled for the first captured microbatch.
@@ -237,7 +231,7 @@ class Pipeline:
         `programs(1).programs[Phase.FORWARD].source` is the text that stage 1's forward runs under backend="eager". Raises
         `GraphPPError` before anything is captured, and for a stage that does not exist.
         """
-        stages = self._first().program.stages
+        stages = self._cache.captured().program.stages
         if not 0 <= stage < len(stages):
             raise GraphPPError(f"there is no stage {stage}: stages are 0..{len(stages) - 1}")
         return stages[stage]
@@ -246,7 +240,7 @@ class Pipeline:
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """(FQN, parameter) of this rank's stages, in the model's order: the model's own objects."""
-        return self._state.named(self._local(), among=self._state.parameters)  # type: ignore[return-value]
+        return self._state.named(self._cache.local(), among=self._state.parameters)  # type: ignore[return-value]
 
     def parameters(self) -> Iterator[nn.Parameter]:
         """This rank's parameters, in the model's order: hand them to the optimizer."""
@@ -254,11 +248,11 @@ class Pipeline:
 
     def named_buffers(self) -> Iterator[tuple[str, torch.Tensor]]:
         """(FQN, buffer) of this rank's stages, in the model's order."""
-        return self._state.named(self._first().buffers(self._place.rank), among=self._state.buffers)
+        return self._state.named(self._cache.captured().buffers(self._place.rank), among=self._state.buffers)
 
     def state_dict(self) -> dict[str, Any]:
         """This rank's entries of the model's state dict, under the model's keys; all ranks' together are all of it."""
-        return self._state.state_dict(self._local())
+        return self._state.state_dict(self._cache.local())
 
     def load_state_dict(self, state: Mapping[str, Any], strict: bool = True) -> None:
         """Copy this rank's entries of `state` (a rank's or the whole model's dict) into the model, in place.
@@ -266,7 +260,17 @@ class Pipeline:
         Raises `GraphPPError` where an entry is missing, or unknown to the model (`strict`), or has another shape; then
         nothing was changed.
         """
-        self._state.load(self._local(), state, strict)
+        self._state.load(self._cache.local(), state, strict)
+
+    def inputs_needed(self) -> list[str]:
+        """The tensors of a batch that this rank's stages read, by path, in order: `args[0]`, `kwargs['mask']`, `target`.
+
+        Of every other tensor this rank needs the shape only, as `graphpp.absent(shape, dtype)`. Raises `GraphPPError` before
+        anything is captured: give `example=` to `graphpp.compile`.
+        """
+        first = self._cache.captured()
+        read = first.reads(self._place.rank)
+        return [role.path for role in first.captured.joint.inputs() if isinstance(role, Input) and role.path in read]
 
     def __repr__(self) -> str:
         """The plan as a table: stage, rank, FQNs, parameters, bytes sent, bytes saved."""
@@ -283,109 +287,25 @@ class Pipeline:
 
     def _step(
         self,
-        make: Callable[[], list[FlatMicrobatch]],
+        make: MakeParts,
         loss_weight: LossWeight | None,
         scaler: GradScaler | DeferredScaler | None,
     ) -> StepResult:
         scaling = scaler.scaler if isinstance(scaler, DeferredScaler) else scaler
-        with self._watched():
-            call, prepared = self._prepared(make, loss_weight, scaling)
-            runner = self._run(call, prepared).runner
+        with self._calls.watched():
+            call, prepared = self._calls.training(make, loss_weight, scaling)
+            runner = self._calls.run(call, prepared).runner
             losses, metrics = runner.losses(), runner.metrics()
             if scaling is scaler and scaling is not None and scaling.is_enabled():
                 norms.share_overflow_(self._gradients())
             call_gradient_hooks(self.parameters())
         return StepResult(call.weighting.step_loss(losses), losses, mean_metrics(metrics))
 
-    def _compile(self, example: Microbatch) -> None:
-        with self._watched():
-            call = self._agreed_call(partial(_flattened, [example]), training=True)
-            self._cache.compile(call, usual_microbatches(self._options, self._place.ranks))
+    def _parts(self, microbatches: Sequence[Microbatch]) -> MakeParts:
+        return lambda: self._with_targets(_flattened(microbatches))
 
-    @contextlib.contextmanager
-    def _watched(self) -> Iterator[None]:
-        """A context around a call of all ranks: if one rank fails, the others raise `RankFailure`.
-
-        Tensors made in it are no inference tensors, also where the caller is in inference mode.
-        """
-        with self._board.watching(), torch.inference_mode(False):
-            yield
-
-    def _agreed_call(
-        self,
-        make: Callable[[], list[FlatMicrobatch]],
-        loss_weight: LossWeight | None = None,
-        scaler: object = None,
-        *,
-        training: bool,
-        asked: str = "",
-    ) -> StepCall:
-        """A call for which all ranks have as many microbatches, of the same shapes, weights and scale.
-
-        `make` makes this rank's microbatches. `asked`: the name of a call that is neither a step nor an evaluation.
-        """
-
-        def make_call() -> StepCall:
-            parts = self._with_targets(make()) if training else make()
-            weighting = LossWeighting.of(self._options.gradients.reduction, loss_weight, scaler, len(parts))
-            return self._cache.call(parts, weighting, training=training)
-
-        def facts_of(made: StepCall) -> Facts:
-            known = self._cache.facts(made)
-            return known.adding("the call", [asked]) if asked else known
-
-        self._check_whole()
-        return self._agreement.together(make_call, facts_of)
-
-    def _agree_on(self, call: str, arguments: str) -> None:
-        """Go on if all ranks make this call with these arguments. Raises `MismatchError` on all ranks."""
-        self._check_whole()
-        self._agreement.together(lambda: None, lambda _: Facts({"the call": [call], "its arguments": [arguments]}))
-
-    def _check_whole(self) -> None:
-        """Raise `GraphPPError` after a call that ended midway: the other ranks may still be in that call."""
-        if self._broken:
-            raise GraphPPError(
-                "an earlier call of this pipeline ended midway, and messages between the ranks may still be under way: "
-                "restart all ranks from the last checkpoint."
-            )
-
-    def _prepared(
-        self,
-        make: Callable[[], list[FlatMicrobatch]],
-        loss_weight: LossWeight | None = None,
-        scaler: object = None,
-        asked: str = "",
-    ) -> tuple[StepCall, PreparedStep]:
-        """Prepare a training call, on all replicas or on none, because each replica waits for the gradients of the others."""
-
-        def prepare() -> tuple[StepCall, PreparedStep]:
-            call = self._agreed_call(make, loss_weight, scaler, training=True, asked=asked)
-            return call, self._cache.prepared(call)
-
-        def facts_of(made: tuple[StepCall, PreparedStep]) -> Facts:
-            known = made[1].lowered.replica_facts.adding("the call", [asked or "step"])
-            if self._compared or not self._replica_agreement.several:
-                return known
-            return known.joined(facts.of_replicas(self._state, self._local()))
-
-        self._check_whole()
-        made = self._replica_agreement.together(prepare, facts_of)
-        self._compared = True
-        return made
-
-    def _run(self, call: StepCall, prepared: PreparedStep) -> PreparedStep:
-        """Run a call once; afterwards the runner has the results."""
-        place = self._place
-        loss = prepared.runner.program.loss
-        seeds = call.weighting.seeds(len(call.parts), loss.dtype, place.device) if loss is not None else []
-        self._broken = place.ranks > 1 or (call.training and self._replica_agreement.several)
-        with torch.autocast(place.device.type, enabled=False):  # its casts are in the graph
-            prepared.runner.step(prepared.inputs(call.parts), seeds)
-        self._broken = False
-        self._cache.after_step(call, prepared)
-        self._last = prepared
-        return prepared
+    def _training_parts(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], target: Any) -> MakeParts:
+        return lambda: self._with_targets(self._cut(Microbatch(args, kwargs, target)))
 
     def _cut(self, batch: Microbatch) -> list[FlatMicrobatch]:
         count = microbatches_for(self._options, self._place.ranks, batch, self._cache.tables.admits)
@@ -403,22 +323,12 @@ class Pipeline:
             )
         return parts
 
-    def _first(self) -> CompiledGraph:
-        if self._cache.first is None:
-            raise GraphPPError("nothing is captured yet: give example= to graphpp.compile, or run a step first")
-        return self._cache.first
-
     def _gradients(self) -> norms.RankGradients:
         """The gradients of this rank's parameters, with their positions among the model's parameters."""
         order = {fqn: index for index, fqn in enumerate(self._state.parameters)}
-        owners, place = self._first().ranks_of_parameter, self._place
+        owners, place = self._cache.captured().ranks_of_parameter, self._place
         slots = [norms.OwnParameter(order[fqn], p, owners[fqn][0] == place.rank) for fqn, p in self.named_parameters()]
         return norms.RankGradients(slots, len(order), place.group, place.device)
-
-    def _local(self) -> set[str]:
-        """FQNs of this rank's parameters and buffers."""
-        first, rank = self._first(), self._place.rank
-        return first.parameters(rank) | first.buffers(rank)
 
 
 def _has_target(part: FlatMicrobatch) -> bool:

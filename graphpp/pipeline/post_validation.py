@@ -99,8 +99,9 @@ class PostValidation(DeferredScaler):
 
     def step(self) -> torch.Tensor:
         """Clip and step; returns the norm before clipping, 0-dim, the same on every rank as from `pipe.clip_grad_norm_`."""
-        with self._pipe._watched():
-            gradients = self._pipe._gradients()
+        gradients = self._pipe._gradients()
+        with self._pipe._calls.watched():
+            self._pipe._calls.agree_on("PostValidation.step", f"max_norm={self._max_norm}, norm_type={self._norm_type}")
             tables = self._begin(gradients)
             early = self._steps_early(tables) and self._snapshot.take(tables.pending.arrived)
             with self._rolled_back_on_error(early):

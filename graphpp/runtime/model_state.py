@@ -99,12 +99,6 @@ def own_tensors(module: nn.Module) -> list[tuple[str, torch.Tensor]]:
     return [*parameters, *module.named_buffers(recurse=False, remove_duplicate=False)]
 
 
-def checksum(tensor: torch.Tensor) -> int:
-    """An integer that is equal for equal bits, and almost always differs for different bits."""
-    width = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()]
-    return int(tensor.detach().contiguous().view(width).sum())
-
-
 def _refuse_meta(names: list[str]) -> None:
     if names:
         raise GraphPPError(

@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import graphpp
-from graphpp.parallel.agreement import Agreement, Facts
+from graphpp.parallel.agreement import Agreement
+from graphpp.parallel.facts import Facts
 from graphpp.runtime.program import Phase
 from graphpp.schedules.generate.names import SCHEDULES
 from tests import internals

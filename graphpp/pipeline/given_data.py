@@ -1,0 +1,136 @@
+"""Compare the data that the ranks of a pipeline were given, and send data to ranks that need them and were not given them.
+
+Contract
+--------
+- Ranks of one pipeline must be given the same data. `checksums` has one number for each tensor: of all elements in the first
+  calls and then in every n-th; in between of a sample of one microbatch. A sample of a tensor on a GPU would make the host
+  wait, and is left out.
+- A tensor on the meta device stands for data that a rank was not given. `filled` gives each rank the data that its stages read,
+  from the lowest rank that has them, and raises `BatchError` on all ranks if none has.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+import torch.distributed as dist
+
+from graphpp.batch.microbatch import FlatMicrobatch
+from graphpp.errors import BatchError
+from graphpp.parallel.agreement import Agreement
+from graphpp.parallel.checksum import checksum, checksum_of_sample
+
+_FIRST = 3  # calls of which all elements are compared
+
+Place = tuple[int, str]  # the index of a microbatch and the path of a tensor in it
+
+
+def checksums(parts: Sequence[FlatMicrobatch], call: int, every: int) -> dict[str, int | None]:
+    """The checksums of a call's tensors by name, None for an absent one.
+
+    `call`: the number of the call, from 1. `every`: all elements are compared in every so many calls; 0: nothing is compared.
+    """
+    return {_name(place): total for place, total in _sums(parts, call, every).items()}
+
+
+def _sums(parts: Sequence[FlatMicrobatch], call: int, every: int) -> dict[Place, int | None]:
+    whole = every > 0 and (call <= _FIRST or call % every == 0)
+    found: dict[Place, int | None] = {}
+    for index, part in enumerate(parts):
+        sampled = every > 0 and call % len(parts) == index
+        for path, tensor in part.tensors.items():
+            if tensor.is_meta:
+                found[index, path] = None
+            elif whole:
+                found[index, path] = checksum(tensor)
+            elif sampled and tensor.device.type == "cpu":
+                found[index, path] = checksum_of_sample(tensor)
+    return found
+
+
+@dataclass(frozen=True)
+class _Holding:
+    """What one rank says of one tensor: whether the rank was given data and reads the tensor, and the checksum of the data."""
+
+    given: bool
+    read: bool
+    total: int | None
+
+    def numbers(self) -> list[int]:
+        return [self.given, self.read, self.total is not None, self.total or 0]
+
+    @classmethod
+    def of(cls, numbers: Sequence[int]) -> _Holding:
+        given, read, checked, total = numbers
+        return cls(bool(given), bool(read), total if checked else None)
+
+
+def filled(
+    parts: Sequence[FlatMicrobatch], read: Collection[str], call: int, every: int, agreement: Agreement
+) -> list[FlatMicrobatch]:
+    """The microbatches with all tensors that this rank reads. Called by all ranks, with tensors alike in shape and dtype.
+
+    `read`: the paths that this rank's stages read. `call`, `every`: as for `checksums`. Raises `MismatchError` where ranks were
+    given different data, and `BatchError` where no rank was given data that a rank reads.
+    """
+    tensors = {(index, path): tensor for index, part in enumerate(parts) for path, tensor in part.tensors.items()}
+    sums = _sums(parts, call, every)
+    own = [_Holding(not tensor.is_meta, place[1] in read, sums.get(place)) for place, tensor in tensors.items()]
+    everyone = agreement.of_all(torch.tensor([each.numbers() for each in own], dtype=torch.int64, device="cpu"))
+    holdings = {place: [_Holding.of(numbers) for numbers in everyone[:, at].tolist()] for at, place in enumerate(tensors)}
+    _check(holdings, agreement)
+    received = _exchanged(tensors, holdings, agreement)
+    pairs = [list(zip(part.paths, part.values, strict=True)) for part in parts]
+    values = [tuple(received.get((index, path), leaf) for path, leaf in each) for index, each in enumerate(pairs)]
+    return [replace(part, values=new) for part, new in zip(parts, values, strict=True)]
+
+
+def _check(holdings: dict[Place, list[_Holding]], agreement: Agreement) -> None:
+    """Raise on all ranks where ranks hold different data, or a rank reads data that no rank was given."""
+    by_rank = {
+        rank: {f"the values of {_name(place)}": [f"checksum {each[rank].total}"] for place, each in holdings.items()
+               if each[rank].total is not None}
+        for rank in range(agreement.ranks)
+    }  # fmt: skip
+    agreement.refuse_differences(by_rank)
+    for place, each in holdings.items():
+        readers = [rank for rank, holding in enumerate(each) if holding.read]
+        if readers and not any(holding.given for holding in each):
+            raise BatchError(
+                f"no rank was given {_name(place)}, which rank {readers[0]} of the pipeline reads: give the tensor with its "
+                "data on one rank at least (pipe.inputs_needed() lists the arguments that a rank reads)"
+            )
+
+
+def _exchanged(
+    tensors: dict[Place, torch.Tensor], holdings: dict[Place, list[_Holding]], agreement: Agreement
+) -> dict[Place, torch.Tensor]:
+    """The tensors that this rank has received: each from the lowest rank that was given it, on every rank that lacks it."""
+    received: dict[Place, torch.Tensor] = {}
+    messages = []
+    for place, each in holdings.items():
+        source = next((rank for rank, holding in enumerate(each) if holding.given), None)
+        for rank, holding in enumerate(each):
+            if source is None or holding.given or not holding.read:
+                continue
+            if agreement.rank == source:
+                messages.append(agreement.message(dist.isend, tensors[place].detach().contiguous(), rank))
+            elif agreement.rank == rank:
+                memory = torch.empty(tensors[place].shape, dtype=tensors[place].dtype, device=agreement.device)
+                messages.append(agreement.message(dist.irecv, memory, source))
+                received[place] = memory
+    for work in dist.batch_isend_irecv(messages) if messages else ():
+        work.wait()
+    return {place: _laid_out_as(tensors[place], memory) for place, memory in received.items()}
+
+
+def _laid_out_as(absent: torch.Tensor, memory: torch.Tensor) -> torch.Tensor:
+    if memory.stride() == absent.stride():
+        return memory
+    return torch.empty_like(absent, device=memory.device).copy_(memory)
+
+
+def _name(place: Place) -> str:
+    return f"{place[1]} of microbatch {place[0]}"
