@@ -79,7 +79,7 @@ def test_facts_name_every_option_that_ranks_must_have_alike() -> None:
 @pytest.mark.parametrize("group", GROUPS)
 def test_facts_change_with_every_option_that_is_compared(group: type[Group]) -> None:
     others: dict[str, Any] = {
-        "split": 3, "schedule": "GPipe", "microbatches": 7, "parallel.op_costs": len, "parallel.check_data": 7, "backend": "inductor",
+        "split": 3, "schedule": "GPipe", "microbatches": 7, "parallel.op_costs": len, "backend": "inductor",
         "memory.recompute": "full", "memory.offload": 0.25, "memory.cap": [5, 6], "gradients.reduction": "sum",
         "gradients.dtype": torch.float32, "gradients.fused": True, "debug.max_graphs": 3,
         "debug.dynamic": True,
