@@ -4,7 +4,7 @@ Contract
 --------
 - The batch size is the first dimension that most tensors of the batch have; of equally frequent ones, the first in order.
   Arguments wrapped in `graphpp.whole` do not count. If an example microbatch was given, neither do tensors that have exactly
-  the shape that they have in the example.
+  the shape that they have in the example; if all tensors have, those count that were cut in the latest batch.
 - A tensor whose first dimension is the batch size is cut along it, in order, into equal pieces. If the size does not divide,
   the last piece is smaller, or larger where a smaller one would be empty. Every other argument goes whole to each microbatch.
   A tensor of the target must be cut or wrapped in `graphpp.whole`.
@@ -23,18 +23,48 @@ from graphpp.errors import BatchError
 _BY_HAND = "step_microbatches([graphpp.Microbatch(...), ...])"
 
 
-def cut_batch(batch: Microbatch, microbatches: int, example: Microbatch | None = None) -> list[FlatMicrobatch]:
-    """The microbatches of a batch. Raises `BatchError` if it does not divide, or if it is unclear how to cut a tensor."""
-    flat = FlatMicrobatch.of(batch)
-    if example is not None and microbatches > 1:
-        flat = _wrap_like_example(flat, example)
-    sizes = microbatch_sizes(_size(flat), microbatches)
-    columns = [_pieces(path, leaf, sizes) for path, leaf in _pairs(flat)]
-    if not columns:
-        return [flat] * microbatches
-    pieces = [FlatMicrobatch(flat.spec, flat.paths, values) for values in zip(*columns, strict=True)]
-    nested = any(isinstance(leaf, Whole) for leaf in flat.values)
-    return [FlatMicrobatch.of(piece.microbatch()) for piece in pieces] if nested else pieces
+class BatchCutter:
+    """Cuts the batches of one pipeline, and remembers which tensors it has cut.
+
+    `example`: the microbatch whose shapes the pipeline was given, or None.
+    """
+
+    def __init__(self, example: Microbatch | None = None) -> None:
+        tensors = {} if example is None else FlatMicrobatch.of(example).tensors
+        self._shapes = {path: leaf.shape for path, leaf in tensors.items()}
+        self._cut: frozenset[str] | None = None  # the paths of the tensors that were cut in the latest batch
+
+    def cut(self, batch: Microbatch, microbatches: int) -> list[FlatMicrobatch]:
+        """The microbatches of a batch. Raises `BatchError` if it is too small, or if it is unclear how to cut a tensor."""
+        flat = FlatMicrobatch.of(batch)
+        if self._shapes and microbatches > 1:
+            flat = self._with_whole_tensors(flat)
+        sizes = microbatch_sizes(_size(flat), microbatches)
+        columns = [_pieces(path, leaf, sizes) for path, leaf in _pairs(flat)]
+        if not columns:
+            return [flat] * microbatches
+        if microbatches > 1:
+            self._cut = frozenset(path for path, leaf in _pairs(flat) if _is_cut(leaf, sum(sizes)))
+        pieces = [FlatMicrobatch(flat.spec, flat.paths, values) for values in zip(*columns, strict=True)]
+        nested = any(isinstance(leaf, Whole) for leaf in flat.values)
+        return [FlatMicrobatch.of(piece.microbatch()) for piece in pieces] if nested else pieces
+
+    def _with_whole_tensors(self, flat: FlatMicrobatch) -> FlatMicrobatch:
+        """The batch with each tensor wrapped in `Whole` that has the same shape as in the example.
+
+        Of a batch in which all tensors have, as a short last batch may, the tensors that were not cut in the latest batch.
+        """
+        tensors = {path: leaf for path, leaf in flat.tensors.items() if leaf.dim()}
+        same = {path for path, leaf in tensors.items() if leaf.shape == self._shapes.get(path)}
+        if same == set(tensors):
+            if self._cut is None or not same & self._cut:
+                raise BatchError(
+                    "every tensor of this batch has the shape it has in example=, which is to be one microbatch, so nothing "
+                    "could be cut. Give a whole batch to step(), or pass its parts yourself with " + _BY_HAND + "."
+                )
+            same -= self._cut
+        values = [Whole(leaf) if path in same else leaf for path, leaf in _pairs(flat)]
+        return FlatMicrobatch(flat.spec, flat.paths, tuple(values))
 
 
 def microbatch_sizes(size: int, microbatches: int) -> list[int]:
@@ -53,19 +83,6 @@ def microbatch_sizes(size: int, microbatches: int) -> list[int]:
 def batch_size(batch: Microbatch) -> int:
     """The batch size. Raises `BatchError` if no tensor has a batch dimension, or if the batch is empty."""
     return _size(FlatMicrobatch.of(batch))
-
-
-def _wrap_like_example(flat: FlatMicrobatch, example: Microbatch) -> FlatMicrobatch:
-    """The batch with each tensor wrapped in `Whole` that has the same shape as in the example microbatch."""
-    shapes = {path: leaf.shape for path, leaf in FlatMicrobatch.of(example).tensors.items()}
-    same = [isinstance(leaf, torch.Tensor) and leaf.dim() and leaf.shape == shapes.get(path) for path, leaf in _pairs(flat)]
-    if all(is_same or not isinstance(leaf, torch.Tensor) for is_same, leaf in zip(same, flat.values, strict=True)):
-        raise BatchError(
-            "every tensor of this batch has the shape it has in example=, which is to be one microbatch, so nothing could be "
-            "cut. Give a whole batch to step(), or pass its parts yourself with " + _BY_HAND + "."
-        )
-    values = [Whole(leaf) if is_same else leaf for is_same, leaf in zip(same, flat.values, strict=True)]
-    return FlatMicrobatch(flat.spec, flat.paths, tuple(values))
 
 
 def _pairs(flat: FlatMicrobatch) -> list[tuple[str, Any]]:
@@ -90,12 +107,15 @@ def _size(flat: FlatMicrobatch) -> int:
 def _pieces(path: str, leaf: Any, sizes: list[int]) -> list[Any]:
     """The argument at `path` for each microbatch: cut into `sizes` rows, or whole."""
     size = sum(sizes)
-    if isinstance(leaf, torch.Tensor) and leaf.dim():
-        if len(leaf) == size:
-            return list(leaf.split(sizes))
-        if path.startswith("target"):
-            raise BatchError(
-                f"{path} has first dimension {len(leaf)}, the batch has {size}: it cannot be told how to cut it. "
-                "Reshape it to [batch, ...], or wrap it in graphpp.whole(...) if every microbatch needs all of it."
-            )
+    if _is_cut(leaf, size):
+        return list(leaf.split(sizes))
+    if isinstance(leaf, torch.Tensor) and leaf.dim() and path.startswith("target"):
+        raise BatchError(
+            f"{path} has first dimension {len(leaf)}, the batch has {size}: it cannot be told how to cut it. "
+            "Reshape it to [batch, ...], or wrap it in graphpp.whole(...) if every microbatch needs all of it."
+        )
     return [leaf] * len(sizes)
+
+
+def _is_cut(leaf: Any, size: int) -> bool:
+    return isinstance(leaf, torch.Tensor) and leaf.dim() > 0 and len(leaf) == size

@@ -3,10 +3,11 @@
 Contract
 --------
 - The seed of a microbatch is the gradient of the step's loss with respect to the microbatch's loss, 0-dim. Without weights
-  the step's loss is the mean or the sum of the losses. With `loss_weight` it is their weighted sum, and a microbatch's seed
-  is its weight. A `GradScaler` multiplies the seeds and nothing else.
-- A seed is bit-equal to the gradient that autograd computes for `loss / microbatches`, `loss * weight` or
-  `scaler.scale(loss)`.
+  the step's loss is the mean or the sum of the losses, or their mean weighted by the rows of the microbatches. With
+  `loss_weight` it is their weighted sum, and a microbatch's seed is its weight. A `GradScaler` multiplies the seeds and
+  `accumulation_steps` divides them, and nothing else.
+- A seed is bit-equal to the gradient that autograd computes for `loss / microbatches`, `loss * weight`,
+  `scaler.scale(loss)` or `loss / microbatches / accumulation_steps`.
 """
 
 from __future__ import annotations
@@ -31,37 +32,73 @@ class DeferredScaler:
 
 
 @dataclass(frozen=True)
+class LossArguments:
+    """The arguments of a step that concern its loss, as the caller gave them."""
+
+    weight: LossWeight | None = None
+    scaler: GradScaler | DeferredScaler | None = None
+    accumulation_steps: int = 1
+
+    @property
+    def grad_scaler(self) -> GradScaler | None:
+        """The scaler by which the step scales. Raises `GraphPPError` for an object of another type."""
+        scaler = self.scaler.scaler if isinstance(self.scaler, DeferredScaler) else self.scaler
+        if scaler is not None and not isinstance(scaler, GradScaler):
+            raise GraphPPError(f"scaler must be a torch.amp.GradScaler, got {type(scaler).__name__}")
+        return scaler
+
+    @property
+    def shares_overflow(self) -> bool:
+        """Whether the step itself looks for an overflow on all ranks."""
+        return self.scaler is not None and self.grad_scaler is self.scaler and self.scaler.is_enabled()
+
+
+NO_WEIGHTS = LossArguments()
+
+
+@dataclass(frozen=True)
 class LossWeighting:
-    """The step's loss as a function of the microbatches' losses: weights, or a mean or sum; and the gradient scaler, if any."""
+    """The step's loss as a function of the microbatches' losses: weights, or a mean or sum; and the gradient scaler, if any.
+
+    `steps`: the steps over which gradients accumulate, by which they are divided.
+    """
 
     reduction: Reduction
     weights: tuple[float, ...] | None = None
     scaler: GradScaler | None = None
+    steps: int = 1
 
     @classmethod
-    def of(cls, reduction: Reduction, weight: LossWeight | None, scaler: object, microbatches: int) -> LossWeighting:
-        """Read the arguments of a step: `weight` is one number for all microbatches or one for each.
+    def of(cls, reduction: Reduction, arguments: LossArguments, rows: Sequence[int | None]) -> LossWeighting:
+        """Read the arguments of a step; `rows`: the rows of each microbatch, None for one without a batch dimension.
 
-        Raises `BatchError` for a wrong weight, `GraphPPError` for a scaler of another type.
+        Raises `BatchError` for a wrong weight or number of steps, `GraphPPError` for a scaler of another type.
         """
-        if scaler is not None and not isinstance(scaler, GradScaler):
-            raise GraphPPError(f"scaler must be a torch.amp.GradScaler, got {type(scaler).__name__}")
-        return cls(reduction, None if weight is None else _weights(weight, microbatches), scaler)
+        steps = arguments.accumulation_steps
+        if not isinstance(steps, int) or isinstance(steps, bool) or steps < 1:
+            raise BatchError(f"accumulation_steps must be a positive integer, got {steps!r}")
+        if arguments.weight is not None:
+            weights: tuple[float, ...] | None = _weights(arguments.weight, len(rows))
+        else:
+            weights = _by_rows(rows) if reduction == "rows" and len(set(rows)) > 1 else None
+        return cls(reduction, weights, arguments.grad_scaler, steps)
 
     @property
     def description(self) -> list[str]:
         """The weights and the loss scale as text, which ranks compare."""
         enabled = self.scaler is not None and self.scaler.is_enabled()
         scale = f"loss scale {self.scaler.get_scale()}" if self.scaler is not None and enabled else "no loss scale"
-        return ["no weights" if self.weights is None else f"weights {self.weights}", scale]
+        weights = "no weights" if self.weights is None else f"weights {self.weights}"
+        return [weights, scale, f"accumulation over {self.steps} steps"]
 
     def seeds(self, count: int, dtype: torch.dtype, device: torch.device) -> list[torch.Tensor]:
         """One seed per microbatch, 0-dim."""
         one = torch.ones((), dtype=dtype, device=device)
+        one = one if self.steps == 1 else one / self.steps
         if self.weights is not None:
             seeds = [one * weight for weight in self.weights]
         else:
-            seeds = [one / count if self.reduction == "mean" else one] * count
+            seeds = [one if self.reduction == "sum" else one / count] * count
         return seeds if self.scaler is None else [self.scaler.scale(seed).to(dtype) for seed in seeds]
 
     def step_loss(self, losses: torch.Tensor) -> torch.Tensor:
@@ -70,7 +107,18 @@ class LossWeighting:
             # Pinned: copying from pageable memory would make the host wait.
             weights = torch.tensor(self.weights, dtype=losses.dtype, pin_memory=losses.is_cuda)
             return (losses * weights.to(losses.device, non_blocking=True)).sum()
-        return losses.mean() if self.reduction == "mean" else losses.sum()
+        return losses.sum() if self.reduction == "sum" else losses.mean()
+
+
+def _by_rows(rows: Sequence[int | None]) -> tuple[float, ...]:
+    """The share of each microbatch in the rows of the batch."""
+    known = [each for each in rows if each is not None]
+    if len(known) < len(rows):
+        raise BatchError(
+            f"gradients.reduction: \"rows\" weighs microbatches by their rows, and microbatch {rows.index(None)} has no tensor "
+            "with a batch dimension: give loss_weight= for this step"
+        )
+    return tuple(each / sum(known) for each in known)
 
 
 def _weights(weight: LossWeight, microbatches: int) -> tuple[float, ...]:

@@ -1,6 +1,6 @@
 """Explain an error of a trace: torch's message, the user's source line, and a remedy.
 
-Contract: inside `explain_errors` every exception becomes a `CaptureError`. A `CaptureError` among the causes is raised as it
+Contract: inside `explain_errors` every exception becomes a `CaptureError`. A `GraphPPError` among the causes is raised as it
 is. The remedy depends on the fault: a value of a tensor that steers Python, an implementation that a library chose by its
 configuration and that does so (`_SWITCHES`), or code that fails on tensors without data.
 """
@@ -14,7 +14,7 @@ from types import FrameType
 from typing import Any
 
 from graphpp.capture.source_lines import source_line, user_frame
-from graphpp.errors import CaptureError
+from graphpp.errors import CaptureError, GraphPPError
 
 # An entry of a library's configuration that chooses among implementations of an operation -> the implementation that reads
 # values of tensors in Python, and one that a trace accepts.
@@ -22,17 +22,17 @@ _SWITCHES = {"_experts_implementation": ("eager", "grouped_mm")}  # transformers
 
 @contextlib.contextmanager
 def explain_errors() -> Iterator[None]:
-    """Raise a `CaptureError` for every exception inside."""
+    """Raise a `GraphPPError` for every exception inside."""
     try:
         yield
     except Exception as error:
         raise _explain(error) from error
 
 
-def _explain(error: Exception) -> CaptureError:
-    """A `CaptureError` with torch's message, the user's line and a remedy."""
+def _explain(error: Exception) -> GraphPPError:
+    """The refusal among the causes, or a `CaptureError` with torch's message, the user's line and a remedy."""
     chain = list(causes(error))
-    refusal = next((cause for cause in chain if isinstance(cause, CaptureError)), None)
+    refusal = next((cause for cause in chain if isinstance(cause, GraphPPError)), None)
     if refusal is not None:
         return refusal
     message = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)

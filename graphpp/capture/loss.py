@@ -1,27 +1,54 @@
-"""Read the result of a loss function: a scalar, or a scalar and numbers to report.
+"""Call a loss function and read its result: a scalar, or a scalar and numbers to report.
 
-Contract: the loss of one microbatch is a 0-dim tensor, a reported number a 0-dim tensor without a gradient. `CaptureError` is
-raised for results of other shapes or types.
+Contract
+--------
+- The loss of one microbatch is a 0-dim tensor, a reported number a 0-dim tensor without a gradient. `CaptureError` is raised
+  for results of other shapes or types.
+- A loss function takes the output, or the output and a target. Without a target a second parameter keeps its default, or gets
+  None; `BatchError` is raised if the function then fails.
 """
 
 from __future__ import annotations
 
+import inspect
 import numbers
+import traceback
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
+from torch import nn
 
-from graphpp.errors import CaptureError
+from graphpp.capture.source_lines import user_frame
+from graphpp.errors import BatchError, CaptureError
 from graphpp.runtime import program
 from graphpp.runtime.program import OutputRole
 
-LossFunction = Callable[[Any, Any], torch.Tensor | tuple[torch.Tensor, Mapping[str, Any]]]
+LossFunction = Callable[..., torch.Tensor | tuple[torch.Tensor, Mapping[str, Any]]]
+
+
+def takes_target(loss: LossFunction) -> bool:
+    """Whether a loss function has a parameter for the target."""
+    positional, several = _positional(loss)
+    return several or len(positional) > 1
+
+
+def needs_target(loss: LossFunction) -> bool:
+    """Whether a loss function has a parameter for the target, without a default."""
+    positional, several = _positional(loss)
+    return positional[1].default is inspect.Parameter.empty if len(positional) > 1 else several
+
+
+def has_loss(loss: LossFunction | None, output: Any, target: Any) -> bool:
+    """Whether an evaluation has a loss: a target was given, the loss function needs none, or the output brings its loss."""
+    if target is not None:
+        return True
+    return _of_output(output) is not None if loss is None else not needs_target(loss)
 
 
 def loss_and_metrics(loss: LossFunction | None, output: Any, target: Any) -> list[tuple[OutputRole, torch.Tensor]]:
     """The loss, and the numbers that the loss function reports with it; raises `CaptureError` for other types."""
-    value: Any = _loss_of_output(output) if loss is None else loss(output, target)
+    value: Any = _loss_of_output(output) if loss is None else _called(loss, output, target)
     metrics: Any = {}
     if isinstance(value, tuple) and len(value) == 2 and isinstance(value[1], Mapping):
         value, metrics = value
@@ -31,9 +58,42 @@ def loss_and_metrics(loss: LossFunction | None, output: Any, target: Any) -> lis
     return [(program.Loss(), _scalar(value)), *reported]
 
 
+def _positional(loss: LossFunction) -> tuple[list[inspect.Parameter], bool]:
+    """The parameters that take positional arguments, and whether the function takes any number of them."""
+    try:
+        parameters = inspect.signature(loss.forward if isinstance(loss, nn.Module) else loss).parameters.values()
+    except (TypeError, ValueError):  # a function that tells no signature
+        return [], True
+    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    several = any(each.kind is inspect.Parameter.VAR_POSITIONAL for each in parameters)
+    return [each for each in parameters if each.kind in kinds], several
+
+
+def _called(loss: LossFunction, output: Any, target: Any) -> Any:
+    """The result of a loss function. Raises `BatchError` if the function fails for want of a target."""
+    if target is not None:
+        return loss(output, target)
+    try:
+        return loss(output, None) if needs_target(loss) else loss(output)
+    except CaptureError:
+        raise
+    except Exception as error:
+        if not takes_target(loss):
+            raise
+        first = str(error).partition("\n")[0]
+        raise BatchError(
+            "the loss needs a target: step(..., target=...), or Microbatch(args, kwargs, target). Without one it raised "
+            f"{type(error).__name__}: {first}\n  at {user_frame(traceback.extract_tb(error.__traceback__)) or 'its call'}"
+        ) from error
+
+
+def _of_output(output: Any) -> Any:
+    return output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
+
+
 def _loss_of_output(output: Any) -> Any:
     """The `.loss` of the model's output, as Hugging Face models return it."""
-    value = output.get("loss") if isinstance(output, dict) else getattr(output, "loss", None)
+    value = _of_output(output)
     if value is None:
         returned = "Tensor" if isinstance(output, torch.Tensor) else type(output).__name__  # not FakeTensor
         raise CaptureError(

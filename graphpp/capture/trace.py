@@ -44,7 +44,7 @@ from graphpp.capture.inline_modes import (
     note_grad_modes,
     run_under_autocast,
 )
-from graphpp.capture.loss import LossFunction, loss_and_metrics
+from graphpp.capture.loss import LossFunction, has_loss, loss_and_metrics
 from graphpp.capture.outside_state import refuse_draws, refuse_generators, refuse_outside_state, refuse_random_bodies
 from graphpp.capture.refusals import (
     check_model,
@@ -94,7 +94,7 @@ def capture(
     copy_layers: bool = True,
     varying: Mapping[str, Collection[int]] | None = None,
 ) -> CapturedGraph:
-    """Capture forward, loss and backward (`training`), or the forward with its output and, if there is a target, its loss.
+    """Capture forward, loss and backward (`training`), or the forward with its output and, if there is one, its loss.
 
     Of the microbatch `example` only shapes, strides, dtypes and plain data are used. `loss=None` takes the output's own
     `.loss`. `trail` notes the code that runs, in a further run of the forward on fake tensors. With
@@ -202,7 +202,7 @@ class _TracedStep(nn.Module):
         results: list[tuple[OutputRole, torch.Tensor]] = [
             (program.Output(index), leaf) for index, leaf in enumerate(tensor_leaves)
         ]
-        if batch.target is not None:
+        if has_loss(loss, output, batch.target):
             results += loss_and_metrics(loss, output, batch.target)
         return results
 

@@ -10,13 +10,13 @@ import torch
 from graphpp.errors import GraphPPError
 from graphpp.options.option import Group, Option, group_reader
 
-Reduction = Literal["mean", "sum"]
+Reduction = Literal["mean", "sum", "rows"]
 
 
 def _read_reduction(form: object) -> Reduction:
-    if form != "mean" and form != "sum":
-        raise GraphPPError(f"take 'mean' or 'sum', got {form!r}")
-    return form
+    if form == "mean" or form == "sum" or form == "rows":
+        return form
+    raise GraphPPError(f"take 'mean', 'sum' or 'rows', got {form!r}")
 
 
 def _read_dtype(form: object) -> torch.dtype | None:
@@ -40,8 +40,9 @@ class Gradients(Group):
     reduction: Option[Reduction, Reduction] = Option(
         "mean",
         read=_read_reduction,
-        takes='"mean", "sum"',
-        about="The loss of a step is the mean or the sum over the microbatches; gradients follow.",
+        takes='"mean", "sum", "rows"',
+        about="The loss of a step is the mean or the sum over the microbatches, or the mean weighted by their rows, so that a "
+        "smaller last microbatch counts less; gradients follow.",
     )
     dtype: Option[torch.dtype | None, torch.dtype | None] = Option(
         None,

@@ -16,7 +16,8 @@ from dataclasses import replace
 
 import torch
 
-from graphpp.batch.loss_weights import LossWeight, LossWeighting
+from graphpp.batch.cut_batch import leading_size
+from graphpp.batch.loss_weights import NO_WEIGHTS, LossArguments, LossWeighting
 from graphpp.batch.microbatch import FlatMicrobatch
 from graphpp.compiler import facts
 from graphpp.errors import GraphPPError
@@ -64,13 +65,13 @@ class Calls:
         self.check_whole()
         self._agreement.together(lambda: None, lambda _: self._described(Facts({"its arguments": [arguments]}), call))
 
-    def evaluation(self, make: MakeParts, loss_weight: LossWeight | None) -> tuple[StepCall, PreparedStep]:
+    def evaluation(self, make: MakeParts, weights: LossArguments) -> tuple[StepCall, PreparedStep]:
         """Prepare an evaluation."""
-        call, lacking = self._agreed(make, loss_weight, None, training=False)
+        call, lacking = self._agreed(make, weights, training=False)
         return self._with_data(call, self._cache.prepared(call), lacking)
 
     def training(
-        self, make: MakeParts, loss_weight: LossWeight | None = None, scaler: object = None, asked: str = "step"
+        self, make: MakeParts, weights: LossArguments = NO_WEIGHTS, asked: str = "step"
     ) -> tuple[StepCall, PreparedStep]:
         """Prepare a training call, on all replicas or on none, because each replica waits for the gradients of the others.
 
@@ -78,7 +79,7 @@ class Calls:
         """
 
         def prepare() -> tuple[StepCall, PreparedStep]:
-            call, lacking = self._agreed(make, loss_weight, scaler, training=True, asked=asked)
+            call, lacking = self._agreed(make, weights, training=True, asked=asked)
             return self._with_data(call, self._cache.prepared(call), lacking)
 
         def facts_of(made: tuple[StepCall, PreparedStep]) -> Facts:
@@ -94,7 +95,7 @@ class Calls:
 
     def compile(self, make: MakeParts, microbatches: int) -> None:
         """Compile the graphs of a training call, for a table of so many microbatches, and run nothing."""
-        call, _ = self._agreed(make, None, None, training=True, asked="compile")
+        call, _ = self._agreed(make, NO_WEIGHTS, training=True, asked="compile")
         self._cache.compile(call, microbatches)
 
     def run(self, call: StepCall, prepared: PreparedStep) -> PreparedStep:
@@ -121,7 +122,7 @@ class Calls:
     # ------------------------------------------------------------------------------------------------ inside
 
     def _agreed(
-        self, make: MakeParts, loss_weight: LossWeight | None, scaler: object, *, training: bool, asked: str = ""
+        self, make: MakeParts, weights: LossArguments, *, training: bool, asked: str = ""
     ) -> tuple[StepCall, bool]:
         """A call for which all ranks have as many microbatches, of the same shapes and data, weights and scale.
 
@@ -130,7 +131,7 @@ class Calls:
 
         def make_call() -> StepCall:
             parts = make()
-            weighting = LossWeighting.of(self._options.gradients.reduction, loss_weight, scaler, len(parts))
+            weighting = LossWeighting.of(self._options.gradients.reduction, weights, [leading_size(part) for part in parts])
             return self._cache.call(parts, weighting, training=training)
 
         def facts_of(made: StepCall) -> Facts:

@@ -22,10 +22,10 @@ from torch import nn
 from torch.amp import GradScaler
 
 from graphpp._torch.autograd import call_gradient_hooks
-from graphpp.batch.cut_batch import cut_batch, leading_size
-from graphpp.batch.loss_weights import DeferredScaler, LossWeight
+from graphpp.batch.cut_batch import BatchCutter, leading_size
+from graphpp.batch.loss_weights import DeferredScaler, LossArguments, LossWeight
 from graphpp.batch.microbatch import FlatMicrobatch, Microbatch, flatten_microbatch
-from graphpp.capture.loss import LossFunction
+from graphpp.capture.loss import LossFunction, takes_target
 from graphpp.capture.outputs import mean_metrics, merge_outputs
 from graphpp.compiler.request import CompileRequest
 from graphpp.errors import BatchError, GraphPPError
@@ -68,7 +68,7 @@ class EvalResult:
     """The result of an evaluation.
 
     `output`: the model's output for the whole batch, on the last stage's rank; None on the others. `loss`, `losses`, `metrics`:
-    as in `StepResult`, on every rank; without a target `loss` and `losses` are None.
+    as in `StepResult`, on every rank; `loss` and `losses` are None without a target that the loss needs.
     """
 
     output: Any = None
@@ -90,7 +90,7 @@ class Pipeline:
         example: Microbatch | None = None,
     ) -> None:
         self._model, self._loss, self._options, self._place = model, loss, options, place
-        self._example = example
+        self._cutter = BatchCutter(example)
         self._state = ModelState(model)
         self._cache = GraphCache(CompileRequest(model, loss, options, place), self._state, agreement)
         self._calls = Calls(options, place, agreement, self._cache, self._state)
@@ -106,22 +106,27 @@ class Pipeline:
         target: Any = None,
         loss_weight: LossWeight | None = None,
         scaler: GradScaler | DeferredScaler | None = None,
+        accumulation_steps: int = 1,
         **kwargs: Any,
     ) -> StepResult:
         """Forward and backward of a whole batch, given on every rank; gradients accumulate in `param.grad`.
 
         Tensors whose first dimension is the batch's are cut into microbatches along it, the last one smaller where the
-        batch does not divide; wrap a tensor in `graphpp.whole` to pass it whole.
+        batch does not divide; wrap a tensor in `graphpp.whole` to pass it whole. A batch of fewer rows than microbatches is cut
+        into fewer microbatches, where the schedule has a table for them.
 
         `loss_weight`: the factor of each microbatch's loss (one number each, or one for all), in place of the mean or sum.
         With (valid tokens of the microbatch) / (valid tokens of the batch) the loss is the mean over all tokens of the batch.
         `scaler`: its scale multiplies the gradients, as in `scaler.scale(loss).backward()`; where one rank finds an
         overflow, every rank's scaler skips the step. Losses are reported unscaled. A `PostValidation` of this pipeline stands
         for its scaler, and looks for the overflow itself, later.
+        `accumulation_steps`: the number of steps before the optimizer's, by which the gradients are divided, as in
+        `(loss / accumulation_steps).backward()`. Losses are reported undivided.
 
         At the end, hooks of `register_post_accumulate_grad_hook` are called with each of this rank's parameters.
         """
-        return self._step(self._training_parts(args, kwargs, target), loss_weight, scaler)
+        weights = LossArguments(loss_weight, scaler, accumulation_steps)
+        return self._step(self._training_parts(args, kwargs, target), weights)
 
     def recapture(self) -> None:
         """Capture the model anew at the next call: for a change that nobody can see, such as an environment variable.
@@ -136,21 +141,24 @@ class Pipeline:
         *,
         loss_weight: LossWeight | None = None,
         scaler: GradScaler | DeferredScaler | None = None,
+        accumulation_steps: int = 1,
     ) -> StepResult:
         """Like `step`, with the microbatches given one by one; their shapes may differ, each shape is captured once."""
-        return self._step(self._parts(microbatches), loss_weight, scaler)
+        return self._step(self._parts(microbatches), LossArguments(loss_weight, scaler, accumulation_steps))
 
     def eval(self, *args: Any, target: Any = None, loss_weight: LossWeight | None = None, **kwargs: Any) -> EvalResult:
         """The forward of a whole batch with the model in eval mode; no gradients, no buffer of training is touched.
 
         `output` stands on the rank of the last stage: tensors with a batch dimension joined along it, 0-dim floating
-        tensors averaged over the microbatches, others stacked. `loss` is on every rank if a target was given; `loss_weight`
-        as in `step`.
+        tensors averaged over the microbatches, others stacked. `loss` is on every rank if a target was given, the loss function
+        needs none, or the output has its own `.loss`; `loss_weight` as in `step`.
         """
         with self._calls.watched(), _eval_mode(self._model):
-            call, prepared = self._calls.evaluation(lambda: self._cut(Microbatch(args, kwargs, target)), loss_weight)
+            call, prepared = self._calls.evaluation(
+                lambda: self._cut(Microbatch(args, kwargs, target)), LossArguments(loss_weight)
+            )
             self._calls.run(call, prepared)
-            losses = prepared.runner.losses() if target is not None else None
+            losses = prepared.runner.losses() if prepared.runner.program.loss is not None else None
             metrics = prepared.runner.metrics()
         outputs, sizes = prepared.runner.take_outputs(), [leading_size(part) for part in call.parts]
         merged = None if outputs is None else merge_outputs(prepared.lowered.graphs[0].captured, outputs, sizes)
@@ -285,18 +293,12 @@ class Pipeline:
 
     # ------------------------------------------------------------------------------------------------ inside
 
-    def _step(
-        self,
-        make: MakeParts,
-        loss_weight: LossWeight | None,
-        scaler: GradScaler | DeferredScaler | None,
-    ) -> StepResult:
-        scaling = scaler.scaler if isinstance(scaler, DeferredScaler) else scaler
+    def _step(self, make: MakeParts, weights: LossArguments) -> StepResult:
         with self._calls.watched():
-            call, prepared = self._calls.training(make, loss_weight, scaling)
+            call, prepared = self._calls.training(make, weights)
             runner = self._calls.run(call, prepared).runner
             losses, metrics = runner.losses(), runner.metrics()
-            if scaling is scaler and scaling is not None and scaling.is_enabled():
+            if weights.shares_overflow:
                 norms.share_overflow_(self._gradients())
             call_gradient_hooks(self.parameters())
         return StepResult(call.weighting.step_loss(losses), losses, mean_metrics(metrics))
@@ -309,17 +311,17 @@ class Pipeline:
 
     def _cut(self, batch: Microbatch) -> list[FlatMicrobatch]:
         count = microbatches_for(self._options, self._place.ranks, batch, self._cache.tables.admits)
-        return cut_batch(batch, count, self._example)
+        return self._cutter.cut(batch, count)
 
     def _with_targets(self, parts: list[FlatMicrobatch]) -> list[FlatMicrobatch]:
-        """The parts, or `BatchError` where the loss lacks its target or a target lacks its loss."""
-        given = [_has_target(part) for part in parts]
-        if self._loss is not None and not all(given):
-            raise BatchError("the loss needs a target: step(..., target=...), or Microbatch(args, kwargs, target)")
-        if self._loss is None and any(given):
+        """The parts. Raises `BatchError` where nothing reads the target."""
+        reads = self._loss is not None and takes_target(self._loss)
+        if not reads and any(map(_has_target, parts)):
+            own = "with loss=None the model's output brings its own loss"
+            reason = own if self._loss is None else "the loss takes one argument"
             raise BatchError(
-                "a target was given, but with loss=None the model's output brings its own loss and nothing reads the "
-                "target. Pass loss= to graphpp.compile, or give the target as an argument of the model."
+                f"a target was given, but {reason} and nothing reads the target. Pass a loss(output, target) to "
+                "graphpp.compile, or give the target as an argument of the model."
             )
         return parts
 

@@ -26,12 +26,16 @@ def usual_microbatches(options: Options, ranks: int) -> int:
 def microbatches_for(options: Options, ranks: int, batch: Microbatch, admits: Callable[[int], bool]) -> int:
     """The number given; else 1 in one process; else the largest divisor of the batch's rows, up to 4 a rank, that fits.
 
-    `admits(count)` says whether the schedule has a table for `count` microbatches. If no divisor fits, the largest one is
-    returned, and making its table raises the error that says why. Raises `BatchError` for a batch without rows.
+    Of a batch with fewer rows than the number given, the largest number up to the rows that fits. `admits(count)` says whether
+    the schedule has a table for `count` microbatches. If no number fits, the first one is returned, and cutting the batch or
+    making the table raises the error that says why. Raises `BatchError` for a batch without rows.
     """
     most = usual_microbatches(options, ranks)
-    if options.microbatches is not None or ranks == 1:
+    if most == 1:
         return most
     rows = batch_size(batch)
+    if options.microbatches is not None:
+        fewer = (count for count in range(min(most, rows), 0, -1) if count == most or admits(count))
+        return next(fewer, most)
     divisors = [count for count in range(most, 0, -1) if rows % count == 0]
     return next((count for count in divisors if admits(count)), divisors[0])

@@ -84,10 +84,10 @@ class Tables:
     def admits(self, microbatches: int) -> bool:
         """Whether the schedule has a table for so many microbatches, on its usual number of stages."""
         try:
-            self._built(default_stages(self._source, self._ranks), microbatches)
+            table = self._built(default_stages(self._source, self._ranks), microbatches)
         except ScheduleError:
             return False
-        return True
+        return table.microbatches == microbatches  # a table that was given has one number
 
     def _build(self, stages: int, microbatches: int) -> Schedule:
         return make_table(self._source, self._ranks, stages, microbatches)

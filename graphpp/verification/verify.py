@@ -22,7 +22,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from graphpp.batch.loss_weights import LossWeighting
+from graphpp.batch.cut_batch import leading_size
+from graphpp.batch.loss_weights import NO_WEIGHTS, LossWeighting
 from graphpp.batch.microbatch import FlatMicrobatch
 from graphpp.capture.loss import LossFunction
 from graphpp.compiler.compile_graph import CompiledGraph
@@ -57,16 +58,19 @@ def verified(
     parts = [moved_to(device, part) for part in parts]
     with state_restored(model, device):
         compiled = subject_of(model, loss, options, place, parts, dumps)
-        seeds = _seeds(compiled.graph, options.gradients.reduction, len(parts), device)
+        seeds = _seeds(compiled.graph, options.gradients.reduction, parts, device)
         step = Step(model, loss, parts, seeds, device, options.gradients.dtype, compiled.uncut.written())
         allowed = _tolerance(compiled.uncut) if tolerance is None else tolerance
         cut, eager = _three_ways(step, compiled, allowed, measured=tolerance is None)
     return Verification(cut, eager, compiled.graph.plan, allowed, time.perf_counter() - began)
 
 
-def _seeds(graph: CompiledGraph, reduction: Reduction, count: int, device: torch.device) -> list[torch.Tensor]:
+def _seeds(
+    graph: CompiledGraph, reduction: Reduction, parts: Sequence[FlatMicrobatch], device: torch.device
+) -> list[torch.Tensor]:
     assert graph.program.loss is not None
-    return LossWeighting(reduction).seeds(count, graph.program.loss.dtype, device)
+    weighting = LossWeighting.of(reduction, NO_WEIGHTS, [leading_size(part) for part in parts])
+    return weighting.seeds(len(parts), graph.program.loss.dtype, device)
 
 
 # ------------------------------------------------------------------------------------------------------ compare

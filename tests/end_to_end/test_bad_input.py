@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 import graphpp
 from graphpp import BatchError, CaptureError, GraphPPError, Microbatch, Schedule, ScheduleError, SplitError
-from graphpp.batch.cut_batch import cut_batch
+from graphpp.batch.cut_batch import BatchCutter
 from tests.distributed import run_ranks
 from tests.special_models import CLASSES, WIDTH, Plain
 from tests.training import CASES, compiled, step
@@ -70,7 +70,7 @@ SETTINGS = {
     "loss of another type": Fault(make(loss="mse"), CaptureError, "loss must be a function .* got str"),
     "loss with parameters": Fault(make(loss=nn.Linear(2, 1)), CaptureError, "trainable parameters of its own .weight"),
     "example of another type": Fault(make(example=(X, Y)), BatchError, "must be a graphpp.Microbatch.* got tuple"),
-    "reduction": Fault(make(gradients="avg"), GraphPPError, "'mean' or 'sum', got 'avg'"),
+    "reduction": Fault(make(gradients="avg"), GraphPPError, "'mean', 'sum' or 'rows', got 'avg'"),
     "no microbatches": Fault(make(microbatches=0), BatchError, "positive integer, got 0"),
     "half a microbatch": Fault(make(microbatches=2.5), BatchError, "positive integer, got 2.5"),
     "costs that are a number": Fault(
@@ -121,7 +121,11 @@ class Hidden:
 
 
 BATCHES = {
-    "fewer rows than microbatches": Fault(run(microbatches=25), BatchError, "a batch of 24 cannot be cut into 25"),
+    "fewer rows than the table's microbatches": Fault(
+        run(schedule=graphpp.schedules.one_f_one_b(1, 1, 25), microbatches=25, split=None), BatchError, "a batch of 24 cannot"
+    ),
+    "no steps": Fault(run(kwargs={"accumulation_steps": 0}), BatchError, "accumulation_steps must be a positive integer"),
+    "half steps": Fault(run(kwargs={"accumulation_steps": 1.5}), BatchError, "accumulation_steps must be a positive integer"),
     "weights of another count": Fault(
         run(kwargs={"loss_weight": [1.0, 2.0, 3.0]}), BatchError, r"loss_weight has shape \[3\], .* 4 microbatches"
     ),
@@ -376,7 +380,7 @@ def test_two_pipelines_on_two_groups_of_ranks() -> None:
 
 
 def cut_shapes(example: Microbatch | None = None, microbatches: int = 4, **kwargs: Any) -> list[list[int]]:
-    parts = cut_batch(Microbatch((), kwargs, Y), microbatches, example)
+    parts = BatchCutter(example).cut(Microbatch((), kwargs, Y), microbatches)
     assert len(parts) == microbatches
     return [list(tensor.shape) for tensor in parts[0].tensors.values()]
 
@@ -391,4 +395,4 @@ def test_an_example_tells_what_has_no_batch_dimension() -> None:
     one = Microbatch((), {"mask": torch.ones(24, 24), "x": X[:6]}, Y[:6])
     assert cut_shapes(one, mask=torch.ones(24, 24), x=X) == [[24, 24], [6, 8], [6]]
     with pytest.raises(BatchError, match="Give a whole batch to step"):
-        cut_batch(one, 4, one)
+        BatchCutter(one).cut(one, 4)

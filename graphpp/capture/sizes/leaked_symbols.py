@@ -8,8 +8,9 @@ then finds what an eager run on the traced microbatch would have left.
 from __future__ import annotations
 
 import gc
-from collections import deque
-from collections.abc import Iterator
+import sys
+from collections import Counter, deque
+from collections.abc import Iterable, Iterator
 from types import CellType, MemberDescriptorType
 from typing import Any
 
@@ -18,6 +19,7 @@ from torch import fx
 from graphpp._torch.symbols import SYMBOLIC, hint, is_of_latest_trace
 
 _OF_TRACES = ("torch", "sympy", "graphpp")
+_OWN = 3  # references of `take_back` to a symbol: a list, a variable, an argument
 
 
 def take_back() -> str | None:
@@ -25,17 +27,36 @@ def take_back() -> str | None:
     gc.collect()  # frames and nodes of the trace that nothing needs any more
     objects = gc.get_objects()
     alive = [each for each in objects if type(each) in SYMBOLIC and is_of_latest_trace(each)]
-    known = {id(each.meta) for each in objects if type(each) is fx.Node}
+    known, counts = _in_graphs((each for each in objects if type(each) is fx.Node), set(map(id, alive)))
     del objects
-    tuples = [each for each in gc.get_referrers(*alive) if type(each) is tuple] if alive else []
-    known |= {id(alive), id(tuples)}
+    held = [each for each in alive if sys.getrefcount(each) - _OWN > counts[id(each)]]
+    del alive
+    tuples = [each for each in gc.get_referrers(*held) if type(each) is tuple and id(each) not in known] if held else []
+    known |= {id(held), id(tuples)}
     found = None
-    for values in (alive, tuples):
+    for values in (held, tuples):
         for holder in gc.get_referrers(*values) if values else ():
             if id(holder) not in known and _is_of_program(holder):
                 found = found or type(holder).__qualname__
                 _put_numbers(holder, {id(value) for value in values})
     return found
+
+
+def _in_graphs(nodes: Iterable[fx.Node], symbols: set[int]) -> tuple[set[int], Counter[int]]:
+    """The containers in which graphs hold facts about their nodes, and how often these hold each symbol, by identity.
+
+    A search for the holders of all symbols would compare every reference in the process with every symbol.
+    """
+    pending: list[Any] = [part for node in nodes for part in (node.meta, node.args, node.kwargs)]
+    known, counts = set(map(id, pending)), Counter[int]()
+    while pending:
+        for each in gc.get_referents(pending.pop()):
+            if id(each) in symbols:
+                counts[id(each)] += 1
+            elif isinstance(each, dict | list | tuple) and id(each) not in known:
+                known.add(id(each))
+                pending.append(each)
+    return known, counts
 
 
 def _is_of_program(holder: Any) -> bool:

@@ -1,0 +1,210 @@
+"""Losses without a target, accumulation over steps, weights by rows, and short last batches, against a plain loop."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from copy import deepcopy
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import graphpp
+from graphpp.batch.loss_weights import NO_WEIGHTS, LossWeighting
+from tests.distributed import run_ranks
+
+X = torch.randn(10, 8, generator=torch.Generator().manual_seed(0))
+Y = torch.randn(10, 8, generator=torch.Generator().manual_seed(1))
+
+
+class Output(SimpleNamespace):
+    """An output with its own loss, as of Hugging Face models."""
+
+
+torch.utils._pytree.register_pytree_node(
+    Output,
+    lambda output: (list(vars(output).values()), list(vars(output))),
+    lambda values, names: Output(**dict(zip(names, values, strict=True))),
+)
+
+
+class WithLoss(nn.Module):
+    """Returns an `Output` with a loss if it is given labels."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor, labels: Tensor | None = None) -> Output:
+        y = self.second(torch.tanh(self.first(x)))
+        return Output(logits=y) if labels is None else Output(loss=F.mse_loss(y, labels), logits=y)
+
+
+def layers() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8))
+
+
+def with_loss() -> WithLoss:
+    torch.manual_seed(0)
+    return WithLoss()
+
+
+def with_default(output: Tensor, target: Tensor | None = None) -> Tensor:
+    return output.square().mean() if target is None else F.mse_loss(output, target)
+
+
+class Criterion(nn.Module):
+    """A loss module of one argument."""
+
+    def forward(self, output: Tensor) -> Tensor:
+        return output.square().mean()
+
+
+def assert_gradients(model: nn.Module, twin: nn.Module) -> None:
+    for (fqn, mine), theirs in zip(model.named_parameters(), twin.parameters(), strict=True):
+        assert torch.equal(mine.grad, theirs.grad), fqn
+
+
+# ------------------------------------------------------------------------------------------------ without a target
+
+
+@pytest.mark.parametrize(
+    ("loss", "evaluates"),
+    [
+        (lambda output: output.square().mean(), True),
+        (lambda output, _: output.square().mean(), False),
+        (lambda output, target=None: output.square().mean(), True),
+        (with_default, True),
+        (Criterion(), True),
+    ],
+    ids=["one argument", "an argument that is not read", "a default", "a default that is read", "a module"],
+)
+def test_a_loss_that_needs_no_target(loss: Callable[..., Tensor], evaluates: bool) -> None:
+    model, twin = layers(), layers()
+    pipe = graphpp.compile(model, loss, split=["2"], microbatches=2, example=graphpp.Microbatch((X[:5],)))
+    found = pipe.step(X)
+    wanted = [twin(part).square().mean() for part in X.split(5)]
+    for each in wanted:
+        (each / 2).backward()
+    assert torch.equal(found.losses, torch.stack(wanted).detach())
+    assert_gradients(model, twin)
+    evaluated = pipe.eval(X)
+    assert (evaluated.loss is not None) == evaluates
+    assert evaluated.loss is None or torch.equal(evaluated.loss, torch.stack(wanted).mean())
+    assert torch.equal(evaluated.output, torch.cat([twin(part) for part in X.split(5)]))
+
+
+def needs(output: Tensor, target: Tensor) -> Tensor:
+    return F.mse_loss(output, target.float())
+
+
+@pytest.mark.parametrize("loss", [needs, F.mse_loss, nn.CrossEntropyLoss()])
+def test_a_loss_that_needs_its_target(loss: Any) -> None:
+    with pytest.raises(graphpp.BatchError, match="the loss needs a target: step") as caught:
+        graphpp.compile(layers(), loss, microbatches=2).step(X)
+    if loss is needs:
+        assert "has no attribute 'float'" in str(caught.value) and "test_loss_arguments.py" in str(caught.value)
+
+
+def test_a_target_that_nothing_reads() -> None:
+    with pytest.raises(graphpp.BatchError, match="the loss takes one argument and nothing reads the target"):
+        graphpp.compile(layers(), Criterion(), microbatches=2).step(X, target=Y)
+
+
+def test_a_loss_of_one_argument_that_fails_says_so() -> None:
+    with pytest.raises(graphpp.CaptureError, match="'nonsense'"):
+        graphpp.compile(layers(), lambda output: output.nonsense, microbatches=2).step(X)
+
+
+def evaluates_own_loss(rank: int) -> list[float | None]:
+    torch.set_num_threads(1)
+    pipe = graphpp.compile(with_loss(), split=["second"], schedule="GPipe", microbatches=2)
+    losses = [pipe.eval(X, labels=Y).loss, pipe.eval(X, labels=Y, loss_weight=[0.25, 0.5]).loss, pipe.eval(X).loss]
+    return [None if loss is None else float(loss) for loss in losses]
+
+
+def test_an_evaluation_gives_the_output_s_own_loss_on_every_rank() -> None:
+    model = with_loss()
+    first, second = (model(x, y).loss.item() for x, y in zip(X.split(5), Y.split(5), strict=True))
+    wanted = [pytest.approx((first + second) / 2, rel=1e-6), pytest.approx(first / 4 + second / 2, rel=1e-6), None]
+    assert run_ranks(evaluates_own_loss, 2) == [wanted] * 2
+
+
+# ------------------------------------------------------------------------------------------------ weights
+
+
+@pytest.mark.parametrize("steps", [2, 3])
+@pytest.mark.parametrize("reduction", ["mean", "sum", "rows"])
+def test_accumulation_over_steps(steps: int, reduction: str) -> None:
+    model, twin = layers(), layers()
+    pipe = graphpp.compile(model, F.mse_loss, split=["2"], microbatches=2, gradients=reduction)
+    for _ in range(steps):
+        found = pipe.step(X, target=Y, accumulation_steps=steps)
+        losses = [F.mse_loss(twin(x), y) for x, y in zip(X.split(5), Y.split(5), strict=True)]
+        for loss in losses:
+            ((loss if reduction == "sum" else loss / 2) / steps).backward()
+        total = torch.stack(losses)
+        assert torch.equal(found.loss, total.sum() if reduction == "sum" else total.mean())
+    assert_gradients(model, twin)
+
+
+def test_microbatches_weigh_by_their_rows() -> None:
+    model, twin = layers(), layers()
+    pipe = graphpp.compile(model, F.mse_loss, split=["2"], microbatches=4, gradients="rows")
+    found = pipe.step(X, target=Y)  # of 3, 3, 3 and 1 rows
+    losses = [F.mse_loss(twin(x), y) for x, y in zip(X.split(3), Y.split(3), strict=True)]
+    for loss, rows in zip(losses, (3, 3, 3, 1), strict=True):
+        (loss * (rows / 10)).backward()
+    assert_gradients(model, twin)
+    whole = F.mse_loss(deepcopy(twin)(X), Y)
+    assert torch.allclose(found.loss, whole, rtol=1e-6)
+    assert torch.allclose(pipe.eval(X, target=Y).loss, whole, rtol=1e-6)
+
+
+def test_weights_by_rows_need_rows() -> None:
+    with pytest.raises(graphpp.BatchError, match="microbatch 1 has no tensor with a batch dimension: give loss_weight="):
+        LossWeighting.of("rows", NO_WEIGHTS, [3, None])
+
+
+# ------------------------------------------------------------------------------------------------ short batches
+
+
+def last_batches(rank: int, schedule: str, example: bool) -> list[float]:
+    torch.set_num_threads(1)
+    first = graphpp.Microbatch((X[:2],), target=Y[:2]) if example else None
+    pipe = graphpp.compile(layers(), F.mse_loss, split=["2"], schedule=schedule, microbatches=4, example=first)
+    return [float(pipe.step(X[:rows], target=Y[:rows]).loss) for rows in (8, 3, 8, 2, 1, 8)]
+
+
+@pytest.mark.parametrize("example", [False, True], ids=["no example", "example"])
+@pytest.mark.parametrize("schedule", ["1F1B", "GPipe"])
+def test_a_batch_of_few_rows_makes_fewer_microbatches(schedule: str, example: bool) -> None:
+    """Two rows of `example` have the shapes of one microbatch: they are cut as the batches before."""
+    model = layers()
+    wanted = [pytest.approx(F.mse_loss(model(X[:rows]), Y[:rows]).item(), rel=1e-6) for rows in (8, 3, 8, 2, 1, 8)]
+    assert run_ranks(last_batches, 2, schedule, example) == [wanted] * 2
+
+
+def test_a_short_batch_is_cut_as_the_batches_before() -> None:
+    """A table of as many rows as a microbatch stays whole."""
+
+    class WithTable(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(8, 8)
+
+        def forward(self, x: Tensor, table: Tensor) -> Tensor:
+            return self.layer(x) + table.sum(0)
+
+    torch.manual_seed(0)
+    model, table = WithTable(), torch.randn(2, 8)
+    pipe = graphpp.compile(model, F.mse_loss, microbatches=2, example=graphpp.Microbatch((X[:2], table), target=Y[:2]))
+    with pytest.raises(graphpp.BatchError, match="nothing could be cut"):
+        pipe.step(X[:2], table, target=Y[:2])
+    for rows in (4, 2):
+        found = float(pipe.step(X[:rows], table, target=Y[:rows]).loss)
+        assert found == pytest.approx(F.mse_loss(model(X[:rows], table), Y[:rows]).item(), rel=1e-6)
