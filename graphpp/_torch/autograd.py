@@ -41,12 +41,16 @@ _FunctionMeta = torch.autograd.function.FunctionMeta
 UNSELECTED = checkpoint.SAC_IGNORED_OPS  # operators for which a selective checkpoint does not call its policy
 
 
+def has_gradient_hooks(parameter: torch.Tensor) -> bool:
+    """Whether hooks of `register_post_accumulate_grad_hook` stand on a parameter."""
+    return bool(parameter._post_accumulate_grad_hooks)
+
+
 def call_gradient_hooks(parameters: Iterable[torch.Tensor]) -> None:
     """Call the hooks of `register_post_accumulate_grad_hook` of the parameters that have a gradient."""
     for parameter in parameters:
-        hooks = getattr(parameter, "_post_accumulate_grad_hooks", None)
-        if hooks and parameter.grad is not None:
-            for hook in list(hooks.values()):
+        if parameter.grad is not None and has_gradient_hooks(parameter):
+            for hook in list(parameter._post_accumulate_grad_hooks.values()):
                 hook(parameter)
 
 

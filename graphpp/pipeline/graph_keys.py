@@ -66,16 +66,17 @@ class GraphKeys:
         thread captures the model.
         """
         refuse_fake_state(self._watch.modules)
-        if self._watch.look().structure != self._structure:
+        look = self._watch.look()
+        if look.structure is not self._structure and look.structure != self._structure:
             raise GraphPPError(
                 "the model was changed after graphpp.compile: a module was added, exchanged or removed, or parameters were "
                 "tied or untied. Change the model first, then compile it (again)."
             )
-        around = self._around()
+        around = self._around(look.conditions)
         return {signature: self._key(training, signature, around) for signature in set(signatures)}
 
-    def _around(self) -> Around:
-        return self._watch.look().conditions, self._recaptures, autocast_state(self._device_type)
+    def _around(self, conditions: Conditions) -> Around:
+        return conditions, self._recaptures, autocast_state(self._device_type)
 
     def after_capture(self) -> None:
         """Take for unchanged what a capture has changed outside of the modules."""
@@ -101,7 +102,7 @@ class GraphKeys:
         if not changing:
             return
         apply_updates(self._model, updates)
-        around = self._around()
+        around = self._around(self._watch.look().conditions)
         for key, each in changing.items():
             ignored = frozenset(self._indexed(update.place) for update in each if update.effect is not Effect.LAST)
             kind = (key.training, key.signature)

@@ -300,7 +300,8 @@ class Pipeline:
             losses, metrics = runner.losses(), runner.metrics()
             if weights.shares_overflow:
                 norms.share_overflow_(self._gradients())
-            call_gradient_hooks(self.parameters())
+            if runner.hooked:
+                call_gradient_hooks(parameter for fqn, parameter in self.named_parameters() if fqn in runner.hooked)
         return StepResult(call.weighting.step_loss(losses), losses, mean_metrics(metrics))
 
     def _parts(self, microbatches: Sequence[Microbatch]) -> MakeParts:

@@ -38,9 +38,8 @@ class ModelState:
     def tensor(self, fqn: str) -> torch.Tensor:
         """The model's own parameter or buffer."""
         module, attribute = self._owners[fqn]
-        found = getattr(module, attribute)
-        assert isinstance(found, torch.Tensor)
-        return found
+        found = module._parameters.get(attribute)
+        return found if found is not None else getattr(module, attribute)
 
     def named(self, fqns: Collection[str], among: Iterable[str]) -> Iterator[tuple[str, torch.Tensor]]:
         """(FQN, tensor) of `fqns`, in the order of `among`."""

@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
+from graphpp._torch.autograd import has_gradient_hooks
 from graphpp.parallel.data_parallel import Replicas
 from graphpp.parallel.groups import Subgroups
 from graphpp.parallel.place import RankPlace
@@ -93,6 +94,8 @@ class GraphPPRunner:
         self.stages = self._local_stages(each, config.kernel)
         self.training = Phase.FORWARD in self.program.stages[0].programs
         self._bubble = 0.0
+        self._tensors = _Found(state.tensor)
+        self.hooked: frozenset[str] = frozenset()  # FQNs of this rank's parameters with hooks on gradients, in the last step
         self._replicas, self._reduced = Replicas(config.replicas), set[int]()
         ranks = config.owners if config.owners is not None else ranks_of_parameters(self.program, schedule.rank_of_stage)
         groups = config.subgroups or Subgroups(place.group)
@@ -134,6 +137,7 @@ class GraphPPRunner:
             self._drop()
             raise
         finally:
+            self._tensors.clear()
             for stage in self.stages.values():
                 stage.end()
 
@@ -195,9 +199,10 @@ class GraphPPRunner:
 
     def _begin(self, inputs: StepInputs) -> None:
         self._reduced.clear()
+        detached = _Found(lambda fqn: self._tensors[fqn].detach())
         for stage in self.stages.values():
-            stage.begin(self.state.tensor, inputs)
-            parameters = {fqn: self.state.tensor(fqn) for fqn in stage.gradients.fqns}
+            stage.begin(detached.__getitem__, inputs)
+            parameters = {fqn: self._tensors[fqn] for fqn in stage.gradients.fqns}
             grads = {fqn: parameter.grad for fqn, parameter in parameters.items() if fqn not in self.tied.contributors}
             dtypes = {fqn: dtype_of_sum(parameter, self._sum_dtype) for fqn, parameter in parameters.items()}
             stage.gradients.start({fqn: grad for fqn, grad in grads.items() if grad is not None}, dtypes)
@@ -213,12 +218,15 @@ class GraphPPRunner:
         self._replicas.finish()
         for stage in self.stages.values():
             for fqn in self._own(stage):
-                parameter = self.state.tensor(fqn)
-                parameter.grad = stage.gradients.sums[fqn].to(dtype=parameter.grad_dtype)
+                parameter, total = self._tensors[fqn], stage.gradients.sums[fqn]
+                wanted = parameter.grad_dtype
+                parameter.grad = total if wanted is None or total.dtype is wanted else total.to(dtype=wanted)
         for fqn, total in tied.items():
-            parameter = self.state.tensor(fqn)
+            parameter = self._tensors[fqn]
             added = total.to(dtype=parameter.grad_dtype) if parameter.grad is None else parameter.grad.add_(total)
             parameter.grad = added
+        trained = (fqn for stage in self.stages.values() for fqn in stage.gradients.fqns)
+        self.hooked = frozenset(fqn for fqn in trained if has_gradient_hooks(self._tensors[fqn]))
         for stage in self.stages.values():
             stage.gradients.start({})
 
@@ -235,7 +243,7 @@ class GraphPPRunner:
 
     def _buffer_for_sum(self, fqn: str) -> torch.Tensor:
         """New memory for another rank's partial sum of a parameter's gradients."""
-        parameter = self.state.tensor(fqn)
+        parameter = self._tensors[fqn]
         dtype = dtype_of_sum(parameter, self._sum_dtype)
         return torch.empty(parameter.shape, dtype=dtype, device=self.place.device)
 
@@ -290,6 +298,18 @@ class GraphPPRunner:
 
     def _communicate(self, messages: Sequence[Callable[[], PendingMessage]]) -> None:
         self.transport.start([make() for make in messages])
+
+
+class _Found(dict[str, torch.Tensor]):
+    """The tensors of a step by FQN, each looked up when it is first asked for."""
+
+    def __init__(self, find: Callable[[str], torch.Tensor]) -> None:
+        super().__init__()
+        self._find = find
+
+    def __missing__(self, fqn: str) -> torch.Tensor:
+        found = self[fqn] = self._find(fqn)
+        return found
 
 
 def _microbatch(action: Action) -> int:

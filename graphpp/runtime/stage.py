@@ -104,10 +104,10 @@ class GraphStage:
         return self.stage_index == self.num_stages - 1
 
     def begin(self, parameter_or_buffer: Callable[[str], torch.Tensor], inputs: StepInputs) -> None:
-        """Start a step; `parameter_or_buffer` gives the model's tensors by FQN."""
+        """Start a step; `parameter_or_buffer` gives the values of the model's tensors by FQN, detached."""
         self.buffers.clear()
         self.buffers.parameter_or_buffer, self.buffers.inputs = parameter_or_buffer, inputs
-        known: dict[Any, Mapping[str, torch.Tensor]] = {}
+        known: list[tuple[Any, Mapping[str, torch.Tensor]]] = []
         for variant in self._distinct():
             invariants = self._step_invariants(variant.hoisted, known)
             for wiring in variant.wirings.values():
@@ -120,24 +120,24 @@ class GraphStage:
         assert self.buffers.parameter_or_buffer is not None, "begin() comes first"
         wiring.bound = [None] * len(wiring.program.inputs)
         for index, fqn in wiring.fixed:
-            wiring.bound[index] = self.buffers.parameter_or_buffer(fqn).detach()
+            wiring.bound[index] = self.buffers.parameter_or_buffer(fqn)
         for index, constant in (*wiring.constants, *wiring.sizes):
             wiring.bound[index] = constant
 
     def _step_invariants(
-        self, wiring: Wiring | None, known: dict[Any, Mapping[str, torch.Tensor]]
+        self, wiring: Wiring | None, known: list[tuple[Any, Mapping[str, torch.Tensor]]]
     ) -> Mapping[str, torch.Tensor]:
-        """The values that a variant computes once per step; `known`: the values of variants with the same program text."""
+        """The values that a variant computes once per step; `known`: those of variants so far, with their computations."""
         if wiring is None:
             return {}
-        item = wiring.program
-        key = (item.source, item.inputs, tuple(id(constant) for _, constant in wiring.constants), tuple(wiring.sizes))
-        if key not in known:
+        found = next((values for computation, values in known if computation == wiring.computation), None)
+        if found is None:
             self._bind(wiring)
             arguments, wiring.bound = wiring.bound, []
-            names = [role.name for role in item.outputs if isinstance(role, StepInvariant)]
-            known[key] = dict(zip(names, item.run(arguments), strict=True))
-        return known[key]
+            names = [role.name for role in wiring.program.outputs if isinstance(role, StepInvariant)]
+            found = dict(zip(names, wiring.program.run(arguments), strict=True))
+            known.append((wiring.computation, found))
+        return found
 
     def end(self) -> None:
         """Drop parameters, inputs and seeds after a step; losses and outputs stay until the next one begins."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -38,6 +39,12 @@ class Wiring:
     outputs: list[tuple[int, int]] = field(default_factory=list)
     metrics: list[tuple[int, str]] = field(default_factory=list)
     bound: list[Any] = field(default_factory=list)  # the arguments, filled in as far as they are the same for a whole step
+
+    @cached_property
+    def computation(self) -> tuple[Any, ...]:
+        """Equal for two programs, whose inputs are parameters, buffers and constants, if they compute the same values."""
+        constants = tuple(id(constant) for _, constant in self.constants)
+        return self.program.source, self.program.inputs, constants, tuple(self.sizes)
 
     @property
     def shared_gradients(self) -> set[str]:

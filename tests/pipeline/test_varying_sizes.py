@@ -414,7 +414,9 @@ def test_evaluation_of_several_sizes() -> None:
     assert len(made) == 3
 
 
-@pytest.mark.parametrize("backend", ["inductor", lambda module, examples: module, lambda module, examples: copy.copy(module)])
+@pytest.mark.parametrize(
+    "backend", [lambda module, examples: module, *further("inductor", lambda module, examples: copy.copy(module))]
+)
 def test_regions_serve_all_sizes(backend: Any) -> None:
     model = Model(dropout=0.1)
     expected = copy.deepcopy(model)

@@ -53,9 +53,11 @@ class Accumulator:
             self._early[fqn][microbatch] = gradient
             return
         self._add_now(fqn, gradient)
-        early = self._early[fqn]
-        while (turn := turn + 1) in early:
+        turn += 1
+        early = self._early.get(fqn)
+        while early and turn in early:
             self._add_now(fqn, early.pop(turn))
+            turn += 1
         self._next[fqn] = turn
 
     def add_matmul(
@@ -71,7 +73,8 @@ class Accumulator:
             return
         copied = fqn in self._shared or _is_view(gradient)
         own = gradient.clone(memory_format=torch.contiguous_format) if copied else gradient
-        self.sums[fqn] = own.to(dtype=self._dtypes.get(fqn))
+        dtype = self._dtypes.get(fqn)
+        self.sums[fqn] = own if dtype is None or own.dtype is dtype else own.to(dtype=dtype)
 
 
 class FusedAccumulator(Accumulator):
