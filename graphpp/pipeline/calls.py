@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from typing import TypeVar
 
 import torch
 
@@ -27,10 +28,12 @@ from graphpp.parallel.facts import Facts
 from graphpp.parallel.failure import FailureBoard
 from graphpp.parallel.place import RankPlace
 from graphpp.pipeline.given_data import checksums, filled
+from graphpp.pipeline.grad_norm import RankGradients
 from graphpp.pipeline.graph_cache import GraphCache, PreparedStep
 from graphpp.pipeline.step_call import StepCall
 from graphpp.runtime.model_state import ModelState
 
+T = TypeVar("T")
 MakeParts = Callable[[], list[FlatMicrobatch]]
 
 
@@ -46,6 +49,7 @@ class Calls:
         self._board = FailureBoard(place.group, self._name)
         self._every = options.parallel.check_data if agreement.several else 0
         self._number = 0
+        self._codes: tuple[tuple[int, ...], tuple[int, ...]] | None = None  # of gradients: this rank's own, and all ranks'
         self._broken = False
         self._compared = False  # the values with which the replicas begin
         self.last: PreparedStep | None = None
@@ -60,10 +64,25 @@ class Calls:
         with self._board.watching(), torch.inference_mode(False):
             yield
 
-    def agree_on(self, call: str, arguments: str) -> None:
-        """Go on if all ranks make this call with these arguments. Raises `MismatchError` on all ranks."""
+    def agreed(self, call: str, read: Callable[[], T], own: RankGradients) -> tuple[T, RankGradients]:
+        """The arguments of a call, and the gradients with the codes of all ranks, if all ranks make this call.
+
+        `read` reads the arguments of this rank. Ranks exchange codes only if a rank's own have changed since the call before.
+        Raises the error of this rank's `read`, and `MismatchError` where another rank failed or differs.
+        """
         self.check_whole()
-        self._agreement.together(lambda: None, lambda _: self._described(Facts({"its arguments": [arguments]}), call))
+        known = self._codes[1] if self._codes is not None and self._codes[0] == own.codes else None
+        sums = {"the dtypes of gradients": None if known is None else 0}
+
+        def facts_of(arguments: T) -> Facts:
+            return self._described(Facts({"its arguments": [str(arguments)]}), call).with_sums(sums)
+
+        arguments, changed = self._agreement.together_or_lacking(read, facts_of)
+        if changed:
+            known = tuple(self._agreement.largest(torch.tensor(own.codes, dtype=torch.int64, device="cpu")).tolist())
+            self._codes = own.codes, known
+        assert known is not None
+        return arguments, replace(own, codes=known)
 
     def evaluation(self, make: MakeParts, weights: LossArguments) -> tuple[StepCall, PreparedStep]:
         """Prepare an evaluation."""

@@ -1,8 +1,11 @@
 """Gradient norms and clipping over all ranks, bit-equal to torch's on the whole model in one process.
 
-Contract: a rank computes the norms of its own parameters, an all-reduce gives every rank all norms in the model's order, and
-the total is their norm, computed as in `torch.nn.utils.clip_grad_norm_`. A parameter that several ranks hold counts once.
-Every rank returns the same norm.
+Contract
+--------
+- A rank computes the norms of its own parameters, an all-reduce gives every rank all norms in the model's order, and the total
+  is their norm, computed as in `torch.nn.utils.clip_grad_norm_`. A parameter that several ranks hold counts once. Every rank
+  returns the same norm.
+- The host knows which parameters have gradients, and their dtypes, on all ranks (`RankGradients.codes`), and waits for no GPU.
 """
 
 from __future__ import annotations
@@ -10,18 +13,19 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import reduce
+from functools import lru_cache, reduce
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 
 from graphpp._torch.distributed import foreach_norm
+from graphpp.errors import GraphPPError
 
-_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.complex64, torch.complex128)
 
 
-@dataclass(frozen=True)
-class OwnParameter:
+class OwnParameter(NamedTuple):
     """A parameter of this rank, its position in the model's order, and whether its norm is counted on this rank."""
 
     position: int
@@ -31,12 +35,27 @@ class OwnParameter:
 
 @dataclass(frozen=True)
 class RankGradients:
-    """The gradients of this rank's parameters, in the model's order; `positions`: how many parameters the model has."""
+    """The gradients of this rank's parameters, in the model's order.
+
+    `codes`: for each parameter of the model 1 + the index of the dtype of its gradient in `_DTYPES`, 0 without a gradient; of
+    this rank's own counted parameters, or of all ranks'.
+    """
 
     own: Sequence[OwnParameter]
-    positions: int
+    codes: tuple[int, ...]
     group: dist.ProcessGroup | None
     device: torch.device
+
+    @classmethod
+    def of(
+        cls, own: Sequence[OwnParameter], positions: int, group: dist.ProcessGroup | None, device: torch.device
+    ) -> RankGradients:
+        """The gradients of this rank alone; `positions`: how many parameters the model has."""
+        codes = [0] * positions
+        for each in own:
+            if each.counts and each.parameter.grad is not None:
+                codes[each.position] = 1 + _DTYPES.index(each.parameter.grad.dtype)
+        return cls(own, tuple(codes), group, device)
 
     def present(self) -> list[torch.Tensor]:
         """The gradients that are not None."""
@@ -45,9 +64,10 @@ class RankGradients:
 
 @dataclass(frozen=True)
 class PendingNorms:
-    """The all-reduce of the norms of all parameters; `table` is complete once `total` has returned."""
+    """The all-reduce of the norms of all parameters; `norms` is complete once `total` has returned."""
 
-    table: torch.Tensor
+    norms: torch.Tensor
+    codes: tuple[int, ...]
     norm_type: float
     work: dist.Work | None
 
@@ -59,48 +79,79 @@ class PendingNorms:
         """Wait for the all-reduce; the norm of all gradients, 0-dim."""
         if self.work is not None:
             self.work.wait()
-        return total_of(self.table, self.norm_type)
+        return total_of(self.norms, self.codes, self.norm_type)
+
+
+@dataclass(frozen=True)
+class Clipping:
+    """The arguments of `clip_grad_norm_`, which all ranks must have alike."""
+
+    max_norm: float
+    norm_type: float
+    error_if_nonfinite: bool = False
+
+
+def read_clipping(max_norm: object, norm_type: object, error_if_nonfinite: bool = False) -> Clipping:
+    """The arguments of `clip_grad_norm_` as numbers. Raises `GraphPPError` for numbers that are no norm or no order."""
+    most = _number(max_norm)
+    if most is None or math.isnan(most) or most < 0:
+        raise GraphPPError(f"max_norm: take a number of 0 or more, got {max_norm!r}")
+    order = _number(norm_type)
+    if order is None or math.isnan(order) or order < 0:
+        raise GraphPPError(f"norm_type: take the order of a norm, a number of 0 or more, or float('inf'), got {norm_type!r}")
+    return Clipping(most, order, bool(error_if_nonfinite))
+
+
+def _number(value: object) -> float | None:
+    if isinstance(value, bool) or not isinstance(value, int | float | str | torch.Tensor):
+        return None
+    try:
+        return float(value)
+    except (ValueError, RuntimeError, OverflowError):
+        return None
 
 
 def total_norm(gradients: RankGradients, norm_type: float) -> torch.Tensor:
     """The norm of all gradients of the model (0-dim, on this rank's device)."""
-    return all_reduce_(own_norms(gradients, norm_type), norm_type, gradients.group).total()
+    return all_reduce_(own_norms(gradients, norm_type), gradients, norm_type).total()
 
 
 def own_norms(gradients: RankGradients, norm_type: float) -> torch.Tensor:
-    """The norms that this rank counts, float64 [2, positions]: the norm, and 1 + the index of its dtype (0: no gradient)."""
+    """The norms that this rank counts, float64 [parameters of the model]; 0 for all others."""
     counted = [(each.position, each.parameter.grad) for each in gradients.own if each.counts]
     present = [(position, grad) for position, grad in counted if grad is not None]
-    table = torch.zeros(2, gradients.positions, dtype=torch.float64, device=gradients.device)
+    table = torch.zeros(len(gradients.codes), dtype=torch.float64, device=gradients.device)
     for dtype in {grad.dtype for _, grad in present}:
         same_dtype = [(position, grad) for position, grad in present if grad.dtype is dtype]
-        norms = foreach_norm([grad for _, grad in same_dtype], norm_type)
-        for (position, _), norm in zip(same_dtype, norms, strict=True):
-            table[0, position], table[1, position] = norm, 1 + _DTYPES.index(dtype)
+        norms = torch.stack(list(foreach_norm([grad for _, grad in same_dtype], norm_type)))
+        places = _places(tuple(position for position, _ in same_dtype), table.device)
+        table.index_copy_(0, places, norms.to(table.device, torch.float64))
     return table
 
 
-def all_reduce_(table: torch.Tensor, norm_type: float, group: dist.ProcessGroup | None) -> PendingNorms:
-    """Start the all-reduce of the ranks' tables, in place."""
-    several = group is not None and dist.get_world_size(group) > 1
-    return PendingNorms(table, norm_type, dist.all_reduce(table, group=group, async_op=True) if several else None)
+def all_reduce_(norms: torch.Tensor, gradients: RankGradients, norm_type: float) -> PendingNorms:
+    """Start the all-reduce of the ranks' norms, in place."""
+    several = gradients.group is not None and dist.get_world_size(gradients.group) > 1
+    work = dist.all_reduce(norms, group=gradients.group, async_op=True) if several else None
+    return PendingNorms(norms, gradients.codes, norm_type, work)
 
 
-def total_of(table: torch.Tensor, norm_type: float) -> torch.Tensor:
-    """The norm of the norms in a table, 0-dim."""
-    return _total(table[0], table[1].int(), norm_type)
-
-
-def _total(norms: torch.Tensor, codes: torch.Tensor, norm_type: float) -> torch.Tensor:
-    """The norm of the norms, joined in the order and the dtype of `torch.nn.utils.get_total_norm`."""
-    seen = [code for code in dict.fromkeys(codes.tolist()) if code]
+def total_of(norms: torch.Tensor, codes: tuple[int, ...], norm_type: float) -> torch.Tensor:
+    """The norm of the norms, 0-dim, joined in the order and the dtype of `torch.nn.utils.get_total_norm`."""
+    seen = [code for code in dict.fromkeys(codes) if code]
     if not seen:
         return torch.tensor(0.0, device=norms.device)
-    dtype = reduce(torch.promote_types, (_DTYPES[code - 1] for code in seen))
+    dtype = reduce(torch.promote_types, (_DTYPES[code - 1].to_real() for code in seen))
     # torch groups the norms by dtype, and the dtype that appears last comes first.
-    joined = torch.cat([norms[codes == code] for code in reversed(seen)])
-    total: torch.Tensor = torch.linalg.vector_norm(joined.to(dtype), norm_type)
+    order = tuple(place for code in reversed(seen) for place, other in enumerate(codes) if other == code)
+    total: torch.Tensor = torch.linalg.vector_norm(norms[_places(order, norms.device)].to(dtype), norm_type)
     return total
+
+
+@lru_cache(16)
+def _places(positions: tuple[int, ...], device: torch.device) -> torch.Tensor:
+    """Positions as a tensor, kept, because copying them to a GPU would make the host wait in each step."""
+    return torch.tensor(positions, dtype=torch.int64, device=device)
 
 
 def share_overflow_(gradients: RankGradients) -> None:
@@ -129,9 +180,10 @@ def mark_overflow_(gradients: RankGradients, found: torch.Tensor) -> None:
             gradient[first] = torch.where(found.to(gradient.device) > 0, math.inf, gradient[first])
 
 
-def clip_(gradients: RankGradients, max_norm: float, norm: torch.Tensor) -> None:
+def clip_(gradients: RankGradients, max_norm: float, norm: torch.Tensor, foreach: bool | None = None) -> None:
     """Scale this rank's gradients by max_norm / norm where the norm is larger, as torch does."""
-    torch.nn.utils.clip_grads_with_norm_([each.parameter for each in gradients.own], max_norm, norm)
+    with torch.no_grad():
+        torch.nn.utils.clip_grads_with_norm_([each.parameter for each in gradients.own], max_norm, norm, foreach)
 
 
 def clips(max_norm: float, norm: torch.Tensor) -> bool:

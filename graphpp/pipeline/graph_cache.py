@@ -85,6 +85,7 @@ class GraphCache:
         self._copies = StaleCopies()
         self.tables = Tables(options.schedule, place.ranks)
         self.first: CompiledGraph | None = None
+        self._local: frozenset[str] | None = None
 
     @property
     def recorded(self) -> RecordedPrograms:
@@ -166,11 +167,12 @@ class GraphCache:
             return "nothing yet (such a call is new, or an attribute or hook of the model has changed)"
         return f"no graph for microbatches of shape {', '.join(new)}"
 
-    def local(self) -> set[str]:
+    def local(self) -> frozenset[str]:
         """FQNs of this rank's parameters and buffers. Raises `GraphPPError` before anything is captured."""
-        rank = self._request.place.rank
-        first = self.captured()
-        return first.parameters(rank) | first.buffers(rank)
+        if self._local is None:
+            rank, first = self._request.place.rank, self.captured()
+            self._local = frozenset(first.parameters(rank) | first.buffers(rank))
+        return self._local
 
     def captured(self) -> CompiledGraph:
         """The first graph that was captured. Raises `GraphPPError` before anything is captured."""

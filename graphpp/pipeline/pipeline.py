@@ -201,17 +201,29 @@ class Pipeline:
         """The start and end of each action of a step over this batch on every rank, in seconds, as `profile` measures them."""
         return self.profile(*args, target=target, repeat=repeat, **kwargs).timeline
 
-    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
+    def clip_grad_norm_(
+        self,
+        max_norm: float,
+        norm_type: float = 2.0,
+        error_if_nonfinite: bool = False,
+        foreach: bool | None = None,
+    ) -> torch.Tensor:
         """Clip the gradients of all ranks to a total norm of `max_norm`; returns the total norm before, 0-dim.
 
-        Bit-equal to `torch.nn.utils.clip_grad_norm_` on the whole model. Called by every rank; raises `MismatchError` on all
-        ranks if a rank makes another call.
+        Bit-equal to `torch.nn.utils.clip_grad_norm_` on the whole model, whose arguments these are. Called by every rank;
+        raises `MismatchError` on all ranks if a rank makes another call, `GraphPPError` for a negative norm or order, and
+        `RuntimeError` on all ranks for a total norm that is not finite if `error_if_nonfinite`.
         """
-        gradients = self._gradients()
+        own, read = self._gradients(), partial(norms.read_clipping, max_norm, norm_type, error_if_nonfinite)
         with self._calls.watched(), torch.no_grad():
-            self._calls.agree_on("clip_grad_norm_", f"max_norm={max_norm}, norm_type={norm_type}")
-            norm = norms.total_norm(gradients, norm_type)
-            norms.clip_(gradients, max_norm, norm)
+            clipping, gradients = self._calls.agreed("clip_grad_norm_", read, own)
+            norm = norms.total_norm(gradients, clipping.norm_type)
+        if clipping.error_if_nonfinite and not bool(norm.isfinite()):
+            raise RuntimeError(
+                f"the total norm of order {clipping.norm_type} of the gradients of all ranks is {float(norm)}, so nothing was "
+                "clipped. To scale by it all the same, set error_if_nonfinite=False"
+            )
+        norms.clip_(gradients, clipping.max_norm, norm, foreach)
         return norm
 
     @property
@@ -328,10 +340,10 @@ class Pipeline:
 
     def _gradients(self) -> norms.RankGradients:
         """The gradients of this rank's parameters, with their positions among the model's parameters."""
-        order = {fqn: index for index, fqn in enumerate(self._state.parameters)}
+        order = self._state.positions
         owners, place = self._cache.captured().ranks_of_parameter, self._place
         slots = [norms.OwnParameter(order[fqn], p, owners[fqn][0] == place.rank) for fqn, p in self.named_parameters()]
-        return norms.RankGradients(slots, len(order), place.group, place.device)
+        return norms.RankGradients.of(slots, len(order), place.group, place.device)
 
 
 def _has_target(part: FlatMicrobatch) -> bool:

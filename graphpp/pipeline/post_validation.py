@@ -35,7 +35,7 @@ from graphpp.pipeline.pipeline import Pipeline
 class _NormTables(NamedTuple):
     """Tables of norms (`grad_norm.own_norms`): this rank's own, and the pending sum over all ranks.
 
-    The tables have one column more, without a dtype, so that it counts for no norm: the number of ranks with an overflow.
+    The tables have one number more, without a dtype, so that it counts for no norm: the number of ranks with an overflow.
     """
 
     own: torch.Tensor
@@ -86,7 +86,10 @@ class PostValidation(DeferredScaler):
         norm_type: float = 2.0,
         scaler: GradScaler | None = None,
     ) -> None:
-        self._pipe, self._max_norm, self._norm_type = pipe, max_norm, norm_type
+        if not isinstance(pipe, Pipeline):
+            raise GraphPPError(f"PostValidation takes a pipeline, then its optimizer, got {type(pipe).__name__}")
+        self._pipe = pipe
+        self._clipping = norms.read_clipping(max_norm, norm_type)
         self._optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
         for each in self._optimizers:
             _check(each)
@@ -99,11 +102,11 @@ class PostValidation(DeferredScaler):
 
     def step(self) -> torch.Tensor:
         """Clip and step; returns the norm before clipping, 0-dim, the same on every rank as from `pipe.clip_grad_norm_`."""
-        gradients = self._pipe._gradients()
+        own = self._pipe._gradients()
         with self._pipe._calls.watched():
-            self._pipe._calls.agree_on("PostValidation.step", f"max_norm={self._max_norm}, norm_type={self._norm_type}")
+            _, gradients = self._pipe._calls.agreed("PostValidation.step", lambda: self._clipping, own)
             tables = self._begin(gradients)
-            early = self._steps_early(tables) and self._snapshot.take(tables.pending.arrived)
+            early = self._steps_early(tables, own.codes) and self._snapshot.take(tables.pending.arrived)
             with self._rolled_back_on_error(early):
                 if early:
                     self._advance()
@@ -130,24 +133,25 @@ class PostValidation(DeferredScaler):
         if scaler is not None:
             for optimizer in self._optimizers:
                 scaler.unscale_(optimizer)
-        table = norms.own_norms(replace(gradients, positions=gradients.positions + 1), self._norm_type)
-        table[0, -1] = overflow
-        return _NormTables(table.clone(), norms.all_reduce_(table, self._norm_type, gradients.group))
+        widened = replace(gradients, codes=(*gradients.codes, 0))
+        table = norms.own_norms(widened, self._clipping.norm_type)
+        table[-1] = overflow
+        return _NormTables(table.clone(), norms.all_reduce_(table, widened, self._clipping.norm_type))
 
-    def _steps_early(self, tables: _NormTables) -> bool:
+    def _steps_early(self, tables: _NormTables, codes: tuple[int, ...]) -> bool:
         """Step early only if the all-reduce is pending and this rank's own gradients need no clipping and have no overflow."""
         if tables.pending.arrived() or not self._optimizers or any(map(has_step_hooks, self._optimizers)):
             return False
-        return not self._judge(tables.own, norms.total_of(tables.own, self._norm_type)).amends
+        return not self._judge(tables.own, norms.total_of(tables.own, (*codes, 0), self._clipping.norm_type)).amends
 
     def _wait(self, tables: _NormTables) -> _Verdict:
         """Wait for the all-reduce; the verdict on the norms of all ranks."""
         norm = tables.pending.total()
-        return self._judge(tables.pending.table, norm)
+        return self._judge(tables.pending.norms, norm)
 
     def _judge(self, table: torch.Tensor, norm: torch.Tensor) -> _Verdict:
-        overflow = bool(table[0, -1] > 0)
-        return _Verdict(norm, overflow, overflow or norms.clips(self._max_norm, norm))
+        overflow = bool(table[-1] > 0)
+        return _Verdict(norm, overflow, overflow or norms.clips(self._clipping.max_norm, norm))
 
     def _advance(self) -> None:
         for optimizer in self._optimizers:
@@ -168,8 +172,8 @@ class PostValidation(DeferredScaler):
         norm = verdict.norm
         if verdict.overflow:
             norms.mark_overflow_(gradients, torch.ones((), device=gradients.device))
-            norm = norms.total_norm(gradients, self._norm_type)
-        norms.clip_(gradients, self._max_norm, norm)
+            norm = norms.total_norm(gradients, self._clipping.norm_type)
+        norms.clip_(gradients, self._clipping.max_norm, norm)
         return _Verdict(norm, verdict.overflow, amends=True)
 
     @property

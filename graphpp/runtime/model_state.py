@@ -28,6 +28,7 @@ class ModelState:
         self._model = model
         self.parameters = [name for name, _ in model.named_parameters()]
         self.buffers = [name for name, _ in model.named_buffers()]
+        self.positions = {name: position for position, name in enumerate(self.parameters)}
         first: dict[int, tuple[nn.Module, str]] = {}
         for module in model.modules():
             for name, value in own_tensors(module):
@@ -60,9 +61,11 @@ class ModelState:
 
     def state_dict(self, fqns: Iterable[str]) -> dict[str, Any]:
         """The entries of the model's state dict with these tensors, under every alias, and the entries without a tensor."""
+        return self._own_entries(fqns, self._model.state_dict(keep_vars=True))
+
+    def _own_entries(self, fqns: Iterable[str], entries: Mapping[str, Any]) -> dict[str, Any]:
         mine = {id(self.tensor(fqn)) for fqn in fqns}
-        entries = self._model.state_dict(keep_vars=True).items()
-        local = {key: value for key, value in entries if not isinstance(value, torch.Tensor) or id(value) in mine}
+        local = {key: value for key, value in entries.items() if not isinstance(value, torch.Tensor) or id(value) in mine}
         return {key: value.detach() if isinstance(value, torch.Tensor) else value for key, value in local.items()}
 
     def load(self, fqns: Collection[str], state: Mapping[str, Any], strict: bool) -> None:
@@ -71,10 +74,11 @@ class ModelState:
         Raises `GraphPPError`, and changes nothing, if an entry has another shape, is on the meta device, or (`strict`) is
         missing or unknown to the model.
         """
-        mine = {key: value for key, value in self.state_dict(fqns).items() if isinstance(value, torch.Tensor)}
+        known = self._model.state_dict(keep_vars=True)
+        mine = {key: value for key, value in self._own_entries(fqns, known).items() if isinstance(value, torch.Tensor)}
         if strict:
             missing = [key for key in mine if key not in state]
-            unknown = [key for key in state if key not in self._model.state_dict(keep_vars=True)]
+            unknown = [key for key in state if key not in known]
             _refuse(("missing", missing), ("unknown to the model", unknown))
         pairs = {key: (value, state[key]) for key, value in mine.items() if key in state}
         wrong = [
