@@ -36,7 +36,7 @@ from graphpp.planner.layers import module_calls
 from graphpp.planner.plan import Plan
 from graphpp.planner.resolve_split import resolve
 from graphpp.planner.tables import CheckedTable
-from graphpp.runtime.program import BufferUpdate, Input, PipelineProgram, StageProgram
+from graphpp.runtime.program import Input, PipelineProgram, StageProgram
 from graphpp.runtime.runner import ranks_of_parameters
 from graphpp.schedules.table.offload_window import OffloadWindow
 
@@ -120,10 +120,7 @@ class CompiledGraph:
 
     def written_buffers(self) -> Iterator[tuple[StageProgram, str]]:
         """(stage, FQN) of each buffer that a forward writes."""
-        for stage in self.program.stages:
-            for role in (role for item in stage.programs.values() for role in item.outputs):
-                if isinstance(role, BufferUpdate):
-                    yield stage, role.fqn
+        return ((stage, fqn) for stage in self.program.stages for fqn in stage.written_buffers)
 
 
 def compile_graph(

@@ -51,7 +51,14 @@ def of_replicas(state: ModelState, own: Iterable[str]) -> Facts:
 def of_replica(stages: Sequence[StageProgram], table: CheckedTable) -> Facts:
     """The lines that the ranks which average the gradients of these stages must have alike."""
     gradients = [f"stage {stage.index}: {fqn}" for stage in stages for fqn in stage.gradients]
-    return Facts({"the gradients of its stages": gradients, "the schedule": table.text})
+    written = [f"stage {stage.index}: {fqn}" for stage in stages for fqn in stage.written_buffers]
+    return Facts({"the gradients of its stages": gradients, "the buffers that it writes": written, "the schedule": table.text})
+
+
+def of_tensors(state: ModelState, own: Iterable[str]) -> Facts:
+    """Shape and dtype of the parameters and buffers of this rank."""
+    tensors = {fqn: state.tensor(fqn) for fqn in sorted(own)}
+    return Facts({"the tensors of its stages": [f"{fqn}: {list(each.shape)} {each.dtype}" for fqn, each in tensors.items()]})
 
 
 def _code(joint: JointGraph) -> list[str]:

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import torch
 
 from graphpp.errors import GraphPPError
 from graphpp.options.option import Group, Option, group_reader
 
+ReplicaValues = Literal["equal", "broadcast"]
+ReplicaBuffers = Literal["own", "average", "broadcast"]
 NodeSeconds = Callable[[Any], float]  # the seconds of a graph's node
 
 
@@ -25,6 +27,17 @@ def _read_every(form: object) -> int:
     if not isinstance(form, int) or isinstance(form, bool) or form < 0:
         raise GraphPPError(f"take an integer of 0 or more, got {form!r}")
     return form
+
+
+def _one_of(*names: str) -> Callable[[object], Any]:
+    """A reader that takes these names."""
+
+    def read(form: object) -> object:
+        if form not in names:
+            raise GraphPPError(f"take {' or '.join(map(repr, names))}, got {form!r}")
+        return form
+
+    return read
 
 
 def _read_costs(form: object) -> NodeSeconds | None:
@@ -61,6 +74,21 @@ class Parallel(Group):
         takes="an integer of 0 or more",
         about="Ranks of a pipeline compare the data that they were given: a checksum of all elements in the first 3 calls and "
         "then in every so many calls, and of a sample (of data on the CPU) in all others. 0: never.",
+    )
+    replica_values: Option[ReplicaValues, ReplicaValues] = Option(
+        "equal",
+        read=_one_of("equal", "broadcast"),
+        takes='"equal", "broadcast"',
+        about="How replicas (the ranks along `dp_replicate`) begin. They must have equal parameters and buffers, or, under "
+        '"broadcast", get those of the first replica before the first training step.',
+    )
+    replica_buffers: Option[ReplicaBuffers, ReplicaBuffers] = Option(
+        "own",
+        read=_one_of("own", "average", "broadcast"),
+        takes='"own", "average", "broadcast"',
+        about="The buffers that the forward writes, such as running statistics, after each training step. Each replica keeps "
+        "its own; or floating-point buffers are averaged over the replicas; or all replicas get those of the first one, as with "
+        "`DistributedDataParallel(broadcast_buffers=True)`.",
     )
 
 

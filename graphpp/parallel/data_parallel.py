@@ -5,18 +5,22 @@ Contract
 - A stage's gradient sums are averaged over the replicas in place, once per step. The all-reduce starts at the stage's
   REDUCE_GRAD action if the schedule has one (the checker proves that no backward follows it), and hides under other stages'
   computation. Otherwise it starts at the end of the step; so it does for tied parameters, whose partial sums are added first.
+- `broadcast_` and `average_` make the parameters or buffers of replicas equal.
 - All replicas run the same table over the same stages, so they start the same all-reduces in the same order.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 import torch.distributed as dist
 
 from graphpp._torch.distributed import group_named
 from graphpp.errors import GraphPPError
+
+_TOGETHER = 2**22  # elements
 
 
 def check_apart(groups: Iterable[str], replicas: dist.ProcessGroup | None) -> None:
@@ -36,6 +40,38 @@ def check_apart(groups: Iterable[str], replicas: dist.ProcessGroup | None) -> No
                 "(experts). Leave dp_replicate out, and average the gradients of those parameters that the ranks share "
                 "yourself, after each step."
             )
+
+
+def broadcast_(tensors: Sequence[torch.Tensor], group: dist.ProcessGroup) -> None:
+    """Give all ranks of a group the first rank's values, in place."""
+    first = dist.get_global_rank(group, 0)
+    _exchange(tensors, lambda flat: dist.broadcast(flat, first, group=group))
+
+
+def average_(tensors: Sequence[torch.Tensor], group: dist.ProcessGroup) -> None:
+    """Average floating-point and complex tensors over the ranks of a group, in place; leave all others."""
+    floating = [tensor for tensor in tensors if tensor.is_floating_point() or tensor.is_complex()]
+
+    def mean(flat: torch.Tensor) -> None:
+        dist.all_reduce(flat, group=group)
+        flat.div_(dist.get_world_size(group))
+
+    _exchange(floating, mean)
+
+
+@torch.no_grad()
+def _exchange(tensors: Sequence[torch.Tensor], collective: Callable[[torch.Tensor], object]) -> None:
+    """Run a collective over tensors of one dtype together, about `_TOGETHER` elements at a time."""
+    groups: dict[tuple[torch.dtype, int], list[torch.Tensor]] = defaultdict(list)
+    seen = Counter[torch.dtype]()
+    for tensor in tensors:
+        groups[tensor.dtype, seen[tensor.dtype] // _TOGETHER].append(tensor)
+        seen[tensor.dtype] += tensor.numel()
+    for each in groups.values():
+        flat = torch.cat([tensor.detach().reshape(-1) for tensor in each])
+        collective(flat)
+        for tensor, part in zip(each, flat.split([tensor.numel() for tensor in each]), strict=True):
+            tensor.copy_(part.view_as(tensor))
 
 
 class Replicas:

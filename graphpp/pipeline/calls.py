@@ -24,6 +24,7 @@ from graphpp.compiler import facts
 from graphpp.errors import GraphPPError
 from graphpp.options.options import Options
 from graphpp.parallel.agreement import Agreement
+from graphpp.parallel.data_parallel import average_, broadcast_
 from graphpp.parallel.facts import Facts
 from graphpp.parallel.failure import FailureBoard
 from graphpp.parallel.place import RankPlace
@@ -105,10 +106,13 @@ class Calls:
             known = made[1].lowered.replica_facts.adding("the call", [asked])
             if self._compared or not self._replicas.several:
                 return known
-            return known.joined(facts.of_replicas(self._state, self._cache.local()))
+            values = facts.of_tensors if self._options.parallel.replica_values == "broadcast" else facts.of_replicas
+            return known.joined(values(self._state, self._cache.local()))
 
         self.check_whole()
         made = self._replicas.together(prepare, facts_of)
+        if not self._compared and self._options.parallel.replica_values == "broadcast" and self._place.replicas is not None:
+            broadcast_([self._state.tensor(fqn) for fqn in sorted(self._cache.local())], self._place.replicas)
         self._compared = True
         return made
 
@@ -125,10 +129,21 @@ class Calls:
         self._broken = place.ranks > 1 or (call.training and self._replicas.several)
         with torch.autocast(place.device.type, enabled=False):  # its casts are in the graph
             prepared.runner.step(prepared.inputs(call.parts), seeds)
+        if call.training:
+            self._share_buffers(prepared)
         self._broken = False
         self._cache.after_step(call, prepared)
         self.last = prepared
         return prepared
+
+    def _share_buffers(self, prepared: PreparedStep) -> None:
+        """Make the buffers that the forward wrote equal on all replicas, if so asked."""
+        how, replicas = self._options.parallel.replica_buffers, self._place.replicas
+        if how != "own" and replicas is not None:
+            stages = [stage for program in prepared.runner.programs for stage in program.stages]
+            own = {fqn for stage in stages if stage.index in prepared.runner.stages for fqn in stage.written_buffers}
+            tensors = [self._state.tensor(fqn) for fqn in sorted(own)]
+            (broadcast_ if how == "broadcast" else average_)(tensors, replicas)
 
     def check_whole(self) -> None:
         """Raise `GraphPPError` after a call that ended midway."""

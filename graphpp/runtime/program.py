@@ -290,6 +290,12 @@ class StageProgram:
         roles = [role for item in self.programs.values() for role in item.outputs]
         return tuple(dict.fromkeys(role.fqn for role in roles if isinstance(role, Gradient)))
 
+    @property
+    def written_buffers(self) -> tuple[str, ...]:
+        """FQNs of the buffers, and of the frozen parameters, that the forward writes."""
+        roles = [role for item in self.programs.values() for role in item.outputs]
+        return tuple(dict.fromkeys(role.fqn for role in roles if isinstance(role, BufferUpdate)))
+
 
 @dataclass(frozen=True)
 class PipelineProgram:

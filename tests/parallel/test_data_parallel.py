@@ -88,6 +88,56 @@ def test_replicas_that_begin_with_other_values_are_refused(name: str) -> None:
         assert f"the values of {name}, with which replicas must begin alike" in text
 
 
+def normalised(rank: int, alone: int | None, options: dict[str, Any]) -> tuple[dict[str, Tensor], float]:
+    """Two steps of a model with batch norm, over replicas, or with the data of one replica; its state and a later loss."""
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("dp_replicate", "pp")) if alone is None else None
+    torch.manual_seed(rank if options.get("replica_values") == "broadcast" else 0)
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.BatchNorm1d(4), torch.nn.Linear(4, 4))
+    pipe = graphpp.compile(
+        model, F.mse_loss, split=1, microbatches=2, mesh=mesh, parallel=graphpp.Parallel(**options)
+    )
+    for seed in range(2):
+        x = torch.randn(8, 4, generator=torch.Generator().manual_seed(10 * seed + (rank if alone is None else alone)))
+        pipe.step(x, target=x)
+    x = torch.randn(8, 4, generator=torch.Generator().manual_seed(5))
+    loss = pipe.eval(x, target=x).loss
+    assert loss is not None
+    return {key: value.clone() for key, value in model.state_dict().items()}, float(loss)
+
+
+@pytest.mark.parametrize("values", ["equal", "broadcast"])
+@pytest.mark.parametrize("buffers", ["own", "average", "broadcast"])
+def test_buffers_of_replicas(buffers: str, values: str) -> None:
+    """Parameters do not change, so each replica's statistics are those of its data alone until they are shared."""
+    first, second = (normalised(0, data, {})[0] for data in (0, 1))
+    found = run_ranks(normalised, 2, None, {"replica_buffers": buffers, "replica_values": values})
+    for rank, (state, _) in enumerate(found):
+        for key, one in first.items():
+            own = second[key] if rank else one
+            if buffers == "own" or not one.is_floating_point():
+                assert torch.equal(state[key], own), key
+            elif buffers == "broadcast":
+                assert torch.equal(state[key], one), key
+            else:
+                torch.testing.assert_close(state[key], (one + second[key]) / 2)
+    assert (found[0][1] == found[1][1]) == (buffers != "own")
+
+
+def test_replicas_of_other_shapes_get_no_values_of_each_other() -> None:
+    for text in run_ranks(broadcasts_other_shapes, 2):
+        assert "the tensors of its stages: it has 0.bias: [5]" in text
+
+
+def broadcasts_other_shapes(rank: int) -> str:
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("dp_replicate", "pp"))
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4 + rank), torch.nn.Linear(4 + rank, 4))
+    parallel = graphpp.Parallel(replica_values="broadcast")
+    pipe = graphpp.compile(model, F.mse_loss, split=1, microbatches=2, mesh=mesh, parallel=parallel)
+    with pytest.raises(graphpp.MismatchError) as error:
+        pipe.step(torch.ones(8, 4), target=torch.ones(8, 4))
+    return str(error.value)
+
+
 def unlike(rank: int) -> None:
     mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("dp_replicate", "pp"))
     pipe = compiled(SPECIAL["plain"](), split=CUTS[2] if rank else CUTS[4], microbatches=2, mesh=mesh)
