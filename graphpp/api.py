@@ -78,7 +78,8 @@ def compile(  # noqa: PLR0913 - the options of a pipeline, all of them optional
             `GraphPPError`. Nothing was changed then.
     """
 
-    place = place_of(model, mesh, Options(parallel=parallel).parallel.device)
+    ranks = Options(parallel=parallel).parallel
+    place = place_of(model, mesh, ranks.device, ranks.start_timeout)
     agreement = Agreement(place.group, place.device)
 
     def read_options() -> Options:

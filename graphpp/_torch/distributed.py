@@ -4,6 +4,8 @@ Checked on torch 2.11.0, 2.13.0 and 2.15.0:
 
 - `torch.distributed.distributed_c10d._get_default_store`: the key-value store all ranks share
 - `torch.distributed.distributed_c10d._resolve_process_group`: the group of a name, as a collective in a graph has it
+- `torch.distributed.distributed_c10d._set_pg_timeout`: the timeout of a process group; torch 2.15 has `set_timeout`
+- `ProcessGroup._get_backend`, `options._timeout`: the present timeout
 - `torch._foreach_norm`: norms of many tensors at once, the call that torch's own gradient clipping makes
 - `torch._foreach_copy_`: many copies at once, the call that torch's own optimizers make
 - `Optimizer._optimizer_step_pre_hooks`, `_optimizer_step_post_hooks` and, for all optimizers, `torch.optim.optimizer.
@@ -14,18 +16,33 @@ Checked on torch 2.11.0, 2.13.0 and 2.15.0:
 from __future__ import annotations
 
 from collections.abc import Callable
+from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.distributed.nn.functional  # its default arguments would keep the world group of a later import alive for good
 import torch.optim.optimizer as optimizers
+from torch.distributed import distributed_c10d
 from torch.distributed.distributed_c10d import _get_default_store, _resolve_process_group  # type: ignore[attr-defined]
 
 default_store = _get_default_store
 foreach_norm = torch._foreach_norm
 foreach_copy = torch._foreach_copy_
 group_named: Callable[[Any], dist.ProcessGroup] = _resolve_process_group
+
+
+def set_timeout(group: dist.ProcessGroup, timeout: timedelta) -> None:
+    """Set the time after which an operation of a process group fails for want of an answer."""
+    public = getattr(dist, "set_timeout", None)
+    (public or distributed_c10d._set_pg_timeout)(timeout, group)
+
+
+def timeout_of(group: dist.ProcessGroup) -> timedelta:
+    """The time after which an operation of a process group fails for want of an answer."""
+    device = torch.device("cpu" if "cpu:gloo" in dist.get_backend_config(group) else "cuda")
+    found: timedelta = group._get_backend(device).options._timeout
+    return found
 
 
 def has_step_hooks(optimizer: torch.optim.Optimizer) -> bool:

@@ -35,7 +35,7 @@ class Assembly:
     def __init__(self, request: CompileRequest, state: ModelState) -> None:
         self._options, self._place, self._state = request.options, request.place, state
         self._compiler = compiler_of(self._options.backend)
-        self._subgroups = Subgroups(self._place.group)
+        self._subgroups = Subgroups(self._place.group, self._options.parallel.timeout)
         self.regions = RegionCache(self._compiler, self._place.rank) if self._compiler is not None else None
         self.recorded = RecordedPrograms(recorder_for(self._place.device) if self._options.backend.cudagraphs else None)
 

@@ -14,6 +14,7 @@ from graphpp.options.option import Group, Option, group_reader
 ReplicaValues = Literal["equal", "broadcast"]
 ReplicaBuffers = Literal["own", "average", "broadcast"]
 NodeSeconds = Callable[[Any], float]  # the seconds of a graph's node
+_MOST_SECONDS = 1e9
 
 
 def _read_device(form: object) -> torch.device | None:
@@ -27,6 +28,14 @@ def _read_every(form: object) -> int:
     if not isinstance(form, int) or isinstance(form, bool) or form < 0:
         raise GraphPPError(f"take an integer of 0 or more, got {form!r}")
     return form
+
+
+def _read_seconds(form: object) -> float | None:
+    if form is None:
+        return None
+    if isinstance(form, bool) or not isinstance(form, int | float) or not 0 < form < _MOST_SECONDS:
+        raise GraphPPError(f"take a positive number of seconds below {_MOST_SECONDS:g}, or None, got {form!r}")
+    return float(form)
 
 
 def _one_of(*names: str) -> Callable[[object], Any]:
@@ -75,6 +84,19 @@ class Parallel(Group):
         about="Ranks of a pipeline compare the data that they were given: a checksum of all elements in the first 3 calls and "
         "then in every so many calls, and of a sample (of data on the CPU) in all others. 0: never.",
     )
+    timeout: Option[float | None, float | None] = Option(
+        None,
+        read=_read_seconds,
+        takes="seconds",
+        about="How long a step waits for another rank before it raises `RankFailure`. None: the process groups' own timeout.",
+    )
+    start_timeout: Option[float | None, float | None] = Option(
+        None,
+        read=_read_seconds,
+        takes="seconds",
+        about="The same while ranks start and while a new call is compiled, where the first rank captures for all. None: the "
+        "process groups' own timeout.",
+    )
     replica_values: Option[ReplicaValues, ReplicaValues] = Option(
         "equal",
         read=_one_of("equal", "broadcast"),
@@ -87,8 +109,8 @@ class Parallel(Group):
         read=_one_of("own", "average", "broadcast"),
         takes='"own", "average", "broadcast"',
         about="The buffers that the forward writes, such as running statistics, after each training step. Each replica keeps "
-        "its own; or floating-point buffers are averaged over the replicas; or all replicas get those of the first one, as with "
-        "`DistributedDataParallel(broadcast_buffers=True)`.",
+        "its own; or floating-point buffers are averaged over the replicas; or all replicas get those of the first one, as "
+        "with `DistributedDataParallel(broadcast_buffers=True)`.",
     )
 
 

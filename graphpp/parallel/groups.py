@@ -6,14 +6,20 @@ collective.
 
 from __future__ import annotations
 
+from datetime import timedelta
+
 import torch.distributed as dist
 
 
 class Subgroups:
-    """Makes and keeps the process groups of subsets of a group's ranks; `rank` is this process's rank in the group."""
+    """Makes and keeps the process groups of subsets of a group's ranks; `rank` is this process's rank in the group.
 
-    def __init__(self, group: dist.ProcessGroup | None) -> None:
+    `timeout`: the seconds that an operation of these groups waits for another rank; None: torch's own.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None, timeout: float | None = None) -> None:
         self._group = group
+        self._timeout = None if timeout is None else timedelta(seconds=timeout)
         self.rank = dist.get_rank(group) if group is not None else 0
         self._groups: dict[tuple[int, ...], dist.ProcessGroup | None] = {}
 
@@ -28,5 +34,5 @@ class Subgroups:
             return None
         world = [dist.get_global_rank(self._group, rank) for rank in ranks]
         # Local synchronization: ranks of the world outside of the group do not call this.
-        made: dist.ProcessGroup = dist.new_group(world, use_local_synchronization=True)
+        made: dist.ProcessGroup = dist.new_group(world, self._timeout, use_local_synchronization=True)
         return made

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -45,15 +46,15 @@ class RankPlace:
         return dist.get_world_size(self.group) if self.group is not None else 1
 
 
-def place_of(model: object, mesh: MeshLike, device: torch.device | None) -> RankPlace:
-    """The place of this rank. Raises `GraphPPError`."""
+def place_of(model: object, mesh: MeshLike, device: torch.device | None, timeout: float | None = None) -> RankPlace:
+    """The place of this rank. Raises `GraphPPError`. `timeout`: seconds, of the world's process group if it is made here."""
     if isinstance(mesh, DeviceMesh):
         return _in_mesh(model, mesh, device)
     _check_group(mesh)
     if mesh is not None and dist.get_rank(mesh) < 0:
         raise GraphPPError(f"mesh: rank {dist.get_rank()} is not in the group: call compile on the ranks of its group only")
     found = _device(model, device)
-    return RankPlace(found, mesh if mesh is not None else _world(found))
+    return RankPlace(found, mesh if mesh is not None else _world(found, timeout))
 
 
 def _check_group(mesh: object) -> None:
@@ -130,12 +131,13 @@ def _default_device(model: object, type_of_mesh: str | None) -> torch.device:
     return torch.device("cpu")
 
 
-def _world(device: torch.device) -> dist.ProcessGroup | None:
+def _world(device: torch.device, timeout: float | None) -> dist.ProcessGroup | None:
     """The world group, initialised from torchrun's variables if nobody has; None for one process."""
     if not dist.is_available():
         return None
     if not dist.is_initialized():
         if not {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys():
             return None
-        dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
+        seconds = None if timeout is None else timedelta(seconds=timeout)
+        dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo", timeout=seconds)
     return dist.group.WORLD

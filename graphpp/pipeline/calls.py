@@ -28,6 +28,7 @@ from graphpp.parallel.data_parallel import average_, broadcast_
 from graphpp.parallel.facts import Facts
 from graphpp.parallel.failure import FailureBoard
 from graphpp.parallel.place import RankPlace
+from graphpp.parallel.timeouts import Timeouts
 from graphpp.pipeline.given_data import checksums, filled
 from graphpp.pipeline.grad_norm import RankGradients
 from graphpp.pipeline.graph_cache import GraphCache, PreparedStep
@@ -49,6 +50,8 @@ class Calls:
         self._name = agreement.shared_name()
         self._board = FailureBoard(place.group, self._name)
         self._every = options.parallel.check_data if agreement.several else 0
+        parallel = options.parallel
+        self._timeouts = Timeouts((place.group, place.replicas), parallel.timeout, parallel.start_timeout)
         self._number = 0
         self._codes: tuple[tuple[int, ...], tuple[int, ...]] | None = None  # of gradients: this rank's own, and all ranks'
         self._broken = False
@@ -88,7 +91,7 @@ class Calls:
     def evaluation(self, make: MakeParts, weights: LossArguments) -> tuple[StepCall, PreparedStep]:
         """Prepare an evaluation."""
         call, lacking = self._agreed(make, weights, training=False)
-        return self._with_data(call, self._cache.prepared(call), lacking)
+        return self._with_data(call, self._prepared(call), lacking)
 
     def training(
         self, make: MakeParts, weights: LossArguments = NO_WEIGHTS, asked: str = "step"
@@ -100,7 +103,7 @@ class Calls:
 
         def prepare() -> tuple[StepCall, PreparedStep]:
             call, lacking = self._agreed(make, weights, training=True, asked=asked)
-            return self._with_data(call, self._cache.prepared(call), lacking)
+            return self._with_data(call, self._prepared(call), lacking)
 
         def facts_of(made: tuple[StepCall, PreparedStep]) -> Facts:
             known = made[1].lowered.replica_facts.adding("the call", [asked])
@@ -118,8 +121,9 @@ class Calls:
 
     def compile(self, make: MakeParts, microbatches: int) -> None:
         """Compile the graphs of a training call, for a table of so many microbatches, and run nothing."""
-        call, _ = self._agreed(make, NO_WEIGHTS, training=True, asked="compile")
-        self._cache.compile(call, microbatches)
+        with self._timeouts.starting():
+            call, _ = self._agreed(make, NO_WEIGHTS, training=True, asked="compile")
+            self._cache.compile(call, microbatches)
 
     def run(self, call: StepCall, prepared: PreparedStep) -> PreparedStep:
         """Run a call once; afterwards the runner has the results."""
@@ -174,6 +178,13 @@ class Calls:
 
         self.check_whole()
         return self._agreement.together_or_lacking(make_call, facts_of)
+
+    def _prepared(self, call: StepCall) -> PreparedStep:
+        """The call with its runner; a new call is compiled under the timeout of the start."""
+        if self._cache.has(call):
+            return self._cache.prepared(call)
+        with self._timeouts.starting():
+            return self._cache.prepared(call)
 
     def _described(self, known: Facts, call: str) -> Facts:
         """Facts of a call, with the pipeline, the name and the number of the call."""

@@ -188,6 +188,10 @@ class GraphCache:
         graphs, _ = self._agreement.together(work, _facts_of_graphs)
         self._keep(graphs, call)
 
+    def has(self, call: StepCall) -> bool:
+        """Whether the call was prepared before."""
+        return call.keys in self._prepared
+
     def prepared(self, call: StepCall) -> PreparedStep:
         """The call with its runner, from the cache or made now. Called by all ranks.
 

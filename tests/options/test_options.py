@@ -83,7 +83,8 @@ def test_facts_change_with_every_option_that_is_compared(group: type[Group]) -> 
         "memory.recompute": "full", "memory.offload": 0.25, "memory.cap": [5, 6], "gradients.reduction": "sum",
         "gradients.dtype": torch.float32, "gradients.fused": True, "debug.max_graphs": 3,
         "debug.dynamic": True, "parallel.check_data": 7,
-            "parallel.replica_values": "broadcast", "parallel.replica_buffers": "average",
+            "parallel.replica_values": "broadcast", "parallel.timeout": 3, "parallel.start_timeout": 4,
+            "parallel.replica_buffers": "average",
     }  # fmt: skip
     for option in group.options():
         if option.describe is not None and option.path not in [each.prefix for each in GROUPS]:

@@ -20,6 +20,7 @@ from torch.nn import functional as F
 import graphpp
 from graphpp import GraphPPError, Microbatch, MismatchError, RankFailure
 from graphpp.parallel import failure
+from tests import internals
 from tests.distributed import WorkerDied, rank_outcomes, run_ranks
 from tests.special_models import CUTS, Plain
 from tests.training import CASES, compiled, local_grads, step
@@ -341,6 +342,37 @@ def test_a_rank_that_does_not_answer() -> None:
     assert waiting[0].startswith("RankFailure: rank 1 did not answer in time")
     assert waiting[1] < 6
     assert slow[0].startswith("RankFailure")
+
+
+def answers_late(rank: int, start: float) -> tuple[str, float]:
+    """A first step whose capture takes longer than the timeout of steps, and a step in which the last rank sleeps."""
+    torch.set_num_threads(1)
+    model = Fused()
+    parallel = graphpp.Parallel(timeout=2.0, start_timeout=start)
+    began = time.monotonic()
+    try:
+        if rank == 0:
+            with internals.capturing_by(lambda *args, **options: (time.sleep(3), internals.capture(*args, **options))[1]):
+                pipe = graphpp.compile(model, F.cross_entropy, parallel=parallel, **TWO)
+                pipe.step(X, target=Y)
+        else:
+            pipe = graphpp.compile(model, F.cross_entropy, parallel=parallel, **TWO)
+            pipe.step(X, target=Y)
+        began = time.monotonic()
+        if rank == 1:
+            time.sleep(6)
+        pipe.step(X, target=Y)
+    except (RankFailure, GraphPPError) as error:
+        return f"{type(error).__name__}: {error}", time.monotonic() - began
+    return "no error", time.monotonic() - began
+
+
+def test_timeouts_of_steps_and_of_the_start() -> None:
+    waiting, slow = run_ranks(answers_late, 2, 30.0)
+    assert waiting[0].startswith("RankFailure: rank 1 did not answer in time") and 1.5 < waiting[1] < 5
+    assert "RankFailure: the other ranks have given up this step, because rank 1, this one, did not answer" in slow[0]
+    started = rank_outcomes(answers_late, 2, 1.0)
+    assert any("did not answer in time" in str(outcome.value or outcome.error) for outcome in started)
 
 
 def leaves(rank: int) -> str:
