@@ -29,10 +29,10 @@ from graphpp.pipeline.profile import Profile
 from graphpp.planner.megatron_layout import Layout
 from graphpp.planner.plan import Plan
 from graphpp.planner.resolve_split import split_points
+from graphpp.schedules.any_form import simulate
 from graphpp.schedules.draw.pictures import chrome_trace, html, svg
 from graphpp.schedules.generate.names import stage_ids
 from graphpp.schedules.search.scheduler import schedule_auto
-from graphpp.schedules.simulate.simulator import simulate
 from graphpp.schedules.simulate.timeline import Event, Timeline
 from graphpp.schedules.table.costs import Costs, StageCosts
 from graphpp.schedules.table.schedule import Schedule

@@ -147,7 +147,8 @@ def verify(  # noqa: PLR0913 - the options of `compile`, and two of its own
     options.memory.caps(count)
     if len(several) > 1 and options.microbatches not in (None, len(several)):
         raise BatchError(f"example= has {len(several)} microbatches, microbatches={options.microbatches}: leave one out")
-    if tolerance is not None and not (isinstance(tolerance, int | float) and tolerance >= 0):
+    number = isinstance(tolerance, int | float) and not isinstance(tolerance, bool)
+    if tolerance is not None and not (number and 0 <= tolerance < float("inf")):
         raise GraphPPError(f"tolerance: take a relative difference of 0 or more, or None, got {tolerance!r}")
     wanted = options.microbatches or max(2, count)
     batch = [flatten_microbatch(each) for each in several] if len(several) > 1 else rotated(several[0], wanted)

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 import torch
 from torch.amp import GradScaler
 
+from graphpp.arguments import COUNT, require
 from graphpp.errors import BatchError, GraphPPError
 from graphpp.options.gradients import Reduction
 
@@ -75,8 +76,7 @@ class LossWeighting:
         Raises `BatchError` for a wrong weight or number of steps, `GraphPPError` for a scaler of another type.
         """
         steps = arguments.accumulation_steps
-        if not isinstance(steps, int) or isinstance(steps, bool) or steps < 1:
-            raise BatchError(f"accumulation_steps must be a positive integer, got {steps!r}")
+        require(BatchError, "accumulation_steps", COUNT, steps)
         if arguments.weight is not None:
             weights: tuple[float, ...] | None = _weights(arguments.weight, len(rows))
         else:

@@ -21,6 +21,7 @@ from typing import Any
 import torch
 
 from graphpp._torch import pytree
+from graphpp.arguments import MAPPING, require
 from graphpp.errors import BatchError
 
 _OF_PYTHON = (NoneType, bool, int, float, complex, str, bytes, range, slice, Enum)
@@ -46,6 +47,7 @@ class Microbatch:
     target: Any = None
 
     def __post_init__(self) -> None:
+        require(BatchError, "Microbatch.kwargs", MAPPING, self.kwargs)
         args = self.args if isinstance(self.args, tuple | list) else (self.args,)
         object.__setattr__(self, "args", tuple(args))
         object.__setattr__(self, "kwargs", dict(self.kwargs))
@@ -172,6 +174,12 @@ def _path(keys: Sequence[Any]) -> str:
 def _check_leaf(path: str, leaf: Any) -> None:
     """Raise `BatchError` for a tensor that requires grad and for an object that may hide tensors."""
     if isinstance(leaf, torch.Tensor):
+        if leaf.layout is not torch.strided or leaf.is_nested or leaf.is_quantized:
+            kind = "nested" if leaf.is_nested else "quantized" if leaf.is_quantized else str(leaf.layout).removeprefix("torch.")
+            raise BatchError(
+                f"{path} is a {kind} tensor, which cannot be cut or sent: pass a dense one, e.g. {path}.to_dense(), padded to "
+                "one length"
+            )
         if leaf.requires_grad:
             raise BatchError(
                 f"{path} requires grad: a pipeline makes gradients of parameters only; pass {path}.detach()"

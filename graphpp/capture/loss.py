@@ -27,6 +27,9 @@ from graphpp.runtime.program import OutputRole
 LossFunction = Callable[..., torch.Tensor | tuple[torch.Tensor, Mapping[str, Any]]]
 
 
+_LEAST_BYTES = 2  # of a number of a floating-point type in which torch can divide
+
+
 def takes_target(loss: LossFunction) -> bool:
     """Whether a loss function has a parameter for the target."""
     positional, several = _positional(loss)
@@ -125,4 +128,6 @@ def _scalar(value: Any) -> torch.Tensor:
             f"the loss must be a scalar tensor, got {found}. Reduce it, e.g. with `.mean()`. A loss function may also return "
             "a tuple: the scalar, and a dict of numbers to report."
         )
+    if value.is_floating_point() and value.dtype.itemsize < _LEAST_BYTES:
+        raise CaptureError(f"the loss is of {value.dtype}, in which no gradient can be scaled: return it in float32")
     return value if value.dim() == 0 else value.reshape(())

@@ -82,7 +82,7 @@ def read_backend(form: BackendLike | None) -> Backend:
     """Any form as a backend. Raises `GraphPPError` for anything else."""
     if form is None or isinstance(form, Eager | Inductor | Custom):
         return form or Eager()
-    if form in ("eager", "inductor"):
+    if isinstance(form, str) and form in ("eager", "inductor"):
         return Eager() if form == "eager" else Inductor()
     if isinstance(form, str | type) or not callable(form):
         raise GraphPPError(f"take {BACKEND_FORMS}, got {form!r}")

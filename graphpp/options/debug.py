@@ -5,8 +5,9 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
+from graphpp.arguments import PATH
 from graphpp.errors import GraphPPError
 from graphpp.options.option import Group, Option, a_positive_int, group_reader
 
@@ -37,8 +38,8 @@ def _read_dynamic(form: object) -> bool | None:
 
 
 def _read_folder(form: object) -> Path | None:
-    folder = form if form is not None else os.environ.get("GRAPHPP_DUMP") or None
-    if folder is not None and (not isinstance(folder, str | os.PathLike) or not os.fspath(folder)):
+    folder: Any = form if form is not None else os.environ.get("GRAPHPP_DUMP") or None
+    if folder is not None and not PATH.accepts(folder):
         raise GraphPPError(f"take the path of a folder, or None, got {form!r}")
     return None if folder is None else Path(folder)
 

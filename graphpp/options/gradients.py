@@ -14,8 +14,8 @@ Reduction = Literal["mean", "sum", "rows"]
 
 
 def _read_reduction(form: object) -> Reduction:
-    if form == "mean" or form == "sum" or form == "rows":
-        return form
+    if isinstance(form, str) and form in ("mean", "sum", "rows"):
+        return form  # type: ignore[return-value]
     raise GraphPPError(f"take 'mean', 'sum' or 'rows', got {form!r}")
 
 

@@ -19,9 +19,12 @@ _MOST_SECONDS = 1e9
 
 def _read_device(form: object) -> torch.device | None:
     try:
-        return None if form is None else torch.device(form)  # type: ignore[call-overload]
-    except (RuntimeError, TypeError) as error:
+        found: torch.device | None = None if form is None else torch.device(form)  # type: ignore[call-overload]
+    except (RuntimeError, TypeError, ValueError) as error:
         raise GraphPPError(f"take a torch.device or its name, got {form!r}: {str(error).splitlines()[0]}") from error
+    if found is not None and found.type == "cpu" and found.index:
+        raise GraphPPError(f"there is one CPU: take 'cpu', got {form!r}")
+    return found
 
 
 def _read_every(form: object) -> int:
@@ -42,7 +45,7 @@ def _one_of(*names: str) -> Callable[[object], Any]:
     """A reader that takes these names."""
 
     def read(form: object) -> object:
-        if form not in names:
+        if not isinstance(form, str) or form not in names:
             raise GraphPPError(f"take {' or '.join(map(repr, names))}, got {form!r}")
         return form
 

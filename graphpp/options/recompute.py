@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
+from graphpp.arguments import FLAG, require
 from graphpp.errors import GraphPPError
 
 if TYPE_CHECKING:
@@ -42,8 +43,11 @@ class Recompute:
     def __post_init__(self) -> None:
         if self.layers is not None and not _are_names(self.layers):
             raise GraphPPError(f"layers: take a list of FQNs, or None, got {self.layers!r}")
-        if self.nodes not in (None, "selective") and (isinstance(self.nodes, str | type) or not callable(self.nodes)):
+        known = self.nodes is None or (isinstance(self.nodes, str) and self.nodes == "selective")
+        if not known and (isinstance(self.nodes, str | type) or not callable(self.nodes)):
             raise GraphPPError(f"nodes: take a function of a node, 'selective', or None, got {self.nodes!r}")
+        for name in ("weight_grad", "free"):
+            require(GraphPPError, name, FLAG, getattr(self, name))
         if self.fraction is not None and not (_is_number(self.fraction) and 0 < self.fraction <= 1):
             raise GraphPPError(
                 f"a fraction of the bytes that a stage usually saves is above 0 and at most 1, got {self.fraction!r}"
@@ -56,9 +60,9 @@ RECOMPUTE_FORMS = '"full", "selective", a fraction, FQNs, a function of a node, 
 
 def is_recompute(form: object) -> bool:
     """Whether a form is one that `read_recompute` takes, by its type."""
-    words = ("full", "selective")
+    word = isinstance(form, str) and form in ("full", "selective")
     function = callable(form) and not isinstance(form, type)
-    return isinstance(form, Recompute) or form in words or _is_number(form) or _are_names(form) or function
+    return isinstance(form, Recompute) or word or _is_number(form) or _are_names(form) or function
 
 
 def read_recompute(form: RecomputeLike) -> Recompute | None:

@@ -59,7 +59,7 @@ def place_of(model: object, mesh: MeshLike, device: torch.device | None, timeout
 
 def _check_group(mesh: object) -> None:
     """Raise where `mesh` is no process group; torch gives ranks outside of a new group a number in its place."""
-    if mesh is not None and mesh == dist.GroupMember.NON_GROUP_MEMBER:
+    if mesh is dist.GroupMember.NON_GROUP_MEMBER or (type(mesh) is int and mesh == dist.GroupMember.NON_GROUP_MEMBER):
         raise GraphPPError(f"mesh: rank {dist.get_rank()} is not in the group: call compile on the ranks of its group only")
     if mesh is not None and not isinstance(mesh, dist.ProcessGroup):
         raise GraphPPError(f"mesh: take a DeviceMesh, a ProcessGroup, or None, got {type(mesh).__name__}")

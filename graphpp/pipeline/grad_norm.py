@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 
 from graphpp._torch.distributed import foreach_norm
+from graphpp.arguments import FLAG, require
 from graphpp.errors import GraphPPError
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.complex64, torch.complex128)
@@ -99,7 +100,8 @@ def read_clipping(max_norm: object, norm_type: object, error_if_nonfinite: bool 
     order = _number(norm_type)
     if order is None or math.isnan(order) or order < 0:
         raise GraphPPError(f"norm_type: take the order of a norm, a number of 0 or more, or float('inf'), got {norm_type!r}")
-    return Clipping(most, order, bool(error_if_nonfinite))
+    require(GraphPPError, "error_if_nonfinite", FLAG, error_if_nonfinite)
+    return Clipping(most, order, error_if_nonfinite)
 
 
 def _number(value: object) -> float | None:

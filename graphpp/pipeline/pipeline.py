@@ -22,6 +22,7 @@ from torch import nn
 from torch.amp import GradScaler
 
 from graphpp._torch.autograd import call_gradient_hooks
+from graphpp.arguments import COUNT, FLAG, INTEGER, checked, one_of, or_none, require
 from graphpp.batch.cut_batch import BatchCutter, leading_size
 from graphpp.batch.loss_weights import DeferredScaler, LossArguments, LossWeight
 from graphpp.batch.microbatch import FlatMicrobatch, Microbatch, flatten_microbatch
@@ -75,6 +76,19 @@ class EvalResult:
     loss: torch.Tensor | None = None
     losses: torch.Tensor | None = None
     metrics: Mapping[str, torch.Tensor] = field(default_factory=dict)
+
+
+_RUN = "a pipeline has no forward of its own: call pipe.step(x, target=y) to train, pipe.eval(x) for the output"
+_DEVICE = "a pipeline is bound to its devices: give parallel=graphpp.Parallel(device=...) to graphpp.compile"
+_MODULE = "a pipeline is no module: use the model that was given to graphpp.compile, which stays the caller's"
+_HABITS = {
+    **dict.fromkeys(("forward", "backward"), _RUN),
+    **dict.fromkeys(("to", "cuda", "cpu", "half", "bfloat16", "float", "double"), _DEVICE),
+    **dict.fromkeys(("module", "modules", "named_modules", "children", "apply", "requires_grad_"), _MODULE),
+    "train": "the model has the flags: call model.train(), or model.eval() around pipe.step; pipe.eval(x) runs a batch",
+}
+"""Names of `nn.Module` that a pipeline does not have, and the call that does the same."""
+_MICROBATCHES = one_of(list, tuple, takes="a list of graphpp.Microbatch")
 
 
 class Pipeline:
@@ -153,6 +167,8 @@ class Pipeline:
         tensors averaged over the microbatches, others stacked. `loss` is on every rank if a target was given, the loss function
         needs none, or the output has its own `.loss`; `loss_weight` as in `step`.
         """
+        if not args and not kwargs and target is None:
+            raise BatchError("pipe.eval runs a batch: pipe.eval(x). To switch the flags of the model, call model.eval()")
         with self._calls.watched(), _eval_mode(self._model):
             call, prepared = self._calls.evaluation(
                 lambda: self._cut(Microbatch(args, kwargs, target)), LossArguments(loss_weight)
@@ -189,8 +205,7 @@ class Pipeline:
         """
 
         def parts() -> list[FlatMicrobatch]:
-            if not isinstance(repeat, int) or repeat < 1:
-                raise GraphPPError(f"a profile needs at least one step: repeat must be a positive number, got {repeat!r}")
+            require(GraphPPError, "repeat", COUNT, repeat)
             return self._training_parts(args, kwargs, target)()
 
         with self._calls.watched():
@@ -214,6 +229,7 @@ class Pipeline:
         raises `MismatchError` on all ranks if a rank makes another call, `GraphPPError` for a negative norm or order, and
         `RuntimeError` on all ranks for a total norm that is not finite if `error_if_nonfinite`.
         """
+        require(GraphPPError, "foreach", or_none(FLAG), foreach)
         own, read = self._gradients(), partial(norms.read_clipping, max_norm, norm_type, error_if_nonfinite)
         with self._calls.watched(), torch.no_grad():
             clipping, gradients = self._calls.agreed("clip_grad_norm_", read, own)
@@ -245,6 +261,7 @@ class Pipeline:
         """The stages, their ranks and bytes, and the schedule. Raises `GraphPPError` before anything is captured."""
         return self._cache.captured().plan
 
+    @checked(GraphPPError, stage=INTEGER)
     def programs(self, stage: int) -> StageProgram:
         """The programs of a stage, on this rank or another, as compiled for the first captured microbatch.
 
@@ -255,6 +272,24 @@ class Pipeline:
         if not 0 <= stage < len(stages):
             raise GraphPPError(f"there is no stage {stage}: stages are 0..{len(stages) - 1}")
         return stages[stage]
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Reset the gradients of this rank's parameters, as `torch.nn.Module.zero_grad` does."""
+        for parameter in self.parameters():
+            if set_to_none:
+                parameter.grad = None
+            elif parameter.grad is not None:
+                parameter.grad.zero_()
+
+    def __call__(self, *args: Any, **kwargs: Any) -> NoReturn:
+        """Refused: a pipeline has no forward of its own."""
+        raise GraphPPError(_HABITS["forward"])
+
+    def __getattr__(self, name: str) -> NoReturn:
+        """Refused: names of `nn.Module` with the call that does the same here, all others as unknown."""
+        if name in _HABITS:
+            raise GraphPPError(f"pipe.{name}: {_HABITS[name]}")
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
     # ------------------------------------------------------------------------------------------------ this rank's part
 
@@ -352,6 +387,7 @@ def _has_target(part: FlatMicrobatch) -> bool:
 
 
 def _flattened(microbatches: Sequence[Microbatch]) -> list[FlatMicrobatch]:
+    require(BatchError, "microbatches", _MICROBATCHES, microbatches)
     if not microbatches:
         raise BatchError("a step needs at least one microbatch, got an empty list")
     return [flatten_microbatch(part) for part in microbatches]

@@ -25,6 +25,7 @@ from torch.amp import GradScaler
 from torch.optim import Optimizer
 
 from graphpp._torch.distributed import has_step_hooks
+from graphpp.arguments import one_of, require
 from graphpp.batch.loss_weights import DeferredScaler
 from graphpp.errors import GraphPPError
 from graphpp.pipeline import grad_norm as norms
@@ -48,6 +49,9 @@ class _Verdict(NamedTuple):
     norm: torch.Tensor
     overflow: bool
     amends: bool
+
+
+_OPTIMIZERS = one_of(Optimizer, list, tuple, takes="an optimizer, or a list of optimizers")
 
 
 class PostValidation(DeferredScaler):
@@ -90,7 +94,10 @@ class PostValidation(DeferredScaler):
             raise GraphPPError(f"PostValidation takes a pipeline, then its optimizer, got {type(pipe).__name__}")
         self._pipe = pipe
         self._clipping = norms.read_clipping(max_norm, norm_type)
+        require(GraphPPError, "optimizer", _OPTIMIZERS, optimizer)
         self._optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
+        if not self._optimizers and any(True for _ in pipe.parameters()):
+            raise GraphPPError("optimizer: [] is for a rank without parameters, and this rank has some: give their optimizer")
         for each in self._optimizers:
             _check(each)
         if scaler is not None and not isinstance(scaler, GradScaler):

@@ -18,12 +18,19 @@ from functools import cached_property
 from itertools import accumulate, groupby
 from typing import TypeAlias
 
+from graphpp.arguments import COUNT, Accepted, or_none, require
 from graphpp.errors import SplitError
 from graphpp.options.split import ModuleCall
 from graphpp.planner.layers import repeated_layers
 from graphpp.planner.split_by_name import check_stages
 
 Pattern: TypeAlias = str | Sequence[str] | None
+_PATTERN = Accepted(
+    "a pattern, a list of patterns, or None",
+    lambda value: value is None
+    or isinstance(value, str)
+    or (isinstance(value, list | tuple) and all(isinstance(each, str) for each in value)),
+)
 
 _DECODER = ("layers.{}", "model.layers.{}", "*.layers.{}", "*.h.{}", "*.blocks.{}", "*.block.{}", "*.layer.{}")
 _MTP = ("*.mtp_layers.{}", "*.mtp.layers.{}", "*.mtp.{}", "*.mtp")
@@ -77,6 +84,9 @@ class Layout:
     def __post_init__(self) -> None:
         if not isinstance(self.text, str):
             raise SplitError(f"a layout is a string like 'Et*3|(tt|)*29,m|L', not {type(self.text).__name__}")
+        require(SplitError, "ranks", or_none(COUNT), self.ranks)
+        for name in ("embedding", "decoder", "mtp", "loss"):
+            require(SplitError, name, _PATTERN, getattr(self, name))
         self._chunks(self.num_stages if self.ranks is None else self.ranks)  # parses the string, too
 
     def __str__(self) -> str:

@@ -16,6 +16,7 @@ from collections.abc import Collection, Sequence
 from itertools import pairwise
 from typing import SupportsIndex
 
+from graphpp.arguments import COUNT, NUMBER, TEXT, checked
 from graphpp.errors import SplitError
 from graphpp.options.split import ModuleCall, Split, Splitter
 from graphpp.planner.layers import repeated_layers
@@ -77,6 +78,10 @@ def _by_stage(split: Sequence[str] | Sequence[Sequence[str]]) -> list[list[str]]
 # ------------------------------------------------------------------------------------------ equal numbers of layers
 
 
+_MOST_LAYERS = 2**12
+
+
+@checked(SplitError, num_layers=COUNT, num_stages=COUNT, input_weight=NUMBER, output_weight=NUMBER, layer=TEXT)
 def split_points(
     num_layers: int, num_stages: int, input_weight: float = 1, output_weight: float = 1, *, layer: str = "layers.{}"
 ) -> list[str]:
@@ -87,7 +92,7 @@ def split_points(
     to the middle stages first, then to the first stage, so the ends are lightest. `layer` is the FQN with `{}` for the number.
     Raises `SplitError` where no such split exists. The idea is torchtitan's `generate_split_points`.
     """
-    if "{}" not in layer:
+    if layer.count("{}") != 1 or layer.count("{") != 1 or layer.count("}") != 1:
         raise SplitError(f"layer={layer!r} does not say where the number goes: write it like 'layers.{{}}'")
     return [layer.format(k) for k in _first_layers(num_layers, num_stages, input_weight, output_weight)[1:]]
 
@@ -98,6 +103,8 @@ def _first_layers(num_layers: int, num_stages: int, input_weight: float, output_
         raise SplitError(f"there is at least 1 stage, not {num_stages}")
     if num_layers < num_stages:
         raise SplitError(f"{some(num_layers, 'layer')} cannot fill {num_stages} stages: at most {num_layers} fit")
+    if num_layers > _MOST_LAYERS:
+        raise SplitError(f"num_layers={num_layers:,} is more than any model has: take at most {_MOST_LAYERS:,}")
     if not (0 <= input_weight < float("inf") and 0 <= output_weight < float("inf")):
         raise SplitError(f"input_weight={input_weight} and output_weight={output_weight} must be 0 or more layers")
     counts = [1] * num_stages

@@ -18,7 +18,12 @@ from typing import Any
 import torch
 from torch import nn
 
+from graphpp.arguments import FLAG, MAPPING, Accepted, require
 from graphpp.errors import GraphPPError
+
+_TENSOR = Accepted(
+    "a tensor or a NumPy array", lambda value: isinstance(value, torch.Tensor) or type(value).__module__ == "numpy"
+)
 
 
 class ModelState:
@@ -74,13 +79,18 @@ class ModelState:
         Raises `GraphPPError`, and changes nothing, if an entry has another shape, is on the meta device, or (`strict`) is
         missing or unknown to the model.
         """
+        require(GraphPPError, "state", MAPPING, state)
+        require(GraphPPError, "strict", FLAG, strict)
         known = self._model.state_dict(keep_vars=True)
         mine = {key: value for key, value in self._own_entries(fqns, known).items() if isinstance(value, torch.Tensor)}
         if strict:
             missing = [key for key in mine if key not in state]
             unknown = [key for key in state if key not in known]
             _refuse(("missing", missing), ("unknown to the model", unknown))
-        pairs = {key: (value, state[key]) for key, value in mine.items() if key in state}
+        for key in mine:
+            if key in state:
+                require(GraphPPError, f"state[{key!r}]", _TENSOR, state[key])
+        pairs = {key: (value, torch.as_tensor(state[key])) for key, value in mine.items() if key in state}
         wrong = [
             f"{key} {list(new.shape)} instead of {list(old.shape)}"
             for key, (old, new) in pairs.items()
@@ -113,7 +123,7 @@ def _refuse_meta(names: list[str]) -> None:
 
 def _refuse(*faults: tuple[str, list[str]]) -> None:
     """Raise `GraphPPError` with the first few names of each fault, if there are any."""
-    found = [f"{len(names)} entries {what}: {', '.join(names[:3])}" for what, names in faults if names]
+    found = [f"{len(names)} entries {what}: {', '.join(map(str, names[:3]))}" for what, names in faults if names]
     if found:
         raise GraphPPError("the state dict does not fit this rank's part of the model: " + "; ".join(found))
 

@@ -8,7 +8,7 @@ This package never imports torch. Its packages, each importing only those before
     table <- check <- rewrite <- generate, simulate <- draw, search <- this file
 """
 
-from graphpp.schedules.check.checker import check
+from graphpp.schedules.any_form import check
 from graphpp.schedules.check.peak_memory import peak_bytes
 from graphpp.schedules.generate.combined_1f1b import combined_1f1b
 from graphpp.schedules.generate.forward_only import forward_only

@@ -124,8 +124,8 @@ BATCHES = {
     "fewer rows than the table's microbatches": Fault(
         run(schedule=graphpp.schedules.one_f_one_b(1, 1, 25), microbatches=25, split=None), BatchError, "a batch of 24 cannot"
     ),
-    "no steps": Fault(run(kwargs={"accumulation_steps": 0}), BatchError, "accumulation_steps must be a positive integer"),
-    "half steps": Fault(run(kwargs={"accumulation_steps": 1.5}), BatchError, "accumulation_steps must be a positive integer"),
+    "no steps": Fault(run(kwargs={"accumulation_steps": 0}), BatchError, "accumulation_steps: take a positive integer"),
+    "half steps": Fault(run(kwargs={"accumulation_steps": 1.5}), BatchError, "accumulation_steps: take a positive integer"),
     "weights of another count": Fault(
         run(kwargs={"loss_weight": [1.0, 2.0, 3.0]}), BatchError, r"loss_weight has shape \[3\], .* 4 microbatches"
     ),

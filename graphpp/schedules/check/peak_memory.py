@@ -14,12 +14,13 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
+from graphpp.arguments import Accepted, checked
 from graphpp.errors import ScheduleError
 from graphpp.schedules.check.schedule_under_check import Position, ScheduleUnderCheck
 from graphpp.schedules.table.actions import Action, Kind
 from graphpp.schedules.table.costs import Costs
 from graphpp.schedules.table.offload_window import OffloadWindow
-from graphpp.schedules.table.schedule import Row, Schedule
+from graphpp.schedules.table.schedule import SCHEDULE, Row, Schedule
 
 
 class Peak(NamedTuple):
@@ -34,6 +35,20 @@ MicrobatchCosts = Costs | Sequence[Costs]
 """The costs of all microbatches, or one for each microbatch."""
 
 
+_EACH = Accepted(
+    "a graphpp.Costs, or a list of them, one for each microbatch",
+    lambda value: isinstance(value, Costs)
+    or (isinstance(value, Sequence) and not isinstance(value, str) and all(isinstance(each, Costs) for each in value)),
+)
+
+
+_WINDOWS = Accepted(
+    "a list of OffloadWindow",
+    lambda value: isinstance(value, list | tuple) and all(isinstance(each, OffloadWindow) for each in value),
+)
+
+
+@checked(ScheduleError, schedule=SCHEDULE, costs=_EACH, offloaded=_WINDOWS)
 def peak_bytes(schedule: Schedule, costs: MicrobatchCosts, offloaded: Sequence[OffloadWindow] = ()) -> tuple[int, ...]:
     """The most bytes of activations alive at once on each rank."""
     return tuple(peak.nbytes for peak in peaks(schedule, costs, offloaded))

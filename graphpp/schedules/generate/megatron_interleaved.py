@@ -15,22 +15,37 @@ from collections.abc import Sequence
 from dataclasses import replace
 from itertools import zip_longest
 
+from graphpp.arguments import COUNT, INDEX, NUMBER, Accepted, checked, or_none
 from graphpp.errors import ScheduleError
 from graphpp.schedules.check.checker import check
 from graphpp.schedules.rewrite.add_idle_cells import add_idle_cells
 from graphpp.schedules.table.actions import Action, Kind
-from graphpp.schedules.table.placement import per_rank, stages_per_rank
-from graphpp.schedules.table.schedule import Row, Schedule
+from graphpp.schedules.table.placement import per_rank, positive, stages_per_rank
+from graphpp.schedules.table.schedule import SCHEDULE, Row, Schedule
 
 Steps = list[tuple[int, int]]
 
 
+_ORDERS = Accepted(
+    "a list of numbers for each rank",
+    lambda value: isinstance(value, list | tuple)
+    and all(isinstance(order, list | tuple) and all(map(NUMBER.accepts, order)) for order in value),
+)
+_STEPS = Accepted(
+    "a list of (microbatch, chunk)",
+    lambda value: isinstance(value, list | tuple)
+    and all(isinstance(step, list | tuple) and len(step) == 2 and all(map(INDEX.accepts, step)) for step in value),
+)
+
+
+@checked(ScheduleError, microbatches=COUNT, chunks=COUNT, group=COUNT)
 def schedule_table(microbatches: int, chunks: int, group: int) -> Steps:
     """The forwards of a rank as (microbatch, chunk): `group` microbatches through each chunk, then the next group.
 
     `schedule_table(5, 2, 3)`: (0,0) (1,0) (2,0) (0,1) (1,1) (2,1), (3,0) (4,0) (3,1) (4,1). Megatron's
     `get_schedule_table`. Raises `ScheduleError` for a group of less than one microbatch.
     """
+    positive(1, chunks, microbatches)
     if group < 1:
         raise ScheduleError(f"a group has at least one microbatch, got group={group}")
     starts = range(0, microbatches, group)
@@ -38,6 +53,7 @@ def schedule_table(microbatches: int, chunks: int, group: int) -> Steps:
     return [(microbatch, chunk) for members in groups for chunk in range(chunks) for microbatch in members]
 
 
+@checked(ScheduleError, microbatches=COUNT, chunks=COUNT, group=or_none(COUNT), ranks=COUNT, rank=INDEX)
 def rank_microbatches(
     microbatches: int,
     chunks: int,
@@ -69,6 +85,7 @@ def rank_microbatches(
     return total, warm_up >= total, min(warm_up, total), max(0, total - warm_up)
 
 
+@checked(ScheduleError, warm_up=INDEX, chunks=COUNT, table=_STEPS)
 def table_to_order(warm_up: int, chunks: int, table: Sequence[tuple[int, int]]) -> list[int]:
     """The order of a rank: `warm_up` forwards, then a forward and a backward in turn, then the backwards left.
 
@@ -80,6 +97,7 @@ def table_to_order(warm_up: int, chunks: int, table: Sequence[tuple[int, int]]) 
     return forwards[:warm_up] + [step for pair in pairs for step in pair if step]
 
 
+@checked(ScheduleError, microbatch=INDEX, warm_up=INDEX, n=INDEX)
 def is_recomputed(microbatch: int, warm_up: int, n: int) -> bool:
     """True if a microbatch is fully recomputed under `num_microbatches_with_partial_activation_checkpoints=n`.
 
@@ -90,6 +108,7 @@ def is_recomputed(microbatch: int, warm_up: int, n: int) -> bool:
     return microbatch % (warm_up + 1) >= n
 
 
+@checked(ScheduleError, schedule=SCHEDULE, n=INDEX)
 def recompute_partially(schedule: Schedule, n: int) -> Schedule:
     """The schedule with `recomputed` set by `is_recomputed`: on each rank, of every window of forwards all but the first n.
 
@@ -109,6 +128,7 @@ def recompute_partially(schedule: Schedule, n: int) -> Schedule:
 
 
 @stages_per_rank(2)
+@checked(ScheduleError, group=or_none(COUNT))
 def megatron_interleaved(ranks: int, stages: int, microbatches: int, *, group: int | None = None) -> Schedule:
     """Interleaved 1F1B with any `microbatch_group_size_per_vp_stage`: `group` microbatches through a chunk at a time.
 
@@ -127,6 +147,7 @@ def megatron_interleaved(ranks: int, stages: int, microbatches: int, *, group: i
     return from_orders([table_to_order(warm_up, chunks, steps) for warm_up in warm_ups], name="MegatronInterleaved")
 
 
+@checked(ScheduleError, orders=_ORDERS)
 def from_orders(orders: Sequence[Sequence[float]], *, name: str = "Megatron order") -> Schedule:
     """The schedule of one order per rank, on the clock: a chunk's n-th forward or backward is that of microbatch n.
 

@@ -12,6 +12,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from graphpp.arguments import COUNT, checked
+from graphpp.errors import ScheduleError
 from graphpp.schedules.generate.combined_1f1b import combined_1f1b
 from graphpp.schedules.generate.forward_only import forward_only
 from graphpp.schedules.generate.gpipe_1f1b import gpipe, interleaved_1f1b, looped_bfs, one_f_one_b, plain_loop
@@ -25,6 +27,7 @@ from graphpp.schedules.table.schedule import Schedule
 Generator = Callable[[int, int, int], Schedule]
 
 
+@checked(ScheduleError, ranks=COUNT, stages=COUNT, microbatches=COUNT)
 def auto(ranks: int, stages: int, microbatches: int) -> Schedule:
     """The plain loop on one rank, 1F1B for one stage per rank, Interleaved1F1B for several."""
     if ranks == 1:

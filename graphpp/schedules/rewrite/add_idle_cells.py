@@ -16,6 +16,8 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TypeGuard
 
+from graphpp.arguments import INDEX, Accepted, checked
+from graphpp.errors import ScheduleError
 from graphpp.schedules.table.actions import Action, Kind, upstream
 from graphpp.schedules.table.in_order import in_order
 from graphpp.schedules.table.schedule import Row
@@ -24,6 +26,15 @@ Cells = list[Action | None]
 _READING = (Kind.F, Kind.B, Kind.I)
 
 
+_ACTIONS = Accepted(
+    "a list of rows of actions and None",
+    lambda value: isinstance(value, Sequence)
+    and not isinstance(value, str | bytes)
+    and all(isinstance(row, Iterable) and all(isinstance(cell, Action | None) for cell in row) for row in value),
+)
+
+
+@checked(ScheduleError, rows=_ACTIONS, stages=INDEX)
 def add_idle_cells(
     rows: Sequence[Iterable[Action | None]],
     stages: int,

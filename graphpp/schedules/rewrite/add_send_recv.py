@@ -17,12 +17,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 
+from graphpp.arguments import checked
 from graphpp.errors import ScheduleError
 from graphpp.schedules.table.actions import Action, message
 from graphpp.schedules.table.in_order import Stuck, has_inputs, in_order
-from graphpp.schedules.table.schedule import Schedule
+from graphpp.schedules.table.schedule import SCHEDULE, Schedule
 
 
+@checked(ScheduleError, schedule=SCHEDULE)
 def add_send_recv(schedule: Schedule) -> Schedule:
     """The schedule with SEND_F, RECV_F, SEND_B and RECV_B; a single rank needs none and only loses its idle cells.
 

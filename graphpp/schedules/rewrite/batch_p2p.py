@@ -23,12 +23,13 @@ from dataclasses import replace
 from graphlib import CycleError
 from typing import NamedTuple
 
+from graphpp.arguments import ROWS, checked
 from graphpp.errors import ScheduleError
 from graphpp.schedules.rewrite.add_send_recv import add_send_recv
 from graphpp.schedules.rewrite.p2p_batches import Batches, BatchNode, Channel, readers
 from graphpp.schedules.rewrite.topological_order import DynamicTopologicalOrder
 from graphpp.schedules.table.actions import SENDS, Action, Kind
-from graphpp.schedules.table.schedule import Schedule
+from graphpp.schedules.table.schedule import SCHEDULE, Schedule
 
 
 class Verb(NamedTuple):
@@ -50,6 +51,7 @@ PAIRS = ("send_forward_recv_backward", "send_backward_recv_forward")
 """The verbs whose messages all have the same peer rank."""
 
 
+@checked(ScheduleError, schedule=SCHEDULE, verbs=ROWS)
 def batch_p2p(schedule: Schedule, verbs: Sequence[str] = PAIRS) -> Schedule:
     """The schedule with batches, made verb by verb in the order given; a compute-only schedule gets sends and receives first.
 

@@ -14,13 +14,15 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Literal
 
+from graphpp.arguments import INDEX, ROWS, checked, or_none
 from graphpp.errors import ScheduleError
 from graphpp.schedules.table.actions import Action, Kind
-from graphpp.schedules.table.schedule import Row, Schedule
+from graphpp.schedules.table.schedule import SCHEDULE, Row, Schedule
 
 Selector = Callable[[Action], bool]
 
 
+@checked(ScheduleError, schedule=SCHEDULE)
 def split_backward(schedule: Schedule) -> Schedule:
     """Every B as an I with its W directly after it.
 
@@ -37,6 +39,7 @@ def split_backward(schedule: Schedule) -> Schedule:
     return _with(schedule, map(row, schedule.table))
 
 
+@checked(ScheduleError, schedule=SCHEDULE, stages=ROWS, limit=or_none(INDEX))
 def defer_weight_grads(
     schedule: Schedule,
     stages: Iterable[int],

@@ -22,14 +22,17 @@ from graphlib import TopologicalSorter
 from heapq import heappop, heappush
 from itertools import count
 
+from graphpp.arguments import checked
+from graphpp.errors import ScheduleError
 from graphpp.schedules.check.deadlock import WaitNode, find_cycle, waits
 from graphpp.schedules.check.schedule_under_check import Position, ScheduleUnderCheck
 from graphpp.schedules.table.actions import SENDS, Action, Kind
-from graphpp.schedules.table.schedule import Schedule
+from graphpp.schedules.table.schedule import SCHEDULE, Schedule
 
 SortKey = Callable[[int, Action], int]
 
 
+@checked(ScheduleError, schedule=SCHEDULE)
 def unbatch_p2p(schedule: Schedule) -> Schedule:
     """The schedule without batches; sends and receives outside of batches stay in place."""
     apart = _apart(schedule, _by_parity)

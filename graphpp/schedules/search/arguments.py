@@ -17,12 +17,18 @@ from graphpp.schedules.table.costs import Costs, StageCosts
 from graphpp.schedules.table.schedule import Schedule
 
 Home = Mapping[int, int]
+_MOST = 2**16
 
 
 def check_counts(ranks: int, microbatches: int) -> None:
     """Raise `ScheduleError` unless there is at least one rank and one microbatch."""
     if any(type(count) is not int or count < 1 for count in (ranks, microbatches)):
         raise ScheduleError(f"a schedule needs at least one rank and one microbatch, not {ranks} and {microbatches}")
+    if ranks * microbatches > _MOST:
+        raise ScheduleError(
+            f"a search over {ranks:,} ranks and {microbatches:,} microbatches takes too long: take at most {_MOST:,} ranks "
+            "times microbatches, or a named schedule"
+        )
 
 
 def caps_of(memory_cap: int | Sequence[int] | None, ranks: int) -> list[float]:

@@ -20,6 +20,7 @@ from collections.abc import Iterable, Sequence
 from math import inf
 from random import Random
 
+from graphpp.arguments import checked
 from graphpp.errors import ScheduleError
 from graphpp.schedules.check.checker import check
 from graphpp.schedules.generate.names import SCHEDULES
@@ -41,7 +42,7 @@ from graphpp.schedules.search.start_patterns import start_patterns
 from graphpp.schedules.simulate.simulator import simulate
 from graphpp.schedules.simulate.timeline import Timeline
 from graphpp.schedules.table.actions import Kind
-from graphpp.schedules.table.costs import Costs
+from graphpp.schedules.table.costs import COSTS, Costs
 from graphpp.schedules.table.schedule import Schedule
 
 Found = tuple[Problem, EvaluatedOrder]
@@ -54,6 +55,7 @@ _FILLED, _WINDOWS = 16, (3, 8)
 """The number of solutions whose waits are filled, and the numbers of operations that `fill_waits` looks at."""
 
 
+@checked(ScheduleError, costs=COSTS)
 def schedule_auto(
     costs: Costs,
     memory_cap: int | Sequence[int] | None = None,

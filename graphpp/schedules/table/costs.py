@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from math import inf
 
+from graphpp.arguments import COUNT, NUMBER, Accepted, checked, one_of, or_none, require
 from graphpp.errors import ScheduleError
 from graphpp.schedules.table.actions import Action, Kind
 
@@ -55,6 +56,15 @@ class StageCosts:
         return {Kind.F: self.forward, Kind.B: whole, Kind.I: self.input_grad, Kind.W: self.weight_grad}[kind]
 
 
+_NUMBERS = Accepted(
+    "a tuple of seconds", lambda value: isinstance(value, tuple | list) and all(map(NUMBER.accepts, value))
+)
+_STAGES = Accepted(
+    "a tuple of graphpp.StageCosts",
+    lambda value: isinstance(value, tuple | list) and all(isinstance(each, StageCosts) for each in value),
+)
+
+
 @dataclass(frozen=True)
 class Costs:
     """Costs of all stages and of the messages between them.
@@ -73,6 +83,11 @@ class Costs:
     overhead: float = 0.0
 
     def __post_init__(self) -> None:
+        require(ScheduleError, "stages", _STAGES, self.stages)
+        for name, sends in (("sends_forward", self.sends_forward), ("sends_backward", self.sends_backward)):
+            require(ScheduleError, name, _NUMBERS, sends)
+        require(ScheduleError, "overlap", NUMBER, self.overlap)
+        require(ScheduleError, "overhead", NUMBER, self.overhead)
         boundaries = max(len(self.stages) - 1, 0)
         for name, sends in (("sends_forward", self.sends_forward), ("sends_backward", self.sends_backward)):
             if len(sends) not in (0, boundaries):
@@ -84,6 +99,7 @@ class Costs:
             raise ScheduleError("the times of messages, overlap and overhead are finite numbers, 0 or more")
 
     @classmethod
+    @checked(ScheduleError, stages=COUNT, ranks=or_none(COUNT), send=NUMBER)
     def unit(cls, stages: int, ranks: int | None = None, send: float = 0.0) -> Costs:
         """F = I = W = 1 for each *rank* and microbatch, shared out evenly among a rank's stages.
 
@@ -103,3 +119,6 @@ class Costs:
     def message(self, sends: Sequence[float], boundary: int) -> float:
         """The time of a message between stages `boundary` and `boundary` + 1; `sends`: the times of one direction."""
         return sends[boundary] if sends else 0.0
+
+
+COSTS = one_of(Costs, takes="a graphpp.Costs, e.g. graphpp.Costs.unit(stages, ranks)")

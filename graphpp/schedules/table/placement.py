@@ -11,8 +11,10 @@ Contract
 from __future__ import annotations
 
 from collections.abc import Callable
+from math import prod
 from typing import Literal, TypeVar
 
+from graphpp.arguments import COUNT, INDEX, TEXT, checked
 from graphpp.errors import ScheduleError
 
 _STAGES_PER_RANK = "_stages_per_rank"
@@ -29,12 +31,16 @@ def stages_per_rank(count: int, *, alone: int | None = None) -> Callable[[G], G]
     return declare
 
 
+_MOST_FORWARDS = 2**24
+
+
 def usual_stages(generator: object, ranks: int) -> int:
     """How many stages to make for a generator where the user names no number: one per rank, unless it declares another."""
     count, alone = getattr(generator, _STAGES_PER_RANK, (1, 1))
     return int(ranks * (count if ranks > 1 else alone))
 
 
+@checked(ScheduleError, rank=INDEX, ranks=COUNT, stages=COUNT, style=TEXT)
 def stage_ids(rank: int, ranks: int, stages: int, style: Literal["loop", "v"] = "loop") -> tuple[int, ...]:
     """The stages that `rank` holds, ascending. Same as torchtitan's `stage_ids_this_rank`.
 
@@ -56,10 +62,17 @@ def stage_ids(rank: int, ranks: int, stages: int, style: Literal["loop", "v"] = 
 
 
 def positive(*counts: int) -> None:
-    """Raise `ScheduleError` unless there is at least one of each: ranks, stages, microbatches, in this order."""
+    """Raise `ScheduleError` unless there are some of each, in this order: ranks, stages, microbatches; and not too many."""
     for noun, count in zip(("ranks", "stages", "microbatches"), counts, strict=False):
+        if not isinstance(count, int) or isinstance(count, bool):
+            raise ScheduleError(f"a schedule needs whole numbers: got {count!r} {noun}")
         if count < 1:
             raise ScheduleError(f"a schedule needs at least one of each: got {count} {noun}")
+    if prod(counts[1:]) > _MOST_FORWARDS or counts[0] > _MOST_FORWARDS:
+        raise ScheduleError(
+            f"a table of {' x '.join(f'{count:,}' for count in counts)} ranks, stages and microbatches does not fit in memory: "
+            f"take at most {_MOST_FORWARDS:,} forwards (stages times microbatches)"
+        )
 
 
 def all_on_one_rank(name: str, ranks: int, stages: int, microbatches: int, several: str) -> bool:

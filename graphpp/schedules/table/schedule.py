@@ -26,6 +26,7 @@ from itertools import zip_longest
 from pathlib import Path
 from types import MappingProxyType
 
+from graphpp.arguments import PATH, ROWS, TEXT, checked, one_of
 from graphpp.errors import ScheduleError
 from graphpp.schedules.table import recompute_marks
 from graphpp.schedules.table.actions import Action, Kind, parse
@@ -58,6 +59,7 @@ class Schedule:
             object.__setattr__(self, "recomputed", recompute_marks.as_pairs(self.recomputed))
 
     @classmethod
+    @checked(ScheduleError, rows=ROWS)
     def of(
         cls,
         rows: Iterable[Iterable[Cell]],
@@ -138,6 +140,7 @@ class Schedule:
         return [] if self.recomputed is None else [recompute_marks.spell_pairs(self.recomputed)]
 
     @classmethod
+    @checked(ScheduleError, text=TEXT)
     def parse(cls, text: str) -> Schedule:
         """Read the text that `str` prints; the first line with name and counts may be missing, blank lines are ignored.
 
@@ -152,6 +155,7 @@ class Schedule:
         counts = {key: int(header[key]) for key in ("stages", "microbatches")}
         return replace(cls.of(rows, name=header["name"], **counts), recomputed=pairs)
 
+    @checked(ScheduleError, path=PATH)
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write as CSV in torch's format: one line per rank, one cell per action, an empty cell for idle.
 
@@ -160,9 +164,13 @@ class Schedule:
         text = io.StringIO()
         csv.writer(text, lineterminator="\n").writerows([[str(cell or "") for cell in row] for row in self.table])
         text.writelines(f"{line}\n" for line in self._recomputed())
-        Path(path).write_text(text.getvalue(), encoding="utf-8")
+        try:
+            Path(path).write_text(text.getvalue(), encoding="utf-8")
+        except (OSError, ValueError) as fault:  # ValueError: an impossible path
+            raise ScheduleError(f"path: {os.fspath(path)!r} cannot be written: {fault}") from fault
 
     @classmethod
+    @checked(ScheduleError, path=PATH)
     def load(
         cls,
         path: str | os.PathLike[str],
@@ -180,6 +188,9 @@ class Schedule:
         rows = [_row(cells, f"{os.fspath(path)}, line {line}") for line, cells in _read(path, text)]
         made = cls.of(rows, name=name or os.fspath(path), stages=stages, microbatches=microbatches)
         return replace(made, recomputed=pairs)
+
+
+SCHEDULE = one_of(Schedule, takes="a graphpp.Schedule")
 
 
 def _without_recomputed(text: str, where: str) -> tuple[str, Pairs | None]:
@@ -219,7 +230,10 @@ def _split(line: str, where: str) -> list[str]:
 def _row(cells: Iterable[Cell], where: str) -> Row:
     if isinstance(cells, Action) or not isinstance(cells, Iterable):
         raise ScheduleError(f"{where}: {cells!r} stands where the list of the rank's actions should")
-    listed = cells.split() if isinstance(cells, str) else cells
+    try:
+        listed = cells.split() if isinstance(cells, str) else list(cells)
+    except TypeError as fault:  # a tensor without dimensions
+        raise ScheduleError(f"{where}: {cells!r} stands where the list of the rank's actions should") from fault
     return tuple(_cell(cell, f"{where}, cell {number}") for number, cell in enumerate(listed, 1))
 
 

@@ -179,7 +179,7 @@ def test_a_path_that_no_file_can_have_is_named() -> None:
         ("1F1", "did you mean 1F1B"),
         ("", "unknown schedule ''"),
         (None, "None is no schedule; give a name, a Schedule, a .csv path, a function or rows"),
-        (b"1F1B", "rank 0: 49 stands where the list of the rank's actions should"),
+        (b"1F1B", "rows: take a list of rows, got b'1F1B'"),
         ([["0F0", "0Z0"]], "rank 0, cell 2: action '0Z0'"),
         ({1: ["0F0"]}, "a row for each rank from 0 on"),
         ({"a": ["0F0"], 0: ["0F0"]}, "a row for each rank from 0 on"),
