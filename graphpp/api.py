@@ -10,7 +10,7 @@ from torch import nn
 
 from graphpp.backends.compilers import compiler_of
 from graphpp.batch.microbatch import Microbatch, flatten_microbatch
-from graphpp.capture.check_arguments import check_arguments
+from graphpp.capture.check_arguments import check_arguments, note_hooks
 from graphpp.capture.loss import LossFunction
 from graphpp.errors import BatchError, GraphPPError
 from graphpp.options.backend import BackendLike
@@ -94,6 +94,8 @@ def compile(  # noqa: PLR0913 - the options of a pipeline, all of them optional
 
     with FailureBoard(place.group, "compile").watching():
         options = agreement.together(read_options, given)
+    if place.rank == 0:
+        note_hooks(model)
     return Pipeline(model, loss, options, place, agreement, example)
 
 

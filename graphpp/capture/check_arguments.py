@@ -5,11 +5,16 @@ Contract: each function raises a `GraphPPError` that says what the argument must
 
 from __future__ import annotations
 
+import logging
+
 from torch import nn
 
 from graphpp.batch.microbatch import Microbatch
 from graphpp.capture.refusals import check_modules
+from graphpp.capture.watch.reads import is_of_library
 from graphpp.errors import BatchError, CaptureError
+
+_LOG = logging.getLogger("graphpp")
 
 
 def check_arguments(model: object, loss: object, example: object) -> None:
@@ -24,6 +29,23 @@ def check_arguments(model: object, loss: object, example: object) -> None:
     if example is not None and not isinstance(example, Microbatch):
         raise BatchError(f"example must be a graphpp.Microbatch(args, kwargs, target), got {type(example).__name__}")
     _check_frozen(loss)
+
+
+def note_hooks(model: nn.Module) -> None:
+    """Log once that forward hooks are traced: their operations run in each step, the rest of their code does not."""
+    kinds = ("_forward_hooks", "_forward_pre_hooks")
+    pairs = ((fqn, hook) for fqn, module in model.named_modules() for kind in kinds for hook in getattr(module, kind).values())
+    own = [(fqn, hook) for fqn, hook in pairs if not is_of_library(hook)]
+    if own:
+        fqn, hook = own[0]
+        _LOG.warning(
+            "%d forward hooks are traced with the model, %s of module %r for one: their operations on tensors run in each "
+            "step, and other code (prints, counters, lists of activations) runs while the model is captured only. To look at "
+            "values, return them from the loss as numbers to report, or run the model itself.",
+            len(own),
+            getattr(hook, "__qualname__", type(hook).__qualname__),
+            fqn,
+        )
 
 
 def _check_frozen(loss: object) -> None:

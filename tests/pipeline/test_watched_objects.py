@@ -6,6 +6,7 @@ import collections
 import copy
 import dataclasses
 import enum
+import logging
 import types
 from collections.abc import Callable
 from functools import partial
@@ -169,6 +170,20 @@ def counted(pipe_of: Callable[[], Any], steps: int, between: Callable[[int], Any
             pipe.step(X, target=Y)
             between(at)
     return len(made)
+
+
+def test_hooks_that_only_look_on_are_told_once(caplog: pytest.LogCaptureFixture) -> None:
+    seen: list[Any] = []
+    model = nn.utils.parametrizations.weight_norm(nn.Linear(8, 8))  # torch's own hooks are not told
+    with caplog.at_level(logging.WARNING, logger="graphpp"):
+        graphpp.compile(model, F.mse_loss, microbatches=2)
+        assert not caplog.records
+        model.register_forward_hook(lambda module, args, output: seen.append(output.shape))
+        pipe = graphpp.compile(model, F.mse_loss, microbatches=2)
+        x = torch.ones(4, 8)
+        for _ in range(2):
+            pipe.step(x, target=x)
+    assert [record.getMessage().startswith("1 forward hooks are traced") for record in caplog.records] == [True]
 
 
 class Trainer:

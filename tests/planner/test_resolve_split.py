@@ -119,7 +119,7 @@ class TestSplitPoints:
     @pytest.mark.parametrize(
         ("arguments", "says"),
         [
-            ((4, 0), "num_stages: take a positive integer, got 0"),
+            ((4, 0), "num_stages: take a positive integer up to 2**20, got 0"),
             ((4, 5), "4 layers cannot fill 5 stages: at most 4 fit"),
             ((1, 2), "1 layer cannot fill 2 stages: at most 1 fit"),
             ((4, 2, -1), "must be 0 or more"),

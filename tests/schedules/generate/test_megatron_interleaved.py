@@ -33,7 +33,7 @@ def test_schedule_table() -> None:
     table = [(0, 0), (1, 0), (2, 0), (0, 1), (1, 1), (2, 1), (3, 0), (4, 0), (3, 1), (4, 1)]
     assert schedule_table(5, 2, 3) == table
     assert schedule_table(2, 3, 4) == [(0, 0), (1, 0), (0, 1), (1, 1), (0, 2), (1, 2)]
-    with pytest.raises(ScheduleError, match="group=0"):
+    with pytest.raises(ScheduleError, match="group: take a positive integer"):
         schedule_table(2, 2, 0)
 
 

@@ -205,7 +205,7 @@ def test_auto_on_one_rank_is_the_plain_loop() -> None:
         ("Interleaved1F1B", 4, 8, 9, "does not admit 9 microbatches.*the nearest that fit are 8 and 10"),
         ("auto", 2, 4, 5, "does not admit 5 microbatches.*the nearest that fit are 4 and 6"),
         ("1F1B", 2, 2, 0, "got 0 microbatches"),
-        ("auto", 1, 0, 1, "got 0 stages"),
+        ("auto", 1, 0, 1, "stages: take a positive integer"),
         ("LoopedBFS", 0, 0, 1, "got 0 ranks"),
     ],
 )
@@ -258,12 +258,12 @@ def test_stage_ids_deal_out_every_stage_once(ranks: int, local: int) -> None:
     ("arguments", "fault"),
     [
         ((2, 2, 4), "rank 2 does not exist among 2; take 0..1"),
-        ((-1, 2, 4), "rank -1 does not exist"),
+        ((-1, 2, 4), "rank: take an integer from 0"),
         ((0, 2, 5), "5 stages cannot be dealt evenly to 2 ranks; take 4 or 6"),
         ((0, 2, 6, "v"), "2 ranks need 4, not 6"),
         ((0, 2, 2, "v"), "2 ranks need 4, not 2"),
         ((0, 2, 4, "w"), "unknown style 'w'"),
-        ((0, 0, 4), "got 0 ranks"),
+        ((0, 0, 4), "ranks: take a positive integer"),
     ],
 )
 def test_stage_ids_refuses(arguments: Any, fault: str) -> None:
