@@ -92,7 +92,7 @@ def compile(  # noqa: PLR0913 - the options of a pipeline, all of them optional
     def given(options: Options) -> Facts:
         return _given(model, loss, example, place, options)
 
-    with FailureBoard(place.group, "compile").watching():
+    with FailureBoard((place.group,), "compile").watching():
         options = agreement.together(read_options, given)
     if place.rank == 0:
         note_hooks(model)
@@ -143,6 +143,9 @@ def verify(  # noqa: PLR0913 - the options of `compile`, and two of its own
         raise BatchError("verify needs example=: a graphpp.Microbatch with data, or a list of them")
     for each in several:
         check_arguments(model, loss, each)
+        absent = [path for path, tensor in flatten_microbatch(each).tensors.items() if tensor.is_meta]
+        if absent:
+            raise BatchError(f"verify computes with the data of example=, and {absent[0]} has none: it is on the meta device")
     options = Options(split, schedule, microbatches, parallel, backend, memory, gradients, debug)
     compiler_of(options.backend)
     count = ranks_of(ranks if ranks is not None else pipeline_ranks(mesh), options)

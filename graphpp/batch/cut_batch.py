@@ -13,6 +13,7 @@ Contract
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -46,8 +47,9 @@ class BatchCutter:
         if microbatches > 1:
             self._cut = frozenset(path for path, leaf in _pairs(flat) if _is_cut(leaf, sum(sizes)))
         pieces = [FlatMicrobatch(flat.spec, flat.paths, values) for values in zip(*columns, strict=True)]
-        nested = any(isinstance(leaf, Whole) for leaf in flat.values)
-        return [FlatMicrobatch.of(piece.microbatch()) for piece in pieces] if nested else pieces
+        if any(isinstance(leaf, Whole) for leaf in flat.values):
+            pieces = [FlatMicrobatch.of(piece.microbatch()) for piece in pieces]
+        return [replace(piece, rows=rows) for piece, rows in zip(pieces, sizes, strict=True)]
 
     def _with_whole_tensors(self, flat: FlatMicrobatch) -> FlatMicrobatch:
         """The batch with each tensor wrapped in `Whole` that has the same shape as in the example.
@@ -90,7 +92,12 @@ def _pairs(flat: FlatMicrobatch) -> list[tuple[str, Any]]:
 
 
 def leading_size(microbatch: FlatMicrobatch) -> int | None:
-    """The first dimension that most tensors have (of equally frequent ones, the first in order); None without any."""
+    """The rows of a microbatch that was cut out of a batch.
+
+    Else the first dimension that most tensors have (of equally frequent ones, the first in order); None without any.
+    """
+    if microbatch.rows is not None:
+        return microbatch.rows
     sizes = Counter(len(leaf) for leaf in microbatch.values if isinstance(leaf, torch.Tensor) and leaf.dim())
     return sizes.most_common(1)[0][0] if sizes else None
 

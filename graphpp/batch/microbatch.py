@@ -84,11 +84,15 @@ def absent(shape: Sequence[int] | int, dtype: torch.dtype = torch.float32) -> to
 
 @dataclass(frozen=True)
 class FlatMicrobatch:
-    """A microbatch (or a batch) as flat leaves with their paths, and the structure to rebuild it."""
+    """A microbatch (or a batch) as flat leaves with their paths, and the structure to rebuild it.
+
+    `rows`: the rows of the batch that the microbatch has, if the microbatch was cut out of a batch.
+    """
 
     spec: pytree.TreeSpec
     paths: tuple[str, ...]
     values: tuple[Any, ...]
+    rows: int | None = field(default=None, compare=False)
 
     @classmethod
     def of(cls, batch: Microbatch) -> FlatMicrobatch:

@@ -91,29 +91,30 @@ class Parallel(Group):
         None,
         read=_read_seconds,
         takes="seconds",
-        about="How long a step waits for another rank before it raises `RankFailure`. None: the process groups' own timeout.",
+        about="How long a step waits for another rank before `RankFailure` is raised. The process groups of `mesh=` keep this "
+        "timeout. None: the timeout that the groups have.",
     )
     start_timeout: Option[float | None, float | None] = Option(
         None,
         read=_read_seconds,
         takes="seconds",
-        about="The same while ranks start and while a new call is compiled, where the first rank captures for all. None: the "
-        "process groups' own timeout.",
+        about="How long a rank waits while a new call is compiled, where the first rank captures for all. Also the timeout of "
+        "the world's process group if graphpp makes it. None: the timeout that the groups have.",
     )
     replica_values: Option[ReplicaValues, ReplicaValues] = Option(
         "equal",
         read=_one_of("equal", "broadcast"),
         takes='"equal", "broadcast"',
-        about="How replicas (the ranks along `dp_replicate`) begin. They must have equal parameters and buffers, or, under "
-        '"broadcast", get those of the first replica before the first training step.',
+        about="How replicas (the ranks along `dp_replicate`) begin. Replicas must have equal parameters and buffers; under "
+        '"broadcast" the first replica sends its parameters and buffers to the others before the first training step.',
     )
     replica_buffers: Option[ReplicaBuffers, ReplicaBuffers] = Option(
         "own",
         read=_one_of("own", "average", "broadcast"),
         takes='"own", "average", "broadcast"',
         about="The buffers that the forward writes, such as running statistics, after each training step. Each replica keeps "
-        "its own; or floating-point buffers are averaged over the replicas; or all replicas get those of the first one, as "
-        "with `DistributedDataParallel(broadcast_buffers=True)`.",
+        "its own; or floating-point buffers are averaged over the replicas; or the first replica sends its buffers to the "
+        "others, as with `DistributedDataParallel(broadcast_buffers=True)`.",
     )
 
 

@@ -38,15 +38,15 @@ class Facts:
         return _ERROR in self.lines
 
     def adding(self, name: str, lines: Sequence[str]) -> Facts:
-        """These facts and more under another name; reuses the cached text and digest of these."""
+        """The facts with more lines under another name; the text and the digest of the facts so far are reused."""
         return _More(self.lines, self.sums, base=self, more=Facts({name: lines}))
 
     def joined(self, other: Facts) -> Facts:
-        """These facts and the other ones."""
-        return Facts({**self.lines, **other.lines}, {**self.sums, **other.sums})
+        """The lines and checksums of both; under a name of both, the lines of `other`."""
+        return Facts({**json.loads(self.text), **json.loads(other.text)}, {**self.sums, **other.sums})
 
     def with_sums(self, sums: Mapping[str, int | None]) -> Facts:
-        """These facts with these checksums."""
+        """The same lines, with other checksums."""
         return replace(self, sums=sums)
 
     @cached_property

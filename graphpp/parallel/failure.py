@@ -15,7 +15,7 @@ from __future__ import annotations
 import contextlib
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -34,8 +34,10 @@ _RESTART = "Restart all ranks from the last checkpoint; the log of the lost rank
 class FailureBoard:
     """Turns the errors that follow the loss of a rank into a `RankFailure` that names the rank that was lost first."""
 
-    def __init__(self, group: dist.ProcessGroup | None, name: str) -> None:
-        self._group = group if group is not None and dist.get_world_size(group) > 1 else None
+    def __init__(self, groups: Sequence[dist.ProcessGroup | None], name: str) -> None:
+        """`groups`: of the pipeline's ranks, and of this rank's replicas."""
+        self._pipeline = groups[0]
+        self._groups = [group for group in groups if group is not None and dist.get_world_size(group) > 1]
         self._name = name
         self._calls = 0
 
@@ -48,7 +50,7 @@ class FailureBoard:
         except GraphPPError:
             raise
         except Exception as error:
-            if self._group is None:
+            if not self._groups:
                 raise
             self._tell(error)
             raise
@@ -72,20 +74,14 @@ class FailureBoard:
 
     def _lost(self, error: Exception, known: _Finding | None) -> list[int]:
         """The ranks (of the world) that cannot be reached, or whose message did not arrive; of the known ones if there are."""
-        assert self._group is not None
-        ranks = dist.get_process_group_ranks(self._group)
-        suspects = {rank for rank in ranks if known is None or rank in known.ranks} - {dist.get_rank()}
-        lost = {ranks[error.peer]} if isinstance(error, PeerLost) and error.peer is not None else set()
-        if has_gloo(self._group):
-            lost |= {rank for rank in suspects if not self._reaches(ranks.index(rank))}
+        lost = set[int]()
+        if isinstance(error, PeerLost) and error.peer is not None and self._pipeline is not None:
+            lost.add(dist.get_global_rank(self._pipeline, error.peer))
+        for group in filter(has_gloo, self._groups):
+            ranks = dist.get_process_group_ranks(group)
+            suspects = {rank for rank in ranks if known is None or rank in known.ranks} - {dist.get_rank()}
+            lost |= {rank for rank in suspects if not _reaches(group, ranks.index(rank))}
         return sorted(lost)
-
-    def _reaches(self, rank: int) -> bool:
-        try:
-            dist.isend(torch.zeros(1, device="cpu"), group=self._group, group_dst=rank, tag=_TAG)
-        except RuntimeError:
-            return False
-        return True
 
     # ------------------------------------------------------------------------------------------------ the store
 
@@ -120,6 +116,14 @@ class FailureBoard:
 
     def _key(self, name: str) -> str:
         return f"graphpp/lost/{self._name}/{self._calls}/{name}"
+
+
+def _reaches(group: dist.ProcessGroup, rank: int) -> bool:
+    try:
+        dist.isend(torch.zeros(1, device="cpu"), group=group, group_dst=rank, tag=_TAG)
+    except RuntimeError:
+        return False
+    return True
 
 
 @dataclass(frozen=True)

@@ -2,10 +2,11 @@
 
 Contract
 --------
-- Every method but `check_whole` is called by all ranks. Each does the same on all ranks, or raises on all ranks.
+- Every method is called by all ranks, and does the same on all ranks, or raises on all ranks.
 - A call has a number, which counts the calls of this pipeline on this rank. Before anything runs, ranks compare the pipeline,
   the number, the kind and the arguments of a call, and checksums of the data that they were given.
-- After a call that ended midway every later call raises `GraphPPError`: the other ranks may still be in that call.
+- After a call that ended midway on this rank every later call raises `GraphPPError` here: the other ranks may still be in that
+  call, and learn of it by the timeout.
 """
 
 from __future__ import annotations
@@ -48,11 +49,12 @@ class Calls:
         self._options, self._place, self._agreement, self._cache, self._state = options, place, agreement, cache, state
         self._replicas = Agreement(place.replicas, place.device)
         self._name = agreement.shared_name()
-        self._board = FailureBoard(place.group, self._name)
+        self._board = FailureBoard((place.group, place.replicas), self._name)
         self._every = options.parallel.check_data if agreement.several else 0
         parallel = options.parallel
         self._timeouts = Timeouts((place.group, place.replicas), parallel.timeout, parallel.start_timeout)
         self._number = 0
+        self._data_calls = {True: 0, False: 0}  # training calls and evaluations
         self._codes: tuple[tuple[int, ...], tuple[int, ...]] | None = None  # of gradients: this rank's own, and all ranks'
         self._broken = False
         self._compared = False  # the values with which the replicas begin
@@ -68,30 +70,37 @@ class Calls:
         with self._board.watching(), torch.inference_mode(False):
             yield
 
-    def agreed(self, call: str, read: Callable[[], T], own: RankGradients) -> tuple[T, RankGradients]:
+    def agreed(self, call: str, read: Callable[[], tuple[T, RankGradients]]) -> tuple[T, RankGradients]:
         """The arguments of a call, and the gradients with the codes of all ranks, if all ranks make this call.
 
-        `read` reads the arguments of this rank. Ranks exchange codes only if a rank's own have changed since the call before.
-        Raises the error of this rank's `read`, and `MismatchError` where another rank failed or differs.
+        `read` reads this rank's arguments and gradients. Ranks exchange codes only if a rank's own have changed since the call
+        before. Raises the error of this rank's `read`, and `MismatchError` where another rank failed or differs.
         """
+
+        def facts_of(made: tuple[T, RankGradients]) -> Facts:
+            known = self._codes is not None and self._codes[0] == made[1].own_codes
+            facts_of_call = self._described(Facts({"its arguments": [str(made[0])]}), call)
+            return facts_of_call.with_sums({"the dtypes of gradients": 0 if known else None})
+
         self.check_whole()
-        known = self._codes[1] if self._codes is not None and self._codes[0] == own.codes else None
-        sums = {"the dtypes of gradients": None if known is None else 0}
+        (arguments, own), changed = self._agreement.together_or_lacking(read, facts_of)
+        if changed or self._codes is None:
+            codes = torch.tensor(own.own_codes, dtype=torch.int64, device="cpu")
+            self._codes = own.own_codes, tuple(self._agreement.largest(codes).tolist())
+        return arguments, replace(own, codes=self._codes[1])
 
-        def facts_of(arguments: T) -> Facts:
-            return self._described(Facts({"its arguments": [str(arguments)]}), call).with_sums(sums)
-
-        arguments, changed = self._agreement.together_or_lacking(read, facts_of)
-        if changed:
-            known = tuple(self._agreement.largest(torch.tensor(own.codes, dtype=torch.int64, device="cpu")).tolist())
-            self._codes = own.codes, known
-        assert known is not None
-        return arguments, replace(own, codes=known)
+    @contextlib.contextmanager
+    def exchanging(self, training: bool = True) -> Iterator[None]:
+        """A context around messages and collectives after an agreement: if one fails, later calls are refused."""
+        self._broken = self._place.ranks > 1 or (training and self._replicas.several)
+        yield
+        self._broken = False
 
     def evaluation(self, make: MakeParts, weights: LossArguments) -> tuple[StepCall, PreparedStep]:
         """Prepare an evaluation."""
         call, lacking = self._agreed(make, weights, training=False)
-        return self._with_data(call, self._prepared(call), lacking)
+        with contextlib.ExitStack() as stack:
+            return self._prepared(call, lacking, stack)
 
     def training(
         self, make: MakeParts, weights: LossArguments = NO_WEIGHTS, asked: str = "step"
@@ -103,7 +112,7 @@ class Calls:
 
         def prepare() -> tuple[StepCall, PreparedStep]:
             call, lacking = self._agreed(make, weights, training=True, asked=asked)
-            return self._with_data(call, self._prepared(call), lacking)
+            return self._prepared(call, lacking, stack)
 
         def facts_of(made: tuple[StepCall, PreparedStep]) -> Facts:
             known = made[1].lowered.replica_facts.adding("the call", [asked])
@@ -113,9 +122,11 @@ class Calls:
             return known.joined(values(self._state, self._cache.local()))
 
         self.check_whole()
-        made = self._replicas.together(prepare, facts_of)
+        with contextlib.ExitStack() as stack:  # a replica that compiles faster waits for the others
+            made = self._replicas.together(prepare, facts_of)
         if not self._compared and self._options.parallel.replica_values == "broadcast" and self._place.replicas is not None:
-            broadcast_([self._state.tensor(fqn) for fqn in sorted(self._cache.local())], self._place.replicas)
+            with self.exchanging():
+                broadcast_([self._state.tensor(fqn) for fqn in sorted(self._cache.local())], self._place.replicas)
         self._compared = True
         return made
 
@@ -130,12 +141,11 @@ class Calls:
         place = self._place
         loss = prepared.runner.program.loss
         seeds = call.weighting.seeds(len(call.parts), loss.dtype, place.device) if loss is not None else []
-        self._broken = place.ranks > 1 or (call.training and self._replicas.several)
-        with torch.autocast(place.device.type, enabled=False):  # its casts are in the graph
-            prepared.runner.step(prepared.inputs(call.parts), seeds)
-        if call.training:
-            self._share_buffers(prepared)
-        self._broken = False
+        with self.exchanging(call.training):
+            with torch.autocast(place.device.type, enabled=False):  # its casts are in the graph
+                prepared.runner.step(prepared.inputs(call.parts), seeds)
+            if call.training:
+                self._share_buffers(prepared)
         self._cache.after_step(call, prepared)
         self.last = prepared
         return prepared
@@ -174,26 +184,30 @@ class Calls:
 
         def facts_of(made: StepCall) -> Facts:
             known = self._described(self._cache.facts(made), asked)
-            return known.with_sums(checksums(made.parts, self._number, self._every))
+            self._data_calls[training] += 1
+            return known.with_sums(checksums(made.parts, self._data_calls[training], self._every))
 
         self.check_whole()
         return self._agreement.together_or_lacking(make_call, facts_of)
 
-    def _prepared(self, call: StepCall) -> PreparedStep:
-        """The call with its runner; a new call is compiled under the timeout of the start."""
-        if self._cache.has(call):
-            return self._cache.prepared(call)
-        with self._timeouts.starting():
-            return self._cache.prepared(call)
+    def _prepared(
+        self, call: StepCall, lacking: bool, stack: contextlib.ExitStack
+    ) -> tuple[StepCall, PreparedStep]:
+        """The call with its runner and the data that this rank reads.
+
+        A new call is compiled under the timeout of the start, which holds until `stack` ends.
+        """
+        if not self._cache.has(call):
+            stack.enter_context(self._timeouts.starting())
+        prepared = self._cache.prepared(call)
+        if not lacking:
+            return call, prepared
+        number = self._data_calls[call.training]
+        with self.exchanging():
+            parts = filled(call.parts, prepared.reads(), number, self._every, self._agreement)
+        return replace(call, parts=parts), prepared
 
     def _described(self, known: Facts, call: str) -> Facts:
         """Facts of a call, with the pipeline, the name and the number of the call."""
         number = f"call {self._number} of the pipeline {self._name}"
         return (known.adding("the call", [call]) if call else known).adding("the number of the call", [number])
-
-    def _with_data(self, call: StepCall, prepared: PreparedStep, lacking: bool) -> tuple[StepCall, PreparedStep]:
-        """The call with the data that this rank reads, if a rank was not given all data."""
-        if not lacking:
-            return call, prepared
-        parts = filled(call.parts, prepared.reads(), self._number, self._every, self._agreement)
-        return replace(call, parts=parts), prepared

@@ -30,7 +30,8 @@ Place = tuple[int, str]  # the index of a microbatch and the path of a tensor in
 def checksums(parts: Sequence[FlatMicrobatch], call: int, every: int) -> dict[str, int | None]:
     """The checksums of a call's tensors by name, None for an absent one.
 
-    `call`: the number of the call, from 1. `every`: all elements are compared in every so many calls; 0: nothing is compared.
+    `call`: the number of the call among its kind, from 1. `every`: all elements are compared in every so many calls; 0: nothing
+    is compared.
     """
     return {_name(place): total for place, total in _sums(parts, call, every).items()}
 
@@ -39,7 +40,7 @@ def _sums(parts: Sequence[FlatMicrobatch], call: int, every: int) -> dict[Place,
     whole = every > 0 and (call <= _FIRST or call % every == 0)
     found: dict[Place, int | None] = {}
     for index, part in enumerate(parts):
-        sampled = every > 0 and call % len(parts) == index
+        sampled = every > 0 and _drawn(call, len(parts)) == index
         for path, tensor in part.tensors.items():
             if tensor.is_meta:
                 found[index, path] = None
@@ -50,9 +51,14 @@ def _sums(parts: Sequence[FlatMicrobatch], call: int, every: int) -> dict[Place,
     return found
 
 
+def _drawn(call: int, count: int) -> int:
+    """One of `count` microbatches, without a pattern over the calls."""
+    return ((call * 0x9E3779B1) >> 16) % count
+
+
 @dataclass(frozen=True)
 class _Holding:
-    """What one rank says of one tensor: whether the rank was given data and reads the tensor, and the checksum of the data."""
+    """The facts of one rank about one tensor: whether data were given, whether a stage reads them, and their checksum."""
 
     given: bool
     read: bool

@@ -38,11 +38,12 @@ class OwnParameter(NamedTuple):
 class RankGradients:
     """The gradients of this rank's parameters, in the model's order.
 
-    `codes`: for each parameter of the model 1 + the index of the dtype of its gradient in `_DTYPES`, 0 without a gradient; of
-    this rank's own counted parameters, or of all ranks'.
+    `codes`: for each parameter of the model 1 + the index of the dtype of its gradient in `_DTYPES`, 0 without a gradient, as
+    all ranks know after an agreement; `own_codes`: of the parameters that this rank counts.
     """
 
     own: Sequence[OwnParameter]
+    own_codes: tuple[int, ...]
     codes: tuple[int, ...]
     group: dist.ProcessGroup | None
     device: torch.device
@@ -56,7 +57,7 @@ class RankGradients:
         for each in own:
             if each.counts and each.parameter.grad is not None:
                 codes[each.position] = 1 + _DTYPES.index(each.parameter.grad.dtype)
-        return cls(own, tuple(codes), group, device)
+        return cls(own, tuple(codes), tuple(codes), group, device)
 
     def present(self) -> list[torch.Tensor]:
         """The gradients that are not None."""

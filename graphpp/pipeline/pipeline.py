@@ -140,7 +140,7 @@ class Pipeline:
         At the end, hooks of `register_post_accumulate_grad_hook` are called with each of this rank's parameters.
         """
         weights = LossArguments(loss_weight, scaler, accumulation_steps)
-        return self._step(self._training_parts(args, kwargs, target), weights)
+        return self._step(self._parts_of(args, kwargs, target), weights)
 
     def recapture(self) -> None:
         """Capture the model anew at the next call: for a change that nobody can see, such as an environment variable.
@@ -167,15 +167,18 @@ class Pipeline:
         tensors averaged over the microbatches, others stacked. `loss` is on every rank if a target was given, the loss function
         needs none, or the output has its own `.loss`; `loss_weight` as in `step`.
         """
-        if not args and not kwargs and target is None:
-            raise BatchError("pipe.eval runs a batch: pipe.eval(x). To switch the flags of the model, call model.eval()")
+
+        def parts() -> list[FlatMicrobatch]:
+            if not args and not kwargs and target is None:
+                raise BatchError("pipe.eval runs a batch: pipe.eval(x). To switch the flags of the model, call model.eval()")
+            return self._parts_of(args, kwargs, target)()
+
         with self._calls.watched(), _eval_mode(self._model):
-            call, prepared = self._calls.evaluation(
-                lambda: self._cut(Microbatch(args, kwargs, target)), LossArguments(loss_weight)
-            )
+            call, prepared = self._calls.evaluation(parts, LossArguments(loss_weight))
             self._calls.run(call, prepared)
-            losses = prepared.runner.losses() if prepared.runner.program.loss is not None else None
-            metrics = prepared.runner.metrics()
+            with self._calls.exchanging(training=False):
+                losses = prepared.runner.losses() if prepared.runner.program.loss is not None else None
+                metrics = prepared.runner.metrics()
         outputs, sizes = prepared.runner.take_outputs(), [leading_size(part) for part in call.parts]
         merged = None if outputs is None else merge_outputs(prepared.lowered.graphs[0].captured, outputs, sizes)
         loss = None if losses is None else call.weighting.step_loss(losses)
@@ -206,7 +209,7 @@ class Pipeline:
 
         def parts() -> list[FlatMicrobatch]:
             require(GraphPPError, "repeat", COUNT, repeat)
-            return self._training_parts(args, kwargs, target)()
+            return self._parts_of(args, kwargs, target)()
 
         with self._calls.watched():
             call, prepared = self._calls.training(parts, asked=f"a profile of {repeat} steps")
@@ -229,11 +232,15 @@ class Pipeline:
         raises `MismatchError` on all ranks if a rank makes another call, `GraphPPError` for a negative norm or order, and
         `RuntimeError` on all ranks for a total norm that is not finite if `error_if_nonfinite`.
         """
-        require(GraphPPError, "foreach", or_none(FLAG), foreach)
-        own, read = self._gradients(), partial(norms.read_clipping, max_norm, norm_type, error_if_nonfinite)
+
+        def read() -> tuple[norms.Clipping, norms.RankGradients]:
+            require(GraphPPError, "foreach", or_none(FLAG), foreach)
+            return norms.read_clipping(max_norm, norm_type, error_if_nonfinite), self._gradients()
+
         with self._calls.watched(), torch.no_grad():
-            clipping, gradients = self._calls.agreed("clip_grad_norm_", read, own)
-            norm = norms.total_norm(gradients, clipping.norm_type)
+            clipping, gradients = self._calls.agreed("clip_grad_norm_", read)
+            with self._calls.exchanging():
+                norm = norms.total_norm(gradients, clipping.norm_type)
         if clipping.error_if_nonfinite and not bool(norm.isfinite()):
             raise RuntimeError(
                 f"the total norm of order {clipping.norm_type} of the gradients of all ranks is {float(norm)}, so nothing was "
@@ -344,9 +351,10 @@ class Pipeline:
         with self._calls.watched():
             call, prepared = self._calls.training(make, weights)
             runner = self._calls.run(call, prepared).runner
-            losses, metrics = runner.losses(), runner.metrics()
-            if weights.shares_overflow:
-                norms.share_overflow_(self._gradients())
+            with self._calls.exchanging():
+                losses, metrics = runner.losses(), runner.metrics()
+                if weights.shares_overflow:
+                    norms.share_overflow_(self._gradients())
             if runner.hooked:
                 call_gradient_hooks(parameter for fqn, parameter in self.named_parameters() if fqn in runner.hooked)
         return StepResult(call.weighting.step_loss(losses), losses, mean_metrics(metrics))
@@ -354,7 +362,7 @@ class Pipeline:
     def _parts(self, microbatches: Sequence[Microbatch]) -> MakeParts:
         return lambda: self._with_targets(_flattened(microbatches))
 
-    def _training_parts(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], target: Any) -> MakeParts:
+    def _parts_of(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], target: Any) -> MakeParts:
         return lambda: self._with_targets(self._cut(Microbatch(args, kwargs, target)))
 
     def _cut(self, batch: Microbatch) -> list[FlatMicrobatch]:
@@ -366,7 +374,7 @@ class Pipeline:
         reads = self._loss is not None and takes_target(self._loss)
         if not reads and any(map(_has_target, parts)):
             own = "with loss=None the model's output brings its own loss"
-            reason = own if self._loss is None else "the loss takes one argument"
+            reason = own if self._loss is None else "the loss takes no second positional argument"
             raise BatchError(
                 f"a target was given, but {reason} and nothing reads the target. Pass a loss(output, target) to "
                 "graphpp.compile, or give the target as an argument of the model."

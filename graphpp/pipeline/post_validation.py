@@ -109,11 +109,12 @@ class PostValidation(DeferredScaler):
 
     def step(self) -> torch.Tensor:
         """Clip and step; returns the norm before clipping, 0-dim, the same on every rank as from `pipe.clip_grad_norm_`."""
-        own = self._pipe._gradients()
         with self._pipe._calls.watched():
-            _, gradients = self._pipe._calls.agreed("PostValidation.step", lambda: self._clipping, own)
+            _, gradients = self._pipe._calls.agreed(
+                "PostValidation.step", lambda: (self._clipping, self._pipe._gradients())
+            )
             tables = self._begin(gradients)
-            early = self._steps_early(tables, own.codes) and self._snapshot.take(tables.pending.arrived)
+            early = self._steps_early(tables, gradients.own_codes) and self._snapshot.take(tables.pending.arrived)
             with self._rolled_back_on_error(early):
                 if early:
                     self._advance()

@@ -127,7 +127,7 @@ class GraphStage:
     def _step_invariants(
         self, wiring: Wiring | None, known: list[tuple[Any, Mapping[str, torch.Tensor]]]
     ) -> Mapping[str, torch.Tensor]:
-        """The values that a variant computes once per step; `known`: those of variants so far, with their computations."""
+        """The values that a variant computes once per step; `known`: the computations of other variants, with their values."""
         if wiring is None:
             return {}
         found = next((values for computation, values in known if computation == wiring.computation), None)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import time
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from torch.nn import functional as F
 
 import graphpp
 from graphpp.runtime.task import Task
+from tests import internals
 from tests.distributed import rank_outcomes, run_ranks
 from tests.exhaustive import further
 from tests.moe import MoE
@@ -136,6 +138,51 @@ def broadcasts_other_shapes(rank: int) -> str:
     with pytest.raises(graphpp.MismatchError) as error:
         pipe.step(torch.ones(8, 4), target=torch.ones(8, 4))
     return str(error.value)
+
+
+def other_calls(rank: int) -> str:
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("dp_replicate", "pp"))
+    torch.manual_seed(0)
+    pipe = graphpp.compile(torch.nn.Linear(4, 4), F.mse_loss, microbatches=2, mesh=mesh)
+    x = torch.ones(8, 4)
+    with pytest.raises(graphpp.MismatchError) as error:
+        if rank:
+            pipe.step(x, target=x)
+        else:
+            pipe.profile(x, target=x, repeat=1)
+    return str(error.value)
+
+
+def test_replicas_whose_first_calls_differ_are_refused() -> None:
+    assert all("differs in the call: it has" in text for text in run_ranks(other_calls, 2))
+
+
+def compiles_slowly(rank: int, slow: float) -> str:
+    """A first step of two replicas, of which the first one compiles `slow` seconds longer, and a step for which it is late."""
+    torch.set_num_threads(1)
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("dp_replicate", "pp"))
+    torch.manual_seed(0)
+    parallel = graphpp.Parallel(timeout=2.0, start_timeout=60.0)
+    pipe = graphpp.compile(torch.nn.Linear(4, 4), F.mse_loss, microbatches=2, mesh=mesh, parallel=parallel)
+    x = torch.ones(8, 4)
+
+    def capture(*args: Any, **options: Any) -> Any:
+        time.sleep(0 if rank else slow)
+        return internals.capture(*args, **options)
+
+    with internals.capturing_by(capture):
+        pipe.step(x, target=x)
+    if rank == 0:
+        time.sleep(4)
+    with pytest.raises((graphpp.RankFailure, graphpp.GraphPPError)) as error:
+        pipe.step(x, target=x)
+    return f"{type(error.value).__name__}: {error.value}"
+
+
+def test_a_replica_waits_for_another_s_start_and_names_it_if_late() -> None:
+    slow, waiting = run_ranks(compiles_slowly, 2, 4.0)
+    assert waiting.startswith("RankFailure: rank 0 did not answer in time")
+    assert slow.startswith("RankFailure: ")
 
 
 def unlike(rank: int) -> None:

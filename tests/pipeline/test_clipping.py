@@ -118,16 +118,19 @@ def test_numbers_that_are_no_norm_are_refused(arguments: tuple[Any, ...], says: 
     assert all(map(torch.equal, before, (parameter.grad for parameter in model.parameters())))
 
 
-def refuses_alone(rank: int) -> str:
+def refuses_alone(rank: int, wrong: dict[str, Any]) -> tuple[str, float]:
     _, pipe = trained(split=["2"])
     try:
-        pipe.clip_grad_norm_(-1.0 if rank else 1.0)
+        pipe.clip_grad_norm_(**({"max_norm": 1.0} | (wrong if rank else {})))
     except graphpp.GraphPPError as error:
-        return f"{type(error).__name__}: {error}"
-    return "no error"
+        return f"{type(error).__name__}: {error}", float(pipe.clip_grad_norm_(1e9))
+    return "no error", 0.0
 
 
-def test_a_rank_with_a_wrong_number_tells_the_others() -> None:
-    good, bad = run_ranks(refuses_alone, 2)
-    assert bad.startswith("GraphPPError: max_norm: ")
-    assert good.startswith("MismatchError: ") and "rank 1: GraphPPError: max_norm: " in good
+@pytest.mark.parametrize("wrong", [{"max_norm": -1.0}, {"foreach": 3}])
+def test_a_rank_with_a_wrong_argument_tells_the_others(wrong: dict[str, Any]) -> None:
+    (good, norm), (bad, other) = run_ranks(refuses_alone, 2, wrong)
+    (name,) = wrong
+    assert bad.startswith(f"GraphPPError: {name}: ")
+    assert good.startswith("MismatchError: ") and f"rank 1: GraphPPError: {name}: " in good
+    assert norm == other > 0

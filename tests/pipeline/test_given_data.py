@@ -12,6 +12,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
 import graphpp
+from graphpp.parallel.checksum import checksum
 from tests.distributed import run_ranks
 
 X = torch.randn(64, 8, generator=torch.Generator().manual_seed(0))
@@ -100,6 +101,44 @@ def one_element(rank: int) -> list[str]:
             given[5, 3] = 2
         found.append(outcome(lambda given=given: pipe.step(given, target=y).loss))
     return found
+
+
+def between(rank: int) -> int:
+    """The steps that pass after a row on rank 1 has changed, with a clipping after each step and an evaluation before it."""
+    torch.set_num_threads(1)
+    model = nn.Sequential(nn.Linear(400, 4), nn.Linear(4, 4))
+    x, y = torch.ones(8, 400), torch.ones(8, 4)
+    pipe = graphpp.compile(model, F.mse_loss, split=["1"], microbatches=2, parallel=graphpp.Parallel(check_data=4))
+    for at in range(20):
+        given = x.clone()
+        if rank == 1 and at >= 3:
+            given[1, 3] = 2
+        pipe.eval(x, target=y)
+        try:
+            pipe.step(given, target=y)
+        except graphpp.MismatchError:
+            return at
+        pipe.clip_grad_norm_(1.0)
+    return -1
+
+
+def test_calls_of_other_kinds_do_not_move_the_checks() -> None:
+    assert run_ranks(between, 2) == [3, 3]
+
+
+def test_checksums_tell_small_integers_apart() -> None:
+    generator = torch.Generator().manual_seed(0)
+    labels = torch.randint(0, 10, (20_000, 4), generator=generator)
+    distinct = {tuple(row) for row in labels.tolist()}
+    assert len({checksum(torch.tensor(row)) for row in distinct}) == len(distinct)
+    flags = [[index >> bit & 1 for bit in range(12)] for index in range(4096)]
+    assert len({checksum(torch.tensor(row, dtype=torch.bool)) for row in flags}) == 4096
+
+
+def test_checksums_of_views() -> None:
+    z = torch.randn(4, 4, dtype=torch.complex64)
+    for view in (z.conj(), z.conj().imag, z.t(), z[::2]):
+        assert checksum(view) == checksum(view.resolve_conj().resolve_neg().clone(memory_format=torch.contiguous_format))
 
 
 def test_nothing_is_compared_if_so_asked() -> None:

@@ -110,9 +110,10 @@ def test_a_loss_that_needs_its_target(loss: Any) -> None:
         assert "has no attribute 'float'" in str(caught.value) and "test_loss_arguments.py" in str(caught.value)
 
 
-def test_a_target_that_nothing_reads() -> None:
-    with pytest.raises(graphpp.BatchError, match="the loss takes one argument and nothing reads the target"):
-        graphpp.compile(layers(), Criterion(), microbatches=2).step(X, target=Y)
+@pytest.mark.parametrize("call", ["step", "eval"])
+def test_a_target_that_nothing_reads(call: str) -> None:
+    with pytest.raises(graphpp.BatchError, match="the loss takes no second positional argument and nothing reads the target"):
+        getattr(graphpp.compile(layers(), Criterion(), microbatches=2), call)(X, target=Y)
 
 
 def test_a_loss_of_one_argument_that_fails_says_so() -> None:
@@ -163,6 +164,23 @@ def test_microbatches_weigh_by_their_rows() -> None:
     whole = F.mse_loss(deepcopy(twin)(X), Y)
     assert torch.allclose(found.loss, whole, rtol=1e-6)
     assert torch.allclose(pipe.eval(X, target=Y).loss, whole, rtol=1e-6)
+
+
+def test_rows_are_those_of_the_batch_where_most_arguments_are_whole() -> None:
+    class Shifted(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(8, 8)
+
+        def forward(self, x: Tensor, *shifts: Tensor) -> Tensor:
+            return self.layer(x) + sum(shift.sum() for shift in shifts)
+
+    model, shifts = Shifted(), [graphpp.whole(torch.ones(7)) for _ in range(3)]
+    pipe = graphpp.compile(model, F.mse_loss, microbatches=4, gradients="rows")
+    whole = F.mse_loss(model(X, *(shift.value for shift in shifts)), Y)
+    assert torch.allclose(pipe.step(X, *shifts, target=Y).loss, whole, rtol=1e-6)
+    found = pipe.eval(X, *shifts, target=Y)
+    assert torch.allclose(found.loss, whole, rtol=1e-6) and found.output.shape == (10, 8)
 
 
 def test_weights_by_rows_need_rows() -> None:
