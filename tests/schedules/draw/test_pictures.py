@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import pickle
 import re
+from collections import Counter
 from dataclasses import replace
 from html.parser import HTMLParser
 from itertools import pairwise
@@ -269,3 +270,19 @@ def test_ticks_are_round_and_few(span: float, most: int) -> None:
     found, step = ticks(span, most), tick_step(span, most)
     assert 1 <= len(found) <= most + 1 and found[0] == 0 and found[-1] <= span * (1 + 1e-9)
     assert f"{step:.0e}"[0] in "125"
+
+
+def test_a_large_picture_is_thinned() -> None:
+    """Every action is counted in a box, long gaps stay idle, and the file stays small."""
+    table = graphpp.schedules.interleaved_1f1b(16, 32, 256)
+    timeline = graphpp.simulate(table, Costs.unit(32, 16))
+    picture = graphpp.svg(timeline)
+    assert len(picture) < 2_000_000
+    runs = re.findall(r"<title>([^<]*) on rank \d+", picture)
+    counts = Counter[str]()
+    for text in runs:
+        for number, kind in re.findall(r"(\d+) ([FB])\b", text):
+            counts[kind] += int(number)
+        counts.update(re.findall(r"^\d+([FB])\d+$", text))
+    assert counts == {"F": 32 * 256, "B": 32 * 256}
+    assert "idle" in picture
