@@ -34,6 +34,7 @@ class BatchCutter:
         tensors = {} if example is None else FlatMicrobatch.of(example).tensors
         self._shapes = {path: leaf.shape for path, leaf in tensors.items()}
         self._cut: frozenset[str] | None = None  # the paths of the tensors that were cut in the latest batch
+        self._tensors = frozenset[str]()  # the paths of all tensors of that batch
 
     def cut(self, batch: Microbatch, microbatches: int) -> list[FlatMicrobatch]:
         """The microbatches of a batch. Raises `BatchError` if it is too small, or if it is unclear how to cut a tensor."""
@@ -45,11 +46,20 @@ class BatchCutter:
         if not columns:
             return [flat] * microbatches
         if microbatches > 1:
+            self._tensors = frozenset(path for path, leaf in _pairs(flat) if isinstance(leaf, torch.Tensor | Whole))
             self._cut = frozenset(path for path, leaf in _pairs(flat) if _is_cut(leaf, sum(sizes)))
         pieces = [FlatMicrobatch(flat.spec, flat.paths, values) for values in zip(*columns, strict=True)]
         if any(isinstance(leaf, Whole) for leaf in flat.values):
             pieces = [FlatMicrobatch.of(piece.microbatch()) for piece in pieces]
         return [replace(piece, rows=rows) for piece, rows in zip(pieces, sizes, strict=True)]
+
+    def describe(self) -> str:
+        """The tensors of the latest batch that were cut along their first dimension, and those that were passed whole."""
+        if self._cut is None:
+            return ""
+        cut, whole = sorted(self._cut), sorted(self._tensors - self._cut)
+        kept = f"; whole: {', '.join(whole)}" if whole else ""
+        return f"cut along dimension 0: {', '.join(cut)}{kept}"
 
     def _with_whole_tensors(self, flat: FlatMicrobatch) -> FlatMicrobatch:
         """The batch with each tensor wrapped in `Whole` that has the same shape as in the example.

@@ -335,9 +335,11 @@ class Pipeline:
         return [role.path for role in first.captured.joint.inputs() if isinstance(role, Input) and role.path in read]
 
     def __repr__(self) -> str:
-        """The plan as a table: stage, rank, FQNs, parameters, bytes sent, bytes saved."""
+        """The plan as a table (stage, rank, FQNs, parameters, bytes sent, bytes saved), and how the latest batch was cut."""
         first = self._cache.first
-        return "Pipeline(nothing captured yet: give example=, or run a step)" if first is None else str(first.plan)
+        if first is None:
+            return "Pipeline(nothing captured yet: give example=, or run a step)"
+        return "\n".join(filter(None, (str(first.plan), self._cutter.describe())))
 
     def __reduce__(self) -> NoReturn:
         raise GraphPPError(

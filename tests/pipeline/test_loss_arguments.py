@@ -223,6 +223,8 @@ def test_a_short_batch_is_cut_as_the_batches_before() -> None:
     pipe = graphpp.compile(model, F.mse_loss, microbatches=2, example=graphpp.Microbatch((X[:2], table), target=Y[:2]))
     with pytest.raises(graphpp.BatchError, match="nothing could be cut"):
         pipe.step(X[:2], table, target=Y[:2])
+    assert "cut along" not in repr(pipe)
     for rows in (4, 2):
         found = float(pipe.step(X[:rows], table, target=Y[:rows]).loss)
         assert found == pytest.approx(F.mse_loss(model(X[:rows], table), Y[:rows]).item(), rel=1e-6)
+    assert repr(pipe).endswith("cut along dimension 0: args[0], target; whole: args[1]")
