@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import struct
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
@@ -82,7 +83,7 @@ class Agreement:
         """Whether a rank lacks a tensor of its facts' checksums. Raises `MismatchError` on every rank if the facts differ."""
         if self._group is None:
             return facts.lacking
-        digest = torch.frombuffer(bytearray(facts.digest), dtype=torch.int64).tolist()
+        digest = struct.unpack("<2q", facts.digest)
         total, flags = facts.sum, [int(facts.lacking), 0, 0]
         words = [*digest, _LEAST if total is None else total]
         complements = [*(~word for word in digest), _LEAST if total is None else ~total]
@@ -94,9 +95,9 @@ class Agreement:
 
     def same(self, content: bytes) -> bool:
         """Whether all ranks of the group have these bytes. Called by all ranks."""
-        words = torch.frombuffer(bytearray(hashed(content)), dtype=torch.int64)
-        most, complement = self.largest(torch.stack([words, ~words]))
-        return torch.equal(most, ~complement)
+        words = struct.unpack("<2q", hashed(content))
+        most, complements = self.largest(torch.tensor([words, [~word for word in words]], device="cpu")).tolist()
+        return all(high == ~low for high, low in zip(most, complements, strict=True))
 
     def largest(self, mine: torch.Tensor) -> torch.Tensor:
         """The largest value of each number over all ranks; `mine`: int64, of one shape on all ranks, on the CPU."""
