@@ -133,7 +133,7 @@ def test_what_a_profile_says() -> None:
 @pytest.mark.parametrize("repeat", [0, -1, 1.5])
 def test_a_profile_of_no_step_is_refused(repeat: Any) -> None:
     case = SPECIAL["plain"]()
-    with pytest.raises(graphpp.GraphPPError, match="repeat must be a positive number"):
+    with pytest.raises(graphpp.GraphPPError, match="repeat: take a positive integer"):
         compiled(case, microbatches=2).profile(*case.batch.args, target=case.batch.target, repeat=repeat)
 
 
