@@ -5,7 +5,7 @@ Checked on torch 2.11.0, 2.13.0 and 2.15.0:
 - `torch.distributed.distributed_c10d._get_default_store`: the key-value store all ranks share
 - `torch.distributed.distributed_c10d._resolve_process_group`: the group of a name, as a collective in a graph has it
 - `torch.distributed.distributed_c10d._set_pg_timeout`: the timeout of a process group; torch 2.15 has `set_timeout`
-- `ProcessGroup._get_backend`, `options._timeout`: the present timeout
+- `ProcessGroup._get_backend`, `options._timeout`: the present timeout (both timeouts: checked on 2.13.0 and 2.15.0)
 - `torch._foreach_norm`: norms of many tensors at once, the call that torch's own gradient clipping makes
 - `torch._foreach_copy_`: many copies at once, the call that torch's own optimizers make
 - `Optimizer._optimizer_step_pre_hooks`, `_optimizer_step_post_hooks` and, for all optimizers, `torch.optim.optimizer.

@@ -1,6 +1,7 @@
 """The model, the loss and the example that `compile` is given, checked before anything is made of them.
 
-Contract: each function raises a `GraphPPError` that says what the argument must be and what it is.
+Contract: `check_arguments` raises a `GraphPPError` that names the accepted forms of an argument and the value that was given;
+`note_hooks` only logs.
 """
 
 from __future__ import annotations

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
-from graphpp.arguments import PATH
+from graphpp.arguments import FLAG, PATH, or_none
 from graphpp.errors import GraphPPError
-from graphpp.options.option import Group, Option, a_positive_int, group_reader
+from graphpp.options.option import Group, Option, a_positive_int, group_reader, reader_of
 
 
 def _switch(variable: str, on: bool, about: str) -> Option[bool | None, bool]:
@@ -29,12 +29,6 @@ def _switch(variable: str, on: bool, about: str) -> Option[bool | None, bool]:
         takes="True, False",
         about=f"{about} None: {'yes' if on else 'no'}, unless the variable `{variable}` is {0 if on else 1}.",
     )
-
-
-def _read_dynamic(form: object) -> bool | None:
-    if form is not None and not isinstance(form, bool):
-        raise GraphPPError(f"take True, False or None, got {form!r}")
-    return form
 
 
 def _read_folder(form: object) -> Path | None:
@@ -66,7 +60,7 @@ class Debug(Group):
     )
     dynamic: Option[bool | None, bool | None] = Option(
         None,
-        read=_read_dynamic,
+        read=reader_of(or_none(FLAG)),
         takes="True, False",
         about="Whether one captured graph serves microbatches of several sizes. None: the sizes that vary from call to call, "
         "from their second value on. True: all sizes, from the first call on. False: no size.",

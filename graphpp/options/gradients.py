@@ -7,8 +7,9 @@ from typing import ClassVar, Literal
 
 import torch
 
+from graphpp.arguments import FLAG, or_none
 from graphpp.errors import GraphPPError
-from graphpp.options.option import Group, Option, group_reader
+from graphpp.options.option import Group, Option, group_reader, reader_of
 
 Reduction = Literal["mean", "sum", "rows"]
 
@@ -23,12 +24,6 @@ def _read_dtype(form: object) -> torch.dtype | None:
     if form is None or (isinstance(form, torch.dtype) and form.is_floating_point and form.itemsize > 1):
         return form
     raise GraphPPError(f"take a floating torch.dtype of 16 bits or more, or None, got {form!r}")
-
-
-def _read_fused(form: object) -> bool | None:
-    if form is not None and not isinstance(form, bool):
-        raise GraphPPError(f"take True, False or None, got {form!r}")
-    return form
 
 
 @dataclass(frozen=True)
@@ -54,7 +49,7 @@ class Gradients(Group):
     )
     fused: Option[bool | None, bool | None] = Option(
         None,
-        read=_read_fused,
+        read=reader_of(or_none(FLAG)),
         takes="True, False",
         about="True: the matrix product that makes a weight's gradient adds it into the sum, so no gradient is kept per "
         "microbatch. Sums are rounded otherwise: about 1e-6 of a gradient's largest element in float32, 1e-2 in bfloat16. "

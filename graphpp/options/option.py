@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, ClassVar, Generic, TypeVar, overload
 
+from graphpp.arguments import Accepted
 from graphpp.errors import GraphPPError
 
 Form = TypeVar("Form")  # every form that a user may write
@@ -112,6 +113,17 @@ def group_reader(group: type[G], short: str, accepts: Callable[[object], bool]) 
         if accepts(form):
             return group(**{short: form})
         raise GraphPPError(f"take None, a graphpp.{group.__name__}, or for its {short}= {forms}, got {form!r}")
+
+    return read
+
+
+def reader_of(accepted: Accepted) -> Callable[[Any], Any]:
+    """A reader that takes accepted values as they are. Raises `GraphPPError` for anything else."""
+
+    def read(form: object) -> object:
+        if not accepted.accepts(form):
+            raise GraphPPError(f"take {accepted.takes}, got {form!r}")
+        return form
 
     return read
 

@@ -8,13 +8,14 @@ from typing import Any, ClassVar, Literal
 
 import torch
 
+from graphpp.arguments import INDEX, NUMBER, Accepted, or_none
 from graphpp.errors import GraphPPError
-from graphpp.options.option import Group, Option, group_reader
+from graphpp.options.option import Group, Option, group_reader, reader_of
 
 ReplicaValues = Literal["equal", "broadcast"]
 ReplicaBuffers = Literal["own", "average", "broadcast"]
 NodeSeconds = Callable[[Any], float]  # the seconds of a graph's node
-_MOST_SECONDS = 1e9
+_SECONDS = Accepted("a positive number of seconds below 1e9", lambda form: NUMBER.accepts(form) and 0 < form < 1e9)  # type: ignore[operator]
 
 
 def _read_device(form: object) -> torch.device | None:
@@ -27,29 +28,9 @@ def _read_device(form: object) -> torch.device | None:
     return found
 
 
-def _read_every(form: object) -> int:
-    if not isinstance(form, int) or isinstance(form, bool) or form < 0:
-        raise GraphPPError(f"take an integer of 0 or more, got {form!r}")
-    return form
-
-
-def _read_seconds(form: object) -> float | None:
-    if form is None:
-        return None
-    if isinstance(form, bool) or not isinstance(form, int | float) or not 0 < form < _MOST_SECONDS:
-        raise GraphPPError(f"take a positive number of seconds below {_MOST_SECONDS:g}, or None, got {form!r}")
-    return float(form)
-
-
-def _one_of(*names: str) -> Callable[[object], Any]:
+def _one_of(*names: str) -> Callable[[Any], Any]:
     """A reader that takes these names."""
-
-    def read(form: object) -> object:
-        if not isinstance(form, str) or form not in names:
-            raise GraphPPError(f"take {' or '.join(map(repr, names))}, got {form!r}")
-        return form
-
-    return read
+    return reader_of(Accepted(" or ".join(map(repr, names)), lambda form: isinstance(form, str) and form in names))
 
 
 def _read_costs(form: object) -> NodeSeconds | None:
@@ -82,21 +63,21 @@ class Parallel(Group):
     )
     check_data: Option[int, int] = Option(
         100,
-        read=_read_every,
-        takes="an integer of 0 or more",
+        read=reader_of(INDEX),
+        takes="an integer from 0 to 2**20",
         about="Ranks of a pipeline compare the data that they were given: a checksum of all elements in the first 3 calls and "
         "then in every so many calls, and of a sample (of data on the CPU) in all others. 0: never.",
     )
     timeout: Option[float | None, float | None] = Option(
         None,
-        read=_read_seconds,
+        read=reader_of(or_none(_SECONDS)),
         takes="seconds",
         about="How long a step waits for another rank before `RankFailure` is raised. The process groups of `mesh=` keep this "
         "timeout. None: the timeout that the groups have.",
     )
     start_timeout: Option[float | None, float | None] = Option(
         None,
-        read=_read_seconds,
+        read=reader_of(or_none(_SECONDS)),
         takes="seconds",
         about="How long a rank waits while a new call is compiled, where the first rank captures for all. Also the timeout of "
         "the world's process group if graphpp makes it. None: the timeout that the groups have.",

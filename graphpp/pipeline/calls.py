@@ -30,7 +30,7 @@ from graphpp.parallel.facts import Facts
 from graphpp.parallel.failure import FailureBoard
 from graphpp.parallel.place import RankPlace
 from graphpp.parallel.timeouts import Timeouts
-from graphpp.pipeline.given_data import checksums, filled
+from graphpp.pipeline.given_data import checksums, filled, holdings_of_ranks
 from graphpp.pipeline.grad_norm import RankGradients
 from graphpp.pipeline.graph_cache import GraphCache, PreparedStep
 from graphpp.pipeline.step_call import StepCall
@@ -203,8 +203,9 @@ class Calls:
         if not lacking:
             return call, prepared
         number = self._data_calls[call.training]
+        holdings = holdings_of_ranks(call.parts, prepared.reads(), number, self._every, self._agreement)
         with self.exchanging():
-            parts = filled(call.parts, prepared.reads(), number, self._every, self._agreement)
+            parts = filled(call.parts, holdings, self._agreement)
         return replace(call, parts=parts), prepared
 
     def _described(self, known: Facts, call: str) -> Facts:

@@ -5,8 +5,9 @@ Contract
 - Ranks of one pipeline must be given the same data. `checksums` has one number for each tensor: of all elements in the first
   calls and then in every n-th; in between of a sample of one microbatch. A sample of a tensor on a GPU would make the host
   wait, and is left out.
-- A tensor on the meta device stands for data that a rank was not given. `filled` gives each rank the data that its stages read,
-  from the lowest rank that has them, and raises `BatchError` on all ranks if none has.
+- A tensor on the meta device stands for data that a rank was not given. `holdings_of_ranks` raises `BatchError` on all ranks
+  if a rank reads data that no rank has; `filled` gives each rank the data that its stages read, from the lowest rank that has
+  them.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from graphpp.batch.microbatch import FlatMicrobatch
 from graphpp.errors import BatchError
 from graphpp.parallel.agreement import Agreement
 from graphpp.parallel.checksum import checksum, checksum_of_sample
+from graphpp.parallel.facts import Facts
 
 _FIRST = 3  # calls of which all elements are compared
 
@@ -73,34 +75,42 @@ class _Holding:
         return cls(bool(given), bool(read), total if checked else None)
 
 
-def filled(
-    parts: Sequence[FlatMicrobatch], read: Collection[str], call: int, every: int, agreement: Agreement
-) -> list[FlatMicrobatch]:
-    """The microbatches with all tensors that this rank reads. Called by all ranks, with tensors alike in shape and dtype.
+Holdings = dict[Place, list[_Holding]]  # by rank of the pipeline
 
-    `read`: the paths that this rank's stages read. `call`, `every`: as for `checksums`. Raises `MismatchError` where ranks were
-    given different data, and `BatchError` where no rank was given data that a rank reads.
+
+def _tensors(parts: Sequence[FlatMicrobatch]) -> dict[Place, torch.Tensor]:
+    return {(index, path): tensor for index, part in enumerate(parts) for path, tensor in part.tensors.items()}
+
+
+def holdings_of_ranks(
+    parts: Sequence[FlatMicrobatch], read: Collection[str], call: int, every: int, agreement: Agreement
+) -> Holdings:
+    """The facts of all ranks about each tensor, by rank. Called by all ranks, with tensors alike in shape and dtype.
+
+    `read`: the paths that this rank's stages read. `call`, `every`: as for `checksums`. Raises on all ranks: `MismatchError`
+    where ranks were given different data, and `BatchError` where no rank was given data that a rank reads.
     """
-    tensors = {(index, path): tensor for index, part in enumerate(parts) for path, tensor in part.tensors.items()}
+    tensors = _tensors(parts)
     sums = _sums(parts, call, every)
     own = [_Holding(not tensor.is_meta, place[1] in read, sums.get(place)) for place, tensor in tensors.items()]
     everyone = agreement.of_all(torch.tensor([each.numbers() for each in own], dtype=torch.int64, device="cpu"))
     holdings = {place: [_Holding.of(numbers) for numbers in everyone[:, at].tolist()] for at, place in enumerate(tensors)}
     _check(holdings, agreement)
-    received = _exchanged(tensors, holdings, agreement)
+    return holdings
+
+
+def filled(parts: Sequence[FlatMicrobatch], holdings: Holdings, agreement: Agreement) -> list[FlatMicrobatch]:
+    """The microbatches with all tensors that this rank reads. Called by all ranks, with their common `holdings`."""
+    received = _exchanged(_tensors(parts), holdings, agreement)
     pairs = [list(zip(part.paths, part.values, strict=True)) for part in parts]
     values = [tuple(received.get((index, path), leaf) for path, leaf in each) for index, each in enumerate(pairs)]
     return [replace(part, values=new) for part, new in zip(parts, values, strict=True)]
 
 
-def _check(holdings: dict[Place, list[_Holding]], agreement: Agreement) -> None:
+def _check(holdings: Holdings, agreement: Agreement) -> None:
     """Raise on all ranks where ranks hold different data, or a rank reads data that no rank was given."""
-    by_rank = {
-        rank: {f"the values of {_name(place)}": [f"checksum {each[rank].total}"] for place, each in holdings.items()
-               if each[rank].total is not None}
-        for rank in range(agreement.ranks)
-    }  # fmt: skip
-    agreement.refuse_differences(by_rank)
+    sums = [{_name(place): each[rank].total for place, each in holdings.items()} for rank in range(agreement.ranks)]
+    agreement.refuse_differences({rank: Facts({}, own).all_lines for rank, own in enumerate(sums)})
     for place, each in holdings.items():
         readers = [rank for rank, holding in enumerate(each) if holding.read]
         if readers and not any(holding.given for holding in each):
@@ -111,7 +121,7 @@ def _check(holdings: dict[Place, list[_Holding]], agreement: Agreement) -> None:
 
 
 def _exchanged(
-    tensors: dict[Place, torch.Tensor], holdings: dict[Place, list[_Holding]], agreement: Agreement
+    tensors: dict[Place, torch.Tensor], holdings: Holdings, agreement: Agreement
 ) -> dict[Place, torch.Tensor]:
     """The tensors that this rank has received: each from the lowest rank that was given it, on every rank that lacks it."""
     received: dict[Place, torch.Tensor] = {}

@@ -45,7 +45,10 @@ class ModelState:
         """The model's own parameter or buffer."""
         module, attribute = self._owners[fqn]
         found = module._parameters.get(attribute)
-        return found if found is not None else getattr(module, attribute)
+        if found is None:
+            found = getattr(module, attribute)
+        assert isinstance(found, torch.Tensor)
+        return found
 
     def named(self, fqns: Collection[str], among: Iterable[str]) -> Iterator[tuple[str, torch.Tensor]]:
         """(FQN, tensor) of `fqns`, in the order of `among`."""

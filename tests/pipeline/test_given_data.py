@@ -148,7 +148,7 @@ def test_nothing_is_compared_if_so_asked() -> None:
 
 @pytest.mark.parametrize("every", [-1, True, 1.5, "often"])
 def test_other_intervals_are_refused(every: Any) -> None:
-    with pytest.raises(graphpp.GraphPPError, match=r"parallel\.check_data: take an integer of 0 or more"):
+    with pytest.raises(graphpp.GraphPPError, match=r"parallel\.check_data: take an integer from 0"):
         graphpp.Parallel(check_data=every)
 
 
@@ -211,7 +211,15 @@ def test_a_rank_is_given_what_it_needs(given: dict[int, str], evaluate: bool) ->
 
 
 def lacks(rank: int, kind: str) -> str:
+    """The error of a call that cannot be completed; the pipeline goes on afterwards."""
     _, pipe = compiled(2)
+    x, mask, y = batch(0)
+    found = refused_for_want_of_data(pipe, rank, kind)
+    assert pipe.step(x, mask, unused=y, target=y).loss > 0
+    return found
+
+
+def refused_for_want_of_data(pipe: graphpp.Pipeline, rank: int, kind: str) -> str:
     x, mask, y = batch(0)
     nothing = graphpp.absent(mask.shape, torch.bool)
     if kind == "nobody has it":

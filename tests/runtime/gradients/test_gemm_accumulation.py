@@ -352,7 +352,7 @@ def test_verify_runs_fused_programs() -> None:
 
 
 def test_only_true_false_and_none() -> None:
-    with pytest.raises(GraphPPError, match=r"gradients\.fused: take True, False or None"):
+    with pytest.raises(GraphPPError, match=r"gradients\.fused: take True or False, or None"):
         graphpp.compile(Linears(), loss, gradients=graphpp.Gradients(fused="yes"))  # type: ignore[arg-type]
 
 
