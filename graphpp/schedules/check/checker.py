@@ -13,6 +13,8 @@ Contract. After `check(schedule, ranks=, stages=, microbatches=)` returns:
     of other ranks;
     if a memory cap is given: no rank ever has more bytes of activations alive than the cap
     (`graphpp.schedules.check.peak_memory`).
+The rules are applied twice in different forms: to arrays (`graphpp.schedules.check.vectorized`, 2 µs a cell), and, for a
+table that arrays do not show to be right, action by action (40 µs a cell), which finds the fault and writes its text.
 """
 
 from __future__ import annotations
@@ -26,7 +28,8 @@ from graphpp.schedules.check.deadlock import check_progress
 from graphpp.schedules.check.peak_memory import MicrobatchCosts, check_memory
 from graphpp.schedules.check.schedule_under_check import Position, ScheduleUnderCheck
 from graphpp.schedules.check.shard_order import check_reductions, check_sharding
-from graphpp.schedules.table.actions import BACKWARDS, PER_STAGE, WITH_PARTS, Action, Kind
+from graphpp.schedules.check.vectorized import is_valid
+from graphpp.schedules.table.actions import BACKWARDS, PER_STAGE, Action, Kind, has_right_parts
 from graphpp.schedules.table.offload_window import OffloadWindow
 from graphpp.schedules.table.schedule import Schedule
 
@@ -61,6 +64,14 @@ def check(
             f"CSV: one line, blank lines count) per rank"
         )
     subject = ScheduleUnderCheck(schedule, stages, microbatches, training)
+    if not is_valid(schedule, stages, microbatches, training=training):
+        find_fault(subject)
+    if memory_cap is not None:
+        check_memory(subject, _required(costs), memory_cap, offloaded)
+
+
+def find_fault(subject: ScheduleUnderCheck) -> None:
+    """Apply every rule action by action and raise `ScheduleError` at the first fault. Fills `subject.where`."""
     _check_made_for(subject)
     _place_all(subject)
     _check_complete(subject)
@@ -68,12 +79,10 @@ def check(
     _check_order(subject)
     check_sharding(subject)
     check_reductions(subject)
-    if schedule.has_communication:
+    if subject.schedule.has_communication:
         check_messages(subject)
         check_channels(subject)
     check_progress(subject)
-    if memory_cap is not None:
-        check_memory(subject, _required(costs), memory_cap, offloaded)
 
 
 def _required(costs: MicrobatchCosts | None) -> MicrobatchCosts:
@@ -116,8 +125,7 @@ def _place_all(subject: ScheduleUnderCheck) -> None:
 
 
 def _check_form(subject: ScheduleUnderCheck, place: Position, action: Action) -> None:
-    allowed = WITH_PARTS.get(action.kind)
-    if bool(allowed) != bool(action.parts) or any(part.parts or part.kind not in (allowed or ()) for part in action.parts):
+    if not has_right_parts(action):
         what = "only OVERLAP_F_B and P2P have parts, the one of F, B, I or W, the other of sends and receives"
         raise subject.refusal(place, what, "write (0F3;3B1)OVERLAP_F_B or (0SEND_F1;0RECV_B0)P2P")
 

@@ -150,6 +150,12 @@ def peer(message: Action) -> Action:
     return message._replace(stage=message.stage + step, kind=kind)
 
 
+def has_right_parts(action: Action) -> bool:
+    """Whether an action has parts exactly if its kind asks for parts, and only single actions of the kinds allowed there."""
+    allowed = WITH_PARTS.get(action.kind, frozenset())
+    return bool(allowed) == bool(action.parts) and all(not part.parts and part.kind in allowed for part in action.parts)
+
+
 def parse(text: str) -> Action:
     """Read one action, strictly: no blanks, no leading zeros, nothing left over.
 
