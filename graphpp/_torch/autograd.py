@@ -20,7 +20,7 @@ from __future__ import annotations
 import contextlib
 import os
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -44,6 +44,11 @@ UNSELECTED = checkpoint.SAC_IGNORED_OPS  # operators for which a selective check
 def has_gradient_hooks(parameter: torch.Tensor) -> bool:
     """Whether hooks of `register_post_accumulate_grad_hook` stand on a parameter."""
     return bool(parameter._post_accumulate_grad_hooks)
+
+
+def with_gradient_hooks(tensors: Mapping[str, torch.Tensor]) -> frozenset[str]:
+    """The names of the tensors on which such hooks stand."""
+    return frozenset([name for name, tensor in tensors.items() if tensor._post_accumulate_grad_hooks])
 
 
 def call_gradient_hooks(parameters: Iterable[torch.Tensor]) -> None:

@@ -11,10 +11,10 @@ Contract
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache, reduce
-from typing import NamedTuple
+from functools import cached_property, lru_cache, reduce
+from itertools import compress
 
 import torch
 import torch.distributed as dist
@@ -26,23 +26,39 @@ from graphpp.errors import GraphPPError
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.complex64, torch.complex128)
 
 
-class OwnParameter(NamedTuple):
-    """A parameter of this rank, its position in the model's order, and whether its norm is counted on this rank."""
+_CODES = {dtype: code for code, dtype in enumerate(_DTYPES, 1)}
+_NO_GRADIENT = 0
 
-    position: int
-    parameter: torch.Tensor
-    counts: bool
+
+@dataclass(frozen=True)
+class HeldParameters:
+    """The parameters of a model that a rank holds.
+
+    `positions`: their positions among the model's `total` parameters, in the model's order; `counts`: for each whether this
+    rank counts its norm.
+    """
+
+    positions: tuple[int, ...]
+    counts: tuple[bool, ...]
+    total: int
+
+    @cached_property
+    def counted(self) -> tuple[int, ...]:
+        """The positions of the parameters whose norms this rank counts."""
+        return tuple(compress(self.positions, self.counts))
 
 
 @dataclass(frozen=True)
 class RankGradients:
     """The gradients of this rank's parameters, in the model's order.
 
-    `codes`: for each parameter of the model 1 + the index of the dtype of its gradient in `_DTYPES`, 0 without a gradient, as
-    all ranks know after an agreement; `own_codes`: of the parameters that this rank counts.
+    `counted`: positions and gradients of the parameters that this rank counts and that have a gradient. `codes`: for each
+    parameter of the model 1 + the index of the dtype of its gradient in `_DTYPES`, 0 without a gradient, as all ranks know
+    after an agreement; `own_codes`: of the parameters that this rank counts.
     """
 
-    own: Sequence[OwnParameter]
+    parameters: Sequence[torch.Tensor]
+    counted: Mapping[int, torch.Tensor]
     own_codes: tuple[int, ...]
     codes: tuple[int, ...]
     group: dist.ProcessGroup | None
@@ -50,18 +66,19 @@ class RankGradients:
 
     @classmethod
     def of(
-        cls, own: Sequence[OwnParameter], positions: int, group: dist.ProcessGroup | None, device: torch.device
+        cls, parameters: Sequence[torch.Tensor], held: HeldParameters, group: dist.ProcessGroup | None, device: torch.device
     ) -> RankGradients:
-        """The gradients of this rank alone; `positions`: how many parameters the model has."""
-        codes = [0] * positions
-        for each in own:
-            if each.counts and each.parameter.grad is not None:
-                codes[each.position] = 1 + _DTYPES.index(each.parameter.grad.dtype)
-        return cls(own, tuple(codes), tuple(codes), group, device)
+        """The gradients of this rank's `parameters`, which are those of `held`, in that order."""
+        gradients = zip(held.counted, [each.grad for each in compress(parameters, held.counts)], strict=True)
+        counted = {position: gradient for position, gradient in gradients if gradient is not None}
+        codes = [_NO_GRADIENT] * held.total
+        for position, gradient in counted.items():
+            codes[position] = _CODES[gradient.dtype]
+        return cls(parameters, counted, tuple(codes), tuple(codes), group, device)
 
     def present(self) -> list[torch.Tensor]:
         """The gradients that are not None."""
-        return [each.parameter.grad for each in self.own if each.parameter.grad is not None]
+        return [each.grad for each in self.parameters if each.grad is not None]
 
 
 @dataclass(frozen=True)
@@ -121,14 +138,13 @@ def total_norm(gradients: RankGradients, norm_type: float) -> torch.Tensor:
 
 def own_norms(gradients: RankGradients, norm_type: float) -> torch.Tensor:
     """The norms that this rank counts, float64 [parameters of the model]; 0 for all others."""
-    counted = [(each.position, each.parameter.grad) for each in gradients.own if each.counts]
-    present = [(position, grad) for position, grad in counted if grad is not None]
     table = torch.zeros(len(gradients.codes), dtype=torch.float64, device=gradients.device)
-    for dtype in {grad.dtype for _, grad in present}:
-        same_dtype = [(position, grad) for position, grad in present if grad.dtype is dtype]
-        norms = torch.stack(list(foreach_norm([grad for _, grad in same_dtype], norm_type)))
-        places = _places(tuple(position for position, _ in same_dtype), table.device)
-        table.index_copy_(0, places, norms.to(table.device, torch.float64))
+    dtypes = {gradient.dtype for gradient in gradients.counted.values()}
+    for dtype in dtypes:
+        one = len(dtypes) == 1
+        chosen = {place: gradient for place, gradient in gradients.counted.items() if one or gradient.dtype is dtype}
+        norms = torch.stack(list(foreach_norm(list(chosen.values()), norm_type)))
+        table.index_copy_(0, _places(tuple(chosen), table.device), norms.to(table.device, torch.float64))
     return table
 
 
@@ -141,14 +157,23 @@ def all_reduce_(norms: torch.Tensor, gradients: RankGradients, norm_type: float)
 
 def total_of(norms: torch.Tensor, codes: tuple[int, ...], norm_type: float) -> torch.Tensor:
     """The norm of the norms, 0-dim, joined in the order and the dtype of `torch.nn.utils.get_total_norm`."""
-    seen = [code for code in dict.fromkeys(codes) if code]
-    if not seen:
+    order = _order_of_torch(codes, norms.device)
+    if order is None:
         return torch.tensor(0.0, device=norms.device)
+    dtype, places = order
+    total: torch.Tensor = torch.linalg.vector_norm(norms[places].to(dtype), norm_type)
+    return total
+
+
+@lru_cache(16)
+def _order_of_torch(codes: tuple[int, ...], device: torch.device) -> tuple[torch.dtype, torch.Tensor] | None:
+    """The dtype of the total norm and the order in which torch joins the norms; None without a gradient."""
+    seen = [code for code in dict.fromkeys(codes) if code != _NO_GRADIENT]
+    if not seen:
+        return None
     dtype = reduce(torch.promote_types, (_DTYPES[code - 1].to_real() for code in seen))
     # torch groups the norms by dtype, and the dtype that appears last comes first.
-    order = tuple(place for code in reversed(seen) for place, other in enumerate(codes) if other == code)
-    total: torch.Tensor = torch.linalg.vector_norm(norms[_places(order, norms.device)].to(dtype), norm_type)
-    return total
+    return dtype, _places(tuple(place for code in reversed(seen) for place, other in enumerate(codes) if other == code), device)
 
 
 @lru_cache(16)
@@ -186,7 +211,7 @@ def mark_overflow_(gradients: RankGradients, found: torch.Tensor) -> None:
 def clip_(gradients: RankGradients, max_norm: float, norm: torch.Tensor, foreach: bool | None = None) -> None:
     """Scale this rank's gradients by max_norm / norm where the norm is larger, as torch does."""
     with torch.no_grad():
-        torch.nn.utils.clip_grads_with_norm_([each.parameter for each in gradients.own], max_norm, norm, foreach)
+        torch.nn.utils.clip_grads_with_norm_(gradients.parameters, max_norm, norm, foreach)
 
 
 def clips(max_norm: float, norm: torch.Tensor) -> bool:

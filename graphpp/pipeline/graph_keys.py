@@ -52,7 +52,8 @@ class GraphKeys:
     def __init__(self, model: nn.Module, loss: Any, device_type: str, limit: int) -> None:
         self._model, self._device_type = model, device_type
         self._watch = Watch(model, loss)
-        self._structure = self._watch.look().structure
+        self._checked = self._watch.look()  # the latest look without a parameter of another thread's capture
+        self._structure = self._checked.structure
         self._recaptures = 0
         self._index = {fqn: index for index, (fqn, _) in enumerate(model.named_modules())}
         self._known: Recent[GraphKey, GraphKey] = Recent(limit)  # one object per key: comparing it with itself costs nothing
@@ -65,8 +66,10 @@ class GraphKeys:
         Raises `GraphPPError` where modules or ties of parameters have changed since the pipeline was made, and while another
         thread captures the model.
         """
-        refuse_fake_state(self._watch.modules)
         look = self._watch.look()
+        if look is not self._checked:
+            refuse_fake_state(self._watch.modules)
+            self._checked = look
         if look.structure is not self._structure and look.structure != self._structure:
             raise GraphPPError(
                 "the model was changed after graphpp.compile: a module was added, exchanged or removed, or parameters were "

@@ -40,7 +40,7 @@ from graphpp.pipeline.profile import Profile
 from graphpp.pipeline.profile_steps import Trials
 from graphpp.planner.counts import microbatches_for, usual_microbatches
 from graphpp.planner.plan import Plan
-from graphpp.runtime.model_state import ModelState
+from graphpp.runtime.model_state import ModelState, TensorReader
 from graphpp.runtime.program import Input, StageProgram
 from graphpp.schedules.simulate.timeline import Timeline
 from graphpp.verification.report import Verification
@@ -108,6 +108,7 @@ class Pipeline:
         self._state = ModelState(model)
         self._cache = GraphCache(CompileRequest(model, loss, options, place), self._state, agreement)
         self._calls = Calls(options, place, agreement, self._cache, self._state)
+        self._own: tuple[TensorReader, norms.HeldParameters] | None = None  # of clipping
         if example is not None:
             with self._calls.watched():
                 self._calls.compile(self._parts([example]), usual_microbatches(options, place.ranks))
@@ -384,11 +385,15 @@ class Pipeline:
         return parts
 
     def _gradients(self) -> norms.RankGradients:
-        """The gradients of this rank's parameters, with their positions among the model's parameters."""
-        order = self._state.positions
-        owners, place = self._cache.captured().ranks_of_parameter, self._place
-        slots = [norms.OwnParameter(order[fqn], p, owners[fqn][0] == place.rank) for fqn, p in self.named_parameters()]
-        return norms.RankGradients.of(slots, len(order), place.group, place.device)
+        """The gradients of this rank's parameters."""
+        if self._own is None:
+            order, rank = self._state.positions, self._place.rank
+            owners, own = self._cache.captured().ranks_of_parameter, [fqn for fqn, _ in self.named_parameters()]
+            counts = tuple(owners[fqn][0] == rank for fqn in own)
+            held = norms.HeldParameters(tuple(order[fqn] for fqn in own), counts, len(order))
+            self._own = self._state.reader(own), held
+        read, held = self._own
+        return norms.RankGradients.of(read(), held, self._place.group, self._place.device)
 
 
 def _has_target(part: FlatMicrobatch) -> bool:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import random
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -49,6 +49,11 @@ class ModelState:
             found = getattr(module, attribute)
         assert isinstance(found, torch.Tensor)
         return found
+
+    def reader(self, fqns: Iterable[str]) -> TensorReader:
+        """A function that reads these tensors, for a caller that reads them in each step."""
+        names = tuple(fqns)
+        return TensorReader(self, names, tuple(self._owners[fqn] for fqn in names))
 
     def named(self, fqns: Collection[str], among: Iterable[str]) -> Iterator[tuple[str, torch.Tensor]]:
         """(FQN, tensor) of `fqns`, in the order of `among`."""
@@ -104,6 +109,23 @@ class ModelState:
         with torch.no_grad():
             for old, new in pairs.values():
                 old.copy_(new)
+
+
+class TensorReader:
+    """Reads the same parameters and buffers in each step, all at once: `ModelState.tensor` of each of `fqns`, in order."""
+
+    def __init__(self, state: ModelState, fqns: tuple[str, ...], owners: Sequence[tuple[nn.Module, str]]) -> None:
+        self._state, self.fqns = state, fqns
+        kinds = ("_parameters" if name in module._parameters else "_buffers" for module, name in owners)
+        self._places = [(vars(module), kind, name) for (module, name), kind in zip(owners, kinds, strict=True)]
+
+    def __call__(self) -> list[torch.Tensor]:
+        """The model's own tensors, as they are now."""
+        try:
+            found = [attributes[kind][name] for attributes, kind, name in self._places]
+        except KeyError:  # the model keeps a tensor in another way than before
+            found = [None]
+        return [self._state.tensor(fqn) for fqn in self.fqns] if any(each is None for each in found) else found
 
 
 def own_tensors(module: nn.Module) -> list[tuple[str, torch.Tensor]]:

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from graphpp._torch.autograd import has_gradient_hooks
+from graphpp._torch.autograd import with_gradient_hooks
 from graphpp.parallel.data_parallel import Replicas
 from graphpp.parallel.groups import Subgroups
 from graphpp.parallel.place import RankPlace
@@ -94,7 +94,8 @@ class GraphPPRunner:
         self.stages = self._local_stages(each, config.kernel)
         self.training = Phase.FORWARD in self.program.stages[0].programs
         self._bubble = 0.0
-        self._tensors = _Found(state.tensor)
+        read = frozenset[str]().union(*(stage.reads.union(stage.gradients.fqns) for stage in self.stages.values()))
+        self._reader, self._tensors = state.reader(sorted(read)), dict[str, torch.Tensor]()
         self.hooked: frozenset[str] = frozenset()  # FQNs of this rank's parameters with hooks on gradients, in the last step
         self._replicas, self._reduced = Replicas(config.replicas), set[int]()
         ranks = config.owners if config.owners is not None else ranks_of_parameters(self.program, schedule.rank_of_stage)
@@ -199,7 +200,9 @@ class GraphPPRunner:
 
     def _begin(self, inputs: StepInputs) -> None:
         self._reduced.clear()
-        detached = _Found(lambda fqn: self._tensors[fqn].detach())
+        tensors = self._reader()
+        self._tensors.update(zip(self._reader.fqns, tensors, strict=True))
+        detached = dict(zip(self._reader.fqns, [tensor.detach() for tensor in tensors], strict=True))
         for stage in self.stages.values():
             stage.begin(detached.__getitem__, inputs)
             parameters = {fqn: self._tensors[fqn] for fqn in stage.gradients.fqns}
@@ -222,11 +225,10 @@ class GraphPPRunner:
                 wanted = parameter.grad_dtype
                 parameter.grad = total if wanted is None or total.dtype is wanted else total.to(dtype=wanted)
         for fqn, total in tied.items():
-            parameter = self._tensors[fqn]
+            parameter = self.state.tensor(fqn)
             added = total.to(dtype=parameter.grad_dtype) if parameter.grad is None else parameter.grad.add_(total)
             parameter.grad = added
-        trained = (fqn for stage in self.stages.values() for fqn in stage.gradients.fqns)
-        self.hooked = frozenset(fqn for fqn in trained if has_gradient_hooks(self._tensors[fqn]))
+        self.hooked = with_gradient_hooks(self._tensors)
         for stage in self.stages.values():
             stage.gradients.start({})
 
@@ -243,7 +245,7 @@ class GraphPPRunner:
 
     def _buffer_for_sum(self, fqn: str) -> torch.Tensor:
         """New memory for another rank's partial sum of a parameter's gradients."""
-        parameter = self._tensors[fqn]
+        parameter = self.state.tensor(fqn)
         dtype = dtype_of_sum(parameter, self._sum_dtype)
         return torch.empty(parameter.shape, dtype=dtype, device=self.place.device)
 
@@ -298,18 +300,6 @@ class GraphPPRunner:
 
     def _communicate(self, messages: Sequence[Callable[[], PendingMessage]]) -> None:
         self.transport.start([make() for make in messages])
-
-
-class _Found(dict[str, torch.Tensor]):
-    """The tensors of a step by FQN, each looked up when it is first asked for."""
-
-    def __init__(self, find: Callable[[str], torch.Tensor]) -> None:
-        super().__init__()
-        self._find = find
-
-    def __missing__(self, fqn: str) -> torch.Tensor:
-        found = self[fqn] = self._find(fqn)
-        return found
 
 
 def _microbatch(action: Action) -> int:

@@ -103,6 +103,12 @@ class GraphStage:
         """Whether no stage comes after this one."""
         return self.stage_index == self.num_stages - 1
 
+    @property
+    def reads(self) -> frozenset[str]:
+        """FQNs of the parameters and buffers that the stage's programs take."""
+        wirings = [*self._wirings(), *(variant.hoisted for variant in self._distinct() if variant.hoisted is not None)]
+        return frozenset(fqn for wiring in wirings for _, fqn in wiring.fixed)
+
     def begin(self, parameter_or_buffer: Callable[[str], torch.Tensor], inputs: StepInputs) -> None:
         """Start a step; `parameter_or_buffer` gives the values of the model's tensors by FQN, detached."""
         self.buffers.clear()

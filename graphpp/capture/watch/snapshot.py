@@ -9,7 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
-from operator import is_
+from functools import cached_property
+from itertools import chain
+from operator import is_, methodcaller
 from types import CellType
 from typing import Any
 
@@ -55,19 +57,22 @@ class State:
 
     def is_unchanged(self) -> bool:
         """Whether every place still has the same object."""
-        for mapping, keys, values in self.mappings:
-            if len(mapping) != len(keys) or (keys and not (_are(mapping, keys) and _are(mapping.values(), values))):
-                return False
         return (
-            all(len(each) == len(keys) and _are(each, keys) for each, keys in self.namespaces)
+            self._flat_mappings.are_unchanged()
+            and all(len(each) == len(keys) and _are(each, keys) for each, keys in self.namespaces)
             and all(len(each) == len(values) and _are(each, values) for each, values in self.lists)
-            and all(_facts(each) == facts for each, facts in self.parameters)
+            and all([_facts(each) == facts for each, facts in self.parameters])
             and all(mapping.get(key, _ABSENT) is value for mapping, key, value in self.entries)
             and all(getattr(each, name, None) is value for each, name, value in self.attributes)
             and all(in_cell(cell) is value for cell, value in self.cells)
             and all(len(each) == len(items) and all(map(items.__contains__, map(id, each))) for each, items in self.sets)
             and all(each.tobytes() == data for each, data in self.arrays)
         )
+
+    @cached_property
+    def _flat_mappings(self) -> _FlatMappings:
+        """All mappings that were noted; read it only when all have been noted."""
+        return _FlatMappings(self.mappings)
 
     def mapping(self, mapping: Mapping[Any, Any]) -> None:
         """Note all keys and values of a dict."""
@@ -82,6 +87,30 @@ class State:
     def of_buffer(self, buffer: torch.Tensor) -> tuple[Any, ...]:
         """Dtype, shape and strides: a graph fits these, and compiled code relies on the strides."""
         return self.of_parameter(buffer)[2:]
+
+
+class _FlatMappings:
+    """Many mappings, compared at once: a module has a dozen, and most are empty."""
+
+    def __init__(self, noted: Sequence[tuple[Mapping[Any, Any], tuple[Any, ...], tuple[Any, ...]]]) -> None:
+        self._empty = [mapping for mapping, keys, _ in noted if not keys]
+        full = [each for each in noted if each[1]]
+        self._full = [mapping for mapping, _, _ in full]
+        self._sizes = [len(keys) for _, keys, _ in full]
+        self._keys = [key for _, keys, _ in full for key in keys]
+        self._values = [value for _, _, values in full for value in values]
+
+    def are_unchanged(self) -> bool:
+        """Whether every mapping has the keys and values that were noted, in that order."""
+        return (
+            not any(self._empty)
+            and [*map(len, self._full)] == self._sizes
+            and _are(chain.from_iterable(self._full), self._keys)
+            and _are(chain.from_iterable(map(_values, self._full)), self._values)
+        )
+
+
+_values = methodcaller("values")
 
 
 def _are(found: Iterable[Any], noted: Iterable[Any]) -> bool:

@@ -21,7 +21,6 @@ Contract
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping
 
 import torch
@@ -42,23 +41,29 @@ class Accumulator:
     def start(self, initial: Mapping[str, torch.Tensor], dtypes: Mapping[str, torch.dtype] | None = None) -> None:
         """Begin a step. By FQN: `initial` has the sums so far, `dtypes` the dtypes of the sums (else the gradients' own)."""
         self._dtypes = dtypes or {}
-        self.sums = {fqn: total.to(dtype=self._dtypes.get(fqn)) for fqn, total in initial.items()}
-        self._next: dict[str, int] = defaultdict(int)
-        self._early: dict[str, dict[int, torch.Tensor]] = defaultdict(dict)
+        self.sums = {fqn: _in_dtype(total, self._dtypes.get(fqn)) for fqn, total in initial.items()}
+        self._next = dict.fromkeys(self.fqns, 0)
+        self._early: dict[str, dict[int, torch.Tensor]] = {}
 
     def add(self, microbatch: int, fqn: str, gradient: torch.Tensor) -> None:
         """Add one microbatch's gradient of a parameter, once the gradients of all microbatches before it are added."""
         turn = self._next[fqn]
         if microbatch != turn:
-            self._early[fqn][microbatch] = gradient
+            self._early.setdefault(fqn, {})[microbatch] = gradient
             return
         self._add_now(fqn, gradient)
-        turn += 1
-        early = self._early.get(fqn)
-        while early and turn in early:
-            self._add_now(fqn, early.pop(turn))
-            turn += 1
-        self._next[fqn] = turn
+        self._next[fqn] = turn + 1
+        if fqn in self._early:
+            self._add_early(fqn)
+
+    def _add_early(self, fqn: str) -> None:
+        """Add the gradients that came before their turn, and whose turn has come."""
+        early = self._early[fqn]
+        while self._next[fqn] in early:
+            self._add_now(fqn, early.pop(self._next[fqn]))
+            self._next[fqn] += 1
+        if not early:
+            del self._early[fqn]
 
     def add_matmul(
         self, microbatch: int, fqn: str, a: torch.Tensor, b: torch.Tensor, layout: MatmulLayout | None = None
@@ -73,8 +78,7 @@ class Accumulator:
             return
         copied = fqn in self._shared or _is_view(gradient)
         own = gradient.clone(memory_format=torch.contiguous_format) if copied else gradient
-        dtype = self._dtypes.get(fqn)
-        self.sums[fqn] = own if dtype is None or own.dtype is dtype else own.to(dtype=dtype)
+        self.sums[fqn] = _in_dtype(own, self._dtypes.get(fqn))
 
 
 class FusedAccumulator(Accumulator):
@@ -117,6 +121,10 @@ def dtype_of_sum(parameter: torch.Tensor, widened: torch.dtype | None) -> torch.
     """The dtype in which a parameter's gradients are summed: that of `parameter.grad`, widened to at least `widened`."""
     dtype: torch.dtype = parameter.grad_dtype or parameter.dtype
     return torch.promote_types(dtype, widened) if widened is not None else dtype
+
+
+def _in_dtype(tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
+    return tensor if dtype is None or tensor.dtype is dtype else tensor.to(dtype=dtype)
 
 
 def _is_view(tensor: torch.Tensor) -> bool:

@@ -72,8 +72,8 @@ def _acyclic(before: Integers, after: Integers, *, nodes: int) -> bool:
     """Whether the graph with these edges has no cycle: Kahn's algorithm."""
     waited, waits = np.bincount(before, minlength=nodes), np.bincount(after, minlength=nodes)
     used = (waited > 0) | (waits > 0)
-    start = memoryview(np.concatenate([[0], np.cumsum(waited)]))
-    followers = memoryview(after[np.argsort(before, kind="stable")])
+    start = np.concatenate([[0], np.cumsum(waited)]).data
+    followers = after[np.argsort(before, kind="stable")].data
     waiting = waits.tolist()
     ready = np.flatnonzero(used & (waits == 0)).tolist()
     left = np.count_nonzero(used)
