@@ -85,7 +85,7 @@ class Worker:
     pipe: connection.Connection
 
 
-def run_ranks(fn: Callable[..., Any], ranks: int, *args: Any, timeout: float = 120) -> list[Any]:
+def run_ranks(fn: Callable[..., Any], ranks: int, *args: Any, timeout: float = 240) -> list[Any]:
     """The values of `fn(rank, *args)`, in order of rank; raises the exception of the rank that failed first."""
     outcomes = rank_outcomes(fn, ranks, *args, timeout=timeout, grace=GRACE)
     failures = sorted((o for o in outcomes if o.error is not None), key=_order_of_blame)
@@ -104,7 +104,7 @@ def _order_of_blame(outcome: Outcome) -> tuple[bool, float]:
 
 
 def rank_outcomes(
-    fn: Callable[..., Any], ranks: int, *args: Any, timeout: float = 120, grace: float | None = None
+    fn: Callable[..., Any], ranks: int, *args: Any, timeout: float = 240, grace: float | None = None
 ) -> list[Outcome]:
     """What became of `fn(rank, *args)` on every rank; for tests in which ranks are meant to fail.
 

@@ -6,6 +6,7 @@ Checked on torch 2.11.0, 2.13.0 and 2.15.0:
 - `torch.distributed.distributed_c10d._resolve_process_group`: the group of a name, as a collective in a graph has it
 - `torch.distributed.distributed_c10d._set_pg_timeout`: the timeout of a process group; torch 2.15 has `set_timeout`
 - `ProcessGroup._get_backend`, `options._timeout`: the present timeout (both timeouts: checked on 2.13.0 and 2.15.0)
+- `Store.clone`: a connection of its own to the same store (missing from torch's stubs)
 - `torch._foreach_norm`: norms of many tensors at once, the call that torch's own gradient clipping makes
 - `torch._foreach_copy_`: many copies at once, the call that torch's own optimizers make
 - `Optimizer._optimizer_step_pre_hooks`, `_optimizer_step_post_hooks` and, for all optimizers, `torch.optim.optimizer.
@@ -23,6 +24,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.nn.functional  # its default arguments would keep the world group of a later import alive for good
 import torch.optim.optimizer as optimizers
+from torch._C._distributed_c10d import Store as Store
 from torch.distributed import distributed_c10d
 from torch.distributed.distributed_c10d import _get_default_store, _resolve_process_group  # type: ignore[attr-defined]
 
@@ -30,6 +32,12 @@ default_store = _get_default_store
 foreach_norm = torch._foreach_norm
 foreach_copy = torch._foreach_copy_
 group_named: Callable[[Any], dist.ProcessGroup] = _resolve_process_group
+
+
+def own_connection(store: Store) -> Store:
+    """A connection to the same store that another thread may use while `store` waits."""
+    found: Store = store.clone()  # type: ignore[attr-defined]
+    return found
 
 
 def set_timeout(group: dist.ProcessGroup, timeout: timedelta) -> None:

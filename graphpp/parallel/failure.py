@@ -7,6 +7,8 @@ Contract
   finding there, and sends to the ranks in it only. A rank that fails by itself writes its own number and error.
 - If the store was lost with its host, the error has this rank's own finding.
 - An entry in the store belongs to one call of one pipeline: a failure that the job survived does not appear in later errors.
+- After a timeout every rank is asked over the store (`pulse.py`): a rank whose process is stopped is told from one that runs
+  but is late, and of a late rank the error names the line that it has reached.
 - Errors name ranks by their numbers in the world. A rank that was too slow for the others is told so.
 """
 
@@ -24,10 +26,12 @@ import torch.distributed as dist
 
 from graphpp._torch.distributed import default_store
 from graphpp.errors import GraphPPError, RankFailure
+from graphpp.parallel import pulse
 from graphpp.parallel.agreement import has_gloo
 
 _TAG = 0x6C6F7374  # messages of a step have no tag, so no receive matches a probe
 _STORE_TIMEOUT = timedelta(seconds=5)
+_LATE = "did not answer in time"
 _RESTART = "Restart all ranks from the last checkpoint; the log of the lost rank says why it ended."
 
 
@@ -45,32 +49,53 @@ class FailureBoard:
     def watching(self) -> Iterator[None]:
         """Watch one call that every rank makes: raise `RankFailure` if a rank is lost, publish a failure of this rank."""
         self._calls += 1
-        try:
-            yield
-        except GraphPPError:
-            raise
-        except Exception as error:
-            if not self._groups:
+        if self._groups:
+            pulse.start()
+        with pulse.calling(self._key("")):
+            try:
+                yield
+            except GraphPPError:
                 raise
-            self._tell(error)
-            raise
+            except Exception as error:
+                if self._groups:
+                    self._tell(error)
+                raise
 
     def _tell(self, error: Exception) -> None:
-        """Raise `RankFailure` if a rank is lost; else publish that this rank failed."""
-        known = None if self._is_first() else self._published()
+        """Raise `RankFailure` if a rank is lost or late; else publish that this rank failed."""
+        me, known = dist.get_rank(), None if self._is_first() else self._published()
         lost = self._lost(error, known)
-        me = dist.get_rank()
         if known is not None and me in known.ranks:
             raise RankFailure(
                 f"the other ranks have given up this step, because rank {me}, this one, {known.fate}.\n{_RESTART}"
             ) from error
-        if not lost:
-            self._publish(_Finding((me,), f"failed with {type(error).__name__}: {error}"))
-            return
-        late = "Timed out" in str(error)
-        verb = "is" if len(lost) == 1 else "are"
-        known = known or self._publish(_Finding(tuple(lost), "did not answer in time" if late else f"{verb} lost"))
-        raise RankFailure(f"{known.text}, and rank {me} cannot finish this step: {_reason(error)}.\n{_RESTART}") from error
+        if known is None:
+            found = self._late(lost) if "Timed out" in str(error) else None
+            if found is None and lost:
+                found = _Finding(tuple(lost), f"{'is' if len(lost) == 1 else 'are'} lost")
+            known = self._publish(found or _Finding((me,), f"failed with {type(error).__name__}: {error}"))
+            lost = list(found.ranks) if found is not None else []
+        if lost:
+            raise RankFailure(f"{known.text}, and rank {me} cannot finish this step: {_reason(error)}.\n{_RESTART}") from error
+
+    def _late(self, waited_for: Sequence[int]) -> _Finding | None:
+        """The ranks for which the others wait, after a timeout; None if all of them can be reached, run, and wait as well."""
+        me = dist.get_rank()
+        others = sorted({rank for group in self._groups for rank in dist.get_process_group_ranks(group)} - {me})
+        try:
+            answers = pulse.ask(others)
+        except RuntimeError:  # the store is lost
+            return _Finding(tuple(waited_for), _LATE) if waited_for else None
+        stopped = tuple(rank for rank, answer in answers.items() if answer is None)
+        if stopped:
+            return _Finding(stopped, f"{_LATE}: stopped by a signal or a debugger, with its host, or in native code")
+        late = tuple(rank for rank, answer in answers.items() if answer is not None and answer.call != self._key(""))
+        late = late or tuple(waited_for)
+        if not late:
+            return None
+        reached = answers[late[0]]
+        where = f", and is at {reached.line}" if reached is not None else ""
+        return _Finding(late, f"{_LATE}: the process of rank {late[0]} runs{where}")
 
     def _lost(self, error: Exception, known: _Finding | None) -> list[int]:
         """The ranks (of the world) that cannot be reached, or whose message did not arrive; of the known ones if there are."""
@@ -96,7 +121,7 @@ class FailureBoard:
         """The finding of the rank that looked first, for which this rank waits a moment."""
         try:
             store = default_store()
-            store.wait([self._key("found")], _STORE_TIMEOUT)
+            store.wait([self._key("found")], _STORE_TIMEOUT + timedelta(seconds=pulse.patience()))
             return _Finding.read(store.get(self._key("found")))
         except RuntimeError:
             return None
@@ -128,7 +153,7 @@ def _reaches(group: dist.ProcessGroup, rank: int) -> bool:
 
 @dataclass(frozen=True)
 class _Finding:
-    """The ranks (of the world) that failed first, and their fate: `is lost`, `did not answer in time`, or an error."""
+    """The ranks (of the world) that failed first, and their fate: `is lost`, `did not answer in time: ..`, or an error."""
 
     ranks: tuple[int, ...]
     fate: str

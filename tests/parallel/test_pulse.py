@@ -1,0 +1,84 @@
+"""After a timeout, the error tells a rank that is stopped from a rank that is late, and names the line of the late one."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import torch
+import torch.nn.functional as F
+
+import graphpp
+from graphpp.errors import RankFailure
+from tests.distributed import rank_outcomes, run_ranks
+from tests.parallel.test_agreement import TWO, Plain, X, Y
+
+TIMEOUT = 2.0
+
+
+def two_good_steps() -> graphpp.Pipeline:
+    torch.set_num_threads(1)
+    parallel = graphpp.Parallel(timeout=TIMEOUT, start_timeout=60.0)
+    pipe = graphpp.compile(Plain(), F.cross_entropy, parallel=parallel, **TWO)
+    for _ in range(2):
+        pipe.step(X, target=Y)
+    return pipe
+
+
+def loads_slowly(rank: int) -> str:
+    pipe = two_good_steps()
+    if rank == 1:
+        read_from_a_slow_disk()
+    try:
+        pipe.step(X, target=Y)
+    except RankFailure as error:
+        return str(error)
+    return "no error"
+
+
+def read_from_a_slow_disk() -> None:
+    time.sleep(9)
+
+
+def test_a_late_rank_is_named_with_its_line() -> None:
+    waiting, late = run_ranks(loads_slowly, 2)
+    line = read_from_a_slow_disk.__code__.co_firstlineno + 1
+    place = f"test_pulse.py:{line} (read_from_a_slow_disk)"
+    assert waiting.startswith("rank 1 did not answer in time: the process of rank 1 runs, and is at ")
+    assert place in waiting.partition(", and rank 0")[0]
+    assert late.startswith("the other ranks have given up this step, because rank 1, this one, did not answer in time")
+
+
+def is_stopped(rank: int) -> str:
+    pipe = two_good_steps()
+    if rank == 1:
+        waker = f"import os, signal, time; time.sleep(10); os.kill({os.getpid()}, signal.SIGCONT)"
+        subprocess.Popen([sys.executable, "-c", waker])
+        os.kill(os.getpid(), signal.SIGSTOP)
+    try:
+        pipe.step(X, target=Y)
+    except RankFailure as error:
+        return str(error)
+    return "no error"
+
+
+def test_a_stopped_rank_is_told_from_a_late_one() -> None:
+    waiting, stopped = rank_outcomes(is_stopped, 2)
+    assert waiting.value.startswith("rank 1 did not answer in time: stopped by a signal or a debugger")
+    assert stopped.value is not None
+    assert "this one" in stopped.value
+
+
+def counts_threads(rank: int) -> list[str]:
+    import threading
+
+    two_good_steps()
+    two_good_steps()
+    return [thread.name for thread in threading.enumerate() if thread.name.startswith("graphpp")]
+
+
+def test_one_thread_serves_all_pipelines() -> None:
+    assert run_ranks(counts_threads, 2) == [["graphpp pulse"], ["graphpp pulse"]]
