@@ -50,7 +50,7 @@ class _Progress:
 
 
 _PROGRESS = _Progress()
-_THREADS: list[threading.Thread] = []
+_ANSWERING: list[tuple[Store, threading.Thread]] = []  # the thread of the present process group's store
 
 
 @contextlib.contextmanager
@@ -68,11 +68,12 @@ def calling(call: str) -> Iterator[None]:
 
 def start() -> None:
     """Let this process answer the questions of other ranks. Does nothing if it answers already, or without a process group."""
-    _THREADS[:] = [thread for thread in _THREADS if thread.is_alive()]
-    if not _THREADS and dist.is_initialized() and dist.get_world_size() > 1:
-        store = own_connection(default_store())
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return
+    store = default_store()
+    if not any(known is store and thread.is_alive() for known, thread in _ANSWERING):
         thread = threading.Thread(target=_answer, args=(store, dist.get_rank()), name="graphpp pulse", daemon=True)
-        _THREADS.append(thread)
+        _ANSWERING[:] = [(store, thread)]
         thread.start()
 
 
@@ -98,17 +99,16 @@ def patience() -> float:
 def _answer(store: Store, rank: int) -> None:
     """Answer questions until the process group or the store ends."""
     answered, seen = 0, -1
-    while dist.is_initialized():
-        time.sleep(_interval())
-        if seen == _PROGRESS.count:
-            try:
-                asked = store.add(_question_key(rank), 0)
-                if asked > answered:
-                    store.set(_answer_key(rank, asked), json.dumps([_PROGRESS.call, _line()]))
-                    answered = asked
-            except RuntimeError:  # the host of the store has ended
-                return
-        seen = _PROGRESS.count
+    try:
+        own = own_connection(store)
+        while dist.is_initialized() and default_store() is store:
+            if seen == _PROGRESS.count and (asked := own.add(_question_key(rank), 0)) > answered:
+                own.set(_answer_key(rank, asked), json.dumps([_PROGRESS.call, _line()]))
+                answered = asked
+            seen = _PROGRESS.count
+            time.sleep(_interval())
+    except (RuntimeError, ValueError):  # the host of the store has ended; the process group has ended in between
+        return
 
 
 def _interval() -> float:

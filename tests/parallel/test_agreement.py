@@ -280,7 +280,7 @@ def dies() -> None:
 
 
 def sleeps() -> None:
-    time.sleep(6)
+    time.sleep(9)
 
 
 def no_store() -> None:
@@ -340,7 +340,7 @@ def test_a_rank_that_does_not_answer() -> None:
     """The error names the rank once the group's timeout is over."""
     waiting, slow = run_ranks(blow, 2, 1, sleeps, False, 2.0)
     assert waiting[0].startswith("RankFailure: rank 1 did not answer in time")
-    assert waiting[1] < 6
+    assert waiting[1] < 9
     assert slow[0].startswith("RankFailure")
 
 
@@ -361,7 +361,7 @@ def answers_late(rank: int, start: float) -> tuple[str, float]:
             pipe.step(X, target=Y)
         began = time.monotonic()
         if rank == 1:
-            time.sleep(6)
+            time.sleep(9)
         pipe.step(X, target=Y)
     except (RankFailure, GraphPPError) as error:
         return f"{type(error).__name__}: {error}", time.monotonic() - began
@@ -370,7 +370,7 @@ def answers_late(rank: int, start: float) -> tuple[str, float]:
 
 def test_timeouts_of_steps_and_of_the_start() -> None:
     waiting, slow = run_ranks(answers_late, 2, 30.0)
-    assert waiting[0].startswith("RankFailure: rank 1 did not answer in time") and 1.5 < waiting[1] < 5
+    assert waiting[0].startswith("RankFailure: rank 1 did not answer in time") and 1.5 < waiting[1] < 9
     assert "RankFailure: the other ranks have given up this step, because rank 1, this one, did not answer" in slow[0]
     started = rank_outcomes(answers_late, 2, 1.0)
     assert any("did not answer in time" in str(outcome.value or outcome.error) for outcome in started)
