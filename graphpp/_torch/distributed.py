@@ -4,6 +4,8 @@ Checked on torch 2.11.0, 2.13.0 and 2.15.0:
 
 - `torch.distributed.distributed_c10d._get_default_store`: the key-value store all ranks share
 - `torch.distributed.distributed_c10d._resolve_process_group`: the group of a name, as a collective in a graph has it
+- `torch.distributed.distributed_c10d._hash_ranks_to_str`: the name of a group that `new_group(use_local_synchronization=True)`
+  makes; it counts the groups of the process, so members that are in different other groups would wait under different names
 - `torch.distributed.distributed_c10d._set_pg_timeout`: the timeout of a process group; torch 2.15 has `set_timeout`
 - `ProcessGroup._get_backend`, `options._timeout`: the present timeout (both timeouts: checked on 2.13.0 and 2.15.0)
 - `Store.clone`: a connection of its own to the same store (missing from torch's stubs)
@@ -16,7 +18,8 @@ Checked on torch 2.11.0, 2.13.0 and 2.15.0:
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -28,10 +31,28 @@ from torch._C._distributed_c10d import Store as Store
 from torch.distributed import distributed_c10d
 from torch.distributed.distributed_c10d import _get_default_store, _resolve_process_group  # type: ignore[attr-defined]
 
+from graphpp._torch.this_thread import replaced
+
 default_store = _get_default_store
 foreach_norm = torch._foreach_norm
 foreach_copy = torch._foreach_copy_
 group_named: Callable[[Any], dist.ProcessGroup] = _resolve_process_group
+
+
+_made: tuple[Store, Counter[tuple[int, ...]]] | None = None  # the world's store, and how many groups of equal ranks were made
+
+
+def group_of(ranks: Sequence[int], backend: str | None = None, timeout: timedelta | None = None) -> dist.ProcessGroup:
+    """A new process group of these ranks of the world. Called by its members alone, in one order for equal ranks."""
+    global _made  # noqa: PLW0603 - one world in a process
+    if _made is None or _made[0] is not default_store():
+        _made = default_store(), Counter()
+    key = tuple(ranks)
+    _made[1][key] += 1
+    name = f"graphpp {'_'.join(map(str, key))} {_made[1][key]}"
+    with replaced(distributed_c10d, "_hash_ranks_to_str", lambda _: name):
+        made: dist.ProcessGroup = dist.new_group(list(ranks), timeout, backend, use_local_synchronization=True)
+    return made
 
 
 def own_connection(store: Store) -> Store:

@@ -10,6 +10,8 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
+from graphpp._torch.distributed import group_of
+
 
 class Subgroups:
     """Makes and keeps the process groups of subsets of a group's ranks; `rank` is this process's rank in the group.
@@ -32,7 +34,4 @@ class Subgroups:
     def _new(self, ranks: tuple[int, ...]) -> dist.ProcessGroup | None:
         if self._group is None or len(ranks) < 2:
             return None
-        world = [dist.get_global_rank(self._group, rank) for rank in ranks]
-        # Local synchronization: ranks of the world outside of the group do not call this.
-        made: dist.ProcessGroup = dist.new_group(world, self._timeout, use_local_synchronization=True)
-        return made
+        return group_of([dist.get_global_rank(self._group, rank) for rank in ranks], timeout=self._timeout)
