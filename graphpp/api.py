@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from graphpp.arguments import require
 from graphpp.backends.compilers import compiler_of
 from graphpp.batch.microbatch import Microbatch, flatten_microbatch
 from graphpp.capture.check_arguments import check_arguments, note_hooks
@@ -28,8 +29,9 @@ from graphpp.pipeline.pipeline import Pipeline
 from graphpp.runtime.model_state import tensor_lines
 from graphpp.schedules.generate.read import ScheduleLike
 from graphpp.verification.report import Verification
-from graphpp.verification.subject import SimulatedPlace, device_of, ranks_of, rotated
+from graphpp.verification.subject import SimulatedPlace, cut_as_in_a_step, device_of, ranks_of, rotated
 from graphpp.verification.verify import verified
+from graphpp.verification.whole_batch import AGAINST, Against
 
 
 def compile(  # noqa: PLR0913 - the options of a pipeline, all of them optional
@@ -115,6 +117,7 @@ def verify(  # noqa: PLR0913 - the options of `compile`, and two of its own
     debug: DebugLike = None,
     ranks: int | None = None,
     tolerance: float | None = None,
+    against: Against = "microbatches",
 ) -> Verification:
     """Run one step as stage programs, as the uncut joint graph and in plain eager, and report the first difference.
 
@@ -124,23 +127,31 @@ def verify(  # noqa: PLR0913 - the options of `compile`, and two of its own
     Args:
         model, loss, split, schedule, parallel, backend, memory, gradients, debug: as for `graphpp.compile`. Offloading and
             CUDA graphs change no value, and the check runs without them.
-        example: one microbatch with data, of which the others are made by rotating its rows; or all of them in a list.
-        microbatches: how many. None: as many as the table or the list has, else one a rank, at least 2.
+        example: one microbatch with data, of which the others are made by rotating its rows; or all of them in a list. Under
+            `against="whole batch"` a whole batch, which is cut as `Pipeline.step` cuts it.
+        microbatches: how many. None: as many as the table or the list has, else one a rank, at least 2; for a whole batch as
+            many as `step` would take.
         mesh: as for `graphpp.compile`; only the size of its dimension `pp` counts.
         ranks: how many ranks the schedule is for. None: those of the mesh or the table, or as many as the
             split asks for, else 2.
         tolerance: the relative difference that counts as rounding. None: 1e-6 in float32, and as many units in the last
             place of the coarsest floating dtype that the model computes in (bfloat16: 0.066). Values that a backend compiles,
             or that a trace computes by other operators than eager, may then differ by ten times the measured rounding of
-            this step.
+            this step, and those of a whole batch of n elements by ten or sqrt(n) times, the larger of both.
+        against: "microbatches": the step is compared with eager microbatch by microbatch. "whole batch": eager over the
+            microbatches is compared with eager over the whole batch as well (`Verification.whole_batch`). They differ where
+            the model or the loss does not separate over microbatches, as batch norm and contrastive losses do not.
 
     Raises:
         The errors of `graphpp.compile`, and `GraphPPError` for a model without memory. A difference does not raise: see
         `Verification.ok`, `Verification.raise_if_wrong()`, or print the result.
     """
+    require(GraphPPError, "against", AGAINST, against)
     several = list(example) if isinstance(example, Sequence) else [] if example is None else [example]
     if not several:
         raise BatchError("verify needs example=: a graphpp.Microbatch with data, or a list of them")
+    if against == "whole batch" and len(several) > 1:
+        raise BatchError('against="whole batch" cuts the batch itself: give example= the whole batch, not its microbatches')
     for each in several:
         check_arguments(model, loss, each)
         absent = [path for path, tensor in flatten_microbatch(each).tensors.items() if tensor.is_meta]
@@ -155,10 +166,14 @@ def verify(  # noqa: PLR0913 - the options of `compile`, and two of its own
     number = isinstance(tolerance, int | float) and not isinstance(tolerance, bool)
     if tolerance is not None and not (number and 0 <= tolerance < float("inf")):
         raise GraphPPError(f"tolerance: take a relative difference of 0 or more, or None, got {tolerance!r}")
-    wanted = options.microbatches or max(2, count)
-    batch = [flatten_microbatch(each) for each in several] if len(several) > 1 else rotated(several[0], wanted)
     place = SimulatedPlace(options.parallel.device or device_of(model), None, count=count)
-    return verified(model, loss, options, place, batch, tolerance, dumps=debug is not None)
+    dumps = debug is not None
+    if against == "whole batch":
+        parts, whole = cut_as_in_a_step(several[0], count, options), flatten_microbatch(several[0])
+        return verified(model, loss, options, place, parts, tolerance, dumps, whole)
+    wanted = options.microbatches or max(2, count)
+    parts = [flatten_microbatch(each) for each in several] if len(several) > 1 else rotated(several[0], wanted)
+    return verified(model, loss, options, place, parts, tolerance, dumps)
 
 
 def _given(

@@ -30,6 +30,11 @@ def one_of(*types: type, takes: str) -> Accepted:
     return Accepted(takes, lambda value: isinstance(value, types))
 
 
+def one_word(*words: str) -> Accepted:
+    """One of some strings."""
+    return Accepted(" or ".join(map(repr, words)), lambda value: isinstance(value, str) and value in words)
+
+
 def or_none(accepted: Accepted) -> Accepted:
     """Accepted values, and None."""
     return Accepted(f"{accepted.takes}, or None", lambda value: value is None or accepted.accepts(value))

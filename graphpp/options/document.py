@@ -27,7 +27,7 @@ declared once, in `graphpp/options/`; this page is printed from the declarations
 Two arguments are data, not options. `example=` is one `graphpp.Microbatch`, for its shapes (None: taken from the first step;
 `verify` needs its data, or a list of all microbatches). `mesh=` says where this rank stands: a `DeviceMesh` with the dimensions
 `pp` (the ranks of a pipeline) and `dp_replicate` (data parallelism), the process group of the pipeline's ranks, or None for the
-world. `verify` has two arguments of its own, `ranks=` and `tolerance=`.
+world. `verify` has three arguments of its own, `ranks=`, `tolerance=` and `against=`.
 
 An option that opens a group takes the group's dataclass, or the short form in the table: `memory=0.5` is
 `memory=graphpp.Memory(recompute=0.5)`, `debug="folder"` is `debug=graphpp.Debug(dump="folder")`.

@@ -8,7 +8,7 @@ from typing import Any, ClassVar, Literal
 
 import torch
 
-from graphpp.arguments import INDEX, NUMBER, Accepted, or_none
+from graphpp.arguments import INDEX, NUMBER, Accepted, one_word, or_none
 from graphpp.errors import GraphPPError
 from graphpp.options.option import Group, Option, group_reader, reader_of
 
@@ -26,11 +26,6 @@ def _read_device(form: object) -> torch.device | None:
     if found is not None and found.type == "cpu" and found.index:
         raise GraphPPError(f"there is one CPU: take 'cpu', got {form!r}")
     return found
-
-
-def _one_of(*names: str) -> Callable[[Any], Any]:
-    """A reader that takes these names."""
-    return reader_of(Accepted(" or ".join(map(repr, names)), lambda form: isinstance(form, str) and form in names))
 
 
 def _read_costs(form: object) -> NodeSeconds | None:
@@ -84,14 +79,14 @@ class Parallel(Group):
     )
     replica_values: Option[ReplicaValues, ReplicaValues] = Option(
         "equal",
-        read=_one_of("equal", "broadcast"),
+        read=reader_of(one_word("equal", "broadcast")),
         takes='"equal", "broadcast"',
         about="How replicas (the ranks along `dp_replicate`) begin. Replicas must have equal parameters and buffers; under "
         '"broadcast" the first replica sends its parameters and buffers to the others before the first training step.',
     )
     replica_buffers: Option[ReplicaBuffers, ReplicaBuffers] = Option(
         "own",
-        read=_one_of("own", "average", "broadcast"),
+        read=reader_of(one_word("own", "average", "broadcast")),
         takes='"own", "average", "broadcast"',
         about="The buffers that the forward writes, such as running statistics, after each training step. Each replica keeps "
         "its own; or floating-point buffers are averaged over the replicas; or the first replica sends its buffers to the "

@@ -45,6 +45,7 @@ from graphpp.runtime.program import Input, StageProgram
 from graphpp.schedules.simulate.timeline import Timeline
 from graphpp.verification.report import Verification
 from graphpp.verification.verify import verified
+from graphpp.verification.whole_batch import AGAINST, Against
 
 # A pipeline is a reference cycle that holds its process group. A gloo thread of the group that frees a message while the
 # interpreter shuts down aborts the process, so pipelines without a user are collected before that.
@@ -185,10 +186,11 @@ class Pipeline:
         loss = None if losses is None else call.weighting.step_loss(losses)
         return EvalResult(merged, loss, losses, mean_metrics(metrics))
 
-    def verify(self, *args: Any, target: Any = None, **kwargs: Any) -> Verification:
+    def verify(self, *args: Any, target: Any = None, against: Against = "microbatches", **kwargs: Any) -> Verification:
         """Compare a step over this batch with the uncut graph and eager, as `graphpp.verify` does. The model stays as it is.
 
-        Raises `GraphPPError` on several ranks, where no rank holds the current values of all parameters.
+        `against="whole batch"`: eager over the microbatches is compared with eager over the batch as well. Raises
+        `GraphPPError` on several ranks, where no rank holds the current values of all parameters.
         """
         if self._place.ranks > 1:
             raise GraphPPError(
@@ -196,9 +198,12 @@ class Pipeline:
                 f"graphpp.verify(model, loss, example, split=..., schedule=..., ranks={self._place.ranks}) in one "
                 "process, before the job."
             )
-        parts = self._with_targets(self._cut(Microbatch(args, kwargs, target)))
+        require(GraphPPError, "against", AGAINST, against)
+        batch = Microbatch(args, kwargs, target)
+        parts = self._with_targets(self._cut(batch))
+        whole = flatten_microbatch(batch) if against == "whole batch" else None
         self._state.move([*self._state.parameters, *self._state.buffers], self._place.device)
-        return verified(self._model, self._loss, self._options, self._place, parts)
+        return verified(self._model, self._loss, self._options, self._place, parts, whole=whole)
 
     def profile(self, *args: Any, target: Any = None, repeat: int = 3, **kwargs: Any) -> Profile:
         """Measure a step over this batch: run it `repeat` times on all ranks, after one step to warm up.

@@ -88,6 +88,12 @@ def _stage_of(role: program.OutputRole, compiled: PipelineProgram | None) -> int
     return next(makers, None)
 
 
+def first_line(function: Any) -> str:
+    """`file:line` of the first line of a Python function; "" for another object."""
+    code = getattr(function, "__code__", None)
+    return "" if code is None else f"{code.co_filename}:{code.co_firstlineno}"
+
+
 def _first_difference(
     what: str, node: fx.Node, found: Difference, stage: int | None = None, microbatch: int | None = None
 ) -> FirstDifference:

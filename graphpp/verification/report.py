@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Literal
 
 import torch
@@ -22,7 +23,7 @@ from graphpp.planner.plan import Plan
 
 Verdict = Literal["equal", "close", "differs"]
 _ORDER: tuple[Verdict, ...] = ("equal", "close", "differs")
-_SHOWN = 8
+_SHOWN = 8  # losses, gradients and buffers, each
 
 
 @dataclass(frozen=True)
@@ -65,7 +66,7 @@ class FirstDifference:
 
 @dataclass(frozen=True)
 class Comparison:
-    """One run compared with another: losses per microbatch, gradients and new buffers by FQN.
+    """One run compared with another: losses per microbatch, or the loss of the whole batch; gradients and buffers by FQN.
 
     `first`: the first value that differs. `note`: why the runs were not compared, or why a tolerance is wider. `compared`:
     False if the runs could not be compared.
@@ -91,9 +92,13 @@ class Comparison:
 
     def all(self) -> Iterator[tuple[str, Difference]]:
         """(name of the loss, gradient or buffer, difference) of every compared value, equal ones included."""
-        yield from ((f"loss of microbatch {index}", each) for index, each in enumerate(self.losses))
-        yield from ((f"gradient of {fqn}", each) for fqn, each in self.largest.items())
-        yield from ((f"buffer {fqn}", each) for fqn, each in self.buffers.items())
+        yield from chain(*self._kinds())
+
+    def _kinds(self) -> Iterator[list[tuple[str, Difference]]]:
+        """The named differences of the losses, those of the gradients, and those of the buffers."""
+        yield [(loss_name(index, len(self.losses)), each) for index, each in enumerate(self.losses)]
+        yield [(f"gradient of {fqn}", each) for fqn, each in self.largest.items()]
+        yield [(f"buffer {fqn}", each) for fqn, each in self.buffers.items()]
 
     def __str__(self) -> str:
         if not self.compared:
@@ -105,11 +110,17 @@ class Comparison:
         return "\n".join([*lines, *self._table()])
 
     def _table(self) -> Iterator[str]:
-        unequal = [(name, each) for name, each in self.all() if each.verdict != "equal"]
-        unequal.sort(key=lambda pair: (-_ORDER.index(pair[1].verdict), -pair[1].relative))
-        yield from (f"  {name}: {each}" for name, each in unequal[:_SHOWN])
-        if len(unequal) > _SHOWN:
-            yield f"  and {len(unequal) - _SHOWN} more, none worse"
+        for kind in self._kinds():
+            unequal = [(name, each) for name, each in kind if each.verdict != "equal"]
+            unequal.sort(key=lambda pair: (-_ORDER.index(pair[1].verdict), -pair[1].relative))
+            yield from (f"  {name}: {each}" for name, each in unequal[:_SHOWN])
+            if len(unequal) > _SHOWN:
+                yield f"  and {len(unequal) - _SHOWN} more, none worse"
+
+
+def loss_name(microbatch: int, losses: int) -> str:
+    """The name of a loss in a report."""
+    return "loss" if losses == 1 else f"loss of microbatch {microbatch}"
 
 
 _SAID: dict[Verdict, str] = {"equal": "equal, every bit", "close": "close, within rounding", "differs": "THEY DIFFER"}
@@ -119,7 +130,8 @@ _SAID: dict[Verdict, str] = {"equal": "equal, every bit", "close": "close, withi
 class Verification:
     """The result of `graphpp.verify`.
 
-    `cut`: stage programs compared with the uncut joint graph. `eager`: the joint graph compared with eager. `tolerance`: the
+    `cut`: stage programs compared with the uncut joint graph. `eager`: the joint graph compared with eager. `whole_batch`:
+    eager over the microbatches compared with eager over the whole batch, under `against="whole batch"`. `tolerance`: the
     relative difference that counts as rounding. `seconds`: how long the verification took.
     """
 
@@ -128,11 +140,16 @@ class Verification:
     plan: Plan
     tolerance: float
     seconds: float
+    whole_batch: Comparison | None = None
 
     @property
     def ok(self) -> bool:
         """Whether no compared value differs by more than its tolerance."""
-        return self.cut.ok and self.eager.ok
+        return all(each.ok for each in self._comparisons)
+
+    @property
+    def _comparisons(self) -> list[Comparison]:
+        return [self.cut, self.eager, *([] if self.whole_batch is None else [self.whole_batch])]
 
     def raise_if_wrong(self) -> None:
         """Raise `GraphPPError` with the whole report unless `ok`."""
@@ -144,12 +161,15 @@ class Verification:
         checked = (
             f"schedule {table.name}: complete, in order, cannot deadlock on {table.ranks} rank{'s' * (table.ranks > 1)}"
         )
-        return "\n".join([str(self.plan), "", checked, str(self.cut), str(self.eager), "", self._last_line()])
+        return "\n".join([str(self.plan), "", checked, *map(str, self._comparisons), "", self._last_line()])
 
     def _last_line(self) -> str:
-        if not self.ok:
-            return f"WRONG: do not train with this pipeline. Tolerance {self.tolerance:.1e}, {self.seconds:.1f} s"
-        said = "ok" if self.eager.compared else "ok as far as it was compared"
+        if not (self.cut.ok and self.eager.ok):
+            said = "WRONG, do not train with this pipeline"
+        elif not self.ok:
+            said = "NOT THE WHOLE BATCH, though equal to a loop over the microbatches"
+        else:
+            said = "ok" if all(each.compared for each in self._comparisons) else "ok as far as it was compared"
         return f"{said}: tolerance {self.tolerance:.1e}, {self.seconds:.1f} s"
 
 

@@ -138,7 +138,7 @@ def _rounds(value: Any) -> bool:
 
 def _moved(value: torch.Tensor, jitter: torch.Generator) -> torch.Tensor:
     signs = torch.randint(0, 2, value.shape, generator=jitter).to(value.device) * 2 - 1
-    return value * (1 + torch.finfo(value.dtype).eps * signs).to(value.dtype)
+    return value * (1 + torch.finfo(value.dtype).eps * signs.to(value.dtype))
 
 
 def _file(joint: JointGraph, results: Sequence[torch.Tensor], numbers: Numbers, step: Step) -> None:

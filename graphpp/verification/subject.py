@@ -4,8 +4,8 @@ Contract
 --------
 - A schedule for several ranks is checked with all its rows and messages. Then its computations are put on one rank, in an
   order in which the ranks could have run them.
-- Microbatches have one shape. Where the caller gives one microbatch, the others have its rows in other orders, so that a
-  microbatch taken for another one changes the numbers.
+- The programs are those for the shape of microbatch 0. Where the caller gives one microbatch, the others have its rows in other
+  orders, so that a microbatch taken for another one changes the numbers. A whole batch is cut as `Pipeline.step` cuts it.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from graphpp.backends.compilers import compiler_of
-from graphpp.batch.cut_batch import leading_size
+from graphpp.batch.cut_batch import BatchCutter, leading_size
 from graphpp.batch.microbatch import FlatMicrobatch, Microbatch, flatten_microbatch
 from graphpp.capture.loss import LossFunction
 from graphpp.compiler.build import checked_programs
@@ -32,6 +32,7 @@ from graphpp.parallel.place import RankPlace
 from graphpp.passes.graph.joint_graph import JointGraph
 from graphpp.passes.graph.stage_graphs import StagedGraphs
 from graphpp.passes.lower import PassResult
+from graphpp.planner.counts import microbatches_for
 from graphpp.planner.tables import CheckedTable, Tables
 from graphpp.runtime.model_state import state_restored
 from graphpp.runtime.program import PipelineProgram
@@ -107,6 +108,12 @@ def subject_of(
     return Subject(graph, programs, seen["uncut"], seen["staged"], row, compiler is not None)
 
 
+def uncut_graph(request: CompileRequest, part: FlatMicrobatch) -> JointGraph:
+    """The joint graph for one microbatch, before the cut. The model stays as it is. Raises `CaptureError`."""
+    with state_restored(request.model, request.place.device):
+        return repeatable(capture_graph(request, part, True).joint)
+
+
 def in_one_row(schedule: Schedule) -> Schedule:
     """The computations of all ranks on one rank, without messages, in an order in which the ranks could run them."""
     rows = [[action for action in row if action and action.is_compute] for row in schedule.table]
@@ -156,6 +163,19 @@ def check_one_shape(parts: Sequence[FlatMicrobatch]) -> None:
         )
 
 
+def of_one_shape(parts: Sequence[FlatMicrobatch]) -> list[FlatMicrobatch]:
+    """The microbatches, with microbatch 0 in the place of each that differs from it in shape or structure."""
+    return [part if part.signature == parts[0].signature else parts[0] for part in parts]
+
+
+def cut_as_in_a_step(batch: Microbatch, ranks: int, options: Options) -> list[FlatMicrobatch]:
+    """The microbatches into which `Pipeline.step` cuts a batch on so many ranks. Raises `BatchError`, also for a single one."""
+    count = microbatches_for(options, ranks, batch, Tables(options.schedule, ranks).admits)
+    if count == 1 and options.microbatches is None:
+        raise BatchError('against="whole batch": a step would not cut this batch, give microbatches=')
+    return BatchCutter().cut(batch, count)
+
+
 def rotated(example: Microbatch, count: int) -> list[FlatMicrobatch]:
     """`count` microbatches with the rows of `example`, each in another order."""
     leaves = FlatMicrobatch.of(example)
@@ -172,4 +192,4 @@ def rotated(example: Microbatch, count: int) -> list[FlatMicrobatch]:
 def moved_to(device: torch.device, part: FlatMicrobatch) -> FlatMicrobatch:
     """The microbatch with its tensors on `device`."""
     values = [leaf.to(device) if isinstance(leaf, torch.Tensor) else leaf for leaf in part.values]
-    return FlatMicrobatch(part.spec, part.paths, tuple(values))
+    return replace(part, values=tuple(values))

@@ -7,6 +7,8 @@ Contract
   of rounding alone.
 - `rounding` measures the effect of rounding on this step: one unit in the last place is added to or taken from every value of
   the uncut graph at random. The tolerance of a result is ten times the distance by which it then moves.
+- A sum of n terms in another order is off by up to sqrt(n) roundings (Higham and Mary 2019) of the dtype in which a kernel
+  adds, float32 for narrower dtypes. `growth_of_sums` is the factor by which this exceeds the ten.
 """
 
 from __future__ import annotations
@@ -19,11 +21,13 @@ from typing import Any
 import torch
 
 from graphpp.passes.graph.joint_graph import JointGraph
-from graphpp.verification.report import Comparison, Difference, difference, widened
+from graphpp.verification.report import Comparison, Difference, difference, loss_name, widened
 from graphpp.verification.runs import Numbers, Step, run_uncut
 
 _JITTERS = 2  # runs with jitter; the largest difference counts
 _OF_JITTER = 10  # a difference up to ten times that counts as rounding; Inductor's is 0.3 to 2 times it in the zoo
+_FLOAT32_TOLERANCE = 1e-6
+_FLOAT32_EPS = torch.finfo(torch.float32).eps
 _MOST = 0.5  # the largest tolerance: a result that is off by half is wrong, however much rounding moves it
 
 
@@ -47,7 +51,7 @@ def compared(title: str, ours: Numbers, theirs: Numbers, tolerances: Tolerances)
     """Compare `ours` with the reference `theirs`, each value within its tolerance."""
     per_element = _average(theirs.grads.values()) / 1000
     losses = tuple(
-        difference(a, b, tolerances.of(f"loss of microbatch {index}"))
+        difference(a, b, tolerances.of(loss_name(index, len(ours.losses))))
         for index, (a, b) in enumerate(zip(ours.losses, theirs.losses, strict=True))
     )
     gradients: dict[str, Difference] = {}
@@ -70,10 +74,30 @@ def _average(gradients: Any) -> float:
     return float((sum(size for size, _ in squares) / max(1, sum(count for _, count in squares))) ** 0.5)
 
 
-def rounding(step: Step, joint: JointGraph, uncut: Numbers, tolerance: float, note: str) -> Tolerances:
-    """Tolerances for results that are summed in other orders: the measured effect of rounding, at least `tolerance`."""
+def usual_tolerance(joint: JointGraph) -> float:
+    """1e-6 in float32, and as many units in the last place of the coarsest floating dtype that the graph computes in."""
+    return _FLOAT32_TOLERANCE * _coarsest(joint) / _FLOAT32_EPS
+
+
+def growth_of_sums(joint: JointGraph, terms: int) -> float:
+    """The factor by which a tolerance grows for sums of so many terms that are added in another order."""
+    return max(1.0, math.sqrt(terms) * min(1.0, _FLOAT32_EPS / (_coarsest(joint) or 1.0)) / _OF_JITTER)
+
+
+def _coarsest(joint: JointGraph) -> float:
+    values = [node.meta["val"] for node in joint.computed() if isinstance(node.meta["val"], torch.Tensor)]
+    return max((torch.finfo(value.dtype).eps for value in values if value.is_floating_point()), default=0.0)
+
+
+def rounding(
+    step: Step, joint: JointGraph, uncut: Numbers, tolerance: float, note: str, growth: float = 1.0
+) -> Tolerances:
+    """Tolerances for results that are summed in other orders: `growth` times the measured effect of rounding.
+
+    At least `growth` times `tolerance`.
+    """
     noise = _noise(step, joint, uncut)
-    named = {name: max(tolerance, min(_OF_JITTER * moved, _MOST)) for name, moved in noise.items()}
+    named = {name: min(growth * max(tolerance, _OF_JITTER * moved), _MOST) for name, moved in noise.items()}
     most = max(noise, key=lambda name: noise[name])
     return Tolerances(tolerance, named, f"{note}, and rounding alone moves the {most} by {noise[most]:.1e}")
 

@@ -9,6 +9,7 @@ Contract
   batch norm sees two rows. So the tolerance of each result is measured (`verification/tolerances.py`).
 - A schedule for several ranks is checked with all its rows and messages. Then its actions run on one rank, in an order in
   which the ranks could run them.
+- Given a whole batch, eager over its microbatches is compared with eager over the batch (`verification/whole_batch.py`).
 - No process group is needed. The model (parameters, gradients, buffers, attributes) and the random state are restored.
 """
 
@@ -17,6 +18,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -27,18 +29,23 @@ from graphpp.batch.loss_weights import NO_WEIGHTS, LossWeighting
 from graphpp.batch.microbatch import FlatMicrobatch
 from graphpp.capture.loss import LossFunction
 from graphpp.compiler.compile_graph import CompiledGraph
+from graphpp.compiler.request import CompileRequest
 from graphpp.options.gradients import Reduction
 from graphpp.options.options import Options
 from graphpp.parallel.place import RankPlace
-from graphpp.passes.graph.joint_graph import JointGraph
 from graphpp.runtime.model_state import ModelState, state_restored
-from graphpp.verification.first_difference import first_in_eager, first_in_results, first_in_stages, values_of
+from graphpp.verification.first_difference import (
+    first_in_eager,
+    first_in_results,
+    first_in_stages,
+    first_line,
+    values_of,
+)
 from graphpp.verification.report import Comparison, FirstDifference, Verification
 from graphpp.verification.runs import Numbers, Step, run_cut, run_eager, run_uncut
-from graphpp.verification.subject import Subject, check_one_shape, moved_to, subject_of
-from graphpp.verification.tolerances import Tolerances, compared, rounding
-
-_FLOAT32_TOLERANCE = 1e-6
+from graphpp.verification.subject import Subject, check_one_shape, moved_to, of_one_shape, subject_of, uncut_graph
+from graphpp.verification.tolerances import Tolerances, compared, rounding, usual_tolerance
+from graphpp.verification.whole_batch import WholeBatch, of_whole_batch
 
 
 def verified(
@@ -49,10 +56,15 @@ def verified(
     parts: Sequence[FlatMicrobatch],
     tolerance: float | None = None,
     dumps: bool = False,
+    whole: FlatMicrobatch | None = None,
 ) -> Verification:
-    """The report for these microbatches; `place` says for how many ranks the schedule is, `dumps` whether graphs are dumped."""
+    """The report for these microbatches; `place` says for how many ranks the schedule is, `dumps` whether graphs are dumped.
+
+    `whole`: the batch that the microbatches were cut out of; the step is then compared with a step over it as well.
+    """
     began = time.perf_counter()
-    check_one_shape(parts)
+    if whole is None:
+        check_one_shape(parts)
     device = place.device
     ModelState(model).check_memory([name for name, _ in (*model.named_parameters(), *model.named_buffers())])
     parts = [moved_to(device, part) for part in parts]
@@ -60,9 +72,15 @@ def verified(
         compiled = subject_of(model, loss, options, place, parts, dumps)
         seeds = _seeds(compiled.graph, options.gradients.reduction, parts, device)
         step = Step(model, loss, parts, seeds, device, options.gradients.dtype, compiled.uncut.written())
-        allowed = _tolerance(compiled.uncut) if tolerance is None else tolerance
+        allowed = usual_tolerance(compiled.uncut) if tolerance is None else tolerance
         cut, eager = _three_ways(step, compiled, allowed, measured=tolerance is None)
-    return Verification(cut, eager, compiled.graph.plan, allowed, time.perf_counter() - began)
+        against = None
+        if whole is not None:
+            capture = partial(uncut_graph, CompileRequest(model, loss, options, place, dumps=False))
+            batch = WholeBatch(moved_to(device, whole), options.gradients.reduction, capture)
+            against = of_whole_batch(step, batch, compiled.uncut, allowed, measured=tolerance is None)
+            against = replace(against, first=_placed(against.first, loss))
+    return Verification(cut, eager, compiled.graph.plan, allowed, time.perf_counter() - began, against)
 
 
 def _seeds(
@@ -77,6 +95,17 @@ def _seeds(
 
 
 def _three_ways(step: Step, compiled: Subject, tolerance: float, measured: bool) -> tuple[Comparison, Comparison]:
+    """The comparisons of a step whose microbatches have one shape; of others, microbatch 0 runs in their place."""
+    uniform = replace(step, parts=of_one_shape(step.parts))
+    cut, eager = _of_one_shape(uniform, compiled, tolerance, measured)
+    others = [str(at) for at, (a, b) in enumerate(zip(step.parts, uniform.parts, strict=True)) if a is not b]
+    if not others:
+        return cut, eager
+    said = f"Microbatch 0 ran in the place of microbatch {', '.join(others)}, which has another shape. "
+    return replace(cut, note=f"{said}{cut.note}"), replace(eager, note=f"{said}{eager.note}")
+
+
+def _of_one_shape(step: Step, compiled: Subject, tolerance: float, measured: bool) -> tuple[Comparison, Comparison]:
     with step.restored():
         uncut = run_uncut(step, compiled.uncut)
     cut = _of_cut(step, compiled, uncut, _tolerances(step, compiled, uncut, tolerance, measured))
@@ -149,13 +178,6 @@ def _first_in_cut(step: Step, compiled: Subject) -> FirstDifference | None:
 
 def _placed(first: FirstDifference | None, loss: Any) -> FirstDifference | None:
     """The difference with a source line: for the loss, of which torch.export keeps no lines, the first line of its function."""
-    code = getattr(loss, "__code__", None)
-    if first is None or first.fqn or first.source or code is None:
+    if first is None or first.fqn or first.source:
         return first
-    return replace(first, source=f"{code.co_filename}:{code.co_firstlineno}")
-
-
-def _tolerance(joint: JointGraph) -> float:
-    values = [node.meta["val"] for node in joint.computed() if isinstance(node.meta["val"], torch.Tensor)]
-    coarsest = max((torch.finfo(value.dtype).eps for value in values if value.is_floating_point()), default=0.0)
-    return _FLOAT32_TOLERANCE * coarsest / torch.finfo(torch.float32).eps
+    return replace(first, source=first_line(loss))

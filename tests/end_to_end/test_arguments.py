@@ -155,7 +155,7 @@ def test_compile_refuses_or_succeeds(option: str, tmp_path: Path, monkeypatch: p
             compiled(**{option: value}).step(X, target=X)
 
 
-@pytest.mark.parametrize("argument", ["model", *further("loss", "tolerance", "ranks", "microbatches")])
+@pytest.mark.parametrize("argument", ["model", *further("loss", "tolerance", "ranks", "microbatches", "against")])
 def test_verify_refuses_or_succeeds(argument: str) -> None:
     for value in WRONG:
         good = {"model": nn.Linear(8, 8), "loss": F.mse_loss, "example": graphpp.Microbatch((X,), target=X)}

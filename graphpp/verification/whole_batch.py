@@ -1,0 +1,142 @@
+"""Compares a step over microbatches with one forward and backward over the whole, uncut batch. Both run in plain eager.
+
+Contract
+--------
+- The reference is `loss(model(x), target)` of the whole batch with its gradients, whatever `gradients.reduction` says: a
+  training loop without microbatches computes these. The step adds losses and gradients up as that option says.
+- Kernels round otherwise for another number of rows, and sums over rows are added in another order. So results that differ are
+  compared once more within the measured effect of rounding on the whole batch (`verification/tolerances.py`).
+- If the loss or a gradient differs, the comparison names the first module call that mixes rows (`row_mixing.py`), else the
+  loss, and says in its note what to do.
+- A model with random operators is not compared: they draw other numbers for another number of rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import torch
+
+from graphpp.arguments import one_word
+from graphpp.batch.cut_batch import leading_size
+from graphpp.batch.loss_weights import NO_WEIGHTS, LossWeighting
+from graphpp.batch.microbatch import FlatMicrobatch
+from graphpp.options.gradients import Reduction
+from graphpp.passes.graph.joint_graph import JointGraph
+from graphpp.runtime.randomness import seeded
+from graphpp.verification.report import Comparison, Difference, FirstDifference, difference
+from graphpp.verification.row_mixing import first_mixing_call
+from graphpp.verification.runs import Numbers, Step, run_eager, run_uncut
+from graphpp.verification.tolerances import Tolerances, compared, growth_of_sums, rounding, usual_tolerance
+
+Against = Literal["microbatches", "whole batch"]
+AGAINST = one_word("microbatches", "whole batch")
+_OF_TOLERANCE = 10  # a module call mixes rows if they differ by more than ten times the tolerance: rounding grows on its way
+_MOST = 0.1  # or by more than a tenth in any case
+
+
+@dataclass(frozen=True)
+class WholeBatch:
+    """The batch that the microbatches of a step were cut out of.
+
+    `reduction`: how the step's loss is made of its microbatches' losses. `capture`: captures the uncut joint graph of a batch.
+    """
+
+    batch: FlatMicrobatch
+    reduction: Reduction
+    capture: Callable[[FlatMicrobatch], JointGraph]
+
+
+def of_whole_batch(step: Step, whole: WholeBatch, joint: JointGraph, tolerance: float, measured: bool) -> Comparison:
+    """Compare the step with the whole batch. `joint`: the graph of one microbatch. `measured`: whether to measure rounding."""
+    drawing = next((node for node in joint.computed() if node.target is seeded), None)
+    if drawing is not None:
+        call = (drawing.meta.get("calls") or ("",))[-1]
+        return Comparison(_TITLE, note=_DRAWS.format(f" in {call}" if call else ""), compared=False)
+    once = replace(step, parts=[whole.batch], seeds=[torch.ones_like(step.seeds[0])])
+    parts, theirs = _in_eager(step, joint), _in_eager(once, joint)
+    losses = {each: _step_loss(each, step, parts.losses) for each in _MEANS}
+    ours, allowed = replace(parts, losses=[losses[whole.reduction]]), Tolerances(tolerance)
+    if measured and not compared(_TITLE, ours, theirs, allowed).ok:
+        allowed = _rounding(once, whole.capture(whole.batch), tolerance)
+    found = compared(_TITLE, ours, theirs, allowed)
+    found = replace(found, largest=_largest_first(found.largest), note=allowed.note)
+    if found.ok:
+        return found
+    gaps = {each: difference(loss, theirs.losses[0], allowed.of("loss")) for each, loss in losses.items()}
+    fitting = [each for each, gap in gaps.items() if gap.verdict != "differs"]
+    limit = min(_OF_TOLERANCE * max(tolerance, usual_tolerance(joint)), _MOST)
+    return _explained(found, step, whole, fitting, limit)
+
+
+def _in_eager(step: Step, joint: JointGraph) -> Numbers:
+    with step.restored():
+        return run_eager(step, joint).numbers
+
+
+def _step_loss(reduction: Reduction, step: Step, losses: Sequence[torch.Tensor]) -> torch.Tensor:
+    weighting = LossWeighting.of(reduction, NO_WEIGHTS, [leading_size(part) for part in step.parts])
+    return weighting.step_loss(torch.stack(list(losses)))
+
+
+def _rounding(once: Step, joint: JointGraph, tolerance: float) -> Tolerances:
+    with once.restored():
+        uncut = run_uncut(once, joint)
+    terms = max((tensor.numel() for tensor in once.parts[0].tensors.values()), default=1)
+    note = "kernels round otherwise for another number of rows"
+    return rounding(once, joint, uncut, tolerance, note, growth_of_sums(joint, terms))
+
+
+def _largest_first(differences: Mapping[str, Difference]) -> dict[str, Difference]:
+    return dict(sorted(differences.items(), key=lambda pair: -pair[1].relative))
+
+
+def _explained(
+    found: Comparison, step: Step, whole: WholeBatch, fitting: Sequence[Reduction], limit: float
+) -> Comparison:
+    """The comparison with the place where microbatches and whole batch part, and with words on what to do.
+
+    `fitting`: the reductions of the losses of the microbatches that give the loss of the whole batch. `limit`: the relative
+    difference of the outputs of two module calls that are still equal rows.
+    """
+    named = [("the loss", each) for each in found.losses]
+    named += [(f"the gradient of {fqn}", each) for fqn, each in found.largest.items()]
+    wrong = [FirstDifference(name, "", "", each) for name, each in named if each.verdict == "differs"]
+    if not wrong:
+        return replace(found, note=_BUFFERS.format(len(step.parts)))
+    module = first_mixing_call(step, whole.batch, limit)
+    if module is not None:
+        return replace(found, first=module, note=_MODULE)
+    fits = fitting and whole.reduction not in fitting
+    advice = _FITS.format(fitting[0]) if fits else _FITS_NOT
+    return replace(found, first=wrong[0], note=_LOSS.format(_MEANS[whole.reduction], advice))
+
+
+# ------------------------------------------------------------------------------------------------------- in words
+
+_TITLE = "microbatches against the whole batch, both in eager"
+_MEANS: Mapping[Reduction, str] = {"mean": "mean", "rows": "mean, weighted by rows,", "sum": "sum"}
+_DRAWS = (
+    "The model draws random numbers{}, and other ones for the whole batch than for its microbatches. Set the probability of "
+    "dropout to 0 and verify once more."
+)
+_BUFFERS = (
+    "The loss and the gradients are those of the whole batch. The forward writes these buffers once per microbatch, "
+    "{} times a step."
+)
+_MODULE = (
+    "The model does not separate over microbatches: a row's result depends on the other rows. Take microbatches=1, or layers "
+    "that compute each row alone, such as group norm or layer norm in place of batch norm."
+)
+_LOSS = (
+    "The loss does not separate over microbatches: its value or gradient for the whole batch is not the {} of its values or "
+    "gradients for the microbatches. {}"
+)
+_FITS = 'gradients="{}" gives the loss of the whole batch.'
+_FITS_NOT = (
+    "A mean over a count, such as the tokens that are not padding, needs step(..., loss_weight=[...]) with the share of each "
+    "microbatch in the count. A loss over pairs of rows needs microbatches=1, or negatives from outside of the batch, such as "
+    "a queue of earlier outputs."
+)
