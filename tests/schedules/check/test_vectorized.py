@@ -83,6 +83,14 @@ def test_an_action_that_no_table_may_hold_is_not_valid(odd: Action) -> None:
     assert is_valid(Schedule((tuple(good),), 1, 2), 1, 2, training=True)
 
 
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize(("ranks", "stages", "microbatches"), [(0, 0, 0), (1, 0, 0), (2, 0, 4), (2, 2, 0), (1, 1, 1)])
+def test_both_ways_give_one_verdict_on_empty_tables(ranks: int, stages: int, microbatches: int, training: bool) -> None:
+    empty = Schedule(((),) * ranks, stages, microbatches)
+    verdict = faultless(empty, stages, microbatches, training=training)
+    assert is_valid(empty, stages, microbatches, training=training) == verdict
+
+
 def test_a_pair_of_recomputation_out_of_range_is_not_valid() -> None:
     plain = make_table("1F1B", 2, 2, 4)
     for pair, verdict in (((1, 3), True), ((2, 0), False), ((0, 4), False)):
