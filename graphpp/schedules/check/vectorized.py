@@ -46,7 +46,7 @@ def is_valid(schedule: Schedule, stages: int, microbatches: int, *, training: bo
 
 
 def _each_in_range(leaves: LeafArrays, stages: int, microbatches: int, training: bool) -> bool:
-    """Stages and microbatches in range, no backward in a table of forwards, all actions of a stage on one rank."""
+    """Stages and microbatches in range, no backward in a table of forwards, each stage on one rank."""
     given = (leaves.microbatch >= 0) & (leaves.microbatch < microbatches)
     fits = np.where(leaves.of_kind(*PER_STAGE), leaves.microbatch == NO_MICROBATCH, given)
     fits &= (leaves.stage >= 0) & (leaves.stage < stages)
@@ -54,9 +54,9 @@ def _each_in_range(leaves: LeafArrays, stages: int, microbatches: int, training:
         fits &= leaves.of_kind(Kind.F, Kind.SEND_F, Kind.RECV_F, Kind.UNSHARD, Kind.RESHARD)
     if not fits.all():
         return False
-    home = np.zeros(stages, dtype=np.int32)
+    home = np.full(stages, _ABSENT, dtype=np.int32)
     home[leaves.stage] = leaves.rank
-    return bool((home[leaves.stage] == leaves.rank).all())
+    return bool((home != _ABSENT).all() and (home[leaves.stage] == leaves.rank).all())
 
 
 class _Values(NamedTuple):
