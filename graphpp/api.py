@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from graphpp.arguments import NUMBER, Accepted, or_none, positive_up_to, require
 from graphpp.backends.compilers import compiler_of
 from graphpp.batch.microbatch import Microbatch, flatten_microbatch
 from graphpp.capture.check_arguments import check_arguments, note_hooks
@@ -30,6 +31,12 @@ from graphpp.schedules.generate.read import ScheduleLike
 from graphpp.verification.report import Verification
 from graphpp.verification.subject import SimulatedPlace, device_of, ranks_of, rotated
 from graphpp.verification.verify import verified
+
+_VERIFIED = positive_up_to(12)
+_DIFFERENCE = Accepted(
+    "a relative difference of 0 or more",
+    lambda value: NUMBER.accepts(value) and 0 <= value < float("inf"),  # type: ignore[operator]
+)
 
 
 def compile(  # noqa: PLR0913 - the options of a pipeline, all of them optional
@@ -152,10 +159,9 @@ def verify(  # noqa: PLR0913 - the options of `compile`, and two of its own
     options.memory.caps(count)
     if len(several) > 1 and options.microbatches not in (None, len(several)):
         raise BatchError(f"example= has {len(several)} microbatches, microbatches={options.microbatches}: leave one out")
-    number = isinstance(tolerance, int | float) and not isinstance(tolerance, bool)
-    if tolerance is not None and not (number and 0 <= tolerance < float("inf")):
-        raise GraphPPError(f"tolerance: take a relative difference of 0 or more, or None, got {tolerance!r}")
+    require(GraphPPError, "tolerance", or_none(_DIFFERENCE), tolerance)
     wanted = options.microbatches or max(2, count)
+    require(BatchError, "microbatches", _VERIFIED, wanted)
     batch = [flatten_microbatch(each) for each in several] if len(several) > 1 else rotated(several[0], wanted)
     place = SimulatedPlace(options.parallel.device or device_of(model), None, count=count)
     return verified(model, loss, options, place, batch, tolerance, dumps=debug is not None)

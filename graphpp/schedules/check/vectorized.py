@@ -106,7 +106,7 @@ class _Entries:
         if not ((whole ^ inputs) & (inputs == weights)).all():
             return False
         reductions = np.flatnonzero(self._leaves.of_kind(Kind.REDUCE_GRAD))
-        last = np.maximum(b, w).max(axis=1)[self._leaves.stage[reductions]]
+        last = np.maximum(b, w).max(axis=1, initial=_ABSENT)[self._leaves.stage[reductions]]
         pairs = ((f, np.maximum(b, i)), (i[inputs], w[inputs]), (last, reductions))
         return all(_in_later_column(self._leaves, *each) for each in pairs)
 
