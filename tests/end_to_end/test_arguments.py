@@ -1,6 +1,7 @@
 """Arguments that mean nothing end in a `GraphPPError` at every public function, within seconds, and never in a bare error.
 
-An exception of a function that the caller gave is the cause of an error that names the argument.
+An exception of a function that the caller gave is the cause of an error that names the argument. Habits of modules are refused
+with advice.
 
 Random arguments are drawn for each parameter of each public function: values that may be right, and values that cannot be.
 """
@@ -8,8 +9,11 @@ Random arguments are drawn for each parameter of each public function: values th
 from __future__ import annotations
 
 import contextlib
+import copy
 import inspect
+import io
 import os
+import pickle
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -20,10 +24,12 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import nn
+from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.nn import functional as F
 
 import graphpp
 from graphpp import schedules
+from tests.distributed import run_ranks
 from tests.exhaustive import examples, further
 
 X = torch.randn(8, 8, generator=torch.Generator().manual_seed(0))
@@ -294,6 +300,7 @@ NONSENSE: dict[str, tuple[Callable[[graphpp.Pipeline], Any], str]] = {
         lambda pipe: pipe.load_state_dict({**pipe.state_dict(), "0.bias": torch.zeros(8, device="meta")}),
         "1 entries that cannot be copied: 0.bias",
     ),
+    "set_to_none": (lambda pipe: pipe.zero_grad("no"), "set_to_none: take True or False"),  # type: ignore[arg-type]
     "training": (lambda pipe: schedules.check(TABLE, ranks=2, stages=2, microbatches=4, training=3), "training: take True"),  # type: ignore[arg-type]
     "costs": (lambda pipe: schedules.check(TABLE, ranks=2, stages=2, microbatches=4, costs=3), "costs: take a graphpp.Costs"),  # type: ignore[arg-type]
     "seed": (lambda pipe: graphpp.schedule_auto(COSTS, ranks=2, microbatches=4, seed="a"), "seed: take an integer"),  # type: ignore[arg-type]
@@ -372,6 +379,27 @@ HABITS: dict[str, tuple[Callable[[graphpp.Pipeline], Any], str]] = {
     "pipe.forward": (lambda pipe: pipe.forward(X), "pipe.step"),
     "pipe.modules()": (lambda pipe: pipe.modules(), "the model that was given"),
     "pipe.backward()": (lambda pipe: pipe.backward(), "pipe.step"),
+    "pipe.half()": (lambda pipe: pipe.half(), "change the dtype of the model before graphpp.compile"),
+    "pipe.training": (lambda pipe: pipe.training, "model.train()"),
+    "pipe.compile()": (lambda pipe: pipe.compile(), 'backend="inductor"'),
+    "pipe.no_sync()": (lambda pipe: pipe.no_sync(), "accumulation_steps"),
+    "pipe.to_empty()": (lambda pipe: pipe.to_empty(device="cpu"), "model.to_empty"),
+    "pipe.save_checkpoint()": (lambda pipe: pipe.save_checkpoint("here"), "pipe.state_dict()"),
+    "pipe.register_forward_hook()": (lambda pipe: pipe.register_forward_hook(len), "the model that was given"),
+    "an attribute of the model": (lambda pipe: pipe.append(nn.Tanh()), "the model that was given"),
+    "len(pipe)": (len, "pipe.plan.stages"),
+    "iter(pipe)": (iter, "pipe.parameters()"),
+    "pipe[0]": (lambda pipe: pipe[0], "pipe.plan.stages"),
+    "SGD(pipe)": (torch.optim.SGD, "pipe.parameters()"),
+    "clip_grad_norm_(pipe)": (lambda pipe: nn.utils.clip_grad_norm_(pipe, 1.0), "pipe.parameters()"),
+    "copy.copy(pipe)": (copy.copy, "pipe.state_dict()"),
+    "copy.deepcopy(pipe)": (copy.deepcopy, "pipe.state_dict()"),
+    "pickle.dumps(pipe)": (pickle.dumps, "pipe.state_dict()"),
+    "torch.save(pipe)": (lambda pipe: torch.save({"pipe": pipe}, io.BytesIO()), "pipe.state_dict()"),
+    "AveragedModel(pipe)": (torch.optim.swa_utils.AveragedModel, "pipe.state_dict()"),
+    "torch.compile(pipe)": (lambda pipe: torch.compile(pipe, backend="eager")(X), "pipe.step"),
+    "DataParallel(pipe)": (lambda pipe: nn.DataParallel(pipe)(X), "pipe.step"),
+    "get_model_state_dict(pipe)": (get_model_state_dict, "the model that was given"),
 }
 
 
@@ -381,6 +409,29 @@ def test_habits_of_modules_are_told_what_to_call(pipe: graphpp.Pipeline, habit: 
     with pytest.raises(graphpp.GraphPPError) as error:
         call(pipe)
     assert says in str(error.value)
+
+
+def test_a_pipeline_is_no_wrapper_and_true(pipe: graphpp.Pipeline) -> None:
+    assert pipe and callable(pipe) and not isinstance(pipe, nn.Module)
+    assert not any(hasattr(pipe, name) for name in ("module", "training", "to", "append", "_modules", "__deepcopy__"))
+    assert getattr(pipe, "module", pipe) is pipe
+    assert {"step", "eval", "buffers", "state_dict"} < set(dir(pipe))
+    assert list(pipe.buffers()) == []
+
+
+def replicated(rank: int) -> str:
+    torch.set_num_threads(1)
+    pipe = compiled()
+    pipe.step(X, target=X)
+    try:
+        nn.parallel.DistributedDataParallel(pipe)  # type: ignore[arg-type]
+    except graphpp.GraphPPError as error:
+        return str(error)
+    return "accepted"
+
+
+def test_data_parallel_wrappers_are_refused() -> None:
+    assert all("a pipeline is no module" in found for found in run_ranks(replicated, 2))
 
 
 def test_an_unknown_attribute_is_unknown(pipe: graphpp.Pipeline) -> None:
