@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from graphpp.arguments import require
+from graphpp.arguments import NUMBER, Accepted, or_none, positive_up_to, require
 from graphpp.backends.compilers import compiler_of
 from graphpp.batch.microbatch import Microbatch, flatten_microbatch
 from graphpp.capture.check_arguments import check_arguments, note_hooks
@@ -32,6 +32,12 @@ from graphpp.verification.report import Verification
 from graphpp.verification.subject import SimulatedPlace, cut_as_in_a_step, device_of, ranks_of, rotated
 from graphpp.verification.verify import verified
 from graphpp.verification.whole_batch import AGAINST, Against
+
+_VERIFIED = positive_up_to(12)
+_DIFFERENCE = Accepted(
+    "a relative difference of 0 or more",
+    lambda value: NUMBER.accepts(value) and 0 <= value < float("inf"),  # type: ignore[operator]
+)
 
 
 def compile(  # noqa: PLR0913 - the options of a pipeline, all of them optional
@@ -163,15 +169,14 @@ def verify(  # noqa: PLR0913 - the options of `compile`, and two of its own
     options.memory.caps(count)
     if len(several) > 1 and options.microbatches not in (None, len(several)):
         raise BatchError(f"example= has {len(several)} microbatches, microbatches={options.microbatches}: leave one out")
-    number = isinstance(tolerance, int | float) and not isinstance(tolerance, bool)
-    if tolerance is not None and not (number and 0 <= tolerance < float("inf")):
-        raise GraphPPError(f"tolerance: take a relative difference of 0 or more, or None, got {tolerance!r}")
+    require(GraphPPError, "tolerance", or_none(_DIFFERENCE), tolerance)
+    wanted = options.microbatches or max(2, count)
+    require(BatchError, "microbatches", _VERIFIED, wanted)
     place = SimulatedPlace(options.parallel.device or device_of(model), None, count=count)
     dumps = debug is not None
     if against == "whole batch":
         parts, whole = cut_as_in_a_step(several[0], count, options), flatten_microbatch(several[0])
         return verified(model, loss, options, place, parts, tolerance, dumps, whole)
-    wanted = options.microbatches or max(2, count)
     parts = [flatten_microbatch(each) for each in several] if len(several) > 1 else rotated(several[0], wanted)
     return verified(model, loss, options, place, parts, tolerance, dumps)
 

@@ -14,9 +14,11 @@ from typing import Any, Protocol
 
 from torch import fx
 
+from graphpp.arguments import shown
 from graphpp.backends.gemm_kernels import GemmKernels
 from graphpp.backends.inductor import InductorCompiler
 from graphpp.backends.region_results import CompiledRegion, FreshResultsCheck
+from graphpp.errors import GraphPPError
 from graphpp.options.backend import Backend, CompileFunction, Custom, Eager, Inductor
 from graphpp.passes.graph.region import Region
 from graphpp.passes.text.render import Run
@@ -61,12 +63,16 @@ class FunctionCompiler:
         self._function = function
 
     def __call__(self, region: Region) -> Run:
-        """Compile a copy of the region, since the function may change the graph that it is given."""
+        """Compile a copy of the region, since the function may change the graph that it is given.
+
+        Raises `GraphPPError` where the function returns no callable.
+        """
         module = fx.GraphModule({}, copy.deepcopy(region.graph))
         forward = module.forward  # recompiling a changed graph replaces the method
-        compiled = self._function(module, region.examples)
+        compiled: Any = self._function(module, region.examples)
         if not callable(compiled):
-            raise TypeError(f"the backend returned {type(compiled).__name__}, no callable")
+            name = getattr(self._function, "__qualname__", type(self._function).__qualname__)
+            raise GraphPPError(f"backend: the function {name} must return a callable, but returned {shown(compiled)}")
         run = _checked(region, compiled)
         unchanged = module.forward == forward and compiled in (module, forward)
         return run if unchanged else CompiledRegion(region, run)

@@ -2,7 +2,8 @@
 
 Contract
 --------
-- A region that its compiler cannot compile runs eagerly, with one warning that names the region and the reason.
+- A region that its compiler cannot compile runs eagerly, with one warning that names the region and the reason. A
+  `GraphPPError` of the compiler is no such reason and comes through.
 - A region with symbolic sizes is compiled once for all sizes, if its compiler can do this. The compiled code may hold for a
   part of the sizes only, and a compiler may know one size at a time: then the region is compiled again for a size at which no
   code of it holds, before a step of this size begins. A call of the region runs the code for the sizes that it is given.
@@ -21,6 +22,7 @@ from graphpp._torch.this_thread import alone
 from graphpp.backends.compilers import RegionCompiler
 from graphpp.backends.region_inputs import WithCapturedInputs
 from graphpp.backends.region_results import CompiledRegion
+from graphpp.errors import GraphPPError
 from graphpp.passes.graph.region import Region, RegionCall
 from graphpp.passes.text.render import Run, render
 
@@ -142,10 +144,13 @@ class Regions:
             return self._compile(region)
 
     def _run(self, region: Region) -> Run:
-        """Compile a region. If its compiler raises, warn, and let the region run eagerly."""
+        """Compile a region. If its compiler raises, warn, log the traceback, and let the region run eagerly."""
         try:
             return self._quietly(region)
+        except GraphPPError:
+            raise
         except Exception as error:  # a compiler may raise anything
+            _LOG.info("%s cannot be compiled", region.title, exc_info=error)
             reason = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
             message = f"graphpp: {region.title} cannot be compiled and will run eagerly: {type(error).__name__}: {reason}"
             warnings.warn(message, stacklevel=3)

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from graphpp._torch import pytree
-from graphpp.arguments import MAPPING, require
+from graphpp.arguments import MAPPING, require, shown, type_name
 from graphpp.errors import BatchError
 
 _OF_PYTHON = (NoneType, bool, int, float, complex, str, bytes, range, slice, Enum)
@@ -70,16 +70,17 @@ def absent(shape: Sequence[int] | int, dtype: torch.dtype = torch.float32) -> to
 
     `shape`, `dtype`: those of the tensor on the other ranks. `pipe.inputs_needed()` lists the arguments that a rank reads.
     Where one of these is absent, the lowest rank of the pipeline that was given the argument sends it, in each call. The result
-    is a contiguous tensor on the meta device; any other tensor on the meta device serves as well.
+    is a contiguous tensor on the meta device, so the ranks with data give them contiguous too (`.contiguous()`). Any other
+    tensor on the meta device serves as well.
 
     Raises `BatchError` for a shape or dtype that is none.
     """
     if not isinstance(dtype, torch.dtype):
-        raise BatchError(f"absent: dtype must be a torch.dtype, got {dtype!r}")
+        raise BatchError(f"absent: dtype must be a torch.dtype, got {shown(dtype)}")
     try:
         return torch.empty((shape,) if isinstance(shape, int) else tuple(shape), dtype=dtype, device="meta")
     except (TypeError, RuntimeError) as error:
-        raise BatchError(f"absent: shape must be a tuple of sizes, got {shape!r}") from error
+        raise BatchError(f"absent: shape must be a tuple of sizes, got {shown(shape)}") from error
 
 
 @dataclass(frozen=True)
@@ -145,7 +146,7 @@ def flatten_microbatch(batch: Microbatch) -> FlatMicrobatch:
     Raises `BatchError` if `batch` is no `Microbatch`, or if a leaf hides tensors.
     """
     if not isinstance(batch, Microbatch):
-        raise BatchError(f"a microbatch is a graphpp.Microbatch(args, kwargs, target), got {type(batch).__name__}")
+        raise BatchError(f"a microbatch is a graphpp.Microbatch(args, kwargs, target), got {type_name(batch)}")
     flat = FlatMicrobatch.of(batch)
     return FlatMicrobatch.of(flat.microbatch()) if any(isinstance(leaf, Whole) for leaf in flat.values) else flat
 

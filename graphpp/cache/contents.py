@@ -9,8 +9,11 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+from graphpp.arguments import PATH, Accepted, checked, or_none
 from graphpp.cache.disk_cache import DiskCache, Entry, default_folder
 from graphpp.errors import GraphPPError
+
+_BYTES = Accepted("a number of bytes, 0 or more", lambda value: type(value) is int and value >= 0)
 
 
 def folder() -> Path:
@@ -18,19 +21,19 @@ def folder() -> Path:
     return default_folder()
 
 
+@checked(GraphPPError, root=or_none(PATH))
 def entries(root: str | os.PathLike[str] | None = None) -> list[Entry]:
     """The entries with their bytes and the time of their last use, the one used longest ago first."""
     path = _path(root)
     return DiskCache(path).entries() if path.exists() else []
 
 
+@checked(GraphPPError, root=or_none(PATH), keep=_BYTES)
 def clear(root: str | os.PathLike[str] | None = None, *, keep: int = 0) -> list[Entry]:
     """Remove the entries used longest ago until at most `keep` bytes are left; returns the removed entries.
 
-    Raises `GraphPPError` if `keep` is no number of bytes.
+    Raises `GraphPPError` if `keep` is no number of bytes, or `root` no path.
     """
-    if not isinstance(keep, int) or isinstance(keep, bool) or keep < 0:
-        raise GraphPPError(f"keep is a number of bytes, 0 or more, got {keep!r}")
     path = _path(root)
     return DiskCache(path).shrink(keep) if path.exists() else []
 

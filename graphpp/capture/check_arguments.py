@@ -10,7 +10,9 @@ import logging
 
 from torch import nn
 
+from graphpp.arguments import type_name
 from graphpp.batch.microbatch import Microbatch
+from graphpp.capture.loss import check_signature
 from graphpp.capture.refusals import check_modules
 from graphpp.capture.watch.reads import is_of_library
 from graphpp.errors import BatchError, CaptureError
@@ -21,15 +23,15 @@ _LOG = logging.getLogger("graphpp")
 def check_arguments(model: object, loss: object, example: object) -> None:
     """Raise `CaptureError` for a model or loss, `BatchError` for an example, of another type or with its own parameters."""
     if not isinstance(model, nn.Module):
-        raise CaptureError(f"model must be an nn.Module, got {type(model).__name__}")
+        raise CaptureError(f"model must be an nn.Module, got {type_name(model)}")
     check_modules(model)
-    if loss is not None and not callable(loss):
-        raise CaptureError(
-            f"loss must be a function loss(output, target) -> scalar, or None, got {type(loss).__name__}"
-        )
+    if loss is not None and (isinstance(loss, type) or not callable(loss)):
+        raise CaptureError(f"loss must be a function loss(output, target) -> scalar, or None, got {type_name(loss)}")
     if example is not None and not isinstance(example, Microbatch):
-        raise BatchError(f"example must be a graphpp.Microbatch(args, kwargs, target), got {type(example).__name__}")
+        raise BatchError(f"example must be a graphpp.Microbatch(args, kwargs, target), got {type_name(example)}")
     _check_frozen(loss)
+    if callable(loss):
+        check_signature(loss)
 
 
 def note_hooks(model: nn.Module) -> None:

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from types import FrameType
 from typing import Any
 
+from graphpp.capture.loss import runs_loss
 from graphpp.capture.source_lines import source_line, user_frame
 from graphpp.errors import CaptureError, GraphPPError
 
@@ -39,9 +40,10 @@ def _explain(error: Exception) -> GraphPPError:
     frames = (user_frame(traceback.extract_tb(cause.__traceback__)) or source_line(str(cause)) for cause in chain)
     place = next(filter(None, frames), "(no line of the model's own code)")
     by_value = any(word in f"{type(cause).__name__} {cause}" for cause in chain for word in _DATA_DEPENDENT)
-    remedy = (_other_implementation(chain) or _BY_VALUE) if by_value else _BY_SHAPE
+    remedy = (_other_implementation(chain) or _BY_VALUE) if by_value else _BY_WRITE if _WRITES in str(error) else _BY_SHAPE
+    subject = "loss" if any(map(runs_loss, chain)) else "model"
     return CaptureError(
-        f"the model cannot be captured as one graph: {type(error).__name__}: {message}\n  at {place}\n{remedy}"
+        f"the {subject} cannot be captured as one graph: {type(error).__name__}: {message}\n  at {place}\n{remedy}"
     )
 
 
@@ -80,6 +82,11 @@ _BY_VALUE = (
     "Values of tensors must not steer Python (if, while, int(), len(), .item(), numpy): write such a choice with torch.where "
     "or torch.cond, or compute it outside and pass it as an argument. If the line has no such choice, torch cannot trace its "
     "operation for a size that only the data decides: give the operation a known size, with padding or a mask."
+)
+_WRITES = "entirely functional graph"
+_BY_WRITE = (
+    "The code writes in place into a tensor that belongs neither to the model nor to the call, such as a buffer of a loss "
+    "module: register the tensor as a buffer of the model, or compute the new value outside and pass it as an argument."
 )
 _BY_SHAPE = (
     "It was raised while model and loss ran on tensors with shapes but without data. Check that loss(model(...), target) "

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from graphpp.arguments import unfit
 from graphpp.capture.source_lines import user_frame
 from graphpp.errors import BatchError, CaptureError
 from graphpp.runtime import program
@@ -28,6 +29,15 @@ LossFunction = Callable[..., torch.Tensor | tuple[torch.Tensor, Mapping[str, Any
 
 
 _LEAST_BYTES = 2  # of a number of a floating-point type in which torch can divide
+
+
+def check_signature(loss: LossFunction) -> None:
+    """Raise `CaptureError` for a function that can be called neither with the output nor with output and target."""
+    called = loss.forward if isinstance(loss, nn.Module) else loss
+    fault = unfit(called, 2)
+    if fault is not None and unfit(called, 1) is not None:
+        name = getattr(called, "__qualname__", type(called).__qualname__)
+        raise CaptureError(f"loss must take (output) or (output, target), and {name} does not: {fault}")
 
 
 def takes_target(loss: LossFunction) -> bool:
@@ -70,6 +80,11 @@ def _positional(loss: LossFunction) -> tuple[list[inspect.Parameter], bool]:
     kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     several = any(each.kind is inspect.Parameter.VAR_POSITIONAL for each in parameters)
     return [each for each in parameters if each.kind in kinds], several
+
+
+def runs_loss(error: BaseException) -> bool:
+    """Whether an exception came out of a loss function, or of a failed call of one."""
+    return any(frame.f_code is _called.__code__ for frame, _ in traceback.walk_tb(error.__traceback__))
 
 
 def _called(loss: LossFunction, output: Any, target: Any) -> Any:
@@ -128,6 +143,8 @@ def _scalar(value: Any) -> torch.Tensor:
             f"the loss must be a scalar tensor, got {found}. Reduce it, e.g. with `.mean()`. A loss function may also return "
             "a tuple: the scalar, and a dict of numbers to report."
         )
+    if value.is_complex():
+        raise CaptureError(f"the loss is of {value.dtype}, and a gradient needs a real number: return e.g. its `.abs()`")
     if value.is_floating_point() and value.dtype.itemsize < _LEAST_BYTES:
         raise CaptureError(f"the loss is of {value.dtype}, in which no gradient can be scaled: return it in float32")
     return value if value.dim() == 0 else value.reshape(())

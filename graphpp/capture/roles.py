@@ -39,7 +39,8 @@ def assign_roles(
     if training and not any(isinstance(node.meta["desc"], descriptors.TangentAOTInput) for node in _placeholders(joint.graph)):
         raise CaptureError(
             "the loss does not depend on any parameter that requires grad: nothing could be trained. "
-            "Check for detach(), no_grad(), frozen parameters, and that the loss reads the model's output."
+            "Check for detach(), no_grad(), frozen parameters, and that the loss reads the model's output. To evaluate only, "
+            "leave out example= and call pipe.eval(x)."
         )
     _annotate(joint.graph)
     outputs = _named_outputs(joint.graph, state, results)

@@ -91,7 +91,7 @@ def lowered(
     sources = ProgramGraphs.joined(graph.sources for graph in _distinct(graphs))
     row = overlap.ProgramRow(table.running.table[place.rank], programs, sources)
     dump = graphs[0].dump
-    cost = cost_with_regions(request.options.parallel.op_costs or OpCosts.of(place.device.type))
+    cost = cost_with_regions(request.options.parallel.node_seconds() or OpCosts.of(place.device.type))
     woven = overlap.woven(row, cost, dump.woven if dump is not None else lambda *_: None)
     return Lowered(
         graphs=tuple(graphs),

@@ -210,7 +210,7 @@ def _choices(request: CompileRequest, joint: JointGraph, variant: ProgramVariant
     options, place = request.options, request.place
     recompute = options.memory.recompute or Recompute()
     region = policy.region_of(recompute, module_calls(joint)) if variant.recomputed and joint.training else None
-    savings = policy.recompute_budget(recompute, region, place.device.type, options.parallel.op_costs)
+    savings = policy.recompute_budget(recompute, region, place.device.type, options.parallel.node_seconds())
     whole = region if recompute.fraction is None else None  # a budget chooses single values, not whole layers
     whole, chosen = checkpoints.add_checkpoint_regions(joint, whole, policy.may_recompute(recompute))
     rerun = policy.may_repeat_in_weight_grad(recompute)

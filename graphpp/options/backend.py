@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from graphpp.arguments import FLAG, MAPPING, PATH, function_of, or_none, require, shown
 from graphpp.errors import GraphPPError
 
 if TYPE_CHECKING:
@@ -50,10 +51,8 @@ class Inductor:
 
     def __post_init__(self) -> None:
         _check_flag(self)
-        if not isinstance(self.cache, str | os.PathLike | None):
-            raise GraphPPError(f"Inductor.cache: take the path of a folder, or None, got {self.cache!r}")
-        if not isinstance(self.options, Mapping):
-            raise GraphPPError(f"Inductor.options: take a mapping of names to values, got {self.options!r}")
+        require(GraphPPError, "Inductor.cache", or_none(PATH), self.cache)
+        require(GraphPPError, "Inductor.options", MAPPING, self.options)
 
 
 @dataclass(frozen=True)
@@ -69,8 +68,7 @@ class Custom:
 
     def __post_init__(self) -> None:
         _check_flag(self)
-        if not callable(self.function) or isinstance(self.function, type):
-            raise GraphPPError(f"Custom.function: take a function (module, examples) -> callable, got {self.function!r}")
+        require(GraphPPError, "Custom.function", function_of("(module, examples) -> callable"), self.function)
 
 
 Backend = Eager | Inductor | Custom
@@ -85,7 +83,7 @@ def read_backend(form: BackendLike | None) -> Backend:
     if isinstance(form, str) and form in ("eager", "inductor"):
         return Eager() if form == "eager" else Inductor()
     if isinstance(form, str | type) or not callable(form):
-        raise GraphPPError(f"take {BACKEND_FORMS}, got {form!r}")
+        raise GraphPPError(f"take {BACKEND_FORMS}, got {shown(form)}")
     return Custom(form)
 
 
@@ -97,5 +95,4 @@ def describe_backend(backend: Backend) -> list[str]:
 
 
 def _check_flag(backend: Backend) -> None:
-    if not isinstance(backend.cudagraphs, bool):
-        raise GraphPPError(f"{type(backend).__name__}.cudagraphs: take True or False, got {backend.cudagraphs!r}")
+    require(GraphPPError, f"{type(backend).__name__}.cudagraphs", FLAG, backend.cudagraphs)

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
-from graphpp.arguments import FLAG, PATH, or_none
+from graphpp.arguments import COUNT, FLAG, PATH, or_none, shown
 from graphpp.errors import GraphPPError
-from graphpp.options.option import Group, Option, a_positive_int, group_reader, reader_of
+from graphpp.options.option import Group, Option, group_reader, reader_of
 
 
 def _switch(variable: str, on: bool, about: str) -> Option[bool | None, bool]:
@@ -19,7 +19,7 @@ def _switch(variable: str, on: bool, about: str) -> Option[bool | None, bool]:
         if form is None:
             return os.environ.get(variable) != "0" if on else os.environ.get(variable) == "1"
         if not isinstance(form, bool):
-            raise GraphPPError(f"take True, False or None, got {form!r}")
+            raise GraphPPError(f"take True, False or None, got {shown(form)}")
         return form
 
     return Option(
@@ -34,7 +34,7 @@ def _switch(variable: str, on: bool, about: str) -> Option[bool | None, bool]:
 def _read_folder(form: object) -> Path | None:
     folder: Any = form if form is not None else os.environ.get("GRAPHPP_DUMP") or None
     if folder is not None and not PATH.accepts(folder):
-        raise GraphPPError(f"take the path of a folder, or None, got {form!r}")
+        raise GraphPPError(f"take the path of a folder, or None, got {shown(form)}")
     return None if folder is None else Path(folder)
 
 
@@ -53,8 +53,8 @@ class Debug(Group):
     )
     max_graphs: Option[int, int] = Option(
         16,
-        read=a_positive_int,
-        takes="a positive integer",
+        read=reader_of(COUNT),
+        takes=COUNT.takes,
         about="How many captured graphs a pipeline keeps in memory, one per kind of microbatch and mode of the model; the "
         "least recently used one is dropped first.",
     )

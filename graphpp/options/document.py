@@ -29,6 +29,10 @@ Two arguments are data, not options. `example=` is one `graphpp.Microbatch`, for
 `pp` (the ranks of a pipeline) and `dp_replicate` (data parallelism), the process group of the pipeline's ranks, or None for the
 world. `verify` has three arguments of its own, `ranks=`, `tolerance=` and `against=`.
 
+Where an option takes a function, an exception of the function becomes the cause of a `GraphPPError` that names the option. A
+result that the option cannot use is refused likewise. Regions that a `backend` function fails to compile run eagerly, with a
+warning.
+
 An option that opens a group takes the group's dataclass, or the short form in the table: `memory=0.5` is
 `memory=graphpp.Memory(recompute=0.5)`, `debug="folder"` is `debug=graphpp.Debug(dump="folder")`.
 """

@@ -7,7 +7,7 @@ from typing import ClassVar, Literal
 
 import torch
 
-from graphpp.arguments import FLAG, or_none
+from graphpp.arguments import FLAG, or_none, shown
 from graphpp.errors import GraphPPError
 from graphpp.options.option import Group, Option, group_reader, reader_of
 
@@ -17,13 +17,13 @@ Reduction = Literal["mean", "sum", "rows"]
 def _read_reduction(form: object) -> Reduction:
     if isinstance(form, str) and form in ("mean", "sum", "rows"):
         return form  # type: ignore[return-value]
-    raise GraphPPError(f"take 'mean', 'sum' or 'rows', got {form!r}")
+    raise GraphPPError(f"take 'mean', 'sum' or 'rows', got {shown(form)}")
 
 
 def _read_dtype(form: object) -> torch.dtype | None:
     if form is None or (isinstance(form, torch.dtype) and form.is_floating_point and form.itemsize > 1):
         return form
-    raise GraphPPError(f"take a floating torch.dtype of 16 bits or more, or None, got {form!r}")
+    raise GraphPPError(f"take a floating torch.dtype of 16 bits or more, or None, got {shown(form)}")
 
 
 @dataclass(frozen=True)

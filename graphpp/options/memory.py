@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
+from graphpp.arguments import shown
 from graphpp.errors import GraphPPError
 from graphpp.options import offload as offloading
 from graphpp.options import recompute as recomputing
@@ -19,7 +20,7 @@ Cap = int | tuple[int, ...] | None
 def _read_cap(form: object) -> Cap:
     caps = tuple(form) if isinstance(form, Sequence) and not isinstance(form, str | bytes) else (form,)
     if form is not None and not (caps and all(type(cap) is int and cap > 0 for cap in caps)):
-        raise GraphPPError(f"take a positive number of bytes, or one for each rank, got {form!r}")
+        raise GraphPPError(f"take a positive number of bytes, or one for each rank, got {shown(form)}")
     return tuple(form) if isinstance(form, Sequence) else form  # type: ignore[return-value]
 
 

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from math import isfinite
 
+from graphpp.arguments import FLAG, NUMBER, callback, function_of, or_none, require, shown
 from graphpp.errors import GraphPPError
 from graphpp.runtime.program import TensorMeta
 
@@ -30,19 +30,19 @@ class Offload:
     ahead: int = 1
 
     def __post_init__(self) -> None:
-        number = isinstance(self.fraction, int | float) and not isinstance(self.fraction, bool)
-        if not number or not isfinite(self.fraction) or not 0 <= self.fraction <= 1:
-            raise GraphPPError(f"take a fraction of the saved bytes from 0 to 1, got {self.fraction!r}")
-        if self.values is not None and (isinstance(self.values, type) or not callable(self.values)):
-            raise GraphPPError(f"values: take a function of a TensorMeta, or None, got {self.values!r}")
+        if not NUMBER.accepts(self.fraction) or not 0 <= self.fraction <= 1:
+            raise GraphPPError(f"take a fraction of the saved bytes from 0 to 1, got {shown(self.fraction)}")
+        require(GraphPPError, "values", or_none(function_of("a TensorMeta")), self.values)
         if type(self.least_bytes) is not int or self.least_bytes < 0:
-            raise GraphPPError(f"least_bytes: take a number of bytes of 0 or more, got {self.least_bytes!r}")
+            raise GraphPPError(f"least_bytes: take a number of bytes of 0 or more, got {shown(self.least_bytes)}")
         if type(self.ahead) is not int or self.ahead < 1:
-            raise GraphPPError(f"values come back at least one action ahead, got ahead={self.ahead!r}")
+            raise GraphPPError(f"values come back at least one action ahead, got ahead={shown(self.ahead)}")
 
     def wants(self, meta: TensorMeta, nbytes: int) -> bool:
         """Whether a value that may leave the device is to leave."""
-        return nbytes >= self.least_bytes if self.values is None else bool(self.values(meta))
+        if self.values is None:
+            return nbytes >= self.least_bytes
+        return bool(callback(GraphPPError, "memory.offload", FLAG, self.values)(meta))
 
 
 OffloadLike = Offload | float | bool | Callable[[TensorMeta], bool] | None
@@ -61,7 +61,7 @@ def read_offload(form: OffloadLike) -> Offload | None:
         return Offload(fraction=form)
     if callable(form) and not isinstance(form, type):
         return Offload(values=form)
-    raise GraphPPError(f"take None, {OFFLOAD_FORMS}, got {form!r}")
+    raise GraphPPError(f"take None, {OFFLOAD_FORMS}, got {shown(form)}")
 
 
 def describe_offload(choice: Offload | None) -> list[str]:

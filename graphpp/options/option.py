@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, ClassVar, Generic, TypeVar, overload
 
-from graphpp.arguments import Accepted
+from graphpp.arguments import Accepted, refusal, shown
 from graphpp.errors import GraphPPError
 
 Form = TypeVar("Form")  # every form that a user may write
@@ -112,24 +112,17 @@ def group_reader(group: type[G], short: str, accepts: Callable[[object], bool]) 
             return form
         if accepts(form):
             return group(**{short: form})
-        raise GraphPPError(f"take None, a graphpp.{group.__name__}, or for its {short}= {forms}, got {form!r}")
+        raise GraphPPError(f"take None, a graphpp.{group.__name__}, or for its {short}= {forms}, got {shown(form)}")
 
     return read
 
 
-def reader_of(accepted: Accepted) -> Callable[[Any], Any]:
-    """A reader that takes accepted values as they are. Raises `GraphPPError` for anything else."""
+def reader_of(accepted: Accepted, error: type[GraphPPError] = GraphPPError) -> Callable[[Any], Any]:
+    """A reader that takes accepted values as they are. Raises `error` for anything else."""
 
     def read(form: object) -> object:
         if not accepted.accepts(form):
-            raise GraphPPError(f"take {accepted.takes}, got {form!r}")
+            raise error(refusal(accepted, form))
         return form
 
     return read
-
-
-def a_positive_int(form: object) -> int:
-    """Read an integer of at least 1. Raises `GraphPPError` for anything else, booleans included."""
-    if not isinstance(form, int) or isinstance(form, bool) or form < 1:
-        raise GraphPPError(f"take a positive integer, got {form!r}")
-    return form

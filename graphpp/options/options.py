@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from graphpp.arguments import or_none, positive_up_to
 from graphpp.errors import BatchError, ScheduleError
 from graphpp.options import backend as backends
 from graphpp.options import split as splits
@@ -16,18 +17,14 @@ from graphpp.options.backend import Backend, BackendLike, Eager
 from graphpp.options.debug import Debug, DebugLike, read_debug
 from graphpp.options.gradients import Gradients, GradientsLike, read_gradients
 from graphpp.options.memory import Memory, MemoryLike, read_memory
-from graphpp.options.option import Group, Option
+from graphpp.options.option import Group, Option, reader_of
 from graphpp.options.parallel import Parallel, ParallelLike, read_parallel
 from graphpp.options.schedule import describe_schedule
 from graphpp.options.split import Split
 from graphpp.schedules.generate.read import ScheduleFunction, ScheduleLike, load_schedule
 from graphpp.schedules.table.schedule import Schedule
 
-
-def _read_microbatches(form: object) -> int | None:
-    if form is not None and (not isinstance(form, int) or isinstance(form, bool) or form < 1):
-        raise BatchError(f"take a positive integer, got {form!r}")
-    return form
+_MICROBATCHES = positive_up_to(16)
 
 
 @dataclass(frozen=True)
@@ -52,8 +49,8 @@ class Options(Group):
     )
     microbatches: Option[int | None, int | None] = Option(
         None,
-        read=_read_microbatches,
-        takes="a positive integer",
+        read=reader_of(or_none(_MICROBATCHES), BatchError),
+        takes=_MICROBATCHES.takes,
         about="Into how many microbatches `step` cuts a batch. None: the table's own number, else the largest divisor of the "
         "batch up to 4 a rank, and 1 in one process.",
     )

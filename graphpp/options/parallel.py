@@ -8,7 +8,7 @@ from typing import Any, ClassVar, Literal
 
 import torch
 
-from graphpp.arguments import INDEX, NUMBER, Accepted, one_word, or_none
+from graphpp.arguments import INDEX, NUMBER, SECONDS, Accepted, callback, function_of, one_word, or_none, shown
 from graphpp.errors import GraphPPError
 from graphpp.options.option import Group, Option, group_reader, reader_of
 
@@ -22,16 +22,12 @@ def _read_device(form: object) -> torch.device | None:
     try:
         found: torch.device | None = None if form is None else torch.device(form)  # type: ignore[call-overload]
     except (RuntimeError, TypeError, ValueError) as error:
-        raise GraphPPError(f"take a torch.device or its name, got {form!r}: {str(error).splitlines()[0]}") from error
+        raise GraphPPError(f"take a torch.device or its name, got {shown(form)}: {str(error).splitlines()[0]}") from error
+    if found is not None and found.type == "meta":
+        raise GraphPPError("nothing runs on the meta device: take the device on which the model trains")
     if found is not None and found.type == "cpu" and found.index:
         raise GraphPPError(f"there is one CPU: take 'cpu', got {form!r}")
     return found
-
-
-def _read_costs(form: object) -> NodeSeconds | None:
-    if form is not None and not callable(form):
-        raise GraphPPError(f"take a function of a graph's node -> seconds, or None, got {form!r}")
-    return form
 
 
 @dataclass(frozen=True)
@@ -50,7 +46,7 @@ class Parallel(Group):
     )
     op_costs: Option[NodeSeconds | None, NodeSeconds | None] = Option(
         None,
-        read=_read_costs,
+        read=reader_of(or_none(function_of("a graph's node"))),
         describe=lambda costs: ["None" if costs is None else "given"],
         takes="a function of a graph's node, the same on all ranks",
         about="The seconds of an operation, by which the parts of OVERLAP_F_B are interleaved and a recompute fraction is "
@@ -92,6 +88,10 @@ class Parallel(Group):
         "its own; or floating-point buffers are averaged over the replicas; or the first replica sends its buffers to the "
         "others, as with `DistributedDataParallel(broadcast_buffers=True)`.",
     )
+
+    def node_seconds(self) -> NodeSeconds | None:
+        """`op_costs`, with its results checked; None where none was given."""
+        return None if self.op_costs is None else callback(GraphPPError, "parallel.op_costs", SECONDS, self.op_costs)
 
 
 ParallelLike = Parallel | torch.device | str | None

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
-from graphpp.arguments import FLAG, require
+from graphpp.arguments import FLAG, require, shown
 from graphpp.errors import GraphPPError
 
 if TYPE_CHECKING:
@@ -42,15 +42,15 @@ class Recompute:
 
     def __post_init__(self) -> None:
         if self.layers is not None and not _are_names(self.layers):
-            raise GraphPPError(f"layers: take a list of FQNs, or None, got {self.layers!r}")
+            raise GraphPPError(f"layers: take a list of FQNs, or None, got {shown(self.layers)}")
         known = self.nodes is None or (isinstance(self.nodes, str) and self.nodes == "selective")
         if not known and (isinstance(self.nodes, str | type) or not callable(self.nodes)):
-            raise GraphPPError(f"nodes: take a function of a node, 'selective', or None, got {self.nodes!r}")
+            raise GraphPPError(f"nodes: take a function of a node, 'selective', or None, got {shown(self.nodes)}")
         for name in ("weight_grad", "free"):
             require(GraphPPError, name, FLAG, getattr(self, name))
         if self.fraction is not None and not (_is_number(self.fraction) and 0 < self.fraction <= 1):
             raise GraphPPError(
-                f"a fraction of the bytes that a stage usually saves is above 0 and at most 1, got {self.fraction!r}"
+                f"a fraction of the bytes that a stage usually saves is above 0 and at most 1, got {shown(self.fraction)}"
             )
 
 
@@ -78,7 +78,7 @@ def read_recompute(form: RecomputeLike) -> Recompute | None:
         return Recompute(nodes=form)
     elif _are_names(form):
         return Recompute(tuple(form))  # type: ignore[arg-type]  # a sequence of str, as `_are_names` says
-    raise GraphPPError(f"take None, {RECOMPUTE_FORMS}, got {form!r}")
+    raise GraphPPError(f"take None, {RECOMPUTE_FORMS}, got {shown(form)}")
 
 
 def describe_recompute(choice: Recompute | None) -> list[str]:
@@ -92,7 +92,7 @@ def describe_recompute(choice: Recompute | None) -> list[str]:
 
 def _number(form: float) -> float:
     if isinstance(form, bool):
-        raise GraphPPError(f"take None, {RECOMPUTE_FORMS}, got {form!r}")
+        raise GraphPPError(f"take None, {RECOMPUTE_FORMS}, got {shown(form)}")
     return form
 
 

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, SupportsIndex, TypeAlias, runtime_checkable
 
+from graphpp.arguments import shown, type_name
 from graphpp.errors import SplitError
 
 
@@ -39,14 +40,19 @@ class Splitter(Protocol):
 Split: TypeAlias = SupportsIndex | Sequence[str] | Sequence[Sequence[str]] | Splitter | None
 
 
+_MOST_STAGES = 2**20
+
+
 def read_split(form: Any) -> Split:
     """The form, if its type is one of a split; names are resolved later, among the module calls of the captured graph.
 
     Raises `SplitError` for anything else.
     """
     if isinstance(form, type) or not (form is None or isinstance(form, SupportsIndex | Sequence | Splitter)):
-        kind = type(form).__name__
-        raise SplitError(f"take FQNs, a list of FQNs per stage, a number of stages, split_points() or a Layout, not {kind}")
+        forms = "FQNs, a list of FQNs per stage, a number of stages, split_points() or a Layout"
+        raise SplitError(f"take {forms}, not {type_name(form)}")
+    if isinstance(form, int) and form > _MOST_STAGES:
+        raise SplitError(f"take at most {_MOST_STAGES:,} stages, got {shown(form)}")
     found: Split = form
     return found
 

@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from graphpp.arguments import type_name
 from graphpp.errors import GraphPPError
 
 MeshLike = DeviceMesh | dist.ProcessGroup | None
@@ -62,7 +63,7 @@ def _check_group(mesh: object) -> None:
     if mesh is dist.GroupMember.NON_GROUP_MEMBER or (type(mesh) is int and mesh == dist.GroupMember.NON_GROUP_MEMBER):
         raise GraphPPError(f"mesh: rank {dist.get_rank()} is not in the group: call compile on the ranks of its group only")
     if mesh is not None and not isinstance(mesh, dist.ProcessGroup):
-        raise GraphPPError(f"mesh: take a DeviceMesh, a ProcessGroup, or None, got {type(mesh).__name__}")
+        raise GraphPPError(f"mesh: take a DeviceMesh, a ProcessGroup, or None, got {type_name(mesh)}")
 
 
 def pipeline_ranks(mesh: MeshLike) -> int | None:
@@ -105,7 +106,7 @@ def _device(model: object, device: torch.device | None, type_of_mesh: str | None
     wanted = device if device is not None else _default_device(model, type_of_mesh)
     try:
         return _usable(wanted)
-    except (RuntimeError, AssertionError) as error:
+    except (RuntimeError, AssertionError, ImportError) as error:
         first = str(error).partition("\n")[0]
         raise GraphPPError(f"parallel.device: {str(wanted)!r} cannot be used on this machine: {first}") from error
 

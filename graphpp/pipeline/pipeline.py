@@ -15,7 +15,7 @@ import gc
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import nn
@@ -36,6 +36,7 @@ from graphpp.parallel.place import RankPlace
 from graphpp.pipeline import grad_norm as norms
 from graphpp.pipeline.calls import Calls, MakeParts
 from graphpp.pipeline.graph_cache import GraphCache
+from graphpp.pipeline.module_habits import ModuleHabits
 from graphpp.pipeline.profile import Profile
 from graphpp.pipeline.profile_steps import Trials
 from graphpp.planner.counts import microbatches_for, usual_microbatches
@@ -79,20 +80,10 @@ class EvalResult:
     metrics: Mapping[str, torch.Tensor] = field(default_factory=dict)
 
 
-_RUN = "a pipeline has no forward of its own: call pipe.step(x, target=y) to train, pipe.eval(x) for the output"
-_DEVICE = "a pipeline is bound to its devices: give parallel=graphpp.Parallel(device=...) to graphpp.compile"
-_MODULE = "a pipeline is no module: use the model that was given to graphpp.compile, which stays the caller's"
-_HABITS = {
-    **dict.fromkeys(("forward", "backward"), _RUN),
-    **dict.fromkeys(("to", "cuda", "cpu", "half", "bfloat16", "float", "double"), _DEVICE),
-    **dict.fromkeys(("module", "modules", "named_modules", "children", "apply", "requires_grad_"), _MODULE),
-    "train": "the model has the flags: call model.train(), or model.eval() around pipe.step; pipe.eval(x) runs a batch",
-}
-"""Names of `nn.Module` that a pipeline does not have, and the call that does the same."""
 _MICROBATCHES = one_of(list, tuple, takes="a list of graphpp.Microbatch")
 
 
-class Pipeline:
+class Pipeline(ModuleHabits):
     """A model cut into stages, ready to train; made by `graphpp.compile`, which documents the options."""
 
     def __init__(
@@ -286,6 +277,7 @@ class Pipeline:
             raise GraphPPError(f"there is no stage {stage}: stages are 0..{len(stages) - 1}")
         return stages[stage]
 
+    @checked(GraphPPError, set_to_none=FLAG)
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Reset the gradients of this rank's parameters, as `torch.nn.Module.zero_grad` does."""
         for parameter in self.parameters():
@@ -293,16 +285,6 @@ class Pipeline:
                 parameter.grad = None
             elif parameter.grad is not None:
                 parameter.grad.zero_()
-
-    def __call__(self, *args: Any, **kwargs: Any) -> NoReturn:
-        """Refused: a pipeline has no forward of its own."""
-        raise GraphPPError(_HABITS["forward"])
-
-    def __getattr__(self, name: str) -> NoReturn:
-        """Refused: names of `nn.Module` with the call that does the same here, all others as unknown."""
-        if name in _HABITS:
-            raise GraphPPError(f"pipe.{name}: {_HABITS[name]}")
-        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
     # ------------------------------------------------------------------------------------------------ this rank's part
 
@@ -317,6 +299,10 @@ class Pipeline:
     def named_buffers(self) -> Iterator[tuple[str, torch.Tensor]]:
         """(FQN, buffer) of this rank's stages, in the model's order."""
         return self._state.named(self._cache.captured().buffers(self._place.rank), among=self._state.buffers)
+
+    def buffers(self) -> Iterator[torch.Tensor]:
+        """This rank's buffers, in the model's order."""
+        return (buffer for _, buffer in self.named_buffers())
 
     def state_dict(self) -> dict[str, Any]:
         """This rank's entries of the model's state dict, under the model's keys; all ranks' together are all of it."""
@@ -346,12 +332,6 @@ class Pipeline:
         if first is None:
             return "Pipeline(nothing captured yet: give example=, or run a step)"
         return "\n".join(filter(None, (str(first.plan), self._cutter.describe())))
-
-    def __reduce__(self) -> NoReturn:
-        raise GraphPPError(
-            "a pipeline cannot be copied or pickled, for it holds its ranks' connections: save pipe.state_dict(), and load it "
-            "into a pipeline compiled anew"
-        )
 
     # ------------------------------------------------------------------------------------------------ inside
 

@@ -14,6 +14,7 @@ from collections.abc import Hashable, Sequence
 
 from torch import fx
 
+from graphpp.arguments import FLAG, callback
 from graphpp.errors import GraphPPError
 from graphpp.options.recompute import Recompute
 from graphpp.options.split import ModuleCall
@@ -54,7 +55,7 @@ def may_recompute(option: Recompute) -> MayRecompute:
     """The operations of the regions that may run a second time."""
     if option.nodes is None:
         return always
-    return _is_light if isinstance(option.nodes, str) else option.nodes
+    return _is_light if isinstance(option.nodes, str) else callback(GraphPPError, "memory.recompute", FLAG, option.nodes)
 
 
 def recompute_budget(

@@ -16,7 +16,7 @@ from collections.abc import Collection, Sequence
 from itertools import pairwise
 from typing import SupportsIndex
 
-from graphpp.arguments import COUNT, NUMBER, TEXT, checked
+from graphpp.arguments import COUNT, INTEGER, NUMBER, TEXT, Accepted, callback, checked, shown, type_name
 from graphpp.errors import SplitError
 from graphpp.options.split import ModuleCall, Split, Splitter
 from graphpp.planner.layers import repeated_layers
@@ -48,9 +48,15 @@ def resolve(
     return starts
 
 
+_STARTS = Accepted(
+    "the position of the first operation of each stage, in a list of integers",
+    lambda value: isinstance(value, Sequence) and all(map(INTEGER.accepts, value)),
+)
+
+
 def _found(splitter: Splitter, calls: Sequence[ModuleCall]) -> tuple[int, ...]:
     """The splitter's stage starts, checked: the first is 0, none falls, all lie in the forward. Raises `SplitError`."""
-    starts = tuple(splitter.starts(calls))
+    starts = tuple(callback(SplitError, "split", _STARTS, splitter.starts)(calls))
     end = max((call.end for call in calls), default=0)
     if not starts or starts[0] != 0 or starts[-1] > end or any(start > later for start, later in pairwise(starts)):
         raise SplitError(
@@ -67,7 +73,7 @@ def _by_stage(split: Sequence[str] | Sequence[Sequence[str]]) -> list[list[str]]
         return [[START], *([name] for name in names)]
     stages = [list(stage) for stage in split if isinstance(stage, Sequence) and not isinstance(stage, str)]
     if len(stages) < len(split) or not all(isinstance(name, str) for stage in stages for name in stage):
-        raise SplitError(f"split={split!r} mixes forms: give FQNs only, or one list of FQNs for each stage")
+        raise SplitError(f"split={shown(split)} mixes forms: give FQNs only, or one list of FQNs for each stage")
     if not stages[-1]:
         raise SplitError(f"stage {len(stages) - 1}, the last, cannot be empty: the loss is computed there")
     stages = [[name.strip() for name in stage] for stage in stages]
@@ -127,9 +133,8 @@ def _number(split: SupportsIndex | None, num_stages: int | None) -> int:
     try:
         number = operator.index(wanted)
     except TypeError:
-        kind = type(wanted).__name__
         forms = "an int, a list of FQNs, a list of lists of FQNs, or a Layout"
-        raise SplitError(f"split= takes {forms}, not {kind}") from None
+        raise SplitError(f"split= takes {forms}, not {type_name(wanted)}") from None
     if isinstance(wanted, bool) or number < 1:
         raise SplitError(f"split={wanted} does not say how many stages there are: give a number of 1 or more, or FQNs")
     return number

@@ -84,8 +84,8 @@ class ModelState:
     def load(self, fqns: Collection[str], state: Mapping[str, Any], strict: bool) -> None:
         """Copy the entries of these tensors into the model, in place.
 
-        Raises `GraphPPError`, and changes nothing, if an entry has another shape, is on the meta device, or (`strict`) is
-        missing or unknown to the model.
+        Raises `GraphPPError`, and changes nothing, if an entry has another shape, is sparse or complex where the model's tensor
+        is not, is on the meta device, or (`strict`) is missing or unknown to the model.
         """
         require(GraphPPError, "state", MAPPING, state)
         require(GraphPPError, "strict", FLAG, strict)
@@ -105,6 +105,7 @@ class ModelState:
             if new.shape != old.shape
         ]
         _refuse(("of another shape", wrong))
+        _refuse(("that cannot be copied", [key for key, (old, new) in pairs.items() if not _can_hold(old, new)]))
         _refuse_meta([key for key, (old, _) in pairs.items() if old.is_meta])
         with torch.no_grad():
             for old, new in pairs.values():
@@ -135,6 +136,11 @@ def own_tensors(module: nn.Module) -> list[tuple[str, torch.Tensor]]:
     """
     parameters = module.named_parameters(recurse=False, remove_duplicate=False)
     return [*parameters, *module.named_buffers(recurse=False, remove_duplicate=False)]
+
+
+def _can_hold(old: torch.Tensor, new: torch.Tensor) -> bool:
+    """Whether the values of `new` can be copied into `old` without a loss but of precision."""
+    return new.layout is old.layout and not new.is_meta and (old.is_complex() or not new.is_complex())
 
 
 def _refuse_meta(names: list[str]) -> None:

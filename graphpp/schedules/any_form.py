@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from graphpp.arguments import COUNT, checked, or_none
+from graphpp.arguments import COUNT, FLAG, checked, or_none
 from graphpp.errors import ScheduleError
 from graphpp.schedules.check import checker
-from graphpp.schedules.check.peak_memory import MicrobatchCosts
+from graphpp.schedules.check.peak_memory import EACH_COSTS, WINDOWS, MicrobatchCosts
 from graphpp.schedules.generate.read import ScheduleLike, default_stages, load_schedule, make_table
 from graphpp.schedules.simulate import simulator
 from graphpp.schedules.simulate.timeline import Timeline
@@ -20,7 +20,15 @@ from graphpp.schedules.table.offload_window import OffloadWindow
 from graphpp.schedules.table.schedule import Schedule
 
 
-@checked(ScheduleError, ranks=COUNT, stages=COUNT, microbatches=COUNT)
+@checked(
+    ScheduleError,
+    ranks=COUNT,
+    stages=COUNT,
+    microbatches=COUNT,
+    training=FLAG,
+    costs=or_none(EACH_COSTS),
+    offloaded=WINDOWS,
+)
 def check(
     schedule: ScheduleLike,
     *,

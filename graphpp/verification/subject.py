@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from graphpp.arguments import positive_up_to, require, type_name
 from graphpp.backends.compilers import compiler_of
 from graphpp.batch.cut_batch import BatchCutter, leading_size
 from graphpp.batch.microbatch import FlatMicrobatch, Microbatch, flatten_microbatch
@@ -41,6 +42,8 @@ from graphpp.schedules.table.actions import Action
 from graphpp.schedules.table.in_order import has_inputs, in_order
 from graphpp.schedules.table.schedule import Schedule
 from graphpp.verification.runs import repeatable
+
+_RANKS = positive_up_to(12)
 
 
 @dataclass(frozen=True)
@@ -127,7 +130,7 @@ def in_one_row(schedule: Schedule) -> Schedule:
 def device_of(model: object) -> torch.device:
     """The device of the model's first parameter, else the CPU. Raises `GraphPPError` for anything but a module."""
     if not isinstance(model, nn.Module):
-        raise GraphPPError(f"model must be an nn.Module, got {type(model).__name__}")
+        raise GraphPPError(f"model must be an nn.Module, got {type_name(model)}")
     first = next(model.parameters(), None)
     return first.device if first is not None else torch.device("cpu")
 
@@ -135,8 +138,7 @@ def device_of(model: object) -> torch.device:
 def ranks_of(given: int | None, options: Options) -> int:
     """The number of ranks: `given`, else the rows of the table, else as many as the split asks for, else 2."""
     if given is not None:
-        if not isinstance(given, int) or isinstance(given, bool) or given < 1:
-            raise ScheduleError(f"ranks must be a positive number, got {given!r}")
+        require(ScheduleError, "ranks", _RANKS, given)
         return given
     if isinstance(options.schedule, Schedule):
         return options.schedule.ranks

@@ -82,7 +82,7 @@ def test_a_folder_is_shown_and_cleared(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("keep", [-1, 1.5, True, "all"])
 def test_what_is_kept_is_a_number_of_bytes(keep: object, tmp_path: Path) -> None:
-    with pytest.raises(graphpp.GraphPPError, match="keep is a number of bytes"):
+    with pytest.raises(graphpp.GraphPPError, match="keep: take a number of bytes"):
         graphpp.cache.clear(tmp_path, keep=keep)  # type: ignore[arg-type]
 
 

@@ -71,8 +71,8 @@ SETTINGS = {
     "loss with parameters": Fault(make(loss=nn.Linear(2, 1)), CaptureError, "trainable parameters of its own .weight"),
     "example of another type": Fault(make(example=(X, Y)), BatchError, "must be a graphpp.Microbatch.* got tuple"),
     "reduction": Fault(make(gradients="avg"), GraphPPError, "'mean', 'sum' or 'rows', got 'avg'"),
-    "no microbatches": Fault(make(microbatches=0), BatchError, "positive integer, got 0"),
-    "half a microbatch": Fault(make(microbatches=2.5), BatchError, "positive integer, got 2.5"),
+    "no microbatches": Fault(make(microbatches=0), BatchError, "positive integer .* got 0"),
+    "half a microbatch": Fault(make(microbatches=2.5), BatchError, "positive integer .* got 2.5"),
     "costs that are a number": Fault(
         lambda model: graphpp.Parallel(op_costs=3), GraphPPError, "parallel.op_costs: take a function"
     ),
@@ -107,7 +107,9 @@ SPLITS = {
         ScheduleError,
         "table for 2 stages and 1 microbatches",
     ),
-    "a function that returns nothing": Fault(run(schedule=lambda *counts: None), ScheduleError, "None is no schedule"),
+    "a function that returns nothing": Fault(
+        run(schedule=lambda *counts: None), ScheduleError, "must return a Schedule, or the rows of a table, but returned None"
+    ),
 }
 
 # ------------------------------------------------------------------------------------------------ what step is given

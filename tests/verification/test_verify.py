@@ -425,8 +425,8 @@ def test_only_a_dump_that_was_asked_for_is_written(monkeypatch: pytest.MonkeyPat
     ("options", "words"),
     [
         ({"mesh": 5}, "mesh: take a DeviceMesh"),
-        ({"ranks": True}, "ranks must be a positive number"),
-        ({"ranks": "2"}, "ranks must be a positive number"),
+        ({"ranks": True}, "ranks: take a positive integer"),
+        ({"ranks": "2"}, "ranks: take a positive integer"),
         ({"tolerance": "small"}, "tolerance: take a relative difference"),
         ({"example": 5}, "must be a graphpp.Microbatch"),
     ],

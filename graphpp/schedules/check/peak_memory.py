@@ -35,20 +35,20 @@ MicrobatchCosts = Costs | Sequence[Costs]
 """The costs of all microbatches, or one for each microbatch."""
 
 
-_EACH = Accepted(
+EACH_COSTS = Accepted(
     "a graphpp.Costs, or a list of them, one for each microbatch",
     lambda value: isinstance(value, Costs)
     or (isinstance(value, Sequence) and not isinstance(value, str) and all(isinstance(each, Costs) for each in value)),
 )
 
 
-_WINDOWS = Accepted(
+WINDOWS = Accepted(
     "a list of OffloadWindow",
     lambda value: isinstance(value, list | tuple) and all(isinstance(each, OffloadWindow) for each in value),
 )
 
 
-@checked(ScheduleError, schedule=SCHEDULE, costs=_EACH, offloaded=_WINDOWS)
+@checked(ScheduleError, schedule=SCHEDULE, costs=EACH_COSTS, offloaded=WINDOWS)
 def peak_bytes(schedule: Schedule, costs: MicrobatchCosts, offloaded: Sequence[OffloadWindow] = ()) -> tuple[int, ...]:
     """The most bytes of activations alive at once on each rank."""
     return tuple(peak.nbytes for peak in peaks(schedule, costs, offloaded))

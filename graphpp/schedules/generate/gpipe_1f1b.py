@@ -12,7 +12,7 @@ from itertools import zip_longest
 
 from graphpp.errors import ScheduleError
 from graphpp.schedules.table.actions import Action, Kind
-from graphpp.schedules.table.placement import all_on_one_rank, per_rank, positive, round_length, stages_per_rank
+from graphpp.schedules.table.placement import all_on_one_rank, check_counts, per_rank, round_length, stages_per_rank
 from graphpp.schedules.table.schedule import Row, Schedule
 
 SEVERAL = "Interleaved1F1B and LoopedBFS take several stages"
@@ -129,7 +129,7 @@ def plain_loop(ranks: int, stages: int, microbatches: int) -> Schedule:
 
     Raises `ScheduleError` for more than one rank.
     """
-    positive(ranks, stages, microbatches)
+    check_counts(ranks, stages, microbatches)
     if ranks != 1:
         raise ScheduleError(f"the plain loop runs on one rank, not on {ranks}; take 1F1B or Interleaved1F1B")
     row: list[Action] = []

@@ -20,7 +20,7 @@ from graphpp.errors import ScheduleError
 from graphpp.schedules.check.checker import check
 from graphpp.schedules.rewrite.add_idle_cells import add_idle_cells
 from graphpp.schedules.table.actions import Action, Kind
-from graphpp.schedules.table.placement import per_rank, positive, stages_per_rank
+from graphpp.schedules.table.placement import check_counts, per_rank, stages_per_rank
 from graphpp.schedules.table.schedule import SCHEDULE, Row, Schedule
 
 Steps = list[tuple[int, int]]
@@ -45,7 +45,7 @@ def schedule_table(microbatches: int, chunks: int, group: int) -> Steps:
     `schedule_table(5, 2, 3)`: (0,0) (1,0) (2,0) (0,1) (1,1) (2,1), (3,0) (4,0) (3,1) (4,1). Megatron's
     `get_schedule_table`. Raises `ScheduleError` for a group of less than one microbatch.
     """
-    positive(1, chunks, microbatches)
+    check_counts(1, chunks, microbatches)
     if group < 1:
         raise ScheduleError(f"a group has at least one microbatch, got group={group}")
     starts = range(0, microbatches, group)

@@ -16,10 +16,10 @@ from __future__ import annotations
 
 import difflib
 import functools
-import inspect
 import os
 from collections.abc import Callable, Iterable, Mapping
 
+from graphpp.arguments import Accepted, callback, shown, unfit
 from graphpp.errors import ScheduleError
 from graphpp.schedules.generate.names import ALIASES, SCHEDULES, Generator
 from graphpp.schedules.table.placement import usual_stages
@@ -27,6 +27,11 @@ from graphpp.schedules.table.schedule import Cell, Schedule
 
 TableLike = Mapping[int, Iterable[Cell]] | Iterable[Iterable[Cell]]
 ScheduleFunction = Callable[[int, int, int], Schedule | TableLike]
+_FORMS = "a name, a Schedule, a .csv path, a function or rows"
+_TABLE = Accepted(
+    "a Schedule, or the rows of a table",
+    lambda value: isinstance(value, Schedule | Iterable) and not isinstance(value, str | bytes),
+)
 ScheduleLike = Schedule | str | os.PathLike[str] | ScheduleFunction | TableLike
 
 
@@ -43,6 +48,8 @@ def load_schedule(source: ScheduleLike) -> Schedule | str | ScheduleFunction:
         return source
     if isinstance(source, str | os.PathLike):
         return Schedule.load(source.strip() if isinstance(source, str) else source)
+    if isinstance(source, type):
+        raise ScheduleError(f"take {_FORMS}, got {shown(source)}")
     return source if callable(source) else _of_table(source)
 
 
@@ -50,14 +57,18 @@ def make_table(source: ScheduleLike, ranks: int, stages: int, microbatches: int)
     """Make the schedule of `source` for these counts; a file, a table or a `Schedule` keeps its own counts.
 
     Raises `ScheduleError` for a source that `load_schedule` cannot read, for a named schedule that does not fit the counts,
-    and for a function that does not take three counts.
+    and for a function that does not take three counts, raises, or returns no table.
     """
     known = load_schedule(source)
     if isinstance(known, Schedule):
         return known
-    maker = _by_name(known) if isinstance(known, str) else known
-    _check_takes(maker, ranks, stages, microbatches)
-    made = maker(ranks, stages, microbatches)
+    if isinstance(known, str):
+        return _by_name(known)(ranks, stages, microbatches)
+    fault = unfit(known, 3)
+    if fault is not None:
+        name = getattr(known, "__name__", type(known).__name__)
+        raise ScheduleError(f"the schedule function {name} must take (ranks, stages, microbatches): {fault}")
+    made = callback(ScheduleError, "schedule", _TABLE, known)(ranks, stages, microbatches)
     return made if isinstance(made, Schedule) else _of_table(made)
 
 
@@ -77,17 +88,6 @@ def default_stages(source: ScheduleLike, ranks: int) -> int:
     return usual_stages(made_by, ranks)
 
 
-def _check_takes(maker: ScheduleFunction, *counts: int) -> None:
-    """Raise `ScheduleError` if a function cannot be called with the three counts."""
-    try:
-        inspect.signature(maker).bind(*counts)
-    except TypeError as fault:
-        name = getattr(maker, "__name__", type(maker).__name__)
-        raise ScheduleError(f"the schedule function {name} must take (ranks, stages, microbatches): {fault}") from None
-    except ValueError:  # some builtins have no signature
-        return
-
-
 def _by_name(name: str) -> Generator:
     known = {key.casefold(): key for key in (*SCHEDULES, *ALIASES)}
     wanted = name.strip().casefold()
@@ -105,5 +105,5 @@ def _of_table(table: TableLike) -> Schedule:
             raise ScheduleError(f"a schedule given as a dict needs a row for each rank from 0 on, not {list(table)}")
         table = [table[rank] for rank in range(len(table))]
     if not isinstance(table, Iterable):
-        raise ScheduleError(f"{table!r} is no schedule; give a name, a Schedule, a .csv path, a function or rows")
+        raise ScheduleError(f"{shown(table)} is no schedule; give {_FORMS}")
     return Schedule.of(table)

@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from math import inf
 
+from graphpp.arguments import INDEX, shown
 from graphpp.errors import ScheduleError
 from graphpp.schedules.check.peak_memory import peak_bytes
 from graphpp.schedules.table.actions import Action, Kind
@@ -20,10 +21,8 @@ Home = Mapping[int, int]
 _MOST = 2**16
 
 
-def check_counts(ranks: int, microbatches: int) -> None:
-    """Raise `ScheduleError` unless there is at least one rank and one microbatch."""
-    if any(type(count) is not int or count < 1 for count in (ranks, microbatches)):
-        raise ScheduleError(f"a schedule needs at least one rank and one microbatch, not {ranks} and {microbatches}")
+def check_size(ranks: int, microbatches: int) -> None:
+    """Raise `ScheduleError` for a problem that takes too long to search."""
     if ranks * microbatches > _MOST:
         raise ScheduleError(
             f"a search over {ranks:,} ranks and {microbatches:,} microbatches takes too long: take at most {_MOST:,} ranks "
@@ -47,10 +46,10 @@ def caps_of(memory_cap: int | Sequence[int] | None, ranks: int) -> list[float]:
 
 def placements(stages: int, placement: str | Home | None, ranks: int) -> list[dict[int, int]]:
     """The placements to try, each a mapping stage -> rank."""
-    if placement is not None and not isinstance(placement, str):
+    if isinstance(placement, Mapping) and all(map(INDEX.accepts, (*placement, *placement.values()))):
         return [_checked_placement(stages, placement, ranks)]
-    if placement not in (None, "loop", "v"):
-        raise ScheduleError(f"unknown placement {placement!r}; take 'loop', 'v', a mapping stage -> rank, or None")
+    if isinstance(placement, Mapping) or placement not in (None, "loop", "v"):
+        raise ScheduleError(f"unknown placement {shown(placement)}; take 'loop', 'v', a mapping stage -> rank, or None")
     if stages < 1 or stages % ranks:
         raise ScheduleError(
             f"{stages} stages cannot be dealt evenly to {ranks} ranks; give placement={{stage: rank, ...}}, or the costs "

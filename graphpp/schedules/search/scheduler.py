@@ -20,14 +20,14 @@ from collections.abc import Iterable, Sequence
 from math import inf
 from random import Random
 
-from graphpp.arguments import checked
+from graphpp.arguments import COUNT, INTEGER, NUMBER, TEXT, Accepted, checked
 from graphpp.errors import ScheduleError
 from graphpp.schedules.check.checker import check
 from graphpp.schedules.generate.names import SCHEDULES
 from graphpp.schedules.search.arguments import (
     Home,
     caps_of,
-    check_counts,
+    check_size,
     one_by_one,
     placements,
     too_tight,
@@ -55,7 +55,10 @@ _FILLED, _WINDOWS = 16, (3, 8)
 """The number of solutions whose waits are filled, and the numbers of operations that `fill_waits` looks at."""
 
 
-@checked(ScheduleError, costs=COSTS)
+_TIMES = Accepted("a number from 0 to 1000", lambda value: NUMBER.accepts(value) and 0 <= value <= 1000)  # type: ignore[operator]
+
+
+@checked(ScheduleError, costs=COSTS, ranks=COUNT, microbatches=COUNT, seed=INTEGER, effort=_TIMES, name=TEXT)
 def schedule_auto(
     costs: Costs,
     memory_cap: int | Sequence[int] | None = None,
@@ -75,7 +78,7 @@ def schedule_auto(
 
     Raises `ScheduleError` if the caps admit no schedule, naming the smallest that do, and for counts that do not fit.
     """
-    check_counts(ranks, microbatches)
+    check_size(ranks, microbatches)
     caps = caps_of(memory_cap, ranks)
     homes = placements(len(costs.stages), placement, ranks)
     random = Random(seed)

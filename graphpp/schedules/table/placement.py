@@ -11,10 +11,9 @@ Contract
 from __future__ import annotations
 
 from collections.abc import Callable
-from math import prod
 from typing import Literal, TypeVar
 
-from graphpp.arguments import COUNT, INDEX, TEXT, checked
+from graphpp.arguments import COUNT, INDEX, TEXT, checked, require
 from graphpp.errors import ScheduleError
 
 _STAGES_PER_RANK = "_stages_per_rank"
@@ -31,7 +30,7 @@ def stages_per_rank(count: int, *, alone: int | None = None) -> Callable[[G], G]
     return declare
 
 
-_MOST_FORWARDS = 2**24
+_MOST_RANKS, _MOST_FORWARDS = 2**12, 2**20
 
 
 def usual_stages(generator: object, ranks: int) -> int:
@@ -47,7 +46,6 @@ def stage_ids(rank: int, ranks: int, stages: int, style: Literal["loop", "v"] = 
     `loop`: rank, rank + ranks, ...; `v`: exactly two, rank and stages-1-rank, so the last stage is on rank 0.
     Raises `ScheduleError` (a `ValueError`) if rank, stage count or style do not fit.
     """
-    positive(ranks, stages)
     if not 0 <= rank < ranks:
         raise ScheduleError(f"rank {rank} does not exist among {ranks}; take 0..{ranks - 1}")
     if style not in ("loop", "v"):
@@ -61,17 +59,14 @@ def stage_ids(rank: int, ranks: int, stages: int, style: Literal["loop", "v"] = 
     return rank, stages - 1 - rank
 
 
-def positive(*counts: int) -> None:
-    """Raise `ScheduleError` unless there are some of each, in this order: ranks, stages, microbatches; and not too many."""
-    for noun, count in zip(("ranks", "stages", "microbatches"), counts, strict=False):
-        if not isinstance(count, int) or isinstance(count, bool):
-            raise ScheduleError(f"a schedule needs whole numbers: got {count!r} {noun}")
-        if count < 1:
-            raise ScheduleError(f"a schedule needs at least one of each: got {count} {noun}")
-    if prod(counts[1:]) > _MOST_FORWARDS or counts[0] > _MOST_FORWARDS:
+def check_counts(ranks: int, stages: int, microbatches: int) -> None:
+    """Raise `ScheduleError` for a count that is no positive integer, and for counts of which a table takes minutes to make."""
+    for name, count in (("ranks", ranks), ("stages", stages), ("microbatches", microbatches)):
+        require(ScheduleError, name, COUNT, count)
+    if ranks > _MOST_RANKS or stages * microbatches > _MOST_FORWARDS:
         raise ScheduleError(
-            f"a table of {' x '.join(f'{count:,}' for count in counts)} ranks, stages and microbatches does not fit in memory: "
-            f"take at most {_MOST_FORWARDS:,} forwards (stages times microbatches)"
+            f"a table of {ranks:,} ranks, {stages:,} stages and {microbatches:,} microbatches is too large to work with: "
+            f"take at most {_MOST_RANKS:,} ranks and {_MOST_FORWARDS:,} forwards (stages times microbatches)"
         )
 
 
@@ -81,7 +76,7 @@ def all_on_one_rank(name: str, ranks: int, stages: int, microbatches: int, sever
     `several`: the schedules that the error recommends for more than one stage per rank. Raises `ScheduleError` for any other
     number of stages than ranks.
     """
-    positive(ranks, stages, microbatches)
+    check_counts(ranks, stages, microbatches)
     if ranks > 1 and stages != ranks:
         many = f"; {several} per rank" if stages % ranks == 0 else ""
         raise ScheduleError(
@@ -92,7 +87,7 @@ def all_on_one_rank(name: str, ranks: int, stages: int, microbatches: int, sever
 
 def per_rank(name: str, ranks: int, stages: int, microbatches: int) -> int:
     """The number of stages on each rank; raises `ScheduleError` if the stages cannot be shared out evenly."""
-    positive(ranks, stages, microbatches)
+    check_counts(ranks, stages, microbatches)
     if stages % ranks:
         fit = _multiples(ranks, stages)
         raise ScheduleError(f"{name} gives every rank equally many stages: {stages} do not fit {ranks} ranks; {fit}")
@@ -101,7 +96,7 @@ def per_rank(name: str, ranks: int, stages: int, microbatches: int) -> int:
 
 def two_per_rank(name: str, ranks: int, stages: int, microbatches: int) -> None:
     """Raise `ScheduleError` unless there are two stages for each rank, placed in a V."""
-    positive(ranks, stages, microbatches)
+    check_counts(ranks, stages, microbatches)
     if stages != 2 * ranks:
         raise ScheduleError(
             f"{name} runs two stages per rank, rank r having stages r and {2 * ranks - 1} - r: {stages} stages do not "

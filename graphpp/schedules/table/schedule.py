@@ -26,7 +26,7 @@ from itertools import zip_longest
 from pathlib import Path
 from types import MappingProxyType
 
-from graphpp.arguments import PATH, ROWS, TEXT, checked, one_of
+from graphpp.arguments import INDEX, PATH, ROWS, TEXT, checked, one_of, or_none
 from graphpp.errors import ScheduleError
 from graphpp.schedules.table import recompute_marks
 from graphpp.schedules.table.actions import Action, Kind, parse
@@ -59,7 +59,7 @@ class Schedule:
             object.__setattr__(self, "recomputed", recompute_marks.as_pairs(self.recomputed))
 
     @classmethod
-    @checked(ScheduleError, rows=ROWS)
+    @checked(ScheduleError, rows=ROWS, name=TEXT, stages=or_none(INDEX), microbatches=or_none(INDEX))
     def of(
         cls,
         rows: Iterable[Iterable[Cell]],
@@ -170,7 +170,7 @@ class Schedule:
             raise ScheduleError(f"path: {os.fspath(path)!r} cannot be written: {fault}") from fault
 
     @classmethod
-    @checked(ScheduleError, path=PATH)
+    @checked(ScheduleError, path=PATH, name=or_none(TEXT), stages=or_none(INDEX), microbatches=or_none(INDEX))
     def load(
         cls,
         path: str | os.PathLike[str],

@@ -204,9 +204,9 @@ def test_auto_on_one_rank_is_the_plain_loop() -> None:
         ("auto", 2, 3, 4, "3 do not fit 2 ranks; take 2 or 4"),
         ("Interleaved1F1B", 4, 8, 9, "does not admit 9 microbatches.*the nearest that fit are 8 and 10"),
         ("auto", 2, 4, 5, "does not admit 5 microbatches.*the nearest that fit are 4 and 6"),
-        ("1F1B", 2, 2, 0, "got 0 microbatches"),
+        ("1F1B", 2, 2, 0, "microbatches: take a positive integer .* got 0"),
         ("auto", 1, 0, 1, "stages: take a positive integer"),
-        ("LoopedBFS", 0, 0, 1, "got 0 ranks"),
+        ("LoopedBFS", 0, 0, 1, "ranks: take a positive integer .* got 0"),
     ],
 )
 def test_counts_that_do_not_fit(name: str, ranks: int, stages: int, microbatches: int, fault: str) -> None:

@@ -60,7 +60,7 @@ def test_build_takes_what_a_user_has(tmp_path: Path) -> None:
         ([["0F0", 5]], "rank 0, cell 2: action '5'"),
         ([Action(0, Kind.F, 0)], "rank 0: 0F0 stands where the list"),
         ([0, 1], "rank 0: 0 stands where the list"),
-        (lambda *counts: None, "None is no schedule"),
+        (lambda *counts: None, "must return a Schedule.* returned None"),
         (7, "7 is no schedule"),
     ],
 )

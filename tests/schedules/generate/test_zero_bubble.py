@@ -149,7 +149,7 @@ def test_aliases(alias: tuple[str, str]) -> None:
         ("ZBVZeroBubble", (2, 2, 4), "rank r having stages r and 3 - r: 2 stages do not fit 2 ranks, 4 stages would"),
         ("V-Half", (2, 6, 4), "V-Half runs two stages per rank.*4 stages would"),
         ("DualPipeV", (4, 8, 7), "7 do not fill 8 stages on 4 ranks; take 8 or more, or ZBVZeroBubble"),
-        ("V-Min", (2, 4, 0), "got 0 microbatches"),
+        ("V-Min", (2, 4, 0), "microbatches: take a positive integer .* got 0"),
     ],
 )
 def test_counts_that_do_not_fit(name: str, counts: tuple[int, int, int], fault: str) -> None:
