@@ -10,6 +10,7 @@ from graphpp.batch.microbatch import Microbatch, absent, whole
 from graphpp.errors import (
     BatchError,
     CaptureError,
+    CheckpointError,
     GraphPPError,
     MismatchError,
     RankFailure,
@@ -42,6 +43,7 @@ __version__ = "0.1.0"
 __all__ = [
     "BatchError",
     "CaptureError",
+    "CheckpointError",
     "Comparison",
     "Costs",
     "Custom",

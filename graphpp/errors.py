@@ -25,6 +25,10 @@ class BatchError(GraphPPError, ValueError):
     """A batch does not fit: not divisible into microbatches, target missing, shapes other than captured."""
 
 
+class CheckpointError(GraphPPError, RuntimeError):
+    """A checkpoint is missing, torn, of another training, or holds values that are no plain data."""
+
+
 class MismatchError(GraphPPError, RuntimeError):
     """Ranks were given different models, splits, schedules or shapes; every rank raises it."""
 

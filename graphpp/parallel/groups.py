@@ -13,6 +13,18 @@ import torch.distributed as dist
 from graphpp._torch.distributed import group_of
 
 
+def gloo_twin(group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
+    """A gloo process group of the same ranks, for messages between threads that must not meet those of `group`.
+
+    None for a single rank. Called by all ranks of the group.
+    """
+    if group is None or dist.get_world_size(group) == 1:
+        return None
+    world = dist.get_process_group_ranks(group)
+    made: dist.ProcessGroup = dist.new_group(world, backend="gloo", use_local_synchronization=True)
+    return made
+
+
 class Subgroups:
     """Makes and keeps the process groups of subsets of a group's ranks; `rank` is this process's rank in the group.
 

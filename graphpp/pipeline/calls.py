@@ -14,9 +14,11 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import cached_property
 from typing import TypeVar
 
 import torch
+import torch.distributed as dist
 
 from graphpp.batch.cut_batch import leading_size
 from graphpp.batch.loss_weights import NO_WEIGHTS, LossArguments, LossWeighting
@@ -28,6 +30,7 @@ from graphpp.parallel.agreement import Agreement
 from graphpp.parallel.data_parallel import average_, broadcast_
 from graphpp.parallel.facts import Facts
 from graphpp.parallel.failure import FailureBoard
+from graphpp.parallel.groups import gloo_twin
 from graphpp.parallel.place import RankPlace
 from graphpp.parallel.timeouts import Timeouts
 from graphpp.pipeline.given_data import checksums, filled, holdings_of_ranks
@@ -59,6 +62,7 @@ class Calls:
         self._broken = False
         self._compared = False  # the values with which the replicas begin
         self.last: PreparedStep | None = None
+        self.steps = 0  # training calls that have ended
 
     @contextlib.contextmanager
     def watched(self) -> Iterator[None]:
@@ -148,6 +152,7 @@ class Calls:
                 self._share_buffers(prepared)
         self._cache.after_step(call, prepared)
         self.last = prepared
+        self.steps += call.training
         return prepared
 
     def _share_buffers(self, prepared: PreparedStep) -> None:
@@ -158,6 +163,22 @@ class Calls:
             own = {fqn for stage in stages if stage.index in prepared.runner.stages for fqn in stage.written_buffers}
             tensors = [self._state.tensor(fqn) for fqn in sorted(own)]
             (broadcast_ if how == "broadcast" else average_)(tensors, replicas)
+
+    @cached_property
+    def file_group(self) -> dist.ProcessGroup | None:
+        """The process group of the pipeline's ranks for checkpoints, which are written while steps go on."""
+        return gloo_twin(self._place.group)
+
+    def all_do(self, what: str, work: Callable[[], None]) -> None:
+        """Do `work` on every rank of the pipeline, and go on when all have done it. Raises on all ranks if it fails on one."""
+        self.check_whole()
+        with self.watched():
+            self._agreement.together(work, lambda _: self._described(Facts({}), what))
+
+    def replicas_wait(self, what: str) -> None:
+        """Go on when all replicas have come to this call."""
+        with self.watched():
+            self._replicas.together(lambda: None, lambda _: Facts({"the call": [what]}))
 
     def check_whole(self) -> None:
         """Raise `GraphPPError` after a call that ended midway."""

@@ -20,9 +20,10 @@ from typing import Any
 import torch
 from torch import nn
 from torch.amp import GradScaler
+from torch.distributed.checkpoint.stateful import Stateful
 
 from graphpp._torch.autograd import call_gradient_hooks
-from graphpp.arguments import COUNT, FLAG, INTEGER, checked, one_of, or_none, require
+from graphpp.arguments import COUNT, FLAG, INTEGER, MAPPING, checked, one_of, or_none, require
 from graphpp.batch.cut_batch import BatchCutter, leading_size
 from graphpp.batch.loss_weights import DeferredScaler, LossArguments, LossWeight
 from graphpp.batch.microbatch import FlatMicrobatch, Microbatch, flatten_microbatch
@@ -35,6 +36,8 @@ from graphpp.parallel.agreement import Agreement
 from graphpp.parallel.place import RankPlace
 from graphpp.pipeline import grad_norm as norms
 from graphpp.pipeline.calls import Calls, MakeParts
+from graphpp.pipeline.checkpoint.folder import Checkpoint
+from graphpp.pipeline.checkpoint.training_state import TrainingState, check_stateful
 from graphpp.pipeline.graph_cache import GraphCache
 from graphpp.pipeline.module_habits import ModuleHabits
 from graphpp.pipeline.profile import Profile
@@ -261,6 +264,11 @@ class Pipeline(ModuleHabits):
         return self._cache.recorded.states
 
     @property
+    def steps(self) -> int:
+        """How many training calls have ended, those of a loaded checkpoint included."""
+        return self._calls.steps
+
+    @property
     def plan(self) -> Plan:
         """The stages, their ranks and bytes, and the schedule. Raises `GraphPPError` before anything is captured."""
         return self._cache.captured().plan
@@ -325,6 +333,24 @@ class Pipeline(ModuleHabits):
         first = self._cache.captured()
         read = first.reads(self._place.rank)
         return [role.path for role in first.captured.joint.inputs() if isinstance(role, Input) and role.path in read]
+
+    def checkpoint(self, *objects: Stateful, extra: Mapping[str, Any] | None = None) -> Checkpoint:
+        """The training as it is, to save and to load: `pipe.checkpoint(optimizer, scheduler).save("folder")`.
+
+        `objects`: optimizers of this rank's parameters, and other objects with `state_dict` and `load_state_dict`, such as
+        learning-rate schedulers and gradient scalers, in the same order on every rank. `extra`: further values by name, equal
+        on all ranks: plain data, or objects with a state, such as a data loader's. The model's parameters and buffers, the
+        generator of random numbers and the number of training calls are always part. No name in a checkpoint depends on ranks,
+        stages or schedule, so another layout can load it. Raises `GraphPPError` before anything is captured, and
+        `CheckpointError` for an object without a state.
+        """
+        self._cache.captured()
+        optimizers, others = check_stateful(objects)
+        require(GraphPPError, "extra", MAPPING, extra or {})
+        calls, place = self._calls, self._place
+        values = dict(extra or {})
+        state = TrainingState(self, self._model, optimizers, others, values, place.device, place.rank == 0, calls)
+        return Checkpoint(state, place, calls)
 
     def __repr__(self) -> str:
         """The plan as a table (stage, rank, FQNs, parameters, bytes sent, bytes saved), and how the latest batch was cut."""

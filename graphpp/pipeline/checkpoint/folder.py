@@ -1,0 +1,191 @@
+"""A checkpoint folder: written whole or not at all, read by any layout of ranks.
+
+Contract
+--------
+- `save` writes into `<folder>.partial` and renames when all ranks have written. A process that is killed at any moment leaves
+  the checkpoint of before, or the new one: an earlier `<folder>` is called `<folder>.before` for the moment of the exchange,
+  and `load` takes it where `<folder>` is missing.
+- The files are those of `torch.distributed.checkpoint`; `dcp.load` reads them as well. All ranks see one file system.
+- `load` reads no class and runs no code that a file names (`safe_reading.py`), and changes nothing if an entry is missing or
+  has another shape.
+- Ranks of one pipeline write and read. Of several replicas the first writes.
+- Errors are `CheckpointError`, raised on all ranks.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import warnings
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import async_save, save
+
+from graphpp.errors import CheckpointError, GraphPPError
+from graphpp.parallel.place import RankPlace
+from graphpp.pipeline.calls import Calls
+from graphpp.pipeline.checkpoint.safe_reading import SafePlanner, SafeReader
+from graphpp.pipeline.checkpoint.training_state import TrainingState
+
+_ENTRY = "training"  # the name of the training among the entries of a folder
+
+
+class PendingSave:
+    """A save that goes on in the background; the training may go on meanwhile."""
+
+    def __init__(self, written: Future[Any] | None, publish: Callable[[], None]) -> None:
+        """`written`: None on a rank whose replica does not write; `publish` gives the folder its name."""
+        self._written, self._publish = written, publish
+
+    def done(self) -> bool:
+        """Whether all is written, so that `wait` would not wait for the disk."""
+        return self._written is None or self._written.done()
+
+    def wait(self) -> None:
+        """Wait until the checkpoint is complete, and give it its name. Called by all ranks; raises what the writing raised."""
+        if self._written is not None:
+            with _told():
+                self._written.result()
+        self._publish()
+
+
+class Checkpoint:
+    """The training of a pipeline, to save and to load; made by `pipe.checkpoint`.
+
+    `state_dict` and `load_state_dict` make it a `Stateful`, so `dcp.save({"training": checkpoint}, checkpoint_id=folder)`
+    works too. `extra` has the values that were given, and after `load` those of the checkpoint.
+    """
+
+    def __init__(self, state: TrainingState, place: RankPlace, calls: Calls) -> None:
+        self._state, self._calls = state, calls
+        self._replicas = place.replicas
+
+    @property
+    def extra(self) -> dict[str, Any]:
+        """The values that the caller adds to the checkpoint."""
+        return self._state.extra
+
+    def state_dict(self) -> dict[str, Any]:
+        """This rank's part, by names that do not depend on ranks, stages or schedule."""
+        return self._state.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore this rank's part."""
+        self._state.load_state_dict(state)
+
+    def save(self, folder: str | os.PathLike[str]) -> None:
+        """Write a checkpoint. Called by all ranks.
+
+        After an error, or if a process is killed, the folder has the checkpoint of before.
+        """
+        path = Path(folder)
+        if self._writes:
+            self._clear(path)
+            with self._dcp() as options:
+                save(self._entries(), storage_writer=_writer(path), **options)
+        self._publish(path)
+
+    def async_save(self, folder: str | os.PathLike[str]) -> PendingSave:
+        """Copy the training into the host's memory and write it in the background. Called by all ranks.
+
+        Start the next save after `wait` of this one.
+        """
+        path = Path(folder)
+        if not self._writes:
+            return PendingSave(None, lambda: self._publish(path))
+        self._clear(path)
+        with self._dcp() as options:
+            written = async_save(self._entries(), storage_writer=_writer(path), **options)
+        assert isinstance(written, Future)
+        return PendingSave(written, lambda: self._publish(path))
+
+    def load(self, folder: str | os.PathLike[str]) -> None:
+        """Read a checkpoint that any layout of ranks, stages and schedule has written. Called by all ranks."""
+        path = complete(Path(folder))
+        with self._dcp() as options:
+            load(self._entries(), storage_reader=SafeReader(path), planner=SafePlanner(path), **options)
+
+    # ------------------------------------------------------------------------------------------------ inside
+
+    def _entries(self) -> dict[str, Any]:
+        return {_ENTRY: self._state}
+
+    @property
+    def _writes(self) -> bool:
+        """Whether this rank's replica writes."""
+        return self._replicas is None or dist.get_rank(self._replicas) == 0
+
+    @contextmanager
+    def _dcp(self) -> Iterator[dict[str, Any]]:
+        """A context for a call of torch's distributed checkpoint by all ranks of the pipeline, with its options."""
+        with self._calls.watched(), _told(), warnings.catch_warnings():
+            warnings.filterwarnings("ignore", category=UserWarning, module="torch.distributed.checkpoint")
+            group = self._calls.file_group
+            yield {"process_group": group, "no_dist": group is None}
+
+    def _clear(self, path: Path) -> None:
+        """Remove what a save that was killed has left."""
+
+        def clear() -> None:
+            if self._state.first:
+                shutil.rmtree(_partial(path), ignore_errors=True)
+                path.parent.mkdir(parents=True, exist_ok=True)
+
+        self._calls.all_do(f"checkpoint {path}", clear)
+
+    def _publish(self, path: Path) -> None:
+        """Give the complete checkpoint its name."""
+
+        def publish() -> None:
+            if not self._state.first:
+                return
+            if path.exists():
+                shutil.rmtree(_before(path), ignore_errors=True)
+                path.rename(_before(path))
+            _partial(path).rename(path)
+            shutil.rmtree(_before(path), ignore_errors=True)
+
+        if self._writes:
+            self._calls.all_do(f"checkpoint {path} is complete", publish)
+        self._calls.replicas_wait(f"checkpoint {path}")
+
+
+def complete(path: Path) -> Path:
+    """The folder with the latest complete checkpoint. Raises `CheckpointError` where there is none."""
+    for found in (path, _before(path)):
+        if (found / ".metadata").is_file():
+            return found
+    if _partial(path).exists():
+        raise CheckpointError(f"{path} has no complete checkpoint: {_partial(path).name} is what a save that was cut off left")
+    raise CheckpointError(f"{path} has no checkpoint: it has no file .metadata, which every complete checkpoint has")
+
+
+def _writer(path: Path) -> FileSystemWriter:
+    return FileSystemWriter(_partial(path))
+
+
+def _partial(path: Path) -> Path:
+    return path.with_name(f"{path.name}.partial")
+
+
+def _before(path: Path) -> Path:
+    return path.with_name(f"{path.name}.before")
+
+
+@contextmanager
+def _told() -> Iterator[None]:
+    """Raise the error of the first rank that failed in torch's distributed checkpoint, instead of torch's table of errors."""
+    try:
+        yield
+    except CheckpointException as fault:
+        rank, (first, _) = sorted(fault.failures.items())[0]
+        text = str(first) if isinstance(first, GraphPPError) else f"{type(first).__name__}: {first}"
+        raise CheckpointError(f"rank {rank}: {text}") from first

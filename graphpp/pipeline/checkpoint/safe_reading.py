@@ -1,0 +1,130 @@
+"""Read a folder of torch's distributed checkpoint without running code that the folder names.
+
+Contract
+    `SafeReader` reads the folder's `.metadata`, a pickle, and accepts only the classes that torch writes there. `SafePlanner`
+    reads values that are no tensors with `torch.load(weights_only=True)`. Both raise `CheckpointError` with the name of the
+    file or entry. The planner raises too where the folder lacks an entry that a rank needs, or has another shape for it.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import pickle
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
+from torch.futures import Future
+
+from graphpp.errors import CheckpointError
+
+_METADATA = ".metadata"
+_ACCEPTED = {
+    ("pathlib", "PosixPath"),
+    ("pathlib", "WindowsPath"),
+    ("pathlib", "PurePosixPath"),
+    ("collections", "OrderedDict"),
+    ("torch", "Size"),
+    ("torch.serialization", "_get_layout"),
+    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
+    *(
+        ("torch.distributed.checkpoint.metadata", name)
+        for name in (
+            "BytesStorageMetadata",
+            "ChunkStorageMetadata",
+            "Metadata",
+            "MetadataIndex",
+            "StorageMeta",
+            "TensorProperties",
+            "TensorStorageMetadata",
+            "_MEM_FORMAT_ENCODING",
+        )
+    ),
+}
+
+
+class _Unpickler(pickle.Unpickler):
+    """Finds no class but those that torch writes into the metadata of a checkpoint."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
+        if (module, name) in _ACCEPTED or is_dtype:
+            return super().find_class(module, name)
+        raise pickle.UnpicklingError(f"it names {module}.{name}, which the metadata of a checkpoint never holds")
+
+
+class SafeReader(FileSystemReader):
+    """Reads a checkpoint folder whose metadata may come from anyone."""
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        super().__init__(path)
+        self._folder = Path(path)
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        """The metadata of the folder. Raises `CheckpointError` where it cannot be read or names other classes."""
+        rank = kwargs.get("rank")
+        path = self._folder / (_METADATA if rank is None else f"__{rank}{_METADATA}")
+        try:
+            with path.open("rb") as file:
+                metadata = _Unpickler(file).load()
+        except Exception as fault:  # a torn pickle raises nearly anything
+            raise CheckpointError(f"{path} cannot be read: {fault}. The checkpoint is torn, or nobody's of torch") from fault
+        if not isinstance(metadata, Metadata):
+            raise CheckpointError(f"{path} holds a {type(metadata).__name__} where the metadata of a checkpoint should stand")
+        if metadata.storage_meta is not None:
+            metadata.storage_meta.load_id = self.load_id
+        return metadata
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        """Read the plain values first: one that is refused leaves all tensors as they were."""
+        plain = [item for item in plan.items if item.type is LoadItemType.BYTE_IO]
+        tensors = [item for item in plan.items if item.type is not LoadItemType.BYTE_IO]
+        super().read_data(replace(plan, items=plain), planner)
+        return super().read_data(replace(plan, items=tensors), planner)
+
+
+class SafePlanner(DefaultLoadPlanner):
+    """Checks the names and shapes of a folder before anything is read, and reads plain values without running code."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__()
+        self._folder = folder
+
+    def set_up_planner(
+        self, state_dict: dict[str, Any], metadata: Metadata | None = None, is_coordinator: bool = False
+    ) -> None:
+        """Check the names and shapes of everything that this rank needs."""
+        super().set_up_planner(state_dict, metadata, is_coordinator)
+        assert metadata is not None
+        stored = metadata.state_dict_metadata
+        missing = [name for name in self.state_dict if name not in stored]
+        if missing:
+            raise CheckpointError(
+                f"{self._folder} lacks {len(missing)} entries that this training has: {', '.join(missing[:3])}. "
+                f"It has {len(stored)} others, such as {', '.join(list(stored)[:2])}"
+            )
+        for name, value in self.state_dict.items():
+            found = stored[name]
+            if isinstance(value, torch.Tensor) != isinstance(found, TensorStorageMetadata):
+                raise CheckpointError(f"{self._folder}: {name} is a tensor on one side alone")
+            if isinstance(found, TensorStorageMetadata) and value.shape != found.size:
+                raise CheckpointError(f"{self._folder}: {name} is {list(found.size)}, and here {list(value.shape)}")
+
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        """Read a value that is no tensor."""
+        try:
+            plain = torch.load(value, weights_only=True)
+        except Exception as fault:
+            name = read_item.storage_index.fqn
+            raise CheckpointError(f"{self._folder}: {name} is no plain value: {str(fault).splitlines()[0]}") from fault
+        written = io.BytesIO()
+        torch.save(plain, written)
+        written.seek(0)
+        super().load_bytes(read_item, written)
+
