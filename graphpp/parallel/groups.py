@@ -20,9 +20,7 @@ def gloo_twin(group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
     """
     if group is None or dist.get_world_size(group) == 1:
         return None
-    world = dist.get_process_group_ranks(group)
-    made: dist.ProcessGroup = dist.new_group(world, backend="gloo", use_local_synchronization=True)
-    return made
+    return group_of(dist.get_process_group_ranks(group), backend="gloo")
 
 
 class Subgroups:
