@@ -3,19 +3,23 @@
     torchrun --nproc-per-node 2 examples/train_llama.py          (`make demo` does this)
     torchrun --nproc-per-node 2 examples/train_llama.py --backend inductor --steps 200
 
-Every rank gets the same batch; graphpp cuts the batch into microbatches and the model into stages. Afterwards rank 0
-trains the same model with PyTorch alone, and the exit status is 1 if one loss or one parameter differs.
+Every rank gets the same batch; graphpp cuts the batch into microbatches and the model into stages. Half of the way the
+training is saved, and another pipeline, with other stages and another schedule, loads the checkpoint and goes on. Afterwards
+rank 0 trains the same model with PyTorch alone, and the exit status is 1 if one loss or one parameter differs.
 A compiling backend reorders sums; with such a backend the losses of the last step must agree to --tolerance.
 """
 
 import argparse
 import itertools
 import os
+import shutil
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 
 import llama
 import text
@@ -47,13 +51,14 @@ class Run:
 
 def options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--steps", type=int, default=50)
+    parser.add_argument("--steps", type=int, default=50, help="2 or more: half of them before the checkpoint")
     parser.add_argument("--microbatches", type=int, default=8)
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--dim", type=int, default=320, help="a multiple of 64")
     parser.add_argument("--batch", type=int, default=16, help="rows, a multiple of the microbatches")
     parser.add_argument("--length", type=int, default=64, help="bytes in a row")
     parser.add_argument("--schedule", default="1F1B", help="GPipe, 1F1B, Interleaved1F1B, LoopedBFS or a CSV file")
+    parser.add_argument("--resume", default="Interleaved1F1B", help="the schedule of the second half")
     parser.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto")
     parser.add_argument("--backend", choices=["eager", "inductor"], default="eager")
     parser.add_argument("--tolerance", type=float, default=1e-3, help="nats, for backends other than eager")
@@ -89,17 +94,31 @@ def prepare(choice: str) -> torch.device:
 
 
 def train_pipeline(option: argparse.Namespace, device: torch.device) -> Run:
-    """The training with graphpp; every rank calls this function, and holds the parameters of its own stages."""
+    """The training with graphpp, in two halves; every rank calls this function, and holds the parameters of its own stages."""
+    folder = Path(tempfile.gettempdir()) / f"graphpp-{os.environ.get('MASTER_PORT', os.getpid())}"
+    half = option.steps // 2
+    first = train_half(option, device, option.schedule, range(half), folder)
+    second = train_half(option, device, option.resume, range(half, option.steps), folder)
+    if RANK == 0:
+        shutil.rmtree(folder)
+    return Run(torch.cat([first.losses, second.losses]), first.seconds + second.seconds, second.state)
+
+
+def train_half(option: argparse.Namespace, device: torch.device, schedule: str, steps: range, folder: Path) -> Run:
+    """Some steps of the training, from the checkpoint in `folder` if there is one; the state goes there afterwards."""
     pipe = graphpp.compile(
-        new_model(option),
+        new_model(option, seed=steps.start),  # the second model's own values do not matter
         llama.loss,
         example=example(option),
-        schedule=option.schedule,
+        schedule=schedule,
         microbatches=option.microbatches,
         parallel=graphpp.Parallel(device=device),
         backend=option.backend,
     )
     optimizer = torch.optim.AdamW(pipe.parameters(), lr=option.lr)
+    checkpoint = pipe.checkpoint(optimizer)
+    if steps.start:
+        checkpoint.load(folder)
 
     def update(tokens: Tensor, targets: Tensor) -> Tensor:
         optimizer.zero_grad()
@@ -108,7 +127,9 @@ def train_pipeline(option: argparse.Namespace, device: torch.device) -> Run:
         optimizer.step()
         return torch.stack(list(result.losses))
 
-    losses, seconds = train(f"{option.schedule} x {RANKS}", update, option, device, lambda: bubble(pipe, option))
+    title = f"{schedule} x {RANKS}"
+    losses, seconds = train(title, update, option, steps, device, lambda: bubble(pipe, option))
+    checkpoint.save(folder)
     return Run(losses, seconds, gather(pipe.state_dict()))
 
 
@@ -135,24 +156,29 @@ def train_plain(option: argparse.Namespace, device: torch.device) -> Run:
         optimizer.step()
         return torch.stack(losses)
 
-    losses, seconds = train("one process", update, option, device, lambda: 0.0)
+    losses, seconds = train("one process", update, option, range(option.steps), device, lambda: 0.0)
     return Run(losses, seconds, on_cpu(model.state_dict()))
 
 
-def new_model(option: argparse.Namespace) -> nn.Module:
-    """A new model, with the same parameters on every call and every rank."""
-    torch.manual_seed(0)
+def new_model(option: argparse.Namespace, seed: int = 0) -> nn.Module:
+    """A new model, with the same parameters on every rank."""
+    torch.manual_seed(seed)
     return llama.Llama(llama.Config(option.dim, option.layers, heads=option.dim // 64)).apply(llama.initialise)
 
 
 def train(
-    title: str, update: Update, option: argparse.Namespace, device: torch.device, bubble: Callable[[], float]
+    title: str,
+    update: Update,
+    option: argparse.Namespace,
+    steps: range,
+    device: torch.device,
+    bubble: Callable[[], float],
 ) -> tuple[Tensor, list[float]]:
     """Call `update` on the batch of every step and show progress; returns losses [steps, microbatches] and seconds per step."""
     losses, seconds = [], []
     data = text.corpus()
-    with progress(title, option.steps) as show:
-        for step in range(option.steps):
+    with progress(title, len(steps)) as show:
+        for step in steps:
             tokens, targets = text.batch(data, step, option.batch, option.length)
             began = time.perf_counter()
             losses.append(update(tokens.to(device), targets.to(device)).cpu())

@@ -29,6 +29,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import async_save, save
 
+from graphpp.arguments import PATH, checked
 from graphpp.errors import CheckpointError, GraphPPError
 from graphpp.parallel.place import RankPlace
 from graphpp.pipeline.calls import Calls
@@ -81,6 +82,7 @@ class Checkpoint:
         """Restore this rank's part."""
         self._state.load_state_dict(state)
 
+    @checked(CheckpointError, folder=PATH)
     def save(self, folder: str | os.PathLike[str]) -> None:
         """Write a checkpoint. Called by all ranks.
 
@@ -93,6 +95,7 @@ class Checkpoint:
                 save(self._entries(), storage_writer=_writer(path), **options)
         self._publish(path)
 
+    @checked(CheckpointError, folder=PATH)
     def async_save(self, folder: str | os.PathLike[str]) -> PendingSave:
         """Copy the training into the host's memory and write it in the background. Called by all ranks.
 
@@ -107,6 +110,7 @@ class Checkpoint:
         assert isinstance(written, Future)
         return PendingSave(written, lambda: self._publish(path))
 
+    @checked(CheckpointError, folder=PATH)
     def load(self, folder: str | os.PathLike[str]) -> None:
         """Read a checkpoint that any layout of ranks, stages and schedule has written. Called by all ranks."""
         path = complete(Path(folder))
