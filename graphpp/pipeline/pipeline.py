@@ -350,7 +350,7 @@ class Pipeline(ModuleHabits):
         calls, place = self._calls, self._place
         values = dict(extra or {})
         state = TrainingState(self, self._model, optimizers, others, values, place.device, place.rank == 0, calls)
-        return Checkpoint(state, place, calls)
+        return Checkpoint(state, place)
 
     def __repr__(self) -> str:
         """The plan as a table (stage, rank, FQNs, parameters, bytes sent, bytes saved), and how the latest batch was cut."""

@@ -32,7 +32,6 @@ from torch.distributed.checkpoint.state_dict_saver import async_save, save
 from graphpp.arguments import PATH, checked
 from graphpp.errors import CheckpointError, GraphPPError
 from graphpp.parallel.place import RankPlace
-from graphpp.pipeline.calls import Calls
 from graphpp.pipeline.checkpoint.safe_reading import SafePlanner, SafeReader
 from graphpp.pipeline.checkpoint.training_state import TrainingState
 
@@ -65,8 +64,8 @@ class Checkpoint:
     works too. `extra` has the values that were given, and after `load` those of the checkpoint.
     """
 
-    def __init__(self, state: TrainingState, place: RankPlace, calls: Calls) -> None:
-        self._state, self._calls = state, calls
+    def __init__(self, state: TrainingState, place: RankPlace) -> None:
+        self._state, self._calls = state, state.calls
         self._replicas = place.replicas
 
     @property

@@ -18,12 +18,13 @@ from __future__ import annotations
 
 import base64
 import io
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol, cast
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict, set_optimizer_state_dict
 from torch.distributed.checkpoint.stateful import Stateful
@@ -45,10 +46,23 @@ class Trained(Protocol):
         """Copy this rank's entries into the model."""
 
 
-class Counted(Protocol):
-    """The count of the training calls of a pipeline."""
+class RankCalls(Protocol):
+    """The calls of a pipeline on this rank, as far as a checkpoint needs them."""
 
     steps: int
+
+    @property
+    def file_group(self) -> dist.ProcessGroup | None:
+        """A process group of the pipeline's ranks for checkpoints; None for one process."""
+
+    def watched(self) -> AbstractContextManager[None]:
+        """A context around a call of all ranks."""
+
+    def all_do(self, what: str, work: Callable[[], None]) -> None:
+        """Do `work` on every rank, and go on when all have done it."""
+
+    def replicas_wait(self, what: str) -> None:
+        """Go on when all replicas have come to this call."""
 
 
 @dataclass(frozen=True)
@@ -65,7 +79,7 @@ class TrainingState:
     extra: dict[str, Any]
     device: torch.device
     first: bool
-    calls: Counted
+    calls: RankCalls
 
     def state_dict(self) -> dict[str, Any]:
         """This rank's entries. Tensors of the model are the model's own memory."""
