@@ -12,7 +12,7 @@ Contract
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from functools import cached_property
 from typing import TypeVar
@@ -169,11 +169,14 @@ class Calls:
         """The process group of the pipeline's ranks for checkpoints, which are written while steps go on."""
         return gloo_twin(self._place.group)
 
-    def all_do(self, what: str, work: Callable[[], None]) -> None:
-        """Do `work` on every rank of the pipeline, and go on when all have done it. Raises on all ranks if it fails on one."""
+    def all_do(self, what: str, work: Callable[[], None], alike: Mapping[str, list[str]] | None = None) -> None:
+        """Do `work` on every rank of the pipeline, and go on when all have done it. Raises on all ranks if it fails on one.
+
+        `alike`: lines that all ranks must have alike.
+        """
         self.check_whole()
         with self.watched():
-            self._agreement.together(work, lambda _: self._described(Facts({}), what))
+            self._agreement.together(work, lambda _: self._described(Facts(dict(alike or {})), what))
 
     def replicas_wait(self, what: str) -> None:
         """Go on when all replicas have come to this call."""

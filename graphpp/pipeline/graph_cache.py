@@ -167,6 +167,18 @@ class GraphCache:
             return "nothing yet (such a call is new, or an attribute or hook of the model has changed)"
         return f"no graph for microbatches of shape {', '.join(new)}"
 
+    def release(self) -> int:
+        """Give back the memory of the parameters and buffers that other ranks hold; returns the bytes."""
+        local = self.local()
+        given_back = self._state.release({fqn: rank for fqn, rank in self.holders().items() if fqn not in local})
+        self._keys.forget_values()
+        return given_back
+
+    def holders(self) -> dict[str, int]:
+        """For each parameter and buffer that a stage reads, the first rank that holds it."""
+        first, ranks = self.captured(), reversed(range(self._request.place.ranks))
+        return {fqn: rank for rank in ranks for fqn in (*first.parameters(rank), *first.buffers(rank))}
+
     def local(self) -> frozenset[str]:
         """FQNs of this rank's parameters and buffers. Raises `GraphPPError` before anything is captured."""
         if self._local is None:

@@ -81,6 +81,10 @@ class GraphKeys:
     def _around(self, conditions: Conditions) -> Around:
         return conditions, self._recaptures, autocast_state(self._device_type)
 
+    def forget_values(self) -> None:
+        """Hold no tensor any more that has left the model since the latest look."""
+        self._checked = self._watch.look()
+
     def after_capture(self) -> None:
         """Take for unchanged what a capture has changed outside of the modules."""
         self._watch.settle()

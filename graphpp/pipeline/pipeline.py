@@ -23,7 +23,7 @@ from torch.amp import GradScaler
 from torch.distributed.checkpoint.stateful import Stateful
 
 from graphpp._torch.autograd import call_gradient_hooks
-from graphpp.arguments import COUNT, FLAG, INTEGER, MAPPING, checked, one_of, or_none, require
+from graphpp.arguments import COUNT, FLAG, INDEX, INTEGER, MAPPING, checked, one_of, or_none, require
 from graphpp.batch.cut_batch import BatchCutter, leading_size
 from graphpp.batch.loss_weights import DeferredScaler, LossArguments, LossWeight
 from graphpp.batch.microbatch import FlatMicrobatch, Microbatch, flatten_microbatch
@@ -38,6 +38,7 @@ from graphpp.pipeline import grad_norm as norms
 from graphpp.pipeline.calls import Calls, MakeParts
 from graphpp.pipeline.checkpoint.folder import Checkpoint
 from graphpp.pipeline.checkpoint.training_state import TrainingState, check_stateful
+from graphpp.pipeline.gather import gathered, keys_of
 from graphpp.pipeline.graph_cache import GraphCache
 from graphpp.pipeline.module_habits import ModuleHabits
 from graphpp.pipeline.profile import Profile
@@ -333,6 +334,38 @@ class Pipeline(ModuleHabits):
         first = self._cache.captured()
         read = first.reads(self._place.rank)
         return [role.path for role in first.captured.joint.inputs() if isinstance(role, Input) and role.path in read]
+
+    def release(self) -> int:
+        """Give back the memory of the parameters and buffers that other ranks hold; returns the number of bytes.
+
+        Stand-ins on the meta device take their places in the model. Whatever would read a value there, such as `model(x)`,
+        `model.state_dict()` or an optimizer made of `model.parameters()`, raises `GraphPPError`. Make the optimizer of
+        `pipe.parameters()`, and compile all pipelines of the model first. Raises `GraphPPError` before anything is captured.
+        """
+        given_back = self._cache.release()
+        gc.collect()  # cycles of an earlier look at the model's state still hold the tensors
+        return given_back
+
+    @checked(GraphPPError, rank=or_none(INDEX))
+    def gather(self, names: str | Sequence[str] = "all", rank: int | None = 0) -> dict[str, torch.Tensor]:
+        """Entries of the whole model's state dict, in the host's memory of one rank. Called by all ranks.
+
+        `names`: keys of the model's state dict, or "all". `rank`: of the pipeline, None for every rank; the others get an empty
+        dict. Tensors travel one by one, so a rank holds at most one more than it asked for. Raises `GraphPPError` on all ranks
+        for an unknown key.
+        """
+        entries: dict[str, torch.Tensor] = {}
+        known = {key: value for key, value in self._state.entries().items() if isinstance(value, torch.Tensor)}
+
+        def read() -> None:
+            if rank is not None and rank >= self._place.ranks:
+                raise GraphPPError(f"rank: the pipeline has ranks 0..{self._place.ranks - 1}, got {rank}")
+            entries.update((key, known[key]) for key in keys_of(names, known))
+
+        self._calls.all_do("gather", read, {"its arguments": [f"names={names!r}", f"rank={rank}"]})
+        holders = {id(self._state.tensor(fqn)): holder for fqn, holder in self._cache.holders().items()}
+        with self._calls.watched(), self._calls.exchanging(), torch.no_grad():
+            return gathered(entries, holders, self._place, rank)
 
     def checkpoint(self, *objects: Stateful, extra: Mapping[str, Any] | None = None) -> Checkpoint:
         """The training as it is, to save and to load: `pipe.checkpoint(optimizer, scheduler).save("folder")`.

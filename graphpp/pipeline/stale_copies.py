@@ -18,6 +18,7 @@ import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from graphpp.errors import GraphPPError
+from graphpp.runtime.released import is_released
 
 Named = Iterable[tuple[str, torch.Tensor]]
 
@@ -45,7 +46,7 @@ class StaleCopies:
 
     def note(self, others: Iterable[tuple[torch.Tensor, int]]) -> None:
         """Record a training step. `others`: the parameters that other ranks train, with the first such rank."""
-        left = [(tensor, rank) for tensor, rank in others if tensor.requires_grad]
+        left = [(tensor, rank) for tensor, rank in others if not is_released(tensor) and tensor.requires_grad]
         for tensor, rank in left:
             copies = _COPIES.setdefault(tensor, [])
             own = next((copy for copy in copies if copy.trainer == self._number), None)

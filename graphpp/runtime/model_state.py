@@ -20,6 +20,7 @@ from torch import nn
 
 from graphpp.arguments import FLAG, MAPPING, Accepted, require
 from graphpp.errors import GraphPPError
+from graphpp.runtime.released import forget, is_released, released
 
 _TENSOR = Accepted(
     "a tensor or a NumPy array", lambda value: isinstance(value, torch.Tensor) or type(value).__module__ == "numpy"
@@ -68,13 +69,40 @@ class ModelState:
                 if tensor.grad is not None:
                     tensor.grad = tensor.grad.to(device)
 
+    def release(self, holders: Mapping[str, int]) -> int:
+        """Put stand-ins in the place of tensors that other ranks hold; returns the bytes given back.
+
+        `holders`: for each tensor the rank that holds it.
+        """
+        replaced = {fqn: (self.tensor(fqn), rank) for fqn, rank in holders.items() if not is_released(self.tensor(fqn))}
+        stand_ins = {id(tensor): released(tensor, fqn, rank) for fqn, (tensor, rank) in replaced.items()}
+        for module in self._model.modules():
+            for store in (module._parameters, module._buffers):
+                for name, tensor in store.items():
+                    if id(tensor) in stand_ins:
+                        store[name] = stand_ins[id(tensor)]  # type: ignore[assignment]
+        forget((tensor, fqn) for fqn, (tensor, _) in replaced.items())
+        return sum(tensor.nbytes for tensor, _ in replaced.values() if not tensor.is_meta)
+
     def check_memory(self, fqns: Iterable[str]) -> None:
         """Raise `GraphPPError` if one of these tensors is on the meta device."""
+        fqns = list(fqns)
+        gone = [fqn for fqn in fqns if is_released(self.tensor(fqn))]
+        if gone:
+            raise GraphPPError(
+                f"{len(gone)} tensors that this rank needs, {gone[0]} for one, have no values: a pipeline of this process that "
+                "holds them on other ranks has given their memory back (release). Call release when all pipelines of the "
+                "model are compiled"
+            )
         _refuse_meta([fqn for fqn in fqns if self.tensor(fqn).is_meta])
 
     def state_dict(self, fqns: Iterable[str]) -> dict[str, Any]:
         """The entries of the model's state dict with these tensors, under every alias, and the entries without a tensor."""
-        return self._own_entries(fqns, self._model.state_dict(keep_vars=True))
+        return self._own_entries(fqns, self.entries())
+
+    def entries(self) -> dict[str, Any]:
+        """The model's state dict with the model's own tensors, those of other ranks included."""
+        return self._model.state_dict(keep_vars=True)
 
     def _own_entries(self, fqns: Iterable[str], entries: Mapping[str, Any]) -> dict[str, Any]:
         mine = {id(self.tensor(fqn)) for fqn in fqns}
@@ -89,7 +117,7 @@ class ModelState:
         """
         require(GraphPPError, "state", MAPPING, state)
         require(GraphPPError, "strict", FLAG, strict)
-        known = self._model.state_dict(keep_vars=True)
+        known = self.entries()
         mine = {key: value for key, value in self._own_entries(fqns, known).items() if isinstance(value, torch.Tensor)}
         if strict:
             missing = [key for key in mine if key not in state]
@@ -168,8 +196,8 @@ def state_restored(model: nn.Module, device: torch.device, written: Collection[s
     stores = [s for module in model.modules() for s in (module.__dict__, module._parameters, module._buffers)]
     copies = [(store, dict(store)) for store in stores]
     frozen = [parameter for name, parameter in model.named_parameters() if name in written]
-    buffers = [(buffer, buffer.detach().clone()) for buffer in (*model.buffers(), *frozen)]
-    grads = [(parameter, parameter.grad) for parameter in model.parameters()]
+    buffers = [(buffer, buffer.detach().clone()) for buffer in (*model.buffers(), *frozen) if not is_released(buffer)]
+    grads = [(parameter, parameter.grad) for parameter in model.parameters() if not is_released(parameter)]
     python_state = random.getstate()
     try:
         for parameter, _ in grads:

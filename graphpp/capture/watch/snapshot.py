@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from graphpp._torch.tensor_subclass import without_subclasses
 from graphpp.capture.watch.reads import in_cell
 
 _ABSENT: Any = object()
@@ -57,6 +58,10 @@ class State:
 
     def is_unchanged(self) -> bool:
         """Whether every place still has the same object."""
+        with without_subclasses():
+            return self._is_unchanged()
+
+    def _is_unchanged(self) -> bool:
         return (
             self._flat_mappings.are_unchanged()
             and all(len(each) == len(keys) and _are(each, keys) for each, keys in self.namespaces)

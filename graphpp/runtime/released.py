@@ -1,0 +1,114 @@
+"""Parameters and buffers that other ranks hold: no memory, and an error for everything that would read their values.
+
+Contract
+--------
+- `released(tensor, fqn, rank)` is a stand-in on the meta device with the shape, strides, dtype and needs-grad of `tensor`. It
+  answers questions about these. Reading its values, its gradient or a copy of it raises `GraphPPError`, which names the
+  parameter, the rank that holds it, and the call of the pipeline that does the same.
+- `forget` notes parameters that a stand-in has replaced. An optimizer that holds one of them, because it was made before,
+  raises `GraphPPError` at its first step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+from weakref import WeakSet
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from graphpp._torch.tensor_subclass import FACTS, made, without_subclasses
+from graphpp.errors import GraphPPError
+
+_ADVICE = (
+    "Call pipe.parameters() for an optimizer, pipe.clip_grad_norm_, pipe.zero_grad, pipe.eval for the output, pipe.checkpoint "
+    "or pipe.state_dict to save, and pipe.gather for the values of other ranks"
+)
+
+
+class _Released(torch.Tensor):
+    """What both kinds of stand-ins do."""
+
+    fqn: str
+    rank: int
+
+    @classmethod
+    def __torch_function__(
+        cls, function: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """Answer questions about the shape; raise for all else."""
+        if function in FACTS:
+            with without_subclasses():
+                return function(*args, **(kwargs or {}))
+        found = next(iter(_stand_ins((args, kwargs or {}))))
+        raise GraphPPError(
+            f"{found.fqn} has no values on this rank: rank {found.rank} of the pipeline holds it, and its memory here was "
+            f"given back. {_ADVICE}"
+        )
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]  # torch's stub has a nameless argument
+        return f"<{self.fqn}, which rank {self.rank} holds: {list(self.shape)} {self.dtype}>"
+
+
+class ReleasedParameter(_Released, nn.Parameter):
+    """The stand-in for a parameter."""
+
+
+class ReleasedBuffer(_Released):
+    """The stand-in for a buffer."""
+
+
+def released(tensor: torch.Tensor, fqn: str, rank: int) -> torch.Tensor:
+    """The stand-in for a tensor that `rank` holds."""
+    blank = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
+    kind: type[_Released] = ReleasedParameter if isinstance(tensor, nn.Parameter) else ReleasedBuffer
+    found = made(kind, blank, tensor.requires_grad)
+    found.fqn, found.rank = fqn, rank
+    return found
+
+
+def is_released(tensor: object) -> bool:
+    """Whether a tensor stands in for one that another rank holds."""
+    return isinstance(tensor, _Released)
+
+
+# ---------------------------------------------------------------------------------- optimizers made before
+
+_FORGOTTEN = WeakTensorKeyDictionary()  # a parameter that was replaced -> its FQN
+_CHECKED: WeakSet[Optimizer] = WeakSet()
+
+
+def forget(replaced: Iterable[tuple[torch.Tensor, str]]) -> None:
+    """Note parameters that stand-ins have replaced, with their FQNs."""
+    if not _FORGOTTEN:
+        register_optimizer_step_pre_hook(_check)
+    _FORGOTTEN.update(replaced)
+    _CHECKED.clear()
+
+
+def _check(optimizer: Optimizer, *_: Any) -> None:
+    if optimizer in _CHECKED:
+        return
+    held = (parameter for group in optimizer.param_groups for parameter in group["params"])
+    fqns = [_FORGOTTEN[parameter] for parameter in held if parameter in _FORGOTTEN]
+    if fqns:
+        raise GraphPPError(
+            f"the optimizer holds {len(fqns)} parameters that other ranks train, {fqns[0]} for one, and keeps their memory: "
+            "make the optimizer of pipe.parameters()"
+        )
+    _CHECKED.add(optimizer)
+
+
+def _stand_ins(values: Any) -> Iterable[_Released]:
+    if isinstance(values, _Released):
+        yield values
+    elif isinstance(values, list | tuple):
+        for each in values:
+            yield from _stand_ins(each)
+    elif isinstance(values, dict):
+        for each in values.values():
+            yield from _stand_ins(each)
