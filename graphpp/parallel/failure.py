@@ -65,6 +65,8 @@ class FailureBoard:
         """Raise `RankFailure` if a rank is lost or late; else publish that this rank failed."""
         me, known = dist.get_rank(), None if self._is_first() else self._published()
         lost = self._lost(error, known)
+        if known is not None and "Timed out" in str(error):
+            lost = lost or list(known.ranks)  # a late rank can be reached
         if known is not None and me in known.ranks:
             raise RankFailure(
                 f"the other ranks have given up this step, because rank {me}, this one, {known.fate}.\n{_RESTART}"
@@ -89,8 +91,11 @@ class FailureBoard:
         stopped = tuple(rank for rank, answer in answers.items() if answer is None)
         if stopped:
             return _Finding(stopped, f"{_LATE}: stopped by a signal or a debugger, with its host, or in native code")
-        late = tuple(rank for rank, answer in answers.items() if answer is not None and answer.call != self._key(""))
-        late = late or tuple(waited_for)
+        own = dist.get_process_group_ranks(self._pipeline) if self._pipeline is not None else []
+        # A rank of another replica is in a call of its own pipeline, under another name.
+        here, calls = self._key(""), {rank: answer.call for rank, answer in answers.items() if answer is not None}
+        waiting = {rank for rank, call in calls.items() if call == here or (call is not None and rank not in own)}
+        late = tuple(rank for rank in answers if rank not in waiting) or tuple(waited_for)
         if not late:
             return None
         reached = answers[late[0]]

@@ -13,14 +13,15 @@ import torch.distributed as dist
 from graphpp._torch.distributed import group_of
 
 
-def gloo_twin(group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
+def gloo_twin(group: dist.ProcessGroup | None, timeout: float | None) -> dist.ProcessGroup | None:
     """A gloo process group of the same ranks, for messages between threads that must not meet those of `group`.
 
-    None for a single rank. Called by all ranks of the group.
+    None for a single rank. Called by all ranks of the group. `timeout`: seconds; None: torch's own.
     """
     if group is None or dist.get_world_size(group) == 1:
         return None
-    return group_of(dist.get_process_group_ranks(group), backend="gloo")
+    seconds = None if timeout is None else timedelta(seconds=timeout)
+    return group_of(dist.get_process_group_ranks(group), "gloo", seconds)
 
 
 class Subgroups:

@@ -102,7 +102,8 @@ def _answer(store: Store, rank: int) -> None:
     try:
         own = own_connection(store)
         while dist.is_initialized() and default_store() is store:
-            if seen == _PROGRESS.count and (asked := own.add(_question_key(rank), 0)) > answered:
+            question = _question_key(rank)
+            if seen == _PROGRESS.count and own.check([question]) and (asked := own.add(question, 0)) > answered:
                 own.set(_answer_key(rank, asked), json.dumps([_PROGRESS.call, _line()]))
                 answered = asked
             seen = _PROGRESS.count

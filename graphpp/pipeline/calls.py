@@ -63,6 +63,7 @@ class Calls:
         self._compared = False  # the values with which the replicas begin
         self.last: PreparedStep | None = None
         self.steps = 0  # training calls that have ended
+        self.saving: str | None = None
 
     @contextlib.contextmanager
     def watched(self) -> Iterator[None]:
@@ -167,21 +168,21 @@ class Calls:
     @cached_property
     def file_group(self) -> dist.ProcessGroup | None:
         """The process group of the pipeline's ranks for checkpoints, which are written while steps go on."""
-        return gloo_twin(self._place.group)
+        return gloo_twin(self._place.group, self._options.parallel.start_timeout)
 
-    def all_do(self, what: str, work: Callable[[], None], alike: Mapping[str, list[str]] | None = None) -> None:
+    def all_do(self, what: str, work: Callable[[], None], alike: Callable[[], Mapping[str, list[str]]] | None = None) -> None:
         """Do `work` on every rank of the pipeline, and go on when all have done it. Raises on all ranks if it fails on one.
 
-        `alike`: lines that all ranks must have alike.
+        `alike` gives lines that all ranks must have alike.
         """
         self.check_whole()
         with self.watched():
-            self._agreement.together(work, lambda _: self._described(Facts(dict(alike or {})), what))
+            self._agreement.together(work, lambda _: self._described(Facts(dict(alike() if alike else {})), what))
 
-    def replicas_wait(self, what: str) -> None:
-        """Go on when all replicas have come to this call."""
+    def replicas_do(self, what: str, work: Callable[[], None]) -> None:
+        """Do `work` on every replica, and go on when all have done it. Raises on all replicas if it fails on one."""
         with self.watched():
-            self._replicas.together(lambda: None, lambda _: Facts({"the call": [what]}))
+            self._replicas.together(work, lambda _: Facts({"the call": [what]}))
 
     def check_whole(self) -> None:
         """Raise `GraphPPError` after a call that ended midway."""

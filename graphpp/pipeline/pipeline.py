@@ -362,7 +362,7 @@ class Pipeline(ModuleHabits):
                 raise GraphPPError(f"rank: the pipeline has ranks 0..{self._place.ranks - 1}, got {rank}")
             entries.update((key, known[key]) for key in keys_of(names, known))
 
-        self._calls.all_do("gather", read, {"its arguments": [f"names={names!r}", f"rank={rank}"]})
+        self._calls.all_do("gather", read, lambda: {"its arguments": [f"names={names!r}", f"rank={rank}"]})
         holders = {id(self._state.tensor(fqn)): holder for fqn, holder in self._cache.holders().items()}
         with self._calls.watched(), self._calls.exchanging(), torch.no_grad():
             return gathered(entries, holders, self._place, rank)
@@ -378,11 +378,11 @@ class Pipeline(ModuleHabits):
         `CheckpointError` for an object without a state.
         """
         self._cache.captured()
-        optimizers, others = check_stateful(objects)
-        require(GraphPPError, "extra", MAPPING, extra or {})
+        require(GraphPPError, "extra", MAPPING, {} if extra is None else extra)
+        optimizers, others = check_stateful(objects, extra or {})
         calls, place = self._calls, self._place
         values = dict(extra or {})
-        state = TrainingState(self, self._model, optimizers, others, values, place.device, place.rank == 0, calls)
+        state = TrainingState(self, optimizers, others, values, place.device, place.rank == 0, calls)
         return Checkpoint(state, place)
 
     def __repr__(self) -> str:

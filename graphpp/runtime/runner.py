@@ -228,7 +228,8 @@ class GraphPPRunner:
             parameter = self.state.tensor(fqn)
             added = total.to(dtype=parameter.grad_dtype) if parameter.grad is None else parameter.grad.add_(total)
             parameter.grad = added
-        self.hooked = with_gradient_hooks(self._tensors)
+        trained = {fqn: self._tensors[fqn] for stage in self.stages.values() for fqn in stage.gradients.fqns}
+        self.hooked = with_gradient_hooks(trained)
         for stage in self.stages.values():
             stage.gradients.start({})
 

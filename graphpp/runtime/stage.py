@@ -105,9 +105,9 @@ class GraphStage:
 
     @property
     def reads(self) -> frozenset[str]:
-        """FQNs of the parameters and buffers that the stage's programs take."""
+        """FQNs of the parameters and buffers that the stage's programs take or write."""
         wirings = [*self._wirings(), *(variant.hoisted for variant in self._distinct() if variant.hoisted is not None)]
-        return frozenset(fqn for wiring in wirings for _, fqn in wiring.fixed)
+        return frozenset(fqn for wiring in wirings for _, fqn in (*wiring.fixed, *wiring.updates))
 
     def begin(self, parameter_or_buffer: Callable[[str], torch.Tensor], inputs: StepInputs) -> None:
         """Start a step; `parameter_or_buffer` gives the values of the model's tensors by FQN, detached."""

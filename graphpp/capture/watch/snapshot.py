@@ -108,7 +108,7 @@ class _FlatMappings:
     def are_unchanged(self) -> bool:
         """Whether every mapping has the keys and values that were noted, in that order."""
         return (
-            not any(self._empty)
+            not any(map(len, self._empty))
             and [*map(len, self._full)] == self._sizes
             and _are(chain.from_iterable(self._full), self._keys)
             and _are(chain.from_iterable(map(_values, self._full)), self._values)

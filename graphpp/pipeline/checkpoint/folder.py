@@ -8,8 +8,9 @@ Contract
 - The files are those of `torch.distributed.checkpoint`; `dcp.load` reads them as well. All ranks see one file system.
 - `load` reads no class and runs no code that a file names (`safe_reading.py`), and changes nothing if an entry is missing or
   has another shape.
+- A folder that is no checkpoint is never replaced.
 - Ranks of one pipeline write and read. Of several replicas the first writes.
-- Errors are `CheckpointError`, raised on all ranks.
+- Errors are `CheckpointError`, raised on all ranks; a rank that fails alone lets the others raise `MismatchError`.
 """
 
 from __future__ import annotations
@@ -23,9 +24,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import async_save, save
 
@@ -35,6 +38,7 @@ from graphpp.parallel.place import RankPlace
 from graphpp.pipeline.checkpoint.safe_reading import SafePlanner, SafeReader
 from graphpp.pipeline.checkpoint.training_state import TrainingState
 
+_METADATA = ".metadata"
 _ENTRY = "training"  # the name of the training among the entries of a folder
 
 
@@ -44,6 +48,7 @@ class PendingSave:
     def __init__(self, written: Future[Any] | None, publish: Callable[[], None]) -> None:
         """`written`: None on a rank whose replica does not write; `publish` gives the folder its name."""
         self._written, self._publish = written, publish
+        self._waited = False
 
     def done(self) -> bool:
         """Whether all is written, so that `wait` would not wait for the disk."""
@@ -51,10 +56,9 @@ class PendingSave:
 
     def wait(self) -> None:
         """Wait until the checkpoint is complete, and give it its name. Called by all ranks; raises what the writing raised."""
-        if self._written is not None:
-            with _told():
-                self._written.result()
-        self._publish()
+        if not self._waited:
+            self._waited = True
+            self._publish()
 
 
 class Checkpoint:
@@ -75,11 +79,11 @@ class Checkpoint:
 
     def state_dict(self) -> dict[str, Any]:
         """This rank's part, by names that do not depend on ranks, stages or schedule."""
-        return self._state.state_dict()
+        return self._state.entries()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore this rank's part."""
-        self._state.load_state_dict(state)
+        """Restore this rank's part. Raises `CheckpointError` where the state of an optimizer is missing."""
+        self._state.restore(state)
 
     @checked(CheckpointError, folder=PATH)
     def save(self, folder: str | os.PathLike[str]) -> None:
@@ -87,39 +91,81 @@ class Checkpoint:
 
         After an error, or if a process is killed, the folder has the checkpoint of before.
         """
-        path = Path(folder)
-        if self._writes:
-            self._clear(path)
-            with self._dcp() as options:
-                save(self._entries(), storage_writer=_writer(path), **options)
-        self._publish(path)
+        path = self._path(folder)
+
+        def write() -> None:
+            if self._writes:
+                entries = self._read(path)
+                with self._dcp() as options:
+                    save({_ENTRY: entries}, storage_writer=FileSystemWriter(_partial(path)), **options)
+                self._publish(path)
+
+        self._calls.replicas_do(f"checkpoint {path}", write)
 
     @checked(CheckpointError, folder=PATH)
     def async_save(self, folder: str | os.PathLike[str]) -> PendingSave:
         """Copy the training into the host's memory and write it in the background. Called by all ranks.
 
-        Start the next save after `wait` of this one.
+        Call `wait` of the result before the next save or load.
         """
-        path = Path(folder)
-        if not self._writes:
-            return PendingSave(None, lambda: self._publish(path))
-        self._clear(path)
-        with self._dcp() as options:
-            written = async_save(self._entries(), storage_writer=_writer(path), **options)
-        assert isinstance(written, Future)
-        return PendingSave(written, lambda: self._publish(path))
+        path = self._path(folder)
+        written: list[Future[Any]] = []
+
+        def begin() -> None:
+            if self._writes:
+                entries = self._read(path)
+                with self._dcp() as options:
+                    pending = async_save({_ENTRY: entries}, storage_writer=FileSystemWriter(_partial(path)), **options)
+                assert isinstance(pending, Future)
+                written.append(pending)
+
+        def end() -> None:
+            self._calls.saving = None
+            self._calls.replicas_do(f"checkpoint {path} is complete", publish)
+
+        def publish() -> None:
+            for each in written:
+                with self._dcp():
+                    each.result()
+                self._publish(path)
+
+        self._calls.replicas_do(f"checkpoint {path}", begin)
+        self._calls.saving = str(path)
+        return PendingSave(written[0] if written else None, end)
 
     @checked(CheckpointError, folder=PATH)
     def load(self, folder: str | os.PathLike[str]) -> None:
         """Read a checkpoint that any layout of ranks, stages and schedule has written. Called by all ranks."""
-        path = complete(Path(folder))
+        path, targets = self._path(folder), dict[str, Any]()
+        found: list[Path] = []
+
+        def prepare() -> None:
+            found.append(complete(path))
+            stored = SafeReader(found[0]).read_metadata().state_dict_metadata
+            prefix = f"{_ENTRY}."
+            targets.update(
+                self._state.targets(
+                    {
+                        name.removeprefix(prefix): _like(value) if isinstance(value, TensorStorageMetadata) else None
+                        for name, value in stored.items()
+                        if name.startswith(prefix)
+                    }
+                )
+            )
+
+        self._calls.all_do(f"load the checkpoint {path}", prepare)
+        entries = {_ENTRY: targets}
         with self._dcp() as options:
-            load(self._entries(), storage_reader=SafeReader(path), planner=SafePlanner(path), **options)
+            load(entries, storage_reader=SafeReader(found[0]), planner=SafePlanner(found[0]), **options)
+        self._calls.all_do(f"the checkpoint {path} is loaded", lambda: self._state.restore(entries[_ENTRY]))
 
     # ------------------------------------------------------------------------------------------------ inside
 
-    def _entries(self) -> dict[str, Any]:
-        return {_ENTRY: self._state}
+    def _path(self, folder: str | os.PathLike[str]) -> Path:
+        """The folder's own path. Raises `CheckpointError` where an asynchronous save is not over."""
+        if self._calls.saving is not None:
+            raise CheckpointError(f"the asynchronous save into {self._calls.saving} is not over: call wait() of its result")
+        return Path(folder).expanduser().resolve()
 
     @property
     def _writes(self) -> bool:
@@ -134,15 +180,19 @@ class Checkpoint:
             group = self._calls.file_group
             yield {"process_group": group, "no_dist": group is None}
 
-    def _clear(self, path: Path) -> None:
-        """Remove what a save that was killed has left."""
+    def _read(self, path: Path) -> dict[str, Any]:
+        """This rank's entries, on all ranks or on none. Removes what a save that was killed has left."""
+        entries: dict[str, Any] = {}
 
-        def clear() -> None:
+        def read() -> None:
             if self._state.first:
+                _check_replaceable(path)
                 shutil.rmtree(_partial(path), ignore_errors=True)
                 path.parent.mkdir(parents=True, exist_ok=True)
+            entries.update(self._state.entries())
 
-        self._calls.all_do(f"checkpoint {path}", clear)
+        self._calls.all_do(f"checkpoint {path}", _without_os_errors(read), self._state.alike)
+        return entries
 
     def _publish(self, path: Path) -> None:
         """Give the complete checkpoint its name."""
@@ -156,23 +206,39 @@ class Checkpoint:
             _partial(path).rename(path)
             shutil.rmtree(_before(path), ignore_errors=True)
 
-        if self._writes:
-            self._calls.all_do(f"checkpoint {path} is complete", publish)
-        self._calls.replicas_wait(f"checkpoint {path}")
+        self._calls.all_do(f"checkpoint {path} is complete", _without_os_errors(publish))
+
+
+def _check_replaceable(path: Path) -> None:
+    """Raise `CheckpointError` where something else than a checkpoint stands at `path`."""
+    if path.exists() and not (path.is_dir() and ((path / _METADATA).is_file() or not any(path.iterdir()))):
+        raise CheckpointError(f"{path} is no checkpoint, and a save would replace it: name a new folder, or remove this one")
+
+
+def _without_os_errors(work: Callable[[], None]) -> Callable[[], None]:
+    """`work` with `CheckpointError` in place of the errors of the file system."""
+
+    def run() -> None:
+        try:
+            work()
+        except OSError as fault:
+            raise CheckpointError(f"the checkpoint cannot be written: {fault}") from fault
+
+    return run
+
+
+def _like(stored: TensorStorageMetadata) -> torch.Tensor:
+    return torch.empty(stored.size, dtype=stored.properties.dtype, device="meta")
 
 
 def complete(path: Path) -> Path:
     """The folder with the latest complete checkpoint. Raises `CheckpointError` where there is none."""
     for found in (path, _before(path)):
-        if (found / ".metadata").is_file():
+        if (found / _METADATA).is_file():
             return found
     if _partial(path).exists():
         raise CheckpointError(f"{path} has no complete checkpoint: {_partial(path).name} is what a save that was cut off left")
     raise CheckpointError(f"{path} has no checkpoint: it has no file .metadata, which every complete checkpoint has")
-
-
-def _writer(path: Path) -> FileSystemWriter:
-    return FileSystemWriter(_partial(path))
 
 
 def _partial(path: Path) -> Path:

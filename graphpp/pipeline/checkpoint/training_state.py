@@ -1,39 +1,35 @@
 """The contents of a checkpoint, by name and independent of ranks, stages and schedule.
 
 Contract
-    `TrainingState` is a `Stateful` of torch's distributed checkpoint: `state_dict` and `load_state_dict` of this rank's part.
-    Its entries:
-        model.<key>                     the rank's parameters and buffers, under every key of the model's state dict
-        optimizer.state.<FQN>.<name>    the state of an optimizer for a parameter
-        optimizer.param_groups.<FQN>.<name>    learning rate, decay and so on of the parameter's group
-        others.<number>                 schedulers, scalers and all else with a `state_dict`, in the order given
-        extra.<name>                    what the caller adds
-        random.<device type>            the default generator of the pipeline's first rank, on that rank alone
-        steps                           how many training calls the pipeline has made
-    Entries of several ranks are equal. The values of `others` and `extra` are written as text that
-    `torch.load(weights_only=True)` can read back, so that no class is named in a checkpoint.
+    `TrainingState` reads and restores this rank's part of a training. Its entries:
+        model.<key>                 the rank's parameters and buffers, under every key of the model's state dict
+        optimizer.<FQN>...          the state of a parameter's optimizer, and the values of its group (`optimizer_state.py`)
+        others.<number>             schedulers, scalers and all else with a `state_dict`, in the order given
+        extra.<name>                values that the caller adds
+        random.<device type>        the default generator of the pipeline's first rank, on that rank alone
+        steps                       how many training calls the pipeline has made
+    Entries that several ranks have are equal; `alike` gives the texts by which ranks compare them. Reading changes nothing.
+    Values that are no tensors are plain data. Errors are `CheckpointError`.
 """
 
 from __future__ import annotations
 
-import base64
-import io
+import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol, cast
 
 import torch
 import torch.distributed as dist
-from torch import nn
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict, set_optimizer_state_dict
 from torch.distributed.checkpoint.stateful import Stateful
 from torch.optim import Optimizer
 
 from graphpp.errors import CheckpointError
+from graphpp.pipeline.checkpoint import optimizer_state
+from graphpp.pipeline.checkpoint.plain_text import as_text, from_text
 
-# By FQN: as a list of groups, the groups of several ranks would overwrite each other.
-_BY_FQN = StateDictOptions(flatten_optimizer_state_dict=True)
+_EXTRA_STATE = "_extra_state"  # torch's name for what a module's `get_extra_state` returns
 
 
 class Trained(Protocol):
@@ -41,6 +37,9 @@ class Trained(Protocol):
 
     def state_dict(self) -> dict[str, Any]:
         """This rank's entries of the model's state dict."""
+
+    def named_parameters(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
+        """The parameters of this rank's stages."""
 
     def load_state_dict(self, state: Mapping[str, Any], strict: bool = True) -> None:
         """Copy this rank's entries into the model."""
@@ -50,6 +49,7 @@ class RankCalls(Protocol):
     """The calls of a pipeline on this rank, as far as a checkpoint needs them."""
 
     steps: int
+    saving: str | None  # the folder of an asynchronous save until it is waited for
 
     @property
     def file_group(self) -> dist.ProcessGroup | None:
@@ -58,22 +58,21 @@ class RankCalls(Protocol):
     def watched(self) -> AbstractContextManager[None]:
         """A context around a call of all ranks."""
 
-    def all_do(self, what: str, work: Callable[[], None]) -> None:
+    def all_do(self, what: str, work: Callable[[], None], alike: Callable[[], Mapping[str, list[str]]] | None = None) -> None:
         """Do `work` on every rank, and go on when all have done it."""
 
-    def replicas_wait(self, what: str) -> None:
-        """Go on when all replicas have come to this call."""
+    def replicas_do(self, what: str, work: Callable[[], None]) -> None:
+        """Do `work` on every replica, and go on when all have done it."""
 
 
 @dataclass(frozen=True)
 class TrainingState:
-    """A pipeline's training as it is now: `state_dict` reads it, `load_state_dict` restores it.
+    """A pipeline's training as it is now.
 
     `first`: whether this is the pipeline's first rank; `calls` counts the training calls.
     """
 
     pipeline: Trained
-    model: nn.Module
     optimizers: Sequence[Optimizer]
     others: Sequence[Stateful]
     extra: dict[str, Any]
@@ -81,39 +80,90 @@ class TrainingState:
     first: bool
     calls: RankCalls
 
-    def state_dict(self) -> dict[str, Any]:
-        """This rank's entries. Tensors of the model are the model's own memory."""
-        entries: dict[str, Any] = {
-            "model": self.pipeline.state_dict(),
-            "others": {str(at): as_text(f"argument {at}", each.state_dict()) for at, each in enumerate(self.others)},
-            "extra": {name: as_text(f"extra[{name!r}]", _state_of(value)) for name, value in self.extra.items()},
+    def entries(self) -> dict[str, Any]:
+        """This rank's entries. Tensors are the memory of the model and of the optimizers."""
+        own = self._own()
+        optimizer_state.check(self.optimizers, own)
+        found: dict[str, Any] = {
+            "model": self._model_entries(own),
+            "optimizer": optimizer_state.entries(self.optimizers, own),
+            **self._texts(),
             "steps": self.calls.steps,
         }
-        if self.optimizers:
-            with _without_empty_groups(self.optimizers):
-                entries["optimizer"] = get_optimizer_state_dict(self.model, self.optimizers, options=_BY_FQN)
         if self.first:
-            entries["random"] = {type_: generator.get_state() for type_, generator in self._generators()}
+            found["random"] = {type_: generator.get_state() for type_, generator in self._generators()}
+        return found
+
+    def alike(self) -> dict[str, list[str]]:
+        """Digests of the entries that all ranks must have alike, by the words that an error has for them."""
+        texts = self._texts()
+        others = {
+            f"the state of the {type(each).__name__} of the checkpoint": [_digest(texts["others"][str(at)])]
+            for at, each in enumerate(self.others)
+        }
+        extra = {f"extra[{name!r}] of the checkpoint": [_digest(text)] for name, text in texts["extra"].items()}
+        return {**others, **extra, "the training calls": [str(self.calls.steps)]}
+
+    def targets(self, stored: Mapping[str, torch.Tensor | None]) -> dict[str, Any]:
+        """Memory for this rank's entries: the model's own, new memory for optimizers. `stored`: as for `optimizer_state`."""
+        own = self._own()
+        optimizer_state.check(self.optimizers, own)
+        prefix = "optimizer."
+        of_optimizers = {name.removeprefix(prefix): value for name, value in stored.items() if name.startswith(prefix)}
+        found: dict[str, Any] = {
+            "model": self._model_entries(own),
+            "optimizer": optimizer_state.targets(self.optimizers, own, of_optimizers),
+            "others": {str(at): "" for at in range(len(self.others))},
+            "extra": dict.fromkeys(self.extra, ""),
+            "steps": 0,
+        }
+        if self.first:
+            found["random"] = {type_: generator.get_state() for type_, generator in self._generators()}
+        return found
+
+    def restore(self, loaded: Mapping[str, Any]) -> None:
+        """Put loaded entries in place; the model's tensors may be loaded already."""
+        others = {at: from_text(f"argument {at}", text) for at, text in loaded["others"].items()}
+        extra = {name: from_text(f"extra[{name!r}]", text) for name, text in loaded["extra"].items()}
+        optimizer_state.restore(self.optimizers, self._own(), loaded["optimizer"])
+        self.pipeline.load_state_dict(loaded["model"])
+        for at, each in enumerate(self.others):
+            each.load_state_dict(others[str(at)])
+        for name, value in list(self.extra.items()):
+            if isinstance(value, Stateful):
+                value.load_state_dict(extra[name])
+            else:
+                self.extra[name] = extra[name]
+        for type_, generator in self._generators() if self.first else ():
+            if type_ in loaded["random"]:
+                generator.set_state(loaded["random"][type_])
+        self.calls.steps = loaded["steps"]
+
+    # ------------------------------------------------------------------------------------------------ inside
+
+    def _own(self) -> dict[int, str]:
+        return {id(parameter): fqn for fqn, parameter in self.pipeline.named_parameters()}
+
+    def _model_entries(self, own: Mapping[int, str]) -> dict[str, torch.Tensor]:
+        """This rank's entries of the model's state dict, all of them tensors."""
+        entries = self.pipeline.state_dict()
+        for key, value in entries.items():
+            if not isinstance(value, torch.Tensor) or key.rpartition(".")[2] == _EXTRA_STATE:
+                raise CheckpointError(
+                    f"{key} of the model's state dict is no parameter or buffer (get_extra_state): give the module's state in "
+                    "extra={...}"
+                )
+        places = {value.data_ptr() for value in entries.values() if value.numel()}
+        for fqn, parameter in self.pipeline.named_parameters():
+            if parameter.numel() and parameter.data_ptr() not in places:
+                raise CheckpointError(f"the model's state_dict() leaves out or copies {fqn}: has the model a hook for this?")
         return entries
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore this rank's part."""
-        self.pipeline.load_state_dict(state["model"])
-        if self.optimizers:
-            with _without_empty_groups(self.optimizers):
-                set_optimizer_state_dict(self.model, self.optimizers, state["optimizer"], options=_BY_FQN)
-        for at, each in enumerate(self.others):
-            each.load_state_dict(from_text(f"argument {at}", state["others"][str(at)]))
-        for name, value in self.extra.items():
-            read = from_text(f"extra[{name!r}]", state["extra"][name])
-            if isinstance(value, Stateful):
-                value.load_state_dict(read)
-            else:
-                self.extra[name] = read
-        for type_, generator in self._generators() if self.first else ():
-            if type_ in state["random"]:
-                generator.set_state(state["random"][type_])
-        self.calls.steps = state["steps"]
+    def _texts(self) -> dict[str, dict[str, str]]:
+        return {
+            "others": {str(at): as_text(f"argument {at}", each.state_dict()) for at, each in enumerate(self.others)},
+            "extra": {name: as_text(f"extra[{name!r}]", _state_of(value)) for name, value in self.extra.items()},
+        }
 
     def _generators(self) -> Iterator[tuple[str, torch.Generator]]:
         yield "cpu", torch.default_generator
@@ -121,51 +171,24 @@ class TrainingState:
             yield "cuda", torch.cuda.default_generators[self.device.index or 0]
 
 
-def as_text(name: str, value: Any) -> str:
-    """A value of plain containers, numbers, strings and tensors as text. Raises `CheckpointError` for other classes."""
-    written = io.BytesIO()
-    torch.save(value, written)
-    text = base64.b64encode(written.getvalue()).decode()
-    from_text(name, text)
-    return text
-
-
-def from_text(name: str, text: str) -> Any:
-    """The value that `as_text` wrote. Raises `CheckpointError` where it names a class."""
-    try:
-        return torch.load(io.BytesIO(base64.b64decode(text)), weights_only=True)
-    except Exception as fault:
-        raise CheckpointError(
-            f"{name} of the checkpoint is no plain data, and reading it would run code: {str(fault).splitlines()[0]} "
-            "Give dicts, lists, tuples, numbers, strings and tensors, or an object whose state_dict() has these alone"
-        ) from fault
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 def _state_of(value: Any) -> Any:
     return value.state_dict() if isinstance(value, Stateful) else value
 
 
-@contextmanager
-def _without_empty_groups(optimizers: Sequence[Optimizer]) -> Iterator[None]:
-    """A context in which the optimizers lack their groups without parameters, whose entries would have no FQN."""
-    before = [list(optimizer.param_groups) for optimizer in optimizers]
-    for optimizer, groups in zip(optimizers, before, strict=True):
-        optimizer.param_groups[:] = [group for group in groups if group["params"]]
-    try:
-        yield
-    finally:
-        for optimizer, groups in zip(optimizers, before, strict=True):
-            kept = iter(optimizer.param_groups)
-            optimizer.param_groups[:] = [next(kept) if group["params"] else group for group in groups]
-
-
-def check_stateful(arguments: Sequence[object]) -> tuple[list[Optimizer], list[Stateful]]:
+def check_stateful(arguments: Sequence[object], extra: Mapping[Any, Any]) -> tuple[list[Optimizer], list[Stateful]]:
     """The optimizers, and the other objects with a state. Raises `CheckpointError` for an object without one."""
     for at, each in enumerate(arguments):
-        if not isinstance(each, Stateful):
+        if not isinstance(each, Stateful) or isinstance(each, type):
             raise CheckpointError(
                 f"argument {at} of pipe.checkpoint is {each!r}: give optimizers, schedulers, scalers and other objects with "
                 "state_dict and load_state_dict; plain values go into extra={...}"
             )
+    for name in extra:
+        if not isinstance(name, str):
+            raise CheckpointError(f"extra: the names of values are strings, got {name!r}")
     optimizers = [each for each in arguments if isinstance(each, Optimizer)]
     return optimizers, [cast(Stateful, each) for each in arguments if not isinstance(each, Optimizer)]
