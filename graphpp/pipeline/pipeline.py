@@ -15,12 +15,11 @@ import gc
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 from torch.amp import GradScaler
-from torch.distributed.checkpoint.stateful import Stateful
 
 from graphpp._torch.autograd import call_gradient_hooks
 from graphpp.arguments import COUNT, FLAG, INDEX, INTEGER, MAPPING, checked, one_of, or_none, require
@@ -36,8 +35,6 @@ from graphpp.parallel.agreement import Agreement
 from graphpp.parallel.place import RankPlace
 from graphpp.pipeline import grad_norm as norms
 from graphpp.pipeline.calls import Calls, MakeParts
-from graphpp.pipeline.checkpoint.folder import Checkpoint
-from graphpp.pipeline.checkpoint.training_state import TrainingState, check_stateful
 from graphpp.pipeline.gather import gathered, keys_of
 from graphpp.pipeline.graph_cache import GraphCache
 from graphpp.pipeline.module_habits import ModuleHabits
@@ -51,6 +48,11 @@ from graphpp.schedules.simulate.timeline import Timeline
 from graphpp.verification.report import Verification
 from graphpp.verification.verify import verified
 from graphpp.verification.whole_batch import AGAINST, Against
+
+if TYPE_CHECKING:
+    from torch.distributed.checkpoint.stateful import Stateful
+
+    from graphpp.pipeline.checkpoint.folder import Checkpoint
 
 # A pipeline is a reference cycle that holds its process group. A gloo thread of the group that frees a message while the
 # interpreter shuts down aborts the process, so pipelines without a user are collected before that.
@@ -377,6 +379,10 @@ class Pipeline(ModuleHabits):
         stages or schedule, so another layout can load it. Raises `GraphPPError` before anything is captured, and
         `CheckpointError` for an object without a state.
         """
+        # The files' part of torch imports SymPy: a second that `import graphpp` must not cost.
+        from graphpp.pipeline.checkpoint.folder import Checkpoint
+        from graphpp.pipeline.checkpoint.training_state import TrainingState, check_stateful
+
         self._cache.captured()
         require(GraphPPError, "extra", MAPPING, {} if extra is None else extra)
         optimizers, others = check_stateful(objects, extra or {})
