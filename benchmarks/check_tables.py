@@ -4,7 +4,7 @@
 
 For each size (ranks x stages x microbatches) the table with its messages: cells, CPU seconds to make it, the median CPU
 microseconds a cell of either way, their ratio, and the peak memory of the process afterwards. --arrays-only leaves out the
-rules action by action, which take 40 µs a cell.
+rules action by action.
 """
 
 from __future__ import annotations

@@ -63,7 +63,10 @@ def options() -> argparse.Namespace:
     parser.add_argument("--backend", choices=["eager", "inductor"], default="eager")
     parser.add_argument("--tolerance", type=float, default=1e-3, help="nats, for backends other than eager")
     parser.add_argument("--lr", type=float, default=1e-4, help="at 1e-3 training is chaotic: rounding decides the loss")
-    return parser.parse_args()
+    option = parser.parse_args()
+    if option.steps < 2:
+        parser.error("--steps: 2 or more, half of them before the checkpoint")
+    return option
 
 
 def main() -> None:

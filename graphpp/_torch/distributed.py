@@ -6,9 +6,10 @@ Checked on torch 2.11.0, 2.13.0 and 2.15.0:
 - `torch.distributed.distributed_c10d._resolve_process_group`: the group of a name, as a collective in a graph has it
 - `torch.distributed.distributed_c10d._hash_ranks_to_str`: the name of a group that `new_group(use_local_synchronization=True)`
   makes; it counts the groups of the process, so members that are in different other groups would wait under different names
+  (checked on 2.13.0 and 2.15.0)
 - `torch.distributed.distributed_c10d._set_pg_timeout`: the timeout of a process group; torch 2.15 has `set_timeout`
 - `ProcessGroup._get_backend`, `options._timeout`: the present timeout (both timeouts: checked on 2.13.0 and 2.15.0)
-- `Store.clone`: a connection of its own to the same store (missing from torch's stubs)
+- `Store.clone`: a connection of its own to the same store (missing from torch's stubs; checked on 2.13.0 and 2.15.0)
 - `torch._foreach_norm`: norms of many tensors at once, the call that torch's own gradient clipping makes
 - `torch._foreach_copy_`: many copies at once, the call that torch's own optimizers make
 - `Optimizer._optimizer_step_pre_hooks`, `_optimizer_step_post_hooks` and, for all optimizers, `torch.optim.optimizer.

@@ -15,7 +15,7 @@ from graphpp.options.option import Group, Option, group_reader, reader_of
 ReplicaValues = Literal["equal", "broadcast"]
 ReplicaBuffers = Literal["own", "average", "broadcast"]
 NodeSeconds = Callable[[Any], float]  # the seconds of a graph's node
-_SECONDS = Accepted("a positive number of seconds below 1e9", lambda form: NUMBER.accepts(form) and 0 < form < 1e9)  # type: ignore[operator]
+_TIMEOUT = Accepted("a positive number of seconds below 1e9", lambda form: NUMBER.accepts(form) and 0 < form < 1e9)  # type: ignore[operator]
 
 
 def _read_device(form: object) -> torch.device | None:
@@ -61,14 +61,14 @@ class Parallel(Group):
     )
     timeout: Option[float | None, float | None] = Option(
         None,
-        read=reader_of(or_none(_SECONDS)),
+        read=reader_of(or_none(_TIMEOUT)),
         takes="seconds",
         about="How long a step waits for another rank before `RankFailure` is raised. The process groups of `mesh=` keep this "
         "timeout. None: the timeout that the groups have.",
     )
     start_timeout: Option[float | None, float | None] = Option(
         None,
-        read=reader_of(or_none(_SECONDS)),
+        read=reader_of(or_none(_TIMEOUT)),
         takes="seconds",
         about="How long a rank waits while a new call is compiled, where the first rank captures for all. Also the timeout of "
         "the world's process group if graphpp makes it. None: the timeout that the groups have.",

@@ -17,7 +17,7 @@ _RUN = "a pipeline has no forward of its own: call pipe.step(x, target=y) to tra
 _DEVICE = "a pipeline is bound to its devices: give parallel=graphpp.Parallel(device=...) to graphpp.compile"
 _DTYPE = "a pipeline trains the model's own parameters: change the dtype of the model before graphpp.compile"
 _FLAGS = "the model has the flags: call model.train(), or model.eval() around pipe.step; pipe.eval(x) runs a batch"
-_SAVE = "save pipe.state_dict() of each rank; pipe.load_state_dict(state) loads this rank's part"
+_SAVE = "pipe.checkpoint(optimizer).save(folder) and .load(folder) keep a training; pipe.gather() has the whole state dict"
 _MODULE = "a pipeline is no module: use the model that was given to graphpp.compile, which stays the caller's"
 _CONTAINER = "a pipeline is no container: pipe.parameters() has this rank's parameters, pipe.plan.stages has the stages"
 

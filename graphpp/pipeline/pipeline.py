@@ -388,7 +388,8 @@ class Pipeline(ModuleHabits):
         optimizers, others = check_stateful(objects, extra or {})
         calls, place = self._calls, self._place
         values = dict(extra or {})
-        state = TrainingState(self, optimizers, others, values, place.device, place.rank == 0, calls)
+        left_out = partial(self._state.left_out, self._cache.local())
+        state = TrainingState(self, left_out, optimizers, others, values, place.device, place.rank == 0, calls)
         return Checkpoint(state, place)
 
     def __repr__(self) -> str:

@@ -104,6 +104,12 @@ class ModelState:
         """The model's state dict with the model's own tensors, those of other ranks included."""
         return self._model.state_dict(keep_vars=True)
 
+    def left_out(self, fqns: Iterable[str]) -> list[str]:
+        """Those of the parameters and persistent buffers `fqns` that the model's state dict lacks, or has copies of."""
+        listed = {id(value) for value in self.entries().values()}
+        passing = {id(module._buffers[name]) for module in self._model.modules() for name in module._non_persistent_buffers_set}
+        return [fqn for fqn in fqns if id(self.tensor(fqn)) not in listed | passing]
+
     def _own_entries(self, fqns: Iterable[str], entries: Mapping[str, Any]) -> dict[str, Any]:
         mine = {id(self.tensor(fqn)) for fqn in fqns}
         local = {key: value for key, value in entries.items() if not isinstance(value, torch.Tensor) or id(value) in mine}

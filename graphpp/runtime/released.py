@@ -11,6 +11,7 @@ Contract
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 from weakref import WeakSet
@@ -21,6 +22,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from graphpp._torch import pytree
 from graphpp._torch.tensor_subclass import FACTS, made, without_subclasses
 from graphpp.errors import GraphPPError
 
@@ -31,7 +33,7 @@ _ADVICE = (
 
 
 class _Released(torch.Tensor):
-    """What both kinds of stand-ins do."""
+    """A tensor without values that answers questions about its shape and refuses all else."""
 
     fqn: str
     rank: int
@@ -44,7 +46,7 @@ class _Released(torch.Tensor):
         if function in FACTS:
             with without_subclasses():
                 return function(*args, **(kwargs or {}))
-        found = next(iter(_stand_ins((args, kwargs or {}))))
+        found = next(leaf for leaf in pytree.tree_flatten((args, kwargs))[0] if isinstance(leaf, _Released))
         raise GraphPPError(
             f"{found.fqn} has no values on this rank: rank {found.rank} of the pipeline holds it, and its memory here was "
             f"given back. {_ADVICE}"
@@ -84,10 +86,15 @@ _CHECKED: WeakSet[Optimizer] = WeakSet()
 
 def forget(replaced: Iterable[tuple[torch.Tensor, str]]) -> None:
     """Note parameters that stand-ins have replaced, with their FQNs."""
-    if not _FORGOTTEN:
-        register_optimizer_step_pre_hook(_check)
+    _watch_optimizers()
     _FORGOTTEN.update(replaced)
     _CHECKED.clear()
+
+
+@functools.cache
+def _watch_optimizers() -> None:
+    """Let every optimizer of the process be checked at its first step, from now on."""
+    register_optimizer_step_pre_hook(_check)
 
 
 def _check(optimizer: Optimizer, *_: Any) -> None:
@@ -101,14 +108,3 @@ def _check(optimizer: Optimizer, *_: Any) -> None:
             "make the optimizer of pipe.parameters()"
         )
     _CHECKED.add(optimizer)
-
-
-def _stand_ins(values: Any) -> Iterable[_Released]:
-    if isinstance(values, _Released):
-        yield values
-    elif isinstance(values, list | tuple):
-        for each in values:
-            yield from _stand_ins(each)
-    elif isinstance(values, dict):
-        for each in values.values():
-            yield from _stand_ins(each)

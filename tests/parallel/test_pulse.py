@@ -33,6 +33,10 @@ def loads_slowly(rank: int) -> str:
     pipe = two_good_steps()
     if rank == 1:
         read_from_a_slow_disk()
+    return failure_of_a_step(pipe)
+
+
+def failure_of_a_step(pipe: graphpp.Pipeline) -> str:
     try:
         pipe.step(X, target=Y)
     except RankFailure as error:
@@ -59,11 +63,7 @@ def is_stopped(rank: int) -> str:
         waker = f"import os, signal, time; time.sleep(10); os.kill({os.getpid()}, signal.SIGCONT)"
         subprocess.Popen([sys.executable, "-c", waker])
         os.kill(os.getpid(), signal.SIGSTOP)
-    try:
-        pipe.step(X, target=Y)
-    except RankFailure as error:
-        return str(error)
-    return "no error"
+    return failure_of_a_step(pipe)
 
 
 def test_a_stopped_rank_is_told_from_a_late_one() -> None:

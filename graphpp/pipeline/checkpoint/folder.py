@@ -6,8 +6,8 @@ Contract
   the checkpoint of before, or the new one: an earlier `<folder>` is called `<folder>.before` for the moment of the exchange,
   and `load` takes it where `<folder>` is missing.
 - The files are those of `torch.distributed.checkpoint`; `dcp.load` reads them as well. All ranks see one file system.
-- `load` reads no class and runs no code that a file names (`safe_reading.py`), and changes nothing if an entry is missing or
-  has another shape.
+- `load` reads no class and runs no code that a file names (`safe_reading.py`). The values that are no tensors are read and
+  checked first, and all names and shapes before a tensor is read: a checkpoint that does not fit changes nothing.
 - A folder that is no checkpoint is never replaced.
 - Ranks of one pipeline write and read. Of several replicas the first writes.
 - Errors are `CheckpointError`, raised on all ranks; a rank that fails alone lets the others raise `MismatchError`.
@@ -136,30 +136,33 @@ class Checkpoint:
     @checked(CheckpointError, folder=PATH)
     def load(self, folder: str | os.PathLike[str]) -> None:
         """Read a checkpoint that any layout of ranks, stages and schedule has written. Called by all ranks."""
-        path, targets = self._path(folder), dict[str, Any]()
+        path, plain, tensors = self._path(folder), dict[str, Any](), dict[str, Any]()
         found: list[Path] = []
 
-        def prepare() -> None:
+        def find() -> None:
             found.append(complete(path))
-            stored = SafeReader(found[0]).read_metadata().state_dict_metadata
-            prefix = f"{_ENTRY}."
-            targets.update(
-                self._state.targets(
-                    {
-                        name.removeprefix(prefix): _like(value) if isinstance(value, TensorStorageMetadata) else None
-                        for name, value in stored.items()
-                        if name.startswith(prefix)
-                    }
-                )
-            )
+            plain.update(self._state.plain_targets())
 
-        self._calls.all_do(f"load the checkpoint {path}", prepare)
-        entries = {_ENTRY: targets}
-        with self._dcp() as options:
-            load(entries, storage_reader=SafeReader(found[0]), planner=SafePlanner(found[0]), **options)
-        self._calls.all_do(f"the checkpoint {path} is loaded", lambda: self._state.restore(entries[_ENTRY]))
+        def prepare() -> None:
+            self._state.check_plain(plain)
+            tensors.update(self._state.tensor_targets(_stored_tensors(found[0])))
+
+        def restore() -> None:
+            optimizer = {**plain["optimizer"], **tensors["optimizer"]}
+            self._state.restore({**plain, **tensors, "optimizer": optimizer})
+
+        self._calls.all_do(f"load the checkpoint {path}", find)
+        self._fill(plain, found[0])
+        self._calls.all_do(f"the plain values of {path} fit", prepare)
+        self._fill(tensors, found[0])
+        self._calls.all_do(f"the checkpoint {path} is loaded", restore)
 
     # ------------------------------------------------------------------------------------------------ inside
+
+    def _fill(self, entries: dict[str, Any], folder: Path) -> None:
+        """Read entries, in place."""
+        with self._dcp() as options:
+            load({_ENTRY: entries}, storage_reader=SafeReader(folder), planner=SafePlanner(folder), **options)
 
     def _path(self, folder: str | os.PathLike[str]) -> Path:
         """The folder's own path. Raises `CheckpointError` where an asynchronous save is not over."""
@@ -227,8 +230,14 @@ def _without_os_errors(work: Callable[[], None]) -> Callable[[], None]:
     return run
 
 
-def _like(stored: TensorStorageMetadata) -> torch.Tensor:
-    return torch.empty(stored.size, dtype=stored.properties.dtype, device="meta")
+def _stored_tensors(folder: Path) -> dict[str, torch.Tensor]:
+    """The tensors of a checkpoint by entry, without their values."""
+    stored, prefix = SafeReader(folder).read_metadata().state_dict_metadata, f"{_ENTRY}."
+    return {
+        name.removeprefix(prefix): torch.empty(found.size, dtype=found.properties.dtype, device="meta")
+        for name, found in stored.items()
+        if name.startswith(prefix) and isinstance(found, TensorStorageMetadata)
+    }
 
 
 def complete(path: Path) -> Path:

@@ -5,9 +5,10 @@ Contract
         <FQN>.state.<name>    each tensor of its state
         <FQN>.values          the names of these tensors, the other values of its state, and the values of its group, as text
                               (`plain_text.py`)
-    `targets` makes the memory for a parameter's stored tensors, and `restore` puts the loaded entries into the optimizers, each
-    parameter's alone: a parameter that had no state when it was saved has none afterwards. The parameters of one group must
-    have been saved with equal values of their group. A parameter belongs to one optimizer.
+    Loading has three steps. `texts` names the text of each parameter, and `check_texts` reads the loaded texts. `targets` makes
+    the memory for the tensors, and `restore` puts texts and tensors into the optimizers: a parameter that had no state when it
+    was saved has none afterwards. The parameters of one group must have been saved with equal values of their group. A
+    parameter belongs to one optimizer.
     An optimizer whose state is no mapping by parameter, as that of LBFGS is not, or that holds a parameter of another rank is
     refused. Errors are `CheckpointError`.
 
@@ -62,53 +63,63 @@ def entries(optimizers: Sequence[Optimizer], own: Mapping[int, str]) -> dict[str
     return found
 
 
+def texts(optimizers: Sequence[Optimizer], own: Mapping[int, str]) -> dict[str, str]:
+    """The entry for the text of each of this rank's parameters, empty."""
+    return {f"{fqn}{_VALUES}": "" for fqn, *_ in _parameters(optimizers, own)}
+
+
+def check_texts(optimizers: Sequence[Optimizer], own: Mapping[int, str], loaded: Mapping[str, Any]) -> None:
+    """Raise `CheckpointError` where a text is no plain data, or the parameters of a group have other values than each other."""
+    groups: dict[int, tuple[str, str]] = {}
+    for fqn, _, group, _ in _parameters(optimizers, own):
+        text = as_text(fqn, _values(fqn, loaded)[2])
+        first, known = groups.setdefault(id(group), (fqn, text))
+        if known != text:
+            raise CheckpointError(
+                f"{first} and {fqn} are in one group of the optimizer, and the checkpoint has other values for their groups "
+                "(learning rate, decay ..): group the parameters as they were when they were saved"
+            )
+
+
 def targets(
-    optimizers: Sequence[Optimizer], own: Mapping[int, str], stored: Mapping[str, torch.Tensor | None]
-) -> dict[str, Any]:
-    """Memory for the entries of this rank's parameters. `stored`: each stored entry, a tensor as an empty one of its shape."""
+    optimizers: Sequence[Optimizer], own: Mapping[int, str], stored: Mapping[str, torch.Tensor]
+) -> dict[str, torch.Tensor]:
+    """Memory for the stored tensors of this rank's parameters. `stored`: each stored tensor as an empty one of its shape."""
     by_parameter: dict[str, list[str]] = {}
     for name in stored:
-        by_parameter.setdefault(name.partition(_STATE)[0], []).append(name)
-    found: dict[str, Any] = {}
+        by_parameter.setdefault(name.rpartition(_STATE)[0], []).append(name)
+    found: dict[str, torch.Tensor] = {}
     for fqn, _, group, parameter in _parameters(optimizers, own):
-        found[f"{fqn}{_VALUES}"] = ""
         for name in by_parameter.get(fqn, ()):
-            like = stored[name]
-            if like is not None:
-                on_host = name.endswith(f"{_STATE}{_ON_HOST}") and not (group.get("capturable") or group.get("fused"))
-                found[name] = torch.empty_like(like, device="cpu" if on_host else parameter.device)
+            on_host = name.endswith(f"{_STATE}{_ON_HOST}") and not (group.get("capturable") or group.get("fused"))
+            found[name] = torch.empty_like(stored[name], device="cpu" if on_host else parameter.device)
     return found
 
 
 def restore(optimizers: Sequence[Optimizer], own: Mapping[int, str], loaded: Mapping[str, Any]) -> None:
-    """Put loaded entries into the optimizers; nothing changes if a group does not fit."""
-    tensors: dict[str, dict[str, torch.Tensor]] = {}
-    for name, value in loaded.items():
-        if isinstance(value, torch.Tensor):
-            fqn, _, key = name.partition(_STATE)
-            tensors.setdefault(fqn, {})[key] = value
-    values = {fqn: from_text(fqn, loaded[f"{fqn}{_VALUES}"]) for fqn, *_ in _parameters(optimizers, own)}
-    groups: dict[int, tuple[str, str, dict[str, Any]]] = {}
-    for fqn, _, group, _ in _parameters(optimizers, own):
-        names, _, of_group = values[fqn]
-        lacking = [name for name in names if name not in tensors.get(fqn, {})]
+    """Put loaded texts and tensors into the optimizers. Raises `CheckpointError`, and changes nothing, if one is missing."""
+    check_texts(optimizers, own, loaded)
+    states: list[dict[str, Any]] = []
+    for fqn, *_ in _parameters(optimizers, own):
+        names, values, _ = _values(fqn, loaded)
+        lacking = [name for name in names if f"{fqn}{_STATE}{name}" not in loaded]
         if lacking:
             raise CheckpointError(
                 f"the state {lacking[0]!r} of {fqn} was saved and not loaded: torch.distributed.checkpoint.load fills the "
                 "state that an optimizer has already, so load with pipe.checkpoint(...).load(folder)"
             )
-        first, text, _ = groups.setdefault(id(group), (fqn, as_text(fqn, of_group), of_group))
-        if text != as_text(fqn, of_group):
-            raise CheckpointError(
-                f"{first} and {fqn} are in one group of the optimizer, and the checkpoint has other values for their groups "
-                "(learning rate, decay ..): group the parameters as they were when they were saved"
-            )
-    for fqn, optimizer, group, parameter in _parameters(optimizers, own):
-        group.update(groups[id(group)][2])
-        state = {**tensors.get(fqn, {}), **values[fqn][1]}
+        states.append({**{name: loaded[f"{fqn}{_STATE}{name}"] for name in names}, **values})
+    for (fqn, optimizer, group, parameter), state in zip(_parameters(optimizers, own), states, strict=True):
+        group.update(_values(fqn, loaded)[2])
         optimizer.state.pop(parameter, None)
         if state:
             optimizer.state[parameter] = state
+
+
+def _values(fqn: str, loaded: Mapping[str, Any]) -> tuple[list[str], dict[str, Any], dict[str, Any]]:
+    """The text of a parameter: the names of its state's tensors, the other values of its state, the values of its group."""
+    names, values, group = from_text(fqn, loaded[f"{fqn}{_VALUES}"])
+    return names, values, group
 
 
 def _parameters(

@@ -11,7 +11,6 @@ from __future__ import annotations
 import io
 import os
 import pickle
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +18,7 @@ import torch
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
-from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
-from torch.futures import Future
+from torch.distributed.checkpoint.planner import ReadItem
 
 from graphpp.errors import CheckpointError
 
@@ -81,13 +79,6 @@ class SafeReader(FileSystemReader):
             metadata.storage_meta.load_id = self.load_id
         return metadata
 
-    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Read the plain values first: one that is refused leaves all tensors as they were."""
-        plain = [item for item in plan.items if item.type is LoadItemType.BYTE_IO]
-        tensors = [item for item in plan.items if item.type is not LoadItemType.BYTE_IO]
-        super().read_data(replace(plan, items=plain), planner)
-        return super().read_data(replace(plan, items=tensors), planner)
-
 
 class SafePlanner(DefaultLoadPlanner):
     """Checks the names and shapes of a folder before anything is read, and reads plain values without running code."""
@@ -122,9 +113,8 @@ class SafePlanner(DefaultLoadPlanner):
             plain = torch.load(value, weights_only=True)
         except Exception as fault:
             name = read_item.storage_index.fqn
-            raise CheckpointError(f"{self._folder}: {name} is no plain value, and reading it would run code") from fault
+            raise CheckpointError(f"{self._folder}: {name} is no plain value, or is torn; nothing was run") from fault
         written = io.BytesIO()
         torch.save(plain, written)
         written.seek(0)
         super().load_bytes(read_item, written)
-

@@ -69,10 +69,12 @@ class RankCalls(Protocol):
 class TrainingState:
     """A pipeline's training as it is now.
 
-    `first`: whether this is the pipeline's first rank; `calls` counts the training calls.
+    `left_out` names this rank's parameters and persistent buffers that the model's state dict lacks; `first`: whether this is
+    the pipeline's first rank; `calls` counts the training calls.
     """
 
     pipeline: Trained
+    left_out: Callable[[], list[str]]
     optimizers: Sequence[Optimizer]
     others: Sequence[Stateful]
     extra: dict[str, Any]
@@ -85,7 +87,7 @@ class TrainingState:
         own = self._own()
         optimizer_state.check(self.optimizers, own)
         found: dict[str, Any] = {
-            "model": self._model_entries(own),
+            "model": self._model_entries(),
             "optimizer": optimizer_state.entries(self.optimizers, own),
             **self._texts(),
             "steps": self.calls.steps,
@@ -104,18 +106,31 @@ class TrainingState:
         extra = {f"extra[{name!r}] of the checkpoint": [_digest(text)] for name, text in texts["extra"].items()}
         return {**others, **extra, "the training calls": [str(self.calls.steps)]}
 
-    def targets(self, stored: Mapping[str, torch.Tensor | None]) -> dict[str, Any]:
-        """Memory for this rank's entries: the model's own, new memory for optimizers. `stored`: as for `optimizer_state`."""
+    def plain_targets(self) -> dict[str, Any]:
+        """The entries of this rank that are no tensors, empty: the first part of a load."""
         own = self._own()
         optimizer_state.check(self.optimizers, own)
-        prefix = "optimizer."
-        of_optimizers = {name.removeprefix(prefix): value for name, value in stored.items() if name.startswith(prefix)}
-        found: dict[str, Any] = {
-            "model": self._model_entries(own),
-            "optimizer": optimizer_state.targets(self.optimizers, own, of_optimizers),
+        return {
+            "optimizer": optimizer_state.texts(self.optimizers, own),
             "others": {str(at): "" for at in range(len(self.others))},
             "extra": dict.fromkeys(self.extra, ""),
             "steps": 0,
+        }
+
+    def check_plain(self, loaded: Mapping[str, Any]) -> None:
+        """Raise `CheckpointError` where a loaded entry that is no tensor does not fit; nothing is changed."""
+        optimizer_state.check_texts(self.optimizers, self._own(), loaded["optimizer"])
+        for kind in ("others", "extra"):
+            for name, text in loaded[kind].items():
+                from_text(f"{kind}.{name}", text)
+
+    def tensor_targets(self, stored: Mapping[str, torch.Tensor]) -> dict[str, Any]:
+        """Memory for this rank's tensors: the model's own, new memory for optimizers. `stored`: as for `optimizer_state`."""
+        prefix = "optimizer."
+        of_optimizers = {name.removeprefix(prefix): value for name, value in stored.items() if name.startswith(prefix)}
+        found: dict[str, Any] = {
+            "model": self._model_entries(),
+            "optimizer": optimizer_state.targets(self.optimizers, self._own(), of_optimizers),
         }
         if self.first:
             found["random"] = {type_: generator.get_state() for type_, generator in self._generators()}
@@ -144,7 +159,7 @@ class TrainingState:
     def _own(self) -> dict[int, str]:
         return {id(parameter): fqn for fqn, parameter in self.pipeline.named_parameters()}
 
-    def _model_entries(self, own: Mapping[int, str]) -> dict[str, torch.Tensor]:
+    def _model_entries(self) -> dict[str, torch.Tensor]:
         """This rank's entries of the model's state dict, all of them tensors."""
         entries = self.pipeline.state_dict()
         for key, value in entries.items():
@@ -153,10 +168,8 @@ class TrainingState:
                     f"{key} of the model's state dict is no parameter or buffer (get_extra_state): give the module's state in "
                     "extra={...}"
                 )
-        places = {value.data_ptr() for value in entries.values() if value.numel()}
-        for fqn, parameter in self.pipeline.named_parameters():
-            if parameter.numel() and parameter.data_ptr() not in places:
-                raise CheckpointError(f"the model's state_dict() leaves out or copies {fqn}: has the model a hook for this?")
+        for fqn in self.left_out():
+            raise CheckpointError(f"the model's state_dict() leaves out or copies {fqn}: has the model a hook for this?")
         return entries
 
     def _texts(self) -> dict[str, dict[str, str]]:

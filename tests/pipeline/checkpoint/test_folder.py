@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import base64
+import io
 import os
 import pickle
 import re
@@ -309,8 +311,12 @@ def test_groups_of_other_values_are_refused(tmp_path: Path) -> None:
     biases = [each for each in pipe.parameters() if each.dim() < 2]
     two = torch.optim.AdamW([{"params": weights, "weight_decay": 0.3}, {"params": biases, "weight_decay": 0.0}])
     pipe.checkpoint(two).save(tmp_path / "saved")
+    with torch.no_grad():
+        weights[0].add_(1.0)
+    before = values(pipe)
     with pytest.raises(CheckpointError, match="are in one group of the optimizer, and the checkpoint has other values"):
         pipe.checkpoint(torch.optim.AdamW(pipe.parameters())).load(tmp_path / "saved")
+    assert same(before, values(pipe))
 
 
 def test_numbers_of_numpy_are_saved(tmp_path: Path) -> None:
@@ -391,12 +397,69 @@ def test_a_rank_that_does_not_see_the_folder_is_told_on_all_ranks(tmp_path: Path
     assert other.startswith("MismatchError: other ranks failed")
 
 
-def test_a_state_dict_that_copies_is_refused(tmp_path: Path) -> None:
-    pipe, optimizer = trained()
+class Named(nn.Module):
+    """A module, a buffer and a parameter with the names that entries of a checkpoint have."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.state = nn.Linear(4, 4)
+        self.values = nn.Parameter(torch.ones(4))
+        self.register_buffer("steps", torch.ones(4))
+        self.register_buffer("scratch", torch.ones(4), persistent=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.state(x) * self.values * self.steps * self.scratch
+
+
+def named() -> tuple[graphpp.Pipeline, torch.optim.Optimizer, Named]:
+    torch.manual_seed(0)
+    model, example = Named(), graphpp.Microbatch((X[:2],), target=Y[:2])
+    pipe = graphpp.compile(nn.Sequential(model), F.cross_entropy, example=example, split=1, microbatches=2)
+    return pipe, torch.optim.AdamW(pipe.parameters(), lr=0.1), model
+
+
+def test_modules_may_have_the_names_of_entries(tmp_path: Path) -> None:
+    pipe, optimizer, _ = named()
+    losses_of(pipe, optimizer, 2)
+    pipe.checkpoint(optimizer).save(tmp_path / "saved")
+    expected = losses_of(pipe, optimizer)
+    other, its_optimizer, _ = named()
+    other.checkpoint(its_optimizer).load(tmp_path / "saved")
+    assert losses_of(other, its_optimizer) == expected
+
+
+@pytest.mark.parametrize("key", ["0.state.weight", "0.steps"])
+def test_a_state_dict_that_copies_is_refused(key: str, tmp_path: Path) -> None:
+    pipe, optimizer, model = named()
 
     def clone(module: nn.Module, state: dict[str, torch.Tensor], *_: object) -> None:
-        state["0.weight"] = state["0.weight"].clone()
+        found = key if key in state else key.removeprefix("0.")
+        state[found] = state[found].clone()
 
-    pipe._model.register_state_dict_post_hook(clone)
-    with pytest.raises(CheckpointError, match=r"the model's state_dict\(\) leaves out or copies 0\.weight"):
+    model.register_state_dict_post_hook(clone)
+    with pytest.raises(CheckpointError, match=rf"the model's state_dict\(\) leaves out or copies {re.escape(key)}"):
         pipe.checkpoint(optimizer).save(tmp_path / "saved")
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_torchs_own_load_says_that_the_state_of_an_optimizer_is_missing(saved: Path) -> None:
+    from torch.distributed.checkpoint.state_dict_loader import load
+
+    pipe, optimizer = trained(steps=0)
+    with pytest.raises(CheckpointError, match=r"was saved and not loaded.* load with pipe\.checkpoint"):
+        load({"training": pipe.checkpoint(optimizer, extra={"epoch": 0})}, checkpoint_id=saved, no_dist=True)
+    assert not optimizer.state
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_a_text_that_runs_code(tmp_path: Path) -> None:
+    from torch.distributed.checkpoint.state_dict_saver import save
+
+    written, marker = io.BytesIO(), tmp_path / "ran"
+    torch.save(Harmful(marker), written)
+    pipe, optimizer = trained()
+    state = pipe.checkpoint(optimizer, extra={"epoch": 3}).state_dict()
+    state["extra"]["epoch"] = base64.b64encode(written.getvalue()).decode()
+    save({"training": state}, checkpoint_id=tmp_path / "saved", no_dist=True)
+    assert "extra.epoch of the checkpoint is no plain data" in refusal(tmp_path / "saved")
+    assert not marker.exists()
