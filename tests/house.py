@@ -60,7 +60,7 @@ MAY_IMPORT: Mapping[str, tuple[str, ...]] = {
     "graphpp.backends": ("graphpp.cache", "graphpp.options", "graphpp.passes", "graphpp.runtime", "graphpp._torch"),
     "graphpp.batch": ("graphpp.options", "graphpp._torch"),
     "graphpp.capture": ("graphpp.batch", "graphpp.passes", "graphpp.runtime", "graphpp._torch", "graphpp.options"),
-    "graphpp.pipeline.checkpoint": ("graphpp.parallel",),
+    "graphpp.pipeline.checkpoint": ("graphpp.parallel", "graphpp._torch"),
     "graphpp.planner": (
         "graphpp._torch.symbols",
         "graphpp.options",

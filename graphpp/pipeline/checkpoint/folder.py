@@ -19,7 +19,7 @@ import os
 import shutil
 import warnings
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -30,11 +30,12 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load
-from torch.distributed.checkpoint.state_dict_saver import async_save, save
 
+from graphpp._torch.checkpoint_files import write_entries
 from graphpp.arguments import PATH, checked
 from graphpp.errors import CheckpointError, GraphPPError
 from graphpp.parallel.place import RankPlace
+from graphpp.pipeline.checkpoint.host_copies import host_copies
 from graphpp.pipeline.checkpoint.safe_reading import SafePlanner, SafeReader
 from graphpp.pipeline.checkpoint.training_state import TrainingState
 
@@ -96,8 +97,8 @@ class Checkpoint:
         def write() -> None:
             if self._writes:
                 entries = self._read(path)
-                with self._dcp() as options:
-                    save({_ENTRY: entries}, storage_writer=FileSystemWriter(_partial(path)), **options)
+                with self._calls.watched(), _told():
+                    write_entries({_ENTRY: entries}, FileSystemWriter(_partial(path)), self._calls.file_group)
                 self._publish(path)
 
         self._calls.replicas_do(f"checkpoint {path}", write)
@@ -113,11 +114,10 @@ class Checkpoint:
 
         def begin() -> None:
             if self._writes:
-                entries = self._read(path)
-                with self._dcp() as options:
-                    pending = async_save({_ENTRY: entries}, storage_writer=FileSystemWriter(_partial(path)), **options)
-                assert isinstance(pending, Future)
-                written.append(pending)
+                entries = {_ENTRY: host_copies(self._read(path))}
+                thread = ThreadPoolExecutor(1, "graphpp-checkpoint")
+                written.append(thread.submit(write_entries, entries, FileSystemWriter(_partial(path)), self._calls.file_group))
+                thread.shutdown(wait=False)
 
         def end() -> None:
             self._calls.saving = None
@@ -125,7 +125,7 @@ class Checkpoint:
 
         def publish() -> None:
             for each in written:
-                with self._dcp():
+                with self._calls.watched(), _told():
                     each.result()
                 self._publish(path)
 
@@ -161,8 +161,11 @@ class Checkpoint:
 
     def _fill(self, entries: dict[str, Any], folder: Path) -> None:
         """Read entries, in place."""
-        with self._dcp() as options:
-            load({_ENTRY: entries}, storage_reader=SafeReader(folder), planner=SafePlanner(folder), **options)
+        group = self._calls.file_group
+        with self._calls.watched(), _told(), warnings.catch_warnings():
+            warnings.filterwarnings("ignore", category=UserWarning, module="torch.distributed.checkpoint")
+            reader, planner = SafeReader(folder), SafePlanner(folder)
+            load({_ENTRY: entries}, storage_reader=reader, planner=planner, process_group=group, no_dist=group is None)
 
     def _path(self, folder: str | os.PathLike[str]) -> Path:
         """The folder's own path. Raises `CheckpointError` where an asynchronous save is not over."""
@@ -174,14 +177,6 @@ class Checkpoint:
     def _writes(self) -> bool:
         """Whether this rank's replica writes."""
         return self._replicas is None or dist.get_rank(self._replicas) == 0
-
-    @contextmanager
-    def _dcp(self) -> Iterator[dict[str, Any]]:
-        """A context for a call of torch's distributed checkpoint by all ranks of the pipeline, with its options."""
-        with self._calls.watched(), _told(), warnings.catch_warnings():
-            warnings.filterwarnings("ignore", category=UserWarning, module="torch.distributed.checkpoint")
-            group = self._calls.file_group
-            yield {"process_group": group, "no_dist": group is None}
 
     def _read(self, path: Path) -> dict[str, Any]:
         """This rank's entries, on all ranks or on none. Removes what a save that was killed has left."""

@@ -7,6 +7,8 @@ import io
 import os
 import pickle
 import re
+import time
+import warnings
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -155,7 +157,7 @@ def test_a_process_killed_in_a_save_leaves_the_checkpoint_of_before(moment: str,
         raise KeyboardInterrupt
 
     if moment == "writing":
-        with patch.object(folders, "save", killed), pytest.raises(KeyboardInterrupt):
+        with patch.object(folders, "write_entries", killed), pytest.raises(KeyboardInterrupt):
             checkpoint.save(saved)
     else:
         rename = Path.rename
@@ -254,6 +256,23 @@ def test_an_async_save_must_be_over_before_the_next_call(tmp_path: Path) -> None
     pending.wait()
     assert [each.name for each in tmp_path.iterdir()] == ["one"]
     pipe.checkpoint(optimizer).load(tmp_path / "one")
+
+
+def test_an_async_save_of_one_process_warns_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The background thread starts late, so that no filter of warnings around the call could hold its warnings back."""
+    write = folders.write_entries
+
+    def late(*arguments: Any) -> None:
+        time.sleep(0.2)
+        write(*arguments)
+
+    monkeypatch.setattr(folders, "write_entries", late)
+    pipe, optimizer = trained()
+    pending = pipe.checkpoint(optimizer).async_save(tmp_path / "one")
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        pending.wait()
+    assert not found
 
 
 # ------------------------------------------------------------------------------------------ saving changes nothing
