@@ -18,6 +18,7 @@ _DEVICE = "a pipeline is bound to its devices: give parallel=graphpp.Parallel(de
 _DTYPE = "a pipeline trains the model's own parameters: change the dtype of the model before graphpp.compile"
 _FLAGS = "the model has the flags: call model.train(), or model.eval() around pipe.step; pipe.eval(x) runs a batch"
 _SAVE = "pipe.checkpoint(optimizer).save(folder) and .load(folder) keep a training; pipe.gather() has the whole state dict"
+_MEMORY = "pipe.materialize(init) or pipe.materialize(weights=folder) gives this rank's parameters memory and values"
 _MODULE = "a pipeline is no module: use the model that was given to graphpp.compile, which stays the caller's"
 _CONTAINER = "a pipeline is no container: pipe.parameters() has this rank's parameters, pipe.plan.stages has the stages"
 
@@ -30,7 +31,7 @@ _INSTEAD = {
     "module": _MODULE,
     "compile": 'a pipeline is compiled: give backend="inductor" to graphpp.compile',
     "no_sync": "gradients add up from step to step until zero_grad: give pipe.step(..., accumulation_steps=...)",
-    "to_empty": "call model.to_empty(device=...), then pipe.load_state_dict(state)",
+    **dict.fromkeys(("to_empty", "reset_parameters", "init_weights", "from_pretrained"), _MEMORY),
 }
 
 

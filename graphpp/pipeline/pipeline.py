@@ -22,7 +22,7 @@ from torch import nn
 from torch.amp import GradScaler
 
 from graphpp._torch.autograd import call_gradient_hooks
-from graphpp.arguments import COUNT, FLAG, INDEX, INTEGER, MAPPING, checked, one_of, or_none, require
+from graphpp.arguments import COUNT, FLAG, INTEGER, checked, one_of, or_none, require
 from graphpp.batch.cut_batch import BatchCutter, leading_size
 from graphpp.batch.loss_weights import DeferredScaler, LossArguments, LossWeight
 from graphpp.batch.microbatch import FlatMicrobatch, Microbatch, flatten_microbatch
@@ -35,11 +35,10 @@ from graphpp.parallel.agreement import Agreement
 from graphpp.parallel.place import RankPlace
 from graphpp.pipeline import grad_norm as norms
 from graphpp.pipeline.calls import Calls, MakeParts
-from graphpp.pipeline.gather import gathered, keys_of
 from graphpp.pipeline.graph_cache import GraphCache
-from graphpp.pipeline.module_habits import ModuleHabits
 from graphpp.pipeline.profile import Profile
 from graphpp.pipeline.profile_steps import Trials
+from graphpp.pipeline.rank_part import RankPart
 from graphpp.planner.counts import microbatches_for, usual_microbatches
 from graphpp.planner.plan import Plan
 from graphpp.runtime.model_state import ModelState, TensorReader
@@ -50,9 +49,8 @@ from graphpp.verification.verify import verified
 from graphpp.verification.whole_batch import AGAINST, Against
 
 if TYPE_CHECKING:
-    from torch.distributed.checkpoint.stateful import Stateful
 
-    from graphpp.pipeline.checkpoint.folder import Checkpoint
+    pass
 
 # A pipeline is a reference cycle that holds its process group. A gloo thread of the group that frees a message while the
 # interpreter shuts down aborts the process, so pipelines without a user are collected before that.
@@ -89,7 +87,7 @@ class EvalResult:
 _MICROBATCHES = one_of(list, tuple, takes="a list of graphpp.Microbatch")
 
 
-class Pipeline(ModuleHabits):
+class Pipeline(RankPart):
     """A model cut into stages, ready to train; made by `graphpp.compile`, which documents the options."""
 
     def __init__(
@@ -288,45 +286,6 @@ class Pipeline(ModuleHabits):
             raise GraphPPError(f"there is no stage {stage}: stages are 0..{len(stages) - 1}")
         return stages[stage]
 
-    @checked(GraphPPError, set_to_none=FLAG)
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """Reset the gradients of this rank's parameters, as `torch.nn.Module.zero_grad` does."""
-        for parameter in self.parameters():
-            if set_to_none:
-                parameter.grad = None
-            elif parameter.grad is not None:
-                parameter.grad.zero_()
-
-    # ------------------------------------------------------------------------------------------------ this rank's part
-
-    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """(FQN, parameter) of this rank's stages, in the model's order: the model's own objects."""
-        return self._state.named(self._cache.local(), among=self._state.parameters)  # type: ignore[return-value]
-
-    def parameters(self) -> Iterator[nn.Parameter]:
-        """This rank's parameters, in the model's order: hand them to the optimizer."""
-        return (parameter for _, parameter in self.named_parameters())
-
-    def named_buffers(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """(FQN, buffer) of this rank's stages, in the model's order."""
-        return self._state.named(self._cache.captured().buffers(self._place.rank), among=self._state.buffers)
-
-    def buffers(self) -> Iterator[torch.Tensor]:
-        """This rank's buffers, in the model's order."""
-        return (buffer for _, buffer in self.named_buffers())
-
-    def state_dict(self) -> dict[str, Any]:
-        """This rank's entries of the model's state dict, under the model's keys; all ranks' together are all of it."""
-        return self._state.state_dict(self._cache.local())
-
-    def load_state_dict(self, state: Mapping[str, Any], strict: bool = True) -> None:
-        """Copy this rank's entries of `state` (a rank's or the whole model's dict) into the model, in place.
-
-        Raises `GraphPPError` where an entry is missing, or unknown to the model (`strict`), or has another shape; then
-        nothing was changed.
-        """
-        self._state.load(self._cache.local(), state, strict)
-
     def inputs_needed(self) -> list[str]:
         """The tensors of a batch that this rank's stages read, by path, in order: `args[0]`, `kwargs['mask']`, `target`.
 
@@ -336,61 +295,6 @@ class Pipeline(ModuleHabits):
         first = self._cache.captured()
         read = first.reads(self._place.rank)
         return [role.path for role in first.captured.joint.inputs() if isinstance(role, Input) and role.path in read]
-
-    def release(self) -> int:
-        """Give back the memory of the parameters and buffers that other ranks hold; returns the number of bytes.
-
-        Stand-ins on the meta device take their places in the model. Whatever would read a value there, such as `model(x)`,
-        `model.state_dict()` or an optimizer made of `model.parameters()`, raises `GraphPPError`. Make the optimizer of
-        `pipe.parameters()`, and compile all pipelines of the model first. Raises `GraphPPError` before anything is captured.
-        """
-        given_back = self._cache.release()
-        gc.collect()  # cycles of an earlier look at the model's state still hold the tensors
-        return given_back
-
-    @checked(GraphPPError, rank=or_none(INDEX))
-    def gather(self, names: str | Sequence[str] = "all", rank: int | None = 0) -> dict[str, torch.Tensor]:
-        """Entries of the whole model's state dict, in the host's memory of one rank. Called by all ranks.
-
-        `names`: keys of the model's state dict, or "all". `rank`: of the pipeline, None for every rank; the others get an empty
-        dict. Tensors travel one by one, so a rank holds at most one more than it asked for. Raises `GraphPPError` on all ranks
-        for an unknown key.
-        """
-        entries: dict[str, torch.Tensor] = {}
-        known = {key: value for key, value in self._state.entries().items() if isinstance(value, torch.Tensor)}
-
-        def read() -> None:
-            if rank is not None and rank >= self._place.ranks:
-                raise GraphPPError(f"rank: the pipeline has ranks 0..{self._place.ranks - 1}, got {rank}")
-            entries.update((key, known[key]) for key in keys_of(names, known))
-
-        self._calls.all_do("gather", read, lambda: {"its arguments": [f"names={names!r}", f"rank={rank}"]})
-        holders = {id(self._state.tensor(fqn)): holder for fqn, holder in self._cache.holders().items()}
-        with self._calls.watched(), self._calls.exchanging(), torch.no_grad():
-            return gathered(entries, holders, self._place, rank)
-
-    def checkpoint(self, *objects: Stateful, extra: Mapping[str, Any] | None = None) -> Checkpoint:
-        """The training as it is, to save and to load: `pipe.checkpoint(optimizer, scheduler).save("folder")`.
-
-        `objects`: optimizers of this rank's parameters, and other objects with `state_dict` and `load_state_dict`, such as
-        learning-rate schedulers and gradient scalers, in the same order on every rank. `extra`: further values by name, equal
-        on all ranks: plain data, or objects with a state, such as a data loader's. The model's parameters and buffers, the
-        generator of random numbers and the number of training calls are always part. No name in a checkpoint depends on ranks,
-        stages or schedule, so another layout can load it. Raises `GraphPPError` before anything is captured, and
-        `CheckpointError` for an object without a state.
-        """
-        # The files' part of torch imports SymPy: a second that `import graphpp` must not cost.
-        from graphpp.pipeline.checkpoint.folder import Checkpoint
-        from graphpp.pipeline.checkpoint.training_state import TrainingState, check_stateful
-
-        self._cache.captured()
-        require(GraphPPError, "extra", MAPPING, {} if extra is None else extra)
-        optimizers, others = check_stateful(objects, extra or {})
-        calls, place = self._calls, self._place
-        values = dict(extra or {})
-        left_out = partial(self._state.left_out, self._cache.local())
-        state = TrainingState(self, left_out, optimizers, others, values, place.device, place.rank == 0, calls)
-        return Checkpoint(state, place)
 
     def __repr__(self) -> str:
         """The plan as a table (stage, rank, FQNs, parameters, bytes sent, bytes saved), and how the latest batch was cut."""

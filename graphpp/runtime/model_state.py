@@ -76,13 +76,17 @@ class ModelState:
         """
         replaced = {fqn: (self.tensor(fqn), rank) for fqn, rank in holders.items() if not is_released(self.tensor(fqn))}
         stand_ins = {id(tensor): released(tensor, fqn, rank) for fqn, (tensor, rank) in replaced.items()}
+        self.exchange(stand_ins)
+        forget(((tensor, fqn) for fqn, (tensor, _) in replaced.items()), "other ranks train them, here they only take memory")
+        return sum(tensor.nbytes for tensor, _ in replaced.values() if not tensor.is_meta)
+
+    def exchange(self, new: Mapping[int, torch.Tensor]) -> None:
+        """Put tensors in the place of others, under all their names. `new`: by the `id` of the tensor that goes."""
         for module in self._model.modules():
             for store in (module._parameters, module._buffers):
                 for name, tensor in store.items():
-                    if id(tensor) in stand_ins:
-                        store[name] = stand_ins[id(tensor)]  # type: ignore[assignment]
-        forget((tensor, fqn) for fqn, (tensor, _) in replaced.items())
-        return sum(tensor.nbytes for tensor, _ in replaced.values() if not tensor.is_meta)
+                    if id(tensor) in new:
+                        store[name] = new[id(tensor)]  # type: ignore[assignment]
 
     def check_memory(self, fqns: Iterable[str]) -> None:
         """Raise `GraphPPError` if one of these tensors is on the meta device."""
@@ -181,8 +185,7 @@ def _refuse_meta(names: list[str]) -> None:
     if names:
         raise GraphPPError(
             f"{len(names)} tensors of this rank are on the meta device, {names[0]!r} for one: they have no values. "
-            "Give them memory with model.to_empty(device=...), then values, e.g. with load_state_dict(...). Buffers "
-            "that no state dict holds must be computed again."
+            "Give them memory and values with pipe.materialize(init) or pipe.materialize(weights=folder), on all ranks."
         )
 
 

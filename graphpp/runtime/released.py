@@ -5,7 +5,7 @@ Contract
 - `released(tensor, fqn, rank)` is a stand-in on the meta device with the shape, strides, dtype and needs-grad of `tensor`. It
   answers questions about these. Reading its values, its gradient or a copy of it raises `GraphPPError`, which names the
   parameter, the rank that holds it, and the call of the pipeline that does the same.
-- `forget` notes parameters that a stand-in has replaced. An optimizer that holds one of them, because it was made before,
+- `forget` notes parameters that other tensors have replaced. An optimizer that holds one of them, because it was made before,
   raises `GraphPPError` at its first step.
 """
 
@@ -73,6 +73,15 @@ def released(tensor: torch.Tensor, fqn: str, rank: int) -> torch.Tensor:
     return found
 
 
+def like(tensor: torch.Tensor, blank: torch.Tensor) -> torch.Tensor:
+    """`blank` with the class of `tensor`, its need for a gradient and its attributes; a stand-in's class is not kept."""
+    if not isinstance(tensor, _Released):
+        found = made(type(tensor), blank, tensor.requires_grad)
+        vars(found).update(vars(tensor))
+        return found
+    return made(nn.Parameter if isinstance(tensor, nn.Parameter) else torch.Tensor, blank, tensor.requires_grad)
+
+
 def is_released(tensor: object) -> bool:
     """Whether a tensor stands in for one that another rank holds."""
     return isinstance(tensor, _Released)
@@ -80,14 +89,14 @@ def is_released(tensor: object) -> bool:
 
 # ---------------------------------------------------------------------------------- optimizers made before
 
-_FORGOTTEN = WeakTensorKeyDictionary()  # a parameter that was replaced -> its FQN
+_FORGOTTEN = WeakTensorKeyDictionary()  # a parameter that was replaced -> its FQN and what has become of it
 _CHECKED: WeakSet[Optimizer] = WeakSet()
 
 
-def forget(replaced: Iterable[tuple[torch.Tensor, str]]) -> None:
-    """Note parameters that stand-ins have replaced, with their FQNs."""
+def forget(replaced: Iterable[tuple[torch.Tensor, str]], now: str) -> None:
+    """Note parameters that were replaced, with their FQNs; `now` says where they are trained."""
     _watch_optimizers()
-    _FORGOTTEN.update(replaced)
+    _FORGOTTEN.update((tensor, (fqn, now)) for tensor, fqn in replaced)
     _CHECKED.clear()
 
 
@@ -101,10 +110,11 @@ def _check(optimizer: Optimizer, *_: Any) -> None:
     if optimizer in _CHECKED:
         return
     held = (parameter for group in optimizer.param_groups for parameter in group["params"])
-    fqns = [_FORGOTTEN[parameter] for parameter in held if parameter in _FORGOTTEN]
-    if fqns:
+    found = [_FORGOTTEN[parameter] for parameter in held if parameter in _FORGOTTEN]
+    if found:
+        fqn, now = found[0]
         raise GraphPPError(
-            f"the optimizer holds {len(fqns)} parameters that other ranks train, {fqns[0]} for one, and keeps their memory: "
-            "make the optimizer of pipe.parameters()"
+            f"the optimizer holds {len(found)} parameters that are no longer the model's, {fqn} for one: {now}. Make the "
+            "optimizer of pipe.parameters() after pipe.materialize and pipe.release"
         )
     _CHECKED.add(optimizer)

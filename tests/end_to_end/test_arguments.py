@@ -383,7 +383,7 @@ HABITS: dict[str, tuple[Callable[[graphpp.Pipeline], Any], str]] = {
     "pipe.training": (lambda pipe: pipe.training, "model.train()"),
     "pipe.compile()": (lambda pipe: pipe.compile(), 'backend="inductor"'),
     "pipe.no_sync()": (lambda pipe: pipe.no_sync(), "accumulation_steps"),
-    "pipe.to_empty()": (lambda pipe: pipe.to_empty(device="cpu"), "model.to_empty"),
+    "pipe.to_empty()": (lambda pipe: pipe.to_empty(device="cpu"), "pipe.materialize(init)"),
     "pipe.save_checkpoint()": (lambda pipe: pipe.save_checkpoint("here"), "pipe.checkpoint(optimizer).save"),
     "pipe.register_forward_hook()": (lambda pipe: pipe.register_forward_hook(len), "the model that was given"),
     "an attribute of the model": (lambda pipe: pipe.append(nn.Tanh()), "the model that was given"),

@@ -134,7 +134,7 @@ def test_every_misuse_says_what_to_call() -> None:
         for name in MISUSES:
             assert "has no values on this rank: rank" in found[name], name
             assert "pipe.parameters()" in found[name]
-        assert "make the optimizer of pipe.parameters()" in found["optimizer of before"]
+        assert "Make the optimizer of pipe.parameters() after" in found["optimizer of before"]
 
 
 def still_usable(rank: int) -> list[float]:

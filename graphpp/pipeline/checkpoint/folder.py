@@ -39,8 +39,8 @@ from graphpp.pipeline.checkpoint.host_copies import host_copies
 from graphpp.pipeline.checkpoint.safe_reading import SafePlanner, SafeReader
 from graphpp.pipeline.checkpoint.training_state import TrainingState
 
-_METADATA = ".metadata"
-_ENTRY = "training"  # the name of the training among the entries of a folder
+METADATA = ".metadata"  # the file that makes a folder a complete checkpoint
+ENTRY = "training"  # the name of the training among the entries of a folder
 
 
 class PendingSave:
@@ -98,7 +98,7 @@ class Checkpoint:
             if self._writes:
                 entries = self._read(path)
                 with self._calls.watched(), _told():
-                    write_entries({_ENTRY: entries}, FileSystemWriter(_partial(path)), self._calls.file_group)
+                    write_entries({ENTRY: entries}, FileSystemWriter(_partial(path)), self._calls.file_group)
                 self._publish(path)
 
         self._calls.replicas_do(f"checkpoint {path}", write)
@@ -114,7 +114,7 @@ class Checkpoint:
 
         def begin() -> None:
             if self._writes:
-                entries = {_ENTRY: host_copies(self._read(path))}
+                entries = {ENTRY: host_copies(self._read(path))}
                 thread = ThreadPoolExecutor(1, "graphpp-checkpoint")
                 written.append(thread.submit(write_entries, entries, FileSystemWriter(_partial(path)), self._calls.file_group))
                 thread.shutdown(wait=False)
@@ -165,7 +165,7 @@ class Checkpoint:
         with self._calls.watched(), _told(), warnings.catch_warnings():
             warnings.filterwarnings("ignore", category=UserWarning, module="torch.distributed.checkpoint")
             reader, planner = SafeReader(folder), SafePlanner(folder)
-            load({_ENTRY: entries}, storage_reader=reader, planner=planner, process_group=group, no_dist=group is None)
+            load({ENTRY: entries}, storage_reader=reader, planner=planner, process_group=group, no_dist=group is None)
 
     def _path(self, folder: str | os.PathLike[str]) -> Path:
         """The folder's own path. Raises `CheckpointError` where an asynchronous save is not over."""
@@ -209,7 +209,7 @@ class Checkpoint:
 
 def _check_replaceable(path: Path) -> None:
     """Raise `CheckpointError` where something else than a checkpoint stands at `path`."""
-    if path.exists() and not (path.is_dir() and ((path / _METADATA).is_file() or not any(path.iterdir()))):
+    if path.exists() and not (path.is_dir() and ((path / METADATA).is_file() or not any(path.iterdir()))):
         raise CheckpointError(f"{path} is no checkpoint, and a save would replace it: name a new folder, or remove this one")
 
 
@@ -227,7 +227,7 @@ def _without_os_errors(work: Callable[[], None]) -> Callable[[], None]:
 
 def _stored_tensors(folder: Path) -> dict[str, torch.Tensor]:
     """The tensors of a checkpoint by entry, without their values."""
-    stored, prefix = SafeReader(folder).read_metadata().state_dict_metadata, f"{_ENTRY}."
+    stored, prefix = SafeReader(folder).read_metadata().state_dict_metadata, f"{ENTRY}."
     return {
         name.removeprefix(prefix): torch.empty(found.size, dtype=found.properties.dtype, device="meta")
         for name, found in stored.items()
@@ -238,7 +238,7 @@ def _stored_tensors(folder: Path) -> dict[str, torch.Tensor]:
 def complete(path: Path) -> Path:
     """The folder with the latest complete checkpoint. Raises `CheckpointError` where there is none."""
     for found in (path, _before(path)):
-        if (found / _METADATA).is_file():
+        if (found / METADATA).is_file():
             return found
     if _partial(path).exists():
         raise CheckpointError(f"{path} has no complete checkpoint: {_partial(path).name} is what a save that was cut off left")

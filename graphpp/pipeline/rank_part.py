@@ -1,0 +1,183 @@
+"""A rank's part of the model: its parameters and buffers, their memory and values, their files.
+
+Contract
+--------
+- The objects are the model's own. The methods that say so are called by all ranks; they do the same on all ranks, or raise on
+  all ranks and change nothing.
+- The other ranks' parameters and buffers take no memory here after `materialize` or `release`; `gather` brings their values.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from graphpp.arguments import FLAG, FUNCTION, INDEX, INTEGER, MAPPING, PATH, checked, or_none, require
+from graphpp.errors import GraphPPError
+from graphpp.parallel.place import RankPlace
+from graphpp.pipeline.calls import Calls
+from graphpp.pipeline.graph_cache import GraphCache
+from graphpp.pipeline.module_habits import ModuleHabits
+from graphpp.pipeline.ownership.gather import gathered, keys_of
+from graphpp.runtime.model_state import ModelState
+
+if TYPE_CHECKING:
+    from torch.distributed.checkpoint.stateful import Stateful
+
+    from graphpp.pipeline.checkpoint.folder import Checkpoint
+
+
+_FUNCTION = or_none(FUNCTION)
+
+
+class RankPart(ModuleHabits):
+    """The methods of a `Pipeline` for the parameters and buffers of this rank."""
+
+    _model: nn.Module
+    _place: RankPlace
+    _state: ModelState
+    _cache: GraphCache
+    _calls: Calls
+
+    @checked(GraphPPError, set_to_none=FLAG)
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Reset the gradients of this rank's parameters, as `torch.nn.Module.zero_grad` does."""
+        for parameter in self.parameters():
+            if set_to_none:
+                parameter.grad = None
+            elif parameter.grad is not None:
+                parameter.grad.zero_()
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """(FQN, parameter) of this rank's stages, in the model's order: the model's own objects."""
+        return self._state.named(self._cache.local(), among=self._state.parameters)  # type: ignore[return-value]
+
+    def parameters(self) -> Iterator[nn.Parameter]:
+        """This rank's parameters, in the model's order: hand them to the optimizer."""
+        return (parameter for _, parameter in self.named_parameters())
+
+    def named_buffers(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """(FQN, buffer) of this rank's stages, in the model's order."""
+        return self._state.named(self._cache.captured().buffers(self._place.rank), among=self._state.buffers)
+
+    def buffers(self) -> Iterator[torch.Tensor]:
+        """This rank's buffers, in the model's order."""
+        return (buffer for _, buffer in self.named_buffers())
+
+    def state_dict(self) -> dict[str, Any]:
+        """This rank's entries of the model's state dict, under the model's keys; all ranks' together are all of it."""
+        return self._state.state_dict(self._cache.local())
+
+    def load_state_dict(self, state: Mapping[str, Any], strict: bool = True) -> None:
+        """Copy this rank's entries of `state` (a rank's or the whole model's dict) into the model, in place.
+
+        Raises `GraphPPError` where an entry is missing, or unknown to the model (`strict`), or has another shape; then
+        nothing was changed.
+        """
+        self._state.load(self._cache.local(), state, strict)
+
+    @checked(GraphPPError, init=_FUNCTION, weights=or_none(PATH), names=_FUNCTION, seed=or_none(INTEGER), strict=FLAG)
+    def materialize(
+        self,
+        init: Callable[[nn.Module], object] | None = None,
+        *,
+        weights: str | os.PathLike[str] | None = None,
+        names: Callable[[str], str] | None = None,
+        seed: int | None = None,
+        strict: bool = True,
+    ) -> None:
+        """Give this rank's part of a model on the meta device memory and values. Called by all ranks.
+
+        `init`: called with every module of the model, children first, as by `model.apply(init)`; None calls the modules' own
+        `reset_parameters`. The values are bit-equal to those that one process gets that holds the whole model and starts from
+        the same random state, for every split and number of ranks. Such code costs each rank the time of the whole model; with
+        `seed` a module draws from a generator of its own, and each rank initialises its part alone: other values, again equal
+        for every split.
+
+        `weights`: a folder or file with the values instead: safetensors with or without an index (Hugging Face), a file of
+        `torch.save`, a folder of torch's distributed checkpoint or of `pipe.checkpoint`. Only this rank's tensors are read.
+        `names` gives the name in the files for a key of the model's state dict. With `strict` every tensor of the files must
+        belong to the model, and every entry of this rank must be there; otherwise `init` writes those that are missing. Buffers
+        that no state dict holds are always written by `init`.
+
+        Dtypes are the model's, the device is the rank's. New parameter objects take the places of the old ones, so make the
+        optimizer afterwards. Other ranks' tensors become stand-ins without memory, as by `release`. Raises `GraphPPError`
+        before anything is captured and for a tensor that nothing writes, `CheckpointError` for files that do not fit; then
+        nothing was changed.
+        """
+        # safetensors and the files' part of torch: a second that `import graphpp` must not cost.
+        from graphpp.pipeline.ownership.materialize import Materials, Source
+
+        source = Source(init, None if weights is None else Path(weights).expanduser().resolve(), names, seed, strict)
+        materials = Materials(self._model, self._state, self._place.device)
+        lines = source.describe(self._place.device)
+        local = self._cache.local()
+        unread = {*self._state.parameters, *self._state.buffers} - self._cache.holders().keys()
+        try:
+            self._calls.all_do("materialize", partial(materials.fill, local, unread, source), lambda: lines)
+        except BaseException:
+            materials.undo()
+            raise
+        self._cache.release()
+
+    def release(self) -> int:
+        """Give back the memory of the parameters and buffers that other ranks hold; returns the number of bytes.
+
+        Stand-ins on the meta device take their places in the model. Whatever would read a value there, such as `model(x)`,
+        `model.state_dict()` or an optimizer made of `model.parameters()`, raises `GraphPPError`. Make the optimizer of
+        `pipe.parameters()`, and compile all pipelines of the model first. Raises `GraphPPError` before anything is captured.
+        """
+        given_back = self._cache.release()
+        gc.collect()  # cycles of an earlier look at the model's state still hold the tensors
+        return given_back
+
+    @checked(GraphPPError, rank=or_none(INDEX))
+    def gather(self, names: str | Sequence[str] = "all", rank: int | None = 0) -> dict[str, torch.Tensor]:
+        """Entries of the whole model's state dict, in the host's memory of one rank. Called by all ranks.
+
+        `names`: keys of the model's state dict, or "all". `rank`: of the pipeline, None for every rank; the others get an empty
+        dict. Tensors travel one by one, so a rank holds at most one more than it asked for. Raises `GraphPPError` on all ranks
+        for an unknown key.
+        """
+        entries: dict[str, torch.Tensor] = {}
+        known = {key: value for key, value in self._state.entries().items() if isinstance(value, torch.Tensor)}
+
+        def read() -> None:
+            if rank is not None and rank >= self._place.ranks:
+                raise GraphPPError(f"rank: the pipeline has ranks 0..{self._place.ranks - 1}, got {rank}")
+            entries.update((key, known[key]) for key in keys_of(names, known))
+
+        self._calls.all_do("gather", read, lambda: {"its arguments": [f"names={names!r}", f"rank={rank}"]})
+        holders = {id(self._state.tensor(fqn)): holder for fqn, holder in self._cache.holders().items()}
+        with self._calls.watched(), self._calls.exchanging(), torch.no_grad():
+            return gathered(entries, holders, self._place, rank)
+
+    def checkpoint(self, *objects: Stateful, extra: Mapping[str, Any] | None = None) -> Checkpoint:
+        """The training as it is, to save and to load: `pipe.checkpoint(optimizer, scheduler).save("folder")`.
+
+        `objects`: optimizers of this rank's parameters, and other objects with `state_dict` and `load_state_dict`, such as
+        learning-rate schedulers and gradient scalers, in the same order on every rank. `extra`: further values by name, equal
+        on all ranks: plain data, or objects with a state, such as a data loader's. The model's parameters and buffers, the
+        generator of random numbers and the number of training calls are always part. No name in a checkpoint depends on ranks,
+        stages or schedule, so another layout can load it. Raises `GraphPPError` before anything is captured, and
+        `CheckpointError` for an object without a state.
+        """
+        # The files' part of torch imports SymPy: a second that `import graphpp` must not cost.
+        from graphpp.pipeline.checkpoint.folder import Checkpoint
+        from graphpp.pipeline.checkpoint.training_state import TrainingState, check_stateful
+
+        self._cache.captured()
+        require(GraphPPError, "extra", MAPPING, {} if extra is None else extra)
+        optimizers, others = check_stateful(objects, extra or {})
+        calls, place = self._calls, self._place
+        values = dict(extra or {})
+        left_out = partial(self._state.left_out, self._cache.local())
+        state = TrainingState(self, left_out, optimizers, others, values, place.device, place.rank == 0, calls)
+        return Checkpoint(state, place)
