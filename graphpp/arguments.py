@@ -78,6 +78,7 @@ SECONDS = Accepted(
 FLAG = Accepted("True or False", lambda value: isinstance(value, bool))
 TEXT = one_of(str, takes="a string")
 PATH = Accepted("a path", lambda value: isinstance(value, str | os.PathLike) and _is_possible(os.fspath(value)))
+BYTES = positive_up_to(62)
 FUNCTION = Accepted("a function", callable)
 MAPPING = one_of(Mapping, takes="a mapping")
 ROWS = Accepted("a list of rows", lambda value: isinstance(value, Iterable) and not isinstance(value, str | bytes | Mapping))

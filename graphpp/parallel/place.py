@@ -46,6 +46,11 @@ class RankPlace:
         """Ranks in the pipeline."""
         return dist.get_world_size(self.group) if self.group is not None else 1
 
+    @property
+    def first_replica(self) -> bool:
+        """Whether this rank belongs to the first of the replicas, which writes files for all."""
+        return self.replicas is None or dist.get_rank(self.replicas) == 0
+
 
 def place_of(model: object, mesh: MeshLike, device: torch.device | None, timeout: float | None = None) -> RankPlace:
     """The place of this rank. Raises `GraphPPError`. `timeout`: seconds, of the world's process group if it is made here."""

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from graphpp.arguments import FLAG, FUNCTION, INDEX, INTEGER, MAPPING, PATH, checked, or_none, require
+from graphpp.arguments import BYTES, FLAG, FUNCTION, INDEX, INTEGER, MAPPING, PATH, checked, one_of, or_none, require
 from graphpp.errors import GraphPPError
 from graphpp.parallel.place import RankPlace
 from graphpp.pipeline.calls import Calls
@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 
 
 _FUNCTION = or_none(FUNCTION)
+_DTYPE = one_of(torch.dtype, takes="a torch.dtype")
 
 
 class RankPart(ModuleHabits):
@@ -155,9 +156,30 @@ class RankPart(ModuleHabits):
             entries.update((key, known[key]) for key in keys_of(names, known))
 
         self._calls.all_do("gather", read, lambda: {"its arguments": [f"names={names!r}", f"rank={rank}"]})
-        holders = {id(self._state.tensor(fqn)): holder for fqn, holder in self._cache.holders().items()}
         with self._calls.watched(), self._calls.exchanging(), torch.no_grad():
-            return gathered(entries, holders, self._place, rank)
+            return gathered(entries, self._holders(), self._place, rank)
+
+    @checked(GraphPPError, folder=PATH, names=_FUNCTION, dtype=or_none(_DTYPE), max_file_bytes=BYTES)
+    def save_weights(
+        self,
+        folder: str | os.PathLike[str],
+        *,
+        names: Callable[[str], str] | None = None,
+        dtype: torch.dtype | None = None,
+        max_file_bytes: int = 2**30,
+    ) -> None:
+        """Write the whole model as safetensors for Hugging Face, or for `materialize(weights=folder)`. Called by all ranks.
+
+        Each rank writes its own part into a file system that all ranks see, at most `max_file_bytes` (or one tensor) at a time.
+        `names` gives the name in the files for a key of the model's state dict; a tensor under several keys is written under
+        the first. `dtype` converts floating-point tensors. Raises `CheckpointError` on all ranks where the folder has weights
+        already or cannot be written, and for entries of the state dict that are no tensors.
+        """
+        from graphpp.pipeline.ownership.export import Export
+
+        path = Path(folder).expanduser().resolve()
+        export = Export(self._state.entries(), self._holders(), names, dtype, max_file_bytes)
+        self._calls.replicas_do(f"save_weights {path}", partial(export.save, path, self._place, self._calls))
 
     def checkpoint(self, *objects: Stateful, extra: Mapping[str, Any] | None = None) -> Checkpoint:
         """The training as it is, to save and to load: `pipe.checkpoint(optimizer, scheduler).save("folder")`.
@@ -181,3 +203,7 @@ class RankPart(ModuleHabits):
         left_out = partial(self._state.left_out, self._cache.local())
         state = TrainingState(self, left_out, optimizers, others, values, place.device, place.rank == 0, calls)
         return Checkpoint(state, place)
+
+    def _holders(self) -> dict[int, int]:
+        """The first rank that holds a tensor, by the tensor's `id`."""
+        return {id(self._state.tensor(fqn)): rank for fqn, rank in self._cache.holders().items()}

@@ -25,7 +25,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
@@ -71,7 +70,7 @@ class Checkpoint:
 
     def __init__(self, state: TrainingState, place: RankPlace) -> None:
         self._state, self._calls = state, state.calls
-        self._replicas = place.replicas
+        self._writes = place.first_replica
 
     @property
     def extra(self) -> dict[str, Any]:
@@ -173,11 +172,6 @@ class Checkpoint:
             raise CheckpointError(f"the asynchronous save into {self._calls.saving} is not over: call wait() of its result")
         return Path(folder).expanduser().resolve()
 
-    @property
-    def _writes(self) -> bool:
-        """Whether this rank's replica writes."""
-        return self._replicas is None or dist.get_rank(self._replicas) == 0
-
     def _read(self, path: Path) -> dict[str, Any]:
         """This rank's entries, on all ranks or on none. Removes what a save that was killed has left."""
         entries: dict[str, Any] = {}
@@ -189,7 +183,7 @@ class Checkpoint:
                 path.parent.mkdir(parents=True, exist_ok=True)
             entries.update(self._state.entries())
 
-        self._calls.all_do(f"checkpoint {path}", _without_os_errors(read), self._state.alike)
+        self._calls.all_do(f"checkpoint {path}", without_os_errors(read), self._state.alike)
         return entries
 
     def _publish(self, path: Path) -> None:
@@ -204,7 +198,7 @@ class Checkpoint:
             _partial(path).rename(path)
             shutil.rmtree(_before(path), ignore_errors=True)
 
-        self._calls.all_do(f"checkpoint {path} is complete", _without_os_errors(publish))
+        self._calls.all_do(f"checkpoint {path} is complete", without_os_errors(publish))
 
 
 def _check_replaceable(path: Path) -> None:
@@ -213,7 +207,7 @@ def _check_replaceable(path: Path) -> None:
         raise CheckpointError(f"{path} is no checkpoint, and a save would replace it: name a new folder, or remove this one")
 
 
-def _without_os_errors(work: Callable[[], None]) -> Callable[[], None]:
+def without_os_errors(work: Callable[[], None]) -> Callable[[], None]:
     """`work` with `CheckpointError` in place of the errors of the file system."""
 
     def run() -> None:
