@@ -2,10 +2,13 @@
 
     torchrun --nproc-per-node 2 examples/train_llama.py          (`make demo` does this)
     torchrun --nproc-per-node 2 examples/train_llama.py --backend inductor --steps 200
+    torchrun --nproc-per-node 2 --max-restarts 3 examples/train_llama.py --folder run --every 5
 
 Every rank gets the same batch; graphpp cuts the batch into microbatches and the model into stages. Half of the way the
 training is saved, and another pipeline, with other stages and another schedule, loads the checkpoint and goes on. Afterwards
 rank 0 trains the same model with PyTorch alone, and the exit status is 1 if one loss or one parameter differs.
+With --folder a job that was cut off, by the death of a rank for instance, goes on from its latest checkpoint when it is
+started again, on the same or another number of ranks.
 A compiling backend reorders sums; with such a backend the losses of the last step must agree to --tolerance.
 """
 
@@ -52,6 +55,8 @@ class Run:
 def options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--steps", type=int, default=50, help="2 or more: half of them before the checkpoint")
+    parser.add_argument("--folder", type=Path, help="for checkpoints, kept afterwards; a second start goes on from there")
+    parser.add_argument("--every", type=int, help="steps from one checkpoint to the next; half of all steps by default")
     parser.add_argument("--microbatches", type=int, default=8)
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--dim", type=int, default=320, help="a multiple of 64")
@@ -64,8 +69,9 @@ def options() -> argparse.Namespace:
     parser.add_argument("--tolerance", type=float, default=1e-3, help="nats, for backends other than eager")
     parser.add_argument("--lr", type=float, default=1e-4, help="at 1e-3 training is chaotic: rounding decides the loss")
     option = parser.parse_args()
-    if option.steps < 2:
-        parser.error("--steps: 2 or more, half of them before the checkpoint")
+    option.every = option.every or (option.steps + 1) // 2
+    if option.steps < 2 or option.every < 1:
+        parser.error("--steps: 2 or more, half of them before the checkpoint; --every: 1 or more")
     return option
 
 
@@ -98,19 +104,21 @@ def prepare(choice: str) -> torch.device:
 
 def train_pipeline(option: argparse.Namespace, device: torch.device) -> Run:
     """The training with graphpp, in two halves; every rank calls this function, and holds the parameters of its own stages."""
-    folder = Path(tempfile.gettempdir()) / f"graphpp-{os.environ.get('MASTER_PORT', os.getpid())}"
+    folder = option.folder or Path(tempfile.gettempdir()) / f"graphpp-{os.environ.get('MASTER_PORT', os.getpid())}"
+    if RANK == 0 and option.folder is None:
+        shutil.rmtree(folder, ignore_errors=True)  # of an earlier job that was cut off; the others look later
     half = option.steps // 2
-    first = train_half(option, device, option.schedule, range(half), folder)
-    second = train_half(option, device, option.resume, range(half, option.steps), folder)
-    if RANK == 0:
+    first = train_until(half, option, device, option.schedule, folder)
+    second = train_until(option.steps, option, device, option.resume, folder)
+    if RANK == 0 and option.folder is None:
         shutil.rmtree(folder)
-    return Run(torch.cat([first.losses, second.losses]), first.seconds + second.seconds, second.state)
+    return Run(second.losses, first.seconds + second.seconds, second.state)
 
 
-def train_half(option: argparse.Namespace, device: torch.device, schedule: str, steps: range, folder: Path) -> Run:
-    """Some steps of the training, from the checkpoint in `folder` if there is one; the state goes there afterwards."""
+def train_until(stop: int, option: argparse.Namespace, device: torch.device, schedule: str, folder: Path) -> Run:
+    """The training up to a step, from the latest checkpoint in `folder` if there is one; the state goes there."""
     pipe = graphpp.compile(
-        new_model(option, seed=steps.start),  # the second model's own values do not matter
+        new_model(option),
         llama.loss,
         example=example(option),
         schedule=schedule,
@@ -119,9 +127,8 @@ def train_half(option: argparse.Namespace, device: torch.device, schedule: str, 
         backend=option.backend,
     )
     optimizer = torch.optim.AdamW(pipe.parameters(), lr=option.lr)
-    checkpoint = pipe.checkpoint(optimizer)
-    if steps.start:
-        checkpoint.load(folder)
+    checkpoint = pipe.checkpoint(optimizer, extra={"losses": []})
+    checkpoint.load(folder, missing_ok=True)
 
     def update(tokens: Tensor, targets: Tensor) -> Tensor:
         optimizer.zero_grad()
@@ -130,10 +137,14 @@ def train_half(option: argparse.Namespace, device: torch.device, schedule: str, 
         optimizer.step()
         return torch.stack(list(result.losses))
 
-    title = f"{schedule} x {RANKS}"
-    losses, seconds = train(title, update, option, steps, device, lambda: bubble(pipe, option))
-    checkpoint.save(folder)
-    return Run(losses, seconds, gather(pipe.state_dict()))
+    seconds = []
+    while pipe.steps < stop:
+        steps = range(pipe.steps, min(pipe.steps + option.every, stop))
+        losses, taken = train(f"{schedule} x {RANKS}", update, option, steps, device, lambda: bubble(pipe, option))
+        checkpoint.extra["losses"] += losses.tolist()
+        seconds += taken
+        checkpoint.save(folder)
+    return Run(torch.tensor(checkpoint.extra["losses"]), seconds, pipe.gather())
 
 
 def example(option: argparse.Namespace) -> graphpp.Microbatch:
@@ -194,16 +205,6 @@ def train(
 # ------------------------------------------------------------------------------------------------------------- results
 
 
-def gather(state: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The parameters and buffers of all ranks by name, on rank 0; an empty dict on the other ranks."""
-    mine = on_cpu(state)
-    if not dist.is_initialized():
-        return mine
-    parts: list[dict[str, Tensor]] = [{} for _ in range(RANKS)]
-    dist.gather_object(mine, parts if RANK == 0 else None)
-    return {name: value for part in parts for name, value in part.items()}
-
-
 def on_cpu(state: dict[str, Tensor]) -> dict[str, Tensor]:
     return {name: value.detach().cpu() for name, value in state.items()}
 
@@ -222,6 +223,8 @@ def bubble(pipe: object, option: argparse.Namespace) -> float:
 
 def show_speed(piped: Run, plain: Run) -> None:
     """Print the speed-up over one process, and the share of time in which the ranks did not compute."""
+    if not piped.seconds:
+        return  # the training had ended before
     ratio = plain.speed / piped.speed
     print(f"speed: {ratio:.2f} x one process; ranks waited, sent and prepared {1 - ratio / RANKS:.0%} of their time")
 

@@ -75,7 +75,21 @@ def timeout_of(group: dist.ProcessGroup) -> timedelta:
     return found
 
 
+_ONLY_LOOKS = "graphpp_only_looks"  # the attribute of hooks that may run twice
+
+
+def watch_steps(look: Callable[[torch.optim.Optimizer], None]) -> None:
+    """Call `look` before each step of every optimizer of the process. It changes nothing, so it does not count as a hook."""
+
+    def hook(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        look(optimizer)
+
+    setattr(hook, _ONLY_LOOKS, True)
+    optimizers.register_optimizer_step_pre_hook(hook)
+
+
 def has_step_hooks(optimizer: torch.optim.Optimizer) -> bool:
     """Whether the user has registered hooks on the optimizer's steps."""
     own = (optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks)
-    return any((*own, optimizers._global_optimizer_pre_hooks, optimizers._global_optimizer_post_hooks))
+    of_all = (optimizers._global_optimizer_pre_hooks, optimizers._global_optimizer_post_hooks)
+    return any(not hasattr(hook, _ONLY_LOOKS) for hooks in (*own, *of_all) for hook in hooks.values())

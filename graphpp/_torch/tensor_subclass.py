@@ -4,6 +4,7 @@ Checked on torch 2.13.0 and 2.15.0:
 
 - `torch.Tensor._make_subclass`: a tensor of a subclass with the memory of another tensor
 - `torch._C.DisableTorchFunctionSubclass`: a context in which `__torch_function__` of subclasses is not called
+- `torch._C.TensorBase.grad`: the property behind `tensor.grad`
 - `torch.Tensor._backward_hooks`, `_version`, `_post_accumulate_grad_hooks`: facts of a tensor that are no values
 """
 
@@ -40,6 +41,8 @@ FACTS: frozenset[Callable[..., Any]] = frozenset(
     }
 )
 """The functions that tell shape, layout, dtype and place of a tensor, and whether it needs a gradient."""
+SET_GRAD: Callable[..., Any] = vars(torch._C.TensorBase)["grad"].__set__
+"""The function behind `tensor.grad = value`."""
 
 
 def made(kind: type[T], blank: torch.Tensor, requires_grad: bool) -> T:

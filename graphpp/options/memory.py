@@ -1,4 +1,4 @@
-"""`memory=`: which activations are alive between forward and backward."""
+"""`memory=`: which activations are alive between forward and backward, and which parameters a rank keeps."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
-from graphpp.arguments import shown
+from graphpp.arguments import FLAG, shown
 from graphpp.errors import GraphPPError
 from graphpp.options import offload as offloading
 from graphpp.options import recompute as recomputing
 from graphpp.options.offload import Offload, OffloadLike
-from graphpp.options.option import Group, Option, group_reader
+from graphpp.options.option import Group, Option, group_reader, reader_of
 from graphpp.options.recompute import Recompute, RecomputeLike
 
 Cap = int | tuple[int, ...] | None
@@ -26,7 +26,10 @@ def _read_cap(form: object) -> Cap:
 
 @dataclass(frozen=True)
 class Memory(Group):
-    """The activations that are alive between forward and backward. Raises `GraphPPError` for values that no option takes."""
+    """The activations that are alive between forward and backward, and the parameters that a rank keeps.
+
+    Raises `GraphPPError` for values that no option takes.
+    """
 
     prefix: ClassVar[str] = "memory"
 
@@ -59,6 +62,14 @@ class Memory(Group):
         about="Bytes of activations that may be alive on a rank during a step. A schedule that needs more is refused before "
         "the first step. Counted from the graph: values that wait for their backward, and values alive while a program "
         "runs. Parameters, gradients and an operator's own workspace come on top.",
+    )
+    release: Option[bool, bool] = Option(
+        True,
+        read=reader_of(FLAG),
+        takes="True, False",
+        about="Whether a rank gives back the memory of the parameters and buffers that other ranks hold, as soon as the model "
+        "is captured. False keeps copies, which do not follow the training, until `pipe.release()`; a second pipeline over the "
+        "same model that puts a parameter on another rank needs this. One rank holds everything and gives nothing back.",
     )
 
     def caps(self, ranks: int) -> tuple[int, ...] | None:

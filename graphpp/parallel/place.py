@@ -18,6 +18,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.distributed_c10d import PrefixStore
+from torch.distributed.rendezvous import rendezvous
 
 from graphpp.arguments import type_name
 from graphpp.errors import GraphPPError
@@ -144,6 +146,21 @@ def _world(device: torch.device, timeout: float | None) -> dist.ProcessGroup | N
     if not dist.is_initialized():
         if not {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys():
             return None
+        backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
         seconds = None if timeout is None else timedelta(seconds=timeout)
-        dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo", timeout=seconds)
+        if _started_again():
+            store, rank, ranks = next(rendezvous("env://") if seconds is None else rendezvous("env://", timeout=seconds))
+            fresh = PrefixStore(f"start {os.environ['TORCHELASTIC_RESTART_COUNT']}", store)
+            dist.init_process_group(backend, store=fresh, rank=rank, world_size=ranks, timeout=seconds)
+        else:
+            dist.init_process_group(backend, timeout=seconds)
     return dist.group.WORLD
+
+
+def _started_again() -> bool:
+    """Whether torchrun has started the ranks of this machine again, all of which see the same count of starts.
+
+    The store then still has the addresses of the ranks of before (https://github.com/pytorch/pytorch/issues/135712).
+    """
+    one_machine = os.environ.get("LOCAL_WORLD_SIZE") == os.environ["WORLD_SIZE"]
+    return one_machine and os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"

@@ -306,7 +306,8 @@ class GraphCache:
         return [*self._graphs.values(), *self._sized.values(), *self._sizes.graphs()]
 
     def _keep(self, graphs: Mapping[GraphKey, CompiledGraph], call: StepCall) -> None:
-        """Keep graphs on which all ranks agreed, the one used last at the end."""
+        """Keep graphs on which all ranks agreed, the one used last at the end; the first decides which memory goes back."""
+        begins = self.first is None
         for key, graph in graphs.items():
             self.first = self.first or graph
             self._sizes.keep(key, call.distinct[key], graph)
@@ -323,6 +324,8 @@ class GraphCache:
                     self._request.options.debug.max_graphs,
                     key.difference(before),
                 )
+        if begins and self._request.place.ranks > 1 and self._request.options.memory.release:
+            self.release()
 
     def _forget_all_but(self, latest: tuple[GraphKey, ...]) -> None:
         """Drop the runners, but the latest, that use a graph that is no longer kept."""

@@ -95,8 +95,8 @@ class ModelState:
         if gone:
             raise GraphPPError(
                 f"{len(gone)} tensors that this rank needs, {gone[0]} for one, have no values: a pipeline of this process that "
-                "holds them on other ranks has given their memory back (release). Call release when all pipelines of the "
-                "model are compiled"
+                "holds them on other ranks has given their memory back. Choose split= so that both pipelines have them on one "
+                "rank, or compile the other pipeline with memory=graphpp.Memory(release=False)"
             )
         _refuse_meta([fqn for fqn in fqns if self.tensor(fqn).is_meta])
 

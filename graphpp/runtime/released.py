@@ -2,9 +2,9 @@
 
 Contract
 --------
-- `released(tensor, fqn, rank)` is a stand-in on the meta device with the shape, strides, dtype and needs-grad of `tensor`. It
-  answers questions about these. Reading its values, its gradient or a copy of it raises `GraphPPError`, which names the
-  parameter, the rank that holds it, and the call of the pipeline that does the same.
+- `released(tensor, fqn, rank)` is a stand-in on the meta device with the shape, strides, dtype, needs-grad and attributes of
+  `tensor`. It answers questions about these. Reading its values, its gradient or a copy of it raises `GraphPPError`, which
+  names the parameter, the rank that holds it, and the call of the pipeline that does the same.
 - `forget` notes parameters that other tensors have replaced. An optimizer that holds one of them, because it was made before,
   raises `GraphPPError` at its first step.
 """
@@ -19,11 +19,11 @@ from weakref import WeakSet
 import torch
 from torch import nn
 from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from graphpp._torch import pytree
-from graphpp._torch.tensor_subclass import FACTS, made, without_subclasses
+from graphpp._torch.distributed import watch_steps
+from graphpp._torch.tensor_subclass import FACTS, SET_GRAD, made, without_subclasses
 from graphpp.errors import GraphPPError
 
 _ADVICE = (
@@ -32,28 +32,30 @@ _ADVICE = (
 )
 
 
+_HOLDERS = WeakTensorKeyDictionary()  # a stand-in -> the FQN of its tensor, and the rank that holds this tensor
+
+
 class _Released(torch.Tensor):
     """A tensor without values that answers questions about its shape and refuses all else."""
-
-    fqn: str
-    rank: int
 
     @classmethod
     def __torch_function__(
         cls, function: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        """Answer questions about the shape; raise for all else."""
-        if function in FACTS:
+        """Answer questions about the shape, and let a gradient of None be set; raise for all else."""
+        if function in FACTS or (function == SET_GRAD and args[1] is None):
             with without_subclasses():
                 return function(*args, **(kwargs or {}))
         found = next(leaf for leaf in pytree.tree_flatten((args, kwargs))[0] if isinstance(leaf, _Released))
+        fqn, rank = _HOLDERS[found]
         raise GraphPPError(
-            f"{found.fqn} has no values on this rank: rank {found.rank} of the pipeline holds it, and its memory here was "
-            f"given back. {_ADVICE}"
+            f"{fqn} has no values on this rank: rank {rank} of the pipeline holds it, and its memory here was given back. "
+            f"{_ADVICE}"
         )
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]  # torch's stub has a nameless argument
-        return f"<{self.fqn}, which rank {self.rank} holds: {list(self.shape)} {self.dtype}>"
+        fqn, rank = _HOLDERS[self]
+        return f"<{fqn}, which rank {rank} holds: {list(self.shape)} {self.dtype}>"
 
 
 class ReleasedParameter(_Released, nn.Parameter):
@@ -69,17 +71,23 @@ def released(tensor: torch.Tensor, fqn: str, rank: int) -> torch.Tensor:
     blank = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
     kind: type[_Released] = ReleasedParameter if isinstance(tensor, nn.Parameter) else ReleasedBuffer
     found = made(kind, blank, tensor.requires_grad)
-    found.fqn, found.rank = fqn, rank
+    vars(found).update(vars(tensor))
+    _HOLDERS[found] = fqn, rank
     return found
 
 
 def like(tensor: torch.Tensor, blank: torch.Tensor) -> torch.Tensor:
-    """`blank` with the class of `tensor`, its need for a gradient and its attributes; a stand-in's class is not kept."""
-    if not isinstance(tensor, _Released):
-        found = made(type(tensor), blank, tensor.requires_grad)
-        vars(found).update(vars(tensor))
-        return found
-    return made(nn.Parameter if isinstance(tensor, nn.Parameter) else torch.Tensor, blank, tensor.requires_grad)
+    """`blank` with the class of `tensor`, its need for a gradient and its attributes; for a stand-in those of its tensor."""
+    found = made(class_of(tensor), blank, tensor.requires_grad)
+    vars(found).update(vars(tensor))
+    return found
+
+
+def class_of(tensor: torch.Tensor) -> type[torch.Tensor]:
+    """The class of a tensor; of a stand-in that of the tensor that another rank holds, as far as all ranks know."""
+    if isinstance(tensor, _Released):
+        return nn.Parameter if isinstance(tensor, nn.Parameter) else torch.Tensor
+    return type(tensor)
 
 
 def is_released(tensor: object) -> bool:
@@ -103,10 +111,10 @@ def forget(replaced: Iterable[tuple[torch.Tensor, str]], now: str) -> None:
 @functools.cache
 def _watch_optimizers() -> None:
     """Let every optimizer of the process be checked at its first step, from now on."""
-    register_optimizer_step_pre_hook(_check)
+    watch_steps(_check)
 
 
-def _check(optimizer: Optimizer, *_: Any) -> None:
+def _check(optimizer: Optimizer) -> None:
     if optimizer in _CHECKED:
         return
     held = (parameter for group in optimizer.param_groups for parameter in group["params"])

@@ -80,7 +80,8 @@ def test_facts_name_every_option_that_ranks_must_have_alike() -> None:
 def test_facts_change_with_every_option_that_is_compared(group: type[Group]) -> None:
     others: dict[str, Any] = {
         "split": 3, "schedule": "GPipe", "microbatches": 7, "parallel.op_costs": len, "backend": "inductor",
-        "memory.recompute": "full", "memory.offload": 0.25, "memory.cap": [5, 6], "gradients.reduction": "sum",
+        "memory.recompute": "full", "memory.offload": 0.25, "memory.cap": [5, 6], "memory.release": False,
+            "gradients.reduction": "sum",
         "gradients.dtype": torch.float32, "gradients.fused": True, "debug.max_graphs": 3,
         "debug.dynamic": True, "parallel.check_data": 7,
             "parallel.replica_values": "broadcast", "parallel.timeout": 3, "parallel.start_timeout": 4,

@@ -72,9 +72,10 @@ def distilled(rank: int, teachers: dict[str, Any], students: dict[str, Any], sha
     teacher, student = teacher_and_student()
     if shared:
         student.head = teacher.head
-    guide = graphpp.compile(teacher, **{"schedule": "1F1B", "microbatches": 4, **teachers})
+    kept = {"memory": graphpp.Memory(release=not shared)}
+    guide = graphpp.compile(teacher, **{"schedule": "1F1B", "microbatches": 4, **kept, **teachers})
     example = graphpp.Microbatch((X[0, :2],), target={"logits": torch.zeros(2, CLASSES), "labels": Y[0, :2]})
-    pipe = graphpp.compile(student, distillation, example=example, **{"microbatches": 4, **students})
+    pipe = graphpp.compile(student, distillation, example=example, **{"microbatches": 4, **kept, **students})
     optimizer, losses = optimizer_of(pipe.parameters()), []
     for x, y in zip(X, Y, strict=True):
         logits = guide.eval(x).output
@@ -130,8 +131,9 @@ def reads_the_student_s_layer(rank: int, split: list[str]) -> str:
     torch.set_num_threads(1)
     teacher, student = teacher_and_student()
     teacher.layers[1] = student.layers[1]
-    guide = graphpp.compile(teacher, split=split, microbatches=4)
-    pipe = graphpp.compile(student, F.cross_entropy, split=["layers.2"], microbatches=4)
+    kept = graphpp.Memory(release=False)
+    guide = graphpp.compile(teacher, split=split, microbatches=4, memory=kept)
+    pipe = graphpp.compile(student, F.cross_entropy, split=["layers.2"], microbatches=4, memory=kept)
     optimizer = None
     for x, y in zip(X, Y, strict=True):
         try:

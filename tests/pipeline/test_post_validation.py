@@ -128,8 +128,8 @@ def compared(rank: int, name: str, optimizers: Sequence[str], kind: str | None, 
     """By optimizer, for each way: the steps that differ from the synchronous ones, and the way's numbers."""
     case = SPECIAL[name]()
     ranks = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
-    pipe = compiled(case, split=CUTS[max(ranks, 2)], schedule="1F1B", microbatches=2, example=example(case.batch, 2))
     start = {fqn: value.clone() for fqn, value in case.model.state_dict().items()}
+    pipe = compiled(case, split=CUTS[max(ranks, 2)], schedule="1F1B", microbatches=2, example=example(case.batch, 2))
 
     def again(optimizer: str, way: str, max_norm: float, steps: int = STEPS) -> Steps:
         pipe.load_state_dict(start)

@@ -59,6 +59,9 @@ def model() -> Model:
     return Model()
 
 
+KEPT = graphpp.Memory(release=False)
+
+
 def train(pipe: graphpp.Pipeline, steps: int = 3) -> list[float]:
     optimizer, losses = torch.optim.AdamW(pipe.parameters(), lr=1e-2), []
     for _ in range(steps):
@@ -70,7 +73,7 @@ def train(pipe: graphpp.Pipeline, steps: int = 3) -> list[float]:
 
 
 def trains(rank: int, release: bool) -> tuple[list[float], dict[str, Tensor], dict[str, Tensor], int]:
-    pipe = compiled(model())
+    pipe = compiled(model(), memory=KEPT)
     given_back = pipe.release() if release else 0
     losses = train(pipe)
     pipe.eval(TOKENS, target=TARGETS)
@@ -118,7 +121,6 @@ def misused(rank: int) -> dict[str, str]:
     made = model()
     before = torch.optim.SGD([p for p in made.parameters() if p.requires_grad], lr=0.1)
     pipe = compiled(made)
-    pipe.release()
     pipe.step(TOKENS, target=TARGETS)
     found = {}
     for name, misuse in {**MISUSES, "optimizer of before": lambda _: before.step()}.items():
@@ -140,7 +142,6 @@ def test_every_misuse_says_what_to_call() -> None:
 def still_usable(rank: int) -> list[float]:
     made = model()
     pipe = compiled(made)
-    pipe.release()
     assert pipe.release() == 0
     losses = train(pipe, 1)
     made.layers.requires_grad_(False)  # a frozen part is frozen on all ranks
@@ -166,7 +167,7 @@ def test_a_released_model_is_frozen_evaluated_profiled_and_captured_again() -> N
 def second_pipeline(rank: int) -> str:
     made = model()
     first = compiled(made)
-    first.release()
+    assert first.release() == 0
     try:
         second = compiled(made, split=["layers.3"])
         second.step(TOKENS, target=TARGETS)
@@ -177,7 +178,7 @@ def second_pipeline(rank: int) -> str:
 
 def test_a_second_pipeline_that_needs_a_released_parameter_is_told() -> None:
     for text in run_ranks(second_pipeline, 2):
-        assert "has given their memory back (release)" in text
+        assert "has given their memory back. Choose split=" in text
 
 
 def anonymous_bytes() -> int:
@@ -191,7 +192,8 @@ def memory_given_back(rank: int) -> tuple[int, int]:
     layers = nn.Sequential(*(nn.Linear(2048, 2048, bias=False) for _ in range(8)))  # 16 MiB each
     x = torch.ones(4, 2048)
     example = graphpp.Microbatch((x[:2],), target=x[:2])
-    pipe = graphpp.compile(layers, F.mse_loss, example=example, split=["4"], schedule="1F1B", microbatches=2)
+    options = {"split": ["4"], "schedule": "1F1B", "microbatches": 2, "memory": KEPT}
+    pipe = graphpp.compile(layers, F.mse_loss, example=example, **options)
     before = anonymous_bytes()
     claimed = pipe.release()
     return claimed, before - anonymous_bytes()

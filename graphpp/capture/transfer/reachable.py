@@ -46,6 +46,7 @@ from graphpp.capture.transfer.libraries import is_installed, top_package
 from graphpp.capture.transfer.names_asked import UnreadableError
 from graphpp.capture.transfer.objects import COMPILED, SCALARS, WITHOUT_EFFECT, attributes_of
 from graphpp.capture.transfer.reachable_code import Children, ReachableCode, named
+from graphpp.runtime.released import class_of
 
 _LONGEST_NAME = 2000  # characters; a longer one is that of an object within itself
 _STORES = ("_parameters", "_buffers", "_modules")  # walked by their tensors and modules, under the model's own names
@@ -221,7 +222,7 @@ class Reachable:
 
     def _note_tensor(self, name: str, tensor: torch.Tensor) -> None:
         strides = tensor.stride() if tensor.layout is torch.strided else tensor.layout
-        self._note(name, type(tensor).__qualname__, tensor.dtype, tuple(tensor.shape), strides, tensor.requires_grad)
+        self._note(name, class_of(tensor).__qualname__, tensor.dtype, tuple(tensor.shape), strides, tensor.requires_grad)
 
     def _of_group(self, name: str, value: dist.ProcessGroup) -> Children:
         self._note(name, "process group", value.size())

@@ -31,7 +31,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load
 
 from graphpp._torch.checkpoint_files import write_entries
-from graphpp.arguments import PATH, checked
+from graphpp.arguments import FLAG, PATH, checked
 from graphpp.errors import CheckpointError, GraphPPError
 from graphpp.parallel.place import RankPlace
 from graphpp.pipeline.checkpoint.host_copies import host_copies
@@ -132,15 +132,23 @@ class Checkpoint:
         self._calls.saving = str(path)
         return PendingSave(written[0] if written else None, end)
 
-    @checked(CheckpointError, folder=PATH)
-    def load(self, folder: str | os.PathLike[str]) -> None:
-        """Read a checkpoint that any layout of ranks, stages and schedule has written. Called by all ranks."""
+    @checked(CheckpointError, folder=PATH, missing_ok=FLAG)
+    def load(self, folder: str | os.PathLike[str], *, missing_ok: bool = False) -> bool:
+        """Read a checkpoint that any layout of ranks, stages and schedule has written. Called by all ranks.
+
+        Returns True; with `missing_ok` False where no save into `folder` has ended yet, as at the first start of a job that may
+        be started again.
+        """
         path, plain, tensors = self._path(folder), dict[str, Any](), dict[str, Any]()
         found: list[Path] = []
 
         def find() -> None:
-            found.append(complete(path))
+            if not missing_ok or path.exists() or _before(path).exists():
+                found.append(complete(path))
             plain.update(self._state.plain_targets())
+
+        def alike() -> dict[str, list[str]]:
+            return {f"the checkpoint in {path}": [f"{len(found)} found"]}
 
         def prepare() -> None:
             self._state.check_plain(plain)
@@ -150,11 +158,14 @@ class Checkpoint:
             optimizer = {**plain["optimizer"], **tensors["optimizer"]}
             self._state.restore({**plain, **tensors, "optimizer": optimizer})
 
-        self._calls.all_do(f"load the checkpoint {path}", find)
+        self._calls.all_do(f"load the checkpoint {path}", find, alike)
+        if not found:
+            return False
         self._fill(plain, found[0])
         self._calls.all_do(f"the plain values of {path} fit", prepare)
         self._fill(tensors, found[0])
         self._calls.all_do(f"the checkpoint {path} is loaded", restore)
+        return True
 
     # ------------------------------------------------------------------------------------------------ inside
 

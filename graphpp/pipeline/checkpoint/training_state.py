@@ -6,7 +6,7 @@ Contract
         optimizer.<FQN>...          the state of a parameter's optimizer, and the values of its group (`optimizer_state.py`)
         others.<number>             schedulers, scalers and all else with a `state_dict`, in the order given
         extra.<name>                values that the caller adds
-        random.<device type>        the default generator of the pipeline's first rank, on that rank alone
+        random.<device type>        the default generator of the pipeline's first rank, which all ranks read
         steps                       how many training calls the pipeline has made
     Entries that several ranks have are equal; `alike` gives the texts by which ranks compare them. Reading changes nothing.
     Values that are no tensors are plain data. Errors are `CheckpointError`.
@@ -132,8 +132,7 @@ class TrainingState:
             "model": self._model_entries(),
             "optimizer": optimizer_state.targets(self.optimizers, self._own(), of_optimizers),
         }
-        if self.first:
-            found["random"] = {type_: generator.get_state() for type_, generator in self._generators()}
+        found["random"] = {type_: generator.get_state() for type_, generator in self._generators()}
         return found
 
     def restore(self, loaded: Mapping[str, Any]) -> None:
@@ -149,7 +148,7 @@ class TrainingState:
                 value.load_state_dict(extra[name])
             else:
                 self.extra[name] = extra[name]
-        for type_, generator in self._generators() if self.first else ():
+        for type_, generator in self._generators():
             if type_ in loaded["random"]:
                 generator.set_state(loaded["random"][type_])
         self.calls.steps = loaded["steps"]

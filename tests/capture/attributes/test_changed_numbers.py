@@ -311,7 +311,8 @@ def steps_of_swin(rank: int, ranks: int) -> list[Any]:
             (parts[1] / 2).backward()
             losses.append(torch.stack(parts).detach())
     sizes = {name: (each.window_size, each.shift_size) for name, each in model.named_modules() if hasattr(each, "shift_size")}
-    return [losses, gradients(model), sizes]
+    own = dict(pipe.named_parameters()) if ranks else dict(model.named_parameters())
+    return [losses, {fqn: parameter.grad for fqn, parameter in own.items()}, sizes]
 
 
 @pytest.mark.parametrize("ranks", [1, 2])

@@ -97,7 +97,7 @@ def gradients(dtype: torch.dtype = torch.float32, steps: int = 1, **options: Any
     for seed in range(steps):
         tokens, targets = batch(seed)
         pipe.step(tokens, target=targets)
-    return {fqn: p.grad for fqn, p in model.named_parameters() if p.grad is not None}
+    return {fqn: p.grad for fqn, p in pipe.named_parameters() if p.grad is not None}
 
 
 def assert_near(found: dict[str, Any], expected: dict[str, Any], tolerance: float) -> None:
