@@ -13,6 +13,7 @@ of the process before the model was built; sampled every 2 ms. Each line has the
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import os
 import subprocess
@@ -113,6 +114,7 @@ def measure(option: argparse.Namespace) -> None:
         peaks += whole
     else:
         pipe = graphpp.compile(model, example=example, split=RANKS, schedule="1F1B", microbatches=RANKS)
+        gc.collect()
         before = anonymous()
         began = time.perf_counter()
         files = {"safetensors": "safetensors", "dcp": "dcp", "pt": "pt.pt"}

@@ -38,6 +38,10 @@ FACTS: frozenset[Callable[..., Any]] = frozenset(
         torch.Tensor.is_complex,
         torch.Tensor.is_contiguous,
         torch.Tensor.__len__,
+        torch.Tensor.get_device,
+        torch.numel,
+        torch.is_floating_point,
+        torch.is_complex,
     }
 )
 """The functions that tell shape, layout, dtype and place of a tensor, and whether it needs a gradient."""

@@ -173,15 +173,16 @@ class Calls:
     def all_do(self, what: str, work: Callable[[], None], alike: Callable[[], Mapping[str, list[str]]] | None = None) -> None:
         """Do `work` on every rank of the pipeline, and go on when all have done it. Raises on all ranks if it fails on one.
 
-        `alike` gives lines that all ranks must have alike.
+        `alike` gives lines that all ranks must have alike. The timeout is that of the start, for files and values take longer
+        than a step.
         """
         self.check_whole()
-        with self.watched():
+        with self.watched(), self._timeouts.starting():
             self._agreement.together(work, lambda _: self._described(Facts(dict(alike() if alike else {})), what))
 
     def replicas_do(self, what: str, work: Callable[[], None]) -> None:
         """Do `work` on every replica, and go on when all have done it. Raises on all replicas if it fails on one."""
-        with self.watched():
+        with self.watched(), self._timeouts.starting():
             self._replicas.together(work, lambda _: Facts({"the call": [what]}))
 
     def check_whole(self) -> None:

@@ -14,6 +14,7 @@ Contract
 
 from __future__ import annotations
 
+import gc
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -43,6 +44,7 @@ from graphpp.pipeline.step_call import GraphKey, StepCall
 from graphpp.pipeline.varying_sizes import VaryingSizes
 from graphpp.planner.tables import CheckedTable, Tables
 from graphpp.runtime.model_state import ModelState, tensor_lines
+from graphpp.runtime.released import trim_after
 from graphpp.runtime.runner import GraphPPRunner
 from graphpp.schedules.table.schedule import Schedule
 
@@ -172,7 +174,15 @@ class GraphCache:
         local = self.local()
         given_back = self._state.release({fqn: rank for fqn, rank in self.holders().items() if fqn not in local})
         self._keys.forget_values()
+        if given_back:
+            gc.collect()  # cycles of an earlier look at the model's state still hold the tensors
+            trim_after(given_back)
         return given_back
+
+    def release_if_asked(self) -> None:
+        """`release` on several ranks, unless an option says otherwise."""
+        if self._request.place.ranks > 1 and self._request.options.memory.release:
+            self.release()
 
     def holders(self) -> dict[str, int]:
         """For each parameter and buffer that a stage reads, the first rank that holds it."""
@@ -324,8 +334,8 @@ class GraphCache:
                     self._request.options.debug.max_graphs,
                     key.difference(before),
                 )
-        if begins and self._request.place.ranks > 1 and self._request.options.memory.release:
-            self.release()
+        if begins:
+            self.release_if_asked()
 
     def _forget_all_but(self, latest: tuple[GraphKey, ...]) -> None:
         """Drop the runners, but the latest, that use a graph that is no longer kept."""

@@ -15,7 +15,7 @@ import gc
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
@@ -47,10 +47,6 @@ from graphpp.schedules.simulate.timeline import Timeline
 from graphpp.verification.report import Verification
 from graphpp.verification.verify import verified
 from graphpp.verification.whole_batch import AGAINST, Against
-
-if TYPE_CHECKING:
-
-    pass
 
 # A pipeline is a reference cycle that holds its process group. A gloo thread of the group that frees a message while the
 # interpreter shuts down aborts the process, so pipelines without a user are collected before that.

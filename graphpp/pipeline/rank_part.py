@@ -9,7 +9,6 @@ Contract
 
 from __future__ import annotations
 
-import gc
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
@@ -19,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from graphpp.arguments import BYTES, FLAG, FUNCTION, INDEX, INTEGER, MAPPING, PATH, checked, one_of, or_none, require
+from graphpp.arguments import BYTES, FLAG, FUNCTION, INDEX, INTEGER, MAPPING, PATH, Accepted, checked, or_none, require
 from graphpp.errors import GraphPPError
 from graphpp.parallel.place import RankPlace
 from graphpp.pipeline.calls import Calls
@@ -35,7 +34,7 @@ if TYPE_CHECKING:
 
 
 _FUNCTION = or_none(FUNCTION)
-_DTYPE = one_of(torch.dtype, takes="a torch.dtype")
+_DTYPE = Accepted("a floating-point torch.dtype", lambda value: isinstance(value, torch.dtype) and value.is_floating_point)
 
 
 class RankPart(ModuleHabits):
@@ -105,13 +104,14 @@ class RankPart(ModuleHabits):
         `weights`: a folder or file with the values instead: safetensors with or without an index (Hugging Face), a file of
         `torch.save`, a folder of torch's distributed checkpoint or of `pipe.checkpoint`. Only this rank's tensors are read.
         `names` gives the name in the files for a key of the model's state dict. With `strict` every tensor of the files must
-        belong to the model, and every entry of this rank must be there; otherwise `init` writes those that are missing. Buffers
-        that no state dict holds are always written by `init`.
+        belong to the model, and every entry of this rank must be there; otherwise a warning is logged, and `init` writes those
+        that are missing. Buffers on the meta device that no state dict holds are written by `init`, with `seed` or 0.
 
-        Dtypes are the model's, the device is the rank's. New parameter objects take the places of the old ones, so make the
-        optimizer afterwards. Other ranks' tensors become stand-ins without memory, as by `release`. Raises `GraphPPError`
-        before anything is captured and for a tensor that nothing writes, `CheckpointError` for files that do not fit; then
-        nothing was changed.
+        `init` runs without gradients. Tensors that have memory already keep it: `init` and `weights` write them too. Dtypes are
+        the model's, the device is the rank's. A parameter on the meta device is replaced by a new object, so make the optimizer
+        afterwards. Other ranks' tensors become stand-ins without memory, as by `release`. Raises `GraphPPError` before anything
+        is captured and for a tensor that nothing writes, `CheckpointError` for files that do not fit; then all tensors on the
+        meta device and the generators of random numbers are as before.
         """
         # safetensors and the files' part of torch: a second that `import graphpp` must not cost.
         from graphpp.pipeline.ownership.materialize import Materials, Source
@@ -119,14 +119,19 @@ class RankPart(ModuleHabits):
         source = Source(init, None if weights is None else Path(weights).expanduser().resolve(), names, seed, strict)
         materials = Materials(self._model, self._state, self._place.device)
         lines = source.describe(self._place.device)
-        local = self._cache.local()
-        unread = {*self._state.parameters, *self._state.buffers} - self._cache.holders().keys()
+        everything, local, held = (*self._state.parameters, *self._state.buffers), self._cache.local(), self._cache.holders()
+        needed = [fqn for fqn in everything if fqn in local]
+        unread = [fqn for fqn in everything if fqn not in held]
+
+        def fill() -> None:
+            self._calls.all_do("materialize", partial(materials.fill, needed, unread, source), lambda: lines)
+
         try:
-            self._calls.all_do("materialize", partial(materials.fill, local, unread, source), lambda: lines)
+            self._calls.replicas_do("materialize", fill)
         except BaseException:
             materials.undo()
             raise
-        self._cache.release()
+        self._cache.release_if_asked()
 
     def release(self) -> int:
         """Give back the memory of the parameters and buffers that other ranks hold; returns the number of bytes.
@@ -135,9 +140,7 @@ class RankPart(ModuleHabits):
         `model.state_dict()` or an optimizer made of `model.parameters()`, raises `GraphPPError`. Make the optimizer of
         `pipe.parameters()`, and compile all pipelines of the model first. Raises `GraphPPError` before anything is captured.
         """
-        given_back = self._cache.release()
-        gc.collect()  # cycles of an earlier look at the model's state still hold the tensors
-        return given_back
+        return self._cache.release()
 
     @checked(GraphPPError, rank=or_none(INDEX))
     def gather(self, names: str | Sequence[str] = "all", rank: int | None = 0) -> dict[str, torch.Tensor]:
@@ -154,6 +157,7 @@ class RankPart(ModuleHabits):
             if rank is not None and rank >= self._place.ranks:
                 raise GraphPPError(f"rank: the pipeline has ranks 0..{self._place.ranks - 1}, got {rank}")
             entries.update((key, known[key]) for key in keys_of(names, known))
+            self._check_entries()
 
         self._calls.all_do("gather", read, lambda: {"its arguments": [f"names={names!r}", f"rank={rank}"]})
         with self._calls.watched(), self._calls.exchanging(), torch.no_grad():
@@ -179,7 +183,8 @@ class RankPart(ModuleHabits):
 
         path = Path(folder).expanduser().resolve()
         export = Export(self._state.entries(), self._holders(), names, dtype, max_file_bytes)
-        self._calls.replicas_do(f"save_weights {path}", partial(export.save, path, self._place, self._calls))
+        save = partial(export.save, path, self._place, self._calls, self._check_entries)
+        self._calls.replicas_do(f"save_weights {path}", save)
 
     def checkpoint(self, *objects: Stateful, extra: Mapping[str, Any] | None = None) -> Checkpoint:
         """The training as it is, to save and to load: `pipe.checkpoint(optimizer, scheduler).save("folder")`.
@@ -203,6 +208,13 @@ class RankPart(ModuleHabits):
         left_out = partial(self._state.left_out, self._cache.local())
         state = TrainingState(self, left_out, optimizers, others, values, place.device, place.rank == 0, calls)
         return Checkpoint(state, place)
+
+    def _check_entries(self) -> None:
+        """Raise `GraphPPError` where the state dict lacks one of this rank's tensors, or one has no memory."""
+        local = self._cache.local()
+        self._state.check_memory(local)
+        for fqn in self._state.left_out(local):
+            raise GraphPPError(f"the model's state_dict() leaves out or copies {fqn}: has the model a hook for this?")
 
     def _holders(self) -> dict[int, int]:
         """The first rank that holds a tensor, by the tensor's `id`."""

@@ -81,12 +81,18 @@ class ModelState:
         return sum(tensor.nbytes for tensor, _ in replaced.values() if not tensor.is_meta)
 
     def exchange(self, new: Mapping[int, torch.Tensor]) -> None:
-        """Put tensors in the place of others, under all their names. `new`: by the `id` of the tensor that goes."""
+        """Put tensors in the place of others, under all their names and in lists that are attributes of modules.
+
+        `new`: by the `id` of the tensor that goes.
+        """
         for module in self._model.modules():
             for store in (module._parameters, module._buffers):
                 for name, tensor in store.items():
                     if id(tensor) in new:
                         store[name] = new[id(tensor)]  # type: ignore[assignment]
+            for kept in vars(module).values():
+                if type(kept) is list and any(id(each) in new for each in kept):  # the flat weights of recurrent modules
+                    kept[:] = [new.get(id(each), each) for each in kept]
 
     def check_memory(self, fqns: Iterable[str]) -> None:
         """Raise `GraphPPError` if one of these tensors is on the meta device."""

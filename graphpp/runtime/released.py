@@ -11,9 +11,11 @@ Contract
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import functools
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import WeakSet
 
 import torch
@@ -32,7 +34,18 @@ _ADVICE = (
 )
 
 
-_HOLDERS = WeakTensorKeyDictionary()  # a stand-in -> the FQN of its tensor, and the rank that holds this tensor
+_LITTLE = 2**20  # bytes that may stay with the process
+
+
+class _Original(NamedTuple):
+    """The FQN of a tensor in whose place a stand-in is, the rank that holds the tensor, and its class."""
+
+    fqn: str
+    rank: int
+    kind: type[torch.Tensor]
+
+
+_HOLDERS = WeakTensorKeyDictionary()  # a stand-in -> its `_Original`
 
 
 class _Released(torch.Tensor):
@@ -47,14 +60,18 @@ class _Released(torch.Tensor):
             with without_subclasses():
                 return function(*args, **(kwargs or {}))
         found = next(leaf for leaf in pytree.tree_flatten((args, kwargs))[0] if isinstance(leaf, _Released))
-        fqn, rank = _HOLDERS[found]
+        fqn, rank, _ = _HOLDERS[found]
         raise GraphPPError(
             f"{fqn} has no values on this rank: rank {rank} of the pipeline holds it, and its memory here was given back. "
             f"{_ADVICE}"
         )
 
+    def __format__(self, spec: str) -> str:
+        """As `repr`."""
+        return format(repr(self), spec)
+
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]  # torch's stub has a nameless argument
-        fqn, rank = _HOLDERS[self]
+        fqn, rank, _ = _HOLDERS[self]
         return f"<{fqn}, which rank {rank} holds: {list(self.shape)} {self.dtype}>"
 
 
@@ -72,7 +89,7 @@ def released(tensor: torch.Tensor, fqn: str, rank: int) -> torch.Tensor:
     kind: type[_Released] = ReleasedParameter if isinstance(tensor, nn.Parameter) else ReleasedBuffer
     found = made(kind, blank, tensor.requires_grad)
     vars(found).update(vars(tensor))
-    _HOLDERS[found] = fqn, rank
+    _HOLDERS[found] = _Original(fqn, rank, type(tensor))
     return found
 
 
@@ -84,10 +101,18 @@ def like(tensor: torch.Tensor, blank: torch.Tensor) -> torch.Tensor:
 
 
 def class_of(tensor: torch.Tensor) -> type[torch.Tensor]:
-    """The class of a tensor; of a stand-in that of the tensor that another rank holds, as far as all ranks know."""
-    if isinstance(tensor, _Released):
-        return nn.Parameter if isinstance(tensor, nn.Parameter) else torch.Tensor
-    return type(tensor)
+    """The class of a tensor; for a stand-in that of the tensor that another rank holds."""
+    return _HOLDERS[tensor].kind if isinstance(tensor, _Released) else type(tensor)
+
+
+def trim_after(freed: int) -> None:
+    """Give the machine the freed memory that the C library keeps, of blocks below 32 MiB, if there can be much of it.
+
+    `freed`: bytes that were freed.
+    """
+    if freed > _LITTLE:
+        with contextlib.suppress(OSError, AttributeError):  # glibc alone has the function
+            ctypes.CDLL(None).malloc_trim(0)
 
 
 def is_released(tensor: object) -> bool:

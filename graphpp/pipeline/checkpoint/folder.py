@@ -143,7 +143,8 @@ class Checkpoint:
         found: list[Path] = []
 
         def find() -> None:
-            if not missing_ok or path.exists() or _before(path).exists():
+            empty = not path.exists() or (path.is_dir() and not any(path.iterdir()))
+            if not missing_ok or not empty or _before(path).exists():
                 found.append(complete(path))
             plain.update(self._state.plain_targets())
 

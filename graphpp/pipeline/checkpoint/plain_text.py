@@ -47,11 +47,11 @@ def _plain(value: Any) -> Any:
 def _refusal(name: str, fault: Exception) -> CheckpointError:
     return CheckpointError(
         f"{name} of the checkpoint is no plain data, and reading it would run code. Give dicts, lists, tuples, numbers, "
-        f"strings and tensors, or an object whose state_dict() has these alone ({type(fault).__name__}: {_reason(fault)})"
+        f"strings and tensors, or an object whose state_dict() has these alone ({type(fault).__name__}: {torchs_reason(fault)})"
     )
 
 
-def _reason(fault: Exception) -> str:
+def torchs_reason(fault: Exception) -> str:
     """The line of torch's message that names the class."""
     lines = [line.strip() for line in str(fault).splitlines() if line.strip()]
     return next((line for line in lines if "GLOBAL" in line or "Unsupported" in line), lines[0] if lines else "")[:300]

@@ -167,6 +167,8 @@ class TrainingState:
                     f"{key} of the model's state dict is no parameter or buffer (get_extra_state): give the module's state in "
                     "extra={...}"
                 )
+            if value.is_meta:
+                raise CheckpointError(f"{key} is on the meta device: call pipe.materialize first, on all ranks")
         for fqn in self.left_out():
             raise CheckpointError(f"the model's state_dict() leaves out or copies {fqn}: has the model a hook for this?")
         return entries

@@ -2,8 +2,10 @@
 
 Contract
 --------
-- `BorrowedMemory.like(tensor)` is a tensor without memory on a device. Inside the context its memory is made when a function of
-  torch first touches it, and `give_back` frees the memory of all of them.
+- `BorrowedMemory.like(tensor, fqn)` is a tensor without memory on a device. Inside the context its memory is made when a
+  function of torch first touches it, and `give_back` frees the memory of all of them.
+- The memory has no values at first. A function that would take values from there raises `GraphPPError` with the FQN, until a
+  function has written the tensor. Views, and functions that change the tensor itself in place, take nothing from there.
 - `poison` marks memory as unwritten: NaN in floating-point numbers, one rare value in integers of four and eight bytes, in
   booleans a byte that is neither True nor False. `poisoned` tells whether a mark is left. Shorter integers have no value to
   spare; their tensor counts as written once an operator has changed it.
@@ -19,8 +21,21 @@ from torch.overrides import TorchFunctionMode
 
 from graphpp._torch.pytree import tree_flatten
 from graphpp._torch.tensor_subclass import FACTS
-from graphpp.runtime.released import like
+from graphpp.errors import GraphPPError
+from graphpp.runtime.released import like, trim_after
 
+_WRITES = {  # functions that write every element of their first argument, whatever the argument held
+    *("zero_", "fill_", "copy_", "normal_", "uniform_", "random_", "bernoulli_", "exponential_", "cauchy_", "log_normal_"),
+    *("geometric_", "constant_", "ones_", "zeros_", "eye_", "dirac_", "trunc_normal_", "orthogonal_", "sparse_"),
+    *("xavier_uniform_", "xavier_normal_", "kaiming_uniform_", "kaiming_normal_", "__setitem__"),
+}
+_VIEWS = {  # functions whose result is the same memory, and the setters and getters of attributes
+    *("__get__", "__set__", "__getitem__", "detach", "view", "view_as", "reshape", "flatten", "t", "transpose", "permute"),
+    *("narrow", "select", "split", "chunk", "unbind", "unsqueeze", "squeeze", "expand", "untyped_storage", "requires_grad_"),
+    *("new", "new_empty", "new_zeros", "new_ones", "new_full", "new_tensor", "empty_like", "zeros_like", "ones_like"),
+    *("full_like", "rand_like", "randn_like", "size", "stride", "dim", "numel", "unflatten", "movedim", "swapaxes"),
+    *("_calculate_fan_in_and_fan_out", "storage_offset", "data_ptr", "is_contiguous", "get_device", "type", "is_complex"),
+}
 _PIECE = 2**20  # elements that are looked at at once
 _NO_BOOL = 0xAA  # a byte that is neither True nor False
 _RARE = 1_234_567  # above the least integer: a value that no table of a model is likely to have
@@ -32,39 +47,58 @@ class BorrowedMemory(TorchFunctionMode):
     def __init__(self, device: torch.device) -> None:
         super().__init__()
         self._device = device
-        self._bytes: dict[torch.UntypedStorage, int] = {}
+        self._lent: dict[torch.UntypedStorage, tuple[int, str]] = {}  # bytes, and FQN
         self._used: list[torch.UntypedStorage] = []
+        self._written: set[torch.UntypedStorage] = set()
 
-    def like(self, tensor: torch.Tensor) -> torch.Tensor:
+    def like(self, tensor: torch.Tensor, fqn: str) -> torch.Tensor:
         """A tensor with the class, shape, strides, dtype and attributes of `tensor`, without memory."""
         blank = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=self._device)
         storage = blank.untyped_storage()
-        self._bytes[storage] = storage.nbytes()
+        self._lent[storage] = storage.nbytes(), fqn
         storage.resize_(0)
         return like(tensor, blank)
 
     def give_back(self) -> None:
         """Free the memory of all tensors."""
+        freed = sum(storage.nbytes() for storage in self._used)
         for storage in self._used:
             storage.resize_(0)
         self._used.clear()
+        self._written.clear()
+        if self._device.type == "cpu":
+            trim_after(freed)
 
     def __torch_function__(
         self, function: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         """Call a function of torch, with memory for the tensors that it takes."""
         if function not in FACTS:
+            name = getattr(function, "__name__", "")
+            first = next(iter((*args, *(kwargs or {}).values())), None)
+            changed = first if name.endswith("_") and name not in _VIEWS else None
             for leaf in tree_flatten((args, kwargs))[0]:
                 if isinstance(leaf, torch.Tensor) and not leaf.is_meta and leaf.layout is torch.strided:
-                    self._lend(leaf)
+                    self._lend(leaf, name, itself=leaf is changed)
         return function(*args, **(kwargs or {}))
 
-    def _lend(self, tensor: torch.Tensor) -> None:
+    def _lend(self, tensor: torch.Tensor, function: str, *, itself: bool) -> None:
+        """Make the memory of a tensor that a function takes; `itself`: whether the function changes the tensor in place."""
         storage = tensor.untyped_storage()
-        if storage.nbytes() == 0 and self._bytes.get(storage):
-            storage.resize_(self._bytes[storage])
+        if storage not in self._lent:
+            return
+        size, fqn = self._lent[storage]
+        if size and storage.nbytes() == 0:
+            storage.resize_(size)
             self._used.append(storage)
             poison(torch.empty(0, dtype=tensor.dtype, device=self._device).set_(storage))
+        if itself and function in _WRITES:
+            self._written.add(storage)
+        elif not itself and function not in _VIEWS and storage not in self._written:
+            raise GraphPPError(
+                f"{function} takes values from {fqn}, which another rank holds and another call has written: tie the "
+                "parameters, or write the tensor first in the same call"
+            )
 
 
 def poison(tensor: torch.Tensor) -> None:

@@ -6,8 +6,8 @@ Contract
   under the first. A file has at most `max_file_bytes`, or one tensor; that many bytes are copied at a time.
 - All ranks know the files of all ranks from shapes and holders alone. The first rank writes `model.safetensors.index.json`, or
   there is one file `model.safetensors`.
-- Files are written into `<folder>.partial` and moved when all ranks have written, the index last. A folder with weights in it
-  is never changed. All ranks see one file system.
+- Files are written into a folder inside of `folder` and moved up when all ranks have written, the index last. A folder with
+  weights in it is never changed. All ranks see one file system.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ from graphpp.parallel.place import RankPlace
 from graphpp.pipeline.checkpoint.folder import without_os_errors
 from graphpp.pipeline.checkpoint.training_state import RankCalls
 
-_WEIGHTS = (".safetensors", ".bin", ".pt", ".pth")
+_WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".index.json")
+_UNFINISHED = ".unfinished"
 
 
 @dataclass(frozen=True)
@@ -79,11 +80,15 @@ class Export:
                 found.setdefault(self.holders.get(id(tensor), 0), {})[name] = tensor
         return dict(sorted(found.items()))
 
-    def save(self, folder: Path, place: RankPlace, calls: RankCalls) -> None:
-        """Write all files into `folder`. Called by all ranks; of several replicas the first one writes."""
-        first, unfinished = place.rank == 0, folder.with_name(f"{folder.name}.partial")
+    def save(self, folder: Path, place: RankPlace, calls: RankCalls, check: Callable[[], None]) -> None:
+        """Write all files into `folder`. Called by all ranks; of several replicas the first one writes.
+
+        `check` raises where this rank's tensors cannot be written.
+        """
+        first, unfinished = place.rank == 0, folder / _UNFINISHED
 
         def begin() -> None:
+            check()
             _ = self.files
             if first:
                 _begin(folder, unfinished)
@@ -107,7 +112,11 @@ class Export:
         for number, (writer, tensors) in enumerate(self.files):
             if writer == rank:
                 ready = {name: self._converted(tensor) for name, tensor in tensors.items()}
-                save_file(ready, folder / self._file(number), metadata={"format": "pt"})
+                try:
+                    save_file(ready, folder / self._file(number), metadata={"format": "pt"})
+                except (KeyError, RuntimeError, ValueError) as fault:
+                    keys = ", ".join(list(tensors)[:3])
+                    raise CheckpointError(f"safetensors cannot hold {keys} ..: {type(fault).__name__}: {fault}") from fault
 
     def _write_index(self, folder: Path) -> None:
         """Write the index of all files."""
@@ -132,7 +141,8 @@ class Export:
 
 def _begin(folder: Path, unfinished: Path) -> None:
     """Make the folder for incomplete files. Raises `CheckpointError` where `folder` has weights already."""
-    weights = sorted(each.name for each in folder.iterdir() if each.suffix in _WEIGHTS) if folder.exists() else []
+    files = [each.name for each in folder.iterdir()] if folder.exists() else []
+    weights = sorted(name for name in files if name.endswith(_WEIGHTS))
     if weights:
         raise CheckpointError(f"{folder} has weights already, {weights[0]} for one: name a new folder, or remove them")
     shutil.rmtree(unfinished, ignore_errors=True)
@@ -141,7 +151,6 @@ def _begin(folder: Path, unfinished: Path) -> None:
 
 def _publish(unfinished: Path, folder: Path) -> None:
     """Move complete files into `folder`, the index last."""
-    folder.mkdir(exist_ok=True)
     for file in sorted(unfinished.iterdir(), key=lambda file: file.suffix == ".json"):
         os.replace(file, folder / file.name)
     unfinished.rmdir()

@@ -7,8 +7,8 @@ Contract
   process that holds the whole model. This rank's values are bit-equal to those of such a process.
 - With a seed, each module draws from generators seeded by the seed and the module's FQN, and modules without a tensor of this
   rank are left out. The values are equal for every split and number of ranks; the generators are as before.
-- A value that code reads from a tensor that another module initialised, and another rank holds, is NaN. NaN in a tensor of this
-  rank is refused (`check_written`).
+- Code that reads a tensor of another rank, whose values an earlier call has written, raises `GraphPPError`. NaN and other marks
+  of unwritten memory in a tensor of this rank are refused (`check_written`).
 """
 
 from __future__ import annotations
@@ -49,7 +49,8 @@ def initialize(
             if seed is not None:
                 if id(module) not in holding:
                     continue
-                torch.manual_seed(_seed_of(seed, fqn))
+                for generator in default_generators(device):
+                    generator.manual_seed(_seed_of(seed, fqn))
             name = f"init of {fqn or 'the model'} (a {type(module).__name__})"
             callback(GraphPPError, name, _ANYTHING, init)(module)
             lent.give_back()
@@ -81,11 +82,18 @@ def _seed_of(seed: int, fqn: str) -> int:
     return int.from_bytes(hashlib.sha256(f"{seed} {fqn}".encode()).digest()[:7], "little")
 
 
+def default_generators(device: torch.device) -> list[torch.Generator]:
+    """torch's default generators of the CPU and of `device`."""
+    of_device = [torch.cuda.default_generators[device.index or 0]] if device.type == "cuda" else []
+    return [torch.default_generator, *of_device]
+
+
 @contextlib.contextmanager
 def _generators_kept(seed: int | None, device: torch.device) -> Iterator[None]:
     """A context that restores the generators of random numbers where a seed is given."""
-    if seed is None:
+    states = [(each, each.get_state()) for each in default_generators(device)]
+    try:
         yield
-    else:
-        with torch.random.fork_rng([device] if device.type == "cuda" else []):
-            yield
+    finally:
+        for generator, state in states if seed is not None else ():
+            generator.set_state(state)

@@ -2,17 +2,20 @@
 
 Contract
 --------
-- Memory is made for this rank's parameters and buffers that have none, on the rank's device; on the first rank also for tensors
-  that no stage reads. New parameter objects take the places of the old ones, under all their names, with their attributes.
+- Memory is made for this rank's parameters and buffers that have none, and for tensors that no rank's stage reads, on the
+  rank's device. New parameter objects take the places of the old ones, under all their names, with their attributes.
 - Values come from code that initialises the model (`initialize.py`), or from a checkpoint on disk (`weight_files.py`) and, for
-  tensors that no state dict holds, from such code. A tensor that nothing has written is refused.
-- `Materials.fill` changes the model on this rank only; `undo` puts the former tensors back. Errors are `GraphPPError`.
+  tensors that no state dict holds, from such code. A tensor that nothing has written is refused, as is code that gives a
+  parameter another dtype or shape.
+- `Materials.fill` changes the model on this rank alone. Where `fill` raises, `undo` puts back the former tensors and the state
+  of the generators; values of tensors that had memory before may have changed. Errors are `GraphPPError`.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Collection, Mapping
+import logging
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
 from pathlib import Path
@@ -24,11 +27,12 @@ from graphpp._torch.autograd import has_gradient_hooks
 from graphpp.arguments import TEXT, callback
 from graphpp.errors import CheckpointError, GraphPPError
 from graphpp.pipeline.ownership.borrowed_memory import BorrowedMemory, poison
-from graphpp.pipeline.ownership.initialize import Initializer, check_written, initialize, reset
+from graphpp.pipeline.ownership.initialize import Initializer, check_written, default_generators, initialize, reset
 from graphpp.pipeline.ownership.weight_files import Weights, check_fits, open_weights
 from graphpp.runtime.model_state import ModelState
-from graphpp.runtime.released import forget, like
+from graphpp.runtime.released import forget, is_released, like
 
+_LOG = logging.getLogger("graphpp")
 _UNWRITTEN = (
     "Give pipe.materialize(init) a function that writes them; it is called with each module, children first, and by default "
     "calls the module's reset_parameters"
@@ -49,8 +53,8 @@ class Source:
         """Lines that all ranks must have alike; without a seed, also the state of the generators."""
         lines = {"the arguments of materialize": [f"{name}={_shown(value)}" for name, value in vars(self).items()]}
         if self.weights is None and self.seed is None:
-            states = [torch.get_rng_state(), *([torch.cuda.get_rng_state(device)] if device.type == "cuda" else [])]
-            digests = [hashlib.sha256(state.numpy().tobytes()).hexdigest()[:16] for state in states]
+            states = [each.get_state().numpy() for each in default_generators(device)]
+            digests = [hashlib.sha256(state.tobytes()).hexdigest()[:16] for state in states]
             lines["the state of the random numbers (call torch.manual_seed on every rank before, or give seed=)"] = digests
         return lines
 
@@ -62,41 +66,68 @@ class Materials:
         self._model, self._state, self._device = model, state, device
         self._stores = [store for module in model.modules() for store in (module._parameters, module._buffers)]
         self._before = [dict(store) for store in self._stores]
+        self._original: dict[int, torch.Tensor] = {}  # `id` of a new tensor -> the tensor of before
+        self._alive: list[torch.Tensor] = []  # the new tensors, so that no `id` is used twice
+        self._generators = [(each, each.get_state()) for each in default_generators(device)]
 
     def undo(self) -> None:
-        """Put the tensors back that the model had at first."""
-        for store, before in zip(self._stores, self._before, strict=True):
+        """Put the tensors back that the model had at first, and the state of the generators."""
+        self._state.exchange(self._original)
+        for store, tensors in zip(self._stores, self._before, strict=True):
             store.clear()
-            store.update(before)  # type: ignore[arg-type]
+            store.update(tensors)  # type: ignore[arg-type]
+        for generator, state in self._generators:
+            generator.set_state(state)
 
     def fill(self, needed: Collection[str], unread: Collection[str], source: Source) -> None:
         """Give `needed` memory and values; and `unread`, where the source has values for them."""
-        old = {fqn: self._state.tensor(fqn) for fqn in (*needed, *unread) if self._state.tensor(fqn).is_meta}
+        held = {fqn: self._state.tensor(fqn) for fqn in (*needed, *unread)}
+        old = {fqn: tensor for fqn, tensor in held.items() if tensor.is_meta}
         _check_hooks(old)
+        _check_storages(old)
         weights = None if source.weights is None else open_weights(source.weights)
-        in_files = {} if weights is None else self._matched(weights, old, needed, source)
+        in_files = {} if weights is None else self._matched(weights, held, needed, source)
         filled = {fqn: tensor for fqn, tensor in old.items() if weights is None or fqn in in_files or fqn in needed}
         new = {fqn: like(tensor, _blank(tensor, self._device)) for fqn, tensor in filled.items()}
-        self._state.exchange({id(filled[fqn]): tensor for fqn, tensor in new.items()})
+        self._exchange([(filled[fqn], tensor) for fqn, tensor in new.items()])
         computed = [fqn for fqn in new if fqn not in in_files]
-        if computed:
-            for fqn in computed:
-                poison(new[fqn])
-            self._initialize([new[fqn] for fqn in computed], source)
-            check_written(self._model, {fqn: self._state.tensor(fqn) for fqn in computed}, _UNWRITTEN)
+        for fqn in computed:
+            poison(new[fqn])
+        if weights is None:
+            self._initialize({id(self._state.tensor(fqn)) for fqn in held}, source)
+        elif computed:
+            self._initialize({id(new[fqn]) for fqn in computed}, source)
+        _check_kinds({fqn: (tensor, self._state.tensor(fqn)) for fqn, tensor in held.items()})
+        check_written(self._model, {fqn: self._state.tensor(fqn) for fqn in computed}, _UNWRITTEN)
         if weights is not None:
-            weights.copy({name: self._state.tensor(fqn) for fqn, name in in_files.items()})
+            for round_ in _rounds(in_files):
+                weights.copy({name: self._state.tensor(fqn) for name, fqn in round_.items()})
         forget(((tensor, fqn) for fqn, tensor in filled.items()), "pipe.materialize has put others in their places")
 
-    def _initialize(self, computed: Collection[torch.Tensor], source: Source) -> None:
-        """Run the code that initialises the model, with memory lent to all tensors that are still on the meta device."""
+    def _initialize(self, own: Collection[int], source: Source) -> None:
+        """Run the code that initialises the model, with memory lent to all tensors that are still on the meta device.
+
+        `own`: the `id` of the tensors whose values matter. Where the code raises, the lent tensors stay until `undo`.
+        """
         lent = BorrowedMemory(self._device)
-        tensors = {id(tensor): tensor for store in self._stores for tensor in store.values() if tensor is not None}
-        others = {key: (tensor, lent.like(tensor)) for key, tensor in tensors.items() if tensor.is_meta}
-        self._state.exchange({key: borrowed for key, (_, borrowed) in others.items()})
+        names = {id(tensor): fqn for fqn, tensor in (*self._model.named_parameters(), *self._model.named_buffers())}
+        blank = [tensor for tensor in self._tensors() if tensor.is_meta]
+        borrowed = [(tensor, lent.like(tensor, names.get(id(tensor), "a tensor"))) for tensor in blank]
+        self._exchange(borrowed)
         seed = 0 if source.weights is not None and source.seed is None else source.seed
-        initialize(self._model, source.init or reset, {id(tensor) for tensor in computed}, lent, seed, self._device)
-        self._state.exchange({id(borrowed): tensor for tensor, borrowed in others.values()})
+        initialize(self._model, source.init or reset, own, lent, seed, self._device)
+        self._exchange([(copy, tensor) for tensor, copy in borrowed])
+
+    def _exchange(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
+        """Put the second tensor of each pair in the place of the first."""
+        self._original |= {id(new): self._original.get(id(former), former) for former, new in pairs}
+        self._alive += [new for _, new in pairs]
+        self._state.exchange({id(former): new for former, new in pairs})
+
+    def _tensors(self) -> list[torch.Tensor]:
+        """The model's tensors as they are now."""
+        found = {id(tensor): tensor for store in self._stores for tensor in store.values() if tensor is not None}
+        return list(found.values())
 
     def _matched(
         self, weights: Weights, tensors: Mapping[str, torch.Tensor], needed: Collection[str], source: Source
@@ -107,6 +138,8 @@ class Materials:
         lacks.
         """
         stored, entries = weights.stored(), self._state.entries()
+        for fqn in self._state.left_out(tensors):
+            raise CheckpointError(f"the model's state_dict() leaves out or copies {fqn}: has the model a hook for this?")
         name_of = callback(CheckpointError, "names", TEXT, source.names) if source.names is not None else str
         names = {key: name_of(key) for key, value in entries.items() if isinstance(value, torch.Tensor)}
         keys: dict[int, list[str]] = {}
@@ -123,8 +156,8 @@ class Materials:
                     check_fits(source.weights, name, value, tensor)
             elif aliases and fqn in needed:
                 missing.append(names[aliases[0]])
-        if source.strict:
-            _check_names(source, stored, set(names.values()), missing)
+        unknown = _unknown(stored, set(names.values()))
+        _check_names(source, len(stored), found, missing, unknown)
         return found
 
 
@@ -137,19 +170,28 @@ def _blank(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
 
 
-def _check_names(source: Source, stored: Collection[str], names: Collection[str], missing: list[str]) -> None:
-    """Raise `CheckpointError` for names that only the model has, or only the files."""
+def _check_names(
+    source: Source, stored: int, found: Collection[str], missing: Sequence[str], unknown: Sequence[str]
+) -> None:
+    """Raise `CheckpointError` for names that only the model has, or only the files; not strict: only if no name fits."""
+    lacks = f"{source.weights} lacks {len(missing)} tensors that this rank needs: {', '.join(missing[:3])}"
+    extra = f"{source.weights} has {len(unknown)} tensors that the model lacks: {', '.join(unknown[:3])}"
     advice = "names= maps a key of the model's state dict to a name in the files, and strict=False takes what fits"
-    if missing:
-        raise CheckpointError(
-            f"{source.weights} lacks {len(missing)} tensors that this rank needs: {', '.join(missing[:3])}. It has "
-            f"{len(stored)}, such as {', '.join(sorted(stored)[:3])}; {advice}"
-        )
+    if missing and (source.strict or not found):
+        raise CheckpointError(f"{lacks}. {extra if unknown else f'It has {stored} tensors'}; {advice}")
+    if unknown and source.strict:
+        raise CheckpointError(f"{extra}; {advice}")
+    for text, names in ((f"{lacks}; init writes them", missing), (f"{extra}; they are not read", unknown)):
+        if names:
+            _LOG.warning("%s", text)
+
+
+def _unknown(stored: Collection[str], names: Collection[str]) -> list[str]:
+    """The names in the files that no key of the model has, among those that begin as all names of the model do."""
+    if not names:
+        return []
     common = _common_parts(names)
-    unknown = [name for name in stored if name.split(".")[: len(common)] == common and name not in names]
-    if unknown:
-        listed = ", ".join(unknown[:3])
-        raise CheckpointError(f"{source.weights} has {len(unknown)} tensors that the model lacks: {listed}; {advice}")
+    return [name for name in stored if name.split(".")[: len(common)] == common and name not in names]
 
 
 def _common_parts(names: Collection[str]) -> list[str]:
@@ -162,3 +204,37 @@ def _check_hooks(tensors: Mapping[str, torch.Tensor]) -> None:
     for fqn, tensor in tensors.items():
         if has_gradient_hooks(tensor):
             raise GraphPPError(f"{fqn} has a gradient hook, and materialize makes a new parameter: register hooks afterwards")
+
+
+def _check_storages(tensors: Mapping[str, torch.Tensor]) -> None:
+    """Raise `GraphPPError` for tensors that share memory, which new memory would part."""
+    first: dict[int, str] = {}
+    storages = {fqn: tensor.untyped_storage() for fqn, tensor in tensors.items() if not is_released(tensor)}
+    for fqn, storage in storages.items():
+        other = first.setdefault(id(storage), fqn)
+        if other != fqn and tensors[other] is not tensors[fqn]:
+            raise GraphPPError(f"{other} and {fqn} share memory, and materialize would part them: make one a copy of the other")
+
+
+def _check_kinds(pairs: Mapping[str, tuple[torch.Tensor, torch.Tensor]]) -> None:
+    """Raise `GraphPPError` where code has put a tensor of another dtype or shape in the place of one."""
+    for fqn, (before, after) in pairs.items():
+        if _kind(before) != _kind(after):
+            raise GraphPPError(
+                f"init has put a {type(after).__name__} of {list(after.shape)} {after.dtype} in the place of {fqn}, which is a "
+                f"{type(before).__name__} of {list(before.shape)} {before.dtype}"
+            )
+
+
+def _kind(tensor: torch.Tensor) -> tuple[object, ...]:
+    return tensor.dtype, tensor.shape, isinstance(tensor, nn.Parameter)
+
+
+def _rounds(in_files: Mapping[str, str]) -> Iterator[dict[str, str]]:
+    """(Name in the files -> FQN) until every FQN had its turn: several tensors may have one name."""
+    left = dict(in_files)
+    while left:
+        round_ = {name: fqn for fqn, name in left.items()}
+        yield round_
+        for fqn in round_.values():
+            del left[fqn]

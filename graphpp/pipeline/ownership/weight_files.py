@@ -28,6 +28,7 @@ from torch.distributed.checkpoint.state_dict_loader import load
 
 from graphpp.errors import CheckpointError
 from graphpp.pipeline.checkpoint.folder import ENTRY, METADATA
+from graphpp.pipeline.checkpoint.plain_text import torchs_reason
 from graphpp.pipeline.checkpoint.safe_reading import SafePlanner, SafeReader
 
 _SAVED = (".pt", ".pth", ".bin")  # files of torch.save
@@ -52,10 +53,9 @@ def open_weights(path: Path) -> Weights:
         raise CheckpointError(f"{path}: there is no such file or folder")
     if (path / METADATA).is_file():
         return _Distributed(path)
-    indexes = sorted(path.glob(f"*{_INDEX}"))
-    if indexes:
-        return _Files(path, _indexed(_preferred(path, indexes)))
-    files = sorted(path.glob("*.safetensors")) or sorted(each for each in path.iterdir() if each.suffix in _SAVED)
+    files = _in_folder(path)
+    if len(files) == 1 and files[0].name.endswith(_INDEX):
+        return _Files(path, _indexed(files[0]))
     if not files:
         raise CheckpointError(f"{path} has no weights: no .metadata, *.index.json, *.safetensors, *.pt, *.pth or *.bin")
     where: dict[str, Path] = {}
@@ -110,12 +110,16 @@ class _Distributed:
             load(entries, storage_reader=SafeReader(self._path), planner=SafePlanner(self._path), no_dist=True)
 
 
-def _preferred(path: Path, indexes: list[Path]) -> Path:
-    """The index to read where a folder has several: the one of safetensors."""
-    chosen = [index for index in indexes if index.name.endswith(f".safetensors{_INDEX}")] or indexes
-    if len(chosen) > 1:
-        raise CheckpointError(f"{path} has {len(chosen)} indexes, {chosen[0].name} and {chosen[1].name}: keep one of them")
-    return chosen[0]
+def _in_folder(path: Path) -> list[Path]:
+    """The index of a folder, or its files with weights; safetensors come first, then the names of Hugging Face."""
+    for index, pattern in ((f"*.safetensors{_INDEX}", "*.safetensors"), (f"*{_INDEX}", "pytorch_model.bin")):
+        indexes = sorted(path.glob(index))
+        if len(indexes) > 1:
+            raise CheckpointError(f"{path} has two indexes, {indexes[0].name} and {indexes[1].name}: keep one of them")
+        found = indexes or sorted(path.glob(pattern))
+        if found:
+            return found
+    return sorted(each for each in path.iterdir() if each.suffix in _SAVED)
 
 
 def _indexed(index: Path) -> dict[str, Path]:
@@ -145,13 +149,16 @@ def _tensors(file: Path) -> Iterator[Mapping[str, Callable[[], torch.Tensor]]]:
                 yield {name: partial(opened.get_tensor, name) for name in opened.keys()}  # noqa: SIM118 - it has no __iter__
         elif file.suffix in _SAVED:
             saved = torch.load(file, map_location="cpu", mmap=True, weights_only=True)
-            yield {name: tensor.detach for name, tensor in _flat(saved, "")}
+            named = list(_flat(saved, ""))
+            if len(dict(named)) < len(named):
+                raise CheckpointError(f"{file} has two tensors of one name, once its nested keys are joined with dots")
+            yield {name: tensor.detach for name, tensor in named}
         else:
             raise CheckpointError(f"{file}: weights are read from .safetensors, {', '.join(_SAVED)}")
     except CheckpointError:
         raise
     except Exception as fault:  # a torn file raises nearly anything
-        raise CheckpointError(f"{file} cannot be read: {type(fault).__name__}: {fault}") from fault
+        raise CheckpointError(f"{file} cannot be read: {type(fault).__name__}: {torchs_reason(fault)}") from fault
 
 
 def _flat(saved: object, prefix: str) -> Iterator[tuple[str, torch.Tensor]]:
@@ -172,8 +179,22 @@ def _copy(file: Path, name: str, read: Mapping[str, Callable[[], torch.Tensor]],
 
 
 def check_fits(path: Path, name: str, value: torch.Tensor, target: torch.Tensor) -> None:
-    """Raise `CheckpointError` where a stored tensor has another shape, or is of another kind of number, than the model's."""
+    """Raise `CheckpointError` where a stored tensor has another shape than the model's, or numbers that it cannot hold.
+
+    Floating-point numbers of any precision are taken.
+    """
     if value.shape != target.shape:
         raise CheckpointError(f"{path}: {name} is {list(value.shape)}, and here {list(target.shape)}")
-    if (value.is_floating_point(), value.is_complex()) != (target.is_floating_point(), target.is_complex()):
+    if not _can_hold(target.dtype, value.dtype):
         raise CheckpointError(f"{path}: {name} is {value.dtype}, and here {target.dtype}")
+
+
+def _can_hold(target: torch.dtype, stored: torch.dtype) -> bool:
+    """Whether one dtype has the numbers of another, but for the precision of floating-point numbers."""
+    if target == stored or (target.is_floating_point and stored.is_floating_point) or (target.is_complex and stored.is_complex):
+        return True
+    integers = not any(dtype.is_floating_point or dtype.is_complex for dtype in (target, stored))
+    if not integers or target is torch.bool:
+        return False
+    limits = torch.iinfo(target)
+    return stored is torch.bool or (limits.min <= torch.iinfo(stored).min and torch.iinfo(stored).max <= limits.max)

@@ -246,6 +246,18 @@ def test_a_link_stays_a_link(tmp_path: Path) -> None:
     pipe.checkpoint(optimizer).load(tmp_path / "latest")
 
 
+def test_a_first_start_finds_no_checkpoint(tmp_path: Path) -> None:
+    pipe, optimizer = trained()
+    checkpoint = pipe.checkpoint(optimizer)
+    (tmp_path / "empty").mkdir()
+    for folder in ("empty", "missing"):
+        assert checkpoint.load(tmp_path / folder, missing_ok=True) is False
+        with pytest.raises(CheckpointError, match="has no checkpoint"):
+            checkpoint.load(tmp_path / folder)
+        checkpoint.save(tmp_path / folder)
+        assert checkpoint.load(tmp_path / folder, missing_ok=True) is True
+
+
 def test_an_async_save_must_be_over_before_the_next_call(tmp_path: Path) -> None:
     pipe, optimizer = trained()
     pending = pipe.checkpoint(optimizer).async_save(tmp_path / "one")

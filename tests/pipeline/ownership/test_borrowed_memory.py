@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 
+from graphpp.errors import GraphPPError
 from graphpp.pipeline.ownership.borrowed_memory import BorrowedMemory, poison, poisoned
 
 CPU = torch.device("cpu")
@@ -39,25 +40,28 @@ def test_a_tensor_has_memory_from_its_first_use_to_the_end_of_the_call() -> None
     lent = BorrowedMemory(CPU)
     source = nn.Parameter(torch.empty(4, 3, device="meta").t(), requires_grad=False)
     source.tag = "kept"  # type: ignore[attr-defined]
-    tensor = lent.like(source)
+    tensor = lent.like(source, "source")
     assert isinstance(tensor, nn.Parameter) and tensor.tag == "kept"  # type: ignore[attr-defined]
     assert tensor.stride() == source.stride() and not tensor.requires_grad and tensor.device == CPU
     storage = tensor.untyped_storage()
     with lent:
         assert tensor.shape == (3, 4) and storage.nbytes() == 0
         view = tensor[1:]
-        assert view.isnan().all() and storage.nbytes() == 48
+        with pytest.raises(GraphPPError, match="isnan takes values from source, which another rank holds"):
+            view.isnan()
+        assert storage.nbytes() == 48
         tensor.data.fill_(2)
         assert view.sum() == 16
         lent.give_back()
         assert storage.nbytes() == 0
-        assert view.isnan().all()  # an old view has memory again, without the values
+        with pytest.raises(GraphPPError, match="sum takes values from source"):
+            view.sum()  # an old view has memory again, without the values
         lent.give_back()
 
 
 def test_numbers_and_lists_are_read_with_memory() -> None:
     lent = BorrowedMemory(CPU)
-    tensor = lent.like(torch.empty(2, device="meta"))
+    tensor = lent.like(torch.empty(2, device="meta"), "source")
     with lent:
         nn.init.ones_(tensor)
         assert tensor.tolist() == [1, 1] and tensor.numpy().sum() == 2

@@ -41,7 +41,7 @@ def test_all_tensors_are_written_once(ranks: int, bytes_: int, tmp_path: Path) -
     assert sorted(found) == sorted(WRITTEN)
     assert all(torch.equal(value, expected[key]) for key, value in found.items())
     files = sorted(file.name for file in folder.glob("*.safetensors"))
-    assert [each.name for each in tmp_path.iterdir()] == ["weights"]
+    assert [each.name for each in tmp_path.iterdir()] == ["weights"] and all(each.is_file() for each in folder.iterdir())
     if ranks == 1 and bytes_ == 2**30:
         assert files == ["model.safetensors"] == [each.name for each in folder.iterdir()]
         return
@@ -89,6 +89,7 @@ def refused(rank: int, folder: Path, how: dict[str, Any]) -> str:
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "one name": ({"names": len}, "must return a string"),
     "equal names": ({"names": lambda key: "same"}, "would both be written as same"),
+    "integers": ({"dtype": torch.int8}, "dtype: take a floating-point"),
     "no bytes": ({"max_file_bytes": 0}, "max_file_bytes"),
 }
 

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 
 import graphpp
 from graphpp.errors import GraphPPError, MismatchError
@@ -218,7 +219,143 @@ def crossing(rank: int, by_number: bool) -> list[str]:
 @pytest.mark.parametrize("by_number", [False, True])
 def test_a_value_from_a_tensor_of_another_rank_is_refused(by_number: bool) -> None:
     text = run_ranks(crossing, 2, by_number)[1][1]
-    assert "1 tensors have no values, or NaN: blocks.3.up." in text
+    assert "takes values from blocks.0.up.weight, which another rank holds" in text
+
+
+def test_a_refused_call_leaves_the_generators_as_they_were() -> None:
+    pipe = compiled(on_meta())
+    torch.manual_seed(5)
+    with pytest.raises(GraphPPError, match="no such width"):
+        pipe.materialize(fails)
+    pipe.materialize(init)
+    assert all(torch.equal(value, whole().state_dict()[key]) for key, value in pipe.state_dict().items())
+
+
+def by_attributes(module: nn.Module) -> None:
+    if isinstance(module, nn.Linear):
+        module.weight.data.normal_()
+        if module.bias is not None and getattr(module.bias, "zero", False):
+            nn.init.zeros_(module.bias)
+        elif module.bias is not None:
+            nn.init.normal_(module.bias)
+    else:
+        init(module)
+
+
+def with_attributes(rank: int, ranks: int) -> dict[str, Tensor]:
+    model = on_meta()
+    for at, block in enumerate(model.blocks):
+        block.up.bias.zero = at % 2 == 0
+    pipe = compiled(model, split=ranks)
+    torch.manual_seed(5)
+    pipe.materialize(by_attributes)
+    return values(pipe)
+
+
+def test_code_may_read_attributes_of_parameters_on_every_rank() -> None:
+    expected = with_attributes(0, 1)
+    for part in run_ranks(with_attributes, 2, 2):
+        assert all(torch.equal(value, expected[key]) for key, value in part.items())
+
+
+def on_replicas(rank: int) -> str:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp_replicate", "pp"))
+    pipe = compiled(on_meta(), split=2, mesh=mesh)
+    torch.manual_seed(5)
+    with pytest.raises(GraphPPError) as error:
+        pipe.materialize(fails if rank == 3 else init)
+    torch.manual_seed(5)
+    pipe.materialize(init)
+    pipe.step(X, target=X)
+    return str(error.value)
+
+
+def test_all_replicas_hear_of_an_error() -> None:
+    for text in run_ranks(on_replicas, 4):
+        assert "no such width" in text or "the arguments of materialize" in text
+
+
+class Tables(nn.Module):
+    """Code that reads tensors of other modules in ways that leave no NaN."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.first.register_buffer("table", torch.zeros(3, dtype=torch.int64))
+        self.second.register_buffer("table", torch.zeros(3, dtype=torch.int64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(self.first(x) + self.first.table.sum()) + self.second.table.sum()
+
+
+def from_integers(model: Tables) -> None:
+    model.second.table.copy_(model.first.table + 1)
+
+
+def from_a_comparison(model: Tables) -> None:
+    model.second.table.fill_(1 if model.first.weight.abs().max() > 0.1 else 2)
+
+
+def crossing_tables(rank: int, code: Callable[[Tables], None]) -> str:
+    with torch.device("meta"):
+        model = Tables()
+    example = graphpp.Microbatch((torch.ones(1, 4),), target=torch.ones(1, 4))
+    pipe = graphpp.compile(model, nn.functional.mse_loss, example=example, split=["second"], schedule="GPipe", microbatches=2)
+
+    def all_of_it(module: nn.Module) -> None:
+        if isinstance(module, nn.Linear):
+            module.reset_parameters()
+            module.table.fill_(5)
+        else:
+            code(module)  # type: ignore[arg-type]
+
+    with pytest.raises(GraphPPError) as error:
+        pipe.materialize(all_of_it)
+    return str(error.value)
+
+
+@pytest.mark.parametrize("code", [from_integers, from_a_comparison])
+def test_no_value_of_another_rank_comes_through(code: Callable[[Tables], None]) -> None:
+    assert "takes values from first." in run_ranks(crossing_tables, 2, code)[1]
+
+
+def test_recurrent_modules_use_the_new_parameters() -> None:
+    with torch.device("meta"):
+        model = nn.Sequential(nn.LSTM(4, 4, batch_first=True))
+    x = torch.ones(2, 3, 4)
+    pipe = graphpp.compile(model, lambda output: output[0].sum(), example=graphpp.Microbatch((x[:1],)), microbatches=2)
+    pipe.materialize()
+    assert all(one is other for one, other in zip(model[0]._flat_weights, model[0].parameters(), strict=True))
+    for x in (torch.ones(2, 3, 4), torch.ones(2, 5, 4)):
+        torch.testing.assert_close(pipe.step(x).loss, model(x)[0].sum().detach() / 2)
+
+
+def test_tensors_that_share_memory_are_refused() -> None:
+    with torch.device("meta"):
+        model = Model()
+        model.norm.register_buffer("part", model.norm.running_mean[:2])
+    with pytest.raises(GraphPPError, match=r"norm\.running_mean and norm\.part share memory"):
+        compiled(model).materialize(init)
+
+
+def test_a_parameter_of_another_dtype_is_refused() -> None:
+    def doubled(module: nn.Module) -> None:
+        init(module)
+        if isinstance(module, nn.LayerNorm):
+            module.weight = nn.Parameter(module.weight.double())
+
+    pipe = compiled(on_meta())
+    words = r"init has put a Parameter of \[16\] torch\.float64 in the place of blocks\.0\.norm\.weight"
+    with pytest.raises(GraphPPError, match=words):
+        pipe.materialize(doubled)
+
+
+def test_a_model_with_memory_is_initialised_again() -> None:
+    model = Model()
+    pipe = compiled(model)
+    torch.manual_seed(5)
+    pipe.materialize(init)
+    assert all(torch.equal(value, whole().state_dict()[key]) for key, value in pipe.state_dict().items())
 
 
 def unlike(rank: int, how: str) -> str:

@@ -15,11 +15,11 @@ import safetensors
 import torch
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
-from torch import Tensor
+from torch import Tensor, nn
 
 from graphpp.errors import CheckpointError, GraphPPError
 from tests.distributed import run_ranks
-from tests.pipeline.ownership.models import Angles, X, compiled, init, on_meta, values, whole
+from tests.pipeline.ownership.models import Angles, Model, X, compiled, init, on_meta, values, whole
 
 
 def plain() -> dict[str, Tensor]:
@@ -137,6 +137,75 @@ def test_missing_tensors_can_be_initialised(tmp_path: Path) -> None:
     assert all(torch.equal(found[0][key], value) for key, value in state.items())
 
 
+def untied(folder: Path, **options: Any) -> nn.Module:
+    """A model whose head is no longer the embedding, with the values of a model in which it is."""
+    model = on_meta()
+    model.head = nn.Linear(16, 11, bias=False, device="meta")
+    pipe = compiled(model, **options)
+    pipe.materialize(weights=folder, names=lambda key: "embedding.weight" if key == "head.weight" else key)
+    return model
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
+@pytest.mark.parametrize("name", ["safetensors", "pt", "DCP"])
+def test_two_keys_may_have_one_name(name: str, tmp_path: Path) -> None:
+    FORMATS[name](tmp_path, plain())
+    model = untied(tmp_path)
+    assert model.head.weight is not model.embedding.weight
+    assert torch.equal(model.head.weight, plain()["embedding.weight"])
+    assert torch.equal(model.embedding.weight, plain()["embedding.weight"])
+
+
+def test_tensors_with_memory_are_read_too(tmp_path: Path) -> None:
+    state = {key: value + 1 for key, value in plain().items()}
+    save_file(state, tmp_path / "model.safetensors")
+    model = whole()
+    model.blocks[2].to("meta")
+    compiled(model).materialize(weights=tmp_path)
+    assert all(torch.equal(model.state_dict()[key], value) for key, value in state.items())
+
+
+def test_files_of_which_nothing_fits_are_refused(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    in_shards(tmp_path, plain(), prefix="module.")
+    with pytest.raises(CheckpointError, match=r"lacks \d+ tensors that this rank needs"):
+        compiled(on_meta()).materialize(init, weights=tmp_path, strict=False)
+    other = {"strict": False, "names": lambda key: f"module.{key}".replace("up", "upp")}
+    compiled(on_meta()).materialize(init, weights=tmp_path, **other)
+    assert "lacks 8 tensors that this rank needs: module.blocks.0.upp.weight" in caplog.text
+    assert "has 8 tensors that the model lacks: module.blocks.0.up.weight" in caplog.text
+
+
+def test_a_folder_of_a_trainer_is_read(tmp_path: Path) -> None:
+    torch.save(plain(), tmp_path / "pytorch_model.bin")
+    torch.save({"a": Bomb()}, tmp_path / "training_args.bin")
+    torch.save({"state": torch.ones(2)}, tmp_path / "optimizer.pt")
+    part, _, _ = read(0, tmp_path, {}, {})
+    assert torch.equal(part["blocks.3.up.weight"], plain()["blocks.3.up.weight"])
+
+
+class Copying(nn.Linear):
+    """Its state dict has a copy of the weight."""
+
+    def __init__(self) -> None:
+        super().__init__(16, 32)
+        self.register_state_dict_post_hook(lambda _, state, prefix, __: state.update({f"{prefix}weight": torch.ones(32, 16)}))
+
+
+def test_an_entry_that_is_a_copy_is_refused(tmp_path: Path) -> None:
+    save_file(plain(), tmp_path / "model.safetensors")
+    with torch.device("meta"):
+        model = Model()
+        model.blocks[1].up = Copying()
+    pipe = compiled(model)
+    for call in (
+        lambda: pipe.materialize(init, weights=tmp_path),
+        lambda: [pipe.materialize(init), pipe.save_weights(tmp_path / "new")],
+        pipe.gather,
+    ):
+        with pytest.raises(GraphPPError, match=r"state_dict\(\) leaves out or copies blocks\.1\.up\.weight"):
+            call()
+
+
 class Bomb:
     """Runs code when it is unpickled."""
 
@@ -184,6 +253,7 @@ REFUSED: dict[str, tuple[Callable[[Path, dict[str, Tensor]], object], str]] = {
     "unknown": (changed(**{"blocks.4.up.bias": torch.ones(2)}), r"has 1 tensors that the model lacks: blocks\.4\.up\.bias"),
     "another shape": (changed(**{"blocks.1.up.bias": torch.ones(3)}), r"blocks\.1\.up\.bias is \[3\], and here \[32\]"),
     "another kind": (changed(**{"norm.num_batches_tracked": torch.ones(())}), r"num_batches_tracked is torch\.float32, and"),
+    "larger integers": (changed(**{"norm.num_batches_tracked": torch.tensor(3, dtype=torch.uint64)}), r"is torch\.uint64, and"),
     "complex": (changed(**{"norm.bias": torch.ones(5, dtype=torch.complex64)}), r"norm\.bias is torch\.complex64, and here"),
     "two files": (twice, r"head\.weight is in a\.safetensors and in b\.safetensors"),
 }
