@@ -29,13 +29,13 @@ _WRITES = {  # functions that write every element of their first argument, whate
     *("geometric_", "constant_", "ones_", "zeros_", "eye_", "dirac_", "trunc_normal_", "orthogonal_", "sparse_"),
     *("xavier_uniform_", "xavier_normal_", "kaiming_uniform_", "kaiming_normal_", "__setitem__"),
 }
-_VIEWS = {  # functions whose result is the same memory, and the setters and getters of attributes
-    *("__get__", "__set__", "__getitem__", "detach", "view", "view_as", "reshape", "flatten", "t", "transpose", "permute"),
-    *("narrow", "select", "split", "chunk", "unbind", "unsqueeze", "squeeze", "expand", "untyped_storage", "requires_grad_"),
+_VIEWS = {  # functions that take no value from their arguments: their result is the same memory, or new, or no tensor
+    *("__get__", "__getitem__", "detach", "view", "view_as", "t", "transpose", "permute", "narrow", "select", "split", "chunk"),
+    *("unbind", "unsqueeze", "squeeze", "expand", "unflatten", "movedim", "swapaxes", "untyped_storage", "requires_grad_"),
     *("new", "new_empty", "new_zeros", "new_ones", "new_full", "new_tensor", "empty_like", "zeros_like", "ones_like"),
-    *("full_like", "rand_like", "randn_like", "size", "stride", "dim", "numel", "unflatten", "movedim", "swapaxes"),
-    *("_calculate_fan_in_and_fan_out", "storage_offset", "data_ptr", "is_contiguous", "get_device", "type", "is_complex"),
+    *("full_like", "rand_like", "randn_like", "_calculate_fan_in_and_fan_out", "storage_offset", "data_ptr"),
 }
+_OPERATORS = {f"__{name}__" for name in ("set", "setitem", "iadd", "isub", "imul", "itruediv", "ifloordiv", "imod", "ipow")}
 _PIECE = 2**20  # elements that are looked at at once
 _NO_BOOL = 0xAA  # a byte that is neither True nor False
 _RARE = 1_234_567  # above the least integer: a value that no table of a model is likely to have
@@ -63,7 +63,8 @@ class BorrowedMemory(TorchFunctionMode):
         """Free the memory of all tensors."""
         freed = sum(storage.nbytes() for storage in self._used)
         for storage in self._used:
-            storage.resize_(0)
+            if storage.resizable():  # not where a NumPy array shares the memory
+                storage.resize_(0)
         self._used.clear()
         self._written.clear()
         if self._device.type == "cpu":
@@ -76,14 +77,17 @@ class BorrowedMemory(TorchFunctionMode):
         if function not in FACTS:
             name = getattr(function, "__name__", "")
             first = next(iter((*args, *(kwargs or {}).values())), None)
-            changed = first if name.endswith("_") and name not in _VIEWS else None
+            in_place = name in _OPERATORS or (name.endswith("_") and not name.endswith("__") and name not in _VIEWS)
             for leaf in tree_flatten((args, kwargs))[0]:
                 if isinstance(leaf, torch.Tensor) and not leaf.is_meta and leaf.layout is torch.strided:
-                    self._lend(leaf, name, itself=leaf is changed)
+                    self._lend(leaf, name, itself=in_place and leaf is first, views=name in _VIEWS and not _picks(name, args))
         return function(*args, **(kwargs or {}))
 
-    def _lend(self, tensor: torch.Tensor, function: str, *, itself: bool) -> None:
-        """Make the memory of a tensor that a function takes; `itself`: whether the function changes the tensor in place."""
+    def _lend(self, tensor: torch.Tensor, function: str, *, itself: bool, views: bool) -> None:
+        """Make the memory of a tensor that a function takes.
+
+        `itself`: whether the function changes the tensor in place; `views`: whether it takes no values.
+        """
         storage = tensor.untyped_storage()
         if storage not in self._lent:
             return
@@ -94,11 +98,19 @@ class BorrowedMemory(TorchFunctionMode):
             poison(torch.empty(0, dtype=tensor.dtype, device=self._device).set_(storage))
         if itself and function in _WRITES:
             self._written.add(storage)
-        elif not itself and function not in _VIEWS and storage not in self._written:
+        elif not itself and not views and storage not in self._written:
             raise GraphPPError(
                 f"{function} takes values from {fqn}, which another rank holds and another call has written: tie the "
                 "parameters, or write the tensor first in the same call"
             )
+
+
+def _picks(name: str, args: tuple[Any, ...]) -> bool:
+    """Whether a function is an index that copies elements: by a tensor, or by a list."""
+    if name != "__getitem__":
+        return False
+    index = args[1] if isinstance(args[1], tuple) else args[1:]
+    return any(isinstance(each, torch.Tensor | list) for each in index)
 
 
 def poison(tensor: torch.Tensor) -> None:

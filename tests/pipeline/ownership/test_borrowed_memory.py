@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 from torch import nn
@@ -57,6 +59,41 @@ def test_a_tensor_has_memory_from_its_first_use_to_the_end_of_the_call() -> None
         with pytest.raises(GraphPPError, match="sum takes values from source"):
             view.sum()  # an old view has memory again, without the values
         lent.give_back()
+
+
+READS = {
+    "reflected operator": lambda tensor: 1 - tensor,
+    "operator": lambda tensor: tensor + 1,
+    "comparison": lambda tensor: tensor > 0,
+    "truth": lambda tensor: bool(tensor[0]),
+    "number": lambda tensor: float(tensor[0]),
+    "item": lambda tensor: tensor[0].item(),
+    "index by a tensor": lambda tensor: tensor[torch.tensor([0])],
+    "another's data": lambda tensor: setattr(torch.empty(2), "data", tensor),
+    "argument of a change in place": lambda tensor: torch.empty(2).add_(tensor),
+    "copy": lambda tensor: torch.empty(2).copy_(tensor),
+    "clone": lambda tensor: tensor.clone(),
+    "NumPy": lambda tensor: tensor.numpy(),
+    "conversion": lambda tensor: tensor.double(),
+    "deep copy": copy.deepcopy,
+    "index by a list": lambda tensor: tensor[[0, 1]],
+}
+
+
+@pytest.mark.parametrize("name", READS)
+def test_values_of_an_earlier_call_cannot_be_read(name: str) -> None:
+    lent = BorrowedMemory(CPU)
+    tensor = lent.like(torch.empty(2, device="meta"), "layer.weight")
+    with lent:
+        tensor.fill_(3)
+        READS[name](tensor)
+        lent.give_back()
+        tensor.mul_(2)  # changes the tensor alone
+        tensor[0] = 2.0
+        tensor += 1
+        lent.give_back()
+        with pytest.raises(GraphPPError, match=r"takes values from layer\.weight"):
+            READS[name](tensor)
 
 
 def test_numbers_and_lists_are_read_with_memory() -> None:
