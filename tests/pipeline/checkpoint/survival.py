@@ -200,7 +200,8 @@ def survive(draw: random.Random, expected: list[Ended]) -> Survived:
         began = time.monotonic()
         outcomes = rank_outcomes(train, before.ranks, folder, before, kill, timeout=120)
         lost = outcomes[kill.rank]
-        assert isinstance(lost.error, WorkerDied), f"{case}: the rank lived: {lost}"
+        others = "; ".join(f"rank {each.rank} after {each.seconds:.1f} s: {each.error!r}" for each in outcomes)
+        assert isinstance(lost.error, WorkerDied), f"{case}: the rank lived: {others}"
         for other in outcomes:
             if other.rank != kill.rank and other.error is not None:
                 assert isinstance(other.error, GraphPPError), f"{case}: rank {other.rank}: {other.error!r}"
