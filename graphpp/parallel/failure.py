@@ -17,6 +17,7 @@ from __future__ import annotations
 import contextlib
 import json
 import re
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -31,6 +32,8 @@ from graphpp.parallel.agreement import has_gloo
 
 _TAG = 0x6C6F7374  # messages of a step have no tag, so no receive matches a probe
 _STORE_TIMEOUT = timedelta(seconds=5)
+_CONNECTION = ("Connection reset", "Connection closed", "Connection refused", "Broken pipe")  # gloo's words for a lost one
+_PROBES, _BETWEEN_PROBES = 5, 0.2  # seconds
 _LATE = "did not answer in time"
 _RESTART = "Restart all ranks from the last checkpoint; the log of the lost rank says why it ended."
 
@@ -64,7 +67,7 @@ class FailureBoard:
     def _tell(self, error: Exception) -> None:
         """Raise `RankFailure` if a rank is lost or late; else publish that this rank failed."""
         me, known = dist.get_rank(), None if self._is_first() else self._published()
-        lost = self._lost(error, known)
+        lost = self._lost_by_now(error, known)
         if known is not None and "Timed out" in str(error):
             lost = lost or list(known.ranks)  # a late rank can be reached
         if known is not None and me in known.ranks:
@@ -101,6 +104,15 @@ class FailureBoard:
         reached = answers[late[0]]
         where = f", and is at {reached.line}" if reached is not None else ""
         return _Finding(late, f"{_LATE}: the process of rank {late[0]} runs{where}")
+
+    def _lost_by_now(self, error: Exception, known: _Finding | None) -> list[int]:
+        """As `_lost`; for a second after a lost connection, since a dying process closes its connections one by one."""
+        for _ in range(_PROBES):
+            lost = self._lost(error, known)
+            if lost or not any(words in str(error) for words in _CONNECTION):
+                return lost
+            time.sleep(_BETWEEN_PROBES)
+        return []
 
     def _lost(self, error: Exception, known: _Finding | None) -> list[int]:
         """The ranks (of the world) that cannot be reached, or whose message did not arrive; of the known ones if there are."""
