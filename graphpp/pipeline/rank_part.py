@@ -205,16 +205,15 @@ class RankPart(ModuleHabits):
         optimizers, others = check_stateful(objects, extra or {})
         calls, place = self._calls, self._place
         values = dict(extra or {})
-        left_out = partial(self._state.left_out, self._cache.local())
-        state = TrainingState(self, left_out, optimizers, others, values, place.device, place.rank == 0, calls)
+        check = partial(self._state.check_listed, self._cache.local())
+        state = TrainingState(self, check, optimizers, others, values, place.device, place.rank == 0, calls)
         return Checkpoint(state, place)
 
     def _check_entries(self) -> None:
         """Raise `GraphPPError` where the state dict lacks one of this rank's tensors, or one has no memory."""
         local = self._cache.local()
         self._state.check_memory(local)
-        for fqn in self._state.left_out(local):
-            raise GraphPPError(f"the model's state_dict() leaves out or copies {fqn}: has the model a hook for this?")
+        self._state.check_listed(local)
 
     def _holders(self) -> dict[int, int]:
         """The first rank that holds a tensor, by the tensor's `id`."""

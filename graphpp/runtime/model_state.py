@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from graphpp.arguments import FLAG, MAPPING, Accepted, require
-from graphpp.errors import GraphPPError
+from graphpp.errors import CheckpointError, GraphPPError
 from graphpp.runtime.released import forget, is_released, released
 
 _TENSOR = Accepted(
@@ -114,11 +114,13 @@ class ModelState:
         """The model's state dict with the model's own tensors, those of other ranks included."""
         return self._model.state_dict(keep_vars=True)
 
-    def left_out(self, fqns: Iterable[str]) -> list[str]:
-        """Those of the parameters and persistent buffers `fqns` that the model's state dict lacks, or has copies of."""
+    def check_listed(self, fqns: Iterable[str]) -> None:
+        """Raise `CheckpointError` if the model's state dict lacks a parameter or persistent buffer of `fqns`, or has a copy."""
         listed = {id(value) for value in self.entries().values()}
         passing = {id(module._buffers[name]) for module in self._model.modules() for name in module._non_persistent_buffers_set}
-        return [fqn for fqn in fqns if id(self.tensor(fqn)) not in listed | passing]
+        for fqn in fqns:
+            if id(self.tensor(fqn)) not in listed | passing:
+                raise CheckpointError(f"the model's state_dict() leaves out or copies {fqn}: has the model a hook for this?")
 
     def _own_entries(self, fqns: Iterable[str], entries: Mapping[str, Any]) -> dict[str, Any]:
         mine = {id(self.tensor(fqn)) for fqn in fqns}

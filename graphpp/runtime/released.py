@@ -32,8 +32,6 @@ _ADVICE = (
     "Call pipe.parameters() for an optimizer, pipe.clip_grad_norm_, pipe.zero_grad, pipe.eval for the output, pipe.checkpoint "
     "or pipe.state_dict to save, and pipe.gather for the values of other ranks"
 )
-
-
 _LITTLE = 2**20  # bytes that may stay with the process
 
 

@@ -96,7 +96,7 @@ class Checkpoint:
         def write() -> None:
             if self._writes:
                 entries = self._read(path)
-                with self._calls.watched(), _told():
+                with self._calls.watched(), told():
                     write_entries({ENTRY: entries}, FileSystemWriter(_partial(path)), self._calls.file_group)
                 self._publish(path)
 
@@ -124,7 +124,7 @@ class Checkpoint:
 
         def publish() -> None:
             for each in written:
-                with self._calls.watched(), _told():
+                with self._calls.watched(), told():
                     each.result()
                 self._publish(path)
 
@@ -137,7 +137,7 @@ class Checkpoint:
         """Read a checkpoint that any layout of ranks, stages and schedule has written. Called by all ranks.
 
         Returns True; with `missing_ok` False where no save into `folder` has ended yet, as at the first start of a job that may
-        be started again.
+        be started again. Raises `CheckpointError` on all ranks where the folder is torn or does not fit this training.
         """
         path, plain, tensors = self._path(folder), dict[str, Any](), dict[str, Any]()
         found: list[Path] = []
@@ -173,7 +173,7 @@ class Checkpoint:
     def _fill(self, entries: dict[str, Any], folder: Path) -> None:
         """Read entries, in place."""
         group = self._calls.file_group
-        with self._calls.watched(), _told(), warnings.catch_warnings():
+        with self._calls.watched(), told(), warnings.catch_warnings():
             warnings.filterwarnings("ignore", category=UserWarning, module="torch.distributed.checkpoint")
             reader, planner = SafeReader(folder), SafePlanner(folder)
             load({ENTRY: entries}, storage_reader=reader, planner=planner, process_group=group, no_dist=group is None)
@@ -260,7 +260,7 @@ def _before(path: Path) -> Path:
 
 
 @contextmanager
-def _told() -> Iterator[None]:
+def told() -> Iterator[None]:
     """Raise the error of the first rank that failed in torch's distributed checkpoint, instead of torch's table of errors."""
     try:
         yield

@@ -111,6 +111,9 @@ class Export:
         """Write the files of a rank."""
         for number, (writer, tensors) in enumerate(self.files):
             if writer == rank:
+                blank = [name for name, tensor in tensors.items() if tensor.is_meta]
+                if blank:
+                    raise CheckpointError(f"{blank[0]} is on the meta device, and no stage reads it: give it values")
                 ready = {name: self._converted(tensor) for name, tensor in tensors.items()}
                 try:
                     save_file(ready, folder / self._file(number), metadata={"format": "pt"})
@@ -130,13 +133,15 @@ class Export:
         count = len(self.files)
         return "model.safetensors" if count == 1 else f"model-{number + 1:05}-of-{count:05}.safetensors"
 
+    def _dtype(self, tensor: torch.Tensor) -> torch.dtype:
+        """The dtype in which a tensor is written."""
+        return self.dtype if self.dtype is not None and tensor.is_floating_point() else tensor.dtype
+
     def _bytes(self, tensor: torch.Tensor) -> int:
-        converted = self.dtype is not None and tensor.is_floating_point()
-        return tensor.numel() * (self.dtype.itemsize if converted and self.dtype is not None else tensor.itemsize)
+        return tensor.numel() * self._dtype(tensor).itemsize
 
     def _converted(self, tensor: torch.Tensor) -> torch.Tensor:
-        dtype = self.dtype if self.dtype is not None and tensor.is_floating_point() else tensor.dtype
-        return tensor.detach().to("cpu", dtype).contiguous()
+        return tensor.detach().to("cpu", self._dtype(tensor)).contiguous()
 
 
 def _begin(folder: Path, unfinished: Path) -> None:

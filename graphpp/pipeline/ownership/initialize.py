@@ -58,7 +58,7 @@ def initialize(
 
 def check_written(model: nn.Module, tensors: Mapping[str, torch.Tensor], advice: str) -> None:
     """Raise `GraphPPError` with the FQNs of tensors that have an element which nobody has written."""
-    left = [fqn for fqn, tensor in tensors.items() if poisoned(tensor)]
+    left = [fqn for fqn, tensor in tensors.items() if tensor.is_meta or poisoned(tensor)]
     if not left:
         return
     owners = {id(tensor): module for module in model.modules() for _, tensor in own_tensors(module)}
@@ -91,9 +91,9 @@ def default_generators(device: torch.device) -> list[torch.Generator]:
 @contextlib.contextmanager
 def _generators_kept(seed: int | None, device: torch.device) -> Iterator[None]:
     """A context that restores the generators of random numbers where a seed is given."""
-    states = [(each, each.get_state()) for each in default_generators(device)]
+    states = [] if seed is None else [(each, each.get_state()) for each in default_generators(device)]
     try:
         yield
     finally:
-        for generator, state in states if seed is not None else ():
+        for generator, state in states:
             generator.set_state(state)

@@ -138,8 +138,7 @@ class Materials:
         lacks.
         """
         stored, entries = weights.stored(), self._state.entries()
-        for fqn in self._state.left_out(tensors):
-            raise CheckpointError(f"the model's state_dict() leaves out or copies {fqn}: has the model a hook for this?")
+        self._state.check_listed(tensors)
         name_of = callback(CheckpointError, "names", TEXT, source.names) if source.names is not None else str
         names = {key: name_of(key) for key, value in entries.items() if isinstance(value, torch.Tensor)}
         keys: dict[int, list[str]] = {}

@@ -27,7 +27,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load
 
 from graphpp.errors import CheckpointError
-from graphpp.pipeline.checkpoint.folder import ENTRY, METADATA
+from graphpp.pipeline.checkpoint.folder import ENTRY, METADATA, told
 from graphpp.pipeline.checkpoint.plain_text import torchs_reason
 from graphpp.pipeline.checkpoint.safe_reading import SafePlanner, SafeReader
 
@@ -48,14 +48,14 @@ class Weights(Protocol):
 def open_weights(path: Path) -> Weights:
     """The tensors of the checkpoint at `path`. Raises `CheckpointError` where there is none, or more than one."""
     if path.is_file():
-        return _Files(path, {name: path for name in _names(path)})
+        return _Files({name: path for name in _names(path)})
     if not path.is_dir():
         raise CheckpointError(f"{path}: there is no such file or folder")
     if (path / METADATA).is_file():
         return _Distributed(path)
     files = _in_folder(path)
     if len(files) == 1 and files[0].name.endswith(_INDEX):
-        return _Files(path, _indexed(files[0]))
+        return _Files(_indexed(files[0]))
     if not files:
         raise CheckpointError(f"{path} has no weights: no .metadata, *.index.json, *.safetensors, *.pt, *.pth or *.bin")
     where: dict[str, Path] = {}
@@ -64,14 +64,14 @@ def open_weights(path: Path) -> Weights:
             if name in where:
                 raise CheckpointError(f"{path}: {name} is in {where[name].name} and in {file.name}: give the path of one file")
             where[name] = file
-    return _Files(path, where)
+    return _Files(where)
 
 
 class _Files:
     """Tensors in safetensors files and files of `torch.save`, each in one file."""
 
-    def __init__(self, path: Path, where: Mapping[str, Path]) -> None:
-        self._path, self._where = path, where
+    def __init__(self, where: Mapping[str, Path]) -> None:
+        self._where = where
 
     def stored(self) -> Mapping[str, torch.Tensor | None]:
         return dict.fromkeys(self._where)
@@ -105,7 +105,7 @@ class _Distributed:
 
     def copy(self, targets: Mapping[str, torch.Tensor]) -> None:
         entries: dict[str, Any] = {self._prefix + name: target.detach() for name, target in targets.items()}
-        with warnings.catch_warnings():  # torch warns in a program of one process
+        with told(), warnings.catch_warnings():  # torch warns in a program of one process
             warnings.filterwarnings("ignore", category=UserWarning, module="torch.distributed.checkpoint")
             load(entries, storage_reader=SafeReader(self._path), planner=SafePlanner(self._path), no_dist=True)
 
@@ -185,11 +185,11 @@ def check_fits(path: Path, name: str, value: torch.Tensor, target: torch.Tensor)
     """
     if value.shape != target.shape:
         raise CheckpointError(f"{path}: {name} is {list(value.shape)}, and here {list(target.shape)}")
-    if not _can_hold(target.dtype, value.dtype):
+    if not _has_numbers_of(target.dtype, value.dtype):
         raise CheckpointError(f"{path}: {name} is {value.dtype}, and here {target.dtype}")
 
 
-def _can_hold(target: torch.dtype, stored: torch.dtype) -> bool:
+def _has_numbers_of(target: torch.dtype, stored: torch.dtype) -> bool:
     """Whether one dtype has the numbers of another, but for the precision of floating-point numbers."""
     if target == stored or (target.is_floating_point and stored.is_floating_point) or (target.is_complex and stored.is_complex):
         return True

@@ -298,3 +298,12 @@ def test_all_ranks_hear_of_a_file_that_one_cannot_read(tmp_path: Path) -> None:
     torn(tmp_path, plain())
     for text in run_ranks(torn_on_one_rank, 2, tmp_path):
         assert "model-00002.safetensors cannot be read" in text
+
+
+@pytest.mark.parametrize("how", ["cut", "missing"])
+def test_a_torn_distributed_checkpoint_is_refused(how: str, tmp_path: Path) -> None:
+    by_pipeline(tmp_path, {})
+    for file in tmp_path.glob("*.distcp"):
+        file.unlink() if how == "missing" else file.write_bytes(file.read_bytes()[:200])
+    with pytest.raises(CheckpointError, match="rank 0"):
+        compiled(on_meta()).materialize(weights=tmp_path)
