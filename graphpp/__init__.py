@@ -24,9 +24,10 @@ from graphpp.options.memory import Memory
 from graphpp.options.offload import Offload
 from graphpp.options.parallel import Parallel
 from graphpp.options.recompute import Recompute
-from graphpp.pipeline.pipeline import EvalResult, Pipeline, StepResult
+from graphpp.pipeline.pipeline import Pipeline
 from graphpp.pipeline.post_validation import PostValidation
 from graphpp.pipeline.profile import Profile
+from graphpp.pipeline.results import EvalResult, StepResult
 from graphpp.planner.megatron_layout import Layout
 from graphpp.planner.plan import Plan
 from graphpp.planner.resolve_split import split_points

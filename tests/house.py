@@ -61,7 +61,13 @@ MAY_IMPORT: Mapping[str, tuple[str, ...]] = {
     "graphpp.batch": ("graphpp.options", "graphpp._torch"),
     "graphpp.capture": ("graphpp.batch", "graphpp.passes", "graphpp.runtime", "graphpp._torch", "graphpp.options"),
     "graphpp.pipeline.checkpoint": ("graphpp.parallel", "graphpp._torch"),
-    "graphpp.pipeline.ownership": ("graphpp.pipeline.checkpoint", "graphpp.parallel", "graphpp.runtime", "graphpp._torch"),
+    "graphpp.pipeline.ownership": (
+        "graphpp.pipeline.checkpoint",
+        "graphpp.options",
+        "graphpp.parallel",
+        "graphpp.runtime",
+        "graphpp._torch",
+    ),
     "graphpp.planner": (
         "graphpp._torch.symbols",
         "graphpp.options",

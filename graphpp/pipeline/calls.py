@@ -124,14 +124,14 @@ class Calls:
             if self._compared or not self._replicas.several:
                 return known
             values = facts.of_tensors if self._options.parallel.replica_values == "broadcast" else facts.of_replicas
-            return known.joined(values(self._state, self._cache.local()))
+            return known.joined(values(self._state, self._cache.ownership.local))
 
         self.check_whole()
         with contextlib.ExitStack() as stack:  # a replica that compiles faster waits for the others
             made = self._replicas.together(prepare, facts_of)
         if not self._compared and self._options.parallel.replica_values == "broadcast" and self._place.replicas is not None:
             with self.exchanging():
-                broadcast_([self._state.tensor(fqn) for fqn in sorted(self._cache.local())], self._place.replicas)
+                broadcast_([self._state.tensor(fqn) for fqn in sorted(self._cache.ownership.local)], self._place.replicas)
         self._compared = True
         return made
 

@@ -9,14 +9,13 @@ Contract
   a message that says which argument keeps changing.
 - A new call is lowered, agreed on, compiled, agreed on, and gets its runner. If a step fails on one rank it fails on all,
   and a rank keeps only graphs and runners that all ranks keep.
-- The first graph decides which rank holds which parameter; a later one that would read it elsewhere is refused.
+- The first graph decides which rank holds which parameter (`ownership/`); a later one that would read it elsewhere is refused.
 """
 
 from __future__ import annotations
 
-import gc
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -39,12 +38,11 @@ from graphpp.errors import GraphPPError
 from graphpp.parallel.agreement import Agreement
 from graphpp.parallel.facts import Facts
 from graphpp.pipeline.graph_keys import GraphKeys, Recent, check_same_updates
-from graphpp.pipeline.stale_copies import StaleCopies
+from graphpp.pipeline.ownership.ownership import Ownership
 from graphpp.pipeline.step_call import GraphKey, StepCall
 from graphpp.pipeline.varying_sizes import VaryingSizes
 from graphpp.planner.tables import CheckedTable, Tables
 from graphpp.runtime.model_state import ModelState, tensor_lines
-from graphpp.runtime.released import trim_after
 from graphpp.runtime.runner import GraphPPRunner
 from graphpp.schedules.table.schedule import Schedule
 
@@ -84,21 +82,14 @@ class GraphCache:
         self._sizes = VaryingSizes(options.debug.dynamic, limit, warns=place.rank == 0)
         self._prepared: Recent[tuple[GraphKey, ...], PreparedStep] = Recent(_SIZES * limit)
         self._assembly = Assembly(request, state)
-        self._copies = StaleCopies()
+        self.ownership = Ownership(state, place, options.memory, self.captured, self._keys.forget_values)
         self.tables = Tables(options.schedule, place.ranks)
         self.first: CompiledGraph | None = None
-        self._local: frozenset[str] | None = None
 
     @property
     def recorded(self) -> RecordedPrograms:
         """The CUDA graphs of the runners."""
         return self._assembly.recorded
-
-    @property
-    def _owners(self) -> Mapping[str, Sequence[int]]:
-        """The ranks that hold each parameter."""
-        assert self.first is not None
-        return self.first.ranks_of_parameter
 
     def call(self, parts: Sequence[FlatMicrobatch], weighting: LossWeighting, *, training: bool) -> StepCall:
         """A call over these microbatches, with the model as it is now.
@@ -108,7 +99,7 @@ class GraphCache:
         """
         keys = self._keys.keys(training, [part.signature for part in parts])
         if self.first is not None:
-            self._check_copies(self.first)
+            self.ownership.check_copies(self.first)
         return StepCall(parts, training, tuple(keys[part.signature] for part in parts), weighting)
 
     def recapture(self) -> None:
@@ -118,7 +109,7 @@ class GraphCache:
     def after_step(self, call: StepCall, step: PreparedStep) -> None:
         """Change numbers in attributes of the model as the microbatches of a call do in eager, and note the training step."""
         if call.training:
-            self._copies.note(self._trained_elsewhere())
+            self.ownership.after_training()
         self._keys.after_step(call, [graph.captured.updates for graph in step.lowered.graphs])
 
     def facts(self, call: StepCall) -> Facts:
@@ -142,16 +133,6 @@ class GraphCache:
             )
         return self._facts.use(key).adding("the weights of the loss", call.weighting.description)
 
-    def _check_copies(self, graph: CompiledGraph) -> None:
-        rank = self._request.place.rank
-        self._copies.check(lambda: self._state.named(graph.parameters(rank), among=self._state.parameters))
-
-    def _trained_elsewhere(self) -> Iterator[tuple[torch.Tensor, int]]:
-        """The parameters that other ranks of the pipeline hold and this rank does not, with the first such rank."""
-        rank = self._request.place.rank
-        pairs = ((self._state.tensor(fqn), ranks) for fqn, ranks in self._owners.items() if rank not in ranks)
-        yield from ((tensor, ranks[0]) for tensor, ranks in pairs if ranks)
-
     def _kept(self, call: StepCall) -> str:
         """How much of the call is in the cache, in words that ranks compare.
 
@@ -168,33 +149,6 @@ class GraphCache:
         if len(new) == len(call.distinct):
             return "nothing yet (such a call is new, or an attribute or hook of the model has changed)"
         return f"no graph for microbatches of shape {', '.join(new)}"
-
-    def release(self) -> int:
-        """Give back the memory of the parameters and buffers that other ranks hold; returns the bytes."""
-        local = self.local()
-        given_back = self._state.release({fqn: rank for fqn, rank in self.holders().items() if fqn not in local})
-        self._keys.forget_values()
-        if given_back:
-            gc.collect()  # cycles of an earlier look at the model's state still hold the tensors
-            trim_after(given_back)
-        return given_back
-
-    def release_if_asked(self) -> None:
-        """`release` on several ranks, unless an option says otherwise."""
-        if self._request.place.ranks > 1 and self._request.options.memory.release:
-            self.release()
-
-    def holders(self) -> dict[str, int]:
-        """For each parameter and buffer that a stage reads, the first rank that holds it."""
-        first, ranks = self.captured(), reversed(range(self._request.place.ranks))
-        return {fqn: rank for rank in ranks for fqn in (*first.parameters(rank), *first.buffers(rank))}
-
-    def local(self) -> frozenset[str]:
-        """FQNs of this rank's parameters and buffers. Raises `GraphPPError` before anything is captured."""
-        if self._local is None:
-            rank, first = self._request.place.rank, self.captured()
-            self._local = frozenset(first.parameters(rank) | first.buffers(rank))
-        return self._local
 
     def captured(self) -> CompiledGraph:
         """The first graph that was captured. Raises `GraphPPError` before anything is captured."""
@@ -231,7 +185,8 @@ class GraphCache:
             self._agreement.together(partial(self._assembly.compile, made, replicas), _nothing_to_compare)
             local = set[str]().union(*(each.parameters(rank) | each.buffers(rank) for each in graphs.values()))
             self._state.move(local, self._request.place.device)
-            self._prepared.keep(call.keys, PreparedStep(made, self._assembly.runner(made, replicas, self._owners)))
+            runner = self._assembly.runner(made, replicas, self.ownership.ranks_of_parameter)
+            self._prepared.keep(call.keys, PreparedStep(made, runner))
             self._forget_all_but(call.keys)
             self._assembly.keep_only([*self._all_kept(), *graphs.values()])
         for key in call.keys:
@@ -249,7 +204,7 @@ class GraphCache:
         work = partial(lowered, self._request, step.lowered.graphs, table, self._assembly.regions)
         made = self._agreement.together(work, lambda lowered: lowered.facts)
         self._agreement.together(partial(self._assembly.compile, made, None), _nothing_to_compare)
-        return PreparedStep(made, self._assembly.runner(made, None, self._owners))
+        return PreparedStep(made, self._assembly.runner(made, None, self.ownership.ranks_of_parameter))
 
     def _lower(self, call: StepCall) -> tuple[dict[GraphKey, CompiledGraph], Lowered]:
         """Compile the graphs that are new, and lower the call; nothing is kept yet."""
@@ -260,7 +215,7 @@ class GraphCache:
         check_same_updates([graph.captured.updates for graph in each])
         if not call.training:
             check_mergeable([graph.output_shapes for graph in each], [leading_size(part) for part in call.parts])
-        self._check_copies(self.first or each[0])
+        self.ownership.check_copies(self.first or each[0])
         for graph in graphs.values():
             self._state.check_memory([*graph.parameters(place.rank), *graph.buffers(place.rank)])
         cap = memory.caps(place.ranks) if call.training else None
@@ -335,7 +290,7 @@ class GraphCache:
                     key.difference(before),
                 )
         if begins:
-            self.release_if_asked()
+            self.ownership.release_if_asked()
 
     def _forget_all_but(self, latest: tuple[GraphKey, ...]) -> None:
         """Drop the runners, but the latest, that use a graph that is no longer kept."""

@@ -13,7 +13,6 @@ import atexit
 import contextlib
 import gc
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -39,6 +38,7 @@ from graphpp.pipeline.graph_cache import GraphCache
 from graphpp.pipeline.profile import Profile
 from graphpp.pipeline.profile_steps import Trials
 from graphpp.pipeline.rank_part import RankPart
+from graphpp.pipeline.results import EvalResult, StepResult
 from graphpp.planner.counts import microbatches_for, usual_microbatches
 from graphpp.planner.plan import Plan
 from graphpp.runtime.model_state import ModelState, TensorReader
@@ -51,33 +51,6 @@ from graphpp.verification.whole_batch import AGAINST, Against
 # A pipeline is a reference cycle that holds its process group. A gloo thread of the group that frees a message while the
 # interpreter shuts down aborts the process, so pipelines without a user are collected before that.
 atexit.register(gc.collect)
-
-
-@dataclass(frozen=True)
-class StepResult:
-    """The result of a step, on every rank.
-
-    `loss`: the mean (or sum, or weighted sum) over the microbatches, 0-dim. `losses`: one per microbatch in order,
-    [microbatches]. `metrics`: the numbers that the loss function returned with the loss, averaged over the microbatches, 0-dim.
-    """
-
-    loss: torch.Tensor
-    losses: torch.Tensor
-    metrics: Mapping[str, torch.Tensor] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
-class EvalResult:
-    """The result of an evaluation.
-
-    `output`: the model's output for the whole batch, on the last stage's rank; None on the others. `loss`, `losses`, `metrics`:
-    as in `StepResult`, on every rank; `loss` and `losses` are None without a target that the loss needs.
-    """
-
-    output: Any = None
-    loss: torch.Tensor | None = None
-    losses: torch.Tensor | None = None
-    metrics: Mapping[str, torch.Tensor] = field(default_factory=dict)
 
 
 _MICROBATCHES = one_of(list, tuple, takes="a list of graphpp.Microbatch")
@@ -339,7 +312,7 @@ class Pipeline(RankPart):
         """The gradients of this rank's parameters."""
         if self._own is None:
             order, rank = self._state.positions, self._place.rank
-            owners, own = self._cache.captured().ranks_of_parameter, [fqn for fqn, _ in self.named_parameters()]
+            owners, own = self._cache.ownership.ranks_of_parameter, [fqn for fqn, _ in self.named_parameters()]
             counts = tuple(owners[fqn][0] == rank for fqn in own)
             held = norms.HeldParameters(tuple(order[fqn] for fqn in own), counts, len(order))
             self._own = self._state.reader(own), held

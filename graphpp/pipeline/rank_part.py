@@ -57,7 +57,7 @@ class RankPart(ModuleHabits):
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """(FQN, parameter) of this rank's stages, in the model's order: the model's own objects."""
-        return self._state.named(self._cache.local(), among=self._state.parameters)  # type: ignore[return-value]
+        return self._state.named(self._cache.ownership.local, among=self._state.parameters)  # type: ignore[return-value]
 
     def parameters(self) -> Iterator[nn.Parameter]:
         """This rank's parameters, in the model's order: hand them to the optimizer."""
@@ -73,7 +73,7 @@ class RankPart(ModuleHabits):
 
     def state_dict(self) -> dict[str, Any]:
         """This rank's entries of the model's state dict, under the model's keys; all ranks' together are all of it."""
-        return self._state.state_dict(self._cache.local())
+        return self._state.state_dict(self._cache.ownership.local)
 
     def load_state_dict(self, state: Mapping[str, Any], strict: bool = True) -> None:
         """Copy this rank's entries of `state` (a rank's or the whole model's dict) into the model, in place.
@@ -81,7 +81,7 @@ class RankPart(ModuleHabits):
         Raises `GraphPPError` where an entry is missing, or unknown to the model (`strict`), or has another shape; then
         nothing was changed.
         """
-        self._state.load(self._cache.local(), state, strict)
+        self._state.load(self._cache.ownership.local, state, strict)
 
     @checked(GraphPPError, init=_FUNCTION, weights=or_none(PATH), names=_FUNCTION, seed=or_none(INTEGER), strict=FLAG)
     def materialize(
@@ -119,7 +119,8 @@ class RankPart(ModuleHabits):
         source = Source(init, None if weights is None else Path(weights).expanduser().resolve(), names, seed, strict)
         materials = Materials(self._model, self._state, self._place.device)
         lines = source.describe(self._place.device)
-        everything, local, held = (*self._state.parameters, *self._state.buffers), self._cache.local(), self._cache.holders()
+        everything, owned = (*self._state.parameters, *self._state.buffers), self._cache.ownership
+        local, held = owned.local, owned.first_holders()
         needed = [fqn for fqn in everything if fqn in local]
         unread = [fqn for fqn in everything if fqn not in held]
 
@@ -131,7 +132,7 @@ class RankPart(ModuleHabits):
         except BaseException:
             materials.undo()
             raise
-        self._cache.release_if_asked()
+        self._cache.ownership.release_if_asked()
 
     def release(self) -> int:
         """Give back the memory of the parameters and buffers that other ranks hold; returns the number of bytes.
@@ -140,7 +141,7 @@ class RankPart(ModuleHabits):
         `model.state_dict()` or an optimizer made of `model.parameters()`, raises `GraphPPError`. Make the optimizer of
         `pipe.parameters()`, and compile all pipelines of the model first. Raises `GraphPPError` before anything is captured.
         """
-        return self._cache.release()
+        return self._cache.ownership.release()
 
     @checked(GraphPPError, rank=or_none(INDEX))
     def gather(self, names: str | Sequence[str] = "all", rank: int | None = 0) -> dict[str, torch.Tensor]:
@@ -205,16 +206,16 @@ class RankPart(ModuleHabits):
         optimizers, others = check_stateful(objects, extra or {})
         calls, place = self._calls, self._place
         values = dict(extra or {})
-        check = partial(self._state.check_listed, self._cache.local())
+        check = partial(self._state.check_listed, self._cache.ownership.local)
         state = TrainingState(self, check, optimizers, others, values, place.device, place.rank == 0, calls)
         return Checkpoint(state, place)
 
     def _check_entries(self) -> None:
         """Raise `GraphPPError` where the state dict lacks one of this rank's tensors, or one has no memory."""
-        local = self._cache.local()
+        local = self._cache.ownership.local
         self._state.check_memory(local)
         self._state.check_listed(local)
 
     def _holders(self) -> dict[int, int]:
         """The first rank that holds a tensor, by the tensor's `id`."""
-        return {id(self._state.tensor(fqn)): rank for fqn, rank in self._cache.holders().items()}
+        return {id(self._state.tensor(fqn)): rank for fqn, rank in self._cache.ownership.first_holders().items()}

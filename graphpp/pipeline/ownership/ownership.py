@@ -1,0 +1,100 @@
+"""Which parameters and buffers of the model each rank of a pipeline holds, and what becomes of a rank's other tensors.
+
+Contract
+--------
+- The first graph that is captured decides: a rank holds the tensors that its stages read, for as long as the pipeline lives.
+- `release` gives back the memory of all tensors that other ranks hold and this rank does not; tensors that no stage reads stay.
+- Copies of what other ranks train are stale after each training step; a pipeline that would read one is refused
+  (`stale_copies.py`).
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Set as AbstractSet
+from functools import cached_property
+from typing import Protocol
+
+import torch
+
+from graphpp.options.memory import Memory
+from graphpp.parallel.place import RankPlace
+from graphpp.pipeline.ownership.stale_copies import StaleCopies
+from graphpp.runtime.model_state import ModelState
+from graphpp.runtime.released import trim_after
+
+
+class Readers(Protocol):
+    """The stages of a captured graph, as readers of parameters and buffers."""
+
+    @property
+    def ranks_of_parameter(self) -> Mapping[str, Sequence[int]]:
+        """The ranks whose stages read each parameter, in order."""
+
+    def parameters(self, rank: int) -> AbstractSet[str]:
+        """The parameters that the stages of a rank read."""
+
+    def buffers(self, rank: int) -> AbstractSet[str]:
+        """The buffers that the stages of a rank read."""
+
+
+class Ownership:
+    """The parameters and buffers of one pipeline's model, by the ranks that hold them."""
+
+    def __init__(
+        self,
+        state: ModelState,
+        place: RankPlace,
+        memory: Memory,
+        captured: Callable[[], Readers],
+        after_release: Callable[[], None],
+    ) -> None:
+        """`captured` returns the first graph or raises; `after_release` is called when stand-ins are in the model."""
+        self._state, self._place, self._memory = state, place, memory
+        self._captured, self._after_release = captured, after_release
+        self._copies = StaleCopies()
+
+    @cached_property
+    def local(self) -> frozenset[str]:
+        """FQNs of this rank's parameters and buffers. Raises `GraphPPError` before anything is captured."""
+        first = self._captured()
+        return frozenset(first.parameters(self._place.rank) | first.buffers(self._place.rank))
+
+    @property
+    def ranks_of_parameter(self) -> Mapping[str, Sequence[int]]:
+        """The ranks that hold each parameter, in order. Raises `GraphPPError` before anything is captured."""
+        return self._captured().ranks_of_parameter
+
+    def first_holders(self) -> dict[str, int]:
+        """For each parameter and buffer that a stage reads, the first rank that holds it."""
+        first, ranks = self._captured(), reversed(range(self._place.ranks))
+        return {fqn: rank for rank in ranks for fqn in (*first.parameters(rank), *first.buffers(rank))}
+
+    def release(self) -> int:
+        """Give back the memory of the parameters and buffers that other ranks hold; returns the bytes."""
+        given_back = self._state.release({fqn: rank for fqn, rank in self.first_holders().items() if fqn not in self.local})
+        self._after_release()
+        if given_back:
+            gc.collect()  # cycles of an earlier look at the model's state still hold the tensors
+            trim_after(given_back)
+        return given_back
+
+    def release_if_asked(self) -> None:
+        """`release` on several ranks, unless an option says otherwise."""
+        if self._place.ranks > 1 and self._memory.release:
+            self.release()
+
+    def check_copies(self, graph: Readers) -> None:
+        """Raise `GraphPPError` where this rank would read a parameter that another pipeline has trained elsewhere."""
+        self._copies.check(lambda: self._state.named(graph.parameters(self._place.rank), among=self._state.parameters))
+
+    def after_training(self) -> None:
+        """Note a training step: this rank's copies of what other ranks hold are stale."""
+        self._copies.note(self._trained_elsewhere())
+
+    def _trained_elsewhere(self) -> Iterator[tuple[torch.Tensor, int]]:
+        """The parameters that other ranks of the pipeline hold and this rank does not, with the first such rank."""
+        for fqn, ranks in self.ranks_of_parameter.items():
+            if ranks and self._place.rank not in ranks:
+                yield self._state.tensor(fqn), ranks[0]

@@ -1,0 +1,36 @@
+"""The results of a step and of an evaluation."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """The result of a step, on every rank.
+
+    `loss`: the mean (or sum, or weighted sum) over the microbatches, 0-dim. `losses`: one per microbatch in order,
+    [microbatches]. `metrics`: the numbers that the loss function returned with the loss, averaged over the microbatches, 0-dim.
+    """
+
+    loss: torch.Tensor
+    losses: torch.Tensor
+    metrics: Mapping[str, torch.Tensor] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class EvalResult:
+    """The result of an evaluation.
+
+    `output`: the model's output for the whole batch, on the last stage's rank; None on the others. `loss`, `losses`, `metrics`:
+    as in `StepResult`, on every rank; `loss` and `losses` are None without a target that the loss needs.
+    """
+
+    output: Any = None
+    loss: torch.Tensor | None = None
+    losses: torch.Tensor | None = None
+    metrics: Mapping[str, torch.Tensor] = field(default_factory=dict)
