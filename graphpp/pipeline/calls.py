@@ -170,6 +170,11 @@ class Calls:
         """The process group of the pipeline's ranks for checkpoints, which are written while steps go on."""
         return gloo_twin(self._place.group, self._options.parallel.start_timeout)
 
+    @cached_property
+    def replica_file_group(self) -> dist.ProcessGroup | None:
+        """The process group of this rank's replicas for checkpoints."""
+        return gloo_twin(self._place.replicas, self._options.parallel.start_timeout)
+
     def all_do(self, what: str, work: Callable[[], None], alike: Callable[[], Mapping[str, list[str]]] | None = None) -> None:
         """Do `work` on every rank of the pipeline, and go on when all have done it. Raises on all ranks if it fails on one.
 

@@ -6,8 +6,8 @@ Contract
   the checkpoint of before, or the new one: an earlier `<folder>` is called `<folder>.before` for the moment of the exchange,
   and `load` takes it where `<folder>` is missing.
 - The files are those of `torch.distributed.checkpoint`; `dcp.load` reads them as well. All ranks see one file system.
-- `load` reads no class and runs no code that a file names (`safe_reading.py`). The values that are no tensors are read and
-  checked first, and all names and shapes before a tensor is read: a checkpoint that does not fit changes nothing.
+- `load` reads no class and runs no code that a file names (`safe_reading.py`), and a checkpoint that does not fit changes
+  nothing (`restore.py`).
 - A folder that is no checkpoint is never replaced.
 - Ranks of one pipeline write and read. Of several replicas the first writes.
 - Errors are `CheckpointError`, raised on all ranks; a rank that fails alone lets the others raise `MismatchError`.
@@ -17,29 +17,22 @@ from __future__ import annotations
 
 import os
 import shutil
-import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
-from torch.distributed.checkpoint.state_dict_loader import load
 
 from graphpp._torch.checkpoint_files import write_entries
-from graphpp.arguments import FLAG, PATH, checked
-from graphpp.errors import CheckpointError, GraphPPError
+from graphpp.arguments import FLAG, PATH, checked, or_none
+from graphpp.errors import CheckpointError
 from graphpp.parallel.place import RankPlace
 from graphpp.pipeline.checkpoint.host_copies import host_copies
-from graphpp.pipeline.checkpoint.safe_reading import SafePlanner, SafeReader
-from graphpp.pipeline.checkpoint.training_state import TrainingState
-
-METADATA = ".metadata"  # the file that makes a folder a complete checkpoint
-ENTRY = "training"  # the name of the training among the entries of a folder
+from graphpp.pipeline.checkpoint.local import LocalCheckpoint
+from graphpp.pipeline.checkpoint.restore import ENTRY, restore_from, told, without_os_errors
+from graphpp.pipeline.checkpoint.safe_reading import METADATA
+from graphpp.pipeline.checkpoint.training_state import TrainingState, check_not_saving
 
 
 class PendingSave:
@@ -69,7 +62,7 @@ class Checkpoint:
     """
 
     def __init__(self, state: TrainingState, place: RankPlace) -> None:
-        self._state, self._calls = state, state.calls
+        self._state, self._calls, self._place = state, state.calls, place
         self._writes = place.first_replica
 
     @property
@@ -139,49 +132,29 @@ class Checkpoint:
         Returns True; with `missing_ok` False where no save into `folder` has ended yet, as at the first start of a job that may
         be started again. Raises `CheckpointError` on all ranks where the folder is torn or does not fit this training.
         """
-        path, plain, tensors = self._path(folder), dict[str, Any](), dict[str, Any]()
-        found: list[Path] = []
+        path = self._path(folder)
 
-        def find() -> None:
+        def find() -> Path | None:
             empty = not path.exists() or (path.is_dir() and not any(path.iterdir()))
-            if not missing_ok or not empty or _before(path).exists():
-                found.append(complete(path))
-            plain.update(self._state.plain_targets())
+            return None if missing_ok and empty and not _before(path).exists() else complete(path)
 
-        def alike() -> dict[str, list[str]]:
-            return {f"the checkpoint in {path}": [f"{len(found)} found"]}
+        return restore_from(self._state, f"the checkpoint in {path}", find)
 
-        def prepare() -> None:
-            self._state.check_plain(plain)
-            tensors.update(self._state.tensor_targets(_stored_tensors(found[0])))
+    @checked(CheckpointError, folder=PATH, mirror=or_none(FLAG))
+    def local(self, folder: str | os.PathLike[str], *, mirror: bool | None = None) -> LocalCheckpoint:
+        """The same training in a folder of each machine, in memory (`/dev/shm/run`) or on a local disk, with `save` and `load`.
 
-        def restore() -> None:
-            optimizer = {**plain["optimizer"], **tensors["optimizer"]}
-            self._state.restore({**plain, **tensors, "optimizer": optimizer})
-
-        self._calls.all_do(f"load the checkpoint {path}", find, alike)
-        if not found:
-            return False
-        self._fill(plain, found[0])
-        self._calls.all_do(f"the plain values of {path} fit", prepare)
-        self._fill(tensors, found[0])
-        self._calls.all_do(f"the checkpoint {path} is loaded", restore)
-        return True
+        `mirror`: whether each rank's part is sent to the next machine as well. None: unless the pipeline has replicas, which
+        have the same values.
+        """
+        path = Path(folder).expanduser().resolve()
+        return LocalCheckpoint(self._state, path, self._place.replicas is None if mirror is None else mirror)
 
     # ------------------------------------------------------------------------------------------------ inside
 
-    def _fill(self, entries: dict[str, Any], folder: Path) -> None:
-        """Read entries, in place."""
-        group = self._calls.file_group
-        with self._calls.watched(), told(), warnings.catch_warnings():
-            warnings.filterwarnings("ignore", category=UserWarning, module="torch.distributed.checkpoint")
-            reader, planner = SafeReader(folder), SafePlanner(folder)
-            load({ENTRY: entries}, storage_reader=reader, planner=planner, process_group=group, no_dist=group is None)
-
     def _path(self, folder: str | os.PathLike[str]) -> Path:
         """The folder's own path. Raises `CheckpointError` where an asynchronous save is not over."""
-        if self._calls.saving is not None:
-            raise CheckpointError(f"the asynchronous save into {self._calls.saving} is not over: call wait() of its result")
+        check_not_saving(self._calls)
         return Path(folder).expanduser().resolve()
 
     def _read(self, path: Path) -> dict[str, Any]:
@@ -219,28 +192,6 @@ def _check_replaceable(path: Path) -> None:
         raise CheckpointError(f"{path} is no checkpoint, and a save would replace it: name a new folder, or remove this one")
 
 
-def without_os_errors(work: Callable[[], None]) -> Callable[[], None]:
-    """`work` with `CheckpointError` in place of the errors of the file system."""
-
-    def run() -> None:
-        try:
-            work()
-        except OSError as fault:
-            raise CheckpointError(f"the checkpoint cannot be written: {fault}") from fault
-
-    return run
-
-
-def _stored_tensors(folder: Path) -> dict[str, torch.Tensor]:
-    """The tensors of a checkpoint by entry, without their values."""
-    stored, prefix = SafeReader(folder).read_metadata().state_dict_metadata, f"{ENTRY}."
-    return {
-        name.removeprefix(prefix): torch.empty(found.size, dtype=found.properties.dtype, device="meta")
-        for name, found in stored.items()
-        if name.startswith(prefix) and isinstance(found, TensorStorageMetadata)
-    }
-
-
 def complete(path: Path) -> Path:
     """The folder with the latest complete checkpoint. Raises `CheckpointError` where there is none."""
     for found in (path, _before(path)):
@@ -257,14 +208,3 @@ def _partial(path: Path) -> Path:
 
 def _before(path: Path) -> Path:
     return path.with_name(f"{path.name}.before")
-
-
-@contextmanager
-def told() -> Iterator[None]:
-    """Raise the error of the first rank that failed in torch's distributed checkpoint, instead of torch's table of errors."""
-    try:
-        yield
-    except CheckpointException as fault:
-        rank, (first, _) = sorted(fault.failures.items())[0]
-        text = str(first) if isinstance(first, GraphPPError) else f"{type(first).__name__}: {first}"
-        raise CheckpointError(f"rank {rank}: {text}") from first

@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.planner import ReadItem
 
 from graphpp.errors import CheckpointError
 
-_METADATA = ".metadata"
+METADATA = ".metadata"  # the file that makes a folder a complete checkpoint
 _ACCEPTED = {
     ("pathlib", "PosixPath"),
     ("pathlib", "WindowsPath"),
@@ -67,7 +67,7 @@ class SafeReader(FileSystemReader):
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         """The metadata of the folder. Raises `CheckpointError` where it cannot be read or names other classes."""
         rank = kwargs.get("rank")
-        path = self._folder / (_METADATA if rank is None else f"__{rank}{_METADATA}")
+        path = self._folder / (METADATA if rank is None else f"__{rank}{METADATA}")
         try:
             with path.open("rb") as file:
                 metadata = _Unpickler(file).load()

@@ -55,6 +55,10 @@ class RankCalls(Protocol):
     def file_group(self) -> dist.ProcessGroup | None:
         """A process group of the pipeline's ranks for checkpoints; None for one process."""
 
+    @property
+    def replica_file_group(self) -> dist.ProcessGroup | None:
+        """A process group of this rank's replicas for checkpoints; None without replicas."""
+
     def watched(self) -> AbstractContextManager[None]:
         """A context around a call of all ranks."""
 
@@ -63,6 +67,12 @@ class RankCalls(Protocol):
 
     def replicas_do(self, what: str, work: Callable[[], None]) -> None:
         """Do `work` on every replica, and go on when all have done it."""
+
+
+def check_not_saving(calls: RankCalls) -> None:
+    """Raise `CheckpointError` where an asynchronous save is not over."""
+    if calls.saving is not None:
+        raise CheckpointError(f"the asynchronous save into {calls.saving} is not over: call wait() of its result")
 
 
 @dataclass(frozen=True)

@@ -27,9 +27,9 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load
 
 from graphpp.errors import CheckpointError
-from graphpp.pipeline.checkpoint.folder import ENTRY, METADATA, told
 from graphpp.pipeline.checkpoint.plain_text import torchs_reason
-from graphpp.pipeline.checkpoint.safe_reading import SafePlanner, SafeReader
+from graphpp.pipeline.checkpoint.restore import ENTRY, told
+from graphpp.pipeline.checkpoint.safe_reading import METADATA, SafePlanner, SafeReader
 
 _SAVED = (".pt", ".pth", ".bin")  # files of torch.save
 _INDEX = ".index.json"
