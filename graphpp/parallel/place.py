@@ -10,6 +10,7 @@ Contract
 
 from __future__ import annotations
 
+import logging
 import os
 from dataclasses import dataclass
 from datetime import timedelta
@@ -23,6 +24,8 @@ from torch.distributed.rendezvous import rendezvous
 
 from graphpp.arguments import type_name
 from graphpp.errors import GraphPPError
+
+_LOG = logging.getLogger("graphpp")
 
 MeshLike = DeviceMesh | dist.ProcessGroup | None
 
@@ -148,19 +151,27 @@ def _world(device: torch.device, timeout: float | None) -> dist.ProcessGroup | N
             return None
         backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
         seconds = None if timeout is None else timedelta(seconds=timeout)
-        if _started_again():
+        if _started_again() and _on_one_machine():
             store, rank, ranks = next(rendezvous("env://") if seconds is None else rendezvous("env://", timeout=seconds))
+            # https://github.com/pytorch/pytorch/issues/135712
             fresh = PrefixStore(f"start {os.environ['TORCHELASTIC_RESTART_COUNT']}", store)
             dist.init_process_group(backend, store=fresh, rank=rank, world_size=ranks, timeout=seconds)
         else:
+            if _started_again() and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+                _LOG.warning(
+                    "torchrun has started the ranks of several machines again over the store of the start before. There "
+                    "they may find the addresses of processes that are gone, and wait. Set "
+                    "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 for torchrun (https://github.com/pytorch/pytorch/issues/135712)"
+                )
             dist.init_process_group(backend, timeout=seconds)
     return dist.group.WORLD
 
 
 def _started_again() -> bool:
-    """Whether torchrun has started the ranks of this machine again, all of which see the same count of starts.
+    """Whether torchrun has started the ranks again; the store may still have the addresses of the ranks of before."""
+    return os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
 
-    The store then still has the addresses of the ranks of before (https://github.com/pytorch/pytorch/issues/135712).
-    """
-    one_machine = os.environ.get("LOCAL_WORLD_SIZE") == os.environ["WORLD_SIZE"]
-    return one_machine and os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
+
+def _on_one_machine() -> bool:
+    """Whether one agent of torchrun has started all ranks, so that they see the same count of starts."""
+    return os.environ.get("LOCAL_WORLD_SIZE") == os.environ["WORLD_SIZE"]

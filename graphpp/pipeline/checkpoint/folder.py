@@ -17,8 +17,7 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -28,30 +27,11 @@ from graphpp._torch.checkpoint_files import write_entries
 from graphpp.arguments import FLAG, PATH, checked, or_none
 from graphpp.errors import CheckpointError
 from graphpp.parallel.place import RankPlace
-from graphpp.pipeline.checkpoint.host_copies import host_copies
+from graphpp.pipeline.checkpoint.background import PendingSave, host_copies, in_background
 from graphpp.pipeline.checkpoint.local import LocalCheckpoint
 from graphpp.pipeline.checkpoint.restore import ENTRY, restore_from, told, without_os_errors
 from graphpp.pipeline.checkpoint.safe_reading import METADATA
 from graphpp.pipeline.checkpoint.training_state import TrainingState, check_not_saving
-
-
-class PendingSave:
-    """A save that goes on in the background; the training may go on meanwhile."""
-
-    def __init__(self, written: Future[Any] | None, publish: Callable[[], None]) -> None:
-        """`written`: None on a rank whose replica does not write; `publish` gives the folder its name."""
-        self._written, self._publish = written, publish
-        self._waited = False
-
-    def done(self) -> bool:
-        """Whether all is written, so that `wait` would not wait for the disk."""
-        return self._written is None or self._written.done()
-
-    def wait(self) -> None:
-        """Wait until the checkpoint is complete, and give it its name. Called by all ranks; raises what the writing raised."""
-        if not self._waited:
-            self._waited = True
-            self._publish()
 
 
 class Checkpoint:
@@ -107,9 +87,8 @@ class Checkpoint:
         def begin() -> None:
             if self._writes:
                 entries = {ENTRY: host_copies(self._read(path))}
-                thread = ThreadPoolExecutor(1, "graphpp-checkpoint")
-                written.append(thread.submit(write_entries, entries, FileSystemWriter(_partial(path)), self._calls.file_group))
-                thread.shutdown(wait=False)
+                writer, group = FileSystemWriter(_partial(path)), self._calls.file_group
+                written.append(in_background(lambda: write_entries(entries, writer, group)))
 
         def end() -> None:
             self._calls.saving = None

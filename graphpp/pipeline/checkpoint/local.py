@@ -30,6 +30,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 from graphpp._torch.checkpoint_files import write_entries
 from graphpp.arguments import FLAG, checked
 from graphpp.errors import CheckpointError
+from graphpp.pipeline.checkpoint.background import PendingSave, host_copies, in_background
 from graphpp.pipeline.checkpoint.restore import ENTRY, restore_from, told, without_os_errors
 from graphpp.pipeline.checkpoint.safe_reading import METADATA, SafePlanner, SafeReader
 from graphpp.pipeline.checkpoint.send_files import INCOMING, Seat, Seats
@@ -37,7 +38,7 @@ from graphpp.pipeline.checkpoint.training_state import TrainingState, check_not_
 
 _LOG = logging.getLogger("graphpp")
 _PARTIAL = ".partial"
-_WORDS = "the local checkpoint"
+_WORDS = "the local checkpoint"  # machines may call the folder differently
 
 
 class LocalCheckpoint:
@@ -53,17 +54,26 @@ class LocalCheckpoint:
 
         After an error the save before is still there.
         """
-        entries: dict[str, Any] = {}
-        self._begin("save", lambda: entries.update(self._state.entries()), self._state.alike)
-        self._saves += 1
-        save = f"{self._calls.steps:012}{self._seats.name}-{self._saves}"
-        unpublished = f"{save}{_PARTIAL}"
-        part = self._folder / unpublished / str(self._seats.own.replica)
-        self._first_of_machine_does("remove what a save left", lambda: _keep_only(_saves(self._folder), self._folder))
-        self._calls.replicas_do(f"{_WORDS}: write", partial(self._write, entries, part))
-        self._exchange_parts(unpublished)
-        self._first_of_machine_does("publish", lambda: (self._folder / unpublished).rename(self._folder / save))
-        self._first_of_machine_does("remove the save before", lambda: _keep_only([save], self._folder))
+        entries, save = self._begin_save()
+        with self._calls.watched():
+            self._store(entries, save)
+
+    def async_save(self) -> PendingSave:
+        """Copy the training into the host's memory, and save it in the background. Called by all ranks.
+
+        Call `wait` of the result before the next save or load.
+        """
+        entries, save = self._begin_save()
+        copies = host_copies(entries)
+        written = in_background(lambda: self._store(copies, save))
+        self._calls.saving = str(self._folder)
+
+        def end() -> None:
+            self._calls.saving = None
+            with self._calls.watched():
+                written.result()
+
+        return PendingSave(written, end)
 
     @checked(CheckpointError, missing_ok=FLAG)
     def load(self, *, missing_ok: bool = False) -> bool:
@@ -80,21 +90,19 @@ class LocalCheckpoint:
                 if not part.parts[0].endswith(_PARTIAL):
                     parts[str(part)] = _Part.of(SafeReader(metadata.parent).read_metadata())
 
-        self._begin("load", look)
+        self._begin(f"load {_WORDS}", look)
         with self._calls.watched():
-            everyones = self._seats.gathered(parts).values()
-        known = {part: about for each in everyones for part, about in each.items()}
-        self._first_of_machine_does("link equal parts", lambda: _link(_first_alike(known), self._folder))
-        with self._calls.watched():
+            known = {part: about for each in self._seats.gathered(parts).values() for part, about in each.items()}
+            self._first_of_machine_does(lambda: _link(_first_alike(known), self._folder))
             stored = self._seats.gathered(_files(self._folder, self._folder))
-        found = _newest(known, set().union(*stored.values()))
+            found = _newest(known, set().union(*stored.values()))
+            if found is not None:
+                self._transfer({seat: [f"{found}/{METADATA}"] for seat in stored}, stored)
         if found is None and not missing_ok:
             raise CheckpointError(
                 f"the machines of this job have no complete save in {self._folder} ({len(parts)} parts are on this one): "
                 "load a checkpoint from a disk"
             )
-        if found is not None:
-            self._transfer(self._wanted([f"{found}/{METADATA}"]), stored)
         return restore_from(self._state, _WORDS, lambda: None if found is None else self._folder / found, self._provide)
 
     # ------------------------------------------------------------------------------------------------ inside
@@ -103,38 +111,47 @@ class LocalCheckpoint:
     def _seats(self) -> Seats:
         return Seats(self._calls.file_group, self._calls.replica_file_group, self._folder)
 
-    def _everywhere(
-        self, what: str, work: Callable[[], object], alike: Callable[[], Mapping[str, list[str]]] | None = None
-    ) -> None:
-        """Do `work` on all ranks of all replicas, and go on when all have done it."""
-        words = f"{_WORDS}: {what}"  # machines may call the folder differently
-        self._calls.replicas_do(words, partial(self._calls.all_do, words, without_os_errors(work), alike))
-
-    def _first_of_machine_does(self, what: str, work: Callable[[], object]) -> None:
-        self._everywhere(what, work if self._seats.first_of_machine else lambda: None)
-
     def _begin(
         self, what: str, work: Callable[[], None], alike: Callable[[], Mapping[str, list[str]]] | None = None
     ) -> None:
-        """Do `work` everywhere, and learn which ranks share a machine."""
+        """Do `work` on all ranks of all replicas, and learn which ranks share a machine."""
 
         def begin() -> None:
             check_not_saving(self._calls)
             self._seats.mark()
             work()
 
-        self._everywhere(what, begin, alike)
+        self._calls.replicas_do(what, partial(self._calls.all_do, what, without_os_errors(begin), alike))
         with self._calls.watched():
             _ = self._seats.machine_of
 
+    def _begin_save(self) -> tuple[dict[str, Any], str]:
+        """This rank's entries, and the name of the save."""
+        entries: dict[str, Any] = {}
+        self._begin(f"save {_WORDS}", lambda: entries.update(self._state.entries()), self._state.alike)
+        self._saves += 1
+        return entries, f"{self._calls.steps:012}{self._seats.name}-{self._saves}"
+
+    def _store(self, entries: dict[str, Any], save: str) -> None:
+        """Write, exchange and publish a save."""
+        folder, unpublished = self._folder, f"{save}{_PARTIAL}"
+        part = folder / unpublished / str(self._seats.own.replica)
+        self._first_of_machine_does(lambda: _keep_only(_saves(folder), folder))
+        self._seats.agreed(lambda: self._write(entries, part))
+        self._exchange_parts(unpublished)
+        self._first_of_machine_does(lambda: (folder / unpublished).rename(folder / save))
+        self._first_of_machine_does(lambda: _keep_only([save], folder))
+
+    def _first_of_machine_does(self, work: Callable[[], object]) -> None:
+        self._seats.agreed(work if self._seats.first_of_machine else lambda: None)
+
     def _write(self, entries: dict[str, Any], folder: Path) -> None:
-        with self._calls.watched(), told():
+        with told():
             write_entries({ENTRY: entries}, FileSystemWriter(folder), self._calls.file_group)
 
     def _exchange_parts(self, save: str) -> None:
         """Give every machine the metadata, and the files of the machine before it."""
-        with self._calls.watched():
-            stored = self._seats.gathered(_files(self._folder / save / str(self._seats.own.replica), self._folder))
+        stored = self._seats.gathered(_files(self._folder / save / str(self._seats.own.replica), self._folder))
         wanted = {seat: {f"{save}/{seat.replica}/{METADATA}"} for seat in stored}
         after = {seat: self._seats.on_next_machine(seat) for seat in stored} if self._mirror else {}
         for seat, targets in after.items():
@@ -147,27 +164,23 @@ class LocalCheckpoint:
     def _provide(self, folder: Path, entries: dict[str, Any]) -> None:
         """Fetch the files with the entries that this rank reads next."""
         needed: set[str] = set()
-        stored: dict[str, int] = {}
 
         def plan() -> None:
             metadata, planner = SafeReader(folder).read_metadata(), SafePlanner(folder)
             planner.set_up_planner(entries, metadata)
             places = (metadata.storage_data[item.storage_index].relative_path for item in planner.create_local_plan().items)
             needed.update(str((folder / place).relative_to(self._folder)) for place in places)
-            stored.update(_files(folder, self._folder))
 
-        self._everywhere("find its files", plan)
-        self._transfer(self._wanted(needed), self._seats.gathered(stored))
-
-    def _wanted(self, files: Iterable[str]) -> dict[Seat, Iterable[str]]:
         with self._calls.watched():
-            return self._seats.gathered(files)
+            self._seats.agreed(plan)
+            self._transfer(self._seats.gathered(needed), self._seats.gathered(_files(folder, self._folder)))
 
     def _transfer(self, wanted: Mapping[Seat, Iterable[str]], stored: Mapping[Seat, Mapping[str, int]]) -> None:
         """Send files to the machines whose ranks want them. `stored`: the bytes of each file of a rank's machine."""
         for transfers in self._seats.transfers(wanted, stored):
-            self._everywhere("make room", partial(self._seats.allocate, transfers))
-            self._everywhere("send files", partial(self._seats.send, transfers))
+            self._seats.agreed(partial(self._seats.allocate, transfers))
+            self._seats.send(transfers)
+            self._seats.agreed(lambda: None)  # all files have their names
 
 
 def _saves(folder: Path) -> list[str]:

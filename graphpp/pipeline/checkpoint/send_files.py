@@ -11,7 +11,7 @@ Contract
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -20,6 +20,8 @@ from uuid import uuid4
 
 import torch
 import torch.distributed as dist
+
+from graphpp.errors import CheckpointError, GraphPPError
 
 T = TypeVar("T")
 _MESSAGE = 2**28  # bytes
@@ -59,6 +61,19 @@ class Seats:
         """The values of all seats, in order."""
         rows = _gathered(_gathered(value, self.ranks), self.replicas)
         return {Seat(replica, rank): each for replica, row in enumerate(rows) for rank, each in enumerate(row)}
+
+    def agreed(self, work: Callable[[], object]) -> None:
+        """Do `work` at every seat, and go on when all have done it. Raises `CheckpointError` at all seats if one cannot."""
+        fault: Exception | None = None
+        try:
+            work()
+        except (OSError, GraphPPError) as error:
+            fault = error
+        faults = self.gathered(None if fault is None else str(fault))
+        first = next(((seat, text) for seat, text in faults.items() if text is not None), None)
+        if first is not None:
+            seat, text = first
+            raise CheckpointError(f"replica {seat.replica}, rank {seat.rank}: {text}") from fault
 
     @cached_property
     def _mark(self) -> Path:

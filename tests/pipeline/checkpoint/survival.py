@@ -3,9 +3,10 @@
     python -m tests.pipeline.checkpoint.survival --kills 200 [--seed 0]
 
 A moment is before an action of a step, before or after an optimizer's step, before or after the files of a checkpoint are
-written, or before a folder is renamed. Checked each time: the other ranks end within `ENDS` seconds, with an error that names
-the lost rank or refuses to go on; a second start, on the same or another number of ranks and under another schedule, goes on
-from the last complete checkpoint; losses and parameters at the end are bit-equal.
+written, or before a file or folder is renamed. Half of the trainings save in one folder. The other half save in the folders of
+two machines, and the folder of the killed rank's machine is lost. Checked each time: the other ranks end within `ENDS` seconds,
+with an error that names the lost rank or refuses to go on; a second start, on the same or another number of ranks and under
+another schedule, goes on from the last complete checkpoint; losses and parameters at the end are bit-equal.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from __future__ import annotations
 import argparse
 import os
 import random
+import shutil
 import signal
 import statistics
 import tempfile
@@ -21,6 +23,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -34,6 +37,7 @@ from torch.nn import functional as F
 import graphpp
 from graphpp.errors import GraphPPError
 from graphpp.pipeline.checkpoint import folder as folders
+from graphpp.pipeline.checkpoint import local as local_folders
 from graphpp.runtime.action_loop import ActionLoop
 from tests.distributed import WorkerDied, rank_outcomes, run_ranks
 
@@ -133,6 +137,7 @@ class Moments:
         with (
             patch.object(ActionLoop, "run", acting),
             patch.object(folders, "write_entries", writing),
+            patch.object(local_folders, "write_entries", writing),
             patch.object(Path, "rename", renaming),
         ):
             yield
@@ -150,8 +155,13 @@ def batch(step: int) -> tuple[Tensor, Tensor]:
     return torch.randn(8, 8, generator=generator), torch.randn(8, 8, generator=generator)
 
 
-def train(rank: int, folder: Path, layout: Layout, kill: Kill | None) -> Ended:
-    """Train `STEPS` steps with a checkpoint after each, from the latest complete checkpoint on."""
+def machine(folder: Path, rank: int, ranks: int) -> Path:
+    """The folder of the machine of a rank: half of the ranks are on each of two machines."""
+    return folder / f"machine{2 * rank // ranks}"
+
+
+def train(rank: int, folder: Path, layout: Layout, kill: Kill | None, local: bool) -> Ended:
+    """Train `STEPS` steps with a checkpoint after each, from the latest complete checkpoint on; `local`: of two machines."""
     torch.set_num_threads(1)
     moments = Moments(kill.moment if kill is not None and kill.rank == rank else None)
     step = LAYERS // layout.stages
@@ -167,7 +177,12 @@ def train(rank: int, folder: Path, layout: Layout, kill: Kill | None) -> Ended:
     )
     optimizer = torch.optim.AdamW(pipe.parameters(), lr=1e-2)
     checkpoint = pipe.checkpoint(optimizer, extra={"losses": []})
-    resumed_at = pipe.steps if checkpoint.load(folder, missing_ok=True) else 0
+    if local:
+        saves = checkpoint.local(machine(folder, rank, layout.ranks))
+        loaded, save = saves.load(missing_ok=True), saves.save
+    else:
+        loaded, save = checkpoint.load(folder, missing_ok=True), partial(checkpoint.save, folder)
+    resumed_at = pipe.steps if loaded else 0
     first_step = 0.0
     with moments.counted():
         while pipe.steps < STEPS:
@@ -179,14 +194,14 @@ def train(rank: int, folder: Path, layout: Layout, kill: Kill | None) -> Ended:
             optimizer.step()
             moments.tick()
             pipe.zero_grad()
-            checkpoint.save(folder)
+            save()
     entries = {key: value.clone() for key, value in pipe.state_dict().items()}
     return Ended(checkpoint.extra["losses"], entries, moments.passed, first_step, resumed_at)
 
 
-def start(folder: Path, layout: Layout) -> list[Ended]:
+def start(folder: Path, layout: Layout, local: bool) -> list[Ended]:
     """All ranks of a training that ends."""
-    return run_ranks(train, layout.ranks, folder, layout, None)
+    return run_ranks(train, layout.ranks, folder, layout, None, local)
 
 
 def survive(draw: random.Random, expected: list[Ended]) -> Survived:
@@ -195,10 +210,11 @@ def survive(draw: random.Random, expected: list[Ended]) -> Survived:
     after = Layout.drawn(draw.choice([1, 2, 4]), draw)
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch) / "latest"
-        kill = Kill(draw.randrange(before.ranks), draw.randrange(_moments(before)))
-        case = f"{before} {kill} then {after}"
+        local = draw.random() < 0.5
+        kill = Kill(draw.randrange(before.ranks), draw.randrange(_moments(before, local)))
+        case = f"{before} {kill} then {after}, {'two machines' if local else 'one folder'}"
         began = time.monotonic()
-        outcomes = rank_outcomes(train, before.ranks, folder, before, kill, timeout=120)
+        outcomes = rank_outcomes(train, before.ranks, folder, before, kill, local, timeout=120)
         lost = outcomes[kill.rank]
         others = "; ".join(f"rank {each.rank} after {each.seconds:.1f} s: {each.error!r}" for each in outcomes)
         assert isinstance(lost.error, WorkerDied), f"{case}: the rank lived: {others}"
@@ -208,7 +224,9 @@ def survive(draw: random.Random, expected: list[Ended]) -> Survived:
                 assert f"rank {kill.rank}" in str(other.error), f"{case}: rank {other.rank} does not name it: {other.error}"
         ended = max(other.seconds for other in outcomes) - lost.seconds
         assert ended < ENDS, f"{case}: the others took {ended:.1f} s"
-        again = start(folder, after)
+        if local:
+            lose_machine(folder, machine(folder, kill.rank, before.ranks), after.ranks)
+        again = start(folder, after, local)
         assert all(rank.losses == expected[0].losses for rank in again), f"{case}: {again[0].losses}"
         found = {key: value for rank in again for key, value in rank.entries.items()}
         whole = {key: value for rank in expected for key, value in rank.entries.items()}
@@ -217,21 +235,29 @@ def survive(draw: random.Random, expected: list[Ended]) -> Survived:
         return Survived(case, ended, max(back, 0.0), again[0].resumed_at)
 
 
-_MOMENTS: dict[Layout, int] = {}
+def lose_machine(folder: Path, lost: Path, ranks: int) -> None:
+    """Remove what a machine had; a second start on one rank is on the machine that is left."""
+    shutil.rmtree(lost, ignore_errors=True)
+    if ranks == 1:
+        for left in folder.glob("machine*"):
+            left.rename(machine(folder, 0, 1))
 
 
-def _moments(layout: Layout) -> int:
+_MOMENTS: dict[tuple[Layout, bool], int] = {}
+
+
+def _moments(layout: Layout, local: bool) -> int:
     """The least number of moments that a rank of a training has."""
-    if layout not in _MOMENTS:
+    if (layout, local) not in _MOMENTS:
         with tempfile.TemporaryDirectory() as scratch:
-            _MOMENTS[layout] = min(rank.moments for rank in start(Path(scratch) / "latest", layout))
-    return _MOMENTS[layout]
+            _MOMENTS[layout, local] = min(rank.moments for rank in start(Path(scratch) / "latest", layout, local))
+    return _MOMENTS[layout, local]
 
 
 def undisturbed() -> list[Ended]:
     """The training that nobody disturbs, in one process."""
     with tempfile.TemporaryDirectory() as scratch:
-        return [train(0, Path(scratch) / "latest", Layout(1, "1F1B", 1), None)]
+        return [train(0, Path(scratch) / "latest", Layout(1, "1F1B", 1), None, False)]
 
 
 def main() -> None:

@@ -173,6 +173,29 @@ def test_one_save_is_kept_and_nothing_else(tmp_path: Path) -> None:
     assert [each.name.partition(".")[0] for each in (tmp_path / "machine").iterdir()] == ["000000000003"]
 
 
+def in_the_background(rank: int, folder: Path) -> list[float]:
+    pipe, optimizer = training(2)
+    local = pipe.checkpoint(optimizer).local(folder / each_its_own(rank))
+    losses = []
+    for _ in range(2):
+        pending = local.async_save()
+        with pytest.raises(CheckpointError, match=r"the asynchronous save into .* is not over"):
+            local.save()
+        x, y = batch(0)
+        losses.append(pipe.step(x, target=y).loss.item())
+        optimizer.step()
+        optimizer.zero_grad()
+        pending.wait()
+        assert pending.done()
+        assert local.load()
+    return losses
+
+
+def test_a_save_in_the_background_has_the_state_of_its_call(tmp_path: Path) -> None:
+    for first, again in run_ranks(in_the_background, 2, tmp_path):
+        assert first == again
+
+
 def test_one_process(tmp_path: Path) -> None:
     train(0, tmp_path, each_its_own, 1, 2)
     losses, began, _ = train(0, tmp_path, each_its_own, 1, 5)

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 import random
+import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -30,8 +32,11 @@ run, calls = ActionLoop.run, 0
 def killed(loop, watch=None):
     global calls
     calls += 1
-    if calls == 7 and os.environ["RANK"] == "1" and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
-        os.kill(os.getpid(), signal.SIGKILL)
+    if calls == 7 and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+        if "LOST_MACHINE" in os.environ:
+            os.kill(os.getppid(), signal.SIGKILL)
+        if "LOST_MACHINE" in os.environ or os.environ["RANK"] == os.environ.get("LOST_RANK"):
+            os.kill(os.getpid(), signal.SIGKILL)
     run(loop, watch)
 
 ActionLoop.run = killed
@@ -39,25 +44,51 @@ sys.argv = ["train_llama.py", *sys.argv[1:]]
 sys.path.insert(0, "examples")
 runpy.run_path("examples/train_llama.py", run_name="__main__")
 """
+SIZES = {"steps": 10, "every": 2, "dim": 64, "layers": 8, "batch": 4, "microbatches": 4, "length": 8}
+
+
+def launched(scratch: Path, *launch: str, **environment: str) -> subprocess.Popen[str]:
+    """torchrun with the example, of which a rank or a machine is killed in the seventh step."""
+    script = scratch / "killed.py"
+    script.write_text(KILLED)
+    small = [f"--{name}={value}" for name, value in SIZES.items()]
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--max-restarts", "1", *launch]
+    return subprocess.Popen(
+        [*torchrun, str(script), *small, "--device=cpu", f"--folder={scratch / 'run'}"],
+        cwd=ROOT,
+        env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)} | environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+EQUAL = "largest difference from one plain process: losses 0, parameters 0"
 
 
 @pytest.mark.slow
 def test_the_example_goes_on_after_a_rank_was_killed(tmp_path: Path) -> None:
     """The seventh step is lost; the restart goes on from the sixth, which the first half of another schedule has made."""
-    script = tmp_path / "killed.py"
-    script.write_text(KILLED)
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--max-restarts", "1"]
-    sizes = {"steps": 10, "every": 2, "dim": 64, "layers": 4, "batch": 4, "microbatches": 4, "length": 8}
-    small = [f"--{name}={value}" for name, value in sizes.items()]
-    ended = subprocess.run(
-        [*launch, str(script), *small, "--device=cpu", f"--folder={tmp_path / 'run'}"],
-        cwd=ROOT,
-        env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        timeout=200,
-        check=False,
-    )
-    assert ended.returncode == 0, ended.stderr[-3000:]
-    assert "largest difference from one plain process: losses 0, parameters 0" in ended.stdout
-    assert "exitcode: -9" in ended.stderr
+    job = launched(tmp_path, "--standalone", LOST_RANK="1")
+    out, errors = job.communicate(timeout=200)
+    assert job.returncode == 0, errors[-3000:]
+    assert EQUAL in out
+    assert "exitcode: -9" in errors
+
+
+@pytest.mark.slow
+def test_the_example_goes_on_without_a_lost_machine(tmp_path: Path) -> None:
+    """Two agents of torchrun with two ranks each; one dies with its ranks, and two ranks go on from the sixth step."""
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = free.getsockname()[1]
+    rounds = "last_call_timeout=3,keep_alive_interval=1,keep_alive_max_attempt=3"
+    meeting = ["--nnodes", "1:2", "--rdzv-backend", "c10d", "--rdzv-endpoint", f"localhost:{port}", "--rdzv-conf", rounds]
+    stays = launched(tmp_path, *meeting)
+    time.sleep(1)  # the first agent holds the store
+    lost = launched(tmp_path, *meeting, LOST_MACHINE="1")
+    out, errors = stays.communicate(timeout=200)
+    lost.communicate(timeout=20)
+    assert lost.returncode == -9
+    assert stays.returncode == 0, errors[-3000:]
+    assert EQUAL in out

@@ -1,0 +1,61 @@
+"""Write a checkpoint while the training goes on.
+
+Contract
+--------
+- `host_copies` copies tensors into the host's memory; afterwards the training may change them.
+- `in_background` starts a thread that writes. `PendingSave` is the user's handle of the save, which all ranks wait for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+import torch
+
+from graphpp._torch.pytree import tree_flatten, tree_unflatten
+
+
+def host_copies(entries: dict[str, Any]) -> dict[str, Any]:
+    """`entries` with every tensor copied into the host's memory, a tensor of several entries once.
+
+    Copies from a GPU go into pinned memory, all of them at once. All copies are complete on return.
+    """
+    leaves, structure = tree_flatten(entries)
+    tensors = {id(leaf): leaf.detach() for leaf in leaves if isinstance(leaf, torch.Tensor)}
+    copies = {
+        key: torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda).copy_(tensor, non_blocking=tensor.is_cuda)
+        for key, tensor in tensors.items()
+    }
+    for device in {tensor.device for tensor in tensors.values() if tensor.is_cuda}:
+        torch.cuda.current_stream(device).synchronize()
+    staged: dict[str, Any] = tree_unflatten([copies.get(id(leaf), leaf) for leaf in leaves], structure)
+    return staged
+
+
+def in_background(work: Callable[[], object]) -> Future[Any]:
+    """The result of `work` to come, from a thread of its own."""
+    thread = ThreadPoolExecutor(1, "graphpp-checkpoint")
+    written = thread.submit(work)
+    thread.shutdown(wait=False)
+    return written
+
+
+class PendingSave:
+    """A save that goes on in the background; the training may go on meanwhile."""
+
+    def __init__(self, written: Future[Any] | None, publish: Callable[[], None]) -> None:
+        """`written`: None on a rank whose replica does not write; `publish` raises what the writing raised."""
+        self._written, self._publish = written, publish
+        self._waited = False
+
+    def done(self) -> bool:
+        """Whether all is written, so that `wait` would not wait for the disk."""
+        return self._written is None or self._written.done()
+
+    def wait(self) -> None:
+        """Wait until the checkpoint is complete, and give it its name. Called by all ranks; raises what the writing raised."""
+        if not self._waited:
+            self._waited = True
+            self._publish()
