@@ -5,6 +5,8 @@ Contract
 - The first rank that notices a failure looks for the lost rank by sending to every rank of the group (gloo), and writes its
   finding into the store that all ranks share. A rank that notices later, because its own neighbour ended in turn, reads the
   finding there, and sends to the ranks in it only. A rank that fails by itself writes its own number and error.
+- A rank that notices a failure and ends by itself leaves a note, so that a rank that notices later, in the call before or
+  after, does not take it for lost.
 - If the store was lost with its host, the error has this rank's own finding.
 - An entry in the store belongs to one call of one pipeline: a failure that the job survived does not appear in later errors.
 - After a timeout every rank is asked over the store (`pulse.py`): a rank whose process is stopped is told from one that runs
@@ -18,7 +20,7 @@ import contextlib
 import json
 import re
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -66,6 +68,7 @@ class FailureBoard:
 
     def _tell(self, error: Exception) -> None:
         """Raise `RankFailure` if a rank is lost or late; else publish that this rank failed."""
+        self._note_end()
         me, known = dist.get_rank(), None if self._is_first() else self._published()
         lost = self._lost_by_now(error, known)
         if known is not None and "Timed out" in str(error):
@@ -123,7 +126,8 @@ class FailureBoard:
             ranks = dist.get_process_group_ranks(group)
             suspects = {rank for rank in ranks if known is None or rank in known.ranks} - {dist.get_rank()}
             lost |= {rank for rank in suspects if not _reaches(group, ranks.index(rank))}
-        return sorted(lost)
+        first = lost - self._ended_by_themselves(lost) if len(lost) > 1 else lost
+        return sorted(first or lost)
 
     # ------------------------------------------------------------------------------------------------ the store
 
@@ -155,6 +159,23 @@ class FailureBoard:
                 store.set_timeout(before)
         except RuntimeError:
             return finding
+
+    def _note_end(self) -> None:
+        """Write that this rank ends because it has noticed a failure in this call."""
+        with contextlib.suppress(RuntimeError):  # the store is lost
+            default_store().set(self._end_of(dist.get_rank()), str(self._calls))
+
+    def _ended_by_themselves(self, ranks: Iterable[int]) -> set[int]:
+        """Those of these ranks that have noticed a failure in this call or the one before or after, and ended."""
+        try:
+            store = default_store()
+            noted = {rank: int(store.get(key)) for rank in ranks if store.check([key := self._end_of(rank)])}
+        except RuntimeError:
+            return set()
+        return {rank for rank, calls in noted.items() if abs(calls - self._calls) <= 1}
+
+    def _end_of(self, rank: int) -> str:
+        return f"graphpp/ended/{self._name}/{rank}"
 
     def _key(self, name: str) -> str:
         return f"graphpp/lost/{self._name}/{self._calls}/{name}"

@@ -389,3 +389,26 @@ def test_a_rank_that_leaves_between_steps() -> None:
     stays, left = rank_outcomes(leaves, 2)
     assert isinstance(left.error, KeyboardInterrupt)
     assert stays.value.startswith("RankFailure: rank 1 is lost")
+
+
+def notices_one_call_later(rank: int) -> str:
+    """Rank 1 dies; rank 2 notices it in the first call and ends; rank 0 has begun the second call before it notices."""
+    board, group = failure.FailureBoard([dist.group.WORLD], "calls"), dist.group.WORLD
+    ready = torch.zeros(1)
+    dist.barrier()
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    with board.watching():
+        if rank == 2:
+            dist.recv(ready, 1, group)
+    with pytest.raises(RankFailure) as caught, board.watching():
+        time.sleep(2)
+        dist.recv(ready, 1, group)
+    return str(caught.value)
+
+
+def test_a_rank_that_noticed_in_another_call_is_not_taken_for_lost() -> None:
+    late, lost, early = rank_outcomes(notices_one_call_later, 3)
+    assert isinstance(lost.error, WorkerDied)
+    assert isinstance(early.error, RankFailure) and str(early.error).startswith("rank 1 is lost")
+    assert late.value.startswith("rank 1 is lost")
