@@ -4,7 +4,7 @@ pipe = graphpp.compile(model, loss, split=["layers.4"], schedule="1F1B", microba
 result = pipe.step(tokens, target=labels)
 """
 
-from graphpp import cache, schedules
+from graphpp import attention, cache, schedules
 from graphpp.api import compile, verify
 from graphpp.batch.microbatch import Microbatch, absent, whole
 from graphpp.errors import (
@@ -77,6 +77,7 @@ __all__ = [
     "Timeline",
     "Verification",
     "absent",
+    "attention",
     "cache",
     "chrome_trace",
     "compile",

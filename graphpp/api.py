@@ -70,9 +70,10 @@ def compile(  # noqa: PLR0913 - the options of a pipeline, all of them optional
             microbatches) -> table. "auto": a plain loop in one process, 1F1B for one stage a rank, Interleaved1F1B for several.
         microbatches: into how many microbatches `step` cuts a batch. None: the largest divisor of the batch up to 4 a rank,
             and 1 in one process.
-        mesh: a `DeviceMesh` with the dimensions `pp` and `dp_replicate` (data parallelism: after each step the gradients of
-            the replicas are averaged, losses stay each pipeline's own), or the process group of this pipeline's ranks.
-            None: the world, initialised from torchrun's variables if nobody has; without those variables one process.
+        mesh: a `DeviceMesh` with the dimensions `pp`, `dp_replicate` (data parallelism) and `cp` (context parallelism, with
+            `graphpp.attention`; along both, gradients are averaged after each step, losses stay each pipeline's own), or the
+            process group of this pipeline's ranks. None: the world, initialised from torchrun's variables if nobody has;
+            without those variables one process.
         parallel: a `graphpp.Parallel`, or the device of this rank.
         backend: "eager" (bit-equal to a plain loop), "inductor", a `graphpp.Inductor` or `graphpp.Eager` with options, or a
             function (fx.GraphModule, examples) -> callable, as `torch.compile(backend=)` takes it.

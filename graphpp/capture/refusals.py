@@ -9,6 +9,7 @@ trace as a `refuse_...` function that `trace.capture` calls. Each raises `Captur
   backward has it;
 - two parameters in one memory (tied by `.data`): each rank would train its own copy;
 - matrix products of values with different dtypes;
+- modules under torch's own data parallelism, and DTensors as parameters or buffers;
 - TorchScript modules, lazy modules and sparse gradients, which export or AOT Autograd cannot trace; parameters and buffers
   that the model's own lists leave out.
 
@@ -34,6 +35,7 @@ from torch import fx, nn
 from torch.nn.modules import module as nn_module
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
+from graphpp._torch.parallel_wrappers import wrapper_of
 from graphpp._torch.symbols import SYMBOLIC, is_unknown
 from graphpp._torch.this_thread import caller, replaced
 from graphpp.capture.source_lines import is_user_file, source_line, user_frame
@@ -69,9 +71,16 @@ def refuse_during_trace() -> Iterator[None]:
 
 
 def check_modules(model: nn.Module) -> None:
-    """Raise `CaptureError` for TorchScript and lazy modules, sparse gradients, backward hooks and unlisted tensors."""
+    """Raise `CaptureError` for wrapped, TorchScript and lazy modules, sparse gradients, backward hooks, unlisted tensors."""
     for fqn, module in model.named_modules():
         name = f"the module {fqn}" if fqn else "the model"
+        wrapper = wrapper_of(module)
+        if wrapper is not None:
+            raise CaptureError(
+                f"{name} is under torch's {wrapper}, which gathers parameters or reduces gradients in hooks of autograd, and "
+                f"gradients do not pass through autograd here. Give graphpp.compile the model as it is before {wrapper}, and "
+                "for data parallelism a mesh= with the dimensions pp and dp_replicate."
+            )
         if isinstance(module, torch.jit.ScriptModule):
             raise CaptureError(
                 f"{name} is a TorchScript module, which torch.export cannot trace: use the module that it was made from."
@@ -86,7 +95,20 @@ def check_modules(model: nn.Module) -> None:
                 f"{name} has backward hooks, or all modules have: gradients do not pass through autograd here, so they would "
                 "never be called. Remove them, and do their work in the forward or on param.grad."
             )
+    _refuse_distributed(model)
     _refuse_unlisted(model)
+
+
+def _refuse_distributed(model: nn.Module) -> None:
+    """Raise `CaptureError` for parameters and buffers that are spread over ranks: an export loses their gradients."""
+    for fqn, tensor in (*model.named_parameters(), *model.named_buffers()):
+        placements = getattr(tensor, "placements", None)
+        if placements is not None and hasattr(tensor, "device_mesh"):
+            raise CaptureError(
+                f"{fqn} is a DTensor with placements {tuple(placements)}, which cannot be captured yet. Give graphpp.compile "
+                "the model as it is before parallelize_module, or write its sharded layers with plain tensors of this rank and "
+                "collectives that autograd knows (torch.distributed._functional_collectives)."
+            )
 
 
 def _refuse_unlisted(model: nn.Module) -> None:

@@ -51,7 +51,8 @@ class Assembly:
         them differ, `GraphPPError` where the model exchanges values with ranks that average its gradients.
         """
         agree_on_collectives(lowered.collectives, self._place.device)
-        check_apart(lowered.collectives, replicas)
+        if replicas is not None:
+            check_apart(lowered.collectives, self._place)
         if self.regions is not None:
             self.regions.compile(lowered.region_calls)
 

@@ -19,18 +19,19 @@ import torch.distributed as dist
 
 from graphpp._torch.distributed import group_named
 from graphpp.errors import GraphPPError
+from graphpp.parallel.place import RankPlace
 
 _TOGETHER = 2**22  # elements
 
 
-def check_apart(groups: Iterable[str], replicas: dist.ProcessGroup | None) -> None:
+def check_apart(groups: Iterable[str], place: RankPlace) -> None:
     """Raise `GraphPPError` if a collective of the model reaches a replica, whose parameters may be others (experts).
 
-    `groups`: the names of the process groups of the model's collectives.
+    `groups`: the names of the process groups of the model's collectives. Replicas that share sequences are meant to be reached.
     """
-    if replicas is None:
-        return
-    others = set(dist.get_process_group_ranks(replicas)) - {dist.get_rank()}
+    assert place.replicas is not None, "a pipeline without replicas"
+    shared_context = [] if place.context is None else dist.get_process_group_ranks(place.context)
+    others = set(dist.get_process_group_ranks(place.replicas)) - {dist.get_rank(), *shared_context}
     for name in groups:
         shared = sorted(others.intersection(dist.get_process_group_ranks(group_named(name))))
         if shared:

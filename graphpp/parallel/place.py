@@ -1,9 +1,10 @@
 """Where a rank of a pipeline stands: its device, the ranks of its pipeline, and the ranks that train its stages on other data.
 
 Contract
-    `mesh=` is a `DeviceMesh` with the dimensions `pp` (the ranks of a pipeline) and `dp_replicate` (data parallelism), a
-    process group of the pipeline's ranks, or None: the world, which is initialised if torchrun's variables are set and
-    nobody has.
+    `mesh=` is a `DeviceMesh` with the dimensions `pp` (the ranks of a pipeline), `dp_replicate` (data parallelism) and `cp`
+    (context parallelism: the ranks that share each sequence), a process group of the pipeline's ranks, or None: the world,
+    which is initialised if torchrun's variables are set and nobody has.
+    Ranks that differ in `dp_replicate` and `cp` alone hold the same stages and see other tokens: they are replicas.
     The device is `parallel.device`, else the mesh's type, else the model's GPU, else torchrun's local rank, else the CPU.
     `GraphPPError` where a rank has no such device, is not in the mesh or group, or where the mesh has other dimensions.
 """
@@ -12,6 +13,7 @@ from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -22,6 +24,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import PrefixStore
 from torch.distributed.rendezvous import rendezvous
 
+from graphpp._torch.distributed import group_of
 from graphpp.arguments import type_name
 from graphpp.errors import GraphPPError
 
@@ -29,17 +32,23 @@ _LOG = logging.getLogger("graphpp")
 
 MeshLike = DeviceMesh | dist.ProcessGroup | None
 
-_PIPELINE, _REPLICAS = "pp", "dp_replicate"
-_PLANNED = ("dp_shard", "cp", "tp", "ep")
+_PIPELINE, _REPLICAS, _CONTEXT = "pp", "dp_replicate", "cp"
+_KNOWN = (_PIPELINE, _REPLICAS, _CONTEXT)
+_PLANNED = ("dp_shard", "tp", "ep")
 
 
 @dataclass(frozen=True)
 class RankPlace:
-    """Where this rank stands: its device, its pipeline's process group (None: one process), its replicas (None: none)."""
+    """Where this rank stands: its device, and its process groups.
+
+    `group`: of its pipeline (None: one process). `replicas`: of the ranks with the same stages and other data (None: none).
+    `context`: those of the replicas that share sequences with this rank (None: none).
+    """
 
     device: torch.device
     group: dist.ProcessGroup | None
     replicas: dist.ProcessGroup | None = None
+    context: dist.ProcessGroup | None = None
 
     @property
     def rank(self) -> int:
@@ -96,18 +105,31 @@ def _in_mesh(model: object, mesh: DeviceMesh, device: torch.device | None) -> Ra
             f"{found.type}, or give parallel=graphpp.Parallel(device=...)"
         )
     groups = {name: mesh.get_group(name) for name in names}
-    return RankPlace(found, groups.get(_PIPELINE), groups.get(_REPLICAS))
+    replicas = groups.get(_REPLICAS, groups.get(_CONTEXT))
+    if _REPLICAS in groups and _CONTEXT in groups:
+        replicas = group_of(_ranks_along(mesh, (_REPLICAS, _CONTEXT)))
+    return RankPlace(found, groups.get(_PIPELINE), replicas, groups.get(_CONTEXT))
+
+
+def _ranks_along(mesh: DeviceMesh, names: Sequence[str]) -> list[int]:
+    """The ranks of the world that have this rank's coordinates in all other dimensions, ascending."""
+    coordinates = mesh.get_coordinate()
+    assert coordinates is not None and mesh.mesh_dim_names is not None
+    pairs = zip(mesh.mesh_dim_names, coordinates, strict=True)
+    found = mesh.mesh[tuple(slice(None) if name in names else at for name, at in pairs)]
+    return sorted(found.flatten().tolist())
 
 
 def _names(mesh: DeviceMesh) -> tuple[str, ...]:
     """The mesh's dimensions, if graphpp knows them all."""
     if not mesh.mesh_dim_names:
         raise GraphPPError(f"mesh: its dimensions have no names: give mesh_dim_names=({_PIPELINE!r},) to init_device_mesh")
+    there = "there are " + ", ".join(map(repr, _KNOWN))
     for name in mesh.mesh_dim_names:
         if name in _PLANNED:
-            raise GraphPPError(f"mesh: the dimension {name!r} is not there yet; there are {_PIPELINE!r} and {_REPLICAS!r}")
-        if name not in (_PIPELINE, _REPLICAS):
-            raise GraphPPError(f"mesh: unknown dimension {name!r}; there are {_PIPELINE!r} and {_REPLICAS!r}")
+            raise GraphPPError(f"mesh: the dimension {name!r} is not there yet; {there}")
+        if name not in _KNOWN:
+            raise GraphPPError(f"mesh: unknown dimension {name!r}; {there}")
     return tuple(mesh.mesh_dim_names)
 
 

@@ -1,9 +1,10 @@
 """Recognise the collectives of a graph, the waits for them, and their process groups.
 
-Contract: a collective is an operator with an argument `group_name`, as all functional collectives of torch have. Every rank of
-the group must run the same collectives in the same order. So no pass duplicates or removes a collective, or reorders two
-collectives of one graph. `wait_tensor` returns its own argument, whose numbers are valid only after the wait: the wait stays
-in the stage of its collective. A group's name is the name that this process gave it; other ranks may use another one.
+Contract: a collective is an operator with an argument `group_name`, as all functional collectives of torch have, or `pg_name`,
+as the gathers of torch's context parallelism have. Every rank of the group must run the same collectives in the same order. So
+no pass duplicates or removes a collective, or reorders two collectives of one graph. `wait_tensor` returns its own argument,
+whose numbers are valid only after the wait: the wait stays in the stage of its collective. A group's name is the name that this
+process gave it; other ranks may use another one.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from typing import Any
 
 from torch import fx
 
-_GROUP = "group_name"
+_GROUPS = ("group_name", "pg_name")
 _WAIT = "_c10d_functional::wait_tensor"
 
 
@@ -37,13 +38,14 @@ def group_of(node: fx.Node) -> str:
     """The name of a collective's process group in this process."""
     at = _group_at(node.target)
     assert at is not None, f"{node} is no collective"
-    group = node.kwargs[_GROUP] if _GROUP in node.kwargs else node.args[at]
+    named = [node.kwargs[name] for name in _GROUPS if name in node.kwargs]
+    group = named[0] if named else node.args[at]
     return str(getattr(group, "group_name", group))  # torch takes the group itself, too
 
 
 def names_group(node: fx.Node, argument: int | str) -> bool:
     """Whether an argument, by index or keyword, is the name of the process group."""
-    return is_collective(node) and argument in (_GROUP, _group_at(node.target))
+    return is_collective(node) and argument in (*_GROUPS, _group_at(node.target))
 
 
 def _group_at(target: Any) -> int | None:
@@ -54,4 +56,4 @@ def _group_at(target: Any) -> int | None:
 @cache  # operators live as long as the process; functions and regions would be kept alive, so they never come here
 def _group_of_operator(target: Any) -> int | None:
     arguments = target._schema.arguments
-    return next((index for index, argument in enumerate(arguments) if argument.name == _GROUP), None)
+    return next((index for index, argument in enumerate(arguments) if argument.name in _GROUPS), None)

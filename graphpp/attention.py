@@ -1,0 +1,140 @@
+"""Attention over sequences that the ranks of a process group share: context parallelism, for models of any kind.
+
+Contract
+--------
+- Each rank of the group has a part of every sequence: `sequence_part` cuts it off, `sequence_positions` says where its tokens
+  stand. A model calls `ulysses` or `gathered` where one process calls attention. Both give each rank its part of the output
+  that one process computes for the whole sequence, with the gradients of that output.
+- Ranks exchange values by collectives that autograd knows, so the functions run in eager, in a captured graph and under every
+  schedule. All ranks of the group call them in the same order with tensors of equal shapes.
+- A loss over a rank's own tokens has the mean of the ranks' gradients as its gradient; graphpp takes this mean over the
+  dimension `cp` of `mesh=`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.nn import functional as F
+
+from graphpp._torch.functional_collectives import all_gather, all_to_all
+from graphpp.arguments import FLAG, INDEX, INTEGER, Accepted, checked, or_none
+from graphpp.errors import GraphPPError
+
+_GROUP = Accepted("a ProcessGroup of this rank", lambda value: isinstance(value, dist.ProcessGroup))
+_TENSOR = Accepted("a tensor", lambda value: isinstance(value, torch.Tensor))
+_ATTENTION_TENSOR = Accepted(
+    "a tensor [batch, heads, tokens, width]", lambda value: isinstance(value, torch.Tensor) and value.dim() == 4
+)
+_THREE = dict.fromkeys(("query", "key", "value"), _ATTENTION_TENSOR)
+
+
+@checked(GraphPPError, **_THREE, group=_GROUP)
+def ulysses(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    group: dist.ProcessGroup,
+    attention: Callable[..., torch.Tensor] = F.scaled_dot_product_attention,
+    **options: Any,
+) -> torch.Tensor:
+    """Attention in which each rank computes some of the heads over all tokens (DeepSpeed-Ulysses, arXiv 2309.14509).
+
+    `query`, `key`, `value`: [batch, heads, tokens of this rank, width], with contiguous parts of the sequence in order of rank.
+    `attention` is called with all tokens, the heads of this rank and `options`, such as `is_causal=True` or `enable_gqa=True`.
+    Returns this rank's part of the output, shaped as `query`. Four all-to-alls forward, four backward. Raises `GraphPPError`
+    where the ranks do not divide the number of heads of a tensor.
+    """
+    ranks = dist.get_world_size(group)
+    for name, tensor in (("query", query), ("key", key), ("value", value)):
+        if tensor.shape[1] % ranks:
+            raise GraphPPError(
+                f"{name}: {ranks} ranks do not divide its {tensor.shape[1]} heads: repeat the heads of key and value, or call "
+                "graphpp.attention.gathered, which needs no heads"
+            )
+    result = attention(*(_heads_to_ranks(each, ranks, group) for each in (query, key, value)), **options)
+    return _tokens_to_ranks(result, ranks, group)
+
+
+@checked(GraphPPError, **_THREE, group=_GROUP, positions=or_none(_TENSOR), is_causal=FLAG)
+def gathered(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    group: dist.ProcessGroup,
+    *,
+    positions: torch.Tensor | None = None,
+    is_causal: bool = False,
+    **options: Any,
+) -> torch.Tensor:
+    """Attention of this rank's queries to the keys and values of all ranks, which are gathered (Llama 3, arXiv 2407.21783).
+
+    `query`, `key`, `value`: [batch, heads, tokens of this rank, width]. `positions`: of this rank's tokens in the sequence,
+    integers [tokens of this rank]; None for contiguous parts in order of rank. With `is_causal` a token attends to those at its
+    position and before. `options` go to `torch.nn.functional.scaled_dot_product_attention`. Returns this rank's part of the
+    output, shaped as `query`. Two gathers forward, two reductions backward. Raises `GraphPPError` for `attn_mask` and for
+    positions of another shape.
+    """
+    if "attn_mask" in options:
+        raise GraphPPError("attn_mask: gathered makes the mask of is_causal and positions; for another one call ulysses")
+    tokens = query.shape[2]
+    if positions is not None and (positions.shape != (tokens,) or positions.is_floating_point()):
+        raise GraphPPError(f"positions: take integers of shape [{tokens}], got {positions.dtype} {list(positions.shape)}")
+    mask = None
+    if is_causal:
+        own = sequence_positions(tokens, group, device=query.device) if positions is None else positions
+        mask = all_gather(own, 0, group) <= own.unsqueeze(1)
+    keys, values = (all_gather(each, 2, group) for each in (key, value))
+    return F.scaled_dot_product_attention(query, keys, values, attn_mask=mask, **options)
+
+
+@checked(GraphPPError, tensor=_TENSOR, group=_GROUP, dim=INTEGER, balanced=FLAG)
+def sequence_part(tensor: torch.Tensor, group: dist.ProcessGroup, dim: int = 1, *, balanced: bool = False) -> torch.Tensor:
+    """This rank's part of a whole sequence along `dim`, contiguous in memory.
+
+    `balanced`: the tokens of `sequence_positions(balanced=True)`. Raises `GraphPPError` where the parts would be unequal.
+    """
+    if not -tensor.dim() <= dim < tensor.dim():
+        raise GraphPPError(f"dim: the tensor has {tensor.dim()} dimensions, got {dim}")
+    size, ranks = tensor.shape[dim], dist.get_world_size(group)
+    pieces = 2 * ranks if balanced else ranks
+    if size % pieces:
+        raise GraphPPError(f"tensor: its {size} tokens along dimension {dim} do not make {pieces} equal pieces: pad them")
+    return tensor.index_select(dim, sequence_positions(size // ranks, group, balanced=balanced, device=tensor.device))
+
+
+@checked(GraphPPError, tokens=INDEX, group=_GROUP, balanced=FLAG)
+def sequence_positions(
+    tokens: int, group: dist.ProcessGroup, *, balanced: bool = False, device: torch.device | None = None
+) -> torch.Tensor:
+    """The positions of this rank's tokens in the whole sequence, int64 [tokens].
+
+    Parts are contiguous, in order of rank. `balanced`: of 2 n pieces rank r of n has pieces r and 2 n - 1 - r, so that under
+    causal attention all ranks have equal work; for `gathered` with these positions. Raises `GraphPPError` for an odd number
+    of tokens then.
+    """
+    rank, ranks = dist.get_rank(group), dist.get_world_size(group)
+    if not balanced:
+        return torch.arange(rank * tokens, (rank + 1) * tokens, device=device)
+    if tokens % 2:
+        raise GraphPPError(f"tokens: balanced parts are two pieces of equal size, got {tokens} tokens")
+    half = tokens // 2
+    pieces = (rank, 2 * ranks - 1 - rank)
+    return torch.cat([torch.arange(at * half, (at + 1) * half, device=device) for at in pieces])
+
+
+def _heads_to_ranks(tensor: torch.Tensor, ranks: int, group: dist.ProcessGroup) -> torch.Tensor:
+    """[batch, heads, tokens of this rank, width] -> [batch, heads of this rank, tokens, width]."""
+    parts = all_to_all(tensor.unflatten(1, (ranks, -1)).movedim(1, 0).flatten(0, 1), group)
+    found: torch.Tensor = parts.unflatten(0, (ranks, -1)).movedim(0, 2).flatten(2, 3)
+    return found
+
+
+def _tokens_to_ranks(tensor: torch.Tensor, ranks: int, group: dist.ProcessGroup) -> torch.Tensor:
+    """[batch, heads of this rank, tokens, width] -> [batch, heads, tokens of this rank, width]."""
+    parts = all_to_all(tensor.unflatten(2, (ranks, -1)).movedim(2, 0).flatten(0, 1), group)
+    found: torch.Tensor = parts.unflatten(0, (ranks, -1)).movedim(0, 1).flatten(1, 2)
+    return found
