@@ -42,7 +42,7 @@ class Checkpoint:
     """
 
     def __init__(self, state: TrainingState, place: RankPlace) -> None:
-        self._state, self._calls, self._place = state, state.calls, place
+        self._state, self._calls = state, state.calls
         self._writes = place.first_replica
 
     @property
@@ -86,7 +86,7 @@ class Checkpoint:
 
         def begin() -> None:
             if self._writes:
-                entries = {ENTRY: host_copies(self._read(path))}
+                entries = {ENTRY: self._read(path, copied=True)}
                 writer, group = FileSystemWriter(_partial(path)), self._calls.file_group
                 written.append(in_background(lambda: write_entries(entries, writer, group)))
 
@@ -123,11 +123,11 @@ class Checkpoint:
     def local(self, folder: str | os.PathLike[str], *, mirror: bool | None = None) -> LocalCheckpoint:
         """The same training in a folder of each machine, in memory (`/dev/shm/run`) or on a local disk, with `save` and `load`.
 
-        `mirror`: whether each rank's part is sent to the next machine as well. None: unless the pipeline has replicas, which
-        have the same values.
+        All ranks of a machine name one folder, which holds the saves of this training alone. `mirror`: whether a rank's part is
+        sent to the next machine as well. None: where no replica on another machine has the same values.
         """
         path = Path(folder).expanduser().resolve()
-        return LocalCheckpoint(self._state, path, self._place.replicas is None if mirror is None else mirror)
+        return LocalCheckpoint(self._state, path, mirror)
 
     # ------------------------------------------------------------------------------------------------ inside
 
@@ -136,8 +136,8 @@ class Checkpoint:
         check_not_saving(self._calls)
         return Path(folder).expanduser().resolve()
 
-    def _read(self, path: Path) -> dict[str, Any]:
-        """This rank's entries, on all ranks or on none. Removes what a save that was killed has left."""
+    def _read(self, path: Path, *, copied: bool = False) -> dict[str, Any]:
+        """This rank's entries or copies of them, on all ranks or on none. Removes what a save that was killed has left."""
         entries: dict[str, Any] = {}
 
         def read() -> None:
@@ -145,7 +145,8 @@ class Checkpoint:
                 _check_replaceable(path)
                 shutil.rmtree(_partial(path), ignore_errors=True)
                 path.parent.mkdir(parents=True, exist_ok=True)
-            entries.update(self._state.entries())
+            own = self._state.entries()
+            entries.update(host_copies(own) if copied else own)
 
         self._calls.all_do(f"checkpoint {path}", without_os_errors(read), self._state.alike)
         return entries

@@ -2,70 +2,78 @@
 
 Contract
 --------
-- Each rank writes its part into the folder of its own machine. Every part is on two machines: a replica has the same values, or
-  `save` sends the part to the next machine of the pipeline.
+- Each rank writes its part into the folder of its own machine. A part that no replica has on another machine is sent to the
+  next machine of the pipeline, unless the caller decides.
 - A save is published when the files of all machines are complete, and counts when every machine has published it. Only then is
-  the save before removed. So machines that are lost at any moment leave one save, or two of one step each.
+  the save before removed. A machine that is lost at any moment leaves a complete save.
 - `load` takes the newest save of which all files are on some machine, one for all replicas, and sends each machine the files
   that its ranks read. Ranks, stages, replicas, schedule and machines may be others than those of the save.
-- The folder has `<save>/<replica>/` with the files of `torch.distributed.checkpoint`; every machine has the metadata.
-- All methods are called by all ranks of all replicas. Errors are `CheckpointError`.
+- All methods are called by all ranks of all replicas. Errors are `CheckpointError`, and what a lost rank leads to.
 """
 
 from __future__ import annotations
 
-import hashlib
 import logging
-import os
 import shutil
-from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
-from torch.distributed.checkpoint.metadata import Metadata
 
 from graphpp._torch.checkpoint_files import write_entries
 from graphpp.arguments import FLAG, checked
 from graphpp.errors import CheckpointError
 from graphpp.pipeline.checkpoint.background import PendingSave, host_copies, in_background
-from graphpp.pipeline.checkpoint.restore import ENTRY, restore_from, told, without_os_errors
+from graphpp.pipeline.checkpoint.find_saves import (
+    PARTIAL,
+    Saves,
+    files_in,
+    keep_only,
+    link,
+    name_of_save,
+    number_of,
+    parts_in,
+    saves_in,
+    training_of,
+)
+from graphpp.pipeline.checkpoint.machines import Machines, MeshRank
+from graphpp.pipeline.checkpoint.restore import ENTRY, restore_from, told
 from graphpp.pipeline.checkpoint.safe_reading import METADATA, SafePlanner, SafeReader
-from graphpp.pipeline.checkpoint.send_files import INCOMING, Seat, Seats
 from graphpp.pipeline.checkpoint.training_state import TrainingState, check_not_saving
 
 _LOG = logging.getLogger("graphpp")
-_PARTIAL = ".partial"
-_WORDS = "the local checkpoint"  # machines may call the folder differently
+_NAME_IN_ERRORS = "the local checkpoint"  # machines may call the folder differently
+_LITTLE = 2**16  # bytes; a folder with less room counts as full
 
 
 class LocalCheckpoint:
     """The training of a pipeline, to save in the machines' own folders and to load; made by `checkpoint.local`."""
 
-    def __init__(self, state: TrainingState, folder: Path, mirror: bool) -> None:
-        """`mirror`: whether a save is sent to the next machine."""
+    def __init__(self, state: TrainingState, folder: Path, mirror: bool | None) -> None:
+        """`mirror`: whether parts are sent to the next machine; None: those that no replica has on another machine."""
         self._state, self._calls, self._folder, self._mirror = state, state.calls, folder, mirror
-        self._saves = 0
+        self._looked = False  # whether this run has found that there is no complete save
+        self._last: str | None = None  # the save that this run has loaded or published last
+        self._number = 0
 
     def save(self) -> None:
         """Write this rank's part, and a copy on another machine. Called by all ranks, between an optimizer's step and the next.
 
-        After an error the save before is still there.
+        After an error the save before is still there. Raises `CheckpointError` where the folder has saves of another training.
         """
-        entries, save = self._begin_save()
+        entries, save = self._begin_save(copied=False)
         with self._calls.watched():
             self._store(entries, save)
 
     def async_save(self) -> PendingSave:
-        """Copy the training into the host's memory, and save it in the background. Called by all ranks.
+        """Copy the training into the host's memory; write, send and publish the save in the background. Called by all ranks.
 
-        Call `wait` of the result before the next save or load.
+        Call `wait` of the result before the next save or load: it raises the error of a save that failed.
         """
-        entries, save = self._begin_save()
-        copies = host_copies(entries)
-        written = in_background(lambda: self._store(copies, save))
+        entries, save = self._begin_save(copied=True)
+        written = in_background(lambda: self._store(entries, save))
         self._calls.saving = str(self._folder)
 
         def end() -> None:
@@ -80,166 +88,175 @@ class LocalCheckpoint:
         """Restore the newest save that the machines have together. Called by all ranks.
 
         Returns True; with `missing_ok` False where there is none, so that the training goes on from a checkpoint on a disk.
-        Raises `CheckpointError` for a save that is torn or does not fit this training.
+        Raises `CheckpointError` for a save that does not fit this training, and for saves of several trainings.
         """
-        parts: dict[str, _Part] = {}
-
-        def look() -> None:
-            for metadata in self._folder.glob(f"*/*/{METADATA}"):
-                part = metadata.parent.relative_to(self._folder)
-                if not part.parts[0].endswith(_PARTIAL):
-                    parts[str(part)] = _Part.of(SafeReader(metadata.parent).read_metadata())
-
-        self._begin(f"load {_WORDS}", look)
+        self._begin("load")
+        machines, folder = self._machines, self._folder
         with self._calls.watched():
-            known = {part: about for each in self._seats.gathered(parts).values() for part, about in each.items()}
-            self._first_of_machine_does(lambda: _link(_first_alike(known), self._folder))
-            stored = self._seats.gathered(_files(self._folder, self._folder))
-            found = _newest(known, set().union(*stored.values()))
+            parts, files = dict[str, Any](), dict[str, int]()
+            machines.agreed(lambda: parts.update(parts_in(folder)))
+            machines.agreed(lambda: files.update(self._stored_files()))
+            saves = Saves(machines.gathered(parts), machines.gathered(files))
+            found = saves.newest(machines.own.replica)
             if found is not None:
-                self._transfer({seat: [f"{found}/{METADATA}"] for seat in stored}, stored)
+                self._bring_together(found, saves)
+        self._looked = self._looked or found is None
         if found is None and not missing_ok:
             raise CheckpointError(
-                f"the machines of this job have no complete save in {self._folder} ({len(parts)} parts are on this one): "
-                "load a checkpoint from a disk"
+                f"the machines of this job have no complete save in {folder} ({len(parts)} parts are on this one): load a "
+                "checkpoint from a disk"
             )
-        return restore_from(self._state, _WORDS, lambda: None if found is None else self._folder / found, self._provide)
+        part = None if found is None else folder / found[0]
+        loaded = restore_from(self._state, _NAME_IN_ERRORS, lambda: part, self._fetch_files)
+        if found is not None:
+            self._last = found[0].partition("/")[0]
+            self._number = number_of(self._last)
+        return loaded
 
-    # ------------------------------------------------------------------------------------------------ inside
+    # ------------------------------------------------------------------------------------------------ saving
 
     @cached_property
-    def _seats(self) -> Seats:
-        return Seats(self._calls.file_group, self._calls.replica_file_group, self._folder)
+    def _machines(self) -> Machines:
+        return Machines(self._calls.file_group, self._calls.replica_file_group, self._folder)
 
     def _begin(
-        self, what: str, work: Callable[[], None], alike: Callable[[], Mapping[str, list[str]]] | None = None
+        self, what: str, work: Callable[[], None] | None = None, alike: Callable[[], Mapping[str, list[str]]] | None = None
     ) -> None:
-        """Do `work` on all ranks of all replicas, and learn which ranks share a machine."""
+        """Do `work` on all ranks of all replicas once they agree on the call; afterwards it is known who shares a machine."""
 
         def begin() -> None:
             check_not_saving(self._calls)
-            self._seats.mark()
-            work()
+            if work is not None:
+                work()
 
-        self._calls.replicas_do(what, partial(self._calls.all_do, what, without_os_errors(begin), alike))
+        def facts() -> dict[str, list[str]]:
+            return {"mirror": [str(self._mirror)], **(alike() if alike is not None else {})}
+
+        words = f"{what} {_NAME_IN_ERRORS}"
+        self._calls.replicas_do(words, partial(self._calls.all_do, words, begin, facts))
         with self._calls.watched():
-            _ = self._seats.machine_of
+            _ = self._machines.of
 
-    def _begin_save(self) -> tuple[dict[str, Any], str]:
-        """This rank's entries, and the name of the save."""
+    def _begin_save(self, *, copied: bool) -> tuple[dict[str, Any], str]:
+        """This rank's entries, the model's own memory or a copy in the host's, and the name of the save."""
         entries: dict[str, Any] = {}
-        self._begin(f"save {_WORDS}", lambda: entries.update(self._state.entries()), self._state.alike)
-        self._saves += 1
-        return entries, f"{self._calls.steps:012}{self._seats.name}-{self._saves}"
+
+        def read() -> None:
+            own = self._state.entries()
+            entries.update(host_copies(own) if copied else own)
+
+        self._begin("save", read, self._state.alike)
+        self._number += 1
+        training = self._machines.name if self._last is None else training_of(self._last)
+        return entries, name_of_save(self._calls.steps, self._number, training, self._machines.name)
 
     def _store(self, entries: dict[str, Any], save: str) -> None:
         """Write, exchange and publish a save."""
-        folder, unpublished = self._folder, f"{save}{_PARTIAL}"
-        part = folder / unpublished / str(self._seats.own.replica)
-        self._first_of_machine_does(lambda: _keep_only(_saves(folder), folder))
-        self._seats.agreed(lambda: self._write(entries, part))
-        self._exchange_parts(unpublished)
-        self._first_of_machine_does(lambda: (folder / unpublished).rename(folder / save))
-        self._first_of_machine_does(lambda: _keep_only([save], folder))
+        machines, folder, unpublished = self._machines, self._folder, f"{save}{PARTIAL}"
+        part = folder / unpublished / str(machines.own.replica)
+        machines.once_per_machine(self._make_place)
+        try:
+            machines.agreed(lambda: self._write(entries, part))
+            self._copy_to_other_machines(unpublished)
+            machines.once_per_machine(lambda: (folder / unpublished).rename(folder / save))
+        except BaseException:
+            shutil.rmtree(folder / unpublished, ignore_errors=True)
+            raise
+        self._last = save
+        machines.once_per_machine(lambda: keep_only([save], folder))
 
-    def _first_of_machine_does(self, work: Callable[[], object]) -> None:
-        self._seats.agreed(work if self._seats.first_of_machine else lambda: None)
+    def _make_place(self) -> None:
+        """Remove the saves of this training but the last."""
+        self._folder.mkdir(parents=True, exist_ok=True)
+        there = [save for save in saves_in(self._folder) if not save.endswith(PARTIAL)]
+        if there and not self._looked and self._last is None:
+            raise CheckpointError(
+                f"{self._folder} has saves that this run has not loaded, {there[-1]} for one: load them, remove them, or give "
+                "this training a folder of its own"
+            )
+        keep_only([self._last] if self._last is not None else [], self._folder)
 
     def _write(self, entries: dict[str, Any], folder: Path) -> None:
-        with told():
-            write_entries({ENTRY: entries}, FileSystemWriter(folder), self._calls.file_group)
+        try:
+            with told():
+                write_entries({ENTRY: entries}, FileSystemWriter(folder), self._calls.file_group)
+        except CheckpointError as fault:
+            free = shutil.disk_usage(self._folder).free
+            if free < _LITTLE:
+                raise CheckpointError(f"{self._folder} is full, and needs room for two saves: {fault}") from fault
+            raise
 
-    def _exchange_parts(self, save: str) -> None:
-        """Give every machine the metadata, and the files of the machine before it."""
-        stored = self._seats.gathered(_files(self._folder / save / str(self._seats.own.replica), self._folder))
-        wanted = {seat: {f"{save}/{seat.replica}/{METADATA}"} for seat in stored}
-        after = {seat: self._seats.on_next_machine(seat) for seat in stored} if self._mirror else {}
-        for seat, targets in after.items():
-            for number, file in enumerate(sorted(stored[seat]) if targets else ()):
+    def _copy_to_other_machines(self, save: str) -> None:
+        """Give every machine the metadata, and the next machine the files that no other machine would have."""
+        machines = self._machines
+        stored = machines.gathered(files_in(self._folder / save / str(machines.own.replica), self._folder))
+        wanted = {rank: {f"{save}/{rank.replica}/{METADATA}"} for rank in stored}
+        alone = False
+        for rank in machines.of:
+            if not self._sends(rank):
+                continue
+            targets = machines.on_next_machine(rank)
+            for number, file in enumerate(sorted(stored[rank]) if targets else ()):
                 wanted[targets[number % len(targets)]].add(file)
-        if self._mirror and self._saves == 1 and not any(after.values()):
-            _LOG.warning("all ranks share the folder %s, so its saves outlive the processes, but not the machine", self._folder)
-        self._transfer(wanted, stored)
+            alone = alone or not targets
+        if alone and self._number == 1:
+            _LOG.warning(
+                "the saves in %s outlive the processes, but not the machine: the ranks of the pipeline share it, and no "
+                "replica is on another one",
+                self._folder,
+            )
+        machines.bring(wanted, stored)
 
-    def _provide(self, folder: Path, entries: dict[str, Any]) -> None:
-        """Fetch the files with the entries that this rank reads next."""
+    def _sends(self, rank: MeshRank) -> bool:
+        """Whether the part of a rank goes to the next machine; of replicas on one machine the first one's."""
+        machines = self._machines
+        twins = machines.twins(rank)
+        here = [each for each in twins if machines.of[each] == machines.of[rank]]
+        copied = len({machines.of[each] for each in twins}) > 1
+        return here[0] == rank and (self._mirror or (self._mirror is None and not copied))
+
+    # ------------------------------------------------------------------------------------------------ loading
+
+    def _stored_files(self) -> dict[str, int]:
+        """The bytes of the files of all saves on this machine."""
+        found: dict[str, int] = {}
+        for save in saves_in(self._folder):
+            found.update(files_in(self._folder / save, self._folder))
+        return found
+
+    def _bring_together(self, found: tuple[str, list[str]], saves: Saves) -> None:
+        """Give every machine the metadata of the part that its ranks read, and remove all other saves."""
+        machines, folder = self._machines, self._folder
+        part, parts = found
+        save = part.partition("/")[0]
+        whole = saves.files[machines.own]
+        machines.once_per_machine(lambda: keep_only([save], folder))
+        machines.once_per_machine(lambda: link(parts, whole, folder))
+        stored = machines.gathered(self._whole_files(save, whole, parts))
+        machines.bring(machines.gathered([f"{part}/{METADATA}"]), stored)
+
+    def _whole_files(self, save: str, whole: Mapping[str, int], parts: list[str]) -> dict[str, int]:
+        """The files of a save that are whole on this machine, those included that `link` has made."""
+        of_equal_parts = {f"{parts[0]}/{Path(file).name}" for file in whole if file.rpartition("/")[0] in parts}
+        there = files_in(self._folder / save, self._folder) if (self._folder / save).exists() else {}
+        return {file: size for file, size in there.items() if file in whole or file in of_equal_parts}
+
+    def _fetch_files(self, part: Path, entries: dict[str, Any]) -> None:
+        """Bring the files with the entries that this rank reads next onto its machine."""
         needed: set[str] = set()
+        stored: dict[str, int] = {}
 
         def plan() -> None:
-            metadata, planner = SafeReader(folder).read_metadata(), SafePlanner(folder)
+            reader, planner = SafeReader(part), SafePlanner(part)
+            metadata = reader.read_metadata()
             planner.set_up_planner(entries, metadata)
             places = (metadata.storage_data[item.storage_index].relative_path for item in planner.create_local_plan().items)
-            needed.update(str((folder / place).relative_to(self._folder)) for place in places)
+            needed.update(str((part / place).relative_to(self._folder)) for place in places)
+            sizes, name = parts_in(self._folder), str(part.relative_to(self._folder))
+            for file, size in files_in(part, self._folder).items():
+                if size >= sizes[name].sizes.get(Path(file).name, 0):
+                    stored[file] = size
 
         with self._calls.watched():
-            self._seats.agreed(plan)
-            self._transfer(self._seats.gathered(needed), self._seats.gathered(_files(folder, self._folder)))
-
-    def _transfer(self, wanted: Mapping[Seat, Iterable[str]], stored: Mapping[Seat, Mapping[str, int]]) -> None:
-        """Send files to the machines whose ranks want them. `stored`: the bytes of each file of a rank's machine."""
-        for transfers in self._seats.transfers(wanted, stored):
-            self._seats.agreed(partial(self._seats.allocate, transfers))
-            self._seats.send(transfers)
-            self._seats.agreed(lambda: None)  # all files have their names
-
-
-def _saves(folder: Path) -> list[str]:
-    """The published saves of a machine."""
-    return [each.name for each in folder.iterdir() if each.is_dir() and not each.name.endswith(_PARTIAL)]
-
-
-def _keep_only(saves: Collection[str], folder: Path) -> None:
-    """Remove all saves but these."""
-    for each in folder.iterdir():
-        if each.is_dir() and each.name not in saves:
-            shutil.rmtree(each)
-
-
-def _files(within: Path, folder: Path) -> dict[str, int]:
-    """The bytes of all complete files in `within`, by path in `folder`."""
-    files = (file for file in within.rglob("*") if file.is_file() and file.suffix != INCOMING)
-    return {str(file.relative_to(folder)): file.stat().st_size for file in files}
-
-
-@dataclass(frozen=True)
-class _Part:
-    """What a replica has written in a save: the names of its files, and a digest of which entry is where in them."""
-
-    names: frozenset[str]
-    layout: str
-
-    @classmethod
-    def of(cls, metadata: Metadata) -> _Part:
-        """The part that this metadata describes."""
-        places = [(str(index), place) for index, place in (metadata.storage_data or {}).items()]
-        lines = sorted(f"{index} {place.relative_path} {place.offset} {place.length}" for index, place in places)
-        names = frozenset({METADATA, *(place.relative_path for _, place in places)})
-        return cls(names, hashlib.sha256("\n".join(lines).encode()).hexdigest())
-
-
-def _save_of(part: str) -> str:
-    return part.partition("/")[0]
-
-
-def _first_alike(known: Mapping[str, _Part]) -> dict[str, str]:
-    """For each part the first of the same save with equal files: replicas have the same values."""
-    first: dict[tuple[str, _Part], str] = {}
-    for part in sorted(known):
-        first.setdefault((_save_of(part), known[part]), part)
-    return {part: first[_save_of(part), known[part]] for part in known}
-
-
-def _link(alike: Mapping[str, str], folder: Path) -> None:
-    """Let a machine have its files under the name of the first part with equal files."""
-    for part, first in alike.items():
-        for file in (folder / part).iterdir() if part != first and (folder / part).exists() else ():
-            target = folder / first / file.name
-            if not target.exists() and file.suffix != INCOMING:
-                target.parent.mkdir(parents=True, exist_ok=True)
-                os.link(file, target)
-
-
-def _newest(known: Mapping[str, _Part], files: Collection[str]) -> str | None:
-    """The first complete part of the newest save that has one; `files` are on any machine."""
-    complete = [part for part, about in known.items() if all(f"{part}/{name}" in files for name in about.names)]
-    return min((part for part in complete if _save_of(part) == max(map(_save_of, complete))), default=None)
+            self._machines.agreed(plan)
+            self._machines.bring(self._machines.gathered(needed), self._machines.gathered(stored))

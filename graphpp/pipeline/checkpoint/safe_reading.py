@@ -11,8 +11,10 @@ from __future__ import annotations
 import io
 import os
 import pickle
+import zipfile
+import zlib
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import torch
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
@@ -78,6 +80,28 @@ class SafeReader(FileSystemReader):
         if metadata.storage_meta is not None:
             metadata.storage_meta.load_id = self.load_id
         return metadata
+
+
+    def _slice_file(self, file: IO[bytes], sinfo: Any) -> IO[bytes]:
+        """The bytes of an entry. Raises `CheckpointError` where they are not those that were written."""
+        file.seek(sinfo.offset)
+        damage = _damage(file.read(sinfo.length), sinfo.length)
+        if damage is not None:
+            raise CheckpointError(f"{self._folder / sinfo.relative_path} is damaged: {damage}")
+        found: IO[bytes] = super()._slice_file(file, sinfo)
+        return found
+
+
+def _damage(content: bytes, length: int) -> str | None:
+    """Words for bytes that are not those of a file of `torch.save`, which writes checksums and does not compare them."""
+    if len(content) < length:
+        return f"it ends {length - len(content)} bytes too early"
+    try:
+        with zipfile.ZipFile(io.BytesIO(content)) as archive:
+            record = archive.testzip()
+    except (zipfile.BadZipFile, zlib.error, EOFError) as fault:
+        return str(fault)
+    return None if record is None else f"the checksum of its record {record} differs"
 
 
 class SafePlanner(DefaultLoadPlanner):

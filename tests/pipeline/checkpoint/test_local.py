@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 import shutil
 import signal
 from collections.abc import Callable
@@ -18,7 +19,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import graphpp
 from graphpp.errors import CheckpointError, GraphPPError
-from graphpp.pipeline.checkpoint.send_files import Seat, Seats
+from graphpp.pipeline.checkpoint.machines import Machines, MeshRank
 from tests.distributed import WorkerDied, rank_outcomes, run_ranks
 
 LAYERS = 8
@@ -49,11 +50,14 @@ def one_for_all(rank: int) -> str:
     return "machine"
 
 
-def training(ranks: int, replicas: int = 1, schedule: str = "1F1B") -> tuple[graphpp.Pipeline, torch.optim.AdamW]:
+def training(
+    ranks: int, replicas: int = 1, schedule: str = "1F1B", mesh: Any = None
+) -> tuple[graphpp.Pipeline, torch.optim.AdamW]:
     torch.set_num_threads(1)
     stages = 2 * ranks if schedule != "1F1B" or ranks == 1 else ranks
     x, y = batch(0)
-    mesh = init_device_mesh("cpu", (replicas, ranks), mesh_dim_names=("dp_replicate", "pp")) if replicas > 1 else None
+    if replicas > 1:
+        mesh = init_device_mesh("cpu", (replicas, ranks), mesh_dim_names=("dp_replicate", "pp"))
     pipe = graphpp.compile(
         model(),
         F.mse_loss,
@@ -160,17 +164,9 @@ def test_a_save_that_is_not_complete_is_refused(tmp_path: Path) -> None:
         run_ranks(load, 2, tmp_path)
 
 
-def test_torn_metadata_is_named(tmp_path: Path) -> None:
-    run_ranks(train, 2, tmp_path, each_its_own, 2, 1)
-    metadata = next((tmp_path / "machine1").rglob(".metadata"))
-    metadata.write_bytes(metadata.read_bytes()[:50])
-    with pytest.raises(GraphPPError, match=f"{metadata} cannot be read"):
-        run_ranks(load, 2, tmp_path)
-
-
 def test_one_save_is_kept_and_nothing_else(tmp_path: Path) -> None:
     run_ranks(train, 2, tmp_path, one_for_all, 2, 3)
-    assert [each.name.partition(".")[0] for each in (tmp_path / "machine").iterdir()] == ["000000000003"]
+    assert [each.name.split("-")[:2] for each in (tmp_path / "machine").iterdir()] == [["000000000003", "000003"]]
 
 
 def in_the_background(rank: int, folder: Path) -> list[float]:
@@ -260,21 +256,165 @@ def test_a_folder_without_room_leaves_the_save_before(tmp_path: Path) -> None:
     assert all("No space left on device" in text for text in run_ranks(without_room, 2, tmp_path))
 
 
+# -------------------------------------------------------------------------------------------------- harm to folders
+
+
+def damage(folder: Path, machine: str, harm: str) -> None:
+    """Damage the largest file of a machine's save, or the metadata."""
+    files = [file for file in (folder / machine).rglob("*") if file.is_file()]
+    if harm == "metadata":
+        victim = next(file for file in files if file.name == ".metadata")
+        victim.write_bytes(victim.read_bytes()[:50])
+        return
+    victim = max(files, key=lambda file: file.stat().st_size)
+    content = bytearray(victim.read_bytes())
+    if harm == "a bit":
+        content[content.index(b"data/0") + 80] ^= 4
+    victim.write_bytes(content[: len(content) // 2] if harm == "half" else content[:0] if harm == "empty" else content)
+
+
+@pytest.mark.parametrize("harm", ["half", "empty", "metadata"])
+def test_a_torn_file_is_taken_from_the_other_machine(tmp_path: Path, harm: str) -> None:
+    run_ranks(train, 2, tmp_path, each_its_own, 2, 3)
+    damage(tmp_path, "machine0", harm)
+    again = run_ranks(train, 2, tmp_path, each_its_own, 2, 5)
+    assert all(losses == undisturbed() and began == 3 for losses, began, _ in again)
+
+
+def test_a_flipped_bit_is_refused_by_the_name_of_the_file(tmp_path: Path) -> None:
+    train(0, tmp_path, each_its_own, 1, 2)
+    damage(tmp_path, "machine0", "a bit")
+    with pytest.raises(CheckpointError, match=r"__0_0\.distcp is damaged: the checksum of its record"):
+        train(0, tmp_path, each_its_own, 1, 3)
+
+
+def test_what_others_have_in_the_folder_stays(tmp_path: Path) -> None:
+    folder = tmp_path / "machine0"
+    pipe, optimizer = training(1)
+    checkpoint = pipe.checkpoint(optimizer)
+    checkpoint.save(folder / "latest" / "step2")
+    (folder / "notes").mkdir()
+    (folder / "link").symlink_to(tmp_path)
+    assert not checkpoint.local(folder).load(missing_ok=True)
+    checkpoint.local(folder).save()
+    assert (folder / "latest" / "step2" / ".metadata").exists() and (folder / "notes").exists() and (folder / "link").exists()
+
+
+def test_saves_of_another_training_are_neither_removed_nor_mixed(tmp_path: Path) -> None:
+    (pipe, optimizer), (other, another) = training(1), training(1)
+    pipe.checkpoint(optimizer).local(tmp_path).save()
+    with pytest.raises(CheckpointError, match="has saves that this run has not loaded"):
+        other.checkpoint(another).local(tmp_path).save()
+    other.checkpoint(another).local(tmp_path / "own").save()
+    shutil.copytree(tmp_path / "own", tmp_path, dirs_exist_ok=True)
+    with pytest.raises(CheckpointError, match="saves of 2 trainings"):
+        pipe.checkpoint(optimizer).local(tmp_path).load()
+
+
+def test_a_folder_that_vanishes_is_made_again(tmp_path: Path) -> None:
+    pipe, optimizer = training(1)
+    local = pipe.checkpoint(optimizer).local(tmp_path / "run")
+    local.save()
+    shutil.rmtree(tmp_path / "run")
+    local.save()
+    assert local.load()
+
+
+def test_the_later_of_two_saves_at_one_step_is_loaded(tmp_path: Path) -> None:
+    pipe, optimizer = training(1)
+    checkpoint = pipe.checkpoint(optimizer, extra={"n": 0})
+    local = checkpoint.local(tmp_path)
+    for number in range(12):
+        checkpoint.extra["n"] = number
+        shutil.copytree(tmp_path, tmp_path.with_name("kept"), dirs_exist_ok=True)
+        local.save()
+    shutil.copytree(tmp_path.with_name("kept"), tmp_path, dirs_exist_ok=True)
+    assert local.load()
+    assert checkpoint.extra["n"] == 11
+    assert len(list(tmp_path.iterdir())) == 1
+
+
+def replicas_in_mesh(rank: int, folder: Path, shape: tuple[tuple[str, int], ...], machine: Machine, until: int) -> Any:
+    names, sizes = zip(*shape, strict=True)
+    mesh = init_device_mesh("cpu", sizes, mesh_dim_names=names)
+    return train(rank, folder, machine, dict(shape)["pp"], until, mesh=mesh)
+
+
+@pytest.mark.parametrize(
+    ("shape", "machine", "ranks", "lost"),
+    [
+        ((("dp_replicate", 1), ("pp", 2)), each_its_own, 2, ["machine1"]),
+        ((("pp", 2), ("dp_replicate", 2)), two_on_each, 4, ["machine1"]),
+        ((("pp", 2), ("dp_replicate", 2)), two_on_each, 4, ["machine0"]),
+        ((("dp_replicate", 3), ("pp", 1)), each_its_own, 3, ["machine0", "machine1"]),
+        ((("dp_replicate", 3), ("pp", 1)), each_its_own, 3, ["machine0", "machine2"]),
+    ],
+)
+def test_any_layout_of_replicas_survives_a_lost_machine(
+    tmp_path: Path, shape: tuple[tuple[str, int], ...], machine: Machine, ranks: int, lost: list[str]
+) -> None:
+    run_ranks(replicas_in_mesh, ranks, tmp_path, shape, machine, 2)
+    for name in lost:
+        shutil.rmtree(tmp_path / name)
+    again = run_ranks(replicas_in_mesh, ranks, tmp_path, shape, machine, 3)
+    assert all(began == 2 and len(losses) == 3 for losses, began, _ in again)
+
+
+def other_calls(rank: int, folder: Path) -> str:
+    pipe, optimizer = training(2)
+    checkpoint = pipe.checkpoint(optimizer)
+    local = checkpoint.local(folder / each_its_own(rank))
+    with pytest.raises(GraphPPError) as caught:
+        local.save() if rank else checkpoint.save(folder / "disk")
+    local.save()
+    return str(caught.value)
+
+
+def test_ranks_that_make_other_calls_are_told_at_once(tmp_path: Path) -> None:
+    assert all("differs in the call" in text for text in run_ranks(other_calls, 2, tmp_path))
+
+
 # -------------------------------------------------------------------------------------------------- who sends what
 
 
-def seats(machines: dict[Seat, int]) -> Seats:
-    found = Seats(None, None, Path("nowhere"))
-    first = {machine: min(seat for seat in machines if machines[seat] == machine) for machine in machines.values()}
-    vars(found)["machine_of"] = {seat: first[machine] for seat, machine in machines.items()}
+def machines_of(ranks: dict[MeshRank, int]) -> Machines:
+    found = Machines(None, None, Path("nowhere"))
+    first = {machine: min(rank for rank in ranks if ranks[rank] == machine) for machine in ranks.values()}
+    vars(found)["of"] = {rank: first[machine] for rank, machine in sorted(ranks.items())}
     return found
 
 
 def test_every_machine_gets_what_its_ranks_want_once() -> None:
-    grid = seats({Seat(replica, rank): 10 * replica + rank // 2 for replica in range(2) for rank in range(4)})
-    stored = {seat: {"f": 8} if seat.rank // 2 == seat.replica == 1 else {} for seat in grid.machine_of}
-    across, within = grid.transfers({seat: ["f"] for seat in grid.machine_of}, stored)
+    machines = machines_of({MeshRank(replica, rank): 10 * replica + rank // 2 for replica in range(2) for rank in range(4)})
+    stored = {rank: {"f": 8} if rank.rank // 2 == rank.replica == 1 else {} for rank in machines.of}
+    across, within = machines.transfers({rank: ["f"] for rank in machines.of}, stored)
     sent = [*across, *within]
-    assert len({grid.machine_of[each.target] for each in sent}) == len(sent) == 3
-    assert all(each.source.rank == each.target.rank for each in across)
-    assert all(each.source.replica == each.target.replica for each in within)
+    assert len({machines.of[each.target] for each in sent}) == len(sent) == 3
+
+
+@pytest.mark.parametrize("seed", range(200))
+def test_a_rank_sends_only_what_its_machine_has_by_then(seed: int) -> None:
+    draw = random.Random(seed)
+    replicas, ranks, count = draw.randint(1, 4), draw.randint(1, 4), draw.randint(1, 6)
+    machines = machines_of({MeshRank(a, b): draw.randrange(count) for a in range(replicas) for b in range(ranks)})
+    there = {machine: {f: 1 + f_at for f_at, f in enumerate("abc") if draw.random() < 0.4} for machine in machines.of.values()}
+    there[draw.choice(list(there))].update(a=1, b=2, c=3)
+    stored = {rank: there[machine] for rank, machine in machines.of.items()}
+    wanted = {rank: draw.sample("abc", draw.randint(0, 3)) for rank in machines.of}
+    has = {machine: set(files) for machine, files in there.items()}
+    for number, transfers in enumerate(machines.transfers(wanted, stored)):
+        for each in transfers:
+            assert each.file in has[machines.of[each.source]] and each.source != each.target
+            assert each.source.rank == each.target.rank if number == 0 else each.source.replica == each.target.replica
+        received = [(machines.of[each.target], each.file) for each in transfers]
+        assert len(received) == len(set(received))
+        for machine, file in received:
+            assert file not in has[machine]
+            has[machine].add(file)
+    assert all(file in has[machines.of[rank]] for rank, files in wanted.items() for file in files)
+
+
+def test_a_file_of_no_machine_is_named() -> None:
+    machines = machines_of({MeshRank(0, 0): 0})
+    with pytest.raises(CheckpointError, match="f is on no machine"):
+        machines.transfers({MeshRank(0, 0): ["f"]}, {MeshRank(0, 0): {}})
