@@ -25,5 +25,5 @@ def wrapper_of(module: nn.Module) -> str | None:
     found = next((_CALLS[kind] for kind in kinds if kind in _CALLS), None)
     contract = sys.modules.get("torch.distributed._composable.contract")
     if found is None and contract is not None:
-        found = next(iter(contract._get_registry(module) or ()), None)
+        found = next((call for call in contract._get_registry(module) or () if call in _CALLS.values()), None)
     return found

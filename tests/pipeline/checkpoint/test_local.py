@@ -217,9 +217,9 @@ def killed(rank: int, folder: Path, victim: int, moment: int) -> Any:
         tick()
         return found
 
-    def removing(path: Path) -> None:
+    def removing(path: Path, **options: Any) -> None:
         tick()
-        rmtree(path)
+        rmtree(path, **options)
         tick()
 
     train(rank, folder, each_its_own, 2, 1)
