@@ -12,10 +12,12 @@ with this process, however it ends.
 """
 
 import atexit
+import faulthandler
 import gc
 import multiprocessing
 import os
 import pickle
+import signal
 import tempfile
 import time
 import warnings
@@ -28,7 +30,7 @@ from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from threading import Thread
 from traceback import format_exception
-from typing import Any
+from typing import IO, Any
 
 import torch
 import torch.distributed as dist
@@ -83,6 +85,7 @@ class Answer:
 class Worker:
     process: ForkServerProcess
     pipe: connection.Connection
+    stacks: IO[str]  # the file into which the process writes the stacks of its threads when it gets SIGUSR1
 
 
 def run_ranks(fn: Callable[..., Any], ranks: int, *args: Any, timeout: float = 240) -> list[Any]:
@@ -137,6 +140,7 @@ def close_workers() -> None:
     for worker in _workers:
         worker.process.join()
         worker.pipe.close()
+        worker.stacks.close()
     _workers.clear()
 
 
@@ -155,10 +159,11 @@ def _start_worker(rank: int) -> Worker:
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOADED)
     ours, theirs = context.Pipe()
-    process = context.Process(target=_serve, args=(theirs,), name=f"rank{rank}", daemon=True)
+    stacks = tempfile.NamedTemporaryFile("w+", prefix="stacks-")  # noqa: SIM115 - lives as long as the worker
+    process = context.Process(target=_serve, args=(theirs, stacks.name), name=f"rank{rank}", daemon=True)
     process.start()
     theirs.close()
-    return Worker(process, ours)
+    return Worker(process, ours, stacks)
 
 
 def _collect(ranks: int, began: float, timeout: float, grace: float | None) -> list[Outcome]:
@@ -179,8 +184,22 @@ def _collect(ranks: int, began: float, timeout: float, grace: float | None) -> l
     for rank in waiting.values():
         seconds = time.monotonic() - began
         late = WorkerLate(f"rank {rank} of {ranks} had not ended after {seconds:.0f} s")
+        late.add_note(_stacks_of(_workers[rank]))
         outcomes[rank] = Outcome(rank, error=late, seconds=seconds)
     return [outcomes[rank] for rank in range(ranks)]
+
+
+def _stacks_of(worker: Worker) -> str:
+    """The Python stacks of all threads of a worker that does not answer."""
+    worker.stacks.truncate(0)
+    assert worker.process.pid is not None
+    try:
+        os.kill(worker.process.pid, signal.SIGUSR1)
+    except ProcessLookupError:
+        return "the process has ended"
+    time.sleep(1)
+    worker.stacks.seek(0)
+    return f"{worker.process.name} is at\n{worker.stacks.read()}"
 
 
 def _receive(pipe: connection.Connection, rank: int, began: float) -> Outcome:
@@ -196,8 +215,14 @@ def _receive(pipe: connection.Connection, rank: int, began: float) -> Outcome:
     return Outcome(rank, answer.value, answer.error, answer.ended - began)
 
 
-def _serve(pipe: connection.Connection) -> None:
+def _serve(pipe: connection.Connection, stacks: str) -> None:
     """A worker's life: answer one task after another until the pipe closes."""
+    with Path(stacks).open("a") as file:
+        faulthandler.register(signal.SIGUSR1, file, all_threads=True)
+        _answer_all(pipe)
+
+
+def _answer_all(pipe: connection.Connection) -> None:
     torch.set_num_threads(1)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     Thread(target=_die_with_parent, daemon=True).start()
