@@ -1,9 +1,10 @@
 """The private names of torch for collectives that autograd knows and that stand in a captured graph.
 
-Checked on torch 2.11.0, 2.13.0 and 2.15.0: `torch.distributed._functional_collectives`
+Checked on torch 2.13.0 and 2.15.0: `torch.distributed._functional_collectives`
 
 - `all_to_all_single_autograd`: rank r of a group gets the r-th part of every rank's tensor along dimension 0
-- `all_gather_single_autograd`, before torch 2.13 `all_gather_tensor_autograd`: all ranks' tensors joined along a dimension
+- `all_gather_single_autograd`: all ranks' tensors joined along a dimension; torch without this name has the older name
+  `all_gather_tensor_autograd` for the same function
 """
 
 from __future__ import annotations

@@ -95,11 +95,11 @@ def check_modules(model: nn.Module) -> None:
                 f"{name} has backward hooks, or all modules have: gradients do not pass through autograd here, so they would "
                 "never be called. Remove them, and do their work in the forward or on param.grad."
             )
-    _refuse_distributed(model)
+    _refuse_dtensors(model)
     _refuse_unlisted(model)
 
 
-def _refuse_distributed(model: nn.Module) -> None:
+def _refuse_dtensors(model: nn.Module) -> None:
     """Raise `CaptureError` for parameters and buffers that are spread over ranks: an export loses their gradients."""
     for fqn, tensor in (*model.named_parameters(), *model.named_buffers()):
         placements = getattr(tensor, "placements", None)

@@ -45,6 +45,11 @@ def training_of(save: str) -> str:
     return save.split("-")[2]
 
 
+def save_of(part: str) -> str:
+    """The save of a part `<save>/<replica>`."""
+    return part.partition("/")[0]
+
+
 def saves_in(folder: Path) -> list[str]:
     """The names of all saves in a machine's folder, those that are not published included."""
     if not folder.is_dir():
@@ -82,6 +87,10 @@ class Part:
         lines = sorted(f"{index} {place.relative_path} {place.offset} {place.length}" for index, place in places)
         return cls(sizes, hashlib.sha256("\n".join(lines).encode()).hexdigest())
 
+    def is_whole(self, file: str, size: int) -> bool:
+        """Whether a file of this part has all bytes that the metadata put there. `size`: its bytes."""
+        return size >= self.sizes.get(Path(file).name, 0)
+
 
 def parts_in(folder: Path) -> dict[str, Part]:
     """The parts of published saves whose metadata are on this machine, by `<save>/<replica>`."""
@@ -114,7 +123,7 @@ class Saves:
         whole = {name: [name] for name in self._parts if self._complete([name])}
         alike: dict[tuple[str, str], list[str]] = {}
         for name in sorted(self._parts):
-            alike.setdefault((_save_of(name), self._parts[name].layout), []).append(name)
+            alike.setdefault((save_of(name), self._parts[name].layout), []).append(name)
         together = {names[0]: names for names in alike.values() if names[0] not in whole and self._complete(names)}
         trainings = {training_of(name) for name in (*whole, *together)}
         if not trainings:
@@ -122,21 +131,20 @@ class Saves:
         if len(trainings) > 1:
             raise CheckpointError(
                 f"the machines' folders have saves of {len(trainings)} trainings: give each training a folder of its own, or "
-                f"remove {min((*whole, *together)).partition('/')[0]}"
+                f"remove {save_of(min((*whole, *together)))}"
             )
-        save = max(_save_of(name) for name in (*whole, *together))
+        save = max(save_of(name) for name in (*whole, *together))
         own = f"{save}/{replica}"
-        candidates = [own] if own in whole else sorted(name for name in whole if _save_of(name) == save)
+        candidates = [own] if own in whole else sorted(name for name in whole if save_of(name) == save)
         if candidates:
             return candidates[0], [candidates[0]]
-        first = min(name for name in together if _save_of(name) == save)
+        first = min(name for name in together if save_of(name) == save)
         return first, together[first]
 
     def _is_whole(self, file: str, size: int, readable: Mapping[str, Part]) -> bool:
         part, _, name = file.rpartition("/")
-        if name == METADATA:
-            return part in readable
-        return part in self._parts and size >= self._parts[part].sizes.get(name, 0)
+        known = readable if name == METADATA else self._parts
+        return part in known and known[part].is_whole(file, size)
 
     def _complete(self, names: list[str]) -> bool:
         """Whether each file of equal parts is there in one of them."""
@@ -153,7 +161,3 @@ def link(parts: list[str], files: Collection[str], folder: Path) -> None:
                 target.parent.mkdir(parents=True, exist_ok=True)
                 target.unlink(missing_ok=True)
                 os.link(source, target)
-
-
-def _save_of(part: str) -> str:
-    return part.partition("/")[0]

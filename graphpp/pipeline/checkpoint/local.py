@@ -28,6 +28,7 @@ from graphpp.errors import CheckpointError
 from graphpp.pipeline.checkpoint.background import PendingSave, host_copies, in_background
 from graphpp.pipeline.checkpoint.find_saves import (
     PARTIAL,
+    Part,
     Saves,
     files_in,
     keep_only,
@@ -35,6 +36,7 @@ from graphpp.pipeline.checkpoint.find_saves import (
     name_of_save,
     number_of,
     parts_in,
+    save_of,
     saves_in,
     training_of,
 )
@@ -93,9 +95,14 @@ class LocalCheckpoint:
         self._begin("load")
         machines, folder = self._machines, self._folder
         with self._calls.watched():
-            parts, files = dict[str, Any](), dict[str, int]()
-            machines.agreed(lambda: parts.update(parts_in(folder)))
-            machines.agreed(lambda: files.update(self._stored_files()))
+            parts, files = dict[str, Part](), dict[str, int]()
+
+            def look() -> None:
+                parts.update(parts_in(folder))
+                for save in saves_in(folder):
+                    files.update(files_in(folder / save, folder))
+
+            machines.agreed(look)
             saves = Saves(machines.gathered(parts), machines.gathered(files))
             found = saves.newest(machines.own.replica)
             if found is not None:
@@ -109,7 +116,7 @@ class LocalCheckpoint:
         part = None if found is None else folder / found[0]
         loaded = restore_from(self._state, _NAME_IN_ERRORS, lambda: part, self._fetch_files)
         if found is not None:
-            self._last = found[0].partition("/")[0]
+            self._last = save_of(found[0])
             self._number = number_of(self._last)
         return loaded
 
@@ -217,29 +224,13 @@ class LocalCheckpoint:
 
     # ------------------------------------------------------------------------------------------------ loading
 
-    def _stored_files(self) -> dict[str, int]:
-        """The bytes of the files of all saves on this machine."""
-        found: dict[str, int] = {}
-        for save in saves_in(self._folder):
-            found.update(files_in(self._folder / save, self._folder))
-        return found
-
     def _bring_together(self, found: tuple[str, list[str]], saves: Saves) -> None:
         """Give every machine the metadata of the part that its ranks read, and remove all other saves."""
         machines, folder = self._machines, self._folder
         part, parts = found
-        save = part.partition("/")[0]
-        whole = saves.files[machines.own]
-        machines.once_per_machine(lambda: keep_only([save], folder))
-        machines.once_per_machine(lambda: link(parts, whole, folder))
-        stored = machines.gathered(self._whole_files(save, whole, parts))
-        machines.bring(machines.gathered([f"{part}/{METADATA}"]), stored)
-
-    def _whole_files(self, save: str, whole: Mapping[str, int], parts: list[str]) -> dict[str, int]:
-        """The files of a save that are whole on this machine, those included that `link` has made."""
-        of_equal_parts = {f"{parts[0]}/{Path(file).name}" for file in whole if file.rpartition("/")[0] in parts}
-        there = files_in(self._folder / save, self._folder) if (self._folder / save).exists() else {}
-        return {file: size for file, size in there.items() if file in whole or file in of_equal_parts}
+        machines.once_per_machine(lambda: keep_only([save_of(part)], folder))
+        machines.once_per_machine(lambda: link(parts, saves.files[machines.own], folder))
+        machines.bring(machines.gathered([f"{part}/{METADATA}"]), saves.files)
 
     def _fetch_files(self, part: Path, entries: dict[str, Any]) -> None:
         """Bring the files with the entries that this rank reads next onto its machine."""
@@ -247,15 +238,12 @@ class LocalCheckpoint:
         stored: dict[str, int] = {}
 
         def plan() -> None:
-            reader, planner = SafeReader(part), SafePlanner(part)
-            metadata = reader.read_metadata()
+            metadata, planner = SafeReader(part).read_metadata(), SafePlanner(part)
             planner.set_up_planner(entries, metadata)
             places = (metadata.storage_data[item.storage_index].relative_path for item in planner.create_local_plan().items)
             needed.update(str((part / place).relative_to(self._folder)) for place in places)
-            sizes, name = parts_in(self._folder), str(part.relative_to(self._folder))
-            for file, size in files_in(part, self._folder).items():
-                if size >= sizes[name].sizes.get(Path(file).name, 0):
-                    stored[file] = size
+            written = Part.of(metadata)
+            stored.update((file, size) for file, size in files_in(part, self._folder).items() if written.is_whole(file, size))
 
         with self._calls.watched():
             self._machines.agreed(plan)
