@@ -27,6 +27,7 @@ from graphpp.parallel.failure import FailureBoard
 from graphpp.parallel.place import MeshLike, RankPlace, pipeline_ranks, place_of
 from graphpp.pipeline.pipeline import Pipeline
 from graphpp.runtime.model_state import tensor_lines
+from graphpp.runtime.shards.local_rows import is_sharded
 from graphpp.schedules.generate.read import ScheduleLike
 from graphpp.verification.report import Verification
 from graphpp.verification.subject import SimulatedPlace, cut_as_in_a_step, device_of, ranks_of, rotated
@@ -70,10 +71,12 @@ def compile(  # noqa: PLR0913 - the options of a pipeline, all of them optional
             microbatches) -> table. "auto": a plain loop in one process, 1F1B for one stage a rank, Interleaved1F1B for several.
         microbatches: into how many microbatches `step` cuts a batch. None: the largest divisor of the batch up to 4 a rank,
             and 1 in one process.
-        mesh: a `DeviceMesh` with the dimensions `pp`, `dp_replicate` (data parallelism) and `cp` (context parallelism, with
-            `graphpp.attention`; along both, gradients are averaged after each step, losses stay each pipeline's own), or the
-            process group of this pipeline's ranks. None: the world, initialised from torchrun's variables if nobody has;
-            without those variables one process.
+        mesh: a `DeviceMesh` with the dimensions `pp`, `dp_replicate` and `dp_shard` (data parallelism, with whole parameters
+            and with shards of them) and `cp` (context parallelism, with `graphpp.attention`), or the process group of this
+            pipeline's ranks. Along all but `pp`, gradients are averaged after each step, and losses stay each pipeline's own.
+            With `dp_shard` the parameters become `DTensor`s once the model is captured: make the optimizer of
+            `pipe.parameters()` then. None: the world, initialised from torchrun's variables if nobody has; without those
+            variables one process.
         parallel: a `graphpp.Parallel`, or the device of this rank.
         backend: "eager" (bit-equal to a plain loop), "inductor", a `graphpp.Inductor` or `graphpp.Eager` with options, or a
             function (fx.GraphModule, examples) -> callable, as `torch.compile(backend=)` takes it.
@@ -93,6 +96,7 @@ def compile(  # noqa: PLR0913 - the options of a pipeline, all of them optional
 
     def read_options() -> Options:
         check_arguments(model, loss, example)
+        _check_unsharded(model)
         options = Options(split, schedule, microbatches, parallel, backend, memory, gradients, debug)
         options.memory.caps(place.ranks)
         compiler_of(options.backend)
@@ -180,6 +184,16 @@ def verify(  # noqa: PLR0913 - the options of `compile`, and two of its own
         return verified(model, loss, options, place, parts, tolerance, dumps, whole)
     parts = [flatten_microbatch(each) for each in several] if len(several) > 1 else rotated(several[0], wanted)
     return verified(model, loss, options, place, parts, tolerance, dumps)
+
+
+def _check_unsharded(model: nn.Module) -> None:
+    """Raise `GraphPPError` where another pipeline has sharded parameters of the model."""
+    fqn = next((fqn for fqn, parameter in model.named_parameters() if is_sharded(parameter)), None)
+    if fqn is not None:
+        raise GraphPPError(
+            f"another pipeline has sharded the model's parameters over dp_shard, {fqn} for one, and sums their gradients: "
+            "compile all pipelines of a model on a mesh without dp_shard, or train and evaluate with that one"
+        )
 
 
 def _given(

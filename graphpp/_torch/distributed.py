@@ -10,6 +10,7 @@ Checked on torch 2.11.0, 2.13.0 and 2.15.0:
 - `torch.distributed.distributed_c10d._set_pg_timeout`: the timeout of a process group; torch 2.15 has `set_timeout`
 - `ProcessGroup._get_backend`, `options._timeout`: the present timeout (both timeouts: checked on 2.13.0 and 2.15.0)
 - `Store.clone`: a connection of its own to the same store (missing from torch's stubs; checked on 2.13.0 and 2.15.0)
+- `ProcessGroup.allgather_into_tensor_coalesced`: several all-gathers in one call (checked on 2.13.0 and 2.15.0)
 - `torch._foreach_norm`: norms of many tensors at once, the call that torch's own gradient clipping makes
 - `torch._foreach_copy_`: many copies at once, the call that torch's own optimizers make
 - `Optimizer._optimizer_step_pre_hooks`, `_optimizer_step_post_hooks` and, for all optimizers, `torch.optim.optimizer.
@@ -38,6 +39,15 @@ default_store = _get_default_store
 foreach_norm = torch._foreach_norm
 foreach_copy = torch._foreach_copy_
 group_named: Callable[[Any], dist.ProcessGroup] = _resolve_process_group
+
+
+def all_gather_many(
+    gathered: Sequence[torch.Tensor], parts: Sequence[torch.Tensor], group: dist.ProcessGroup
+) -> dist.Work:
+    """Start to gather each tensor of `parts` from all ranks into the tensor of `gathered` at its place, in one call."""
+    as_bytes = [[each.view(-1).view(torch.uint8) for each in tensors] for tensors in (gathered, parts)]
+    work: dist.Work = group.allgather_into_tensor_coalesced(*as_bytes)
+    return work
 
 
 _made: tuple[Store, Counter[tuple[int, ...]]] | None = None  # the world's store, and how many groups of equal ranks were made

@@ -42,6 +42,7 @@ from graphpp.capture.source_lines import is_user_file, source_line, user_frame
 from graphpp.errors import CaptureError
 from graphpp.passes.graph.joint_graph import JointGraph
 from graphpp.runtime.model_state import own_tensors
+from graphpp.runtime.shards.local_rows import is_sharded
 
 
 def check_model(model: nn.Module) -> None:
@@ -103,7 +104,7 @@ def _refuse_dtensors(model: nn.Module) -> None:
     """Raise `CaptureError` for parameters and buffers that are spread over ranks: an export loses their gradients."""
     for fqn, tensor in (*model.named_parameters(), *model.named_buffers()):
         placements = getattr(tensor, "placements", None)
-        if placements is not None and hasattr(tensor, "device_mesh"):
+        if placements is not None and hasattr(tensor, "device_mesh") and not is_sharded(tensor):
             raise CaptureError(
                 f"{fqn} is a DTensor with placements {tuple(placements)}, which cannot be captured yet. Give graphpp.compile "
                 "the model as it is before parallelize_module, or write its sharded layers with plain tensors of this rank and "

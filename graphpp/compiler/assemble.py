@@ -25,6 +25,7 @@ from graphpp.parallel.groups import Subgroups
 from graphpp.runtime.model_state import ModelState
 from graphpp.runtime.offloader import mover_for
 from graphpp.runtime.runner import GraphPPRunner, RunnerConfig
+from graphpp.runtime.shards.sharded_parameters import ShardedParameters
 
 Owners = Mapping[str, Sequence[int]]
 
@@ -56,8 +57,14 @@ class Assembly:
         if self.regions is not None:
             self.regions.compile(lowered.region_calls)
 
-    def runner(self, lowered: Lowered, replicas: dist.ProcessGroup | None, owners: Owners) -> GraphPPRunner:
-        """The runner of a compiled call; `owners` are the ranks that hold each parameter."""
+    def runner(
+        self,
+        lowered: Lowered,
+        replicas: dist.ProcessGroup | None,
+        owners: Owners,
+        sharded: ShardedParameters | None = None,
+    ) -> GraphPPRunner:
+        """The runner of a compiled call; `owners`: the ranks that hold each parameter; `sharded`: those of this rank."""
         programs, woven = list(lowered.programs), list(lowered.woven)
         if self._options.backend.cudagraphs:
             programs, woven = self.recorded.record_all(programs, woven, lowered.local, lowered.sources)
@@ -70,5 +77,6 @@ class Assembly:
             woven=woven,
             offload=lowered.windows,
             mover=mover_for(self._place.device),
+            sharded=sharded,
         )
         return GraphPPRunner(programs, lowered.schedule, self._state, self._place, config)

@@ -103,6 +103,14 @@ class CompiledGraph:
         """FQNs of the parameters that `rank` holds."""
         return {fqn for stage in self.local_stages(rank) for fqn in stage.parameters}
 
+    def stages_of_parameter(self, rank: int) -> dict[str, list[int]]:
+        """For each parameter that `rank` holds, by FQN, the stages of the rank that read it."""
+        found: dict[str, list[int]] = {}
+        for stage in self.local_stages(rank):
+            for fqn in stage.parameters:
+                found.setdefault(fqn, []).append(stage.index)
+        return found
+
     def buffers(self, rank: int) -> set[str]:
         """FQNs of the buffers that `rank` holds."""
         return {fqn for stage in self.local_stages(rank) for fqn in stage.buffers}

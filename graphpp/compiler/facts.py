@@ -15,6 +15,7 @@ from graphpp.passes.graph.joint_graph import JointGraph
 from graphpp.planner.tables import CheckedTable
 from graphpp.runtime.model_state import ModelState
 from graphpp.runtime.program import Phase, PipelineProgram, StageProgram
+from graphpp.runtime.shards.local_rows import local_tensor
 
 
 def of_graph(joint: JointGraph, program: PipelineProgram) -> Facts:
@@ -38,7 +39,8 @@ def of_call(graphs: Sequence[Facts], table: CheckedTable) -> Facts:
 
 def of_copies(state: ModelState, shared: Sequence[str]) -> Facts:
     """Checksums of the tensors of this rank that other ranks hold too: copies of a tied parameter must start equal."""
-    return Facts({f"the values of {fqn}": [f"bits that add up to {checksum(state.tensor(fqn))}"] for fqn in shared})
+    sums = {fqn: checksum(local_tensor(state.tensor(fqn))) for fqn in shared}
+    return Facts({f"the values of {fqn}": [f"bits that add up to {found}"] for fqn, found in sums.items()})
 
 
 def of_replicas(state: ModelState, own: Iterable[str]) -> Facts:

@@ -8,7 +8,7 @@ from typing import Any, ClassVar, Literal
 
 import torch
 
-from graphpp.arguments import INDEX, NUMBER, SECONDS, Accepted, callback, function_of, one_word, or_none, shown
+from graphpp.arguments import COUNT, INDEX, NUMBER, SECONDS, Accepted, callback, function_of, one_word, or_none, shown
 from graphpp.errors import GraphPPError
 from graphpp.options.option import Group, Option, group_reader, reader_of
 
@@ -72,6 +72,14 @@ class Parallel(Group):
         takes="seconds",
         about="How long a rank waits while a new call is compiled, where the first rank captures for all. Also the timeout of "
         "the world's process group if graphpp makes it. None: the timeout that the groups have.",
+    )
+    keep: Option[int | None, int | None] = Option(
+        None,
+        read=reader_of(or_none(COUNT)),
+        takes="a number of stages, from 1",
+        about="How many of its stages a rank holds whole at once, where `mesh=` has the dimension `dp_shard`. None: all, so "
+        "each is gathered once per step (ZeRO-1). With k stages the one that is needed last makes room, and its gradients are "
+        "summed over the ranks before it goes, so that at most k whole gradients stay.",
     )
     replica_values: Option[ReplicaValues, ReplicaValues] = Option(
         "equal",

@@ -1,10 +1,11 @@
 """Where a rank of a pipeline stands: its device, the ranks of its pipeline, and the ranks that train its stages on other data.
 
 Contract
-    `mesh=` is a `DeviceMesh` with the dimensions `pp` (the ranks of a pipeline), `dp_replicate` (data parallelism) and `cp`
-    (context parallelism: the ranks that share each sequence), a process group of the pipeline's ranks, or None: the world,
-    which is initialised if torchrun's variables are set and nobody has.
-    Ranks that differ in `dp_replicate` and `cp` alone hold the same stages and see other tokens: they are replicas.
+    `mesh=` is a `DeviceMesh` with the dimensions `pp` (the ranks of a pipeline), `dp_replicate` and `dp_shard` (data
+    parallelism, with whole parameters and with a shard of each parameter on each rank) and `cp` (context parallelism: the
+    ranks that share each sequence), a process group of the pipeline's ranks, or None: the world, which is initialised if
+    torchrun's variables are set and nobody has.
+    Ranks that differ in `dp_replicate`, `dp_shard` and `cp` alone train the same stages on other tokens: they are replicas.
     The device is `parallel.device`, else the mesh's type, else the model's GPU, else torchrun's local rank, else the CPU.
     `GraphPPError` where a rank has no such device, is not in the mesh or group, or where the mesh has other dimensions.
 """
@@ -32,9 +33,38 @@ _LOG = logging.getLogger("graphpp")
 
 MeshLike = DeviceMesh | dist.ProcessGroup | None
 
-_PIPELINE, _REPLICAS, _CONTEXT = "pp", "dp_replicate", "cp"
-_KNOWN = (_PIPELINE, _REPLICAS, _CONTEXT)
-_PLANNED = ("dp_shard", "tp", "ep")
+_PIPELINE, _REPLICAS, _SHARDS, _CONTEXT = "pp", "dp_replicate", "dp_shard", "cp"
+_KNOWN = (_PIPELINE, _REPLICAS, _SHARDS, _CONTEXT)
+_PLANNED = ("tp", "ep")
+_DATA = (_REPLICAS, _SHARDS, _CONTEXT)  # the dimensions along which ranks train the same stages on other tokens
+
+
+@dataclass(frozen=True)
+class Sharding:
+    """The ranks among which the parameters of a stage are sharded.
+
+    `mesh`: these ranks, in one dimension. `copies`: the replicas with the same shards as this rank (None: none). `holders`: the
+    ranks along the pipeline and `mesh`, which together hold the model once.
+    """
+
+    mesh: DeviceMesh
+    copies: dist.ProcessGroup | None
+    holders: dist.ProcessGroup
+
+    @property
+    def group(self) -> dist.ProcessGroup:
+        """The process group of the ranks of `mesh`."""
+        return self.mesh.get_group()
+
+    @property
+    def rank(self) -> int:
+        """This rank's place in `mesh`, which is the number of its shards."""
+        return self.mesh.get_local_rank()
+
+    @property
+    def ranks(self) -> int:
+        """Into how many shards parameters are cut."""
+        return self.mesh.size()
 
 
 @dataclass(frozen=True)
@@ -42,13 +72,15 @@ class RankPlace:
     """Where this rank stands: its device, and its process groups.
 
     `group`: of its pipeline (None: one process). `replicas`: of the ranks with the same stages and other data (None: none).
-    `context`: those of the replicas that share sequences with this rank (None: none).
+    `context`: those of the replicas that share sequences with this rank (None: none). `sharding`: None where each rank holds
+    the whole parameters of its stages.
     """
 
     device: torch.device
     group: dist.ProcessGroup | None
     replicas: dist.ProcessGroup | None = None
     context: dist.ProcessGroup | None = None
+    sharding: Sharding | None = None
 
     @property
     def rank(self) -> int:
@@ -61,9 +93,24 @@ class RankPlace:
         return dist.get_world_size(self.group) if self.group is not None else 1
 
     @property
-    def first_replica(self) -> bool:
-        """Whether this rank belongs to the first of the replicas, which writes files for all."""
-        return self.replicas is None or dist.get_rank(self.replicas) == 0
+    def twins(self) -> dist.ProcessGroup | None:
+        """The ranks with the same parameters as this one; None: there are no others."""
+        return self.replicas if self.sharding is None else self.sharding.copies
+
+    @property
+    def writes_files(self) -> bool:
+        """Whether this rank writes files for its twins."""
+        return self.twins is None or dist.get_rank(self.twins) == 0
+
+    @property
+    def holders(self) -> dist.ProcessGroup | None:
+        """The ranks that together hold the model once; None for one process."""
+        return self.group if self.sharding is None else self.sharding.holders
+
+    @property
+    def first_holder(self) -> bool:
+        """Whether this rank is the first one of its pipeline and has the first shards."""
+        return self.rank == 0 and (self.sharding is None or self.sharding.rank == 0)
 
 
 def place_of(model: object, mesh: MeshLike, device: torch.device | None, timeout: float | None = None) -> RankPlace:
@@ -104,11 +151,32 @@ def _in_mesh(model: object, mesh: DeviceMesh, device: torch.device | None) -> Ra
             f"mesh: its ranks exchange tensors on {mesh.device_type}, but this rank runs on {found}: make the mesh for "
             f"{found.type}, or give parallel=graphpp.Parallel(device=...)"
         )
-    groups = {name: mesh.get_group(name) for name in names}
-    replicas = groups.get(_REPLICAS, groups.get(_CONTEXT))
-    if _REPLICAS in groups and _CONTEXT in groups:
-        replicas = group_of(_ranks_along(mesh, (_REPLICAS, _CONTEXT)))
-    return RankPlace(found, groups.get(_PIPELINE), replicas, groups.get(_CONTEXT))
+    sizes = dict(zip(names, mesh.shape, strict=True))
+    data = [name for name in _DATA if name in names]
+    return RankPlace(
+        found,
+        _group_along(mesh, [_PIPELINE] if _PIPELINE in names else []),
+        _group_along(mesh, data),
+        _group_along(mesh, [_CONTEXT] if _CONTEXT in names else []),
+        _sharding(mesh, data, names) if sizes.get(_SHARDS, 1) > 1 else None,
+    )
+
+
+def _sharding(mesh: DeviceMesh, data: Sequence[str], names: Sequence[str]) -> Sharding:
+    others = [name for name in data if name != _SHARDS and mesh.size(names.index(name)) > 1]
+    holders = _group_along(mesh, [name for name in (_PIPELINE, _SHARDS) if name in names])
+    assert holders is not None, "a mesh with shards has ranks that hold them"
+    made = Sharding(mesh[_SHARDS], _group_along(mesh, others), holders)
+    if dist.get_rank(made.group) != made.rank:
+        raise GraphPPError(f"mesh: the ranks along {_SHARDS!r} must ascend, as init_device_mesh lays them out")
+    return made
+
+
+def _group_along(mesh: DeviceMesh, names: Sequence[str]) -> dist.ProcessGroup | None:
+    """The process group of the ranks that have this rank's coordinates in all other dimensions; None without a dimension."""
+    if len(names) < 2:
+        return mesh.get_group(names[0]) if names else None
+    return group_of(_ranks_along(mesh, names))
 
 
 def _ranks_along(mesh: DeviceMesh, names: Sequence[str]) -> list[int]:

@@ -102,10 +102,16 @@ class Calls:
         self._broken = False
 
     def evaluation(self, make: MakeParts, weights: LossArguments) -> tuple[StepCall, PreparedStep]:
-        """Prepare an evaluation."""
-        call, lacking = self._agreed(make, weights, training=False)
-        with contextlib.ExitStack() as stack:
+        """Prepare an evaluation: on all replicas or on none, where they hold shards of the parameters."""
+
+        def prepare() -> tuple[StepCall, PreparedStep]:
+            call, lacking = self._agreed(make, weights, training=False)
             return self._prepared(call, lacking, stack)
+
+        with contextlib.ExitStack() as stack:
+            if self._place.sharding is None:
+                return prepare()
+            return self._replicas.together(prepare, lambda made: made[1].lowered.replica_facts.adding("the call", ["eval"]))
 
     def training(
         self, make: MakeParts, weights: LossArguments = NO_WEIGHTS, asked: str = "step"
@@ -123,15 +129,19 @@ class Calls:
             known = made[1].lowered.replica_facts.adding("the call", [asked])
             if self._compared or not self._replicas.several:
                 return known
-            values = facts.of_tensors if self._options.parallel.replica_values == "broadcast" else facts.of_replicas
-            return known.joined(values(self._state, self._cache.ownership.local))
+            owned, broadcast = self._cache.ownership, self._options.parallel.replica_values == "broadcast"
+            if not broadcast and owned.values_before_sharding is not None:
+                return known.joined(owned.values_before_sharding)
+            return known.joined((facts.of_tensors if broadcast else facts.of_replicas)(self._state, owned.local))
 
         self.check_whole()
         with contextlib.ExitStack() as stack:  # a replica that compiles faster waits for the others
             made = self._replicas.together(prepare, facts_of)
         if not self._compared and self._options.parallel.replica_values == "broadcast" and self._place.replicas is not None:
+            owned = self._cache.ownership
+            own = [fqn for fqn in sorted(owned.local) if owned.sharded is None or fqn not in owned.sharded]
             with self.exchanging():
-                broadcast_([self._state.tensor(fqn) for fqn in sorted(self._cache.ownership.local)], self._place.replicas)
+                broadcast_([self._state.tensor(fqn) for fqn in own], self._place.replicas)
         self._compared = True
         return made
 
@@ -167,13 +177,13 @@ class Calls:
 
     @cached_property
     def file_group(self) -> dist.ProcessGroup | None:
-        """The process group of the pipeline's ranks for checkpoints, which are written while steps go on."""
-        return gloo_twin(self._place.group, self._options.parallel.start_timeout)
+        """The process group of the ranks that hold the model once, for checkpoints, which are written while steps go on."""
+        return gloo_twin(self._place.holders, self._options.parallel.start_timeout)
 
     @cached_property
     def replica_file_group(self) -> dist.ProcessGroup | None:
-        """The process group of this rank's replicas for checkpoints."""
-        return gloo_twin(self._place.replicas, self._options.parallel.start_timeout)
+        """The process group of the ranks with the same parameters as this one, for checkpoints."""
+        return gloo_twin(self._place.twins, self._options.parallel.start_timeout)
 
     def all_do(self, what: str, work: Callable[[], None], alike: Callable[[], Mapping[str, list[str]]] | None = None) -> None:
         """Do `work` on every rank of the pipeline, and go on when all have done it. Raises on all ranks if it fails on one.

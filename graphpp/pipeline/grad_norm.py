@@ -5,6 +5,8 @@ Contract
 - A rank computes the norms of its own parameters, an all-reduce gives every rank all norms in the model's order, and the total
   is their norm, computed as in `torch.nn.utils.clip_grad_norm_`. A parameter that several ranks hold counts once. Every rank
   returns the same norm.
+- Of a sharded parameter a rank computes the norm of its rows. The ranks of the mesh exchange these norms, and each joins them in
+  the order of the ranks, so the total is the same on all ranks, for every split and schedule of one mesh.
 - The host knows which parameters have gradients, and their dtypes, on all ranks (`RankGradients.codes`), and waits for no GPU.
 """
 
@@ -19,9 +21,11 @@ from itertools import compress
 import torch
 import torch.distributed as dist
 
-from graphpp._torch.distributed import foreach_norm
+from graphpp._torch.distributed import all_gather_many, foreach_norm
 from graphpp.arguments import FLAG, require
 from graphpp.errors import GraphPPError
+from graphpp.parallel.place import RankPlace
+from graphpp.runtime.shards.local_rows import local_tensor
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.complex64, torch.complex128)
 
@@ -54,7 +58,8 @@ class RankGradients:
 
     `counted`: positions and gradients of the parameters that this rank counts and that have a gradient. `codes`: for each
     parameter of the model 1 + the index of the dtype of its gradient in `_DTYPES`, 0 without a gradient, as all ranks know
-    after an agreement; `own_codes`: of the parameters that this rank counts.
+    after an agreement; `own_codes`: of the parameters that this rank counts. `shards`: the group of the ranks that hold other
+    rows of the parameters (None: they are whole); `replicated`: the positions of those that all these ranks hold whole.
     """
 
     parameters: Sequence[torch.Tensor]
@@ -63,18 +68,23 @@ class RankGradients:
     codes: tuple[int, ...]
     group: dist.ProcessGroup | None
     device: torch.device
+    shards: dist.ProcessGroup | None = None
+    replicated: tuple[int, ...] = ()
 
     @classmethod
-    def of(
-        cls, parameters: Sequence[torch.Tensor], held: HeldParameters, group: dist.ProcessGroup | None, device: torch.device
-    ) -> RankGradients:
+    def of(cls, parameters: Sequence[torch.Tensor], held: HeldParameters, place: RankPlace) -> RankGradients:
         """The gradients of this rank's `parameters`, which are those of `held`, in that order."""
+        shards, replicated = None, tuple[int, ...]()
+        if place.sharding is not None:
+            shards = place.sharding.group
+            replicated = tuple(at for at, each in zip(held.positions, parameters, strict=True) if not each.dim())
+            parameters = [_rows_of(each) for each in parameters]
         gradients = zip(held.counted, [each.grad for each in compress(parameters, held.counts)], strict=True)
         counted = {position: gradient for position, gradient in gradients if gradient is not None}
         codes = [_NO_GRADIENT] * held.total
         for position, gradient in counted.items():
             codes[position] = _CODES[gradient.dtype]
-        return cls(parameters, counted, tuple(codes), tuple(codes), group, device)
+        return cls(parameters, counted, tuple(codes), tuple(codes), place.group, place.device, shards, replicated)
 
     def present(self) -> list[torch.Tensor]:
         """The gradients that are not None."""
@@ -145,7 +155,26 @@ def own_norms(gradients: RankGradients, norm_type: float) -> torch.Tensor:
         chosen = {place: gradient for place, gradient in gradients.counted.items() if one or gradient.dtype is dtype}
         norms = torch.stack(list(foreach_norm(list(chosen.values()), norm_type)))
         table.index_copy_(0, _places(tuple(chosen), table.device), norms.to(table.device, torch.float64))
-    return table
+    return table if gradients.shards is None else _over_shards(table, gradients, gradients.shards, norm_type)
+
+
+def _over_shards(table: torch.Tensor, gradients: RankGradients, group: dist.ProcessGroup, norm_type: float) -> torch.Tensor:
+    """The norms of whole gradients from those of each rank's rows."""
+    parts = table.new_empty((dist.get_world_size(group), len(table)))
+    all_gather_many([parts], [table], group).wait()
+    joined = torch.linalg.vector_norm(parts, norm_type, dim=0) if norm_type else parts.sum(0)
+    whole = _places(gradients.replicated, table.device)
+    return joined.index_copy_(0, whole, parts[0][whole])
+
+
+def _rows_of(parameter: torch.Tensor) -> torch.Tensor:
+    """A tensor whose `grad` is this rank's rows of the parameter's gradient."""
+    if parameter.grad is None:
+        return parameter
+    rows = local_tensor(parameter.grad)
+    holder = rows.detach()
+    holder.grad = rows
+    return holder
 
 
 def all_reduce_(norms: torch.Tensor, gradients: RankGradients, norm_type: float) -> PendingNorms:
@@ -187,6 +216,8 @@ def share_overflow_(gradients: RankGradients) -> None:
     found = overflow(gradients).to(torch.int32)
     if gradients.group is not None and dist.get_world_size(gradients.group) > 1:
         dist.all_reduce(found, dist.ReduceOp.MAX, group=gradients.group)
+    if gradients.shards is not None:
+        dist.all_reduce(found, dist.ReduceOp.MAX, group=gradients.shards)
     mark_overflow_(gradients, found)
 
 

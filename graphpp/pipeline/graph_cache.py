@@ -41,7 +41,7 @@ from graphpp.pipeline.graph_keys import GraphKeys, Recent, check_same_updates
 from graphpp.pipeline.ownership.ownership import Ownership
 from graphpp.pipeline.step_call import GraphKey, StepCall
 from graphpp.pipeline.varying_sizes import VaryingSizes
-from graphpp.planner.tables import CheckedTable, Tables
+from graphpp.planner.tables import CheckedTable, ShardPolicy, Tables
 from graphpp.runtime.model_state import ModelState, tensor_lines
 from graphpp.runtime.runner import GraphPPRunner
 from graphpp.schedules.table.schedule import Schedule
@@ -82,8 +82,9 @@ class GraphCache:
         self._sizes = VaryingSizes(options.debug.dynamic, limit, warns=place.rank == 0)
         self._prepared: Recent[tuple[GraphKey, ...], PreparedStep] = Recent(_SIZES * limit)
         self._assembly = Assembly(request, state)
-        self.ownership = Ownership(state, place, options.memory, self.captured, self._keys.forget_values)
-        self.tables = Tables(options.schedule, place.ranks)
+        self.ownership = Ownership(state, place, options, self.captured, self._keys.forget_values)
+        self._shards = ShardPolicy(options.parallel.keep) if place.sharding is not None else None
+        self.tables = Tables(options.schedule, place.ranks, self._shards)
         self.first: CompiledGraph | None = None
 
     @property
@@ -185,7 +186,7 @@ class GraphCache:
             self._agreement.together(partial(self._assembly.compile, made, replicas), _nothing_to_compare)
             local = set[str]().union(*(each.parameters(rank) | each.buffers(rank) for each in graphs.values()))
             self._state.move(local, self._request.place.device)
-            runner = self._assembly.runner(made, replicas, self.ownership.ranks_of_parameter)
+            runner = self._assembly.runner(made, replicas, self.ownership.ranks_of_parameter, self.ownership.sharded)
             self._prepared.keep(call.keys, PreparedStep(made, runner))
             self._forget_all_but(call.keys)
             self._assembly.keep_only([*self._all_kept(), *graphs.values()])
@@ -200,11 +201,12 @@ class GraphCache:
 
         Called by all ranks.
         """
-        table = CheckedTable(schedule, training=True)
+        table = CheckedTable(schedule, training=True, shards=self._shards)
         work = partial(lowered, self._request, step.lowered.graphs, table, self._assembly.regions)
         made = self._agreement.together(work, lambda lowered: lowered.facts)
         self._agreement.together(partial(self._assembly.compile, made, None), _nothing_to_compare)
-        return PreparedStep(made, self._assembly.runner(made, None, self.ownership.ranks_of_parameter))
+        owned = self.ownership
+        return PreparedStep(made, self._assembly.runner(made, None, owned.ranks_of_parameter, owned.sharded))
 
     def _lower(self, call: StepCall) -> tuple[dict[GraphKey, CompiledGraph], Lowered]:
         """Compile the graphs that are new, and lower the call; nothing is kept yet."""
@@ -291,6 +293,7 @@ class GraphCache:
                 )
         if begins:
             self.ownership.release_if_asked()
+            self.ownership.shard_if_asked()
 
     def _forget_all_but(self, latest: tuple[GraphKey, ...]) -> None:
         """Drop the runners, but the latest, that use a graph that is no longer kept."""

@@ -317,7 +317,7 @@ class Pipeline(RankPart):
             held = norms.HeldParameters(tuple(order[fqn] for fqn in own), counts, len(order))
             self._own = self._state.reader(own), held
         read, held = self._own
-        return norms.RankGradients.of(read(), held, self._place.group, self._place.device)
+        return norms.RankGradients.of(read(), held, self._place)
 
 
 def _has_target(part: FlatMicrobatch) -> bool:

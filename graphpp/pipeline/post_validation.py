@@ -92,6 +92,11 @@ class PostValidation(DeferredScaler):
     ) -> None:
         if not isinstance(pipe, Pipeline):
             raise GraphPPError(f"PostValidation takes a pipeline, then its optimizer, got {type(pipe).__name__}")
+        if pipe._place.sharding is not None:
+            raise GraphPPError(
+                "PostValidation judges a rank's step by whole gradients, and with dp_shard a rank has rows of them: use "
+                "pipe.clip_grad_norm_ and optimizer.step()"
+            )
         self._pipe = pipe
         self._clipping = norms.read_clipping(max_norm, norm_type)
         require(GraphPPError, "optimizer", _OPTIMIZERS, optimizer)

@@ -116,6 +116,11 @@ class RankPart(ModuleHabits):
         # safetensors and the files' part of torch: a second that `import graphpp` must not cost.
         from graphpp.pipeline.ownership.materialize import Materials, Source
 
+        if self._cache.first is not None and self._cache.ownership.sharded is not None:
+            raise GraphPPError(
+                "materialize: the parameters have values, and each rank holds its shards of them: load others with "
+                "pipe.load_state_dict or pipe.checkpoint(...).load, or compile the model on the meta device"
+            )
         source = Source(init, None if weights is None else Path(weights).expanduser().resolve(), names, seed, strict)
         materials = Materials(self._model, self._state, self._place.device)
         lines = source.describe(self._place.device)
@@ -133,6 +138,7 @@ class RankPart(ModuleHabits):
             materials.undo()
             raise
         self._cache.ownership.release_if_asked()
+        self._cache.ownership.shard_if_asked()
 
     def release(self) -> int:
         """Give back the memory of the parameters and buffers that other ranks hold; returns the number of bytes.
@@ -207,7 +213,7 @@ class RankPart(ModuleHabits):
         calls, place = self._calls, self._place
         values = dict(extra or {})
         check = partial(self._state.check_listed, self._cache.ownership.local)
-        state = TrainingState(self, check, optimizers, others, values, place.device, place.rank == 0, calls)
+        state = TrainingState(self, check, optimizers, others, values, place.device, place.first_holder, calls)
         return Checkpoint(state, place)
 
     def _check_entries(self) -> None:

@@ -18,27 +18,38 @@ from graphpp.errors import ScheduleError
 from graphpp.schedules.check.checker import check
 from graphpp.schedules.generate.read import ScheduleLike, default_stages, make_table
 from graphpp.schedules.rewrite.add_send_recv import add_send_recv
+from graphpp.schedules.rewrite.place_shards import place_shards
 from graphpp.schedules.table.actions import Kind
 from graphpp.schedules.table.schedule import Schedule
 
 _KEPT = 4  # tables; a table of 64 ranks and 512 microbatches takes 40 MB with its sends
 
 
+@dataclass(frozen=True)
+class ShardPolicy:
+    """How sharded stages are whole: at most `keep` of a rank's stages at once, or all (None)."""
+
+    keep: int | None
+
+
 @dataclass(frozen=True, eq=False)
 class CheckedTable:
     """A table that was accepted: `plain` as the schedule made it, `running` with its sends and receives.
 
-    `training`: whether a step runs the table. An evaluation runs the forwards of it.
+    `training`: whether a step runs the table. An evaluation runs the forwards of it. `shards`: which stages are whole at a
+    time, where their parameters are sharded; None where each rank holds the whole parameters of its stages.
     """
 
     plain: Schedule
     training: bool
+    shards: ShardPolicy | None = None
 
     @cached_property
     def running(self) -> Schedule:
-        """The table that the ranks run: in evaluation the forwards only; with sends and receives."""
+        """The table that the ranks run: in evaluation the forwards only; with sends and receives, and with sharded stages."""
         table = self.plain if self.training else self.plain.forward_only()
-        return table if table.has_communication else add_send_recv(table)
+        sent = table if table.has_communication else add_send_recv(table)
+        return sent if self.shards is None else place_shards(sent, self.shards.keep)
 
     @cached_property
     def text(self) -> list[str]:
@@ -76,8 +87,8 @@ class CheckedTable:
 class Tables:
     """Makes and keeps the tables of one pipeline: those of the latest counts."""
 
-    def __init__(self, source: ScheduleLike, ranks: int) -> None:
-        self._source, self._ranks = source, ranks
+    def __init__(self, source: ScheduleLike, ranks: int, shards: ShardPolicy | None = None) -> None:
+        self._source, self._ranks, self._shards = source, ranks, shards
         self._built = lru_cache(_KEPT)(self._build)
         self.checked = lru_cache(_KEPT)(self._checked)
 
@@ -108,4 +119,4 @@ class Tables:
                 "with backwards to train."
             )
         check(table, ranks=self._ranks, stages=stages, microbatches=microbatches, training=trains)
-        return CheckedTable(table, training)
+        return CheckedTable(table, training, self._shards)

@@ -21,6 +21,7 @@ from torch import nn
 from graphpp.arguments import FLAG, MAPPING, Accepted, require
 from graphpp.errors import CheckpointError, GraphPPError
 from graphpp.runtime.released import forget, is_released, released
+from graphpp.runtime.shards.local_rows import local_tensor, part_of
 
 _TENSOR = Accepted(
     "a tensor or a NumPy array", lambda value: isinstance(value, torch.Tensor) or type(value).__module__ == "numpy"
@@ -153,9 +154,10 @@ class ModelState:
         _refuse(("of another shape", wrong))
         _refuse(("that cannot be copied", [key for key, (old, new) in pairs.items() if not _can_hold(old, new)]))
         _refuse_meta([key for key, (old, _) in pairs.items() if old.is_meta])
+        parts = [(local_tensor(old), part_of(new, old)) for old, new in pairs.values()]
         with torch.no_grad():
-            for old, new in pairs.values():
-                old.copy_(new)
+            for own, part in parts:
+                own.copy_(part)
 
 
 class TensorReader:

@@ -24,18 +24,21 @@ import torch
 import torch.distributed as dist
 
 from graphpp._torch.autograd import with_gradient_hooks
+from graphpp.errors import GraphPPError
 from graphpp.parallel.data_parallel import Replicas
 from graphpp.parallel.groups import Subgroups
 from graphpp.parallel.place import RankPlace
-from graphpp.runtime.gradients.accumulate import dtype_of_sum
 from graphpp.runtime.gradients.gemm_accumulation import MatmulKernel
 from graphpp.runtime.gradients.tied import TiedReduction
+from graphpp.runtime.gradients.whole_gradients import WholeGradients
 from graphpp.runtime.model_state import ModelState
 from graphpp.runtime.offloader import Mover, Offloader, mover_for
 from graphpp.runtime.overlapped_actions import OverlappedActions
 from graphpp.runtime.program import Phase, PipelineProgram, WovenProgram
 from graphpp.runtime.randomness import step_keys
 from graphpp.runtime.recorder import ActionFunction, Recorder
+from graphpp.runtime.shards.sharded_gradients import ShardedGradients
+from graphpp.runtime.shards.sharded_parameters import ShardedParameters
 from graphpp.runtime.stage import GraphStage, StageLocation, Variant
 from graphpp.runtime.task import StepInputs, Task
 from graphpp.runtime.transport import DEPTH, PendingMessage, Transport
@@ -56,7 +59,7 @@ class RunnerConfig:
     process groups (None: new ones). `sum_dtype`: the dtype in which gradients of narrower parameters add up. `replicas`: the
     ranks among which gradients are averaged. `kernel`: multiplies the gradients of fused programs (None: torch does). `woven`:
     the programs of overlapped actions. `offload`: when saved values are in the host's memory; `mover` copies them (None: the
-    one for the pipeline's device).
+    one for the pipeline's device). `sharded`: the rank's parameters where it holds shards of them (None: it holds them whole).
     """
 
     owners: Mapping[str, Sequence[int]] | None = None
@@ -67,6 +70,7 @@ class RunnerConfig:
     woven: Sequence[WovenProgram] = ()
     offload: Sequence[OffloadWindow] = ()
     mover: Mover[Any] | None = None
+    sharded: ShardedParameters | None = None
 
 
 class GraphPPRunner:
@@ -85,7 +89,7 @@ class GraphPPRunner:
         config: RunnerConfig | None = None,
     ) -> None:
         config = config or RunnerConfig()
-        self.schedule, self.state, self.place, self._sum_dtype = schedule, state, place, config.sum_dtype
+        self.schedule, self.state, self.place = schedule, state, place
         each = [programs] * schedule.microbatches if isinstance(programs, PipelineProgram) else list(programs)
         self.program, self.programs = each[0], tuple(each)
         self.random = any(program.random for program in {id(program): program for program in each}.values())
@@ -97,10 +101,13 @@ class GraphPPRunner:
         read = frozenset[str]().union(*(stage.reads.union(stage.gradients.fqns) for stage in self.stages.values()))
         self._reader, self._tensors = state.reader(sorted(read)), dict[str, torch.Tensor]()
         self.hooked: frozenset[str] = frozenset()  # FQNs of this rank's parameters with hooks on gradients, in the last step
-        self._replicas, self._reduced = Replicas(config.replicas), set[int]()
+        self._sharded = config.sharded
+        shards_of = self._sharded.shards_of if self._sharded is not None else None
+        self._shards = {at: shards_of(each.reads) for at, each in self.stages.items()} if shards_of is not None else {}
         ranks = config.owners if config.owners is not None else ranks_of_parameters(self.program, schedule.rank_of_stage)
         groups = config.subgroups or Subgroups(place.group)
-        self.tied = TiedReduction(_contributors(self.program), ranks, schedule.rank_of_stage, groups)
+        tied = TiedReduction(_contributors(self.program), ranks, schedule.rank_of_stage, groups)
+        self._gradients = self._gradients_of_step(tied, config)
         self.overlaps = OverlappedActions(config.woven)
         self.offloader = Offloader(config.offload, self.stages, config.mover or mover_for(place.device))
         self._recorder: Recorder | None = None
@@ -117,6 +124,13 @@ class GraphPPRunner:
             own = [variants[id(program.stages[index])] for program in each]
             local[index] = GraphStage(index, own, location, self.transport, kernel)
         return local
+
+    def _gradients_of_step(self, tied: TiedReduction, config: RunnerConfig) -> WholeGradients | ShardedGradients:
+        stages, sum_dtype = {index: stage.gradients for index, stage in self.stages.items()}, config.sum_dtype
+        if config.sharded is None:
+            return WholeGradients(stages, tied, Replicas(config.replicas), self.state.tensor, sum_dtype)
+        replicas = 1 if config.replicas is None else dist.get_world_size(config.replicas)
+        return ShardedGradients(stages, tied, config.sharded, replicas, sum_dtype)
 
     def step(self, inputs: Sequence[Mapping[str, torch.Tensor]], seeds: Sequence[torch.Tensor]) -> None:
         """Run the table once.
@@ -159,11 +173,12 @@ class GraphPPRunner:
     def _drop(self) -> None:
         """Drop all values of a step that failed."""
         self.transport.drop()
-        self._replicas.drop()
+        self._gradients.drop()
         self.offloader.drop()
-        for stage in self.stages.values():
+        for index, stage in self.stages.items():
             stage.buffers.clear()
-            stage.gradients.start({})
+            for flat in self._shards.get(index, ()):
+                flat.drop()
 
     def losses(self) -> torch.Tensor:
         """The losses of the last step, one per microbatch in order, [microbatches]; on every rank."""
@@ -199,56 +214,54 @@ class GraphPPRunner:
         return [last.buffers.outputs.pop(index, {}) for index in range(self.schedule.microbatches)]
 
     def _begin(self, inputs: StepInputs) -> None:
-        self._reduced.clear()
         tensors = self._reader()
         self._tensors.update(zip(self._reader.fqns, tensors, strict=True))
-        detached = dict(zip(self._reader.fqns, [tensor.detach() for tensor in tensors], strict=True))
-        for stage in self.stages.values():
-            stage.begin(detached.__getitem__, inputs)
-            parameters = {fqn: self._tensors[fqn] for fqn in stage.gradients.fqns}
-            grads = {fqn: parameter.grad for fqn, parameter in parameters.items() if fqn not in self.tied.contributors}
-            dtypes = {fqn: dtype_of_sum(parameter, self._sum_dtype) for fqn, parameter in parameters.items()}
-            stage.gradients.start({fqn: grad for fqn, grad in grads.items() if grad is not None}, dtypes)
+        values = {fqn: self._value(fqn, tensor) for fqn, tensor in self._tensors.items()}
+        self._gradients.begin(self._tensors)
+        for index, stage in self.stages.items():
+            stage.begin(values.__getitem__, inputs)
+            if index not in self._shards:
+                stage.prepare()
+
+    def _value(self, fqn: str, tensor: torch.Tensor) -> torch.Tensor:
+        """The values of a parameter or buffer for the programs."""
+        if self._sharded is None or fqn not in self._sharded:
+            return tensor.detach()
+        if tensor is not self._sharded.parameters[fqn]:
+            raise GraphPPError(
+                f"another object stands in the place of {fqn}, which dp_shard has sharded over the ranks: change its values in "
+                "place, with torch.no_grad(), or by pipe.load_state_dict"
+            )
+        return self._sharded.whole(fqn)
 
     def _finish(self) -> None:
-        """Put the gradients into `param.grad`: partial sums of tied parameters added up, then averaged over the replicas."""
+        """Put the gradients into `param.grad`."""
         if not self.training:
             return
-        for index in self.stages:
-            self._average(index)
-        tied = self.tied.reduce(lambda stage, fqn: self.stages[stage].gradients.sums[fqn], self._buffer_for_sum)
-        self._replicas.start(tied.values())
-        self._replicas.finish()
-        for stage in self.stages.values():
-            for fqn in self._own(stage):
-                parameter, total = self._tensors[fqn], stage.gradients.sums[fqn]
-                wanted = parameter.grad_dtype
-                parameter.grad = total if wanted is None or total.dtype is wanted else total.to(dtype=wanted)
-        for fqn, total in tied.items():
-            parameter = self.state.tensor(fqn)
-            added = total.to(dtype=parameter.grad_dtype) if parameter.grad is None else parameter.grad.add_(total)
-            parameter.grad = added
+        self._gradients.finish()
         trained = {fqn: self._tensors[fqn] for stage in self.stages.values() for fqn in stage.gradients.fqns}
         self.hooked = with_gradient_hooks(trained)
-        for stage in self.stages.values():
-            stage.gradients.start({})
 
-    def _own(self, stage: GraphStage) -> list[str]:
-        """FQNs of the gradients that no other stage contributes to."""
-        return [fqn for fqn in stage.gradients.sums if fqn not in self.tied.contributors]
+    # ------------------------------------------------------------------------------------- sharded stages
 
-    def _average(self, index: int) -> None:
-        """Start to average a stage's gradients over the replicas, once per step."""
-        if index not in self._reduced:
-            self._reduced.add(index)
-            stage = self.stages[index]
-            self._replicas.start(stage.gradients.sums[fqn] for fqn in self._own(stage))
+    def _unshard(self, stage: int) -> None:
+        """Start to gather the parameters of a stage."""
+        for flat in self._shards[stage]:
+            flat.unshard()
 
-    def _buffer_for_sum(self, fqn: str) -> torch.Tensor:
-        """New memory for another rank's partial sum of a parameter's gradients."""
-        parameter = self.state.tensor(fqn)
-        dtype = dtype_of_sum(parameter, self._sum_dtype)
-        return torch.empty(parameter.shape, dtype=dtype, device=self.place.device)
+    def _ready(self, stage: int) -> None:
+        """Wait for the parameters of a stage, and compute what its programs take from them once."""
+        for flat in self._shards[stage]:
+            flat.ready()
+        self.stages[stage].prepare()
+
+    def _reshard(self, stage: int) -> None:
+        """Put a stage away: sum its gradients by now over the ranks, and give the memory of its whole parameters back."""
+        if self.training:
+            self._gradients.reduce(stage)
+        self.stages[stage].put_away()
+        for flat in self._shards[stage]:
+            flat.reshard()
 
     # ------------------------------------------------------------------------------ binding actions
 
@@ -260,7 +273,24 @@ class GraphPPRunner:
         row = [action for action in self.schedule.table[self.place.rank] if action is not None]
         if self.place.device.type == "cpu":  # on NCCL an early receive would block later sends to the same rank
             row = hoist_receives(row, self.schedule.rank_of_stage, DEPTH)
-        return ActionLoop(list(self.stages.values()), self.schedule, [(action, self._bound(action)) for action in row])
+        bound = [(action, self._bound(action)) for action in row]
+        return ActionLoop(list(self.stages.values()), self.schedule, self._awaiting(bound))
+
+    def _awaiting(self, row: Sequence[tuple[Action, ActionFunction]]) -> list[tuple[Action, ActionFunction]]:
+        """The row, with the first computations after each UNSHARD waiting for their stages' parameters."""
+        gathered, found = set[int](), []
+        for action, function in row:
+            if action.kind is Kind.UNSHARD:
+                gathered.add(action.stage)
+            waits = sorted(gathered & {leaf.stage for leaf in action.leaves}) if action.is_compute else []
+            gathered.difference_update(waits)
+            found.append((action, partial(self._run_when_ready, waits, function) if waits and self._shards else function))
+        return found
+
+    def _run_when_ready(self, stages: Sequence[int], function: ActionFunction) -> None:
+        for stage in stages:
+            self._ready(stage)
+        function()
 
     def _bound(self, action: Action) -> ActionFunction:
         """The function that does an action, with everything resolved that is known before the step."""
@@ -270,7 +300,10 @@ class GraphPPRunner:
             return self._offloading(action, self._task(action).run)
         if action.is_communication:
             return partial(self._communicate, [self._message(leaf) for leaf in action.leaves])
-        return partial(self._average, action.stage) if action.kind is Kind.REDUCE_GRAD else _nothing
+        if action.kind is Kind.REDUCE_GRAD:
+            return partial(self._gradients.reduce, action.stage)
+        whole = not self._shards
+        return _nothing if whole else partial(self._unshard if action.kind is Kind.UNSHARD else self._reshard, action.stage)
 
     def _task(self, action: Action) -> Task:
         phase = Phase(action.kind.value) if self.training else Phase.EVALUATE
@@ -314,7 +347,7 @@ def _current(device: torch.device) -> contextlib.AbstractContextManager[object]:
 
 
 def _nothing() -> None:
-    """UNSHARD and RESHARD do nothing: parameters are whole on their rank."""
+    """UNSHARD and RESHARD do nothing where parameters are whole on their rank."""
 
 
 def _contributors(program: PipelineProgram) -> dict[str, list[int]]:

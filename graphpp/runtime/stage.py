@@ -113,13 +113,23 @@ class GraphStage:
         """Start a step; `parameter_or_buffer` gives the values of the model's tensors by FQN, detached."""
         self.buffers.clear()
         self.buffers.parameter_or_buffer, self.buffers.inputs = parameter_or_buffer, inputs
+        for wiring in self._wirings():
+            self._bind(wiring)
+
+    def prepare(self) -> None:
+        """Compute the values that microbatches share, from the parameters and buffers alone; before the first computation."""
         known: list[tuple[Any, Mapping[str, torch.Tensor]]] = []
         for variant in self._distinct():
             invariants = self._step_invariants(variant.hoisted, known)
             for wiring in variant.wirings.values():
-                self._bind(wiring)
                 for index, name in wiring.step_invariants:
                     wiring.bound[index] = invariants[name]
+
+    def put_away(self) -> None:
+        """Drop what `prepare` has computed, until it is called again."""
+        for wiring in self._wirings():
+            for index, _ in wiring.step_invariants:
+                wiring.bound[index] = None
 
     def _bind(self, wiring: Wiring) -> None:
         """Fill in the arguments that are the same for all microbatches of a step."""

@@ -15,6 +15,8 @@ from typing import Any
 import torch
 
 from graphpp._torch.pytree import tree_flatten, tree_unflatten
+from graphpp._torch.sharded_tensor import with_local
+from graphpp.runtime.shards.local_rows import local_tensor
 
 
 def host_copies(entries: dict[str, Any]) -> dict[str, Any]:
@@ -25,13 +27,18 @@ def host_copies(entries: dict[str, Any]) -> dict[str, Any]:
     leaves, structure = tree_flatten(entries)
     tensors = {id(leaf): leaf.detach() for leaf in leaves if isinstance(leaf, torch.Tensor)}
     copies = {
-        key: torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda).copy_(tensor, non_blocking=tensor.is_cuda)
-        for key, tensor in tensors.items()
+        key: with_local(tensor, _host_copy(local_tensor(tensor))) for key, tensor in tensors.items()
     }
     for device in {tensor.device for tensor in tensors.values() if tensor.is_cuda}:
         torch.cuda.current_stream(device).synchronize()
     staged: dict[str, Any] = tree_unflatten([copies.get(id(leaf), leaf) for leaf in leaves], structure)
     return staged
+
+
+def _host_copy(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy that may still be under way."""
+    made = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
+    return made.copy_(tensor, non_blocking=tensor.is_cuda)
 
 
 def in_background(work: Callable[[], object]) -> Future[Any]:

@@ -43,7 +43,7 @@ class Checkpoint:
 
     def __init__(self, state: TrainingState, place: RankPlace) -> None:
         self._state, self._calls = state, state.calls
-        self._writes = place.first_replica
+        self._writes = place.writes_files
 
     @property
     def extra(self) -> dict[str, Any]:

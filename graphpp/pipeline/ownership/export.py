@@ -28,6 +28,7 @@ from graphpp.errors import CheckpointError
 from graphpp.parallel.place import RankPlace
 from graphpp.pipeline.checkpoint.restore import without_os_errors
 from graphpp.pipeline.checkpoint.training_state import RankCalls
+from graphpp.runtime.shards.local_rows import whole_tensor
 
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".index.json")
 _UNFINISHED = ".unfinished"
@@ -85,7 +86,8 @@ class Export:
 
         `check` raises where this rank's tensors cannot be written.
         """
-        first, unfinished = place.rank == 0, folder / _UNFINISHED
+        first, unfinished = place.first_holder, folder / _UNFINISHED
+        writes = place.sharding is None or place.sharding.rank == 0
 
         def begin() -> None:
             check()
@@ -102,19 +104,21 @@ class Export:
                 self._write_index(unfinished)
                 _publish(unfinished, folder)
 
-        if place.first_replica:
+        if place.writes_files:
             calls.all_do(f"save_weights {folder}", without_os_errors(begin), asked)
-            calls.all_do("its files", without_os_errors(lambda: self._write(unfinished, place.rank)))
+            calls.all_do("its files", without_os_errors(lambda: self._write(unfinished, place.rank, writes=writes)))
             calls.all_do("its index", without_os_errors(publish))
 
-    def _write(self, folder: Path, rank: int) -> None:
-        """Write the files of a rank."""
+    def _write(self, folder: Path, rank: int, *, writes: bool) -> None:
+        """Gather the tensors of a rank's files, and write them if `writes`."""
         for number, (writer, tensors) in enumerate(self.files):
             if writer == rank:
                 blank = [name for name, tensor in tensors.items() if tensor.is_meta]
                 if blank:
                     raise CheckpointError(f"{blank[0]} is on the meta device, and no stage reads it: give it values")
                 ready = {name: self._converted(tensor) for name, tensor in tensors.items()}
+                if not writes:
+                    continue
                 try:
                     save_file(ready, folder / self._file(number), metadata={"format": "pt"})
                 except (KeyError, RuntimeError, ValueError) as fault:
@@ -141,7 +145,7 @@ class Export:
         return tensor.numel() * self._dtype(tensor).itemsize
 
     def _converted(self, tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.detach().to("cpu", self._dtype(tensor)).contiguous()
+        return whole_tensor(tensor).to("cpu", self._dtype(tensor)).contiguous()
 
 
 def _begin(folder: Path, unfinished: Path) -> None:

@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from graphpp.errors import GraphPPError
 from graphpp.parallel.place import RankPlace
+from graphpp.runtime.shards.local_rows import whole_tensor
 
 
 def keys_of(names: str | Sequence[str], known: Mapping[str, object]) -> list[str]:
@@ -45,9 +46,10 @@ def _passed(tensor: torch.Tensor, holder: int | None, place: RankPlace, rank: in
     """Send or receive one tensor; the copy on a rank that receives, else None."""
     receives = rank is None or rank == place.rank
     if holder is None or place.group is None or (rank is not None and holder == rank):
-        return tensor.detach().to("cpu", copy=True) if receives else None
+        whole = whole_tensor(tensor)
+        return whole.to("cpu", copy=True) if receives else None
     if place.rank == holder:
-        sent = tensor.detach().contiguous()
+        sent = whole_tensor(tensor).contiguous()
         _bytes_pass(sent, holder, place, rank)
         return sent.to("cpu", copy=True) if receives else None
     if not receives:

@@ -4,6 +4,8 @@ Contract
 --------
 - The first graph that is captured decides: a rank holds the tensors that its stages read, for as long as the pipeline lives.
 - `release` gives back the memory of all tensors that other ranks hold and this rank does not; tensors that no stage reads stay.
+- `shard_if_asked` leaves this rank its rows of the parameters of its stages, where the mesh has `dp_shard`, once they all have
+  values. Replicas must hold equal values then, which the first training call checks, or take those of the first replica.
 - Copies of what other ranks train are stale after each training step; a pipeline that would read one is refused
   (`stale_copies.py`).
 """
@@ -18,11 +20,16 @@ from typing import Protocol
 
 import torch
 
-from graphpp.options.memory import Memory
+from graphpp.compiler import facts
+from graphpp.options.options import Options
+from graphpp.parallel.data_parallel import broadcast_
+from graphpp.parallel.facts import Facts
 from graphpp.parallel.place import RankPlace
 from graphpp.pipeline.ownership.stale_copies import StaleCopies
 from graphpp.runtime.model_state import ModelState
+from graphpp.runtime.program import StageProgram
 from graphpp.runtime.released import trim_after
+from graphpp.runtime.shards.sharded_parameters import ShardedParameters, check_written
 
 
 class Readers(Protocol):
@@ -38,6 +45,12 @@ class Readers(Protocol):
     def buffers(self, rank: int) -> AbstractSet[str]:
         """The buffers that the stages of a rank read."""
 
+    def stages_of_parameter(self, rank: int) -> Mapping[str, Sequence[int]]:
+        """For each parameter that the stages of a rank read, these stages."""
+
+    def written_buffers(self) -> Iterator[tuple[StageProgram, str]]:
+        """(stage, FQN) of each tensor that a forward writes."""
+
 
 class Ownership:
     """The parameters and buffers of one pipeline's model, by the ranks that hold them."""
@@ -46,14 +59,16 @@ class Ownership:
         self,
         state: ModelState,
         place: RankPlace,
-        memory: Memory,
+        options: Options,
         captured: Callable[[], Readers],
-        after_release: Callable[[], None],
+        after_exchange: Callable[[], None],
     ) -> None:
-        """`captured` returns the first graph or raises; `after_release` is called when stand-ins are in the model."""
-        self._state, self._place, self._memory = state, place, memory
-        self._captured, self._after_release = captured, after_release
+        """`captured` returns the first graph or raises; `after_exchange` is called when other tensors are in the model."""
+        self._state, self._place, self._memory, self._parallel = state, place, options.memory, options.parallel
+        self._captured, self._after_exchange = captured, after_exchange
         self._copies = StaleCopies()
+        self.sharded: ShardedParameters | None = None
+        self.values_before_sharding: Facts | None = None
 
     @cached_property
     def local(self) -> frozenset[str]:
@@ -74,7 +89,7 @@ class Ownership:
     def release(self) -> int:
         """Give back the memory of the parameters and buffers that other ranks hold; returns the bytes."""
         given_back = self._state.release({fqn: rank for fqn, rank in self.first_holders().items() if fqn not in self.local})
-        self._after_release()
+        self._after_exchange()
         if given_back:
             gc.collect()  # cycles of an earlier look at the model's state still hold the tensors
             trim_after(given_back)
@@ -84,6 +99,25 @@ class Ownership:
         """`release` on several ranks, unless an option says otherwise."""
         if self._place.ranks > 1 and self._memory.release:
             self.release()
+
+    def shard_if_asked(self) -> None:
+        """Shard this rank's parameters if the mesh has shards and all of them have values. Called by all replicas.
+
+        Raises `GraphPPError`, and changes nothing, for a parameter that cannot be sharded.
+        """
+        sharding, first, rank = self._place.sharding, self._captured(), self._place.rank
+        parameters = sorted(first.parameters(rank))
+        if sharding is None or self.sharded is not None or any(self._state.tensor(fqn).is_meta for fqn in parameters):
+            return
+        check_written([fqn for _, fqn in first.written_buffers()], parameters)
+        self._state.move(parameters, self._place.device)
+        if self._parallel.replica_values == "broadcast" and self._place.replicas is not None:
+            broadcast_([self._state.tensor(fqn) for fqn in parameters], self._place.replicas)
+        else:
+            self.values_before_sharding = facts.of_replicas(self._state, self.local)
+        stages, frees = first.stages_of_parameter(rank), self._parallel.keep is not None
+        self.sharded = ShardedParameters(self._state, stages, sharding, self._place.device, frees=frees)
+        self._after_exchange()
 
     def check_copies(self, graph: Readers) -> None:
         """Raise `GraphPPError` where this rank would read a parameter that another pipeline has trained elsewhere."""

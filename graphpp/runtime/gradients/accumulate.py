@@ -45,6 +45,11 @@ class Accumulator:
         self._next = dict.fromkeys(self.fqns, 0)
         self._early: dict[str, dict[int, torch.Tensor]] = {}
 
+    def take(self) -> dict[str, torch.Tensor]:
+        """Hand over the sums by now; further gradients of the step add up to new sums. All are contiguous."""
+        taken, self.sums = self.sums, {}
+        return taken
+
     def add(self, microbatch: int, fqn: str, gradient: torch.Tensor) -> None:
         """Add one microbatch's gradient of a parameter, once the gradients of all microbatches before it are added."""
         turn = self._next[fqn]

@@ -1,0 +1,63 @@
+"""The names of `torch.distributed.tensor` that tell sharded tensors apart, and its private ones.
+
+Importing torch's package takes time that `import graphpp` must not cost, so it is imported when the first sharded tensor is
+made.
+
+Checked on torch 2.13.0 and 2.15.0:
+
+- `DTensor._local_tensor`: the rank's part, without the autograd node that `to_local` makes
+- `DTensor._spec` and `DTensor(local, spec, requires_grad=)`: a tensor with the placements of another one, whose local part may
+  be on another device; `DTensor.from_local` would move it
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+_MODULE = "torch.distributed.tensor"
+
+
+def is_dtensor(tensor: object) -> bool:
+    """Whether a value is a `DTensor`."""
+    module = sys.modules.get(_MODULE)
+    return module is not None and isinstance(tensor, module.DTensor)
+
+
+def _attribute(tensor: torch.Tensor, name: str) -> Any:
+    return getattr(tensor, name) if is_dtensor(tensor) else None
+
+
+def local_of(tensor: torch.Tensor) -> torch.Tensor | None:
+    """A `DTensor`'s part on this rank; None for another tensor."""
+    found: torch.Tensor | None = _attribute(tensor, "_local_tensor")
+    return found
+
+
+def mesh_of(tensor: torch.Tensor) -> DeviceMesh | None:
+    """The mesh of a `DTensor`; None for another tensor."""
+    found: DeviceMesh | None = _attribute(tensor, "device_mesh")
+    return found
+
+
+def dtensor_of(local: torch.Tensor, mesh: DeviceMesh, shape: Sequence[int], stride: Sequence[int]) -> Any:
+    """A `DTensor` with the rows `local` on this rank; one of no dimension is replicated."""
+    from torch.distributed.tensor import DTensor, Replicate, Shard
+
+    placements = [Shard(0) if len(shape) else Replicate()]
+    return DTensor.from_local(local, mesh, placements, run_check=False, shape=torch.Size(shape), stride=tuple(stride))
+
+
+def with_local(tensor: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
+    """`local`, as the part of a `DTensor` with the shape and placements of `tensor`; `local` itself if that is none."""
+    if not is_dtensor(tensor):
+        return local
+    kind: Any = sys.modules[_MODULE].DTensor
+    made: torch.Tensor = kind(local, _attribute(tensor, "_spec"), requires_grad=False)
+    return made

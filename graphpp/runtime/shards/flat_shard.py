@@ -1,0 +1,85 @@
+"""The flat shard of parameters that the same stages read: this rank's rows of each, and the whole parameters while in use.
+
+Contract
+--------
+- `values` has this rank's rows of all parameters, the only memory of theirs that lives from step to step. `local(fqn)` and
+  `whole(fqn)` are views; a view of a whole parameter may be kept, and has values from `ready` to the last `reshard`.
+- `unshard` starts to gather and returns at once; `ready` waits. Both are called by all ranks of the group in one order. The
+  parameters stay whole until `reshard` was called as often as `unshard`. Then their memory goes back, if `frees`.
+- Gathering copies nothing on a rank: each rank's rows arrive where the whole parameter has them (`layout.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+import torch.distributed as dist
+
+from graphpp._torch.distributed import all_gather_many
+from graphpp.runtime.shards.layout import Layout, Region
+
+
+class FlatShard:
+    """Parameters of one dtype that the same stages of a rank read."""
+
+    def __init__(self, tensors: Mapping[str, torch.Tensor], group: dist.ProcessGroup, device: torch.device) -> None:
+        """`tensors`: the parameters, of any device: their shapes, strides and dtype count here."""
+        self._group, self._rank, ranks = group, dist.get_rank(group), dist.get_world_size(group)
+        self.layout = Layout.of(tensors, ranks)
+        dtype = next(iter(tensors.values())).dtype
+        self.values = torch.zeros(self.layout.elements, dtype=dtype, device=device)
+        self._gathered = torch.empty(ranks * self.layout.elements, dtype=dtype, device=device)
+        regions = [region for region in self.layout.regions.values() if region.elements]
+        self._sent = [self.values[each.start :][: each.elements] for each in regions]
+        self._received = [self._gathered[ranks * each.start :][: ranks * each.elements] for each in regions]
+        self._whole = {fqn: _whole(self._gathered, region, ranks) for fqn, region in self.layout.regions.items()}
+        self._bytes = self._gathered.untyped_storage().nbytes()
+        self._gathered.untyped_storage().resize_(0)
+        self._users, self.frees = 0, True
+        self._work: dist.Work | None = None
+
+    def local(self, fqn: str) -> torch.Tensor:
+        """This rank's rows of a parameter."""
+        region = self.layout.regions[fqn]
+        shape = (len(region.rows_of(self._rank)), *region.shape[1:])
+        return self.values.as_strided(shape, region.stride, region.start)
+
+    def whole(self, fqn: str) -> torch.Tensor:
+        """The whole parameter."""
+        return self._whole[fqn]
+
+    @torch.no_grad()
+    def take(self, fqn: str, whole: torch.Tensor) -> None:
+        """Copy this rank's rows of a whole parameter."""
+        rows = self.layout.regions[fqn].rows_of(self._rank)
+        self.local(fqn).copy_(whole[rows.start : rows.stop])
+
+    def unshard(self) -> None:
+        """Start to gather the whole parameters, if they are not whole."""
+        self._users += 1
+        if self._users > 1:
+            return
+        self._gathered.untyped_storage().resize_(self._bytes)
+        self._work = all_gather_many(self._received, self._sent, self._group) if self._sent else None
+
+    def ready(self) -> None:
+        """Wait until the parameters are whole."""
+        if self._work is not None:
+            self._work.wait()
+            self._work = None
+
+    def reshard(self) -> None:
+        """Give the memory of the whole parameters back, if no other stage uses them."""
+        self._users -= 1
+        if not self._users and self.frees:
+            self.ready()
+            self._gathered.untyped_storage().resize_(0)
+
+    def drop(self) -> None:
+        """Forget a gathering that is under way, after a failure."""
+        self._users, self._work = 0, None
+
+
+def _whole(gathered: torch.Tensor, region: Region, ranks: int) -> torch.Tensor:
+    return gathered.as_strided(region.shape, region.stride, ranks * region.start)

@@ -1,0 +1,98 @@
+"""The gradients of sharded parameters: averaged over all replicas, and each rank gets those of its rows.
+
+Contract
+--------
+- `reduce(stage)` takes over the stage's sums of whole gradients and starts to send each rank of the mesh its rows; a whole sum
+  is freed when its rows have left. A stage may be reduced several times in a step: whenever it is put away.
+- `finish` adds up the partial sums of tied parameters and adds everything to `param.grad`, a `DTensor` like its parameter.
+- A gradient is ((r0 + r1) + ..) / replicas, with the ranks of the mesh in order, then their copies in order
+  (`parallel/ordered_sums.py`); the sums of several reductions are added in their order.
+- All ranks of the mesh reduce the same stages in the same order; all ranks of a pipeline call `finish` once per training step.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping
+
+import torch
+
+from graphpp.parallel.ordered_sums import PendingSum, everywhere, scattered
+from graphpp.runtime.gradients.accumulate import Accumulator, dtype_of_sum
+from graphpp.runtime.gradients.tied import TiedReduction
+from graphpp.runtime.shards.sharded_parameters import ShardedParameters
+
+_Key = tuple[int, str]  # a stage and the FQN of a parameter
+
+
+class ShardedGradients:
+    """The gradients of one rank's stages, where the rank holds shards of parameters."""
+
+    def __init__(
+        self,
+        stages: Mapping[int, Accumulator],
+        tied: TiedReduction,
+        sharded: ShardedParameters,
+        replicas: int,
+        sum_dtype: torch.dtype | None,
+    ) -> None:
+        """`stages`: the sums of each local stage; `replicas`: by how many the sums are divided."""
+        self._stages, self._tied, self._sharded = stages, tied, sharded
+        self._replicas, self._sum_dtype = replicas, sum_dtype
+        self._pending: deque[tuple[_Key, PendingSum]] = deque()
+        self._rows: dict[_Key, torch.Tensor] = {}
+
+    def begin(self, parameters: Mapping[str, torch.Tensor]) -> None:
+        """Begin a step. `parameters`: those of the rank's stages, by FQN."""
+        for sums in self._stages.values():
+            sums.start({}, {fqn: dtype_of_sum(parameters[fqn], self._sum_dtype) for fqn in sums.fqns})
+
+    def reduce(self, stage: int) -> None:
+        """Start to sum over the ranks what the stage's gradients add up to by now."""
+        group = self._sharded.sharding.group
+        for fqn, total in self._stages[stage].take().items():
+            lengths = self._sharded.lengths(fqn)
+            pending = everywhere(total, group) if lengths is None else scattered(total, lengths, group)
+            self._pending.append(((stage, fqn), pending))
+        while self._pending and self._pending[0][1].work.is_completed():
+            self._add(*self._pending.popleft())
+
+    def finish(self) -> None:
+        """Add the gradients of this rank's rows to `param.grad`."""
+        for stage in self._stages:
+            self.reduce(stage)
+        while self._pending:
+            self._add(*self._pending.popleft())
+        rows, self._rows = self._rows, {}
+        tied = self._tied.reduce(lambda stage, fqn: rows.pop((stage, fqn)), self._buffer_for_sum)
+        for fqn, total in self._over_copies({fqn: total for (_, fqn), total in rows.items()} | tied).items():
+            self._sharded.add_gradient(fqn, total.div_(self._replicas))
+        self._end()
+
+    def drop(self) -> None:
+        """Drop the gradients of a step that failed."""
+        self._pending.clear()
+        self._rows.clear()
+        self._end()
+
+    def _end(self) -> None:
+        for sums in self._stages.values():
+            sums.start({})
+
+    def _over_copies(self, rows: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """The sums over the replicas that have the same rows."""
+        copies = self._sharded.sharding.copies
+        if copies is None:
+            return dict(rows)
+        pending = {fqn: everywhere(each, copies) for fqn, each in rows.items() if each.numel()}
+        return {fqn: pending[fqn].result() if fqn in pending else each for fqn, each in rows.items()}
+
+    def _buffer_for_sum(self, fqn: str) -> torch.Tensor:
+        """New memory for another rank's partial sum of the rows of a parameter's gradient."""
+        lengths, parameter = self._sharded.lengths(fqn), self._sharded.parameters[fqn]
+        elements = parameter.numel() if lengths is None else lengths[self._sharded.sharding.rank]
+        return torch.empty(elements, dtype=dtype_of_sum(parameter, self._sum_dtype), device=parameter.device)
+
+    def _add(self, key: _Key, pending: PendingSum) -> None:
+        rows = pending.result().view(-1)
+        self._rows[key] = rows if key not in self._rows else self._rows[key].add_(rows)

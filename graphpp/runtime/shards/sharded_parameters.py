@@ -1,0 +1,111 @@
+"""The sharded parameters of a rank: `DTensor`s in the place of the model's parameters, as views of flat shards.
+
+Contract
+--------
+- Each parameter of a rank's stages is an `nn.Parameter` that is a `DTensor` with the placement `Shard(0)` over the mesh of
+  `dp_shard`, `Replicate()` for a 0-dim parameter. It has the FQNs, the attributes and the need of a gradient of before.
+- Parameters lie in one flat shard if the same stages of the rank read them and they have one dtype and one need of a gradient.
+- A parameter with gradient hooks or of a tensor subclass raises `GraphPPError`, and changes nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+
+import torch
+from torch import nn
+
+from graphpp._torch.autograd import has_gradient_hooks
+from graphpp.arguments import type_name
+from graphpp.errors import GraphPPError
+from graphpp.parallel.place import Sharding
+from graphpp.runtime.model_state import ModelState
+from graphpp.runtime.released import forget
+from graphpp.runtime.shards.flat_shard import FlatShard
+from graphpp.runtime.shards.local_rows import as_sharded, local_tensor, note_sharded
+
+
+class ShardedParameters:
+    """The parameters of a rank's stages after they were sharded."""
+
+    def __init__(
+        self,
+        state: ModelState,
+        stages: Mapping[str, Sequence[int]],
+        sharding: Sharding,
+        device: torch.device,
+        *,
+        frees: bool,
+    ) -> None:
+        """Shard the model's parameters. Each rank cuts its own values; all ranks of the mesh have equal ones.
+
+        `stages`: for each parameter of this rank, by FQN, the rank's stages that read it. `frees`: whether the memory of whole
+        parameters goes back when their stages are put away.
+        """
+        tensors = {fqn: state.tensor(fqn) for fqn in state.parameters if fqn in stages}
+        _check(tensors)
+        self.sharding = sharding
+        groups: dict[tuple[tuple[int, ...], torch.dtype, bool], dict[str, torch.Tensor]] = {}
+        for fqn, tensor in tensors.items():
+            if tensor.dim():
+                groups.setdefault((tuple(stages[fqn]), tensor.dtype, tensor.requires_grad), {})[fqn] = tensor
+        self.flat = [FlatShard(each, sharding.group, device) for each in groups.values()]
+        self._flat_of = {fqn: flat for flat in self.flat for fqn in flat.layout.regions}
+        self._scalars = {fqn: tensor.detach().to(device) for fqn, tensor in tensors.items() if not tensor.dim()}
+        for flat in self.flat:
+            flat.frees = frees
+            for fqn in flat.layout.regions:
+                flat.take(fqn, tensors[fqn])
+        self.parameters = {fqn: self._parameter(fqn, tensor) for fqn, tensor in tensors.items()}
+        state.exchange({id(tensor): self.parameters[fqn] for fqn, tensor in tensors.items()})
+        forget(((tensor, fqn) for fqn, tensor in tensors.items()), "they are sharded over dp_shard now")
+
+    def __contains__(self, fqn: str) -> bool:
+        return fqn in self.parameters
+
+    def whole(self, fqn: str) -> torch.Tensor:
+        """The whole parameter, which has values while a stage that reads it is unsharded."""
+        return self._scalars[fqn] if fqn in self._scalars else self._flat_of[fqn].whole(fqn)
+
+    def shards_of(self, fqns: Iterable[str]) -> list[FlatShard]:
+        """The flat shards with these parameters, in order."""
+        found = {id(self._flat_of[fqn]) for fqn in fqns if fqn in self._flat_of}
+        return [flat for flat in self.flat if id(flat) in found]
+
+    def lengths(self, fqn: str) -> list[int] | None:
+        """The elements of each rank's rows of a parameter; None for a 0-dim parameter, which every rank holds."""
+        return None if fqn in self._scalars else self._flat_of[fqn].layout.regions[fqn].lengths()
+
+    def add_gradient(self, fqn: str, rows: torch.Tensor) -> None:
+        """Add the gradient of this rank's rows to `parameter.grad`. `rows`: their elements in order, taken over."""
+        parameter = self.parameters[fqn]
+        if parameter.grad is not None:
+            local_tensor(parameter.grad).add_(rows.view_as(local_tensor(parameter.grad)))
+            return
+        local, wanted = rows.view(local_tensor(parameter).shape), parameter.grad_dtype
+        parameter.grad = as_sharded(local if wanted is None else local.to(dtype=wanted), self.sharding.mesh, parameter)
+
+    def _parameter(self, fqn: str, tensor: torch.Tensor) -> nn.Parameter:
+        local = self._scalars[fqn] if fqn in self._scalars else self._flat_of[fqn].local(fqn)
+        sharded = as_sharded(local, self.sharding.mesh, tensor, tensor.stride())
+        made = nn.Parameter(sharded, requires_grad=tensor.requires_grad)
+        vars(made).update(vars(tensor))
+        note_sharded(made)
+        return made
+
+
+def _check(tensors: Mapping[str, torch.Tensor]) -> None:
+    for fqn, tensor in tensors.items():
+        if type(tensor).__torch_function__ is not nn.Parameter.__torch_function__:
+            raise GraphPPError(f"{fqn} is a {type_name(tensor)}, and dp_shard shards plain parameters")
+        if has_gradient_hooks(tensor):
+            raise GraphPPError(
+                f"{fqn} has a gradient hook, and dp_shard makes a new parameter of it: register hooks on pipe.parameters()"
+            )
+
+
+def check_written(written: Collection[str], sharded: Collection[str]) -> None:
+    """Raise `GraphPPError` where a forward writes a parameter that would be sharded."""
+    found = sorted(set(written) & set(sharded))
+    if found:
+        raise GraphPPError(f"the forward writes the parameter {found[0]}, of which dp_shard keeps rows only: make it a buffer")
