@@ -5,8 +5,8 @@ Contract
 - A rank computes the norms of its own parameters, an all-reduce gives every rank all norms in the model's order, and the total
   is their norm, computed as in `torch.nn.utils.clip_grad_norm_`. A parameter that several ranks hold counts once. Every rank
   returns the same norm.
-- Of a sharded parameter a rank computes the norm of its rows. The ranks of the mesh exchange these norms, and each joins them in
-  the order of the ranks, so the total is the same on all ranks, for every split and schedule of one mesh.
+- Of a sharded parameter a rank computes the norm of its rows. The ranks of the mesh exchange these norms, and all join them in
+  one way, so the total is the same on all ranks, for every split and schedule of one mesh.
 - The host knows which parameters have gradients, and their dtypes, on all ranks (`RankGradients.codes`), and waits for no GPU.
 """
 

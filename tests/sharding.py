@@ -1,0 +1,163 @@
+"""Trainings on a mesh with `dp_shard`, and the same in one process: a loop over the replicas that averages their gradients.
+
+Contract: `train_on_mesh` runs on one rank; whole gradients and parameters are gathered there. `train_alone` runs each replica's
+batches in turn, adds the gradients in the order of the replicas and divides by their number.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from math import prod
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+import graphpp
+from graphpp.runtime.shards.local_rows import whole_tensor
+
+DATA = ("dp_replicate", "dp_shard", "cp")
+ROWS, VOCAB, WIDTH = 16, 13, 7
+STEPS = 3
+
+
+class Odd(nn.Module):
+    """Frozen, 0-dim and unused parameters, rows that no number of ranks divides, statistics, channels last; tied or not."""
+
+    def __init__(self, *, tied: bool) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(VOCAB, WIDTH)
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.LayerNorm(WIDTH)) for _ in range(4))
+        self.layers[1][0].weight.requires_grad_(False)
+        self.conv = nn.Conv2d(1, 3, 2, padding=1).to(memory_format=torch.channels_last)
+        self.scale = nn.Parameter(torch.tensor(1.5))
+        self.one = nn.Parameter(torch.ones(1))
+        self.unused = nn.Parameter(torch.ones(3))
+        self.norm = nn.BatchNorm1d(WIDTH)
+        self.head = nn.Linear(WIDTH, VOCAB, bias=False)
+        if tied:
+            self.head.weight = self.embed.weight
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens) * self.scale
+        for layer in self.layers:
+            x = torch.tanh(layer(x)) + x
+        x = x + self.conv(x[:, None, None]).mean((1, 2, 3))[:, None] * self.one
+        return self.head(self.norm(x))
+
+
+def odd(*, tied: bool = False) -> Odd:
+    torch.manual_seed(3)
+    return Odd(tied=tied)
+
+
+def batch(number: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(number)
+    return torch.randint(VOCAB, (ROWS,), generator=generator), torch.randint(VOCAB, (ROWS,), generator=generator)
+
+
+class Mesh(NamedTuple):
+    """Sizes by dimension, in order."""
+
+    sizes: tuple[int, ...]
+    names: tuple[str, ...]
+
+    @property
+    def ranks(self) -> int:
+        return prod(self.sizes)
+
+    @property
+    def replicas(self) -> int:
+        return prod(size for size, name in zip(self.sizes, self.names, strict=True) if name in DATA)
+
+    def replica(self, rank: int) -> int:
+        """The place of a rank among the ranks that train the same stages; data dimensions are in the order of `DATA`."""
+        found, at = 0, dict[str, int]()
+        for size, name in zip(reversed(self.sizes), reversed(self.names), strict=True):
+            at[name], rank = rank % size, rank // size
+        for name in DATA:
+            if name in at:
+                found = found * self.sizes[self.names.index(name)] + at[name]
+        return found
+
+    def made(self) -> DeviceMesh:
+        return init_device_mesh("cpu", self.sizes, mesh_dim_names=self.names)
+
+
+class Trained(NamedTuple):
+    """By step: losses of this rank's replica, norms, whole gradients by FQN; at the end the whole parameters."""
+
+    losses: list[Tensor]
+    norms: list[Tensor]
+    grads: list[dict[str, Tensor | None]]
+    params: dict[str, Tensor]
+
+
+def sgd(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(list(parameters), lr=0.01, momentum=0.9, weight_decay=0.01)
+
+
+Optimizers = Callable[[Any], torch.optim.Optimizer]
+
+
+def example(microbatches: int = 4) -> graphpp.Microbatch:
+    tokens, target = batch(0)
+    rows = ROWS // microbatches
+    return graphpp.Microbatch((tokens[:rows],), {}, target[:rows])
+
+
+def compiled(mesh: DeviceMesh | None, model: nn.Module, **options: Any) -> graphpp.Pipeline:
+    return graphpp.compile(model, F.cross_entropy, mesh=mesh, **{"microbatches": 4, **options})
+
+
+def train_on_mesh(
+    rank: int, mesh: Mesh, options: Mapping[str, Any], tied: bool = False, max_norm: float | None = None
+) -> Trained:
+    """Train with each replica on batches of its own."""
+    torch.set_num_threads(1)
+    made = mesh.made()
+    pipe = compiled(made, odd(tied=tied), **options)
+    found, optimizer = Trained([], [], [], {}), None
+    for number in range(STEPS):
+        tokens, target = batch(100 * number + mesh.replica(rank))
+        found.losses.append(pipe.step(tokens, target=target).losses)
+        optimizer = optimizer or sgd(pipe.parameters())
+        if max_norm is not None:
+            found.norms.append(pipe.clip_grad_norm_(max_norm))
+        grads = {fqn: parameter.grad for fqn, parameter in pipe.named_parameters()}
+        found.grads.append({fqn: None if grad is None else whole_tensor(grad).clone() for fqn, grad in grads.items()})
+        optimizer.step()
+        optimizer.zero_grad()
+    found.params.update({fqn: whole_tensor(parameter).clone() for fqn, parameter in pipe.named_parameters()})
+    return found
+
+
+def train_alone(replicas: int, tied: bool = False, max_norm: float | None = None) -> list[Trained]:
+    """The same training in one process; for each replica its losses, and what all have in common."""
+    pipe = compiled(None, odd(tied=tied), example=example())
+    optimizer = sgd(pipe.parameters())
+    found = [Trained([], [], [], {}) for _ in range(replicas)]
+    for number in range(STEPS):
+        sums: dict[str, Tensor | None] = {}
+        for replica in range(replicas):
+            tokens, target = batch(100 * number + replica)
+            found[replica].losses.append(pipe.step(tokens, target=target).losses)
+            for fqn, parameter in pipe.named_parameters():
+                total = sums.get(fqn)
+                sums[fqn] = parameter.grad if total is None or parameter.grad is None else total + parameter.grad
+            pipe.zero_grad()
+        for fqn, parameter in pipe.named_parameters():
+            total = sums[fqn]
+            parameter.grad = None if total is None else total / replicas
+        norm = None if max_norm is None else pipe.clip_grad_norm_(max_norm)
+        grads = {fqn: None if p.grad is None else p.grad.clone() for fqn, p in pipe.named_parameters()}
+        for each in found:
+            each.grads.append(grads)
+            each.norms.extend([] if norm is None else [norm])
+        optimizer.step()
+        optimizer.zero_grad()
+    for each in found:
+        each.params.update({fqn: parameter.detach().clone() for fqn, parameter in pipe.named_parameters()})
+    return found
