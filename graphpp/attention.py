@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch.nn import functional as F
 
-from graphpp._torch.functional_collectives import all_gather, all_to_all
+from graphpp._torch.parallel.functional_collectives import all_gather, all_to_all
 from graphpp.arguments import FLAG, INDEX, INTEGER, Accepted, checked, or_none
 from graphpp.errors import GraphPPError
 

@@ -35,7 +35,7 @@ from torch import fx, nn
 from torch.nn.modules import module as nn_module
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
-from graphpp._torch.parallel_wrappers import wrapper_of
+from graphpp._torch.parallel.parallel_wrappers import wrapper_of
 from graphpp._torch.symbols import SYMBOLIC, is_unknown
 from graphpp._torch.this_thread import caller, replaced
 from graphpp.capture.source_lines import is_user_file, source_line, user_frame

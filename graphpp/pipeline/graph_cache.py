@@ -82,7 +82,9 @@ class GraphCache:
         self._sizes = VaryingSizes(options.debug.dynamic, limit, warns=place.rank == 0)
         self._prepared: Recent[tuple[GraphKey, ...], PreparedStep] = Recent(_SIZES * limit)
         self._assembly = Assembly(request, state)
-        self.ownership = Ownership(state, place, options, self.captured, self._keys.forget_values)
+        self.ownership = Ownership(
+            state, place, options, self.captured, self._keys.forget_values, partial(facts.of_replicas, state)
+        )
         self._shards = ShardPolicy(options.parallel.keep) if place.sharding is not None else None
         self.tables = Tables(options.schedule, place.ranks, self._shards)
         self.first: CompiledGraph | None = None

@@ -14,9 +14,8 @@ from typing import Any
 
 import torch
 
+from graphpp._torch.parallel.sharded_tensor import local_of, with_local
 from graphpp._torch.pytree import tree_flatten, tree_unflatten
-from graphpp._torch.sharded_tensor import with_local
-from graphpp.runtime.shards.local_rows import local_tensor
 
 
 def host_copies(entries: dict[str, Any]) -> dict[str, Any]:
@@ -27,12 +26,18 @@ def host_copies(entries: dict[str, Any]) -> dict[str, Any]:
     leaves, structure = tree_flatten(entries)
     tensors = {id(leaf): leaf.detach() for leaf in leaves if isinstance(leaf, torch.Tensor)}
     copies = {
-        key: with_local(tensor, _host_copy(local_tensor(tensor))) for key, tensor in tensors.items()
+        key: with_local(tensor, _host_copy(_own(tensor))) for key, tensor in tensors.items()
     }
     for device in {tensor.device for tensor in tensors.values() if tensor.is_cuda}:
         torch.cuda.current_stream(device).synchronize()
     staged: dict[str, Any] = tree_unflatten([copies.get(id(leaf), leaf) for leaf in leaves], structure)
     return staged
+
+
+def _own(tensor: torch.Tensor) -> torch.Tensor:
+    """This rank's part of a tensor."""
+    local = local_of(tensor)
+    return tensor if local is None else local
 
 
 def _host_copy(tensor: torch.Tensor) -> torch.Tensor:

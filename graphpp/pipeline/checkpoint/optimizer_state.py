@@ -91,8 +91,12 @@ def targets(
     found: dict[str, torch.Tensor] = {}
     for fqn, _, group, parameter in _parameters(optimizers, own):
         for name in by_parameter.get(fqn, ()):
-            on_host = name.endswith(f"{_STATE}{_ON_HOST}") and not (group.get("capturable") or group.get("fused"))
-            found[name] = _blank(stored[name], parameter, on_host=on_host)
+            counts = name.endswith(f"{_STATE}{_ON_HOST}")
+            if stored[name].shape == parameter.shape and not counts:  # sharded as the parameter is
+                found[name] = torch.empty_like(parameter, dtype=stored[name].dtype, requires_grad=False)
+                continue
+            on_host = counts and not (group.get("capturable") or group.get("fused"))
+            found[name] = torch.empty_like(stored[name], device="cpu" if on_host else parameter.device)
     return found
 
 
@@ -114,13 +118,6 @@ def restore(optimizers: Sequence[Optimizer], own: Mapping[int, str], loaded: Map
         optimizer.state.pop(parameter, None)
         if state:
             optimizer.state[parameter] = state
-
-
-def _blank(stored: torch.Tensor, parameter: torch.Tensor, *, on_host: bool) -> torch.Tensor:
-    """Memory for a stored tensor: sharded as the parameter, if it has the parameter's shape."""
-    if stored.dim() and stored.shape == parameter.shape:
-        return torch.empty_like(parameter, dtype=stored.dtype, requires_grad=False)
-    return torch.empty_like(stored, device="cpu" if on_host else parameter.device)
 
 
 def _values(fqn: str, loaded: Mapping[str, Any]) -> tuple[list[str], dict[str, Any], dict[str, Any]]:

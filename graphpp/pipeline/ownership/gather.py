@@ -46,8 +46,7 @@ def _passed(tensor: torch.Tensor, holder: int | None, place: RankPlace, rank: in
     """Send or receive one tensor; the copy on a rank that receives, else None."""
     receives = rank is None or rank == place.rank
     if holder is None or place.group is None or (rank is not None and holder == rank):
-        whole = whole_tensor(tensor)
-        return whole.to("cpu", copy=True) if receives else None
+        return whole_tensor(tensor).to("cpu", copy=True) if receives else None
     if place.rank == holder:
         sent = whole_tensor(tensor).contiguous()
         _bytes_pass(sent, holder, place, rank)

@@ -20,7 +20,6 @@ from typing import Protocol
 
 import torch
 
-from graphpp.compiler import facts
 from graphpp.options.options import Options
 from graphpp.parallel.data_parallel import broadcast_
 from graphpp.parallel.facts import Facts
@@ -62,10 +61,14 @@ class Ownership:
         options: Options,
         captured: Callable[[], Readers],
         after_exchange: Callable[[], None],
+        values_of: Callable[[AbstractSet[str]], Facts],
     ) -> None:
-        """`captured` returns the first graph or raises; `after_exchange` is called when other tensors are in the model."""
+        """`captured` returns the first graph or raises; `after_exchange` is called when other tensors are in the model.
+
+        `values_of` gives the lines by which replicas compare the values of their tensors.
+        """
         self._state, self._place, self._memory, self._parallel = state, place, options.memory, options.parallel
-        self._captured, self._after_exchange = captured, after_exchange
+        self._captured, self._after_exchange, self._values_of = captured, after_exchange, values_of
         self._copies = StaleCopies()
         self.sharded: ShardedParameters | None = None
         self.values_before_sharding: Facts | None = None
@@ -114,7 +117,7 @@ class Ownership:
         if self._parallel.replica_values == "broadcast" and self._place.replicas is not None:
             broadcast_([self._state.tensor(fqn) for fqn in parameters], self._place.replicas)
         else:
-            self.values_before_sharding = facts.of_replicas(self._state, self.local)
+            self.values_before_sharding = self._values_of(self.local)
         stages, frees = first.stages_of_parameter(rank), self._parallel.keep is not None
         self.sharded = ShardedParameters(self._state, stages, sharding, self._place.device, frees=frees)
         self._after_exchange()

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from graphpp._torch.sharded_tensor import dtensor_of, local_of, mesh_of
+from graphpp._torch.parallel.sharded_tensor import dtensor_of, local_of, mesh_of
 from graphpp.errors import GraphPPError
 
 if TYPE_CHECKING:
