@@ -6,8 +6,8 @@ Contract
   32 bits are added in float32 and rounded once.
 - `scattered` sends each rank the parts that it sums, as many bytes as a reduce-scatter by ring. `everywhere` gives every rank
   the whole sum: each rank sums one part and sends it to the others, or, for small tensors, sums all of it.
-- Both start the messages and return at once. All ranks start the same sums in the same order, and ask for the results of
-  `everywhere` in that order.
+- Both take several tensors of one dtype and send them together, for a message takes time. All ranks start the same sums in the
+  same order.
 """
 
 from __future__ import annotations
@@ -25,63 +25,68 @@ _SMALL = 2**14  # bytes up to which every rank gets all tensors: one collective 
 
 
 @dataclass(frozen=True)
-class PendingSum:
-    """A sum whose messages are under way; `result` waits for them and adds, once."""
+class PendingSums:
+    """Sums whose messages are under way; `results` waits for them and adds, once."""
 
     work: dist.Work
-    result: Callable[[], torch.Tensor]
+    results: Callable[[], list[torch.Tensor]]
 
 
-def scattered(total: torch.Tensor, lengths: Sequence[int], group: dist.ProcessGroup) -> PendingSum:
-    """Start the sum of this rank's part; the result is a new tensor [elements of the part].
+def scattered(totals: Sequence[torch.Tensor], lengths: Sequence[Sequence[int]], group: dist.ProcessGroup) -> PendingSums:
+    """Start to sum this rank's part of each tensor; the results are [elements of the part].
 
-    `total`: contiguous; `lengths`: the elements of each rank's part, in order.
+    `totals`: contiguous, of one dtype; `lengths`: for each the elements of each rank's part, in order.
     """
-    own, ranks = lengths[dist.get_rank(group)], len(lengths)
-    parts = total.new_empty(ranks * own)
-    size = total.element_size()
-    received, sent = [own * size] * ranks, [length * size for length in lengths]
-    work = dist.all_to_all_single(_bytes(parts), _bytes(total), received, sent, group=group, async_op=True)
+    ranks, rank = dist.get_world_size(group), dist.get_rank(group)
+    flat = [total.view(-1) for total in totals]
+    pieces = [total.split(list(each)) for total, each in zip(flat, lengths, strict=True)]
+    sent = torch.cat([each[to] for to in range(ranks) for each in pieces]) if len(flat) > 1 else flat[0]
+    own = [each[rank] for each in lengths]
+    parts = sent.new_empty(ranks * sum(own))
+    size = sent.element_size()
+    work = dist.all_to_all_single(
+        _bytes(parts),
+        _bytes(sent),
+        [sum(own) * size] * ranks,
+        [sum(each[to] for each in lengths) * size for to in range(ranks)],
+        group=group,
+        async_op=True,
+    )
     assert work is not None, "the collective was started with async_op"
 
-    def add() -> torch.Tensor:
+    def add() -> list[torch.Tensor]:
         work.wait()
-        return _in_order(parts.view(ranks, own))
+        return list(_in_order(parts.view(ranks, sum(own))).split(own))
 
-    return PendingSum(work, add)
+    return PendingSums(work, add)
 
 
-def everywhere(total: torch.Tensor, group: dist.ProcessGroup) -> PendingSum:
-    """Start the sum of all of `total`, contiguous; the result is a new tensor of its shape, on every rank."""
+def everywhere(totals: Sequence[torch.Tensor], group: dist.ProcessGroup) -> list[torch.Tensor]:
+    """The sums of tensors of one dtype, contiguous, on every rank: new tensors of their shapes."""
     ranks = dist.get_world_size(group)
-    if total.nbytes <= _SMALL:
-        parts = total.new_empty((ranks, total.numel()))
-        work = all_gather_many([parts], [total], group)
-
-        def add() -> torch.Tensor:
-            work.wait()
-            return _in_order(parts).view(total.shape)
-
-        return PendingSum(work, add)
-    each = -(-total.numel() // ranks)
-    lengths = [max(0, min(each, total.numel() - rank * each)) for rank in range(ranks)]
-    part = scattered(total, lengths, group)
-
-    def gather() -> torch.Tensor:
-        padded, own = total.new_empty(ranks * each), total.new_empty(each)
-        own[: lengths[dist.get_rank(group)]] = part.result()
-        all_gather_many([padded], [own], group).wait()
-        return padded[: total.numel()].view(total.shape)
-
-    return PendingSum(part.work, gather)
+    flat = torch.cat([total.view(-1) for total in totals])
+    if flat.nbytes <= _SMALL:
+        parts = flat.new_empty((ranks, flat.numel()))
+        all_gather_many([parts], [flat], group).wait()
+        summed = _in_order(parts)
+    else:
+        each = -(-flat.numel() // ranks)
+        lengths = [max(0, min(each, flat.numel() - rank * each)) for rank in range(ranks)]
+        gathered, own = flat.new_empty(ranks * each), flat.new_empty(each)
+        own[: lengths[dist.get_rank(group)]] = scattered([flat], [lengths], group).results()[0]
+        all_gather_many([gathered], [own], group).wait()
+        summed = gathered[: flat.numel()]
+    pieces = summed.split([total.numel() for total in totals])
+    return [piece.view(total.shape) for piece, total in zip(pieces, totals, strict=True)]
 
 
 def _in_order(parts: torch.Tensor) -> torch.Tensor:
     """The sum of the rows of `parts`, [ranks, elements], in order."""
     narrow = parts.is_floating_point() and parts.element_size() < torch.float32.itemsize
-    total = parts[0].to(torch.float32) if narrow else parts[0].clone()
-    for part in parts[1:]:
-        total.add_(part)
+    rows = parts.to(torch.float32) if narrow else parts
+    total = rows[0] + rows[1] if len(rows) > 1 else rows[0].clone()
+    for row in rows[2:]:
+        total.add_(row)
     return total.to(parts.dtype)
 
 

@@ -31,13 +31,20 @@ def sums(rank: int, ranks: int) -> None:
     for dtype in DTYPES:
         for size in (0, 1, 5, 1000, 20_001):
             own, expected = summand(rank, size, dtype), loop(ranks, size, dtype)
-            pending = everywhere(own, group)
-            assert torch.equal(pending.result(), expected)
+            assert torch.equal(everywhere([own], group)[0], expected)
             first = size // 3  # the ranks get parts of other lengths; the last one none
             lengths = [first, size - first, *[0] * (ranks - 2)]
-            part = scattered(own, lengths, group).result()
             start = sum(lengths[:rank])
-            assert torch.equal(part, expected[start : start + lengths[rank]])
+            wanted = expected[start : start + lengths[rank]]
+            assert torch.equal(scattered([own], [lengths], group).results()[0], wanted)
+            many = scattered([own, own * 2, own[:first]], [lengths, lengths, [first, *[0] * (ranks - 1)]], group).results()
+            assert torch.equal(many[0], wanted)
+            assert torch.equal(many[1], 2 * wanted)
+            assert len(many[2]) == (0 if rank else first)
+        shapes = [(3, 2), (0,), (), (5000,)]
+        tensors = [torch.full(shape, 2.0**rank, dtype=dtype) for shape in shapes]
+        for found, shape in zip(everywhere(tensors, group), shapes, strict=True):
+            assert torch.equal(found, torch.full(shape, 2.0**ranks - 1, dtype=dtype))
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 4])

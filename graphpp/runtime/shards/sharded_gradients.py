@@ -13,16 +13,17 @@ Contract
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 
-from graphpp.parallel.ordered_sums import PendingSum, everywhere, scattered
+from graphpp.parallel.ordered_sums import PendingSums, everywhere, scattered
 from graphpp.runtime.gradients.accumulate import Accumulator, dtype_of_sum
 from graphpp.runtime.gradients.tied import TiedReduction
 from graphpp.runtime.shards.sharded_parameters import ShardedParameters
 
 _Key = tuple[int, str]  # a stage and the FQN of a parameter
+_BUNDLE = 2**23  # bytes
 
 
 class ShardedGradients:
@@ -39,7 +40,7 @@ class ShardedGradients:
         """`stages`: the sums of each local stage; `replicas`: by how many the sums are divided."""
         self._stages, self._tied, self._sharded = stages, tied, sharded
         self._replicas, self._sum_dtype = replicas, sum_dtype
-        self._pending: deque[tuple[_Key, PendingSum]] = deque()
+        self._pending: deque[tuple[list[_Key], PendingSums]] = deque()
         self._rows: dict[_Key, torch.Tensor] = {}
 
     def begin(self, parameters: Mapping[str, torch.Tensor]) -> None:
@@ -49,11 +50,13 @@ class ShardedGradients:
 
     def reduce(self, stage: int) -> None:
         """Start to sum over the ranks what the stage's gradients add up to by now."""
-        group = self._sharded.sharding.group
-        for fqn, total in self._stages[stage].take().items():
-            lengths = self._sharded.lengths(fqn)
-            pending = everywhere(total, group) if lengths is None else scattered(total, lengths, group)
-            self._pending.append(((stage, fqn), pending))
+        ranks = self._sharded.sharding.ranks
+        taken = self._stages[stage].take()
+        taken |= {fqn: total.repeat(ranks) for fqn, total in taken.items() if not total.dim()}  # every rank needs it
+        for fqns in _bundles(taken):
+            totals = [taken.pop(fqn) for fqn in fqns]
+            lengths = [self._sharded.lengths(fqn) for fqn in fqns]
+            self._pending.append(([(stage, fqn) for fqn in fqns], scattered(totals, lengths, self._sharded.sharding.group)))
         while self._pending and self._pending[0][1].work.is_completed():
             self._add(*self._pending.popleft())
 
@@ -84,15 +87,33 @@ class ShardedGradients:
         copies = self._sharded.sharding.copies
         if copies is None:
             return dict(rows)
-        pending = {fqn: everywhere(each, copies) for fqn, each in rows.items() if each.numel()}
-        return {fqn: pending[fqn].result() if fqn in pending else each for fqn, each in rows.items()}
+        found = dict(rows)
+        for fqns in _bundles(rows):
+            found |= zip(fqns, everywhere([rows[fqn] for fqn in fqns], copies), strict=True)
+        return found
 
     def _buffer_for_sum(self, fqn: str) -> torch.Tensor:
         """New memory for another rank's partial sum of the rows of a parameter's gradient."""
-        lengths, parameter = self._sharded.lengths(fqn), self._sharded.parameters[fqn]
-        elements = parameter.numel() if lengths is None else lengths[self._sharded.sharding.rank]
+        elements = self._sharded.lengths(fqn)[self._sharded.sharding.rank]
+        parameter = self._sharded.parameters[fqn]
         return torch.empty(elements, dtype=dtype_of_sum(parameter, self._sum_dtype), device=parameter.device)
 
-    def _add(self, key: _Key, pending: PendingSum) -> None:
-        rows = pending.result().view(-1)
-        self._rows[key] = rows if key not in self._rows else self._rows[key].add_(rows)
+    def _add(self, keys: Sequence[_Key], pending: PendingSums) -> None:
+        for key, rows in zip(keys, pending.results(), strict=True):
+            self._rows[key] = rows if key not in self._rows else self._rows[key].add_(rows)
+
+
+def _bundles(tensors: Mapping[str, torch.Tensor]) -> list[list[str]]:
+    """The FQNs of tensors that travel together: of one dtype, in order, up to `_BUNDLE` bytes unless one alone is larger."""
+    found: list[list[str]] = []
+    sizes: list[int] = []
+    latest: dict[torch.dtype, int] = {}  # the bundle of each dtype that is not full
+    for fqn, tensor in tensors.items():
+        at = latest.get(tensor.dtype)
+        if at is None or sizes[at] + tensor.nbytes > _BUNDLE:
+            at = latest[tensor.dtype] = len(found)
+            found.append([])
+            sizes.append(0)
+        found[at].append(fqn)
+        sizes[at] += tensor.nbytes
+    return found

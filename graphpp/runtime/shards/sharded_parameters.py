@@ -72,9 +72,9 @@ class ShardedParameters:
         found = {id(self._flat_of[fqn]) for fqn in fqns if fqn in self._flat_of}
         return [flat for flat in self.flat if id(flat) in found]
 
-    def lengths(self, fqn: str) -> list[int] | None:
-        """The elements of each rank's rows of a parameter; None for a 0-dim parameter, which every rank holds."""
-        return None if fqn in self._scalars else self._flat_of[fqn].layout.regions[fqn].lengths()
+    def lengths(self, fqn: str) -> list[int]:
+        """The elements of a parameter that each rank holds."""
+        return [1] * self.sharding.ranks if fqn in self._scalars else self._flat_of[fqn].layout.regions[fqn].lengths()
 
     def add_gradient(self, fqn: str, rows: torch.Tensor) -> None:
         """Add the gradient of this rank's rows to `parameter.grad`. `rows`: their elements in order, taken over."""
