@@ -2,8 +2,8 @@
 
     torchrun --nproc-per-node 4 benchmarks/mesh.py [--pp 2] [--schedules 1F1B Interleaved1F1B] [--keep 1] [--dims 256 512]
 
-All contenders run the same model, weights, microbatches and schedule on a mesh of `pp` x data ranks; each replica has a batch of
-its own. They run in turn:
+All contenders run the same model, weights, microbatches and schedule on a mesh of `pp` x data ranks. Each replica has a batch
+of its own. They run in turn:
 
     shards      graphpp, dp_shard, all stages of a rank whole during a step
     keep=k      graphpp, dp_shard, at most k stages whole (for each of --keep)
@@ -14,7 +14,7 @@ Losses must agree first, to 1e-5 of their size. Medians over rounds; a ratio is 
 
 sent: the bytes that a rank sends in a step along the data dimension, counted from the collectives that run: (N-1) times the
 input of an all-gather, (N-1)/N of the input of a reduce-scatter or all-to-all, 2 (N-1)/N of an all-reduce; per parameter of the
-rank. whole: the peak bytes of whole parameters and whole gradients, of this rank's stages, as a share of both for all stages.
+rank.
 """
 
 from __future__ import annotations
@@ -232,7 +232,8 @@ def main() -> None:
     device, records = start(), []
     for name, dim, schedule in product(option.models, option.dims, option.schedules):
         size = Size(dim, option.layers, option.length, 0.0)
-        records.append(record(Case(workload(name, size), schedule, option.pp, option.microbatches, option.rows), option, device))
+        case = Case(workload(name, size), schedule, option.pp, option.microbatches, option.rows)
+        records.append(record(case, option, device))
     if RANK == 0:
         Console(width=200).print(table(records))
         if option.json:

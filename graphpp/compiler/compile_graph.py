@@ -14,6 +14,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
+import torch
+
 from graphpp._torch import aot
 from graphpp._torch.symbols import Values, considering, hint
 from graphpp.capture import activation_checkpoints as checkpoints
@@ -35,8 +37,9 @@ from graphpp.planner.counts import stages_of
 from graphpp.planner.layers import module_calls
 from graphpp.planner.plan import Plan
 from graphpp.planner.resolve_split import resolve
+from graphpp.planner.shard_plan import ShardPlan
 from graphpp.planner.tables import CheckedTable
-from graphpp.runtime.program import Input, PipelineProgram, StageProgram
+from graphpp.runtime.program import Input, PipelineProgram, StageProgram, TensorMeta
 from graphpp.runtime.runner import ranks_of_parameters
 from graphpp.schedules.table.offload_window import OffloadWindow
 
@@ -153,12 +156,30 @@ def compile_graph(
         program = lower(captured.joint, starts, hook, _choices(request, captured.joint, variant))
     boundaries = [[call.fqn for call in calls if call.position >= start] for start in starts[1:]]
     plan = Plan.of(captured.joint, program, table.plain)
+    if table.shards is not None and request.place.sharding is not None:
+        plan = replace(plan, sharding=_shard_plan(request, captured.joint, program, table, request.place.sharding.ranks))
     graph = CompiledGraph(captured, program, plan, boundaries, {variant: program}, sources, dump)
     if training and options.memory.offload is not None:
         programs = programs_of(request, [graph] * len(recomputed), table)
         graph = replace(graph, plan=replace(plan, offload_windows=offload_windows(request, [graph], programs, table)))
     dump.plan(graph.plan, table)
     return graph
+
+
+def _shard_plan(
+    request: CompileRequest, joint: JointGraph, program: PipelineProgram, table: CheckedTable, shards: int
+) -> ShardPlan:
+    """The cost of sharded parameters under the table that the ranks run."""
+    widened, metas = request.options.gradients.dtype, joint.parameters
+    parameters = [sum(metas[fqn].nbytes for fqn in stage.parameters) for stage in program.stages]
+    gradients = [sum(_bytes_of_sum(metas[fqn], widened) for fqn in stage.gradients) for stage in program.stages]
+    return ShardPlan.of(table.running, parameters, gradients, shards, request.options.parallel.keep)
+
+
+def _bytes_of_sum(meta: TensorMeta, widened: torch.dtype | None) -> int:
+    """The bytes of a parameter's gradient while it is summed."""
+    dtype = meta.dtype if widened is None else torch.promote_types(meta.dtype, widened)
+    return meta.nbytes // meta.dtype.itemsize * dtype.itemsize
 
 
 def programs_of(request: CompileRequest, graphs: Sequence[CompiledGraph], table: CheckedTable) -> list[PipelineProgram]:

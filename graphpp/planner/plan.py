@@ -12,6 +12,7 @@ from functools import cached_property
 
 from graphpp.capture import activation_checkpoints as checkpoints
 from graphpp.passes.graph.joint_graph import JointGraph
+from graphpp.planner.shard_plan import ShardPlan
 from graphpp.runtime.program import PipelineProgram, StageProgram
 from graphpp.schedules.table.offload_window import OffloadWindow
 from graphpp.schedules.table.schedule import Schedule
@@ -37,13 +38,14 @@ class Plan:
     """The stages and their ranks, and the schedule.
 
     `offload_windows`: the saved values that are in the host's memory between forward and backward. `checkpoints`: how many
-    calls of modules the model itself checkpoints (`torch.utils.checkpoint`).
+    calls of modules the model itself checkpoints (`torch.utils.checkpoint`). `sharding`: the cost of shards over `dp_shard`.
     """
 
     stages: tuple[StagePlan, ...]
     schedule: Schedule
     offload_windows: tuple[OffloadWindow, ...] = ()
     checkpoints: int = 0
+    sharding: ShardPlan | None = None
 
     @classmethod
     def of(cls, joint: JointGraph, program: PipelineProgram, schedule: Schedule) -> Plan:
@@ -78,8 +80,8 @@ class Plan:
         table.caption = f"bytes per microbatch{calls}"
         out = io.StringIO()
         Console(file=out, width=110, no_color=True).print(table)
-        return "\n".join(line.rstrip() for line in out.getvalue().splitlines())
-
+        lines = [line.rstrip() for line in out.getvalue().splitlines()]
+        return "\n".join([*lines, *([str(self.sharding)] if self.sharding is not None else [])])
 
     def _offloaded(self, stage: int) -> list[str]:
         """`1.2 MiB, 5 of 8`: the largest number of bytes that a microbatch offloads, and how many microbatches offload any."""

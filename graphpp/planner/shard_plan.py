@@ -1,0 +1,100 @@
+"""What sharded parameters cost in a step, before it runs: bytes of whole stages and of shards, gathers, reductions, messages.
+
+Contract
+    in   the bytes of each stage's parameters and gradients, the table that the ranks run, the number of shards
+    out  `ShardPlan`: for each rank of the pipeline its bytes; in words, with another schedule where this one gathers a stage
+         more than twice
+    Parameters of several stages count in each of them. The state of the optimizer, which graphpp does not know, is not counted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from graphpp.errors import ScheduleError
+from graphpp.schedules.check.shard_counts import ShardCounts, shard_counts
+from graphpp.schedules.generate.read import make_table
+from graphpp.schedules.rewrite.place_shards import place_shards
+from graphpp.schedules.table.schedule import Schedule
+from graphpp.units import spell_bytes
+
+_BREADTH_FIRST = "LoopedBFS"
+_OFTEN = 2  # gathers of a stage in a step
+
+
+@dataclass(frozen=True)
+class RankShards:
+    """One rank's bytes in a step. `whole_parameters`, `whole_gradients`: the most at once; `shards`: of both, for good."""
+
+    rank: int
+    gathers: float
+    reductions: float
+    whole_parameters: int
+    whole_gradients: int
+    shards: int
+    sent: int
+
+    @property
+    def words(self) -> str:
+        """One line."""
+        whole = f"{spell_bytes(self.whole_parameters)} of parameters and {spell_bytes(self.whole_gradients)} of gradients"
+        return (
+            f"rank {self.rank}: a stage is gathered {self.gathers:g} times and reduced {self.reductions:g} times a step; whole "
+            f"at once are {whole}; shards of both take {spell_bytes(self.shards)}; {spell_bytes(self.sent)} are sent over dp_shard"
+        )
+
+
+@dataclass(frozen=True)
+class ShardPlan:
+    """The cost of sharding over `shards` ranks. `advice`: a schedule with fewer gathers, or ""."""
+
+    shards: int
+    ranks: tuple[RankShards, ...]
+    advice: str = ""
+
+    @classmethod
+    def of(
+        cls, running: Schedule, parameters: Sequence[int], gradients: Sequence[int], shards: int, keep: int | None
+    ) -> ShardPlan:
+        """The plan of a table with the actions of sharded stages; bytes by stage."""
+        counts = shard_counts(running, parameters, gradients)
+        ranks = [_rank(rank, each, parameters, gradients, shards) for rank, each in enumerate(counts)]
+        return cls(shards, tuple(ranks), _advice(running, counts, keep))
+
+    def __str__(self) -> str:
+        """A line per rank, and the advice."""
+        lines = [each.words for each in self.ranks]
+        return "\n".join([f"parameters sharded over {self.shards} ranks", *lines, *filter(None, [self.advice])])
+
+
+def _rank(
+    rank: int, counts: ShardCounts, parameters: Sequence[int], gradients: Sequence[int], shards: int
+) -> RankShards:
+    own = list(counts.gathers)
+    kept = sum(-(-(parameters[stage] + gradients[stage]) // shards) for stage in own)
+    return RankShards(
+        rank,
+        counts.gathers_per_stage,
+        counts.reductions_per_stage,
+        round(counts.whole),
+        round(counts.gradients),
+        kept,
+        round(counts.sent(parameters, gradients, shards)),
+    )
+
+
+def _advice(running: Schedule, counts: Sequence[ShardCounts], keep: int | None) -> str:
+    """The gathers of the breadth-first schedule, where this one gathers a stage more than twice."""
+    most = max((each.gathers_per_stage for each in counts), default=0.0)
+    if most <= _OFTEN or keep is None:
+        return ""
+    try:
+        other = make_table(_BREADTH_FIRST, running.ranks, running.stages, running.microbatches)
+    except ScheduleError:
+        return ""
+    fewer = max(each.gathers_per_stage for each in shard_counts(place_shards(other, keep)))
+    found = f"keep={keep} gathers a stage up to {most:g} times a step under {running.name}"
+    if fewer >= most:
+        return f"{found}: a larger keep gathers less often"
+    return f"{found}; schedule={_BREADTH_FIRST!r} would gather {fewer:g} times, and keep the activations of all microbatches"
