@@ -80,7 +80,7 @@ def check_modules(model: nn.Module) -> None:
             raise CaptureError(
                 f"{name} is under torch's {wrapper}, which gathers parameters or reduces gradients in hooks of autograd, and "
                 f"gradients do not pass through autograd here. Give graphpp.compile the model as it is before {wrapper}, and "
-                "for data parallelism a mesh= with the dimensions pp and dp_replicate."
+                "for data parallelism a mesh= with the dimensions pp and dp_replicate (whole parameters) or dp_shard (shards)."
             )
         if isinstance(module, torch.jit.ScriptModule):
             raise CaptureError(

@@ -41,7 +41,7 @@ class RankShards:
         whole = f"{spell_bytes(self.whole_parameters)} of parameters and {spell_bytes(self.whole_gradients)} of gradients"
         return (
             f"rank {self.rank}: a stage is gathered {self.gathers:g} times and reduced {self.reductions:g} times a step; whole "
-            f"at once are {whole}; shards of both take {spell_bytes(self.shards)}; {spell_bytes(self.sent)} are sent over dp_shard"
+            f"at once are {whole}; shards of both take {spell_bytes(self.shards)}; dp_shard sends {spell_bytes(self.sent)}"
         )
 
 

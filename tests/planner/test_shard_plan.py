@@ -94,9 +94,10 @@ def measured(rank: int, schedule: str, keep: int | None) -> None:
     layers[2][0].weight.requires_grad_(False)
     x = torch.randn(16, 8)
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp_shard"))
+    widened = graphpp.Gradients(dtype=torch.float64)
     pipe = graphpp.compile(
-        nn.Sequential(*layers), F.mse_loss, example=graphpp.Microbatch((x[:2],), target=x[:2]), split=["2", "4", "6"], schedule=schedule,
-        microbatches=8, mesh=mesh, parallel=graphpp.Parallel(keep=keep), gradients=graphpp.Gradients(dtype=torch.float64),
+        nn.Sequential(*layers), F.mse_loss, example=graphpp.Microbatch((x[:2],), target=x[:2]), split=["2", "4", "6"],
+        schedule=schedule, microbatches=8, mesh=mesh, parallel=graphpp.Parallel(keep=keep), gradients=widened,
     )  # fmt: skip
     pipe.step(x, target=x)
     pipe.zero_grad()
