@@ -27,6 +27,7 @@ from torch.optim import Optimizer
 
 from graphpp.errors import CheckpointError
 from graphpp.pipeline.checkpoint import optimizer_state
+from graphpp.pipeline.checkpoint.optimizer_state import Part
 from graphpp.pipeline.checkpoint.plain_text import as_text, from_text
 
 _EXTRA_STATE = "_extra_state"  # torch's name for what a module's `get_extra_state` returns
@@ -80,7 +81,7 @@ class TrainingState:
     """A pipeline's training as it is now.
 
     `check_listed` raises where the model's state dict lacks a tensor of this rank that it should have; `first`: whether this is
-    the pipeline's first rank; `calls` counts the training calls.
+    the pipeline's first rank; `calls` counts the training calls; `flat_parts` gives the flat parameters.
     """
 
     pipeline: Trained
@@ -91,6 +92,7 @@ class TrainingState:
     device: torch.device
     first: bool
     calls: RankCalls
+    flat_parts: Callable[[], optimizer_state.Own] = dict
 
     def entries(self) -> dict[str, Any]:
         """This rank's entries. Tensors are the memory of the model and of the optimizers."""
@@ -165,8 +167,9 @@ class TrainingState:
 
     # ------------------------------------------------------------------------------------------------ inside
 
-    def _own(self) -> dict[int, str]:
-        return {id(parameter): fqn for fqn, parameter in self.pipeline.named_parameters()}
+    def _own(self) -> optimizer_state.Own:
+        own = {id(parameter): [Part(fqn, parameter)] for fqn, parameter in self.pipeline.named_parameters()}
+        return {**own, **self.flat_parts()}
 
     def _model_entries(self) -> dict[str, torch.Tensor]:
         """This rank's entries of the model's state dict, all of them tensors."""

@@ -28,6 +28,7 @@ from graphpp.pipeline.ownership.stale_copies import StaleCopies
 from graphpp.runtime.model_state import ModelState
 from graphpp.runtime.program import StageProgram
 from graphpp.runtime.released import trim_after
+from graphpp.runtime.shards.flat_parameters import FlatParameter
 from graphpp.runtime.shards.sharded_parameters import ShardedParameters, check_written
 
 
@@ -121,6 +122,11 @@ class Ownership:
         stages, frees = first.stages_of_parameter(rank), self._parallel.keep is not None
         self.sharded = ShardedParameters(self._state, stages, sharding, self._place.device, frees=frees)
         self._after_exchange()
+
+    @property
+    def flat_parts(self) -> Sequence[FlatParameter]:
+        """The flat parameters that somebody has asked for."""
+        return () if self.sharded is None else self.sharded.flat_parts
 
     def check_copies(self, graph: Readers) -> None:
         """Raise `GraphPPError` where this rank would read a parameter that another pipeline has trained elsewhere."""

@@ -39,11 +39,11 @@ class FlatShard:
         self._users, self.frees = 0, True
         self._work: dist.Work | None = None
 
-    def local(self, fqn: str) -> torch.Tensor:
-        """This rank's rows of a parameter."""
+    def local(self, fqn: str, flat: torch.Tensor | None = None) -> torch.Tensor:
+        """This rank's rows of a parameter; with `flat` those of a tensor that is laid out as `values`."""
         region = self.layout.regions[fqn]
         shape = (len(region.rows_of(self._rank)), *region.shape[1:])
-        return self.values.as_strided(shape, region.stride, region.start)
+        return (self.values if flat is None else flat).as_strided(shape, region.stride, region.start)
 
     def whole(self, fqn: str) -> torch.Tensor:
         """The whole parameter."""

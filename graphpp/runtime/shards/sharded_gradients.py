@@ -45,6 +45,7 @@ class ShardedGradients:
 
     def begin(self, parameters: Mapping[str, torch.Tensor]) -> None:
         """Begin a step. `parameters`: those of the rank's stages, by FQN."""
+        self._sharded.begin_gradients()
         for sums in self._stages.values():
             sums.start({}, {fqn: dtype_of_sum(parameters[fqn], self._sum_dtype) for fqn in sums.fqns})
 

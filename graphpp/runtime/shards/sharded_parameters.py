@@ -4,13 +4,14 @@ Contract
 --------
 - Each parameter of a rank's stages is an `nn.Parameter` that is a `DTensor` with the placement `Shard(0)` over the mesh of
   `dp_shard`, `Replicate()` for a 0-dim parameter. It has the FQNs, the attributes and the need of a gradient of before.
-- Parameters lie in one flat shard if the same stages of the rank read them and they have one dtype and one need of a gradient.
+- Parameters lie in one flat shard if the same stages of the rank read them, they have one dtype and one need of a gradient, and
+  all or none of them are vectors: optimizers often decay matrices alone.
 - A parameter with gradient hooks or of a tensor subclass raises `GraphPPError`, and changes nothing.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
 
 import torch
 from torch import nn
@@ -21,6 +22,7 @@ from graphpp.errors import GraphPPError
 from graphpp.parallel.place import Sharding
 from graphpp.runtime.model_state import ModelState
 from graphpp.runtime.released import forget
+from graphpp.runtime.shards.flat_parameters import FlatParameter, FlatParameters
 from graphpp.runtime.shards.flat_shard import FlatShard
 from graphpp.runtime.shards.local_rows import as_sharded, local_tensor, note_sharded
 
@@ -45,10 +47,12 @@ class ShardedParameters:
         tensors = {fqn: state.tensor(fqn) for fqn in state.parameters if fqn in stages}
         _check(tensors)
         self.sharding = sharding
-        groups: dict[tuple[tuple[int, ...], torch.dtype, bool], dict[str, torch.Tensor]] = {}
+        self._flat_parameters: FlatParameters | None = None
+        groups: dict[Hashable, dict[str, torch.Tensor]] = {}
         for fqn, tensor in tensors.items():
             if tensor.dim():
-                groups.setdefault((tuple(stages[fqn]), tensor.dtype, tensor.requires_grad), {})[fqn] = tensor
+                key = tuple(stages[fqn]), tensor.dtype, tensor.requires_grad, tensor.dim() == 1
+                groups.setdefault(key, {})[fqn] = tensor
         self.flat = [FlatShard(each, sharding.group, device) for each in groups.values()]
         self._flat_of = {fqn: flat for flat in self.flat for fqn in flat.layout.regions}
         self._scalars = {fqn: tensor.detach().to(device) for fqn, tensor in tensors.items() if not tensor.dim()}
@@ -76,9 +80,28 @@ class ShardedParameters:
         """The elements of a parameter that each rank holds."""
         return [1] * self.sharding.ranks if fqn in self._scalars else self._flat_of[fqn].layout.regions[fqn].lengths()
 
+    def flat_parameters(self) -> FlatParameters:
+        """The flat parameters; from then on gradients are views of theirs."""
+        if self._flat_parameters is None:
+            self._flat_parameters = FlatParameters(self.flat, self.parameters)
+        return self._flat_parameters
+
+    @property
+    def flat_parts(self) -> Sequence[FlatParameter]:
+        """The flat parameters that somebody has asked for."""
+        return self._flat_parameters.flat if self._flat_parameters is not None else ()
+
+    def begin_gradients(self) -> None:
+        """Start a step."""
+        if self._flat_parameters is not None:
+            self._flat_parameters.begin()
+
     def add_gradient(self, fqn: str, rows: torch.Tensor) -> None:
         """Add the gradient of this rank's rows to `parameter.grad`. `rows`: their elements in order, taken over."""
         parameter = self.parameters[fqn]
+        if self._flat_parameters is not None and fqn in self._flat_parameters:
+            self._flat_parameters.add(fqn, rows)
+            return
         if parameter.grad is not None:
             local_tensor(parameter.grad).add_(rows.view_as(local_tensor(parameter.grad)))
             return
