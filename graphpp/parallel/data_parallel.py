@@ -2,11 +2,12 @@
 
 Contract
 --------
-- A stage's gradient sums are averaged over the replicas in place, once per step. The all-reduce starts at the stage's
-  REDUCE_GRAD action if the schedule has one (the checker proves that no backward follows it), and hides under other stages'
-  computation. Otherwise it starts at the end of the step; so it does for tied parameters, whose partial sums are added first.
+- A stage's gradient sums are averaged over the replicas in place, once per step: the average has the bits of a loop that adds
+  the replicas' sums in order (`ordered_sums.py`) and divides by their number. The first messages start at the stage's REDUCE_GRAD
+  action if the schedule has one (the checker proves that no backward follows it), and hide under other stages' computation.
+  Otherwise they start at the end of the step, as do those of tied parameters, whose partial sums are added first.
 - `broadcast_` and `average_` make the parameters or buffers of replicas equal.
-- All replicas run the same table over the same stages, so they start the same all-reduces in the same order.
+- All replicas run the same table over the same stages, so they start the same sums in the same order.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import torch.distributed as dist
 
 from graphpp._torch.distributed import group_named
 from graphpp.errors import GraphPPError
+from graphpp.parallel.ordered_sums import PendingSums, bundles, everywhere
 from graphpp.parallel.place import RankPlace
 
 _TOGETHER = 2**22  # elements
@@ -80,22 +82,24 @@ class Replicas:
 
     def __init__(self, group: dist.ProcessGroup | None) -> None:
         self._group = group if group is not None and dist.get_world_size(group) > 1 else None
-        self._in_flight: list[tuple[torch.Tensor, dist.Work]] = []
+        self._in_flight: list[tuple[list[torch.Tensor], PendingSums]] = []
 
     def start(self, sums: Iterable[torch.Tensor]) -> None:
-        """Start to average these sums, in place."""
-        for total in sums if self._group is not None else ():
-            work = dist.all_reduce(total, group=self._group, async_op=True)
-            assert work is not None
-            self._in_flight.append((total, work))
+        """Start to average these sums, contiguous, in place."""
+        if self._group is None:
+            return
+        totals = list(sums)
+        for bundle in bundles(totals):
+            own = [totals[at] for at in bundle]
+            self._in_flight.append((own, everywhere(own, self._group)))
 
     def finish(self) -> None:
         """Wait until all sums that were started are averaged."""
-        for total, work in self._in_flight:
-            work.wait()
-            total.div_(dist.get_world_size(self._group))
+        for totals, pending in self._in_flight:
+            for total, summed in zip(totals, pending.results(), strict=True):
+                torch.div(summed, dist.get_world_size(self._group), out=total)
         self._in_flight.clear()
 
     def drop(self) -> None:
-        """Forget the all-reduces in flight, after a failure."""
+        """Forget the sums in flight, after a failure."""
         self._in_flight.clear()

@@ -21,6 +21,7 @@ import torch.distributed as dist
 from graphpp._torch.distributed import all_gather_many
 
 _SMALL = 2**14  # bytes up to which every rank gets all tensors: one collective is faster than two
+_BUNDLE = 2**23  # bytes
 
 
 
@@ -61,22 +62,54 @@ def scattered(totals: Sequence[torch.Tensor], lengths: Sequence[Sequence[int]], 
     return PendingSums(work, add)
 
 
-def everywhere(totals: Sequence[torch.Tensor], group: dist.ProcessGroup) -> list[torch.Tensor]:
-    """The sums of tensors of one dtype, contiguous, on every rank: new tensors of their shapes."""
+def everywhere(totals: Sequence[torch.Tensor], group: dist.ProcessGroup) -> PendingSums:
+    """Start to sum tensors of one dtype, contiguous, on every rank; the results are new tensors of their shapes.
+
+    `results` sends messages too: all ranks ask for the results of several sums in the same order.
+    """
     ranks = dist.get_world_size(group)
-    flat = torch.cat([total.view(-1) for total in totals])
+    flat = torch.cat([total.view(-1) for total in totals]) if len(totals) > 1 else totals[0].view(-1)
     if flat.nbytes <= _SMALL:
         parts = flat.new_empty((ranks, flat.numel()))
-        all_gather_many([parts], [flat], group).wait()
-        summed = _in_order(parts)
-    else:
-        each = -(-flat.numel() // ranks)
-        lengths = [max(0, min(each, flat.numel() - rank * each)) for rank in range(ranks)]
+        work = all_gather_many([parts], [flat], group)
+
+        def add() -> list[torch.Tensor]:
+            work.wait()
+            return _like(totals, _in_order(parts))
+
+        return PendingSums(work, add)
+    each = -(-flat.numel() // ranks)
+    lengths = [max(0, min(each, flat.numel() - rank * each)) for rank in range(ranks)]
+    pending = scattered([flat], [lengths], group)
+
+    def gather() -> list[torch.Tensor]:
         gathered, own = flat.new_empty(ranks * each), flat.new_empty(each)
-        own[: lengths[dist.get_rank(group)]] = scattered([flat], [lengths], group).results()[0]
+        own[: lengths[dist.get_rank(group)]] = pending.results()[0]
         all_gather_many([gathered], [own], group).wait()
-        summed = gathered[: flat.numel()]
-    pieces = summed.split([total.numel() for total in totals])
+        return _like(totals, gathered[: flat.numel()])
+
+    return PendingSums(pending.work, gather)
+
+
+def bundles(tensors: Sequence[torch.Tensor]) -> list[list[int]]:
+    """The positions of tensors to send together: of one dtype, in order, up to `_BUNDLE` bytes unless one alone is larger."""
+    found: list[list[int]] = []
+    sizes: list[int] = []
+    latest: dict[torch.dtype, int] = {}  # the bundle of each dtype that is not full
+    for position, tensor in enumerate(tensors):
+        at = latest.get(tensor.dtype)
+        if at is None or sizes[at] + tensor.nbytes > _BUNDLE:
+            at = latest[tensor.dtype] = len(found)
+            found.append([])
+            sizes.append(0)
+        found[at].append(position)
+        sizes[at] += tensor.nbytes
+    return found
+
+
+def _like(totals: Sequence[torch.Tensor], flat: torch.Tensor) -> list[torch.Tensor]:
+    """The pieces of `flat` in the shapes of `totals`."""
+    pieces = flat.split([total.numel() for total in totals])
     return [piece.view(total.shape) for piece, total in zip(pieces, totals, strict=True)]
 
 

@@ -31,7 +31,7 @@ def sums(rank: int, ranks: int) -> None:
     for dtype in DTYPES:
         for size in (0, 1, 5, 1000, 20_001):
             own, expected = summand(rank, size, dtype), loop(ranks, size, dtype)
-            assert torch.equal(everywhere([own], group)[0], expected)
+            assert torch.equal(everywhere([own], group).results()[0], expected)
             first = size // 3  # the ranks get parts of other lengths; the last one none
             lengths = [first, size - first, *[0] * (ranks - 2)]
             start = sum(lengths[:rank])
@@ -43,7 +43,7 @@ def sums(rank: int, ranks: int) -> None:
             assert len(many[2]) == (0 if rank else first)
         shapes = [(3, 2), (0,), (), (5000,)]
         tensors = [torch.full(shape, 2.0**rank, dtype=dtype) for shape in shapes]
-        for found, shape in zip(everywhere(tensors, group), shapes, strict=True):
+        for found, shape in zip(everywhere(tensors, group).results(), shapes, strict=True):
             assert torch.equal(found, torch.full(shape, 2.0**ranks - 1, dtype=dtype))
 
 

@@ -17,13 +17,12 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from graphpp.parallel.ordered_sums import PendingSums, everywhere, scattered
+from graphpp.parallel.ordered_sums import PendingSums, bundles, everywhere, scattered
 from graphpp.runtime.gradients.accumulate import Accumulator, dtype_of_sum
 from graphpp.runtime.gradients.tied import TiedReduction
 from graphpp.runtime.shards.sharded_parameters import ShardedParameters
 
 _Key = tuple[int, str]  # a stage and the FQN of a parameter
-_BUNDLE = 2**23  # bytes
 
 
 class ShardedGradients:
@@ -54,7 +53,8 @@ class ShardedGradients:
         ranks = self._sharded.sharding.ranks
         taken = self._stages[stage].take()
         taken |= {fqn: total.repeat(ranks) for fqn, total in taken.items() if not total.dim()}  # every rank needs it
-        for fqns in _bundles(taken):
+        names = list(taken)
+        for fqns in ([names[at] for at in bundle] for bundle in bundles(list(taken.values()))):
             totals = [taken.pop(fqn) for fqn in fqns]
             lengths = [self._sharded.lengths(fqn) for fqn in fqns]
             self._pending.append(([(stage, fqn) for fqn in fqns], scattered(totals, lengths, self._sharded.sharding.group)))
@@ -88,10 +88,10 @@ class ShardedGradients:
         copies = self._sharded.sharding.copies
         if copies is None:
             return dict(rows)
-        found = dict(rows)
-        for fqns in _bundles(rows):
-            found |= zip(fqns, everywhere([rows[fqn] for fqn in fqns], copies), strict=True)
-        return found
+        names, values = list(rows), list(rows.values())
+        pending = [(each, everywhere([values[at] for at in each], copies)) for each in bundles(values)]
+        found = {names[at]: total for each, sums in pending for at, total in zip(each, sums.results(), strict=True)}
+        return {fqn: found[fqn] for fqn in rows}
 
     def _buffer_for_sum(self, fqn: str) -> torch.Tensor:
         """New memory for another rank's partial sum of the rows of a parameter's gradient."""
@@ -102,19 +102,3 @@ class ShardedGradients:
     def _add(self, keys: Sequence[_Key], pending: PendingSums) -> None:
         for key, rows in zip(keys, pending.results(), strict=True):
             self._rows[key] = rows if key not in self._rows else self._rows[key].add_(rows)
-
-
-def _bundles(tensors: Mapping[str, torch.Tensor]) -> list[list[str]]:
-    """The FQNs of tensors that travel together: of one dtype, in order, up to `_BUNDLE` bytes unless one alone is larger."""
-    found: list[list[str]] = []
-    sizes: list[int] = []
-    latest: dict[torch.dtype, int] = {}  # the bundle of each dtype that is not full
-    for fqn, tensor in tensors.items():
-        at = latest.get(tensor.dtype)
-        if at is None or sizes[at] + tensor.nbytes > _BUNDLE:
-            at = latest[tensor.dtype] = len(found)
-            found.append([])
-            sizes.append(0)
-        found[at].append(fqn)
-        sizes[at] += tensor.nbytes
-    return found

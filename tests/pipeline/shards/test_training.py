@@ -111,3 +111,11 @@ def test_schedules_and_kept_stages_change_no_bit(norm: float) -> None:
         for rank, each in enumerate(found):
             assert torch.equal(torch.stack(each.norms), torch.stack(first[rank].norms)), case
             assert all(torch.equal(value, by_fqn[fqn]) for fqn, value in each.params.items()), case
+
+
+@pytest.mark.parametrize("mesh", [Mesh((3,), ("dp_replicate",)), *further((Mesh((4,), ("dp_replicate",)),))])
+def test_whole_parameters_have_the_bits_of_the_loop_too(mesh: Mesh) -> None:
+    expected = train_alone(mesh.replicas)
+    given = options(2, "LoopedBFS", None) | {"example": example()}
+    for rank, found in enumerate(run_ranks(train_on_mesh, mesh.ranks, mesh, given)):
+        assert differing(found, expected[rank]) == []
