@@ -79,7 +79,7 @@ class Parallel(Group):
         takes="a number of stages, from 1",
         about="How many of its stages a rank holds whole at once, where `mesh=` has the dimension `dp_shard`. None: all, so "
         "each is gathered once per step (ZeRO-1). With k stages the one that is needed last makes room, and its gradients are "
-        "summed over the ranks before it goes, so that at most k whole gradients stay.",
+        "summed over the ranks before it goes, so that no more whole gradients stay than those of k stages.",
     )
     replica_values: Option[ReplicaValues, ReplicaValues] = Option(
         "equal",

@@ -3,9 +3,9 @@
 Contract
 --------
 - A stage's gradient sums are averaged over the replicas in place, once per step: the average has the bits of a loop that adds
-  the replicas' sums in order (`ordered_sums.py`) and divides by their number. The first messages start at the stage's REDUCE_GRAD
-  action if the schedule has one (the checker proves that no backward follows it), and hide under other stages' computation.
-  Otherwise they start at the end of the step, as do those of tied parameters, whose partial sums are added first.
+  the replicas' sums in order (`ordered_sums.py`) and divides by their number. The first messages start at the stage's
+  REDUCE_GRAD action if the schedule has one (the checker proves that no backward follows it), and hide under other stages'
+  computation. Otherwise they start at the end of the step, as do those of tied parameters, whose partial sums are added first.
 - `broadcast_` and `average_` make the parameters or buffers of replicas equal.
 - All replicas run the same table over the same stages, so they start the same sums in the same order.
 """

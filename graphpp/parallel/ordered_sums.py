@@ -22,6 +22,7 @@ from graphpp._torch.distributed import all_gather_many
 
 _SMALL = 2**14  # bytes up to which every rank gets all tensors: one collective is faster than two
 _BUNDLE = 2**23  # bytes
+_NO_ORDER = 2  # ranks whose numbers add up to the same bits in both orders
 
 
 
@@ -63,12 +64,22 @@ def scattered(totals: Sequence[torch.Tensor], lengths: Sequence[Sequence[int]], 
 
 
 def everywhere(totals: Sequence[torch.Tensor], group: dist.ProcessGroup) -> PendingSums:
-    """Start to sum tensors of one dtype, contiguous, on every rank; the results are new tensors of their shapes.
+    """Start to sum tensors of one dtype, contiguous, on every rank; the results are tensors of their shapes.
 
-    `results` sends messages too: all ranks ask for the results of several sums in the same order.
+    The memory of `totals` is taken over. `results` sends messages too: all ranks ask for the results of several sums in the
+    same order.
     """
     ranks = dist.get_world_size(group)
     flat = torch.cat([total.view(-1) for total in totals]) if len(totals) > 1 else totals[0].view(-1)
+    if ranks == _NO_ORDER:
+        reduced = dist.all_reduce(flat, group=group, async_op=True)
+        assert reduced is not None, "the collective was started with async_op"
+
+        def wait() -> list[torch.Tensor]:
+            reduced.wait()
+            return _like(totals, flat)
+
+        return PendingSums(reduced, wait)
     if flat.nbytes <= _SMALL:
         parts = flat.new_empty((ranks, flat.numel()))
         work = all_gather_many([parts], [flat], group)

@@ -55,7 +55,8 @@ class Calls:
         self._board = FailureBoard((place.group, place.replicas), self._name)
         self._every = options.parallel.check_data if agreement.several else 0
         parallel = options.parallel
-        self._timeouts = Timeouts((place.group, place.replicas), parallel.timeout, parallel.start_timeout)
+        shards = () if place.sharding is None else (place.sharding.group, place.sharding.copies)
+        self._timeouts = Timeouts((place.group, place.replicas, *shards), parallel.timeout, parallel.start_timeout)
         self._number = 0
         self._data_calls = {True: 0, False: 0}  # training calls and evaluations
         self._codes: tuple[tuple[int, ...], tuple[int, ...]] | None = None  # of gradients: this rank's own, and all ranks'
@@ -97,7 +98,8 @@ class Calls:
     @contextlib.contextmanager
     def exchanging(self, training: bool = True) -> Iterator[None]:
         """A context around messages and collectives after an agreement: if one fails, later calls are refused."""
-        self._broken = self._place.ranks > 1 or (training and self._replicas.several)
+        meets_replicas = training or self._place.sharding is not None
+        self._broken = self._place.ranks > 1 or (meets_replicas and self._replicas.several)
         yield
         self._broken = False
 
@@ -111,7 +113,7 @@ class Calls:
         with contextlib.ExitStack() as stack:
             if self._place.sharding is None:
                 return prepare()
-            return self._replicas.together(prepare, lambda made: made[1].lowered.replica_facts.adding("the call", ["eval"]))
+            return self._replicas.together(prepare, lambda made: self._of_replica(made[1], "eval"))
 
     def training(
         self, make: MakeParts, weights: LossArguments = NO_WEIGHTS, asked: str = "step"
@@ -126,7 +128,7 @@ class Calls:
             return self._prepared(call, lacking, stack)
 
         def facts_of(made: tuple[StepCall, PreparedStep]) -> Facts:
-            known = made[1].lowered.replica_facts.adding("the call", [asked])
+            known = self._of_replica(made[1], asked)
             if self._compared or not self._replicas.several:
                 return known
             owned, broadcast = self._cache.ownership, self._options.parallel.replica_values == "broadcast"
@@ -248,6 +250,11 @@ class Calls:
         with self.exchanging():
             parts = filled(call.parts, holdings, self._agreement)
         return replace(call, parts=parts), prepared
+
+    def _of_replica(self, prepared: PreparedStep, asked: str) -> Facts:
+        """What the replicas must have alike: their stages, their shards, and the call."""
+        sharded, known = self._cache.ownership.sharded, prepared.lowered.replica_facts.adding("the call", [asked])
+        return known if sharded is None else known.adding("the shards of the parameters", sharded.layout)
 
     def _described(self, known: Facts, call: str) -> Facts:
         """Facts of a call, with the pipeline, the name and the number of the call."""

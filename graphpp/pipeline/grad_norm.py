@@ -149,10 +149,13 @@ def total_norm(gradients: RankGradients, norm_type: float) -> torch.Tensor:
 def own_norms(gradients: RankGradients, norm_type: float) -> torch.Tensor:
     """The norms that this rank counts, float64 [parameters of the model]; 0 for all others."""
     table = torch.zeros(len(gradients.codes), dtype=torch.float64, device=gradients.device)
-    dtypes = {gradient.dtype for gradient in gradients.counted.values()}
+    counted = gradients.counted
+    if gradients.shards is not None:  # a rank may have no rows of a parameter
+        counted = {place: gradient for place, gradient in counted.items() if gradient.numel()}
+    dtypes = {gradient.dtype for gradient in counted.values()}
     for dtype in dtypes:
         one = len(dtypes) == 1
-        chosen = {place: gradient for place, gradient in gradients.counted.items() if one or gradient.dtype is dtype}
+        chosen = {place: gradient for place, gradient in counted.items() if one or gradient.dtype is dtype}
         norms = torch.stack(list(foreach_norm(list(chosen.values()), norm_type)))
         table.index_copy_(0, _places(tuple(chosen), table.device), norms.to(table.device, torch.float64))
     return table if gradients.shards is None else _over_shards(table, gradients, gradients.shards, norm_type)

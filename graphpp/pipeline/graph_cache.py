@@ -83,7 +83,7 @@ class GraphCache:
         self._prepared: Recent[tuple[GraphKey, ...], PreparedStep] = Recent(_SIZES * limit)
         self._assembly = Assembly(request, state)
         self.ownership = Ownership(
-            state, place, options, self.captured, self._keys.forget_values, partial(facts.of_replicas, state)
+            state, place, options, self.captured, self._keys.forget_values, partial(facts.of_replicas, state), agreement
         )
         self._shards = ShardPolicy(options.parallel.keep) if place.sharding is not None else None
         self.tables = Tables(options.schedule, place.ranks, self._shards)
@@ -103,6 +103,8 @@ class GraphCache:
         keys = self._keys.keys(training, [part.signature for part in parts])
         if self.first is not None:
             self.ownership.check_copies(self.first)
+        if self.ownership.sharded is not None:
+            self.ownership.sharded.check(self._state)
         return StepCall(parts, training, tuple(keys[part.signature] for part in parts), weighting)
 
     def recapture(self) -> None:

@@ -156,9 +156,9 @@ class Pipeline(RankPart):
         `against="whole batch"`: eager over the microbatches is compared with eager over the batch as well. Raises
         `GraphPPError` on several ranks, where no rank holds the current values of all parameters.
         """
-        if self._place.ranks > 1:
+        if self._place.ranks > 1 or self._place.sharding is not None:
             raise GraphPPError(
-                "pipe.verify runs all stages in one process, and this rank holds only its own stages' parameters. Call "
+                "pipe.verify runs all stages in one process, and this rank holds its own stages' parameters or shards. Call "
                 f"graphpp.verify(model, loss, example, split=..., schedule=..., ranks={self._place.ranks}) in one "
                 "process, before the job."
             )

@@ -24,7 +24,6 @@ import torch
 import torch.distributed as dist
 
 from graphpp._torch.autograd import with_gradient_hooks
-from graphpp.errors import GraphPPError
 from graphpp.parallel.data_parallel import Replicas
 from graphpp.parallel.groups import Subgroups
 from graphpp.parallel.place import RankPlace
@@ -216,23 +215,16 @@ class GraphPPRunner:
     def _begin(self, inputs: StepInputs) -> None:
         tensors = self._reader()
         self._tensors.update(zip(self._reader.fqns, tensors, strict=True))
-        values = {fqn: self._value(fqn, tensor) for fqn, tensor in self._tensors.items()}
+        whole = self._sharded
+        values = {
+            fqn: whole.whole(fqn) if whole is not None and fqn in whole else tensor.detach()
+            for fqn, tensor in self._tensors.items()
+        }
         self._gradients.begin(self._tensors)
         for index, stage in self.stages.items():
             stage.begin(values.__getitem__, inputs)
             if index not in self._shards:
                 stage.prepare()
-
-    def _value(self, fqn: str, tensor: torch.Tensor) -> torch.Tensor:
-        """The values of a parameter or buffer for the programs."""
-        if self._sharded is None or fqn not in self._sharded:
-            return tensor.detach()
-        if tensor is not self._sharded.parameters[fqn]:
-            raise GraphPPError(
-                f"another object stands in the place of {fqn}, which dp_shard has sharded over the ranks: change its values in "
-                "place, with torch.no_grad(), or by pipe.load_state_dict"
-            )
-        return self._sharded.whole(fqn)
 
     def _finish(self) -> None:
         """Put the gradients into `param.grad`."""

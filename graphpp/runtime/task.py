@@ -158,6 +158,8 @@ class Task:
         for index in wiring.losses:
             buffers.losses[microbatch] = results[index].clone()  # a loss may be a view of large memory
         if wiring.outputs:
-            buffers.outputs[microbatch] = {leaf: results[index] for index, leaf in wiring.outputs}
+            shared = self.program.shared  # with a parameter, for instance, whose memory may be given back before they are read
+            own = {leaf: results[index].clone() if index in shared else results[index] for index, leaf in wiring.outputs}
+            buffers.outputs[microbatch] = own
         if wiring.metrics:
             buffers.metrics[microbatch] = {name: results[index].clone() for index, name in wiring.metrics}

@@ -21,6 +21,7 @@ from typing import Protocol
 import torch
 
 from graphpp.options.options import Options
+from graphpp.parallel.agreement import Agreement
 from graphpp.parallel.data_parallel import broadcast_
 from graphpp.parallel.facts import Facts
 from graphpp.parallel.place import RankPlace
@@ -63,6 +64,7 @@ class Ownership:
         captured: Callable[[], Readers],
         after_exchange: Callable[[], None],
         values_of: Callable[[AbstractSet[str]], Facts],
+        agreement: Agreement,
     ) -> None:
         """`captured` returns the first graph or raises; `after_exchange` is called when other tensors are in the model.
 
@@ -70,6 +72,7 @@ class Ownership:
         """
         self._state, self._place, self._memory, self._parallel = state, place, options.memory, options.parallel
         self._captured, self._after_exchange, self._values_of = captured, after_exchange, values_of
+        self._agreement = agreement
         self._copies = StaleCopies()
         self.sharded: ShardedParameters | None = None
         self.values_before_sharding: Facts | None = None
@@ -105,14 +108,17 @@ class Ownership:
             self.release()
 
     def shard_if_asked(self) -> None:
-        """Shard this rank's parameters if the mesh has shards and all of them have values. Called by all replicas.
+        """Shard the parameters of all ranks, if the mesh has shards and all tensors have values. Called by all ranks.
 
         Raises `GraphPPError`, and changes nothing, for a parameter that cannot be sharded.
         """
         sharding, first, rank = self._place.sharding, self._captured(), self._place.rank
-        parameters = sorted(first.parameters(rank))
-        if sharding is None or self.sharded is not None or any(self._state.tensor(fqn).is_meta for fqn in parameters):
+        if sharding is None or self.sharded is not None:
             return
+        lacking = torch.tensor(any(self._state.tensor(fqn).is_meta for fqn in self.local), dtype=torch.int64)
+        if self._agreement.largest(lacking):
+            return  # until `materialize`, on all ranks
+        parameters = sorted(first.parameters(rank))
         check_written([fqn for _, fqn in first.written_buffers()], parameters)
         self._state.move(parameters, self._place.device)
         if self._parallel.replica_values == "broadcast" and self._place.replicas is not None:

@@ -46,7 +46,10 @@ class Accumulator:
         self._early: dict[str, dict[int, torch.Tensor]] = {}
 
     def take(self) -> dict[str, torch.Tensor]:
-        """Hand over the sums by now; further gradients of the step add up to new sums. All are contiguous."""
+        """Hand over the sums by now; further gradients of the step add up to new sums.
+
+        The sums are contiguous, and in the order in which the first gradients came.
+        """
         taken, self.sums = self.sums, {}
         return taken
 

@@ -80,8 +80,8 @@ class WholeGradients:
             sums.start({})
 
     def _own(self, stage: int) -> list[str]:
-        """FQNs of a stage's gradients that no other stage contributes to."""
-        return [fqn for fqn in self._stages[stage].sums if fqn not in self._tied.contributors]
+        """FQNs of a stage's gradients that no other stage contributes to, sorted: replicas may make them in another order."""
+        return sorted(fqn for fqn in self._stages[stage].sums if fqn not in self._tied.contributors)
 
     def _buffer_for_sum(self, fqn: str) -> torch.Tensor:
         """New memory for another rank's partial sum of a parameter's gradients."""

@@ -5,7 +5,7 @@ Contract
 - `values` has this rank's rows of all parameters, the only memory of theirs that lives from step to step. `local(fqn)` and
   `whole(fqn)` are views; a view of a whole parameter may be kept, and has values from `ready` to the last `reshard`.
 - `unshard` starts to gather and returns at once; `ready` waits. Both are called by all ranks of the group in one order. The
-  parameters stay whole until `reshard` was called as often as `unshard`. Then their memory goes back, if `frees`.
+  parameters stay whole until `reshard` was called as often as `unshard`. Then their memory goes back, if it was made so.
 - Gathering copies nothing on a rank: each rank's rows arrive where the whole parameter has them (`layout.py`).
 """
 
@@ -23,8 +23,13 @@ from graphpp.runtime.shards.layout import Layout, Region
 class FlatShard:
     """Parameters of one dtype that the same stages of a rank read."""
 
-    def __init__(self, tensors: Mapping[str, torch.Tensor], group: dist.ProcessGroup, device: torch.device) -> None:
-        """`tensors`: the parameters, of any device: their shapes, strides and dtype count here."""
+    def __init__(
+        self, tensors: Mapping[str, torch.Tensor], group: dist.ProcessGroup, device: torch.device, *, frees: bool
+    ) -> None:
+        """`tensors`: the parameters, of any device: their shapes, strides and dtype count here.
+
+        `frees`: whether the memory of whole parameters goes back when they are not used.
+        """
         self._group, self._rank, ranks = group, dist.get_rank(group), dist.get_world_size(group)
         self.layout = Layout.of(tensors, ranks)
         dtype = next(iter(tensors.values())).dtype
@@ -36,7 +41,7 @@ class FlatShard:
         self._whole = {fqn: _whole(self._gathered, region, ranks) for fqn, region in self.layout.regions.items()}
         self._bytes = self._gathered.untyped_storage().nbytes()
         self._gathered.untyped_storage().resize_(0)
-        self._users, self.frees = 0, True
+        self._users, self._frees = 0, frees
         self._work: dist.Work | None = None
 
     def local(self, fqn: str, flat: torch.Tensor | None = None) -> torch.Tensor:
@@ -72,12 +77,12 @@ class FlatShard:
     def reshard(self) -> None:
         """Give the memory of the whole parameters back, if no other stage uses them."""
         self._users -= 1
-        if not self._users and self.frees:
+        if not self._users and self._frees:
             self.ready()
             self._gathered.untyped_storage().resize_(0)
 
     def drop(self) -> None:
-        """Forget a gathering that is under way, after a failure."""
+        """Forget a gathering that is under way, after a failure; the pipeline cannot be used any more."""
         self._users, self._work = 0, None
 
 

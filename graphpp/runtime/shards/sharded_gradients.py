@@ -7,7 +7,8 @@ Contract
 - `finish` adds up the partial sums of tied parameters and adds everything to `param.grad`, a `DTensor` like its parameter.
 - A gradient is ((r0 + r1) + ..) / replicas, with the ranks of the mesh in order, then their copies in order
   (`parallel/ordered_sums.py`); the sums of several reductions are added in their order.
-- All ranks of the mesh reduce the same stages in the same order; all ranks of a pipeline call `finish` once per training step.
+- All ranks of the mesh reduce the same stages in the same order, and the gradients of a stage by FQN. All ranks of a pipeline
+  call `finish` once per training step.
 """
 
 from __future__ import annotations
@@ -53,8 +54,8 @@ class ShardedGradients:
         ranks = self._sharded.sharding.ranks
         taken = self._stages[stage].take()
         taken |= {fqn: total.repeat(ranks) for fqn, total in taken.items() if not total.dim()}  # every rank needs it
-        names = list(taken)
-        for fqns in ([names[at] for at in bundle] for bundle in bundles(list(taken.values()))):
+        names = sorted(taken)  # replicas may hand their gradients out in another order
+        for fqns in ([names[at] for at in bundle] for bundle in bundles([taken[name] for name in names])):
             totals = [taken.pop(fqn) for fqn in fqns]
             lengths = [self._sharded.lengths(fqn) for fqn in fqns]
             self._pending.append(([(stage, fqn) for fqn in fqns], scattered(totals, lengths, self._sharded.sharding.group)))
@@ -88,7 +89,8 @@ class ShardedGradients:
         copies = self._sharded.sharding.copies
         if copies is None:
             return dict(rows)
-        names, values = list(rows), list(rows.values())
+        names = sorted(rows)
+        values = [rows[name] for name in names]
         pending = [(each, everywhere([values[at] for at in each], copies)) for each in bundles(values)]
         found = {names[at]: total for each, sums in pending for at, total in zip(each, sums.results(), strict=True)}
         return {fqn: found[fqn] for fqn in rows}

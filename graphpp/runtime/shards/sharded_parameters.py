@@ -6,7 +6,7 @@ Contract
   `dp_shard`, `Replicate()` for a 0-dim parameter. It has the FQNs, the attributes and the need of a gradient of before.
 - Parameters lie in one flat shard if the same stages of the rank read them, they have one dtype and one need of a gradient, and
   all or none of them are vectors: optimizers often decay matrices alone.
-- A parameter with gradient hooks or of a tensor subclass raises `GraphPPError`, and changes nothing.
+- A parameter with a gradient, with gradient hooks or of a tensor subclass raises `GraphPPError`, and changes nothing.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from graphpp._torch.autograd import has_gradient_hooks
 from graphpp.arguments import type_name
 from graphpp.errors import GraphPPError
 from graphpp.parallel.place import Sharding
-from graphpp.runtime.model_state import ModelState
+from graphpp.runtime.model_state import ModelState, TensorReader
 from graphpp.runtime.released import forget
 from graphpp.runtime.shards.flat_parameters import FlatParameter, FlatParameters
 from graphpp.runtime.shards.flat_shard import FlatShard
@@ -48,21 +48,38 @@ class ShardedParameters:
         _check(tensors)
         self.sharding = sharding
         self._flat_parameters: FlatParameters | None = None
+        self._reader: TensorReader | None = None
         groups: dict[Hashable, dict[str, torch.Tensor]] = {}
         for fqn, tensor in tensors.items():
             if tensor.dim():
                 key = tuple(stages[fqn]), tensor.dtype, tensor.requires_grad, tensor.dim() == 1
                 groups.setdefault(key, {})[fqn] = tensor
-        self.flat = [FlatShard(each, sharding.group, device) for each in groups.values()]
+        self.flat = [FlatShard(each, sharding.group, device, frees=frees) for each in groups.values()]
         self._flat_of = {fqn: flat for flat in self.flat for fqn in flat.layout.regions}
         self._scalars = {fqn: tensor.detach().to(device) for fqn, tensor in tensors.items() if not tensor.dim()}
         for flat in self.flat:
-            flat.frees = frees
             for fqn in flat.layout.regions:
                 flat.take(fqn, tensors[fqn])
         self.parameters = {fqn: self._parameter(fqn, tensor) for fqn, tensor in tensors.items()}
         state.exchange({id(tensor): self.parameters[fqn] for fqn, tensor in tensors.items()})
         forget(((tensor, fqn) for fqn, tensor in tensors.items()), "they are sharded over dp_shard now")
+
+    def check(self, state: ModelState) -> None:
+        """Raise `GraphPPError` where another object stands in the place of a parameter."""
+        if self._reader is None:
+            self._reader = state.reader(self.parameters)
+        for (fqn, own), found in zip(self.parameters.items(), self._reader(), strict=True):
+            if found is not own:
+                raise GraphPPError(
+                    f"another object stands in the place of {fqn}, which dp_shard has sharded over the ranks: change its "
+                    "values in place, with torch.no_grad(), or by pipe.load_state_dict"
+                )
+
+    @property
+    def layout(self) -> list[str]:
+        """A line for each flat shard, which all ranks of the mesh must have alike."""
+        texts = (", ".join(flat.layout.regions) for flat in self.flat)
+        return [f"{flat.values.dtype} {text}" for flat, text in zip(self.flat, texts, strict=True)]
 
     def __contains__(self, fqn: str) -> bool:
         return fqn in self.parameters
@@ -113,6 +130,8 @@ class ShardedParameters:
         sharded = as_sharded(local, self.sharding.mesh, tensor, tensor.stride())
         made = nn.Parameter(sharded, requires_grad=tensor.requires_grad)
         vars(made).update(vars(tensor))
+        if tensor.requires_grad:
+            made.grad_dtype = tensor.grad_dtype
         note_sharded(made)
         return made
 
@@ -121,6 +140,10 @@ def _check(tensors: Mapping[str, torch.Tensor]) -> None:
     for fqn, tensor in tensors.items():
         if type(tensor).__torch_function__ is not nn.Parameter.__torch_function__:
             raise GraphPPError(f"{fqn} is a {type_name(tensor)}, and dp_shard shards plain parameters")
+        if tensor.grad is not None:
+            raise GraphPPError(
+                f"{fqn} has a gradient, and dp_shard makes a new parameter of it: call zero_grad() before graphpp.compile"
+            )
         if has_gradient_hooks(tensor):
             raise GraphPPError(
                 f"{fqn} has a gradient hook, and dp_shard makes a new parameter of it: register hooks on pipe.parameters()"

@@ -192,3 +192,137 @@ def profiled(rank: int) -> float:
 
 def test_a_profile_runs_sharded_stages() -> None:
     assert all(found > 0 for found in run_ranks(profiled, 4))
+
+
+class ByShape(nn.Module):
+    """A forward that calls its layers in another order for one row: replicas may make gradients in other orders."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.shape[0] > 1:
+            return torch.tanh(self.a(x)) + torch.relu(self.b(x)) * self.c(x)
+        return self.c(x) * torch.relu(self.b(x)) + torch.tanh(self.a(x))
+
+
+def by_shape(rank: int, dimension: str) -> None:
+    torch.manual_seed(0)
+    model = ByShape()
+    batches = [torch.randn(8 if replica == 0 else 4, 4, generator=torch.Generator().manual_seed(replica)) for replica in (0, 1)]
+    expected: dict[str, Tensor] = {}
+    for x in batches:
+        for part in x.chunk(4):
+            (F.mse_loss(model(part), part) / 4 / 2).backward()
+    expected = {fqn: parameter.grad.clone() for fqn, parameter in model.named_parameters() if parameter.grad is not None}
+    model.zero_grad()
+    pipe = graphpp.compile(model, F.mse_loss, mesh=Mesh((2,), (dimension,)).made(), microbatches=4)
+    pipe.step(batches[rank], target=batches[rank])
+    for fqn, parameter in pipe.named_parameters():
+        torch.testing.assert_close(whole_tensor(parameter.grad), expected[fqn], rtol=1e-5, atol=1e-7, msg=fqn)
+
+
+@pytest.mark.parametrize("dimension", ["dp_shard", "dp_replicate"])
+def test_replicas_may_make_gradients_in_other_orders(dimension: str) -> None:
+    run_ranks(by_shape, 2, dimension)
+
+
+class GivesWeights(nn.Module):
+    """Parameters and views of them are part of the output."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(4))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return x, self.layers[0].weight.t(), self.layers[3].bias
+
+
+def gives_weights(rank: int, keep: int | None) -> None:
+    torch.manual_seed(0)
+    model, x = GivesWeights(), torch.ones(8, 4)
+    weight, bias = model.layers[0].weight.detach().clone(), model.layers[3].bias.detach().clone()
+    pipe = graphpp.compile(
+        model, lambda output, target: F.mse_loss(output[0], target), mesh=SHARD2.made(), split=CUTS[4], schedule="LoopedBFS",
+        microbatches=1, parallel=graphpp.Parallel(keep=keep),
+    )  # fmt: skip
+    for _ in range(2):
+        _, first, last = pipe.eval(x, target=x).output
+        assert torch.equal(first, weight.t())
+        assert torch.equal(last, bias)
+        pipe.step(x, target=x)
+
+
+@pytest.mark.parametrize("keep", [None, 1])
+def test_outputs_may_be_parameters(keep: int | None) -> None:
+    run_ranks(gives_weights, 2, keep)
+
+
+def edges(rank: int) -> None:
+    """Fewer rows than ranks in all norms; gradients of before; dtypes of gradients."""
+    mesh, x = Mesh((3,), ("dp_shard",)).made(), torch.randn(6, 4, generator=torch.Generator().manual_seed(0))
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1, bias=False))
+    model[0].weight.grad_dtype = torch.float64
+    pipe = graphpp.compile(model, F.mse_loss, mesh=mesh, microbatches=2, gradients=graphpp.Gradients(dtype=torch.float64))
+    pipe.step(x, target=x[:, :1])
+    grads = [whole_tensor(parameter.grad) for parameter in pipe.parameters()]
+    assert [grad.dtype for grad in grads] == [torch.float64, torch.float32, torch.float32]
+    for order in (1.0, 2.0, 3.0, float("inf"), 0.0):
+        each = torch.stack([torch.linalg.vector_norm(grad, order).float() for grad in grads])
+        torch.testing.assert_close(pipe.clip_grad_norm_(1e9, order).float(), torch.linalg.vector_norm(each, order))
+    began = nn.Linear(4, 4)
+    began(x).sum().backward()
+    with pytest.raises(graphpp.GraphPPError, match=r"weight has a gradient.*zero_grad"):
+        graphpp.compile(began, F.mse_loss, mesh=mesh).step(x, target=x)
+
+
+def test_few_rows_and_gradients_of_before() -> None:
+    run_ranks(edges, 3)
+
+
+def partly_on_meta(rank: int) -> None:
+    """One rank's layers have no memory yet: nothing is sharded before all have values."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(4)), nn.BatchNorm1d(4))
+    whole = {key: value.clone() for key, value in model.state_dict().items()}
+    model[0].to("meta")
+    x = torch.ones(8, 4)
+    pipe = graphpp.compile(
+        model, F.mse_loss, mesh=PIPE.made(), split=["2"], microbatches=2, example=graphpp.Microbatch((x[:4],), target=x[:4])
+    )
+    assert all(type(parameter) is nn.Parameter for parameter in pipe.parameters())
+    pipe.materialize(lambda module: module.reset_parameters() if hasattr(module, "reset_parameters") else None, seed=1)
+    pipe.load_state_dict(whole)
+    assert all(torch.equal(whole_tensor(value), whole[key]) for key, value in pipe.state_dict().items())
+    pipe.step(x, target=x)
+
+
+def test_a_model_that_is_partly_on_meta_is_sharded_when_all_have_values() -> None:
+    run_ranks(partly_on_meta, 4)
+
+
+def one_rank_errs(rank: int) -> str:
+    """Rank 1 alone has another object in the place of a parameter: all ranks refuse the call, and the next one works."""
+    torch.set_num_threads(1)
+    model = odd()
+    pipe = compiled(PIPE.made(), model, split=CUTS[4], schedule="Interleaved1F1B", parallel=graphpp.Parallel(keep=1))
+    tokens, target = batch(0)
+    pipe.step(tokens, target=target)
+    kept = model.embed.weight
+    if rank == 1:
+        model.embed.weight = nn.Parameter(torch.zeros(13, 7))
+    with pytest.raises(graphpp.GraphPPError) as error:
+        pipe.step(tokens, target=target)
+    with pytest.raises(graphpp.GraphPPError):
+        pipe.eval(tokens, target=target)
+    model.embed.weight = kept
+    pipe.step(tokens, target=target)
+    return str(error.value)
+
+
+def test_one_ranks_error_is_every_ranks() -> None:
+    assert "another object stands in the place of embed.weight" in run_ranks(one_rank_errs, 4)[1]

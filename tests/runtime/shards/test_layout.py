@@ -42,7 +42,7 @@ def values() -> dict[str, Tensor]:
 
 def gathered(rank: int, ranks: int) -> None:
     mesh, tensors = init_device_mesh("cpu", (ranks,)), values()
-    flat = FlatShard(tensors, mesh.get_group(), torch.device("cpu"))
+    flat = FlatShard(tensors, mesh.get_group(), torch.device("cpu"), frees=True)
     for fqn, tensor in tensors.items():
         flat.take(fqn, tensor)
         expected = distribute_tensor(tensor, mesh, [Shard(0)]).to_local()
