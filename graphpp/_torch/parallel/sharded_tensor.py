@@ -5,7 +5,7 @@ made.
 
 Checked on torch 2.13.0 and 2.15.0:
 
-- `DTensor._local_tensor`: the rank's part, without the autograd node that `to_local` makes
+- `DTensor._local_tensor`: the rank's part, without the autograd node that `to_local` makes; may be set
 - `DTensor._spec` and `DTensor(local, spec, requires_grad=)`: a tensor with the placements of another one, whose local part may
   be on another device; `DTensor.from_local` would move it
 """
@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import nn
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -51,7 +52,26 @@ def dtensor_of(local: torch.Tensor, mesh: DeviceMesh, shape: Sequence[int], stri
     from torch.distributed.tensor import DTensor, Replicate, Shard
 
     placements = [Shard(0) if len(shape) else Replicate()]
-    return DTensor.from_local(local, mesh, placements, run_check=False, shape=torch.Size(shape), stride=tuple(stride))
+    begin = local.as_strided(local.shape, local.stride(), 0)
+    made = DTensor.from_local(begin, mesh, placements, run_check=False, shape=torch.Size(shape), stride=tuple(stride))
+    return lying_at(made, local)
+
+
+def parameter_of(sharded: Any, *, requires_grad: bool) -> nn.Parameter:
+    """A parameter that is a `DTensor`, with the same part on this rank."""
+    local = sharded._local_tensor
+    begin = dtensor_of(local.as_strided(local.shape, local.stride(), 0), sharded.device_mesh, sharded.shape, sharded.stride())
+    made: nn.Parameter = lying_at(nn.Parameter(begin, requires_grad=requires_grad), local)
+    return made
+
+
+def lying_at(made: Any, local: torch.Tensor) -> Any:
+    """The `DTensor` with `local` as its part.
+
+    A `DTensor` that is made of a part within a larger memory takes the part's offset for its own, and `copy.deepcopy` fails.
+    """
+    made._local_tensor = local
+    return made
 
 
 def with_local(tensor: torch.Tensor, local: torch.Tensor) -> torch.Tensor:

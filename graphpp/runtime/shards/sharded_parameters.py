@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from graphpp._torch.autograd import has_gradient_hooks
+from graphpp._torch.parallel.sharded_tensor import parameter_of
 from graphpp.arguments import type_name
 from graphpp.errors import GraphPPError
 from graphpp.parallel.place import Sharding
@@ -128,7 +129,7 @@ class ShardedParameters:
     def _parameter(self, fqn: str, tensor: torch.Tensor) -> nn.Parameter:
         local = self._scalars[fqn] if fqn in self._scalars else self._flat_of[fqn].local(fqn)
         sharded = as_sharded(local, self.sharding.mesh, tensor, tensor.stride())
-        made = nn.Parameter(sharded, requires_grad=tensor.requires_grad)
+        made = parameter_of(sharded, requires_grad=tensor.requires_grad)
         vars(made).update(vars(tensor))
         if tensor.requires_grad:
             made.grad_dtype = tensor.grad_dtype

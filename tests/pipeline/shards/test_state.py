@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -68,6 +69,24 @@ def states_of_pipeline(rank: int, mesh: Mesh, folder: Path) -> None:
     whole = odd(tied=True).state_dict()
     assert all(torch.equal(value, whole[key]) for key, value in found.items())
     assert len(files) == 2
+
+
+def copied(rank: int) -> None:
+    """A copy of the model, as for a moving average, has parameters of its own."""
+    model = odd(tied=True)
+    pipe = compiled(SHARD2.made(), model, split=CUTS[4], example=example(), parallel=graphpp.Parallel(keep=1))
+    other = copy.deepcopy(model)
+    averaged = torch.optim.swa_utils.AveragedModel(model)
+    steps(pipe, adamw(pipe), range(1))
+    for (fqn, one), two in zip(model.named_parameters(), odd(tied=True).parameters(), strict=True):
+        assert torch.equal(whole_tensor(dict(other.named_parameters())[fqn]), two)
+        assert not one.requires_grad or fqn == "unused" or not torch.equal(whole_tensor(one), two), fqn
+    averaged.update_parameters(model)
+    assert torch.equal(whole_tensor(averaged.module.one), whole_tensor(model.one))
+
+
+def test_a_sharded_model_can_be_copied() -> None:
+    run_ranks(copied, 2)
 
 
 def adamw(pipe: graphpp.Pipeline) -> torch.optim.Optimizer:
