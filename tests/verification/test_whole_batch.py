@@ -128,7 +128,7 @@ def test_a_tolerance_is_kept() -> None:
     found = verified(mlp(), tolerance=0.0)
     compared = against(found)
     assert not found.ok and differing(compared)
-    assert compared.first is not None and compared.first.what == "the loss"  # no module mixes rows
+    assert compared.first is not None and not compared.first.fqn  # no module mixes rows: the loss, or on some CPUs a gradient
 
 
 # ------------------------------------------------------------------------------------------------ what does not
