@@ -18,6 +18,7 @@ import multiprocessing
 import os
 import pickle
 import signal
+import sys
 import tempfile
 import time
 import warnings
@@ -270,6 +271,7 @@ def _group(task: Task) -> Iterator[None]:
         gc.collect()  # a pipeline is full of cycles, and holds the group's connections open
         if dist.is_initialized():
             dist.destroy_process_group()
+            _forget_meshes()
 
 
 @contextmanager
@@ -281,6 +283,17 @@ def _environment() -> Iterator[None]:
     finally:
         os.environ.clear()
         os.environ.update(before)
+
+
+def _forget_meshes() -> None:
+    """Clear torch's caches of sharded tensors: an equal mesh of the next call would get the groups of this one."""
+    if "torch.distributed.tensor" in sys.modules:
+        from torch.distributed.tensor import _redistribute, debug
+
+        debug._clear_sharding_prop_cache()
+        for name in ("_gen_transform_infos", "_gen_transform_infos_non_cached"):
+            getattr(getattr(_redistribute, name, None), "cache_clear", int)()
+        getattr(_redistribute, "clear_redistribute_planner_cache", int)()
 
 
 def _attempt(task: Task) -> Answer:
