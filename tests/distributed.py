@@ -291,9 +291,9 @@ def _forget_meshes() -> None:
         from torch.distributed.tensor import _redistribute, debug
 
         debug._clear_sharding_prop_cache()
-        for name in ("_gen_transform_infos", "_gen_transform_infos_non_cached"):
-            getattr(getattr(_redistribute, name, None), "cache_clear", int)()
-        getattr(_redistribute, "clear_redistribute_planner_cache", int)()
+        _redistribute._gen_transform_infos.cache_clear()
+        if hasattr(_redistribute, "clear_redistribute_planner_cache"):  # torch 2.15
+            _redistribute.clear_redistribute_planner_cache()
 
 
 def _attempt(task: Task) -> Answer:

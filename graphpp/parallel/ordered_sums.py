@@ -5,7 +5,8 @@ Contract
 - A sum has the bits of a plain loop over the ranks, `((t0 + t1) + t2) + ..`, whatever the group's backend. Tensors of less than
   32 bits are added in float32 and rounded once.
 - `scattered` sends each rank the parts that it sums, as many bytes as a reduce-scatter by ring. `everywhere` gives every rank
-  the whole sum: each rank sums one part and sends it to the others, or, for small tensors, sums all of it.
+  the whole sum: each rank sums one part and sends it to the others, or, for small tensors, sums all of it. Two ranks take an
+  all-reduce: a sum of two numbers has the same bits in both orders.
 - Both take several tensors of one dtype and send them together, for a message takes time. All ranks start the same sums in the
   same order.
 """
@@ -23,7 +24,6 @@ from graphpp._torch.distributed import all_gather_many
 _SMALL = 2**14  # bytes up to which every rank gets all tensors: one collective is faster than two
 _BUNDLE = 2**23  # bytes
 _NO_ORDER = 2  # ranks whose numbers add up to the same bits in both orders
-
 
 
 @dataclass(frozen=True)

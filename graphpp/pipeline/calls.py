@@ -252,7 +252,7 @@ class Calls:
         return replace(call, parts=parts), prepared
 
     def _of_replica(self, prepared: PreparedStep, asked: str) -> Facts:
-        """What the replicas must have alike: their stages, their shards, and the call."""
+        """The lines that all replicas must have alike: about their stages, their shards, and the call."""
         sharded, known = self._cache.ownership.sharded, prepared.lowered.replica_facts.adding("the call", [asked])
         return known if sharded is None else known.adding("the shards of the parameters", sharded.layout)
 

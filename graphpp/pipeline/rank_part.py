@@ -65,7 +65,7 @@ class RankPart(ModuleHabits):
         return (parameter for _, parameter in self.named_parameters())
 
     def flat_parameters(self) -> list[tuple[tuple[str, ...], nn.Parameter]]:
-        """(FQNs, parameter): this rank's parameters in a few plain tensors, where `mesh=` has `dp_shard`.
+        """(FQNs, parameter [elements]): this rank's parameters in a few plain tensors, where `mesh=` has `dp_shard`.
 
         Each has this rank's rows of several parameters, those of one stage and dtype, vectors apart from all others. An
         optimizer that treats every element alike (SGD, Adam, AdamW) steps them in place of `pipe.parameters()`, and faster: it

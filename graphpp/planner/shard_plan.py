@@ -1,4 +1,4 @@
-"""What sharded parameters cost in a step, before it runs: bytes of whole stages and of shards, gathers, reductions, messages.
+"""The plan of sharded parameters: bytes of whole stages and of shards, gathers, reductions and bytes sent in a step.
 
 Contract
     in   the bytes of each stage's parameters and gradients, the table that the ranks run, the number of shards
@@ -91,7 +91,7 @@ def _advice(running: Schedule, counts: Sequence[ShardCounts], keep: int | None) 
         return ""
     try:
         other = make_table(_BREADTH_FIRST, running.ranks, running.stages, running.microbatches)
-    except ScheduleError:
+    except ScheduleError:  # there is no such table for these counts, so it is no advice
         return ""
     fewer = max(each.gathers_per_stage for each in shard_counts(place_shards(other, keep)))
     found = f"keep={keep} gathers a stage up to {most:g} times a step under {running.name}"

@@ -60,7 +60,7 @@ def dtensor_of(local: torch.Tensor, mesh: DeviceMesh, shape: Sequence[int], stri
 def parameter_of(sharded: Any, *, requires_grad: bool) -> nn.Parameter:
     """A parameter that is a `DTensor`, with the same part on this rank."""
     local = sharded._local_tensor
-    begin = dtensor_of(local.as_strided(local.shape, local.stride(), 0), sharded.device_mesh, sharded.shape, sharded.stride())
+    begin = lying_at(sharded, local.as_strided(local.shape, local.stride(), 0))  # a parameter is made of it anew
     made: nn.Parameter = lying_at(nn.Parameter(begin, requires_grad=requires_grad), local)
     return made
 

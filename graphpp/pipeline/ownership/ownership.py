@@ -115,7 +115,7 @@ class Ownership:
         sharding, first, rank = self._place.sharding, self._captured(), self._place.rank
         if sharding is None or self.sharded is not None:
             return
-        lacking = torch.tensor(any(self._state.tensor(fqn).is_meta for fqn in self.local), dtype=torch.int64)
+        lacking = torch.tensor(any(self._state.tensor(fqn).is_meta for fqn in self.local), dtype=torch.int64, device="cpu")
         if self._agreement.largest(lacking):
             return  # until `materialize`, on all ranks
         parameters = sorted(first.parameters(rank))

@@ -66,11 +66,6 @@ class FlatParameters:
             if flat.parameter.grad is None or all(each.grad is None for each in own):
                 self._clear(flat)
 
-    def zero_grad(self) -> None:
-        """Clear all gradients."""
-        for flat in self.flat:
-            self._clear(flat)
-
     def _clear(self, flat: FlatParameter) -> None:
         flat.parameter.grad = None
         for fqn in flat.fqns:

@@ -1,4 +1,4 @@
-"""What sharded stages cost under a table: gathers, reductions, and how much is whole at once.
+"""Counts of a table with sharded stages: gathers and reductions of each stage, and how much is whole at once.
 
 Contract
 --------

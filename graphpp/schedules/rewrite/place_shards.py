@@ -36,12 +36,18 @@ class _Held(NamedTuple):
 def place_shards(table: Schedule, keep: int | None) -> Schedule:
     """The table with the actions of sharded stages.
 
-    Raises `ScheduleError` where `keep` is less than the stages of one overlapped action.
+    Raises `ScheduleError` where `keep` is less than the stages of one overlapped action, and for a `keep` beside a table that
+    says itself when stages are whole.
     """
     placed = {action.stage for _, _, action in table.cells() if action.kind in (Kind.UNSHARD, Kind.RESHARD)}
     reduced = {action.stage for _, _, action in table.cells() if action.kind is Kind.REDUCE_GRAD}
-    room, rows = None if placed else keep, enumerate(table.table)
-    found = (_placed([action for action in row if action is not None], placed, reduced, room, rank) for rank, row in rows)
+    if placed and keep is not None:
+        raise ScheduleError(
+            f"parallel.keep={keep}: the schedule {table.name!r} says itself when stages are whole ({min(placed)}UNSHARD): "
+            "leave one of the two out"
+        )
+    rows = enumerate(table.table)
+    found = (_placed([action for action in row if action is not None], placed, reduced, keep, rank) for rank, row in rows)
     return replace(table, table=tuple(map(tuple, found)))
 
 

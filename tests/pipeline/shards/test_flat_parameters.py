@@ -112,29 +112,29 @@ def test_flat_gradients_are_the_gradients() -> None:
     run_ranks(views, 3)
 
 
-def saved(rank: int, mesh: Mesh, flat: bool, folder: Path) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+def saved(rank: int, mesh: Mesh, flat: bool, folder: Path) -> dict[str, Tensor]:
     pipe = pipeline(mesh)
     optimizer = optimizer_of(pipe, flat, torch.optim.AdamW)
     steps(pipe, optimizer, 0, range(2))
     pipe.checkpoint(optimizer).async_save(folder).wait()
     steps(pipe, optimizer, 0, range(2, 4))
-    return values(pipe), {}
+    return values(pipe)
 
 
-def resumed(rank: int, mesh: Mesh, flat: bool, folder: Path) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+def resumed(rank: int, mesh: Mesh, flat: bool, folder: Path) -> dict[str, Tensor]:
     pipe = pipeline(mesh)
     optimizer = optimizer_of(pipe, flat, torch.optim.AdamW)
     pipe.checkpoint(optimizer).load(folder)
     steps(pipe, optimizer, 0, range(2, 4))
-    return values(pipe), {}
+    return values(pipe)
 
 
 @pytest.mark.parametrize(("before", "after"), [((PIPE, True), (SHARD3, False)), ((SHARD3, False), (PIPE, True))])
 def test_checkpoints_of_flat_parameters_fit_others(before: Any, after: Any, tmp_path: Path) -> None:
     known: dict[str, Tensor] = {}
-    for found, _ in run_ranks(saved, before[0].ranks, *before, tmp_path / "run"):
+    for found in run_ranks(saved, before[0].ranks, *before, tmp_path / "run"):
         known |= found
-    for found, _ in run_ranks(resumed, after[0].ranks, *after, tmp_path / "run"):
+    for found in run_ranks(resumed, after[0].ranks, *after, tmp_path / "run"):
         for fqn, value in found.items():
             torch.testing.assert_close(value, known[fqn], rtol=1e-4, atol=1e-5, msg=fqn)
 

@@ -93,7 +93,9 @@ def test_no_choice_has_fewer_gathers(name: str, microbatches: int, keep: int) ->
 
 def test_actions_that_a_table_has_stay() -> None:
     rows = ["0UNSHARD 0F0 0RESHARD 1F0 0UNSHARD 0F1 1F1 1B0 1B1 0B0 0B1 0REDUCE_GRAD 0RESHARD"]
-    placed = place_shards(Schedule.of(rows), 2)
+    with pytest.raises(graphpp.ScheduleError, match=r"keep=2: the schedule 'custom' says itself .*0UNSHARD"):
+        place_shards(Schedule.of(rows), 2)
+    placed = place_shards(Schedule.of(rows), None)
     text = " ".join(str(action) for action in placed.table[0])
     expected = "1UNSHARD 0UNSHARD 0F0 0RESHARD 1F0 0UNSHARD 0F1 1F1 1B0 1B1 1REDUCE_GRAD 1RESHARD 0B0 0B1 0REDUCE_GRAD 0RESHARD"
     assert text == expected
