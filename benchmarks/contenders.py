@@ -11,7 +11,7 @@ raises SystemExit where two contenders compute different losses.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
@@ -146,12 +146,7 @@ def torch_step(case: Case, device: torch.device, *, compiled: bool = False) -> S
 
 def torch_stages(case: Case, device: torch.device, compiled: bool) -> list[PipelineStage]:
     """This rank's stages, with the shapes of one microbatch."""
-    model, at = case.workload.model(), case.cuts
-    modules = [case.workload.part(model, start, end) for start, end in pairwise(at)]
-    values = [case.workload.batch(case.rows)[0]]
-    with torch.no_grad():
-        for module in modules:
-            values.append(module(values[-1]))
+    modules, values = stage_modules(case.workload, case.cuts, case.rows)
     stages = []
     for index in (index for index, rank in case.table.rank_of_stage.items() if rank == RANK):
         module = modules[index].to(device)
@@ -159,6 +154,17 @@ def torch_stages(case: Case, device: torch.device, compiled: bool) -> list[Pipel
         into, out = (like(value, device) for value in values[index : index + 2])
         stages.append(PipelineStage(module, index, case.stages, device, input_args=(into,), output_args=(out,)))
     return stages
+
+
+def stage_modules(workload: Workload, cuts: Sequence[int], rows: int) -> tuple[list[nn.Module], list[Tensor]]:
+    """The module of each stage between two cuts, and the values of one microbatch that go into and come out of the stages."""
+    model = workload.model()
+    modules = [workload.part(model, start, end) for start, end in pairwise(cuts)]
+    values = [workload.batch(rows)[0]]
+    with torch.no_grad():
+        for module in modules:
+            values.append(module(values[-1]))
+    return modules, values
 
 
 def like(value: Tensor, device: torch.device) -> Tensor:

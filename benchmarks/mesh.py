@@ -23,13 +23,13 @@ import argparse
 import json
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from itertools import pairwise, product
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from contenders import TORCH, like
+from contenders import TORCH, like, stage_modules
 from harness import RANK, RANKS, Contender, alternate, median_ratio, medians, over_ranks, start
 from rich.console import Console
 from rich.table import Table
@@ -155,12 +155,8 @@ def fsdp2(case: Case, groups: list[dist.ProcessGroup]) -> Contestant:
 
 
 def _torch_stages(case: Case, mesh: DeviceMesh) -> list[PipelineStage]:
-    model, table = case.workload.model(), make_table(case.schedule, case.pp, case.stages, case.microbatches)
-    modules = [case.workload.part(model, begin, end) for begin, end in pairwise(case.cuts)]
-    values = [case.workload.batch(case.rows)[0]]
-    with torch.no_grad():
-        for module in modules:
-            values.append(module(values[-1]))
+    table = make_table(case.schedule, case.pp, case.stages, case.microbatches)
+    modules, values = stage_modules(case.workload, case.cuts, case.rows)
     own = [index for index, rank in table.rank_of_stage.items() if rank == mesh["pp"].get_local_rank()]
     group, cpu, found = mesh["pp"].get_group(), torch.device("cpu"), []
     for index in own:
