@@ -11,6 +11,7 @@ from torch import nn
 from graphpp.arguments import NUMBER, Accepted, or_none, positive_up_to, require
 from graphpp.backends.compilers import compiler_of
 from graphpp.batch.microbatch import Microbatch, flatten_microbatch
+from graphpp.capture.dtensors.check_meshes import check_meshes
 from graphpp.capture.check_arguments import check_arguments, note_hooks
 from graphpp.capture.loss import LossFunction
 from graphpp.errors import BatchError, GraphPPError
@@ -92,10 +93,11 @@ def compile(  # noqa: PLR0913 - the options of a pipeline, all of them optional
 
     ranks = Options(parallel=parallel).parallel
     place = place_of(model, mesh, ranks.device, ranks.start_timeout)
-    agreement = Agreement(place.group, place.device)
+    agreement = Agreement(place.model_parallel, place.device)
 
     def read_options() -> Options:
         check_arguments(model, loss, example)
+        check_meshes(model, place.tensor)
         _check_unsharded(model)
         options = Options(split, schedule, microbatches, parallel, backend, memory, gradients, debug)
         options.memory.caps(place.ranks)
@@ -105,7 +107,7 @@ def compile(  # noqa: PLR0913 - the options of a pipeline, all of them optional
     def given(options: Options) -> Facts:
         return _given(model, loss, example, place, options)
 
-    with FailureBoard((place.group,), "compile").watching():
+    with FailureBoard((place.model_parallel,), "compile").watching():
         options = agreement.together(read_options, given)
     if place.rank == 0:
         note_hooks(model)

@@ -20,7 +20,7 @@ Checked on torch 2.11.0, 2.13.0 and 2.15.0:
   not at each change
 - `torch._ops`: `OperatorBase`, `HigherOrderOperator`, `OpOverload`, `OpOverloadPacket`: the classes of the operators that
   graphs call
-- `torch.fx.traceback`: `annotate`, `preserve_node_meta`: a note on nodes traced inside a context, which a
+- `torch.fx.traceback`: `annotate`, `preserve_node_meta`, `current_meta`: a note on nodes traced inside a context, which a
   second trace keeps
 - `torch._C`: `_dispatch_get_all_op_names`, `_dispatch_dump`: the files in which operators are implemented
 - `torch._functorch.config`, `torch._export.config`, `torch.fx.experimental._config`: settings of the tracers
@@ -51,6 +51,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from graphpp._torch import pytree
 from graphpp._torch.this_thread import alone, replaced
 
+_STACK = "nn_module_stack"
 _REGISTERED = re.compile(r"registered at (.*?):\d+")
 _SETTINGS = ("torch._functorch.config", "torch._export.config", "torch.fx.experimental._config")
 FAKE_LOG = "torch._subclasses"  # logs failures on fake tensors
@@ -127,10 +128,13 @@ def quick() -> Iterator[None]:
                 gc.enable()
 
 
-def fake_like(mode: FakeTensorMode, tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """A fake tensor on `device` with shape, strides, dtype and needs-grad of `tensor`."""
+def fake_like(
+    mode: FakeTensorMode, tensor: torch.Tensor, device: torch.device, part: torch.Tensor | None = None
+) -> torch.Tensor:
+    """A fake tensor on `device` with shape, strides, dtype and needs-grad of `tensor`, or with the shape of a `part` of it."""
+    shaped = tensor if part is None else part
     with mode:
-        fake = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
+        fake = torch.empty_strided(shaped.shape, shaped.stride(), dtype=tensor.dtype, device=device)
     if isinstance(tensor, nn.Parameter):
         return nn.Parameter(fake, requires_grad=tensor.requires_grad)
     return fake.requires_grad_(tensor.requires_grad)
@@ -183,6 +187,34 @@ def joint_trace(mode: FakeTensorMode, module: nn.Module, args: tuple[Any, ...]) 
     with _lstm_trainable(), _check_plain(), contextlib.ExitStack() as stack:
         stack.enter_context(mode)
         yield aot_autograd.aot_export_joint_with_descriptors(stack, module, args).graph_module
+
+
+@contextlib.contextmanager
+def traced_before(mode: FakeTensorMode, traced: fx.GraphModule) -> Iterator[fx.GraphModule]:
+    """The context of `joint_trace`, around a graph that an earlier `joint_trace` has made."""
+    with mode:
+        yield traced
+
+
+@contextlib.contextmanager
+def notes_kept() -> Iterator[None]:
+    """A context in which traced nodes get the notes that are current when they are made."""
+    with traceback.preserve_node_meta():
+        yield
+
+
+@contextlib.contextmanager
+def within_module(key: str, fqn: str, kind: type) -> Iterator[None]:
+    """A context that adds the call of a module to the `nn_module_stack` of all nodes that are traced inside `notes_kept`."""
+    before = traceback.current_meta.get(_STACK)
+    traceback.current_meta[_STACK] = {**(before or {}), key: (fqn, kind)}
+    try:
+        yield
+    finally:
+        if before is None:
+            del traceback.current_meta[_STACK]
+        else:
+            traceback.current_meta[_STACK] = before
 
 
 @contextlib.contextmanager

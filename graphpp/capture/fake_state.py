@@ -1,10 +1,11 @@
 """Replace a model's parameters and buffers by fake tensors while the model is captured.
 
 Contract: while `fake_state` is open, every parameter and buffer is a tensor without data, with the same shape, dtype and
-needs-grad, on the device that will run the step; tied tensors stay tied. The fake tensors stand in the model's own
-dictionaries, so every thread finds them. In another thread a call of a module of the model raises `GraphPPError`, since the
-call would compute nothing, and `refuse_fake_state` raises before a step of a pipeline. Other uses of the model in another
-thread, such as `state_dict()`, are not refused.
+needs-grad, on the device that will run the step; tied tensors stay tied. A `DTensor` of the model's becomes its local shard,
+which modules read as a `DTensor`. The fake tensors stand in the model's own dictionaries, so every thread finds them. In
+another thread a call of a module of the model raises `GraphPPError`, since the call would compute nothing, and
+`refuse_fake_state` raises before a step of a pipeline. Other uses of the model in another thread, such as `state_dict()`, are
+not refused.
 """
 
 from __future__ import annotations
@@ -18,7 +19,9 @@ from torch import nn
 
 from graphpp._torch import aot
 from graphpp._torch.this_thread import replaced
+from graphpp.capture.dtensors.local_shards import read_as_dtensors
 from graphpp.errors import GraphPPError
+from graphpp.runtime.shards.layer_parts import layer_part
 
 
 @contextlib.contextmanager
@@ -29,10 +32,11 @@ def fake_state(model: nn.Module, mode: Any, device: torch.device) -> Iterator[No
     for module in model.modules():
         stores: tuple[dict[str, Any], ...] = (module._parameters, module._buffers)
         originals += [(store, name, tensor) for store in stores for name, tensor in store.items() if tensor is not None]
-    with _refuse_calls_elsewhere(model):
+    with _refuse_calls_elsewhere(model), read_as_dtensors(model):
         for store, name, tensor in originals:
             if id(tensor) not in fakes:
-                fakes[id(tensor)] = aot.fake_like(mode, tensor, device)
+                part = layer_part(tensor)
+                fakes[id(tensor)] = aot.fake_like(mode, tensor, device, part and part.local)
             store[name] = fakes[id(tensor)]
         try:
             yield

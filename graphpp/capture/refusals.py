@@ -9,7 +9,7 @@ trace as a `refuse_...` function that `trace.capture` calls. Each raises `Captur
   backward has it;
 - two parameters in one memory (tied by `.data`): each rank would train its own copy;
 - matrix products of values with different dtypes;
-- modules under torch's own data parallelism, and DTensors as parameters or buffers;
+- modules under torch's own data parallelism;
 - TorchScript modules, lazy modules and sparse gradients, which export or AOT Autograd cannot trace; parameters and buffers
   that the model's own lists leave out.
 
@@ -42,7 +42,6 @@ from graphpp.capture.source_lines import is_user_file, source_line, user_frame
 from graphpp.errors import CaptureError
 from graphpp.passes.graph.joint_graph import JointGraph
 from graphpp.runtime.model_state import own_tensors
-from graphpp.runtime.shards.local_rows import is_sharded
 
 
 def check_model(model: nn.Module) -> None:
@@ -96,20 +95,7 @@ def check_modules(model: nn.Module) -> None:
                 f"{name} has backward hooks, or all modules have: gradients do not pass through autograd here, so they would "
                 "never be called. Remove them, and do their work in the forward or on param.grad."
             )
-    _refuse_dtensors(model)
     _refuse_unlisted(model)
-
-
-def _refuse_dtensors(model: nn.Module) -> None:
-    """Raise `CaptureError` for parameters and buffers that are spread over ranks: an export loses their gradients."""
-    for fqn, tensor in (*model.named_parameters(), *model.named_buffers()):
-        placements = getattr(tensor, "placements", None)
-        if placements is not None and hasattr(tensor, "device_mesh") and not is_sharded(tensor):
-            raise CaptureError(
-                f"{fqn} is a DTensor with placements {tuple(placements)}, which cannot be captured yet. Give graphpp.compile "
-                "the model as it is before parallelize_module, or write its sharded layers with plain tensors of this rank and "
-                "collectives that autograd knows (torch.distributed._functional_collectives)."
-            )
 
 
 def _refuse_unlisted(model: nn.Module) -> None:

@@ -5,6 +5,7 @@ Contract
 - The model runs once under `torch.export` and its exported form once under AOT Autograd's joint trace. Both runs see fake
   tensors only: parameters, buffers and inputs are replaced by tensors without data, with the same shape, on the device that
   will run the step. So a capture allocates no memory and reads no data. Afterwards the model is as it was.
+- A model with `DTensor` parameters runs under the joint trace itself, without an export (`dtensors/`).
 - FQNs are the model's own. Aliases of one tensor have one canonical FQN, the first in `named_parameters`.
 - A model whose gradients would be wrong raises `CaptureError`: for something that a trace would lose (`refusals.py` lists
   it), a loss that is no scalar or depends on no parameter.
@@ -34,6 +35,8 @@ from graphpp.capture.attributes.exported import Exported, TraceResults
 from graphpp.capture.attributes.updates import NumberUpdate
 from graphpp.capture.attributes.writes import refuse_writes, undo_writes
 from graphpp.capture.autograd_functions import FunctionCalls, record_functions
+from graphpp.capture.dtensors.direct_trace import direct_trace
+from graphpp.capture.dtensors.local_shards import has_dtensors
 from graphpp.capture.eager_branches import TracingQueries, answer_as_eager
 from graphpp.capture.explain_errors import explain_errors
 from graphpp.capture.fake_state import fake_state
@@ -118,23 +121,28 @@ def _capture(
     model, (loss, example, training) = wrapper.model, wrapper.inputs
     mode = symbols.mode_with_symbols() if varying else aot.fake_mode()
     check_model(model)
+    direct = has_dtensors(model)
     example_mode = aot.fake_mode() if varying else mode  # export makes the inputs with symbols of these
     fakes = {path: aot.fake_like(example_mode, tensor, device) for path, tensor in tensors_by_path(example).items()}
     dims = [sorted(varying.get(path, ())) for path in fakes] if varying else None
     grad = contextlib.nullcontext() if training else torch.no_grad()
     with aot.quick(), refuse_draws(model, loss), fake_state(model, mode, device), grad:
         entry = replaced_numbers(model)
-        export = partial(_export, wrapper, tuple(fakes.values()), dims, mode, trail)
+        inputs = tuple(fakes.values())
+        export = partial(_export, wrapper, inputs, dims, mode, trail)
+        if direct:
+            _check_sizes_fixed(varying)
+            export = partial(direct_trace, wrapper, inputs, mode, device)
         decided = same_in_every_call(export(entry), entry, export)
         module, functions, found = decided.exported.module, decided.exported.functions, decided.exported.found
         functions.refuse_side_effects(model)
-        if torch.is_autocast_enabled(device.type):
+        if torch.is_autocast_enabled(device.type) and not direct:
             run_under_autocast(module, device.type)
         inputs = decided.exported.inputs
 
         def joint_graph(calls: CallTable) -> JointGraph:
             without, numbers = torch.autocast(device.type, enabled=False), decided.entry.installed(model, Accesses())
-            trace = aot.joint_trace(mode, module, inputs)
+            trace = aot.traced_before(mode, module) if direct else aot.joint_trace(mode, module, inputs)
             with explain_errors(), numbers, refuse_writes(model), without, operators_of(calls), trace as traced:
                 functions.refuse_side_effects(model)
                 refuse_generators(traced.graph)
@@ -150,7 +158,7 @@ def _capture(
             return joint
 
         copied = None
-        if copy_layers and not functions.applied:  # code of a custom Function runs in the joint trace, and must run once
+        if copy_layers and not direct and not functions.applied:  # code of a custom Function runs in the joint trace, and must run once
             copied = copied_graph(joint_graph, model, module, inputs, mode)
         joint = copied or joint_graph(CallTable())
     found.writes.refuse_stale(joint.constants.values())
@@ -158,6 +166,12 @@ def _capture(
     refuse_written_aliases(model, joint)
     verify_joint_graph(joint)
     return CapturedGraph(joint, found.output_spec, found.output_leaves, decided.updates)
+
+
+def _check_sizes_fixed(varying: Mapping[str, Collection[int]]) -> None:
+    """Raise `CaptureError` if sizes are to stay open in a model with `DTensor`s."""
+    if varying:
+        raise CaptureError("the model has DTensor parameters, and a graph of them is for one size of the inputs")
 
 
 class _TracedStep(nn.Module):

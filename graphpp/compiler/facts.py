@@ -46,7 +46,7 @@ def of_copies(state: ModelState, shared: Sequence[str]) -> Facts:
 def of_replicas(state: ModelState, own: Iterable[str]) -> Facts:
     """Checksums of the parameters and buffers of this rank, with which all replicas must begin."""
     advice = "with which replicas must begin alike (seed all ranks alike, or load one state dict on all)"
-    sums = {fqn: checksum(state.tensor(fqn)) for fqn in sorted(own)}
+    sums = {fqn: checksum(local_tensor(state.tensor(fqn))) for fqn in sorted(own)}
     return Facts({f"the values of {fqn}, {advice}": [f"bits that add up to {found}"] for fqn, found in sums.items()})
 
 

@@ -2,9 +2,9 @@
 
 Contract
     `mesh=` is a `DeviceMesh` with the dimensions `pp` (the ranks of a pipeline), `dp_replicate` and `dp_shard` (data
-    parallelism, with whole parameters and with a shard of each parameter on each rank) and `cp` (context parallelism: the
-    ranks that share each sequence), a process group of the pipeline's ranks, or None: the world, which is initialised if
-    torchrun's variables are set and nobody has.
+    parallelism, with whole parameters and with a shard of each parameter on each rank), `cp` (context parallelism: the ranks
+    that share each sequence) and `tp` (tensor parallelism: the ranks that share each layer), a process group of the pipeline's
+    ranks, or None: the world, which is initialised if torchrun's variables are set and nobody has.
     Ranks that differ in `dp_replicate`, `dp_shard` and `cp` alone train the same stages on other tokens: they are replicas.
     The device is `parallel.device`, else the mesh's type, else the model's GPU, else torchrun's local rank, else the CPU.
     `GraphPPError` where a rank has no such device, is not in the mesh or group, or where the mesh has other dimensions.
@@ -33,9 +33,9 @@ _LOG = logging.getLogger("graphpp")
 
 MeshLike = DeviceMesh | dist.ProcessGroup | None
 
-_PIPELINE, _REPLICAS, _SHARDS, _CONTEXT = "pp", "dp_replicate", "dp_shard", "cp"
-_KNOWN = (_PIPELINE, _REPLICAS, _SHARDS, _CONTEXT)
-_PLANNED = ("tp", "ep")
+_PIPELINE, _REPLICAS, _SHARDS, _CONTEXT, _TENSOR = "pp", "dp_replicate", "dp_shard", "cp", "tp"
+_KNOWN = (_PIPELINE, _REPLICAS, _SHARDS, _CONTEXT, _TENSOR)
+_PLANNED = ("ep",)
 _DATA = (_REPLICAS, _SHARDS, _CONTEXT)  # the dimensions along which ranks train the same stages on other tokens
 
 
@@ -44,7 +44,7 @@ class Sharding:
     """The ranks among which the parameters of a stage are sharded.
 
     `mesh`: these ranks, in one dimension. `copies`: the replicas with the same shards as this rank (None: none). `holders`: the
-    ranks along the pipeline and `mesh`, which together hold the model once.
+    ranks along the pipeline, `tp` and `mesh`, which together hold the model once.
     """
 
     mesh: DeviceMesh
@@ -68,19 +68,46 @@ class Sharding:
 
 
 @dataclass(frozen=True)
+class SharedLayers:
+    """The ranks that share each layer (tensor parallelism).
+
+    `group`: those that share this rank's layers. `pipelines`: all ranks of their pipelines, which compute the same microbatches.
+    """
+
+    group: dist.ProcessGroup
+    pipelines: dist.ProcessGroup
+
+
+@dataclass(frozen=True)
 class RankPlace:
     """Where this rank stands: its device, and its process groups.
 
     `group`: of its pipeline (None: one process). `replicas`: of the ranks with the same stages and other data (None: none).
-    `context`: those of the replicas that share sequences with this rank (None: none). `sharding`: None where each rank holds
-    the whole parameters of its stages.
+    `context`: those of the replicas that share sequences with this rank (None: none). `layers`: None where no other rank shares
+    the layers of its stages. `sharding`: None where each rank holds its parts of parameters whole.
     """
 
     device: torch.device
     group: dist.ProcessGroup | None
     replicas: dist.ProcessGroup | None = None
     context: dist.ProcessGroup | None = None
+    layers: SharedLayers | None = None
     sharding: Sharding | None = None
+
+    @property
+    def tensor(self) -> dist.ProcessGroup | None:
+        """The ranks that share the layers of this rank's stages; None: there are no others."""
+        return None if self.layers is None else self.layers.group
+
+    @property
+    def model_parallel(self) -> dist.ProcessGroup | None:
+        """The ranks that compute the same microbatches, along the pipeline and `tp`; None for one process."""
+        return self.group if self.layers is None else self.layers.pipelines
+
+    @property
+    def holders(self) -> dist.ProcessGroup | None:
+        """The ranks that together hold the model once; None for one process."""
+        return self.model_parallel if self.sharding is None else self.sharding.holders
 
     @property
     def rank(self) -> int:
@@ -103,14 +130,15 @@ class RankPlace:
         return self.twins is None or dist.get_rank(self.twins) == 0
 
     @property
-    def holders(self) -> dist.ProcessGroup | None:
-        """The ranks that together hold the model once; None for one process."""
-        return self.group if self.sharding is None else self.sharding.holders
+    def first_of_stage(self) -> bool:
+        """Whether this rank has the first parts of the parameters of its stages."""
+        shares_layers = self.layers is not None and dist.get_rank(self.layers.group) > 0
+        return not shares_layers and (self.sharding is None or self.sharding.rank == 0)
 
     @property
     def first_holder(self) -> bool:
-        """Whether this rank is the first one of its pipeline and has the first shards."""
-        return self.rank == 0 and (self.sharding is None or self.sharding.rank == 0)
+        """Whether this rank is the first one of its pipeline and has the first parts of parameters."""
+        return self.rank == 0 and self.first_of_stage
 
 
 def place_of(model: object, mesh: MeshLike, device: torch.device | None, timeout: float | None = None) -> RankPlace:
@@ -151,32 +179,44 @@ def _in_mesh(model: object, mesh: DeviceMesh, device: torch.device | None) -> Ra
             f"mesh: its ranks exchange tensors on {mesh.device_type}, but this rank runs on {found}: make the mesh for "
             f"{found.type}, or give parallel=graphpp.Parallel(device=...)"
         )
-    sizes = dict(zip(names, mesh.shape, strict=True))
     data = [name for name in _DATA if name in names]
     return RankPlace(
         found,
-        _group_along(mesh, [_PIPELINE] if _PIPELINE in names else []),
-        _group_along(mesh, data),
-        _group_along(mesh, [_CONTEXT] if _CONTEXT in names else []),
-        _sharding(mesh, data, names) if sizes.get(_SHARDS, 1) > 1 else None,
+        _along(mesh, _PIPELINE),
+        _along(mesh, *data),
+        _along(mesh, _CONTEXT),
+        _shared_layers(mesh) if _size(mesh, _TENSOR) > 1 else None,
+        _sharding(mesh, data) if _size(mesh, _SHARDS) > 1 else None,
     )
 
 
-def _sharding(mesh: DeviceMesh, data: Sequence[str], names: Sequence[str]) -> Sharding:
-    others = [name for name in data if name != _SHARDS and mesh.size(names.index(name)) > 1]
-    holders = _group_along(mesh, [name for name in (_PIPELINE, _SHARDS) if name in names])
+def _shared_layers(mesh: DeviceMesh) -> SharedLayers:
+    pipelines = _along(mesh, _PIPELINE, _TENSOR)
+    assert pipelines is not None, "a mesh with shared layers has ranks that share them"
+    return SharedLayers(mesh.get_group(_TENSOR), pipelines)
+
+
+def _sharding(mesh: DeviceMesh, data: Sequence[str]) -> Sharding:
+    others = [name for name in data if name != _SHARDS and _size(mesh, name) > 1]
+    holders = _along(mesh, _PIPELINE, _TENSOR, _SHARDS)
     assert holders is not None, "a mesh with shards has ranks that hold them"
-    made = Sharding(mesh[_SHARDS], _group_along(mesh, others), holders)
+    made = Sharding(mesh[_SHARDS], _along(mesh, *others), holders)
     if dist.get_rank(made.group) != made.rank:
         raise GraphPPError(f"mesh: the ranks along {_SHARDS!r} must ascend, as init_device_mesh lays them out")
     return made
 
 
-def _group_along(mesh: DeviceMesh, names: Sequence[str]) -> dist.ProcessGroup | None:
-    """The process group of the ranks that have this rank's coordinates in all other dimensions; None without a dimension."""
-    if len(names) < 2:
-        return mesh.get_group(names[0]) if names else None
-    return group_of(_ranks_along(mesh, names))
+def _size(mesh: DeviceMesh, name: str) -> int:
+    names = mesh.mesh_dim_names or ()
+    return mesh.size(names.index(name)) if name in names else 1
+
+
+def _along(mesh: DeviceMesh, *names: str) -> dist.ProcessGroup | None:
+    """The process group of the ranks that have this rank's coordinates in all other dimensions; None if the mesh has none."""
+    there = [name for name in names if name in (mesh.mesh_dim_names or ())]
+    if len(there) < 2:
+        return mesh.get_group(there[0]) if there else None
+    return group_of(_ranks_along(mesh, there))
 
 
 def _ranks_along(mesh: DeviceMesh, names: Sequence[str]) -> list[int]:

@@ -38,6 +38,7 @@ from graphpp.pipeline.grad_norm import RankGradients
 from graphpp.pipeline.graph_cache import GraphCache, PreparedStep
 from graphpp.pipeline.step_call import StepCall
 from graphpp.runtime.model_state import ModelState
+from graphpp.runtime.shards.local_rows import local_tensor
 
 T = TypeVar("T")
 MakeParts = Callable[[], list[FlatMicrobatch]]
@@ -52,11 +53,12 @@ class Calls:
         self._options, self._place, self._agreement, self._cache, self._state = options, place, agreement, cache, state
         self._replicas = Agreement(place.replicas, place.device)
         self._name = agreement.shared_name()
-        self._board = FailureBoard((place.group, place.replicas), self._name)
+        self._board = FailureBoard((place.model_parallel, place.replicas), self._name)
         self._every = options.parallel.check_data if agreement.several else 0
         parallel = options.parallel
         shards = () if place.sharding is None else (place.sharding.group, place.sharding.copies)
-        self._timeouts = Timeouts((place.group, place.replicas, *shards), parallel.timeout, parallel.start_timeout)
+        groups = (place.group, place.tensor, place.model_parallel, place.replicas, *shards)
+        self._timeouts = Timeouts(groups, parallel.timeout, parallel.start_timeout)
         self._number = 0
         self._data_calls = {True: 0, False: 0}  # training calls and evaluations
         self._codes: tuple[tuple[int, ...], tuple[int, ...]] | None = None  # of gradients: this rank's own, and all ranks'
@@ -99,7 +101,7 @@ class Calls:
     def exchanging(self, training: bool = True) -> Iterator[None]:
         """A context around messages and collectives after an agreement: if one fails, later calls are refused."""
         meets_replicas = training or self._place.sharding is not None
-        self._broken = self._place.ranks > 1 or (meets_replicas and self._replicas.several)
+        self._broken = self._agreement.several or (meets_replicas and self._replicas.several)
         yield
         self._broken = False
 
@@ -143,7 +145,7 @@ class Calls:
             owned = self._cache.ownership
             own = [fqn for fqn in sorted(owned.local) if owned.sharded is None or fqn not in owned.sharded]
             with self.exchanging():
-                broadcast_([self._state.tensor(fqn) for fqn in own], self._place.replicas)
+                broadcast_([local_tensor(self._state.tensor(fqn)) for fqn in own], self._place.replicas)
         self._compared = True
         return made
 
@@ -151,7 +153,7 @@ class Calls:
         """Compile the graphs of a training call, for a table of so many microbatches, and run nothing."""
         with self._timeouts.starting():
             call, _ = self._agreed(make, NO_WEIGHTS, training=True, asked="compile")
-            self._cache.compile(call, microbatches)
+            self._on_all_columns(call, lambda: self._cache.compile(call, microbatches))
 
     def run(self, call: StepCall, prepared: PreparedStep) -> PreparedStep:
         """Run a call once; afterwards the runner has the results."""
@@ -174,7 +176,7 @@ class Calls:
         if how != "own" and replicas is not None:
             stages = [stage for program in prepared.runner.programs for stage in program.stages]
             own = {fqn for stage in stages if stage.index in prepared.runner.stages for fqn in stage.written_buffers}
-            tensors = [self._state.tensor(fqn) for fqn in sorted(own)]
+            tensors = [local_tensor(self._state.tensor(fqn)) for fqn in sorted(own)]
             (broadcast_ if how == "broadcast" else average_)(tensors, replicas)
 
     @cached_property
@@ -242,7 +244,7 @@ class Calls:
         """
         if not self._cache.has(call):
             stack.enter_context(self._timeouts.starting())
-        prepared = self._cache.prepared(call)
+        prepared = self._on_all_columns(call, lambda: self._cache.prepared(call))
         if not lacking:
             return call, prepared
         number = self._data_calls[call.training]
@@ -250,6 +252,11 @@ class Calls:
         with self.exchanging():
             parts = filled(call.parts, holdings, self._agreement)
         return replace(call, parts=parts), prepared
+
+    def _on_all_columns(self, call: StepCall, work: Callable[[], T]) -> T:
+        """The result of `work`, in which each pipeline agrees by itself, once all pipelines that share layers have it."""
+        alone = self._place.layers is None or self._cache.has(call)
+        return work() if alone else self._agreement.together(work, lambda _: Facts({}))
 
     def _of_replica(self, prepared: PreparedStep, asked: str) -> Facts:
         """The lines that all replicas must have alike: about their stages, their shards, and the call."""

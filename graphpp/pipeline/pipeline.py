@@ -17,6 +17,7 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.amp import GradScaler
 
@@ -71,7 +72,8 @@ class Pipeline(RankPart):
         self._model, self._loss, self._options, self._place = model, loss, options, place
         self._cutter = BatchCutter(example)
         self._state = ModelState(model)
-        self._cache = GraphCache(CompileRequest(model, loss, options, place), self._state, agreement)
+        own = agreement if place.layers is None else Agreement(place.group, place.device)
+        self._cache = GraphCache(CompileRequest(model, loss, options, place), self._state, own)
         self._calls = Calls(options, place, agreement, self._cache, self._state)
         self._own: tuple[TensorReader, norms.HeldParameters] | None = None  # of clipping
         if example is not None:
@@ -156,7 +158,7 @@ class Pipeline(RankPart):
         `against="whole batch"`: eager over the microbatches is compared with eager over the batch as well. Raises
         `GraphPPError` on several ranks, where no rank holds the current values of all parameters.
         """
-        if self._place.ranks > 1 or self._place.sharding is not None:
+        if self._place.holders is not None and dist.get_world_size(self._place.holders) > 1:
             raise GraphPPError(
                 "pipe.verify runs all stages in one process, and this rank holds its own stages' parameters or shards. Call "
                 f"graphpp.verify(model, loss, example, split=..., schedule=..., ranks={self._place.ranks}) in one "

@@ -21,6 +21,7 @@ from torch import nn
 from graphpp.arguments import FLAG, MAPPING, Accepted, require
 from graphpp.errors import CheckpointError, GraphPPError
 from graphpp.runtime.released import forget, is_released, released
+from graphpp.runtime.shards.layer_parts import keep_part, layer_part
 from graphpp.runtime.shards.local_rows import local_tensor, part_of
 
 _TENSOR = Accepted(
@@ -77,9 +78,11 @@ class ModelState:
         """
         replaced = {fqn: (self.tensor(fqn), rank) for fqn, rank in holders.items() if not is_released(self.tensor(fqn))}
         stand_ins = {id(tensor): released(tensor, fqn, rank) for fqn, (tensor, rank) in replaced.items()}
+        for tensor, _ in replaced.values():
+            keep_part(stand_ins[id(tensor)], tensor)
         self.exchange(stand_ins)
         forget(((tensor, fqn) for fqn, (tensor, _) in replaced.items()), "other ranks train them, here they only take memory")
-        return sum(tensor.nbytes for tensor, _ in replaced.values() if not tensor.is_meta)
+        return sum(local_tensor(tensor).nbytes for tensor, _ in replaced.values() if not tensor.is_meta)
 
     def exchange(self, new: Mapping[int, torch.Tensor]) -> None:
         """Put tensors in the place of others, under all their names and in lists that are attributes of modules.
@@ -243,4 +246,6 @@ def tensor_lines(model: nn.Module) -> list[str]:
 
 
 def _meta(tensor: torch.Tensor) -> str:
-    return f"{list(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}"
+    part = layer_part(tensor)
+    spread = "" if part is None else f", spread as {part.spread.placements}"
+    return f"{list(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}{spread}"

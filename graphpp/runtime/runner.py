@@ -36,6 +36,7 @@ from graphpp.runtime.overlapped_actions import OverlappedActions
 from graphpp.runtime.program import Phase, PipelineProgram, WovenProgram
 from graphpp.runtime.randomness import step_keys
 from graphpp.runtime.recorder import ActionFunction, Recorder
+from graphpp.runtime.shards.local_rows import local_tensor
 from graphpp.runtime.shards.sharded_gradients import ShardedGradients
 from graphpp.runtime.shards.sharded_parameters import ShardedParameters
 from graphpp.runtime.stage import GraphStage, StageLocation, Variant
@@ -140,7 +141,7 @@ class GraphPPRunner:
         self.transport.waited, began = 0.0, time.perf_counter()
         try:
             with torch.no_grad(), _current(self.place.device):
-                keys = step_keys(len(inputs), self.place.group, self.place.device) if self.random else ()
+                keys = step_keys(len(inputs), self.place.model_parallel, self.place.device) if self.random else ()
                 self._begin(StepInputs(inputs, seeds, keys))
                 if self._loop is not None:
                     self._loop.run(None if self._recorder is None else self._recorder.run)
@@ -217,7 +218,7 @@ class GraphPPRunner:
         self._tensors.update(zip(self._reader.fqns, tensors, strict=True))
         whole = self._sharded
         values = {
-            fqn: whole.whole(fqn) if whole is not None and fqn in whole else tensor.detach()
+            fqn: whole.whole(fqn) if whole is not None and fqn in whole else local_tensor(tensor).detach()
             for fqn, tensor in self._tensors.items()
         }
         self._gradients.begin(self._tensors)

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import nn
@@ -31,6 +31,12 @@ def is_dtensor(tensor: object) -> bool:
     return module is not None and isinstance(tensor, module.DTensor)
 
 
+def is_placement(value: object) -> bool:
+    """Whether a value says how a dimension of a `DTensor`'s mesh holds the tensor."""
+    module = sys.modules.get(_MODULE)
+    return module is not None and isinstance(value, module.placement_types.Placement)
+
+
 def _attribute(tensor: torch.Tensor, name: str) -> Any:
     return getattr(tensor, name) if is_dtensor(tensor) else None
 
@@ -45,6 +51,31 @@ def mesh_of(tensor: torch.Tensor) -> DeviceMesh | None:
     """The mesh of a `DTensor`; None for another tensor."""
     found: DeviceMesh | None = _attribute(tensor, "device_mesh")
     return found
+
+
+class Spread(NamedTuple):
+    """How a `DTensor` is spread over ranks: its mesh, its placements, its whole shape and strides."""
+
+    mesh: DeviceMesh
+    placements: tuple[Any, ...]
+    shape: torch.Size
+    stride: tuple[int, ...]
+
+
+def spread_of(tensor: torch.Tensor) -> Spread | None:
+    """How a tensor is spread over ranks; None for a plain tensor."""
+    if not is_dtensor(tensor):
+        return None
+    sharded: Any = tensor
+    return Spread(sharded.device_mesh, tuple(sharded.placements), sharded.shape, sharded.stride())
+
+
+def as_dtensor(local: torch.Tensor, spread: Spread) -> Any:
+    """A `DTensor` made of this rank's part; gradients pass to `local`, with the placements of `spread`."""
+    from torch.distributed.tensor import DTensor
+
+    mesh, placements, shape, stride = spread
+    return DTensor.from_local(local, mesh, placements, run_check=False, shape=shape, stride=stride)
 
 
 def dtensor_of(local: torch.Tensor, mesh: DeviceMesh, shape: Sequence[int], stride: Sequence[int]) -> Any:

@@ -41,12 +41,14 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from graphpp._torch import aot
+from graphpp._torch.parallel.sharded_tensor import is_placement
 from graphpp.capture.transfer import objects
 from graphpp.capture.transfer.libraries import is_installed, top_package
 from graphpp.capture.transfer.names_asked import UnreadableError
 from graphpp.capture.transfer.objects import COMPILED, SCALARS, WITHOUT_EFFECT, attributes_of
 from graphpp.capture.transfer.reachable_code import Children, ReachableCode, named
 from graphpp.runtime.released import class_of
+from graphpp.runtime.shards.layer_parts import layer_part
 
 _LONGEST_NAME = 2000  # characters; a longer one is that of an object within itself
 _STORES = ("_parameters", "_buffers", "_modules")  # walked by their tensors and modules, under the model's own names
@@ -127,6 +129,9 @@ class Reachable:
             if isinstance(value, kinds):
                 yield from children(self, name, value)
                 return
+        if is_placement(value):
+            self._note(name, "placement", repr(value))
+            return
         if type(value).__module__ == "numpy" and hasattr(value, "tobytes") and value.dtype != object:
             self._note(name, type(value).__name__, value.dtype, value.shape, hashlib.sha256(value.tobytes()).hexdigest())
             return
@@ -223,6 +228,10 @@ class Reachable:
     def _note_tensor(self, name: str, tensor: torch.Tensor) -> None:
         strides = tensor.stride() if tensor.layout is torch.strided else tensor.layout
         self._note(name, class_of(tensor).__qualname__, tensor.dtype, tuple(tensor.shape), strides, tensor.requires_grad)
+        part = layer_part(tensor)
+        if part is not None:
+            mesh, placements = part.spread.mesh, part.spread.placements
+            self._note(name, "spread", placements, tuple(part.local.shape), tuple(mesh.mesh.shape), mesh.get_coordinate())
 
     def _of_group(self, name: str, value: dist.ProcessGroup) -> Children:
         self._note(name, "process group", value.size())

@@ -87,7 +87,7 @@ class Export:
         `check` raises where this rank's tensors cannot be written.
         """
         first, unfinished = place.first_holder, folder / _UNFINISHED
-        writes = place.sharding is None or place.sharding.rank == 0
+        writes = place.first_of_stage
 
         def begin() -> None:
             check()

@@ -30,6 +30,7 @@ from graphpp.runtime.model_state import ModelState
 from graphpp.runtime.program import StageProgram
 from graphpp.runtime.released import trim_after
 from graphpp.runtime.shards.flat_parameters import FlatParameter
+from graphpp.runtime.shards.local_rows import local_tensor
 from graphpp.runtime.shards.sharded_parameters import ShardedParameters, check_written
 
 
@@ -122,7 +123,7 @@ class Ownership:
         check_written([fqn for _, fqn in first.written_buffers()], parameters)
         self._state.move(parameters, self._place.device)
         if self._parallel.replica_values == "broadcast" and self._place.replicas is not None:
-            broadcast_([self._state.tensor(fqn) for fqn in parameters], self._place.replicas)
+            broadcast_([local_tensor(self._state.tensor(fqn)) for fqn in parameters], self._place.replicas)
         else:
             self.values_before_sharding = self._values_of(self.local)
         stages, frees = first.stages_of_parameter(rank), self._parallel.keep is not None

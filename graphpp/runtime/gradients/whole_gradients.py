@@ -4,6 +4,7 @@ Contract
 --------
 - `begin` gives each stage's accumulator what `param.grad` holds already. `reduce` starts to average a stage's sums over the
   replicas, once per step. `finish` adds up the partial sums of tied parameters, averages them too, and sets `param.grad`.
+- The gradient of a `DTensor` parameter of the model's is a `DTensor` of the same placements.
 - All ranks of a pipeline call `finish` once per training step; `reduce` is called by all replicas in one order.
 """
 
@@ -13,13 +14,16 @@ from collections.abc import Callable, Mapping
 
 import torch
 
+from graphpp._torch.parallel.sharded_tensor import with_local
 from graphpp.parallel.data_parallel import Replicas
 from graphpp.runtime.gradients.accumulate import Accumulator, dtype_of_sum
 from graphpp.runtime.gradients.tied import TiedReduction
+from graphpp.runtime.shards.layer_parts import local_gradient
+from graphpp.runtime.shards.local_rows import local_tensor
 
 
 class WholeGradients:
-    """The gradients of one rank's stages, where the rank holds whole parameters."""
+    """The gradients of one rank's stages, where the rank holds whole parameters, or those parts of them that the model has."""
 
     def __init__(
         self,
@@ -41,7 +45,7 @@ class WholeGradients:
         self._parameters = parameters
         for sums in self._stages.values():
             own = {fqn: parameters[fqn] for fqn in sums.fqns}
-            grads = {fqn: parameter.grad for fqn, parameter in own.items() if fqn not in self._tied.contributors}
+            grads = {fqn: local_gradient(fqn, each) for fqn, each in own.items() if fqn not in self._tied.contributors}
             dtypes = {fqn: dtype_of_sum(parameter, self._sum_dtype) for fqn, parameter in own.items()}
             sums.start({fqn: grad for fqn, grad in grads.items() if grad is not None}, dtypes)
 
@@ -62,11 +66,13 @@ class WholeGradients:
             for fqn in self._own(stage):
                 parameter, total = self._parameters[fqn], sums.sums[fqn]
                 wanted = parameter.grad_dtype
-                parameter.grad = total if wanted is None or total.dtype is wanted else total.to(dtype=wanted)
+                total = total if wanted is None or total.dtype is wanted else total.to(dtype=wanted)
+                parameter.grad = with_local(parameter, total)
         for fqn, total in tied.items():
             parameter = self._tensor(fqn)
-            added = total.to(dtype=parameter.grad_dtype) if parameter.grad is None else parameter.grad.add_(total)
-            parameter.grad = added
+            before = local_gradient(fqn, parameter)
+            added = total.to(dtype=parameter.grad_dtype) if before is None else before.add_(total)
+            parameter.grad = with_local(parameter, added)
         self._end()
 
     def drop(self) -> None:
@@ -86,4 +92,4 @@ class WholeGradients:
     def _buffer_for_sum(self, fqn: str) -> torch.Tensor:
         """New memory for another rank's partial sum of a parameter's gradients."""
         parameter = self._tensor(fqn)
-        return torch.empty(parameter.shape, dtype=dtype_of_sum(parameter, self._sum_dtype), device=parameter.device)
+        return torch.empty(local_tensor(parameter).shape, dtype=dtype_of_sum(parameter, self._sum_dtype), device=parameter.device)

@@ -1,0 +1,67 @@
+"""Tensors that a model itself spreads over ranks (tensor parallelism): this rank's part of each.
+
+Contract
+--------
+- The parameters and buffers of a model after `parallelize_module` are `DTensor`s. A rank computes with its part, the local
+  tensor, and the graphs of a pipeline have parts where the model has `DTensor`s.
+- A tensor that takes the place of such a `DTensor` in the model, because another rank holds the stage or the part is sharded
+  once more, keeps how the original was spread, and the shape of the part.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from graphpp._torch.parallel.sharded_tensor import Spread, local_of, spread_of
+from graphpp.errors import GraphPPError
+from graphpp.runtime.shards.local_rows import is_sharded, local_tensor
+
+
+class LayerPart(NamedTuple):
+    """How a tensor is spread over the ranks that share its layer, and a tensor with the shape and strides of this rank's part."""
+
+    spread: Spread
+    local: torch.Tensor
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether each of these ranks has the whole tensor."""
+        return all(placement.is_replicate() for placement in self.spread.placements)
+
+
+_KEPT = WeakTensorKeyDictionary()  # a tensor in the place of a `DTensor` of the model's -> its `LayerPart`
+
+
+def layer_part(tensor: torch.Tensor) -> LayerPart | None:
+    """This rank's part of a tensor that the model spreads over ranks; None for a tensor that each rank has whole."""
+    kept: LayerPart | None = _KEPT.get(tensor)
+    if kept is not None or is_sharded(tensor):
+        return kept
+    spread, local = spread_of(tensor), local_of(tensor)
+    return None if spread is None or local is None else LayerPart(spread, local.detach())
+
+
+def keep_part(stand_in: torch.Tensor, tensor: torch.Tensor) -> None:
+    """Note that `stand_in` takes the place of `tensor` in the model."""
+    part = layer_part(tensor)
+    if part is not None:
+        blank = torch.empty_strided(part.local.shape, part.local.stride(), dtype=part.local.dtype, device="meta")
+        _KEPT[stand_in] = LayerPart(part.spread, blank)
+
+
+def local_gradient(fqn: str, parameter: torch.Tensor) -> torch.Tensor | None:
+    """This rank's part of `parameter.grad`. Raises `GraphPPError` for a gradient with other placements than the parameter."""
+    gradient = parameter.grad
+    if gradient is None:
+        return None
+    own, found = spread_of(parameter), spread_of(gradient)
+    if (own and own[:2]) != (found and found[:2]):
+        raise GraphPPError(
+            f"the gradient of {fqn} has the placements {found and found.placements}, and the parameter has "
+            f"{own and own.placements}: a step adds to gradients with the placements of their parameters. Call "
+            "pipe.zero_grad() before, or redistribute the gradient"
+        )
+    return local_tensor(gradient)
