@@ -43,11 +43,13 @@ _DATA = (_REPLICAS, _SHARDS, _CONTEXT)  # the dimensions along which ranks train
 class Sharding:
     """The ranks among which the parameters of a stage are sharded.
 
-    `mesh`: these ranks, in one dimension. `copies`: the replicas with the same shards as this rank (None: none). `holders`: the
+    `mesh`: these ranks, in one dimension. `spread_mesh`: the same, after a dimension of the ranks that share layers, if there are
+    any: `tp` cuts a parameter first. `copies`: the replicas with the same shards as this rank (None: none). `holders`: the
     ranks along the pipeline, `tp` and `mesh`, which together hold the model once.
     """
 
     mesh: DeviceMesh
+    spread_mesh: DeviceMesh
     copies: dist.ProcessGroup | None
     holders: dist.ProcessGroup
 
@@ -200,10 +202,22 @@ def _sharding(mesh: DeviceMesh, data: Sequence[str]) -> Sharding:
     others = [name for name in data if name != _SHARDS and _size(mesh, name) > 1]
     holders = _along(mesh, _PIPELINE, _TENSOR, _SHARDS)
     assert holders is not None, "a mesh with shards has ranks that hold them"
-    made = Sharding(mesh[_SHARDS], _along(mesh, *others), holders)
+    made = Sharding(mesh[_SHARDS], _spread_mesh(mesh), _along(mesh, *others), holders)
     if dist.get_rank(made.group) != made.rank:
         raise GraphPPError(f"mesh: the ranks along {_SHARDS!r} must ascend, as init_device_mesh lays them out")
     return made
+
+
+def _spread_mesh(mesh: DeviceMesh) -> DeviceMesh:
+    if _size(mesh, _TENSOR) == 1:
+        return mesh[_SHARDS]
+    names, coordinates = mesh.mesh_dim_names, mesh.get_coordinate()
+    assert names is not None and coordinates is not None
+    pairs = zip(names, coordinates, strict=True)
+    ranks = mesh.mesh[tuple(slice(None) if name in (_TENSOR, _SHARDS) else at for name, at in pairs)]
+    ordered = ranks if names.index(_TENSOR) < names.index(_SHARDS) else ranks.T
+    groups = [mesh.get_group(_TENSOR), mesh.get_group(_SHARDS)]
+    return DeviceMesh.from_group(groups, mesh.device_type, ordered, mesh_dim_names=(_TENSOR, _SHARDS))
 
 
 def _size(mesh: DeviceMesh, name: str) -> int:

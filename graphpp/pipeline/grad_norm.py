@@ -5,8 +5,9 @@ Contract
 - A rank computes the norms of its own parameters, an all-reduce gives every rank all norms in the model's order, and the total
   is their norm, computed as in `torch.nn.utils.clip_grad_norm_`. A parameter that several ranks hold counts once. Every rank
   returns the same norm.
-- Of a sharded parameter a rank computes the norm of its rows. The ranks of the mesh exchange these norms, and all join them in
-  one way, so the total is the same on all ranks, for every split and schedule of one mesh.
+- Of a parameter that is spread over ranks, by `dp_shard`, by `tp` or by both, a rank computes the norm of its part. The ranks
+  exchange these norms, first along `dp_shard`, and all join them in one way, so the total is the same on all ranks, for every
+  split and schedule of one mesh.
 - The host knows which parameters have gradients, and their dtypes, on all ranks (`RankGradients.codes`), and waits for no GPU.
 """
 
@@ -17,6 +18,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache, reduce
 from itertools import compress
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -25,6 +27,7 @@ from graphpp._torch.distributed import all_gather_many, foreach_norm
 from graphpp.arguments import FLAG, require
 from graphpp.errors import GraphPPError
 from graphpp.parallel.place import RankPlace
+from graphpp.runtime.shards.layer_parts import layer_part
 from graphpp.runtime.shards.local_rows import local_tensor
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.complex64, torch.complex128)
@@ -52,14 +55,21 @@ class HeldParameters:
         return tuple(compress(self.positions, self.counts))
 
 
+class Parts(NamedTuple):
+    """The ranks that hold other parts of the parameters, and the positions of the parameters that all of them hold whole."""
+
+    group: dist.ProcessGroup
+    whole: tuple[int, ...]
+
+
 @dataclass(frozen=True)
 class RankGradients:
     """The gradients of this rank's parameters, in the model's order.
 
     `counted`: positions and gradients of the parameters that this rank counts and that have a gradient. `codes`: for each
     parameter of the model 1 + the index of the dtype of its gradient in `_DTYPES`, 0 without a gradient, as all ranks know
-    after an agreement; `own_codes`: of the parameters that this rank counts. `shards`: the group of the ranks that hold other
-    rows of the parameters (None: they are whole); `replicated`: the positions of those that all these ranks hold whole.
+    after an agreement; `own_codes`: of the parameters that this rank counts. `parts`: over which ranks the parameters are
+    spread, one entry for each dimension of the mesh, the one that cuts last first.
     """
 
     parameters: Sequence[torch.Tensor]
@@ -68,23 +78,26 @@ class RankGradients:
     codes: tuple[int, ...]
     group: dist.ProcessGroup | None
     device: torch.device
-    shards: dist.ProcessGroup | None = None
-    replicated: tuple[int, ...] = ()
+    parts: tuple[Parts, ...] = ()
 
     @classmethod
     def of(cls, parameters: Sequence[torch.Tensor], held: HeldParameters, place: RankPlace) -> RankGradients:
         """The gradients of this rank's `parameters`, which are those of `held`, in that order."""
-        shards, replicated = None, tuple[int, ...]()
+        parts: list[Parts] = []
+        pairs = list(zip(held.positions, parameters, strict=True))
         if place.sharding is not None:
-            shards = place.sharding.group
-            replicated = tuple(at for at, each in zip(held.positions, parameters, strict=True) if not each.dim())
-            parameters = [_rows_of(each) for each in parameters]
+            parts.append(Parts(place.sharding.group, tuple(at for at, each in pairs if not each.dim())))
+        if place.tensor is not None:
+            layers = ((at, layer_part(each)) for at, each in pairs)
+            parts.append(Parts(place.tensor, tuple(at for at, part in layers if part is None or part.is_whole)))
+        if parts:
+            parameters = [_part_of(each) for each in parameters]
         gradients = zip(held.counted, [each.grad for each in compress(parameters, held.counts)], strict=True)
         counted = {position: gradient for position, gradient in gradients if gradient is not None}
         codes = [_NO_GRADIENT] * held.total
         for position, gradient in counted.items():
             codes[position] = _CODES[gradient.dtype]
-        return cls(parameters, counted, tuple(codes), tuple(codes), place.group, place.device, shards, replicated)
+        return cls(parameters, counted, tuple(codes), tuple(codes), place.group, place.device, tuple(parts))
 
     def present(self) -> list[torch.Tensor]:
         """The gradients that are not None."""
@@ -150,7 +163,7 @@ def own_norms(gradients: RankGradients, norm_type: float) -> torch.Tensor:
     """The norms that this rank counts, float64 [parameters of the model]; 0 for all others."""
     table = torch.zeros(len(gradients.codes), dtype=torch.float64, device=gradients.device)
     counted = gradients.counted
-    if gradients.shards is not None:  # a rank may have no rows of a parameter
+    if gradients.parts:  # a rank may have no elements of a parameter
         counted = {place: gradient for place, gradient in counted.items() if gradient.numel()}
     dtypes = {gradient.dtype for gradient in counted.values()}
     for dtype in dtypes:
@@ -158,20 +171,22 @@ def own_norms(gradients: RankGradients, norm_type: float) -> torch.Tensor:
         chosen = {place: gradient for place, gradient in counted.items() if one or gradient.dtype is dtype}
         norms = torch.stack(list(foreach_norm(list(chosen.values()), norm_type)))
         table.index_copy_(0, _places(tuple(chosen), table.device), norms.to(table.device, torch.float64))
-    return table if gradients.shards is None else _over_shards(table, gradients, gradients.shards, norm_type)
+    for parts in gradients.parts:
+        table = _over_parts(table, parts, norm_type)
+    return table
 
 
-def _over_shards(table: torch.Tensor, gradients: RankGradients, group: dist.ProcessGroup, norm_type: float) -> torch.Tensor:
-    """The norms of whole gradients from those of each rank's rows."""
-    parts = table.new_empty((dist.get_world_size(group), len(table)))
-    all_gather_many([parts], [table], group).wait()
-    joined = torch.linalg.vector_norm(parts, norm_type, dim=0) if norm_type else parts.sum(0)
-    whole = _places(gradients.replicated, table.device)
-    return joined.index_copy_(0, whole, parts[0][whole])
+def _over_parts(table: torch.Tensor, parts: Parts, norm_type: float) -> torch.Tensor:
+    """The norms of gradients from those of each rank's part."""
+    found = table.new_empty((dist.get_world_size(parts.group), len(table)))
+    all_gather_many([found], [table], parts.group).wait()
+    joined = torch.linalg.vector_norm(found, norm_type, dim=0) if norm_type else found.sum(0)
+    whole = _places(parts.whole, table.device)
+    return joined.index_copy_(0, whole, found[0][whole])
 
 
-def _rows_of(parameter: torch.Tensor) -> torch.Tensor:
-    """A tensor whose `grad` is this rank's rows of the parameter's gradient."""
+def _part_of(parameter: torch.Tensor) -> torch.Tensor:
+    """A tensor whose `grad` is this rank's part of the parameter's gradient."""
     if parameter.grad is None:
         return parameter
     rows = local_tensor(parameter.grad)
@@ -219,8 +234,8 @@ def share_overflow_(gradients: RankGradients) -> None:
     found = overflow(gradients).to(torch.int32)
     if gradients.group is not None and dist.get_world_size(gradients.group) > 1:
         dist.all_reduce(found, dist.ReduceOp.MAX, group=gradients.group)
-    if gradients.shards is not None:
-        dist.all_reduce(found, dist.ReduceOp.MAX, group=gradients.shards)
+    for parts in gradients.parts:
+        dist.all_reduce(found, dist.ReduceOp.MAX, group=parts.group)
     mark_overflow_(gradients, found)
 
 

@@ -92,7 +92,7 @@ class PostValidation(DeferredScaler):
     ) -> None:
         if not isinstance(pipe, Pipeline):
             raise GraphPPError(f"PostValidation takes a pipeline, then its optimizer, got {type(pipe).__name__}")
-        if pipe._place.sharding is not None:
+        if pipe._place.sharding is not None or pipe._place.layers is not None:
             raise GraphPPError(
                 "PostValidation judges a rank's step by whole gradients, and with dp_shard a rank has rows of them: use "
                 "pipe.clip_grad_norm_ and optimizer.step()"

@@ -78,14 +78,35 @@ def as_dtensor(local: torch.Tensor, spread: Spread) -> Any:
     return DTensor.from_local(local, mesh, placements, run_check=False, shape=shape, stride=stride)
 
 
-def dtensor_of(local: torch.Tensor, mesh: DeviceMesh, shape: Sequence[int], stride: Sequence[int]) -> Any:
-    """A `DTensor` with the rows `local` on this rank; one of no dimension is replicated."""
-    from torch.distributed.tensor import DTensor, Replicate, Shard
+def dtensor_of(local: torch.Tensor, spread: Spread) -> Any:
+    """A `DTensor` of which this rank's part is `local`."""
+    return lying_at(as_dtensor(local.as_strided(local.shape, local.stride(), 0), spread), local)
 
-    placements = [Shard(0) if len(shape) else Replicate()]
-    begin = local.as_strided(local.shape, local.stride(), 0)
-    made = DTensor.from_local(begin, mesh, placements, run_check=False, shape=torch.Size(shape), stride=tuple(stride))
-    return lying_at(made, local)
+
+def gathered(tensor: torch.Tensor) -> torch.Tensor:
+    """The whole values of a `DTensor`, gathered over one dimension of its mesh after the other; a plain tensor itself."""
+    spread = spread_of(tensor)
+    if spread is None:
+        return tensor
+    from torch.distributed.tensor import Replicate
+
+    whole: Any = tensor
+    for at in reversed(range(spread.mesh.ndim)):
+        placements = [*spread.placements[:at], *[Replicate()] * (spread.mesh.ndim - at)]
+        whole = whole.redistribute(placements=placements)
+    found: torch.Tensor = whole.to_local()
+    return found
+
+
+def sharded_by_rows(mesh: DeviceMesh, shape: Sequence[int], stride: Sequence[int], before: Sequence[Any] = ()) -> Spread:
+    """How a tensor is spread whose rows are cut over the last dimension of `mesh`; one of no dimension is replicated.
+
+    `before`: its placements over the other dimensions of `mesh`, which cut first (none: replicated).
+    """
+    from torch.distributed.tensor import Replicate, Shard
+
+    others = before or [Replicate()] * (mesh.ndim - 1)
+    return Spread(mesh, (*others, Shard(0) if len(shape) else Replicate()), torch.Size(shape), tuple(stride))
 
 
 def parameter_of(sharded: Any, *, requires_grad: bool) -> nn.Parameter:

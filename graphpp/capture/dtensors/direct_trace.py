@@ -11,7 +11,7 @@ Contract
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
 import torch
@@ -27,6 +27,7 @@ from graphpp.capture.eager_branches import TracingQueries, answer_as_eager
 from graphpp.capture.explain_errors import explain_errors
 from graphpp.capture.outside_state import refuse_generators, refuse_outside_state
 from graphpp.capture.refusals import refuse_during_trace
+from graphpp.errors import CaptureError
 
 
 class Step(Protocol):
@@ -41,8 +42,27 @@ class Step(Protocol):
 def direct_trace(step: Any, inputs: tuple[torch.Tensor, ...], mode: Any, device: torch.device, entry: EntryState) -> Exported:
     """The joint graph of a step on fake `inputs`, with torch's descriptors, in the place of an export.
 
-    `step`: an `nn.Module` that is a `Step`. Raises `CaptureError`.
+    `step`: an `nn.Module` that is a `Step`. As in an export, the branches count that the model takes in eager or, if they cannot
+    be traced, the branches that it has for a trace. Raises `CaptureError`.
     """
+    queries = TracingQueries()
+    try:
+        return _traced(step, inputs, mode, device, entry, lambda: answer_as_eager(queries))
+    except CaptureError:
+        if not queries.any:
+            raise
+    return _traced(step, inputs, mode, device, entry, aot.as_under_export)
+
+
+def _traced(
+    step: Any,
+    inputs: tuple[torch.Tensor, ...],
+    mode: Any,
+    device: torch.device,
+    entry: EntryState,
+    answering: Callable[[], contextlib.AbstractContextManager[None]],
+) -> Exported:
+    """The joint graph; `answering`: the context in which the model learns whether it is being traced."""
     module: nn.Module = step
     autocast = torch.autocast(device.type, torch.get_autocast_dtype(device.type), torch.is_autocast_enabled(device.type))
     checkpoints = CheckpointedCalls()
@@ -53,7 +73,7 @@ def direct_trace(step: Any, inputs: tuple[torch.Tensor, ...], mode: Any, device:
         step.found.checkpoints = checkpoints
         patches = record_checkpoints(checkpoints), refuse_during_trace(), refuse_outside_state()
         with contextlib.ExitStack() as stack:
-            for each in (*patches, answer_as_eager(TracingQueries()), autocast):
+            for each in (*patches, answering(), autocast):
                 stack.enter_context(each)
             yield
 

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from graphpp.runtime.shards.flat_shard import FlatShard
-from graphpp.runtime.shards.local_rows import as_sharded, local_tensor
+from graphpp.runtime.shards.local_rows import local_tensor
 
 
 @dataclass(frozen=True)
@@ -79,5 +79,4 @@ class FlatParameters:
         own = flat.rows(fqn, flat.parameter.grad)
         own.add_(rows.view(own.shape))
         if parameter.grad is None:
-            mesh = parameter.device_mesh  # type: ignore[attr-defined]  # a DTensor's
-            parameter.grad = as_sharded(own, mesh, parameter, parameter.stride())
+            parameter.grad = with_local(parameter, own)

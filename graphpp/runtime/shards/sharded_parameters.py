@@ -3,7 +3,8 @@
 Contract
 --------
 - Each parameter of a rank's stages is an `nn.Parameter` that is a `DTensor` with the placement `Shard(0)` over the mesh of
-  `dp_shard`, `Replicate()` for a 0-dim parameter. It has the FQNs, the attributes and the need of a gradient of before.
+  `dp_shard`, `Replicate()` for a 0-dim parameter. Where ranks share layers, the mesh is that of `tp` and `dp_shard`, and the
+  rows are those of the part that `tp` gives a rank; a parameter that `tp` leaves whole is replicated over `tp`. It has the FQNs, the attributes and the need of a gradient of before.
 - Parameters lie in one flat shard if the same stages of the rank read them, they have one dtype and one need of a gradient, and
   all or none of them are vectors: optimizers often decay matrices alone.
 - A parameter with a gradient, with gradient hooks or of a tensor subclass raises `GraphPPError`, and changes nothing.
@@ -17,7 +18,7 @@ import torch
 from torch import nn
 
 from graphpp._torch.autograd import has_gradient_hooks
-from graphpp._torch.parallel.sharded_tensor import parameter_of
+from graphpp._torch.parallel.sharded_tensor import dtensor_of, parameter_of, sharded_by_rows, with_local
 from graphpp.arguments import type_name
 from graphpp.errors import GraphPPError
 from graphpp.parallel.place import Sharding
@@ -25,7 +26,8 @@ from graphpp.runtime.model_state import ModelState, TensorReader
 from graphpp.runtime.released import forget
 from graphpp.runtime.shards.flat_parameters import FlatParameter, FlatParameters
 from graphpp.runtime.shards.flat_shard import FlatShard
-from graphpp.runtime.shards.local_rows import as_sharded, local_tensor, note_sharded
+from graphpp.runtime.shards.layer_parts import keep_part, layer_part
+from graphpp.runtime.shards.local_rows import local_tensor, note_sharded
 
 
 class ShardedParameters:
@@ -54,13 +56,13 @@ class ShardedParameters:
         for fqn, tensor in tensors.items():
             if tensor.dim():
                 key = tuple(stages[fqn]), tensor.dtype, tensor.requires_grad, tensor.dim() == 1
-                groups.setdefault(key, {})[fqn] = tensor
+                groups.setdefault(key, {})[fqn] = local_tensor(tensor)
         self.flat = [FlatShard(each, sharding.group, device, frees=frees) for each in groups.values()]
         self._flat_of = {fqn: flat for flat in self.flat for fqn in flat.layout.regions}
-        self._scalars = {fqn: tensor.detach().to(device) for fqn, tensor in tensors.items() if not tensor.dim()}
+        self._scalars = {fqn: local_tensor(tensor).detach().to(device) for fqn, tensor in tensors.items() if not tensor.dim()}
         for flat in self.flat:
             for fqn in flat.layout.regions:
-                flat.take(fqn, tensors[fqn])
+                flat.take(fqn, local_tensor(tensors[fqn]))
         self.parameters = {fqn: self._parameter(fqn, tensor) for fqn, tensor in tensors.items()}
         state.exchange({id(tensor): self.parameters[fqn] for fqn, tensor in tensors.items()})
         forget(((tensor, fqn) for fqn, tensor in tensors.items()), "they are sharded over dp_shard now")
@@ -124,12 +126,15 @@ class ShardedParameters:
             local_tensor(parameter.grad).add_(rows.view_as(local_tensor(parameter.grad)))
             return
         local, wanted = rows.view(local_tensor(parameter).shape), parameter.grad_dtype
-        parameter.grad = as_sharded(local if wanted is None else local.to(dtype=wanted), self.sharding.mesh, parameter)
+        parameter.grad = with_local(parameter, local if wanted is None else local.to(dtype=wanted))
 
     def _parameter(self, fqn: str, tensor: torch.Tensor) -> nn.Parameter:
         local = self._scalars[fqn] if fqn in self._scalars else self._flat_of[fqn].local(fqn)
-        sharded = as_sharded(local, self.sharding.mesh, tensor, tensor.stride())
-        made = parameter_of(sharded, requires_grad=tensor.requires_grad)
+        part = layer_part(tensor)
+        before = () if part is None else part.spread.placements
+        spread = sharded_by_rows(self.sharding.spread_mesh, tensor.shape, tensor.stride(), before)
+        made = parameter_of(dtensor_of(local, spread), requires_grad=tensor.requires_grad)
+        keep_part(made, tensor)
         vars(made).update(vars(tensor))
         if tensor.requires_grad:
             made.grad_dtype = tensor.grad_dtype
@@ -139,7 +144,8 @@ class ShardedParameters:
 
 def _check(tensors: Mapping[str, torch.Tensor]) -> None:
     for fqn, tensor in tensors.items():
-        if type(tensor).__torch_function__ is not nn.Parameter.__torch_function__:
+        plain = type(tensor).__torch_function__ is nn.Parameter.__torch_function__
+        if not plain and layer_part(tensor) is None:
             raise GraphPPError(f"{fqn} is a {type_name(tensor)}, and dp_shard shards plain parameters")
         if tensor.grad is not None:
             raise GraphPPError(
