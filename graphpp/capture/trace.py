@@ -26,6 +26,7 @@ from graphpp._torch import aot, pytree, symbols
 from graphpp._torch.autograd import run_backward
 from graphpp._torch.export_thread import traces_in_this_thread
 from graphpp._torch.numbers_of_data import refused_float_arithmetic
+from graphpp._torch.parallel.sharded_tensor import gathered
 from graphpp.batch.microbatch import TENSOR_LEAF, Microbatch, tensors_by_path, with_tensors
 from graphpp.capture.activation_checkpoints import mark_checkpoints, record_checkpoints
 from graphpp.capture.attributes.aliases import refuse_foreign_leaves, refuse_written_aliases
@@ -132,6 +133,8 @@ def _capture(
         export = partial(_export, wrapper, inputs, dims, mode, trail)
         if direct:
             _check_sizes_fixed(varying)
+            if trail is not None:
+                trail.refuse("a model with DTensor parameters")
             export = partial(direct_trace, wrapper, inputs, mode, device)
         decided = same_in_every_call(export(entry), entry, export)
         module, functions, found = decided.exported.module, decided.exported.functions, decided.exported.found
@@ -200,7 +203,7 @@ class _TracedStep(nn.Module):
             results = self._results(tensors)
         results += [(program.BufferUpdate(fqn), value) for fqn, value in found.writes.buffers.items()]
         found.results = tuple(role for role, _ in results)
-        return tuple(value for _, value in results)
+        return tuple(gathered(value) for _, value in results)
 
     def _results(self, tensors: tuple[torch.Tensor, ...]) -> list[tuple[OutputRole, torch.Tensor]]:
         loss, example, training = self.inputs

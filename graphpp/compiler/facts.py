@@ -15,6 +15,7 @@ from graphpp.passes.graph.joint_graph import JointGraph
 from graphpp.planner.tables import CheckedTable
 from graphpp.runtime.model_state import ModelState
 from graphpp.runtime.program import Phase, PipelineProgram, StageProgram
+from graphpp.runtime.shards.layer_parts import layer_part
 from graphpp.runtime.shards.local_rows import local_tensor
 
 
@@ -47,6 +48,18 @@ def of_replicas(state: ModelState, own: Iterable[str]) -> Facts:
     """Checksums of the parameters and buffers of this rank, with which all replicas must begin."""
     advice = "with which replicas must begin alike (seed all ranks alike, or load one state dict on all)"
     sums = {fqn: checksum(local_tensor(state.tensor(fqn))) for fqn in sorted(own)}
+    return Facts({f"the values of {fqn}, {advice}": [f"bits that add up to {found}"] for fqn, found in sums.items()})
+
+
+def of_shared_layers(state: ModelState, own: Iterable[str]) -> Facts:
+    """Checksums of the tensors of this rank that each rank which shares its layers has whole: they must be equal."""
+    advice = (
+        "which every rank along tp has whole and must have equal (seed all ranks alike, or make the parameter a DTensor where "
+        "each rank has another part)"
+    )
+    parts = {fqn: layer_part(state.tensor(fqn)) for fqn in own}
+    whole = sorted(fqn for fqn, part in parts.items() if part is None or part.is_whole)
+    sums = {fqn: checksum(local_tensor(state.tensor(fqn))) for fqn in whole}
     return Facts({f"the values of {fqn}, {advice}": [f"bits that add up to {found}"] for fqn, found in sums.items()})
 
 

@@ -51,7 +51,7 @@ class Calls:
         self, options: Options, place: RankPlace, agreement: Agreement, cache: GraphCache, state: ModelState
     ) -> None:
         self._options, self._place, self._agreement, self._cache, self._state = options, place, agreement, cache, state
-        self._replicas = Agreement(place.replicas, place.device)
+        self._replicas, self._layers = Agreement(place.replicas, place.device), Agreement(place.tensor, place.device)
         self._name = agreement.shared_name()
         self._board = FailureBoard((place.model_parallel, place.replicas), self._name)
         self._every = options.parallel.check_data if agreement.several else 0
@@ -127,7 +127,11 @@ class Calls:
 
         def prepare() -> tuple[StepCall, PreparedStep]:
             call, lacking = self._agreed(make, weights, training=True, asked=asked)
-            return self._prepared(call, lacking, stack)
+            made = self._prepared(call, lacking, stack)
+            if self._layers.several and not self._compared:
+                own = self._cache.ownership.local
+                self._agreement.together(lambda: self._layers.compare(facts.of_shared_layers(self._state, own)), _nothing)
+            return made
 
         def facts_of(made: tuple[StepCall, PreparedStep]) -> Facts:
             known = self._of_replica(made[1], asked)
@@ -256,7 +260,7 @@ class Calls:
     def _on_all_columns(self, call: StepCall, work: Callable[[], T]) -> T:
         """The result of `work`, in which each pipeline agrees by itself, once all pipelines that share layers have it."""
         alone = self._place.layers is None or self._cache.has(call)
-        return work() if alone else self._agreement.together(work, lambda _: Facts({}))
+        return work() if alone else self._agreement.together(work, _nothing)
 
     def _of_replica(self, prepared: PreparedStep, asked: str) -> Facts:
         """The lines that all replicas must have alike: about their stages, their shards, and the call."""
@@ -267,3 +271,8 @@ class Calls:
         """Facts of a call, with the pipeline, the name and the number of the call."""
         number = f"call {self._number} of the pipeline {self._name}"
         return (known.adding("the call", [call]) if call else known).adding("the number of the call", [number])
+
+
+def _nothing(_: object) -> Facts:
+    """The facts of work whose results ranks need not compare."""
+    return Facts({})

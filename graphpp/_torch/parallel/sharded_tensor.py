@@ -47,12 +47,6 @@ def local_of(tensor: torch.Tensor) -> torch.Tensor | None:
     return found
 
 
-def mesh_of(tensor: torch.Tensor) -> DeviceMesh | None:
-    """The mesh of a `DTensor`; None for another tensor."""
-    found: DeviceMesh | None = _attribute(tensor, "device_mesh")
-    return found
-
-
 class Spread(NamedTuple):
     """How a `DTensor` is spread over ranks: its mesh, its placements, its whole shape and strides."""
 

@@ -1,0 +1,65 @@
+"""Which values of a graph differ between ranks that share the layers of a model (tensor parallelism).
+
+Contract
+--------
+- Ranks with equal inputs compute a value alike if they run one operator with equal arguments. A sharded parameter differs, and so
+  does what is computed from a value that differs. An operator whose plain arguments differ between ranks, such as the index of
+  a chunk, has a result that differs.
+- After an all-reduce or an all-gather over the ranks their values are equal.
+- Ranks compare the plain arguments by `plain_arguments`, a number for each node, in order.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Collection
+
+import torch
+from torch import fx
+
+from graphpp.passes.graph.collectives import group_of, is_collective, names_group
+from graphpp.runtime.program import Buffer, Parameter
+
+_EQUAL_AFTER = ("all_reduce", "all_gather_into_tensor", "broadcast")
+
+
+def plain_arguments(graph: fx.Graph) -> list[int]:
+    """For each node a number of 63 bits, equal on two ranks for equal operators with equal plain arguments."""
+    return [_number(node) for node in graph.nodes]
+
+
+def differing_values(graph: fx.Graph, sharded: Collection[str], unlike: Collection[int], group: str) -> set[fx.Node]:
+    """The nodes whose values differ between the ranks of a process group.
+
+    `sharded`: FQNs of the parameters and buffers of which each rank has another part. `unlike`: the indices of the nodes with
+    other plain arguments elsewhere. `group`: the name of the process group.
+    """
+    found: set[fx.Node] = set()
+    for index, node in enumerate(graph.nodes):
+        role = node.meta.get("role")
+        spread = isinstance(role, Parameter | Buffer) and role.fqn in sharded
+        inherited = any(source in found for source in node.all_input_nodes) and not _makes_equal(node, group)
+        if spread or inherited or index in unlike:
+            found.add(node)
+    return found
+
+
+def _makes_equal(node: fx.Node, group: str) -> bool:
+    name = str(getattr(node.target, "_opname", ""))
+    return is_collective(node) and group_of(node) == group and name.startswith(_EQUAL_AFTER)
+
+
+def _number(node: fx.Node) -> int:
+    args = [None if names_group(node, at) else _plain(value) for at, value in enumerate(node.args)]
+    kwargs = {key: None if names_group(node, key) else _plain(value) for key, value in node.kwargs.items()}
+    text = repr((node.op, "" if node.op == "placeholder" else str(node.target), args, kwargs))
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 1
+
+
+def _plain(value: fx.node.Argument) -> object:
+    """An argument without its nodes and without the index of a device."""
+    if isinstance(value, fx.Node):
+        return "node"
+    if isinstance(value, list | tuple):
+        return [_plain(each) for each in value]
+    return value.type if isinstance(value, torch.device) else value
