@@ -10,6 +10,7 @@ Checked on torch 2.11.0, 2.13.0 and 2.15.0:
   which operators are traced with an effect token, and which a trace keeps although no operation reads them
 - `torch._subclasses.fake_tensor`: `FakeTensorMode`, `FakeTensor`: tensors with a device and no data
 - the logger `torch._subclasses`, by name
+- `torch.nn.Module._call_impl`: every call of a module, with the module's hooks
 - `torch._logging`: `trace_structured`, which writes artefacts for `TORCH_TRACE` and tlparse; `_internal.trace_log`,
   which has a handler while a trace is being written
 - `torch._C`: `_len_torch_function_stack`, `_len_torch_dispatch_stack`: whether modes are active
@@ -46,6 +47,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.distributions import Distribution
 from torch.fx import traceback
 from torch.fx._lazy_graph_module import _make_graph_module, _use_lazy_graph_module
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from graphpp._torch import pytree
@@ -201,6 +203,35 @@ def notes_kept() -> Iterator[None]:
     """A context in which traced nodes get the notes that are current when they are made."""
     with traceback.preserve_node_meta():
         yield
+
+
+@contextlib.contextmanager
+def calls_within(around: Callable[[nn.Module], Context]) -> Iterator[None]:
+    """A context in which each module's call, its hooks included, runs within the context `around(module)`.
+
+    Tracers put `nn.Module.__call__` back for themselves, and all calls come to `_call_impl`.
+    """
+    original: Callable[..., Any] = nn.Module._call_impl
+
+    def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        with around(module):
+            return original(module, *args, **kwargs)
+
+    with replaced(nn.Module, "_call_impl", call):
+        yield
+
+
+class LinesNoted(TorchFunctionMode):
+    """A mode for `notes_kept`: every traced node gets the line that called torch, as `line` tells, for its stack trace."""
+
+    def __init__(self, line: Callable[[], str]) -> None:
+        super().__init__()
+        self._line = line
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Note the line, and call the function."""
+        traceback.current_meta["stack_trace"] = self._line()
+        return function(*args, **(kwargs or {}))
 
 
 @contextlib.contextmanager

@@ -11,10 +11,13 @@ from __future__ import annotations
 
 import os
 import re
+import sys
 import sysconfig
 import traceback
 from collections.abc import Iterable
+from functools import cache
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import torch
@@ -42,6 +45,15 @@ def user_frame(stack: traceback.StackSummary) -> str:
     return ""
 
 
+def calling_line() -> str:
+    """The innermost frame of the user's own code that is running, in the form of a stack trace; empty if there is none."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and not is_user_file(frame.f_code.co_filename):
+        frame = frame.f_back
+    return "" if frame is None else f'File "{frame.f_code.co_filename}", line {frame.f_lineno}, in {frame.f_code.co_name}\n'
+
+
+@cache
 def is_user_file(path: str) -> bool:
     """True for a file outside of torch, graphpp and the standard library; other installed packages are the user's."""
     of_python = path.startswith(_PYTHON) and not path.startswith(_INSTALLED)

@@ -161,7 +161,8 @@ def _capture(
             return joint
 
         copied = None
-        if copy_layers and not direct and not functions.applied:  # code of a custom Function runs in the joint trace, and must run once
+        copies = copy_layers and not direct
+        if copies and not functions.applied:  # code of a custom Function runs in the joint trace, and must run once
             copied = copied_graph(joint_graph, model, module, inputs, mode)
         joint = copied or joint_graph(CallTable())
     found.writes.refuse_stale(joint.constants.values())

@@ -43,8 +43,8 @@ _DATA = (_REPLICAS, _SHARDS, _CONTEXT)  # the dimensions along which ranks train
 class Sharding:
     """The ranks among which the parameters of a stage are sharded.
 
-    `mesh`: these ranks, in one dimension. `spread_mesh`: the same, after a dimension of the ranks that share layers, if there are
-    any: `tp` cuts a parameter first. `copies`: the replicas with the same shards as this rank (None: none). `holders`: the
+    `mesh`: these ranks, in one dimension. `spread_mesh`: the same, after a dimension of the ranks that share layers, if there
+    are any: `tp` cuts a parameter first. `copies`: the replicas with the same shards as this rank (None: none). `holders`: the
     ranks along the pipeline, `tp` and `mesh`, which together hold the model once.
     """
 
@@ -73,7 +73,8 @@ class Sharding:
 class SharedLayers:
     """The ranks that share each layer (tensor parallelism).
 
-    `group`: those that share this rank's layers. `pipelines`: all ranks of their pipelines, which compute the same microbatches.
+    `group`: those that share this rank's layers. `pipelines`: all ranks of their pipelines, which compute the same
+    microbatches.
     """
 
     group: dist.ProcessGroup

@@ -94,7 +94,7 @@ class PostValidation(DeferredScaler):
             raise GraphPPError(f"PostValidation takes a pipeline, then its optimizer, got {type(pipe).__name__}")
         if pipe._place.sharding is not None or pipe._place.layers is not None:
             raise GraphPPError(
-                "PostValidation judges a rank's step by whole gradients, and with dp_shard a rank has rows of them: use "
+                "PostValidation judges a rank's step by whole gradients, and with dp_shard or tp a rank has parts of them: use "
                 "pipe.clip_grad_norm_ and optimizer.step()"
             )
         self._pipe = pipe

@@ -1,5 +1,5 @@
 """Capture models whose parameters are `DTensor`s: layers that `parallelize_module` has spread over ranks.
 
-`torch.export` loses the gradients of such parameters. So AOT Autograd traces model and loss themselves (`direct_trace.py`), each
-module reads its local shards as `DTensor`s (`local_shards.py`), and calls of modules are noted (`module_stacks.py`).
+`torch.export` loses the gradients of such parameters, so AOT Autograd traces model and loss themselves (`direct_trace.py`).
+Modules read their local shards as `DTensor`s (`local_shards.py`), and calls of modules are noted (`module_stacks.py`).
 """

@@ -2,8 +2,9 @@
 
 Contract
 --------
-- The graph is that of AOT Autograd over the model's own code, whose autograd gives `DTensor`s their gradients. Custom Functions,
-  `no_grad` and autocast within the model act as in eager. An autocast around the step is entered by the forward alone.
+- The graph is that of AOT Autograd over the model's own code, whose autograd gives `DTensor`s their gradients. Custom
+  Functions, `no_grad` and autocast within the model act as in eager. An autocast around the step is entered by the forward
+  alone.
 - The same refusals as during an export hold while the forward runs, and the same facts are learned from the last forward.
 - Shapes are those of the example. `CaptureError` explains every error of the trace.
 """
@@ -27,6 +28,7 @@ from graphpp.capture.eager_branches import TracingQueries, answer_as_eager
 from graphpp.capture.explain_errors import explain_errors
 from graphpp.capture.outside_state import refuse_generators, refuse_outside_state
 from graphpp.capture.refusals import refuse_during_trace
+from graphpp.capture.source_lines import calling_line
 from graphpp.errors import CaptureError
 
 
@@ -42,8 +44,8 @@ class Step(Protocol):
 def direct_trace(step: Any, inputs: tuple[torch.Tensor, ...], mode: Any, device: torch.device, entry: EntryState) -> Exported:
     """The joint graph of a step on fake `inputs`, with torch's descriptors, in the place of an export.
 
-    `step`: an `nn.Module` that is a `Step`. As in an export, the branches count that the model takes in eager or, if they cannot
-    be traced, the branches that it has for a trace. Raises `CaptureError`.
+    `step`: an `nn.Module` that is a `Step`. As in an export, the branches count that the model takes in eager or, if they
+    cannot be traced, the branches that the model has for a trace. Raises `CaptureError`.
     """
     queries = TracingQueries()
     try:
@@ -73,7 +75,7 @@ def _traced(
         step.found.checkpoints = checkpoints
         patches = record_checkpoints(checkpoints), refuse_during_trace(), refuse_outside_state()
         with contextlib.ExitStack() as stack:
-            for each in (*patches, answering(), autocast):
+            for each in (*patches, answering(), autocast, aot.LinesNoted(calling_line)):
                 stack.enter_context(each)
             yield
 

@@ -1,8 +1,8 @@
 """Let modules read their parameters as `DTensor`s while the parameters themselves are this rank's local shards.
 
-Contract: while `read_as_dtensors` is open, reading an attribute of a module that holds a `DTensor` gives a `DTensor` made of the
-tensor that is in the module's `_parameters` or `_buffers` at that moment, with the mesh, placements, shape and strides of the
-original. Gradients pass to that tensor, and are whole where the original is replicated. Afterwards modules are as before.
+Contract: while `read_as_dtensors` is open, reading an attribute of a module that held a `DTensor` gives a `DTensor` made of the
+tensor that is in the module's `_parameters` or `_buffers` now, with the mesh, placements, shape and strides of the original.
+Gradients pass to that tensor, and are whole where the original is replicated. Afterwards modules are as before.
 """
 
 from __future__ import annotations

@@ -2,9 +2,9 @@
 
 Contract
 --------
-- Ranks with equal inputs compute a value alike if they run one operator with equal arguments. A sharded parameter differs, and so
-  does what is computed from a value that differs. An operator whose plain arguments differ between ranks, such as the index of
-  a chunk, has a result that differs.
+- Ranks compute equal values if they run one operator with equal arguments. A sharded parameter differs, and so does a value
+  that is computed from one that differs. An operator whose plain arguments differ between ranks, such as the index of a chunk,
+  has a result that differs.
 - After an all-reduce or an all-gather over the ranks their values are equal.
 - Ranks compare the plain arguments by `plain_arguments`, a number for each node, in order.
 """

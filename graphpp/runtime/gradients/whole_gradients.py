@@ -91,5 +91,5 @@ class WholeGradients:
 
     def _buffer_for_sum(self, fqn: str) -> torch.Tensor:
         """New memory for another rank's partial sum of a parameter's gradients."""
-        parameter = self._tensor(fqn)
-        return torch.empty(local_tensor(parameter).shape, dtype=dtype_of_sum(parameter, self._sum_dtype), device=parameter.device)
+        own = local_tensor(self._tensor(fqn))
+        return torch.empty(own.shape, dtype=dtype_of_sum(own, self._sum_dtype), device=own.device)

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from graphpp._torch.parallel.sharded_tensor import with_local
 from graphpp.runtime.shards.flat_shard import FlatShard
 from graphpp.runtime.shards.local_rows import local_tensor
 

@@ -21,7 +21,7 @@ from graphpp.runtime.shards.local_rows import is_sharded, local_tensor
 
 
 class LayerPart(NamedTuple):
-    """How a tensor is spread over the ranks that share its layer, and a tensor with the shape and strides of this rank's part."""
+    """How a tensor is spread over the ranks that share its layer; `local` has the shape and strides of this rank's part."""
 
     spread: Spread
     local: torch.Tensor

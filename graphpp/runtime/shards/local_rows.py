@@ -1,9 +1,9 @@
 """Tensors that are spread over ranks, as `DTensor`s: this rank's part, whole values, copies.
 
 Contract
-    A tensor that `dp_shard` has sharded has the placement `Shard(0)` over the last dimension of its mesh, or `Replicate()` if the
-    tensor is 0-dim. Each rank has `ceil(rows / ranks)` rows, the last ones fewer or none. Functions take plain tensors too,
-    which are whole.
+    A tensor that `dp_shard` has sharded has the placement `Shard(0)` over the last dimension of its mesh, or `Replicate()` if
+    the tensor is 0-dim. Each rank has `ceil(rows / ranks)` rows, the last ones fewer or none. Functions take plain tensors
+    too, which are whole.
 """
 
 from __future__ import annotations

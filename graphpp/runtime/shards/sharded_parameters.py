@@ -4,7 +4,8 @@ Contract
 --------
 - Each parameter of a rank's stages is an `nn.Parameter` that is a `DTensor` with the placement `Shard(0)` over the mesh of
   `dp_shard`, `Replicate()` for a 0-dim parameter. Where ranks share layers, the mesh is that of `tp` and `dp_shard`, and the
-  rows are those of the part that `tp` gives a rank; a parameter that `tp` leaves whole is replicated over `tp`. It has the FQNs, the attributes and the need of a gradient of before.
+  rows are those of the part that `tp` gives a rank; a parameter that `tp` leaves whole is replicated over `tp`. The parameter
+  has the FQNs, the attributes and the need of a gradient of before.
 - Parameters lie in one flat shard if the same stages of the rank read them, they have one dtype and one need of a gradient, and
   all or none of them are vectors: optimizers often decay matrices alone.
 - A parameter with a gradient, with gradient hooks or of a tensor subclass raises `GraphPPError`, and changes nothing.
