@@ -1,0 +1,112 @@
+"""Models after `parallelize_module` train like eager on the same ranks, bit for bit, and like one process up to rounding."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+import graphpp
+from tests.distributed import run_ranks
+from tests.exhaustive import further
+from tests.sharding import Mesh
+from tests.tensor_parallel import MICROBATCHES, batch, compiled, decoder, loss, spread, train_alone, train_on_mesh
+
+TENSOR, PIPE = Mesh((2,), ("tp",)), Mesh((2, 2), ("pp", "tp"))
+REPLICAS, SHARDS = Mesh((2, 2), ("dp_replicate", "tp")), Mesh((2, 2), ("dp_shard", "tp"))
+TURNED, EVERYTHING = Mesh((2, 2), ("tp", "dp_shard")), Mesh((2, 2, 2), ("pp", "dp_shard", "tp"))
+CUTS = {2: ["layers.2"], 4: ["layers.1", "layers.2", "layers.3"]}
+
+
+def gradients_beside_eager(rank: int, mesh: Mesh, sequence: bool, tied: bool, options: dict[str, Any]) -> list[str]:
+    """The FQNs of this rank's parameters whose gradients have other bits than in eager on the same ranks."""
+    torch.set_num_threads(1)
+    made = mesh.made()
+    eager = spread(decoder(tied=tied), made["tp"], sequence=sequence)
+    pipe = compiled(made, copy.deepcopy(eager), **options)
+    tokens, target = batch(7)
+    pipe.step(tokens, target=target)
+    sums: dict[str, Tensor] = {}
+    for x, y in zip(tokens.chunk(MICROBATCHES), target.chunk(MICROBATCHES), strict=True):
+        eager.zero_grad()
+        (loss(eager(x), y) / MICROBATCHES).backward()
+        for fqn, parameter in eager.named_parameters():
+            gradient = parameter.grad
+            if isinstance(gradient, DTensor):  # a norm under sequence parallelism has partial gradients
+                gradient = gradient.redistribute(placements=parameter.placements).to_local()
+            sums[fqn] = gradient.clone() if fqn not in sums else sums[fqn] + gradient
+    unlike = []
+    for fqn, parameter in pipe.named_parameters():
+        gradient, own = parameter.grad, dict(eager.named_parameters())[fqn]
+        if isinstance(own, DTensor):
+            assert isinstance(gradient, DTensor)
+            assert gradient.placements == own.placements
+            gradient = gradient.to_local()
+        if not torch.equal(gradient, sums[fqn]):
+            unlike.append(fqn)
+    return unlike
+
+
+@pytest.mark.parametrize(
+    ("mesh", "sequence", "tied", "stages", "schedule"),
+    [
+        (TENSOR, False, False, 2, "1F1B"),
+        (PIPE, True, False, 4, "ZBVZeroBubble"),
+        *further(
+            (TENSOR, True, False, 2, "1F1B"),
+            (PIPE, False, False, 2, "GPipe"),
+            (PIPE, True, False, 4, "Interleaved1F1B"),
+            (PIPE, False, False, 4, "LoopedBFS"),
+            (PIPE, True, False, 4, "DualPipeV"),
+        ),
+    ],
+)
+def test_gradients_have_eagers_bits(mesh: Mesh, sequence: bool, tied: bool, stages: int, schedule: str) -> None:
+    options = {"split": CUTS[stages], "schedule": schedule}
+    assert run_ranks(gradients_beside_eager, mesh.ranks, mesh, sequence, tied, options) == [[]] * mesh.ranks
+
+
+@pytest.mark.parametrize(
+    ("mesh", "sequence", "tied", "options"),
+    [
+        (PIPE, False, True, {"split": CUTS[2]}),
+        (SHARDS, True, False, {}),
+        (EVERYTHING, True, False, {"split": CUTS[4], "schedule": "Interleaved1F1B", "parallel": graphpp.Parallel(keep=1)}),
+        *further(
+            (TENSOR, True, True, {}),
+            (REPLICAS, True, False, {}),
+            (TURNED, False, True, {}),
+            (EVERYTHING, False, True, {"split": CUTS[2], "schedule": "1F1B"}),
+            (PIPE, True, False, {"split": CUTS[4], "schedule": "DualPipeV", "backend": "inductor"}),
+            (PIPE, True, False, {"split": CUTS[2], "schedule": "1F1B", "memory": "full"}),
+        ),
+    ],
+)
+def test_a_training_is_that_of_one_process(mesh: Mesh, sequence: bool, tied: bool, options: dict[str, Any]) -> None:
+    expected = train_alone(mesh.replicas, {"tied": tied})
+    for found in run_ranks(train_on_mesh, mesh.ranks, mesh, {"tied": tied}, sequence, options):
+        torch.testing.assert_close(found.norms, expected.norms, rtol=2e-6, atol=0)
+        for mine, theirs in zip(found.grads, expected.grads, strict=True):
+            for fqn, gradient in mine.items():
+                torch.testing.assert_close(gradient, theirs[fqn], rtol=1e-5, atol=1e-6)
+        for fqn, parameter in found.params.items():
+            torch.testing.assert_close(parameter, expected.params[fqn], rtol=1e-5, atol=1e-6)
+
+
+def test_norms_are_equal_on_all_ranks_and_schedules() -> None:
+    found = []
+    for schedule, stages in (("1F1B", 2), ("Interleaved1F1B", 4)):
+        options = {"split": CUTS[stages], "schedule": schedule}
+        found += [each.norms for each in run_ranks(train_on_mesh, 4, PIPE, {}, True, options)]
+    assert all(norms == found[0] for norms in found)
+
+
+def test_dropout_of_whole_values_draws_what_one_process_draws() -> None:
+    expected = train_alone(1, {"dropout": 0.5})
+    for found in run_ranks(train_on_mesh, 4, PIPE, {"dropout": 0.5}, False, {"split": CUTS[2]}):
+        torch.testing.assert_close(found.losses, expected.losses, rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(found.norms, expected.norms, rtol=1e-5, atol=1e-6)
