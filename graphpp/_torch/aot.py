@@ -127,10 +127,12 @@ def quick() -> Iterator[None]:
                 gc.enable()
 
 
-def fake_like(mode: FakeTensorMode, tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """A fake tensor on `device` with shape, strides, dtype and needs-grad of `tensor`."""
+def fake_like(
+    mode: FakeTensorMode, tensor: torch.Tensor, device: torch.device, dtype: torch.dtype | None = None
+) -> torch.Tensor:
+    """A fake tensor on `device` with shape, strides and needs-grad of `tensor`, and of its dtype or another one."""
     with mode:
-        fake = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
+        fake = torch.empty_strided(tensor.shape, tensor.stride(), dtype=dtype or tensor.dtype, device=device)
     if isinstance(tensor, nn.Parameter):
         return nn.Parameter(fake, requires_grad=tensor.requires_grad)
     return fake.requires_grad_(tensor.requires_grad)

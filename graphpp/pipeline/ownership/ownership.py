@@ -30,6 +30,7 @@ from graphpp.runtime.model_state import ModelState
 from graphpp.runtime.program import StageProgram
 from graphpp.runtime.released import trim_after
 from graphpp.runtime.shards.flat_parameters import FlatParameter
+from graphpp.runtime.shards.precision import Precision
 from graphpp.runtime.shards.sharded_parameters import ShardedParameters, check_written
 
 
@@ -126,7 +127,9 @@ class Ownership:
         else:
             self.values_before_sharding = self._values_of(self.local)
         stages, frees = first.stages_of_parameter(rank), self._parallel.keep is not None
-        self.sharded = ShardedParameters(self._state, stages, sharding, self._place.device, frees=frees)
+        precision = Precision(self._parallel.param_dtype, self._parallel.reduce_dtype)
+        device = self._place.device
+        self.sharded = ShardedParameters(self._state, stages, sharding, device, frees=frees, precision=precision)
         self._after_exchange()
 
     @property
