@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import os
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 
 import graphpp
 from graphpp.runtime.shards.local_rows import whole_tensor
+from tests import internals
 from tests.distributed import run_ranks
 from tests.exhaustive import further
 from tests.sharding import ROWS, STEPS, Mesh, RunningMean, Trained, batch, compiled, example, odd, sgd, train_on_mesh
@@ -363,3 +365,21 @@ def test_refusals_say_what_to_do() -> None:
         assert "parallel.param_dtype: take a floating torch.dtype of 16 bits or more" in found["integers"]
         assert "bfloat16" in found["a float input"]
         assert "batch of the model's dtype" in found["a float input"]
+
+
+def kept(rank: int, folder: Path) -> list[int]:
+    """How often pipelines of one model capture."""
+    os.environ["GRAPHPP_CACHE"] = str(folder)
+    found, mesh, tokens = [], ONE.made(), torch.arange(8)
+    for dtype in (BF16, None, BF16, torch.float16):
+        parallel, debug = graphpp.Parallel(param_dtype=dtype), graphpp.Debug(keep_graphs=True)
+        model = nn.Sequential(nn.Embedding(8, 8), nn.Linear(8, 8))
+        with internals.captures() as made:
+            pipe = graphpp.compile(model, F.cross_entropy, mesh=mesh, microbatches=2, parallel=parallel, debug=debug)
+            assert pipe.step(tokens, target=tokens).losses.dtype == (dtype or FP32)
+        found.append(len(made))
+    return found
+
+
+def test_a_kept_graph_is_for_one_dtype(tmp_path: Path) -> None:
+    assert run_ranks(kept, 1, tmp_path)[0] == [1, 1, 0, 1]
