@@ -34,7 +34,7 @@ class ShardedParameters:
 
     def __init__(
         self,
-        state: ModelState,
+        tensors: Mapping[str, torch.Tensor],
         stages: Mapping[str, Sequence[int]],
         sharding: Sharding,
         device: torch.device,
@@ -42,12 +42,12 @@ class ShardedParameters:
         frees: bool,
         precision: Precision | None = None,
     ) -> None:
-        """Shard the model's parameters. Each rank cuts its own values; all ranks of the mesh have equal ones.
+        """Make shards of parameters; `take` gives them values, and `install` puts them into the model.
 
-        `stages`: for each parameter of this rank, by FQN, the rank's stages that read it. `frees`: whether the memory of whole
+        `tensors`: the parameters of this rank by FQN, in the model's order; their values do not count. `stages`: for each of
+        them the rank's stages that read it. `frees`: whether the memory of whole
         parameters goes back when their stages are put away. `precision`: the dtypes of whole parameters and of messages.
         """
-        tensors = {fqn: state.tensor(fqn) for fqn in state.parameters if fqn in stages}
         _check(tensors)
         self.sharding, self.precision = sharding, precision or Precision()
         self._flat_parameters: FlatParameters | None = None
@@ -59,13 +59,23 @@ class ShardedParameters:
                 groups.setdefault(key, {})[fqn] = tensor
         self.flat = [self._flat_shard(each, device, frees=frees) for each in groups.values()]
         self._flat_of = {fqn: flat for flat in self.flat for fqn in flat.layout.regions}
-        self._scalars = {fqn: tensor.detach().to(device) for fqn, tensor in tensors.items() if not tensor.dim()}
-        for flat in self.flat:
-            for fqn in flat.layout.regions:
-                flat.take(fqn, tensors[fqn])
+        scalars = {fqn: tensor for fqn, tensor in tensors.items() if not tensor.dim()}
+        self._scalars = {fqn: torch.zeros((), dtype=tensor.dtype, device=device) for fqn, tensor in scalars.items()}
         self.parameters = {fqn: self._parameter(fqn, tensor) for fqn, tensor in tensors.items()}
-        state.exchange({id(tensor): self.parameters[fqn] for fqn, tensor in tensors.items()})
-        forget(((tensor, fqn) for fqn, tensor in tensors.items()), "they are sharded over dp_shard now")
+
+    @torch.no_grad()
+    def take(self, fqn: str, whole: torch.Tensor) -> None:
+        """Copy this rank's rows of a parameter. All ranks of the mesh have equal values."""
+        if fqn in self._scalars:
+            self._scalars[fqn].copy_(whole)
+        else:
+            self._flat_of[fqn].take(fqn, whole)
+
+    def install(self, state: ModelState) -> None:
+        """Put the sharded parameters into the model, in the places of those that it has."""
+        former = {fqn: state.tensor(fqn) for fqn in self.parameters}
+        state.exchange({id(tensor): self.parameters[fqn] for fqn, tensor in former.items()})
+        forget(((tensor, fqn) for fqn, tensor in former.items()), "they are sharded over dp_shard now")
 
     def check(self, state: ModelState) -> None:
         """Raise `GraphPPError` where another object stands in the place of a parameter."""
