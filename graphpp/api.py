@@ -92,7 +92,7 @@ def compile(  # noqa: PLR0913 - the options of a pipeline, all of them optional
     """
 
     ranks = Options(parallel=parallel).parallel
-    place = place_of(model, mesh, ranks.device, ranks.start_timeout)
+    place = place_of(model, mesh, ranks.device, ranks.start_timeout, shards_alone=ranks.mixed)
     agreement = Agreement(place.model_parallel, place.device)
 
     def read_options() -> Options:
@@ -102,6 +102,11 @@ def compile(  # noqa: PLR0913 - the options of a pipeline, all of them optional
         options = Options(split, schedule, microbatches, parallel, backend, memory, gradients, debug)
         options.memory.caps(place.ranks)
         compiler_of(options.backend)
+        if ranks.mixed and place.sharding is None:
+            raise GraphPPError(
+                "parallel.param_dtype and parallel.reduce_dtype: they say how shards are gathered and gradients are sent along "
+                "dp_shard: give a mesh= with this dimension, of one rank where nothing is to be cut"
+            )
         return options
 
     def given(options: Options) -> Facts:
@@ -171,6 +176,11 @@ def verify(  # noqa: PLR0913 - the options of `compile`, and two of its own
         if absent:
             raise BatchError(f"verify computes with the data of example=, and {absent[0]} has none: it is on the meta device")
     options = Options(split, schedule, microbatches, parallel, backend, memory, gradients, debug)
+    if options.parallel.mixed:
+        raise GraphPPError(
+            "parallel.param_dtype and parallel.reduce_dtype: verify compares with eager, which has no shards: leave "
+            "them out, and give a copy of the model with its parameters in the dtype in which they are to compute"
+        )
     compiler_of(options.backend)
     count = ranks_of(ranks if ranks is not None else pipeline_ranks(mesh), options)
     options.memory.caps(count)

@@ -35,7 +35,7 @@ class Odd(nn.Module):
         self.scale = nn.Parameter(torch.tensor(1.5))
         self.one = nn.Parameter(torch.ones(1))
         self.unused = nn.Parameter(torch.ones(3))
-        self.norm = nn.BatchNorm1d(WIDTH)
+        self.norm: nn.Module = nn.BatchNorm1d(WIDTH)
         self.head = nn.Linear(WIDTH, VOCAB, bias=False)
         if tied:
             self.head.weight = self.embed.weight
@@ -48,9 +48,29 @@ class Odd(nn.Module):
         return self.head(self.norm(x))
 
 
-def odd(*, tied: bool = False) -> Odd:
+class RunningMean(nn.Module):
+    """A layer norm that keeps a running mean in float32, whatever it computes in."""
+
+    mean: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.register_buffer("mean", torch.zeros(WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            self.mean.mul_(0.9).add_(x.detach().float().mean(0), alpha=0.1)
+        return self.norm(x - self.mean.to(x.dtype))
+
+
+def odd(*, tied: bool = False, statistics: type[nn.Module] | None = None) -> Odd:
+    """`statistics`: the layer in the place of the batch norm, which computes in one dtype only."""
     torch.manual_seed(3)
-    return Odd(tied=tied)
+    model = Odd(tied=tied)
+    if statistics is not None:
+        model.norm = statistics()
+    return model
 
 
 def batch(number: int) -> tuple[Tensor, Tensor]:
@@ -113,12 +133,17 @@ def compiled(mesh: DeviceMesh | None, model: nn.Module, **options: Any) -> graph
 
 
 def train_on_mesh(
-    rank: int, mesh: Mesh, options: Mapping[str, Any], tied: bool = False, max_norm: float | None = None
+    rank: int,
+    mesh: Mesh,
+    options: Mapping[str, Any],
+    tied: bool = False,
+    max_norm: float | None = None,
+    statistics: type[nn.Module] | None = None,
 ) -> Trained:
     """Train with each replica on batches of its own."""
     torch.set_num_threads(1)
     made = mesh.made()
-    pipe = compiled(made, odd(tied=tied), **options)
+    pipe = compiled(made, odd(tied=tied, statistics=statistics), **options)
     found, optimizer = Trained([], [], [], {}), None
     for number in range(STEPS):
         tokens, target = batch(100 * number + mesh.replica(rank))

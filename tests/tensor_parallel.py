@@ -1,8 +1,8 @@
 """A model whose layers are spread over ranks by `parallelize_module`, and trainings of it on meshes with `tp`.
 
 Contract: `spread(model, mesh, sequence=...)` spreads a `Decoder` as torch's documentation says, with sequence parallelism or
-without. `train_on_mesh` runs on one rank and gathers whole gradients and parameters there. `train_alone` is a plain loop in one process
-over all replicas' batches.
+without. `train_on_mesh` runs on one rank and gathers whole gradients and parameters there. `train_alone` is a plain loop in
+one process over all replicas' batches.
 """
 
 from __future__ import annotations

@@ -131,12 +131,19 @@ def quick() -> Iterator[None]:
 
 
 def fake_like(
-    mode: FakeTensorMode, tensor: torch.Tensor, device: torch.device, part: torch.Tensor | None = None
+    mode: FakeTensorMode,
+    tensor: torch.Tensor,
+    device: torch.device,
+    dtype: torch.dtype | None = None,
+    part: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """A fake tensor on `device` with shape, strides, dtype and needs-grad of `tensor`, or with the shape of a `part` of it."""
+    """A fake tensor on `device` with shape, strides and needs-grad of `tensor`, and of its dtype or another one.
+
+    `part`: a part of the tensor, whose shape and strides count instead.
+    """
     shaped = tensor if part is None else part
     with mode:
-        fake = torch.empty_strided(shaped.shape, shaped.stride(), dtype=tensor.dtype, device=device)
+        fake = torch.empty_strided(shaped.shape, shaped.stride(), dtype=dtype or tensor.dtype, device=device)
     if isinstance(tensor, nn.Parameter):
         return nn.Parameter(fake, requires_grad=tensor.requires_grad)
     return fake.requires_grad_(tensor.requires_grad)

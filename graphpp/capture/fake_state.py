@@ -1,11 +1,11 @@
 """Replace a model's parameters and buffers by fake tensors while the model is captured.
 
 Contract: while `fake_state` is open, every parameter and buffer is a tensor without data, with the same shape, dtype and
-needs-grad, on the device that will run the step; tied tensors stay tied. A `DTensor` of the model's becomes its local shard,
-which modules read as a `DTensor`. The fake tensors stand in the model's own dictionaries, so every thread finds them. In
-another thread a call of a module of the model raises `GraphPPError`, since the call would compute nothing, and
-`refuse_fake_state` raises before a step of a pipeline. Other uses of the model in another thread, such as `state_dict()`, are
-not refused.
+needs-grad, on the device that will run the step; floating-point parameters have the dtype `param_dtype` where it is given. Tied
+tensors stay tied. A `DTensor` of the model's becomes its local shard, which modules read as a `DTensor`. The fake tensors stand
+in the model's own dictionaries, so every thread finds them. In another thread a call of a module of the model raises
+`GraphPPError`, since the call would compute nothing, and `refuse_fake_state` raises before a step of a pipeline. Other uses of
+the model in another thread, such as `state_dict()`, are not refused.
 """
 
 from __future__ import annotations
@@ -22,10 +22,13 @@ from graphpp._torch.this_thread import replaced
 from graphpp.capture.dtensors.local_shards import read_as_dtensors
 from graphpp.errors import GraphPPError
 from graphpp.runtime.shards.layer_parts import layer_part
+from graphpp.runtime.shards.precision import floating_as
 
 
 @contextlib.contextmanager
-def fake_state(model: nn.Module, mode: Any, device: torch.device) -> Iterator[None]:
+def fake_state(
+    model: nn.Module, mode: Any, device: torch.device, param_dtype: torch.dtype | None = None
+) -> Iterator[None]:
     """While open, the model has fake parameters and buffers, and calls in other threads raise `GraphPPError`."""
     fakes: dict[int, torch.Tensor] = {}
     originals: list[tuple[dict[str, Any], str, torch.Tensor]] = []
@@ -35,8 +38,9 @@ def fake_state(model: nn.Module, mode: Any, device: torch.device) -> Iterator[No
     with _refuse_calls_elsewhere(model), read_as_dtensors(model):
         for store, name, tensor in originals:
             if id(tensor) not in fakes:
-                part = layer_part(tensor)
-                fakes[id(tensor)] = aot.fake_like(mode, tensor, device, part and part.local)
+                part, wanted = layer_part(tensor), param_dtype if isinstance(tensor, nn.Parameter) else None
+                dtype = floating_as(wanted, tensor.dtype)
+                fakes[id(tensor)] = aot.fake_like(mode, tensor, device, dtype, part and part.local)
             store[name] = fakes[id(tensor)]
         try:
             yield

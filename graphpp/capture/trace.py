@@ -87,7 +87,7 @@ class CapturedGraph:
     seconds: float = field(default=0.0, compare=False)
 
 
-def capture(
+def capture(  # noqa: PLR0913 - everything on which a trace depends
     model: nn.Module,
     loss: LossFunction | None,
     example: Microbatch,
@@ -97,17 +97,20 @@ def capture(
     trail: CodeTrail | None = None,
     copy_layers: bool = True,
     varying: Mapping[str, Collection[int]] | None = None,
+    param_dtype: torch.dtype | None = None,
 ) -> CapturedGraph:
     """Capture forward, loss and backward (`training`), or the forward with its output and, if there is one, its loss.
 
     Of the microbatch `example` only shapes, strides, dtypes and plain data are used. `loss=None` takes the output's own
     `.loss`. `trail` notes the code that runs, in a further run of the forward on fake tensors. With
     `copy_layers` the graphs of equal modules are copies where that can be shown to be right (`capture/repeats/`). `varying`:
-    the dimensions, by path of the tensor, for all sizes of which the graph is to hold; `joint.symbols` says for which it
-    does. Raises `CaptureError` with the user's source line if the model cannot be captured.
+    the dimensions, by path of the tensor, for all sizes of which the graph is to hold; `joint.symbols` says for
+    which it does. `param_dtype`: the dtype of floating-point parameters (None: their own). Raises `CaptureError` with the
+    user's source line if the model cannot be captured.
     """
     with traces_in_this_thread():  # from the first look at the model: another capture gives the model fake parameters
-        return _capture(_TracedStep(model, loss, example, training), device, trail, copy_layers and not varying, varying or {})
+        step = _TracedStep(model, loss, example, training)
+        return _capture(step, device, trail, copy_layers and not varying, varying or {}, param_dtype)
 
 
 def _capture(
@@ -116,6 +119,7 @@ def _capture(
     trail: CodeTrail | None,
     copy_layers: bool,
     varying: Mapping[str, Collection[int]],
+    param_dtype: torch.dtype | None,
 ) -> CapturedGraph:
     from graphpp.capture.roles import assign_roles  # loads a part of AOT Autograd, which `import graphpp` need not
 
@@ -127,7 +131,7 @@ def _capture(
     fakes = {path: aot.fake_like(example_mode, tensor, device) for path, tensor in tensors_by_path(example).items()}
     dims = [sorted(varying.get(path, ())) for path in fakes] if varying else None
     grad = contextlib.nullcontext() if training else torch.no_grad()
-    with aot.quick(), refuse_draws(model, loss), fake_state(model, mode, device), grad:
+    with aot.quick(), refuse_draws(model, loss), fake_state(model, mode, device, param_dtype), grad:
         entry = replaced_numbers(model)
         inputs = tuple(fakes.values())
         export = partial(_export, wrapper, inputs, dims, mode, trail)

@@ -58,12 +58,12 @@ def capture_graph(
     began = time.perf_counter()
     with torch.inference_mode(False), torch.enable_grad():
         model, loss, device = request.model, request.loss, request.place.device
-        copies = request.options.debug.copy_layers
-        captured = capture(model, loss, example.microbatch(), device, training=training, trail=trail, copy_layers=copies)
+        run = partial(capture, model, loss, training=training, param_dtype=request.options.parallel.param_dtype)
+        captured = run(example.microbatch(), device, trail=trail, copy_layers=request.options.debug.copy_layers)
         check_output_leaves(captured)
         if open_sizes:
             ordered = example.with_ordered_integers().microbatch()
-            run = partial(capture, model, loss, ordered, device, training=training, varying=open_sizes)
+            run = partial(run, ordered, device, varying=open_sizes)
             captured = with_open_sizes(run, captured, example, open_sizes, request.options.debug.dynamic is True)
     return replace(captured, seconds=time.perf_counter() - began)
 
@@ -177,7 +177,8 @@ def _values(request: CompileRequest) -> bytes:
 def _reachable(request: CompileRequest) -> tuple[Reachable | None, bytes]:
     """The objects of model and loss, and their digest; None and bytes of no other rank if an object cannot be read."""
     try:
-        held = Reachable(model=request.model, loss=request.loss, process=process_state())
+        around = *process_state(), request.options.parallel.param_dtype  # on which a trace depends, and no code names
+        held = Reachable(model=request.model, loss=request.loss, process=around)
     except Exception as error:  # `UnreadableError`, and any error of a property of the user's classes
         _LOG.info("an object of the model or the loss cannot be compared with other ranks: %s", error)
         return None, secrets.token_bytes(hashlib.sha256().digest_size)

@@ -10,7 +10,7 @@ Contract
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
@@ -38,10 +38,11 @@ from graphpp.planner.counts import stages_of
 from graphpp.planner.layers import module_calls
 from graphpp.planner.plan import Plan
 from graphpp.planner.resolve_split import resolve
-from graphpp.planner.shard_plan import ShardPlan
+from graphpp.planner.shard_plan import ShardPlan, StageBytes
 from graphpp.planner.tables import CheckedTable
 from graphpp.runtime.program import Input, PipelineProgram, StageProgram, TensorMeta
 from graphpp.runtime.runner import ranks_of_parameters
+from graphpp.runtime.shards.precision import Precision
 from graphpp.schedules.table.offload_window import OffloadWindow
 
 TableFor = Callable[[int], CheckedTable]
@@ -173,15 +174,35 @@ def _shard_plan(
 ) -> ShardPlan:
     """The cost of sharded parameters under the table that the ranks run."""
     widened, metas = request.options.gradients.dtype, joint.parameters
-    parameters = [sum(metas[fqn].nbytes for fqn in stage.parameters) for stage in program.stages]
-    gradients = [sum(_bytes_of_sum(metas[fqn], widened) for fqn in stage.gradients) for stage in program.stages]
-    return ShardPlan.of(table.running, parameters, gradients, shards, request.options.parallel.keep)
+    own = {fqn: parameter.dtype for fqn, parameter in request.model.named_parameters()}
+    precision = Precision(request.options.parallel.param_dtype, request.options.parallel.reduce_dtype)
+
+    def sums(stage: StageProgram) -> list[tuple[TensorMeta, torch.dtype]]:
+        return [(metas[fqn], _dtype_of_sum(metas[fqn].dtype, widened)) for fqn in stage.gradients]
+
+    def rows(stage: StageProgram) -> list[tuple[TensorMeta, torch.dtype]]:
+        gradients = [(metas[fqn], _dtype_of_sum(own[fqn], widened)) for fqn in stage.gradients]
+        return [*((metas[fqn], own[fqn]) for fqn in stage.parameters), *gradients]
+
+    stages = [
+        StageBytes(
+            whole_parameters=sum(metas[fqn].nbytes for fqn in stage.parameters),
+            whole_gradients=_bytes(sums(stage)),
+            sent_gradients=_bytes((meta, precision.of_messages(dtype)) for meta, dtype in sums(stage)),
+            rows=_bytes(rows(stage)),
+        )
+        for stage in program.stages
+    ]
+    return ShardPlan.of(table.running, stages, shards, request.options.parallel.keep)
 
 
-def _bytes_of_sum(meta: TensorMeta, widened: torch.dtype | None) -> int:
-    """The bytes of a parameter's gradient while it is summed."""
-    dtype = meta.dtype if widened is None else torch.promote_types(meta.dtype, widened)
-    return meta.nbytes // meta.dtype.itemsize * dtype.itemsize
+def _dtype_of_sum(dtype: torch.dtype, widened: torch.dtype | None) -> torch.dtype:
+    return dtype if widened is None else torch.promote_types(dtype, widened)
+
+
+def _bytes(tensors: Iterable[tuple[TensorMeta, torch.dtype]]) -> int:
+    """The bytes of tensors of these shapes in other dtypes."""
+    return sum(meta.nbytes // meta.dtype.itemsize * dtype.itemsize for meta, dtype in tensors)
 
 
 def programs_of(request: CompileRequest, graphs: Sequence[CompiledGraph], table: CheckedTable) -> list[PipelineProgram]:

@@ -7,7 +7,7 @@ value of a parameter; of a parameter that several ranks hold they contain a chec
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from graphpp.parallel.checksum import checksum
 from graphpp.parallel.facts import Facts
@@ -44,10 +44,11 @@ def of_copies(state: ModelState, shared: Sequence[str]) -> Facts:
     return Facts({f"the values of {fqn}": [f"bits that add up to {found}"] for fqn, found in sums.items()})
 
 
-def of_replicas(state: ModelState, own: Iterable[str]) -> Facts:
-    """Checksums of the parameters and buffers of this rank, with which all replicas must begin."""
+def of_replicas(state: ModelState, own: Iterable[str], known: Mapping[str, int] | None = None) -> Facts:
+    """Checksums of the parameters and buffers of this rank, with which all replicas must begin; `known`: those of some."""
     advice = "with which replicas must begin alike (seed all ranks alike, or load one state dict on all)"
-    sums = {fqn: checksum(local_tensor(state.tensor(fqn))) for fqn in sorted(own)}
+    ready = known or {}
+    sums = {fqn: ready[fqn] if fqn in ready else checksum(local_tensor(state.tensor(fqn))) for fqn in sorted(own)}
     return Facts({f"the values of {fqn}, {advice}": [f"bits that add up to {found}"] for fqn, found in sums.items()})
 
 

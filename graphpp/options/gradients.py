@@ -9,7 +9,7 @@ import torch
 
 from graphpp.arguments import FLAG, or_none, shown
 from graphpp.errors import GraphPPError
-from graphpp.options.option import Group, Option, group_reader, reader_of
+from graphpp.options.option import FLOATING_DTYPE, Group, Option, group_reader, reader_of
 
 Reduction = Literal["mean", "sum", "rows"]
 
@@ -18,12 +18,6 @@ def _read_reduction(form: object) -> Reduction:
     if isinstance(form, str) and form in ("mean", "sum", "rows"):
         return form  # type: ignore[return-value]
     raise GraphPPError(f"take 'mean', 'sum' or 'rows', got {shown(form)}")
-
-
-def _read_dtype(form: object) -> torch.dtype | None:
-    if form is None or (isinstance(form, torch.dtype) and form.is_floating_point and form.itemsize > 1):
-        return form
-    raise GraphPPError(f"take a floating torch.dtype of 16 bits or more, or None, got {shown(form)}")
 
 
 @dataclass(frozen=True)
@@ -41,7 +35,7 @@ class Gradients(Group):
     )
     dtype: Option[torch.dtype | None, torch.dtype | None] = Option(
         None,
-        read=_read_dtype,
+        read=reader_of(or_none(FLOATING_DTYPE)),
         takes="a floating dtype of 16 bits or more",
         about="The dtype in which gradients of narrower parameters add up over a step, e.g. `torch.float32` for bfloat16 "
         "parameters; `param.grad` is rounded to its own dtype once, at the end. None: the gradient's own dtype, as "

@@ -14,8 +14,15 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, ClassVar, Generic, TypeVar, overload
 
+import torch
+
 from graphpp.arguments import Accepted, refusal, shown
 from graphpp.errors import GraphPPError
+
+FLOATING_DTYPE = Accepted(
+    "a floating torch.dtype of 16 bits or more",
+    lambda form: isinstance(form, torch.dtype) and form.is_floating_point and form.itemsize > 1,
+)
 
 Form = TypeVar("Form")  # every form that a user may write
 Value = TypeVar("Value")  # the one form that graphpp works with

@@ -10,7 +10,7 @@ import torch
 
 from graphpp.arguments import COUNT, INDEX, NUMBER, SECONDS, Accepted, callback, function_of, one_word, or_none, shown
 from graphpp.errors import GraphPPError
-from graphpp.options.option import Group, Option, group_reader, reader_of
+from graphpp.options.option import FLOATING_DTYPE, Group, Option, group_reader, reader_of
 
 ReplicaValues = Literal["equal", "broadcast"]
 ReplicaBuffers = Literal["own", "average", "broadcast"]
@@ -81,6 +81,21 @@ class Parallel(Group):
         "each is gathered once per step (ZeRO-1). With k stages the one that is needed last makes room, and its gradients are "
         "summed over the ranks before it goes, so that no more whole gradients stay than those of k stages.",
     )
+    param_dtype: Option[torch.dtype | None, torch.dtype | None] = Option(
+        None,
+        read=reader_of(or_none(FLOATING_DTYPE)),
+        takes="a floating dtype of 16 bits or more",
+        about="The dtype in which floating-point parameters are gathered over `dp_shard`, and compute, e.g. `torch.bfloat16`. "
+        "The rows that a rank keeps, their gradients, the optimizer's states and checkpoints have the dtype of the model's own "
+        "parameters. Buffers and inputs stay as they are. None: the parameters' own dtype.",
+    )
+    reduce_dtype: Option[torch.dtype | None, torch.dtype | None] = Option(
+        None,
+        read=reader_of(or_none(FLOATING_DTYPE)),
+        takes="a floating dtype of 16 bits or more",
+        about="The dtype in which gradients are sent over `dp_shard`. Those of all ranks are added in float32 or wider. None: "
+        "the dtype in which they add up over the microbatches, which is that of the computation or `gradients.dtype`.",
+    )
     replica_values: Option[ReplicaValues, ReplicaValues] = Option(
         "equal",
         read=reader_of(one_word("equal", "broadcast")),
@@ -96,6 +111,11 @@ class Parallel(Group):
         "its own; or floating-point buffers are averaged over the replicas; or the first replica sends its buffers to the "
         "others, as with `DistributedDataParallel(broadcast_buffers=True)`.",
     )
+
+    @property
+    def mixed(self) -> bool:
+        """Whether shards are gathered, or gradients sent, in a dtype of their own."""
+        return self.param_dtype is not None or self.reduce_dtype is not None
 
     def node_seconds(self) -> NodeSeconds | None:
         """`op_costs`, with its results checked; None where none was given."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 _FACTORS = (-0x61C8864680B583EB, -0x40A7B892E31B1A47)  # odd, with bits in all places
-_CHUNK = 2**20  # elements that are weighted at once
+_CHUNK = 2**18  # elements that are weighted at once, in several temporary integers each
 _SAMPLE = 256  # elements, about
 
 

@@ -3,7 +3,7 @@
 Contract
 --------
 - A sum has the bits of a plain loop over the ranks, `((t0 + t1) + t2) + ..`, whatever the group's backend. Tensors of less than
-  32 bits are added in float32 and rounded once.
+  32 bits are added in float32 and rounded once, to the dtype of the sum.
 - `scattered` sends each rank the parts that it sums, as many bytes as a reduce-scatter by ring. `everywhere` gives every rank
   the whole sum: each rank sums one part and sends it to the others, or, for small tensors, sums all of it. Two ranks take an
   all-reduce: a sum of two numbers has the same bits in both orders.
@@ -34,11 +34,18 @@ class PendingSums:
     results: Callable[[], list[torch.Tensor]]
 
 
-def scattered(totals: Sequence[torch.Tensor], lengths: Sequence[Sequence[int]], group: dist.ProcessGroup) -> PendingSums:
+def scattered(
+    totals: Sequence[torch.Tensor],
+    lengths: Sequence[Sequence[int]],
+    group: dist.ProcessGroup,
+    dtypes: Sequence[torch.dtype] | None = None,
+) -> PendingSums:
     """Start to sum this rank's part of each tensor; the results are [elements of the part].
 
-    `totals`: contiguous, of one dtype; `lengths`: for each the elements of each rank's part, in order.
+    `totals`: contiguous, of one dtype; `lengths`: for each the elements of each rank's part, in order; `dtypes`: of each sum
+    (None: that of the tensors).
     """
+    wanted = dtypes if dtypes is not None else [each.dtype for each in totals]
     ranks, rank = dist.get_world_size(group), dist.get_rank(group)
     flat = [total.view(-1) for total in totals]
     pieces = [total.split(list(each)) for total, each in zip(flat, lengths, strict=True)]
@@ -58,7 +65,8 @@ def scattered(totals: Sequence[torch.Tensor], lengths: Sequence[Sequence[int]], 
 
     def add() -> list[torch.Tensor]:
         work.wait()
-        return list(_in_order(parts.view(ranks, sum(own))).split(own))
+        sums = _in_order(parts.view(ranks, sum(own))).split(own)
+        return [each.to(dtype=dtype) for each, dtype in zip(sums, wanted, strict=True)]
 
     return PendingSums(work, add)
 
@@ -86,7 +94,7 @@ def everywhere(totals: Sequence[torch.Tensor], group: dist.ProcessGroup) -> Pend
 
         def add() -> list[torch.Tensor]:
             work.wait()
-            return _like(totals, _in_order(parts))
+            return _like(totals, _in_order(parts).to(dtype=flat.dtype))
 
         return PendingSums(work, add)
     each = -(-flat.numel() // ranks)
@@ -125,13 +133,13 @@ def _like(totals: Sequence[torch.Tensor], flat: torch.Tensor) -> list[torch.Tens
 
 
 def _in_order(parts: torch.Tensor) -> torch.Tensor:
-    """The sum of the rows of `parts`, [ranks, elements], in order."""
+    """The sum of the rows of `parts`, [ranks, elements], in order; of 32 bits or more."""
     narrow = parts.is_floating_point() and parts.element_size() < torch.float32.itemsize
     rows = parts.to(torch.float32) if narrow else parts
     total = rows[0] + rows[1] if len(rows) > 1 else rows[0].clone()
     for row in rows[2:]:
         total.add_(row)
-    return total.to(parts.dtype)
+    return total
 
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:

@@ -144,10 +144,21 @@ class RankPlace:
         return self.rank == 0 and self.first_of_stage
 
 
-def place_of(model: object, mesh: MeshLike, device: torch.device | None, timeout: float | None = None) -> RankPlace:
-    """The place of this rank. Raises `GraphPPError`. `timeout`: seconds, of the world's process group if it is made here."""
+def place_of(
+    model: object,
+    mesh: MeshLike,
+    device: torch.device | None,
+    timeout: float | None = None,
+    *,
+    shards_alone: bool = False,
+) -> RankPlace:
+    """The place of this rank. Raises `GraphPPError`.
+
+    `timeout`: seconds, of the world's process group if it is made here. `shards_alone`: whether one rank along `dp_shard` has
+    a shard too, of all rows.
+    """
     if isinstance(mesh, DeviceMesh):
-        return _in_mesh(model, mesh, device)
+        return _in_mesh(model, mesh, device, 1 if shards_alone else 2)
     _check_group(mesh)
     if mesh is not None and dist.get_rank(mesh) < 0:
         raise GraphPPError(f"mesh: rank {dist.get_rank()} is not in the group: call compile on the ranks of its group only")
@@ -172,7 +183,7 @@ def pipeline_ranks(mesh: MeshLike) -> int | None:
     return None if mesh is None else dist.get_world_size(mesh)
 
 
-def _in_mesh(model: object, mesh: DeviceMesh, device: torch.device | None) -> RankPlace:
+def _in_mesh(model: object, mesh: DeviceMesh, device: torch.device | None, least_shards: int) -> RankPlace:
     names = _names(mesh)
     if mesh.get_coordinate() is None:
         raise GraphPPError(f"mesh: rank {dist.get_rank()} is not in the mesh: call compile on the ranks of the mesh only")
@@ -189,7 +200,7 @@ def _in_mesh(model: object, mesh: DeviceMesh, device: torch.device | None) -> Ra
         _along(mesh, *data),
         _along(mesh, _CONTEXT),
         _shared_layers(mesh) if _size(mesh, _TENSOR) > 1 else None,
-        _sharding(mesh, data) if _size(mesh, _SHARDS) > 1 else None,
+        _sharding(mesh, data) if _SHARDS in names and _size(mesh, _SHARDS) >= least_shards else None,
     )
 
 

@@ -193,7 +193,7 @@ class Calls:
         """The process group of the ranks with the same parameters as this one, for checkpoints."""
         return gloo_twin(self._place.twins, self._options.parallel.start_timeout)
 
-    def all_do(self, what: str, work: Callable[[], None], alike: Callable[[], Mapping[str, list[str]]] | None = None) -> None:
+    def all_do(self, what: str, work: Callable[[], T], alike: Callable[[], Mapping[str, list[str]]] | None = None) -> T:
         """Do `work` on every rank of the pipeline, and go on when all have done it. Raises on all ranks if it fails on one.
 
         `alike` gives lines that all ranks must have alike. The timeout is that of the start, for files and values take longer
@@ -201,12 +201,12 @@ class Calls:
         """
         self.check_whole()
         with self.watched(), self._timeouts.starting():
-            self._agreement.together(work, lambda _: self._described(Facts(dict(alike() if alike else {})), what))
+            return self._agreement.together(work, lambda _: self._described(Facts(dict(alike() if alike else {})), what))
 
-    def replicas_do(self, what: str, work: Callable[[], None]) -> None:
+    def replicas_do(self, what: str, work: Callable[[], T]) -> T:
         """Do `work` on every replica, and go on when all have done it. Raises on all replicas if it fails on one."""
         with self.watched(), self._timeouts.starting():
-            self._replicas.together(work, lambda _: Facts({"the call": [what]}))
+            return self._replicas.together(work, lambda _: Facts({"the call": [what]}))
 
     def check_whole(self) -> None:
         """Raise `GraphPPError` after a call that ended midway."""

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 
     from graphpp.pipeline.checkpoint.folder import Checkpoint
     from graphpp.pipeline.checkpoint.optimizer_state import Part
+    from graphpp.pipeline.ownership.shard_values import ShardValues
 
 
 _FUNCTION = or_none(FUNCTION)
@@ -148,16 +149,21 @@ class RankPart(ModuleHabits):
         needed = [fqn for fqn in everything if fqn in local]
         unread = [fqn for fqn in everything if fqn not in held]
 
-        def fill() -> None:
-            self._calls.all_do("materialize", partial(materials.fill, needed, unread, source), lambda: lines)
+        def values() -> ShardValues | None:
+            shards = owned.shards_to_fill()
+            materials.fill(needed, unread, source, shards)
+            return shards
+
+        def fill() -> ShardValues | None:
+            return self._calls.all_do("materialize", values, lambda: lines)
 
         try:
-            self._calls.replicas_do("materialize", fill)
+            shards = self._calls.replicas_do("materialize", fill)
         except BaseException:
             materials.undo()
             raise
-        self._cache.ownership.release_if_asked()
-        self._cache.ownership.shard_if_asked()
+        owned.release_if_asked()
+        owned.shard_if_asked(shards)
 
     def release(self) -> int:
         """Give back the memory of the parameters and buffers that other ranks hold; returns the number of bytes.

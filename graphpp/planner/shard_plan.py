@@ -1,7 +1,7 @@
 """The plan of sharded parameters: bytes of whole stages and of shards, gathers, reductions and bytes sent in a step.
 
 Contract
-    in   the bytes of each stage's parameters and gradients, the table that the ranks run, the number of shards
+    in   the bytes of each stage (`StageBytes`), the table that the ranks run, the number of shards
     out  `ShardPlan`: for each rank of the pipeline its bytes; in words, with another schedule where this one gathers a stage
          more than twice
     Parameters of several stages count in each of them. The state of the optimizer, which graphpp does not know, is not counted.
@@ -21,6 +21,16 @@ from graphpp.units import spell_bytes
 
 _BREADTH_FIRST = "LoopedBFS"
 _OFTEN = 2  # gathers of a stage in a step
+
+
+@dataclass(frozen=True)
+class StageBytes:
+    """The bytes of one stage's parameters and gradients: whole, as gradients are sent, and of the rows of all ranks."""
+
+    whole_parameters: int
+    whole_gradients: int
+    sent_gradients: int
+    rows: int
 
 
 @dataclass(frozen=True)
@@ -54,12 +64,11 @@ class ShardPlan:
     advice: str = ""
 
     @classmethod
-    def of(
-        cls, running: Schedule, parameters: Sequence[int], gradients: Sequence[int], shards: int, keep: int | None
-    ) -> ShardPlan:
-        """The plan of a table with the actions of sharded stages; bytes by stage."""
-        counts = shard_counts(running, parameters, gradients)
-        ranks = [_rank(rank, each, parameters, gradients, shards) for rank, each in enumerate(counts)]
+    def of(cls, running: Schedule, stages: Sequence[StageBytes], shards: int, keep: int | None) -> ShardPlan:
+        """The plan of a table with the actions of sharded stages."""
+        whole = [each.whole_parameters for each in stages], [each.whole_gradients for each in stages]
+        counts = shard_counts(running, *whole)
+        ranks = [_rank(rank, each, stages, shards) for rank, each in enumerate(counts)]
         return cls(shards, tuple(ranks), _advice(running, counts, keep))
 
     def __str__(self) -> str:
@@ -68,11 +77,9 @@ class ShardPlan:
         return "\n".join([f"parameters sharded over {self.shards} ranks", *lines, *filter(None, [self.advice])])
 
 
-def _rank(
-    rank: int, counts: ShardCounts, parameters: Sequence[int], gradients: Sequence[int], shards: int
-) -> RankShards:
-    own = list(counts.gathers)
-    kept = sum(-(-(parameters[stage] + gradients[stage]) // shards) for stage in own)
+def _rank(rank: int, counts: ShardCounts, stages: Sequence[StageBytes], shards: int) -> RankShards:
+    kept = sum(-(-stages[stage].rows // shards) for stage in counts.gathers)
+    sent = [each.whole_parameters for each in stages], [each.sent_gradients for each in stages]
     return RankShards(
         rank,
         counts.gathers_per_stage,
@@ -80,7 +87,7 @@ def _rank(
         round(counts.whole),
         round(counts.gradients),
         kept,
-        round(counts.sent(parameters, gradients, shards)),
+        round(counts.sent(*sent, shards)),
     )
 
 

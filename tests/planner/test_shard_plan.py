@@ -87,17 +87,20 @@ class Counted:
         monkeypatch.setattr(flat_shard.FlatShard, "reshard", lambda shard: moved(reshard, -1, shard))
 
 
-def measured(rank: int, schedule: str, keep: int | None) -> None:
+Dtypes = tuple[torch.dtype | None, torch.dtype | None, torch.dtype | None]  # of parameters, of messages, of sums
+
+
+def measured(rank: int, schedule: str, keep: int | None, dtypes: Dtypes) -> None:
     torch.manual_seed(0)
     torch.set_num_threads(1)
     layers = [nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(8)]
     layers[2][0].weight.requires_grad_(False)
-    x = torch.randn(16, 8)
+    x = torch.randn(16, 8).to(dtypes[0] or torch.float32)
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp_shard"))
-    widened = graphpp.Gradients(dtype=torch.float64)
+    parallel = graphpp.Parallel(keep=keep, param_dtype=dtypes[0], reduce_dtype=dtypes[1])
     pipe = graphpp.compile(
         nn.Sequential(*layers), F.mse_loss, example=graphpp.Microbatch((x[:2],), target=x[:2]), split=["2", "4", "6"],
-        schedule=schedule, microbatches=8, mesh=mesh, parallel=graphpp.Parallel(keep=keep), gradients=widened,
+        schedule=schedule, microbatches=8, mesh=mesh, parallel=parallel, gradients=graphpp.Gradients(dtype=dtypes[2]),
     )  # fmt: skip
     pipe.step(x, target=x)
     pipe.zero_grad()
@@ -108,12 +111,23 @@ def measured(rank: int, schedule: str, keep: int | None) -> None:
         pipe.step(x, target=x)
     assert counted.sent == foretold.sent
     assert counted.most == foretold.whole_parameters
-    assert foretold.shards * 2 == sum(p.nbytes + p.numel() * 8 * p.requires_grad for p in pipe.parameters())
+    width = max(torch.float32, dtypes[2] or torch.float32, key=lambda dtype: dtype.itemsize).itemsize
+    assert foretold.shards * 2 == sum(p.nbytes + p.numel() * width * p.requires_grad for p in pipe.parameters())
     text = str(pipe)
     assert "parameters sharded over 2 ranks" in text
     assert ("'LoopedBFS' would gather 1.5 times" in text) == (schedule == "Interleaved1F1B" and keep == 1)
 
 
-@pytest.mark.parametrize(("schedule", "keep"), [("Interleaved1F1B", None), ("Interleaved1F1B", 1), ("LoopedBFS", 1)])
-def test_a_step_sends_and_holds_what_the_plan_says(schedule: str, keep: int | None) -> None:
-    run_ranks(measured, 4, schedule, keep)
+@pytest.mark.parametrize(
+    ("schedule", "keep", "dtypes"),
+    [
+        ("Interleaved1F1B", None, (None, None, torch.float64)),
+        ("Interleaved1F1B", 1, (None, None, torch.float64)),
+        ("LoopedBFS", 1, (None, torch.bfloat16, None)),
+        ("LoopedBFS", 1, (torch.bfloat16, None, None)),
+        ("Interleaved1F1B", 1, (torch.bfloat16, torch.bfloat16, torch.float32)),
+        ("Interleaved1F1B", None, (torch.bfloat16, None, torch.float32)),
+    ],
+)
+def test_a_step_sends_and_holds_what_the_plan_says(schedule: str, keep: int | None, dtypes: Dtypes) -> None:
+    run_ranks(measured, 4, schedule, keep, dtypes)

@@ -6,6 +6,8 @@ Contract
   function of torch first touches it, and `give_back` frees the memory of all of them.
 - The memory has no values at first. A function that would take values from there raises `GraphPPError` with the FQN, until a
   function has written the tensor. Views, and functions that change the tensor itself in place, take nothing from there.
+- Values of some tensors are kept (`Kept`): `give_back` hands them over before the memory goes, and memory that is made anew
+  gets them back, unless the function writes all of it. Taking values from such a tensor never raises.
 - `poison` marks memory as unwritten: NaN in floating-point numbers, one rare value in integers of four and eight bytes, in
   booleans a byte that is neither True nor False. `poisoned` tells whether a mark is left. Shorter integers have no value to
   spare; their tensor counts as written once an operator has changed it.
@@ -14,7 +16,7 @@ Contract
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch.overrides import TorchFunctionMode
@@ -41,12 +43,25 @@ _NO_BOOL = 0xAA  # a byte that is neither True nor False
 _RARE = 1_234_567  # above the least integer: a value that no table of a model is likely to have
 
 
+class Kept(Protocol):
+    """Keeps values of tensors while these have no memory."""
+
+    def __contains__(self, fqn: str) -> bool: ...
+
+    def keep(self, fqn: str, whole: torch.Tensor) -> None:
+        """Keep the values of a tensor."""
+
+    def restore(self, fqn: str, whole: torch.Tensor) -> bool:
+        """Copy kept values into a tensor; False: there are none."""
+
+
 class BorrowedMemory(TorchFunctionMode):
     """A context in which tensors made by `like` have memory from their first use to the next `give_back`."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, kept: Kept | None = None) -> None:
         super().__init__()
-        self._device = device
+        self._device, self._kept = device, kept
+        self._own: dict[torch.UntypedStorage, torch.Tensor] = {}  # the tensors whose values are kept
         self._lent: dict[torch.UntypedStorage, tuple[int, str]] = {}  # bytes, and FQN
         self._used: list[torch.UntypedStorage] = []
         self._written: set[torch.UntypedStorage] = set()
@@ -57,12 +72,17 @@ class BorrowedMemory(TorchFunctionMode):
         storage = blank.untyped_storage()
         self._lent[storage] = storage.nbytes(), fqn
         storage.resize_(0)
-        return like(tensor, blank)
+        made = like(tensor, blank)
+        if self._kept is not None and fqn in self._kept:
+            self._own[storage] = made
+        return made
 
     def give_back(self) -> None:
         """Free the memory of all tensors."""
         freed = sum(storage.nbytes() for storage in self._used)
         for storage in self._used:
+            if self._kept is not None and storage in self._own:
+                self._kept.keep(self._lent[storage][1], self._own[storage])
             if storage.resizable():  # not where a NumPy array shares the memory
                 storage.resize_(0)
         self._used.clear()
@@ -95,14 +115,24 @@ class BorrowedMemory(TorchFunctionMode):
         if size and storage.nbytes() == 0:
             storage.resize_(size)
             self._used.append(storage)
-            poison(torch.empty(0, dtype=tensor.dtype, device=self._device).set_(storage))
+            overwrites = itself and function in _WRITES and function != "__setitem__" and tensor.nbytes == size
+            self._begin(storage, tensor.dtype, restores=not overwrites)
         if itself and function in _WRITES:
             self._written.add(storage)
-        elif not itself and not views and storage not in self._written:
+        elif storage not in self._own and not itself and not views and storage not in self._written:
             raise GraphPPError(
                 f"{function} takes values from {fqn}, which another rank holds and another call has written: tie the "
                 "parameters, or write the tensor first in the same call"
             )
+
+
+    def _begin(self, storage: torch.UntypedStorage, dtype: torch.dtype, *, restores: bool) -> None:
+        """Write kept values or marks into new memory."""
+        own = self._own.get(storage)
+        if own is None:
+            poison(torch.empty(0, dtype=dtype, device=self._device).set_(storage))
+        elif not (restores and self._kept is not None and self._kept.restore(self._lent[storage][1], own)):
+            poison(own)
 
 
 def _picks(name: str, args: tuple[Any, ...]) -> bool:

@@ -7,6 +7,9 @@ Contract
 - Values come from code that initialises the model (`initialize.py`), or from a checkpoint on disk (`weight_files.py`) and, for
   tensors that no state dict holds, from such code. A tensor that nothing has written is refused, as is code that gives a
   parameter another dtype or shape.
+- Of parameters that are to be sharded a rank keeps its rows alone (`shard_values.py`). Such a parameter is whole while a call
+  of the code touches it, or while it is read from files: so a rank needs the memory of its shards and of the largest module, or
+  of the largest tensor in the files.
 - `Materials.fill` changes the model on this rank alone. Where `fill` raises, `undo` puts back the former tensors and the state
   of the generators; values of tensors that had memory before may have changed. Errors are `GraphPPError`.
 """
@@ -15,7 +18,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
 from pathlib import Path
@@ -28,9 +31,10 @@ from graphpp.arguments import TEXT, callback
 from graphpp.errors import CheckpointError, GraphPPError
 from graphpp.pipeline.ownership.borrowed_memory import BorrowedMemory, poison
 from graphpp.pipeline.ownership.initialize import Initializer, check_written, default_generators, initialize, reset
+from graphpp.pipeline.ownership.shard_values import ShardValues
 from graphpp.pipeline.ownership.weight_files import Weights, check_fits, open_weights
 from graphpp.runtime.model_state import ModelState
-from graphpp.runtime.released import forget, is_released, like
+from graphpp.runtime.released import forget, is_released, like, trim_after
 
 _LOG = logging.getLogger("graphpp")
 _UNWRITTEN = (
@@ -79,8 +83,13 @@ class Materials:
         for generator, state in self._generators:
             generator.set_state(state)
 
-    def fill(self, needed: Collection[str], unread: Collection[str], source: Source) -> None:
-        """Give `needed` memory and values; and `unread`, where the source has values for them."""
+    def fill(
+        self, needed: Collection[str], unread: Collection[str], source: Source, shards: ShardValues | None = None
+    ) -> None:
+        """Give `needed` memory and values; and `unread`, where the source has values for them.
+
+        `shards` gets the values of the parameters without memory that are to be sharded; the model's have none afterwards.
+        """
         held = {fqn: self._state.tensor(fqn) for fqn in (*needed, *unread)}
         old = {fqn: tensor for fqn, tensor in held.items() if tensor.is_meta}
         _check_hooks(old)
@@ -88,32 +97,52 @@ class Materials:
         weights = None if source.weights is None else open_weights(source.weights)
         in_files = {} if weights is None else self._matched(weights, held, needed, source)
         filled = {fqn: tensor for fqn, tensor in old.items() if weights is None or fqn in in_files or fqn in needed}
-        new = {fqn: like(tensor, _blank(tensor, self._device)) for fqn, tensor in filled.items()}
+        kept = [fqn for fqn in filled if shards is None or fqn not in shards]
+        new = {fqn: like(filled[fqn], _blank(filled[fqn], self._device)) for fqn in kept}
         self._exchange([(filled[fqn], tensor) for fqn, tensor in new.items()])
-        computed = [fqn for fqn in new if fqn not in in_files]
+        computed = [fqn for fqn in filled if fqn not in in_files]
         for fqn in computed:
-            poison(new[fqn])
-        if weights is None:
-            self._initialize({id(self._state.tensor(fqn)) for fqn in held}, source)
-        elif computed:
-            self._initialize({id(new[fqn]) for fqn in computed}, source)
+            if fqn in new:
+                poison(new[fqn])
+        if weights is None or computed:
+            self._initialize(held if weights is None else computed, source, shards)
         _check_kinds({fqn: (tensor, self._state.tensor(fqn)) for fqn, tensor in held.items()})
-        check_written(self._model, {fqn: self._state.tensor(fqn) for fqn in computed}, _UNWRITTEN)
+        check_written(self._model, self._not_in(shards, computed), _UNWRITTEN)
         if weights is not None:
             for round_ in _rounds(in_files):
-                weights.copy({name: self._state.tensor(fqn) for name, fqn in round_.items()})
-        forget(((tensor, fqn) for fqn, tensor in filled.items()), "pipe.materialize has put others in their places")
+                self._read(weights, round_, shards)
+        forget(((filled[fqn], fqn) for fqn in new), "pipe.materialize has put others in their places")
 
-    def _initialize(self, own: Collection[int], source: Source) -> None:
+    def _not_in(self, shards: ShardValues | None, fqns: Iterable[str]) -> dict[str, torch.Tensor]:
+        """The model's own tensors, but those of which `shards` has all values and the model none."""
+        tensors = {fqn: self._state.tensor(fqn) for fqn in fqns}
+        return {fqn: own for fqn, own in tensors.items() if shards is None or not own.is_meta or fqn not in shards.kept}
+
+    def _read(self, weights: Weights, names: Mapping[str, str], shards: ShardValues | None) -> None:
+        """Copy tensors from files. `names`: in the files -> FQN."""
+        tensors = {name: self._state.tensor(fqn) for name, fqn in names.items()}
+        weights.copy({name: own for name, own in tensors.items() if not own.is_meta})
+        if shards is not None:
+            for some in _groups({name: own for name, own in tensors.items() if own.is_meta}):
+                whole = {name: _blank(tensors[name], self._device) for name in some}
+                weights.copy(whole)
+                for name, values in whole.items():
+                    shards.take(names[name], values)
+                freed = sum(values.nbytes for values in whole.values())
+                del whole, values
+                trim_after(freed if self._device.type == "cpu" else 0)
+
+    def _initialize(self, fqns: Iterable[str], source: Source, shards: ShardValues | None) -> None:
         """Run the code that initialises the model, with memory lent to all tensors that are still on the meta device.
 
-        `own`: the `id` of the tensors whose values matter. Where the code raises, the lent tensors stay until `undo`.
+        `fqns`: the tensors whose values matter. Where the code raises, the lent tensors stay until `undo`.
         """
-        lent = BorrowedMemory(self._device)
+        lent = BorrowedMemory(self._device, shards)
         names = {id(tensor): fqn for fqn, tensor in (*self._model.named_parameters(), *self._model.named_buffers())}
         blank = [tensor for tensor in self._tensors() if tensor.is_meta]
         borrowed = [(tensor, lent.like(tensor, names.get(id(tensor), "a tensor"))) for tensor in blank]
         self._exchange(borrowed)
+        own = {id(self._state.tensor(fqn)) for fqn in fqns}
         seed = 0 if source.weights is not None and source.seed is None else source.seed
         initialize(self._model, source.init or reset, own, lent, seed, self._device)
         self._exchange([(copy, tensor) for tensor, copy in borrowed])
@@ -167,6 +196,19 @@ def _shown(value: object) -> str:
 
 def _blank(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
+
+
+def _groups(tensors: Mapping[str, torch.Tensor]) -> Iterator[list[str]]:
+    """The names of tensors that are read at once: as many as have the bytes of the largest together."""
+    most, group, size = max((each.nbytes for each in tensors.values()), default=0), list[str](), 0
+    for name, tensor in tensors.items():
+        if group and size + tensor.nbytes > most:
+            yield group
+            group, size = [], 0
+        group.append(name)
+        size += tensor.nbytes
+    if group:
+        yield group
 
 
 def _check_names(

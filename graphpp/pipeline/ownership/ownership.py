@@ -19,18 +19,21 @@ from functools import cached_property
 from typing import Protocol
 
 import torch
+import torch.distributed as dist
 
 from graphpp.options.options import Options
 from graphpp.parallel.agreement import Agreement
 from graphpp.parallel.data_parallel import broadcast_
 from graphpp.parallel.facts import Facts
-from graphpp.parallel.place import RankPlace
+from graphpp.parallel.place import RankPlace, Sharding
+from graphpp.pipeline.ownership.shard_values import ShardValues
 from graphpp.pipeline.ownership.stale_copies import StaleCopies
 from graphpp.runtime.model_state import ModelState
 from graphpp.runtime.program import StageProgram
 from graphpp.runtime.released import trim_after
 from graphpp.runtime.shards.flat_parameters import FlatParameter
 from graphpp.runtime.shards.local_rows import local_tensor
+from graphpp.runtime.shards.precision import Precision
 from graphpp.runtime.shards.sharded_parameters import ShardedParameters, check_written
 
 
@@ -64,12 +67,12 @@ class Ownership:
         options: Options,
         captured: Callable[[], Readers],
         after_exchange: Callable[[], None],
-        values_of: Callable[[AbstractSet[str]], Facts],
+        values_of: Callable[[AbstractSet[str], Mapping[str, int]], Facts],
         agreement: Agreement,
     ) -> None:
         """`captured` returns the first graph or raises; `after_exchange` is called when other tensors are in the model.
 
-        `values_of` gives the lines by which replicas compare the values of their tensors.
+        `values_of` gives the lines by which replicas compare the values of their tensors, of some by checksums that are known.
         """
         self._state, self._place, self._memory, self._parallel = state, place, options.memory, options.parallel
         self._captured, self._after_exchange, self._values_of = captured, after_exchange, values_of
@@ -108,27 +111,54 @@ class Ownership:
         if self._place.ranks > 1 and self._memory.release:
             self.release()
 
-    def shard_if_asked(self) -> None:
+    def shards_to_fill(self) -> ShardValues | None:
+        """Shards without values, of this rank's parameters; None where the mesh has none.
+
+        Raises `GraphPPError` for a parameter that cannot be sharded.
+        """
+        sharding = self._place.sharding
+        return None if sharding is None else ShardValues(self._shards(sharding), self._source_of_values)
+
+    def shard_if_asked(self, filled: ShardValues | None = None) -> None:
         """Shard the parameters of all ranks, if the mesh has shards and all tensors have values. Called by all ranks.
 
-        Raises `GraphPPError`, and changes nothing, for a parameter that cannot be sharded.
+        `filled`: shards of which some have values; the model has the values of all others. Raises `GraphPPError`, and changes
+        nothing, for a parameter that cannot be sharded.
         """
-        sharding, first, rank = self._place.sharding, self._captured(), self._place.rank
+        sharding = self._place.sharding
         if sharding is None or self.sharded is not None:
             return
-        lacking = torch.tensor(any(self._state.tensor(fqn).is_meta for fqn in self.local), dtype=torch.int64, device="cpu")
+        blank = {fqn for fqn in self.local if self._state.tensor(fqn).is_meta}
+        known = filled.kept & blank if filled is not None else set[str]()
+        lacking = torch.tensor(bool(blank - known), dtype=torch.int64, device="cpu")
         if self._agreement.largest(lacking):
             return  # until `materialize`, on all ranks
-        parameters = sorted(first.parameters(rank))
-        check_written([fqn for _, fqn in first.written_buffers()], parameters)
-        self._state.move(parameters, self._place.device)
-        if self._parallel.replica_values == "broadcast" and self._place.replicas is not None:
-            broadcast_([local_tensor(self._state.tensor(fqn)) for fqn in parameters], self._place.replicas)
-        else:
-            self.values_before_sharding = self._values_of(self.local)
-        stages, frees = first.stages_of_parameter(rank), self._parallel.keep is not None
-        self.sharded = ShardedParameters(self._state, stages, sharding, self._place.device, frees=frees)
+        whole = sorted(self._captured().parameters(self._place.rank) - known)
+        sharded = filled.sharded if filled is not None else self._shards(sharding)
+        self._state.move(whole, self._place.device)
+        if self._source_of_values is not None:
+            broadcast_([local_tensor(self._state.tensor(fqn)) for fqn in whole], self._source_of_values)
+        elif self._parallel.replica_values != "broadcast":
+            sums = filled.checksums if filled is not None else {}
+            self.values_before_sharding = self._values_of(self.local, {fqn: sums[fqn] for fqn in known})
+        for fqn in whole:
+            sharded.take(fqn, local_tensor(self._state.tensor(fqn)))
+        sharded.install(self._state)
+        self.sharded = sharded
         self._after_exchange()
+
+    @property
+    def _source_of_values(self) -> dist.ProcessGroup | None:
+        """The replicas that take the values of the first of them; None: each has its own."""
+        return self._place.replicas if self._parallel.replica_values == "broadcast" else None
+
+    def _shards(self, sharding: Sharding) -> ShardedParameters:
+        first, rank = self._captured(), self._place.rank
+        check_written([fqn for _, fqn in first.written_buffers()], first.parameters(rank))
+        stages, frees = first.stages_of_parameter(rank), self._parallel.keep is not None
+        tensors = dict(self._state.named(stages.keys(), among=self._state.parameters))
+        precision = Precision(self._parallel.param_dtype, self._parallel.reduce_dtype)
+        return ShardedParameters(tensors, stages, sharding, self._place.device, frees=frees, precision=precision)
 
     @property
     def flat_parts(self) -> Sequence[FlatParameter]:

@@ -6,7 +6,8 @@ Contract
   `whole(fqn)` are views; a view of a whole parameter may be kept, and has values from `ready` to the last `reshard`.
 - `unshard` starts to gather and returns at once; `ready` waits. Both are called by all ranks of the group in one order. The
   parameters stay whole until `reshard` was called as often as `unshard`. Then their memory goes back, if it was made so.
-- Gathering copies nothing on a rank: each rank's rows arrive where the whole parameter has them (`layout.py`).
+- Gathering copies nothing on a rank: each rank's rows arrive where the whole parameter has them (`layout.py`). Where whole
+  parameters have another dtype than the rows, a rank casts its rows, and sends the copy, which is gone when they have arrived.
 """
 
 from __future__ import annotations
@@ -24,25 +25,33 @@ class FlatShard:
     """Parameters of one dtype that the same stages of a rank read."""
 
     def __init__(
-        self, tensors: Mapping[str, torch.Tensor], group: dist.ProcessGroup, device: torch.device, *, frees: bool
+        self,
+        tensors: Mapping[str, torch.Tensor],
+        group: dist.ProcessGroup,
+        device: torch.device,
+        *,
+        frees: bool,
+        whole_dtype: torch.dtype | None = None,
     ) -> None:
         """`tensors`: the parameters, of any device: their shapes, strides and dtype count here.
 
-        `frees`: whether the memory of whole parameters goes back when they are not used.
+        `frees`: whether the memory of whole parameters goes back when they are not used. `whole_dtype`: of whole parameters
+        (None: their own).
         """
         self._group, self._rank, ranks = group, dist.get_rank(group), dist.get_world_size(group)
-        self.layout = Layout.of(tensors, ranks)
         dtype = next(iter(tensors.values())).dtype
+        self.whole_dtype = dtype if whole_dtype is None else whole_dtype
+        self.layout = Layout.of(tensors, ranks, min(dtype.itemsize, self.whole_dtype.itemsize))
         self.values = torch.zeros(self.layout.elements, dtype=dtype, device=device)
-        self._gathered = torch.empty(ranks * self.layout.elements, dtype=dtype, device=device)
-        regions = [region for region in self.layout.regions.values() if region.elements]
-        self._sent = [self.values[each.start :][: each.elements] for each in regions]
-        self._received = [self._gathered[ranks * each.start :][: ranks * each.elements] for each in regions]
+        self._gathered = torch.empty(ranks * self.layout.elements, dtype=self.whole_dtype, device=device)
+        self._regions = [region for region in self.layout.regions.values() if region.elements]
+        self._received = [self._gathered[ranks * each.start :][: ranks * each.elements] for each in self._regions]
         self._whole = {fqn: _whole(self._gathered, region, ranks) for fqn, region in self.layout.regions.items()}
         self._bytes = self._gathered.untyped_storage().nbytes()
         self._gathered.untyped_storage().resize_(0)
         self._users, self._frees = 0, frees
         self._work: dist.Work | None = None
+        self._sent: list[torch.Tensor] = []  # the rows that are under way
 
     def local(self, fqn: str, flat: torch.Tensor | None = None) -> torch.Tensor:
         """This rank's rows of a parameter; with `flat` those of a tensor that is laid out as `values`."""
@@ -66,6 +75,8 @@ class FlatShard:
         if self._users > 1:
             return
         self._gathered.untyped_storage().resize_(self._bytes)
+        rows = self.values.to(dtype=self.whole_dtype)
+        self._sent = [rows[each.start :][: each.elements] for each in self._regions]
         self._work = all_gather_many(self._received, self._sent, self._group) if self._sent else None
 
     def ready(self) -> None:
@@ -73,6 +84,7 @@ class FlatShard:
         if self._work is not None:
             self._work.wait()
             self._work = None
+        self._sent = []
 
     def reshard(self) -> None:
         """Give the memory of the whole parameters back, if no other stage uses them."""
@@ -83,7 +95,7 @@ class FlatShard:
 
     def drop(self) -> None:
         """Forget a gathering that is under way, after a failure; the pipeline cannot be used any more."""
-        self._users, self._work = 0, None
+        self._users, self._work, self._sent = 0, None, []
 
 
 def _whole(gathered: torch.Tensor, region: Region, ranks: int) -> torch.Tensor:

@@ -59,8 +59,8 @@ class Layout:
     elements: int
 
     @classmethod
-    def of(cls, tensors: Mapping[str, torch.Tensor], ranks: int) -> Layout:
-        """The layout of parameters of one dtype, none of them 0-dim.
+    def of(cls, tensors: Mapping[str, torch.Tensor], ranks: int, itemsize: int) -> Layout:
+        """The layout of parameters, none of them 0-dim. `itemsize`: the least bytes of an element, in shards and when whole.
 
         Raises `GraphPPError` for a parameter whose rows are not pieces of memory that follow each other.
         """
@@ -69,7 +69,7 @@ class Layout:
             rows, width = -(-tensor.shape[0] // ranks), math.prod(tensor.shape[1:])
             _check_rows(fqn, tensor, width)
             region = regions[fqn] = Region(tuple(tensor.shape), tensor.stride(), start, ranks, rows, width)
-            step = max(1, _ALIGNED // tensor.element_size())
+            step = max(1, _ALIGNED // itemsize)
             start += -(-region.elements // step) * step
         return cls(regions, start)
 

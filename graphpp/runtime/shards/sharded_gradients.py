@@ -7,6 +7,8 @@ Contract
 - `finish` adds up the partial sums of tied parameters and adds everything to `param.grad`, a `DTensor` like its parameter.
 - A gradient is ((r0 + r1) + ..) / replicas, with the ranks of the mesh in order, then their copies in order
   (`parallel/ordered_sums.py`); the sums of several reductions are added in their order.
+- Whole sums have the dtype of whole parameters, or a wider one that was asked for; they are sent in the dtype that `Precision`
+  says. Rows have the dtype of the rank's parameters, or the wider one.
 - All ranks of the mesh reduce the same stages in the same order, and the gradients of a stage by FQN. All ranks of a pipeline
   call `finish` once per training step.
 """
@@ -39,7 +41,7 @@ class ShardedGradients:
     ) -> None:
         """`stages`: the sums of each local stage; `replicas`: by how many the sums are divided."""
         self._stages, self._tied, self._sharded = stages, tied, sharded
-        self._replicas, self._sum_dtype = replicas, sum_dtype
+        self._replicas, self._sum_dtype, self._precision = replicas, sum_dtype, sharded.precision
         self._pending: deque[tuple[list[_Key], PendingSums]] = deque()
         self._rows: dict[_Key, torch.Tensor] = {}
 
@@ -47,7 +49,7 @@ class ShardedGradients:
         """Begin a step. `parameters`: those of the rank's stages, by FQN."""
         self._sharded.begin_gradients()
         for sums in self._stages.values():
-            sums.start({}, {fqn: dtype_of_sum(parameters[fqn], self._sum_dtype) for fqn in sums.fqns})
+            sums.start({}, {fqn: self._precision.of_sums(parameters[fqn], self._sum_dtype) for fqn in sums.fqns})
 
     def reduce(self, stage: int) -> None:
         """Start to sum over the ranks what the stage's gradients add up to by now."""
@@ -55,10 +57,14 @@ class ShardedGradients:
         taken = self._stages[stage].take()
         taken |= {fqn: total.repeat(ranks) for fqn, total in taken.items() if not total.dim()}  # every rank needs it
         names = sorted(taken)  # replicas may hand their gradients out in another order
+        for fqn in names:
+            taken[fqn] = taken[fqn].to(dtype=self._precision.of_messages(taken[fqn].dtype))
         for fqns in ([names[at] for at in bundle] for bundle in bundles([taken[name] for name in names])):
             totals = [taken.pop(fqn) for fqn in fqns]
             lengths = [self._sharded.lengths(fqn) for fqn in fqns]
-            self._pending.append(([(stage, fqn) for fqn in fqns], scattered(totals, lengths, self._sharded.sharding.group)))
+            dtypes = [self._dtype_of_rows(fqn) for fqn in fqns]
+            pending = scattered(totals, lengths, self._sharded.sharding.group, dtypes)
+            self._pending.append(([(stage, fqn) for fqn in fqns], pending))
         while self._pending and self._pending[0][1].work.is_completed():
             self._add(*self._pending.popleft())
 
@@ -98,8 +104,10 @@ class ShardedGradients:
     def _buffer_for_sum(self, fqn: str) -> torch.Tensor:
         """New memory for another rank's partial sum of the rows of a parameter's gradient."""
         elements = self._sharded.lengths(fqn)[self._sharded.sharding.rank]
-        parameter = self._sharded.parameters[fqn]
-        return torch.empty(elements, dtype=dtype_of_sum(parameter, self._sum_dtype), device=parameter.device)
+        return torch.empty(elements, dtype=self._dtype_of_rows(fqn), device=self._sharded.parameters[fqn].device)
+
+    def _dtype_of_rows(self, fqn: str) -> torch.dtype:
+        return dtype_of_sum(self._sharded.parameters[fqn], self._sum_dtype)
 
     def _add(self, keys: Sequence[_Key], pending: PendingSums) -> None:
         for key, rows in zip(keys, pending.results(), strict=True):

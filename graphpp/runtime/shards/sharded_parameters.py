@@ -29,6 +29,7 @@ from graphpp.runtime.shards.flat_parameters import FlatParameter, FlatParameters
 from graphpp.runtime.shards.flat_shard import FlatShard
 from graphpp.runtime.shards.layer_parts import keep_part, layer_part
 from graphpp.runtime.shards.local_rows import local_tensor, note_sharded
+from graphpp.runtime.shards.precision import Precision
 
 
 class ShardedParameters:
@@ -36,21 +37,22 @@ class ShardedParameters:
 
     def __init__(
         self,
-        state: ModelState,
+        tensors: Mapping[str, torch.Tensor],
         stages: Mapping[str, Sequence[int]],
         sharding: Sharding,
         device: torch.device,
         *,
         frees: bool,
+        precision: Precision | None = None,
     ) -> None:
-        """Shard the model's parameters. Each rank cuts its own values; all ranks of the mesh have equal ones.
+        """Make shards of parameters; `take` gives them values, and `install` puts them into the model.
 
-        `stages`: for each parameter of this rank, by FQN, the rank's stages that read it. `frees`: whether the memory of whole
-        parameters goes back when their stages are put away.
+        `tensors`: the parameters of this rank by FQN, in the model's order; their values do not count. `stages`: for each of
+        them the rank's stages that read it. `frees`: whether the memory of whole
+        parameters goes back when their stages are put away. `precision`: the dtypes of whole parameters and of messages.
         """
-        tensors = {fqn: state.tensor(fqn) for fqn in state.parameters if fqn in stages}
         _check(tensors)
-        self.sharding = sharding
+        self.sharding, self.precision = sharding, precision or Precision()
         self._flat_parameters: FlatParameters | None = None
         self._reader: TensorReader | None = None
         groups: dict[Hashable, dict[str, torch.Tensor]] = {}
@@ -58,15 +60,25 @@ class ShardedParameters:
             if tensor.dim():
                 key = tuple(stages[fqn]), tensor.dtype, tensor.requires_grad, tensor.dim() == 1
                 groups.setdefault(key, {})[fqn] = local_tensor(tensor)
-        self.flat = [FlatShard(each, sharding.group, device, frees=frees) for each in groups.values()]
+        self.flat = [self._flat_shard(each, device, frees=frees) for each in groups.values()]
         self._flat_of = {fqn: flat for flat in self.flat for fqn in flat.layout.regions}
-        self._scalars = {fqn: local_tensor(tensor).detach().to(device) for fqn, tensor in tensors.items() if not tensor.dim()}
-        for flat in self.flat:
-            for fqn in flat.layout.regions:
-                flat.take(fqn, local_tensor(tensors[fqn]))
+        scalars = {fqn: tensor for fqn, tensor in tensors.items() if not tensor.dim()}
+        self._scalars = {fqn: torch.zeros((), dtype=tensor.dtype, device=device) for fqn, tensor in scalars.items()}
         self.parameters = {fqn: self._parameter(fqn, tensor) for fqn, tensor in tensors.items()}
-        state.exchange({id(tensor): self.parameters[fqn] for fqn, tensor in tensors.items()})
-        forget(((tensor, fqn) for fqn, tensor in tensors.items()), "they are sharded over dp_shard now")
+
+    @torch.no_grad()
+    def take(self, fqn: str, whole: torch.Tensor) -> None:
+        """Copy this rank's rows of a parameter. All ranks of the mesh have equal values."""
+        if fqn in self._scalars:
+            self._scalars[fqn].copy_(whole)
+        else:
+            self._flat_of[fqn].take(fqn, whole)
+
+    def install(self, state: ModelState) -> None:
+        """Put the sharded parameters into the model, in the places of those that it has."""
+        former = {fqn: state.tensor(fqn) for fqn in self.parameters}
+        state.exchange({id(tensor): self.parameters[fqn] for fqn, tensor in former.items()})
+        forget(((tensor, fqn) for fqn, tensor in former.items()), "they are sharded over dp_shard now")
 
     def check(self, state: ModelState) -> None:
         """Raise `GraphPPError` where another object stands in the place of a parameter."""
@@ -81,16 +93,20 @@ class ShardedParameters:
 
     @property
     def layout(self) -> list[str]:
-        """A line for each flat shard, which all ranks of the mesh must have alike."""
+        """Lines that all ranks of the mesh must have alike: one for each flat shard, and one about messages."""
         texts = (", ".join(flat.layout.regions) for flat in self.flat)
-        return [f"{flat.values.dtype} {text}" for flat, text in zip(self.flat, texts, strict=True)]
+        lines = [f"{flat.values.dtype} as {flat.whole_dtype} {text}" for flat, text in zip(self.flat, texts, strict=True)]
+        return [*lines, f"gradients are sent in {self.precision.reduce_dtype}"]
 
     def __contains__(self, fqn: str) -> bool:
         return fqn in self.parameters
 
     def whole(self, fqn: str) -> torch.Tensor:
-        """The whole parameter, which has values while a stage that reads it is unsharded."""
-        return self._scalars[fqn] if fqn in self._scalars else self._flat_of[fqn].whole(fqn)
+        """The whole parameter, which has values while a stage that reads it is unsharded; of a 0-dim one those of now."""
+        if fqn in self._scalars:
+            own = self._scalars[fqn]
+            return own.to(dtype=self.precision.of_whole(own.dtype))
+        return self._flat_of[fqn].whole(fqn)
 
     def shards_of(self, fqns: Iterable[str]) -> list[FlatShard]:
         """The flat shards with these parameters, in order."""
@@ -128,6 +144,10 @@ class ShardedParameters:
             return
         local, wanted = rows.view(local_tensor(parameter).shape), parameter.grad_dtype
         parameter.grad = with_local(parameter, local if wanted is None else local.to(dtype=wanted))
+
+    def _flat_shard(self, tensors: Mapping[str, torch.Tensor], device: torch.device, *, frees: bool) -> FlatShard:
+        whole = self.precision.of_whole(next(iter(tensors.values())).dtype)
+        return FlatShard(tensors, self.sharding.group, device, frees=frees, whole_dtype=whole)
 
     def _parameter(self, fqn: str, tensor: torch.Tensor) -> nn.Parameter:
         local = self._scalars[fqn] if fqn in self._scalars else self._flat_of[fqn].local(fqn)

@@ -21,7 +21,7 @@ SHAPES = [(10, 4), (7, 3), (4,), (1, 5), (33, 8), (2, 3, 5), (0, 3), (3, 0), (5,
 @given(st.lists(st.lists(st.integers(0, 9), min_size=1, max_size=3), min_size=1, max_size=6), st.integers(1, 5))
 def test_regions_lie_one_behind_the_other_and_have_room_for_every_row(shapes: list[list[int]], ranks: int) -> None:
     tensors = {f"p{at}": torch.empty(shape) for at, shape in enumerate(shapes)}
-    layout, end = Layout.of(tensors, ranks), 0
+    layout, end = Layout.of(tensors, ranks, 4), 0
     for fqn, region in layout.regions.items():
         assert region.start >= end
         assert region.start * 4 % 64 == 0
@@ -71,4 +71,4 @@ def test_whole_parameters_are_views_of_what_the_ranks_send(ranks: int) -> None:
 
 def test_a_parameter_whose_rows_are_mixed_in_memory_is_refused() -> None:
     with pytest.raises(graphpp.GraphPPError, match=r"turned of shape \[3, 4\] has strides \[1, 3\]"):
-        Layout.of({"turned": nn.Parameter(torch.randn(4, 3).t())}, 2)
+        Layout.of({"turned": nn.Parameter(torch.randn(4, 3).t())}, 2, 4)
