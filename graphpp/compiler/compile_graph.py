@@ -14,8 +14,6 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
-import torch
-
 from graphpp._torch import aot
 from graphpp._torch.symbols import Values, considering, hint
 from graphpp.capture import activation_checkpoints as checkpoints
@@ -35,13 +33,18 @@ from graphpp.planner import offload_policy as offload
 from graphpp.planner import recompute_policy as policy
 from graphpp.planner.counts import stages_of
 from graphpp.planner.layers import module_calls
+from graphpp.planner.memory_plan import MemoryPlan, state_of
 from graphpp.planner.plan import Plan
 from graphpp.planner.resolve_split import resolve
 from graphpp.planner.shard_plan import ShardPlan
 from graphpp.planner.tables import CheckedTable
-from graphpp.runtime.program import Input, PipelineProgram, StageProgram, TensorMeta
+from graphpp.runtime.offloader import eviction_frees_memory
+from graphpp.runtime.program import Input, PipelineProgram, StageProgram
+from graphpp.runtime.program_costs import costs_of_microbatches
 from graphpp.runtime.runner import ranks_of_parameters
+from graphpp.schedules.check.step_memory import step_peaks
 from graphpp.schedules.table.offload_window import OffloadWindow
+from graphpp.schedules.table.state_bytes import HeldBytes, StateBytes, gradients_by_stage, held_bytes
 
 TableFor = Callable[[int], CheckedTable]
 """The checked table for a number of stages."""
@@ -129,6 +132,11 @@ class CompiledGraph:
         """For each parameter the ranks that hold it, ascending; the first one counts it in norms."""
         return ranks_of_parameters(self.program, self.plan.rank_of_stage)
 
+    def state(self, request: CompileRequest) -> tuple[StateBytes, ...]:
+        """The bytes of parameters, gradients, optimizer and buffers, by the stages that read them."""
+        options = request.options
+        return state_of(self.captured.joint, self.program.stages, options.gradients.dtype, options.memory)
+
     def written_buffers(self) -> Iterator[tuple[StageProgram, str]]:
         """(stage, FQN) of each buffer that a forward writes."""
         return ((stage, fqn) for stage in self.program.stages for fqn in stage.written_buffers)
@@ -156,30 +164,49 @@ def compile_graph(
         program = lower(captured.joint, starts, hook, _choices(request, captured.joint, variant))
     boundaries = [[call.fqn for call in calls if call.position >= start] for start in starts[1:]]
     plan = Plan.of(captured.joint, program, table.plain)
-    if table.shards is not None and request.place.sharding is not None:
-        plan = replace(plan, sharding=_shard_plan(request, captured.joint, program, table, request.place.sharding.ranks))
     graph = CompiledGraph(captured, program, plan, boundaries, {variant: program}, sources, dump)
-    if training and options.memory.offload is not None:
+    if training:
         programs = programs_of(request, [graph] * len(recomputed), table)
-        graph = replace(graph, plan=replace(plan, offload_windows=offload_windows(request, [graph], programs, table)))
+        plan = replace(plan, offload_windows=offload_windows(request, [graph], programs, table))
+        plan = replace(plan, memory=_memory_plan(request, graph, programs, table, plan.offload_windows))
+    graph = replace(graph, plan=replace(plan, sharding=_shard_plan(request, graph, table)))
     dump.plan(graph.plan, table)
     return graph
 
 
-def _shard_plan(
-    request: CompileRequest, joint: JointGraph, program: PipelineProgram, table: CheckedTable, shards: int
-) -> ShardPlan:
-    """The cost of sharded parameters under the table that the ranks run."""
-    widened, metas = request.options.gradients.dtype, joint.parameters
-    parameters = [sum(metas[fqn].nbytes for fqn in stage.parameters) for stage in program.stages]
-    gradients = [sum(_bytes_of_sum(metas[fqn], widened) for fqn in stage.gradients) for stage in program.stages]
-    return ShardPlan.of(table.running, parameters, gradients, shards, request.options.parallel.keep)
+def held_by_ranks(request: CompileRequest, graph: CompiledGraph, table: CheckedTable) -> tuple[HeldBytes, ...]:
+    """The state that each rank of the pipeline holds in a step: parameters, gradients, optimizer, buffers."""
+    home, ranks = table.running.rank_of_stage, table.running.ranks
+    shards = request.place.shards if table.shards is not None else None
+    return held_bytes(graph.state(request), home, ranks, shards, request.options.parallel.keep is not None)
 
 
-def _bytes_of_sum(meta: TensorMeta, widened: torch.dtype | None) -> int:
-    """The bytes of a parameter's gradient while it is summed."""
-    dtype = meta.dtype if widened is None else torch.promote_types(meta.dtype, widened)
-    return meta.nbytes // meta.dtype.itemsize * dtype.itemsize
+def freed_windows(request: CompileRequest, windows: Sequence[OffloadWindow]) -> Sequence[OffloadWindow]:
+    """The offloaded values whose eviction gives memory back: on the CPU none."""
+    return windows if eviction_frees_memory(request.place.device) else ()
+
+
+def _memory_plan(
+    request: CompileRequest,
+    graph: CompiledGraph,
+    programs: Sequence[PipelineProgram],
+    table: CheckedTable,
+    windows: Sequence[OffloadWindow],
+) -> MemoryPlan:
+    """The bytes of each rank under the table that the ranks run. `programs`: those of each microbatch."""
+    held, freed = held_by_ranks(request, graph, table), freed_windows(request, windows)
+    peaks = step_peaks(table.running, costs_of_microbatches(programs), held, freed)
+    return MemoryPlan.of(peaks, graph.state(request), request.options.memory.optimizer)
+
+
+def _shard_plan(request: CompileRequest, graph: CompiledGraph, table: CheckedTable) -> ShardPlan | None:
+    """The cost of sharded parameters under the table that the ranks run; None where they are whole."""
+    if table.shards is None or request.place.shards is None:
+        return None
+    metas = graph.captured.joint.parameters
+    parameters = [sum(metas[fqn].nbytes for fqn in stage.parameters) for stage in graph.program.stages]
+    gradients = gradients_by_stage(graph.state(request), len(parameters))
+    return ShardPlan.of(table.running, parameters, gradients, request.place.shards, request.options.parallel.keep)
 
 
 def programs_of(request: CompileRequest, graphs: Sequence[CompiledGraph], table: CheckedTable) -> list[PipelineProgram]:

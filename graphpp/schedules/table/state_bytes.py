@@ -1,0 +1,138 @@
+"""The bytes of a model's state (parameters, gradients, optimizer, buffers), and the part that each rank holds during a step.
+
+Contract
+--------
+    in    `StateBytes`: state grouped by the stages that read it; the rank of each stage; over how many ranks it is sharded
+    out   `HeldBytes` of each rank: bytes for the whole step, and bytes that come and go with the actions of sharded stages
+
+A rank holds a parameter once, however many of its stages read it. Gradients are summed by stages, so a tied parameter has a
+sum in each stage that makes a gradient of it, and one more at the end of the step. Where parameters are not sharded, gradients
+count for the whole step: `param.grad` keeps their memory from step to step, unless it is set to None in between.
+
+Where parameters are sharded, a rank holds shards of them and of the sums for good, rows rounded up. Whole parameters go when
+their stages are put away (`frees`), or stay from then on; whole sums go when they are reduced.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from graphpp.arguments import Accepted
+from graphpp.errors import ScheduleError
+
+
+@dataclass(frozen=True)
+class StateBytes:
+    """The state that the same stages read, in bytes.
+
+    `readers`: the stages that read it; `makers`: those of them that make gradients of its parameters. `weights`: parameters;
+    `sums`: their gradients as one stage sums them; `rounded`: their gradients in `param.grad` where the sums are wider, else 0;
+    `optimizer`: the optimizer's state; `derived`: values that are computed from parameters once per step. Raises
+    `ScheduleError` for negative bytes, and for a maker that is no reader.
+    """
+
+    readers: tuple[int, ...]
+    makers: tuple[int, ...] = ()
+    weights: int = 0
+    sums: int = 0
+    rounded: int = 0
+    optimizer: int = 0
+    buffers: int = 0
+    derived: int = 0
+
+    def __post_init__(self) -> None:
+        if not set(self.makers) <= set(self.readers) or not self.readers:
+            raise ScheduleError(f"{self}: the stages that make gradients are some of the stages that read the parameters")
+        if min(self.weights, self.sums, self.rounded, self.optimizer, self.buffers, self.derived) < 0:
+            raise ScheduleError(f"{self}: bytes are 0 or more")
+
+
+STATE = Accepted(
+    "a list of graphpp.StateBytes",
+    lambda value: isinstance(value, list | tuple) and all(isinstance(each, StateBytes) for each in value),
+)
+
+
+@dataclass(frozen=True)
+class HeldBytes:
+    """The bytes of state that one rank holds during a step.
+
+    `standing`: by kind, for the whole step. `whole`: (stages, bytes) of parameters that are whole while any of these stages is;
+    `gradients`: by stage, the sums from its first backward on until they are reduced. `at_end`: taken in addition while the
+    gradients of the step are finished.
+    """
+
+    standing: Mapping[str, int] = field(default_factory=dict)
+    whole: tuple[tuple[frozenset[int], int], ...] = ()
+    gradients: Mapping[int, int] = field(default_factory=dict)
+    at_end: int = 0
+
+
+def held_bytes(
+    state: Sequence[StateBytes], rank_of_stage: Mapping[int, int], ranks: int, shards: int | None = None, frees: bool = False
+) -> tuple[HeldBytes, ...]:
+    """The state that each rank holds.
+
+    `shards`: over how many ranks parameters are sharded (None: they are not); `frees`: whether whole parameters go when their
+    stages are put away.
+    """
+    found = (_OnRank(rank, state, rank_of_stage) for rank in range(ranks))
+    return tuple(each.whole() if shards is None else each.sharded(shards, frees) for each in found)
+
+
+def gradients_by_stage(state: Sequence[StateBytes], stages: int) -> list[int]:
+    """The bytes of each stage's sums of gradients."""
+    found = Counter[int]()
+    for each in state:
+        found.update(dict.fromkeys(each.makers, each.sums))
+    return [found[stage] for stage in range(stages)]
+
+
+class _OnRank:
+    """The state of one rank's stages."""
+
+    def __init__(self, rank: int, state: Sequence[StateBytes], rank_of_stage: Mapping[int, int]) -> None:
+        self._rank, self._rank_of = rank, rank_of_stage
+        self._own = [each for each in state if any(rank_of_stage[stage] == rank for stage in each.readers)]
+
+    def whole(self) -> HeldBytes:
+        """The bytes of a rank that holds whole parameters."""
+        standing = {"weights": self._weights(), "gradients": sum(self._gradients().values()), **self._rest(1)}
+        return HeldBytes(standing, at_end=self._at_end())
+
+    def sharded(self, shards: int, frees: bool) -> HeldBytes:
+        """The bytes of a rank that holds shards."""
+        gradients = self._gradients()
+        kept = sum(-(-each.weights // shards) for each in self._own) + sum(-(-each // shards) for each in gradients.values())
+        standing = {"shards": kept, **({} if frees else {"weights": self._weights()}), **self._rest(shards)}
+        pieces = ((frozenset(self._local(each.readers)), each.weights + each.derived) for each in self._own) if frees else ()
+        return HeldBytes(standing, tuple(piece for piece in pieces if piece[1]), gradients, -(-self._at_end() // shards))
+
+    def _local(self, stages: Sequence[int]) -> list[int]:
+        return [stage for stage in stages if self._rank_of[stage] == self._rank]
+
+    def _weights(self) -> int:
+        return sum(each.weights + each.derived for each in self._own)
+
+    def _rest(self, shards: int) -> dict[str, int]:
+        optimizer = sum(-(-each.optimizer // shards) for each in self._own)
+        return {"optimizer": optimizer, "buffers": sum(each.buffers for each in self._own)}
+
+    def _gradients(self) -> dict[int, int]:
+        found = Counter[int]()
+        for each in self._own:
+            found.update(dict.fromkeys(self._local(each.makers), each.sums))
+        return dict(found)
+
+    def _at_end(self) -> int:
+        return sum(each.rounded + sum(self._tied(each)) for each in self._own if each.makers)
+
+    def _tied(self, each: StateBytes) -> Iterator[int]:
+        """The total of a tied parameter's sums, and the sums that arrive from other ranks."""
+        several = len({self._rank_of[stage] for stage in each.readers}) > 1
+        if several or len(each.makers) > 1:
+            yield each.sums
+        if several:
+            yield each.sums * (len(each.makers) - len(self._local(each.makers)))
