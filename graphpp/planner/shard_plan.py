@@ -1,10 +1,10 @@
-"""The plan of sharded parameters: bytes of whole stages and of shards, gathers, reductions and bytes sent in a step.
+"""The plan of sharded parameters: gathers, reductions and bytes sent in a step. `memory_plan.py` has the bytes in memory.
 
 Contract
     in   the bytes of each stage's parameters and gradients, the table that the ranks run, the number of shards
-    out  `ShardPlan`: for each rank of the pipeline its bytes; in words, with another schedule where this one gathers a stage
-         more than twice
-    Parameters of several stages count in each of them. The state of the optimizer, which graphpp does not know, is not counted.
+    out  `ShardPlan`: for each rank of the pipeline what it sends; in words, with another schedule where this one gathers a
+         stage more than twice
+    Parameters of several stages count in each of them.
 """
 
 from __future__ import annotations
@@ -25,23 +25,19 @@ _OFTEN = 2  # gathers of a stage in a step
 
 @dataclass(frozen=True)
 class RankShards:
-    """One rank's bytes in a step. `whole_parameters`, `whole_gradients`: the most at once; `shards`: of both, for good."""
+    """One rank's step: how often a stage is gathered and reduced, and the bytes that the rank sends for it."""
 
     rank: int
     gathers: float
     reductions: float
-    whole_parameters: int
-    whole_gradients: int
-    shards: int
     sent: int
 
     @property
     def words(self) -> str:
         """One line."""
-        whole = f"{spell_bytes(self.whole_parameters)} of parameters and {spell_bytes(self.whole_gradients)} of gradients"
         return (
-            f"rank {self.rank}: a stage is gathered {self.gathers:g} times and reduced {self.reductions:g} times a step; whole "
-            f"at once are {whole}; shards of both take {spell_bytes(self.shards)}; dp_shard sends {spell_bytes(self.sent)}"
+            f"rank {self.rank}: a stage is gathered {self.gathers:g} times and reduced {self.reductions:g} times a step; "
+            f"dp_shard sends {spell_bytes(self.sent)}"
         )
 
 
@@ -59,29 +55,16 @@ class ShardPlan:
     ) -> ShardPlan:
         """The plan of a table with the actions of sharded stages; bytes by stage."""
         counts = shard_counts(running, parameters, gradients)
-        ranks = [_rank(rank, each, parameters, gradients, shards) for rank, each in enumerate(counts)]
+        ranks = [
+            RankShards(rank, each.gathers_per_stage, each.reductions_per_stage, round(each.sent(parameters, gradients, shards)))
+            for rank, each in enumerate(counts)
+        ]
         return cls(shards, tuple(ranks), _advice(running, counts, keep))
 
     def __str__(self) -> str:
         """A line per rank, and the advice."""
         lines = [each.words for each in self.ranks]
         return "\n".join([f"parameters sharded over {self.shards} ranks", *lines, *filter(None, [self.advice])])
-
-
-def _rank(
-    rank: int, counts: ShardCounts, parameters: Sequence[int], gradients: Sequence[int], shards: int
-) -> RankShards:
-    own = list(counts.gathers)
-    kept = sum(-(-(parameters[stage] + gradients[stage]) // shards) for stage in own)
-    return RankShards(
-        rank,
-        counts.gathers_per_stage,
-        counts.reductions_per_stage,
-        round(counts.whole),
-        round(counts.gradients),
-        kept,
-        round(counts.sent(parameters, gradients, shards)),
-    )
 
 
 def _advice(running: Schedule, counts: Sequence[ShardCounts], keep: int | None) -> str:

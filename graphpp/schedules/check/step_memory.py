@@ -8,8 +8,8 @@ Contract
 
 Each row is walked once. Parameters of a sharded stage are whole from UNSHARD to the end of RESHARD; its sums of gradients stand
 from its first B or W until REDUCE_GRAD, or a RESHARD that follows a B or W. The messages of that reduction, the rows that are
-sent and as many that arrive, stay until the rank's next reduction has started, when it looks for those that have ended. The
-finish of the gradients counts at the last column. Lifetimes of activations are those of `peak_memory.py`.
+sent and as many that arrive, stay until the rank's next reduction, by which they are taken to have ended. The finish of the
+gradients counts at the last column. Lifetimes of activations are those of `peak_memory.py`.
 """
 
 from __future__ import annotations
@@ -112,10 +112,11 @@ class _StateNow:
         """(column, bytes of activations) while each action of the row runs and after it; this object has the state then."""
         for column, action in enumerate(row):
             leaves = action.leaves if self._sharded and action is not None else ()
-            sent = sum(map(self._before, leaves))
+            for leaf in leaves:
+                self._before(leaf)
             yield next(live)
             for leaf in leaves:
-                self._after(leaf, sent)
+                self._after(leaf)
             yield column, next(live)[1]
 
     def parts(self, activations: int) -> dict[str, int]:
@@ -131,26 +132,19 @@ class _StateNow:
         found["gradients"] += self._held.at_end
         return found
 
-    def _before(self, leaf: Action) -> int:
-        """Take the bytes of an action that starts. The result: those of its messages."""
+    def _before(self, leaf: Action) -> None:
+        """Take the bytes of an action that starts."""
         if leaf.kind is Kind.UNSHARD:
             self._stages.add(leaf.stage)
         elif leaf.kind in (Kind.B, Kind.W) and leaf.stage in self._held.gradients:
             self._unreduced.add(leaf.stage)
-        elif leaf.kind not in (Kind.RESHARD, Kind.REDUCE_GRAD) or leaf.stage not in self._unreduced:
-            return 0
-        else:
+        elif leaf.kind in (Kind.RESHARD, Kind.REDUCE_GRAD) and leaf.stage in self._unreduced:
             self._unreduced.remove(leaf.stage)
-            sent = _IN_MESSAGES * self._held.gradients[leaf.stage]
-            self.messages += sent
-            self._count()
-            return sent
+            self.messages = _IN_MESSAGES * self._held.gradients[leaf.stage]
         self._count()
-        return 0
 
-    def _after(self, leaf: Action, sent: int) -> None:
-        """Give back the bytes that an action frees when it ends; `sent`: those of its own messages."""
-        self.messages = sent or self.messages
+    def _after(self, leaf: Action) -> None:
+        """Give back the bytes that an action frees when it ends."""
         if leaf.kind is Kind.RESHARD:
             self._stages.discard(leaf.stage)
             self._count()
