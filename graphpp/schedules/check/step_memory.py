@@ -25,6 +25,7 @@ from graphpp.schedules.table.offload_window import OffloadWindow
 from graphpp.schedules.table.schedule import Row, Schedule
 from graphpp.schedules.table.state_bytes import HeldBytes
 
+_CHANGING = ("weights", "gradients", "messages")
 _IN_MESSAGES = 2  # a reduction holds the bytes that it sends, and receives as many
 
 
@@ -100,18 +101,17 @@ def _remedy(peak: StepPeak) -> str:
 
 
 class _StateNow:
-    """The bytes of state that are alive on one rank now. `messages`: of reductions under way."""
+    """The bytes of state that come and go on one rank: `now`, and the `most` of each kind so far, by `_CHANGING`."""
 
     def __init__(self, held: HeldBytes) -> None:
         self._held = held
-        self._sharded = bool(held.whole or held.gradients)
-        self._stages, self._unreduced = set[int](), set[int]()
-        self.whole = self.gradients = self.messages = 0
+        self._stages, self._unreduced, self._messages = set[int](), set[int](), 0
+        self.now = self.most = (0, 0, 0)
 
     def moments(self, row: Row, live: Iterator[tuple[int, int]]) -> Iterator[tuple[int, int]]:
         """(column, bytes of activations) while each action of the row runs and after it; this object has the state then."""
         for column, action in enumerate(row):
-            leaves = action.leaves if self._sharded and action is not None else ()
+            leaves = action.leaves if action is not None else ()
             for leaf in leaves:
                 self._before(leaf)
             yield next(live)
@@ -122,7 +122,7 @@ class _StateNow:
     def parts(self, activations: int) -> dict[str, int]:
         """All bytes alive, by kind."""
         found = dict(self._held.standing)
-        for kind, nbytes in (("weights", self.whole), ("gradients", self.gradients), ("messages", self.messages)):
+        for kind, nbytes in zip(_CHANGING, self.now, strict=True):
             found[kind] = found.get(kind, 0) + nbytes
         return found | {"activations": activations}
 
@@ -140,7 +140,9 @@ class _StateNow:
             self._unreduced.add(leaf.stage)
         elif leaf.kind in (Kind.RESHARD, Kind.REDUCE_GRAD) and leaf.stage in self._unreduced:
             self._unreduced.remove(leaf.stage)
-            self.messages = _IN_MESSAGES * self._held.gradients[leaf.stage]
+            self._messages = _IN_MESSAGES * self._held.gradients[leaf.stage]
+        else:
+            return
         self._count()
 
     def _after(self, leaf: Action) -> None:
@@ -150,21 +152,21 @@ class _StateNow:
             self._count()
 
     def _count(self) -> None:
-        self.whole = sum(nbytes for stages, nbytes in self._held.whole if not stages.isdisjoint(self._stages))
-        self.gradients = sum(self._held.gradients[stage] for stage in self._unreduced)
+        whole = sum(nbytes for stages, nbytes in self._held.whole if not stages.isdisjoint(self._stages))
+        self.now = whole, sum(self._held.gradients[stage] for stage in self._unreduced), self._messages
+        self.most = tuple(map(max, self.most, self.now))  # type: ignore[assignment]
 
 
 def _peak(rank: int, row: Row, live: Iterator[tuple[int, int]], held: HeldBytes) -> StepPeak:
     state, standing = _StateNow(held), sum(held.standing.values())
-    at, parts, largest = 0, state.parts(0), sum(state.parts(0).values())
-    most = [0, 0, 0, 0]
-    for column, activations in state.moments(row, live):
-        now = (state.whole, state.gradients, state.messages, activations)
-        most = list(map(max, most, now))
-        if standing + sum(now) > largest:
-            at, parts, largest = column, state.parts(activations), standing + sum(now)
+    at, parts, largest, most = 0, state.parts(0), standing, 0
+    for column, activations in state.moments(row, live) if held.whole or held.gradients else live:
+        most = max(most, activations)
+        total = standing + sum(state.now) + activations
+        if total > largest:
+            at, parts, largest = column, state.parts(activations), total
     end = state.at_end()
     if sum(end.values()) > largest:
         at, parts = max(len(row) - 1, 0), end
-    found = dict(zip(("weights", "gradients", "messages", "activations"), most, strict=True))
+    found = {**dict(zip(_CHANGING, state.most, strict=True)), "activations": most}
     return StepPeak(rank, at, parts, {kind: held.standing.get(kind, 0) + found.get(kind, 0) for kind in parts})
