@@ -17,6 +17,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from graphpp._torch.symbols import hint
+from graphpp.arguments import Accepted, checked
 from graphpp.errors import ScheduleError
 from graphpp.options.memory import Memory
 from graphpp.passes.graph.joint_graph import JointGraph
@@ -25,6 +26,10 @@ from graphpp.schedules.check.step_memory import StepPeak
 from graphpp.schedules.table.state_bytes import StateBytes
 from graphpp.units import spell_bytes
 
+_CAP = Accepted(
+    "bytes, or a sequence with the bytes of each rank",
+    lambda value: all(type(each) is int and each > 0 for each in (value if isinstance(value, list | tuple) else [value])),
+)
 _KINDS = ("weights", "gradients", "shards", "optimizer", "buffers", "messages", "activations")
 _USED = ("weights", "gradients", "optimizer", "activations")  # columns that stand in every table
 
@@ -67,6 +72,7 @@ class MemoryPlan:
         """The plan of a step with these peaks."""
         return cls(tuple(RankMemory(each.rank, **each.most, peak=each.nbytes) for each in peaks), tuple(state), optimizer)
 
+    @checked(ScheduleError, cap=_CAP)
     def room(self, cap: int | Sequence[int]) -> tuple[int, ...]:
         """The bytes that a cap leaves for activations on each rank; `cap`: for all ranks, or one for each.
 

@@ -152,6 +152,8 @@ def test_a_cap_counts_everything_and_leaves_room_for_activations() -> None:
         bill(pipe).room(own.state)
     with pytest.raises(graphpp.ScheduleError, match="cap: take one number of bytes, or one for each of 1 ranks"):
         bill(pipe).room([1, 2])
+    with pytest.raises(graphpp.ScheduleError, match="cap: take bytes, or a sequence with the bytes of each rank, got 'much'"):
+        bill(pipe).room("much")  # type: ignore[arg-type]
 
 
 def test_casts_of_weights_are_counted_and_evaluation_has_no_bill() -> None:
@@ -202,3 +204,23 @@ def measured(rank: int, schedule: str, keep: int | None) -> None:
 @pytest.mark.parametrize(("schedule", "keep"), [("Interleaved1F1B", None), ("Interleaved1F1B", 1), ("LoopedBFS", 1)])
 def test_ranks_with_shards_hold_what_the_plan_says(schedule: str, keep: int | None) -> None:
     run_ranks(measured, 4, schedule, keep)
+
+
+def verified(rank: int) -> None:
+    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("pp", "dp_shard"))
+    torch.manual_seed(0)
+    x = torch.randn(4, WIDTH)
+    one = graphpp.Microbatch((x[:2],), target=x[:2])
+    options = {"split": ["layers.1", "layers.2", "layers.3"], "schedule": "LoopedBFS", "microbatches": 2}
+    whole = graphpp.verify(Tied(), F.mse_loss, one, ranks=1, **options).plan.memory
+    assert whole is not None
+    memory, parallel = graphpp.Memory(cap=whole.ranks[0].peak - 1), graphpp.Parallel(keep=1)
+    found = graphpp.verify(Tied(), F.mse_loss, one, mesh=mesh, memory=memory, parallel=parallel, **options)
+    assert found.ok and found.plan.memory is not None
+    assert found.plan.memory.ranks[0].shards > 0
+    with pytest.raises(graphpp.ScheduleError, match=r"bytes are alive here .* more than the cap"):
+        graphpp.verify(Tied(), F.mse_loss, one, ranks=1, memory=memory, **options)
+
+
+def test_verify_counts_the_shards_of_the_mesh_against_the_cap() -> None:
+    run_ranks(verified, 2)

@@ -17,10 +17,13 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 
-from graphpp.arguments import Accepted
+from graphpp.arguments import INDEX, Accepted, require
 from graphpp.errors import ScheduleError
+
+_STAGES = Accepted("a tuple of stages", lambda value: isinstance(value, tuple | list) and all(map(INDEX.accepts, value)))
+_BYTES = Accepted("bytes, an integer from 0", lambda value: type(value) is int and value >= 0)
 
 
 @dataclass(frozen=True)
@@ -30,7 +33,7 @@ class StateBytes:
     `readers`: the stages that read it; `makers`: those of them that make gradients of its parameters. `weights`: parameters;
     `sums`: their gradients as one stage sums them; `rounded`: their gradients in `param.grad` where the sums are wider, else 0;
     `optimizer`: the optimizer's state; `derived`: values that are computed from parameters once per step. Raises
-    `ScheduleError` for negative bytes, and for a maker that is no reader.
+    `ScheduleError` for other values than stages and bytes, and for a maker that is no reader.
     """
 
     readers: tuple[int, ...]
@@ -43,10 +46,11 @@ class StateBytes:
     derived: int = 0
 
     def __post_init__(self) -> None:
+        for item in fields(self):
+            accepted = _STAGES if item.name in ("readers", "makers") else _BYTES
+            require(ScheduleError, item.name, accepted, getattr(self, item.name))
         if not set(self.makers) <= set(self.readers) or not self.readers:
             raise ScheduleError(f"{self}: the stages that make gradients are some of the stages that read the parameters")
-        if min(self.weights, self.sums, self.rounded, self.optimizer, self.buffers, self.derived) < 0:
-            raise ScheduleError(f"{self}: bytes are 0 or more")
 
 
 STATE = Accepted(

@@ -126,7 +126,9 @@ def test_a_cap_names_the_rank_the_kinds_and_what_to_do() -> None:
 
 
 def test_bytes_that_cannot_be_are_refused() -> None:
-    with pytest.raises(ScheduleError, match="bytes are 0 or more"):
+    with pytest.raises(ScheduleError, match="weights: take bytes, an integer from 0, got -1"):
         StateBytes((0,), weights=-1)
+    with pytest.raises(ScheduleError, match="readers: take a tuple of stages, got 'a'"):
+        StateBytes("a")  # type: ignore[arg-type]
     with pytest.raises(ScheduleError, match="some of the stages that read"):
         StateBytes((0,), (1,))
