@@ -31,6 +31,7 @@ from graphpp.pipeline.results import EvalResult, StepResult
 from graphpp.planner.megatron_layout import Layout
 from graphpp.planner.plan import Plan
 from graphpp.planner.resolve_split import split_points
+from graphpp.planner.search_plans import PlanCandidate, PlanSearch, plan_auto
 from graphpp.schedules.any_form import simulate
 from graphpp.schedules.draw.pictures import chrome_trace, html, svg
 from graphpp.schedules.generate.names import stage_ids
@@ -38,6 +39,7 @@ from graphpp.schedules.search.scheduler import schedule_auto
 from graphpp.schedules.simulate.timeline import Event, Timeline
 from graphpp.schedules.table.costs import Costs, StageCosts
 from graphpp.schedules.table.schedule import Schedule
+from graphpp.schedules.table.state_bytes import StateBytes
 from graphpp.verification.report import Comparison, Difference, FirstDifference, Verification
 
 __version__ = "0.1.0"
@@ -65,6 +67,8 @@ __all__ = [
     "Parallel",
     "Pipeline",
     "Plan",
+    "PlanCandidate",
+    "PlanSearch",
     "PostValidation",
     "Profile",
     "RankFailure",
@@ -73,6 +77,7 @@ __all__ = [
     "ScheduleError",
     "SplitError",
     "StageCosts",
+    "StateBytes",
     "StepResult",
     "Timeline",
     "Verification",
@@ -82,6 +87,7 @@ __all__ = [
     "chrome_trace",
     "compile",
     "html",
+    "plan_auto",
     "schedule_auto",
     "schedules",
     "simulate",

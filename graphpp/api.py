@@ -25,7 +25,7 @@ from graphpp.options.split import Split
 from graphpp.parallel.agreement import Agreement
 from graphpp.parallel.facts import Facts
 from graphpp.parallel.failure import FailureBoard
-from graphpp.parallel.place import MeshLike, RankPlace, pipeline_ranks, place_of
+from graphpp.parallel.place import MeshLike, RankPlace, pipeline_ranks, place_of, shard_ranks
 from graphpp.pipeline.pipeline import Pipeline
 from graphpp.runtime.model_state import tensor_lines
 from graphpp.runtime.shards.local_rows import is_sharded
@@ -149,7 +149,7 @@ def verify(  # noqa: PLR0913 - the options of `compile`, and two of its own
             `against="whole batch"` a whole batch, which is cut as `Pipeline.step` cuts it.
         microbatches: how many. None: as many as the table or the list has, else one a rank, at least 2; for a whole batch as
             many as `step` would take.
-        mesh: as for `graphpp.compile`; only the size of its dimension `pp` counts.
+        mesh: as for `graphpp.compile`; only the sizes of its dimensions `pp` and, for `memory.cap`, `dp_shard` count.
         ranks: how many ranks the schedule is for. None: those of the mesh or the table, or as many as the
             split asks for, else 2.
         tolerance: the relative difference that counts as rounding. None: 1e-6 in float32, and as many units in the last
@@ -189,7 +189,7 @@ def verify(  # noqa: PLR0913 - the options of `compile`, and two of its own
     require(GraphPPError, "tolerance", or_none(_DIFFERENCE), tolerance)
     wanted = options.microbatches or max(2, count)
     require(BatchError, "microbatches", _VERIFIED, wanted)
-    place = SimulatedPlace(options.parallel.device or device_of(model), None, count=count)
+    place = SimulatedPlace(options.parallel.device or device_of(model), None, count=count, shard_count=shard_ranks(mesh))
     dumps = debug is not None
     if against == "whole batch":
         parts, whole = cut_as_in_a_step(several[0], count, options), flatten_microbatch(several[0])

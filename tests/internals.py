@@ -12,7 +12,7 @@ from unittest.mock import patch
 
 import graphpp
 from graphpp.capture.repeats import replace_calls
-from graphpp.compiler import assemble, build, capture_once
+from graphpp.compiler import assemble, capture_once, compile_graph
 from graphpp.compiler.assemble import Assembly
 from graphpp.compiler.build import Lowered
 from graphpp.compiler.compile_graph import CompiledGraph
@@ -94,7 +94,7 @@ def offloading_by(mover: Any) -> AbstractContextManager[Any]:
 
 def freeing_memory() -> AbstractContextManager[Any]:
     """Meanwhile offloaded values count as away, as on a device whose memory is not the host's."""
-    return patch.object(build, "eviction_frees_memory", lambda device: True)
+    return patch.object(compile_graph, "eviction_frees_memory", lambda device: True)
 
 
 def recording_by(recorder: Any) -> AbstractContextManager[Any]:

@@ -17,7 +17,7 @@ from functools import cached_property
 from graphpp.backends.regions import SizedCall
 from graphpp.compiler import facts, overlap
 from graphpp.compiler.buffer_hazards import check_forward_order, check_late_reads
-from graphpp.compiler.compile_graph import CompiledGraph, offload_windows, programs_of
+from graphpp.compiler.compile_graph import CompiledGraph, freed_windows, held_by_ranks, offload_windows, programs_of
 from graphpp.compiler.compile_regions import RegionCache
 from graphpp.compiler.request import CompileRequest
 from graphpp.errors import BatchError, GraphPPError, ScheduleError
@@ -26,11 +26,10 @@ from graphpp.passes.graph.op_costs import OpCosts
 from graphpp.passes.provenance import ProgramGraphs
 from graphpp.passes.stage.outline_regions import cost_with_regions
 from graphpp.planner.tables import CheckedTable
-from graphpp.runtime.offloader import eviction_frees_memory
 from graphpp.runtime.program import Buffer, Parameter, PipelineProgram, WovenProgram
-from graphpp.runtime.program_costs import costs_of_programs
-from graphpp.schedules.check.peak_memory import check_memory
+from graphpp.runtime.program_costs import costs_of_microbatches
 from graphpp.schedules.check.schedule_under_check import ScheduleUnderCheck
+from graphpp.schedules.check.step_memory import check_memory
 from graphpp.schedules.table.offload_window import OffloadWindow
 from graphpp.schedules.table.schedule import Schedule
 
@@ -79,7 +78,7 @@ def lowered(
 ) -> Lowered:
     """Lower the graphs of a call's microbatches for its table.
 
-    `memory_cap`: the bytes of activations that each rank may hold. Raises `ScheduleError` where the table does not fit the
+    `memory_cap`: the bytes that each rank may hold. Raises `ScheduleError` where the table does not fit the
     graphs or the cap, `BatchError` where the microbatches cannot share a step.
     """
     place = request.place
@@ -122,8 +121,7 @@ def checked_programs(
     programs = programs_of(request, graphs, table)
     windows = _windows(request, graphs, programs, table)
     if memory_cap is not None:
-        freed = windows if eviction_frees_memory(request.place.device) else ()
-        _check_memory(table.plain, programs, memory_cap, freed)
+        _check_memory(request, graphs[0], programs, table, freed_windows(request, windows), memory_cap)
     check_late_reads(programs)
     return programs, windows
 
@@ -197,9 +195,13 @@ def _check_ranks(table: Schedule, graphs: Iterable[CompiledGraph]) -> None:
 
 
 def _check_memory(
-    table: Schedule, programs: Sequence[PipelineProgram], cap: Sequence[int], windows: Sequence[OffloadWindow]
+    request: CompileRequest,
+    first: CompiledGraph,
+    programs: Sequence[PipelineProgram],
+    table: CheckedTable,
+    windows: Sequence[OffloadWindow],
+    cap: Sequence[int],
 ) -> None:
     """Raise `ScheduleError` where more bytes are alive on a rank than the caller allows; all else was checked before."""
-    costs = {id(program): costs_of_programs(program) for program in programs}
-    case = ScheduleUnderCheck(table, table.stages, table.microbatches)
-    check_memory(case, [costs[id(program)] for program in programs], cap, windows)
+    case = ScheduleUnderCheck(table.running, table.running.stages, table.running.microbatches)
+    check_memory(case, costs_of_microbatches(programs), cap, windows, held_by_ranks(request, first, table))

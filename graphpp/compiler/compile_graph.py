@@ -10,11 +10,9 @@ Contract
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-
-import torch
 
 from graphpp._torch import aot
 from graphpp._torch.symbols import Values, considering, hint
@@ -36,14 +34,19 @@ from graphpp.planner import offload_policy as offload
 from graphpp.planner import recompute_policy as policy
 from graphpp.planner.counts import stages_of
 from graphpp.planner.layers import module_calls
+from graphpp.planner.memory_plan import MemoryPlan, StateDtypes, state_of
 from graphpp.planner.plan import Plan
 from graphpp.planner.resolve_split import resolve
-from graphpp.planner.shard_plan import ShardPlan, StageBytes
+from graphpp.planner.shard_plan import ShardPlan
 from graphpp.planner.tables import CheckedTable
-from graphpp.runtime.program import Input, PipelineProgram, StageProgram, TensorMeta
+from graphpp.runtime.offloader import eviction_frees_memory
+from graphpp.runtime.program import Input, PipelineProgram, StageProgram
+from graphpp.runtime.program_costs import costs_of_microbatches
 from graphpp.runtime.runner import ranks_of_parameters
 from graphpp.runtime.shards.precision import Precision
+from graphpp.schedules.check.step_memory import step_peaks
 from graphpp.schedules.table.offload_window import OffloadWindow
+from graphpp.schedules.table.state_bytes import HeldBytes, StateBytes, gradients_by_stage, held_bytes
 
 TableFor = Callable[[int], CheckedTable]
 """The checked table for a number of stages."""
@@ -131,6 +134,13 @@ class CompiledGraph:
         """For each parameter the ranks that hold it, ascending; the first one counts it in norms."""
         return ranks_of_parameters(self.program, self.plan.rank_of_stage)
 
+    def state(self, request: CompileRequest) -> tuple[StateBytes, ...]:
+        """The bytes of parameters, gradients, optimizer and buffers, by the stages that read them."""
+        options, parameters = request.options, request.model.named_parameters()
+        precision = Precision(options.parallel.param_dtype, options.parallel.reduce_dtype)
+        dtypes = StateDtypes({fqn: each.dtype for fqn, each in parameters}, options.gradients.dtype, precision)
+        return state_of(self.captured.joint, self.program.stages, dtypes, options.memory)
+
     def written_buffers(self) -> Iterator[tuple[StageProgram, str]]:
         """(stage, FQN) of each buffer that a forward writes."""
         return ((stage, fqn) for stage in self.program.stages for fqn in stage.written_buffers)
@@ -159,50 +169,49 @@ def compile_graph(
         program = lower(captured.joint, starts, hook, _choices(request, captured.joint, variant))
     boundaries = [[call.fqn for call in calls if call.position >= start] for start in starts[1:]]
     plan = Plan.of(captured.joint, program, table.plain)
-    if table.shards is not None and request.place.sharding is not None:
-        plan = replace(plan, sharding=_shard_plan(request, captured.joint, program, table, request.place.sharding.ranks))
     graph = CompiledGraph(captured, program, plan, boundaries, {variant: program}, sources, dump)
-    if training and options.memory.offload is not None:
+    if training:
         programs = programs_of(request, [graph] * len(recomputed), table)
-        graph = replace(graph, plan=replace(plan, offload_windows=offload_windows(request, [graph], programs, table)))
+        plan = replace(plan, offload_windows=offload_windows(request, [graph], programs, table))
+        plan = replace(plan, memory=_memory_plan(request, graph, programs, table, plan.offload_windows))
+    graph = replace(graph, plan=replace(plan, sharding=_shard_plan(request, graph, table)))
     dump.plan(graph.plan, table)
     return graph
 
 
-def _shard_plan(
-    request: CompileRequest, joint: JointGraph, program: PipelineProgram, table: CheckedTable, shards: int
-) -> ShardPlan:
-    """The cost of sharded parameters under the table that the ranks run."""
-    widened, metas = request.options.gradients.dtype, joint.parameters
-    own = {fqn: parameter.dtype for fqn, parameter in request.model.named_parameters()}
-    precision = Precision(request.options.parallel.param_dtype, request.options.parallel.reduce_dtype)
-
-    def sums(stage: StageProgram) -> list[tuple[TensorMeta, torch.dtype]]:
-        return [(metas[fqn], _dtype_of_sum(metas[fqn].dtype, widened)) for fqn in stage.gradients]
-
-    def rows(stage: StageProgram) -> list[tuple[TensorMeta, torch.dtype]]:
-        gradients = [(metas[fqn], _dtype_of_sum(own[fqn], widened)) for fqn in stage.gradients]
-        return [*((metas[fqn], own[fqn]) for fqn in stage.parameters), *gradients]
-
-    stages = [
-        StageBytes(
-            whole_parameters=sum(metas[fqn].nbytes for fqn in stage.parameters),
-            whole_gradients=_bytes(sums(stage)),
-            sent_gradients=_bytes((meta, precision.of_messages(dtype)) for meta, dtype in sums(stage)),
-            rows=_bytes(rows(stage)),
-        )
-        for stage in program.stages
-    ]
-    return ShardPlan.of(table.running, stages, shards, request.options.parallel.keep)
+def held_by_ranks(request: CompileRequest, graph: CompiledGraph, table: CheckedTable) -> tuple[HeldBytes, ...]:
+    """The state that each rank of the pipeline holds in a step: parameters, gradients, optimizer, buffers."""
+    home, ranks = table.running.rank_of_stage, table.running.ranks
+    shards = request.place.shards if table.shards is not None else None
+    return held_bytes(graph.state(request), home, ranks, shards, request.options.parallel.keep is not None)
 
 
-def _dtype_of_sum(dtype: torch.dtype, widened: torch.dtype | None) -> torch.dtype:
-    return dtype if widened is None else torch.promote_types(dtype, widened)
+def freed_windows(request: CompileRequest, windows: Sequence[OffloadWindow]) -> Sequence[OffloadWindow]:
+    """The offloaded values whose eviction gives memory back: on the CPU none."""
+    return windows if eviction_frees_memory(request.place.device) else ()
 
 
-def _bytes(tensors: Iterable[tuple[TensorMeta, torch.dtype]]) -> int:
-    """The bytes of tensors of these shapes in other dtypes."""
-    return sum(meta.nbytes // meta.dtype.itemsize * dtype.itemsize for meta, dtype in tensors)
+def _memory_plan(
+    request: CompileRequest,
+    graph: CompiledGraph,
+    programs: Sequence[PipelineProgram],
+    table: CheckedTable,
+    windows: Sequence[OffloadWindow],
+) -> MemoryPlan:
+    """The bytes of each rank under the table that the ranks run. `programs`: those of each microbatch."""
+    held, freed = held_by_ranks(request, graph, table), freed_windows(request, windows)
+    peaks = step_peaks(table.running, costs_of_microbatches(programs), held, freed)
+    return MemoryPlan.of(peaks, graph.state(request), request.options.memory.optimizer)
+
+
+def _shard_plan(request: CompileRequest, graph: CompiledGraph, table: CheckedTable) -> ShardPlan | None:
+    """The cost of sharded parameters under the table that the ranks run; None where they are whole."""
+    if table.shards is None or request.place.shards is None:
+        return None
+    metas = graph.captured.joint.parameters
+    parameters = [sum(metas[fqn].nbytes for fqn in stage.parameters) for stage in graph.program.stages]
+    gradients = gradients_by_stage(graph.state(request), len(parameters), sent=True)
+    return ShardPlan.of(table.running, parameters, gradients, request.place.shards, request.options.parallel.keep)
 
 
 def programs_of(request: CompileRequest, graphs: Sequence[CompiledGraph], table: CheckedTable) -> list[PipelineProgram]:

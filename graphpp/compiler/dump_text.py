@@ -60,12 +60,14 @@ def _listed(title: str, values: Sequence[TensorMeta], makers: dict[str, fx.Node]
 
 
 def plan_json(plan: Plan) -> str:
-    """The plan as JSON: stages, and the schedule with one line of actions per rank."""
+    """The plan as JSON: stages, the memory of each rank, and the schedule with one line of actions per rank."""
     rows = [" ".join(str(cell or ".") for cell in row) for row in plan.schedule.table]
     schedule = {key: getattr(plan.schedule, key) for key in ("name", "stages", "microbatches")} | {"table": rows}
     windows = [{key: _plain(value) for key, value in vars(window).items()} for window in plan.offload_windows]
     away = {"offload": windows} if windows else {}
-    return json.dumps({"stages": [asdict(stage) for stage in plan.stages], **away, "schedule": schedule}, indent=1) + "\n"
+    memory = {} if plan.memory is None else {"memory": [asdict(rank) for rank in plan.memory.ranks]}
+    stages = [asdict(stage) for stage in plan.stages]
+    return json.dumps({"stages": stages, **memory, **away, "schedule": schedule}, indent=1) + "\n"
 
 
 def _plain(value: object) -> object:

@@ -1,12 +1,13 @@
-"""`memory=`: which activations are alive between forward and backward, and which parameters a rank keeps."""
+"""`memory=`: which activations are alive between forward and backward, which parameters stay, and a cap for all bytes."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
-from graphpp.arguments import FLAG, shown
+from graphpp.arguments import FLAG, NUMBER, shown
 from graphpp.errors import GraphPPError
 from graphpp.options import offload as offloading
 from graphpp.options import recompute as recomputing
@@ -24,9 +25,22 @@ def _read_cap(form: object) -> Cap:
     return tuple(form) if isinstance(form, Sequence) else form  # type: ignore[return-value]
 
 
+_VALUES = {"adamw": 2, "adam": 2, "momentum": 1, "sgd": 0}
+"""Optimizers by name, and how many values of the parameter's dtype each keeps for a trained element."""
+_OPTIMIZERS = '"adamw", "adam", "momentum", "sgd", or a number of bytes from 0 to 1024'
+
+
+def _read_optimizer(form: object) -> str | float:
+    if isinstance(form, str) and form in _VALUES:
+        return form
+    if NUMBER.accepts(form) and 0 <= form <= 1024:  # type: ignore[operator]
+        return form  # type: ignore[return-value]
+    raise GraphPPError(f"take {_OPTIMIZERS}, got {shown(form)}")
+
+
 @dataclass(frozen=True)
 class Memory(Group):
-    """The activations that are alive between forward and backward, and the parameters that a rank keeps.
+    """The activations that are alive between forward and backward, the parameters that a rank keeps, and a cap for all bytes.
 
     Raises `GraphPPError` for values that no option takes.
     """
@@ -59,9 +73,18 @@ class Memory(Group):
         None,
         read=_read_cap,
         takes="bytes, or a sequence with the bytes of each rank",
-        about="Bytes of activations that may be alive on a rank during a step. A schedule that needs more is refused before "
-        "the first step. Counted from the graph: values that wait for their backward, and values alive while a program "
-        "runs. Parameters, gradients and an operator's own workspace come on top.",
+        about="Bytes that may be alive on a rank at one time of a training step: parameters, gradients, buffers, the state of "
+        "the optimizer (see `memory.optimizer`), and activations, which are values that wait for their backward and values "
+        "alive while a program runs. A schedule that needs more is refused before the first step; `pipe.plan.memory` has all "
+        "these bytes. Counted from the graph and the table; an operator's own workspace and messages come on top.",
+    )
+    optimizer: Option[str | float, str | float] = Option(
+        "adamw",
+        read=_read_optimizer,
+        takes=_OPTIMIZERS,
+        about="What the optimizer keeps, which graphpp does not know, for the plan and `memory.cap`. AdamW and Adam keep two "
+        "values of the parameter's dtype for each trained element, SGD with momentum one, SGD none. A number: the bytes for "
+        "each trained element, e.g. 12 for two values and a copy of the weights in float32.",
     )
     release: Option[bool, bool] = Option(
         True,
@@ -71,6 +94,11 @@ class Memory(Group):
         "is captured. False keeps copies, which do not follow the training, until `pipe.release()`; a second pipeline over the "
         "same model that puts a parameter on another rank needs this. One rank holds everything and gives nothing back.",
     )
+
+    def optimizer_bytes(self, elements: int, itemsize: int) -> int:
+        """The bytes of the optimizer's state for trained elements of so many bytes each."""
+        each = _VALUES[self.optimizer] * itemsize if isinstance(self.optimizer, str) else self.optimizer
+        return math.ceil(elements * each)
 
     def caps(self, ranks: int) -> tuple[int, ...] | None:
         """The cap of each rank in bytes. Raises `GraphPPError` if there are not as many as ranks."""

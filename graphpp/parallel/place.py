@@ -123,6 +123,11 @@ class RankPlace:
         return dist.get_world_size(self.group) if self.group is not None else 1
 
     @property
+    def shards(self) -> int | None:
+        """Into how many shards parameters are cut; None: each rank holds the whole parameters of its stages."""
+        return None if self.sharding is None else self.sharding.ranks
+
+    @property
     def twins(self) -> dist.ProcessGroup | None:
         """The ranks with the same parameters as this one; None: there are no others."""
         return self.replicas if self.sharding is None else self.sharding.copies
@@ -181,6 +186,12 @@ def pipeline_ranks(mesh: MeshLike) -> int | None:
         return mesh.size(names.index(_PIPELINE)) if _PIPELINE in names else 1
     _check_group(mesh)
     return None if mesh is None else dist.get_world_size(mesh)
+
+
+def shard_ranks(mesh: MeshLike) -> int | None:
+    """The number of ranks over which parameters are sharded; None: they are not."""
+    ranks = _size(mesh, _SHARDS) if isinstance(mesh, DeviceMesh) else 1
+    return ranks if ranks > 1 else None
 
 
 def _in_mesh(model: object, mesh: DeviceMesh, device: torch.device | None, least_shards: int) -> RankPlace:

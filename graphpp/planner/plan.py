@@ -12,6 +12,7 @@ from functools import cached_property
 
 from graphpp.capture import activation_checkpoints as checkpoints
 from graphpp.passes.graph.joint_graph import JointGraph
+from graphpp.planner.memory_plan import MemoryPlan
 from graphpp.planner.shard_plan import ShardPlan
 from graphpp.runtime.program import PipelineProgram, StageProgram
 from graphpp.schedules.table.offload_window import OffloadWindow
@@ -39,6 +40,7 @@ class Plan:
 
     `offload_windows`: the saved values that are in the host's memory between forward and backward. `checkpoints`: how many
     calls of modules the model itself checkpoints (`torch.utils.checkpoint`). `sharding`: the cost of shards over `dp_shard`.
+    `memory`: the bytes of each rank in a training step; None for evaluation.
     """
 
     stages: tuple[StagePlan, ...]
@@ -46,6 +48,7 @@ class Plan:
     offload_windows: tuple[OffloadWindow, ...] = ()
     checkpoints: int = 0
     sharding: ShardPlan | None = None
+    memory: MemoryPlan | None = None
 
     @classmethod
     def of(cls, joint: JointGraph, program: PipelineProgram, schedule: Schedule) -> Plan:
@@ -59,7 +62,7 @@ class Plan:
         return {stage.stage: stage.rank for stage in self.stages}
 
     def __str__(self) -> str:
-        """The table: stage, rank, FQNs, parameters, bytes sent, bytes saved."""
+        """The table: stage, rank, FQNs, parameters, bytes sent, bytes saved; then the memory of each rank, and the shards."""
         from rich import box  # loaded by the first plan that is printed
         from rich.console import Console
         from rich.table import Table
@@ -81,7 +84,7 @@ class Plan:
         out = io.StringIO()
         Console(file=out, width=110, no_color=True).print(table)
         lines = [line.rstrip() for line in out.getvalue().splitlines()]
-        return "\n".join([*lines, *([str(self.sharding)] if self.sharding is not None else [])])
+        return "\n".join([*lines, *(str(part) for part in (self.memory, self.sharding) if part is not None)])
 
     def _offloaded(self, stage: int) -> list[str]:
         """`1.2 MiB, 5 of 8`: the largest number of bytes that a microbatch offloads, and how many microbatches offload any."""

@@ -1,10 +1,11 @@
-"""The plan of sharded parameters: bytes of whole stages and of shards, gathers, reductions and bytes sent in a step.
+"""The plan of sharded parameters: gathers, reductions and bytes sent in a step. `memory_plan.py` has the bytes in memory.
 
 Contract
-    in   the bytes of each stage (`StageBytes`), the table that the ranks run, the number of shards
-    out  `ShardPlan`: for each rank of the pipeline its bytes; in words, with another schedule where this one gathers a stage
-         more than twice
-    Parameters of several stages count in each of them. The state of the optimizer, which graphpp does not know, is not counted.
+    in   the bytes of each stage's parameters, whole, and of its gradients, as they are sent; the table that the ranks run; the
+         number of shards
+    out  `ShardPlan`: for each rank of the pipeline what it sends; in words, with another schedule where this one gathers a
+         stage more than twice
+    Parameters of several stages count in each of them.
 """
 
 from __future__ import annotations
@@ -24,34 +25,20 @@ _OFTEN = 2  # gathers of a stage in a step
 
 
 @dataclass(frozen=True)
-class StageBytes:
-    """The bytes of one stage's parameters and gradients: whole, as gradients are sent, and of the rows of all ranks."""
-
-    whole_parameters: int
-    whole_gradients: int
-    sent_gradients: int
-    rows: int
-
-
-@dataclass(frozen=True)
 class RankShards:
-    """One rank's bytes in a step. `whole_parameters`, `whole_gradients`: the most at once; `shards`: of both, for good."""
+    """One rank's step: how often a stage is gathered and reduced, and the bytes that the rank sends for it."""
 
     rank: int
     gathers: float
     reductions: float
-    whole_parameters: int
-    whole_gradients: int
-    shards: int
     sent: int
 
     @property
     def words(self) -> str:
         """One line."""
-        whole = f"{spell_bytes(self.whole_parameters)} of parameters and {spell_bytes(self.whole_gradients)} of gradients"
         return (
-            f"rank {self.rank}: a stage is gathered {self.gathers:g} times and reduced {self.reductions:g} times a step; whole "
-            f"at once are {whole}; shards of both take {spell_bytes(self.shards)}; dp_shard sends {spell_bytes(self.sent)}"
+            f"rank {self.rank}: a stage is gathered {self.gathers:g} times and reduced {self.reductions:g} times a step; "
+            f"dp_shard sends {spell_bytes(self.sent)}"
         )
 
 
@@ -64,31 +51,21 @@ class ShardPlan:
     advice: str = ""
 
     @classmethod
-    def of(cls, running: Schedule, stages: Sequence[StageBytes], shards: int, keep: int | None) -> ShardPlan:
-        """The plan of a table with the actions of sharded stages."""
-        whole = [each.whole_parameters for each in stages], [each.whole_gradients for each in stages]
-        counts = shard_counts(running, *whole)
-        ranks = [_rank(rank, each, stages, shards) for rank, each in enumerate(counts)]
+    def of(
+        cls, running: Schedule, parameters: Sequence[int], gradients: Sequence[int], shards: int, keep: int | None
+    ) -> ShardPlan:
+        """The plan of a table with the actions of sharded stages; bytes by stage."""
+        counts = shard_counts(running, parameters, gradients)
+        ranks = [
+            RankShards(rank, each.gathers_per_stage, each.reductions_per_stage, round(each.sent(parameters, gradients, shards)))
+            for rank, each in enumerate(counts)
+        ]
         return cls(shards, tuple(ranks), _advice(running, counts, keep))
 
     def __str__(self) -> str:
         """A line per rank, and the advice."""
         lines = [each.words for each in self.ranks]
         return "\n".join([f"parameters sharded over {self.shards} ranks", *lines, *filter(None, [self.advice])])
-
-
-def _rank(rank: int, counts: ShardCounts, stages: Sequence[StageBytes], shards: int) -> RankShards:
-    kept = sum(-(-stages[stage].rows // shards) for stage in counts.gathers)
-    sent = [each.whole_parameters for each in stages], [each.sent_gradients for each in stages]
-    return RankShards(
-        rank,
-        counts.gathers_per_stage,
-        counts.reductions_per_stage,
-        round(counts.whole),
-        round(counts.gradients),
-        kept,
-        round(counts.sent(*sent, shards)),
-    )
 
 
 def _advice(running: Schedule, counts: Sequence[ShardCounts], keep: int | None) -> str:

@@ -5,6 +5,8 @@ Contract: times are not known from programs alone, so F = I = W = 1, and message
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from graphpp.runtime.program import Phase, PipelineProgram, StageProgram
 from graphpp.schedules.table.actions import Kind
 from graphpp.schedules.table.costs import Costs, StageCosts
@@ -21,3 +23,9 @@ def costs_of_stage(stage: StageProgram) -> StageCosts:
 def costs_of_programs(program: PipelineProgram) -> Costs:
     """The bytes of all stages, by stage."""
     return Costs(tuple(map(costs_of_stage, program.stages)))
+
+
+def costs_of_microbatches(programs: Sequence[PipelineProgram]) -> list[Costs]:
+    """The bytes of all stages for each microbatch; microbatches that share their programs share one object."""
+    costs = {id(program): costs_of_programs(program) for program in programs}
+    return [costs[id(program)] for program in programs]

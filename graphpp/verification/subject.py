@@ -34,7 +34,7 @@ from graphpp.passes.graph.joint_graph import JointGraph
 from graphpp.passes.graph.stage_graphs import StagedGraphs
 from graphpp.passes.lower import PassResult
 from graphpp.planner.counts import microbatches_for
-from graphpp.planner.tables import CheckedTable, Tables
+from graphpp.planner.tables import CheckedTable, ShardPolicy, Tables
 from graphpp.runtime.model_state import state_restored
 from graphpp.runtime.program import PipelineProgram
 from graphpp.schedules.generate.read import default_stages
@@ -51,11 +51,17 @@ class SimulatedPlace(RankPlace):
     """One process that takes the place of `count` ranks."""
 
     count: int = 1
+    shard_count: int | None = None
 
     @property
     def ranks(self) -> int:
         """The number of ranks that the schedule is for."""
         return self.count
+
+    @property
+    def shards(self) -> int | None:
+        """Into how many shards the ranks would cut parameters; this process holds them whole."""
+        return self.shard_count
 
 
 @dataclass(frozen=True)
@@ -93,7 +99,8 @@ def subject_of(
             seen["staged"] = passed.result
 
     request = CompileRequest(model, loss, options, place, watch, dumps)
-    tables, count = Tables(options.schedule, place.ranks), len(parts)
+    shards = ShardPolicy(options.parallel.keep) if place.shards is not None else None
+    tables, count = Tables(options.schedule, place.ranks, shards), len(parts)
 
     def table_for(stages: int) -> CheckedTable:
         return tables.checked(stages, count, True)

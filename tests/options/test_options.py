@@ -81,6 +81,7 @@ def test_facts_change_with_every_option_that_is_compared(group: type[Group]) -> 
     others: dict[str, Any] = {
         "split": 3, "schedule": "GPipe", "microbatches": 7, "parallel.op_costs": len, "backend": "inductor",
         "memory.recompute": "full", "memory.offload": 0.25, "memory.cap": [5, 6], "memory.release": False,
+            "memory.optimizer": "sgd",
             "gradients.reduction": "sum",
         "gradients.dtype": torch.float32, "gradients.fused": True, "debug.max_graphs": 3,
         "debug.dynamic": True, "parallel.check_data": 7, "parallel.keep": 2, "parallel.param_dtype": torch.bfloat16,
@@ -122,6 +123,8 @@ WRONG: dict[str, tuple[Any, str]] = {
     "cap": (lambda: graphpp.Memory(cap=0), r"memory\.cap: take a positive number of bytes"),
     "caps": (lambda: graphpp.Memory(cap=[]), r"memory\.cap: take a positive number of bytes"),
     "cap text": (lambda: graphpp.Memory(cap="12"), r"memory\.cap: take a positive"),  # type: ignore[arg-type]
+    "optimizer": (lambda: graphpp.Memory(optimizer="lamb"), r'memory\.optimizer: take "adamw", .* got \'lamb\''),
+    "optimizer bytes": (lambda: graphpp.Memory(optimizer=-1), r"memory\.optimizer: .* bytes from 0 to 1024, got -1"),
     "too many caps": (lambda: graphpp.Memory(cap=[1, 2]).caps(3), r"memory\.cap: .* each of 3 ranks"),
     "gradients": (lambda: Options(gradients=torch.float32), r"gradients: take None, a graphpp\.Gradients"),  # type: ignore[arg-type]
     "dtype": (lambda: graphpp.Gradients(dtype=torch.int64), r"gradients\.dtype: take a floating torch\.dtype"),

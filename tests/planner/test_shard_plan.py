@@ -104,15 +104,15 @@ def measured(rank: int, schedule: str, keep: int | None, dtypes: Dtypes) -> None
     )  # fmt: skip
     pipe.step(x, target=x)
     pipe.zero_grad()
-    assert pipe.plan.sharding is not None
-    foretold = pipe.plan.sharding.ranks[rank // 2]
+    assert pipe.plan.sharding is not None and pipe.plan.memory is not None
+    foretold, memory = pipe.plan.sharding.ranks[rank // 2], pipe.plan.memory.ranks[rank // 2]
     with pytest.MonkeyPatch.context() as patched:
         counted = Counted(patched, 2)
         pipe.step(x, target=x)
     assert counted.sent == foretold.sent
-    assert counted.most == foretold.whole_parameters
+    assert counted.most == memory.weights
     width = max(torch.float32, dtypes[2] or torch.float32, key=lambda dtype: dtype.itemsize).itemsize
-    assert foretold.shards * 2 == sum(p.nbytes + p.numel() * width * p.requires_grad for p in pipe.parameters())
+    assert memory.shards * 2 == sum(p.nbytes + p.numel() * width * p.requires_grad for p in pipe.parameters())
     text = str(pipe)
     assert "parameters sharded over 2 ranks" in text
     assert ("'LoopedBFS' would gather 1.5 times" in text) == (schedule == "Interleaved1F1B" and keep == 1)

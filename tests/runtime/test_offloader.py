@@ -168,16 +168,16 @@ def test_the_memory_cap_leaves_out_offloaded_bytes() -> None:
     def run(choice: Any, cap: int) -> None:
         planned(choice, "GPipe", microbatches=8, cap=cap).step(batch, target=batch)
 
-    with pytest.raises(ScheduleError) as refused:
-        run(True, 1)
-    everything = int(str(refused.value).split(" bytes of activations")[0].split()[-1].replace(",", ""))
-    run(True, everything)
-    with pytest.raises(ScheduleError):
-        run(True, everything - 1)
+    memory = planned(True, "GPipe", microbatches=8).plan.memory
+    assert memory is not None
+    state, activations = memory.ranks[0].state, memory.ranks[0].activations
+    run(True, state + activations)
+    with pytest.raises(ScheduleError, match=f"{state + activations:,} bytes are alive here"):
+        run(True, state + activations - 1)
     with internals.freeing_memory():
-        run(True, everything // 2)
+        run(True, state + activations // 2)
         with pytest.raises(ScheduleError):
-            run(None, everything // 2)
+            run(None, state + activations // 2)
 
 
 def test_a_step_that_fails_drops_evicted_values() -> None:

@@ -53,6 +53,7 @@ class ShardedGradients:
 
     def reduce(self, stage: int) -> None:
         """Start to sum over the ranks what the stage's gradients add up to by now."""
+        self._add_ended()  # their memory goes back before more is taken
         ranks = self._sharded.sharding.ranks
         taken = self._stages[stage].take()
         taken |= {fqn: total.repeat(ranks) for fqn, total in taken.items() if not total.dim()}  # every rank needs it
@@ -65,8 +66,6 @@ class ShardedGradients:
             dtypes = [self._dtype_of_rows(fqn) for fqn in fqns]
             pending = scattered(totals, lengths, self._sharded.sharding.group, dtypes)
             self._pending.append(([(stage, fqn) for fqn in fqns], pending))
-        while self._pending and self._pending[0][1].work.is_completed():
-            self._add(*self._pending.popleft())
 
     def finish(self) -> None:
         """Add the gradients of this rank's rows to `param.grad`."""
@@ -108,6 +107,11 @@ class ShardedGradients:
 
     def _dtype_of_rows(self, fqn: str) -> torch.dtype:
         return dtype_of_sum(self._sharded.parameters[fqn], self._sum_dtype)
+
+    def _add_ended(self) -> None:
+        """Add the rows of the first reductions that have ended, in the order in which they were started."""
+        while self._pending and self._pending[0][1].work.is_completed():
+            self._add(*self._pending.popleft())
 
     def _add(self, keys: Sequence[_Key], pending: PendingSums) -> None:
         for key, rows in zip(keys, pending.results(), strict=True):

@@ -12,7 +12,7 @@ Contract. After `check(schedule, ranks=, stages=, microbatches=)` returns:
     overlap waits for the inputs of all its parts before it starts, so no part may depend on another part, not even by way
     of other ranks;
     if a memory cap is given: no rank ever has more bytes of activations alive than the cap
-    (`graphpp.schedules.check.peak_memory`).
+    (`graphpp.schedules.check.step_memory`, which counts all other bytes of a rank too where they are known).
 The rules are applied twice in different forms: to arrays (`graphpp.schedules.check.vectorized`, 1 to 2 µs a cell), and, for
 a table that arrays do not show to be right, action by action (26 to 33 µs a cell), which finds the fault and writes its text.
 """
@@ -25,9 +25,10 @@ from itertools import product
 from graphpp.errors import ScheduleError
 from graphpp.schedules.check.channel_order import check_channels, check_messages
 from graphpp.schedules.check.deadlock import check_progress
-from graphpp.schedules.check.peak_memory import MicrobatchCosts, check_memory
+from graphpp.schedules.check.peak_memory import MicrobatchCosts
 from graphpp.schedules.check.schedule_under_check import Position, ScheduleUnderCheck
 from graphpp.schedules.check.shard_order import check_reductions, check_sharding
+from graphpp.schedules.check.step_memory import check_memory
 from graphpp.schedules.check.vectorized import is_valid
 from graphpp.schedules.table.actions import BACKWARDS, PER_STAGE, Action, Kind, has_right_parts
 from graphpp.schedules.table.offload_window import OffloadWindow

@@ -16,7 +16,6 @@ from typing import NamedTuple
 
 from graphpp.arguments import Accepted, checked
 from graphpp.errors import ScheduleError
-from graphpp.schedules.check.schedule_under_check import Position, ScheduleUnderCheck
 from graphpp.schedules.table.actions import Action, Kind
 from graphpp.schedules.table.costs import Costs
 from graphpp.schedules.table.offload_window import OffloadWindow
@@ -56,6 +55,14 @@ def peak_bytes(schedule: Schedule, costs: MicrobatchCosts, offloaded: Sequence[O
 
 def peaks(schedule: Schedule, costs: MicrobatchCosts, offloaded: Sequence[OffloadWindow] = ()) -> tuple[Peak, ...]:
     """The peak of each rank. Raises `ScheduleError` if `costs` has another number of stages, or of microbatches."""
+    live = live_activations(schedule, costs, offloaded)
+    return tuple(_peak(rank, each) for rank, each in enumerate(live))
+
+
+def live_activations(
+    schedule: Schedule, costs: MicrobatchCosts, offloaded: Sequence[OffloadWindow] = ()
+) -> tuple[Iterator[tuple[int, int]], ...]:
+    """For each rank (column, bytes of activations alive), while each action runs and after it. Raises the errors of `peaks`."""
     each = [costs] * schedule.microbatches if isinstance(costs, Costs) else list(costs)
     if len(each) != schedule.microbatches:
         raise ScheduleError(f"schedule {schedule.name!r} has {schedule.microbatches} microbatches, the costs {len(each)}")
@@ -66,24 +73,7 @@ def peaks(schedule: Schedule, costs: MicrobatchCosts, offloaded: Sequence[Offloa
                 "give the costs of each stage"
             )
     evicted, prefetched = _moved(offloaded)
-    return tuple(_peak(rank, _live(row, each, evicted, prefetched)) for rank, row in enumerate(schedule.table))
-
-
-def check_memory(
-    subject: ScheduleUnderCheck,
-    costs: MicrobatchCosts,
-    cap: int | Sequence[int],
-    offloaded: Sequence[OffloadWindow] = (),
-) -> None:
-    """Raise `ScheduleError` at the peak of a rank with more than `cap` bytes alive; `cap`: for all ranks, or one for each."""
-    caps = [cap] * subject.schedule.ranks if isinstance(cap, int) else list(cap)
-    if len(caps) != subject.schedule.ranks:
-        raise ScheduleError(f"memory_cap has bytes for {len(caps)} ranks, but {subject.schedule.ranks} run the schedule")
-    for peak, most in zip(peaks(subject.schedule, costs, offloaded), caps, strict=True):
-        if peak.nbytes > most:
-            what = f"{peak.nbytes:,} bytes of activations are alive here, more than the cap of {most:,}"
-            remedy = "run a backward, or a held back W, earlier, or forwards later, or recompute in these stages"
-            raise subject.refusal(Position(peak.rank, peak.column), what, remedy)
+    return tuple(_live(row, each, evicted, prefetched) for row in schedule.table)
 
 
 def _moved(offloaded: Sequence[OffloadWindow]) -> tuple[Counter[Action], Counter[Action]]:

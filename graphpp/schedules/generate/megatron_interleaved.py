@@ -177,15 +177,18 @@ def _row(rank: int, ranks: int, order: Sequence[float]) -> Row:
     return tuple(row)
 
 
+def legal_groups(ranks: int, microbatches: int) -> list[int]:
+    """The sizes of groups of microbatches that the schedule admits, ascending."""
+    least = min(ranks, microbatches)
+    return [size for size in range(least, microbatches + 1) if microbatches % size == 0 or microbatches % size >= least]
+
+
 def least_group(name: str, ranks: int, microbatches: int, group: int | None) -> int:
     """The group asked for, or the smallest legal one for None. Raises `ScheduleError` if the group asked for is not legal.
 
     The conditions are Megatron's, except that fewer microbatches than ranks form one group.
     """
-    least = min(ranks, microbatches)
-    legal = [
-        size for size in range(least, microbatches + 1) if microbatches % size == 0 or microbatches % size >= least
-    ]
+    least, legal = min(ranks, microbatches), legal_groups(ranks, microbatches)
     if group is not None and group not in legal:
         raise ScheduleError(
             f"{name} on {ranks} ranks does not admit groups of {group} of {microbatches} microbatches: each group, and "

@@ -9,6 +9,10 @@ arrives one message time after the end of its computation, or after its SEND whe
 a message: channels have room for any number of messages, and a receive need not be posted before the send. With
 `costs.blocking` a SEND occupies its rank for the message time, and a RECV occupies its own rank until the message has
 ended; a compute-only table gets sends and receives first. The messages of a batch run concurrently.
+
+Gathers and reductions of sharded stages run on a line of their own, one after the other in the order of the row, while the rank
+computes: UNSHARD and REDUCE_GRAD only start them. The first computation after an UNSHARD waits for the gather of its stage, and
+the step for all reductions. Their events last as long as they occupy the line, not the rank.
 """
 
 from __future__ import annotations
@@ -20,7 +24,7 @@ from typing import NamedTuple
 from graphpp.errors import ScheduleError
 from graphpp.schedules.rewrite.add_send_recv import add_send_recv
 from graphpp.schedules.simulate.timeline import Event, Timeline
-from graphpp.schedules.table.actions import SENDS, Action, Kind, computations, inputs, message, peer
+from graphpp.schedules.table.actions import PER_STAGE, SENDS, Action, Kind, computations, inputs, message, peer
 from graphpp.schedules.table.costs import Costs
 from graphpp.schedules.table.in_order import Stuck, in_order
 from graphpp.schedules.table.schedule import Schedule
@@ -42,7 +46,7 @@ def simulate(schedule: Schedule, costs: Costs) -> Timeline:
     _check_stages(schedule)
     machine = _Machine(schedule, costs)
     machine.run()
-    events = tuple(event for rank in machine.ranks for event in rank.events)
+    events = tuple(event for rank in machine.ranks for event in sorted(rank.events, key=lambda event: event.start))
     return Timeline(schedule, events, tuple(tuple(rank.memory) for rank in machine.ranks))
 
 
@@ -80,10 +84,17 @@ def _steps(action: Action) -> tuple[_Step, ...]:
 
 @dataclass
 class _RankState:
-    """`free`: when the rank can start its next action; `live`: the bytes alive on it now."""
+    """`free`: when the rank can start its next action; `live`: the bytes alive on it now.
+
+    `line_free`: when its next gather or reduction can start; `gathered`: when the parameters of a stage are there; `unreduced`:
+    the stages with gradients that are not reduced yet.
+    """
 
     free: float = 0.0
     live: int = 0
+    line_free: float = 0.0
+    gathered: dict[int, float] = field(default_factory=dict)
+    unreduced: set[int] = field(default_factory=set)
     events: list[Event] = field(default_factory=list)
     memory: list[tuple[float, int]] = field(default_factory=lambda: [(0.0, 0)])
 
@@ -113,7 +124,10 @@ class _Machine:
                 if isinstance(step, _PostSends):
                     self.sent.update(dict.fromkeys(step.sends, begin))
                 elif step.is_compute:
-                    self._compute(number, step, max(begin, self.there))
+                    gathered = self.ranks[number].gathered
+                    self._compute(number, step, max(begin, self.there, *(gathered.get(leaf.stage, 0) for leaf in step.leaves)))
+                elif step.kind in PER_STAGE:
+                    self._collect(number, step, begin)
                 else:
                     self._communicate(number, step, begin)
         except Stuck as fault:
@@ -189,6 +203,23 @@ class _Machine:
         rank.change(begin, sum(start for start, _ in changes))
         rank.change(end, sum(at_end for _, at_end in changes))
         self.ended.update(dict.fromkeys(action.leaves, end))
+        rank.unreduced.update(leaf.stage for leaf in action.leaves if leaf.kind in (Kind.B, Kind.W))
+
+    def _collect(self, number: int, action: Action, begin: float) -> None:
+        """Start the gather or the reduction of a stage, which runs beside the computations."""
+        rank, stage = self.ranks[number], action.stage
+        rank.free = begin
+        if action.kind is Kind.UNSHARD:
+            times = self.costs.gathers
+        else:
+            times = self.costs.reductions if stage in rank.unreduced else ()
+            rank.unreduced.discard(stage)
+        seconds = times[stage] if times else 0.0
+        start = max(begin, rank.line_free) if seconds else begin
+        rank.line_free = max(rank.line_free, start + seconds)
+        if action.kind is Kind.UNSHARD:
+            rank.gathered[stage] = start + seconds
+        rank.events.append(Event(number, action, start, start + seconds))
 
     def _change(self, leaf: Action) -> tuple[int, int]:
         followed = leaf.kind is not Kind.F or (leaf.stage, leaf.microbatch) in self.followed

@@ -72,7 +72,9 @@ class Costs:
     `sends_forward[s]` is the time of a message from stage s to s + 1, `sends_backward[s]` from s + 1 to s; empty tuples:
     messages take no time. `overlap`: the time of an OVERLAP_F_B as a share of the sum of its parts' times. `blocking`: a
     message occupies the sending and the receiving rank while it lasts (gloo on one thread); otherwise messages run beside
-    the computations. `overhead`: the time that the runner itself takes before each action.
+    the computations. `overhead`: the time that the runner itself takes before each action. `gathers[s]`: the time to gather the
+    parameters of stage s (UNSHARD), `reductions[s]`: to sum its gradients over the ranks that share them (REDUCE_GRAD, or a
+    RESHARD after a backward); empty tuples: none.
     """
 
     stages: tuple[StageCosts, ...]
@@ -81,6 +83,8 @@ class Costs:
     overlap: float = 1.0
     blocking: bool = False
     overhead: float = 0.0
+    gathers: tuple[float, ...] = ()
+    reductions: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
         require(ScheduleError, "stages", _STAGES, self.stages)
@@ -95,8 +99,13 @@ class Costs:
                     f"{name} has the times of {len(sends)} messages, but {len(self.stages)} stages have {boundaries} "
                     "boundaries; give one for each, or none"
                 )
-        if not all(0 <= number < inf for number in (*self.sends_forward, *self.sends_backward, self.overlap, self.overhead)):
-            raise ScheduleError("the times of messages, overlap and overhead are finite numbers, 0 or more")
+        for name, times in (("gathers", self.gathers), ("reductions", self.reductions)):
+            require(ScheduleError, name, _NUMBERS, times)
+            if len(times) not in (0, len(self.stages)):
+                raise ScheduleError(f"{name} has the times of {len(times)} stages, and there are {len(self.stages)}: give all")
+        times = (*self.sends_forward, *self.sends_backward, *self.gathers, *self.reductions, self.overlap, self.overhead)
+        if not all(0 <= number < inf for number in times):
+            raise ScheduleError("times of messages, gathers, reductions, overlap and overhead are finite numbers, 0 or more")
 
     @classmethod
     @checked(ScheduleError, stages=COUNT, ranks=or_none(COUNT), send=NUMBER)

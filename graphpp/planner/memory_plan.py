@@ -1,0 +1,177 @@
+"""The bill of a pipeline: the bytes of weights, gradients, optimizer, buffers and activations on each rank of the pipeline.
+
+Contract
+    in   the stage programs, the metas of parameters and buffers, what the optimizer takes; the table that the ranks run
+    out  `MemoryPlan`: for each rank its bytes by kind, and the most at one time of a step; what a cap leaves for activations
+    Everything follows from the graph and the table: nothing is measured and nothing runs. The workspace inside an operator,
+    messages between stages and replicas, and what the allocator does not give back are not counted.
+"""
+
+from __future__ import annotations
+
+import io
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from graphpp._torch.symbols import hint
+from graphpp.arguments import Accepted, checked
+from graphpp.errors import ScheduleError
+from graphpp.options.memory import Memory
+from graphpp.passes.graph.joint_graph import JointGraph
+from graphpp.runtime.program import StageProgram, TensorMeta
+from graphpp.runtime.shards.precision import Precision
+from graphpp.schedules.check.step_memory import StepPeak
+from graphpp.schedules.table.state_bytes import StateBytes
+from graphpp.units import spell_bytes
+
+_CAP = Accepted(
+    "bytes, or a sequence with the bytes of each rank",
+    lambda value: all(type(each) is int and each > 0 for each in (value if isinstance(value, list | tuple) else [value])),
+)
+_KINDS = ("weights", "gradients", "shards", "optimizer", "buffers", "messages", "activations")
+_USED = ("weights", "gradients", "optimizer", "activations")  # columns that stand in every table
+
+
+@dataclass(frozen=True)
+class RankMemory:
+    """One rank's bytes: of each kind the most at any time of a step, and `peak`, the most of all together at one time.
+
+    `weights`, `gradients`: whole ones; `weights` with the values that are computed from parameters once per step. `shards`: of
+    parameters and gradients, where `mesh=` has `dp_shard`. `messages`: of reductions of gradients that are under way.
+    `activations`: values that wait for their backward, and values alive while a program runs.
+    """
+
+    rank: int
+    weights: int = 0
+    gradients: int = 0
+    shards: int = 0
+    optimizer: int = 0
+    buffers: int = 0
+    messages: int = 0
+    activations: int = 0
+    peak: int = 0
+
+    @property
+    def state(self) -> int:
+        """All but the activations: the most of each kind."""
+        return sum(getattr(self, kind) for kind in _KINDS if kind != "activations")
+
+
+@dataclass(frozen=True)
+class MemoryPlan:
+    """The bytes of each rank. `state`: the model's, by stages; `optimizer`: `memory.optimizer` (None: unknown)."""
+
+    ranks: tuple[RankMemory, ...]
+    state: tuple[StateBytes, ...] = ()
+    optimizer: str | float | None = None
+
+    @classmethod
+    def of(cls, peaks: Sequence[StepPeak], state: Sequence[StateBytes], optimizer: str | float | None = None) -> MemoryPlan:
+        """The plan of a step with these peaks."""
+        return cls(tuple(RankMemory(each.rank, **each.most, peak=each.nbytes) for each in peaks), tuple(state), optimizer)
+
+    @checked(ScheduleError, cap=_CAP)
+    def room(self, cap: int | Sequence[int]) -> tuple[int, ...]:
+        """The bytes that a cap leaves for activations on each rank; `cap`: for all ranks, or one for each.
+
+        It is the `memory_cap` of `graphpp.schedule_auto`. Raises `ScheduleError` where the other bytes alone take the cap.
+        """
+        caps = [cap] * len(self.ranks) if isinstance(cap, int) else list(cap)
+        if len(caps) != len(self.ranks):
+            raise ScheduleError(f"cap: take one number of bytes, or one for each of {len(self.ranks)} ranks, got {cap!r}")
+        for own, most in zip(self.ranks, caps, strict=True):
+            if own.state >= most:
+                raise ScheduleError(
+                    f"cap: rank {own.rank} has {own.state:,} bytes of weights, gradients, optimizer and buffers, and a cap of "
+                    f"{most:,} leaves none for activations: raise the cap, or take more ranks, or shards (dp_shard)"
+                )
+        return tuple(most - own.state for own, most in zip(self.ranks, caps, strict=True))
+
+    def __str__(self) -> str:
+        """A table: a line for each rank."""
+        from rich import box  # loaded by the first plan that is printed
+        from rich.console import Console
+        from rich.table import Table
+
+        kinds = [kind for kind in _KINDS if kind in _USED or any(getattr(each, kind) for each in self.ranks)]
+        table = Table(title="memory in a training step", box=box.SIMPLE, title_justify="left")
+        for column in ("rank", *kinds, "together"):
+            table.add_column(column, justify="right", no_wrap=True)
+        for each in self.ranks:
+            table.add_row(str(each.rank), *(spell_bytes(getattr(each, kind)) for kind in kinds), spell_bytes(each.peak))
+        said = f"; memory.optimizer={self.optimizer!r}" if self.optimizer is not None else ""
+        table.caption = f"together: the most at one time{said}"
+        out = io.StringIO()
+        Console(file=out, width=110, no_color=True).print(table)
+        return "\n".join(line.rstrip() for line in out.getvalue().splitlines())
+
+
+@dataclass(frozen=True)
+class StateDtypes:
+    """The dtypes of a model's state.
+
+    `own`: of each parameter by FQN, which its shards have too; `sums`: of the sums of narrower gradients; `precision`: of whole
+    parameters and of messages.
+    """
+
+    own: Mapping[str, torch.dtype]
+    sums: torch.dtype | None = None
+    precision: Precision = Precision()
+
+    def of_sums(self, dtype: torch.dtype) -> torch.dtype:
+        """The dtype in which the gradients of a parameter of this dtype add up."""
+        return dtype if self.sums is None else torch.promote_types(dtype, self.sums)
+
+
+def state_of(
+    joint: JointGraph, stages: Sequence[StageProgram], dtypes: StateDtypes, memory: Memory
+) -> tuple[StateBytes, ...]:
+    """The bytes of a model's state by the stages that read it."""
+    readers, makers = defaultdict[str, list[int]](list), defaultdict[str, list[int]](list)
+    for stage in stages:
+        for fqn in (*stage.parameters, *stage.buffers):
+            readers[fqn].append(stage.index)
+        for fqn in stage.gradients:
+            makers[fqn].append(stage.index)
+    found: dict[tuple[tuple[int, ...], tuple[int, ...]], StateBytes] = {}
+
+    def add(stages: Sequence[int], made_by: Sequence[int], more: Mapping[str, int]) -> None:
+        key = tuple(stages), tuple(made_by)
+        before = found.get(key, StateBytes(*key))
+        total: dict[str, Any] = {kind: (getattr(before, kind) or 0) + nbytes for kind, nbytes in more.items()}
+        found[key] = replace(before, **total)
+
+    for fqn, stages_of in readers.items():
+        meta = joint.parameters.get(fqn)
+        if fqn in joint.buffers or meta is None:
+            add(stages_of, (), {"buffers": joint.buffers[fqn].nbytes})
+        else:
+            add(stages_of, makers[fqn], _of_parameter(meta, bool(makers[fqn]), dtypes, memory))
+    for stage in stages:
+        constants = sum(tensor.nbytes for tensor in stage.constants.values())
+        hoisted = sum(map(hint, stage.hoisted.live)) if stage.hoisted is not None else 0
+        if constants or hoisted:
+            add((stage.index,), (), {"buffers": constants, "derived": hoisted})
+    return tuple(found.values())
+
+
+def _of_parameter(meta: TensorMeta, trained: bool, dtypes: StateDtypes, memory: Memory) -> dict[str, int]:
+    """The bytes of a parameter; `meta` is that of the graph, in which the parameter may have a dtype of its own."""
+    own, elements = dtypes.own[meta.name], meta.nbytes // meta.dtype.itemsize
+    rows = elements * own.itemsize
+    if not trained:
+        return {"weights": meta.nbytes, "rows": rows, "row_sums": 0, "sent": 0}
+    sums = dtypes.of_sums(meta.dtype)
+    return {
+        "weights": meta.nbytes,
+        "sums": elements * sums.itemsize,
+        "rounded": rows if dtypes.of_sums(own) is not own else 0,
+        "optimizer": memory.optimizer_bytes(elements, own.itemsize),
+        "rows": rows,
+        "row_sums": elements * dtypes.of_sums(own).itemsize,
+        "sent": elements * dtypes.precision.of_messages(sums).itemsize,
+    }

@@ -1,0 +1,160 @@
+"""The bytes of a model's state (parameters, gradients, optimizer, buffers), and the part that each rank holds during a step.
+
+Contract
+--------
+    in    `StateBytes`: state grouped by the stages that read it; the rank of each stage; over how many ranks it is sharded
+    out   `HeldBytes` of each rank: bytes for the whole step, and bytes that come and go with the actions of sharded stages
+
+A rank holds a parameter once, however many of its stages read it. Gradients are summed by stages, so a tied parameter has a
+sum in each stage that makes a gradient of it, and one more at the end of the step. Where parameters are not sharded, gradients
+count for the whole step: `param.grad` keeps their memory from step to step, unless it is set to None in between.
+
+Where parameters are sharded, a rank holds shards of them and of the sums for good, rows rounded up. Whole parameters go when
+their stages are put away (`frees`), or stay from then on; whole sums go when they are reduced.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, fields
+
+from graphpp.arguments import INDEX, Accepted, require
+from graphpp.errors import ScheduleError
+
+_OF_SHARDS = ("rows", "row_sums", "sent")
+_STAGES = Accepted("a tuple of stages", lambda value: isinstance(value, tuple | list) and all(map(INDEX.accepts, value)))
+_BYTES = Accepted("bytes, an integer from 0", lambda value: type(value) is int and value >= 0)
+
+
+@dataclass(frozen=True)
+class StateBytes:
+    """The state that the same stages read, in bytes.
+
+    `readers`: the stages that read it; `makers`: those of them that make gradients of its parameters. `weights`: parameters;
+    `sums`: their gradients as one stage sums them; `rounded`: their gradients in `param.grad` where the sums are wider, else 0;
+    `optimizer`: the optimizer's state; `derived`: values that are computed from parameters once per step. Of shards: `rows`:
+    the parameters (None: `weights`); `row_sums`: the sums of gradients (None: `sums`); `sent`: the sums as one stage sends them
+    (None: `sums`). Raises `ScheduleError` for other values than stages and bytes, and for a maker that is no reader.
+    """
+
+    readers: tuple[int, ...]
+    makers: tuple[int, ...] = ()
+    weights: int = 0
+    sums: int = 0
+    rounded: int = 0
+    optimizer: int = 0
+    buffers: int = 0
+    derived: int = 0
+    rows: int | None = None
+    row_sums: int | None = None
+    sent: int | None = None
+
+    def __post_init__(self) -> None:
+        for item in fields(self):
+            value = getattr(self, item.name)
+            if value is not None or item.name not in _OF_SHARDS:
+                require(ScheduleError, item.name, _STAGES if item.name in ("readers", "makers") else _BYTES, value)
+        if not set(self.makers) <= set(self.readers) or not self.readers:
+            raise ScheduleError(f"{self}: the stages that make gradients are some of the stages that read the parameters")
+
+
+STATE = Accepted(
+    "a list of graphpp.StateBytes",
+    lambda value: isinstance(value, list | tuple) and all(isinstance(each, StateBytes) for each in value),
+)
+
+
+@dataclass(frozen=True)
+class HeldBytes:
+    """The bytes of state that one rank holds during a step.
+
+    `standing`: by kind, for the whole step. `whole`: (stages, bytes) of parameters that are whole while any of these stages is;
+    `gradients`: by stage, the sums from its first backward on until they are reduced; `sent`: by stage, the same as they are
+    sent. `at_end`: taken in addition while the gradients of the step are finished.
+    """
+
+    standing: Mapping[str, int] = field(default_factory=dict)
+    whole: tuple[tuple[frozenset[int], int], ...] = ()
+    gradients: Mapping[int, int] = field(default_factory=dict)
+    sent: Mapping[int, int] = field(default_factory=dict)
+    at_end: int = 0
+
+
+def held_bytes(
+    state: Sequence[StateBytes], rank_of_stage: Mapping[int, int], ranks: int, shards: int | None = None, frees: bool = False
+) -> tuple[HeldBytes, ...]:
+    """The state that each rank holds.
+
+    `shards`: over how many ranks parameters are sharded (None: they are not); `frees`: whether whole parameters go when their
+    stages are put away.
+    """
+    found = (_OnRank(rank, state, rank_of_stage) for rank in range(ranks))
+    return tuple(each.whole() if shards is None else each.sharded(shards, frees) for each in found)
+
+
+def gradients_by_stage(state: Sequence[StateBytes], stages: int, *, sent: bool = False) -> list[int]:
+    """The bytes of each stage's sums of gradients; `sent`: as the stage sends them."""
+    found = Counter[int]()
+    for each in state:
+        found.update(dict.fromkeys(each.makers, _sent(each) if sent else each.sums))
+    return [found[stage] for stage in range(stages)]
+
+
+class _OnRank:
+    """The state of one rank's stages."""
+
+    def __init__(self, rank: int, state: Sequence[StateBytes], rank_of_stage: Mapping[int, int]) -> None:
+        self._rank, self._rank_of = rank, rank_of_stage
+        self._own = [each for each in state if any(rank_of_stage[stage] == rank for stage in each.readers)]
+
+    def whole(self) -> HeldBytes:
+        """The bytes of a rank that holds whole parameters."""
+        standing = {"weights": self._weights(), "gradients": sum(self._by_stage(_sums).values()), **self._rest(1)}
+        return HeldBytes(standing, at_end=self._at_end(_sums))
+
+    def sharded(self, shards: int, frees: bool) -> HeldBytes:
+        """The bytes of a rank that holds shards."""
+        rows = sum(-(-(each.weights if each.rows is None else each.rows) // shards) for each in self._own)
+        kept = rows + sum(-(-each // shards) for each in self._by_stage(_row_sums).values())
+        standing = {"shards": kept, **({} if frees else {"weights": self._weights()}), **self._rest(shards)}
+        pieces = ((frozenset(self._local(each.readers)), each.weights + each.derived) for each in self._own) if frees else ()
+        whole, at_end = tuple(piece for piece in pieces if piece[1]), -(-self._at_end(_row_sums) // shards)
+        return HeldBytes(standing, whole, self._by_stage(_sums), self._by_stage(_sent), at_end)
+
+    def _local(self, stages: Sequence[int]) -> list[int]:
+        return [stage for stage in stages if self._rank_of[stage] == self._rank]
+
+    def _weights(self) -> int:
+        return sum(each.weights + each.derived for each in self._own)
+
+    def _rest(self, shards: int) -> dict[str, int]:
+        optimizer = sum(-(-each.optimizer // shards) for each in self._own)
+        return {"optimizer": optimizer, "buffers": sum(each.buffers for each in self._own)}
+
+    def _by_stage(self, nbytes: Callable[[StateBytes], int]) -> dict[int, int]:
+        found = Counter[int]()
+        for each in self._own:
+            found.update(dict.fromkeys(self._local(each.makers), nbytes(each)))
+        return dict(found)
+
+    def _at_end(self, sums: Callable[[StateBytes], int]) -> int:
+        return sum(each.rounded + self._tied(each, sums(each)) for each in self._own if each.makers)
+
+    def _tied(self, each: StateBytes, total: int) -> int:
+        """The total of a tied parameter's sums, and the sums that arrive from other ranks."""
+        several = len({self._rank_of[stage] for stage in each.readers}) > 1
+        arriving = len(each.makers) - len(self._local(each.makers)) if several else 0
+        return total * ((several or len(each.makers) > 1) + arriving)
+
+
+def _sums(each: StateBytes) -> int:
+    return each.sums
+
+
+def _row_sums(each: StateBytes) -> int:
+    return each.sums if each.row_sums is None else each.row_sums
+
+
+def _sent(each: StateBytes) -> int:
+    return each.sums if each.sent is None else each.sent

@@ -1,0 +1,226 @@
+"""The bill of a pipeline against what a step and an optimizer really hold, in one process and on ranks with shards."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+
+import graphpp
+from graphpp.planner.memory_plan import MemoryPlan
+from graphpp.runtime.gradients.accumulate import Accumulator
+from graphpp.runtime.shards.flat_shard import FlatShard
+from graphpp.runtime.shards.local_rows import local_tensor
+from graphpp.runtime.shards.sharded_gradients import ShardedGradients
+from tests.distributed import run_ranks
+
+WIDTH = 32  # rows of 32 x 4 bytes are divided by 2 without padding
+
+
+class Tied(nn.Module):
+    """Five layers, of which the first and the third share their weights; a buffer, and a frozen layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(5))
+        self.layers[2].weight = self.layers[0].weight
+        self.layers[3].weight.requires_grad_(False)
+        self.register_buffer("scale", torch.ones(WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return x * self.scale
+
+
+def compiled(**options: Any) -> tuple[graphpp.Pipeline, Tensor]:
+    torch.manual_seed(0)
+    x = torch.randn(16, WIDTH)
+    options = {"split": ["layers.1", "layers.2", "layers.3"], "schedule": "Interleaved1F1B", "microbatches": 8, **options}
+    return graphpp.compile(Tied(), F.mse_loss, example=graphpp.Microbatch((x[:2],), target=x[:2]), **options), x
+
+
+def bill(pipe: graphpp.Pipeline) -> MemoryPlan:
+    assert pipe.plan.memory is not None
+    return pipe.plan.memory
+
+
+MATRIX, VECTOR = WIDTH * WIDTH * 4, WIDTH * 4
+
+
+class Held:
+    """The most bytes at once of the sums of gradients of all stages, and of the memory of whole parameters."""
+
+    def __init__(self) -> None:
+        self.sums = self.weights = 0
+        self.accumulators: dict[int, Accumulator] = {}
+        self.shards: dict[int, FlatShard] = {}
+
+    def note(self) -> None:
+        sums = (total.nbytes for each in self.accumulators.values() for total in each.sums.values())
+        self.sums = max(self.sums, sum(sums))
+        whole = (each._gathered.untyped_storage().nbytes() for each in self.shards.values())
+        self.weights = max(self.weights, sum(whole))
+
+
+@contextmanager
+def watching() -> Iterator[Held]:
+    held = Held()
+    add, unshard, reduce = Accumulator._add_now, FlatShard.unshard, ShardedGradients.reduce
+
+    def added(accumulator: Accumulator, fqn: str, gradient: Tensor) -> None:
+        held.accumulators[id(accumulator)] = accumulator
+        add(accumulator, fqn, gradient)
+        held.note()
+
+    def unsharded(flat: FlatShard) -> None:
+        held.shards[id(flat)] = flat
+        unshard(flat)
+        held.note()
+
+    def reduced(gradients: ShardedGradients, stage: int) -> None:
+        held.note()
+        reduce(gradients, stage)
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(Accumulator, "_add_now", added)
+        patched.setattr(FlatShard, "unshard", unsharded)
+        patched.setattr(ShardedGradients, "reduce", reduced)
+        yield held
+
+
+def state_bytes(optimizer: torch.optim.Optimizer) -> int:
+    """The bytes that an optimizer keeps for elements, without its numbers of steps."""
+    kept = (item for state in optimizer.state.values() for item in state.items())
+    return sum(local_tensor(value).nbytes for key, value in kept if key != "step" and value is not None)
+
+
+@pytest.mark.parametrize("dtype", [None, torch.float64])
+def test_one_process_holds_what_the_plan_says(dtype: torch.dtype | None) -> None:
+    pipe, x = compiled(gradients=graphpp.Gradients(dtype=dtype))
+    with watching() as held:
+        pipe.step(x, target=x)
+    (own,) = bill(pipe).ranks
+    wider = 1 if dtype is None else 2
+    assert own.weights == sum(parameter.nbytes for parameter in pipe.parameters()) == 4 * MATRIX + 5 * VECTOR
+    assert own.gradients == held.sums == (4 * MATRIX + 5 * VECTOR) * wider  # the tied weight has a sum in two stages
+    assert (own.buffers, own.shards, own.messages) == (VECTOR, 0, 0)
+    finish = MATRIX * wider + (0 if dtype is None else 3 * MATRIX + 5 * VECTOR)  # a tied total, and `param.grad` in float32
+    assert own.peak == own.state + max(own.activations, finish)
+
+
+@pytest.mark.parametrize(
+    ("said", "make"),
+    [
+        ("adamw", torch.optim.AdamW),
+        ("adam", torch.optim.Adam),
+        ("momentum", lambda parameters: torch.optim.SGD(parameters, momentum=0.9)),
+        ("sgd", torch.optim.SGD),
+    ],
+)
+def test_optimizers_keep_what_their_names_say(said: str, make: Any) -> None:
+    pipe, x = compiled(memory=graphpp.Memory(optimizer=said))
+    optimizer = make(pipe.parameters())
+    pipe.step(x, target=x)
+    optimizer.step()
+    assert bill(pipe).ranks[0].optimizer == state_bytes(optimizer)
+    assert f"memory.optimizer='{said}'" in str(pipe)
+
+
+def test_bytes_of_an_optimizer_may_be_a_number() -> None:
+    trained = (3 * MATRIX + 5 * VECTOR) // 4
+    for each in (12, 1.5, 0):
+        pipe, _ = compiled(memory=graphpp.Memory(optimizer=each))
+        assert bill(pipe).ranks[0].optimizer == trained * each
+
+
+def test_a_cap_counts_everything_and_leaves_room_for_activations() -> None:
+    pipe, x = compiled()
+    (own,) = bill(pipe).ranks
+    assert bill(pipe).room(own.peak) == (own.activations,)
+    compiled(memory=graphpp.Memory(cap=own.peak))[0].step(x, target=x)
+    with pytest.raises(graphpp.ScheduleError, match=rf"{own.optimizer:,} of optimizer, .* the cap of {own.peak - 1:,}"):
+        compiled(memory=graphpp.Memory(cap=own.peak - 1))[0].step(x, target=x)
+    compiled(memory=graphpp.Memory(cap=own.peak - own.optimizer, optimizer="sgd"))[0].step(x, target=x)
+    with pytest.raises(graphpp.ScheduleError, match=r"cap: rank 0 has .* leaves none for activations"):
+        bill(pipe).room(own.state)
+    with pytest.raises(graphpp.ScheduleError, match="cap: take one number of bytes, or one for each of 1 ranks"):
+        bill(pipe).room([1, 2])
+    with pytest.raises(graphpp.ScheduleError, match="cap: take bytes, or a sequence with the bytes of each rank, got 'much'"):
+        bill(pipe).room("much")  # type: ignore[arg-type]
+
+
+def test_casts_of_weights_are_counted_and_evaluation_has_no_bill() -> None:
+    def loss(y: Tensor, target: Tensor) -> Tensor:
+        return F.mse_loss(y.float(), target)
+
+    class Cast(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(WIDTH, WIDTH, bias=False)
+
+        def forward(self, x: Tensor) -> Tensor:
+            with torch.autocast("cpu", dtype=torch.bfloat16):
+                return self.layer(x)
+
+    x = torch.randn(4, WIDTH)
+    pipe = graphpp.compile(Cast(), loss, microbatches=2)
+    pipe.step(x, target=x)
+    assert bill(pipe).ranks[0].weights == MATRIX + MATRIX // 2
+    evaluated = graphpp.compile(Cast(), loss, microbatches=2)
+    evaluated.eval(x)
+    assert evaluated.plan.memory is None
+
+
+def measured(rank: int, schedule: str, keep: int | None) -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp_shard"))
+    parallel = graphpp.Parallel(keep=keep)
+    pipe, x = compiled(mesh=mesh, parallel=parallel, schedule=schedule)
+    own, others = bill(pipe).ranks[rank // 2], bill(pipe).ranks
+    optimizer = torch.optim.AdamW(pipe.parameters())
+    pipe.step(x, target=x)
+    optimizer.step()
+    optimizer.zero_grad()
+    with watching() as held:
+        pipe.step(x, target=x)
+    assert own.weights == held.weights
+    assert own.gradients == held.sums
+    assert own.optimizer == state_bytes(optimizer)
+    rows = [(local_tensor(each), local_tensor(each.grad).nbytes if each.grad is not None else 0) for each in pipe.parameters()]
+    tied = MATRIX // 2 if rank < 2 else 0  # rows of the sums of stages 0 and 2 are added at the end
+    assert own.shards == sum(values.nbytes + grad for values, grad in rows) + tied
+    most = max(each.peak for each in others)
+    compiled(mesh=mesh, parallel=parallel, schedule=schedule, memory=graphpp.Memory(cap=most))[0].step(x, target=x)
+    with pytest.raises(graphpp.ScheduleError, match=r"bytes are alive here .* of shards"):
+        compiled(mesh=mesh, parallel=parallel, schedule=schedule, memory=graphpp.Memory(cap=most - 1))[0].step(x, target=x)
+
+
+@pytest.mark.parametrize(("schedule", "keep"), [("Interleaved1F1B", None), ("Interleaved1F1B", 1), ("LoopedBFS", 1)])
+def test_ranks_with_shards_hold_what_the_plan_says(schedule: str, keep: int | None) -> None:
+    run_ranks(measured, 4, schedule, keep)
+
+
+def verified(rank: int) -> None:
+    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("pp", "dp_shard"))
+    torch.manual_seed(0)
+    x = torch.randn(4, WIDTH)
+    one = graphpp.Microbatch((x[:2],), target=x[:2])
+    options = {"split": ["layers.1", "layers.2", "layers.3"], "schedule": "LoopedBFS", "microbatches": 2}
+    whole = graphpp.verify(Tied(), F.mse_loss, one, ranks=1, **options).plan.memory
+    assert whole is not None
+    memory, parallel = graphpp.Memory(cap=whole.ranks[0].peak - 1), graphpp.Parallel(keep=1)
+    found = graphpp.verify(Tied(), F.mse_loss, one, mesh=mesh, memory=memory, parallel=parallel, **options)
+    assert found.ok and found.plan.memory is not None
+    assert found.plan.memory.ranks[0].shards > 0
+    with pytest.raises(graphpp.ScheduleError, match=r"bytes are alive here .* more than the cap"):
+        graphpp.verify(Tied(), F.mse_loss, one, ranks=1, memory=memory, **options)
+
+
+def test_verify_counts_the_shards_of_the_mesh_against_the_cap() -> None:
+    run_ranks(verified, 2)

@@ -1,0 +1,134 @@
+"""The bytes of a step: counted by hand on small rows, against the counts of shards on random tables, and against a cap."""
+
+from __future__ import annotations
+
+from random import Random
+
+import pytest
+from hypothesis import given, settings
+
+from graphpp.errors import ScheduleError
+from graphpp.schedules.check.peak_memory import peak_bytes
+from graphpp.schedules.check.schedule_under_check import ScheduleUnderCheck
+from graphpp.schedules.check.shard_counts import shard_counts
+from graphpp.schedules.check.step_memory import check_memory, step_peaks
+from graphpp.schedules.generate.read import make_table
+from graphpp.schedules.rewrite.place_shards import place_shards
+from graphpp.schedules.table.costs import Costs, StageCosts
+from graphpp.schedules.table.schedule import Schedule
+from graphpp.schedules.table.state_bytes import HeldBytes, StateBytes, gradients_by_stage, held_bytes
+from tests.exhaustive import examples
+from tests.schedules.tables import Rows, tables
+
+
+def saving(*nbytes: int) -> Costs:
+    return Costs(tuple(StageCosts(saved_bytes=each) for each in nbytes))
+
+
+STAGES = [StateBytes((0,), (0,), weights=100, sums=30, optimizer=8), StateBytes((1,), (1,), weights=50, sums=10, buffers=1)]
+ROW = "0UNSHARD 0F0 0RESHARD 1UNSHARD 1F0 1B0 1RESHARD 0UNSHARD 0B0 0RESHARD"
+
+
+@pytest.mark.parametrize(
+    ("activations", "column", "parts"),
+    [  # weights whole, gradients whole, messages of reductions, activations; the state that stands is 75 + 20 + 4 + 1
+        ((3, 4), 9, (100, 0, 60, 0)),  # the gradients of stage 0 have left, and as many bytes arrive
+        ((300, 4), 8, (100, 30, 20, 300)),  # the messages of 1RESHARD are still there
+        ((3, 400), 5, (50, 10, 0, 403)),
+    ],
+)
+def test_the_peak_of_the_sum_is_no_sum_of_peaks(activations: tuple[int, int], column: int, parts: tuple[int, ...]) -> None:
+    (found,) = step_peaks(Schedule.of([ROW]), saving(*activations), held_bytes(STAGES, {0: 0, 1: 0}, 1, 2, frees=True))
+    assert found.column == column
+    standing = {"shards": 75 + 20, "optimizer": 4, "buffers": 1}
+    assert found.parts == standing | dict(zip(("weights", "gradients", "messages", "activations"), parts, strict=True))
+    assert found.most == standing | {"weights": 100, "gradients": 30, "messages": 60, "activations": sum(activations)}
+    assert found.nbytes < sum(found.most.values())
+
+
+def test_whole_parameters_that_never_go_stand_for_the_whole_step() -> None:
+    (kept,) = step_peaks(Schedule.of([ROW]), saving(3, 4), held_bytes(STAGES, {0: 0, 1: 0}, 1, 2))
+    assert kept.most["weights"] == 150 == kept.parts["weights"]
+    (whole,) = step_peaks(Schedule.of(["0F0 1F0 1B0 0B0"]), saving(3, 4), held_bytes(STAGES, {0: 0, 1: 0}, 1))
+    assert whole.parts == {
+        "weights": 150, "gradients": 40, "optimizer": 8, "buffers": 1, "messages": 0, "activations": 7
+    }  # fmt: skip
+
+
+TIED = StateBytes((0, 2, 3), (0, 2, 3), weights=100, sums=100, rounded=50, optimizer=200)
+"""Read on rank 0 by stages 0 and 2, on rank 1 by stage 3."""
+
+
+def test_a_tied_parameter_counts_once_and_its_gradient_once_a_stage() -> None:
+    first, second = held_bytes([TIED], {0: 0, 1: 1, 2: 0, 3: 1}, 2)
+    assert first.standing == {"weights": 100, "gradients": 200, "optimizer": 200, "buffers": 0}
+    assert second.standing == {"weights": 100, "gradients": 100, "optimizer": 200, "buffers": 0}
+    assert first.at_end == 50 + 100 + 100  # param.grad in its own dtype, the total, and the sum of stage 3
+    assert second.at_end == 50 + 100 + 200
+    assert gradients_by_stage([TIED], 4) == [100, 0, 100, 100]
+
+
+def test_a_shared_parameter_is_whole_while_any_of_its_stages_is() -> None:
+    (held, _) = held_bytes([TIED], {0: 0, 1: 1, 2: 0, 3: 1}, 2, 4, frees=True)
+    assert held.standing == {"shards": 25 + 25 + 25, "optimizer": 50, "buffers": 0}
+    rows = ["0UNSHARD 0F0 2UNSHARD 0RESHARD 2F0 2B0 2RESHARD 0UNSHARD 0B0 0RESHARD", ""]
+    found = step_peaks(Schedule.of(rows, stages=4, microbatches=1), saving(0, 0, 0, 0), [held, HeldBytes()])
+    assert found[0].most["weights"] == 100
+
+
+def test_the_finish_of_the_gradients_can_be_the_peak() -> None:
+    held = HeldBytes({"weights": 10, "gradients": 10}, at_end=50)
+    (found,) = step_peaks(Schedule.of(["0F0 0B0"]), saving(20), [held])
+    assert (found.column, found.parts["gradients"], found.parts["activations"]) == (1, 60, 0)
+    assert found.most["gradients"] == 10
+    (found,) = step_peaks(Schedule.of(["0F0 0B0"]), saving(51), [held])
+    assert (found.column, found.parts["gradients"], found.parts["activations"]) == (0, 10, 51)
+
+
+@given(tables())
+@settings(deadline=None, max_examples=examples(60))
+def test_any_table(table: tuple[Rows, int, int, Random]) -> None:
+    """Whole parameters and gradients are those of the counts of shards; alone, activations are those of `peak_bytes`."""
+    rows, stages, microbatches, random = table
+    plain = Schedule.of(rows, stages=stages, microbatches=microbatches)
+    costs = saving(*(random.randint(0, 9) for _ in range(stages)))
+    state = [StateBytes((s,), (s,), weights=random.randint(0, 9), sums=random.randint(0, 9)) for s in range(stages)]
+    placed = place_shards(plain, None)
+    found = step_peaks(placed, costs, held_bytes(state, placed.rank_of_stage, placed.ranks, 3, frees=True))
+    counts = shard_counts(placed, [each.weights for each in state], gradients_by_stage(state, stages))
+    for peak, count in zip(found, counts, strict=True):
+        assert (peak.most["weights"], peak.most["gradients"]) == (count.whole, count.gradients)
+        assert max(peak.most.values()) <= peak.nbytes <= sum(peak.most.values())
+    assert tuple(each.nbytes for each in step_peaks(plain, costs)) == peak_bytes(plain, costs)
+
+
+@pytest.mark.parametrize("name", ["Interleaved1F1B", "LoopedBFS", "ZBVZeroBubble"])
+@pytest.mark.parametrize("keep", [1, 2])
+def test_fewer_whole_stages_take_fewer_bytes(name: str, keep: int) -> None:
+    placed = place_shards(make_table(name, 4, 8, 8), keep)
+    state = [StateBytes((s,), (s,), weights=1000, sums=1000) for s in range(8)]
+    found = step_peaks(placed, Costs.unit(8, 4), held_bytes(state, placed.rank_of_stage, 4, 4, frees=True))
+    for peak, count in zip(found, shard_counts(placed), strict=True):
+        assert (peak.most["weights"], peak.most["gradients"]) == (1000 * count.whole, 1000 * count.gradients)
+
+
+def test_a_cap_names_the_rank_the_kinds_and_what_to_do() -> None:
+    schedule = make_table("GPipe", 2, 2, 4)
+    held = [HeldBytes({"weights": 100, "optimizer": 200}), HeldBytes({"weights": 10})]
+    case = ScheduleUnderCheck(schedule, 2, 4)
+    check_memory(case, saving(5, 5), [320, 30], held=held)
+    with pytest.raises(ScheduleError, match=r"rank 1, column 4: 30 bytes .*\(10 of weights, 20 of activations\).* cap of 29"):
+        check_memory(case, saving(5, 5), [320, 29], held=held)
+    with pytest.raises(ScheduleError, match=r"rank 0, .* 320 bytes .*200 of optimizer.*recompute.*parallel\.keep.*optimizer"):
+        check_memory(case, saving(5, 5), 319, held=held)
+    with pytest.raises(ScheduleError, match="held has the bytes of 1 ranks, but 2 run 'GPipe'"):
+        check_memory(case, saving(5, 5), 319, held=held[:1])
+
+
+def test_bytes_that_cannot_be_are_refused() -> None:
+    with pytest.raises(ScheduleError, match="weights: take bytes, an integer from 0, got -1"):
+        StateBytes((0,), weights=-1)
+    with pytest.raises(ScheduleError, match="readers: take a tuple of stages, got 'a'"):
+        StateBytes("a")  # type: ignore[arg-type]
+    with pytest.raises(ScheduleError, match="some of the stages that read"):
+        StateBytes((0,), (1,))
