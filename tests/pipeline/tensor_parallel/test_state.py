@@ -1,0 +1,99 @@
+"""What a rank holds of a model that tp spreads: state dicts, weights in files, checkpoints that other meshes load."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+import graphpp
+from graphpp.runtime.shards.local_rows import whole_tensor
+from tests.distributed import run_ranks
+from tests.exhaustive import further
+from tests.sharding import Mesh
+from tests.tensor_parallel import batch, compiled, decoder, spread
+
+ONE, TENSOR, PIPE = Mesh((), ()), Mesh((2,), ("tp",)), Mesh((2, 2), ("pp", "tp"))
+SHARDS, REPLICAS = Mesh((2, 2), ("dp_shard", "tp")), Mesh((2, 2), ("dp_replicate", "tp"))
+
+
+def pipeline(mesh: Mesh) -> graphpp.Pipeline:
+    torch.set_num_threads(1)
+    made = mesh.made() if mesh.names else None
+    model = decoder(tied=True) if made is None else spread(decoder(tied=True), made["tp"], sequence=True)
+    return compiled(made, model, split=["layers.2"], schedule="1F1B")
+
+
+def states(rank: int, mesh: Mesh, folder: Path) -> None:
+    pipe, whole = pipeline(mesh), decoder(tied=True).state_dict()
+    own = pipe.state_dict()
+    assert all(torch.equal(whole_tensor(value), whole[key]) for key, value in own.items())
+    assert all(isinstance(value, DTensor) for key, value in own.items() if "norm" not in key or "layers" in key)
+    gathered = pipe.gather(rank=None)
+    assert gathered.keys() == whole.keys()
+    assert all(torch.equal(gathered[key], value) for key, value in whole.items())
+    pipe.save_weights(folder / "weights")
+    found: dict[str, Tensor] = {}
+    for file in sorted((folder / "weights").glob("*.safetensors")):
+        found |= load_file(file)
+    assert found
+    assert all(torch.equal(value, whole[key]) for key, value in found.items())
+    other = {key: value + 1 for key, value in whole.items()}
+    pipe.load_state_dict(other)
+    assert all(torch.equal(whole_tensor(value), other[key]) for key, value in pipe.state_dict().items())
+    pipe.load_state_dict(pipe.state_dict())  # this rank's own DTensors
+    assert all(torch.equal(whole_tensor(value), other[key]) for key, value in pipe.state_dict().items())
+
+
+@pytest.mark.parametrize(("mesh",), [(PIPE,), (SHARDS,), *further((TENSOR,), (REPLICAS,))])
+def test_state_dicts_and_files_have_the_whole_values(mesh: Mesh, tmp_path: Path) -> None:
+    run_ranks(states, mesh.ranks, mesh, tmp_path)
+
+
+def trained(rank: int, mesh: Mesh, folder: Path, load: bool, steps: int) -> dict[str, Tensor]:
+    """Load a checkpoint, if asked to, train `steps` steps on one batch a step, and save."""
+    pipe = pipeline(mesh)
+    optimizer = torch.optim.AdamW(pipe.parameters(), lr=1e-2)
+    checkpoint = pipe.checkpoint(optimizer)
+    if load:
+        checkpoint.load(folder)
+    for number in range(steps):
+        tokens, target = batch(number)
+        pipe.step(tokens, target=target)
+        pipe.clip_grad_norm_(1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+    if not load:
+        checkpoint.save(folder)
+    return {fqn: whole_tensor(each).clone() for fqn, each in pipe.named_parameters()}
+
+
+@pytest.mark.parametrize(
+    ("saves", "loads"),
+    [
+        (PIPE, ONE),
+        (ONE, SHARDS),
+        (SHARDS, TENSOR),
+        *further((TENSOR, PIPE), (PIPE, SHARDS), (REPLICAS, TENSOR), (TENSOR, REPLICAS)),
+    ],
+)
+def test_a_checkpoint_fits_every_mesh(saves: Mesh, loads: Mesh, tmp_path: Path) -> None:
+    def ran(mesh: Mesh, *args: Any) -> dict[str, Tensor]:
+        if mesh is ONE:
+            return trained(0, mesh, *args)
+        found: dict[str, Tensor] = {}
+        for each in run_ranks(trained, mesh.ranks, mesh, *args):
+            found |= each
+        return found
+
+    saved, loaded = ran(saves, tmp_path, False, 2), ran(loads, tmp_path, True, 0)
+    assert saved.keys() == loaded.keys()
+    assert all(torch.equal(saved[fqn], loaded[fqn]) for fqn in saved)
+    expected, gone_on = ran(saves, tmp_path, True, 1), ran(loads, tmp_path, True, 1)
+    for fqn, parameter in gone_on.items():
+        torch.testing.assert_close(parameter, expected[fqn], rtol=1e-3, atol=1e-4)
