@@ -73,8 +73,9 @@ def compile(  # noqa: PLR0913 - the options of a pipeline, all of them optional
         microbatches: into how many microbatches `step` cuts a batch. None: the largest divisor of the batch up to 4 a rank,
             and 1 in one process.
         mesh: a `DeviceMesh` with the dimensions `pp`, `dp_replicate` and `dp_shard` (data parallelism, with whole parameters
-            and with shards of them) and `cp` (context parallelism, with `graphpp.attention`), or the process group of this
-            pipeline's ranks. Along all but `pp`, gradients are averaged after each step, and losses stay each pipeline's own.
+            and with shards of them), `cp` (context parallelism, with `graphpp.attention`) and `tp` (tensor parallelism, of a
+            model after `parallelize_module` over this dimension), or the process group of this pipeline's ranks. Along all but
+            `pp` and `tp`, gradients are averaged after each step, and losses stay each pipeline's own.
             With `dp_shard` the parameters become `DTensor`s once the model is captured: make the optimizer of
             `pipe.parameters()` then. None: the world, initialised from torchrun's variables if nobody has; without those
             variables one process.

@@ -22,7 +22,6 @@ from graphpp.capture.trace import CapturedGraph
 from graphpp.compiler import facts
 from graphpp.compiler.dump import Dump
 from graphpp.compiler.request import CompileRequest
-from graphpp.compiler.shared_layers import refuse_sharded_draws
 from graphpp.compiler.sized_graph import sized_program
 from graphpp.options.recompute import Recompute
 from graphpp.options.split import ModuleCall
@@ -158,7 +157,6 @@ def compile_graph(
     dump = Dump(options.debug.dump if request.dumps else None, request.place.rank, "train" if training else "eval")
     dump.captured(captured)
     request.watch(PassResult("capture", 0.0, captured.joint))
-    refuse_sharded_draws(request, captured.joint)
     calls = module_calls(captured.joint)
     starts = _resolved_starts(request, calls) if first is None else _same_starts(first.boundaries, calls)
     table = table_for(len(starts))

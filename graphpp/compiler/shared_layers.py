@@ -9,15 +9,15 @@ from graphpp.errors import CaptureError
 from graphpp.parallel.agreement import Agreement
 from graphpp.passes.graph.joint_graph import JointGraph, describe_node
 from graphpp.passes.graph.values_over_ranks import differing_values, plain_arguments
-from graphpp.passes.joint.key_random_ops import draws_random_numbers
+from graphpp.runtime.randomness import seeded
 from graphpp.runtime.shards.layer_parts import layer_part
 
 
 def refuse_sharded_draws(request: CompileRequest, joint: JointGraph) -> None:
     """Raise `CaptureError` for random numbers in a sharded region, where each rank would draw one process's first ones.
 
-    Called by all ranks that share layers, for their own graphs of one call. Where all ranks have equal values they draw equal
-    numbers, from one key, as one process does.
+    Called by all ranks that share layers, for their own graphs of one call, after `key_random_ops`. Where all ranks have equal
+    values they draw equal numbers, from one key, as one process does.
     """
     layers = request.place.tensor
     if layers is None:
@@ -32,11 +32,9 @@ def refuse_sharded_draws(request: CompileRequest, joint: JointGraph) -> None:
     sharded = {fqn for fqn, part in parts if part is not None and not part.is_whole}
     differing = differing_values(joint.graph, sharded, unlike, layers.group_name)
     for node in joint.computed():
-        if draws_random_numbers(node.target, node.args, node.kwargs) and (
-            node in differing or any(source in differing for source in node.all_input_nodes)
-        ):
+        if node.target is seeded and node in differing:
             raise CaptureError(
-                f"{node.target} in {describe_node(node)} draws random numbers for values that are spread over the ranks of tp: "
-                "each rank would draw the same numbers for its part, where one process draws others for every part. Draw "
+                f"{node.args[2]} in {describe_node(node)} draws random numbers for values that are spread over the ranks of "
+                "tp: each rank would draw the same numbers for its part, where one process draws others for every part. Draw "
                 "(dropout) where the values are whole, or set the probability to 0."
             )

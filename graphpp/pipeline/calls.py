@@ -157,7 +157,7 @@ class Calls:
         """Compile the graphs of a training call, for a table of so many microbatches, and run nothing."""
         with self._timeouts.starting():
             call, _ = self._agreed(make, NO_WEIGHTS, training=True, asked="compile")
-            self._on_all_columns(call, lambda: self._cache.compile(call, microbatches))
+            self._cache.compile(call, microbatches)
 
     def run(self, call: StepCall, prepared: PreparedStep) -> PreparedStep:
         """Run a call once; afterwards the runner has the results."""
@@ -248,7 +248,7 @@ class Calls:
         """
         if not self._cache.has(call):
             stack.enter_context(self._timeouts.starting())
-        prepared = self._on_all_columns(call, lambda: self._cache.prepared(call))
+        prepared = self._cache.prepared(call)
         if not lacking:
             return call, prepared
         number = self._data_calls[call.training]
@@ -256,11 +256,6 @@ class Calls:
         with self.exchanging():
             parts = filled(call.parts, holdings, self._agreement)
         return replace(call, parts=parts), prepared
-
-    def _on_all_columns(self, call: StepCall, work: Callable[[], T]) -> T:
-        """The result of `work`, in which each pipeline agrees by itself, once all pipelines that share layers have it."""
-        alone = self._place.layers is None or self._cache.has(call)
-        return work() if alone else self._agreement.together(work, _nothing)
 
     def _of_replica(self, prepared: PreparedStep, asked: str) -> Facts:
         """The lines that all replicas must have alike: about their stages, their shards, and the call."""

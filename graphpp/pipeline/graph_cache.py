@@ -15,10 +15,10 @@ Contract
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -34,6 +34,7 @@ from graphpp.compiler.build import Lowered, check_homes, check_same_results, low
 from graphpp.compiler.capture_once import capture_graphs
 from graphpp.compiler.compile_graph import CompiledGraph, TableFor, compile_graph
 from graphpp.compiler.request import CompileRequest
+from graphpp.compiler.shared_layers import refuse_sharded_draws
 from graphpp.errors import GraphPPError
 from graphpp.parallel.agreement import Agreement
 from graphpp.parallel.facts import Facts
@@ -46,6 +47,7 @@ from graphpp.runtime.model_state import ModelState, tensor_lines
 from graphpp.runtime.runner import GraphPPRunner
 from graphpp.schedules.table.schedule import Schedule
 
+T = TypeVar("T")
 _LOG = logging.getLogger("graphpp")
 _SIZES = 8  # how many sizes are kept for each graph that may be kept
 
@@ -71,8 +73,11 @@ class GraphCache:
     """Compiles the graphs and makes the runners that are new, and keeps them."""
 
     def __init__(self, request: CompileRequest, state: ModelState, agreement: Agreement) -> None:
+        """`agreement`: of the ranks that compute the same microbatches."""
         options, place = request.options, request.place
-        self._request, self._state, self._agreement = request, state, agreement
+        self._request, self._state = request, state
+        self._agreement = agreement if place.layers is None else Agreement(place.group, place.device)
+        self._columns = None if place.layers is None else agreement
         self._modules = dict(request.model.named_modules())
         limit = options.debug.max_graphs
         self._keys = GraphKeys(request.model, request.loss, place.device.type, _SIZES * limit)
@@ -83,7 +88,7 @@ class GraphCache:
         self._prepared: Recent[tuple[GraphKey, ...], PreparedStep] = Recent(_SIZES * limit)
         self._assembly = Assembly(request, state)
         self.ownership = Ownership(
-            state, place, options, self.captured, self._keys.forget_values, partial(facts.of_replicas, state), agreement
+            state, place, options, self.captured, self._keys.forget_values, partial(facts.of_replicas, state), self._agreement
         )
         self._shards = ShardPolicy(options.parallel.keep) if place.sharding is not None else None
         self.tables = Tables(options.schedule, place.ranks, self._shards)
@@ -166,7 +171,8 @@ class GraphCache:
     def compile(self, call: StepCall, microbatches: int) -> None:
         """Compile and keep the graphs of a call, for a table of so many microbatches. Called by all ranks."""
         work = partial(self._compile_graphs, call, microbatches)
-        graphs, _ = self._agreement.together(work, _facts_of_graphs)
+        graphs, _ = self._together(work, _facts_of_graphs)
+        self._check_draws(graphs)
         self._keep(graphs, call)
 
     def has(self, call: StepCall) -> bool:
@@ -181,13 +187,14 @@ class GraphCache:
         """
         if call.keys not in self._prepared:
             try:
-                graphs, made = self._agreement.together(partial(self._lower, call), self._facts_of)
+                graphs, made = self._together(partial(self._lower, call), self._facts_of)
+                self._check_draws(graphs)
             except Exception:
                 self._assembly.keep_only(self._all_kept())  # the regions of a call that was refused
                 raise
             self._keep(graphs, call)
             replicas, rank = self._request.place.replicas, self._request.place.rank
-            self._agreement.together(partial(self._assembly.compile, made, replicas), _nothing_to_compare)
+            self._together(partial(self._assembly.compile, made, replicas), _nothing_to_compare)
             local = set[str]().union(*(each.parameters(rank) | each.buffers(rank) for each in graphs.values()))
             self._state.move(local, self._request.place.device)
             runner = self._assembly.runner(made, replicas, self.ownership.ranks_of_parameter, self.ownership.sharded)
@@ -207,10 +214,26 @@ class GraphCache:
         """
         table = CheckedTable(schedule, training=True, shards=self._shards)
         work = partial(lowered, self._request, step.lowered.graphs, table, self._assembly.regions)
-        made = self._agreement.together(work, lambda lowered: lowered.facts)
-        self._agreement.together(partial(self._assembly.compile, made, None), _nothing_to_compare)
+        made = self._together(work, lambda lowered: lowered.facts)
+        self._together(partial(self._assembly.compile, made, None), _nothing_to_compare)
         owned = self.ownership
         return PreparedStep(made, self._assembly.runner(made, None, owned.ranks_of_parameter, owned.sharded))
+
+    def _together(self, work: Callable[[], T], facts: Callable[[T], Facts]) -> T:
+        """The result of `work`, which the ranks of a pipeline have alike, once all pipelines that share layers have theirs.
+
+        Those have programs of their own, since each rank along `tp` computes another part of a layer.
+        """
+        if self._columns is None:
+            return self._agreement.together(work, facts)
+        return self._columns.together(partial(self._agreement.together, work, facts), _nothing_to_compare)
+
+    def _check_draws(self, graphs: Mapping[GraphKey, CompiledGraph]) -> None:
+        """Raise `CaptureError` on all ranks where a new graph draws random numbers for values that `tp` spreads."""
+        if self._columns is not None:
+            new = [graph.captured.joint for key, graph in graphs.items() if self._kept_graph(key) is None]
+            check = partial(refuse_sharded_draws, self._request)
+            self._columns.together(lambda: [check(joint) for joint in new], _nothing_to_compare)
 
     def _lower(self, call: StepCall) -> tuple[dict[GraphKey, CompiledGraph], Lowered]:
         """Compile the graphs that are new, and lower the call; nothing is kept yet."""

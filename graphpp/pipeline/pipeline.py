@@ -72,8 +72,7 @@ class Pipeline(RankPart):
         self._model, self._loss, self._options, self._place = model, loss, options, place
         self._cutter = BatchCutter(example)
         self._state = ModelState(model)
-        own = agreement if place.layers is None else Agreement(place.group, place.device)
-        self._cache = GraphCache(CompileRequest(model, loss, options, place), self._state, own)
+        self._cache = GraphCache(CompileRequest(model, loss, options, place), self._state, agreement)
         self._calls = Calls(options, place, agreement, self._cache, self._state)
         self._own: tuple[TensorReader, norms.HeldParameters] | None = None  # of clipping
         if example is not None:

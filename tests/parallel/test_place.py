@@ -45,7 +45,7 @@ def test_dimensions_are_pipelines_and_replicas() -> None:
 
 def refused(rank: int, what: str) -> str:
     meshes: dict[str, Any] = {
-        "planned": lambda: init_device_mesh("cpu", (1, 2), mesh_dim_names=("pp", "tp")),
+        "planned": lambda: init_device_mesh("cpu", (1, 2), mesh_dim_names=("pp", "ep")),
         "unknown": lambda: init_device_mesh("cpu", (2,), mesh_dim_names=("stage",)),
         "nameless": lambda: init_device_mesh("cpu", (2,)),
         "elsewhere": lambda: DeviceMesh("cpu", [1 - rank], mesh_dim_names=("pp",), _init_backend=False),
@@ -60,7 +60,7 @@ def refused(rank: int, what: str) -> str:
 
 
 WRONG = {
-    "planned": "mesh: the dimension 'tp' is not there yet",
+    "planned": "mesh: the dimension 'ep' is not there yet",
     "unknown": "mesh: unknown dimension 'stage'",
     "nameless": "mesh: its dimensions have no names",
     "elsewhere": "mesh: rank 0 is not in the mesh",

@@ -52,7 +52,8 @@ def _makes_equal(node: fx.Node, group: str) -> bool:
 def _number(node: fx.Node) -> int:
     args = [None if names_group(node, at) else _plain(value) for at, value in enumerate(node.args)]
     kwargs = {key: None if names_group(node, key) else _plain(value) for key, value in node.kwargs.items()}
-    text = repr((node.op, "" if node.op == "placeholder" else str(node.target), args, kwargs))
+    target = "" if node.op == "placeholder" else getattr(node.target, "__qualname__", str(node.target))
+    text = repr((node.op, target, args, kwargs))
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 1
 
 
