@@ -28,6 +28,7 @@ from graphpp.parallel.failure import FailureBoard
 from graphpp.parallel.place import MeshLike, RankPlace, pipeline_ranks, place_of, shard_ranks
 from graphpp.pipeline.pipeline import Pipeline
 from graphpp.runtime.model_state import tensor_lines
+from graphpp.runtime.shards.layer_parts import refuse_spread
 from graphpp.runtime.shards.local_rows import is_sharded
 from graphpp.schedules.generate.read import ScheduleLike
 from graphpp.verification.report import Verification
@@ -171,6 +172,8 @@ def verify(  # noqa: PLR0913 - the options of `compile`, and two of its own
         raise BatchError("verify needs example=: a graphpp.Microbatch with data, or a list of them")
     if against == "whole batch" and len(several) > 1:
         raise BatchError('against="whole batch" cuts the batch itself: give example= the whole batch, not its microbatches')
+    if isinstance(model, nn.Module):
+        refuse_spread(model, "graphpp.verify runs in one process: give it the model before parallelize_module")
     for each in several:
         check_arguments(model, loss, each)
         absent = [path for path, tensor in flatten_microbatch(each).tensors.items() if tensor.is_meta]

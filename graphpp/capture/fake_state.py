@@ -2,10 +2,10 @@
 
 Contract: while `fake_state` is open, every parameter and buffer is a tensor without data, with the same shape, dtype and
 needs-grad, on the device that will run the step; floating-point parameters have the dtype `param_dtype` where it is given. Tied
-tensors stay tied. A `DTensor` of the model's becomes its local shard, which modules read as a `DTensor`. The fake tensors stand
-in the model's own dictionaries, so every thread finds them. In another thread a call of a module of the model raises
-`GraphPPError`, since the call would compute nothing, and `refuse_fake_state` raises before a step of a pipeline. Other uses of
-the model in another thread, such as `state_dict()`, are not refused.
+tensors stay tied. In the place of a `DTensor` of the model's is its local shard. The fake tensors stand in the model's own
+dictionaries, so every thread finds them. In another thread a call of a module of the model raises `GraphPPError`, since the
+call would compute nothing, and `refuse_fake_state` raises before a step of a pipeline. Other uses of the model in another
+thread, such as `state_dict()`, are not refused.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ from torch import nn
 
 from graphpp._torch import aot
 from graphpp._torch.this_thread import replaced
-from graphpp.capture.dtensors.local_shards import read_as_dtensors
 from graphpp.errors import GraphPPError
 from graphpp.runtime.shards.layer_parts import layer_part
 from graphpp.runtime.shards.precision import floating_as
@@ -35,7 +34,7 @@ def fake_state(
     for module in model.modules():
         stores: tuple[dict[str, Any], ...] = (module._parameters, module._buffers)
         originals += [(store, name, tensor) for store in stores for name, tensor in store.items() if tensor is not None]
-    with _refuse_calls_elsewhere(model), read_as_dtensors(model):
+    with _refuse_calls_elsewhere(model):
         for store, name, tensor in originals:
             if id(tensor) not in fakes:
                 part, wanted = layer_part(tensor), param_dtype if isinstance(tensor, nn.Parameter) else None

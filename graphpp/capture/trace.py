@@ -26,7 +26,7 @@ from graphpp._torch import aot, pytree, symbols
 from graphpp._torch.autograd import run_backward
 from graphpp._torch.export_thread import traces_in_this_thread
 from graphpp._torch.numbers_of_data import refused_float_arithmetic
-from graphpp._torch.parallel.sharded_tensor import gathered
+from graphpp._torch.parallel.sharded_tensor import gathered, part_of_dtensor
 from graphpp.batch.microbatch import TENSOR_LEAF, Microbatch, tensors_by_path, with_tensors
 from graphpp.capture.activation_checkpoints import mark_checkpoints, record_checkpoints
 from graphpp.capture.attributes.aliases import refuse_foreign_leaves, refuse_written_aliases
@@ -37,7 +37,7 @@ from graphpp.capture.attributes.updates import NumberUpdate
 from graphpp.capture.attributes.writes import refuse_writes, undo_writes
 from graphpp.capture.autograd_functions import FunctionCalls, record_functions
 from graphpp.capture.dtensors.direct_trace import direct_trace
-from graphpp.capture.dtensors.local_shards import has_dtensors
+from graphpp.capture.dtensors.local_shards import SpreadTensors
 from graphpp.capture.eager_branches import TracingQueries, answer_as_eager
 from graphpp.capture.explain_errors import explain_errors
 from graphpp.capture.fake_state import fake_state
@@ -126,7 +126,8 @@ def _capture(
     model, (loss, example, training) = wrapper.model, wrapper.inputs
     mode = symbols.mode_with_symbols() if varying else aot.fake_mode()
     check_model(model)
-    direct = has_dtensors(model)
+    spread = SpreadTensors.of(model)
+    direct = bool(spread.places)
     example_mode = aot.fake_mode() if varying else mode  # export makes the inputs with symbols of these
     fakes = {path: aot.fake_like(example_mode, tensor, device) for path, tensor in tensors_by_path(example).items()}
     dims = [sorted(varying.get(path, ())) for path in fakes] if varying else None
@@ -139,7 +140,7 @@ def _capture(
             _check_sizes_fixed(varying)
             if trail is not None:
                 trail.refuse("a model with DTensor parameters")
-            export = partial(direct_trace, wrapper, inputs, mode, device)
+            export = partial(direct_trace, wrapper, spread, inputs, mode, device)
         decided = same_in_every_call(export(entry), entry, export)
         module, functions, found = decided.exported.module, decided.exported.functions, decided.exported.found
         functions.refuse_side_effects(model)
@@ -208,7 +209,7 @@ class _TracedStep(nn.Module):
             results = self._results(tensors)
         results += [(program.BufferUpdate(fqn), value) for fqn, value in found.writes.buffers.items()]
         found.results = tuple(role for role, _ in results)
-        return tuple(gathered(value) for _, value in results)
+        return tuple(part_of_dtensor(x) if isinstance(role, program.BufferUpdate) else gathered(x) for role, x in results)
 
     def _results(self, tensors: tuple[torch.Tensor, ...]) -> list[tuple[OutputRole, torch.Tensor]]:
         loss, example, training = self.inputs

@@ -1,4 +1,4 @@
-"""Gradient norms and clipping over all ranks, bit-equal to torch's on the whole model in one process.
+"""Gradient norms and clipping over all ranks; of whole parameters bit-equal to torch's on the whole model in one process.
 
 Contract
 --------

@@ -34,7 +34,7 @@ from graphpp.compiler.build import Lowered, check_homes, check_same_results, low
 from graphpp.compiler.capture_once import capture_graphs
 from graphpp.compiler.compile_graph import CompiledGraph, TableFor, compile_graph
 from graphpp.compiler.request import CompileRequest
-from graphpp.compiler.shared_layers import refuse_sharded_draws
+from graphpp.compiler.shared_layers import check_shared_layers
 from graphpp.errors import GraphPPError
 from graphpp.parallel.agreement import Agreement
 from graphpp.parallel.facts import Facts
@@ -172,7 +172,7 @@ class GraphCache:
         """Compile and keep the graphs of a call, for a table of so many microbatches. Called by all ranks."""
         work = partial(self._compile_graphs, call, microbatches)
         graphs, _ = self._together(work, _facts_of_graphs)
-        self._check_draws(graphs)
+        self._check_columns(graphs)
         self._keep(graphs, call)
 
     def has(self, call: StepCall) -> bool:
@@ -188,7 +188,7 @@ class GraphCache:
         if call.keys not in self._prepared:
             try:
                 graphs, made = self._together(partial(self._lower, call), self._facts_of)
-                self._check_draws(graphs)
+                self._check_columns(graphs)
             except Exception:
                 self._assembly.keep_only(self._all_kept())  # the regions of a call that was refused
                 raise
@@ -228,11 +228,11 @@ class GraphCache:
             return self._agreement.together(work, facts)
         return self._columns.together(partial(self._agreement.together, work, facts), _nothing_to_compare)
 
-    def _check_draws(self, graphs: Mapping[GraphKey, CompiledGraph]) -> None:
-        """Raise `CaptureError` on all ranks where a new graph draws random numbers for values that `tp` spreads."""
+    def _check_columns(self, graphs: Mapping[GraphKey, CompiledGraph]) -> None:
+        """Raise `CaptureError` on all ranks where a new graph has values that differ along `tp` and must not."""
         if self._columns is not None:
             new = [graph.captured.joint for key, graph in graphs.items() if self._kept_graph(key) is None]
-            check = partial(refuse_sharded_draws, self._request)
+            check = partial(check_shared_layers, self._request)
             self._columns.together(lambda: [check(joint) for joint in new], _nothing_to_compare)
 
     def _lower(self, call: StepCall) -> tuple[dict[GraphKey, CompiledGraph], Lowered]:

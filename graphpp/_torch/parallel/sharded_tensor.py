@@ -92,6 +92,20 @@ def gathered(tensor: torch.Tensor) -> torch.Tensor:
     return found
 
 
+def part_of_dtensor(tensor: torch.Tensor) -> torch.Tensor:
+    """This rank's part of a `DTensor`, with its gradient; a plain tensor itself."""
+    found: torch.Tensor = tensor.to_local() if is_dtensor(tensor) else tensor  # type: ignore[attr-defined]
+    return found
+
+
+def placed_as(tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor | None:
+    """The values of `tensor` with the placements of `like`; None if one of them is a `DTensor` and the other is not."""
+    if is_dtensor(tensor) != is_dtensor(like):
+        return None
+    found: Any = tensor
+    return found.redistribute(placements=_attribute(like, "placements")) if is_dtensor(like) else found  # type: ignore[no-any-return]
+
+
 def sharded_by_rows(mesh: DeviceMesh, shape: Sequence[int], stride: Sequence[int], before: Sequence[Any] = ()) -> Spread:
     """How a tensor is spread whose rows are cut over the last dimension of `mesh`; one of no dimension is replicated.
 

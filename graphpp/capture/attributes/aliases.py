@@ -13,6 +13,7 @@ from collections.abc import Iterable
 import torch
 from torch import nn
 
+from graphpp._torch.parallel.sharded_tensor import local_of
 from graphpp.errors import CaptureError
 from graphpp.passes.graph.joint_graph import JointGraph
 from graphpp.runtime.program import BufferUpdate
@@ -25,7 +26,9 @@ def refuse_foreign_leaves(constants: Iterable[torch.Tensor]) -> None:
     """
     addresses = {tensor.data_ptr() for tensor in constants if tensor.is_floating_point() and tensor.numel()}
     for leaf in gc.get_objects() if addresses else ():
-        if type(leaf) in (torch.Tensor, nn.Parameter) and leaf.requires_grad and _address(leaf) in addresses:
+        plain = type(leaf) in (torch.Tensor, nn.Parameter)
+        own = leaf if plain else local_of(leaf) if issubclass(type(leaf), torch.Tensor) else None  # the part of a DTensor
+        if own is not None and leaf.requires_grad and _address(own) in addresses:
             raise CaptureError(
                 f"the model or the loss reads a tensor of shape {list(leaf.shape)} that requires grad and is no parameter of "
                 "the model: it would get no gradient. Assign it to a module as an nn.Parameter (not within a list or dict)."

@@ -24,6 +24,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from graphpp._torch.parallel.sharded_tensor import placed_as
 from graphpp.capture.attributes.unknown_integer import UnknownInteger
 from graphpp.capture.attributes.updates import Place
 from graphpp.errors import CaptureError
@@ -219,7 +220,10 @@ def _new_value(fqn: str, old: torch.Tensor, new: torch.Tensor | None) -> torch.T
             f"the buffer {fqn} is {list(old.shape)} {old.dtype}, and the forward {found}: "
             "a buffer keeps its shape and dtype from step to step."
         )
-    return new.detach().clone()  # the new value may be another buffer itself
+    placed = placed_as(new.detach(), old)
+    if placed is None:
+        raise CaptureError(f"the buffer {fqn} is a {type(old).__name__}, and the forward assigns a {type(new).__name__}")
+    return placed.clone()  # the new value may be another buffer itself
 
 
 def _restore_dict(now: dict[str, Any], before: dict[str, Any]) -> None:

@@ -23,6 +23,7 @@ from graphpp.capture.activation_checkpoints import CheckpointedCalls, record_che
 from graphpp.capture.attributes.entry_state import EntryState
 from graphpp.capture.attributes.exported import Exported, TraceResults
 from graphpp.capture.autograd_functions import FunctionCalls
+from graphpp.capture.dtensors.local_shards import SpreadTensors
 from graphpp.capture.dtensors.module_stacks import note_module_calls
 from graphpp.capture.eager_branches import TracingQueries, answer_as_eager
 from graphpp.capture.explain_errors import explain_errors
@@ -41,23 +42,32 @@ class Step(Protocol):
         """Prepare a forward with these numbers in attributes."""
 
 
-def direct_trace(step: Any, inputs: tuple[torch.Tensor, ...], mode: Any, device: torch.device, entry: EntryState) -> Exported:
+def direct_trace(
+    step: Any,
+    spread: SpreadTensors,
+    inputs: tuple[torch.Tensor, ...],
+    mode: Any,
+    device: torch.device,
+    entry: EntryState,
+) -> Exported:
     """The joint graph of a step on fake `inputs`, with torch's descriptors, in the place of an export.
 
-    `step`: an `nn.Module` that is a `Step`. As in an export, the branches count that the model takes in eager or, if they
-    cannot be traced, the branches that the model has for a trace. Raises `CaptureError`.
+    `step`: an `nn.Module` that is a `Step`; `spread`: the `DTensor`s of its model, in whose places are local shards now. As in
+    an export, the branches count that the model takes in eager or, if they cannot be traced, the branches that the model has
+    for a trace. Raises `CaptureError`.
     """
     queries = TracingQueries()
     try:
-        return _traced(step, inputs, mode, device, entry, lambda: answer_as_eager(queries))
+        return _traced(step, spread, inputs, mode, device, entry, lambda: answer_as_eager(queries))
     except CaptureError:
         if not queries.any:
             raise
-    return _traced(step, inputs, mode, device, entry, aot.as_under_export)
+    return _traced(step, spread, inputs, mode, device, entry, aot.as_under_export)
 
 
 def _traced(
     step: Any,
+    spread: SpreadTensors,
     inputs: tuple[torch.Tensor, ...],
     mode: Any,
     device: torch.device,
@@ -74,7 +84,7 @@ def _traced(
         step.begin(entry)  # the trace runs the forward more than once, and the last run counts
         step.found.checkpoints = checkpoints
         patches = record_checkpoints(checkpoints), refuse_during_trace(), refuse_outside_state()
-        with contextlib.ExitStack() as stack:
+        with contextlib.ExitStack() as stack, spread.read_as_dtensors():
             for each in (*patches, answering(), autocast, aot.LinesNoted(calling_line)):
                 stack.enter_context(each)
             yield

@@ -1,64 +1,59 @@
-"""Let modules read their parameters as `DTensor`s while the parameters themselves are this rank's local shards.
+"""Let a forward read parameters as `DTensor`s while the model has this rank's local shards in their places.
 
-Contract: while `read_as_dtensors` is open, reading an attribute of a module that held a `DTensor` gives a `DTensor` made of the
-tensor that is in the module's `_parameters` or `_buffers` now, with the mesh, placements, shape and strides of the original.
-Gradients pass to that tensor, and are whole where the original is replicated. Afterwards modules are as before.
+Contract: while `SpreadTensors.read_as_dtensors` is open, the model has a `DTensor` in the place of each tensor that was one.
+It is made of the tensor that was there just before, with the mesh, placements, shape and strides of the original. Tied tensors
+stay tied. Gradients pass to the local shard, and are whole where the original is replicated. Afterwards the places are as
+before.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
-import torch
 from torch import nn
 
 from graphpp._torch.parallel.sharded_tensor import Spread, as_dtensor
 from graphpp.runtime.shards.layer_parts import layer_part
 
 
-def has_dtensors(model: nn.Module) -> bool:
-    """Whether a parameter or buffer of the model is spread over ranks by the model itself."""
-    return any(layer_part(tensor) is not None for tensor in (*model.parameters(), *model.buffers()))
+class SpreadPlace(NamedTuple):
+    """The store of a module, the name in the store, how the tensor there is spread, and whether it is a parameter."""
+
+    store: dict[str, Any]
+    name: str
+    spread: Spread
+    is_parameter: bool
 
 
-@contextlib.contextmanager
-def read_as_dtensors(model: nn.Module) -> Iterator[None]:
-    """While open, modules read their spread tensors as `DTensor`s. The tensors may be replaced by local shards inside."""
-    changed: list[tuple[nn.Module, type[nn.Module]]] = []
-    try:
-        for module in model.modules():
-            spreads = {**_spreads(module._parameters), **_spreads(module._buffers)}
-            if spreads:
-                changed.append((module, type(module)))
-                module.__class__ = _reading(type(module), spreads)
-        yield
-    finally:
-        for module, kind in changed:
-            module.__class__ = kind
+@dataclass(frozen=True)
+class SpreadTensors:
+    """The places of the parameters and buffers that a model spreads over ranks."""
 
+    places: tuple[SpreadPlace, ...]
 
-def _spreads(store: Mapping[str, torch.Tensor | None]) -> dict[str, Spread]:
-    found = {name: layer_part(tensor) for name, tensor in store.items() if tensor is not None}
-    return {name: part.spread for name, part in found.items() if part is not None}
+    @classmethod
+    def of(cls, model: nn.Module) -> SpreadTensors:
+        """Those of a model as it is now."""
+        stores = [store for module in model.modules() for store in (module._parameters, module._buffers)]
+        named = ((store, name, tensor) for store in stores for name, tensor in store.items() if tensor is not None)
+        parts = ((store, name, layer_part(tensor), isinstance(tensor, nn.Parameter)) for store, name, tensor in named)
+        return cls(tuple(SpreadPlace(store, name, part.spread, is_) for store, name, part, is_ in parts if part is not None))
 
-
-def _reading(kind: type[nn.Module], spreads: Mapping[str, Spread]) -> type[nn.Module]:
-    """A class like `kind` whose instances read these attributes as `DTensor`s."""
-    properties = {name: _property(name, spread) for name, spread in spreads.items()}
-    facts = {"__module__": kind.__module__, "__qualname__": kind.__qualname__, "__doc__": kind.__doc__}
-    # `type.__new__` alone: a metaclass or `__init_subclass__` of the model's may register classes
-    return type.__new__(type(kind), kind.__name__, (kind,), {**facts, **properties})
-
-
-def _property(name: str, spread: Spread) -> Any:
-    def read(module: nn.Module) -> Any:
-        local = module._parameters.get(name)
-        found = module._buffers.get(name) if local is None else local
-        return None if found is None else as_dtensor(found, spread)
-
-    def write(module: nn.Module, value: Any) -> None:
-        nn.Module.__setattr__(module, name, value)
-
-    return property(read, write)
+    @contextlib.contextmanager
+    def read_as_dtensors(self) -> Iterator[None]:
+        """While open, the model has `DTensor`s of the tensors that are in these places."""
+        locals_ = [(place.store, place.name, place.store[place.name]) for place in self.places]
+        made: dict[int, Any] = {}
+        for place, (store, name, local) in zip(self.places, locals_, strict=True):
+            if id(local) not in made:
+                made[id(local)] = as_dtensor(local, place.spread)
+                made[id(local)]._is_param = place.is_parameter  # which `isinstance(.., nn.Parameter)` asks for
+            store[name] = made[id(local)]
+        try:
+            yield
+        finally:
+            for store, name, local in locals_:
+                store[name] = local

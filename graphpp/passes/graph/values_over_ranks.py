@@ -12,7 +12,8 @@ Contract
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
+from difflib import SequenceMatcher
 
 import torch
 from torch import fx
@@ -26,6 +27,18 @@ _EQUAL_AFTER = ("all_reduce", "all_gather_into_tensor", "broadcast")
 def plain_arguments(graph: fx.Graph) -> list[int]:
     """For each node a number of 63 bits, equal on two ranks for equal operators with equal plain arguments."""
     return [_number(node) for node in graph.nodes]
+
+
+def unlike_numbers(own: Sequence[int], of_ranks: Sequence[Sequence[int]]) -> set[int]:
+    """The indices of `own` numbers that a rank does not have at that place; ranks may have more nodes, such as padding."""
+    unlike: set[int] = set()
+    for theirs in of_ranks:
+        if len(theirs) == len(own):
+            unlike |= {at for at, (mine, other) in enumerate(zip(own, theirs, strict=True)) if mine != other}
+        else:
+            blocks = SequenceMatcher(None, own, theirs, autojunk=False).get_matching_blocks()
+            unlike |= set(range(len(own))).difference(*(range(block.a, block.a + block.size) for block in blocks))
+    return unlike
 
 
 def differing_values(graph: fx.Graph, sharded: Collection[str], unlike: Collection[int], group: str) -> set[fx.Node]:

@@ -13,6 +13,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
+from torch import nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from graphpp._torch.parallel.sharded_tensor import Spread, local_of, spread_of
@@ -65,3 +66,11 @@ def local_gradient(fqn: str, parameter: torch.Tensor) -> torch.Tensor | None:
             "pipe.zero_grad() before, or redistribute the gradient"
         )
     return local_tensor(gradient)
+
+
+def refuse_spread(model: nn.Module, remedy: str) -> None:
+    """Raise `GraphPPError` with the FQN of a parameter or buffer that the model spreads over ranks, and with the remedy."""
+    for fqn, tensor in (*model.named_parameters(), *model.named_buffers()):
+        part = layer_part(tensor)
+        if part is not None:
+            raise GraphPPError(f"{fqn} is a DTensor with placements {part.spread.placements}, and {remedy}")
