@@ -21,6 +21,7 @@ from typing import Any
 import torch
 
 from graphpp._torch import pytree
+from graphpp._torch.parallel.sharded_tensor import is_dtensor
 from graphpp.arguments import MAPPING, require, shown, type_name
 from graphpp.errors import BatchError
 
@@ -184,6 +185,11 @@ def _check_leaf(path: str, leaf: Any) -> None:
             raise BatchError(
                 f"{path} is a {kind} tensor, which cannot be cut or sent: pass a dense one, e.g. {path}.to_dense(), padded to "
                 "one length"
+            )
+        if is_dtensor(leaf):
+            raise BatchError(
+                f"{path} is a DTensor, and each rank gives plain tensors: pass {path}.full_tensor(), and let the model spread the "
+                "values, for example by PrepareModuleInput"
             )
         if leaf.requires_grad:
             raise BatchError(

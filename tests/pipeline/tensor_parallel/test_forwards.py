@@ -167,6 +167,8 @@ def other_calls(rank: int) -> None:
         model = Network(mesh["tp"])
     x = torch.ones(4, 4)
     pipe = graphpp.compile(model, lambda out: out.mean(), example=graphpp.Microbatch((x[:2],)), mesh=mesh, microbatches=2)
+    with pytest.raises(GraphPPError, match=r"args\[0\] is a DTensor, .* args\[0\].full_tensor\(\)"):
+        pipe.step(DTensor.from_local(x, mesh["tp"], [Replicate()]))
     with pytest.raises(GraphPPError, match=r"up.weight is a DTensor .*, and pipe.materialize fills whole parameters"):
         pipe.materialize()
     with pytest.raises(GraphPPError, match=r"up.weight is a DTensor .*, and graphpp.verify runs in one process"):
