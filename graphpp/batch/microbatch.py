@@ -188,7 +188,7 @@ def _check_leaf(path: str, leaf: Any) -> None:
             )
         if is_dtensor(leaf):
             raise BatchError(
-                f"{path} is a DTensor, and each rank gives plain tensors: pass {path}.full_tensor(), and let the model spread the "
+                f"{path} is a DTensor, and ranks give plain tensors: pass {path}.full_tensor(), and let the model spread the "
                 "values, for example by PrepareModuleInput"
             )
         if leaf.requires_grad:
