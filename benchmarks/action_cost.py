@@ -35,7 +35,7 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, ScheduleInterleaved1F1B
 
 import graphpp
-from graphpp.parallel.place import RankPlace
+from graphpp.parallel.rank_place import RankPlace
 from graphpp.runtime.action_loop import ActionLoop
 from graphpp.runtime.model_state import ModelState
 from graphpp.runtime.runner import GraphPPRunner

@@ -15,6 +15,10 @@ Losses must agree first, to 1e-5 of their size. Medians over rounds; a ratio is 
 sent: the bytes that a rank sends in a step along the data dimension, counted from the collectives that run: (N-1) times the
 input of an all-gather, (N-1)/N of the input of a reduce-scatter or all-to-all, 2 (N-1)/N of an all-reduce; per parameter of the
 rank.
+
+peak: the most bytes at one time of the second of two steps that accumulate gradients, of the rank with the most: `param.grad`
+of the first step, and all that the allocator gives out in the second one (gathered parameters, sums of gradients, messages,
+activations, workspace of kernels). plan: the same bytes as `pipe.plan.memory` foretells them, which knows no workspace.
 """
 
 from __future__ import annotations
@@ -23,7 +27,7 @@ import argparse
 import json
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from itertools import product
+from itertools import accumulate, product
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +46,10 @@ from torch.utils._pytree import tree_leaves
 from workloads import Size, Workload, add_sizes, workload
 
 import graphpp
+from graphpp.runtime.shards.local_rows import local_tensor
 from graphpp.schedules.generate.read import default_stages, make_table
+
+MIB = 1 << 20
 
 
 class Sent(TorchDispatchMode):
@@ -105,11 +112,15 @@ class Case:
 
 @dataclass(frozen=True)
 class Contestant:
-    """`run` makes a step; its losses, [microbatches], on ranks that have them; `forget` drops the gradients."""
+    """`run` makes a step; its losses, [microbatches], on ranks that have them; `forget` drops the gradients.
+
+    `parameters`: those of the rank's stages; `foretold`: the bytes of the plan but for parameters (None: there is no plan).
+    """
 
     run: Callable[[], Tensor | None]
     forget: Callable[[], None]
-    parameters: int
+    parameters: list[Tensor]
+    foretold: int | None = None
 
 
 def ours(case: Case, dimension: str, keep: int | None, groups: list[dist.ProcessGroup]) -> Contestant:
@@ -127,8 +138,11 @@ def ours(case: Case, dimension: str, keep: int | None, groups: list[dist.Process
         parallel=graphpp.Parallel(keep=keep, check_data=0),
     )
     inputs, targets = case.batch(mesh[dimension].get_local_rank())
-    count = sum(parameter.numel() for parameter in pipe.parameters())
-    return Contestant(lambda: pipe.step(inputs, target=targets).losses, pipe.zero_grad, count)
+    own: list[Tensor] = list(pipe.parameters())
+    rows = sum(local_tensor(each).nbytes for each in own)
+    planned = pipe.plan.memory.ranks[mesh["pp"].get_local_rank()]
+    foretold = planned.peak - planned.optimizer - planned.buffers - rows
+    return Contestant(lambda: pipe.step(inputs, target=targets).losses, pipe.zero_grad, own, foretold)
 
 
 def fsdp2(case: Case, groups: list[dist.ProcessGroup]) -> Contestant:
@@ -139,7 +153,7 @@ def fsdp2(case: Case, groups: list[dist.ProcessGroup]) -> Contestant:
     runner = TORCH[case.schedule](stages[0] if single else stages, case.microbatches, loss_fn=case.workload.loss)
     inputs, targets = case.batch(mesh["dp"].get_local_rank())
     first, last = any(stage.is_first for stage in stages), any(stage.is_last for stage in stages)
-    parameters = [parameter for stage in stages for parameter in stage.submod.parameters()]
+    parameters: list[Tensor] = [parameter for stage in stages for parameter in stage.submod.parameters()]
 
     def step() -> Tensor | None:
         losses: list[Tensor] = []
@@ -151,7 +165,7 @@ def fsdp2(case: Case, groups: list[dist.ProcessGroup]) -> Contestant:
         for parameter in parameters:
             parameter.grad = None
 
-    return Contestant(step, forget, sum(parameter.numel() for parameter in parameters))
+    return Contestant(step, forget, parameters)
 
 
 def _torch_stages(case: Case, mesh: DeviceMesh) -> list[PipelineStage]:
@@ -180,6 +194,7 @@ def record(case: Case, option: argparse.Namespace, device: torch.device) -> dict
     made = {name: make() for name, make in ways.items() if name not in option.without}
     check_losses(made)
     sent = {name: over_ranks([counted(each, group)]) for (name, each), group in zip(made.items(), groups, strict=True)}
+    peaks = {name: over_ranks([float(peak(each)), float(each.foretold or 0)]) for name, each in made.items()}
     timed = {name: Contender(each.run, each.forget) for name, each in made.items()}
     alternate(timed, 2, device)
     samples = alternate(timed, option.rounds, device)
@@ -189,6 +204,8 @@ def record(case: Case, option: argparse.Namespace, device: torch.device) -> dict
         "ratios": {name: median_ratio(taken, samples[base]) for name, taken in samples.items()},
         "cpu ratios": {name: median_ratio(taken, samples[base], "cpu") for name, taken in samples.items()},
         "medians": {name: asdict(medians(taken)) for name, taken in samples.items()},
+        "peaks": {name: [value for value, _ in each] for name, each in peaks.items()},
+        "foretold": {name: [value for _, value in each] for name, each in peaks.items()},
         "sent per parameter": {name: [value for (value,) in each] for name, each in sent.items()},
     }  # fmt: skip
 
@@ -199,7 +216,20 @@ def counted(contestant: Contestant, group: dist.ProcessGroup) -> float:
     with Sent(group) as sent:
         contestant.run()
     contestant.forget()
-    return sent.bytes / contestant.parameters
+    return sent.bytes / sum(each.numel() for each in contestant.parameters)
+
+
+def peak(contestant: Contestant) -> int:
+    """The most bytes of gradients and of all that a step takes, in the second of two steps."""
+    contestant.forget()
+    contestant.run()
+    gradients = sum(local_tensor(each.grad).nbytes for each in contestant.parameters if each.grad is not None)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+        contestant.run()
+    contestant.forget()
+    assert profile.profiler is not None and profile.profiler.kineto_results is not None
+    events = [event for event in profile.profiler.kineto_results.events() if event.name() == "[memory]"]
+    return gradients + max(accumulate(event.nbytes() for event in sorted(events, key=lambda event: event.start_ns())))
 
 
 def check_losses(contestants: dict[str, Contestant]) -> None:
@@ -238,13 +268,14 @@ def main() -> None:
 
 
 def table(records: list[dict[str, Any]]) -> Table:
-    found = Table("model", "d", "schedule", "contender", "s", "ratio", "CPU ratio", "sent, bytes a parameter")
+    found = Table("model", "d", "schedule", "contender", "s", "ratio", "CPU ratio", "peak", "plan", "sent, bytes a parameter")
     for each in records:
         for name, ratio in each["ratios"].items():
             sent = ", ".join(f"{value:.2f}" for value in sorted(set(each["sent per parameter"][name])))
+            most, planned = (max(each[key][name]) / MIB for key in ("peaks", "foretold"))
             found.add_row(
                 each["model"], str(each["dim"]), each["schedule"], name, f"{each['medians'][name]['seconds']:.3f}",
-                f"{ratio:.2f}", f"{each['cpu ratios'][name]:.2f}", sent,
+                f"{ratio:.2f}", f"{each['cpu ratios'][name]:.2f}", f"{most:.2f}", f"{planned:.2f}" if planned else "", sent,
             )  # fmt: skip
     return found
 

@@ -22,7 +22,7 @@ from graphpp.compiler.capture_once import capture_graphs
 from graphpp.compiler.request import CompileRequest
 from graphpp.options.options import Options
 from graphpp.parallel.agreement import Agreement
-from graphpp.parallel.place import RankPlace
+from graphpp.parallel.rank_place import RankPlace
 
 
 def main() -> None:

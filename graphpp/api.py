@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from graphpp.arguments import NUMBER, Accepted, or_none, positive_up_to, require
@@ -22,14 +21,14 @@ from graphpp.options.memory import MemoryLike
 from graphpp.options.options import Options
 from graphpp.options.parallel import ParallelLike
 from graphpp.options.split import Split
-from graphpp.parallel.agreement import Agreement
 from graphpp.parallel.facts import Facts
 from graphpp.parallel.failure import FailureBoard
-from graphpp.parallel.place import MeshLike, RankPlace, pipeline_ranks, place_of, shard_ranks
+from graphpp.parallel.place import MeshLike, pipeline_ranks, place_of, shard_ranks
+from graphpp.parallel.rank_place import RankPlace
 from graphpp.pipeline.pipeline import Pipeline
 from graphpp.runtime.model_state import tensor_lines
-from graphpp.runtime.shards.layer_parts import refuse_spread
 from graphpp.runtime.shards.local_rows import is_sharded
+from graphpp.runtime.shards.spread_tensors import refuse_spread
 from graphpp.schedules.generate.read import ScheduleLike
 from graphpp.verification.report import Verification
 from graphpp.verification.subject import SimulatedPlace, cut_as_in_a_step, device_of, ranks_of, rotated
@@ -95,30 +94,25 @@ def compile(  # noqa: PLR0913 - the options of a pipeline, all of them optional
 
     ranks = Options(parallel=parallel).parallel
     place = place_of(model, mesh, ranks.device, ranks.start_timeout, shards_alone=ranks.mixed)
-    agreement = Agreement(place.model_parallel, place.device)
 
     def read_options() -> Options:
         check_arguments(model, loss, example)
-        check_meshes(model, place.tensor)
+        check_meshes(model, place.tensor, place.experts_group)
         _check_unsharded(model)
         options = Options(split, schedule, microbatches, parallel, backend, memory, gradients, debug)
         options.memory.caps(place.ranks)
         compiler_of(options.backend)
-        if ranks.mixed and place.sharding is None:
-            raise GraphPPError(
-                "parallel.param_dtype and parallel.reduce_dtype: they say how shards are gathered and gradients are sent along "
-                "dp_shard: give a mesh= with this dimension, of one rank where nothing is to be cut"
-            )
+        _check_parallel(options, place)
         return options
 
     def given(options: Options) -> Facts:
-        return _given(model, loss, example, place, options)
+        return _given(model, loss, example, place.device, options)
 
-    with FailureBoard((place.model_parallel,), "compile").watching():
-        options = agreement.together(read_options, given)
+    with FailureBoard((place.everyone,), "compile", place.described).watching():
+        options = place.agreement(place.everyone).together(read_options, given)
     if place.rank == 0:
         note_hooks(model)
-    return Pipeline(model, loss, options, place, agreement, example)
+    return Pipeline(model, loss, options, place, place.agreement(place.model_parallel), example)
 
 
 def verify(  # noqa: PLR0913 - the options of `compile`, and two of its own
@@ -185,6 +179,11 @@ def verify(  # noqa: PLR0913 - the options of `compile`, and two of its own
             "parallel.param_dtype and parallel.reduce_dtype: verify compares with eager, which has no shards: leave "
             "them out, and give a copy of the model with its parameters in the dtype in which they are to compute"
         )
+    if options.parallel.keep == 0 and shard_ranks(mesh) is not None:
+        raise GraphPPError(
+            "parallel.keep=0: verify runs all ranks in one process, where there is nothing to gather: leave it out, for the "
+            "programs compute the same without it"
+        )
     compiler_of(options.backend)
     count = ranks_of(ranks if ranks is not None else pipeline_ranks(mesh), options)
     options.memory.caps(count)
@@ -202,6 +201,31 @@ def verify(  # noqa: PLR0913 - the options of `compile`, and two of its own
     return verified(model, loss, options, place, parts, tolerance, dumps)
 
 
+def _check_parallel(options: Options, place: RankPlace) -> None:
+    """Raise `GraphPPError` where options do not go with the mesh, or with each other."""
+    ranks = options.parallel
+    if ranks.mixed and place.sharding is None:
+        raise GraphPPError(
+            "parallel.param_dtype and parallel.reduce_dtype: they say how shards are gathered and gradients are sent along "
+            "dp_shard: give a mesh= with this dimension, of one rank where nothing is to be cut"
+        )
+    if ranks.keep is not None and "dp_shard" not in (() if place.mesh is None else place.mesh.mesh_dim_names or ()):
+        raise GraphPPError(
+            f"parallel.keep={ranks.keep}: the option says how many stages are gathered along dp_shard at once: give a mesh= "
+            "with this dimension, or leave the option out"
+        )
+    if ranks.keep == 0 and place.sharding is not None and options.gradients.fused:
+        raise GraphPPError(
+            "gradients.fused=True multiplies into sums of whole gradients, and with parallel.keep=0 there are none: each "
+            "microbatch's gradients leave at once. Leave one of the two out"
+        )
+    if place.experts is not None and ranks.replica_values == "broadcast":
+        raise GraphPPError(
+            'parallel.replica_values="broadcast": other experts would get the first replica\'s values where they are '
+            "plain parameters: leave the option out on a mesh with ep, and seed all ranks alike"
+        )
+
+
 def _check_unsharded(model: nn.Module) -> None:
     """Raise `GraphPPError` where another pipeline has sharded parameters of the model."""
     fqn = next((fqn for fqn, parameter in model.named_parameters() if is_sharded(parameter)), None)
@@ -213,18 +237,16 @@ def _check_unsharded(model: nn.Module) -> None:
 
 
 def _given(
-    model: nn.Module, loss: LossFunction | None, example: Microbatch | None, place: RankPlace, options: Options
+    model: nn.Module, loss: LossFunction | None, example: Microbatch | None, device: torch.device, options: Options
 ) -> Facts:
     """The arguments that all ranks must have been given alike."""
-    replicas = "none" if place.replicas is None else f"{dist.get_world_size(place.replicas)} ranks"
     return Facts(
         {
             "the torch version": [torch.__version__],
-            "the type of the device": [place.device.type],
+            "the type of the device": [device.type],
             "the model": tensor_lines(model),
             "loss=": ["none" if loss is None else "given"],
             "example=": ["none" if example is None else "given"],
-            "the replicas of the mesh": [replicas],
             **{f"{path}=": lines for path, lines in options.facts()},
         }
     )

@@ -18,6 +18,8 @@ from collections.abc import Callable, Iterable, Mapping
 from numbers import Real
 from typing import Any, NamedTuple, ParamSpec, TypeVar
 
+import torch
+
 from graphpp.errors import GraphPPError
 
 P = ParamSpec("P")
@@ -170,9 +172,14 @@ def _shown_class(value: type) -> str:
 
 
 def shown(value: object) -> str:
-    """The beginning of a value's `repr`, on one line; a class with the remark that it is no object."""
+    """The beginning of a value's `repr`, on one line.
+
+    A tensor is shown by its shape and dtype, a class with the remark that it is no object.
+    """
     if isinstance(value, type):
         return _shown_class(value)
+    if isinstance(value, torch.Tensor):
+        return f"a tensor {list(value.shape)} of {value.dtype}"
     try:
         text = " ".join(_REPR.repr(value).split())
     except Exception:  # `repr` runs the code of the value's class

@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 import graphpp
 from graphpp.runtime.shards.local_rows import whole_tensor
 
-DATA = ("dp_replicate", "dp_shard", "cp")
+DATA = ("dp_replicate", "dp_shard", "ep", "cp")
 ROWS, VOCAB, WIDTH = 16, 13, 7
 STEPS = 3
 
@@ -91,6 +91,10 @@ class Mesh(NamedTuple):
     @property
     def replicas(self) -> int:
         return prod(size for size, name in zip(self.sizes, self.names, strict=True) if name in DATA)
+
+    def size(self, name: str) -> int:
+        """The ranks along a dimension; 1 along one that the mesh lacks."""
+        return dict(zip(self.names, self.sizes, strict=True)).get(name, 1)
 
     def replica(self, rank: int) -> int:
         """The place of a rank among the ranks that train the same stages; data dimensions are in the order of `DATA`."""

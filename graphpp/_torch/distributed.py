@@ -11,6 +11,8 @@ Checked on torch 2.11.0, 2.13.0 and 2.15.0:
 - `ProcessGroup._get_backend`, `options._timeout`: the present timeout (both timeouts: checked on 2.13.0 and 2.15.0)
 - `Store.clone`: a connection of its own to the same store (missing from torch's stubs; checked on 2.13.0 and 2.15.0)
 - `ProcessGroup.allgather_into_tensor_coalesced`: several all-gathers in one call (checked on 2.13.0 and 2.15.0)
+- `ProcessGroup.reduce_scatter_tensor_coalesced`: the sum of the parts of one rank; the public function has another name in
+  torch 2.13 than in 2.11, and warns of the old one (checked on 2.13.0 and 2.15.0)
 - `torch._foreach_norm`: norms of many tensors at once, the call that torch's own gradient clipping makes
 - `torch._foreach_copy_`: many copies at once, the call that torch's own optimizers make
 - `Optimizer._optimizer_step_pre_hooks`, `_optimizer_step_post_hooks` and, for all optimizers, `torch.optim.optimizer.
@@ -47,6 +49,12 @@ def all_gather_many(
     """Start to gather each tensor of `parts` from all ranks into the tensor of `gathered` at its place, in one call."""
     as_bytes = [[each.view(-1).view(torch.uint8) for each in tensors] for tensors in (gathered, parts)]
     work: dist.Work = group.allgather_into_tensor_coalesced(*as_bytes)
+    return work
+
+
+def reduce_scatter(part: torch.Tensor, parts: torch.Tensor, group: dist.ProcessGroup) -> dist.Work:
+    """Start to add this rank's part of `parts`, which has those of all ranks in order, over the ranks, into `part`."""
+    work: dist.Work = group.reduce_scatter_tensor_coalesced([part], [parts])
     return work
 
 

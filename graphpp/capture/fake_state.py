@@ -20,8 +20,8 @@ from torch import nn
 from graphpp._torch import aot
 from graphpp._torch.this_thread import replaced
 from graphpp.errors import GraphPPError
-from graphpp.runtime.shards.layer_parts import layer_part
 from graphpp.runtime.shards.precision import floating_as
+from graphpp.runtime.shards.spread_tensors import spread_tensor
 
 
 @contextlib.contextmanager
@@ -37,7 +37,7 @@ def fake_state(
     with _refuse_calls_elsewhere(model):
         for store, name, tensor in originals:
             if id(tensor) not in fakes:
-                part, wanted = layer_part(tensor), param_dtype if isinstance(tensor, nn.Parameter) else None
+                part, wanted = spread_tensor(tensor), param_dtype if isinstance(tensor, nn.Parameter) else None
                 dtype = floating_as(wanted, tensor.dtype)
                 fakes[id(tensor)] = aot.fake_like(mode, tensor, device, dtype, part and part.local)
             store[name] = fakes[id(tensor)]

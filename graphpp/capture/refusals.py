@@ -15,7 +15,8 @@ trace as a `refuse_...` function that `trace.capture` calls. Each raises `Captur
 
 A refusal that needs the state of another mechanism stands beside that mechanism: written attributes in `attributes/writes.py`,
 changed numbers in `attributes/decide.py`, side effects of custom Functions in `autograd_functions.py`, random numbers and
-inner gradients in `outside_state.py`, in-place writes into inputs and trained parameters and a loss that depends on no
+inner gradients in `outside_state.py`, calls that communicate with other ranks in
+`_torch/parallel/in_place_collectives.py`, in-place writes into inputs and trained parameters and a loss that depends on no
 parameter in `roles.py`, a loss that is no scalar in `trace.py`, outputs that hide tensors in `outputs.py`, model, loss and
 example of `graphpp.compile` in `check_arguments.py`, all other arguments in `options/`.
 
@@ -57,6 +58,7 @@ def refuse_during_trace() -> Iterator[None]:
     inference = torch.inference_mode
     patches = (
         (torch.Tensor, "register_hook", _refuse_hook),
+        (torch.Tensor, "register_post_accumulate_grad_hook", _refuse_late_hook),
         (torch.Tensor, "grad_fn", property(_for_user_code(_GRAD_FN.__get__, _refuse_grad_fn))),
         (torch.Tensor, "requires_grad", property(_REQUIRES_GRAD.__get__, _set_requires_grad)),
         (torch.Tensor, "requires_grad_", _for_user_code(_requires_grad_, _refuse_thawing, str(nn_module.__file__))),
@@ -250,4 +252,14 @@ def _refuse_hook(tensor: torch.Tensor, hook: Any) -> NoReturn:
     raise CaptureError(
         f"the forward hooks a gradient with Tensor.register_hook at {user_frame(traceback.extract_stack())}: the captured "
         "graph would pass the hook by. Write what it does as a differentiable operation, or on param.grad after the step."
+    )
+
+
+def _refuse_late_hook(tensor: torch.Tensor, hook: Any) -> NoReturn:
+    raise CaptureError(
+        "the forward registers a hook on a gradient with Tensor.register_post_accumulate_grad_hook at "
+        f"{user_frame(traceback.extract_stack())}: the forward is traced on stand-ins of the parameters, so the hook would "
+        "never be called. Register the hook on the model's parameters before the step. Where the hook sums a gradient over the "
+        "ranks of tp, spread the module by torch's SequenceParallel(sequence_dim=...) over the dimension of its input that tp "
+        "shards: torch sums the gradient then."
     )

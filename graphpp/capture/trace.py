@@ -14,6 +14,7 @@ Contract
 from __future__ import annotations
 
 import contextlib
+import traceback
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -26,6 +27,7 @@ from graphpp._torch import aot, pytree, symbols
 from graphpp._torch.autograd import run_backward
 from graphpp._torch.export_thread import traces_in_this_thread
 from graphpp._torch.numbers_of_data import refused_float_arithmetic
+from graphpp._torch.parallel.in_place_collectives import as_functional
 from graphpp._torch.parallel.sharded_tensor import gathered, part_of_dtensor
 from graphpp.batch.microbatch import TENSOR_LEAF, Microbatch, tensors_by_path, with_tensors
 from graphpp.capture.activation_checkpoints import mark_checkpoints, record_checkpoints
@@ -61,6 +63,7 @@ from graphpp.capture.repeats.copied_graph import copied_graph
 from graphpp.capture.repeats.copies import with_copies
 from graphpp.capture.repeats.stand_ins import CallTable, operators_of
 from graphpp.capture.sizes.decided_by_data import admit_numbers_of_data, refuse_rounding
+from graphpp.capture.source_lines import user_frame
 from graphpp.capture.stacked_rnn import unstack_rnn
 from graphpp.capture.transfer.code_trail import CodeTrail
 from graphpp.errors import CaptureError
@@ -132,7 +135,8 @@ def _capture(
     fakes = {path: aot.fake_like(example_mode, tensor, device) for path, tensor in tensors_by_path(example).items()}
     dims = [sorted(varying.get(path, ())) for path in fakes] if varying else None
     grad = contextlib.nullcontext() if training else torch.no_grad()
-    with aot.quick(), refuse_draws(model, loss), fake_state(model, mode, device, param_dtype), grad:
+    collectives = as_functional(lambda: user_frame(traceback.extract_stack()))
+    with aot.quick(), refuse_draws(model, loss), collectives, fake_state(model, mode, device, param_dtype), grad:
         entry = replaced_numbers(model)
         inputs = tuple(fakes.values())
         export = partial(_export, wrapper, inputs, dims, mode, trail)

@@ -19,6 +19,7 @@ from graphpp.compiler.build import Lowered
 from graphpp.compiler.compile_graph import CompiledGraph
 from graphpp.compiler.compile_regions import RegionCache
 from graphpp.compiler.request import CompileRequest
+from graphpp.parallel import backend_sums, ordered_sums
 from graphpp.parallel.agreement import agree_on_collectives
 from graphpp.parallel.data_parallel import check_apart
 from graphpp.parallel.groups import Subgroups
@@ -51,9 +52,9 @@ class Assembly:
         Before that the ranks of each process group of the model compare their collectives. Raises `MismatchError` where two of
         them differ, `GraphPPError` where the model exchanges values with ranks that average its gradients.
         """
-        agree_on_collectives(lowered.collectives, self._place.device)
+        agree_on_collectives(lowered.collectives, self._place.agreement)
         if replicas is not None:
-            check_apart(lowered.collectives, self._place)
+            check_apart(lowered.groups_of_model, self._place)
         if self.regions is not None:
             self.regions.compile(lowered.region_calls)
 
@@ -78,5 +79,6 @@ class Assembly:
             offload=lowered.windows,
             mover=mover_for(self._place.device),
             sharded=sharded,
+            sums=ordered_sums if self._options.parallel.sum_order == "ranks" else backend_sums,
         )
         return GraphPPRunner(programs, lowered.schedule, self._state, self._place, config)

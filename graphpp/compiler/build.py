@@ -40,7 +40,8 @@ class Lowered:
 
     `programs`: under a backend, this rank's stages call the regions in `region_calls`, which are still to be compiled.
     `windows`: the offloaded values of all ranks. `woven`: the programs of this rank's overlapped actions. `collectives`: by
-    process group of the model, the collectives of a step in the order in which this rank issues them.
+    process group, the collectives of the programs of a step in the order in which this rank issues them; `groups_of_model`: the
+    groups of those that are not gathers of sharded parameters.
     """
 
     graphs: tuple[CompiledGraph, ...]
@@ -52,6 +53,7 @@ class Lowered:
     windows: tuple[OffloadWindow, ...]
     woven: tuple[WovenProgram, ...]
     collectives: Mapping[str, Sequence[str]]
+    groups_of_model: frozenset[str]
 
     @property
     def schedule(self) -> Schedule:
@@ -66,7 +68,9 @@ class Lowered:
     @cached_property
     def replica_facts(self) -> Facts:
         """The lines that ranks which average their gradients must have alike."""
-        return facts.of_replica([self.programs[0].stages[stage] for stage in self.local], self.table)
+        known = facts.of_replica([self.programs[0].stages[stage] for stage in self.local], self.table)
+        layers = facts.of_layers(self.programs, self.local) if self.programs[0].gathers_layers else Facts({})
+        return Facts({**known.lines, **layers.lines})
 
 
 def lowered(
@@ -102,6 +106,7 @@ def lowered(
         windows=windows,
         woven=tuple(emitted for _, emitted in woven.values()),
         collectives=overlap.collectives_of(row, woven),
+        groups_of_model=overlap.groups_of_model(row),
     )
 
 
@@ -204,4 +209,4 @@ def _check_memory(
 ) -> None:
     """Raise `ScheduleError` where more bytes are alive on a rank than the caller allows; all else was checked before."""
     case = ScheduleUnderCheck(table.running, table.running.stages, table.running.microbatches)
-    check_memory(case, costs_of_microbatches(programs), cap, windows, held_by_ranks(request, first, table))
+    check_memory(case, costs_of_microbatches(programs), cap, windows, held_by_ranks(request, first, programs, table))

@@ -21,6 +21,7 @@ from graphpp.capture.outputs import output_shapes
 from graphpp.capture.trace import CapturedGraph
 from graphpp.compiler import facts
 from graphpp.compiler.dump import Dump
+from graphpp.compiler.gathered_experts import check_gathered_experts
 from graphpp.compiler.request import CompileRequest
 from graphpp.compiler.sized_graph import sized_program
 from graphpp.options.recompute import Recompute
@@ -29,10 +30,12 @@ from graphpp.parallel.facts import Facts
 from graphpp.passes.graph.joint_graph import JointGraph
 from graphpp.passes.lower import Hook, LoweringOptions, PassResult, lower, lower_assigned
 from graphpp.passes.provenance import ProgramGraphs
+from graphpp.passes.stage.gather_layers import RankGroup, ShardedLayers
 from graphpp.planner import offload_policy as offload
 from graphpp.planner import recompute_policy as policy
 from graphpp.planner.counts import stages_of
-from graphpp.planner.layers import module_calls
+from graphpp.planner.layer_plan import layer_bytes, layer_plan
+from graphpp.planner.layers import layer_or_call, module_calls
 from graphpp.planner.memory_plan import MemoryPlan, StateDtypes, state_of
 from graphpp.planner.plan import Plan
 from graphpp.planner.resolve_split import resolve
@@ -43,9 +46,10 @@ from graphpp.runtime.program import Input, PipelineProgram, StageProgram
 from graphpp.runtime.program_costs import costs_of_microbatches
 from graphpp.runtime.runner import ranks_of_parameters
 from graphpp.runtime.shards.precision import Precision
+from graphpp.runtime.shards.spread_tensors import is_spread_over
 from graphpp.schedules.check.step_memory import step_peaks
 from graphpp.schedules.table.offload_window import OffloadWindow
-from graphpp.schedules.table.state_bytes import HeldBytes, StateBytes, gradients_by_stage, held_bytes
+from graphpp.schedules.table.state_bytes import HeldBytes, StateBytes, held_bytes, sent_by_stage
 
 TableFor = Callable[[int], CheckedTable]
 """The checked table for a number of stages."""
@@ -135,10 +139,14 @@ class CompiledGraph:
 
     def state(self, request: CompileRequest) -> tuple[StateBytes, ...]:
         """The bytes of parameters, gradients, optimizer and buffers, by the stages that read them."""
-        options, parameters = request.options, request.model.named_parameters()
+        options, parameters = request.options, dict(request.model.named_parameters())
         precision = Precision(options.parallel.param_dtype, options.parallel.reduce_dtype)
-        dtypes = StateDtypes({fqn: each.dtype for fqn, each in parameters}, options.gradients.dtype, precision)
-        return state_of(self.captured.joint, self.program.stages, dtypes, options.memory)
+        dtypes = StateDtypes({fqn: each.dtype for fqn, each in parameters.items()}, options.gradients.dtype, precision)
+        experts, shards = request.place.experts, dict[str, int]()
+        if experts is not None and experts.sharding is not None:
+            spread = (fqn for fqn, each in parameters.items() if is_spread_over(each, experts.group))
+            shards = dict.fromkeys(spread, experts.sharding.ranks)
+        return state_of(self.captured.joint, self.program.stages, dtypes, options.memory, shards)
 
     def written_buffers(self) -> Iterator[tuple[StageProgram, str]]:
         """(stage, FQN) of each buffer that a forward writes."""
@@ -157,6 +165,7 @@ def compile_graph(
     dump = Dump(options.debug.dump if request.dumps else None, request.place.rank, "train" if training else "eval")
     dump.captured(captured)
     request.watch(PassResult("capture", 0.0, captured.joint))
+    check_gathered_experts(request, captured.joint)
     calls = module_calls(captured.joint)
     starts = _resolved_starts(request, calls) if first is None else _same_starts(first.boundaries, calls)
     table = table_for(len(starts))
@@ -168,20 +177,27 @@ def compile_graph(
     boundaries = [[call.fqn for call in calls if call.position >= start] for start in starts[1:]]
     plan = Plan.of(captured.joint, program, table.plain)
     graph = CompiledGraph(captured, program, plan, boundaries, {variant: program}, sources, dump)
+    programs = programs_of(request, [graph] * len(recomputed), table)
     if training:
-        programs = programs_of(request, [graph] * len(recomputed), table)
         plan = replace(plan, offload_windows=offload_windows(request, [graph], programs, table))
         plan = replace(plan, memory=_memory_plan(request, graph, programs, table, plan.offload_windows))
-    graph = replace(graph, plan=replace(plan, sharding=_shard_plan(request, graph, table)))
+    graph = replace(graph, plan=replace(plan, sharding=_shard_plan(request, graph, programs, table)))
     dump.plan(graph.plan, table)
     return graph
 
 
-def held_by_ranks(request: CompileRequest, graph: CompiledGraph, table: CheckedTable) -> tuple[HeldBytes, ...]:
-    """The state that each rank of the pipeline holds in a step: parameters, gradients, optimizer, buffers."""
+def held_by_ranks(
+    request: CompileRequest, graph: CompiledGraph, programs: Sequence[PipelineProgram], table: CheckedTable
+) -> tuple[HeldBytes, ...]:
+    """The state that each rank of the pipeline holds in a step: parameters, gradients, optimizer, buffers.
+
+    `programs`: those of each microbatch.
+    """
     home, ranks = table.running.rank_of_stage, table.running.ranks
     shards = request.place.shards if table.shards is not None else None
-    return held_bytes(graph.state(request), home, ranks, shards, request.options.parallel.keep is not None)
+    layers = layer_bytes(programs) if programs[0].gathers_layers else None
+    frees, in_order = request.options.parallel.keep is not None, not request.options.fused or layers is not None
+    return held_bytes(graph.state(request), home, ranks, shards, frees, layers, in_order=in_order)
 
 
 def freed_windows(request: CompileRequest, windows: Sequence[OffloadWindow]) -> Sequence[OffloadWindow]:
@@ -197,19 +213,22 @@ def _memory_plan(
     windows: Sequence[OffloadWindow],
 ) -> MemoryPlan:
     """The bytes of each rank under the table that the ranks run. `programs`: those of each microbatch."""
-    held, freed = held_by_ranks(request, graph, table), freed_windows(request, windows)
+    held, freed = held_by_ranks(request, graph, programs, table), freed_windows(request, windows)
     peaks = step_peaks(table.running, costs_of_microbatches(programs), held, freed)
     return MemoryPlan.of(peaks, graph.state(request), request.options.memory.optimizer)
 
 
-def _shard_plan(request: CompileRequest, graph: CompiledGraph, table: CheckedTable) -> ShardPlan | None:
+def _shard_plan(
+    request: CompileRequest, graph: CompiledGraph, programs: Sequence[PipelineProgram], table: CheckedTable
+) -> ShardPlan | None:
     """The cost of sharded parameters under the table that the ranks run; None where they are whole."""
     if table.shards is None or request.place.shards is None:
         return None
-    metas = graph.captured.joint.parameters
-    parameters = [sum(metas[fqn].nbytes for fqn in stage.parameters) for stage in graph.program.stages]
-    gradients = gradients_by_stage(graph.state(request), len(parameters), sent=True)
-    return ShardPlan.of(table.running, parameters, gradients, request.place.shards, request.options.parallel.keep)
+    if programs[0].gathers_layers:
+        return layer_plan(table.running, programs, request.place.shards)
+    shards = request.place.shards
+    gathered, reduced = sent_by_stage(graph.state(request), len(graph.program.stages), shards)
+    return ShardPlan.of(table.running, gathered, reduced, shards, request.options.parallel.keep)
 
 
 def programs_of(request: CompileRequest, graphs: Sequence[CompiledGraph], table: CheckedTable) -> list[PipelineProgram]:
@@ -272,8 +291,25 @@ def _choices(request: CompileRequest, joint: JointGraph, variant: ProgramVariant
     savings = policy.recompute_budget(recompute, region, place.device.type, options.parallel.node_seconds())
     whole = region if recompute.fraction is None else None  # a budget chooses single values, not whole layers
     whole, chosen = checkpoints.add_checkpoint_regions(joint, whole, policy.may_recompute(recompute))
-    rerun = policy.may_repeat_in_weight_grad(recompute)
-    return LoweringOptions(variant.split_backward, rerun, whole, chosen, savings, options.fused, options.hoists)
+    rerun, layers = policy.may_repeat_in_weight_grad(recompute), _sharded_layers(request, joint)
+    fused = options.fused and layers is None  # a gradient leaves at once, so there is no sum to multiply into
+    return LoweringOptions(variant.split_backward, rerun, whole, chosen, savings, fused, options.hoists, layers)
+
+
+def _sharded_layers(request: CompileRequest, joint: JointGraph) -> ShardedLayers | None:
+    """How programs gather single layers; None where they are given whole parameters."""
+    sharding, parallel = request.place.sharding, request.options.parallel
+    if sharding is None or parallel.keep != 0:
+        return None
+    dtypes = {fqn: each.dtype for fqn, each in request.model.named_parameters(remove_duplicate=False)}
+    precision = Precision(parallel.param_dtype, parallel.reduce_dtype)
+    layer_of = layer_or_call(module_calls(joint))
+    experts, others = request.place.experts, dict[str, RankGroup]()
+    if experts is not None and experts.sharding is not None:
+        group = RankGroup(experts.sharding.group.group_name, experts.sharding.ranks)
+        named = request.model.named_parameters(remove_duplicate=False)
+        others = {fqn: group for fqn, each in named if is_spread_over(each, experts.group)}
+    return ShardedLayers(sharding.group.group_name, sharding.ranks, dtypes, precision.of_messages, layer_of, others)
 
 
 def _resolved_starts(request: CompileRequest, calls: Sequence[ModuleCall]) -> tuple[int, ...]:

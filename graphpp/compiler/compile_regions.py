@@ -16,17 +16,14 @@ from collections import deque
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
 
-from torch import fx
-
 from graphpp.backends.compilers import RegionCompiler
 from graphpp.backends.regions import Regions, SizedCall
 from graphpp.compiler.compile_graph import CompiledGraph
-from graphpp.options.split import ModuleCall
 from graphpp.passes.graph.region import RegionCall
 from graphpp.passes.stage.emit import emit_outlined
-from graphpp.passes.stage.outline_regions import LayerOf, outline_regions
+from graphpp.passes.stage.outline_regions import outline_regions
 from graphpp.passes.stage.split_dropout import split_dropout
-from graphpp.planner.layers import module_calls, repeated_layers
+from graphpp.planner.layers import layers_of, module_calls
 from graphpp.runtime.program import PipelineProgram, Program, StageProgram
 
 
@@ -99,21 +96,6 @@ class RegionCache:
     def _outlined(self, item: Program) -> Program:
         """The outlined program, for the sizes of `item`."""
         return replace(self._made[id(item.run)][1], values=item.values)
-
-
-def layers_of(calls: Sequence[ModuleCall]) -> LayerOf:
-    """A function of a node: the repeated layer of the model that the operation belongs to.
-
-    The function returns "" for an operation of no layer, None for one outside of all module calls, which goes where its
-    reader goes.
-    """
-    layers = {call.fqn for call in repeated_layers(calls)}
-
-    def layer(node: fx.Node) -> str | None:
-        inside: Sequence[str] = node.meta.get("calls") or ()
-        return next((call for call in inside if call in layers), "") if inside else None
-
-    return layer
 
 
 def _programs(pipeline: PipelineProgram, stages: Collection[int]) -> list[Program]:

@@ -7,7 +7,7 @@ value of a parameter; of a parameter that several ranks hold they contain a chec
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
 
 from graphpp.parallel.checksum import checksum
 from graphpp.parallel.facts import Facts
@@ -15,7 +15,6 @@ from graphpp.passes.graph.joint_graph import JointGraph
 from graphpp.planner.tables import CheckedTable
 from graphpp.runtime.model_state import ModelState
 from graphpp.runtime.program import Phase, PipelineProgram, StageProgram
-from graphpp.runtime.shards.layer_parts import layer_part
 from graphpp.runtime.shards.local_rows import local_tensor
 
 
@@ -44,26 +43,6 @@ def of_copies(state: ModelState, shared: Sequence[str]) -> Facts:
     return Facts({f"the values of {fqn}": [f"bits that add up to {found}"] for fqn, found in sums.items()})
 
 
-def of_replicas(state: ModelState, own: Iterable[str], known: Mapping[str, int] | None = None) -> Facts:
-    """Checksums of the parameters and buffers of this rank, with which all replicas must begin; `known`: those of some."""
-    advice = "with which replicas must begin alike (seed all ranks alike, or load one state dict on all)"
-    ready = known or {}
-    sums = {fqn: ready[fqn] if fqn in ready else checksum(local_tensor(state.tensor(fqn))) for fqn in sorted(own)}
-    return Facts({f"the values of {fqn}, {advice}": [f"bits that add up to {found}"] for fqn, found in sums.items()})
-
-
-def of_shared_layers(state: ModelState, own: Iterable[str]) -> Facts:
-    """Checksums of the tensors of this rank that each rank which shares its layers has whole: they must be equal."""
-    advice = (
-        "which every rank along tp has whole and must have equal (seed all ranks alike, or make the parameter a DTensor where "
-        "each rank has another part)"
-    )
-    parts = {fqn: layer_part(state.tensor(fqn)) for fqn in own}
-    whole = sorted(fqn for fqn, part in parts.items() if part is None or part.is_whole)
-    sums = {fqn: checksum(local_tensor(state.tensor(fqn))) for fqn in whole}
-    return Facts({f"the values of {fqn}, {advice}": [f"bits that add up to {found}"] for fqn, found in sums.items()})
-
-
 def of_replica(stages: Sequence[StageProgram], table: CheckedTable) -> Facts:
     """The lines that the ranks which average the gradients of these stages must have alike."""
     gradients = [f"stage {stage.index}: {fqn}" for stage in stages for fqn in stage.gradients]
@@ -71,10 +50,22 @@ def of_replica(stages: Sequence[StageProgram], table: CheckedTable) -> Facts:
     return Facts({"the gradients of its stages": gradients, "the buffers that it writes": written, "the schedule": table.text})
 
 
-def of_tensors(state: ModelState, own: Iterable[str]) -> Facts:
-    """Shape and dtype of the parameters and buffers of this rank."""
-    tensors = {fqn: state.tensor(fqn) for fqn in sorted(own)}
-    return Facts({"the tensors of its stages": [f"{fqn}: {list(each.shape)} {each.dtype}" for fqn, each in tensors.items()]})
+def of_layers(programs: Sequence[PipelineProgram], stages: Sequence[int]) -> Facts:
+    """The layers that the programs of these stages gather and reduce, which the ranks that hold shards must have alike.
+
+    A microbatch has lines where they differ from those of the microbatch before.
+    """
+    found, before = list[str](), list[str]()
+    for microbatch, pipeline in enumerate(programs):
+        items = [item for stage in stages for item in pipeline.stages[stage].programs.values() if item.layers is not None]
+        lines = [f"stage {item.stage} {item.phase.label}: {line}" for item in items for line in (item.layers.order)]  # type: ignore[union-attr]
+        found += [f"from microbatch {microbatch} on, {line}" for line in lines] if lines != before else []
+        before = lines
+    what = (
+        "the order in which programs gather and reduce layers, which parallel.keep=0 needs alike (give all ranks of dp_shard "
+        "microbatches of one shape, or take keep=1)"
+    )
+    return Facts({what: found})
 
 
 def _code(joint: JointGraph) -> list[str]:

@@ -2,8 +2,9 @@
 
 Contract: `woven` weaves the programs of an action's parts, once for each distinct tuple of programs. Two parts run one after
 the other instead if (a) neither has a collective, so that there is no wait to hide, or (b) both are forwards of one stage
-that writes a buffer, because the second reads the buffer that the first wrote. `collectives_of` lists the collectives of a
-step by process group, in the order in which the rank issues them; all ranks of a group must issue the same ones.
+that writes a buffer, because the second reads the buffer that the first wrote, or (c) they gather layers of sharded
+parameters. `collectives_of` lists the collectives that the model itself runs in a step, by process group, in the order in which
+the rank issues them; all ranks of a group must issue the same ones.
 """
 
 from __future__ import annotations
@@ -13,12 +14,13 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from graphpp.passes.graph.collectives import is_collective
+from graphpp.passes.graph.collectives import group_of, is_collective
 from graphpp.passes.graph.op_costs import Cost
 from graphpp.passes.graph.stage_graphs import PhaseGraph
 from graphpp.passes.overlap.emit_woven import emit_woven
 from graphpp.passes.overlap.weave import WovenGraph, collective_order, weave
 from graphpp.passes.provenance import ProgramGraphs
+from graphpp.passes.stage.gather_layers import is_gather
 from graphpp.runtime.program import BufferUpdate, Phase, PipelineProgram, Program, WovenProgram
 from graphpp.schedules.table.actions import Action
 
@@ -67,7 +69,7 @@ def woven(
 
 
 def collectives_of(row: ProgramRow, made: Mapping[ProgramIds, tuple[WovenGraph, WovenProgram]]) -> dict[str, list[str]]:
-    """By process group, the collectives of a step in the order in which this rank issues them."""
+    """By process group, the model's collectives of a step in the order in which this rank issues them."""
     found: dict[str, list[str]] = {}
     known: dict[ProgramIds, list[dict[str, list[str]]]] = {}
     for action, parts in row:
@@ -80,6 +82,15 @@ def collectives_of(row: ProgramRow, made: Mapping[ProgramIds, tuple[WovenGraph, 
     return found
 
 
+def groups_of_model(row: ProgramRow) -> frozenset[str]:
+    """The process groups of the collectives that the model itself runs; gathers of sharded parameters are graphpp's."""
+    programs = {id(part.run): part for _, parts in row for part in parts}
+    nodes = (node for part in programs.values() for node in row.sources.of(part).graph.nodes)
+    return frozenset(group_of(node) for node in nodes if is_collective(node) and not is_gather(node))
+
+
 def _worth_weaving(parts: Sequence[PhaseGraph]) -> bool:
     writers = Counter(part.stage for part in parts if any(isinstance(role, BufferUpdate) for role in part.outputs))
+    if any(part.layers is not None for part in parts):  # to gather for two parts at a time would hold more layers whole
+        return False
     return max(writers.values(), default=0) < 2 and any(is_collective(node) for part in parts for node in part.graph.nodes)

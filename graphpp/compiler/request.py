@@ -8,7 +8,7 @@ from torch import nn
 
 from graphpp.capture.loss import LossFunction
 from graphpp.options.options import Options
-from graphpp.parallel.place import RankPlace
+from graphpp.parallel.rank_place import RankPlace
 from graphpp.passes.lower import Hook, PassResult
 
 

@@ -6,12 +6,11 @@ import torch
 
 from graphpp.compiler.request import CompileRequest
 from graphpp.errors import CaptureError
-from graphpp.parallel.agreement import Agreement
 from graphpp.passes.graph.joint_graph import JointGraph, describe_node
 from graphpp.passes.graph.values_over_ranks import differing_values, plain_arguments, unlike_numbers
 from graphpp.runtime.program import BufferUpdate, Gradient, Loss
 from graphpp.runtime.randomness import seeded
-from graphpp.runtime.shards.layer_parts import layer_part
+from graphpp.runtime.shards.spread_tensors import is_spread_over
 
 
 def check_shared_layers(request: CompileRequest, joint: JointGraph) -> None:
@@ -24,14 +23,13 @@ def check_shared_layers(request: CompileRequest, joint: JointGraph) -> None:
     layers = request.place.tensor
     if layers is None:
         return
-    agreement, own = Agreement(layers, request.place.device), plain_arguments(joint.graph)
+    agreement, own = request.place.agreement(layers), plain_arguments(joint.graph)
     nodes = int(agreement.largest(torch.tensor([len(own)], dtype=torch.int64, device="cpu")))
     numbers = torch.tensor([*own, *[-1] * (nodes - len(own))], dtype=torch.int64, device="cpu")
     others = agreement.of_all(numbers)
     unlike = unlike_numbers(own, [[number for number in row if number >= 0] for row in others.tolist()])
     tensors = (*request.model.named_parameters(), *request.model.named_buffers())
-    parts = ((fqn, layer_part(tensor)) for fqn, tensor in tensors)
-    sharded = {fqn for fqn, part in parts if part is not None and not part.is_whole}
+    sharded = {fqn for fqn, tensor in tensors if is_spread_over(tensor, layers)}
     differing = differing_values(joint.graph, sharded, unlike, layers.group_name)
     for node in joint.computed():
         if node.target is seeded and node in differing:

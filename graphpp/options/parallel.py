@@ -8,12 +8,13 @@ from typing import Any, ClassVar, Literal
 
 import torch
 
-from graphpp.arguments import COUNT, INDEX, NUMBER, SECONDS, Accepted, callback, function_of, one_word, or_none, shown
+from graphpp.arguments import INDEX, NUMBER, SECONDS, Accepted, callback, function_of, one_word, or_none, shown
 from graphpp.errors import GraphPPError
 from graphpp.options.option import FLOATING_DTYPE, Group, Option, group_reader, reader_of
 
 ReplicaValues = Literal["equal", "broadcast"]
 ReplicaBuffers = Literal["own", "average", "broadcast"]
+SumOrder = Literal["ranks", "any"]
 NodeSeconds = Callable[[Any], float]  # the seconds of a graph's node
 _TIMEOUT = Accepted("a positive number of seconds below 1e9", lambda form: NUMBER.accepts(form) and 0 < form < 1e9)  # type: ignore[operator]
 
@@ -75,11 +76,13 @@ class Parallel(Group):
     )
     keep: Option[int | None, int | None] = Option(
         None,
-        read=reader_of(or_none(COUNT)),
-        takes="a number of stages, from 1",
-        about="How many of its stages a rank holds whole at once, where `mesh=` has the dimension `dp_shard`. None: all, so "
+        read=reader_of(or_none(INDEX)),
+        takes="a number of stages, from 0",
+        about="How many of its stages a rank holds whole at once; needs `mesh=` with the dimension `dp_shard`. None: all, so "
         "each is gathered once per step (ZeRO-1). With k stages the one that is needed last makes room, and its gradients are "
-        "summed over the ranks before it goes, so that no more whole gradients stay than those of k stages.",
+        "summed over the ranks before it goes, so that no more whole gradients stay than those of k stages. 0: no whole stage "
+        "(ZeRO-3). Each forward and backward gathers one layer at a time, the next one ahead, and the gradients of a layer are "
+        "summed over the ranks in every microbatch.",
     )
     param_dtype: Option[torch.dtype | None, torch.dtype | None] = Option(
         None,
@@ -94,14 +97,24 @@ class Parallel(Group):
         read=reader_of(or_none(FLOATING_DTYPE)),
         takes="a floating dtype of 16 bits or more",
         about="The dtype in which gradients are sent over `dp_shard`. Those of all ranks are added in float32 or wider. None: "
-        "the dtype in which they add up over the microbatches, which is that of the computation or `gradients.dtype`.",
+        "the dtype in which they add up over the microbatches, which is that of the computation or `gradients.dtype`; with "
+        "`keep=0` that of the computation.",
+    )
+    sum_order: Option[SumOrder, SumOrder] = Option(
+        "ranks",
+        read=reader_of(one_word("ranks", "any")),
+        takes='"ranks", "any"',
+        about='In which order the gradients of data ranks are added. "ranks": that of the ranks, in float32 or wider, so that '
+        'gradients have the bits of a loop over the ranks. "any": the order that the backend takes, in the dtype in which '
+        "gradients are sent: a rank receives its sum (of NCCL's ring, tree or switch) in place of one part from each rank.",
     )
     replica_values: Option[ReplicaValues, ReplicaValues] = Option(
         "equal",
         read=reader_of(one_word("equal", "broadcast")),
         takes='"equal", "broadcast"',
         about="How replicas (the ranks along `dp_replicate`) begin. Replicas must have equal parameters and buffers; under "
-        '"broadcast" the first replica sends its parameters and buffers to the others before the first training step.',
+        '"broadcast" the first replica sends its parameters and buffers to the others before the first training step (not on a '
+        "mesh with `ep`).",
     )
     replica_buffers: Option[ReplicaBuffers, ReplicaBuffers] = Option(
         "own",

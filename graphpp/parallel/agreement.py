@@ -21,7 +21,7 @@ import contextlib
 import json
 import struct
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -35,6 +35,7 @@ T = TypeVar("T")
 
 _MADE = b"\0"  # stands before bytes that the first rank has made; an error's text stands without
 _LONG = 240  # characters of a line that an error shows
+_SHOWN = 3  # names of facts that an error shows
 _KINDS = 16  # texts that are exchanged where ranks differ
 _LEAST = -(2**63)  # of an integer of 64 bits
 
@@ -42,7 +43,11 @@ _LEAST = -(2**63)  # of an integer of 64 bits
 class Agreement:
     """Compares facts over the ranks of one group; a single process agrees with itself."""
 
-    def __init__(self, group: dist.ProcessGroup | None, device: torch.device) -> None:
+    def __init__(
+        self, group: dist.ProcessGroup | None, device: torch.device, described: Callable[[int], str] = "rank {}".format
+    ) -> None:
+        """`device`: of the rank's tensors. `described`: a rank of the world in an error."""
+        self._described = described
         self._group = group if group is not None and dist.get_world_size(group) > 1 else None
         self.device = torch.device("cpu") if self._group is None or has_gloo(self._group) else device
 
@@ -90,7 +95,9 @@ class Agreement:
         most, least, lacking = self.largest(torch.tensor([words, complements, flags], device="cpu")).tolist()
         same = [high == ~low for high, low in zip(most, least, strict=True)]  # the complement of the least value is largest
         if not (same[0] and same[1] and (same[2] or most[2] == least[2] == _LEAST)):
-            self.refuse_differences(self._of_each_kind(facts))
+            by_rank = self._of_each_kind(facts)
+            self.refuse_differences(by_rank)
+            self._refuse_other_calls(by_rank)
         return bool(lacking[0])
 
     def same(self, content: bytes) -> bool:
@@ -110,7 +117,20 @@ class Agreement:
     def refuse_differences(self, by_rank: Mapping[int, Mapping[str, Sequence[str]]]) -> None:
         """Raise `MismatchError` if the lines of ranks differ, which all ranks know; `by_rank`: by the number in the group."""
         world = dist.get_process_group_ranks(self._group) if self._group is not None else [0]
-        _refuse({world[rank]: lines for rank, lines in by_rank.items()})
+        _refuse({self._described(world[rank]): lines for rank, lines in by_rank.items()})
+
+    def _refuse_other_calls(self, by_rank: Mapping[int, Mapping[str, Sequence[str]]]) -> None:
+        """Raise `MismatchError` if a rank has no name of a fact in common with the first rank: it is in another call."""
+        world = dist.get_process_group_ranks(self._group) if self._group is not None else [0]
+        first, *others = sorted(by_rank)
+        for rank in others:
+            mine, theirs = by_rank[first].keys(), by_rank[rank].keys()
+            if mine and theirs and not mine & theirs:
+                raise MismatchError(
+                    "the ranks do not agree, so nothing was run:\n"
+                    f"  {self._described(world[first])} compares {_few(mine)} with the others, {self._described(world[rank])} "
+                    f"{_few(theirs)}: call the same functions on all ranks, with mesh= on all of them or on none"
+                )
 
     def message(self, operation: Callable[..., Any], tensor: torch.Tensor, peer: int) -> dist.P2POp:
         """A send or receive for `batch_isend_irecv`; `peer`: a rank of the group."""
@@ -138,7 +158,7 @@ class Agreement:
         if failure is not None:
             raise failure
         if not content.startswith(_MADE):
-            raise _others_failed({dist.get_global_rank(self._group, 0): content.decode()})
+            raise _others_failed({self._described(dist.get_global_rank(self._group, 0)): content.decode()})
         return content.removeprefix(_MADE)
 
     def _broadcast(self, content: bytes, source: int = 0) -> bytes:
@@ -179,14 +199,16 @@ class Agreement:
         return [each.cpu() for each in received]
 
 
-def agree_on_collectives(lines: Mapping[str, Sequence[str]], device: torch.device) -> None:
-    """Compare the collectives of a step with the other ranks of each process group; `lines`: in order, by the group's name.
+def agree_on_collectives(lines: Mapping[str, Sequence[str]], agreement: Callable[[dist.ProcessGroup], Agreement]) -> None:
+    """Compare the collectives of a step with the other ranks of each process group.
+
+    `lines`: in order, by the group's name. `agreement`: among the ranks of a group.
 
     Raises `MismatchError` if ranks would run other collectives, or in another order: they would hang in the step.
     """
     for name in sorted(lines):
         facts = Facts({"the collectives of a step, in order": lines[name]})
-        Agreement(group_named(name), device).compare(facts)
+        agreement(group_named(name)).compare(facts)
 
 
 def has_gloo(group: dist.ProcessGroup) -> bool:
@@ -201,8 +223,8 @@ def _fresh_generator() -> torch.Generator:
     return generator
 
 
-def _refuse(by_rank: Mapping[int, Mapping[str, Sequence[str]]]) -> None:
-    """Raise `MismatchError` with the ranks that failed; else with the ranks that differ from the majority. World ranks."""
+def _refuse(by_rank: Mapping[str, Mapping[str, Sequence[str]]]) -> None:
+    """Raise `MismatchError` with the ranks that failed; else with those that differ from the majority. Ranks: as in errors."""
     errors = ((rank, failure_in(each)) for rank, each in by_rank.items())
     failures = {rank: error for rank, error in errors if error is not None}
     if failures:
@@ -214,20 +236,26 @@ def _refuse(by_rank: Mapping[int, Mapping[str, Sequence[str]]]) -> None:
         raise MismatchError("the ranks do not agree, so nothing was run:\n" + "\n".join(f"  {line}" for line in faults))
 
 
-def _others_failed(errors: Mapping[int, str]) -> MismatchError:
-    """The error of a rank that could go on, with the errors of other ranks, by world rank."""
-    lines = (f"  rank {rank}: {error}" for rank, error in errors.items())
+def _others_failed(errors: Mapping[str, str]) -> MismatchError:
+    """The error of a rank that could go on, with the errors of other ranks."""
+    lines = (f"  {rank}: {error}" for rank, error in errors.items())
     return MismatchError("other ranks failed, so nothing was run here:\n" + "\n".join(lines))
 
 
-def _differences(name: str, values: Mapping[int, Sequence[str]]) -> list[str]:
+def _differences(name: str, values: Mapping[str, Sequence[str]]) -> list[str]:
     """One line per rank that differs from the majority (from the lowest rank's value where there is none)."""
     usual, _ = Counter(tuple(value) for value in values.values()).most_common(1)[0]
     return [
-        f"rank {rank} differs in {name}: {_first_difference(value, usual)}"
+        f"{rank} differs in {name}: {_first_difference(value, usual)}"
         for rank, value in values.items()
         if tuple(value) != usual
     ]
+
+
+def _few(names: Collection[str]) -> str:
+    """The first names, and the number of the others."""
+    shown, more = list(names)[:_SHOWN], len(names) - _SHOWN
+    return ", ".join(shown) + (f" and {more} more" if more > 0 else "")
 
 
 def _around(text: str, at: int) -> str:

@@ -2,10 +2,12 @@
 
 Contract
 --------
-- A stage's gradient sums are averaged over the replicas in place, once per step: the average has the bits of a loop that adds
-  the replicas' sums in order (`ordered_sums.py`) and divides by their number. The first messages start at the stage's
+- A stage's gradient sums are averaged over the replicas in place, once per step: they are added (`Sums`) and divided by the
+  number of replicas. The first messages start at the stage's
   REDUCE_GRAD action if the schedule has one (the checker proves that no backward follows it), and hide under other stages'
   computation. Otherwise they start at the end of the step, as do those of tied parameters, whose partial sums are added first.
+- The gradient of an expert is added up over the replicas that have the expert, and divided by the number of all replicas: the
+  sum already includes the tokens that the other ranks along `ep` have sent.
 - `broadcast_` and `average_` make the parameters or buffers of replicas equal.
 - All replicas run the same table over the same stages, so they start the same sums in the same order.
 """
@@ -20,8 +22,8 @@ import torch.distributed as dist
 
 from graphpp._torch.distributed import group_named
 from graphpp.errors import GraphPPError
-from graphpp.parallel.ordered_sums import PendingSums, bundles, everywhere
-from graphpp.parallel.place import RankPlace
+from graphpp.parallel.rank_place import RankPlace, SpreadExperts
+from graphpp.parallel.sums import PendingSums, Sums, bundles
 
 _TOGETHER = 2**22  # elements
 
@@ -29,19 +31,20 @@ _TOGETHER = 2**22  # elements
 def check_apart(groups: Iterable[str], place: RankPlace) -> None:
     """Raise `GraphPPError` if a collective of the model reaches a replica, whose parameters may be others (experts).
 
-    `groups`: the names of the process groups of the model's collectives. Replicas that share sequences are meant to be reached.
+    `groups`: the names of the process groups of the model's collectives. Replicas that share sequences or have other experts
+    are meant to be reached.
     """
     assert place.replicas is not None, "a pipeline without replicas"
-    shared_context = [] if place.context is None else dist.get_process_group_ranks(place.context)
-    others = set(dist.get_process_group_ranks(place.replicas)) - {dist.get_rank(), *shared_context}
-    for name in groups:
+    peers = [] if place.peers is None else dist.get_process_group_ranks(place.peers)
+    others = set(dist.get_process_group_ranks(place.replicas)) - {dist.get_rank(), *peers}
+    for name in sorted(groups):
         shared = sorted(others.intersection(dist.get_process_group_ranks(group_named(name))))
         if shared:
             raise GraphPPError(
-                f"the model exchanges values with rank {shared[0]} over its process group {name!r}, and the dimension "
-                "dp_replicate of mesh= would average all gradients with that rank, also of parameters that are others there "
-                "(experts). Leave dp_replicate out, and average the gradients of those parameters that the ranks share "
-                "yourself, after each step."
+                f"the model exchanges values with rank {shared[0]} over its process group {name!r}, and the dimensions "
+                "dp_replicate and dp_shard of mesh= would average all gradients with that rank, also of parameters that are "
+                "others there. Ranks with other experts stand along the dimension ep of mesh=, and ranks that share sequences "
+                "along cp."
             )
 
 
@@ -80,18 +83,30 @@ def _exchange(tensors: Sequence[torch.Tensor], collective: Callable[[torch.Tenso
 class Replicas:
     """Averages gradients over the ranks of a group; does nothing for None or a group of one."""
 
-    def __init__(self, group: dist.ProcessGroup | None) -> None:
+    def __init__(self, group: dist.ProcessGroup | None, sums: Sums, experts: SpreadExperts | None = None) -> None:
+        """`group`: all replicas. `sums`: adds over ranks. `experts`: the replicas with the same experts, and others."""
         self._group = group if group is not None and dist.get_world_size(group) > 1 else None
+        self._sums, self._same_experts = sums, None if experts is None else experts.replicas
         self._in_flight: list[tuple[list[torch.Tensor], PendingSums]] = []
 
     def start(self, sums: Iterable[torch.Tensor]) -> None:
         """Start to average these sums, contiguous, in place."""
-        if self._group is None:
-            return
+        if self._group is not None:
+            self._start(list(sums), self._group)
+
+    def start_of_experts(self, sums: Iterable[torch.Tensor]) -> None:
+        """Start to average the sums of experts, which include the tokens that the other ranks along `ep` have sent."""
         totals = list(sums)
+        if self._same_experts is not None:
+            self._start(totals, self._same_experts)
+            return
+        for total in totals:
+            total.div_(dist.get_world_size(self._group))
+
+    def _start(self, totals: list[torch.Tensor], group: dist.ProcessGroup) -> None:
         for bundle in bundles(totals):
             own = [totals[at] for at in bundle]
-            self._in_flight.append((own, everywhere(own, self._group)))
+            self._in_flight.append((own, self._sums.everywhere(own, group)))
 
     def finish(self) -> None:
         """Wait until all sums that were started are averaged."""

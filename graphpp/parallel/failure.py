@@ -11,7 +11,8 @@ Contract
 - An entry in the store belongs to one call of one pipeline: a failure that the job survived does not appear in later errors.
 - After a timeout every rank is asked over the store (`pulse.py`): a rank whose process is stopped is told from one that runs
   but is late, and of a late rank the error names the line that it has reached.
-- Errors name ranks by their numbers in the world. A rank that was too slow for the others is told so.
+- Errors name ranks by their numbers in the world, and on a mesh by their coordinates too. A rank that was too slow for the
+  others is told so.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ import contextlib
 import json
 import re
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -43,8 +44,11 @@ _RESTART = "Restart all ranks from the last checkpoint; the log of the lost rank
 class FailureBoard:
     """Turns the errors that follow the loss of a rank into a `RankFailure` that names the rank that was lost first."""
 
-    def __init__(self, groups: Sequence[dist.ProcessGroup | None], name: str) -> None:
-        """`groups`: of the pipeline's ranks, and of this rank's replicas."""
+    def __init__(
+        self, groups: Sequence[dist.ProcessGroup | None], name: str, described: Callable[[int], str] = "rank {}".format
+    ) -> None:
+        """`groups`: of the pipeline's ranks, and of this rank's replicas. `described`: a rank of the world in an error."""
+        self._described = described
         self._pipeline = groups[0]
         self._groups = [group for group in groups if group is not None and dist.get_world_size(group) > 1]
         self._name = name
@@ -75,7 +79,7 @@ class FailureBoard:
             lost = lost or list(known.ranks)  # a late rank can be reached
         if known is not None and me in known.ranks:
             raise RankFailure(
-                f"the other ranks have given up this step, because rank {me}, this one, {known.fate}.\n{_RESTART}"
+                f"the other ranks have given up this step, because {self._described(me)}, this one, {known.fate}.\n{_RESTART}"
             ) from error
         if known is None:
             found = self._late(lost) if "Timed out" in str(error) else None
@@ -84,7 +88,10 @@ class FailureBoard:
             known = self._publish(found or _Finding((me,), f"failed with {type(error).__name__}: {error}"))
             lost = list(found.ranks) if found is not None else []
         if lost:
-            raise RankFailure(f"{known.text}, and rank {me} cannot finish this step: {_reason(error)}.\n{_RESTART}") from error
+            ranks = ", ".join(map(self._described, known.ranks))
+            raise RankFailure(
+                f"{ranks} {known.fate}, and {self._described(me)} cannot finish this step: {_reason(error)}.\n{_RESTART}"
+            ) from error
 
     def _late(self, waited_for: Sequence[int]) -> _Finding | None:
         """The ranks for which the others wait, after a timeout; None if all of them can be reached, run, and wait as well."""
@@ -195,11 +202,6 @@ class _Finding:
 
     ranks: tuple[int, ...]
     fate: str
-
-    @property
-    def text(self) -> str:
-        """`rank 3 is lost`, `ranks 0, 3 are lost`, `rank 1 did not answer in time`."""
-        return f"rank{'s' if len(self.ranks) > 1 else ''} {', '.join(map(str, self.ranks))} {self.fate}"
 
     @property
     def written(self) -> str:

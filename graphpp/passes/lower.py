@@ -29,6 +29,7 @@ from graphpp.passes.stage.carry_numbers import carry_numbers, has_numbers_of_dat
 from graphpp.passes.stage.cut_stages import cut_stages
 from graphpp.passes.stage.emit import emit
 from graphpp.passes.stage.fuse_grad_accumulation import fuse_grad_accumulation
+from graphpp.passes.stage.gather_layers import ShardedLayers, follows_parameters, gather_layers
 from graphpp.passes.stage.hoist_per_step import find_step_invariants, hoist_per_step
 from graphpp.passes.stage.split_weight_grad import never, split_weight_grad
 from graphpp.runtime.program import PipelineProgram
@@ -57,7 +58,8 @@ class LoweringOptions:
     operations of a region that may run again. `recompute_budget`: the terms on which single values, among the values still
     saved after `region_of`, are recomputed. `fuse_grad_accumulation`: a matrix product that is a gradient is written into the
     gradient's sum over microbatches. `hoist_per_step`: values that depend on parameters, buffers and constants alone are
-    computed once per step.
+    computed once per step. `layers`: parameters are sharded, and programs gather one layer at a time; values that depend on
+    parameters are not hoisted then.
     """
 
     split_backward: bool = False
@@ -67,6 +69,7 @@ class LoweringOptions:
     recompute_budget: RecomputeBudget | None = None
     fuse_grad_accumulation: bool = False
     hoist_per_step: bool = False
+    layers: ShardedLayers | None = None
 
 
 def lower(
@@ -87,7 +90,7 @@ def lower(
     joint = passes.run("merge_views", lambda: merge_views(joint))
     joint = passes.run("relax_views", lambda: relax_views(joint))
     joint = passes.run("accumulate", lambda: split_tied_gradients(joint))
-    if options.hoist_per_step:
+    if options.hoist_per_step or options.layers is not None:
         joint = passes.run("find_prepared", lambda: find_step_invariants(joint))
     return lower_assigned(joint, len(starts), hook, options)
 
@@ -99,7 +102,7 @@ def lower_assigned(
 
     One captured graph is lowered several times with different options: only this half runs again.
     """
-    passes, region_of, budget = _Passes(hook), options.region_of, options.recompute_budget
+    passes, region_of, budget, layers = _Passes(hook), options.region_of, options.recompute_budget, options.layers
     if region_of is not None and joint.training:
         joint = passes.run("recompute", lambda: recompute_regions(joint.copy(), region_of, options.may_recompute))
     if budget is not None and joint.training:
@@ -108,13 +111,23 @@ def lower_assigned(
         joint = passes.run("carry_numbers", lambda: carry_numbers(joint.copy()))
     staged = passes.run("cut", lambda: cut_stages(joint, stages))
     if options.hoist_per_step:
-        staged = passes.run("prepare", lambda: hoist_per_step(joint, staged))
+        staged = passes.run("prepare", lambda: hoist_per_step(joint, staged, follows_parameters(joint) if layers else ()))
     if options.split_backward and joint.training:
-        may_recompute = options.weight_grad_may_recompute
+        may_recompute = options.weight_grad_may_recompute if layers is None else _with_step_invariants(options)
         staged = passes.run("split_weight_grad", lambda: split_weight_grad(joint, staged, may_recompute))
     if options.fuse_grad_accumulation and joint.training:
         staged = passes.run("accumulate_products", lambda: fuse_grad_accumulation(staged))
+    if layers is not None:
+        staged = passes.run("gather_layers", lambda: gather_layers(staged, layers))
     return passes.run("emit", lambda: emit(joint, staged))
+
+
+def _with_step_invariants(options: LoweringOptions) -> MayRecompute:
+    """W may compute step-invariant values again (casts of parameters), beside the values that the options name.
+
+    I may not save these values for W, for they would keep whole parameters alive. W gathers the parameters that it reads.
+    """
+    return lambda node: bool(node.meta.get("step_invariant")) or options.weight_grad_may_recompute(node)
 
 
 def _rematerialized(joint: JointGraph, stages: int, budget: RecomputeBudget) -> JointGraph:

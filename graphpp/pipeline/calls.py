@@ -23,7 +23,6 @@ import torch.distributed as dist
 from graphpp.batch.cut_batch import leading_size
 from graphpp.batch.loss_weights import NO_WEIGHTS, LossArguments, LossWeighting
 from graphpp.batch.microbatch import FlatMicrobatch
-from graphpp.compiler import facts
 from graphpp.errors import GraphPPError
 from graphpp.options.options import Options
 from graphpp.parallel.agreement import Agreement
@@ -31,11 +30,12 @@ from graphpp.parallel.data_parallel import average_, broadcast_
 from graphpp.parallel.facts import Facts
 from graphpp.parallel.failure import FailureBoard
 from graphpp.parallel.groups import gloo_twin
-from graphpp.parallel.place import RankPlace
+from graphpp.parallel.rank_place import RankPlace
 from graphpp.parallel.timeouts import Timeouts
 from graphpp.pipeline.given_data import checksums, filled, holdings_of_ranks
 from graphpp.pipeline.grad_norm import RankGradients
 from graphpp.pipeline.graph_cache import GraphCache, PreparedStep
+from graphpp.pipeline.ownership.initial_values import InitialValues
 from graphpp.pipeline.step_call import StepCall
 from graphpp.runtime.model_state import ModelState
 from graphpp.runtime.shards.local_rows import local_tensor
@@ -51,19 +51,17 @@ class Calls:
         self, options: Options, place: RankPlace, agreement: Agreement, cache: GraphCache, state: ModelState
     ) -> None:
         self._options, self._place, self._agreement, self._cache, self._state = options, place, agreement, cache, state
-        self._replicas, self._layers = Agreement(place.replicas, place.device), Agreement(place.tensor, place.device)
+        self._replicas, self._peers = place.agreement(place.replicas), place.agreement(place.peers)
+        self._initial = InitialValues(options, place, self._replicas, cache.ownership, state)
         self._name = agreement.shared_name()
-        self._board = FailureBoard((place.model_parallel, place.replicas), self._name)
+        self._board = FailureBoard((place.model_parallel, place.replicas), self._name, place.described)
         self._every = options.parallel.check_data if agreement.several else 0
         parallel = options.parallel
-        shards = () if place.sharding is None else (place.sharding.group, place.sharding.copies)
-        groups = (place.group, place.tensor, place.model_parallel, place.replicas, *shards)
-        self._timeouts = Timeouts(groups, parallel.timeout, parallel.start_timeout)
+        self._timeouts = Timeouts(place.groups, parallel.timeout, parallel.start_timeout)
         self._number = 0
         self._data_calls = {True: 0, False: 0}  # training calls and evaluations
         self._codes: tuple[tuple[int, ...], tuple[int, ...]] | None = None  # of gradients: this rank's own, and all ranks'
         self._broken = False
-        self._compared = False  # the values with which the replicas begin
         self.last: PreparedStep | None = None
         self.steps = 0  # training calls that have ended
         self.saving: str | None = None
@@ -100,20 +98,20 @@ class Calls:
     @contextlib.contextmanager
     def exchanging(self, training: bool = True) -> Iterator[None]:
         """A context around messages and collectives after an agreement: if one fails, later calls are refused."""
-        meets_replicas = training or self._place.sharding is not None
+        meets_replicas = training or self._meets_replicas
         self._broken = self._agreement.several or (meets_replicas and self._replicas.several)
         yield
         self._broken = False
 
     def evaluation(self, make: MakeParts, weights: LossArguments) -> tuple[StepCall, PreparedStep]:
-        """Prepare an evaluation: on all replicas or on none, where they hold shards of the parameters."""
+        """Prepare an evaluation: on all replicas or on none, where they hold shards of the parameters, or other experts."""
 
         def prepare() -> tuple[StepCall, PreparedStep]:
             call, lacking = self._agreed(make, weights, training=False)
             return self._prepared(call, lacking, stack)
 
         with contextlib.ExitStack() as stack:
-            if self._place.sharding is None:
+            if not self._meets_replicas:
                 return prepare()
             return self._replicas.together(prepare, lambda made: self._of_replica(made[1], "eval"))
 
@@ -128,30 +126,25 @@ class Calls:
         def prepare() -> tuple[StepCall, PreparedStep]:
             call, lacking = self._agreed(make, weights, training=True, asked=asked)
             made = self._prepared(call, lacking, stack)
-            if self._layers.several and not self._compared:
-                own = self._cache.ownership.local
-                self._agreement.together(lambda: self._layers.compare(facts.of_shared_layers(self._state, own)), _nothing)
+            self._initial.compare_shared_layers(self._agreement)
             return made
 
         def facts_of(made: tuple[StepCall, PreparedStep]) -> Facts:
-            known = self._of_replica(made[1], asked)
-            if self._compared or not self._replicas.several:
-                return known
-            owned, broadcast = self._cache.ownership, self._options.parallel.replica_values == "broadcast"
-            if not broadcast and owned.values_before_sharding is not None:
-                return known.joined(owned.values_before_sharding)
-            return known.joined((facts.of_tensors if broadcast else facts.of_replicas)(self._state, owned.local))
+            return self._of_replica(made[1], asked).joined(self._initial.of_replica())
 
         self.check_whole()
         with contextlib.ExitStack() as stack:  # a replica that compiles faster waits for the others
             made = self._replicas.together(prepare, facts_of)
-        if not self._compared and self._options.parallel.replica_values == "broadcast" and self._place.replicas is not None:
-            owned = self._cache.ownership
-            own = [fqn for fqn in sorted(owned.local) if owned.sharded is None or fqn not in owned.sharded]
+        if self._initial.sends:
             with self.exchanging():
-                broadcast_([local_tensor(self._state.tensor(fqn)) for fqn in own], self._place.replicas)
-        self._compared = True
+                self._initial.send()
+        self._initial.finish(self._agreement)
         return made
+
+    @property
+    def _meets_replicas(self) -> bool:
+        """Whether this rank exchanges values with replicas in every call, also in an evaluation."""
+        return self._place.sharding is not None or self._place.experts is not None
 
     def compile(self, make: MakeParts, microbatches: int) -> None:
         """Compile the graphs of a training call, for a table of so many microbatches, and run nothing."""
@@ -180,8 +173,11 @@ class Calls:
         if how != "own" and replicas is not None:
             stages = [stage for program in prepared.runner.programs for stage in program.stages]
             own = {fqn for stage in stages if stage.index in prepared.runner.stages for fqn in stage.written_buffers}
-            tensors = [local_tensor(self._state.tensor(fqn)) for fqn in sorted(own)]
-            (broadcast_ if how == "broadcast" else average_)(tensors, replicas)
+            experts, share = self._cache.ownership.experts, broadcast_ if how == "broadcast" else average_
+            share([local_tensor(self._state.tensor(fqn)) for fqn in sorted(own - experts)], replicas)
+            if self._place.experts is not None and self._place.experts.replicas is not None:
+                tensors = [local_tensor(self._state.tensor(fqn)) for fqn in sorted(own & experts)]
+                share(tensors, self._place.experts.replicas)
 
     @cached_property
     def file_group(self) -> dist.ProcessGroup | None:
@@ -236,8 +232,13 @@ class Calls:
             self._data_calls[training] += 1
             return known.with_sums(checksums(made.parts, self._data_calls[training], self._every))
 
+        def agreed() -> tuple[StepCall, bool]:
+            return self._agreement.together_or_lacking(make_call, facts_of)
+
         self.check_whole()
-        return self._agreement.together_or_lacking(make_call, facts_of)
+        if not self._peers.several:
+            return agreed()
+        return self._peers.together(agreed, lambda made: self._cache.facts_of_peers(made[0]))
 
     def _prepared(
         self, call: StepCall, lacking: bool, stack: contextlib.ExitStack
@@ -266,8 +267,3 @@ class Calls:
         """Facts of a call, with the pipeline, the name and the number of the call."""
         number = f"call {self._number} of the pipeline {self._name}"
         return (known.adding("the call", [call]) if call else known).adding("the number of the call", [number])
-
-
-def _nothing(_: object) -> Facts:
-    """The facts of work whose results ranks need not compare."""
-    return Facts({})

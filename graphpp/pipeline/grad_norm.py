@@ -24,11 +24,12 @@ import torch
 import torch.distributed as dist
 
 from graphpp._torch.distributed import all_gather_many, foreach_norm
+from graphpp._torch.parallel.sharded_tensor import is_dtensor
 from graphpp.arguments import FLAG, require
 from graphpp.errors import GraphPPError
-from graphpp.parallel.place import RankPlace
-from graphpp.runtime.shards.layer_parts import layer_part
+from graphpp.parallel.rank_place import RankPlace
 from graphpp.runtime.shards.local_rows import local_tensor
+from graphpp.runtime.shards.spread_tensors import is_spread_over
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.complex64, torch.complex128)
 
@@ -87,10 +88,11 @@ class RankGradients:
         pairs = list(zip(held.positions, parameters, strict=True))
         if place.sharding is not None:
             parts.append(Parts(place.sharding.group, tuple(at for at, each in pairs if not each.dim())))
+        elif place.experts is not None:
+            parts.append(_parts(pairs, place.experts.group))
         if place.tensor is not None:
-            layers = ((at, layer_part(each)) for at, each in pairs)
-            parts.append(Parts(place.tensor, tuple(at for at, part in layers if part is None or part.is_whole)))
-        if parts:
+            parts.append(_parts(pairs, place.tensor))
+        if parts or any(is_dtensor(each.grad) for each in parameters):
             parameters = [_part_of(each) for each in parameters]
         gradients = zip(held.counted, [each.grad for each in compress(parameters, held.counts)], strict=True)
         counted = {position: gradient for position, gradient in gradients if gradient is not None}
@@ -183,6 +185,11 @@ def _over_parts(table: torch.Tensor, parts: Parts, norm_type: float) -> torch.Te
     joined = torch.linalg.vector_norm(found, norm_type, dim=0) if norm_type else found.sum(0)
     whole = _places(parts.whole, table.device)
     return joined.index_copy_(0, whole, found[0][whole])
+
+
+def _parts(parameters: Sequence[tuple[int, torch.Tensor]], group: dist.ProcessGroup) -> Parts:
+    """The ranks of `group`, over which the model spreads some parameters. `parameters`: positions and tensors."""
+    return Parts(group, tuple(at for at, each in parameters if not is_spread_over(each, group)))
 
 
 def _part_of(parameter: torch.Tensor) -> torch.Tensor:

@@ -49,6 +49,7 @@ from graphpp.schedules.table.schedule import Schedule
 
 T = TypeVar("T")
 _LOG = logging.getLogger("graphpp")
+_SHAPES = "the shapes of the microbatches, which must be equal on ranks along ep and cp, whose models exchange values"
 _SIZES = 8  # how many sizes are kept for each graph that may be kept
 
 
@@ -76,20 +77,18 @@ class GraphCache:
         """`agreement`: of the ranks that compute the same microbatches."""
         options, place = request.options, request.place
         self._request, self._state = request, state
-        self._agreement = agreement if place.layers is None else Agreement(place.group, place.device)
+        self._agreement = agreement if place.layers is None else place.agreement(place.group)
         self._columns = None if place.layers is None else agreement
         self._modules = dict(request.model.named_modules())
         limit = options.debug.max_graphs
         self._keys = GraphKeys(request.model, request.loss, place.device.type, _SIZES * limit)
-        self._facts: Recent[tuple[Any, ...], Facts] = Recent(_SIZES * limit)
+        self._facts: Recent[tuple[Any, ...], tuple[Facts, Facts]] = Recent(_SIZES * limit)
         self._graphs: Recent[GraphKey, CompiledGraph] = Recent(limit)
         self._sized: Recent[GraphKey, CompiledGraph] = Recent(_SIZES * limit)
         self._sizes = VaryingSizes(options.debug.dynamic, limit, warns=place.rank == 0)
         self._prepared: Recent[tuple[GraphKey, ...], PreparedStep] = Recent(_SIZES * limit)
         self._assembly = Assembly(request, state)
-        self.ownership = Ownership(
-            state, place, options, self.captured, self._keys.forget_values, partial(facts.of_replicas, state), self._agreement
-        )
+        self.ownership = Ownership(state, place, options, self.captured, self._keys.forget_values, self._agreement)
         self._shards = ShardPolicy(options.parallel.keep) if place.sharding is not None else None
         self.tables = Tables(options.schedule, place.ranks, self._shards)
         self.first: CompiledGraph | None = None
@@ -123,25 +122,27 @@ class GraphCache:
         self._keys.after_step(call, [graph.captured.updates for graph in step.lowered.graphs])
 
     def facts(self, call: StepCall) -> Facts:
-        """The lines about a call that all ranks must have alike before they go on with it."""
+        """The lines about a call that all ranks of a pipeline must have alike before they go on with it."""
+        return self._facts_of_call(call)[0].adding("the weights of the loss", call.weighting.description)
+
+    def facts_of_peers(self, call: StepCall) -> Facts:
+        """The lines about a call that ranks must have alike whose models exchange values, along `ep` and `cp`."""
+        return self._facts_of_call(call)[1]
+
+    def _facts_of_call(self, call: StepCall) -> tuple[Facts, Facts]:
         kept = self._kept(call)
         key = (kept, *call.keys)
         if key not in self._facts:
-            self._facts.keep(
-                key,
-                Facts(
-                    {
-                        "the call": ["step" if call.training else "eval"],
-                        "the number of microbatches": [str(len(call.parts))],
-                        "the microbatch": call.describe(),
-                        "the model": tensor_lines(self._request.model),
-                        "training flags": [f"{fqn}.training={module.training}" for fqn, module in self._modules.items()],
-                        "autocast": [str(call.keys[0].around[-1])],
-                        "what it has kept for this call": [kept],
-                    }
-                ),
-            )
-        return self._facts.use(key).adding("the weights of the loss", call.weighting.description)
+            both = {
+                "the call": ["step" if call.training else "eval"],
+                "training flags": [f"{fqn}.training={module.training}" for fqn, module in self._modules.items()],
+                "autocast": [str(call.keys[0].around[-1])],
+                "what it has kept for this call": [kept],
+            }
+            number = {"the number of microbatches": [str(len(call.parts))], "the microbatch": call.describe()}
+            pipeline = Facts({**both, **number, "the model": tensor_lines(self._request.model)})
+            self._facts.keep(key, (pipeline, Facts({**both, _SHAPES: call.shapes()})))
+        return self._facts.use(key)
 
     def _kept(self, call: StepCall) -> str:
         """How much of the call is in the cache, in words that ranks compare.

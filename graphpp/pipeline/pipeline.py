@@ -32,7 +32,7 @@ from graphpp.compiler.request import CompileRequest
 from graphpp.errors import BatchError, GraphPPError
 from graphpp.options.options import Options
 from graphpp.parallel.agreement import Agreement
-from graphpp.parallel.place import RankPlace
+from graphpp.parallel.rank_place import RankPlace
 from graphpp.pipeline import grad_norm as norms
 from graphpp.pipeline.calls import Calls, MakeParts
 from graphpp.pipeline.graph_cache import GraphCache
@@ -44,6 +44,7 @@ from graphpp.planner.counts import microbatches_for, usual_microbatches
 from graphpp.planner.plan import Plan
 from graphpp.runtime.model_state import ModelState, TensorReader
 from graphpp.runtime.program import Input, StageProgram
+from graphpp.runtime.shards.spread_tensors import refuse_spread
 from graphpp.schedules.simulate.timeline import Timeline
 from graphpp.verification.report import Verification
 from graphpp.verification.verify import verified
@@ -163,6 +164,7 @@ class Pipeline(RankPart):
                 f"graphpp.verify(model, loss, example, split=..., schedule=..., ranks={self._place.ranks}) in one "
                 "process, before the job."
             )
+        refuse_spread(self._model, "pipe.verify takes models without DTensors: call graphpp.verify before parallelize_module")
         require(GraphPPError, "against", AGAINST, against)
         batch = Microbatch(args, kwargs, target)
         parts = self._with_targets(self._cut(batch))

@@ -92,10 +92,10 @@ class PostValidation(DeferredScaler):
     ) -> None:
         if not isinstance(pipe, Pipeline):
             raise GraphPPError(f"PostValidation takes a pipeline, then its optimizer, got {type(pipe).__name__}")
-        if pipe._place.sharding is not None or pipe._place.layers is not None:
+        if any(each is not None for each in (pipe._place.sharding, pipe._place.layers, pipe._place.experts)):
             raise GraphPPError(
-                "PostValidation judges a rank's step by whole gradients, and with dp_shard or tp a rank has parts of them: use "
-                "pipe.clip_grad_norm_ and optimizer.step()"
+                "PostValidation judges a rank's step by whole gradients, and with dp_shard, tp or ep a rank has parts of them: "
+                "use pipe.clip_grad_norm_ and optimizer.step()"
             )
         self._pipe = pipe
         self._clipping = norms.read_clipping(max_norm, norm_type)

@@ -20,13 +20,12 @@ from torch import nn
 
 from graphpp.arguments import BYTES, FLAG, FUNCTION, INDEX, INTEGER, MAPPING, PATH, Accepted, checked, or_none, require
 from graphpp.errors import GraphPPError
-from graphpp.parallel.place import RankPlace
+from graphpp.parallel.rank_place import RankPlace
 from graphpp.pipeline.calls import Calls
 from graphpp.pipeline.graph_cache import GraphCache
 from graphpp.pipeline.module_habits import ModuleHabits
 from graphpp.pipeline.ownership.gather import gathered, keys_of
 from graphpp.runtime.model_state import ModelState
-from graphpp.runtime.shards.layer_parts import refuse_spread
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.stateful import Stateful
@@ -142,11 +141,6 @@ class RankPart(ModuleHabits):
                 "materialize: the parameters have values, and each rank holds its shards of them: load others with "
                 "pipe.load_state_dict or pipe.checkpoint(...).load, or compile the model on the meta device"
             )
-        refuse_spread(
-            self._model,
-            "pipe.materialize fills whole parameters: give the model memory and values before graphpp.compile, with "
-            "model.to_empty(device=...) after parallelize_module for example, then its own initialisation or a checkpoint",
-        )
         source = Source(init, None if weights is None else Path(weights).expanduser().resolve(), names, seed, strict)
         materials = Materials(self._model, self._state, self._place.device)
         lines = source.describe(self._place.device)

@@ -57,6 +57,11 @@ class StepCall:
             first.setdefault(key, part)
         return first
 
+    def shapes(self) -> list[str]:
+        """The number of microbatches, and the shapes of the tensors of each kind: lines that ranks compare."""
+        tensors = (pair for part in self.distinct.values() for pair in part.tensors.items())
+        return [f"{len(self.parts)} microbatches", *(f"{path}: {list(each.shape)}" for path, each in tensors)]
+
     def describe(self) -> list[str]:
         """The microbatches of each kind, and the signature of the kind: lines that ranks compare."""
         kinds = self.distinct

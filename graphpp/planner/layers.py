@@ -6,8 +6,10 @@ Contract
     Only order, nesting and size of the calls count; no particular name is known. The calls are not changed.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import chain
+
+from torch import fx
 
 from graphpp.options.split import ModuleCall
 from graphpp.passes.graph.joint_graph import JointGraph
@@ -61,3 +63,28 @@ def module_calls(joint: JointGraph) -> list[ModuleCall]:
             first, _ = spans.get(call, (position, position))
             spans[call] = (first, position + 1)
     return [ModuleCall(fqn, first, end) for fqn, (first, end) in spans.items()]
+
+
+def layers_of(calls: Sequence[ModuleCall]) -> Callable[[fx.Node], str | None]:
+    """A function of a node: the repeated layer of the model that the operation belongs to.
+
+    The function returns "" for an operation of no layer, None for one outside of all module calls, which goes where its
+    reader goes.
+    """
+    layers = {call.fqn for call in repeated_layers(calls)}
+
+    def layer(node: fx.Node) -> str | None:
+        inside: Sequence[str] = node.meta.get("calls") or ()
+        return next((call for call in inside if call in layers), "") if inside else None
+
+    return layer
+
+
+def layer_or_call(calls: Sequence[ModuleCall]) -> Callable[[fx.Node], str | None]:
+    """A function of a node: the repeated layer of its operation, else its innermost module call, else None."""
+    layer = layers_of(calls)
+
+    def found(node: fx.Node) -> str | None:
+        return layer(node) or next(reversed(node.meta.get("calls") or ()), None)
+
+    return found

@@ -128,20 +128,27 @@ class StateDtypes:
 
 
 def state_of(
-    joint: JointGraph, stages: Sequence[StageProgram], dtypes: StateDtypes, memory: Memory
+    joint: JointGraph,
+    stages: Sequence[StageProgram],
+    dtypes: StateDtypes,
+    memory: Memory,
+    shards: Mapping[str, int] | None = None,
 ) -> tuple[StateBytes, ...]:
-    """The bytes of a model's state by the stages that read it."""
+    """The bytes of a model's state by the stages that read it.
+
+    `shards`: over how many ranks some parameters are sharded, where these are not as many as for others.
+    """
     readers, makers = defaultdict[str, list[int]](list), defaultdict[str, list[int]](list)
     for stage in stages:
         for fqn in (*stage.parameters, *stage.buffers):
             readers[fqn].append(stage.index)
         for fqn in stage.gradients:
             makers[fqn].append(stage.index)
-    found: dict[tuple[tuple[int, ...], tuple[int, ...]], StateBytes] = {}
+    found: dict[tuple[tuple[int, ...], tuple[int, ...], int | None], StateBytes] = {}
 
-    def add(stages: Sequence[int], made_by: Sequence[int], more: Mapping[str, int]) -> None:
-        key = tuple(stages), tuple(made_by)
-        before = found.get(key, StateBytes(*key))
+    def add(stages: Sequence[int], made_by: Sequence[int], more: Mapping[str, int], over: int | None = None) -> None:
+        key = tuple(stages), tuple(made_by), over
+        before = found.get(key, StateBytes(*key[:2], shards=over))
         total: dict[str, Any] = {kind: (getattr(before, kind) or 0) + nbytes for kind, nbytes in more.items()}
         found[key] = replace(before, **total)
 
@@ -150,7 +157,7 @@ def state_of(
         if fqn in joint.buffers or meta is None:
             add(stages_of, (), {"buffers": joint.buffers[fqn].nbytes})
         else:
-            add(stages_of, makers[fqn], _of_parameter(meta, bool(makers[fqn]), dtypes, memory))
+            add(stages_of, makers[fqn], _of_parameter(meta, bool(makers[fqn]), dtypes, memory), (shards or {}).get(fqn))
     for stage in stages:
         constants = sum(tensor.nbytes for tensor in stage.constants.values())
         hoisted = sum(map(hint, stage.hoisted.live)) if stage.hoisted is not None else 0

@@ -30,7 +30,7 @@ from graphpp.schedules.simulate.simulator import simulate
 from graphpp.schedules.table.actions import BACKWARDS
 from graphpp.schedules.table.costs import COSTS, Costs
 from graphpp.schedules.table.schedule import Schedule
-from graphpp.schedules.table.state_bytes import STATE, StateBytes, gradients_by_stage, held_bytes
+from graphpp.schedules.table.state_bytes import STATE, StateBytes, held_bytes, sent_by_stage
 from graphpp.units import spell_bytes, spell_time
 
 _DIGITS = 9  # of seconds that are compared: simulated times differ by rounding
@@ -174,14 +174,9 @@ def _check_state(state: Sequence[StateBytes], stages: int) -> None:
 
 def _with_line(costs: Costs, state: Sequence[StateBytes], shards: int, bandwidth: float) -> Costs:
     """The costs with the times of gathers and reductions over a line: of `shards` parts each rank has one already."""
-    share = (shards - 1) / shards / bandwidth
-    gathers = tuple(share * nbytes for nbytes in _weights_by_stage(state, len(costs.stages)))
-    reductions = tuple(share * nbytes for nbytes in gradients_by_stage(state, len(costs.stages)))
-    return replace(costs, gathers=gathers, reductions=reductions)
-
-
-def _weights_by_stage(state: Sequence[StateBytes], stages: int) -> list[int]:
-    return [sum(each.weights for each in state if stage in each.readers) for stage in range(stages)]
+    gathered, reduced = sent_by_stage(state, len(costs.stages), shards)
+    gathers, reductions = ([nbytes / bandwidth for nbytes in each] for each in (gathered, reduced))
+    return replace(costs, gathers=tuple(gathers), reductions=tuple(reductions))
 
 
 # ---------------------------------------------------------------------------------- the candidates
@@ -230,13 +225,12 @@ def _candidate(problem: _Problem, name: str, table: Schedule, running: Schedule,
     found = PlanCandidate(name, table, keep, simulate(running, problem.costs).makespan, memory)
     if shards is None:
         return found
-    weights, gradients = _weights_by_stage(problem.state, problem.stages), gradients_by_stage(problem.state, problem.stages)
-    counts = shard_counts(running, weights, gradients)
+    counts, bytes_sent = shard_counts(running), sent_by_stage(problem.state, problem.stages, shards)
     return replace(
         found,
         gathers=max(each.gathers_per_stage for each in counts),
         reductions=max(each.reductions_per_stage for each in counts),
-        sent=round(max(each.sent(weights, gradients, shards) for each in counts)),
+        sent=round(max(each.sent(*bytes_sent) for each in counts)),
     )
 
 

@@ -1,8 +1,8 @@
 """The plan of sharded parameters: gathers, reductions and bytes sent in a step. `memory_plan.py` has the bytes in memory.
 
 Contract
-    in   the bytes of each stage's parameters, whole, and of its gradients, as they are sent; the table that the ranks run; the
-         number of shards
+    in   the bytes that a rank sends when a stage is gathered, and when it is reduced; the table that the ranks run; the number
+         of shards
     out  `ShardPlan`: for each rank of the pipeline what it sends; in words, with another schedule where this one gathers a
          stage more than twice
     Parameters of several stages count in each of them.
@@ -52,12 +52,12 @@ class ShardPlan:
 
     @classmethod
     def of(
-        cls, running: Schedule, parameters: Sequence[int], gradients: Sequence[int], shards: int, keep: int | None
+        cls, running: Schedule, gathered: Sequence[float], reduced: Sequence[float], shards: int, keep: int | None
     ) -> ShardPlan:
-        """The plan of a table with the actions of sharded stages; bytes by stage."""
-        counts = shard_counts(running, parameters, gradients)
+        """The plan of a table with the actions of sharded stages; bytes sent by stage."""
+        counts = shard_counts(running)
         ranks = [
-            RankShards(rank, each.gathers_per_stage, each.reductions_per_stage, round(each.sent(parameters, gradients, shards)))
+            RankShards(rank, each.gathers_per_stage, each.reductions_per_stage, round(each.sent(gathered, reduced)))
             for rank, each in enumerate(counts)
         ]
         return cls(shards, tuple(ranks), _advice(running, counts, keep))

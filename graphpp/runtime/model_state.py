@@ -21,8 +21,8 @@ from torch import nn
 from graphpp.arguments import FLAG, MAPPING, Accepted, require
 from graphpp.errors import CheckpointError, GraphPPError
 from graphpp.runtime.released import forget, is_released, released
-from graphpp.runtime.shards.layer_parts import keep_part, layer_part
 from graphpp.runtime.shards.local_rows import local_tensor, part_of
+from graphpp.runtime.shards.spread_tensors import keep_part, spread_tensor
 
 _TENSOR = Accepted(
     "a tensor or a NumPy array", lambda value: isinstance(value, torch.Tensor) or type(value).__module__ == "numpy"
@@ -246,6 +246,6 @@ def tensor_lines(model: nn.Module) -> list[str]:
 
 
 def _meta(tensor: torch.Tensor) -> str:
-    part = layer_part(tensor)
+    part = spread_tensor(tensor)
     spread = "" if part is None else f", spread as {part.spread.placements}"
     return f"{list(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}{spread}"

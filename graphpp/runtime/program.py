@@ -31,6 +31,11 @@ class Parameter:
 
 
 @dataclass(frozen=True)
+class ParameterRows(Parameter):
+    """This rank's rows of a sharded parameter that the program gathers: [elements], padded to as many as the first rank has."""
+
+
+@dataclass(frozen=True)
 class Buffer:
     """The model's buffer under its canonical FQN."""
 
@@ -202,6 +207,26 @@ class Boundary:
 
 
 @dataclass(frozen=True)
+class LayerTraffic:
+    """What a program gathers and reduces where its parameters are sharded and only single layers are whole (`keep=0`).
+
+    `gathers`: for each gather the bytes that every rank gives; `whole`: the most bytes of whole parameters alive at once.
+    `gradients`: the FQNs of the gradients that are summed over the ranks together, once the program has made all of them;
+    `sums`, `reductions`: for each such sum the bytes of the gradients, as they are made and as they are sent. `sent`: the
+    bytes that a rank sends in all, but for what stays with it. `order`: a line for each gather and each sum, in the order in
+    which the program starts them, which all ranks must have alike.
+    """
+
+    gathers: tuple[int, ...] = ()
+    whole: int = 0
+    gradients: tuple[tuple[str, ...], ...] = ()
+    sums: tuple[int, ...] = ()
+    reductions: tuple[int, ...] = ()
+    sent: float = 0.0
+    order: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
 class Program:
     """One phase of one stage. `run(arguments)` takes a list of arguments, empties it, and returns a tuple of results.
 
@@ -212,7 +237,8 @@ class Program:
 
     `source`: the program's Python text. `shared`: positions of results whose memory an input or another result may share; copy
     these before writing to them. `live`: by how many bytes the memory grows or shrinks, in order, while the program runs, of
-    values that arrived, were saved, or are made; `values`: the numbers for symbolic sizes among these bytes.
+    values that arrived, were saved, or are made; `values`: the numbers for symbolic sizes among these bytes. `layers`: what the
+    program gathers and reduces; None where its parameters are whole before it runs.
     """
 
     stage: int
@@ -225,6 +251,7 @@ class Program:
     live: tuple[int, ...] = ()
     values: Values | None = None
     fused: bool = False
+    layers: LayerTraffic | None = None
 
     @property
     def peak_bytes(self) -> int:
@@ -312,6 +339,11 @@ class PipelineProgram:
     metrics: Mapping[str, torch.dtype] = field(default_factory=dict)
     sizes: Mapping[str, Any] = field(default_factory=dict)
     values: Values | None = None
+
+    @property
+    def gathers_layers(self) -> bool:
+        """Whether the programs gather the parameters of one layer at a time."""
+        return any(item.layers is not None for stage in self.stages for item in stage.programs.values())
 
     @property
     def random(self) -> bool:

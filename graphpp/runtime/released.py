@@ -25,6 +25,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from graphpp._torch import pytree
 from graphpp._torch.distributed import watch_steps
+from graphpp._torch.parallel.sharded_tensor import is_dtensor_class
 from graphpp._torch.tensor_subclass import FACTS, SET_GRAD, made, without_subclasses
 from graphpp.errors import GraphPPError
 
@@ -92,8 +93,14 @@ def released(tensor: torch.Tensor, fqn: str, rank: int) -> torch.Tensor:
 
 
 def like(tensor: torch.Tensor, blank: torch.Tensor) -> torch.Tensor:
-    """`blank` with the class of `tensor`, its need for a gradient and its attributes; for a stand-in those of its tensor."""
-    found = made(class_of(tensor), blank, tensor.requires_grad)
+    """`blank` with the class of `tensor`, its need for a gradient and its attributes; for a stand-in those of its tensor.
+
+    In the place of a `DTensor` a plain parameter or tensor, with all its values on this rank.
+    """
+    kind = class_of(tensor)
+    if is_dtensor_class(kind):
+        kind = nn.Parameter if isinstance(tensor, nn.Parameter) else torch.Tensor
+    found = made(kind, blank, tensor.requires_grad)
     vars(found).update(vars(tensor))
     return found
 

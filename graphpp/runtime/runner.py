@@ -24,9 +24,11 @@ import torch
 import torch.distributed as dist
 
 from graphpp._torch.autograd import with_gradient_hooks
+from graphpp.parallel import ordered_sums
 from graphpp.parallel.data_parallel import Replicas
 from graphpp.parallel.groups import Subgroups
-from graphpp.parallel.place import RankPlace
+from graphpp.parallel.rank_place import RankPlace
+from graphpp.parallel.sums import Sums
 from graphpp.runtime.gradients.gemm_accumulation import MatmulKernel
 from graphpp.runtime.gradients.tied import TiedReduction
 from graphpp.runtime.gradients.whole_gradients import WholeGradients
@@ -36,9 +38,11 @@ from graphpp.runtime.overlapped_actions import OverlappedActions
 from graphpp.runtime.program import Phase, PipelineProgram, WovenProgram
 from graphpp.runtime.randomness import step_keys
 from graphpp.runtime.recorder import ActionFunction, Recorder
+from graphpp.runtime.shards.layer_gradients import LayerGradients, LayerReducer
 from graphpp.runtime.shards.local_rows import local_tensor
 from graphpp.runtime.shards.sharded_gradients import ShardedGradients
 from graphpp.runtime.shards.sharded_parameters import ShardedParameters
+from graphpp.runtime.shards.spread_tensors import is_spread_over
 from graphpp.runtime.stage import GraphStage, StageLocation, Variant
 from graphpp.runtime.task import StepInputs, Task
 from graphpp.runtime.transport import DEPTH, PendingMessage, Transport
@@ -60,6 +64,7 @@ class RunnerConfig:
     ranks among which gradients are averaged. `kernel`: multiplies the gradients of fused programs (None: torch does). `woven`:
     the programs of overlapped actions. `offload`: when saved values are in the host's memory; `mover` copies them (None: the
     one for the pipeline's device). `sharded`: the rank's parameters where it holds shards of them (None: it holds them whole).
+    `sums`: adds gradients over ranks.
     """
 
     owners: Mapping[str, Sequence[int]] | None = None
@@ -71,6 +76,7 @@ class RunnerConfig:
     offload: Sequence[OffloadWindow] = ()
     mover: Mover[Any] | None = None
     sharded: ShardedParameters | None = None
+    sums: Sums = ordered_sums
 
 
 class GraphPPRunner:
@@ -95,14 +101,16 @@ class GraphPPRunner:
         self.random = any(program.random for program in {id(program): program for program in each}.values())
         batched = any(action.kind is Kind.P2P for _, _, action in schedule.cells())
         self.transport = Transport(place.group, place.device, batched=batched)
+        self._sharded = config.sharded
+        layers = self._sharded if self.program.gathers_layers else None
+        self._reducer = LayerReducer(layers, config.sum_dtype, config.sums) if layers is not None else None
         self.stages = self._local_stages(each, config.kernel)
         self.training = Phase.FORWARD in self.program.stages[0].programs
         self._bubble = 0.0
         read = frozenset[str]().union(*(stage.reads.union(stage.gradients.fqns) for stage in self.stages.values()))
         self._reader, self._tensors = state.reader(sorted(read)), dict[str, torch.Tensor]()
         self.hooked: frozenset[str] = frozenset()  # FQNs of this rank's parameters with hooks on gradients, in the last step
-        self._sharded = config.sharded
-        shards_of = self._sharded.shards_of if self._sharded is not None else None
+        shards_of = self._sharded.shards_of if self._sharded is not None and self._reducer is None else None
         self._shards = {at: shards_of(each.reads) for at, each in self.stages.items()} if shards_of is not None else {}
         ranks = config.owners if config.owners is not None else ranks_of_parameters(self.program, schedule.rank_of_stage)
         groups = config.subgroups or Subgroups(place.group)
@@ -122,15 +130,21 @@ class GraphPPRunner:
             distinct = {id(program.stages[index]): program for program in each}
             variants = {key: Variant.of(program, index) for key, program in distinct.items()}
             own = [variants[id(program.stages[index])] for program in each]
-            local[index] = GraphStage(index, own, location, self.transport, kernel)
+            local[index] = GraphStage(index, own, location, self.transport, kernel, self._reducer)
         return local
 
     def _gradients_of_step(self, tied: TiedReduction, config: RunnerConfig) -> WholeGradients | ShardedGradients:
         stages, sum_dtype = {index: stage.gradients for index, stage in self.stages.items()}, config.sum_dtype
         if config.sharded is None:
-            return WholeGradients(stages, tied, Replicas(config.replicas), self.state.tensor, sum_dtype)
-        replicas = 1 if config.replicas is None else dist.get_world_size(config.replicas)
-        return ShardedGradients(stages, tied, config.sharded, replicas, sum_dtype)
+            spread = self.place.experts if config.replicas is not None else None
+            names = {fqn for stage in stages.values() for fqn in stage.fqns} if spread is not None else ()
+            experts = [fqn for fqn in names if is_spread_over(self.state.tensor(fqn), self.place.experts_group)]
+            replicas = Replicas(config.replicas, config.sums, spread)
+            return WholeGradients(stages, tied, replicas, self.state.tensor, sum_dtype, experts)
+        number = 1 if config.replicas is None else dist.get_world_size(config.replicas)
+        if self._reducer is not None:
+            return LayerGradients(stages, tied, config.sharded, number, sum_dtype, self._reducer)
+        return ShardedGradients(stages, tied, config.sharded, number, sum_dtype, config.sums)
 
     def step(self, inputs: Sequence[Mapping[str, torch.Tensor]], seeds: Sequence[torch.Tensor]) -> None:
         """Run the table once.
@@ -216,16 +230,18 @@ class GraphPPRunner:
     def _begin(self, inputs: StepInputs) -> None:
         tensors = self._reader()
         self._tensors.update(zip(self._reader.fqns, tensors, strict=True))
-        whole = self._sharded
-        values = {
-            fqn: whole.whole(fqn) if whole is not None and fqn in whole else local_tensor(tensor).detach()
-            for fqn, tensor in self._tensors.items()
-        }
+        values = {fqn: self._value(fqn, tensor) for fqn, tensor in self._tensors.items()}
         self._gradients.begin(self._tensors)
         for index, stage in self.stages.items():
             stage.begin(values.__getitem__, inputs)
             if index not in self._shards:
                 stage.prepare()
+
+    def _value(self, fqn: str, tensor: torch.Tensor) -> torch.Tensor:
+        """What programs are given for a parameter or buffer of the model."""
+        if self._sharded is None or fqn not in self._sharded:
+            return local_tensor(tensor).detach()
+        return self._sharded.whole(fqn) if self._reducer is None else self._sharded.gathered_by_programs(fqn)
 
     def _finish(self) -> None:
         """Put the gradients into `param.grad`."""

@@ -22,6 +22,7 @@ import torch
 from graphpp.runtime.gradients.accumulate import Accumulator, FusedAccumulator, MicrobatchSink
 from graphpp.runtime.gradients.gemm_accumulation import MatmulKernel
 from graphpp.runtime.program import Boundary, Phase, PipelineProgram, StepInvariant, TensorMeta
+from graphpp.runtime.shards.layer_gradients import LayerReducer, LayerSink
 from graphpp.runtime.task import Receive, StageBuffers, StepInputs, Task, TaskKey
 from graphpp.runtime.transport import PendingMessage, Transport
 from graphpp.runtime.wiring import Wiring, wire
@@ -79,12 +80,16 @@ class GraphStage:
         location: StageLocation,
         transport: Transport,
         kernel: MatmulKernel | None = None,
+        reducer: LayerReducer | None = None,
     ) -> None:
-        """`variants`: one per microbatch; `kernel` multiplies the gradients of fused programs (None: torch does)."""
+        """`variants`: one per microbatch; `kernel` multiplies the gradients of fused programs (None: torch does).
+
+        `reducer` sums the gradients of single layers over the ranks of shards, in programs that gather single layers.
+        """
         self.stage_index, self.num_stages = index, location.num_stages
         self.group_rank, self.group_size = location.rank, location.ranks
         self.submod = None
-        self._location, self._transport = location, transport
+        self._location, self._transport, self._reducer = location, transport, reducer
         self._variants = tuple(variants)
         backwards = [wiring for variant in self._distinct() for wiring in variant.backwards]
         fqns = dict.fromkeys(fqn for wiring in backwards for fqn in wiring.gradients.values())
@@ -175,9 +180,12 @@ class GraphStage:
         receive, sink = self._receive(key, neighbour), self.gradient_sink(phase, microbatch)
         return Task(key, variant.wirings[phase], self.buffers, receive, sink, variant.read_after(phase))
 
-    def gradient_sink(self, phase: Phase, microbatch: int) -> MicrobatchSink | None:
+    def gradient_sink(self, phase: Phase, microbatch: int) -> MicrobatchSink | LayerSink | None:
         """The sink that adds a program's gradients to this stage's sums; None for a program without gradients."""
-        fqns = self._variants[microbatch].wirings[phase].gradients
+        wiring = self._variants[microbatch].wirings[phase]
+        fqns, layers = wiring.gradients, wiring.program.layers
+        if layers is not None and self._reducer is not None and fqns:
+            return LayerSink(self._reducer, self.gradients, microbatch, fqns, layers.gradients)
         return MicrobatchSink(self.gradients, microbatch, fqns) if fqns else None
 
     def saved_values(self, microbatch: int) -> dict[str, torch.Tensor]:

@@ -24,7 +24,7 @@ from torch import fx, nn
 from graphpp._torch import aot
 from graphpp.batch.microbatch import FlatMicrobatch
 from graphpp.capture.loss import LossFunction, loss_and_metrics
-from graphpp.parallel.place import RankPlace
+from graphpp.parallel.rank_place import RankPlace
 from graphpp.passes.graph.joint_graph import JointGraph, is_tensor, remove_unused
 from graphpp.passes.joint.key_random_ops import draws_random_numbers, key_random_ops
 from graphpp.passes.joint.relax_views import memory_order, relax_views

@@ -29,7 +29,7 @@ from graphpp.compiler.compile_regions import RegionCache
 from graphpp.compiler.request import CompileRequest
 from graphpp.errors import BatchError, GraphPPError, ScheduleError
 from graphpp.options.options import Options
-from graphpp.parallel.place import RankPlace
+from graphpp.parallel.rank_place import RankPlace
 from graphpp.passes.graph.joint_graph import JointGraph
 from graphpp.passes.graph.stage_graphs import StagedGraphs
 from graphpp.passes.lower import PassResult

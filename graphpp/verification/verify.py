@@ -32,7 +32,7 @@ from graphpp.compiler.compile_graph import CompiledGraph
 from graphpp.compiler.request import CompileRequest
 from graphpp.options.gradients import Reduction
 from graphpp.options.options import Options
-from graphpp.parallel.place import RankPlace
+from graphpp.parallel.rank_place import RankPlace
 from graphpp.runtime.model_state import ModelState, state_restored
 from graphpp.verification.first_difference import (
     first_in_eager,

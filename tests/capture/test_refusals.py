@@ -56,6 +56,11 @@ def node_hook(net: Net, x: Tensor) -> Tensor:
     return net.second(y)
 
 
+def late_hook(net: Net, x: Tensor) -> Tensor:
+    net.first.weight.register_post_accumulate_grad_hook(lambda _: None)
+    return net.second(net.first(x))
+
+
 def freezing(net: Net, x: Tensor) -> Tensor:
     net.first.requires_grad_(False)
     y = net.second(net.first(x))
@@ -84,6 +89,7 @@ REFUSED = {
     "parameter in a list": (lambda net, x: net.second(net.first(x) * net.listed[0]), r"shape \[4\] that requires grad"),
     "leaf in an attribute": (lambda net, x: net.second(net.first(x) * net.loose), r"shape \[4\] that requires grad"),
     "hook on an autograd node": (node_hook, rf"grad_fn\) at {__file__}"),
+    "hook on a gradient": (late_hook, rf"register_post_accumulate_grad_hook at {__file__}"),
     "freezing": (freezing, rf"requires_grad at {__file__}"),
     "freezing by attribute": (freezing_by_attribute, rf"requires_grad at {__file__}"),
     "assigning data": (assigning_data, rf"assigns to .data at {__file__}"),

@@ -56,7 +56,7 @@ REFUSED: dict[Callable[[nn.Sequential], nn.Module], str] = {
     nn.parallel.DistributedDataParallel: "the model is under torch's DistributedDataParallel",
     one_replicated: "the module 1 is under torch's DistributedDataParallel",
     composed: "the model is under torch's replicate",
-    tensor_parallel: r"0\.0\.weight is a DTensor over DeviceMesh\(.*\), and mesh= of graphpp.compile has no dimension tp",
+    tensor_parallel: r"0\.0\.weight is a DTensor over DeviceMesh\(.*\), and mesh= of graphpp.compile has no dimension tp or ep",
 }
 
 

@@ -390,7 +390,9 @@ def test_the_first_of_several_ranks_keeps_the_graph(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["hf_gpt2", "tied", "masked", "several"])
-def test_a_kept_graph_trains_with_the_same_bits(name: str, program: Path) -> None:
+def test_a_kept_graph_trains_with_the_same_bits(name: str, program: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "graphpp")
+
     def steps() -> list[Tensor]:
         case = CASES[name](0)
         pipe = graphpp.compile(case.model, case.loss, split=2, microbatches=4)

@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from graphpp import Microbatch
 from graphpp.batch.microbatch import tensors_by_path
 from graphpp.capture.trace import capture
-from graphpp.parallel.place import RankPlace
+from graphpp.parallel.rank_place import RankPlace
 from graphpp.passes.lower import LoweringOptions, lower
 from graphpp.planner.layers import module_calls
 from graphpp.planner.resolve_split import resolve

@@ -22,10 +22,9 @@ from graphpp.backends.regions import Regions, SizedCall
 from graphpp.batch import microbatch as signature
 from graphpp.batch.microbatch import Microbatch
 from graphpp.capture.trace import capture
-from graphpp.compiler.compile_regions import layers_of
 from graphpp.errors import CaptureError
 from graphpp.options.recompute import Recompute
-from graphpp.parallel.place import RankPlace
+from graphpp.parallel.rank_place import RankPlace
 from graphpp.passes.graph.joint_graph import JointGraph
 from graphpp.passes.graph.op_costs import OpCosts
 from graphpp.passes.joint.key_random_ops import key_random_ops
@@ -37,7 +36,7 @@ from graphpp.passes.stage.emit import emit_outlined
 from graphpp.passes.stage.outline_regions import outline_regions
 from graphpp.passes.stage.split_dropout import split_dropout
 from graphpp.planner import recompute_policy as policy
-from graphpp.planner.layers import module_calls
+from graphpp.planner.layers import layers_of, module_calls
 from graphpp.runtime import program as p
 from graphpp.runtime.model_state import ModelState
 from graphpp.runtime.program import PipelineProgram

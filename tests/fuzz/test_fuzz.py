@@ -23,6 +23,7 @@ from graphpp.passes.graph.joint_graph import JointGraph
 from graphpp.planner.layers import module_calls
 from tests.distributed import run_ranks
 from tests.exhaustive import PROGRAMS
+from tests.expert_parallel import train_alone, train_on_mesh
 from tests.fuzz.harness import (
     Cut,
     Numbers,
@@ -38,8 +39,11 @@ from tests.fuzz.harness import (
     tied,
     uncut_by_count,
 )
+from tests.fuzz.meshes import OnMesh, Ran, on_meshes, run_alone, run_on_mesh, starts, with_experts
 from tests.fuzz.operations import DRAWS, MISPREDICTED, WRITES
 from tests.fuzz.programs import Net, Program, programs
+from tests.pipeline.expert_parallel.test_training import assert_near
+from tests.sharding import Mesh
 
 SEED = int(os.environ.get("GRAPHPP_FUZZ_SEED", "0"))
 PHASES = set(Phase) if os.environ.get("GRAPHPP_FUZZ_SHRINK", "1") != "0" else {Phase.generate}
@@ -164,3 +168,53 @@ def _joined(parts: Sequence[Numbers]) -> Numbers:
         for mine, all_of_them in ((part.grads, whole.grads), (part.buffers, whole.buffers)):
             assert all(torch.equal(all_of_them.setdefault(name, value), value) for name, value in mine.items())
     return whole
+
+
+# ---------------------------------------------------------------------------------------------------------- on meshes
+
+
+@fuzz(0.05)
+@given(st.lists(on_meshes(), min_size=1, max_size=3))
+def test_meshes_equal_one_process(drawn: list[tuple[Program, OnMesh]]) -> None:
+    chosen = [(program, case, starts(program, case)) for program, case in drawn]
+    for ranks in sorted({case.mesh.ranks for _, case, _ in chosen}):
+        cases = [(program, case, split) for program, case, split in chosen if split is not None and case.mesh.ranks == ranks]
+        for program, case, split in cases:
+            note(f"{program.listing()}\n{case}\nsplit={split}")
+        for one, *parts in zip(cases, *run_ranks(run_on_mesh, ranks, cases), strict=True):
+            check_on_mesh(*one, parts)
+
+
+def check_on_mesh(program: Program, case: OnMesh, split: list[str], parts: Sequence[Ran]) -> None:
+    """Compare the ranks with one process.
+
+    A cut through a buffer that is written may be refused, and with `keep=0` a view of a parameter that a stage hands on.
+    """
+    alone = run_alone(program, case, split)
+    if case.keep == 0 and all("would keep a whole parameter" in part.refused for part in parts):
+        return
+    if alone[0].refused or parts[0].refused:
+        assert all("is written in stage" in ran.refused for ran in (*alone, *parts)), (alone, parts)
+        assert _has(program, WRITES)
+        return
+    for rank, part in enumerate(parts):
+        for ours, theirs in zip(part.steps, alone[case.mesh.replica(rank)].steps, strict=True):
+            wanted = Numbers(theirs.losses, {}, {name: theirs.buffers[name] for name in ours.buffers})
+            wanted.grads = {name: theirs.grads[name] for name in ours.grads}
+            loose = dict.fromkeys(ours.grads, 1e-5) if case.reorders else dict.fromkeys(part.tied, 1e-6)
+            if _has(program, MISPREDICTED):
+                loose = {"*": 1e-4}
+            found = differences(ours, wanted, loose)
+            assert not found, f"rank {rank}, {case}, split={split}:\n" + "\n".join(found)
+    held = {name for part in parts for name in part.steps[0].grads}
+    assert held == set(alone[0].steps[0].grads)
+
+
+@fuzz(0.05)
+@given(with_experts())
+def test_experts_equal_one_process(drawn: tuple[Mesh, dict[str, Any]]) -> None:
+    mesh, options = drawn
+    note(f"{mesh}, {options}")
+    expected = train_alone(mesh.replicas)
+    for found in run_ranks(train_on_mesh, mesh.ranks, mesh, options):
+        assert_near(found, expected)

@@ -87,7 +87,8 @@ def test_facts_change_with_every_option_that_is_compared(group: type[Group]) -> 
         "debug.dynamic": True, "parallel.check_data": 7, "parallel.keep": 2, "parallel.param_dtype": torch.bfloat16,
         "parallel.reduce_dtype": torch.bfloat16,
             "parallel.replica_values": "broadcast", "parallel.timeout": 3, "parallel.start_timeout": 4,
-            "parallel.replica_buffers": "average",
+            "parallel.sum_order": "any",
+        "parallel.replica_buffers": "average",
     }  # fmt: skip
     for option in group.options():
         if option.describe is not None and option.path not in [each.prefix for each in GROUPS]:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import re
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -14,6 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.nn import functional as F
 
 import graphpp
+from graphpp.options.split import ModuleCall
 from graphpp.runtime.task import Task
 from tests import internals
 from tests.distributed import rank_outcomes, run_ranks
@@ -127,16 +130,15 @@ def test_buffers_of_replicas(buffers: str, values: str) -> None:
 
 def test_replicas_of_other_shapes_get_no_values_of_each_other() -> None:
     for text in run_ranks(broadcasts_other_shapes, 2):
-        assert "the tensors of its stages: it has 0.bias: [5]" in text
+        assert "rank 1 (dp_replicate 1, pp 0) differs in the model: it has 0.weight [5, 4] float32" in text
 
 
 def broadcasts_other_shapes(rank: int) -> str:
     mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("dp_replicate", "pp"))
     model = torch.nn.Sequential(torch.nn.Linear(4, 4 + rank), torch.nn.Linear(4 + rank, 4))
     parallel = graphpp.Parallel(replica_values="broadcast")
-    pipe = graphpp.compile(model, F.mse_loss, split=1, microbatches=2, mesh=mesh, parallel=parallel)
     with pytest.raises(graphpp.MismatchError) as error:
-        pipe.step(torch.ones(8, 4), target=torch.ones(8, 4))
+        graphpp.compile(model, F.mse_loss, split=1, microbatches=2, mesh=mesh, parallel=parallel)
     return str(error.value)
 
 
@@ -181,19 +183,31 @@ def compiles_slowly(rank: int, slow: float) -> str:
 
 def test_a_replica_waits_for_another_s_start_and_names_it_if_late() -> None:
     slow, waiting = run_ranks(compiles_slowly, 2, 4.0)
-    assert waiting.startswith("RankFailure: rank 0 did not answer in time")
+    assert waiting.startswith("RankFailure: rank 0 (dp_replicate 0, pp 0) did not answer in time")
     assert slow.startswith("RankFailure: ")
 
 
-def unlike(rank: int) -> None:
+class ByRank:
+    """A split of the user's own that is another one on each rank."""
+
+    def starts(self, calls: Sequence[ModuleCall]) -> tuple[int, ...]:
+        layers = [call.position for call in calls if re.fullmatch(r"layers\.\d", call.fqn)]
+        return (0, layers[1 + dist.get_rank()])
+
+
+def unlike(rank: int, split: Any) -> None:
     mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("dp_replicate", "pp"))
-    pipe = compiled(SPECIAL["plain"](), split=CUTS[2] if rank else CUTS[4], microbatches=2, mesh=mesh)
+    pipe = compiled(SPECIAL["plain"](), split=split[rank], microbatches=2, mesh=mesh)
     step(pipe, SPECIAL["plain"]().batch)
 
 
-def test_replicas_that_hold_other_stages_are_refused() -> None:
-    with pytest.raises(graphpp.MismatchError, match="the gradients of its stages"):
-        run_ranks(unlike, 2)
+@pytest.mark.parametrize(
+    ("split", "words"),
+    [((CUTS[4], CUTS[2]), "differs in split=: it has "), ((ByRank(), ByRank()), "differs in the gradients of its stages")],
+)
+def test_replicas_that_hold_other_stages_are_refused(split: Any, words: str) -> None:
+    with pytest.raises(graphpp.MismatchError, match=words):
+        run_ranks(unlike, 2, split)
 
 
 def experts(rank: int) -> None:
@@ -238,7 +252,11 @@ def at_odds(rank: int, what: str) -> None:
 
 @pytest.mark.parametrize(
     ("what", "said"),
-    [("microbatches", "differs in the schedule"), ("profile", "differs in the call"), ("no batch", "rank 1: BatchError")],
+    [
+        ("microbatches", "differs in the schedule"),
+        ("profile", "differs in the call"),
+        ("no batch", "rank 1 (dp_replicate 1): BatchError"),
+    ],
 )
 def test_replicas_that_do_not_do_the_same_are_refused(what: str, said: str) -> None:
     """Replicas in different calls would wait for each other's gradients, or average gradients of different steps."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import is_dataclass
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import graphpp
-from graphpp.errors import GraphPPError
+from graphpp.errors import GraphPPError, MismatchError
 from graphpp.parallel.place import place_of
 from tests.distributed import run_ranks
 
@@ -43,9 +44,29 @@ def test_dimensions_are_pipelines_and_replicas() -> None:
                     (everyone, None, 3, 4), (everyone, None, 3, 4)]  # fmt: skip
 
 
+def groups_in(value: Any) -> set[dist.ProcessGroup]:
+    """The process groups of a place's fields, and of the fields of its fields."""
+    if isinstance(value, dist.ProcessGroup):
+        return {value}
+    fields = vars(value).items() if is_dataclass(value) else ()
+    return set[dist.ProcessGroup]().union(*(groups_in(each) for name, each in fields if name != "everyone"))
+
+
+def all_groups(rank: int) -> None:
+    names = ("pp", "dp_replicate", "dp_shard", "ep", "cp", "tp")
+    for sizes in ((1, 1, 2, 2, 2, 1), (2, 2, 1, 2, 1, 1), (1, 2, 1, 1, 2, 2), (2, 1, 2, 1, 1, 2)):
+        place = place_of(nn.Linear(1, 1), init_device_mesh("cpu", sizes, mesh_dim_names=names), None)
+        found, several = set(place.groups), [place.sharding, None if place.experts is None else place.experts.sharding]
+        assert groups_in(place) | {each.group for each in several if each is not None} == found
+        assert all(place.described(rank).startswith(f"rank {rank} (pp ") for group in found)
+
+
+def test_a_place_knows_all_of_its_groups() -> None:
+    run_ranks(all_groups, 8)
+
+
 def refused(rank: int, what: str) -> str:
     meshes: dict[str, Any] = {
-        "planned": lambda: init_device_mesh("cpu", (1, 2), mesh_dim_names=("pp", "ep")),
         "unknown": lambda: init_device_mesh("cpu", (2,), mesh_dim_names=("stage",)),
         "nameless": lambda: init_device_mesh("cpu", (2,)),
         "elsewhere": lambda: DeviceMesh("cpu", [1 - rank], mesh_dim_names=("pp",), _init_backend=False),
@@ -60,7 +81,6 @@ def refused(rank: int, what: str) -> str:
 
 
 WRONG = {
-    "planned": "mesh: the dimension 'ep' is not there yet",
     "unknown": "mesh: unknown dimension 'stage'",
     "nameless": "mesh: its dimensions have no names",
     "elsewhere": "mesh: rank 0 is not in the mesh",
@@ -75,6 +95,52 @@ def test_other_meshes_are_refused(what: str) -> None:
     assert WRONG[what] in run_ranks(refused, 2, what)[0]
 
 
+def differing(rank: int, other: str) -> str:
+    """The error of `compile` where rank 1 has another mesh than the ranks 0, 2, 3."""
+    torch.set_num_threads(1)
+    parallel = graphpp.Parallel(sum_order="any" if (rank, other) == (1, "option") else "ranks")
+    names = {"turned": ("dp_shard", "pp"), "renamed": ("pp", "dp_replicate"), "unknown": ("pp", "data")}
+    usual = ("pp", "dp_shard")
+    mesh: Any = init_device_mesh("cpu", (2, 2), mesh_dim_names=names.get(other, usual) if rank == 1 else usual)
+    mesh = None if (rank, other) == (1, "none") else mesh
+    with pytest.raises(GraphPPError) as caught:
+        graphpp.compile(nn.Linear(1, 1), nn.functional.mse_loss, mesh=mesh, parallel=parallel)
+    return f"{type(caught.value).__name__}: {caught.value}"
+
+
+@pytest.mark.parametrize(
+    ("other", "words"),
+    [
+        ("turned", "rank 1 differs in mesh=: it has dp_shard 2, pp 2 of the ranks [[0, 1], [2, 3]], the others have pp 2"),
+        ("renamed", "rank 1 differs in mesh=: it has pp 2, dp_replicate 2"),
+        ("unknown", "rank 1: GraphPPError: mesh: unknown dimension 'data'"),
+        ("option", "rank 1 (pp 0, dp_shard 1) differs in parallel.sum_order=: it has any, the others have ranks"),
+        ("none", "rank 0 compares mesh= with the others, rank 1 the torch version, "),
+    ],
+)
+def test_ranks_with_other_meshes_or_options_raise_on_all_ranks(other: str, words: str) -> None:
+    found = run_ranks(differing, 4, other)
+    for text in found[:1] + found[2:]:
+        assert text.startswith("MismatchError") and words in text, text
+    assert found[1].startswith("GraphPPError: mesh: unknown" if other == "unknown" else "MismatchError")
+
+
+def other_rows(rank: int, odd: int) -> str:
+    torch.set_num_threads(1)
+    mesh, rows = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp_replicate")), torch.ones(6 if rank == odd else 4, 2)
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    pipe = graphpp.compile(model, nn.functional.mse_loss, mesh=mesh, split=["1"], microbatches=2)
+    with pytest.raises(MismatchError) as caught:
+        pipe.step(rows, target=rows)
+    return str(caught.value)
+
+
+def test_a_rank_that_differs_is_named_with_its_coordinates() -> None:
+    first, second, *_ = run_ranks(other_rows, 4, 2)
+    assert "rank 2 (pp 1, dp_replicate 0) differs in the microbatch" in first, first
+    assert "(pp 1, dp_replicate 0)" in second or "(pp 0, dp_replicate 0)" in second, second
+
+
 def verified(rank: int) -> tuple[int, bool]:
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("pp",))
     model, x = nn.Sequential(*(nn.Linear(4, 4) for _ in range(4))), torch.randn(4, 4)
@@ -85,3 +151,15 @@ def verified(rank: int) -> tuple[int, bool]:
 
 def test_verify_takes_the_number_of_ranks_from_the_mesh() -> None:
     assert run_ranks(verified, 2) == [(2, True)] * 2
+
+
+def keeps(rank: int) -> str:
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp_replicate",))
+    with pytest.raises(GraphPPError) as caught:
+        graphpp.compile(nn.Linear(1, 1), nn.functional.mse_loss, mesh=mesh, parallel=graphpp.Parallel(keep=1))
+    return str(caught.value)
+
+
+def test_keep_needs_ranks_to_gather_from() -> None:
+    for text in run_ranks(keeps, 2):
+        assert "parallel.keep=1: the option says how many stages are gathered along dp_shard" in text

@@ -65,8 +65,7 @@ class Held:
     def note(self) -> None:
         sums = (total.nbytes for each in self.accumulators.values() for total in each.sums.values())
         self.sums = max(self.sums, sum(sums))
-        whole = (each._gathered.untyped_storage().nbytes() for each in self.shards.values())
-        self.weights = max(self.weights, sum(whole))
+        self.weights = max(self.weights, sum(each.whole_bytes for each in self.shards.values()))
 
 
 @contextmanager

@@ -31,6 +31,12 @@ def is_dtensor(tensor: object) -> bool:
     return module is not None and isinstance(tensor, module.DTensor)
 
 
+def is_dtensor_class(kind: type) -> bool:
+    """Whether a class is `DTensor`, or a class of `DTensor`s."""
+    module = sys.modules.get(_MODULE)
+    return module is not None and issubclass(kind, module.DTensor)
+
+
 def is_placement(value: object) -> bool:
     """Whether a value says how a dimension of a `DTensor`'s mesh holds the tensor."""
     module = sys.modules.get(_MODULE)

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 from torch import nn
 
 from graphpp._torch.parallel.sharded_tensor import Spread, as_dtensor
-from graphpp.runtime.shards.layer_parts import layer_part
+from graphpp.runtime.shards.spread_tensors import spread_tensor
 
 
 class SpreadPlace(NamedTuple):
@@ -39,7 +39,7 @@ class SpreadTensors:
         """Those of a model as it is now."""
         stores = [store for module in model.modules() for store in (module._parameters, module._buffers)]
         named = ((store, name, tensor) for store in stores for name, tensor in store.items() if tensor is not None)
-        parts = ((store, name, layer_part(tensor), isinstance(tensor, nn.Parameter)) for store, name, tensor in named)
+        parts = ((store, name, spread_tensor(tensor), isinstance(tensor, nn.Parameter)) for store, name, tensor in named)
         return cls(tuple(SpreadPlace(store, name, part.spread, is_) for store, name, part, is_ in parts if part is not None))
 
     @contextlib.contextmanager

@@ -48,7 +48,7 @@ from graphpp.capture.transfer.names_asked import UnreadableError
 from graphpp.capture.transfer.objects import COMPILED, SCALARS, WITHOUT_EFFECT, attributes_of
 from graphpp.capture.transfer.reachable_code import Children, ReachableCode, named
 from graphpp.runtime.released import class_of
-from graphpp.runtime.shards.layer_parts import layer_part
+from graphpp.runtime.shards.spread_tensors import spread_tensor
 
 _LONGEST_NAME = 2000  # characters; a longer one is that of an object within itself
 _STORES = ("_parameters", "_buffers", "_modules")  # walked by their tensors and modules, under the model's own names
@@ -228,7 +228,7 @@ class Reachable:
     def _note_tensor(self, name: str, tensor: torch.Tensor) -> None:
         strides = tensor.stride() if tensor.layout is torch.strided else tensor.layout
         self._note(name, class_of(tensor).__qualname__, tensor.dtype, tuple(tensor.shape), strides, tensor.requires_grad)
-        part = layer_part(tensor)
+        part = spread_tensor(tensor)
         if part is not None:
             mesh, placements = part.spread.mesh, part.spread.placements
             self._note(name, "spread", placements, tuple(part.local.shape), tuple(mesh.mesh.shape), mesh.get_coordinate())

@@ -3,7 +3,8 @@
 Contract: a value's lifetime ends after its last reader, where the rendered program deletes it; a view lies in the memory of its
 source. The peak counts received values, saved values, and every value that the program computes, results included. A
 gradient counts until it is handed to the runtime; a gradient whose factors are handed over instead counts nothing.
-Parameters, buffers, inputs of the microbatch, and workspace inside an operator do not count.
+Parameters, buffers, inputs of the microbatch, and workspace inside an operator do not count, nor do parameters that the program
+gathers (`meta["gathers"]`), which `Program.layers` counts.
 """
 
 from __future__ import annotations
@@ -61,7 +62,7 @@ def _size(node: fx.Node) -> int:
         return 0
     if node.target is deferred_matmul:  # the runtime multiplies straight into the sum of gradients
         return 0
-    if not is_tensor(node):
+    if not is_tensor(node) or "gathers" in node.meta:
         return 0
     value: torch.Tensor = node.meta["val"]
     elements: int = known(value.numel())

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 from torch import fx
 
-from graphpp.runtime.program import Boundary, InputRole, OutputRole, Phase, TensorMeta, total_bytes
+from graphpp.runtime.program import Boundary, InputRole, LayerTraffic, OutputRole, Phase, TensorMeta, total_bytes
 
 F = Phase.FORWARD
 B = Phase.BACKWARD
@@ -23,13 +23,14 @@ GraphResults = list[tuple[OutputRole, fx.Node]]
 
 @dataclass(frozen=True)
 class PhaseGraph:
-    """One phase of one stage as a graph of its own."""
+    """One phase of one stage as a graph of its own. `layers`: what it gathers and reduces (`stage/gather_layers.py`)."""
 
     stage: int
     phase: Phase
     graph: fx.Graph
     inputs: tuple[InputRole, ...]
     outputs: tuple[OutputRole, ...]
+    layers: LayerTraffic | None = None
 
 
 @dataclass

@@ -51,10 +51,20 @@ def differing_values(graph: fx.Graph, sharded: Collection[str], unlike: Collecti
     for index, node in enumerate(graph.nodes):
         role = node.meta.get("role")
         spread = isinstance(role, Parameter | Buffer) and role.fqn in sharded
-        inherited = any(source in found for source in node.all_input_nodes) and not _makes_equal(node, group)
+        inherited = any(source in found for source in _sources(node)) and not _makes_equal(node, group)
         if spread or inherited or index in unlike:
             found.add(node)
     return found
+
+
+def _sources(node: fx.Node) -> list[fx.Node]:
+    """The nodes whose values a node reads; of the tensor into which it copies, it takes the shape alone."""
+    return node.all_input_nodes if node.target is not torch.ops.aten.copy.default else [_node(node.args[1])]
+
+
+def _node(value: fx.node.Argument) -> fx.Node:
+    assert isinstance(value, fx.Node)
+    return value
 
 
 def _makes_equal(node: fx.Node, group: str) -> bool:

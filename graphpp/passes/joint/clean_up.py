@@ -2,6 +2,8 @@
 
 Contract: afterwards every node has a reader, and none returns its own input (`detach`, `alias`, a view to the same shape
 and strides, `t(t(x))`, `x ** 1`, a cast to the same dtype, a clone that keeps the strides). Roles, order and metadata stay.
+A clone of a part of a larger memory stays, wherever the part lies: the memory may be given back, and ranks that hold other
+parts of one value keep equal graphs.
 
 Without a clone, two results of the graph may be one tensor. That is safe: the graph is functional, and the runtime copies a
 shared result before it writes into it.
@@ -14,6 +16,7 @@ from torch import fx
 
 from graphpp._torch.numbers_of_data import has_unknown_size
 from graphpp._torch.symbols import formula
+from graphpp.passes.graph.aliases import root
 from graphpp.passes.graph.joint_graph import JointGraph, is_tensor, remove_unused
 
 aten = torch.ops.aten
@@ -54,7 +57,15 @@ def _same_as_input(node: fx.Node) -> fx.Node | None:
         return None
     source = node.args[0]
     same: bool = is_tensor(source) and is_tensor(node) and _layout(source) == _layout(node)
-    return source if same else None
+    return source if same and not (node.target is aten.clone.default and _is_part(source)) else None
+
+
+def _is_part(node: fx.Node) -> bool:
+    """Whether a value lies in the memory of a larger one."""
+    own, whole = node.meta["val"], root(node).meta["val"]
+    if has_unknown_size(own) or not isinstance(whole, torch.Tensor):
+        return False
+    return bool(formula(own.numel()) != formula(whole.numel()))
 
 
 def _layout(node: fx.Node) -> tuple[object, ...]:

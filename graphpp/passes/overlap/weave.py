@@ -25,6 +25,7 @@ from graphpp.passes.graph.op_costs import Cost
 from graphpp.passes.graph.stage_graphs import PhaseGraph
 from graphpp.passes.overlap.list_schedule import list_schedule
 from graphpp.passes.overlap.stream_timing import TimeEstimate
+from graphpp.passes.stage.gather_layers import is_gather
 from graphpp.passes.text.naming import format_value
 
 
@@ -79,9 +80,12 @@ def concatenate(parts: Sequence[PhaseGraph]) -> fx.Graph:
 
 
 def collective_order(graph: fx.Graph) -> dict[str, list[str]]:
-    """By process group, the collectives in the order of issue, each as text: operator, dtype and shape of the result."""
+    """By process group, the collectives in the order of issue, each as text: operator, dtype and shape of the result.
+
+    Gathers of sharded parameters are left out: all ranks of `dp_shard` run them for the same layers, whatever else they run.
+    """
     found: dict[str, list[str]] = {}
-    for node in filter(is_collective, graph.nodes):
+    for node in (each for each in graph.nodes if is_collective(each) and not is_gather(each)):
         found.setdefault(group_of(node), []).append(f"{node.target} {format_value(node.meta['val'])}")
     return found
 

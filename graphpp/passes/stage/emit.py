@@ -19,6 +19,7 @@ from graphpp.passes.graph.liveness import live_bytes
 from graphpp.passes.graph.name_sizes import symbolic_sizes
 from graphpp.passes.graph.region import RegionCall
 from graphpp.passes.graph.stage_graphs import F, PhaseGraph, StagedGraphs
+from graphpp.passes.stage.gather_layers import in_order
 from graphpp.passes.stage.outline_regions import OutlinedGraph
 from graphpp.passes.text.render import render
 from graphpp.runtime.program import (
@@ -29,6 +30,7 @@ from graphpp.runtime.program import (
     Loss,
     Metric,
     Parameter,
+    ParameterRows,
     Phase,
     PipelineProgram,
     Program,
@@ -77,7 +79,8 @@ def _program(source: PhaseGraph, phase: Phase) -> Program:
     rendered = render(source.graph, f"stage {source.stage}, {phase.label}")
     run = rendered.load(f"<graphpp stage {source.stage} {phase.label}>")
     shared, live = shared_results(source.graph), live_bytes(source.graph)
-    return Program(source.stage, phase, source.inputs, source.outputs, run, rendered.text, shared, live)
+    layers = in_order(source.graph, source.layers)
+    return Program(source.stage, phase, source.inputs, source.outputs, run, rendered.text, shared, live, layers=layers)
 
 
 def emit_outlined(item: Program, outlined: OutlinedGraph) -> Program:
@@ -90,7 +93,8 @@ def emit_outlined(item: Program, outlined: OutlinedGraph) -> Program:
     run = rendered.load(f"<graphpp stage {source.stage} {item.phase.label} compiled>")
     results: Sequence[fx.Node] = source.graph.output_node().args[0]  # type: ignore[assignment]
     from_regions = {index for index, node in enumerate(results) if _is_of_a_region(node)}
-    return replace(item, inputs=source.inputs, run=run, source=rendered.text, shared=item.shared | from_regions)
+    layers, shared = in_order(source.graph, item.layers), item.shared | from_regions
+    return replace(item, inputs=source.inputs, run=run, source=rendered.text, shared=shared, layers=layers)
 
 
 def _is_of_a_region(node: fx.Node) -> bool:
@@ -104,6 +108,7 @@ def _used(staged: StagedGraphs, stage: int) -> set[object]:
         if index == stage:
             roles.update(each.inputs)
             roles.update(Parameter(role.fqn) for role in each.outputs if isinstance(role, Gradient))
+            roles.update(Parameter(role.fqn) for role in each.inputs if isinstance(role, ParameterRows))
             roles.update(Buffer(role.fqn) for role in each.outputs if isinstance(role, BufferUpdate))
     return roles
 

@@ -17,7 +17,7 @@ counted per microbatch.
 from __future__ import annotations
 
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 
 from torch import fx
@@ -97,11 +97,14 @@ def _stages(node: fx.Node, found: dict[fx.Node, bool]) -> set[int | None]:
     return stages
 
 
-def hoist_per_step(joint: JointGraph, staged: StagedGraphs) -> StagedGraphs:
-    """Remove the marked values of `joint` from its phase graphs, and add graphs that compute them; `staged` stays as it is."""
-    graphs = {key: _with_invariants_as_inputs(each) for key, each in staged.graphs.items()}
+def hoist_per_step(joint: JointGraph, staged: StagedGraphs, spared: Collection[str] = ()) -> StagedGraphs:
+    """Remove the marked values of `joint` from its phase graphs, and add graphs that compute them; `staged` stays as it is.
+
+    `spared`: the names of marked values that stay in the phase graphs, with all values that depend on them.
+    """
     order = {node: at for at, node in enumerate(joint.graph.nodes)}
-    values = {node.name: node for node in order if node.meta.get("step_invariant")}
+    values = {node.name: node for node in order if node.meta.get("step_invariant") and node.name not in spared}
+    graphs = {key: _with_invariants_as_inputs(each, values) for key, each in staged.graphs.items()}
     hoisted: dict[int, PhaseGraph] = {}
     for (_, stage), each in graphs.items():
         names = {role.name for role in each.inputs if isinstance(role, program.StepInvariant)}
@@ -111,18 +114,18 @@ def hoist_per_step(joint: JointGraph, staged: StagedGraphs) -> StagedGraphs:
     return replace(staged, graphs=graphs, hoisted=hoisted)
 
 
-def _with_invariants_as_inputs(whole: PhaseGraph) -> PhaseGraph:
-    """A phase graph with its step-invariant values as inputs."""
+def _with_invariants_as_inputs(whole: PhaseGraph, hoisted: Collection[str]) -> PhaseGraph:
+    """A phase graph with the step-invariant values of these names as inputs."""
     end = whole.graph.output_node()
     computed = [node for node in whole.graph.nodes if node.op not in ("placeholder", "output")]
-    rest = [node for node in computed if not node.meta.get("step_invariant")]
+    rest = [node for node in computed if node.name not in hoisted]
     read = {source for node in [*rest, end] for source in node.all_input_nodes}
     inputs: dict[fx.Node, InputRole] = {
         node: node.meta["role"]
         for node in whole.graph.find_nodes(op="placeholder")
         if node in read or not isinstance(node.meta["role"], _SOURCES)
     }
-    inputs |= {node: program.StepInvariant(node.name) for node in computed if node.meta.get("step_invariant") and node in read}
+    inputs |= {node: program.StepInvariant(node.name) for node in computed if node.name in hoisted and node in read}
     results: GraphResults = list(zip(whole.outputs, end.args[0], strict=True))  # type: ignore[arg-type]
     return phase_graph((whole.phase, whole.stage), inputs, rest, results)
 

@@ -33,6 +33,7 @@ from graphpp.passes.graph.name_sizes import with_symbols
 from graphpp.passes.graph.op_costs import Cost, flops
 from graphpp.passes.graph.region import Region, RegionCall
 from graphpp.passes.graph.stage_graphs import PhaseGraph
+from graphpp.passes.stage.gather_layers import is_gather
 from graphpp.runtime.program import Buffer, Size
 
 LayerOf = Callable[[fx.Node], str | None]
@@ -137,6 +138,10 @@ def group_operations(graph: fx.Graph, layer: LayerOf) -> Iterator[tuple[str | No
                 now = _Open(now.label)
             now.label = label if label is not None else now.label
             now.members.append(node)
+        elif is_gather(node) and is_wait(node):  # the region before it computes while the layer arrives
+            yield from now.close()
+            now = _Open(now.label)
+            yield None, [node]
         elif reads.isdisjoint(now.members) and reads.isdisjoint(now.late):
             yield None, [node]
         else:

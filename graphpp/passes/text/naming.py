@@ -168,12 +168,19 @@ def _wanted(node: fx.Node) -> str:
 
 def _plain_name(node: fx.Node) -> str:
     match node.meta.get("role"):
+        case program.ParameterRows():
+            return f"{_name_of(node.meta['role'].fqn, node)}_rows"
         case program.Parameter(text) | program.Buffer(text) | program.Constant(text) | program.Input(text):
-            name = re.sub(r"\W+", "_", text, flags=re.ASCII).rstrip("_") or node.name
-            return f"_{name}" if name[0].isdigit() else name
+            return _name_of(text, node)
         case program.Seed():
             return "seed"
     return node.name
+
+
+def _name_of(text: str, node: fx.Node) -> str:
+    """An FQN or a path as a name in Python."""
+    name = re.sub(r"\W+", "_", text, flags=re.ASCII).rstrip("_") or node.name
+    return f"_{name}" if name[0].isdigit() else name
 
 
 def _free(name: str, taken: set[str] | frozenset[str]) -> str:

@@ -23,6 +23,7 @@ import itertools
 import keyword
 import linecache
 import operator
+import re
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
@@ -285,12 +286,10 @@ def format_role(role: InputRole | OutputRole) -> str:
             return f"new value of {fqn}"
         case program.Received() | program.Saved() | program.Sent():
             return type(role).__name__.lower()
-        case program.RandomKey():
-            return "random key"
         case program.StepInvariant(name):
             return f"prepared {name}"
-    words = [type(role).__name__.lower(), *(str(getattr(role, item.name)) for item in fields(role))]
-    return " ".join(words)
+    kind = re.sub(r"(?<=[a-z])(?=[A-Z])", " ", type(role).__name__).lower()
+    return " ".join([kind, *(str(getattr(role, item.name)) for item in fields(role))])
 
 
 def _comment(text: str) -> str:

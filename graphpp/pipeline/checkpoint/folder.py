@@ -26,7 +26,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from graphpp._torch.checkpoint_files import write_entries
 from graphpp.arguments import FLAG, PATH, checked, or_none
 from graphpp.errors import CheckpointError
-from graphpp.parallel.place import RankPlace
+from graphpp.parallel.rank_place import RankPlace
 from graphpp.pipeline.checkpoint.background import PendingSave, host_copies, in_background
 from graphpp.pipeline.checkpoint.local import LocalCheckpoint
 from graphpp.pipeline.checkpoint.restore import ENTRY, restore_from, told, without_os_errors

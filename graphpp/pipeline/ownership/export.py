@@ -25,7 +25,7 @@ from safetensors.torch import save_file
 
 from graphpp.arguments import TEXT, callback
 from graphpp.errors import CheckpointError
-from graphpp.parallel.place import RankPlace
+from graphpp.parallel.rank_place import RankPlace
 from graphpp.pipeline.checkpoint.restore import without_os_errors
 from graphpp.pipeline.checkpoint.training_state import RankCalls
 from graphpp.runtime.shards.local_rows import whole_tensor

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from graphpp.errors import GraphPPError
-from graphpp.parallel.place import RankPlace
+from graphpp.parallel.rank_place import RankPlace
 from graphpp.runtime.shards.local_rows import whole_tensor
 
 

@@ -7,9 +7,9 @@ Contract
 - Values come from code that initialises the model (`initialize.py`), or from a checkpoint on disk (`weight_files.py`) and, for
   tensors that no state dict holds, from such code. A tensor that nothing has written is refused, as is code that gives a
   parameter another dtype or shape.
-- Of parameters that are to be sharded a rank keeps its rows alone (`shard_values.py`). Such a parameter is whole while a call
-  of the code touches it, or while it is read from files: so a rank needs the memory of its shards and of the largest module, or
-  of the largest tensor in the files.
+- Of parameters that are to be sharded, or that `tp` spreads, a rank keeps its part (`shard_values.py`). Such a parameter is
+  whole while a call of the code touches it, or while it is read from files: so a rank needs the memory of its parts and of the
+  largest module, or of the largest tensor in the files.
 - `Materials.fill` changes the model on this rank alone. Where `fill` raises, `undo` puts back the former tensors and the state
   of the generators; values of tensors that had memory before may have changed. Errors are `GraphPPError`.
 """
@@ -35,6 +35,8 @@ from graphpp.pipeline.ownership.shard_values import ShardValues
 from graphpp.pipeline.ownership.weight_files import Weights, check_fits, open_weights
 from graphpp.runtime.model_state import ModelState
 from graphpp.runtime.released import forget, is_released, like, trim_after
+from graphpp.runtime.shards.local_rows import local_tensor
+from graphpp.runtime.shards.spread_tensors import spread_tensor
 
 _LOG = logging.getLogger("graphpp")
 _UNWRITTEN = (
@@ -92,6 +94,7 @@ class Materials:
         """
         held = {fqn: self._state.tensor(fqn) for fqn in (*needed, *unread)}
         old = {fqn: tensor for fqn, tensor in held.items() if tensor.is_meta}
+        _check_buffers({fqn: tensor for fqn, tensor in old.items() if not isinstance(tensor, nn.Parameter)})
         _check_hooks(old)
         _check_storages(old)
         weights = None if source.weights is None else open_weights(source.weights)
@@ -241,6 +244,16 @@ def _common_parts(names: Collection[str]) -> list[str]:
     return [part for part, _ in takewhile(lambda pair: pair[0] == pair[1], zip(first, last, strict=False))]
 
 
+def _check_buffers(tensors: Mapping[str, torch.Tensor]) -> None:
+    """Raise `GraphPPError` for buffers that the model spreads over ranks."""
+    for fqn, tensor in tensors.items():
+        if spread_tensor(tensor) is not None:
+            raise GraphPPError(
+                f"the buffer {fqn} is a DTensor on the meta device, and materialize fills whole buffers: give it memory and "
+                "values before graphpp.compile"
+            )
+
+
 def _check_hooks(tensors: Mapping[str, torch.Tensor]) -> None:
     for fqn, tensor in tensors.items():
         if has_gradient_hooks(tensor):
@@ -250,7 +263,7 @@ def _check_hooks(tensors: Mapping[str, torch.Tensor]) -> None:
 def _check_storages(tensors: Mapping[str, torch.Tensor]) -> None:
     """Raise `GraphPPError` for tensors that share memory, which new memory would part."""
     first: dict[int, str] = {}
-    storages = {fqn: tensor.untyped_storage() for fqn, tensor in tensors.items() if not is_released(tensor)}
+    storages = {fqn: local_tensor(each).untyped_storage() for fqn, each in tensors.items() if not is_released(each)}
     for fqn, storage in storages.items():
         other = first.setdefault(id(storage), fqn)
         if other != fqn and tensors[other] is not tensors[fqn]:

@@ -23,9 +23,9 @@ import torch.distributed as dist
 
 from graphpp.options.options import Options
 from graphpp.parallel.agreement import Agreement
+from graphpp.parallel.checksum import checksum
 from graphpp.parallel.data_parallel import broadcast_
-from graphpp.parallel.facts import Facts
-from graphpp.parallel.place import RankPlace, Sharding
+from graphpp.parallel.rank_place import RankPlace, Sharding
 from graphpp.pipeline.ownership.shard_values import ShardValues
 from graphpp.pipeline.ownership.stale_copies import StaleCopies
 from graphpp.runtime.model_state import ModelState
@@ -35,6 +35,8 @@ from graphpp.runtime.shards.flat_parameters import FlatParameter
 from graphpp.runtime.shards.local_rows import local_tensor
 from graphpp.runtime.shards.precision import Precision
 from graphpp.runtime.shards.sharded_parameters import ShardedParameters, check_written
+from graphpp.runtime.shards.spread_parameters import SpreadParameters
+from graphpp.runtime.shards.spread_tensors import is_spread_over, spread_tensor
 
 
 class Readers(Protocol):
@@ -67,19 +69,14 @@ class Ownership:
         options: Options,
         captured: Callable[[], Readers],
         after_exchange: Callable[[], None],
-        values_of: Callable[[AbstractSet[str], Mapping[str, int]], Facts],
         agreement: Agreement,
     ) -> None:
-        """`captured` returns the first graph or raises; `after_exchange` is called when other tensors are in the model.
-
-        `values_of` gives the lines by which replicas compare the values of their tensors, of some by checksums that are known.
-        """
+        """`captured` returns the first graph or raises; `after_exchange` is called when other tensors are in the model."""
         self._state, self._place, self._memory, self._parallel = state, place, options.memory, options.parallel
-        self._captured, self._after_exchange, self._values_of = captured, after_exchange, values_of
-        self._agreement = agreement
+        self._captured, self._after_exchange, self._agreement = captured, after_exchange, agreement
         self._copies = StaleCopies()
         self.sharded: ShardedParameters | None = None
-        self.values_before_sharding: Facts | None = None
+        self.values_before_sharding: dict[str, int] = {}
 
     @cached_property
     def local(self) -> frozenset[str]:
@@ -91,6 +88,12 @@ class Ownership:
     def ranks_of_parameter(self) -> Mapping[str, Sequence[int]]:
         """The ranks that hold each parameter, in order. Raises `GraphPPError` before anything is captured."""
         return self._captured().ranks_of_parameter
+
+    @cached_property
+    def experts(self) -> frozenset[str]:
+        """FQNs of this rank's tensors of which the ranks along `ep` have other ones."""
+        group = self._place.experts_group
+        return frozenset(fqn for fqn in self.local if is_spread_over(self._state.tensor(fqn), group))
 
     def first_holders(self) -> dict[str, int]:
         """For each parameter and buffer that a stage reads, the first rank that holds it."""
@@ -112,12 +115,16 @@ class Ownership:
             self.release()
 
     def shards_to_fill(self) -> ShardValues | None:
-        """Shards without values, of this rank's parameters; None where the mesh has none.
+        """Shards without values, of this rank's parameters, or its parts of those that the model spreads; None: there are none.
 
         Raises `GraphPPError` for a parameter that cannot be sharded.
         """
-        sharding = self._place.sharding
-        return None if sharding is None else ShardValues(self._shards(sharding), self._source_of_values)
+        sharding, own = self._place.sharding, self._captured().parameters(self._place.rank)
+        if sharding is not None:
+            return ShardValues(self._shards(sharding), self._source_of_values)
+        named = self._state.named(own, among=self._state.parameters)
+        spread = {fqn: tensor for fqn, tensor in named if tensor.is_meta and spread_tensor(tensor) is not None}
+        return ShardValues(SpreadParameters(spread, self._place.device), self._source_of_values) if spread else None
 
     def shard_if_asked(self, filled: ShardValues | None = None) -> None:
         """Shard the parameters of all ranks, if the mesh has shards and all tensors have values. Called by all ranks.
@@ -126,6 +133,9 @@ class Ownership:
         nothing, for a parameter that cannot be sharded.
         """
         sharding = self._place.sharding
+        if sharding is None and filled is not None:
+            filled.sharded.install(self._state)
+            self._after_exchange()
         if sharding is None or self.sharded is not None:
             return
         blank = {fqn for fqn in self.local if self._state.tensor(fqn).is_meta}
@@ -135,12 +145,14 @@ class Ownership:
             return  # until `materialize`, on all ranks
         whole = sorted(self._captured().parameters(self._place.rank) - known)
         sharded = filled.sharded if filled is not None else self._shards(sharding)
+        assert isinstance(sharded, ShardedParameters), "on a mesh with shards, values are those of shards"
         self._state.move(whole, self._place.device)
         if self._source_of_values is not None:
             broadcast_([local_tensor(self._state.tensor(fqn)) for fqn in whole], self._source_of_values)
         elif self._parallel.replica_values != "broadcast":
             sums = filled.checksums if filled is not None else {}
-            self.values_before_sharding = self._values_of(self.local, {fqn: sums[fqn] for fqn in known})
+            read = {fqn: checksum(local_tensor(self._state.tensor(fqn))) for fqn in self.local - known}
+            self.values_before_sharding = read | {fqn: sums[fqn] for fqn in known}
         for fqn in whole:
             sharded.take(fqn, local_tensor(self._state.tensor(fqn)))
         sharded.install(self._state)
@@ -158,7 +170,9 @@ class Ownership:
         stages, frees = first.stages_of_parameter(rank), self._parallel.keep is not None
         tensors = dict(self._state.named(stages.keys(), among=self._state.parameters))
         precision = Precision(self._parallel.param_dtype, self._parallel.reduce_dtype)
-        return ShardedParameters(tensors, stages, sharding, self._place.device, frees=frees, precision=precision)
+        of_experts = self._place.experts.sharding if self._place.experts is not None else None
+        sharding_of = {fqn: of_experts if of_experts is not None and fqn in self.experts else sharding for fqn in tensors}
+        return ShardedParameters(tensors, stages, sharding_of, self._place.device, frees=frees, precision=precision)
 
     @property
     def flat_parts(self) -> Sequence[FlatParameter]:

@@ -1,4 +1,4 @@
-"""Values for sharded parameters from code that initialises a model, or from files: whole for a moment, rows for good.
+"""Values for spread parameters from code that initialises a model, or from files: whole for a moment, parts for good.
 
 Contract
 --------
@@ -18,14 +18,16 @@ import torch.distributed as dist
 from graphpp.parallel.checksum import checksum
 from graphpp.parallel.data_parallel import broadcast_
 from graphpp.pipeline.ownership.borrowed_memory import poisoned
-from graphpp.runtime.shards.local_rows import part_of, whole_tensor
+from graphpp.runtime.shards.local_rows import part_of, slice_of, whole_tensor
 from graphpp.runtime.shards.sharded_parameters import ShardedParameters
+from graphpp.runtime.shards.spread_parameters import SpreadParameters
+from graphpp.runtime.shards.spread_tensors import spread_tensor
 
 
 class ShardValues:
-    """The values of sharded parameters that have none yet."""
+    """The values of parameters that have none yet, and that `dp_shard`, `tp` or both spread over ranks."""
 
-    def __init__(self, sharded: ShardedParameters, replicas: dist.ProcessGroup | None) -> None:
+    def __init__(self, sharded: ShardedParameters | SpreadParameters, replicas: dist.ProcessGroup | None) -> None:
         """`replicas`: the ranks that take the values of the first of them; None: each rank keeps its own."""
         self.sharded, self._replicas = sharded, replicas
         self.kept = set[str]()
@@ -37,11 +39,13 @@ class ShardValues:
 
     @torch.no_grad()
     def take(self, fqn: str, whole: torch.Tensor) -> None:
-        """Copy this rank's rows of a parameter."""
+        """Copy this rank's rows of a parameter, or of the part that `tp` leaves the rank."""
         if self._replicas is not None:
             broadcast_([whole], self._replicas)
-        self.sharded.take(fqn, whole)
-        self.checksums[fqn] = checksum(whole)
+        part = spread_tensor(self.sharded.parameters[fqn])
+        own = whole if part is None else slice_of(whole, part.spread)
+        self.sharded.take(fqn, own)
+        self.checksums[fqn] = checksum(own)
         self._touched.add(fqn)
         self.kept.add(fqn)
 

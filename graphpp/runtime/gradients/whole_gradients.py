@@ -2,15 +2,16 @@
 
 Contract
 --------
-- `begin` gives each stage's accumulator what `param.grad` holds already. `reduce` starts to average a stage's sums over the
-  replicas, once per step. `finish` adds up the partial sums of tied parameters, averages them too, and sets `param.grad`.
+- `begin` gives each stage's accumulator what `param.grad` holds already, but for tied parameters and experts. `reduce` starts
+  to average a stage's sums over the replicas, once per step. `finish` adds up the partial sums of tied parameters, averages
+  them too, and sets `param.grad`; averages of tied parameters and experts are added to what `param.grad` holds.
 - The gradient of a `DTensor` parameter of the model's is a `DTensor` of the same placements.
 - All ranks of a pipeline call `finish` once per training step; `reduce` is called by all replicas in one order.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 
 import torch
 
@@ -18,8 +19,8 @@ from graphpp._torch.parallel.sharded_tensor import with_local
 from graphpp.parallel.data_parallel import Replicas
 from graphpp.runtime.gradients.accumulate import Accumulator, dtype_of_sum
 from graphpp.runtime.gradients.tied import TiedReduction
-from graphpp.runtime.shards.layer_parts import local_gradient
 from graphpp.runtime.shards.local_rows import local_tensor
+from graphpp.runtime.shards.spread_tensors import local_gradient
 
 
 class WholeGradients:
@@ -32,9 +33,13 @@ class WholeGradients:
         replicas: Replicas,
         tensor: Callable[[str], torch.Tensor],
         sum_dtype: torch.dtype | None,
+        experts: Collection[str] = (),
     ) -> None:
-        """`stages`: the sums of each local stage; `tensor` gives a parameter by FQN; `sum_dtype`: as in `RunnerConfig`."""
-        self._stages, self._tied, self._replicas = stages, tied, replicas
+        """`stages`: the sums of each local stage; `tensor` gives a parameter by FQN; `sum_dtype`: as in `RunnerConfig`.
+
+        `experts`: FQNs of the parameters of experts, of which other replicas have other ones.
+        """
+        self._stages, self._tied, self._replicas, self._experts = stages, tied, replicas, frozenset(experts)
         self._tensor, self._sum_dtype = tensor, sum_dtype
         self._parameters: Mapping[str, torch.Tensor] = {}
         self._reduced = set[int]()
@@ -45,7 +50,7 @@ class WholeGradients:
         self._parameters = parameters
         for sums in self._stages.values():
             own = {fqn: parameters[fqn] for fqn in sums.fqns}
-            grads = {fqn: local_gradient(fqn, each) for fqn, each in own.items() if fqn not in self._tied.contributors}
+            grads = {fqn: local_gradient(fqn, each) for fqn, each in own.items() if not self._added_at_end(fqn)}
             dtypes = {fqn: dtype_of_sum(parameter, self._sum_dtype) for fqn, parameter in own.items()}
             sums.start({fqn: grad for fqn, grad in grads.items() if grad is not None}, dtypes)
 
@@ -53,26 +58,26 @@ class WholeGradients:
         """Start to average a stage's gradients over the replicas, but for those of tied parameters."""
         if stage not in self._reduced:
             self._reduced.add(stage)
-            self._replicas.start(self._stages[stage].sums[fqn] for fqn in self._own(stage))
+            self._average(self._own(stage), self._stages[stage].sums)
 
     def finish(self) -> None:
         """Set `param.grad` of all parameters that have a gradient."""
         for stage in self._stages:
             self.reduce(stage)
         tied = self._tied.reduce(lambda stage, fqn: self._stages[stage].sums[fqn], self._buffer_for_sum)
-        self._replicas.start(tied.values())
+        self._average(tied, tied)
         self._replicas.finish()
         for stage, sums in self._stages.items():
             for fqn in self._own(stage):
+                if self._added_at_end(fqn):
+                    self._add(fqn, sums.sums[fqn])
+                    continue
                 parameter, total = self._parameters[fqn], sums.sums[fqn]
                 wanted = parameter.grad_dtype
                 total = total if wanted is None or total.dtype is wanted else total.to(dtype=wanted)
                 parameter.grad = with_local(parameter, total)
         for fqn, total in tied.items():
-            parameter = self._tensor(fqn)
-            before = local_gradient(fqn, parameter)
-            added = total.to(dtype=parameter.grad_dtype) if before is None else before.add_(total)
-            parameter.grad = with_local(parameter, added)
+            self._add(fqn, total)
         self._end()
 
     def drop(self) -> None:
@@ -84,6 +89,26 @@ class WholeGradients:
         self._parameters = {}
         for sums in self._stages.values():
             sums.start({})
+
+    def _added_at_end(self, fqn: str) -> bool:
+        """Whether `param.grad` stays out of the sums of a step, and the average of the step is added to it."""
+        return fqn in self._tied.contributors or fqn in self._experts
+
+    def _add(self, fqn: str, total: torch.Tensor) -> None:
+        """Add the gradient of a step to `param.grad`."""
+        parameter = self._tensor(fqn)
+        before = local_gradient(fqn, parameter)
+        added = total.to(dtype=parameter.grad_dtype) if before is None else before.add_(total)
+        parameter.grad = with_local(parameter, added)
+
+    def _average(self, fqns: Iterable[str], sums: Mapping[str, torch.Tensor]) -> None:
+        """Start to average some of the sums over the replicas."""
+        if not self._experts:
+            self._replicas.start(sums[fqn] for fqn in fqns)
+            return
+        names = list(fqns)
+        self._replicas.start(sums[fqn] for fqn in names if fqn not in self._experts)
+        self._replicas.start_of_experts(sums[fqn] for fqn in names if fqn in self._experts)
 
     def _own(self, stage: int) -> list[str]:
         """FQNs of a stage's gradients that no other stage contributes to, sorted: replicas may make them in another order."""

@@ -12,7 +12,8 @@ Contract
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from functools import cached_property
 
 import torch
 import torch.distributed as dist
@@ -43,12 +44,8 @@ class FlatShard:
         self.whole_dtype = dtype if whole_dtype is None else whole_dtype
         self.layout = Layout.of(tensors, ranks, min(dtype.itemsize, self.whole_dtype.itemsize))
         self.values = torch.zeros(self.layout.elements, dtype=dtype, device=device)
-        self._gathered = torch.empty(ranks * self.layout.elements, dtype=self.whole_dtype, device=device)
+        self._ranks = ranks
         self._regions = [region for region in self.layout.regions.values() if region.elements]
-        self._received = [self._gathered[ranks * each.start :][: ranks * each.elements] for each in self._regions]
-        self._whole = {fqn: _whole(self._gathered, region, ranks) for fqn, region in self.layout.regions.items()}
-        self._bytes = self._gathered.untyped_storage().nbytes()
-        self._gathered.untyped_storage().resize_(0)
         self._users, self._frees = 0, frees
         self._work: dist.Work | None = None
         self._sent: list[torch.Tensor] = []  # the rows that are under way
@@ -59,9 +56,14 @@ class FlatShard:
         shape = (len(region.rows_of(self._rank)), *region.shape[1:])
         return (self.values if flat is None else flat).as_strided(shape, region.stride, region.start)
 
+    def rows(self, fqn: str) -> torch.Tensor:
+        """This rank's rows of a parameter, [elements], padded to as many as the first rank has: what a gather sends."""
+        region = self.layout.regions[fqn]
+        return self.values[region.start :][: region.elements]
+
     def whole(self, fqn: str) -> torch.Tensor:
         """The whole parameter."""
-        return self._whole[fqn]
+        return self._memory.whole[fqn]
 
     @torch.no_grad()
     def take(self, fqn: str, whole: torch.Tensor) -> None:
@@ -69,15 +71,20 @@ class FlatShard:
         rows = self.layout.regions[fqn].rows_of(self._rank)
         self.local(fqn).copy_(whole[rows.start : rows.stop])
 
+    @property
+    def whole_bytes(self) -> int:
+        """The bytes of whole parameters that stand now."""
+        return self._memory.nbytes if "_memory" in vars(self) else 0
+
     def unshard(self) -> None:
         """Start to gather the whole parameters, if they are not whole."""
         self._users += 1
         if self._users > 1:
             return
-        self._gathered.untyped_storage().resize_(self._bytes)
+        self._memory.take()
         rows = self.values.to(dtype=self.whole_dtype)
         self._sent = [rows[each.start :][: each.elements] for each in self._regions]
-        self._work = all_gather_many(self._received, self._sent, self._group) if self._sent else None
+        self._work = all_gather_many(self._memory.received, self._sent, self._group) if self._sent else None
 
     def ready(self) -> None:
         """Wait until the parameters are whole."""
@@ -91,12 +98,40 @@ class FlatShard:
         self._users -= 1
         if not self._users and self._frees:
             self.ready()
-            self._gathered.untyped_storage().resize_(0)
+            self._memory.give_back()
 
     def drop(self) -> None:
         """Forget a gathering that is under way, after a failure; the pipeline cannot be used any more."""
         self._users, self._work, self._sent = 0, None, []
 
+    @cached_property
+    def _memory(self) -> _WholeMemory:
+        """Made when whole parameters are asked for; never, where programs gather single layers."""
+        gathered = torch.empty(self._ranks * self.layout.elements, dtype=self.whole_dtype, device=self.values.device)
+        return _WholeMemory(gathered, self.layout, self._regions, self._ranks)
 
-def _whole(gathered: torch.Tensor, region: Region, ranks: int) -> torch.Tensor:
-    return gathered.as_strided(region.shape, region.stride, ranks * region.start)
+
+class _WholeMemory:
+    """The memory of whole parameters, which comes and goes; `received` and `whole` are views of it."""
+
+    def __init__(self, gathered: torch.Tensor, layout: Layout, regions: Sequence[Region], ranks: int) -> None:
+        self.received = [gathered[ranks * each.start :][: ranks * each.elements] for each in regions]
+        self.whole = {
+            fqn: gathered.as_strided(each.shape, each.stride, ranks * each.start) for fqn, each in layout.regions.items()
+        }
+        self._storage = gathered.untyped_storage()
+        self._bytes = self._storage.nbytes()
+        self.give_back()
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes that stand now."""
+        return self._storage.nbytes()
+
+    def take(self) -> None:
+        """Take the memory; values are to follow."""
+        self._storage.resize_(self._bytes)
+
+    def give_back(self) -> None:
+        """Give the memory back; views stay, without values."""
+        self._storage.resize_(0)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from graphpp._torch.parallel.sharded_tensor import gathered, local_of, spread_of
+from graphpp._torch.parallel.sharded_tensor import Spread, gathered, local_of, spread_of
 from graphpp.errors import GraphPPError
 
 _SHARDED = WeakTensorKeyDictionary()  # the parameters that are views of flat shards
@@ -53,10 +53,14 @@ def part_of(whole: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
                 "tensor.full_tensor(), or load a checkpoint, which fits every mesh"
             )
         return local_tensor(whole)
+    return whole if spread is None else slice_of(whole, spread)
+
+
+def slice_of(whole: torch.Tensor, spread: Spread) -> torch.Tensor:
+    """This rank's part of a tensor of which the rank has all values, as a view."""
     found = whole
-    for at, placement in enumerate(() if spread is None else spread.placements):
+    for at, placement in enumerate(spread.placements):
         if placement.is_shard():
-            assert spread is not None
             rows = rows_of(found.shape[placement.dim], spread.mesh.size(at), spread.mesh.get_local_rank(at))
             found = found.narrow(placement.dim, rows.start, len(rows))
     return found

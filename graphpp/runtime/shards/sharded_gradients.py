@@ -5,8 +5,8 @@ Contract
 - `reduce(stage)` takes over the stage's sums of whole gradients and starts to send each rank of the mesh its rows; a whole sum
   is freed when its rows have left. A stage may be reduced several times in a step: whenever it is put away.
 - `finish` adds up the partial sums of tied parameters and adds everything to `param.grad`, a `DTensor` like its parameter.
-- A gradient is ((r0 + r1) + ..) / replicas, with the ranks of the mesh in order, then their copies in order
-  (`parallel/ordered_sums.py`); the sums of several reductions are added in their order.
+- A gradient is ((r0 + r1) + ..) / replicas, over the ranks of the mesh, then over their copies; `Sums` says in which order they
+  are added. The sums of several reductions are added in their order.
 - Whole sums have the dtype of whole parameters, or a wider one that was asked for; they are sent in the dtype that `Precision`
   says. Rows have the dtype of the rank's parameters, or the wider one.
 - All ranks of the mesh reduce the same stages in the same order, and the gradients of a stage by FQN. All ranks of a pipeline
@@ -16,11 +16,12 @@ Contract
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 
-from graphpp.parallel.ordered_sums import PendingSums, bundles, everywhere, scattered
+from graphpp.parallel.rank_place import Sharding
+from graphpp.parallel.sums import PendingSums, Sums, bundles
 from graphpp.runtime.gradients.accumulate import Accumulator, dtype_of_sum
 from graphpp.runtime.gradients.tied import TiedReduction
 from graphpp.runtime.shards.sharded_parameters import ShardedParameters
@@ -38,10 +39,12 @@ class ShardedGradients:
         sharded: ShardedParameters,
         replicas: int,
         sum_dtype: torch.dtype | None,
+        over_ranks: Sums,
     ) -> None:
-        """`stages`: the sums of each local stage; `replicas`: by how many the sums are divided."""
+        """`stages`: the sums of each local stage; `replicas`: by how many they are divided; `over_ranks`: adds over ranks."""
         self._stages, self._tied, self._sharded = stages, tied, sharded
         self._replicas, self._sum_dtype, self._precision = replicas, sum_dtype, sharded.precision
+        self._over_ranks = over_ranks
         self._pending: deque[tuple[list[_Key], PendingSums]] = deque()
         self._rows: dict[_Key, torch.Tensor] = {}
 
@@ -54,18 +57,17 @@ class ShardedGradients:
     def reduce(self, stage: int) -> None:
         """Start to sum over the ranks what the stage's gradients add up to by now."""
         self._add_ended()  # their memory goes back before more is taken
-        ranks = self._sharded.sharding.ranks
         taken = self._stages[stage].take()
-        taken |= {fqn: total.repeat(ranks) for fqn, total in taken.items() if not total.dim()}  # every rank needs it
-        names = sorted(taken)  # replicas may hand their gradients out in another order
-        for fqn in names:
-            taken[fqn] = taken[fqn].to(dtype=self._precision.of_messages(taken[fqn].dtype))
-        for fqns in ([names[at] for at in bundle] for bundle in bundles([taken[name] for name in names])):
-            totals = [taken.pop(fqn) for fqn in fqns]
-            lengths = [self._sharded.lengths(fqn) for fqn in fqns]
-            dtypes = [self._dtype_of_rows(fqn) for fqn in fqns]
-            pending = scattered(totals, lengths, self._sharded.sharding.group, dtypes)
-            self._pending.append(([(stage, fqn) for fqn in fqns], pending))
+        for fqn, total in taken.items():
+            every = total if total.dim() else total.repeat(self._sharded.sharding[fqn].ranks)  # all ranks need a 0-dim one
+            taken[fqn] = every.to(dtype=self._precision.of_messages(every.dtype))
+        for sharding, names in self._by_sharding(taken):
+            for fqns in ([names[at] for at in bundle] for bundle in bundles([taken[name] for name in names])):
+                totals = [taken.pop(fqn) for fqn in fqns]
+                lengths = [self._sharded.lengths(fqn) for fqn in fqns]
+                dtypes = [self._dtype_of_rows(fqn) for fqn in fqns]
+                pending = self._over_ranks.scattered(totals, lengths, sharding.group, dtypes)
+                self._pending.append(([(stage, fqn) for fqn in fqns], pending))
 
     def finish(self) -> None:
         """Add the gradients of this rank's rows to `param.grad`."""
@@ -91,18 +93,26 @@ class ShardedGradients:
 
     def _over_copies(self, rows: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """The sums over the replicas that have the same rows."""
-        copies = self._sharded.sharding.copies
-        if copies is None:
-            return dict(rows)
-        names = sorted(rows)
-        values = [rows[name] for name in names]
-        pending = [(each, everywhere([values[at] for at in each], copies)) for each in bundles(values)]
-        found = {names[at]: total for each, sums in pending for at, total in zip(each, sums.results(), strict=True)}
-        return {fqn: found[fqn] for fqn in rows}
+        found, add = dict(rows), self._over_ranks.everywhere
+        for sharding, names in self._by_sharding(rows):
+            if sharding.copies is None:
+                continue
+            values = [rows[name] for name in names]
+            pending = [(each, add([values[at] for at in each], sharding.copies)) for each in bundles(values)]
+            found |= {names[at]: total for each, sums in pending for at, total in zip(each, sums.results(), strict=True)}
+        return found
+
+    def _by_sharding(self, fqns: Iterable[str]) -> list[tuple[Sharding, list[str]]]:
+        """Parameters by the ranks that share them, in one order on all replicas, which may make gradients in another."""
+        found: dict[int, tuple[Sharding, list[str]]] = {}
+        for fqn in sorted(fqns):
+            sharding = self._sharded.sharding[fqn]
+            found.setdefault(id(sharding), (sharding, []))[1].append(fqn)
+        return list(found.values())
 
     def _buffer_for_sum(self, fqn: str) -> torch.Tensor:
         """New memory for another rank's partial sum of the rows of a parameter's gradient."""
-        elements = self._sharded.lengths(fqn)[self._sharded.sharding.rank]
+        elements = self._sharded.lengths(fqn)[self._sharded.sharding[fqn].rank]
         return torch.empty(elements, dtype=self._dtype_of_rows(fqn), device=self._sharded.parameters[fqn].device)
 
     def _dtype_of_rows(self, fqn: str) -> torch.dtype:

@@ -6,8 +6,10 @@ Contract
   `dp_shard`, `Replicate()` for a 0-dim parameter. Where ranks share layers, the mesh is that of `tp` and `dp_shard`, and the
   rows are those of the part that `tp` gives a rank; a parameter that `tp` leaves whole is replicated over `tp`. The parameter
   has the FQNs, the attributes and the need of a gradient of before.
-- Parameters lie in one flat shard if the same stages of the rank read them, they have one dtype and one need of a gradient, and
-  all or none of them are vectors: optimizers often decay matrices alone.
+- Where ranks have other experts, an expert's mesh is that of `ep` and `dp_shard`; all other parameters are sharded over the
+  ranks of both.
+- Parameters lie in one flat shard if the same stages of the rank read them, the same ranks share them, they have one dtype and
+  one need of a gradient, and all or none of them are vectors: optimizers often decay matrices alone.
 - A parameter with a gradient, with gradient hooks or of a tensor subclass raises `GraphPPError`, and changes nothing.
 """
 
@@ -22,14 +24,14 @@ from graphpp._torch.autograd import has_gradient_hooks
 from graphpp._torch.parallel.sharded_tensor import dtensor_of, parameter_of, sharded_by_rows, with_local
 from graphpp.arguments import type_name
 from graphpp.errors import GraphPPError
-from graphpp.parallel.place import Sharding
+from graphpp.parallel.rank_place import Sharding
 from graphpp.runtime.model_state import ModelState, TensorReader
 from graphpp.runtime.released import forget
 from graphpp.runtime.shards.flat_parameters import FlatParameter, FlatParameters
 from graphpp.runtime.shards.flat_shard import FlatShard
-from graphpp.runtime.shards.layer_parts import keep_part, layer_part
 from graphpp.runtime.shards.local_rows import local_tensor, note_sharded
 from graphpp.runtime.shards.precision import Precision
+from graphpp.runtime.shards.spread_tensors import keep_part, spread_tensor
 
 
 class ShardedParameters:
@@ -39,7 +41,7 @@ class ShardedParameters:
         self,
         tensors: Mapping[str, torch.Tensor],
         stages: Mapping[str, Sequence[int]],
-        sharding: Sharding,
+        sharding: Mapping[str, Sharding],
         device: torch.device,
         *,
         frees: bool,
@@ -48,7 +50,7 @@ class ShardedParameters:
         """Make shards of parameters; `take` gives them values, and `install` puts them into the model.
 
         `tensors`: the parameters of this rank by FQN, in the model's order; their values do not count. `stages`: for each of
-        them the rank's stages that read it. `frees`: whether the memory of whole
+        them the rank's stages that read it; `sharding`: the ranks that share it. `frees`: whether the memory of whole
         parameters goes back when their stages are put away. `precision`: the dtypes of whole parameters and of messages.
         """
         _check(tensors)
@@ -58,7 +60,8 @@ class ShardedParameters:
         groups: dict[Hashable, dict[str, torch.Tensor]] = {}
         for fqn, tensor in tensors.items():
             if tensor.dim():
-                key = tuple(stages[fqn]), tensor.dtype, tensor.requires_grad, tensor.dim() == 1
+                same_ranks, vector = id(sharding[fqn]), tensor.dim() == 1
+                key = tuple(stages[fqn]), same_ranks, tensor.dtype, tensor.requires_grad, vector
                 groups.setdefault(key, {})[fqn] = local_tensor(tensor)
         self.flat = [self._flat_shard(each, device, frees=frees) for each in groups.values()]
         self._flat_of = {fqn: flat for flat in self.flat for fqn in flat.layout.regions}
@@ -108,6 +111,11 @@ class ShardedParameters:
             return own.to(dtype=self.precision.of_whole(own.dtype))
         return self._flat_of[fqn].whole(fqn)
 
+    def gathered_by_programs(self, fqn: str) -> torch.Tensor:
+        """What a program is given that gathers its parameters itself: the rows; a 0-dim or empty parameter whole."""
+        flat = self._flat_of.get(fqn)
+        return self.whole(fqn) if flat is None or not flat.layout.regions[fqn].elements else flat.rows(fqn)
+
     def shards_of(self, fqns: Iterable[str]) -> list[FlatShard]:
         """The flat shards with these parameters, in order."""
         found = {id(self._flat_of[fqn]) for fqn in fqns if fqn in self._flat_of}
@@ -115,7 +123,7 @@ class ShardedParameters:
 
     def lengths(self, fqn: str) -> list[int]:
         """The elements of a parameter that each rank holds."""
-        return [1] * self.sharding.ranks if fqn in self._scalars else self._flat_of[fqn].layout.regions[fqn].lengths()
+        return [1] * self.sharding[fqn].ranks if fqn in self._scalars else self._flat_of[fqn].layout.regions[fqn].lengths()
 
     def flat_parameters(self) -> FlatParameters:
         """The flat parameters; from then on gradients are views of theirs."""
@@ -147,13 +155,16 @@ class ShardedParameters:
 
     def _flat_shard(self, tensors: Mapping[str, torch.Tensor], device: torch.device, *, frees: bool) -> FlatShard:
         whole = self.precision.of_whole(next(iter(tensors.values())).dtype)
-        return FlatShard(tensors, self.sharding.group, device, frees=frees, whole_dtype=whole)
+        group = self.sharding[next(iter(tensors))].group
+        return FlatShard(tensors, group, device, frees=frees, whole_dtype=whole)
 
     def _parameter(self, fqn: str, tensor: torch.Tensor) -> nn.Parameter:
         local = self._scalars[fqn] if fqn in self._scalars else self._flat_of[fqn].local(fqn)
-        part = layer_part(tensor)
-        before = () if part is None else part.spread.placements
-        spread = sharded_by_rows(self.sharding.spread_mesh, tensor.shape, tensor.stride(), before)
+        part = spread_tensor(tensor)
+        mesh = self.sharding[fqn].spread_mesh
+        # A mesh of one dimension has no `tp` or `ep` with several ranks: the model's own `DTensor`s are whole there.
+        before = () if part is None or mesh.ndim == 1 else part.spread.placements
+        spread = sharded_by_rows(mesh, tensor.shape, tensor.stride(), before)
         made = parameter_of(dtensor_of(local, spread), requires_grad=tensor.requires_grad)
         keep_part(made, tensor)
         vars(made).update(vars(tensor))
@@ -166,7 +177,7 @@ class ShardedParameters:
 def _check(tensors: Mapping[str, torch.Tensor]) -> None:
     for fqn, tensor in tensors.items():
         plain = type(tensor).__torch_function__ is nn.Parameter.__torch_function__
-        if not plain and layer_part(tensor) is None:
+        if not plain and spread_tensor(tensor) is None:
             raise GraphPPError(f"{fqn} is a {type_name(tensor)}, and dp_shard shards plain parameters")
         if tensor.grad is not None:
             raise GraphPPError(

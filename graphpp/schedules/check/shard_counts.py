@@ -40,11 +40,10 @@ class ShardCounts:
         """The mean over the rank's stages that have gradients; 0 without any."""
         return self.reductions.total() / max(len(self.reductions), 1)
 
-    def sent(self, weights: Sequence[float], gradients: Sequence[float], ranks: int) -> float:
-        """The bytes that the rank sends along the mesh in a step. By stage: the bytes of its parameters and its gradients."""
-        gathered = sum(times * weights[stage] for stage, times in self.gathers.items())
-        reduced = sum(times * gradients[stage] for stage, times in self.reductions.items())
-        return (ranks - 1) / ranks * (gathered + reduced)
+    def sent(self, gathered: Sequence[float], reduced: Sequence[float]) -> float:
+        """The bytes that the rank sends along the mesh in a step. By stage: the bytes sent in a gather and in a reduction."""
+        of_gathers = sum(times * gathered[stage] for stage, times in self.gathers.items())
+        return of_gathers + sum(times * reduced[stage] for stage, times in self.reductions.items())
 
 
 def shard_counts(

@@ -8,12 +8,15 @@ Contract
 
 Each row is walked once. Parameters of a sharded stage are whole from UNSHARD to the end of RESHARD; its sums of gradients stand
 from its first B or W until REDUCE_GRAD, or a RESHARD that follows a B or W. The messages of that reduction, the rows that are
-sent and as many that arrive, stay until the rank's next reduction, by which they are taken to have ended. The finish of the
-gradients counts at the last column. Lifetimes of activations are those of `peak_memory.py`.
+sent and as many that arrive, stay until the rank's next reduction, by which they are taken to have ended. A gradient whose
+microbatch is not the next one of its stage waits beside the sums (`HeldBytes.waiting`). The finish of the gradients counts
+at the last column. Lifetimes of activations are those of `peak_memory.py`. Computations that gather single layers hold the most
+of whole parameters and of whole gradients while they run, and leave the messages of a reduction behind.
 """
 
 from __future__ import annotations
 
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
@@ -23,7 +26,7 @@ from graphpp.schedules.check.schedule_under_check import Position, ScheduleUnder
 from graphpp.schedules.table.actions import Action, Kind
 from graphpp.schedules.table.offload_window import OffloadWindow
 from graphpp.schedules.table.schedule import Row, Schedule
-from graphpp.schedules.table.state_bytes import HeldBytes
+from graphpp.schedules.table.state_bytes import HeldBytes, LayerBytes
 
 _CHANGING = ("weights", "gradients", "messages")
 _IN_MESSAGES = 2  # a reduction holds the bytes that it sends, and receives as many
@@ -106,6 +109,8 @@ class _StateNow:
     def __init__(self, held: HeldBytes) -> None:
         self._held = held
         self._stages, self._unreduced, self._messages = set[int](), set[int](), 0
+        self._turn, self._early = Counter[int](), defaultdict[int, set[int]](set)  # microbatches, by stage
+        self._layers: list[LayerBytes] = []  # of the computations that run now
         self.now = self.most = (0, 0, 0)
 
     def moments(self, row: Row, live: Iterator[tuple[int, int]]) -> Iterator[tuple[int, int]]:
@@ -114,9 +119,11 @@ class _StateNow:
             leaves = action.leaves if action is not None else ()
             for leaf in leaves:
                 self._before(leaf)
+            self._compute(leaves)
             yield next(live)
             for leaf in leaves:
                 self._after(leaf)
+            self._compute(())
             yield column, next(live)[1]
 
     def parts(self, activations: int) -> dict[str, int]:
@@ -136,8 +143,10 @@ class _StateNow:
         """Take the bytes of an action that starts."""
         if leaf.kind is Kind.UNSHARD:
             self._stages.add(leaf.stage)
-        elif leaf.kind in (Kind.B, Kind.W) and leaf.stage in self._held.gradients:
-            self._unreduced.add(leaf.stage)
+        elif leaf.kind in (Kind.B, Kind.W):
+            self._unreduced.update({leaf.stage} & self._held.gradients.keys())
+            if leaf.microbatch != self._turn[leaf.stage]:
+                self._early[leaf.stage].add(leaf.microbatch or 0)
         elif leaf.kind in (Kind.RESHARD, Kind.REDUCE_GRAD) and leaf.stage in self._unreduced:
             self._unreduced.remove(leaf.stage)
             self._messages = _IN_MESSAGES * self._held.sent.get(leaf.stage, self._held.gradients[leaf.stage])
@@ -145,22 +154,42 @@ class _StateNow:
             return
         self._count()
 
+    def _compute(self, leaves: Sequence[Action]) -> None:
+        """Take the bytes of single layers while these computations run, and give back those of the ones before."""
+        running = [self._held.layers[key] for leaf in leaves if (key := (leaf.stage, leaf.kind)) in self._held.layers]
+        if running or self._layers:
+            self._layers = running
+            sent = max((each.sent for each in running), default=0)
+            self._messages = _IN_MESSAGES * sent if sent else self._messages
+            self._count()
+
     def _after(self, leaf: Action) -> None:
         """Give back the bytes that an action frees when it ends."""
         if leaf.kind is Kind.RESHARD:
             self._stages.discard(leaf.stage)
-            self._count()
+        elif leaf.kind in (Kind.B, Kind.W) and leaf.microbatch == self._turn[leaf.stage]:
+            self._turn[leaf.stage] += 1
+            while self._turn[leaf.stage] in self._early[leaf.stage]:
+                self._early[leaf.stage].remove(self._turn[leaf.stage])
+                self._turn[leaf.stage] += 1
+        else:
+            return
+        self._count()
 
     def _count(self) -> None:
         whole = sum(nbytes for stages, nbytes in self._held.whole if not stages.isdisjoint(self._stages))
-        self.now = whole, sum(self._held.gradients[stage] for stage in self._unreduced), self._messages
+        whole += max((each.whole for each in self._layers), default=0)  # parts of one action run one after the other
+        gradients = sum(self._held.gradients[stage] for stage in self._unreduced)
+        gradients += max((each.gradients for each in self._layers), default=0)
+        gradients += sum(len(early) * self._held.waiting.get(stage, 0) for stage, early in self._early.items())
+        self.now = whole, gradients, self._messages
         self.most = tuple(map(max, self.most, self.now))  # type: ignore[assignment]
 
 
 def _peak(rank: int, row: Row, live: Iterator[tuple[int, int]], held: HeldBytes) -> StepPeak:
     state, standing = _StateNow(held), sum(held.standing.values())
     at, parts, largest, most = 0, state.parts(0), standing, 0
-    for column, activations in state.moments(row, live) if held.whole or held.gradients else live:
+    for column, activations in state.moments(row, live) if held.changes else live:
         most = max(most, activations)
         total = standing + sum(state.now) + activations
         if total > largest:

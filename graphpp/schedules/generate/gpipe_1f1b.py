@@ -103,21 +103,21 @@ def interleaved_1f1b(ranks: int, stages: int, microbatches: int) -> Schedule:
 
 @stages_per_rank(2)
 def looped_bfs(ranks: int, stages: int, microbatches: int) -> Schedule:
-    """Breadth first: all microbatches through one stage, then the next; backwards mirrored (arXiv:2211.05953).
+    """Breadth first: all microbatches through one stage, then the next; the backwards last stage first (arXiv:2211.05953).
 
-    r0 0F0 0F1 2F0 2F1 .   .   2B1 2B0 0B1 0B0
-    r1 .   1F0 1F1 3F0 3F1 3B1 3B0 1B1 1B0
+    r0 0F0 0F1 2F0 2F1 .   .   2B0 2B1 0B0 0B1
+    r1 .   1F0 1F1 3F0 3F1 3B0 3B1 1B0 1B1
 
-    Any number of microbatches. The backwards run in DESCENDING microbatch order. Equal to torch's
-    `ScheduleLoopedBFS`, idle cells included.
+    Any number of microbatches. Torch's `ScheduleLoopedBFS` runs the backwards of a stage in descending order of the
+    microbatches: as fast, but gradients that add up in ascending order would all wait for that of the first microbatch.
     """
     per_rank("LoopedBFS", ranks, stages, microbatches)
 
     def row(rank: int) -> Row:
         mine = range(rank, stages, ranks)
         forwards = tuple(cell for stage in mine for cell in one_per_microbatch(Kind.F, stage, microbatches))
-        backwards = tuple(cell for stage in mine for cell in one_per_microbatch(Kind.B, stage, microbatches))
-        return (None,) * rank + forwards + (None,) * (2 * (ranks - 1 - rank)) + backwards[::-1]
+        backwards = tuple(cell for stage in reversed(mine) for cell in one_per_microbatch(Kind.B, stage, microbatches))
+        return (None,) * rank + forwards + (None,) * (2 * (ranks - 1 - rank)) + backwards
 
     return Schedule(tuple(map(row, range(ranks))), stages, microbatches, "LoopedBFS")
 

@@ -2,7 +2,8 @@
 
 Contract
 --------
-    in    a checked table, and how many whole stages a rank may hold at once (None: all of its stages)
+    in    a checked table, and how many whole stages a rank may hold at once (None: all of its stages; 0: none, so that
+          computations gather and reduce single layers themselves, and the table stays as it is)
     out   the same actions in the same order, with UNSHARD before the first computation of a stage, and again after each
           RESHARD; RESHARD where another stage needs the room, and after the stage's last computation; REDUCE_GRAD after its
           last backward. Where the table has some of these already, only the stages without any get theirs, and keep theirs.
@@ -46,6 +47,8 @@ def place_shards(table: Schedule, keep: int | None) -> Schedule:
             f"parallel.keep={keep}: the schedule {table.name!r} says itself when stages are whole ({min(placed)}UNSHARD): "
             "leave one of the two out"
         )
+    if keep == 0:
+        return table
     rows = enumerate(table.table)
     found = (_placed([action for action in row if action is not None], placed, reduced, keep, rank) for rank, row in rows)
     return replace(table, table=tuple(map(tuple, found)))

@@ -10,21 +10,24 @@ sum in each stage that makes a gradient of it, and one more at the end of the st
 count for the whole step: `param.grad` keeps their memory from step to step, unless it is set to None in between.
 
 Where parameters are sharded, a rank holds shards of them and of the sums for good, rows rounded up. Whole parameters go when
-their stages are put away (`frees`), or stay from then on; whole sums go when they are reduced.
+their stages are put away (`frees`), or stay from then on; whole sums go when they are reduced. Where computations gather single
+layers (`layers`), whole parameters and gradients come and go within each of them.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 
-from graphpp.arguments import INDEX, Accepted, require
+from graphpp.arguments import COUNT, INDEX, Accepted, require
 from graphpp.errors import ScheduleError
+from graphpp.schedules.table.actions import Kind
 
-_OF_SHARDS = ("rows", "row_sums", "sent")
+_OF_SHARDS = ("rows", "row_sums", "sent", "shards")
 _STAGES = Accepted("a tuple of stages", lambda value: isinstance(value, tuple | list) and all(map(INDEX.accepts, value)))
 _BYTES = Accepted("bytes, an integer from 0", lambda value: type(value) is int and value >= 0)
+_ACCEPTED = {"readers": _STAGES, "makers": _STAGES, "shards": COUNT}  # by field; all other fields are bytes
 
 
 @dataclass(frozen=True)
@@ -35,7 +38,8 @@ class StateBytes:
     `sums`: their gradients as one stage sums them; `rounded`: their gradients in `param.grad` where the sums are wider, else 0;
     `optimizer`: the optimizer's state; `derived`: values that are computed from parameters once per step. Of shards: `rows`:
     the parameters (None: `weights`); `row_sums`: the sums of gradients (None: `sums`); `sent`: the sums as one stage sends them
-    (None: `sums`). Raises `ScheduleError` for other values than stages and bytes, and for a maker that is no reader.
+    (None: `sums`); `shards`: over how many ranks, from 1 (None: as many as other state). Raises `ScheduleError` for other
+    values than stages, bytes and numbers of ranks, and for a maker that is no reader.
     """
 
     readers: tuple[int, ...]
@@ -49,12 +53,13 @@ class StateBytes:
     rows: int | None = None
     row_sums: int | None = None
     sent: int | None = None
+    shards: int | None = None
 
     def __post_init__(self) -> None:
         for item in fields(self):
             value = getattr(self, item.name)
             if value is not None or item.name not in _OF_SHARDS:
-                require(ScheduleError, item.name, _STAGES if item.name in ("readers", "makers") else _BYTES, value)
+                require(ScheduleError, item.name, _ACCEPTED.get(item.name, _BYTES), value)
         if not set(self.makers) <= set(self.readers) or not self.readers:
             raise ScheduleError(f"{self}: the stages that make gradients are some of the stages that read the parameters")
 
@@ -66,61 +71,111 @@ STATE = Accepted(
 
 
 @dataclass(frozen=True)
+class LayerBytes:
+    """The most bytes of a layer while a computation runs: whole parameters, whole gradients, gradients as they are sent."""
+
+    whole: int = 0
+    gradients: int = 0
+    sent: int = 0
+
+
+Layers = Mapping[tuple[int, Kind], LayerBytes]  # by stage and kind of computation
+
+
+@dataclass(frozen=True)
 class HeldBytes:
     """The bytes of state that one rank holds during a step.
 
     `standing`: by kind, for the whole step. `whole`: (stages, bytes) of parameters that are whole while any of these stages is;
     `gradients`: by stage, the sums from its first backward on until they are reduced; `sent`: by stage, the same as they are
-    sent. `at_end`: taken in addition while the gradients of the step are finished.
+    sent. `waiting`: by stage, the gradients of one microbatch, which wait where earlier microbatches have none yet; with
+    `layers`, the rank's rows of these gradients in the dtype of the sums. `at_end`: taken in addition while the gradients of
+    the step are finished. `layers`: where computations gather single layers.
     """
 
     standing: Mapping[str, int] = field(default_factory=dict)
     whole: tuple[tuple[frozenset[int], int], ...] = ()
     gradients: Mapping[int, int] = field(default_factory=dict)
     sent: Mapping[int, int] = field(default_factory=dict)
+    waiting: Mapping[int, int] = field(default_factory=dict)
     at_end: int = 0
+    layers: Layers = field(default_factory=dict)
+
+    @property
+    def changes(self) -> bool:
+        """Whether bytes of state come and go within the step."""
+        return bool(self.whole or self.gradients or self.layers or self.waiting)
 
 
 def held_bytes(
-    state: Sequence[StateBytes], rank_of_stage: Mapping[int, int], ranks: int, shards: int | None = None, frees: bool = False
+    state: Sequence[StateBytes],
+    rank_of_stage: Mapping[int, int],
+    ranks: int,
+    shards: int | None = None,
+    frees: bool = False,
+    layers: Layers | None = None,
+    *,
+    in_order: bool = False,
 ) -> tuple[HeldBytes, ...]:
     """The state that each rank holds.
 
     `shards`: over how many ranks parameters are sharded (None: they are not); `frees`: whether whole parameters go when their
-    stages are put away.
+    stages are put away; `layers`: what computations hold that gather single layers (None: they are given whole stages).
+    `in_order`: whether gradients add up in the order of the microbatches, so that one that comes early waits.
     """
-    found = (_OnRank(rank, state, rank_of_stage) for rank in range(ranks))
+    found = [_OnRank(rank, state, rank_of_stage, in_order) for rank in range(ranks)]
+    if shards is not None and layers is not None:
+        return tuple(each.by_layers(shards, layers) for each in found)
     return tuple(each.whole() if shards is None else each.sharded(shards, frees) for each in found)
 
 
-def gradients_by_stage(state: Sequence[StateBytes], stages: int, *, sent: bool = False) -> list[int]:
-    """The bytes of each stage's sums of gradients; `sent`: as the stage sends them."""
-    found = Counter[int]()
+def sent_by_stage(state: Sequence[StateBytes], stages: int, shards: int) -> tuple[list[float], list[float]]:
+    """The bytes that a rank sends when a stage is gathered, and when it is reduced, by stage: all but its own part."""
+    gathered, reduced = Counter[int](), Counter[int]()
     for each in state:
-        found.update(dict.fromkeys(each.makers, _sent(each) if sent else each.sums))
-    return [found[stage] for stage in range(stages)]
+        ranks = each.shards or shards
+        gathered.update(dict.fromkeys(each.readers, each.weights * (ranks - 1) / ranks))
+        reduced.update(dict.fromkeys(each.makers, _sent(each) * (ranks - 1) / ranks))
+    return [gathered[stage] for stage in range(stages)], [reduced[stage] for stage in range(stages)]
 
 
 class _OnRank:
     """The state of one rank's stages."""
 
-    def __init__(self, rank: int, state: Sequence[StateBytes], rank_of_stage: Mapping[int, int]) -> None:
-        self._rank, self._rank_of = rank, rank_of_stage
+    def __init__(self, rank: int, state: Sequence[StateBytes], rank_of_stage: Mapping[int, int], in_order: bool) -> None:
+        self._rank, self._rank_of, self._in_order = rank, rank_of_stage, in_order
         self._own = [each for each in state if any(rank_of_stage[stage] == rank for stage in each.readers)]
 
     def whole(self) -> HeldBytes:
         """The bytes of a rank that holds whole parameters."""
         standing = {"weights": self._weights(), "gradients": sum(self._by_stage(_sums).values()), **self._rest(1)}
-        return HeldBytes(standing, at_end=self._at_end(_sums))
+        return HeldBytes(standing, waiting=self._waiting(_of_microbatch), at_end=self._at_end(_sums))
+
+    def by_layers(self, shards: int, layers: Layers) -> HeldBytes:
+        """The bytes of a rank that holds shards, and of whole parameters those of single layers."""
+        derived = sum(each.derived for each in self._own)
+        standing = {"shards": self._shards(shards), "weights": derived, **self._rest(shards)}
+        at_end = sum(self._parts(((each.shards, self._at_end_of(each, _row_sums)) for each in self._own), shards))
+        waiting = self._waiting(lambda each: -(-_row_sums(each) // (each.shards or shards)))
+        return HeldBytes(standing, waiting=waiting, at_end=at_end, layers=layers)
 
     def sharded(self, shards: int, frees: bool) -> HeldBytes:
         """The bytes of a rank that holds shards."""
-        rows = sum(-(-(each.weights if each.rows is None else each.rows) // shards) for each in self._own)
-        kept = rows + sum(-(-each // shards) for each in self._by_stage(_row_sums).values())
+        kept = self._shards(shards)
         standing = {"shards": kept, **({} if frees else {"weights": self._weights()}), **self._rest(shards)}
         pieces = ((frozenset(self._local(each.readers)), each.weights + each.derived) for each in self._own) if frees else ()
-        whole, at_end = tuple(piece for piece in pieces if piece[1]), -(-self._at_end(_row_sums) // shards)
-        return HeldBytes(standing, whole, self._by_stage(_sums), self._by_stage(_sent), at_end)
+        at_end = sum(self._parts(((each.shards, self._at_end_of(each, _row_sums)) for each in self._own), shards))
+        whole = tuple(piece for piece in pieces if piece[1])
+        return HeldBytes(standing, whole, self._by_stage(_sums), self._by_stage(_sent), self._waiting(_of_microbatch), at_end)
+
+    def _waiting(self, nbytes: Callable[[StateBytes], int]) -> dict[int, int]:
+        """By stage the gradients of one microbatch, as they wait for those of earlier microbatches."""
+        return self._by_stage(nbytes) if self._in_order else {}
+
+    def _shards(self, shards: int) -> int:
+        """The rows of parameters and of the sums of gradients."""
+        rows = sum(-(-(each.weights if each.rows is None else each.rows) // (each.shards or shards)) for each in self._own)
+        return rows + sum(self._parts(self._row_sums(), shards))
 
     def _local(self, stages: Sequence[int]) -> list[int]:
         return [stage for stage in stages if self._rank_of[stage] == self._rank]
@@ -129,7 +184,7 @@ class _OnRank:
         return sum(each.weights + each.derived for each in self._own)
 
     def _rest(self, shards: int) -> dict[str, int]:
-        optimizer = sum(-(-each.optimizer // shards) for each in self._own)
+        optimizer = sum(-(-each.optimizer // (each.shards or shards)) for each in self._own)
         return {"optimizer": optimizer, "buffers": sum(each.buffers for each in self._own)}
 
     def _by_stage(self, nbytes: Callable[[StateBytes], int]) -> dict[int, int]:
@@ -138,14 +193,33 @@ class _OnRank:
             found.update(dict.fromkeys(self._local(each.makers), nbytes(each)))
         return dict(found)
 
+    def _row_sums(self) -> Iterator[tuple[int | None, int]]:
+        """(shards, bytes of one stage's sums) of the state that is sharded."""
+        return ((each.shards, len(self._local(each.makers)) * _row_sums(each)) for each in self._own)
+
+    def _parts(self, pieces: Iterable[tuple[int | None, int]], shards: int) -> list[int]:
+        """A rank's part of whole bytes, rounded up once for each number of shards."""
+        found = Counter[int]()
+        for own, nbytes in pieces:
+            found[own or shards] += nbytes
+        return [-(-nbytes // ranks) for ranks, nbytes in found.items()]
+
     def _at_end(self, sums: Callable[[StateBytes], int]) -> int:
-        return sum(each.rounded + self._tied(each, sums(each)) for each in self._own if each.makers)
+        return sum(self._at_end_of(each, sums) for each in self._own)
+
+    def _at_end_of(self, each: StateBytes, sums: Callable[[StateBytes], int]) -> int:
+        return each.rounded + self._tied(each, sums(each)) if each.makers else 0
 
     def _tied(self, each: StateBytes, total: int) -> int:
         """The total of a tied parameter's sums, and the sums that arrive from other ranks."""
         several = len({self._rank_of[stage] for stage in each.readers}) > 1
         arriving = len(each.makers) - len(self._local(each.makers)) if several else 0
         return total * ((several or len(each.makers) > 1) + arriving)
+
+
+def _of_microbatch(each: StateBytes) -> int:
+    """The gradients that one microbatch makes of whole parameters: they have the dtype of the parameters."""
+    return each.weights
 
 
 def _sums(each: StateBytes) -> int:

@@ -11,14 +11,13 @@ from torch import Tensor, nn
 
 from graphpp.batch.microbatch import Microbatch
 from graphpp.capture.trace import capture
-from graphpp.compiler.compile_regions import layers_of
 from graphpp.passes.graph.region import RegionCall
 from graphpp.passes.graph.stage_graphs import PhaseGraph, StagedGraphs
 from graphpp.passes.lower import LoweringOptions, PassResult, lower
 from graphpp.passes.stage.outline_regions import LayerOf, outline_regions
 from graphpp.passes.stage.split_dropout import split_dropout
 from graphpp.passes.text.render import render
-from graphpp.planner.layers import module_calls
+from graphpp.planner.layers import layers_of, module_calls
 from graphpp.runtime.program import Phase, RandomKey
 from graphpp.runtime.randomness import dropout_mask, seeded
 

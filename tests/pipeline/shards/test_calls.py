@@ -43,7 +43,7 @@ def evaluated(rank: int, mesh: Mesh, keep: int | None) -> None:
             each.zero_grad()
 
 
-@pytest.mark.parametrize(("mesh", "keep"), [(SHARD2, None), (PIPE, 1)])
+@pytest.mark.parametrize(("mesh", "keep"), [(SHARD2, None), (SHARD2, 0), (PIPE, 1)])
 def test_evaluations_are_those_of_one_process(mesh: Mesh, keep: int | None) -> None:
     run_ranks(evaluated, mesh.ranks, mesh, keep)
 
@@ -139,7 +139,7 @@ def refused(rank: int) -> dict[str, str]:
     watched = nn.Linear(4, 3)
     watched.weight.register_post_accumulate_grad_hook(lambda parameter: None)
     expect("a hook", lambda: graphpp.compile(watched, F.mse_loss, mesh=mesh).step(x, target=x[:, :3]))
-    expect("keep", lambda: graphpp.Parallel(keep=0))
+    expect("keep", lambda: graphpp.Parallel(keep=-1))
     return found
 
 
@@ -256,7 +256,7 @@ def gives_weights(rank: int, keep: int | None) -> None:
         pipe.step(x, target=x)
 
 
-@pytest.mark.parametrize("keep", [None, 1])
+@pytest.mark.parametrize("keep", [None, 0, 1])
 def test_outputs_may_be_parameters(keep: int | None) -> None:
     run_ranks(gives_weights, 2, keep)
 

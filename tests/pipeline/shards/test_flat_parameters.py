@@ -112,9 +112,14 @@ def test_flat_gradients_are_the_gradients() -> None:
     run_ranks(views, 3)
 
 
+def adamw(groups: Any, lr: float) -> torch.optim.Optimizer:
+    """AdamW with an `eps` above the rounding of gradients that are zero but for their rounding, as of a bias before a norm."""
+    return torch.optim.AdamW(groups, lr=lr, eps=1e-3)
+
+
 def saved(rank: int, mesh: Mesh, flat: bool, folder: Path) -> dict[str, Tensor]:
     pipe = pipeline(mesh)
-    optimizer = optimizer_of(pipe, flat, torch.optim.AdamW)
+    optimizer = optimizer_of(pipe, flat, adamw)
     steps(pipe, optimizer, 0, range(2))
     pipe.checkpoint(optimizer).async_save(folder).wait()
     steps(pipe, optimizer, 0, range(2, 4))
@@ -123,7 +128,7 @@ def saved(rank: int, mesh: Mesh, flat: bool, folder: Path) -> dict[str, Tensor]:
 
 def resumed(rank: int, mesh: Mesh, flat: bool, folder: Path) -> dict[str, Tensor]:
     pipe = pipeline(mesh)
-    optimizer = optimizer_of(pipe, flat, torch.optim.AdamW)
+    optimizer = optimizer_of(pipe, flat, adamw)
     pipe.checkpoint(optimizer).load(folder)
     steps(pipe, optimizer, 0, range(2, 4))
     return values(pipe)

@@ -34,7 +34,7 @@ def pipeline(name: str, **options: Any) -> graphpp.Pipeline:
 
 
 def adamw(pipe: graphpp.Pipeline) -> torch.optim.Optimizer:
-    return torch.optim.AdamW([p for p in pipe.parameters() if p.requires_grad], lr=1e-3)
+    return torch.optim.AdamW([p for p in pipe.parameters() if p.requires_grad], lr=1e-3, eps=1e-5)  # above rounding
 
 
 def on_mesh(rank: int, name: str, mesh: Mesh, stages: int, schedule: str, keep: int | None) -> dict[str, Tensor]:

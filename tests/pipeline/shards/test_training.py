@@ -119,3 +119,19 @@ def test_whole_parameters_have_the_bits_of_the_loop_too(mesh: Mesh) -> None:
     given = options(2, "LoopedBFS", None) | {"example": example()}
     for rank, found in enumerate(run_ranks(train_on_mesh, mesh.ranks, mesh, given)):
         assert differing(found, expected[rank]) == []
+
+
+@pytest.mark.parametrize(
+    ("mesh", "keep"),
+    [
+        (Mesh((2, 3), ("dp_replicate", "dp_shard")), 1),
+        (SHARD3, 0),
+        (Mesh((3,), ("dp_replicate",)), None),
+        *further((PIPE, 1), (Mesh((2, 2), ("pp", "dp_replicate")), None)),
+    ],
+)
+def test_sums_in_the_order_of_the_backend_are_those_of_a_loop_but_for_rounding(mesh: Mesh, keep: int | None) -> None:
+    expected = train_alone(mesh.replicas, True, 0.5)
+    given = options(4, "LoopedBFS", keep) | {"parallel": graphpp.Parallel(keep=keep, sum_order="any")}
+    for rank, found in enumerate(run_ranks(train_on_mesh, mesh.ranks, mesh, given, True, 0.5)):
+        assert_close(found, expected[mesh.replica(rank)])

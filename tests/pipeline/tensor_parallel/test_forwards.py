@@ -6,7 +6,9 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed import all_reduce
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
@@ -62,7 +64,38 @@ class Averaging(Network):
         return hidden + self.mean.to_local()
 
 
+class Sum(torch.autograd.Function):
+    """The sum over the ranks, by collectives that write into their argument; the gradient is summed likewise."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        total = x.clone()
+        all_reduce(total, group=group)
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        total = gradients[0].contiguous().clone()
+        dist.all_reduce(total, op=dist.ReduceOp.SUM, group=ctx.group)
+        return total, None
+
+
+class Reducing(Network):
+    """Scales hidden values by a number of all ranks; a whole parameter takes part, whose gradient the Function makes whole."""
+
+    def __init__(self, mesh: DeviceMesh) -> None:
+        super().__init__(mesh)
+        self.group = mesh.get_group()
+        self.scale = nn.Parameter(torch.ones(()))
+
+    def between(self, hidden: Tensor) -> Tensor:
+        scale = Sum.apply(self.scale * 1.0, self.group)
+        return hidden * scale + Sum.apply(hidden.mean(), self.group)
+
+
 MODELS: dict[str, Any] = {
+    "collectives in place": Reducing,
     "penalised": Penalised,
     "assigned buffer": lambda mesh: Averaging(mesh, in_place=False),
     "buffer in place": lambda mesh: Averaging(mesh, in_place=True),
@@ -138,10 +171,23 @@ class Foreign(Network):
         return self.others[0].pow(2).sum().full_tensor()
 
 
+class Broadcasting(Network):
+    """Takes the first rank's values."""
+
+    def __init__(self, mesh: DeviceMesh) -> None:
+        super().__init__(mesh)
+        self.group = mesh.get_group()
+
+    def between(self, hidden: Tensor) -> Tensor:
+        dist.broadcast(hidden, 0, group=self.group)
+        return hidden
+
+
 REFUSED: dict[str, tuple[Any, str]] = {
     "a whole parameter": (Scaled, "whole parameter scale, and uses the parameter for values .* tp, at .*test_forwards"),
     "a whole buffer": (Statistics, "whole buffer norm.running_mean, and the forward writes values that are spread over tp"),
     "a loss of each rank": (Ranked, "so ranks would have other losses"),
+    "a collective in place": (Broadcasting, r"calls torch.distributed.broadcast at .*test_forwards.* functional collective"),
     "a tensor of another model": (Foreign, r"reads a tensor of shape \[8, 4\] that requires grad and is no parameter"),
 }
 
@@ -169,8 +215,6 @@ def other_calls(rank: int) -> None:
     pipe = graphpp.compile(model, lambda out: out.mean(), example=graphpp.Microbatch((x[:2],)), mesh=mesh, microbatches=2)
     with pytest.raises(GraphPPError, match=r"args\[0\] is a DTensor, .* args\[0\].full_tensor\(\)"):
         pipe.step(DTensor.from_local(x, mesh["tp"], [Replicate()]))
-    with pytest.raises(GraphPPError, match=r"up.weight is a DTensor .*, and pipe.materialize fills whole parameters"):
-        pipe.materialize()
     with pytest.raises(GraphPPError, match=r"up.weight is a DTensor .*, and graphpp.verify runs in one process"):
         graphpp.verify(model, lambda out: out.mean(), graphpp.Microbatch((x,)))
 

@@ -58,7 +58,7 @@ def test_state_dicts_and_files_have_the_whole_values(mesh: Mesh, tmp_path: Path)
 def trained(rank: int, mesh: Mesh, folder: Path, load: bool, steps: int) -> dict[str, Tensor]:
     """Load a checkpoint, if asked to, train `steps` steps on one batch a step, and save."""
     pipe = pipeline(mesh)
-    optimizer = torch.optim.AdamW(pipe.parameters(), lr=1e-2)
+    optimizer = torch.optim.AdamW(pipe.parameters(), lr=1e-2, eps=1e-5)  # above the rounding of gradients
     checkpoint = pipe.checkpoint(optimizer)
     if load:
         checkpoint.load(folder)

@@ -75,11 +75,15 @@ def test_gradients_have_eagers_bits(mesh: Mesh, sequence: bool, tied: bool, stag
     [
         (PIPE, False, True, {"split": CUTS[2]}),
         (SHARDS, True, False, {}),
+        (SHARDS, False, True, {"parallel": graphpp.Parallel(keep=0)}),
         (EVERYTHING, True, False, {"split": CUTS[4], "schedule": "Interleaved1F1B", "parallel": graphpp.Parallel(keep=1)}),
         *further(
+            (EVERYTHING, True, True, {"split": CUTS[4], "schedule": "ZBVZeroBubble", "parallel": graphpp.Parallel(keep=0)}),
             (TENSOR, True, True, {}),
             (REPLICAS, True, False, {}),
             (TURNED, False, True, {}),
+            (Mesh((2, 1), ("dp_shard", "tp")), True, False, {}),
+            (Mesh((2, 1), ("pp", "tp")), True, False, {"split": CUTS[2]}),
             (EVERYTHING, False, True, {"split": CUTS[2], "schedule": "1F1B"}),
             (PIPE, True, False, {"split": CUTS[4], "schedule": "DualPipeV", "backend": "inductor"}),
             (PIPE, True, False, {"split": CUTS[2], "schedule": "1F1B", "memory": "full"}),

@@ -14,9 +14,10 @@ from graphpp.schedules.check.shard_counts import shard_counts
 from graphpp.schedules.check.step_memory import check_memory, step_peaks
 from graphpp.schedules.generate.read import make_table
 from graphpp.schedules.rewrite.place_shards import place_shards
+from graphpp.schedules.table.actions import Kind
 from graphpp.schedules.table.costs import Costs, StageCosts
 from graphpp.schedules.table.schedule import Schedule
-from graphpp.schedules.table.state_bytes import HeldBytes, StateBytes, gradients_by_stage, held_bytes
+from graphpp.schedules.table.state_bytes import HeldBytes, LayerBytes, StateBytes, held_bytes, sent_by_stage
 from tests.exhaustive import examples
 from tests.schedules.tables import Rows, tables
 
@@ -55,6 +56,39 @@ def test_whole_parameters_that_never_go_stand_for_the_whole_step() -> None:
     }  # fmt: skip
 
 
+def test_single_layers_come_and_go_within_a_computation() -> None:
+    layers = {
+        (0, Kind.F): LayerBytes(whole=20), (1, Kind.F): LayerBytes(whole=10),
+        (0, Kind.B): LayerBytes(40, 15, 12), (1, Kind.B): LayerBytes(8, 5, 3),
+    }  # fmt: skip
+    held = held_bytes(STAGES, {0: 0, 1: 0}, 1, 2, frees=True, layers=layers)
+    (found,) = step_peaks(Schedule.of(["0F0 1F0 1B0 0B0"]), saving(300, 4), held)
+    standing = {"shards": 75 + 20, "optimizer": 4, "buffers": 1}
+    assert (found.column, found.most["activations"]) == (3, 304)
+    assert found.parts == standing | {"weights": 40, "gradients": 15, "messages": 24, "activations": 300}
+    (found,) = step_peaks(Schedule.of(["0F0 1F0 1B0 0B0"]), saving(300, 400), held)
+    assert found.parts == standing | {"weights": 8, "gradients": 5, "messages": 6, "activations": 700}
+
+
+@pytest.mark.parametrize(("row", "waiting"), [("0B0 0B1 0B2 0B3", 0), ("0B3 0B2 0B0 0B1", 2), ("0B3 0B2 0B1 0B0", 3)])
+def test_gradients_that_come_early_wait_for_their_turn(row: str, waiting: int) -> None:
+    table = Schedule.of(["0F0 0F1 0F2 0F3 " + row])
+    state = [StateBytes((0,), (0,), weights=10, sums=20)]
+    for in_order in (True, False):
+        (whole,) = step_peaks(table, saving(0), held_bytes(state, {0: 0}, 1, in_order=in_order))
+        assert whole.most["gradients"] == 20 + 10 * waiting * in_order
+        (found,) = step_peaks(place_shards(table, 1), saving(0), held_bytes(state, {0: 0}, 1, 2, frees=True, in_order=in_order))
+        assert found.most["gradients"] == 20 + 10 * waiting * in_order
+
+
+@pytest.mark.parametrize("shards", [1, 2, 3])
+def test_rows_that_come_early_wait_in_the_dtype_of_the_sums(shards: int) -> None:
+    """Where single layers are reduced, a rank's rows wait, also if one rank has all of them."""
+    state = [StateBytes((0,), (0,), weights=10, sums=10, row_sums=20), StateBytes((0,), (0,), weights=3, row_sums=6, shards=1)]
+    (held,) = held_bytes(state, {0: 0}, 1, shards, frees=True, layers={(0, Kind.B): LayerBytes(10, 10, 10)}, in_order=True)
+    assert held.waiting == {0: -(-20 // shards) + 6}
+
+
 TIED = StateBytes((0, 2, 3), (0, 2, 3), weights=100, sums=100, rounded=50, optimizer=200)
 """Read on rank 0 by stages 0 and 2, on rank 1 by stage 3."""
 
@@ -65,7 +99,7 @@ def test_a_tied_parameter_counts_once_and_its_gradient_once_a_stage() -> None:
     assert second.standing == {"weights": 100, "gradients": 100, "optimizer": 200, "buffers": 0}
     assert first.at_end == 50 + 100 + 100  # param.grad in its own dtype, the total, and the sum of stage 3
     assert second.at_end == 50 + 100 + 200
-    assert gradients_by_stage([TIED], 4) == [100, 0, 100, 100]
+    assert sent_by_stage([TIED], 4, 2)[1] == [50, 0, 50, 50]
 
 
 def test_a_shared_parameter_is_whole_while_any_of_its_stages_is() -> None:
@@ -95,7 +129,7 @@ def test_any_table(table: tuple[Rows, int, int, Random]) -> None:
     state = [StateBytes((s,), (s,), weights=random.randint(0, 9), sums=random.randint(0, 9)) for s in range(stages)]
     placed = place_shards(plain, None)
     found = step_peaks(placed, costs, held_bytes(state, placed.rank_of_stage, placed.ranks, 3, frees=True))
-    counts = shard_counts(placed, [each.weights for each in state], gradients_by_stage(state, stages))
+    counts = shard_counts(placed, [each.weights for each in state], [2 * sent for sent in sent_by_stage(state, stages, 2)[1]])
     for peak, count in zip(found, counts, strict=True):
         assert (peak.most["weights"], peak.most["gradients"]) == (count.whole, count.gradients)
         assert max(peak.most.values()) <= peak.nbytes <= sum(peak.most.values())
@@ -130,5 +164,7 @@ def test_bytes_that_cannot_be_are_refused() -> None:
         StateBytes((0,), weights=-1)
     with pytest.raises(ScheduleError, match="readers: take a tuple of stages, got 'a'"):
         StateBytes("a")  # type: ignore[arg-type]
+    with pytest.raises(ScheduleError, match=r"shards: take a positive integer .* got 0"):
+        StateBytes((0,), shards=0)
     with pytest.raises(ScheduleError, match="some of the stages that read"):
         StateBytes((0,), (1,))

@@ -1,4 +1,4 @@
-"""Tensors that a model itself spreads over ranks (tensor parallelism): this rank's part of each.
+"""Tensors that a model itself spreads over the ranks of `tp` or `ep`: this rank's part of each.
 
 Contract
 --------
@@ -13,6 +13,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
@@ -21,7 +22,7 @@ from graphpp.errors import GraphPPError
 from graphpp.runtime.shards.local_rows import is_sharded, local_tensor
 
 
-class LayerPart(NamedTuple):
+class SpreadTensor(NamedTuple):
     """How a tensor is spread over the ranks that share its layer; `local` has the shape and strides of this rank's part."""
 
     spread: Spread
@@ -33,24 +34,32 @@ class LayerPart(NamedTuple):
         return all(placement.is_replicate() for placement in self.spread.placements)
 
 
-_KEPT = WeakTensorKeyDictionary()  # a tensor in the place of a `DTensor` of the model's -> its `LayerPart`
+_KEPT = WeakTensorKeyDictionary()  # a tensor in the place of a `DTensor` of the model's -> its `SpreadTensor`
 
 
-def layer_part(tensor: torch.Tensor) -> LayerPart | None:
-    """This rank's part of a tensor that the model spreads over ranks; None for a tensor that each rank has whole."""
-    kept: LayerPart | None = _KEPT.get(tensor)
+def spread_tensor(tensor: torch.Tensor) -> SpreadTensor | None:
+    """How the model spreads a tensor over ranks, and this rank's part; None for a tensor that each rank has whole."""
+    kept: SpreadTensor | None = _KEPT.get(tensor)
     if kept is not None or is_sharded(tensor):
         return kept
     spread, local = spread_of(tensor), local_of(tensor)
-    return None if spread is None or local is None else LayerPart(spread, local.detach())
+    return None if spread is None or local is None else SpreadTensor(spread, local.detach())
+
+
+def is_spread_over(tensor: torch.Tensor, group: dist.ProcessGroup | None) -> bool:
+    """Whether the model gives each rank of `group` another part of a tensor; None: a group of this rank alone."""
+    part = spread_tensor(tensor)
+    if part is None or part.is_whole or group is None:
+        return False
+    return part.spread.mesh.mesh.flatten().tolist() == dist.get_process_group_ranks(group)
 
 
 def keep_part(stand_in: torch.Tensor, tensor: torch.Tensor) -> None:
     """Note that `stand_in` takes the place of `tensor` in the model."""
-    part = layer_part(tensor)
+    part = spread_tensor(tensor)
     if part is not None:
         blank = torch.empty_strided(part.local.shape, part.local.stride(), dtype=part.local.dtype, device="meta")
-        _KEPT[stand_in] = LayerPart(part.spread, blank)
+        _KEPT[stand_in] = SpreadTensor(part.spread, blank)
 
 
 def local_gradient(fqn: str, parameter: torch.Tensor) -> torch.Tensor | None:
@@ -71,6 +80,6 @@ def local_gradient(fqn: str, parameter: torch.Tensor) -> torch.Tensor | None:
 def refuse_spread(model: nn.Module, remedy: str) -> None:
     """Raise `GraphPPError` with the FQN of a parameter or buffer that the model spreads over ranks, and with the remedy."""
     for fqn, tensor in (*model.named_parameters(), *model.named_buffers()):
-        part = layer_part(tensor)
+        part = spread_tensor(tensor)
         if part is not None:
             raise GraphPPError(f"{fqn} is a DTensor with placements {part.spread.placements}, and {remedy}")

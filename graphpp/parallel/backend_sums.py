@@ -1,0 +1,69 @@
+"""Sums of tensors over the ranks of a group, added in the order that the group's backend takes (a ring, a tree, a switch).
+
+Contract
+--------
+- Both functions have the form of `Sums`. They are one reduce-scatter and one all-reduce of the backend, whose bits depend on
+  the number of ranks, the size and the machine. Numbers are added in the dtype in which they are sent.
+- `scattered` pads parts of different lengths to the longest one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+
+from graphpp._torch.distributed import reduce_scatter
+from graphpp.parallel.sums import PendingSums, joined, parted
+
+
+def scattered(
+    totals: Sequence[torch.Tensor],
+    lengths: Sequence[Sequence[int]],
+    group: dist.ProcessGroup,
+    dtypes: Sequence[torch.dtype] | None = None,
+) -> PendingSums:
+    """Start to sum this rank's part of each tensor, as `Sums.scattered` says."""
+    wanted = dtypes if dtypes is not None else [each.dtype for each in totals]
+    own = [each[dist.get_rank(group)] for each in lengths]
+    sent, longest = _padded(totals, lengths)
+    part = sent.new_empty(longest)
+    work = reduce_scatter(_real(part), _real(sent), group)
+
+    def results() -> list[torch.Tensor]:
+        work.wait()
+        sums = part[: sum(own)].split(own)
+        return [each.to(dtype=dtype) for each, dtype in zip(sums, wanted, strict=True)]
+
+    return PendingSums(work, results)
+
+
+def everywhere(totals: Sequence[torch.Tensor], group: dist.ProcessGroup) -> PendingSums:
+    """Start to sum tensors on every rank, as `Sums.everywhere` says."""
+    flat = joined(totals)
+    work = dist.all_reduce(flat, group=group, async_op=True)
+    assert work is not None, "the collective was started with async_op"
+
+    def results() -> list[torch.Tensor]:
+        work.wait()
+        return parted(flat, totals)
+
+    return PendingSums(work, results)
+
+
+def _padded(totals: Sequence[torch.Tensor], lengths: Sequence[Sequence[int]]) -> tuple[torch.Tensor, int]:
+    """(the parts of all ranks one after the other, each of as many elements; these elements)."""
+    parts = [total.view(-1).split(list(each)) for total, each in zip(totals, lengths, strict=True)]
+    sizes = [sum(each) for each in zip(*lengths, strict=True)]
+    longest = max(sizes)
+    if len(totals) == 1 and min(sizes) == longest:
+        return totals[0].view(-1), longest
+    padding = totals[0].new_zeros(longest - min(sizes))
+    pieces = [[*(each[to] for each in parts), padding[: longest - size]] for to, size in enumerate(sizes)]
+    return torch.cat([piece for of_rank in pieces for piece in of_rank]), longest
+
+
+def _real(tensor: torch.Tensor) -> torch.Tensor:
+    """The numbers of a complex tensor as real ones, [.., 2]: collectives do not add complex numbers."""
+    return torch.view_as_real(tensor) if tensor.is_complex() else tensor

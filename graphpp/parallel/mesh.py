@@ -1,0 +1,158 @@
+"""The ranks of a `DeviceMesh`, by the names of its dimensions: which of them share a rank's stages, layers and parameters.
+
+Contract
+    in   a `DeviceMesh` with some of the dimensions `pp`, `dp_replicate`, `dp_shard`, `ep`, `cp`, `tp`, in any order
+    out  the place of this rank: process groups and meshes of the ranks along one or several dimensions, with this rank's
+         coordinates in all others
+    Ranks that differ in `dp_replicate`, `dp_shard`, `ep` and `cp` alone train the same stages on other tokens: they are
+    replicas. Along `ep` they have other experts. Parameters that are no experts are sharded over `dp_shard` and `ep`, experts
+    over `dp_shard`.
+    `GraphPPError` for a dimension with another name or none, and for ranks along a sharded dimension that do not ascend.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from graphpp._torch.distributed import group_of
+from graphpp.errors import GraphPPError
+from graphpp.parallel.rank_place import RankPlace, Sharding, SharedLayers, SpreadExperts
+
+PIPELINE, TENSOR = "pp", "tp"
+_REPLICAS, _SHARDS, _EXPERTS, _CONTEXT = "dp_replicate", "dp_shard", "ep", "cp"
+_DATA = (_REPLICAS, _SHARDS, _EXPERTS, _CONTEXT)  # the dimensions along which ranks train the same stages on other tokens
+_KNOWN = (PIPELINE, *_DATA, TENSOR)
+
+
+def place_in(mesh: DeviceMesh, everyone: dist.ProcessGroup, device: torch.device, least_shards: int) -> RankPlace:
+    """The place of this rank, which is in the mesh.
+
+    `everyone`: the ranks of the mesh. `least_shards`: fewer ranks are not sharded over.
+    """
+    data = [name for name in _DATA if name in dimensions(mesh)]
+    shards = [name for name in (_SHARDS, _EXPERTS) if name in data]
+    layers = _shared_layers(mesh) if _size(mesh, TENSOR) > 1 else None
+    sharded = _SHARDS in data and _size(mesh, *shards) >= least_shards
+    sharding = _sharding(mesh, shards, TENSOR) if sharded else None
+    return RankPlace(
+        device,
+        group=_along(mesh, PIPELINE),
+        replicas=_along(mesh, *data),
+        peers=_along(mesh, *(name for name in (_CONTEXT, _EXPERTS) if _size(mesh, name) > 1)),
+        layers=layers,
+        experts=_spread_experts(mesh, sharded) if _size(mesh, _EXPERTS) > 1 else None,
+        sharding=sharding,
+        mesh=mesh,
+        everyone=everyone,
+    )
+
+
+def dimensions(mesh: DeviceMesh) -> tuple[str, ...]:
+    """The names of the mesh's dimensions. Raises `GraphPPError` for a name that graphpp does not know."""
+    if not mesh.mesh_dim_names:
+        raise GraphPPError(f"mesh: its dimensions have no names: give mesh_dim_names=({PIPELINE!r},) to init_device_mesh")
+    for name in mesh.mesh_dim_names:
+        if name not in _KNOWN:
+            raise GraphPPError(f"mesh: unknown dimension {name!r}; there are {', '.join(map(repr, _KNOWN))}")
+    return tuple(mesh.mesh_dim_names)
+
+
+def described(mesh: DeviceMesh) -> str:
+    """The names and sizes of the dimensions, and the ranks: "pp 2, dp_shard 2 of the ranks [[0, 1], [2, 3]]"."""
+    sizes = zip(mesh.mesh_dim_names or (), mesh.shape, strict=True)
+    return f"{', '.join(f'{name} {size}' for name, size in sizes)} of the ranks {mesh.mesh.tolist()}"
+
+
+def all_ranks(mesh: DeviceMesh) -> dist.ProcessGroup:
+    """The process group of all ranks of the mesh. Called by all of them."""
+    if mesh.size() == dist.get_world_size():
+        assert dist.group.WORLD is not None
+        return dist.group.WORLD
+    return mesh.get_group() if mesh.ndim == 1 else group_of(sorted(mesh.mesh.flatten().tolist()))
+
+
+def pipeline_size(mesh: DeviceMesh) -> int:
+    """The number of ranks of a pipeline."""
+    return _size(mesh, PIPELINE) if PIPELINE in dimensions(mesh) else 1
+
+
+def shard_size(mesh: DeviceMesh) -> int:
+    """Over how many ranks parameters that are no experts are sharded; 1: they are not."""
+    return _size(mesh, _SHARDS, _EXPERTS) if _SHARDS in dimensions(mesh) else 1
+
+
+def _shared_layers(mesh: DeviceMesh) -> SharedLayers:
+    pipelines = _along(mesh, PIPELINE, TENSOR)
+    assert pipelines is not None, "a mesh with shared layers has ranks that share them"
+    return SharedLayers(mesh.get_group(TENSOR), pipelines)
+
+
+def _spread_experts(mesh: DeviceMesh, sharded: bool) -> SpreadExperts:
+    same = [name for name in _DATA if name != _EXPERTS and _size(mesh, name) > 1]
+    sharding = _sharding(mesh, [_SHARDS], _EXPERTS) if sharded else None
+    return SpreadExperts(mesh.get_group(_EXPERTS), _along(mesh, *same), sharding, _holders(mesh))
+
+
+def _sharding(mesh: DeviceMesh, names: Sequence[str], spread: str) -> Sharding:
+    """Parameters sharded over the dimensions `names`, of which the model itself spreads some over the dimension `spread`."""
+    others = [name for name in (_REPLICAS, _CONTEXT) if _size(mesh, name) > 1]
+    own = _one_dimension(mesh, names)
+    made = Sharding(own, _spread_mesh(mesh, spread, names, own), _along(mesh, *others), _holders(mesh))
+    if dist.get_rank(made.group) != made.rank:
+        raise GraphPPError(f"mesh: the ranks along {names[0]!r} must ascend, as init_device_mesh lays them out")
+    return made
+
+
+def _holders(mesh: DeviceMesh) -> dist.ProcessGroup:
+    found = _along(mesh, PIPELINE, TENSOR, _SHARDS, _EXPERTS)
+    assert found is not None, "a mesh with shards or experts has ranks that hold them"
+    return found
+
+
+def _one_dimension(mesh: DeviceMesh, names: Sequence[str]) -> DeviceMesh:
+    """The ranks along some dimensions in one, which has the name of the first."""
+    several = [name for name in names if _size(mesh, name) > 1]
+    if len(several) < 2:
+        return mesh[several[0] if several else names[0]]
+    group = group_of(_ranks_along(mesh, several))
+    return DeviceMesh.from_group(group, mesh.device_type, mesh_dim_names=(names[0],))
+
+
+def _spread_mesh(mesh: DeviceMesh, spread: str, names: Sequence[str], last: DeviceMesh) -> DeviceMesh:
+    """A dimension `spread`, if there are several ranks along it, and one of the ranks along `names`, as in the mesh `last`."""
+    if _size(mesh, spread) == 1:
+        return last
+    rows = [_ranks_along(mesh, names, at) for at in mesh[spread].mesh.tolist()]
+    groups = [mesh.get_group(spread), last.get_group()]
+    return DeviceMesh.from_group(groups, mesh.device_type, torch.tensor(rows), mesh_dim_names=(spread, names[0]))
+
+
+def _size(mesh: DeviceMesh, *names: str) -> int:
+    """The number of ranks along some dimensions together; a dimension that the mesh lacks has one."""
+    there = mesh.mesh_dim_names or ()
+    found = 1
+    for name in names:
+        found *= mesh.size(there.index(name)) if name in there else 1
+    return found
+
+
+def _along(mesh: DeviceMesh, *names: str) -> dist.ProcessGroup | None:
+    """The process group of the ranks that have this rank's coordinates in all other dimensions; None if the mesh has none."""
+    there = [name for name in names if name in (mesh.mesh_dim_names or ())]
+    if len(there) < 2:
+        return mesh.get_group(there[0]) if there else None
+    return group_of(_ranks_along(mesh, there))
+
+
+def _ranks_along(mesh: DeviceMesh, names: Sequence[str], rank: int | None = None) -> list[int]:
+    """The ranks of the world that have the coordinates of `rank` (None: this one) in all other dimensions, ascending."""
+    own = dist.get_rank() if rank is None else rank
+    coordinates = (mesh.mesh == own).nonzero()[0].tolist()
+    assert mesh.mesh_dim_names is not None
+    pairs = zip(mesh.mesh_dim_names, coordinates, strict=True)
+    found = mesh.mesh[tuple(slice(None) if name in names else at for name, at in pairs)]
+    return sorted(found.flatten().tolist())

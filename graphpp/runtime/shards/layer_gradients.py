@@ -1,0 +1,154 @@
+"""The gradients of parameters that are gathered one layer at a time: those of a layer are summed over the ranks at once.
+
+Contract
+--------
+- A program hands its gradients to a `LayerSink`. When the sink has all gradients of a layer of one microbatch, the sums over
+  the ranks start, and the whole gradients are given back when they have left. At most one layer's messages are under way: the
+  next layer's wait for them.
+- Each rank adds the rows that it gets to its stage's sums, in the order of the microbatches, in the dtype of the rows of
+  `param.grad`, or the wider one that was asked for. A gradient is (m0 + m1 + ..) / replicas with m0 = r0 + r1 + .. over the
+  ranks of the mesh, then the sum over their copies: other bits than where the microbatches are added first, but the same bits
+  under every schedule.
+- `finish` adds up tied parameters and copies as `ShardedGradients` does.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from graphpp.parallel.sums import PendingSums, Sums, bundles
+from graphpp.runtime.gradients.accumulate import Accumulator, dtype_of_sum
+from graphpp.runtime.gradients.gemm_accumulation import MatmulLayout, TorchMatmul, gradient_of
+from graphpp.runtime.gradients.tied import TiedReduction
+from graphpp.runtime.shards.sharded_gradients import ShardedGradients
+from graphpp.runtime.shards.sharded_parameters import ShardedParameters
+
+
+class LayerReducer:
+    """Sums the gradients of single layers over the ranks, and adds this rank's rows to the sums of a stage."""
+
+    def __init__(self, sharded: ShardedParameters, sum_dtype: torch.dtype | None, over_ranks: Sums) -> None:
+        """`sum_dtype`: the dtype in which gradients of narrower parameters add up; `over_ranks`: adds over ranks."""
+        self._sharded, self._sum_dtype, self.over_ranks = sharded, sum_dtype, over_ranks
+        self._pending: deque[tuple[Accumulator, int, list[str], PendingSums]] = deque()
+        self._waiting: dict[tuple[LayerSink, int], dict[str, torch.Tensor]] = {}
+
+    def dtype_of_rows(self, fqn: str) -> torch.dtype:
+        """The dtype in which the rows of a parameter's gradient add up."""
+        return dtype_of_sum(self._sharded.parameters[fqn], self._sum_dtype)
+
+    def collect(self, sink: LayerSink, layer: int, fqn: str, gradient: torch.Tensor) -> None:
+        """Keep a gradient until the layer's others are there, then start to sum them all."""
+        waiting = self._waiting.setdefault((sink, layer), {})
+        waiting[fqn] = gradient
+        if len(waiting) == len(sink.layers[layer]):
+            del self._waiting[sink, layer]
+            self._start(sink, {each: waiting.pop(each) for each in sink.layers[layer]})
+
+    def add_ended(self) -> None:
+        """Add the rows of the first sums whose messages have arrived."""
+        while self._pending and self._pending[0][-1].work.is_completed():
+            self._add()
+
+    def finish(self) -> None:
+        """Add the rows of all sums that have started."""
+        while self._pending:
+            self._add()
+
+    def check_whole(self) -> None:
+        """Raise `RuntimeError` if a layer of a microbatch lacks a gradient, so that its others were never summed."""
+        for (sink, layer), waiting in self._waiting.items():
+            lacking = [fqn for fqn in sink.layers[layer] if fqn not in waiting]
+            raise RuntimeError(
+                f"microbatch {sink.microbatch}: the gradients of {', '.join(waiting)} wait for those of {', '.join(lacking)}, "
+                "which the backward of the stage has not made. This is a fault of graphpp: please report it with the model."
+            )
+
+    def drop(self) -> None:
+        """Drop the gradients of a step that failed."""
+        self._pending.clear()
+        self._waiting.clear()
+
+    def _start(self, sink: LayerSink, totals: dict[str, torch.Tensor]) -> None:
+        self.finish()  # the memory of messages goes back before more is taken
+        names = list(totals)
+        sharding = self._sharded.sharding[names[0]]  # the same ranks share all of them
+        for fqn, total in totals.items():
+            whole = total if total.dim() else total.repeat(sharding.ranks)  # every rank needs it
+            totals[fqn] = whole.to(dtype=self._sharded.precision.of_messages(whole.dtype)).contiguous()
+        for fqns in ([names[at] for at in bundle] for bundle in bundles([totals[name] for name in names])):
+            lengths, dtypes = [self._sharded.lengths(fqn) for fqn in fqns], [self.dtype_of_rows(fqn) for fqn in fqns]
+            pending = self.over_ranks.scattered([totals.pop(fqn) for fqn in fqns], lengths, sharding.group, dtypes)
+            self._pending.append((sink.sums, sink.microbatch, fqns, pending))
+
+    def _add(self) -> None:
+        sums, microbatch, fqns, pending = self._pending.popleft()
+        for fqn, rows in zip(fqns, pending.results(), strict=True):
+            sums.add(microbatch, fqn, rows)
+
+
+class LayerSink:
+    """The `GradientSink` of one program run whose gradients are summed over the ranks layer by layer."""
+
+    def __init__(
+        self,
+        reducer: LayerReducer,
+        sums: Accumulator,
+        microbatch: int,
+        fqns: Mapping[int, str],
+        layers: Sequence[Sequence[str]],
+    ) -> None:
+        """`sums`: of this rank's rows of the stage's gradients; `fqns`: the parameter of each gradient by index."""
+        self._reducer, self.sums, self.microbatch, self._fqns, self.layers = reducer, sums, microbatch, fqns, layers
+        self._layer_of = {fqn: number for number, layer in enumerate(layers) for fqn in layer}
+
+    def __call__(self, index: int, value: torch.Tensor) -> None:
+        """Take a gradient."""
+        fqn = self._fqns[index]
+        self._reducer.collect(self, self._layer_of[fqn], fqn, value)
+
+    def matmul(self, index: int, a: torch.Tensor, b: torch.Tensor, layout: MatmulLayout | None = None) -> None:
+        """Take the gradient `a @ b`."""
+        self(index, gradient_of(TorchMatmul(), a, b, layout))
+
+
+class LayerGradients(ShardedGradients):
+    """The gradients of one rank's stages, where programs gather and reduce single layers."""
+
+    def __init__(
+        self,
+        stages: Mapping[int, Accumulator],
+        tied: TiedReduction,
+        sharded: ShardedParameters,
+        replicas: int,
+        sum_dtype: torch.dtype | None,
+        reducer: LayerReducer,
+    ) -> None:
+        """`stages`: the sums of each local stage, of this rank's rows; `replicas`: by how many the sums are divided."""
+        super().__init__(stages, tied, sharded, replicas, sum_dtype, reducer.over_ranks)
+        self._reducer = reducer
+
+    def begin(self, parameters: Mapping[str, torch.Tensor]) -> None:
+        """Begin a step. `parameters`: those of the rank's stages, by FQN."""
+        self._sharded.begin_gradients()
+        for sums in self._stages.values():
+            sums.start({}, {fqn: self._reducer.dtype_of_rows(fqn) for fqn in sums.fqns})
+
+    def reduce(self, stage: int) -> None:
+        """Add the rows that have arrived: all gradients of the stage by now are on their way."""
+        self._reducer.add_ended()
+
+    def finish(self) -> None:
+        """Add the gradients of this rank's rows to `param.grad`. Raises `RuntimeError` if a layer lacks a gradient."""
+        self._reducer.finish()
+        self._reducer.check_whole()
+        self._rows = {(stage, fqn): rows for stage, sums in self._stages.items() for fqn, rows in sums.take().items()}
+        super().finish()
+
+    def drop(self) -> None:
+        """Drop the gradients of a step that failed."""
+        self._reducer.drop()
+        super().drop()

@@ -1,0 +1,155 @@
+"""A model whose experts are spread over ranks, and trainings of it on meshes with `ep`.
+
+Contract: `mixture(mesh)` has `DTensor` experts over the ranks of `mesh`, each of which has some; `mixture(None)` has all of
+them in one process. Each expert takes an equal number of the tokens of each rank, those that want it most, so both compute the
+same function of the ranks' batches. `train_on_mesh` runs on one rank and gathers whole gradients and parameters there.
+`train_alone` is a plain loop in one process over all ranks' batches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed import _functional_collectives as collectives
+from torch.distributed.device_mesh import DeviceMesh
+
+import graphpp
+from graphpp.runtime.shards.local_rows import whole_tensor
+from tests.sharding import Mesh
+from tests.tensor_parallel import Trained, sgd
+
+VOCAB, WIDTH, HIDDEN, EXPERTS, LENGTH, ROWS, MICROBATCHES, STEPS = 24, 8, 12, 4, 8, 8, 4, 2
+
+
+class Experts(nn.Module):
+    """Feed-forward networks, one for each expert; tokens come as [experts, tokens, width]."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Parameter(torch.empty(EXPERTS, WIDTH, HIDDEN))
+        self.down = nn.Parameter(torch.empty(EXPERTS, HIDDEN, WIDTH))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        nn.init.normal_(self.up, std=0.3)
+        nn.init.normal_(self.down, std=0.3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.bmm(F.gelu(torch.bmm(x, local(self.up))), local(self.down))
+
+
+def local(weight: Tensor) -> Tensor:
+    """This rank's experts."""
+    from torch.distributed.tensor import DTensor
+
+    return weight.to_local() if isinstance(weight, DTensor) else weight
+
+
+class Layer(nn.Module):
+    """Route tokens to experts, on this rank and on others, and add their answers."""
+
+    def __init__(self, group: dist.ProcessGroup | None) -> None:
+        super().__init__()
+        self.group, self.ranks = group, 1 if group is None else dist.get_world_size(group)
+        self.norm, self.router, self.experts = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, EXPERTS, bias=False), Experts()
+
+    def forward(self, x: Tensor) -> Tensor:
+        tokens = x.flatten(0, 1)
+        h = self.norm(tokens)
+        weight, chosen = torch.softmax(self.router(h), -1).topk(len(h) // EXPERTS, dim=0)  # [tokens of an expert, experts]
+        rows, weight = chosen.t().reshape(-1), weight.t().reshape(-1, 1)
+        each = (self.ranks, EXPERTS // self.ranks, -1, WIDTH)
+        sent = self.exchange(h[rows]).view(each).transpose(0, 1).flatten(1, 2)  # [own experts, tokens of all ranks, width]
+        answers = self.experts(sent).view(each[1], each[0], -1, WIDTH).transpose(0, 1).reshape(-1, WIDTH)
+        return tokens.index_add(0, rows, self.exchange(answers) * weight).view_as(x)
+
+    def exchange(self, x: Tensor) -> Tensor:
+        return x if self.group is None else collectives.all_to_all_single_autograd(x, None, None, self.group)
+
+
+class Mixture(nn.Module):
+    """Tokens to logits."""
+
+    def __init__(self, group: dist.ProcessGroup | None) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(VOCAB, WIDTH)
+        self.layers = nn.ModuleList(Layer(group) for _ in range(4))
+        self.head = nn.Linear(WIDTH, VOCAB)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x)
+
+
+def mixture(mesh: DeviceMesh | None, *, seed: int = 3) -> Mixture:
+    """The model with its experts over the ranks of `mesh` (None: all of them here)."""
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    torch.manual_seed(seed)
+    model = Mixture(None if mesh is None else mesh.get_group())
+    for layer in model.layers if mesh is not None else ():
+        for name, weight in list(layer.experts.named_parameters()):
+            setattr(layer.experts, name, nn.Parameter(distribute_tensor(weight.detach(), mesh, [Shard(0)])))
+    return model
+
+
+def loss(logits: Tensor, target: Tensor) -> Tensor:
+    return F.cross_entropy(logits.flatten(0, 1), target.flatten())
+
+
+def batch(number: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(number)
+    return torch.randint(VOCAB, (ROWS, LENGTH), generator=generator), torch.randint(VOCAB, (ROWS, LENGTH), generator=generator)
+
+
+def compiled(mesh: DeviceMesh | None, model: nn.Module, **options: Any) -> graphpp.Pipeline:
+    tokens, target = batch(0)
+    rows = ROWS // MICROBATCHES
+    example = graphpp.Microbatch((tokens[:rows],), {}, target[:rows])
+    return graphpp.compile(model, loss, mesh=mesh, **{"microbatches": MICROBATCHES, "example": example, **options})
+
+
+def train_on_mesh(rank: int, mesh: Mesh, options: Mapping[str, Any], flat: bool = False) -> Trained:
+    """Train with batches of each rank's own. `flat`: with an optimizer of flat parameters."""
+    torch.set_num_threads(1)
+    made = mesh.made()
+    return train(compiled(made, mixture(made["ep"]), **options), mesh.replica(rank), flat=flat)
+
+
+def train(pipe: graphpp.Pipeline, replica: int, *, flat: bool) -> Trained:
+    """Train on the batches of a replica."""
+    optimizer = sgd(pipe.flat_parameters() if flat else pipe.parameters())
+    found = Trained([], [], [], {})
+    for number in range(STEPS):
+        tokens, target = batch(100 * number + replica)
+        found.losses.append(pipe.step(tokens, target=target).loss)
+        found.norms.append(pipe.clip_grad_norm_(0.5))
+        found.grads.append({fqn: whole_tensor(each.grad).clone() for fqn, each in pipe.named_parameters()})
+        optimizer.step()
+        optimizer.zero_grad()
+    found.params.update({fqn: whole_tensor(parameter).clone() for fqn, parameter in pipe.named_parameters()})
+    return found
+
+
+def train_alone(replicas: int) -> Trained:
+    """The same training in one process; the losses are those of the first rank."""
+    pipe, found = compiled(None, mixture(None)), Trained([], [], [], {})
+    optimizer = sgd(pipe.parameters())
+    for number in range(STEPS):
+        for replica in range(replicas):
+            tokens, target = batch(100 * number + replica)
+            loss = pipe.step(tokens, target=target, accumulation_steps=replicas).loss
+            found.losses.extend([loss] if replica == 0 else [])
+        found.norms.append(pipe.clip_grad_norm_(0.5))
+        found.grads.append({fqn: each.grad.clone() for fqn, each in pipe.named_parameters()})
+        optimizer.step()
+        optimizer.zero_grad()
+    found.params.update({fqn: parameter.detach().clone() for fqn, parameter in pipe.named_parameters()})
+    return found

@@ -1,0 +1,135 @@
+"""What a rank holds of a model whose experts `ep` spreads: state dicts, files, checkpoints, values by materialize."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+import graphpp
+from graphpp.pipeline.ownership.initialize import reset
+from graphpp.runtime.shards.local_rows import local_tensor, whole_tensor
+from tests.distributed import run_ranks
+from tests.exhaustive import further
+from tests.expert_parallel import batch, compiled, mixture
+from tests.sharding import Mesh
+
+ONE, EXPERTS, PIPE = Mesh((), ()), Mesh((2,), ("ep",)), Mesh((2, 2), ("pp", "ep"))
+SHARDS, REPLICAS = Mesh((2, 2), ("dp_shard", "ep")), Mesh((2, 2), ("dp_replicate", "ep"))
+SHARDED_PIPE = Mesh((2, 1, 2), ("pp", "dp_shard", "ep"))
+
+
+def pipeline(mesh: Mesh, *, meta: bool = False) -> graphpp.Pipeline:
+    torch.set_num_threads(1)
+    made = mesh.made() if mesh.names else None
+    with torch.device("meta" if meta else "cpu"):
+        model = mixture(None if made is None else made["ep"])
+    return compiled(made, model, split=["layers.2"], schedule="1F1B")
+
+
+def states(rank: int, mesh: Mesh, folder: Path) -> None:
+    pipe, whole = pipeline(mesh), mixture(None).state_dict()
+    own = pipe.state_dict()
+    assert all(torch.equal(whole_tensor(value), whole[key]) for key, value in own.items())
+    assert all(isinstance(value, DTensor) for key, value in own.items() if "experts" in key)
+    gathered = pipe.gather(rank=None)
+    assert gathered.keys() == whole.keys()
+    assert all(torch.equal(gathered[key], value) for key, value in whole.items())
+    pipe.save_weights(folder / "weights")
+    found: dict[str, Tensor] = {}
+    for file in sorted((folder / "weights").glob("*.safetensors")):
+        found |= load_file(file)
+    assert found.keys() == whole.keys()
+    assert all(torch.equal(value, whole[key]) for key, value in found.items())
+    other = {key: value + 1 for key, value in whole.items()}
+    pipe.load_state_dict(other)
+    assert all(torch.equal(whole_tensor(value), other[key]) for key, value in pipe.state_dict().items())
+
+
+@pytest.mark.parametrize(("mesh",), [(PIPE,), (SHARDS,), *further((EXPERTS,), (REPLICAS,), (SHARDED_PIPE,))])
+def test_state_dicts_and_files_have_the_whole_values(mesh: Mesh, tmp_path: Path) -> None:
+    run_ranks(states, mesh.ranks, mesh, tmp_path)
+
+
+def trained(rank: int, mesh: Mesh, folder: Path, load: bool, steps: int) -> dict[str, Tensor]:
+    """Load a checkpoint, if asked to, train `steps` steps on one batch a step, and save."""
+    pipe = pipeline(mesh)
+    optimizer = torch.optim.SGD(pipe.parameters(), lr=0.1, momentum=0.9)
+    checkpoint = pipe.checkpoint(optimizer)
+    if load:
+        checkpoint.load(folder)
+    for number in range(steps):
+        tokens, target = batch(number)
+        pipe.step(tokens, target=target)
+        pipe.clip_grad_norm_(1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+    if not load:
+        checkpoint.save(folder)
+    return {fqn: whole_tensor(each).clone() for fqn, each in pipe.named_parameters()}
+
+
+@pytest.mark.parametrize(
+    ("saves", "loads"),
+    [
+        (PIPE, ONE),
+        (ONE, SHARDS),
+        (SHARDED_PIPE, EXPERTS),
+        *further((EXPERTS, PIPE), (PIPE, SHARDS), (REPLICAS, EXPERTS), (EXPERTS, REPLICAS)),
+    ],
+)
+def test_a_checkpoint_fits_every_mesh(saves: Mesh, loads: Mesh, tmp_path: Path) -> None:
+    def ran(mesh: Mesh, *args: Any) -> dict[str, Tensor]:
+        if mesh is ONE:
+            return trained(0, mesh, *args)
+        found: dict[str, Tensor] = {}
+        for each in run_ranks(trained, mesh.ranks, mesh, *args):
+            found |= each
+        return found
+
+    saved, loaded = ran(saves, tmp_path, False, 2), ran(loads, tmp_path, True, 0)
+    assert saved.keys() == loaded.keys()
+    assert all(torch.equal(saved[fqn], loaded[fqn]) for fqn in saved)
+    expected, gone_on = ran(saves, tmp_path, True, 1), ran(loads, tmp_path, True, 1)
+    for fqn, parameter in gone_on.items():
+        torch.testing.assert_close(parameter, expected[fqn], rtol=1e-5, atol=1e-6)
+
+
+def filled(rank: int, mesh: Mesh) -> None:
+    """Give a model on the meta device the values that one process initialises, and train a step."""
+    pipe = pipeline(mesh, meta=True)
+    torch.manual_seed(5)
+    pipe.materialize()
+    expected = mixture(None)
+    torch.manual_seed(5)
+    expected.apply(reset)
+    wanted = expected.state_dict()
+    for key, value in pipe.state_dict().items():
+        assert torch.equal(whole_tensor(value), wanted[key])
+    tokens, target = batch(0)
+    first = pipe.step(tokens, target=target).loss
+    torch.optim.SGD(pipe.parameters(), lr=0.1).step()
+    assert pipe.step(tokens, target=target).loss < first
+
+
+@pytest.mark.parametrize(("mesh",), [(PIPE,), (SHARDS,), *further((EXPERTS,), (SHARDED_PIPE,))])
+def test_models_on_meta_get_the_values_of_one_process(mesh: Mesh) -> None:
+    run_ranks(filled, mesh.ranks, mesh)
+
+
+def bytes_of_plan(rank: int, mesh: Mesh) -> tuple[int, int]:
+    """The bytes of this rank's shards: as the plan says, and as the rank has them."""
+    made = mesh.made()
+    pipe = compiled(made, mixture(made["ep"]), split=["layers.2"], schedule="1F1B")
+    own = sum(local_tensor(parameter).nbytes for parameter in pipe.parameters())
+    return pipe.plan.memory.ranks[pipe._place.rank].shards, 2 * own  # parameters, and the sums of their gradients
+
+
+def test_the_plan_counts_shards_of_experts_by_their_own_ranks() -> None:
+    for said, held in run_ranks(bytes_of_plan, 4, SHARDED_PIPE):
+        assert said == held

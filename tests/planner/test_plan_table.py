@@ -1,0 +1,47 @@
+"""The table "What to write" of docs/meshes.md has the plans of `plan_table.py`, and ranks that exist make the same plans.
+
+`GOLDEN_UPDATE=1` writes the lines of the tests that run into the document.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.distributed import run_ranks
+from tests.exhaustive import further
+from tests.planner.plan_table import HEAD, LINES, Line, compiled_plan, fullest, plan, row
+
+DOCUMENT = Path(__file__).parents[2] / "docs" / "meshes.md"
+
+
+def shown() -> list[str]:
+    """The lines of the table in the document, without its head."""
+    lines = DOCUMENT.read_text().splitlines()
+    return lines[lines.index(HEAD) + 2 :][: len(LINES)]
+
+
+@pytest.mark.timeout(1200)  # 671B takes a minute where nothing else runs
+@pytest.mark.parametrize(("at",), [(0,), *further(*range(1, len(LINES)))])
+def test_the_document_has_the_plan(at: int) -> None:
+    found, lines = row(LINES[at]), shown()
+    if os.environ.get("GOLDEN_UPDATE"):
+        DOCUMENT.write_text(DOCUMENT.read_text().replace(lines[at], found))
+        lines = shown()
+    assert lines[at] == found
+
+
+def planned(rank: int, line: Line) -> str:
+    torch.set_num_threads(1)
+    return str(compiled_plan(line))
+
+
+@pytest.mark.parametrize("schedule", ["LoopedBFS"])
+def test_one_process_makes_the_plan_of_all_ranks(schedule: str) -> None:
+    line = Line("small", {"pp": 2, "dp_shard": 2}, 4, schedule, 4, 1, "full")
+    alone = plan(line)
+    assert fullest(alone).messages > 0
+    assert run_ranks(planned, line.ranks, line) == [str(alone)] * line.ranks
