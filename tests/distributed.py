@@ -86,7 +86,7 @@ class Answer:
 class Worker:
     process: ForkServerProcess
     pipe: connection.Connection
-    stacks: IO[str]  # the file into which the process writes the stacks of its threads when it gets SIGUSR1
+    stacks: IO[str]  # the file for the stacks of the process's threads, when it gets SIGUSR1 and when a signal kills it
 
 
 def run_ranks(fn: Callable[..., Any], ranks: int, *args: Any, timeout: float = 240) -> list[Any]:
@@ -199,8 +199,12 @@ def _stacks_of(worker: Worker) -> str:
     except ProcessLookupError:
         return "the process has ended"
     time.sleep(1)
+    return f"{worker.process.name} is at\n{_written(worker)}"
+
+
+def _written(worker: Worker) -> str:
     worker.stacks.seek(0)
-    return f"{worker.process.name} is at\n{worker.stacks.read()}"
+    return worker.stacks.read()
 
 
 def _receive(pipe: connection.Connection, rank: int, began: float) -> Outcome:
@@ -210,6 +214,7 @@ def _receive(pipe: connection.Connection, rank: int, began: float) -> Outcome:
         process = _workers[rank].process
         process.join()
         died = WorkerDied(f"rank {rank} died with exit code {process.exitcode}")
+        died.add_note(_written(_workers[rank]) or "the process left no stacks of its threads")
         return Outcome(rank, error=died, seconds=time.monotonic() - began)
     if answer.error is not None:
         answer.error.add_note(f"on rank {rank}:\n{answer.trace}")
@@ -220,6 +225,7 @@ def _serve(pipe: connection.Connection, stacks: str) -> None:
     """A worker's life: answer one task after another until the pipe closes."""
     with Path(stacks).open("a") as file:
         faulthandler.register(signal.SIGUSR1, file, all_threads=True)
+        faulthandler.enable(file, all_threads=True)
         _answer_all(pipe)
 
 

@@ -1,6 +1,7 @@
 """The helper that runs functions on several ranks: values, failures, deaths, and workers that are used again."""
 
 import os
+import signal
 import time
 import warnings
 
@@ -42,6 +43,10 @@ def fails(rank: int, where: int) -> None:
 
 def fails_oddly(rank: int) -> None:
     raise UnpicklableError("two", "parts")
+
+
+def aborts(rank: int) -> None:
+    signal.raise_signal(signal.SIGABRT)
 
 
 def dies(rank: int, where: int) -> None:
@@ -97,6 +102,13 @@ def test_exception_keeps_its_type_and_names_its_rank() -> None:
 def test_death_is_blamed_before_its_consequences() -> None:
     with pytest.raises(WorkerDied, match="rank 1 died with exit code 7"):
         run_ranks(dies, 2, 1)
+
+
+def test_a_signals_death_says_where() -> None:
+    (outcome,) = rank_outcomes(aborts, 1)
+    assert isinstance(outcome.error, WorkerDied)
+    assert "exit code -6" in str(outcome.error)
+    assert "in aborts" in outcome.error.__notes__[0]
 
 
 def test_exception_that_cannot_be_pickled_is_named() -> None:
