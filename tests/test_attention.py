@@ -96,7 +96,7 @@ def refused(rank: int) -> list[str]:
 
 REFUSED = [
     "query: 2 ranks do not divide its 3 heads",
-    "query: take a tensor [batch, heads, tokens, width], got tensor(",
+    "query: take a tensor [batch, heads, tokens, width], got a tensor [3, 4, 2] of torch.float32",
     "attn_mask: gathered makes the mask",
     "positions: take integers of shape [4]",
     "group: take a ProcessGroup of this rank, got 3",

@@ -255,7 +255,7 @@ def test_microbatches_as_a_step_cuts_them() -> None:
     ("options", "words"),
     [
         ({"against": "batch"}, "against: take 'microbatches' or 'whole batch', got 'batch'"),
-        ({"against": X}, "against: take 'microbatches' or 'whole batch', got tensor"),
+        ({"against": X}, r"against: take 'microbatches' or 'whole batch', got a tensor \[24, 8\] of torch.float32"),
         ({"example": [graphpp.Microbatch((X,), target=Y)] * 2}, "example= the whole batch"),
         ({"microbatches": None, "ranks": 1}, "give microbatches="),
         ({"example": graphpp.Microbatch((X[:0],), target=Y[:0])}, "empty"),
