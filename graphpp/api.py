@@ -67,15 +67,17 @@ def compile(  # noqa: PLR0913 - the options of a pipeline, all of them optional
             Hugging Face models return.
         example: one microbatch, for its shapes. None: taken from the first step.
         split: where stages start: FQNs, a list of FQNs per stage, a number of stages, `graphpp.split_points(...)`, a
-            `graphpp.Layout`. None: one stage per slot of the schedule, with equal numbers of layers.
+            `graphpp.Layout`. None: one stage per slot of the schedule, with equal numbers of layers. "auto": so many stages,
+            cut at the module calls that give the fastest step by the simulator.
         schedule: a name, a CSV file in torch's format, a `Schedule`, rows of action strings, a function (ranks, stages,
             microbatches) -> table. "auto": a plain loop in one process, 1F1B for one stage a rank, Interleaved1F1B for several.
         microbatches: into how many microbatches `step` cuts a batch. None: the largest divisor of the batch up to 4 a rank,
             and 1 in one process.
         mesh: a `DeviceMesh` with the dimensions `pp`, `dp_replicate` and `dp_shard` (data parallelism, with whole parameters
-            and with shards of them), `cp` (context parallelism, with `graphpp.attention`) and `tp` (tensor parallelism, of a
-            model after `parallelize_module` over this dimension), or the process group of this pipeline's ranks. Along all but
-            `pp` and `tp`, gradients are averaged after each step, and losses stay each pipeline's own.
+            and with shards of them), `cp` (context parallelism, with `graphpp.attention`), `tp` (tensor parallelism, of a
+            model after `parallelize_module` over this dimension) and `ep` (expert parallelism, with `graphpp.experts`, or with
+            experts that are `DTensor`s over this dimension), or the process group of this pipeline's ranks. Along all but `pp`
+            and `tp`, gradients are averaged after each step, and losses stay each pipeline's own.
             With `dp_shard` the parameters become `DTensor`s once the model is captured: make the optimizer of
             `pipe.parameters()` then. None: the world, initialised from torchrun's variables if nobody has; without those
             variables one process.

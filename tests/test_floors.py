@@ -167,8 +167,9 @@ def test_no_imports_form_a_circle() -> None:
 
 
 def test_every_folder_has_a_floor() -> None:
-    packages = [name for name, path in house.modules(ROOT).items() if path.name == "__init__.py"]
-    assert [name for name in packages if house.floor(name) is None and name not in house.HIGH] == []
+    packages = [name for name, path in house.modules(ROOT).items() if path.name == "__init__.py" and name != "graphpp"]
+    high = [name for name in house.HIGH if name != "graphpp"]
+    assert [name for name in packages if house.floor(name) is None and not any(house.within(name, each) for each in high)] == []
 
 
 @pytest.mark.skipif((ROOT / "PKG-INFO").exists(), reason="a source distribution has no links")

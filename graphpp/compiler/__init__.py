@@ -1,6 +1,8 @@
 """From captured graphs to a runner: lower a call for its table, compile its regions, assemble its runner.
 
-`compile_graph.py` captures one microbatch and lowers its stages, `build.py` lowers a whole call, `compile_regions.py` runs the
-backend, `assemble.py` makes the runner, `overlap.py` weaves overlapped actions, `buffer_hazards.py` refuses steps whose result
-would depend on the schedule, `facts.py` has the lines that ranks compare, `dump.py` writes every step to disk.
+`compile_graph.py` lowers the stages of one captured graph, which start where `stage_starts.py` says and have the phases of
+`program_variants.py`. `held_state.py` counts the bytes of the model's state. `build.py` lowers a whole call.
+`compile_regions.py` runs the backend, `assemble.py` makes the runner, `overlap.py` weaves overlapped actions. `facts.py` has
+the lines that ranks compare. `checks/` refuses graphs with which a step would compute wrong numbers. `dumps/` writes every step
+to disk.
 """

@@ -16,7 +16,7 @@ from functools import cached_property
 
 from graphpp.backends.regions import SizedCall
 from graphpp.compiler import facts, overlap
-from graphpp.compiler.buffer_hazards import check_forward_order, check_late_reads
+from graphpp.compiler.checks.buffer_hazards import check_forward_order, check_late_reads
 from graphpp.compiler.compile_graph import CompiledGraph, freed_windows, held_by_ranks, offload_windows, programs_of
 from graphpp.compiler.compile_regions import RegionCache
 from graphpp.compiler.request import CompileRequest

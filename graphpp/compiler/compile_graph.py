@@ -16,55 +16,37 @@ from functools import cached_property
 
 from graphpp._torch import aot
 from graphpp._torch.symbols import Values, considering, hint
-from graphpp.capture import activation_checkpoints as checkpoints
 from graphpp.capture.outputs import output_shapes
 from graphpp.capture.trace import CapturedGraph
 from graphpp.compiler import facts
-from graphpp.compiler.dump import Dump
-from graphpp.compiler.gathered_experts import check_gathered_experts
+from graphpp.compiler.checks.gathered_experts import check_gathered_experts
+from graphpp.compiler.dumps.dump import Dump
+from graphpp.compiler.held_state import held_by_rank, state_bytes
+from graphpp.compiler.program_variants import ProgramVariant, choices_of, variant_of
 from graphpp.compiler.request import CompileRequest
 from graphpp.compiler.sized_graph import sized_program
-from graphpp.options.recompute import Recompute
-from graphpp.options.split import ModuleCall
+from graphpp.compiler.stage_starts import fastest_starts, resolved_starts, same_starts
 from graphpp.parallel.facts import Facts
-from graphpp.passes.graph.joint_graph import JointGraph
-from graphpp.passes.lower import Hook, LoweringOptions, PassResult, lower, lower_assigned
+from graphpp.passes.lower import Hook, PassResult, lower, lower_assigned
 from graphpp.passes.provenance import ProgramGraphs
-from graphpp.passes.stage.gather_layers import RankGroup, ShardedLayers
 from graphpp.planner import offload_policy as offload
-from graphpp.planner import recompute_policy as policy
 from graphpp.planner.counts import stages_of
 from graphpp.planner.layer_plan import layer_bytes, layer_plan
-from graphpp.planner.layers import layer_or_call, module_calls
-from graphpp.planner.memory_plan import MemoryPlan, StateDtypes, state_of
+from graphpp.planner.layers import module_calls
+from graphpp.planner.memory_plan import MemoryPlan
 from graphpp.planner.plan import Plan
-from graphpp.planner.resolve_split import resolve
 from graphpp.planner.shard_plan import ShardPlan
 from graphpp.planner.tables import CheckedTable
 from graphpp.runtime.offloader import eviction_frees_memory
 from graphpp.runtime.program import Input, PipelineProgram, StageProgram
 from graphpp.runtime.program_costs import costs_of_microbatches
 from graphpp.runtime.runner import ranks_of_parameters
-from graphpp.runtime.shards.precision import Precision
-from graphpp.runtime.shards.spread_tensors import is_spread_over
 from graphpp.schedules.check.step_memory import step_peaks
 from graphpp.schedules.table.offload_window import OffloadWindow
-from graphpp.schedules.table.state_bytes import HeldBytes, StateBytes, held_bytes, sent_by_stage
+from graphpp.schedules.table.state_bytes import HeldBytes, StateBytes, sent_by_stage
 
 TableFor = Callable[[int], CheckedTable]
 """The checked table for a number of stages."""
-
-
-@dataclass(frozen=True)
-class ProgramVariant:
-    """The kinds of stage programs that a table runs. The same joint graph gives one set of programs for each variant.
-
-    `split_backward`: the backward also comes as input gradient (I) and weight gradient (W). `recomputed`: values that the
-    option `recompute` names are computed again in the backward, not saved.
-    """
-
-    split_backward: bool
-    recomputed: bool
 
 
 @dataclass(frozen=True, eq=False)
@@ -139,14 +121,7 @@ class CompiledGraph:
 
     def state(self, request: CompileRequest) -> tuple[StateBytes, ...]:
         """The bytes of parameters, gradients, optimizer and buffers, by the stages that read them."""
-        options, parameters = request.options, dict(request.model.named_parameters())
-        precision = Precision(options.parallel.param_dtype, options.parallel.reduce_dtype)
-        dtypes = StateDtypes({fqn: each.dtype for fqn, each in parameters.items()}, options.gradients.dtype, precision)
-        experts, shards = request.place.experts, dict[str, int]()
-        if experts is not None and experts.sharding is not None:
-            spread = (fqn for fqn, each in parameters.items() if is_spread_over(each, experts.group))
-            shards = dict.fromkeys(spread, experts.sharding.ranks)
-        return state_of(self.captured.joint, self.program.stages, dtypes, options.memory, shards)
+        return state_bytes(request, self.captured.joint, self.program.stages)
 
     def written_buffers(self) -> Iterator[tuple[StageProgram, str]]:
         """(stage, FQN) of each buffer that a forward writes."""
@@ -167,13 +142,18 @@ def compile_graph(
     request.watch(PassResult("capture", 0.0, captured.joint))
     check_gathered_experts(request, captured.joint)
     calls = module_calls(captured.joint)
-    starts = _resolved_starts(request, calls) if first is None else _same_starts(first.boundaries, calls)
+    if first is not None:
+        starts = same_starts(first.boundaries, calls)
+    elif options.split == "auto":
+        starts = fastest_starts(request, captured.joint, calls, table_for(stages_of(options, request.place.ranks)))
+    else:
+        starts = resolved_starts(request, calls)
     table = table_for(len(starts))
     recomputed = table.recomputed_stages(options.memory.recompute is not None)
-    variant, sources = ProgramVariant(table.splits_backward, any(recomputed)), ProgramGraphs()
+    variant, sources = variant_of(request, table), ProgramGraphs()
     hook = _in_turn(dump.hook(table.plain), sources.hook(), request.watch)
     with aot.quick():
-        program = lower(captured.joint, starts, hook, _choices(request, captured.joint, variant))
+        program = lower(captured.joint, starts, hook, choices_of(request, captured.joint, variant))
     boundaries = [[call.fqn for call in calls if call.position >= start] for start in starts[1:]]
     plan = Plan.of(captured.joint, program, table.plain)
     graph = CompiledGraph(captured, program, plan, boundaries, {variant: program}, sources, dump)
@@ -193,11 +173,8 @@ def held_by_ranks(
 
     `programs`: those of each microbatch.
     """
-    home, ranks = table.running.rank_of_stage, table.running.ranks
-    shards = request.place.shards if table.shards is not None else None
     layers = layer_bytes(programs) if programs[0].gathers_layers else None
-    frees, in_order = request.options.parallel.keep is not None, not request.options.fused or layers is not None
-    return held_bytes(graph.state(request), home, ranks, shards, frees, layers, in_order=in_order)
+    return held_by_rank(request, graph.state(request), table, layers)
 
 
 def freed_windows(request: CompileRequest, windows: Sequence[OffloadWindow]) -> Sequence[OffloadWindow]:
@@ -278,55 +255,10 @@ def _variant(request: CompileRequest, graph: CompiledGraph, variant: ProgramVari
         assert symbols is not None and symbols.hold(graph.values), "a pass compared sizes, and these have another answer"
         graph.variants[variant] = sized_program(general, graph.values)
     if variant not in graph.variants:
-        choices = _choices(request, joint, variant)
+        choices = choices_of(request, joint, variant)
         with aot.quick():
             graph.variants[variant] = lower_assigned(joint, len(graph.program.stages), graph.sources.hook(), choices)
     return graph.variants[variant]
-
-
-def _choices(request: CompileRequest, joint: JointGraph, variant: ProgramVariant) -> LoweringOptions:
-    options, place = request.options, request.place
-    recompute = options.memory.recompute or Recompute()
-    region = policy.region_of(recompute, module_calls(joint)) if variant.recomputed and joint.training else None
-    savings = policy.recompute_budget(recompute, region, place.device.type, options.parallel.node_seconds())
-    whole = region if recompute.fraction is None else None  # a budget chooses single values, not whole layers
-    whole, chosen = checkpoints.add_checkpoint_regions(joint, whole, policy.may_recompute(recompute))
-    rerun, layers = policy.may_repeat_in_weight_grad(recompute), _sharded_layers(request, joint)
-    fused = options.fused and layers is None  # a gradient leaves at once, so there is no sum to multiply into
-    return LoweringOptions(variant.split_backward, rerun, whole, chosen, savings, fused, options.hoists, layers)
-
-
-def _sharded_layers(request: CompileRequest, joint: JointGraph) -> ShardedLayers | None:
-    """How programs gather single layers; None where they are given whole parameters."""
-    sharding, parallel = request.place.sharding, request.options.parallel
-    if sharding is None or parallel.keep != 0:
-        return None
-    dtypes = {fqn: each.dtype for fqn, each in request.model.named_parameters(remove_duplicate=False)}
-    precision = Precision(parallel.param_dtype, parallel.reduce_dtype)
-    layer_of = layer_or_call(module_calls(joint))
-    experts, others = request.place.experts, dict[str, RankGroup]()
-    if experts is not None and experts.sharding is not None:
-        group = RankGroup(experts.sharding.group.group_name, experts.sharding.ranks)
-        named = request.model.named_parameters(remove_duplicate=False)
-        others = {fqn: group for fqn, each in named if is_spread_over(each, experts.group)}
-    return ShardedLayers(sharding.group.group_name, sharding.ranks, dtypes, precision.of_messages, layer_of, others)
-
-
-def _resolved_starts(request: CompileRequest, calls: Sequence[ModuleCall]) -> tuple[int, ...]:
-    """The positions in the forward at which the stages start, as the option `split` says."""
-    options = request.options
-    stages = None if options.split is not None else stages_of(options, request.place.ranks)
-    return resolve(options.split, calls, stages, [name for name, _ in request.model.named_modules()])
-
-
-def _same_starts(boundaries: Sequence[Sequence[str]], calls: Sequence[ModuleCall]) -> tuple[int, ...]:
-    """The positions at which the first graph's boundaries are in this one.
-
-    A call may have no operation here (dropout in evaluation): the stage then starts before the next call that has.
-    """
-    positions = {call.fqn: call.position for call in calls}
-    end = max((call.end for call in calls), default=0)
-    return (0, *(next((positions[fqn] for fqn in names if fqn in positions), end) for names in boundaries))
 
 
 def _in_turn(*hooks: Hook) -> Hook:

@@ -26,9 +26,9 @@ declared once, in `graphpp/options/`; this page is printed from the declarations
 
 Two arguments are data, not options. `example=` is one `graphpp.Microbatch`, for its shapes (None: taken from the first step;
 `verify` needs its data, or a list of all microbatches). `mesh=` says where this rank stands: a `DeviceMesh` with the dimensions
-`pp` (the ranks of a pipeline), `dp_replicate` and `dp_shard` (data parallelism) and `cp` (context parallelism), a group of the
-pipeline's ranks, or None for the world; see [Meshes](meshes.md). `verify` has three arguments of its own, `ranks=`,
-`tolerance=` and `against=`.
+`pp` (the ranks of a pipeline), `dp_replicate` and `dp_shard` (data parallelism), `cp` (context parallelism), `tp` (tensor
+parallelism) and `ep` (expert parallelism), a group of the pipeline's ranks, or None for the world; see [Meshes](meshes.md).
+`verify` has three arguments of its own, `ranks=`, `tolerance=` and `against=`.
 
 Where an option takes a function, an exception of the function becomes the cause of a `GraphPPError` that names the option. A
 result that the option cannot use is refused likewise. Regions that a `backend` function fails to compile run eagerly, with a

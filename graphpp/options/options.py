@@ -35,8 +35,10 @@ class Options(Group):
         None,
         read=splits.read_split,
         describe=splits.describe_split,
-        takes="FQNs, a list of FQNs per stage, a number of stages, `split_points(...)`, a `Layout`",
-        about="Where stages start. None: one stage per slot of the schedule, with equal numbers of layers.",
+        takes='FQNs, a list of FQNs per stage, a number of stages, `split_points(...)`, a `Layout`, "auto"',
+        about="Where stages start. None: one stage per slot of the schedule, with equal numbers of layers. \"auto\": so many "
+        "stages, which start at the module calls that give the fastest step within `memory.cap`: the seconds of each operation "
+        "are estimated from its shapes (or those of `parallel.op_costs`), and the schedule is simulated.",
     )
     schedule: Option[ScheduleLike, Schedule | str | ScheduleFunction] = Option(
         "auto",

@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, SupportsIndex, TypeAlias, runtime_checkable
+from typing import Any, Literal, Protocol, SupportsIndex, TypeAlias, runtime_checkable
 
 from graphpp.arguments import shown, type_name
 from graphpp.errors import SplitError
@@ -37,7 +37,7 @@ class Splitter(Protocol):
         ...
 
 
-Split: TypeAlias = SupportsIndex | Sequence[str] | Sequence[Sequence[str]] | Splitter | None
+Split: TypeAlias = SupportsIndex | Sequence[str] | Sequence[Sequence[str]] | Splitter | Literal["auto"] | None
 
 
 _MOST_STAGES = 2**20
@@ -49,7 +49,7 @@ def read_split(form: Any) -> Split:
     Raises `SplitError` for anything else.
     """
     if isinstance(form, type) or not (form is None or isinstance(form, SupportsIndex | Sequence | Splitter)):
-        forms = "FQNs, a list of FQNs per stage, a number of stages, split_points() or a Layout"
+        forms = 'FQNs, a list of FQNs per stage, a number of stages, split_points(), a Layout or "auto"'
         raise SplitError(f"take {forms}, not {type_name(form)}")
     if isinstance(form, int) and form > _MOST_STAGES:
         raise SplitError(f"take at most {_MOST_STAGES:,} stages, got {shown(form)}")

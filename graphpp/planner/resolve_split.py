@@ -35,14 +35,14 @@ def resolve(
     """
     if isinstance(split, str):
         raise SplitError(
-            f"split={split!r} is a string: write graphpp.Layout({split!r}), or [{split!r}] if it is an FQN"
+            f'split={split!r} is a string: write graphpp.Layout({split!r}), [{split!r}] if it is an FQN, or "auto"'
         )
     if isinstance(split, Splitter):
         starts = _found(split, calls)
     elif isinstance(split, Sequence):
         starts = listed_starts(_by_stage(split), calls, known)
     else:
-        starts = _equal_layers(_number(split, num_stages), calls)
+        starts = equal_layers(_number(split, num_stages), calls)
     if num_stages is not None and len(starts) != num_stages:
         raise SplitError(f"split= makes {some(len(starts), 'stage')}, schedule and ranks ask for {num_stages}")
     return starts
@@ -140,7 +140,7 @@ def _number(split: SupportsIndex | None, num_stages: int | None) -> int:
     return number
 
 
-def _equal_layers(wanted: int, calls: Sequence[ModuleCall]) -> tuple[int, ...]:
+def equal_layers(wanted: int, calls: Sequence[ModuleCall]) -> tuple[int, ...]:
     """Stages of equally many layers; no layers are needed for one stage."""
     layers = repeated_layers(calls) if wanted > 1 else []
     if wanted > max(1, len(layers)):

@@ -157,6 +157,8 @@ def ranks_of(given: int | None, options: Options) -> int:
 
 def _stages(split: Any) -> int | None:
     """The number of stages that a split asks for; None where only the captured graph can tell."""
+    if isinstance(split, str):
+        return None
     if isinstance(split, Sequence):
         return len(split) + all(isinstance(name, str) for name in split)
     number = split if split is None or isinstance(split, int) else getattr(split, "num_stages", None)

@@ -197,8 +197,8 @@ def test_a_dump_changes_no_number_and_without_one_nothing_is_rendered(
 ) -> None:
     dumped, _, losses = stepped("llama", tmp_path)
     monkeypatch.setattr("graphpp._torch.aot.tracing", lambda: False)  # pytest listens to every log
-    monkeypatch.setattr("graphpp.compiler.dump.render", None)
-    monkeypatch.setattr("graphpp.compiler.dump.standalone", None)
+    monkeypatch.setattr("graphpp.compiler.dumps.dump.render", None)
+    monkeypatch.setattr("graphpp.compiler.dumps.dump.standalone", None)
     plain, _, expected = stepped("llama", None)
     assert torch.equal(losses, expected)
     reference = gradients(plain.model)

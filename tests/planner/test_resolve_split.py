@@ -366,7 +366,7 @@ T = TORCHTITAN
         ([b"layers.1"], T, None, "mixes forms"),
         ([[]], T, None, "stage 0, the last, cannot be empty"),
         (None, T, None, "does not say how many stages"),
-        ("Et|L", T, None, "write graphpp.Layout('Et|L'), or ['Et|L'] if it is an FQN"),
+        ("Et|L", T, None, "write graphpp.Layout('Et|L'), ['Et|L'] if it is an FQN, or "),
         ("4", T, None, "split='4' is a string"),
         (["layers.1", ["layers.2"]], T, None, "mixes forms"),
         ([["layers.1"], [2]], T, None, "mixes forms"),

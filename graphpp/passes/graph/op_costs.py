@@ -65,6 +65,10 @@ class OpCosts:
         traffic = (_bytes_read(node) + nbytes(node)) / self.memory
         return self.launch + max(flops(node) / self.flops, traffic) + self._drawing(node)
 
+    def message(self, nbytes: int) -> float:
+        """Seconds of a message of so many bytes between two ranks; of none at all without bytes."""
+        return self.latency + nbytes / self.link if nbytes else 0.0
+
     def _drawing(self, node: fx.Node) -> float:
         """Seconds of a random operator's generator: its state is set and restored, and every number is computed."""
         if node.target is not seeded:

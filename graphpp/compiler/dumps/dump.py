@@ -25,7 +25,7 @@ from torch import fx
 
 from graphpp._torch import aot
 from graphpp.capture.trace import CapturedGraph
-from graphpp.compiler.dump_text import Pass, boundaries_text, passes_text, plan_json, schedule_csv
+from graphpp.compiler.dumps.text import Pass, boundaries_text, passes_text, plan_json, schedule_csv
 from graphpp.errors import GraphPPError
 from graphpp.passes.graph.joint_graph import JointGraph
 from graphpp.passes.graph.stage_graphs import F, StagedGraphs

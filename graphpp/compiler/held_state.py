@@ -1,0 +1,41 @@
+"""The bytes of parameters, gradients, optimizer and buffers, by the stages that read them and by the ranks that hold them.
+
+Contract
+    in   the request, a joint graph and stages that were lowered from it, a checked table
+    out  `StateBytes` by stages; `HeldBytes` of each rank of the pipeline in a step of this table
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from graphpp.compiler.request import CompileRequest
+from graphpp.passes.graph.joint_graph import JointGraph
+from graphpp.planner.memory_plan import StateDtypes, state_of
+from graphpp.planner.tables import CheckedTable
+from graphpp.runtime.program import StageProgram
+from graphpp.runtime.shards.precision import Precision
+from graphpp.runtime.shards.spread_tensors import is_spread_over
+from graphpp.schedules.table.state_bytes import HeldBytes, Layers, StateBytes, held_bytes
+
+
+def state_bytes(request: CompileRequest, joint: JointGraph, stages: Sequence[StageProgram]) -> tuple[StateBytes, ...]:
+    """The bytes of parameters, gradients, optimizer and buffers, by the stages that read them."""
+    options, parameters = request.options, dict(request.model.named_parameters())
+    precision = Precision(options.parallel.param_dtype, options.parallel.reduce_dtype)
+    dtypes = StateDtypes({fqn: each.dtype for fqn, each in parameters.items()}, options.gradients.dtype, precision)
+    experts, shards = request.place.experts, dict[str, int]()
+    if experts is not None and experts.sharding is not None:
+        spread = (fqn for fqn, each in parameters.items() if is_spread_over(each, experts.group))
+        shards = dict.fromkeys(spread, experts.sharding.ranks)
+    return state_of(joint, stages, dtypes, options.memory, shards)
+
+
+def held_by_rank(
+    request: CompileRequest, state: Sequence[StateBytes], table: CheckedTable, layers: Layers | None = None
+) -> tuple[HeldBytes, ...]:
+    """The state that each rank holds in a step. `layers`: what computations hold that gather single layers."""
+    home, ranks = table.running.rank_of_stage, table.running.ranks
+    shards = request.place.shards if table.shards is not None else None
+    frees, in_order = request.options.parallel.keep is not None, not request.options.fused or layers is not None
+    return held_bytes(state, home, ranks, shards, frees, layers, in_order=in_order)

@@ -1,0 +1,65 @@
+"""Where the stages of a captured graph start: as the option `split` says, or where the first graph of the pipeline has them.
+
+Contract
+    in   the request, the captured joint graph and its module calls, for `split="auto"` the table
+    out  the position of the first operation of each stage (the contract of `planner/resolve_split.py`)
+    Equal graphs, options and tables give equal starts. The graph is not changed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from graphpp._torch import aot
+from graphpp.compiler.held_state import held_by_rank, state_bytes
+from graphpp.compiler.program_variants import choices_of, variant_of
+from graphpp.compiler.request import CompileRequest
+from graphpp.options.split import ModuleCall
+from graphpp.passes.graph.joint_graph import JointGraph
+from graphpp.passes.graph.op_costs import OpCosts
+from graphpp.planner.auto_split import CutSearch
+from graphpp.planner.counts import stages_of
+from graphpp.planner.resolve_split import resolve
+from graphpp.planner.segments import Pricing, places, segments_of
+from graphpp.planner.tables import CheckedTable
+from graphpp.runtime.program import StageProgram
+from graphpp.schedules.table.state_bytes import HeldBytes, StateBytes
+
+
+def resolved_starts(request: CompileRequest, calls: Sequence[ModuleCall]) -> tuple[int, ...]:
+    """The positions in the forward at which the stages start, as the option `split` says."""
+    options = request.options
+    stages = None if options.split is not None else stages_of(options, request.place.ranks)
+    return resolve(options.split, calls, stages, [name for name, _ in request.model.named_modules()])
+
+
+def fastest_starts(
+    request: CompileRequest, joint: JointGraph, calls: Sequence[ModuleCall], table: CheckedTable
+) -> tuple[int, ...]:
+    """The positions of the cut that the simulator finds fastest under a table, among those at module calls."""
+    options, place = request.options, request.place
+    # Gathers of single layers take their time on a line of their own: they do not count here.
+    choices = replace(choices_of(request, joint, variant_of(request, table)), layers=None)
+    device = OpCosts.of(place.device.type)
+    pricing = Pricing(options.parallel.node_seconds() or device, device.message, place.device.type == "cpu")
+
+    def state(stages: Sequence[StageProgram]) -> tuple[StateBytes, ...]:
+        return state_bytes(request, joint, stages)
+
+    def held(state: Sequence[StateBytes]) -> tuple[HeldBytes, ...]:
+        return held_by_rank(request, state, table)
+
+    with aot.quick():
+        segments = segments_of(joint, places(joint, calls), choices, pricing, state)
+    return CutSearch(segments, table.running, held, options.memory.caps(place.ranks)).starts(calls)
+
+
+def same_starts(boundaries: Sequence[Sequence[str]], calls: Sequence[ModuleCall]) -> tuple[int, ...]:
+    """The positions at which the first graph's boundaries are in this one.
+
+    A call may have no operation here (dropout in evaluation): the stage then starts before the next call that has.
+    """
+    positions = {call.fqn: call.position for call in calls}
+    end = max((call.end for call in calls), default=0)
+    return (0, *(next((positions[fqn] for fqn in names if fqn in positions), end) for names in boundaries))

@@ -1,0 +1,204 @@
+"""Find the cut with the fastest step: the segments of a forward are shared out among the stages of a table.
+
+Contract
+    in   the segments (`segments.py`), the table that the ranks run, the bytes that each rank may hold (None: any)
+    out  the first segment of each stage. The seconds of a cut are those of the simulator, its bytes those of the plan
+    Every stage gets at least one segment. Among cuts that fit the caps the fastest is taken, among equally fast ones the one
+    with the fewest bytes, then the one that cuts latest. Where none fits, the cut that lacks the fewest bytes is taken, and the
+    check of the whole plan names the rank. Equal arguments give equal cuts.
+
+Each rank's work alone gives a bound of the seconds, by which cuts are ordered. Where all cuts can be listed, they are simulated
+in this order until the bound of the next one is worse than the best value: the cut found is the best of all. Where they cannot,
+or where the simulations allowed do not get so far, starts move while the value falls, from the best cut known. The first cut
+comes from dynamic programming over the starts then.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate, combinations
+from math import comb, inf
+
+from graphpp.errors import SplitError
+from graphpp.options.split import ModuleCall
+from graphpp.planner.resolve_split import equal_layers
+from graphpp.planner.segments import Cut, Segments
+from graphpp.planner.split_by_name import some
+from graphpp.schedules.check.step_memory import step_peaks
+from graphpp.schedules.simulate.simulator import simulate
+from graphpp.schedules.table.actions import Kind
+from graphpp.schedules.table.costs import Costs
+from graphpp.schedules.table.schedule import Schedule
+from graphpp.schedules.table.state_bytes import HeldBytes, StateBytes
+
+_LISTED = 50_000  # cuts that are listed in the order of their bounds
+_WORK = 150_000  # actions that are simulated, some seconds; half of them in the order of the bounds
+_DIGITS = 9  # of seconds that are compared: simulated times differ by rounding
+
+Value = tuple[float, float, int]
+"""(bytes over the cap, seconds of a step, bytes of the rank with the most): less is better."""
+
+
+@dataclass(frozen=True, eq=False)
+class CutSearch:
+    """The search for one table. `held`: the state that each rank holds, from that of the stages; `caps`: bytes by rank."""
+
+    segments: Segments
+    table: Schedule
+    held: Callable[[Sequence[StateBytes]], Sequence[HeldBytes]]
+    caps: Sequence[int] | None = None
+
+    def best(self, known: Iterable[Cut] = ()) -> Cut:
+        """The first segment of each stage; the cut is no worse than those that are `known`.
+
+        Raises `SplitError` where there are fewer segments than stages.
+        """
+        pieces, stages = len(self.segments.starts), self.table.stages
+        if stages > pieces:
+            raise SplitError(
+                f'split="auto": {some(stages, "stage")} do not fit, the model can be cut into {some(pieces, "piece")} at its '
+                "module calls: take fewer stages, or list FQNs, with an empty list for an empty stage"
+            )
+        if stages == 1:
+            return (0,)
+        if comb(pieces - 1, stages - 1) > _LISTED:
+            return self._moved(min([self._balanced(waits=False), self._balanced(waits=True), *known], key=self.value))
+        first, proven = self._listed()
+        return first if proven else self._moved(min([first, *known], key=self.value))
+
+    def starts(self, calls: Sequence[ModuleCall]) -> tuple[int, ...]:
+        """The first operation of each stage of a cut that is no worse than stages of equally many layers."""
+        number = {position: segment for segment, position in enumerate(self.segments.starts)}
+        known = list[Cut]()
+        with suppress(SplitError):  # fewer layers than stages
+            equal = equal_layers(self.table.stages, calls)
+            known += [tuple(number[position] for position in equal)] if number.keys() >= set(equal) else []
+        return tuple(self.segments.starts[first] for first in self.best(known))
+
+    # ------------------------------------------------------------------------------ the value of a cut
+
+    def value(self, cut: Cut) -> Value:
+        """The value of a cut under the table, as the simulator and the plan have it."""
+        costs, state = self.segments.stages(cut)
+        peaks = [peak.nbytes for peak in step_peaks(self.table, costs, self.held(state))]
+        lacking = max((own - cap for own, cap in zip(peaks, self.caps, strict=True)), default=0) if self.caps is not None else 0
+        return max(0, lacking), _rounded(simulate(self.table, costs).makespan), max(peaks)
+
+    def bound(self, cut: Cut) -> float:
+        """Seconds that a step takes at least: a rank waits for its first stage, works, and earlier stages run after it."""
+        ends = [*cut[1:], len(self.segments.starts)]
+        works = [0.0] * self.table.ranks
+        fill = [inf] * self.table.ranks
+        for stage, (first, end) in enumerate(zip(cut, ends, strict=True)):
+            rank = self.table.rank_of_stage[stage]
+            works[rank] += self._work[end] - self._work[first]
+            fill[rank] = min(fill[rank], self._fill[first])
+        return _rounded(max(own + wait for own, wait in zip(works, fill, strict=True) if wait < inf))
+
+    @cached_property
+    def _work(self) -> list[float]:
+        """The seconds of all microbatches in the segments before each one."""
+        costs = self.segments.costs
+        each = (self._of(stage, costs) * self.table.microbatches for stage in range(len(costs.stages)))
+        return [0.0, *accumulate(each)]
+
+    @cached_property
+    def _fill(self) -> list[float]:
+        """The seconds before a segment's first forward, and after its last backward where no weight gradient runs then."""
+        parts = self.segments.costs.stages
+        after = [part.of(Kind.B) if Kind.B in self.table.kinds and not self._splits else 0.0 for part in parts]
+        return [0.0, *accumulate(part.forward + drain for part, drain in zip(parts, after, strict=True))]
+
+    @property
+    def _splits(self) -> bool:
+        return bool(self.table.kinds & {Kind.I, Kind.W})
+
+    def _of(self, segment: int, costs: Costs) -> float:
+        """The seconds of one microbatch in a segment under this table, at least."""
+        part, kinds = costs.stages[segment], self.table.kinds
+        if kinds.isdisjoint({Kind.B, Kind.I, Kind.W}):
+            return part.forward
+        whole, split = part.of(Kind.B), part.input_grad + part.weight_grad
+        backward = split if Kind.B not in kinds else min(whole, split) if self._splits else whole
+        return part.forward * bool(kinds & {Kind.F}) + backward * min(1.0, costs.overlap)
+
+    # ------------------------------------------------------------------------------ the search
+
+    def _listed(self) -> tuple[Cut, bool]:
+        """(the best cut of those that were simulated in the order of their bounds, whether it is the best of all)."""
+        pieces, stages = len(self.segments.starts), self.table.stages
+        cuts = ((0, *rest) for rest in combinations(range(1, pieces), stages - 1))
+        ordered = sorted((self.bound(cut), tuple(-first for first in cut), cut) for cut in cuts)
+        best, cut = (inf, inf, 0), ordered[0][2]
+        for bound, _, each in ordered[: self._simulations]:
+            if best[0] == 0 and bound > best[1]:
+                return cut, True
+            found = self.value(each)
+            if found < best:
+                best, cut = found, each
+        return cut, len(ordered) <= self._simulations
+
+    @property
+    def _simulations(self) -> int:
+        """How many cuts are simulated at most, in the order of the bounds, and again while starts move."""
+        actions = sum(1 for _ in self.table.cells())
+        return max(32, _WORK // 2 // max(1, actions))
+
+    def _moved(self, cut: Cut) -> Cut:
+        """The cut to which moves of starts lead that make the value less."""
+        best, left = self.value(cut), self._simulations
+        while left > 0:
+            for each in self._neighbours(cut):
+                found, left = self.value(each), left - 1
+                if found < best:
+                    best, cut = found, each
+                    break
+                if left <= 0:
+                    break
+            else:
+                break
+        return cut
+
+    def _neighbours(self, cut: Cut) -> Iterator[Cut]:
+        """Cuts in which one start, or all starts from one on, move by one or two segments; those of the worst stages first."""
+        pieces = len(self.segments.starts)
+        works = [self._work[end] - self._work[first] for first, end in zip(cut, [*cut[1:], pieces], strict=True)]
+        heaviest = sorted(range(1, len(cut)), key=lambda stage: -max(works[stage - 1], works[stage]))
+        for by in (1, -1, 2, -2):
+            for stage in heaviest:
+                for moved in ((stage,), tuple(range(stage, len(cut)))):
+                    each = tuple(first + by if at in moved else first for at, first in enumerate(cut))
+                    if each[0] == 0 and all(a < b for a, b in zip(each, (*each[1:], pieces), strict=True)):
+                        yield each
+
+    def _balanced(self, *, waits: bool) -> Cut:
+        """The cut whose heaviest stage has least work, by dynamic programming; `waits`: with the wait for its first forward."""
+        pieces, stages = len(self.segments.starts), self.table.stages
+        share = stages / self.table.ranks  # a rank has so many stages: its work is about so many times that of a stage
+
+        def seconds(first: int, end: int) -> float:
+            return (self._work[end] - self._work[first]) * share + self._fill[first] * waits
+
+        least = [seconds(0, end) if end else inf for end in range(pieces + 1)]
+        chosen: list[list[int]] = []
+        for stage in range(1, stages):
+            following, firsts = [inf] * (pieces + 1), [0] * (pieces + 1)
+            for end in range(stage + 1, pieces + 1):
+                following[end], negative = min(
+                    (max(least[first], seconds(first, end)), -first) for first in range(stage, end)
+                )
+                firsts[end] = -negative
+            least = following
+            chosen.append(firsts)
+        cut, end = list[int](), pieces
+        for firsts in reversed(chosen):
+            end = firsts[end]
+            cut.append(end)
+        return (0, *reversed(cut))
+
+
+def _rounded(seconds: float) -> float:
+    return float(f"{seconds:.{_DIGITS}g}")

@@ -1,0 +1,166 @@
+"""The segments of a forward: the pieces between neighbouring places at which a stage may start, with their costs.
+
+Contract
+    in   a captured joint graph, its module calls, the passes that the plan switches on, the seconds of an operation
+    out  `Segments`: where each segment starts, its seconds and bytes as those of a stage, the state that it reads.
+         `Segments.stages(cut)` gives the costs and the state of stages, each of which is some neighbouring segments
+    A place is the start of a module call outside of the model's repeated layers, of a layer, or of a module that a layer calls
+    itself. No place lies between a write and a read of one buffer. The graph is not changed.
+
+The seconds of a stage are the sums of its segments', since the same operations run. Bytes are an upper bound: a value that two
+segments of a stage save counts twice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+
+from graphpp.options.split import ModuleCall
+from graphpp.passes.graph.joint_graph import JointGraph
+from graphpp.passes.graph.op_costs import Cost
+from graphpp.passes.lower import LoweringOptions, lower
+from graphpp.passes.provenance import ProgramGraphs
+from graphpp.planner.layers import repeated_layers
+from graphpp.runtime import program
+from graphpp.runtime.program import Boundary, Phase, StageProgram
+from graphpp.runtime.program_costs import costs_of_stage
+from graphpp.schedules.table.actions import Kind
+from graphpp.schedules.table.costs import Costs, StageCosts
+from graphpp.schedules.table.state_bytes import StateBytes
+
+_MOST = 256  # places; more of them would take minutes to lower
+
+Cut = tuple[int, ...]
+"""The first segment of each stage, ascending; the first 0."""
+
+
+@dataclass(frozen=True)
+class Segments:
+    """`starts`: the first operation of each segment. `costs`, `state`: with segments in the place of stages."""
+
+    starts: tuple[int, ...]
+    costs: Costs
+    state: tuple[StateBytes, ...] = ()
+
+    def stages(self, cut: Cut) -> tuple[Costs, tuple[StateBytes, ...]]:
+        """The costs and the state of the stages of a cut."""
+        ends = [*cut[1:], len(self.starts)]
+        each = tuple(_joined(self.costs.stages[first:end]) for first, end in zip(cut, ends, strict=True))
+        both = self.costs.sends_forward, self.costs.sends_backward
+        on, back = (tuple(sends[first - 1] for first in cut[1:]) if sends else () for sends in both)
+        stage_of = [stage for stage, (first, end) in enumerate(zip(cut, ends, strict=True)) for _ in range(first, end)]
+        costs = replace(self.costs, stages=each, sends_forward=on, sends_backward=back)
+
+        def stages_of(segments: Iterable[int]) -> tuple[int, ...]:
+            return tuple(sorted({stage_of[segment] for segment in segments}))
+
+        return costs, tuple(replace(one, readers=stages_of(one.readers), makers=stages_of(one.makers)) for one in self.state)
+
+
+def _joined(parts: Sequence[StageCosts]) -> StageCosts:
+    """The costs of segments that are one stage: forwards run in order, backwards in descending order."""
+    saved = sum(part.saved_bytes for part in parts)
+    kept = [part.saved_bytes if part.kept_bytes is None else part.kept_bytes for part in parts]
+    peaks = {kind: _peak(parts, kept, kind) for kind in sorted({kind for part in parts for kind in part.peak_bytes})}
+    return StageCosts(
+        forward=sum(part.forward for part in parts),
+        input_grad=sum(part.input_grad for part in parts),
+        weight_grad=sum(part.weight_grad for part in parts),
+        backward=sum(part.of(Kind.B) for part in parts),
+        saved_bytes=saved,
+        kept_bytes=sum(kept) if any(part.kept_bytes is not None for part in parts) else None,
+        peak_bytes=peaks,
+    )
+
+
+def _peak(parts: Sequence[StageCosts], kept: Sequence[int], kind: Kind) -> int:
+    """The most bytes alive while one segment after the other runs: those of the segment, and those that others hold then."""
+    saved = [part.saved_bytes for part in parts]
+    before = kept if kind is Kind.W else saved
+    after = kept if kind is Kind.I else [0] * len(parts)
+    return max(
+        sum(before[:at]) + part.peak_bytes.get(kind, saved[at]) + (sum(after[at + 1 :]) if kind is not Kind.F else 0)
+        for at, part in enumerate(parts)
+    )
+
+
+# ---------------------------------------------------------------------------------- the places
+
+
+def places(joint: JointGraph, calls: Sequence[ModuleCall]) -> tuple[int, ...]:
+    """The positions in the forward at which a stage may start, ascending; the first 0.
+
+    Where there are more than some hundred, those within layers are left out.
+    """
+    layers = repeated_layers(calls)
+    inside, names = [call for call in calls if _is_within(call, layers)], {layer.module for layer in layers}
+    within = {call.fqn for call in inside}
+    outside = {call.position for call in calls if call.fqn not in within}
+    found = outside | {call.position for call in inside if _parent(call.module) in names}
+    end = max((call.end for call in calls), default=0)
+    bound = list(_bound(joint))
+    for starts in (found, outside):
+        free = {at for at in starts if at < end and not any(first < at <= last for first, last in bound)}
+        if len(free) <= _MOST:
+            break
+    return tuple(sorted({0, *free}))
+
+
+def _is_within(call: ModuleCall, layers: Sequence[ModuleCall]) -> bool:
+    return any(layer.position <= call.position and call.end <= layer.end and call.fqn != layer.fqn for layer in layers)
+
+
+def _parent(module: str) -> str:
+    return module.rpartition(".")[0]
+
+
+def _bound(joint: JointGraph) -> Iterable[tuple[int, int]]:
+    """(first, last) position of the operations that read or write one written buffer: they belong into one stage."""
+    inputs = joint.inputs()
+    for role, update in joint.outputs():
+        if isinstance(role, program.BufferUpdate) and program.Buffer(role.fqn) in inputs:
+            users = [update, *inputs[program.Buffer(role.fqn)].users]
+            at = [node.meta["position"] for node in users if node.meta.get("position", -1) >= 0]
+            if at:
+                yield min(at), max(at)
+
+
+# ---------------------------------------------------------------------------------- the costs
+
+
+@dataclass(frozen=True)
+class Pricing:
+    """Seconds of an operation, and of a message of so many bytes between two ranks. `blocking`: as in `Costs`."""
+
+    seconds: Cost
+    message: Callable[[int], float]
+    blocking: bool
+
+
+def segments_of(
+    joint: JointGraph,
+    starts: Sequence[int],
+    options: LoweringOptions,
+    pricing: Pricing,
+    state: Callable[[Sequence[StageProgram]], tuple[StateBytes, ...]],
+) -> Segments:
+    """The segments that start at these positions; `state` gives the bytes of the state that stages read."""
+    sources = ProgramGraphs()
+    lowered = lower(joint.copy(), starts, sources.hook(), options)
+
+    def stage_costs(stage: StageProgram) -> StageCosts:
+        times = {
+            phase: sum(map(pricing.seconds, sources.of(item).graph.nodes)) for phase, item in stage.programs.items()
+        }
+        forward = times.get(Phase.FORWARD, times.get(Phase.EVALUATE, 0.0))
+        whole = times.get(Phase.BACKWARD, 0.0)
+        first, second = times.get(Phase.INPUT_GRAD, whole), times.get(Phase.WEIGHT_GRAD, 0.0)
+        return replace(costs_of_stage(stage), forward=forward, input_grad=first, weight_grad=second, backward=whole)
+
+    def sends(values: Callable[[Boundary], Sequence[program.TensorMeta]]) -> tuple[float, ...]:
+        return tuple(pricing.message(sum(value.nbytes for value in values(each))) for each in lowered.boundaries)
+
+    each = tuple(map(stage_costs, lowered.stages))
+    on, back = sends(lambda boundary: boundary.forward), sends(lambda boundary: boundary.backward)
+    return Segments(tuple(starts), Costs(each, on, back, blocking=pricing.blocking), state(lowered.stages))
