@@ -144,7 +144,7 @@ def compile_graph(
     calls = module_calls(captured.joint)
     if first is not None:
         starts = same_starts(first.boundaries, calls)
-    elif options.split == "auto":
+    elif isinstance(options.split, str) and options.split == "auto":  # an array would be compared element by element
         starts = fastest_starts(request, captured.joint, calls, table_for(stages_of(options, request.place.ranks)))
     else:
         starts = resolved_starts(request, calls)
