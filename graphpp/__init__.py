@@ -4,7 +4,7 @@ pipe = graphpp.compile(model, loss, split=["layers.4"], schedule="1F1B", microba
 result = pipe.step(tokens, target=labels)
 """
 
-from graphpp import attention, cache, experts, schedules
+from graphpp import attention, cache, devices, experts, schedules
 from graphpp.api import compile, verify
 from graphpp.batch.microbatch import Microbatch, absent, whole
 from graphpp.errors import (
@@ -86,6 +86,7 @@ __all__ = [
     "cache",
     "chrome_trace",
     "compile",
+    "devices",
     "experts",
     "html",
     "plan_auto",

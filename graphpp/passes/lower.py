@@ -85,6 +85,16 @@ def lower(
 
     Raises `CaptureError` where a buffer is written in one stage and read in another.
     """
+    return lower_assigned(assigned(joint, starts, hook, options), len(starts), hook, options)
+
+
+def assigned(
+    joint: JointGraph,
+    starts: Sequence[int],
+    hook: Hook = lambda result: None,
+    options: LoweringOptions = LoweringOptions(),
+) -> JointGraph:
+    """The first half of `lower`: every node has its stage. Changes `joint` in place."""
     passes = _Passes(hook)
     joint = passes.run("clean_up", lambda: clean_up(joint))
     joint = passes.run("snapshot", lambda: snapshot_buffers(joint))
@@ -97,7 +107,7 @@ def lower(
         joint = passes.run("delay_sums", lambda: delay_gradient_sums(joint, str(options.shared_by)))
     if options.hoist_per_step or options.layers is not None:
         joint = passes.run("find_prepared", lambda: find_step_invariants(joint))
-    return lower_assigned(joint, len(starts), hook, options)
+    return joint
 
 
 def lower_assigned(
@@ -107,6 +117,14 @@ def lower_assigned(
 
     One captured graph is lowered several times with different options: only this half runs again.
     """
+    joint, staged = staged_graphs(joint, stages, hook, options)
+    return _Passes(hook).run("emit", lambda: emit(joint, staged))
+
+
+def staged_graphs(
+    joint: JointGraph, stages: int, hook: Hook = lambda result: None, options: LoweringOptions = LoweringOptions()
+) -> tuple[JointGraph, StagedGraphs]:
+    """The phase graphs of the stages, before programs are emitted, and the joint graph that was cut; `joint` is not changed."""
     passes, region_of, budget, layers = _Passes(hook), options.region_of, options.recompute_budget, options.layers
     if region_of is not None and joint.training:
         joint = passes.run("recompute", lambda: recompute_regions(joint.copy(), region_of, options.may_recompute))
@@ -124,7 +142,7 @@ def lower_assigned(
         staged = passes.run("accumulate_products", lambda: fuse_grad_accumulation(staged))
     if layers is not None:
         staged = passes.run("gather_layers", lambda: gather_layers(staged, layers))
-    return passes.run("emit", lambda: emit(joint, staged))
+    return joint, staged
 
 
 def _with_step_invariants(options: LoweringOptions) -> MayRecompute:

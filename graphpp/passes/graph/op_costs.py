@@ -8,7 +8,7 @@ the same costs, so the figures are constants and nothing is measured here.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -78,6 +78,11 @@ class OpCosts:
 
 def flops(node: fx.Node) -> float:
     """Floating-point operations of a contraction, as torch counts them; 0 for anything else."""
+    return flops_of(node)
+
+
+def flops_of(node: fx.Node, operands: Mapping[fx.Node, Any] | None = None, result: Any = None) -> float:
+    """`flops` of a node, or of the same operation on other `operands` with this `result`."""
     # Where Triton is installed, this import loads it, which `import graphpp` need not.
     from torch.utils.flop_counter import flop_registry
 
@@ -90,9 +95,9 @@ def flops(node: fx.Node) -> float:
     packet = _LIKE.get(packet, packet)
     if packet not in flop_registry:
         return 0.0
-    value_of: Callable[[fx.Node], Any] = lambda source: source.meta["val"]  # noqa: E731
+    value_of: Callable[[fx.Node], Any] = lambda source: source.meta["val"] if operands is None else operands[source]  # noqa: E731
     args, kwargs = fx.node.map_arg(args, value_of), fx.node.map_arg(node.kwargs, value_of)
-    return float(hint(flop_registry[packet](*args, **kwargs, out_val=node.meta["val"])))
+    return float(hint(flop_registry[packet](*args, **kwargs, out_val=node.meta["val"] if operands is None else result)))
 
 
 def is_heavy(node: fx.Node) -> bool:
