@@ -239,6 +239,9 @@ class Machines:
             )
         return cls(device, int(count))
 
+    def __str__(self) -> str:
+        return f"{self.gpus}x{self.device.name}"
+
     def link(self, ranks: int, stride: int = 1) -> Link:
         """The slowest link that the group crosses."""
         return self.inside if self._local(ranks, stride) == ranks else self.between

@@ -72,6 +72,7 @@ class ParameterCosts:
     makers: tuple[int, ...]
     sharded: bool = False
     expert: bool = False
+    shape: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -291,6 +292,7 @@ def _parameters(joint: JointGraph, staged: StagedGraphs, sharded: ShardedParamet
             made,
             fqn in sharded.dims,
             fqn in sharded.experts,
+            tuple(map(hint, meta.shape)),
         )
 
 

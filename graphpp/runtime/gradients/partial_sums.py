@@ -27,3 +27,6 @@ class PartialSums:
         ]
         for work in works:
             work.wait()
+
+
+NO_PARTIAL_SUMS = PartialSums()

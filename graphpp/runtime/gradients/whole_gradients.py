@@ -19,7 +19,7 @@ import torch
 from graphpp._torch.parallel.sharded_tensor import with_local
 from graphpp.parallel.data_parallel import Replicas
 from graphpp.runtime.gradients.accumulate import Accumulator, dtype_of_sum
-from graphpp.runtime.gradients.partial_sums import PartialSums
+from graphpp.runtime.gradients.partial_sums import NO_PARTIAL_SUMS, PartialSums
 from graphpp.runtime.gradients.tied import TiedReduction
 from graphpp.runtime.shards.local_rows import local_tensor
 from graphpp.runtime.shards.spread_tensors import local_gradient
@@ -36,7 +36,7 @@ class WholeGradients:
         tensor: Callable[[str], torch.Tensor],
         sum_dtype: torch.dtype | None,
         experts: Collection[str] = (),
-        partial: PartialSums = PartialSums(),
+        partial: PartialSums = NO_PARTIAL_SUMS,
     ) -> None:
         """`stages`: the sums of each local stage; `tensor` gives a parameter by FQN; `sum_dtype`: as in `RunnerConfig`.
 

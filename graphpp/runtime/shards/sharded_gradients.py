@@ -23,7 +23,7 @@ import torch
 from graphpp.parallel.rank_place import Sharding
 from graphpp.parallel.sums import PendingSums, Sums, bundles
 from graphpp.runtime.gradients.accumulate import Accumulator, dtype_of_sum
-from graphpp.runtime.gradients.partial_sums import PartialSums
+from graphpp.runtime.gradients.partial_sums import NO_PARTIAL_SUMS, PartialSums
 from graphpp.runtime.gradients.tied import TiedReduction
 from graphpp.runtime.shards.sharded_parameters import ShardedParameters
 
@@ -41,7 +41,7 @@ class ShardedGradients:
         replicas: int,
         sum_dtype: torch.dtype | None,
         over_ranks: Sums,
-        partial: PartialSums = PartialSums(),
+        partial: PartialSums = NO_PARTIAL_SUMS,
     ) -> None:
         """`stages`: the sums of each local stage; `replicas`: by how many they are divided; `over_ranks`: adds over ranks."""
         self._stages, self._tied, self._sharded = stages, tied, sharded
