@@ -17,9 +17,11 @@ operator needs a dimension as a whole, and where the plan says so, a value is ga
 
 from __future__ import annotations
 
+import logging
 import operator
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from itertools import combinations
 from typing import Any
 
@@ -36,7 +38,7 @@ from graphpp.runtime.randomness import seeded
 
 Dims = tuple[int, ...]
 Exponents = Any  # Dims of a tensor, or a tuple of them
-_FAR = 24  # operations between a size that is a plain number, and the operation that tells how it grows
+_FAR = 80  # operations between a size that is a plain number, and the operation that tells how it grows
 _SELECTING = ("select", "slice", "index", "gather", "zeros_like", "ones_like", "full_like", "empty_like", "argmax", "topk")
 _SHARED_ROWS = ("_softmax", "_log_softmax")  # of a sharded dimension: ranks exchange the maximum and the sum of each row
 
@@ -61,7 +63,8 @@ class Growth:
         self._chosen: dict[fx.Node, Dims] = {}
         self._known: dict[Any, tuple[Exponents, float, int]] = {}
         self._mode = aot.fake_mode()
-        self._single = not sharded and any(1 in _shape(node.meta["val"])[:1] for node in inputs)
+        self._base = {size for node, dims in inputs.items() for size, power in _sizes(node.meta["val"], dims) if power}
+        self._single = not sharded and 1 in self._base
         self._twins: dict[int, list[fx.Node]] = defaultdict(list)
         self._cut: dict[int, tuple[tuple[int, ...], Dims]] = {}  # autograd number -> whole value, as its backward takes it
         for node in self._order:
@@ -81,7 +84,8 @@ class Growth:
         except _UnfitError as fault:
             if not self._inferred(node) and not self._whole(node):
                 raise CaptureError(
-                    f"cluster costs: {node.target} at {describe_node(node)} does not fit operands that grow: {fault}"
+                    f"cluster costs: {node.target} at {describe_node(node)} does not fit operands that grow: {fault}. "
+                    "Where the example has one row, give one with two rows, whose dimension can be told from others"
                 ) from fault
 
     def _evaluated(self, node: fx.Node, cut: Mapping[fx.Node, Dims] = {}) -> Exponents:  # noqa: B006 - read only
@@ -131,7 +135,7 @@ class Growth:
                 return self._resized(node, name, grown, twin), 0.0, 0
             if name in FREE_SIZES:
                 return (twin if twin is not None else _none(node)), 0.0, 0
-            with self._mode:
+            with self._mode, _quiet():
                 made: dict[fx.Node, Any] = {source: _twice(source.meta["val"], grown[source]) for source in grown}
                 real, large = scaled_call(name, args, node.kwargs, grown, made, twin)
                 result = target(*real, **large)
@@ -188,7 +192,7 @@ class Growth:
             for source in node.all_input_nodes
             for size, power in _sizes(source.meta["val"], self.of[source])
             if power
-        }
+        } | self._base
         for free, dims in self._candidates(self._free_before(node), sizes):
             before, self._chosen[free] = self._chosen.get(free), dims
             changed = self._again(free, node)
@@ -202,7 +206,7 @@ class Growth:
         return self._sharded and self._cut_operand(node, sizes)
 
     def _free_before(self, node: fx.Node) -> list[fx.Node]:
-        """The nodes with sizes as plain numbers whose values reach the operation, the nearest first."""
+        """The nodes with sizes as plain numbers whose values reach the operation, the farthest first."""
         found, pending, seen = list[fx.Node](), list(node.all_input_nodes), set[fx.Node]()
         while pending and len(seen) < _FAR:
             each = pending.pop(0)
@@ -213,7 +217,7 @@ class Growth:
             if name in FREE_SIZES or name == "expand" or not any(_is_tensor(source) for source in each.all_input_nodes):
                 found.append(each)
             pending += each.all_input_nodes
-        return [each for each in found if isinstance(each.meta["val"], torch.Tensor)]
+        return [each for each in reversed(found) if isinstance(each.meta["val"], torch.Tensor)]
 
     def _candidates(self, free: Sequence[fx.Node], sizes: set[int]) -> Iterator[tuple[fx.Node, Dims]]:
         for each in free:
@@ -262,6 +266,17 @@ class Growth:
         self.collectives[node] += [("all_gather", source) for source in sources]
         self.of[node] = _none(node)
         return True
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """A context in which torch logs no error of a call on fake tensors: calls that fail are asked for here."""
+    logger = logging.getLogger("torch._subclasses.fake_tensor")
+    before, logger.disabled = logger.disabled, True
+    try:
+        yield
+    finally:
+        logger.disabled = before
 
 
 class _UnfitError(Exception):
