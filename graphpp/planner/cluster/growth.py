@@ -40,6 +40,7 @@ Dims = tuple[int, ...]
 Exponents = Any  # Dims of a tensor, or a tuple of them
 _FAR = 80  # operations between a size that is a plain number, and the operation that tells how it grows
 _SELECTING = ("select", "slice", "index", "gather", "zeros_like", "ones_like", "full_like", "empty_like", "argmax", "topk")
+_VIEWS = ("view", "_unsafe_view", "reshape")
 _SHARED_ROWS = ("_softmax", "_log_softmax")  # of a sharded dimension: ranks exchange the maximum and the sum of each row
 
 
@@ -131,7 +132,7 @@ class Growth:
         target, args = _called(node)
         name = target.overloadpacket.__name__ if isinstance(target, torch._ops.OpOverload) else ""
         try:
-            if name in ("view", "_unsafe_view", "reshape", "expand"):
+            if name in (*_VIEWS, "expand"):
                 return self._resized(node, name, grown, twin), 0.0, 0
             if name in FREE_SIZES:
                 return (twin if twin is not None else _none(node)), 0.0, 0
@@ -180,7 +181,7 @@ class Growth:
         lost = first is not None and not any(first) if name == "convolution_backward" else not _any(found)
         if name in _SHARED_ROWS and grown[node.all_input_nodes[0]][node.args[1]]:
             self.collectives[node] += [("rows", node), ("rows", node)]
-        elif lost and not name.startswith(_SELECTING):
+        elif lost and not name.startswith(_SELECTING) and name not in FREE_SIZES:
             self.collectives[node].append(("all_reduce", node))
 
     # ------------------------------------------------------------------------------------------ sizes that nothing says yet
@@ -214,7 +215,8 @@ class Growth:
                 continue
             seen.add(each)
             name = _name(each)
-            if name in FREE_SIZES or name == "expand" or not any(_is_tensor(source) for source in each.all_input_nodes):
+            sized = name in FREE_SIZES or name == "expand" or (self._sharded and name in _VIEWS)
+            if sized or not any(_is_tensor(source) for source in each.all_input_nodes):
                 found.append(each)
             pending += each.all_input_nodes
         return [each for each in reversed(found) if isinstance(each.meta["val"], torch.Tensor)]
@@ -222,6 +224,9 @@ class Growth:
     def _candidates(self, free: Sequence[fx.Node], sizes: set[int]) -> Iterator[tuple[fx.Node, Dims]]:
         for each in free:
             shape, own = _shape(each.meta["val"]), self.of[each]
+            if _name(each) in _VIEWS:
+                yield from ((each, dims) for dims in _moved(shape, own))
+                continue
             at = [index for index, size in enumerate(shape) if size in sizes and not own[index]]
             for count in (1, 2):
                 for chosen in combinations(at, count):
@@ -357,6 +362,13 @@ def _keyed(argument: Any, grown: Mapping[fx.Node, Exponents]) -> Any:
     if isinstance(argument, tuple | list):
         return tuple(_keyed(each, grown) for each in argument)
     return argument if argument.__hash__ is not None else repr(argument)
+
+
+def _moved(shape: tuple[int, ...], own: Dims) -> Iterator[Dims]:
+    """The other dimensions of a view that may be the sharded part of one that was split: the next ones."""
+    for at, power in enumerate(own[:-1]):
+        if power and not own[at + 1] and shape[at + 1] > 1:
+            yield (*own[:at], 0, power, *own[at + 2 :])
 
 
 def _facts(value: Any) -> Any:
