@@ -93,11 +93,22 @@ def flops_of(node: fx.Node, operands: Mapping[fx.Node, Any] | None = None, resul
         target, args = _CONTRACTIONS[args[0].meta["val"].dim()], args[:2]  # type: ignore[union-attr]
     packet = getattr(target, "overloadpacket", None)
     packet = _LIKE.get(packet, packet)
-    if packet not in flop_registry:
+    if packet not in flop_registry and packet not in _OWN:
         return 0.0
     value_of: Callable[[fx.Node], Any] = lambda source: source.meta["val"] if operands is None else operands[source]  # noqa: E731
     args, kwargs = fx.node.map_arg(args, value_of), fx.node.map_arg(node.kwargs, value_of)
+    if packet in _OWN:
+        return _OWN[packet](*args)
     return float(hint(flop_registry[packet](*args, **kwargs, out_val=node.meta["val"] if operands is None else result)))
+
+
+def _flops_of_groups(left: torch.Tensor, right: torch.Tensor, *rest: Any) -> float:
+    """Of a grouped product: the rows, the columns, or the products' inner sizes of all groups stand together in one dimension."""
+    groups = left.shape[0] if left.dim() == right.dim() == 3 else 1
+    return float(hint(2 * groups * left.shape[-2] * left.shape[-1] * right.shape[-1]))
+
+
+_OWN: Mapping[Any, Callable[..., float]] = {aten._grouped_mm: _flops_of_groups}  # kernels of which torch has no count
 
 
 def is_heavy(node: fx.Node) -> bool:

@@ -21,6 +21,7 @@ from torch import fx
 
 from graphpp._torch.symbols import hint
 from graphpp.errors import CaptureError
+from graphpp.passes.graph.aliases import shares_memory
 from graphpp.passes.graph.joint_graph import JointGraph
 from graphpp.passes.graph.op_costs import flops
 from graphpp.planner.cluster.growth import Growth
@@ -29,8 +30,11 @@ from graphpp.planner.cluster.tensor_plan import ShardedParameters
 from graphpp.runtime import program
 
 
-def note_facts(joint: JointGraph, rows: int, sharded: ShardedParameters) -> None:
-    """Write the facts into the metas of all nodes, in place."""
+def note_facts(joint: JointGraph, rows: int, sharded: ShardedParameters, *, merged: bool = True) -> None:
+    """Write the facts into the metas of all nodes, in place.
+
+    `merged`: gradients that are only added are reduced once, as their sum; torch's `parallelize_module` reduces each by itself.
+    """
     inputs = joint.inputs()
     batch = {node: (1, *[0] * (node.meta["val"].dim() - 1)) for role, node in inputs.items() if _is_batch(role, node, rows)}
     if not batch:
@@ -51,6 +55,8 @@ def note_facts(joint: JointGraph, rows: int, sharded: ShardedParameters) -> None
                 node.meta["work"] = (work[1], shared, 0, work[0])
     exchanges: dict[fx.Node, list[tuple[str, fx.Node]]] = defaultdict(list)
     exchanges.update(by_ranks.collectives if by_ranks else {})
+    if merged:
+        _merge_sums(joint, exchanges)
     _note_experts(joint, {parameters[fqn]: group for fqn, group in sharded.experts.items() if fqn in parameters}, exchanges)
     for node, found in exchanges.items():
         node.meta["exchanges"] = tuple(_exchange(kind, each) for kind, each in found)
@@ -96,6 +102,27 @@ def _exchange(kind: str, node: fx.Node) -> tuple[str, tuple[tuple[int, int, int,
         last = hint(node.meta["val"].shape[-1])
         return "all_reduce", tuple((*powers, amount / last) for *powers, amount in size)  # type: ignore[misc]
     return kind, size
+
+
+def _merge_sums(joint: JointGraph, exchanges: dict[fx.Node, list[tuple[str, fx.Node]]]) -> None:
+    """Move the all-reduces of two gradients to the sum of both, where nothing else reads them."""
+    for node in joint.computed():
+        if node.target is torch.ops.aten.add.Tensor and node.meta["backward"] and len(node.all_input_nodes) == 2:
+            parts = [_reduced_alone(source, exchanges) for source in node.all_input_nodes]
+            if all(part is not None for part in parts):
+                for part in parts:
+                    exchanges.pop(part)  # type: ignore[arg-type]
+                exchanges[node].append(("all_reduce", node))
+
+
+def _reduced_alone(node: fx.Node, exchanges: Mapping[fx.Node, list[tuple[str, fx.Node]]]) -> fx.Node | None:
+    """The all-reduced operation of which a value is a view, if one operation alone reads each of them."""
+    while len(node.users) == 1:
+        kinds = [kind for kind, _ in exchanges.get(node, ())]
+        if kinds or not shares_memory(node):
+            return node if kinds == ["all_reduce"] else None
+        node = node.all_input_nodes[0]
+    return None
 
 
 # ------------------------------------------------------------------------------------------------- experts

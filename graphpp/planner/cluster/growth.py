@@ -17,9 +17,11 @@ operator needs a dimension as a whole, and where the plan says so, a value is ga
 
 from __future__ import annotations
 
+import logging
 import operator
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from itertools import combinations
 from typing import Any
 
@@ -36,8 +38,9 @@ from graphpp.runtime.randomness import seeded
 
 Dims = tuple[int, ...]
 Exponents = Any  # Dims of a tensor, or a tuple of them
-_FAR = 24  # operations between a size that is a plain number, and the operation that tells how it grows
+_FAR = 80  # operations between a size that is a plain number, and the operation that tells how it grows
 _SELECTING = ("select", "slice", "index", "gather", "zeros_like", "ones_like", "full_like", "empty_like", "argmax", "topk")
+_VIEWS = ("view", "_unsafe_view", "reshape")
 _SHARED_ROWS = ("_softmax", "_log_softmax")  # of a sharded dimension: ranks exchange the maximum and the sum of each row
 
 
@@ -61,7 +64,8 @@ class Growth:
         self._chosen: dict[fx.Node, Dims] = {}
         self._known: dict[Any, tuple[Exponents, float, int]] = {}
         self._mode = aot.fake_mode()
-        self._single = not sharded and any(1 in _shape(node.meta["val"])[:1] for node in inputs)
+        self._base = {size for node, dims in inputs.items() for size, power in _sizes(node.meta["val"], dims) if power}
+        self._single = not sharded and 1 in self._base
         self._twins: dict[int, list[fx.Node]] = defaultdict(list)
         self._cut: dict[int, tuple[tuple[int, ...], Dims]] = {}  # autograd number -> whole value, as its backward takes it
         for node in self._order:
@@ -81,7 +85,8 @@ class Growth:
         except _UnfitError as fault:
             if not self._inferred(node) and not self._whole(node):
                 raise CaptureError(
-                    f"cluster costs: {node.target} at {describe_node(node)} does not fit operands that grow: {fault}"
+                    f"cluster costs: {node.target} at {describe_node(node)} does not fit operands that grow: {fault}. "
+                    "Where the example has one row, give one with two rows, whose dimension can be told from others"
                 ) from fault
 
     def _evaluated(self, node: fx.Node, cut: Mapping[fx.Node, Dims] = {}) -> Exponents:  # noqa: B006 - read only
@@ -127,11 +132,11 @@ class Growth:
         target, args = _called(node)
         name = target.overloadpacket.__name__ if isinstance(target, torch._ops.OpOverload) else ""
         try:
-            if name in ("view", "_unsafe_view", "reshape", "expand"):
+            if name in (*_VIEWS, "expand"):
                 return self._resized(node, name, grown, twin), 0.0, 0
             if name in FREE_SIZES:
                 return (twin if twin is not None else _none(node)), 0.0, 0
-            with self._mode:
+            with self._mode, _quiet():
                 made: dict[fx.Node, Any] = {source: _twice(source.meta["val"], grown[source]) for source in grown}
                 real, large = scaled_call(name, args, node.kwargs, grown, made, twin)
                 result = target(*real, **large)
@@ -176,7 +181,7 @@ class Growth:
         lost = first is not None and not any(first) if name == "convolution_backward" else not _any(found)
         if name in _SHARED_ROWS and grown[node.all_input_nodes[0]][node.args[1]]:
             self.collectives[node] += [("rows", node), ("rows", node)]
-        elif lost and not name.startswith(_SELECTING):
+        elif lost and not name.startswith(_SELECTING) and name not in FREE_SIZES:
             self.collectives[node].append(("all_reduce", node))
 
     # ------------------------------------------------------------------------------------------ sizes that nothing says yet
@@ -188,7 +193,7 @@ class Growth:
             for source in node.all_input_nodes
             for size, power in _sizes(source.meta["val"], self.of[source])
             if power
-        }
+        } | self._base
         for free, dims in self._candidates(self._free_before(node), sizes):
             before, self._chosen[free] = self._chosen.get(free), dims
             changed = self._again(free, node)
@@ -202,7 +207,7 @@ class Growth:
         return self._sharded and self._cut_operand(node, sizes)
 
     def _free_before(self, node: fx.Node) -> list[fx.Node]:
-        """The nodes with sizes as plain numbers whose values reach the operation, the nearest first."""
+        """The nodes with sizes as plain numbers whose values reach the operation, the farthest first."""
         found, pending, seen = list[fx.Node](), list(node.all_input_nodes), set[fx.Node]()
         while pending and len(seen) < _FAR:
             each = pending.pop(0)
@@ -210,14 +215,18 @@ class Growth:
                 continue
             seen.add(each)
             name = _name(each)
-            if name in FREE_SIZES or name == "expand" or not any(_is_tensor(source) for source in each.all_input_nodes):
+            sized = name in FREE_SIZES or name == "expand" or (self._sharded and name in _VIEWS)
+            if sized or not any(_is_tensor(source) for source in each.all_input_nodes):
                 found.append(each)
             pending += each.all_input_nodes
-        return [each for each in found if isinstance(each.meta["val"], torch.Tensor)]
+        return [each for each in reversed(found) if isinstance(each.meta["val"], torch.Tensor)]
 
     def _candidates(self, free: Sequence[fx.Node], sizes: set[int]) -> Iterator[tuple[fx.Node, Dims]]:
         for each in free:
             shape, own = _shape(each.meta["val"]), self.of[each]
+            if _name(each) in _VIEWS:
+                yield from ((each, dims) for dims in _moved(shape, own))
+                continue
             at = [index for index, size in enumerate(shape) if size in sizes and not own[index]]
             for count in (1, 2):
                 for chosen in combinations(at, count):
@@ -262,6 +271,17 @@ class Growth:
         self.collectives[node] += [("all_gather", source) for source in sources]
         self.of[node] = _none(node)
         return True
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """A context in which torch logs no error of a call on fake tensors: calls that fail are asked for here."""
+    logger = logging.getLogger("torch._subclasses.fake_tensor")
+    before, logger.disabled = logger.disabled, True
+    try:
+        yield
+    finally:
+        logger.disabled = before
 
 
 class _UnfitError(Exception):
@@ -342,6 +362,13 @@ def _keyed(argument: Any, grown: Mapping[fx.Node, Exponents]) -> Any:
     if isinstance(argument, tuple | list):
         return tuple(_keyed(each, grown) for each in argument)
     return argument if argument.__hash__ is not None else repr(argument)
+
+
+def _moved(shape: tuple[int, ...], own: Dims) -> Iterator[Dims]:
+    """The other dimensions of a view that may be the sharded part of one that was split: the next ones."""
+    for at, power in enumerate(own[:-1]):
+        if power and not own[at + 1] and shape[at + 1] > 1:
+            yield (*own[:at], 0, power, *own[at + 2 :])
 
 
 def _facts(value: Any) -> Any:
