@@ -30,6 +30,8 @@ from graphpp.pipeline.profile import Profile
 from graphpp.pipeline.results import EvalResult, StepResult
 from graphpp.planner.megatron_layout import Layout
 from graphpp.planner.plan import Plan
+from graphpp.planner.plans.plan import plan
+from graphpp.planner.plans.training_plan import TrainingPlan, TrainingPlans
 from graphpp.planner.resolve_split import split_points
 from graphpp.planner.search_plans import PlanCandidate, PlanSearch, plan_auto
 from graphpp.schedules.any_form import simulate
@@ -80,6 +82,8 @@ __all__ = [
     "StateBytes",
     "StepResult",
     "Timeline",
+    "TrainingPlan",
+    "TrainingPlans",
     "Verification",
     "absent",
     "attention",
@@ -89,6 +93,7 @@ __all__ = [
     "devices",
     "experts",
     "html",
+    "plan",
     "plan_auto",
     "schedule_auto",
     "schedules",

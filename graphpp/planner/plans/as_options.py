@@ -24,6 +24,9 @@ from graphpp.planner.plans.training_plan import TrainingPlan
 from graphpp.schedules.generate.megatron_interleaved import megatron_interleaved
 from graphpp.schedules.generate.read import ScheduleLike
 
+DECIDED = ("split", "schedule", "microbatches", "parallel", "memory", "gradients")
+"""The options that a plan decides, or of which it decides a part, in the order in which `graphpp.compile` has them."""
+
 _OPEN = {"split": None, "schedule": "auto", "microbatches": None}  # the forms that leave an option open
 _READERS = {"parallel": read_parallel, "memory": read_memory, "gradients": read_gradients}
 
@@ -33,7 +36,7 @@ def with_plan(plan: object, given: Mapping[str, Any]) -> dict[str, Any]:
     if not isinstance(plan, TrainingPlan):
         raise GraphPPError(f"plan: take a graphpp.TrainingPlan, e.g. graphpp.plan(...).best, got {type_name(plan)}")
     for name, form in _OPEN.items():
-        if not (given[name] is form or isinstance(form, str) and isinstance(given[name], str) and given[name] == form):
+        if not (given[name] is form or (isinstance(given[name], str) and given[name] == form)):
             raise GraphPPError(f"{name}: plan= decides it: leave one of the two out")
     setting = plan.setting
     groups = {name: read(given[name]) for name, read in _READERS.items()}

@@ -3,8 +3,8 @@
 Contract
     in   the seconds of each segment, of which none is negative; the number of stages, at most that of the segments
     out  the first segment of each stage (`planner/segments.py`, `Cut`); every stage has at least one segment
-    No cut has a lighter heaviest stage, but for a share of 1e-6. Later stages take as many segments as they can: early stages hold
-    the activations of more microbatches.
+    No cut has a lighter heaviest stage, but for a share of 1e-6. Later stages take as many segments as they can, because early
+    stages hold the activations of more microbatches.
 
 A stage takes segments as long as their sum stays within a limit, from the last stage to the first. The least limit for which
 the segments suffice is found by bisection: each trial takes one bisection of the sums a stage.
@@ -24,7 +24,7 @@ _STEPS = 40  # of the bisection: a relative width of 1e-12 of the sum
 def balanced(seconds: Sequence[float], stages: int) -> Cut:
     """The cut whose heaviest stage is lightest."""
     sums = [0.0, *accumulate(seconds)]
-    low, high = max(max(seconds), sums[-1] / stages), sums[-1]
+    low, high = max(*seconds, sums[-1] / stages), sums[-1]
     best = _packed(sums, stages, high)
     for _ in range(_STEPS):
         limit = (low + high) / 2

@@ -73,15 +73,35 @@ def estimate(question: Question, setting: Setting) -> Estimate:
     """The estimate of a setting."""
     shape, per_rank = setting.shape, setting.schedule.stages_per_rank
     cut = question.stages(setting)
-    work = _Work(*(part * per_rank for part in cut.heaviest), shape.pp, per_rank)
+    forward, first, second = (part * per_rank for part in cut.heaviest)
+    work = _Work(forward, first, second, shape.pp, per_rank)
     idle = _IDLE[setting.schedule.name](work) * (shape.pp - 1)
+    computed = setting.microbatches * (work.forward + work.backward) + idle
     alive = min(setting.microbatches, _ALIVE.get(setting.schedule.name, _as_many_as_ranks)(setting))
-    seconds = setting.microbatches * (work.forward + work.backward) + idle
+    seconds = max(computed, _gathers(setting) * _seconds_of_gather(question, setting, cut.totals))
     return Estimate(seconds, (_held(setting, cut.totals) + alive * cut.totals.saved) / shape.pp)
 
 
 def _as_many_as_ranks(setting: Setting) -> float:
     return setting.shape.pp
+
+
+def _gathers(setting: Setting) -> float:
+    """How often a stage is gathered: each time that its turn comes, but for the `keep` stages that stay."""
+    per_rank, keep = setting.schedule.stages_per_rank, setting.keep
+    if keep is None or keep >= per_rank:
+        return 1.0
+    group = {"LoopedBFS": setting.microbatches}.get(setting.schedule.name, setting.schedule.group or setting.shape.pp)
+    turns = 2 * max(1.0, setting.microbatches / group)
+    return turns * (1 - keep / per_rank) + keep / per_rank
+
+
+def _seconds_of_gather(question: Question, setting: Setting, totals: Totals) -> float:
+    """The seconds in which all stages of a rank are gathered once: they leave no time for anything else on the line."""
+    shape = setting.shape
+    if shape.shards == 1:
+        return 0.0
+    return question.machines.all_gather(totals.weights / shape.pp, shape.shards, shape.stride("ep"))
 
 
 def _held(setting: Setting, totals: Totals) -> float:

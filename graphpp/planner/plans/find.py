@@ -35,7 +35,10 @@ _LESS = (0.75, 0.5, 0.35, 0.25)  # caps, as shares of the cap, for the front
 
 @dataclass(frozen=True)
 class Choices:
-    """Among which the search may choose; None: all. `sizes`: by dimension of the mesh; `work`: computations that are simulated."""
+    """The values among which the search may choose; None: all.
+
+    `sizes`: by dimension of the mesh; `work`: how many computations are simulated at most.
+    """
 
     rows: Sequence[int] = _ROWS
     recompute: Sequence[RecomputeWord] = _RECOMPUTE
@@ -112,8 +115,8 @@ def _ranked(question: Question, found: Sequence[Prediction], cap: int, considere
     best = ordered[0]
     if best.peak > cap:
         raise ScheduleError(
-            f"memory_cap={cap:,} bytes: no plan fits; the closest, {best.setting}, takes {spell_bytes(best.peak)} on its fullest "
-            "rank: take more GPUs, a smaller batch, or GPUs with more memory"
+            f"memory_cap={cap:,} bytes: no plan fits; the closest, {best.setting}, takes {spell_bytes(best.peak)} on its "
+            "fullest rank: take more GPUs, a smaller batch, or GPUs with more memory"
         )
     front = _front(ordered)
     names = question.costs.names
@@ -159,8 +162,8 @@ def _mfu(question: Question, found: Prediction) -> float:
 
 def _nothing(question: Question, limits: Limits) -> str:
     return (
-        f"no mesh of {question.machines.gpus} GPUs takes a batch of {question.batch} rows: give a batch= that some divisor of the "
-        f"number of GPUs divides; the model admits up to {limits.stages} stages, tp {limits.tp}, cp {limits.cp}, and its layers "
+        f"no mesh of {question.machines.gpus} GPUs takes a batch of {question.batch} rows: give a batch= that some divisor of "
+        f"the number of GPUs divides; the model admits up to {limits.stages} stages, tp {limits.tp}, cp {limits.cp}, and its layers "
         f"have {limits.experts} experts"
     )
 

@@ -52,9 +52,9 @@ class MeshShape:
         names = [item.name for item in fields(self)]
         return prod(getattr(self, name) for name in names[names.index(dimension) + 1 :])
 
-    def needed(self) -> dict[str, int]:
-        """The sizes that a mesh must have: those above 1; `pp` in any case, and `dp_shard` beside `ep`."""
-        always = {"pp"} | ({"dp_shard"} if self.ep > 1 else set())
+    def needed(self, *, sharded: bool = False) -> dict[str, int]:
+        """The sizes that a mesh must have: those above 1; `pp` in any case, `dp_shard` beside `ep` and where `sharded` says so."""
+        always = {"pp"} | ({"dp_shard"} if sharded or self.ep > 1 else set())
         return {name: size for name, size in self.sizes().items() if size > 1 or name in always}
 
     def __str__(self) -> str:

@@ -21,9 +21,10 @@ from graphpp.schedules.table.costs import StageCosts
 
 
 class Totals(NamedTuple):
-    """Bytes of a whole model: parameters and sums of gradients; rows and optimizer of what is no expert, of experts; buffers;
-    values that one microbatch saves."""
+    """Bytes of a whole model: parameters; parameters and sums of gradients; rows and optimizer of what is no expert, of experts;
+    buffers; values that one microbatch saves."""
 
+    weights: int
     whole: int
     rows: int
     expert_rows: int
@@ -108,4 +109,4 @@ def _totals(priced: PricedModel) -> Totals:
         rows[expert] += own + sums + one.optimizer
     state = priced.segments.state
     whole, buffers = sum(one.weights + one.sums for one in state), sum(one.buffers for one in state)
-    return Totals(whole, *rows, buffers, sum(part.saved_bytes for part in priced.segments.costs.stages))
+    return Totals(sum(one.weights for one in state), whole, rows[False], rows[True], buffers, sum(part.saved_bytes for part in priced.segments.costs.stages))

@@ -43,7 +43,7 @@ class StepSeconds:
 
     @property
     def total(self) -> float:
-        return sum(getattr(self, item.name) for item in fields(self))
+        return float(sum(getattr(self, item.name) for item in fields(self)))
 
 
 @dataclass(frozen=True)
@@ -52,9 +52,10 @@ class TrainingPlan:
 
     `setting`: the mesh, the microbatches, the schedule, `keep` and `recompute`. `split`: the FQNs at which the stages start.
     `seconds`: of a step; `batch`: rows of a step on all ranks; `tokens`: of a row. `mfu`: FLOPs of the model, without repeated
-    ones, by the peak of all GPUs. `dtype`: in which the model computes (None: its own). `memory`: by kind, the most bytes of the rank with the highest `peak`, its most at one time.
-    `peaks`: of each pipeline rank. `sent`: the bytes that a rank sends along each dimension in a step, of the rank with the
-    most. `reason`: why the plan is not the best; "" for the best. `on_front`: no other plan has both less time and less memory.
+    ones, by the peak of all GPUs. `dtype`: in which the model computes (None: its own). `peaks`: by pipeline rank, the most bytes
+    at one time; `memory`: of the fullest rank, the most bytes of each kind. `sent`: the bytes that a rank sends along each
+    dimension in a step, of the rank with the most. `reason`: why the plan is not the best; "" for the best. `on_front`: no other
+    plan has both less time and less memory.
     """
 
     machines: str
@@ -74,7 +75,7 @@ class TrainingPlan:
     @property
     def mesh(self) -> dict[str, int]:
         """The dimensions of the mesh and their sizes, outermost first, as `init_device_mesh` takes them."""
-        return self.setting.shape.needed()
+        return self.setting.shape.needed(sharded=self.dtype is not None)
 
     @property
     def step_seconds(self) -> float:
@@ -122,7 +123,8 @@ class TrainingPlan:
         sent = ", ".join(f"{name} {spell_bytes(each)}" for name, each in self.sent.items() if each)
         lines = [
             f"{self.setting}, on {self.machines}",
-            f"  step {spell_time(self.step_seconds, 's')}, {self.tokens_per_second:,.0f} tokens/s, MFU {self.mfu:.1%}: {shares}",
+            f"  step {spell_time(self.step_seconds, 's')}, {self.tokens_per_second:,.0f} tokens/s, MFU {self.mfu:.1%}:",
+            f"    {shares}",
             f"  memory {spell_bytes(self.peak)} at the most: {held}",
             *([f"  sent by a rank in a step: {sent}"] if sent else []),
             f"  stages start at {', '.join(self.split) or 'the first operation'}",
@@ -169,8 +171,11 @@ class TrainingPlans:
         from rich.table import Table
 
         table = Table(box=box.SIMPLE)
-        for column in ("", "mesh", "stages, schedule", "microbatches", "keep", "recompute", "step", "MFU", "bubble", "bytes", "reason"):
-            table.add_column(column, justify="right" if column in ("step", "MFU", "bubble", "bytes") else "left")
+        for column in ("", "mesh", "stages, schedule", "microbatches", "keep", "recompute"):
+            table.add_column(column)
+        for column in ("step", "MFU", "bubble", "bytes"):
+            table.add_column(column, justify="right", no_wrap=True)
+        table.add_column("reason")
         for number, each in enumerate(self.plans[:_SHOWN], 1):
             table.add_row(*_row(number, each))
         out = io.StringIO()
