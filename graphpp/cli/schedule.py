@@ -1,0 +1,252 @@
+"""`graphpp schedule show|check|simulate|compare`: tables by name or file, without a model.
+
+Contract: no command runs a model. Without `--costs` a table is simulated with F = I = W = 1 for each rank and microbatch, and
+activations are counted in microbatches of a whole rank; with costs in their units and in bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from graphpp.cli.command import Answer, add_command
+from graphpp.cli.costs_file import read_costs
+from graphpp.cli.schedule_inputs import (
+    SCHEDULE_HELP,
+    Counts,
+    complete_name,
+    read_schedule,
+    table_by_name,
+    table_of,
+)
+from graphpp.cli.tables import columns
+from graphpp.errors import GraphPPError, ScheduleError
+from graphpp.schedules.check.checker import check as check_table
+from graphpp.schedules.draw.pictures import chrome_trace, html, svg
+from graphpp.schedules.generate.names import SCHEDULES
+from graphpp.schedules.simulate.simulator import simulate as simulate_table
+from graphpp.schedules.simulate.timeline import Timeline
+from graphpp.schedules.table.actions import Kind
+from graphpp.schedules.table.costs import Costs
+from graphpp.schedules.table.schedule import Schedule
+from graphpp.units import spell_bytes, spell_time
+
+_UNIT_BYTES = 1000  # of `Costs.unit`: the activations of one microbatch on all stages of a rank
+
+Source = Annotated[
+    str, typer.Argument(metavar="NAME|FILE", help=SCHEDULE_HELP, show_default=False, autocompletion=complete_name)
+]
+Sources = Annotated[
+    list[str] | None,
+    typer.Argument(metavar="[NAME|FILE]...", help=SCHEDULE_HELP, show_default=False, autocompletion=complete_name),
+]
+Ranks = Annotated[int | None, typer.Option(help="For how many ranks.")]
+Stages = Annotated[int | None, typer.Option(help="With how many stages; by default the usual number of the schedule.")]
+Microbatches = Annotated[int | None, typer.Option(help="For how many microbatches.")]
+CostsFile = Annotated[Path | None, typer.Option("--costs", help="Times and bytes of the stages: graphpp.Costs as JSON.")]
+Written = Path | None
+
+
+def add_to(root: typer.Typer) -> None:
+    """Add the group."""
+    group = typer.Typer(no_args_is_help=True, help="Show, check, simulate and compare tables of actions.")
+    root.add_typer(group, name="schedule")
+    for function in (show, check, simulate, compare):
+        add_command(group, function.__name__)(function)
+
+
+def show(  # noqa: PLR0913 - one option for each form of the table
+    source: Source,
+    ranks: Ranks = None,
+    stages: Stages = None,
+    microbatches: Microbatches = None,
+    csv: Annotated[Written, typer.Option(help="Write the table as torch's CSV.")] = None,
+    svg_file: Annotated[Written, typer.Option("--svg", help="Write a chart of the simulated step.")] = None,
+    html_file: Annotated[Written, typer.Option("--html", help="Write the chart as a page with a table of numbers.")] = None,
+    trace: Annotated[Written, typer.Option("--chrome-trace", help="Write the events for Perfetto.")] = None,
+    costs: CostsFile = None,
+) -> Answer:
+    """Print the table of a schedule: a line for each rank, `2F0` is the forward of microbatch 0 in stage 2."""
+    table = table_of(source, Counts(ranks, stages, microbatches))
+    known = None if costs is None else read_costs(costs)
+    pictures: list[tuple[Written, Callable[[], str]]] = [
+        (svg_file, partial(svg, table, costs=known)),
+        (html_file, partial(html, table, costs=known)),
+        (trace, partial(chrome_trace, table, costs=known)),
+    ]
+    texts = [(file, make()) for file, make in pictures if file is not None]  # before the first file is written
+    for file, text in texts:
+        _write(file, text)
+    if csv is not None:
+        table.save(csv)
+    files = [str(file) for file in (*(file for file, _ in texts), csv) if file is not None]
+    rows = [" ".join(str(cell or ".") for cell in row) for row in table.table]
+    return Answer(str(table), {**_facts(table), "table": rows, "written": files}, notes=[f"wrote {file}" for file in files])
+
+
+def check(source: Source, ranks: Ranks = None, stages: Stages = None, microbatches: Microbatches = None) -> Answer:
+    """Prove that a table computes everything once and cannot deadlock. Exit code 1 with the fault where it does not."""
+    try:
+        table = _table_under_check(source, Counts(ranks, stages, microbatches))
+        training = bool(table.kinds - {Kind.F})
+        counts = asdict(Counts(table.ranks, table.stages, table.microbatches)) | Counts(ranks, stages, microbatches).given()
+        check_table(table, **counts, training=training)
+    except ScheduleError as fault:
+        return Answer(str(fault), {"accepted": False, "schedule": source, "message": str(fault)}, yes=False)
+    kind = "" if training else " (forwards only)"
+    said = f"{table.name}{kind}: complete, in order, cannot deadlock; {_counted(table)}"
+    return Answer(said, {"accepted": True, "schedule": source, "training": training, **_facts(table)})
+
+
+def simulate(
+    source: Source,
+    ranks: Ranks = None,
+    stages: Stages = None,
+    microbatches: Microbatches = None,
+    costs: CostsFile = None,
+) -> Answer:
+    """Simulate one step: how long it takes, how long each rank waits, how much each rank holds."""
+    found = _simulated(table_of(source, Counts(ranks, stages, microbatches)), costs)
+    table = found.timeline.schedule
+    heads = ("rank", "busy", "bubble", "peak activations")
+    numbers = [
+        (str(rank), found.time(found.timeline.busy(rank)), f"{found.timeline.bubble(rank):.1%}", found.size(rank))
+        for rank in range(table.ranks)
+    ]
+    text = "\n".join([f"{table.name}, {_counted(table)}: a step takes {found.makespan}", "", columns(heads, numbers)])
+    return Answer(text, found.document())
+
+
+def compare(
+    sources: Sources = None,
+    ranks: Ranks = None,
+    stages: Stages = None,
+    microbatches: Microbatches = None,
+    costs: CostsFile = None,
+) -> Answer:
+    """Simulate several schedules, by default all that graphpp knows, and list the fastest first."""
+    counts = Counts(ranks, stages, microbatches)
+    tables, refused = ([table_of(each, counts) for each in sources], {}) if sources else _all_known(counts)
+    found = [_simulated(table, costs) for table in tables]
+    found.sort(key=lambda each: each.timeline.makespan)
+    heads = ("schedule", "ranks", "stages", "microbatches", "step", "bubble", "peak activations")
+    rows = []
+    for each in found:
+        table = each.timeline.schedule
+        numbers = map(str, (table.ranks, table.stages, table.microbatches))
+        rows.append((table.name, *numbers, each.makespan, f"{each.bubble:.1%}", each.peak))
+    lines = [columns(heads, rows, left=("schedule",))]
+    lines += [f"{name}: does not fit. {message}" for name, message in refused.items()]
+    return Answer("\n".join(lines), {"schedules": [each.document() for each in found], "refused": refused})
+
+
+# ------------------------------------------------------------------------------------------------------- tables
+
+
+def _table_under_check(source: str, counts: Counts) -> Schedule:
+    """The table; a file's own counts may differ from the given ones, about which the checker says more."""
+    known = read_schedule_or_name(source)
+    return known if isinstance(known, Schedule) else table_by_name(known, counts)
+
+
+def read_schedule_or_name(source: str) -> Schedule | str:
+    """As `read_schedule`; an unknown name is wrong usage, no refused schedule: `GraphPPError`, no `ScheduleError`."""
+    try:
+        return read_schedule(source)
+    except ScheduleError as fault:
+        if str(fault).startswith("unknown schedule"):
+            raise GraphPPError(str(fault)) from None
+        raise
+
+
+def _all_known(counts: Counts) -> tuple[list[Schedule], dict[str, str]]:
+    """The tables of all known names that train and fit the counts, and the messages for those that do not fit."""
+    tables, refused = [], {}
+    for name in SCHEDULES:
+        if name not in ("auto", "ForwardOnly"):  # the first is another one of the list, the second does not train
+            try:
+                tables.append(table_by_name(name, counts))
+            except ScheduleError as fault:
+                refused[name] = str(fault)
+    if not tables:
+        raise ScheduleError("\n".join(["no schedule fits these numbers:", *refused.values()]))
+    return tables, refused
+
+
+def _facts(table: Schedule) -> dict[str, object]:
+    return {"name": table.name, "ranks": table.ranks, "stages": table.stages, "microbatches": table.microbatches}
+
+
+def _counted(table: Schedule) -> str:
+    counts = {"rank": table.ranks, "stage": table.stages, "microbatch": table.microbatches}
+    plural = {"rank": "ranks", "stage": "stages", "microbatch": "microbatches"}
+    return ", ".join(f"{count} {name if count == 1 else plural[name]}" for name, count in counts.items())
+
+
+# --------------------------------------------------------------------------------------------------- simulation
+
+
+@dataclass(frozen=True)
+class _Simulated:
+    """A timeline, and whether its numbers are units (of `Costs.unit`) or seconds and bytes."""
+
+    timeline: Timeline
+    costs: Costs
+    units: bool
+
+    @property
+    def makespan(self) -> str:
+        return self.time(self.timeline.makespan)
+
+    @property
+    def bubble(self) -> float:
+        """The share of all ranks' time in which they do not compute."""
+        ranks = range(self.timeline.schedule.ranks)
+        return sum(map(self.timeline.bubble, ranks)) / max(len(ranks), 1)
+
+    @property
+    def peak(self) -> str:
+        """The peak of the rank with the highest."""
+        ranks = range(self.timeline.schedule.ranks)
+        return self.size(max(ranks, key=self.timeline.peak_bytes, default=0))
+
+    def time(self, time: float) -> str:
+        return f"{time:g} units" if self.units else spell_time(time, "s")
+
+    def size(self, rank: int) -> str:
+        count = self.timeline.peak_bytes(rank) if self.timeline.memory else 0
+        return f"{count / _UNIT_BYTES:g} microbatches" if self.units else spell_bytes(count)
+
+    def document(self) -> dict[str, object]:
+        ranks = range(self.timeline.schedule.ranks)
+        return {
+            **_facts(self.timeline.schedule),
+            "makespan": self.timeline.makespan,
+            "bubble": self.bubble,
+            "ranks_busy": [self.timeline.busy(rank) for rank in ranks],
+            "ranks_bubble": [self.timeline.bubble(rank) for rank in ranks],
+            "ranks_peak_bytes": [self.timeline.peak_bytes(rank) for rank in ranks],
+            "costs": asdict(self.costs),
+        }
+
+
+def _simulated(table: Schedule, file: Path | None) -> _Simulated:
+    if file is None:
+        if not table.stages or not table.ranks:
+            raise ScheduleError(f"{table.name} has no action, so there is nothing to simulate")
+        costs = Costs.unit(table.stages, table.ranks)
+        return _Simulated(replace(simulate_table(table, costs), unit="units"), costs, units=True)
+    costs = read_costs(file)
+    return _Simulated(simulate_table(table, costs), costs, units=False)
+
+
+def _write(path: Path, text: str) -> None:
+    try:
+        path.write_text(text, encoding="utf-8")
+    except (OSError, ValueError) as fault:  # ValueError: an impossible path
+        raise GraphPPError(f"{path} cannot be written: {getattr(fault, 'strerror', None) or fault}") from fault
