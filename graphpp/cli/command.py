@@ -68,7 +68,7 @@ def _ending(function: Command) -> Callable[..., None]:
             answer, error = _attempt(function, given, with_traceback)
         if error is not None:
             document: Mapping[str, object] = {"error": {"type": type(error).__name__, "message": str(error)}}
-            if as_json:
+            if as_json and os.environ.get("RANK", "0") == "0":  # of the ranks that torchrun started the first one answers
                 typer.echo(_json(document))
             raise typer.Exit(ERROR)
         if answer is not None:

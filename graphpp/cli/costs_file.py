@@ -23,9 +23,9 @@ from graphpp.schedules.table.actions import BACKWARDS, Kind
 from graphpp.schedules.table.costs import Costs, StageCosts
 
 T = TypeVar("T")
-_TIME = Accepted("a number up to 1e300", lambda value: NUMBER.accepts(value) and abs(value) <= 1e300)  # type: ignore[arg-type]
+_TIME = Accepted("a number from 0 to 1e300", lambda value: NUMBER.accepts(value) and 0 <= value <= 1e300)  # type: ignore[operator]
 _TIMES = Accepted("a list of numbers", lambda value: isinstance(value, list) and all(map(_TIME.accepts, value)))
-_BYTES = Accepted("a whole number of bytes up to 2**62", lambda value: type(value) is int and abs(value) <= 2**62)
+_BYTES = Accepted("a whole number of bytes from 0 to 2**62", lambda value: type(value) is int and 0 <= value <= 2**62)
 _OBJECT = Accepted("an object with names and values", lambda value: isinstance(value, dict))
 _LIST = Accepted("a list of objects, one for each stage", lambda value: isinstance(value, list) and bool(value))
 
@@ -83,8 +83,8 @@ def _checked(where: str, document: object, known: Mapping[str, Accepted]) -> dic
     for name, value in document.items():
         if name not in known:
             near = difflib.get_close_matches(name, known, n=1)
-            hint = f"did you mean {near[0]}? " if near else ""
-            raise ScheduleError(f"{where}: there is no field {shown(name)}; {hint}The fields are {', '.join(known)}")
+            hint = f", did you mean {near[0]}?" if near else "."
+            raise ScheduleError(f"{where}: there is no field {shown(name)}{hint} The fields are {', '.join(known)}")
         if not known[name].accepts(value):
             raise ScheduleError(f"{where}: {name}: {refusal(known[name], value)}")
     return dict(document)

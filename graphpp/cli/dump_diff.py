@@ -2,8 +2,9 @@
 
 Contract
     in   two folders of the same depth: whole dumps, or `rank0/train` of each
-    out  `DumpDiff`: the files that one folder alone has, and a unified diff for each file whose text differs. The times of
-         passes do not count, and neither do the versions of torch and graphpp, which are compared once for all files.
+    out  `DumpDiff`: the files that one folder alone has, and a unified diff for each file whose text differs. The times and
+         the numbers of passes do not count: `09_cut_stage0_forward.py` is compared with `10_cut_stage0_forward.py`. Neither
+         do the versions of torch and graphpp, which are compared once for all files.
     Raises `GraphPPError` for a folder that has no dump, and for a file that cannot be read.
 """
 
@@ -11,6 +12,7 @@ from __future__ import annotations
 
 import difflib
 import re
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,13 +21,19 @@ from graphpp.cli.schedule_inputs import readable
 from graphpp.errors import GraphPPError
 
 _SUFFIXES = (".py", ".txt", ".json", ".csv")
-_TIME = re.compile(r"^(pass      \S+, |[0-9]{2}  \S+ +)[0-9.]+ ms", re.MULTILINE)
+_NUMBER = re.compile(r"(?:(?<=/)|^)[0-9]{2}_(?=[^/]*\.py$)")
 _VERSIONS = re.compile(r"^versions  (torch .*)$", re.MULTILINE)
+_UNSTABLE = (  # beginnings of lines: the head of a graph's file, and `passes.txt`
+    (re.compile(r"^pass      (?:[0-9]{2}_)?(\S+), [0-9.]+ ms$", re.MULTILINE), r"pass      \1"),
+    (re.compile(r"^run       python [0-9]{2}_", re.MULTILINE), "run       python "),
+    (re.compile(r"^[0-9]{2}  (\S+) +[0-9.]+ ms", re.MULTILINE), r"\1"),
+    (_VERSIONS, "versions"),
+)
 
 
 @dataclass(frozen=True)
 class DumpDiff:
-    """The differences of two dumps; files are named by their path within the folders.
+    """The differences of two dumps; files are named by their path within the folders, without the number of the pass.
 
     `changed`: a unified diff by file. `equal`: how many files have equal texts. `versions`: of torch and graphpp, in each dump.
     """
@@ -56,33 +64,45 @@ def diff_dumps(first: Path, second: Path, context: int = 3) -> DumpDiff:
     """The differences of two dumps; a diff shows `context` lines around each change."""
     files = _files(first), _files(second)
     both = sorted(files[0].keys() & files[1].keys())
-    texts = {name: (_stable(files[0][name]), _stable(files[1][name])) for name in both}
-    changed = {
-        name: _diff(name, (first, second), pair, context) for name, pair in texts.items() if pair[0] != pair[1]
-    }
+    found = {name: _diff(files[0][name], files[1][name], context) for name in both}
+    changed = {name: text for name, text in found.items() if text}
     alone = tuple(sorted(files[0].keys() - files[1].keys())), tuple(sorted(files[1].keys() - files[0].keys()))
     return DumpDiff((first, second), alone, changed, len(both) - len(changed), (_versions(files[0]), _versions(files[1])))
 
 
-def _files(folder: Path) -> dict[str, str]:
-    """The text of each file of a dump by its path within the folder."""
+@dataclass(frozen=True)
+class _File:
+    path: Path
+    text: str
+
+    @property
+    def stable(self) -> list[str]:
+        """The lines without what may differ between two runs of one program."""
+        text = self.text
+        for pattern, replacement in _UNSTABLE:
+            text = pattern.sub(replacement, text)
+        return text.splitlines()
+
+
+def _files(folder: Path) -> dict[str, _File]:
+    """The files of a dump by their path within the folder, without the number of the pass where that names one file alone."""
     if not folder.is_dir():
         raise GraphPPError(f"{folder} is no folder")
     found = [path for path in folder.rglob("*") if path.suffix in _SUFFIXES and path.is_file()]
     if not any(path.name == "passes.txt" or re.match(r"[0-9]{2}_.*\.py$", path.name) for path in found):
         raise GraphPPError(f'{folder} has no dump of graphs: a step with debug="{folder}" or GRAPHPP_DUMP={folder} writes one')
-    return {path.relative_to(folder).as_posix(): readable(path) for path in found}
+    full = {path.relative_to(folder).as_posix(): path for path in found}
+    times = Counter(_NUMBER.sub("", name) for name in full)
+    short = {name: _NUMBER.sub("", name) for name in full}
+    names = {name: short[name] if times[short[name]] == 1 else name for name in full}
+    return {names[name]: _File(path, readable(path)) for name, path in full.items()}
 
 
-def _stable(text: str) -> str:
-    return _VERSIONS.sub("versions", _TIME.sub(r"\1", text))
+def _versions(files: Mapping[str, _File]) -> tuple[str, ...]:
+    return tuple(sorted({found for file in files.values() for found in _VERSIONS.findall(file.text)}))
 
 
-def _versions(files: Mapping[str, str]) -> tuple[str, ...]:
-    return tuple(sorted({found for text in files.values() for found in _VERSIONS.findall(text)}))
-
-
-def _diff(name: str, folders: tuple[Path, Path], texts: tuple[str, str], context: int) -> str:
-    before, after = (text.splitlines() for text in texts)
-    old, new = (str(folder / name) for folder in folders)
-    return "\n".join(difflib.unified_diff(before, after, old, new, n=context, lineterm=""))
+def _diff(old: _File, new: _File, context: int) -> str:
+    """The unified diff; empty for equal texts."""
+    lines = difflib.unified_diff(old.stable, new.stable, str(old.path), str(new.path), n=context, lineterm="")
+    return "\n".join(lines)

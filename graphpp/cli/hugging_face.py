@@ -23,6 +23,7 @@ from graphpp.errors import GraphPPError
 from graphpp.units import spell_bytes
 
 _ROWS, _LENGTH = 2, 64
+_MOST_TEXT = 300  # characters of a message of the library
 
 
 def causal_model(folder: Path, *, meta: bool) -> nn.Module:
@@ -31,7 +32,7 @@ def causal_model(folder: Path, *, meta: bool) -> nn.Module:
     try:
         config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except Exception as fault:  # OSError, ValueError, KeyError and classes of its own, by the kind of fault
-        raise GraphPPError(f"MODEL: {folder / 'config.json'} cannot be read: {_first_line(fault)}") from fault
+        raise GraphPPError(f"MODEL: {folder / 'config.json'} cannot be read: {_shortened(fault)}") from fault
     if type(config) not in transformers.MODEL_FOR_CAUSAL_LM_MAPPING:
         raise GraphPPError(
             f"MODEL: {folder} has a {config.model_type}, and only causal language models can be built from a configuration: "
@@ -84,7 +85,7 @@ def _built(transformers: Any, folder: Path, config: Any, *, meta: bool) -> nn.Mo
         with torch.device("meta" if meta else "cpu"):
             model: nn.Module = transformers.AutoModelForCausalLM.from_config(config, trust_remote_code=False)
     except Exception as fault:  # the library's code on numbers that do not fit each other
-        raise GraphPPError(f"MODEL: transformers cannot build the model of {folder}: {_first_line(fault)}") from fault
+        raise GraphPPError(f"MODEL: transformers cannot build the model of {folder}: {_shortened(fault)}") from fault
     return model.train()
 
 
@@ -99,5 +100,7 @@ def _check_memory(folder: Path, model: nn.Module) -> None:
         )
 
 
-def _first_line(fault: Exception) -> str:
-    return f"{type(fault).__name__}: {str(fault).strip().partition(chr(10))[0]}"
+def _shortened(fault: Exception) -> str:
+    """The beginning of the library's message, which may be many lines, on one line."""
+    text = " ".join(str(fault).split())
+    return f"{type(fault).__name__}: {text if len(text) <= _MOST_TEXT else f'{text[:_MOST_TEXT]}...'}"

@@ -28,7 +28,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from graphpp.arguments import Accepted, callback, shown, type_name, unfit
+from graphpp.arguments import shown, type_name, unfit
 from graphpp.batch.microbatch import Microbatch
 from graphpp.capture.loss import LossFunction
 from graphpp.cli.hugging_face import causal_model, is_causal, random_tokens
@@ -63,7 +63,8 @@ def load_model(
         return LoadedModel(model, None, random_tokens(model, rows, length))
     function = _function(name)
     with torch.device("meta") if meta else contextlib.nullcontext():
-        result = callback(GraphPPError, name, Accepted("a result", lambda value: True), _without_exit(function))()
+        with _reported(name):
+            result = function()
         return _read(name, result, rows, length)
 
 
@@ -122,7 +123,7 @@ def _import(module: str) -> ModuleType:
         known = False
     if not known and module.partition(".")[0] == module:
         raise GraphPPError(f"MODEL: there is no module {module!r} in this folder or among the installed packages")
-    with _importing(module):
+    with _reported(f"importing {module}"):
         return importlib.import_module(module)
 
 
@@ -137,20 +138,20 @@ def _run_file(path: Path) -> ModuleType:
     module = importlib.util.module_from_spec(spec)
     sys.path.insert(0, str(path.resolve().parent))
     sys.modules[name] = module  # dataclasses and pickle look a class up there
-    with _importing(str(path)):
+    with _reported(f"importing {path}"):
         spec.loader.exec_module(module)
     return module
 
 
 @contextlib.contextmanager
-def _importing(what: str) -> Iterator[None]:
-    """Raise `GraphPPError` for an exception of the code that runs when a module is imported."""
+def _reported(what: str) -> Iterator[None]:
+    """Raise `GraphPPError` for an exception of the user's code, also where the code ends the program."""
     try:
         yield
     except GraphPPError:
         raise
     except (Exception, SystemExit) as fault:
-        raise GraphPPError(f"MODEL: importing {what} raised {type(fault).__name__}: {fault}{_own_line(fault)}") from fault
+        raise GraphPPError(f"MODEL: {what} raised {type(fault).__name__}: {fault}{_own_line(fault)}") from fault
 
 
 def _own_line(fault: BaseException) -> str:
@@ -162,19 +163,6 @@ def _own_line(fault: BaseException) -> str:
     own = [(file, line) for file, line in frames if not file.startswith("<frozen") and file != __file__]
     own = [(file, line) for file, line in own if not file.endswith("importlib/__init__.py")]
     return "".join(f"\n  at {file}:{line}" for file, line in own[-1:])
-
-
-def _without_exit(function: Callable[[], Any]) -> Callable[[], Any]:
-    """The function, whose `sys.exit(..)` becomes an exception like any other."""
-
-    def run() -> Any:
-        try:
-            return function()
-        except SystemExit as fault:
-            raise RuntimeError(f"the function ended the program by SystemExit({fault.code})") from fault
-
-    run.__qualname__ = getattr(function, "__qualname__", type(function).__qualname__)
-    return run
 
 
 # --------------------------------------------------------------------------------------------------- its result

@@ -45,9 +45,9 @@ Sources = Annotated[
     list[str] | None,
     typer.Argument(metavar="[NAME|FILE]...", help=SCHEDULE_HELP, show_default=False, autocompletion=complete_name),
 ]
-Ranks = Annotated[int | None, typer.Option(help="For how many ranks.")]
-Stages = Annotated[int | None, typer.Option(help="With how many stages; by default the usual number of the schedule.")]
-Microbatches = Annotated[int | None, typer.Option(help="For how many microbatches.")]
+Ranks = Annotated[int | None, typer.Option(min=1, help="For how many ranks.")]
+Stages = Annotated[int | None, typer.Option(min=1, help="With how many stages; by default the schedule's usual number.")]
+Microbatches = Annotated[int | None, typer.Option(min=1, help="For how many microbatches.")]
 CostsFile = Annotated[Path | None, typer.Option("--costs", help="Times and bytes of the stages: graphpp.Costs as JSON.")]
 Written = Path | None
 
@@ -97,7 +97,8 @@ def check(source: Source, ranks: Ranks = None, stages: Stages = None, microbatch
         counts = asdict(Counts(table.ranks, table.stages, table.microbatches)) | Counts(ranks, stages, microbatches).given()
         check_table(table, **counts, training=training)
     except ScheduleError as fault:
-        return Answer(str(fault), {"accepted": False, "schedule": source, "message": str(fault)}, yes=False)
+        where = f"\n{source}: rank 0 is line 1, column 0 is cell 1" if source.casefold().endswith(".csv") else ""
+        return Answer(f"{fault}{where}", {"accepted": False, "schedule": source, "message": f"{fault}{where}"}, yes=False)
     kind = "" if training else " (forwards only)"
     said = f"{table.name}{kind}: complete, in order, cannot deadlock; {_counted(table)}"
     return Answer(said, {"accepted": True, "schedule": source, "training": training, **_facts(table)})
@@ -150,22 +151,14 @@ def compare(
 
 def _table_under_check(source: str, counts: Counts) -> Schedule:
     """The table; a file's own counts may differ from the given ones, about which the checker says more."""
-    known = read_schedule_or_name(source)
+    known = read_schedule(source)
     return known if isinstance(known, Schedule) else table_by_name(known, counts)
-
-
-def read_schedule_or_name(source: str) -> Schedule | str:
-    """As `read_schedule`; an unknown name is wrong usage, no refused schedule: `GraphPPError`, no `ScheduleError`."""
-    try:
-        return read_schedule(source)
-    except ScheduleError as fault:
-        if str(fault).startswith("unknown schedule"):
-            raise GraphPPError(str(fault)) from None
-        raise
 
 
 def _all_known(counts: Counts) -> tuple[list[Schedule], dict[str, str]]:
     """The tables of all known names that train and fit the counts, and the messages for those that do not fit."""
+    if counts.ranks is None or counts.microbatches is None:
+        raise GraphPPError("name schedules or files to compare; to compare all known ones, give --ranks and --microbatches")
     tables, refused = [], {}
     for name in SCHEDULES:
         if name not in ("auto", "ForwardOnly"):  # the first is another one of the list, the second does not train
@@ -220,7 +213,7 @@ class _Simulated:
 
     def size(self, rank: int) -> str:
         count = self.timeline.peak_bytes(rank) if self.timeline.memory else 0
-        return f"{count / _UNIT_BYTES:g} microbatches" if self.units else spell_bytes(count)
+        return f"{count / _UNIT_BYTES:g} microbatch{'es' * (count != _UNIT_BYTES)}" if self.units else spell_bytes(count)
 
     def document(self) -> dict[str, object]:
         ranks = range(self.timeline.schedule.ranks)
@@ -237,8 +230,6 @@ class _Simulated:
 
 def _simulated(table: Schedule, file: Path | None) -> _Simulated:
     if file is None:
-        if not table.stages or not table.ranks:
-            raise ScheduleError(f"{table.name} has no action, so there is nothing to simulate")
         costs = Costs.unit(table.stages, table.ranks)
         return _Simulated(replace(simulate_table(table, costs), unit="units"), costs, units=True)
     costs = read_costs(file)

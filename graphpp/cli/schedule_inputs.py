@@ -4,8 +4,8 @@ Contract
     A file is CSV as torch writes it, with or without communication (`Schedule.load`; its name ends in `.csv`); the text that
     `graphpp schedule show` prints (`Schedule.parse`); or, in either layout, the orders of Megatron-Core: a line for each rank
     with the signed numbers of its chunks, +c a forward, -c a backward (`schedules.from_orders`).
-    A known name is never taken for a file. Raises `GraphPPError` for a file that cannot be opened, `ScheduleError` for an
-    unknown name and for the content of a file.
+    A known name is never taken for a file. Raises `GraphPPError` for an unknown name and for a file that cannot be opened,
+    `ScheduleError` for the content of a file and for counts that do not fit.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def read_schedule(text: str) -> Schedule | str:
     try:
         load_schedule(text)
     except ScheduleError as fault:
-        raise ScheduleError(f"{fault}; there is no file of this name either") from None
+        raise GraphPPError(f"{fault}; there is no file of this name either") from None
     raise AssertionError(f"{text!r} is no known name")
 
 
@@ -74,14 +74,9 @@ def table_by_name(name: str, counts: Counts) -> Schedule:
     """The table of a known name. Raises `GraphPPError` where the counts do not tell which."""
     if counts.ranks is None or counts.microbatches is None:
         missing = [f"--{each}" for each in ("ranks", "microbatches") if getattr(counts, each) is None]
-        raise GraphPPError(f"{name} is a schedule for any number of {_ANY}: give {' and '.join(missing)}")
-    if counts.ranks < 1:
-        raise ScheduleError(f"--ranks: take a positive integer, got {counts.ranks}")
+        raise GraphPPError(f"{name} is a schedule for any number of ranks and microbatches: give {' and '.join(missing)}")
     stages = default_stages(name, counts.ranks) if counts.stages is None else counts.stages
     return make_table(name, counts.ranks, stages, counts.microbatches)
-
-
-_ANY = "ranks and microbatches"
 
 
 def _check_own(table: Schedule, counts: Counts) -> None:
@@ -103,7 +98,13 @@ def readable(path: Path) -> str:
 
 
 def _read_file(path: Path) -> Schedule:
-    text = readable(path)
+    found = _parsed(path, readable(path))
+    if not any(True for _ in found.cells()):
+        raise ScheduleError(f"{path} has no action: write a line for each rank, such as 0F0,0B0")
+    return found
+
+
+def _parsed(path: Path, text: str) -> Schedule:
     lines = [re.split(r"[,\s]+", line.strip(" \t,")) for line in text.splitlines() if line.strip(" \t,")]
     if lines and all(_ORDER.fullmatch(cell) for line in lines for cell in line):
         return from_orders([[float(cell) for cell in line] for line in lines], name=str(path))

@@ -31,8 +31,8 @@ def verify(  # noqa: PLR0913 - the options of a pipeline
     model: Annotated[str, typer.Argument(metavar="MODEL", help=MODEL_HELP)],
     split: Annotated[str | None, typer.Option(help=forms.SPLIT_HELP)] = None,
     schedule: Annotated[str, typer.Option(help=SCHEDULE_HELP, autocompletion=complete_name)] = "auto",
-    microbatches: Annotated[int | None, typer.Option(help="How many microbatches a step has.")] = None,
-    ranks: Annotated[int | None, typer.Option(help="For how many ranks the schedule is.")] = None,
+    microbatches: Annotated[int | None, typer.Option(min=1, help="How many microbatches a step has.")] = None,
+    ranks: Annotated[int | None, typer.Option(min=1, help="For how many ranks the schedule is.")] = None,
     memory: Annotated[str | None, typer.Option(help=forms.MEMORY_HELP)] = None,
     cap: Annotated[str | None, typer.Option(help="Bytes that a rank may hold at one time, e.g. 8GiB.")] = None,
     backend: Annotated[Literal["eager", "inductor"], typer.Option(help="Who runs the operations.")] = "eager",
@@ -40,8 +40,8 @@ def verify(  # noqa: PLR0913 - the options of a pipeline
         bool, typer.Option("--whole-batch", help="The example is a whole batch: compare a step over it as well.")
     ] = False,
     tolerance: Annotated[float | None, typer.Option(help="The relative difference that counts as rounding.")] = None,
-    batch: Annotated[int | None, typer.Option(help="Rows of the random tokens for a Hugging Face model.")] = None,
-    length: Annotated[int | None, typer.Option(help="Tokens in each of these rows.")] = None,
+    batch: Annotated[int | None, typer.Option(min=1, help="Rows of the random tokens for a Hugging Face model.")] = None,
+    length: Annotated[int | None, typer.Option(min=1, help="Tokens in each of these rows.")] = None,
     dump: Annotated[Path | None, typer.Option(help="A folder for the graphs, as Python that runs.")] = None,
 ) -> Answer:
     """Check that the pipeline of a model computes what plain PyTorch computes. Exit code 1 where they differ."""
@@ -75,6 +75,7 @@ def _document(found: Verification) -> dict[str, object]:
         "seconds": found.seconds,
         "schedule": {"name": table.name, "ranks": table.ranks, "stages": table.stages, "microbatches": table.microbatches},
         "stages": [asdict(stage) for stage in found.plan.stages],
+        "memory": None if found.plan.memory is None else [asdict(rank) for rank in found.plan.memory.ranks],
         **{name: None if each is None else _compared(each) for name, each in comparisons.items()},
     }
 

@@ -43,12 +43,13 @@ def _links(size: int, repeats: int) -> list[Link] | None:
     if int(os.environ.get("WORLD_SIZE", "1")) < 2:
         return []
     place = place_of(None, None, None)
+    first = place.rank == 0
     try:
         found = measure_links(place, size, repeats)
         dist.barrier(place.group)
     finally:
         dist.destroy_process_group()  # gloo's threads may abort a process that ends with a living group
-    return found if place.rank == 0 else None
+    return found if first else None
 
 
 def _answer(links: Sequence[Link]) -> Answer:

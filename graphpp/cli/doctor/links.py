@@ -43,7 +43,7 @@ def pairs(ranks: int) -> list[tuple[int, int]]:
 def measure_links(place: RankPlace, size: int, repeats: int) -> list[Link]:
     """Every link, on every rank. `size`: bytes of the large message; the medians of `repeats` messages count."""
     if size < _SMALL or repeats < 1:
-        raise GraphPPError(f"take a message of at least {_SMALL} bytes and at least one repeat, got {size} and {repeats}")
+        raise GraphPPError(f"--size, --repeats: take at least {_SMALL} bytes and one message, got {size} and {repeats}")
     own: list[tuple[float, float]] = []
     for pair in pairs(place.ranks):
         dist.barrier(place.group)
