@@ -1,13 +1,12 @@
 """`graphpp schedule show|check|simulate|compare`: tables by name or file, without a model.
 
-Contract: no command runs a model. Without `--costs` a table is simulated with F = I = W = 1 for each rank and microbatch, and
-activations are counted in microbatches of a whole rank; with costs in their units and in bytes.
+Contract: no command runs a model. `simulated.py` says in which units a step is simulated.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Annotated
@@ -24,19 +23,14 @@ from graphpp.cli.schedule_inputs import (
     table_by_name,
     table_of,
 )
+from graphpp.cli.simulated import facts_of, simulated, spell_counts
 from graphpp.cli.tables import columns
 from graphpp.errors import GraphPPError, ScheduleError
 from graphpp.schedules.check.checker import check as check_table
 from graphpp.schedules.draw.pictures import chrome_trace, html, svg
 from graphpp.schedules.generate.names import SCHEDULES
-from graphpp.schedules.simulate.simulator import simulate as simulate_table
-from graphpp.schedules.simulate.timeline import Timeline
 from graphpp.schedules.table.actions import Kind
-from graphpp.schedules.table.costs import Costs
 from graphpp.schedules.table.schedule import Schedule
-from graphpp.units import spell_bytes, spell_time
-
-_UNIT_BYTES = 1000  # of `Costs.unit`: the activations of one microbatch on all stages of a rank
 
 Source = Annotated[
     str, typer.Argument(metavar="NAME|FILE", help=SCHEDULE_HELP, show_default=False, autocompletion=complete_name)
@@ -86,7 +80,7 @@ def show(  # noqa: PLR0913 - one option for each form of the table
         table.save(csv)
     files = [str(file) for file in (*(file for file, _ in texts), csv) if file is not None]
     rows = [" ".join(str(cell or ".") for cell in row) for row in table.table]
-    return Answer(str(table), {**_facts(table), "table": rows, "written": files}, notes=[f"wrote {file}" for file in files])
+    return Answer(str(table), {**facts_of(table), "table": rows, "written": files}, notes=[f"wrote {file}" for file in files])
 
 
 def check(source: Source, ranks: Ranks = None, stages: Stages = None, microbatches: Microbatches = None) -> Answer:
@@ -100,8 +94,8 @@ def check(source: Source, ranks: Ranks = None, stages: Stages = None, microbatch
         where = f"\n{source}: rank 0 is line 1, column 0 is cell 1" if source.casefold().endswith(".csv") else ""
         return Answer(f"{fault}{where}", {"accepted": False, "schedule": source, "message": f"{fault}{where}"}, yes=False)
     kind = "" if training else " (forwards only)"
-    said = f"{table.name}{kind}: complete, in order, cannot deadlock; {_counted(table)}"
-    return Answer(said, {"accepted": True, "schedule": source, "training": training, **_facts(table)})
+    said = f"{table.name}{kind}: complete, in order, cannot deadlock; {spell_counts(table)}"
+    return Answer(said, {"accepted": True, "schedule": source, "training": training, **facts_of(table)})
 
 
 def simulate(
@@ -112,14 +106,14 @@ def simulate(
     costs: CostsFile = None,
 ) -> Answer:
     """Simulate one step: how long it takes, how long each rank waits, how much each rank holds."""
-    found = _simulated(table_of(source, Counts(ranks, stages, microbatches)), costs)
+    found = simulated(table_of(source, Counts(ranks, stages, microbatches)), costs)
     table = found.timeline.schedule
     heads = ("rank", "busy", "bubble", "peak activations")
     numbers = [
         (str(rank), found.time(found.timeline.busy(rank)), f"{found.timeline.bubble(rank):.1%}", found.size(rank))
         for rank in range(table.ranks)
     ]
-    text = "\n".join([f"{table.name}, {_counted(table)}: a step takes {found.makespan}", "", columns(heads, numbers)])
+    text = "\n".join([f"{table.name}, {spell_counts(table)}: a step takes {found.makespan}", "", columns(heads, numbers)])
     return Answer(text, found.document())
 
 
@@ -133,7 +127,7 @@ def compare(
     """Simulate several schedules, by default all that graphpp knows, and list the fastest first."""
     counts = Counts(ranks, stages, microbatches)
     tables, refused = ([table_of(each, counts) for each in sources], {}) if sources else _all_known(counts)
-    found = [_simulated(table, costs) for table in tables]
+    found = [simulated(table, costs) for table in tables]
     found.sort(key=lambda each: each.timeline.makespan)
     heads = ("schedule", "ranks", "stages", "microbatches", "step", "bubble", "peak activations")
     rows = []
@@ -169,71 +163,6 @@ def _all_known(counts: Counts) -> tuple[list[Schedule], dict[str, str]]:
     if not tables:
         raise ScheduleError("\n".join(["no schedule fits these numbers:", *refused.values()]))
     return tables, refused
-
-
-def _facts(table: Schedule) -> dict[str, object]:
-    return {"name": table.name, "ranks": table.ranks, "stages": table.stages, "microbatches": table.microbatches}
-
-
-def _counted(table: Schedule) -> str:
-    counts = {"rank": table.ranks, "stage": table.stages, "microbatch": table.microbatches}
-    plural = {"rank": "ranks", "stage": "stages", "microbatch": "microbatches"}
-    return ", ".join(f"{count} {name if count == 1 else plural[name]}" for name, count in counts.items())
-
-
-# --------------------------------------------------------------------------------------------------- simulation
-
-
-@dataclass(frozen=True)
-class _Simulated:
-    """A timeline, and whether its numbers are units (of `Costs.unit`) or seconds and bytes."""
-
-    timeline: Timeline
-    costs: Costs
-    units: bool
-
-    @property
-    def makespan(self) -> str:
-        return self.time(self.timeline.makespan)
-
-    @property
-    def bubble(self) -> float:
-        """The share of all ranks' time in which they do not compute."""
-        ranks = range(self.timeline.schedule.ranks)
-        return sum(map(self.timeline.bubble, ranks)) / max(len(ranks), 1)
-
-    @property
-    def peak(self) -> str:
-        """The peak of the rank with the highest."""
-        ranks = range(self.timeline.schedule.ranks)
-        return self.size(max(ranks, key=self.timeline.peak_bytes, default=0))
-
-    def time(self, time: float) -> str:
-        return f"{time:g} units" if self.units else spell_time(time, "s")
-
-    def size(self, rank: int) -> str:
-        count = self.timeline.peak_bytes(rank) if self.timeline.memory else 0
-        return f"{count / _UNIT_BYTES:g} microbatch{'es' * (count != _UNIT_BYTES)}" if self.units else spell_bytes(count)
-
-    def document(self) -> dict[str, object]:
-        ranks = range(self.timeline.schedule.ranks)
-        return {
-            **_facts(self.timeline.schedule),
-            "makespan": self.timeline.makespan,
-            "bubble": self.bubble,
-            "ranks_busy": [self.timeline.busy(rank) for rank in ranks],
-            "ranks_bubble": [self.timeline.bubble(rank) for rank in ranks],
-            "ranks_peak_bytes": [self.timeline.peak_bytes(rank) for rank in ranks],
-            "costs": asdict(self.costs),
-        }
-
-
-def _simulated(table: Schedule, file: Path | None) -> _Simulated:
-    if file is None:
-        costs = Costs.unit(table.stages, table.ranks)
-        return _Simulated(replace(simulate_table(table, costs), unit="units"), costs, units=True)
-    costs = read_costs(file)
-    return _Simulated(simulate_table(table, costs), costs, units=False)
 
 
 def _write(path: Path, text: str) -> None:

@@ -23,6 +23,7 @@ from graphpp.errors import GraphPPError
 from graphpp.parallel.rank_place import RankPlace
 
 _SMALL = 8  # bytes
+_NAME = 64  # bytes of the name of a machine
 
 
 @dataclass(frozen=True)
@@ -44,22 +45,28 @@ def measure_links(place: RankPlace, size: int, repeats: int) -> list[Link]:
     """Every link, on every rank. `size`: bytes of the large message; the medians of `repeats` messages count."""
     if size < _SMALL or repeats < 1:
         raise GraphPPError(f"--size, --repeats: take at least {_SMALL} bytes and one message, got {size} and {repeats}")
-    own: list[tuple[float, float]] = []
+    own = (0.0, 0.0)
     for pair in pairs(place.ranks):
         dist.barrier(place.group)
         if place.rank in pair:
-            own.append(_measured(place, pair, size, repeats))
-    gathered: list[tuple[str, list[tuple[float, float]]] | None] = [None] * place.ranks
-    dist.all_gather_object(gathered, (socket.gethostname(), own), place.group)
-    facts = [each for each in gathered if each is not None]
-    hosts = [host for host, _ in facts]
-    numbers = [iter(found) for _, found in facts]
-    links = []
-    for first, second in pairs(place.ranks):
-        latency, bandwidth = next(numbers[first])
-        next(numbers[second])  # the measurement of the other end, which began its clock in the middle of a message
-        links.append(Link((first, second), (hosts[first], hosts[second]), latency, bandwidth))
-    return links
+            found = _measured(place, pair, size, repeats)
+            own = found if place.rank == pair[0] else own  # a rank is the first one of one pair
+    numbers = [each.tolist() for each in _gathered(place, torch.tensor(own, dtype=torch.float64))]
+    hosts = [bytes(each.tolist()).rstrip(b"\0").decode(errors="replace") for each in _gathered(place, _host_name())]
+    return [Link(pair, (hosts[pair[0]], hosts[pair[1]]), *numbers[pair[0]]) for pair in pairs(place.ranks)]
+
+
+def _gathered(place: RankPlace, own: torch.Tensor) -> list[torch.Tensor]:
+    """The tensors of all ranks, in order; each has the shape and dtype of `own`."""
+    sent = own.to(place.device)
+    received = [torch.empty_like(sent) for _ in range(place.ranks)]
+    dist.all_gather(received, sent, place.group)
+    return received
+
+
+def _host_name() -> torch.Tensor:
+    """The name of this machine as uint8 [64], with zeros behind it."""
+    return torch.tensor(list(socket.gethostname().encode()[:_NAME].ljust(_NAME, b"\0")), dtype=torch.uint8)
 
 
 def _measured(place: RankPlace, pair: tuple[int, int], size: int, repeats: int) -> tuple[float, float]:
