@@ -26,14 +26,20 @@ for each in (verify, schedule, dump, cache, doctor):  # in the order of the help
     each.add_to(app)
 
 
-@app.callback()
-def root(
-    version: Annotated[bool, typer.Option("--version", help="Print the version of graphpp, and end.", is_eager=True)] = False,
-) -> None:
-    """Options of the command itself."""
-    if version:
+def _print_version(asked: bool) -> None:
+    if asked:
         typer.echo(f"graphpp {sys.modules['graphpp'].__version__}")
         raise typer.Exit
+
+
+@app.callback()
+def root(
+    version: Annotated[
+        bool,
+        typer.Option("--version", help="Print the version of graphpp, and end.", is_eager=True, callback=_print_version),
+    ] = False,
+) -> None:
+    """Read the options of the command itself."""
 
 
 def main() -> None:

@@ -71,7 +71,7 @@ def load_model(
 def _config_folder(name: str) -> Path:
     """The folder, if it has a `config.json`. Raises `GraphPPError` that says what `name` is instead."""
     path = Path(name)
-    if path.is_dir():
+    if name and path.is_dir():
         if (path / "config.json").is_file():
             return path
         raise GraphPPError(f"MODEL: the folder {name} has no config.json of a Hugging Face model")
