@@ -44,7 +44,9 @@ def test_memory() -> None:
     assert named.layers == ("a", "b")
 
 
-@pytest.mark.parametrize(("memory", "cap"), [("7", None), ("nan", None), ("a,,b", None), (None, "0"), (None, "-1"), (None, "many")])
+@pytest.mark.parametrize(
+    ("memory", "cap"), [("7", None), ("nan", None), ("a,,b", None), (None, "0"), (None, "-1"), (None, "many")]
+)
 def test_wrong_memory(memory: str | None, cap: str | None) -> None:
     with pytest.raises(GraphPPError):
         read_memory(memory, cap)
@@ -60,7 +62,7 @@ def test_bytes(text: str, count: int) -> None:
 
 @pytest.mark.parametrize("text", ["", "-1", "1e9", "12parsecs", "1.2.3", "9" * 18 + "TiB", "9" * 40, "inf"])
 def test_wrong_bytes(text: str) -> None:
-    with pytest.raises(GraphPPError, match="^--cap: take "):
+    with pytest.raises(GraphPPError, match=r"^--cap: take "):
         read_bytes("--cap", text)
 
 

@@ -94,7 +94,7 @@ def test_a_module_is_looked_for_in_the_working_folder(tmp_path: Path, monkeypatc
     package = tmp_path / "package_to_load"
     package.mkdir()
     write(package / "neighbour.py", "WIDTH = 4")
-    write(package / "models.py", CODE.replace("import graphpp\n", "import graphpp\n    from package_to_load.neighbour import WIDTH\n", 1))
+    write(package / "models.py", f"{CODE}\n    from package_to_load.neighbour import WIDTH\n")
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend("")
     assert load_model("package_to_load.models:build").loss is torch.nn.functional.mse_loss

@@ -20,6 +20,10 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
+def rows_of(table: graphpp.Schedule) -> list[str]:
+    return [" ".join(str(cell or ".") for cell in row) for row in table.table]
+
+
 # ----------------------------------------------------------------------------------------------------------------- show
 
 
@@ -31,8 +35,9 @@ def test_a_table_is_shown_saved_and_read_back(name: str) -> None:
     Path("table.txt").write_text(shown.stdout)
     table = graphpp.Schedule.parse(shown.stdout)
     assert table.ranks == 4
+    rows = rows_of(table)
     for file in ("table.csv", "table.txt"):
-        assert document("schedule", "show", file)["table"] == [" ".join(str(cell or ".") for cell in row) for row in table.table]
+        assert document("schedule", "show", file)["table"] == rows
         assert document("schedule", "check", file)["accepted"]
 
 
@@ -63,9 +68,7 @@ def test_orders_of_megatron() -> None:
     orders = [schedules.table_to_order(5 - 2 * rank, 2, schedules.schedule_table(5, 2, 3)) for rank in range(2)]
     for separator, file in ((",", "orders.csv"), (" ", "orders.txt")):
         Path(file).write_text("\n".join(separator.join(map(str, order)) for order in orders))
-        assert document("schedule", "show", file)["table"] == [
-            " ".join(str(cell or ".") for cell in row) for row in schedules.from_orders(orders).table
-        ]
+        assert document("schedule", "show", file)["table"] == rows_of(schedules.from_orders(orders))
 
 
 # ---------------------------------------------------------------------------------------------------------------- check

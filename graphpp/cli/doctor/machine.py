@@ -13,6 +13,7 @@ import subprocess
 import sys
 import sysconfig
 import tempfile
+import warnings
 from collections.abc import Mapping
 from importlib import metadata
 from pathlib import Path
@@ -88,7 +89,9 @@ def matrix_libraries(config: str | None = None) -> dict[str, str | None]:
 
 def compiler() -> dict[str, object]:
     """The C++ compiler of Inductor: its command, its version, and its `compile_fault`; None: there is none."""
-    from graphpp._torch.inductor import cpp_compiler  # takes seconds to load
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch 2.13 imports what it deprecates
+        from graphpp._torch.inductor import cpp_compiler  # takes seconds to load
 
     command = cpp_compiler()
     if command is None:
