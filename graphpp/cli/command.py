@@ -4,6 +4,7 @@ Contract
     A command is a function that returns an `Answer`, or None where another rank prints it. `add_command` registers it with
     typer. Exit codes: `YES`, `NO`, and `ERROR` for wrong usage (typer's) and for every exception. A `GraphPPError` is printed
     as Python prints it, without its traceback unless asked for; any other exception is a defect, with its traceback.
+    Of the ranks that torchrun started the first one prints its answer; errors are printed by all.
     Under `--json` standard output gets one JSON document and nothing else: the answer, or `{"error": ..}`. Anything that other
     code prints there meanwhile goes to standard error.
 """
@@ -66,16 +67,9 @@ def _ending(function: Command) -> Callable[..., None]:
     def run(*, as_json: bool, with_traceback: bool, **given: Any) -> None:
         with _kept_output() if as_json else contextlib.nullcontext():
             answer, error = _attempt(function, given, with_traceback)
-        if error is not None:
-            document: Mapping[str, object] = {"error": {"type": type(error).__name__, "message": str(error)}}
-            if as_json and os.environ.get("RANK", "0") == "0":  # of the ranks that torchrun started the first one answers
-                typer.echo(_json(document))
-            raise typer.Exit(ERROR)
-        if answer is not None:
-            typer.echo(_json(answer.document) if as_json else answer.text)
-            for note in answer.notes:
-                typer.echo(note, err=True)
-        raise typer.Exit(YES if answer is None or answer.yes else NO)
+        if os.environ.get("RANK", "0") == "0":  # of the ranks that torchrun started the first one answers
+            _print(answer, error, as_json)
+        raise typer.Exit(ERROR if error is not None else YES if answer is None or answer.yes else NO)
 
     signature = inspect.signature(function, eval_str=True)
     added = [
@@ -101,6 +95,16 @@ def _attempt(
             lines = traceback.format_exception_only(error)
         typer.echo("".join(lines).rstrip(), err=True)
         return None, error
+
+
+def _print(answer: Answer | None, error: Exception | None, as_json: bool) -> None:
+    """Print the answer, or the document of the error, to standard output, and notes to standard error."""
+    if error is not None and as_json:
+        typer.echo(_json({"error": {"type": type(error).__name__, "message": str(error)}}))
+    if answer is not None:
+        typer.echo(_json(answer.document) if as_json else answer.text)
+        for note in answer.notes:
+            typer.echo(note, err=True)
 
 
 @contextlib.contextmanager

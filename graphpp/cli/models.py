@@ -136,7 +136,9 @@ def _run_file(path: Path) -> ModuleType:
     if spec is None or spec.loader is None:
         raise GraphPPError(f"MODEL: {path} is no file of Python code; its name ends in .py")
     module = importlib.util.module_from_spec(spec)
-    sys.path.insert(0, str(path.resolve().parent))
+    folder = str(path.resolve().parent)
+    if folder not in sys.path:
+        sys.path.insert(0, folder)
     sys.modules[name] = module  # dataclasses and pickle look a class up there
     with _reported(f"importing {path}"):
         spec.loader.exec_module(module)

@@ -37,7 +37,7 @@ Source = Annotated[
 ]
 Sources = Annotated[
     list[str] | None,
-    typer.Argument(metavar="[NAME|FILE]...", help=SCHEDULE_HELP, show_default=False, autocompletion=complete_name),
+    typer.Argument(metavar="NAME|FILE", help=SCHEDULE_HELP, show_default=False, autocompletion=complete_name),
 ]
 Ranks = Annotated[int | None, typer.Option(min=1, help="For how many ranks.")]
 Stages = Annotated[int | None, typer.Option(min=1, help="With how many stages; by default the schedule's usual number.")]

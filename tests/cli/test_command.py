@@ -91,14 +91,19 @@ def test_an_error_of_graphpp() -> None:
     assert as_json.stderr == plain.stderr
 
 
-def test_of_several_ranks_the_first_one_prints_the_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    def command() -> Answer:
+def test_of_several_ranks_the_first_one_answers(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuses() -> Answer:
         raise ScheduleError("wrong")
 
-    monkeypatch.setenv("RANK", "1")
-    assert invoke(command, "--json").stdout == ""
-    monkeypatch.setenv("RANK", "0")
-    assert "wrong" in invoke(command, "--json").stdout
+    def answers() -> Answer:
+        return Answer("text", {"a": 1}, yes=False)
+
+    for rank in ("0", "1"):
+        monkeypatch.setenv("RANK", rank)
+        refused, answered = invoke(refuses, "--json"), invoke(answers)
+        assert (refused.exit_code, answered.exit_code) == (2, 1)
+        assert "wrong" in refused.stderr
+        assert [bool(refused.stdout), bool(answered.stdout)] == [rank == "0"] * 2
 
 
 def test_any_other_exception_is_a_defect_and_shows_its_traceback() -> None:

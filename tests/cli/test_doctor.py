@@ -5,6 +5,7 @@ import shutil
 import stat
 import tomllib
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -49,6 +50,17 @@ def test_the_document(monkeypatch: pytest.MonkeyPatch) -> None:
     assert ("gloo" in found["backends"]) is dist.is_gloo_available()
     assert (found["matrix_libraries"]["onednn"] is not None) is torch.backends.mkldnn.is_available()
     assert found["links"] == []
+
+
+def test_accelerators_are_listed_with_their_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    facts = SimpleNamespace(name="an accelerator", total_memory=80 * 2**30)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: facts)
+    assert machine.devices()[1:] == [
+        {"device": f"cuda:{index}", "name": "an accelerator", "bytes": 80 * 2**30} for index in range(2)
+    ]
+    assert "cuda:1: an accelerator, 80.0 GiB\n" in run("doctor").stdout
 
 
 def test_a_machine_on_which_graphpp_cannot_run(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,7 +13,8 @@ from typing import Any
 
 import pytest
 
-from tests.cli.running import run
+from tests.cli.running import document, run
+from tests.cli.test_command import COMMANDS
 
 PAGE = Path(__file__).parents[2] / "docs" / "command_line.md"
 BLOCK = re.compile(r"^```(python|console)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
@@ -52,6 +53,43 @@ def test_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
             assert matches(output, result.stdout), f"{line}\n{result.stdout}"
             count += 1
     assert count > 8
+
+
+ROW = re.compile(r"^\| (`[a-z ]+`(?:, `[a-z ]+`)*) \| (.*) \|$", re.MULTILINE)
+DOCUMENTED = {
+    words: set(re.findall(r"`([a-z_]+)`", fields))
+    for commands, fields in ROW.findall(PAGE.read_text().partition("## The documents")[2])
+    for words in re.findall(r"`([a-z ]+)`", commands)
+}
+TABLE = "1F1B --ranks 2 --microbatches 2"
+CALLS = {
+    "verify": "verify model_of_the_page.py:build",
+    "schedule show": f"schedule show {TABLE}",
+    "schedule check": f"schedule check {TABLE}",
+    "schedule simulate": f"schedule simulate {TABLE}",
+    "schedule compare": f"schedule compare {TABLE}",
+    "doctor": "doctor",
+    "dump diff": "dump diff before before",
+    "cache list": "cache list",
+    "cache empty": "cache empty",
+    "cache size": "cache size",
+}
+OTHER = {"schedule check": {"message"}, "schedule compare": {"simulate"}}  # words of a row that are no field of this document
+
+
+@pytest.mark.parametrize("words", DOCUMENTED)
+def test_the_fields_of_each_document(words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("GRAPHPP_CACHE", str(tmp_path / "cache"))
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    (tmp_path / "before").mkdir()
+    (tmp_path / "before" / "passes.txt").write_text("")
+    Path("model_of_the_page.py").write_text(next(block for kind, block in BLOCK.findall(PAGE.read_text()) if kind == "python"))
+    assert set(document(*CALLS[words].split())) == DOCUMENTED[words] - OTHER.get(words, set())
+
+
+def test_every_command_has_a_row() -> None:
+    assert set(DOCUMENTED) == set(CALLS) == {" ".join(path) for path in COMMANDS}
 
 
 def test_matches() -> None:
