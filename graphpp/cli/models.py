@@ -63,7 +63,7 @@ def load_model(
         return LoadedModel(model, None, random_tokens(model, rows, length))
     function = _function(name)
     with torch.device("meta") if meta else contextlib.nullcontext():
-        with _reported(name):
+        with _reported(f"{name}, run under torch.device('meta')," if meta else name):
             result = function()
         return _read(name, result, rows, length)
 

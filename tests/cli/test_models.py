@@ -90,6 +90,12 @@ def test_on_the_meta_device_nothing_has_memory(file: str) -> None:
     assert torch.empty(1).device.type == "cpu"
 
 
+def test_a_function_that_needs_data_cannot_run_on_the_meta_device(tmp_path: Path) -> None:
+    file = write(tmp_path / "data_to_load.py", "import torch\n\ndef build(): return torch.ones(1).item()\n")
+    with pytest.raises(GraphPPError, match=r"build, run under torch\.device\('meta'\), raised RuntimeError"):
+        load_model(f"{file}:build", meta=True)
+
+
 def test_a_module_is_looked_for_in_the_working_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     package = tmp_path / "package_to_load"
     package.mkdir()

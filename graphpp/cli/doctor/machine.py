@@ -21,6 +21,8 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from graphpp.backends.processor import processor_name
+
 SUPPORTED = (2, 11), (2, 16)  # of torch, the second one excluded; `pyproject.toml` says the same
 REQUIRED = ("filelock", "networkx", "numpy", "rich", "safetensors", "typer")
 OPTIONAL = ("triton", "transformers", "torchdata")
@@ -53,7 +55,7 @@ def devices() -> list[dict[str, object]]:
     """The CPU with its cores, torch's threads and vector instructions, and every accelerator with its memory in bytes."""
     cpu: dict[str, object] = {
         "device": "cpu",
-        "name": platform.processor() or platform.machine(),
+        "name": processor_name(),
         "cores": os.cpu_count(),
         "threads": torch.get_num_threads(),
         "vectors": torch.backends.cpu.get_cpu_capability(),
