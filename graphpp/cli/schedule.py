@@ -6,7 +6,6 @@ Contract: no command runs a model. `simulated.py` says in which units a step is 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Annotated
@@ -30,6 +29,7 @@ from graphpp.schedules.check.checker import check as check_table
 from graphpp.schedules.draw.pictures import chrome_trace, html, svg
 from graphpp.schedules.generate.names import SCHEDULES
 from graphpp.schedules.table.actions import Kind
+from graphpp.schedules.table.costs import Costs
 from graphpp.schedules.table.schedule import Schedule
 
 Source = Annotated[
@@ -66,8 +66,8 @@ def show(  # noqa: PLR0913 - one option for each form of the table
     costs: CostsFile = None,
 ) -> Answer:
     """Print the table of a schedule: a line for each rank, `2F0` is the forward of microbatch 0 in stage 2."""
-    table = table_of(source, Counts(ranks, stages, microbatches))
     known = None if costs is None else read_costs(costs)
+    table = table_of(source, _counts(known, ranks, stages, microbatches))
     pictures: list[tuple[Written, Callable[[], str]]] = [
         (svg_file, partial(svg, table, costs=known)),
         (html_file, partial(html, table, costs=known)),
@@ -85,11 +85,17 @@ def show(  # noqa: PLR0913 - one option for each form of the table
 
 def check(source: Source, ranks: Ranks = None, stages: Stages = None, microbatches: Microbatches = None) -> Answer:
     """Prove that a table computes everything once and cannot deadlock. Exit code 1 with the fault where it does not."""
+    counts = Counts(ranks, stages, microbatches)
     try:
-        table = _table_under_check(source, Counts(ranks, stages, microbatches))
+        table = _table_under_check(source, counts)
         training = bool(table.kinds - {Kind.F})
-        counts = asdict(Counts(table.ranks, table.stages, table.microbatches)) | Counts(ranks, stages, microbatches).given()
-        check_table(table, **counts, training=training)
+        check_table(
+            table,
+            ranks=ranks or table.ranks,
+            stages=stages or table.stages,
+            microbatches=microbatches or table.microbatches,
+            training=training,
+        )
     except ScheduleError as fault:
         where = f"\n{source}: rank 0 is line 1, column 0 is cell 1" if source.casefold().endswith(".csv") else ""
         return Answer(f"{fault}{where}", {"accepted": False, "schedule": source, "message": f"{fault}{where}"}, yes=False)
@@ -106,7 +112,8 @@ def simulate(
     costs: CostsFile = None,
 ) -> Answer:
     """Simulate one step: how long it takes, how long each rank waits, how much each rank holds."""
-    found = simulated(table_of(source, Counts(ranks, stages, microbatches)), costs)
+    known = None if costs is None else read_costs(costs)
+    found = simulated(table_of(source, _counts(known, ranks, stages, microbatches)), known)
     table = found.timeline.schedule
     heads = ("rank", "busy", "bubble", "peak activations")
     numbers = [
@@ -125,9 +132,10 @@ def compare(
     costs: CostsFile = None,
 ) -> Answer:
     """Simulate several schedules, by default all that graphpp knows, and list the fastest first."""
-    counts = Counts(ranks, stages, microbatches)
+    known = None if costs is None else read_costs(costs)
+    counts = _counts(known, ranks, stages, microbatches)
     tables, refused = ([table_of(each, counts) for each in sources], {}) if sources else _all_known(counts)
-    found = [simulated(table, costs) for table in tables]
+    found = [simulated(table, known) for table in tables]
     found.sort(key=lambda each: each.timeline.makespan)
     heads = ("schedule", "ranks", "stages", "microbatches", "step", "bubble", "peak activations")
     rows = []
@@ -141,6 +149,10 @@ def compare(
 
 
 # ------------------------------------------------------------------------------------------------------- tables
+
+
+def _counts(costs: Costs | None, ranks: int | None, stages: int | None, microbatches: int | None) -> Counts:
+    return Counts(ranks, stages, microbatches, None if costs is None else len(costs.stages))
 
 
 def _table_under_check(source: str, counts: Counts) -> Schedule:

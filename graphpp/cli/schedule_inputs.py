@@ -27,15 +27,16 @@ _MOST_BYTES = 2**28
 
 @dataclass(frozen=True)
 class Counts:
-    """What a command was told about a table; None: nothing."""
+    """What a command was told about a table; None: nothing. `costs`: of how many stages a named schedule is to be simulated."""
 
     ranks: int | None = None
     stages: int | None = None
     microbatches: int | None = None
+    costs: int | None = None
 
     def given(self) -> dict[str, int]:
-        """The counts that were given, by their names."""
-        return {name: count for name, count in vars(self).items() if count is not None}
+        """The counts that were given for the table itself, by their names."""
+        return {name: count for name, count in vars(self).items() if count is not None and name != "costs"}
 
 
 def complete_name(incomplete: str) -> list[str]:
@@ -60,8 +61,8 @@ def read_schedule(text: str) -> Schedule | str:
 def table_of(text: str, counts: Counts) -> Schedule:
     """The table of a name or file.
 
-    A name needs ranks and microbatches, and has its usual number of stages otherwise. Counts that are given for a file must be
-    the file's own.
+    A name needs ranks and microbatches, and otherwise has as many stages as the costs, or its usual number. Counts that are
+    given for a file must be the file's own.
     """
     source = read_schedule(text)
     if isinstance(source, Schedule):
@@ -75,7 +76,7 @@ def table_by_name(name: str, counts: Counts) -> Schedule:
     if counts.ranks is None or counts.microbatches is None:
         missing = [f"--{each}" for each in ("ranks", "microbatches") if getattr(counts, each) is None]
         raise GraphPPError(f"{name} is a schedule for any number of ranks and microbatches: give {' and '.join(missing)}")
-    stages = default_stages(name, counts.ranks) if counts.stages is None else counts.stages
+    stages = counts.stages or counts.costs or default_stages(name, counts.ranks)
     return make_table(name, counts.ranks, stages, counts.microbatches)
 
 

@@ -7,9 +7,7 @@ with costs in seconds and bytes.
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
 
-from graphpp.cli.costs_file import read_costs
 from graphpp.schedules.simulate.simulator import simulate
 from graphpp.schedules.simulate.timeline import Timeline
 from graphpp.schedules.table.costs import Costs
@@ -67,12 +65,11 @@ class Simulated:
         }
 
 
-def simulated(table: Schedule, file: Path | None) -> Simulated:
-    """Simulate a step with the costs in a file, or with unit costs. Raises `ScheduleError`."""
-    if file is None:
+def simulated(table: Schedule, costs: Costs | None) -> Simulated:
+    """Simulate a step with these costs, or with unit costs. Raises `ScheduleError`."""
+    if costs is None:
         costs = Costs.unit(table.stages, table.ranks)
         return Simulated(replace(simulate(table, costs), unit="units"), costs, units=True)
-    costs = read_costs(file)
     return Simulated(simulate(table, costs), costs, units=False)
 
 

@@ -161,7 +161,14 @@ def test_costs_of_a_file() -> None:
     text = run("schedule", "simulate", "1F1B", *FOUR, "--costs", "costs.json").stdout
     assert " s\n" in text
     assert "3.9 KiB" in text
-    assert "the costs are for 4 stages" in refusal("schedule", "simulate", "ZBVZeroBubble", *FOUR, "--costs", "costs.json")
+    assert "8 stages would" in refusal("schedule", "simulate", "ZBVZeroBubble", *FOUR, "--costs", "costs.json")
+    Path("mine.csv").write_text("0F0,0B0\n1F0,1B0\n")
+    assert "the costs are for 4 stages" in refusal("schedule", "simulate", "mine.csv", "--costs", "costs.json")
+    two = ("--ranks", "2", "--microbatches", "8", "--costs", "costs.json")
+    assert document("schedule", "simulate", "Interleaved1F1B", *two)["stages"] == 4
+    compared = document("schedule", "compare", *two)
+    assert {each["stages"] for each in compared["schedules"]} == {4}
+    assert "1F1B" in compared["refused"]
     Path("costs.json").write_text(json.dumps(costs | {"overheads": 0}))
     assert "did you mean overhead?" in refusal("schedule", "show", "1F1B", *FOUR, "--costs", "costs.json")
 
