@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NamedTuple
 
-from graphpp.planner.plans.question import Question, Totals
+from graphpp.planner.plans.question import Question, Totals, overlap_of
 from graphpp.planner.plans.settings import Setting
 
 
@@ -63,6 +63,12 @@ _ALIVE: dict[str, Callable[[Setting], float]] = {
 """The microbatches of which the first rank holds activations, by schedule; of others as many as there are ranks."""
 
 
+_SPLIT = ("ZB1P", "ZB2P", "ZBVZeroBubble", "DualPipeV", "V-Half", "V-Min", "InterleavedZeroBubble")
+_OVERLAPPED = ("DualPipeV",)
+_IN_CYCLES = ("V-Half", "V-Min")  # made for F, I and W that take equally long; the longest of uneven ones sets half of the pace
+_IN_A_V = ("ZBVZeroBubble", "DualPipeV", "V-Half", "V-Min")
+
+
 def _of_groups(setting: Setting, group: int) -> float:
     """The activations of interleaved 1F1B: all chunks but one of a group, and a warm-up of two microbatches a rank."""
     per_rank = setting.schedule.stages_per_rank
@@ -76,32 +82,45 @@ def estimate(question: Question, setting: Setting) -> Estimate:
     forward, first, second = (part * per_rank for part in cut.heaviest)
     work = _Work(forward, first, second, shape.pp, per_rank)
     idle = _IDLE[setting.schedule.name](work) * (shape.pp - 1)
-    computed = setting.microbatches * (work.forward + work.backward) + idle
+    computed = setting.microbatches * _pace(question, setting, work) + idle
     alive = min(setting.microbatches, _ALIVE.get(setting.schedule.name, _as_many_as_ranks)(setting))
-    seconds = max(computed, _gathers(setting) * _seconds_of_gather(question, setting, cut.totals))
-    return Estimate(seconds, (_held(setting, cut.totals) + alive * cut.totals.saved) / shape.pp)
+    seconds = max(computed, _turns(setting) * _seconds_of_turn(question, setting, cut.totals))
+    saved = cut.totals.saved_split if setting.schedule.name in _SPLIT else cut.totals.saved
+    return Estimate(seconds, (_held(setting, cut.totals) + alive * saved) / shape.pp)
 
 
 def _as_many_as_ranks(setting: Setting) -> float:
     return setting.shape.pp
 
 
-def _gathers(setting: Setting) -> float:
+def _pace(question: Question, setting: Setting, work: _Work) -> float:
+    """The seconds from one microbatch to the next."""
+    total = work.forward + work.backward
+    if setting.schedule.name in _OVERLAPPED:
+        return total * overlap_of(question.priced(setting.shape, setting.rows, setting.recompute))
+    if setting.schedule.name in _IN_CYCLES:
+        return (total + 3 * max(work.forward, work.input_grad, work.weight_grad)) / 2
+    return total
+
+
+def _turns(setting: Setting) -> float:
     """How often a stage is gathered: each time that its turn comes, but for the `keep` stages that stay."""
     per_rank, keep = setting.schedule.stages_per_rank, setting.keep
     if keep is None or keep >= per_rank:
         return 1.0
-    group = {"LoopedBFS": setting.microbatches}.get(setting.schedule.name, setting.schedule.group or setting.shape.pp)
+    grouped = {"LoopedBFS": setting.microbatches} | dict.fromkeys(_IN_A_V, 1)
+    group = grouped.get(setting.schedule.name, setting.schedule.group or setting.shape.pp)
     turns = 2 * max(1.0, setting.microbatches / group)
     return turns * (1 - keep / per_rank) + keep / per_rank
 
 
-def _seconds_of_gather(question: Question, setting: Setting, totals: Totals) -> float:
-    """The seconds in which all stages of a rank are gathered once: they leave no time for anything else on the line."""
-    shape = setting.shape
+def _seconds_of_turn(question: Question, setting: Setting, totals: Totals) -> float:
+    """The seconds in which all stages of a rank are gathered once, and every second time reduced."""
+    shape, machines = setting.shape, question.machines
     if shape.shards == 1:
         return 0.0
-    return question.machines.all_gather(totals.weights / shape.pp, shape.shards, shape.stride("ep"))
+    stride, weights, sums = shape.stride("ep"), totals.weights / shape.pp, (totals.whole - totals.weights) / shape.pp
+    return machines.all_gather(weights, shape.shards, stride) + machines.reduce_scatter(sums, shape.shards, stride) / 2
 
 
 def _held(setting: Setting, totals: Totals) -> float:

@@ -25,11 +25,12 @@ from graphpp.planner.plans.settings import RecomputeWord, Setting, schedule_choi
 from graphpp.planner.plans.training_plan import TrainingPlan, TrainingPlans
 from graphpp.units import spell_bytes
 
-_WORK = 120_000  # computations that are simulated
+_WORK = 150_000  # computations that are simulated
 _FRONT = 0.25  # of the work: for plans that take less memory
 _ROWS = (1, 2, 4, 8, 16)
 _RECOMPUTE: tuple[RecomputeWord, ...] = (None, "selective", "full")
 _SLACK = 1.1  # an estimate may be so much over the cap
+_SLOWER = 2.0  # times the seconds of the soonest: no plan of the front is worth more
 _LESS = (0.75, 0.5, 0.35, 0.25)  # caps, as shares of the cap, for the front
 
 
@@ -56,8 +57,9 @@ def find_plans(question: Question, limits: Limits, cap: int, choices: Choices) -
     found: dict[Setting, Prediction] = {}
     fitting = [setting for guess, setting in ordered if guess.nbytes <= cap * _SLACK]
     _simulate(question, fitting, round(choices.work * (1 - _FRONT)), found)
+    soonest = next((guess.seconds for guess, _ in ordered if guess.nbytes <= cap * _SLACK), ordered[0][0].seconds)
     for share in _LESS:
-        less = (setting for guess, setting in ordered if guess.nbytes <= cap * share)
+        less = (setting for guess, setting in ordered if guess.nbytes <= cap * share and guess.seconds <= soonest * _SLOWER)
         _simulate(question, less, round(choices.work * _FRONT / len(_LESS)), found)
     if not any(each.peak <= cap for each in found.values()):
         least = sorted(ordered, key=lambda each: (each[0].nbytes, each[0].seconds))

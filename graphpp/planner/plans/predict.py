@@ -17,7 +17,7 @@ from functools import cached_property, lru_cache
 from typing import NamedTuple
 
 from graphpp.errors import ScheduleError
-from graphpp.planner.plans.question import Question
+from graphpp.planner.plans.question import Question, overlap_of
 from graphpp.planner.plans.settings import ScheduleChoice, Setting, table_of
 from graphpp.planner.plans.training_plan import StepSeconds
 from graphpp.planner.segments import Cut
@@ -34,7 +34,7 @@ from graphpp.schedules.table.state_bytes import StateBytes, held_bytes, sent_by_
 _WHOLE = 3_000  # computations of a step that is simulated as a whole
 _TABLES = 256  # tables that are kept
 _SMALL = 2e-3  # of a step: gathers and reductions that take less together count as hidden
-_ROUNDS = 2  # microbatches of the shorter simulated step, in multiples of the ranks
+_LEAST = 16  # microbatches of the shorter simulated step; twice as many as ranks at least: then no schedule still fills up
 
 
 @dataclass(frozen=True)
@@ -78,8 +78,8 @@ def computations(setting: Setting) -> int:
 def _simulated_counts(setting: Setting) -> tuple[int, ...]:
     """The numbers of microbatches to simulate: the number itself, or two smaller ones that the schedule takes as well."""
     unit = setting.schedule.group or setting.shape.pp
-    first = max(_ROUNDS * setting.shape.pp, 4)
-    first, second = -(-first // unit) * unit, (-(-first // unit) + 1) * unit
+    first = -(-max(_LEAST, 2 * setting.shape.pp) // unit) * unit
+    second = first + unit
     whole = 3 * setting.stages * setting.microbatches
     if whole <= _WHOLE or second >= setting.microbatches:
         return (setting.microbatches,)
@@ -97,6 +97,11 @@ def _running(choice: ScheduleChoice, ranks: int, microbatches: int, keep: int | 
         return place_shards(sent, keep) if sharded else sent
     except ScheduleError:  # an overlapped action needs more stages at once
         return None
+
+
+def _sharded(one: StateBytes, shards: int) -> StateBytes:
+    """The state over so many ranks; what one rank has alone is not sent."""
+    return replace(one, shards=shards, sent=one.sent if shards > 1 else 0)
 
 
 class _Simulated(NamedTuple):
@@ -125,7 +130,7 @@ class _Step:
         shape, experts = self._setting.shape, self._priced.expert_state
         segments = self._priced.segments
         named = [
-            replace(one, shards=shape.dp_shard if expert else shape.shards)
+            _sharded(one, shape.dp_shard if expert else shape.shards)
             for one, expert in zip(segments.state, experts, strict=True)
         ]
         costs, state = replace(segments, state=tuple(named)).stages(self.cut)
@@ -135,7 +140,8 @@ class _Step:
             tuple(machines.send(sizes[start - 1], stride) for start in self.cut[1:])
             for sizes in (self._priced.forward_bytes, self._priced.backward_bytes)
         )
-        return replace(costs, sends_forward=on, sends_backward=back, gathers=gathers, reductions=reductions), state
+        timed = replace(costs, sends_forward=on, sends_backward=back, gathers=gathers, reductions=reductions)
+        return replace(timed, overlap=overlap_of(self._priced)), state
 
     def _collected(
         self, state: tuple[StateBytes, ...], experts: tuple[bool, ...]

@@ -17,12 +17,15 @@ from graphpp.planner.plans.balance import balanced
 from graphpp.planner.plans.mesh_shapes import MeshShape
 from graphpp.planner.plans.settings import RecomputeWord, Setting
 from graphpp.planner.segments import Cut
+from graphpp.schedules.table.actions import Kind
 from graphpp.schedules.table.costs import StageCosts
+
+_HIDDEN = 0.9  # of the collectives in an overlapped action
 
 
 class Totals(NamedTuple):
     """Bytes of a whole model: parameters; parameters and sums of gradients; rows and optimizer of what is no expert, of experts;
-    buffers; values that one microbatch saves."""
+    buffers; values that one microbatch saves for a whole backward, and the most of it where the backward is split."""
 
     weights: int
     whole: int
@@ -30,6 +33,7 @@ class Totals(NamedTuple):
     expert_rows: int
     buffers: int
     saved: int
+    saved_split: int
 
 
 class CutStages(NamedTuple):
@@ -80,6 +84,14 @@ class Question:
         return found
 
 
+def overlap_of(priced: PricedModel) -> float:
+    """The time of an overlapped F and B as a share of their sum: collectives hide under computation, but for a tenth."""
+    parts = priced.segments.costs.stages
+    total = sum(part.forward + part.of(Kind.B) for part in parts)
+    exchanged = sum(each[0] + each[1] for each in priced.exchanges)
+    return 1 - _HIDDEN * min(exchanged, total - exchanged) / total if total else 1.0
+
+
 def _key(shape: MeshShape, rows: int, recompute: RecomputeWord) -> object:
     return shape.tp, shape.ep, shape.cp, rows, recompute
 
@@ -107,6 +119,7 @@ def _totals(priced: PricedModel) -> Totals:
         own = one.weights if one.rows is None else one.rows
         sums = one.sums if one.row_sums is None else one.row_sums
         rows[expert] += own + sums + one.optimizer
-    state = priced.segments.state
+    state, parts = priced.segments.state, priced.segments.costs.stages
+    saved = sum(part.saved_bytes for part in parts), sum(max(part.saved_bytes, part.kept_bytes or 0) for part in parts)
     whole, buffers = sum(one.weights + one.sums for one in state), sum(one.buffers for one in state)
-    return Totals(sum(one.weights for one in state), whole, rows[False], rows[True], buffers, sum(part.saved_bytes for part in priced.segments.costs.stages))
+    return Totals(sum(one.weights for one in state), whole, rows[False], rows[True], buffers, *saved)
