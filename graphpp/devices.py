@@ -1,14 +1,14 @@
 """Devices, the links between them, and machines: the figures by which a plan is priced that runs somewhere else.
 
-`Device`: peak FLOP/s by dtype, memory, and the shares of both that real kernels reach. `Link`: latency and bandwidth. `Machines`:
-so many devices, some in each machine, with the seconds of messages and collectives among them. The constants have the figures
-of public data sheets, dense (without sparsity). Imports no torch.
+`Device`: peak FLOP/s by dtype, memory, and the shares of both that real kernels reach. `Link`: latency and bandwidth.
+`Machines`: so many devices, some in each machine, with the seconds of messages and collectives among them. The constants have
+the figures of public data sheets, dense (without sparsity). Imports no torch.
 
     machines = graphpp.devices.Machines.read("512xH100")
     machines.all_reduce(2**30, ranks=8)        # seconds; the ranks stand next to each other
     machines.send(2**26, stride=8)             # seconds; to the rank that stands 8 further
 
-The seconds of collectives are those of rings, within machines first (`Machines.all_reduce`), and no network is shared with others:
+The seconds of collectives are those of rings, within machines first (`Machines.all_reduce`). No network is shared with others:
 each rank has `between.bandwidth` for itself. Latency is that of trees. Rank r stands in machine r // per_machine.
 """
 
@@ -17,6 +17,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from itertools import pairwise
 from math import ceil, inf, log, log2
 from types import MappingProxyType
 
@@ -28,7 +29,7 @@ _FROM_ZERO = Accepted("a number from 0", lambda value: NUMBER.accepts(value) and
 _SHARE = Accepted("a number above 0 and up to 1", lambda value: NUMBER.accepts(value) and 0 < value <= 1)  # type: ignore[operator]
 _FLOPS = Accepted(
     'a mapping of dtype names to FLOP/s, e.g. {"bfloat16": 989e12}',
-    lambda value: isinstance(value, Mapping) and bool(value) and all(map(TEXT.accepts, value)) and all(map(_PEAK.accepts, value.values())),
+    lambda value: isinstance(value, Mapping) and bool(value) and all(TEXT.accepts(k) and _PEAK.accepts(value[k]) for k in value),
 )
 _POINTS = Accepted(
     "a sequence of (size, share) with ascending sizes above 0 and shares above 0 and up to 1",
@@ -44,7 +45,7 @@ def _is_curve(points: object) -> bool:
     except (TypeError, ValueError):
         return False
     fine = bool(sizes) and all(map(_PEAK.accepts, sizes)) and all(map(_SHARE.accepts, shares))
-    return fine and all(one < other for one, other in zip(sizes, sizes[1:], strict=False))
+    return fine and all(one < other for one, other in pairwise(sizes))
 
 
 @dataclass(frozen=True)
@@ -76,8 +77,8 @@ class Curve:
 class Efficiency:
     """The shares of peak that kernels reach.
 
-    Of peak FLOP/s: `product` by the FLOPs of a matrix product, multiplied by `narrow` of the smallest of the sizes m, n, k of one
-    product of a batch; `attention` and `attention_backward` by the FLOPs of a fused attention, causal ones counted half. Of
+    Of peak FLOP/s: `product` by the FLOPs of a matrix product, multiplied by `narrow` of the smallest of the sizes m, n, k of
+    one product of a batch; `attention` and `attention_backward` by the FLOPs of a fused attention, causal ones counted half. Of
     memory bandwidth: `traffic` by the bytes of a kernel. Launch time is not part of them.
     """
 
@@ -123,8 +124,8 @@ _INSIDE, _BETWEEN = Link(3e-6, 450e9), Link(8e-6, 50e9, 0.9)
 class Device:
     """One device: `flops` by dtype name in FLOP/s, dense; `memory_bandwidth` in bytes/s; `memory` in bytes.
 
-    `launch`: seconds between two kernels, which a graph or a compiled program takes at least. `inside`, `between`: the usual links
-    of such devices within a machine and between machines. Raises `ScheduleError` for other values.
+    `launch`: seconds of a kernel besides its work. `inside`, `between`: the usual links of such devices within a machine and
+    between machines. Raises `ScheduleError` for other values.
     """
 
     name: str
@@ -172,7 +173,9 @@ H200 = Device("H200", _flops(989e12, 1979e12, 494e12, 67e12), 4.8e12, 141 * GB) 
 # of 312 TFLOP/s; FlashAttention 2 about 180 forward and 170 backward, causal.
 A100 = Device(
     "A100", _flops(312e12, None, 156e12, 19.5e12), 2.039e12, 80 * GB,
-    Efficiency(_FAST.product.times(1.22), attention=_FAST.attention.times(1.45), attention_backward=_FAST.attention_backward.times(1.5)),
+    Efficiency(
+        _FAST.product.times(1.22), attention=_FAST.attention.times(1.45), attention_backward=_FAST.attention_backward.times(1.5)
+    ),
     inside=Link(3e-6, 300e9), between=Link(8e-6, 25e9, 0.9),
 )  # fmt: skip
 # NVIDIA HGX B200: 180 GB for each GPU; NVLink 5, 1.8 TB/s together.
@@ -183,7 +186,9 @@ B200 = Device(
 # the share of an H100, in published benchmarks.
 MI300X = Device(
     "MI300X", _flops(1307e12, 2615e12, 654e12, 163e12), 5.3e12, 192 * GB,
-    Efficiency(_FAST.product.times(0.75), attention=_FAST.attention.times(0.75), attention_backward=_FAST.attention_backward.times(0.6)),
+    Efficiency(
+        _FAST.product.times(0.75), attention=_FAST.attention.times(0.75), attention_backward=_FAST.attention_backward.times(0.6)
+    ),
     inside=Link(4e-6, 448e9, 0.7), between=Link(8e-6, 50e9, 0.9),
 )  # fmt: skip
 # One core of a server with AVX-512, as `graphpp` prices the CPU elsewhere; loopback between processes.
@@ -264,7 +269,7 @@ class Machines:
         return within + across if nbytes else 0.0
 
     def reduce_scatter(self, nbytes: float, ranks: int, stride: int = 1) -> float:
-        """Seconds until each rank has its part of the sum over all: the same steps as those of an all-gather, in reverse order."""
+        """Seconds until each rank has its part of the sum over all: the steps of an all-gather in reverse order."""
         return self.all_gather(nbytes, ranks, stride)
 
     def all_to_all(self, nbytes: float, ranks: int, stride: int = 1) -> float:

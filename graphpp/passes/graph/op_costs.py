@@ -103,7 +103,7 @@ def flops_of(node: fx.Node, operands: Mapping[fx.Node, Any] | None = None, resul
 
 
 def _flops_of_groups(left: torch.Tensor, right: torch.Tensor, *rest: Any) -> float:
-    """Of a grouped product: the rows, the columns, or the products' inner sizes of all groups stand together in one dimension."""
+    """Of a grouped product: the rows, columns, or inner sizes of all groups stand together in one dimension."""
     groups = left.shape[0] if left.dim() == right.dim() == 3 else 1
     return float(hint(2 * groups * left.shape[-2] * left.shape[-1] * right.shape[-1]))
 

@@ -40,9 +40,9 @@ def capture_costs(
 ) -> ModelCosts:
     """The costs of a model, its loss and its backward, for a microbatch like `example`, whose first dimension are the rows.
 
-    `param_dtype`: the dtype in which parameters compute (None: their own). `tensor_plan`, `expert_plan`: {pattern of FQNs: style}
-    (`tensor_plan.py`); None: the model's own, `model.tp_plan` and `model.ep_plan` of transformers, or none. `inside`: as in
-    `model_costs`. Raises `CaptureError`.
+    `param_dtype`: the dtype in which parameters compute (None: their own). `tensor_plan`, `expert_plan`: {pattern of FQNs:
+    style} (`tensor_plan.py`); None: the model's own, `model.tp_plan` and `model.ep_plan` of transformers, or none. `inside`: as
+    in `model_costs`. Raises `CaptureError`.
     """
     rows = next((tensor.shape[0] for tensor in tensors_by_path(example).values() if tensor.dim()), None)
     if rows is None:

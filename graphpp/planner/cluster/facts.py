@@ -2,9 +2,10 @@
 
 Contract
     in   a joint graph whose nodes have stages; the number of rows; the sharded parameters
-    out  `meta["rows"]`, `meta["sharded"]`: the growth of the value (`growth.py`); `meta["experts"]`: 1 where the value is of the
-         parameters of experts alone, or their gradient; `meta["work"]`: FLOPs as a term of `operations.py`; `meta["exchanges"]`:
-         (kind, size) of each exchange. Nodes of stages copy them. Raises `CaptureError` where the growth cannot be found
+    out  `meta["rows"]`, `meta["sharded"]`: the growth of the value (`growth.py`); `meta["experts"]`: 1 where the value is of
+         the parameters of experts alone, or their gradient; `meta["work"]`: FLOPs as a term of `operations.py`;
+         `meta["exchanges"]`: (kind, size) of each exchange. Nodes of stages copy them
+    Raises `CaptureError` where the growth cannot be found.
 
 Experts: each rank has some of them, and as many tokens as it gives away arrive. So the tokens that a group of experts computes
 on are exchanged twice in the forward and twice in the backward, and only parameters become fewer.
@@ -38,7 +39,7 @@ def note_facts(joint: JointGraph, rows: int, sharded: ShardedParameters, *, merg
     inputs = joint.inputs()
     batch = {node: (1, *[0] * (node.meta["val"].dim() - 1)) for role, node in inputs.items() if _is_batch(role, node, rows)}
     if not batch:
-        raise CaptureError(f"cluster costs: no input of the example has {rows} rows: its tensors have the rows as first dimension")
+        raise CaptureError(f"cluster costs: no tensor of the example that the model reads has {rows} rows as first dimension")
     parameters = {role.fqn: node for role, node in inputs.items() if isinstance(role, program.Parameter)}
     cut = {parameters[fqn]: _one(node_dims(parameters[fqn]), dim) for fqn, dim in sharded.dims.items() if fqn in parameters}
     gathered = _products_of(joint, {parameters[fqn] for fqn in sharded.gathered if fqn in parameters})
@@ -100,7 +101,7 @@ def _exchange(kind: str, node: fx.Node) -> tuple[str, tuple[tuple[int, int, int,
     size = tuple((rows, 0, 0, amount) for rows, _, _, amount in size_of(node))
     if kind == "rows":
         last = hint(node.meta["val"].shape[-1])
-        return "all_reduce", tuple((*powers, amount / last) for *powers, amount in size)  # type: ignore[misc]
+        return "all_reduce", tuple((*powers, amount / last) for *powers, amount in size)
     return kind, size
 
 
@@ -158,9 +159,10 @@ def _note_gradient(node: fx.Node) -> None:
     elements = prod(map(hint, node.meta["val"].shape))
     while node.op == "call_function" and prod(map(hint, node.meta["val"].shape)) == elements:
         node.meta["experts"] = 1
-        if node.meta.get("work") or not node.all_input_nodes or not isinstance(node.all_input_nodes[0].meta["val"], torch.Tensor):
+        source = next(iter(node.all_input_nodes), None)
+        if node.meta.get("work") or source is None or not isinstance(source.meta["val"], torch.Tensor):
             return
-        node = node.all_input_nodes[0]
+        node = source
 
 
 # ------------------------------------------------------------------------------------------------- context

@@ -7,12 +7,13 @@ Contract
     Raises `CaptureError` at an operation for which the growth of the operands does not fit. The graph is not changed.
 
 Each operator runs once on fake tensors whose growing dimensions are twice as large, so torch itself says what the result is;
-equal calls run once. Sizes that a graph has as plain numbers (`view`, `expand`, `zeros`) follow from the operands, from the forward
-operation of which the node is the backward, or, where neither says, from the first operation that would not run otherwise.
+equal calls run once. Sizes that a graph has as plain numbers (`view`, `expand`, `zeros`) follow from the operands, from the
+forward operation of which the node is the backward, or, where neither says, from the first operation that would not run
+otherwise.
 
 Sharded values: a growing dimension is one that ranks divide among them. Where it vanishes (a contraction, a sum) each rank has
-a part of the sum: an all-reduce. An operand that is whole is cut where the other operand is sharded, without an exchange. Where an
-operator needs a dimension as a whole, and where the plan says so, a value is gathered.
+a part of the sum: an all-reduce. An operand that is whole is cut where the other operand is sharded, without an exchange. Where
+an operator needs a dimension as a whole, and where the plan says so, a value is gathered.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import combinations
+from math import log2
 from typing import Any
 
 import torch
@@ -38,6 +40,7 @@ from graphpp.runtime.randomness import seeded
 
 Dims = tuple[int, ...]
 Exponents = Any  # Dims of a tensor, or a tuple of them
+NOTHING: Mapping[fx.Node, Dims] = {}
 _FAR = 80  # operations between a size that is a plain number, and the operation that tells how it grows
 _SELECTING = ("select", "slice", "index", "gather", "zeros_like", "ones_like", "full_like", "empty_like", "argmax", "topk")
 _VIEWS = ("view", "_unsafe_view", "reshape")
@@ -89,7 +92,7 @@ class Growth:
                     "Where the example has one row, give one with two rows, whose dimension can be told from others"
                 ) from fault
 
-    def _evaluated(self, node: fx.Node, cut: Mapping[fx.Node, Dims] = {}) -> Exponents:  # noqa: B006 - read only
+    def _evaluated(self, node: fx.Node, cut: Mapping[fx.Node, Dims] = NOTHING) -> Exponents:
         """The growth of a node's value. `cut`: operands that are taken as if they grew."""
         if node in self._chosen:
             return self._chosen[node]
@@ -161,7 +164,7 @@ class Growth:
         return regrouped(before, dims, after, self._single)
 
     def _twin(self, node: fx.Node) -> Dims | None:
-        """The growth of a value of the forward operation with the shape of this gradient; None: the node is no such gradient."""
+        """The growth of a value of the forward operation that has the shape of this gradient; None: there is none."""
         value = node.meta["val"]
         if not node.meta["backward"] or not isinstance(value, torch.Tensor):
             return None
@@ -346,13 +349,12 @@ def _twice(value: Any, growth: Exponents) -> Any:
 
 def _powers(value: Any, large: Any) -> Exponents:
     if isinstance(value, torch.Tensor):
-        return tuple(round(_log2(hint(more) / max(hint(size), 1))) if hint(size) else 0 for size, more in zip(value.shape, large.shape, strict=True))
+        pairs = zip(map(hint, value.shape), map(hint, large.shape), strict=True)
+        return tuple(round(_log2(more / size)) if size else 0 for size, more in pairs)
     return tuple(map(_powers, value, large)) if isinstance(value, tuple | list) else ()
 
 
 def _log2(ratio: float) -> float:
-    from math import log2
-
     return log2(ratio) if ratio > 0 else 0.0
 
 

@@ -4,8 +4,8 @@ Contract
     in   a captured joint graph, its module calls, the number of rows, plans of tensor and expert parallelism
     out  `ModelCosts`, which holds no graph; `ModelCosts.on(machines, ..)` prices it (`price.py`)
     A segment lies between neighbouring places at which a stage may start: the repeated layers, and module calls outside of
-    them. Its phases are those that `passes/lower.py` makes of a stage, so saved values, recomputation and messages are those of a
-    pipeline that runs. Equal segments are one kind. The joint graph is changed.
+    them. Its phases are those that `passes/lower.py` makes of a stage, so saved values, recomputation and messages are those of
+    a pipeline that runs. Equal segments are one kind. The joint graph is changed.
 """
 
 from __future__ import annotations
@@ -13,6 +13,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
+
+from torch import fx
 
 from graphpp._torch import aot
 from graphpp._torch.symbols import hint
@@ -79,8 +81,8 @@ class ParameterCosts:
 class ModelCosts:
     """A model's costs. Sizes are those of `rows` rows; `on` prices other numbers of rows.
 
-    `starts`: the first operation of each segment; `names`: the module call there; `layers`: the segments at which repeated layers
-    start. `variants`: by recomputation. `forward`, `backward`: bytes over the boundary behind each segment but the last.
+    `starts`: the first operation of each segment; `names`: the module call there; `layers`: the segments at which repeated
+    layers start. `variants`: by recomputation. `forward`, `backward`: bytes over the boundary behind each segment but the last.
     `buffers`: (bytes, segments that read them). `attentions`: fused attentions in a forward, for context parallelism.
     """
 
@@ -151,8 +153,12 @@ def model_costs(
         backward=back,
         parameters=tuple(_parameters(joint, first, sharded)),
         buffers=tuple(_buffers(joint, first)),
-        attentions=sum("context" in dict(node.meta.get("exchanges", ())) for node in joint.computed() if not node.meta["backward"]),
+        attentions=sum(map(_is_attention, joint.computed())),
     )
+
+
+def _is_attention(node: fx.Node) -> bool:
+    return not node.meta["backward"] and any(kind == "context" for kind, _ in node.meta.get("exchanges", ()))
 
 
 def _crossing(staged: StagedGraphs) -> tuple[Any, Any]:
@@ -162,16 +168,24 @@ def _crossing(staged: StagedGraphs) -> tuple[Any, Any]:
 def _outside(joint: JointGraph, calls: Sequence[ModuleCall]) -> tuple[int, ...]:
     """The places at the starts of layers and of module calls outside of them."""
     layers = repeated_layers(calls)
-    inner = {call.fqn for call in calls for layer in layers if layer.position <= call.position and call.end <= layer.end and call.fqn != layer.fqn}
-    starts = {call.position for call in calls if call.fqn not in inner}
-    return tuple(start for start in places(joint, calls) if start in starts or start == 0)
+    names = {layer.fqn for layer in layers}
+    at, starts = 0, {0}
+    for call in calls:
+        while at < len(layers) and layers[at].end <= call.position:
+            at += 1
+        within = at < len(layers) and layers[at].position <= call.position and call.end <= layers[at].end
+        if not within or call.fqn in names:
+            starts.add(call.position)
+    return tuple(start for start in places(joint, calls) if start in starts)
 
 
 def _name_at(calls: Sequence[ModuleCall], start: int) -> str:
     return next((call.fqn for call in calls if call.position == start and call.fqn), "")
 
 
-def _staged(joint: JointGraph, calls: Sequence[ModuleCall], stages: int, recompute: str | None) -> tuple[JointGraph, StagedGraphs]:
+def _staged(
+    joint: JointGraph, calls: Sequence[ModuleCall], stages: int, recompute: str | None
+) -> tuple[JointGraph, StagedGraphs]:
     """The phase graphs of the segments as stages, as `compile(memory=recompute)` makes them."""
     option = (read_recompute(recompute) if recompute is not None else None) or Recompute()
     region = policy.region_of(option, calls) if recompute is not None else None
@@ -265,12 +279,12 @@ def _largest(sizes: Sequence[Size]) -> tuple[Size, ...]:
 # ------------------------------------------------------------------------------------------- parameters
 
 
-def _readers(staged: StagedGraphs, role_type: type) -> dict[str, list[int]]:
+def _readers(staged: StagedGraphs, role_type: type[program.Parameter] | type[program.Buffer]) -> dict[str, list[int]]:
     found: dict[str, set[int]] = {}
     for (_, stage), each in staged.graphs.items():
         for role in each.inputs:
             if isinstance(role, role_type):
-                found.setdefault(role.fqn, set()).add(stage)  # type: ignore[attr-defined]
+                found.setdefault(role.fqn, set()).add(stage)
     return {fqn: sorted(stages) for fqn, stages in found.items()}
 
 

@@ -1,4 +1,4 @@
-"""The operations of a phase of a segment as data: what a device is priced by, and how it grows with rows and shrinks with ranks.
+"""The operations of a phase of a segment as data: the figures that a device prices, and how they grow with rows and ranks.
 
 Contract
     in   a phase graph whose nodes carry `meta["rows"]` and `meta["sharded"]` (the growth of their values, `growth.py`),
@@ -6,8 +6,8 @@ Contract
     out  `Operation`s, equal ones counted; `Size`s of values. No graph is held
 
 A size is a sum of terms: so many bytes (or FLOPs) in the captured graph, times rows to a power, divided by the ranks of tensor
-parallelism and by those of expert parallelism to powers. Pointwise operations, reductions and look-ups that read each other run as
-one kernel, as a compiler fuses them: it reads its operands and writes its results once.
+parallelism and by those of expert parallelism to powers. Pointwise operations, reductions and look-ups that read each other run
+as one kernel, as a compiler fuses them: it reads its operands and writes its results once.
 """
 
 from __future__ import annotations
@@ -44,10 +44,11 @@ ATTENTION_BACKWARD = {
     aten._scaled_dot_product_fused_attention_overrideable_backward,
 }  # fmt: skip
 _FUSED = {  # besides cheap operations: reductions, and pieces put together
-    aten.sum, aten.mean, aten.amax, aten.amin, aten.var_mean, aten.var, aten._softmax, aten._log_softmax, aten._softmax_backward_data,
-    aten._log_softmax_backward_data, aten.native_layer_norm_backward, aten.slice_backward, aten.select_backward, aten.slice_scatter,
-    aten.native_dropout, aten.native_dropout_backward, aten.index, aten.nll_loss_forward, aten.nll_loss_backward, aten.copy,
-    aten.new_zeros, aten.new_empty, aten.new_full, aten.new_ones, aten.new_empty_strided, aten.empty_like, aten.empty, aten.scatter,
+    aten.sum, aten.mean, aten.amax, aten.amin, aten.var_mean, aten.var, aten._softmax, aten._log_softmax,
+    aten._softmax_backward_data, aten._log_softmax_backward_data, aten.native_layer_norm_backward, aten.slice_backward,
+    aten.select_backward, aten.slice_scatter, aten.native_dropout, aten.native_dropout_backward, aten.index,
+    aten.nll_loss_forward, aten.nll_loss_backward, aten.copy, aten.new_zeros, aten.new_empty, aten.new_full, aten.new_ones,
+    aten.new_empty_strided, aten.empty_like, aten.empty, aten.scatter,
     getattr(aten, "_fused_rms_norm_backward", aten.native_layer_norm_backward),
 }  # fmt: skip
 
@@ -56,9 +57,10 @@ _FUSED = {  # besides cheap operations: reductions, and pieces put together
 class Operation:
     """One kernel, or one exchange.
 
-    `kind`: "product", "attention", "attention_backward", "memory"; an exchange: "all_reduce", "all_gather" of tensor parallelism,
-    "all_to_all" of experts, "context" (keys and values, or their gradients). `flops`; `nbytes`: read and written, or of the whole
-    exchanged value; `sides`: m, n and k of one product; `grouped`: an expert's product, whose rows come from all ranks of ep.
+    `kind`: "product", "attention", "attention_backward", "memory"; an exchange: "all_reduce", "all_gather" of tensor
+    parallelism, "all_to_all" of experts, "context" (keys and values, or their gradients). `flops`; `nbytes`: read and written,
+    or of the whole exchanged value; `sides`: m, n and k of one product; `grouped`: a product of experts, whose rows come from
+    all ranks of expert parallelism.
     """
 
     kind: str
@@ -134,8 +136,7 @@ def _alone(node: fx.Node) -> Operation:
     kind = "attention" if packet in ATTENTION else "attention_backward" if packet in ATTENTION_BACKWARD else "product"
     if kind != "product" and _is_causal(node):
         work = (*work[:3], work[3] / 2)
-    first = node.args[3] if node.target is seeded else node.args[0]
-    dtype = next((_dtype(source) for source in (first, *node.all_input_nodes) if isinstance(source, fx.Node) and _dtype(source)), "")
+    dtype = next(filter(None, map(_dtype, node.all_input_nodes)), "")
     sides = _sides(node) if kind == "product" else ()
     return Operation(kind, dtype, (work,), nbytes, sides, grouped=packet is getattr(aten, "_grouped_mm", None))
 
@@ -185,7 +186,7 @@ def _side(node: fx.Node, dim: int) -> Size:
 
 
 def _read(source: fx.Node) -> Size:
-    """The bytes that an operation reads of a value: of an expanded one those that exist, of a part of another those of the part."""
+    """The bytes that an operation reads of a value: of an expanded one those that exist, of a view its own part."""
     own, whole = size_of(source), size_of(root(source))
     return own if not whole or sum(term[3] for term in own) <= sum(term[3] for term in whole) else whole
 
@@ -200,8 +201,7 @@ def _kernels(nodes: Sequence[fx.Node], graph: fx.Graph) -> Counter[Operation]:
     group: dict[fx.Node, fx.Node] = {}
     for node in nodes:
         mine = _leader(group, node)
-        for source in node.all_input_nodes:
-            source = _computed(source)
+        for source in map(_computed, node.all_input_nodes):
             if source in fused and depth[source] == depth[node]:
                 group[_leader(group, source)] = mine
     members: dict[fx.Node, list[fx.Node]] = defaultdict(list)
@@ -230,9 +230,9 @@ def _computed(node: fx.Node) -> fx.Node:
 def _depths(graph: fx.Graph, fused: set[fx.Node]) -> Mapping[fx.Node, int]:
     """How many kernels that are not fused stand at most one after the other before each value."""
     depth: dict[fx.Node, int] = {}
+    others = {node for node in graph.nodes if node.op == "call_function" and node not in fused and _is_kernel(node)}
     for node in graph.nodes:
-        before = (depth[each] + (each.op == "call_function" and each not in fused and _is_kernel(each)) for each in node.all_input_nodes)
-        depth[node] = max(before, default=0)
+        depth[node] = max((depth[each] + (each in others) for each in node.all_input_nodes), default=0)
     return depth
 
 

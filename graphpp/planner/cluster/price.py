@@ -2,12 +2,12 @@
 
 Contract
     in   `ModelCosts`; machines, rows, degrees of parallelism, recomputation
-    out  `PricedModel`: `segments` as `planner/segments.py` has them, with the state that they read, so that a cut is searched alike
+    out  `PricedModel`: `segments` as `planner/segments.py` has them, with the state that they read: a cut is searched alike
     All figures are those of one rank. Nothing is measured. Each kind of segment is priced once.
 
-A kernel takes the launch, and the longer of its arithmetic and its memory traffic, each at the share of the peak that the device's
-curves say. Exchanges are added: none hides behind a computation. Ranks of tensor parallelism are neighbours, those of context and
-of expert parallelism stand `tp` apart. With context parallelism each rank has an equal part of the tokens of each row.
+A kernel takes the launch, and the longer of its arithmetic and its memory traffic, each at the share of the peak that the
+device's curves say. Exchanges are added: none hides behind a computation. Ranks of tensor parallelism are neighbours, those of
+context and of expert parallelism stand `tp` apart. With context parallelism each rank has an equal part of each row's tokens.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from graphpp.options.memory import Memory
 from graphpp.planner.cluster.model_costs import PHASES, ModelCosts, ParameterCosts, SegmentKind, Variant
 from graphpp.planner.cluster.operations import Operation, Size
 from graphpp.planner.segments import Segments
+from graphpp.runtime.program import Phase
 from graphpp.schedules.table.actions import Kind
 from graphpp.schedules.table.costs import Costs, StageCosts
 from graphpp.schedules.table.state_bytes import StateBytes
@@ -46,12 +47,11 @@ class Degrees:
     def amount(self, size: Size, whole: bool = False) -> float:
         """The bytes or FLOPs of one rank; `whole`: of all ranks of tensor parallelism together."""
         total = 0.0
-        for rows, sharded, experts, amount in size:
+        for rows, sharded, experts, captured in size:
+            ranks = self.tp**sharded * self.ep**experts
             if rows:
-                amount *= self.factor**rows / self.cp
-                if self.sequence and not sharded and not whole:
-                    amount /= self.tp
-            total += amount / self.tp**sharded / self.ep**experts
+                ranks *= self.cp * (self.tp if self.sequence and not sharded and not whole else 1)
+            total += captured * self.factor**rows / ranks
         return total
 
 
@@ -59,10 +59,10 @@ class Degrees:
 class PricedModel:
     """A model on machines, for one microbatch on one data-parallel rank.
 
-    `segments`: seconds, bytes and state, with segments in the place of stages. `expert_state`: for each piece of the state whether
-    it is of experts, whose replicas are fewer. `forward_bytes`, `backward_bytes`: over the boundary behind each segment but the
-    last. `flops`: of forward and backward of all ranks of the microbatch, without recomputation. `exchanges`: by segment and
-    phase (F, B, I, W) the seconds of exchanges that are in the times.
+    `segments`: seconds, bytes and state, with segments in the place of stages. `expert_state`: for each piece of the state
+    whether it is of experts, whose replicas are fewer. `forward_bytes`, `backward_bytes`: over the boundary behind each segment
+    but the last. `flops`: of forward and backward of all ranks of the microbatch, without recomputation. `exchanges`: by segment
+    and phase (F, B, I, W) the seconds of exchanges that are in the times.
     """
 
     segments: Segments
@@ -95,31 +95,31 @@ def priced(  # noqa: PLR0913 - the degrees of a plan
     """Price a microbatch of `rows` rows.
 
     `recompute`: a fraction is of the bytes saved without one, between the three kinds in proportion (an estimate). `dtype`: the
-    dtype whose peak matrix products have (None: that of the graph). `sequence`: with `tp`, work on tokens that the plan does not
-    shard divides by `tp`, too (sequence parallelism). `optimizer`: as `memory.optimizer`, for parameters in float32.
-    `stage_stride`: ranks between neighbouring stages (None: tp * cp). `shards`: ranks over which state will be sharded, of which
-    experts have 1/ep. Raises `ScheduleError`.
+    dtype whose peak matrix products have (None: that of the graph). `sequence`: with `tp`, work on tokens that the plan does
+    not shard divides by `tp`, too (sequence parallelism). `optimizer`: as `memory.optimizer`, for parameters in float32.
+    `stage_stride`: ranks between neighbouring stages (None: tp * cp). `shards`: ranks over which state will be sharded, of
+    which experts have 1/ep. Raises `ScheduleError`.
     """
     if cp > 1 and not costs.attentions:
         raise ScheduleError("cp: the model has no fused attention (scaled_dot_product_attention) whose keys could be exchanged")
     degrees = Degrees(rows / costs.rows, tp, ep, cp, sequence)
     pricing = _Pricing(machines, degrees, dtype)
     mix = _mixed(costs, recompute, degrees)
-    each = [pricing.segment([costs.variants[name].kinds[costs.variants[name].kind_of[at]] for name, _ in mix], [w for _, w in mix])
-            for at in range(len(costs.starts))]
+    variants, shares = [costs.variants[name] for name, _ in mix], [share for _, share in mix]
+    each = [pricing.segment([one.kinds[one.kind_of[at]] for one in variants], shares) for at in range(len(costs.starts))]
     stride = stage_stride or tp * cp
     on, back = (tuple(round(degrees.amount(size)) for size in sizes) for sizes in (costs.forward, costs.backward))
-    sends = [tuple(machines.send(nbytes, stride) for nbytes in sizes) for sizes in (on, back)]
+    ahead, behind = (tuple(machines.send(nbytes, stride) for nbytes in sizes) for sizes in (on, back))
     state, experts = _state(costs, degrees, Memory(optimizer=optimizer), shards)
-    segments = Segments(costs.starts, Costs(tuple(stage for stage, _ in each), *sends), state)
+    segments = Segments(costs.starts, Costs(tuple(stage for stage, _ in each), ahead, behind), state)
     return PricedModel(segments, experts, on, back, _flops(costs, degrees.factor), tuple(found for _, found in each))
 
 
 def _flops(costs: ModelCosts, factor: float) -> float:
     whole, plain = Degrees(factor, sequence=False), costs.variants[None]
-    per_kind = [
-        sum(count * whole.amount(each.flops) for phase in (0, 1) for each, count in kind.operations[phase]) for kind in plain.kinds
-    ]
+    passes = [PHASES.index(phase) for phase in (Phase.FORWARD, Phase.BACKWARD)]
+    pairs = [[pair for phase in passes for pair in kind.operations[phase]] for kind in plain.kinds]
+    per_kind = [sum(count * whole.amount(each.flops) for each, count in found) for found in pairs]
     return sum(per_kind[kind] for kind in plain.kind_of)
 
 
@@ -169,7 +169,8 @@ class _Pricing:
         if id(kind) not in self._kinds:
             times, exchanges = zip(*(self._phase(kind, phase) for phase in range(len(PHASES))), strict=True)
             amount = self._degrees.amount
-            peaks = {Kind(phase.value): round(max(map(amount, sizes), default=0.0)) for phase, sizes in zip(PHASES, kind.peaks, strict=True)}
+            most = [round(max(map(amount, sizes), default=0.0)) for sizes in kind.peaks]
+            peaks = {Kind(phase.value): nbytes for phase, nbytes in zip(PHASES, most, strict=True)}
             stage = StageCosts(
                 forward=times[0], backward=times[1], input_grad=times[2], weight_grad=times[3],
                 saved_bytes=round(amount(kind.saved)), kept_bytes=round(amount(kind.kept)), peak_bytes=peaks,
@@ -218,10 +219,11 @@ class _Pricing:
         if each.kind == "all_to_all":
             return machines.all_to_all(degrees.amount(each.nbytes), degrees.ep, degrees.tp) if degrees.ep > 1 else 0.0
         if each.kind == "context":
-            return machines.all_gather(degrees.amount(each.nbytes) * degrees.cp, degrees.cp, degrees.tp) if degrees.cp > 1 else 0.0
-        whole = degrees.amount(each.nbytes, whole=True)
+            gathered = degrees.amount(each.nbytes) * degrees.cp
+            return machines.all_gather(gathered, degrees.cp, degrees.tp) if degrees.cp > 1 else 0.0
         if degrees.tp == 1:
             return 0.0
+        whole = degrees.amount(each.nbytes, whole=True)
         return machines.all_reduce(whole, degrees.tp) if each.kind == "all_reduce" else machines.all_gather(whole, degrees.tp)
 
 

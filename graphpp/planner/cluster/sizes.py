@@ -1,7 +1,7 @@
 """The sizes that an operator takes as plain numbers, as they are where dimensions of its operands are twice as large.
 
-Contract: `scaled_call` gives the arguments of a call on larger operands; `regrouped` the growth of a reshaped value. `FREE_SIZES`
-are the operators whose result has sizes of which the operands say nothing.
+Contract: `scaled_call` gives the arguments of a call on larger operands; `regrouped` the growth of a reshaped value.
+`FREE_SIZES` are the operators whose result has sizes of which the operands say nothing.
 """
 
 from __future__ import annotations

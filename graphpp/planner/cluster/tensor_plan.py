@@ -1,4 +1,4 @@
-"""Plans of tensor and expert parallelism, by patterns of FQNs, as transformers and torch write them: which parameters are sharded.
+"""Plans of tensor and expert parallelism, by patterns of FQNs, as transformers and torch write them: the sharded parameters.
 
 Contract
     in   a plan, {pattern: style}; the FQNs and shapes of a model's parameters
@@ -7,8 +7,8 @@ Contract
     `GraphPPError` for a style that is not known, and for a pattern that names nothing.
 
 Styles: "colwise" shards the output features of a linear layer, "rowwise" its input features, an integer that dimension of the
-weights. "colwise_gather_output" gathers the output, too. "expert" and "grouped_gemm" give each rank some of the experts. "replicate",
-"sequence" and the styles of modules without parameters of their own ("moe_tp_experts") shard nothing.
+weights. "colwise_gather_output" gathers the output, too. "expert" and "grouped_gemm" give each rank some of the experts.
+"replicate", "sequence" and the styles of modules without parameters of their own ("moe_tp_experts") shard nothing.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ _STYLES: Mapping[str, int | None] = {
     "rowwise": _INPUT_FEATURES, "rowwise_rep": _INPUT_FEATURES, "rowwise_split_input": _INPUT_FEATURES,
     "packed_rowwise": _INPUT_FEATURES, "local_rowwise": _INPUT_FEATURES, "local_packed_rowwise": _INPUT_FEATURES,
     "embedding_rowwise": -2, "embedding_colwise": -1,
-    "replicate": None, "replicated_with_grad_allreduce": None, "sequence": None, "sequence_parallel": None, "local_params": None,
-    "moe_tp_experts": None, "moe_identity_expert": None, "all_reduce": None, "mla_kv_a_proj": None, "gather": None, "local": None,
-    "ep_router": None,
+    "replicate": None, "replicated_with_grad_allreduce": None, "sequence": None, "sequence_parallel": None,
+    "local_params": None, "moe_tp_experts": None, "moe_identity_expert": None, "all_reduce": None, "mla_kv_a_proj": None,
+    "gather": None, "local": None, "ep_router": None,
 }  # fmt: skip
 _GATHERED = ("colwise_rep", "colwise_gather_output", "embedding_colwise")
 _EXPERTS = ("expert", "grouped_gemm", "ep_dispatch_experts")
@@ -78,13 +78,8 @@ def _chosen(fqns: Iterable[str], plan: Plan, name: str, known: Iterable[str]) ->
             raise GraphPPError(f"{name}: the style of {pattern!r} is {style!r}: take one of {', '.join(known)}")
         fits = re.compile(r"(.*\.)?" + re.escape(pattern).replace(r"\*", r"[^.]+") + r"(?=\.|$)")
         matched = {fqn: match.group() for fqn in fqns if (match := fits.match(fqn))}
-        if not matched and (isinstance(style, int) or _STYLES.get(style) is not None or style in _EXPERTS) and not plan_is_partial(pattern):
+        if not matched and "*" not in pattern:  # a plan of transformers has patterns for all sizes of a model
             raise GraphPPError(f"{name}: {pattern!r} fits no parameter of the model: give FQNs as in model.named_parameters()")
         for fqn, module in matched.items():
             found[fqn] = (module.rpartition(".")[0] if module == fqn else module, style)
     return found
-
-
-def plan_is_partial(pattern: str) -> bool:
-    """Whether a pattern may fit nothing: a plan of transformers names modules that only some sizes of a model have."""
-    return "*" in pattern

@@ -1,4 +1,4 @@
-"""Values grow with rows as a second capture has them, and shrink with ranks as a model spread by `parallelize_module` has them."""
+"""The bytes and FLOPs of a graph for more rows are those of a graph that was captured with so many rows."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from graphpp.planner.cluster.facts import note_facts
 from graphpp.planner.cluster.operations import size_of
 from graphpp.planner.cluster.price import Degrees
 from graphpp.planner.cluster.tensor_plan import ShardedParameters
-from tests import models
+from tests import models, tensor_parallel
 
 
 def _tokens(rows: int) -> tuple[Tensor, Tensor]:
@@ -42,8 +42,8 @@ def _gpt2(rows: int) -> Any:
 
 def _mixtral(rows: int) -> Any:
     config = transformers.MixtralConfig(
-        vocab_size=24, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
-        num_local_experts=8, use_cache=False, max_position_embeddings=32,
+        vocab_size=24, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, num_local_experts=8, use_cache=False, max_position_embeddings=32,
     )  # fmt: skip
     config._experts_implementation = "grouped_mm"
     model = transformers.MixtralForCausalLM(config).train()
@@ -82,7 +82,7 @@ def _convolutions(rows: int) -> Any:
 
 
 class Mixed(nn.Module):
-    """Operations whose sizes are plain numbers in a graph: zeros, expansions, parts, pads, stacks, einsum, an own mask, cumsum."""
+    """Operations whose sizes are plain numbers in a graph: zeros, expansions, parts, pads, stacks, einsum, a mask, cumsum."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -109,7 +109,7 @@ class Mixed(nn.Module):
 
 def _mixed(rows: int) -> Any:
     tokens, target = _tokens(rows)
-    return Mixed(), lambda logits, labels: F.cross_entropy(logits.flatten(0, 1), labels.flatten()), Microbatch((tokens,), {}, target)
+    return Mixed(), tensor_parallel.loss, Microbatch((tokens,), {}, target)
 
 
 MODELS = {
@@ -126,7 +126,7 @@ def _noted(name: str, rows: int) -> JointGraph:
 
 
 def _figures(joint: JointGraph, factor: float) -> list[tuple[Any, float, float]]:
-    """(operator, bytes, FLOPs) with as many times the rows, of every node whose value follows from the batch or from parameters."""
+    """(operator, bytes, FLOPs) with so many times the rows, of each value that follows from the batch or from parameters."""
     amount, following, found = Degrees(factor, sequence=False).amount, set[fx.Node](), list[tuple[Any, float, float]]()
     for node in joint.graph.nodes:
         if node.op != "output" and (node.op == "placeholder" or following.intersection(node.all_input_nodes)):

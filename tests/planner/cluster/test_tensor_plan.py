@@ -91,7 +91,8 @@ def _spread_figures(build: Callable[[], Any], spread: Callable[[Any, DeviceMesh]
         joint = capture(model, loss, example, torch.device("cpu")).joint
     names = {"all_reduce": "all_reduce", "all_gather_into_tensor": "all_gather"}
     found = [node for node in joint.computed() if is_collective(node)]
-    exchanges = Counter((names[node.target._schema.name.split("::")[1]], float(nbytes(node)), node.meta["backward"]) for node in found)
+    kinds = [names[node.target._schema.name.split("::")[1]] for node in found]
+    exchanges = Counter((kind, float(nbytes(node)), node.meta["backward"]) for kind, node in zip(kinds, found, strict=True))
     return exchanges, sum(map(flops, joint.computed()))
 
 
@@ -112,7 +113,10 @@ def test_gradients_that_are_only_added_are_reduced_once() -> None:
 
 @pytest.mark.parametrize(
     ("plan", "message"),
-    [({"layers.*.up": "sideways"}, "the style of 'layers.\\*.up' is 'sideways'"), ({"layer": "colwise"}, "'layer' fits no parameter")],
+    [
+        ({"layers.*.up": "sideways"}, "the style of 'layers.\\*.up' is 'sideways'"),
+        ({"layer": "colwise"}, "'layer' fits no parameter"),
+    ],
 )
 def test_refused_plans(plan: Plan, message: str) -> None:
     with pytest.raises(GraphPPError, match=message):
@@ -120,8 +124,9 @@ def test_refused_plans(plan: Plan, message: str) -> None:
 
 
 def test_the_longest_pattern_counts_and_a_bias_goes_with_the_output_features() -> None:
-    shapes = {"layers.0.up.weight": (8, 4), "layers.0.up.bias": (8,), "layers.0.down.weight": (4, 8), "layers.0.down.bias": (4,)}
-    found = ShardedParameters.of(shapes, {"layers.*": "replicate", "up": "colwise", "layers.*.down": "rowwise"}, {})
+    each = {"up.weight": (8, 4), "up.bias": (8,), "down.weight": (4, 8), "down.bias": (4,)}
+    shapes = {f"layers.0.{name}": shape for name, shape in each.items()}
+    found = ShardedParameters.of(shapes, {"layers.*": "replicate", "up": "replicate", "layers.*.down": "rowwise"}, {})
     assert found.dims == {"layers.0.down.weight": 1}
     found = ShardedParameters.of(shapes, {"layers.*.up": "colwise", "layers.*.down": "rowwise"}, {})
     assert found.dims == {"layers.0.up.weight": 0, "layers.0.up.bias": 0, "layers.0.down.weight": 1}
