@@ -82,7 +82,8 @@ class JointGraph:
         results = graph.graph_copy(self.graph, copies)
         end = graph.output(results)
         end.meta = dict(self.graph.output_node().meta)
-        return replace(self, module=aot.graph_module(self.module, graph), constants=dict(self.constants), partial=dict(self.partial))
+        module = aot.graph_module(self.module, graph)
+        return replace(self, module=module, constants=dict(self.constants), partial=dict(self.partial))
 
     def computed(self) -> Iterator[fx.Node]:
         """The nodes that compute, in order: all but placeholders and the output."""

@@ -4,7 +4,7 @@ Contract
     in   a joint graph with one stage for each gradient of a parameter; the group of ranks that share layers
     out  the same graph, in which a gradient that ended in a sum over this group is this rank's part of the gradient;
          `JointGraph.partial` names the group of each such parameter
-    The runtime adds the parts of all ranks up, after those of all microbatches. Sums are exchanged with sums, so gradients differ
+    The runtime adds the parts of all ranks up, after those of all microbatches. The two sums change places, so gradients differ
     from those of the graph by rounding; they have the bits of an eager loop whose partial gradients are reduced at the end.
 
 Under sequence parallelism the gradients of norms end so: two small messages for each norm and microbatch.

@@ -37,12 +37,13 @@ def capture_costs(
     tensor_plan: Plan | None = None,
     expert_plan: Plan | None = None,
     inside: bool = False,
+    device_type: str = "cuda",
 ) -> ModelCosts:
     """The costs of a model, its loss and its backward, for a microbatch like `example`, whose first dimension are the rows.
 
     `param_dtype`: the dtype in which parameters compute (None: their own). `tensor_plan`, `expert_plan`: {pattern of FQNs:
-    style} (`tensor_plan.py`); None: the model's own, `model.tp_plan` and `model.ep_plan` of transformers, or none. `inside`: as
-    in `model_costs`. Raises `CaptureError`.
+    style} (`tensor_plan.py`); None: the model's own, `model.tp_plan` and `model.ep_plan` of transformers, or none. `inside`,
+    `device_type`: as in `model_costs`. Raises `CaptureError`.
     """
     rows = next((tensor.shape[0] for tensor in tensors_by_path(example).values() if tensor.dim()), None)
     if rows is None:
@@ -56,6 +57,7 @@ def capture_costs(
         tensor_plan=_own(model, "tp_plan") if tensor_plan is None else tensor_plan,
         expert_plan=_own(model, "ep_plan") if expert_plan is None else expert_plan,
         inside=inside,
+        device_type=device_type,
     )
 
 

@@ -122,11 +122,13 @@ def model_costs(
     tensor_plan: Plan | None = None,
     expert_plan: Plan | None = None,
     inside: bool = False,
+    device_type: str = "cuda",
 ) -> ModelCosts:
     """The costs of a captured model. `rows`: those of the captured example.
 
     `inside`: also places between the modules that a layer calls; bytes are an upper bound then, for values that two segments of
-    a stage save count twice. Changes `joint`. Raises `CaptureError`, `GraphPPError`.
+    a stage save count twice. `device_type`: the device whose launches and memory decide what is recomputed for free. Changes
+    `joint`. Raises `CaptureError`, `GraphPPError`.
     """
     if not joint.training:
         raise CaptureError("cluster costs: the graph has no backward: capture the model with training=True")
@@ -136,7 +138,7 @@ def model_costs(
     with aot.quick():
         joint = assigned(joint, starts)
         note_facts(joint, rows, sharded)
-        staged = {each: _staged(joint, calls, len(starts), each) for each in RECOMPUTE}
+        staged = {each: _staged(joint, calls, len(starts), each, device_type) for each in RECOMPUTE}
         kinds = _Kinds()
         variants = {name: kinds.variant(*found) for name, found in staged.items()}
     cut, first = staged[None]
@@ -184,12 +186,12 @@ def _name_at(calls: Sequence[ModuleCall], start: int) -> str:
 
 
 def _staged(
-    joint: JointGraph, calls: Sequence[ModuleCall], stages: int, recompute: str | None
+    joint: JointGraph, calls: Sequence[ModuleCall], stages: int, recompute: str | None, device_type: str
 ) -> tuple[JointGraph, StagedGraphs]:
     """The phase graphs of the segments as stages, as `compile(memory=recompute)` makes them."""
     option = (read_recompute(recompute) if recompute is not None else None) or Recompute()
     region = policy.region_of(option, calls) if recompute is not None else None
-    budget = policy.recompute_budget(option, region, "cuda", None)
+    budget = policy.recompute_budget(option, region, device_type, None)
     options = LoweringOptions(
         split_backward=True, region_of=region, may_recompute=policy.may_recompute(option), recompute_budget=budget
     )

@@ -158,7 +158,7 @@ def _mfu(question: Question, found: Prediction) -> float:
     setting, machines = found.setting, question.machines
     flops = question.priced(setting.shape, setting.rows, setting.recompute).flops
     done = flops * setting.microbatches * setting.shape.data_ranks
-    peak = machines.device.flops[question.dtype or "float32"]
+    peak = machines.device.peak(question.dtype or "float32")
     return done / (found.seconds.total * machines.gpus * peak)
 
 

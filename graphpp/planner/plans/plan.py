@@ -86,7 +86,10 @@ def plan(  # noqa: PLR0913 - the dimensions of the search, all of them optional
         CaptureError, ScheduleError: a model that cannot be captured; no plan fits, and the closest is named.
     """
     found = machines if isinstance(machines, Machines) else Machines.read(machines)
-    costs = model if isinstance(model, ModelCosts) else _captured(model, loss, example, param_dtype, tensor_plan, expert_plan)
+    costs = model if isinstance(model, ModelCosts) else _captured(
+        model, loss, example, param_dtype=param_dtype, tensor_plan=tensor_plan, expert_plan=expert_plan,
+        device_type=found.device.type,
+    )  # fmt: skip
     question = Question(
         costs, found, batch, _tokens(example),
         None if param_dtype is None else str(param_dtype).removeprefix("torch."), optimizer,
@@ -102,13 +105,10 @@ def plan(  # noqa: PLR0913 - the dimensions of the search, all of them optional
     return find_plans(question, limits, cap, choices)
 
 
-def _captured(
-    model: nn.Module, loss: Any, example: Microbatch | None, dtype: torch.dtype | None,
-    tensor_plan: Mapping[str, str] | None, expert_plan: Mapping[str, str] | None,
-) -> ModelCosts:  # fmt: skip
+def _captured(model: nn.Module, loss: Any, example: Microbatch | None, **options: Any) -> ModelCosts:
     if example is None:
         raise ScheduleError("plan needs example=: a graphpp.Microbatch of one or more rows, which may be on the meta device")
-    return capture_costs(model, loss, example, param_dtype=dtype, tensor_plan=tensor_plan, expert_plan=expert_plan)
+    return capture_costs(model, loss, example, **options)
 
 
 def experts_of(costs: ModelCosts) -> int:

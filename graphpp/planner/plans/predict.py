@@ -99,11 +99,6 @@ def _running(choice: ScheduleChoice, ranks: int, microbatches: int, keep: int | 
         return None
 
 
-def _sharded(one: StateBytes, shards: int) -> StateBytes:
-    """The state over so many ranks; what one rank has alone is not sent."""
-    return replace(one, shards=shards, sent=one.sent if shards > 1 else 0)
-
-
 class _Simulated(NamedTuple):
     """One simulated step: its seconds, those without gathers and reductions, those for which its busiest rank computes, bytes."""
 
@@ -130,7 +125,7 @@ class _Step:
         shape, experts = self._setting.shape, self._priced.expert_state
         segments = self._priced.segments
         named = [
-            _sharded(one, shape.dp_shard if expert else shape.shards)
+            replace(one, shards=shape.dp_shard if expert else shape.shards)
             for one, expert in zip(segments.state, experts, strict=True)
         ]
         costs, state = replace(segments, state=tuple(named)).stages(self.cut)

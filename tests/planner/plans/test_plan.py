@@ -61,15 +61,16 @@ def example(rows: int = 1, device: str = "meta") -> graphpp.Microbatch:
 
 
 @cache
-def costs(dtype: torch.dtype | None = torch.bfloat16) -> ModelCosts:
+def costs(dtype: torch.dtype | None, device_type: str) -> ModelCosts:
     with torch.device("meta"):
         model = Decoder()
-    return capture_costs(model, loss, example(), param_dtype=dtype, tensor_plan=TENSOR_PLAN)
+    return capture_costs(model, loss, example(), param_dtype=dtype, tensor_plan=TENSOR_PLAN, device_type=device_type)
 
 
 def plans(machines: str = "8xH100", **options: Any) -> TrainingPlans:
     given: dict[str, Any] = {"batch": BATCH, "work": 4_000, **options}
-    return graphpp.plan(costs(given.get("param_dtype", torch.bfloat16)), example=example(), machines=machines, **given)
+    known = costs(given.get("param_dtype", torch.bfloat16), "cpu" if machines.endswith("CPU") else "cuda")
+    return graphpp.plan(known, example=example(), machines=machines, **given)
 
 
 def test_the_best_plan_comes_first_and_the_others_have_reasons() -> None:
@@ -202,7 +203,7 @@ def trained(rank: int, plan: TrainingPlan) -> dict[str, Any]:
     assert made.memory is not None
     return {
         "loss": float(result.loss), "schedule": made.schedule.name, "peaks": [each.peak for each in made.memory.ranks],
-        "starts": [stage.modules[0] for stage in made.stages[1:]], "microbatches": made.schedule.microbatches,
+        "starts": [stage.modules[0].partition(" .. ")[0] for stage in made.stages[1:]], "microbatches": made.schedule.microbatches,
     }  # fmt: skip
 
 
@@ -221,7 +222,9 @@ def test_a_pipeline_runs_by_a_plan_as_it_is(ranks: int, options: dict[str, Any])
         assert found["loss"] == pytest.approx(torch.tensor(float(VOCAB)).log().item(), rel=0.1)
         assert found["microbatches"] == best.setting.microbatches
         assert found["starts"] == list(best.split)
-        assert found["peaks"] == pytest.approx(best.peaks, rel=0.02)
+        for real, predicted in zip(found["peaks"], best.peaks, strict=True):
+            # A value that two segments of a stage hold counts twice, which is much in a model as small as this one.
+            assert 0.995 * real <= predicted <= 1.06 * real
 
 
 
@@ -234,7 +237,7 @@ def test_a_pipeline_runs_by_a_plan_as_it_is(ranks: int, options: dict[str, Any])
         ({"microbatches": 2}, "microbatches: plan= decides it"),
         ({"memory": "full"}, "memory.recompute: plan= decides it"),
         ({"parallel": graphpp.Parallel(keep=1)}, "parallel.keep: plan= decides it"),
-        ({}, r"plan: it is for 4 ranks \(pp 2 x dp_shard 2\), and this job has 1"),
+        ({}, r"plan: it is for 4 ranks \(pp 2 x dp_.*\), and this job has 1"),
     ],
 )
 def test_options_beside_a_plan_are_refused_by_name(options: dict[str, Any], message: str) -> None:
