@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from itertools import pairwise
 from math import ceil, inf, log, log2
 from types import MappingProxyType
@@ -155,6 +155,10 @@ class Device:
 
     def __hash__(self) -> int:
         return hash((self.name, tuple(sorted(self.flops.items())), self.memory_bandwidth, self.memory))
+
+    def __reduce__(self) -> tuple[type[Device], tuple[object, ...]]:
+        values = (getattr(self, each.name) for each in fields(self))
+        return type(self), tuple(dict(value) if isinstance(value, Mapping) else value for value in values)
 
     def peak(self, dtype: str) -> float:
         """FLOP/s of matrix products in a dtype. Raises `ScheduleError` for a dtype without a figure."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 from dataclasses import FrozenInstanceError
 from typing import Any
 
@@ -43,6 +45,11 @@ def test_a_curve_is_straight_over_the_logarithm_and_constant_outside() -> None:
     curve = Curve(((1e3, 0.2), (1e5, 0.6)))
     assert [curve.at(size) for size in (1, 1e3, 1e5, 1e9)] == [0.2, 0.2, 0.6, 0.6]
     assert curve.at(1e4) == pytest.approx(0.4)
+
+
+def test_machines_are_copied_and_sent_to_other_processes() -> None:
+    machines = Machines.read("8xA100")
+    assert pickle.loads(pickle.dumps(machines)) == copy.deepcopy(machines) == machines
 
 
 def test_a_device_is_frozen_and_equal_by_its_figures() -> None:

@@ -60,6 +60,7 @@ class CostData:
     `starts`: the first operation of each segment; `names`: the module call there; `layers`: the segments at which repeated
     layers start. `variants`: by recomputation. `forward`, `backward`: bytes over the boundary behind each segment but the last.
     `buffers`: (bytes, segments that read them). `attentions`: fused attentions in a forward, for context parallelism.
+    `tensor_ranks`, `expert_ranks`: over how many ranks sharded values and experts can be divided at most; 0: there are none.
     """
 
     rows: int
@@ -72,6 +73,8 @@ class CostData:
     parameters: tuple[ParameterCosts, ...]
     buffers: tuple[tuple[int, tuple[int, ...]], ...] = ()
     attentions: int = 0
+    tensor_ranks: int = 0
+    expert_ranks: int = 0
 
     @property
     def elements(self) -> int:

@@ -10,7 +10,7 @@ Contract
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from torch import fx
@@ -27,6 +27,7 @@ from graphpp.passes.lower import LoweringOptions, assigned, staged_graphs
 from graphpp.planner import recompute_policy as policy
 from graphpp.planner.cluster.cost_data import PHASES, ParameterCosts, SegmentKind, Variant
 from graphpp.planner.cluster.facts import note_facts
+from graphpp.planner.cluster.fake_calls import sizes_of
 from graphpp.planner.cluster.model_costs import ModelCosts
 from graphpp.planner.cluster.operations import Counted, Size, operations_of, size_of, summed
 from graphpp.planner.cluster.tensor_plan import Plan, ShardedParameters
@@ -77,7 +78,16 @@ def model_costs(
         parameters=tuple(_parameters(joint, first, sharded)),
         buffers=tuple(_buffers(joint, first)),
         attentions=sum(map(_is_attention, joint.computed())),
+        tensor_ranks=min(_sharded_sizes(joint), default=0),
+        expert_ranks=min((shapes[fqn][0] for fqn in sharded.experts if len(shapes[fqn]) == 3), default=0),
     )
+
+
+def _sharded_sizes(joint: JointGraph) -> Iterator[int]:
+    """The sizes of all sharded dimensions: features, heads, words."""
+    for node in joint.graph.nodes:
+        if node.op != "output":
+            yield from (size for size, power in sizes_of(node.meta.get("val"), node.meta["sharded"]) if power)
 
 
 def _is_attention(node: fx.Node) -> bool:

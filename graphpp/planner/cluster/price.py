@@ -99,8 +99,7 @@ def priced(  # noqa: PLR0913 - the degrees of a plan
     `stage_stride`: ranks between neighbouring stages (None: tp * cp). `shards`: ranks over which state will be sharded, of
     which experts have 1/ep. Raises `ScheduleError`.
     """
-    if cp > 1 and not costs.attentions:
-        raise ScheduleError("cp: the model has no fused attention (scaled_dot_product_attention) whose keys could be exchanged")
+    _check_degrees(costs, tp, ep, cp)
     degrees = Degrees(rows / costs.rows, tp, ep, cp, sequence)
     pricing = _Pricing(machines, degrees, dtype)
     mix = _mixed(costs, recompute, degrees)
@@ -112,6 +111,18 @@ def priced(  # noqa: PLR0913 - the degrees of a plan
     state, experts = _state(costs, degrees, Memory(optimizer=optimizer), shards)
     segments = Segments(costs.starts, Costs(tuple(stage for stage, _ in each), ahead, behind), state)
     return PricedModel(segments, experts, on, back, _flops(costs, degrees.factor), tuple(found for _, found in each))
+
+
+def _check_degrees(costs: CostData, tp: int, ep: int, cp: int) -> None:
+    """Raise `ScheduleError` for degrees that the model cannot have."""
+    if cp > 1 and not costs.attentions:
+        raise ScheduleError("cp: the model has no fused attention (scaled_dot_product_attention) whose keys could be exchanged")
+    each = (("tp", tp, costs.tensor_ranks, "tensor_plan"), ("ep", ep, costs.expert_ranks, "expert_plan"))
+    for name, ranks, most, plan in each:
+        if ranks > 1 and not most:
+            raise ScheduleError(f"{name}: the costs were made without {plan}= that shards parameters of the model: give one")
+        if ranks > max(most, 1):
+            raise ScheduleError(f"{name}: take at most {most} ranks, got {ranks}: a dimension that {plan}= shards has size {most}")
 
 
 def _flops(costs: CostData, factor: float) -> float:

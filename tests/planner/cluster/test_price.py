@@ -182,6 +182,20 @@ def test_refused_options_are_named(options: dict[str, Any], named: str) -> None:
         _costs("llama").on(H100, **options)
 
 
+@pytest.mark.parametrize(
+    ("name", "options", "message"),
+    [
+        ("llama", {"ep": 2}, "ep: the costs were made without expert_plan="),
+        ("convolutions", {"tp": 2}, "tp: the costs were made without tensor_plan="),
+        ("llama", {"tp": 4}, "tp: take at most 2 ranks"),  # heads of keys
+        ("mixtral", {"ep": 16}, "ep: take at most 8 ranks"),
+    ],
+)
+def test_degrees_that_a_model_cannot_have_are_refused(name: str, options: dict[str, int], message: str) -> None:
+    with pytest.raises(ScheduleError, match=message):
+        _costs(name).on(H100, **options)
+
+
 def test_a_dtype_without_a_peak_is_refused() -> None:
     with pytest.raises(ScheduleError, match="A100 has peak"):
         _costs("mixtral").on(Machines(A100, 8), dtype="float8_e4m3fn")
