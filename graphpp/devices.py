@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from itertools import pairwise
 from math import ceil, inf, log, log2
 from types import MappingProxyType
@@ -29,8 +29,14 @@ _FROM_ZERO = Accepted("a number from 0", lambda value: NUMBER.accepts(value) and
 _SHARE = Accepted("a number above 0 and up to 1", lambda value: NUMBER.accepts(value) and 0 < value <= 1)  # type: ignore[operator]
 _FLOPS = Accepted(
     'a mapping of dtype names to FLOP/s, e.g. {"bfloat16": 989e12}',
-    lambda value: isinstance(value, Mapping) and bool(value) and all(TEXT.accepts(k) and _PEAK.accepts(value[k]) for k in value),
+    lambda value: isinstance(value, Mapping) and bool(value) and all(map(_is_rate, value.items())),
 )
+
+
+def _is_rate(item: tuple[object, object]) -> bool:
+    return TEXT.accepts(item[0]) and _PEAK.accepts(item[1])
+
+
 _POINTS = Accepted(
     "a sequence of (size, share) with ascending sizes above 0 and shares above 0 and up to 1",
     lambda value: isinstance(value, list | tuple) and _is_curve(value),
@@ -150,6 +156,10 @@ class Device:
 
     def __hash__(self) -> int:
         return hash((self.name, tuple(sorted(self.flops.items())), self.memory_bandwidth, self.memory))
+
+    def __reduce__(self) -> tuple[type[Device], tuple[object, ...]]:
+        values = (getattr(self, each.name) for each in fields(self))
+        return type(self), tuple(dict(value) if isinstance(value, Mapping) else value for value in values)
 
     def peak(self, dtype: str) -> float:
         """FLOP/s of matrix products in a dtype. Raises `ScheduleError` for a dtype without a figure."""

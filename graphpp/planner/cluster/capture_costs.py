@@ -16,7 +16,8 @@ from graphpp.batch.microbatch import Microbatch, tensors_by_path
 from graphpp.capture.loss import LossFunction
 from graphpp.capture.trace import capture
 from graphpp.errors import CaptureError
-from graphpp.planner.cluster.model_costs import ModelCosts, model_costs
+from graphpp.planner.cluster.from_graph import model_costs
+from graphpp.planner.cluster.model_costs import ModelCosts
 from graphpp.planner.cluster.tensor_plan import Plan
 from graphpp.planner.layers import module_calls
 

@@ -25,6 +25,7 @@ from graphpp.errors import CaptureError
 from graphpp.passes.graph.aliases import shares_memory
 from graphpp.passes.graph.joint_graph import JointGraph
 from graphpp.passes.graph.op_costs import flops
+from graphpp.planner.cluster.fake_calls import nothing_of
 from graphpp.planner.cluster.growth import Growth
 from graphpp.planner.cluster.operations import ATTENTION, ATTENTION_BACKWARD, packet_of, size_of
 from graphpp.planner.cluster.tensor_plan import ShardedParameters
@@ -48,7 +49,7 @@ def note_facts(joint: JointGraph, rows: int, sharded: ShardedParameters, *, merg
     for node in joint.graph.nodes:
         if node.op != "output":
             node.meta["rows"] = by_rows.of[node]
-            node.meta["sharded"] = by_ranks.of[node] if by_ranks else _none(node.meta.get("val"))
+            node.meta["sharded"] = by_ranks.of[node] if by_ranks else nothing_of(node)
             node.meta["experts"] = 0
             work = by_rows.flops.get(node) or (flops(node), 0)
             if work[0]:
@@ -76,12 +77,6 @@ def _is_batch(role: object, node: fx.Node, rows: int) -> bool:
 
 def _one(rank: int, dim: int) -> tuple[int, ...]:
     return tuple(int(at == dim) for at in range(rank))
-
-
-def _none(value: object) -> object:
-    if isinstance(value, torch.Tensor):
-        return (0,) * value.dim()
-    return tuple(map(_none, value)) if isinstance(value, tuple | list) else ()
 
 
 def _products_of(joint: JointGraph, parameters: set[fx.Node]) -> set[fx.Node]:

@@ -18,28 +18,37 @@ an operator needs a dimension as a whole, and where the plan says so, a value is
 
 from __future__ import annotations
 
-import logging
 import operator
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from itertools import combinations
-from math import log2
 from typing import Any
 
 import torch
 from torch import fx
 
 from graphpp._torch import aot
-from graphpp._torch.symbols import hint
 from graphpp.errors import CaptureError
 from graphpp.passes.graph.joint_graph import JointGraph, describe_node
 from graphpp.passes.graph.op_costs import flops_of
+from graphpp.planner.cluster.fake_calls import (
+    Dims,
+    Exponents,
+    called,
+    grows,
+    has_tensor,
+    keyed,
+    log_of,
+    name_of,
+    nothing_of,
+    powers_of,
+    quiet,
+    shape_of,
+    sizes_of,
+    twice,
+)  # fmt: skip
 from graphpp.planner.cluster.sizes import FREE_SIZES, regrouped, scaled_call
-from graphpp.runtime.randomness import seeded
 
-Dims = tuple[int, ...]
-Exponents = Any  # Dims of a tensor, or a tuple of them
 NOTHING: Mapping[fx.Node, Dims] = {}
 _FAR = 80  # operations between a size that is a plain number, and the operation that tells how it grows
 _SELECTING = ("select", "slice", "index", "gather", "zeros_like", "ones_like", "full_like", "empty_like", "argmax", "topk")
@@ -67,7 +76,7 @@ class Growth:
         self._chosen: dict[fx.Node, Dims] = {}
         self._known: dict[Any, tuple[Exponents, float, int]] = {}
         self._mode = aot.fake_mode()
-        self._base = {size for node, dims in inputs.items() for size, power in _sizes(node.meta["val"], dims) if power}
+        self._base = {size for node, dims in inputs.items() for size, power in sizes_of(node.meta["val"], dims) if power}
         self._single = not sharded and 1 in self._base
         self._twins: dict[int, list[fx.Node]] = defaultdict(list)
         self._cut: dict[int, tuple[tuple[int, ...], Dims]] = {}  # autograd number -> whole value, as its backward takes it
@@ -76,7 +85,7 @@ class Growth:
                 self._twins[node.meta["seq"]].append(node)
         for node in self._order:
             if node.op == "placeholder":
-                self.of[node] = inputs.get(node) or _none(node)
+                self.of[node] = inputs.get(node) or nothing_of(node)
             else:
                 self._enter(node)
 
@@ -100,30 +109,30 @@ class Growth:
         if node.target is operator.getitem:
             source, index = node.args
             return grown[source][index]  # type: ignore[index]
-        if not any(map(_any, grown.values())):
-            return _none(node)
+        if not any(map(grows, grown.values())):
+            return nothing_of(node)
         found, flops, power = self._run(node, grown)
         if flops:
             self.flops[node] = (flops, power)
         self._note(node, grown, found)
         if node in self._gathered:
             self.collectives[node].append(("all_gather", node))
-            self._cut[node.meta["seq"]] = (_shape(node.meta["val"]), found)
-            return _none(node)
+            self._cut[node.meta["seq"]] = (shape_of(node.meta["val"]), found)
+            return nothing_of(node)
         return found
 
     def _operand(self, node: fx.Node, source: fx.Node) -> Exponents:
         """The growth of an operand; the backward of a gathered value takes its own part of the gradient."""
         own = self.of[source]
-        if self._cut and node.meta["backward"] and not _any(own) and node.meta["seq"] in self._cut:
+        if self._cut and node.meta["backward"] and not grows(own) and node.meta["seq"] in self._cut:
             shape, dims = self._cut[node.meta["seq"]]
-            if isinstance(source.meta["val"], torch.Tensor) and _shape(source.meta["val"]) == shape:
+            if isinstance(source.meta["val"], torch.Tensor) and shape_of(source.meta["val"]) == shape:
                 return dims
         return own
 
     def _run(self, node: fx.Node, grown: Mapping[fx.Node, Exponents]) -> tuple[Exponents, float, int]:
         twin = self._twin(node)
-        key = (node.target, twin, _keyed((node.args, tuple(sorted(node.kwargs.items()))), grown))
+        key = (node.target, twin, keyed((node.args, tuple(sorted(node.kwargs.items()))), grown))
         if key not in self._known:
             self._known[key] = self._probed(node, grown, twin)
         found = self._known[key]
@@ -132,27 +141,27 @@ class Growth:
         return found
 
     def _probed(self, node: fx.Node, grown: Mapping[fx.Node, Exponents], twin: Dims | None) -> Any:
-        target, args = _called(node)
-        name = target.overloadpacket.__name__ if isinstance(target, torch._ops.OpOverload) else ""
+        target, args = called(node)
+        name = name_of(node)
         try:
             if name in (*_VIEWS, "expand"):
                 return self._resized(node, name, grown, twin), 0.0, 0
             if name in FREE_SIZES:
-                return (twin if twin is not None else _none(node)), 0.0, 0
-            with self._mode, _quiet():
-                made: dict[fx.Node, Any] = {source: _twice(source.meta["val"], grown[source]) for source in grown}
+                return (twin if twin is not None else nothing_of(node)), 0.0, 0
+            with self._mode, quiet():
+                made: dict[fx.Node, Any] = {source: twice(source.meta["val"], grown[source]) for source in grown}
                 real, large = scaled_call(name, args, node.kwargs, grown, made, twin)
                 result = target(*real, **large)
-            found = _powers(node.meta["val"], result)
+            found = powers_of(node.meta["val"], result)
             counted, more = flops_of(node), flops_of(node, made, result)
-            return found, counted, round(_log2(more / counted)) if counted else 0
+            return found, counted, round(log_of(more / counted)) if counted else 0
         except (RuntimeError, TypeError, ValueError, IndexError, AssertionError) as fault:
             return _UnfitError(f"{type(fault).__name__}: {str(fault).splitlines()[0] if str(fault) else ''}")
 
     def _resized(self, node: fx.Node, name: str, grown: Mapping[fx.Node, Exponents], twin: Dims | None) -> Dims:
         """The growth of a view or an expansion, whose sizes are plain numbers."""
         source = node.all_input_nodes[0]
-        before, dims, after = _shape(source.meta["val"]), grown[source], _shape(node.meta["val"])
+        before, dims, after = shape_of(source.meta["val"]), grown[source], shape_of(node.meta["val"])
         if name == "expand":
             more = len(after) - len(before)
             own = [0] * more + [power if before[at] == after[at + more] else 0 for at, power in enumerate(dims)]
@@ -168,10 +177,11 @@ class Growth:
         value = node.meta["val"]
         if not node.meta["backward"] or not isinstance(value, torch.Tensor):
             return None
-        shape = _shape(value)
+        shape = shape_of(value)
         for other in self._twins.get(node.meta["seq"], ()):
             for each in (*other.all_input_nodes, other):
-                if isinstance(each.meta.get("val"), torch.Tensor) and _shape(each.meta["val"]) == shape and _any(self.of[each]):
+                own = each.meta.get("val")
+                if isinstance(own, torch.Tensor) and shape_of(own) == shape and grows(self.of[each]):
                     return self.of[each]  # type: ignore[no-any-return]
         return None
 
@@ -179,9 +189,9 @@ class Growth:
         """The exchange of a sharded value at an operation, if there is one."""
         if not self._sharded:
             return
-        name = str(getattr(_called(node)[0], "__name__", "")).partition(".")[0]
+        name = str(getattr(called(node)[0], "__name__", "")).partition(".")[0]
         first = found[0] if found and isinstance(found[0], tuple) else found
-        lost = first is not None and not any(first) if name == "convolution_backward" else not _any(found)
+        lost = first is not None and not any(first) if name == "convolution_backward" else not grows(found)
         if name in _SHARED_ROWS and grown[node.all_input_nodes[0]][node.args[1]]:
             self.collectives[node] += [("rows", node), ("rows", node)]
         elif lost and not name.startswith(_SELECTING) and name not in FREE_SIZES:
@@ -194,7 +204,7 @@ class Growth:
         sizes = {
             size
             for source in node.all_input_nodes
-            for size, power in _sizes(source.meta["val"], self.of[source])
+            for size, power in sizes_of(source.meta["val"], self.of[source])
             if power
         } | self._base
         for free, dims in self._candidates(self._free_before(node), sizes):
@@ -217,17 +227,17 @@ class Growth:
             if each in seen or each.op == "placeholder":
                 continue
             seen.add(each)
-            name = _name(each)
+            name = name_of(each)
             sized = name in FREE_SIZES or name == "expand" or (self._sharded and name in _VIEWS)
-            if sized or not any(_is_tensor(source) for source in each.all_input_nodes):
+            if sized or not any(has_tensor(source) for source in each.all_input_nodes):
                 found.append(each)
             pending += each.all_input_nodes
         return [each for each in reversed(found) if isinstance(each.meta["val"], torch.Tensor)]
 
     def _candidates(self, free: Sequence[fx.Node], sizes: set[int]) -> Iterator[tuple[fx.Node, Dims]]:
         for each in free:
-            shape, own = _shape(each.meta["val"]), self.of[each]
-            if _name(each) in _VIEWS:
+            shape, own = shape_of(each.meta["val"]), self.of[each]
+            if name_of(each) in _VIEWS:
                 yield from ((each, dims) for dims in _moved(shape, own))
                 continue
             at = [index for index, size in enumerate(shape) if size in sizes and not own[index]]
@@ -255,9 +265,9 @@ class Growth:
     def _cut_operand(self, node: fx.Node, sizes: set[int]) -> bool:
         """Take the rank's part of a whole operand."""
         for source in node.all_input_nodes:
-            if not isinstance(source.meta["val"], torch.Tensor) or _any(self.of[source]):
+            if not isinstance(source.meta["val"], torch.Tensor) or grows(self.of[source]):
                 continue
-            shape = _shape(source.meta["val"])
+            shape = shape_of(source.meta["val"])
             for at in (index for index, size in enumerate(shape) if size in sizes):
                 try:
                     self.of[node] = self._evaluated(node, {source: tuple(int(index == at) for index in range(len(shape)))})
@@ -270,100 +280,14 @@ class Growth:
         """Gather the sharded operands of an operation that needs whole ones."""
         if not self._sharded:
             return False
-        sources = [source for source in node.all_input_nodes if _any(self.of[source])]
+        sources = [source for source in node.all_input_nodes if grows(self.of[source])]
         self.collectives[node] += [("all_gather", source) for source in sources]
-        self.of[node] = _none(node)
+        self.of[node] = nothing_of(node)
         return True
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """A context in which torch logs no error of a call on fake tensors: calls that fail are asked for here."""
-    logger = logging.getLogger("torch._subclasses.fake_tensor")
-    before, logger.disabled = logger.disabled, True
-    try:
-        yield
-    finally:
-        logger.disabled = before
 
 
 class _UnfitError(Exception):
     """Operands do not fit each other."""
-
-
-# ---------------------------------------------------------------------------------------------- small parts
-
-
-def _called(node: fx.Node) -> tuple[Any, tuple[Any, ...]]:
-    """The operator that a node runs, and its arguments; those of a random operator follow its key."""
-    return (node.args[2], node.args[3:]) if node.target is seeded else (node.target, node.args)
-
-
-def _name(node: fx.Node) -> str:
-    target = _called(node)[0]
-    return target.overloadpacket.__name__ if isinstance(target, torch._ops.OpOverload) else ""
-
-
-def _shape(value: torch.Tensor) -> tuple[int, ...]:
-    return tuple(map(hint, value.shape))
-
-
-def _is_tensor(node: fx.Node) -> bool:
-    return isinstance(node.meta.get("val"), torch.Tensor | tuple | list)
-
-
-def _none(node: fx.Node) -> Exponents:
-    return _zeros(node.meta.get("val"))
-
-
-def _zeros(value: Any) -> Exponents:
-    if isinstance(value, torch.Tensor):
-        return (0,) * value.dim()
-    return tuple(map(_zeros, value)) if isinstance(value, tuple | list) else ()
-
-
-def _any(growth: Exponents) -> bool:
-    return any(_any(each) if isinstance(each, tuple) else each for each in growth or ())
-
-
-def _sizes(value: Any, growth: Exponents) -> Iterator[tuple[int, int]]:
-    if isinstance(value, torch.Tensor):
-        yield from zip(_shape(value), growth, strict=True)
-    elif isinstance(value, tuple | list):
-        for each, own in zip(value, growth, strict=True):
-            yield from _sizes(each, own)
-
-
-def _twice(value: Any, growth: Exponents) -> Any:
-    """A fake tensor whose growing dimensions are twice as large, with its strides in the same order."""
-    if isinstance(value, tuple | list):
-        return type(value)(_twice(each, own) for each, own in zip(value, growth, strict=True))
-    if not isinstance(value, torch.Tensor):
-        return value
-    shape = [hint(size) << power for size, power in zip(value.shape, growth, strict=True)]
-    strides, step = [0] * len(shape), 1
-    for at in sorted(range(len(shape)), key=lambda at: (hint(value.stride(at)), at < 0, -at)):
-        strides[at], step = step, step * max(shape[at], 1)
-    return torch.empty_strided(shape, strides, dtype=value.dtype, device=value.device)
-
-
-def _powers(value: Any, large: Any) -> Exponents:
-    if isinstance(value, torch.Tensor):
-        pairs = zip(map(hint, value.shape), map(hint, large.shape), strict=True)
-        return tuple(round(_log2(more / size)) if size else 0 for size, more in pairs)
-    return tuple(map(_powers, value, large)) if isinstance(value, tuple | list) else ()
-
-
-def _log2(ratio: float) -> float:
-    return log2(ratio) if ratio > 0 else 0.0
-
-
-def _keyed(argument: Any, grown: Mapping[fx.Node, Exponents]) -> Any:
-    if isinstance(argument, fx.Node):
-        return _facts(argument.meta.get("val")), grown[argument]
-    if isinstance(argument, tuple | list):
-        return tuple(_keyed(each, grown) for each in argument)
-    return argument if argument.__hash__ is not None else repr(argument)
 
 
 def _moved(shape: tuple[int, ...], own: Dims) -> Iterator[Dims]:
@@ -371,9 +295,3 @@ def _moved(shape: tuple[int, ...], own: Dims) -> Iterator[Dims]:
     for at, power in enumerate(own[:-1]):
         if power and not own[at + 1] and shape[at + 1] > 1:
             yield (*own[:at], 0, power, *own[at + 2 :])
-
-
-def _facts(value: Any) -> Any:
-    if isinstance(value, torch.Tensor):
-        return _shape(value), tuple(map(hint, value.stride())), value.dtype
-    return tuple(map(_facts, value)) if isinstance(value, tuple | list) else hint(value)

@@ -1,318 +1,42 @@
-"""The costs of a model as data: its segments' operations and bytes, for any number of rows and any degrees of parallelism.
+"""The costs of a model, to be priced on any machines: `ModelCosts.on`.
 
-Contract
-    in   a captured joint graph, its module calls, the number of rows, plans of tensor and expert parallelism
-    out  `ModelCosts`, which holds no graph; `ModelCosts.on(machines, ..)` prices it (`price.py`)
-    A segment lies between neighbouring places at which a stage may start: the repeated layers, and module calls outside of
-    them. Its phases are those that `passes/lower.py` makes of a stage, so saved values, recomputation and messages are those of
-    a pipeline that runs. Equal segments are one kind. The joint graph is changed.
+Contract: `ModelCosts` is data (`cost_data.py`), made once from a captured graph (`from_graph.py`, `capture_costs.py`). `on`
+takes some milliseconds, and changes nothing.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
-from torch import fx
-
-from graphpp._torch import aot
-from graphpp._torch.symbols import hint
-from graphpp.errors import CaptureError
-from graphpp.options.recompute import Recompute, read_recompute
-from graphpp.options.split import ModuleCall
-from graphpp.passes.graph.joint_graph import JointGraph
-from graphpp.passes.graph.liveness import counts_in_peak, live_values
-from graphpp.passes.graph.stage_graphs import PhaseGraph, StagedGraphs
-from graphpp.passes.lower import LoweringOptions, assigned, staged_graphs
-from graphpp.planner import recompute_policy as policy
-from graphpp.planner.cluster.facts import note_facts
-from graphpp.planner.cluster.operations import Counted, Size, operations_of, size_of, summed
-from graphpp.planner.cluster.tensor_plan import Plan, ShardedParameters
-from graphpp.planner.layers import repeated_layers
-from graphpp.planner.segments import places
-from graphpp.runtime import program
-from graphpp.runtime.program import Phase
-
-PHASES = (Phase.FORWARD, Phase.BACKWARD, Phase.INPUT_GRAD, Phase.WEIGHT_GRAD)
-RECOMPUTE: tuple[str | None, ...] = (None, "selective", "full")
+from graphpp.devices import Machines
+from graphpp.planner.cluster.cost_data import CostData
+from graphpp.planner.cluster.price import PricedModel, priced
 
 
 @dataclass(frozen=True)
-class SegmentKind:
-    """Equal segments. By phase in the order of `PHASES`: `operations`, and `peaks`, the sizes of which the largest is the peak.
+class ModelCosts(CostData):
+    """A model's costs, of which `on` gives seconds and bytes for any number of rows, on any machines."""
 
-    `saved`: bytes from forward to backward; `kept`: from I to W.
-    """
+    def on(  # noqa: PLR0913 - the degrees of a plan
+        self,
+        machines: Machines,
+        *,
+        rows: int = 1,
+        tp: int = 1,
+        ep: int = 1,
+        cp: int = 1,
+        recompute: str | float | None = None,
+        dtype: str | None = None,
+        sequence: bool = True,
+        optimizer: str | float = "adamw",
+        stage_stride: int | None = None,
+        shards: int | None = None,
+    ) -> PricedModel:
+        """The seconds and bytes of a microbatch of `rows` rows on these machines.
 
-    operations: tuple[Counted, ...]
-    peaks: tuple[tuple[Size, ...], ...]
-    saved: Size
-    kept: Size
-
-
-@dataclass(frozen=True)
-class Variant:
-    """The segments under one kind of recomputation: the distinct kinds, and the kind of each segment."""
-
-    kinds: tuple[SegmentKind, ...]
-    kind_of: tuple[int, ...]
-
-
-@dataclass(frozen=True)
-class ParameterCosts:
-    """A parameter: elements of the whole, dtype, the segments that read it and make gradients of it.
-
-    `sharded`: whether tensor parallelism divides it; `expert`: whether it belongs to experts.
-    """
-
-    fqn: str
-    elements: int
-    dtype: str
-    itemsize: int
-    readers: tuple[int, ...]
-    makers: tuple[int, ...]
-    sharded: bool = False
-    expert: bool = False
-    shape: tuple[int, ...] = ()
-
-
-@dataclass(frozen=True)
-class ModelCosts:
-    """A model's costs. Sizes are those of `rows` rows; `on` prices other numbers of rows.
-
-    `starts`: the first operation of each segment; `names`: the module call there; `layers`: the segments at which repeated
-    layers start. `variants`: by recomputation. `forward`, `backward`: bytes over the boundary behind each segment but the last.
-    `buffers`: (bytes, segments that read them). `attentions`: fused attentions in a forward, for context parallelism.
-    """
-
-    rows: int
-    starts: tuple[int, ...]
-    names: tuple[str, ...]
-    layers: tuple[int, ...]
-    variants: Mapping[str | None, Variant]
-    forward: tuple[Size, ...]
-    backward: tuple[Size, ...]
-    parameters: tuple[ParameterCosts, ...]
-    buffers: tuple[tuple[int, tuple[int, ...]], ...] = ()
-    attentions: int = 0
-
-    @property
-    def elements(self) -> int:
-        """The elements of all parameters."""
-        return sum(each.elements for each in self.parameters)
-
-    @property
-    def expert_elements(self) -> int:
-        """The elements of the parameters of experts."""
-        return sum(each.elements for each in self.parameters if each.expert)
-
-    def on(self, machines: Any, **options: Any) -> Any:
-        """The seconds and bytes of the segments on these machines: `price.priced` has the options."""
-        from graphpp.planner.cluster.price import priced
-
-        return priced(self, machines, **options)
-
-
-def model_costs(
-    joint: JointGraph,
-    calls: Sequence[ModuleCall],
-    *,
-    rows: int,
-    tensor_plan: Plan | None = None,
-    expert_plan: Plan | None = None,
-    inside: bool = False,
-    device_type: str = "cuda",
-) -> ModelCosts:
-    """The costs of a captured model. `rows`: those of the captured example.
-
-    `inside`: also places between the modules that a layer calls; bytes are an upper bound then, for values that two segments of
-    a stage save count twice. `device_type`: the device whose launches and memory decide what is recomputed for free. Changes
-    `joint`. Raises `CaptureError`, `GraphPPError`.
-    """
-    if not joint.training:
-        raise CaptureError("cluster costs: the graph has no backward: capture the model with training=True")
-    shapes = {fqn: tuple(map(hint, meta.shape)) for fqn, meta in joint.parameters.items()}
-    sharded = ShardedParameters.of(shapes, tensor_plan or {}, expert_plan or {})
-    starts = places(joint, calls) if inside else _outside(joint, calls)
-    with aot.quick():
-        joint = assigned(joint, starts)
-        note_facts(joint, rows, sharded)
-        staged = {each: _staged(joint, calls, len(starts), each, device_type) for each in RECOMPUTE}
-        kinds = _Kinds()
-        variants = {name: kinds.variant(*found) for name, found in staged.items()}
-    cut, first = staged[None]
-    named = {node.name: node for node in cut.graph.nodes}
-    on, back = (tuple(summed(size_of(named[value.name]) for value in values) for values in each) for each in _crossing(first))
-    layers = {call.position for call in repeated_layers(calls)}
-    return ModelCosts(
-        rows=rows,
-        starts=tuple(starts),
-        names=tuple(_name_at(calls, start) for start in starts),
-        layers=tuple(segment for segment, start in enumerate(starts) if start in layers),
-        variants=variants,
-        forward=on,
-        backward=back,
-        parameters=tuple(_parameters(joint, first, sharded)),
-        buffers=tuple(_buffers(joint, first)),
-        attentions=sum(map(_is_attention, joint.computed())),
-    )
-
-
-def _is_attention(node: fx.Node) -> bool:
-    return not node.meta["backward"] and any(kind == "context" for kind, _ in node.meta.get("exchanges", ()))
-
-
-def _crossing(staged: StagedGraphs) -> tuple[Any, Any]:
-    return [each.forward for each in staged.boundaries], [each.backward for each in staged.boundaries]
-
-
-def _outside(joint: JointGraph, calls: Sequence[ModuleCall]) -> tuple[int, ...]:
-    """The places at the starts of layers and of module calls outside of them."""
-    layers = repeated_layers(calls)
-    names = {layer.fqn for layer in layers}
-    at, starts = 0, {0}
-    for call in calls:
-        while at < len(layers) and layers[at].end <= call.position:
-            at += 1
-        within = at < len(layers) and layers[at].position <= call.position and call.end <= layers[at].end
-        if not within or call.fqn in names:
-            starts.add(call.position)
-    return tuple(start for start in places(joint, calls) if start in starts)
-
-
-def _name_at(calls: Sequence[ModuleCall], start: int) -> str:
-    return next((call.fqn for call in calls if call.position == start and call.fqn), "")
-
-
-def _staged(
-    joint: JointGraph, calls: Sequence[ModuleCall], stages: int, recompute: str | None, device_type: str
-) -> tuple[JointGraph, StagedGraphs]:
-    """The phase graphs of the segments as stages, as `compile(memory=recompute)` makes them."""
-    option = (read_recompute(recompute) if recompute is not None else None) or Recompute()
-    region = policy.region_of(option, calls) if recompute is not None else None
-    budget = policy.recompute_budget(option, region, device_type, None)
-    options = LoweringOptions(
-        split_backward=True, region_of=region, may_recompute=policy.may_recompute(option), recompute_budget=budget
-    )
-    return staged_graphs(joint, stages, options=options)
-
-
-class _Kinds:
-    """The kinds of segments, each made once."""
-
-    def __init__(self) -> None:
-        self._made: dict[Any, SegmentKind] = {}
-
-    def variant(self, joint: JointGraph, staged: StagedGraphs) -> Variant:
-        named = {node.name: node for node in joint.graph.nodes}
-        kinds, numbers, kind_of = list[SegmentKind](), dict[SegmentKind, int](), list[int]()
-        for stage in range(len(staged.saved)):
-            graphs = [staged.graphs.get((phase, stage)) for phase in PHASES]
-            saved = summed(size_of(named[value.name]) for value in staged.saved_memory[stage])
-            kept = summed(size_of(named[value.name]) for value in staged.kept_memory[stage])
-            key = (saved, kept, *(_signature(each) for each in graphs))
-            if key not in self._made:
-                self._made[key] = SegmentKind(tuple(map(_operations, graphs)), tuple(map(_peaks, graphs)), saved, kept)
-            kind = self._made[key]
-            if kind not in numbers:
-                numbers[kind] = len(kinds)
-                kinds.append(kind)
-            kind_of.append(numbers[kind])
-        return Variant(tuple(kinds), tuple(kind_of))
-
-
-def _signature(each: PhaseGraph | None) -> Any:
-    """Facts of a phase graph on which its costs depend; equal ones are equal costs."""
-    if each is None:
-        return None
-    at = {node: index for index, node in enumerate(each.graph.nodes)}
-    return tuple(
-        (
-            node.target if node.op == "call_function" else type(node.meta.get("role")),
-            tuple(at[source] for source in node.all_input_nodes),
-            size_of(node),
-            node.meta.get("work"),
-            node.meta.get("exchanges"),
-        )
-        for node in each.graph.nodes
-    )
-
-
-def _operations(each: PhaseGraph | None) -> Counted:
-    return operations_of(each.graph) if each is not None else ()
-
-
-def _peaks(each: PhaseGraph | None) -> tuple[Size, ...]:
-    """The sizes of the live memory while a program runs that are largest for some rows and ranks."""
-    if each is None:
-        return ()
-    found: dict[Size, None] = {}
-    total: dict[tuple[int, int, int], float] = {}
-    rising = False
-    for sign, node in live_values(each.graph):
-        if not counts_in_peak(node):
-            continue
-        if sign < 0 and rising:
-            found[_as_size(total)] = None
-        rising = sign > 0
-        for *powers, amount in size_of(node):
-            key = tuple(powers)
-            total[key] = total.get(key, 0.0) + sign * amount  # type: ignore[index,arg-type]
-    found[_as_size(total)] = None
-    return _largest(list(found))
-
-
-def _as_size(total: Mapping[tuple[int, int, int], float]) -> Size:
-    return tuple((*powers, amount) for powers, amount in sorted(total.items()) if amount)
-
-
-def _largest(sizes: Sequence[Size]) -> tuple[Size, ...]:
-    """The sizes that no other one covers term by term."""
-    terms = [{term[:3]: term[3] for term in size} for size in sizes]
-    order = sorted(range(len(sizes)), key=lambda at: -sum(terms[at].values()))
-    chosen: list[int] = []
-    for at in order:
-        if not any(all(terms[other].get(key, 0) >= amount for key, amount in terms[at].items()) for other in chosen):
-            chosen.append(at)
-    return tuple(sizes[at] for at in chosen)
-
-
-# ------------------------------------------------------------------------------------------- parameters
-
-
-def _readers(staged: StagedGraphs, role_type: type[program.Parameter] | type[program.Buffer]) -> dict[str, list[int]]:
-    found: dict[str, set[int]] = {}
-    for (_, stage), each in staged.graphs.items():
-        for role in each.inputs:
-            if isinstance(role, role_type):
-                found.setdefault(role.fqn, set()).add(stage)
-    return {fqn: sorted(stages) for fqn, stages in found.items()}
-
-
-def _parameters(joint: JointGraph, staged: StagedGraphs, sharded: ShardedParameters) -> Iterable[ParameterCosts]:
-    makers: dict[str, set[int]] = {}
-    for (_, stage), each in staged.graphs.items():
-        for role in each.outputs:
-            if isinstance(role, program.Gradient):
-                makers.setdefault(role.fqn, set()).add(stage)
-    for fqn, stages in _readers(staged, program.Parameter).items():
-        meta = joint.parameters[fqn]
-        made = tuple(sorted(makers.get(fqn, ())))
-        yield ParameterCosts(
-            fqn,
-            meta.nbytes // meta.dtype.itemsize,
-            str(meta.dtype).removeprefix("torch."),
-            meta.dtype.itemsize,
-            tuple(sorted({*stages, *made})),
-            made,
-            fqn in sharded.dims,
-            fqn in sharded.experts,
-            tuple(map(hint, meta.shape)),
-        )
-
-
-def _buffers(joint: JointGraph, staged: StagedGraphs) -> Iterable[tuple[int, tuple[int, ...]]]:
-    for fqn, stages in _readers(staged, program.Buffer).items():
-        yield joint.buffers[fqn].nbytes, tuple(stages)
-
+        `price.priced` says what the options mean, and raises `ScheduleError` for other values.
+        """
+        return priced(
+            self, machines, rows=rows, tp=tp, ep=ep, cp=cp, recompute=recompute, dtype=dtype, sequence=sequence,
+            optimizer=optimizer, stage_stride=stage_stride, shards=shards,
+        )  # fmt: skip

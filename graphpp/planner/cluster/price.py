@@ -1,7 +1,7 @@
 """The seconds and bytes of a model's segments on machines that are not here.
 
 Contract
-    in   `ModelCosts`; machines, rows, degrees of parallelism, recomputation
+    in   `CostData`; machines, rows, degrees of parallelism, recomputation
     out  `PricedModel`: `segments` as `planner/segments.py` has them, with the state that they read: a cut is searched alike
     All figures are those of one rank. Nothing is measured. Each kind of segment is priced once.
 
@@ -14,13 +14,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 
 from graphpp.arguments import COUNT, FLAG, NUMBER, TEXT, Accepted, checked, one_of, or_none
 from graphpp.devices import Machines
 from graphpp.errors import ScheduleError
 from graphpp.options.memory import Memory
-from graphpp.planner.cluster.model_costs import PHASES, ModelCosts, ParameterCosts, SegmentKind, Variant
+from graphpp.planner.cluster.cost_data import PHASES, CostData, SegmentKind, Variant
 from graphpp.planner.cluster.operations import Operation, Size
 from graphpp.planner.segments import Segments
 from graphpp.runtime.program import Phase
@@ -61,7 +60,7 @@ class PricedModel:
 
     `segments`: seconds, bytes and state, with segments in the place of stages. `expert_state`: for each piece of the state
     whether it is of experts, whose replicas are fewer. `forward_bytes`, `backward_bytes`: over the boundary behind each segment
-    but the last. `flops`: of forward and backward of all ranks of the microbatch, without recomputation. `exchanges`: by segment
+    but the last. `flops`: of forward and backward of all ranks of the microbatch, not recomputed ones. `exchanges`: by segment
     and phase (F, B, I, W) the seconds of exchanges that are in the times.
     """
 
@@ -78,7 +77,7 @@ class PricedModel:
     recompute=_RECOMPUTE, dtype=or_none(TEXT), sequence=FLAG, stage_stride=or_none(COUNT), shards=or_none(COUNT),
 )  # fmt: skip
 def priced(  # noqa: PLR0913 - the degrees of a plan
-    costs: ModelCosts,
+    costs: CostData,
     machines: Machines,
     *,
     rows: int = 1,
@@ -100,8 +99,7 @@ def priced(  # noqa: PLR0913 - the degrees of a plan
     `stage_stride`: ranks between neighbouring stages (None: tp * cp). `shards`: ranks over which state will be sharded, of
     which experts have 1/ep. Raises `ScheduleError`.
     """
-    if cp > 1 and not costs.attentions:
-        raise ScheduleError("cp: the model has no fused attention (scaled_dot_product_attention) whose keys could be exchanged")
+    _check_degrees(costs, tp, ep, cp)
     degrees = Degrees(rows / costs.rows, tp, ep, cp, sequence)
     pricing = _Pricing(machines, degrees, dtype)
     mix = _mixed(costs, recompute, degrees)
@@ -115,7 +113,19 @@ def priced(  # noqa: PLR0913 - the degrees of a plan
     return PricedModel(segments, experts, on, back, _flops(costs, degrees.factor), tuple(found for _, found in each))
 
 
-def _flops(costs: ModelCosts, factor: float) -> float:
+def _check_degrees(costs: CostData, tp: int, ep: int, cp: int) -> None:
+    """Raise `ScheduleError` for degrees that the model cannot have."""
+    if cp > 1 and not costs.attentions:
+        raise ScheduleError("cp: the model has no fused attention (scaled_dot_product_attention) whose keys could be exchanged")
+    each = (("tp", tp, costs.tensor_ranks, "tensor_plan"), ("ep", ep, costs.expert_ranks, "expert_plan"))
+    for name, ranks, most, plan in each:
+        if ranks > 1 and not most:
+            raise ScheduleError(f"{name}: the costs were made without {plan}= that shards parameters of the model: give one")
+        if ranks > max(most, 1):
+            raise ScheduleError(f"{name}: take at most {most} ranks, got {ranks}: a dimension that {plan}= shards has size {most}")
+
+
+def _flops(costs: CostData, factor: float) -> float:
     whole, plain = Degrees(factor, sequence=False), costs.variants[None]
     passes = [PHASES.index(phase) for phase in (Phase.FORWARD, Phase.BACKWARD)]
     pairs = [[pair for phase in passes for pair in kind.operations[phase]] for kind in plain.kinds]
@@ -126,7 +136,7 @@ def _flops(costs: ModelCosts, factor: float) -> float:
 # -------------------------------------------------------------------------------------------- recomputation
 
 
-def _mixed(costs: ModelCosts, recompute: str | float | None, degrees: Degrees) -> list[tuple[str | None, float]]:
+def _mixed(costs: CostData, recompute: str | float | None, degrees: Degrees) -> list[tuple[str | None, float]]:
     """(kind of recomputation, share): one kind, or for a fraction the two kinds between whose saved bytes it lies."""
     if recompute is None or isinstance(recompute, str):
         return [(recompute, 1.0)]
@@ -192,10 +202,10 @@ class _Pricing:
     def _seconds(self, each: Operation) -> float:
         if each.kind in _EXCHANGES:
             return self._exchange(each)
-        device, degrees = self._machines.device, self._degrees
+        device, degrees, fused = self._machines.device, self._degrees, each.kind in _ATTENTIONS
         nbytes, shares = degrees.amount(each.nbytes), device.efficiency
         traffic = nbytes / (device.memory_bandwidth * shares.traffic.at(max(nbytes, 1.0)))
-        work = degrees.amount(each.flops)
+        work = degrees.amount(each.flops, whole=fused)  # an attention needs the keys of all tokens: none of them are split off
         return device.launch + max(traffic, work / (self._peak(each) * self._share(each, work)) if work else 0.0)
 
     def _peak(self, each: Operation) -> float:
@@ -227,6 +237,7 @@ class _Pricing:
         return machines.all_reduce(whole, degrees.tp) if each.kind == "all_reduce" else machines.all_gather(whole, degrees.tp)
 
 
+_ATTENTIONS = ("attention", "attention_backward")
 _EXCHANGES = ("all_reduce", "all_gather", "all_to_all", "context")
 
 
@@ -257,7 +268,7 @@ _MASTER = 4  # bytes of an element of a shard, of a gradient's sum, and of the o
 
 
 def _state(
-    costs: ModelCosts, degrees: Degrees, memory: Memory, shards: int | None
+    costs: CostData, degrees: Degrees, memory: Memory, shards: int | None
 ) -> tuple[tuple[StateBytes, ...], tuple[bool, ...]]:
     """The state by segments, and whether each piece is of experts."""
     elements: dict[_Key, int] = {}
@@ -277,10 +288,6 @@ class _Key:
     expert: bool
     itemsize: int
 
-    @cached_property
-    def trained(self) -> bool:
-        return bool(self.makers)
-
 
 def _piece(key: _Key, elements: int, memory: Memory, degrees: Degrees, shards: int | None) -> StateBytes:
     own = max(1, shards // degrees.ep) if shards is not None and key.expert else None
@@ -291,12 +298,8 @@ def _piece(key: _Key, elements: int, memory: Memory, degrees: Degrees, shards: i
             "row_sums": elements * _MASTER,
             "sent": elements * _MASTER,
         }
-        if key.trained
+        if key.makers
         else {"row_sums": 0, "sent": 0}
     )
     return StateBytes(key.readers, key.makers, weights=elements * key.itemsize, rows=elements * _MASTER, shards=own, **trained)
 
-
-def parameters_of(costs: ModelCosts, segment: int) -> tuple[ParameterCosts, ...]:
-    """The parameters that a segment reads."""
-    return tuple(each for each in costs.parameters if segment in each.readers)

@@ -165,8 +165,8 @@ def _mfu(question: Question, found: Prediction) -> float:
 def _nothing(question: Question, limits: Limits) -> str:
     return (
         f"no mesh of {question.machines.gpus} GPUs takes a batch of {question.batch} rows: give a batch= that some divisor of "
-        f"the number of GPUs divides; the model admits up to {limits.stages} stages, tp {limits.tp}, cp {limits.cp}, and its layers "
-        f"have {limits.experts} experts"
+        f"the number of GPUs divides; the model admits up to {limits.stages} stages, tp {limits.tp}, cp {limits.cp}, and its "
+        f"layers have {limits.experts} experts"
     )
 
 

@@ -3,11 +3,12 @@
 Contract
     in   the number of GPUs, the rows of a batch, what the model admits (`Limits`)
     out  the `MeshShape`s whose sizes multiply to the number of GPUs, each once, in a fixed order
-    A shape along which the model cannot be cut, or along which the batch cannot be shared out, is left out. Parameters are sharded
-    over all data ranks, over those of one machine, or not at all.
+    A shape along which the model cannot be cut, or along which the batch cannot be shared out, is left out. Parameters are
+    sharded over all data ranks, over those of one machine, or not at all.
 
 The order of the dimensions is that of the ranks: neighbours along `tp` are neighbours on a machine, those along `pp` are far
-apart. Ranks along `dp_replicate`, `dp_shard` and `ep` train on other rows; ranks along `cp` share rows, ranks along `tp` layers.
+apart. Ranks along `dp_replicate`, `dp_shard` and `ep` train on other rows; ranks along `cp` share rows, and ranks along `tp`
+share layers.
 """
 
 from __future__ import annotations

@@ -6,10 +6,7 @@ result is a list of plans with predicted seconds and bytes (`training_plan.py`).
 
 from __future__ import annotations
 
-import re
-from collections import Counter
 from collections.abc import Mapping, Sequence
-from math import gcd
 from typing import Any
 
 import torch
@@ -27,7 +24,6 @@ from graphpp.planner.plans.question import Question
 from graphpp.planner.plans.training_plan import TrainingPlans
 from graphpp.schedules.generate.names import SCHEDULES
 
-_OF_ONE_EXPERT = 2  # dimensions of a weight
 _USABLE = 0.9  # of a GPU's memory: workspaces, messages and the allocator take the rest
 _SIZES = Accepted("a positive integer, or a list of them", lambda value: all(map(COUNT.accepts, _listed(value) or [0])))
 _MODEL = one_of(nn.Module, ModelCosts, takes="an nn.Module, or the ModelCosts of graphpp.planner.cluster")
@@ -94,7 +90,10 @@ def plan(  # noqa: PLR0913 - the dimensions of the search, all of them optional
         costs, found, batch, _tokens(example),
         None if param_dtype is None else str(param_dtype).removeprefix("torch."), optimizer,
     )  # fmt: skip
-    limits = Limits(len(costs.starts), experts_of(costs), _most_tensor_ranks(costs, found), max(_listed(cp)), found.per_machine)
+    limits = Limits(
+        stages=len(costs.starts), experts=costs.expert_ranks, tp=max(1, costs.tensor_ranks), cp=max(_listed(cp)),
+        domain=found.per_machine,
+    )  # fmt: skip
     sizes = {name: _listed(given) for name, given in (("pp", pp), ("tp", tp), ("ep", ep), ("cp", cp)) if given is not None}
     choices = Choices(sizes=sizes, work=work, schedules=schedules)
     if rows is not None:
@@ -109,23 +108,6 @@ def _captured(model: nn.Module, loss: Any, example: Microbatch | None, **options
     if example is None:
         raise ScheduleError("plan needs example=: a graphpp.Microbatch of one or more rows, which may be on the meta device")
     return capture_costs(model, loss, example, **options)
-
-
-def experts_of(costs: ModelCosts) -> int:
-    """The number of experts that every layer of experts has, or a divisor of it; 0 without experts."""
-    numbered = Counter[str]()
-    stacked = list[int]()
-    for each in costs.parameters:
-        if each.expert and len(each.shape) > _OF_ONE_EXPERT:
-            stacked.append(each.shape[0])
-        elif each.expert:  # a list of modules: the last number in the FQN is that of the expert
-            numbered[re.sub(r"\.\d+\.(?!.*\.\d+\.)", ".*.", each.fqn)] += 1
-    return gcd(*stacked, *numbered.values())
-
-
-def _most_tensor_ranks(costs: ModelCosts, machines: Machines) -> int:
-    """The most ranks over which the plan of tensor parallelism can cut layers, within a machine; 1 without a plan."""
-    return machines.per_machine if any(each.sharded for each in costs.parameters) else 1
 
 
 def _tokens(example: Microbatch | None) -> int:

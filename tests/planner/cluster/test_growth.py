@@ -52,10 +52,10 @@ def _mixtral(rows: int) -> Any:
 
 def _deepseek(rows: int) -> Any:
     config = transformers.DeepseekV3Config(
-        vocab_size=24, hidden_size=32, intermediate_size=64, moe_intermediate_size=32, num_hidden_layers=3, num_attention_heads=4,
-        num_key_value_heads=4, n_routed_experts=8, num_experts_per_tok=2, n_group=2, topk_group=1, first_k_dense_replace=1,
-        q_lora_rank=16, kv_lora_rank=16, qk_rope_head_dim=8, qk_nope_head_dim=8, v_head_dim=8, use_cache=False,
-        max_position_embeddings=32,
+        vocab_size=24, hidden_size=32, intermediate_size=64, moe_intermediate_size=32, num_hidden_layers=2,
+        num_attention_heads=4, num_key_value_heads=4, n_routed_experts=8, num_experts_per_tok=2, n_group=2, topk_group=1,
+        first_k_dense_replace=1, q_lora_rank=16, kv_lora_rank=16, qk_rope_head_dim=8, qk_nope_head_dim=8, v_head_dim=8,
+        use_cache=False, max_position_embeddings=32,
     )  # fmt: skip
     config._experts_implementation = "grouped_mm"
     return _text(transformers.DeepseekV3ForCausalLM(config).train().to(torch.bfloat16), rows)
@@ -143,7 +143,7 @@ def test_figures_of_more_rows_are_those_of_a_second_capture(name: str) -> None:
         assert one == other
 
 
-@pytest.mark.parametrize("name", ["llama", "gpt2", "deepseek", "convolutions"])
+@pytest.mark.parametrize("name", ["gpt2", "convolutions"])
 def test_one_row_gives_the_work_of_more(name: str) -> None:
     one, more = _figures(_noted(name, 1), 4), _figures(_noted(name, 4), 1)
     assert sum(work for _, _, work in one) == sum(work for _, _, work in more) > 0

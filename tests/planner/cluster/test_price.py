@@ -17,7 +17,7 @@ from graphpp.options.recompute import Recompute, read_recompute
 from graphpp.passes.lower import LoweringOptions, lower
 from graphpp.planner import recompute_policy as policy
 from graphpp.planner.auto_split import CutSearch
-from graphpp.planner.cluster import ModelCosts, capture_costs, model_costs
+from graphpp.planner.cluster import ModelCosts, PricedModel, capture_costs, model_costs
 from graphpp.planner.layers import module_calls
 from graphpp.runtime.program_costs import costs_of_stage
 from graphpp.schedules.generate.read import make_table
@@ -43,6 +43,12 @@ def _costs(name: str) -> ModelCosts:
 
 def _seconds(priced: Any) -> float:
     return sum(stage.forward + stage.of(Kind.B) for stage in priced.segments.costs.stages)
+
+
+def _of_experts(priced: PricedModel, kind: str) -> int:
+    """The sum of one figure of the experts' state."""
+    pairs = zip(priced.segments.state, priced.expert_state, strict=True)
+    return sum(getattr(each, kind) for each, expert in pairs if expert)
 
 
 @pytest.mark.parametrize("recompute", [None, "selective", "full"])
@@ -78,7 +84,9 @@ def test_rows_multiply_flops_and_activations_but_no_state() -> None:
     one, four = costs.on(FLAT), costs.on(FLAT, rows=4)
     assert four.flops == 4 * one.flops > 0
     assert four.segments.state == one.segments.state
-    assert all(b.saved_bytes == pytest.approx(4 * a.saved_bytes, abs=8) for a, b in zip(one.segments.costs.stages, four.segments.costs.stages, strict=True))
+    stages = zip(one.segments.costs.stages, four.segments.costs.stages, strict=True)
+    constants = {4 * few.saved_bytes - more.saved_bytes for few, more in stages}
+    assert constants == {0, 3 * (3 * 16 * 16 * 4), 3 * 4}  # tables of positions in the layers, a number in the loss
     assert four.forward_bytes == tuple(4 * each for each in one.forward_bytes)
 
 
@@ -98,14 +106,14 @@ def test_tensor_parallelism_divides_what_its_plan_shards() -> None:
 def test_experts_are_divided_and_their_tokens_exchanged() -> None:
     costs = _costs("mixtral")
     one, four = costs.on(FLAT, rows=2), costs.on(FLAT, rows=2, ep=4)
-    expert = [sum(each.weights for each, own in zip(priced.segments.state, priced.expert_state, strict=True) if own) for priced in (one, four)]
-    assert expert == [costs.expert_elements * 2, costs.expert_elements * 2 / 4]
+    weights = 2 * costs.expert_elements
+    assert (_of_experts(one, "weights"), _of_experts(four, "weights")) == (weights, weights // 4)
     layer = costs.layers[0]
     routed = 2 * 16 * 2 * 32  # rows, tokens, choices, width
     assert four.exchanges[layer][0] == pytest.approx(2 * FLAT.all_to_all(routed * 2, 4))
     assert four.exchanges[layer][1] == pytest.approx(2 * FLAT.all_to_all(routed * 2, 4))
     assert four.segments.costs.stages[layer].saved_bytes == one.segments.costs.stages[layer].saved_bytes
-    assert [each.shards for each, own in zip(costs.on(FLAT, ep=4, shards=8).segments.state, four.expert_state, strict=True) if own][0] == 2
+    assert _of_experts(costs.on(FLAT, ep=4, shards=8), "shards") == 2 * len(costs.layers)
 
 
 def test_context_parallelism_divides_activations_and_exchanges_keys() -> None:
@@ -137,7 +145,8 @@ def test_the_search_for_a_cut_runs_on_priced_segments() -> None:
     cut = search.best()
     assert len(cut) == 2 and cut[1] in range(1, len(costs.starts))
     stages, state = priced.segments.stages(cut)
-    assert sum(stage.forward for stage in stages.stages) == pytest.approx(sum(each.forward for each in priced.segments.costs.stages))
+    each = priced.segments.costs.stages
+    assert sum(stage.forward for stage in stages.stages) == pytest.approx(sum(segment.forward for segment in each))
     assert {reader for each in state for reader in each.readers} == {0, 1}
 
 
@@ -165,11 +174,26 @@ def test_the_model_is_not_changed_and_needs_no_data() -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "named"), [({"rows": 0}, "rows"), ({"tp": 1.5}, "tp"), ({"recompute": "some"}, "recompute"), ({"recompute": 2}, "recompute")]
+    ("options", "named"),
+    [({"rows": 0}, "rows"), ({"tp": 1.5}, "tp"), ({"recompute": "some"}, "recompute"), ({"recompute": 2}, "recompute")],
 )
 def test_refused_options_are_named(options: dict[str, Any], named: str) -> None:
     with pytest.raises(ScheduleError, match=named):
         _costs("llama").on(H100, **options)
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "message"),
+    [
+        ("llama", {"ep": 2}, "ep: the costs were made without expert_plan="),
+        ("convolutions", {"tp": 2}, "tp: the costs were made without tensor_plan="),
+        ("llama", {"tp": 4}, "tp: take at most 2 ranks"),  # heads of keys
+        ("mixtral", {"ep": 16}, "ep: take at most 8 ranks"),
+    ],
+)
+def test_degrees_that_a_model_cannot_have_are_refused(name: str, options: dict[str, int], message: str) -> None:
+    with pytest.raises(ScheduleError, match=message):
+        _costs(name).on(H100, **options)
 
 
 def test_a_dtype_without_a_peak_is_refused() -> None:
