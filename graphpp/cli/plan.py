@@ -14,6 +14,7 @@ from graphpp.cli import forms
 from graphpp.cli.command import Answer, add_command
 from graphpp.cli.models import load_model
 from graphpp.cli.verify import MODEL_HELP
+from graphpp.devices import Machines
 from graphpp.errors import GraphPPError
 from graphpp.planner.plans.plan import plan as search
 from graphpp.planner.plans.training_plan import TrainingPlan, TrainingPlans
@@ -49,9 +50,12 @@ def plan(  # noqa: PLR0913 - the dimensions of the search
     given = _dtype(dtype)
     sizes = {name: _sizes(name, text) for name, text in (("pp", pp), ("tp", tp), ("ep", ep), ("cp", cp), ("rows", rows))}
     most = forms.read_bytes("--cap", cap) if cap is not None else None
-    loaded = load_model(model, rows=1, length=length, meta=True)
+    known = Machines.read(machines)
+    if ":" not in model and length is None:
+        raise GraphPPError("--length: give the tokens of a row; the costs of a Hugging Face model depend on them")
+    loaded = load_model(model, length=length, meta=True)
     found = search(
-        loaded.model, loaded.loss, loaded.example, machines=machines, batch=batch, memory_cap=most, param_dtype=given,
+        loaded.model, loaded.loss, loaded.example, machines=known, batch=batch, memory_cap=most, param_dtype=given,
         schedules=None if schedules is None else [name.strip() for name in schedules.split(",")],
         **{name: each for name, each in sizes.items() if each is not None},  # type: ignore[arg-type]
     )  # fmt: skip

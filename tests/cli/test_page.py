@@ -7,6 +7,7 @@ in which `...` stands for any text; `(exit code N)` is the code, otherwise 0.
 
 import re
 import shlex
+import textwrap
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ import pytest
 
 from tests.cli.running import document, run
 from tests.cli.test_command import COMMANDS
+from tests.cli.test_plan import CODE as PLANNED
 
 PAGE = Path(__file__).parents[2] / "docs" / "command_line.md"
 BLOCK = re.compile(r"^```(python|console)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
@@ -63,6 +65,7 @@ DOCUMENTED = {
 }
 TABLE = "1F1B --ranks 2 --microbatches 2"
 CALLS = {
+    "plan": "plan planned.py:build --machines 2xH100 --batch 4",
     "verify": "verify model_of_the_page.py:build",
     "schedule show": f"schedule show {TABLE}",
     "schedule check": f"schedule check {TABLE}",
@@ -85,6 +88,7 @@ def test_the_fields_of_each_document(words: str, tmp_path: Path, monkeypatch: py
     (tmp_path / "before").mkdir()
     (tmp_path / "before" / "passes.txt").write_text("")
     Path("model_of_the_page.py").write_text(next(block for kind, block in BLOCK.findall(PAGE.read_text()) if kind == "python"))
+    Path("planned.py").write_text(textwrap.dedent(PLANNED))
     assert set(document(*CALLS[words].split())) == DOCUMENTED[words] - OTHER.get(words, set())
 
 
