@@ -60,19 +60,44 @@ _TITAN = "torchtitan, benchmarks/llama3_h100_202412_torchtitan.md"
 _OLDER = "torchtitan, docs/performance.md of 2024-07"
 LOOP, PLAIN, TWO = ScheduleChoice("auto"), ScheduleChoice("1F1B"), ScheduleChoice("Interleaved1F1B", 2)
 BF16, FP8 = "bfloat16", "float8_e4m3fn"
-_THREE = {"model": "405B", "length": 8192, "batch": 256, "rows": 1, "recompute": "full", "dtype": FP8}
-_DIMS = MeshShape(pp=8, dp_shard=8, tp=8)
+_8B: dict[str, Any] = {"model": "8B", "length": 8192, "schedule": LOOP, "recompute": "selective", "dtype": BF16}
+_70B: dict[str, Any] = {"model": "70B", "length": 8192, "schedule": LOOP, "recompute": "full"}
+_405B: dict[str, Any] = {
+    "source": _TITAN, "model": "405B", "length": 8192, "machines": Machines(H100_HBM2E, 512),
+    "shape": MeshShape(pp=8, dp_shard=8, tp=8), "batch": 256, "rows": 1, "recompute": "full", "dtype": FP8,
+}  # fmt: skip
 CASES = (
-    Case("Llama 3 8B, 8 H100", _TITAN, "8B", 8192, Machines(H100_HBM2E, 8), MeshShape(dp_shard=8), LOOP, 16, 2, "selective", BF16, 6667),
-    Case("Llama 3 8B, 128 H100", _TITAN, "8B", 8192, Machines(H100_HBM2E, 128), MeshShape(dp_shard=128), LOOP, 256, 2, "selective", BF16, 6514),
-    Case("Llama 3 8B, 64 A100", _OLDER, "8B", 8192, Machines(A100, 64), MeshShape(dp_shard=64), LOOP, 64, 1, "selective", BF16, 2973),
-    Case("Llama 3 70B, 64 A100", _OLDER, "70B", 8192, Machines(A100, 64), MeshShape(dp_shard=64), LOOP, 64, 1, "full", BF16, 331),
-    Case("Llama 2 13B, 64 A100", _OLDER, "13B", 4096, Machines(A100, 64), MeshShape(dp_shard=64), LOOP, 128, 2, None, BF16, 2162),
-    Case("Llama 3 70B, 256 H100, tp 8, float8", _TITAN, "70B", 8192, Machines(H100_HBM2E, 256), MeshShape(dp_shard=32, tp=8), LOOP, 512, 16, "full", FP8, 829),
-    Case("Llama 3 405B, 512 H100, 1F1B, float8", _TITAN, machines=Machines(H100_HBM2E, 512), shape=_DIMS, schedule=PLAIN, published=100, **_THREE),
-    Case("Llama 3 405B, 512 H100, Interleaved1F1B, float8", _TITAN, machines=Machines(H100_HBM2E, 512), shape=_DIMS, schedule=TWO, published=128, **_THREE),
-    Case("DeepSeek-V3, 2048 H800, DualPipe, float8", "arXiv 2412.19437, 180,000 GPU hours for 1e12 tokens", "671B", 4096,
-         Machines(H800, 2048), MeshShape(pp=16, dp_shard=2, ep=64), ScheduleChoice("DualPipeV", 2), 15360, 1, None, FP8, 1543),
+    Case(
+        "Llama 3 8B, 8 H100", _TITAN, machines=Machines(H100_HBM2E, 8), shape=MeshShape(dp_shard=8), batch=16, rows=2,
+        published=6667, **_8B,
+    ),
+    Case(
+        "Llama 3 8B, 128 H100", _TITAN, machines=Machines(H100_HBM2E, 128), shape=MeshShape(dp_shard=128), batch=256, rows=2,
+        published=6514, **_8B,
+    ),
+    Case(
+        "Llama 3 8B, 64 A100", _OLDER, machines=Machines(A100, 64), shape=MeshShape(dp_shard=64), batch=64, rows=1,
+        published=2973, **_8B,
+    ),
+    Case(
+        "Llama 3 70B, 64 A100", _OLDER, machines=Machines(A100, 64), shape=MeshShape(dp_shard=64), batch=64, rows=1, dtype=BF16,
+        published=331, **_70B,
+    ),
+    Case(
+        "Llama 2 13B, 64 A100", _OLDER, "13B", 4096, Machines(A100, 64), MeshShape(dp_shard=64), LOOP, batch=128, rows=2,
+        recompute=None, dtype=BF16, published=2162,
+    ),
+    Case(
+        "Llama 3 70B, 256 H100, tp 8, float8", _TITAN, machines=Machines(H100_HBM2E, 256), shape=MeshShape(dp_shard=32, tp=8),
+        batch=512, rows=16, dtype=FP8, published=829, **_70B,
+    ),
+    Case("Llama 3 405B, 512 H100, 1F1B, float8", schedule=PLAIN, published=100, **_405B),
+    Case("Llama 3 405B, 512 H100, Interleaved1F1B, float8", schedule=TWO, published=128, **_405B),
+    Case(
+        "DeepSeek-V3, 2048 H800, DualPipe, float8", "arXiv 2412.19437, 180,000 GPU hours for 1e12 tokens", "671B", 4096,
+        Machines(H800, 2048), MeshShape(pp=16, dp_shard=2, ep=64), ScheduleChoice("DualPipeV", 2), batch=15360, rows=1,
+        recompute=None, dtype=FP8, published=1543,
+    ),
 )  # fmt: skip
 
 

@@ -131,7 +131,7 @@ class Device:
     """One device: `flops` by dtype name in FLOP/s, dense; `memory_bandwidth` in bytes/s; `memory` in bytes.
 
     `launch`: seconds of a kernel besides its work. `inside`, `between`: the usual links of such devices within a machine and
-    between machines. `type`: of torch's device. Raises `ScheduleError` for other values.
+    between machines. `torch_type`: the type of torch's device. Raises `ScheduleError` for other values.
     """
 
     name: str
@@ -142,11 +142,11 @@ class Device:
     launch: float = 3e-6
     inside: Link = _INSIDE
     between: Link = _BETWEEN
-    type: str = "cuda"
+    torch_type: str = "cuda"
 
     def __post_init__(self) -> None:
         accepted = {
-            "name": TEXT, "type": TEXT, "flops": _FLOPS, "memory_bandwidth": _PEAK, "memory": BYTES, "launch": _FROM_ZERO,
+            "name": TEXT, "torch_type": TEXT, "flops": _FLOPS, "memory_bandwidth": _PEAK, "memory": BYTES, "launch": _FROM_ZERO,
             "efficiency": one_of(Efficiency, takes="an Efficiency"),
             "inside": one_of(Link, takes="a Link"), "between": one_of(Link, takes="a Link"),
         }  # fmt: skip
@@ -205,7 +205,7 @@ MI300X = Device(
 # One core of a server with AVX-512, as `graphpp` prices the CPU elsewhere; loopback between processes.
 CPU_CORE = Device(
     "CPU_CORE", {"float32": 5e10, "bfloat16": 5e10, "float16": 5e10, "float64": 2.5e10}, 1e10, 8 * GB,
-    Efficiency(*[Curve(((1.0, 1.0),))] * 5), inside=Link(1e-4, 1e9, 1.0), between=Link(1e-4, 1e9, 1.0), type="cpu",
+    Efficiency(*[Curve(((1.0, 1.0),))] * 5), inside=Link(1e-4, 1e9, 1.0), between=Link(1e-4, 1e9, 1.0), torch_type="cpu",
 )  # fmt: skip
 
 _KNOWN: Mapping[str, Device] = {

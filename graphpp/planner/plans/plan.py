@@ -84,7 +84,7 @@ def plan(  # noqa: PLR0913 - the dimensions of the search, all of them optional
     found = machines if isinstance(machines, Machines) else Machines.read(machines)
     costs = model if isinstance(model, ModelCosts) else _captured(
         model, loss, example, param_dtype=param_dtype, tensor_plan=tensor_plan, expert_plan=expert_plan,
-        device_type=found.device.type,
+        device_type=found.device.torch_type,
     )  # fmt: skip
     question = Question(
         costs, found, batch, _tokens(example),
