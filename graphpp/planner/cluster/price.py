@@ -122,7 +122,7 @@ def _check_degrees(costs: CostData, tp: int, ep: int, cp: int) -> None:
         if ranks > 1 and not most:
             raise ScheduleError(f"{name}: the costs were made without {plan}= that shards parameters of the model: give one")
         if ranks > max(most, 1):
-            raise ScheduleError(f"{name}: take at most {most} ranks, got {ranks}: a dimension that {plan}= shards has size {most}")
+            raise ScheduleError(f"{name}: take at most {most} ranks, got {ranks}: {plan}= shards a dimension of size {most}")
 
 
 def _flops(costs: CostData, factor: float) -> float:
