@@ -79,10 +79,13 @@ def _compared(joint: JointGraph, second: Second | None, doubtful: fx.Node) -> di
     place = f"cluster costs: the size of the values that {doubtful.target} at {describe_node(doubtful)} writes"
     if second is None:
         raise CaptureError(f"{place} is a number that may depend on the rows: give second=, for twice as many rows")
-    pairs = list(zip(joint.graph.nodes, second().graph.nodes, strict=False))
-    if any(one.target != other.target for one, other in pairs if one.op == "call_function"):
+    own, others = list(joint.graph.nodes), list(second().graph.nodes)
+    pairs = list(zip(own, others, strict=False))
+    alike = len(own) == len(others) and all(one.target == other.target for one, other in pairs if one.op == "call_function")
+    if not alike:
         raise CaptureError(f"{place} depends on the rows, and so do the operations: take an example with more rows")
-        raise CaptureError(f"{place} is a number that may depend on the rows: give second=, with twice as many rows")
+    numbers = (*FREE_SIZES, *VIEWS, "expand")
+    made = [(one, other) for one, other in pairs if one.op == "call_function" and name_of(one) in numbers]
     tensors = [(one, other) for one, other in made if isinstance(one.meta["val"], torch.Tensor)]
     return {one: powers_of(one.meta["val"], other.meta["val"]) for one, other in tensors}
 
