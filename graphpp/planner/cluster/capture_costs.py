@@ -6,6 +6,7 @@ nothing runs on real data. Attention is captured as the fused kernel of the CPU,
 
 from __future__ import annotations
 
+import gc
 from typing import Any
 
 import torch
@@ -55,7 +56,7 @@ def capture_costs(
         return capture(model, loss, example, torch.device("cpu"), param_dtype=param_dtype).joint
 
     joint = captured(example)
-    return model_costs(
+    costs = model_costs(
         joint,
         module_calls(joint),
         rows=int(rows),
@@ -64,6 +65,9 @@ def capture_costs(
         inside=inside,
         second=lambda: captured(_twice(example, int(rows))),
     )
+    del joint
+    gc.collect()  # nodes of graphs point at each other: a later search is not to wait for their collection
+    return costs
 
 
 def _twice(example: Microbatch, rows: int) -> Microbatch:
