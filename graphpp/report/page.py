@@ -120,10 +120,11 @@ class Page:
 
 
 def pareto_front(plans: Sequence[PlanEntry]) -> tuple[int, ...]:
-    """The plans than which no other one is both faster and smaller, by their positions, from the fastest to the smallest."""
+    """The plans that fit and than which no other one is both faster and smaller, by position, from the fastest to the smallest."""
     found: list[int] = []
     least = inf
-    for at in sorted(range(len(plans)), key=lambda at: (plans[at].seconds, plans[at].nbytes)):
+    fitting = (at for at, plan in enumerate(plans) if plan.fits)
+    for at in sorted(fitting, key=lambda at: (plans[at].seconds, plans[at].nbytes)):
         if plans[at].nbytes < least:
             least = plans[at].nbytes
             found.append(at)

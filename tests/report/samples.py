@@ -65,10 +65,10 @@ def full_page(name: str = "Interleaved1F1B", ranks: int = 4, stages: int = 8, mi
     simulated = timeline(name, ranks, stages, microbatches)
     skip = ValueView(f"add_3{word}", 2 * MIB, "float32[4, 64, 2048]", f"encoder.layers.0{word} (model.py:31)")
     usual = ValueView(f"relu{word}", MIB, "float32[4, 32, 2048]", f"encoder{word}")
-    relayed = [2 * MIB * 2 * (boundary < 3) for boundary in range(stages - 1)]
+    relayed = [2 * MIB * (boundary < 3) for boundary in range(stages - 1)]
     return Page(
         title=f"Report of a step {word}".strip(),
-        facts=(("schedule", name), ("stages", str(stages)), ("ranks", str(ranks)), ("step", "81 ms, simulated"), ("word", word or "-")),
+        facts=(("schedule", name), ("stages", str(stages)), ("ranks", str(ranks)), ("step", "417 ms, simulated"), ("word", word or "-")),
         notes=(f"The costs are estimated from the shapes of operations. {word}".strip(),),
         timelines=(TimelineView.of(simulated, note=word), TimelineView.of(slower(simulated))),
         memory=memory(simulated, [400 * MIB] * ranks),
@@ -77,7 +77,7 @@ def full_page(name: str = "Interleaved1F1B", ranks: int = 4, stages: int = 8, mi
             for stage in range(stages)
         ),
         boundaries=tuple(
-            BoundaryView(stage, MIB + relayed[stage] // 2, MIB + relayed[stage] // 2, relayed[stage], (usual, skip), (usual,))
+            BoundaryView(stage, MIB + relayed[stage], MIB + relayed[stage] // 2, relayed[stage], (usual, skip), (usual,))
             for stage in range(stages - 1)
         ),
         relays=(RelayView(skip, 0, 3, "forward", (1, 2)), RelayView(replace(skip, nbytes=MIB), 3, 0, "backward", (1,))),

@@ -4,7 +4,7 @@ report.bars = (name, labels, series) => common => ({
   tooltip: { ...common.tooltip, trigger: "axis", axisPointer: { type: "shadow" }, valueFormatter: report.bytes },
   grid: { left: 78, right: 20, top: 40, bottom: 44 },
   xAxis: report.axis({ axis: { type: "category", data: labels, name, nameLocation: "middle", nameGap: 26 } }),
-  yAxis: report.bytesAxis(),
+  yAxis: report.bytesAxis(Math.max(...series.flatMap(({ values }) => values))),
   series: series.map(({ name: of, values, look }) => ({
     name: of, type: "bar", barMaxWidth: 36, data: values, itemStyle: { color: report.colour(`k${look}`), decal: report.decal(look) },
   })),

@@ -74,9 +74,16 @@ report.axis = more => ({
   splitLine: { show: more.lines ?? false, lineStyle: { color: report.colour("line") } },
   ...more.axis,
 });
-report.bytesAxis = () => report.axis({ lines: true, label: { formatter: report.bytes }, axis: { type: "value", splitNumber: 4 } });
+// An axis of bytes from `low` to `high`, with ticks at round numbers of KiB, MiB or GiB.
+report.bytesAxis = (high, low = 0) => {
+  const rough = Math.max((high - low) / 4, 1);
+  const unit = 1024 ** Math.floor(Math.log2(rough) / 10);
+  const interval = unit * [1, 2, 4, 5, 10, 20, 50, 100, 200, 250, 500, 1024].find(step => step * unit >= rough);
+  const [min, max] = [Math.floor(low / interval) * interval, Math.ceil(high / interval) * interval || interval];
+  return report.axis({ lines: true, label: { formatter: report.bytes }, axis: { type: "value", min, max, interval } });
+};
 report.slider = bottom => ({
-  type: "slider", bottom, height: 18, showDataShadow: false, brushSelect: false, borderColor: report.colour("line"),
+  type: "slider", show: !report.printing, bottom, height: 18, showDataShadow: false, brushSelect: false, borderColor: report.colour("line"),
   fillerColor: report.mix(report.colour("accent"), report.colour("page"), 0.75) + "88", handleStyle: { color: report.colour("accent") },
   moveHandleSize: 0, textStyle: { color: report.colour("faint") },
 });

@@ -15,10 +15,15 @@ report.memory.peaks = common => {
     tooltip: { ...common.tooltip, trigger: "axis", axisPointer: { type: "shadow" }, formatter: report.memory.said },
     grid: { left: 78, right: 20, top: 40, bottom: 44 },
     xAxis: report.axis({ axis: { type: "category", data: ranks, name: "rank", nameLocation: "middle", nameGap: 26 } }),
-    yAxis: report.bytesAxis(),
+    yAxis: report.bytesAxis(report.memory.most(peaks.map((_, rank) => rank))),
     series: [...bars, ...cap],
   };
 };
+// The highest point of a chart of these ranks: bytes together, or the cap.
+report.memory.most = ranks => Math.max(...ranks.map(rank => {
+  const { peaks, caps } = report.data.memory;
+  return Math.max(peaks[rank].reduce((sum, bytes) => sum + bytes, 0), caps[rank] ?? 0);
+}));
 report.memory.cap = values => ({
   name: "cap", type: "line", step: "middle", data: values, symbol: "diamond", symbolSize: 8, z: 5,
   itemStyle: { color: report.colour("cap") }, lineStyle: { color: report.colour("cap"), type: "dashed", width: 2 },
@@ -49,9 +54,10 @@ report.memory.overTime = common => {
   if (cap !== null) areas.push({ ...report.memory.cap([[0, cap], [span, cap]]), symbol: "none", step: false });
   return {
     tooltip: { ...common.tooltip, trigger: "axis", formatter: report.memory.said },
+    legend: { ...common.legend, icon: "roundRect" },
     grid: { left: 78, right: 46, top: 40, bottom: 66 },
-    xAxis: report.axis({ label: { formatter: axis.label }, axis: { type: "value", min: 0, max: span, name: axis.name } }),
-    yAxis: report.bytesAxis(),
+    xAxis: report.axis({ label: { formatter: axis.label, showMaxLabel: false }, axis: { type: "value", min: 0, max: span, name: axis.name } }),
+    yAxis: report.bytesAxis(report.memory.most([report.memory.rank])),
     dataZoom: [
       { type: "inside", xAxisIndex: 0, filterMode: "none", zoomOnMouseWheel: "ctrl", moveOnMouseWheel: false },
       { ...report.slider(8), xAxisIndex: 0, filterMode: "none", labelFormatter: time => report.time(time, unit) },
@@ -75,7 +81,8 @@ report.memory.start = () => {
     report.memory.rank = rank;
     choice.value = rank;
     const entry = report.charts.find(each => each.chart === chart);
-    chart.setOption({ series: entry.option().series }, { replaceMerge: ["series"] });
+    const { series, yAxis } = entry.option();
+    chart.setOption({ series, yAxis }, { replaceMerge: ["series"] });
   };
   choice.value = report.memory.rank;
   choice.addEventListener("change", () => choose(Number(choice.value)));

@@ -6,6 +6,7 @@ report.plans.option = common => {
   const { plans, front, cap } = report.data;
   const slowest = Math.max(...plans.map(plan => plan.seconds));
   const axis = report.timeAxis(slowest, "s");
+  const sizes = [...plans.map(plan => plan.bytes), ...(cap === null ? [] : [cap])];
   const point = at => ({ value: [plans[at].seconds, plans[at].bytes], name: plans[at].name, plan: at, symbolSize: at === report.plans.chosen ? 20 : 12 });
   const group = (name, symbol, look, keep) => ({
     name, type: "scatter", symbol, data: plans.map((_, at) => at).filter(keep).map(point), z: 4,
@@ -19,8 +20,8 @@ report.plans.option = common => {
   return {
     tooltip: { ...common.tooltip, trigger: "item", formatter: report.plans.said },
     grid: { left: 84, right: 40, top: 40, bottom: 50 },
-    xAxis: report.axis({ lines: true, label: { formatter: axis.label }, axis: { type: "value", scale: true, name: `step, ${axis.name}`, nameLocation: "middle", nameGap: 28 } }),
-    yAxis: { ...report.bytesAxis(), scale: true, max: limits => Math.max(limits.max, cap ?? 0), min: limits => Math.min(limits.min, cap ?? limits.min) * 0.95 },
+    xAxis: report.axis({ lines: true, label: { formatter: axis.label }, axis: { type: "value", boundaryGap: ["4%", "4%"], scale: true, name: `step, ${axis.name}`, nameLocation: "middle", nameGap: 28 } }),
+    yAxis: report.bytesAxis(Math.max(...sizes), Math.min(...sizes) * 0.9),
     series: [
       { name: "front", type: "line", step: "end", silent: true, symbol: "none", data: front.map(at => [plans[at].seconds, plans[at].bytes]), lineStyle: { color: report.colour("faint"), width: 2 }, itemStyle: { color: report.colour("faint") }, ...limit },
       group("on the front", "diamond", "F", at => onFront.has(at)),

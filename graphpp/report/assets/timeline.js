@@ -58,7 +58,8 @@ report.timelines.path = (view, boxes) => {
   }
   found.sort((one, other) => boxes.start[one.at] - boxes.start[other.at]);
   const through = found.filter(({ at }) => boxes.kind[at] < 3); // weight gradients wait for nobody
-  const points = through.flatMap(({ at, rank }) => [[boxes.start[at], rank], [boxes.start[at] + boxes.duration[at], rank]]);
+  const gap = ["-", "-"]; // the line joins boxes and does not cross them
+  const points = through.flatMap(({ at, rank }) => [[boxes.start[at], rank], gap, [boxes.start[at] + boxes.duration[at], rank]]);
   return { found, points };
 };
 
@@ -71,7 +72,7 @@ report.timelines.option = entry => common => {
     legend: { ...common.legend, data: report.timelines.series(entry).map(({ name }) => name).filter(name => name !== "path") },
     grid: { left: 64, right: 46, top: 34, bottom: 62 },
     xAxis: report.axis({
-      lines: true, label: { formatter: axis.label },
+      lines: true, label: { formatter: axis.label, showMaxLabel: false },
       axis: { type: "value", min: 0, max: span, name: axis.name, nameLocation: "end", axisTick: { show: true, lineStyle: { color: report.colour("faint") } } },
     }),
     yAxis: report.axis({
