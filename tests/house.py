@@ -42,6 +42,7 @@ MAY_IMPORT: Mapping[str, tuple[str, ...]] = {
         "graphpp.schedules.simulate",
     ),
     "graphpp.schedules": (),
+    "graphpp.report": ("graphpp.schedules.table", "graphpp.schedules.simulate"),
     "graphpp.parallel": ("graphpp._torch",),
     "graphpp.runtime": (
         "graphpp._torch",
@@ -74,6 +75,7 @@ MAY_IMPORT: Mapping[str, tuple[str, ...]] = {
         "graphpp.batch",
         "graphpp.capture",
         "graphpp.passes",
+        "graphpp.report",
         "graphpp.runtime",
         "graphpp.schedules",
     ),

@@ -25,7 +25,7 @@ class Columns:
         self._length = 0
 
     def add(self, type_: str, values: Sequence[float]) -> Place:
-        """The place of a column of this type: u1, u2, i4, f4 or f8. Raises `OverflowError` for numbers that the type cannot hold."""
+        """The place of a column of this type: u1, u2, i4, f4 or f8. Raises `OverflowError` for integers that do not fit it."""
         import numpy  # loaded by the first page
 
         data = numpy.array(values, dtype=f"<{type_}").tobytes()

@@ -23,28 +23,28 @@ Moment = tuple[float, Mapping[str, int]]
 
 @dataclass(frozen=True)
 class RankBytes:
-    """One rank's bytes. `peak`: by kind at the moment with most bytes; `times`, `curves`: by kind, over time."""
+    """One rank's bytes. `peak`: by kind; `together`: the most at one time; `times`, `curves`: by kind, over time."""
 
     rank: int
     peak: tuple[int, ...]
+    together: int
     cap: int | None = None
     times: tuple[float, ...] = field(default=(), repr=False)
     curves: tuple[tuple[int, ...], ...] = field(default=(), repr=False)
 
-    @property
-    def together(self) -> int:
-        """The most bytes at one time."""
-        return sum(self.peak)
-
 
 @dataclass(frozen=True)
 class MemoryView:
-    """`kinds`: of the bytes in `RankBytes`, in their order; `unit`: of the times; `note`: a sentence about the bytes."""
+    """`kinds`: of the bytes in `RankBytes`, in their order; `unit`: of the times; `note`: a sentence about the bytes.
+
+    `head`: the moment of each rank's `peak`.
+    """
 
     kinds: tuple[str, ...]
     ranks: tuple[RankBytes, ...]
     unit: str = "s"
     note: str = ""
+    head: str = "At the moment with most bytes"
 
     @classmethod
     def of(
@@ -93,4 +93,5 @@ def _total(moment: Moment) -> int:
 def _of_rank(rank: int, moments: Sequence[Moment], kinds: Sequence[str], cap: int | None) -> RankBytes:
     _, largest = max(moments, key=_total)
     curves = tuple(tuple(parts.get(kind, 0) for _, parts in moments) for kind in kinds)
-    return RankBytes(rank, tuple(largest.get(kind, 0) for kind in kinds), cap, tuple(time for time, _ in moments), curves)
+    peak = tuple(largest.get(kind, 0) for kind in kinds)
+    return RankBytes(rank, peak, sum(peak), cap, tuple(time for time, _ in moments), curves)

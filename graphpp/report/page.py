@@ -1,8 +1,8 @@
 """The data of a report page: what stands on it, as frozen dataclasses.
 
-Contract: plain numbers, texts and tuples of them, so `json.dumps(dataclasses.asdict(page))` works. Bytes are integers, times are
-seconds unless the part has a unit of its own. Texts may hold any characters: `page_html.py` escapes them. A part that is None or
-empty leaves its section out.
+Contract: plain numbers, texts and tuples of them, so `json.dumps(dataclasses.asdict(page))` works. Bytes are integers, times
+are seconds unless the part has a unit of its own. Texts may hold any characters: `page_html.py` escapes them. A part that is
+None or empty leaves its section out.
 """
 
 from __future__ import annotations
@@ -120,7 +120,7 @@ class Page:
 
 
 def pareto_front(plans: Sequence[PlanEntry]) -> tuple[int, ...]:
-    """The plans that fit and than which no other one is both faster and smaller, by position, from the fastest to the smallest."""
+    """The plans that fit and that no other one beats in both seconds and bytes: positions, from the fastest to the smallest."""
     found: list[int] = []
     least = inf
     fitting = (at for at, plan in enumerate(plans) if plan.fits)

@@ -26,7 +26,8 @@ if TYPE_CHECKING:
 
 _ASSETS = Path(__file__).parent / "assets"
 _STYLES = ("page.css",)
-_SCRIPTS = ("echarts/echarts.min.js", "base.js", "actions.js", "timeline.js", "memory.js", "bars.js", "plans.js", "run.js", "main.js")
+_PARTS = ("base", "actions", "timeline", "memory", "bars", "plans", "run", "main")
+_SCRIPTS = ("echarts/echarts.min.js", *(f"{part}.js" for part in _PARTS))
 
 
 def page_html(page: Page) -> str:
@@ -58,7 +59,7 @@ def write_page(page: Page, path: Path) -> Path:
         os.chmod(file.name, 0o644)  # temporary files are their owner's alone
         os.replace(file.name, path)
     except OSError as fault:
-        raise GraphPPError(f"the page cannot be written to {path}: {fault.strerror}: give a folder that can be written") from fault
+        raise GraphPPError(f"the page cannot be written to {path} ({fault.strerror}): give a folder that can be written") from fault
     return path
 
 

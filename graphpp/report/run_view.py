@@ -26,19 +26,20 @@ class Curve:
 
 @dataclass(frozen=True)
 class RunView:
-    """`losses`: of steps; `seconds`: of steps."""
+    """`losses`, `seconds`: of steps; `note`: a sentence about them. A loss or time that is not known is nan."""
 
     losses: Curve = Curve()
     seconds: Curve = Curve()
+    note: str = ""
 
     @classmethod
-    def of(cls, losses: Sequence[float] = (), seconds: Sequence[float] = (), every: int = 1) -> RunView:
+    def of(cls, losses: Sequence[float] = (), seconds: Sequence[float] = (), every: int = 1, note: str = "") -> RunView:
         """The view of a run. `every`: the steps from one number to the next."""
         times = _numbers("seconds", seconds)
         negative = next((each for each in times if each < 0), None)
         if negative is not None:
             raise GraphPPError(f"seconds: a step takes 0 seconds or more, got {negative}")
-        return cls(_thinned(_numbers("losses", losses), every), _thinned(times, every))
+        return cls(_thinned(_numbers("losses", losses), every), _thinned(times, every), note)
 
     def __bool__(self) -> bool:
         return bool(self.losses.values or self.seconds.values)

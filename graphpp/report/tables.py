@@ -1,13 +1,14 @@
 """The tables of a page, as texts: the numbers behind each chart, which need no script to be read.
 
-Contract: each function takes parts of a `Page` and returns `Table`s with as many cells in each row as columns. Nothing is escaped
-here. A table of many rows names how many it leaves out.
+Contract: each function takes parts of a `Page` and returns `Table`s with as many cells in each row as columns. Nothing is
+escaped here. A table of many rows names how many it leaves out.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from math import isnan
 
 from graphpp.report.memory_view import MemoryView
 from graphpp.report.page import BoundaryView, PlanEntry, RelayView, StageView, ValueView
@@ -62,7 +63,7 @@ def memory_table(view: MemoryView) -> Table:
             yield from ("", "") if each.cap is None else (spell_bytes(each.cap), f"{each.together / each.cap:.0%}")
 
     columns = ("rank", *view.kinds, "together", *(("cap", "of the cap") if capped else ()))
-    return _table("Bytes at the moment with most bytes", columns, (tuple(row(at)) for at in range(len(view.ranks))))
+    return _table(view.head, columns, (tuple(row(at)) for at in range(len(view.ranks))))
 
 
 def stage_table(stages: Sequence[StageView]) -> Table:
@@ -146,7 +147,7 @@ def _steps(curve: Curve) -> Iterator[tuple[int, float]]:
 
 
 def _seconds(seconds: float | None) -> str:
-    return "" if seconds is None else spell_time(seconds, "s")
+    return "" if seconds is None or isnan(seconds) else spell_time(seconds, "s")
 
 
 def _value(value: ValueView) -> tuple[str, str, str, str]:

@@ -45,7 +45,7 @@ class Box(NamedTuple):
 
 @dataclass(frozen=True)
 class RankLine:
-    """One rank of a timeline: its `stages`, the seconds for which it computes, and the share of the step in which it is idle."""
+    """One rank of a timeline: its `stages`, the time for which it computes, and the share of the step in which it is idle."""
 
     rank: int
     stages: tuple[int, ...]
@@ -73,8 +73,8 @@ class TimelineView:
         """The view of a timeline."""
         if not timeline.events:
             raise GraphPPError(
-                f"the timeline {timeline.name!r} of {timeline.schedule.name!r} has no events, so there is nothing to draw: take "
-                "pipe.timeline(...) or graphpp.simulate(schedule, costs), or leave the timeline out"
+                f"the timeline {timeline.name!r} of {timeline.schedule.name!r} has no events, so there is nothing to draw: "
+                "take pipe.timeline(...) or graphpp.simulate(schedule, costs), or leave the timeline out"
             )
         homes = _stages_of_ranks(timeline.schedule)
         chunks = {stage: chunk for stages in homes for chunk, stage in enumerate(stages)}

@@ -68,7 +68,7 @@ def full_page(name: str = "Interleaved1F1B", ranks: int = 4, stages: int = 8, mi
     relayed = [2 * MIB * (boundary < 3) for boundary in range(stages - 1)]
     return Page(
         title=f"Report of a step {word}".strip(),
-        facts=(("schedule", name), ("stages", str(stages)), ("ranks", str(ranks)), ("step", "417 ms, simulated"), ("word", word or "-")),
+        facts=(("schedule", name), ("stages", str(stages)), ("ranks", str(ranks)), ("step", f"417 ms {word}".strip())),
         notes=(f"The costs are estimated from the shapes of operations. {word}".strip(),),
         timelines=(TimelineView.of(simulated, note=word), TimelineView.of(slower(simulated))),
         memory=memory(simulated, [400 * MIB] * ranks),

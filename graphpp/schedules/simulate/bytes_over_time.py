@@ -1,4 +1,4 @@
-"""The bytes alive on each rank over the time of a simulated step, by kind: weights, gradients, optimizer, activations and others.
+"""The bytes alive on each rank over the time of a simulated step, by kind: weights, gradients, optimizer, activations.
 
 Contract
     in   the timeline that `simulate` made of a table, the costs and the state of `check/step_memory.py`
