@@ -209,9 +209,9 @@ class Pipeline(RankPart):
         """Write the page `report.html` into a folder; returns its path. Called by every rank, and rank 0 writes.
 
         The page has the plan, the timeline of a step, memory over time, the values between stages, and the run so far. It is
-        one file, and loads nothing. `profile`: of this pipeline; None: times are estimated. `losses`, `seconds`: of each step of
-        the run; None: those that the pipeline has recorded. Raises `GraphPPError` before anything is captured, for a profile
-        of another pipeline, and where the folder cannot be written.
+        one file, and loads nothing. `profile`: of this pipeline; None: times are estimated. `losses`, `seconds`: of each step
+        of the run; None: those that the pipeline has recorded. Raises `GraphPPError` before anything is captured, for a
+        profile of another pipeline, and where the folder cannot be written.
         """
         from graphpp.pipeline.page.write_report import write_report  # loaded by the first page
 

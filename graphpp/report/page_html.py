@@ -57,9 +57,14 @@ def write_page(page: Page, path: Path) -> Path:
         with tempfile.NamedTemporaryFile("w", encoding="utf-8", dir=path.parent, suffix=".tmp", delete=False) as file:
             file.write(text)
         os.chmod(file.name, 0o644)  # temporary files are their owner's alone
-        os.replace(file.name, path)
+        try:
+            os.replace(file.name, path)
+        except OSError:
+            os.unlink(file.name)
+            raise
     except OSError as fault:
-        raise GraphPPError(f"the page cannot be written to {path} ({fault.strerror}): give a folder that can be written") from fault
+        reason = f"the page cannot be written to {path} ({fault.strerror})"
+        raise GraphPPError(f"{reason}: give a folder that can be written") from fault
     return path
 
 

@@ -2,13 +2,18 @@
 "use strict";
 report.memory = { rank: 0 };
 
-report.memory.colours = at => ({ color: report.colour(`k${at % 7}`), decal: report.decal(at) });
+// A kind has the same colour and pattern on every page.
+report.memory.known = ["weights", "gradients", "optimizer", "activations", "buffers", "shards", "messages"];
+report.memory.colours = name => {
+  const at = Math.max(report.memory.known.indexOf(name), 0);
+  return { color: report.colour(`k${at}`), decal: report.decal(at) };
+};
 
 report.memory.peaks = common => {
   const { kinds, peaks, caps } = report.data.memory;
   const ranks = peaks.map((_, rank) => String(rank));
   const bars = kinds.map((name, at) => ({
-    name, type: "bar", stack: "bytes", barMaxWidth: 64, itemStyle: report.memory.colours(at), data: peaks.map(each => each[at]),
+    name, type: "bar", stack: "bytes", barMaxWidth: 64, itemStyle: report.memory.colours(name), data: peaks.map(each => each[at]),
   }));
   const cap = caps.some(each => each !== null) ? [report.memory.cap(caps)] : [];
   return {
@@ -47,7 +52,7 @@ report.memory.overTime = common => {
     const values = report.column(curves[report.memory.rank][at]);
     return {
       name, type: "line", step: "end", stack: "bytes", symbol: "none", lineStyle: { width: 1, color: report.colour("ink"), opacity: 0.5 },
-      itemStyle: report.memory.colours(at), areaStyle: { opacity: 1 }, data: Array.from(moments, (time, moment) => [time, values[moment]]),
+      itemStyle: report.memory.colours(name), areaStyle: { opacity: 1 }, data: Array.from(moments, (time, moment) => [time, values[moment]]),
     };
   });
   const cap = caps[report.memory.rank];

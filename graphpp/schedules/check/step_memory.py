@@ -66,7 +66,7 @@ def step_peaks(
 def step_bytes(
     table: Schedule, costs: MicrobatchCosts, held: Sequence[HeldBytes] = (), offloaded: Sequence[OffloadWindow] = ()
 ) -> tuple[Iterator[tuple[int, dict[str, int]]], ...]:
-    """For each rank (column, bytes by kind) while each action runs and after it; at last while the gradients are finished.
+    """For each rank (column, bytes by kind) before the row, while each action runs and after it, and in the finish.
 
     The most bytes together are those of `step_peaks`, whose errors it raises.
     """
@@ -202,6 +202,7 @@ class _StateNow:
 
 def _bytes(row: Row, live: Iterator[tuple[int, int]], held: HeldBytes) -> Iterator[tuple[int, dict[str, int]]]:
     state = _StateNow(held)
+    yield 0, state.parts(0)
     for column, activations in state.moments(row, live):
         yield column, state.parts(activations)
     yield max(len(row) - 1, 0), state.at_end()

@@ -42,8 +42,9 @@ def bytes_over_time(
 def _timed(
     row: Row, states: Iterator[tuple[int, dict[str, int]]], spans: Mapping[Action, tuple[float, float]], end: float
 ) -> Iterator[tuple[float, Mapping[str, int]]]:
-    """Two moments for each action of the row: its start and its end; at last the end of the step."""
+    """The start of the step, two moments for each action of the row (its start and its end), and the end of the step."""
     now = 0.0
+    yield now, next(states)[1]
     for action in row:
         span = spans.get(action) if action is not None else None
         for side in (0, 1):
