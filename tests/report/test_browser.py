@@ -231,6 +231,16 @@ def test_a_rank_is_chosen_for_memory_over_time(shown: Shown) -> None:
     assert shown.page.locator("#memory-time canvas").screenshot() != before
 
 
+def test_the_memory_of_a_moment_adds_up(shown: Shown) -> None:
+    shown.page.hover("#memory-time", position={"x": 420, "y": 160})
+    tip = shown.page.locator("#memory-time > div").last
+    tip.wait_for()
+    lines = tip.inner_text().split("\n")
+    sizes = {line.split()[0]: float(line.split()[1]) for line in lines if "MiB" in line}
+    assert list(sizes) == ["weights", "gradients", "optimizer", "buffers", "activations", "together"]
+    assert sizes.pop("together") == pytest.approx(sum(sizes.values()), abs=0.3)
+
+
 def test_texts_of_users_run_nothing(context: Any, tmp_path: Path) -> None:
     page = full_page(word=NASTY)
     shown = Shown(context, write_page(page, tmp_path / "page.html"))

@@ -27,6 +27,7 @@ _ESTIMATED = (
     "Nothing was profiled: the seconds are estimated from the shapes of the operations, for a usual device of this type. They "
     "rank schedules, and say little about hours. Give profile=pipe.profile(batch, target=..) for measured ones."
 )
+_BY_CALLER = "Nothing was profiled: the seconds of operations are those of parallel.op_costs, and those of messages are estimated."
 _MEASURED = "Simulated with the medians that pipe.profile measured."
 _BYTES = (
     "The bytes follow from the graph and the schedule. The workspace inside an operator, messages between stages, and memory "
@@ -38,7 +39,8 @@ def page_of(request: CompileRequest, graph: CompiledGraph, tables: Tables, profi
     """The page."""
     table = _table_of(graph, tables, profile)
     step = estimated_step(request, graph, table, None if profile is None else profile.costs)
-    note = _ESTIMATED if profile is None else _MEASURED
+    own = request.options.parallel.op_costs is not None
+    note = _MEASURED if profile is not None else _BY_CALLER if own else _ESTIMATED
     measured = [] if profile is None else [profile.timeline]
     boundaries, relays = boundary_views(graph)
     caps = request.options.memory.caps(request.place.ranks)

@@ -33,9 +33,10 @@ report.memory.cap = values => ({
   name: "cap", type: "line", step: "middle", data: values, symbol: "diamond", symbolSize: 8, z: 5,
   itemStyle: { color: report.colour("cap") }, lineStyle: { color: report.colour("cap"), type: "dashed", width: 2 },
 });
-// The texts of a tooltip: each kind, and the sum of all but the cap.
+// The texts of a tooltip: each kind, and the sum of all but the cap. Of two moments at one time, the later one counts.
 report.memory.said = items => {
-  const kept = items.filter(({ value }) => value !== null && value !== undefined);
+  const last = new Map(items.filter(({ value }) => value !== null && value !== undefined).map(item => [item.seriesName, item]));
+  const kept = [...last.values()];
   const bytes = item => (Array.isArray(item.value) ? item.value[1] : item.value);
   const lines = kept.map(item => `${item.marker} ${report.escape(item.seriesName)}  <b>${report.bytes(bytes(item))}</b>`);
   const total = kept.filter(({ seriesName }) => seriesName !== "cap").reduce((sum, item) => sum + bytes(item), 0);
@@ -52,7 +53,7 @@ report.memory.overTime = common => {
     const values = report.column(curves[report.memory.rank][at]);
     return {
       name, type: "line", step: "end", stack: "bytes", symbol: "none", lineStyle: { width: 1, color: report.colour("ink"), opacity: 0.5 },
-      itemStyle: report.memory.colours(name), areaStyle: { opacity: 1 }, data: Array.from(moments, (time, moment) => [time, values[moment]]),
+      itemStyle: report.memory.colours(name), emphasis: { disabled: true }, areaStyle: { opacity: 1 }, data: Array.from(moments, (time, moment) => [time, values[moment]]),
     };
   });
   const cap = caps[report.memory.rank];

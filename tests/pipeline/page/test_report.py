@@ -69,6 +69,11 @@ def test_a_skip_connection_is_a_relay_with_its_bytes() -> None:
     assert (back.source, back.target, back.unused) == (2, 0, (1,))
 
 
+def test_the_caller_s_seconds_of_operations_count() -> None:
+    found = page(skipping(schedule="GPipe", parallel=graphpp.Parallel(op_costs=lambda node: 1.0)))
+    assert found.timelines[0].makespan > 4 * 4 and "parallel.op_costs" in found.timelines[0].note
+
+
 def test_the_cap_stands_beside_the_bytes() -> None:
     found = page(skipping(schedule="1F1B", memory=graphpp.Memory(cap=10**9)))
     assert found.memory is not None and [each.cap for each in found.memory.ranks] == [10**9]
