@@ -314,9 +314,9 @@ class Pipeline(RankPart):
                     norms.share_overflow_(self._gradients())
             if runner.hooked:
                 call_gradient_hooks(parameter for fqn, parameter in self.named_parameters() if fqn in runner.hooked)
-        result = StepResult(call.weighting.step_loss(losses), losses, mean_metrics(metrics))
-        self._record.add(result.loss)
-        return result
+            loss = call.weighting.step_loss(losses)
+            self._record.add(loss)
+        return StepResult(loss, losses, mean_metrics(metrics))
 
     def _parts(self, microbatches: Sequence[Microbatch]) -> MakeParts:
         return lambda: self._with_targets(_flattened(microbatches))

@@ -38,6 +38,7 @@ def page_html(page: Page) -> str:
         data=data,
         columns=columns,
         styles=[_asset(name) for name in _STYLES],
+        theme=_asset("theme.js"),
         scripts=[_asset(name) for name in _SCRIPTS],
         licences=[_asset(f"echarts/{name}") for name in ("NOTICE", "LICENSE-zrender", "LICENSE-d3")],
         tables=tables,
