@@ -27,7 +27,7 @@ _ESTIMATED = (
     "Nothing was profiled: the seconds are estimated from the shapes of the operations, for a usual device of this type. They "
     "rank schedules, and say little about hours. Give profile=pipe.profile(batch, target=..) for measured ones."
 )
-_BY_CALLER = "Nothing was profiled: the seconds of operations are those of parallel.op_costs, and those of messages are estimated."
+_BY_CALLER = "Nothing was profiled: the seconds of operations are those of parallel.op_costs, messages are estimated."
 _MEASURED = "Simulated with the medians that pipe.profile measured."
 _BYTES = (
     "The bytes follow from the graph and the schedule. The workspace inside an operator, messages between stages, and memory "
