@@ -8,11 +8,13 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 
 import graphpp
 from graphpp.errors import GraphPPError
 from graphpp.pipeline.page.fill_page import page_of
 from graphpp.report.page import Page
+from graphpp.report.page_html import page_html
 from graphpp.report.run_view import RunView
 from tests.distributed import run_ranks
 from tests.special_models import CUTS, SPECIAL
@@ -141,3 +143,47 @@ def test_two_ranks_write_one_page(tmp_path: Path) -> None:
     both = run_ranks(on_ranks, 2, str(tmp_path / "page"))
     assert both[0] == both[1]
     assert both[0][1] == ["report.html"]
+
+
+def on_a_mesh(rank: int, folder: str, shape: tuple[int, ...], names: tuple[str, ...], keep: int | None) -> tuple[str, bool]:
+    """The path of the page, and whether its memory has the peaks of the plan."""
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
+    pipe = skipping(schedule="Interleaved1F1B", mesh=mesh, parallel=graphpp.Parallel(keep=keep))
+    found, memory = page(pipe), pipe.plan.memory
+    assert found.memory is not None and memory is not None
+    return str(pipe.report(folder)), [each.together for each in found.memory.ranks] == [each.peak for each in memory.ranks]
+
+
+@pytest.mark.parametrize(
+    ("shape", "names", "keep"),
+    [
+        ((2, 1), ("pp", "dp_shard"), None),
+        ((1, 2), ("pp", "dp_shard"), 1),
+        ((1, 2), ("pp", "dp_shard"), 0),
+        ((1, 2), ("pp", "dp_replicate"), None),
+    ],
+    ids=["pipeline", "shards", "layers", "replicas"],
+)
+def test_ranks_of_a_mesh_write_one_page(
+    tmp_path: Path, shape: tuple[int, ...], names: tuple[str, ...], keep: int | None
+) -> None:
+    both = run_ranks(on_a_mesh, 2, str(tmp_path), shape, names, keep)
+    assert both[0] == both[1] == (str(tmp_path / "report.html"), True)
+    assert [each.name for each in tmp_path.iterdir()] == ["report.html"]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"schedule": "DualPipeV", "split": ["third"]},
+        {"schedule": "ZBVZeroBubble", "split": ["third"], "memory": "full"},
+        {"schedule": "GPipe", "debug": graphpp.Debug(dynamic=True)},
+    ],
+    ids=["overlaps", "recomputed", "sizes"],
+)
+def test_the_memory_of_the_page_has_the_peaks_of_the_plan(options: dict[str, Any]) -> None:
+    pipe = skipping(**options)
+    found, memory = page(pipe), pipe.plan.memory
+    assert found.memory is not None and memory is not None
+    assert [each.together for each in found.memory.ranks] == [each.peak for each in memory.ranks]
+    assert page_html(found)
