@@ -5,7 +5,9 @@ const report = { data: JSON.parse(document.getElementById("data").textContent), 
 
 // The columns of numbers: one compressed block, read as typed arrays.
 report.unpack = async () => {
-  const packed = Uint8Array.from(atob(document.getElementById("columns").textContent), letter => letter.charCodeAt(0));
+  const letters = atob(document.getElementById("columns").textContent);
+  const packed = new Uint8Array(letters.length);
+  for (let at = 0; at < letters.length; at++) packed[at] = letters.charCodeAt(at);
   const stream = new Blob([packed]).stream().pipeThrough(new DecompressionStream("gzip"));
   report.block = await new Response(stream).arrayBuffer();
 };
