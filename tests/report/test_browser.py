@@ -7,7 +7,8 @@ from the canvas of a chart, pixel by pixel.
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +55,7 @@ class Shown:
         self.page.on("request", lambda request: self.requests.append(request.url))
         self.page.goto(path.as_uri())
         self.page.wait_for_selector("html[data-ready]", state="attached")
+        self.page.evaluate("() => new Promise(done => requestAnimationFrame(() => requestAnimationFrame(done)))")  # painted
 
     def painted(self, chart: str) -> int:
         """How many colours a chart has."""
@@ -65,10 +67,26 @@ class Shown:
         found: list[float] = self.page.evaluate(ZOOM)
         return found
 
-    def colour(self, element: str) -> str:
-        """The colour of an element's background."""
-        found: str = self.page.eval_on_selector(element, "each => getComputedStyle(each).backgroundColor")
-        return found
+    def has_theme(self, theme: str) -> bool:
+        """Wait until the page has a theme; returns whether the page's background is that of the theme."""
+        self.page.wait_for_selector(f"html[data-theme={theme}]", state="attached")
+        background = self.page.eval_on_selector("body", "each => getComputedStyle(each).backgroundColor")
+        return bool(background == {"light": "rgb(255, 255, 255)", "dark": "rgb(20, 24, 29)"}[theme])
+
+    def picture(self, chart: str) -> bytes:
+        """The pixels of a chart."""
+        pixels: bytes = self.page.locator(f"#{chart} canvas").screenshot()
+        return pixels
+
+
+def until(holds: Callable[[], bool], seconds: float = 20) -> bool:
+    """Wait until something holds that the browser does in its own time; False if it never does."""
+    end = time.monotonic() + seconds
+    while not holds():
+        if time.monotonic() > end:
+            return False
+        time.sleep(0.05)
+    return True
 
 
 @pytest.fixture(scope="module")
@@ -134,26 +152,25 @@ def test_buttons_keys_and_the_wheel_zoom_all_timelines(shown: Shown) -> None:
     shown.page.keyboard.down("Control")
     shown.page.mouse.wheel(0, -300)
     shown.page.keyboard.up("Control")
-    shown.page.wait_for_timeout(200)
-    start, end = shown.zoom()
-    assert 0 < end - start < 100
+    assert until(lambda: 0 < shown.zoom()[1] - shown.zoom()[0] < 100)
 
 
 def test_the_pointer_shows_an_action_and_a_click_selects_its_microbatch(shown: Shown) -> None:
-    before = shown.page.locator("#timeline-1 canvas").screenshot()
+    before = shown.picture("timeline-1")
     shown.page.mouse.move(*box_of(shown, 2))
     tip = shown.page.locator("#tip")
+    tip.wait_for()
     assert tip.inner_text().splitlines()[:2] == ["0F2  forward", "stage 0, microbatch 2"]
     shown.page.mouse.click(*box_of(shown, 2))
     assert shown.page.input_value("#microbatch") == "2"
     said = shown.page.inner_text("#selection")
     assert said.startswith("simulated: microbatch 2 has 16 actions on 4 ranks, from ") and "measured: microbatch 2" in said
     assert shown.page.locator("#path tbody tr").count() == 32
-    assert shown.page.locator("#timeline-1 canvas").screenshot() != before
+    assert until(lambda: shown.picture("timeline-1") != before)
     shown.page.click("#microbatch-none")
     shown.page.mouse.move(0, 0)
     assert shown.page.inner_text("#selection") == "" and not shown.page.locator("#path").is_visible()
-    assert shown.page.locator("#timeline-1 canvas").screenshot() == before
+    assert until(lambda: shown.picture("timeline-1") == before)
 
 
 def test_a_microbatch_that_does_not_exist_selects_nothing(shown: Shown) -> None:
@@ -163,17 +180,16 @@ def test_a_microbatch_that_does_not_exist_selects_nothing(shown: Shown) -> None:
 
 
 def test_the_theme_follows_the_system_and_the_switch(shown: Shown) -> None:
-    white, dark = "rgb(255, 255, 255)", "rgb(20, 24, 29)"
-    assert shown.colour("body") == white
+    assert shown.has_theme("light")
     shown.page.emulate_media(color_scheme="dark")
-    assert shown.colour("body") == dark
+    assert shown.has_theme("dark")
     shown.page.select_option("#theme", "light")
-    assert shown.colour("body") == white
+    assert shown.has_theme("light")
     shown.page.click("[data-zoom=in]")
-    light = shown.page.locator("#memory-peaks canvas").screenshot()
+    light = shown.picture("memory-peaks")
     shown.page.select_option("#theme", "dark")
-    assert shown.colour("body") == dark
-    assert shown.page.locator("#memory-peaks canvas").screenshot() != light
+    assert shown.has_theme("dark")
+    assert until(lambda: shown.picture("memory-peaks") != light)
     assert shown.zoom() == [25, 75]
     shown.page.select_option("#theme", "auto")
 
@@ -181,20 +197,22 @@ def test_the_theme_follows_the_system_and_the_switch(shown: Shown) -> None:
 def test_patterns_can_be_switched_off(shown: Shown) -> None:
     patterned = shown.painted("memory-peaks")
     shown.page.uncheck("#patterns")
-    assert shown.painted("memory-peaks") < patterned
+    assert until(lambda: shown.painted("memory-peaks") < patterned)
 
 
 def test_print_is_light_and_without_controls(shown: Shown) -> None:
     shown.page.emulate_media(color_scheme="dark")
+    assert shown.has_theme("dark")
     shown.page.emulate_media(media="print", color_scheme="dark")
-    shown.page.wait_for_timeout(200)
-    assert shown.colour("body") == "rgb(255, 255, 255)"
+    assert shown.has_theme("light")
     assert not shown.page.locator(".controls").first.is_visible()
     widths = shown.page.eval_on_selector_all(".chart canvas", "all => all.map(each => each.getBoundingClientRect().width)")
     assert len(widths) == len(CHARTS) and max(widths) <= 720
     assert shown.page.pdf().startswith(b"%PDF")
-    shown.page.emulate_media(media="screen", color_scheme="light")
-    shown.page.wait_for_timeout(200)
+    shown.page.emulate_media(media="screen", color_scheme="dark")
+    assert shown.has_theme("dark")
+    shown.page.emulate_media(color_scheme="light")
+    assert shown.has_theme("light")
     assert shown.page.locator(".controls").first.is_visible()
 
 
@@ -224,11 +242,10 @@ def test_a_plan_is_chosen_in_its_row_and_in_the_chart(shown: Shown) -> None:
 
 
 def test_a_rank_is_chosen_for_memory_over_time(shown: Shown) -> None:
-    before = shown.page.locator("#memory-time canvas").screenshot()
+    before = shown.picture("memory-time")
     rank = shown.page.input_value("#memory-rank")
     shown.page.select_option("#memory-rank", "0" if rank != "0" else "1")
-    shown.page.wait_for_timeout(100)
-    assert shown.page.locator("#memory-time canvas").screenshot() != before
+    assert until(lambda: shown.picture("memory-time") != before)
 
 
 def test_the_memory_of_a_moment_adds_up(shown: Shown) -> None:
