@@ -4,7 +4,7 @@ pipe = graphpp.compile(model, loss, split=["layers.4"], schedule="1F1B", microba
 result = pipe.step(tokens, target=labels)
 """
 
-from graphpp import attention, cache, experts, schedules
+from graphpp import attention, cache, devices, experts, schedules
 from graphpp.api import compile, verify
 from graphpp.batch.microbatch import Microbatch, absent, whole
 from graphpp.errors import (
@@ -30,6 +30,8 @@ from graphpp.pipeline.profile import Profile
 from graphpp.pipeline.results import EvalResult, StepResult
 from graphpp.planner.megatron_layout import Layout
 from graphpp.planner.plan import Plan
+from graphpp.planner.plans.plan import plan
+from graphpp.planner.plans.training_plan import TrainingPlan, TrainingPlans
 from graphpp.planner.resolve_split import split_points
 from graphpp.planner.search_plans import PlanCandidate, PlanSearch, plan_auto
 from graphpp.schedules.any_form import simulate
@@ -80,14 +82,18 @@ __all__ = [
     "StateBytes",
     "StepResult",
     "Timeline",
+    "TrainingPlan",
+    "TrainingPlans",
     "Verification",
     "absent",
     "attention",
     "cache",
     "chrome_trace",
     "compile",
+    "devices",
     "experts",
     "html",
+    "plan",
     "plan_auto",
     "schedule_auto",
     "schedules",

@@ -23,9 +23,11 @@ from graphpp.options.parallel import ParallelLike
 from graphpp.options.split import Split
 from graphpp.parallel.facts import Facts
 from graphpp.parallel.failure import FailureBoard
-from graphpp.parallel.place import MeshLike, pipeline_ranks, place_of, shard_ranks
+from graphpp.parallel.place import MeshLike, pipeline_ranks, place_of, planned_mesh, shard_ranks
 from graphpp.parallel.rank_place import RankPlace
 from graphpp.pipeline.pipeline import Pipeline
+from graphpp.planner.plans.as_options import DECIDED, with_plan
+from graphpp.planner.plans.training_plan import TrainingPlan
 from graphpp.runtime.model_state import tensor_lines
 from graphpp.runtime.shards.local_rows import is_sharded
 from graphpp.runtime.shards.spread_tensors import refuse_spread
@@ -56,6 +58,7 @@ def compile(  # noqa: PLR0913 - the options of a pipeline, all of them optional
     memory: MemoryLike = None,
     gradients: GradientsLike = None,
     debug: DebugLike = None,
+    plan: TrainingPlan | None = None,
 ) -> Pipeline:
     """Compile `model` and `loss` into a pipeline-parallel training step. Called by every rank with the same arguments.
 
@@ -87,14 +90,21 @@ def compile(  # noqa: PLR0913 - the options of a pipeline, all of them optional
         memory: a `graphpp.Memory` (recompute, offload, cap). A fraction, "full", "selective": its `recompute`.
         gradients: a `graphpp.Gradients` (reduction, dtype, fused). "mean", "sum": its `reduction`.
         debug: a `graphpp.Debug` (dump, max_graphs). A path: its `dump`.
+        plan: a `graphpp.TrainingPlan` (`graphpp.plan(...).best`). It stands for `split`, `schedule`, `microbatches`, `mesh` (if
+            none is given), `memory.recompute`, `parallel.keep`, `parallel.param_dtype` and `gradients.dtype`.
 
     Raises:
         CaptureError, SplitError, ScheduleError, BatchError, GraphPPError: a model, loss or option that cannot be compiled; the
             message names the option. `MismatchError` on every rank where ranks were given different arguments. All are
             `GraphPPError`. Nothing was changed then.
     """
-
+    if plan is not None:
+        given = {"split": split, "schedule": schedule, "microbatches": microbatches}
+        decided = with_plan(plan, {**given, "parallel": parallel, "memory": memory, "gradients": gradients})
+        split, schedule, microbatches, parallel, memory, gradients = (decided[name] for name in DECIDED)
     ranks = Options(parallel=parallel).parallel
+    if plan is not None and mesh is None:
+        mesh = planned_mesh(model, plan.mesh, ranks.device, ranks.start_timeout)
     place = place_of(model, mesh, ranks.device, ranks.start_timeout, shards_alone=ranks.mixed)
 
     def read_options() -> Options:
@@ -107,11 +117,11 @@ def compile(  # noqa: PLR0913 - the options of a pipeline, all of them optional
         _check_parallel(options, place)
         return options
 
-    def given(options: Options) -> Facts:
+    def described(options: Options) -> Facts:
         return _given(model, loss, example, place.device, options)
 
     with FailureBoard((place.everyone,), "compile", place.described).watching():
-        options = place.agreement(place.everyone).together(read_options, given)
+        options = place.agreement(place.everyone).together(read_options, described)
     if place.rank == 0:
         note_hooks(model)
     return Pipeline(model, loss, options, place, place.agreement(place.model_parallel), example)

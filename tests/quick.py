@@ -14,6 +14,7 @@ QUICK = (
     "tests/cache/test_cache.py::test_the_entries_used_longest_ago_go_first",
     "tests/capture/test_source_lines.py",
     "tests/capture/test_trace.py",
+    "tests/cli/test_command.py",
     "tests/compiler/test_dump.py::test_golden",
     "tests/options/test_options.py",
     "tests/parallel/test_place.py::test_one_process_has_no_group",

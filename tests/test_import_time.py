@@ -28,6 +28,7 @@ HEAVY = (
     "torch.testing",
     "transformers",
     "triton",
+    "typer",
 )
 PROGRAM = """
 import json, sys

@@ -12,13 +12,13 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import fx
 
 from graphpp._torch.symbols import SYMBOLIC, hint
+from graphpp.backends.processor import processor_name
 from graphpp.cache.disk_cache import DiskCache
 from graphpp.runtime.gradients.gemm_accumulation import TorchMatmul
 
@@ -168,10 +168,5 @@ def _describe(value: torch.Tensor) -> str:
 
 
 def _processor() -> str:
-    """The processor's name, or "unknown" without /proc/cpuinfo, and its vector instruction set."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        lines = []
-    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
-    return f"{next(names, 'unknown')} {torch.backends.cpu.get_cpu_capability()}"
+    """The processor's name and its vector instruction set."""
+    return f"{processor_name()} {torch.backends.cpu.get_cpu_capability()}"

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import time
 from pathlib import Path
 
-from graphpp.cache.contents import clear, entries, folder
-from graphpp.cache.disk_cache import Entry
-from graphpp.units import spell_bytes
+from graphpp.cache.contents import folder
+from graphpp.cache.listing import Listing
 
 
 def main() -> None:
@@ -18,15 +16,7 @@ def main() -> None:
     parser.add_argument("--keep", type=int, default=0, help="bytes that --clear leaves (default: 0)")
     parser.add_argument("--folder", type=Path, default=folder(), help="the folder of the cache (default: %(default)s)")
     given = parser.parse_args()
-    found = clear(given.folder, keep=given.keep) if given.clear else entries(given.folder)
-    for entry in found:
-        print(f"{time.strftime('%Y-%m-%d %H:%M', time.localtime(entry.used))}  {spell_bytes(entry.size):>10}  {entry.key}")
-    print(f"{given.folder}: {_total(found)}{' removed' if given.clear else ''}")
-
-
-def _total(found: list[Entry]) -> str:
-    count = f"{len(found)} {'entry' if len(found) == 1 else 'entries'}"
-    return f"{count}, {spell_bytes(sum(entry.size for entry in found))}"
+    print(Listing.emptied(given.folder, given.keep) if given.clear else Listing.found(given.folder))
 
 
 if __name__ == "__main__":

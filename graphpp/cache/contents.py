@@ -10,7 +10,7 @@ import os
 from pathlib import Path
 
 from graphpp.arguments import PATH, Accepted, checked, or_none
-from graphpp.cache.disk_cache import DiskCache, Entry, default_folder
+from graphpp.cache.disk_cache import DiskCache, Entry, default_folder, is_cache
 from graphpp.errors import GraphPPError
 
 _BYTES = Accepted("a number of bytes, 0 or more", lambda value: type(value) is int and value >= 0)
@@ -32,9 +32,11 @@ def entries(root: str | os.PathLike[str] | None = None) -> list[Entry]:
 def clear(root: str | os.PathLike[str] | None = None, *, keep: int = 0) -> list[Entry]:
     """Remove the entries used longest ago until at most `keep` bytes are left; returns the removed entries.
 
-    Raises `GraphPPError` if `keep` is no number of bytes, or `root` no path.
+    Raises `GraphPPError` if `keep` is no number of bytes, `root` no path, or the folder no cache but has folders.
     """
     path = _path(root)
+    if not is_cache(path):
+        raise GraphPPError(f"{path} is no cache of graphpp, so nothing in it is removed: name another folder")
     return DiskCache(path).shrink(keep) if path.exists() else []
 
 

@@ -166,6 +166,11 @@ class DiskCache:
             _LOG.warning("the cache %s cannot be written (%s); %s is not kept", self.root, error, name)
 
 
+def is_cache(root: Path) -> bool:
+    """Whether a folder is a cache or may become one: its folders have locks, or there are none, or it does not exist."""
+    return (root / _LOCKS).is_dir() or not (root.exists() and any(path.is_dir() for path in root.iterdir()))
+
+
 def is_complete(folder: Path) -> bool:
     """True if the sizes and hashes of an entry's files equal those of its manifest."""
     try:

@@ -183,7 +183,7 @@ def _results(graph: CompiledGraph) -> dict[str, object]:
         "outputs": (str(graph.captured.output_spec), graph.captured.output_leaves),
         "numbers to report": graph.program.metrics,
         "losses": loss.dtype if loss is not None else None,
-        "gradients": [sorted(stage.gradients) for stage in stages],
+        "gradients": [sorted(stage.gradients) for stage in stages] + [sorted(graph.program.partial)],
     }
 
 

@@ -39,6 +39,7 @@ from graphpp.capture.transfer.write_graph import WriteError, write_graph
 from graphpp.compiler.kept_graphs import KeptGraphs
 from graphpp.compiler.request import CompileRequest
 from graphpp.parallel.agreement import Agreement
+from graphpp.progress import working
 
 _LOG = logging.getLogger("graphpp")
 
@@ -56,7 +57,7 @@ def capture_graph(
     graph holds for the sizes of the example, and `fixed_because` says why. Raises `CaptureError`.
     """
     began = time.perf_counter()
-    with torch.inference_mode(False), torch.enable_grad():
+    with working("capturing the model"), torch.inference_mode(False), torch.enable_grad():
         model, loss, device = request.model, request.loss, request.place.device
         run = partial(capture, model, loss, training=training, param_dtype=request.options.parallel.param_dtype)
         captured = run(example.microbatch(), device, trail=trail, copy_layers=request.options.debug.copy_layers)

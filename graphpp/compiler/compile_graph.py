@@ -37,6 +37,7 @@ from graphpp.planner.memory_plan import MemoryPlan
 from graphpp.planner.plan import Plan
 from graphpp.planner.shard_plan import ShardPlan
 from graphpp.planner.tables import CheckedTable
+from graphpp.progress import working
 from graphpp.runtime.offloader import eviction_frees_memory
 from graphpp.runtime.program import Input, PipelineProgram, StageProgram
 from graphpp.runtime.program_costs import costs_of_microbatches
@@ -152,7 +153,7 @@ def compile_graph(
     recomputed = table.recomputed_stages(options.memory.recompute is not None)
     variant, sources = variant_of(request, table), ProgramGraphs()
     hook = _in_turn(dump.hook(table.plain), sources.hook(), request.watch)
-    with aot.quick():
+    with working("cutting the graph into stages"), aot.quick():
         program = lower(captured.joint, starts, hook, choices_of(request, captured.joint, variant))
     boundaries = [[call.fqn for call in calls if call.position >= start] for start in starts[1:]]
     plan = Plan.of(captured.joint, program, table.plain)

@@ -11,7 +11,6 @@ Contract
 
 from __future__ import annotations
 
-import sys
 from collections import deque
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
@@ -24,6 +23,7 @@ from graphpp.passes.stage.emit import emit_outlined
 from graphpp.passes.stage.outline_regions import outline_regions
 from graphpp.passes.stage.split_dropout import split_dropout
 from graphpp.planner.layers import layers_of, module_calls
+from graphpp.progress import working
 from graphpp.runtime.program import PipelineProgram, Program, StageProgram
 
 
@@ -62,14 +62,12 @@ class RegionCache:
 
         Each rank begins with another region, so that ranks with one cache folder share the work.
         """
-        from rich.console import Console  # loaded by the first compilation
-        from rich.progress import track
-
         new = deque(sorted(self._regions.new(calls), key=lambda call: call.region.key))
         new.rotate(-self._rank * max(len(new) // 2, 1))
-        quiet = not sys.stderr.isatty()
-        for call in track(new, "compiling regions", console=Console(stderr=True), transient=True, disable=quiet):
-            self._regions.compile(call)
+        with working("compiling regions", len(new)) as step:
+            for call in new:
+                self._regions.compile(call)
+                step()
         self._regions.bind(calls)
 
     def keep_only(self, graphs: Iterable[CompiledGraph]) -> None:

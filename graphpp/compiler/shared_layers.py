@@ -38,8 +38,9 @@ def check_shared_layers(request: CompileRequest, joint: JointGraph) -> None:
                 "tp: each rank would draw the same numbers for its part, where one process draws others for every part. Draw "
                 "(dropout) where the values are whole, or set the probability to 0."
             )
+    fine = sharded | joint.partial.keys()  # partial gradients are added up by the runtime
     for role, node in joint.outputs() if joint.training else ():
-        whole = isinstance(role, Loss) or (isinstance(role, Gradient | BufferUpdate) and role.fqn not in sharded)
+        whole = isinstance(role, Loss) or (isinstance(role, Gradient | BufferUpdate) and role.fqn not in fine)
         if whole and node in differing:
             raise CaptureError(_UNEQUAL[type(role)].format(getattr(role, "fqn", ""), describe_node(node)))
 

@@ -23,6 +23,7 @@ from graphpp.planner.counts import stages_of
 from graphpp.planner.resolve_split import resolve
 from graphpp.planner.segments import Pricing, places, segments_of
 from graphpp.planner.tables import CheckedTable
+from graphpp.progress import working
 from graphpp.runtime.program import StageProgram
 from graphpp.schedules.table.state_bytes import HeldBytes, StateBytes
 
@@ -48,9 +49,9 @@ def fastest_starts(
     def held(state: Sequence[StateBytes]) -> tuple[HeldBytes, ...]:
         return held_by_rank(request, state, table)
 
-    with aot.quick():
+    with working("searching where stages start"), aot.quick():
         segments = segments_of(joint, places(joint, calls), choices, pricing, state)
-    return CutSearch(segments, table.running, held, options.memory.caps(place.ranks)).starts(calls)
+        return CutSearch(segments, table.running, held, options.memory.caps(place.ranks)).starts(calls)
 
 
 def pricing_of(request: CompileRequest) -> Pricing:

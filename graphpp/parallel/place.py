@@ -12,12 +12,14 @@ from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Mapping
 from datetime import timedelta
+from math import prod
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.distributed_c10d import PrefixStore
 from torch.distributed.rendezvous import rendezvous
 
@@ -55,6 +57,22 @@ def place_of(
     found = _device(model, device)
     group = mesh if mesh is not None else _world(found, timeout)
     return RankPlace(found, group, everyone=group)
+
+
+def planned_mesh(
+    model: object, sizes: Mapping[str, int], device: torch.device | None, timeout: float | None = None
+) -> DeviceMesh | None:
+    """A mesh with these dimensions over all ranks of the job; None in one process without a process group.
+
+    Raises `GraphPPError` where the job has another number of ranks. `timeout`: as for `place_of`.
+    """
+    found = _device(model, device)
+    world = _world(found, timeout)
+    ranks, wanted = (1 if world is None else dist.get_world_size(world)), prod(sizes.values())
+    if ranks != wanted:
+        shape = " x ".join(f"{name} {size}" for name, size in sizes.items())
+        raise GraphPPError(f"plan: it is for {wanted} ranks ({shape}), and this job has {ranks}: start as many, or give mesh=")
+    return None if world is None else init_device_mesh(found.type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
 
 
 def _check_group(mesh: object) -> None:

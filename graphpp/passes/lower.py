@@ -16,6 +16,7 @@ from graphpp.passes.graph.joint_graph import JointGraph, verify_joint_graph
 from graphpp.passes.graph.stage_graphs import StagedGraphs
 from graphpp.passes.joint.assign_stages import assign_stages
 from graphpp.passes.joint.clean_up import clean_up
+from graphpp.passes.joint.delay_gradient_sums import delay_gradient_sums
 from graphpp.passes.joint.key_random_ops import key_random_ops
 from graphpp.passes.joint.merge_views import merge_views
 from graphpp.passes.joint.relax_views import relax_views
@@ -59,7 +60,8 @@ class LoweringOptions:
     saved after `region_of`, are recomputed. `fuse_grad_accumulation`: a matrix product that is a gradient is written into the
     gradient's sum over microbatches. `hoist_per_step`: values that depend on parameters, buffers and constants alone are
     computed once per step. `layers`: parameters are sharded, and programs gather one layer at a time; values that depend on
-    parameters are not hoisted then.
+    parameters are not hoisted then. `shared_by`: the name of the group of ranks that share each layer; sums of gradients over
+    this group leave the graph, but for programs that gather layers, whose gradients leave at once.
     """
 
     split_backward: bool = False
@@ -70,6 +72,7 @@ class LoweringOptions:
     fuse_grad_accumulation: bool = False
     hoist_per_step: bool = False
     layers: ShardedLayers | None = None
+    shared_by: str | None = None
 
 
 def lower(
@@ -82,6 +85,16 @@ def lower(
 
     Raises `CaptureError` where a buffer is written in one stage and read in another.
     """
+    return lower_assigned(assigned(joint, starts, hook, options), len(starts), hook, options)
+
+
+def assigned(
+    joint: JointGraph,
+    starts: Sequence[int],
+    hook: Hook = lambda result: None,
+    options: LoweringOptions = LoweringOptions(),
+) -> JointGraph:
+    """The first half of `lower`: every node has its stage. Changes `joint` in place."""
     passes = _Passes(hook)
     joint = passes.run("clean_up", lambda: clean_up(joint))
     joint = passes.run("snapshot", lambda: snapshot_buffers(joint))
@@ -90,9 +103,11 @@ def lower(
     joint = passes.run("merge_views", lambda: merge_views(joint))
     joint = passes.run("relax_views", lambda: relax_views(joint))
     joint = passes.run("accumulate", lambda: split_tied_gradients(joint))
+    if options.shared_by is not None and options.layers is None:
+        joint = passes.run("delay_sums", lambda: delay_gradient_sums(joint, str(options.shared_by)))
     if options.hoist_per_step or options.layers is not None:
         joint = passes.run("find_prepared", lambda: find_step_invariants(joint))
-    return lower_assigned(joint, len(starts), hook, options)
+    return joint
 
 
 def lower_assigned(
@@ -102,6 +117,14 @@ def lower_assigned(
 
     One captured graph is lowered several times with different options: only this half runs again.
     """
+    joint, staged = staged_graphs(joint, stages, hook, options)
+    return _Passes(hook).run("emit", lambda: emit(joint, staged))
+
+
+def staged_graphs(
+    joint: JointGraph, stages: int, hook: Hook = lambda result: None, options: LoweringOptions = LoweringOptions()
+) -> tuple[JointGraph, StagedGraphs]:
+    """The phase graphs of the stages, before programs are emitted, and the joint graph that was cut; `joint` is not changed."""
     passes, region_of, budget, layers = _Passes(hook), options.region_of, options.recompute_budget, options.layers
     if region_of is not None and joint.training:
         joint = passes.run("recompute", lambda: recompute_regions(joint.copy(), region_of, options.may_recompute))
@@ -119,7 +142,7 @@ def lower_assigned(
         staged = passes.run("accumulate_products", lambda: fuse_grad_accumulation(staged))
     if layers is not None:
         staged = passes.run("gather_layers", lambda: gather_layers(staged, layers))
-    return passes.run("emit", lambda: emit(joint, staged))
+    return joint, staged
 
 
 def _with_step_invariants(options: LoweringOptions) -> MayRecompute:

@@ -330,7 +330,8 @@ class PipelineProgram:
 
     The last stage computes the loss (0-dim), the outputs and the metrics; `metrics` has their dtypes by name. `sizes`: the
     numbers for the programs' `Size` inputs, by formula. `values`: the sizes of the microbatches that the programs serve; None
-    where no size is symbolic, and in programs for all sizes, whose `sizes` are symbolic too.
+    where no size is symbolic, and in programs for all sizes, whose `sizes` are symbolic too. `partial`: the FQNs of parameters
+    of whose gradients each rank that shares layers computes a part.
     """
 
     stages: tuple[StageProgram, ...]
@@ -339,6 +340,7 @@ class PipelineProgram:
     metrics: Mapping[str, torch.dtype] = field(default_factory=dict)
     sizes: Mapping[str, Any] = field(default_factory=dict)
     values: Values | None = None
+    partial: frozenset[str] = frozenset()
 
     @property
     def gathers_layers(self) -> bool:

@@ -30,6 +30,7 @@ from graphpp.parallel.groups import Subgroups
 from graphpp.parallel.rank_place import RankPlace
 from graphpp.parallel.sums import Sums
 from graphpp.runtime.gradients.gemm_accumulation import MatmulKernel
+from graphpp.runtime.gradients.partial_sums import PartialSums
 from graphpp.runtime.gradients.tied import TiedReduction
 from graphpp.runtime.gradients.whole_gradients import WholeGradients
 from graphpp.runtime.model_state import ModelState
@@ -135,16 +136,17 @@ class GraphPPRunner:
 
     def _gradients_of_step(self, tied: TiedReduction, config: RunnerConfig) -> WholeGradients | ShardedGradients:
         stages, sum_dtype = {index: stage.gradients for index, stage in self.stages.items()}, config.sum_dtype
+        partial = PartialSums(self.program.partial, self.place.tensor)
         if config.sharded is None:
             spread = self.place.experts if config.replicas is not None else None
             names = {fqn for stage in stages.values() for fqn in stage.fqns} if spread is not None else ()
             experts = [fqn for fqn in names if is_spread_over(self.state.tensor(fqn), self.place.experts_group)]
             replicas = Replicas(config.replicas, config.sums, spread)
-            return WholeGradients(stages, tied, replicas, self.state.tensor, sum_dtype, experts)
+            return WholeGradients(stages, tied, replicas, self.state.tensor, sum_dtype, experts, partial)
         number = 1 if config.replicas is None else dist.get_world_size(config.replicas)
         if self._reducer is not None:
             return LayerGradients(stages, tied, config.sharded, number, sum_dtype, self._reducer)
-        return ShardedGradients(stages, tied, config.sharded, number, sum_dtype, config.sums)
+        return ShardedGradients(stages, tied, config.sharded, number, sum_dtype, config.sums, partial)
 
     def step(self, inputs: Sequence[Mapping[str, torch.Tensor]], seeds: Sequence[torch.Tensor]) -> None:
         """Run the table once.

@@ -39,7 +39,8 @@ class JointGraph:
     """One captured graph. `parameters` and `buffers` have all FQNs of the model, used or not, in the model's order.
 
     A frozen parameter that the forward writes in place is in `buffers`, and has the roles of a buffer. `symbols`: where sizes
-    are symbolic, the facts under which the graph holds.
+    are symbolic, the facts under which the graph holds. `partial`: by FQN, the group of ranks of which each computes a part of
+    the parameter's gradient.
     """
 
     module: fx.GraphModule
@@ -48,6 +49,7 @@ class JointGraph:
     buffers: dict[str, TensorMeta]
     constants: dict[str, torch.Tensor] = field(default_factory=dict)
     symbols: Symbols | None = None
+    partial: dict[str, str] = field(default_factory=dict)
 
     @property
     def graph(self) -> fx.Graph:
@@ -80,7 +82,8 @@ class JointGraph:
         results = graph.graph_copy(self.graph, copies)
         end = graph.output(results)
         end.meta = dict(self.graph.output_node().meta)
-        return replace(self, module=aot.graph_module(self.module, graph), constants=dict(self.constants))
+        module = aot.graph_module(self.module, graph)
+        return replace(self, module=module, constants=dict(self.constants), partial=dict(self.partial))
 
     def computed(self) -> Iterator[fx.Node]:
         """The nodes that compute, in order: all but placeholders and the output."""

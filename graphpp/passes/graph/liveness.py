@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import itertools
 from collections import defaultdict
+from collections.abc import Iterator
 
 import torch
 from torch import fx
@@ -30,16 +31,25 @@ def peak_live_bytes(graph: fx.Graph) -> int:
 
 def live_bytes(graph: fx.Graph) -> tuple[int, ...]:
     """By how many bytes the live memory grows or shrinks, in order, while the program of a phase graph runs."""
+    return tuple(sign * _size(node) for sign, node in live_values(graph))
+
+
+def live_values(graph: fx.Graph) -> Iterator[tuple[int, fx.Node]]:
+    """(1, node) where the value of a node is allocated, (-1, node) where its memory is given back, in order."""
     order = list(graph.nodes)
-    ends: dict[int, list[int]] = defaultdict(list)
+    ends: dict[int, list[fx.Node]] = defaultdict(list)
     for node, at in _deaths(graph, order).items():
-        ends[at].append(-_size(node))
-    changes: list[int] = [_size(node) for node in order if node.op == "placeholder"]
+        ends[at].append(node)
+    yield from ((1, node) for node in order if node.op == "placeholder")
     for at, node in enumerate(order):
         if node.op != "placeholder" and root(node) is node:
-            changes.append(_size(node))
-        changes += ends[at]
-    return tuple(changes)
+            yield 1, node
+        yield from ((-1, dead) for dead in ends[at])
+
+
+def counts_in_peak(node: fx.Node) -> bool:
+    """Whether the peak of a program counts the memory of a value."""
+    return _size(node) > 0
 
 
 def _deaths(graph: fx.Graph, order: list[fx.Node]) -> dict[fx.Node, int]:

@@ -8,7 +8,7 @@ the same costs, so the figures are constants and nothing is measured here.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -78,6 +78,11 @@ class OpCosts:
 
 def flops(node: fx.Node) -> float:
     """Floating-point operations of a contraction, as torch counts them; 0 for anything else."""
+    return flops_of(node)
+
+
+def flops_of(node: fx.Node, operands: Mapping[fx.Node, Any] | None = None, result: Any = None) -> float:
+    """`flops` of a node, or of the same operation on other `operands` with this `result`."""
     # Where Triton is installed, this import loads it, which `import graphpp` need not.
     from torch.utils.flop_counter import flop_registry
 
@@ -88,11 +93,22 @@ def flops(node: fx.Node) -> float:
         target, args = _CONTRACTIONS[args[0].meta["val"].dim()], args[:2]  # type: ignore[union-attr]
     packet = getattr(target, "overloadpacket", None)
     packet = _LIKE.get(packet, packet)
-    if packet not in flop_registry:
+    if packet not in flop_registry and packet not in _OWN:
         return 0.0
-    value_of: Callable[[fx.Node], Any] = lambda source: source.meta["val"]  # noqa: E731
+    value_of: Callable[[fx.Node], Any] = lambda source: source.meta["val"] if operands is None else operands[source]  # noqa: E731
     args, kwargs = fx.node.map_arg(args, value_of), fx.node.map_arg(node.kwargs, value_of)
-    return float(hint(flop_registry[packet](*args, **kwargs, out_val=node.meta["val"])))
+    if packet in _OWN:
+        return _OWN[packet](*args)
+    return float(hint(flop_registry[packet](*args, **kwargs, out_val=node.meta["val"] if operands is None else result)))
+
+
+def _flops_of_groups(left: torch.Tensor, right: torch.Tensor, *rest: Any) -> float:
+    """Of a grouped product: the rows, columns, or inner sizes of all groups stand together in one dimension."""
+    groups = left.shape[0] if left.dim() == right.dim() == 3 else 1
+    return float(hint(2 * groups * left.shape[-2] * left.shape[-1] * right.shape[-1]))
+
+
+_OWN: Mapping[Any, Callable[..., float]] = {aten._grouped_mm: _flops_of_groups}  # kernels of which torch has no count
 
 
 def is_heavy(node: fx.Node) -> bool:

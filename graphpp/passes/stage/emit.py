@@ -65,7 +65,8 @@ def emit(joint: JointGraph, staged: StagedGraphs) -> PipelineProgram:
     sizes: dict[str, Any] = {}
     for each in (*staged.graphs.values(), *staged.hoisted.values()) if joint.symbols is not None else ():
         sizes |= symbolic_sizes(each.graph)
-    return PipelineProgram(stages, staged.boundaries, loss[0] if loss else None, metrics, sizes)
+    partial = frozenset(joint.partial)
+    return PipelineProgram(stages, staged.boundaries, loss[0] if loss else None, metrics, sizes, partial=partial)
 
 
 def _programs(staged: StagedGraphs, stage: int, training: bool) -> dict[Phase, Program]:

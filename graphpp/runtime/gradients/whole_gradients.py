@@ -4,7 +4,8 @@ Contract
 --------
 - `begin` gives each stage's accumulator what `param.grad` holds already, but for tied parameters and experts. `reduce` starts
   to average a stage's sums over the replicas, once per step. `finish` adds up the partial sums of tied parameters, averages
-  them too, and sets `param.grad`; averages of tied parameters and experts are added to what `param.grad` holds.
+  them too, and sets `param.grad`; averages of tied parameters and experts, and gradients of which each rank that shares a layer
+  has a part (`partial_sums.py`), are added to what `param.grad` holds.
 - The gradient of a `DTensor` parameter of the model's is a `DTensor` of the same placements.
 - All ranks of a pipeline call `finish` once per training step; `reduce` is called by all replicas in one order.
 """
@@ -18,6 +19,7 @@ import torch
 from graphpp._torch.parallel.sharded_tensor import with_local
 from graphpp.parallel.data_parallel import Replicas
 from graphpp.runtime.gradients.accumulate import Accumulator, dtype_of_sum
+from graphpp.runtime.gradients.partial_sums import NO_PARTIAL_SUMS, PartialSums
 from graphpp.runtime.gradients.tied import TiedReduction
 from graphpp.runtime.shards.local_rows import local_tensor
 from graphpp.runtime.shards.spread_tensors import local_gradient
@@ -34,13 +36,14 @@ class WholeGradients:
         tensor: Callable[[str], torch.Tensor],
         sum_dtype: torch.dtype | None,
         experts: Collection[str] = (),
+        partial: PartialSums = NO_PARTIAL_SUMS,
     ) -> None:
         """`stages`: the sums of each local stage; `tensor` gives a parameter by FQN; `sum_dtype`: as in `RunnerConfig`.
 
         `experts`: FQNs of the parameters of experts, of which other replicas have other ones.
         """
         self._stages, self._tied, self._replicas, self._experts = stages, tied, replicas, frozenset(experts)
-        self._tensor, self._sum_dtype = tensor, sum_dtype
+        self._tensor, self._sum_dtype, self._partial = tensor, sum_dtype, partial
         self._parameters: Mapping[str, torch.Tensor] = {}
         self._reduced = set[int]()
 
@@ -58,6 +61,7 @@ class WholeGradients:
         """Start to average a stage's gradients over the replicas, but for those of tied parameters."""
         if stage not in self._reduced:
             self._reduced.add(stage)
+            self._partial.add_up(self._stages[stage].sums)
             self._average(self._own(stage), self._stages[stage].sums)
 
     def finish(self) -> None:
@@ -92,7 +96,7 @@ class WholeGradients:
 
     def _added_at_end(self, fqn: str) -> bool:
         """Whether `param.grad` stays out of the sums of a step, and the average of the step is added to it."""
-        return fqn in self._tied.contributors or fqn in self._experts
+        return fqn in self._tied.contributors or fqn in self._experts or fqn in self._partial.fqns
 
     def _add(self, fqn: str, total: torch.Tensor) -> None:
         """Add the gradient of a step to `param.grad`."""

@@ -23,6 +23,7 @@ import torch
 from graphpp.parallel.rank_place import Sharding
 from graphpp.parallel.sums import PendingSums, Sums, bundles
 from graphpp.runtime.gradients.accumulate import Accumulator, dtype_of_sum
+from graphpp.runtime.gradients.partial_sums import NO_PARTIAL_SUMS, PartialSums
 from graphpp.runtime.gradients.tied import TiedReduction
 from graphpp.runtime.shards.sharded_parameters import ShardedParameters
 
@@ -40,11 +41,12 @@ class ShardedGradients:
         replicas: int,
         sum_dtype: torch.dtype | None,
         over_ranks: Sums,
+        partial: PartialSums = NO_PARTIAL_SUMS,
     ) -> None:
         """`stages`: the sums of each local stage; `replicas`: by how many they are divided; `over_ranks`: adds over ranks."""
         self._stages, self._tied, self._sharded = stages, tied, sharded
         self._replicas, self._sum_dtype, self._precision = replicas, sum_dtype, sharded.precision
-        self._over_ranks = over_ranks
+        self._over_ranks, self._partial = over_ranks, partial
         self._pending: deque[tuple[list[_Key], PendingSums]] = deque()
         self._rows: dict[_Key, torch.Tensor] = {}
 
@@ -58,6 +60,7 @@ class ShardedGradients:
         """Start to sum over the ranks what the stage's gradients add up to by now."""
         self._add_ended()  # their memory goes back before more is taken
         taken = self._stages[stage].take()
+        self._partial.add_up(taken)
         for fqn, total in taken.items():
             every = total if total.dim() else total.repeat(self._sharded.sharding[fqn].ranks)  # all ranks need a 0-dim one
             taken[fqn] = every.to(dtype=self._precision.of_messages(every.dtype))

@@ -30,15 +30,16 @@ def gradients_beside_eager(rank: int, mesh: Mesh, sequence: bool, tied: bool, op
     pipe = compiled(made, copy.deepcopy(eager), **options)
     tokens, target = batch(7)
     pipe.step(tokens, target=target)
-    sums: dict[str, Tensor] = {}
     for x, y in zip(tokens.chunk(MICROBATCHES), target.chunk(MICROBATCHES), strict=True):
-        eager.zero_grad()
         (loss(eager(x), y) / MICROBATCHES).backward()
-        for fqn, parameter in eager.named_parameters():
-            gradient = parameter.grad
-            if isinstance(gradient, DTensor):  # a norm under sequence parallelism has partial gradients
-                gradient = gradient.redistribute(placements=parameter.placements).to_local()
-            sums[fqn] = gradient.clone() if fqn not in sums else sums[fqn] + gradient
+    sums: dict[str, Tensor] = {}
+    for fqn, parameter in eager.named_parameters():
+        gradient = parameter.grad
+        assert gradient is not None
+        if isinstance(gradient, DTensor):  # a norm under sequence parallelism has partial gradients
+            assert isinstance(parameter, DTensor)
+            gradient = gradient.redistribute(placements=parameter.placements).to_local()
+        sums[fqn] = gradient
     unlike = []
     for fqn, parameter in pipe.named_parameters():
         gradient, own = parameter.grad, dict(eager.named_parameters())[fqn]

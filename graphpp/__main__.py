@@ -1,0 +1,6 @@
+"""`python -m graphpp`: the command line, as the script `graphpp` runs it."""
+
+from graphpp.cli.app import main
+
+if __name__ == "__main__":
+    main()

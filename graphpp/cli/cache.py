@@ -1,0 +1,56 @@
+"""`graphpp cache list|size|empty`: the folder of captured graphs and compiled regions. `cache/listing.py` does the work."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from graphpp.cache.listing import Listing
+from graphpp.cli.command import Answer, add_command
+from graphpp.cli.forms import read_bytes
+from graphpp.errors import GraphPPError
+
+Folder = Annotated[
+    Path | None,
+    typer.Option("--folder", help="The folder of the cache; by default that of GRAPHPP_CACHE, or the user's own."),
+]
+
+
+def add_to(root: typer.Typer) -> None:
+    """Add the group."""
+    group = typer.Typer(no_args_is_help=True, help="Show and empty the folder of captured graphs and compiled regions.")
+    root.add_typer(group, name="cache")
+    add_command(group, "list")(list_entries)
+    add_command(group, "size")(size)
+    add_command(group, "empty")(empty)
+
+
+def list_entries(folder: Folder = None) -> Answer:
+    """List the entries with their bytes and the time of their last use."""
+    found = Listing.found(_folder(folder))
+    return Answer(str(found), found.document())
+
+
+def size(folder: Folder = None) -> Answer:
+    """Print the number of entries and their bytes."""
+    found = Listing.found(_folder(folder))
+    document = {"folder": found.folder, "bytes": found.bytes, "entries": len(found.entries)}
+    return Answer(found.total, document)
+
+
+def empty(
+    folder: Folder = None,
+    keep: Annotated[str, typer.Option(help="Leave the entries used last, up to so many bytes, e.g. 2GiB.")] = "0",
+) -> Answer:
+    """Remove the entries, the one used longest ago first. An entry that a process has open stays."""
+    found = Listing.emptied(_folder(folder), read_bytes("--keep", keep))
+    return Answer(str(found), found.document())
+
+
+def _folder(folder: Path | None) -> Path | None:
+    """The folder, if it is one or does not exist yet. Raises `GraphPPError` for a file."""
+    if folder is not None and folder.exists() and not folder.is_dir():
+        raise GraphPPError(f"--folder: {folder} is no folder")
+    return folder

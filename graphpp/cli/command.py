@@ -1,0 +1,135 @@
+"""How every command takes `--json` and `--traceback`, prints its answer, and ends.
+
+Contract
+    A command is a function that returns an `Answer`, or None where another rank prints it. `add_command` registers it with
+    typer. Exit codes: `YES`, `NO`, and `ERROR` for wrong usage (typer's) and for every exception. A `GraphPPError` is printed
+    as Python prints it, without its traceback unless asked for; any other exception is a defect, with its traceback.
+    Of the ranks that torchrun started the first one prints its answer; errors are printed by all.
+    Under `--json` standard output gets one JSON document and nothing else: the answer, or `{"error": ..}`. Anything that other
+    code prints there meanwhile goes to standard error.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+import json
+import math
+import os
+import sys
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+import typer
+
+from graphpp.errors import GraphPPError
+
+YES, NO, ERROR = 0, 1, 2
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What a command found: for people, and as data for `--json`.
+
+    `yes`: False makes the exit code `NO`. `notes`: lines for standard error, such as the names of files that were written.
+    """
+
+    text: str
+    document: Mapping[str, object]
+    yes: bool = True
+    notes: Sequence[str] = ()
+
+
+Command = Callable[..., Answer | None]
+_OPTIONS = {
+    "as_json": Annotated[bool, typer.Option("--json", help="Print one JSON document instead of text.")],
+    "with_traceback": Annotated[bool, typer.Option("--traceback", help="Print the traceback of an error.")],
+}
+
+
+def add_command(app: typer.Typer, name: str) -> Callable[[Command], Command]:
+    """A decorator: register a function with typer under `name`; the function itself is returned unchanged."""
+
+    def add(function: Command) -> Command:
+        app.command(name)(_ending(function))
+        return function
+
+    return add
+
+
+def _ending(function: Command) -> Callable[..., None]:
+    """The function with the two options, that prints the answer and raises `typer.Exit`."""
+
+    @functools.wraps(function)
+    def run(*, as_json: bool, with_traceback: bool, **given: Any) -> None:
+        with _kept_output() if as_json else contextlib.nullcontext():
+            answer, error = _attempt(function, given, with_traceback)
+        if os.environ.get("RANK", "0") == "0":  # of the ranks that torchrun started the first one answers
+            _print(answer, error, as_json)
+        raise typer.Exit(ERROR if error is not None else YES if answer is None or answer.yes else NO)
+
+    signature = inspect.signature(function, eval_str=True)
+    added = [
+        inspect.Parameter(each, inspect.Parameter.KEYWORD_ONLY, default=False, annotation=annotation)
+        for each, annotation in _OPTIONS.items()
+    ]
+    own = [each.replace(kind=inspect.Parameter.KEYWORD_ONLY) for each in signature.parameters.values()]
+    run.__signature__ = signature.replace(parameters=[*own, *added], return_annotation=None)  # type: ignore[attr-defined]
+    run.__annotations__ = {each.name: each.annotation for each in (*own, *added)}
+    return run
+
+
+def _attempt(
+    function: Command, given: Mapping[str, Any], with_traceback: bool
+) -> tuple[Answer | None, Exception | None]:
+    """The answer of a command, or the exception that it raised, which is then printed to standard error."""
+    try:
+        return function(**given), None
+    except Exception as error:
+        if with_traceback or not isinstance(error, GraphPPError):
+            lines = traceback.format_exception(error)
+        else:
+            lines = traceback.format_exception_only(error)
+        typer.echo("".join(lines).rstrip(), err=True)
+        return None, error
+
+
+def _print(answer: Answer | None, error: Exception | None, as_json: bool) -> None:
+    """Print the answer, or the document of the error, to standard output, and notes to standard error."""
+    if error is not None and as_json:
+        typer.echo(_json({"error": {"type": type(error).__name__, "message": str(error)}}))
+    if answer is not None:
+        typer.echo(_json(answer.document) if as_json else answer.text)
+        for note in answer.notes:
+            typer.echo(note, err=True)
+
+
+@contextlib.contextmanager
+def _kept_output() -> Iterator[None]:
+    """Send to standard error what is printed to standard output meanwhile, by Python and by compiled code such as gloo's."""
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(contextlib.redirect_stdout(sys.stderr))
+        with contextlib.suppress(OSError):  # a process may have no standard output
+            kept = os.dup(1)
+            stack.callback(os.close, kept)
+            os.dup2(2, 1)
+            stack.callback(os.dup2, kept, 1)
+        yield
+
+
+def _json(document: Mapping[str, object]) -> str:
+    return json.dumps(_plain(document), indent=1, allow_nan=False)
+
+
+def _plain(value: object) -> object:
+    """The value as JSON has it; an infinite number and a NaN, which JSON lacks, as the strings `inf`, `-inf`, `nan`."""
+    if isinstance(value, Mapping):
+        return {str(key): _plain(each) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(each) for each in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    return value if value is None or isinstance(value, str | int | float) else str(value)

@@ -1,0 +1,206 @@
+"""Find the model that a command is to work on, by its name.
+
+Contract
+    name   `package.module:function`, `path/to/file.py:function`, or a folder with a Hugging Face `config.json`
+           (`hugging_face.py`). The function takes no arguments. Its result is one of
+               (model, loss, example)   a tuple; the loss may be None where the model's output has a `.loss`
+               an object                with the attributes `model`, `loss` and `example`
+               a model alone            of transformers, for causal language modelling: its example is then random tokens
+           The example is a `graphpp.Microbatch`. Modules are looked for in the working folder first, as `python -m` does;
+           a file may import its neighbours, as under `python path/to/file.py`.
+    meta   the function runs, or the model is built, under `torch.device("meta")`: no tensor that is made has memory
+    The random numbers of torch start from seed 0 before the function runs.
+    Raises `GraphPPError` that names the function for everything else, and for an exception of the function.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import importlib.util
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import nn
+
+from graphpp.arguments import shown, type_name, unfit
+from graphpp.batch.microbatch import Microbatch
+from graphpp.capture.loss import LossFunction
+from graphpp.cli.hugging_face import causal_model, is_causal, random_tokens
+from graphpp.errors import GraphPPError
+
+_FORMS = "package.module:function, path/to/file.py:function, or a folder with a Hugging Face config.json"
+_RETURNS = "(model, loss, example), or an object with the attributes model, loss and example"
+_PARTS = ("model", "loss", "example")
+
+
+@dataclass(frozen=True)
+class LoadedModel:
+    """A model with its loss (None: the output's own) and one microbatch, as `graphpp.compile` takes them."""
+
+    model: nn.Module
+    loss: LossFunction | None
+    example: Microbatch
+
+
+def load_model(
+    name: str, *, rows: int | None = None, length: int | None = None, meta: bool = False
+) -> LoadedModel:
+    """The model that `name` says, by the contract of this file.
+
+    `rows`, `length`: of the random tokens that are the example of a language model; None: 2 rows of 64 tokens, or of as many
+    as the model takes. Raises `GraphPPError`, also where they are given and the function returns an example.
+    """
+    torch.manual_seed(0)
+    if ":" not in name:
+        folder = _config_folder(name)
+        model = causal_model(folder, meta=meta)
+        return LoadedModel(model, None, random_tokens(model, rows, length))
+    function = _function(name)
+    with torch.device("meta") if meta else contextlib.nullcontext():
+        with _reported(f"{name}, run under torch.device('meta')," if meta else name):
+            result = function()
+        return _read(name, result, rows, length)
+
+
+def _config_folder(name: str) -> Path:
+    """The folder, if it has a `config.json`. Raises `GraphPPError` that says what `name` is instead."""
+    path = Path(name)
+    if name and path.is_dir():
+        if (path / "config.json").is_file():
+            return path
+        raise GraphPPError(f"MODEL: the folder {name} has no config.json of a Hugging Face model")
+    if path.name == "config.json" and path.is_file():
+        raise GraphPPError(f"MODEL: name the folder of the config.json: {path.parent}")
+    if path.is_file():
+        raise GraphPPError(f"MODEL: name a function of the file too: {name}:FUNCTION; it returns {_RETURNS}")
+    raise GraphPPError(f"MODEL: take {_FORMS}, got {shown(name)}, and there is no such file or folder")
+
+
+# ------------------------------------------------------------------------------------------------- the function
+
+
+def _function(name: str) -> Callable[[], Any]:
+    """The function that `file.py:function` or `package.module:function` names."""
+    place, _, attribute = name.rpartition(":")
+    if not place or not attribute:
+        raise GraphPPError(f"MODEL: take {_FORMS}, got {shown(name)}")
+    is_file = place.endswith(".py") or "/" in place
+    found: Any = _run_file(Path(place)) if is_file else _import(place)
+    for each in attribute.split("."):
+        if not hasattr(found, each):
+            raise GraphPPError(f"MODEL: {place} has no {attribute}{_functions_of(found)}")
+        found = getattr(found, each)
+    if isinstance(found, nn.Module) or not callable(found):
+        raise GraphPPError(f"MODEL: {name} is a {type_name(found)}: name a function without arguments that returns {_RETURNS}")
+    fault = unfit(found, 0)
+    if fault is not None:
+        raise GraphPPError(f"MODEL: the function {name} must take no arguments: {fault}")
+    function: Callable[[], Any] = found
+    return function
+
+
+def _functions_of(found: Any) -> str:
+    """The functions that a module defines itself, as a hint."""
+    own = vars(found).items() if isinstance(found, ModuleType) else ()
+    names = [key for key, value in own if callable(value) and getattr(value, "__module__", "") == found.__name__]
+    names = [key for key in names if not isinstance(vars(found)[key], type)]
+    return f"; its functions: {', '.join(names[:10])}" if names else ""
+
+
+def _import(module: str) -> ModuleType:
+    """Import a module, from the working folder first."""
+    if "" not in sys.path:
+        sys.path.insert(0, "")
+    try:
+        known = importlib.util.find_spec(module) is not None
+    except (ImportError, ValueError):  # a parent package is missing or fails; an impossible name
+        known = False
+    if not known and module.partition(".")[0] == module:
+        raise GraphPPError(f"MODEL: there is no module {module!r} in this folder or among the installed packages")
+    with _reported(f"importing {module}"):
+        return importlib.import_module(module)
+
+
+def _run_file(path: Path) -> ModuleType:
+    """The module of a file, which is run once, under the name of the file where no other module has this name."""
+    if not path.is_file():
+        raise GraphPPError(f"MODEL: there is no file {path}")
+    name = path.stem if path.stem not in sys.modules else f"{path.stem}_of_the_command_line"
+    spec = importlib.util.spec_from_file_location(name, path.resolve())
+    if spec is None or spec.loader is None:
+        raise GraphPPError(f"MODEL: {path} is no file of Python code; its name ends in .py")
+    module = importlib.util.module_from_spec(spec)
+    folder = str(path.resolve().parent)
+    if folder not in sys.path:
+        sys.path.insert(0, folder)
+    sys.modules[name] = module  # dataclasses and pickle look a class up there
+    with _reported(f"importing {path}"):
+        spec.loader.exec_module(module)
+    return module
+
+
+@contextlib.contextmanager
+def _reported(what: str) -> Iterator[None]:
+    """Raise `GraphPPError` for an exception of the user's code, also where the code ends the program."""
+    try:
+        yield
+    except GraphPPError:
+        raise
+    except (Exception, SystemExit) as fault:
+        raise GraphPPError(f"MODEL: {what} raised {type(fault).__name__}: {fault}{_own_line(fault)}") from fault
+
+
+def _own_line(fault: BaseException) -> str:
+    """The innermost line of the traceback outside of the import system and of this file."""
+    frames, trace = [], fault.__traceback__
+    while trace is not None:
+        frames.append((trace.tb_frame.f_code.co_filename, trace.tb_lineno))
+        trace = trace.tb_next
+    own = [(file, line) for file, line in frames if not file.startswith("<frozen") and file != __file__]
+    own = [(file, line) for file, line in own if not file.endswith("importlib/__init__.py")]
+    return "".join(f"\n  at {file}:{line}" for file, line in own[-1:])
+
+
+# --------------------------------------------------------------------------------------------------- its result
+
+
+def _read(name: str, result: Any, rows: int | None, length: int | None) -> LoadedModel:
+    """The result of the function as a `LoadedModel`."""
+    if isinstance(result, nn.Module):
+        if not is_causal(result):
+            raise GraphPPError(
+                f"{name} returned a {type_name(result)} alone, and an example can be made only for a causal language model of "
+                f"transformers: return {_RETURNS}"
+            )
+        return LoadedModel(result, None, random_tokens(result, rows, length))
+    model, loss, example = _three_parts(name, result)
+    if not isinstance(model, nn.Module):
+        raise GraphPPError(f"{name}: the model must be an nn.Module, got {shown(model)}")
+    if loss is not None and (isinstance(loss, type) or not callable(loss)):
+        raise GraphPPError(f"{name}: the loss must be a function of (output, target), or None, got {shown(loss)}")
+    if not isinstance(example, Microbatch):
+        raise GraphPPError(f"{name}: the example must be a graphpp.Microbatch(args, kwargs, target), got {shown(example)}")
+    if rows is not None or length is not None:
+        given = "--batch" if rows is not None else "--length"
+        raise GraphPPError(f"{given}: {name} gives an example of its own: leave the option out")
+    return LoadedModel(model, loss, example)
+
+
+def _three_parts(name: str, result: Any) -> tuple[Any, Any, Any]:
+    """Model, loss and example of a result that is no model."""
+    lacking = [part for part in _PARTS if not hasattr(result, part)]
+    if not lacking:
+        return result.model, result.loss, result.example
+    if isinstance(result, tuple) and len(result) == len(_PARTS):
+        return result[0], result[1], result[2]
+    if isinstance(result, tuple):
+        raise GraphPPError(f"{name} returned a tuple of {len(result)}: return {_RETURNS}")
+    if len(lacking) < len(_PARTS):
+        raise GraphPPError(f"{name} returned a {type_name(result)} without {' and '.join(lacking)}: return {_RETURNS}")
+    raise GraphPPError(f"{name} returned {shown(result)}: return {_RETURNS}")

@@ -1,0 +1,311 @@
+"""Devices, the links between them, and machines: the figures by which a plan is priced that runs somewhere else.
+
+`Device`: peak FLOP/s by dtype, memory, and the shares of both that real kernels reach. `Link`: latency and bandwidth.
+`Machines`: so many devices, some in each machine, with the seconds of messages and collectives among them. The constants have
+the figures of public data sheets, dense (without sparsity). Imports no torch.
+
+    machines = graphpp.devices.Machines.read("512xH100")
+    machines.all_reduce(2**30, ranks=8)        # seconds; the ranks stand next to each other
+    machines.send(2**26, stride=8)             # seconds; to the rank that stands 8 further
+
+The seconds of collectives are those of rings, within machines first (`Machines.all_reduce`). No network is shared with others:
+each rank has `between.bandwidth` for itself. Latency is that of trees. Rank r stands in machine r // per_machine.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from itertools import pairwise
+from math import ceil, inf, log, log2
+from types import MappingProxyType
+
+from graphpp.arguments import BYTES, COUNT, NUMBER, TEXT, Accepted, checked, one_of, require
+from graphpp.errors import ScheduleError
+
+_PEAK = Accepted("a positive number", lambda value: NUMBER.accepts(value) and 0 < value < inf)  # type: ignore[operator]
+_FROM_ZERO = Accepted("a number from 0", lambda value: NUMBER.accepts(value) and 0 <= value < inf)  # type: ignore[operator]
+_SHARE = Accepted("a number above 0 and up to 1", lambda value: NUMBER.accepts(value) and 0 < value <= 1)  # type: ignore[operator]
+_FLOPS = Accepted(
+    'a mapping of dtype names to FLOP/s, e.g. {"bfloat16": 989e12}',
+    lambda value: isinstance(value, Mapping) and bool(value) and all(map(_is_rate, value.items())),
+)
+
+
+def _is_rate(item: tuple[object, object]) -> bool:
+    return TEXT.accepts(item[0]) and _PEAK.accepts(item[1])
+
+
+_POINTS = Accepted(
+    "a sequence of (size, share) with ascending sizes above 0 and shares above 0 and up to 1",
+    lambda value: isinstance(value, list | tuple) and _is_curve(value),
+)
+_MESSAGE = Accepted("a number of bytes from 0", _FROM_ZERO.accepts)
+
+
+def _is_curve(points: object) -> bool:
+    try:
+        sizes = [size for size, _ in points]  # type: ignore[attr-defined]
+        shares = [share for _, share in points]  # type: ignore[attr-defined]
+    except (TypeError, ValueError):
+        return False
+    fine = bool(sizes) and all(map(_PEAK.accepts, sizes)) and all(map(_SHARE.accepts, shares))
+    return fine and all(one < other for one, other in pairwise(sizes))
+
+
+@dataclass(frozen=True)
+class Curve:
+    """A share as a function of a size: straight between its points over the logarithm of the size, constant outside.
+
+    Raises `ScheduleError` for points that are no curve.
+    """
+
+    points: tuple[tuple[float, float], ...]
+
+    def __post_init__(self) -> None:
+        require(ScheduleError, "points", _POINTS, self.points)
+
+    def at(self, size: float) -> float:
+        """The share at this size."""
+        after = bisect_right(self.points, (size, inf))
+        if after in (0, len(self.points)):
+            return self.points[min(after, len(self.points) - 1)][1]
+        (low, share), (high, other) = self.points[after - 1 : after + 1]
+        return share + (other - share) * log(size / low) / log(high / low)
+
+    def times(self, factor: float) -> Curve:
+        """The curve with all shares multiplied, at most 1."""
+        return Curve(tuple((size, min(1.0, share * factor)) for size, share in self.points))
+
+
+@dataclass(frozen=True)
+class Efficiency:
+    """The shares of peak that kernels reach.
+
+    Of peak FLOP/s: `product` by the FLOPs of a matrix product, multiplied by `narrow` of the smallest of the sizes m, n, k of
+    one product of a batch; `attention` and `attention_backward` by the FLOPs of a fused attention, causal ones counted half. Of
+    memory bandwidth: `traffic` by the bytes of a kernel. Launch time is not part of them.
+    """
+
+    # Products in bfloat16 as cuBLAS runs them on an H100 SXM with random data: a product of 4096 x 8192 x 8192 (5.5e11 FLOPs)
+    # reaches about 650 of 989 TFLOP/s, one of 4096 ** 3 about 620, 2048 ** 3 about 530, 1024 ** 3 about 300. An assumption from
+    # published benchmarks of kernels, not measured here.
+    product: Curve = Curve(((1e8, 0.05), (2e9, 0.30), (1.7e10, 0.54), (1.4e11, 0.63), (5.5e11, 0.66)))
+    # A tile of a product has 64 to 128 rows and columns: a smaller size leaves a part of it empty.
+    narrow: Curve = Curve(((8, 0.12), (32, 0.40), (64, 0.65), (128, 0.85), (256, 0.95), (512, 1.0)))
+    # FlashAttention 2 and 3 and cuDNN on an H100, causal, 2k to 8k tokens: 350 to 450 TFLOP/s forward, 300 to 400 backward.
+    attention: Curve = Curve(((1e8, 0.05), (1e9, 0.15), (1e10, 0.30), (1e11, 0.40)))
+    attention_backward: Curve = Curve(((1e8, 0.05), (1e9, 0.13), (1e10, 0.27), (1e11, 0.36)))
+    # Pointwise kernels and copies: 80 to 90 % of the bandwidth from some 100 MB on; small ones do not fill the device.
+    traffic: Curve = Curve(((1e5, 0.10), (1e6, 0.35), (1e7, 0.70), (1e8, 0.85), (1e9, 0.90)))
+
+    def __post_init__(self) -> None:
+        for name in ("product", "narrow", "attention", "attention_backward", "traffic"):
+            require(ScheduleError, f"efficiency.{name}", one_of(Curve, takes="a Curve"), getattr(self, name))
+
+
+@dataclass(frozen=True)
+class Link:
+    """A link of one rank: `latency` in seconds, `bandwidth` in bytes/s and direction, `share` of it that messages reach."""
+
+    latency: float
+    bandwidth: float
+    share: float = 0.8  # NCCL's bus bandwidth in all-reduces over NVLink: 360 to 370 of 450 GB/s
+
+    def __post_init__(self) -> None:
+        require(ScheduleError, "latency", _FROM_ZERO, self.latency)
+        require(ScheduleError, "bandwidth", _PEAK, self.bandwidth)
+        require(ScheduleError, "share", _SHARE, self.share)
+
+    def seconds(self, nbytes: float) -> float:
+        """Seconds in which so many bytes pass, latency not counted."""
+        return nbytes / (self.bandwidth * self.share)
+
+
+_INSIDE, _BETWEEN = Link(3e-6, 450e9), Link(8e-6, 50e9, 0.9)
+
+
+@dataclass(frozen=True)
+class Device:
+    """One device: `flops` by dtype name in FLOP/s, dense; `memory_bandwidth` in bytes/s; `memory` in bytes.
+
+    `launch`: seconds of a kernel besides its work. `inside`, `between`: the usual links of such devices within a machine and
+    between machines. `torch_type`: the type of torch's device. Raises `ScheduleError` for other values.
+    """
+
+    name: str
+    flops: Mapping[str, float]
+    memory_bandwidth: float
+    memory: int
+    efficiency: Efficiency = Efficiency()
+    launch: float = 3e-6
+    inside: Link = _INSIDE
+    between: Link = _BETWEEN
+    torch_type: str = "cuda"
+
+    def __post_init__(self) -> None:
+        accepted = {
+            "name": TEXT, "torch_type": TEXT, "flops": _FLOPS, "memory_bandwidth": _PEAK, "memory": BYTES, "launch": _FROM_ZERO,
+            "efficiency": one_of(Efficiency, takes="an Efficiency"),
+            "inside": one_of(Link, takes="a Link"), "between": one_of(Link, takes="a Link"),
+        }  # fmt: skip
+        for name, each in accepted.items():
+            require(ScheduleError, name, each, getattr(self, name))
+        object.__setattr__(self, "flops", MappingProxyType(dict(self.flops)))
+
+    def __hash__(self) -> int:
+        return hash((self.name, tuple(sorted(self.flops.items())), self.memory_bandwidth, self.memory))
+
+    def __reduce__(self) -> tuple[type[Device], tuple[object, ...]]:
+        values = (getattr(self, each.name) for each in fields(self))
+        return type(self), tuple(dict(value) if isinstance(value, Mapping) else value for value in values)
+
+    def peak(self, dtype: str) -> float:
+        """FLOP/s of matrix products in a dtype. Raises `ScheduleError` for a dtype without a figure."""
+        if dtype not in self.flops:
+            raise ScheduleError(f"dtype: {self.name} has peak FLOP/s of {', '.join(self.flops)}, not of {dtype}")
+        return self.flops[dtype]
+
+
+def _flops(half: float, eighth: float | None, tf32: float, single: float) -> dict[str, float]:
+    narrow = {} if eighth is None else {"float8_e4m3fn": eighth, "float8_e5m2": eighth}
+    return {"bfloat16": half, "float16": half, **narrow, "tf32": tf32, "float32": single}
+
+
+_FAST = Efficiency()
+GB = 10**9  # of a data sheet; the rest of 2 ** 30 is about what contexts, communicators and fragments of an allocator take
+
+# NVIDIA H100 SXM5 data sheet: halves of the figures with sparsity; NVLink 4: 900 GB/s in both directions together; one NIC of
+# 400 Gb/s for each GPU.
+H100_SXM = Device("H100_SXM", _flops(989e12, 1979e12, 494e12, 67e12), 3.35e12, 80 * GB)
+H200 = Device("H200", _flops(989e12, 1979e12, 494e12, 67e12), 4.8e12, 141 * GB)  # the H100's arithmetic with HBM3e
+# NVIDIA A100 80 GB SXM4: NVLink 3, 600 GB/s together; 200 Gb/s for each GPU. Products reach more of the lower peak: 240 to 260
+# of 312 TFLOP/s; FlashAttention 2 about 180 forward and 170 backward, causal.
+A100 = Device(
+    "A100", _flops(312e12, None, 156e12, 19.5e12), 2.039e12, 80 * GB,
+    Efficiency(
+        _FAST.product.times(1.22), attention=_FAST.attention.times(1.45), attention_backward=_FAST.attention_backward.times(1.5)
+    ),
+    inside=Link(3e-6, 300e9), between=Link(8e-6, 25e9, 0.9),
+)  # fmt: skip
+# NVIDIA HGX B200: 180 GB for each GPU; NVLink 5, 1.8 TB/s together.
+B200 = Device(
+    "B200", _flops(2250e12, 4500e12, 1125e12, 75e12), 7.7e12, 180 * GB, inside=Link(3e-6, 900e9), between=Link(8e-6, 50e9, 0.9)
+)
+# AMD MI300X: 7 Infinity Fabric links of 64 GB/s each direction. Products reach 600 to 700 of 1307 TFLOP/s, attention about half
+# the share of an H100, in published benchmarks.
+MI300X = Device(
+    "MI300X", _flops(1307e12, 2615e12, 654e12, 163e12), 5.3e12, 192 * GB,
+    Efficiency(
+        _FAST.product.times(0.75), attention=_FAST.attention.times(0.75), attention_backward=_FAST.attention_backward.times(0.6)
+    ),
+    inside=Link(4e-6, 448e9, 0.7), between=Link(8e-6, 50e9, 0.9),
+)  # fmt: skip
+# One core of a server with AVX-512, as `graphpp` prices the CPU elsewhere; loopback between processes.
+CPU_CORE = Device(
+    "CPU_CORE", {"float32": 5e10, "bfloat16": 5e10, "float16": 5e10, "float64": 2.5e10}, 1e10, 8 * GB,
+    Efficiency(*[Curve(((1.0, 1.0),))] * 5), inside=Link(1e-4, 1e9, 1.0), between=Link(1e-4, 1e9, 1.0), torch_type="cpu",
+)  # fmt: skip
+
+_KNOWN: Mapping[str, Device] = {
+    "h100": H100_SXM, "h100_sxm": H100_SXM, "h200": H200, "a100": A100, "b200": B200, "mi300x": MI300X,
+    "cpu": CPU_CORE, "cpu_core": CPU_CORE,
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Machines:
+    """`gpus` devices, `per_machine` in each machine; `inside`, `between`: the links of a rank (None: the device's usual ones).
+
+    Bytes of collectives are those of the whole value: of an all-gather its result, of a reduce-scatter its argument, of an
+    all-to-all all that one rank holds. A group has `ranks` ranks, each `stride` ranks after the one before. Raises
+    `ScheduleError` for other values.
+    """
+
+    device: Device
+    gpus: int
+    per_machine: int = 8
+    inside: Link = field(default=None)  # type: ignore[assignment] # the device's own, once made
+    between: Link = field(default=None)  # type: ignore[assignment]
+
+    def __post_init__(self) -> None:
+        require(ScheduleError, "device", one_of(Device, takes="a graphpp.devices.Device"), self.device)
+        require(ScheduleError, "gpus", COUNT, self.gpus)
+        require(ScheduleError, "per_machine", COUNT, self.per_machine)
+        for name in ("inside", "between"):
+            if getattr(self, name) is None:
+                object.__setattr__(self, name, getattr(self.device, name))
+            require(ScheduleError, name, one_of(Link, takes="a graphpp.devices.Link, or None"), getattr(self, name))
+
+    @classmethod
+    @checked(ScheduleError, text=TEXT)
+    def read(cls, text: str) -> Machines:
+        """Machines from "<count>x<device>", such as "512xH100", with 8 devices in each machine.
+
+        Devices: H100 (also H100_SXM), H200, A100, B200, MI300X, CPU. Raises `ScheduleError` for other texts.
+        """
+        count, found, name = text.strip().lower().partition("x")
+        device = _KNOWN.get(name.strip().replace("-", "_").replace(" ", "_"))
+        if not found or not count.strip().isdecimal() or not COUNT.accepts(int(count)) or device is None:
+            known = ", ".join(sorted({each.name for each in _KNOWN.values()}))
+            raise ScheduleError(
+                f'machines: take "<count>x<device>", e.g. "512xH100", got {text!r}: devices are {known}, H100 and CPU; make a '
+                "graphpp.devices.Machines(graphpp.devices.Device(...), gpus) for another one"
+            )
+        return cls(device, int(count))
+
+    def __str__(self) -> str:
+        return f"{self.gpus}x{self.device.name}"
+
+    def link(self, ranks: int, stride: int = 1) -> Link:
+        """The slowest link that the group crosses."""
+        return self.inside if self._local(ranks, stride) == ranks else self.between
+
+    def all_reduce(self, nbytes: float, ranks: int, stride: int = 1) -> float:
+        """Seconds of a sum over all ranks: a reduce-scatter and an all-gather."""
+        return self.reduce_scatter(nbytes, ranks, stride) + self.all_gather(nbytes, ranks, stride)
+
+    def all_gather(self, nbytes: float, ranks: int, stride: int = 1) -> float:
+        """Seconds until each rank has the values of all.
+
+        Ranks of one machine pass the machine's whole part around; before that, ranks with the same place in their machines pass
+        around their own parts, each over its own link.
+        """
+        require(ScheduleError, "nbytes", _MESSAGE, nbytes)
+        local = self._local(ranks, stride)
+        machines = ranks // local
+        within = self.inside.seconds(nbytes * (local - 1) / local) + _steps(local) * self.inside.latency
+        across = self.between.seconds(nbytes / local * (machines - 1) / machines) + _steps(machines) * self.between.latency
+        return within + across if nbytes else 0.0
+
+    def reduce_scatter(self, nbytes: float, ranks: int, stride: int = 1) -> float:
+        """Seconds until each rank has its part of the sum over all: the steps of an all-gather in reverse order."""
+        return self.all_gather(nbytes, ranks, stride)
+
+    def all_to_all(self, nbytes: float, ranks: int, stride: int = 1) -> float:
+        """Seconds until each rank has sent every other its equal part; links within and between machines are busy together."""
+        require(ScheduleError, "nbytes", _MESSAGE, nbytes)
+        local = self._local(ranks, stride)
+        within = self.inside.seconds(nbytes * (local - 1) / ranks)
+        across = self.between.seconds(nbytes * (ranks - local) / ranks)
+        latency = self.link(ranks, stride).latency if ranks > 1 else 0.0
+        return max(within, across) + latency if nbytes else 0.0
+
+    def send(self, nbytes: float, stride: int = 1) -> float:
+        """Seconds of a message to the rank that stands `stride` further; of none at all without bytes."""
+        require(ScheduleError, "nbytes", _MESSAGE, nbytes)
+        link = self.link(2, stride)
+        return link.latency + link.seconds(nbytes) if nbytes else 0.0
+
+    def _local(self, ranks: int, stride: int) -> int:
+        """How many ranks of the group stand in one machine: a divisor of `ranks`."""
+        require(ScheduleError, "ranks", COUNT, ranks)
+        require(ScheduleError, "stride", COUNT, stride)
+        most = max(1, min(ranks, self.per_machine // stride))
+        return next(each for each in range(most, 0, -1) if ranks % each == 0)
+
+
+def _steps(ranks: int) -> int:
+    """Messages one after the other from the first rank of a tree to the last."""
+    return ceil(log2(ranks))

@@ -1,0 +1,67 @@
+"""From a model to its costs: one capture on tensors without data, without a process group.
+
+Contract: `capture_costs(model, loss, example)` gives `ModelCosts`. The model may be on the meta device; it is not changed, and
+nothing runs on real data. Attention is captured as the fused kernel of the CPU, whose figures are those of other fused kernels.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from graphpp.arguments import MAPPING, checked, one_of, or_none
+from graphpp.batch.microbatch import Microbatch, tensors_by_path
+from graphpp.capture.loss import LossFunction
+from graphpp.capture.trace import capture
+from graphpp.errors import CaptureError
+from graphpp.planner.cluster.from_graph import model_costs
+from graphpp.planner.cluster.model_costs import ModelCosts
+from graphpp.planner.cluster.tensor_plan import Plan
+from graphpp.planner.layers import module_calls
+
+
+@checked(
+    CaptureError,
+    model=one_of(nn.Module, takes="a torch.nn.Module"),
+    example=one_of(Microbatch, takes="a graphpp.Microbatch"),
+    tensor_plan=or_none(MAPPING),
+    expert_plan=or_none(MAPPING),
+)
+def capture_costs(
+    model: nn.Module,
+    loss: LossFunction | None,
+    example: Microbatch,
+    *,
+    param_dtype: torch.dtype | None = torch.bfloat16,
+    tensor_plan: Plan | None = None,
+    expert_plan: Plan | None = None,
+    inside: bool = False,
+    device_type: str = "cuda",
+) -> ModelCosts:
+    """The costs of a model, its loss and its backward, for a microbatch like `example`, whose first dimension are the rows.
+
+    `param_dtype`: the dtype in which parameters compute (None: their own). `tensor_plan`, `expert_plan`: {pattern of FQNs:
+    style} (`tensor_plan.py`); None: the model's own, `model.tp_plan` and `model.ep_plan` of transformers, or none. `inside`,
+    `device_type`: as in `model_costs`. Raises `CaptureError`.
+    """
+    rows = next((tensor.shape[0] for tensor in tensors_by_path(example).values() if tensor.dim()), None)
+    if rows is None:
+        raise CaptureError("example: no tensor has a first dimension, the rows of the microbatch")
+    captured = capture(model, loss, example, torch.device("cpu"), param_dtype=param_dtype)
+    calls = module_calls(captured.joint)
+    return model_costs(
+        captured.joint,
+        calls,
+        rows=int(rows),
+        tensor_plan=_own(model, "tp_plan") if tensor_plan is None else tensor_plan,
+        expert_plan=_own(model, "ep_plan") if expert_plan is None else expert_plan,
+        inside=inside,
+        device_type=device_type,
+    )
+
+
+def _own(model: nn.Module, name: str) -> Any:
+    """A plan that the model has itself; an empty one where it has none."""
+    return getattr(model, name, None) or {}

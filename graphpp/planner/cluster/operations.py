@@ -1,0 +1,259 @@
+"""The operations of a phase of a segment as data: the figures that a device prices, and how they grow with rows and ranks.
+
+Contract
+    in   a phase graph whose nodes carry `meta["rows"]` and `meta["sharded"]` (the growth of their values, `growth.py`),
+         `meta["work"]` (FLOPs and their growth), `meta["experts"]`, `meta["exchanges"]`
+    out  `Operation`s, equal ones counted; `Size`s of values. No graph is held
+
+A size is a sum of terms: so many bytes (or FLOPs) in the captured graph, times rows to a power, divided by the ranks of tensor
+parallelism and by those of expert parallelism to powers. Pointwise operations, reductions and look-ups that read each other run
+as one kernel, as a compiler fuses them: it reads its operands and writes its results once.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from graphpp._torch.symbols import hint
+from graphpp.passes.graph.aliases import root, shares_memory
+from graphpp.passes.graph.collectives import is_collective, is_wait
+from graphpp.passes.graph.op_costs import is_cheap
+from graphpp.runtime.randomness import seeded
+
+aten = torch.ops.aten
+
+Term = tuple[int, int, int, float]
+"""(power of rows, power of 1/tp, power of 1/ep, amount in the captured graph)."""
+Size = tuple[Term, ...]
+
+ATTENTION = {
+    aten._scaled_dot_product_flash_attention, aten._scaled_dot_product_efficient_attention,
+    aten._scaled_dot_product_cudnn_attention, aten._scaled_dot_product_flash_attention_for_cpu,
+    aten._scaled_dot_product_fused_attention_overrideable,
+}  # fmt: skip
+ATTENTION_BACKWARD = {
+    aten._scaled_dot_product_flash_attention_backward, aten._scaled_dot_product_efficient_attention_backward,
+    aten._scaled_dot_product_cudnn_attention_backward, aten._scaled_dot_product_flash_attention_for_cpu_backward,
+    aten._scaled_dot_product_fused_attention_overrideable_backward,
+}  # fmt: skip
+_FUSED = {  # besides cheap operations: reductions, and pieces put together
+    aten.sum, aten.mean, aten.amax, aten.amin, aten.var_mean, aten.var, aten._softmax, aten._log_softmax,
+    aten._softmax_backward_data, aten._log_softmax_backward_data, aten.native_layer_norm_backward, aten.slice_backward,
+    aten.select_backward, aten.slice_scatter, aten.native_dropout, aten.native_dropout_backward, aten.index,
+    aten.nll_loss_forward, aten.nll_loss_backward, aten.copy, aten.new_zeros, aten.new_empty, aten.new_full, aten.new_ones,
+    aten.new_empty_strided, aten.empty_like, aten.empty, aten.scatter,
+    getattr(aten, "_fused_rms_norm_backward", aten.native_layer_norm_backward),
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Operation:
+    """One kernel, or one exchange.
+
+    `kind`: "product", "attention", "attention_backward", "memory"; an exchange: "all_reduce", "all_gather" of tensor
+    parallelism, "all_to_all" of experts, "context" (keys and values, or their gradients). `flops`; `nbytes`: read and written,
+    or of the whole exchanged value; `sides`: m, n and k of one product; `grouped`: a product of experts, whose rows come from
+    all ranks of expert parallelism.
+    """
+
+    kind: str
+    dtype: str = ""
+    flops: Size = ()
+    nbytes: Size = ()
+    sides: tuple[Size, ...] = ()
+    grouped: bool = False
+
+
+Counted = tuple[tuple[Operation, int], ...]
+
+
+def summed(sizes: Iterable[Size]) -> Size:
+    """The sum of sizes."""
+    total: dict[tuple[int, int, int], float] = defaultdict(float)
+    for size in sizes:
+        for *powers, amount in size:
+            total[tuple(powers)] += amount  # type: ignore[index]
+    return tuple((*powers, amount) for powers, amount in sorted(total.items()) if amount)
+
+
+def size_of(node: fx.Node) -> Size:
+    """The bytes of a node's value; of a tuple the sum."""
+    return _size(node.meta.get("val"), node.meta.get("rows", ()), node.meta.get("sharded", ()), node.meta.get("experts", 0))
+
+
+def _size(value: Any, rows: Any, sharded: Any, experts: int) -> Size:
+    if isinstance(value, torch.Tensor):
+        return ((sum(rows), sum(sharded), experts, float(hint(value.numel()) * value.dtype.itemsize)),)
+    if isinstance(value, tuple | list):
+        return summed(_size(*each, experts) for each in zip(value, rows, sharded, strict=True))
+    return ()
+
+
+def operations_of(graph: fx.Graph) -> Counted:
+    """The kernels and exchanges of a phase graph, equal ones counted."""
+    found = Counter[Operation]()
+    nodes = [node for node in graph.nodes if node.op == "call_function"]
+    for node in nodes:
+        found.update(Operation(kind, nbytes=size) for kind, size in node.meta.get("exchanges", ()))
+        if _is_kernel(node) and not _is_fused(node):
+            found[_alone(node)] += 1
+    found.update(_kernels([node for node in nodes if _is_kernel(node) and _is_fused(node)], graph))
+    return tuple(found.items())
+
+
+def _is_kernel(node: fx.Node) -> bool:
+    free = shares_memory(node) or node.target is operator.getitem or is_wait(node) or is_collective(node)
+    return not free and bool(size_of(node)) and not node.meta.get("constant")
+
+
+def packet_of(node: fx.Node) -> Any:
+    """The operator that a node runs, of any overload."""
+    target = node.args[2] if node.target is seeded else node.target
+    return getattr(target, "overloadpacket", None)
+
+
+def _is_fused(node: fx.Node) -> bool:
+    if node.meta.get("work"):
+        return False
+    target = node.args[2] if node.target is seeded else node.target
+    pointwise = torch.Tag.pointwise in getattr(target, "tags", ())
+    return pointwise or is_cheap(node) or packet_of(node) in _FUSED
+
+
+def _alone(node: fx.Node) -> Operation:
+    nbytes = summed([size_of(node), *(_read(source) for source in node.all_input_nodes)])
+    work: Term | None = node.meta.get("work")
+    if work is None:
+        return Operation("memory", nbytes=nbytes)
+    packet = packet_of(node)
+    kind = "attention" if packet in ATTENTION else "attention_backward" if packet in ATTENTION_BACKWARD else "product"
+    if kind != "product" and _is_causal(node):
+        work = (*work[:3], work[3] / 2)
+    dtype = next(filter(None, map(_dtype, node.all_input_nodes)), "")
+    sides = _sides(node) if kind == "product" else ()
+    return Operation(kind, dtype, (work,), nbytes, sides, grouped=packet is getattr(aten, "_grouped_mm", None))
+
+
+def _dtype(node: fx.Node) -> str:
+    value = node.meta.get("val")
+    return str(value.dtype).removeprefix("torch.") if isinstance(value, torch.Tensor) else ""
+
+
+def _is_causal(node: fx.Node) -> bool:
+    schema = getattr(node.args[2] if node.target is seeded else node.target, "_schema", None)
+    names = [each.name for each in schema.arguments] if schema is not None else []
+    args = node.args[3:] if node.target is seeded else node.args
+    return bool({**dict(zip(names, args, strict=False)), **node.kwargs}.get("is_causal"))
+
+
+def _sides(node: fx.Node) -> tuple[Size, ...]:
+    """m, n and k of a matrix product; nothing for other contractions."""
+    packet = packet_of(node)
+    operands = [each for each in node.args if isinstance(each, fx.Node)]
+    if packet in (aten.addmm, aten.baddbmm):
+        operands = operands[1:]
+    grouped = packet is getattr(aten, "_grouped_mm", None)
+    if packet not in (aten.mm, aten.bmm, aten.addmm, aten.baddbmm) and not grouped:
+        return ()
+    left, right = operands[:2]
+    m, k, n = _side(left, -2), _side(left, -1), _side(right, -1)
+    if grouped:  # the rows of all groups stand below each other
+        groups = max(_groups(node), 1)
+        ragged = 1 if left.meta["val"].dim() == 2 and right.meta["val"].dim() == 2 else 0
+        m, k = (m, _divided(k, groups)) if ragged else (_divided(m, groups), k)
+    return (m, n, k)
+
+
+def _groups(node: fx.Node) -> int:
+    offsets = node.args[2] if len(node.args) > 2 else node.kwargs.get("offs")
+    return int(hint(offsets.meta["val"].shape[0])) if isinstance(offsets, fx.Node) else 1
+
+
+def _divided(size: Size, by: int) -> Size:
+    return tuple((*powers, amount / by) for *powers, amount in size)  # type: ignore[misc]
+
+
+def _side(node: fx.Node, dim: int) -> Size:
+    rows, sharded = node.meta["rows"][dim], node.meta["sharded"][dim]
+    return ((rows, sharded, 0, float(hint(node.meta["val"].shape[dim]))),)
+
+
+def _read(source: fx.Node) -> Size:
+    """The bytes that an operation reads of a value: of an expanded one those that exist, of a view its own part."""
+    own, whole = size_of(source), size_of(root(source))
+    return own if not whole or sum(term[3] for term in own) <= sum(term[3] for term in whole) else whole
+
+
+# -------------------------------------------------------------------------------------------- fused kernels
+
+
+def _kernels(nodes: Sequence[fx.Node], graph: fx.Graph) -> Counter[Operation]:
+    """The kernels that operations become which read each other without another kernel in between."""
+    fused = set(nodes)
+    depth = _depths(graph, fused)
+    group: dict[fx.Node, fx.Node] = {}
+    for node in nodes:
+        mine = _leader(group, node)
+        for source in map(_computed, node.all_input_nodes):
+            if source in fused and depth[source] == depth[node]:
+                group[_leader(group, source)] = mine
+    members: dict[fx.Node, list[fx.Node]] = defaultdict(list)
+    for node in nodes:
+        members[_leader(group, node)].append(node)
+    found = Counter[Operation]()
+    for each in members.values():
+        found[Operation("memory", nbytes=_traffic(each))] += 1
+    return found
+
+
+def _leader(group: dict[fx.Node, fx.Node], node: fx.Node) -> fx.Node:
+    while group.get(node, node) is not node:
+        group[node] = group.get(group[node], group[node])
+        node = group[node]
+    return node
+
+
+def _computed(node: fx.Node) -> fx.Node:
+    """The operation that computed a value, seen through views and items of tuples."""
+    while node.op == "call_function" and (shares_memory(node) or node.target is operator.getitem) and node.all_input_nodes:
+        node = node.all_input_nodes[0]
+    return node
+
+
+def _depths(graph: fx.Graph, fused: set[fx.Node]) -> Mapping[fx.Node, int]:
+    """How many kernels that are not fused stand at most one after the other before each value."""
+    depth: dict[fx.Node, int] = {}
+    others = {node for node in graph.nodes if node.op == "call_function" and node not in fused and _is_kernel(node)}
+    for node in graph.nodes:
+        depth[node] = max((depth[each] + (each in others) for each in node.all_input_nodes), default=0)
+    return depth
+
+
+def _traffic(members: Sequence[fx.Node]) -> Size:
+    inside = set(members)
+    read = {source: None for node in members for source in node.all_input_nodes if _computed(source) not in inside}
+    memory: dict[fx.Node, Size] = {}
+    for source in read:
+        key, size = root(source), _read(source)
+        if sum(term[3] for term in size) >= sum(term[3] for term in memory.get(key, ())):
+            memory[key] = size
+    written = (size_of(node) for node in members if _is_read_outside(node, inside))
+    return summed([*memory.values(), *written])
+
+
+def _is_read_outside(node: fx.Node, inside: set[fx.Node]) -> bool:
+    pending = list(node.users)
+    while pending:
+        user = pending.pop()
+        if user.op == "output" or (user not in inside and _computed(user) is not node and _computed(user) is user):
+            return True
+        if user not in inside:
+            pending += user.users
+    return False

@@ -1,0 +1,305 @@
+"""The seconds and bytes of a model's segments on machines that are not here.
+
+Contract
+    in   `CostData`; machines, rows, degrees of parallelism, recomputation
+    out  `PricedModel`: `segments` as `planner/segments.py` has them, with the state that they read: a cut is searched alike
+    All figures are those of one rank. Nothing is measured. Each kind of segment is priced once.
+
+A kernel takes the launch, and the longer of its arithmetic and its memory traffic, each at the share of the peak that the
+device's curves say. Exchanges are added: none hides behind a computation. Ranks of tensor parallelism are neighbours, those of
+context and of expert parallelism stand `tp` apart. With context parallelism each rank has an equal part of each row's tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from graphpp.arguments import COUNT, FLAG, NUMBER, TEXT, Accepted, checked, one_of, or_none
+from graphpp.devices import Machines
+from graphpp.errors import ScheduleError
+from graphpp.options.memory import Memory
+from graphpp.planner.cluster.cost_data import PHASES, CostData, SegmentKind, Variant
+from graphpp.planner.cluster.operations import Operation, Size
+from graphpp.planner.segments import Segments
+from graphpp.runtime.program import Phase
+from graphpp.schedules.table.actions import Kind
+from graphpp.schedules.table.costs import Costs, StageCosts
+from graphpp.schedules.table.state_bytes import StateBytes
+
+_RECOMPUTE = Accepted(
+    'None, "selective", "full", or a fraction above 0 and up to 1',
+    lambda value: value in (None, "selective", "full") or (NUMBER.accepts(value) and 0 < value <= 1),  # type: ignore[operator]
+)
+
+
+@dataclass(frozen=True)
+class Degrees:
+    """`factor`: rows of a microbatch, as a multiple of the captured ones; ranks of tensor, expert and context parallelism."""
+
+    factor: float
+    tp: int = 1
+    ep: int = 1
+    cp: int = 1
+    sequence: bool = True
+
+    def amount(self, size: Size, whole: bool = False) -> float:
+        """The bytes or FLOPs of one rank; `whole`: of all ranks of tensor parallelism together."""
+        total = 0.0
+        for rows, sharded, experts, captured in size:
+            ranks = self.tp**sharded * self.ep**experts
+            if rows:
+                ranks *= self.cp * (self.tp if self.sequence and not sharded and not whole else 1)
+            total += captured * self.factor**rows / ranks
+        return total
+
+
+@dataclass(frozen=True)
+class PricedModel:
+    """A model on machines, for one microbatch on one data-parallel rank.
+
+    `segments`: seconds, bytes and state, with segments in the place of stages. `expert_state`: for each piece of the state
+    whether it is of experts, whose replicas are fewer. `forward_bytes`, `backward_bytes`: over the boundary behind each segment
+    but the last. `flops`: of forward and backward of all ranks of the microbatch, not recomputed ones. `exchanges`: by segment
+    and phase (F, B, I, W) the seconds of exchanges that are in the times.
+    """
+
+    segments: Segments
+    expert_state: tuple[bool, ...]
+    forward_bytes: tuple[int, ...]
+    backward_bytes: tuple[int, ...]
+    flops: float
+    exchanges: tuple[tuple[float, ...], ...]
+
+
+@checked(
+    ScheduleError, machines=one_of(Machines, takes="a graphpp.devices.Machines"), rows=COUNT, tp=COUNT, ep=COUNT, cp=COUNT,
+    recompute=_RECOMPUTE, dtype=or_none(TEXT), sequence=FLAG, stage_stride=or_none(COUNT), shards=or_none(COUNT),
+)  # fmt: skip
+def priced(  # noqa: PLR0913 - the degrees of a plan
+    costs: CostData,
+    machines: Machines,
+    *,
+    rows: int = 1,
+    tp: int = 1,
+    ep: int = 1,
+    cp: int = 1,
+    recompute: str | float | None = None,
+    dtype: str | None = None,
+    sequence: bool = True,
+    optimizer: str | float = "adamw",
+    stage_stride: int | None = None,
+    shards: int | None = None,
+) -> PricedModel:
+    """Price a microbatch of `rows` rows.
+
+    `recompute`: a fraction is of the bytes saved without one, between the three kinds in proportion (an estimate). `dtype`: the
+    dtype whose peak matrix products have (None: that of the graph). `sequence`: with `tp`, work on tokens that the plan does
+    not shard divides by `tp`, too (sequence parallelism). `optimizer`: as `memory.optimizer`, for parameters in float32.
+    `stage_stride`: ranks between neighbouring stages (None: tp * cp). `shards`: ranks over which state will be sharded, of
+    which experts have 1/ep. Raises `ScheduleError`.
+    """
+    _check_degrees(costs, tp, ep, cp)
+    degrees = Degrees(rows / costs.rows, tp, ep, cp, sequence)
+    pricing = _Pricing(machines, degrees, dtype)
+    mix = _mixed(costs, recompute, degrees)
+    variants, shares = [costs.variants[name] for name, _ in mix], [share for _, share in mix]
+    each = [pricing.segment([one.kinds[one.kind_of[at]] for one in variants], shares) for at in range(len(costs.starts))]
+    stride = stage_stride or tp * cp
+    on, back = (tuple(round(degrees.amount(size)) for size in sizes) for sizes in (costs.forward, costs.backward))
+    ahead, behind = (tuple(machines.send(nbytes, stride) for nbytes in sizes) for sizes in (on, back))
+    state, experts = _state(costs, degrees, Memory(optimizer=optimizer), shards)
+    segments = Segments(costs.starts, Costs(tuple(stage for stage, _ in each), ahead, behind), state)
+    return PricedModel(segments, experts, on, back, _flops(costs, degrees.factor), tuple(found for _, found in each))
+
+
+def _check_degrees(costs: CostData, tp: int, ep: int, cp: int) -> None:
+    """Raise `ScheduleError` for degrees that the model cannot have."""
+    if cp > 1 and not costs.attentions:
+        raise ScheduleError("cp: the model has no fused attention (scaled_dot_product_attention) whose keys could be exchanged")
+    each = (("tp", tp, costs.tensor_ranks, "tensor_plan"), ("ep", ep, costs.expert_ranks, "expert_plan"))
+    for name, ranks, most, plan in each:
+        if ranks > 1 and not most:
+            raise ScheduleError(f"{name}: the costs were made without {plan}= that shards parameters of the model: give one")
+        if ranks > max(most, 1):
+            raise ScheduleError(f"{name}: take at most {most} ranks, got {ranks}: a dimension that {plan}= shards has size {most}")
+
+
+def _flops(costs: CostData, factor: float) -> float:
+    whole, plain = Degrees(factor, sequence=False), costs.variants[None]
+    passes = [PHASES.index(phase) for phase in (Phase.FORWARD, Phase.BACKWARD)]
+    pairs = [[pair for phase in passes for pair in kind.operations[phase]] for kind in plain.kinds]
+    per_kind = [sum(count * whole.amount(each.flops) for each, count in found) for found in pairs]
+    return sum(per_kind[kind] for kind in plain.kind_of)
+
+
+# -------------------------------------------------------------------------------------------- recomputation
+
+
+def _mixed(costs: CostData, recompute: str | float | None, degrees: Degrees) -> list[tuple[str | None, float]]:
+    """(kind of recomputation, share): one kind, or for a fraction the two kinds between whose saved bytes it lies."""
+    if recompute is None or isinstance(recompute, str):
+        return [(recompute, 1.0)]
+    names = (None, "selective", "full")
+    saved = [_saved(costs.variants[name], degrees) for name in names]
+    wanted = recompute * saved[0]
+    for more in (0, 1):
+        if saved[more] >= wanted >= saved[more + 1] and saved[more] > saved[more + 1]:
+            share = (wanted - saved[more + 1]) / (saved[more] - saved[more + 1])
+            return [(names[more], share), (names[more + 1], 1 - share)]
+    return [("full", 1.0)]
+
+
+def _saved(variant: Variant, degrees: Degrees) -> float:
+    each = [degrees.amount(kind.saved) for kind in variant.kinds]
+    return sum(each[kind] for kind in variant.kind_of)
+
+
+# -------------------------------------------------------------------------------------------- seconds
+
+
+class _Pricing:
+    """The prices of operations and segments; each is found once."""
+
+    def __init__(self, machines: Machines, degrees: Degrees, dtype: str | None) -> None:
+        self._machines, self._degrees, self._dtype = machines, degrees, dtype
+        self._kinds: dict[int, tuple[StageCosts, tuple[float, ...]]] = {}
+        self._mixes: dict[tuple[int, ...], tuple[StageCosts, tuple[float, ...]]] = {}
+        self._operations: dict[Operation, float] = {}
+
+    def segment(self, kinds: Sequence[SegmentKind], shares: Sequence[float]) -> tuple[StageCosts, tuple[float, ...]]:
+        """The costs of a segment that is of several kinds in proportion."""
+        key = tuple(map(id, kinds))
+        if key not in self._mixes:
+            each = [self._kind(kind) for kind in kinds]
+            self._mixes[key] = each[0] if len(each) == 1 else _in_proportion(each, shares)
+        return self._mixes[key]
+
+    def _kind(self, kind: SegmentKind) -> tuple[StageCosts, tuple[float, ...]]:
+        if id(kind) not in self._kinds:
+            times, exchanges = zip(*(self._phase(kind, phase) for phase in range(len(PHASES))), strict=True)
+            amount = self._degrees.amount
+            most = [round(max(map(amount, sizes), default=0.0)) for sizes in kind.peaks]
+            peaks = {Kind(phase.value): nbytes for phase, nbytes in zip(PHASES, most, strict=True)}
+            stage = StageCosts(
+                forward=times[0], backward=times[1], input_grad=times[2], weight_grad=times[3],
+                saved_bytes=round(amount(kind.saved)), kept_bytes=round(amount(kind.kept)), peak_bytes=peaks,
+            )  # fmt: skip
+            self._kinds[id(kind)] = stage, exchanges
+        return self._kinds[id(kind)]
+
+    def _phase(self, kind: SegmentKind, phase: int) -> tuple[float, float]:
+        """(seconds of a phase, seconds of its exchanges)."""
+        total = exchanged = 0.0
+        for each, count in kind.operations[phase]:
+            if each not in self._operations:
+                self._operations[each] = self._seconds(each)
+            seconds = count * self._operations[each]
+            total += seconds
+            exchanged += seconds if each.kind in _EXCHANGES else 0.0
+        return total, exchanged
+
+    def _seconds(self, each: Operation) -> float:
+        if each.kind in _EXCHANGES:
+            return self._exchange(each)
+        device, degrees, fused = self._machines.device, self._degrees, each.kind in _ATTENTIONS
+        nbytes, shares = degrees.amount(each.nbytes), device.efficiency
+        traffic = nbytes / (device.memory_bandwidth * shares.traffic.at(max(nbytes, 1.0)))
+        work = degrees.amount(each.flops, whole=fused)  # an attention needs the keys of all tokens: none of them are split off
+        return device.launch + max(traffic, work / (self._peak(each) * self._share(each, work)) if work else 0.0)
+
+    def _peak(self, each: Operation) -> float:
+        narrow = self._dtype is not None and each.kind == "product" and each.dtype in ("bfloat16", "float16")
+        return self._machines.device.peak(self._dtype if narrow and self._dtype is not None else each.dtype)
+
+    def _share(self, each: Operation, work: float) -> float:
+        shares = self._machines.device.efficiency
+        if each.kind == "attention":
+            return shares.attention.at(work)
+        if each.kind == "attention_backward":
+            return shares.attention_backward.at(work)
+        sides = [self._degrees.amount(side) for side in each.sides]
+        if each.grouped and sides:
+            ragged = 0 if any(term[0] for term in each.sides[0]) else 2  # the side of the rows, which come from all ranks
+            sides[ragged] *= self._degrees.ep
+        return shares.product.at(work) * (shares.narrow.at(max(1.0, min(sides))) if sides else 1.0)
+
+    def _exchange(self, each: Operation) -> float:
+        degrees, machines = self._degrees, self._machines
+        if each.kind == "all_to_all":
+            return machines.all_to_all(degrees.amount(each.nbytes), degrees.ep, degrees.tp) if degrees.ep > 1 else 0.0
+        if each.kind == "context":
+            gathered = degrees.amount(each.nbytes) * degrees.cp
+            return machines.all_gather(gathered, degrees.cp, degrees.tp) if degrees.cp > 1 else 0.0
+        if degrees.tp == 1:
+            return 0.0
+        whole = degrees.amount(each.nbytes, whole=True)
+        return machines.all_reduce(whole, degrees.tp) if each.kind == "all_reduce" else machines.all_gather(whole, degrees.tp)
+
+
+_ATTENTIONS = ("attention", "attention_backward")
+_EXCHANGES = ("all_reduce", "all_gather", "all_to_all", "context")
+
+
+def _in_proportion(
+    each: Sequence[tuple[StageCosts, tuple[float, ...]]], shares: Sequence[float]
+) -> tuple[StageCosts, tuple[float, ...]]:
+    stages = [stage for stage, _ in each]
+
+    def mean(values: Sequence[float]) -> float:
+        return sum(value * share for value, share in zip(values, shares, strict=True))
+
+    peaks = {kind: round(mean([stage.peak_bytes.get(kind, 0) for stage in stages])) for kind in stages[0].peak_bytes}
+    mixed = StageCosts(
+        forward=mean([stage.forward for stage in stages]),
+        backward=mean([stage.of(Kind.B) for stage in stages]),
+        input_grad=mean([stage.input_grad for stage in stages]),
+        weight_grad=mean([stage.weight_grad for stage in stages]),
+        saved_bytes=round(mean([stage.saved_bytes for stage in stages])),
+        kept_bytes=round(mean([stage.kept_bytes or 0 for stage in stages])),
+        peak_bytes=peaks,
+    )
+    return mixed, tuple(mean([found[phase] for _, found in each]) for phase in range(len(PHASES)))
+
+
+# -------------------------------------------------------------------------------------------- state
+
+_MASTER = 4  # bytes of an element of a shard, of a gradient's sum, and of the optimizer's values: float32
+
+
+def _state(
+    costs: CostData, degrees: Degrees, memory: Memory, shards: int | None
+) -> tuple[tuple[StateBytes, ...], tuple[bool, ...]]:
+    """The state by segments, and whether each piece is of experts."""
+    elements: dict[_Key, int] = {}
+    for each in costs.parameters:
+        key = _Key(each.readers, each.makers, each.expert, each.itemsize)
+        ranks = (degrees.tp if each.sharded else 1) * (degrees.ep if each.expert else 1)
+        elements[key] = elements.get(key, 0) + -(-each.elements // ranks)
+    state = [_piece(key, count, memory, degrees, shards) for key, count in elements.items()]
+    state += [StateBytes(readers, buffers=nbytes) for nbytes, readers in costs.buffers]
+    return tuple(state), (*(key.expert for key in elements), *[False] * len(costs.buffers))
+
+
+@dataclass(frozen=True)
+class _Key:
+    readers: tuple[int, ...]
+    makers: tuple[int, ...]
+    expert: bool
+    itemsize: int
+
+
+def _piece(key: _Key, elements: int, memory: Memory, degrees: Degrees, shards: int | None) -> StateBytes:
+    own = max(1, shards // degrees.ep) if shards is not None and key.expert else None
+    trained: Mapping[str, int] = (
+        {
+            "sums": elements * _MASTER,
+            "optimizer": memory.optimizer_bytes(elements, _MASTER),
+            "row_sums": elements * _MASTER,
+            "sent": elements * _MASTER,
+        }
+        if key.makers
+        else {"row_sums": 0, "sent": 0}
+    )
+    return StateBytes(key.readers, key.makers, weights=elements * key.itemsize, rows=elements * _MASTER, shards=own, **trained)
+

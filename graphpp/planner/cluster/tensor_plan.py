@@ -1,0 +1,85 @@
+"""Plans of tensor and expert parallelism, by patterns of FQNs, as transformers and torch write them: the sharded parameters.
+
+Contract
+    in   a plan, {pattern: style}; the FQNs and shapes of a model's parameters
+    out  `ShardedParameters`: the sharded dimension of each, whether the module's output is gathered, the group of its experts
+    A pattern names a module or a parameter; `*` stands for one part of an FQN, and the longest pattern that fits counts. Raises
+    `GraphPPError` for a style that is not known, and for a pattern that names nothing.
+
+Styles: "colwise" shards the output features of a linear layer, "rowwise" its input features, an integer that dimension of the
+weights. "colwise_gather_output" gathers the output, too. "expert" and "grouped_gemm" give each rank some of the experts.
+"replicate", "sequence" and the styles of modules without parameters of their own ("moe_tp_experts") shard nothing.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+from graphpp.errors import GraphPPError
+
+Plan = Mapping[str, str | int]
+
+_OUTPUT_FEATURES, _INPUT_FEATURES = -2, -1  # of a weight [.., outputs, inputs]
+_STYLES: Mapping[str, int | None] = {
+    "colwise": _OUTPUT_FEATURES, "colwise_rep": _OUTPUT_FEATURES, "colwise_gather_output": _OUTPUT_FEATURES,
+    "packed_colwise": _OUTPUT_FEATURES, "local_colwise": _OUTPUT_FEATURES, "local_packed_colwise": _OUTPUT_FEATURES,
+    "rowwise": _INPUT_FEATURES, "rowwise_rep": _INPUT_FEATURES, "rowwise_split_input": _INPUT_FEATURES,
+    "packed_rowwise": _INPUT_FEATURES, "local_rowwise": _INPUT_FEATURES, "local_packed_rowwise": _INPUT_FEATURES,
+    "embedding_rowwise": -2, "embedding_colwise": -1,
+    "replicate": None, "replicated_with_grad_allreduce": None, "sequence": None, "sequence_parallel": None,
+    "local_params": None, "moe_tp_experts": None, "moe_identity_expert": None, "all_reduce": None, "mla_kv_a_proj": None,
+    "gather": None, "local": None, "ep_router": None,
+}  # fmt: skip
+_GATHERED = ("colwise_rep", "colwise_gather_output", "embedding_colwise")
+_EXPERTS = ("expert", "grouped_gemm", "ep_dispatch_experts")
+
+
+@dataclass(frozen=True)
+class ShardedParameters:
+    """By FQN: `dims`: the dimension that tensor parallelism shards; `gathered`: parameters whose product is gathered;
+    `experts`: the group of experts (the module that holds them) of each parameter of an expert."""
+
+    dims: Mapping[str, int] = field(default_factory=dict)
+    gathered: frozenset[str] = frozenset()
+    experts: Mapping[str, str] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, shapes: Mapping[str, tuple[int, ...]], tensor_plan: Plan, expert_plan: Plan) -> ShardedParameters:
+        """The parameters that these plans shard; `shapes`: those of all parameters by FQN."""
+        dims, gathered = dict[str, int](), set[str]()
+        for fqn, (_, style) in _chosen(shapes, tensor_plan, "tensor_plan", [*_STYLES, "an integer"]).items():
+            dim = _dim(fqn, style, len(shapes[fqn]))
+            if dim is not None:
+                dims[fqn] = dim
+                gathered |= {fqn} if style in _GATHERED else set()
+        found = _chosen(shapes, expert_plan, "expert_plan", _EXPERTS)
+        return cls(dims, frozenset(gathered), {fqn: matched for fqn, (matched, style) in found.items() if style in _EXPERTS})
+
+
+def _dim(fqn: str, style: str | int, rank: int) -> int | None:
+    dim = style if isinstance(style, int) else _STYLES[style]
+    if rank == 1:  # a bias is sharded with the output features
+        dim = None if isinstance(style, int) or dim == _INPUT_FEATURES else 0 if dim is not None else None
+    if dim is None:
+        return None
+    if not -rank <= dim < rank:
+        raise GraphPPError(f"tensor_plan: {fqn} has {rank} dimensions, and the plan shards dimension {dim}")
+    return dim % rank
+
+
+def _chosen(fqns: Iterable[str], plan: Plan, name: str, known: Iterable[str]) -> dict[str, tuple[str, str | int]]:
+    """For each FQN that a pattern fits: the module or parameter that the pattern names, and its style."""
+    known, found = list(known), dict[str, tuple[str, str | int]]()
+    readable = {*known, *_STYLES, *_EXPERTS}
+    for pattern, style in sorted(plan.items(), key=lambda item: item[0].count(".")):
+        if not isinstance(style, int) and style not in readable:
+            raise GraphPPError(f"{name}: the style of {pattern!r} is {style!r}: take one of {', '.join(known)}")
+        fits = re.compile(r"(.*\.)?" + re.escape(pattern).replace(r"\*", r"[^.]+") + r"(?=\.|$)")
+        matched = {fqn: match.group() for fqn in fqns if (match := fits.match(fqn))}
+        if not matched and "*" not in pattern:  # a plan of transformers has patterns for all sizes of a model
+            raise GraphPPError(f"{name}: {pattern!r} fits no parameter of the model: give FQNs as in model.named_parameters()")
+        for fqn, module in matched.items():
+            found[fqn] = (module.rpartition(".")[0] if module == fqn else module, style)
+    return found

@@ -1,0 +1,174 @@
+"""Search the fastest way to train a model on machines: every mesh, microbatch, schedule, `keep` and recomputation.
+
+Contract
+    in   a `Question`, the bytes that a GPU may hold, what the model admits (`Limits`)
+    out  `TrainingPlans`: the fastest plan that fits first, the others with the reason why they are not the best, and the front
+         of time and memory; `ScheduleError` where nothing fits, naming the closest
+    Equal arguments give equal plans. The work is bounded by the number of simulated computations, not by a clock.
+
+All settings are ordered by `estimate.py`. They are simulated in this order (`predict.py`), those first whose estimate fits the
+cap, until the work is spent. Then a few settings are simulated that take less memory, for the front.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from graphpp.errors import ScheduleError
+from graphpp.planner.plans.estimate import Estimate, estimate
+from graphpp.planner.plans.mesh_shapes import Limits, MeshShape, mesh_shapes
+from graphpp.planner.plans.predict import Prediction, computations, predict
+from graphpp.planner.plans.question import Question
+from graphpp.planner.plans.reasons import reason_of
+from graphpp.planner.plans.settings import RecomputeWord, Setting, schedule_choices
+from graphpp.planner.plans.training_plan import TrainingPlan, TrainingPlans
+from graphpp.units import spell_bytes
+
+_WORK = 150_000  # computations that are simulated
+_FRONT = 0.25  # of the work: for plans that take less memory
+_ROWS = (1, 2, 4, 8, 16)
+_RECOMPUTE: tuple[RecomputeWord, ...] = (None, "selective", "full")
+_SLACK = 1.1  # an estimate may be so much over the cap
+_SLOWER = 2.0  # times the seconds of the soonest: no plan of the front is worth more
+_LESS = (0.75, 0.5, 0.35, 0.25)  # caps, as shares of the cap, for the front
+
+
+@dataclass(frozen=True)
+class Choices:
+    """The values among which the search may choose; None: all.
+
+    `sizes`: by dimension of the mesh; `work`: how many computations are simulated at most.
+    """
+
+    rows: Sequence[int] = _ROWS
+    recompute: Sequence[RecomputeWord] = _RECOMPUTE
+    schedules: Sequence[str] | None = None
+    keep: Sequence[int | None] | None = None
+    sizes: Mapping[str, Collection[int]] = field(default_factory=dict)
+    work: int = _WORK
+
+
+def find_plans(question: Question, limits: Limits, cap: int, choices: Choices) -> TrainingPlans:
+    """The plans for a question. Raises `ScheduleError` where none fits `cap` bytes."""
+    ordered = sorted(_estimated(question, limits, choices), key=lambda each: (each[0], repr(each[1])))
+    if not ordered:
+        raise ScheduleError(_nothing(question, limits))
+    found: dict[Setting, Prediction] = {}
+    fitting = [setting for guess, setting in ordered if guess.nbytes <= cap * _SLACK]
+    _simulate(question, fitting, round(choices.work * (1 - _FRONT)), found)
+    soonest = next((guess.seconds for guess, _ in ordered if guess.nbytes <= cap * _SLACK), ordered[0][0].seconds)
+    for share in _LESS:
+        less = (setting for guess, setting in ordered if guess.nbytes <= cap * share and guess.seconds <= soonest * _SLOWER)
+        _simulate(question, less, round(choices.work * _FRONT / len(_LESS)), found)
+    if not any(each.peak <= cap for each in found.values()):
+        least = sorted(ordered, key=lambda each: (each[0].nbytes, each[0].seconds))
+        _simulate(question, (setting for _, setting in least), round(choices.work * _FRONT), found)
+    return _ranked(question, list(found.values()), cap, len(ordered))
+
+
+def _estimated(question: Question, limits: Limits, choices: Choices) -> Iterator[tuple[Estimate, Setting]]:
+    for setting in _settings(question, limits, choices):
+        yield estimate(question, setting), setting
+
+
+def _settings(question: Question, limits: Limits, choices: Choices) -> Iterator[Setting]:
+    for shape in mesh_shapes(question.machines.gpus, question.batch, limits):
+        if any(getattr(shape, name) not in sizes for name, sizes in choices.sizes.items()):
+            continue
+        for rows in choices.rows:
+            if question.batch % (shape.data_ranks * rows):
+                continue
+            microbatches = question.batch // (shape.data_ranks * rows)
+            for choice in schedule_choices(shape.pp, microbatches, limits.stages):
+                if choices.schedules is not None and choice.name not in choices.schedules:
+                    continue
+                for keep in _keeps(shape, choice.stages_per_rank, choices):
+                    for recompute in choices.recompute:
+                        yield Setting(shape, rows, microbatches, choice, keep, recompute)
+
+
+def _keeps(shape: MeshShape, per_rank: int, choices: Choices) -> Iterable[int | None]:
+    """How many whole stages a rank may hold: all, half of them, or one."""
+    if shape.shards == 1:
+        return (None,)
+    every = dict.fromkeys((None, *((per_rank // 2,) if per_rank > 3 else ()), *((1,) if per_rank > 1 else ())))
+    return [keep for keep in every if choices.keep is None or keep in choices.keep]
+
+
+def _simulate(question: Question, settings: Iterable[Setting], work: int, found: dict[Setting, Prediction]) -> None:
+    """Add the predictions of settings, in their order, until the work is spent."""
+    for setting in settings:
+        if work <= 0:
+            return
+        if setting in found:
+            continue
+        prediction = predict(question, setting)
+        if prediction is not None:
+            work -= computations(setting)
+            found[setting] = prediction
+
+
+# ---------------------------------------------------------------------------------- the order of the plans
+
+
+def _ranked(question: Question, found: Sequence[Prediction], cap: int, considered: int) -> TrainingPlans:
+    ordered = sorted(found, key=lambda each: (max(0, each.peak - cap), _rounded(each), each.peak, repr(each.setting)))
+    best = ordered[0]
+    if best.peak > cap:
+        raise ScheduleError(
+            f"memory_cap={cap:,} bytes: no plan fits; the closest, {best.setting}, takes {spell_bytes(best.peak)} on its "
+            "fullest rank: take more GPUs, a smaller batch, or GPUs with more memory"
+        )
+    front = _front(ordered)
+    names = question.costs.names
+    plans = tuple(
+        TrainingPlan(
+            machines=str(question.machines),
+            setting=each.setting,
+            split=tuple(names[first] for first in each.cut[1:]),
+            batch=question.batch,
+            tokens=question.tokens,
+            seconds=each.seconds,
+            mfu=_mfu(question, each),
+            dtype=question.dtype,
+            peaks=each.peaks,
+            memory=each.memory,
+            sent=each.sent,
+            reason="" if each is best else reason_of(each, best, cap),
+            on_front=id(each) in front,
+        )
+        for each in ordered
+    )
+    return TrainingPlans(plans, considered)
+
+
+def _front(found: Sequence[Prediction]) -> set[int]:
+    """The predictions of which none is beaten in both time and memory."""
+    front, least = set[int](), None
+    for each in sorted(found, key=lambda each: (_rounded(each), each.peak)):
+        if least is None or each.peak < least:
+            least = each.peak
+            front.add(id(each))
+    return front
+
+
+def _mfu(question: Question, found: Prediction) -> float:
+    """FLOPs of the model in a step, by the peak of all GPUs in its seconds."""
+    setting, machines = found.setting, question.machines
+    flops = question.priced(setting.shape, setting.rows, setting.recompute).flops
+    done = flops * setting.microbatches * setting.shape.data_ranks
+    peak = machines.device.peak(question.dtype or "float32")
+    return done / (found.seconds.total * machines.gpus * peak)
+
+
+def _nothing(question: Question, limits: Limits) -> str:
+    return (
+        f"no mesh of {question.machines.gpus} GPUs takes a batch of {question.batch} rows: give a batch= that some divisor of "
+        f"the number of GPUs divides; the model admits up to {limits.stages} stages, tp {limits.tp}, cp {limits.cp}, and its "
+        f"layers have {limits.experts} experts"
+    )
+
+
+def _rounded(found: Prediction) -> float:
+    return float(f"{found.seconds.total:.9g}")

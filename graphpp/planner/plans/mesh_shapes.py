@@ -1,0 +1,106 @@
+"""The shapes of a mesh: how many ranks stand along each dimension, for so many GPUs.
+
+Contract
+    in   the number of GPUs, the rows of a batch, what the model admits (`Limits`)
+    out  the `MeshShape`s whose sizes multiply to the number of GPUs, each once, in a fixed order
+    A shape along which the model cannot be cut, or along which the batch cannot be shared out, is left out. Parameters are
+    sharded over all data ranks, over those of one machine, or not at all.
+
+The order of the dimensions is that of the ranks: neighbours along `tp` are neighbours on a machine, those along `pp` are far
+apart. Ranks along `dp_replicate`, `dp_shard` and `ep` train on other rows; ranks along `cp` share rows, and ranks along `tp`
+share layers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, fields
+from math import gcd, prod
+
+
+@dataclass(frozen=True, order=True)
+class MeshShape:
+    """The ranks along each dimension of a mesh, outermost first."""
+
+    pp: int = 1
+    dp_replicate: int = 1
+    dp_shard: int = 1
+    ep: int = 1
+    cp: int = 1
+    tp: int = 1
+
+    @property
+    def ranks(self) -> int:
+        """The number of all ranks."""
+        return prod(self.sizes().values())
+
+    @property
+    def data_ranks(self) -> int:
+        """The ranks that train on different rows."""
+        return self.dp_replicate * self.dp_shard * self.ep
+
+    @property
+    def shards(self) -> int:
+        """Over how many ranks a parameter is sharded that is no expert."""
+        return self.dp_shard * self.ep
+
+    def sizes(self) -> dict[str, int]:
+        """The sizes by dimension, outermost first, of size 1 too."""
+        return {item.name: getattr(self, item.name) for item in fields(self)}
+
+    def stride(self, dimension: str) -> int:
+        """The distance of two neighbours along a dimension, in ranks."""
+        names = [item.name for item in fields(self)]
+        return prod(getattr(self, name) for name in names[names.index(dimension) + 1 :])
+
+    def needed(self, *, sharded: bool = False) -> dict[str, int]:
+        """The sizes that a mesh must have: those above 1; `pp` in any case, `dp_shard` beside `ep` and where `sharded` says so."""
+        always = {"pp"} | ({"dp_shard"} if sharded or self.ep > 1 else set())
+        return {name: size for name, size in self.sizes().items() if size > 1 or name in always}
+
+    def __str__(self) -> str:
+        return " x ".join(f"{name} {size}" for name, size in self.needed().items())
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Along which dimensions a model can be cut.
+
+    `stages`: the most stages. `experts`: the experts of a layer (0: none), `tp`, `cp`: the most ranks. `domain`: the GPUs of a
+    machine; `tp` stays within.
+    """
+
+    stages: int
+    experts: int = 0
+    tp: int = 1
+    cp: int = 1
+    domain: int = 8
+
+
+def mesh_shapes(gpus: int, batch: int, limits: Limits) -> Iterator[MeshShape]:
+    """All shapes for so many GPUs and a batch of so many rows."""
+    for pp in _divisors(gpus, limits.stages):
+        for tp in _divisors(gpus // pp, min(limits.tp, limits.domain)):
+            for cp in _divisors(gpus // (pp * tp), limits.cp):
+                data = gpus // (pp * tp * cp)
+                if batch % data == 0 and _powers_of_two(tp, cp):
+                    yield from _with_data(MeshShape(pp=pp, cp=cp, tp=tp), data, limits)
+
+
+def _with_data(shape: MeshShape, data: int, limits: Limits) -> Iterator[MeshShape]:
+    """The shape with its data ranks shared out over `dp_replicate`, `dp_shard` and `ep`."""
+    for ep in _divisors(data, max(1, limits.experts)):
+        if limits.experts % ep:
+            continue
+        rest, within = data // ep, gcd(data // ep, max(1, limits.domain // (ep * shape.cp * shape.tp)))
+        for dp_shard in sorted({1, within, rest}):
+            yield MeshShape(shape.pp, rest // dp_shard, dp_shard, ep, shape.cp, shape.tp)
+
+
+def _divisors(number: int, most: int) -> Iterator[int]:
+    return (each for each in range(1, min(number, most) + 1) if number % each == 0)
+
+
+def _powers_of_two(*numbers: int) -> bool:
+    """Kernels are made for these sizes of a part of a layer or sequence; others divide hardly any model."""
+    return all(number & (number - 1) == 0 for number in numbers)

@@ -1,0 +1,125 @@
+"""`graphpp.plan`: the fastest ways to train a model on machines that need not be there.
+
+Contract: the model is captured once, on fake tensors, in this process, and is not changed; no process group is needed. The
+result is a list of plans with predicted seconds and bytes (`training_plan.py`). Equal arguments give equal plans.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from graphpp.arguments import BYTES, COUNT, Accepted, checked, one_of, or_none
+from graphpp.batch.microbatch import Microbatch, tensors_by_path
+from graphpp.devices import Machines
+from graphpp.errors import ScheduleError
+from graphpp.planner.cluster.capture_costs import capture_costs
+from graphpp.planner.cluster.model_costs import ModelCosts
+from graphpp.planner.plans.find import Choices, find_plans
+from graphpp.planner.plans.mesh_shapes import Limits
+from graphpp.planner.plans.question import Question
+from graphpp.planner.plans.training_plan import TrainingPlans
+from graphpp.schedules.generate.names import SCHEDULES
+
+_USABLE = 0.9  # of a GPU's memory: workspaces, messages and the allocator take the rest
+_SIZES = Accepted("a positive integer, or a list of them", lambda value: all(map(COUNT.accepts, _listed(value) or [0])))
+_MODEL = one_of(nn.Module, ModelCosts, takes="an nn.Module, or the ModelCosts of graphpp.planner.cluster")
+_NAMES = Accepted(
+    "a list of names in graphpp.schedules.SCHEDULES",
+    lambda value: isinstance(value, list | tuple) and len(value) > 0 and all(name in SCHEDULES for name in value),
+)
+_RECOMPUTES = Accepted(
+    'a list of None, "selective", "full" and fractions',
+    lambda value: isinstance(value, list | tuple) and len(value) > 0 and all(map(_is_recompute, value)),
+)
+
+
+@checked(
+    ScheduleError, model=_MODEL, batch=COUNT, memory_cap=or_none(BYTES), tp=or_none(_SIZES), ep=or_none(_SIZES),
+    pp=or_none(_SIZES), cp=_SIZES, rows=or_none(_SIZES), schedules=or_none(_NAMES), recompute=or_none(_RECOMPUTES), work=COUNT,
+)  # fmt: skip
+def plan(  # noqa: PLR0913 - the dimensions of the search, all of them optional
+    model: nn.Module | ModelCosts,
+    loss: Any = None,
+    example: Microbatch | None = None,
+    *,
+    machines: Machines | str,
+    batch: int,
+    memory_cap: int | None = None,
+    param_dtype: torch.dtype | None = torch.bfloat16,
+    optimizer: str | float = "adamw",
+    tensor_plan: Mapping[str, str] | None = None,
+    expert_plan: Mapping[str, str] | None = None,
+    pp: int | Sequence[int] | None = None,
+    tp: int | Sequence[int] | None = None,
+    ep: int | Sequence[int] | None = None,
+    cp: int | Sequence[int] = 1,
+    rows: int | Sequence[int] | None = None,
+    schedules: Sequence[str] | None = None,
+    recompute: Sequence[Any] | None = None,
+    work: int = Choices().work,
+) -> TrainingPlans:
+    """Search the fastest plans to train `model` on `machines`.
+
+    Args:
+        model, loss, example: as for `graphpp.compile`; on the meta device a model of any size takes no memory. Or the
+            `ModelCosts` of a model that was captured before, without `loss` and `example`.
+        machines: "512xH100", or a `graphpp.devices.Machines`.
+        batch: rows of a step, on all ranks together; a row is that of `example`.
+        memory_cap: bytes that a GPU may hold. None: 90 % of its memory, for workspaces and the allocator are not counted.
+        param_dtype: in which the model computes, beside shards and an optimizer in the model's own dtype. None: its own.
+        optimizer: as `graphpp.Memory(optimizer=)`.
+        tensor_plan, expert_plan: which layers `tp` and `ep` cut, FQN patterns as in transformers' `tp_plan`. None: the model's.
+        pp, tp, ep, cp: the numbers of ranks along a dimension among which the search chooses. None: all that fit.
+        rows: the rows of a microbatch among which the search chooses. None: 1, 2, 4, 8 and 16.
+        schedules, recompute: among which the search chooses. None: all that `graphpp.compile` has but searched orders.
+        work: how many computations are simulated at most: some 13,000 take a second.
+
+    Raises:
+        CaptureError, ScheduleError: a model that cannot be captured; no plan fits, and the closest is named.
+    """
+    found = machines if isinstance(machines, Machines) else Machines.read(machines)
+    costs = model if isinstance(model, ModelCosts) else _captured(
+        model, loss, example, param_dtype=param_dtype, tensor_plan=tensor_plan, expert_plan=expert_plan,
+        device_type=found.device.torch_type,
+    )  # fmt: skip
+    question = Question(
+        costs, found, batch, _tokens(example),
+        None if param_dtype is None else str(param_dtype).removeprefix("torch."), optimizer,
+    )  # fmt: skip
+    limits = Limits(
+        stages=len(costs.starts), experts=costs.expert_ranks, tp=max(1, costs.tensor_ranks), cp=max(_listed(cp)),
+        domain=found.per_machine,
+    )  # fmt: skip
+    sizes = {name: _listed(given) for name, given in (("pp", pp), ("tp", tp), ("ep", ep), ("cp", cp)) if given is not None}
+    choices = Choices(sizes=sizes, work=work, schedules=schedules)
+    if rows is not None:
+        choices = Choices(**{**vars(choices), "rows": tuple(_listed(rows))})
+    if recompute is not None:
+        choices = Choices(**{**vars(choices), "recompute": tuple(recompute)})
+    cap = memory_cap if memory_cap is not None else round(found.device.memory * _USABLE)
+    return find_plans(question, limits, cap, choices)
+
+
+def _captured(model: nn.Module, loss: Any, example: Microbatch | None, **options: Any) -> ModelCosts:
+    if example is None:
+        raise ScheduleError("plan needs example=: a graphpp.Microbatch of one or more rows, which may be on the meta device")
+    return capture_costs(model, loss, example, **options)
+
+
+def _tokens(example: Microbatch | None) -> int:
+    """The tokens of a row: the second dimension of the first tensor of integers; 1 where there is none."""
+    tensors = tensors_by_path(example).values() if example is not None else ()
+    ids = (each for each in tensors if each.dim() > 1 and not each.is_floating_point())
+    return next((each.shape[1] for each in ids), 1)
+
+
+def _listed(given: Any) -> list[int]:
+    return [] if given is None else list(given) if isinstance(given, list | tuple) else [given]
+
+
+def _is_recompute(value: object) -> bool:
+    return value is None or value in ("selective", "full") or (isinstance(value, float) and 0 < value <= 1)

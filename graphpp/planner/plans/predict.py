@@ -1,0 +1,252 @@
+"""The seconds and the bytes of one setting, by the simulator and the plan of bytes.
+
+Contract
+    in   a `Question`: the costs of the model's segments, the machines, the batch; a `Setting`
+    out  a `Prediction`. Seconds are the simulator's and bytes are those of `check/step_memory.py`, plus the optimizer's step
+    A step with many microbatches is simulated twice with fewer of them, and continued by a straight line: after the fill of the
+    pipeline each further round takes the same time, and as many bytes or none. None where the schedule takes other numbers.
+
+Every stage gets neighbouring segments; the heaviest stage is as light as can be (`balance.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache
+from typing import NamedTuple
+
+from graphpp.errors import ScheduleError
+from graphpp.planner.plans.question import Question, overlap_of
+from graphpp.planner.plans.settings import ScheduleChoice, Setting, table_of
+from graphpp.planner.plans.training_plan import StepSeconds
+from graphpp.planner.segments import Cut
+from graphpp.schedules.check.shard_counts import ShardCounts, shard_counts
+from graphpp.schedules.check.step_memory import step_peaks
+from graphpp.schedules.rewrite.add_send_recv import add_send_recv
+from graphpp.schedules.rewrite.place_shards import place_shards
+from graphpp.schedules.simulate.simulator import simulate
+from graphpp.schedules.table.actions import Kind
+from graphpp.schedules.table.costs import Costs
+from graphpp.schedules.table.schedule import Schedule
+from graphpp.schedules.table.state_bytes import StateBytes, held_bytes, sent_by_stage
+
+_WHOLE = 3_000  # computations of a step that is simulated as a whole
+_TABLES = 256  # tables that are kept
+_SMALL = 2e-3  # of a step: gathers and reductions that take less together count as hidden
+_LEAST = 16  # microbatches of the shorter simulated step; twice as many as ranks at least: then no schedule still fills up
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """The step of a setting. `peaks`: the most bytes of each pipeline rank; `memory`: of the fullest, by kind.
+
+    `sent`: the bytes that a rank sends along each dimension in a step; `gathers`: how often a stage is gathered; each of the
+    rank with the most.
+    """
+
+    setting: Setting
+    cut: Cut
+    seconds: StepSeconds
+    peaks: tuple[int, ...]
+    memory: Mapping[str, int]
+    sent: Mapping[str, int]
+    gathers: float
+
+    @property
+    def peak(self) -> int:
+        return max(self.peaks)
+
+
+def predict(question: Question, setting: Setting) -> Prediction | None:
+    """The prediction for a setting; None where its schedule does not take the numbers."""
+    counts = _simulated_counts(setting)
+    sharded = question.dtype is not None or setting.shape.data_ranks * setting.shape.cp > 1
+    tables = [_running(setting.schedule, setting.shape.pp, count, setting.keep, sharded) for count in counts]
+    if not all(tables):
+        return None
+    step = _Step(question, setting)
+    steps = [step.of(table) for table in tables if table is not None]
+    return step.prediction(steps, counts)
+
+
+def computations(setting: Setting) -> int:
+    """How many computations `predict` simulates: a measure of its time."""
+    return sum(3 * setting.stages * count for count in _simulated_counts(setting))
+
+
+def _simulated_counts(setting: Setting) -> tuple[int, ...]:
+    """The numbers of microbatches to simulate: the number itself, or two smaller ones that the schedule takes as well."""
+    unit = setting.schedule.group or setting.shape.pp
+    first = -(-max(_LEAST, 2 * setting.shape.pp) // unit) * unit
+    second = first + unit
+    whole = 3 * setting.stages * setting.microbatches
+    if whole <= _WHOLE or second >= setting.microbatches:
+        return (setting.microbatches,)
+    return first, second
+
+
+@lru_cache(_TABLES)
+def _running(choice: ScheduleChoice, ranks: int, microbatches: int, keep: int | None, sharded: bool) -> Schedule | None:
+    """The table that the ranks run, or None where there is none for these numbers."""
+    plain = table_of(choice, ranks, microbatches)
+    if plain is None:
+        return None
+    sent = plain if plain.has_communication else add_send_recv(plain)
+    try:
+        return place_shards(sent, keep) if sharded else sent
+    except ScheduleError:  # an overlapped action needs more stages at once
+        return None
+
+
+class _Simulated(NamedTuple):
+    """One simulated step: its seconds, those without gathers and reductions, those for which its busiest rank computes, bytes."""
+
+    makespan: float
+    alone: float
+    busy: float
+    rank: int
+    peaks: tuple[int, ...]
+    memory: Mapping[str, int]
+    counts: ShardCounts
+
+
+class _Step:
+    """The stages of a setting, with their costs."""
+
+    def __init__(self, question: Question, setting: Setting) -> None:
+        self._question, self._setting = question, setting
+        self._priced = question.priced(setting.shape, setting.rows, setting.recompute)
+        self.cut = question.stages(setting).cut
+
+    @cached_property
+    def _stages(self) -> tuple[Costs, tuple[StateBytes, ...]]:
+        """The costs with the seconds of gathers and reductions, and the state, of the stages."""
+        shape, experts = self._setting.shape, self._priced.expert_state
+        segments = self._priced.segments
+        named = [
+            replace(one, shards=shape.dp_shard if expert else shape.shards)
+            for one, expert in zip(segments.state, experts, strict=True)
+        ]
+        costs, state = replace(segments, state=tuple(named)).stages(self.cut)
+        gathers, reductions = self._collected(state, experts)
+        machines, stride = self._question.machines, shape.stride("pp")
+        on, back = (
+            tuple(machines.send(sizes[start - 1], stride) for start in self.cut[1:])
+            for sizes in (self._priced.forward_bytes, self._priced.backward_bytes)
+        )
+        timed = replace(costs, sends_forward=on, sends_backward=back, gathers=gathers, reductions=reductions)
+        return replace(timed, overlap=overlap_of(self._priced)), state
+
+    def _collected(
+        self, state: tuple[StateBytes, ...], experts: tuple[bool, ...]
+    ) -> tuple[tuple[float, ...], tuple[float, ...]]:
+        """By stage the seconds in which parameters are gathered, and gradients are summed over all ranks that have them."""
+        gathers, reductions = [0.0] * self._setting.stages, [0.0] * self._setting.stages
+        for one, expert in zip(state, experts, strict=True):
+            gather, reduce = self._of_state(one, expert)
+            for stage in one.readers:
+                gathers[stage] += gather
+            for stage in one.makers:
+                reductions[stage] += reduce
+        return tuple(gathers), tuple(reductions)
+
+    def _of_state(self, one: StateBytes, expert: bool) -> tuple[float, float]:
+        machines, shape = self._question.machines, self._setting.shape
+        ranks, stride = (shape.dp_shard, shape.stride("dp_shard")) if expert else (shape.shards, shape.stride("ep"))
+        sent = one.sums if one.sent is None else one.sent
+        gather = machines.all_gather(one.weights, ranks, stride) if ranks > 1 else 0.0
+        reduce = machines.reduce_scatter(sent, ranks, stride) if ranks > 1 else 0.0
+        for name in ("dp_replicate", "cp"):
+            size = getattr(shape, name)
+            reduce += machines.all_reduce(sent // ranks, size, shape.stride(name)) if size > 1 else 0.0
+        return gather, reduce
+
+    def of(self, table: Schedule) -> _Simulated:
+        """One step with as many microbatches as the table."""
+        costs, state = self._stages
+        shape = self._setting.shape
+        shards = shape.shards if self._question.dtype is not None or shape.shards > 1 else None
+        held = held_bytes(state, table.rank_of_stage, shape.pp, shards, self._setting.keep is not None)
+        peaks = step_peaks(table, costs, held)
+        timeline = simulate(table, costs)
+        collected = sum(costs.gathers) + sum(costs.reductions) > _SMALL * timeline.makespan
+        alone = simulate(table, replace(costs, gathers=(), reductions=())).makespan if collected else timeline.makespan
+        busy = [timeline.busy(rank) for rank in range(shape.pp)]
+        fullest = max(peaks, key=lambda each: each.nbytes)
+        most = max(shard_counts(table), key=lambda each: each.gathers_per_stage)
+        nbytes = tuple(each.nbytes for each in peaks)
+        return _Simulated(timeline.makespan, alone, max(busy), busy.index(max(busy)), nbytes, dict(fullest.most), most)
+
+    def prediction(self, steps: list[_Simulated], counts: tuple[int, ...]) -> Prediction:
+        """The step with all microbatches, from one or two simulated ones."""
+        first, last = steps[0], steps[-1]
+        further = (self._setting.microbatches - counts[-1]) / (counts[-1] - counts[0]) if len(counts) > 1 else 0.0
+
+        def continued(low: float, high: float) -> float:
+            return high + further * (high - low)
+
+        peaks = tuple(round(continued(low, high)) for low, high in zip(first.peaks, last.peaks, strict=True))
+        grown = {
+            kind: round(continued(first.memory.get(kind, nbytes), nbytes)) if kind == "activations" else nbytes
+            for kind, nbytes in last.memory.items()
+        }
+        makespan, busy, alone = (continued(getattr(first, name), getattr(last, name)) for name in ("makespan", "busy", "alone"))
+        gathers = continued(first.counts.gathers_per_stage, last.counts.gathers_per_stage)
+        return Prediction(
+            self._setting, self.cut, self._parts(makespan, busy, last.rank, makespan - alone), peaks, grown,
+            self._sent(continued, first.counts, last.counts), gathers,
+        )  # fmt: skip
+
+    def _parts(self, makespan: float, busy: float, rank: int, unhidden: float) -> StepSeconds:
+        """The makespan by its parts on the busiest rank, and the optimizer's step.
+
+        `unhidden`: the seconds of gathers and reductions that no computation hides.
+        """
+        usual = self._question.priced(self._setting.shape, self._setting.rows, None).segments.costs.stages
+        costs, exchanges = self._priced.segments.costs.stages, self._priced.exchanges
+        ends = [*self.cut[1:], len(costs)]
+        own = [at for stage in self._stages_of(rank) for at in range(self.cut[stage], ends[stage])]
+        forward, backward = (sum(costs[at].of(kind) for at in own) for kind in (Kind.F, Kind.B))
+        again = max(0.0, backward - sum(usual[at].of(Kind.B) for at in own))
+        exchanged = [sum(exchanges[at][phase] for at in own) for phase in (0, 1)]
+        share = busy / (forward + backward) if forward + backward else 0.0
+        return StepSeconds(
+            forward=(forward - exchanged[0]) * share,
+            backward=(backward - again - exchanged[1]) * share,
+            recompute=again * share,
+            collectives=sum(exchanged) * share,
+            bubble=max(0.0, makespan - busy - unhidden),  # rounding may leave less than nothing
+            gradients=unhidden,
+            optimizer=self._optimizer_seconds(),
+        )
+
+    def _stages_of(self, rank: int) -> list[int]:
+        table = _running(self._setting.schedule, self._setting.shape.pp, _simulated_counts(self._setting)[0], None, False)
+        assert table is not None, "the same table was simulated with its shards"
+        return [stage for stage, own in table.rank_of_stage.items() if own == rank]
+
+    def _optimizer_seconds(self) -> float:
+        """The seconds in which the optimizer reads and writes what a rank has of the fullest stage."""
+        _, state = self._stages
+        by_stage = [0.0] * self._setting.stages
+        for one in state:
+            shards = one.shards or 1
+            rows = one.weights if one.rows is None else one.rows
+            sums = one.sums if one.row_sums is None else one.row_sums
+            for stage in one.makers:
+                by_stage[stage] += (2 * rows + sums + 2 * one.optimizer) / shards
+        device = self._question.machines.device
+        return max(by_stage) * self._setting.schedule.stages_per_rank / device.memory_bandwidth
+
+    def _sent(self, continued: Callable[[float, float], float], first: ShardCounts, last: ShardCounts) -> dict[str, int]:
+        """The bytes that a rank sends along the pipeline and along its data ranks."""
+        _, state = self._stages
+        setting, priced = self._setting, self._priced
+        forward = [priced.forward_bytes[start - 1] for start in self.cut[1:]]
+        backward = [priced.backward_bytes[start - 1] for start in self.cut[1:]]
+        per_rank = setting.schedule.stages_per_rank
+        crossing = (max(forward, default=0) + max(backward, default=0)) * per_rank * setting.microbatches
+        gathered, reduced = sent_by_stage(state, setting.stages, setting.shape.shards)
+        along = continued(first.sent(gathered, reduced), last.sent(gathered, reduced))
+        return {"pp": crossing, "dp_shard": round(along)}

@@ -1,0 +1,92 @@
+"""One way to train a model on given machines: the settings that the search chooses, and the estimates by which it orders them.
+
+Contract: a `Setting` is data; equal settings are equal. `schedules_for` lists the schedules that take a number of ranks, stages
+and microbatches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from graphpp.errors import ScheduleError
+from graphpp.planner.plans.mesh_shapes import MeshShape
+from graphpp.schedules.generate.megatron_interleaved import legal_groups, megatron_interleaved
+from graphpp.schedules.generate.names import SCHEDULES
+from graphpp.schedules.table.schedule import Schedule
+
+RecomputeWord = str | float | None
+"""A form of `memory.recompute`: None, "selective", "full", or a fraction."""
+
+
+@dataclass(frozen=True)
+class ScheduleChoice:
+    """A named schedule with so many stages on each rank. `group`: of `megatron_interleaved`, else None."""
+
+    name: str
+    stages_per_rank: int = 1
+    group: int | None = None
+
+    def table(self, ranks: int, microbatches: int) -> Schedule:
+        """The table. Raises `ScheduleError` where the schedule does not take these numbers."""
+        stages = ranks * self.stages_per_rank
+        if self.group is not None:
+            return megatron_interleaved(ranks, stages, microbatches, group=self.group)
+        return SCHEDULES[self.name](ranks, stages, microbatches)
+
+    def __str__(self) -> str:
+        return self.name if self.group is None else f"{self.name} in groups of {self.group}"
+
+
+@dataclass(frozen=True)
+class Setting:
+    """All that the search chooses. `rows`: of a microbatch; `keep`: as `graphpp.Parallel(keep=)`; `recompute`: of every stage."""
+
+    shape: MeshShape
+    rows: int
+    microbatches: int
+    schedule: ScheduleChoice
+    keep: int | None = None
+    recompute: RecomputeWord = None
+
+    @property
+    def stages(self) -> int:
+        return self.shape.pp * self.schedule.stages_per_rank
+
+    def __str__(self) -> str:
+        """A line that names the setting."""
+        keep = "" if self.keep is None else f", keep {self.keep}"
+        again = "" if self.recompute is None else f", recompute {self.recompute}"
+        cut = f"{self.microbatches} microbatches of {self.rows} row{'s' * (self.rows > 1)}"
+        return f"{self.shape}, {self.stages} stages, {self.schedule}, {cut}{keep}{again}"
+
+
+_OF_ONE = ("1F1B", "ZB1P", "ZB2P")
+_OF_TWO = ("ZBVZeroBubble", "DualPipeV", "V-Half", "V-Min")
+_OF_SEVERAL = ("Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble")
+
+
+def schedule_choices(ranks: int, microbatches: int, most_stages: int) -> Iterator[ScheduleChoice]:
+    """The schedules that may train with these numbers; whether one takes them is known when its table is made."""
+    if ranks == 1:
+        yield ScheduleChoice("auto")
+        return
+    yield from (ScheduleChoice(name) for name in _OF_ONE if ranks <= most_stages)
+    if 2 * ranks <= most_stages:
+        yield from (ScheduleChoice(name, 2) for name in _OF_TWO)
+    several = 2
+    while several * ranks <= most_stages and several <= 8:
+        yield from (ScheduleChoice(name, several) for name in _OF_SEVERAL)
+        groups = legal_groups(ranks, microbatches) if microbatches >= ranks else ()
+        middle = [group for group in groups if ranks < group < microbatches]
+        if middle:  # the one in the middle; the ends are those of Interleaved1F1B and of LoopedBFS
+            yield ScheduleChoice("MegatronInterleaved", several, middle[len(middle) // 2])
+        several *= 2
+
+
+def table_of(choice: ScheduleChoice, ranks: int, microbatches: int) -> Schedule | None:
+    """The table of a choice, or None where the schedule does not take the numbers."""
+    try:
+        return choice.table(ranks, microbatches)
+    except ScheduleError:
+        return None

@@ -1,0 +1,98 @@
+"""Show work that takes more than two seconds: a bar on the terminal of the first rank, a line in the log elsewhere.
+
+Contract
+    `working("capturing the model")` is a context manager around the work; its value is called after each of `total` steps.
+    Nothing is shown before two seconds have passed, and nothing is left on the terminal afterwards. Where standard error is no
+    terminal, and on other ranks than torchrun's first, the logger "graphpp" gets a line when the work begins to take long, and
+    one when it ends. The work may end with any exception, KeyboardInterrupt too. While another display of rich is active, as
+    within other work that is shown, nothing is drawn.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from typing import Any
+
+_LOG = logging.getLogger("graphpp")
+_PATIENCE = 2.0  # seconds
+
+
+@contextmanager
+def working(what: str, total: int | None = None) -> Iterator[Callable[[], None]]:
+    """Show `what` while the block runs. `total`: how many steps the work has; None: unknown."""
+    shown = (_Bar if _has_terminal() else _Lines)(what, total)
+    timer = threading.Timer(_PATIENCE, shown.start)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield shown.step
+    finally:
+        timer.cancel()
+        timer.join()  # the bar is whole before it goes
+        shown.stop()
+
+
+def _has_terminal() -> bool:
+    return os.environ.get("RANK", "0") == "0" and sys.stderr is not None and sys.stderr.isatty()
+
+
+class _Lines:
+    """Lines in the log."""
+
+    def __init__(self, what: str, total: int | None) -> None:
+        self._what, self._total, self._done = what, total, 0
+        self._began = time.monotonic()
+        self._started = False
+
+    def start(self) -> None:
+        """Called when the work takes long."""
+        self._started = True
+        _LOG.info("%s%s", self._what, f": {self._done} of {self._total}" if self._total is not None else " ..")
+
+    def step(self) -> None:
+        """Called after each step."""
+        self._done += 1
+
+    def stop(self) -> None:
+        """Called at the end of the work."""
+        if self._started:
+            _LOG.info("%s: ended after %.1f s", self._what, time.monotonic() - self._began)
+
+
+class _Bar:
+    """A bar of rich, which redraws itself."""
+
+    def __init__(self, what: str, total: int | None) -> None:
+        self._what, self._total, self._done = what, total, 0
+        self._progress: Any = None
+
+    def start(self) -> None:
+        """Called when the work takes long."""
+        from rich.console import Console  # loaded by the first work that takes long
+        from rich.errors import LiveError
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+        counted = [MofNCompleteColumn()] if self._total is not None else []
+        columns = TextColumn("{task.description}"), BarColumn(), *counted, TimeElapsedColumn()
+        progress = Progress(*columns, console=Console(stderr=True), transient=True)
+        progress.add_task(self._what, total=self._total, completed=self._done)
+        with suppress(LiveError):
+            progress.start()
+            self._progress = progress
+
+    def step(self) -> None:
+        """Called after each step."""
+        self._done += 1
+        if self._progress is not None:
+            self._progress.update(self._progress.task_ids[0], completed=self._done)
+
+    def stop(self) -> None:
+        """Called at the end of the work."""
+        if self._progress is not None:
+            self._progress.stop()

@@ -1,0 +1,66 @@
+"""`graphpp cache` and `python -m graphpp.cache`: one implementation with two faces."""
+
+import runpy
+import sys
+from pathlib import Path
+
+import pytest
+
+import graphpp
+from graphpp.cache.disk_cache import DiskCache
+from tests.cli.running import document, refusal, run
+
+
+@pytest.fixture
+def cache(tmp_path: Path) -> Path:
+    made = DiskCache(tmp_path / "cache")
+    for key in "abc":
+        with made.entry(key) as folder:
+            (folder / "data").write_bytes(b"x" * 1000)
+    return made.root
+
+
+def module(*arguments: str | Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> str:
+    """What `python -m graphpp.cache ARGUMENTS` prints."""
+    monkeypatch.setattr(sys, "argv", ["graphpp.cache", *map(str, arguments)])
+    runpy.run_module("graphpp.cache.__main__", run_name="__main__")
+    return capsys.readouterr().out
+
+
+def test_both_faces_list_the_same(
+    cache: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    listed = run("cache", "list", "--folder", cache).stdout
+    assert listed == module("--folder", cache, monkeypatch=monkeypatch, capsys=capsys)
+    assert [entry["key"] for entry in document("cache", "list", "--folder", cache)["entries"]] == ["a", "b", "c"]
+
+
+def test_the_size(cache: Path) -> None:
+    found = document("cache", "size", "--folder", cache)
+    assert found == {"folder": str(cache), "entries": 3, "bytes": sum(entry.size for entry in graphpp.cache.entries(cache))}
+    assert run("cache", "size", "--folder", cache).stdout.startswith(f"{cache}: 3 entries, ")
+
+
+def test_the_folder_of_the_variable(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GRAPHPP_CACHE", str(cache))
+    assert document("cache", "size")["entries"] == 3
+    monkeypatch.setenv("GRAPHPP_CACHE", str(cache / "none"))
+    assert document("cache", "list") == {"folder": str(cache / "none"), "bytes": 0, "removed": False, "entries": []}
+
+
+def test_emptying(cache: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    removed = document("cache", "empty", "--folder", cache, "--keep", "2.5KiB")
+    assert [entry["key"] for entry in removed["entries"]] == ["a"]
+    assert removed["removed"]
+    assert "1 entry," in module("--folder", cache, "--clear", "--keep", "1500", monkeypatch=monkeypatch, capsys=capsys)
+    assert run("cache", "empty", "--folder", cache).stdout.endswith("removed\n")
+    assert graphpp.cache.entries(cache) == []
+
+
+def test_a_folder_that_is_no_cache_stays(tmp_path: Path) -> None:
+    (tmp_path / "thesis").mkdir()
+    (tmp_path / "thesis" / "text").write_text("mine")
+    assert "is no cache of graphpp" in refusal("cache", "empty", "--folder", tmp_path)
+    assert (tmp_path / "thesis" / "text").read_text() == "mine"
+    assert "is no folder" in refusal("cache", "list", "--folder", tmp_path / "thesis" / "text")
+    assert "--keep: take a number of bytes" in refusal("cache", "empty", "--keep", "lots")

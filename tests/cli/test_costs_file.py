@@ -1,0 +1,94 @@
+"""Costs as JSON: what `asdict` writes is read back equal, everything else is refused by name."""
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from graphpp.cli.costs_file import read_costs
+from graphpp.errors import GraphPPError, ScheduleError
+from graphpp.schedules.table.actions import Kind
+from graphpp.schedules.table.costs import Costs, StageCosts
+
+TIMES = st.floats(0, 1e6)
+BYTES = st.integers(0, 2**40)
+STAGES = st.builds(
+    StageCosts, TIMES, TIMES, TIMES, st.none() | TIMES, BYTES, st.none() | BYTES,
+    st.dictionaries(st.sampled_from([Kind.F, Kind.B, Kind.I, Kind.W]), BYTES),
+)  # fmt: skip
+
+
+@st.composite
+def costs(draw: st.DrawFn) -> Costs:
+    stages = tuple(draw(st.lists(STAGES, min_size=1, max_size=4)))
+    sends, all_of = len(stages) - 1, len(stages)
+    times = [
+        tuple(draw(st.just([]) | st.lists(TIMES, min_size=count, max_size=count))) for count in (sends, sends, all_of, all_of)
+    ]
+    return Costs(stages, times[0], times[1], draw(TIMES), draw(st.booleans()), draw(TIMES), times[2], times[3])
+
+
+@given(made=costs())
+def test_what_asdict_writes_is_read_back_equal(tmp_path_factory: pytest.TempPathFactory, made: Costs) -> None:
+    file = tmp_path_factory.getbasetemp() / "costs.json"
+    file.write_text(json.dumps(asdict(made)))
+    assert read_costs(file) == made
+
+
+def test_what_is_left_out_has_its_default(tmp_path: Path) -> None:
+    file = tmp_path / "costs.json"
+    file.write_text('{"stages": [{}, {"forward": 2}]}')
+    assert read_costs(file) == Costs((StageCosts(), StageCosts(forward=2)))
+
+
+WHOLE = asdict(Costs.unit(2))
+
+
+def stage(**changes: Any) -> str:
+    return json.dumps({"stages": [{}, changes]})
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (json.dumps(WHOLE | {"stage": []}), "there is no field 'stage', did you mean stages?"),
+        (stage(forwards=1), r"stages\[1\]: there is no field 'forwards', did you mean forward?"),
+        (stage(peak_bytes={"G": 1}), r"stages\[1\]\.peak_bytes: there is no field 'G'\. The fields are F, B, I, W"),
+        (stage(peak_bytes={"F": 1.5}), "F: take a whole number of bytes"),
+        (stage(peak_bytes=[]), "peak_bytes: take an object"),
+        (stage(forward="1"), r"stages\[1\]: forward: take a number from 0 to 1e300, got '1'"),
+        (stage(forward=True), "forward: take a number"),
+        (stage(forward=-1), "forward: take a number"),
+        (stage(forward=None), "forward: take a number"),
+        (stage(saved_bytes=1.0), "saved_bytes: take a whole number"),
+        (stage(saved_bytes=10**40), "saved_bytes: take a whole number"),
+        (json.dumps({"overlap": 1}), "the field stages is missing"),
+        (json.dumps({"stages": []}), "stages: take a list of objects"),
+        (json.dumps({"stages": [1]}), r"stages\[0\]: take an object"),
+        (json.dumps({"stages": [{}], "sends_forward": [1, 2]}), "sends_forward has the times of 2 messages"),
+        (json.dumps({"stages": [{}], "gathers": 1}), "gathers: take a list of numbers"),
+        (json.dumps({"stages": [{}], "blocking": 1}), "blocking: take True or False"),
+        ('{"stages": [{}], "overlap": NaN}', "NaN is no number of JSON"),
+        ('{"stages": [{"forward": 1e999}]}', "forward: take a number"),
+        ('{"stages": [{"forward": 1, "forward": 2}]}', "the field 'forward' stands twice"),
+        ("[]", "take an object"),
+        ("", "is no JSON"),
+        ("[" * 100_000, "is no JSON"),
+        ('{"stages": [{"forward": ' + "9" * 5000 + "}]}", "costs.json"),
+    ],
+)
+def test_what_is_refused(tmp_path: Path, text: str, said: str) -> None:
+    file = tmp_path / "costs.json"
+    file.write_text(text)
+    with pytest.raises(ScheduleError, match=said) as caught:
+        read_costs(file)
+    assert str(file) in str(caught.value)
+
+
+def test_a_file_that_cannot_be_read(tmp_path: Path) -> None:
+    with pytest.raises(GraphPPError, match="cannot be read: No such file"):
+        read_costs(tmp_path / "none.json")

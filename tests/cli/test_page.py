@@ -1,0 +1,102 @@
+"""Every example of docs/command_line.md runs, and prints what the page shows.
+
+Contract: the blocks of the page run in order in one empty folder. A `python` block whose first line is `# NAME.py` is also
+written to that file. In a `console` block a line `$ graphpp ..` is a command, and the lines up to the next one are its output,
+in which `...` stands for any text; `(exit code N)` is the code, otherwise 0.
+"""
+
+import re
+import shlex
+import textwrap
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.cli.running import document, run
+from tests.cli.test_command import COMMANDS
+from tests.cli.test_plan import CODE as PLANNED
+
+PAGE = Path(__file__).parents[2] / "docs" / "command_line.md"
+BLOCK = re.compile(r"^```(python|console)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+CODE = re.compile(r"\(exit code ([0-9]+)\)\n?$")
+
+
+def commands(block: str) -> Iterator[tuple[str, str, int]]:
+    """(command, output, exit code) of each command in a console block."""
+    for text in re.split(r"^\$ graphpp ", block, flags=re.MULTILINE)[1:]:
+        line, _, output = text.partition("\n")
+        code = CODE.search(output)
+        yield line, CODE.sub("", output), int(code[1]) if code else 0
+
+
+def matches(shown: str, printed: str) -> bool:
+    """Whether the output is as shown; `...` stands for any text."""
+    pattern = ".*?".join(map(re.escape, shown.rstrip("\n").split("...")))
+    return re.fullmatch(pattern, printed.rstrip("\n"), re.DOTALL) is not None
+
+
+def test_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("GRAPHPP_CACHE", str(tmp_path / "cache"))
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    namespace: dict[str, Any] = {"__name__": "page"}
+    count = 0
+    for kind, block in BLOCK.findall(PAGE.read_text()):
+        if kind == "python":
+            exec(compile(block, str(PAGE), "exec"), namespace)
+            name = re.match(r"# (\w+\.py)\n", block)
+            if name:
+                Path(name[1]).write_text(block)
+        for line, output, code in commands(block) if kind == "console" else ():
+            result = run(*shlex.split(line))
+            assert result.exit_code == code, f"{line}\n{result.output}"
+            assert matches(output, result.stdout), f"{line}\n{result.stdout}"
+            count += 1
+    assert count > 8
+
+
+ROW = re.compile(r"^\| (`[a-z ]+`(?:, `[a-z ]+`)*) \| (.*) \|$", re.MULTILINE)
+DOCUMENTED = {
+    words: set(re.findall(r"`([a-z_]+)`", fields))
+    for commands, fields in ROW.findall(PAGE.read_text().partition("## The documents")[2])
+    for words in re.findall(r"`([a-z ]+)`", commands)
+}
+TABLE = "1F1B --ranks 2 --microbatches 2"
+CALLS = {
+    "plan": "plan planned.py:build --machines 2xH100 --batch 4",
+    "verify": "verify model_of_the_page.py:build",
+    "schedule show": f"schedule show {TABLE}",
+    "schedule check": f"schedule check {TABLE}",
+    "schedule simulate": f"schedule simulate {TABLE}",
+    "schedule compare": f"schedule compare {TABLE}",
+    "doctor": "doctor",
+    "dump diff": "dump diff before before",
+    "cache list": "cache list",
+    "cache empty": "cache empty",
+    "cache size": "cache size",
+}
+OTHER = {"schedule check": {"message"}, "schedule compare": {"simulate"}}  # words of a row that are no field of this document
+
+
+@pytest.mark.parametrize("words", DOCUMENTED)
+def test_the_fields_of_each_document(words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("GRAPHPP_CACHE", str(tmp_path / "cache"))
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    (tmp_path / "before").mkdir()
+    (tmp_path / "before" / "passes.txt").write_text("")
+    Path("model_of_the_page.py").write_text(next(block for kind, block in BLOCK.findall(PAGE.read_text()) if kind == "python"))
+    Path("planned.py").write_text(textwrap.dedent(PLANNED))
+    assert set(document(*CALLS[words].split())) == DOCUMENTED[words] - OTHER.get(words, set())
+
+
+def test_every_command_has_a_row() -> None:
+    assert set(DOCUMENTED) == set(CALLS) == {" ".join(path) for path in COMMANDS}
+
+
+def test_matches() -> None:
+    assert matches("a\n...\nz\n", "a\nb\nc\nz\n")
+    assert not matches("a\n...\nz\n", "a\nb\nc\n")
+    assert not matches("a.c", "abc")

@@ -1,0 +1,146 @@
+"""Devices, links and machines: known figures, the seconds of collectives worked out by hand, and refused values."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from dataclasses import FrozenInstanceError
+from typing import Any
+
+import pytest
+
+import graphpp
+from graphpp.devices import A100, B200, CPU_CORE, H100_SXM, H200, MI300X, Curve, Device, Efficiency, Link, Machines
+from graphpp.errors import ScheduleError
+
+EVEN = Machines(
+    Device("even", {"bfloat16": 1e12}, 1e12, 10**9), gpus=64, inside=Link(0.0, 100.0, 1.0), between=Link(0.0, 10.0, 1.0)
+)
+
+
+@pytest.mark.parametrize("device", [H100_SXM, H200, A100, B200, MI300X, CPU_CORE])
+def test_figures_are_of_dense_arithmetic_and_in_order(device: Device) -> None:
+    assert device.peak("bfloat16") >= device.peak("float32") > 0
+    if "float8_e4m3fn" in device.flops:
+        assert device.peak("float8_e4m3fn") == pytest.approx(2 * device.peak("bfloat16"), rel=0.01)
+    assert device.memory_bandwidth < device.peak("bfloat16")
+
+
+def test_known_figures() -> None:
+    assert (H100_SXM.peak("bfloat16"), H100_SXM.memory_bandwidth, H100_SXM.memory) == (989e12, 3.35e12, 80 * 10**9)
+    assert (A100.peak("bfloat16"), A100.inside.bandwidth) == (312e12, 300e9)
+    assert (B200.inside.bandwidth, MI300X.memory) == (900e9, 192 * 10**9)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "low", "high"), [((4096, 8192, 8192), 600e12, 700e12), ((1024, 1024, 1024), 200e12, 400e12)]
+)
+def test_products_on_an_h100_reach_published_rates(sizes: tuple[int, int, int], low: float, high: float) -> None:
+    rows, columns, inner = sizes
+    share = H100_SXM.efficiency.product.at(2 * rows * columns * inner) * H100_SXM.efficiency.narrow.at(min(sizes))
+    assert low < H100_SXM.peak("bfloat16") * share < high
+
+
+def test_a_curve_is_straight_over_the_logarithm_and_constant_outside() -> None:
+    curve = Curve(((1e3, 0.2), (1e5, 0.6)))
+    assert [curve.at(size) for size in (1, 1e3, 1e5, 1e9)] == [0.2, 0.2, 0.6, 0.6]
+    assert curve.at(1e4) == pytest.approx(0.4)
+
+
+def test_machines_are_copied_and_sent_to_other_processes() -> None:
+    machines = Machines.read("8xA100")
+    assert pickle.loads(pickle.dumps(machines)) == copy.deepcopy(machines) == machines
+
+
+def test_a_device_is_frozen_and_equal_by_its_figures() -> None:
+    with pytest.raises(FrozenInstanceError):
+        H100_SXM.name = "other"  # type: ignore[misc]
+    with pytest.raises(TypeError):
+        H100_SXM.flops["bfloat16"] = 1.0  # type: ignore[index]
+    assert len({H100_SXM, Device("H100_SXM", dict(H100_SXM.flops), 3.35e12, 80 * 10**9), H200}) == 2
+
+
+@pytest.mark.parametrize(
+    ("text", "device", "gpus"),
+    [
+        ("512xH100", H100_SXM, 512),
+        ("8 x h200", H200, 8),
+        ("16xMI300X", MI300X, 16),
+        ("2xH100_SXM", H100_SXM, 2),
+        ("4xcpu", CPU_CORE, 4),
+    ],
+)
+def test_machines_are_read(text: str, device: Device, gpus: int) -> None:
+    found = Machines.read(text)
+    assert (found.device, found.gpus, found.per_machine) == (device, gpus, 8)
+    assert (found.inside, found.between) == (device.inside, device.between)
+
+
+@pytest.mark.parametrize("text", ["", "H100", "0xH100", "8xTPU", "x8", "8xxH100", "-8xH100", "99999999xH100"])
+def test_unknown_machines_name_the_known_ones(text: str) -> None:
+    with pytest.raises(ScheduleError, match="A100, B200, CPU_CORE, H100_SXM, H200, MI300X"):
+        Machines.read(text)
+
+
+def test_a_group_within_a_machine_uses_the_link_within() -> None:
+    assert EVEN.link(8) is EVEN.inside
+    assert EVEN.link(9) is EVEN.link(2, 8) is EVEN.link(4, 4) is EVEN.between
+    assert EVEN.link(2, 4) is EVEN.inside
+
+
+def test_seconds_of_rings() -> None:
+    assert EVEN.all_gather(800, 8) == pytest.approx(800 * 7 / 8 / 100)
+    assert EVEN.all_reduce(800, 8) == pytest.approx(2 * 800 * 7 / 8 / 100)
+    assert EVEN.all_gather(800, 4, 8) == pytest.approx(800 * 3 / 4 / 10)
+    # two machines: each rank passes its eighth of the value between them, then the machine's half goes around inside
+    assert EVEN.reduce_scatter(1600, 16) == pytest.approx(1600 * 7 / 8 / 100 + 1600 / 8 * 1 / 2 / 10)
+    assert EVEN.all_gather(800, 1) == EVEN.all_reduce(0, 8) == EVEN.all_to_all(800, 1) == 0
+
+
+def test_seconds_of_messages_and_all_to_alls() -> None:
+    assert EVEN.send(100) == 1.0
+    assert EVEN.send(100, 8) == 10.0
+    assert EVEN.all_to_all(800, 8) == pytest.approx(800 * 7 / 8 / 100)
+    assert EVEN.all_to_all(1600, 16) == pytest.approx(1600 / 2 / 10)
+
+
+def test_more_bytes_or_a_slower_link_take_longer() -> None:
+    machines = Machines.read("512xH100")
+    for price in (machines.all_reduce, machines.all_gather, machines.all_to_all):
+        assert price(2**30, 8) < price(2**31, 8) < price(2**31, 64)
+
+
+@pytest.mark.parametrize(
+    ("make", "named"),
+    [
+        (lambda: Device("x", {}, 1e12, 10**9), "flops"),
+        (lambda: Device("x", {"bfloat16": -1.0}, 1e12, 10**9), "flops"),
+        (lambda: Device("x", {"bfloat16": 1e12}, 0, 10**9), "memory_bandwidth"),
+        (lambda: Device("x", {"bfloat16": 1e12}, 1e12, 1.5), "memory"),
+        (lambda: Device("x", {"bfloat16": 1e12}, 1e12, 10**9, efficiency=0.5), "efficiency"),
+        (lambda: Device("x", {"bfloat16": 1e12}, 1e12, 10**9, launch=-1.0), "launch"),
+        (lambda: Efficiency(product=0.7), "efficiency.product"),
+        (lambda: Curve(((2.0, 0.5), (1.0, 0.6))), "points"),
+        (lambda: Curve(((1.0, 1.5),)), "points"),
+        (lambda: Curve(()), "points"),
+        (lambda: Link(-1.0, 1e9), "latency"),
+        (lambda: Link(0.0, 0.0), "bandwidth"),
+        (lambda: Link(0.0, 1e9, 2.0), "share"),
+        (lambda: Machines("H100", 8), "device"),
+        (lambda: Machines(H100_SXM, 0), "gpus"),
+        (lambda: Machines(H100_SXM, 8, per_machine=0), "per_machine"),
+        (lambda: Machines(H100_SXM, 8, inside=3.0), "inside"),
+        (lambda: EVEN.all_reduce(-1, 8), "nbytes"),
+        (lambda: EVEN.all_reduce(1, 0), "ranks"),
+        (lambda: EVEN.send(1, 0), "stride"),
+        (lambda: A100.peak("float8_e4m3fn"), "dtype: A100 has peak FLOP/s of bfloat16"),
+    ],
+)
+def test_refused_values_are_named(make: Any, named: str) -> None:
+    with pytest.raises(ScheduleError, match=named):
+        make()
+
+
+def test_the_module_is_public_and_imports_no_torch_itself() -> None:
+    assert graphpp.devices.H100_SXM is H100_SXM
+    assert "torch" not in vars(graphpp.devices)
