@@ -28,7 +28,8 @@ def check_wheel(wheel: str) -> int:
     code = {name for name in names if ".dist-info/" not in name}
     assert code == tree("graphpp"), f"the wheel and graphpp/ differ by {sorted(code ^ tree('graphpp'))}"
     assert "graphpp/py.typed" in code, "the wheel lacks graphpp/py.typed"
-    assert any(name.endswith(".dist-info/licenses/LICENSE") for name in names), "the wheel lacks the LICENSE"
+    for name in ("LICENSE", *(f"graphpp/report/assets/echarts/{each}" for each in ("LICENSE", "LICENSE-zrender", "NOTICE"))):
+        assert any(each.endswith(f".dist-info/licenses/{name}") for each in names), f"the wheel lacks the license {name}"
     return len(names)
 
 

@@ -22,6 +22,8 @@ def main() -> None:
     pipe = graphpp.compile(model, F.mse_loss, microbatches=4)
     losses = [train(pipe, inputs, target) for _ in range(3)]
     assert losses[0] > losses[1] > losses[2], losses
+    page = pipe.report("report")  # the files of the page are in the wheel
+    assert "echarts" in page.read_text(encoding="utf-8")
     print(f"graphpp runs from {Path(graphpp.__file__).parent}, losses {losses}")
     if dist.is_initialized():
         dist.destroy_process_group()  # gloo's threads may abort a process that ends with a living group

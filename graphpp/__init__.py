@@ -30,8 +30,9 @@ from graphpp.pipeline.profile import Profile
 from graphpp.pipeline.results import EvalResult, StepResult
 from graphpp.planner.megatron_layout import Layout
 from graphpp.planner.plan import Plan
+from graphpp.planner.plans.found_plans import TrainingPlans
 from graphpp.planner.plans.plan import plan
-from graphpp.planner.plans.training_plan import TrainingPlan, TrainingPlans
+from graphpp.planner.plans.training_plan import TrainingPlan
 from graphpp.planner.resolve_split import split_points
 from graphpp.planner.search_plans import PlanCandidate, PlanSearch, plan_auto
 from graphpp.schedules.any_form import simulate

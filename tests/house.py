@@ -43,6 +43,7 @@ MAY_IMPORT: Mapping[str, tuple[str, ...]] = {
         "graphpp.schedules.simulate",
     ),
     "graphpp.schedules": (),
+    "graphpp.report": ("graphpp.schedules.table", "graphpp.schedules.simulate"),
     "graphpp.parallel": ("graphpp._torch",),
     "graphpp.runtime": (
         "graphpp._torch",
@@ -75,6 +76,7 @@ MAY_IMPORT: Mapping[str, tuple[str, ...]] = {
         "graphpp.batch",
         "graphpp.capture",
         "graphpp.passes",
+        "graphpp.report",
         "graphpp.runtime",
         "graphpp.schedules",
     ),
@@ -83,6 +85,7 @@ MAY_IMPORT: Mapping[str, tuple[str, ...]] = {
         "graphpp.batch",
         "graphpp.devices",
         "graphpp.planner",
+        "graphpp.report",
         "graphpp.schedules",
     ),
     "graphpp.planner.cluster": (  # fake tensors say how values grow

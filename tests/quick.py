@@ -26,6 +26,7 @@ QUICK = (
     "tests/passes/text/test_render.py",
     "tests/pipeline/test_state.py::test_a_meta_model_is_captured_cut_and_printed_without_memory",
     "tests/planner/test_resolve_split.py",
+    "tests/report/test_page_html.py",
     "tests/runtime/gradients/test_accumulate.py::test_any_order_gives_the_sum_in_order",
     "tests/schedules/check/test_shard_order.py",
     "tests/schedules/draw/test_chart.py",

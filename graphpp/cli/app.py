@@ -11,7 +11,7 @@ from typing import Annotated
 
 import typer
 
-from graphpp.cli import cache, dump, plan, schedule, verify
+from graphpp.cli import cache, dump, plan, report, schedule, verify
 from graphpp.cli.doctor import command as doctor
 
 app = typer.Typer(
@@ -22,7 +22,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,  # `command.py` prints exceptions
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for each in (plan, verify, schedule, dump, cache, doctor):  # in the order of the help page
+for each in (plan, report, verify, schedule, dump, cache, doctor):  # in the order of the help page
     each.add_to(app)
 
 

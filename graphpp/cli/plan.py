@@ -16,8 +16,8 @@ from graphpp.cli.models import load_model
 from graphpp.cli.verify import MODEL_HELP
 from graphpp.devices import Machines
 from graphpp.errors import GraphPPError
+from graphpp.planner.plans.found_plans import TrainingPlans
 from graphpp.planner.plans.plan import plan as search
-from graphpp.planner.plans.training_plan import TrainingPlan, TrainingPlans
 
 _SIZES_HELP = "Ranks along {}, or several numbers with commas among which the search chooses. All that fit if left out."
 
@@ -41,6 +41,7 @@ def plan(  # noqa: PLR0913 - the dimensions of the search
     rows: Annotated[str | None, typer.Option(help="Rows of a microbatch, or several numbers with commas.")] = None,
     schedules: Annotated[str | None, typer.Option(help="Names of schedules with commas. All if left out.")] = None,
     save: Annotated[Path | None, typer.Option(help="A file for the best plan, for graphpp.TrainingPlan.from_json.")] = None,
+    html: Annotated[Path | None, typer.Option(help="A file for a page of all plans, to look at in a browser.")] = None,
     front: Annotated[bool, typer.Option("--front", help="Print the plans of the front of time and memory.")] = False,
 ) -> Answer:
     """Find the fastest plan to train a model on machines that need not be there: mesh, stages, schedule, microbatches, memory.
@@ -59,10 +60,8 @@ def plan(  # noqa: PLR0913 - the dimensions of the search
         schedules=None if schedules is None else [name.strip() for name in schedules.split(",")],
         **{name: each for name, each in sizes.items() if each is not None},  # type: ignore[arg-type]
     )  # fmt: skip
-    notes = []
-    if save is not None:
-        _write(save, found.best)
-        notes.append(f"wrote {save}")
+    files = {"save": (save, found.best.to_json), "html": (html, found.to_html)}
+    notes = [written(f"--{name}", file, text()) for name, (file, text) in files.items() if file is not None]
     return Answer(_front(found) if front else str(found), json.loads(found.to_json()), notes=notes)
 
 
@@ -71,11 +70,13 @@ def _front(found: TrainingPlans) -> str:
     return "\n\n".join(map(str, found.front))
 
 
-def _write(file: Path, best: TrainingPlan) -> None:
+def written(option: str, file: Path, text: str) -> str:
+    """Write a file, and say so. Raises `GraphPPError` where it cannot be written."""
     try:
-        file.write_text(best.to_json())
+        file.write_text(text, encoding="utf-8")
     except OSError as error:
-        raise GraphPPError(f"--save: {error}") from error
+        raise GraphPPError(f"{option}: {error}") from error
+    return f"wrote {file}"
 
 
 def _sizes(name: str, text: str | None) -> Sequence[int] | None:

@@ -39,11 +39,9 @@ def fastest_starts(
     request: CompileRequest, joint: JointGraph, calls: Sequence[ModuleCall], table: CheckedTable
 ) -> tuple[int, ...]:
     """The positions of the cut that the simulator finds fastest under a table, among those at module calls."""
-    options, place = request.options, request.place
+    options, place, pricing = request.options, request.place, pricing_of(request)
     # Gathers of single layers take their time on a line of their own: they do not count here.
     choices = replace(choices_of(request, joint, variant_of(request, table)), layers=None)
-    device = OpCosts.of(place.device.type)
-    pricing = Pricing(options.parallel.node_seconds() or device, device.message, place.device.type == "cpu")
 
     def state(stages: Sequence[StageProgram]) -> tuple[StateBytes, ...]:
         return state_bytes(request, joint, stages)
@@ -54,6 +52,13 @@ def fastest_starts(
     with working("searching where stages start"), aot.quick():
         segments = segments_of(joint, places(joint, calls), choices, pricing, state)
         return CutSearch(segments, table.running, held, options.memory.caps(place.ranks)).starts(calls)
+
+
+def pricing_of(request: CompileRequest) -> Pricing:
+    """The seconds of operations and of messages on the request's device."""
+    device = OpCosts.of(request.place.device.type)
+    seconds = request.options.parallel.node_seconds() or device
+    return Pricing(seconds, device.message, blocking=request.place.device.type == "cpu")
 
 
 def same_starts(boundaries: Sequence[Sequence[str]], calls: Sequence[ModuleCall]) -> tuple[int, ...]:

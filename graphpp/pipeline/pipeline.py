@@ -12,8 +12,10 @@ from __future__ import annotations
 import atexit
 import contextlib
 import gc
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,7 +24,7 @@ from torch import nn
 from torch.amp import GradScaler
 
 from graphpp._torch.autograd import call_gradient_hooks
-from graphpp.arguments import COUNT, FLAG, INTEGER, checked, one_of, or_none, require
+from graphpp.arguments import COUNT, FLAG, INTEGER, PATH, checked, one_of, or_none, require
 from graphpp.batch.cut_batch import BatchCutter, leading_size
 from graphpp.batch.loss_weights import DeferredScaler, LossArguments, LossWeight
 from graphpp.batch.microbatch import FlatMicrobatch, Microbatch, flatten_microbatch
@@ -36,6 +38,7 @@ from graphpp.parallel.rank_place import RankPlace
 from graphpp.pipeline import grad_norm as norms
 from graphpp.pipeline.calls import Calls, MakeParts
 from graphpp.pipeline.graph_cache import GraphCache
+from graphpp.pipeline.page.step_record import StepRecord
 from graphpp.pipeline.profile import Profile
 from graphpp.pipeline.profile_steps import Trials
 from graphpp.pipeline.rank_part import RankPart
@@ -56,6 +59,7 @@ atexit.register(gc.collect)
 
 
 _MICROBATCHES = one_of(list, tuple, takes="a list of graphpp.Microbatch")
+_PROFILE = one_of(Profile, takes="a graphpp.Profile, which pipe.profile returns")
 
 
 class Pipeline(RankPart):
@@ -73,7 +77,8 @@ class Pipeline(RankPart):
         self._model, self._loss, self._options, self._place = model, loss, options, place
         self._cutter = BatchCutter(example)
         self._state = ModelState(model)
-        self._cache = GraphCache(CompileRequest(model, loss, options, place), self._state, agreement)
+        self._request, self._record = CompileRequest(model, loss, options, place), StepRecord()
+        self._cache = GraphCache(self._request, self._state, agreement)
         self._calls = Calls(options, place, agreement, self._cache, self._state)
         self._own: tuple[TensorReader, norms.HeldParameters] | None = None  # of clipping
         if example is not None:
@@ -192,6 +197,28 @@ class Pipeline(RankPart):
         """The start and end of each action of a step over this batch on every rank, in seconds, as `profile` measures them."""
         return self.profile(*args, target=target, repeat=repeat, **kwargs).timeline
 
+    @checked(GraphPPError, folder=PATH, profile=or_none(_PROFILE))
+    def report(
+        self,
+        folder: str | os.PathLike[str],
+        profile: Profile | None = None,
+        *,
+        losses: Sequence[float] | None = None,
+        seconds: Sequence[float] | None = None,
+    ) -> Path:
+        """Write the page `report.html` into a folder; returns its path. Called by every rank, and rank 0 writes.
+
+        The page has the plan, the timeline of a step, memory over time, the values between stages, and the run so far. It is
+        one file, and loads nothing. `profile`: of this pipeline; None: times are estimated. `losses`, `seconds`: of each step
+        of the run; None: those that the pipeline has recorded. Raises `GraphPPError` before anything is captured, for a
+        profile of another pipeline, and where the folder cannot be written.
+        """
+        from graphpp.pipeline.page.write_report import write_report  # loaded by the first page
+
+        run = partial(self._record.view, losses, seconds)
+        work = partial(write_report, Path(folder).expanduser().resolve(), self._request, self._cache, profile, run)
+        return self._calls.replicas_do("report", partial(self._calls.all_do, "report", work))
+
     def clip_grad_norm_(
         self,
         max_norm: float,
@@ -287,7 +314,9 @@ class Pipeline(RankPart):
                     norms.share_overflow_(self._gradients())
             if runner.hooked:
                 call_gradient_hooks(parameter for fqn, parameter in self.named_parameters() if fqn in runner.hooked)
-        return StepResult(call.weighting.step_loss(losses), losses, mean_metrics(metrics))
+            loss = call.weighting.step_loss(losses)
+            self._record.add(loss)
+        return StepResult(loss, losses, mean_metrics(metrics))
 
     def _parts(self, microbatches: Sequence[Microbatch]) -> MakeParts:
         return lambda: self._with_targets(_flattened(microbatches))

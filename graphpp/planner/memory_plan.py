@@ -22,6 +22,7 @@ from graphpp.arguments import Accepted, checked
 from graphpp.errors import ScheduleError
 from graphpp.options.memory import Memory
 from graphpp.passes.graph.joint_graph import JointGraph
+from graphpp.report.memory_view import MemoryView, RankBytes
 from graphpp.runtime.program import StageProgram, TensorMeta
 from graphpp.runtime.shards.precision import Precision
 from graphpp.schedules.check.step_memory import StepPeak
@@ -90,6 +91,14 @@ class MemoryPlan:
                     f"{most:,} leaves none for activations: raise the cap, or take more ranks, or shards (dp_shard)"
                 )
         return tuple(most - own.state for own, most in zip(self.ranks, caps, strict=True))
+
+    @property
+    def view(self) -> MemoryView:
+        """The bytes of each rank as data of a report page: the most of each kind, and the most together."""
+        kinds = tuple(kind for kind in _KINDS if any(getattr(each, kind) for each in self.ranks))
+        ranks = (RankBytes(each.rank, tuple(getattr(each, kind) for kind in kinds), each.peak) for each in self.ranks)
+        note = "Each kind at its most, which are not all at one time: the most at one time stands in the table, under together."
+        return MemoryView(kinds, tuple(ranks), note=note, head="The most of each kind in a step")
 
     def __str__(self) -> str:
         """A table: a line for each rank."""

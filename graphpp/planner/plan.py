@@ -7,14 +7,18 @@ from __future__ import annotations
 
 import io
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from graphpp.capture import activation_checkpoints as checkpoints
 from graphpp.passes.graph.joint_graph import JointGraph
 from graphpp.planner.memory_plan import MemoryPlan
 from graphpp.planner.shard_plan import ShardPlan
+from graphpp.report.page import BoundaryView, Page, StageView
+from graphpp.report.timeline_view import TimelineView
 from graphpp.runtime.program import PipelineProgram, StageProgram
+from graphpp.schedules.simulate.simulator import simulate
+from graphpp.schedules.table.costs import Costs
 from graphpp.schedules.table.offload_window import OffloadWindow
 from graphpp.schedules.table.schedule import Schedule
 from graphpp.units import spell_bytes
@@ -32,6 +36,12 @@ class StagePlan:
     sent_forward_bytes: int
     sent_backward_bytes: int
     saved_bytes: int
+
+    @property
+    def view(self) -> StageView:
+        """The stage as data of a report page."""
+        sizes = self.parameters, self.parameter_bytes, self.saved_bytes
+        return StageView(self.stage, self.rank, self.modules, *sizes)
 
 
 @dataclass(frozen=True)
@@ -60,6 +70,30 @@ class Plan:
     def rank_of_stage(self) -> dict[int, int]:
         """Stage -> rank within the group."""
         return {stage.stage: stage.rank for stage in self.stages}
+
+    def to_html(self) -> str:
+        """The plan as an HTML page of its own: the schedule with F = I = W = 1, the memory of ranks, stages and boundaries.
+
+        `pipe.report` writes a page with seconds. Write the text to a file with `encoding="utf-8"`.
+        """
+        from graphpp.report.page_html import page_html  # the template: loaded by the first page
+
+        return page_html(self._page())
+
+    def _page(self) -> Page:
+        table = self.schedule
+        unit = replace(simulate(table, Costs.unit(table.stages, table.ranks)), unit="units")
+        pairs = zip(self.stages, self.stages[1:], strict=False)
+        return Page(
+            title=f"The plan of {table.name}",
+            facts=tuple((name, str(getattr(table, name))) for name in ("stages", "ranks", "microbatches")),
+            timelines=(TimelineView.of(unit, "F = I = W = 1 for each rank and microbatch: these are no seconds."),),
+            memory=None if self.memory is None else self.memory.view,
+            stages=tuple(each.view for each in self.stages),
+            boundaries=tuple(
+                BoundaryView(low.stage, low.sent_forward_bytes, high.sent_backward_bytes) for low, high in pairs
+            ),
+        )
 
     def __str__(self) -> str:
         """The table: stage, rank, FQNs, parameters, bytes sent, bytes saved; then the memory of each rank, and the shards."""

@@ -19,6 +19,7 @@ from math import inf
 from graphpp.arguments import COUNT, NUMBER, Accepted, checked, or_none
 from graphpp.errors import ScheduleError
 from graphpp.planner.memory_plan import MemoryPlan
+from graphpp.report.page import Page, PlanEntry
 from graphpp.schedules.check.shard_counts import shard_counts
 from graphpp.schedules.check.step_memory import step_peaks
 from graphpp.schedules.generate.megatron_interleaved import legal_groups, megatron_interleaved
@@ -44,7 +45,7 @@ class PlanCandidate:
 
     `seconds`: of a step, simulated, in the unit of the costs. `memory`: the bytes of each rank. `gathers`, `reductions`: how
     often a stage is gathered and reduced in a step, and `sent`: the bytes that a rank sends over `dp_shard` then; each of the
-    rank with the most. `reason`: why the candidate is not the best; "" for the best.
+    rank with the most. `reason`: why the candidate is not the best; "" for the best. `fits`: whether it keeps to the cap.
     """
 
     name: str
@@ -56,6 +57,14 @@ class PlanCandidate:
     reductions: float = 0
     sent: int = 0
     reason: str = ""
+    fits: bool = True
+
+    @property
+    def entry(self) -> PlanEntry:
+        """The candidate as data of a report page."""
+        keep = "all" if self.keep is None else str(self.keep)
+        details = (("keep", keep), ("gathers of a stage", f"{self.gathers:g}"), ("sent over dp_shard", spell_bytes(self.sent)))
+        return PlanEntry(self.name, self.seconds, self.peak, self.reason, self.fits, details)
 
     @property
     def peak(self) -> int:
@@ -83,6 +92,14 @@ class PlanSearch:
     def keep(self) -> int | None:
         """How many whole stages a rank holds under the best candidate; None: all."""
         return self.best.keep
+
+    def to_html(self) -> str:
+        """All candidates as an HTML page of its own, time against bytes. Write it to a file with `encoding="utf-8"`."""
+        from graphpp.report.page_html import page_html  # the template: loaded by the first page
+
+        best, entries = self.best, tuple(each.entry for each in self.candidates)
+        facts = ("best", best.name), ("step", spell_time(best.seconds, "s")), ("most bytes", spell_bytes(best.peak))
+        return page_html(Page(title="Plans", facts=facts, plans=entries, memory=best.memory.view))
 
     def __str__(self) -> str:
         """A table of the first candidates, a line for each."""
@@ -247,13 +264,17 @@ def _ranked(problem: _Problem, found: Sequence[PlanCandidate]) -> tuple[PlanCand
             f"memory_cap admits no plan: the closest, {best.name} with keep={best.keep}, takes {lacking:,.0f} bytes more "
             f"than the cap on rank {rank}: raise the cap, recompute more, or take more ranks or shards, or smaller microbatches"
         )
-    return (best, *(replace(each, reason=_reason(problem, each, best)) for each in ordered[1:]))
+    return (best, *(_judged(problem, each, best) for each in ordered[1:]))
 
 
 def _lacking(problem: _Problem, each: PlanCandidate) -> tuple[float, int]:
     """(bytes over the cap, rank) where a candidate lacks most; negative: it fits."""
     over, rank = max((own.peak - cap, -own.rank) for own, cap in zip(each.memory.ranks, problem.caps, strict=True))
     return over, -rank
+
+
+def _judged(problem: _Problem, each: PlanCandidate, best: PlanCandidate) -> PlanCandidate:
+    return replace(each, reason=_reason(problem, each, best), fits=_lacking(problem, each)[0] <= 0)
 
 
 def _reason(problem: _Problem, each: PlanCandidate, best: PlanCandidate) -> str:

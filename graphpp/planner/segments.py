@@ -23,7 +23,7 @@ from graphpp.passes.lower import LoweringOptions, lower
 from graphpp.passes.provenance import ProgramGraphs
 from graphpp.planner.layers import repeated_layers
 from graphpp.runtime import program
-from graphpp.runtime.program import Boundary, Phase, StageProgram
+from graphpp.runtime.program import Boundary, Phase, PipelineProgram, StageProgram
 from graphpp.runtime.program_costs import costs_of_stage
 from graphpp.schedules.table.actions import Kind
 from graphpp.schedules.table.costs import Costs, StageCosts
@@ -148,6 +148,14 @@ def segments_of(
     """The segments that start at these positions; `state` gives the bytes of the state that stages read."""
     sources = ProgramGraphs()
     lowered = lower(joint.copy(), starts, sources.hook(), options)
+    return Segments(tuple(starts), estimated_costs(lowered, sources, pricing), state(lowered.stages))
+
+
+def estimated_costs(lowered: PipelineProgram, sources: ProgramGraphs, pricing: Pricing) -> Costs:
+    """The costs of stages and messages: the seconds that `pricing` says, and the bytes of the programs.
+
+    `sources`: the graphs of the programs.
+    """
 
     def stage_costs(stage: StageProgram) -> StageCosts:
         times = {
@@ -163,4 +171,4 @@ def segments_of(
 
     each = tuple(map(stage_costs, lowered.stages))
     on, back = sends(lambda boundary: boundary.forward), sends(lambda boundary: boundary.backward)
-    return Segments(tuple(starts), Costs(each, on, back, blocking=pricing.blocking), state(lowered.stages))
+    return Costs(each, on, back, blocking=pricing.blocking)

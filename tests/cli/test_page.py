@@ -66,6 +66,7 @@ DOCUMENTED = {
 TABLE = "1F1B --ranks 2 --microbatches 2"
 CALLS = {
     "plan": "plan planned.py:build --machines 2xH100 --batch 4",
+    "report": "report plans.json",
     "verify": "verify model_of_the_page.py:build",
     "schedule show": f"schedule show {TABLE}",
     "schedule check": f"schedule check {TABLE}",
@@ -89,6 +90,8 @@ def test_the_fields_of_each_document(words: str, tmp_path: Path, monkeypatch: py
     (tmp_path / "before" / "passes.txt").write_text("")
     Path("model_of_the_page.py").write_text(next(block for kind, block in BLOCK.findall(PAGE.read_text()) if kind == "python"))
     Path("planned.py").write_text(textwrap.dedent(PLANNED))
+    if words == "report":
+        run(*CALLS["plan"].split(), "--save", "plans.json")
     assert set(document(*CALLS[words].split())) == DOCUMENTED[words] - OTHER.get(words, set())
 
 

@@ -17,12 +17,13 @@ from dataclasses import dataclass, field
 
 from graphpp.errors import ScheduleError
 from graphpp.planner.plans.estimate import Estimate, estimate
+from graphpp.planner.plans.found_plans import TrainingPlans
 from graphpp.planner.plans.mesh_shapes import Limits, MeshShape, mesh_shapes
 from graphpp.planner.plans.predict import Prediction, computations, predict
 from graphpp.planner.plans.question import Question
 from graphpp.planner.plans.reasons import reason_of
 from graphpp.planner.plans.settings import RecomputeWord, Setting, schedule_choices
-from graphpp.planner.plans.training_plan import TrainingPlan, TrainingPlans
+from graphpp.planner.plans.training_plan import TrainingPlan
 from graphpp.units import spell_bytes
 
 _WORK = 150_000  # computations that are simulated
@@ -140,7 +141,7 @@ def _ranked(question: Question, found: Sequence[Prediction], cap: int, considere
         )
         for each in ordered
     )
-    return TrainingPlans(plans, considered)
+    return TrainingPlans(plans, considered, cap)
 
 
 def _front(found: Sequence[Prediction]) -> set[int]:

@@ -54,7 +54,7 @@ class MeshShape:
         return prod(getattr(self, name) for name in names[names.index(dimension) + 1 :])
 
     def needed(self, *, sharded: bool = False) -> dict[str, int]:
-        """The sizes that a mesh must have: those above 1; `pp` in any case, `dp_shard` beside `ep` and where `sharded` says so."""
+        """The sizes that a mesh must have: those above 1; `pp` in any case, `dp_shard` beside `ep` and if `sharded`."""
         always = {"pp"} | ({"dp_shard"} if sharded or self.ep > 1 else set())
         return {name: size for name, size in self.sizes().items() if size > 1 or name in always}
 

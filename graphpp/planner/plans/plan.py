@@ -19,9 +19,9 @@ from graphpp.errors import ScheduleError
 from graphpp.planner.cluster.capture_costs import capture_costs
 from graphpp.planner.cluster.model_costs import ModelCosts
 from graphpp.planner.plans.find import Choices, find_plans
+from graphpp.planner.plans.found_plans import TrainingPlans
 from graphpp.planner.plans.mesh_shapes import Limits
 from graphpp.planner.plans.question import Question
-from graphpp.planner.plans.training_plan import TrainingPlans
 from graphpp.schedules.generate.names import SCHEDULES
 
 _USABLE = 0.9  # of a GPU's memory: workspaces, messages and the allocator take the rest

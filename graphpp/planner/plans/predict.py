@@ -100,7 +100,7 @@ def _running(choice: ScheduleChoice, ranks: int, microbatches: int, keep: int | 
 
 
 class _Simulated(NamedTuple):
-    """One simulated step: its seconds, those without gathers and reductions, those for which its busiest rank computes, bytes."""
+    """One simulated step: its seconds, those without gathers and reductions, those for which its busiest rank works; bytes."""
 
     makespan: float
     alone: float

@@ -1,7 +1,7 @@
 """The question that a search for plans answers: a model, machines and a batch; and what many settings ask of it.
 
-Contract: `Question` is data beside its caches. Each answer is computed once: the costs of the segments for one microbatch, and the
-stages into which a number of stages cuts them.
+Contract: `Question` is data beside its caches. Each answer is computed once: the costs of the segments for one microbatch, and
+the cut into a number of stages.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ _HIDDEN = 0.9  # of the collectives in an overlapped action
 
 
 class Totals(NamedTuple):
-    """Bytes of a whole model: parameters; parameters and sums of gradients; rows and optimizer of what is no expert, of experts;
-    buffers; values that one microbatch saves for a whole backward, and the most of it where the backward is split."""
+    """Bytes of a whole model: parameters; parameters and sums of gradients; rows and optimizer of what is no expert, and of
+    experts; buffers; values that one microbatch saves for a whole backward, and the most of it where the backward is split."""
 
     weights: int
     whole: int

@@ -1,4 +1,4 @@
-"""The plans that a search has found, as data: what each of them takes, and why it is not the best.
+"""A plan that a search has found, as data: what it takes, and why it is not the best.
 
 Contract
     A `TrainingPlan` holds numbers and text alone. `to_json` and `from_json` lose nothing; equal plans are equal.
@@ -7,10 +7,9 @@ Contract
 
 from __future__ import annotations
 
-import io
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,6 @@ from graphpp.planner.plans.settings import ScheduleChoice, Setting
 from graphpp.schedules.table.schedule import Schedule
 from graphpp.units import spell_bytes, spell_time
 
-_SHOWN = 12  # plans in a printed result
 _FORMAT = 1  # of the JSON text
 
 
@@ -28,9 +26,9 @@ _FORMAT = 1  # of the JSON text
 class StepSeconds:
     """The seconds of a step, added up on the rank that computes most.
 
-    `forward`, `backward`: computation; `recompute`: forwards that are repeated; `collectives`: of `tp`, `ep` and `cp` within the
-    computation; `bubble`: the rank waits for others or for messages; `gradients`: reductions and gathers along data ranks that
-    no computation hides; `optimizer`: its step.
+    `forward`, `backward`: computation; `recompute`: forwards that are repeated; `collectives`: of `tp`, `ep` and `cp` within
+    the computation; `bubble`: the rank waits for others or for messages; `gradients`: reductions and gathers along data ranks
+    that no computation hides; `optimizer`: its step.
     """
 
     forward: float = 0.0
@@ -52,10 +50,10 @@ class TrainingPlan:
 
     `setting`: the mesh, the microbatches, the schedule, `keep` and `recompute`. `split`: the FQNs at which the stages start.
     `seconds`: of a step; `batch`: rows of a step on all ranks; `tokens`: of a row. `mfu`: FLOPs of the model, without repeated
-    ones, by the peak of all GPUs. `dtype`: in which the model computes (None: its own). `peaks`: by pipeline rank, the most bytes
-    at one time; `memory`: of the fullest rank, the most bytes of each kind. `sent`: the bytes that a rank sends along each
-    dimension in a step, of the rank with the most. `reason`: why the plan is not the best; "" for the best. `on_front`: no other
-    plan has both less time and less memory.
+    ones, by the peak of all GPUs. `dtype`: in which the model computes (None: its own). `peaks`: by pipeline rank, the most
+    bytes at one time; `memory`: of the fullest rank, the most bytes of each kind. `sent`: the bytes that a rank sends along
+    each dimension in a step, of the rank with the most. `reason`: why the plan is not the best; "" for the best. `on_front`: no
+    other plan has both less time and less memory.
     """
 
     machines: str
@@ -108,7 +106,7 @@ class TrainingPlan:
     @classmethod
     def from_json(cls, text: str | Path) -> TrainingPlan:
         """The plan of a JSON text, or of a file of it. Raises `GraphPPError` for another text, naming the entry."""
-        given = _document(text)
+        given = document_of(text)
         if given.get("format") != _FORMAT:
             raise GraphPPError(f"plan: take JSON of TrainingPlan.to_json with format {_FORMAT}, got {given.get('format')!r}")
         found = _read(cls, {name: each for name, each in given.items() if name != "format"}, "plan")
@@ -132,76 +130,13 @@ class TrainingPlan:
         return "\n".join([*lines, *([f"  not the best: {self.reason}"] if self.reason else [])])
 
 
-@dataclass(frozen=True)
-class TrainingPlans:
-    """The plans found, the fastest that fits first, then those over the cap by the bytes that they lack."""
-
-    plans: tuple[TrainingPlan, ...]
-    considered: int = 0
-
-    @property
-    def best(self) -> TrainingPlan:
-        """The fastest plan that fits; of equally fast ones that with the fewest bytes."""
-        return self.plans[0]
-
-    @property
-    def front(self) -> tuple[TrainingPlan, ...]:
-        """The plans of which none is beaten in both time and memory, the fastest first."""
-        return tuple(sorted((each for each in self.plans if each.on_front), key=lambda each: each.step_seconds))
-
-    def where(self, accepts: Callable[[TrainingPlan], bool]) -> TrainingPlans:
-        """The plans that `accepts` takes, with their reasons."""
-        return replace(self, plans=tuple(filter(accepts, self.plans)))
-
-    def __iter__(self) -> Iterator[TrainingPlan]:
-        return iter(self.plans)
-
-    def __len__(self) -> int:
-        return len(self.plans)
-
-    def to_json(self) -> str:
-        """All plans as JSON text."""
-        entries = [json.loads(each.to_json()) for each in self.plans]
-        return json.dumps({"considered": self.considered, "plans": entries}, indent=1)
-
-    def __str__(self) -> str:
-        """A table: a line for each of the first plans; then the best one in full."""
-        from rich import box  # loaded by the first result that is printed
-        from rich.console import Console
-        from rich.table import Table
-
-        table = Table(box=box.SIMPLE)
-        for column in ("", "mesh", "stages, schedule", "microbatches", "keep", "recompute"):
-            table.add_column(column)
-        for column in ("step", "MFU", "bubble", "bytes"):
-            table.add_column(column, justify="right", no_wrap=True)
-        table.add_column("reason")
-        for number, each in enumerate(self.plans[:_SHOWN], 1):
-            table.add_row(*_row(number, each))
-        out = io.StringIO()
-        Console(file=out, width=180, no_color=True).print(table)
-        lines = [line.rstrip() for line in out.getvalue().splitlines() if line.strip()]
-        more = len(self.plans) - _SHOWN
-        tail = [f"  and {more} more in .plans; {self.considered:,} settings were considered"] if more > 0 else []
-        return "\n".join([*lines, *tail, str(self.best)] if self.plans else ["no plan"])
-
-
-def _row(number: int, plan: TrainingPlan) -> tuple[str, ...]:
-    setting = plan.setting
-    return (
-        f"{number}{'*' if plan.on_front else ''}", str(setting.shape), f"{setting.stages}, {setting.schedule}",
-        f"{setting.microbatches} x {setting.rows}", "all" if setting.keep is None else str(setting.keep),
-        str(setting.recompute or "-"), spell_time(plan.step_seconds, "s"), f"{plan.mfu:.1%}", f"{plan.bubble:.1%}",
-        spell_bytes(plan.peak), plan.reason or "best",
-    )  # fmt: skip
-
-
 # ---------------------------------------------------------------------------------- reading JSON
 
 _NESTED = {"setting": Setting, "shape": MeshShape, "schedule": ScheduleChoice, "seconds": StepSeconds}
 
 
-def _document(text: str | Path) -> Mapping[str, Any]:
+def document_of(text: str | Path) -> Mapping[str, Any]:
+    """The object of a JSON text, or of a file of it. Raises `GraphPPError`."""
     try:
         given = json.loads(text.read_text() if isinstance(text, Path) else text)
     except (OSError, ValueError) as error:

@@ -56,14 +56,22 @@ def step_peaks(
 
     Raises `ScheduleError` if `costs` has another number of stages or microbatches, or `held` of ranks.
     """
-    if held and len(held) != table.ranks:
-        raise ScheduleError(f"held has the bytes of {len(held)} ranks, but {table.ranks} run {table.name!r}: give one for each")
-    state = held or [HeldBytes()] * table.ranks
-    activations = live_activations(table, costs, offloaded)
+    state, activations = _held_by_ranks(table, held), live_activations(table, costs, offloaded)
     return tuple(
         _peak(rank, row, live, own)
         for rank, (row, live, own) in enumerate(zip(table.table, activations, state, strict=True))
     )
+
+
+def step_bytes(
+    table: Schedule, costs: MicrobatchCosts, held: Sequence[HeldBytes] = (), offloaded: Sequence[OffloadWindow] = ()
+) -> tuple[Iterator[tuple[int, dict[str, int]]], ...]:
+    """For each rank (column, bytes by kind) before the row, while each action runs and after it, and in the finish.
+
+    The most bytes together are those of `step_peaks`, whose errors it raises.
+    """
+    state, activations = _held_by_ranks(table, held), live_activations(table, costs, offloaded)
+    return tuple(_bytes(*each) for each in zip(table.table, activations, state, strict=True))
 
 
 def check_memory(
@@ -101,6 +109,12 @@ def _remedy(peak: StepPeak) -> str:
         "fewer weights and gradients more stages on more ranks, or shards (dp_shard) with a smaller parallel.keep; if the "
         "optimizer keeps other bytes, say so in memory.optimizer"
     )
+
+
+def _held_by_ranks(table: Schedule, held: Sequence[HeldBytes]) -> Sequence[HeldBytes]:
+    if held and len(held) != table.ranks:
+        raise ScheduleError(f"held has the bytes of {len(held)} ranks, but {table.ranks} run {table.name!r}: give one for each")
+    return held or [HeldBytes()] * table.ranks
 
 
 class _StateNow:
@@ -184,6 +198,14 @@ class _StateNow:
         gradients += sum(len(early) * self._held.waiting.get(stage, 0) for stage, early in self._early.items())
         self.now = whole, gradients, self._messages
         self.most = tuple(map(max, self.most, self.now))  # type: ignore[assignment]
+
+
+def _bytes(row: Row, live: Iterator[tuple[int, int]], held: HeldBytes) -> Iterator[tuple[int, dict[str, int]]]:
+    state = _StateNow(held)
+    yield 0, state.parts(0)
+    for column, activations in state.moments(row, live):
+        yield column, state.parts(activations)
+    yield max(len(row) - 1, 0), state.at_end()
 
 
 def _peak(rank: int, row: Row, live: Iterator[tuple[int, int]], held: HeldBytes) -> StepPeak:

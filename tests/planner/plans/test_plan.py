@@ -183,6 +183,16 @@ def test_wrong_arguments_are_named(options: dict[str, Any], message: str) -> Non
         plans(**options)
 
 
+def test_all_plans_come_back_from_json_and_stand_on_a_page() -> None:
+    found = plans()
+    again = TrainingPlans.from_json(found.to_json())
+    assert again == found and TrainingPlans.from_json(found.best.to_json()).best == found.best
+    text = again.to_html()
+    assert "8xH100_SXM" in text and all(str(each.setting) in text for each in found)
+    with pytest.raises(GraphPPError, match="with one plan or more"):
+        TrainingPlans.from_json('{"plans": []}')
+
+
 def test_printed_plans_name_the_best_and_the_reasons() -> None:
     text = str(plans())
     assert "best" in text and "slower by" in text and "MFU" in text and "stages start at" in text
@@ -203,7 +213,8 @@ def trained(rank: int, plan: TrainingPlan) -> dict[str, Any]:
     assert made.memory is not None
     return {
         "loss": float(result.loss), "schedule": made.schedule.name, "peaks": [each.peak for each in made.memory.ranks],
-        "starts": [stage.modules[0].partition(" .. ")[0] for stage in made.stages[1:]], "microbatches": made.schedule.microbatches,
+        "starts": [stage.modules[0].partition(" .. ")[0] for stage in made.stages[1:]],
+        "microbatches": made.schedule.microbatches,
     }  # fmt: skip
 
 
@@ -244,5 +255,5 @@ def test_options_beside_a_plan_are_refused_by_name(options: dict[str, Any], mess
     best = plans(machines="4xCPU", pp=2, tp=1, memory_cap=2**33).best
     with pytest.raises(GraphPPError, match=message):
         graphpp.compile(Decoder(), loss, example=example(1, "cpu"), plan=best, **options)
-    with pytest.raises(GraphPPError, match="plan: take a graphpp.TrainingPlan"):
+    with pytest.raises(GraphPPError, match=r"plan: take a graphpp\.TrainingPlan"):
         graphpp.compile(Decoder(), loss, plan="best")  # type: ignore[arg-type]

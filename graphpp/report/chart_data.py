@@ -1,0 +1,77 @@
+"""The data of a page as its script takes them: JSON with the places of columns, and the columns.
+
+Contract: `chart_data(page)` is (a value for JSON, the columns' text). Every number that a chart shows stands in it; a part that
+the page lacks is None or empty, and the script then draws no chart. Numbers that are not finite stand only in columns.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from graphpp.report.columns import Columns
+from graphpp.report.memory_view import MemoryView
+from graphpp.report.page import Page, pareto_front
+from graphpp.report.run_view import Curve
+from graphpp.report.timeline_view import KINDS, TimelineView
+
+_BOX = (("kind", "u1"), ("stage", "u2"), ("microbatch", "i4"), ("chunk", "u2"), ("lane", "u1"), ("lanes", "u1"))
+_TIMES = (("start", "f4"), ("duration", "f4"))
+
+
+def chart_data(page: Page) -> tuple[dict[str, Any], str]:
+    """The page's data."""
+    columns = Columns()
+    data = {
+        "kinds": KINDS,
+        "timelines": [_timeline(each, columns) for each in page.timelines],
+        "memory": None if page.memory is None else _memory(page.memory, columns),
+        "stages": [
+            {"rank": each.rank, "parameters": each.parameter_bytes, "saved": each.saved_bytes} for each in page.stages
+        ],
+        "boundaries": [
+            {"forward": each.forward_bytes, "backward": each.backward_bytes, "relayed": each.relayed_bytes}
+            for each in page.boundaries
+        ],
+        "plans": [
+            {"name": each.name, "seconds": each.seconds, "bytes": each.nbytes, "fits": each.fits} for each in page.plans
+        ],
+        "front": pareto_front(page.plans),
+        "cap": page.cap,
+        "losses": _curve(page.run.losses, columns),
+        "seconds": _curve(page.run.seconds, columns),
+    }
+    return data, columns.text()
+
+
+def _timeline(view: TimelineView, columns: Columns) -> dict[str, Any]:
+    """`rows`: the first box of each rank, and the number of boxes at the end."""
+    rows, at = [0] * (len(view.ranks) + 1), 0
+    for rank in range(len(view.ranks)):
+        while at < len(view.boxes) and view.boxes[at].rank == rank:
+            at += 1
+        rows[rank + 1] = at
+    return {
+        "name": view.name,
+        "schedule": view.schedule,
+        "unit": view.unit,
+        "makespan": view.makespan,
+        "microbatches": view.microbatches,
+        "chunks": max(len(each.stages) for each in view.ranks),
+        "rows": rows,
+        "columns": {name: columns.add(type_, [getattr(box, name) for box in view.boxes]) for name, type_ in _BOX + _TIMES},
+    }
+
+
+def _memory(view: MemoryView, columns: Columns) -> dict[str, Any]:
+    return {
+        "kinds": view.kinds,
+        "unit": view.unit,
+        "peaks": [each.peak for each in view.ranks],
+        "caps": [each.cap for each in view.ranks],
+        "times": [columns.add("f4", each.times) for each in view.ranks],
+        "curves": [[columns.add("f8", curve) for curve in each.curves] for each in view.ranks],
+    }
+
+
+def _curve(curve: Curve, columns: Columns) -> dict[str, Any]:
+    return {"every": curve.every, "values": columns.add("f8", curve.values)}

@@ -1,0 +1,131 @@
+"""The data of a report page: what stands on it, as frozen dataclasses.
+
+Contract: plain numbers, texts and tuples of them, so `json.dumps(dataclasses.asdict(page))` works. Bytes are integers, times
+are seconds unless the part has a unit of its own. Texts may hold any characters: `page_html.py` escapes them. A part that is
+None or empty leaves its section out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from math import inf
+
+from graphpp.errors import GraphPPError
+from graphpp.report.memory_view import MemoryView
+from graphpp.report.run_view import RunView
+from graphpp.report.timeline_view import TimelineView
+
+_TITLE = "graphpp report"
+
+
+@dataclass(frozen=True)
+class StageView:
+    """One stage: `modules` called in it; `parameters`: their number; bytes of activations that one microbatch saves."""
+
+    stage: int
+    rank: int
+    modules: tuple[str, ...] = ()
+    parameters: int = 0
+    parameter_bytes: int = 0
+    saved_bytes: int = 0
+
+
+@dataclass(frozen=True)
+class ValueView:
+    """A value that crosses a boundary for one microbatch. `maker`: the module and the line that compute the value."""
+
+    name: str
+    nbytes: int
+    form: str = ""
+    maker: str = ""
+
+
+@dataclass(frozen=True)
+class BoundaryView:
+    """The values between `stage` and `stage` + 1, for one microbatch: activations forward, gradients backward.
+
+    `relayed_bytes`: the part of both that belongs to values which cross other boundaries as well (`RelayView`).
+    """
+
+    stage: int
+    forward_bytes: int
+    backward_bytes: int
+    relayed_bytes: int = 0
+    forward: tuple[ValueView, ...] = ()
+    backward: tuple[ValueView, ...] = ()
+
+
+@dataclass(frozen=True)
+class RelayView:
+    """A value that travels further than to the next stage, such as a skip connection, from stage `source` to stage `target`.
+
+    `unused`: the stages on the way that only pass the value on. `way`: "forward" or "backward".
+    """
+
+    value: ValueView
+    source: int
+    target: int
+    way: str = "forward"
+    unused: tuple[int, ...] = ()
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes that the value takes over all boundaries on its way, for one microbatch."""
+        return self.value.nbytes * abs(self.target - self.source)
+
+
+@dataclass(frozen=True)
+class PlanEntry:
+    """One plan to choose from: `seconds` of a step, `nbytes` of the rank with the most, `reason` why the plan is not the best.
+
+    `fits`: whether the plan keeps to the cap. `details`: further facts, as (name, text). Raises `GraphPPError` for seconds or
+    bytes that are negative or not finite.
+    """
+
+    name: str
+    seconds: float
+    nbytes: int
+    reason: str = ""
+    fits: bool = True
+    details: tuple[tuple[str, str], ...] = ()
+
+    def __post_init__(self) -> None:
+        if not (0 <= self.seconds < inf and 0 <= self.nbytes < inf):
+            raise GraphPPError(
+                f"plan {self.name!r}: take finite seconds and bytes, 0 or more, got seconds={self.seconds!r} and "
+                f"nbytes={self.nbytes!r}"
+            )
+
+
+@dataclass(frozen=True)
+class Page:
+    """A report page.
+
+    `facts`: (name, text) pairs of its head. `notes`: sentences below the head, such as how times were found. `timelines`: one
+    above the other, on one axis where their units are equal. `cap`: the bytes that the plans may take, drawn in their chart.
+    """
+
+    title: str = _TITLE
+    facts: tuple[tuple[str, str], ...] = ()
+    notes: tuple[str, ...] = ()
+    timelines: tuple[TimelineView, ...] = ()
+    memory: MemoryView | None = None
+    stages: tuple[StageView, ...] = ()
+    boundaries: tuple[BoundaryView, ...] = ()
+    relays: tuple[RelayView, ...] = ()
+    plans: tuple[PlanEntry, ...] = ()
+    cap: int | None = None
+    run: RunView = field(default_factory=RunView)
+
+
+def pareto_front(plans: Sequence[PlanEntry]) -> tuple[int, ...]:
+    """The plans that fit and that no other one beats in both seconds and bytes: positions, from the fastest to the smallest."""
+    found: list[int] = []
+    least = inf
+    fitting = (at for at, plan in enumerate(plans) if plan.fits)
+    for at in sorted(fitting, key=lambda at: (plans[at].seconds, plans[at].nbytes)):
+        if plans[at].nbytes < least:
+            least = plans[at].nbytes
+            found.append(at)
+    return tuple(found)

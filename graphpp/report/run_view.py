@@ -1,0 +1,59 @@
+"""The steps of a run so far: losses and seconds, as plain numbers.
+
+Contract: of a long run every n-th step is there (`every`), at most `_MOST` of them, so a page stays small. Losses may be nan or
+infinite: the chart has a gap there, and the table names them. Raises `GraphPPError` for values that are no numbers, and for
+seconds that are negative.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from graphpp.arguments import shown
+from graphpp.errors import GraphPPError
+
+_MOST = 20_000
+
+
+@dataclass(frozen=True)
+class Curve:
+    """Numbers of the steps `every`, 2 `every`, .. of a run, or of all steps (1)."""
+
+    values: tuple[float, ...] = ()
+    every: int = 1
+
+
+@dataclass(frozen=True)
+class RunView:
+    """`losses`, `seconds`: of steps; `note`: a sentence about them. A loss or time that is not known is nan."""
+
+    losses: Curve = Curve()
+    seconds: Curve = Curve()
+    note: str = ""
+
+    @classmethod
+    def of(cls, losses: Sequence[float] = (), seconds: Sequence[float] = (), every: int = 1, note: str = "") -> RunView:
+        """The view of a run. `every`: the steps from one number to the next."""
+        times = _numbers("seconds", seconds)
+        negative = next((each for each in times if each < 0), None)
+        if negative is not None:
+            raise GraphPPError(f"seconds: a step takes 0 seconds or more, got {negative}")
+        return cls(_thinned(_numbers("losses", losses), every), _thinned(times, every), note)
+
+    def __bool__(self) -> bool:
+        return bool(self.losses.values or self.seconds.values)
+
+
+def _thinned(values: Sequence[float], every: int) -> Curve:
+    stride = -(-len(values) // _MOST) or 1
+    return Curve(tuple(values[stride - 1 :: stride]), every * stride)
+
+
+def _numbers(name: str, values: Iterable[object]) -> list[float]:
+    if isinstance(values, str | bytes):
+        raise GraphPPError(f"{name}: take a list of numbers, one for each step, got {shown(values)}")
+    try:
+        return [float(each) for each in values]  # type: ignore[arg-type]
+    except (TypeError, ValueError):
+        raise GraphPPError(f"{name}: take a list of numbers, one for each step, got {shown(values)}") from None

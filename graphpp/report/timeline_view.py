@@ -1,0 +1,132 @@
+"""A timeline as columns of numbers: one row for each box of the chart.
+
+Contract
+    in   a `Timeline`, simulated or measured
+    out  `TimelineView`: a box for each part of a computation, and for each send, receive and collective that takes time. All
+         computations are there. Where there are more than `_MOST_MESSAGES` of the others, the longest are there, and
+         `left_out` counts the rest
+    Boxes stand rank by rank, in order of their starts. Raises `GraphPPError` for a timeline without events.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from heapq import nlargest
+from typing import NamedTuple
+
+from graphpp.errors import GraphPPError
+from graphpp.schedules.simulate.timeline import Event, Timeline
+from graphpp.schedules.table.actions import SENDS, Action
+from graphpp.schedules.table.schedule import Schedule
+
+KINDS = ("F", "B", "I", "W", "send", "receive", "collective")
+"""The kinds of boxes; a box has the position of its kind here."""
+
+_MOST_MESSAGES = 60_000
+
+
+class Box(NamedTuple):
+    """One box. `lane`: the position of a part in its overlap, of `lanes`; `chunk`: of the stage among its rank's stages.
+
+    `microbatch` is -1 for collectives and for batches of messages.
+    """
+
+    rank: int
+    kind: int
+    stage: int
+    microbatch: int
+    chunk: int
+    lane: int
+    lanes: int
+    start: float
+    duration: float
+
+
+@dataclass(frozen=True)
+class RankLine:
+    """One rank of a timeline: its `stages`, the time for which it computes, and the share of the step in which it is idle."""
+
+    rank: int
+    stages: tuple[int, ...]
+    busy: float
+    idle: float
+
+
+@dataclass(frozen=True)
+class TimelineView:
+    """`name`: "simulated" or "measured"; `note`: a sentence about the times; `unit`: of all times, "s" for seconds."""
+
+    name: str
+    schedule: str
+    unit: str
+    makespan: float
+    stages: int
+    microbatches: int
+    ranks: tuple[RankLine, ...]
+    boxes: tuple[Box, ...] = field(repr=False)
+    left_out: int = 0
+    note: str = ""
+
+    @classmethod
+    def of(cls, timeline: Timeline, note: str = "") -> TimelineView:
+        """The view of a timeline."""
+        if not timeline.events:
+            raise GraphPPError(
+                f"the timeline {timeline.name!r} of {timeline.schedule.name!r} has no events, so there is nothing to draw: "
+                "take pipe.timeline(...) or graphpp.simulate(schedule, costs), or leave the timeline out"
+            )
+        homes = _stages_of_ranks(timeline.schedule)
+        chunks = {stage: chunk for stages in homes for chunk, stage in enumerate(stages)}
+        others = [event for event in timeline.events if not event.action.is_compute and event.duration > 0]
+        shown = nlargest(_MOST_MESSAGES, others, key=lambda event: event.duration) if len(others) > _MOST_MESSAGES else others
+        computations = [event for event in timeline.events if event.action.is_compute]
+        boxes = sorted(_boxes((*computations, *shown), chunks), key=lambda box: (box.rank, box.start))
+        counts = timeline.schedule.stages, timeline.schedule.microbatches
+        span = timeline.makespan
+        return cls(
+            timeline.name,
+            timeline.schedule.name,
+            timeline.unit,
+            span,
+            *counts,
+            tuple(_lines(homes, computations, span)),
+            tuple(boxes),
+            len(others) - len(shown),
+            note,
+        )
+
+    @property
+    def idle(self) -> float:
+        """The mean share of the step in which ranks are idle, 0 to 1."""
+        return sum(each.idle for each in self.ranks) / len(self.ranks)
+
+
+def _stages_of_ranks(schedule: Schedule) -> list[tuple[int, ...]]:
+    homes = schedule.rank_of_stage
+    return [tuple(sorted(stage for stage, home in homes.items() if home == rank)) for rank in range(schedule.ranks)]
+
+
+def _lines(homes: Sequence[tuple[int, ...]], computations: Sequence[Event], span: float) -> Iterable[RankLine]:
+    busy = [0.0] * len(homes)
+    for event in computations:
+        busy[event.rank] += event.duration
+    return (RankLine(rank, own, busy[rank], 1 - busy[rank] / span if span else 0.0) for rank, own in enumerate(homes))
+
+
+def _boxes(events: Iterable[Event], chunks: dict[int, int]) -> Iterable[Box]:
+    for event in events:
+        leaves = event.action.leaves if event.action.is_compute else (event.action,)
+        for lane, leaf in enumerate(leaves):
+            stage = leaf.leaves[0].stage
+            numbers = stage, -1 if leaf.microbatch is None else leaf.microbatch
+            place = chunks.get(stage, 0), lane, len(leaves)
+            yield Box(event.rank, _kind(leaf), *numbers, *place, event.start, event.duration)
+
+
+def _kind(leaf: Action) -> int:
+    if leaf.is_compute:
+        return KINDS.index(leaf.kind.value)
+    if not leaf.is_communication:
+        return KINDS.index("collective")
+    return KINDS.index("send" if all(part.kind in SENDS for part in leaf.leaves) else "receive")

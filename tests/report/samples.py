@@ -1,0 +1,92 @@
+"""Report pages for the tests: made of simulated schedules, without a model."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import graphpp
+from graphpp.report.memory_view import MemoryView
+from graphpp.report.page import BoundaryView, Page, PlanEntry, RelayView, StageView, ValueView
+from graphpp.report.run_view import RunView
+from graphpp.report.timeline_view import TimelineView
+from graphpp.schedules.generate.read import make_table
+from graphpp.schedules.rewrite.add_send_recv import add_send_recv
+from graphpp.schedules.simulate.bytes_over_time import bytes_over_time
+from graphpp.schedules.simulate.simulator import simulate
+from graphpp.schedules.simulate.timeline import Event, Timeline
+from graphpp.schedules.table.costs import Costs, StageCosts
+from graphpp.schedules.table.state_bytes import StateBytes, held_bytes
+
+NASTY = "</script><img src=x onerror=\"document.title='broken'\">'\"&\u2028{{ 7 * 7 }}"
+MIB = 2**20
+
+
+def costs(stages: int) -> Costs:
+    """Costs of stages that are not alike; milliseconds of work and MiB of activations."""
+    each = tuple(
+        StageCosts(0.004 + 0.001 * (stage % 3), 0.004, 0.003 + 0.001 * (stage % 2), saved_bytes=(3 + stage % 4) * MIB)
+        for stage in range(stages)
+    )
+    return Costs(each, (0.0003,) * (stages - 1), (0.0003,) * (stages - 1), blocking=True)
+
+
+def timeline(name: str, ranks: int, stages: int, microbatches: int) -> Timeline:
+    """The simulated step of a named schedule, with its messages."""
+    return simulate(add_send_recv(make_table(name, ranks, stages, microbatches)), costs(stages))
+
+
+def slower(simulated: Timeline, by: float = 1.07) -> Timeline:
+    """A timeline that stands for the measured one of a simulated step."""
+    events = tuple(Event(each.rank, each.action, each.start * by, each.end * by) for each in simulated.events)
+    return replace(simulated, events=events, name="measured")
+
+
+def memory(simulated: Timeline, caps: list[int] | None) -> MemoryView:
+    """The memory of a simulated step."""
+    stages, ranks = simulated.schedule.stages, simulated.schedule.ranks
+    state = [StateBytes((stage,), (stage,), 20 * MIB, 20 * MIB, optimizer=40 * MIB, buffers=MIB) for stage in range(stages)]
+    held = held_bytes(state, simulated.schedule.rank_of_stage, ranks)
+    return MemoryView.of(bytes_over_time(simulated, costs(stages), held), caps, note="bytes of the plan")
+
+
+def plans() -> tuple[PlanEntry, ...]:
+    """Plans that fit a cap of 300 MiB, and one that does not."""
+    return (
+        PlanEntry("ZBV, keep all", 0.081, 290 * MIB, details=(("gathers", "2"), ("sent", "12.0 MiB"))),
+        PlanEntry("Interleaved1F1B, keep 1", 0.09, 200 * MIB, "slower by 11.11%"),
+        PlanEntry("1F1B", 0.1, 180 * MIB, "slower by 23.46%"),
+        PlanEntry("GPipe", 0.11, 280 * MIB, "slower by 35.80%"),
+        PlanEntry("LoopedBFS", 0.08, 420 * MIB, "125,829,120 bytes over the cap on rank 0", fits=False),
+    )
+
+
+def full_page(name: str = "Interleaved1F1B", ranks: int = 4, stages: int = 8, microbatches: int = 8, word: str = "") -> Page:
+    """A page with every section. `word` stands in each text that a user's model could bring."""
+    simulated = timeline(name, ranks, stages, microbatches)
+    skip = ValueView(f"add_3{word}", 2 * MIB, "float32[4, 64, 2048]", f"encoder.layers.0{word} (model.py:31)")
+    usual = ValueView(f"relu{word}", MIB, "float32[4, 32, 2048]", f"encoder{word}")
+    relayed = [2 * MIB * (boundary < 3) for boundary in range(stages - 1)]
+    return Page(
+        title=f"Report of a step {word}".strip(),
+        facts=(("schedule", name), ("stages", str(stages)), ("ranks", str(ranks)), ("step", f"417 ms {word}".strip())),
+        notes=(f"The costs are estimated from the shapes of operations. {word}".strip(),),
+        timelines=(TimelineView.of(simulated, note=word), TimelineView.of(slower(simulated))),
+        memory=memory(simulated, [400 * MIB] * ranks),
+        stages=tuple(
+            StageView(stage, stage % ranks, (f"layers.{stage}{word}",), 5_242_880, 20 * MIB, (3 + stage % 4) * MIB)
+            for stage in range(stages)
+        ),
+        boundaries=tuple(
+            BoundaryView(stage, MIB + relayed[stage], MIB + relayed[stage] // 2, relayed[stage], (usual, skip), (usual,))
+            for stage in range(stages - 1)
+        ),
+        relays=(RelayView(skip, 0, 3, "forward", (1, 2)), RelayView(replace(skip, nbytes=MIB), 3, 0, "backward", (1,))),
+        plans=tuple(replace(plan, name=plan.name + word, reason=plan.reason + word) for plan in plans()),
+        cap=300 * MIB,
+        run=RunView.of([2.5 / (1 + 0.1 * step) for step in range(60)], [0.08 + 0.002 * (step % 5) for step in range(60)]),
+    )
+
+
+def big_timeline() -> graphpp.Timeline:
+    """64 ranks and 512 microbatches, with split backwards: 98,304 computations."""
+    return simulate(make_table("ZB1P", 64, 64, 512), replace(costs(64), blocking=False))

@@ -1,0 +1,300 @@
+"""The page in a real browser: charts are painted and answer to the pointer, the keys and the controls; nothing is loaded.
+
+Needs Chromium (Debian: `apt-get install chromium`) and the Python package `playwright`; skipped without them. Colours are read
+from the canvas of a chart, pixel by pixel.
+"""
+
+from __future__ import annotations
+
+import shutil
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from graphpp.report.page import Page
+from graphpp.report.page_html import write_page
+from graphpp.report.timeline_view import TimelineView
+from tests.report.samples import MIB, NASTY, big_timeline, full_page, memory
+
+playwright = pytest.importorskip("playwright.sync_api", reason="playwright drives the browser")
+BROWSER = next((path for path in map(shutil.which, ("chromium", "chromium-browser", "google-chrome")) if path), None)
+pytestmark = pytest.mark.skipif(BROWSER is None, reason="no browser to look at the page with: apt-get install chromium")
+
+FLAGS = [
+    "--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking",
+    "--disable-component-update", "--disable-sync",
+]  # fmt: skip
+CHARTS = [
+    "timeline-0", "timeline-1", "memory-peaks", "memory-time", "stage-bars", "boundary-bars", "plan-front", "run-losses",
+    "run-seconds",
+]  # fmt: skip
+COLOURS = """id => {
+  const canvas = document.querySelector(`#${id} canvas`);
+  const pixels = canvas.getContext("2d").getImageData(0, 0, canvas.width, canvas.height).data;
+  const seen = new Set();
+  for (let at = 0; at < pixels.length; at += 4) {
+    if (pixels[at + 3]) seen.add(pixels[at] << 16 | pixels[at + 1] << 8 | pixels[at + 2]);
+  }
+  return seen.size;
+}"""
+ZOOM = "() => (({start, end}) => [start, end])(report.charts[0].chart.getOption().dataZoom[0])"
+
+
+class Shown:
+    """A page in the browser, with what went wrong in it."""
+
+    def __init__(self, context: Any, path: Path) -> None:
+        self.errors: list[str] = []
+        self.requests: list[str] = []
+        self.page = context.new_page()
+        self.page.on("console", lambda each: self.errors.append(each.text) if each.type == "error" else None)
+        self.page.on("pageerror", lambda error: self.errors.append(str(error)))
+        self.page.on("request", lambda request: self.requests.append(request.url))
+        self.page.goto(path.as_uri())
+        self.page.wait_for_selector("html[data-ready]", state="attached")
+        self.page.evaluate("() => new Promise(done => requestAnimationFrame(() => requestAnimationFrame(done)))")  # painted
+
+    def painted(self, chart: str) -> int:
+        """How many colours a chart has."""
+        colours: int = self.page.evaluate(COLOURS, chart)
+        return colours
+
+    def zoom(self) -> list[float]:
+        """The range of the first timeline that is shown, in per cent of the step."""
+        found: list[float] = self.page.evaluate(ZOOM)
+        return found
+
+    def has_theme(self, theme: str) -> bool:
+        """Wait until the page has a theme; returns whether the page's background is that of the theme."""
+        self.page.wait_for_selector(f"html[data-theme={theme}]", state="attached")
+        background = self.page.eval_on_selector("body", "each => getComputedStyle(each).backgroundColor")
+        return bool(background == {"light": "rgb(255, 255, 255)", "dark": "rgb(20, 24, 29)"}[theme])
+
+    def picture(self, chart: str) -> bytes:
+        """The pixels of a chart."""
+        pixels: bytes = self.page.locator(f"#{chart} canvas").screenshot()
+        return pixels
+
+
+def until(holds: Callable[[], bool], seconds: float = 20) -> bool:
+    """Wait until something holds that the browser does in its own time; False if it never does."""
+    end = time.monotonic() + seconds
+    while not holds():
+        if time.monotonic() > end:
+            return False
+        time.sleep(0.05)
+    return True
+
+
+@pytest.fixture(scope="module")
+def context() -> Iterator[Any]:
+    with playwright.sync_playwright() as driver:
+        browser = driver.chromium.launch(executable_path=BROWSER, args=FLAGS)
+        context = browser.new_context(viewport={"width": 1280, "height": 900}, offline=True)
+        yield context
+        browser.close()
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_page(full_page(), tmp_path_factory.mktemp("page") / "page.html")
+
+
+@pytest.fixture
+def shown(context: Any, path: Path) -> Iterator[Shown]:
+    shown = Shown(context, path)
+    yield shown
+    assert shown.errors == []
+    assert shown.requests == [path.as_uri()]
+    shown.page.close()
+
+
+def box_of(shown: Shown, microbatch: int) -> tuple[float, float]:
+    """A point within the first timeline's box of a microbatch's first forward, on the page."""
+    x, y = shown.page.evaluate(
+        """microbatch => {
+          const { chart, boxes } = report.timelines.views[0];
+          const at = boxes.microbatch.findIndex((each, at) => each === microbatch && boxes.kind[at] === 0);
+          const rank = boxes.rows.findIndex((_, rank) => at < boxes.rows[rank + 1]);
+          const [x, y] = chart.convertToPixel({ gridIndex: 0 }, [boxes.start[at] + boxes.duration[at] / 2, rank]);
+          const place = chart.getDom().getBoundingClientRect();
+          return [place.x + x, place.y + y];
+        }""",
+        microbatch,
+    )
+    return x, y
+
+
+def test_every_chart_is_painted(shown: Shown) -> None:
+    found = {chart: shown.painted(chart) for chart in CHARTS}
+    assert {chart: colours for chart, colours in found.items() if colours < 4} == {}
+    assert shown.page.locator(".loading").count() == 0
+
+
+def test_buttons_keys_and_the_wheel_zoom_all_timelines(shown: Shown) -> None:
+    assert shown.zoom() == [0, 100]
+    shown.page.click("[data-zoom=in]")
+    assert shown.zoom() == [25, 75]
+    assert shown.page.evaluate("report.charts[1].chart.getOption().dataZoom[0].end") == 75
+    shown.page.click("[data-zoom=right]")
+    assert shown.zoom() == [37.5, 87.5]
+    shown.page.focus("#timeline-0")
+    shown.page.keyboard.press("Home")
+    assert shown.zoom() == [0, 100]
+    shown.page.keyboard.press("+")
+    shown.page.keyboard.press("ArrowLeft")
+    assert shown.zoom() == [12.5, 62.5]
+    shown.page.click("[data-zoom=all]")
+    shown.page.mouse.move(*box_of(shown, 2))
+    shown.page.keyboard.down("Control")
+    shown.page.mouse.wheel(0, -300)
+    shown.page.keyboard.up("Control")
+    assert until(lambda: 0 < shown.zoom()[1] - shown.zoom()[0] < 100)
+
+
+def test_the_pointer_shows_an_action_and_a_click_selects_its_microbatch(shown: Shown) -> None:
+    before = shown.picture("timeline-1")
+    shown.page.mouse.move(*box_of(shown, 2))
+    tip = shown.page.locator("#tip")
+    tip.wait_for()
+    assert tip.inner_text().splitlines()[:2] == ["0F2  forward", "stage 0, microbatch 2"]
+    shown.page.mouse.click(*box_of(shown, 2))
+    assert shown.page.input_value("#microbatch") == "2"
+    said = shown.page.inner_text("#selection")
+    assert said.startswith("simulated: microbatch 2 has 16 actions on 4 ranks, from ") and "measured: microbatch 2" in said
+    assert shown.page.locator("#path tbody tr").count() == 32
+    assert until(lambda: shown.picture("timeline-1") != before)
+    shown.page.click("#microbatch-none")
+    shown.page.mouse.move(0, 0)
+    assert shown.page.inner_text("#selection") == "" and not shown.page.locator("#path").is_visible()
+    assert until(lambda: shown.picture("timeline-1") == before)
+
+
+def test_a_microbatch_that_does_not_exist_selects_nothing(shown: Shown) -> None:
+    shown.page.fill("#microbatch", "8")
+    shown.page.press("#microbatch", "Enter")
+    assert shown.page.input_value("#microbatch") == "" and shown.page.inner_text("#selection") == ""
+
+
+def test_the_theme_follows_the_system_and_the_switch(shown: Shown) -> None:
+    assert shown.has_theme("light")
+    shown.page.emulate_media(color_scheme="dark")
+    assert shown.has_theme("dark")
+    shown.page.select_option("#theme", "light")
+    assert shown.has_theme("light")
+    shown.page.click("[data-zoom=in]")
+    light = shown.picture("memory-peaks")
+    shown.page.select_option("#theme", "dark")
+    assert shown.has_theme("dark")
+    assert until(lambda: shown.picture("memory-peaks") != light)
+    assert shown.zoom() == [25, 75]
+    shown.page.select_option("#theme", "auto")
+
+
+def test_patterns_can_be_switched_off(shown: Shown) -> None:
+    patterned = shown.painted("memory-peaks")
+    shown.page.uncheck("#patterns")
+    assert until(lambda: shown.painted("memory-peaks") < patterned)
+
+
+def test_print_is_light_and_without_controls(shown: Shown) -> None:
+    shown.page.emulate_media(color_scheme="dark")
+    assert shown.has_theme("dark")
+    shown.page.emulate_media(media="print", color_scheme="dark")
+    assert shown.has_theme("light")
+    assert not shown.page.locator(".controls").first.is_visible()
+    widths = shown.page.eval_on_selector_all(".chart canvas", "all => all.map(each => each.getBoundingClientRect().width)")
+    assert len(widths) == len(CHARTS) and max(widths) <= 720
+    assert shown.page.pdf().startswith(b"%PDF")
+    shown.page.emulate_media(media="screen", color_scheme="dark")
+    assert shown.has_theme("dark")
+    shown.page.emulate_media(color_scheme="light")
+    assert shown.has_theme("light")
+    assert shown.page.locator(".controls").first.is_visible()
+
+
+def test_tables_open_and_have_the_numbers(shown: Shown) -> None:
+    shown.page.click("text=Table: At the moment with most bytes")
+    table = shown.page.locator("#memory table").first
+    assert table.is_visible()
+    assert table.locator("thead th").all_inner_texts()[-3:] == ["together", "cap", "of the cap"]
+    assert table.locator("tbody tr").count() == 4
+
+
+def test_a_plan_is_chosen_in_its_row_and_in_the_chart(shown: Shown) -> None:
+    row = shown.page.locator("[data-plan='0']")
+    row.locator("button").press("Enter")
+    assert row.get_attribute("data-chosen") is not None and row.locator("button").get_attribute("aria-pressed") == "true"
+    assert row.locator(".details").is_visible()
+    place = shown.page.locator("#plan-front").bounding_box()
+    x, y = shown.page.evaluate(
+        """() => {
+          const plan = report.data.plans[2];
+          return report.charts[6].chart.convertToPixel({ gridIndex: 0 }, [plan.seconds, plan.bytes]);
+        }"""
+    )
+    shown.page.mouse.click(place["x"] + x, place["y"] + y)
+    assert shown.page.locator("[data-plan='2']").get_attribute("data-chosen") is not None
+    assert row.get_attribute("data-chosen") is None
+
+
+def test_a_rank_is_chosen_for_memory_over_time(shown: Shown) -> None:
+    before = shown.picture("memory-time")
+    rank = shown.page.input_value("#memory-rank")
+    shown.page.select_option("#memory-rank", "0" if rank != "0" else "1")
+    assert until(lambda: shown.picture("memory-time") != before)
+
+
+def test_the_memory_of_a_moment_adds_up(shown: Shown) -> None:
+    shown.page.hover("#memory-time", position={"x": 420, "y": 160})
+    tip = shown.page.locator("#memory-time > div").last
+    tip.wait_for()
+    lines = tip.inner_text().split("\n")
+    sizes = {line.split()[0]: float(line.split()[1]) for line in lines if "MiB" in line}
+    assert list(sizes) == ["weights", "gradients", "optimizer", "buffers", "activations", "together"]
+    assert sizes.pop("together") == pytest.approx(sum(sizes.values()), abs=0.3)
+
+
+def test_texts_of_users_run_nothing(context: Any, tmp_path: Path) -> None:
+    page = full_page(word=NASTY)
+    shown = Shown(context, write_page(page, tmp_path / "page.html"))
+    assert shown.page.title() == page.title
+    assert shown.page.locator("img").count() == 0
+    assert NASTY in shown.page.locator("h1").inner_text()
+    shown.page.hover("#plan-front", position={"x": 600, "y": 200})
+    assert shown.errors == []
+    shown.page.close()
+
+
+def test_a_page_without_data_has_no_chart(context: Any, tmp_path: Path) -> None:
+    shown = Shown(context, write_page(Page(), tmp_path / "page.html"))
+    assert shown.page.locator(".chart").count() == 0
+    assert shown.errors == []
+    shown.page.close()
+
+
+@pytest.mark.slow
+def test_a_large_step_is_small_and_soon_painted(
+    context: Any, tmp_path: Path, record_property: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    timeline = big_timeline()
+    page = Page(timelines=(TimelineView.of(timeline),), memory=memory(timeline, [700 * MIB] * 64))
+    path = write_page(page, tmp_path / "page.html")
+    size = path.stat().st_size
+    assert size < 5_000_000
+    shown = Shown(context, path)
+    painted = int(shown.page.get_attribute("html", "data-painted"))
+    record_property("first paint of 64 ranks x 512 microbatches, ms", painted)
+    with capsys.disabled():
+        print(f"\n64 ranks x 512 microbatches: {size:,} bytes, the first chart is painted after {painted} ms")
+    assert shown.painted("timeline-0") > 20
+    for _ in range(6):
+        shown.page.click("[data-zoom=in]")
+    shown.page.fill("#microbatch", "300")
+    shown.page.press("#microbatch", "Enter")
+    assert "microbatch 300 has 192 actions on 64 ranks" in shown.page.inner_text("#selection")
+    assert shown.errors == []
+    shown.page.close()

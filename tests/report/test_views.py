@@ -1,0 +1,115 @@
+"""The parts of a page: thinned data keep their peaks, wrong data are refused."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from math import inf, nan
+
+import pytest
+
+from graphpp.errors import GraphPPError
+from graphpp.report import timeline_view
+from graphpp.report.memory_view import MemoryView
+from graphpp.report.page import PlanEntry, pareto_front
+from graphpp.report.run_view import RunView
+from graphpp.report.tables import run_table, timeline_table
+from graphpp.report.timeline_view import KINDS, TimelineView
+from graphpp.schedules.simulate.simulator import simulate
+from graphpp.schedules.table.schedule import Schedule
+from tests.report.samples import costs, memory, timeline
+
+OVERLAPPED = Schedule.of(["0F0 1F0 0F1 (1F1;1B0)OVERLAP_F_B 0B0 1B1 0B1"], name="overlaps")
+
+
+def test_every_computation_has_its_box() -> None:
+    found = timeline("1F1B", 4, 4, 6)
+    view = TimelineView.of(found)
+    boxes = {(box.rank, KINDS[box.kind], box.stage, box.microbatch): box for box in view.boxes if box.kind < 4}
+    events = [event for event in found.events if event.action.is_compute]
+    assert len(boxes) == len(events) == 48
+    for event in events:
+        box = boxes[event.rank, event.action.kind.value, event.action.stage, event.action.microbatch or 0]
+        assert (box.start, box.duration) == (event.start, event.duration)
+    assert {KINDS[box.kind] for box in view.boxes} == {"F", "B", "send", "receive"}
+    assert view.idle == pytest.approx(sum(map(found.bubble, range(4))) / 4)
+
+
+def test_the_parts_of_an_overlap_lie_in_lanes() -> None:
+    view = TimelineView.of(simulate(OVERLAPPED, costs(2)))
+    parts = [box for box in view.boxes if box.lanes == 2]
+    assert [(KINDS[box.kind], box.lane) for box in parts] == [("F", 0), ("B", 1)]
+    assert parts[0].start == parts[1].start and [box.chunk for box in parts] == [1, 1]
+
+
+def test_the_longest_messages_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = timeline("1F1B", 4, 4, 6)
+    others = sorted((e.duration for e in found.events if not e.action.is_compute and e.duration), reverse=True)
+    monkeypatch.setattr(timeline_view, "_MOST_MESSAGES", 10)
+    view = TimelineView.of(found)
+    assert sorted((box.duration for box in view.boxes if box.kind >= 4), reverse=True) == others[:10]
+    assert view.left_out == len(others) - 10 > 0
+
+
+def test_an_empty_timeline_is_refused() -> None:
+    with pytest.raises(GraphPPError, match="has no events"):
+        TimelineView.of(replace(timeline("1F1B", 2, 2, 2), events=()))
+
+
+def test_a_thinned_curve_keeps_its_peak_and_its_ends() -> None:
+    curve = [(float(at), {"activations": 10 + at % 7, "weights": 5}) for at in range(50_000)]
+    curve[31_337] = (31_337.0, {"activations": 1_000, "weights": 5})
+    view = MemoryView.of([curve, curve[:3]])
+    long, short = view.ranks
+    assert view.kinds == ("weights", "activations")
+    assert 5_000 < len(long.times) <= 10_002 and len(short.times) == 3
+    assert long.peak == (5, 1_000) and long.together == 1_005 and max(long.curves[1]) == 1_000
+    assert (long.times[0], long.times[-1]) == (0.0, 49_999.0) and list(long.times) == sorted(long.times)
+
+
+def test_caps_fit_the_ranks_and_may_be_missing() -> None:
+    simulated = timeline("1F1B", 2, 2, 4)
+    assert [each.cap for each in memory(simulated, None).ranks] == [None, None]
+    assert [each.cap for each in memory(simulated, [7, 8]).ranks] == [7, 8]
+    with pytest.raises(GraphPPError, match="each of 2 ranks, got 1"):
+        memory(simulated, [7])
+    with pytest.raises(GraphPPError, match="rank 1 has none"):
+        MemoryView.of([[(0.0, {"weights": 1})], []])
+
+
+def test_the_front_has_the_plans_that_nothing_beats() -> None:
+    plans = [PlanEntry("a", 3, 30), PlanEntry("b", 1, 50), PlanEntry("c", 2, 50), PlanEntry("d", 2, 40), PlanEntry("e", 4, 30)]
+    assert pareto_front(plans) == (1, 3, 0)
+    assert pareto_front([*plans, PlanEntry("f", 0.5, 90, fits=False)]) == (1, 3, 0)
+    assert pareto_front(()) == ()
+
+
+@pytest.mark.parametrize(("seconds", "nbytes"), [(-1, 0), (nan, 0), (inf, 0), (1, -1)])
+def test_a_plan_with_impossible_numbers_is_refused(seconds: float, nbytes: int) -> None:
+    with pytest.raises(GraphPPError, match="plan 'x': take finite seconds and bytes"):
+        PlanEntry("x", seconds, nbytes)
+
+
+def test_a_long_run_is_thinned_to_every_nth_step() -> None:
+    view = RunView.of(list(range(1, 50_001)), every=2)
+    assert view.losses.every == 6 and len(view.losses.values) == 16_666
+    assert view.losses.values[:2] == (3, 6)
+    table = run_table(view)
+    assert len(table.rows) <= 400 and table.rows[-1][0] == str(6 * 16_666)
+
+
+@pytest.mark.parametrize("wrong", ["12", [None], [object()], 7])
+def test_what_is_no_list_of_numbers_is_refused(wrong: object) -> None:
+    with pytest.raises(GraphPPError, match="losses: take a list of numbers"):
+        RunView.of(wrong)  # type: ignore[arg-type]
+
+
+def test_negative_seconds_are_refused() -> None:
+    with pytest.raises(GraphPPError, match="seconds: a step takes 0 seconds or more, got -1"):
+        RunView.of(seconds=[1, -1])
+
+
+def test_a_table_names_the_rows_that_it_leaves_out() -> None:
+    view = TimelineView.of(timeline("GPipe", 2, 2, 2))
+    many = replace(view, ranks=view.ranks * 300)
+    table = timeline_table(many)
+    assert len(table.rows) == 400 and table.more == 200

@@ -1,0 +1,51 @@
+"""Bytes by kind over time: the peaks of the plan, at the times of the simulator."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from graphpp.errors import ScheduleError
+from graphpp.schedules.check.step_memory import step_peaks
+from graphpp.schedules.generate.read import make_table
+from graphpp.schedules.rewrite.add_send_recv import add_send_recv
+from graphpp.schedules.rewrite.place_shards import place_shards
+from graphpp.schedules.simulate.bytes_over_time import bytes_over_time
+from graphpp.schedules.simulate.simulator import simulate
+from graphpp.schedules.table.costs import Costs, StageCosts
+from graphpp.schedules.table.state_bytes import StateBytes, held_bytes
+
+STAGES = 4
+COSTS = Costs(tuple(StageCosts(1, 1, 1, saved_bytes=10 + stage) for stage in range(STAGES)))
+STATE = [StateBytes((stage,), (stage,), 100, 100, rounded=7, optimizer=200, buffers=3) for stage in range(STAGES)]
+
+
+@pytest.mark.parametrize("name", ["1F1B", "GPipe", "Interleaved1F1B", "ZBVZeroBubble"])
+@pytest.mark.parametrize("keep", [None, 1, 2])
+def test_the_highest_sum_is_the_peak_of_the_plan(name: str, keep: int | None) -> None:
+    ranks = STAGES if name in ("1F1B", "GPipe") else STAGES // 2
+    table = place_shards(add_send_recv(make_table(name, ranks, STAGES, 4)), keep)
+    held = held_bytes(STATE, table.rank_of_stage, ranks, 2, keep is not None)
+    curves = bytes_over_time(simulate(table, COSTS), COSTS, held)
+    peaks = step_peaks(table, COSTS, held)
+    for curve, peak in zip(curves, peaks, strict=True):
+        assert max(sum(parts.values()) for _, parts in curve) == peak.nbytes
+        assert peak.parts in [parts for _, parts in curve]
+        times = [time for time, _ in curve]
+        assert times == sorted(times)
+
+
+def test_activations_follow_the_curve_of_the_simulator() -> None:
+    timeline = simulate(make_table("1F1B", 2, 2, 3), Costs(COSTS.stages[:2]))
+    for curve, simulated in zip(bytes_over_time(timeline, Costs(COSTS.stages[:2])), timeline.memory, strict=True):
+        at = dict(simulated)
+        assert {time: parts["activations"] for time, parts in curve if time in at} == at
+
+
+def test_costs_of_other_stages_are_refused() -> None:
+    timeline = simulate(make_table("1F1B", 2, 2, 3), Costs(COSTS.stages[:2]))
+    with pytest.raises(ScheduleError, match="stages"):
+        bytes_over_time(timeline, COSTS)
+    with pytest.raises(ScheduleError, match="held has the bytes of 1 ranks"):
+        bytes_over_time(replace(timeline), Costs(COSTS.stages[:2]), held_bytes(STATE[:1], {0: 0}, 1))
