@@ -29,19 +29,17 @@ _FROM_ZERO = Accepted("a number from 0", lambda value: NUMBER.accepts(value) and
 _SHARE = Accepted("a number above 0 and up to 1", lambda value: NUMBER.accepts(value) and 0 < value <= 1)  # type: ignore[operator]
 _FLOPS = Accepted(
     'a mapping of dtype names to FLOP/s, e.g. {"bfloat16": 989e12}',
-    lambda value: isinstance(value, Mapping) and bool(value) and all(map(_is_rate, value.items())),
+    lambda value: isinstance(value, Mapping) and {*map(_is_rate, value.items())} == {True},
 )
-
-
-def _is_rate(item: tuple[object, object]) -> bool:
-    return TEXT.accepts(item[0]) and _PEAK.accepts(item[1])
-
-
 _POINTS = Accepted(
     "a sequence of (size, share) with ascending sizes above 0 and shares above 0 and up to 1",
     lambda value: isinstance(value, list | tuple) and _is_curve(value),
 )
 _MESSAGE = Accepted("a number of bytes from 0", _FROM_ZERO.accepts)
+
+
+def _is_rate(item: tuple[object, object]) -> bool:
+    return TEXT.accepts(item[0]) and _PEAK.accepts(item[1])
 
 
 def _is_curve(points: object) -> bool:
@@ -263,7 +261,7 @@ class Machines:
         return self.inside if self._local(ranks, stride) == ranks else self.between
 
     def all_reduce(self, nbytes: float, ranks: int, stride: int = 1) -> float:
-        """Seconds of a sum over all ranks: a reduce-scatter and an all-gather."""
+        """Seconds until each rank has the sum over all: a reduce-scatter and an all-gather."""
         return self.reduce_scatter(nbytes, ranks, stride) + self.all_gather(nbytes, ranks, stride)
 
     def all_gather(self, nbytes: float, ranks: int, stride: int = 1) -> float:
@@ -275,8 +273,8 @@ class Machines:
         require(ScheduleError, "nbytes", _MESSAGE, nbytes)
         local = self._local(ranks, stride)
         machines = ranks // local
-        within = self.inside.seconds(nbytes * (local - 1) / local) + _steps(local) * self.inside.latency
-        across = self.between.seconds(nbytes / local * (machines - 1) / machines) + _steps(machines) * self.between.latency
+        within = self.inside.seconds(nbytes * (local - 1) / local) + ceil(log2(local)) * self.inside.latency
+        across = self.between.seconds(nbytes / local * (machines - 1) / machines) + ceil(log2(machines)) * self.between.latency
         return within + across if nbytes else 0.0
 
     def reduce_scatter(self, nbytes: float, ranks: int, stride: int = 1) -> float:
@@ -287,10 +285,10 @@ class Machines:
         """Seconds until each rank has sent every other its equal part; links within and between machines are busy together."""
         require(ScheduleError, "nbytes", _MESSAGE, nbytes)
         local = self._local(ranks, stride)
-        within = self.inside.seconds(nbytes * (local - 1) / ranks)
+        if not nbytes or ranks == 1:
+            return 0.0
         across = self.between.seconds(nbytes * (ranks - local) / ranks)
-        latency = self.link(ranks, stride).latency if ranks > 1 else 0.0
-        return max(within, across) + latency if nbytes else 0.0
+        return max(self.inside.seconds(nbytes * (local - 1) / ranks), across) + self.link(ranks, stride).latency
 
     def send(self, nbytes: float, stride: int = 1) -> float:
         """Seconds of a message to the rank that stands `stride` further; of none at all without bytes."""
@@ -304,8 +302,3 @@ class Machines:
         require(ScheduleError, "stride", COUNT, stride)
         most = max(1, min(ranks, self.per_machine // stride))
         return next(each for each in range(most, 0, -1) if ranks % each == 0)
-
-
-def _steps(ranks: int) -> int:
-    """Messages one after the other from the first rank of a tree to the last."""
-    return ceil(log2(ranks))

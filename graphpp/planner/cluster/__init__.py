@@ -2,7 +2,8 @@
 
 `capture_costs.py` goes from a model to `ModelCosts` (`model_costs.py`, `cost_data.py`) by way of `from_graph.py`, `price.py`
 from there to seconds and bytes for any rows and degrees. `growth.py`, `fake_calls.py` and `sizes.py` find how values grow,
-`tensor_plan.py` reads plans, `facts.py` writes both into the graph, and `operations.py` makes data of its nodes.
+`tensor_plan.py` reads plans, `facts.py` writes both into the graph, and `operations.py` makes data of its nodes. `degrees.py`
+and `state.py` are the amounts of one rank.
 """
 
 from graphpp.planner.cluster.capture_costs import capture_costs

@@ -47,7 +47,7 @@ from graphpp.planner.cluster.fake_calls import (
     sizes_of,
     twice,
 )  # fmt: skip
-from graphpp.planner.cluster.sizes import FREE_SIZES, VIEWS, regrouped, scaled_call
+from graphpp.planner.cluster.sizes import FREE_SIZES, VIEWS, moved, regrouped, scaled_call
 
 NOTHING: Mapping[fx.Node, Dims] = {}
 _FAR = 80  # operations between a size that is a plain number, and the operation that tells how it grows
@@ -246,7 +246,7 @@ class Growth:
         for each in free:
             shape, own = shape_of(each.meta["val"]), self.of[each]
             if name_of(each) in VIEWS:
-                yield from ((each, dims) for dims in _moved(shape, own))
+                yield from ((each, dims) for dims in moved(shape, own))
                 continue
             at = [index for index, size in enumerate(shape) if size in sizes and not own[index]]
             for count in (1, 2):
@@ -296,10 +296,3 @@ class Growth:
 
 class _UnfitError(Exception):
     """Operands do not fit each other."""
-
-
-def _moved(shape: tuple[int, ...], own: Dims) -> Iterator[Dims]:
-    """The other dimensions of a view that may be the sharded part of one that was split: the next ones."""
-    for at, power in enumerate(own[:-1]):
-        if power and not own[at + 1] and shape[at + 1] > 1:
-            yield (*own[:at], 0, power, *own[at + 2 :])

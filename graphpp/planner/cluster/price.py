@@ -20,38 +20,18 @@ from graphpp.devices import Machines
 from graphpp.errors import ScheduleError
 from graphpp.options.memory import Memory
 from graphpp.planner.cluster.cost_data import PHASES, CostData, SegmentKind, Variant
-from graphpp.planner.cluster.operations import Operation, Size
+from graphpp.planner.cluster.degrees import Degrees
+from graphpp.planner.cluster.operations import Operation
+from graphpp.planner.cluster.state import state_of_segments
 from graphpp.planner.segments import Segments
 from graphpp.runtime.program import Phase
 from graphpp.schedules.table.actions import Kind
 from graphpp.schedules.table.costs import Costs, StageCosts
-from graphpp.schedules.table.state_bytes import StateBytes
 
 _RECOMPUTE = Accepted(
     'None, "selective", "full", or a fraction above 0 and up to 1',
     lambda value: value in (None, "selective", "full") or (NUMBER.accepts(value) and 0 < value <= 1),  # type: ignore[operator]
 )
-
-
-@dataclass(frozen=True)
-class Degrees:
-    """`factor`: rows of a microbatch, as a multiple of the captured ones; ranks of tensor, expert and context parallelism."""
-
-    factor: float
-    tp: int = 1
-    ep: int = 1
-    cp: int = 1
-    sequence: bool = True
-
-    def amount(self, size: Size, whole: bool = False) -> float:
-        """The bytes or FLOPs of one rank; `whole`: of all ranks of tensor parallelism together."""
-        total = 0.0
-        for rows, sharded, experts, captured in size:
-            ranks = self.tp**sharded * self.ep**experts
-            if rows:
-                ranks *= self.cp * (self.tp if self.sequence and not sharded and not whole else 1)
-            total += captured * self.factor**rows / ranks
-        return total
 
 
 @dataclass(frozen=True)
@@ -109,7 +89,7 @@ def priced(  # noqa: PLR0913 - the degrees of a plan
     stride = stage_stride or tp * cp
     on, back = (tuple(round(degrees.amount(size)) for size in sizes) for sizes in (costs.forward, costs.backward))
     ahead, behind = (tuple(machines.send(nbytes, stride) for nbytes in sizes) for sizes in (on, back))
-    state, experts = _state(costs, degrees, Memory(optimizer=optimizer), shards)
+    state, experts = state_of_segments(costs, degrees, Memory(optimizer=optimizer), shards)
     segments = Segments(costs.starts, Costs(tuple(stage for stage, _ in each), ahead, behind), state)
     return PricedModel(segments, experts, on, back, _flops(costs, degrees.factor), tuple(found for _, found in each))
 
@@ -261,46 +241,3 @@ def _in_proportion(
         peak_bytes=peaks,
     )
     return mixed, tuple(mean([found[phase] for _, found in each]) for phase in range(len(PHASES)))
-
-
-# -------------------------------------------------------------------------------------------- state
-
-_MASTER = 4  # bytes of an element of a shard, of a gradient's sum, and of the optimizer's values: float32
-
-
-def _state(
-    costs: CostData, degrees: Degrees, memory: Memory, shards: int | None
-) -> tuple[tuple[StateBytes, ...], tuple[bool, ...]]:
-    """The state by segments, and whether each piece is of experts."""
-    elements: dict[_Key, int] = {}
-    for each in costs.parameters:
-        key = _Key(each.readers, each.makers, each.expert, each.itemsize)
-        ranks = (degrees.tp if each.sharded else 1) * (degrees.ep if each.expert else 1)
-        elements[key] = elements.get(key, 0) + -(-each.elements // ranks)
-    state = [_piece(key, count, memory, degrees, shards) for key, count in elements.items()]
-    state += [StateBytes(readers, buffers=nbytes) for nbytes, readers in costs.buffers]
-    return tuple(state), (*(key.expert for key in elements), *[False] * len(costs.buffers))
-
-
-@dataclass(frozen=True)
-class _Key:
-    readers: tuple[int, ...]
-    makers: tuple[int, ...]
-    expert: bool
-    itemsize: int
-
-
-def _piece(key: _Key, elements: int, memory: Memory, degrees: Degrees, shards: int | None) -> StateBytes:
-    own = max(1, shards // degrees.ep) if shards is not None and key.expert else None
-    trained: Mapping[str, int] = (
-        {
-            "sums": elements * _MASTER,
-            "optimizer": memory.optimizer_bytes(elements, _MASTER),
-            "row_sums": elements * _MASTER,
-            "sent": elements * _MASTER,
-        }
-        if key.makers
-        else {"row_sums": 0, "sent": 0}
-    )
-    return StateBytes(key.readers, key.makers, weights=elements * key.itemsize, rows=elements * _MASTER, shards=own, **trained)
-

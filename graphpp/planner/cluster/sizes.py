@@ -6,7 +6,7 @@ Contract: `scaled_call` gives the arguments of a call on larger operands; `regro
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from math import prod
 from typing import Any
 
@@ -52,6 +52,13 @@ def _place(outer: int, after: Sequence[int], single: bool) -> int:
             return at
         seen *= size
     return max(len(after) - 1, 0)
+
+
+def moved(shape: Sequence[int], own: Dims) -> Iterator[Dims]:
+    """The other dimensions of a view that may be the sharded part of one that was split: the next ones."""
+    for at, power in enumerate(own[:-1]):
+        if power and not own[at + 1] and shape[at + 1] > 1:
+            yield (*own[:at], 0, power, *own[at + 2 :])
 
 
 def scaled_call(

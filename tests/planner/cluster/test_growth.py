@@ -15,9 +15,9 @@ from graphpp.capture.trace import capture
 from graphpp.errors import CaptureError
 from graphpp.passes.graph.joint_graph import JointGraph
 from graphpp.passes.lower import assigned
+from graphpp.planner.cluster.degrees import Degrees
 from graphpp.planner.cluster.facts import note_facts
 from graphpp.planner.cluster.operations import size_of
-from graphpp.planner.cluster.price import Degrees
 from graphpp.planner.cluster.tensor_plan import ShardedParameters
 from tests import models, tensor_parallel
 

@@ -18,8 +18,8 @@ from graphpp.passes.graph.collectives import is_collective
 from graphpp.passes.graph.joint_graph import JointGraph
 from graphpp.passes.graph.op_costs import flops, nbytes
 from graphpp.passes.lower import assigned
+from graphpp.planner.cluster.degrees import Degrees
 from graphpp.planner.cluster.facts import note_facts
-from graphpp.planner.cluster.price import Degrees
 from graphpp.planner.cluster.tensor_plan import Plan, ShardedParameters
 from tests import models, tensor_parallel
 from tests.planner.plan_table import fake_ranks

@@ -1,0 +1,55 @@
+"""The state of a model by segments: parameters, gradients, optimizer, buffers.
+
+Contract: elements are those of one rank after tensor and expert parallelism, before shards. Whole parameters have the dtype of
+the graph; sums of gradients, shards and the optimizer's values are in float32, as in mixed-precision training.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from graphpp.options.memory import Memory
+from graphpp.planner.cluster.cost_data import CostData
+from graphpp.planner.cluster.degrees import Degrees
+from graphpp.schedules.table.state_bytes import StateBytes
+
+_MASTER = 4  # bytes of an element of a shard, of a gradient's sum, and of the optimizer's values: float32
+
+
+def state_of_segments(
+    costs: CostData, degrees: Degrees, memory: Memory, shards: int | None
+) -> tuple[tuple[StateBytes, ...], tuple[bool, ...]]:
+    """The state of one rank by segments, and for each piece whether it is of experts."""
+    elements: dict[_Key, int] = {}
+    for each in costs.parameters:
+        key = _Key(each.readers, each.makers, each.expert, each.itemsize)
+        ranks = (degrees.tp if each.sharded else 1) * (degrees.ep if each.expert else 1)
+        elements[key] = elements.get(key, 0) + -(-each.elements // ranks)
+    state = [_piece(key, count, memory, degrees, shards) for key, count in elements.items()]
+    state += [StateBytes(readers, buffers=nbytes) for nbytes, readers in costs.buffers]
+    return tuple(state), (*(key.expert for key in elements), *[False] * len(costs.buffers))
+
+
+@dataclass(frozen=True)
+class _Key:
+    readers: tuple[int, ...]
+    makers: tuple[int, ...]
+    expert: bool
+    itemsize: int
+
+
+def _piece(key: _Key, elements: int, memory: Memory, degrees: Degrees, shards: int | None) -> StateBytes:
+    own = max(1, shards // degrees.ep) if shards is not None and key.expert else None
+    trained: Mapping[str, int] = (
+        {
+            "sums": elements * _MASTER,
+            "optimizer": memory.optimizer_bytes(elements, _MASTER),
+            "row_sums": elements * _MASTER,
+            "sent": elements * _MASTER,
+        }
+        if key.makers
+        else {"row_sums": 0, "sent": 0}
+    )
+    return StateBytes(key.readers, key.makers, weights=elements * key.itemsize, rows=elements * _MASTER, shards=own, **trained)
+
