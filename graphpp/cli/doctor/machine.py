@@ -24,7 +24,7 @@ import torch.distributed as dist
 from graphpp.backends.processor import processor_name
 
 SUPPORTED = (2, 11), (2, 16)  # of torch, the second one excluded; `pyproject.toml` says the same
-REQUIRED = ("filelock", "networkx", "numpy", "rich", "safetensors", "typer")
+REQUIRED = ("filelock", "jinja2", "networkx", "numpy", "rich", "safetensors", "typer")
 OPTIONAL = ("triton", "transformers", "torchdata")
 _PROBE = "#include <Python.h>\n#include <omp.h>\n#include <vector>\nint probe() { return omp_get_max_threads(); }\n"
 _SECONDS = 60.0  # for the compiler

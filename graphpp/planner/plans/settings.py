@@ -40,7 +40,7 @@ class ScheduleChoice:
 
 @dataclass(frozen=True)
 class Setting:
-    """All that the search chooses. `rows`: of a microbatch; `keep`: as `graphpp.Parallel(keep=)`; `recompute`: of all stages."""
+    """The choices of a search. `rows`: of a microbatch; `keep`: as `graphpp.Parallel(keep=)`; `recompute`: of each stage."""
 
     shape: MeshShape
     rows: int
