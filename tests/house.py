@@ -80,6 +80,14 @@ MAY_IMPORT: Mapping[str, tuple[str, ...]] = {
         "graphpp.runtime",
         "graphpp.schedules",
     ),
+    "graphpp.planner.plans": (
+        "graphpp.options",
+        "graphpp.batch",
+        "graphpp.devices",
+        "graphpp.planner",
+        "graphpp.report",
+        "graphpp.schedules",
+    ),
     "graphpp.planner.cluster": (  # fake tensors say how values grow
         "graphpp._torch.aot",
         "graphpp._torch.symbols",

@@ -6,16 +6,18 @@ nothing runs on real data. Attention is captured as the fused kernel of the CPU,
 
 from __future__ import annotations
 
+import gc
 from typing import Any
 
 import torch
 from torch import nn
 
 from graphpp.arguments import MAPPING, checked, one_of, or_none
-from graphpp.batch.microbatch import Microbatch, tensors_by_path
+from graphpp.batch.microbatch import Microbatch, tensors_by_path, with_tensors
 from graphpp.capture.loss import LossFunction
 from graphpp.capture.trace import capture
 from graphpp.errors import CaptureError
+from graphpp.passes.graph.joint_graph import JointGraph
 from graphpp.planner.cluster.from_graph import model_costs
 from graphpp.planner.cluster.model_costs import ModelCosts
 from graphpp.planner.cluster.tensor_plan import Plan
@@ -49,17 +51,36 @@ def capture_costs(
     rows = next((tensor.shape[0] for tensor in tensors_by_path(example).values() if tensor.dim()), None)
     if rows is None:
         raise CaptureError("example: no tensor has a first dimension, the rows of the microbatch")
-    captured = capture(model, loss, example, torch.device("cpu"), param_dtype=param_dtype)
-    calls = module_calls(captured.joint)
-    return model_costs(
-        captured.joint,
-        calls,
+
+
+    def captured(example: Microbatch) -> JointGraph:
+        return capture(model, loss, example, torch.device("cpu"), param_dtype=param_dtype).joint
+
+    joint = captured(example)
+    costs = model_costs(
+        joint,
+        module_calls(joint),
         rows=int(rows),
         tensor_plan=_own(model, "tp_plan") if tensor_plan is None else tensor_plan,
         expert_plan=_own(model, "ep_plan") if expert_plan is None else expert_plan,
         inside=inside,
         device_type=device_type,
+        second=lambda: captured(_twice(example, int(rows))),
     )
+    del joint
+    gc.collect()  # nodes of graphs point at each other: a later search is not to wait for their collection
+    return costs
+
+
+def _twice(example: Microbatch, rows: int) -> Microbatch:
+    """An example of twice as many rows, without data."""
+
+    def larger(each: torch.Tensor) -> torch.Tensor:
+        if not each.dim() or each.shape[0] != rows:
+            return each
+        return torch.empty((2 * rows, *each.shape[1:]), dtype=each.dtype, device="meta")
+
+    return with_tensors(example, [larger(each) for each in tensors_by_path(example).values()])
 
 
 def _own(model: nn.Module, name: str) -> Any:

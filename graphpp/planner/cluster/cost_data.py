@@ -6,6 +6,7 @@ A segment lies between neighbouring places at which a stage may start; equal seg
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -80,6 +81,14 @@ class CostData:
     def elements(self) -> int:
         """The elements of all parameters."""
         return sum(each.elements for each in self.parameters)
+
+    @property
+    def dtype(self) -> str:
+        """The dtype of most elements of the parameters."""
+        elements = Counter[str]()
+        for each in self.parameters:
+            elements[each.dtype] += each.elements
+        return max(elements, key=elements.__getitem__, default="float32")
 
     @property
     def expert_elements(self) -> int:

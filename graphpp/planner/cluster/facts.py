@@ -14,7 +14,7 @@ on are exchanged twice in the forward and twice in the backward, and only parame
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from math import prod
 
 import torch
@@ -23,19 +23,26 @@ from torch import fx
 from graphpp._torch.symbols import hint
 from graphpp.errors import CaptureError
 from graphpp.passes.graph.aliases import shares_memory
-from graphpp.passes.graph.joint_graph import JointGraph
+from graphpp.passes.graph.joint_graph import JointGraph, describe_node
 from graphpp.passes.graph.op_costs import flops
-from graphpp.planner.cluster.fake_calls import nothing_of
+from graphpp.planner.cluster.fake_calls import name_of, nothing_of, powers_of
 from graphpp.planner.cluster.growth import Growth
 from graphpp.planner.cluster.operations import ATTENTION, ATTENTION_BACKWARD, packet_of, size_of
+from graphpp.planner.cluster.sizes import FREE_SIZES, VIEWS
 from graphpp.planner.cluster.tensor_plan import ShardedParameters
 from graphpp.runtime import program
 
+Second = Callable[[], JointGraph]
+"""The graph of the same model for twice as many rows, whose nodes have stages."""
 
-def note_facts(joint: JointGraph, rows: int, sharded: ShardedParameters, *, merged: bool = True) -> None:
+
+def note_facts(
+    joint: JointGraph, rows: int, sharded: ShardedParameters, *, merged: bool = True, second: Second | None = None
+) -> None:
     """Write the facts into the metas of all nodes, in place.
 
     `merged`: gradients that are only added are reduced once, as their sum; torch's `parallelize_module` reduces each by itself.
+    `second`: called where the graph alone does not tell how sizes depend on rows.
     """
     inputs = joint.inputs()
     batch = {node: (1, *[0] * (node.meta["val"].dim() - 1)) for role, node in inputs.items() if _is_batch(role, node, rows)}
@@ -45,6 +52,8 @@ def note_facts(joint: JointGraph, rows: int, sharded: ShardedParameters, *, merg
     cut = {parameters[fqn]: _one(node_dims(parameters[fqn]), dim) for fqn, dim in sharded.dims.items() if fqn in parameters}
     gathered = _products_of(joint, {parameters[fqn] for fqn in sharded.gathered if fqn in parameters})
     by_rows = Growth(joint, batch)
+    if by_rows.doubtful:
+        by_rows = Growth(joint, batch, known=_compared(joint, second, by_rows.doubtful[0]))
     by_ranks = Growth(joint, cut, sharded=True, gathered=gathered) if cut else None
     for node in joint.graph.nodes:
         if node.op != "output":
@@ -63,6 +72,22 @@ def note_facts(joint: JointGraph, rows: int, sharded: ShardedParameters, *, merg
     for node, found in exchanges.items():
         node.meta["exchanges"] = tuple(_exchange(kind, each) for kind, each in found)
     _note_context(joint)
+
+
+def _compared(joint: JointGraph, second: Second | None, doubtful: fx.Node) -> dict[fx.Node, tuple[int, ...]]:
+    """The growth of values that are made of plain numbers, from a second graph for twice as many rows."""
+    place = f"cluster costs: the size of the values that {doubtful.target} at {describe_node(doubtful)} writes"
+    if second is None:
+        raise CaptureError(f"{place} is a number that may depend on the rows: give second=, for twice as many rows")
+    own, others = list(joint.graph.nodes), list(second().graph.nodes)
+    pairs = list(zip(own, others, strict=False))
+    alike = len(own) == len(others) and all(one.target == other.target for one, other in pairs if one.op == "call_function")
+    if not alike:
+        raise CaptureError(f"{place} depends on the rows, and so do the operations: take an example with more rows")
+    numbers = (*FREE_SIZES, *VIEWS, "expand")
+    made = [(one, other) for one, other in pairs if one.op == "call_function" and name_of(one) in numbers]
+    tensors = [(one, other) for one, other in made if isinstance(one.meta["val"], torch.Tensor)]
+    return {one: powers_of(one.meta["val"], other.meta["val"]) for one, other in tensors}
 
 
 def node_dims(node: fx.Node) -> int:

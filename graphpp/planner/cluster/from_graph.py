@@ -10,7 +10,7 @@ Contract
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from torch import fx
@@ -47,11 +47,13 @@ def model_costs(
     expert_plan: Plan | None = None,
     inside: bool = False,
     device_type: str = "cuda",
+    second: Callable[[], JointGraph] | None = None,
 ) -> ModelCosts:
     """The costs of a captured model. `rows`: those of the captured example.
 
     `inside`: also places between the modules that a layer calls; bytes are an upper bound then, for values that two segments of
-    a stage save count twice. `device_type`: the device whose launches and memory decide what is recomputed for free. Changes
+    a stage save count twice. `device_type`: the device whose launches and memory decide what is recomputed for free. `second`:
+    captures the model for twice as many rows; called where the graph alone does not tell how sizes depend on rows. Changes
     `joint`. Raises `CaptureError`, `GraphPPError`.
     """
     if not joint.training:
@@ -61,7 +63,7 @@ def model_costs(
     starts = places(joint, calls) if inside else _outside(joint, calls)
     with aot.quick():
         joint = assigned(joint, starts)
-        note_facts(joint, rows, sharded)
+        note_facts(joint, rows, sharded, second=None if second is None else lambda: assigned(second(), starts))
         staged = {each: _staged(joint, calls, len(starts), each, device_type) for each in RECOMPUTE}
         kinds = _Kinds()
         variants = {name: kinds.variant(*found) for name, found in staged.items()}

@@ -47,17 +47,21 @@ from graphpp.planner.cluster.fake_calls import (
     sizes_of,
     twice,
 )  # fmt: skip
-from graphpp.planner.cluster.sizes import FREE_SIZES, regrouped, scaled_call
+from graphpp.planner.cluster.sizes import FREE_SIZES, VIEWS, regrouped, scaled_call
 
 NOTHING: Mapping[fx.Node, Dims] = {}
 _FAR = 80  # operations between a size that is a plain number, and the operation that tells how it grows
 _SELECTING = ("select", "slice", "index", "gather", "zeros_like", "ones_like", "full_like", "empty_like", "argmax", "topk")
-_VIEWS = ("view", "_unsafe_view", "reshape")
+_WRITING = ("index_copy", "index_put", "_unsafe_index_put", "index_add", "scatter", "scatter_add", "scatter_reduce")
 _SHARED_ROWS = ("_softmax", "_log_softmax")  # of a sharded dimension: ranks exchange the maximum and the sum of each row
 
 
 class Growth:
-    """The growth of all values. `flops[node]`: the FLOPs at the sizes of the graph, and the power of the factor."""
+    """The growth of all values. `flops[node]`: the FLOPs at the sizes of the graph, and the power of the factor.
+
+    `known`: the growth of some values, from elsewhere. `doubtful`: forward operations that write growing values into a value
+    whose size is a plain number (slots of experts, say): the graph does not tell whether the number depends on the batch.
+    """
 
     def __init__(
         self,
@@ -66,14 +70,16 @@ class Growth:
         *,
         sharded: bool = False,
         gathered: Iterable[fx.Node] = (),
+        known: Mapping[fx.Node, Dims] = NOTHING,
     ) -> None:
         self.of: dict[fx.Node, Exponents] = {}
         self.flops: dict[fx.Node, tuple[float, int]] = {}
+        self.doubtful: list[fx.Node] = []
         self.collectives: dict[fx.Node, list[tuple[str, fx.Node]]] = defaultdict(list)
         self._sharded, self._gathered = sharded, set(gathered)
         self._order = [node for node in joint.graph.nodes if node.op != "output"]
         self._at = {node: index for index, node in enumerate(self._order)}
-        self._chosen: dict[fx.Node, Dims] = {}
+        self._chosen: dict[fx.Node, Dims] = dict(known)
         self._known: dict[Any, tuple[Exponents, float, int]] = {}
         self._mode = aot.fake_mode()
         self._base = {size for node, dims in inputs.items() for size, power in sizes_of(node.meta["val"], dims) if power}
@@ -144,7 +150,7 @@ class Growth:
         target, args = called(node)
         name = name_of(node)
         try:
-            if name in (*_VIEWS, "expand"):
+            if name in (*VIEWS, "expand"):
                 return self._resized(node, name, grown, twin), 0.0, 0
             if name in FREE_SIZES:
                 return (twin if twin is not None else nothing_of(node)), 0.0, 0
@@ -187,9 +193,11 @@ class Growth:
 
     def _note(self, node: fx.Node, grown: Mapping[fx.Node, Exponents], found: Exponents) -> None:
         """The exchange of a sharded value at an operation, if there is one."""
+        name = name_of(node)
         if not self._sharded:
+            if name in _WRITING and not grows(found) and not node.meta["backward"]:
+                self.doubtful.append(node)
             return
-        name = str(getattr(called(node)[0], "__name__", "")).partition(".")[0]
         first = found[0] if found and isinstance(found[0], tuple) else found
         lost = first is not None and not any(first) if name == "convolution_backward" else not grows(found)
         if name in _SHARED_ROWS and grown[node.all_input_nodes[0]][node.args[1]]:
@@ -228,7 +236,7 @@ class Growth:
                 continue
             seen.add(each)
             name = name_of(each)
-            sized = name in FREE_SIZES or name == "expand" or (self._sharded and name in _VIEWS)
+            sized = name in FREE_SIZES or name == "expand" or (self._sharded and name in VIEWS)
             if sized or not any(has_tensor(source) for source in each.all_input_nodes):
                 found.append(each)
             pending += each.all_input_nodes
@@ -237,7 +245,7 @@ class Growth:
     def _candidates(self, free: Sequence[fx.Node], sizes: set[int]) -> Iterator[tuple[fx.Node, Dims]]:
         for each in free:
             shape, own = shape_of(each.meta["val"]), self.of[each]
-            if name_of(each) in _VIEWS:
+            if name_of(each) in VIEWS:
                 yield from ((each, dims) for dims in _moved(shape, own))
                 continue
             at = [index for index, size in enumerate(shape) if size in sizes and not own[index]]

@@ -94,14 +94,15 @@ def priced(  # noqa: PLR0913 - the degrees of a plan
     """Price a microbatch of `rows` rows.
 
     `recompute`: a fraction is of the bytes saved without one, between the three kinds in proportion (an estimate). `dtype`: the
-    dtype whose peak matrix products have (None: that of the graph). `sequence`: with `tp`, work on tokens that the plan does
-    not shard divides by `tp`, too (sequence parallelism). `optimizer`: as `memory.optimizer`, for parameters in float32.
+    dtype in which matrix products of parameters run (None: that of the graph); bytes stay as they are. `sequence`: with `tp`,
+    work on tokens that the plan does not shard divides by `tp`, too (sequence parallelism); no attention does. `optimizer`: as
+    `memory.optimizer`, for parameters in float32.
     `stage_stride`: ranks between neighbouring stages (None: tp * cp). `shards`: ranks over which state will be sharded, of
     which experts have 1/ep. Raises `ScheduleError`.
     """
     _check_degrees(costs, tp, ep, cp)
     degrees = Degrees(rows / costs.rows, tp, ep, cp, sequence)
-    pricing = _Pricing(machines, degrees, dtype)
+    pricing = _Pricing(machines, degrees, {costs.dtype: dtype} if dtype is not None else {})
     mix = _mixed(costs, recompute, degrees)
     variants, shares = [costs.variants[name] for name, _ in mix], [share for _, share in mix]
     each = [pricing.segment([one.kinds[one.kind_of[at]] for one in variants], shares) for at in range(len(costs.starts))]
@@ -122,7 +123,7 @@ def _check_degrees(costs: CostData, tp: int, ep: int, cp: int) -> None:
         if ranks > 1 and not most:
             raise ScheduleError(f"{name}: the costs were made without {plan}= that shards parameters of the model: give one")
         if ranks > max(most, 1):
-            raise ScheduleError(f"{name}: take at most {most} ranks, got {ranks}: a dimension that {plan}= shards has size {most}")
+            raise ScheduleError(f"{name}: take at most {most} ranks, got {ranks}: {plan}= shards a dimension of size {most}")
 
 
 def _flops(costs: CostData, factor: float) -> float:
@@ -161,8 +162,8 @@ def _saved(variant: Variant, degrees: Degrees) -> float:
 class _Pricing:
     """The prices of operations and segments; each is found once."""
 
-    def __init__(self, machines: Machines, degrees: Degrees, dtype: str | None) -> None:
-        self._machines, self._degrees, self._dtype = machines, degrees, dtype
+    def __init__(self, machines: Machines, degrees: Degrees, dtypes: Mapping[str, str]) -> None:
+        self._machines, self._degrees, self._dtypes = machines, degrees, dtypes
         self._kinds: dict[int, tuple[StageCosts, tuple[float, ...]]] = {}
         self._mixes: dict[tuple[int, ...], tuple[StageCosts, tuple[float, ...]]] = {}
         self._operations: dict[Operation, float] = {}
@@ -209,8 +210,8 @@ class _Pricing:
         return device.launch + max(traffic, work / (self._peak(each) * self._share(each, work)) if work else 0.0)
 
     def _peak(self, each: Operation) -> float:
-        narrow = self._dtype is not None and each.kind == "product" and each.dtype in ("bfloat16", "float16")
-        return self._machines.device.peak(self._dtype if narrow and self._dtype is not None else each.dtype)
+        product = each.kind == "product"
+        return self._machines.device.peak(self._dtypes.get(each.dtype, each.dtype) if product else each.dtype)
 
     def _share(self, each: Operation, work: float) -> float:
         shares = self._machines.device.efficiency

@@ -1,7 +1,7 @@
 """The sizes that an operator takes as plain numbers, as they are where dimensions of its operands are twice as large.
 
 Contract: `scaled_call` gives the arguments of a call on larger operands; `regrouped` the growth of a reshaped value.
-`FREE_SIZES` are the operators whose result has sizes of which the operands say nothing.
+`FREE_SIZES` are the operators whose result has sizes of which the operands say nothing, `VIEWS` those that give a new shape.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ FREE_SIZES = (
     "new_zeros", "new_ones", "new_empty", "new_full", "new_empty_strided", "zeros", "ones", "empty", "full", "arange", "rand",
     "randn", "embedding_dense_backward", "scalar_tensor",
 )  # fmt: skip
+VIEWS = ("view", "_unsafe_view", "reshape")
 Args = list[Any]
 
 

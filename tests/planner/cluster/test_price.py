@@ -196,6 +196,15 @@ def test_degrees_that_a_model_cannot_have_are_refused(name: str, options: dict[s
         _costs(name).on(H100, **options)
 
 
+def test_products_of_parameters_run_in_another_dtype() -> None:
+    costs = _costs("llama")
+    assert costs.dtype == "float32"
+    fast = replace(FLAT, device=replace(FLAT.device, memory_bandwidth=1e18))  # arithmetic takes all of the time
+    whole, half = (costs.on(fast, rows=64, dtype=dtype).segments.costs.stages for dtype in (None, "bfloat16"))
+    assert sum(stage.forward for stage in half) < sum(stage.forward for stage in whole) / 5
+    assert [stage.saved_bytes for stage in half] == [stage.saved_bytes for stage in whole]
+
+
 def test_a_dtype_without_a_peak_is_refused() -> None:
     with pytest.raises(ScheduleError, match="A100 has peak"):
         _costs("mixtral").on(Machines(A100, 8), dtype="float8_e4m3fn")
