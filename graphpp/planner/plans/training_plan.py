@@ -17,6 +17,7 @@ from typing import Any
 from graphpp.errors import GraphPPError, ScheduleError
 from graphpp.planner.plans.mesh_shapes import MeshShape
 from graphpp.planner.plans.settings import ScheduleChoice, Setting
+from graphpp.report.page import Page, PlanEntry
 from graphpp.schedules.table.schedule import Schedule
 from graphpp.units import spell_bytes, spell_time
 
@@ -97,6 +98,18 @@ class TrainingPlan:
         """The most bytes at one time on any rank."""
         return max(self.peaks)
 
+    def entry(self, cap: int | None = None) -> PlanEntry:
+        """The plan as data of a report page; `cap`: the bytes that a rank may hold."""
+        held = ", ".join(f"{name} {spell_bytes(each)}" for name, each in self.memory.items() if each)
+        details = (
+            ("stages, schedule", f"{self.setting.stages}, {self.setting.schedule}"),
+            ("MFU", f"{self.mfu:.1%}"),
+            ("idle", f"{self.bubble:.1%}"),
+            ("memory", held),
+        )
+        fits = cap is None or self.peak <= cap
+        return PlanEntry(str(self.setting), self.step_seconds, self.peak, self.reason, fits, details)
+
     def table(self) -> Schedule:
         """The schedule of a pipeline."""
         return self.setting.schedule.table(self.setting.shape.pp, self.setting.microbatches)
@@ -158,6 +171,17 @@ class TrainingPlans:
 
     def __len__(self) -> int:
         return len(self.plans)
+
+    def to_html(self, cap: int | None = None) -> str:
+        """All plans as an HTML page of its own, time against bytes; `cap`: the bytes that a rank may hold, drawn as a line.
+
+        Write the text to a file with `encoding="utf-8"`.
+        """
+        from graphpp.report.page_html import page_html  # the template: loaded by the first page
+
+        known = (("machines", self.best.machines), ("best", str(self.best.setting))) if self.plans else ()
+        facts = (*known, ("settings considered", f"{self.considered:,}"))
+        return page_html(Page(title="Plans", facts=facts, plans=tuple(each.entry(cap) for each in self.plans), cap=cap))
 
     def to_json(self) -> str:
         """All plans as JSON text."""
