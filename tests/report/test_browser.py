@@ -17,7 +17,7 @@ import pytest
 from graphpp.report.page import Page
 from graphpp.report.page_html import write_page
 from graphpp.report.timeline_view import TimelineView
-from tests.report.samples import MIB, NASTY, big_timeline, full_page, memory
+from tests.report.samples import MIB, NASTY, big_timeline, full_page, memory, timeline
 
 playwright = pytest.importorskip("playwright.sync_api", reason="playwright drives the browser")
 BROWSER = next((path for path in map(shutil.which, ("chromium", "chromium-browser", "google-chrome")) if path), None)
@@ -258,6 +258,16 @@ def test_the_memory_of_a_moment_adds_up(shown: Shown) -> None:
     assert sizes.pop("together") == pytest.approx(sum(sizes.values()), abs=0.3)
 
 
+def test_a_cap_far_above_leaves_the_bars_their_height(context: Any, tmp_path: Path) -> None:
+    step = timeline("1F1B", 2, 2, 4)
+    for number, (cap, far) in enumerate([(300 * MIB, False), (80_000 * MIB, True)]):
+        shown = Shown(context, write_page(Page(memory=memory(step, [cap] * 2)), tmp_path / f"{number}.html"))
+        assert shown.page.locator("#memory-far").is_visible() == far
+        assert shown.page.evaluate("report.charts[0].chart.getOption().yAxis[0].max") <= 500 * MIB
+        assert shown.errors == []
+        shown.page.close()
+
+
 def test_texts_of_users_run_nothing(context: Any, tmp_path: Path) -> None:
     page = full_page(word=NASTY)
     shown = Shown(context, write_page(page, tmp_path / "page.html"))
@@ -280,8 +290,8 @@ def test_a_page_without_data_has_no_chart(context: Any, tmp_path: Path) -> None:
 def test_a_large_step_is_small_and_soon_painted(
     context: Any, tmp_path: Path, record_property: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    timeline = big_timeline()
-    page = Page(timelines=(TimelineView.of(timeline),), memory=memory(timeline, [700 * MIB] * 64))
+    step = big_timeline()
+    page = Page(timelines=(TimelineView.of(step),), memory=memory(step, [700 * MIB] * 64))
     path = write_page(page, tmp_path / "page.html")
     size = path.stat().st_size
     assert size < 5_000_000

@@ -20,8 +20,8 @@ def plans_html(plans: Sequence[TrainingPlan], considered: int, cap: int | None) 
     best = plans[0]
     facts = (
         ("machines", best.machines), ("best", str(best.setting)), ("step", spell_time(best.step_seconds, "s")),
-        ("tokens per second", f"{best.tokens_per_second:,.0f}"), ("MFU", f"{best.mfu:.1%}"), ("most bytes", spell_bytes(best.peak)),
-        ("settings considered", f"{considered:,}"),
+        ("tokens per second", f"{best.tokens_per_second:,.0f}"), ("MFU", f"{best.mfu:.1%}"),
+        ("most bytes", spell_bytes(best.peak)), ("settings considered", f"{considered:,}"),
     )  # fmt: skip
     notes = ("Seconds and bytes are predictions: nothing has run.",)
     return page_html(Page("Plans", facts, notes, plans=_entries(plans, cap), cap=cap))

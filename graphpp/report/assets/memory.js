@@ -78,6 +78,9 @@ report.memory.start = () => {
   const { peaks } = report.data.memory;
   const totals = peaks.map(each => each.reduce((sum, value) => sum + value, 0));
   report.memory.rank = totals.indexOf(Math.max(...totals));
+  const far = cap => cap !== null && cap > 4 * Math.max(...totals); // such a cap would press the bars onto the axis
+  document.getElementById("memory-far").hidden = !report.data.memory.caps.some(far);
+  report.data.memory.caps = report.data.memory.caps.map(cap => (far(cap) ? null : cap));
   const bars = report.draw("memory-peaks", 320, report.memory.peaks);
   const choice = document.getElementById("memory-rank");
   if (!choice) return;

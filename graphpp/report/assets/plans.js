@@ -6,14 +6,16 @@ report.plans.option = common => {
   const { plans, front, cap } = report.data;
   const slowest = Math.max(...plans.map(plan => plan.seconds));
   const axis = report.timeAxis(slowest, "s");
-  const sizes = [...plans.map(plan => plan.bytes), ...(cap === null ? [] : [cap])];
+  const largest = Math.max(...plans.map(plan => plan.bytes));
+  const near = cap !== null && cap <= 1.5 * largest; // a cap far above would press the plans onto the axis: the text has it
+  const sizes = [...plans.map(plan => plan.bytes), ...(near ? [cap] : [])];
   const point = at => ({ value: [plans[at].seconds, plans[at].bytes], name: plans[at].name, plan: at, symbolSize: at === report.plans.chosen ? 20 : 12 });
-  const group = (name, symbol, look, keep) => ({
-    name, type: "scatter", symbol, data: plans.map((_, at) => at).filter(keep).map(point), z: 4,
+  const group = (name, symbol, look, z, keep) => ({
+    name, type: "scatter", symbol, data: plans.map((_, at) => at).filter(keep).map(point), z,
     itemStyle: { color: report.colour(look), borderColor: report.colour("ink"), borderWidth: 1 },
   });
   const onFront = new Set(front);
-  const limit = cap === null ? {} : { markLine: {
+  const limit = !near ? {} : { markLine: {
     silent: true, symbol: "none", data: [{ yAxis: cap, name: "cap" }], lineStyle: { color: report.colour("cap"), type: "dashed", width: 2 },
     label: { formatter: `cap ${report.bytes(cap)}`, position: "insideEndTop", color: report.colour("ink") },
   } };
@@ -24,9 +26,9 @@ report.plans.option = common => {
     yAxis: report.bytesAxis(Math.max(...sizes), Math.min(...sizes) * 0.9),
     series: [
       { name: "front", type: "line", step: "end", silent: true, symbol: "none", data: front.map(at => [plans[at].seconds, plans[at].bytes]), lineStyle: { color: report.colour("faint"), width: 2 }, itemStyle: { color: report.colour("faint") }, ...limit },
-      group("on the front", "diamond", "F", at => onFront.has(at)),
-      group("fits", "circle", "B", at => !onFront.has(at) && plans[at].fits),
-      group("over the cap", "triangle", "cap", at => !onFront.has(at) && !plans[at].fits),
+      group("on the front", "diamond", "F", 5, at => onFront.has(at)),
+      group("fits", "circle", "B", 4, at => !onFront.has(at) && plans[at].fits),
+      group("over the cap", "triangle", "cap", 4, at => !onFront.has(at) && !plans[at].fits),
     ].filter(each => each.data.length),
   };
 };

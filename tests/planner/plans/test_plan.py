@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -141,6 +142,17 @@ def test_the_model_on_meta_is_captured_and_not_changed() -> None:
     found = graphpp.plan(model, loss, example(), machines="2xA100", batch=4, work=500)
     assert found.best.machines == "2xA100"
     assert before == {fqn: id(each) for fqn, each in model.named_parameters()}
+
+
+def test_the_page_has_every_plan_and_the_cap() -> None:
+    free = plans()
+    cap = sorted(each.peak for each in free)[len(free) // 2]
+    found = plans(memory_cap=cap)
+    text = found.to_html()
+    data = json.loads(text.split('id="data">')[1].split("</script>")[0])
+    assert [each["seconds"] for each in data["plans"]] == [each.step_seconds for each in found]
+    assert [each["fits"] for each in data["plans"]] == [each.peak <= cap for each in found]
+    assert data["cap"] == cap and found.plans[-1].reason in text
 
 
 def test_json_keeps_everything(tmp_path: Path) -> None:
