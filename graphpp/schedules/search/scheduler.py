@@ -31,7 +31,6 @@ from graphpp.schedules.search.arguments import (
     one_by_one,
     placements,
     too_tight,
-    working_bytes,
 )
 from graphpp.schedules.search.convert_tables import candidate_of, schedule_of
 from graphpp.schedules.search.evaluate_order import Candidate, EvaluatedOrder, evaluate_order
@@ -88,8 +87,7 @@ def schedule_auto(
         raise too_tight(costs, homes, caps)
     starts: list[Found] = []
     for home in homes:
-        room = [cap - taken for cap, taken in zip(caps, working_bytes(costs, home, ranks), strict=True)]
-        problem = Problem.of(costs, home, microbatches, room)
+        problem = Problem.of(costs, home, microbatches, caps)
         alike = [table for table in tables if table.rank_of_stage == home]
         starts += [(problem, solution) for solution in _starts(problem, alike, random)]
     for found in _improved(starts, effort, random):
@@ -148,6 +146,7 @@ def _wholes(problem: Problem) -> list[bytearray]:
     stages = range(problem.stages)
     choices = {tuple(problem.kept[stage] > problem.saved[stage] for stage in stages)}
     choices.add(tuple(problem.prefers_whole(stage) for stage in stages))
+    choices.add(tuple(map(problem.needs_less_whole, stages)))
     return [bytearray(flag for flag in choice for _ in range(problem.microbatches)) for choice in sorted(choices)]
 
 
