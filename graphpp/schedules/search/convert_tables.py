@@ -1,7 +1,7 @@
 """Convert between tables of actions and the numbered operations of the search.
 
-Contract: `candidate_of` takes a complete compute-only table, `schedule_of` returns one. Operations are numbered as in
-`problem.py`.
+Contract: `rows_of` and `candidate_of` take a complete compute-only table, whose overlaps are of one forward and one backward;
+`schedule_of` returns such a table. Operations are numbered as in `problem.py`.
 """
 
 from __future__ import annotations
@@ -14,27 +14,37 @@ from graphpp.schedules.table.actions import Action, Kind
 from graphpp.schedules.table.schedule import Row, Schedule
 
 _KINDS = (Kind.F, Kind.I, Kind.W)
+_NUMBERS = {Kind.F: 0, Kind.I: 1, Kind.B: 1, Kind.W: 2}
+
+
+def rows_of(problem: Problem, schedule: Schedule) -> tuple[Candidate, list[list[int]]]:
+    """All operations of each rank in the order of a table, and which of its backwards are whole or run beside a forward."""
+    rows: list[list[int]] = []
+    whole, beside = bytearray(problem.count), bytearray(problem.count)
+    for row in schedule.table:
+        rows.append([])
+        for action in (action for action in row if action):
+            for leaf in sorted(action.leaves, key=_backward_first):
+                assert leaf.microbatch is not None
+                x = leaf.stage * problem.microbatches + leaf.microbatch
+                rows[-1].append(_NUMBERS[leaf.kind] * problem.count + x)
+                if leaf.kind in (Kind.B, Kind.I):
+                    whole[x], beside[x] = leaf.kind is Kind.B, bool(action.parts)
+    return Candidate(rows, whole, [1.0] * problem.ranks, beside if any(beside) else bytearray()), rows
 
 
 def candidate_of(problem: Problem, schedule: Schedule) -> Candidate:
     """The order of a table's forwards and backwards; a whole backward stays whole where that saves time or bytes."""
-    count = problem.count
-    orders: list[list[int]] = []
-    whole, beside = bytearray(count), bytearray(count if problem.beside else 0)
-    for row in schedule.table:
-        orders.append([])
-        for action in (action for action in row if action):
-            paired = {leaf.kind for leaf in action.leaves} in ({Kind.F, Kind.B}, {Kind.F, Kind.I}) and len(action.leaves) == 2
-            for leaf in sorted(action.leaves, key=lambda leaf: leaf.kind is Kind.F):  # of a pair the backward stands first
-                assert leaf.microbatch is not None
-                op = leaf.stage * problem.microbatches + leaf.microbatch
-                if leaf.kind in (Kind.B, Kind.I):
-                    whole[op] = leaf.kind is Kind.B and problem.prefers_whole(leaf.stage)
-                    if problem.beside:
-                        beside[op] = paired
-                if leaf.kind is not Kind.W:
-                    orders[-1].append(op if leaf.kind is Kind.F else count + op)
-    return Candidate(orders, whole, [1.0] * problem.ranks, beside)
+    given, rows = rows_of(problem, schedule)
+    whole = bytearray(
+        flag and problem.prefers_whole(x // problem.microbatches) for x, flag in enumerate(given.whole)
+    )
+    orders = [[op for op in row if op < 2 * problem.count] for row in rows]
+    return Candidate(orders, whole, given.patience, given.beside if problem.pairs else bytearray())
+
+
+def _backward_first(leaf: Action) -> bool:
+    return leaf.kind is Kind.F
 
 
 def schedule_of(problem: Problem, solution: EvaluatedOrder, name: str, *, join: bool) -> Schedule:

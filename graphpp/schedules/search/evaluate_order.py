@@ -11,6 +11,7 @@ A weight gradient runs where its rank would wait long enough, where a forward ne
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from math import inf
@@ -52,7 +53,7 @@ class EvaluatedOrder:
     value: float
 
 
-def busy_times(problem: Problem, candidate: Candidate) -> list[float]:
+def busy_times(problem: Problem, candidate: Candidate, orders: Sequence[Sequence[int]]) -> list[float]:
     """The time for which each rank computes, and is occupied by messages."""
     total = [0.0] * problem.ranks
     for stage in range(problem.stages):
@@ -64,7 +65,7 @@ def busy_times(problem: Problem, candidate: Candidate) -> list[float]:
             problem.microbatches * forward + whole * problem.whole[stage] + split * (inputs + weights)
         )
     if candidate.beside:
-        for rank, order in enumerate(candidate.orders):
+        for rank, order in enumerate(orders):
             for op, following in pairwise(order):
                 if candidate.mate(op, following):
                     alone = operation_time(problem, candidate, op) + problem.took[following]
@@ -94,7 +95,7 @@ def evaluate_order(problem: Problem, candidate: Candidate, limit: float = inf) -
     at, free, live, done = [0] * ranks, [0.0] * ranks, [0] * ranks, [0] * ranks
     pending: list[list[int]] = [[] for _ in range(ranks)]
     rows: list[list[int]] = [[] for _ in range(ranks)]
-    least = busy_times(problem, candidate)
+    least = busy_times(problem, candidate, orders)
     mean, most = sum(least) / ranks, max(least)
     waiting: dict[int, int] = {}
     todo = list(range(ranks))

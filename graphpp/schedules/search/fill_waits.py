@@ -43,7 +43,7 @@ class _Ranks:
         self.at, self.free = [0] * problem.ranks, [0.0] * problem.ranks
         self.base, self.live = [0] * problem.ranks, [0] * problem.ranks
         self.weights: list[list[int]] = [[] for _ in range(problem.ranks)]
-        self.beside = bytearray(problem.count if problem.beside else 0)
+        self.beside = bytearray(problem.count if problem.pairs else 0)
         self.events = [(0.0, rank) for rank in range(problem.ranks)]
 
     def act(self, rank: int, now: float) -> None:
@@ -61,7 +61,7 @@ class _Ranks:
                 heapq.heappush(self.events, (there, rank))
         elif self._fits(rank, order[place]):
             order.insert(at, order.pop(place))
-            mate = self._mate(rank, now) if problem.beside else None
+            mate = self._mate(rank, now) if problem.pairs else None
             if mate is None:
                 self._run(rank, order[at : at + 1], now + self._time(order[at]))
             else:

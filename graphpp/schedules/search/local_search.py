@@ -53,7 +53,7 @@ class _Moves:
             return self._patience(solution.candidate)
         if luck < 0.2 and self.flips:
             return self._flip(solution.candidate)
-        if luck < 0.35 and self.problem.beside:
+        if luck < 0.35 and self.problem.pairs:
             return self._pair(solution.candidate)
         return self._shift(solution)
 

@@ -12,15 +12,14 @@ Contract
 The runner's overhead and messages that occupy ranks are part of an operation's time here. `simulate`, which compares the
 few best tables at the end, places them exactly.
 
-Where `beside` is not empty, a forward and a backward of one rank may run together, as one OVERLAP_F_B. `beside[b, f]` has the time
-of the backward of stage b with the forward of stage f, with a split and with a whole backward.
+A forward and a backward of one rank may run together, as one OVERLAP_F_B; `beside[b, f]` has the times of the backward of stage b
+with the forward of stage f. The search makes pairs if `pairs`, that is if they take less time than their parts.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import product
 from typing import NamedTuple
 
 from graphpp.schedules.table.actions import Kind
@@ -69,6 +68,8 @@ class Problem:
     overlap: float
     """The time of a pair as a share of the sum of its parts' times; 1: there are no pairs."""
     overhead: float
+    blocking: bool
+    """Messages occupy ranks, so the times are estimates."""
     beside: Mapping[tuple[int, int], Pair]
 
     @classmethod
@@ -96,10 +97,16 @@ class Problem:
             tuple(cap),
             stages * microbatches,
             unit,
-            min(1.0, costs.overlap),
+            costs.overlap,
             costs.overhead / unit,
-            _beside(costs, homes, times, unit) if costs.overlap < 1 else {},
+            costs.blocking,
+            _beside(costs, homes, times, unit),
         )
+
+    @property
+    def pairs(self) -> bool:
+        """True if an operation takes less time beside another one."""
+        return self.overlap < 1
 
     def on(self, rank: int) -> list[int]:
         """The stages of a rank, ascending."""
@@ -114,7 +121,7 @@ class Problem:
         """The least time for which a microbatch occupies a stage's rank."""
         forward, inputs, weights = self.stage_times(stage)
         apart = forward + min(inputs + weights, self.whole[stage])
-        if not self.beside:
+        if not self.pairs:
             return apart
         # A pair has one overhead, and each of its parts' times has one.
         share, once = self.overlap, self.overhead * max(0.0, 2 * self.overlap - 1)
@@ -127,7 +134,8 @@ class Problem:
     def prefers_whole(self, stage: int) -> bool:
         """True if a whole backward has an advantage: less time, or fewer bytes."""
         _, inputs, weights = self.stage_times(stage)
-        return bool(self.beside) or self.whole[stage] < inputs + weights - 1e-9 or self.kept[stage] > self.saved[stage]
+        faster = self.whole[stage] < inputs + weights - 1e-9
+        return self.pairs or faster or self.kept[stage] > self.saved[stage] or self.needs_less_whole(stage)
 
     def needs_less_whole(self, stage: int) -> bool:
         """True if a whole backward runs within fewer bytes than an I and its W."""
@@ -136,7 +144,7 @@ class Problem:
 
     def bound(self) -> float:
         """A lower bound of the makespan: a rank's work after its first input, or the whole path of one microbatch."""
-        start, way, share = 0.0, 0.0, self.overlap
+        start, way, share = 0.0, 0.0, min(1.0, self.overlap)
         heads: dict[int, float] = {}
         for stage in range(self.stages):
             at = stage * self.microbatches
@@ -169,14 +177,13 @@ def _beside(
     costs: Costs, home: Sequence[int], times: Sequence[Sequence[float]], unit: float
 ) -> dict[tuple[int, int], Pair]:
     """What the pairs of each rank take; `times`: by `_times`, in shares of `unit`."""
-    found = {}
-    for b, f in product(range(len(home)), range(len(home))):
-        if home[b] == home[f]:
-            forward, inputs, whole = costs.stages[f].forward, costs.stages[b].input_grad, costs.stages[b].of(Kind.B)
-            # Messages that occupy the rank, and one overhead, are not shared.
-            apart = times[0][f] * unit - forward + times[1][b] * unit - inputs - costs.overhead
-            split, together = (costs.overlap * (forward + backward) + apart for backward in (inputs, whole))
-            found[b, f] = Pair(split / unit, together / unit)
+    found, stages = {}, range(len(home))
+    for b, f in ((b, f) for b in stages for f in stages if home[b] == home[f]):
+        forward, inputs, whole = costs.stages[f].forward, costs.stages[b].input_grad, costs.stages[b].of(Kind.B)
+        # Messages that occupy the rank, and one overhead, are not shared.
+        apart = times[0][f] * unit - forward + times[1][b] * unit - inputs - costs.overhead
+        split, together = (costs.overlap * (forward + backward) + apart for backward in (inputs, whole))
+        found[b, f] = Pair(split / unit, together / unit)
     return found
 
 
