@@ -86,7 +86,7 @@ def pair_time(problem: Problem, candidate: Candidate, backward: int, forward: in
     return pair.whole if candidate.whole[x] else pair.split
 
 
-def evaluate_order(problem: Problem, candidate: Candidate, limit: float = inf) -> EvaluatedOrder | None:  # noqa: C901, PLR0912, PLR0915
+def evaluate_order(problem: Problem, candidate: Candidate, limit: float = inf) -> EvaluatedOrder | None:  # noqa: C901, PLR0911, PLR0912, PLR0915
     """Walk all rows in one pass, each as far as its inputs are there. One long loop: the search spends its time here."""
     took, reads, lag, count, ranks = problem.took, problem.reads, problem.lag, problem.count, problem.ranks
     per_stage, saved, kept, needs = problem.microbatches, problem.saved, problem.kept, problem.needs

@@ -11,7 +11,6 @@ The times equal the simulator's where messages do not block. `evaluate_order` ch
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import pairwise
 from math import inf
 
 from graphpp.schedules.search.evaluate_order import Candidate, EvaluatedOrder, busy_times

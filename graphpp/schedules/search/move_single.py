@@ -4,8 +4,9 @@ Contract
     in    an `EvaluatedOrder`, how many steps to take, and a source of randomness
     out   the best `EvaluatedOrder` found; equal for equal arguments on every machine
 
-`local_search` places weight gradients by a rule, in the order of their input gradients. Here each of them has a place of its own,
-so that for instance a short one may run before an older one where a forward needs its bytes. Worse results are accepted as there.
+`local_search` places weight gradients by a rule, in the order of their input gradients. A step of this file moves one operation,
+exchanges two, or makes a backward whole or split, so a short weight gradient may run before an older one where a forward
+needs bytes. A result that is a little worse is accepted, as in `local_search`.
 """
 
 from __future__ import annotations
@@ -40,18 +41,22 @@ def move_single(problem: Problem, start: EvaluatedOrder, steps: int, random: Ran
 
 
 def _neighbour(problem: Problem, old: EvaluatedOrder, random: Random) -> tuple[Candidate, list[list[int]]] | None:
-    """Another form of one backward, or other places of one or two operations of a rank; None for a step that changes nothing."""
+    """Another form of backwards, or other places of one or two operations of a rank; None if nothing changes."""
     rank = random.randrange(problem.ranks)
     row, candidate = old.rows[rank], old.candidate
     if len(row) < 2:
         return None
-    if random.random() < 0.1:
-        op = random.choice(row)
-        if not problem.count <= op < 2 * problem.count or not problem.prefers_whole(op % problem.count // problem.microbatches):
-            return None
+    flips = [problem.prefers_whole(stage) for stage in range(problem.stages)]
+    backwards = [op for op in row if op // problem.count == 1 and flips[op % problem.count // problem.microbatches]]
+    if backwards and random.random() < 0.2:
+        op = random.choice(backwards)
         whole = bytearray(candidate.whole)
-        whole[op - problem.count] ^= 1
-        candidate, row = replace(candidate, whole=whole), _reformed(problem, row, op, bool(whole[op - problem.count]))
+        alike = [each for each in backwards if each // problem.microbatches == op // problem.microbatches]
+        for each in [op] if random.random() < 0.7 else alike:
+            if candidate.whole[each - problem.count] == candidate.whole[op - problem.count]:
+                whole[each - problem.count] ^= 1
+                row = _reformed(problem, row, each, bool(whole[each - problem.count]))
+        candidate = replace(candidate, whole=whole)
     else:
         row = _moved(problem, row, random)
     return (candidate, [*old.rows[:rank], row, *old.rows[rank + 1 :]]) if row != old.rows[rank] else None

@@ -8,8 +8,11 @@ Contract
 
     1. start orders: stable patterns (`start_patterns.py`) and every named schedule, each also with its waits filled
        (`fill_waits.py`)
-    2. the best of them are improved by local search (`local_search.py`), the most promising ones longest
-    3. the results and the named schedules are simulated exactly; the one that ends soonest wins
+    2. the best of them are improved by local search (`local_search.py`), the most promising ones longest, and the two best
+       by moving single operations, weight gradients included (`move_single.py`)
+    3. where a forward beside a backward takes less time than both alone (`Costs.overlap` < 1), steps 1 and 2 run a second time
+       with such pairs; the tables without pairs are starts there, so the result is never behind them
+    4. the exact times of the results and of the named schedules are compared; the one that ends soonest wins
 
 Equal arguments give an equal table on every machine: the search counts steps, not seconds.
 """
@@ -49,12 +52,14 @@ from graphpp.schedules.table.schedule import Schedule
 
 Found = tuple[Problem, EvaluatedOrder]
 
-_EFFORT, _MOST_STEPS = 2_200_000, 10_000
+_EFFORT, _MOST_STEPS = 1_000_000, 20_000
 """Search steps times forwards, which take a few seconds; and the most steps, since small problems need fewer."""
 _ROUNDS = (6, 3, 1)
 """The number of solutions that continue in each round; all rounds take the same number of steps."""
 _FILLED, _WINDOWS = 16, (3, 8)
 """The number of solutions whose waits are filled, and the numbers of operations that `fill_waits` looks at."""
+_FILL_EFFORT = 80_000
+"""Forwards of all the solutions whose waits are filled; at least two are."""
 
 
 _TIMES = Accepted("a number from 0 to 1000", lambda value: NUMBER.accepts(value) and 0 <= value <= 1000)  # type: ignore[operator]
@@ -77,14 +82,15 @@ def schedule_auto(
     `placement`: "loop" (rank r holds r, r + ranks, ...), "v" (down the ranks and up again), a mapping stage -> rank, or None:
     the better of loop and v. `effort` multiplies the number of search steps; another `seed` takes other steps. Of several
     tables that end first, the one with the fewest bytes is returned. No named schedule that fits is better than the result.
+    With `costs.overlap` < 1 the table may have OVERLAP_F_B of one forward and one backward.
 
     Raises `ScheduleError` if the caps admit no schedule, naming the smallest that do, and for counts that do not fit.
     """
     check_size(ranks, microbatches)
     caps = caps_of(memory_cap, ranks)
     homes = placements(len(costs.stages), placement, ranks)
-    tables = _fitting(costs, microbatches, caps, homes)
-    if not any(table.rank_of_stage in homes for table in tables):
+    tables = [table for table in _fitting(costs, microbatches, caps, homes) if table.rank_of_stage in homes]
+    if not tables:
         raise too_tight(costs, homes, caps)
     for each in (replace(costs, overlap=1.0), costs) if costs.overlap < 1 else (costs,):
         problems = [Problem.of(each, home, microbatches, caps) for home in homes]
@@ -152,7 +158,8 @@ def _starts(problem: Problem, tables: Sequence[Schedule], random: Random) -> lis
     known = _best(problem, given, _FILLED)
     for whole in _wholes(problem):
         known += _best(problem, start_patterns(problem, whole, random), _FILLED)
-    filled = (fill_waits(problem, each.candidate, window) for each in known for window in _WINDOWS)
+    most = max(2, _FILL_EFFORT // problem.count)
+    filled = (fill_waits(problem, each.candidate, window) for each in _best_of(known, most) for window in _WINDOWS)
     return _different(known + _best(problem, filled, _ROUNDS[0]), _ROUNDS[0])
 
 
@@ -179,6 +186,10 @@ def _best(problem: Problem, candidates: Iterable[Candidate], most: int) -> list[
     return found
 
 
+def _best_of(solutions: Sequence[EvaluatedOrder], most: int) -> list[EvaluatedOrder]:
+    return sorted(solutions, key=lambda each: (each.makespan, each.value))[:most]
+
+
 def _different(solutions: Iterable[EvaluatedOrder], most: int) -> list[EvaluatedOrder]:
     """The best solutions, one for each pair of makespan and value; solutions equal in both are most often the same table."""
     kept = {(round(each.makespan, 6), round(each.value, 6)): each for each in solutions}
@@ -196,7 +207,7 @@ def _improved(starts: list[Found], effort: float, random: Random) -> list[Found]
         found = sorted(((problem, local_search(problem, each, steps, random)) for problem, each in found), key=_end)
     if not found:
         return []
-    steps = int(min(_MOST_STEPS, _EFFORT / found[0][0].count) * effort)
+    steps = int(min(_MOST_STEPS, _EFFORT / found[0][0].count) * effort / 2)
     found = found[:2]
     return found + [(problem, move_single(problem, each, steps, random)) for problem, each in found]
 

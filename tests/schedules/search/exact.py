@@ -12,8 +12,9 @@ microbatch live from the start of its F to the end of its B, or in part to the e
 takes its microbatches in order: where two microbatches overtake each other, exchanging all that follows changes no time and no
 byte.
 
-With `Costs.blocking` the model lets a RECV stand anywhere before its reader, while `add_send_recv` puts it in one place. The bound
-holds for tables without sends and receives all the same; the makespan is that of the returned table, which has sends and receives.
+With `Costs.blocking` the model lets a RECV stand anywhere before its reader, while `add_send_recv` puts it in one place. The
+bound holds for tables without sends and receives as well; the makespan is that of the returned table, which has sends and
+receives.
 """
 
 from __future__ import annotations
@@ -74,7 +75,10 @@ def exact(
 
 
 class _Model:
-    """Variables: `start` and `end` of each F, I and W; `whole` backwards; `pairs` of a forward and a backward that run together."""
+    """Variables: `start` and `end` of each F, I and W; `whole` backwards; `pairs` that run together.
+
+    Only the ranks in `busy` run one action at a time and keep their caps (None: all ranks). Fewer ranks give a lower bound sooner.
+    """
 
     def __init__(
         self, costs: Costs, home: Mapping[int, int], microbatches: int, caps: Sequence[float], longest: int | None,
@@ -92,6 +96,7 @@ class _Model:
         self.pairs = dict(self._pairs()) if costs.overlap < 1 else {}
         self.receives: dict[Key, Any] = {}
         self.rows: list[list[Any]] = [[] for _ in caps]
+        self.work: list[list[Any]] = [[] for _ in caps]
         self.alive: list[list[tuple[Any, int]]] = [[] for _ in caps]
         for key in keys:
             self._computations(*key)
@@ -105,6 +110,8 @@ class _Model:
             if cap < sum(nbytes for _, nbytes in alive):
                 self.cp.add_cumulative([interval for interval, _ in alive], [nbytes for _, nbytes in alive], int(cap))
         self.makespan = self._time("makespan")
+        for work in self.work:  # implied, but the solver's bound is better with these sums
+            self.cp.add(self.makespan >= sum(work))
         self.cp.add_max_equality(self.makespan, list(self.end.values()))
         self.cp.minimize(self.makespan)
 
@@ -189,10 +196,10 @@ class _Model:
         there = self.cp.new_bool_var("")
         self.cp.add_bool_and(when).only_enforce_if(there)
         self.cp.add_bool_or([there, *(flag.negated() for flag in when)])
-        size = self.overhead + time + sending
-        self.rows[self.home[key[1]]].append(
-            self.cp.new_optional_interval_var(self.start[key] - self.overhead, size, self.start[key] + time + sending, there, "")
-        )
+        size, start, end = self.overhead + time + sending, self.start[key] - self.overhead, self.start[key] + time + sending
+        self.work[self.home[key[1]]].append(size * there)
+        interval = self.cp.new_optional_interval_var(start, size, end, there, "")
+        self.rows[self.home[key[1]]].append(interval)
 
     def _in_order(self) -> None:
         """Each kind of each stage takes its microbatches in order."""
