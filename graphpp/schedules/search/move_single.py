@@ -4,9 +4,9 @@ Contract
     in    an `EvaluatedOrder`, how many steps to take, and a source of randomness
     out   the best `EvaluatedOrder` found; equal for equal arguments on every machine
 
-`local_search` places weight gradients by a rule, in the order of their input gradients. A step of this file moves one operation,
-exchanges two, or makes a backward whole or split, so a short weight gradient may run before an older one where a forward
-needs bytes. A result that is a little worse is accepted, as in `local_search`.
+`local_search` places weight gradients by a rule, in the order of their input gradients. A step of this file moves one
+operation, exchanges two, or makes a backward whole or split, so a short weight gradient may run before an older one where a
+forward needs bytes. A result that is a little worse is accepted, as in `local_search`.
 """
 
 from __future__ import annotations

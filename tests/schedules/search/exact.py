@@ -77,7 +77,7 @@ def exact(
 class _Model:
     """Variables: `start` and `end` of each F, I and W; `whole` backwards; `pairs` that run together.
 
-    Only the ranks in `busy` run one action at a time and keep their caps (None: all ranks). Fewer ranks give a lower bound sooner.
+    Only the ranks in `busy` run one action at a time and keep their caps (None: all ranks). Fewer ranks give a bound sooner.
     """
 
     def __init__(
