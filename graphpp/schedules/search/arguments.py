@@ -71,16 +71,6 @@ def _checked_placement(stages: int, placement: Home, ranks: int) -> dict[int, in
     return {stage: placement[stage] for stage in range(stages)}
 
 
-def working_bytes(costs: Costs, home: Home, ranks: int) -> list[int]:
-    """On each rank the most bytes that a running program needs in addition to the bytes it saves or has saved."""
-    most = [0] * ranks
-    for stage, rank in home.items():
-        each = costs.stages[stage]
-        starts = {kind: each.change(kind)[0] for kind in (Kind.F, Kind.B, Kind.I, Kind.W)}
-        most[rank] = max(most[rank], starts.pop(Kind.F) - each.saved_bytes, *starts.values())
-    return most
-
-
 def one_by_one(costs: Costs, home: Home, ranks: int, microbatches: int) -> Schedule:
     """The table with the least memory: one microbatch after the other, each backward whole or split, whichever needs less."""
     rows: list[list[Action | None]] = [[] for _ in range(ranks)]

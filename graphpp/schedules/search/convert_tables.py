@@ -1,36 +1,50 @@
 """Convert between tables of actions and the numbered operations of the search.
 
-Contract: `candidate_of` takes a complete compute-only table, `schedule_of` returns one. Operations are numbered as in
-`problem.py`.
+Contract: `rows_of` and `candidate_of` take a complete compute-only table, whose overlaps are of one forward and one backward;
+`schedule_of` returns such a table. Operations are numbered as in `problem.py`.
 """
 
 from __future__ import annotations
 
 from itertools import pairwise
 
-from graphpp.schedules.search.evaluate_order import Candidate, EvaluatedOrder
+from graphpp.schedules.search.evaluate_order import Candidate, EvaluatedOrder, operation_time
 from graphpp.schedules.search.problem import Problem
 from graphpp.schedules.table.actions import Action, Kind
 from graphpp.schedules.table.schedule import Row, Schedule
 
 _KINDS = (Kind.F, Kind.I, Kind.W)
+_NUMBERS = {Kind.F: 0, Kind.I: 1, Kind.B: 1, Kind.W: 2}
+
+
+def rows_of(problem: Problem, schedule: Schedule) -> tuple[Candidate, list[list[int]]]:
+    """All operations of each rank in the order of a table, and which of its backwards are whole or run beside a forward."""
+    rows: list[list[int]] = []
+    whole, beside = bytearray(problem.count), bytearray(problem.count)
+    for row in schedule.table:
+        rows.append([])
+        for action in (action for action in row if action):
+            for leaf in sorted(action.leaves, key=_backward_first):
+                assert leaf.microbatch is not None
+                x = leaf.stage * problem.microbatches + leaf.microbatch
+                rows[-1].append(_NUMBERS[leaf.kind] * problem.count + x)
+                if leaf.kind in (Kind.B, Kind.I):
+                    whole[x], beside[x] = leaf.kind is Kind.B, bool(action.parts)
+    return Candidate(rows, whole, [1.0] * problem.ranks, beside if any(beside) else bytearray()), rows
 
 
 def candidate_of(problem: Problem, schedule: Schedule) -> Candidate:
     """The order of a table's forwards and backwards; a whole backward stays whole where that saves time or bytes."""
-    count = problem.count
-    orders: list[list[int]] = []
-    whole = bytearray(count)
-    for row in schedule.table:
-        orders.append([])
-        for leaf in (leaf for action in row if action for leaf in action.leaves):
-            assert leaf.microbatch is not None
-            op = leaf.stage * problem.microbatches + leaf.microbatch
-            if leaf.kind in (Kind.B, Kind.I):
-                whole[op] = leaf.kind is Kind.B and problem.prefers_whole(leaf.stage)
-            if leaf.kind is not Kind.W:
-                orders[-1].append(op if leaf.kind is Kind.F else count + op)
-    return Candidate(orders, whole, [1.0] * problem.ranks)
+    given, rows = rows_of(problem, schedule)
+    whole = bytearray(
+        flag and problem.prefers_whole(x // problem.microbatches) for x, flag in enumerate(given.whole)
+    )
+    orders = [[op for op in row if op < 2 * problem.count] for row in rows]
+    return Candidate(orders, whole, given.patience, given.beside if problem.pairs else bytearray())
+
+
+def _backward_first(leaf: Action) -> bool:
+    return leaf.kind is Kind.F
 
 
 def schedule_of(problem: Problem, solution: EvaluatedOrder, name: str, *, join: bool) -> Schedule:
@@ -42,13 +56,16 @@ def schedule_of(problem: Problem, solution: EvaluatedOrder, name: str, *, join: 
 
     def row_of(row: list[int]) -> Row:
         cells: list[Action] = []
-        for op in row:
+        for before, op in pairwise([-1, *row]):
             kind, x = divmod(op, problem.count)
             stage, microbatch = divmod(x, problem.microbatches)
             if kind == 0 or x not in joined:
                 cells.append(Action(stage, _KINDS[kind], microbatch))
             elif kind == 1:
                 cells.append(Action(stage, Kind.B, microbatch))
+            if solution.candidate.mate(before, op):
+                forward, backward = cells.pop(), cells.pop()
+                cells.append(Action(-1, Kind.OVERLAP_F_B, None, (forward, backward)))
         return tuple(cells)
 
     return Schedule(tuple(map(row_of, solution.rows)), problem.stages, problem.microbatches, name)
@@ -60,9 +77,11 @@ def _joinable(problem: Problem, solution: EvaluatedOrder, row: list[int]) -> lis
     found = []
     for op, following in pairwise(row):
         stage = op % count // step
-        if following != op + count or problem.whole[stage] > problem.took[op] + problem.took[following] + 1e-9:
+        if op < count or following != op + count or problem.whole[stage] > problem.took[op] + problem.took[following] + 1e-9:
             continue
         reader = op - step
+        if stage and solution.candidate.beside and solution.candidate.beside[reader - count]:
+            continue  # the reader's pair starts earlier than its own time before its end
         if (
             stage
             and ends[reader] - _time(problem, solution, reader) < _after(problem, ends[op], reader, following) - 1e-9
@@ -77,5 +96,4 @@ def _after(problem: Problem, end: float, reader: int, weight: int) -> float:
 
 
 def _time(problem: Problem, solution: EvaluatedOrder, op: int) -> float:
-    whole = solution.candidate.whole[op - problem.count]
-    return problem.whole[(op - problem.count) // problem.microbatches] if whole else problem.took[op]
+    return operation_time(problem, solution.candidate, op)

@@ -7,12 +7,15 @@ Contract
 The ranks run in the order of time, as in a list scheduler. If the input of a rank's next operation is not there, the rank
 takes the first later operation whose input is there and which overtakes no operation of its own stage and kind. The memory
 must suffice for that operation together with all the operations that it overtakes, so an order that fits still fits.
+
+Where pairs are allowed, the pairs of the candidate are chosen anew: an operation takes with it the first later one of the other
+kind whose input is there, or is there so soon that the pair saves more time than the rank waits.
 """
 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from graphpp.schedules.search.evaluate_order import Candidate
 from graphpp.schedules.search.problem import Problem
@@ -25,7 +28,7 @@ def fill_waits(problem: Problem, candidate: Candidate, window: int) -> Candidate
         now, rank = heapq.heappop(ranks.events)
         if now >= ranks.free[rank] - 1e-12 and ranks.at[rank] < len(ranks.orders[rank]):
             ranks.act(rank, now)
-    return Candidate(ranks.orders, candidate.whole, candidate.patience)
+    return Candidate(ranks.orders, candidate.whole, candidate.patience, ranks.beside)
 
 
 class _Ranks:
@@ -40,6 +43,7 @@ class _Ranks:
         self.at, self.free = [0] * problem.ranks, [0.0] * problem.ranks
         self.base, self.live = [0] * problem.ranks, [0] * problem.ranks
         self.weights: list[list[int]] = [[] for _ in range(problem.ranks)]
+        self.beside = bytearray(problem.count if problem.pairs else 0)
         self.events = [(0.0, rank) for rank in range(problem.ranks)]
 
     def act(self, rank: int, now: float) -> None:
@@ -57,7 +61,12 @@ class _Ranks:
                 heapq.heappush(self.events, (there, rank))
         elif self._fits(rank, order[place]):
             order.insert(at, order.pop(place))
-            self._run(rank, order[at], now)
+            mate = self._mate(rank, now) if problem.pairs else None
+            if mate is None:
+                self._run(rank, order[at : at + 1], now + self._time(order[at]))
+            else:
+                order.insert(at + 1, order.pop(mate))
+                self._run_pair(rank, now)
         else:
             self._weight(rank, now)
 
@@ -73,13 +82,46 @@ class _Ranks:
         overtaken: set[int] = set()
         for place, op, size in self._next(rank):
             stream = op // problem.microbatches  # number of a kind and stage, whose operations keep their order
-            fits = op >= count or most + size <= problem.cap[rank]
+            fits = op >= count or most + self._needs(op) <= problem.cap[rank]
             if overtaken and stream not in overtaken and fits and 0 <= self._there(op) <= now + 1e-9:
                 return place
             overtaken.add(stream)
             base += size
             most = max(most, base)
         return None
+
+    def _mate(self, rank: int, now: float) -> int | None:
+        """The position of the operation that runs together with the rank's next one; None if none does."""
+        problem, count, at = self.problem, self.problem.count, self.at[rank]
+        first = self.orders[rank][at]
+        most = base = self.base[rank]
+        overtaken: set[int] = set()
+        for place, op, size in self._next(rank):
+            if place > at and (op < count) != (first < count):
+                if op // problem.microbatches in overtaken or self._there(op) < 0:
+                    return None
+                forward, backward = min(first, op), max(first, op)
+                pair = problem.beside[(backward - count) // problem.microbatches, forward // problem.microbatches]
+                whole = self.whole[backward - count]
+                saving = self._time(first) + self._time(op) - (pair.whole if whole else pair.split)
+                alive = max(self.live[rank], most if op < count else 0)
+                fits = alive + self._needs(forward) + self._needs(backward) <= problem.cap[rank]
+                return place if fits and self._there(op) - now < saving - 1e-9 else None
+            overtaken.add(op // problem.microbatches)
+            base += size
+            most = max(most, base)
+        return None
+
+    def _run_pair(self, rank: int, now: float) -> None:
+        """Run the next two operations of the rank together, as soon as the inputs of both are there."""
+        problem, order, at = self.problem, self.orders[rank], self.at[rank]
+        order[at : at + 2] = sorted(order[at : at + 2], reverse=True)
+        backward, forward = order[at : at + 2]
+        x = backward - problem.count
+        self.beside[x] = 1
+        pair = problem.beside[x // problem.microbatches, forward // problem.microbatches]
+        start = max(now, self._there(backward), self._there(forward))
+        self._run(rank, order[at : at + 2], start + (pair.whole if self.whole[x] else pair.split))
 
     def _next(self, rank: int) -> Iterator[tuple[int, int, int]]:
         order, at, problem = self.orders[rank], self.at[rank], self.problem
@@ -90,8 +132,14 @@ class _Ranks:
 
     def _fits(self, rank: int, op: int) -> bool:
         """True if the operation fits into memory now, or if no pending weight gradient is left that could free memory."""
-        size = self.problem.saved[op // self.problem.microbatches] if op < self.problem.count else 0
-        return self.live[rank] + size <= self.problem.cap[rank] or not self.weights[rank]
+        return self.live[rank] + self._needs(op) <= self.problem.cap[rank] or not self.weights[rank]
+
+    def _needs(self, op: int) -> int:
+        """The bytes that a forward or a backward needs while it runs."""
+        count, needs = self.problem.count, self.problem.needs[op % self.problem.count // self.problem.microbatches]
+        if op < count:
+            return needs.forward
+        return needs.whole if self.whole[op - count] else needs.inputs
 
     def _time(self, op: int) -> float:
         count = self.problem.count
@@ -105,9 +153,20 @@ class _Ranks:
         self.free[rank] = now + self.problem.took[weight]
         heapq.heappush(self.events, (self.free[rank], rank))
 
-    def _run(self, rank: int, op: int, now: float) -> None:
+    def _run(self, rank: int, ops: Sequence[int], end: float) -> None:
+        """Run one operation or a pair until `end`."""
+        self.free[rank] = end
+        for op in ops:
+            self.ends[op] = end
+            self._count_bytes(rank, op)
+        heapq.heappush(self.events, (end, rank))
+        for op in ops:
+            for reader in self._readers(op, op % self.problem.count // self.problem.microbatches):
+                other = self.problem.home[reader % self.problem.count // self.problem.microbatches]
+                heapq.heappush(self.events, (max(end + self.problem.lag[reader], self.free[other]), other))
+
+    def _count_bytes(self, rank: int, op: int) -> None:
         problem, count = self.problem, self.problem.count
-        end = self.free[rank] = self.ends[op] = now + self._time(op)
         stage = op % count // problem.microbatches
         self.at[rank] += 1
         if op < count:
@@ -119,10 +178,6 @@ class _Ranks:
             if not self.whole[op - count]:
                 self.live[rank] += problem.kept[stage]
                 self.weights[rank].append(op + count)
-        heapq.heappush(self.events, (end, rank))
-        for reader in self._readers(op, stage):
-            other = problem.home[reader % count // problem.microbatches]
-            heapq.heappush(self.events, (max(end + problem.lag[reader], self.free[other]), other))
 
     def _readers(self, op: int, stage: int) -> Iterator[int]:
         step = self.problem.microbatches

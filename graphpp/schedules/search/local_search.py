@@ -13,6 +13,7 @@ one rank alone nearly always only adds a wait; shifting a piece on all its ranks
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from random import Random
 
 from graphpp.schedules.search.evaluate_order import Candidate, EvaluatedOrder, evaluate_order
@@ -52,19 +53,39 @@ class _Moves:
             return self._patience(solution.candidate)
         if luck < 0.2 and self.flips:
             return self._flip(solution.candidate)
+        if luck < 0.35 and self.problem.pairs:
+            return self._pair(solution.candidate)
         return self._shift(solution)
 
     def _patience(self, old: Candidate) -> Candidate:
         patience = list(old.patience)
         patience[self.random.randrange(self.problem.ranks)] = self.random.choice(_PATIENCE)
-        return Candidate(old.orders, old.whole, patience)
+        return replace(old, patience=patience)
 
     def _flip(self, old: Candidate) -> Candidate:
         whole = bytearray(old.whole)
         stage = self.random.choice(self.flips) * self.problem.microbatches
         for microbatch in self._microbatches():
             whole[stage + microbatch] ^= 1
-        return Candidate(old.orders, whole, old.patience)
+        return replace(old, whole=whole)
+
+    def _pair(self, old: Candidate) -> Candidate | None:
+        """Put a backward directly before a forward of its rank, as a pair; or take a pair apart."""
+        problem, beside = self.problem, bytearray(old.beside or self.problem.count)
+        rank = self.random.randrange(problem.ranks)
+        order = list(old.orders[rank])
+        if len(order) < 2:
+            return None
+        at = self.random.randrange(len(order) - 1)
+        first, second = order[at : at + 2]
+        if (first < problem.count) == (second < problem.count):
+            return None
+        if first < problem.count:
+            order[at : at + 2] = second, first
+        backward = max(first, second) - problem.count
+        beside[backward] = not old.mate(first, second)
+        orders = [*old.orders[:rank], order, *old.orders[rank + 1 :]]
+        return replace(old, orders=orders, beside=beside)
 
     def _shift(self, solution: EvaluatedOrder) -> Candidate | None:
         problem, old, ends = self.problem, solution.candidate, solution.ends
@@ -74,7 +95,7 @@ class _Moves:
         orders = list(old.orders)
         for rank in {problem.home[op % problem.count // problem.microbatches] for op in piece}:
             orders[rank] = sorted(old.orders[rank], key=lambda op: moved.get(op, ends[op]))
-        return Candidate(orders, old.whole, old.patience) if orders != old.orders else None
+        return replace(old, orders=orders) if orders != old.orders else None
 
     def _microbatches(self) -> Sequence[int]:
         first = self.random.randrange(self.problem.microbatches)

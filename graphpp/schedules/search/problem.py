@@ -5,19 +5,41 @@ Contract
     (or its whole backward, if a candidate says so), 2 N + x its weight gradients. Times are shares of the longest
     operation's time, so that one tolerance fits all problems. `reads[op]` is the operation whose result `op` needs, -1 for
     forwards of the first stage; `lag[op]` is the time from the end of that operation until its result is on the rank of
-    `op`. A rank has `saved` bytes more from the start of a forward to the end of its backward; a split backward leaves
-    `kept` bytes until the end of its weight gradients. A rank never has more than `cap` bytes alive.
+    `op`. A rank has `saved` bytes more from the end of a forward to the end of its backward; a split backward leaves `kept`
+    bytes until the end of its weight gradients. While an operation runs, its rank has `needs` bytes more than before. A rank
+    never has more than `cap` bytes alive.
 
 The runner's overhead and messages that occupy ranks are part of an operation's time here. `simulate`, which compares the
 few best tables at the end, places them exactly.
+
+A forward and a backward of one rank may run together, as one OVERLAP_F_B; `beside[b, f]` has the times of the backward of
+stage b with the forward of stage f. The search makes pairs if `pairs`, that is if they take less time than their parts.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
+from graphpp.schedules.table.actions import Kind
 from graphpp.schedules.table.costs import Costs
+
+
+class Pair(NamedTuple):
+    """The time of a forward and a backward that run together, with a split and with a whole backward."""
+
+    split: float
+    whole: float
+
+
+class Needs(NamedTuple):
+    """The bytes that an operation of a stage needs while it runs, in addition to those that are alive before it."""
+
+    forward: int
+    inputs: int
+    weights: int
+    whole: int
 
 
 @dataclass(frozen=True)
@@ -37,11 +59,18 @@ class Problem:
     lag: tuple[float, ...]
     saved: tuple[int, ...]
     kept: tuple[int, ...]
+    needs: tuple[Needs, ...]
     cap: tuple[float, ...]
     count: int
     """N: the number of forwards."""
     unit: float
     """The longest operation's time, in the units of the costs."""
+    overlap: float
+    """The time of a pair as a share of the sum of its parts' times; 1: there are no pairs."""
+    overhead: float
+    blocking: bool
+    """Messages occupy ranks, so the times are estimates."""
+    beside: Mapping[tuple[int, int], Pair]
 
     @classmethod
     def of(cls, costs: Costs, home: Mapping[int, int], microbatches: int, cap: Sequence[float]) -> Problem:
@@ -64,10 +93,20 @@ class Problem:
             tuple(value for per_stage in lags for value in per_stage for _ in range(microbatches)),
             tuple(stage.saved_bytes for stage in costs.stages),
             tuple(kept),
+            tuple(Needs(*(stage.change(kind)[0] for kind in (Kind.F, Kind.I, Kind.W, Kind.B))) for stage in costs.stages),
             tuple(cap),
             stages * microbatches,
             unit,
+            costs.overlap,
+            costs.overhead / unit,
+            costs.blocking,
+            _beside(costs, homes, times, unit),
         )
+
+    @property
+    def pairs(self) -> bool:
+        """True if an operation takes less time beside another one."""
+        return self.overlap < 1
 
     def on(self, rank: int) -> list[int]:
         """The stages of a rank, ascending."""
@@ -81,7 +120,12 @@ class Problem:
     def least(self, stage: int) -> float:
         """The least time for which a microbatch occupies a stage's rank."""
         forward, inputs, weights = self.stage_times(stage)
-        return forward + min(inputs + weights, self.whole[stage])
+        apart = forward + min(inputs + weights, self.whole[stage])
+        if not self.pairs:
+            return apart
+        # A pair has one overhead, and each of its parts' times has one.
+        share, once = self.overlap, self.overhead * max(0.0, 2 * self.overlap - 1)
+        return max(0.0, min(apart, share * (forward + inputs) + weights - once, share * (forward + self.whole[stage]) - once))
 
     def period(self) -> float:
         """The time between microbatches if the busiest rank never waits."""
@@ -90,20 +134,27 @@ class Problem:
     def prefers_whole(self, stage: int) -> bool:
         """True if a whole backward has an advantage: less time, or fewer bytes."""
         _, inputs, weights = self.stage_times(stage)
-        return self.whole[stage] < inputs + weights - 1e-9 or self.kept[stage] > self.saved[stage]
+        faster = self.whole[stage] < inputs + weights - 1e-9
+        return self.pairs or faster or self.kept[stage] > self.saved[stage] or self.needs_less_whole(stage)
+
+    def needs_less_whole(self, stage: int) -> bool:
+        """True if a whole backward runs within fewer bytes than an I and its W."""
+        needs, saved, kept = self.needs[stage], self.saved[stage], self.kept[stage]
+        return saved + needs.whole < max(saved + needs.inputs, kept + needs.weights, kept)
 
     def bound(self) -> float:
         """A lower bound of the makespan: a rank's work after its first input, or the whole path of one microbatch."""
-        start, way = 0.0, 0.0
+        start, way, share = 0.0, 0.0, min(1.0, self.overlap)
         heads: dict[int, float] = {}
         for stage in range(self.stages):
             at = stage * self.microbatches
             start += self.lag[at]
             heads.setdefault(self.home[stage], start)
-            start += self.took[at]
-            way += self.lag[self.count + at] + min(self.took[self.count + at], self.whole[stage])
+            start += share * self.took[at]
+            way += self.lag[self.count + at] + share * min(self.took[self.count + at], self.whole[stage])
         work = {rank: self.microbatches * sum(map(self.least, self.on(rank))) for rank in heads}
-        last = self.least(0) - self.took[0] - min(self.took[self.count], self.whole[0])
+        _, inputs, weights = self.stage_times(0)
+        last = min(inputs + weights, self.whole[0]) - min(inputs, self.whole[0])
         return max(start + way + last, *(heads[rank] + work[rank] for rank in heads))
 
 
@@ -120,6 +171,20 @@ def _times(costs: Costs, home: Sequence[int]) -> list[list[float]]:
             for stage, occupied in zip(costs.stages, inputs, strict=True)
         ],
     ]
+
+
+def _beside(
+    costs: Costs, home: Sequence[int], times: Sequence[Sequence[float]], unit: float
+) -> dict[tuple[int, int], Pair]:
+    """What the pairs of each rank take; `times`: by `_times`, in shares of `unit`."""
+    found, stages = {}, range(len(home))
+    for b, f in ((b, f) for b in stages for f in stages if home[b] == home[f]):
+        forward, inputs, whole = costs.stages[f].forward, costs.stages[b].input_grad, costs.stages[b].of(Kind.B)
+        # Messages that occupy the rank, and one overhead, are not shared.
+        apart = times[0][f] * unit - forward + times[1][b] * unit - inputs - costs.overhead
+        split, together = (costs.overlap * (forward + backward) + apart for backward in (inputs, whole))
+        found[b, f] = Pair(split / unit, together / unit)
+    return found
 
 
 def _messages(costs: Costs, home: Sequence[int]) -> tuple[list[float], list[float]]:

@@ -14,7 +14,7 @@ for two stages a rank). 1F1B, ZB-H1, ZBV, V-Half and V-Min are among them. Times
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from itertools import product
+from itertools import product, zip_longest
 from random import Random
 
 from graphpp.schedules.search.evaluate_order import Candidate
@@ -23,7 +23,7 @@ from graphpp.schedules.search.problem import Problem
 _SLACKS = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0)
 """Delays of a step, in operations of mean length; halves let a pattern of two ranks alternate."""
 
-_EFFORT, _FEWEST = 120_000, 48
+_EFFORT, _FEWEST = 120_000, 8
 """Patterns times forwards, which bounds the number of patterns; and the least number of patterns."""
 
 
@@ -38,7 +38,8 @@ def start_patterns(problem: Problem, whole: bytearray, random: Random) -> Iterat
     left = max(_FEWEST, _EFFORT // problem.count)
     none = (0.0,) * (2 * chunks)
     longer = ((period, none) for period in _longer(problem))
-    for period, delays in (*longer, *((problem.period(), delays) for delays in _delays(2 * chunks, random))):
+    others = ((problem.period(), delays) for delays in _delays(2 * chunks, random))
+    for period, delays in (each for pair in zip_longest(longer, others) for each in pair if each):
         ends = _ends(problem, [unit * each for each in delays])
         if period == problem.period() and _too_much(problem, ends, period):
             continue
