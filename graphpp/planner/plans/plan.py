@@ -22,6 +22,7 @@ from graphpp.planner.plans.find import Choices, find_plans
 from graphpp.planner.plans.found_plans import TrainingPlans
 from graphpp.planner.plans.mesh_shapes import Limits
 from graphpp.planner.plans.question import Question
+from graphpp.progress import working
 from graphpp.schedules.generate.names import SCHEDULES
 
 _USABLE = 0.9  # of a GPU's memory: workspaces, messages and the allocator take the rest
@@ -101,13 +102,15 @@ def plan(  # noqa: PLR0913 - the dimensions of the search, all of them optional
     if recompute is not None:
         choices = Choices(**{**vars(choices), "recompute": tuple(recompute)})
     cap = memory_cap if memory_cap is not None else round(found.device.memory * _USABLE)
-    return find_plans(question, limits, cap, choices)
+    with working("searching plans"):
+        return find_plans(question, limits, cap, choices)
 
 
 def _captured(model: nn.Module, loss: Any, example: Microbatch | None, **options: Any) -> ModelCosts:
     if example is None:
         raise ScheduleError("plan needs example=: a graphpp.Microbatch of one or more rows, which may be on the meta device")
-    return capture_costs(model, loss, example, **options)
+    with working("capturing the model"):
+        return capture_costs(model, loss, example, **options)
 
 
 def _tokens(example: Microbatch | None) -> int:

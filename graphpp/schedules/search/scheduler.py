@@ -26,6 +26,7 @@ from random import Random
 
 from graphpp.arguments import COUNT, INTEGER, NUMBER, TEXT, Accepted, checked
 from graphpp.errors import ScheduleError
+from graphpp.progress import working
 from graphpp.schedules.check.checker import check
 from graphpp.schedules.check.peak_memory import peak_bytes
 from graphpp.schedules.generate.names import SCHEDULES
@@ -92,10 +93,11 @@ def schedule_auto(
     tables = [table for table in _fitting(costs, microbatches, caps, homes) if table.rank_of_stage in homes]
     if not tables:
         raise too_tight(costs, homes, caps)
-    for each in (replace(costs, overlap=1.0), costs) if costs.overlap < 1 else (costs,):
-        problems = [Problem.of(each, home, microbatches, caps) for home in homes]
-        tables += _searched(problems, tables, Random(seed), effort)
-    best = _soonest(tables, costs, caps)
+    with working("searching a schedule"):
+        for each in (replace(costs, overlap=1.0), costs) if costs.overlap < 1 else (costs,):
+            problems = [Problem.of(each, home, microbatches, caps) for home in homes]
+            tables += _searched(problems, tables, Random(seed), effort)
+        best = _soonest(tables, costs, caps)
     check(best, ranks=ranks, stages=len(costs.stages), microbatches=microbatches)
     return Schedule(best.table, best.stages, microbatches, name)
 
