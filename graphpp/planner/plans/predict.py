@@ -60,6 +60,8 @@ class Prediction:
 
 def predict(question: Question, setting: Setting) -> Prediction | None:
     """The prediction for a setting; None where its schedule does not take the numbers."""
+    if not _admits(setting.schedule, setting.shape.pp, setting.microbatches):
+        return None
     counts = _simulated_counts(setting)
     sharded = question.dtype is not None or setting.shape.data_ranks * setting.shape.cp > 1
     tables = [_running(setting.schedule, setting.shape.pp, count, setting.keep, sharded) for count in counts]
@@ -84,6 +86,12 @@ def _simulated_counts(setting: Setting) -> tuple[int, ...]:
     if whole <= _WHOLE or second >= setting.microbatches:
         return (setting.microbatches,)
     return first, second
+
+
+@lru_cache(_TABLES)
+def _admits(choice: ScheduleChoice, ranks: int, microbatches: int) -> bool:
+    """Whether the schedule takes these numbers; where fewer microbatches are simulated, it may take those alone."""
+    return table_of(choice, ranks, microbatches) is not None
 
 
 @lru_cache(_TABLES)

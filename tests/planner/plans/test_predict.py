@@ -1,0 +1,63 @@
+"""The prediction of a setting: a long step is continued from two short ones."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from graphpp.devices import Machines
+from graphpp.planner.plans import predict as predicting
+from graphpp.planner.plans.mesh_shapes import MeshShape
+from graphpp.planner.plans.predict import predict
+from graphpp.planner.plans.question import Question
+from graphpp.planner.plans.settings import ScheduleChoice, Setting
+from tests.planner.plans.test_plan import LENGTH, costs
+
+RANKS, MICROBATCHES = 2, 80
+
+
+def question(batch: int = MICROBATCHES) -> Question:
+    return Question(costs(torch.bfloat16, "cuda"), Machines.read("4xH100"), batch, LENGTH)
+
+
+@pytest.mark.parametrize(
+    ("choice", "keep"),
+    [
+        (ScheduleChoice("1F1B"), None),
+        (ScheduleChoice("ZB1P"), None),
+        (ScheduleChoice("ZBVZeroBubble", 2), None),
+        (ScheduleChoice("DualPipeV", 2), None),
+        (ScheduleChoice("V-Half", 2), None),
+        (ScheduleChoice("Interleaved1F1B", 4), None),
+        (ScheduleChoice("Interleaved1F1B", 4), 1),
+        (ScheduleChoice("LoopedBFS", 4), 1),
+        (ScheduleChoice("MegatronInterleaved", 2, 8), 1),
+    ],
+    ids=str,
+)
+def test_a_long_step_is_that_of_the_whole_table(
+    choice: ScheduleChoice, keep: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    setting = Setting(MeshShape(pp=RANKS, dp_shard=2), 1, MICROBATCHES, choice, keep)
+    monkeypatch.setattr(predicting, "_WHOLE", 0)
+    continued = predict(question(), setting)
+    monkeypatch.setattr(predicting, "_WHOLE", 10**9)
+    whole = predict(question(), setting)
+    assert continued is not None and whole is not None
+    assert len(predicting._simulated_counts(setting)) == 1, "the second one is simulated as a whole"
+    assert continued.seconds.total == pytest.approx(whole.seconds.total, rel=0.01)
+    assert continued.peaks == pytest.approx(whole.peaks, rel=0.01)
+    assert continued.sent["dp_shard"] == pytest.approx(whole.sent["dp_shard"], rel=0.02)
+    assert continued.gathers == pytest.approx(whole.gathers, rel=0.02)
+
+
+def test_a_number_of_microbatches_that_the_schedule_does_not_take_has_no_prediction() -> None:
+    setting = Setting(MeshShape(pp=4), 1, 130, ScheduleChoice("Interleaved1F1B", 2))
+    assert predict(question(130), setting) is None
+
+
+def test_parts_add_up_to_the_step() -> None:
+    found = predict(question(), Setting(MeshShape(pp=RANKS, dp_shard=2), 1, MICROBATCHES, ScheduleChoice("1F1B"), None, "full"))
+    assert found is not None
+    assert found.seconds.recompute > 0 and found.seconds.forward > 0 and found.seconds.bubble > 0
+    assert found.seconds.total > found.seconds.forward + found.seconds.backward
