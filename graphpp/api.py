@@ -23,7 +23,7 @@ from graphpp.options.parallel import ParallelLike
 from graphpp.options.split import Split
 from graphpp.parallel.facts import Facts
 from graphpp.parallel.failure import FailureBoard
-from graphpp.parallel.place import MeshLike, pipeline_ranks, place_of, planned_mesh, shard_ranks
+from graphpp.parallel.place import MeshLike, check_planned, pipeline_ranks, place_of, planned_mesh, shard_ranks
 from graphpp.parallel.rank_place import RankPlace
 from graphpp.pipeline.pipeline import Pipeline
 from graphpp.planner.plans.as_options import DECIDED, with_plan
@@ -105,6 +105,8 @@ def compile(  # noqa: PLR0913 - the options of a pipeline, all of them optional
     ranks = Options(parallel=parallel).parallel
     if plan is not None and mesh is None:
         mesh = planned_mesh(model, plan.mesh, ranks.device, ranks.start_timeout)
+    elif plan is not None:
+        check_planned(mesh, plan.mesh)
     place = place_of(model, mesh, ranks.device, ranks.start_timeout, shards_alone=ranks.mixed)
 
     def read_options() -> Options:

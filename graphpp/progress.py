@@ -34,8 +34,10 @@ def working(what: str, total: int | None = None) -> Iterator[Callable[[], None]]
         yield shown.step
     finally:
         timer.cancel()
-        timer.join()  # the bar is whole before it goes
-        shown.stop()
+        try:
+            timer.join()  # the bar is whole before it goes
+        finally:
+            shown.stop()
 
 
 def _has_terminal() -> bool:

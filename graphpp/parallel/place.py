@@ -64,15 +64,43 @@ def planned_mesh(
 ) -> DeviceMesh | None:
     """A mesh with these dimensions over all ranks of the job; None in one process without a process group.
 
-    Raises `GraphPPError` where the job has another number of ranks. `timeout`: as for `place_of`.
+    Raises `GraphPPError` where the job has another number of ranks, for a mesh over which the model has to be spread first, and
+    where one process would need a process group. `timeout`: as for `place_of`.
     """
+    spread = [name for name in ("tp", "ep", "cp") if sizes.get(name, 1) > 1]
+    if spread:
+        raise GraphPPError(
+            f"plan: it has {' and '.join(spread)}: make a mesh of {_shape(sizes)}, spread the model over it (docs/meshes.md), "
+            "and give mesh="
+        )
     found = _device(model, device)
     world = _world(found, timeout)
     ranks, wanted = (1 if world is None else dist.get_world_size(world)), prod(sizes.values())
     if ranks != wanted:
-        shape = " x ".join(f"{name} {size}" for name, size in sizes.items())
-        raise GraphPPError(f"plan: it is for {wanted} ranks ({shape}), and this job has {ranks}: start as many, or give mesh=")
+        raise GraphPPError(
+            f"plan: it is for {wanted} ranks ({_shape(sizes)}), and this job has {ranks}: start as many, or give mesh="
+        )
+    if world is None and "dp_shard" in sizes:
+        raise GraphPPError(
+            "plan: parameters have a dtype of their own in shards, which needs a process group, of one rank too: start the "
+            "program by torchrun, or plan with param_dtype=None"
+        )
     return None if world is None else init_device_mesh(found.type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+
+
+def check_planned(mesh: MeshLike, sizes: Mapping[str, int]) -> None:
+    """Raise `GraphPPError` where a mesh has other sizes than a plan; dimensions of one rank do not count."""
+    if isinstance(mesh, DeviceMesh):
+        found = dict(zip(dimensions(mesh), mesh.shape, strict=True))
+    else:
+        found = {"pp": pipeline_ranks(mesh) or 1}
+    own, planned = ({name: size for name, size in each.items() if size > 1} for each in (found, sizes))
+    if own != planned:
+        raise GraphPPError(f"mesh: it is {_shape(found)}, and plan= is for {_shape(sizes)}: give a mesh of these sizes")
+
+
+def _shape(sizes: Mapping[str, int]) -> str:
+    return " x ".join(f"{name} {size}" for name, size in sizes.items())
 
 
 def _check_group(mesh: object) -> None:

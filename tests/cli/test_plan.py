@@ -52,7 +52,7 @@ def test_the_document_has_the_plans_and_the_file_the_best(model: str, tmp_path: 
 
 
 def test_the_front_is_printed_in_full(model: str) -> None:
-    found = run("plan", model, "--machines", "2xH100", "--batch", "8", "--front", "--schedules", "1F1B,GPipe", "--pp", "1,2")
+    found = run("plan", model, "--machines", "2xH100", "--batch", "8", "--front", "--schedules", "auto,1F1B", "--pp", "1,2")
     assert found.exit_code == 0 and found.stdout.count("memory ") == found.stdout.count("stages start at")
 
 

@@ -7,7 +7,8 @@ nothing runs on real data. Attention is captured as the fused kernel of the CPU,
 from __future__ import annotations
 
 import gc
-from typing import Any
+from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 from torch import nn
@@ -17,10 +18,11 @@ from graphpp.batch.microbatch import Microbatch, tensors_by_path, with_tensors
 from graphpp.capture.loss import LossFunction
 from graphpp.capture.trace import capture
 from graphpp.errors import CaptureError
+from graphpp.options.option import FLOATING_DTYPE
 from graphpp.passes.graph.joint_graph import JointGraph
 from graphpp.planner.cluster.from_graph import model_costs
 from graphpp.planner.cluster.model_costs import ModelCosts
-from graphpp.planner.cluster.tensor_plan import Plan
+from graphpp.planner.cluster.tensor_plan import Plan, fitting
 from graphpp.planner.layers import module_calls
 
 
@@ -30,6 +32,7 @@ from graphpp.planner.layers import module_calls
     example=one_of(Microbatch, takes="a graphpp.Microbatch"),
     tensor_plan=or_none(MAPPING),
     expert_plan=or_none(MAPPING),
+    param_dtype=or_none(FLOATING_DTYPE),
 )
 def capture_costs(
     model: nn.Module,
@@ -52,24 +55,44 @@ def capture_costs(
     if rows is None:
         raise CaptureError("example: no tensor has a first dimension, the rows of the microbatch")
 
-
     def captured(example: Microbatch) -> JointGraph:
         return capture(model, loss, example, torch.device("cpu"), param_dtype=param_dtype).joint
 
-    joint = captured(example)
+    joint = _first(captured, example, param_dtype)
     costs = model_costs(
         joint,
         module_calls(joint),
         rows=int(rows),
-        tensor_plan=_own(model, "tp_plan") if tensor_plan is None else tensor_plan,
-        expert_plan=_own(model, "ep_plan") if expert_plan is None else expert_plan,
+        tensor_plan=_own(model, "tp_plan", joint) if tensor_plan is None else tensor_plan,
+        expert_plan=_own(model, "ep_plan", joint) if expert_plan is None else expert_plan,
         inside=inside,
         device_type=device_type,
         second=lambda: captured(_twice(example, int(rows))),
     )
     del joint
     gc.collect()  # nodes of graphs point at each other: a later search is not to wait for their collection
-    return costs
+    dtype = None if param_dtype is None else str(param_dtype).removeprefix("torch.")
+    return replace(costs, param_dtype=dtype, tokens=_tokens(example))
+
+
+def _first(captured: Callable[[Microbatch], JointGraph], example: Microbatch, dtype: torch.dtype | None) -> JointGraph:
+    """The graph of the example. An error says so where another dtype of the parameters may be its cause."""
+    try:
+        return captured(example)
+    except CaptureError as error:
+        numbers = any(each.is_floating_point() for each in tensors_by_path(example).values())
+        if dtype is None or not numbers:
+            raise
+        raise CaptureError(
+            f"{error}\nThe parameters were captured in {dtype} (param_dtype), and the example has numbers of another dtype: "
+            "pass them in this dtype, or give param_dtype=None (--dtype own) for the model's own"
+        ) from error
+
+
+def _tokens(example: Microbatch) -> int:
+    """The tokens of a row: the second dimension of the first tensor of integers; 0 where there is none."""
+    ids = (each for each in tensors_by_path(example).values() if each.dim() > 1 and not each.is_floating_point())
+    return next((int(each.shape[1]) for each in ids), 0)
 
 
 def _twice(example: Microbatch, rows: int) -> Microbatch:
@@ -83,6 +106,6 @@ def _twice(example: Microbatch, rows: int) -> Microbatch:
     return with_tensors(example, [larger(each) for each in tensors_by_path(example).values()])
 
 
-def _own(model: nn.Module, name: str) -> Any:
-    """A plan that the model has itself; an empty one where it has none."""
-    return getattr(model, name, None) or {}
+def _own(model: nn.Module, name: str, joint: JointGraph) -> Plan:
+    """The entries of the model's own plan that fit its parameters: a plan of transformers is for all sizes of a model."""
+    return fitting(getattr(model, name, None) or {}, joint.parameters)

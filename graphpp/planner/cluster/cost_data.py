@@ -61,7 +61,9 @@ class CostData:
     `starts`: the first operation of each segment; `names`: the module call there; `layers`: the segments at which repeated
     layers start. `variants`: by recomputation. `forward`, `backward`: bytes over the boundary behind each segment but the last.
     `buffers`: (bytes, segments that read them). `attentions`: fused attentions in a forward, for context parallelism.
-    `tensor_ranks`, `expert_ranks`: over how many ranks sharded values and experts can be divided at most; 0: there are none.
+    `tensor_ranks`, `expert_ranks`: the largest number of ranks that divides all sharded sizes, or the experts of all layers;
+    its divisors do as well. 0: there are none. `param_dtype`: the dtype that the capture was given (None: none); `tokens`: of a
+    row of the example (0: it has none).
     """
 
     rows: int
@@ -76,6 +78,8 @@ class CostData:
     attentions: int = 0
     tensor_ranks: int = 0
     expert_ranks: int = 0
+    param_dtype: str | None = None
+    tokens: int = 0
 
     @property
     def elements(self) -> int:

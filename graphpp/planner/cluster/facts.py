@@ -51,9 +51,7 @@ def note_facts(
     parameters = {role.fqn: node for role, node in inputs.items() if isinstance(role, program.Parameter)}
     cut = {parameters[fqn]: _one(node_dims(parameters[fqn]), dim) for fqn, dim in sharded.dims.items() if fqn in parameters}
     gathered = _products_of(joint, {parameters[fqn] for fqn in sharded.gathered if fqn in parameters})
-    by_rows = Growth(joint, batch)
-    if by_rows.doubtful:
-        by_rows = Growth(joint, batch, known=_compared(joint, second, by_rows.doubtful[0]))
+    by_rows = _growth_with_rows(joint, batch, second)
     by_ranks = Growth(joint, cut, sharded=True, gathered=gathered) if cut else None
     for node in joint.graph.nodes:
         if node.op != "output":
@@ -72,6 +70,17 @@ def note_facts(
     for node, found in exchanges.items():
         node.meta["exchanges"] = tuple(_exchange(kind, each) for kind, each in found)
     _note_context(joint)
+
+
+def _growth_with_rows(joint: JointGraph, batch: Mapping[fx.Node, tuple[int, ...]], second: Second | None) -> Growth:
+    """How values grow with rows; a second graph is asked where the first one does not tell, or tells two things."""
+    try:
+        found = Growth(joint, batch)
+    except CaptureError:
+        if second is None:
+            raise
+        return Growth(joint, batch, known=_compared(joint, second, next(joint.computed())))
+    return Growth(joint, batch, known=_compared(joint, second, found.doubtful[0])) if found.doubtful else found
 
 
 def _compared(joint: JointGraph, second: Second | None, doubtful: fx.Node) -> dict[fx.Node, tuple[int, ...]]:

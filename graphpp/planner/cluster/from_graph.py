@@ -11,13 +11,14 @@ Contract
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from math import gcd
 from typing import Any
 
 from torch import fx
 
 from graphpp._torch import aot
 from graphpp._torch.symbols import hint
-from graphpp.errors import CaptureError
+from graphpp.errors import CaptureError, GraphPPError
 from graphpp.options.recompute import Recompute, read_recompute
 from graphpp.options.split import ModuleCall
 from graphpp.passes.graph.joint_graph import JointGraph
@@ -36,6 +37,7 @@ from graphpp.planner.segments import places
 from graphpp.runtime import program
 
 RECOMPUTE: tuple[str | None, ...] = (None, "selective", "full")
+_STACKED = 3  # dimensions of a parameter that holds the experts of a layer: experts, inputs, outputs
 
 
 def model_costs(
@@ -82,9 +84,20 @@ def model_costs(
         parameters=tuple(_parameters(joint, first, sharded)),
         buffers=tuple(_buffers(joint, first)),
         attentions=sum(map(_is_attention, joint.computed())),
-        tensor_ranks=min(_sharded_sizes(joint), default=0),
-        expert_ranks=min((shapes[fqn][0] for fqn in sharded.experts if len(shapes[fqn]) == 3), default=0),
+        tensor_ranks=gcd(*_sharded_sizes(joint)),
+        expert_ranks=_expert_ranks(shapes, sharded),
     )
+
+
+def _expert_ranks(shapes: Mapping[str, tuple[int, ...]], sharded: ShardedParameters) -> int:
+    """The most ranks that divide the experts of every layer. Raises `GraphPPError` for experts that are modules of a list."""
+    stacked = [shapes[fqn][0] for fqn in sharded.experts if len(shapes[fqn]) == _STACKED]
+    if sharded.experts and not stacked:
+        raise GraphPPError(
+            f"expert_plan: {next(iter(sharded.experts))} has no dimension of experts: ep divides experts that are one "
+            "parameter [experts, .., ..], as graphpp.experts.routed and transformers' grouped experts have them"
+        )
+    return gcd(*stacked)
 
 
 def _sharded_sizes(joint: JointGraph) -> Iterator[int]:

@@ -102,8 +102,8 @@ def _check_degrees(costs: CostData, tp: int, ep: int, cp: int) -> None:
     for name, ranks, most, plan in each:
         if ranks > 1 and not most:
             raise ScheduleError(f"{name}: the costs were made without {plan}= that shards parameters of the model: give one")
-        if ranks > max(most, 1):
-            raise ScheduleError(f"{name}: take at most {most} ranks, got {ranks}: {plan}= shards a dimension of size {most}")
+        if most % ranks:
+            raise ScheduleError(f"{name}: take a divisor of {most}, got {ranks}, which does not divide all that {plan}= shards")
 
 
 def _flops(costs: CostData, factor: float) -> float:

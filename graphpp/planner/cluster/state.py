@@ -1,7 +1,8 @@
 """The state of a model by segments: parameters, gradients, optimizer, buffers.
 
 Contract: elements are those of one rank after tensor and expert parallelism, before shards. Whole parameters have the dtype of
-the graph; sums of gradients, shards and the optimizer's values are in float32, as in mixed-precision training.
+the graph. Sums of gradients, shards and the optimizer's values are in float32 where the capture was given a dtype
+(`param_dtype`), as in mixed-precision training, and else in the dtype of the parameters.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from graphpp.planner.cluster.cost_data import CostData
 from graphpp.planner.cluster.degrees import Degrees
 from graphpp.schedules.table.state_bytes import StateBytes
 
-_MASTER = 4  # bytes of an element of a shard, of a gradient's sum, and of the optimizer's values: float32
+_MASTER = 4  # bytes of an element of a shard, of a gradient's sum, and of the optimizer's values, in mixed precision: float32
 
 
 def state_of_segments(
@@ -26,7 +27,11 @@ def state_of_segments(
         key = _Key(each.readers, each.makers, each.expert, each.itemsize)
         ranks = (degrees.tp if each.sharded else 1) * (degrees.ep if each.expert else 1)
         elements[key] = elements.get(key, 0) + -(-each.elements // ranks)
-    state = [_piece(key, count, memory, degrees, shards) for key, count in elements.items()]
+    mixed = costs.param_dtype is not None
+    state = [
+        _piece(key, count, _MASTER if mixed else key.itemsize, memory, _own_shards(key, degrees, shards))
+        for key, count in elements.items()
+    ]
     state += [StateBytes(readers, buffers=nbytes) for nbytes, readers in costs.buffers]
     return tuple(state), (*(key.expert for key in elements), *[False] * len(costs.buffers))
 
@@ -39,17 +44,17 @@ class _Key:
     itemsize: int
 
 
-def _piece(key: _Key, elements: int, memory: Memory, degrees: Degrees, shards: int | None) -> StateBytes:
-    own = max(1, shards // degrees.ep) if shards is not None and key.expert else None
+def _own_shards(key: _Key, degrees: Degrees, shards: int | None) -> int | None:
+    """Over how many ranks experts are sharded; None: over as many as everything else."""
+    return max(1, shards // degrees.ep) if shards is not None and key.expert else None
+
+
+def _piece(key: _Key, elements: int, master: int, memory: Memory, shards: int | None) -> StateBytes:
+    """`master`: bytes of an element of a shard, of a gradient's sum, and of a value of the optimizer."""
+    rows = elements * master
     trained: Mapping[str, int] = (
-        {
-            "sums": elements * _MASTER,
-            "optimizer": memory.optimizer_bytes(elements, _MASTER),
-            "row_sums": elements * _MASTER,
-            "sent": elements * _MASTER,
-        }
+        {"sums": rows, "optimizer": memory.optimizer_bytes(elements, master), "row_sums": rows, "sent": rows}
         if key.makers
         else {"row_sums": 0, "sent": 0}
     )
-    return StateBytes(key.readers, key.makers, weights=elements * key.itemsize, rows=elements * _MASTER, shards=own, **trained)
-
+    return StateBytes(key.readers, key.makers, weights=elements * key.itemsize, rows=rows, shards=shards, **trained)

@@ -69,6 +69,23 @@ def _dim(fqn: str, style: str | int, rank: int) -> int | None:
     return dim % rank
 
 
+def fitting(plan: Plan, fqns: Iterable[str]) -> Plan:
+    """The entries whose patterns fit a parameter: a model's own plan may name modules that only some of its sizes have."""
+    names = list(fqns)
+    return {pattern: style for pattern, style in plan.items() if _matched(pattern, names)}
+
+
+def _shards(style: str | int) -> bool:
+    """Whether a style shards parameters; others may stand for modules that have none."""
+    return isinstance(style, int) or _STYLES.get(style) is not None or style in _EXPERTS
+
+
+def _matched(pattern: str, fqns: Iterable[str]) -> dict[str, str]:
+    """The FQNs that a pattern fits, each with the part that the pattern names."""
+    fits = re.compile(r"(.*\.)?" + re.escape(pattern).replace(r"\*", r"[^.]+") + r"(?=\.|$)")
+    return {fqn: match.group() for fqn in fqns if (match := fits.match(fqn))}
+
+
 def _chosen(fqns: Iterable[str], plan: Plan, name: str, known: Iterable[str]) -> dict[str, tuple[str, str | int]]:
     """For each FQN that a pattern fits: the module or parameter that the pattern names, and its style."""
     known, found = list(known), dict[str, tuple[str, str | int]]()
@@ -76,9 +93,8 @@ def _chosen(fqns: Iterable[str], plan: Plan, name: str, known: Iterable[str]) ->
     for pattern, style in sorted(plan.items(), key=lambda item: item[0].count(".")):
         if not isinstance(style, int) and style not in readable:
             raise GraphPPError(f"{name}: the style of {pattern!r} is {style!r}: take one of {', '.join(known)}")
-        fits = re.compile(r"(.*\.)?" + re.escape(pattern).replace(r"\*", r"[^.]+") + r"(?=\.|$)")
-        matched = {fqn: match.group() for fqn in fqns if (match := fits.match(fqn))}
-        if not matched and "*" not in pattern:  # a plan of transformers has patterns for all sizes of a model
+        matched = _matched(pattern, fqns)
+        if not matched and _shards(style):
             raise GraphPPError(f"{name}: {pattern!r} fits no parameter of the model: give FQNs as in model.named_parameters()")
         for fqn, module in matched.items():
             found[fqn] = (module.rpartition(".")[0] if module == fqn else module, style)

@@ -54,7 +54,7 @@ def find_plans(question: Question, limits: Limits, cap: int, choices: Choices) -
     """The plans for a question. Raises `ScheduleError` where none fits `cap` bytes."""
     ordered = sorted(_estimated(question, limits, choices), key=lambda each: (each[0], repr(each[1])))
     if not ordered:
-        raise ScheduleError(_nothing(question, limits))
+        raise ScheduleError(_nothing(question, limits, choices))
     found: dict[Setting, Prediction] = {}
     fitting = [setting for guess, setting in ordered if guess.nbytes <= cap * _SLACK]
     _simulate(question, fitting, round(choices.work * (1 - _FRONT)), found)
@@ -159,15 +159,19 @@ def _mfu(question: Question, found: Prediction) -> float:
     setting, machines = found.setting, question.machines
     flops = question.priced(setting.shape, setting.rows, setting.recompute).flops
     done = flops * setting.microbatches * setting.shape.data_ranks
-    peak = machines.device.peak(question.dtype or "float32")
+    peak = machines.device.peak(question.dtype or question.costs.dtype)
     return done / (found.seconds.total * machines.gpus * peak)
 
 
-def _nothing(question: Question, limits: Limits) -> str:
+def _nothing(question: Question, limits: Limits, choices: Choices) -> str:
+    """Why no setting is left: what the model, the batch and the choices admit."""
+    asked = [f"{name} of {sorted(sizes)}" for name, sizes in choices.sizes.items()]
+    asked += [f"rows of {sorted(choices.rows)}", *([f"schedules of {list(choices.schedules)}"] if choices.schedules else [])]
     return (
-        f"no mesh of {question.machines.gpus} GPUs takes a batch of {question.batch} rows: give a batch= that some divisor of "
-        f"the number of GPUs divides; the model admits up to {limits.stages} stages, tp {limits.tp}, cp {limits.cp}, and its "
-        f"layers have {limits.experts} experts"
+        f"no setting for {question.machines.gpus} GPUs and a batch of {question.batch} rows is left: data ranks times rows of "
+        f"a microbatch divide the batch; the model admits up to {limits.stages} stages, divisors of {limits.tp} along tp (1 "
+        f"without a tensor_plan=), of {limits.experts} along ep (0: no experts), up to {limits.cp} along cp; and the search "
+        f"may choose {', '.join(asked)}"
     )
 
 

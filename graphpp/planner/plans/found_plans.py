@@ -12,8 +12,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from graphpp.errors import GraphPPError
+from graphpp.planner.plans.from_json import document
 from graphpp.planner.plans.page import plans_html
-from graphpp.planner.plans.training_plan import TrainingPlan, document_of
+from graphpp.planner.plans.training_plan import TrainingPlan
 from graphpp.units import spell_bytes, spell_time
 
 _SHOWN = 12  # plans in a printed result
@@ -58,7 +59,7 @@ class TrainingPlans:
     @classmethod
     def from_json(cls, text: str | Path) -> TrainingPlans:
         """The plans of a JSON text, or of a file of it; of one plan alone too. Raises `GraphPPError` for another text."""
-        given = document_of(text)
+        given = document(text, "plans")
         if "plans" not in given:
             return cls((TrainingPlan.from_json(json.dumps(given)),))
         if not isinstance(given["plans"], list) or not given["plans"]:

@@ -17,6 +17,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from math import gcd, prod
 
+from graphpp.arguments import COUNT, require
+from graphpp.errors import ScheduleError
+
 
 @dataclass(frozen=True, order=True)
 class MeshShape:
@@ -28,6 +31,10 @@ class MeshShape:
     ep: int = 1
     cp: int = 1
     tp: int = 1
+
+    def __post_init__(self) -> None:
+        for name, size in self.sizes().items():
+            require(ScheduleError, name, COUNT, size)
 
     @property
     def ranks(self) -> int:
@@ -66,8 +73,8 @@ class MeshShape:
 class Limits:
     """Along which dimensions a model can be cut.
 
-    `stages`: the most stages. `experts`: the experts of a layer (0: none), `tp`, `cp`: the most ranks. `domain`: the GPUs of a
-    machine; `tp` stays within.
+    `stages`: the most stages. `experts`: the experts of a layer (0: none), `tp`: numbers that the ranks along `ep` and `tp`
+    divide. `cp`: the most ranks. `domain`: the GPUs of a machine; `tp` stays within.
     """
 
     stages: int
@@ -80,7 +87,7 @@ class Limits:
 def mesh_shapes(gpus: int, batch: int, limits: Limits) -> Iterator[MeshShape]:
     """All shapes for so many GPUs and a batch of so many rows."""
     for pp in _divisors(gpus, limits.stages):
-        for tp in _divisors(gpus // pp, min(limits.tp, limits.domain)):
+        for tp in _divisors(gcd(gpus // pp, limits.tp), limits.domain):
             for cp in _divisors(gpus // (pp * tp), limits.cp):
                 data = gpus // (pp * tp * cp)
                 if batch % data == 0 and _powers_of_two(tp, cp):

@@ -6,7 +6,6 @@ Contract: `plans_html(..)` is a file of its own that needs no network (`graphpp/
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import fields
 
 from graphpp.planner.plans.training_plan import TrainingPlan
 from graphpp.report.page import Page, PlanEntry
@@ -20,7 +19,7 @@ def plans_html(plans: Sequence[TrainingPlan], considered: int, cap: int | None) 
     best = plans[0]
     facts = (
         ("machines", best.machines), ("best", str(best.setting)), ("step", spell_time(best.step_seconds, "s")),
-        ("tokens per second", f"{best.tokens_per_second:,.0f}"), ("MFU", f"{best.mfu:.1%}"),
+        ("rate", best.rate), ("MFU", f"{best.mfu:.1%}"),
         ("most bytes", spell_bytes(best.peak)), ("settings considered", f"{considered:,}"),
     )  # fmt: skip
     notes = ("Seconds and bytes are predictions: nothing has run.",)
@@ -28,18 +27,9 @@ def plans_html(plans: Sequence[TrainingPlan], considered: int, cap: int | None) 
 
 
 def _entries(plans: Sequence[TrainingPlan], cap: int | None) -> tuple[PlanEntry, ...]:
-    return tuple(
-        PlanEntry(str(each.setting), each.step_seconds, each.peak, each.reason, cap is None or each.peak <= cap, _details(each))
-        for each in plans
-    )
+    return tuple(_entry(each, cap is None or each.peak <= cap) for each in plans)
 
 
-def _details(plan: TrainingPlan) -> tuple[tuple[str, str], ...]:
-    seconds = [(item.name, getattr(plan.seconds, item.name)) for item in fields(plan.seconds)]
-    shares = ", ".join(f"{name} {each / plan.step_seconds:.1%}" for name, each in seconds if each > 0)
-    held = ", ".join(f"{kind} {spell_bytes(each)}" for kind, each in plan.memory.items() if each)
-    sent = ", ".join(f"{name} {spell_bytes(each)}" for name, each in plan.sent.items() if each)
-    return (
-        ("seconds", shares), ("MFU", f"{plan.mfu:.1%}"), ("bytes of the fullest rank, the most of each kind", held),
-        ("sent by a rank in a step", sent or "nothing"), ("stages start at", ", ".join(plan.split) or "the first operation"),
-    )  # fmt: skip
+def _entry(plan: TrainingPlan, fits: bool) -> PlanEntry:
+    details = (*plan.details.items(), ("MFU", f"{plan.mfu:.1%}"))
+    return PlanEntry(str(plan.setting), plan.step_seconds, plan.peak, plan.reason, fits, details)

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from graphpp.arguments import BYTES, COUNT, Accepted, checked, one_of, or_none
-from graphpp.batch.microbatch import Microbatch, tensors_by_path
+from graphpp.arguments import BYTES, COUNT, Accepted, checked, one_of, or_none, require
+from graphpp.batch.microbatch import Microbatch
 from graphpp.devices import Machines
 from graphpp.errors import ScheduleError
 from graphpp.planner.cluster.capture_costs import capture_costs
@@ -22,15 +22,16 @@ from graphpp.planner.plans.find import Choices, find_plans
 from graphpp.planner.plans.found_plans import TrainingPlans
 from graphpp.planner.plans.mesh_shapes import Limits
 from graphpp.planner.plans.question import Question
+from graphpp.planner.plans.settings import SEARCHED
 from graphpp.progress import working
-from graphpp.schedules.generate.names import SCHEDULES
 
 _USABLE = 0.9  # of a GPU's memory: workspaces, messages and the allocator take the rest
 _SIZES = Accepted("a positive integer, or a list of them", lambda value: all(map(COUNT.accepts, _listed(value) or [0])))
+_MACHINES = one_of(str, takes='"<count>x<device>", e.g. "512xH100", or a graphpp.devices.Machines')
 _MODEL = one_of(nn.Module, ModelCosts, takes="an nn.Module, or the ModelCosts of graphpp.planner.cluster")
 _NAMES = Accepted(
-    "a list of names in graphpp.schedules.SCHEDULES",
-    lambda value: isinstance(value, list | tuple) and len(value) > 0 and all(name in SCHEDULES for name in value),
+    f"a list of names of schedules, of {', '.join(SEARCHED)}",
+    lambda value: isinstance(value, list | tuple) and len(value) > 0 and all(name in SEARCHED for name in value),
 )
 _RECOMPUTES = Accepted(
     'a list of None, "selective", "full" and fractions',
@@ -76,21 +77,24 @@ def plan(  # noqa: PLR0913 - the dimensions of the search, all of them optional
         tensor_plan, expert_plan: which layers `tp` and `ep` cut, FQN patterns as in transformers' `tp_plan`. None: the model's.
         pp, tp, ep, cp: the numbers of ranks along a dimension among which the search chooses. None: all that fit.
         rows: the rows of a microbatch among which the search chooses. None: 1, 2, 4, 8 and 16.
-        schedules, recompute: among which the search chooses. None: all that `graphpp.compile` has but searched orders.
+        schedules, recompute: among which the search chooses. None: all schedules by name but GPipe, which 1F1B beats, and
+            Combined1F1B; no recomputation, "selective" and "full".
         work: how many computations are simulated at most: some 13,000 take a second.
 
     Raises:
         CaptureError, ScheduleError: a model that cannot be captured; no plan fits, and the closest is named.
     """
-    found = machines if isinstance(machines, Machines) else Machines.read(machines)
+    found = _machines(machines)
     costs = model if isinstance(model, ModelCosts) else _captured(
         model, loss, example, param_dtype=param_dtype, tensor_plan=tensor_plan, expert_plan=expert_plan,
         device_type=found.device.torch_type,
     )  # fmt: skip
-    question = Question(
-        costs, found, batch, _tokens(example),
-        None if param_dtype is None else str(param_dtype).removeprefix("torch."), optimizer,
-    )  # fmt: skip
+    dtype = None if param_dtype is None else str(param_dtype).removeprefix("torch.")
+    if costs.param_dtype != dtype:
+        raise ScheduleError(
+            f"param_dtype={param_dtype}: the costs were captured with param_dtype={costs.param_dtype}: give both the same one"
+        )
+    question = Question(costs, found, batch, costs.tokens, dtype, optimizer)
     limits = Limits(
         stages=len(costs.starts), experts=costs.expert_ranks, tp=max(1, costs.tensor_ranks), cp=max(_listed(cp)),
         domain=found.per_machine,
@@ -113,11 +117,12 @@ def _captured(model: nn.Module, loss: Any, example: Microbatch | None, **options
         return capture_costs(model, loss, example, **options)
 
 
-def _tokens(example: Microbatch | None) -> int:
-    """The tokens of a row: the second dimension of the first tensor of integers; 1 where there is none."""
-    tensors = tensors_by_path(example).values() if example is not None else ()
-    ids = (each for each in tensors if each.dim() > 1 and not each.is_floating_point())
-    return next((each.shape[1] for each in ids), 1)
+def _machines(given: object) -> Machines:
+    """The machines of any form that `plan` takes. Raises `ScheduleError`."""
+    if isinstance(given, Machines):
+        return given
+    require(ScheduleError, "machines", _MACHINES, given)
+    return Machines.read(str(given))
 
 
 def _listed(given: Any) -> list[int]:

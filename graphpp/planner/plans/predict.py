@@ -41,8 +41,8 @@ _LEAST = 16  # microbatches of the shorter simulated step; twice as many as rank
 class Prediction:
     """The step of a setting. `peaks`: the most bytes of each pipeline rank; `memory`: of the fullest, by kind.
 
-    `sent`: the bytes that a rank sends along each dimension in a step; `gathers`: how often a stage is gathered; each of the
-    rank with the most.
+    `sent`: the bytes that a rank sends along `pp`, `dp_shard` and `dp_replicate` in a step; `gathers`: how often a stage is
+    gathered; each of the rank with the most.
     """
 
     setting: Setting
@@ -257,4 +257,12 @@ class _Step:
         crossing = (max(forward, default=0) + max(backward, default=0)) * per_rank * setting.microbatches
         gathered, reduced = sent_by_stage(state, setting.stages, setting.shape.shards)
         along = continued(first.sent(gathered, reduced), last.sent(gathered, reduced))
-        return {"pp": crossing, "dp_shard": round(along)}
+        return {"pp": crossing, "dp_shard": round(along), "dp_replicate": round(self._sent_to_copies(state))}
+
+    def _sent_to_copies(self, state: tuple[StateBytes, ...]) -> float:
+        """The bytes that a rank sends to the ranks with the same rows: those of a ring, as if all ranks had equally many."""
+        copies, total = self._setting.shape.dp_replicate, 0.0
+        for one in state:
+            sent = one.sums if one.sent is None else one.sent
+            total += len(one.makers) * sent / (one.shards or 1)
+        return 2 * (copies - 1) / copies * total / self._setting.shape.pp

@@ -1,7 +1,6 @@
-"""One way to train a model on given machines: the settings that the search chooses, and the estimates by which it orders them.
+"""One way to train a model on given machines: all that the search chooses.
 
-Contract: a `Setting` is data; equal settings are equal. `schedules_for` lists the schedules that take a number of ranks, stages
-and microbatches.
+Contract: a `Setting` is data; equal settings are equal. `schedule_choices` lists the schedules that may take some numbers.
 """
 
 from __future__ import annotations
@@ -9,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from graphpp.arguments import COUNT, Accepted, require
 from graphpp.errors import ScheduleError
 from graphpp.planner.plans.mesh_shapes import MeshShape
 from graphpp.schedules.generate.megatron_interleaved import legal_groups, megatron_interleaved
@@ -19,6 +19,9 @@ RecomputeWord = str | float | None
 """A form of `memory.recompute`: None, "selective", "full", or a fraction."""
 
 
+_NAME = Accepted("the name of a schedule in graphpp.schedules.SCHEDULES", lambda value: value in SCHEDULES)
+
+
 @dataclass(frozen=True)
 class ScheduleChoice:
     """A named schedule with so many stages on each rank. `group`: of `megatron_interleaved`, else None."""
@@ -26,6 +29,10 @@ class ScheduleChoice:
     name: str
     stages_per_rank: int = 1
     group: int | None = None
+
+    def __post_init__(self) -> None:
+        require(ScheduleError, "schedule", _NAME, self.name)
+        require(ScheduleError, "stages_per_rank", COUNT, self.stages_per_rank)
 
     def table(self, ranks: int, microbatches: int) -> Schedule:
         """The table. Raises `ScheduleError` where the schedule does not take these numbers."""
@@ -49,6 +56,10 @@ class Setting:
     keep: int | None = None
     recompute: RecomputeWord = None
 
+    def __post_init__(self) -> None:
+        for name in ("rows", "microbatches"):
+            require(ScheduleError, name, COUNT, getattr(self, name))
+
     @property
     def stages(self) -> int:
         return self.shape.pp * self.schedule.stages_per_rank
@@ -64,6 +75,8 @@ class Setting:
 _OF_ONE = ("1F1B", "ZB1P", "ZB2P")
 _OF_TWO = ("ZBVZeroBubble", "DualPipeV", "V-Half", "V-Min")
 _OF_SEVERAL = ("Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble")
+SEARCHED = ("auto", *_OF_ONE, *_OF_TWO, *_OF_SEVERAL, "MegatronInterleaved")
+"""The names of all schedules that the search tries; "auto" is a plain loop, where a pipeline has one rank."""
 
 
 def schedule_choices(ranks: int, microbatches: int, most_stages: int) -> Iterator[ScheduleChoice]:

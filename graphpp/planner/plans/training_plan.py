@@ -8,14 +8,16 @@ Contract
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
-from typing import Any
 
-from graphpp.errors import GraphPPError, ScheduleError
-from graphpp.planner.plans.mesh_shapes import MeshShape
-from graphpp.planner.plans.settings import ScheduleChoice, Setting
+import torch
+
+from graphpp.arguments import COUNT, INDEX, require
+from graphpp.errors import GraphPPError
+from graphpp.planner.plans.from_json import document, read
+from graphpp.planner.plans.settings import Setting
 from graphpp.schedules.table.schedule import Schedule
 from graphpp.units import spell_bytes, spell_time
 
@@ -49,11 +51,12 @@ class TrainingPlan:
     """One way to train a model on `machines`, with its predicted cost.
 
     `setting`: the mesh, the microbatches, the schedule, `keep` and `recompute`. `split`: the FQNs at which the stages start.
-    `seconds`: of a step; `batch`: rows of a step on all ranks; `tokens`: of a row. `mfu`: FLOPs of the model, without repeated
-    ones, by the peak of all GPUs. `dtype`: in which the model computes (None: its own). `peaks`: by pipeline rank, the most
-    bytes at one time; `memory`: of the fullest rank, the most bytes of each kind. `sent`: the bytes that a rank sends along
-    each dimension in a step, of the rank with the most. `reason`: why the plan is not the best; "" for the best. `on_front`: no
-    other plan has both less time and less memory.
+    `seconds`: of a step; `batch`: rows of a step on all ranks; `tokens`: of a row (0: it has none). `mfu`: FLOPs of the model,
+    without repeated ones, by the peak of all GPUs. `dtype`: in which the model computes (None: its own). `peaks`: by pipeline
+    rank, the most bytes at one time; `memory`: of the fullest rank, the most bytes of each kind. `sent`: the bytes that a rank
+    sends along `pp`, `dp_shard` and `dp_replicate` in a step, of the rank with the most. `reason`: why the plan is not the
+    best; "" for the best. `on_front`: no other plan has both less time and less memory. Raises `GraphPPError` for numbers that
+    do not belong together.
     """
 
     machines: str
@@ -69,6 +72,21 @@ class TrainingPlan:
     sent: Mapping[str, int] = field(hash=False)
     reason: str = ""
     on_front: bool = False
+
+    def __post_init__(self) -> None:
+        require(GraphPPError, "plan.batch", COUNT, self.batch)
+        require(GraphPPError, "plan.tokens", INDEX, self.tokens)
+        if len(self.split) != self.setting.stages - 1:
+            raise GraphPPError(
+                f"plan.split: {self.setting.stages} stages start at {self.setting.stages - 1} names beside the first one, "
+                f"got {len(self.split)}"
+            )
+        if len(self.peaks) != self.setting.shape.pp:
+            raise GraphPPError(f"plan.peaks: take the bytes of {self.setting.shape.pp} ranks, got {len(self.peaks)}")
+        if self.dtype is not None and not isinstance(getattr(torch, self.dtype, None), torch.dtype):
+            raise GraphPPError(f"plan.dtype: take the name of a dtype of torch, or None, got {self.dtype!r}")
+        if not self.seconds.total > 0:
+            raise GraphPPError(f"plan.seconds: take positive seconds, got {self.seconds}")
 
     @property
     def mesh(self) -> dict[str, int]:
@@ -106,60 +124,43 @@ class TrainingPlan:
     @classmethod
     def from_json(cls, text: str | Path) -> TrainingPlan:
         """The plan of a JSON text, or of a file of it. Raises `GraphPPError` for another text, naming the entry."""
-        given = document_of(text)
-        if given.get("format") != _FORMAT:
-            raise GraphPPError(f"plan: take JSON of TrainingPlan.to_json with format {_FORMAT}, got {given.get('format')!r}")
-        found = _read(cls, {name: each for name, each in given.items() if name != "format"}, "plan")
-        assert isinstance(found, TrainingPlan)
+        given = document(text, "plan")
+        if given.pop("format", None) != _FORMAT:
+            several = ": TrainingPlans.from_json reads several plans" if "plans" in given else ""
+            raise GraphPPError(f"plan: take JSON of TrainingPlan.to_json with format {_FORMAT}{several}")
+        found: TrainingPlan = read(cls, given, "plan")
         return found
+
+    @property
+    def rate(self) -> str:
+        """The tokens, or where a row has none the rows, in a second, as text."""
+        count, unit = (self.tokens_per_second, "tokens/s") if self.tokens else (self.batch / self.step_seconds, "rows/s")
+        return f"{count:,.0f} {unit}"
+
+    @property
+    def details(self) -> dict[str, str]:
+        """Text by what it tells: the shares of the seconds, the bytes of each kind, the bytes sent, where stages start."""
+        parts = {item.name: getattr(self.seconds, item.name) for item in fields(self.seconds)}
+        return {
+            "seconds": ", ".join(f"{name} {each / self.step_seconds:.1%}" for name, each in parts.items() if each > 0),
+            "memory": _bytes(self.memory),
+            "sent by a rank in a step": _bytes(self.sent) or "nothing",
+            "stages start at": ", ".join(self.split) or "the first operation",
+        }
 
     def __str__(self) -> str:
         """Some lines: the setting, the time by its parts, the memory by kind."""
-        parts = {item.name: getattr(self.seconds, item.name) for item in fields(self.seconds)}
-        shares = ", ".join(f"{name} {each / self.step_seconds:.1%}" for name, each in parts.items() if each > 0)
-        held = ", ".join(f"{name} {spell_bytes(each)}" for name, each in self.memory.items() if each)
-        sent = ", ".join(f"{name} {spell_bytes(each)}" for name, each in self.sent.items() if each)
+        shares, held, sent, starts = self.details.values()
         lines = [
             f"{self.setting}, on {self.machines}",
-            f"  step {spell_time(self.step_seconds, 's')}, {self.tokens_per_second:,.0f} tokens/s, MFU {self.mfu:.1%}:",
+            f"  step {spell_time(self.step_seconds, 's')}, {self.rate}, MFU {self.mfu:.1%}:",
             f"    {shares}",
             f"  memory {spell_bytes(self.peak)} at the most: {held}",
-            *([f"  sent by a rank in a step: {sent}"] if sent else []),
-            f"  stages start at {', '.join(self.split) or 'the first operation'}",
+            f"  sent by a rank in a step: {sent}",
+            f"  stages start at {starts}",
         ]
         return "\n".join([*lines, *([f"  not the best: {self.reason}"] if self.reason else [])])
 
 
-# ---------------------------------------------------------------------------------- reading JSON
-
-_NESTED = {"setting": Setting, "shape": MeshShape, "schedule": ScheduleChoice, "seconds": StepSeconds}
-
-
-def document_of(text: str | Path) -> Mapping[str, Any]:
-    """The object of a JSON text, or of a file of it. Raises `GraphPPError`."""
-    try:
-        given = json.loads(text.read_text() if isinstance(text, Path) else text)
-    except (OSError, ValueError) as error:
-        raise GraphPPError(f"plan: {error}") from error
-    if not isinstance(given, dict):
-        raise GraphPPError(f"plan: take JSON of TrainingPlan.to_json, got a {type(given).__name__}")
-    return given
-
-
-def _read(cls: type[Any], given: object, path: str) -> object:
-    """An object of a dataclass from its JSON form. Raises `GraphPPError` for missing and unknown entries."""
-    names = {item.name for item in fields(cls)}
-    if not isinstance(given, dict) or set(given) - names:
-        unknown = sorted(set(given) - names) if isinstance(given, dict) else given
-        raise GraphPPError(f"{path}: take an object with {sorted(names)}, got {unknown!r}")
-    values = {name: _value(name, each, f"{path}.{name}") for name, each in given.items()}
-    try:
-        return cls(**values)
-    except (TypeError, ScheduleError) as error:
-        raise GraphPPError(f"{path}: {error}") from error
-
-
-def _value(name: str, given: object, path: str) -> object:
-    if name in _NESTED and isinstance(given, dict):
-        return _read(_NESTED[name], given, path)
-    return tuple(given) if isinstance(given, Sequence) and not isinstance(given, str) else given
+def _bytes(sizes: Mapping[str, int]) -> str:
+    return ", ".join(f"{name} {spell_bytes(nbytes)}" for name, nbytes in sizes.items() if nbytes)

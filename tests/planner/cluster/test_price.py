@@ -158,11 +158,18 @@ def test_tied_parameters_are_read_where_they_are_used() -> None:
 
 
 def test_state_is_that_of_mixed_precision() -> None:
-    costs = _costs("mixtral")
+    costs = replace(_costs("mixtral"), param_dtype="bfloat16")
     state = [each for each in costs.on(H100).segments.state if each.weights]
     assert sum(each.weights for each in state) == 2 * costs.elements
     assert sum(each.optimizer for each in state) == 8 * costs.elements
     assert sum(each.rows or 0 for each in state) == sum(each.sums for each in state) == 4 * costs.elements
+
+
+def test_state_without_a_dtype_of_the_capture_is_in_that_of_the_parameters() -> None:
+    costs = replace(_costs("mixtral"), param_dtype=None)
+    state = [each for each in costs.on(H100).segments.state if each.weights]
+    assert sum(each.sums for each in state) == sum(each.weights for each in state) == 2 * costs.elements
+    assert sum(each.optimizer for each in state) == 4 * costs.elements
 
 
 def test_the_model_is_not_changed_and_needs_no_data() -> None:
@@ -187,8 +194,8 @@ def test_refused_options_are_named(options: dict[str, Any], named: str) -> None:
     [
         ("llama", {"ep": 2}, "ep: the costs were made without expert_plan="),
         ("convolutions", {"tp": 2}, "tp: the costs were made without tensor_plan="),
-        ("llama", {"tp": 4}, "tp: take at most 2 ranks"),  # heads of keys
-        ("mixtral", {"ep": 16}, "ep: take at most 8 ranks"),
+        ("llama", {"tp": 4}, "tp: take a divisor of 2, got 4"),  # heads of keys
+        ("mixtral", {"ep": 16}, "ep: take a divisor of 8, got 16"),
     ],
 )
 def test_degrees_that_a_model_cannot_have_are_refused(name: str, options: dict[str, int], message: str) -> None:

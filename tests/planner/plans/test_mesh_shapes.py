@@ -28,7 +28,8 @@ def _fits(shape: MeshShape, batch: int, limits: Limits) -> bool:
     return (
         batch % (shape.dp_replicate * shape.dp_shard * shape.ep) == 0
         and shape.pp <= limits.stages
-        and shape.tp <= min(limits.tp, limits.domain)
+        and limits.tp % shape.tp == 0
+        and shape.tp <= limits.domain
         and shape.cp <= limits.cp
         and max(limits.experts, 1) % shape.ep == 0
         and all(size in (1, 2, 4, 8) for size in (shape.tp, shape.cp))

@@ -70,7 +70,7 @@ def costs(dtype: torch.dtype | None, device_type: str) -> ModelCosts:
 
 def plans(machines: str = "8xH100", **options: Any) -> TrainingPlans:
     given: dict[str, Any] = {"batch": BATCH, "work": 4_000, **options}
-    known = costs(given.get("param_dtype", torch.bfloat16), "cpu" if machines.endswith("CPU") else "cuda")
+    known = costs(given.get("param_dtype", torch.bfloat16), "cpu" if str(machines).endswith("CPU") else "cuda")
     return graphpp.plan(known, example=example(), machines=machines, **given)
 
 
@@ -166,12 +166,12 @@ def test_json_keeps_everything(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("[]", "take JSON of TrainingPlan.to_json, got a list"),
+        ("[]", "plan: take a JSON object"),
         ("{", "plan: Expecting"),
-        ('{"format": 2}', "with format 1, got 2"),
+        ('{"format": 2}', "take JSON of TrainingPlan.to_json with format 1"),
         ('{"format": 1, "shape": 3}', r"got \['shape'\]"),
-        ('{"format": 1}', "missing"),
-        ('{"format": 1, "setting": {"colour": 1}}', r"plan.setting: take an object with .*'colour'"),
+        ('{"format": 1}', "plan: missing machines, setting"),
+        ('{"plans": []}', "TrainingPlans.from_json reads several plans"),
     ],
 )
 def test_other_json_is_refused_by_name(text: str, message: str) -> None:
@@ -184,10 +184,12 @@ def test_other_json_is_refused_by_name(text: str, message: str) -> None:
     [
         ({"machines": "8xToaster"}, "machines: .*devices are"),
         ({"batch": 0}, "batch: take a positive integer"),
-        ({"batch": 3, "machines": "4xH100", "pp": 1, "tp": 1}, "no mesh of 4 GPUs takes a batch of 3 rows"),
+        ({"batch": 3, "machines": "4xH100", "pp": 1, "tp": 1}, "no setting for 4 GPUs and a batch of 3 rows .*pp of .1."),
         ({"schedules": ["1F2B"]}, "schedules: take a list of names"),
         ({"recompute": ["some"]}, "recompute: take a list of"),
         ({"tp": 0}, "tp: take a positive integer"),
+        ({"schedules": ["GPipe"]}, "schedules: take a list of names"),
+        ({"machines": 8}, 'machines: take "<count>x<device>"'),
     ],
 )
 def test_wrong_arguments_are_named(options: dict[str, Any], message: str) -> None:
@@ -203,6 +205,42 @@ def test_all_plans_come_back_from_json_and_stand_on_a_page() -> None:
     assert "8xH100_SXM" in text and all(str(each.setting) in text for each in found)
     with pytest.raises(GraphPPError, match="with one plan or more"):
         TrainingPlans.from_json('{"plans": []}')
+
+
+def _edited(path: str, value: object) -> str:
+    """The JSON of a plan with one entry exchanged."""
+    document = json.loads(plans().best.to_json())
+    *folders, name = path.split(".")
+    inside = document
+    for each in folders:
+        inside = inside[each]
+    inside[name] = value
+    return json.dumps(document)
+
+
+@pytest.mark.parametrize(
+    ("path", "value"),
+    [
+        ("setting.shape.pp", "1"), ("setting.shape.pp", 0), ("setting.shape", [1, 2]), ("setting.schedule", "1F1B"),
+        ("setting.schedule.name", "1F2B"), ("setting.schedule.colour", 3), ("setting", "x"),
+        ("setting.rows", -3), ("memory", None), ("seconds", 5), ("split", None), ("split", ["layers.1"] * 99), ("mfu", None),
+        ("peaks", []), ("dtype", "bogus"), ("dtype", 3), ("machines", 3), ("batch", True),
+    ],
+)  # fmt: skip
+def test_json_with_a_wrong_entry_is_refused_by_name(path: str, value: object) -> None:
+    with pytest.raises(GraphPPError) as error:
+        TrainingPlan.from_json(_edited(path, value))
+    assert any(part in str(error.value) for part in path.split("."))
+
+
+def test_costs_and_plans_are_of_one_dtype() -> None:
+    with pytest.raises(ScheduleError, match="param_dtype=None: the costs were captured with param_dtype=bfloat16"):
+        graphpp.plan(costs(torch.bfloat16, "cuda"), machines="1xH100", batch=8, param_dtype=None)
+
+
+def test_tokens_are_those_of_the_costs() -> None:
+    found = graphpp.plan(costs(torch.bfloat16, "cuda"), machines="1xH100", batch=8, work=500).best
+    assert found.tokens == LENGTH and found.tokens_per_second == pytest.approx(8 * LENGTH / found.step_seconds)
 
 
 def test_printed_plans_name_the_best_and_the_reasons() -> None:
@@ -267,5 +305,8 @@ def test_options_beside_a_plan_are_refused_by_name(options: dict[str, Any], mess
     best = plans(machines="4xCPU", pp=2, tp=1, memory_cap=2**33).best
     with pytest.raises(GraphPPError, match=message):
         graphpp.compile(Decoder(), loss, example=example(1, "cpu"), plan=best, **options)
+    with pytest.raises(GraphPPError, match=r"plan: it has tp: make a mesh of .*give mesh="):
+        tensor = plans(machines="4xCPU", tp=2, memory_cap=2**33).best
+        graphpp.compile(Decoder(), loss, example=example(1, "cpu"), plan=tensor)
     with pytest.raises(GraphPPError, match=r"plan: take a graphpp\.TrainingPlan"):
         graphpp.compile(Decoder(), loss, plan="best")  # type: ignore[arg-type]

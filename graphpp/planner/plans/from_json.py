@@ -1,0 +1,63 @@
+"""Objects of dataclasses from JSON, checked by the annotations of their fields.
+
+Contract: `read(cls, given, path)` raises `GraphPPError` that names the entry, for a missing or unknown entry and for a value of
+another type. Lists become tuples. What a value means is checked by the classes themselves.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import MISSING, fields, is_dataclass
+from pathlib import Path
+from types import NoneType, UnionType
+from typing import Any, Union, get_args, get_origin, get_type_hints
+
+from graphpp.arguments import shown
+from graphpp.errors import GraphPPError
+
+
+def document(text: str | Path, path: str) -> dict[str, Any]:
+    """The object of a JSON text, or of a file of it. Raises `GraphPPError`."""
+    try:
+        given = json.loads(text.read_text(encoding="utf-8") if isinstance(text, Path) else text)
+    except (OSError, ValueError, TypeError) as error:
+        raise GraphPPError(f"{path}: {error}") from error
+    if not isinstance(given, dict):
+        raise GraphPPError(f"{path}: take a JSON object, got {shown(given)}")
+    return given
+
+
+def read(cls: type[Any], given: object, path: str) -> Any:
+    """An object of a dataclass from its JSON form. Raises `GraphPPError`."""
+    hints = get_type_hints(cls)
+    items = {item.name: item for item in fields(cls)}
+    if not isinstance(given, dict) or not set(given) <= set(items):
+        unknown = sorted(set(given) - set(items)) if isinstance(given, dict) else shown(given)
+        raise GraphPPError(f"{path}: take an object with {', '.join(items)}; got {unknown}")
+    missing = [name for name, item in items.items() if name not in given and item.default is item.default_factory is MISSING]
+    if missing:
+        raise GraphPPError(f"{path}: missing {', '.join(missing)}")
+    return cls(**{name: _value(hints[name], each, f"{path}.{name}") for name, each in given.items()})
+
+
+def _value(hint: Any, given: object, path: str) -> object:
+    """A value of an annotated type. Raises `GraphPPError` where it has another one."""
+    if is_dataclass(hint) and isinstance(hint, type):
+        return read(hint, given, path)
+    origin, inside = get_origin(hint), get_args(hint)
+    if origin is tuple and isinstance(given, list):
+        return tuple(_value(inside[0], each, f"{path}[{at}]") for at, each in enumerate(given))
+    if origin is Mapping and isinstance(given, dict):
+        return {str(key): _value(inside[1], each, f"{path}.{key}") for key, each in given.items()}
+    choices = inside if origin in (Union, UnionType) else (hint,)
+    if any(_is(choice, given) for choice in choices):
+        return given
+    names = " or ".join("null" if each is NoneType else getattr(each, "__name__", str(each)) for each in choices)
+    raise GraphPPError(f"{path}: take {names}, got {shown(given)}")
+
+
+def _is(hint: Any, given: object) -> bool:
+    if hint is float:
+        return isinstance(given, int | float) and not isinstance(given, bool)
+    return isinstance(hint, type) and isinstance(given, hint) and (hint is bool or not isinstance(given, bool))
