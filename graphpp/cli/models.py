@@ -79,7 +79,7 @@ def _config_folder(name: str) -> Path:
         raise GraphPPError(f"MODEL: name the folder of the config.json: {path.parent}")
     if path.is_file():
         raise GraphPPError(f"MODEL: name a function of the file too: {name}:FUNCTION; it returns {_RETURNS}")
-    raise GraphPPError(f"MODEL: take {_FORMS}, got {shown(name)}, and there is no such file or folder")
+    raise GraphPPError(f"MODEL: take {_FORMS}, got {name!r}, and there is no such file or folder")
 
 
 # ------------------------------------------------------------------------------------------------- the function
@@ -89,7 +89,7 @@ def _function(name: str) -> Callable[[], Any]:
     """The function that `file.py:function` or `package.module:function` names."""
     place, _, attribute = name.rpartition(":")
     if not place or not attribute:
-        raise GraphPPError(f"MODEL: take {_FORMS}, got {shown(name)}")
+        raise GraphPPError(f"MODEL: take {_FORMS}, got {name!r}")
     is_file = place.endswith(".py") or "/" in place
     found: Any = _run_file(Path(place)) if is_file else _import(place)
     for each in attribute.split("."):
