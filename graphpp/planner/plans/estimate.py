@@ -63,6 +63,7 @@ _ALIVE: dict[str, Callable[[Setting], float]] = {
 """The microbatches of which the first rank holds activations, by schedule; of others as many as there are ranks."""
 
 
+_ALTERNATING = 1.4  # gathers of a stage for each microbatch, as `check/shard_counts.py` counts them for interleaved tables
 _SPLIT = ("ZB1P", "ZB2P", "ZBVZeroBubble", "DualPipeV", "V-Half", "V-Min", "InterleavedZeroBubble")
 _OVERLAPPED = ("DualPipeV",)
 _IN_CYCLES = ("V-Half", "V-Min")  # made for F, I and W that take equally long; the longest of uneven ones sets half of the pace
@@ -111,16 +112,22 @@ def _turns(setting: Setting) -> float:
     grouped = {"LoopedBFS": setting.microbatches} | dict.fromkeys(_IN_A_V, 1)
     group = grouped.get(setting.schedule.name, setting.schedule.group or setting.shape.pp)
     turns = 2 * max(1.0, setting.microbatches / group)
+    if keep == 1 and group < setting.microbatches:  # forwards and backwards of other stages alternate, and put each other away
+        return turns + _ALTERNATING * (setting.microbatches - group)
     return turns * (1 - keep / per_rank) + keep / per_rank
 
 
 def _seconds_of_turn(question: Question, setting: Setting, totals: Totals) -> float:
     """The seconds in which all stages of a rank are gathered once, and every second time reduced."""
     shape, machines = setting.shape, question.machines
-    if shape.shards == 1:
-        return 0.0
-    stride, weights, sums = shape.stride("ep"), totals.weights / shape.pp, (totals.whole - totals.weights) / shape.pp
-    return machines.all_gather(weights, shape.shards, stride) + machines.reduce_scatter(sums, shape.shards, stride) / 2
+    experts = totals.expert_rows / max(1, totals.rows + totals.expert_rows)  # their share of the parameters
+    seconds = 0.0
+    for share, ranks, along in ((experts, shape.dp_shard, "dp_shard"), (1 - experts, shape.shards, "ep")):
+        weights, sums = (share * nbytes / shape.pp for nbytes in (totals.weights, totals.whole - totals.weights))
+        if ranks > 1:
+            stride = shape.stride(along)
+            seconds += machines.all_gather(weights, ranks, stride) + machines.reduce_scatter(sums, ranks, stride) / 2
+    return seconds
 
 
 def _held(setting: Setting, totals: Totals) -> float:

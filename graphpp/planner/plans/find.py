@@ -6,14 +6,15 @@ Contract
          of time and memory; `ScheduleError` where nothing fits, naming the closest
     Equal arguments give equal plans. The work is bounded by the number of simulated computations, not by a clock.
 
-All settings are ordered by `estimate.py`. They are simulated in this order (`predict.py`), those first whose estimate fits the
-cap, until the work is spent. Then a few settings are simulated that take less memory, for the front.
+All settings are ordered by `estimate.py`. They are simulated in this order (`predict.py`): some of those whose estimate is
+about the cap, then some of those whose estimate is below it, and so on down to a third of the cap.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from math import inf
 
 from graphpp.errors import ScheduleError
 from graphpp.planner.plans.estimate import Estimate, estimate
@@ -27,12 +28,13 @@ from graphpp.planner.plans.training_plan import TrainingPlan
 from graphpp.units import spell_bytes
 
 _WORK = 150_000  # computations that are simulated
-_FRONT = 0.25  # of the work: for plans that take less memory
+_LAST = 0.25  # of the work, in addition where no plan fits yet: for those that take least memory
 _ROWS = (1, 2, 4, 8, 16)
 _RECOMPUTE: tuple[RecomputeWord, ...] = (None, "selective", "full")
-_SLACK = 1.1  # an estimate may be so much over the cap
+_FRONT = 0.7  # of the cap: settings that take less are simulated for the front alone
 _SLOWER = 2.0  # times the seconds of the soonest: no plan of the front is worth more
-_LESS = (0.75, 0.5, 0.35, 0.25)  # caps, as shares of the cap, for the front
+_SHARES = ((1.1, 0.3), (0.85, 0.4), (0.65, 0.15), (0.45, 0.1), (0.3, 0.05))
+"""(of the cap, of the work): estimates of bytes are up to a third too low, and the front wants plans that take less memory."""
 
 
 @dataclass(frozen=True)
@@ -56,15 +58,14 @@ def find_plans(question: Question, limits: Limits, cap: int, choices: Choices) -
     if not ordered:
         raise ScheduleError(_nothing(question, limits, choices))
     found: dict[Setting, Prediction] = {}
-    fitting = [setting for guess, setting in ordered if guess.nbytes <= cap * _SLACK]
-    _simulate(question, fitting, round(choices.work * (1 - _FRONT)), found)
-    soonest = next((guess.seconds for guess, _ in ordered if guess.nbytes <= cap * _SLACK), ordered[0][0].seconds)
-    for share in _LESS:
-        less = (setting for guess, setting in ordered if guess.nbytes <= cap * share and guess.seconds <= soonest * _SLOWER)
-        _simulate(question, less, round(choices.work * _FRONT / len(_LESS)), found)
+    soonest = next((guess.seconds for guess, _ in ordered if guess.nbytes <= cap * _SHARES[0][0]), ordered[0][0].seconds)
+    for share, of_work in _SHARES:
+        most = inf if share > _FRONT else soonest * _SLOWER
+        less = (setting for guess, setting in ordered if guess.nbytes <= cap * share and guess.seconds <= most)
+        _simulate(question, less, round(choices.work * of_work), found)
     if not any(each.peak <= cap for each in found.values()):
         least = sorted(ordered, key=lambda each: (each[0].nbytes, each[0].seconds))
-        _simulate(question, (setting for _, setting in least), round(choices.work * _FRONT), found)
+        _simulate(question, (setting for _, setting in least), round(choices.work * _LAST), found)
     return _ranked(question, list(found.values()), cap, len(ordered))
 
 
