@@ -32,7 +32,7 @@ YES, NO, ERROR = 0, 1, 2
 
 @dataclass(frozen=True)
 class Answer:
-    """What a command found: for people, and as data for `--json`.
+    """The result of a command: text for people, and data for `--json`.
 
     `yes`: False makes the exit code `NO`. `notes`: lines for standard error, such as the names of files that were written.
     """

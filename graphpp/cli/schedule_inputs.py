@@ -27,7 +27,10 @@ _MOST_BYTES = 2**28
 
 @dataclass(frozen=True)
 class Counts:
-    """What a command was told about a table; None: nothing. `costs`: of how many stages a named schedule is to be simulated."""
+    """The counts that a command was given for a table; None: not given.
+
+    `costs`: of how many stages a named schedule is to be simulated.
+    """
 
     ranks: int | None = None
     stages: int | None = None

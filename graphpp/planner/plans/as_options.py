@@ -50,7 +50,7 @@ def with_plan(plan: object, given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _decided(plan: TrainingPlan) -> dict[str, dict[str, Any]]:
-    """What a plan decides, by group of options."""
+    """The options that a plan decides, by their groups."""
     dtype = None if plan.dtype is None else getattr(torch, plan.dtype)
     return {
         "parallel": {"keep": plan.setting.keep, "param_dtype": dtype},

@@ -47,7 +47,6 @@ class Choices:
     rows: Sequence[int] = _ROWS
     recompute: Sequence[RecomputeWord] = _RECOMPUTE
     schedules: Sequence[str] | None = None
-    keep: Sequence[int | None] | None = None
     sizes: Mapping[str, Collection[int]] = field(default_factory=dict)
     work: int = _WORK
 
@@ -85,17 +84,16 @@ def _settings(question: Question, limits: Limits, choices: Choices) -> Iterator[
             for choice in schedule_choices(shape.pp, microbatches, limits.stages):
                 if choices.schedules is not None and choice.name not in choices.schedules:
                     continue
-                for keep in _keeps(shape, choice.stages_per_rank, choices):
+                for keep in _keeps(shape, choice.stages_per_rank):
                     for recompute in choices.recompute:
                         yield Setting(shape, rows, microbatches, choice, keep, recompute)
 
 
-def _keeps(shape: MeshShape, per_rank: int, choices: Choices) -> Iterable[int | None]:
+def _keeps(shape: MeshShape, per_rank: int) -> Iterable[int | None]:
     """How many whole stages a rank may hold: all, half of them, or one."""
     if shape.shards == 1:
         return (None,)
-    every = dict.fromkeys((None, *((per_rank // 2,) if per_rank > 3 else ()), *((1,) if per_rank > 1 else ())))
-    return [keep for keep in every if choices.keep is None or keep in choices.keep]
+    return (None, *((per_rank // 2,) if per_rank > 3 else ()), *((1,) if per_rank > 1 else ()))
 
 
 def _simulate(question: Question, settings: Iterable[Setting], work: int, found: dict[Setting, Prediction]) -> None:
