@@ -52,11 +52,13 @@ def functions() -> dict[str, Callable[..., Any]]:
         f"schedules.{name}": getattr(schedules, name) for name in schedules.__all__
     }
     found = {name: value for name, value in named.items() if callable(value) and name not in ("compile", "verify")}
+    plans = (graphpp.TrainingPlan, graphpp.TrainingPlans)
     makers = (graphpp.Schedule.of, graphpp.Schedule.parse, graphpp.Schedule.load, graphpp.Costs.unit)
+    makers += tuple(kind.from_json for kind in plans)
     found |= {maker.__qualname__: maker for maker in makers}
     # Records of results are made by graphpp, and errors by anybody.
     records = ("Plan", "Pipeline", "PostValidation", "Profile", "Timeline", "Event", "Schedule", "StageCosts", "StepResult")
-    results = ("EvalResult", "Comparison", "Difference", "FirstDifference", "Verification")
+    results = ("EvalResult", "Comparison", "Difference", "FirstDifference", "Verification", *(kind.__name__ for kind in plans))
     errors = {name for name, value in found.items() if isinstance(value, type) and issubclass(value, Exception)}
     return {name: value for name, value in found.items() if name not in (*records, *results, *errors)}
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from math import inf
 
 from graphpp.arguments import NUMBER, Accepted, checked, one_of, or_none, require
 from graphpp.errors import ScheduleError
@@ -23,7 +22,7 @@ from graphpp.schedules.table.schedule import Schedule
 Drawable = Schedule | Timeline
 
 _DRAWABLE = one_of(Schedule, Timeline, takes="a graphpp.Schedule or a graphpp.Timeline")
-_WIDTH = Accepted("a positive number", lambda value: NUMBER.accepts(value) and 0 < value < inf)  # type: ignore[operator]
+_WIDTH = Accepted("pixels, above 0 and up to 100,000", lambda value: NUMBER.accepts(value) and 0 < value <= 1e5)  # type: ignore[operator]
 
 
 @checked(ScheduleError, costs=or_none(COSTS), width=or_none(_WIDTH))

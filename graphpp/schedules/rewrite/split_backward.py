@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Literal
 
-from graphpp.arguments import INDEX, ROWS, checked, or_none
+from graphpp.arguments import INDEX, INTEGER, ROWS, checked, or_none, require
 from graphpp.errors import ScheduleError
 from graphpp.schedules.table.actions import Action, Kind
 from graphpp.schedules.table.schedule import SCHEDULE, Row, Schedule
@@ -61,7 +61,7 @@ def defer_weight_grads(
     Columns of a table on the clock stay units of time. Raises `ScheduleError` for a stage that does not exist, for another
     value of `until`, and for a table whose REDUCE_GRAD or RESHARD would come before a delayed W.
     """
-    chosen = frozenset(stages)
+    chosen = _chosen(stages)
     _check_arguments(schedule, chosen, until)
 
     def delayed(leaf: Action) -> bool:
@@ -69,6 +69,13 @@ def defer_weight_grads(
         return leaf.stage in chosen and leaf.kind in (Kind.B, Kind.W) and early
 
     return _with(schedule, [_deferred(row, delayed, until) for row in schedule.table])
+
+
+def _chosen(stages: Iterable[int]) -> frozenset[int]:
+    numbers = list(stages)
+    for stage in numbers:
+        require(ScheduleError, "stages", INTEGER, stage)
+    return frozenset(numbers)
 
 
 def _check_arguments(schedule: Schedule, stages: frozenset[int], until: str) -> None:
