@@ -131,6 +131,12 @@ class DiskCache:
                 removed.append(entry)
         return removed
 
+    def remove_tables(self) -> None:
+        """Remove the tables of all names."""
+        for table in self.root.glob("*.json"):
+            with self.lock(table.name):
+                table.unlink(missing_ok=True)
+
     def _remove(self, key: str) -> bool:
         """Whether the entry could be removed; an entry that a process has open cannot."""
         from filelock import Timeout

@@ -12,16 +12,18 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from graphpp._torch import aot
+from graphpp.cache.disk_cache import DiskCache, default_folder
 from graphpp.compiler.held_state import held_by_rank, state_bytes
 from graphpp.compiler.program_variants import choices_of, variant_of
 from graphpp.compiler.request import CompileRequest
+from graphpp.compiler.time_programs import Stopwatch
 from graphpp.options.split import ModuleCall
 from graphpp.passes.graph.joint_graph import JointGraph
 from graphpp.passes.graph.op_costs import OpCosts
 from graphpp.planner.auto_split import CutSearch
 from graphpp.planner.counts import stages_of
 from graphpp.planner.resolve_split import resolve
-from graphpp.planner.segments import Pricing, places, segments_of
+from graphpp.planner.segments import Pricing, places, seconds_by_operations, segments_of
 from graphpp.planner.tables import CheckedTable
 from graphpp.progress import working
 from graphpp.runtime.program import StageProgram
@@ -39,7 +41,7 @@ def fastest_starts(
     request: CompileRequest, joint: JointGraph, calls: Sequence[ModuleCall], table: CheckedTable
 ) -> tuple[int, ...]:
     """The positions of the cut that the simulator finds fastest under a table, among those at module calls."""
-    options, place, pricing = request.options, request.place, pricing_of(request)
+    options, place = request.options, request.place
     # Gathers of single layers take their time on a line of their own: they do not count here.
     choices = replace(choices_of(request, joint, variant_of(request, table)), layers=None)
 
@@ -50,15 +52,24 @@ def fastest_starts(
         return held_by_rank(request, state, table)
 
     with working("searching where stages start"), aot.quick():
-        segments = segments_of(joint, places(joint, calls), choices, pricing, state)
+        segments = segments_of(joint, places(joint, calls), choices, timed_pricing(request), state)
         return CutSearch(segments, table.running, held, options.memory.caps(place.ranks)).starts(calls)
 
 
 def pricing_of(request: CompileRequest) -> Pricing:
-    """The seconds of operations and of messages on the request's device."""
+    """The seconds of programs on the request's device as estimated from their shapes, or as `parallel.op_costs` says."""
     device = OpCosts.of(request.place.device.type)
     seconds = request.options.parallel.node_seconds() or device
-    return Pricing(seconds, device.message, blocking=request.place.device.type == "cpu")
+    return Pricing(seconds_by_operations(seconds), device.message)
+
+
+def timed_pricing(request: CompileRequest) -> Pricing:
+    """The seconds of programs as timed on the request's device by all ranks together, or as `parallel.op_costs` says."""
+    pricing, place = pricing_of(request), request.place
+    if request.options.parallel.node_seconds() is not None:
+        return pricing
+    ranks, cache = place.agreement(place.everyone), DiskCache(default_folder())
+    return replace(pricing, programs=Stopwatch(place.device, ranks, cache, pricing.programs))
 
 
 def same_starts(boundaries: Sequence[Sequence[str]], calls: Sequence[ModuleCall]) -> tuple[int, ...]:

@@ -37,8 +37,8 @@ class Options(Group):
         describe=splits.describe_split,
         takes='FQNs, a list of FQNs per stage, a number of stages, `split_points(...)`, a `Layout`, "auto"',
         about="Where stages start. None: one stage per slot of the schedule, with equal numbers of layers. \"auto\": so many "
-        "stages, which start at the module calls that give the fastest step within `memory.cap`: the seconds of each operation "
-        "are estimated from its shapes (or those of `parallel.op_costs`), and the schedule is simulated.",
+        "stages, which start at the module calls that give the fastest step within `memory.cap`: each distinct layer "
+        "is timed on this device (or `parallel.op_costs` gives the seconds of each operation), and the schedule is simulated.",
     )
     schedule: Option[ScheduleLike, Schedule | str | ScheduleFunction] = Option(
         "auto",

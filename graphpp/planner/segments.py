@@ -13,7 +13,7 @@ segments of a stage save counts twice.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from graphpp.options.split import ModuleCall
@@ -129,13 +129,29 @@ def _bound(joint: JointGraph) -> Iterable[tuple[int, int]]:
 # ---------------------------------------------------------------------------------- the costs
 
 
+ProgramSeconds = Mapping[tuple[int, Phase], float]
+"""The seconds of each program, by the number of its stage and its phase."""
+
+
 @dataclass(frozen=True)
 class Pricing:
-    """Seconds of an operation, and of a message of so many bytes between two ranks. `blocking`: as in `Costs`."""
+    """Seconds of all programs, and of a message of so many bytes between two ranks.
 
-    seconds: Cost
+    `programs` is given the programs and their graphs. Messages run beside the computations.
+    """
+
+    programs: Callable[[PipelineProgram, ProgramGraphs], ProgramSeconds]
     message: Callable[[int], float]
-    blocking: bool
+
+
+def seconds_by_operations(cost: Cost) -> Callable[[PipelineProgram, ProgramGraphs], ProgramSeconds]:
+    """The seconds of programs as the sums of those of their operations, for a `Pricing`."""
+
+    def programs(lowered: PipelineProgram, sources: ProgramGraphs) -> ProgramSeconds:
+        items = {(stage.index, phase): item for stage in lowered.stages for phase, item in stage.programs.items()}
+        return {at: sum(map(cost, sources.of(item).graph.nodes)) for at, item in items.items()}
+
+    return programs
 
 
 def segments_of(
@@ -156,11 +172,10 @@ def estimated_costs(lowered: PipelineProgram, sources: ProgramGraphs, pricing: P
 
     `sources`: the graphs of the programs.
     """
+    seconds = pricing.programs(lowered, sources)
 
     def stage_costs(stage: StageProgram) -> StageCosts:
-        times = {
-            phase: sum(map(pricing.seconds, sources.of(item).graph.nodes)) for phase, item in stage.programs.items()
-        }
+        times = {phase: seconds[stage.index, phase] for phase in stage.programs}
         forward = times.get(Phase.FORWARD, times.get(Phase.EVALUATE, 0.0))
         whole = times.get(Phase.BACKWARD, 0.0)
         first, second = times.get(Phase.INPUT_GRAD, whole), times.get(Phase.WEIGHT_GRAD, 0.0)
@@ -171,4 +186,4 @@ def estimated_costs(lowered: PipelineProgram, sources: ProgramGraphs, pricing: P
 
     each = tuple(map(stage_costs, lowered.stages))
     on, back = sends(lambda boundary: boundary.forward), sends(lambda boundary: boundary.backward)
-    return Costs(each, on, back, blocking=pricing.blocking)
+    return Costs(each, on, back)

@@ -15,6 +15,7 @@ from torch import nn
 import graphpp
 from graphpp import Costs, StageCosts, StateBytes
 from graphpp.errors import GraphPPError, SplitError
+from graphpp.passes.graph.op_costs import OpCosts
 from graphpp.planner.auto_split import CutSearch
 from graphpp.planner.segments import Segments
 from graphpp.schedules.generate.names import SCHEDULES
@@ -119,6 +120,8 @@ def test_a_cut_has_the_costs_of_its_segments() -> None:
 
 # ---------------------------------------------------------------------------------- in a pipeline
 
+ESTIMATED = graphpp.Parallel(op_costs=OpCosts.of("cpu"))  # where a cut must not depend on the processor
+
 
 class Block(nn.Module):
     def __init__(self, width: int) -> None:
@@ -157,7 +160,7 @@ def planned(model: nn.Module, example: graphpp.Microbatch, **options: Any) -> li
 def test_a_heavy_head_gets_few_layers() -> None:
     torch.manual_seed(0)
     example = graphpp.Microbatch((torch.randn(64, 256),))
-    first, last = planned(Tall(8, 256, 7), example, ranks=2, schedule="1F1B")
+    first, last = planned(Tall(8, 256, 7), example, ranks=2, schedule="1F1B", parallel=ESTIMATED)
     assert first == ("layers.0 .. layers.7",) and last == ("head",)
 
 
@@ -208,7 +211,7 @@ def test_a_written_buffer_stays_in_one_stage() -> None:
 def test_a_cap_moves_the_cut() -> None:
     torch.manual_seed(0)
     example = graphpp.Microbatch((torch.randn(64, 64),))
-    options: dict[str, Any] = {"split": "auto", "ranks": 2, "schedule": "1F1B", "microbatches": 2}
+    options: dict[str, Any] = {"split": "auto", "ranks": 2, "schedule": "1F1B", "microbatches": 2, "parallel": ESTIMATED}
     free = graphpp.verify(Tall(8, 64, 2), mean, example, **options)
     assert free.plan.memory is not None
     most = max(each.peak for each in free.plan.memory.ranks)
