@@ -32,12 +32,18 @@ def entries(root: str | os.PathLike[str] | None = None) -> list[Entry]:
 def clear(root: str | os.PathLike[str] | None = None, *, keep: int = 0) -> list[Entry]:
     """Remove the entries used longest ago until at most `keep` bytes are left; returns the removed entries.
 
+    Without `keep`, the choices of kernels and the seconds of layers that were measured on this device go as well.
     Raises `GraphPPError` if `keep` is no number of bytes, `root` no path, or the folder no cache but has folders.
     """
     path = _path(root)
     if not is_cache(path):
         raise GraphPPError(f"{path} is no cache of graphpp, so nothing in it is removed: name another folder")
-    return DiskCache(path).shrink(keep) if path.exists() else []
+    if not path.exists():
+        return []
+    cache = DiskCache(path)
+    if keep == 0:
+        cache.remove_tables()
+    return cache.shrink(keep)
 
 
 def _path(root: str | os.PathLike[str] | None) -> Path:

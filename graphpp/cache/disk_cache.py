@@ -132,10 +132,11 @@ class DiskCache:
         return removed
 
     def remove_tables(self) -> None:
-        """Remove the tables of all names."""
-        for table in self.root.glob("*.json"):
-            with self.lock(table.name):
-                table.unlink(missing_ok=True)
+        """Remove all tables. Other files under the root, which have no lock here, stay."""
+        for lock in (self.root / _LOCKS).glob("*.json.lock"):
+            name = lock.name.removesuffix(".lock")
+            with self.lock(name):
+                (self.root / name).unlink(missing_ok=True)
 
     def _remove(self, key: str) -> bool:
         """Whether the entry could be removed; an entry that a process has open cannot."""

@@ -42,6 +42,16 @@ def test_the_entries_used_longest_ago_go_first(tmp_path: Path, monkeypatch: pyte
     assert keys(tmp_path) == []
 
 
+def test_tables_go_with_all_entries_and_files_of_others_stay(tmp_path: Path) -> None:
+    cache = DiskCache(tmp_path)
+    cache.write("seconds.json", {"a": "1"})
+    (tmp_path / "mine.json").write_text("{}")
+    graphpp.cache.clear(tmp_path, keep=10**9)
+    assert cache.read("seconds.json") == {"a": "1"}
+    graphpp.cache.clear(tmp_path)
+    assert cache.read("seconds.json") == {} and (tmp_path / "mine.json").exists()
+
+
 def test_an_entry_that_is_open_stays(tmp_path: Path) -> None:
     cache = DiskCache(tmp_path)
     fill(cache, "a", 10, 1.0)
