@@ -35,6 +35,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from workloads import NAMES, Size, add_sizes, workload
 
+import graphpp
 from graphpp.runtime.program_costs import costs_of_stage
 from graphpp.schedules.check.peak_memory import peak_bytes
 from graphpp.schedules.table.costs import Costs
@@ -119,9 +120,14 @@ def graphpp_step(case: Case, device: torch.device, backend: str, recompute: Any)
     pipe = pipeline(case, device, backend, recompute=recompute)
     step = pipeline_step(pipe, case, device, backend)
     step.losses()
+    return step, foretold_peak(pipe)
+
+
+def foretold_peak(pipe: graphpp.Pipeline) -> int:
+    """The bytes of activations at the peak of a step on this rank, by the plan of a pipeline that has run one."""
     plan = pipe.plan
     costs = Costs(tuple(costs_of_stage(pipe.programs(stage.stage)) for stage in plan.stages))
-    return step, peak_bytes(plan.schedule, costs)[RANK]
+    return peak_bytes(plan.schedule, costs)[RANK]
 
 
 def record(case: Case, option: argparse.Namespace, device: torch.device) -> dict[str, Any]:

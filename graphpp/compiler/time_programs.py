@@ -33,6 +33,7 @@ from graphpp._torch.symbols import SYMBOLIC, hint
 from graphpp.cache.disk_cache import DiskCache
 from graphpp.errors import MismatchError
 from graphpp.parallel.agreement import Agreement
+from graphpp.passes.graph.region import RegionCall
 from graphpp.passes.provenance import ProgramGraphs
 from graphpp.passes.stage.outline_regions import graph_key
 from graphpp.planner.segments import ProgramSeconds
@@ -49,12 +50,13 @@ _SECONDS, _LEAST_ROUNDS, _MOST_ROUNDS = 10.0, 5, 25  # all programs are timed fo
 class Stopwatch:
     """Where programs are timed. `agreement`: of the ranks that time together, which all call it with the same programs.
 
+    `cache`: None for programs that call compiled regions, whose names say nothing of the compiler.
     `estimate` gives the seconds of programs that cannot be timed.
     """
 
     device: torch.device
     agreement: Agreement
-    cache: DiskCache
+    cache: DiskCache | None
     estimate: Callable[[PipelineProgram, ProgramGraphs], ProgramSeconds]
 
     def __call__(self, lowered: PipelineProgram, sources: ProgramGraphs) -> ProgramSeconds:
@@ -88,12 +90,12 @@ class Stopwatch:
             return None
         for at, seconds in zip(new, measured, strict=True):
             known[at] = seconds
-        if new:
+        if new and self.cache is not None:
             self.cache.write(_TABLE, {names[at]: repr(known[at]) for at in new})
         return list(map(float, known))
 
     def _kept(self, names: Iterable[str]) -> list[float | None]:
-        table = self.cache.read(_TABLE)
+        table = self.cache.read(_TABLE) if self.cache is not None else {}
         return [float(table[name]) if name in table else None for name in names]
 
     def _name(self, key: str) -> str:
@@ -138,7 +140,9 @@ class Stopwatch:
 def _key(item: Program, sources: ProgramGraphs) -> str:
     """A name of a program's operations and input layouts, and of the results that are gradients, which are added up."""
     gradients = [index for index, role in enumerate(item.outputs) if isinstance(role, Gradient)]
-    return f"{graph_key(sources.of(item).graph)} {gradients} {item.fused}"
+    graph = sources.of(item).graph
+    regions = [node.target.region.key for node in graph.nodes if isinstance(node.target, RegionCall)]
+    return f"{graph_key(graph)} {gradients} {item.fused} {regions}"
 
 
 def _depends_on_data(graph: fx.Graph) -> bool:

@@ -181,8 +181,8 @@ class Pipeline(RankPart):
         """Measure a step over this batch: run it `repeat` times on all ranks, after one step to warm up.
 
         Called by every rank, with the arguments of `step`. Every rank gets the same profile: the start and end of each action
-        (seconds), their medians as `Costs` for the simulator, and the times of the messages. Parameters, gradients, buffers
-        and random state are restored. Raises `GraphPPError` if `repeat` is not positive.
+        (seconds), their means as `Costs` for the simulator, and the times of the messages. Parameters, gradients, buffers and
+        random state are restored. Raises `GraphPPError` if `repeat` is not positive.
         """
 
         def parts() -> list[FlatMicrobatch]:
@@ -190,8 +190,9 @@ class Pipeline(RankPart):
             return self._parts_of(args, kwargs, target)()
 
         with self._calls.watched():
-            call, prepared = self._calls.training(parts, asked=f"a profile of {repeat} steps")
-            return Trials(self._model, self._cache, partial(self._calls.run, call)).profile(prepared, repeat)
+            prepare = partial(self._calls.training, parts, asked=f"a profile of {repeat} steps")
+            call, _ = prepare()
+            return Trials(self._model, self._cache, prepare, partial(self._calls.run, call)).profile(repeat)
 
     def timeline(self, *args: Any, target: Any = None, repeat: int = 3, **kwargs: Any) -> Timeline:
         """The start and end of each action of a step over this batch on every rank, in seconds, as `profile` measures them."""

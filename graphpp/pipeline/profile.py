@@ -3,8 +3,9 @@
 Contract
     Every function with a `place` argument is called by all ranks, and returns the same on all of them. The ranks' clocks are
     compared at several barriers; the median offset corrects their times, as precisely as the ranks leave a barrier together.
-    A stage's times are medians over microbatches and repetitions, in seconds. A message's time is half of a round trip of its
-    tensors between two ranks while all others are idle, the median of several.
+    A stage's times are means over microbatches and repetitions, in seconds: a step takes the slow actions too. A message's time
+    is the mean time from its send to its arrival in a step, of the messages for which a rank waited: ranks that compute delay
+    messages. At least, and where no rank waited, it is half of a round trip of its tensors while all other ranks are idle.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import time
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from statistics import median
+from statistics import fmean, median
 
 import torch
 import torch.distributed as dist
@@ -26,8 +27,9 @@ from graphpp.runtime.recorder import Recorder
 from graphpp.runtime.runner import GraphPPRunner
 from graphpp.runtime.transport import ReceiveBuffer, Transport
 from graphpp.schedules.simulate.memory_curve import memory_curves
+from graphpp.schedules.simulate.simulator import simulate
 from graphpp.schedules.simulate.timeline import Event, Timeline
-from graphpp.schedules.table.actions import Action, Kind
+from graphpp.schedules.table.actions import SENDS, Action, Kind, peer
 from graphpp.schedules.table.costs import Costs, StageCosts
 from graphpp.schedules.table.schedule import Schedule
 from graphpp.units import spell_bytes, spell_time
@@ -38,11 +40,26 @@ Spans = Sequence[tuple[Action, float, float]]
 
 @dataclass(frozen=True)
 class Profile:
-    """`timeline`: the repetition of median length, on all ranks. `steps`: the length of each repetition, in seconds."""
+    """`timeline`: the repetition of median length, on all ranks. `steps`: the length of each repetition, in seconds.
+
+    A length is that from the first action to the last one. `outside`: the seconds of a step before and after them, in which the
+    ranks compare their data, draw keys for random numbers and hand out losses.
+    """
 
     timeline: Timeline
     costs: Costs
     steps: tuple[float, ...]
+    outside: float = 0.0
+
+    def predict(self, schedule: Schedule | None = None) -> float:
+        """The seconds of a whole step under a schedule of these stages; None: the profiled one.
+
+        A schedule should have sends and receives (`graphpp.schedules.add_send_recv`), before each of which the runner takes its
+        time too. Raises `ScheduleError` for another number of stages.
+        """
+        makespan = simulate(self.timeline.schedule if schedule is None else schedule, self.costs).makespan
+        seconds: float = makespan + self.outside
+        return seconds
 
     def __str__(self) -> str:
         """A table: each stage's times and saved bytes, and the times of its messages to the next and the previous stage."""
@@ -62,20 +79,24 @@ class Profile:
 
 @dataclass(frozen=True)
 class RecordedSteps:
-    """A runner, and a recording of each of its steps on this rank."""
+    """A runner, and a recording of each of its steps on this rank; `seconds`: from each step's call to its return."""
 
     runner: GraphPPRunner
     recorders: Sequence[Recorder]
+    seconds: Sequence[float]
 
 
-def profile_of(own: RecordedSteps, others: Sequence[RecordedSteps] = ()) -> Profile:
-    """The profile of `own.runner`; `others` run the same stages, and measure the kinds of actions that it does not run."""
+def profile_of(own: RecordedSteps, others: Sequence[RecordedSteps] = (), heads: Sequence[float] = ()) -> Profile:
+    """The profile of `own.runner`; `others` run the same stages, and measure the kinds of actions that it does not run.
+
+    `heads`: the seconds of this rank before the runner's part of a step, as often as there are steps.
+    """
     place, schedule, programs = own.runner.place, own.runner.schedule, own.runner.programs
     runs = timelines(own, place)
     more = [run for other in others for run in timelines(other, place)]
     stages = _with_bytes(stage_costs([*runs, *more], schedule.stages), programs, [each.runner for each in (own, *others)])
     shares = [share for run in runs for share in _overlap_shares(run, stages)]
-    messages = message_times(programs[0], schedule, place)
+    messages = message_times(programs[0], schedule, place, runs)
     overhead = torch.tensor([recorder.overhead() for recorder in own.recorders], dtype=torch.float64)
     costs = Costs(
         stages,
@@ -85,7 +106,16 @@ def profile_of(own: RecordedSteps, others: Sequence[RecordedSteps] = ()) -> Prof
     )
     usual = sorted(runs, key=lambda run: run.makespan)[(len(runs) - 1) // 2]
     memory = memory_curves(usual.events, costs, schedule.ranks)
-    return Profile(replace(usual, memory=memory), costs, tuple(run.makespan for run in runs))
+    steps = tuple(run.makespan for run in runs)
+    return Profile(replace(usual, memory=memory), costs, steps, _outside(own, steps, heads, place))
+
+
+def _outside(own: RecordedSteps, steps: Sequence[float], heads: Sequence[float], place: RankPlace) -> float:
+    """The seconds of a step from the call to the last rank's return in which no rank runs an action, the median over steps."""
+    mine = torch.tensor([[*own.seconds], [*heads] or [0.0] * len(steps)], dtype=torch.float64)
+    whole, before = torch.stack(gather_tensors(mine, place)).amax(0).tolist()
+    around = [max(each - actions, 0.0) for each, actions in zip(whole, steps, strict=True)]
+    return float(median(around)) + float(median(before))
 
 
 # ------------------------------------------------------------------------------------------------ all ranks' times
@@ -148,11 +178,11 @@ def _timeline(schedule: Schedule, rows: Sequence[Sequence[Action]], times: Seque
 
 
 def stage_costs(runs: Sequence[Timeline], stages: int) -> tuple[StageCosts, ...]:
-    """Each stage's median times over all microbatches and runs; 0 for a kind that never ran."""
+    """Each stage's mean times over all microbatches and runs; 0 for a kind that never ran."""
     durations: dict[tuple[int, Kind], list[float]] = defaultdict(list)
     for event in (event for run in runs for event in run.events if event.action.is_compute):
         durations[event.action.stage, event.action.kind].append(event.duration)
-    known = {key: median(found) for key, found in durations.items()}
+    known = {key: fmean(found) for key, found in durations.items()}
     return tuple(
         StageCosts(
             forward=known.get((stage, Kind.F), 0.0),
@@ -193,9 +223,42 @@ def _overlap_shares(run: Timeline, costs: Sequence[StageCosts]) -> Iterator[floa
 
 
 def message_times(
+    program: PipelineProgram, schedule: Schedule, place: RankPlace, runs: Sequence[Timeline] = ()
+) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    """Seconds of one message over each boundary, forward and backward; 0 where both stages are on one rank.
+
+    `runs`: recorded steps, whose messages count where a rank waited for them.
+    """
+    idle = idle_message_times(program, schedule, place)
+    found = defaultdict[Action, list[float]](list)
+    for run in runs:
+        for send, seconds in waited_for(run):
+            found[send._replace(microbatch=None)].append(seconds)
+    boundaries = range(len(idle[0]))
+    on, back = [Action(at, Kind.SEND_F) for at in boundaries], [Action(at + 1, Kind.SEND_B) for at in boundaries]
+    on_times, back_times = (
+        tuple(max(fmean(found[key]), alone) if key in found else alone for key, alone in zip(keys, times, strict=True))
+        for keys, times in zip((on, back), idle, strict=True)
+    )
+    return on_times, back_times
+
+
+def waited_for(run: Timeline) -> Iterator[tuple[Action, float]]:
+    """Each send whose receiver waited already when the send began, and the seconds from its end until the message was there.
+
+    The send itself takes the sender's time, as every action does (`Costs.overhead`).
+    """
+    events = {leaf: event for event in run.events for leaf in event.action.leaves if leaf.is_communication}
+    for send, event in events.items():
+        arrival = events.get(peer(send)) if send.kind in SENDS else None
+        if arrival is not None and arrival.start <= event.start < arrival.end:
+            yield send, max(arrival.end - event.end, 0.0)
+
+
+def idle_message_times(
     program: PipelineProgram, schedule: Schedule, place: RankPlace
 ) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """Seconds of one message over each boundary, forward and backward; 0 where both stages are on one rank."""
+    """Seconds of one message over each boundary between ranks that do nothing else, forward and backward."""
     transport, rank_of = Transport(place.group, place.device), schedule.rank_of_stage
     found = torch.zeros(2, max(len(program.stages) - 1, 0), dtype=torch.float64)
     for index in range(found.shape[1]):

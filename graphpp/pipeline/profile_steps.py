@@ -11,9 +11,11 @@ Contract
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
+import torch
 from torch import nn
 
 from graphpp.pipeline.graph_cache import GraphCache, PreparedStep
@@ -28,33 +30,46 @@ from graphpp.schedules.table.schedule import Schedule
 
 @dataclass(frozen=True)
 class Trials:
-    """Runs steps of one pipeline; `run` does the measured call once, by the runner of the argument."""
+    """Runs steps of one pipeline. `prepare` reads the call and agrees on it with all ranks, as at the head of every step; `run`
+    does the call once, by the runner of the argument."""
 
     model: nn.Module
     cache: GraphCache
+    prepare: Callable[[], tuple[object, PreparedStep]]
     run: Callable[[PreparedStep], object]
 
-    def profile(self, prepared: PreparedStep, repeat: int) -> Profile:
-        """The profile of `prepared`'s runner, from `repeat` steps after one to warm up."""
+    def profile(self, repeat: int) -> Profile:
+        """The profile of the call's runner, from `repeat` steps after one to warm up."""
+        heads = []
+        for _ in range(repeat):
+            began = time.perf_counter()
+            _, prepared = self.prepare()
+            heads.append(time.perf_counter() - began)
         tables = list(_counterparts(prepared.runner.schedule))
         others = [self._measured(self.cache.under(prepared, table), repeat) for table in tables]
-        return profile_of(self._measured(prepared, repeat), others)
+        return profile_of(self._measured(prepared, repeat), others, heads)
 
     def _measured(self, prepared: PreparedStep, repeat: int) -> RecordedSteps:
         self._step(prepared, None)
-        recorders = []
+        recorders, seconds = [], []
         for _ in range(repeat):
             recorders.append(Recorder(clock_of(prepared.runner.place.device)))
-            self._step(prepared, recorders[-1])
-        return RecordedSteps(prepared.runner, recorders)
+            seconds.append(self._step(prepared, recorders[-1]))
+        return RecordedSteps(prepared.runner, recorders, seconds)
 
-    def _step(self, prepared: PreparedStep, recorder: Recorder | None) -> None:
+    def _step(self, prepared: PreparedStep, recorder: Recorder | None) -> float:
+        """The seconds from the call of a step to the end of its work."""
         place = prepared.runner.place
         written = {fqn for graph in prepared.lowered.graphs for fqn in graph.captured.joint.written()}
         with state_restored(self.model, place.device, written):
             barrier(place)  # so that no rank's first wait includes another rank's late start
             with contextlib.nullcontext() if recorder is None else prepared.runner.recording(recorder):
+                began = time.perf_counter()
                 self.run(prepared)
+                prepared.runner.losses()
+                if place.device.type == "cuda":
+                    torch.cuda.synchronize(place.device)
+                return time.perf_counter() - began
 
 
 def _counterparts(schedule: Schedule) -> Iterator[Schedule]:

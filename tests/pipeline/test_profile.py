@@ -11,9 +11,9 @@ import torch
 import torch.distributed as dist
 
 import graphpp
-from graphpp.pipeline.profile import Profile
+from graphpp.pipeline.profile import Profile, waited_for
 from graphpp.runtime.recorder import Recorder, received_by
-from graphpp.schedules.simulate.timeline import Timeline
+from graphpp.schedules.simulate.timeline import Event, Timeline
 from graphpp.schedules.table.actions import Action, Kind, upstream
 from tests.distributed import rank_outcomes, run_ranks
 from tests.special_models import CUTS, SPECIAL
@@ -71,6 +71,8 @@ def check_costs(found: Profile) -> None:
     assert sum(each.saved_bytes for each in found.costs.stages) > 0
     assert 0 < found.costs.overhead < found.timeline.makespan
     assert len(found.steps) == 2 and found.timeline.makespan in found.steps
+    assert found.outside > 0
+    assert found.predict() == graphpp.simulate(found.timeline.schedule, found.costs).makespan + found.outside
 
 
 @pytest.mark.parametrize("name", ["plain", "norms", "skip"])
@@ -96,6 +98,21 @@ def test_two_ranks_get_the_same_profile(schedule: str) -> None:
     assert first.timeline.schedule.has_communication
     assert all(time > 0 for time in (*first.costs.sends_forward, *first.costs.sends_backward))
     assert len(first.timeline.memory) == 2
+
+
+def test_a_message_takes_as_long_as_a_rank_waited_for_it() -> None:
+    table = graphpp.Schedule.of(["0F0 0SEND_F0 0RECV_B0 0B0", "1RECV_F0 1F0 1B0 1SEND_B0"])
+    at = {"0SEND_F0": (2.0, 2.5), "1RECV_F0": (1.0, 4.0), "1SEND_B0": (8.0, 8.5), "0RECV_B0": (9.0, 9.0)}
+    events = [Event(rank, each, *at[str(each)]) for rank, row in enumerate(table.table) for each in row if str(each) in at]
+    waited = dict(waited_for(Timeline(table, tuple(events))))
+    assert {str(send): seconds for send, seconds in waited.items()} == {"0SEND_F0": 1.5}, "the other one had arrived before"
+
+
+def test_another_schedule_is_predicted() -> None:
+    found, _ = profile(0, "plain", {"split": CUTS[2], "schedule": "1F1B", "microbatches": 4})
+    one_rank = graphpp.Schedule.of(["0F0 1F0 1B0 0B0 0F1 1F1 1B1 0B1"])
+    work = 2 * sum(each.forward + each.of(Kind.B) for each in found.costs.stages)
+    assert found.predict(one_rank) == pytest.approx(work + 8 * found.costs.overhead + found.outside)
 
 
 def test_memory_follows_the_stages_saved_bytes() -> None:
