@@ -43,7 +43,7 @@ from graphpp.schedules.simulate.timeline import Event, Timeline
 from graphpp.schedules.table.costs import Costs, StageCosts
 from graphpp.schedules.table.schedule import Schedule
 from graphpp.schedules.table.state_bytes import StateBytes
-from graphpp.stage_costs import stage_costs
+from graphpp.timed_stages import stage_costs
 from graphpp.verification.report import Comparison, Difference, FirstDifference, Verification
 
 __version__ = "0.1.0"

@@ -83,9 +83,8 @@ class Stopwatch:
         names = [self._name(key) for key in items]
         known = json.loads(self.agreement.from_first(lambda: json.dumps(self._kept(names)).encode()))
         new = [at for at, seconds in enumerate(known) if seconds is None]
-        programs, values = list(items.values()), _Values(self.device)
-        trials = [_Trial(programs[at], sources.of(programs[at]).graph, values) for at in new]
-        measured = self._measured(trials)
+        programs = list(items.values())
+        measured = self._measured([(programs[at], sources.of(programs[at]).graph) for at in new])
         if measured is None:
             return None
         for at, seconds in zip(new, measured, strict=True):
@@ -103,14 +102,15 @@ class Stopwatch:
         device = torch.cuda.get_device_name(self.device) if of_gpu else platform.processor() or platform.machine()
         return f"{key} {device} {torch.get_num_threads()} {torch.__version__}"
 
-    def _measured(self, trials: Sequence[_Trial]) -> list[float] | None:
-        """The seconds of each trial. All run in turn, round by round, so that no program finds its data in a cache.
+    def _measured(self, items: Sequence[tuple[Program, fx.Graph]]) -> list[float] | None:
+        """The seconds of each program. All run in turn, round by round, so that no program finds its data in a cache.
 
-        None where a trial raises on any rank.
+        None where a program raises on any rank.
         """
-        if not trials:
+        if not items:
             return []
-        if not self._run_once(trials):
+        trials = self._warmed_up(items)
+        if trials is None:
             return None
         once = torch.tensor([sum(trial.seconds() for trial in trials)], dtype=torch.float64)
         rounds = round(_SECONDS / float(self.agreement.of_all(once).max()))
@@ -124,17 +124,18 @@ class Stopwatch:
         mine = torch.tensor(list(map(median, found)), dtype=torch.float64)
         return [fmean(each) for each in self.agreement.of_all(mine).T.tolist()]
 
-    def _run_once(self, trials: Sequence[_Trial]) -> bool:
-        """Whether all trials ran on all ranks, to warm up."""
-        failed = 0
+    def _warmed_up(self, items: Sequence[tuple[Program, fx.Graph]]) -> list[_Trial] | None:
+        """A trial of each program, after a first run; None where one raises on any rank."""
+        trials, values, failed = list[_Trial](), _Values(self.device), 0
         try:
-            for trial in trials:
-                trial.seconds()
+            for item, graph in items:
+                trials.append(_Trial(item, graph, values))
+                trials[-1].seconds()
         except Exception as error:  # a kernel may refuse made-up values, and memory may end
             reason = (str(error).splitlines() or [""])[0]
             _LOG.warning("layers are not timed but estimated: made-up values end in %s: %s", type(error).__name__, reason)
             failed = 1
-        return not self.agreement.largest(torch.tensor([failed], dtype=torch.int64)).item()
+        return None if self.agreement.largest(torch.tensor([failed], dtype=torch.int64)).item() else trials
 
 
 def _key(item: Program, sources: ProgramGraphs) -> str:
@@ -201,11 +202,14 @@ class _Values:
         return values
 
     def _made_up(self, shape: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        made = torch.empty_strided(shape, stride, dtype=dtype, device=self.device)
-        if not (dtype.is_floating_point or dtype.is_complex):
-            return made.fill_(dtype == torch.bool)
-        draw = torch.Generator(self.device).manual_seed(0)
-        return made.copy_(torch.empty_like(made, dtype=torch.float32).normal_(std=0.02, generator=draw))
+        """A tensor of this layout, in memory of its own; its elements may overlap."""
+        elements = sum((size - 1) * step for size, step in zip(shape, stride, strict=True)) + 1 if all(shape) else 0
+        if dtype.is_floating_point or dtype.is_complex:
+            draw = torch.Generator(self.device).manual_seed(0)
+            memory = torch.empty(elements, device=self.device).normal_(std=0.02, generator=draw).to(dtype)
+        else:
+            memory = torch.full((elements,), dtype == torch.bool, dtype=dtype, device=self.device)
+        return memory.as_strided(shape, stride)
 
 
 def _synchronize(device: torch.device) -> None:
