@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from itertools import pairwise
 
-from graphpp.schedules.search.evaluate_order import Candidate, EvaluatedOrder, operation_time
+from graphpp.schedules.search.candidate import Candidate, EvaluatedOrder, operation_time
 from graphpp.schedules.search.problem import Problem
 from graphpp.schedules.table.actions import Action, Kind
 from graphpp.schedules.table.schedule import Row, Schedule

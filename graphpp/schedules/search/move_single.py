@@ -14,8 +14,8 @@ from __future__ import annotations
 from dataclasses import replace
 from random import Random
 
-from graphpp.schedules.search.evaluate_order import Candidate, EvaluatedOrder
-from graphpp.schedules.search.evaluate_rows import evaluate_rows
+from graphpp.schedules.search.candidate import Candidate, EvaluatedOrder
+from graphpp.schedules.search.evaluate import evaluate_rows
 from graphpp.schedules.search.problem import Problem
 
 _FARTHEST = 8

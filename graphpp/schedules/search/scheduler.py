@@ -39,8 +39,8 @@ from graphpp.schedules.search.arguments import (
     too_tight,
 )
 from graphpp.schedules.search.convert_tables import candidate_of, rows_of, schedule_of
-from graphpp.schedules.search.evaluate_order import Candidate, EvaluatedOrder, evaluate_order
-from graphpp.schedules.search.evaluate_rows import evaluate_rows
+from graphpp.schedules.search.candidate import Candidate, EvaluatedOrder
+from graphpp.schedules.search.evaluate import evaluate_order, evaluate_rows
 from graphpp.schedules.search.fill_waits import fill_waits
 from graphpp.schedules.search.local_search import local_search
 from graphpp.schedules.search.move_single import move_single

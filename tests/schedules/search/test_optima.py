@@ -15,8 +15,8 @@ from graphpp.schedules.check.checker import check
 from graphpp.schedules.check.peak_memory import peak_bytes
 from graphpp.schedules.generate.names import SCHEDULES
 from graphpp.schedules.search.convert_tables import candidate_of, rows_of, schedule_of
-from graphpp.schedules.search.evaluate_order import Candidate, evaluate_order
-from graphpp.schedules.search.evaluate_rows import evaluate_rows
+from graphpp.schedules.search.candidate import Candidate
+from graphpp.schedules.search.evaluate import evaluate_order, evaluate_rows
 from graphpp.schedules.search.fill_waits import fill_waits
 from graphpp.schedules.search.move_single import move_single
 from graphpp.schedules.search.problem import Problem

@@ -20,7 +20,8 @@ from graphpp.schedules.check.peak_memory import peak_bytes
 from graphpp.schedules.generate.names import SCHEDULES
 from graphpp.schedules.rewrite.add_send_recv import add_send_recv
 from graphpp.schedules.search.convert_tables import candidate_of, schedule_of
-from graphpp.schedules.search.evaluate_order import Candidate, EvaluatedOrder, evaluate_order
+from graphpp.schedules.search.candidate import Candidate, EvaluatedOrder
+from graphpp.schedules.search.evaluate import evaluate_order
 from graphpp.schedules.search.fill_waits import fill_waits
 from graphpp.schedules.search.problem import Problem
 from graphpp.schedules.search.scheduler import schedule_auto
