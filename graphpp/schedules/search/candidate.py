@@ -44,8 +44,8 @@ class Candidate:
 class EvaluatedOrder:
     """A candidate with its times. `orders`: those of the candidate, or complete rows.
 
-    `ends[op]`: the end of each operation of `orders`; `weights[rank]`: the weight gradients that stand in no order, in the order
-    in which they run, and `fills[rank]` where; `value`: the makespan plus the mean time at which the ranks finish.
+    `ends[op]`: the end of each operation of `orders`; `weights[rank]`: the weight gradients that stand in no order, as they
+    run, and `fills[rank]` where; `value`: the makespan plus the mean time at which the ranks finish.
     """
 
     candidate: Candidate
@@ -94,7 +94,7 @@ def operation_costs(problem: Problem, whole: bytes) -> OperationCosts:
     for stage, (needs, saved, kept) in enumerate(zip(problem.needs, problem.saved, problem.kept, strict=True)):
         at = stage * each
         forms = whole[at : at + each]
-        first, then, last = slice(at, at + each), slice(count + at, count + at + each), slice(2 * count + at, 2 * count + at + each)
+        first, then, last = (slice(kind * count + at, kind * count + at + each) for kind in range(3))
         inputs, wholes = took[count + at], problem.whole[stage]
         took[then] = [wholes if form else inputs for form in forms]
         more[first], change[first] = [max(needs.forward, saved)] * each, [saved] * each

@@ -5,8 +5,8 @@ Contract
           weight gradient to fill it
     out   an `EvaluatedOrder`; None if the order needs more memory than a rank has, or deadlocks, or its value is above `limit`
 
-`evaluate_order` is for orders of forwards and backwards: a weight gradient runs where its rank would wait long enough, where
-an operation needs its bytes, or at the end. `evaluate_rows` is for complete rows, in which all operations have their places. The
+`evaluate_order` is for orders of forwards and backwards: a weight gradient runs where its rank would wait long enough, where an
+operation needs its bytes, or at the end. `evaluate_rows` is for complete rows, in which all operations have their places. The
 times equal the simulator's, except for an order without messages where messages occupy ranks.
 """
 
@@ -75,7 +75,7 @@ class _Walk:
         self.weights: list[list[int]] = [[] for _ in ranks]
         self.fills: list[list[Fill]] = [[] for _ in ranks]
 
-    def run(self, mates: Mapping[int, int], limit: float) -> bool:
+    def run(self, mates: Mapping[int, int], limit: float) -> bool:  # noqa: C901
         """Run each row as far as its inputs are there, until no row can go on; False if the order is refused.
 
         One long loop: the search spends its time here.
@@ -122,7 +122,10 @@ class _Walk:
         return all(map(eq, self.at, map(len, self.orders)))
 
     def _fill(self, rank: int, at: int, now: float, live: int, there: float, more: int) -> tuple[float, int]:
-        """Run weight gradients before the operation at `at`, whose input comes at `there`; the time and the bytes after them."""
+        """Run weight gradients before the operation at `at`, whose input comes at `there`.
+
+        The time and the bytes after them. `more`: the bytes that the operation needs.
+        """
         problem, weights, done = self.problem, self.weights[rank], self.done[rank]
         took, more_, change, _, _ = self.costs
         cap, patience = problem.cap[rank], self.patience[rank]

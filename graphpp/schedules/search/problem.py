@@ -110,6 +110,10 @@ class Problem:
         """True if an operation takes less time beside another one."""
         return self.overlap < 1
 
+    def rank_of(self, op: int) -> int:
+        """The rank of a computation."""
+        return self.home[op % self.count // self.microbatches]
+
     def on(self, rank: int) -> list[int]:
         """The stages of a rank, ascending."""
         return [stage for stage in range(self.stages) if self.home[stage] == rank]
@@ -208,7 +212,7 @@ def _occupied(costs: Costs, home: Sequence[int]) -> tuple[list[float], list[floa
 
 
 def _lags(costs: Costs, home: Sequence[int]) -> list[list[float]]:
-    """Per stage, for forward, input and weight gradients: the time from the end of the maker of an input until the reader can start.
+    """Per stage, for forward, input and weight gradients: the time from the end of an input's maker until the reader can start.
 
     A blocking receive is part of its reader's time and begins with its send, which is part of its maker's time; so the reader
     can start one message time before the end of the maker. The overhead before an action is part of its time too; a rank that
