@@ -62,7 +62,7 @@ _ROUNDS = (6, 3, 1)
 _FILLED, _WINDOWS = 16, (3, 8)
 """The number of solutions whose waits are filled, and the numbers of operations that `fill_waits` looks at."""
 _FILL_EFFORT = 80_000
-"""Forwards of all the solutions whose waits are filled; at least two are."""
+"""Forwards of all the solutions whose waits are filled, or whose messages get places; at least two solutions are taken."""
 
 
 _TIMES = Accepted("a number from 0 to 1000", lambda value: NUMBER.accepts(value) and 0 <= value <= 1000)  # type: ignore[operator]
@@ -137,9 +137,10 @@ def _as_sequences(
         if not costs.blocking and not is_worth_moving(problem):
             continue
         elements = Elements.of(with_messages(problem, costs) if costs.blocking else problem)
-        starts = [(each.candidate, each.rows) for of, each in found if of is problem]
-        starts += [(each.candidate, each.rows) for each in given if costs.blocking and each.home == problem.home]
-        for candidate, rows in starts:
+        own = [(each.candidate, each.rows) for of, each in found if of is problem]
+        named = [(each.candidate, each.rows) for each in given if costs.blocking and each.home == problem.home]
+        most = max(2, _FILL_EFFORT // problem.count)
+        for candidate, rows in (*own[:most], *named[:most]):
             yield from sequences(elements, apart(problem, candidate), rows)
 
 

@@ -17,6 +17,7 @@ from graphpp.schedules.search.sequence import Elements
 
 _EFFORT, _MOST_STEPS, _FEWEST_STEPS = 1_000_000, 20_000, 300
 """Search steps times forwards; the most steps, since small problems need fewer; and the fewest, below which none is taken."""
+_RESULTS = 2
 _ROUNDS = (6, 3, 1)
 """The number of sequences that continue in each round; all rounds take the same number of steps."""
 
@@ -33,7 +34,7 @@ def search_sequences(starts: Iterable[Sequenced], random: Random, effort: float)
         steps = int(min(_MOST_STEPS, _EFFORT / found[0].elements.problem.count) * effort / len(_ROUNDS) / width)
         if is_worth_moving(found[0].elements.problem):
             found = _different(move_elements(each, steps, random) for each in found[:width])
-    return found
+    return found[:_RESULTS]
 
 
 def sequences(elements: Elements, candidate: Candidate, rows: Sequence[list[int]]) -> Iterator[Sequenced]:
