@@ -5,8 +5,8 @@
     python benchmarks/search_gap.py --above 0.01     list each case whose gap is above 1 %
 
 The cases and their optima are those of `tests/schedules/search/cases.py`, where OR-tools has solved them. Two gaps are printed:
-to the best table that is known, and to the proven lower bound; both are equal where the optimum is proven. The results of the
-family `blocking` are those of tables in which a RECV may stand anywhere. Seconds are CPU seconds of one thread.
+to the best table that is known, and to the proven lower bound; both are equal where the optimum is proven. In the family
+`blocking` sends and receives occupy ranks and have places of their own. Seconds are CPU seconds of one thread.
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Iterator, Sequence
 
-from graphpp.schedules.search.evaluate_order import Candidate
+from graphpp.schedules.search.candidate import Candidate
 from graphpp.schedules.search.problem import Problem
 
 

@@ -16,7 +16,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from random import Random
 
-from graphpp.schedules.search.evaluate_order import Candidate, EvaluatedOrder, evaluate_order
+from graphpp.schedules.search.candidate import Candidate, EvaluatedOrder
+from graphpp.schedules.search.evaluate import evaluate_order
 from graphpp.schedules.search.problem import Problem
 
 _PATIENCE = (0.0, 0.25, 0.5, 0.75, 1.0)

@@ -42,7 +42,7 @@ class Needs(NamedTuple):
     whole: int
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Problem:
     """The operations to be ordered. `home[stage]` is the stage's rank; times and lags are per operation, bytes per stage, caps
     per rank.
@@ -71,6 +71,8 @@ class Problem:
     blocking: bool
     """Messages occupy ranks, so the times are estimates."""
     beside: Mapping[tuple[int, int], Pair]
+    messages: tuple[float, ...] = ()
+    """The time for which sends and receives occupy each rank, where they are operations of their own; else empty."""
 
     @classmethod
     def of(cls, costs: Costs, home: Mapping[int, int], microbatches: int, cap: Sequence[float]) -> Problem:
@@ -107,6 +109,10 @@ class Problem:
     def pairs(self) -> bool:
         """True if an operation takes less time beside another one."""
         return self.overlap < 1
+
+    def rank_of(self, op: int) -> int:
+        """The rank of a computation."""
+        return self.home[op % self.count // self.microbatches]
 
     def on(self, rank: int) -> list[int]:
         """The stages of a rank, ascending."""
@@ -206,7 +212,7 @@ def _occupied(costs: Costs, home: Sequence[int]) -> tuple[list[float], list[floa
 
 
 def _lags(costs: Costs, home: Sequence[int]) -> list[list[float]]:
-    """Per stage, for forward and backward: the time from the end of the maker of an input until the reader can start.
+    """Per stage, for forward, input and weight gradients: the time from the end of an input's maker until the reader can start.
 
     A blocking receive is part of its reader's time and begins with its send, which is part of its maker's time; so the reader
     can start one message time before the end of the maker. The overhead before an action is part of its time too; a rank that
@@ -217,6 +223,7 @@ def _lags(costs: Costs, home: Sequence[int]) -> list[list[float]]:
     return [
         [0.0, *(sign * time - costs.overhead for time in up)],
         [*(sign * time - costs.overhead for time in down), 0.0],
+        [0.0] * len(home),
     ]
 
 
@@ -226,4 +233,4 @@ def _reads(stages: int, microbatches: int) -> tuple[int, ...]:
     forwards[:microbatches] = [-1] * microbatches
     inputs = [count + op + microbatches for op in range(count)]
     inputs[-microbatches:] = range(count - microbatches, count)  # the last stage reads its own forwards
-    return (*forwards, *inputs)
+    return (*forwards, *inputs, *range(count, 2 * count))

@@ -3,23 +3,25 @@
 Contract
     in    the costs of each stage, the bytes that a rank may have alive, the numbers of ranks and microbatches, and
           optionally the placement of the stages
-    out   a compute-only `Schedule` that `graphpp.schedules.check.checker.check` accepts; `ScheduleError` if not even one
-          microbatch fits, naming the smallest cap that would do
+    out   a `Schedule` that `graphpp.schedules.check.checker.check` accepts: compute-only, or with sends and receives where they
+          occupy ranks; `ScheduleError` if not even one microbatch fits, naming the smallest cap that would do
 
     1. start orders: stable patterns (`start_patterns.py`) and every named schedule, each also with its waits filled
        (`fill_waits.py`)
-    2. the best of them are improved by local search (`local_search.py`), the most promising ones longest, and the two best
-       by moving single operations, weight gradients included (`move_single.py`)
+    2. the best of them are improved by local search (`local_search.py`), the most promising ones longest, and then by moving
+       single operations, weight gradients included (`search_sequences.py`). Where messages occupy ranks (`Costs.blocking`),
+       this search alone has sends and receives, each at a place of its own; the steps before it estimate them
     3. where a forward beside a backward takes less time than both alone (`Costs.overlap` < 1), steps 1 and 2 run a second time
        with such pairs; the tables without pairs are starts there, so the result is never behind them
-    4. the exact times of the results and of the named schedules are compared; the one that ends soonest wins
+    4. the exact times of the results and of the named schedules are compared (`choose_table.py`); the one that ends soonest
+       wins
 
 Equal arguments give an equal table on every machine: the search counts steps, not seconds.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from math import inf
 from random import Random
@@ -28,26 +30,26 @@ from graphpp.arguments import COUNT, INTEGER, NUMBER, TEXT, Accepted, checked
 from graphpp.errors import ScheduleError
 from graphpp.progress import working
 from graphpp.schedules.check.checker import check
-from graphpp.schedules.check.peak_memory import peak_bytes
-from graphpp.schedules.generate.names import SCHEDULES
+from graphpp.schedules.rewrite.add_send_recv import add_send_recv
 from graphpp.schedules.search.arguments import (
     Home,
     caps_of,
     check_size,
-    one_by_one,
     placements,
     too_tight,
 )
-from graphpp.schedules.search.convert_tables import candidate_of, rows_of, schedule_of
-from graphpp.schedules.search.evaluate_order import Candidate, EvaluatedOrder, evaluate_order
-from graphpp.schedules.search.evaluate_rows import evaluate_rows
+from graphpp.schedules.search.candidate import Candidate, EvaluatedOrder
+from graphpp.schedules.search.choose_table import Tables
+from graphpp.schedules.search.convert_tables import Numbered, apart, candidate_of, schedule_of
+from graphpp.schedules.search.evaluate import evaluate_order
 from graphpp.schedules.search.fill_waits import fill_waits
 from graphpp.schedules.search.local_search import local_search
-from graphpp.schedules.search.move_single import move_single
+from graphpp.schedules.search.messages import with_messages
+from graphpp.schedules.search.move_elements import Sequenced
 from graphpp.schedules.search.problem import Problem
+from graphpp.schedules.search.search_sequences import is_worth_moving, search_sequences, sequences
+from graphpp.schedules.search.sequence import Elements
 from graphpp.schedules.search.start_patterns import start_patterns
-from graphpp.schedules.simulate.simulator import simulate
-from graphpp.schedules.table.actions import BACKWARDS
 from graphpp.schedules.table.costs import COSTS, Costs
 from graphpp.schedules.table.schedule import Schedule
 
@@ -60,7 +62,7 @@ _ROUNDS = (6, 3, 1)
 _FILLED, _WINDOWS = 16, (3, 8)
 """The number of solutions whose waits are filled, and the numbers of operations that `fill_waits` looks at."""
 _FILL_EFFORT = 80_000
-"""Forwards of all the solutions whose waits are filled; at least two are."""
+"""Forwards of all the solutions whose waits are filled, or whose messages get places; at least two solutions are taken."""
 
 
 _TIMES = Accepted("a number from 0 to 1000", lambda value: NUMBER.accepts(value) and 0 <= value <= 1000)  # type: ignore[operator]
@@ -83,81 +85,68 @@ def schedule_auto(
     `placement`: "loop" (rank r holds r, r + ranks, ...), "v" (down the ranks and up again), a mapping stage -> rank, or None:
     the better of loop and v. `effort` multiplies the number of search steps; another `seed` takes other steps. Of several
     tables that end first, the one with the fewest bytes is returned. No named schedule that fits is better than the result.
-    With `costs.overlap` < 1 the table may have OVERLAP_F_B of one forward and one backward.
+    With `costs.overlap` < 1 the table may have OVERLAP_F_B of one forward and one backward. With `costs.blocking` it has its
+    sends and receives, at the places that the search chose; else it has none.
 
     Raises `ScheduleError` if the caps admit no schedule, naming the smallest that do, and for counts that do not fit.
     """
     check_size(ranks, microbatches)
     caps = caps_of(memory_cap, ranks)
     homes = placements(len(costs.stages), placement, ranks)
-    tables = [table for table in _fitting(costs, microbatches, caps, homes) if table.rank_of_stage in homes]
-    if not tables:
+    tables = Tables(costs, homes, microbatches, caps)
+    found = tables.named()
+    if not found:
         raise too_tight(costs, homes, caps)
     with working("searching a schedule"):
         for each in (replace(costs, overlap=1.0), costs) if costs.overlap < 1 else (costs,):
             problems = [Problem.of(each, home, microbatches, caps) for home in homes]
-            tables += _searched(problems, tables, Random(seed), effort)
-        best = _soonest(tables, costs, caps)
+            numbered = [tables.numbered(table) for table in found]
+            found += _searched(problems, numbered, each, Random(seed), effort)
+        best = tables.soonest(found)
+    if costs.blocking and not best.has_communication:
+        best = add_send_recv(best)
     check(best, ranks=ranks, stages=len(costs.stages), microbatches=microbatches)
     return Schedule(best.table, best.stages, microbatches, name)
-
-
-def _soonest(tables: Sequence[Schedule], costs: Costs, caps: Sequence[float]) -> Schedule:
-    """Of the tables that end first, up to rounding, the one with the fewest bytes, then with the fewest actions."""
-    ends = [_end_within(table, costs, caps) for table in tables]
-    least = min(ends) * (1 + 1e-9)
-    soonest = [table for table, end in zip(tables, ends, strict=True) if end <= least]
-    return min(soonest, key=lambda table: (sum(peak_bytes(table, costs)), sum(1 for _ in table.cells())))
-
-
-def _end_within(table: Schedule, costs: Costs, caps: Sequence[float]) -> float:
-    """The simulated makespan of a table; infinite if it needs more bytes than the caps."""
-    if costs.blocking:  # `Problem` only estimates messages that occupy ranks
-        fits = all(peak <= cap for peak, cap in zip(peak_bytes(table, costs), caps, strict=True))
-        return simulate(table, costs).makespan if fits else inf
-    problem = Problem.of(costs, table.rank_of_stage, table.microbatches, caps)
-    solution = evaluate_rows(problem, *rows_of(problem, table))
-    return solution.makespan * problem.unit if solution else inf
 
 
 # ---------------------------------------------------------------------------------- the search
 
 
-def _fitting(costs: Costs, microbatches: int, caps: Sequence[float], homes: Sequence[Home]) -> list[Schedule]:
-    """The named schedules, and one microbatch after the other, that take these counts and fit into memory."""
-    ranks = len(caps)
-    tables = [one_by_one(costs, home, ranks, microbatches) for home in homes]
-    for generator in SCHEDULES.values():
-        try:
-            table = generator(ranks, len(costs.stages), microbatches)
-        except ScheduleError:
-            continue  # made for other counts
-        if table not in tables and not table.kinds.isdisjoint(BACKWARDS):
-            tables.append(table)
-    return [
-        table for table in tables if all(peak <= cap for peak, cap in zip(peak_bytes(table, costs), caps, strict=True))
-    ]
-
-
-def _searched(problems: Sequence[Problem], tables: Sequence[Schedule], random: Random, effort: float) -> list[Schedule]:
+def _searched(
+    problems: Sequence[Problem], given: Sequence[Numbered], costs: Costs, random: Random, effort: float
+) -> list[Schedule]:
     """Tables for the problems, which differ in their placement, found from patterns and from the given tables."""
     starts: list[Found] = []
     for problem in problems:
-        alike = [table for table in tables if tuple(table.rank_of_stage[s] for s in range(problem.stages)) == problem.home]
+        alike = [each for each in given if each.home == problem.home]
         starts += [(problem, solution) for solution in _starts(problem, alike, random)]
     found = _improved(starts, effort, random)
-    # Blocking messages are only estimated, so more tables are compared.
-    more = starts if problems[0].blocking else []
-    return [
-        *(schedule_of(*each, "searched", join=join) for each in found for join in (False, True)),
-        *(schedule_of(*each, "searched", join=True) for each in more),
-    ]
+    moved = search_sequences(_as_sequences(problems, [*found, *starts], given, costs), random, effort)
+    solutions = [*(found if not costs.blocking else []), *((each.elements.problem, each.solution) for each in moved)]
+    return [schedule_of(*each, "searched", join=join) for each in solutions for join in (False, True)]
 
 
-def _starts(problem: Problem, tables: Sequence[Schedule], random: Random) -> list[EvaluatedOrder]:
+def _as_sequences(
+    problems: Sequence[Problem], found: Sequence[Found], given: Sequence[Numbered], costs: Costs
+) -> Iterator[Sequenced]:
+    """The solutions as sequences; with messages where these occupy ranks, and then the given tables too.
+
+    The times of the solutions only estimate such messages, so the best solution may come from any of them.
+    """
+    for problem in problems:
+        if not costs.blocking and not is_worth_moving(problem):
+            continue
+        elements = Elements.of(with_messages(problem, costs) if costs.blocking else problem)
+        own = [(each.candidate, each.rows) for of, each in found if of is problem]
+        named = [(each.candidate, each.rows) for each in given if costs.blocking and each.home == problem.home]
+        most = max(2, _FILL_EFFORT // problem.count)
+        for candidate, rows in (*own[:most], *named[:most]):
+            yield from sequences(elements, apart(problem, candidate), rows)
+
+
+def _starts(problem: Problem, given: Sequence[Numbered], random: Random) -> list[EvaluatedOrder]:
     """Solutions to start the search from, with different values, the best first."""
-    given = [candidate_of(problem, table) for table in tables]
-    known = _best(problem, given, _FILLED)
+    known = _best(problem, (candidate_of(problem, each) for each in given), _FILLED)
     for whole in _wholes(problem):
         known += _best(problem, start_patterns(problem, whole, random), _FILLED)
     most = max(2, _FILL_EFFORT // problem.count)
@@ -207,11 +196,7 @@ def _improved(starts: list[Found], effort: float, random: Random) -> list[Found]
             break
         steps = int(min(_MOST_STEPS, _EFFORT / found[0][0].count) * effort / len(_ROUNDS) / width)
         found = sorted(((problem, local_search(problem, each, steps, random)) for problem, each in found), key=_end)
-    if not found:
-        return []
-    steps = int(min(_MOST_STEPS, _EFFORT / found[0][0].count) * effort / 2)
-    found = found[:2]
-    return found + [(problem, move_single(problem, each, steps, random)) for problem, each in found]
+    return found
 
 
 def _end(found: Found) -> float:

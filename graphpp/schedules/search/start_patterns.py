@@ -17,7 +17,7 @@ from collections.abc import Iterator, Sequence
 from itertools import product, zip_longest
 from random import Random
 
-from graphpp.schedules.search.evaluate_order import Candidate
+from graphpp.schedules.search.candidate import Candidate
 from graphpp.schedules.search.problem import Problem
 
 _SLACKS = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0)

@@ -12,9 +12,8 @@ microbatch live from the start of its F to the end of its B, or in part to the e
 takes its microbatches in order: where two microbatches overtake each other, exchanging all that follows changes no time and no
 byte.
 
-With `Costs.blocking` the model lets a RECV stand anywhere before its reader, while `add_send_recv` puts it in one place. The
-bound holds for tables without sends and receives as well; the makespan is that of the returned table, which has sends and
-receives.
+With `Costs.blocking` the table has sends and receives, which stand anywhere (`exact_messages.py`). Tables with batches of
+messages (P2P) are not in the model, nor pairs together with blocking messages.
 """
 
 from __future__ import annotations
@@ -27,9 +26,10 @@ from typing import Any
 from ortools.sat.python import cp_model
 
 from graphpp.schedules.simulate.simulator import simulate
-from graphpp.schedules.table.actions import Action, Kind, message
+from graphpp.schedules.table.actions import Action, Kind
 from graphpp.schedules.table.costs import Costs
 from graphpp.schedules.table.schedule import Schedule
+from tests.schedules.search.exact_messages import Messages
 
 Key = tuple[Kind, int, int]
 """(kind, stage, microbatch) of an F, an I or a W; a whole backward has the key of its I."""
@@ -94,7 +94,8 @@ class _Model:
         self.end = {(kind, *key): self._time(f"end of {kind} {key}") for kind in kinds for key in keys}
         self.whole = {key: self.cp.new_bool_var(f"whole {key}") for key in keys}
         self.pairs = dict(self._pairs()) if costs.overlap < 1 else {}
-        self.receives: dict[Key, Any] = {}
+        assert not (costs.blocking and self.pairs), "a pair would send both of its results at once"
+        self.messages = Messages(self.cp, self.overhead, self.horizon, 2 * self.stages * microbatches)
         self.rows: list[list[Any]] = [[] for _ in caps]
         self.work: list[list[Any]] = [[] for _ in caps]
         self.alive: list[list[tuple[Any, int]]] = [[] for _ in caps]
@@ -103,6 +104,8 @@ class _Model:
             self._messages(*key)
             self._memory(*key)
         self._in_order()
+        if busy is None:
+            self.messages.put_in_one_order()
         for rank, (row, alive, cap) in enumerate(zip(self.rows, self.alive, caps, strict=True)):
             if busy is not None and rank not in busy:
                 continue
@@ -179,10 +182,10 @@ class _Model:
         return none
 
     def _run(self, key: Key, form: Kind, when: Sequence[Any]) -> None:
-        """Occupy the rank of `key` if all of `when` hold: the overhead, the computation, and a send where sends block."""
+        """Occupy the rank of `key` if all of `when` hold, for the overhead and the computation."""
         time = self._seconds(form, key[1])
         self.cp.add(self.end[key] == self.start[key] + time).only_enforce_if(*when)
-        self._occupy(key, time, when, self._sending(key))
+        self._occupy(key, time, when)
 
     def _run_pair(self, forward: Key, backward: Key, when: Sequence[Any], form: Kind) -> None:
         share = self.costs.overlap * (self._seconds(Kind.F, forward[1]) + self._seconds(form, backward[1]))
@@ -190,22 +193,24 @@ class _Model:
         for key in (forward, backward):
             self.cp.add(self.end[key] == self.start[key] + time).only_enforce_if(*when)
         self.cp.add(self.start[forward] == self.start[backward]).only_enforce_if(*when)
-        self._occupy(forward, time, when, self._sending(forward) + self._sending(backward))
+        self._occupy(forward, time, when)
 
-    def _occupy(self, key: Key, time: int, when: Sequence[Any], sending: int) -> None:
+    def _occupy(self, key: Key, time: int, when: Sequence[Any]) -> None:
         there = self.cp.new_bool_var("")
         self.cp.add_bool_and(when).only_enforce_if(there)
         self.cp.add_bool_or([there, *(flag.negated() for flag in when)])
-        size, start, end = self.overhead + time + sending, self.start[key] - self.overhead, self.start[key] + time + sending
+        size, start, end = self.overhead + time, self.start[key] - self.overhead, self.start[key] + time
         self.work[self.home[key[1]]].append(size * there)
         interval = self.cp.new_optional_interval_var(start, size, end, there, "")
         self.rows[self.home[key[1]]].append(interval)
 
     def _in_order(self) -> None:
-        """Each kind of each stage takes its microbatches in order."""
+        """Each kind of each stage takes its microbatches in order. A weight gradient within a whole backward has no place."""
         for (kind, stage, microbatch), start in self.start.items():
             if microbatch:
-                self.cp.add(start >= self.end[kind, stage, microbatch - 1])
+                later = self.cp.add(start >= self.end[kind, stage, microbatch - 1])
+                if kind is Kind.W:
+                    later.only_enforce_if(self.whole[stage, microbatch].negated())
 
     # ------------------------------------------------------------------------------ messages and memory
 
@@ -222,11 +227,11 @@ class _Model:
             if not self.costs.blocking or message is None:
                 self.cp.add(self.start[reader] >= self.end[maker] + (message or 0))
                 continue
-            receive = self.receives[reader] = self._time(f"receive of {reader}")
-            size, end = self.overhead + message, receive + message
-            self.rows[self.home[stage]].append(self.cp.new_interval_var(receive - self.overhead, size, end, ""))
-            self.cp.add(receive >= self.end[maker] + self.overhead)
-            self.cp.add(self.start[reader] >= end)
+            ranks = (self.home[maker[1]], self.home[stage])
+            read = self.start[reader] - self.overhead
+            for rank, size, interval in self.messages.add(reader, ranks, message, self.end[maker], read):
+                self.rows[rank].append(interval)
+                self.work[rank].append(size)
 
     def _message(self, maker: Key) -> int | None:
         """The time of the message with a result; None where its reader is on the same rank, or where it has no reader."""
@@ -236,10 +241,6 @@ class _Model:
             return None
         times = self.costs.sends_forward if kind is Kind.F else self.costs.sends_backward
         return _whole_number(self.costs.message(times, min(stage, reader)))
-
-    def _sending(self, maker: Key) -> int:
-        message = self._message(maker)
-        return self.overhead + message if self.costs.blocking and message is not None else 0
 
     def _memory(self, stage: int, microbatch: int) -> None:
         forward, backward, weight = _keys(stage, microbatch)
@@ -262,9 +263,12 @@ class _Model:
     # ------------------------------------------------------------------------------ tables
 
     def hint(self, known: Schedule) -> None:
-        """Start the search at the times of a table without sends and receives."""
+        """Start the search at the times of a table, which has sends and receives if messages occupy ranks."""
         together = set[tuple[Key, Key]]()
         for event in simulate(known, self.costs).events:
+            if event.action.is_communication:
+                self.messages.hint(event.action, event.start, event.end)
+                continue
             forms = {leaf.kind for leaf in event.action.leaves}
             keys = [_key(leaf) for leaf in event.action.leaves]
             for key, leaf in zip(keys, event.action.leaves, strict=True):
@@ -284,7 +288,7 @@ class _Model:
 
     def table(self, solver: cp_model.CpSolver) -> Schedule:
         """The table of a solution: each rank's actions by their starts, with sends and receives where messages block."""
-        timed: list[list[tuple[int, Action]]] = [[] for _ in self.caps]
+        timed: list[list[tuple[tuple[int, int], Action]]] = [[] for _ in self.caps]
         together = {f: b for (f, b), flag in self.pairs.items() if solver.boolean_value(flag)}
         for key, start in self.start.items():
             kind, stage, microbatch = key
@@ -293,16 +297,9 @@ class _Model:
                 continue
             actions = [self._action(solver, each) for each in (key, together.get(key)) if each is not None]
             action = actions[0] if len(actions) == 1 else Action(-1, Kind.OVERLAP_F_B, None, tuple(actions))
-            row = timed[self.home[stage]]
-            row.append((2 * solver.value(start), action))
-            for leaf in actions if self.costs.blocking else ():
-                ends = message(leaf, self.stages)
-                if ends and self._message(_key(leaf)) is not None:
-                    row.append((2 * solver.value(start) + 1, ends[0]))
-        for key, receive in self.receives.items():
-            kind, stage, microbatch = key
-            receives = Kind.RECV_F if kind is Kind.F else Kind.RECV_B
-            timed[self.home[stage]].append((2 * solver.value(receive), Action(stage, receives, microbatch)))
+            timed[self.home[stage]].append(((solver.value(start), self.messages.most + 1), action))
+        for rank, when, action in self.messages.actions(solver):
+            timed[rank].append((when, action))
         rows = (tuple(action for _, action in sorted(row, key=lambda each: each[0])) for row in timed)
         return Schedule(tuple(rows), self.stages, self.microbatches, "exact")
 

@@ -14,13 +14,17 @@ from graphpp.errors import ScheduleError
 from graphpp.schedules.check.checker import check
 from graphpp.schedules.check.peak_memory import peak_bytes
 from graphpp.schedules.generate.names import SCHEDULES
+from graphpp.schedules.rewrite.add_send_recv import add_send_recv
+from graphpp.schedules.search.candidate import Candidate
 from graphpp.schedules.search.convert_tables import candidate_of, rows_of, schedule_of
-from graphpp.schedules.search.evaluate_order import Candidate, evaluate_order
-from graphpp.schedules.search.evaluate_rows import evaluate_rows
+from graphpp.schedules.search.evaluate import evaluate_order, evaluate_rows
 from graphpp.schedules.search.fill_waits import fill_waits
-from graphpp.schedules.search.move_single import move_single
+from graphpp.schedules.search.messages import with_messages
+from graphpp.schedules.search.move_elements import move_elements
 from graphpp.schedules.search.problem import Problem
 from graphpp.schedules.search.scheduler import schedule_auto
+from graphpp.schedules.search.search_sequences import sequences
+from graphpp.schedules.search.sequence import Elements
 from graphpp.schedules.search.start_patterns import start_patterns
 from graphpp.schedules.simulate.simulator import simulate
 from graphpp.schedules.table.actions import BACKWARDS, Kind
@@ -30,8 +34,6 @@ from tests.exhaustive import examples
 from tests.schedules.search.cases import CASES, OPTIMA, Case, known
 
 KNOWN = known()
-_FAR = {"forms 2x5 loop2 cap 1": 1.04, "unit 4x6 loop2 cap 2": 1.021, "overlap 2x4 v2 cap 1.9": 1.021}
-"""The cases that the search misses by more than 2 %, with their limits."""
 
 
 def named(case: Case) -> list[float]:
@@ -51,7 +53,15 @@ def named(case: Case) -> list[float]:
 # ---------------------------------------------------------------------------------- the search
 
 
-@pytest.mark.parametrize("case", [each for each in CASES if not each.costs.blocking][::13], ids=lambda case: case.name)
+_FAR = {"uneven 2x3 loop2 cap 1.4": 1.05}
+"""The cases that the search misses by more than 2 %, with their limits."""
+_HARD = ("forms 2x5 loop2 cap 1", "unit 4x6 loop2 cap 2", "overlap 2x4 v2 cap 1.9", "blocking 3x4 loop1 cap inf")
+"""Cases that earlier forms of the search missed by more than 2 %."""
+
+
+@pytest.mark.parametrize(
+    "case", [each for at, each in enumerate(CASES) if at % 13 == 0 or each.name in (*_HARD, *_FAR)], ids=lambda case: case.name
+)
 def test_within_two_percent_of_the_best_known_table(case: Case) -> None:
     table = case.search()
     timeline = simulate(table, case.costs)
@@ -104,18 +114,50 @@ def test_the_times_of_rows_are_the_simulators(case: Case, seed: int) -> None:
         found = evaluate_order(problem, fill_waits(problem, start, 4))
         if found is None:
             continue
-        moved = move_single(problem, found, 40, random)
+        [placed] = sequences(Elements.of(problem), found.candidate, found.rows)
+        assert placed.solution.rows == found.rows
+        moved = move_elements(placed, 40, random).solution
         assert moved.makespan <= found.makespan + 1e-9
         table = schedule_of(problem, moved, "moved", join=False)
         check(table, ranks=case.ranks, stages=problem.stages, microbatches=case.microbatches)
         timeline = simulate(table, costs)
         assert timeline.makespan == pytest.approx(moved.makespan * problem.unit)
         assert all(timeline.peak_bytes(rank) <= cap for rank, cap in enumerate(case.caps))
-        again = evaluate_rows(problem, *rows_of(problem, table))
+        again = evaluate_rows(problem, *rows_of(problem, table)[:2])
         assert again is not None
         assert again.makespan == pytest.approx(moved.makespan)
         if problem.pairs:
-            assert candidate_of(problem, table).beside == rows_of(problem, table)[0].beside
+            assert candidate_of(problem, rows_of(problem, table)).beside == rows_of(problem, table).candidate.beside
+
+
+@settings(max_examples=examples(20), deadline=None)
+@given(st.sampled_from([case for case in CASES if case.microbatches < 8]), st.integers(0, 10**6))
+def test_the_times_of_sequences_with_messages_are_the_simulators(case: Case, seed: int) -> None:
+    random = Random(seed)
+    costs = replace(case.costs, blocking=True, overhead=random.choice((0.0, 7.0)))
+    problem = Problem.of(costs, case.home, case.microbatches, case.caps)
+    elements = Elements.of(with_messages(problem, costs))
+    whole = bytearray(problem.prefers_whole(x // problem.microbatches) for x in range(problem.count))
+    found = next(filter(None, (evaluate_order(problem, each) for each in start_patterns(problem, whole, random))))
+    for placed in sequences(elements, found.candidate, found.rows):
+        moved = move_elements(placed, 60, random)
+        assert moved.value <= placed.value
+        table = schedule_of(elements.problem, moved.solution, "moved", join=False)
+        check(table, ranks=case.ranks, stages=problem.stages, microbatches=case.microbatches)
+        timeline = simulate(table, costs)
+        assert timeline.makespan == pytest.approx(moved.value[0])
+        assert all(timeline.peak_bytes(rank) <= cap for rank, cap in enumerate(case.caps))
+
+
+def test_messages_as_add_send_recv_places_them_take_what_the_simulator_says() -> None:
+    case = next(each for each in CASES if each.name == "blocking 2x4 loop2 cap inf")
+    table = SCHEDULES["Interleaved1F1B"](2, 4, 4)
+    problem = Problem.of(case.costs, case.home, 4, case.caps)
+    numbered = rows_of(problem, table)
+    first = next(sequences(Elements.of(with_messages(problem, case.costs)), numbered.candidate, numbered.rows))
+    assert first.value[0] == pytest.approx(simulate(table, case.costs).makespan)
+    assert schedule_of(first.elements.problem, first.solution, "sent", join=False) == add_send_recv(table)
+    assert simulate(case.search(), case.costs).makespan < 0.8 * first.value[0]
 
 
 @pytest.mark.parametrize("name", ["DualPipeV", "Combined1F1B", "ZBVZeroBubble"])
@@ -135,7 +177,7 @@ def test_a_named_table_takes_what_the_simulator_says(name: str, overlap: float) 
 
 def _problem_and_rows(costs: Costs, table: Schedule, cap: float) -> tuple[Problem, Candidate, list[list[int]]]:
     problem = Problem.of(costs, table.rank_of_stage, table.microbatches, [cap] * table.ranks)
-    return problem, *rows_of(problem, table)
+    return problem, *rows_of(problem, table)[:2]
 
 
 # ---------------------------------------------------------------------------------- the solver
@@ -149,6 +191,7 @@ def test_the_solvers_table_takes_the_time_that_the_solver_says(name: str) -> Non
     case = next(each for each in CASES if each.name == name)
     solved = exact(case.costs, case.home, case.microbatches, case.caps, 4.0)
     assert solved.table is not None
+    check(solved.table, ranks=case.ranks, stages=len(case.costs.stages), microbatches=case.microbatches)
     timeline = simulate(solved.table, case.costs)
     assert timeline.makespan == pytest.approx(solved.makespan)
     assert all(timeline.peak_bytes(rank) <= cap for rank, cap in enumerate(case.caps))

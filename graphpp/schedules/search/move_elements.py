@@ -1,0 +1,191 @@
+"""Improve a sequence of computations and messages by moving single elements and pieces of a microbatch.
+
+Contract
+    in    a `Sequenced`, how many steps to take, and a source of randomness
+    out   the best `Sequenced` found; equal for equal arguments on every machine
+
+A step moves one element behind or before another one of its rank, with the elements between them that depend on it; or it
+shifts some successive elements of a microbatch on all their ranks; or it makes a backward whole or split, or pairs a backward
+with a forward. `local_search` places weight gradients by a rule, and knows no messages; here each has a place of its own. A
+result that is a little worse is accepted, as in `local_search`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from math import inf
+from random import Random
+from typing import NamedTuple
+
+from graphpp.schedules.search.candidate import Candidate, EvaluatedOrder
+from graphpp.schedules.search.evaluate import evaluate_rows
+from graphpp.schedules.search.sequence import Elements
+
+_FARTHEST = 10
+"""Places by which one step moves an element in the row of its rank."""
+
+
+class Sequenced(NamedTuple):
+    """A sequence with its times."""
+
+    elements: Elements
+    sequence: list[int]
+    solution: EvaluatedOrder
+
+    @property
+    def value(self) -> tuple[float, float]:
+        """The makespan, and the makespan plus the mean end of the ranks, in the units of the costs."""
+        unit = self.elements.problem.unit
+        return self.solution.makespan * unit, self.solution.value * unit
+
+    @property
+    def is_optimal(self) -> bool:
+        """True if no table can end sooner."""
+        return self.solution.makespan <= self.elements.problem.bound() * (1 + 1e-9)
+
+
+def evaluate_sequence(
+    elements: Elements, candidate: Candidate, sequence: list[int], limit: float = inf
+) -> Sequenced | None:
+    """The times of a sequence; None if it needs too many bytes, or if its value is above `limit`."""
+    found = evaluate_rows(elements.problem, candidate, elements.rows(sequence), limit)
+    return Sequenced(elements, sequence, found) if found else None
+
+
+def move_elements(start: Sequenced, steps: int, random: Random, heat: float = 0.5) -> Sequenced:
+    """Take `steps` steps, or fewer if a lower bound is reached. `heat`: how much worse is accepted at first, in operations."""
+    moves = _Moves(start.elements, random)
+    best = current = start
+    for step in range(steps):
+        if best.is_optimal:
+            break
+        luck = random.random()
+        limit = current.solution.value + heat * moves.unit * (1 - step / steps) * luck * luck * luck * luck
+        neighbour = moves.neighbour(current)
+        found = neighbour and evaluate_sequence(start.elements, *neighbour, limit + 1e-9)
+        if found:
+            current = found
+            one, other = found.solution, best.solution
+            if (one.makespan, one.value) < (other.makespan - 1e-9, other.value):
+                best = found
+    return best
+
+
+_Neighbour = tuple[Candidate, list[int]]
+
+
+class _Moves:
+    def __init__(self, elements: Elements, random: Random) -> None:
+        self.elements, self.problem, self.random = elements, elements.problem, random
+        self.unit = self.problem.period() * self.problem.ranks / (3 * self.problem.stages)
+        self.flips = [stage for stage in range(self.problem.stages) if self.problem.prefers_whole(stage)]
+
+    def neighbour(self, old: Sequenced) -> _Neighbour | None:
+        """Another sequence, or other forms of backwards; None if nothing changes."""
+        luck, candidate = self.random.random(), old.solution.candidate
+        if luck < 0.15 and self.flips:
+            return self._flip(old)
+        if luck < 0.3 and self.problem.pairs:
+            return self._pair(old)
+        moved = self._piece(old.sequence) if luck < 0.45 else self._single(old.sequence)
+        return (candidate, moved) if moved != old.sequence else None
+
+    def _flip(self, old: Sequenced) -> _Neighbour:
+        """Make backwards of successive microbatches whole, or split them, with the weight gradients some places later."""
+        problem, whole = self.problem, bytearray(old.solution.candidate.whole)
+        stage = self.random.choice(self.flips) * problem.microbatches
+        first = self.random.randrange(problem.microbatches)
+        last = first + 1 if self.random.random() < 0.7 else self.random.randint(first + 1, problem.microbatches)
+        flipped = range(stage + first, stage + last)
+        gone, come = ([x for x in flipped if whole[x] == form] for form in (0, 1))
+        for x in flipped:
+            whole[x] ^= 1
+        sequence: list[int] = []
+        for element in old.sequence:
+            kind, x = divmod(element, problem.count)
+            if kind != 2 or x not in gone:
+                sequence.append(element)
+            if kind == 1 and x in come:
+                sequence.append(element + problem.count)
+        left = int(_FARTHEST * self.random.random() * self.random.random())
+        for x in come if left else ():
+            at = sequence.index(2 * problem.count + x)
+            sequence = _moved(self.elements, sequence, at, self.elements.ranks[sequence[at]][0], left)
+        return replace(old.solution.candidate, whole=whole), sequence
+
+    def _single(self, sequence: list[int]) -> list[int]:
+        """Move an element by some places in a rank's row, and the elements on its way that depend on it."""
+        at = self.random.randrange(len(sequence))
+        rank = self.random.choice(self.elements.ranks[sequence[at]])
+        left = 1 + int(_FARTHEST * self.random.random() * self.random.random())
+        return _moved(self.elements, sequence, at, rank, left if self.random.random() < 0.5 else -left)
+
+    def _pair(self, old: Sequenced) -> _Neighbour | None:
+        """Take a pair apart, or put a forward directly behind a backward of its rank, as a pair."""
+        problem, candidate = self.problem, old.solution.candidate
+        rank = self.random.randrange(problem.ranks)
+        row = old.solution.orders[rank]
+        places = [at for at, op in enumerate(row) if op // problem.count == 1]
+        if not places:
+            return None
+        at = self.random.choice(places)
+        backward, beside = row[at], bytearray(candidate.beside or problem.count)
+        beside[backward - problem.count] ^= 1
+        sequence = old.sequence
+        if beside[backward - problem.count]:
+            near = [to for to in range(max(0, at - 4), min(len(row), at + 5)) if row[to] < problem.count]
+            if not near:
+                return None
+            to = self.random.choice(near)
+            if to != at + 1:
+                sequence = _moved(self.elements, sequence, sequence.index(row[to]), rank, at - to + (to > at))
+        return replace(candidate, beside=beside), sequence
+
+    def _piece(self, sequence: list[int]) -> list[int]:
+        """Shift successive elements of one microbatch, or of some microbatches in a row, by one distance."""
+        problem, random = self.problem, self.random
+        by = len(sequence) / problem.microbatches * random.random() * random.random()
+        first = random.randrange(problem.microbatches)
+        last = first + 1 if random.random() < 0.7 else random.randint(first + 1, problem.microbatches)
+        path = self._path()
+        start = random.randrange(len(path))
+        end = random.randint(start + 1, len(path))
+        piece = {each * problem.microbatches + m for each in path[start:end] for m in range(first, last)}
+        late = random.random() < 0.5
+        shift = by if late else -by
+        keys = {each: at + shift * (each in piece) for at, each in enumerate(sequence)}
+        return self.elements.sorted(sequence, keys.__getitem__, late=late)
+
+    def _path(self) -> Sequence[int]:
+        """The kinds and stages that a microbatch passes, messages and weight gradients included."""
+        stages = self.problem.stages
+        forwards = [kind * stages + stage for stage in range(stages) for kind in (3, 0)]
+        return forwards + [kind * stages + stage for stage in reversed(range(stages)) for kind in (4, 1, 2)]
+
+
+def _moved(elements: Elements, sequence: list[int], at: int, rank: int, by: int) -> list[int]:
+    """The sequence with the element at `at` behind the next `by` ones of the rank (before the last -`by` ones, if negative).
+
+    Elements on its way that must stay behind it (before it) move with it.
+    """
+    if by < 0:
+        return _carried(sequence[::-1], len(sequence) - 1 - at, elements.after, elements.ranks, rank, -by)[::-1]
+    return _carried(sequence, at, elements.before, elements.ranks, rank, by)
+
+
+def _carried(
+    sequence: list[int], at: int, before: Sequence[Sequence[int]], ranks: Sequence[Sequence[int]], rank: int, left: int
+) -> list[int]:
+    moved, staying, to = [sequence[at]], list[int](), at
+    carried = set(moved)
+    while left and to + 1 < len(sequence):
+        to += 1
+        element = sequence[to]
+        if carried.isdisjoint(before[element]):
+            staying.append(element)
+            left -= rank in ranks[element]
+        else:
+            moved.append(element)
+            carried.add(element)
+    return [*sequence[:at], *staying, *moved, *sequence[to + 1 :]]

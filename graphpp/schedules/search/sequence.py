@@ -1,0 +1,101 @@
+"""One order of the operations of all ranks: the form in which the search moves single operations and messages.
+
+Contract
+    A sequence has the computations of all ranks, and the messages between them where messages occupy ranks (`messages.py`).
+    Each element stands after the elements that it reads. A message stands there once, by the number of its SEND: the rows of
+    both its ranks have the message at that place. So all messages have one total order, and no two ranks wait for each other,
+    even where a send waits for its receive. Every table that `graphpp.schedules.check.checker.check` accepts has such a
+    sequence, unless it has batches of messages.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+from graphpp.schedules.search.problem import Problem
+from graphpp.schedules.table.in_order import in_order
+
+
+@dataclass(frozen=True, eq=False)
+class Elements:
+    """What the elements of a sequence are. `ranks[element]`: its rank, or the ranks of its SEND and its RECV.
+
+    `before[element]`: the elements that stand before it in every sequence, next to it in the data flow or in the order of
+    microbatches; `after` is its inverse.
+    """
+
+    problem: Problem
+    ranks: Sequence[tuple[int, ...]]
+    before: Sequence[tuple[int, ...]]
+    after: Sequence[tuple[int, ...]]
+
+    @classmethod
+    def of(cls, problem: Problem) -> Elements:
+        """The elements of a problem, with or without messages."""
+        count, step = problem.count, problem.microbatches
+        ranks: list[tuple[int, ...]] = [(problem.rank_of(op),) for op in range(3 * count)]
+        before: list[tuple[int, ...]] = []
+        for element in range(5 * count if problem.messages else 3 * count):
+            needs = problem.reads[element]
+            if element >= 3 * count:
+                ranks.append((problem.rank_of(needs), problem.rank_of(element - 3 * count)) if needs >= 0 else ())
+            needs -= 2 * count * (needs >= 5 * count)  # a RECV stands where its SEND does
+            earlier = [element - 1] if element % step else []
+            before.append((*earlier, *([needs] if needs >= 0 else [])))
+        after: list[list[int]] = [[] for _ in before]
+        for element, others in enumerate(before):
+            for other in others:
+                after[other].append(element)
+        return cls(problem, ranks, before, list(map(tuple, after)))
+
+    def rows(self, sequence: Iterable[int]) -> list[list[int]]:
+        """The operations of each rank."""
+        rows: list[list[int]] = [[] for _ in range(self.problem.ranks)]
+        receive = 2 * self.problem.count
+        for element in sequence:
+            first, *other = self.ranks[element]
+            rows[first].append(element)
+            if other:
+                rows[other[0]].append(element + receive)
+        return rows
+
+    def sequence(self, rows: Sequence[Sequence[int]]) -> list[int]:
+        """The sequence of rows of computations in which each message follows its maker, as `add_send_recv` places it."""
+        found: list[int] = []
+        done: set[int] = set()
+
+        def ready(_: int, op: int) -> bool:
+            return all(each in done for each in self.before[op] if each // self.problem.count != op // self.problem.count)
+
+        for _, op in in_order(rows, ready):
+            for each in (op, *self.sends(op)):
+                found.append(each)
+                done.add(each)
+        return found
+
+    def sends(self, op: int) -> list[int]:
+        """The message with an operation's result, if there is one."""
+        return [each for each in self.after[op] if each >= 3 * self.problem.count and op < 2 * self.problem.count]
+
+    def sorted(self, sequence: Iterable[int], key: Callable[[int], float], *, late: bool = False) -> list[int]:
+        """The elements by their keys; an element before which another one must stand comes after that one.
+
+        Where keys and data flow disagree, the others come earlier than their keys say; if `late`, the element comes later.
+        """
+        needs = self.after if late else self.before
+        todo = sorted(sequence, key=key, reverse=not late)
+        left = set(todo)
+        found: list[int] = []
+        while todo:
+            element = todo[-1]
+            if element not in left:
+                todo.pop()
+                continue
+            missing = [each for each in needs[element] if each in left]
+            if missing:
+                todo += missing
+            else:
+                found.append(todo.pop())
+                left.remove(element)
+        return found[::-1] if late else found
