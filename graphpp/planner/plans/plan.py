@@ -78,8 +78,8 @@ def plan(  # noqa: PLR0913 - the dimensions of the search, all of them optional
         pp, tp, ep, cp: the numbers of ranks along a dimension among which the search chooses. None: all that fit.
         rows: the rows of a microbatch among which the search chooses. None: 1, 2, 4, 8 and 16.
         schedules, recompute: among which the search chooses. None: all schedules by name but GPipe, which 1F1B beats, and
-            Combined1F1B; no recomputation, "selective" and "full".
-        work: how many computations are simulated at most: some 13,000 take a second.
+            Combined1F1B; no recomputation, "selective" and "full". Beside None, of as few layers as fit, too.
+        work: how many computations of tables are made and simulated: some 15,000 take a second.
 
     Raises:
         CaptureError, ScheduleError: a model that cannot be captured; no plan fits, and the closest is named.

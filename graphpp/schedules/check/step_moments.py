@@ -134,7 +134,7 @@ def _before(leaf: Action, state: _State) -> _State:
     """The state when an action starts."""
     if leaf.kind is Kind.UNSHARD:
         return state._replace(whole=state.whole | {leaf.stage})
-    if leaf.kind in (Kind.B, Kind.W):
+    if leaf.kind in (Kind.B, Kind.W) and leaf.stage not in state.unreduced:
         return state._replace(unreduced=state.unreduced | {leaf.stage})
     if leaf.kind in (Kind.RESHARD, Kind.REDUCE_GRAD) and leaf.stage in state.unreduced:
         others = tuple(stage for stage in state.sent if stage != leaf.stage)

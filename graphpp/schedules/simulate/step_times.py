@@ -19,7 +19,6 @@ from typing import NamedTuple
 from graphpp.errors import ScheduleError
 from graphpp.schedules.table.actions import PER_STAGE, SENDS, Action, Kind, inputs, message
 from graphpp.schedules.table.costs import Costs
-from graphpp.schedules.table.in_order import in_order
 from graphpp.schedules.table.schedule import Schedule
 
 
@@ -65,10 +64,9 @@ class StepTimes:
     def __init__(self, schedule: Schedule) -> None:
         self._name, self._stages, self._ranks = schedule.name, schedule.stages, schedule.ranks
         numbers: dict[_Price, int] = {}
-        reading = _Reading(schedule)
         self._steps = [
-            _Step(rank, numbers.setdefault(_price(action), len(numbers)), reading.note(rank, action))
-            for rank, action in reading.ordered()
+            _Step(rank, numbers.setdefault(_price(action), len(numbers)), reads)
+            for rank, action, reads in _Reading(schedule).steps()
         ]
         self._prices = list(numbers)
         self._collective = [price.is_collective for price in self._prices]
@@ -144,57 +142,78 @@ class _Reading:
 
     def __init__(self, schedule: Schedule) -> None:
         self._schedule, self._where = schedule, schedule.rank_of_stage
+        self._rows = [[action for action in row if action is not None] for row in schedule.table]
         self._number, self._none = 0, 2 * (schedule.stages - 1)
         self._ended: dict[Action, int] = {}  # computations, by the number of their step
         self._sent: dict[Action, int] = {}  # sends, by the number of the last computation before them
         self._latest: list[int] = [-1] * schedule.ranks
         self._gathers: list[dict[int, int]] = [{} for _ in schedule.table]  # by stage, for the next computation
         self._unreduced: list[set[int]] = [set() for _ in schedule.table]
+        self._waiting: dict[Action, list[int]] = {}  # ranks, by the computation or the send for which they wait
 
-    def ordered(self) -> Iterator[tuple[int, Action]]:
-        """(rank, action) of all that takes time; the others are noted here."""
-        rows = [[action for action in row if action is not None] for row in self._schedule.table]
-        for rank, action in in_order(rows, self._ready):
-            if action.is_compute or action.kind is Kind.UNSHARD:
-                yield rank, action
-            elif action.kind in PER_STAGE:
-                if action.stage in self._unreduced[rank]:
-                    self._unreduced[rank].remove(action.stage)
-                    yield rank, action
-            else:
-                self._sent.update({leaf: self._latest[rank] for leaf in action.leaves if leaf.kind in SENDS})
+    def steps(self) -> Iterator[tuple[int, Action, tuple[tuple[int, int], ...]]]:
+        """(rank, action, its reads) of all that takes time. Raises `ScheduleError` for a table that stops before its end."""
+        at, todo = [0] * len(self._rows), list(range(len(self._rows)))
+        while todo:
+            rank = todo.pop()
+            row = self._rows[rank]
+            while at[rank] < len(row):
+                action = row[at[rank]]
+                reads = self._reads(rank, action) if action.is_compute else ()
+                if reads is None:
+                    break
+                at[rank] += 1
+                if self._takes_time(rank, action):
+                    yield rank, action, reads
+                    self._number += 1
+                todo += (each for leaf in action.leaves for each in self._waiting.pop(leaf, ()))
+        stopped = [str(row[place]) for row, place in zip(self._rows, at, strict=True) if place < len(row)]
+        if stopped:
+            raise ScheduleError(f"{self._schedule.name!r}: no rank can go on: they stop at {', '.join(stopped)}")
 
-    def _ready(self, rank: int, action: Action) -> bool:
-        leaves = action.leaves if action.is_compute else ()
-        return all(self._source(makers, rank) is not None for leaf in leaves for makers in inputs(leaf, self._schedule.stages))
+    def _reads(self, rank: int, action: Action) -> tuple[tuple[int, int], ...] | None:
+        """(step, message) of the values of other ranks, and of gathers, that a computation waits for; None: one is missing."""
+        found: list[tuple[int, int]] = []
+        for leaf in action.leaves:
+            for makers in inputs(leaf, self._schedule.stages):
+                source = self._source(makers, rank)
+                if source is None:
+                    return None
+                if source[1] != self._none:
+                    found.append(source)
+        gathers = self._gathers[rank]
+        return (*found, *((gathers.pop(leaf.stage), self._none) for leaf in action.leaves if leaf.stage in gathers))
 
-    def _source(self, makers: tuple[Action, ...], rank: int) -> tuple[int, int] | None:
-        """(step, message) of a value; None if nothing has made it yet."""
+    def _source(self, makers: Sequence[Action], rank: int) -> tuple[int, int] | None:
+        """(step, message) of a value; None if nothing has made it yet: then the rank waits for it."""
         maker = next((maker for maker in makers if maker in self._ended), None)
         if maker is None:
+            for each in makers:
+                self._waiting.setdefault(each, []).append(rank)
             return None
         ends = message(maker, self._schedule.stages)
         if ends is None or self._where[maker.stage] == rank:
             return self._ended[maker], self._none
         send, _ = ends
         at = self._sent.get(send) if self._schedule.has_communication else self._ended[maker]
-        boundary = send.stage if send.kind is Kind.SEND_F else send.stage - 1
-        return None if at is None else (at, 2 * boundary + (send.kind is Kind.SEND_B))
+        if at is None:
+            self._waiting.setdefault(send, []).append(rank)
+            return None
+        return at, 2 * (send.stage - (send.kind is Kind.SEND_B)) + (send.kind is Kind.SEND_B)
 
-    def note(self, rank: int, action: Action) -> tuple[tuple[int, int], ...]:
-        """The reads of a step that the next number belongs to, which is noted."""
-        reads: list[tuple[int, int]] = []
+    def _takes_time(self, rank: int, action: Action) -> bool:
+        """Whether an action is a step; the place of each action is noted."""
         if action.is_compute:
-            for leaf in action.leaves:
-                found = (self._source(makers, rank) for makers in inputs(leaf, self._schedule.stages))
-                reads += [each for each in found if each is not None and each[1] != self._none]
-                if leaf.stage in self._gathers[rank]:
-                    reads.append((self._gathers[rank].pop(leaf.stage), self._none))
-                if leaf.kind in (Kind.B, Kind.W):
-                    self._unreduced[rank].add(leaf.stage)
-                self._ended[leaf] = self._number
+            self._ended.update(dict.fromkeys(action.leaves, self._number))
+            self._unreduced[rank].update(leaf.stage for leaf in action.leaves if leaf.kind in (Kind.B, Kind.W))
             self._latest[rank] = self._number
-        elif action.kind is Kind.UNSHARD:
+            return True
+        if action.kind is Kind.UNSHARD:
             self._gathers[rank][action.stage] = self._number
-        self._number += 1
-        return tuple(reads)
+            return True
+        if action.kind in PER_STAGE:
+            reduces = action.stage in self._unreduced[rank]
+            self._unreduced[rank].discard(action.stage)
+            return reduces
+        self._sent.update({leaf: self._latest[rank] for leaf in action.leaves if leaf.kind in SENDS})
+        return False
