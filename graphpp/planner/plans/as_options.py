@@ -67,6 +67,8 @@ def _recompute(plan: TrainingPlan) -> Any:
 
 
 def _schedule(setting: Setting) -> ScheduleLike:
+    if setting.schedule.order is not None:
+        return setting.schedule.table(setting.shape.pp, setting.microbatches)
     group = setting.schedule.group
     return setting.schedule.name if group is None else partial(megatron_interleaved, group=group)
 

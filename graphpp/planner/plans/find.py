@@ -26,7 +26,8 @@ from graphpp.planner.plans.read_tables import Work
 from graphpp.planner.plans.reasons import reason_of
 from graphpp.planner.plans.recomputed_layers import layer_names
 from graphpp.planner.plans.refine.least_recompute import least_recompute
-from graphpp.planner.plans.settings import RecomputeWord, Setting, schedule_choices
+from graphpp.planner.plans.refine.searched_order import searched_order
+from graphpp.planner.plans.settings import ORDER, RecomputeWord, Setting, schedule_choices
 from graphpp.planner.plans.training_plan import TrainingPlan
 from graphpp.units import spell_bytes
 
@@ -35,6 +36,7 @@ _LAST = 0.25  # of the work, in addition where no plan fits yet: for those that 
 _ROWS = (1, 2, 4, 8, 16)
 _RECOMPUTE: tuple[RecomputeWord, ...] = (None, "selective", "full")
 _TRIALS = 8  # times as long as one prediction the search of the least recomputation takes
+_ORDERS = 3  # of the fastest plans are tried under a searched order
 _FRONT = 0.7  # of the cap: settings that take less are simulated for the front alone
 _SLOWER = 2.0  # times the seconds of the soonest: no plan of the front is worth more
 _SHARES = ((1.1, 0.3), (0.85, 0.4), (0.65, 0.15), (0.45, 0.1), (0.3, 0.05))
@@ -78,7 +80,24 @@ def find_plans(question: Question, limits: Limits, cap: int, choices: Choices) -
     if not any(each.peak <= cap for each in search.found.values()):
         search.work.grant(round(choices.work * _LAST))
         _simulate(search, sorted(ordered, key=lambda each: (each.guess.nbytes, each.guess.seconds)))
+    if choices.schedules is None or ORDER in choices.schedules:
+        _search_orders(search)
     return _ranked(question, list(search.found.values()), cap, len(ordered))
+
+
+def _search_orders(search: _Search) -> None:
+    """Add a searched order of each of the fastest plans that fit, where it is faster than the named schedule."""
+    fitting = [each for each in search.found.values() if each.peak <= search.cap]
+    for named in sorted(fitting, key=_order)[:_ORDERS]:
+        setting = searched_order(search.question, named, search.cap)
+        found = None if setting is None else predict(search.question, setting, named.cut)
+        if found is not None and found.peak <= search.cap and _rounded(found) < _rounded(named):
+            search.add(found)
+
+
+def _order(found: Prediction) -> tuple[float, int, str]:
+    """The fastest first, then those with the fewest bytes."""
+    return _rounded(found), found.peak, repr(found.setting)
 
 
 def _degrees(question: Question, choices: Choices) -> list[RecomputeWord]:
@@ -174,7 +193,7 @@ class _Search:
 
 
 def _ranked(question: Question, found: Sequence[Prediction], cap: int, considered: int) -> TrainingPlans:
-    ordered = sorted(found, key=lambda each: (max(0, each.peak - cap), _rounded(each), each.peak, repr(each.setting)))
+    ordered = sorted(found, key=lambda each: (max(0, each.peak - cap), *_order(each)))
     best = ordered[0]
     if best.peak > cap:
         raise ScheduleError(

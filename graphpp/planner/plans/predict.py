@@ -24,6 +24,8 @@ from graphpp.planner.plans.settings import Setting, admits
 from graphpp.planner.plans.training_plan import StepSeconds
 from graphpp.planner.segments import Cut
 from graphpp.schedules.check.shard_counts import ShardCounts
+from graphpp.schedules.check.step_memory import step_peaks
+from graphpp.schedules.check.step_moments import RankPeak
 from graphpp.schedules.table.actions import Kind
 from graphpp.schedules.table.costs import Costs
 from graphpp.schedules.table.state_bytes import HeldBytes, StateBytes, held_bytes, sent_by_stage
@@ -71,6 +73,13 @@ def tables_of(question: Question, setting: Setting) -> list[ReadTable] | None:
     sharded = question.dtype is not None or setting.shape.data_ranks * setting.shape.cp > 1
     found = [read_table(setting.schedule, setting.shape.pp, each, setting.keep, sharded) for each in counts_of(setting)]
     return [each for each in found if each is not None] if all(found) else None
+
+
+def order_costs(question: Question, setting: Setting, cut: Cut, table: ReadTable) -> tuple[Costs, tuple[int, ...]]:
+    """The costs of the stages; and of each rank the bytes beside activations, each kind at its most."""
+    step = _Step(question, setting, cut)
+    peaks = step.rank_peaks(table)
+    return step.costs, tuple(sum(each.most.values()) - each.most["activations"] for each in peaks)
 
 
 def peaks_of(question: Question, setting: Setting, cut: Cut, tables: Sequence[ReadTable]) -> tuple[int, ...]:
@@ -142,15 +151,31 @@ class _Step:
             reduce += machines.all_reduce(sent // ranks, size, shape.stride(name)) if size > 1 else 0.0
         return gather, reduce
 
-    def _held(self, table: ReadTable) -> tuple[HeldBytes, ...]:
+    def _held(self, table: ReadTable, in_order: bool = False) -> tuple[HeldBytes, ...]:
         _, state = self._stages
         shape = self._setting.shape
         shards = shape.shards if self._question.dtype is not None or shape.shards > 1 else None
-        return held_bytes(state, table.rank_of_stage, shape.pp, shards, self._setting.keep is not None)
+        frees = self._setting.keep is not None
+        return held_bytes(state, table.rank_of_stage, shape.pp, shards, frees, in_order=in_order)
+
+    @property
+    def costs(self) -> Costs:
+        """The costs of the stages."""
+        return self._stages[0]
+
+    def rank_peaks(self, table: ReadTable) -> tuple[RankPeak, ...]:
+        """The peak of each rank in one step with as many microbatches as the table.
+
+        Gradients add up in the order of the microbatches, which a searched order need not keep: then some wait.
+        """
+        if self._setting.schedule.order is None:
+            return table.moments.peaks(self.costs, self._held(table))
+        found = step_peaks(table.schedule, self.costs, self._held(table, in_order=True))
+        return tuple(RankPeak(each.nbytes, each.most) for each in found)
 
     def peaks(self, table: ReadTable) -> tuple[int, ...]:
         """The most bytes of each rank in one step with as many microbatches as the table."""
-        return tuple(each.nbytes for each in table.moments.peaks(self._stages[0], self._held(table)))
+        return tuple(each.nbytes for each in self.rank_peaks(table))
 
     def continued_peaks(self, peaks: Sequence[tuple[int, ...]], counts: Sequence[int]) -> tuple[int, ...]:
         """The most bytes of each rank with all microbatches, from one or two simulated steps."""
@@ -164,8 +189,7 @@ class _Step:
 
     def of(self, table: ReadTable) -> _Simulated:
         """One step with as many microbatches as the table."""
-        costs, _ = self._stages
-        peaks = table.moments.peaks(costs, self._held(table))
+        costs, peaks = self.costs, self.rank_peaks(table)
         makespan, busy = table.times.seconds(costs)
         collected = sum(costs.gathers) + sum(costs.reductions) > _SMALL * makespan
         alone = table.times.seconds(costs, collectives=False).makespan if collected else makespan

@@ -18,6 +18,7 @@ from graphpp.schedules.check.step_moments import StepMoments
 from graphpp.schedules.rewrite.add_send_recv import add_send_recv
 from graphpp.schedules.rewrite.place_shards import place_shards
 from graphpp.schedules.simulate.step_times import StepTimes
+from graphpp.schedules.table.schedule import Schedule
 
 _WHOLE = 3_000  # computations of a step that is simulated as a whole
 _TABLES = 128  # tables that are kept
@@ -33,6 +34,7 @@ _FILLS_SOON = ("1F1B",)  # with at most as many microbatches under way as ranks:
 class ReadTable(NamedTuple):
     """A table that the ranks run, read for its seconds and bytes. `most`: the counts of the rank with most gathers."""
 
+    schedule: Schedule
     rank_of_stage: Mapping[int, int]
     times: StepTimes
     moments: StepMoments
@@ -51,7 +53,7 @@ def read_table(choice: ScheduleChoice, ranks: int, microbatches: int, keep: int 
     except ScheduleError:  # an overlapped action needs more stages at once
         return None
     most = max(shard_counts(table), key=lambda each: each.gathers_per_stage)
-    return ReadTable(table.rank_of_stage, StepTimes(table), StepMoments(table), most)
+    return ReadTable(table, table.rank_of_stage, StepTimes(table), StepMoments(table), most)
 
 
 def counts_of(setting: Setting) -> tuple[int, ...]:
@@ -61,7 +63,7 @@ def counts_of(setting: Setting) -> tuple[int, ...]:
     first = -(-max(_LEAST, fills) // unit) * unit
     second = first + (unit if setting.schedule.name in _IN_GROUPS else min(unit, _MORE))
     whole = 3 * setting.stages * setting.microbatches
-    if whole <= _WHOLE or second >= setting.microbatches:
+    if whole <= _WHOLE or setting.schedule.order is not None or second >= setting.microbatches:
         return (setting.microbatches,)
     return first, second
 

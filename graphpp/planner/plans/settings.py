@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from graphpp.arguments import COUNT, INDEX, Accepted, require
 from graphpp.errors import ScheduleError
 from graphpp.planner.plans.mesh_shapes import MeshShape
+from graphpp.schedules.check.checker import check
 from graphpp.schedules.generate.megatron_interleaved import legal_groups, megatron_interleaved
 from graphpp.schedules.generate.names import SCHEDULES
 from graphpp.schedules.table.schedule import Schedule
@@ -20,24 +21,40 @@ RecomputeWord = str | float | None
 
 
 _LAYERS = Accepted("a tuple of numbers of layers", lambda value: isinstance(value, tuple) and all(map(INDEX.accepts, value)))
-_NAME = Accepted("the name of a schedule in graphpp.schedules.SCHEDULES", lambda value: value in SCHEDULES)
+ORDER = "searched"
+"""The name of an order that `graphpp.schedule_auto` has found."""
+_NAME = Accepted(
+    f'the name of a schedule in graphpp.schedules.SCHEDULES, or "{ORDER}"', lambda value: value in SCHEDULES or value == ORDER
+)
+_TEXT = Accepted("the text of a graphpp.Schedule, or None", lambda value: value is None or isinstance(value, str))
 
 
 @dataclass(frozen=True)
 class ScheduleChoice:
-    """A named schedule with so many stages on each rank. `group`: of `megatron_interleaved`, else None."""
+    """A schedule with so many stages on each rank. `group`: of `megatron_interleaved`, else None.
+
+    `order`: of a "searched" one, the text of its `Schedule`, else None. Raises `ScheduleError`.
+    """
 
     name: str
     stages_per_rank: int = 1
     group: int | None = None
+    order: str | None = None
 
     def __post_init__(self) -> None:
         require(ScheduleError, "schedule", _NAME, self.name)
         require(ScheduleError, "stages_per_rank", COUNT, self.stages_per_rank)
+        require(ScheduleError, "order", _TEXT, self.order)
+        if (self.name == ORDER) != (self.order is not None):
+            raise ScheduleError(f'order: a schedule "{ORDER}" has the text of its table, and no other schedule has')
 
     def table(self, ranks: int, microbatches: int) -> Schedule:
         """The table. Raises `ScheduleError` where the schedule does not take these numbers."""
         stages = ranks * self.stages_per_rank
+        if self.order is not None:
+            table = Schedule.parse(self.order)
+            check(table, ranks=ranks, stages=stages, microbatches=microbatches)
+            return table
         if self.group is not None:
             return megatron_interleaved(ranks, stages, microbatches, group=self.group)
         return SCHEDULES[self.name](ranks, stages, microbatches)
@@ -105,6 +122,8 @@ def schedule_choices(ranks: int, microbatches: int, most_stages: int) -> Iterato
 
 def admits(choice: ScheduleChoice, ranks: int, microbatches: int) -> bool:
     """Whether a schedule of `SEARCHED` takes these numbers: known without its table, which may take seconds to make."""
+    if choice.order is not None:
+        return table_of(choice, ranks, microbatches) is not None
     if choice.group is not None:
         return microbatches >= ranks and choice.group in legal_groups(ranks, microbatches)
     if choice.name in ("Interleaved1F1B", "InterleavedZeroBubble"):
