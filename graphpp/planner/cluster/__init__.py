@@ -10,6 +10,6 @@ from graphpp.planner.cluster.capture_costs import capture_costs
 from graphpp.planner.cluster.cost_data import ParameterCosts
 from graphpp.planner.cluster.from_graph import model_costs
 from graphpp.planner.cluster.model_costs import ModelCosts
-from graphpp.planner.cluster.price import PricedModel, priced
+from graphpp.planner.cluster.price import Deployment, PricedModel, priced
 
-__all__ = ["ModelCosts", "ParameterCosts", "PricedModel", "capture_costs", "model_costs", "priced"]
+__all__ = ["Deployment", "ModelCosts", "ParameterCosts", "PricedModel", "capture_costs", "model_costs", "priced"]

@@ -1,7 +1,7 @@
 """The seconds and bytes of a model's segments on machines that are not here.
 
 Contract
-    in   `CostData`; machines, rows, degrees of parallelism, recomputation
+    in   `CostData`; machines; a `Deployment`: rows, degrees of parallelism, recomputation
     out  `PricedModel`: `segments` as `planner/segments.py` has them, with the state that they read: a cut is searched alike
     All figures are those of one rank. Nothing is measured. Each kind of segment is priced once.
 
@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from graphpp.arguments import COUNT, FLAG, NUMBER, TEXT, Accepted, checked, one_of, or_none
+from graphpp.arguments import COUNT, FLAG, NUMBER, TEXT, Accepted, checked, one_of, or_none, require
 from graphpp.devices import Machines
 from graphpp.errors import ScheduleError
 from graphpp.options.memory import Memory
@@ -52,44 +52,67 @@ class PricedModel:
     exchanges: tuple[tuple[float, ...], ...]
 
 
-@checked(
-    ScheduleError, machines=one_of(Machines, takes="a graphpp.devices.Machines"), rows=COUNT, tp=COUNT, ep=COUNT, cp=COUNT,
-    recompute=_RECOMPUTE, dtype=or_none(TEXT), sequence=FLAG, stage_stride=or_none(COUNT), shards=or_none(COUNT),
-)  # fmt: skip
-def priced(  # noqa: PLR0913 - the degrees of a plan
-    costs: CostData,
-    machines: Machines,
-    *,
-    rows: int = 1,
-    tp: int = 1,
-    ep: int = 1,
-    cp: int = 1,
-    recompute: str | float | None = None,
-    dtype: str | None = None,
-    sequence: bool = True,
-    optimizer: str | float = "adamw",
-    stage_stride: int | None = None,
-    shards: int | None = None,
-) -> PricedModel:
-    """Price a microbatch of `rows` rows.
+_ACCEPTED = {
+    "rows": COUNT, "tp": COUNT, "ep": COUNT, "cp": COUNT, "recompute": _RECOMPUTE, "dtype": or_none(TEXT), "sequence": FLAG,
+    "stage_stride": or_none(COUNT), "shards": or_none(COUNT),
+}  # fmt: skip
 
-    `recompute`: a fraction is of the bytes saved without one, between the three kinds in proportion (an estimate). `dtype`: the
-    dtype in which matrix products of parameters run (None: that of the graph); bytes stay as they are. `sequence`: with `tp`,
-    work on tokens that the plan does not shard divides by `tp`, too (sequence parallelism); no attention does. `optimizer`: as
-    `memory.optimizer`, for parameters in float32.
-    `stage_stride`: ranks between neighbouring stages (None: tp * cp). `shards`: ranks over which state will be sharded, of
-    which experts have 1/ep. Raises `ScheduleError`.
+
+@dataclass(frozen=True)
+class Deployment:
+    """How a model is laid on machines, and computed there: what a price depends on.
+
+    `rows`: of a microbatch; `tp`, `ep`, `cp`: degrees of parallelism. `recompute`: a fraction is of the bytes saved without
+    one, between the three kinds in proportion (an estimate). `dtype`: the dtype in which matrix products of parameters run
+    (None: that of the graph); bytes stay as they are. `sequence`: with `tp`, work on tokens that the plan does not shard
+    divides by `tp`, too (sequence parallelism); no attention does. `optimizer`: as `memory.optimizer`, for parameters in
+    float32. `stage_stride`: ranks between neighbouring stages (None: tp * cp). `shards`: ranks over which state is sharded, of
+    which experts have 1/ep. Raises `ScheduleError` for other values.
     """
+
+    rows: int = 1
+    tp: int = 1
+    ep: int = 1
+    cp: int = 1
+    recompute: str | float | None = None
+    dtype: str | None = None
+    sequence: bool = True
+    optimizer: str | float = "adamw"
+    stage_stride: int | None = None
+    shards: int | None = None
+
+    def __post_init__(self) -> None:
+        for name, accepted in _ACCEPTED.items():
+            require(ScheduleError, name, accepted, getattr(self, name))
+
+
+@checked(
+    ScheduleError, machines=one_of(Machines, takes="a graphpp.devices.Machines"),
+    deployment=one_of(Deployment, takes="a graphpp.planner.cluster.Deployment"),
+)  # fmt: skip
+def priced(
+    costs: CostData, machines: Machines, deployment: Deployment, alike: PricedModel | None = None
+) -> PricedModel:
+    """Price a microbatch.
+
+    `alike`: a price of the same costs with equal degrees, optimizer and shards, whose state is taken over: most of the time
+    goes into the state. Raises `ScheduleError` for degrees that the model does not have.
+    """
+    rows, tp, ep, cp = deployment.rows, deployment.tp, deployment.ep, deployment.cp
+    dtype = deployment.dtype
     _check_degrees(costs, tp, ep, cp)
-    degrees = Degrees(rows / costs.rows, tp, ep, cp, sequence)
+    degrees = Degrees(rows / costs.rows, tp, ep, cp, deployment.sequence)
     pricing = _Pricing(machines, degrees, {costs.dtype: dtype} if dtype is not None else {})
-    mix = _mixed(costs, recompute, degrees)
+    mix = _mixed(costs, deployment.recompute, degrees)
     variants, shares = [costs.variants[name] for name, _ in mix], [share for _, share in mix]
     each = [pricing.segment([one.kinds[one.kind_of[at]] for one in variants], shares) for at in range(len(costs.starts))]
-    stride = stage_stride or tp * cp
+    stride = deployment.stage_stride or tp * cp
     on, back = (tuple(round(degrees.amount(size)) for size in sizes) for sizes in (costs.forward, costs.backward))
     ahead, behind = (tuple(machines.send(nbytes, stride) for nbytes in sizes) for sizes in (on, back))
-    state, experts = state_of_segments(costs, degrees, Memory(optimizer=optimizer), shards)
+    if alike is not None:
+        state, experts = alike.segments.state, alike.expert_state
+    else:
+        state, experts = state_of_segments(costs, degrees, Memory(optimizer=deployment.optimizer), deployment.shards)
     segments = Segments(costs.starts, Costs(tuple(stage for stage, _ in each), ahead, behind), state)
     return PricedModel(segments, experts, on, back, _flops(costs, degrees.factor), tuple(found for _, found in each))
 

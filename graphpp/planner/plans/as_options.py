@@ -19,6 +19,7 @@ from graphpp.options.gradients import read_gradients
 from graphpp.options.memory import read_memory
 from graphpp.options.option import Group
 from graphpp.options.parallel import read_parallel
+from graphpp.options.recompute import Recompute
 from graphpp.planner.plans.settings import Setting
 from graphpp.planner.plans.training_plan import TrainingPlan
 from graphpp.schedules.generate.megatron_interleaved import megatron_interleaved
@@ -54,12 +55,20 @@ def _decided(plan: TrainingPlan) -> dict[str, dict[str, Any]]:
     dtype = None if plan.dtype is None else getattr(torch, plan.dtype)
     return {
         "parallel": {"keep": plan.setting.keep, "param_dtype": dtype},
-        "memory": {"recompute": plan.setting.recompute},
+        "memory": {"recompute": _recompute(plan)},
         "gradients": {"dtype": None if dtype is None else torch.float32},
     }
 
 
+def _recompute(plan: TrainingPlan) -> Any:
+    if plan.setting.recomputed is None:
+        return plan.setting.recompute
+    return Recompute(plan.recomputed, nodes="selective" if plan.setting.recompute == "selective" else None)
+
+
 def _schedule(setting: Setting) -> ScheduleLike:
+    if setting.schedule.order is not None:
+        return setting.schedule.table(setting.shape.pp, setting.microbatches)
     group = setting.schedule.group
     return setting.schedule.name if group is None else partial(megatron_interleaved, group=group)
 

@@ -85,7 +85,10 @@ def estimate(question: Question, setting: Setting) -> Estimate:
     idle = _IDLE[setting.schedule.name](work) * (shape.pp - 1)
     computed = setting.microbatches * _pace(question, setting, work) + idle
     alive = min(setting.microbatches, _ALIVE.get(setting.schedule.name, _as_many_as_ranks)(setting))
-    seconds = max(computed, _turns(setting) * _seconds_of_turn(question, setting, cut.totals))
+    turn = question.turns.get(shape)  # the same for all rows, kinds of recomputation, schedules
+    if turn is None:
+        turn = question.turns[shape] = _seconds_of_turn(question, setting, cut.totals)
+    seconds = max(computed, _turns(setting) * turn)
     saved = cut.totals.saved_split if setting.schedule.name in _SPLIT else cut.totals.saved
     return Estimate(seconds, (_held(setting, cut.totals) + alive * saved) / shape.pp)
 

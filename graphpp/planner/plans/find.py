@@ -13,17 +13,21 @@ about the cap, then some of those whose estimate is below it, and so on down to 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from math import inf
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 from graphpp.errors import ScheduleError
 from graphpp.planner.plans.estimate import Estimate, estimate
 from graphpp.planner.plans.found_plans import TrainingPlans
 from graphpp.planner.plans.mesh_shapes import Limits, MeshShape, mesh_shapes
-from graphpp.planner.plans.predict import Prediction, computations, predict
+from graphpp.planner.plans.predict import Prediction, predict
 from graphpp.planner.plans.question import Question
+from graphpp.planner.plans.read_tables import Work
 from graphpp.planner.plans.reasons import reason_of
-from graphpp.planner.plans.settings import RecomputeWord, Setting, schedule_choices
+from graphpp.planner.plans.recomputed_layers import layer_names
+from graphpp.planner.plans.refine.least_recompute import least_recompute
+from graphpp.planner.plans.refine.searched_order import searched_order
+from graphpp.planner.plans.settings import ORDER, RecomputeWord, Setting, schedule_choices
 from graphpp.planner.plans.training_plan import TrainingPlan
 from graphpp.units import spell_bytes
 
@@ -31,6 +35,8 @@ _WORK = 150_000  # computations that are simulated
 _LAST = 0.25  # of the work, in addition where no plan fits yet: for those that take least memory
 _ROWS = (1, 2, 4, 8, 16)
 _RECOMPUTE: tuple[RecomputeWord, ...] = (None, "selective", "full")
+_TRIALS = 8  # times as long as one prediction the search of the least recomputation takes
+_ORDERS = 3  # of the fastest plans are tried under a searched order
 _FRONT = 0.7  # of the cap: settings that take less are simulated for the front alone
 _SLOWER = 2.0  # times the seconds of the soonest: no plan of the front is worth more
 _SHARES = ((1.1, 0.3), (0.85, 0.4), (0.65, 0.15), (0.45, 0.1), (0.3, 0.05))
@@ -51,26 +57,75 @@ class Choices:
     work: int = _WORK
 
 
+class _Candidate(NamedTuple):
+    """A setting with its estimate. `least`: as few of its layers are recomputed as the cap asks for."""
+
+    guess: Estimate
+    setting: Setting
+    least: bool = False
+
+
 def find_plans(question: Question, limits: Limits, cap: int, choices: Choices) -> TrainingPlans:
     """The plans for a question. Raises `ScheduleError` where none fits `cap` bytes."""
-    ordered = sorted(_estimated(question, limits, choices), key=lambda each: (each[0], repr(each[1])))
+    ordered = sorted(_estimated(question, limits, choices, cap), key=lambda each: (each.guess, each.least, repr(each.setting)))
     if not ordered:
         raise ScheduleError(_nothing(question, limits, choices))
-    found: dict[Setting, Prediction] = {}
-    soonest = next((guess.seconds for guess, _ in ordered if guess.nbytes <= cap * _SHARES[0][0]), ordered[0][0].seconds)
+    search = _Search(question, cap, _degrees(question, choices))
+    fitting = (guess.seconds for guess, *_ in ordered if guess.nbytes <= cap * _SHARES[0][0])
+    most = next(fitting, ordered[0].guess.seconds) * _SLOWER
     for share, of_work in _SHARES:
-        most = inf if share > _FRONT else soonest * _SLOWER
-        less = (setting for guess, setting in ordered if guess.nbytes <= cap * share and guess.seconds <= most)
-        _simulate(question, less, round(choices.work * of_work), found)
-    if not any(each.peak <= cap for each in found.values()):
-        least = sorted(ordered, key=lambda each: (each[0].nbytes, each[0].seconds))
-        _simulate(question, (setting for _, setting in least), round(choices.work * _LAST), found)
-    return _ranked(question, list(found.values()), cap, len(ordered))
+        less = (each for each in ordered if each.guess.nbytes <= cap * share)
+        search.work.grant(round(choices.work * of_work))
+        _simulate(search, (each for each in less if share > _FRONT or each.guess.seconds <= most))
+    if not any(each.peak <= cap for each in search.found.values()):
+        search.work.grant(round(choices.work * _LAST))
+        _simulate(search, sorted(ordered, key=lambda each: (each.guess.nbytes, each.guess.seconds)))
+    if choices.schedules is None or ORDER in choices.schedules:
+        _search_orders(search)
+    return _ranked(question, list(search.found.values()), cap, len(ordered))
 
 
-def _estimated(question: Question, limits: Limits, choices: Choices) -> Iterator[tuple[Estimate, Setting]]:
-    for setting in _settings(question, limits, choices):
-        yield estimate(question, setting), setting
+def _search_orders(search: _Search) -> None:
+    """Add a searched order of each of the fastest plans that fit, where it is faster than the named schedule."""
+    fitting = [each for each in search.found.values() if each.peak <= search.cap]
+    for named in sorted(fitting, key=_order)[:_ORDERS]:
+        setting = searched_order(search.question, named, search.cap)
+        found = None if setting is None else predict(search.question, setting, named.cut)
+        if found is not None and found.peak <= search.cap and _rounded(found) < _rounded(named):
+            search.add(found)
+
+
+def _order(found: Prediction) -> tuple[float, int, str]:
+    """The fastest first, then those with the fewest bytes."""
+    return _rounded(found), found.peak, repr(found.setting)
+
+
+def _degrees(question: Question, choices: Choices) -> list[RecomputeWord]:
+    """The kinds of recomputation that may be of some layers only: those beside none, of a model with layers."""
+    free = None in choices.recompute and bool(question.costs.layers)
+    return [word for word in choices.recompute if free and word in ("selective", "full")]
+
+
+def _estimated(question: Question, limits: Limits, choices: Choices, cap: int) -> Iterator[_Candidate]:
+    for base in _settings(question, limits, choices):
+        guesses = {word: _Candidate(estimate(question, each), each) for word, each in _words(base, choices.recompute)}
+        yield from guesses.values()
+        for word in _degrees(question, choices):
+            between = _between(guesses[None].guess, guesses[word].guess, cap)
+            if between:
+                yield _Candidate(between, guesses[word].setting, least=True)
+
+
+def _words(base: Setting, words: Sequence[RecomputeWord]) -> Iterator[tuple[RecomputeWord, Setting]]:
+    return ((word, replace(base, recompute=word)) for word in words)
+
+
+def _between(none: Estimate, most: Estimate, cap: int) -> Estimate | None:
+    """The estimate of as much recomputation as a cap asks for; None where it asks for none, or where all is too little."""
+    if none.nbytes <= cap or most.nbytes > cap * _SHARES[0][0] or most.nbytes >= none.nbytes:
+        return None
+    share = min(1.0, (none.nbytes - cap) / (none.nbytes - most.nbytes))
+    return Estimate(none.seconds + share * (most.seconds - none.seconds), cap)
 
 
 def _settings(question: Question, limits: Limits, choices: Choices) -> Iterator[Setting]:
@@ -85,8 +140,7 @@ def _settings(question: Question, limits: Limits, choices: Choices) -> Iterator[
                 if choices.schedules is not None and choice.name not in choices.schedules:
                     continue
                 for keep in _keeps(shape, choice.stages_per_rank):
-                    for recompute in choices.recompute:
-                        yield Setting(shape, rows, microbatches, choice, keep, recompute)
+                    yield Setting(shape, rows, microbatches, choice, keep)
 
 
 def _keeps(shape: MeshShape, per_rank: int) -> Iterable[int | None]:
@@ -96,24 +150,50 @@ def _keeps(shape: MeshShape, per_rank: int) -> Iterable[int | None]:
     return (None, *((per_rank // 2,) if per_rank > 3 else ()), *((1,) if per_rank > 1 else ()))
 
 
-def _simulate(question: Question, settings: Iterable[Setting], work: int, found: dict[Setting, Prediction]) -> None:
-    """Add the predictions of settings, in their order, until the work is spent."""
-    for setting in settings:
-        if work <= 0:
+def _simulate(search: _Search, candidates: Iterable[_Candidate]) -> None:
+    """Add the predictions of candidates, in their order, until the work is spent."""
+    for _, setting, least in candidates:
+        if search.work.over:
             return
-        if setting in found:
-            continue
-        prediction = predict(question, setting)
+        if least:
+            search.least(setting)
+        elif setting not in search.found and search.work.take(setting):
+            search.add(predict(search.question, setting))
+            known = search.found.get(setting)
+            if known is not None and known.peak > search.cap and setting.recompute is None:
+                for word in search.words:
+                    search.least(replace(setting, recompute=word))
+
+
+@dataclass
+class _Search:
+    """The predictions so far. `words`: the kinds of recomputation of which as little as fits may be chosen."""
+
+    question: Question
+    cap: int
+    words: Sequence[RecomputeWord]
+    work: Work = field(default_factory=Work)
+    found: dict[Setting, Prediction] = field(default_factory=dict)
+    tried: set[Setting] = field(default_factory=set)
+
+    def add(self, prediction: Prediction | None) -> None:
         if prediction is not None:
-            work -= computations(setting)
-            found[setting] = prediction
+            self.found.setdefault(prediction.setting, prediction)
+
+    def least(self, setting: Setting) -> None:
+        """Add the setting with as few recomputed layers as fit."""
+        if setting not in self.tried and self.work.take(setting, _TRIALS):
+            self.tried.add(setting)
+            chosen = least_recompute(self.question, setting, self.cap)
+            if chosen is not None and chosen[0] not in self.found:
+                self.add(predict(self.question, *chosen))
 
 
 # ---------------------------------------------------------------------------------- the order of the plans
 
 
 def _ranked(question: Question, found: Sequence[Prediction], cap: int, considered: int) -> TrainingPlans:
-    ordered = sorted(found, key=lambda each: (max(0, each.peak - cap), _rounded(each), each.peak, repr(each.setting)))
+    ordered = sorted(found, key=lambda each: (max(0, each.peak - cap), *_order(each)))
     best = ordered[0]
     if best.peak > cap:
         raise ScheduleError(
@@ -127,6 +207,7 @@ def _ranked(question: Question, found: Sequence[Prediction], cap: int, considere
             machines=str(question.machines),
             setting=each.setting,
             split=tuple(names[first] for first in each.cut[1:]),
+            recomputed=layer_names(question.costs, each.setting, each.cut),
             batch=question.batch,
             tokens=question.tokens,
             seconds=each.seconds,

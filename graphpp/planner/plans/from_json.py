@@ -46,6 +46,10 @@ def _value(hint: Any, given: object, path: str) -> object:
     if is_dataclass(hint) and isinstance(hint, type):
         return read(hint, given, path)
     origin, inside = get_origin(hint), get_args(hint)
+    if origin in (Union, UnionType):  # a list, or nothing
+        listed = [each for each in inside if get_origin(each) is tuple]
+        if listed and isinstance(given, list):
+            return _value(listed[0], given, path)
     if origin is tuple and isinstance(given, list):
         return tuple(_value(inside[0], each, f"{path}[{at}]") for at, each in enumerate(given))
     if origin is Mapping and isinstance(given, dict):

@@ -22,7 +22,7 @@ from graphpp.planner.plans.find import Choices, find_plans
 from graphpp.planner.plans.found_plans import TrainingPlans
 from graphpp.planner.plans.mesh_shapes import Limits
 from graphpp.planner.plans.question import Question
-from graphpp.planner.plans.settings import SEARCHED
+from graphpp.planner.plans.settings import ORDER, SEARCHED
 from graphpp.progress import working
 
 _USABLE = 0.9  # of a GPU's memory: workspaces, messages and the allocator take the rest
@@ -30,8 +30,8 @@ _SIZES = Accepted("a positive integer, or a list of them", lambda value: all(map
 _MACHINES = one_of(str, takes='"<count>x<device>", e.g. "512xH100", or a graphpp.devices.Machines')
 _MODEL = one_of(nn.Module, ModelCosts, takes="an nn.Module, or the ModelCosts of graphpp.planner.cluster")
 _NAMES = Accepted(
-    f"a list of names of schedules, of {', '.join(SEARCHED)}",
-    lambda value: isinstance(value, list | tuple) and len(value) > 0 and all(name in SEARCHED for name in value),
+    f"a list of names of schedules, of {', '.join(SEARCHED)}, and {ORDER}",
+    lambda value: isinstance(value, list | tuple) and any(map(SEARCHED.__contains__, value)) and all(map(_is_name, value)),
 )
 _RECOMPUTES = Accepted(
     'a list of None, "selective", "full" and fractions',
@@ -78,8 +78,9 @@ def plan(  # noqa: PLR0913 - the dimensions of the search, all of them optional
         pp, tp, ep, cp: the numbers of ranks along a dimension among which the search chooses. None: all that fit.
         rows: the rows of a microbatch among which the search chooses. None: 1, 2, 4, 8 and 16.
         schedules, recompute: among which the search chooses. None: all schedules by name but GPipe, which 1F1B beats, and
-            Combined1F1B; no recomputation, "selective" and "full".
-        work: how many computations are simulated at most: some 13,000 take a second.
+            Combined1F1B, and for short steps "searched" orders (`graphpp.schedule_auto`) beside the fastest ones; no
+            recomputation, "selective" and "full". Beside None, of as few layers as fit, too.
+        work: how many computations of tables are made and simulated: some 15,000 take a second.
 
     Raises:
         CaptureError, ScheduleError: a model that cannot be captured; no plan fits, and the closest is named.
@@ -127,6 +128,10 @@ def _machines(given: object) -> Machines:
 
 def _listed(given: Any) -> list[int]:
     return [] if given is None else list(given) if isinstance(given, list | tuple) else [given]
+
+
+def _is_name(value: object) -> bool:
+    return value in SEARCHED or value == ORDER
 
 
 def _is_recompute(value: object) -> bool:

@@ -2,7 +2,8 @@
 
 Contract
     in   a `Question`: the costs of the model's segments, the machines, the batch; a `Setting`
-    out  a `Prediction`. Seconds are the simulator's and bytes are those of `check/step_memory.py`, plus the optimizer's step
+    out  a `Prediction`. Seconds are the simulator's and bytes are those of `check/step_memory.py`, plus the optimizer's step:
+         both of tables that are read once for many settings (`simulate/step_times.py`, `check/step_moments.py`)
     A step with many microbatches is simulated twice with fewer of them, and continued by a straight line: after the fill of the
     pipeline each further round takes the same time, and as many bytes or none. None where the schedule takes other numbers.
 
@@ -11,30 +12,25 @@ Every stage gets neighbouring segments; the heaviest stage is as light as can be
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, lru_cache
+from functools import cached_property
 from typing import NamedTuple
 
-from graphpp.errors import ScheduleError
 from graphpp.planner.plans.question import Question, overlap_of
-from graphpp.planner.plans.settings import ScheduleChoice, Setting, table_of
+from graphpp.planner.plans.read_tables import ReadTable, counts_of, read_table
+from graphpp.planner.plans.recomputed_layers import priced_setting
+from graphpp.planner.plans.settings import Setting, admits
 from graphpp.planner.plans.training_plan import StepSeconds
 from graphpp.planner.segments import Cut
-from graphpp.schedules.check.shard_counts import ShardCounts, shard_counts
+from graphpp.schedules.check.shard_counts import ShardCounts
 from graphpp.schedules.check.step_memory import step_peaks
-from graphpp.schedules.rewrite.add_send_recv import add_send_recv
-from graphpp.schedules.rewrite.place_shards import place_shards
-from graphpp.schedules.simulate.simulator import simulate
+from graphpp.schedules.check.step_moments import RankPeak
 from graphpp.schedules.table.actions import Kind
 from graphpp.schedules.table.costs import Costs
-from graphpp.schedules.table.schedule import Schedule
-from graphpp.schedules.table.state_bytes import StateBytes, held_bytes, sent_by_stage
+from graphpp.schedules.table.state_bytes import HeldBytes, StateBytes, held_bytes, sent_by_stage
 
-_WHOLE = 3_000  # computations of a step that is simulated as a whole
-_TABLES = 256  # tables that are kept
 _SMALL = 2e-3  # of a step: gathers and reductions that take less together count as hidden
-_LEAST = 16  # microbatches of the shorter simulated step; twice as many as ranks at least: then no schedule still fills up
 
 
 @dataclass(frozen=True)
@@ -58,62 +54,48 @@ class Prediction:
         return max(self.peaks)
 
 
-def predict(question: Question, setting: Setting) -> Prediction | None:
-    """The prediction for a setting; None where its schedule does not take the numbers."""
-    if not _admits(setting.schedule, setting.shape.pp, setting.microbatches):
+def predict(question: Question, setting: Setting, cut: Cut | None = None) -> Prediction | None:
+    """The prediction for a setting; None where its schedule does not take the numbers.
+
+    `cut`: None: the one whose heaviest stage is lightest, where the setting recomputes all layers or none.
+    """
+    tables = tables_of(question, setting)
+    if tables is None:
         return None
-    counts = _simulated_counts(setting)
+    step = _Step(question, setting, cut or question.stages(setting).cut)
+    return step.prediction([step.of(table) for table in tables], counts_of(setting))
+
+
+def tables_of(question: Question, setting: Setting) -> list[ReadTable] | None:
+    """The tables to simulate for a setting; None where its schedule does not take the numbers."""
+    if not admits(setting.schedule, setting.shape.pp, setting.microbatches):
+        return None
     sharded = question.dtype is not None or setting.shape.data_ranks * setting.shape.cp > 1
-    tables = [_running(setting.schedule, setting.shape.pp, count, setting.keep, sharded) for count in counts]
-    if not all(tables):
-        return None
-    step = _Step(question, setting)
-    steps = [step.of(table) for table in tables if table is not None]
-    return step.prediction(steps, counts)
+    found = [read_table(setting.schedule, setting.shape.pp, each, setting.keep, sharded) for each in counts_of(setting)]
+    return [each for each in found if each is not None] if all(found) else None
 
 
-def computations(setting: Setting) -> int:
-    """How many computations `predict` simulates: a measure of its time."""
-    return sum(3 * setting.stages * count for count in _simulated_counts(setting))
+def order_costs(question: Question, setting: Setting, cut: Cut, table: ReadTable) -> tuple[Costs, tuple[int, ...]]:
+    """The costs of the stages; and of each rank the bytes beside activations, each kind at its most."""
+    step = _Step(question, setting, cut)
+    peaks = step.rank_peaks(table)
+    return step.costs, tuple(sum(each.most.values()) - each.most["activations"] for each in peaks)
 
 
-def _simulated_counts(setting: Setting) -> tuple[int, ...]:
-    """The numbers of microbatches to simulate: the number itself, or two smaller ones that the schedule takes as well."""
-    unit = setting.schedule.group or setting.shape.pp
-    first = -(-max(_LEAST, 2 * setting.shape.pp) // unit) * unit
-    second = first + unit
-    whole = 3 * setting.stages * setting.microbatches
-    if whole <= _WHOLE or second >= setting.microbatches:
-        return (setting.microbatches,)
-    return first, second
-
-
-@lru_cache(_TABLES)
-def _admits(choice: ScheduleChoice, ranks: int, microbatches: int) -> bool:
-    """Whether the schedule takes these numbers; where fewer microbatches are simulated, it may take those alone."""
-    return table_of(choice, ranks, microbatches) is not None
-
-
-@lru_cache(_TABLES)
-def _running(choice: ScheduleChoice, ranks: int, microbatches: int, keep: int | None, sharded: bool) -> Schedule | None:
-    """The table that the ranks run, or None where there is none for these numbers."""
-    plain = table_of(choice, ranks, microbatches)
-    if plain is None:
-        return None
-    sent = plain if plain.has_communication else add_send_recv(plain)
-    try:
-        return place_shards(sent, keep) if sharded else sent
-    except ScheduleError:  # an overlapped action needs more stages at once
-        return None
+def peaks_of(question: Question, setting: Setting, cut: Cut, tables: Sequence[ReadTable]) -> tuple[int, ...]:
+    """The most bytes of each pipeline rank, as `predict` has them."""
+    step = _Step(question, setting, cut)
+    return step.continued_peaks([step.peaks(table) for table in tables], counts_of(setting))
 
 
 class _Simulated(NamedTuple):
-    """One simulated step: its seconds, those without gathers and reductions, those for which its busiest rank works; bytes."""
+    """One simulated step: its seconds, those without gathers and reductions, those for which its busiest rank works and the
+    stages of that rank; bytes."""
 
     makespan: float
     alone: float
     busy: float
-    rank: int
+    stages: list[int]
     peaks: tuple[int, ...]
     memory: Mapping[str, int]
     counts: ShardCounts
@@ -122,10 +104,9 @@ class _Simulated(NamedTuple):
 class _Step:
     """The stages of a setting, with their costs."""
 
-    def __init__(self, question: Question, setting: Setting) -> None:
-        self._question, self._setting = question, setting
-        self._priced = question.priced(setting.shape, setting.rows, setting.recompute)
-        self.cut = question.stages(setting).cut
+    def __init__(self, question: Question, setting: Setting, cut: Cut) -> None:
+        self._question, self._setting, self.cut = question, setting, cut
+        self._priced = priced_setting(question, setting, cut)
 
     @cached_property
     def _stages(self) -> tuple[Costs, tuple[StateBytes, ...]]:
@@ -170,31 +151,59 @@ class _Step:
             reduce += machines.all_reduce(sent // ranks, size, shape.stride(name)) if size > 1 else 0.0
         return gather, reduce
 
-    def of(self, table: Schedule) -> _Simulated:
-        """One step with as many microbatches as the table."""
-        costs, state = self._stages
+    def _held(self, table: ReadTable, in_order: bool = False) -> tuple[HeldBytes, ...]:
+        _, state = self._stages
         shape = self._setting.shape
         shards = shape.shards if self._question.dtype is not None or shape.shards > 1 else None
-        held = held_bytes(state, table.rank_of_stage, shape.pp, shards, self._setting.keep is not None)
-        peaks = step_peaks(table, costs, held)
-        timeline = simulate(table, costs)
-        collected = sum(costs.gathers) + sum(costs.reductions) > _SMALL * timeline.makespan
-        alone = simulate(table, replace(costs, gathers=(), reductions=())).makespan if collected else timeline.makespan
-        busy = [timeline.busy(rank) for rank in range(shape.pp)]
-        fullest = max(peaks, key=lambda each: each.nbytes)
-        most = max(shard_counts(table), key=lambda each: each.gathers_per_stage)
-        nbytes = tuple(each.nbytes for each in peaks)
-        return _Simulated(timeline.makespan, alone, max(busy), busy.index(max(busy)), nbytes, dict(fullest.most), most)
+        frees = self._setting.keep is not None
+        return held_bytes(state, table.rank_of_stage, shape.pp, shards, frees, in_order=in_order)
 
-    def prediction(self, steps: list[_Simulated], counts: tuple[int, ...]) -> Prediction:
+    @property
+    def costs(self) -> Costs:
+        """The costs of the stages."""
+        return self._stages[0]
+
+    def rank_peaks(self, table: ReadTable) -> tuple[RankPeak, ...]:
+        """The peak of each rank in one step with as many microbatches as the table.
+
+        Gradients add up in the order of the microbatches, which a searched order need not keep: then some wait.
+        """
+        if self._setting.schedule.order is None:
+            return table.moments.peaks(self.costs, self._held(table))
+        found = step_peaks(table.schedule, self.costs, self._held(table, in_order=True))
+        return tuple(RankPeak(each.nbytes, each.most) for each in found)
+
+    def peaks(self, table: ReadTable) -> tuple[int, ...]:
+        """The most bytes of each rank in one step with as many microbatches as the table."""
+        return tuple(each.nbytes for each in self.rank_peaks(table))
+
+    def continued_peaks(self, peaks: Sequence[tuple[int, ...]], counts: Sequence[int]) -> tuple[int, ...]:
+        """The most bytes of each rank with all microbatches, from one or two simulated steps."""
+        continued = self._continued(counts)
+        return tuple(round(continued(low, high)) for low, high in zip(peaks[0], peaks[-1], strict=True))
+
+    def _continued(self, counts: Sequence[int]) -> Callable[[float, float], float]:
+        """A straight line through the figures of one or two simulated steps, up to that of all microbatches."""
+        further = (self._setting.microbatches - counts[-1]) / (counts[-1] - counts[0]) if len(counts) > 1 else 0.0
+        return lambda low, high: high + further * (high - low)
+
+    def of(self, table: ReadTable) -> _Simulated:
+        """One step with as many microbatches as the table."""
+        costs, peaks = self.costs, self.rank_peaks(table)
+        makespan, busy = table.times.seconds(costs)
+        collected = sum(costs.gathers) + sum(costs.reductions) > _SMALL * makespan
+        alone = table.times.seconds(costs, collectives=False).makespan if collected else makespan
+        fullest = max(peaks, key=lambda each: each.nbytes)
+        nbytes = tuple(each.nbytes for each in peaks)
+        busiest = busy.index(max(busy))
+        own = [stage for stage, rank in table.rank_of_stage.items() if rank == busiest]
+        return _Simulated(makespan, alone, busy[busiest], own, nbytes, fullest.most, table.most)
+
+    def prediction(self, steps: Sequence[_Simulated], counts: tuple[int, ...]) -> Prediction:
         """The step with all microbatches, from one or two simulated ones."""
         first, last = steps[0], steps[-1]
-        further = (self._setting.microbatches - counts[-1]) / (counts[-1] - counts[0]) if len(counts) > 1 else 0.0
-
-        def continued(low: float, high: float) -> float:
-            return high + further * (high - low)
-
-        peaks = tuple(round(continued(low, high)) for low, high in zip(first.peaks, last.peaks, strict=True))
+        continued = self._continued(counts)
+        peaks = self.continued_peaks([first.peaks, last.peaks], counts)
         grown = {
             kind: round(continued(first.memory.get(kind, nbytes), nbytes)) if kind == "activations" else nbytes
             for kind, nbytes in last.memory.items()
@@ -202,19 +211,19 @@ class _Step:
         makespan, busy, alone = (continued(getattr(first, name), getattr(last, name)) for name in ("makespan", "busy", "alone"))
         gathers = continued(first.counts.gathers_per_stage, last.counts.gathers_per_stage)
         return Prediction(
-            self._setting, self.cut, self._parts(makespan, busy, last.rank, makespan - alone), peaks, grown,
+            self._setting, self.cut, self._parts(makespan, busy, last.stages, makespan - alone), peaks, grown,
             self._sent(continued, first.counts, last.counts), gathers,
         )  # fmt: skip
 
-    def _parts(self, makespan: float, busy: float, rank: int, unhidden: float) -> StepSeconds:
-        """The makespan by its parts on the busiest rank, and the optimizer's step.
+    def _parts(self, makespan: float, busy: float, stages: Sequence[int], unhidden: float) -> StepSeconds:
+        """The makespan by its parts on the busiest rank, which has these stages, and the optimizer's step.
 
         `unhidden`: the seconds of gathers and reductions that no computation hides.
         """
         usual = self._question.priced(self._setting.shape, self._setting.rows, None).segments.costs.stages
         costs, exchanges = self._priced.segments.costs.stages, self._priced.exchanges
         ends = [*self.cut[1:], len(costs)]
-        own = [at for stage in self._stages_of(rank) for at in range(self.cut[stage], ends[stage])]
+        own = [at for stage in stages for at in range(self.cut[stage], ends[stage])]
         forward, backward = (sum(costs[at].of(kind) for at in own) for kind in (Kind.F, Kind.B))
         again = max(0.0, backward - sum(usual[at].of(Kind.B) for at in own))
         exchanged = [sum(exchanges[at][phase] for at in own) for phase in (0, 1)]
@@ -228,11 +237,6 @@ class _Step:
             gradients=unhidden,
             optimizer=self._optimizer_seconds(),
         )
-
-    def _stages_of(self, rank: int) -> list[int]:
-        table = _running(self._setting.schedule, self._setting.shape.pp, _simulated_counts(self._setting)[0], None, False)
-        assert table is not None, "the same table was simulated with its shards"
-        return [stage for stage, own in table.rank_of_stage.items() if own == rank]
 
     def _optimizer_seconds(self) -> float:
         """The seconds in which the optimizer reads and writes what a rank has of the fullest stage."""

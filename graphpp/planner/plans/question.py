@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from graphpp.devices import Machines
 from graphpp.planner.cluster.model_costs import ModelCosts
-from graphpp.planner.cluster.price import PricedModel
+from graphpp.planner.cluster.price import Deployment, PricedModel
 from graphpp.planner.plans.balance import balanced
 from graphpp.planner.plans.mesh_shapes import MeshShape
 from graphpp.planner.plans.settings import RecomputeWord, Setting
@@ -49,7 +49,7 @@ class Question:
     """The model, the machines and the batch for which settings are compared.
 
     `batch`: rows of a step on all ranks; `tokens`: of a row; `dtype`: in which the model computes (None: its own); `optimizer`:
-    as `graphpp.Memory(optimizer=)`.
+    as `graphpp.Memory(optimizer=)`. `turns`: seconds by the shape of the mesh that `estimate.py` keeps.
     """
 
     costs: ModelCosts
@@ -58,7 +58,9 @@ class Question:
     tokens: int
     dtype: str | None = "bfloat16"
     optimizer: str | float = "adamw"
+    turns: dict[MeshShape, float] = field(default_factory=dict, repr=False)
     _priced: dict[object, PricedModel] = field(default_factory=dict, repr=False)
+    _alike: dict[tuple[int, ...], PricedModel] = field(default_factory=dict, repr=False)
     _totals: dict[object, Totals] = field(default_factory=dict, repr=False)
     _stages: dict[object, CutStages] = field(default_factory=dict, repr=False)
 
@@ -66,10 +68,10 @@ class Question:
         """The costs of the segments for one microbatch on one rank; messages between stages have other costs (`predict.py`)."""
         key = _key(shape, rows, recompute)
         if key not in self._priced:
-            self._priced[key] = self.costs.on(
-                self.machines, rows=rows, tp=shape.tp, ep=shape.ep, cp=shape.cp, recompute=recompute, dtype=self.dtype,
-                optimizer=self.optimizer,
-            )  # fmt: skip
+            degrees = shape.tp, shape.ep, shape.cp
+            deployment = Deployment(rows, *degrees, recompute, self.dtype, optimizer=self.optimizer)
+            self._priced[key] = self.costs.on(self.machines, deployment, self._alike.get(degrees))
+            self._alike.setdefault(degrees, self._priced[key])
         return self._priced[key]
 
     def stages(self, setting: Setting) -> CutStages:

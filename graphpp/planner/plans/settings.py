@@ -8,9 +8,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from graphpp.arguments import COUNT, Accepted, require
+from graphpp.arguments import COUNT, INDEX, Accepted, require
 from graphpp.errors import ScheduleError
 from graphpp.planner.plans.mesh_shapes import MeshShape
+from graphpp.schedules.check.checker import check
 from graphpp.schedules.generate.megatron_interleaved import legal_groups, megatron_interleaved
 from graphpp.schedules.generate.names import SCHEDULES
 from graphpp.schedules.table.schedule import Schedule
@@ -19,24 +20,41 @@ RecomputeWord = str | float | None
 """A form of `memory.recompute`: None, "selective", "full", or a fraction."""
 
 
-_NAME = Accepted("the name of a schedule in graphpp.schedules.SCHEDULES", lambda value: value in SCHEDULES)
+_LAYERS = Accepted("a tuple of numbers of layers", lambda value: isinstance(value, tuple) and all(map(INDEX.accepts, value)))
+ORDER = "searched"
+"""The name of an order that `graphpp.schedule_auto` has found."""
+_NAME = Accepted(
+    f'the name of a schedule in graphpp.schedules.SCHEDULES, or "{ORDER}"', lambda value: value in SCHEDULES or value == ORDER
+)
+_TEXT = Accepted("the text of a graphpp.Schedule, or None", lambda value: value is None or isinstance(value, str))
 
 
 @dataclass(frozen=True)
 class ScheduleChoice:
-    """A named schedule with so many stages on each rank. `group`: of `megatron_interleaved`, else None."""
+    """A schedule with so many stages on each rank. `group`: of `megatron_interleaved`, else None.
+
+    `order`: of a "searched" one, the text of its `Schedule`, else None. Raises `ScheduleError`.
+    """
 
     name: str
     stages_per_rank: int = 1
     group: int | None = None
+    order: str | None = None
 
     def __post_init__(self) -> None:
         require(ScheduleError, "schedule", _NAME, self.name)
         require(ScheduleError, "stages_per_rank", COUNT, self.stages_per_rank)
+        require(ScheduleError, "order", _TEXT, self.order)
+        if (self.name == ORDER) != (self.order is not None):
+            raise ScheduleError(f'order: a schedule "{ORDER}" has the text of its table, and no other schedule has')
 
     def table(self, ranks: int, microbatches: int) -> Schedule:
         """The table. Raises `ScheduleError` where the schedule does not take these numbers."""
         stages = ranks * self.stages_per_rank
+        if self.order is not None:
+            table = Schedule.parse(self.order)
+            check(table, ranks=ranks, stages=stages, microbatches=microbatches)
+            return table
         if self.group is not None:
             return megatron_interleaved(ranks, stages, microbatches, group=self.group)
         return SCHEDULES[self.name](ranks, stages, microbatches)
@@ -47,7 +65,10 @@ class ScheduleChoice:
 
 @dataclass(frozen=True)
 class Setting:
-    """The choices of a search. `rows`: of a microbatch; `keep`: as `graphpp.Parallel(keep=)`; `recompute`: of each stage."""
+    """The choices of a search. `rows`: of a microbatch; `keep`: as `graphpp.Parallel(keep=)`; `recompute`: of each stage.
+
+    `recomputed`: by stage, how many of its first layers `recompute` is for (None: all layers). Raises `ScheduleError`.
+    """
 
     shape: MeshShape
     rows: int
@@ -55,19 +76,34 @@ class Setting:
     schedule: ScheduleChoice
     keep: int | None = None
     recompute: RecomputeWord = None
+    recomputed: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
         for name in ("rows", "microbatches"):
             require(ScheduleError, name, COUNT, getattr(self, name))
+        if self.recomputed is not None:
+            require(ScheduleError, "recomputed", _LAYERS, self.recomputed)
+            if len(self.recomputed) != self.stages or self.recompute not in ("selective", "full"):
+                raise ScheduleError(
+                    f'recomputed: give numbers of layers of {self.stages} stages, beside recompute="selective" or "full", got '
+                    f"{len(self.recomputed)} beside recompute={self.recompute!r}"
+                )
 
     @property
     def stages(self) -> int:
         return self.shape.pp * self.schedule.stages_per_rank
 
+    @property
+    def degree(self) -> str:
+        """What is recomputed, as text."""
+        if self.recomputed is None:
+            return str(self.recompute or "-")
+        return f"{self.recompute} of {sum(self.recomputed)} layers"
+
     def __str__(self) -> str:
         """A line that names the setting."""
         keep = "" if self.keep is None else f", keep {self.keep}"
-        again = "" if self.recompute is None else f", recompute {self.recompute}"
+        again = "" if self.recompute is None else f", recompute {self.degree}"
         cut = f"{self.microbatches} microbatches of {self.rows} row{'s' * (self.rows > 1)}"
         return f"{self.shape}, {self.stages} stages, {self.schedule}, {cut}{keep}{again}"
 
@@ -80,7 +116,22 @@ SEARCHED = ("auto", *_OF_ONE, *_OF_TWO, *_OF_SEVERAL, "MegatronInterleaved")
 
 
 def schedule_choices(ranks: int, microbatches: int, most_stages: int) -> Iterator[ScheduleChoice]:
-    """The schedules that may train with these numbers; whether one takes them is known when its table is made."""
+    """The schedules that take these numbers of ranks and microbatches, with up to so many stages."""
+    return (each for each in _choices(ranks, microbatches, most_stages) if admits(each, ranks, microbatches))
+
+
+def admits(choice: ScheduleChoice, ranks: int, microbatches: int) -> bool:
+    """Whether a schedule of `SEARCHED` takes these numbers: known without its table, which may take seconds to make."""
+    if choice.order is not None:
+        return table_of(choice, ranks, microbatches) is not None
+    if choice.group is not None:
+        return microbatches >= ranks and choice.group in legal_groups(ranks, microbatches)
+    if choice.name in ("Interleaved1F1B", "InterleavedZeroBubble"):
+        return microbatches % max(1, microbatches // ranks) == 0
+    return choice.name != "DualPipeV" or microbatches >= 2 * ranks
+
+
+def _choices(ranks: int, microbatches: int, most_stages: int) -> Iterator[ScheduleChoice]:
     if ranks == 1:
         yield ScheduleChoice("auto")
         return

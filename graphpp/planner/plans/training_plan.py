@@ -55,7 +55,8 @@ class TrainingPlan:
     without repeated ones, by the peak of all GPUs. `dtype`: in which the model computes (None: its own). `peaks`: by pipeline
     rank, the most bytes at one time; `memory`: of the fullest rank, the most bytes of each kind. `sent`: the bytes that a rank
     sends along `pp`, `dp_shard` and `dp_replicate` in a step, of the rank with the most. `reason`: why the plan is not the
-    best; "" for the best. `on_front`: no other plan has both less time and less memory. Raises `GraphPPError` for numbers that
+    best; "" for the best. `on_front`: no other plan has both less time and less memory. `recomputed`: the FQNs of
+    the layers that `setting.recompute` is for, where it is not for all. Raises `GraphPPError` for numbers that
     do not belong together.
     """
 
@@ -72,6 +73,7 @@ class TrainingPlan:
     sent: Mapping[str, int] = field(hash=False)
     reason: str = ""
     on_front: bool = False
+    recomputed: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         require(GraphPPError, "plan.batch", COUNT, self.batch)
@@ -80,6 +82,10 @@ class TrainingPlan:
             raise GraphPPError(
                 f"plan.split: {self.setting.stages} stages start at {self.setting.stages - 1} names beside the first one, "
                 f"got {len(self.split)}"
+            )
+        if len(self.recomputed) != sum(self.setting.recomputed or ()):
+            raise GraphPPError(
+                f"plan.recomputed: take the names of {sum(self.setting.recomputed or ())} layers, got {len(self.recomputed)}"
             )
         if len(self.peaks) != self.setting.shape.pp:
             raise GraphPPError(f"plan.peaks: take the bytes of {self.setting.shape.pp} ranks, got {len(self.peaks)}")
@@ -145,12 +151,13 @@ class TrainingPlan:
             "seconds": ", ".join(f"{name} {each / self.step_seconds:.1%}" for name, each in parts.items() if each > 0),
             "memory": _bytes(self.memory),
             "sent by a rank in a step": _bytes(self.sent) or "nothing",
+            **({"recomputed layers": ", ".join(self.recomputed)} if self.recomputed else {}),
             "stages start at": ", ".join(self.split) or "the first operation",
         }
 
     def __str__(self) -> str:
         """Some lines: the setting, the time by its parts, the memory by kind."""
-        shares, held, sent, starts = self.details.values()
+        shares, held, sent, *_, starts = self.details.values()
         lines = [
             f"{self.setting}, on {self.machines}",
             f"  step {spell_time(self.step_seconds, 's')}, {self.rate}, MFU {self.mfu:.1%}:",

@@ -17,7 +17,7 @@ from graphpp.options.recompute import Recompute, read_recompute
 from graphpp.passes.lower import LoweringOptions, lower
 from graphpp.planner import recompute_policy as policy
 from graphpp.planner.auto_split import CutSearch
-from graphpp.planner.cluster import ModelCosts, PricedModel, capture_costs, model_costs
+from graphpp.planner.cluster import Deployment, ModelCosts, PricedModel, capture_costs, model_costs
 from graphpp.planner.layers import module_calls
 from graphpp.runtime.program_costs import costs_of_stage
 from graphpp.schedules.generate.read import make_table
@@ -64,7 +64,7 @@ def test_bytes_are_those_of_lowered_stages(recompute: str | None) -> None:
         recompute_budget=policy.recompute_budget(option, region, "cuda", None),
     )  # fmt: skip
     program = lower(joint, costs.starts, options=options)
-    priced = costs.on(H100, rows=2, recompute=recompute)
+    priced = costs.on(H100, Deployment(rows=2, recompute=recompute))
     for stage, found in zip(program.stages, priced.segments.costs.stages, strict=True):
         real = costs_of_stage(stage)
         assert (found.saved_bytes, found.kept_bytes, found.peak_bytes) == (real.saved_bytes, real.kept_bytes, real.peak_bytes)
@@ -81,7 +81,7 @@ def test_segments_start_at_layers_and_are_named() -> None:
 
 def test_rows_multiply_flops_and_activations_but_no_state() -> None:
     costs = _costs("llama")
-    one, four = costs.on(FLAT), costs.on(FLAT, rows=4)
+    one, four = costs.on(FLAT), costs.on(FLAT, Deployment(rows=4))
     assert four.flops == 4 * one.flops > 0
     assert four.segments.state == one.segments.state
     stages = zip(one.segments.costs.stages, four.segments.costs.stages, strict=True)
@@ -92,20 +92,20 @@ def test_rows_multiply_flops_and_activations_but_no_state() -> None:
 
 def test_tensor_parallelism_divides_what_its_plan_shards() -> None:
     costs = _costs("llama")
-    one, two = costs.on(FLAT), costs.on(FLAT, tp=2)
+    one, two = costs.on(FLAT), costs.on(FLAT, Deployment(tp=2))
     weights = [sum(each.weights for each in priced.segments.state) for priced in (one, two)]
     norms = sum(each.elements * each.itemsize for each in costs.parameters if not each.sharded)
     assert weights[1] - norms == (weights[0] - norms) / 2
     assert two.flops == one.flops
     assert all(a == 0 for exchanged in one.exchanges for a in exchanged)
     assert two.exchanges[costs.layers[0]][0] == pytest.approx(2 * FLAT.all_reduce(16 * 32 * 4, 2))
-    plain = costs.on(FLAT, tp=2, sequence=False)
+    plain = costs.on(FLAT, Deployment(tp=2, sequence=False))
     assert plain.forward_bytes == one.forward_bytes == tuple(2 * each for each in two.forward_bytes)
 
 
 def test_experts_are_divided_and_their_tokens_exchanged() -> None:
     costs = _costs("mixtral")
-    one, four = costs.on(FLAT, rows=2), costs.on(FLAT, rows=2, ep=4)
+    one, four = costs.on(FLAT, Deployment(rows=2)), costs.on(FLAT, Deployment(rows=2, ep=4))
     weights = 2 * costs.expert_elements
     assert (_of_experts(one, "weights"), _of_experts(four, "weights")) == (weights, weights // 4)
     layer = costs.layers[0]
@@ -113,23 +113,23 @@ def test_experts_are_divided_and_their_tokens_exchanged() -> None:
     assert four.exchanges[layer][0] == pytest.approx(2 * FLAT.all_to_all(routed * 2, 4))
     assert four.exchanges[layer][1] == pytest.approx(2 * FLAT.all_to_all(routed * 2, 4))
     assert four.segments.costs.stages[layer].saved_bytes == one.segments.costs.stages[layer].saved_bytes
-    assert _of_experts(costs.on(FLAT, ep=4, shards=8), "shards") == 2 * len(costs.layers)
+    assert _of_experts(costs.on(FLAT, Deployment(ep=4, shards=8)), "shards") == 2 * len(costs.layers)
 
 
 def test_context_parallelism_divides_activations_and_exchanges_keys() -> None:
     costs = _costs("llama")
-    one, two = costs.on(FLAT), costs.on(FLAT, cp=2)
+    one, two = costs.on(FLAT), costs.on(FLAT, Deployment(cp=2))
     assert two.segments.state == one.segments.state
     assert two.forward_bytes == tuple(each // 2 for each in one.forward_bytes)
     forward, backward = two.exchanges[costs.layers[0]][:2]
     assert backward == 2 * forward > 0
     with pytest.raises(ScheduleError, match="cp: the model has no fused attention"):
-        _costs("convolutions").on(FLAT, cp=2)
+        _costs("convolutions").on(FLAT, Deployment(cp=2))
 
 
 def test_recomputation_takes_time_and_saves_bytes() -> None:
     costs = _costs("llama")
-    each = {kind: costs.on(H100, rows=2, recompute=kind) for kind in (None, 0.7, "full")}
+    each = {kind: costs.on(H100, Deployment(rows=2, recompute=kind)) for kind in (None, 0.7, "full")}
     saved = {kind: sum(stage.saved_bytes for stage in priced.segments.costs.stages) for kind, priced in each.items()}
     assert saved[None] > saved[0.7] > saved["full"]
     assert saved[0.7] == pytest.approx(0.7 * saved[None], rel=0.01)
@@ -139,7 +139,7 @@ def test_recomputation_takes_time_and_saves_bytes() -> None:
 
 def test_the_search_for_a_cut_runs_on_priced_segments() -> None:
     costs = _costs("llama")
-    priced = costs.on(H100, rows=2)
+    priced = costs.on(H100, Deployment(rows=2))
     table = add_send_recv(make_table("1F1B", 2, 2, 4))
     search = CutSearch(priced.segments, table, lambda state: held_bytes(state, table.rank_of_stage, 2, 1))
     cut = search.best()
@@ -180,13 +180,19 @@ def test_the_model_is_not_changed_and_needs_no_data() -> None:
     assert all(parameter.grad is None for parameter in model.parameters())
 
 
+def test_a_price_may_take_over_the_state_of_one_with_equal_degrees() -> None:
+    costs = _costs("mixtral")
+    first, other = Deployment(rows=2, ep=4), Deployment(rows=4, ep=4, recompute="full")
+    assert costs.on(FLAT, other, costs.on(FLAT, first)) == costs.on(FLAT, other)
+
+
 @pytest.mark.parametrize(
     ("options", "named"),
     [({"rows": 0}, "rows"), ({"tp": 1.5}, "tp"), ({"recompute": "some"}, "recompute"), ({"recompute": 2}, "recompute")],
 )
 def test_refused_options_are_named(options: dict[str, Any], named: str) -> None:
     with pytest.raises(ScheduleError, match=named):
-        _costs("llama").on(H100, **options)
+        _costs("llama").on(H100, Deployment(**options))
 
 
 @pytest.mark.parametrize(
@@ -200,21 +206,21 @@ def test_refused_options_are_named(options: dict[str, Any], named: str) -> None:
 )
 def test_degrees_that_a_model_cannot_have_are_refused(name: str, options: dict[str, int], message: str) -> None:
     with pytest.raises(ScheduleError, match=message):
-        _costs(name).on(H100, **options)
+        _costs(name).on(H100, Deployment(**options))
 
 
 def test_products_of_parameters_run_in_another_dtype() -> None:
     costs = _costs("llama")
     assert costs.dtype == "float32"
     fast = replace(FLAT, device=replace(FLAT.device, memory_bandwidth=1e18))  # arithmetic takes all of the time
-    whole, half = (costs.on(fast, rows=64, dtype=dtype).segments.costs.stages for dtype in (None, "bfloat16"))
+    whole, half = (costs.on(fast, Deployment(rows=64, dtype=dtype)).segments.costs.stages for dtype in (None, "bfloat16"))
     assert sum(stage.forward for stage in half) < sum(stage.forward for stage in whole) / 5
     assert [stage.saved_bytes for stage in half] == [stage.saved_bytes for stage in whole]
 
 
 def test_a_dtype_without_a_peak_is_refused() -> None:
     with pytest.raises(ScheduleError, match="A100 has peak"):
-        _costs("mixtral").on(Machines(A100, 8), dtype="float8_e4m3fn")
+        _costs("mixtral").on(Machines(A100, 8), Deployment(dtype="float8_e4m3fn"))
 
 
 def test_a_graph_without_backward_is_refused() -> None:

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from graphpp.devices import Machines
-from graphpp.planner.plans import predict as predicting
+from graphpp.planner.plans import read_tables
 from graphpp.planner.plans.mesh_shapes import MeshShape
 from graphpp.planner.plans.predict import predict
 from graphpp.planner.plans.question import Question
@@ -39,12 +39,12 @@ def test_a_long_step_is_that_of_the_whole_table(
     choice: ScheduleChoice, keep: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     setting = Setting(MeshShape(pp=RANKS, dp_shard=2), 1, MICROBATCHES, choice, keep)
-    monkeypatch.setattr(predicting, "_WHOLE", 0)
+    monkeypatch.setattr(read_tables, "_WHOLE", 0)
     continued = predict(question(), setting)
-    monkeypatch.setattr(predicting, "_WHOLE", 10**9)
+    monkeypatch.setattr(read_tables, "_WHOLE", 10**9)
     whole = predict(question(), setting)
     assert continued is not None and whole is not None
-    assert len(predicting._simulated_counts(setting)) == 1, "the second one is simulated as a whole"
+    assert len(read_tables.counts_of(setting)) == 1, "the second one is simulated as a whole"
     assert continued.seconds.total == pytest.approx(whole.seconds.total, rel=0.01)
     assert continued.peaks == pytest.approx(whole.peaks, rel=0.01)
     assert continued.sent["dp_shard"] == pytest.approx(whole.sent["dp_shard"], rel=0.02)
@@ -61,3 +61,20 @@ def test_parts_add_up_to_the_step() -> None:
     assert found is not None
     assert found.seconds.recompute > 0 and found.seconds.forward > 0 and found.seconds.bubble > 0
     assert found.seconds.total > found.seconds.forward + found.seconds.backward
+
+
+@pytest.mark.parametrize("name", ["1F1B", "ZB1P", "V-Half", "V-Min", "ZB2P", "ZBVZeroBubble"])
+def test_a_long_step_on_more_ranks_is_that_of_the_whole_table(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """So many ranks that the shorter simulated step has fewer microbatches than twice the ranks."""
+    per_rank = 1 if name in ("1F1B", "ZB1P", "ZB2P") else 2
+    stages, choice = 10, ScheduleChoice(name, per_rank)
+    pp = stages // per_rank if per_rank == 1 else 5
+    setting = Setting(MeshShape(pp=pp), 1, 60, choice)
+    monkeypatch.setattr(read_tables, "_LEAST", 1)
+    monkeypatch.setattr(read_tables, "_WHOLE", 0)
+    continued = predict(question(60), setting)
+    monkeypatch.setattr(read_tables, "_WHOLE", 10**9)
+    whole = predict(question(60), setting)
+    assert continued is not None and whole is not None
+    assert continued.seconds.total == pytest.approx(whole.seconds.total, rel=0.01)
+    assert continued.peaks == pytest.approx(whole.peaks, rel=0.01)

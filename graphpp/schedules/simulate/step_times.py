@@ -1,0 +1,219 @@
+"""The seconds of many steps under one table: the table is read once, and each step takes one short loop.
+
+Contract
+    in    a table that `check` accepts; `seconds(costs)` takes costs without blocking messages and without overhead
+    out   the makespan of `simulator.simulate`, and the seconds for which each rank computes: equal numbers, up to rounding
+    Raises `ScheduleError` for a table that cannot run to its end, and for costs of another number of stages.
+
+A planner asks hundreds of times for the same table with other costs. Without overhead and blocking only computations, gathers
+and reductions take time. A computation waits for its rank's last one, for messages of other ranks, and for gathers of its
+stages.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+from graphpp.errors import ScheduleError
+from graphpp.schedules.table.actions import PER_STAGE, SENDS, Action, Kind, inputs, message
+from graphpp.schedules.table.costs import Costs
+from graphpp.schedules.table.schedule import Schedule
+
+
+class StepSpan(NamedTuple):
+    """`makespan`: of the step; `busy`: by rank, for how long it computes."""
+
+    makespan: float
+    busy: tuple[float, ...]
+
+
+class _Step(NamedTuple):
+    """A computation, a gather or a reduction. `price`: its number in the list of prices.
+
+    `reads`: (number of an earlier step, number of a message) of all values that other ranks, or gathers, make.
+    """
+
+    rank: int
+    price: int
+    reads: tuple[tuple[int, int], ...]
+
+
+class _Price(NamedTuple):
+    """What steps of one price have in common. `kind`: UNSHARD, REDUCE_GRAD, OVERLAP_F_B, or that of the only leaf."""
+
+    kind: Kind
+    leaves: tuple[tuple[int, Kind], ...]
+
+    @property
+    def is_collective(self) -> bool:
+        return self.kind in PER_STAGE
+
+    def seconds(self, costs: Costs) -> float:
+        if self.is_collective:
+            times = costs.gathers if self.kind is Kind.UNSHARD else costs.reductions
+            return times[self.leaves[0][0]] if times else 0.0
+        total = sum(costs.stages[stage].of(kind) for stage, kind in self.leaves)
+        return total * costs.overlap if self.kind is Kind.OVERLAP_F_B else total
+
+
+class StepTimes:
+    """A table, read once."""
+
+    def __init__(self, schedule: Schedule) -> None:
+        self._name, self._stages, self._ranks = schedule.name, schedule.stages, schedule.ranks
+        numbers: dict[_Price, int] = {}
+        self._steps = [
+            _Step(rank, numbers.setdefault(_price(action), len(numbers)), reads)
+            for rank, action, reads in _Reading(schedule).steps()
+        ]
+        self._prices = list(numbers)
+        self._collective = [price.is_collective for price in self._prices]
+        self._plain = self._computations()
+        self._counts = [Counter(step.price for step in self._plain if step.rank == rank) for rank in range(self._ranks)]
+
+    def _computations(self) -> list[_Step]:
+        """The steps that compute, with the numbers that they have among themselves."""
+        own = [at for at, step in enumerate(self._steps) if not self._collective[step.price]]
+        number = {at: new for new, at in enumerate(own)}
+        steps = [self._steps[at] for at in own]
+        return [step._replace(reads=tuple((number[at], lag) for at, lag in step.reads if at in number)) for step in steps]
+
+    def seconds(self, costs: Costs, *, collectives: bool = True) -> StepSpan:
+        """The span of a step. `collectives`: with gathers and reductions."""
+        if len(costs.stages) != self._stages:
+            raise ScheduleError(
+                f"the costs are for {len(costs.stages)} stages, but {self._name!r} has {self._stages}; "
+                "give the costs of each of its stages"
+            )
+        if costs.blocking or costs.overhead:
+            raise ScheduleError("costs: graphpp.simulate has blocking messages and overhead, these step times have neither")
+        took, lags = [price.seconds(costs) for price in self._prices], _lags(costs)
+        shared = collectives and any(each for each, own in zip(took, self._collective, strict=True) if own)
+        makespan = self._with_collectives(took, lags) if shared else self._alone(took, lags)
+        busy = tuple(sum(took[price] * count for price, count in counts.items()) for counts in self._counts)
+        return StepSpan(makespan, busy)
+
+    def _alone(self, took: Sequence[float], lags: Sequence[float]) -> float:
+        free, ends = [0.0] * self._ranks, [0.0] * len(self._plain)
+        for at, (rank, price, reads) in enumerate(self._plain):
+            begin = free[rank]
+            for source, lag in reads:
+                there = ends[source] + lags[lag]
+                if there > begin:  # a call of max takes longer, and a search spends its time here
+                    begin = there
+            free[rank] = ends[at] = begin + took[price]
+        return max(free, default=0.0)
+
+    def _with_collectives(self, took: Sequence[float], lags: Sequence[float]) -> float:
+        """Gathers and reductions run one after the other on a line of their own, while the rank computes."""
+        free, line, ends = [0.0] * self._ranks, [0.0] * self._ranks, [0.0] * len(self._steps)
+        for at, (rank, price, reads) in enumerate(self._steps):
+            begin, seconds = free[rank], took[price]
+            if self._collective[price]:
+                if seconds:
+                    begin = max(begin, line[rank])
+                    line[rank] = begin + seconds
+                ends[at] = begin + seconds
+                continue
+            for source, lag in reads:
+                begin = max(begin, ends[source] + lags[lag])
+            free[rank] = ends[at] = begin + seconds
+        return max(*free, *line)
+
+
+def _price(action: Action) -> _Price:
+    kind = Kind.REDUCE_GRAD if action.kind is Kind.RESHARD else action.kind
+    leaves = tuple((leaf.stage, leaf.kind) for leaf in action.leaves)
+    return _Price(kind, leaves if action.is_compute else ((action.stage, kind),))
+
+
+def _lags(costs: Costs) -> list[float]:
+    """The seconds of each message, by 2 x boundary and direction; the last entry is no message."""
+    found: list[float] = []
+    for boundary in range(len(costs.stages) - 1):
+        found += [costs.message(costs.sends_forward, boundary), costs.message(costs.sends_backward, boundary)]
+    return [*found, 0.0]
+
+
+class _Reading:
+    """The steps of a table in an order in which they can run, and which earlier steps each of them reads."""
+
+    def __init__(self, schedule: Schedule) -> None:
+        self._schedule, self._where = schedule, schedule.rank_of_stage
+        self._rows = [[action for action in row if action is not None] for row in schedule.table]
+        self._number, self._none = 0, 2 * (schedule.stages - 1)
+        self._ended: dict[Action, int] = {}  # computations, by the number of their step
+        self._sent: dict[Action, int] = {}  # sends, by the number of the last computation before them
+        self._latest: list[int] = [-1] * schedule.ranks
+        self._gathers: list[dict[int, int]] = [{} for _ in schedule.table]  # by stage, for the next computation
+        self._unreduced: list[set[int]] = [set() for _ in schedule.table]
+        self._waiting: dict[Action, list[int]] = {}  # ranks, by the computation or the send for which they wait
+
+    def steps(self) -> Iterator[tuple[int, Action, tuple[tuple[int, int], ...]]]:
+        """(rank, action, its reads) of all that takes time. Raises `ScheduleError` for a table that stops before its end."""
+        at, todo = [0] * len(self._rows), list(range(len(self._rows)))
+        while todo:
+            rank = todo.pop()
+            row = self._rows[rank]
+            while at[rank] < len(row):
+                action = row[at[rank]]
+                reads = self._reads(rank, action) if action.is_compute else ()
+                if reads is None:
+                    break
+                at[rank] += 1
+                if self._takes_time(rank, action):
+                    yield rank, action, reads
+                    self._number += 1
+                todo += (each for leaf in action.leaves for each in self._waiting.pop(leaf, ()))
+        stopped = [str(row[place]) for row, place in zip(self._rows, at, strict=True) if place < len(row)]
+        if stopped:
+            raise ScheduleError(f"{self._schedule.name!r}: no rank can go on: they stop at {', '.join(stopped)}")
+
+    def _reads(self, rank: int, action: Action) -> tuple[tuple[int, int], ...] | None:
+        """(step, message) of the values of other ranks, and of gathers, that a computation waits for; None: one is missing."""
+        found: list[tuple[int, int]] = []
+        for leaf in action.leaves:
+            for makers in inputs(leaf, self._schedule.stages):
+                source = self._source(makers, rank)
+                if source is None:
+                    return None
+                if source[1] != self._none:
+                    found.append(source)
+        gathers = self._gathers[rank]
+        return (*found, *((gathers.pop(leaf.stage), self._none) for leaf in action.leaves if leaf.stage in gathers))
+
+    def _source(self, makers: Sequence[Action], rank: int) -> tuple[int, int] | None:
+        """(step, message) of a value; None if nothing has made it yet: then the rank waits for it."""
+        maker = next((maker for maker in makers if maker in self._ended), None)
+        if maker is None:
+            for each in makers:
+                self._waiting.setdefault(each, []).append(rank)
+            return None
+        ends = message(maker, self._schedule.stages)
+        if ends is None or self._where[maker.stage] == rank:
+            return self._ended[maker], self._none
+        send, _ = ends
+        at = self._sent.get(send) if self._schedule.has_communication else self._ended[maker]
+        if at is None:
+            self._waiting.setdefault(send, []).append(rank)
+            return None
+        return at, 2 * (send.stage - (send.kind is Kind.SEND_B)) + (send.kind is Kind.SEND_B)
+
+    def _takes_time(self, rank: int, action: Action) -> bool:
+        """Whether an action is a step; the place of each action is noted."""
+        if action.is_compute:
+            self._ended.update(dict.fromkeys(action.leaves, self._number))
+            self._unreduced[rank].update(leaf.stage for leaf in action.leaves if leaf.kind in (Kind.B, Kind.W))
+            self._latest[rank] = self._number
+            return True
+        if action.kind is Kind.UNSHARD:
+            self._gathers[rank][action.stage] = self._number
+            return True
+        if action.kind in PER_STAGE:
+            reduces = action.stage in self._unreduced[rank]
+            self._unreduced[rank].discard(action.stage)
+            return reduces
+        self._sent.update({leaf: self._latest[rank] for leaf in action.leaves if leaf.kind in SENDS})
+        return False
