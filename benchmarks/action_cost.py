@@ -36,6 +36,7 @@ from torch.distributed.pipelining import PipelineStage, ScheduleInterleaved1F1B
 
 import graphpp
 from graphpp.parallel.rank_place import RankPlace
+from graphpp.parallel.same_host.connect import connect
 from graphpp.runtime.action_loop import ActionLoop
 from graphpp.runtime.model_state import ModelState
 from graphpp.runtime.runner import GraphPPRunner
@@ -78,6 +79,7 @@ def options() -> argparse.Namespace:
 
 def contenders(table: Schedule, device: torch.device) -> dict[str, Step]:
     """The contenders, in the order of the head of this file."""
+    connect(dist.group.WORLD)
     runner = GraphPPRunner(empty_program(), table, ModelState(nn.Module()), RankPlace(device, dist.group.WORLD))
     inputs = [{"args[0]": torch.ones(1, device=device)}] * table.microbatches
     seeds = [torch.ones((), device=device)] * table.microbatches

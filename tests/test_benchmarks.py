@@ -19,6 +19,7 @@ import torch
 import graphpp
 from graphpp.compiler import assemble as assembly
 from graphpp.compiler import capture_once
+from graphpp.schedules.table.actions import Kind
 
 ROOT = Path(__file__).parents[1]
 CPU = torch.device("cpu")
@@ -147,6 +148,43 @@ def test_the_demo_compares_the_last_losses(last: float, monkeypatch: pytest.Monk
     assert demo.show_difference(other, plain, 1e-3) == (0 if last < 1e-3 else 1)
     assert demo.show_difference(other, plain, 0.0) == 1
     assert demo.show_difference(plain, plain, 0.0) == 0
+
+
+@pytest.mark.parametrize("backward", [["3B0", "2B0", "1B0", "0B0"], ["3I0", "2I0", "1I0", "0I0", "3W0", "2W0", "1W0", "0W0"]])
+def test_sleeping_stages_sleep_as_long_as_their_costs_say(backward: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """I has the gradient of a stage's input alone and W that of its weight alone, and both add up what autograd does."""
+    stages = sibling("sleeping_stages", monkeypatch)
+    workload, costs = stages.workload(3, 4, 0.001), stages.costs(4, 0.001)
+    model, (x, target) = workload.model(), workload.batch(2)
+    table = graphpp.Schedule.of([["0F0", "1F0", "2F0", "3F0", *backward]])
+    split = [f"layers.{layer}" for layer in (1, 2, 3)]
+    example = graphpp.Microbatch((x,), target=target)
+    pipe = graphpp.compile(model, workload.loss, example=example, split=split, schedule=table)
+    for stage, each in enumerate(costs.stages):
+        for phase, item in pipe.programs(stage).programs.items():
+            assert item.source.count(", 0.001)") * 0.001 == each.of(Kind(phase.value)), (stage, phase)
+    found = pipe.step(x, target=target).loss
+    plain = workload.model()
+    loss = workload.loss(plain(x), target)
+    loss.backward()
+    assert torch.equal(found, loss.detach())
+    for mine, theirs in zip(pipe.parameters(), plain.parameters(), strict=True):
+        assert mine.grad is not None and theirs.grad is not None
+        assert torch.equal(mine.grad, theirs.grad)
+
+
+@pytest.mark.slow
+def test_sleeping_runs_on_two_ranks(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "benchmarks/sleeping.py"]
+    small = ["--ms", "1", "--schedules", "1F1B", "searched", "--steps", "1", "--rounds", "1", "--effort", "0.1", "--json"]
+    env = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    file = tmp_path / "records.json"
+    subprocess.run([*command, *small, str(file)], check=True, cwd=ROOT, env=env, stdout=subprocess.DEVNULL, timeout=200)
+    named, searched = json.loads(file.read_text())
+    assert named["simulated"] == pytest.approx((4 * 3 + 2) * 1e-3)  # rank 1: the first forward, then four of F, I and W
+    assert searched["simulated"] <= named["simulated"] < named["with_messages"]
+    assert set(named["samples"]) == {"graphpp", "torch"} and set(searched["samples"]) == {"graphpp"}
+    assert named["samples"]["graphpp"][0]["seconds"] > named["simulated"]
 
 
 SCRIPTS = sorted(path.stem for path in (ROOT / "benchmarks").glob("*.py") if '__name__ == "__main__"' in path.read_text())

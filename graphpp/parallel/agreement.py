@@ -30,6 +30,8 @@ import torch.distributed as dist
 from graphpp._torch.distributed import group_named
 from graphpp.errors import MismatchError
 from graphpp.parallel.facts import Facts, failure_in, hashed
+from graphpp.parallel.groups import has_gloo
+from graphpp.parallel.same_host.connect import same_host
 
 T = TypeVar("T")
 
@@ -110,6 +112,9 @@ class Agreement:
         """The largest value of each number over all ranks; `mine`: int64, of one shape on all ranks, on the CPU."""
         if self._group is None:
             return mine
+        host = same_host(self._group)
+        if host is not None:
+            return host.largest(mine)
         values = mine.to(self.device)
         dist.all_reduce(values, dist.ReduceOp.MAX, group=self._group)
         return values.cpu()
@@ -209,11 +214,6 @@ def agree_on_collectives(lines: Mapping[str, Sequence[str]], agreement: Callable
     for name in sorted(lines):
         facts = Facts({"the collectives of a step, in order": lines[name]})
         agreement(group_named(name)).compare(facts)
-
-
-def has_gloo(group: dist.ProcessGroup) -> bool:
-    """Whether the group can exchange tensors on the CPU."""
-    return "cpu:gloo" in dist.get_backend_config(group)
 
 
 def _fresh_generator() -> torch.Generator:

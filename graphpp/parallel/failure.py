@@ -25,15 +25,14 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 
-import torch
 import torch.distributed as dist
 
 from graphpp._torch.distributed import default_store
 from graphpp.errors import GraphPPError, RankFailure
 from graphpp.parallel import pulse
-from graphpp.parallel.agreement import has_gloo
+from graphpp.parallel.groups import PeerLost as PeerLost
+from graphpp.parallel.groups import has_gloo, reaches
 
-_TAG = 0x6C6F7374  # messages of a step have no tag, so no receive matches a probe
 _STORE_TIMEOUT = timedelta(seconds=5)
 _CONNECTION = ("Connection reset", "Connection closed", "Connection refused", "Broken pipe")  # gloo's words for a lost one
 _PROBES, _BETWEEN_PROBES = 5, 0.2  # seconds
@@ -132,7 +131,7 @@ class FailureBoard:
         for group in filter(has_gloo, self._groups):
             ranks = dist.get_process_group_ranks(group)
             suspects = {rank for rank in ranks if known is None or rank in known.ranks} - {dist.get_rank()}
-            lost |= {rank for rank in suspects if not _reaches(group, ranks.index(rank))}
+            lost |= {rank for rank in suspects if not reaches(group, ranks.index(rank))}
         first = lost - self._ended_by_themselves(lost) if len(lost) > 1 else lost
         return sorted(first or lost)
 
@@ -188,14 +187,6 @@ class FailureBoard:
         return f"graphpp/lost/{self._name}/{self._calls}/{name}"
 
 
-def _reaches(group: dist.ProcessGroup, rank: int) -> bool:
-    try:
-        dist.isend(torch.zeros(1, device="cpu"), group=group, group_dst=rank, tag=_TAG)
-    except RuntimeError:
-        return False
-    return True
-
-
 @dataclass(frozen=True)
 class _Finding:
     """The ranks (of the world) that failed first, and their fate: `is lost`, `did not answer in time: ..`, or an error."""
@@ -219,11 +210,3 @@ def _reason(error: Exception) -> str:
     """gloo's error without its source line and its advice."""
     line = str(error).partition("\n")[0]
     return re.sub(r"^\[\S+\.(cc|cpp|h):\d+\] ", "", line).partition(". ")[0]
-
-
-class PeerLost(RuntimeError):  # noqa: N818 - it names an event
-    """A message to or from `peer` (rank of the group; None: one of several) could not be completed."""
-
-    def __init__(self, peer: int | None, reason: str) -> None:
-        super().__init__(reason)
-        self.peer = peer

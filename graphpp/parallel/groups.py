@@ -1,16 +1,41 @@
-"""Process groups of some ranks of a group, made once per set of ranks.
+"""Process groups of some ranks of a group, made once per set of ranks; what a group can do, and whom it reaches.
 
-Contract: every rank of the group asks for the same sets of ranks in the same order, because making a process group is
-collective.
+Contract of `Subgroups`: every rank of the group asks for the same sets of ranks in the same order, because making a process
+group is collective.
 """
 
 from __future__ import annotations
 
 from datetime import timedelta
 
+import torch
 import torch.distributed as dist
 
 from graphpp._torch.distributed import group_of
+
+_TAG = 0x6C6F7374  # messages of a step have no tag, so no receive matches a probe
+
+
+def has_gloo(group: dist.ProcessGroup) -> bool:
+    """Whether the group can exchange tensors on the CPU."""
+    return "cpu:gloo" in dist.get_backend_config(group)
+
+
+def reaches(group: dist.ProcessGroup, rank: int) -> bool:
+    """Whether the connection to a rank of a gloo group is there; the rank itself may be stopped, or busy."""
+    try:
+        dist.isend(torch.zeros(1, device="cpu"), group=group, group_dst=rank, tag=_TAG)
+    except RuntimeError:
+        return False
+    return True
+
+
+class PeerLost(RuntimeError):  # noqa: N818 - it names an event
+    """A message to or from `peer` (rank of the group; None: one of several) could not be completed."""
+
+    def __init__(self, peer: int | None, reason: str) -> None:
+        super().__init__(reason)
+        self.peer = peer
 
 
 def gloo_twin(group: dist.ProcessGroup | None, timeout: float | None) -> dist.ProcessGroup | None:

@@ -19,7 +19,7 @@ from statistics import fmean, median
 import torch
 import torch.distributed as dist
 
-from graphpp.parallel.agreement import has_gloo
+from graphpp.parallel.groups import has_gloo
 from graphpp.parallel.rank_place import RankPlace
 from graphpp.runtime.program import Phase, PipelineProgram, TensorMeta
 from graphpp.runtime.program_costs import costs_of_stage

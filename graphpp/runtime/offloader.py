@@ -161,6 +161,11 @@ class Offloader(Generic[HostCopy]):
         self._by_prefetch_at = self._by_action(lambda window: window.prefetch_at)
         self._by_first_use = self._by_action(lambda window: window.first_use)
 
+    @property
+    def evicts(self) -> bool:
+        """Whether a window is on this rank."""
+        return bool(self._evictions)
+
     def _by_action(self, action_of: Callable[[OffloadWindow], Action]) -> dict[Action, list[_Eviction[HostCopy]]]:
         found: dict[Action, list[_Eviction[HostCopy]]] = defaultdict(list)
         for eviction in self._evictions:

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from graphpp.parallel.agreement import has_gloo
+from graphpp.parallel.groups import has_gloo
 
 _MASK = (1 << 63) - 1
 

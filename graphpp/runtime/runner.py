@@ -28,6 +28,7 @@ from graphpp.parallel import ordered_sums
 from graphpp.parallel.data_parallel import Replicas
 from graphpp.parallel.groups import Subgroups
 from graphpp.parallel.rank_place import RankPlace
+from graphpp.parallel.same_host.connect import same_host
 from graphpp.parallel.sums import Sums
 from graphpp.runtime.gradients.gemm_accumulation import MatmulKernel
 from graphpp.runtime.gradients.partial_sums import PartialSums
@@ -205,8 +206,7 @@ class GraphPPRunner:
             losses = torch.stack([local.buffers.losses.pop(index) for index in range(self.schedule.microbatches)])
         else:
             losses = torch.empty(self.schedule.microbatches, dtype=meta.dtype, device=self.place.device)
-        if self.place.ranks > 1:
-            dist.broadcast(losses, group=self.place.group, group_src=self.schedule.rank_of_stage[stage])
+        self._from_rank_of(stage, losses)
         return losses
 
     def metrics(self) -> dict[str, torch.Tensor]:
@@ -218,9 +218,16 @@ class GraphPPRunner:
         table = torch.zeros(self.schedule.microbatches, len(dtypes), dtype=torch.float64, device=self.place.device)
         for index, row in enumerate(table if local is not None else ()):
             row.copy_(torch.stack([local.buffers.metrics[index][name].double() for name in dtypes]))  # type: ignore[union-attr]
-        if self.place.ranks > 1:
-            dist.broadcast(table, group=self.place.group, group_src=self.schedule.rank_of_stage[stage])
+        self._from_rank_of(stage, table)
         return {name: column.to(dtype) for (name, dtype), column in zip(dtypes.items(), table.unbind(1), strict=True)}
+
+    def _from_rank_of(self, stage: int, values: torch.Tensor) -> None:
+        """Write the values of the rank that holds a stage into those of every rank."""
+        host, source = same_host(self.place.group), self.schedule.rank_of_stage[stage]
+        if host is not None and values.device.type == "cpu":
+            host.broadcast(values, source)
+        elif self.place.ranks > 1:
+            dist.broadcast(values, group=self.place.group, group_src=source)
 
     def take_outputs(self) -> list[dict[int, torch.Tensor]] | None:
         """Hand over the tensor leaves of each microbatch's output, by leaf index, on the last stage's rank; None elsewhere."""
@@ -324,6 +331,8 @@ class GraphPPRunner:
 
     def _offloading(self, action: Action, compute: ActionFunction) -> ActionFunction:
         """A computation, with the evictions and prefetches of saved values around it."""
+        if not self.offloader.evicts:
+            return compute
 
         def run() -> None:
             self.offloader.before(action)

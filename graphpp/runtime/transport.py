@@ -14,6 +14,8 @@ Contract
   every message is posted as a batch, if only of one.
 - At most `DEPTH` messages to one rank are in flight. A further send first waits for the oldest: an earlier event of the total
   order, so this wait cannot deadlock either. A sent tensor is released as soon as its send is known to be complete.
+- Between ranks of one host (`parallel/same_host/`) a send copies its tensors and is complete at once, and a rank that waits for
+  anything reads every message whose receive is posted. Up to `SLOTS` messages to one rank may be unread.
 - On CUDA messages run on NCCL's streams: a posted send waits for the current stream's work so far, and `wait` makes the current
   stream wait, never the host. `Message.done` asks without waiting.
 - A lost connection raises `PeerLost`, which names the peer.
@@ -32,6 +34,8 @@ import torch
 import torch.distributed as dist
 
 from graphpp.parallel.failure import PeerLost
+from graphpp.parallel.same_host.connect import same_host
+from graphpp.parallel.same_host.messages import Arrival, SameHost
 from graphpp.runtime.program import TensorMeta
 
 DEPTH = 2
@@ -44,7 +48,7 @@ class Message:
     `tensors`: the tensors that are sent, or that stay on this rank; `buffers`: where tensors from another rank arrive.
     """
 
-    works: list[dist.Work]
+    works: Sequence[dist.Work | Arrival]
     tensors: list[torch.Tensor]
     peer: int
     buffers: Sequence[ReceiveBuffer] = ()
@@ -82,6 +86,7 @@ class Transport:
     def __init__(self, group: dist.ProcessGroup | None, device: torch.device, *, batched: bool = False) -> None:
         self._group, self.batched = group, batched
         self.device = device
+        self._host = same_host(group) if device.type == "cpu" else None
         self._outgoing: dict[int, deque[Message]] = defaultdict(deque)
         self.waited = 0.0  # seconds that this process waited for messages
         self.on_wait: Callable[[], None] | None = None  # called before and after each wait, while a step is recorded
@@ -100,6 +105,10 @@ class Transport:
 
         With `batched` all are posted in one call. Waits only where more than `DEPTH` messages to a rank would be in flight.
         """
+        if self._host is not None:
+            for pending in messages:
+                post_on_host(pending, self._host)
+            return
         sends = [pending.message for pending in messages if pending.outgoing]
         for peer, count in Counter([message.peer for message in sends]).items() if sends else ():
             self._make_room(peer, count)
@@ -134,10 +143,14 @@ class Transport:
         for outgoing in self._outgoing.values():
             while outgoing:
                 self.wait(outgoing.popleft())
+        if self._host is not None:
+            self._host.settle()
 
     def drop(self) -> None:
         """Forget the messages in flight, after a failure."""
         self._outgoing.clear()
+        if self._host is not None:
+            self._host.drop()
 
 
 def post(pending: PendingMessage, group: dist.ProcessGroup | None) -> list[dist.Work]:
@@ -151,6 +164,18 @@ def post(pending: PendingMessage, group: dist.ProcessGroup | None) -> list[dist.
     except RuntimeError as error:
         raise PeerLost(peer, str(error)) from error
     return [work for work in works if work is not None]
+
+
+def post_on_host(pending: PendingMessage, host: SameHost) -> None:
+    """Post a message to or from a rank of this host; a send has no handles, for its tensors are copied. Raises `PeerLost`."""
+    peer = pending.message.peer
+    try:
+        if pending.outgoing:
+            host.send(pending.elements, peer)
+        else:
+            pending.message.works = [host.receive(pending.elements, peer)]
+    except RuntimeError as error:
+        raise PeerLost(peer, str(error)) from error
 
 
 def post_together(messages: Sequence[PendingMessage], group: dist.ProcessGroup | None) -> None:

@@ -347,6 +347,7 @@ def test_a_rank_that_does_not_answer() -> None:
 def answers_late(rank: int, start: float) -> tuple[str, float]:
     """A first step whose capture takes longer than the timeout of steps, and a step in which the last rank sleeps."""
     torch.set_num_threads(1)
+    FUSES.clear()  # of an earlier test in this process
     model = Fused()
     parallel = graphpp.Parallel(timeout=2.0, start_timeout=start)
     began = time.monotonic()

@@ -1,0 +1,206 @@
+"""The pipes and the memory through which two processes of one host exchange messages.
+
+Contract: memory, pipes and handles have no name in a file system, so nothing is left when a process is killed. A process opens
+those of another one through `/proc`. All are closed when their object dies. Memory that a process has mapped stays readable
+after the process that made it has ended.
+
+A slot begins with two numbers: how many of its messages have been read, and whether its owner waits for the next one to be
+read. So a receiver frees a slot without a system call, and wakes the sender only if the sender waits.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+import secrets
+import select
+import struct
+import weakref
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from itertools import count
+from typing import NamedTuple
+
+SLOTS = 4  # messages to one rank that it has not read yet, at most
+_LEAST = 2**12  # bytes of a slot
+_HEAD = 64  # bytes of a slot before the message
+_READ, _WANTED = 0, 1  # the numbers at the head of a slot
+_PACKED = struct.Struct("<hbbiiqqq")  # 36 bytes: far below the size up to which a pipe keeps what is written at once together
+_AT_ONCE = 64  # frames
+_SERIALS = count(1)
+
+
+class Frame(NamedTuple):
+    """A line in a rank's pipe: a message of the rank `source`.
+
+    `number`: of its slot; `handle`, `serial`, `capacity`: of the slot's memory; `order`: of this message among those in it;
+    `size`: bytes of the message.
+    """
+
+    source: int
+    channel: int
+    number: int = 0
+    handle: int = 0
+    serial: int = 0
+    order: int = 0
+    capacity: int = 0
+    size: int = 0
+
+    @property
+    def packed(self) -> bytes:
+        """The frame's bytes."""
+        return _PACKED.pack(*self)
+
+
+class Inbox:
+    """The pipe into which other ranks write frames. It keeps a writing end of its own, so it never comes to an end."""
+
+    def __init__(self) -> None:
+        self.reads, self.writes = os.pipe2(os.O_CLOEXEC)
+        self._poller = select.poll()
+        self._poller.register(self.reads, select.POLLIN)
+        weakref.finalize(self, _close, [self.reads, self.writes])
+
+    def ready(self) -> bool:
+        """Whether frames have arrived."""
+        return bool(self._poller.poll(0))
+
+    def read(self) -> list[Frame]:
+        """The frames that have arrived; waits for the first one."""
+        return [Frame(*each) for each in _PACKED.iter_unpack(os.read(self.reads, _AT_ONCE * _PACKED.size))]
+
+
+class Secret:
+    """A random number in this process's memory: a process that finds it there is on this host, and knows the right process."""
+
+    def __init__(self) -> None:
+        self.word, self.handle = secrets.randbits(62), os.memfd_create("graphpp", os.MFD_CLOEXEC)
+        os.write(self.handle, self.word.to_bytes(8, "little"))
+        weakref.finalize(self, os.close, self.handle)
+
+    @staticmethod
+    def read(process: int, handle: int) -> int:
+        """The number behind a handle of another process. Raises `OSError`."""
+        with open(f"/proc/{process}/fd/{handle}", "rb") as memory:
+            return int.from_bytes(memory.read(8), "little")
+
+
+class Slot:
+    """Memory of this rank for one message. `count`: the messages so far."""
+
+    def __init__(self, number: int, size: int) -> None:
+        """`size`: bytes of the first message."""
+        self.number, self.serial, self.count = number, next(_SERIALS), 0
+        self.handle = os.memfd_create("graphpp", os.MFD_CLOEXEC)
+        weakref.finalize(self, os.close, self.handle)
+        self.capacity = max(_LEAST, 1 << (size + _HEAD - 1).bit_length())
+        os.ftruncate(self.handle, self.capacity)
+        self.memory = Mapped(self.handle, self.capacity, self.serial)
+        self.address = self.memory.address
+
+    @property
+    def free(self) -> bool:
+        """Whether its last message has been read."""
+        return self.memory.head[_READ] == self.count
+
+    @property
+    def fresh(self) -> bool:
+        """Whether no message of it has been read, so that the reader may not have mapped it."""
+        return not self.memory.head[_READ]
+
+    def want(self) -> None:
+        """Ask the reader to write a frame when it has read the message."""
+        self.memory.head[_WANTED] = 1
+
+
+class Mapped:
+    """A slot's memory in this process. `address`: of the message."""
+
+    def __init__(self, handle: int, capacity: int, serial: int) -> None:
+        self.serial, self._memory = serial, mmap.mmap(handle, capacity)
+        self.head = memoryview(self._memory).cast("Q")
+        self.address = ctypes.addressof(ctypes.c_char.from_buffer(self._memory)) + _HEAD
+
+    def read(self, order: int) -> bool:
+        """Note that message number `order` has been read; whether the slot's owner waits for this."""
+        self.head[_READ] = order
+        if not self.head[_WANTED]:
+            return False
+        self.head[_WANTED] = 0
+        return True
+
+
+@dataclass
+class Outbox:
+    """The slots of this rank for messages to one other rank."""
+
+    slots: list[Slot] = field(default_factory=list)
+
+    def is_settled(self) -> bool:
+        """Whether the other rank can read every message, whatever becomes of this process."""
+        return not any(slot.fresh for slot in self.slots)
+
+    def has_room(self) -> bool:
+        """Whether a slot is free, or may be made."""
+        return len(self.slots) < SLOTS or any(slot.free for slot in self.slots)
+
+    def take(self, size: int) -> Slot | None:
+        """A free slot for so many bytes, one whose memory suffices if there is one; None if no slot is free."""
+        free = [slot for slot in self.slots if slot.free]
+        for slot in free:
+            if slot.capacity >= size + _HEAD:
+                return slot
+        if len(self.slots) < SLOTS:
+            self.slots.append(Slot(len(self.slots), size))
+            return self.slots[-1]
+        if not free:
+            return None
+        slot = self.slots[free[0].number] = Slot(free[0].number, size)
+        return slot
+
+    def want(self) -> None:
+        """Ask the other rank to write a frame for each message that it reads now."""
+        for slot in self.slots:
+            slot.want()
+
+
+class Peer:
+    """Another rank of the group, `rank`: its process, its pipe, this rank's slots for it, and its own slots, mapped here."""
+
+    def __init__(self, rank: int, process: int, pipe: int, inbox: Inbox) -> None:
+        """`pipe`: the handle of the writing end of its inbox in its process; `inbox`: this rank's own. Raises `OSError`."""
+        self.rank, self.outbox = rank, Outbox()
+        self._process, self._inbox, self._mapped = process, inbox.reads, dict[int, Mapped]()
+        self._pipe = os.open(f"/proc/{process}/fd/{pipe}", os.O_WRONLY | os.O_CLOEXEC)
+        weakref.finalize(self, os.close, self._pipe)
+        self._ended = os.pidfd_open(process)  # readable when the process has ended
+        weakref.finalize(self, os.close, self._ended)
+        self._poller = select.poll()
+        self._poller.register(self._inbox, select.POLLIN)
+        self._poller.register(self._ended, select.POLLIN)
+
+    def wait(self, seconds: float) -> tuple[bool, bool]:
+        """Wait until a frame has arrived from any rank, or this one has ended: whether the first, and the second, is so."""
+        ready = {handle for handle, _ in self._poller.poll(1e3 * seconds)}
+        return self._inbox in ready, self._ended in ready
+
+    def write(self, frame: Frame) -> None:
+        """Write into the rank's pipe. Raises `BrokenPipeError` if the rank has closed it."""
+        os.write(self._pipe, frame.packed)
+
+    def mapped(self, frame: Frame) -> Mapped:
+        """The slot of a frame from the rank, in this process. Raises `OSError` if it cannot be mapped."""
+        known = self._mapped.get(frame.number)
+        if known is None or known.serial != frame.serial:
+            handle = os.open(f"/proc/{self._process}/fd/{frame.handle}", os.O_RDWR | os.O_CLOEXEC)
+            try:
+                known = self._mapped[frame.number] = Mapped(handle, frame.capacity, frame.serial)
+            finally:
+                os.close(handle)
+        return known
+
+
+def _close(handles: Iterable[int]) -> None:
+    for each in handles:
+        os.close(each)
