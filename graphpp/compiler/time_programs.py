@@ -147,7 +147,8 @@ def _seconds_in(text: str | None) -> float | None:
 
 def _settings() -> str:
     """The settings of torch on which the fastest kernel depends."""
-    backends, exact = torch.backends, torch.are_deterministic_algorithms_enabled()
+    backends: Any = torch.backends
+    exact = torch.are_deterministic_algorithms_enabled()
     precision = backends.cuda.matmul.fp32_precision, backends.cudnn.conv.fp32_precision, backends.mkldnn.matmul.fp32_precision
     return f"precision {precision}, deterministic {exact}, benchmark {backends.cudnn.benchmark}"
 
