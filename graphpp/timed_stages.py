@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import torch
 from torch import nn
 
 from graphpp.backends.compilers import compiler_of
@@ -23,7 +24,7 @@ from graphpp.compiler.compile_regions import RegionCache
 from graphpp.compiler.request import CompileRequest
 from graphpp.compiler.stage_starts import pricing_of
 from graphpp.compiler.time_programs import Stopwatch
-from graphpp.errors import BatchError
+from graphpp.errors import BatchError, GraphPPError
 from graphpp.options.backend import BackendLike
 from graphpp.options.memory import MemoryLike
 from graphpp.options.options import Options
@@ -56,7 +57,7 @@ def stage_costs(  # noqa: PLR0913 - a model, its loss, and those options of a pi
     """Time every stage of a pipeline in this process, without a pipeline: each distinct stage alone, on this device.
 
     Stages that run the same operations are timed once: of 16 stages the first, one of the middle, and the last. The device
-    must have memory for one stage at a time; the model itself may be on the meta device.
+    must have memory for one stage at a time; the model itself may be on the meta device, with `parallel="cuda"` or "cpu".
 
     Args:
         model, loss, split, schedule, backend, memory, parallel: as for `graphpp.compile`. The schedule decides how many stages
@@ -69,14 +70,14 @@ def stage_costs(  # noqa: PLR0913 - a model, its loss, and those options of a pi
         on a CPU loopback, on a GPU NVLink; `dataclasses.replace(costs, sends_forward=.., sends_backward=..)` gives others.
 
     Raises:
-        The errors of `graphpp.compile`.
+        The errors of `graphpp.compile`, and `GraphPPError` for a model on the meta device without a device to time it on.
     """
     if example is None:
         raise BatchError("stage_costs needs example=: a graphpp.Microbatch with the shapes of one microbatch")
     check_arguments(model, loss, example)
     refuse_spread(model, "graphpp.stage_costs runs in one process: give it the model before parallelize_module")
     options = Options(split, schedule, None, parallel, backend, memory, None, None)
-    place = SimulatedPlace(options.parallel.device or device_of(model), None, count=ranks_of(ranks, options))
+    place = SimulatedPlace(_device(model, options), None, count=ranks_of(ranks, options))
     request = CompileRequest(model, loss, options, place, dumps=False)
     tables = Tables(options.schedule, place.ranks)
 
@@ -92,6 +93,13 @@ def stage_costs(  # noqa: PLR0913 - a model, its loss, and those options of a pi
         cache = DiskCache(default_folder()) if program is graph.program else None
         stopwatch = Stopwatch(place.device, place.agreement(None), cache, pricing.programs)
         return estimated_costs(program, graph.sources, replace(pricing, programs=stopwatch))
+
+
+def _device(model: nn.Module, options: Options) -> torch.device:
+    found = options.parallel.device or device_of(model)
+    if found.type == "meta":
+        raise GraphPPError('the model is on the meta device, where nothing can be timed: give parallel="cuda" or "cpu"')
+    return found
 
 
 def _microbatches(options: Options, ranks: int) -> int:

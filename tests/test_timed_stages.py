@@ -50,3 +50,9 @@ def test_a_schedule_decides_how_many_stages_there_are() -> None:
 def test_arguments_that_do_not_fit_are_refused(arguments: dict[str, Any], error: type[Exception], why: str) -> None:
     with pytest.raises(error, match=why):
         graphpp.stage_costs(**{"model": stack((0.0, 0.0)), "loss": mean, "example": EXAMPLE, **arguments})
+
+
+def test_a_model_on_the_meta_device_needs_a_device() -> None:
+    example = graphpp.Microbatch((torch.empty(4, 8, device="meta"),))
+    with pytest.raises(GraphPPError, match='parallel="cuda" or "cpu"'):
+        graphpp.stage_costs(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)).to("meta"), mean, example, split=["1"])

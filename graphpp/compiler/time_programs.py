@@ -7,39 +7,40 @@ Contract
     All ranks time the same program at the same time, since they share the memory of their machine in a step too. The seconds
     of a program are the mean over the ranks of each rank's median.
     Seconds that the cache of the first rank has are not measured again. A key of the cache names the program, the device, the
-    number of threads and the version of torch.
+    numbers of threads and of ranks, torch's version, and its settings of precision and determinism.
 
-Made-up values: floating numbers are small and random, integers 0 (a valid index everywhere), booleans True. Where sizes
-depend on data, or a program raises with made-up values, the estimate counts for all programs, and a line of the log says so.
+Where sizes depend on data, or a program raises with made-up values (`timing/trials.py`), the estimate counts for all programs,
+and a line of the log says so.
 """
 
 from __future__ import annotations
 
 import json
 import logging
-import platform
-import time
-from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
-from statistics import fmean, median
-from typing import Any
+from dataclasses import dataclass
+from math import inf
+from statistics import fmean
+from typing import Any, TypeVar
 
 import torch
 from torch import fx
 
 from graphpp._torch.numbers_of_data import has_unknown_size
 from graphpp._torch.symbols import SYMBOLIC, hint
+from graphpp.backends.processor import processor_name
 from graphpp.cache.disk_cache import DiskCache
+from graphpp.compiler.timing.trials import apart, medians, warmed_up
 from graphpp.errors import MismatchError
 from graphpp.parallel.agreement import Agreement
 from graphpp.passes.graph.region import RegionCall
 from graphpp.passes.provenance import ProgramGraphs
 from graphpp.passes.stage.outline_regions import graph_key
 from graphpp.planner.segments import ProgramSeconds
-from graphpp.progress import working
-from graphpp.runtime.gradients.accumulate import Accumulator, FusedAccumulator, MicrobatchSink
 from graphpp.runtime.program import Gradient, Phase, PipelineProgram, Program
+from graphpp.runtime.randomness import dropout_mask, seeded
+
+T = TypeVar("T")
 
 _LOG = logging.getLogger("graphpp")
 _TABLE = "program_seconds.json"  # in the cache
@@ -73,7 +74,8 @@ class Stopwatch:
         if any(_depends_on_data(sources.of(item).graph) for item in items.values()):
             _LOG.info("layers are not timed but estimated: sizes of the graph depend on data")
             return self.estimate(lowered, sources)
-        seconds = self._seconds(items, sources)
+        with apart(self.device):
+            seconds = self._seconds(items, sources)
         if seconds is None:
             return self.estimate(lowered, sources)
         return {place: each for key, each in zip(items, seconds, strict=True) for place in places[key]}
@@ -95,12 +97,12 @@ class Stopwatch:
 
     def _kept(self, names: Iterable[str]) -> list[float | None]:
         table = self.cache.read(_TABLE) if self.cache is not None else {}
-        return [float(table[name]) if name in table else None for name in names]
+        return [_seconds_in(table.get(name)) for name in names]
 
     def _name(self, key: str) -> str:
-        of_gpu = self.device.type == "cuda"
-        device = torch.cuda.get_device_name(self.device) if of_gpu else platform.processor() or platform.machine()
-        return f"{key} {device} {torch.get_num_threads()} {torch.__version__}"
+        device = torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else processor_name()
+        counts = f"{torch.get_num_threads()} threads, {self.agreement.ranks} ranks"
+        return f"{key} {device}, {counts}, torch {torch.__version__}, {_settings()}"
 
     def _measured(self, items: Sequence[tuple[Program, fx.Graph]]) -> list[float] | None:
         """The seconds of each program. All run in turn, round by round, so that no program finds its data in a cache.
@@ -109,33 +111,46 @@ class Stopwatch:
         """
         if not items:
             return []
-        trials = self._warmed_up(items)
+        trials = self._on_all_ranks(lambda: warmed_up(items, self.device))
         if trials is None:
             return None
-        once = torch.tensor([sum(trial.seconds() for trial in trials)], dtype=torch.float64)
-        rounds = round(_SECONDS / float(self.agreement.of_all(once).max()))
-        rounds = min(max(rounds, _LEAST_ROUNDS), _MOST_ROUNDS)
-        found: list[list[float]] = [[] for _ in trials]
-        with working("timing layers", rounds) as step:
-            for _ in range(rounds):
-                for trial, seconds in zip(trials, found, strict=True):
-                    seconds.append(trial.seconds())
-                step()
-        mine = torch.tensor(list(map(median, found)), dtype=torch.float64)
-        return [fmean(each) for each in self.agreement.of_all(mine).T.tolist()]
+        once = self._on_all_ranks(lambda: sum(trial.seconds() for trial in trials))
+        if once is None:
+            return None
+        slowest = float(self.agreement.of_all(torch.tensor([once], dtype=torch.float64)).max())
+        rounds = min(max(round(_SECONDS / slowest), _LEAST_ROUNDS), _MOST_ROUNDS)
+        mine = self._on_all_ranks(lambda: medians(trials, rounds))
+        if mine is None:
+            return None
+        return [fmean(each) for each in self.agreement.of_all(torch.tensor(mine, dtype=torch.float64)).T.tolist()]
 
-    def _warmed_up(self, items: Sequence[tuple[Program, fx.Graph]]) -> list[_Trial] | None:
-        """A trial of each program, after a first run; None where one raises on any rank."""
-        trials, values, failed = list[_Trial](), _Values(self.device), 0
+    def _on_all_ranks(self, work: Callable[[], T]) -> T | None:
+        """The result of `work`; None where it raises on any rank. Called by all ranks."""
+        found: T | None = None
         try:
-            for item, graph in items:
-                trials.append(_Trial(item, graph, values))
-                trials[-1].seconds()
+            found = work()
         except Exception as error:  # a kernel may refuse made-up values, and memory may end
             reason = (str(error).splitlines() or [""])[0]
             _LOG.warning("layers are not timed but estimated: made-up values end in %s: %s", type(error).__name__, reason)
-            failed = 1
-        return None if self.agreement.largest(torch.tensor([failed], dtype=torch.int64)).item() else trials
+        failed = torch.tensor([found is None], dtype=torch.int64)
+        return None if self.agreement.largest(failed).item() else found
+
+
+def _seconds_in(text: str | None) -> float | None:
+    """The positive seconds in a cell of the cache's table; None for no cell, and for one that somebody has changed."""
+    try:
+        seconds = float(text or "nan")
+    except ValueError:
+        return None
+    return seconds if 0 < seconds < inf else None
+
+
+def _settings() -> str:
+    """The settings of torch on which the fastest kernel depends."""
+    backends: Any = torch.backends
+    exact = torch.are_deterministic_algorithms_enabled()
+    precision = backends.cuda.matmul.fp32_precision, backends.cudnn.conv.fp32_precision, backends.mkldnn.matmul.fp32_precision
+    return f"precision {precision}, deterministic {exact}, benchmark {backends.cudnn.benchmark}"
 
 
 def _key(item: Program, sources: ProgramGraphs) -> str:
@@ -143,75 +158,20 @@ def _key(item: Program, sources: ProgramGraphs) -> str:
     gradients = [index for index, role in enumerate(item.outputs) if isinstance(role, Gradient)]
     graph = sources.of(item).graph
     regions = [node.target.region.key for node in graph.nodes if isinstance(node.target, RegionCall)]
-    return f"{graph_key(graph)} {gradients} {item.fused} {regions}"
+    sizes = [hint(size) for node in graph.find_nodes(op="placeholder") for size in _symbolic_sizes(node.meta["val"])]
+    return f"{graph_key(graph, _without_number)} {gradients} {item.fused} {regions} {sizes}"
+
+
+def _without_number(node: fx.Node) -> Sequence[Any]:
+    """A node's arguments; those of a random operator without the operator's number, which differs between equal layers."""
+    return (node.args[0], *node.args[2:]) if node.target in (seeded, dropout_mask) else node.args
+
+
+def _symbolic_sizes(value: Any) -> list[Any]:
+    """The sizes and strides of an input, or the input that is a size itself, if they are symbolic."""
+    sizes = (*value.shape, *value.stride()) if isinstance(value, torch.Tensor) else (value,)
+    return [size for size in sizes if isinstance(size, SYMBOLIC)]
 
 
 def _depends_on_data(graph: fx.Graph) -> bool:
     return any(has_unknown_size(node.meta["val"]) for node in graph.nodes if "val" in node.meta)
-
-
-# ---------------------------------------------------------------------------------- one program
-
-
-class _Trial:
-    """One program with made-up inputs; its gradients add up to sums, as over the microbatches of a step."""
-
-    def __init__(self, item: Program, graph: fx.Graph, values: _Values) -> None:
-        self._run, self._device = item.run, values.device
-        self._inputs = values.of([node.meta["val"] for node in graph.find_nodes(op="placeholder")])
-        self._fqns = {index: role.fqn for index, role in enumerate(item.outputs) if isinstance(role, Gradient)}
-        shared = {self._fqns[index] for index in item.shared if index in self._fqns}
-        self._sums = (FusedAccumulator if item.fused else Accumulator)(self._fqns.values(), shared)
-        self._runs = 0
-
-    def seconds(self) -> float:
-        """The seconds of one run."""
-        sink = MicrobatchSink(self._sums, self._runs, self._fqns)
-        arguments, self._runs = list(self._inputs), self._runs + 1
-        _synchronize(self._device)
-        began = time.perf_counter()
-        results = self._run(arguments, sink) if self._fqns else self._run(arguments)
-        for index in self._fqns:
-            if results[index] is not None:  # a gradient that is another result too
-                sink(index, results[index])
-        _synchronize(self._device)
-        return time.perf_counter() - began
-
-
-@dataclass
-class _Values:
-    """Made-up inputs. Programs share the tensors of one layout; the inputs of one program have memory of their own each."""
-
-    device: torch.device
-    _tensors: dict[Any, list[torch.Tensor]] = field(default_factory=dict)
-
-    def of(self, examples: Iterable[Any]) -> list[Any]:
-        """A value for each placeholder's example: a tensor, or a number for a size or a random key."""
-        taken: Counter[Any] = Counter()
-        values: list[Any] = []
-        for example in examples:
-            if not isinstance(example, torch.Tensor):
-                values.append(hint(example) if isinstance(example, SYMBOLIC) else example or 0)
-                continue
-            layout = tuple(map(hint, example.shape)), tuple(map(hint, example.stride())), example.dtype
-            known = self._tensors.setdefault(layout, [])
-            if taken[layout] == len(known):
-                known.append(self._made_up(*layout))
-            values.append(known[taken[layout]])
-            taken[layout] += 1
-        return values
-
-    def _made_up(self, shape: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        """A tensor of this layout, in memory of its own; its elements may overlap."""
-        elements = sum((size - 1) * step for size, step in zip(shape, stride, strict=True)) + 1 if all(shape) else 0
-        if dtype.is_floating_point or dtype.is_complex:
-            draw = torch.Generator(self.device).manual_seed(0)
-            memory = torch.empty(elements, device=self.device).normal_(std=0.02, generator=draw).to(dtype)
-        else:
-            memory = torch.full((elements,), dtype == torch.bool, dtype=dtype, device=self.device)
-        return memory.as_strided(shape, stride)
-
-
-def _synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)

@@ -1,7 +1,7 @@
 """The segments of a forward: the pieces between neighbouring places at which a stage may start, with their costs.
 
 Contract
-    in   a captured joint graph, its module calls, the passes that the plan switches on, the seconds of an operation
+    in   a captured joint graph, its module calls, the passes that the plan switches on, the seconds of programs
     out  `Segments`: where each segment starts, its seconds and bytes as those of a stage, the state that it reads.
          `Segments.stages(cut)` gives the costs and the state of stages, each of which is some neighbouring segments
     A place is the start of a module call outside of the model's repeated layers, of a layer, or of a module that a layer calls

@@ -19,6 +19,8 @@ import hashlib
 import operator
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from operator import attrgetter
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -34,6 +36,7 @@ from graphpp.passes.graph.op_costs import Cost, flops
 from graphpp.passes.graph.region import Region, RegionCall
 from graphpp.passes.graph.stage_graphs import PhaseGraph
 from graphpp.passes.stage.gather_layers import is_gather
+from graphpp.passes.text.render import attribute_of
 from graphpp.runtime.program import Buffer, Size
 
 LayerOf = Callable[[fx.Node], str | None]
@@ -206,16 +209,33 @@ def _call(
         known[result].meta = dict(result.meta)
 
 
-def graph_key(graph: fx.Graph) -> str:
-    """A hash of a graph's computation and of the layouts of its inputs, independent of names."""
+def graph_key(graph: fx.Graph, arguments: Callable[[fx.Node], Sequence[Any]] = attrgetter("args")) -> str:
+    """A hash of a graph's computation and of the layouts of its inputs, independent of names and equal in all processes.
+
+    `arguments`: the positional arguments of a node that count.
+    """
     numbers = {node: f"%{index}" for index, node in enumerate(graph.nodes)}
     lines = []
     for node in graph.nodes:
         if node.op == "placeholder":
-            lines.append(f"input {_layout(node.meta['val'])}")
+            lines.append(f"input {_layout(node.meta.get('val'))}")
+        elif node.op == "get_attr":
+            lines.append(f"held {_held(attribute_of(node))}")
         else:
-            lines.append(f"{node.target} {_spelled([node.args, node.kwargs], numbers)}")
+            lines.append(f"{_name(node.target)} {_spelled([arguments(node), node.kwargs], numbers)}")
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()
+
+
+def _name(target: Any) -> str:
+    """An operator's name; a Python function's `str` would have its address, which differs between processes."""
+    return f"{target.__module__}.{target.__qualname__}" if isinstance(target, FunctionType) else str(target)
+
+
+def _held(value: Any) -> str:
+    """What a graph holds: the branches of `torch.cond`, say, by their own computation, or a constant by its layout."""
+    if isinstance(value, fx.GraphModule):
+        return graph_key(value.graph)
+    return str(_layout(value)) if isinstance(value, torch.Tensor) else repr(value)
 
 
 def _spelled(value: Any, numbers: dict[fx.Node, str]) -> str:

@@ -189,7 +189,7 @@ def _statement(node: fx.Node, names: PythonNames) -> str:
     """`name = target(arguments)`."""
     name = names.values[node]
     if node.op == "get_attr":
-        return f"{name} = {names.bound(_attribute(node), f'_{name}')}"
+        return f"{name} = {names.bound(attribute_of(node), f'_{name}')}"
     if node.op != "call_function":
         raise TypeError(f"{node.op} {node.target}")
     if node.target is operator.getitem:
@@ -210,7 +210,7 @@ def _argument(node: fx.Node, place: int | str, value: Any, names: PythonNames) -
     return names.group(group_of(node)) if names_group(node, place) else names.literal(value)
 
 
-def _attribute(node: fx.Node) -> Any:
+def attribute_of(node: fx.Node) -> Any:
     """The object that a `get_attr` node names."""
     if "held" in node.meta:
         return node.meta["held"]

@@ -1,0 +1,1 @@
+"""Runs of single stage programs, to time them."""

@@ -1,0 +1,181 @@
+"""Runs with made-up values: what they leave unchanged, which values they take, what a key of the cache tells apart."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import graphpp
+from graphpp.compiler import time_programs
+from graphpp.compiler.timing import trials
+from tests.distributed import run_ranks
+
+AUTOCAST: list[bool] = []
+X = torch.ones(4, 8)
+
+
+@torch.library.custom_op("trials::noise", mutates_args=())
+def noise(x: torch.Tensor) -> torch.Tensor:
+    """The values of `x` and a number of the user's generators; notes whether autocast is on."""
+    AUTOCAST.append(torch.is_autocast_enabled("cpu"))
+    return x + torch.rand(()) + random.random()
+
+
+noise.register_fake(torch.empty_like)
+noise.register_autograd(lambda ctx, grad: grad)
+
+
+class Noisy(nn.Module):
+    """A linear layer, and noise of an operator that does not say that it is random."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return noise(self.linear(x))
+
+
+class Branches(nn.Module):
+    """A linear layer before one of two branches, of which the first has `length` operations."""
+
+    def __init__(self, length: int) -> None:
+        super().__init__()
+        self.linear, self.length = nn.Linear(8, 8), length
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        def long(y: torch.Tensor) -> torch.Tensor:
+            for _ in range(self.length):
+                y = y.sin()
+            return y
+
+        return torch.cond(x.sum() > 0, long, torch.cos, (self.linear(x),))
+
+
+def mean(output: torch.Tensor) -> torch.Tensor:
+    return output.square().mean()
+
+
+def compiled(model: nn.Module) -> graphpp.Pipeline:
+    return graphpp.compile(model, mean, split="auto", schedule=["0F0 1F0 1B0 0B0"], microbatches=1)
+
+
+@pytest.fixture
+def cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    monkeypatch.setenv("GRAPHPP_CACHE", str(tmp_path))
+    return tmp_path / "program_seconds.json"
+
+
+@pytest.fixture
+def counted(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The number of programs that each cut measures."""
+    found: list[int] = []
+    measured = time_programs.Stopwatch._measured
+
+    def counting(self: time_programs.Stopwatch, items: Sequence[Any]) -> list[float] | None:
+        found.append(len(items))
+        return measured(self, items)
+
+    monkeypatch.setattr(time_programs.Stopwatch, "_measured", counting)
+    return found
+
+
+def test_random_states_and_modes_are_those_of_a_step(cache: Path, counted: list[int]) -> None:
+    losses = []
+    compiled(nn.Sequential(*(Noisy() for _ in range(3)))).step(X)  # what is loaded once may draw random numbers
+    cache.unlink()
+    counted.clear()
+    for _ in range(2):  # the second pipeline finds all seconds in the cache
+        torch.manual_seed(0)
+        random.seed(0)
+        AUTOCAST.clear()
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            losses.append(compiled(nn.Sequential(*(Noisy() for _ in range(3)))).step(X).loss)
+        assert set(AUTOCAST) == {False}
+    assert counted[0] > counted[1] == 0
+    assert torch.equal(*losses)
+
+
+def test_equal_layers_with_random_numbers_are_timed_once(cache: Path, counted: list[int]) -> None:
+    for layers in (4, 12):
+        model = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.5)) for _ in range(layers)))
+        compiled(model).step(X)
+    assert counted[0] > counted[1] == 0
+    assert "0x" not in cache.read_text(), "an address would differ in the next process"
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning")  # torch.cond reads it
+def test_branches_of_another_length_are_timed_anew(cache: Path, counted: list[int]) -> None:
+    for length in (1, 1, 9):
+        compiled(nn.Sequential(Branches(length), nn.Linear(8, 8))).step(X)
+    first, again, longer = counted
+    assert first > 0 and again == 0 and longer > 0
+
+
+def test_a_cell_that_is_no_seconds_is_measured_anew(cache: Path, counted: list[int]) -> None:
+    model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(3)))
+    compiled(model).step(X)
+    table = json.loads(cache.read_text())
+    for wrong in ("some", "-1.0", "nan"):
+        cache.write_text(json.dumps(dict.fromkeys(table, wrong)))
+        compiled(model).step(X)
+    assert counted == [len(table)] * 4
+    assert all(float(seconds) > 0 for seconds in json.loads(cache.read_text()).values())
+
+
+def test_made_up_values_are_probabilities(caplog: pytest.LogCaptureFixture) -> None:
+    model, target = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8), nn.Sigmoid()), torch.rand(4, 8)
+    graphpp.verify(
+        model, F.binary_cross_entropy, graphpp.Microbatch((X,), target=target), split="auto", ranks=2, schedule="1F1B"
+    ).raise_if_wrong()
+    assert "not timed" not in caplog.text
+
+
+def cut_with_a_failure(rank: int, folder: str) -> tuple[list[tuple[str, ...]], int]:
+    """The modules of each stage where rank 1 has no memory in a later round, and how many cells its cache then has."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("GRAPHPP_CACHE", f"{folder}/{rank}")
+        once = trials.Trial.seconds
+
+        def seconds(self: trials.Trial) -> float:
+            if rank == 1 and self._runs == 3:
+                raise MemoryError("no memory is left")
+            return once(self)
+
+        patch.setattr(trials.Trial, "seconds", seconds)
+        model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(4)))
+        pipe = graphpp.compile(model, mean, split="auto", schedule="1F1B", microbatches=2)
+        pipe.step(X)
+    return [stage.modules for stage in pipe.plan.stages], Path(folder, str(rank), "program_seconds.json").exists()
+
+
+def test_a_rank_that_fails_in_a_later_round_lets_all_estimate(tmp_path: Path) -> None:
+    first, second = run_ranks(cut_with_a_failure, 2, str(tmp_path))
+    assert first == second and not first[1]
+
+
+def test_seconds_of_another_number_of_ranks_do_not_count(cache: Path) -> None:
+    compiled(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))).step(X)
+    assert all(", 1 ranks, " in key for key in json.loads(cache.read_text()))
+
+
+def test_nothing_made_up_stays(cache: Path) -> None:
+    import gc
+
+    model = nn.Sequential(*(nn.Linear(96, 96, bias=False) for _ in range(3)))
+    gc.collect()
+    gc.disable()
+    try:
+        graphpp.stage_costs(model, mean, graphpp.Microbatch((torch.ones(4, 96),)), split=["1", "2"])
+        left = [each for each in gc.get_objects() if type(each) is torch.Tensor and tuple(each.shape) == (96, 96)]
+    finally:
+        gc.enable()
+    assert not [each for each in left if each.device.type == "cpu"]
