@@ -10,7 +10,7 @@ Contract
     numbers of threads and of ranks, torch's version, and its settings of precision and determinism.
 
 Where sizes depend on data, or a program raises with made-up values (`timing/trials.py`), the estimate counts for all programs,
-and a line of the log says so.
+and a line of the log says so. Where the programs have collectives, the error is raised instead, and ends the call on all ranks.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ from graphpp.cache.disk_cache import DiskCache
 from graphpp.compiler.timing.trials import apart, medians, warmed_up
 from graphpp.errors import MismatchError
 from graphpp.parallel.agreement import Agreement
+from graphpp.passes.graph.collectives import is_collective
 from graphpp.passes.graph.region import RegionCall
 from graphpp.passes.provenance import ProgramGraphs
 from graphpp.passes.stage.outline_regions import graph_key
@@ -111,25 +112,31 @@ class Stopwatch:
         """
         if not items:
             return []
-        trials = self._on_all_ranks(lambda: warmed_up(items, self.device))
+        together = any(is_collective(node) for _, graph in items for node in graph.nodes)
+        trials = self._on_all_ranks(lambda: warmed_up(items, self.device), together)
         if trials is None:
             return None
-        once = self._on_all_ranks(lambda: sum(trial.seconds() for trial in trials))
+        once = self._on_all_ranks(lambda: sum(trial.seconds() for trial in trials), together)
         if once is None:
             return None
         slowest = float(self.agreement.of_all(torch.tensor([once], dtype=torch.float64)).max())
         rounds = min(max(round(_SECONDS / slowest), _LEAST_ROUNDS), _MOST_ROUNDS)
-        mine = self._on_all_ranks(lambda: medians(trials, rounds))
+        mine = self._on_all_ranks(lambda: medians(trials, rounds), together)
         if mine is None:
             return None
         return [fmean(each) for each in self.agreement.of_all(torch.tensor(mine, dtype=torch.float64)).T.tolist()]
 
-    def _on_all_ranks(self, work: Callable[[], T]) -> T | None:
-        """The result of `work`; None where it raises on any rank. Called by all ranks."""
+    def _on_all_ranks(self, work: Callable[[], T], together: bool) -> T | None:
+        """The result of `work`; None where it raises on any rank. Called by all ranks.
+
+        `together`: the ranks meet in collectives of the programs, so they cannot meet again after an error, which is raised.
+        """
         found: T | None = None
         try:
             found = work()
         except Exception as error:  # a kernel may refuse made-up values, and memory may end
+            if together and self.agreement.several:
+                raise
             reason = (str(error).splitlines() or [""])[0]
             _LOG.warning("layers are not timed but estimated: made-up values end in %s: %s", type(error).__name__, reason)
         failed = torch.tensor([found is None], dtype=torch.int64)

@@ -82,7 +82,8 @@ def find_plans(question: Question, limits: Limits, cap: int, choices: Choices) -
         _simulate(search, sorted(ordered, key=lambda each: (each.guess.nbytes, each.guess.seconds)))
     if choices.schedules is None or ORDER in choices.schedules:
         _search_orders(search)
-    return _ranked(question, list(search.found.values()), cap, len(ordered))
+    further = sum(bool(each.recomputed) or each.schedule.order is not None for each in search.found)  # made on the way
+    return _ranked(question, list(search.found.values()), cap, len(ordered) + further)
 
 
 def _search_orders(search: _Search) -> None:
