@@ -24,8 +24,8 @@ _SHOWN = 12  # plans in a printed result
 class TrainingPlans:
     """The plans found, the fastest that fits first, then those over the cap by the bytes that they lack.
 
-    `considered`: how many settings were ordered by estimates, or refined from those. `cap`: the bytes that a GPU may hold (None:
-    any).
+    `considered`: how many settings were ordered by estimates, or refined from those. `cap`: the bytes that a GPU may hold
+    (None: any).
     """
 
     plans: tuple[TrainingPlan, ...]
