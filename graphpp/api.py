@@ -23,7 +23,15 @@ from graphpp.options.parallel import ParallelLike
 from graphpp.options.split import Split
 from graphpp.parallel.facts import Facts
 from graphpp.parallel.failure import FailureBoard
-from graphpp.parallel.place import MeshLike, check_planned, pipeline_ranks, place_of, planned_mesh, shard_ranks
+from graphpp.parallel.place import (
+    MeshLike,
+    check_planned,
+    pipeline_ranks,
+    place_of,
+    planned_mesh,
+    shard_ranks,
+    usable_device,
+)
 from graphpp.parallel.rank_place import RankPlace
 from graphpp.pipeline.pipeline import Pipeline
 from graphpp.planner.plans.as_options import DECIDED, with_plan
@@ -206,7 +214,8 @@ def verify(  # noqa: PLR0913 - the options of `compile`, and two of its own
     require(GraphPPError, "tolerance", or_none(_DIFFERENCE), tolerance)
     wanted = options.microbatches or max(2, count)
     require(BatchError, "microbatches", _VERIFIED, wanted)
-    place = SimulatedPlace(options.parallel.device or device_of(model), None, count=count, shard_count=shard_ranks(mesh))
+    device = usable_device(options.parallel.device or device_of(model))
+    place = SimulatedPlace(device, None, count=count, shard_count=shard_ranks(mesh))
     dumps = debug is not None
     if against == "whole batch":
         parts, whole = cut_as_in_a_step(several[0], count, options), flatten_microbatch(several[0])

@@ -30,6 +30,7 @@ from graphpp.options.memory import MemoryLike
 from graphpp.options.options import Options
 from graphpp.options.parallel import ParallelLike
 from graphpp.options.split import Split
+from graphpp.parallel.place import usable_device
 from graphpp.planner.segments import estimated_costs
 from graphpp.planner.tables import CheckedTable, Tables
 from graphpp.runtime.model_state import state_restored
@@ -99,7 +100,7 @@ def _device(model: nn.Module, options: Options) -> torch.device:
     found = options.parallel.device or device_of(model)
     if found.type == "meta":
         raise GraphPPError('the model is on the meta device, where nothing can be timed: give parallel="cuda" or "cpu"')
-    return found
+    return usable_device(found)
 
 
 def _microbatches(options: Options, ranks: int) -> int:

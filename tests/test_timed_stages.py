@@ -45,6 +45,7 @@ def test_a_schedule_decides_how_many_stages_there_are() -> None:
         ({"ranks": 0}, GraphPPError, "ranks"),
         ({"model": 3}, GraphPPError, "nn.Module"),
         ({"schedule": "no such"}, GraphPPError, "no such"),
+        ({"parallel": "hpu"}, GraphPPError, "parallel.device: 'hpu' cannot be used on this machine"),
     ],
 )
 def test_arguments_that_do_not_fit_are_refused(arguments: dict[str, Any], error: type[Exception], why: str) -> None:

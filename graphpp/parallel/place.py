@@ -148,22 +148,20 @@ def _in_mesh(model: object, mesh: DeviceMesh, device: torch.device | None, least
 
 
 def _device(model: object, device: torch.device | None, type_of_mesh: str | None = None) -> torch.device:
-    """The device of this rank, with its number. Raises `GraphPPError` where the machine has none such."""
-    wanted = device if device is not None else _default_device(model, type_of_mesh)
+    return usable_device(device if device is not None else _default_device(model, type_of_mesh))
+
+
+def usable_device(wanted: torch.device) -> torch.device:
+    """The device with its number, made the current one. Raises `GraphPPError` where the machine has none such."""
     try:
-        return _usable(wanted)
+        torch.empty(0, device=wanted)
+        if wanted.type == "cuda":
+            wanted = torch.device("cuda", torch.cuda.current_device()) if wanted.index is None else wanted
+            torch.cuda.set_device(wanted)
     except (RuntimeError, AssertionError, ImportError) as error:
         first = str(error).partition("\n")[0]
         raise GraphPPError(f"parallel.device: {str(wanted)!r} cannot be used on this machine: {first}") from error
-
-
-def _usable(device: torch.device) -> torch.device:
-    """The device with its number, made the current one; raises torch's error where there is none."""
-    torch.empty(0, device=device)
-    if device.type == "cuda":
-        device = torch.device("cuda", torch.cuda.current_device()) if device.index is None else device
-        torch.cuda.set_device(device)
-    return device
+    return wanted
 
 
 def _default_device(model: object, type_of_mesh: str | None) -> torch.device:

@@ -429,6 +429,7 @@ def test_only_a_dump_that_was_asked_for_is_written(monkeypatch: pytest.MonkeyPat
         ({"ranks": "2"}, "ranks: take a positive integer"),
         ({"tolerance": "small"}, "tolerance: take a relative difference"),
         ({"example": 5}, "must be a graphpp.Microbatch"),
+        ({"parallel": "hpu"}, "parallel.device: 'hpu' cannot be used on this machine"),
     ],
 )
 def test_wrong_arguments_are_refused_by_name(options: dict[str, Any], words: str) -> None:
