@@ -28,7 +28,6 @@ from rich.table import Table
 from torch import Tensor, nn
 
 import graphpp
-from graphpp.parallel.same_host.memory import SLOTS
 
 WIDTH, ROWS, MICROBATCHES = 32, 8, 4
 
@@ -62,9 +61,8 @@ class Note:
         return cls(*map(min, zip(*looks, strict=True)))
 
 
-BOUNDS = Note(mib=8, threads=0, python_threads=0, files=3 * SLOTS * (RANKS - 1), tensors=0)
-"""The growth allowed after the warm-up. Memory: the allocator's own slack comes and goes. Files: ranks of one host take another
-slot when a message meets an unread one, up to `SLOTS` each way; a slot takes two files on its rank and one on the other."""
+BOUNDS = Note(mib=8, threads=0, python_threads=0, files=0, tensors=0)
+"""The growth allowed after the warm-up. Memory: the allocator's own slack comes and goes."""
 
 
 def main() -> None:

@@ -73,7 +73,7 @@ class Stopwatch:
         if not self.agreement.same(str(len(items)).encode()):
             raise MismatchError("the ranks have different numbers of programs to time: compile the same model on all of them")
         if any(_depends_on_data(sources.of(item).graph) for item in items.values()):
-            _LOG.info("layers are not timed but estimated: sizes of the graph depend on data")
+            _LOG.warning("layers are not timed but estimated: sizes of the graph depend on data")
             return self.estimate(lowered, sources)
         with apart(self.device):
             seconds = self._seconds(items, sources)

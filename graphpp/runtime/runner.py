@@ -247,7 +247,7 @@ class GraphPPRunner:
                 stage.prepare()
 
     def _value(self, fqn: str, tensor: torch.Tensor) -> torch.Tensor:
-        """What programs are given for a parameter or buffer of the model."""
+        """The tensor that programs take for a parameter or buffer of the model."""
         if self._sharded is None or fqn not in self._sharded:
             return local_tensor(tensor).detach()
         return self._sharded.whole(fqn) if self._reducer is None else self._sharded.gathered_by_programs(fqn)

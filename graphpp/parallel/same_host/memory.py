@@ -4,6 +4,8 @@ Contract: memory, pipes and handles have no name in a file system, so nothing is
 those of another one through `/proc`. All are closed when their object dies. Memory that a process has mapped stays readable
 after the process that made it has ended.
 
+No slot keeps a file open once its reader has mapped it, so the number of open files does not depend on the messages.
+
 A slot begins with two numbers: how many of its messages have been read, and whether its owner waits for the next one to be
 read. So a receiver frees a slot without a system call, and wakes the sender only if the sender waits.
 """
@@ -11,7 +13,6 @@ read. So a receiver frees a slot without a system call, and wakes the sender onl
 from __future__ import annotations
 
 import ctypes
-import mmap
 import os
 import secrets
 import select
@@ -21,6 +22,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from itertools import count
 from typing import NamedTuple
+
+import torch
 
 SLOTS = 4  # messages to one rank that it has not read yet, at most
 _LEAST = 2**12  # bytes of a slot
@@ -87,16 +90,16 @@ class Secret:
 
 
 class Slot:
-    """Memory of this rank for one message. `count`: the messages so far."""
+    """Memory of this rank for one message. `count`: the messages so far. `handle`: open until its reader has mapped it."""
 
     def __init__(self, number: int, size: int) -> None:
         """`size`: bytes of the first message."""
         self.number, self.serial, self.count = number, next(_SERIALS), 0
         self.handle = os.memfd_create("graphpp", os.MFD_CLOEXEC)
-        weakref.finalize(self, os.close, self.handle)
+        self._close = weakref.finalize(self, os.close, self.handle)
         self.capacity = max(_LEAST, 1 << (size + _HEAD - 1).bit_length())
         os.ftruncate(self.handle, self.capacity)
-        self.memory = Mapped(self.handle, self.capacity, self.serial)
+        self.memory = Mapped(os.getpid(), self.handle, self.capacity, self.serial)
         self.address = self.memory.address
 
     @property
@@ -109,18 +112,24 @@ class Slot:
         """Whether no message of it has been read, so that the reader may not have mapped it."""
         return not self.memory.head[_READ]
 
+    def close(self) -> None:
+        """Close the handle, which a reader that has mapped the memory does not open again."""
+        self._close()
+
     def want(self) -> None:
         """Ask the reader to write a frame when it has read the message."""
         self.memory.head[_WANTED] = 1
 
 
 class Mapped:
-    """A slot's memory in this process. `address`: of the message."""
+    """A slot's memory in this process, which keeps no file open. `address`: of the message."""
 
-    def __init__(self, handle: int, capacity: int, serial: int) -> None:
-        self.serial, self._memory = serial, mmap.mmap(handle, capacity)
-        self.head = memoryview(self._memory).cast("Q")
-        self.address = ctypes.addressof(ctypes.c_char.from_buffer(self._memory)) + _HEAD
+    def __init__(self, process: int, handle: int, capacity: int, serial: int) -> None:
+        """Map what is open under a handle of a process. Raises `RuntimeError` where that is closed."""
+        path = f"/proc/{process}/fd/{handle}"
+        self.serial, self._memory = serial, torch.UntypedStorage.from_file(path, True, capacity)  # True: shared
+        self.head = (ctypes.c_uint64 * 2).from_address(self._memory.data_ptr())
+        self.address = self._memory.data_ptr() + _HEAD
 
     def read(self, order: int) -> bool:
         """Note that message number `order` has been read; whether the slot's owner waits for this."""
@@ -140,6 +149,12 @@ class Outbox:
     def is_settled(self) -> bool:
         """Whether the other rank can read every message, whatever becomes of this process."""
         return not any(slot.fresh for slot in self.slots)
+
+    def close_handles(self) -> None:
+        """Close the handles of the slots that the other rank has mapped."""
+        for slot in self.slots:
+            if not slot.fresh:
+                slot.close()
 
     def has_room(self) -> bool:
         """Whether a slot is free, or may be made."""
@@ -190,14 +205,10 @@ class Peer:
         os.write(self._pipe, frame.packed)
 
     def mapped(self, frame: Frame) -> Mapped:
-        """The slot of a frame from the rank, in this process. Raises `OSError` if it cannot be mapped."""
+        """The slot of a frame from the rank, in this process. Raises `RuntimeError` if it cannot be mapped."""
         known = self._mapped.get(frame.number)
         if known is None or known.serial != frame.serial:
-            handle = os.open(f"/proc/{self._process}/fd/{frame.handle}", os.O_RDWR | os.O_CLOEXEC)
-            try:
-                known = self._mapped[frame.number] = Mapped(handle, frame.capacity, frame.serial)
-            finally:
-                os.close(handle)
+            known = self._mapped[frame.number] = Mapped(self._process, frame.handle, frame.capacity, frame.serial)
         return known
 
 

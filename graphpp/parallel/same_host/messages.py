@@ -92,6 +92,7 @@ class SameHost:
             if not peer.outbox.is_settled():
                 peer.outbox.want()
                 self._until(peer, peer.outbox.is_settled)
+            peer.outbox.close_handles()
 
     def drop(self) -> None:
         """Forget the receives of a step that failed."""
@@ -184,7 +185,7 @@ class SameHost:
             raise PeerLost(peer.rank, reason)
         try:
             slot = peer.mapped(frame)
-        except OSError:
+        except RuntimeError:  # the process has ended, and its handles with it
             raise _closed(peer) from None
         at = slot.address
         for tensor, size in zip(arrival.tensors, sizes, strict=True):

@@ -232,7 +232,7 @@ def _name(target: Any) -> str:
 
 
 def _held(value: Any) -> str:
-    """What a graph holds: the branches of `torch.cond`, say, by their own computation, or a constant by its layout."""
+    """A name of an attribute of a graph: of a branch of `torch.cond` by its own computation, of a constant by its layout."""
     if isinstance(value, fx.GraphModule):
         return graph_key(value.graph)
     return str(_layout(value)) if isinstance(value, torch.Tensor) else repr(value)

@@ -69,7 +69,7 @@ def counts_of(setting: Setting) -> tuple[int, ...]:
 
 
 class Work:
-    """What predictions cost, in computations of tables that are read for the first time: a measure of their time.
+    """A budget for predictions, counted in the computations of tables that are read for the first time, not in seconds.
 
     `tables`: left for settings under tables that were not read yet; `further`: for those under tables that were.
     """

@@ -95,7 +95,7 @@ class Setting:
 
     @property
     def degree(self) -> str:
-        """What is recomputed, as text."""
+        """The kind of recomputation and the number of its layers, as text; "-" for none."""
         if self.recomputed is None:
             return str(self.recompute or "-")
         return f"{self.recompute} of {sum(self.recomputed)} layers"

@@ -28,8 +28,8 @@ from graphpp.schedules.table.offload_window import OffloadWindow
 from graphpp.schedules.table.schedule import Row, Schedule
 from graphpp.schedules.table.state_bytes import HeldBytes, LayerBytes
 
-_CHANGING = ("weights", "gradients", "messages")
-_IN_MESSAGES = 2  # a reduction holds the bytes that it sends, and receives as many
+CHANGING = ("weights", "gradients", "messages")
+IN_MESSAGES = 2  # a reduction holds the bytes that it sends, and receives as many
 
 
 class StepPeak(NamedTuple):
@@ -118,7 +118,7 @@ def _held_by_ranks(table: Schedule, held: Sequence[HeldBytes]) -> Sequence[HeldB
 
 
 class _StateNow:
-    """The bytes of state that come and go on one rank: `now`, and the `most` of each kind so far, by `_CHANGING`."""
+    """The bytes of state that come and go on one rank: `now`, and the `most` of each kind so far, by `CHANGING`."""
 
     def __init__(self, held: HeldBytes) -> None:
         self._held = held
@@ -143,7 +143,7 @@ class _StateNow:
     def parts(self, activations: int) -> dict[str, int]:
         """All bytes alive, by kind."""
         found = dict(self._held.standing)
-        for kind, nbytes in zip(_CHANGING, self.now, strict=True):
+        for kind, nbytes in zip(CHANGING, self.now, strict=True):
             found[kind] = found.get(kind, 0) + nbytes
         return found | {"activations": activations}
 
@@ -163,7 +163,7 @@ class _StateNow:
                 self._early[leaf.stage].add(leaf.microbatch or 0)
         elif leaf.kind in (Kind.RESHARD, Kind.REDUCE_GRAD) and leaf.stage in self._unreduced:
             self._unreduced.remove(leaf.stage)
-            self._messages = _IN_MESSAGES * self._held.sent.get(leaf.stage, self._held.gradients[leaf.stage])
+            self._messages = IN_MESSAGES * self._held.sent.get(leaf.stage, self._held.gradients[leaf.stage])
         else:
             return
         self._count()
@@ -174,7 +174,7 @@ class _StateNow:
         if running or self._layers:
             self._layers = running
             sent = max((each.sent for each in running), default=0)
-            self._messages = _IN_MESSAGES * sent if sent else self._messages
+            self._messages = IN_MESSAGES * sent if sent else self._messages
             self._count()
 
     def _after(self, leaf: Action) -> None:
@@ -219,5 +219,5 @@ def _peak(rank: int, row: Row, live: Iterator[tuple[int, int]], held: HeldBytes)
     end = state.at_end()
     if sum(end.values()) > largest:
         at, parts = max(len(row) - 1, 0), end
-    found = {**dict(zip(_CHANGING, state.most, strict=True)), "activations": most}
+    found = {**dict(zip(CHANGING, state.most, strict=True)), "activations": most}
     return StepPeak(rank, at, parts, {kind: held.standing.get(kind, 0) + found.get(kind, 0) for kind in parts})

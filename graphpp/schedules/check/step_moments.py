@@ -19,13 +19,12 @@ import numpy as np
 import numpy.typing as npt
 
 from graphpp.errors import ScheduleError
+from graphpp.schedules.check.step_memory import CHANGING, IN_MESSAGES
 from graphpp.schedules.table.actions import Action, Kind
 from graphpp.schedules.table.costs import Costs, StageCosts
 from graphpp.schedules.table.schedule import Row, Schedule
 from graphpp.schedules.table.state_bytes import HeldBytes
 
-_CHANGING = ("weights", "gradients", "messages")
-_IN_MESSAGES = 2  # as in step_memory.py: a reduction holds the bytes that it sends, and receives as many
 _RUNS = (Kind.F, Kind.B, Kind.I, Kind.W)
 _PER_STAGE = 2 + len(_RUNS)  # entries of a moment for each stage: saved microbatches, waiting ones, those that run by kind
 
@@ -112,7 +111,7 @@ class _RowMoments:
         states = np.array([_state_bytes(state, held) for state in self.states], dtype=np.int64)
         end = sum(_state_bytes(self.last, held)) + held.at_end
         together = max(int((activations + states.sum(axis=1)[self.state]).max()), end)
-        found = {**dict(zip(_CHANGING, states.max(axis=0).tolist(), strict=True)), "activations": int(activations.max())}
+        found = {**dict(zip(CHANGING, states.max(axis=0).tolist(), strict=True)), "activations": int(activations.max())}
         kinds = dict.fromkeys([*held.standing, *found])
         most = {kind: held.standing.get(kind, 0) + found.get(kind, 0) for kind in kinds}
         return RankPeak(sum(held.standing.values()) + together, most)
@@ -148,4 +147,4 @@ def _state_bytes(state: _State, held: HeldBytes) -> tuple[int, int, int]:
     gradients = sum(held.gradients.get(stage, 0) for stage in state.unreduced)
     stage = next((stage for stage in state.sent if stage in held.gradients), None)  # a stage without gradients sends nothing
     sent = 0 if stage is None else held.sent.get(stage, held.gradients[stage])
-    return whole, gradients, _IN_MESSAGES * sent
+    return whole, gradients, IN_MESSAGES * sent

@@ -1,4 +1,4 @@
-"""An order of operations that the search evaluates, and what each of its operations takes.
+"""An order of operations that the search evaluates, and the times and bytes of its operations.
 
 Contract
     `Candidate` has the order of forwards and backwards of each rank, and the forms of its backwards; `EvaluatedOrder` adds the

@@ -19,7 +19,7 @@ from graphpp.schedules.table.in_order import in_order
 
 @dataclass(frozen=True, eq=False)
 class Elements:
-    """What the elements of a sequence are. `ranks[element]`: its rank, or the ranks of its SEND and its RECV.
+    """The elements of a sequence. `ranks[element]`: its rank, or the ranks of its SEND and its RECV.
 
     `before[element]`: the elements that stand before it in every sequence, next to it in the data flow or in the order of
     microbatches; `after` is its inverse.

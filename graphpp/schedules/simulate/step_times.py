@@ -41,7 +41,7 @@ class _Step(NamedTuple):
 
 
 class _Price(NamedTuple):
-    """What steps of one price have in common. `kind`: UNSHARD, REDUCE_GRAD, OVERLAP_F_B, or that of the only leaf."""
+    """The facts that all steps of one price share. `kind`: UNSHARD, REDUCE_GRAD, OVERLAP_F_B, or that of the only leaf."""
 
     kind: Kind
     leaves: tuple[tuple[int, Kind], ...]
