@@ -21,6 +21,14 @@ def has_gloo(group: dist.ProcessGroup) -> bool:
     return "cpu:gloo" in dist.get_backend_config(group)
 
 
+def receives_overtake(group: dist.ProcessGroup | None, device: torch.device) -> bool:
+    """Whether a receive of tensors on the device that is posted early delays no message that is posted later.
+
+    Gloo matches each message with its receive. NCCL runs the messages of a communicator one after another.
+    """
+    return group is None or (device.type == "cpu" and has_gloo(group))
+
+
 def reaches(group: dist.ProcessGroup, rank: int) -> bool:
     """Whether the connection to a rank of a gloo group is there; the rank itself may be stopped, or busy."""
     try:

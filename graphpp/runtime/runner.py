@@ -26,7 +26,7 @@ import torch.distributed as dist
 from graphpp._torch.autograd import with_gradient_hooks
 from graphpp.parallel import ordered_sums
 from graphpp.parallel.data_parallel import Replicas
-from graphpp.parallel.groups import Subgroups
+from graphpp.parallel.groups import Subgroups, receives_overtake
 from graphpp.parallel.rank_place import RankPlace
 from graphpp.parallel.same_host.connect import same_host
 from graphpp.parallel.sums import Sums
@@ -289,7 +289,7 @@ class GraphPPRunner:
         )
 
         row = [action for action in self.schedule.table[self.place.rank] if action is not None]
-        if self.place.device.type == "cpu":  # on NCCL an early receive would block later sends to the same rank
+        if receives_overtake(self.place.group, self.place.device):
             row = hoist_receives(row, self.schedule.rank_of_stage, DEPTH)
         bound = [(action, self._bound(action)) for action in row]
         return ActionLoop(list(self.stages.values()), self.schedule, self._awaiting(bound))
