@@ -47,8 +47,7 @@ from graphpp.runtime.shards.sharded_parameters import ShardedParameters
 from graphpp.runtime.shards.spread_tensors import is_spread_over
 from graphpp.runtime.stage import GraphStage, StageLocation, Variant
 from graphpp.runtime.task import StepInputs, Task
-from graphpp.runtime.transport import DEPTH, PendingMessage, Transport
-from graphpp.schedules.rewrite.hoist_receives import hoist_receives
+from graphpp.runtime.transport import PendingMessage, Transport
 from graphpp.schedules.table.actions import SENDS, Action, Kind, upstream
 from graphpp.schedules.table.offload_window import OffloadWindow
 from graphpp.schedules.table.schedule import Schedule
@@ -289,8 +288,6 @@ class GraphPPRunner:
         )
 
         row = [action for action in self.schedule.table[self.place.rank] if action is not None]
-        if self.place.device.type == "cpu":  # on NCCL an early receive would block later sends to the same rank
-            row = hoist_receives(row, self.schedule.rank_of_stage, DEPTH)
         bound = [(action, self._bound(action)) for action in row]
         return ActionLoop(list(self.stages.values()), self.schedule, self._awaiting(bound))
 

@@ -37,8 +37,7 @@ from graphpp.parallel.failure import PeerLost
 from graphpp.parallel.same_host.connect import same_host
 from graphpp.parallel.same_host.messages import Arrival, SameHost
 from graphpp.runtime.program import TensorMeta
-
-DEPTH = 2
+from graphpp.schedules.table.costs import DEPTH, MessageFlow
 
 
 @dataclass
@@ -78,6 +77,16 @@ class PendingMessage:
     def elements(self) -> list[torch.Tensor]:
         """The tensors on the wire: the memory that a send reads, or a receive writes."""
         return self.message.tensors if self.outgoing else [buffer.elements for buffer in self.message.buffers]
+
+
+def message_flow(group: dist.ProcessGroup | None, device: torch.device) -> MessageFlow:
+    """How long the messages of a pipeline take memory.
+
+    On NCCL a receive that is posted early would delay later sends to the same rank, so each stands where the table has it. A
+    send between ranks of one host copies its values and is complete.
+    """
+    on_cpu = device.type == "cpu"
+    return MessageFlow(ahead=DEPTH if on_cpu else 0, kept=0 if on_cpu and same_host(group) is not None else DEPTH)
 
 
 class Transport:
