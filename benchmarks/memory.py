@@ -36,9 +36,6 @@ from torch.utils._pytree import tree_leaves
 from workloads import NAMES, Size, add_sizes, workload
 
 import graphpp
-from graphpp.runtime.program_costs import costs_of_stage
-from graphpp.schedules.check.peak_memory import peak_bytes
-from graphpp.schedules.table.costs import Costs
 
 CHOICES: dict[str, Any] = {"graphpp": None, "0.5": 0.5, "full": "full"}
 MIB = 1 << 20
@@ -124,10 +121,13 @@ def graphpp_step(case: Case, device: torch.device, backend: str, recompute: Any)
 
 
 def foretold_peak(pipe: graphpp.Pipeline) -> int:
-    """The bytes of activations at the peak of a step on this rank, by the plan of a pipeline that has run one."""
-    plan = pipe.plan
-    costs = Costs(tuple(costs_of_stage(pipe.programs(stage.stage)) for stage in plan.stages))
-    return peak_bytes(plan.schedule, costs)[RANK]
+    """The bytes of activations and messages at the peak of a step on this rank, by the plan of a pipeline that has run one.
+
+    Weights, gradients, optimizer and buffers of the benchmarks' models stand for the whole step.
+    """
+    assert pipe.plan.memory is not None
+    own = pipe.plan.memory.ranks[RANK]
+    return own.peak - (own.weights + own.gradients + own.optimizer + own.buffers)
 
 
 def record(case: Case, option: argparse.Namespace, device: torch.device) -> dict[str, Any]:
@@ -155,10 +155,15 @@ def record(case: Case, option: argparse.Namespace, device: torch.device) -> dict
     }
 
 
-def peak(step: Step, device: torch.device) -> float:
-    """The peak of one step on this rank, after one to warm up, in bytes."""
+def peak(step: Step, device: torch.device, *, fresh: bool = True) -> float:
+    """The peak of one step on this rank, after one to warm up, in bytes. `fresh`: without gradients from the step before.
+
+    The plan counts sums of gradients for the whole step, as they stand where gradients are not set to None. In a fresh step the
+    first microbatch's gradients become the sums, so a peak in its backward is lower by those that the plan counts once more.
+    """
     for census in (None, Census()):
-        step.forget_gradients()
+        if fresh:
+            step.forget_gradients()
         if census is None:
             step.losses()
         else:

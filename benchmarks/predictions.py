@@ -1,4 +1,4 @@
-"""Compare predicted steps with measured ones: seconds, and bytes of activations at the peak.
+"""Compare predicted steps with measured ones: seconds, and bytes of activations and messages at the peak.
 
     torchrun --nproc-per-node 2 benchmarks/predictions.py [--dims 64 256 512] [--backends eager inductor] [--schedules ..]
 
@@ -11,8 +11,8 @@ Each case is a model, a backend and a schedule. Three predictions of the seconds
 
 An error is predicted over measured, less 1. Measured: the median of the slowest rank's seconds over steps in a row; "spread":
 half of the distance between the quartiles, as a share of the median, which is how well any prediction can be told right.
-Bytes: the plan's peak of activations against a census of storages (memory.py), the rank with the larger error; of eager steps,
-for the census does not see the memory that compiled code takes.
+Bytes: the plan's peak of activations and messages against a census of storages (memory.py) in a step that adds to gradients,
+the rank with the larger error; of eager steps, for the census does not see the memory that compiled code takes.
 """
 
 from __future__ import annotations
@@ -176,8 +176,8 @@ def predictions(
 
 
 def peaks(pipe: graphpp.Pipeline, step: Step, device: torch.device) -> tuple[int, int]:
-    """The bytes of activations at the peak, predicted and measured, of the rank where they differ most."""
-    rows = over_ranks([float(foretold_peak(pipe)), peak(step, device)])
+    """The bytes of activations and messages at the peak, predicted and measured, of the rank where they differ most."""
+    rows = over_ranks([float(foretold_peak(pipe)), peak(step, device, fresh=False)])
     worst = max(rows, key=lambda pair: abs(pair[0] / pair[1] - 1))
     return round(worst[0]), round(worst[1])
 

@@ -2,7 +2,8 @@
 
 Contract
     The document is an object with the fields of `Costs`; `stages` is a list of objects with the fields of `StageCosts`, whose
-    `peak_bytes` has the kinds F, B, I and W as keys. A field that is left out has its default; `stages` may not be left out.
+    `peak_bytes`, `received_bytes` and `sent_bytes` have the kinds F, B, I and W as keys; `flow` is an object with the fields of
+    `MessageFlow`. A field that is left out has its default; `stages` may not be left out.
     `json.dumps(dataclasses.asdict(costs))` writes such a document. Raises `ScheduleError` that names file and field: for an
     unknown field, for a field that stands twice, for a value of another type, and for numbers that `Costs` refuses.
 """
@@ -16,11 +17,11 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
-from graphpp.arguments import FLAG, NUMBER, Accepted, or_none, refusal, shown
+from graphpp.arguments import FLAG, INDEX, NUMBER, Accepted, or_none, refusal, shown
 from graphpp.cli.schedule_inputs import readable
 from graphpp.errors import ScheduleError
 from graphpp.schedules.table.actions import BACKWARDS, Kind
-from graphpp.schedules.table.costs import Costs, StageCosts
+from graphpp.schedules.table.costs import Costs, MessageFlow, StageCosts
 
 T = TypeVar("T")
 _TIME = Accepted("a number from 0 to 1e300", lambda value: NUMBER.accepts(value) and 0 <= value <= 1e300)  # type: ignore[operator]
@@ -37,6 +38,8 @@ _STAGE: Mapping[str, Accepted] = {
     "saved_bytes": _BYTES,
     "kept_bytes": or_none(_BYTES),
     "peak_bytes": _OBJECT,
+    "received_bytes": _OBJECT,
+    "sent_bytes": _OBJECT,
 }
 _ALL: Mapping[str, Accepted] = {
     "stages": _LIST,
@@ -47,10 +50,15 @@ _ALL: Mapping[str, Accepted] = {
     "overhead": _TIME,
     "gathers": _TIMES,
     "reductions": _TIMES,
+    "flow": _OBJECT,
+    "woven": FLAG,
 }
+_FLOW: Mapping[str, Accepted] = {"ahead": INDEX, "kept": INDEX}
 _PEAKS: Mapping[str, Accepted] = {kind.value: _BYTES for kind in (Kind.F, *BACKWARDS)}
+_BY_KIND = {"peak_bytes", "received_bytes", "sent_bytes"}
 assert set(_STAGE) == {each.name for each in fields(StageCosts)}
 assert set(_ALL) == {each.name for each in fields(Costs)}
+assert set(_FLOW) == {each.name for each in fields(MessageFlow)}
 
 
 def read_costs(path: Path) -> Costs:
@@ -66,14 +74,16 @@ def read_costs(path: Path) -> Costs:
         raise ScheduleError(f"{path}: the field stages is missing: a list of objects with the costs of each stage")
     stages = [_stage(f"{path}, stages[{at}]", each) for at, each in enumerate(given.pop("stages"))]
     given = {name: tuple(value) if isinstance(value, list) else value for name, value in given.items()}
-    return _made(str(path), lambda: Costs(tuple(stages), **given))
+    flow = _checked(f"{path}, flow", given.pop("flow", {}), _FLOW)
+    return _made(str(path), lambda: Costs(tuple(stages), **given, flow=MessageFlow(**flow)))
 
 
 def _stage(where: str, document: object) -> StageCosts:
     given = _checked(where, document, _STAGE)
-    peaks = _checked(f"{where}.peak_bytes", given.pop("peak_bytes", {}), _PEAKS)
-    found = {Kind(name): count for name, count in peaks.items()}
-    return _made(where, lambda: StageCosts(**given, peak_bytes=found))
+    for name in _BY_KIND & given.keys():
+        by_kind = _checked(f"{where}.{name}", given[name], _PEAKS)
+        given[name] = {Kind(kind): count for kind, count in by_kind.items()}
+    return _made(where, lambda: StageCosts(**given))
 
 
 def _checked(where: str, document: object, known: Mapping[str, Accepted]) -> dict[str, Any]:

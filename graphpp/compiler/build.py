@@ -28,8 +28,8 @@ from graphpp.passes.stage.outline_regions import cost_with_regions
 from graphpp.planner.tables import CheckedTable
 from graphpp.runtime.program import Buffer, Parameter, PipelineProgram, WovenProgram
 from graphpp.runtime.program_costs import costs_of_microbatches
+from graphpp.schedules.check.memory_cap import check_memory
 from graphpp.schedules.check.schedule_under_check import ScheduleUnderCheck
-from graphpp.schedules.check.step_memory import check_memory
 from graphpp.schedules.table.offload_window import OffloadWindow
 from graphpp.schedules.table.schedule import Schedule
 
@@ -209,4 +209,5 @@ def _check_memory(
 ) -> None:
     """Raise `ScheduleError` where more bytes are alive on a rank than the caller allows; all else was checked before."""
     case = ScheduleUnderCheck(table.running, table.running.stages, table.running.microbatches)
-    check_memory(case, costs_of_microbatches(programs), cap, windows, held_by_ranks(request, first, programs, table))
+    costs, held = costs_of_microbatches(programs, table.flow), held_by_ranks(request, first, programs, table)
+    check_memory(case, costs, cap, windows, held)

@@ -192,7 +192,7 @@ def _memory_plan(
 ) -> MemoryPlan:
     """The bytes of each rank under the table that the ranks run. `programs`: those of each microbatch."""
     held, freed = held_by_ranks(request, graph, programs, table), freed_windows(request, windows)
-    peaks = step_peaks(table.running, costs_of_microbatches(programs), held, freed)
+    peaks = step_peaks(table.running, costs_of_microbatches(programs, table.flow), held, freed)
     return MemoryPlan.of(peaks, graph.state(request), request.options.memory.optimizer)
 
 

@@ -46,7 +46,8 @@ def estimated_step(
         return EstimatedStep(costs, timeline)
     windows = freed_windows(request, offload_windows(request, [graph], programs, table))
     held = held_by_ranks(request, graph, programs, table)
-    return EstimatedStep(costs, timeline, bytes_over_time(timeline, costs_of_microbatches(programs), held, windows))
+    nbytes = costs_of_microbatches(programs, table.flow)
+    return EstimatedStep(costs, timeline, bytes_over_time(timeline, nbytes, held, windows))
 
 
 def _costs(request: CompileRequest, graph: CompiledGraph, program: PipelineProgram, table: CheckedTable) -> Costs:

@@ -34,6 +34,7 @@ def _stage(stage: StageProgram, values: Values) -> StageProgram:
         saved=_metas(stage.saved, values),
         saved_memory=_metas(stage.saved_memory, values),
         kept_memory=_metas(stage.kept_memory, values),
+        unread_memory=_metas(stage.unread_memory, values),
     )
 
 

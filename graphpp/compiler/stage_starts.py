@@ -53,6 +53,7 @@ def fastest_starts(
 
     with working("searching where stages start"), aot.quick():
         segments = segments_of(joint, places(joint, calls), choices, timed_pricing(request), state)
+        segments = replace(segments, costs=replace(segments.costs, flow=table.flow))
         return CutSearch(segments, table.running, held, options.memory.caps(place.ranks)).starts(calls)
 
 

@@ -74,9 +74,10 @@ class Memory(Group):
         read=_read_cap,
         takes="bytes, or a sequence with the bytes of each rank",
         about="Bytes that may be alive on a rank at one time of a training step: parameters, gradients, buffers, the state of "
-        "the optimizer (see `memory.optimizer`), and activations, which are values that wait for their backward and values "
-        "alive while a program runs. A schedule that needs more is refused before the first step; `pipe.plan.memory` has all "
-        "these bytes. Counted from the graph and the table; an operator's own workspace and messages come on top.",
+        "the optimizer (see `memory.optimizer`), messages between stages, and activations, which are values that wait for "
+        "their backward and values alive while a program runs. A schedule that needs more is refused before the first step; "
+        "`pipe.plan.memory` has all these bytes. Counted from the graph and the table; an operator's own workspace and the "
+        "memory of the transport come on top.",
     )
     optimizer: Option[str | float, str | float] = Option(
         "adamw",

@@ -31,7 +31,6 @@ from graphpp.parallel.facts import Facts
 from graphpp.parallel.failure import FailureBoard
 from graphpp.parallel.groups import gloo_twin
 from graphpp.parallel.rank_place import RankPlace
-from graphpp.parallel.same_host.connect import connect
 from graphpp.parallel.timeouts import Timeouts
 from graphpp.pipeline.given_data import checksums, filled, holdings_of_ranks
 from graphpp.pipeline.grad_norm import RankGradients
@@ -54,8 +53,6 @@ class Calls:
         self._options, self._place, self._agreement, self._cache, self._state = options, place, agreement, cache, state
         self._replicas, self._peers = place.agreement(place.replicas), place.agreement(place.peers)
         self._initial = InitialValues(options, place, self._replicas, cache.ownership, state)
-        for group in dict.fromkeys((place.group, place.model_parallel)):
-            connect(group)
         self._name = agreement.shared_name()
         self._board = FailureBoard((place.model_parallel, place.replicas), self._name, place.described)
         self._every = options.parallel.check_data if agreement.several else 0

@@ -45,6 +45,7 @@ from graphpp.pipeline.varying_sizes import VaryingSizes
 from graphpp.planner.tables import CheckedTable, ShardPolicy, Tables
 from graphpp.runtime.model_state import ModelState, tensor_lines
 from graphpp.runtime.runner import GraphPPRunner
+from graphpp.runtime.transport import message_flow
 from graphpp.schedules.table.schedule import Schedule
 
 T = TypeVar("T")
@@ -90,7 +91,7 @@ class GraphCache:
         self._assembly = Assembly(request, state)
         self.ownership = Ownership(state, place, options, self.captured, self._keys.forget_values, self._agreement)
         self._shards = ShardPolicy(options.parallel.keep) if place.sharding is not None else None
-        self.tables = Tables(options.schedule, place.ranks, self._shards)
+        self.tables = Tables(options.schedule, place.ranks, self._shards, message_flow(place.group, place.device))
         self.first: CompiledGraph | None = None
 
     @property
@@ -213,7 +214,7 @@ class GraphCache:
 
         Called by all ranks.
         """
-        table = CheckedTable(schedule, training=True, shards=self._shards)
+        table = CheckedTable(schedule, training=True, shards=self._shards, flow=step.lowered.table.flow)
         work = partial(lowered, self._request, step.lowered.graphs, table, self._assembly.regions)
         made = self._together(work, lambda lowered: lowered.facts)
         self._together(partial(self._assembly.compile, made, None), _nothing_to_compare)

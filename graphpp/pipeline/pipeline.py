@@ -35,6 +35,7 @@ from graphpp.errors import BatchError, GraphPPError
 from graphpp.options.options import Options
 from graphpp.parallel.agreement import Agreement
 from graphpp.parallel.rank_place import RankPlace
+from graphpp.parallel.same_host.connect import connect
 from graphpp.pipeline import grad_norm as norms
 from graphpp.pipeline.calls import Calls, MakeParts
 from graphpp.pipeline.graph_cache import GraphCache
@@ -78,6 +79,8 @@ class Pipeline(RankPart):
         self._cutter = BatchCutter(example)
         self._state = ModelState(model)
         self._request, self._record = CompileRequest(model, loss, options, place), StepRecord()
+        for group in dict.fromkeys((place.group, place.model_parallel)):
+            connect(group)  # the plan of bytes depends on how messages travel
         self._cache = GraphCache(self._request, self._state, agreement)
         self._calls = Calls(options, place, agreement, self._cache, self._state)
         self._own: tuple[TensorReader, norms.HeldParameters] | None = None  # of clipping

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean, median
 
@@ -21,12 +21,12 @@ import torch.distributed as dist
 
 from graphpp.parallel.groups import has_gloo
 from graphpp.parallel.rank_place import RankPlace
-from graphpp.runtime.program import Phase, PipelineProgram, TensorMeta
-from graphpp.runtime.program_costs import costs_of_stage
+from graphpp.runtime.program import PipelineProgram, TensorMeta
+from graphpp.runtime.program_costs import costs_of_programs, costs_of_stage
 from graphpp.runtime.recorder import Recorder
 from graphpp.runtime.runner import GraphPPRunner
-from graphpp.runtime.transport import ReceiveBuffer, Transport
-from graphpp.schedules.simulate.memory_curve import memory_curves
+from graphpp.runtime.transport import ReceiveBuffer, Transport, message_flow
+from graphpp.schedules.simulate.bytes_over_time import memory_curves
 from graphpp.schedules.simulate.simulator import simulate
 from graphpp.schedules.simulate.timeline import Event, Timeline
 from graphpp.schedules.table.actions import SENDS, Action, Kind, peer
@@ -103,9 +103,11 @@ def profile_of(own: RecordedSteps, others: Sequence[RecordedSteps] = (), heads: 
         *messages,
         overlap=median(shares) if shares else 1.0,
         overhead=float(torch.stack(gather_tensors(overhead, place)).median()),
+        flow=message_flow(place.group, place.device),
+        woven=costs_of_programs(programs[0]).woven,
     )
     usual = sorted(runs, key=lambda run: run.makespan)[(len(runs) - 1) // 2]
-    memory = memory_curves(usual.events, costs, schedule.ranks)
+    memory = memory_curves(schedule, usual.events, costs)
     steps = tuple(run.makespan for run in runs)
     return Profile(replace(usual, memory=memory), costs, steps, _outside(own, steps, heads, place))
 
@@ -197,18 +199,30 @@ def stage_costs(runs: Sequence[Timeline], stages: int) -> tuple[StageCosts, ...]
 def _with_bytes(
     costs: Sequence[StageCosts], own: Sequence[PipelineProgram], runners: Sequence[GraphPPRunner]
 ) -> tuple[StageCosts, ...]:
-    """The costs with their bytes, the largest of any microbatch: saved bytes of `own`; bytes kept from I to W, peaks of all."""
-    split = [program for runner in runners for program in runner.programs]
+    """The costs with their bytes, the largest of any microbatch: saved bytes of `own`; those of each kind of action of all."""
+    distinct = {id(program): program for program in (*own, *(each for runner in runners for each in runner.programs))}
     found = []
     for index, each in enumerate(costs):
-        kept = [p.stages[index].kept_bytes for p in split if Phase.WEIGHT_GRAD in p.stages[index].programs]
+        known = [costs_of_stage(program, index) for program in distinct.values()]
         saved = max(program.stages[index].saved_bytes for program in own)
-        peaks: dict[Kind, int] = {}
-        for program in (*own, *split):
-            for kind, count in costs_of_stage(program.stages[index]).peak_bytes.items():
-                peaks[kind] = max(count, peaks.get(kind, 0))
-        found.append(replace(each, saved_bytes=saved, kept_bytes=max(kept, default=None), peak_bytes=peaks))
+        kept = max((one.kept_bytes for one in known if one.kept_bytes is not None), default=None)
+        found.append(
+            replace(
+                each,
+                saved_bytes=saved,
+                kept_bytes=kept,
+                peak_bytes=_largest([one.peak_bytes for one in known]),
+                received_bytes=_largest([one.received_bytes for one in known]),
+                sent_bytes=_largest([one.sent_bytes for one in known]),
+            )
+        )
     return tuple(found)
+
+
+def _largest(several: Sequence[Mapping[Kind, int]]) -> dict[Kind, int]:
+    """By kind, the most bytes of any mapping."""
+    kinds = sorted({kind for each in several for kind in each})
+    return {kind: max(each.get(kind, 0) for each in several) for kind in kinds}
 
 
 def _overlap_shares(run: Timeline, costs: Sequence[StageCosts]) -> Iterator[float]:

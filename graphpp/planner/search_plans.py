@@ -25,6 +25,7 @@ from graphpp.schedules.check.step_memory import step_peaks
 from graphpp.schedules.generate.megatron_interleaved import legal_groups, megatron_interleaved
 from graphpp.schedules.generate.names import SCHEDULES, Generator
 from graphpp.schedules.rewrite.add_send_recv import add_send_recv
+from graphpp.schedules.rewrite.hoist_receives import hoist_receives
 from graphpp.schedules.rewrite.place_shards import place_shards
 from graphpp.schedules.search.arguments import caps_of, check_size
 from graphpp.schedules.simulate.simulator import simulate
@@ -222,7 +223,7 @@ def _generators(problem: _Problem) -> Iterator[tuple[str, Generator]]:
 
 
 def _candidates(problem: _Problem, name: str, table: Schedule) -> Iterator[PlanCandidate]:
-    sent = add_send_recv(table) if problem.costs.blocking else table
+    sent = table if table.has_communication else add_send_recv(table)
     if problem.shards == 1:
         yield _candidate(problem, name, table, sent, None)
         return
@@ -237,6 +238,8 @@ def _candidates(problem: _Problem, name: str, table: Schedule) -> Iterator[PlanC
 
 def _candidate(problem: _Problem, name: str, table: Schedule, running: Schedule, keep: int | None) -> PlanCandidate:
     shards = problem.shards if problem.shards > 1 else None
+    if not problem.costs.blocking:  # a receive that occupies its rank waits in its place
+        running = hoist_receives(running, problem.costs.flow.ahead)
     held = held_bytes(problem.state, running.rank_of_stage, problem.ranks, shards, keep is not None)
     memory = MemoryPlan.of(step_peaks(running, problem.costs, held), problem.state)
     found = PlanCandidate(name, table, keep, simulate(running, problem.costs).makespan, memory)

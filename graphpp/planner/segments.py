@@ -24,7 +24,7 @@ from graphpp.passes.provenance import ProgramGraphs
 from graphpp.planner.layers import repeated_layers
 from graphpp.runtime import program
 from graphpp.runtime.program import Boundary, Phase, PipelineProgram, StageProgram
-from graphpp.runtime.program_costs import costs_of_stage
+from graphpp.runtime.program_costs import costs_of_programs
 from graphpp.schedules.table.actions import Kind
 from graphpp.schedules.table.costs import Costs, StageCosts
 from graphpp.schedules.table.state_bytes import StateBytes
@@ -71,7 +71,17 @@ def _joined(parts: Sequence[StageCosts]) -> StageCosts:
         saved_bytes=saved,
         kept_bytes=sum(kept) if any(part.kept_bytes is not None for part in parts) else None,
         peak_bytes=peaks,
+        received_bytes=_of_ends(parts, "received_bytes"),
+        sent_bytes=_of_ends(parts, "sent_bytes"),
     )
+
+
+def _of_ends(parts: Sequence[StageCosts], name: str) -> dict[Kind, int]:
+    """By kind, the bytes that enter or leave a stage: a forward enters at its first segment, and leaves at its last one."""
+    enters, leaves = getattr(parts[0], name), getattr(parts[-1], name)
+    forward, backward = (enters, leaves) if name == "received_bytes" else (leaves, enters)
+    found = {kind: forward[kind] for kind in (Kind.F,) if kind in forward}
+    return found | {kind: backward[kind] for kind in (Kind.B, Kind.I) if kind in backward}
 
 
 def _peak(parts: Sequence[StageCosts], kept: Sequence[int], kind: Kind) -> int:
@@ -174,16 +184,18 @@ def estimated_costs(lowered: PipelineProgram, sources: ProgramGraphs, pricing: P
     """
     seconds = pricing.programs(lowered, sources)
 
+    known = costs_of_programs(lowered)
+
     def stage_costs(stage: StageProgram) -> StageCosts:
         times = {phase: seconds[stage.index, phase] for phase in stage.programs}
         forward = times.get(Phase.FORWARD, times.get(Phase.EVALUATE, 0.0))
         whole = times.get(Phase.BACKWARD, 0.0)
         first, second = times.get(Phase.INPUT_GRAD, whole), times.get(Phase.WEIGHT_GRAD, 0.0)
-        return replace(costs_of_stage(stage), forward=forward, input_grad=first, weight_grad=second, backward=whole)
+        return replace(known.stages[stage.index], forward=forward, input_grad=first, weight_grad=second, backward=whole)
 
     def sends(values: Callable[[Boundary], Sequence[program.TensorMeta]]) -> tuple[float, ...]:
         return tuple(pricing.message(sum(value.nbytes for value in values(each))) for each in lowered.boundaries)
 
     each = tuple(map(stage_costs, lowered.stages))
     on, back = sends(lambda boundary: boundary.forward), sends(lambda boundary: boundary.backward)
-    return Costs(each, on, back)
+    return replace(known, stages=each, sends_forward=on, sends_backward=back)

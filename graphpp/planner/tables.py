@@ -18,8 +18,10 @@ from graphpp.errors import ScheduleError
 from graphpp.schedules.check.checker import check
 from graphpp.schedules.generate.read import ScheduleLike, default_stages, make_table
 from graphpp.schedules.rewrite.add_send_recv import add_send_recv
+from graphpp.schedules.rewrite.hoist_receives import hoist_receives
 from graphpp.schedules.rewrite.place_shards import place_shards
 from graphpp.schedules.table.actions import Kind
+from graphpp.schedules.table.costs import MessageFlow
 from graphpp.schedules.table.schedule import Schedule
 
 _KEPT = 4  # tables; a table of 64 ranks and 512 microbatches takes 40 MB with its sends
@@ -37,19 +39,22 @@ class CheckedTable:
     """A table that was accepted: `plain` as the schedule made it, `running` with its sends and receives.
 
     `training`: whether a step runs the table. An evaluation runs the forwards of it. `shards`: which stages are whole at a
-    time, where their parameters are sharded; None where each rank holds the whole parameters of its stages.
+    time, where their parameters are sharded; None where each rank holds the whole parameters of its stages. `flow`: how long
+    the transport of the ranks holds messages.
     """
 
     plain: Schedule
     training: bool
     shards: ShardPolicy | None = None
+    flow: MessageFlow = MessageFlow()
 
     @cached_property
     def running(self) -> Schedule:
         """The table that the ranks run: in evaluation the forwards only; with sends and receives, and with sharded stages."""
         table = self.plain if self.training else self.plain.forward_only()
         sent = table if table.has_communication else add_send_recv(table)
-        return sent if self.shards is None else place_shards(sent, self.shards.keep)
+        placed = sent if self.shards is None else place_shards(sent, self.shards.keep)
+        return hoist_receives(placed, self.flow.ahead)
 
     @cached_property
     def text(self) -> list[str]:
@@ -87,8 +92,14 @@ class CheckedTable:
 class Tables:
     """Makes and keeps the tables of one pipeline: those of the latest counts."""
 
-    def __init__(self, source: ScheduleLike, ranks: int, shards: ShardPolicy | None = None) -> None:
-        self._source, self._ranks, self._shards = source, ranks, shards
+    def __init__(
+        self,
+        source: ScheduleLike,
+        ranks: int,
+        shards: ShardPolicy | None = None,
+        flow: MessageFlow = MessageFlow(),  # noqa: B008 - a frozen value
+    ) -> None:
+        self._source, self._ranks, self._shards, self._flow = source, ranks, shards, flow
         self._built = lru_cache(_KEPT)(self._build)
         self.checked = lru_cache(_KEPT)(self._checked)
 
@@ -119,4 +130,4 @@ class Tables:
                 "with backwards to train."
             )
         check(table, ranks=self._ranks, stages=stages, microbatches=microbatches, training=trains)
-        return CheckedTable(table, training, self._shards)
+        return CheckedTable(table, training, self._shards, self._flow)

@@ -237,8 +237,9 @@ class Program:
 
     `source`: the program's Python text. `shared`: positions of results whose memory an input or another result may share; copy
     these before writing to them. `live`: by how many bytes the memory grows or shrinks, in order, while the program runs, of
-    values that arrived, were saved, or are made; `values`: the numbers for symbolic sizes among these bytes. `layers`: what the
-    program gathers and reduces; None where its parameters are whole before it runs.
+    values that arrived, were saved, or are made; `sent`: the bytes of each value for the neighbouring stage that shares no
+    memory with a saved one; `values`: the numbers for symbolic sizes among these bytes. `layers`: what the program gathers and
+    reduces; None where its parameters are whole before it runs. `has_collectives`: whether ranks exchange values while it runs.
     """
 
     stage: int
@@ -249,15 +250,23 @@ class Program:
     source: str = ""
     shared: frozenset[int] = frozenset()
     live: tuple[int, ...] = ()
+    sent: tuple[int, ...] = ()
     values: Values | None = None
     fused: bool = False
     layers: LayerTraffic | None = None
+    has_collectives: bool = False
 
     @property
     def peak_bytes(self) -> int:
         """The most bytes alive at once while the program runs."""
         with considering(self.values):
             return max(itertools.accumulate(map(hint, self.live)), default=0)
+
+    @property
+    def sent_bytes(self) -> int:
+        """The bytes of values for the neighbouring stage that stay when the program has ended, beside its saved values."""
+        with considering(self.values):
+            return sum(map(hint, self.sent))
 
 
 @dataclass(frozen=True)
@@ -279,7 +288,7 @@ class StageProgram:
 
     `parameters`, `buffers`: FQNs that any phase reads, or whose gradient or update it computes.
     `saved`: the values that the forward saves for a microbatch; `saved_memory`: the values that allocated their memory, each
-    once; `kept_memory`: those whose memory is alive from I to W.
+    once; `kept_memory`: those whose memory is alive from I to W; `unread_memory`: those of them that I neither reads nor makes.
     `modules`: FQNs of the modules called in the stage, for display.
     `hoisted`: computes the `StepInvariant` values that the phases read; runs once, when a step begins.
     """
@@ -291,6 +300,7 @@ class StageProgram:
     saved: tuple[TensorMeta, ...]
     saved_memory: tuple[TensorMeta, ...] = ()
     kept_memory: tuple[TensorMeta, ...] = ()
+    unread_memory: tuple[TensorMeta, ...] = ()
     modules: tuple[str, ...] = ()
     constants: Mapping[str, torch.Tensor] = field(default_factory=dict)
     hoisted: Program | None = None
@@ -304,6 +314,11 @@ class StageProgram:
     def kept_bytes(self) -> int:
         """The part of the saved bytes, or of bytes that I makes, that is alive from I to W."""
         return total_bytes(self.kept_memory)
+
+    def peak_bytes(self, phase: Phase) -> int:
+        """The most bytes of a microbatch alive at once while a phase runs."""
+        waiting = total_bytes(self.unread_memory) if phase is Phase.INPUT_GRAD else 0
+        return self.programs[phase].peak_bytes + waiting
 
     @property
     def inputs(self) -> frozenset[InputRole]:

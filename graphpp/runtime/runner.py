@@ -26,7 +26,7 @@ import torch.distributed as dist
 from graphpp._torch.autograd import with_gradient_hooks
 from graphpp.parallel import ordered_sums
 from graphpp.parallel.data_parallel import Replicas
-from graphpp.parallel.groups import Subgroups, receives_overtake
+from graphpp.parallel.groups import Subgroups
 from graphpp.parallel.rank_place import RankPlace
 from graphpp.parallel.same_host.connect import same_host
 from graphpp.parallel.sums import Sums
@@ -47,8 +47,7 @@ from graphpp.runtime.shards.sharded_parameters import ShardedParameters
 from graphpp.runtime.shards.spread_tensors import is_spread_over
 from graphpp.runtime.stage import GraphStage, StageLocation, Variant
 from graphpp.runtime.task import StepInputs, Task
-from graphpp.runtime.transport import DEPTH, PendingMessage, Transport
-from graphpp.schedules.rewrite.hoist_receives import hoist_receives
+from graphpp.runtime.transport import PendingMessage, Transport
 from graphpp.schedules.table.actions import SENDS, Action, Kind, upstream
 from graphpp.schedules.table.offload_window import OffloadWindow
 from graphpp.schedules.table.schedule import Schedule
@@ -289,8 +288,6 @@ class GraphPPRunner:
         )
 
         row = [action for action in self.schedule.table[self.place.rank] if action is not None]
-        if receives_overtake(self.place.group, self.place.device):
-            row = hoist_receives(row, self.schedule.rank_of_stage, DEPTH)
         bound = [(action, self._bound(action)) for action in row]
         return ActionLoop(list(self.stages.values()), self.schedule, self._awaiting(bound))
 

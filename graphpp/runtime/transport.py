@@ -34,11 +34,11 @@ import torch
 import torch.distributed as dist
 
 from graphpp.parallel.failure import PeerLost
+from graphpp.parallel.groups import receives_overtake
 from graphpp.parallel.same_host.connect import same_host
 from graphpp.parallel.same_host.messages import Arrival, SameHost
 from graphpp.runtime.program import TensorMeta
-
-DEPTH = 2
+from graphpp.schedules.table.costs import DEPTH, MessageFlow
 
 
 @dataclass
@@ -78,6 +78,15 @@ class PendingMessage:
     def elements(self) -> list[torch.Tensor]:
         """The tensors on the wire: the memory that a send reads, or a receive writes."""
         return self.message.tensors if self.outgoing else [buffer.elements for buffer in self.message.buffers]
+
+
+def message_flow(group: dist.ProcessGroup | None, device: torch.device) -> MessageFlow:
+    """How early receives of a pipeline are posted, and how long its messages take memory.
+
+    A send between ranks of one host copies its values and is complete.
+    """
+    copies = device.type == "cpu" and same_host(group) is not None
+    return MessageFlow(ahead=DEPTH if receives_overtake(group, device) else 0, kept=0 if copies else DEPTH)
 
 
 class Transport:

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from graphpp.arguments import COUNT, FLAG, checked, or_none
 from graphpp.errors import ScheduleError
 from graphpp.schedules.check import checker
-from graphpp.schedules.check.peak_memory import EACH_COSTS, WINDOWS, MicrobatchCosts
+from graphpp.schedules.check.step_memory import EACH_COSTS, WINDOWS, MicrobatchCosts
 from graphpp.schedules.generate.read import ScheduleLike, default_stages, load_schedule, make_table
 from graphpp.schedules.simulate import simulator
 from graphpp.schedules.simulate.timeline import Timeline

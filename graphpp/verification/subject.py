@@ -37,6 +37,7 @@ from graphpp.planner.counts import microbatches_for
 from graphpp.planner.tables import CheckedTable, ShardPolicy, Tables
 from graphpp.runtime.model_state import state_restored
 from graphpp.runtime.program import PipelineProgram
+from graphpp.runtime.transport import message_flow
 from graphpp.schedules.generate.read import default_stages
 from graphpp.schedules.table.actions import Action
 from graphpp.schedules.table.in_order import has_inputs, in_order
@@ -100,7 +101,7 @@ def subject_of(
 
     request = CompileRequest(model, loss, options, place, watch, dumps)
     shards = ShardPolicy(options.parallel.keep) if place.shards is not None else None
-    tables, count = Tables(options.schedule, place.ranks, shards), len(parts)
+    tables, count = Tables(options.schedule, place.ranks, shards, message_flow(place.group, place.device)), len(parts)
 
     def table_for(stages: int) -> CheckedTable:
         return tables.checked(stages, count, True)

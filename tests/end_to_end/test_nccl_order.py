@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import graphpp
-from graphpp.runtime import runner
+from graphpp.runtime import transport
 from graphpp.schedules.generate.read import default_stages, make_table
 from graphpp.schedules.rewrite.add_send_recv import add_send_recv
 from graphpp.schedules.rewrite.batch_p2p import batch_p2p
@@ -188,7 +188,7 @@ def test_a_pipeline(tmp_path: Path, ranks: int, runs: Sequence[Run], rules: Sequ
 def with_early_receives(rank: int) -> None:
     """A training whose receives are posted as early as over gloo."""
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(runner, "receives_overtake", lambda group, device: True)
+        patched.setattr(transport, "receives_overtake", lambda group, device: True)
         Run("ZBVZeroBubble").train(rank, 2)
 
 

@@ -1,9 +1,11 @@
-"""The bill of a pipeline against what a step and an optimizer really hold, in one process and on ranks with shards."""
+"""The bill of a pipeline against what a step and an optimizer really hold, in one process and on several ranks."""
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import accumulate
 from typing import Any
 
 import pytest
@@ -11,6 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 import graphpp
 from graphpp.planner.memory_plan import MemoryPlan
@@ -18,6 +22,7 @@ from graphpp.runtime.gradients.accumulate import Accumulator
 from graphpp.runtime.shards.flat_shard import FlatShard
 from graphpp.runtime.shards.local_rows import local_tensor
 from graphpp.runtime.shards.sharded_gradients import ShardedGradients
+from graphpp.schedules.generate.read import default_stages
 from tests.distributed import run_ranks
 
 WIDTH = 32  # rows of 32 x 4 bytes are divided by 2 without padding
@@ -223,3 +228,54 @@ def verified(rank: int) -> None:
 
 def test_verify_counts_the_shards_of_the_mesh_against_the_cap() -> None:
     run_ranks(verified, 2)
+
+
+class Census(TorchDispatchMode):
+    """The births and deaths of the storages that operators make, in order: (storage, bytes more or less)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.events: list[tuple[int, int]] = []
+        self.living: dict[int, int] = {}  # id of the storage -> its number
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = function(*args, **(kwargs or {}))
+        given = {id(value.untyped_storage()) for value in tree_leaves((args, kwargs)) if isinstance(value, Tensor)}
+        for storage in (value.untyped_storage() for value in tree_leaves(result) if isinstance(value, Tensor)):
+            if id(storage) not in given and id(storage) not in self.living:
+                number, self.living[id(storage)] = len(self.events), len(self.events)
+                self.events.append((number, storage.nbytes()))
+                weakref.finalize(storage, self._leave, id(storage), number, storage.nbytes())
+        return result
+
+    def _leave(self, name: int, number: int, nbytes: int) -> None:
+        del self.living[name]
+        self.events.append((number, -nbytes))
+
+    def peak(self, without: list[Tensor]) -> int:
+        """The most bytes at once, but for the storages of some tensors."""
+        left_out = {self.living.get(id(tensor.untyped_storage())) for tensor in without}
+        return max(accumulate(nbytes for number, nbytes in self.events if number not in left_out))
+
+
+def counted(rank: int, schedules: list[str]) -> None:
+    """Activations and messages are all that a step makes beside gradients; losses and seeds take some bytes."""
+    torch.manual_seed(0)
+    x = torch.randn(512, WIDTH)
+    for schedule in schedules:
+        layers = [nn.Sequential(nn.Linear(WIDTH, 3 * WIDTH), nn.Tanh(), nn.Linear(3 * WIDTH, WIDTH)) for _ in range(4)]
+        stages = default_stages(schedule, 2)
+        split = [str(at * 4 // stages) for at in range(1, stages)]
+        pipe = graphpp.compile(nn.Sequential(*layers), F.mse_loss, split=split, schedule=schedule, microbatches=8)
+        pipe.step(x, target=x)
+        for parameter in pipe.parameters():
+            parameter.grad = None
+        with Census() as census:
+            pipe.step(x, target=x)
+        own, found = bill(pipe).ranks[rank], census.peak([each.grad for each in pipe.parameters() if each.grad is not None])
+        foretold = own.peak - (own.weights + own.gradients + own.optimizer + own.buffers)
+        assert own.messages > 0 and 0 <= found - foretold <= 100, (schedule, found, foretold)
+
+
+def test_a_step_makes_the_bytes_of_the_plan() -> None:
+    run_ranks(counted, 2, ["1F1B", "ZB1P", "ZBVZeroBubble", "DualPipeV", "Interleaved1F1B"])

@@ -126,7 +126,8 @@ def run_found(rank: int) -> None:
     pipe = graphpp.compile(nn.Sequential(*layers), F.mse_loss, schedule="Interleaved1F1B", parallel=meant, **usual)
     pipe.step(x, target=x)
     assert pipe.plan.memory is not None
-    known = costs_of_programs(internals.last_lowered(pipe).programs[0])
+    lowered = internals.last_lowered(pipe)
+    known = costs_of_programs(lowered.programs[0], lowered.table.flow)
     found = graphpp.plan_auto(known, pipe.plan.memory.state, ranks=2, microbatches=8, shards=2, bandwidth=1e6)
     same = next(each for each in found.candidates if (each.name, each.keep) == ("Interleaved1F1B", 1))
     assert same.memory.ranks == pipe.plan.memory.ranks

@@ -14,7 +14,8 @@ from torch import Tensor
 from graphpp.parallel.failure import PeerLost
 from graphpp.runtime import transport as transport_file
 from graphpp.runtime.program import TensorMeta
-from graphpp.runtime.transport import DEPTH, Message, PendingMessage, ReceiveBuffer, Transport, pack, post
+from graphpp.runtime.transport import Message, PendingMessage, ReceiveBuffer, Transport, pack, post
+from graphpp.schedules.table.costs import DEPTH
 from tests.distributed import run_ranks
 
 CPU = torch.device("cpu")

@@ -1,10 +1,11 @@
 """Compute the peak memory of a program from its graph: the most bytes alive at any time while it runs.
 
 Contract: a value's lifetime ends after its last reader, where the rendered program deletes it; a view lies in the memory of its
-source. The peak counts received values, saved values, and every value that the program computes, results included. A
-gradient counts until it is handed to the runtime; a gradient whose factors are handed over instead counts nothing.
-Parameters, buffers, inputs of the microbatch, and workspace inside an operator do not count, nor do parameters that the program
-gathers (`meta["gathers"]`), which `Program.layers` counts.
+source. The peak counts received values, saved values, and every value that the program computes, results included. A saved
+value that a later program of the microbatch reads too (`meta["kept"]`) stays. A gradient counts until it is handed to the
+runtime; a gradient whose factors are handed over instead counts nothing. Parameters, buffers, inputs of the microbatch, and
+workspace inside an operator do not count, nor do parameters that the program gathers (`meta["gathers"]`), which
+`Program.layers` counts.
 """
 
 from __future__ import annotations
@@ -47,16 +48,26 @@ def live_values(graph: fx.Graph) -> Iterator[tuple[int, fx.Node]]:
         yield from ((-1, dead) for dead in ends[at])
 
 
+def sent_alone(graph: fx.Graph) -> tuple[int, ...]:
+    """The bytes of the memory of each value for the neighbouring stage in which no saved value lies."""
+    end = graph.output_node()
+    results = list(zip(end.meta["roles"], end.args[0], strict=True))  # type: ignore[arg-type]
+    saved = {root(node) for role, node in results if isinstance(role, program.Saved)}
+    sent = dict.fromkeys(root(node) for role, node in results if isinstance(role, program.Sent))
+    return tuple(_size(memory) for memory in sent if memory not in saved)
+
+
 def counts_in_peak(node: fx.Node) -> bool:
     """Whether the peak of a program counts the memory of a value."""
     return _size(node) > 0
 
 
 def _deaths(graph: fx.Graph, order: list[fx.Node]) -> dict[fx.Node, int]:
-    """Each allocating node -> the position of the last reader of its memory; results have none, except gradients."""
+    """Each allocating node -> the position of the last reader of its memory; none for values that stay alive."""
     end = graph.output_node()
     results = zip(end.meta.get("roles") or (), end.args[0], strict=False)  # type: ignore[arg-type]
     staying = {root(node) for role, node in results if not isinstance(role, program.Gradient)}
+    staying.update(node for node in order if node.meta.get("kept"))
     last: dict[fx.Node, int] = {}
     for at, node in enumerate(order):
         last.setdefault(root(node), at)

@@ -39,7 +39,7 @@ class StagedGraphs:
 
     `graphs`: by phase and stage. `saved`: per stage, the values saved for the backward of one microbatch; `saved_memory`: the
     values that allocated the memory of these. `kept_memory`: per stage, the values that allocated the memory alive between I
-    and W, if `split_weight_grad` has run; else empty. `fused`:
+    and W, if `split_weight_grad` has run; else empty. `unread_memory`: those of them that I neither reads nor makes. `fused`:
     backwards hand out the factors of their gradients (`fuse_grad_accumulation`). `hoisted`: per stage, the graph that computes
     the step-invariant values (`hoist_per_step`).
     """
@@ -49,6 +49,7 @@ class StagedGraphs:
     saved: tuple[tuple[TensorMeta, ...], ...]
     saved_memory: tuple[tuple[TensorMeta, ...], ...]
     kept_memory: tuple[tuple[TensorMeta, ...], ...] = ()
+    unread_memory: tuple[tuple[TensorMeta, ...], ...] = ()
     fused: bool = False
     hoisted: Mapping[int, PhaseGraph] = field(default_factory=dict)
 

@@ -14,8 +14,9 @@ from typing import Any
 from torch import fx
 
 from graphpp.passes.graph.aliases import root, shared_results
+from graphpp.passes.graph.collectives import is_collective
 from graphpp.passes.graph.joint_graph import JointGraph, tensor_meta
-from graphpp.passes.graph.liveness import live_bytes
+from graphpp.passes.graph.liveness import live_bytes, sent_alone
 from graphpp.passes.graph.name_sizes import symbolic_sizes
 from graphpp.passes.graph.region import RegionCall
 from graphpp.passes.graph.stage_graphs import F, PhaseGraph, StagedGraphs
@@ -54,6 +55,7 @@ def emit(joint: JointGraph, staged: StagedGraphs) -> PipelineProgram:
             saved=staged.saved[stage],
             saved_memory=staged.saved_memory[stage],
             kept_memory=staged.kept_memory[stage] if staged.kept_memory else (),
+            unread_memory=staged.unread_memory[stage] if staged.unread_memory else (),
             modules=tuple(call for call, first in calls.items() if first == stage),
             constants={role.name: joint.constants[role.name] for role in used[stage] if isinstance(role, Constant)},
             hoisted=_program(staged.hoisted[stage], Phase.HOIST) if stage in staged.hoisted else None,
@@ -80,8 +82,19 @@ def _program(source: PhaseGraph, phase: Phase) -> Program:
     rendered = render(source.graph, f"stage {source.stage}, {phase.label}")
     run = rendered.load(f"<graphpp stage {source.stage} {phase.label}>")
     shared, live = shared_results(source.graph), live_bytes(source.graph)
-    layers = in_order(source.graph, source.layers)
-    return Program(source.stage, phase, source.inputs, source.outputs, run, rendered.text, shared, live, layers=layers)
+    return Program(
+        source.stage,
+        phase,
+        source.inputs,
+        source.outputs,
+        run,
+        rendered.text,
+        shared,
+        live,
+        sent_alone(source.graph),
+        layers=in_order(source.graph, source.layers),
+        has_collectives=any(map(is_collective, source.graph.nodes)),
+    )
 
 
 def emit_outlined(item: Program, outlined: OutlinedGraph) -> Program:

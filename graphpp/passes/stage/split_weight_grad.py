@@ -12,8 +12,8 @@ between the two: in W, or in I if otherwise all its inputs would have to stay al
 
 Every node of B stands in exactly one half, in its old order: nothing runs twice, and I followed by W computes B's numbers, bit
 for bit. I receives the values that B receives. I saves for W the values that W reads of I's nodes and of the received values; a
-value that the forward saved stays alive until the last of the two halves has read it. A stage that sends nothing (the first
-stage, or one behind frozen stages) has an empty I.
+value that the forward saved stays alive until the last of the two halves has read it: in I such a placeholder has
+`meta["kept"]`. A stage that sends nothing (the first stage, or one behind frozen stages) has an empty I.
 
 `may_recompute` names nodes of I that W may run again where that keeps fewer bytes; such a node may stand in both halves. The
 values that I saves for W are a minimum cut.
@@ -33,7 +33,7 @@ from graphpp.passes.graph.stage_graphs import B, GraphResults, PhaseGraph, Stage
 from graphpp.passes.recompute.backward_needs import MayRecompute
 from graphpp.passes.stage.route_values import memory_of
 from graphpp.runtime import program
-from graphpp.runtime.program import InputRole, Phase, TensorMeta
+from graphpp.runtime.program import InputRole, OutputRole, Phase, TensorMeta
 
 if TYPE_CHECKING:
     import networkx as nx
@@ -51,14 +51,21 @@ def split_weight_grad(joint: JointGraph, staged: StagedGraphs, may_recompute: Ma
     named = {node.name: node for node in joint.graph.nodes}
     graphs = dict(staged.graphs)
     kept: list[tuple[TensorMeta, ...]] = [()] * len(staged.saved)
+    unread = kept.copy()
     for (phase, stage), whole in staged.graphs.items():
         if phase is B:
             first, second = _halves(whole, may_recompute)
             graphs[I, stage], graphs[W, stage] = first, second
-            saved = [role.name for role in second.inputs if isinstance(role, program.Saved)]
-            kept[stage] = memory_of(named[name] for name in saved)
+            kept[stage] = memory_of(named[name] for name in _names(second.inputs))
+            in_first = memory_of(named[name] for name in _names((*first.inputs, *first.outputs)))
+            unread[stage] = tuple(memory for memory in kept[stage] if memory not in in_first)
             _check(whole, first, second, may_recompute)
-    return replace(staged, graphs=graphs, kept_memory=tuple(kept))
+    return replace(staged, graphs=graphs, kept_memory=tuple(kept), unread_memory=tuple(unread))
+
+
+def _names(roles: Iterable[InputRole | OutputRole]) -> list[str]:
+    """The names of the saved values among some roles."""
+    return [role.name for role in roles if isinstance(role, program.Saved)]
 
 
 def _halves(whole: PhaseGraph, may_recompute: MayRecompute) -> tuple[PhaseGraph, PhaseGraph]:
@@ -75,6 +82,8 @@ def _halves(whole: PhaseGraph, may_recompute: MayRecompute) -> tuple[PhaseGraph,
     saved: GraphResults = [(program.Saved(node.name), node) for node in handed]
     first = _half(whole, I, in_i | moved, [*of_i, *saved])
     second = _half(whole, W, (rest - moved) | again, of_w, {node: program.Saved(node.name) for node in handed})
+    for node in first.graph.find_nodes(op="placeholder"):
+        node.meta["kept"] = isinstance(node.meta["role"], program.Saved) and node.meta["role"] in second.inputs
     return first, second
 
 

@@ -158,10 +158,15 @@ class _Kinds:
         for stage in range(len(staged.saved)):
             graphs = [staged.graphs.get((phase, stage)) for phase in PHASES]
             saved = summed(size_of(named[value.name]) for value in staged.saved_memory[stage])
-            kept = summed(size_of(named[value.name]) for value in staged.kept_memory[stage])
-            key = (saved, kept, *(_signature(each) for each in graphs))
+            kept, unread = (
+                summed(size_of(named[value.name]) for value in each[stage])
+                for each in (staged.kept_memory, staged.unread_memory)
+            )
+            key = (saved, kept, unread, *(_signature(each) for each in graphs))
             if key not in self._made:
-                self._made[key] = SegmentKind(tuple(map(_operations, graphs)), tuple(map(_peaks, graphs)), saved, kept)
+                waiting = [unread if phase is program.Phase.INPUT_GRAD else () for phase in PHASES]
+                peaks = tuple(map(_peaks, graphs, waiting))
+                self._made[key] = SegmentKind(tuple(map(_operations, graphs)), peaks, saved, kept)
             kind = self._made[key]
             if kind not in numbers:
                 numbers[kind] = len(kinds)
@@ -182,6 +187,7 @@ def _signature(each: PhaseGraph | None) -> Any:
             size_of(node),
             node.meta.get("work"),
             node.meta.get("exchanges"),
+            node.meta.get("kept"),
         )
         for node in each.graph.nodes
     )
@@ -191,12 +197,15 @@ def _operations(each: PhaseGraph | None) -> Counted:
     return operations_of(each.graph) if each is not None else ()
 
 
-def _peaks(each: PhaseGraph | None) -> tuple[Size, ...]:
-    """The sizes of the live memory while a program runs that are largest for some rows and ranks."""
+def _peaks(each: PhaseGraph | None, waiting: Size) -> tuple[Size, ...]:
+    """The sizes of the live memory while a program runs that are largest for some rows and ranks.
+
+    `waiting`: of saved values that the program does not read.
+    """
     if each is None:
         return ()
     found: dict[Size, None] = {}
-    total: dict[tuple[int, int, int], float] = {}
+    total: dict[tuple[int, int, int], float] = {term[:3]: term[3] for term in waiting}
     rising = False
     for sign, node in live_values(each.graph):
         if not counts_in_peak(node):

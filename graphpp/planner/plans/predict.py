@@ -3,7 +3,7 @@
 Contract
     in   a `Question`: the costs of the model's segments, the machines, the batch; a `Setting`
     out  a `Prediction`. Seconds are the simulator's and bytes are those of `check/step_memory.py`, plus the optimizer's step:
-         both of tables that are read once for many settings (`simulate/step_times.py`, `check/step_moments.py`)
+         both of tables that are read once for many settings (`simulate/step_times.py`, `check/step_memory.py`)
     A step with many microbatches is simulated twice with fewer of them, and continued by a straight line: after the fill of the
     pipeline each further round takes the same time, and as many bytes or none. None where the schedule takes other numbers.
 
@@ -18,16 +18,15 @@ from functools import cached_property
 from typing import NamedTuple
 
 from graphpp.planner.plans.question import Question, overlap_of
-from graphpp.planner.plans.read_tables import ReadTable, counts_of, read_table
+from graphpp.planner.plans.read_tables import FLOW, ReadTable, counts_of, read_table
 from graphpp.planner.plans.recomputed_layers import priced_setting
 from graphpp.planner.plans.settings import Setting, admits
 from graphpp.planner.plans.training_plan import StepSeconds
 from graphpp.planner.segments import Cut
 from graphpp.schedules.check.shard_counts import ShardCounts
-from graphpp.schedules.check.step_memory import step_peaks
-from graphpp.schedules.check.step_moments import RankPeak
+from graphpp.schedules.check.step_memory import StepPeak
 from graphpp.schedules.table.actions import Kind
-from graphpp.schedules.table.costs import Costs
+from graphpp.schedules.table.costs import Costs, with_messages
 from graphpp.schedules.table.state_bytes import HeldBytes, StateBytes, held_bytes, sent_by_stage
 
 _SMALL = 2e-3  # of a step: gathers and reductions that take less together count as hidden
@@ -85,7 +84,7 @@ def order_costs(question: Question, setting: Setting, cut: Cut, table: ReadTable
 def peaks_of(question: Question, setting: Setting, cut: Cut, tables: Sequence[ReadTable]) -> tuple[int, ...]:
     """The most bytes of each pipeline rank, as `predict` has them."""
     step = _Step(question, setting, cut)
-    return step.continued_peaks([step.peaks(table) for table in tables], counts_of(setting))
+    return step.continued_peaks([step.rank_peaks(table) for table in tables], counts_of(setting))
 
 
 class _Simulated(NamedTuple):
@@ -96,7 +95,7 @@ class _Simulated(NamedTuple):
     alone: float
     busy: float
     stages: list[int]
-    peaks: tuple[int, ...]
+    peaks: tuple[StepPeak, ...]
     memory: Mapping[str, int]
     counts: ShardCounts
 
@@ -120,12 +119,17 @@ class _Step:
         costs, state = replace(segments, state=tuple(named)).stages(self.cut)
         gathers, reductions = self._collected(state, experts)
         machines, stride = self._question.machines, shape.stride("pp")
-        on, back = (
-            tuple(machines.send(sizes[start - 1], stride) for start in self.cut[1:])
-            for sizes in (self._priced.forward_bytes, self._priced.backward_bytes)
-        )
+        crossing = self._crossing()
+        on, back = (tuple(machines.send(nbytes, stride) for nbytes in sizes) for sizes in crossing)
         timed = replace(costs, sends_forward=on, sends_backward=back, gathers=gathers, reductions=reductions)
-        return replace(timed, overlap=overlap_of(self._priced)), state
+        moving = replace(timed, stages=with_messages(costs.stages, *crossing), flow=FLOW)
+        return replace(moving, overlap=overlap_of(self._priced)), state
+
+    def _crossing(self) -> tuple[list[int], list[int]]:
+        """The bytes over each boundary between stages, forward and backward."""
+        sizes = self._priced.forward_bytes, self._priced.backward_bytes
+        forward, backward = ([each[start - 1] for start in self.cut[1:]] for each in sizes)
+        return forward, backward
 
     def _collected(
         self, state: tuple[StateBytes, ...], experts: tuple[bool, ...]
@@ -163,24 +167,26 @@ class _Step:
         """The costs of the stages."""
         return self._stages[0]
 
-    def rank_peaks(self, table: ReadTable) -> tuple[RankPeak, ...]:
+    def rank_peaks(self, table: ReadTable) -> tuple[StepPeak, ...]:
         """The peak of each rank in one step with as many microbatches as the table.
 
         Gradients add up in the order of the microbatches, which a searched order need not keep: then some wait.
         """
-        if self._setting.schedule.order is None:
-            return table.moments.peaks(self.costs, self._held(table))
-        found = step_peaks(table.schedule, self.costs, self._held(table, in_order=True))
-        return tuple(RankPeak(each.nbytes, each.most) for each in found)
+        searched = self._setting.schedule.order is not None
+        return table.memory.peaks([self.costs], self._held(table, in_order=searched))
 
-    def peaks(self, table: ReadTable) -> tuple[int, ...]:
-        """The most bytes of each rank in one step with as many microbatches as the table."""
-        return tuple(each.nbytes for each in self.rank_peaks(table))
+    def continued_peaks(self, peaks: Sequence[tuple[StepPeak, ...]], counts: Sequence[int]) -> tuple[int, ...]:
+        """The most bytes of each rank with all microbatches, from one or two simulated steps.
 
-    def continued_peaks(self, peaks: Sequence[tuple[int, ...]], counts: Sequence[int]) -> tuple[int, ...]:
-        """The most bytes of each rank with all microbatches, from one or two simulated steps."""
+        Messages between ranks do not grow with the microbatches: those of the longer step count.
+        """
         continued = self._continued(counts)
-        return tuple(round(continued(low, high)) for low, high in zip(peaks[0], peaks[-1], strict=True))
+
+        def peak(low: StepPeak, high: StepPeak) -> int:
+            rests = (each.nbytes - each.parts["messages"] for each in (low, high))
+            return round(continued(*rests)) + high.parts["messages"]
+
+        return tuple(map(peak, peaks[0], peaks[-1]))
 
     def _continued(self, counts: Sequence[int]) -> Callable[[float, float], float]:
         """A straight line through the figures of one or two simulated steps, up to that of all microbatches."""
@@ -194,10 +200,9 @@ class _Step:
         collected = sum(costs.gathers) + sum(costs.reductions) > _SMALL * makespan
         alone = table.times.seconds(costs, collectives=False).makespan if collected else makespan
         fullest = max(peaks, key=lambda each: each.nbytes)
-        nbytes = tuple(each.nbytes for each in peaks)
         busiest = busy.index(max(busy))
         own = [stage for stage, rank in table.rank_of_stage.items() if rank == busiest]
-        return _Simulated(makespan, alone, busy[busiest], own, nbytes, fullest.most, table.most)
+        return _Simulated(makespan, alone, busy[busiest], own, peaks, fullest.most, table.most)
 
     def prediction(self, steps: Sequence[_Simulated], counts: tuple[int, ...]) -> Prediction:
         """The step with all microbatches, from one or two simulated ones."""
@@ -254,9 +259,7 @@ class _Step:
     def _sent(self, continued: Callable[[float, float], float], first: ShardCounts, last: ShardCounts) -> dict[str, int]:
         """The bytes that a rank sends along the pipeline and along its data ranks."""
         _, state = self._stages
-        setting, priced = self._setting, self._priced
-        forward = [priced.forward_bytes[start - 1] for start in self.cut[1:]]
-        backward = [priced.backward_bytes[start - 1] for start in self.cut[1:]]
+        setting, (forward, backward) = self._setting, self._crossing()
         per_rank = setting.schedule.stages_per_rank
         crossing = (max(forward, default=0) + max(backward, default=0)) * per_rank * setting.microbatches
         gathered, reduced = sent_by_stage(state, setting.stages, setting.shape.shards)

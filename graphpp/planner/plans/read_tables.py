@@ -13,12 +13,17 @@ from typing import NamedTuple
 
 from graphpp.errors import ScheduleError
 from graphpp.planner.plans.settings import ScheduleChoice, Setting, table_of
+from graphpp.schedules.check.row_moments import Reading
 from graphpp.schedules.check.shard_counts import ShardCounts, shard_counts
-from graphpp.schedules.check.step_moments import StepMoments
+from graphpp.schedules.check.step_memory import StepMemory
 from graphpp.schedules.rewrite.add_send_recv import add_send_recv
 from graphpp.schedules.rewrite.place_shards import place_shards
 from graphpp.schedules.simulate.step_times import StepTimes
+from graphpp.schedules.table.costs import DEPTH, MessageFlow
 from graphpp.schedules.table.schedule import Schedule
+
+FLOW = MessageFlow(kept=DEPTH)
+"""How long NCCL holds the messages of a cluster's ranks: a receive stands where the table has it."""
 
 _WHOLE = 3_000  # computations of a step that is simulated as a whole
 _TABLES = 128  # tables that are kept
@@ -37,7 +42,7 @@ class ReadTable(NamedTuple):
     schedule: Schedule
     rank_of_stage: Mapping[int, int]
     times: StepTimes
-    moments: StepMoments
+    memory: StepMemory
     most: ShardCounts
 
 
@@ -53,7 +58,8 @@ def read_table(choice: ScheduleChoice, ranks: int, microbatches: int, keep: int 
     except ScheduleError:  # an overlapped action needs more stages at once
         return None
     most = max(shard_counts(table), key=lambda each: each.gathers_per_stage)
-    return ReadTable(table, table.rank_of_stage, StepTimes(table), StepMoments(table), most)
+    memory = StepMemory(table, Reading([0] * microbatches, FLOW.kept))
+    return ReadTable(table, table.rank_of_stage, StepTimes(table), memory, most)
 
 
 def counts_of(setting: Setting) -> tuple[int, ...]:

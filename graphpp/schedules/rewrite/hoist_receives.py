@@ -1,9 +1,9 @@
 """Post receives before their place in the table, so that values travel while the rank computes.
 
 Contract
-    in    a rank's row of a checked table, and how many messages from one rank may be posted ahead
-    out   the same actions. A receive stands right before the computation that reads the `ahead`-th receive before it from
-          the same rank, or at its old place if that is earlier. No other action moves, and batches (P2P) stay in place
+    in    a checked table, and how many messages from one rank may be posted ahead (`MessageFlow.ahead`)
+    out   rows with the same actions. A receive stands right before the computation that reads the `ahead`-th receive before it
+          from the same rank, or at its old place if that is earlier. No other action moves, and batches (P2P) stay in place
 
 Receives from one rank keep their order, so each message still meets its buffer. On gloo an early irecv never blocks, so it
 adds no wait, and the deadlock proof of the original table still holds. On NCCL the messages of a pair of ranks, both ways,
@@ -16,9 +16,10 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from graphpp.schedules.table.actions import Action, Kind, computations, peer
+from graphpp.schedules.table.schedule import Schedule
 
 _RECEIVES = (Kind.RECV_F, Kind.RECV_B)
 
@@ -43,8 +44,16 @@ class _Channel:
         return moved
 
 
-def hoist_receives(row: Iterable[Action], rank_of_stage: Mapping[int, int], ahead: int) -> list[Action]:
-    """The row with its receives posted up to `ahead` (at least 1) messages before they are read."""
+def hoist_receives(schedule: Schedule, ahead: int) -> Schedule:
+    """The table with its receives posted up to `ahead` messages before they are read; 0: each in its place."""
+    if not ahead or not schedule.has_communication:
+        return schedule
+    where = schedule.rank_of_stage
+    rows = tuple(tuple(_hoisted((action for action in row if action is not None), where, ahead)) for row in schedule.table)
+    return replace(schedule, table=rows)
+
+
+def _hoisted(row: Iterable[Action], rank_of_stage: Mapping[int, int], ahead: int) -> list[Action]:
     actions = list(row)
     column = {leaf: at for at, action in enumerate(actions) for leaf in action.leaves}
     channels: dict[int, _Channel] = defaultdict(_Channel)

@@ -12,7 +12,7 @@ from math import inf
 
 from graphpp.arguments import INDEX, shown
 from graphpp.errors import ScheduleError
-from graphpp.schedules.check.peak_memory import peak_bytes
+from graphpp.schedules.check.step_memory import peak_bytes
 from graphpp.schedules.table.actions import Action, Kind
 from graphpp.schedules.table.costs import Costs, StageCosts
 from graphpp.schedules.table.schedule import Schedule

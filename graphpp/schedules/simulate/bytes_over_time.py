@@ -1,25 +1,30 @@
-"""The bytes alive on each rank over the time of a simulated step, by kind: weights, gradients, optimizer, activations.
+"""The bytes alive on each rank over the time of a step, by kind: weights, gradients, optimizer, messages, activations.
 
 Contract
-    in   the timeline that `simulate` made of a table, the costs and the state of `check/step_memory.py`
-    out  for each rank (time, bytes by kind), each pair valid until the next one. The highest sum is the rank's `StepPeak`
+    in   the events of a table, simulated or measured, the costs and the state of `check/step_memory.py`
+    out  for each rank (time, bytes by kind), each pair valid until the next one. The highest sum is the rank's `StepPeak`.
+         `memory_curves` has these sums, of activations and messages alone
     Bytes change in the order of the row. The action of a row that overlaps a later one (a gather, a reduction) changes them at
     its place in the row, and no earlier than the action before it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import TypeVar
 
-from graphpp.schedules.check.peak_memory import MicrobatchCosts
-from graphpp.schedules.check.step_memory import step_bytes
-from graphpp.schedules.simulate.timeline import Timeline
+from graphpp.schedules.check.step_memory import MicrobatchCosts, step_bytes, step_totals
+from graphpp.schedules.simulate.timeline import Event, Timeline
 from graphpp.schedules.table.actions import Action
+from graphpp.schedules.table.costs import Costs
 from graphpp.schedules.table.offload_window import OffloadWindow
-from graphpp.schedules.table.schedule import Row
+from graphpp.schedules.table.schedule import Row, Schedule
 from graphpp.schedules.table.state_bytes import HeldBytes
 
+T = TypeVar("T")
+Spans = Mapping[Action, tuple[float, float]]
 KindCurve = tuple[tuple[float, Mapping[str, int]], ...]
+Curve = tuple[tuple[float, int], ...]
 
 
 def bytes_over_time(
@@ -29,27 +34,43 @@ def bytes_over_time(
     offloaded: Sequence[OffloadWindow] = (),
 ) -> tuple[KindCurve, ...]:
     """The curve of each rank. Raises `ScheduleError` as `step_peaks` does."""
-    table = timeline.schedule
-    spans: list[dict[Action, tuple[float, float]]] = [{} for _ in table.table]
-    for event in timeline.events:
+    table, spans = timeline.schedule, _spans(timeline.events, timeline.schedule.ranks)
+    rows = zip(table.table, step_bytes(table, costs, held, offloaded), spans, strict=True)
+    return tuple(tuple(_timed(row, (parts for _, parts in state), own, timeline.makespan)) for row, state, own in rows)
+
+
+def memory_curves(table: Schedule, events: Iterable[Event], costs: Costs) -> tuple[Curve, ...]:
+    """The bytes of activations and messages on each rank, at the times at which they change."""
+    rows = zip(table.table, step_totals(table, costs), _spans(events, table.ranks), strict=True)
+    return tuple(tuple(_changes(_timed(row, iter(totals), own))) for row, totals, own in rows)
+
+
+def _spans(events: Iterable[Event], ranks: int) -> list[Spans]:
+    spans: list[dict[Action, tuple[float, float]]] = [{} for _ in range(ranks)]
+    for event in events:
         spans[event.rank][event.action] = event.start, event.end
-    states = step_bytes(table, costs, held, offloaded)
-    return tuple(
-        tuple(_timed(row, state, own, timeline.makespan)) for row, state, own in zip(table.table, states, spans, strict=True)
-    )
+    return list(spans)
 
 
-def _timed(
-    row: Row, states: Iterator[tuple[int, dict[str, int]]], spans: Mapping[Action, tuple[float, float]], end: float
-) -> Iterator[tuple[float, Mapping[str, int]]]:
+def _timed(row: Row, states: Iterator[T], spans: Spans, end: float | None = None) -> Iterator[tuple[float, T]]:
     """The start of the step, two moments for each action of the row (its start and its end), and the end of the step."""
     now = 0.0
-    yield now, next(states)[1]
+    yield now, next(states)
     for action in row:
         span = spans.get(action) if action is not None else None
         for side in (0, 1):
-            _, parts = next(states)
+            state = next(states)
             if span is not None:
                 now = max(now, span[side])
-                yield now, parts
-    yield end, next(states)[1]
+                yield now, state
+    if end is not None:
+        yield end, next(states)
+
+
+def _changes(curve: Iterable[tuple[float, int]]) -> Iterator[tuple[float, int]]:
+    """The first point, and those at which the bytes change."""
+    before: int | None = None
+    for time, nbytes in curve:
+        if nbytes != before:
+            yield time, nbytes
+        before = nbytes

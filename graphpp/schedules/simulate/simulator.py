@@ -23,6 +23,7 @@ from typing import NamedTuple
 
 from graphpp.errors import ScheduleError
 from graphpp.schedules.rewrite.add_send_recv import add_send_recv
+from graphpp.schedules.simulate.bytes_over_time import memory_curves
 from graphpp.schedules.simulate.timeline import Event, Timeline
 from graphpp.schedules.table.actions import PER_STAGE, SENDS, Action, Kind, computations, inputs, message, peer
 from graphpp.schedules.table.costs import Costs
@@ -47,7 +48,7 @@ def simulate(schedule: Schedule, costs: Costs) -> Timeline:
     machine = _Machine(schedule, costs)
     machine.run()
     events = tuple(event for rank in machine.ranks for event in sorted(rank.events, key=lambda event: event.start))
-    return Timeline(schedule, events, tuple(tuple(rank.memory) for rank in machine.ranks))
+    return Timeline(schedule, events, memory_curves(schedule, events, costs))
 
 
 def _check_stages(schedule: Schedule) -> None:
@@ -55,12 +56,6 @@ def _check_stages(schedule: Schedule) -> None:
     for stage, rank in schedule.rank_of_stage.items():
         if not 0 <= stage < schedule.stages:
             raise ScheduleError(f"{schedule.name!r}, rank {rank}: there is no stage {stage} of {schedule.stages}")
-
-
-def _followed(schedule: Schedule) -> frozenset[tuple[int, int | None]]:
-    """(stage, microbatch) of the forwards whose activations a backward reads; evaluation keeps no activations."""
-    leaves = (leaf for _, _, action in schedule.cells() for leaf in action.leaves)
-    return frozenset((leaf.stage, leaf.microbatch) for leaf in leaves if leaf.kind in (Kind.B, Kind.I))
 
 
 class _PostSends(NamedTuple):
@@ -84,24 +79,17 @@ def _steps(action: Action) -> tuple[_Step, ...]:
 
 @dataclass
 class _RankState:
-    """`free`: when the rank can start its next action; `live`: the bytes alive on it now.
+    """`free`: when the rank can start its next action.
 
     `line_free`: when its next gather or reduction can start; `gathered`: when the parameters of a stage are there; `unreduced`:
     the stages with gradients that are not reduced yet.
     """
 
     free: float = 0.0
-    live: int = 0
     line_free: float = 0.0
     gathered: dict[int, float] = field(default_factory=dict)
     unreduced: set[int] = field(default_factory=set)
     events: list[Event] = field(default_factory=list)
-    memory: list[tuple[float, int]] = field(default_factory=lambda: [(0.0, 0)])
-
-    def change(self, time: float, count: int) -> None:
-        if count:
-            self.live += count
-            self.memory.append((time, self.live))
 
 
 class _Machine:
@@ -109,7 +97,7 @@ class _Machine:
 
     def __init__(self, schedule: Schedule, costs: Costs) -> None:
         self.schedule, self.costs = schedule, costs
-        self.where, self.followed = schedule.rank_of_stage, _followed(schedule)
+        self.where = schedule.rank_of_stage
         self.ranks = [_RankState() for _ in schedule.table]
         self.ended: dict[Action, float] = {}
         self.sent: dict[Action, float] = {}
@@ -199,9 +187,6 @@ class _Machine:
         rank = self.ranks[number]
         end = rank.free = begin + self.costs.of(action)
         rank.events.append(Event(number, action, begin, end))
-        changes = [self._change(leaf) for leaf in action.leaves]
-        rank.change(begin, sum(start for start, _ in changes))
-        rank.change(end, sum(at_end for _, at_end in changes))
         self.ended.update(dict.fromkeys(action.leaves, end))
         rank.unreduced.update(leaf.stage for leaf in action.leaves if leaf.kind in (Kind.B, Kind.W))
 
@@ -220,10 +205,6 @@ class _Machine:
         if action.kind is Kind.UNSHARD:
             rank.gathered[stage] = start + seconds
         rank.events.append(Event(number, action, start, start + seconds))
-
-    def _change(self, leaf: Action) -> tuple[int, int]:
-        followed = leaf.kind is not Kind.F or (leaf.stage, leaf.microbatch) in self.followed
-        return self.costs.stages[leaf.stage].change(leaf.kind, followed)
 
     def _communicate(self, number: int, action: Action, begin: float) -> None:
         rank, end = self.ranks[number], begin

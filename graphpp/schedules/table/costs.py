@@ -3,16 +3,17 @@
 Contract
     Times are in seconds, or all of them in another unit; bytes are per microbatch. A stage's activations live from the
     start of its F to the end of its B. Where the backward is split, `saved_bytes` live until the end of I, and from then
-    on `kept_bytes` until the end of W (`kept_bytes=None`: as many as `saved_bytes`).
+    on `kept_bytes` until the end of W (`kept_bytes=None`: as many as `saved_bytes`). `check/live_values.py` says when the
+    values between two stages are alive.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import inf
 
-from graphpp.arguments import COUNT, NUMBER, Accepted, checked, one_of, or_none, require
+from graphpp.arguments import COUNT, INDEX, NUMBER, Accepted, checked, one_of, or_none, require
 from graphpp.errors import ScheduleError
 from graphpp.schedules.table.actions import Action, Kind
 
@@ -22,7 +23,9 @@ class StageCosts:
     """Costs of one stage for one microbatch. `backward` is the time of a whole B; None: `input_grad` + `weight_grad`.
 
     `peak_bytes`: by kind, the most bytes alive at once while that program runs, counting the values it received, saved and
-    computes. A kind that is missing needs no more bytes than it saves or has saved.
+    computes. A kind that is missing needs no more bytes than it saves or has saved. `received_bytes`: by kind, the bytes that
+    arrive from the neighbouring stage for an F, B or I. `sent_bytes`: by kind, the bytes of the values for the neighbouring
+    stage that share no memory with values that this stage saves or keeps. A kind that is missing has none.
     """
 
     forward: float = 1.0
@@ -32,6 +35,8 @@ class StageCosts:
     saved_bytes: int = 1
     kept_bytes: int | None = None
     peak_bytes: Mapping[Kind, int] = field(default_factory=dict, hash=False)
+    received_bytes: Mapping[Kind, int] = field(default_factory=dict, hash=False)
+    sent_bytes: Mapping[Kind, int] = field(default_factory=dict, hash=False)
 
     def __post_init__(self) -> None:
         numbers = (self.forward, self.input_grad, self.weight_grad, self.backward, self.saved_bytes, self.kept_bytes)
@@ -43,12 +48,21 @@ class StageCosts:
 
         `followed`: a backward will read the saved activations; False in evaluation, which saves none.
         """
-        saved = self.saved_bytes if followed else 0
-        kept = self.saved_bytes if self.kept_bytes is None else self.kept_bytes
+        saved, kept = self.saved_bytes if followed else 0, self.bytes_after_input_grad
         before = {Kind.F: 0, Kind.B: saved, Kind.I: saved, Kind.W: kept}[kind]
         after = {Kind.F: saved, Kind.B: 0, Kind.I: kept, Kind.W: 0}[kind]
-        start = max(before, self.saved_bytes if kind is Kind.F else 0, self.peak_bytes.get(kind, 0)) - before
-        return start, after - before - start
+        running = self.running_bytes(kind)
+        return running - before, after - running
+
+    @property
+    def bytes_after_input_grad(self) -> int:
+        """The bytes alive from I to W."""
+        return self.saved_bytes if self.kept_bytes is None else self.kept_bytes
+
+    def running_bytes(self, kind: Kind) -> int:
+        """The most bytes alive of a microbatch while an F, B, I or W runs."""
+        least = self.bytes_after_input_grad if kind is Kind.W else self.saved_bytes
+        return max(least, self.peak_bytes.get(kind, 0))
 
     def of(self, kind: Kind) -> float:
         """The time of one F, B, I or W."""
@@ -65,6 +79,27 @@ _STAGES = Accepted(
 )
 
 
+DEPTH = 2
+"""How many messages from one rank to another graphpp's transport has in flight at most."""
+
+
+@dataclass(frozen=True)
+class MessageFlow:
+    """How long a transport holds messages between stages.
+
+    `ahead`: up to so many receives from one rank are posted before the value of the first of them is read (0: each stands where
+    the table has it). `kept`: up to so many values that were sent to one rank keep their memory until a later send finds that
+    they have left (0: a value is free when its send returns).
+    """
+
+    ahead: int = 0
+    kept: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ("ahead", "kept"):
+            require(ScheduleError, f"flow.{name}", INDEX, getattr(self, name))
+
+
 @dataclass(frozen=True)
 class Costs:
     """Costs of all stages and of the messages between them.
@@ -74,7 +109,8 @@ class Costs:
     message occupies the sending and the receiving rank while it lasts (gloo on one thread); otherwise messages run beside
     the computations. `overhead`: the time that the runner itself takes before each action. `gathers[s]`: the time to gather the
     parameters of stage s (UNSHARD), `reductions[s]`: to sum its gradients over the ranks that share them (REDUCE_GRAD, or a
-    RESHARD after a backward); empty tuples: none.
+    RESHARD after a backward); empty tuples: none. `flow`: how long messages take memory. `woven`: whether the parts of an
+    OVERLAP_F_B run together, so that the bytes of all of them are alive at once; False: one after the other.
     """
 
     stages: tuple[StageCosts, ...]
@@ -85,6 +121,8 @@ class Costs:
     overhead: float = 0.0
     gathers: tuple[float, ...] = ()
     reductions: tuple[float, ...] = ()
+    flow: MessageFlow = MessageFlow()
+    woven: bool = True
 
     def __post_init__(self) -> None:
         require(ScheduleError, "stages", _STAGES, self.stages)
@@ -128,6 +166,18 @@ class Costs:
     def message(self, sends: Sequence[float], boundary: int) -> float:
         """The time of a message between stages `boundary` and `boundary` + 1; `sends`: the times of one direction."""
         return sends[boundary] if sends else 0.0
+
+
+def with_messages(stages: Sequence[StageCosts], forward: Sequence[int], backward: Sequence[int]) -> tuple[StageCosts, ...]:
+    """The stages with the bytes that cross each boundary between them, which no saved value shares."""
+    on, back = [0, *forward, 0], [0, *backward, 0]
+
+    def moving(at: int) -> StageCosts:
+        received = {Kind.F: on[at], Kind.B: back[at + 1], Kind.I: back[at + 1]}
+        sent = {Kind.F: on[at + 1], Kind.B: back[at], Kind.I: back[at]}
+        return replace(stages[at], received_bytes=received, sent_bytes=sent)
+
+    return tuple(map(moving, range(len(stages))))
 
 
 COSTS = one_of(Costs, takes="a graphpp.Costs, e.g. graphpp.Costs.unit(stages, ranks)")

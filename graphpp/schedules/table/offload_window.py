@@ -1,6 +1,6 @@
 """The stretch of a rank's row during which some saved activations of one microbatch are in the host's memory.
 
-Contract: plain data. The planner decides the windows of a table, `graphpp.schedules.check.peak_memory` leaves their bytes out
+Contract: plain data. The planner decides the windows of a table, `graphpp.schedules.check.row_moments` leaves their bytes out
 of a rank's memory, and the runtime moves the values.
 """
 

@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from random import Random
 
 import pytest
 from hypothesis import given, settings
 
 from graphpp.errors import ScheduleError
-from graphpp.schedules.check.peak_memory import peak_bytes
+from graphpp.schedules.check.memory_cap import check_memory
 from graphpp.schedules.check.schedule_under_check import ScheduleUnderCheck
 from graphpp.schedules.check.shard_counts import shard_counts
-from graphpp.schedules.check.step_memory import check_memory, step_peaks
+from graphpp.schedules.check.step_memory import StepMemory, peak_bytes, step_peaks
 from graphpp.schedules.generate.read import make_table
 from graphpp.schedules.rewrite.place_shards import place_shards
 from graphpp.schedules.table.actions import Kind
-from graphpp.schedules.table.costs import Costs, StageCosts
+from graphpp.schedules.table.costs import Costs, MessageFlow, StageCosts
 from graphpp.schedules.table.schedule import Schedule
 from graphpp.schedules.table.state_bytes import HeldBytes, LayerBytes, StateBytes, held_bytes, sent_by_stage
 from tests.exhaustive import examples
@@ -168,3 +169,32 @@ def test_bytes_that_cannot_be_are_refused() -> None:
         StateBytes((0,), shards=0)
     with pytest.raises(ScheduleError, match="some of the stages that read"):
         StateBytes((0,), (1,))
+
+
+def test_a_table_that_is_read_once_serves_further_costs_of_its_kind() -> None:
+    table = Schedule.of(["0F0 0F1 1F0 1B0 1F1 1B1 0B0 0B1"])
+    memory, state = StepMemory(table), held_bytes(STAGES, {0: 0, 1: 0}, 1)
+    for costs in (saving(3, 4), saving(300, 4)):
+        assert memory.peaks([costs], state) == step_peaks(table, costs, state)
+    for other in (replace(saving(3, 4), flow=MessageFlow(kept=1)), replace(saving(3, 4), woven=False)):
+        with pytest.raises(ScheduleError, match="read for costs with another flow, or with other overlaps"):
+            memory.peaks([other], state)
+    with pytest.raises(ScheduleError, match="read for ranks that gather no single layers"):
+        memory.peaks([saving(3, 4)], [HeldBytes(layers={(0, Kind.F): LayerBytes(1)})])
+    with pytest.raises(ScheduleError, match="has 2 stages, the costs are of 3"):
+        memory.peaks([saving(1, 2, 3)])
+    with pytest.raises(ScheduleError, match="held has the bytes of 2 ranks, but 1 run"):
+        memory.peaks([saving(3, 4)], [*state, *state])
+
+
+def test_messages_between_stages_and_reductions_are_one_kind() -> None:
+    moving = Costs(tuple(StageCosts(saved_bytes=3, received_bytes={Kind.F: 70, Kind.B: 70}) for _ in range(2)))
+    rows = ["0RECV_B0 0F0 0SEND_F0 0B0", "1RECV_F0 1F0 1B0 1SEND_B0"]
+    first, second = step_peaks(Schedule.of(rows), moving, held_bytes(STAGES, {0: 0, 1: 1}, 2))
+    assert (first.column, first.parts["messages"], first.most["messages"]) == (1, 70, 70)
+    assert (second.column, second.parts["messages"]) == (0, 70)
+
+
+def test_bytes_beyond_machine_integers_are_exact() -> None:
+    table, huge = Schedule.of(["0F0 0F1 0F2 0F3 0B0 0B1 0B2 0B3"]), 2**61 + 1
+    assert step_peaks(table, saving(huge))[0].nbytes == 4 * huge

@@ -14,6 +14,7 @@ from graphpp.schedules.rewrite.add_send_recv import add_send_recv
 from graphpp.schedules.rewrite.batch_p2p import batch_p2p
 from graphpp.schedules.rewrite.hoist_receives import hoist_receives
 from graphpp.schedules.table.actions import SENDS, Action, Kind
+from graphpp.schedules.table.schedule import Schedule
 from tests.schedules.tables import Rows, named, rows_of, tables
 
 RECEIVES = (Kind.RECV_F, Kind.RECV_B)
@@ -89,10 +90,11 @@ class Buffered:
 
 
 def check_moved(rows: Rows, home: dict[int, int], ahead: int) -> None:
-    early = [hoist_receives(row, home, ahead) for row in rows]
+    early = rows_of(hoist_receives(Schedule.of(rows), ahead))
     for row, moved in zip(rows, early, strict=True):
         check_rank(row, moved, home, ahead)
     assert Buffered(early, home).runs_to_its_end()
+    assert hoist_receives(Schedule.of(rows), 0) == Schedule.of(rows)
 
 
 def check_rank(row: list[Action], moved: list[Action], home: dict[int, int], ahead: int) -> None:
@@ -132,4 +134,4 @@ def test_named_schedules(schedule: schedules.Schedule, ahead: int, fused: bool) 
 )
 def test_1f1b_on_two_ranks(ahead: int, row: str) -> None:
     made = add_send_recv(schedules.one_f_one_b(2, 2, 3))
-    assert " ".join(map(str, hoist_receives(rows_of(made)[0], made.rank_of_stage, ahead))) == row
+    assert " ".join(map(str, rows_of(hoist_receives(made, ahead))[0])) == row

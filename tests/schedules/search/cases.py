@@ -19,7 +19,7 @@ from math import inf
 from pathlib import Path
 from random import Random
 
-from graphpp.schedules.check.peak_memory import peak_bytes
+from graphpp.schedules.check.step_memory import peak_bytes
 from graphpp.schedules.search.arguments import one_by_one, placements
 from graphpp.schedules.search.scheduler import schedule_auto
 from graphpp.schedules.simulate.simulator import simulate

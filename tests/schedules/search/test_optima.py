@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from graphpp.errors import ScheduleError
 from graphpp.schedules.check.checker import check
-from graphpp.schedules.check.peak_memory import peak_bytes
+from graphpp.schedules.check.step_memory import peak_bytes
 from graphpp.schedules.generate.names import SCHEDULES
 from graphpp.schedules.rewrite.add_send_recv import add_send_recv
 from graphpp.schedules.search.candidate import Candidate

@@ -1,0 +1,140 @@
+"""The values of microbatches that are alive on a rank as its row runs: activations, and values between two stages.
+
+Contract
+    `start(leaf)` and `end(leaf)` are called for all parts of a row in order; `counts` says how many of each `Item` are alive
+    then. `item_bytes` gives the bytes of an item.
+
+The activations of a stage's microbatch live from the start of its F to the end of its B, or to the end of its I and in part to
+the end of its W. A forward without a backward keeps nothing.
+
+A value for the neighbouring stage lives, beside the activations, from the end of the computation that made it until the
+computation that reads it starts, if both are on one rank; else until its SEND ends, or while its transport keeps it
+(`MessageFlow.kept`). On the other rank it has a buffer from the RECV until the computation that reads it starts. In a table
+without messages a value for another rank takes no bytes between the two computations.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict, deque
+from collections.abc import Sequence
+from enum import IntEnum
+
+from graphpp.schedules.table.actions import SENDS, Action, Kind, message, peer, upstream
+from graphpp.schedules.table.costs import StageCosts
+from graphpp.schedules.table.schedule import Schedule
+
+
+class Item(IntEnum):
+    """What may be alive of one microbatch of a stage."""
+
+    SAVED = 0
+    KEPT = 1
+    RUNS_F = 2
+    RUNS_B = 3
+    RUNS_I = 4
+    RUNS_W = 5
+    RECEIVED_F = 6
+    RECEIVED_B = 7
+    SENT_F = 8
+    SENT_B = 9
+    SENT_I = 10
+
+
+ITEMS = len(Item)
+_RUNS = {Kind.F: Item.RUNS_F, Kind.B: Item.RUNS_B, Kind.I: Item.RUNS_I, Kind.W: Item.RUNS_W}
+_TAKEN = {Kind.B: Item.SAVED, Kind.I: Item.SAVED, Kind.W: Item.KEPT}  # by the computation that reads it
+_LEFT = {Kind.F: Item.SAVED, Kind.I: Item.KEPT}  # by the computation that leaves it
+_READ = {Kind.F: Item.RECEIVED_F, Kind.B: Item.RECEIVED_B, Kind.I: Item.RECEIVED_B}
+_ARRIVES = {Kind.RECV_F: Item.RECEIVED_F, Kind.RECV_B: Item.RECEIVED_B}
+_SENT = {Kind.F: Item.SENT_F, Kind.B: Item.SENT_B, Kind.I: Item.SENT_I}
+_MESSAGES = {Item.RECEIVED_F: -1, Item.RECEIVED_B: 1, Item.SENT_F: 1, Item.SENT_B: -1, Item.SENT_I: -1}
+"""Items between two stages, and the step from the stage to the other one."""
+_BY_SEND = {Kind.SEND_F: (Item.SENT_F,), Kind.SEND_B: (Item.SENT_B, Item.SENT_I)}
+
+_Value = tuple[int, Item, int | None]  # stage, item, microbatch
+
+
+def item_bytes(stage: StageCosts) -> list[int]:
+    """The bytes of each `Item` of a stage."""
+    received = (stage.received_bytes.get(kind, 0) for kind in (Kind.F, Kind.B))
+    sent = (stage.sent_bytes.get(kind, 0) for kind in _SENT)
+    return [stage.saved_bytes, stage.bytes_after_input_grad, *map(stage.running_bytes, _RUNS), *received, *sent]
+
+
+class LiveValues:
+    """The values on one rank. `counts`: by costs, by stage of `stages`, by item."""
+
+    def __init__(self, leaves: Sequence[Action], table: Schedule, costs_of: Sequence[int], kept: int) -> None:
+        """`leaves`: of the rank's row; `costs_of`: by microbatch, the number of its costs; `kept`: `MessageFlow.kept`."""
+        self.stages = sorted({leaf.stage for leaf in leaves})
+        self._at = {stage: ITEMS * number for number, stage in enumerate(self.stages)}
+        self._costs_of, self._width = costs_of, ITEMS * len(self.stages)
+        self.counts = [0] * (self._width * (max(costs_of, default=0) + 1))
+        self._followed = {(leaf.stage, leaf.microbatch) for leaf in leaves if leaf.kind in (Kind.B, Kind.I)}
+        self._table, self._rank_of, self._most = table, table.rank_of_stage, kept
+        self._between = set[_Value]()
+        self._kept: dict[int, deque[_Value]] = defaultdict(deque)  # sent values by rank, the oldest first
+
+    @property
+    def messages(self) -> list[bool]:
+        """For each of `counts`, whether it is a message from or to another rank; else it belongs to the activations."""
+        one = [item in _MESSAGES and stage + _MESSAGES[item] not in self._at for stage in self.stages for item in Item]
+        return one * (len(self.counts) // max(self._width, 1))
+
+    def start(self, leaf: Action) -> None:
+        """An action starts, or a part of one."""
+        if leaf.kind in _RUNS:
+            self._take_arriving(leaf)
+            if leaf.kind in _TAKEN:
+                self._count((leaf.stage, _TAKEN[leaf.kind], leaf.microbatch), -1)
+            self._count((leaf.stage, _RUNS[leaf.kind], leaf.microbatch), 1)
+        elif leaf.kind in _ARRIVES:
+            self._add((leaf.stage, _ARRIVES[leaf.kind], leaf.microbatch))
+        elif leaf.kind in SENDS:
+            self._make_room(leaf, self._most - 1)
+
+    def end(self, leaf: Action) -> None:
+        """An action ends."""
+        if leaf.kind in _RUNS:
+            self._count((leaf.stage, _RUNS[leaf.kind], leaf.microbatch), -1)
+            if leaf.kind in _LEFT and (leaf.kind is not Kind.F or (leaf.stage, leaf.microbatch) in self._followed):
+                self._count((leaf.stage, _LEFT[leaf.kind], leaf.microbatch), 1)
+            self._leave_result(leaf)
+        elif leaf.kind in SENDS:
+            found = ((leaf.stage, item, leaf.microbatch) for item in _BY_SEND[leaf.kind])
+            self._kept[self._receiver(leaf)] += (value for value in found if value in self._between)
+            self._make_room(leaf, self._most)
+
+    def _count(self, value: _Value, change: int) -> None:
+        stage, item, microbatch = value
+        self.counts[self._costs_of[microbatch or 0] * self._width + self._at[stage] + item] += change
+
+    def _add(self, value: _Value) -> None:
+        self._between.add(value)
+        self._count(value, 1)
+
+    def _remove(self, value: _Value) -> None:
+        if value in self._between:
+            self._between.remove(value)
+            self._count(value, -1)
+
+    def _take_arriving(self, reader: Action) -> None:
+        """What a computation reads from its neighbouring stage belongs to the computation from its start on."""
+        for maker in upstream(reader, self._table.stages):
+            self._remove((maker.stage, _SENT[maker.kind], maker.microbatch))
+        if reader.kind in _READ:
+            self._remove((reader.stage, _READ[reader.kind], reader.microbatch))
+
+    def _leave_result(self, maker: Action) -> None:
+        ends = message(maker, self._table.stages)
+        if ends is not None and (self._table.has_communication or ends[1].stage in self._at):
+            self._add((maker.stage, _SENT[maker.kind], maker.microbatch))
+
+    def _make_room(self, send: Action, most: int) -> None:
+        """Drop the oldest values sent to a rank, until at most so many are left."""
+        kept = self._kept[self._receiver(send)]
+        while len(kept) > max(most, 0):
+            self._remove(kept.popleft())
+
+    def _receiver(self, send: Action) -> int:
+        return self._rank_of[peer(send).stage]
