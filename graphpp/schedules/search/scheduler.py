@@ -30,7 +30,6 @@ from graphpp.arguments import COUNT, INTEGER, NUMBER, TEXT, Accepted, checked
 from graphpp.errors import ScheduleError
 from graphpp.progress import working
 from graphpp.schedules.check.checker import check
-from graphpp.schedules.rewrite.add_send_recv import add_send_recv
 from graphpp.schedules.search.arguments import (
     Home,
     caps_of,
@@ -40,12 +39,12 @@ from graphpp.schedules.search.arguments import (
 )
 from graphpp.schedules.search.candidate import Candidate, EvaluatedOrder
 from graphpp.schedules.search.choose_table import Tables
-from graphpp.schedules.search.convert_tables import Numbered, apart, candidate_of, schedule_of
+from graphpp.schedules.search.convert_tables import Numbered, apart, candidate_of, numbered
 from graphpp.schedules.search.evaluate import evaluate_order
+from graphpp.schedules.search.evaluate_sequence import Sequenced
 from graphpp.schedules.search.fill_waits import fill_waits
 from graphpp.schedules.search.local_search import local_search
 from graphpp.schedules.search.messages import with_messages
-from graphpp.schedules.search.move_elements import Sequenced
 from graphpp.schedules.search.problem import Problem
 from graphpp.schedules.search.search_sequences import is_worth_moving, search_sequences, sequences
 from graphpp.schedules.search.sequence import Elements
@@ -100,13 +99,10 @@ def schedule_auto(
     with working("searching a schedule"):
         for each in (replace(costs, overlap=1.0), costs) if costs.overlap < 1 else (costs,):
             problems = [Problem.of(each, home, microbatches, caps) for home in homes]
-            numbered = [tables.numbered(table) for table in found]
-            found += _searched(problems, numbered, each, Random(seed), effort)
-        best = tables.soonest(found)
-    if costs.blocking and not best.has_communication:
-        best = add_send_recv(best)
+            found += _searched(problems, found, each, Random(seed), effort)
+        best = tables.soonest(found, name)
     check(best, ranks=ranks, stages=len(costs.stages), microbatches=microbatches)
-    return Schedule(best.table, best.stages, microbatches, name)
+    return best
 
 
 # ---------------------------------------------------------------------------------- the search
@@ -114,7 +110,7 @@ def schedule_auto(
 
 def _searched(
     problems: Sequence[Problem], given: Sequence[Numbered], costs: Costs, random: Random, effort: float
-) -> list[Schedule]:
+) -> list[Numbered]:
     """Tables for the problems, which differ in their placement, found from patterns and from the given tables."""
     starts: list[Found] = []
     for problem in problems:
@@ -123,7 +119,7 @@ def _searched(
     found = _improved(starts, effort, random)
     moved = search_sequences(_as_sequences(problems, [*found, *starts], given, costs), random, effort)
     solutions = [*(found if not costs.blocking else []), *((each.elements.problem, each.solution) for each in moved)]
-    return [schedule_of(*each, "searched", join=join) for each in solutions for join in (False, True)]
+    return [numbered(*each, join=join) for each in solutions for join in (False, True)]
 
 
 def _as_sequences(
@@ -138,7 +134,7 @@ def _as_sequences(
             continue
         elements = Elements.of(with_messages(problem, costs) if costs.blocking else problem)
         own = [(each.candidate, each.rows) for of, each in found if of is problem]
-        named = [(each.candidate, each.rows) for each in given if costs.blocking and each.home == problem.home]
+        named = [(each.candidate, each.computations()) for each in given if costs.blocking and each.home == problem.home]
         most = max(2, _FILL_EFFORT // problem.count)
         for candidate, rows in (*own[:most], *named[:most]):
             yield from sequences(elements, apart(problem, candidate), rows)

@@ -11,7 +11,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from random import Random
 
 from graphpp.schedules.search.candidate import Candidate
-from graphpp.schedules.search.move_elements import Sequenced, evaluate_sequence, move_elements
+from graphpp.schedules.search.evaluate_sequence import Sequenced, evaluate_sequence
+from graphpp.schedules.search.move_elements import move_elements
 from graphpp.schedules.search.problem import Problem
 from graphpp.schedules.search.sequence import Elements
 
@@ -39,12 +40,12 @@ def search_sequences(starts: Iterable[Sequenced], random: Random, effort: float)
 
 def sequences(elements: Elements, candidate: Candidate, rows: Sequence[list[int]]) -> Iterator[Sequenced]:
     """The sequences of rows of computations: messages stand as `add_send_recv` has them, and by time early and late."""
-    problem, first = elements.problem, elements.sequence(rows)
+    problem, first = elements.problem, elements.sequence(rows, candidate)
     found = evaluate_sequence(elements, candidate, first)
     if found is None:
         return
     yield found
-    ends, messages = found.solution.ends, [each for each in first if each >= 3 * problem.count]
+    ends, messages = found.ends, [each for each in first if each >= 3 * problem.count]
     for late in (False, True) if messages else ():
         keys = list(ends)
         for message in messages:

@@ -12,7 +12,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
 
+from graphpp.schedules.search.candidate import Candidate
 from graphpp.schedules.search.problem import Problem
 from graphpp.schedules.table.in_order import in_order
 
@@ -49,6 +52,11 @@ class Elements:
                 after[other].append(element)
         return cls(problem, ranks, before, list(map(tuple, after)))
 
+    @cached_property
+    def every(self) -> int:
+        """The number of elements between two states that `evaluate_sequence` keeps."""
+        return max(16, len(self.ranks) // 40)
+
     def rows(self, sequence: Iterable[int]) -> list[list[int]]:
         """The operations of each rank."""
         rows: list[list[int]] = [[] for _ in range(self.problem.ranks)]
@@ -60,18 +68,28 @@ class Elements:
                 rows[other[0]].append(element + receive)
         return rows
 
-    def sequence(self, rows: Sequence[Sequence[int]]) -> list[int]:
-        """The sequence of rows of computations in which each message follows its maker, as `add_send_recv` places it."""
+    def sequence(self, rows: Sequence[Sequence[int]], candidate: Candidate) -> list[int]:
+        """The sequence of rows of computations in which each message follows its maker, as `add_send_recv` places it.
+
+        The messages of a pair follow the pair, the forward's first.
+        """
+        count, reads = self.problem.count, self.problem.reads
+        pairs = (ops for row in rows for ops in pairwise(row) if candidate.mate(*ops)) if candidate.beside else ()
+        mates = dict(pairs)
+        backwards = {forward: backward for backward, forward in mates.items()}
         found: list[int] = []
-        done: set[int] = set()
+        done = bytearray(len(reads)) + b"\1"  # the last entry is read for reads[op] == -1
 
         def ready(_: int, op: int) -> bool:
-            return all(each in done for each in self.before[op] if each // self.problem.count != op // self.problem.count)
+            both = (op, mates[op]) if op in mates else (op,)
+            return all(done[reads[each] - 2 * count * (reads[each] >= 5 * count)] for each in both)
 
         for _, op in in_order(rows, ready):
-            for each in (op, *self.sends(op)):
+            together = (op, backwards[op]) if op in backwards else (op,)
+            messages = [each for one in together for each in self.sends(one)] if op not in mates else ()
+            for each in (op, *messages):
                 found.append(each)
-                done.add(each)
+                done[each] = 1
         return found
 
     def sends(self, op: int) -> list[int]:

@@ -16,7 +16,7 @@ from graphpp.schedules.check.step_memory import peak_bytes
 from graphpp.schedules.generate.names import SCHEDULES
 from graphpp.schedules.rewrite.add_send_recv import add_send_recv
 from graphpp.schedules.search.candidate import Candidate
-from graphpp.schedules.search.convert_tables import candidate_of, rows_of, schedule_of
+from graphpp.schedules.search.convert_tables import candidate_of, numbered, rows_of, schedule_of
 from graphpp.schedules.search.evaluate import evaluate_order, evaluate_rows
 from graphpp.schedules.search.fill_waits import fill_waits
 from graphpp.schedules.search.messages import with_messages
@@ -118,7 +118,7 @@ def test_the_times_of_rows_are_the_simulators(case: Case, seed: int) -> None:
         assert placed.solution.rows == found.rows
         moved = move_elements(placed, 40, random).solution
         assert moved.makespan <= found.makespan + 1e-9
-        table = schedule_of(problem, moved, "moved", join=False)
+        table = schedule_of(problem, numbered(problem, moved, join=False), "moved")
         check(table, ranks=case.ranks, stages=problem.stages, microbatches=case.microbatches)
         timeline = simulate(table, costs)
         assert timeline.makespan == pytest.approx(moved.makespan * problem.unit)
@@ -142,7 +142,7 @@ def test_the_times_of_sequences_with_messages_are_the_simulators(case: Case, see
     for placed in sequences(elements, found.candidate, found.rows):
         moved = move_elements(placed, 60, random)
         assert moved.value <= placed.value
-        table = schedule_of(elements.problem, moved.solution, "moved", join=False)
+        table = schedule_of(elements.problem, numbered(elements.problem, moved.solution, join=False), "moved")
         check(table, ranks=case.ranks, stages=problem.stages, microbatches=case.microbatches)
         timeline = simulate(table, costs)
         assert timeline.makespan == pytest.approx(moved.value[0])
@@ -153,10 +153,10 @@ def test_messages_as_add_send_recv_places_them_take_what_the_simulator_says() ->
     case = next(each for each in CASES if each.name == "blocking 2x4 loop2 cap inf")
     table = SCHEDULES["Interleaved1F1B"](2, 4, 4)
     problem = Problem.of(case.costs, case.home, 4, case.caps)
-    numbered = rows_of(problem, table)
-    first = next(sequences(Elements.of(with_messages(problem, case.costs)), numbered.candidate, numbered.rows))
+    exact = with_messages(problem, case.costs)
+    first = next(sequences(Elements.of(exact), *rows_of(problem, table)[:2]))
     assert first.value[0] == pytest.approx(simulate(table, case.costs).makespan)
-    assert schedule_of(first.elements.problem, first.solution, "sent", join=False) == add_send_recv(table)
+    assert schedule_of(exact, numbered(exact, first.solution, join=False), "sent") == add_send_recv(table)
     assert simulate(case.search(), case.costs).makespan < 0.8 * first.value[0]
 
 

@@ -20,7 +20,7 @@ from graphpp.schedules.check.step_memory import peak_bytes
 from graphpp.schedules.generate.names import SCHEDULES
 from graphpp.schedules.rewrite.add_send_recv import add_send_recv
 from graphpp.schedules.search.candidate import Candidate, EvaluatedOrder
-from graphpp.schedules.search.convert_tables import candidate_of, rows_of, schedule_of
+from graphpp.schedules.search.convert_tables import candidate_of, numbered, rows_of, schedule_of
 from graphpp.schedules.search.evaluate import evaluate_order
 from graphpp.schedules.search.fill_waits import fill_waits
 from graphpp.schedules.search.problem import Problem
@@ -307,12 +307,12 @@ def test_a_solution_is_what_the_simulator_says(seed: int, ranks: int, chunks: in
         for candidate in (solution.candidate, fill_waits(problem, solution.candidate, 5)):
             again = evaluate_order(problem, candidate)
             assert again is not None
-            table = schedule_of(problem, again, "found", join=False)
+            table = schedule_of(problem, numbered(problem, again, join=False), "found")
             timeline = simulate(table, costs)
             assert timeline.makespan == pytest.approx(again.makespan * problem.unit)
             assert all(timeline.peak_bytes(rank) <= cap for rank, cap in enumerate(problem.cap))
             assert again.makespan >= problem.bound() * (1 - 1e-9)
-            joined = simulate(schedule_of(problem, again, "found", join=True), costs)
+            joined = simulate(schedule_of(problem, numbered(problem, again, join=True), "found"), costs)
             assert joined.makespan <= timeline.makespan * (1 + 1e-9)
 
 
