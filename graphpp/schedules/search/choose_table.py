@@ -56,7 +56,7 @@ class Tables:
     def soonest(self, tables: Sequence[Numbered], name: str) -> Schedule:
         """Of the tables that end first, up to rounding, the one with the fewest bytes, then with the fewest actions."""
         tables = list(map(self.complete, tables))
-        ends = list(map(self._end, tables))
+        ends = list(map(self.end, tables))
         least = min(ends) * (1 + 1e-9)
         soonest = [table for table, end in zip(tables, ends, strict=True) if end <= least]
         best = min(soonest, key=lambda table: (sum(self._peaks(table)), table.actions))
@@ -71,7 +71,7 @@ class Tables:
         self._elements[table.home] = elements
         return table._replace(rows=elements.rows(elements.sequence(table.rows, table.candidate)))
 
-    def _end(self, table: Numbered) -> float:
+    def end(self, table: Numbered) -> float:
         """The makespan of a complete table; infinite if the table needs more bytes than the caps."""
         problem = self._problems[table.home]
         solution = evaluate_rows(problem, table.candidate, table.rows)

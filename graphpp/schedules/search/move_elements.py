@@ -27,7 +27,7 @@ _FARTHEST = 10
 
 def move_elements(start: Sequenced, steps: int, random: Random, heat: float = 0.5) -> Sequenced:
     """Take `steps` steps, or fewer if a lower bound is reached. `heat`: how much worse is accepted at first, in operations."""
-    moves = _Moves(start.elements, random)
+    moves = Moves(start.elements, random)
     best = current = start
     bound = start.elements.problem.bound() * (1 + 1e-9)
     for step in range(steps):
@@ -47,7 +47,9 @@ def move_elements(start: Sequenced, steps: int, random: Random, heat: float = 0.
 _Neighbour = tuple[Candidate, list[int]]
 
 
-class _Moves:
+class Moves:
+    """The steps of the search."""
+
     def __init__(self, elements: Elements, random: Random) -> None:
         self.elements, self.problem, self.random = elements, elements.problem, random
         self.unit = self.problem.period() * self.problem.ranks / (3 * self.problem.stages)
@@ -103,8 +105,13 @@ class _Moves:
         other = next(islice(later, apart - 1, None), None)
         if other is None:
             return sequence
-        moved = _moved(self.elements, sequence, at, rank, apart)
-        return _moved(self.elements, moved, moved.index(other), rank, 1 - apart)
+        element, step = sequence[at], self.problem.microbatches
+        left = step - 1 - max(element % step, other % step)
+        more = 0 if self.random.random() < 0.7 else self.random.randint(0, left)
+        for by in range(more + 1):  # the same for the microbatches that follow
+            if element + by in sequence and other + by in sequence:  # weight gradients of whole backwards are not
+                sequence = _exchanged(self.elements, sequence, element + by, other + by, rank)
+        return sequence
 
     def _pair(self, old: Sequenced) -> _Neighbour | None:
         """Take a pair apart, or put a forward directly behind a backward of its rank, as a pair."""
@@ -147,6 +154,16 @@ class _Moves:
         stages = self.problem.stages
         forwards = [kind * stages + stage for stage in range(stages) for kind in (3, 0)]
         return forwards + [kind * stages + stage for stage in reversed(range(stages)) for kind in (4, 1, 2)]
+
+
+def _exchanged(elements: Elements, sequence: list[int], first: int, second: int, rank: int) -> list[int]:
+    """The sequence with two elements of a rank's row exchanged, if they are near each other."""
+    one, other = sorted((sequence.index(first), sequence.index(second)))
+    apart = sum(rank in elements.ranks[each] for each in sequence[one + 1 : other + 1])
+    if apart > _FARTHEST:
+        return sequence
+    moved = _moved(elements, sequence, one, rank, apart)
+    return _moved(elements, moved, moved.index(sequence[other]), rank, 1 - apart)
 
 
 def _moved(elements: Elements, sequence: list[int], at: int, rank: int, by: int) -> list[int]:

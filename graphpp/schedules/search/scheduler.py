@@ -142,10 +142,11 @@ def _as_sequences(
 
 def _starts(problem: Problem, given: Sequence[Numbered], random: Random) -> list[EvaluatedOrder]:
     """Solutions to start the search from, with different values, the best first."""
-    known = _best(problem, (candidate_of(problem, each) for each in given), _FILLED)
-    for whole in _wholes(problem):
-        known += _best(problem, start_patterns(problem, whole, random), _FILLED)
     most = max(2, _FILL_EFFORT // problem.count)
+    keep = min(_FILLED, max(_ROUNDS[0], most))
+    known = _best(problem, (candidate_of(problem, each) for each in given), keep)
+    for whole in _wholes(problem):
+        known += _best(problem, start_patterns(problem, whole, random), keep)
     filled = (fill_waits(problem, each.candidate, window) for each in _best_of(known, most) for window in _WINDOWS)
     return _different(known + _best(problem, filled, _ROUNDS[0]), _ROUNDS[0])
 

@@ -13,7 +13,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import pairwise
 
 from graphpp.schedules.search.candidate import Candidate
 from graphpp.schedules.search.problem import Problem
@@ -74,22 +73,26 @@ class Elements:
         The messages of a pair follow the pair, the forward's first.
         """
         count, reads = self.problem.count, self.problem.reads
-        pairs = (ops for row in rows for ops in pairwise(row) if candidate.mate(*ops)) if candidate.beside else ()
-        mates = dict(pairs)
-        backwards = {forward: backward for backward, forward in mates.items()}
         found: list[int] = []
         done = bytearray(len(reads)) + b"\1"  # the last entry is read for reads[op] == -1
+        blocked, waiting = bytearray(self.problem.ranks), dict[int, list[int]]()
 
-        def ready(_: int, op: int) -> bool:
-            both = (op, mates[op]) if op in mates else (op,)
-            return all(done[reads[each] - 2 * count * (reads[each] >= 5 * count)] for each in both)
+        def ready(rank: int, cell: tuple[int, ...]) -> bool:
+            if blocked[rank]:
+                return False
+            for op in cell:
+                need = reads[op] - 2 * count * (reads[op] >= 5 * count)
+                if not done[need]:
+                    blocked[rank] = 1
+                    waiting.setdefault(need, []).append(rank)
+            return not blocked[rank]
 
-        for _, op in in_order(rows, ready):
-            together = (op, backwards[op]) if op in backwards else (op,)
-            messages = [each for one in together for each in self.sends(one)] if op not in mates else ()
-            for each in (op, *messages):
+        for _, cell in in_order([_cells(candidate, row) for row in rows], ready):
+            for each in (*cell, *(message for op in reversed(cell) for message in self.sends(op))):
                 found.append(each)
                 done[each] = 1
+                for rank in waiting.pop(each, ()):
+                    blocked[rank] = 0
         return found
 
     def sends(self, op: int) -> list[int]:
@@ -117,3 +120,14 @@ class Elements:
                 found.append(todo.pop())
                 left.remove(element)
         return found[::-1] if late else found
+
+
+def _cells(candidate: Candidate, row: Sequence[int]) -> list[tuple[int, ...]]:
+    """The operations of a row, each alone or as a pair of a backward and its forward."""
+    if not candidate.beside:
+        return [(op,) for op in row]
+    cells: list[tuple[int, ...]] = []
+    for op in row:
+        paired = bool(cells) and candidate.mate(cells[-1][-1], op)
+        cells.append((*cells.pop(), op) if paired else (op,))
+    return cells

@@ -113,8 +113,10 @@ class _Model:
             if cap < sum(nbytes for _, nbytes in alive):
                 self.cp.add_cumulative([interval for interval, _ in alive], [nbytes for _, nbytes in alive], int(cap))
         self.makespan = self._time("makespan")
-        for work in self.work:  # implied, but the solver's bound is better with these sums
-            self.cp.add(self.makespan >= sum(work))
+        for rank, work in enumerate(self.work):  # implied, but the solver's bound is better with these sums
+            lowest = min((stage for stage, other in home.items() if other == rank), default=None)
+            if lowest is not None:
+                self.cp.add(self.makespan >= self.start[Kind.F, lowest, 0] - self.overhead + sum(work))
         self.cp.add_max_equality(self.makespan, list(self.end.values()))
         self.cp.minimize(self.makespan)
 
@@ -143,9 +145,12 @@ class _Model:
         return _whole_number(self.costs.stages[stage].of(kind))
 
     def _pairs(self) -> Iterator[tuple[tuple[Key, Key], Any]]:
-        """For each forward and each backward of a rank whether they run together."""
+        """For each forward and each backward of a rank whether they run together.
+
+        The backward is of an earlier microbatch: a later one's comes after all forwards of its microbatch, so after this one.
+        """
         for forward, backward in product(self.whole, self.whole):
-            if self.home[forward[0]] == self.home[backward[0]] and forward[1] != backward[1]:
+            if self.home[forward[0]] == self.home[backward[0]] and forward[1] > backward[1]:
                 yield ((Kind.F, *forward), (Kind.I, *backward)), self.cp.new_bool_var(f"{forward} beside {backward}")
 
     # ------------------------------------------------------------------------------ actions in time
