@@ -10,14 +10,12 @@ Contract
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from itertools import accumulate
 from math import inf
-from operator import add
 
 from graphpp.errors import ScheduleError
 from graphpp.schedules.generate.names import SCHEDULES
 from graphpp.schedules.search.arguments import Home, one_by_one
-from graphpp.schedules.search.candidate import operation_costs, pair_costs
+from graphpp.schedules.search.candidate import peaks
 from graphpp.schedules.search.convert_tables import Numbered, rows_of, schedule_of
 from graphpp.schedules.search.evaluate import evaluate_rows
 from graphpp.schedules.search.messages import with_messages
@@ -83,10 +81,4 @@ class Tables:
 
     def _peaks(self, table: Numbered) -> Iterator[int]:
         """The most bytes alive on each rank."""
-        problem, (candidate, rows, _) = self._problems[table.home], table
-        costs = operation_costs(problem, bytes(candidate.whole))
-        if candidate.beside:
-            costs, _ = pair_costs(problem, candidate, rows)
-        for row in rows:
-            alive = accumulate(map(costs.change.__getitem__, row), initial=0)
-            yield max(map(add, alive, map(costs.more.__getitem__, row)), default=0)
+        return peaks(self._problems[table.home], table.candidate, table.rows)

@@ -10,7 +10,8 @@ Contract
        (`fill_waits.py`)
     2. the best of them are improved by local search (`local_search.py`), the most promising ones longest, and then by moving
        single operations, weight gradients included (`search_sequences.py`). Where messages occupy ranks (`Costs.blocking`),
-       this search alone has sends and receives, each at a place of its own; the steps before it estimate them
+       this search alone has sends and receives, each at a place of its own; the steps before it estimate them. The best
+       result is also moved towards fewer bytes (`save_bytes.py`)
     3. where a forward beside a backward takes less time than both alone (`Costs.overlap` < 1), steps 1 and 2 run a second time
        with such pairs; the tables without pairs are starts there, so the result is never behind them
     4. the exact times of the results and of the named schedules are compared (`choose_table.py`); the one that ends soonest
@@ -23,6 +24,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
+from itertools import islice
 from math import inf
 from random import Random
 
@@ -37,7 +39,7 @@ from graphpp.schedules.search.arguments import (
     placements,
     too_tight,
 )
-from graphpp.schedules.search.candidate import Candidate, EvaluatedOrder
+from graphpp.schedules.search.candidate import Candidate, EvaluatedOrder, peaks
 from graphpp.schedules.search.choose_table import Tables
 from graphpp.schedules.search.convert_tables import Numbered, apart, candidate_of, numbered
 from graphpp.schedules.search.evaluate import evaluate_order
@@ -60,6 +62,8 @@ _ROUNDS = (6, 3, 1)
 """The number of solutions that continue in each round; all rounds take the same number of steps."""
 _FILLED, _WINDOWS = 16, (3, 8)
 """The number of solutions whose waits are filled, and the numbers of operations that `fill_waits` looks at."""
+_FRUGAL, _LESS = 100, 0.95
+"""The number of candidates that are tried for fewer bytes once the best end is reached; each must need less than that share."""
 _FILL_EFFORT = 80_000
 """Forwards of all the solutions whose waits are filled, or whose messages get places; at least two solutions are taken."""
 
@@ -161,17 +165,34 @@ def _wholes(problem: Problem) -> list[bytearray]:
 
 
 def _best(problem: Problem, candidates: Iterable[Candidate], most: int) -> list[EvaluatedOrder]:
-    """The best of the candidates that can run; stops at the first one that reaches the lower bound."""
+    """The best of the candidates that can run; one that reaches the lower bound is enough, with as few bytes as are found."""
     found: list[EvaluatedOrder] = []
     bound = problem.bound() * (1 + 1e-9)
-    for candidate in candidates:
+    left = iter(candidates)
+    for candidate in left:
         limit = 1.02 * found[-1].value if len(found) == most else inf
         solution = evaluate_order(problem, candidate, limit)
         if solution:
             found = _different([*found, solution], most)
         if found and found[0].makespan <= bound:
-            break
+            return found if problem.blocking else [_most_frugal(problem, found[0], islice(left, _FRUGAL))]
     return found
+
+
+def _most_frugal(problem: Problem, best: EvaluatedOrder, candidates: Iterable[Candidate]) -> EvaluatedOrder:
+    """A candidate that ends as soon as `best`, which no other table can beat, with fewer bytes on each rank; or `best`."""
+    bound = problem.bound() * (1 + 1e-9)
+    less = _with_less(problem, best)
+    for candidate in candidates:
+        found = evaluate_order(less, candidate, 2 * bound)
+        if found and found.makespan <= bound:
+            best, less = found, _with_less(problem, found)
+    return best
+
+
+def _with_less(problem: Problem, solution: EvaluatedOrder) -> Problem:
+    """The problem under caps a little below the bytes that a solution needs."""
+    return replace(problem, cap=tuple(_LESS * each for each in peaks(problem, solution.candidate, solution.rows)))
 
 
 def _best_of(solutions: Sequence[EvaluatedOrder], most: int) -> list[EvaluatedOrder]:

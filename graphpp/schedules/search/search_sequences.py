@@ -14,11 +14,13 @@ from graphpp.schedules.search.candidate import Candidate
 from graphpp.schedules.search.evaluate_sequence import Sequenced, evaluate_sequence
 from graphpp.schedules.search.move_elements import move_elements
 from graphpp.schedules.search.problem import Problem
+from graphpp.schedules.search.save_bytes import save_bytes
 from graphpp.schedules.search.sequence import Elements
 
 _EFFORT, _MOST_STEPS, _FEWEST_STEPS = 1_000_000, 20_000, 300
 """Search steps times forwards; the most steps, since small problems need fewer; and the fewest, below which none is taken."""
-_RESULTS = 2
+_RESULTS, _SAVING = 2, 0.1
+"""The number of sequences that are returned, and the steps that save bytes as a share of the others."""
 _ROUNDS = (6, 3, 1)
 """The number of sequences that continue in each round; all rounds take the same number of steps."""
 
@@ -29,13 +31,15 @@ def is_worth_moving(problem: Problem) -> bool:
 
 
 def search_sequences(starts: Iterable[Sequenced], random: Random, effort: float) -> list[Sequenced]:
-    """In every round fewer sequences are searched, each for longer."""
+    """In every round fewer sequences are searched, each for longer. Of the best one there is also a form with fewer bytes."""
     found = _different(starts)
-    for width in _ROUNDS if found and not found[0].is_optimal else ():
-        steps = int(min(_MOST_STEPS, _EFFORT / found[0].elements.problem.count) * effort / len(_ROUNDS) / width)
-        if is_worth_moving(found[0].elements.problem):
-            found = _different(move_elements(each, steps, random) for each in found[:width])
-    return found[:_RESULTS]
+    if not found or not is_worth_moving(found[0].elements.problem):
+        return found[:_RESULTS]
+    steps = min(_MOST_STEPS, _EFFORT / found[0].elements.problem.count) * effort
+    for width in _ROUNDS if not found[0].is_optimal else ():
+        each = int(steps / len(_ROUNDS) / width)
+        found = _different(move_elements(one, each, random) for one in found[:width])
+    return [save_bytes(found[0], int(_SAVING * steps), random), *found[:_RESULTS]]
 
 
 def sequences(elements: Elements, candidate: Candidate, rows: Sequence[list[int]]) -> Iterator[Sequenced]:

@@ -16,14 +16,16 @@ from graphpp.schedules.check.step_memory import peak_bytes
 from graphpp.schedules.generate.names import SCHEDULES
 from graphpp.schedules.rewrite.add_send_recv import add_send_recv
 from graphpp.schedules.search.arguments import one_by_one
+from graphpp.schedules.search.candidate import peaks
 from graphpp.schedules.search.choose_table import Tables
-from graphpp.schedules.search.convert_tables import candidate_of, numbered, rows_of, schedule_of
+from graphpp.schedules.search.convert_tables import apart, candidate_of, numbered, rows_of, schedule_of
 from graphpp.schedules.search.evaluate import evaluate_order, evaluate_rows
 from graphpp.schedules.search.evaluate_sequence import evaluate_sequence
 from graphpp.schedules.search.fill_waits import fill_waits
 from graphpp.schedules.search.messages import with_messages
 from graphpp.schedules.search.move_elements import Moves, move_elements
 from graphpp.schedules.search.problem import Problem
+from graphpp.schedules.search.save_bytes import save_bytes
 from graphpp.schedules.search.scheduler import schedule_auto
 from graphpp.schedules.search.search_sequences import sequences
 from graphpp.schedules.search.sequence import Elements
@@ -184,6 +186,20 @@ def test_a_sequence_takes_the_time_of_its_rows(case: Case, seed: int) -> None:
             assert (found.makespan, found.total) == pytest.approx((rows.makespan, rows.value))
             assert found.ends[:-1] == pytest.approx([max(each, 0.0) for each in rows.ends[:-1]])
             current = found
+
+
+@pytest.mark.parametrize("name", ["uneven 3x3 loop1", "overlap 2x4 loop1", "blocking 2x4 loop1"])
+def test_bytes_are_saved_at_no_cost_of_time(name: str) -> None:
+    case = next(each for each in CASES if each.name == f"{name} cap inf")
+    problem = Problem.of(case.costs, case.home, case.microbatches, case.caps)
+    elements = Elements.of(with_messages(problem, case.costs) if case.costs.blocking else problem)
+    generator = SCHEDULES["GPipe" if case.ranks == len(case.costs.stages) else "DualPipeV"]
+    start = rows_of(problem, generator(case.ranks, len(case.costs.stages), case.microbatches))
+    placed = next(sequences(elements, apart(problem, start.candidate), start.rows))
+    saved = save_bytes(placed, 400, Random(0))
+    assert saved.makespan <= placed.makespan * (1 + 1e-9)
+    before, after = (sum(peaks(elements.problem, each.candidate, each.solution.rows)) for each in (placed, saved))
+    assert after < 0.9 * before
 
 
 @pytest.mark.parametrize(("ranks", "stages"), [(3, 3), (2, 4), (3, 6)])
