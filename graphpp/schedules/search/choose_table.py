@@ -9,7 +9,8 @@ Contract
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 from math import inf
 
 from graphpp.errors import ScheduleError
@@ -33,8 +34,11 @@ class Tables:
         self.costs, self.homes, self.microbatches, self.caps = costs, homes, microbatches, caps
         self._elements: dict[tuple[int, ...], Elements] = {}
         self._problems: dict[tuple[int, ...], Problem] = {}
+        self._silent: dict[tuple[int, ...], Problem] = {}
+        silent = replace(costs, blocking=False, sends_forward=(), sends_backward=())
         for problem in (Problem.of(costs, home, microbatches, caps) for home in homes):
             self._problems[problem.home] = with_messages(problem, costs) if costs.blocking else problem
+            self._silent[problem.home] = Problem.of(silent, dict(enumerate(problem.home)), microbatches, caps)
 
     def named(self) -> list[Numbered]:
         """The named schedules, and one microbatch after the other, that take these counts and fit into memory."""
@@ -51,19 +55,21 @@ class Tables:
         numbered = [rows_of(self._problems[home], table) for home, table in zip(homes, tables, strict=True)]
         return [each for each in numbered if self._fits(each)]
 
-    def soonest(self, tables: Sequence[Numbered], name: str) -> Schedule:
+    def soonest(self, tables: Iterable[Numbered], name: str) -> Schedule:
         """Of the tables that end first, up to rounding, the one with the fewest bytes, then with the fewest actions."""
-        tables = list(map(self.complete, tables))
-        ends = list(map(self.end, tables))
-        least = min(ends) * (1 + 1e-9)
-        soonest = [table for table, end in zip(tables, ends, strict=True) if end <= least]
+        ends, least = list[tuple[float, Numbered]](), inf
+        for table in sorted(tables, key=self._lacks_messages):
+            if not self._lacks_messages(table) or self._earliest_end(table, least) <= least:
+                complete = self.complete(table)
+                ends.append((self.end(complete), complete))
+                least = min(least, ends[-1][0] * (1 + 1e-9))
+        soonest = [table for end, table in ends if end <= least]
         best = min(soonest, key=lambda table: (sum(self._peaks(table)), table.actions))
         return schedule_of(self._problems[best.home], best, name)
 
     def complete(self, table: Numbered) -> Numbered:
         """The table with its sends and receives where they occupy ranks; a table without any gets those of `add_send_recv`."""
-        messages = 3 * len(table.candidate.whole)
-        if not self.costs.blocking or any(op >= messages for row in table.rows for op in row):
+        if not self._lacks_messages(table):
             return table
         elements = self._elements.get(table.home) or Elements.of(self._problems[table.home])
         self._elements[table.home] = elements
@@ -73,6 +79,16 @@ class Tables:
         """The makespan of a complete table; infinite if the table needs more bytes than the caps."""
         problem = self._problems[table.home]
         solution = evaluate_rows(problem, table.candidate, table.rows)
+        return solution.makespan * problem.unit if solution else inf
+
+    def _lacks_messages(self, table: Numbered) -> bool:
+        messages = 3 * len(table.candidate.whole)
+        return self.costs.blocking and not any(op >= messages for row in table.rows for op in row)
+
+    def _earliest_end(self, table: Numbered, limit: float) -> float:
+        """The makespan of a table if its messages took no time; infinite if that is above `limit`."""
+        problem = self._silent[table.home]
+        solution = evaluate_rows(problem, table.candidate, table.rows, 2 * limit / problem.unit)
         return solution.makespan * problem.unit if solution else inf
 
     def _fits(self, table: Numbered) -> bool:
