@@ -17,9 +17,9 @@ from graphpp.schedules.search.problem import Problem
 from graphpp.schedules.search.save_bytes import save_bytes
 from graphpp.schedules.search.sequence import Elements
 
-_EFFORT, _MOST_STEPS, _FEWEST_STEPS = 1_000_000, 20_000, 300
+_EFFORT, _MOST_STEPS, _FEWEST_STEPS = 2_000_000, 40_000, 600
 """Search steps times forwards; the most steps, since small problems need fewer; and the fewest, below which none is taken."""
-_RESULTS, _SAVING = 2, 0.1
+_RESULTS, _SAVING = 2, 0.05
 """The number of sequences that are returned, and the steps that save bytes as a share of the others."""
 _ROUNDS = (6, 3, 1)
 """The number of sequences that continue in each round; all rounds take the same number of steps."""
