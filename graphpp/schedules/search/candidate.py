@@ -8,10 +8,11 @@ Contract
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
-from itertools import pairwise
+from itertools import accumulate, pairwise
+from operator import add
 from typing import NamedTuple
 
 from graphpp.schedules.search.problem import Problem
@@ -130,6 +131,16 @@ def pair_costs(
                 more[op] = max(_bytes_of_pair(problem, candidate, op, following), change[op])
                 more[following] = change[following] = 0
     return OperationCosts(took, more, change, alone.leaves, busy), mates
+
+
+def peaks(problem: Problem, candidate: Candidate, rows: Sequence[Sequence[int]]) -> Iterator[int]:
+    """The most bytes alive on each rank, for complete rows."""
+    costs = operation_costs(problem, bytes(candidate.whole))
+    if candidate.beside:
+        costs, _ = pair_costs(problem, candidate, rows)
+    for row in rows:
+        alive = accumulate(map(costs.change.__getitem__, row), initial=0)
+        yield max(map(add, alive, map(costs.more.__getitem__, row)), default=0)
 
 
 def operation_time(problem: Problem, candidate: Candidate, op: int) -> float:

@@ -1,26 +1,27 @@
 """The tables to start from, and the choice of the best table: exact makespans and bytes.
 
 Contract
-    `Tables` knows the costs and the caps, and numbers the operations of each table once. `Tables.named` returns the named
-    schedules that take the counts and fit. `Tables.soonest` chooses the table that ends first, and of several the one with the
-    fewest bytes.
+    `Tables` knows the costs and the caps. `Tables.named` returns the numbered operations of the named schedules that take the
+    counts and fit. `Tables.soonest` chooses the table that ends first, and of several the one with the fewest bytes. The
+    makespans are the simulator's; where messages occupy ranks and a table has none, they are those of the table that
+    `add_send_recv` makes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from itertools import accumulate
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 from math import inf
-from operator import add
 
 from graphpp.errors import ScheduleError
 from graphpp.schedules.generate.names import SCHEDULES
 from graphpp.schedules.search.arguments import Home, one_by_one
-from graphpp.schedules.search.candidate import operation_costs, pair_costs
-from graphpp.schedules.search.convert_tables import Numbered, rows_of
+from graphpp.schedules.search.candidate import peaks
+from graphpp.schedules.search.convert_tables import Numbered, rows_of, schedule_of
 from graphpp.schedules.search.evaluate import evaluate_rows
+from graphpp.schedules.search.messages import with_messages
 from graphpp.schedules.search.problem import Problem
-from graphpp.schedules.simulate.simulator import simulate
+from graphpp.schedules.search.sequence import Elements
 from graphpp.schedules.table.actions import BACKWARDS
 from graphpp.schedules.table.costs import Costs
 from graphpp.schedules.table.schedule import Schedule
@@ -31,10 +32,15 @@ class Tables:
 
     def __init__(self, costs: Costs, homes: Sequence[Home], microbatches: int, caps: Sequence[float]) -> None:
         self.costs, self.homes, self.microbatches, self.caps = costs, homes, microbatches, caps
-        self._problems = [Problem.of(costs, home, microbatches, caps) for home in homes]
-        self._numbered: dict[int, tuple[Schedule, Numbered]] = {}
+        self._elements: dict[tuple[int, ...], Elements] = {}
+        self._problems: dict[tuple[int, ...], Problem] = {}
+        self._silent: dict[tuple[int, ...], Problem] = {}
+        silent = replace(costs, blocking=False, sends_forward=(), sends_backward=())
+        for problem in (Problem.of(costs, home, microbatches, caps) for home in homes):
+            self._problems[problem.home] = with_messages(problem, costs) if costs.blocking else problem
+            self._silent[problem.home] = Problem.of(silent, dict(enumerate(problem.home)), microbatches, caps)
 
-    def named(self) -> list[Schedule]:
+    def named(self) -> list[Numbered]:
         """The named schedules, and one microbatch after the other, that take these counts and fit into memory."""
         tables = [one_by_one(self.costs, home, len(self.caps), self.microbatches) for home in self.homes]
         for generator in SCHEDULES.values():
@@ -45,44 +51,50 @@ class Tables:
             trains = not table.kinds.isdisjoint(BACKWARDS)
             if trains and table.rank_of_stage in self.homes and table not in tables:
                 tables.append(table)
-        return [table for table in tables if self.fits(table)]
+        homes = (tuple(table.rank_of_stage[stage] for stage in range(table.stages)) for table in tables)
+        numbered = [rows_of(self._problems[home], table) for home, table in zip(homes, tables, strict=True)]
+        return [each for each in numbered if self._fits(each)]
 
-    def soonest(self, tables: Sequence[Schedule]) -> Schedule:
+    def soonest(self, tables: Iterable[Numbered], name: str) -> Schedule:
         """Of the tables that end first, up to rounding, the one with the fewest bytes, then with the fewest actions."""
-        ends = list(map(self.end, tables))
-        least = min(ends) * (1 + 1e-9)
-        soonest = [table for table, end in zip(tables, ends, strict=True) if end <= least]
-        return min(soonest, key=lambda table: (sum(self.peaks(table)), sum(1 for _ in table.cells())))
+        ends, least = list[tuple[float, Numbered]](), inf
+        for table in sorted(tables, key=self._lacks_messages):
+            if not self._lacks_messages(table) or self._earliest_end(table, least) <= least:
+                complete = self.complete(table)
+                ends.append((self.end(complete), complete))
+                least = min(least, ends[-1][0] * (1 + 1e-9))
+        soonest = [table for end, table in ends if end <= least]
+        best = min(soonest, key=lambda table: (sum(self._peaks(table)), table.actions))
+        return schedule_of(self._problems[best.home], best, name)
 
-    def end(self, table: Schedule) -> float:
-        """The makespan of a table, as the simulator has it; infinite if the table needs more bytes than the caps."""
-        if self.costs.blocking:
-            return simulate(table, self.costs).makespan if self.fits(table) else inf
-        problem = self.problem(table)
-        numbered = self.numbered(table)
-        solution = evaluate_rows(problem, numbered.candidate, numbered.rows)
+    def complete(self, table: Numbered) -> Numbered:
+        """The table with its sends and receives where they occupy ranks; a table without any gets those of `add_send_recv`."""
+        if not self._lacks_messages(table):
+            return table
+        elements = self._elements.get(table.home) or Elements.of(self._problems[table.home])
+        self._elements[table.home] = elements
+        return table._replace(rows=elements.rows(elements.sequence(table.rows, table.candidate)))
+
+    def end(self, table: Numbered) -> float:
+        """The makespan of a complete table; infinite if the table needs more bytes than the caps."""
+        problem = self._problems[table.home]
+        solution = evaluate_rows(problem, table.candidate, table.rows)
         return solution.makespan * problem.unit if solution else inf
 
-    def fits(self, table: Schedule) -> bool:
+    def _lacks_messages(self, table: Numbered) -> bool:
+        messages = 3 * len(table.candidate.whole)
+        return self.costs.blocking and not any(op >= messages for row in table.rows for op in row)
+
+    def _earliest_end(self, table: Numbered, limit: float) -> float:
+        """The makespan of a table if its messages took no time; infinite if that is above `limit`."""
+        problem = self._silent[table.home]
+        solution = evaluate_rows(problem, table.candidate, table.rows, 2 * limit / problem.unit)
+        return solution.makespan * problem.unit if solution else inf
+
+    def _fits(self, table: Numbered) -> bool:
         """True if no rank ever has more bytes alive than its cap."""
-        return set(self.caps) == {inf} or all(peak <= cap for peak, cap in zip(self.peaks(table), self.caps, strict=True))
+        return set(self.caps) == {inf} or all(peak <= cap for peak, cap in zip(self._peaks(table), self.caps, strict=True))
 
-    def peaks(self, table: Schedule) -> Iterator[int]:
+    def _peaks(self, table: Numbered) -> Iterator[int]:
         """The most bytes alive on each rank."""
-        problem, (candidate, rows, _) = self.problem(table), self.numbered(table)
-        costs = operation_costs(problem, bytes(candidate.whole))
-        if candidate.beside:
-            costs, _ = pair_costs(problem, candidate, rows)
-        for row in rows:
-            alive = accumulate(map(costs.change.__getitem__, row), initial=0)
-            yield max(map(add, alive, map(costs.more.__getitem__, row)), default=0)
-
-    def numbered(self, table: Schedule) -> Numbered:
-        """The numbered operations of a table; each table is read once."""
-        if id(table) not in self._numbered:
-            self._numbered[id(table)] = table, rows_of(self.problem(table), table)
-        return self._numbered[id(table)][1]
-
-    def problem(self, table: Schedule) -> Problem:
-        """The problem with the table's placement."""
-        return self._problems[self.homes.index(dict(table.rank_of_stage))]
+        return peaks(self._problems[table.home], table.candidate, table.rows)

@@ -1,13 +1,13 @@
 """Convert between tables of actions and the numbered operations of the search.
 
-Contract: `rows_of` and `candidate_of` take a complete table, whose overlaps are of one forward and one backward, and leave out
-its sends and receives; `schedule_of` returns such a table. Operations are numbered as in `problem.py`, and as in `messages.py`
-where messages are operations.
+Contract: `rows_of` takes a complete table, whose overlaps are of one forward and one backward, and leaves out its sends and
+receives; `numbered` takes a solution of the search, and `schedule_of` makes the table of either. Operations are numbered as in
+`problem.py`, and as in `messages.py` where messages are operations.
 """
 
 from __future__ import annotations
 
-from collections.abc import Container, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
 from typing import NamedTuple
@@ -26,12 +26,23 @@ _NUMBERS = {Kind.F: 0, Kind.I: 1, Kind.B: 1, Kind.W: 2}
 class Numbered(NamedTuple):
     """The numbered operations of a table: all of each rank, and which backwards are whole or run beside a forward.
 
-    `home[stage]`: the stage's rank.
+    `home[stage]`: the stage's rank. The rows have sends and receives only where a search has placed them.
     """
 
     candidate: Candidate
     rows: list[list[int]]
     home: tuple[int, ...]
+
+    @property
+    def actions(self) -> int:
+        """The number of actions, where a pair is one."""
+        pairs = sum(self.candidate.mate(*ops) for row in self.rows for ops in pairwise(row)) if self.candidate.beside else 0
+        return sum(map(len, self.rows)) - pairs
+
+    def computations(self) -> list[list[int]]:
+        """The rows without sends and receives."""
+        messages = 3 * len(self.candidate.whole)
+        return [[op for op in row if op < messages] for row in self.rows]
 
 
 def rows_of(problem: Problem, schedule: Schedule) -> Numbered:
@@ -56,9 +67,9 @@ def apart(problem: Problem, candidate: Candidate) -> Candidate:
     return candidate if problem.pairs else replace(candidate, beside=bytearray())
 
 
-def candidate_of(problem: Problem, numbered: Numbered) -> Candidate:
+def candidate_of(problem: Problem, table: Numbered) -> Candidate:
     """The order of a table's forwards and backwards; a whole backward stays whole where that saves time or bytes."""
-    given, rows, _ = numbered
+    given, rows, _ = table
     whole = bytearray(
         flag and problem.prefers_whole(x // problem.microbatches) for x, flag in enumerate(given.whole)
     )
@@ -70,26 +81,33 @@ def _backward_first(leaf: Action) -> bool:
     return leaf.kind is Kind.F
 
 
-def schedule_of(problem: Problem, solution: EvaluatedOrder, name: str, *, join: bool) -> Schedule:
-    """The table of a solution. `join`: an I and its W become a B if no rank starts earlier because they are separate."""
-    joined = (
-        {op - problem.count for row in solution.rows for op in _joinable(problem, solution, row)} if join else set()
-    )
-    joined |= {x for x, whole in enumerate(solution.candidate.whole) if whole}
-    rows = (_cells(problem, row, solution.candidate, joined) for row in solution.rows)
+def numbered(problem: Problem, solution: EvaluatedOrder, *, join: bool) -> Numbered:
+    """The operations of a solution. `join`: an I and its W become a B if no rank starts earlier because they are separate."""
+    candidate, count = solution.candidate, problem.count
+    joined = {op - count for row in solution.rows for op in _joinable(problem, solution, row)} if join else set()
+    whole, beside = bytearray(candidate.whole), bytearray(candidate.beside)
+    for x in joined:
+        whole[x] = 1
+        if beside:
+            beside[x] = 0  # a forward behind the weight gradient ran alone
+    rows = [[op for op in row if op // count != 2 or op - 2 * count not in joined] for row in solution.rows]
+    return Numbered(Candidate(rows, whole, candidate.patience, beside), rows, problem.home)
+
+
+def schedule_of(problem: Problem, found: Numbered, name: str) -> Schedule:
+    """The table with these operations."""
+    rows = (_cells(problem, row, found.candidate) for row in found.rows)
     return Schedule(tuple(rows), problem.stages, problem.microbatches, name)
 
 
-def _cells(problem: Problem, row: Sequence[int], candidate: Candidate, joined: Container[int]) -> Row:
-    """The actions of a row; `joined`: the backwards N + x that are whole."""
+def _cells(problem: Problem, row: Sequence[int], candidate: Candidate) -> Row:
+    """The actions of a row."""
     cells: list[Action] = []
     for before, op in pairwise([-1, *row]):
         kind, x = divmod(op, problem.count)
         stage, microbatch = divmod(x, problem.microbatches)
-        if kind == 1 and x in joined:
-            cells.append(Action(stage, Kind.B, microbatch))
-        elif kind != 2 or x not in joined:
-            cells.append(Action(stage + _STEPS.get(kind, 0), _KINDS[kind], microbatch))
+        whole = kind == 1 and candidate.whole[x]
+        cells.append(Action(stage + _STEPS.get(kind, 0), Kind.B if whole else _KINDS[kind], microbatch))
         if candidate.mate(before, op):
             forward, backward = cells.pop(), cells.pop()
             cells.append(Action(-1, Kind.OVERLAP_F_B, None, (forward, backward)))

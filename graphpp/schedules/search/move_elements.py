@@ -14,60 +14,32 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from math import inf
+from itertools import islice
 from random import Random
-from typing import NamedTuple
 
-from graphpp.schedules.search.candidate import Candidate, EvaluatedOrder
-from graphpp.schedules.search.evaluate import evaluate_rows
+from graphpp.schedules.search.candidate import Candidate
+from graphpp.schedules.search.evaluate_sequence import Sequenced, evaluate_sequence
 from graphpp.schedules.search.sequence import Elements
 
 _FARTHEST = 10
 """Places by which one step moves an element in the row of its rank."""
 
 
-class Sequenced(NamedTuple):
-    """A sequence with its times."""
-
-    elements: Elements
-    sequence: list[int]
-    solution: EvaluatedOrder
-
-    @property
-    def value(self) -> tuple[float, float]:
-        """The makespan, and the makespan plus the mean end of the ranks, in the units of the costs."""
-        unit = self.elements.problem.unit
-        return self.solution.makespan * unit, self.solution.value * unit
-
-    @property
-    def is_optimal(self) -> bool:
-        """True if no table can end sooner."""
-        return self.solution.makespan <= self.elements.problem.bound() * (1 + 1e-9)
-
-
-def evaluate_sequence(
-    elements: Elements, candidate: Candidate, sequence: list[int], limit: float = inf
-) -> Sequenced | None:
-    """The times of a sequence; None if it needs too many bytes, or if its value is above `limit`."""
-    found = evaluate_rows(elements.problem, candidate, elements.rows(sequence), limit)
-    return Sequenced(elements, sequence, found) if found else None
-
-
 def move_elements(start: Sequenced, steps: int, random: Random, heat: float = 0.5) -> Sequenced:
     """Take `steps` steps, or fewer if a lower bound is reached. `heat`: how much worse is accepted at first, in operations."""
-    moves = _Moves(start.elements, random)
+    moves = Moves(start.elements, random)
     best = current = start
+    bound = start.elements.problem.bound() * (1 + 1e-9)
     for step in range(steps):
-        if best.is_optimal:
+        if best.makespan <= bound:
             break
         luck = random.random()
-        limit = current.solution.value + heat * moves.unit * (1 - step / steps) * luck * luck * luck * luck
+        limit = current.total + heat * moves.unit * (1 - step / steps) * luck * luck * luck * luck
         neighbour = moves.neighbour(current)
-        found = neighbour and evaluate_sequence(start.elements, *neighbour, limit + 1e-9)
+        found = neighbour and evaluate_sequence(start.elements, *neighbour, limit + 1e-9, current)
         if found:
             current = found
-            one, other = found.solution, best.solution
-            if (one.makespan, one.value) < (other.makespan - 1e-9, other.value):
+            if (found.makespan, found.total) < (best.makespan - 1e-9, best.total):
                 best = found
     return best
 
@@ -75,7 +47,9 @@ def move_elements(start: Sequenced, steps: int, random: Random, heat: float = 0.
 _Neighbour = tuple[Candidate, list[int]]
 
 
-class _Moves:
+class Moves:
+    """The steps of the search."""
+
     def __init__(self, elements: Elements, random: Random) -> None:
         self.elements, self.problem, self.random = elements, elements.problem, random
         self.unit = self.problem.period() * self.problem.ranks / (3 * self.problem.stages)
@@ -83,17 +57,18 @@ class _Moves:
 
     def neighbour(self, old: Sequenced) -> _Neighbour | None:
         """Another sequence, or other forms of backwards; None if nothing changes."""
-        luck, candidate = self.random.random(), old.solution.candidate
+        luck, candidate = self.random.random(), old.candidate
         if luck < 0.15 and self.flips:
             return self._flip(old)
         if luck < 0.3 and self.problem.pairs:
             return self._pair(old)
-        moved = self._piece(old.sequence) if luck < 0.45 else self._single(old.sequence)
+        move = self._piece if luck < 0.45 else self._exchange if luck < 0.6 else self._single
+        moved = move(old.sequence)
         return (candidate, moved) if moved != old.sequence else None
 
     def _flip(self, old: Sequenced) -> _Neighbour:
         """Make backwards of successive microbatches whole, or split them, with the weight gradients some places later."""
-        problem, whole = self.problem, bytearray(old.solution.candidate.whole)
+        problem, whole = self.problem, bytearray(old.candidate.whole)
         stage = self.random.choice(self.flips) * problem.microbatches
         first = self.random.randrange(problem.microbatches)
         last = first + 1 if self.random.random() < 0.7 else self.random.randint(first + 1, problem.microbatches)
@@ -112,7 +87,7 @@ class _Moves:
         for x in come if left else ():
             at = sequence.index(2 * problem.count + x)
             sequence = _moved(self.elements, sequence, at, self.elements.ranks[sequence[at]][0], left)
-        return replace(old.solution.candidate, whole=whole), sequence
+        return replace(old.candidate, whole=whole), sequence
 
     def _single(self, sequence: list[int]) -> list[int]:
         """Move an element by some places in a rank's row, and the elements on its way that depend on it."""
@@ -121,9 +96,26 @@ class _Moves:
         left = 1 + int(_FARTHEST * self.random.random() * self.random.random())
         return _moved(self.elements, sequence, at, rank, left if self.random.random() < 0.5 else -left)
 
+    def _exchange(self, sequence: list[int]) -> list[int]:
+        """Exchange two elements of a rank's row, which may stand where neither of them alone could go."""
+        at = self.random.randrange(len(sequence))
+        rank = self.random.choice(self.elements.ranks[sequence[at]])
+        apart = 1 + int(_FARTHEST * self.random.random() * self.random.random())
+        later = (each for each in sequence[at + 1 :] if rank in self.elements.ranks[each])
+        other = next(islice(later, apart - 1, None), None)
+        if other is None:
+            return sequence
+        element, step = sequence[at], self.problem.microbatches
+        left = step - 1 - max(element % step, other % step)
+        more = 0 if self.random.random() < 0.7 else self.random.randint(0, left)
+        for by in range(more + 1):  # the same for the microbatches that follow
+            if element + by in sequence and other + by in sequence:  # weight gradients of whole backwards are not
+                sequence = _exchanged(self.elements, sequence, element + by, other + by, rank)
+        return sequence
+
     def _pair(self, old: Sequenced) -> _Neighbour | None:
         """Take a pair apart, or put a forward directly behind a backward of its rank, as a pair."""
-        problem, candidate = self.problem, old.solution.candidate
+        problem, candidate = self.problem, old.candidate
         rank = self.random.randrange(problem.ranks)
         row = old.solution.orders[rank]
         places = [at for at, op in enumerate(row) if op // problem.count == 1]
@@ -162,6 +154,16 @@ class _Moves:
         stages = self.problem.stages
         forwards = [kind * stages + stage for stage in range(stages) for kind in (3, 0)]
         return forwards + [kind * stages + stage for stage in reversed(range(stages)) for kind in (4, 1, 2)]
+
+
+def _exchanged(elements: Elements, sequence: list[int], first: int, second: int, rank: int) -> list[int]:
+    """The sequence with two elements of a rank's row exchanged, if they are near each other."""
+    one, other = sorted((sequence.index(first), sequence.index(second)))
+    apart = sum(rank in elements.ranks[each] for each in sequence[one + 1 : other + 1])
+    if apart > _FARTHEST:
+        return sequence
+    moved = _moved(elements, sequence, one, rank, apart)
+    return _moved(elements, moved, moved.index(sequence[other]), rank, 1 - apart)
 
 
 def _moved(elements: Elements, sequence: list[int], at: int, rank: int, by: int) -> list[int]:

@@ -10,7 +10,8 @@ Contract
        (`fill_waits.py`)
     2. the best of them are improved by local search (`local_search.py`), the most promising ones longest, and then by moving
        single operations, weight gradients included (`search_sequences.py`). Where messages occupy ranks (`Costs.blocking`),
-       this search alone has sends and receives, each at a place of its own; the steps before it estimate them
+       this search alone has sends and receives, each at a place of its own; the steps before it estimate them. The best
+       result is also moved towards fewer bytes (`save_bytes.py`)
     3. where a forward beside a backward takes less time than both alone (`Costs.overlap` < 1), steps 1 and 2 run a second time
        with such pairs; the tables without pairs are starts there, so the result is never behind them
     4. the exact times of the results and of the named schedules are compared (`choose_table.py`); the one that ends soonest
@@ -23,6 +24,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
+from itertools import islice
 from math import inf
 from random import Random
 
@@ -30,7 +32,6 @@ from graphpp.arguments import COUNT, INTEGER, NUMBER, TEXT, Accepted, checked
 from graphpp.errors import ScheduleError
 from graphpp.progress import working
 from graphpp.schedules.check.checker import check
-from graphpp.schedules.rewrite.add_send_recv import add_send_recv
 from graphpp.schedules.search.arguments import (
     Home,
     caps_of,
@@ -38,14 +39,14 @@ from graphpp.schedules.search.arguments import (
     placements,
     too_tight,
 )
-from graphpp.schedules.search.candidate import Candidate, EvaluatedOrder
+from graphpp.schedules.search.candidate import Candidate, EvaluatedOrder, peaks
 from graphpp.schedules.search.choose_table import Tables
-from graphpp.schedules.search.convert_tables import Numbered, apart, candidate_of, schedule_of
+from graphpp.schedules.search.convert_tables import Numbered, apart, candidate_of, numbered
 from graphpp.schedules.search.evaluate import evaluate_order
+from graphpp.schedules.search.evaluate_sequence import Sequenced
 from graphpp.schedules.search.fill_waits import fill_waits
 from graphpp.schedules.search.local_search import local_search
 from graphpp.schedules.search.messages import with_messages
-from graphpp.schedules.search.move_elements import Sequenced
 from graphpp.schedules.search.problem import Problem
 from graphpp.schedules.search.search_sequences import is_worth_moving, search_sequences, sequences
 from graphpp.schedules.search.sequence import Elements
@@ -61,6 +62,8 @@ _ROUNDS = (6, 3, 1)
 """The number of solutions that continue in each round; all rounds take the same number of steps."""
 _FILLED, _WINDOWS = 16, (3, 8)
 """The number of solutions whose waits are filled, and the numbers of operations that `fill_waits` looks at."""
+_FRUGAL, _LESS = 100, 0.95
+"""The number of candidates that are tried for fewer bytes once the best end is reached; each must need less than that share."""
 _FILL_EFFORT = 80_000
 """Forwards of all the solutions whose waits are filled, or whose messages get places; at least two solutions are taken."""
 
@@ -100,13 +103,10 @@ def schedule_auto(
     with working("searching a schedule"):
         for each in (replace(costs, overlap=1.0), costs) if costs.overlap < 1 else (costs,):
             problems = [Problem.of(each, home, microbatches, caps) for home in homes]
-            numbered = [tables.numbered(table) for table in found]
-            found += _searched(problems, numbered, each, Random(seed), effort)
-        best = tables.soonest(found)
-    if costs.blocking and not best.has_communication:
-        best = add_send_recv(best)
+            found += _searched(problems, found, each, Random(seed), effort)
+        best = tables.soonest(found, name)
     check(best, ranks=ranks, stages=len(costs.stages), microbatches=microbatches)
-    return Schedule(best.table, best.stages, microbatches, name)
+    return best
 
 
 # ---------------------------------------------------------------------------------- the search
@@ -114,7 +114,7 @@ def schedule_auto(
 
 def _searched(
     problems: Sequence[Problem], given: Sequence[Numbered], costs: Costs, random: Random, effort: float
-) -> list[Schedule]:
+) -> list[Numbered]:
     """Tables for the problems, which differ in their placement, found from patterns and from the given tables."""
     starts: list[Found] = []
     for problem in problems:
@@ -123,7 +123,7 @@ def _searched(
     found = _improved(starts, effort, random)
     moved = search_sequences(_as_sequences(problems, [*found, *starts], given, costs), random, effort)
     solutions = [*(found if not costs.blocking else []), *((each.elements.problem, each.solution) for each in moved)]
-    return [schedule_of(*each, "searched", join=join) for each in solutions for join in (False, True)]
+    return [numbered(*each, join=join) for each in solutions for join in (False, True)]
 
 
 def _as_sequences(
@@ -138,7 +138,7 @@ def _as_sequences(
             continue
         elements = Elements.of(with_messages(problem, costs) if costs.blocking else problem)
         own = [(each.candidate, each.rows) for of, each in found if of is problem]
-        named = [(each.candidate, each.rows) for each in given if costs.blocking and each.home == problem.home]
+        named = [(each.candidate, each.computations()) for each in given if costs.blocking and each.home == problem.home]
         most = max(2, _FILL_EFFORT // problem.count)
         for candidate, rows in (*own[:most], *named[:most]):
             yield from sequences(elements, apart(problem, candidate), rows)
@@ -146,10 +146,11 @@ def _as_sequences(
 
 def _starts(problem: Problem, given: Sequence[Numbered], random: Random) -> list[EvaluatedOrder]:
     """Solutions to start the search from, with different values, the best first."""
-    known = _best(problem, (candidate_of(problem, each) for each in given), _FILLED)
-    for whole in _wholes(problem):
-        known += _best(problem, start_patterns(problem, whole, random), _FILLED)
     most = max(2, _FILL_EFFORT // problem.count)
+    keep = min(_FILLED, max(_ROUNDS[0], most))
+    known = _best(problem, (candidate_of(problem, each) for each in given), keep)
+    for whole in _wholes(problem):
+        known += _best(problem, start_patterns(problem, whole, random), keep)
     filled = (fill_waits(problem, each.candidate, window) for each in _best_of(known, most) for window in _WINDOWS)
     return _different(known + _best(problem, filled, _ROUNDS[0]), _ROUNDS[0])
 
@@ -164,17 +165,34 @@ def _wholes(problem: Problem) -> list[bytearray]:
 
 
 def _best(problem: Problem, candidates: Iterable[Candidate], most: int) -> list[EvaluatedOrder]:
-    """The best of the candidates that can run; stops at the first one that reaches the lower bound."""
+    """The best of the candidates that can run; one that reaches the lower bound is enough, with as few bytes as are found."""
     found: list[EvaluatedOrder] = []
     bound = problem.bound() * (1 + 1e-9)
-    for candidate in candidates:
+    left = iter(candidates)
+    for candidate in left:
         limit = 1.02 * found[-1].value if len(found) == most else inf
         solution = evaluate_order(problem, candidate, limit)
         if solution:
             found = _different([*found, solution], most)
         if found and found[0].makespan <= bound:
-            break
+            return found if problem.blocking else [_most_frugal(problem, found[0], islice(left, _FRUGAL))]
     return found
+
+
+def _most_frugal(problem: Problem, best: EvaluatedOrder, candidates: Iterable[Candidate]) -> EvaluatedOrder:
+    """A candidate that ends as soon as `best`, which no other table can beat, with fewer bytes on each rank; or `best`."""
+    bound = problem.bound() * (1 + 1e-9)
+    less = _with_less(problem, best)
+    for candidate in candidates:
+        found = evaluate_order(less, candidate, 2 * bound)
+        if found and found.makespan <= bound:
+            best, less = found, _with_less(problem, found)
+    return best
+
+
+def _with_less(problem: Problem, solution: EvaluatedOrder) -> Problem:
+    """The problem under caps a little below the bytes that a solution needs."""
+    return replace(problem, cap=tuple(_LESS * each for each in peaks(problem, solution.candidate, solution.rows)))
 
 
 def _best_of(solutions: Sequence[EvaluatedOrder], most: int) -> list[EvaluatedOrder]:

@@ -11,13 +11,16 @@ from collections.abc import Iterable, Iterator, Sequence
 from random import Random
 
 from graphpp.schedules.search.candidate import Candidate
-from graphpp.schedules.search.move_elements import Sequenced, evaluate_sequence, move_elements
+from graphpp.schedules.search.evaluate_sequence import Sequenced, evaluate_sequence
+from graphpp.schedules.search.move_elements import move_elements
 from graphpp.schedules.search.problem import Problem
+from graphpp.schedules.search.save_bytes import save_bytes
 from graphpp.schedules.search.sequence import Elements
 
-_EFFORT, _MOST_STEPS, _FEWEST_STEPS = 1_000_000, 20_000, 300
+_EFFORT, _MOST_STEPS, _FEWEST_STEPS = 2_000_000, 40_000, 600
 """Search steps times forwards; the most steps, since small problems need fewer; and the fewest, below which none is taken."""
-_RESULTS = 2
+_RESULTS, _SAVING = 2, 0.05
+"""The number of sequences that are returned, and the steps that save bytes as a share of the others."""
 _ROUNDS = (6, 3, 1)
 """The number of sequences that continue in each round; all rounds take the same number of steps."""
 
@@ -28,23 +31,25 @@ def is_worth_moving(problem: Problem) -> bool:
 
 
 def search_sequences(starts: Iterable[Sequenced], random: Random, effort: float) -> list[Sequenced]:
-    """In every round fewer sequences are searched, each for longer."""
+    """In every round fewer sequences are searched, each for longer. Of the best one there is also a form with fewer bytes."""
     found = _different(starts)
-    for width in _ROUNDS if found and not found[0].is_optimal else ():
-        steps = int(min(_MOST_STEPS, _EFFORT / found[0].elements.problem.count) * effort / len(_ROUNDS) / width)
-        if is_worth_moving(found[0].elements.problem):
-            found = _different(move_elements(each, steps, random) for each in found[:width])
-    return found[:_RESULTS]
+    if not found or not is_worth_moving(found[0].elements.problem):
+        return found[:_RESULTS]
+    steps = min(_MOST_STEPS, _EFFORT / found[0].elements.problem.count) * effort
+    for width in _ROUNDS if not found[0].is_optimal else ():
+        each = int(steps / len(_ROUNDS) / width)
+        found = _different(move_elements(one, each, random) for one in found[:width])
+    return [save_bytes(found[0], int(_SAVING * steps), random), *found[:_RESULTS]]
 
 
 def sequences(elements: Elements, candidate: Candidate, rows: Sequence[list[int]]) -> Iterator[Sequenced]:
     """The sequences of rows of computations: messages stand as `add_send_recv` has them, and by time early and late."""
-    problem, first = elements.problem, elements.sequence(rows)
+    problem, first = elements.problem, elements.sequence(rows, candidate)
     found = evaluate_sequence(elements, candidate, first)
     if found is None:
         return
     yield found
-    ends, messages = found.solution.ends, [each for each in first if each >= 3 * problem.count]
+    ends, messages = found.ends, [each for each in first if each >= 3 * problem.count]
     for late in (False, True) if messages else ():
         keys = list(ends)
         for message in messages:

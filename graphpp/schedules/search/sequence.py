@@ -12,7 +12,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
+from graphpp.schedules.search.candidate import Candidate
 from graphpp.schedules.search.problem import Problem
 from graphpp.schedules.table.in_order import in_order
 
@@ -49,6 +51,11 @@ class Elements:
                 after[other].append(element)
         return cls(problem, ranks, before, list(map(tuple, after)))
 
+    @cached_property
+    def every(self) -> int:
+        """The number of elements between two states that `evaluate_sequence` keeps."""
+        return max(16, len(self.ranks) // 40)
+
     def rows(self, sequence: Iterable[int]) -> list[list[int]]:
         """The operations of each rank."""
         rows: list[list[int]] = [[] for _ in range(self.problem.ranks)]
@@ -60,18 +67,32 @@ class Elements:
                 rows[other[0]].append(element + receive)
         return rows
 
-    def sequence(self, rows: Sequence[Sequence[int]]) -> list[int]:
-        """The sequence of rows of computations in which each message follows its maker, as `add_send_recv` places it."""
+    def sequence(self, rows: Sequence[Sequence[int]], candidate: Candidate) -> list[int]:
+        """The sequence of rows of computations in which each message follows its maker, as `add_send_recv` places it.
+
+        The messages of a pair follow the pair, the forward's first.
+        """
+        count, reads = self.problem.count, self.problem.reads
         found: list[int] = []
-        done: set[int] = set()
+        done = bytearray(len(reads)) + b"\1"  # the last entry is read for reads[op] == -1
+        blocked, waiting = bytearray(self.problem.ranks), dict[int, list[int]]()
 
-        def ready(_: int, op: int) -> bool:
-            return all(each in done for each in self.before[op] if each // self.problem.count != op // self.problem.count)
+        def ready(rank: int, cell: tuple[int, ...]) -> bool:
+            if blocked[rank]:
+                return False
+            for op in cell:
+                need = reads[op] - 2 * count * (reads[op] >= 5 * count)
+                if not done[need]:
+                    blocked[rank] = 1
+                    waiting.setdefault(need, []).append(rank)
+            return not blocked[rank]
 
-        for _, op in in_order(rows, ready):
-            for each in (op, *self.sends(op)):
+        for _, cell in in_order([_cells(candidate, row) for row in rows], ready):
+            for each in (*cell, *(message for op in reversed(cell) for message in self.sends(op))):
                 found.append(each)
-                done.add(each)
+                done[each] = 1
+                for rank in waiting.pop(each, ()):
+                    blocked[rank] = 0
         return found
 
     def sends(self, op: int) -> list[int]:
@@ -99,3 +120,14 @@ class Elements:
                 found.append(todo.pop())
                 left.remove(element)
         return found[::-1] if late else found
+
+
+def _cells(candidate: Candidate, row: Sequence[int]) -> list[tuple[int, ...]]:
+    """The operations of a row, each alone or as a pair of a backward and its forward."""
+    if not candidate.beside:
+        return [(op,) for op in row]
+    cells: list[tuple[int, ...]] = []
+    for op in row:
+        paired = bool(cells) and candidate.mate(cells[-1][-1], op)
+        cells.append((*cells.pop(), op) if paired else (op,))
+    return cells

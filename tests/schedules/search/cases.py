@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 from math import inf
@@ -124,27 +124,51 @@ _FAMILIES = {
 
 def _grid() -> Iterator[Case]:
     for family, (sizes, factors) in _FAMILIES.items():
-        for ranks, (chunks, placement), microbatches in sizes:
-            word = f"{family.__name__.strip('_')} {ranks}x{microbatches} {placement}{chunks}"
-            costs = family(Random(word), ranks * chunks)
-            [home] = placements(ranks * chunks, placement, ranks)
-            need = peak_bytes(one_by_one(costs, home, ranks, 1), costs)
-            for factor in factors:
-                caps = tuple(int(factor * each) if factor < inf else inf for each in need)
-                yield Case(f"{word} cap {factor:g}", costs, home, microbatches, caps)
+        for ranks, layout, microbatches in sizes:
+            yield from _cases(family, ranks, layout, microbatches, factors)
+
+
+def _cases(
+    family: Callable[[Random, int], Costs],
+    ranks: int,
+    layout: tuple[int, str],
+    microbatches: int,
+    factors: Iterable[float],
+    seed: str = "",
+) -> Iterator[Case]:
+    """The cases of one pipeline under several caps; `seed`: a word of the name, from which the costs are drawn."""
+    chunks, placement = layout
+    word = f"{family.__name__.strip('_')} {ranks}x{microbatches} {placement}{chunks}{seed}"
+    costs = family(Random(word), ranks * chunks)
+    [home] = placements(ranks * chunks, placement, ranks)
+    need = peak_bytes(one_by_one(costs, home, ranks, 1), costs)
+    for factor in factors:
+        caps = tuple(int(factor * each) if factor < inf else inf for each in need)
+        yield Case(f"{word} cap {factor:g}", costs, home, microbatches, caps)
 
 
 CASES = tuple(_grid())
 
 
+def drawn(number: int, seed: int) -> Iterator[Case]:
+    """Cases that stand in no file: families, sizes and caps of the grid in combinations, and with costs, drawn from a seed."""
+    random = Random(seed)
+    factors = sorted({factor for _, factors in _FAMILIES.values() for factor in factors})
+    families = [family for family in _FAMILIES if family is not _unit]  # unit costs cannot be drawn
+    for at in range(number):
+        family = random.choice(families)
+        ranks = random.randint(2, 3 if family in (_blocking, _overlap) else 4)  # the solver proves few larger ones
+        layout, microbatches, factor = random.choice(_LAYOUTS), random.randint(3, 5), random.choice(factors)
+        yield from _cases(family, ranks, layout, microbatches, [factor], f" seed {seed}.{at}")
+
+
 # ---------------------------------------------------------------------------------- the solver's command
 
 
-def _solve(case: Case, effort: float, before: Known | None) -> Known:
-    """Search, then solve; a result of an earlier run is only ever improved."""
+def solve(case: Case, table: Schedule, effort: float, before: Known | None = None) -> Known:
+    """Solve a case with OR-tools from a table that the search found; a result of an earlier run is only ever improved."""
     from tests.schedules.search.exact import exact  # OR-tools is not needed to read the results
 
-    table = case.search()
     end = round(simulate(table, case.costs).makespan)
     start = None if case.costs.blocking else table
     found = exact(case.costs, case.home, case.microbatches, case.caps, effort, known=start, longest=end)
@@ -158,7 +182,7 @@ def main(names: Sequence[str], effort: float) -> None:
     for case in CASES:
         before = results.get(case.name)
         if case.name in names or (not names and (before is None or before.bound < before.makespan)):
-            results[case.name] = _solve(case, effort, before)
+            results[case.name] = solve(case, case.search(), effort, before)
             print(case.name, results[case.name], flush=True)
             lines = (f"{json.dumps(name)}: {json.dumps([each.makespan, each.bound])}" for name, each in results.items())
             OPTIMA.write_text("{\n" + ",\n".join(lines) + "\n}\n")

@@ -19,8 +19,9 @@ messages (P2P) are not in the model, nor pairs together with blocking messages.
 from __future__ import annotations
 
 from collections.abc import Container, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
+from math import ceil
 from typing import Any
 
 from ortools.sat.python import cp_model
@@ -58,7 +59,9 @@ def exact(
 
     `effort`: CP-SAT's deterministic time, about seconds; equal arguments give equal results.
     """
-    bound = 0
+    bound = _bound_apart(costs, home, microbatches, caps, effort) if costs.overlap < 1 else 0
+    if bound == longest:
+        return Exact(None, bound, None)
     for rank in range(len(caps)) if len(caps) > 1 else ():
         relaxed = _Model(costs, home, microbatches, caps, longest, {rank})
         bound = max(bound, relaxed.solve(effort / len(caps))[1])
@@ -72,6 +75,20 @@ def exact(
     if solver is None:
         return Exact(None, max(bound, full), None)
     return Exact(round(solver.objective_value), max(bound, full), model.table(solver))
+
+
+def _bound_apart(
+    costs: Costs, home: Mapping[int, int], microbatches: int, caps: Sequence[float], effort: float
+) -> int:
+    """A lower bound from the problem without pairs, which is solved much sooner.
+
+    In a table with pairs that is stretched by 1 / overlap each pair has room for its two parts one after the other. A pair has
+    one overhead, so with overheads this would not hold.
+    """
+    if costs.overhead:
+        return 0
+    apart = exact(replace(costs, overlap=1.0), home, microbatches, caps, effort)
+    return ceil(costs.overlap * apart.bound - 1e-6)
 
 
 class _Model:
@@ -113,8 +130,10 @@ class _Model:
             if cap < sum(nbytes for _, nbytes in alive):
                 self.cp.add_cumulative([interval for interval, _ in alive], [nbytes for _, nbytes in alive], int(cap))
         self.makespan = self._time("makespan")
-        for work in self.work:  # implied, but the solver's bound is better with these sums
-            self.cp.add(self.makespan >= sum(work))
+        for rank, work in enumerate(self.work):  # implied, but the solver's bound is better with these sums
+            lowest = min((stage for stage, other in home.items() if other == rank), default=None)
+            if lowest is not None:
+                self.cp.add(self.makespan >= self.start[Kind.F, lowest, 0] - self.overhead + sum(work))
         self.cp.add_max_equality(self.makespan, list(self.end.values()))
         self.cp.minimize(self.makespan)
 
@@ -143,9 +162,12 @@ class _Model:
         return _whole_number(self.costs.stages[stage].of(kind))
 
     def _pairs(self) -> Iterator[tuple[tuple[Key, Key], Any]]:
-        """For each forward and each backward of a rank whether they run together."""
+        """For each forward and each backward of a rank whether they run together.
+
+        The backward is of an earlier microbatch: a later one's comes after all forwards of its microbatch, so after this one.
+        """
         for forward, backward in product(self.whole, self.whole):
-            if self.home[forward[0]] == self.home[backward[0]] and forward[1] != backward[1]:
+            if self.home[forward[0]] == self.home[backward[0]] and forward[1] > backward[1]:
                 yield ((Kind.F, *forward), (Kind.I, *backward)), self.cp.new_bool_var(f"{forward} beside {backward}")
 
     # ------------------------------------------------------------------------------ actions in time

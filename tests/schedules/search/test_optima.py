@@ -15,13 +15,17 @@ from graphpp.schedules.check.checker import check
 from graphpp.schedules.check.step_memory import peak_bytes
 from graphpp.schedules.generate.names import SCHEDULES
 from graphpp.schedules.rewrite.add_send_recv import add_send_recv
-from graphpp.schedules.search.candidate import Candidate
-from graphpp.schedules.search.convert_tables import candidate_of, rows_of, schedule_of
+from graphpp.schedules.search.arguments import one_by_one
+from graphpp.schedules.search.candidate import peaks
+from graphpp.schedules.search.choose_table import Tables
+from graphpp.schedules.search.convert_tables import apart, candidate_of, numbered, rows_of, schedule_of
 from graphpp.schedules.search.evaluate import evaluate_order, evaluate_rows
+from graphpp.schedules.search.evaluate_sequence import evaluate_sequence
 from graphpp.schedules.search.fill_waits import fill_waits
 from graphpp.schedules.search.messages import with_messages
-from graphpp.schedules.search.move_elements import move_elements
+from graphpp.schedules.search.move_elements import Moves, move_elements
 from graphpp.schedules.search.problem import Problem
+from graphpp.schedules.search.save_bytes import save_bytes
 from graphpp.schedules.search.scheduler import schedule_auto
 from graphpp.schedules.search.search_sequences import sequences
 from graphpp.schedules.search.sequence import Elements
@@ -29,7 +33,6 @@ from graphpp.schedules.search.start_patterns import start_patterns
 from graphpp.schedules.simulate.simulator import simulate
 from graphpp.schedules.table.actions import BACKWARDS, Kind
 from graphpp.schedules.table.costs import Costs
-from graphpp.schedules.table.schedule import Schedule
 from tests.exhaustive import examples
 from tests.schedules.search.cases import CASES, OPTIMA, Case, known
 
@@ -53,14 +56,19 @@ def named(case: Case) -> list[float]:
 # ---------------------------------------------------------------------------------- the search
 
 
-_FAR = {"uneven 2x3 loop2 cap 1.4": 1.05}
-"""The cases that the search misses by more than 2 %, with their limits."""
-_HARD = ("forms 2x5 loop2 cap 1", "unit 4x6 loop2 cap 2", "overlap 2x4 v2 cap 1.9", "blocking 3x4 loop1 cap inf")
+_HARD = (
+    "uneven 2x3 loop2 cap 1.4",
+    "forms 2x5 loop2 cap 1",
+    "unit 4x6 loop2 cap 2",
+    "overlap 2x4 v2 cap 1.9",
+    "blocking 3x4 loop2 cap inf",
+    "blocking 3x4 loop1 cap inf",
+)
 """Cases that earlier forms of the search missed by more than 2 %."""
 
 
 @pytest.mark.parametrize(
-    "case", [each for at, each in enumerate(CASES) if at % 13 == 0 or each.name in (*_HARD, *_FAR)], ids=lambda case: case.name
+    "case", [each for at, each in enumerate(CASES) if at % 13 == 0 or each.name in _HARD], ids=lambda case: case.name
 )
 def test_within_two_percent_of_the_best_known_table(case: Case) -> None:
     table = case.search()
@@ -68,7 +76,7 @@ def test_within_two_percent_of_the_best_known_table(case: Case) -> None:
     check(table, ranks=case.ranks, stages=len(case.costs.stages), microbatches=case.microbatches)
     assert all(timeline.peak_bytes(rank) <= cap for rank, cap in enumerate(case.caps))
     assert timeline.makespan >= KNOWN[case.name].bound - 1e-6
-    assert timeline.makespan <= _FAR.get(case.name, 1.02) * KNOWN[case.name].makespan
+    assert timeline.makespan <= 1.02 * KNOWN[case.name].makespan
     assert timeline.makespan <= min([inf, *named(case)]) * (1 + 1e-9)
 
 
@@ -118,7 +126,7 @@ def test_the_times_of_rows_are_the_simulators(case: Case, seed: int) -> None:
         assert placed.solution.rows == found.rows
         moved = move_elements(placed, 40, random).solution
         assert moved.makespan <= found.makespan + 1e-9
-        table = schedule_of(problem, moved, "moved", join=False)
+        table = schedule_of(problem, numbered(problem, moved, join=False), "moved")
         check(table, ranks=case.ranks, stages=problem.stages, microbatches=case.microbatches)
         timeline = simulate(table, costs)
         assert timeline.makespan == pytest.approx(moved.makespan * problem.unit)
@@ -142,7 +150,7 @@ def test_the_times_of_sequences_with_messages_are_the_simulators(case: Case, see
     for placed in sequences(elements, found.candidate, found.rows):
         moved = move_elements(placed, 60, random)
         assert moved.value <= placed.value
-        table = schedule_of(elements.problem, moved.solution, "moved", join=False)
+        table = schedule_of(elements.problem, numbered(elements.problem, moved.solution, join=False), "moved")
         check(table, ranks=case.ranks, stages=problem.stages, microbatches=case.microbatches)
         timeline = simulate(table, costs)
         assert timeline.makespan == pytest.approx(moved.value[0])
@@ -153,31 +161,66 @@ def test_messages_as_add_send_recv_places_them_take_what_the_simulator_says() ->
     case = next(each for each in CASES if each.name == "blocking 2x4 loop2 cap inf")
     table = SCHEDULES["Interleaved1F1B"](2, 4, 4)
     problem = Problem.of(case.costs, case.home, 4, case.caps)
-    numbered = rows_of(problem, table)
-    first = next(sequences(Elements.of(with_messages(problem, case.costs)), numbered.candidate, numbered.rows))
+    exact = with_messages(problem, case.costs)
+    first = next(sequences(Elements.of(exact), *rows_of(problem, table)[:2]))
     assert first.value[0] == pytest.approx(simulate(table, case.costs).makespan)
-    assert schedule_of(first.elements.problem, first.solution, "sent", join=False) == add_send_recv(table)
+    assert schedule_of(exact, numbered(exact, first.solution, join=False), "sent") == add_send_recv(table)
     assert simulate(case.search(), case.costs).makespan < 0.8 * first.value[0]
 
 
-@pytest.mark.parametrize("name", ["DualPipeV", "Combined1F1B", "ZBVZeroBubble"])
-@pytest.mark.parametrize("overlap", [1.0, 0.7])
-def test_a_named_table_takes_what_the_simulator_says(name: str, overlap: float) -> None:
-    costs = replace(Costs.unit(4, 2, send=0.1), overlap=overlap, overhead=0.05)
-    table = SCHEDULES[name](2, 4, 6)
-    for cap in (2000.0, 5000.0):
-        found = evaluate_rows(*_problem_and_rows(costs, table, cap))
-        fits = max(peak_bytes(table, costs)) <= cap
-        assert (found is not None) == fits
-        if found is not None:
-            assert found.makespan * Problem.of(costs, table.rank_of_stage, 6, [cap] * 2).unit == pytest.approx(
-                simulate(table, costs).makespan
-            )
+@settings(max_examples=examples(12), deadline=None)
+@given(st.sampled_from([case for case in CASES if case.microbatches < 8 and case.costs.overlap == 1]), st.integers(0, 10**6))
+def test_a_sequence_takes_the_time_of_its_rows(case: Case, seed: int) -> None:
+    """`evaluate_sequence` goes on from where a sequence differs from another one, `evaluate_rows` begins anew."""
+    random = Random(seed)
+    problem = Problem.of(case.costs, case.home, case.microbatches, case.caps)
+    elements = Elements.of(with_messages(problem, case.costs) if case.costs.blocking else problem)
+    start = rows_of(problem, one_by_one(case.costs, case.home, case.ranks, case.microbatches))
+    current = next(sequences(elements, start.candidate, start.rows))
+    for _ in range(30):
+        candidate, sequence = Moves(elements, random).neighbour(current) or (current.candidate, current.sequence)
+        limit = random.choice((inf, current.total + 1e-9))
+        found = evaluate_sequence(elements, candidate, sequence, limit, current)
+        rows = evaluate_rows(elements.problem, candidate, elements.rows(sequence), limit)
+        assert (found is None) == (rows is None)
+        if found and rows:
+            assert (found.makespan, found.total) == pytest.approx((rows.makespan, rows.value))
+            assert found.ends[:-1] == pytest.approx([max(each, 0.0) for each in rows.ends[:-1]])
+            current = found
 
 
-def _problem_and_rows(costs: Costs, table: Schedule, cap: float) -> tuple[Problem, Candidate, list[list[int]]]:
-    problem = Problem.of(costs, table.rank_of_stage, table.microbatches, [cap] * table.ranks)
-    return problem, *rows_of(problem, table)[:2]
+@pytest.mark.parametrize("name", ["uneven 3x3 loop1", "overlap 2x4 loop1", "blocking 2x4 loop1"])
+def test_bytes_are_saved_at_no_cost_of_time(name: str) -> None:
+    case = next(each for each in CASES if each.name == f"{name} cap inf")
+    problem = Problem.of(case.costs, case.home, case.microbatches, case.caps)
+    elements = Elements.of(with_messages(problem, case.costs) if case.costs.blocking else problem)
+    generator = SCHEDULES["GPipe" if case.ranks == len(case.costs.stages) else "DualPipeV"]
+    start = rows_of(problem, generator(case.ranks, len(case.costs.stages), case.microbatches))
+    placed = next(sequences(elements, apart(problem, start.candidate), start.rows))
+    saved = save_bytes(placed, 400, Random(0))
+    assert saved.makespan <= placed.makespan * (1 + 1e-9)
+    before, after = (sum(peaks(elements.problem, each.candidate, each.solution.rows)) for each in (placed, saved))
+    assert after < 0.9 * before
+
+
+@pytest.mark.parametrize(("ranks", "stages"), [(3, 3), (2, 4), (3, 6)])
+@pytest.mark.parametrize("blocking", [False, True])
+def test_a_named_table_takes_what_the_simulator_says(ranks: int, stages: int, blocking: bool) -> None:
+    """With its messages, where these occupy ranks, and with its pairs."""
+    costs = replace(Costs.unit(stages, ranks, send=0.1), overlap=0.7, overhead=0.05, blocking=blocking)
+    for generator in SCHEDULES.values():
+        try:
+            table = generator(ranks, stages, 6)
+        except ScheduleError:
+            continue
+        if table.kinds.isdisjoint(BACKWARDS):
+            continue
+        home = table.rank_of_stage
+        for cap in (2000.0, inf):
+            tables = Tables(costs, [home], 6, [cap] * ranks)
+            end = tables.end(tables.complete(rows_of(Problem.of(costs, home, 6, [cap] * ranks), table)))
+            fits = max(peak_bytes(table, costs)) <= cap
+            assert end == (pytest.approx(simulate(table, costs).makespan) if fits else inf)
 
 
 # ---------------------------------------------------------------------------------- the solver

@@ -20,7 +20,7 @@ from graphpp.schedules.check.step_memory import peak_bytes
 from graphpp.schedules.generate.names import SCHEDULES
 from graphpp.schedules.rewrite.add_send_recv import add_send_recv
 from graphpp.schedules.search.candidate import Candidate, EvaluatedOrder
-from graphpp.schedules.search.convert_tables import candidate_of, rows_of, schedule_of
+from graphpp.schedules.search.convert_tables import candidate_of, numbered, rows_of, schedule_of
 from graphpp.schedules.search.evaluate import evaluate_order
 from graphpp.schedules.search.fill_waits import fill_waits
 from graphpp.schedules.search.problem import Problem
@@ -138,6 +138,15 @@ def test_a_whole_backward_is_taken_where_it_is_faster_and_a_split_one_where_it_h
     assert Kind.B in kinds(fast)
     assert {Kind.I, Kind.W} <= kinds(slow)
     assert kinds(replace(slow, backward=2.0)) == kinds(slow)
+
+
+def test_where_the_best_end_is_reached_a_start_with_fewer_bytes_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    costs = random_costs(Random(0), 4)
+    frugal = schedule_auto(costs, ranks=4, microbatches=16, effort=0)
+    monkeypatch.setattr("graphpp.schedules.search.scheduler._FRUGAL", 0)
+    first = schedule_auto(costs, ranks=4, microbatches=16, effort=0)
+    assert simulate(frugal, costs).makespan == pytest.approx(simulate(first, costs).makespan)
+    assert sum(peaks(frugal, costs)) < 0.6 * sum(peaks(first, costs))
 
 
 def test_one_rank_needs_no_split() -> None:
@@ -307,12 +316,12 @@ def test_a_solution_is_what_the_simulator_says(seed: int, ranks: int, chunks: in
         for candidate in (solution.candidate, fill_waits(problem, solution.candidate, 5)):
             again = evaluate_order(problem, candidate)
             assert again is not None
-            table = schedule_of(problem, again, "found", join=False)
+            table = schedule_of(problem, numbered(problem, again, join=False), "found")
             timeline = simulate(table, costs)
             assert timeline.makespan == pytest.approx(again.makespan * problem.unit)
             assert all(timeline.peak_bytes(rank) <= cap for rank, cap in enumerate(problem.cap))
             assert again.makespan >= problem.bound() * (1 - 1e-9)
-            joined = simulate(schedule_of(problem, again, "found", join=True), costs)
+            joined = simulate(schedule_of(problem, numbered(problem, again, join=True), "found"), costs)
             assert joined.makespan <= timeline.makespan * (1 + 1e-9)
 
 

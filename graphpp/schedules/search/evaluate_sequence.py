@@ -1,0 +1,148 @@
+"""Compute the times of a sequence, only from the place where it differs from another one.
+
+Contract
+    in    a sequence of a problem's elements, the forms of its backwards, and optionally a `Sequenced` that begins alike
+    out   a `Sequenced`; None if a rank needs more bytes than it has, or if the value of the sequence is above `limit`
+
+A sequence has every element behind those that it reads, so one pass gives all times. `Sequenced.states` has the state of the
+ranks before every `Elements.every`th element, from which a sequence that begins alike goes on. Sequences with pairs are
+evaluated as rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from math import inf
+from typing import NamedTuple
+
+from graphpp.schedules.search.candidate import Candidate, EvaluatedOrder, operation_costs
+from graphpp.schedules.search.evaluate import evaluate_rows
+from graphpp.schedules.search.sequence import Elements
+
+
+class _State(NamedTuple):
+    """The ends of the ranks' last operations, their bytes alive, and the least times at which the ranks can finish."""
+
+    free: list[float]
+    live: list[int]
+    least: list[float]
+
+
+class _Operation(NamedTuple):
+    """An operation of an element; its times and bytes are those of `OperationCosts`."""
+
+    op: int
+    rank: int
+    reads: int
+    lag: float
+    took: float
+    more: int
+    change: int
+
+
+@dataclass(frozen=True, eq=False)
+class Sequenced:
+    """A sequence with its times, as in `EvaluatedOrder`."""
+
+    elements: Elements
+    candidate: Candidate
+    sequence: list[int]
+    ends: list[float]
+    makespan: float
+    total: float
+    states: list[_State]
+
+    @property
+    def value(self) -> tuple[float, float]:
+        """The makespan, and the makespan plus the mean end of the ranks, in the units of the costs."""
+        unit = self.elements.problem.unit
+        return self.makespan * unit, self.total * unit
+
+    @property
+    def is_optimal(self) -> bool:
+        """True if no table can end sooner."""
+        return self.makespan <= self.elements.problem.bound() * (1 + 1e-9)
+
+    @cached_property
+    def solution(self) -> EvaluatedOrder:
+        """The sequence as rows."""
+        rows, none = self.elements.rows(self.sequence), self.elements.problem.ranks
+        return EvaluatedOrder(
+            self.candidate, rows, self.ends, [[] for _ in range(none)], [[] for _ in range(none)], self.makespan, self.total
+        )
+
+
+def evaluate_sequence(
+    elements: Elements, candidate: Candidate, sequence: list[int], limit: float = inf, like: Sequenced | None = None
+) -> Sequenced | None:
+    """The times of a sequence. `like`: a sequence whose results are taken as far as it has the same elements and forms."""
+    if any(candidate.beside):
+        found = evaluate_rows(elements.problem, candidate, elements.rows(sequence), limit)
+        return Sequenced(elements, candidate, sequence, found.ends, found.makespan, found.value, []) if found else None
+    start, every = 0, elements.every
+    if like is not None and like.candidate.whole == candidate.whole and like.states:
+        other = like.sequence
+        while start < len(sequence) and sequence[start : start + every] == other[start : start + every]:
+            start += every
+    if like is None or not start:
+        return _passed(elements, candidate, sequence, limit, [0.0] * (len(elements.problem.took) + 1), [])
+    return _passed(elements, candidate, sequence, limit, list(like.ends), like.states[: start // every + 1])
+
+
+def _passed(
+    elements: Elements, candidate: Candidate, sequence: list[int], limit: float, ends: list[float], states: list[_State]
+) -> Sequenced | None:
+    """Go on from the last of `states`; `ends`: the ends of the operations before it."""
+    ranks, cap = elements.problem.ranks, elements.problem.cap
+    operations, busy = _operations(elements, bytes(candidate.whole))
+    if not states:
+        states.append(_State([0.0] * ranks, [0] * ranks, busy))
+    free, live, least = list(states[-1].free), list(states[-1].live), list(states[-1].least)
+    mean, longest = sum(least) / ranks, max(least)
+    for first in range((len(states) - 1) * elements.every, len(sequence), elements.every):
+        for element in sequence[first : first + elements.every]:
+            for op, rank, reads, lag, took, more, change in operations[element]:
+                if live[rank] + more > cap[rank]:
+                    return None
+                now, there = free[rank], ends[reads] + lag
+                if there > now:
+                    mean += (there - now) / ranks
+                    least[rank] += there - now
+                    longest = max(longest, least[rank])
+                    if mean + longest > limit:
+                        return None
+                    now = there
+                live[rank] += change
+                free[rank] = ends[op] = now + took
+        states.append(_State(list(free), list(live), list(least)))
+    makespan = max(free)
+    return Sequenced(elements, candidate, sequence, ends, makespan, makespan + sum(free) / ranks, states)
+
+
+@lru_cache(maxsize=4)
+def _operations(elements: Elements, whole: bytes) -> tuple[Sequence[tuple[_Operation, ...]], list[float]]:
+    """The operations of each element, and the sum of the times of each rank."""
+    problem, count = elements.problem, elements.problem.count
+    split, joined = _in_form(elements, 0), _in_form(elements, 1)
+    busy = list(operation_costs(problem, bytes(count)).busy)
+    for x in (x for x, form in enumerate(whole) if form):
+        parts = problem.took[count + x] + problem.took[2 * count + x]
+        busy[problem.rank_of(x)] += problem.whole[x // problem.microbatches] - parts
+    backwards = [(joined if form else split)[count + x] for x, form in enumerate(whole)]
+    return [*split[:count], *backwards, *split[2 * count :]], busy
+
+
+@lru_cache(maxsize=4)
+def _in_form(elements: Elements, form: int) -> Sequence[tuple[_Operation, ...]]:
+    """The operations of each element, where all backwards have one form: one, or the send and the receive of a message."""
+    problem, receive = elements.problem, 2 * elements.problem.count
+    costs = operation_costs(problem, bytes([form]) * problem.count)
+    return [
+        tuple(
+            _Operation(op, rank, problem.reads[op], problem.lag[op], costs.took[op], costs.more[op], costs.change[op])
+            for op, rank in zip((element, element + receive), ranks, strict=False)
+        )
+        for element, ranks in enumerate(elements.ranks)
+    ]
