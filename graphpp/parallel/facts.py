@@ -37,9 +37,9 @@ class Facts:
         """Whether these are the facts of a rank whose own work failed."""
         return _ERROR in self.lines
 
-    def adding(self, name: str, lines: Sequence[str]) -> Facts:
-        """The facts with more lines under another name; the text and the digest of the facts so far are reused."""
-        return _More(self.lines, self.sums, base=self, more=Facts({name: lines}))
+    def adding(self, lines: Mapping[str, Sequence[str]]) -> Facts:
+        """The facts with more lines under other names; the text and the digest of the facts so far are reused."""
+        return _More(self.lines, self.sums, base=self, more=Facts(lines))
 
     def joined(self, other: Facts) -> Facts:
         """The lines and checksums of both; under a name of both, the lines of `other`."""

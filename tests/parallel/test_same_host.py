@@ -86,13 +86,13 @@ def together(rank: int) -> tuple[list[int], list[float], float]:
     host = connected()
     if rank == 0:
         host.send([torch.tensor([7.0])], 2)
-    largest = host.largest(torch.tensor([rank, -rank, 5]))
+    largest = host.largest([rank, -rank, 5])
     values = torch.full((2,), float(rank))
     host.broadcast(values, 1)
     read = torch.zeros(1)
     if rank == 2:
         host.receive([read], 0).wait()
-    return largest.tolist(), values.tolist(), float(read)
+    return largest, values.tolist(), float(read)
 
 
 def test_exchanges_of_all_ranks() -> None:
