@@ -12,7 +12,6 @@ Contract
 
 from __future__ import annotations
 
-from collections import Counter
 from dataclasses import replace
 from typing import Any
 
@@ -119,14 +118,8 @@ def _pairs(flat: FlatMicrobatch) -> list[tuple[str, Any]]:
 
 
 def leading_size(microbatch: FlatMicrobatch) -> int | None:
-    """The rows of a microbatch that was cut out of a batch.
-
-    Else the first dimension that most tensors have (of equally frequent ones, the first in order); None without any.
-    """
-    if microbatch.rows is not None:
-        return microbatch.rows
-    sizes = Counter(len(leaf) for leaf in microbatch.values if isinstance(leaf, torch.Tensor) and leaf.dim())
-    return sizes.most_common(1)[0][0] if sizes else None
+    """The rows of a microbatch that was cut out of a batch; else its `leading_size`."""
+    return microbatch.leading_size if microbatch.rows is None else microbatch.rows
 
 
 def batch_size(flat: FlatMicrobatch) -> int:

@@ -11,6 +11,7 @@ Contract
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
@@ -138,6 +139,12 @@ class FlatMicrobatch:
         """The tensors by path, in a fixed order."""
         pairs = zip(self.paths, self.values, strict=True)
         return {path: leaf for path, leaf in pairs if isinstance(leaf, torch.Tensor)}
+
+    @cached_property
+    def leading_size(self) -> int | None:
+        """The first dimension that most tensors have, of equally frequent ones the first in order; None without any."""
+        sizes = Counter(len(leaf) for leaf in self.values if isinstance(leaf, torch.Tensor) and leaf.dim())
+        return sizes.most_common(1)[0][0] if sizes else None
 
     @cached_property
     def signature(self) -> tuple[str, ...]:
