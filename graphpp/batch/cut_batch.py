@@ -12,15 +12,16 @@ Contract
 
 from __future__ import annotations
 
-from collections import Counter
 from dataclasses import replace
 from typing import Any
 
 import torch
 
-from graphpp.batch.microbatch import FlatMicrobatch, Microbatch, Whole
+from graphpp._torch.pytree import TreeSpec
+from graphpp.batch.microbatch import FlatMicrobatch, Microbatch, Structure, Whole
 from graphpp.errors import BatchError
 
+_SIGNATURES = 64  # that are kept at most
 _BY_HAND = "step_microbatches([graphpp.Microbatch(...), ...])"
 
 
@@ -33,25 +34,45 @@ class BatchCutter:
     def __init__(self, example: Microbatch | None = None) -> None:
         tensors = {} if example is None else FlatMicrobatch.of(example).tensors
         self._shapes = {path: leaf.shape for path, leaf in tensors.items()}
+        self._structure: Structure | None = None  # of the latest batch
+        self._signatures: tuple[TreeSpec, dict[tuple[Any, ...], tuple[str, ...]]] | None = None  # of pieces, by layout
         self._cut: frozenset[str] | None = None  # the paths of the tensors that were cut in the latest batch
         self._tensors = frozenset[str]()  # the paths of all tensors of that batch
 
-    def cut(self, batch: Microbatch, microbatches: int) -> list[FlatMicrobatch]:
-        """The microbatches of a batch. Raises `BatchError` if it is too small, or if it is unclear how to cut a tensor."""
-        flat = FlatMicrobatch.of(batch)
+    def flat(self, batch: Microbatch) -> FlatMicrobatch:
+        """A batch as flat leaves. Raises `BatchError` for leaves that hide tensors."""
+        found = FlatMicrobatch.of(batch, self._structure)
+        self._structure = found.structure
+        return found
+
+    def cut(self, flat: FlatMicrobatch, microbatches: int) -> list[FlatMicrobatch]:
+        """The microbatches of a flat batch. Raises `BatchError` if it is too small, or if it is unclear how to cut a tensor."""
         if self._shapes and microbatches > 1:
             flat = self._with_whole_tensors(flat)
-        sizes = microbatch_sizes(_size(flat), microbatches)
+        sizes = microbatch_sizes(batch_size(flat), microbatches)
         columns = [_pieces(path, leaf, sizes) for path, leaf in _pairs(flat)]
         if not columns:
             return [flat] * microbatches
         if microbatches > 1:
             self._tensors = frozenset(path for path, leaf in _pairs(flat) if isinstance(leaf, torch.Tensor | Whole))
             self._cut = frozenset(path for path, leaf in _pairs(flat) if _is_cut(leaf, sum(sizes)))
-        pieces = [FlatMicrobatch(flat.spec, flat.paths, values) for values in zip(*columns, strict=True)]
+        rows_and_values = zip(sizes, zip(*columns, strict=True), strict=True)
+        pieces = [FlatMicrobatch(flat.spec, flat.paths, values, rows) for rows, values in rows_and_values]
         if any(isinstance(leaf, Whole) for leaf in flat.values):
-            pieces = [FlatMicrobatch.of(piece.microbatch()) for piece in pieces]
-        return [replace(piece, rows=rows) for piece, rows in zip(pieces, sizes, strict=True)]
+            pieces = [replace(FlatMicrobatch.of(piece.microbatch()), rows=piece.rows) for piece in pieces]
+        signatures = {piece.rows: self._signature(piece) for piece in (pieces[0], pieces[-1])}
+        for piece in pieces:  # those of as many rows are alike
+            piece.take_signature(signatures[piece.rows])
+        return pieces
+
+    def _signature(self, piece: FlatMicrobatch) -> tuple[str, ...]:
+        """The signature of a piece, from an earlier batch if one was cut into such pieces."""
+        known, layout = self._signatures, piece.layout
+        if known is None or known[0] != piece.spec or len(known[1]) > _SIGNATURES:
+            known = self._signatures = piece.spec, {}
+        if layout not in known[1]:
+            known[1][layout] = piece.signature
+        return known[1][layout]
 
     def describe(self) -> str:
         """The tensors of the latest batch that were cut along their first dimension, and those that were passed whole."""
@@ -92,27 +113,17 @@ def microbatch_sizes(size: int, microbatches: int) -> list[int]:
     return [usual] * (microbatches - 1) + [size - usual * (microbatches - 1)]
 
 
-def batch_size(batch: Microbatch) -> int:
-    """The batch size. Raises `BatchError` if no tensor has a batch dimension, or if the batch is empty."""
-    return _size(FlatMicrobatch.of(batch))
-
-
 def _pairs(flat: FlatMicrobatch) -> list[tuple[str, Any]]:
     return list(zip(flat.paths, flat.values, strict=True))
 
 
 def leading_size(microbatch: FlatMicrobatch) -> int | None:
-    """The rows of a microbatch that was cut out of a batch.
-
-    Else the first dimension that most tensors have (of equally frequent ones, the first in order); None without any.
-    """
-    if microbatch.rows is not None:
-        return microbatch.rows
-    sizes = Counter(len(leaf) for leaf in microbatch.values if isinstance(leaf, torch.Tensor) and leaf.dim())
-    return sizes.most_common(1)[0][0] if sizes else None
+    """The rows of a microbatch that was cut out of a batch; else its `leading_size`."""
+    return microbatch.leading_size if microbatch.rows is None else microbatch.rows
 
 
-def _size(flat: FlatMicrobatch) -> int:
+def batch_size(flat: FlatMicrobatch) -> int:
+    """The batch size. Raises `BatchError` if no tensor has a batch dimension, or if the batch is empty."""
     size = leading_size(flat)
     if size is None:
         raise BatchError(f"the batch holds no tensor with a batch dimension: pass its parts with {_BY_HAND}.")

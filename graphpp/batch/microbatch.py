@@ -11,6 +11,7 @@ Contract
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
@@ -26,6 +27,7 @@ from graphpp.arguments import MAPPING, require, shown, type_name
 from graphpp.errors import BatchError
 
 _OF_PYTHON = (NoneType, bool, int, float, complex, str, bytes, range, slice, Enum)
+Structure = tuple[pytree.TreeSpec, tuple[str, ...]]  # and the paths of its leaves
 _PLAIN = (*_OF_PYTHON, torch.dtype, torch.device, torch.layout, torch.memory_format, torch.Size)
 
 
@@ -97,14 +99,35 @@ class FlatMicrobatch:
     rows: int | None = field(default=None, compare=False)
 
     @classmethod
-    def of(cls, batch: Microbatch) -> FlatMicrobatch:
-        """Flatten `batch`; arguments wrapped by `whole` stay wrapped. Raises `BatchError` for leaves that hide tensors."""
+    def of(cls, batch: Microbatch, known: Structure | None = None) -> FlatMicrobatch:
+        """Flatten `batch`; arguments wrapped by `whole` stay wrapped. Raises `BatchError` for leaves that hide tensors.
+
+        `known`: a structure whose paths are reused if it is the batch's.
+        """
         tree = {"args": batch.args, "kwargs": batch.kwargs, "target": batch.target}
-        pairs, spec = pytree.tree_flatten_with_path(tree)
-        flat = cls(spec, tuple(_path(keys) for keys, _ in pairs), tuple(leaf for _, leaf in pairs))
+        values, spec = pytree.tree_flatten(tree)
+        if known is not None and known[0] == spec:
+            spec, paths = known
+        else:
+            paths = tuple(_path(keys) for keys, _ in pytree.tree_flatten_with_path(tree)[0])
+        flat = cls(spec, paths, tuple(values))
         for path, leaf in zip(flat.paths, flat.values, strict=True):
             _check_leaf(path, leaf)
         return flat
+
+    @property
+    def structure(self) -> Structure:
+        """The structure, without the values."""
+        return self.spec, self.paths
+
+    @property
+    def layout(self) -> tuple[Any, ...]:
+        """Equal for two microbatches of one structure only if their signatures are equal; made faster than the signature."""
+        return tuple([_layout(leaf) if isinstance(leaf, torch.Tensor) else repr(leaf) for leaf in self.values])
+
+    def take_signature(self, signature: tuple[str, ...]) -> None:
+        """Take the signature of another microbatch, of the same structure and layout, which need not be made again."""
+        vars(self)["signature"] = signature
 
     def microbatch(self) -> Microbatch:
         """The microbatch in its original structure, with no argument wrapped."""
@@ -116,6 +139,12 @@ class FlatMicrobatch:
         """The tensors by path, in a fixed order."""
         pairs = zip(self.paths, self.values, strict=True)
         return {path: leaf for path, leaf in pairs if isinstance(leaf, torch.Tensor)}
+
+    @cached_property
+    def leading_size(self) -> int | None:
+        """The first dimension that most tensors have, of equally frequent ones the first in order; None without any."""
+        sizes = Counter(len(leaf) for leaf in self.values if isinstance(leaf, torch.Tensor) and leaf.dim())
+        return sizes.most_common(1)[0][0] if sizes else None
 
     @cached_property
     def signature(self) -> tuple[str, ...]:
@@ -218,6 +247,10 @@ def _describe_kind(leaf: Any) -> str:
     if ordered or is_unordered_integers(leaf):
         return f"{leaf.dim()} dimensions, {leaf.dtype}"
     return _describe(leaf)
+
+
+def _layout(tensor: torch.Tensor) -> tuple[Any, ...]:
+    return tensor.shape, tensor.stride(), tensor.dtype
 
 
 def _describe(leaf: Any) -> str:

@@ -24,7 +24,7 @@ def check_shared_layers(request: CompileRequest, joint: JointGraph) -> None:
     if layers is None:
         return
     agreement, own = request.place.agreement(layers), plain_arguments(joint.graph)
-    nodes = int(agreement.largest(torch.tensor([len(own)], dtype=torch.int64, device="cpu")))
+    nodes = max(agreement.largest([len(own)]))
     numbers = torch.tensor([*own, *[-1] * (nodes - len(own))], dtype=torch.int64, device="cpu")
     others = agreement.of_all(numbers)
     unlike = unlike_numbers(own, [[number for number in row if number >= 0] for row in others.tolist()])

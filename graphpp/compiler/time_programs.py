@@ -139,8 +139,7 @@ class Stopwatch:
                 raise
             reason = (str(error).splitlines() or [""])[0]
             _LOG.warning("layers are not timed but estimated: made-up values end in %s: %s", type(error).__name__, reason)
-        failed = torch.tensor([found is None], dtype=torch.int64)
-        return None if self.agreement.largest(failed).item() else found
+        return None if any(self.agreement.largest([found is None])) else found
 
 
 def _seconds_in(text: str | None) -> float | None:

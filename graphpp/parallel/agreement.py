@@ -73,7 +73,7 @@ class Agreement:
 
         Raises the error of this rank's own `work`, or `MismatchError` if another rank failed or differs.
         """
-        return self.together_or_lacking(work, facts)[0]
+        return work() if self._group is None else self.together_or_lacking(work, facts)[0]
 
     def together_or_lacking(self, work: Callable[[], T], facts: Callable[[T], Facts]) -> tuple[T, bool]:
         """As `together`; also whether a rank lacks a tensor of its facts' checksums."""
@@ -91,33 +91,34 @@ class Agreement:
         if self._group is None:
             return facts.lacking
         digest = struct.unpack("<2q", facts.digest)
-        total, flags = facts.sum, [int(facts.lacking), 0, 0]
+        total, flags = facts.sum, [int(facts.lacking)]
         words = [*digest, _LEAST if total is None else total]
         complements = [*(~word for word in digest), _LEAST if total is None else ~total]
-        most, least, lacking = self.largest(torch.tensor([words, complements, flags], device="cpu")).tolist()
+        found = self.largest([*words, *complements, *flags])
+        most, least, lacking = found[:3], found[3:6], found[6]
         same = [high == ~low for high, low in zip(most, least, strict=True)]  # the complement of the least value is largest
         if not (same[0] and same[1] and (same[2] or most[2] == least[2] == _LEAST)):
             by_rank = self._of_each_kind(facts)
             self.refuse_differences(by_rank)
             self._refuse_other_calls(by_rank)
-        return bool(lacking[0])
+        return bool(lacking)
 
     def same(self, content: bytes) -> bool:
         """Whether all ranks of the group have these bytes. Called by all ranks."""
         words = struct.unpack("<2q", hashed(content))
-        most, complements = self.largest(torch.tensor([words, [~word for word in words]], device="cpu")).tolist()
-        return all(high == ~low for high, low in zip(most, complements, strict=True))
+        found = self.largest([*words, *(~word for word in words)])
+        return all(high == ~low for high, low in zip(found[: len(words)], found[len(words) :], strict=True))
 
-    def largest(self, mine: torch.Tensor) -> torch.Tensor:
-        """The largest value of each number over all ranks; `mine`: int64, of one shape on all ranks, on the CPU."""
+    def largest(self, mine: Sequence[int]) -> list[int]:
+        """The largest value of each number over all ranks; `mine`: integers of 64 bits, as many on all ranks."""
         if self._group is None:
-            return mine
+            return list(mine)
         host = same_host(self._group)
         if host is not None:
             return host.largest(mine)
-        values = mine.to(self.device)
+        values = torch.tensor(mine, dtype=torch.int64, device=self.device)
         dist.all_reduce(values, dist.ReduceOp.MAX, group=self._group)
-        return values.cpu()
+        return values.tolist()
 
     def refuse_differences(self, by_rank: Mapping[int, Mapping[str, Sequence[str]]]) -> None:
         """Raise `MismatchError` if the lines of ranks differ, which all ranks know; `by_rank`: by the number in the group."""

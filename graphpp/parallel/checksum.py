@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
+import hashlib
+
 import torch
 
 _FACTORS = (-0x61C8864680B583EB, -0x40A7B892E31B1A47)  # odd, with bits in all places
@@ -31,6 +34,9 @@ def _weights(first: int, count: int, device: torch.device) -> torch.Tensor:
 
 
 def checksum_of_sample(tensor: torch.Tensor) -> int:
-    """The checksum of about 256 elements that are spread evenly over all dimensions."""
+    """A hash of about 256 elements of a tensor on the CPU, which are spread evenly over all dimensions."""
     count = max(2, round(_SAMPLE ** (1 / max(tensor.dim(), 1))))
-    return checksum(tensor[tuple(slice(None, None, max(1, size // count)) for size in tensor.shape)])
+    part = tensor[tuple([slice(None, None, max(1, size // count)) for size in tensor.shape])]
+    elements = part.detach().resolve_conj().resolve_neg().contiguous()
+    content = ctypes.string_at(elements.data_ptr(), elements.nbytes)
+    return int.from_bytes(hashlib.blake2b(content, digest_size=8).digest(), "little", signed=True)

@@ -89,6 +89,11 @@ class Replicas:
         self._sums, self._same_experts = sums, None if experts is None else experts.replicas
         self._in_flight: list[tuple[list[torch.Tensor], PendingSums]] = []
 
+    @property
+    def several(self) -> bool:
+        """Whether there are other replicas."""
+        return self._group is not None
+
     def start(self, sums: Iterable[torch.Tensor]) -> None:
         """Start to average these sums, contiguous, in place."""
         if self._group is not None:

@@ -68,10 +68,9 @@ def calling(call: str) -> Iterator[None]:
 
 def start() -> None:
     """Let this process answer the questions of other ranks. Does nothing if it answers already, or without a process group."""
-    if not dist.is_initialized() or dist.get_world_size() == 1:
-        return
-    store = default_store()
-    if not any(known is store and thread.is_alive() for known, thread in _ANSWERING):
+    store = default_store() if dist.is_initialized() else None
+    answers = any(known is store and thread.is_alive() for known, thread in _ANSWERING)
+    if store is not None and not answers and dist.get_world_size() > 1:
         thread = threading.Thread(target=_answer, args=(store, dist.get_rank()), name="graphpp pulse", daemon=True)
         _ANSWERING[:] = [(store, thread)]
         thread.start()

@@ -12,9 +12,10 @@ Contract
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
+from types import MappingProxyType
 from typing import TypeVar
 
 import torch
@@ -41,6 +42,7 @@ from graphpp.runtime.model_state import ModelState
 from graphpp.runtime.shards.local_rows import local_tensor
 
 T = TypeVar("T")
+NO_LINES: Mapping[str, Sequence[str]] = MappingProxyType({})
 MakeParts = Callable[[], list[FlatMicrobatch]]
 
 
@@ -61,6 +63,7 @@ class Calls:
         self._number = 0
         self._data_calls = {True: 0, False: 0}  # training calls and evaluations
         self._codes: tuple[tuple[int, ...], tuple[int, ...]] | None = None  # of gradients: this rank's own, and all ranks'
+        self._latest_seeds: tuple[tuple[LossWeighting, int, torch.dtype], Sequence[torch.Tensor]] | None = None
         self._broken = False
         self.last: PreparedStep | None = None
         self.steps = 0  # training calls that have ended
@@ -91,8 +94,7 @@ class Calls:
         self.check_whole()
         (arguments, own), changed = self._agreement.together_or_lacking(read, facts_of)
         if changed or self._codes is None:
-            codes = torch.tensor(own.own_codes, dtype=torch.int64, device="cpu")
-            self._codes = own.own_codes, tuple(self._agreement.largest(codes).tolist())
+            self._codes = own.own_codes, tuple(self._agreement.largest(own.own_codes))
         return arguments, replace(own, codes=self._codes[1])
 
     @contextlib.contextmanager
@@ -130,7 +132,8 @@ class Calls:
             return made
 
         def facts_of(made: tuple[StepCall, PreparedStep]) -> Facts:
-            return self._of_replica(made[1], asked).joined(self._initial.of_replica())
+            known, values = self._of_replica(made[1], asked), self._initial.of_replica()
+            return known.joined(values) if values.lines else known
 
         self.check_whole()
         with contextlib.ExitStack() as stack:  # a replica that compiles faster waits for the others
@@ -156,9 +159,9 @@ class Calls:
         """Run a call once; afterwards the runner has the results."""
         place = self._place
         loss = prepared.runner.program.loss
-        seeds = call.weighting.seeds(len(call.parts), loss.dtype, place.device) if loss is not None else []
+        seeds = self._seeds(call.weighting, len(call.parts), loss.dtype) if loss is not None else []
         with self.exchanging(call.training):
-            with torch.autocast(place.device.type, enabled=False):  # its casts are in the graph
+            with _without_autocast(place.device.type):  # its casts are in the graph
                 prepared.runner.step(prepared.inputs(call.parts), seeds)
             if call.training:
                 self._share_buffers(prepared)
@@ -166,6 +169,15 @@ class Calls:
         self.last = prepared
         self.steps += call.training
         return prepared
+
+    def _seeds(self, weighting: LossWeighting, count: int, dtype: torch.dtype) -> Sequence[torch.Tensor]:
+        """The seeds of a call's microbatches: those of the call before where they are equal, for no program writes into one."""
+        if weighting.scaler is not None:
+            return weighting.seeds(count, dtype, self._place.device)
+        of_call = weighting, count, dtype
+        if self._latest_seeds is None or self._latest_seeds[0] != of_call:
+            self._latest_seeds = of_call, weighting.seeds(count, dtype, self._place.device)
+        return self._latest_seeds[1]
 
     def _share_buffers(self, prepared: PreparedStep) -> None:
         """Make the buffers that the forward wrote equal on all replicas, if so asked."""
@@ -228,7 +240,8 @@ class Calls:
             return self._cache.call(parts, weighting, training=training)
 
         def facts_of(made: StepCall) -> Facts:
-            known = self._described(self._cache.facts(made), asked)
+            weights = {"the weights of the loss": made.weighting.description}
+            known = self._described(self._cache.facts(made), asked, weights)
             self._data_calls[training] += 1
             return known.with_sums(checksums(made.parts, self._data_calls[training], self._every))
 
@@ -260,10 +273,16 @@ class Calls:
 
     def _of_replica(self, prepared: PreparedStep, asked: str) -> Facts:
         """The lines that all replicas must have alike: about their stages, their shards, and the call."""
-        sharded, known = self._cache.ownership.sharded, prepared.lowered.replica_facts.adding("the call", [asked])
-        return known if sharded is None else known.adding("the shards of the parameters", sharded.layout)
+        sharded = self._cache.ownership.sharded
+        layout = {} if sharded is None else {"the shards of the parameters": sharded.layout}
+        return prepared.lowered.replica_facts.adding({"the call": [asked], **layout})
 
-    def _described(self, known: Facts, call: str) -> Facts:
-        """Facts of a call, with the pipeline, the name and the number of the call."""
-        number = f"call {self._number} of the pipeline {self._name}"
-        return (known.adding("the call", [call]) if call else known).adding("the number of the call", [number])
+    def _described(self, known: Facts, call: str, more: Mapping[str, Sequence[str]] = NO_LINES) -> Facts:
+        """Facts of a call, with the pipeline, the name and the number of the call, and `more` lines."""
+        number = {"the number of the call": [f"call {self._number} of the pipeline {self._name}"]}
+        return known.adding({**more, **({"the call": [call]} if call else {}), **number})
+
+
+def _without_autocast(device_type: str) -> contextlib.AbstractContextManager[object]:
+    """A context without autocast, which takes a tenth of a millisecond where autocast is on."""
+    return torch.autocast(device_type, enabled=False) if torch.is_autocast_enabled(device_type) else contextlib.nullcontext()

@@ -40,7 +40,7 @@ from graphpp.parallel.agreement import Agreement
 from graphpp.parallel.facts import Facts
 from graphpp.pipeline.graph_keys import GraphKeys, Recent, check_same_updates
 from graphpp.pipeline.ownership.ownership import Ownership
-from graphpp.pipeline.step_call import GraphKey, StepCall
+from graphpp.pipeline.step_call import GraphKey, KeysOfCall, StepCall
 from graphpp.pipeline.varying_sizes import VaryingSizes
 from graphpp.planner.tables import CheckedTable, ShardPolicy, Tables
 from graphpp.runtime.model_state import ModelState, tensor_lines
@@ -110,7 +110,7 @@ class GraphCache:
             self.ownership.check_copies(self.first)
         if self.ownership.sharded is not None:
             self.ownership.sharded.check(self._state)
-        return StepCall(parts, training, tuple(keys[part.signature] for part in parts), weighting)
+        return StepCall(parts, training, KeysOfCall([keys[part.signature] for part in parts]), weighting)
 
     def recapture(self) -> None:
         """Let every later call be captured anew."""
@@ -124,7 +124,7 @@ class GraphCache:
 
     def facts(self, call: StepCall) -> Facts:
         """The lines about a call that all ranks of a pipeline must have alike before they go on with it."""
-        return self._facts_of_call(call)[0].adding("the weights of the loss", call.weighting.description)
+        return self._facts_of_call(call)[0]
 
     def facts_of_peers(self, call: StepCall) -> Facts:
         """The lines about a call that ranks must have alike whose models exchange values, along `ep` and `cp`."""
@@ -132,7 +132,7 @@ class GraphCache:
 
     def _facts_of_call(self, call: StepCall) -> tuple[Facts, Facts]:
         kept = self._kept(call)
-        key = (kept, *call.keys)
+        key = kept, call.keys
         if key not in self._facts:
             both = {
                 "the call": ["step" if call.training else "eval"],
@@ -203,7 +203,7 @@ class GraphCache:
             self._prepared.keep(call.keys, PreparedStep(made, runner))
             self._forget_all_but(call.keys)
             self._assembly.keep_only([*self._all_kept(), *graphs.values()])
-        for key in call.keys:
+        for key in set(call.keys):
             for kept in (self._graphs, self._sized):
                 if key in kept:
                     kept.use(key)

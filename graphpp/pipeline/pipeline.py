@@ -76,7 +76,7 @@ class Pipeline(RankPart):
         example: Microbatch | None = None,
     ) -> None:
         self._model, self._loss, self._options, self._place = model, loss, options, place
-        self._cutter = BatchCutter(example)
+        self._cutter, self._reads_target = BatchCutter(example), loss is not None and takes_target(loss)
         self._state = ModelState(model)
         self._request, self._record = CompileRequest(model, loss, options, place), StepRecord()
         for group in dict.fromkeys((place.group, place.model_parallel)):
@@ -329,13 +329,13 @@ class Pipeline(RankPart):
         return lambda: self._with_targets(self._cut(Microbatch(args, kwargs, target)))
 
     def _cut(self, batch: Microbatch) -> list[FlatMicrobatch]:
-        count = microbatches_for(self._options, self._place.ranks, batch, self._cache.tables.admits)
-        return self._cutter.cut(batch, count)
+        flat = self._cutter.flat(batch)
+        count = microbatches_for(self._options, self._place.ranks, flat, self._cache.tables.admits)
+        return self._cutter.cut(flat, count)
 
     def _with_targets(self, parts: list[FlatMicrobatch]) -> list[FlatMicrobatch]:
         """The parts. Raises `BatchError` where nothing reads the target."""
-        reads = self._loss is not None and takes_target(self._loss)
-        if not reads and any(map(_has_target, parts)):
+        if not self._reads_target and any(map(_has_target, parts)):
             own = "with loss=None the model's output brings its own loss"
             reason = own if self._loss is None else "the loss takes no second positional argument"
             raise BatchError(

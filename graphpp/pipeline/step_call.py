@@ -37,6 +37,17 @@ class GraphKey:
         return next((f"it had {new}, after {old}" for new, old in pairs if new != old), "an attribute of the model changed")
 
 
+class KeysOfCall(tuple[GraphKey, ...]):
+    """The keys of a call's microbatches in order; looked up several times, so the hash is computed once."""
+
+    @cached_property
+    def _hash(self) -> int:
+        return super().__hash__()
+
+    def __hash__(self) -> int:
+        return self._hash
+
+
 @dataclass(frozen=True)
 class StepCall:
     """One call of every rank: its microbatches, their keys, and the weights of their losses.
@@ -46,7 +57,7 @@ class StepCall:
 
     parts: Sequence[FlatMicrobatch]
     training: bool
-    keys: tuple[GraphKey, ...]
+    keys: KeysOfCall
     weighting: LossWeighting
 
     @property

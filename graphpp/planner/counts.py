@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from graphpp.batch.cut_batch import batch_size
-from graphpp.batch.microbatch import Microbatch
+from graphpp.batch.microbatch import FlatMicrobatch
 from graphpp.options.options import Options
 from graphpp.schedules.generate.read import default_stages
 
@@ -23,7 +23,7 @@ def usual_microbatches(options: Options, ranks: int) -> int:
     return options.microbatches or (4 * ranks if ranks > 1 else 1)
 
 
-def microbatches_for(options: Options, ranks: int, batch: Microbatch, admits: Callable[[int], bool]) -> int:
+def microbatches_for(options: Options, ranks: int, batch: FlatMicrobatch, admits: Callable[[int], bool]) -> int:
     """The number given; else 1 in one process; else the largest divisor of the batch's rows, up to 4 a rank, that fits.
 
     Of a batch with fewer rows than the number given, the largest number up to the rows that fits. `admits(count)` says whether

@@ -24,6 +24,7 @@ import torch
 import torch.distributed as dist
 
 from graphpp._torch.autograd import with_gradient_hooks
+from graphpp._torch.parallel.sharded_tensor import are_plain
 from graphpp.parallel import ordered_sums
 from graphpp.parallel.data_parallel import Replicas
 from graphpp.parallel.groups import Subgroups
@@ -238,15 +239,20 @@ class GraphPPRunner:
     def _begin(self, inputs: StepInputs) -> None:
         tensors = self._reader()
         self._tensors.update(zip(self._reader.fqns, tensors, strict=True))
-        values = {fqn: self._value(fqn, tensor) for fqn, tensor in self._tensors.items()}
+        values = dict(zip(self._reader.fqns, self._values(tensors), strict=True))
         self._gradients.begin(self._tensors)
         for index, stage in self.stages.items():
             stage.begin(values.__getitem__, inputs)
             if index not in self._shards:
                 stage.prepare()
 
+    def _values(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """The tensors that programs take for the model's parameters and buffers, which `_reader` has read."""
+        if self._sharded is None and are_plain(tensors):
+            return [tensor.detach() for tensor in tensors]
+        return [self._value(fqn, tensor) for fqn, tensor in zip(self._reader.fqns, tensors, strict=True)]
+
     def _value(self, fqn: str, tensor: torch.Tensor) -> torch.Tensor:
-        """The tensor that programs take for a parameter or buffer of the model."""
         if self._sharded is None or fqn not in self._sharded:
             return local_tensor(tensor).detach()
         return self._sharded.whole(fqn) if self._reducer is None else self._sharded.gathered_by_programs(fqn)

@@ -14,6 +14,7 @@ from torch.nn import functional as F
 import graphpp
 from graphpp import BatchError, CaptureError, GraphPPError, Microbatch, Schedule, ScheduleError, SplitError
 from graphpp.batch.cut_batch import BatchCutter
+from graphpp.batch.microbatch import FlatMicrobatch
 from tests.distributed import run_ranks
 from tests.special_models import CLASSES, WIDTH, Plain
 from tests.training import CASES, compiled, step
@@ -382,7 +383,8 @@ def test_two_pipelines_on_two_groups_of_ranks() -> None:
 
 
 def cut_shapes(example: Microbatch | None = None, microbatches: int = 4, **kwargs: Any) -> list[list[int]]:
-    parts = BatchCutter(example).cut(Microbatch((), kwargs, Y), microbatches)
+    cutter = BatchCutter(example)
+    parts = cutter.cut(cutter.flat(Microbatch((), kwargs, Y)), microbatches)
     assert len(parts) == microbatches
     return [list(tensor.shape) for tensor in parts[0].tensors.values()]
 
@@ -397,4 +399,4 @@ def test_an_example_tells_what_has_no_batch_dimension() -> None:
     one = Microbatch((), {"mask": torch.ones(24, 24), "x": X[:6]}, Y[:6])
     assert cut_shapes(one, mask=torch.ones(24, 24), x=X) == [[24, 24], [6, 8], [6]]
     with pytest.raises(BatchError, match="Give a whole batch to step"):
-        BatchCutter(one).cut(one, 4)
+        BatchCutter(one).cut(FlatMicrobatch.of(one), 4)

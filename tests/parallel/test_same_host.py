@@ -22,6 +22,7 @@ from graphpp.runtime.transport import Transport
 from tests.distributed import WorkerDied, rank_outcomes, run_ranks
 
 CPU = torch.device("cpu")
+LEAST = -(2**63)  # of an integer of 64 bits
 
 
 def connected() -> SameHost:
@@ -86,17 +87,17 @@ def together(rank: int) -> tuple[list[int], list[float], float]:
     host = connected()
     if rank == 0:
         host.send([torch.tensor([7.0])], 2)
-    largest = host.largest(torch.tensor([rank, -rank, 5]))
+    largest = host.largest([rank, -rank, 5, LEAST, -1 - LEAST])
     values = torch.full((2,), float(rank))
     host.broadcast(values, 1)
     read = torch.zeros(1)
     if rank == 2:
         host.receive([read], 0).wait()
-    return largest.tolist(), values.tolist(), float(read)
+    return largest, values.tolist(), float(read)
 
 
 def test_exchanges_of_all_ranks() -> None:
-    assert run_ranks(together, 3) == [([2, 0, 5], [1.0, 1.0], read) for read in (0.0, 0.0, 7.0)]
+    assert run_ranks(together, 3) == [([2, 0, 5, LEAST, -1 - LEAST], [1.0, 1.0], read) for read in (0.0, 0.0, 7.0)]
 
 
 def sends_and_ends(rank: int) -> float:

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
 import graphpp
-from graphpp.parallel.checksum import checksum
+from graphpp.parallel.checksum import checksum, checksum_of_sample
 from tests.distributed import run_ranks
 
 X = torch.randn(64, 8, generator=torch.Generator().manual_seed(0))
@@ -139,6 +139,19 @@ def test_checksums_of_views() -> None:
     z = torch.randn(4, 4, dtype=torch.complex64)
     for view in (z.conj(), z.conj().imag, z.t(), z[::2]):
         assert checksum(view) == checksum(view.resolve_conj().resolve_neg().clone(memory_format=torch.contiguous_format))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64, torch.bool, torch.int32, torch.complex64])
+def test_samples_of_equal_values_have_equal_checksums(dtype: torch.dtype) -> None:
+    values = torch.arange(6 * 8 * 40).remainder(7).view(6, 8, 40).to(dtype)
+    sample = checksum_of_sample(values)
+    assert sample == checksum_of_sample(values.transpose(0, 2).contiguous().transpose(0, 2))
+    assert checksum_of_sample(values.conj()) == checksum_of_sample(values.conj().resolve_conj())
+    assert -(2**63) <= sample < 2**63
+    other = values.clone()
+    other[0, 0, 0] = 1  # in every sample
+    assert sample != checksum_of_sample(other)
+    assert checksum_of_sample(values[0, 0, 0]) != checksum_of_sample(other[0, 0, 0])
 
 
 def test_nothing_is_compared_if_so_asked() -> None:

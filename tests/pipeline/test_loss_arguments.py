@@ -153,6 +153,21 @@ def test_accumulation_over_steps(steps: int, reduction: str) -> None:
     assert_gradients(model, twin)
 
 
+def test_seeds_follow_the_arguments_of_each_step() -> None:
+    first, second = {"loss_weight": [0.25, 0.5]}, {"loss_weight": [0.5, 0.25]}
+    kinds: list[dict[str, Any]] = [{}, first, {"accumulation_steps": 3}, second, first, {}]
+    model = layers()
+    pipe = graphpp.compile(model, F.mse_loss, split=["2"], microbatches=2)
+    for kind in kinds:
+        twin = layers()
+        weights = kind.get("loss_weight", [0.5, 0.5])
+        for x, y, weight in zip(X.split(5), Y.split(5), weights, strict=True):
+            (F.mse_loss(twin(x), y) * weight / kind.get("accumulation_steps", 1)).backward()
+        pipe.step(X, target=Y, **kind)
+        assert_gradients(model, twin)
+        pipe.zero_grad()
+
+
 def test_microbatches_weigh_by_their_rows() -> None:
     model, twin = layers(), layers()
     pipe = graphpp.compile(model, F.mse_loss, split=["2"], microbatches=4, gradients="rows")

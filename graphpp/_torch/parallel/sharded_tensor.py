@@ -13,7 +13,7 @@ Checked on torch 2.13.0 and 2.15.0:
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -29,6 +29,11 @@ def is_dtensor(tensor: object) -> bool:
     """Whether a value is a `DTensor`."""
     module = sys.modules.get(_MODULE)
     return module is not None and isinstance(tensor, module.DTensor)
+
+
+def are_plain(tensors: Iterable[torch.Tensor]) -> bool:
+    """Whether none of many tensors is a `DTensor`; asks once for each class of tensors."""
+    return not any(map(is_dtensor_class, set(map(type, tensors))))
 
 
 def is_dtensor_class(kind: type) -> bool:

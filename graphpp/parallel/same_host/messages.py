@@ -20,7 +20,8 @@ import ctypes
 import time
 import weakref
 from collections import defaultdict, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -34,10 +35,34 @@ _READ = 2  # in the place of a channel: a message was read whose sender waits fo
 _SLICE = 0.25  # seconds after which a rank that waits first looks whether the other rank's connection is there
 
 
+class Memory(Protocol):
+    """Memory without gaps that a message is read from or written to, as a tensor's on the CPU."""
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes."""
+
+    def data_ptr(self) -> int:
+        """The address."""
+
+
+class Integers:
+    """The memory of a few integers of 64 bits, made and read in less time than a tensor's."""
+
+    def __init__(self, values: Iterable[int]) -> None:
+        each = tuple(values)
+        self.values = (ctypes.c_int64 * len(each))(*each)
+        self.nbytes = ctypes.sizeof(self.values)
+
+    def data_ptr(self) -> int:
+        """The address."""
+        return ctypes.addressof(self.values)
+
+
 class Arrival:
     """A posted receive, with those methods of a `dist.Work` that a transport calls."""
 
-    def __init__(self, host: SameHost, tensors: Sequence[torch.Tensor], peer: int) -> None:
+    def __init__(self, host: SameHost, tensors: Sequence[Memory], peer: int) -> None:
         self._host, self.tensors, self.peer, self.there = host, tensors, peer, False
 
     def is_completed(self) -> bool:
@@ -61,7 +86,7 @@ class SameHost:
         self._expected: dict[tuple[int, int], deque[Arrival]] = defaultdict(deque)  # by rank and channel
         self._early: dict[tuple[int, int], deque[Frame]] = defaultdict(deque)  # messages that came before their receives
 
-    def send(self, tensors: Sequence[torch.Tensor], peer: int, channel: int = STEP) -> None:
+    def send(self, tensors: Sequence[Memory], peer: int, channel: int = STEP) -> None:
         """Send tensors to a rank of the group. Raises `PeerLost`."""
         to, sizes = self._peers[peer], [tensor.nbytes for tensor in tensors]
         slot = to.outbox.take(sum(sizes)) or self._freed(to, sum(sizes))
@@ -77,7 +102,7 @@ class SameHost:
         except BrokenPipeError:
             raise _closed(to) from None
 
-    def receive(self, tensors: Sequence[torch.Tensor], peer: int, channel: int = STEP) -> Arrival:
+    def receive(self, tensors: Sequence[Memory], peer: int, channel: int = STEP) -> Arrival:
         """Post a receive: the next message of the channel from a rank of the group is written into the tensors."""
         arrival, early = Arrival(self, tensors, peer), self._early[peer, channel]
         if early:
@@ -100,21 +125,21 @@ class SameHost:
             if channel == STEP:
                 arrivals.clear()
 
-    def largest(self, values: torch.Tensor) -> torch.Tensor:
-        """The largest value of each number over all ranks; called by all of them, with one shape and dtype."""
-        found = torch.empty_like(values)
+    def largest(self, values: Sequence[int]) -> list[int]:
+        """The largest value of each number over all ranks; called by all of them, with as many integers of 64 bits."""
+        own = Integers(values)
         if self.rank:
-            self.send([values], 0, CONTROL)
-            self.receive([found], 0, CONTROL).wait()
+            self.send([own], 0, CONTROL)
+            self.receive([own], 0, CONTROL).wait()
         else:
-            others = {peer: torch.empty_like(values) for peer in self._peers}
-            arrivals = [self.receive([other], peer, CONTROL) for peer, other in others.items()]
+            others = [Integers(values) for _ in self._peers]
+            arrivals = [self.receive([other], peer, CONTROL) for peer, other in zip(self._peers, others, strict=True)]
             for arrival in arrivals:
                 arrival.wait()
-            found = torch.stack([values, *others.values()]).amax(0)
-            self._send_to_all(found)
+            own = Integers(map(max, values, *(other.values for other in others)))
+            self._send_to_all(own)
         self.settle()
-        return found
+        return list(own.values)
 
     def broadcast(self, values: torch.Tensor, source: int) -> None:
         """Write the values of the rank `source` into those of all ranks; called by all of them, with one shape and dtype."""
@@ -135,7 +160,7 @@ class SameHost:
         while self._inbox.ready():
             self._sort(self._inbox.read())
 
-    def _send_to_all(self, values: torch.Tensor) -> None:
+    def _send_to_all(self, values: Memory) -> None:
         for peer in self._peers:
             self.send([values], peer, CONTROL)
 

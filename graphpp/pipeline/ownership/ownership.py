@@ -18,7 +18,6 @@ from collections.abc import Set as AbstractSet
 from functools import cached_property
 from typing import Protocol
 
-import torch
 import torch.distributed as dist
 
 from graphpp.options.options import Options
@@ -28,7 +27,7 @@ from graphpp.parallel.data_parallel import broadcast_
 from graphpp.parallel.rank_place import RankPlace, Sharding
 from graphpp.pipeline.ownership.shard_values import ShardValues
 from graphpp.pipeline.ownership.stale_copies import StaleCopies
-from graphpp.runtime.model_state import ModelState
+from graphpp.runtime.model_state import ModelState, TensorReader
 from graphpp.runtime.program import StageProgram
 from graphpp.runtime.released import trim_after
 from graphpp.runtime.shards.flat_parameters import FlatParameter
@@ -140,8 +139,7 @@ class Ownership:
             return
         blank = {fqn for fqn in self.local if self._state.tensor(fqn).is_meta}
         known = filled.kept & blank if filled is not None else set[str]()
-        lacking = torch.tensor(bool(blank - known), dtype=torch.int64, device="cpu")
-        if self._agreement.largest(lacking):
+        if any(self._agreement.largest([bool(blank - known)])):
             return  # until `materialize`, on all ranks
         whole = sorted(self._captured().parameters(self._place.rank) - known)
         sharded = filled.sharded if filled is not None else self._shards(sharding)
@@ -185,10 +183,12 @@ class Ownership:
 
     def after_training(self) -> None:
         """Note a training step: this rank's copies of what other ranks hold are stale."""
-        self._copies.note(self._trained_elsewhere())
+        read, ranks = self._trained_elsewhere
+        self._copies.note(zip(read(), ranks, strict=True))
 
-    def _trained_elsewhere(self) -> Iterator[tuple[torch.Tensor, int]]:
-        """The parameters that other ranks of the pipeline hold and this rank does not, with the first such rank."""
-        for fqn, ranks in self.ranks_of_parameter.items():
-            if ranks and self._place.rank not in ranks:
-                yield self._state.tensor(fqn), ranks[0]
+    @cached_property
+    def _trained_elsewhere(self) -> tuple[TensorReader, Sequence[int]]:
+        """Reads the parameters that other ranks of the pipeline hold and this rank does not; the first rank of each."""
+        rank = self._place.rank
+        first = {fqn: ranks[0] for fqn, ranks in self.ranks_of_parameter.items() if ranks and rank not in ranks}
+        return self._state.reader(first), list(first.values())

@@ -38,7 +38,7 @@ class StepRecord:
         if self._losses is None:
             self._losses = torch.zeros(_MOST, dtype=torch.float64, device=loss.device)
             self._ends.frombytes(bytes(_MOST * self._ends.itemsize))
-        self._losses[self._kept].copy_(loss.detach())
+        self._losses[self._kept] = loss.detach()
         self._ends[self._kept] = time.perf_counter()
         self._kept += 1
         if self._kept == _MOST:

@@ -137,4 +137,4 @@ def _in_dtype(tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
 
 def _is_view(tensor: torch.Tensor) -> bool:
     """Whether the tensor covers only a part of its memory, or is not contiguous."""
-    return tensor.untyped_storage().nbytes() != tensor.numel() * tensor.element_size() or not tensor.is_contiguous()
+    return tensor.untyped_storage().nbytes() != tensor.nbytes or not tensor.is_contiguous()

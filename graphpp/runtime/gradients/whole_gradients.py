@@ -16,7 +16,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 
 import torch
 
-from graphpp._torch.parallel.sharded_tensor import with_local
+from graphpp._torch.parallel.sharded_tensor import are_plain, with_local
 from graphpp.parallel.data_parallel import Replicas
 from graphpp.runtime.gradients.accumulate import Accumulator, dtype_of_sum
 from graphpp.runtime.gradients.partial_sums import NO_PARTIAL_SUMS, PartialSums
@@ -44,16 +44,20 @@ class WholeGradients:
         """
         self._stages, self._tied, self._replicas, self._experts = stages, tied, replicas, frozenset(experts)
         self._tensor, self._sum_dtype, self._partial = tensor, sum_dtype, partial
+        # `param.grad` of these stays out of the sums of a step, and the average of the step is added to it.
+        self._added_at_end = self._experts.union(tied.contributors, partial.fqns)
         self._parameters: Mapping[str, torch.Tensor] = {}
+        self._plain = True  # whether no parameter is a `DTensor`
         self._reduced = set[int]()
 
     def begin(self, parameters: Mapping[str, torch.Tensor]) -> None:
         """Begin a step. `parameters`: those of the rank's stages, by FQN."""
         self._reduced.clear()
-        self._parameters = parameters
+        self._parameters, self._plain = parameters, are_plain(parameters.values())
         for sums in self._stages.values():
             own = {fqn: parameters[fqn] for fqn in sums.fqns}
-            grads = {fqn: local_gradient(fqn, each) for fqn, each in own.items() if not self._added_at_end(fqn)}
+            known = {fqn: each for fqn, each in own.items() if each.grad is not None and fqn not in self._added_at_end}
+            grads = {fqn: local_gradient(fqn, each) for fqn, each in known.items()}
             dtypes = {fqn: dtype_of_sum(parameter, self._sum_dtype) for fqn, parameter in own.items()}
             sums.start({fqn: grad for fqn, grad in grads.items() if grad is not None}, dtypes)
 
@@ -61,8 +65,10 @@ class WholeGradients:
         """Start to average a stage's gradients over the replicas, but for those of tied parameters."""
         if stage not in self._reduced:
             self._reduced.add(stage)
-            self._partial.add_up(self._stages[stage].sums)
-            self._average(self._own(stage), self._stages[stage].sums)
+            sums = self._stages[stage].sums
+            self._partial.add_up(sums)
+            # Sorted: replicas may make them in another order.
+            self._average(sorted(sums.keys() - self._tied.contributors.keys()) if self._replicas.several else (), sums)
 
     def finish(self) -> None:
         """Set `param.grad` of all parameters that have a gradient."""
@@ -71,15 +77,15 @@ class WholeGradients:
         tied = self._tied.reduce(lambda stage, fqn: self._stages[stage].sums[fqn], self._buffer_for_sum)
         self._average(tied, tied)
         self._replicas.finish()
-        for stage, sums in self._stages.items():
-            for fqn in self._own(stage):
-                if self._added_at_end(fqn):
-                    self._add(fqn, sums.sums[fqn])
-                    continue
-                parameter, total = self._parameters[fqn], sums.sums[fqn]
-                wanted = parameter.grad_dtype
-                total = total if wanted is None or total.dtype is wanted else total.to(dtype=wanted)
-                parameter.grad = with_local(parameter, total)
+        for sums in self._stages.values():
+            for fqn, total in sums.sums.items():
+                if fqn not in self._added_at_end:
+                    parameter = self._parameters[fqn]
+                    wanted = parameter.grad_dtype
+                    own = total if wanted is None or total.dtype is wanted else total.to(dtype=wanted)
+                    parameter.grad = own if self._plain else with_local(parameter, own)
+                elif fqn not in self._tied.contributors:
+                    self._add(fqn, total)
         for fqn, total in tied.items():
             self._add(fqn, total)
         self._end()
@@ -93,10 +99,6 @@ class WholeGradients:
         self._parameters = {}
         for sums in self._stages.values():
             sums.start({})
-
-    def _added_at_end(self, fqn: str) -> bool:
-        """Whether `param.grad` stays out of the sums of a step, and the average of the step is added to it."""
-        return fqn in self._tied.contributors or fqn in self._experts or fqn in self._partial.fqns
 
     def _add(self, fqn: str, total: torch.Tensor) -> None:
         """Add the gradient of a step to `param.grad`."""
@@ -113,10 +115,6 @@ class WholeGradients:
         names = list(fqns)
         self._replicas.start(sums[fqn] for fqn in names if fqn not in self._experts)
         self._replicas.start_of_experts(sums[fqn] for fqn in names if fqn in self._experts)
-
-    def _own(self, stage: int) -> list[str]:
-        """FQNs of a stage's gradients that no other stage contributes to, sorted: replicas may make them in another order."""
-        return sorted(fqn for fqn in self._stages[stage].sums if fqn not in self._tied.contributors)
 
     def _buffer_for_sum(self, fqn: str) -> torch.Tensor:
         """New memory for another rank's partial sum of a parameter's gradients."""
