@@ -146,7 +146,7 @@ def _hashable(given: Any) -> Hashable:
 
 
 def _owners(joint: JointGraph) -> dict[fx.Node, int | None]:
-    """The stage of each node; of a node without one the only stage that reads it, None if several do or a result is made of it."""
+    """The stage of each node; of one without a stage the only stage that reads it, None if several do, or if it is a result."""
     owner: dict[fx.Node, int | None] = {}
     shared = {node for _, node in joint.outputs()}
     inputs = joint.inputs()
