@@ -170,7 +170,8 @@ class _Kinds:
             kept = summed(size_of(named[value.name]) for value in staged.kept_memory[stage])
             key = (saved, kept, *(_signature(each) for each in graphs))
             if key not in self._made:
-                self._made[key] = SegmentKind(tuple(map(_operations, graphs)), tuple(map(_peaks, graphs)), saved, kept)
+                of_phases = (tuple(map(each, graphs)) for each in (_operations, _peaks, _read, _gradients))
+                self._made[key] = SegmentKind(*of_phases, saved, kept)  # type: ignore[call-arg, arg-type]
             kind = self._made[key]
             if kind not in numbers:
                 numbers[kind] = len(kinds)
@@ -184,7 +185,7 @@ def _signature(each: PhaseGraph | None) -> Any:
     if each is None:
         return None
     at = {node: index for index, node in enumerate(each.graph.nodes)}
-    return tuple(
+    return tuple(map(type, each.outputs)), *(
         (
             node.target if node.op == "call_function" else type(node.meta.get("role")),
             tuple(at[source] for source in node.all_input_nodes),
@@ -198,6 +199,27 @@ def _signature(each: PhaseGraph | None) -> Any:
 
 def _operations(each: PhaseGraph | None) -> Counted:
     return operations_of(each.graph) if each is not None else ()
+
+
+def _read(each: PhaseGraph | None) -> Size:
+    """The bytes of the parameters that a phase reads whole, where ranks share them."""
+    if each is None:
+        return ()
+    placeholders = each.graph.find_nodes(op="placeholder")
+    return summed(
+        size_of(node)
+        for node in placeholders
+        if isinstance(node.meta["role"], program.Parameter) and node.meta["val"].dim() > 0
+    )
+
+
+def _gradients(each: PhaseGraph | None) -> Size:
+    """The bytes of the gradients that a phase makes."""
+    if each is None:
+        return ()
+    values = each.graph.output_node().args[0]
+    pairs = zip(each.outputs, values, strict=True)  # type: ignore[arg-type]
+    return summed(size_of(node) for role, node in pairs if isinstance(role, program.Gradient))  # type: ignore[arg-type]
 
 
 def _peaks(each: PhaseGraph | None) -> tuple[Size, ...]:

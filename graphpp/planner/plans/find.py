@@ -145,10 +145,10 @@ def _settings(question: Question, limits: Limits, choices: Choices) -> Iterator[
 
 
 def _keeps(shape: MeshShape, per_rank: int) -> Iterable[int | None]:
-    """How many whole stages a rank may hold: all, half of them, or one."""
+    """How many whole stages a rank may hold: all, half of them, one, or single layers alone."""
     if shape.shards == 1:
         return (None,)
-    return (None, *((per_rank // 2,) if per_rank > 3 else ()), *((1,) if per_rank > 1 else ()))
+    return (None, *((per_rank // 2,) if per_rank > 3 else ()), *((1,) if per_rank > 1 else ()), 0)
 
 
 def _simulate(search: _Search, candidates: Iterable[_Candidate]) -> None:

@@ -71,7 +71,8 @@ def counts_of(setting: Setting) -> tuple[int, ...]:
 class Work:
     """A budget for predictions, counted in the computations of tables that are read for the first time, not in seconds.
 
-    `tables`: left for settings under tables that were not read yet; `further`: for those under tables that were.
+    `tables`: left for settings under tables that were not read yet; `further`: for those under tables that were, or that are
+    as short as that takes no time.
     """
 
     def __init__(self) -> None:
@@ -88,7 +89,7 @@ class Work:
         key = setting.schedule, setting.shape.pp, counts, setting.keep
         total = sum(3 * setting.stages * count for count in counts)
         once = times * (_BESIDE + total // _AGAIN)
-        if key in self._read:
+        if key in self._read or total <= _BESIDE:
             if self.further <= 0:
                 return False
             self.further -= once

@@ -2,7 +2,7 @@
 
 Contract
     in    the table that the ranks run; for each question the costs of its stages, and the state of each rank as whole stages
-          or shards of them (`HeldBytes` without `layers` and `waiting`)
+          or shards of them, or shards and single layers (`HeldBytes` without `waiting`)
     out   for each rank the bytes at its peak, and the most bytes of each kind: the numbers of `step_memory.step_peaks`
 
 A moment of a rank is a time at which an action runs or has ended: how many microbatches of each of its stages are saved, or
@@ -23,7 +23,7 @@ from graphpp.schedules.check.step_memory import CHANGING, IN_MESSAGES
 from graphpp.schedules.table.actions import Action, Kind
 from graphpp.schedules.table.costs import Costs, StageCosts
 from graphpp.schedules.table.schedule import Row, Schedule
-from graphpp.schedules.table.state_bytes import HeldBytes
+from graphpp.schedules.table.state_bytes import HeldBytes, LayerBytes, Layers
 
 _RUNS = (Kind.F, Kind.B, Kind.I, Kind.W)
 _PER_STAGE = 2 + len(_RUNS)  # entries of a moment for each stage: saved microbatches, waiting ones, those that run by kind
@@ -55,12 +55,21 @@ class StepMoments:
         return tuple(row.peak(costs.stages, own) for row, own in zip(self._rows, held, strict=True))
 
 
+_Computations = tuple[tuple[int, Kind], ...]  # of one action: stages and kinds
+
+
 class _State(NamedTuple):
-    """The stages that are whole, those with gradients that are not reduced, and those that were reduced, the last one first."""
+    """The stages that are whole, those with gradients that are not reduced, and those that were reduced, the last one first.
+
+    In a row that says nothing of whole stages, for computations that may gather single layers: `running`: what runs; `ran`:
+    the different computations so far that may have reduced gradients, the last ones first.
+    """
 
     whole: frozenset[int] = frozenset()
     unreduced: frozenset[int] = frozenset()
     sent: tuple[int, ...] = ()
+    running: _Computations = ()
+    ran: tuple[_Computations, ...] = ()
 
 
 class _RowMoments:
@@ -82,6 +91,7 @@ class _RowMoments:
         """The moments in order: before the row, while each action runs, and after it."""
         live, state = [0] * (_PER_STAGE * len(self.stages)), _State()
         followed = {(leaf.stage, leaf.microbatch) for each in actions for leaf in each.leaves if leaf.kind in (Kind.B, Kind.I)}
+        layers = not any(action.kind is Kind.UNSHARD for action in actions)
         yield tuple(live), state
         for action in actions:
             if action.is_communication:
@@ -89,6 +99,8 @@ class _RowMoments:
             computed = [leaf for leaf in action.leaves if action.is_compute]
             for leaf in action.leaves:
                 state = _before(leaf, state)
+            if layers and computed:
+                state = _running(tuple((leaf.stage, leaf.kind) for leaf in computed), state)
             for leaf in computed:
                 live[self._at[leaf.stage] + _TAKEN[leaf.kind]] -= leaf.kind is not Kind.F
                 live[self._at[leaf.stage] + 2 + _RUNS.index(leaf.kind)] += 1
@@ -100,12 +112,14 @@ class _RowMoments:
                     live[self._at[leaf.stage] + left] += 1
             if action.kind is Kind.RESHARD:
                 state = state._replace(whole=state.whole - {action.stage})
+            if state.running:
+                state = state._replace(running=())
             yield tuple(live), state
 
     def peak(self, costs: Sequence[StageCosts], held: HeldBytes) -> RankPeak:
         """The peak for these costs."""
-        if held.layers or held.waiting:
-            raise ScheduleError("held: single layers and gradients that wait are for step_peaks")
+        if held.waiting:
+            raise ScheduleError("held: gradients that wait are for step_peaks")
         nbytes = np.array([each for stage in self.stages for each in _bytes(costs[stage])], dtype=np.int64)
         activations = self.live @ nbytes if self.stages else np.zeros(len(self.live), dtype=np.int64)
         states = np.array([_state_bytes(state, held) for state in self.states], dtype=np.int64)
@@ -141,10 +155,28 @@ def _before(leaf: Action, state: _State) -> _State:
     return state
 
 
+def _running(computations: _Computations, state: _State) -> _State:
+    """The state while these computations run."""
+    if all(kind is Kind.F for _, kind in computations):
+        return state._replace(running=computations)
+    others = tuple(each for each in state.ran if each != computations)
+    return state._replace(running=computations, ran=(computations, *others))
+
+
 def _state_bytes(state: _State, held: HeldBytes) -> tuple[int, int, int]:
     """Whole parameters, whole gradients, messages."""
+    if held.layers:
+        return _layer_bytes(state, held.layers)
     whole = sum(nbytes for stages, nbytes in held.whole if not stages.isdisjoint(state.whole))
     gradients = sum(held.gradients.get(stage, 0) for stage in state.unreduced)
     stage = next((stage for stage in state.sent if stage in held.gradients), None)  # a stage without gradients sends nothing
     sent = 0 if stage is None else held.sent.get(stage, held.gradients[stage])
     return whole, gradients, IN_MESSAGES * sent
+
+
+def _layer_bytes(state: _State, layers: Layers) -> tuple[int, int, int]:
+    """The same where computations gather single layers: parts of one action run one after the other."""
+    running = [layers.get(each, LayerBytes()) for each in state.running]
+    sent = (max(layers.get(each, LayerBytes()).sent for each in computations) for computations in state.ran)
+    whole, gradients = (max((getattr(each, name) for each in running), default=0) for name in ("whole", "gradients"))
+    return whole, gradients, IN_MESSAGES * next(filter(None, sent), 0)

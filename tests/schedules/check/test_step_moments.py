@@ -51,6 +51,22 @@ def test_the_peaks_are_those_of_the_walk(name: str, per_rank: int, keep: int | N
         ]
 
 
+@pytest.mark.parametrize(("name", "per_rank"), [("1F1B", 1), ("LoopedBFS", 2), ("DualPipeV", 2), ("InterleavedZeroBubble", 2)])
+def test_the_peaks_with_single_layers_are_those_of_the_walk(name: str, per_rank: int) -> None:
+    table = add_send_recv(SCHEDULES[name](4, 4 * per_rank, 8))
+    moments, random = StepMoments(table), Random(0)
+    for seed in range(3):
+        costs, state = bytes_of(table.stages, seed)
+        layers = {
+            (stage, kind): LayerBytes(*(random.randrange(9_000) * (kind is not Kind.F or at == 0) for at in range(3)))
+            for stage in range(table.stages - 1)
+            for kind in (Kind.F, Kind.B, Kind.I, Kind.W)
+        }
+        held = held_bytes(state, table.rank_of_stage, table.ranks, 4, True, layers)
+        expected = [(each.nbytes, dict(each.most)) for each in step_peaks(table, costs, held)]
+        assert [(each.nbytes, dict(each.most)) for each in moments.peaks(costs, held)] == expected
+
+
 def test_a_forward_without_a_backward_keeps_nothing() -> None:
     table = Schedule.of(["0F0 0F1 0F2"])
     costs = Costs((StageCosts(saved_bytes=5),))
@@ -64,6 +80,5 @@ def test_other_costs_and_state_are_refused() -> None:
     held = held_bytes(state, table.rank_of_stage, 2, 2)
     with pytest.raises(ScheduleError, match=r"'1F1B' has 2 stages on 2 ranks: .* got 2 and 1"):
         moments.peaks(costs, held[:1])
-    layers = {(0, Kind.F): LayerBytes(3)}
     with pytest.raises(ScheduleError, match="are for step_peaks"):
-        moments.peaks(costs, held_bytes(state, table.rank_of_stage, 2, 2, layers=layers))
+        moments.peaks(costs, held_bytes(state, table.rank_of_stage, 2, 2, in_order=True))
