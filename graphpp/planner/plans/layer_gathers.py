@@ -5,7 +5,7 @@ Contract
     out  by stage and kind of computation: seconds, the most bytes of single layers (`LayerBytes`), the bytes that a rank sends
     `passes/stage/gather_layers.py` makes these computations: while a layer computes, the next one is gathered, and the
     gradients of the one before are summed over the ranks, one after the other on one line. The first gather and the last sum
-    hide behind nothing.
+    hide behind nothing. The first stage sends no gradients on, so its I is empty, and its W reads and makes what B does.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 
 from graphpp.devices import Machines
-from graphpp.planner.cluster.price import PricedModel
+from graphpp.planner.cluster.price import PhaseBytes, PricedModel
 from graphpp.planner.plans.mesh_shapes import MeshShape
 from graphpp.planner.segments import Cut
 from graphpp.schedules.table.actions import Kind
@@ -49,7 +49,7 @@ class LayerGathers:
     def sent(self, stage: int, kind: Kind) -> float:
         """The bytes that a rank sends along its data ranks in a computation."""
         plain, experts = ((ranks - 1) / ranks for ranks in (self.shape.shards, self.shape.dp_shard))
-        each = [self.priced.layers[at][kind] for at in self._segments(stage, kind)]
+        each = self._layers(stage, kind)
         return sum(plain * (one.read + one.made) + experts * (one.expert_read + one.expert_made) for one in each)
 
     def _segments(self, stage: int, kind: Kind) -> Sequence[int]:
@@ -58,14 +58,20 @@ class LayerGathers:
         own = range(self.cut[stage], ends[stage])
         return own if kind is Kind.F else own[::-1]
 
+    def _layers(self, stage: int, kind: Kind) -> list[PhaseBytes]:
+        """What the segments of a stage read and make, in the order in which they compute."""
+        if stage == 0 and kind is Kind.I:
+            return [PhaseBytes()]
+        runs = Kind.B if stage == 0 and kind is Kind.W else kind
+        return [self.priced.layers[at][runs] for at in self._segments(stage, kind)]
+
     def _unhidden(self, stage: int, kind: Kind) -> float:
         """The seconds for which a computation waits for its gathers and sums."""
-        segments = self._segments(stage, kind)
-        each = [self.priced.layers[at][kind] for at in segments]
+        segments, each = self._segments(stage, kind), self._layers(stage, kind)
         gathers = [self._seconds(one.read, one.expert_read) for one in each]
         sums = [self._seconds(one.made, one.expert_made) for one in each]
         waited = gathers[0] + sums[-1]
-        for at, segment in enumerate(segments):
+        for at, segment in enumerate(segments[: len(each)]):
             beside = (gathers[at + 1] if at + 1 < len(gathers) else 0.0) + (sums[at - 1] if at else 0.0)
             waited += max(0.0, beside - self.priced.segments.costs.stages[segment].of(kind))
         return waited
@@ -77,7 +83,7 @@ class LayerGathers:
         return of_experts + (gather(plain, shape.shards, shape.stride("ep")) if shape.shards > 1 else 0.0)
 
     def _most(self, stage: int, kind: Kind) -> LayerBytes:
-        each = [self.priced.layers[at][kind] for at in self._segments(stage, kind)]
+        each = self._layers(stage, kind)
         whole = [nbytes for one in each if (nbytes := one.read + one.expert_read)]
         made = max(max(one.made, one.expert_made) for one in each)
         return LayerBytes(max([*whole, *map(sum, pairwise(whole))], default=0), made, made)

@@ -274,16 +274,16 @@ def trained(rank: int, plan: TrainingPlan) -> dict[str, Any]:
     [
         (2, {"pp": 2, "param_dtype": None, "schedules": ["1F1B"]}),
         (2, {"pp": 2, "param_dtype": None, "schedules": ["ZBVZeroBubble"], "recompute": ["full"]}),
-        (2, {"pp": 1}),
+        (2, {"pp": 1, "keep": None}),
         (4, {"pp": 2, "schedules": ["MegatronInterleaved", "Interleaved1F1B"]}),
         (2, {"pp": 1, "keep": 0, "rows": 2}),
         (4, {"pp": 2, "keep": 0, "rows": 1, "tp": 1, "schedules": ["ZB1P"], "recompute": ["full"]}),
     ],
 )
 def test_a_pipeline_runs_by_a_plan_as_it_is(ranks: int, options: dict[str, Any]) -> None:
-    keep = options.get("keep")
-    found = plans(machines=f"{ranks}xCPU", memory_cap=2**33, **{name: each for name, each in options.items() if name != "keep"})
-    best = found.best if keep is None else found.where(lambda each: each.setting.keep == keep).best
+    searched = {name: each for name, each in options.items() if name != "keep"}
+    found = plans(machines=f"{ranks}xCPU", memory_cap=2**33, **searched)
+    best = found.where(lambda each: each.setting.keep == options.get("keep", each.setting.keep)).best
     for found in run_ranks(trained, ranks, best):
         assert found["loss"] == pytest.approx(torch.tensor(float(VOCAB)).log().item(), rel=0.1)
         assert found["microbatches"] == best.setting.microbatches
