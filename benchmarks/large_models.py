@@ -40,8 +40,7 @@ def of_transformers(config: str, model: str, **options: Any) -> Callable[[int], 
         import transformers
 
         chosen = getattr(transformers, config)(num_hidden_layers=layers, use_cache=False, **options)
-        if hasattr(chosen, "moe_intermediate_size"):
-            chosen._experts_implementation = "grouped_mm"
+        chosen._experts_implementation = "grouped_mm"
         with torch.device("meta"):
             built: nn.Module = getattr(transformers, model)(chosen)
         return built.train().to(torch.bfloat16)

@@ -219,7 +219,7 @@ def _gradients(each: PhaseGraph | None) -> Size:
         return ()
     values = each.graph.output_node().args[0]
     pairs = zip(each.outputs, values, strict=True)  # type: ignore[arg-type]
-    return summed(size_of(node) for role, node in pairs if isinstance(role, program.Gradient))  # type: ignore[arg-type]
+    return summed(size_of(node) for role, node in pairs if isinstance(role, program.Gradient))
 
 
 def _peaks(each: PhaseGraph | None) -> tuple[Size, ...]:

@@ -10,6 +10,7 @@ Contract
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -20,6 +21,7 @@ from graphpp.planner.plans.mesh_shapes import MeshShape
 from graphpp.planner.segments import Cut
 from graphpp.schedules.table.actions import Kind
 from graphpp.schedules.table.costs import Costs
+from graphpp.schedules.table.schedule import Schedule
 from graphpp.schedules.table.state_bytes import LayerBytes
 
 _KINDS = (Kind.F, Kind.B, Kind.I, Kind.W)
@@ -46,7 +48,17 @@ class LayerGathers:
         """By stage and kind the most bytes of single layers at once: of a layer and the next one, and of its gradients."""
         return {(stage, kind): self._most(stage, kind) for stage in range(len(self.cut)) for kind in _KINDS}
 
-    def sent(self, stage: int, kind: Kind) -> float:
+    def collections(self, table: Schedule) -> tuple[int, float]:
+        """How many computations a rank runs, and the bytes that it sends along its data ranks; each of the rank with most."""
+        found: list[tuple[int, float]] = []
+        for row in table.table:
+            computed = (action for action in row if action is not None and action.is_compute)
+            counts = Counter((leaf.stage, leaf.kind) for action in computed for leaf in action.leaves)
+            found.append((counts.total(), sum(times * self._sent(*key) for key, times in counts.items())))
+        runs, sent = zip(*found, strict=True)
+        return max(runs), max(sent)
+
+    def _sent(self, stage: int, kind: Kind) -> float:
         """The bytes that a rank sends along its data ranks in a computation."""
         plain, experts = ((ranks - 1) / ranks for ranks in (self.shape.shards, self.shape.dp_shard))
         each = self._layers(stage, kind)

@@ -12,7 +12,6 @@ Every stage gets neighbouring segments; the heaviest stage is as light as can be
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -91,7 +90,7 @@ def peaks_of(question: Question, setting: Setting, cut: Cut, tables: Sequence[Re
 
 class _Simulated(NamedTuple):
     """One simulated step: its seconds, those without gathers and reductions, those for which its busiest rank works and the
-    stages of that rank; bytes; how often a stage is gathered and the bytes sent along data ranks, each of the rank with most."""
+    stages of that rank; bytes; how often a stage is gathered and the bytes sent along data ranks, of the rank with most."""
 
     makespan: float
     alone: float
@@ -197,7 +196,7 @@ class _Step:
 
     def of(self, table: ReadTable) -> _Simulated:
         """One step with as many microbatches as the table."""
-        costs, peaks = self.costs, self.rank_peaks(table)
+        peaks = self.rank_peaks(table)
         makespan, busy, alone = self._spans(table)
         fullest = max(peaks, key=lambda each: each.nbytes)
         nbytes = tuple(each.nbytes for each in peaks)
@@ -210,10 +209,8 @@ class _Step:
         if self._setting.keep != 0:
             sizes = sent_by_stage(self._stages[1], self._setting.stages, self._setting.shape.shards)
             return table.most.gathers_per_stage, table.most.sent(*sizes)
-        rows = ((leaf for action in row if action for leaf in action.leaves if action.is_compute) for row in table.schedule.table)
-        each = [Counter((leaf.stage, leaf.kind) for leaf in row) for row in rows]
-        sent = (sum(times * self._layers.sent(*key) for key, times in counts.items()) for counts in each)
-        return max(counts.total() for counts in each) / self._setting.schedule.stages_per_rank, max(sent)
+        gathers, sent = self._layers.collections(table.schedule)
+        return gathers / self._setting.schedule.stages_per_rank, sent
 
     def _spans(self, table: ReadTable) -> tuple[float, tuple[float, ...], float]:
         """The makespan; the seconds for which each rank computes; the makespan without gathers and reductions."""
