@@ -17,10 +17,10 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple
 
-from graphpp.planner.plans.layer_gathers import LayerGathers
+from graphpp.planner.plans.layers.layer_gathers import LayerGathers
+from graphpp.planner.plans.layers.recomputed_layers import priced_setting
 from graphpp.planner.plans.question import Question, overlap_of
 from graphpp.planner.plans.read_tables import ReadTable, counts_of, read_table
-from graphpp.planner.plans.recomputed_layers import priced_setting
 from graphpp.planner.plans.settings import Setting, admits
 from graphpp.planner.plans.training_plan import StepSeconds
 from graphpp.planner.segments import Cut
