@@ -88,7 +88,10 @@ def estimate(question: Question, setting: Setting) -> Estimate:
     turn = question.turns.get(shape)  # the same for all rows, kinds of recomputation, schedules
     if turn is None:
         turn = question.turns[shape] = _seconds_of_turn(question, setting, cut.totals)
-    seconds = max(computed, _turns(setting) * turn)
+    collected = _turns(setting) * turn
+    if setting.keep == 0:  # each computation waits for its first layer: of several the others hide
+        computed += min(1.0, setting.stages / len(question.costs.starts)) * collected
+    seconds = max(computed, collected)
     saved = cut.totals.saved_split if setting.schedule.name in _SPLIT else cut.totals.saved
     return Estimate(seconds, (_held(question, setting, cut.totals) + alive * saved) / shape.pp)
 
