@@ -132,6 +132,9 @@ def loss(output: Any, target: Tensor) -> Tensor:
 
 @cache
 def costs(model: str, length: int) -> ModelCosts:
+    """The costs of a model by its size, for rows of `length` tokens."""
+    transformers.AttentionInterface.register("causal_without_mask", _causal)
+    transformers.AttentionMaskInterface.register("causal_without_mask", lambda *args, **options: None)
     with torch.device("meta"):
         made = transformers.AutoModelForCausalLM.from_config(config(model, length))
         tokens = torch.empty(1, length, dtype=torch.int64)
@@ -158,8 +161,6 @@ def main() -> None:
     parser.add_argument("--only", nargs="*", help="parts of the names of cases")
     option = parser.parse_args()
     chosen: Callable[[Case], bool] = lambda case: not option.only or any(part in case.name for part in option.only)  # noqa: E731
-    transformers.AttentionInterface.register("causal_without_mask", _causal)
-    transformers.AttentionMaskInterface.register("causal_without_mask", lambda *args, **options: None)
     table = Table("run", "published", "predicted", "difference", "collectives", "idle", "gradients", "bytes", "source")
     for case in filter(chosen, CASES):
         table.add_row(*record(case))

@@ -81,6 +81,7 @@ MAY_IMPORT: Mapping[str, tuple[str, ...]] = {
         "graphpp.schedules",
     ),
     "graphpp.planner.plans": (
+        "graphpp._torch.this_thread",  # no garbage is collected while tables grow
         "graphpp.options",
         "graphpp.batch",
         "graphpp.devices",
@@ -91,6 +92,7 @@ MAY_IMPORT: Mapping[str, tuple[str, ...]] = {
     "graphpp.planner.cluster": (  # fake tensors say how values grow
         "graphpp._torch.aot",
         "graphpp._torch.symbols",
+        "graphpp._torch.this_thread",
         "graphpp.options",
         "graphpp.batch",
         "graphpp.capture",

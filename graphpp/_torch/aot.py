@@ -31,7 +31,6 @@ Checked on torch 2.11.0, 2.13.0 and 2.15.0:
 from __future__ import annotations
 
 import contextlib
-import gc
 import importlib
 import re
 from collections.abc import Callable, Iterator
@@ -51,7 +50,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from graphpp._torch import pytree
-from graphpp._torch.this_thread import alone, replaced
+from graphpp._torch.this_thread import replaced, uncollected
 
 _STACK = "nn_module_stack"
 _REGISTERED = re.compile(r"registered at (.*?):\d+")
@@ -116,18 +115,10 @@ def graph_module(held: nn.Module | dict[str, Any], graph: fx.Graph) -> fx.GraphM
 def quick() -> Iterator[None]:
     """A context for tracing and passes, without garbage collection and without Python code of unfinished graphs: both are slow.
 
-    A collection walks over all nodes of a graph, again and again while the graph grows. Both are switched off for the whole
-    process, so one thread at a time is in the context.
+    One thread at a time is in the context, for both are switched off for the whole process.
     """
-    with alone():
-        collecting = gc.isenabled()
-        gc.disable()
-        try:
-            with _use_lazy_graph_module(True):
-                yield
-        finally:
-            if collecting:
-                gc.enable()
+    with uncollected(), _use_lazy_graph_module(True):
+        yield
 
 
 def fake_like(

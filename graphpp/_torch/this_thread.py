@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import gc
 import inspect
 import sys
 import threading
@@ -35,6 +36,22 @@ def alone() -> Iterator[None]:
     """A context that one thread of the process is in at a time; a second thread waits until the first one has left."""
     with _LOCK:
         yield
+
+
+@contextlib.contextmanager
+def uncollected() -> Iterator[None]:
+    """A context without garbage collection in the whole process, which one thread at a time is in.
+
+    A collection walks over all objects, again and again while graphs and tables grow.
+    """
+    with alone():
+        collecting = gc.isenabled()
+        gc.disable()
+        try:
+            yield
+        finally:
+            if collecting:
+                gc.enable()
 
 
 class InThisThread:

@@ -6,13 +6,13 @@ nothing runs on real data. Attention is captured as the fused kernel of the CPU,
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Callable
 from dataclasses import replace
 
 import torch
 from torch import nn
 
+from graphpp._torch.this_thread import uncollected
 from graphpp.arguments import MAPPING, checked, one_of, or_none
 from graphpp.batch.microbatch import Microbatch, tensors_by_path, with_tensors
 from graphpp.capture.loss import LossFunction
@@ -34,6 +34,7 @@ from graphpp.planner.layers import module_calls
     expert_plan=or_none(MAPPING),
     param_dtype=or_none(FLOATING_DTYPE),
 )
+@uncollected()
 def capture_costs(
     model: nn.Module,
     loss: LossFunction | None,
@@ -69,8 +70,6 @@ def capture_costs(
         device_type=device_type,
         second=lambda: captured(_twice(example, int(rows))),
     )
-    del joint
-    gc.collect()  # nodes of graphs point at each other: a later search is not to wait for their collection
     dtype = None if param_dtype is None else str(param_dtype).removeprefix("torch.")
     return replace(costs, param_dtype=dtype, tokens=_tokens(example))
 

@@ -20,11 +20,14 @@ PHASES = (Phase.FORWARD, Phase.BACKWARD, Phase.INPUT_GRAD, Phase.WEIGHT_GRAD)
 class SegmentKind:
     """Equal segments. By phase in the order of `PHASES`: `operations`, and `peaks`, the sizes of which the largest is the peak.
 
-    `saved`: bytes from forward to backward; `kept`: from I to W.
+    `read`: the parameters that it reads, `made`: the gradients that it makes. `saved`: bytes from forward to backward; `kept`:
+    from I to W.
     """
 
     operations: tuple[Counted, ...]
     peaks: tuple[tuple[Size, ...], ...]
+    read: tuple[Size, ...]
+    made: tuple[Size, ...]
     saved: Size
     kept: Size
 

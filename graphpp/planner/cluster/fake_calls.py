@@ -107,13 +107,13 @@ def log_of(ratio: float) -> float:
 def keyed(argument: Any, grown: Mapping[fx.Node, Exponents]) -> Any:
     """The facts of an argument on which the growth of a call depends, to be hashed."""
     if isinstance(argument, fx.Node):
-        return _facts(argument.meta.get("val")), grown[argument]
+        return facts_of_value(argument.meta.get("val")), grown[argument]
     if isinstance(argument, tuple | list):
         return tuple(keyed(each, grown) for each in argument)
     return argument if argument.__hash__ is not None else repr(argument)
 
 
-def _facts(value: Any) -> Any:
+def facts_of_value(value: Any) -> Any:
     if isinstance(value, torch.Tensor):
         return shape_of(value), tuple(map(hint, value.stride())), value.dtype
-    return tuple(map(_facts, value)) if isinstance(value, tuple | list) else hint(value)
+    return tuple(map(facts_of_value, value)) if isinstance(value, tuple | list) else hint(value)

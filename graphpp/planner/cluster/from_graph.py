@@ -10,6 +10,7 @@ Contract
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from math import gcd
 from typing import Any
@@ -31,6 +32,7 @@ from graphpp.planner.cluster.facts import note_facts
 from graphpp.planner.cluster.fake_calls import sizes_of
 from graphpp.planner.cluster.model_costs import ModelCosts
 from graphpp.planner.cluster.operations import Counted, Size, operations_of, size_of, summed
+from graphpp.planner.cluster.shortened import Shortened, shortened
 from graphpp.planner.cluster.tensor_plan import Plan, ShardedParameters
 from graphpp.planner.layers import repeated_layers
 from graphpp.planner.segments import places
@@ -53,6 +55,8 @@ def model_costs(
 ) -> ModelCosts:
     """The costs of a captured model. `rows`: those of the captured example.
 
+    Of a run of equal segments three are lowered (`shortened.py`); their costs are those of the others.
+
     `inside`: also places between the modules that a layer calls; bytes are an upper bound then, for values that two segments of
     a stage save count twice. `device_type`: the device whose launches and memory decide what is recomputed for free. `second`:
     captures the model for twice as many rows; called where the graph alone does not tell how sizes depend on rows. Changes
@@ -66,12 +70,16 @@ def model_costs(
     with aot.quick():
         joint = assigned(joint, starts)
         note_facts(joint, rows, sharded, second=None if second is None else lambda: assigned(second(), starts))
-        staged = {each: _staged(joint, calls, len(starts), each, device_type) for each in RECOMPUTE}
+        short = shortened(joint, len(starts), [policy.region_of(Recompute(), calls)])
+        staged = {each: _staged(short.joint, calls, len(short.stages), each, device_type) for each in RECOMPUTE}
         kinds = _Kinds()
-        variants = {name: kinds.variant(*found) for name, found in staged.items()}
+        variants = {name: kinds.variant(*found, short.stage_of) for name, found in staged.items()}
     cut, first = staged[None]
     named = {node.name: node for node in cut.graph.nodes}
-    on, back = (tuple(summed(size_of(named[value.name]) for value in values) for values in each) for each in _crossing(first))
+    on, back = (
+        [summed(size_of(named[value.name]) for value in values) for values in each] for each in _crossing(first)
+    )
+    behind = short.stage_of[:-1]
     layers = {call.position for call in repeated_layers(calls)}
     return ModelCosts(
         rows=rows,
@@ -79,10 +87,10 @@ def model_costs(
         names=tuple(_name_at(calls, start) for start in starts),
         layers=tuple(segment for segment, start in enumerate(starts) if start in layers),
         variants=variants,
-        forward=on,
-        backward=back,
-        parameters=tuple(_parameters(joint, first, sharded)),
-        buffers=tuple(_buffers(joint, first)),
+        forward=tuple(on[stage] for stage in behind),
+        backward=tuple(back[stage] for stage in behind),
+        parameters=tuple(_parameters(joint, first, short, sharded)),
+        buffers=tuple(_buffers(joint, first, short)),
         attentions=sum(map(_is_attention, joint.computed())),
         tensor_ranks=gcd(*_sharded_sizes(joint)),
         expert_ranks=_expert_ranks(shapes, sharded),
@@ -152,7 +160,8 @@ class _Kinds:
     def __init__(self) -> None:
         self._made: dict[Any, SegmentKind] = {}
 
-    def variant(self, joint: JointGraph, staged: StagedGraphs) -> Variant:
+    def variant(self, joint: JointGraph, staged: StagedGraphs, stage_of: Sequence[int]) -> Variant:
+        """`stage_of`: for each segment of the model, the stage that stands for it."""
         named = {node.name: node for node in joint.graph.nodes}
         kinds, numbers, kind_of = list[SegmentKind](), dict[SegmentKind, int](), list[int]()
         for stage in range(len(staged.saved)):
@@ -165,14 +174,20 @@ class _Kinds:
             key = (saved, kept, unread, *(_signature(each) for each in graphs))
             if key not in self._made:
                 waiting = [unread if phase is program.Phase.INPUT_GRAD else () for phase in PHASES]
-                peaks = tuple(map(_peaks, graphs, waiting))
-                self._made[key] = SegmentKind(tuple(map(_operations, graphs)), peaks, saved, kept)
+                self._made[key] = SegmentKind(
+                    operations=tuple(map(_operations, graphs)),
+                    peaks=tuple(map(_peaks, graphs, waiting)),
+                    read=tuple(map(_read, graphs)),
+                    made=tuple(map(_gradients, graphs)),
+                    saved=saved,
+                    kept=kept,
+                )
             kind = self._made[key]
             if kind not in numbers:
                 numbers[kind] = len(kinds)
                 kinds.append(kind)
             kind_of.append(numbers[kind])
-        return Variant(tuple(kinds), tuple(kind_of))
+        return Variant(tuple(kinds), tuple(kind_of[stage] for stage in stage_of))
 
 
 def _signature(each: PhaseGraph | None) -> Any:
@@ -180,7 +195,7 @@ def _signature(each: PhaseGraph | None) -> Any:
     if each is None:
         return None
     at = {node: index for index, node in enumerate(each.graph.nodes)}
-    return tuple(
+    return tuple(map(type, each.outputs)), *(
         (
             node.target if node.op == "call_function" else type(node.meta.get("role")),
             tuple(at[source] for source in node.all_input_nodes),
@@ -195,6 +210,27 @@ def _signature(each: PhaseGraph | None) -> Any:
 
 def _operations(each: PhaseGraph | None) -> Counted:
     return operations_of(each.graph) if each is not None else ()
+
+
+def _read(each: PhaseGraph | None) -> Size:
+    """The bytes of the parameters that a phase reads whole, where ranks share them."""
+    if each is None:
+        return ()
+    placeholders = each.graph.find_nodes(op="placeholder")
+    return summed(
+        size_of(node)
+        for node in placeholders
+        if isinstance(node.meta["role"], program.Parameter) and node.meta["val"].dim() > 0
+    )
+
+
+def _gradients(each: PhaseGraph | None) -> Size:
+    """The bytes of the gradients that a phase makes."""
+    if each is None:
+        return ()
+    values = each.graph.output_node().args[0]
+    pairs = zip(each.outputs, values, strict=True)  # type: ignore[arg-type]
+    return summed(size_of(node) for role, node in pairs if isinstance(role, program.Gradient))
 
 
 def _peaks(each: PhaseGraph | None, waiting: Size) -> tuple[Size, ...]:
@@ -238,37 +274,39 @@ def _largest(sizes: Sequence[Size]) -> tuple[Size, ...]:
 # ------------------------------------------------------------------------------------------- parameters
 
 
-def _readers(staged: StagedGraphs, role_type: type[program.Parameter] | type[program.Buffer]) -> dict[str, list[int]]:
-    found: dict[str, set[int]] = {}
+def _stages_of(
+    staged: StagedGraphs, short: Shortened, roles: Callable[[PhaseGraph], Iterable[Any]], kind: Any
+) -> dict[str, tuple[int, ...]]:
+    """By FQN the segments in whose graphs a role of this kind stands."""
+    found: dict[str, set[int]] = defaultdict(set)
     for (_, stage), each in staged.graphs.items():
-        for role in each.inputs:
-            if isinstance(role, role_type):
-                found.setdefault(role.fqn, set()).add(stage)
-    return {fqn: sorted(stages) for fqn, stages in found.items()}
+        for role in roles(each):
+            if isinstance(role, kind):
+                found[role.fqn].add(stage)
+    return {name: whole for fqn, stages in found.items() for name, whole in short.whole(fqn, sorted(stages)).items()}
 
 
-def _parameters(joint: JointGraph, staged: StagedGraphs, sharded: ShardedParameters) -> Iterable[ParameterCosts]:
-    makers: dict[str, set[int]] = {}
-    for (_, stage), each in staged.graphs.items():
-        for role in each.outputs:
-            if isinstance(role, program.Gradient):
-                makers.setdefault(role.fqn, set()).add(stage)
-    for fqn, stages in _readers(staged, program.Parameter).items():
-        meta = joint.parameters[fqn]
-        made = tuple(sorted(makers.get(fqn, ())))
+def _parameters(
+    joint: JointGraph, staged: StagedGraphs, short: Shortened, sharded: ShardedParameters
+) -> Iterable[ParameterCosts]:
+    readers = _stages_of(staged, short, lambda each: each.inputs, program.Parameter)
+    makers = _stages_of(staged, short, lambda each: each.outputs, program.Gradient)
+    for fqn, meta in joint.parameters.items():
+        if fqn not in readers:
+            continue
+        made = makers.get(fqn, ())
         yield ParameterCosts(
             fqn,
             meta.nbytes // meta.dtype.itemsize,
             str(meta.dtype).removeprefix("torch."),
             meta.dtype.itemsize,
-            tuple(sorted({*stages, *made})),
+            tuple(sorted({*readers[fqn], *made})),
             made,
             fqn in sharded.dims,
             fqn in sharded.experts,
         )
 
 
-def _buffers(joint: JointGraph, staged: StagedGraphs) -> Iterable[tuple[int, tuple[int, ...]]]:
-    for fqn, stages in _readers(staged, program.Buffer).items():
-        yield joint.buffers[fqn].nbytes, tuple(stages)
-
+def _buffers(joint: JointGraph, staged: StagedGraphs, short: Shortened) -> Iterable[tuple[int, tuple[int, ...]]]:
+    readers = _stages_of(staged, short, lambda each: each.inputs, program.Buffer)
+    yield from ((meta.nbytes, readers[fqn]) for fqn, meta in joint.buffers.items() if fqn in readers)

@@ -21,7 +21,7 @@ from graphpp.errors import ScheduleError
 from graphpp.options.memory import Memory
 from graphpp.planner.cluster.cost_data import PHASES, CostData, SegmentKind, Variant
 from graphpp.planner.cluster.degrees import Degrees
-from graphpp.planner.cluster.operations import Operation
+from graphpp.planner.cluster.operations import Operation, Size
 from graphpp.planner.cluster.state import state_of_segments
 from graphpp.planner.segments import Segments
 from graphpp.runtime.program import Phase
@@ -35,13 +35,23 @@ _RECOMPUTE = Accepted(
 
 
 @dataclass(frozen=True)
+class PhaseBytes:
+    """Whole parameters that a phase of a segment reads, and gradients that it makes; those of experts by themselves."""
+
+    read: int = 0
+    expert_read: int = 0
+    made: int = 0
+    expert_made: int = 0
+
+
+@dataclass(frozen=True)
 class PricedModel:
     """A model on machines, for one microbatch on one data-parallel rank.
 
     `segments`: seconds, bytes and state, with segments in the place of stages. `expert_state`: for each piece of the state
     whether it is of experts, whose replicas are fewer. `forward_bytes`, `backward_bytes`: over the boundary behind each segment
     but the last. `flops`: of forward and backward of all ranks of the microbatch, not recomputed ones. `exchanges`: by segment
-    and phase (F, B, I, W) the seconds of exchanges that are in the times.
+    and phase (F, B, I, W) the seconds of exchanges that are in the times. `layers`: by segment, what phases read and make.
     """
 
     segments: Segments
@@ -50,6 +60,7 @@ class PricedModel:
     backward_bytes: tuple[int, ...]
     flops: float
     exchanges: tuple[tuple[float, ...], ...]
+    layers: tuple[Mapping[Kind, PhaseBytes], ...] = ()
 
 
 _ACCEPTED = {
@@ -105,7 +116,9 @@ def priced(
     pricing = _Pricing(machines, degrees, {costs.dtype: dtype} if dtype is not None else {})
     mix = _mixed(costs, deployment.recompute, degrees)
     variants, shares = [costs.variants[name] for name, _ in mix], [share for _, share in mix]
-    each = [pricing.segment([one.kinds[one.kind_of[at]] for one in variants], shares) for at in range(len(costs.starts))]
+    kinds = [[one.kinds[one.kind_of[at]] for one in variants] for at in range(len(costs.starts))]
+    each = [pricing.segment(own, shares) for own in kinds]
+    layers = tuple(pricing.layer(own, shares) for own in kinds)
     stride = deployment.stage_stride or tp * cp
     on, back = (tuple(round(degrees.amount(size)) for size in sizes) for sizes in (costs.forward, costs.backward))
     ahead, behind = (tuple(machines.send(nbytes, stride) for nbytes in sizes) for sizes in (on, back))
@@ -114,7 +127,8 @@ def priced(
     else:
         state, experts = state_of_segments(costs, degrees, Memory(optimizer=deployment.optimizer), deployment.shards)
     segments = Segments(costs.starts, Costs(tuple(stage for stage, _ in each), ahead, behind), state)
-    return PricedModel(segments, experts, on, back, _flops(costs, degrees.factor), tuple(found for _, found in each))
+    exchanges = tuple(found for _, found in each)
+    return PricedModel(segments, experts, on, back, _flops(costs, degrees.factor), exchanges, layers)
 
 
 def _check_degrees(costs: CostData, tp: int, ep: int, cp: int) -> None:
@@ -169,6 +183,7 @@ class _Pricing:
         self._machines, self._degrees, self._dtypes = machines, degrees, dtypes
         self._kinds: dict[int, tuple[StageCosts, tuple[float, ...]]] = {}
         self._mixes: dict[tuple[int, ...], tuple[StageCosts, tuple[float, ...]]] = {}
+        self._layers: dict[tuple[int, ...], Mapping[Kind, PhaseBytes]] = {}
         self._operations: dict[Operation, float] = {}
 
     def segment(self, kinds: Sequence[SegmentKind], shares: Sequence[float]) -> tuple[StageCosts, tuple[float, ...]]:
@@ -178,6 +193,22 @@ class _Pricing:
             each = [self._kind(kind) for kind in kinds]
             self._mixes[key] = each[0] if len(each) == 1 else _in_proportion(each, shares)
         return self._mixes[key]
+
+    def layer(self, kinds: Sequence[SegmentKind], shares: Sequence[float]) -> Mapping[Kind, PhaseBytes]:
+        """What the phases of a segment read and make that is of several kinds in proportion."""
+        key = tuple(map(id, kinds))
+        if key not in self._layers:
+            self._layers[key] = {
+                Kind(phase.value): PhaseBytes(
+                    *(
+                        round(sum(share * self._degrees.amount(part) for part, share in zip(parts, shares, strict=True)))
+                        for sizes in ([kind.read[at] for kind in kinds], [kind.made[at] for kind in kinds])
+                        for parts in ([_of_experts(size, experts) for size in sizes] for experts in (False, True))
+                    )
+                )
+                for at, phase in enumerate(PHASES)
+            }
+        return self._layers[key]
 
     def _kind(self, kind: SegmentKind) -> tuple[StageCosts, tuple[float, ...]]:
         if id(kind) not in self._kinds:
@@ -239,6 +270,10 @@ class _Pricing:
             return 0.0
         whole = degrees.amount(each.nbytes, whole=True)
         return machines.all_reduce(whole, degrees.tp) if each.kind == "all_reduce" else machines.all_gather(whole, degrees.tp)
+
+
+def _of_experts(size: Size, experts: bool) -> Size:
+    return tuple(term for term in size if bool(term[2]) is experts)
 
 
 _ATTENTIONS = ("attention", "attention_backward")

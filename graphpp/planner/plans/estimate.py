@@ -88,9 +88,12 @@ def estimate(question: Question, setting: Setting) -> Estimate:
     turn = question.turns.get(shape)  # the same for all rows, kinds of recomputation, schedules
     if turn is None:
         turn = question.turns[shape] = _seconds_of_turn(question, setting, cut.totals)
-    seconds = max(computed, _turns(setting) * turn)
+    collected = _turns(setting) * turn
+    if setting.keep == 0:  # each computation waits for its first layer: of several the others hide
+        computed += min(1.0, setting.stages / len(question.costs.starts)) * collected
+    seconds = max(computed, collected)
     saved = cut.totals.saved_split if setting.schedule.name in _SPLIT else cut.totals.saved
-    return Estimate(seconds, (_held(setting, cut.totals) + alive * saved) / shape.pp)
+    return Estimate(seconds, (_held(question, setting, cut.totals) + alive * saved) / shape.pp)
 
 
 def _as_many_as_ranks(setting: Setting) -> float:
@@ -112,6 +115,8 @@ def _turns(setting: Setting) -> float:
     per_rank, keep = setting.schedule.stages_per_rank, setting.keep
     if keep is None or keep >= per_rank:
         return 1.0
+    if keep == 0:  # each forward and each backward gathers all, and each backward sums the gradients
+        return 2.0 * setting.microbatches
     grouped = {"LoopedBFS": setting.microbatches} | dict.fromkeys(_IN_A_V, 1)
     group = grouped.get(setting.schedule.name, setting.schedule.group or setting.shape.pp)
     turns = 2 * max(1.0, setting.microbatches / group)
@@ -133,8 +138,10 @@ def _seconds_of_turn(question: Question, setting: Setting, totals: Totals) -> fl
     return seconds
 
 
-def _held(setting: Setting, totals: Totals) -> float:
+def _held(question: Question, setting: Setting, totals: Totals) -> float:
     """The bytes of parameters, gradients and optimizer of all ranks of a pipeline."""
     share = 1.0 if setting.keep is None else min(1.0, setting.keep / setting.schedule.stages_per_rank)
+    if setting.keep == 0:  # two layers on each rank
+        share = min(1.0, 2 * setting.shape.pp / len(question.costs.starts))
     sharded = totals.rows / setting.shape.shards + totals.expert_rows / setting.shape.dp_shard
     return share * totals.whole + sharded + totals.buffers

@@ -19,12 +19,12 @@ from typing import NamedTuple
 from graphpp.errors import ScheduleError
 from graphpp.planner.plans.estimate import Estimate, estimate
 from graphpp.planner.plans.found_plans import TrainingPlans
+from graphpp.planner.plans.layers.recomputed_layers import layer_names
 from graphpp.planner.plans.mesh_shapes import Limits, MeshShape, mesh_shapes
 from graphpp.planner.plans.predict import Prediction, predict
 from graphpp.planner.plans.question import Question
 from graphpp.planner.plans.read_tables import Work
 from graphpp.planner.plans.reasons import reason_of
-from graphpp.planner.plans.recomputed_layers import layer_names
 from graphpp.planner.plans.refine.least_recompute import least_recompute
 from graphpp.planner.plans.refine.searched_order import searched_order
 from graphpp.planner.plans.settings import ORDER, RecomputeWord, Setting, schedule_choices
@@ -145,10 +145,10 @@ def _settings(question: Question, limits: Limits, choices: Choices) -> Iterator[
 
 
 def _keeps(shape: MeshShape, per_rank: int) -> Iterable[int | None]:
-    """How many whole stages a rank may hold: all, half of them, or one."""
+    """How many whole stages a rank may hold: all, half of them, one, or single layers alone."""
     if shape.shards == 1:
         return (None,)
-    return (None, *((per_rank // 2,) if per_rank > 3 else ()), *((1,) if per_rank > 1 else ()))
+    return (None, *((per_rank // 2,) if per_rank > 3 else ()), *((1,) if per_rank > 1 else ()), 0)
 
 
 def _simulate(search: _Search, candidates: Iterable[_Candidate]) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from graphpp._torch.this_thread import uncollected
 from graphpp.arguments import BYTES, COUNT, Accepted, checked, one_of, or_none, require
 from graphpp.batch.microbatch import Microbatch
 from graphpp.devices import Machines
@@ -43,6 +44,7 @@ _RECOMPUTES = Accepted(
     ScheduleError, model=_MODEL, batch=COUNT, memory_cap=or_none(BYTES), tp=or_none(_SIZES), ep=or_none(_SIZES),
     pp=or_none(_SIZES), cp=_SIZES, rows=or_none(_SIZES), schedules=or_none(_NAMES), recompute=or_none(_RECOMPUTES), work=COUNT,
 )  # fmt: skip
+@uncollected()  # hardly any of the objects of a capture and of tables is garbage before the end
 def plan(  # noqa: PLR0913 - the dimensions of the search, all of them optional
     model: nn.Module | ModelCosts,
     loss: Any = None,

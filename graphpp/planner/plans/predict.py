@@ -17,13 +17,13 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple
 
+from graphpp.planner.plans.layers.layer_gathers import LayerGathers
+from graphpp.planner.plans.layers.recomputed_layers import priced_setting
 from graphpp.planner.plans.question import Question, overlap_of
 from graphpp.planner.plans.read_tables import FLOW, ReadTable, counts_of, read_table
-from graphpp.planner.plans.recomputed_layers import priced_setting
 from graphpp.planner.plans.settings import Setting, admits
 from graphpp.planner.plans.training_plan import StepSeconds
 from graphpp.planner.segments import Cut
-from graphpp.schedules.check.shard_counts import ShardCounts
 from graphpp.schedules.check.step_memory import StepPeak
 from graphpp.schedules.table.actions import Kind
 from graphpp.schedules.table.costs import Costs, with_messages
@@ -89,7 +89,7 @@ def peaks_of(question: Question, setting: Setting, cut: Cut, tables: Sequence[Re
 
 class _Simulated(NamedTuple):
     """One simulated step: its seconds, those without gathers and reductions, those for which its busiest rank works and the
-    stages of that rank; bytes."""
+    stages of that rank; bytes; how often a stage is gathered and the bytes sent along data ranks, of the rank with most."""
 
     makespan: float
     alone: float
@@ -97,7 +97,8 @@ class _Simulated(NamedTuple):
     stages: list[int]
     peaks: tuple[StepPeak, ...]
     memory: Mapping[str, int]
-    counts: ShardCounts
+    gathers: float
+    along: float
 
 
 class _Step:
@@ -148,8 +149,9 @@ class _Step:
         machines, shape = self._question.machines, self._setting.shape
         ranks, stride = (shape.dp_shard, shape.stride("dp_shard")) if expert else (shape.shards, shape.stride("ep"))
         sent = one.sums if one.sent is None else one.sent
-        gather = machines.all_gather(one.weights, ranks, stride) if ranks > 1 else 0.0
-        reduce = machines.reduce_scatter(sent, ranks, stride) if ranks > 1 else 0.0
+        shared = ranks > 1 and self._setting.keep != 0  # computations gather and sum single layers themselves
+        gather = machines.all_gather(one.weights, ranks, stride) if shared else 0.0
+        reduce = machines.reduce_scatter(sent, ranks, stride) if shared else 0.0
         for name in ("dp_replicate", "cp"):
             size = getattr(shape, name)
             reduce += machines.all_reduce(sent // ranks, size, shape.stride(name)) if size > 1 else 0.0
@@ -159,8 +161,13 @@ class _Step:
         _, state = self._stages
         shape = self._setting.shape
         shards = shape.shards if self._question.dtype is not None or shape.shards > 1 else None
-        frees = self._setting.keep is not None
-        return held_bytes(state, table.rank_of_stage, shape.pp, shards, frees, in_order=in_order)
+        keep = self._setting.keep
+        layers = self._layers.bytes() if keep == 0 else None
+        return held_bytes(state, table.rank_of_stage, shape.pp, shards, keep is not None, layers, in_order=in_order)
+
+    @cached_property
+    def _layers(self) -> LayerGathers:
+        return LayerGathers(self._question.machines, self._setting.shape, self._priced, self.cut)
 
     @property
     def costs(self) -> Costs:
@@ -195,14 +202,38 @@ class _Step:
 
     def of(self, table: ReadTable) -> _Simulated:
         """One step with as many microbatches as the table."""
-        costs, peaks = self.costs, self.rank_peaks(table)
-        makespan, busy = table.times.seconds(costs)
-        collected = sum(costs.gathers) + sum(costs.reductions) > _SMALL * makespan
-        alone = table.times.seconds(costs, collectives=False).makespan if collected else makespan
+        peaks = self.rank_peaks(table)
+        makespan, busy, alone = self._spans(table)
         fullest = max(peaks, key=lambda each: each.nbytes)
         busiest = busy.index(max(busy))
         own = [stage for stage, rank in table.rank_of_stage.items() if rank == busiest]
-        return _Simulated(makespan, alone, busy[busiest], own, peaks, fullest.most, table.most)
+        return _Simulated(makespan, alone, busy[busiest], own, peaks, fullest.most, *self._collections(table))
+
+    def _collections(self, table: ReadTable) -> tuple[float, float]:
+        """How often a stage is gathered, and the bytes that a rank sends along its data ranks."""
+        if self._setting.keep != 0:
+            sizes = sent_by_stage(self._stages[1], self._setting.stages, self._setting.shape.shards)
+            return table.most.gathers_per_stage, table.most.sent(*sizes)
+        gathers, sent = self._layers.collections(table.schedule)
+        return gathers / self._setting.schedule.stages_per_rank, sent
+
+    def _spans(self, table: ReadTable) -> tuple[float, tuple[float, ...], float]:
+        """The makespan; the seconds for which each rank computes; the makespan without gathers and reductions."""
+        costs = self.costs
+        if self._setting.keep == 0:
+            alone, busy = table.times.seconds(costs, collectives=False)
+            waiting = table.times.seconds(self._layers.costs(costs), collectives=False).makespan
+            return waiting + self._of_copies(table), busy, alone
+        makespan, busy = table.times.seconds(costs)
+        collected = sum(costs.gathers) + sum(costs.reductions) > _SMALL * makespan
+        return makespan, busy, table.times.seconds(costs, collectives=False).makespan if collected else makespan
+
+    def _of_copies(self, table: ReadTable) -> float:
+        """With single layers: the seconds in which a rank's rows of gradients are summed over further ranks, once a step."""
+        seconds = [0.0] * self._setting.shape.pp
+        for stage, each in enumerate(self._stages[0].reductions):
+            seconds[table.rank_of_stage[stage]] += each
+        return max(seconds)
 
     def prediction(self, steps: Sequence[_Simulated], counts: tuple[int, ...]) -> Prediction:
         """The step with all microbatches, from one or two simulated ones."""
@@ -214,10 +245,10 @@ class _Step:
             for kind, nbytes in last.memory.items()
         }
         makespan, busy, alone = (continued(getattr(first, name), getattr(last, name)) for name in ("makespan", "busy", "alone"))
-        gathers = continued(first.counts.gathers_per_stage, last.counts.gathers_per_stage)
+        gathers, along = continued(first.gathers, last.gathers), continued(first.along, last.along)
         return Prediction(
             self._setting, self.cut, self._parts(makespan, busy, last.stages, makespan - alone), peaks, grown,
-            self._sent(continued, first.counts, last.counts), gathers,
+            self._sent(along), gathers,
         )  # fmt: skip
 
     def _parts(self, makespan: float, busy: float, stages: Sequence[int], unhidden: float) -> StepSeconds:
@@ -256,14 +287,12 @@ class _Step:
         device = self._question.machines.device
         return max(by_stage) * self._setting.schedule.stages_per_rank / device.memory_bandwidth
 
-    def _sent(self, continued: Callable[[float, float], float], first: ShardCounts, last: ShardCounts) -> dict[str, int]:
-        """The bytes that a rank sends along the pipeline and along its data ranks."""
+    def _sent(self, along: float) -> dict[str, int]:
+        """The bytes that a rank sends along the pipeline and along its data ranks, of which `along` those of shards."""
         _, state = self._stages
         setting, (forward, backward) = self._setting, self._crossing()
         per_rank = setting.schedule.stages_per_rank
         crossing = (max(forward, default=0) + max(backward, default=0)) * per_rank * setting.microbatches
-        gathered, reduced = sent_by_stage(state, setting.stages, setting.shape.shards)
-        along = continued(first.sent(gathered, reduced), last.sent(gathered, reduced))
         return {"pp": crossing, "dp_shard": round(along), "dp_replicate": round(self._sent_to_copies(state))}
 
     def _sent_to_copies(self, state: tuple[StateBytes, ...]) -> float:

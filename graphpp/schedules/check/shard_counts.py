@@ -63,13 +63,13 @@ def _of_row(row: Row, weights: Sequence[float], gradients: Sequence[float]) -> S
         if leaf.kind is Kind.UNSHARD:
             gathers[leaf.stage] += 1
             whole.add(leaf.stage)
-        elif leaf.kind in _MAKES_GRADIENTS:
+            most_whole = max(most_whole, sum(weights[each] for each in whole))
+        elif leaf.kind in _MAKES_GRADIENTS and leaf.stage not in unreduced:
             unreduced.add(leaf.stage)
+            most_unreduced = max(most_unreduced, sum(gradients[each] for each in unreduced))
         elif leaf.kind in (Kind.RESHARD, Kind.REDUCE_GRAD) and leaf.stage in unreduced:
             reductions[leaf.stage] += 1
             unreduced.remove(leaf.stage)
         if leaf.kind is Kind.RESHARD:
             whole.remove(leaf.stage)
-        most_whole = max(most_whole, sum(weights[each] for each in whole))
-        most_unreduced = max(most_unreduced, sum(gradients[each] for each in unreduced))
     return ShardCounts(gathers, reductions, most_whole, most_unreduced)

@@ -91,13 +91,14 @@ def _squeezed(block: Block, ranks: int, stages: int, microbatches: int) -> Sched
 
 @dataclass
 class _RankProgress:
-    """The progress of one rank: the next microbatch of each pass, the activations alive, and the Ws that may run."""
+    """The progress of one rank: the next microbatch of each pass, the activations alive, the Ws that may run, its waits."""
 
     offsets: Offsets
     next: list[int] = field(default_factory=lambda: [0] * len(_PASSES))
     alive: int = 0
     pending: deque[tuple[int, int]] = field(default_factory=deque)
     row: list[Action | None] = field(default_factory=list)
+    waited: int = 0
 
 
 @dataclass
@@ -118,17 +119,21 @@ class _Squeeze:
     def rows(self) -> tuple[Row, ...] | None:
         """The table; None if it would not be shorter than `shorter_than` columns."""
         ranks = [_RankProgress(self.block.at(rank, self.ranks)) for rank in range(self.ranks)]
-        left = 6 * self.microbatches * self.ranks
+        actions = _PERIOD * self.microbatches  # of each rank
         column = 0
-        while left:
-            if column + 1 == self.shorter_than:
-                return None
+        while any(column - rank.waited < actions for rank in ranks):
             chosen = [self._choose(number, rank) for number, rank in enumerate(ranks)]
             ran = [self._run(number, rank, step) for number, (rank, step) in enumerate(zip(ranks, chosen, strict=True))]
             self.made.update(done for done in ran if done)
-            left -= sum(rank.row[-1] is not None for rank in ranks)
             column += 1
+            if self.shorter_than is not None and any(self._too_long(rank, column, actions) for rank in ranks):
+                return None
         return tuple(tuple(rank.row[: _length(rank.row)]) for rank in ranks)
+
+    def _too_long(self, rank: _RankProgress, column: int, actions: int) -> bool:
+        """Whether the row of a rank, with its waits so far, is no shorter than `shorter_than`."""
+        assert self.shorter_than is not None
+        return column - rank.waited < actions and rank.waited + actions >= self.shorter_than
 
     def _choose(self, number: int, rank: _RankProgress) -> int | None:
         """The pass to run now: by the blocks' order the first one that can run; None if none can."""
@@ -156,6 +161,7 @@ class _Squeeze:
         """Append the next cell of a rank's row; returns (rank, pass, microbatch) of a pass that others may wait for."""
         if step is None:
             rank.row.append(self._weight_grad(number, rank))
+            rank.waited += rank.row[-1] is None
             return None
         microbatch = rank.next[step]
         rank.next[step] += 1

@@ -265,6 +265,7 @@ def trained(rank: int, plan: TrainingPlan) -> dict[str, Any]:
         "loss": float(result.loss), "schedule": made.schedule.name, "peaks": [each.peak for each in made.memory.ranks],
         "starts": [stage.modules[0].partition(" .. ")[0] for stage in made.stages[1:]],
         "microbatches": made.schedule.microbatches,
+        "sent": max((each.sent for each in made.sharding.ranks), default=0) if made.sharding is not None else 0,
     }  # fmt: skip
 
 
@@ -273,12 +274,16 @@ def trained(rank: int, plan: TrainingPlan) -> dict[str, Any]:
     [
         (2, {"pp": 2, "param_dtype": None, "schedules": ["1F1B"]}),
         (2, {"pp": 2, "param_dtype": None, "schedules": ["ZBVZeroBubble"], "recompute": ["full"]}),
-        (2, {"pp": 1}),
+        (2, {"pp": 1, "keep": None}),
         (4, {"pp": 2, "schedules": ["MegatronInterleaved", "Interleaved1F1B"]}),
+        (2, {"pp": 1, "keep": 0, "rows": 2}),
+        (4, {"pp": 2, "keep": 0, "rows": 1, "tp": 1, "schedules": ["ZB1P"], "recompute": ["full"]}),
     ],
 )
 def test_a_pipeline_runs_by_a_plan_as_it_is(ranks: int, options: dict[str, Any]) -> None:
-    best = plans(machines=f"{ranks}xCPU", memory_cap=2**33, **options).best
+    searched = {name: each for name, each in options.items() if name != "keep"}
+    found = plans(machines=f"{ranks}xCPU", memory_cap=2**33, **searched)
+    best = found.where(lambda each: each.setting.keep == options.get("keep", each.setting.keep)).best
     for found in run_ranks(trained, ranks, best):
         assert found["loss"] == pytest.approx(torch.tensor(float(VOCAB)).log().item(), rel=0.1)
         assert found["microbatches"] == best.setting.microbatches
@@ -286,7 +291,7 @@ def test_a_pipeline_runs_by_a_plan_as_it_is(ranks: int, options: dict[str, Any])
         for real, predicted in zip(found["peaks"], best.peaks, strict=True):
             # A value that two segments of a stage hold counts twice, which is much in a model as small as this one.
             assert 0.995 * real <= predicted <= 1.06 * real
-
+        assert found["sent"] == pytest.approx(best.sent["dp_shard"], rel=0.02)
 
 
 

@@ -16,10 +16,10 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from graphpp.planner.plans.balance import balanced
+from graphpp.planner.plans.layers.recomputed_layers import layers_of_stages, priced_setting
 from graphpp.planner.plans.predict import peaks_of, tables_of
 from graphpp.planner.plans.question import Question
 from graphpp.planner.plans.read_tables import ReadTable
-from graphpp.planner.plans.recomputed_layers import layers_of_stages, priced_setting
 from graphpp.planner.plans.settings import Setting
 from graphpp.planner.segments import Cut
 from graphpp.schedules.table.actions import Kind

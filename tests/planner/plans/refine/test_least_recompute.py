@@ -9,10 +9,10 @@ import pytest
 from graphpp import TrainingPlan
 from graphpp.devices import Machines
 from graphpp.errors import GraphPPError, ScheduleError
+from graphpp.planner.plans.layers.recomputed_layers import layer_names
 from graphpp.planner.plans.mesh_shapes import MeshShape
 from graphpp.planner.plans.predict import Prediction, predict
 from graphpp.planner.plans.question import Question
-from graphpp.planner.plans.recomputed_layers import layer_names
 from graphpp.planner.plans.refine.least_recompute import least_recompute
 from graphpp.planner.plans.settings import ScheduleChoice, Setting
 from graphpp.planner.segments import Cut

@@ -40,11 +40,11 @@ def priced_setting(question: Question, setting: Setting, cut: Cut) -> PricedMode
         return again
     plain = question.priced(setting.shape, setting.rows, None)
     chosen = {at for layer in _chosen(question.costs, setting.recomputed, cut) for at in _segments_of(question.costs, layer)}
-    stages, exchanges = list(plain.segments.costs.stages), list(plain.exchanges)
+    stages, exchanges, layers = list(plain.segments.costs.stages), list(plain.exchanges), list(plain.layers)
     for at in chosen:
-        stages[at], exchanges[at] = again.segments.costs.stages[at], again.exchanges[at]
+        stages[at], exchanges[at], layers[at] = again.segments.costs.stages[at], again.exchanges[at], again.layers[at]
     segments = replace(plain.segments, costs=replace(plain.segments.costs, stages=tuple(stages)))
-    return replace(plain, segments=segments, exchanges=tuple(exchanges))
+    return replace(plain, segments=segments, exchanges=tuple(exchanges), layers=tuple(layers))
 
 
 def _chosen(costs: CostData, counts: Sequence[int], cut: Cut) -> list[int]:

@@ -1,0 +1,1 @@
+"""Single layers of a setting: those that are recomputed, and those that computations gather one after the other."""

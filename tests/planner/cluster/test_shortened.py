@@ -1,0 +1,84 @@
+"""Costs of a model whose equal segments are lowered three at a time are those of the model in full."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+import graphpp
+from graphpp.passes.graph.joint_graph import JointGraph
+from graphpp.planner.cluster import ModelCosts, capture_costs
+from graphpp.planner.cluster.shortened import Shortened, shortened
+
+from_graph = importlib.import_module("graphpp.planner.cluster.from_graph")  # the package has a function of this name
+LAYERS = 9
+
+
+class Layer(nn.Module):
+    """Two linear layers of this inner width, with a mask that has no stage."""
+
+    def __init__(self, inner: int = 24) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(8), nn.Linear(8, inner), nn.Linear(inner, 8)
+        self.register_buffer("step", torch.ones(8))
+
+    def forward(self, x: Tensor, scale: Tensor, dropped: bool) -> Tensor:
+        y = self.down(F.gelu(self.up(self.norm(x)))) * scale * self.step
+        y = F.dropout(y, 0.1) if dropped else y
+        return x + y.masked_fill(torch.arange(8, device=x.device) > 6, 0.0)
+
+
+class Stack(nn.Module):
+    """Layers that read a trained value of the first stage. `kind`: "plain"; "again": checkpointed, with dropout; "tied": two
+    frozen layers share a weight; "skip": one layer is wider, and another one reads a value from further back."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind, self.embed, self.head = kind, nn.Embedding(16, 8), nn.Linear(8, 16)
+        self.layers = nn.ModuleList(Layer(32 if kind == "skip" and at == 8 else 24) for at in range(LAYERS))
+        if kind == "tied":
+            self.layers[1].up.weight = self.layers[0].up.weight
+            self.layers[:2].requires_grad_(False)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        scale, skipped = torch.tanh(x), x
+        for at, layer in enumerate(self.layers):
+            given = x, scale, self.kind == "again"
+            x = checkpoint(layer, *given, use_reentrant=False) if self.kind == "again" else layer(*given)
+            skipped = x if at == 0 else skipped
+            x = x + skipped if self.kind == "skip" and at == 1 else x
+        return self.head(x)
+
+
+def _loss(logits: Tensor, target: Tensor) -> Tensor:
+    return F.cross_entropy(logits.flatten(0, 1), target.flatten())
+
+
+def _in_full(joint: JointGraph, stages: int, group_of: Sequence[Any]) -> Shortened:
+    return Shortened(joint, tuple((stage,) for stage in range(stages)), {})
+
+
+@pytest.mark.parametrize(("kind", "stages"), [("plain", 8), ("again", 8), ("tied", 10), ("skip", 10)])
+def test_costs_of_equal_segments_are_those_of_the_model_in_full(kind: str, stages: int, monkeypatch: Any) -> None:
+    tokens = torch.zeros(2, 6, dtype=torch.int64)
+    left: list[int] = []
+
+    def costs(shorten: Any) -> ModelCosts:
+        def noted(*given: Any) -> Shortened:
+            found: Shortened = shorten(*given)
+            left.append(len(found.stages))
+            return found
+
+        monkeypatch.setattr(from_graph, "shortened", noted)
+        return capture_costs(Stack(kind), _loss, graphpp.Microbatch((tokens,), target=tokens), param_dtype=None)
+
+    assert costs(shortened) == costs(_in_full)
+    assert left == [stages, LAYERS + 2]
