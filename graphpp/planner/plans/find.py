@@ -90,9 +90,8 @@ def _search_orders(search: _Search) -> None:
     """Add a searched order of each of the fastest plans that fit, where it is faster than the named schedule."""
     fitting = [each for each in search.found.values() if each.peak <= search.cap]
     for named in sorted(fitting, key=_order)[:_ORDERS]:
-        setting = searched_order(search.question, named, search.cap)
-        found = None if setting is None else predict(search.question, setting, named.cut)
-        if found is not None and found.peak <= search.cap and _rounded(found) < _rounded(named):
+        found = searched_order(search.question, named, search.cap)
+        if found is not None and _rounded(found) < _rounded(named):
             search.add(found)
 
 

@@ -74,11 +74,23 @@ def tables_of(question: Question, setting: Setting) -> list[ReadTable] | None:
     return [each for each in found if each is not None] if all(found) else None
 
 
-def order_costs(question: Question, setting: Setting, cut: Cut, table: ReadTable) -> tuple[Costs, tuple[int, ...]]:
-    """The costs of the stages; and of each rank the bytes beside activations, each kind at its most."""
+class OrderCosts(NamedTuple):
+    """The costs of the stages, and of each rank the bytes beside activations.
+
+    `least`: as many as leave the table's own activations their room at its peak. `most`: each kind at its most.
+    """
+
+    costs: Costs
+    least: tuple[int, ...]
+    most: tuple[int, ...]
+
+
+def order_costs(question: Question, setting: Setting, cut: Cut, table: ReadTable) -> OrderCosts:
+    """The costs under which another order than the table's is searched."""
     step = _Step(question, setting, cut)
     peaks = step.rank_peaks(table)
-    return step.costs, tuple(sum(each.most.values()) - each.most["activations"] for each in peaks)
+    least = tuple(each.nbytes - each.most["activations"] for each in peaks)
+    return OrderCosts(step.costs, least, tuple(sum(each.most.values()) - each.most["activations"] for each in peaks))
 
 
 def peaks_of(question: Question, setting: Setting, cut: Cut, tables: Sequence[ReadTable]) -> tuple[int, ...]:

@@ -35,11 +35,11 @@ def test_an_order_is_not_slower_than_the_schedule_and_fits() -> None:
     named = predicted(SETTING)
     for cap in (2**33, named.peak):
         found = searched_order(question(), named, cap)
-        assert found is not None and found.schedule.name == ORDER
-        order = predict(question(), found, named.cut)
-        assert order is not None and order.peak <= cap
-        assert order.seconds.total <= named.seconds.total * (1 + 1e-9)
-        assert replace(found, schedule=SETTING.schedule) == SETTING
+        assert found is not None and found.setting.schedule.name == ORDER
+        assert found == predict(question(), found.setting, named.cut)
+        assert found.peak <= cap
+        assert found.seconds.total <= named.seconds.total * (1 + 1e-9)
+        assert replace(found.setting, schedule=SETTING.schedule) == SETTING
 
 
 def test_long_steps_and_single_ranks_and_little_memory_have_no_order() -> None:
