@@ -37,6 +37,7 @@ import torch
 import torch.distributed as dist
 
 GRACE = 20.0  # seconds that the other ranks are given to end after one has failed
+PATIENCE = 600.0  # seconds that a call may take, on a machine that is ten times slower than this one or as busy
 PRELOADED = ["graphpp", "tests.models"]  # what the process that workers are forked from imports
 START = 60.0  # seconds that new workers are given on top, to import torch
 
@@ -89,7 +90,7 @@ class Worker:
     stacks: IO[str]  # the file for the stacks of the process's threads, when it gets SIGUSR1 and when a signal kills it
 
 
-def run_ranks(fn: Callable[..., Any], ranks: int, *args: Any, timeout: float = 240) -> list[Any]:
+def run_ranks(fn: Callable[..., Any], ranks: int, *args: Any, timeout: float = PATIENCE) -> list[Any]:
     """The values of `fn(rank, *args)`, in order of rank; raises the exception of the rank that failed first."""
     outcomes = rank_outcomes(fn, ranks, *args, timeout=timeout, grace=GRACE)
     failures = sorted((o for o in outcomes if o.error is not None), key=_order_of_blame)
@@ -108,7 +109,7 @@ def _order_of_blame(outcome: Outcome) -> tuple[bool, float]:
 
 
 def rank_outcomes(
-    fn: Callable[..., Any], ranks: int, *args: Any, timeout: float = 240, grace: float | None = None
+    fn: Callable[..., Any], ranks: int, *args: Any, timeout: float = PATIENCE, grace: float | None = None
 ) -> list[Outcome]:
     """What became of `fn(rank, *args)` on every rank; for tests in which ranks are meant to fail.
 

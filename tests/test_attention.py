@@ -185,9 +185,8 @@ def train(rank: int, shape: dict[str, int], schedule: str, how: str, backend: st
     positions = attention.sequence_positions(16 // shape["cp"], group, balanced=balanced)
     stages = shape["pp"] * (2 if schedule not in ("1F1B", "GPipe") else 1)
     pipe = graphpp.compile(
-        model, loss, mesh=mesh, schedule=schedule, split=stages, microbatches=4, backend=backend,
-        parallel=graphpp.Parallel(timeout=60.0),
-    )  # fmt: skip
+        model, loss, mesh=mesh, schedule=schedule, split=stages, microbatches=4, backend=backend
+    )
     losses = []
     optimizer = None
     for step in range(3):

@@ -24,7 +24,7 @@ from tests.distributed import WorkerDied, rank_outcomes, run_ranks
 
 CPU = torch.device("cpu")
 LEAST = -(2**63)  # of an integer of 64 bits
-SOON = 100.0  # seconds: less than half of the timeout of the ranks' process group
+SOON = 200.0  # seconds, far below the timeout of the ranks' process group
 
 
 def connected() -> SameHost:
