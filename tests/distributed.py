@@ -32,13 +32,17 @@ from pathlib import Path
 from threading import Thread
 from traceback import format_exception
 from typing import IO, Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
 
 GRACE = 20.0  # seconds that the other ranks are given to end after one has failed
 PATIENCE = 600.0  # seconds that a call may take, on a machine that is ten times slower than this one or as busy
-PRELOADED = ["graphpp", "tests.models"]  # what the process that workers are forked from imports
+PRELOADED = [  # what the process that workers are forked from imports: also what a first capture would import on each rank
+    *("graphpp", "tests.models", "networkx", "torch.distributed.pipelining", "torch.export._trace"),
+    "torch._functorch.aot_autograd",
+]
 START = 60.0  # seconds that new workers are given on top, to import torch
 
 
@@ -231,6 +235,7 @@ def _serve(pipe: connection.Connection, stacks: str) -> None:
 
 
 def _answer_all(pipe: connection.Connection) -> None:
+    gc.freeze()  # the collection after each task passes over what the modules hold
     torch.set_num_threads(1)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     Thread(target=_die_with_parent, daemon=True).start()
@@ -265,13 +270,14 @@ def _answer(message: bytes) -> bytes:
 @contextmanager
 def _group(task: Task) -> Iterator[None]:
     """The default process group of one task; when it ends, ranks that wait for this one are woken by an error."""
-    dist.init_process_group(
-        "gloo",
-        init_method=f"file://{task.store}",
-        rank=task.rank,
-        world_size=task.ranks,
-        timeout=timedelta(seconds=task.timeout),
-    )
+    with patch.dict(os.environ, TORCH_DIST_INIT_BARRIER="1"):  # a rank that ends at once would fail those that still connect
+        dist.init_process_group(
+            "gloo",
+            init_method=f"file://{task.store}",
+            rank=task.rank,
+            world_size=task.ranks,
+            timeout=timedelta(seconds=task.timeout),
+        )
     try:
         yield
     finally:

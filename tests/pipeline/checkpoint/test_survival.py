@@ -86,6 +86,7 @@ def test_the_example_goes_on_after_a_rank_was_killed(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive  # `test_a_training_survives_a_kill` loses machines too, and the test above starts torchrun
 def test_the_example_goes_on_without_a_lost_machine(tmp_path: Path) -> None:
     """Two agents of torchrun with two ranks each; one dies with its ranks, and two ranks go on from the sixth step."""
     meeting = ["--nnodes", "1:2", "--rdzv-backend", "c10d", "--rdzv-endpoint", f"localhost:{free_port()}", "--rdzv-conf"]
