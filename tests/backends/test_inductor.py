@@ -469,7 +469,9 @@ def start(name: str) -> None:
 
 def knows_vector_units(cache: Path) -> None:
     """Write to a new cache which vector instructions this process has tried: each process would try them for seconds."""
-    _ = InductorCompiler(graphpp.Inductor())._compiler
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch 2.13 imports what it deprecates
+        _ = InductorCompiler(graphpp.Inductor())._compiler
     shutil.copy(default_folder() / "vector_units.json", cache)
 
 
