@@ -30,6 +30,7 @@ from torch import Tensor, nn
 import graphpp
 
 WIDTH, ROWS, MICROBATCHES = 32, 8, 4
+PATIENCE = 2.0  # seconds in which what is let go of is gone
 
 
 @dataclass(frozen=True)
@@ -52,13 +53,22 @@ class Note:
         return cls(int(status["VmRSS"].split()[0]) / 1024, int(status["Threads"]), threading.active_count(), files, tensors)
 
     @classmethod
-    def at_rest(cls) -> Note:
-        """The least of each figure over five looks, 10 ms apart: gloo frees the tensors of a finished message a moment late."""
-        looks = [astuple(cls.now())]
-        for _ in range(4):
+    def at_rest(cls, before: Sequence[Note]) -> Note:
+        """The least of each figure over five looks, 10 ms apart, or more of them where they tell of growth since `before`.
+
+        gloo frees the tensors of a finished message a moment late; on a busy machine this moment may last.
+        """
+        found, until = cls.now(), time.monotonic() + PATIENCE
+        looks = 1
+        while looks < 5 or (before and grown([*before, found]) and time.monotonic() < until):
             time.sleep(0.01)
-            looks.append(astuple(cls.now()))
-        return cls(*map(min, zip(*looks, strict=True)))
+            found = found.least(cls.now())
+            looks += 1
+        return found
+
+    def least(self, other: Note) -> Note:
+        """The lesser of each figure."""
+        return Note(*map(min, astuple(self), astuple(other)))
 
 
 BOUNDS = Note(mib=8, threads=0, python_threads=0, files=0, tensors=0)
@@ -110,7 +120,7 @@ def soak(steps: int, every: int, device: torch.device) -> list[Note]:
         if done % 10 == 0:
             pipe.eval(x, target=y)
         if done % every == 0:
-            notes.append(Note.at_rest())
+            notes.append(Note.at_rest(notes))
     return notes
 
 

@@ -32,12 +32,17 @@ from pathlib import Path
 from threading import Thread
 from traceback import format_exception
 from typing import IO, Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
 
 GRACE = 20.0  # seconds that the other ranks are given to end after one has failed
-PRELOADED = ["graphpp", "tests.models"]  # what the process that workers are forked from imports
+PATIENCE = 600.0  # seconds that a call may take, on a machine that is ten times slower than this one or as busy
+PRELOADED = [  # what the process that workers are forked from imports: also what a first capture would import on each rank
+    *("graphpp", "tests.models", "networkx", "torch.distributed.pipelining", "torch.export._trace"),
+    "torch._functorch.aot_autograd",
+]
 START = 60.0  # seconds that new workers are given on top, to import torch
 
 
@@ -89,7 +94,7 @@ class Worker:
     stacks: IO[str]  # the file for the stacks of the process's threads, when it gets SIGUSR1 and when a signal kills it
 
 
-def run_ranks(fn: Callable[..., Any], ranks: int, *args: Any, timeout: float = 240) -> list[Any]:
+def run_ranks(fn: Callable[..., Any], ranks: int, *args: Any, timeout: float = PATIENCE) -> list[Any]:
     """The values of `fn(rank, *args)`, in order of rank; raises the exception of the rank that failed first."""
     outcomes = rank_outcomes(fn, ranks, *args, timeout=timeout, grace=GRACE)
     failures = sorted((o for o in outcomes if o.error is not None), key=_order_of_blame)
@@ -108,7 +113,7 @@ def _order_of_blame(outcome: Outcome) -> tuple[bool, float]:
 
 
 def rank_outcomes(
-    fn: Callable[..., Any], ranks: int, *args: Any, timeout: float = 240, grace: float | None = None
+    fn: Callable[..., Any], ranks: int, *args: Any, timeout: float = PATIENCE, grace: float | None = None
 ) -> list[Outcome]:
     """What became of `fn(rank, *args)` on every rank; for tests in which ranks are meant to fail.
 
@@ -230,6 +235,7 @@ def _serve(pipe: connection.Connection, stacks: str) -> None:
 
 
 def _answer_all(pipe: connection.Connection) -> None:
+    gc.freeze()  # the collection after each task passes over what the modules hold
     torch.set_num_threads(1)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     Thread(target=_die_with_parent, daemon=True).start()
@@ -264,13 +270,14 @@ def _answer(message: bytes) -> bytes:
 @contextmanager
 def _group(task: Task) -> Iterator[None]:
     """The default process group of one task; when it ends, ranks that wait for this one are woken by an error."""
-    dist.init_process_group(
-        "gloo",
-        init_method=f"file://{task.store}",
-        rank=task.rank,
-        world_size=task.ranks,
-        timeout=timedelta(seconds=task.timeout),
-    )
+    with patch.dict(os.environ, TORCH_DIST_INIT_BARRIER="1"):  # a rank that ends at once would fail those that still connect
+        dist.init_process_group(
+            "gloo",
+            init_method=f"file://{task.store}",
+            rank=task.rank,
+            world_size=task.ranks,
+            timeout=timedelta(seconds=task.timeout),
+        )
     try:
         yield
     finally:

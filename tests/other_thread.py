@@ -6,7 +6,7 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-WAIT = 60.0  # seconds until a thread that hangs fails its test
+WAIT = 300.0  # seconds until a thread that hangs fails its test
 
 
 def elsewhere(function: Callable[[], Any]) -> Any:

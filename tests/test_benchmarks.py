@@ -179,7 +179,7 @@ def test_sleeping_runs_on_two_ranks(tmp_path: Path) -> None:
     small = ["--ms", "1", "--schedules", "1F1B", "searched", "--steps", "1", "--rounds", "1", "--effort", "0.1", "--json"]
     env = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     file = tmp_path / "records.json"
-    subprocess.run([*command, *small, str(file)], check=True, cwd=ROOT, env=env, stdout=subprocess.DEVNULL, timeout=200)
+    subprocess.run([*command, *small, str(file)], check=True, cwd=ROOT, env=env, stdout=subprocess.DEVNULL, timeout=600)
     named, searched = json.loads(file.read_text())
     assert named["simulated"] == pytest.approx((4 * 3 + 2) * 1e-3)  # rank 1: the first forward, then four of F, I and W
     assert searched["simulated"] <= named["simulated"] < named["with_messages"]
@@ -205,7 +205,7 @@ def on_two_ranks(script: str, options: str, file: Path) -> Any:
         cwd=ROOT,
         env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
         stdout=subprocess.DEVNULL,
-        timeout=200,
+        timeout=600,
     )
     return json.loads(file.read_text())
 

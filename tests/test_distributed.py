@@ -125,7 +125,7 @@ def test_outcomes_of_a_death() -> None:
 
 
 def test_late_rank_is_ended() -> None:
-    outcomes = rank_outcomes(sleeps, 2, 0, timeout=2)
+    outcomes = rank_outcomes(sleeps, 2, 0, timeout=6)
     assert isinstance(outcomes[0].error, WorkerLate)
     assert outcomes[1].error is None
 

@@ -37,7 +37,7 @@ def _lines(caplog: pytest.LogCaptureFixture) -> list[str]:
 
 
 def _wait_for(caplog: pytest.LogCaptureFixture, count: int) -> None:
-    until = time.monotonic() + 20
+    until = time.monotonic() + 100
     while len(_lines(caplog)) < count and time.monotonic() < until:
         time.sleep(0.01)
 
@@ -75,7 +75,7 @@ def _shown(rank: str) -> str:
     environment = {**os.environ, "RANK": rank, "TERM": "xterm"}
     program = _ON_A_TERMINAL.format(path=progress.__file__)
     with subprocess.Popen([sys.executable, "-c", program], stderr=slave, stdout=slave, env=environment) as process:
-        assert process.wait(60) == 0
+        assert process.wait(300) == 0
     os.close(slave)
     text = b""
     try:

@@ -121,11 +121,11 @@ class Counting(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def trained(ranks: int, name: str, steps: int = STEPS, *, timeout: float = 120, **options: Any) -> Numbers:
-    """All ranks' numbers, within `timeout` seconds; one rank runs in this process."""
+def trained(ranks: int, name: str, steps: int = STEPS, **options: Any) -> Numbers:
+    """All ranks' numbers; one rank runs in this process."""
     if ranks == 1:
         return train(0, name, options, steps)
-    return whole(run_ranks(train, ranks, name, options, steps, timeout=timeout))
+    return whole(run_ranks(train, ranks, name, options, steps))
 
 
 def eager(name: str, microbatches: int, steps: int = STEPS, **options: Any) -> Numbers:

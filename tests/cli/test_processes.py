@@ -31,7 +31,7 @@ def environment() -> dict[str, str]:
 
 def command(*arguments: str, folder: Path) -> subprocess.CompletedProcess[str]:
     whole = [sys.executable, *arguments]
-    return subprocess.run(whole, cwd=folder, env=environment(), capture_output=True, text=True, timeout=240, check=False)
+    return subprocess.run(whole, cwd=folder, env=environment(), capture_output=True, text=True, timeout=600, check=False)
 
 
 def test_the_script_of_the_project_is_this_command_line() -> None:
@@ -63,7 +63,7 @@ def test_interrupt_ends_with_130_and_without_a_word(tmp_path: Path, option: list
         assert printed is not None
         assert printed.readline() == "ready\n"
         process.send_signal(signal.SIGINT)
-        out, err = process.communicate(timeout=60)
+        out, err = process.communicate(timeout=300)
     finally:
         process.kill()
     assert (process.returncode, out, err) == (130, "", "")

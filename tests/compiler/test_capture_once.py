@@ -252,6 +252,6 @@ def test_ranks_with_other_hash_seeds_get_one_graph(ranks: int, model: str, start
             )
             for rank in range(ranks)
         ]  # fmt: skip
-        answers = [each.communicate(timeout=120) for each in running]
+        answers = [each.communicate(timeout=600) for each in running]
         assert [each.returncode for each in running] == [0] * ranks, json.dumps(answers, indent=1)
         assert len({out for out, _ in answers}) == 1

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,16 +12,36 @@ from torch import nn
 
 import graphpp
 from graphpp.compiler import time_programs
+from graphpp.compiler.timing import trials
 from graphpp.passes.graph.op_costs import OpCosts
 from tests.distributed import run_ranks
 
-ASLEEP = 0.02  # seconds, far above the cost of any other operation here
+ASLEEP = 0.02  # seconds
+
+
+class Clock:
+    """A clock that only `rest` moves, but for a microsecond a look: other processes make no layer slower."""
+
+    def __init__(self) -> None:
+        self.now, self.slowness = 0.0, 1.0
+
+    def perf_counter(self) -> float:
+        self.now += 1e-6
+        return self.now
+
+
+CLOCK = Clock()
+
+
+@pytest.fixture(autouse=True)
+def clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trials, "time", CLOCK)
 
 
 @torch.library.custom_op("timing::rest", mutates_args=())
 def rest(x: torch.Tensor, seconds: float) -> torch.Tensor:
     """The values of `x`, after some seconds."""
-    time.sleep(seconds)
+    CLOCK.now += seconds * CLOCK.slowness
     return x.clone()
 
 
@@ -40,7 +59,7 @@ for operator in (rest, refuse_zeros):
 
 
 class Sleeping(nn.Module):
-    """A linear layer beside a sleep."""
+    """A linear layer beside a rest."""
 
     def __init__(self, seconds: float) -> None:
         super().__init__()
@@ -75,13 +94,11 @@ def test_a_cut_follows_seconds_that_no_shape_tells() -> None:
 
 def trained(rank: int) -> list[str]:
     torch.set_num_threads(1)
-    before = time.sleep
-    time.sleep = lambda seconds: before(seconds * (1 + rank))  # this rank is slower
-    try:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(trials, "time", CLOCK)
+        patch.setattr(CLOCK, "slowness", 1 + rank)
         pipe = graphpp.compile(stack(UNEVEN), mean, split="auto", schedule="1F1B", microbatches=2)
         pipe.step(torch.ones(8, 8))
-    finally:
-        time.sleep = before
     return first_modules(pipe)
 
 

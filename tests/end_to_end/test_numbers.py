@@ -29,9 +29,9 @@ OWN_LOSS = ("hf_llama_labels", "hf_gpt2_labels", "hf_vit_labels")
 INEXACT = ("hf_llama", "hf_llama_labels")
 
 
-# What `make test` runs: every model, every number of ranks and of microbatches; all their combinations for the smallest model.
+# What `make test` runs: every model, every number of ranks and of microbatches.
 KINDS = [
-    *(("sequential", ranks, microbatches) for ranks in (1, 2, 4) for microbatches in (8, 3)),
+    *(("sequential", 1, 8), ("sequential", 2, 3), ("sequential", 4, 8)),
     *(("llama", 2, 8), ("hf_llama", 1, 3), ("hf_gpt2", 4, 8), ("hf_vit", 2, 3)),
 ]
 ALL = [(name, ranks, microbatches) for name in MATRIX for ranks in (1, 2, 4) for microbatches in (8, 3)]

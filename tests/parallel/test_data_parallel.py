@@ -23,6 +23,7 @@ from tests.distributed import rank_outcomes, run_ranks
 from tests.exhaustive import further
 from tests.moe import MoE
 from tests.moe import batch as expert_batch
+from tests.parallel.test_agreement import SOON, STEP, gave_up, is_late
 from tests.special_models import CUTS, SPECIAL
 from tests.training import compiled, joined, local_grads, same, step
 
@@ -164,7 +165,7 @@ def compiles_slowly(rank: int, slow: float) -> str:
     torch.set_num_threads(1)
     mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("dp_replicate", "pp"))
     torch.manual_seed(0)
-    parallel = graphpp.Parallel(timeout=2.0, start_timeout=60.0)
+    parallel = graphpp.Parallel(timeout=STEP, start_timeout=SOON)
     pipe = graphpp.compile(torch.nn.Linear(4, 4), F.mse_loss, microbatches=2, mesh=mesh, parallel=parallel)
     x = torch.ones(8, 4)
 
@@ -175,14 +176,15 @@ def compiles_slowly(rank: int, slow: float) -> str:
     with internals.capturing_by(capture):
         pipe.step(x, target=x)
     if rank == 0:
-        time.sleep(4)
+        is_late()
     with pytest.raises((graphpp.RankFailure, graphpp.GraphPPError)) as error:
         pipe.step(x, target=x)
+    gave_up()
     return f"{type(error.value).__name__}: {error.value}"
 
 
 def test_a_replica_waits_for_another_s_start_and_names_it_if_late() -> None:
-    slow, waiting = run_ranks(compiles_slowly, 2, 4.0)
+    slow, waiting = run_ranks(compiles_slowly, 2, STEP + 1)
     assert waiting.startswith("RankFailure: rank 0 (dp_replicate 0, pp 0) did not answer in time")
     assert slow.startswith("RankFailure: ")
 
@@ -260,7 +262,7 @@ def at_odds(rank: int, what: str) -> None:
 )
 def test_replicas_that_do_not_do_the_same_are_refused(what: str, said: str) -> None:
     """Replicas in different calls would wait for each other's gradients, or average gradients of different steps."""
-    first, second = rank_outcomes(at_odds, 2, what, timeout=30)
+    first, second = rank_outcomes(at_odds, 2, what)
     assert isinstance(first.error, graphpp.MismatchError)
     assert said in str(first.error)
     assert isinstance(second.error, graphpp.GraphPPError)
@@ -274,7 +276,7 @@ def lonely(rank: int) -> None:
 
 
 def test_one_replica_may_evaluate() -> None:
-    run_ranks(lonely, 2, timeout=30)
+    run_ranks(lonely, 2)
 
 
 def midway(rank: int) -> str:
@@ -297,6 +299,6 @@ def midway(rank: int) -> str:
 
 def test_a_replica_that_failed_midway_does_not_go_on() -> None:
     """A step of rank 0 alone would average its gradients with those of the step that rank 1 is still in."""
-    failed, other = rank_outcomes(midway, 2, timeout=30)
+    failed, other = rank_outcomes(midway, 2)
     assert "ended midway" in str(failed.error)
     assert other.value is None

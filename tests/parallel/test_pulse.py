@@ -4,25 +4,25 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
-import sys
 import threading
 import time
+from datetime import timedelta
+from unittest.mock import patch
 
 import torch
 import torch.nn.functional as F
 
 import graphpp
+from graphpp._torch.distributed import default_store
 from graphpp.errors import RankFailure
+from graphpp.parallel import pulse
 from tests.distributed import rank_outcomes, run_ranks
-from tests.parallel.test_agreement import TWO, Plain, X, Y
-
-TIMEOUT = 2.0
+from tests.parallel.test_agreement import SOON, STEP, TWO, Plain, X, Y
 
 
 def two_good_steps() -> graphpp.Pipeline:
     torch.set_num_threads(1)
-    parallel = graphpp.Parallel(timeout=TIMEOUT, start_timeout=60.0)
+    parallel = graphpp.Parallel(timeout=STEP, start_timeout=SOON)
     pipe = graphpp.compile(Plain(), F.cross_entropy, parallel=parallel, **TWO)
     for _ in range(2):
         pipe.step(X, target=Y)
@@ -33,19 +33,21 @@ def loads_slowly(rank: int) -> str:
     pipe = two_good_steps()
     if rank == 1:
         read_from_a_slow_disk()
-    return failure_of_a_step(pipe)
+    with patch.object(pulse, "_PATIENCE", SOON):  # a rank that runs answers in the end, also on a busy machine
+        return failure_of_a_step(pipe)
 
 
 def failure_of_a_step(pipe: graphpp.Pipeline) -> str:
     try:
         pipe.step(X, target=Y)
     except RankFailure as error:
+        default_store().set("given up", "")
         return str(error)
     return "no error"
 
 
 def read_from_a_slow_disk() -> None:
-    time.sleep(9)
+    default_store().wait(["given up"], timedelta(seconds=SOON))
 
 
 def test_a_late_rank_is_named_with_its_line() -> None:
@@ -58,12 +60,17 @@ def test_a_late_rank_is_named_with_its_line() -> None:
 
 
 def is_stopped(rank: int) -> str:
-    pipe = two_good_steps()
+    """A step of which rank 1 is stopped, until rank 0 has given up."""
+    pipe, store = two_good_steps(), default_store()
     if rank == 1:
-        waker = f"import os, signal, time; time.sleep(10); os.kill({os.getpid()}, signal.SIGCONT)"
-        subprocess.Popen([sys.executable, "-c", waker])
+        store.set("process", str(os.getpid()))
         os.kill(os.getpid(), signal.SIGSTOP)
-    return failure_of_a_step(pipe)
+        return failure_of_a_step(pipe)
+    process = int(store.get("process"))
+    try:
+        return failure_of_a_step(pipe)
+    finally:
+        os.kill(process, signal.SIGCONT)
 
 
 def test_a_stopped_rank_is_told_from_a_late_one() -> None:
@@ -76,7 +83,13 @@ def test_a_stopped_rank_is_told_from_a_late_one() -> None:
 def counts_threads(rank: int) -> list[str]:
     two_good_steps()
     two_good_steps()
-    time.sleep(2.5)  # the thread of an earlier test's process group ends at its next look
+    until = time.monotonic() + SOON  # the thread of an earlier test's process group ends at its next look
+    while len(found := names_of_threads()) > 1 and time.monotonic() < until:
+        time.sleep(0.1)
+    return found
+
+
+def names_of_threads() -> list[str]:
     return [thread.name for thread in threading.enumerate() if thread.name.startswith("graphpp")]
 
 

@@ -331,9 +331,9 @@ def test_watching_is_cheap() -> None:
     watch = Watch(nn.Sequential(*(Listing() for _ in range(200))), F.mse_loss)
     times = []
     for _ in range(20):
-        start = time.perf_counter()
+        start = time.thread_time()
         watch.look()
-        times.append(time.perf_counter() - start)
+        times.append(time.thread_time() - start)
     assert min(times) < 0.01  # about 1 ms
 
 

@@ -23,6 +23,7 @@ playwright = pytest.importorskip("playwright.sync_api", reason="playwright drive
 BROWSER = next((path for path in map(shutil.which, ("chromium", "chromium-browser", "google-chrome")) if path), None)
 pytestmark = pytest.mark.skipif(BROWSER is None, reason="no browser to look at the page with: apt-get install chromium")
 
+SLOW = 120.0  # seconds in which a browser answers on a busy machine
 FLAGS = [
     "--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking",
     "--disable-component-update", "--disable-sync",
@@ -79,7 +80,7 @@ class Shown:
         return pixels
 
 
-def until(holds: Callable[[], bool], seconds: float = 20) -> bool:
+def until(holds: Callable[[], bool], seconds: float = SLOW) -> bool:
     """Wait until something holds that the browser does in its own time; False if it never does."""
     end = time.monotonic() + seconds
     while not holds():
@@ -92,8 +93,9 @@ def until(holds: Callable[[], bool], seconds: float = 20) -> bool:
 @pytest.fixture(scope="module")
 def context() -> Iterator[Any]:
     with playwright.sync_playwright() as driver:
-        browser = driver.chromium.launch(executable_path=BROWSER, args=FLAGS)
+        browser = driver.chromium.launch(executable_path=BROWSER, args=FLAGS, timeout=SLOW * 1000)
         context = browser.new_context(viewport={"width": 1280, "height": 900}, offline=True)
+        context.set_default_timeout(SLOW * 1000)
         yield context
         browser.close()
 

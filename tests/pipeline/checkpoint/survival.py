@@ -214,7 +214,7 @@ def survive(draw: random.Random, expected: list[Ended]) -> Survived:
         kill = Kill(draw.randrange(before.ranks), draw.randrange(_moments(before, local)))
         case = f"{before} {kill} then {after}, {'two machines' if local else 'one folder'}"
         began = time.monotonic()
-        outcomes = rank_outcomes(train, before.ranks, folder, before, kill, local, timeout=120)
+        outcomes = rank_outcomes(train, before.ranks, folder, before, kill, local)
         lost = outcomes[kill.rank]
         others = "; ".join(f"rank {each.rank} after {each.seconds:.1f} s: {each.error!r}" for each in outcomes)
         assert isinstance(lost.error, WorkerDied), f"{case}: the rank lived: {others}"

@@ -66,7 +66,6 @@ def training(
         schedule=schedule,
         microbatches=4,
         mesh=mesh,
-        parallel=graphpp.Parallel(timeout=20.0),
     )
     return pipe, torch.optim.AdamW(pipe.parameters(), lr=1e-2)
 

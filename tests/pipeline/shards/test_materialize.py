@@ -78,8 +78,7 @@ def alone(rank: int, function: Any, seed: int | None) -> Part:
         (SHARD2, None, scaled, None),
         (SHARD4, ["blocks.1", "blocks.3"], init, 7),
         (PIPE, ["blocks.1.up"], init, None),
-        (HYBRID, None, scaled, 7),
-        *further((SHARD3, None, scaled, None), (PIPE, 2, init, 7), (SHARD4, None, init, None)),
+        *further((HYBRID, None, scaled, 7), (SHARD3, None, scaled, None), (PIPE, 2, init, 7), (SHARD4, None, init, None)),
     ],
 )
 def test_values_are_those_of_one_process(mesh: Mesh, split: Any, function: Any, seed: int | None) -> None:

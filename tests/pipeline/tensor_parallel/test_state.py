@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from collections import ChainMap
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -55,22 +55,32 @@ def test_state_dicts_and_files_have_the_whole_values(mesh: Mesh, tmp_path: Path)
     run_ranks(states, mesh.ranks, mesh, tmp_path)
 
 
-def trained(rank: int, mesh: Mesh, folder: Path, load: bool, steps: int) -> dict[str, Tensor]:
-    """Load a checkpoint, if asked to, train `steps` steps on one batch a step, and save."""
+def trained(rank: int, mesh: Mesh, folder: Path, saves: bool) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """The parameters in a checkpoint, which this mesh saves after two steps or another one has saved; and a step after it."""
     pipe = pipeline(mesh)
     optimizer = torch.optim.AdamW(pipe.parameters(), lr=1e-2, eps=1e-5)  # above the rounding of gradients
     checkpoint = pipe.checkpoint(optimizer)
-    if load:
-        checkpoint.load(folder)
-    for number in range(steps):
+
+    def step(number: int) -> None:
         tokens, target = batch(number)
         pipe.step(tokens, target=target)
         pipe.clip_grad_norm_(1.0)
         optimizer.step()
         optimizer.zero_grad()
-    if not load:
+
+    def values() -> dict[str, Tensor]:
+        return {fqn: whole_tensor(each).clone() for fqn, each in pipe.named_parameters()}
+
+    if saves:
+        step(0)
+        step(1)
         checkpoint.save(folder)
-    return {fqn: whole_tensor(each).clone() for fqn, each in pipe.named_parameters()}
+        saved = values()
+        step(2)
+    checkpoint.load(folder)
+    found = saved if saves else values()
+    step(0)
+    return found, values()
 
 
 @pytest.mark.parametrize(
@@ -83,17 +93,15 @@ def trained(rank: int, mesh: Mesh, folder: Path, load: bool, steps: int) -> dict
     ],
 )
 def test_a_checkpoint_fits_every_mesh(saves: Mesh, loads: Mesh, tmp_path: Path) -> None:
-    def ran(mesh: Mesh, *args: Any) -> dict[str, Tensor]:
+    def ran(mesh: Mesh, saves: bool) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         if mesh is ONE:
-            return trained(0, mesh, *args)
-        found: dict[str, Tensor] = {}
-        for each in run_ranks(trained, mesh.ranks, mesh, *args):
-            found |= each
-        return found
+            return trained(0, mesh, tmp_path, saves)
+        found, gone_on = zip(*run_ranks(trained, mesh.ranks, mesh, tmp_path, saves), strict=True)
+        return dict(ChainMap(*found)), dict(ChainMap(*gone_on))
 
-    saved, loaded = ran(saves, tmp_path, False, 2), ran(loads, tmp_path, True, 0)
+    saved, expected = ran(saves, True)
+    loaded, gone_on = ran(loads, False)
     assert saved.keys() == loaded.keys()
     assert all(torch.equal(saved[fqn], loaded[fqn]) for fqn in saved)
-    expected, gone_on = ran(saves, tmp_path, True, 1), ran(loads, tmp_path, True, 1)
     for fqn, parameter in gone_on.items():
         torch.testing.assert_close(parameter, expected[fqn], rtol=1e-3, atol=1e-4)

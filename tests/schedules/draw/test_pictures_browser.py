@@ -68,7 +68,7 @@ def browse(page: Path, profile: Path, *what: str) -> str:
     assert BROWSER is not None
     options = ["--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", "--force-device-scale-factor=1"]
     command = [BROWSER, *options, f"--user-data-dir={profile}", *what, page.as_uri()]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=True).stdout
+    return subprocess.run(command, capture_output=True, text=True, timeout=600, check=True).stdout
 
 
 def laid_out(timeline: Timeline, folder: Path, *below: Timeline) -> list[dict[str, Any]]:
