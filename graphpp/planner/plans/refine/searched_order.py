@@ -5,9 +5,9 @@ Contract
     out  the prediction of the same setting under an order of `graphpp.schedule_auto`, whose placement is that of the named one;
          None where the step is too long to be searched as a whole, and where no order fits
 
-The search knows the bytes of activations alone. It has the bytes that everything else leaves on each rank under the named
-schedule; if its order has more beside them, so that the prediction exceeds the cap, it has what everything else leaves with each
-kind at its most. An order for more than some hundred forwards would take minutes to search.
+The search knows the bytes of activations alone. It may take the bytes that everything else leaves on each rank under the named
+schedule. If the prediction of its order exceeds the cap, everything else counts with each kind at its most. An order for more
+than some hundred forwards would take minutes to search.
 """
 
 from __future__ import annotations
