@@ -49,6 +49,11 @@ def kept(pipe: graphpp.Pipeline) -> tuple[int, int]:
     return len(pipe._cache._graphs), len(pipe._cache._prepared)
 
 
+def signatures(pipe: graphpp.Pipeline) -> list[tuple[str, ...]]:
+    """The signatures of the graphs that a pipeline keeps, the one used longest ago first."""
+    return [key.signature for key in pipe._cache._graphs]
+
+
 def all_parameters(pipe: graphpp.Pipeline) -> list[str]:
     """FQNs of the whole model's parameters, those of other ranks included."""
     return pipe._state.parameters

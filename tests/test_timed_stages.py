@@ -11,6 +11,7 @@ from torch import nn
 import graphpp
 from graphpp.errors import BatchError, GraphPPError, SplitError
 from tests.compiler.test_time_programs import ASLEEP, mean, stack
+from tests.compiler.test_time_programs import clock as clock
 
 EXAMPLE = graphpp.Microbatch((torch.ones(4, 8),))
 

@@ -17,11 +17,11 @@ from typing import Any
 
 import torch
 
-from graphpp._torch.pytree import TreeSpec
+from graphpp._torch.pytree import TreeSpec, is_plain
 from graphpp.batch.microbatch import FlatMicrobatch, Microbatch, Structure, Whole
 from graphpp.errors import BatchError
 
-_SIGNATURES = 64  # that are kept at most
+_SIGNATURES = 64  # most signatures that a cutter keeps
 _BY_HAND = "step_microbatches([graphpp.Microbatch(...), ...])"
 
 
@@ -34,15 +34,15 @@ class BatchCutter:
     def __init__(self, example: Microbatch | None = None) -> None:
         tensors = {} if example is None else FlatMicrobatch.of(example).tensors
         self._shapes = {path: leaf.shape for path, leaf in tensors.items()}
-        self._structure: Structure | None = None  # of the latest batch
-        self._signatures: tuple[TreeSpec, dict[tuple[Any, ...], tuple[str, ...]]] | None = None  # of pieces, by layout
+        self._structure: Structure | None = None  # the structure of the latest batch
+        self._signatures: tuple[TreeSpec, dict[tuple[Any, ...], tuple[str, ...]]] | None = None  # of pieces, by their layout
         self._cut: frozenset[str] | None = None  # the paths of the tensors that were cut in the latest batch
         self._tensors = frozenset[str]()  # the paths of all tensors of that batch
 
     def flat(self, batch: Microbatch) -> FlatMicrobatch:
         """A batch as flat leaves. Raises `BatchError` for leaves that hide tensors."""
         found = FlatMicrobatch.of(batch, self._structure)
-        self._structure = found.structure
+        self._structure = found.structure if is_plain(found.spec) else None
         return found
 
     def cut(self, flat: FlatMicrobatch, microbatches: int) -> list[FlatMicrobatch]:
@@ -61,12 +61,14 @@ class BatchCutter:
         if any(isinstance(leaf, Whole) for leaf in flat.values):
             pieces = [replace(FlatMicrobatch.of(piece.microbatch()), rows=piece.rows) for piece in pieces]
         signatures = {piece.rows: self._signature(piece) for piece in (pieces[0], pieces[-1])}
-        for piece in pieces:  # those of as many rows are alike
+        for piece in pieces:  # pieces of as many rows have one signature
             piece.take_signature(signatures[piece.rows])
         return pieces
 
     def _signature(self, piece: FlatMicrobatch) -> tuple[str, ...]:
         """The signature of a piece, from an earlier batch if one was cut into such pieces."""
+        if not is_plain(piece.spec):
+            return piece.signature
         known, layout = self._signatures, piece.layout
         if known is None or known[0] != piece.spec or len(known[1]) > _SIGNATURES:
             known = self._signatures = piece.spec, {}

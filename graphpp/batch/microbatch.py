@@ -27,7 +27,7 @@ from graphpp.arguments import MAPPING, require, shown, type_name
 from graphpp.errors import BatchError
 
 _OF_PYTHON = (NoneType, bool, int, float, complex, str, bytes, range, slice, Enum)
-Structure = tuple[pytree.TreeSpec, tuple[str, ...]]  # and the paths of its leaves
+Structure = tuple[pytree.TreeSpec, tuple[str, ...]]  # a structure and the paths of its leaves
 _PLAIN = (*_OF_PYTHON, torch.dtype, torch.device, torch.layout, torch.memory_format, torch.Size)
 
 
@@ -102,11 +102,11 @@ class FlatMicrobatch:
     def of(cls, batch: Microbatch, known: Structure | None = None) -> FlatMicrobatch:
         """Flatten `batch`; arguments wrapped by `whole` stay wrapped. Raises `BatchError` for leaves that hide tensors.
 
-        `known`: a structure whose paths are reused if it is the batch's.
+        `known`: a structure of builtin containers, whose paths are reused if the batch has this structure.
         """
         tree = {"args": batch.args, "kwargs": batch.kwargs, "target": batch.target}
         values, spec = pytree.tree_flatten(tree)
-        if known is not None and known[0] == spec:
+        if known is not None and known[0] == spec and pytree.is_plain(spec):
             spec, paths = known
         else:
             paths = tuple(_path(keys) for keys, _ in pytree.tree_flatten_with_path(tree)[0])

@@ -203,7 +203,7 @@ class GraphCache:
             self._prepared.keep(call.keys, PreparedStep(made, runner))
             self._forget_all_but(call.keys)
             self._assembly.keep_only([*self._all_kept(), *graphs.values()])
-        for key in set(call.keys):
+        for key in dict.fromkeys(call.keys):  # in an order that all ranks have: it decides which graph is dropped
             for kept in (self._graphs, self._sized):
                 if key in kept:
                     kept.use(key)

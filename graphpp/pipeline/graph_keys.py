@@ -58,7 +58,8 @@ class GraphKeys:
         self._index = {fqn: index for index, (fqn, _) in enumerate(model.named_modules())}
         self._known: Recent[GraphKey, GraphKey] = Recent(limit)  # one object per key: comparing it with itself costs nothing
         self._same: Recent[GraphKey, GraphKey] = Recent(limit)  # other conditions under which the graph of a key holds
-        self._latest = self._around(self._checked.conditions), dict[tuple[bool, tuple[str, ...]], GraphKey]()
+        self._limit = limit
+        self._latest = self._around(self._checked.conditions), self._no_keys()
         self._ignored: Recent[tuple[bool, tuple[str, ...]], set[Places]] = Recent(limit)
 
     def keys(self, training: bool, signatures: Iterable[tuple[str, ...]]) -> dict[tuple[str, ...], GraphKey]:
@@ -78,15 +79,20 @@ class GraphKeys:
             )
         around = self._around(look.conditions)
         if self._latest[0] != around:
-            self._latest = around, {}
-        return {signature: self._known_key(training, signature) for signature in set(signatures)}
+            self._latest = around, self._no_keys()
+        return {signature: self._known_key(training, signature) for signature in dict.fromkeys(signatures)}
+
+    def _no_keys(self) -> Recent[tuple[bool, tuple[str, ...]], GraphKey]:
+        return Recent(self._limit)
 
     def _known_key(self, training: bool, signature: tuple[str, ...]) -> GraphKey:
         """The key of a signature under the conditions of the latest look."""
         around, known = self._latest
-        if (training, signature) not in known:
-            known[training, signature] = self._key(training, signature, around)
-        return known[training, signature]
+        if (training, signature) in known:
+            return known.use((training, signature))
+        found = self._key(training, signature, around)
+        known.keep((training, signature), found)
+        return found
 
     def _around(self, conditions: Conditions) -> Around:
         return conditions, self._recaptures, autocast_state(self._device_type)
@@ -94,7 +100,7 @@ class GraphKeys:
     def forget_values(self) -> None:
         """Hold no tensor any more that has left the model since the latest look."""
         self._checked = self._watch.look()
-        self._latest = self._around(self._checked.conditions), {}
+        self._latest = self._around(self._checked.conditions), self._no_keys()
 
     def after_capture(self) -> None:
         """Take for unchanged what a capture has changed outside of the modules."""

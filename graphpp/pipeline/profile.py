@@ -104,7 +104,7 @@ def profile_of(own: RecordedSteps, others: Sequence[RecordedSteps] = (), heads: 
         overlap=median(shares) if shares else 1.0,
         overhead=float(torch.stack(gather_tensors(overhead, place)).median()),
         flow=message_flow(place.group, place.device),
-        woven=costs_of_programs(programs[0]).woven,
+        woven=any(costs_of_programs(program).woven for program in programs),
     )
     usual = sorted(runs, key=lambda run: run.makespan)[(len(runs) - 1) // 2]
     memory = memory_curves(schedule, usual.events, costs)
@@ -199,7 +199,7 @@ def stage_costs(runs: Sequence[Timeline], stages: int) -> tuple[StageCosts, ...]
 def _with_bytes(
     costs: Sequence[StageCosts], own: Sequence[PipelineProgram], runners: Sequence[GraphPPRunner]
 ) -> tuple[StageCosts, ...]:
-    """The costs with their bytes, the largest of any microbatch: saved bytes of `own`; those of each kind of action of all."""
+    """The costs with the bytes of the largest microbatch: saved bytes of `own`, bytes of each kind of action of all."""
     distinct = {id(program): program for program in (*own, *(each for runner in runners for each in runner.programs))}
     found = []
     for index, each in enumerate(costs):

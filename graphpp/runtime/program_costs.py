@@ -5,17 +5,19 @@ Contract: times are not known from programs alone, so F = I = W = 1, and message
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
-from graphpp.runtime.program import Phase, PipelineProgram, total_bytes
+from graphpp.runtime.program import Phase, PipelineProgram, TensorMeta
+from graphpp.runtime.transport import ReceiveBuffer
 from graphpp.schedules.table.actions import Kind
 from graphpp.schedules.table.costs import Costs, MessageFlow, StageCosts
 
 
 def costs_of_stage(program: PipelineProgram, index: int) -> StageCosts:
-    """The bytes that one microbatch of a stage saves, keeps between I and W, and has alive at the peak of each phase.
+    """The bytes of one microbatch of a stage.
 
-    And those that the stage receives from its neighbours, and sends to them.
+    They are the bytes that the stage saves, keeps between I and W, has alive at the peak of each phase, receives from its
+    neighbours, and sends to them.
     """
     stage = program.stages[index]
     run = {phase: item for phase, item in stage.programs.items() if phase is not Phase.EVALUATE}
@@ -31,10 +33,15 @@ def costs_of_stage(program: PipelineProgram, index: int) -> StageCosts:
 def _received_bytes(program: PipelineProgram, index: int) -> dict[Kind, int]:
     found = dict[Kind, int]()
     if index:
-        found[Kind.F] = total_bytes(program.boundaries[index - 1].forward)
+        found[Kind.F] = _buffers(program.boundaries[index - 1].forward)
     if index < len(program.stages) - 1:
-        found |= dict.fromkeys((Kind.B, Kind.I), total_bytes(program.boundaries[index].backward))
+        found |= dict.fromkeys((Kind.B, Kind.I), _buffers(program.boundaries[index].backward))
     return found
+
+
+def _buffers(values: Iterable[TensorMeta]) -> int:
+    """The bytes of the receive buffers of several values."""
+    return sum(map(ReceiveBuffer.nbytes, values))
 
 
 def costs_of_programs(program: PipelineProgram, flow: MessageFlow = MessageFlow()) -> Costs:  # noqa: B008 - a frozen value

@@ -26,13 +26,15 @@ from __future__ import annotations
 import time
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import islice
+from math import prod
 
 import torch
 import torch.distributed as dist
 
+from graphpp._torch.symbols import hint
 from graphpp.parallel.failure import PeerLost
 from graphpp.parallel.groups import receives_overtake
 from graphpp.parallel.same_host.connect import same_host
@@ -83,9 +85,10 @@ class PendingMessage:
 def message_flow(group: dist.ProcessGroup | None, device: torch.device) -> MessageFlow:
     """How early receives of a pipeline are posted, and how long its messages take memory.
 
-    A send between ranks of one host copies its values and is complete.
+    A send between ranks of one host copies its values and is complete. `group`: None where one process plans a table for
+    several ranks, which then count as ranks of one host.
     """
-    copies = device.type == "cpu" and same_host(group) is not None
+    copies = device.type == "cpu" and (group is None or same_host(group) is not None)
     return MessageFlow(ahead=DEPTH if receives_overtake(group, device) else 0, kept=0 if copies else DEPTH)
 
 
@@ -274,6 +277,16 @@ class ReceiveBuffer:
         if layout.dense:
             return cls(strided.permute(layout.order), strided, meta.shape, layout)
         return cls(torch.empty(layout.packed, dtype=meta.dtype, device=device), strided, meta.shape, layout)
+
+    @staticmethod
+    def nbytes(meta: TensorMeta) -> int:
+        """The bytes that the memory of a value takes until the value is read: gaps, and a packed copy where there are any."""
+        known = replace(meta, shape=tuple(map(hint, meta.shape)), stride=tuple(map(hint, meta.stride)))
+        layout = _layout(known)
+        sizes = zip(layout.stored, layout.stride, strict=True)
+        span = 1 + sum((size - 1) * stride for size, stride in sizes) if all(layout.stored) else 0
+        packed = 0 if layout.dense else prod(layout.packed)
+        return (span + packed) * known.dtype.itemsize
 
     def value(self) -> torch.Tensor:
         """The value, once its elements have arrived."""

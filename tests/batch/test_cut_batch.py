@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import torch
+from torch.utils import _pytree
 
 from graphpp.batch.cut_batch import BatchCutter
 from graphpp.batch.microbatch import Microbatch, whole
@@ -43,3 +44,33 @@ def test_pieces_of_as_many_rows_share_one_signature() -> None:
     assert last.rows == 1
     assert last.signature != first.signature
     assert cutter.cut(cutter.flat(BATCHES[0]), 3)[0].signature is first.signature
+
+
+class Scaled:
+    """A tensor and a mapping, which is the context of the class's structure."""
+
+    def __init__(self, x: torch.Tensor, context: dict[str, object]) -> None:
+        self.x, self.context = x, context
+
+
+_pytree.register_pytree_node(
+    Scaled,
+    lambda each: ([each.x], each.context),
+    lambda values, context: Scaled(*values, context),
+    serialized_type_name="tests.batch.Scaled",
+    flatten_with_keys_fn=lambda each: ([(_pytree.GetAttrKey("x"), each.x)], each.context),
+)
+
+
+def test_a_structure_with_data_of_a_registered_class_is_read_anew() -> None:
+    """The context changes in place, or is equal to that of an earlier batch and another number."""
+    cutter, context = BatchCutter(), dict[str, object](scale=1)
+    found = []
+    for scale in (1, 2, True, 1.0, 0.0, -0.0):
+        context["scale"] = scale
+        for given in (context, dict(context)):
+            piece = cutter.cut(cutter.flat(Microbatch((Scaled(X, given),))), 3)[0]
+            assert piece.signature == replace(piece).signature
+            assert piece.microbatch().args[0].context is given
+            found.append(piece.signature)
+    assert len(set(found)) == 6

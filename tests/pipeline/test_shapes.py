@@ -246,6 +246,19 @@ def test_a_call_may_use_more_shapes_than_are_kept() -> None:
     assert_like_eager(model, reference)
 
 
+def test_graphs_are_dropped_in_an_order_that_hashes_do_not_decide() -> None:
+    """Ranks have other hash seeds, and must drop the same graphs."""
+    model = nn.Sequential(nn.Linear(4, 4))
+    pipe = graphpp.compile(model, F.mse_loss, microbatches=3, debug=graphpp.Debug(max_graphs=12, dynamic=False))
+    for rows in (8, 11, 14, 17, 20, 23):  # pieces of two sizes, the smaller one last
+        pipe.step(torch.ones(rows, 4), target=torch.ones(rows, 4))
+    for rows in (8, 11, 14, 17, 20, 23):
+        pipe.step(torch.ones(rows, 4), target=torch.ones(rows, 4))
+        usual = -(-rows // 3)
+        sizes = [lines[1].partition(": [")[2].partition(",")[0] for lines in internals.signatures(pipe)[-2:]]
+        assert sizes == [str(usual), str(rows - 2 * usual)], rows
+
+
 def test_outputs_that_cannot_be_joined_are_refused_and_counts_are_not_taken_from_one_part() -> None:
     class Turned(Tagger):
         def forward(self, tokens: Tensor, deep: bool = False) -> Any:

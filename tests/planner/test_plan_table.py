@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 import torch
 
+from graphpp.runtime import transport
 from tests.distributed import run_ranks
 from tests.exhaustive import further
 from tests.planner.plan_table import HEAD, LINES, Line, compiled_plan, fullest, plan, row
@@ -35,8 +37,10 @@ def test_the_document_has_the_plan(at: int) -> None:
 
 
 def planned(rank: int, line: Line) -> str:
+    """The plan of ranks whose messages go over gloo: those of one host hold no sent value."""
     torch.set_num_threads(1)
-    return str(compiled_plan(line))
+    with patch.object(transport, "same_host", lambda group: None):
+        return str(compiled_plan(line))
 
 
 @pytest.mark.parametrize("schedule", ["LoopedBFS"])

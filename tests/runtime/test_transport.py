@@ -85,6 +85,14 @@ def test_packing_keeps_bits_and_strides(name: str) -> None:
     assert arrived.stride() == value.stride()
 
 
+@pytest.mark.parametrize("name", VALUES)
+def test_the_bytes_of_a_buffer_are_known_beforehand(name: str) -> None:
+    meta = meta_of(VALUES[name]())
+    buffer = ReceiveBuffer.of(meta, CPU)
+    storages = {each.untyped_storage().data_ptr(): each.untyped_storage() for each in (buffer.elements, buffer.strided)}
+    assert ReceiveBuffer.nbytes(meta) == sum(each.nbytes() for each in storages.values())
+
+
 @pytest.mark.parametrize("name", ["dense", "transposed", "permuted", "a row", "expanded", "channels last", "0-dim"])
 def test_what_lies_dense_is_sent_from_where_it_lies(name: str) -> None:
     value = VALUES[name]()

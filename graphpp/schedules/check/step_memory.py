@@ -95,7 +95,7 @@ class StepMemory:
                     f"schedule {table.name!r} has {table.stages} stages, the costs are of {len(each.stages)}; "
                     "give the costs of each stage"
                 )
-        if any((each.flow.kept, each.woven) != (reading.kept, reading.woven) for each in costs):
+        if any(each.flow.kept != reading.kept for each in costs) or any(each.woven for each in costs) != reading.woven:
             raise ScheduleError(f"schedule {table.name!r} was read for costs with another flow, or with other overlaps")
         if any(each.layers for each in held) and not reading.layers:
             raise ScheduleError(f"schedule {table.name!r} was read for ranks that gather no single layers")
@@ -141,15 +141,15 @@ def _read(
     each = [costs] * table.microbatches if isinstance(costs, Costs) else list(costs)
     if len(each) != table.microbatches:
         raise ScheduleError(f"schedule {table.name!r} has {table.microbatches} microbatches, the costs {len(each)}")
-    distinct, numbers = list[Costs](), dict[int, int]()
+    distinct, numbers = [costs] if isinstance(costs, Costs) else list[Costs](), dict[int, int]()
     for one in each:
         if id(one) not in numbers:
             numbers[id(one)] = next((at for at, known in enumerate(distinct) if known == one), len(distinct))
             distinct += [one] if numbers[id(one)] == len(distinct) else []
     reading = Reading(
         [numbers[id(one)] for one in each],
-        distinct[0].flow.kept,
-        distinct[0].woven,
+        max((one.flow.kept for one in distinct), default=0),
+        any(one.woven for one in distinct),
         layers=any(one.layers for one in held),
         offloaded=offloaded,
     )

@@ -10,6 +10,7 @@ Contract
 
 from __future__ import annotations
 
+from collections import defaultdict, deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TypeVar
 
@@ -22,7 +23,7 @@ from graphpp.schedules.table.schedule import Row, Schedule
 from graphpp.schedules.table.state_bytes import HeldBytes
 
 T = TypeVar("T")
-Spans = Mapping[Action, tuple[float, float]]
+Spans = Mapping[Action, deque[tuple[float, float]]]  # start and end of each time at which an action runs, in order
 KindCurve = tuple[tuple[float, Mapping[str, int]], ...]
 Curve = tuple[tuple[float, int], ...]
 
@@ -46,9 +47,9 @@ def memory_curves(table: Schedule, events: Iterable[Event], costs: Costs) -> tup
 
 
 def _spans(events: Iterable[Event], ranks: int) -> list[Spans]:
-    spans: list[dict[Action, tuple[float, float]]] = [{} for _ in range(ranks)]
-    for event in events:
-        spans[event.rank][event.action] = event.start, event.end
+    spans: list[dict[Action, deque[tuple[float, float]]]] = [defaultdict(deque) for _ in range(ranks)]
+    for event in sorted(events, key=lambda each: each.start):
+        spans[event.rank][event.action].append((event.start, event.end))
     return list(spans)
 
 
@@ -57,7 +58,8 @@ def _timed(row: Row, states: Iterator[T], spans: Spans, end: float | None = None
     now = 0.0
     yield now, next(states)
     for action in row:
-        span = spans.get(action) if action is not None else None
+        left = spans.get(action) if action is not None else None
+        span = left.popleft() if left else None
         for side in (0, 1):
             state = next(states)
             if span is not None:

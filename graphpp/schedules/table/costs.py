@@ -43,12 +43,9 @@ class StageCosts:
         if not all(number is None or 0 <= number < inf for number in numbers):
             raise ScheduleError(f"{self}: times and bytes are finite numbers, 0 or more")
 
-    def change(self, kind: Kind, followed: bool = True) -> tuple[int, int]:
-        """Change of the rank's live bytes at the start of an F, B, I or W, and at its end.
-
-        `followed`: a backward will read the saved activations; False in evaluation, which saves none.
-        """
-        saved, kept = self.saved_bytes if followed else 0, self.bytes_after_input_grad
+    def change(self, kind: Kind) -> tuple[int, int]:
+        """Change of the rank's live bytes at the start of an F, B, I or W, and at its end."""
+        saved, kept = self.saved_bytes, self.bytes_after_input_grad
         before = {Kind.F: 0, Kind.B: saved, Kind.I: saved, Kind.W: kept}[kind]
         after = {Kind.F: saved, Kind.B: 0, Kind.I: kept, Kind.W: 0}[kind]
         running = self.running_bytes(kind)

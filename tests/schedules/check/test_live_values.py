@@ -13,7 +13,7 @@ from hypothesis import given, settings
 
 from graphpp.errors import ScheduleError
 from graphpp.schedules.check.checker import check
-from graphpp.schedules.check.step_memory import peak_bytes, step_peaks, step_totals
+from graphpp.schedules.check.step_memory import peak_bytes, step_bytes, step_peaks, step_totals
 from graphpp.schedules.generate.read import make_table
 from graphpp.schedules.rewrite.add_send_recv import add_send_recv
 from graphpp.schedules.table.actions import Action, Kind, parse
@@ -129,9 +129,13 @@ def test_any_table(table: tuple[Rows, int, int, Random]) -> None:
     """At each place of a row: the sum over all values that are made or arrive by then, and are not freed yet."""
     rows, stages, microbatches, random = table
     schedule = Schedule.of(rows, stages=stages, microbatches=microbatches)
-    costs = Costs(tuple(some_bytes(random) for _ in range(stages)), flow=MessageFlow(kept=random.randint(0, 2)))
-    for row, found in zip(rows, step_totals(schedule, costs), strict=True):
-        assert found == [0, *lives(row, schedule, costs).at]
+    flow = MessageFlow(kept=random.randint(0, 2))
+    kinds = [Costs(tuple(some_bytes(random) for _ in range(stages)), flow=flow) for _ in range(2)]
+    costs = [random.choice(kinds) for _ in range(microbatches)]
+    for row, found in zip(rows, step_bytes(schedule, costs), strict=True):
+        *totals, at_end = [sum(parts.values()) for _, parts in found]
+        assert totals == [0, *lives(row, schedule, costs).at]
+        assert at_end == 0
 
 
 def some_bytes(random: Random) -> StageCosts:
@@ -139,22 +143,27 @@ def some_bytes(random: Random) -> StageCosts:
         return random.randint(0, 9)
 
     received, sent = ({kind: some() for kind in kinds} for kinds in ((Kind.F, Kind.B), (Kind.F, Kind.B, Kind.I)))
-    return StageCosts(saved_bytes=some(), kept_bytes=random.choice([None, some()]), received_bytes=received, sent_bytes=sent)
+    running = {kind: 3 * some() for kind in (Kind.F, Kind.B, Kind.I, Kind.W)}
+    kept = random.choice([None, some()])
+    return StageCosts(saved_bytes=some(), kept_bytes=kept, peak_bytes=running, received_bytes=received, sent_bytes=sent)
 
 
-def lives(row: list[Action], schedule: Schedule, costs: Costs) -> Lives:
-    """The independent sum."""
+def lives(row: list[Action], schedule: Schedule, costs: Sequence[Costs]) -> Lives:
+    """The independent sum; `costs`: by microbatch."""
     found = Lives(len(row))
     at = {leaf: column for column, action in enumerate(row) for leaf in action.leaves}
     leaving = defaultdict[int, list[tuple[int, int, int]]](list)  # by rank: (column, place in a batch, bytes) of sent values
     for leaf, column in at.items():
-        stage, here = costs.stages[leaf.stage], 2 * column
+        stage, here = costs[leaf.microbatch or 0].stages[leaf.stage], 2 * column
+        kept = stage.saved_bytes if stage.kept_bytes is None else stage.kept_bytes
+        if leaf.kind in stage.peak_bytes:
+            least = kept if leaf.kind is Kind.W else stage.saved_bytes
+            found.add(max(0, stage.peak_bytes[leaf.kind] - least), here, here)
         whole = next((at[each] for kind in (Kind.B, Kind.I) if (each := leaf._replace(kind=kind)) in at), None)
         if leaf.kind is Kind.F:
             found.add(stage.saved_bytes, here, here if whole is None else 2 * whole)
             rest = at.get(leaf._replace(kind=Kind.W))
             if rest is not None and whole is not None:
-                kept = stage.saved_bytes if stage.kept_bytes is None else stage.kept_bytes
                 found.add(kept, 2 * whole + 1, 2 * rest)
         if leaf.kind in (Kind.RECV_F, Kind.RECV_B):
             reader = at[leaf._replace(kind=Kind.F)] if leaf.kind is Kind.RECV_F else whole
@@ -173,7 +182,7 @@ def lives(row: list[Action], schedule: Schedule, costs: Costs) -> Lives:
                 place = batch.index((leaf.stage, leaf.microbatch))
                 leaving[schedule.rank_of_stage[leaf.stage + step]].append((send, place, stage.sent_bytes[leaf.kind]))
     for sent in leaving.values():
-        add_kept(found, sorted(sent), costs.flow.kept)
+        add_kept(found, sorted(sent), costs[0].flow.kept)
     return found
 
 

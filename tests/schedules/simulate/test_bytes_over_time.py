@@ -13,6 +13,7 @@ from graphpp.schedules.rewrite.add_send_recv import add_send_recv
 from graphpp.schedules.rewrite.place_shards import place_shards
 from graphpp.schedules.simulate.bytes_over_time import bytes_over_time
 from graphpp.schedules.simulate.simulator import simulate
+from graphpp.schedules.table.actions import Kind
 from graphpp.schedules.table.costs import Costs, StageCosts
 from graphpp.schedules.table.state_bytes import StateBytes, held_bytes
 
@@ -36,11 +37,14 @@ def test_the_highest_sum_is_the_peak_of_the_plan(name: str, keep: int | None) ->
         assert times == sorted(times)
 
 
-def test_activations_follow_the_curve_of_the_simulator() -> None:
-    timeline = simulate(make_table("1F1B", 2, 2, 3), Costs(COSTS.stages[:2]))
-    for curve, simulated in zip(bytes_over_time(timeline, Costs(COSTS.stages[:2])), timeline.memory, strict=True):
-        at = dict(simulated)
-        assert {time: parts["activations"] for time, parts in curve if time in at} == at
+def test_bytes_change_when_the_actions_of_the_row_begin_and_end() -> None:
+    """Gathers of one stage are several equal actions of a row."""
+    table = place_shards(add_send_recv(make_table("Interleaved1F1B", 2, STAGES, 4)), 1)
+    timeline = simulate(table, replace(COSTS, gathers=(0.1,) * STAGES, reductions=(0.1,) * STAGES))
+    for rank, (row, curve) in enumerate(zip(table.table, timeline.memory, strict=True)):
+        assert len(row) > len(set(row))
+        forwards = [event.start for event in timeline.events if event.rank == rank and event.action.kind is Kind.F]
+        assert [time for time, _ in curve][1:3] == sorted(forwards)[:2]
 
 
 def test_costs_of_other_stages_are_refused() -> None:
