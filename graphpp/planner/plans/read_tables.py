@@ -58,7 +58,7 @@ def read_table(choice: ScheduleChoice, ranks: int, microbatches: int, keep: int 
     except ScheduleError:  # an overlapped action needs more stages at once
         return None
     most = max(shard_counts(table), key=lambda each: each.gathers_per_stage)
-    memory = StepMemory(table, Reading([0] * microbatches, FLOW.kept, layers=sharded and keep == 0))
+    memory = StepMemory(table, Reading([0] * microbatches, FLOW.kept, keep != 0, layers=sharded and keep == 0))
     return ReadTable(table, table.rank_of_stage, StepTimes(table), memory, most)
 
 
