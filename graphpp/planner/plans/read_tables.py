@@ -77,8 +77,8 @@ def counts_of(setting: Setting) -> tuple[int, ...]:
 class Work:
     """A budget for predictions, counted in the computations of tables that are read for the first time, not in seconds.
 
-    `tables`: left for settings under tables that were not read yet; `further`: for those under tables that were, or that are
-    as short as that takes no time.
+    `tables`: left for settings under tables that were not read yet; `further`: for those under tables that were, or
+    that are too short to count.
     """
 
     def __init__(self) -> None:
