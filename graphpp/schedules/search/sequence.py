@@ -25,7 +25,7 @@ class Elements:
 
     `before[element]`: the elements that stand before it in every sequence, next to it in the data flow or in the order of
     microbatches; `after` is its inverse. Two W of a stage may stand in the other order: a whole backward has no W in the
-    sequence, and one that is taken apart may get it before that of an earlier microbatch. Moves keep the order that they find.
+    sequence, and one that is taken apart may get it before that of an earlier microbatch.
     """
 
     problem: Problem
