@@ -87,7 +87,10 @@ def main() -> None:
     arguments = parser.parse_args()
     best = known()
     cases = list(drawn(arguments.drawn, arguments.seed)) or [case for case in CASES if case.name in best]
-    chosen = (case for case in cases if arguments.family in (None, case.name.split()[0]))
+    chosen = [case for case in cases if arguments.family in (None, case.name.split()[0])]
+    if not chosen:
+        families = ", ".join(sorted({case.name.split()[0] for case in cases}))
+        parser.error(f"--family {arguments.family}: there are no such cases, but cases of {families}")
     gaps = [gap(case, best.get(case.name), arguments.effort) for case in chosen]
     console = Console(width=140)
     console.print(by_family(gaps))

@@ -25,7 +25,7 @@ def drawn() -> list[int]:
 def test_numbers_in_modules_that_are_loaded_later_are_not_drawn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     before = drawn()
     folder = tmp_path.parent / "loaded"  # the name of this test's own folder begins like a test's, whose modules never count
-    folder.mkdir()
+    folder.mkdir(exist_ok=True)
     numbers = ", ".join(str(number) for number in range(7_000, 7_500))
     (folder / "loaded_later.py").write_text(f"NUMBERS = [{numbers}]\n")
     monkeypatch.syspath_prepend(folder)

@@ -7,11 +7,11 @@ Contract
          parameters each of its stages stands for. The whole graph is not changed
 
 A stage owns its nodes, and the placeholders and values without a stage that only it reads. Neighbouring stages are equal where
-their nodes are, one by one: the operations, the facts in the metas, the operands and the readers. Of a node of another stage,
-it counts how many stages away the node is and where in its stage it stands, or, unless the two stages are neighbours, which
-node it is. So a stage of a run reads and is read by its neighbours, each of them in the same way, and beyond those by nodes
-outside of the run, which all stages of the run read alike. In the shortened graph the third stage stands where the fourth one
-and so on stood.
+their nodes are, one by one: the operations, the facts in the metas, the operands, and the readers with the operand at which
+each reads. Of a node of another stage, it counts how many stages away the node is and where in its stage it stands, or, unless
+the two stages are neighbours, which node it is. So a stage of a run reads and is read by its neighbours, each of them in the
+same way, and beyond those by nodes outside of the run, which all stages of the run read alike. In the shortened graph the
+third stage stands where the fourth one and so on stood.
 """
 
 from __future__ import annotations
@@ -115,7 +115,7 @@ class _Owned:
         args = (node.args[0], *node.args[2:]) if node.target is seeded else node.args  # without the operator's number
         target = type(node.meta["role"]) if node.op == "placeholder" else node.target
         others = (user for user in node.users if user.op != "output" and self.owner[user] != stage)
-        readers = frozenset(self._reference(user, stage) for user in others)
+        readers = frozenset((self._reference(user, stage), user.all_input_nodes.index(node)) for user in others)
         value = node.meta.get("val")
         return (
             node.op, target, self._argument(args, stage), self._argument(node.kwargs, stage), facts_of_value(value),

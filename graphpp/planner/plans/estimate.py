@@ -104,7 +104,7 @@ def _pace(question: Question, setting: Setting, work: _Work) -> float:
     """The seconds from one microbatch to the next."""
     total = work.forward + work.backward
     if setting.schedule.name in _OVERLAPPED:
-        return total * overlap_of(question.priced(setting.shape, setting.rows, setting.recompute))
+        return total * overlap_of(question.priced(setting.shape, setting.rows, setting.recompute), setting.keep)
     if setting.schedule.name in _IN_CYCLES:
         return (total + 3 * max(work.forward, work.input_grad, work.weight_grad)) / 2
     return total

@@ -3,7 +3,7 @@
 Contract
     in   a `Question`, the bytes that a GPU may hold, what the model admits (`Limits`)
     out  `TrainingPlans`: the fastest plan that fits first, the others with the reason why they are not the best, and the front
-         of time and memory; `ScheduleError` where nothing fits, naming the closest
+         of time and memory; `ScheduleError` where nothing fits, naming the closest, and where the work is too little for any
     Equal arguments give equal plans. The work is bounded by the number of simulated computations, not by a clock.
 
 All settings are ordered by `estimate.py`. They are simulated in this order (`predict.py`): some of those whose estimate is
@@ -66,7 +66,7 @@ class _Candidate(NamedTuple):
 
 
 def find_plans(question: Question, limits: Limits, cap: int, choices: Choices) -> TrainingPlans:
-    """The plans for a question. Raises `ScheduleError` where none fits `cap` bytes."""
+    """The plans for a question. Raises `ScheduleError` where none fits `cap` bytes, or none is simulated."""
     ordered = sorted(_estimated(question, limits, choices, cap), key=lambda each: (each.guess, each.least, repr(each.setting)))
     if not ordered:
         raise ScheduleError(_nothing(question, limits, choices))
@@ -80,6 +80,11 @@ def find_plans(question: Question, limits: Limits, cap: int, choices: Choices) -
     if not any(each.peak <= cap for each in search.found.values()):
         search.work.grant(round(choices.work * _LAST))
         _simulate(search, sorted(ordered, key=lambda each: (each.guess.nbytes, each.guess.seconds)))
+    if not search.found:
+        raise ScheduleError(
+            f"work={choices.work:,}: of {len(ordered):,} settings none could be simulated: give more work; some 15,000 "
+            "computations take a second"
+        )
     if choices.schedules is None or ORDER in choices.schedules:
         _search_orders(search)
     further = sum(bool(each.recomputed) or each.schedule.order is not None for each in search.found)  # made on the way

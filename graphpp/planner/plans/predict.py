@@ -90,7 +90,7 @@ def order_costs(question: Question, setting: Setting, cut: Cut, table: ReadTable
     step = _Step(question, setting, cut)
     peaks = step.rank_peaks(table)
     least = tuple(each.nbytes - each.most["activations"] for each in peaks)
-    return OrderCosts(step.costs, least, tuple(sum(each.most.values()) - each.most["activations"] for each in peaks))
+    return OrderCosts(step.waiting, least, tuple(sum(each.most.values()) - each.most["activations"] for each in peaks))
 
 
 def peaks_of(question: Question, setting: Setting, cut: Cut, tables: Sequence[ReadTable]) -> tuple[int, ...]:
@@ -136,7 +136,8 @@ class _Step:
         on, back = (tuple(machines.send(nbytes, stride) for nbytes in sizes) for sizes in crossing)
         timed = replace(costs, sends_forward=on, sends_backward=back, gathers=gathers, reductions=reductions)
         moving = replace(timed, stages=with_messages(costs.stages, *crossing), flow=FLOW)
-        return replace(moving, overlap=overlap_of(self._priced)), state
+        keep = self._setting.keep
+        return replace(moving, overlap=overlap_of(self._priced, keep), woven=keep != 0), state
 
     def _crossing(self) -> tuple[list[int], list[int]]:
         """The bytes over each boundary between stages, forward and backward."""
@@ -186,6 +187,11 @@ class _Step:
         """The costs of the stages."""
         return self._stages[0]
 
+    @property
+    def waiting(self) -> Costs:
+        """The costs of the stages; where computations gather single layers, with the seconds for which these wait."""
+        return self._layers.costs(self.costs) if self._setting.keep == 0 else self.costs
+
     def rank_peaks(self, table: ReadTable) -> tuple[StepPeak, ...]:
         """The peak of each rank in one step with as many microbatches as the table.
 
@@ -234,7 +240,7 @@ class _Step:
         costs = self.costs
         if self._setting.keep == 0:
             alone, busy = table.times.seconds(costs, collectives=False)
-            waiting = table.times.seconds(self._layers.costs(costs), collectives=False).makespan
+            waiting = table.times.seconds(self.waiting, collectives=False).makespan
             return waiting + self._of_copies(table), busy, alone
         makespan, busy = table.times.seconds(costs)
         collected = sum(costs.gathers) + sum(costs.reductions) > _SMALL * makespan

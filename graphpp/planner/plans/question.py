@@ -86,8 +86,13 @@ class Question:
         return found
 
 
-def overlap_of(priced: PricedModel) -> float:
-    """The time of an overlapped F and B as a share of their sum: collectives hide under computation, but for a tenth."""
+def overlap_of(priced: PricedModel, keep: int | None) -> float:
+    """The time of an overlapped F and B as a share of their sum: collectives hide under computation, but for a tenth.
+
+    `keep`: the setting's; under 0 computations gather single layers, and the two parts run one after the other.
+    """
+    if keep == 0:
+        return 1.0
     parts = priced.segments.costs.stages
     total = sum(part.forward + part.of(Kind.B) for part in parts)
     exchanged = sum(each[0] + each[1] for each in priced.exchanges)

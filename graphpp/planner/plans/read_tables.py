@@ -58,7 +58,7 @@ def read_table(choice: ScheduleChoice, ranks: int, microbatches: int, keep: int 
     except ScheduleError:  # an overlapped action needs more stages at once
         return None
     most = max(shard_counts(table), key=lambda each: each.gathers_per_stage)
-    memory = StepMemory(table, Reading([0] * microbatches, FLOW.kept, layers=sharded and keep == 0))
+    memory = StepMemory(table, Reading([0] * microbatches, FLOW.kept, keep != 0, layers=sharded and keep == 0))
     return ReadTable(table, table.rank_of_stage, StepTimes(table), memory, most)
 
 
@@ -77,8 +77,8 @@ def counts_of(setting: Setting) -> tuple[int, ...]:
 class Work:
     """A budget for predictions, counted in the computations of tables that are read for the first time, not in seconds.
 
-    `tables`: left for settings under tables that were not read yet; `further`: for those under tables that were, or that are
-    as short as that takes no time.
+    `tables`: left for settings under tables that were not read yet; `further`: for those under tables that were, or
+    that are too short to count.
     """
 
     def __init__(self) -> None:

@@ -24,7 +24,8 @@ class Elements:
     """The elements of a sequence. `ranks[element]`: its rank, or the ranks of its SEND and its RECV.
 
     `before[element]`: the elements that stand before it in every sequence, next to it in the data flow or in the order of
-    microbatches; `after` is its inverse.
+    microbatches; `after` is its inverse. Two W of a stage may stand in the other order: a whole backward has no W in the
+    sequence, and one that is taken apart may get it before that of an earlier microbatch.
     """
 
     problem: Problem

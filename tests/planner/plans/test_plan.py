@@ -243,6 +243,12 @@ def test_tokens_are_those_of_the_costs() -> None:
     assert found.tokens == LENGTH and found.tokens_per_second == pytest.approx(8 * LENGTH / found.step_seconds)
 
 
+@pytest.mark.parametrize("work", [1, 2])
+def test_too_little_work_for_any_plan_is_refused_by_name(work: int) -> None:
+    with pytest.raises(ScheduleError, match=f"work={work}: of .* settings none could be simulated: give more work"):
+        plans(machines="8xH100", work=work)
+
+
 def test_printed_plans_name_the_best_and_the_reasons() -> None:
     text = str(plans())
     assert "best" in text and "slower by" in text and "MFU" in text and "stages start at" in text
@@ -284,15 +290,14 @@ def test_a_pipeline_runs_by_a_plan_as_it_is(ranks: int, options: dict[str, Any])
     searched = {name: each for name, each in options.items() if name != "keep"}
     found = plans(machines=f"{ranks}xCPU", memory_cap=2**33, **searched)
     best = found.where(lambda each: each.setting.keep == options.get("keep", each.setting.keep)).best
-    for found in run_ranks(trained, ranks, best):
-        assert found["loss"] == pytest.approx(torch.tensor(float(VOCAB)).log().item(), rel=0.1)
-        assert found["microbatches"] == best.setting.microbatches
-        assert found["starts"] == list(best.split)
-        for real, predicted in zip(found["peaks"], best.peaks, strict=True):
+    for ran in run_ranks(trained, ranks, best):
+        assert ran["loss"] == pytest.approx(torch.tensor(float(VOCAB)).log().item(), rel=0.1)
+        assert ran["microbatches"] == best.setting.microbatches
+        assert ran["starts"] == list(best.split)
+        for real, predicted in zip(ran["peaks"], best.peaks, strict=True):
             # A value that two segments of a stage hold counts twice, which is much in a model as small as this one.
             assert 0.995 * real <= predicted <= 1.06 * real
-        assert found["sent"] == pytest.approx(best.sent["dp_shard"], rel=0.02)
-
+        assert ran["sent"] == pytest.approx(best.sent["dp_shard"], rel=0.02)
 
 
 @pytest.mark.parametrize(

@@ -7,8 +7,9 @@ import torch
 
 from graphpp.devices import Machines
 from graphpp.planner.plans import read_tables
+from graphpp.planner.plans.estimate import estimate
 from graphpp.planner.plans.mesh_shapes import MeshShape
-from graphpp.planner.plans.predict import predict
+from graphpp.planner.plans.predict import order_costs, predict, tables_of
 from graphpp.planner.plans.question import Question
 from graphpp.planner.plans.settings import ScheduleChoice, Setting
 from tests.planner.plans.test_plan import LENGTH, costs
@@ -32,6 +33,9 @@ def question(batch: int = MICROBATCHES) -> Question:
         (ScheduleChoice("Interleaved1F1B", 4), 1),
         (ScheduleChoice("LoopedBFS", 4), 1),
         (ScheduleChoice("MegatronInterleaved", 2, 8), 1),
+        (ScheduleChoice("ZB1P"), 0),
+        (ScheduleChoice("DualPipeV", 2), 0),
+        (ScheduleChoice("Interleaved1F1B", 4), 0),
     ],
     ids=str,
 )
@@ -49,6 +53,33 @@ def test_a_long_step_is_that_of_the_whole_table(
     assert continued.peaks == pytest.approx(whole.peaks, rel=0.01)
     assert continued.sent["dp_shard"] == pytest.approx(whole.sent["dp_shard"], rel=0.02)
     assert continued.gathers == pytest.approx(whole.gathers, rel=0.02)
+
+
+def test_parts_of_overlapped_actions_that_gather_single_layers_take_their_sum() -> None:
+    """They run one after the other: DualPipeV, some of whose backwards are split, computes no sooner than whole backwards."""
+    asked = Question(costs(torch.bfloat16, "cuda"), Machines.read("8xH100"), 32, LENGTH)
+
+    def seconds(name: str, keep: int | None) -> tuple[float, float]:
+        setting = Setting(MeshShape(pp=RANKS, tp=2, dp_shard=2), 1, 16, ScheduleChoice(name, 2), keep)
+        found = predict(asked, setting)
+        assert found is not None
+        step = found.seconds
+        return step.forward + step.backward + step.collectives, estimate(asked, setting).seconds
+
+    computed, estimated = seconds("DualPipeV", 0)
+    (whole, _), (split, least) = seconds("Interleaved1F1B", 0), seconds("ZBVZeroBubble", 0)
+    assert seconds("DualPipeV", None)[0] < whole < computed < split
+    assert estimated >= least
+
+
+def test_orders_are_searched_with_the_waits_for_single_layers() -> None:
+    setting = Setting(MeshShape(pp=RANKS, dp_shard=2), 4, 8, ScheduleChoice("ZB1P"), 0)
+    found, tables = predict(question(64), setting), tables_of(question(64), setting)
+    assert found is not None and tables is not None
+    known = order_costs(question(64), setting, found.cut, tables[0])
+    assert found.seconds.gradients > 0.0
+    step = tables[0].times.seconds(known.costs, collectives=False).makespan
+    assert step == pytest.approx(found.seconds.total - found.seconds.optimizer)
 
 
 def test_a_number_of_microbatches_that_the_schedule_does_not_take_has_no_prediction() -> None:

@@ -132,8 +132,9 @@ class _Model:
         self.makespan = self._time("makespan")
         for rank, work in enumerate(self.work):  # implied, but the solver's bound is better with these sums
             lowest = min((stage for stage, other in home.items() if other == rank), default=None)
-            if lowest is not None:
-                self.cp.add(self.makespan >= self.start[Kind.F, lowest, 0] - self.overhead + sum(work))
+            if lowest is not None:  # blocking messages are work as well, and the first may be received before the first F
+                first = 0 if costs.blocking else self.start[Kind.F, lowest, 0] - self.overhead
+                self.cp.add(self.makespan >= first + sum(work))
         self.cp.add_max_equality(self.makespan, list(self.end.values()))
         self.cp.minimize(self.makespan)
 

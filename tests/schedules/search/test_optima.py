@@ -34,7 +34,7 @@ from graphpp.schedules.simulate.simulator import simulate
 from graphpp.schedules.table.actions import BACKWARDS, Kind
 from graphpp.schedules.table.costs import Costs
 from tests.exhaustive import examples
-from tests.schedules.search.cases import CASES, OPTIMA, Case, known
+from tests.schedules.search.cases import CASES, OPTIMA, Case, drawn, known, solve
 
 KNOWN = known()
 
@@ -242,3 +242,12 @@ def test_the_solvers_table_takes_the_time_that_the_solver_says(name: str) -> Non
     assert all(timeline.peak_bytes(rank) <= cap for rank, cap in enumerate(case.caps))
     assert solved.makespan == solved.bound == KNOWN[name].makespan
     assert OPTIMA.exists()
+
+
+def test_the_solvers_bound_holds_where_messages_occupy_ranks() -> None:
+    pytest.importorskip("ortools")
+    [case] = drawn(1, 0)
+    assert case.costs.blocking
+    table = case.search(0.1)
+    solved = solve(case, table, 0.1)
+    assert sum(each.of(Kind.F) for each in case.costs.stages) < solved.bound <= simulate(table, case.costs).makespan
