@@ -124,7 +124,7 @@ class PlanSearch:
 
 @dataclass(frozen=True)
 class _Problem:
-    """What the candidates have in common. `costs`: with the times of gathers and reductions; `caps`: of each rank in bytes."""
+    """The facts that all candidates share. `costs`: with the times of gathers and reductions; `caps`: of each rank in bytes."""
 
     costs: Costs
     state: Sequence[StateBytes]

@@ -208,7 +208,7 @@ class Boundary:
 
 @dataclass(frozen=True)
 class LayerTraffic:
-    """What a program gathers and reduces where its parameters are sharded and only single layers are whole (`keep=0`).
+    """The gathers and reductions of a program whose parameters are sharded, and whole one layer at a time (`keep=0`).
 
     `gathers`: for each gather the bytes that every rank gives; `whole`: the most bytes of whole parameters alive at once.
     `gradients`: the FQNs of the gradients that are summed over the ranks together, once the program has made all of them;

@@ -195,7 +195,7 @@ class _Pricing:
         return self._mixes[key]
 
     def layer(self, kinds: Sequence[SegmentKind], shares: Sequence[float]) -> Mapping[Kind, PhaseBytes]:
-        """What the phases of a segment read and make that is of several kinds in proportion."""
+        """By phase, the bytes of parameters and gradients of a segment that is of several kinds in proportion."""
         key = tuple(map(id, kinds))
         if key not in self._layers:
             self._layers[key] = {

@@ -103,11 +103,11 @@ def plan(  # noqa: PLR0913 - the dimensions of the search, all of them optional
         domain=found.per_machine,
     )  # fmt: skip
     sizes = {name: _listed(given) for name, given in (("pp", pp), ("tp", tp), ("ep", ep), ("cp", cp)) if given is not None}
-    choices = Choices(sizes=sizes, work=work, schedules=schedules)
-    if rows is not None:
-        choices = Choices(**{**vars(choices), "rows": tuple(_listed(rows))})
-    if recompute is not None:
-        choices = Choices(**{**vars(choices), "recompute": tuple(recompute)})
+    choices = Choices(
+        rows=Choices.rows if rows is None else tuple(_listed(rows)),
+        recompute=Choices.recompute if recompute is None else tuple(recompute),
+        schedules=schedules, sizes=sizes, work=work,
+    )  # fmt: skip
     cap = memory_cap if memory_cap is not None else round(found.device.memory * _USABLE)
     with working("searching plans"):
         return find_plans(question, limits, cap, choices)

@@ -12,7 +12,7 @@ reads one of them, or a message after the batch, waits for all of them.
 
 This models the strictest transport: NCCL's batched point-to-point, one communicator and stream per rank, no buffering.
 Every laxer transport has fewer waits: one communicator per pair of ranks (unbatched NCCL); receives that are posted early
-and waited for when they are read; up to `transport.DEPTH` sends to a rank in flight before the next send waits for the
+and waited for when they are read; up to `DEPTH` sends to a rank in flight before the next send waits for the
 oldest (the proof holds for a depth of 0, so for any depth); gloo, which may buffer a send. So a table without a cycle here
 hangs on none of them. UNSHARD, RESHARD and REDUCE_GRAD wait for the replicas of the same stage, which run the same table,
 and so for no other rank of this table.

@@ -25,7 +25,7 @@ from graphpp.schedules.table.schedule import Schedule
 
 
 class Item(IntEnum):
-    """What may be alive of one microbatch of a stage."""
+    """The kinds of values of one microbatch of a stage that may be alive."""
 
     SAVED = 0
     KEPT = 1
@@ -42,8 +42,8 @@ class Item(IntEnum):
 
 ITEMS = len(Item)
 _RUNS = {Kind.F: Item.RUNS_F, Kind.B: Item.RUNS_B, Kind.I: Item.RUNS_I, Kind.W: Item.RUNS_W}
-_TAKEN = {Kind.B: Item.SAVED, Kind.I: Item.SAVED, Kind.W: Item.KEPT}  # by the computation that reads it
-_LEFT = {Kind.F: Item.SAVED, Kind.I: Item.KEPT}  # by the computation that leaves it
+_TAKEN = {Kind.B: Item.SAVED, Kind.I: Item.SAVED, Kind.W: Item.KEPT}  # the item that a computation reads and frees
+_LEFT = {Kind.F: Item.SAVED, Kind.I: Item.KEPT}  # the item that a computation leaves behind
 _READ = {Kind.F: Item.RECEIVED_F, Kind.B: Item.RECEIVED_B, Kind.I: Item.RECEIVED_B}
 _ARRIVES = {Kind.RECV_F: Item.RECEIVED_F, Kind.RECV_B: Item.RECEIVED_B}
 _SENT = {Kind.F: Item.SENT_F, Kind.B: Item.SENT_B, Kind.I: Item.SENT_I}
@@ -119,7 +119,7 @@ class LiveValues:
             self._count(value, -1)
 
     def _take_arriving(self, reader: Action) -> None:
-        """What a computation reads from its neighbouring stage belongs to the computation from its start on."""
+        """Values from a neighbouring stage belong to the computation that reads them, from its start on."""
         for maker in upstream(reader, self._table.stages):
             self._remove((maker.stage, _SENT[maker.kind], maker.microbatch))
         if reader.kind in _READ:

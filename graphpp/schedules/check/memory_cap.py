@@ -41,7 +41,7 @@ def _spelled(peak: StepPeak) -> str:
 
 
 def _remedy(peak: StepPeak) -> str:
-    """What would take fewer bytes: of the activations, and of the state where there is any."""
+    """The changes that would take fewer bytes: of activations, and of the state where there is any."""
     order = "run a backward, or a held back W, earlier, or forwards later, or recompute in these stages"
     if not any(nbytes for kind, nbytes in peak.parts.items() if kind != "activations"):
         return order

@@ -1,8 +1,8 @@
-"""What a rank holds of the model as its row runs: whole parameters, sums of gradients, gradients on their way.
+"""The state of the model on a rank as its row runs: whole parameters, sums of gradients, gradients on their way.
 
 Contract
-    `start(leaf)`, `end(leaf)` and `gather_layers(leaves)` are called for all actions of a row in order; `state` is what the
-    rank holds then. `state_bytes` gives the bytes of a state.
+    `start(leaf)`, `end(leaf)` and `gather_layers(leaves)` are called for all actions of a row in order; `state` is the
+    rank's state then. `state_bytes` gives the bytes of a state.
 
 Parameters of a sharded stage are whole from UNSHARD to the end of RESHARD; its sums of gradients stand from its first B or W
 until REDUCE_GRAD, or a RESHARD that follows a B or W. The messages of that reduction, the rows that are sent and as many that
@@ -31,11 +31,11 @@ Running = tuple[tuple[int, Kind], ...]
 
 
 class State(NamedTuple):
-    """What a rank holds of the model.
+    """The whole parameters and the gradients on a rank.
 
     `whole`: the stages with whole parameters; `unreduced`: those with gradients that are not reduced; `reduced`: those that
     were reduced, and computations that reduced single layers, the last ones first. `early`: by stage, how many microbatches
-    have gradients that wait for their turn. `layers`: what gathers single layers now.
+    have gradients that wait for their turn. `layers`: the computations that gather single layers now.
     """
 
     whole: frozenset[int] = frozenset()

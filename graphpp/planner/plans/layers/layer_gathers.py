@@ -71,7 +71,7 @@ class LayerGathers:
         return own if kind is Kind.F else own[::-1]
 
     def _layers(self, stage: int, kind: Kind) -> list[PhaseBytes]:
-        """What the segments of a stage read and make, in the order in which they compute."""
+        """The parameters and gradients of a stage's segments, in the order in which the segments compute."""
         if stage == 0 and kind is Kind.I:
             return [PhaseBytes()]
         runs = Kind.B if stage == 0 and kind is Kind.W else kind
