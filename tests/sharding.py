@@ -190,3 +190,26 @@ def train_alone(replicas: int, tied: bool = False, max_norm: float | None = None
     for each in found:
         each.params.update({fqn: parameter.detach().clone() for fqn, parameter in pipe.named_parameters()})
     return found
+
+
+def resumed(
+    pipe: graphpp.Pipeline, checkpoint: Any, folder: Any, step: Callable[[int], None], *, saves: bool
+) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """The whole parameters of a checkpoint, as saved or as loaded, and those one step after it was loaded.
+
+    `saves`: whether the pipeline makes the checkpoint, after two steps, and trains on before it loads it.
+    """
+
+    def values() -> dict[str, Tensor]:
+        return {fqn: whole_tensor(each).clone() for fqn, each in pipe.named_parameters()}
+
+    if saves:
+        step(0)
+        step(1)
+        checkpoint.save(folder)
+        saved = values()
+        step(2)
+    checkpoint.load(folder)
+    found = saved if saves else values()
+    step(0)
+    return found, values()

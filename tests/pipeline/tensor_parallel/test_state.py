@@ -15,7 +15,7 @@ import graphpp
 from graphpp.runtime.shards.local_rows import whole_tensor
 from tests.distributed import run_ranks
 from tests.exhaustive import further
-from tests.sharding import Mesh
+from tests.sharding import Mesh, resumed
 from tests.tensor_parallel import batch, compiled, decoder, spread
 
 ONE, TENSOR, PIPE = Mesh((), ()), Mesh((2,), ("tp",)), Mesh((2, 2), ("pp", "tp"))
@@ -68,19 +68,7 @@ def trained(rank: int, mesh: Mesh, folder: Path, saves: bool) -> tuple[dict[str,
         optimizer.step()
         optimizer.zero_grad()
 
-    def values() -> dict[str, Tensor]:
-        return {fqn: whole_tensor(each).clone() for fqn, each in pipe.named_parameters()}
-
-    if saves:
-        step(0)
-        step(1)
-        checkpoint.save(folder)
-        saved = values()
-        step(2)
-    checkpoint.load(folder)
-    found = saved if saves else values()
-    step(0)
-    return found, values()
+    return resumed(pipe, checkpoint, folder, step, saves=saves)
 
 
 @pytest.mark.parametrize(
