@@ -25,7 +25,6 @@ from graphpp.options.offload import Offload
 from graphpp.options.parallel import Parallel
 from graphpp.options.recompute import Recompute
 from graphpp.pipeline.pipeline import Pipeline
-from graphpp.pipeline.post_validation import PostValidation
 from graphpp.pipeline.profile import Profile
 from graphpp.pipeline.results import EvalResult, StepResult
 from graphpp.planner.megatron_layout import Layout
@@ -73,7 +72,6 @@ __all__ = [
     "Plan",
     "PlanCandidate",
     "PlanSearch",
-    "PostValidation",
     "Profile",
     "RankFailure",
     "Recompute",

@@ -1,4 +1,4 @@
-"""The private names of torch for ranks and optimizers; importing this file imports nothing more than torch.
+"""The private names of torch for ranks, norms and copies; importing this file imports nothing more than torch.
 
 Checked on torch 2.11.0, 2.13.0 and 2.15.0:
 
@@ -15,9 +15,6 @@ Checked on torch 2.11.0, 2.13.0 and 2.15.0:
   torch 2.13 than in 2.11, and warns of the old one (checked on 2.13.0 and 2.15.0)
 - `torch._foreach_norm`: norms of many tensors at once, the call that torch's own gradient clipping makes
 - `torch._foreach_copy_`: many copies at once, the call that torch's own optimizers make
-- `Optimizer._optimizer_step_pre_hooks`, `_optimizer_step_post_hooks` and, for all optimizers, `torch.optim.optimizer.
-  _global_optimizer_pre_hooks`, `_global_optimizer_post_hooks`: the hooks that would run twice if a step is
-  rolled back and repeated
 """
 
 from __future__ import annotations
@@ -30,7 +27,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.nn.functional  # its default arguments would keep the world group of a later import alive for good
-import torch.optim.optimizer as optimizers
 from torch._C._distributed_c10d import Store as Store
 from torch.distributed import distributed_c10d
 from torch.distributed.distributed_c10d import _get_default_store, _resolve_process_group  # type: ignore[attr-defined]
@@ -91,23 +87,3 @@ def timeout_of(group: dist.ProcessGroup) -> timedelta:
     device = torch.device("cpu" if "cpu:gloo" in dist.get_backend_config(group) else "cuda")
     found: timedelta = group._get_backend(device).options._timeout
     return found
-
-
-_ONLY_LOOKS = "graphpp_only_looks"  # the attribute of hooks that may run twice
-
-
-def watch_steps(look: Callable[[torch.optim.Optimizer], None]) -> None:
-    """Call `look` before each step of every optimizer of the process. It changes nothing, so it does not count as a hook."""
-
-    def hook(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        look(optimizer)
-
-    setattr(hook, _ONLY_LOOKS, True)
-    optimizers.register_optimizer_step_pre_hook(hook)
-
-
-def has_step_hooks(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether the user has registered hooks on the optimizer's steps."""
-    own = (optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks)
-    of_all = (optimizers._global_optimizer_pre_hooks, optimizers._global_optimizer_post_hooks)
-    return any(not hasattr(hook, _ONLY_LOOKS) for hooks in (*own, *of_all) for hook in hooks.values())

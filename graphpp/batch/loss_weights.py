@@ -19,17 +19,12 @@ from dataclasses import dataclass
 import torch
 from torch.amp import GradScaler
 
-from graphpp.arguments import COUNT, require
+from graphpp.arguments import COUNT, one_of, or_none, require
 from graphpp.errors import BatchError, GraphPPError
 from graphpp.options.gradients import Reduction
 
 LossWeight = float | Sequence[float] | torch.Tensor
-
-
-class DeferredScaler:
-    """Passed as `step(..., scaler=)`: the step scales by `scaler`, and leaves the search for an overflow to this object."""
-
-    scaler: GradScaler | None
+_SCALER = or_none(one_of(GradScaler, takes="a torch.amp.GradScaler"))
 
 
 @dataclass(frozen=True)
@@ -37,21 +32,13 @@ class LossArguments:
     """The arguments of a step that concern its loss, as the caller gave them."""
 
     weight: LossWeight | None = None
-    scaler: GradScaler | DeferredScaler | None = None
+    scaler: GradScaler | None = None
     accumulation_steps: int = 1
 
     @property
-    def grad_scaler(self) -> GradScaler | None:
-        """The scaler by which the step scales. Raises `GraphPPError` for an object of another type."""
-        scaler = self.scaler.scaler if isinstance(self.scaler, DeferredScaler) else self.scaler
-        if scaler is not None and not isinstance(scaler, GradScaler):
-            raise GraphPPError(f"scaler must be a torch.amp.GradScaler, got {type(scaler).__name__}")
-        return scaler
-
-    @property
     def shares_overflow(self) -> bool:
-        """Whether the step itself looks for an overflow on all ranks."""
-        return self.scaler is not None and self.grad_scaler is self.scaler and self.scaler.is_enabled()
+        """Whether a rank's overflow is made known to all ranks."""
+        return self.scaler is not None and self.scaler.is_enabled()
 
 
 NO_WEIGHTS = LossArguments()
@@ -75,13 +62,14 @@ class LossWeighting:
 
         Raises `BatchError` for a wrong weight or number of steps, `GraphPPError` for a scaler of another type.
         """
-        steps = arguments.accumulation_steps
+        steps, scaler = arguments.accumulation_steps, arguments.scaler
         require(BatchError, "accumulation_steps", COUNT, steps)
+        require(GraphPPError, "scaler", _SCALER, scaler)
         if arguments.weight is not None:
             weights: tuple[float, ...] | None = _weights(arguments.weight, len(rows))
         else:
             weights = _by_rows(rows) if reduction == "rows" and len(set(rows)) > 1 else None
-        return cls(reduction, weights, arguments.grad_scaler, steps)
+        return cls(reduction, weights, scaler, steps)
 
     @property
     def description(self) -> list[str]:

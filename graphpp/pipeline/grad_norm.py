@@ -107,26 +107,6 @@ class RankGradients:
 
 
 @dataclass(frozen=True)
-class PendingNorms:
-    """The all-reduce of the norms of all parameters; `norms` is complete once `total` has returned."""
-
-    norms: torch.Tensor
-    codes: tuple[int, ...]
-    norm_type: float
-    work: dist.Work | None
-
-    def arrived(self) -> bool:
-        """Whether the all-reduce is complete, so that `total` would not wait."""
-        return self.work is None or self.work.is_completed()
-
-    def total(self) -> torch.Tensor:
-        """Wait for the all-reduce; the norm of all gradients, 0-dim."""
-        if self.work is not None:
-            self.work.wait()
-        return total_of(self.norms, self.codes, self.norm_type)
-
-
-@dataclass(frozen=True)
 class Clipping:
     """The arguments of `clip_grad_norm_`, which all ranks must have alike."""
 
@@ -158,10 +138,13 @@ def _number(value: object) -> float | None:
 
 def total_norm(gradients: RankGradients, norm_type: float) -> torch.Tensor:
     """The norm of all gradients of the model (0-dim, on this rank's device)."""
-    return all_reduce_(own_norms(gradients, norm_type), gradients, norm_type).total()
+    norms = _own_norms(gradients, norm_type)
+    if gradients.group is not None and dist.get_world_size(gradients.group) > 1:
+        dist.all_reduce(norms, group=gradients.group)
+    return _total(norms, gradients.codes, norm_type)
 
 
-def own_norms(gradients: RankGradients, norm_type: float) -> torch.Tensor:
+def _own_norms(gradients: RankGradients, norm_type: float) -> torch.Tensor:
     """The norms that this rank counts, float64 [parameters of the model]; 0 for all others."""
     table = torch.zeros(len(gradients.codes), dtype=torch.float64, device=gradients.device)
     counted = gradients.counted
@@ -202,14 +185,7 @@ def _part_of(parameter: torch.Tensor) -> torch.Tensor:
     return holder
 
 
-def all_reduce_(norms: torch.Tensor, gradients: RankGradients, norm_type: float) -> PendingNorms:
-    """Start the all-reduce of the ranks' norms, in place."""
-    several = gradients.group is not None and dist.get_world_size(gradients.group) > 1
-    work = dist.all_reduce(norms, group=gradients.group, async_op=True) if several else None
-    return PendingNorms(norms, gradients.codes, norm_type, work)
-
-
-def total_of(norms: torch.Tensor, codes: tuple[int, ...], norm_type: float) -> torch.Tensor:
+def _total(norms: torch.Tensor, codes: tuple[int, ...], norm_type: float) -> torch.Tensor:
     """The norm of the norms, 0-dim, joined in the order and the dtype of `torch.nn.utils.get_total_norm`."""
     order = _order_of_torch(codes, norms.device)
     if order is None:
@@ -238,22 +214,22 @@ def _places(positions: tuple[int, ...], device: torch.device) -> torch.Tensor:
 
 def share_overflow_(gradients: RankGradients) -> None:
     """Give every rank an infinite gradient if any rank has one that is not finite: each rank's own scaler then finds it."""
-    found = overflow(gradients).to(torch.int32)
+    found = _overflow(gradients).to(torch.int32)
     if gradients.group is not None and dist.get_world_size(gradients.group) > 1:
         dist.all_reduce(found, dist.ReduceOp.MAX, group=gradients.group)
     for parts in gradients.parts:
         dist.all_reduce(found, dist.ReduceOp.MAX, group=parts.group)
-    mark_overflow_(gradients, found)
+    _mark_overflow_(gradients, found)
 
 
-def overflow(gradients: RankGradients) -> torch.Tensor:
+def _overflow(gradients: RankGradients) -> torch.Tensor:
     """Whether a gradient of this rank is not finite: bool, 0-dim, on its device."""
     mine = [gradient for gradient in gradients.present() if gradient.numel()]
     finite = [norm.isfinite().to(gradients.device) for norm in (foreach_norm(mine, math.inf) if mine else [])]
     return ~torch.stack(finite).all() if finite else torch.tensor(False, device=gradients.device)
 
 
-def mark_overflow_(gradients: RankGradients, found: torch.Tensor) -> None:
+def _mark_overflow_(gradients: RankGradients, found: torch.Tensor) -> None:
     """Where `found` is above 0, make the first number of every gradient of this rank infinite.
 
     In every gradient, because the parameters may belong to several optimizers, which the scaler checks one by one.
@@ -268,11 +244,3 @@ def clip_(gradients: RankGradients, max_norm: float, norm: torch.Tensor, foreach
     """Scale this rank's gradients by max_norm / norm where the norm is larger, as torch does."""
     with torch.no_grad():
         torch.nn.utils.clip_grads_with_norm_(gradients.parameters, max_norm, norm, foreach)
-
-
-def clips(max_norm: float, norm: torch.Tensor) -> bool:
-    """Whether `clip_` would change a gradient; also true if the norm is not finite. Waits for the norm's device."""
-    probe = torch.zeros((), dtype=torch.float64, device=norm.device)
-    probe.grad = torch.ones_like(probe)
-    torch.nn.utils.clip_grads_with_norm_([probe], max_norm, norm)
-    return not bool(probe.grad == 1)

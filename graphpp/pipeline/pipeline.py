@@ -26,7 +26,7 @@ from torch.amp import GradScaler
 from graphpp._torch.autograd import call_gradient_hooks
 from graphpp.arguments import COUNT, FLAG, INTEGER, PATH, checked, one_of, or_none, require
 from graphpp.batch.cut_batch import BatchCutter, leading_size
-from graphpp.batch.loss_weights import DeferredScaler, LossArguments, LossWeight
+from graphpp.batch.loss_weights import LossArguments, LossWeight
 from graphpp.batch.microbatch import FlatMicrobatch, Microbatch, flatten_microbatch
 from graphpp.capture.loss import LossFunction, takes_target
 from graphpp.capture.outputs import mean_metrics, merge_outputs
@@ -95,7 +95,7 @@ class Pipeline(RankPart):
         *args: Any,
         target: Any = None,
         loss_weight: LossWeight | None = None,
-        scaler: GradScaler | DeferredScaler | None = None,
+        scaler: GradScaler | None = None,
         accumulation_steps: int = 1,
         **kwargs: Any,
     ) -> StepResult:
@@ -108,8 +108,7 @@ class Pipeline(RankPart):
         `loss_weight`: the factor of each microbatch's loss (one number each, or one for all), in place of the mean or sum.
         With (valid tokens of the microbatch) / (valid tokens of the batch) the loss is the mean over all tokens of the batch.
         `scaler`: its scale multiplies the gradients, as in `scaler.scale(loss).backward()`; where one rank finds an
-        overflow, every rank's scaler skips the step. Losses are reported unscaled. A `PostValidation` of this pipeline stands
-        for its scaler, and looks for the overflow itself, later.
+        overflow, every rank's scaler skips the step. Losses are reported unscaled.
         `accumulation_steps`: the number of steps before the optimizer's, by which the gradients are divided, as in
         `(loss / accumulation_steps).backward()`. Losses are reported undivided.
 
@@ -130,7 +129,7 @@ class Pipeline(RankPart):
         microbatches: Sequence[Microbatch],
         *,
         loss_weight: LossWeight | None = None,
-        scaler: GradScaler | DeferredScaler | None = None,
+        scaler: GradScaler | None = None,
         accumulation_steps: int = 1,
     ) -> StepResult:
         """Like `step`, with the microbatches given one by one; their shapes may differ, each shape is captured once."""

@@ -21,10 +21,10 @@ from weakref import WeakSet
 import torch
 from torch import nn
 from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from graphpp._torch import pytree
-from graphpp._torch.distributed import watch_steps
 from graphpp._torch.parallel.sharded_tensor import is_dtensor_class
 from graphpp._torch.tensor_subclass import FACTS, SET_GRAD, made, without_subclasses
 from graphpp.errors import GraphPPError
@@ -141,7 +141,7 @@ def forget(replaced: Iterable[tuple[torch.Tensor, str]], now: str) -> None:
 @functools.cache
 def _watch_optimizers() -> None:
     """Let every optimizer of the process be checked at its first step, from now on."""
-    watch_steps(_check)
+    register_optimizer_step_pre_hook(lambda optimizer, *_: _check(optimizer))
 
 
 def _check(optimizer: Optimizer) -> None:

@@ -58,7 +58,7 @@ def functions() -> dict[str, Callable[..., Any]]:
     makers += tuple(kind.from_json for kind in plans)
     found |= {maker.__qualname__: maker for maker in makers}
     # Records of results are made by graphpp, and errors by anybody.
-    records = ("Plan", "Pipeline", "PostValidation", "Profile", "Timeline", "Event", "Schedule", "StageCosts", "StepResult")
+    records = ("Plan", "Pipeline", "Profile", "Timeline", "Event", "Schedule", "StageCosts", "StepResult")
     results = ("EvalResult", "Comparison", "Difference", "FirstDifference", "Verification", *(kind.__name__ for kind in plans))
     errors = {name for name, value in found.items() if isinstance(value, type) and issubclass(value, Exception)}
     return {name: value for name, value in found.items() if name not in (*records, *results, *errors)}
@@ -139,11 +139,6 @@ METHODS: dict[str, Callable[[graphpp.Pipeline, Any], Any]] = {
     "load_state_dict": lambda pipe, value: pipe.load_state_dict(value),
     "strict": lambda pipe, value: pipe.load_state_dict(pipe.state_dict(), strict=value),
     "an entry": lambda pipe, value: pipe.load_state_dict({**pipe.state_dict(), "0.weight": value}),
-    "PostValidation": lambda pipe, value: graphpp.PostValidation(value, [], 1.0),
-    "optimizer": lambda pipe, value: graphpp.PostValidation(pipe, value, 1.0),
-    "PostValidation's scaler": lambda pipe, value: graphpp.PostValidation(
-        pipe, torch.optim.SGD(pipe.parameters()), 1.0, scaler=value
-    ),
 }
 
 

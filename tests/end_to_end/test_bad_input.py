@@ -136,7 +136,7 @@ BATCHES = {
         run(kwargs={"loss_weight": [1.0, float("nan"), 1.0, 1.0]}), BatchError, "loss_weight of microbatch 1"
     ),
     "weights in words": Fault(run(kwargs={"loss_weight": "tokens"}), BatchError, "loss_weight must be a number"),
-    "no scaler": Fault(run(kwargs={"scaler": 2.0}), GraphPPError, "scaler must be a torch.amp.GradScaler, got float"),
+    "no scaler": Fault(run(kwargs={"scaler": 2.0}), GraphPPError, "scaler: take a torch.amp.GradScaler, or None, got 2.0"),
     "no rows": Fault(run(args=(X[:0],), target=Y[:0]), BatchError, "the batch is empty"),
     "no target": Fault(run(target=None), BatchError, "the loss needs a target: step.*target="),
     "target without loss": Fault(run(loss=None), BatchError, "nothing reads the target"),

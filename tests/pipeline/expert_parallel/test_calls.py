@@ -142,14 +142,3 @@ def alone_along_ep(rank: int, mesh: Mesh, folder: Path) -> None:
 )
 def test_one_rank_along_ep_has_all_experts(mesh: Mesh, tmp_path: Path) -> None:
     run_ranks(alone_along_ep, mesh.ranks, mesh, tmp_path)
-
-
-def refused_validation(rank: int) -> None:
-    made = EXPERTS.made()
-    pipe = compiled(made, mixture(made["ep"]))
-    with pytest.raises(graphpp.GraphPPError, match="ep"):
-        graphpp.PostValidation(pipe, torch.optim.SGD(pipe.parameters(), lr=0.1), 1.0)
-
-
-def test_post_validation_is_refused() -> None:
-    run_ranks(refused_validation, 2)
