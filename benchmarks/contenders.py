@@ -12,13 +12,14 @@ raises SystemExit where two contenders compute different losses.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any
 
 import torch
 from harness import RANK, RANKS, synchronize
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.pipelining import (
     PipelineStage,
     Schedule1F1B,
@@ -50,16 +51,17 @@ TOLERANCE = {"eager": 1e-5, "inductor": 1e-4}  # of losses, relative
 
 @dataclass(frozen=True)
 class Case:
-    """A model, a schedule for all ranks, and microbatches of `rows` rows."""
+    """A model, a schedule for `ranks` ranks, and microbatches of `rows` rows."""
 
     workload: Workload
     schedule: ScheduleLike
     microbatches: int
     rows: int
+    ranks: int = field(default_factory=lambda: RANKS)
 
     @property
     def stages(self) -> int:
-        return default_stages(self.schedule, RANKS)
+        return default_stages(self.schedule, self.ranks)
 
     @property
     def cuts(self) -> list[int]:
@@ -68,13 +70,13 @@ class Case:
 
     @property
     def table(self) -> graphpp.Schedule:
-        return make_table(self.schedule, RANKS, self.stages, self.microbatches)
+        return make_table(self.schedule, self.ranks, self.stages, self.microbatches)
 
     @property
     def bound(self) -> float:
         """The speed-up over one process that the bubble leaves: ranks x (1 - bubble), stages alike, messages free."""
-        timeline = graphpp.simulate(self.table, graphpp.Costs.unit(self.stages, RANKS))
-        return sum(1 - timeline.bubble(rank) for rank in range(RANKS))
+        timeline = graphpp.simulate(self.table, graphpp.Costs.unit(self.stages, self.ranks))
+        return sum(1 - timeline.bubble(rank) for rank in range(self.ranks))
 
     def batch(self, device: torch.device) -> tuple[Tensor, Tensor]:
         """Inputs and targets of all microbatches."""
@@ -101,7 +103,9 @@ class Step:
 # ------------------------------------------------------------------------------------------------------------- graphpp
 
 
-def pipeline(case: Case, device: torch.device, backend: str = "eager", recompute: Any = None) -> graphpp.Pipeline:
+def pipeline(
+    case: Case, device: torch.device, backend: str = "eager", recompute: Any = None, mesh: DeviceMesh | None = None
+) -> graphpp.Pipeline:
     """The pipeline that graphpp compiles."""
     inputs, targets = case.workload.batch(case.rows)
     return graphpp.compile(
@@ -113,6 +117,7 @@ def pipeline(case: Case, device: torch.device, backend: str = "eager", recompute
         microbatches=case.microbatches,
         memory=recompute,
         backend=backend,
+        mesh=mesh,
         parallel=graphpp.Parallel(device=device),
     )
 

@@ -36,6 +36,7 @@ from torch.utils._pytree import tree_leaves
 from workloads import NAMES, Size, add_sizes, workload
 
 import graphpp
+from graphpp.runtime.shards.local_rows import local_tensor
 
 CHOICES: dict[str, Any] = {"graphpp": None, "0.5": 0.5, "full": "full"}
 MIB = 1 << 20
@@ -171,7 +172,7 @@ def peak(step: Step, device: torch.device, *, fresh: bool = True) -> float:
                 kept = step.losses()
             del kept
         synchronize(device)
-    return float(census.peak([p.grad for p in step.parameters if p.grad is not None]))
+    return float(census.peak([local_tensor(p.grad) for p in step.parameters if p.grad is not None]))
 
 
 def times(steps: dict[str, Step], rounds: int, device: torch.device) -> dict[str, list[float]]:

@@ -1,18 +1,26 @@
 """Compare predicted steps with measured ones: seconds, and bytes of activations and messages at the peak.
 
     torchrun --nproc-per-node 2 benchmarks/predictions.py [--dims 64 256 512] [--backends eager inductor] [--schedules ..]
+        [--mesh dp_shard=2]
 
 Each case is a model, a backend and a schedule. Three predictions of the seconds of a step:
 
     own      `pipe.profile(..).predict()`: the simulator, by the costs that were measured in the same pipeline
     one      the simulator, by the costs that were measured under one schedule with as many stages a rank (1F1B, or
              Interleaved1F1B): a schedule is judged before it has run
-    layers   the same with the seconds of stages that were timed alone, without a pipeline (`graphpp.stage_costs`)
+    layers   the same with the seconds of stages that were timed alone, without a pipeline (`graphpp.stage_costs`); without
+             --mesh alone
 
-An error is predicted over measured, less 1. Measured: the median of the slowest rank's seconds over steps in a row; "spread":
-half of the distance between the quartiles, as a share of the median, which is how well any prediction can be told right.
-Bytes: the plan's peak of activations and messages against a census of storages (memory.py) in a step that adds to gradients,
-the rank with the larger error; of eager steps, for the census does not see the memory that compiled code takes.
+The cases with as many stages a rank take turns, in several rounds. In each round every case runs some steps, is profiled, and
+runs as many steps again; stages are timed alone anew. A prediction over the median step of its own round, less 1, is its error
+in the round, so a machine that becomes slower from one round to the next is no error. The table has the median over rounds.
+"spread": half of the distance between the quartiles of all steps, as a share of their median.
+
+--mesh: the ranks along `pp` are all divided by those of the dimension. Ranks that share cores are no fair test of seconds.
+
+Bytes: the plan's peak of all that a step adds to parameters and gradients, against a census of storages (memory.py) in a step
+that adds to gradients, the rank with the larger error. Of eager steps without shards, for the census does not see the memory
+that compiled code takes, nor that of gathered parameters (mesh.py compares the bytes of shards).
 """
 
 from __future__ import annotations
@@ -21,38 +29,42 @@ import argparse
 import json
 import os
 import statistics
+import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import product
 from pathlib import Path
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
 from contenders import BACKENDS, TORCH, Case, Step, pipeline, pipeline_step
 from harness import RANK, RANKS, over_ranks, start, synchronize, wait_for_all
-from memory import foretold_peak, peak
+from memory import peak
 from rich.console import Console
 from rich.table import Table
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from workloads import NAMES, Size, add_sizes, workload
 
 import graphpp
+from graphpp.runtime.shards.local_rows import local_tensor
 
 OWN = ("ZB1P", "ZB2P", "V-Half", "V-Min")
 PREDICTIONS = ("own", "one", "layers")
 TYPICAL = {1: "1F1B", 2: "Interleaved1F1B"}  # by stages of a rank
 
 
-@dataclass(frozen=True)
+@dataclass
 class Found:
-    """One case: seconds of steps, predictions of them, and bytes (predicted, measured) of the rank that is further off."""
+    """One case: seconds of steps, each round's errors by prediction, and bytes (predicted, measured) of the worst rank."""
 
     dim: int
     backend: str
     schedule: str
-    steps: Sequence[float]
-    predicted: Mapping[str, float]
-    nbytes: tuple[int, int] | None
+    steps: list[float] = field(default_factory=list)
+    errors: dict[str, list[float]] = field(default_factory=dict)
+    nbytes: tuple[int, int] | None = None
 
     @property
     def measured(self) -> float:
@@ -64,15 +76,32 @@ class Found:
         return (high - low) / 2 / self.measured
 
     def error(self, prediction: str) -> float | None:
-        seconds = self.predicted.get(prediction)
-        return None if seconds is None else seconds / self.measured - 1
+        errors = self.errors.get(prediction)
+        return statistics.median(errors) if errors else None
+
+    def add(self, steps: Sequence[float], predicted: Mapping[str, float]) -> None:
+        """Add a round."""
+        self.steps += steps
+        for name, seconds in predicted.items():
+            self.errors.setdefault(name, []).append(seconds / statistics.median(steps) - 1)
+
+
+@dataclass(frozen=True)
+class Running:
+    """A case with its pipeline."""
+
+    case: Case
+    pipe: graphpp.Pipeline
+    step: Step
+    found: Found
 
 
 def main() -> None:
     option = options()
     pin()
     device = start()
-    found = [each for group in product(option.dims, option.backends) for each in cases(option, *group, device)]
+    mesh = made_mesh(option.mesh, device)
+    found = [each for group in product(option.dims, option.backends) for each in cases(option, *group, device, mesh)]
     if RANK == 0:
         Console(width=150).print(table(found))
         for line in summary(found):
@@ -97,33 +126,61 @@ def options() -> argparse.Namespace:
     parser.add_argument("--backends", nargs="+", default=list(BACKENDS), choices=BACKENDS)
     parser.add_argument("--schedules", nargs="+", default=[*TORCH, *OWN])
     add_sizes(parser)
-    parser.add_argument("--rounds", type=int, default=15, help="measured steps of a case")
-    parser.add_argument("--profiled", type=int, default=9, help="steps of a profile")
+    parser.add_argument("--mesh", help="another dimension of the mesh than pp, and its ranks: dp_shard=2")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--steps", type=int, default=6, help="measured steps of a case in a round")
+    parser.add_argument("--profiled", type=int, default=5, help="steps of a profile")
     parser.add_argument("--json", help="file for the records")
     return parser.parse_args()
 
 
-def cases(option: argparse.Namespace, dim: int, backend: str, device: torch.device) -> Iterator[Found]:
-    """All schedules of one size and backend, the typical ones first, whose costs predict the others."""
+def made_mesh(option: str | None, device: torch.device) -> DeviceMesh | None:
+    """The mesh of `pp` and one more dimension; None: all ranks are those of the pipeline."""
+    if option is None:
+        return None
+    name, _, count = option.partition("=")
+    return init_device_mesh(device.type, (RANKS // int(count), int(count)), mesh_dim_names=("pp", name))
+
+
+def cases(
+    option: argparse.Namespace, dim: int, backend: str, device: torch.device, mesh: DeviceMesh | None
+) -> Iterator[Found]:
+    """All schedules of one size and backend; those with as many stages a rank take turns."""
     size = Size(dim, option.layers, option.length, dropout=0.0)
-    base = Case(workload(option.model, size), "1F1B", option.microbatches, option.rows)
-    profiles: dict[int, graphpp.Profile] = {}
-    alone: dict[int, graphpp.Costs] = {}
-    for name in sorted(option.schedules, key=lambda name: name not in TYPICAL.values()):
-        case = replace(base, schedule=name)
-        pipe = pipeline(case, device, backend)
-        step = pipeline_step(pipe, case, device, backend)
-        timed(step, 2, device)
-        steps = timed(step, option.rounds // 2, device)
-        inputs, targets = case.batch(device)
-        profile = pipe.profile(inputs, target=targets, repeat=option.profiled)
-        steps += timed(step, option.rounds - option.rounds // 2, device)
-        each = case.stages // RANKS
-        if name == TYPICAL.get(each):
-            profiles[each], alone[each] = profile, timed_alone(case, backend)
-        predicted = predictions(profile, profiles.get(each), alone.get(each))
-        nbytes = peaks(pipe, step, device) if backend == "eager" else None
-        yield Found(dim, backend, name, steps, predicted, nbytes)
+    ranks = RANKS if mesh is None else mesh["pp"].size()
+    base = Case(workload(option.model, size), "1F1B", option.microbatches, option.rows, ranks)
+    for each, typical in TYPICAL.items():
+        named = [replace(base, schedule=name) for name in option.schedules]
+        group = [case for case in named if case.stages // ranks == each]
+        group.sort(key=lambda case: case.schedule != typical)  # its costs predict the others
+        running = [started(case, device, backend, mesh) for case in group]
+        for _ in range(option.rounds):
+            a_round(running, option, device, alone=mesh is None)
+        for one in running:
+            if backend == "eager" and not (option.mesh or "").startswith("dp_shard"):
+                one.found.nbytes = peaks(one.pipe, one.step, device, RANK if mesh is None else mesh["pp"].get_local_rank())
+            yield one.found
+
+
+def started(case: Case, device: torch.device, backend: str, mesh: DeviceMesh | None) -> Running:
+    pipe = pipeline(case, device, backend, mesh=mesh)
+    step = pipeline_step(pipe, case, device, backend)
+    timed(step, 2, device)
+    return Running(case, pipe, step, Found(case.workload.size.dim, backend, str(case.schedule)))
+
+
+def a_round(running: Sequence[Running], option: argparse.Namespace, device: torch.device, *, alone: bool) -> None:
+    """Each case's steps, and its predictions of them."""
+    typical: graphpp.Profile | None = None
+    costs: graphpp.Costs | None = None
+    for each in running:
+        steps = timed(each.step, option.steps // 2, device)
+        inputs, targets = each.case.batch(device)
+        profile = each.pipe.profile(inputs, target=targets, repeat=option.profiled)
+        steps += timed(each.step, option.steps - option.steps // 2, device)
+        if each.case.schedule in TYPICAL.values():
+            typical, costs = profile, timed_alone(each.case, each.found.backend) if alone else None
+        each.found.add(steps, predictions(profile, typical, costs))
 
 
 def timed(step: Step, rounds: int, device: torch.device) -> list[float]:
@@ -140,13 +197,18 @@ def timed(step: Step, rounds: int, device: torch.device) -> list[float]:
 
 
 def timed_alone(case: Case, backend: str) -> graphpp.Costs:
-    """The costs of the stages as `graphpp.stage_costs` has them, which the ranks call at the same time; their mean."""
+    """The costs of the stages as `graphpp.stage_costs` has them, which the ranks call at the same time; their mean.
+
+    The seconds are new: eager programs' would be kept in a cache, those of compiled programs never are.
+    """
     inputs, targets = case.workload.batch(case.rows)
     split = [f"layers.{layer}" for layer in case.cuts[1:-1]]
     example = graphpp.Microbatch((inputs,), target=targets)
-    found = graphpp.stage_costs(
-        case.workload.model(), case.workload.loss, example, split=split, schedule=case.schedule, ranks=RANKS, backend=backend
-    )
+    options = {"split": split, "schedule": case.schedule, "ranks": RANKS, "backend": backend}
+    with tempfile.TemporaryDirectory() as folder, patch.dict(os.environ):
+        if backend == "eager":
+            os.environ["GRAPHPP_CACHE"] = folder
+        found = graphpp.stage_costs(case.workload.model(), case.workload.loss, example, **options)
     rows = over_ranks([number for each in found.stages for number in seconds_of(each)])
     means = [statistics.fmean(numbers) for numbers in zip(*rows, strict=True)]
     stages = (
@@ -175,10 +237,18 @@ def predictions(
     return found
 
 
-def peaks(pipe: graphpp.Pipeline, step: Step, device: torch.device) -> tuple[int, int]:
-    """The bytes of activations and messages at the peak, predicted and measured, of the rank where they differ most."""
-    rows = over_ranks([float(foretold_peak(pipe)), peak(step, device, fresh=False)])
-    worst = max(rows, key=lambda pair: abs(pair[0] / pair[1] - 1))
+def peaks(pipe: graphpp.Pipeline, step: Step, device: torch.device, rank: int) -> tuple[int, int]:
+    """The bytes of a step beside parameters and gradients, predicted and measured, of the rank where they differ most.
+
+    `rank`: this process's, along `pp`.
+    """
+    measured = peak(step, device, fresh=False)
+    grads = sum(local_tensor(each.grad).nbytes for each in step.parameters if each.grad is not None)
+    rows = sum(local_tensor(each).nbytes for each in step.parameters)
+    assert pipe.plan.memory is not None
+    own = pipe.plan.memory.ranks[rank]
+    foretold = own.peak - (own.optimizer + own.buffers + rows + grads)
+    worst = max(over_ranks([float(foretold), measured]), key=lambda pair: abs(pair[0] / pair[1] - 1))
     return round(worst[0]), round(worst[1])
 
 

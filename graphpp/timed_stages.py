@@ -13,7 +13,7 @@ from dataclasses import replace
 import torch
 from torch import nn
 
-from graphpp.backends.compilers import compiler_of
+from graphpp.backends.compilers import RegionCompiler, compiler_of
 from graphpp.batch.microbatch import Microbatch, flatten_microbatch
 from graphpp.cache.disk_cache import DiskCache, default_folder
 from graphpp.capture.check_arguments import check_arguments
@@ -89,10 +89,12 @@ def stage_costs(  # noqa: PLR0913 - a model, its loss, and those options of a pi
 
     with state_restored(model, place.device):
         graph = compile_graph(request, capture_graph(request, flatten_microbatch(example), True), split_table, None)
-        program = _compiled(request, graph)
+        compiler = compiler_of(request.options.backend)
+        program = graph.program if compiler is None else _compiled(compiler, graph)
         pricing = pricing_of(request)
-        cache = DiskCache(default_folder()) if program is graph.program else None
-        stopwatch = Stopwatch(place.device, place.agreement(None), cache, pricing.programs)
+        cache = DiskCache(default_folder()) if compiler is None else None
+        kernel = None if compiler is None else compiler.products
+        stopwatch = Stopwatch(place.device, place.agreement(None), cache, pricing.programs, kernel)
         return estimated_costs(program, graph.sources, replace(pricing, programs=stopwatch))
 
 
@@ -108,11 +110,8 @@ def _microbatches(options: Options, ranks: int) -> int:
     return getattr(options.schedule, "microbatches", None) or 2 * ranks
 
 
-def _compiled(request: CompileRequest, graph: CompiledGraph) -> PipelineProgram:
+def _compiled(compiler: RegionCompiler, graph: CompiledGraph) -> PipelineProgram:
     """The programs of all stages as the backend runs them."""
-    compiler = compiler_of(request.options.backend)
-    if compiler is None:
-        return graph.program
     regions = RegionCache(compiler, 0)
     (program,), calls = regions.outlined([graph], [graph.program], range(len(graph.program.stages)))
     regions.compile(calls)

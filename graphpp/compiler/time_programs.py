@@ -6,6 +6,7 @@ Contract
     Programs with the same operations on inputs of the same layout are timed once: 32 equal layers cost as much time as one.
     All ranks time the same program at the same time, since they share the memory of their machine in a step too. The seconds
     of a program are the mean over the ranks of each rank's median.
+    They are the seconds of an action of a step, with the runner's part (`timing/trials.py`).
     Seconds that the cache of the first rank has are not measured again. A key of the cache names the program, the device, the
     numbers of threads and of ranks, torch's version, and its settings of precision and determinism.
 
@@ -38,13 +39,14 @@ from graphpp.passes.graph.region import RegionCall
 from graphpp.passes.provenance import ProgramGraphs
 from graphpp.passes.stage.outline_regions import graph_key
 from graphpp.planner.segments import ProgramSeconds
+from graphpp.runtime.gradients.gemm_accumulation import MatmulKernel
 from graphpp.runtime.program import Gradient, Phase, PipelineProgram, Program
 from graphpp.runtime.randomness import dropout_mask, seeded
 
 T = TypeVar("T")
 
 _LOG = logging.getLogger("graphpp")
-_TABLE = "program_seconds.json"  # in the cache
+_TABLE = "action_seconds.json"  # in the cache
 _SECONDS, _LEAST_ROUNDS, _MOST_ROUNDS = 10.0, 5, 25  # all programs are timed for about so long, in so many rounds
 
 
@@ -53,13 +55,14 @@ class Stopwatch:
     """Where programs are timed. `agreement`: of the ranks that time together, which all call it with the same programs.
 
     `cache`: None for programs that call compiled regions, whose names say nothing of the compiler.
-    `estimate` gives the seconds of programs that cannot be timed.
+    `estimate` gives the seconds of programs that cannot be timed. `kernel` multiplies the gradients of fused programs.
     """
 
     device: torch.device
     agreement: Agreement
     cache: DiskCache | None
     estimate: Callable[[PipelineProgram, ProgramGraphs], ProgramSeconds]
+    kernel: MatmulKernel | None = None
 
     def __call__(self, lowered: PipelineProgram, sources: ProgramGraphs) -> ProgramSeconds:
         """The seconds of all programs. Raises `MismatchError` where the ranks have different numbers of programs."""
@@ -113,7 +116,7 @@ class Stopwatch:
         if not items:
             return []
         together = any(is_collective(node) for _, graph in items for node in graph.nodes)
-        trials = self._on_all_ranks(lambda: warmed_up(items, self.device), together)
+        trials = self._on_all_ranks(lambda: warmed_up(items, self.device, self.kernel), together)
         if trials is None:
             return None
         once = self._on_all_ranks(lambda: sum(trial.seconds() for trial in trials), together)

@@ -39,6 +39,7 @@ from graphpp.pipeline.graph_cache import GraphCache, PreparedStep
 from graphpp.pipeline.ownership.initial_values import InitialValues
 from graphpp.pipeline.step_call import StepCall
 from graphpp.runtime.model_state import ModelState
+from graphpp.runtime.recorder import Recorder
 from graphpp.runtime.shards.local_rows import local_tensor
 
 T = TypeVar("T")
@@ -155,19 +156,19 @@ class Calls:
             call, _ = self._agreed(make, NO_WEIGHTS, training=True, asked="compile")
             self._cache.compile(call, microbatches)
 
-    def run(self, call: StepCall, prepared: PreparedStep) -> PreparedStep:
-        """Run a call once; afterwards the runner has the results."""
+    def run(self, call: StepCall, prepared: PreparedStep, recorder: Recorder | None = None) -> PreparedStep:
+        """Run a call once, recorded if so asked; afterwards the runner has the results."""
         place = self._place
         loss = prepared.runner.program.loss
         seeds = self._seeds(call.weighting, len(call.parts), loss.dtype) if loss is not None else []
         with self.exchanging(call.training):
-            with _without_autocast(place.device.type):  # its casts are in the graph
+            recording = contextlib.nullcontext() if recorder is None else prepared.runner.recording(recorder)
+            with _without_autocast(place.device.type), recording:  # casts of autocast are in the graph
                 prepared.runner.step(prepared.inputs(call.parts), seeds)
             if call.training:
                 self._share_buffers(prepared)
         self._cache.after_step(call, prepared)
         self.last = prepared
-        self.steps += call.training
         return prepared
 
     def _seeds(self, weighting: LossWeighting, count: int, dtype: torch.dtype) -> Sequence[torch.Tensor]:

@@ -13,7 +13,7 @@ import atexit
 import contextlib
 import gc
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -26,7 +26,7 @@ from torch.amp import GradScaler
 from graphpp._torch.autograd import call_gradient_hooks
 from graphpp.arguments import COUNT, FLAG, INTEGER, PATH, checked, one_of, or_none, require
 from graphpp.batch.cut_batch import BatchCutter, leading_size
-from graphpp.batch.loss_weights import LossArguments, LossWeight
+from graphpp.batch.loss_weights import NO_WEIGHTS, LossArguments, LossWeight
 from graphpp.batch.microbatch import FlatMicrobatch, Microbatch, flatten_microbatch
 from graphpp.capture.loss import LossFunction, takes_target
 from graphpp.capture.outputs import mean_metrics, merge_outputs
@@ -46,8 +46,10 @@ from graphpp.pipeline.rank_part import RankPart
 from graphpp.pipeline.results import EvalResult, StepResult
 from graphpp.planner.counts import microbatches_for, usual_microbatches
 from graphpp.planner.plan import Plan
+from graphpp.runtime.freed_memory import keep_freed_memory
 from graphpp.runtime.model_state import ModelState, TensorReader
 from graphpp.runtime.program import Input, StageProgram
+from graphpp.runtime.recorder import Recorder
 from graphpp.runtime.shards.spread_tensors import refuse_spread
 from graphpp.schedules.simulate.timeline import Timeline
 from graphpp.verification.report import Verification
@@ -81,6 +83,7 @@ class Pipeline(RankPart):
         self._request, self._record = CompileRequest(model, loss, options, place), StepRecord()
         for group in dict.fromkeys((place.group, place.model_parallel)):
             connect(group)  # the plan of bytes depends on how messages travel
+        keep_freed_memory(place.device)
         self._cache = GraphCache(self._request, self._state, agreement)
         self._calls = Calls(options, place, agreement, self._cache, self._state)
         self._own: tuple[TensorReader, norms.HeldParameters] | None = None  # of clipping
@@ -192,9 +195,9 @@ class Pipeline(RankPart):
             return self._parts_of(args, kwargs, target)()
 
         with self._calls.watched():
-            prepare = partial(self._calls.training, parts, asked=f"a profile of {repeat} steps")
-            call, _ = prepare()
-            return Trials(self._model, self._cache, prepare, partial(self._calls.run, call)).profile(repeat)
+            call, prepared = self._calls.training(parts, asked=f"a profile of {repeat} steps")
+            trials = Trials(self._model, self._cache, partial(self._trained, parts), partial(self._calls.run, call))
+            return trials.profile(prepared, repeat)
 
     def timeline(self, *args: Any, target: Any = None, repeat: int = 3, **kwargs: Any) -> Timeline:
         """The start and end of each action of a step over this batch on every rank, in seconds, as `profile` measures them."""
@@ -309,17 +312,24 @@ class Pipeline(RankPart):
 
     def _step(self, make: MakeParts, weights: LossArguments) -> StepResult:
         with self._calls.watched():
-            call, prepared = self._calls.training(make, weights)
-            runner = self._calls.run(call, prepared).runner
-            with self._calls.exchanging():
-                losses, metrics = runner.losses(), runner.metrics()
-                if weights.shares_overflow:
-                    norms.share_overflow_(self._gradients())
-            if runner.hooked:
-                call_gradient_hooks(parameter for fqn, parameter in self.named_parameters() if fqn in runner.hooked)
-            loss = call.weighting.step_loss(losses)
-            self._record.add(loss)
-        return StepResult(loss, losses, mean_metrics(metrics))
+            result, hooked = self._trained(make, weights)
+            if hooked:
+                call_gradient_hooks(parameter for fqn, parameter in self.named_parameters() if fqn in hooked)
+            self._calls.steps += 1
+            self._record.add(result.loss)
+        return result
+
+    def _trained(
+        self, make: MakeParts, weights: LossArguments = NO_WEIGHTS, recorder: Recorder | None = None
+    ) -> tuple[StepResult, Collection[str]]:
+        """The result of a training call, and the FQNs of this rank's parameters with hooks on gradients."""
+        call, prepared = self._calls.training(make, weights)
+        runner = self._calls.run(call, prepared, recorder).runner
+        with self._calls.exchanging():
+            losses, metrics = runner.losses(), runner.metrics()
+            if weights.shares_overflow:
+                norms.share_overflow_(self._gradients())
+        return StepResult(call.weighting.step_loss(losses), losses, mean_metrics(metrics)), runner.hooked
 
     def _parts(self, microbatches: Sequence[Microbatch]) -> MakeParts:
         return lambda: self._with_targets(_flattened(microbatches))

@@ -3,18 +3,20 @@
 Contract
     Every function with a `place` argument is called by all ranks, and returns the same on all of them. The ranks' clocks are
     compared at several barriers; the median offset corrects their times, as precisely as the ranks leave a barrier together.
-    A stage's times are means over microbatches and repetitions, in seconds: a step takes the slow actions too. A message's time
-    is the mean time from its send to its arrival in a step, of the messages for which a rank waited: ranks that compute delay
-    messages. At least, and where no rank waited, it is half of a round trip of its tensors while all other ranks are idle.
+    A stage's times are means over the microbatches of a step, for a step takes the slow actions too, and of these the median
+    over repetitions, in seconds: a disturbance of one repetition is none of the others. A message's time is, likewise, the mean
+    time from its send to its arrival, of the messages for which a rank waited: ranks that compute delay messages. At least,
+    and where no rank waited, it is half of a round trip of its tensors while all other ranks are idle.
 """
 
 from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean, median
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -33,6 +35,8 @@ from graphpp.schedules.table.actions import SENDS, Action, Kind, peer
 from graphpp.schedules.table.costs import Costs, StageCosts
 from graphpp.schedules.table.schedule import Schedule
 from graphpp.units import spell_bytes, spell_time
+
+K = TypeVar("K", bound=Hashable)
 
 _ROUNDS = 9
 Spans = Sequence[tuple[Action, float, float]]
@@ -86,15 +90,12 @@ class RecordedSteps:
     seconds: Sequence[float]
 
 
-def profile_of(own: RecordedSteps, others: Sequence[RecordedSteps] = (), heads: Sequence[float] = ()) -> Profile:
-    """The profile of `own.runner`; `others` run the same stages, and measure the kinds of actions that it does not run.
-
-    `heads`: the seconds of this rank before the runner's part of a step, as often as there are steps.
-    """
+def profile_of(own: RecordedSteps, others: Sequence[RecordedSteps] = ()) -> Profile:
+    """The profile of `own.runner`; `others` run the same stages, and measure the kinds of actions that it does not run."""
     place, schedule, programs = own.runner.place, own.runner.schedule, own.runner.programs
     runs = timelines(own, place)
-    more = [run for other in others for run in timelines(other, place)]
-    stages = _with_bytes(stage_costs([*runs, *more], schedule.stages), programs, [each.runner for each in (own, *others)])
+    more = [timelines(other, place) for other in others]
+    stages = _with_bytes(stage_costs([runs, *more], schedule.stages), programs, [each.runner for each in (own, *others)])
     shares = [share for run in runs for share in _overlap_shares(run, stages)]
     messages = message_times(programs[0], schedule, place, runs)
     overhead = torch.tensor([recorder.overhead() for recorder in own.recorders], dtype=torch.float64)
@@ -109,15 +110,17 @@ def profile_of(own: RecordedSteps, others: Sequence[RecordedSteps] = (), heads: 
     usual = sorted(runs, key=lambda run: run.makespan)[(len(runs) - 1) // 2]
     memory = memory_curves(schedule, usual.events, costs)
     steps = tuple(run.makespan for run in runs)
-    return Profile(replace(usual, memory=memory), costs, steps, _outside(own, steps, heads, place))
+    return Profile(replace(usual, memory=memory), costs, steps, seconds_outside(own, steps))
 
 
-def _outside(own: RecordedSteps, steps: Sequence[float], heads: Sequence[float], place: RankPlace) -> float:
-    """The seconds of a step from the call to the last rank's return in which no rank runs an action, the median over steps."""
-    mine = torch.tensor([[*own.seconds], [*heads] or [0.0] * len(steps)], dtype=torch.float64)
-    whole, before = torch.stack(gather_tensors(mine, place)).amax(0).tolist()
-    around = [max(each - actions, 0.0) for each, actions in zip(whole, steps, strict=True)]
-    return float(median(around)) + float(median(before))
+def seconds_outside(own: RecordedSteps, steps: Sequence[float]) -> float:
+    """The seconds of a step from the call to the last rank's return in which no rank runs an action, the median over steps.
+
+    `steps`: for how long the ranks ran actions in each step.
+    """
+    mine = torch.tensor(own.seconds, dtype=torch.float64)
+    whole = torch.stack(gather_tensors(mine, own.runner.place)).amax(0).tolist()
+    return float(median(max(each - actions, 0.0) for each, actions in zip(whole, steps, strict=True)))
 
 
 # ------------------------------------------------------------------------------------------------ all ranks' times
@@ -179,12 +182,14 @@ def _timeline(schedule: Schedule, rows: Sequence[Sequence[Action]], times: Seque
 # ---------------------------------------------------------------------------------------------------------- costs
 
 
-def stage_costs(runs: Sequence[Timeline], stages: int) -> tuple[StageCosts, ...]:
-    """Each stage's mean times over all microbatches and runs; 0 for a kind that never ran."""
-    durations: dict[tuple[int, Kind], list[float]] = defaultdict(list)
-    for event in (event for run in runs for event in run.events if event.action.is_compute):
-        durations[event.action.stage, event.action.kind].append(event.duration)
-    known = {key: fmean(found) for key, found in durations.items()}
+def stage_costs(measured: Sequence[Sequence[Timeline]], stages: int) -> tuple[StageCosts, ...]:
+    """Each stage's times: means over the microbatches of a run, medians over runs; 0 for a kind that never ran.
+
+    `measured`: the runs of each table. The first table that runs a kind of action on a stage says how long it takes.
+    """
+    known: dict[tuple[int, Kind], float] = {}
+    for runs in reversed(measured):
+        known.update(median_of_means(map(_durations, runs)))
     return tuple(
         StageCosts(
             forward=known.get((stage, Kind.F), 0.0),
@@ -194,6 +199,25 @@ def stage_costs(runs: Sequence[Timeline], stages: int) -> tuple[StageCosts, ...]
         )
         for stage in range(stages)
     )
+
+
+def _durations(run: Timeline) -> Iterator[tuple[tuple[int, Kind], float]]:
+    """The stage, the kind and the seconds of each computation."""
+    for event in run.events:
+        if event.action.is_compute:
+            yield (event.action.stage, event.action.kind), event.duration
+
+
+def median_of_means(runs: Iterable[Iterable[tuple[K, float]]]) -> dict[K, float]:
+    """For each key the mean number in a run, the median over the runs that have the key."""
+    means = defaultdict[K, list[float]](list)
+    for run in runs:
+        found = defaultdict[K, list[float]](list)
+        for key, number in run:
+            found[key].append(number)
+        for key, numbers in found.items():
+            means[key].append(fmean(numbers))
+    return {key: median(numbers) for key, numbers in means.items()}
 
 
 def _with_bytes(
@@ -244,14 +268,13 @@ def message_times(
     `runs`: recorded steps, whose messages count where a rank waited for them.
     """
     idle = idle_message_times(program, schedule, place)
-    found = defaultdict[Action, list[float]](list)
-    for run in runs:
-        for send, seconds in waited_for(run):
-            found[send._replace(microbatch=None)].append(seconds)
+    found = median_of_means(
+        ((send._replace(microbatch=None), seconds) for send, seconds in waited_for(run)) for run in runs
+    )
     boundaries = range(len(idle[0]))
     on, back = [Action(at, Kind.SEND_F) for at in boundaries], [Action(at + 1, Kind.SEND_B) for at in boundaries]
     on_times, back_times = (
-        tuple(max(fmean(found[key]), alone) if key in found else alone for key, alone in zip(keys, times, strict=True))
+        tuple(max(found.get(key, 0.0), alone) for key, alone in zip(keys, times, strict=True))
         for keys, times in zip((on, back), idle, strict=True)
     )
     return on_times, back_times

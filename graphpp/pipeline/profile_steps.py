@@ -5,15 +5,17 @@ Contract
 - All functions are called by all ranks.
 - A schedule has whole backwards (B), split ones (I and W), or both. The kinds that the pipeline's own schedule does not run are
   measured under the same schedule with its backwards split, or merged.
+- A step of the pipeline's own schedule is the whole of `Pipeline.step`: the batch is cut, the ranks compare it, and losses
+  reach all ranks. The seconds around the actions are those of a training step, in which other work has emptied the caches.
 - Each step starts without gradients, and gradients, buffers and random states are restored after it.
 """
 
 from __future__ import annotations
 
-import contextlib
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import nn
@@ -28,48 +30,53 @@ from graphpp.schedules.table.actions import Kind
 from graphpp.schedules.table.schedule import Schedule
 
 
+class WholeStep(Protocol):
+    """Does the call once, as `Pipeline.step` does."""
+
+    def __call__(self, *, recorder: Recorder | None = None) -> object:
+        """Do it; with a recorder, record its actions."""
+
+
 @dataclass(frozen=True)
 class Trials:
-    """Runs steps of one pipeline. `prepare` reads the call and agrees on it with all ranks, as at the head of every step; `run`
-    does the call once, by the runner of the argument."""
+    """Runs steps of one pipeline: `step` does the call, `run` does the table of another runner with the call's data."""
 
     model: nn.Module
     cache: GraphCache
-    prepare: Callable[[], tuple[object, PreparedStep]]
-    run: Callable[[PreparedStep], object]
+    step: WholeStep
+    run: Callable[[PreparedStep, Recorder | None], object]
 
-    def profile(self, repeat: int) -> Profile:
-        """The profile of the call's runner, from `repeat` steps after one to warm up."""
-        heads = []
-        for _ in range(repeat):
-            began = time.perf_counter()
-            _, prepared = self.prepare()
-            heads.append(time.perf_counter() - began)
+    def profile(self, prepared: PreparedStep, repeat: int) -> Profile:
+        """The profile of the call's runner, `prepared`, from `repeat` steps after one to warm up."""
         tables = list(_counterparts(prepared.runner.schedule))
-        others = [self._measured(self.cache.under(prepared, table), repeat) for table in tables]
-        return profile_of(self._measured(prepared, repeat), others, heads)
+        others = [self._under(self.cache.under(prepared, table), repeat) for table in tables]
+        own = self._measured(prepared, lambda recorder: self.step(recorder=recorder), repeat)
+        return profile_of(own, others)
 
-    def _measured(self, prepared: PreparedStep, repeat: int) -> RecordedSteps:
-        self._step(prepared, None)
-        recorders, seconds = [], []
-        for _ in range(repeat):
-            recorders.append(Recorder(clock_of(prepared.runner.place.device)))
-            seconds.append(self._step(prepared, recorders[-1]))
+    def _under(self, prepared: PreparedStep, repeat: int) -> RecordedSteps:
+        return self._measured(prepared, lambda recorder: self.run(prepared, recorder), repeat)
+
+    def _measured(
+        self, prepared: PreparedStep, step: Callable[[Recorder | None], object], repeat: int
+    ) -> RecordedSteps:
+        self._seconds(prepared, step, None)
+        recorders = [Recorder(clock_of(prepared.runner.place.device)) for _ in range(repeat)]
+        seconds = [self._seconds(prepared, step, recorder) for recorder in recorders]
         return RecordedSteps(prepared.runner, recorders, seconds)
 
-    def _step(self, prepared: PreparedStep, recorder: Recorder | None) -> float:
+    def _seconds(
+        self, prepared: PreparedStep, step: Callable[[Recorder | None], object], recorder: Recorder | None
+    ) -> float:
         """The seconds from the call of a step to the end of its work."""
         place = prepared.runner.place
         written = {fqn for graph in prepared.lowered.graphs for fqn in graph.captured.joint.written()}
         with state_restored(self.model, place.device, written):
             barrier(place)  # so that no rank's first wait includes another rank's late start
-            with contextlib.nullcontext() if recorder is None else prepared.runner.recording(recorder):
-                began = time.perf_counter()
-                self.run(prepared)
-                prepared.runner.losses()
-                if place.device.type == "cuda":
-                    torch.cuda.synchronize(place.device)
-                return time.perf_counter() - began
+            began = time.perf_counter()
+            step(recorder)
+            if place.device.type == "cuda":
+                torch.cuda.synchronize(place.device)
+            return time.perf_counter() - began
 
 
 def _counterparts(schedule: Schedule) -> Iterator[Schedule]:

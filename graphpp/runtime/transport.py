@@ -14,8 +14,8 @@ Contract
   every message is posted as a batch, if only of one.
 - At most `DEPTH` messages to one rank are in flight. A further send first waits for the oldest: an earlier event of the total
   order, so this wait cannot deadlock either. A sent tensor is released as soon as its send is known to be complete.
-- Between ranks of one host (`parallel/same_host/`) a send copies its tensors and is complete at once, and a rank that waits for
-  anything reads every message whose receive is posted. Up to `SLOTS` messages to one rank may be unread.
+- Between ranks of one host (`parallel/same_host/`) a send copies its tensors and is complete at once. When a rank
+  posts a receive or waits, it reads every message whose receive is posted. Up to `SLOTS` messages to one rank may be unread.
 - On CUDA messages run on NCCL's streams: a posted send waits for the current stream's work so far, and `wait` makes the current
   stream wait, never the host. `Message.done` asks without waiting.
 - A lost connection raises `PeerLost`, which names the peer.

@@ -84,6 +84,23 @@ def test_two_ranks_that_send_to_each_other_with_full_slots() -> None:
     assert first == [value + 100 for value in second]
 
 
+def posting(rank: int) -> list[bool]:
+    """Rank 0 fills its slots, and rank 1 posts the receives without waiting: whether each message is there, each slot free."""
+    host, peer = connected(), 1 - rank
+    if rank == 0:
+        for index in range(SLOTS):
+            host.send([torch.tensor([float(index)])], peer)
+    dist.barrier()
+    posted = [host.receive([torch.empty(1)], peer) for _ in range(SLOTS)] if rank else []
+    there = [each.there for each in posted]
+    dist.barrier()
+    return there if rank else [slot.free for slot in host._peers[peer].outbox.slots]
+
+
+def test_a_rank_that_posts_receives_frees_slots() -> None:
+    assert run_ranks(posting, 2) == [[True] * SLOTS] * 2
+
+
 def together(rank: int) -> tuple[list[int], list[float], float]:
     """Exchanges of all ranks do not meet the messages of a step, which are read later."""
     host = connected()

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 import graphpp
-from graphpp.pipeline.profile import Profile, waited_for
+from graphpp.pipeline.profile import Profile, RecordedSteps, median_of_means, seconds_outside, stage_costs, waited_for
 from graphpp.runtime.recorder import Recorder, received_by
 from graphpp.schedules.simulate.timeline import Event, Timeline
 from graphpp.schedules.table.actions import Action, Kind, upstream
@@ -35,10 +35,13 @@ def profile(rank: int, name: str, options: dict[str, Any]) -> tuple[Profile, lis
     case = SPECIAL[name]()
     pipe = compiled(case, **options)
     step(pipe, case.batch)
-    before = everything(pipe)
+    before, hooked = everything(pipe), list[torch.Tensor]()
+    for parameter in pipe.parameters():
+        parameter.register_post_accumulate_grad_hook(hooked.append)
     found = pipe.profile(*case.batch.args, target=case.batch.target, repeat=2, **case.batch.kwargs)
     after = everything(pipe)
     assert before.keys() == after.keys()
+    assert pipe.steps == 1 and not hooked, "the steps of a profile are no steps of the training"
     return found, [key for key, value in before.items() if not torch.equal(value, after[key])]
 
 
@@ -106,6 +109,32 @@ def test_a_message_takes_as_long_as_a_rank_waited_for_it() -> None:
     events = [Event(rank, each, *at[str(each)]) for rank, row in enumerate(table.table) for each in row if str(each) in at]
     waited = dict(waited_for(Timeline(table, tuple(events))))
     assert {str(send): seconds for send, seconds in waited.items()} == {"0SEND_F0": 1.5}, "the other one had arrived before"
+
+
+def test_a_number_is_the_median_of_the_means_of_runs() -> None:
+    disturbed = [[("F", 1.0), ("F", 2.0), ("B", 7.0)], [("F", 50.0), ("F", 1.0)], [("F", 2.0), ("F", 3.0)]]
+    assert median_of_means(disturbed) == {"F": 2.5, "B": 7.0}
+
+
+def run_of(**seconds: float) -> Timeline:
+    """A timeline of one rank that computes the actions of the names for some seconds each."""
+    actions = {Action(0, Kind[name[0]], int(name[1:])): each for name, each in seconds.items()}
+    return Timeline(graphpp.Schedule.of(["0F0 0B0"]), tuple(Event(0, action, 0.0, end) for action, end in actions.items()))
+
+
+def test_the_profiled_table_says_how_long_the_kinds_take_that_it_runs() -> None:
+    own, split = [run_of(F0=1.0, B0=3.0)], [run_of(F0=9.0, I0=2.0, W0=1.5)]
+    (found,) = stage_costs([own, split], 1)
+    assert (found.forward, found.input_grad, found.weight_grad, found.backward) == (1.0, 2.0, 1.5, 3.0)
+
+
+def test_seconds_outside_are_those_of_the_whole_call_without_the_actions() -> None:
+    case = SPECIAL["plain"]()
+    pipe = compiled(case, microbatches=2)
+    step(pipe, case.batch)
+    assert pipe._calls.last is not None
+    steps = RecordedSteps(pipe._calls.last.runner, [], [3.0, 50.0, 4.0])
+    assert seconds_outside(steps, [1.0, 2.0, 3.5]) == 2.0
 
 
 def test_another_schedule_is_predicted() -> None:

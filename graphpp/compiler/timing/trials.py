@@ -4,10 +4,12 @@ Contract
     in   programs, their graphs, the device
     out  `warmed_up` gives a trial of each program, which has run once; `medians` runs them in turn and gives their seconds
     Within `apart` programs run as in a step, without autograd and autocast. Afterwards the random states are as before.
+    A run is that of a step's action (`runtime/task.py`): the seconds include those in which the task gathers the arguments,
+    frees saved and received values whose last reader has run, and files the results.
 
 Made-up values: floating numbers are random between 0 and 0.05 (so they are probabilities too, and have roots), integers 0 (a
-valid index everywhere), booleans True. Inputs of equal layout share memory among programs, and so do sums of gradients: all
-programs together need about as much memory as the largest.
+valid index everywhere), booleans True. Inputs of equal layout share memory among programs, and so do sums of gradients. Saved
+and received values are copied before each run. All programs together need about twice as much memory as the largest.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from statistics import median
 from typing import Any
 
@@ -27,7 +30,20 @@ from torch import fx
 from graphpp._torch.symbols import SYMBOLIC, hint
 from graphpp.progress import working
 from graphpp.runtime.gradients.accumulate import Accumulator, FusedAccumulator, MicrobatchSink
-from graphpp.runtime.program import Gradient, Program
+from graphpp.runtime.gradients.gemm_accumulation import MatmulKernel
+from graphpp.runtime.program import (
+    Buffer,
+    BufferUpdate,
+    Constant,
+    Parameter,
+    Program,
+    Received,
+    Size,
+    StepInvariant,
+    TensorMeta,
+)
+from graphpp.runtime.task import StageBuffers, StepInputs, Task, TaskKey
+from graphpp.runtime.wiring import Wiring, wire
 
 
 @contextlib.contextmanager
@@ -57,29 +73,78 @@ def apart(device: torch.device) -> Iterator[None]:
 class Trial:
     """One program with made-up inputs; its gradients add up to sums, as over the microbatches of a step."""
 
-    def __init__(self, item: Program, graph: fx.Graph, values: _Values, sums: _Values) -> None:
-        self._run, self._device = item.run, values.device
-        self._inputs = values.of([node.meta["val"] for node in graph.find_nodes(op="placeholder")])
-        self._fqns = {index: role.fqn for index, role in enumerate(item.outputs) if isinstance(role, Gradient)}
-        shared = {self._fqns[index] for index in item.shared if index in self._fqns}
-        self._sums = (FusedAccumulator if item.fused else Accumulator)(self._fqns.values(), shared)
-        results = graph.output_node().args[0]
-        examples = [results[index].meta["val"] for index in self._fqns]  # type: ignore[index, union-attr]
-        self._sums.start(dict(zip(self._fqns.values(), sums.of(examples, contiguous=True), strict=True)))
+    def __init__(
+        self, item: Program, graph: fx.Graph, values: _Values, sums: _Values, kernel: MatmulKernel | None = None
+    ) -> None:
+        """`kernel` multiplies the gradients of fused programs (None: torch does)."""
+        self._program, self._device = item, values.device
+        made_up = values.of([node.meta["val"] for node in graph.find_nodes(op="placeholder")])
+        self._wiring = _wired(item, made_up)
+        self._values, self._targets = made_up, _targets(item, graph, values.device)
         self._runs = 0
+        shared = self._wiring.shared_gradients
+        self._sums = (FusedAccumulator if item.fused else Accumulator)(self._wiring.gradients.values(), shared, kernel)
+        results = graph.output_node().args[0]
+        examples = [results[index].meta["val"] for index in self._wiring.gradients]  # type: ignore[index, union-attr]
+        self._sums.start(dict(zip(self._wiring.gradients.values(), sums.of(examples, contiguous=True), strict=True)))
 
     def seconds(self) -> float:
-        """Run the program once; returns the seconds."""
-        sink = MicrobatchSink(self._sums, self._runs, self._fqns)
-        arguments, self._runs = list(self._inputs), self._runs + 1
+        """Run the program once, as an action of a step; returns the seconds."""
+        task, self._runs = self._task(), self._runs + 1
         _synchronize(self._device)
         began = time.perf_counter()
-        results = self._run(arguments, sink) if self._fqns else self._run(arguments)
-        for index in self._fqns:
-            if results[index] is not None:  # a gradient that is another result too
-                sink(index, results[index])
+        task.run()
         _synchronize(self._device)
         return time.perf_counter() - began
+
+    def _task(self) -> Task:
+        """A task that finds its inputs as in a step: the values that its program is the last to read are copies."""
+        wiring, values, key = self._wiring, self._values, TaskKey(self._program.phase, 0)
+        inputs = StepInputs(
+            [{path: values[index] for index, path in wiring.inputs}],
+            [values[index] for index in wiring.seeds][:1],
+            [values[index] for index in wiring.keys][:1],
+        )
+        buffers = StageBuffers(self._device, self._targets.__getitem__, inputs)
+        buffers.saved[0] = {name: _copy(values[index]) for index, name in wiring.saved}
+        received = [_copy(values[index]) for index, _ in wiring.received]
+        sink = MicrobatchSink(self._sums, self._runs, wiring.gradients) if wiring.gradients else None
+        return Task(key, wiring, buffers, partial(_handed_over, received) if received else None, sink)
+
+
+def _wired(item: Program, values: Sequence[Any]) -> Wiring:
+    """The wiring of a program whose arguments are all made up; those of a whole step are bound."""
+    inputs = list(zip(item.inputs, values, strict=True))
+    arriving = [TensorMeta(role.name, (), (), torch.float32) for role, _ in inputs if isinstance(role, Received)]
+    constants = {role.name: value for role, value in inputs if isinstance(role, Constant)}
+    sizes = {role.formula: value for role, value in inputs if isinstance(role, Size)}
+    wiring = wire(item, arriving, constants, sizes)
+    of_step = (Parameter, Buffer, Constant, Size, StepInvariant)
+    wiring.bound = [value if isinstance(role, of_step) else None for role, value in inputs]
+    return wiring
+
+
+def _targets(item: Program, graph: fx.Graph, device: torch.device) -> dict[str, torch.Tensor]:
+    """Memory of the program's own for each buffer that it writes, by FQN: no other program reads a number from there."""
+    results: Any = graph.output_node().args[0]
+    pairs = zip(item.outputs, results, strict=True)
+    written = {role.fqn: result.meta["val"] for role, result in pairs if isinstance(role, BufferUpdate)}
+    return {fqn: torch.empty(tuple(map(hint, each.shape)), dtype=each.dtype, device=device) for fqn, each in written.items()}
+
+
+def _handed_over(values: list[torch.Tensor]) -> list[torch.Tensor]:
+    """The values, in a list of the receiver's own: nobody else keeps them."""
+    taken = values.copy()
+    values.clear()
+    return taken
+
+
+def _copy(value: Any) -> Any:
+    """A tensor of the same layout, in memory of its own, with the same elements; any other value itself."""
+    if not isinstance(value, torch.Tensor):
+        return value
+    memory = value.untyped_storage().clone()
+    return value.new_empty(0).set_(memory, value.storage_offset(), value.shape, value.stride())
 
 
 @dataclass
@@ -126,12 +191,14 @@ def _synchronize(device: torch.device) -> None:
 # ---------------------------------------------------------------------------------- all programs
 
 
-def warmed_up(items: Sequence[tuple[Program, fx.Graph]], device: torch.device) -> list[Trial]:
+def warmed_up(
+    items: Sequence[tuple[Program, fx.Graph]], device: torch.device, kernel: MatmulKernel | None = None
+) -> list[Trial]:
     """A trial of each program, after a first run."""
     values, sums = _Values(device), _Values(device)
     trials = []
     for item, graph in items:
-        trials.append(Trial(item, graph, values, sums))
+        trials.append(Trial(item, graph, values, sums, kernel))
         trials[-1].seconds()
     return trials
 

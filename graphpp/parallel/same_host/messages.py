@@ -5,8 +5,8 @@ Contract
 - A tensor of a message fills its memory without gaps. Its receiver knows its size, and both ranks of a pair post their messages
   in one order, apart for each channel.
 - `send` copies the tensors, so it returns at once, unless `SLOTS` messages to that rank have not been read. Then it waits for
-  the oldest of them. A rank reads every message whose receive is posted whenever it waits for anything, so that wait ends where
-  the wait for a send over gloo would end.
+  the oldest of them. A rank reads every message whose receive is posted whenever it posts a receive or waits for anything. So
+  that wait ends where the wait for a send over gloo would end, and a rank that computes without waiting still frees slots.
 - After `settle` every message of this rank can be read, also if this process ends.
 - `PeerLost`, in the words of gloo, for a rank whose process has ended or whose process group is destroyed, and for a rank
   that sends nothing within the timeout of the group.
@@ -109,6 +109,7 @@ class SameHost:
             self._read(early.popleft(), arrival)
         else:
             self._expected[peer, channel].append(arrival)
+        self.poll()
         return arrival
 
     def settle(self) -> None:

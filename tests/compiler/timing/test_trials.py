@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import json
 import random
+import weakref
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import fx, nn
 from torch.nn import functional as F
 
 import graphpp
 from graphpp.compiler import time_programs
 from graphpp.compiler.timing import trials
+from graphpp.runtime.program import Parameter, Phase, Program, Received, Saved, Sent
 from tests.distributed import run_ranks
 
 AUTOCAST: list[bool] = []
@@ -71,7 +73,7 @@ def compiled(model: nn.Module) -> graphpp.Pipeline:
 @pytest.fixture
 def cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     monkeypatch.setenv("GRAPHPP_CACHE", str(tmp_path))
-    return tmp_path / "program_seconds.json"
+    return tmp_path / "action_seconds.json"
 
 
 @pytest.fixture
@@ -154,7 +156,7 @@ def cut_with_a_failure(rank: int, folder: str) -> tuple[list[tuple[str, ...]], i
         model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(4)))
         pipe = graphpp.compile(model, mean, split="auto", schedule="1F1B", microbatches=2)
         pipe.step(X)
-    return [stage.modules for stage in pipe.plan.stages], Path(folder, str(rank), "program_seconds.json").exists()
+    return [stage.modules for stage in pipe.plan.stages], Path(folder, str(rank), "action_seconds.json").exists()
 
 
 def test_a_rank_that_fails_in_a_later_round_lets_all_estimate(tmp_path: Path) -> None:
@@ -165,6 +167,41 @@ def test_a_rank_that_fails_in_a_later_round_lets_all_estimate(tmp_path: Path) ->
 def test_seconds_of_another_number_of_ranks_do_not_count(cache: Path) -> None:
     compiled(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))).step(X)
     assert all(", 1 ranks, " in key for key in json.loads(cache.read_text()))
+
+
+def test_programs_that_write_buffers_are_timed(cache: Path, caplog: pytest.LogCaptureFixture) -> None:
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8)) for _ in range(2)))
+    before = {fqn: buffer.clone() for fqn, buffer in model.named_buffers()}
+    found = graphpp.stage_costs(model, mean, graphpp.Microbatch((X,)), split=["1"])
+    assert all(stage.forward > 0 for stage in found.stages) and "not timed" not in caplog.text
+    assert all(torch.equal(buffer, before[fqn]) for fqn, buffer in model.named_buffers())
+
+
+class Held:
+    """A program of two results that notes whether the trial keeps its arguments."""
+
+    def __init__(self) -> None:
+        self.alive: list[int] = []
+
+    def __call__(self, arguments: list[Any]) -> tuple[Any, ...]:
+        watched = [weakref.ref(each) for each in arguments]
+        arguments.clear()
+        self.alive.append(sum(each() is not None for each in watched))
+        return (X.clone(),)
+
+
+def test_saved_and_received_values_die_in_the_program_as_in_a_step() -> None:
+    graph = fx.Graph()
+    for name in ("weight", "saved", "arriving"):
+        graph.placeholder(name).meta["val"] = X
+    result = graph.call_function(torch.clone, tuple(graph.nodes)[:1])
+    result.meta["val"] = X
+    graph.output((result,))
+    held = Held()
+    inputs = (Parameter("weight"), Saved("saved"), Received("arriving"))
+    item = Program(0, Phase.INPUT_GRAD, inputs, (Sent("gradient"),), held)
+    (trial,) = trials.warmed_up([(item, graph)], torch.device("cpu"))
+    assert trial.seconds() > 0 and held.alive == [1, 1], "the parameter alone"
 
 
 def test_nothing_made_up_stays(cache: Path) -> None:
