@@ -40,11 +40,16 @@ def priced_setting(question: Question, setting: Setting, cut: Cut) -> PricedMode
         return again
     plain = question.priced(setting.shape, setting.rows, None)
     chosen = {at for layer in _chosen(question.costs, setting.recomputed, cut) for at in _segments_of(question.costs, layer)}
-    stages, exchanges, layers = list(plain.segments.costs.stages), list(plain.exchanges), list(plain.layers)
+    stages, mixed = list(plain.segments.costs.stages), {name: list(getattr(plain, name)) for name in _BY_SEGMENT}
     for at in chosen:
-        stages[at], exchanges[at], layers[at] = again.segments.costs.stages[at], again.exchanges[at], again.layers[at]
+        stages[at] = again.segments.costs.stages[at]
+        for name, values in mixed.items():
+            values[at] = getattr(again, name)[at]
     segments = replace(plain.segments, costs=replace(plain.segments.costs, stages=tuple(stages)))
-    return replace(plain, segments=segments, exchanges=tuple(exchanges), layers=tuple(layers))
+    return replace(plain, segments=segments, **{name: tuple(values) for name, values in mixed.items()})
+
+
+_BY_SEGMENT = ("exchanges", "layers", "offloadable")
 
 
 def _chosen(costs: CostData, counts: Sequence[int], cut: Cut) -> list[int]:
