@@ -122,8 +122,8 @@ class Link:
 
 
 _INSIDE, _BETWEEN = Link(3e-6, 450e9), Link(8e-6, 50e9, 0.9)
-# PCI Express x16, one direction: generation 5 has 64 GB/s before its encoding and packets, generation 4 half of that. Copies from
-# and to pinned memory reach some 55 and 25 GB/s in published benchmarks: an assumption, not measured here.
+# PCI Express x16, one direction: generation 5 has 64 GB/s before its encoding and packets, generation 4 half of that. Copies
+# from and to pinned memory reach some 55 and 25 GB/s in published benchmarks: an assumption, not measured here.
 _PCIE_5, _PCIE_4 = Link(1e-5, 64e9, 0.85), Link(1e-5, 32e9, 0.8)
 
 
@@ -183,7 +183,7 @@ GB = 10**9  # of a data sheet; the rest of 2 ** 30 is about what contexts, commu
 # NVIDIA H100 SXM5 data sheet: halves of the figures with sparsity; NVLink 4: 900 GB/s in both directions together; one NIC of
 # 400 Gb/s for each GPU.
 H100_SXM = Device("H100_SXM", _flops(989e12, 1979e12, 494e12, 67e12), 3.35e12, 80 * GB, host=_PCIE_5)
-H200 = Device("H200", _flops(989e12, 1979e12, 494e12, 67e12), 4.8e12, 141 * GB, host=_PCIE_5)  # the H100's arithmetic with HBM3e
+H200 = Device("H200", _flops(989e12, 1979e12, 494e12, 67e12), 4.8e12, 141 * GB, host=_PCIE_5)  # the H100 with HBM3e
 # NVIDIA A100 80 GB SXM4: NVLink 3, 600 GB/s together; 200 Gb/s for each GPU. Products reach more of the lower peak: 240 to 260
 # of 312 TFLOP/s; FlashAttention 2 about 180 forward and 170 backward, causal.
 A100 = Device(

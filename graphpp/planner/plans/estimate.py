@@ -64,7 +64,7 @@ _ALIVE: dict[str, Callable[[Setting], float]] = {
 
 
 _ALTERNATING = 1.4  # gathers of a stage for each microbatch, as `check/shard_counts.py` counts them for interleaved tables
-_STAY = 3  # forwards of a stage whose values are on the device: two wait for their copies, one has come back
+_STAY = 2  # forwards of a stage whose values are on the device, at least: one waits for its copies, one has come back
 _SPLIT = ("ZB1P", "ZB2P", "ZBVZeroBubble", "DualPipeV", "V-Half", "V-Min", "InterleavedZeroBubble")
 _OVERLAPPED = ("DualPipeV",)
 _IN_CYCLES = ("V-Half", "V-Min")  # made for F, I and W that take equally long; the longest of uneven ones sets half of the pace

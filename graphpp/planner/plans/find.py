@@ -104,7 +104,7 @@ def _offload(search: _Search, ordered: Sequence[_Candidate]) -> None:
     fitting = [each.seconds.total for each in search.found.values() if each.peak <= search.cap]
     most = min(fitting, default=inf)
     away = (
-        (with_offload(search.question, setting, guess, search.cap), setting)
+        (with_offload(search.question, setting, search.known(setting, guess), search.cap), setting)
         for guess, setting, least in ordered
         if not least and guess.seconds < most and not isinstance(setting.recompute, float)
     )
@@ -209,6 +209,11 @@ class _Search:
     def add(self, prediction: Prediction | None) -> None:
         if prediction is not None:
             self.found.setdefault(prediction.setting, prediction)
+
+    def known(self, setting: Setting, guess: Estimate) -> Estimate:
+        """The seconds and bytes that are predicted for a setting, else those that are estimated."""
+        found = self.found.get(setting)
+        return guess if found is None else Estimate(found.seconds.total, found.peak)
 
     def least(self, setting: Setting) -> None:
         """Add the setting with as few recomputed layers as fit."""

@@ -99,6 +99,7 @@ def _row(number: int, plan: TrainingPlan) -> tuple[str, ...]:
     return (
         f"{number}{'*' if plan.on_front else ''}", str(setting.shape), f"{setting.stages}, {setting.schedule}",
         f"{setting.microbatches} x {setting.rows}", "all" if setting.keep is None else str(setting.keep),
-        setting.degree, "-" if setting.offload is None else f"{setting.offload:g}", spell_time(plan.step_seconds, "s"), f"{plan.mfu:.1%}", f"{plan.bubble:.1%}",
+        setting.degree, "-" if setting.offload is None else f"{setting.offload:g}",
+        spell_time(plan.step_seconds, "s"), f"{plan.mfu:.1%}", f"{plan.bubble:.1%}",
         spell_bytes(plan.peak), plan.reason or "best",
     )  # fmt: skip

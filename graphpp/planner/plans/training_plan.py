@@ -52,7 +52,7 @@ class StepSeconds:
 class TrainingPlan:
     """One way to train a model on `machines`, with its predicted cost.
 
-    `setting`: the mesh, the microbatches, the schedule, `keep`, `recompute`, `offload`. `split`: the FQNs at which the stages start.
+    `setting`: all that the search chooses. `split`: the FQNs at which the stages start.
     `seconds`: of a step; `batch`: rows of a step on all ranks; `tokens`: of a row (0: it has none). `mfu`: FLOPs of the model,
     without repeated ones, by the peak of all GPUs. `dtype`: in which the model computes (None: its own). `peaks`: by pipeline
     rank, the most bytes at one time; `memory`: of the fullest rank, the most bytes of each kind. `sent`: the bytes that a rank
