@@ -82,12 +82,12 @@ def find_plans(question: Question, limits: Limits, cap: int, choices: Choices) -
         less = (each for each in ordered if each.guess.nbytes <= cap * share)
         search.work.grant(round(choices.work * of_work))
         _simulate(search, (each for each in less if share > _FRONT or each.guess.seconds <= most))
-    if choices.offload:
-        search.work.grant(round(choices.work * _OFFLOADED))
-        _offload(search, ordered)
     if not any(each.peak <= cap for each in search.found.values()):
         search.work.grant(round(choices.work * _LAST))
         _simulate(search, sorted(ordered, key=lambda each: (each.guess.nbytes, each.guess.seconds)))
+    if choices.offload:
+        search.work.grant(round(choices.work * _OFFLOADED))
+        _offload(search, ordered)
     if not search.found:
         raise ScheduleError(
             f"work={choices.work:,}: of {len(ordered):,} settings none could be simulated: give more work; some 15,000 "

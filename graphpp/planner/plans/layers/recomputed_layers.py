@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 from graphpp.planner.cluster.cost_data import CostData
 from graphpp.planner.cluster.price import PricedModel
@@ -45,8 +46,9 @@ def priced_setting(question: Question, setting: Setting, cut: Cut) -> PricedMode
         stages[at] = again.segments.costs.stages[at]
         for name, values in mixed.items():
             values[at] = getattr(again, name)[at]
+    by_segment: dict[str, Any] = {name: tuple(values) for name, values in mixed.items()}
     segments = replace(plain.segments, costs=replace(plain.segments.costs, stages=tuple(stages)))
-    return replace(plain, segments=segments, **{name: tuple(values) for name, values in mixed.items()})
+    return replace(plain, segments=segments, **by_segment)
 
 
 _BY_SEGMENT = ("exchanges", "layers", "offloadable")

@@ -82,6 +82,13 @@ def test_a_model_that_fits_by_offload_alone() -> None:
             plans(**other, memory_cap=cap, recompute=[None])
 
 
+def test_a_setting_whose_estimate_is_far_over_the_cap_is_tried_with_offload() -> None:
+    setting = replace(SETTING, schedule=ScheduleChoice("ZBVZeroBubble", 2))
+    none, every = (predicted(each, setting=setting).peak for each in (None, 1.0))
+    best = plans(FAST, memory_cap=(none + every) // 2, recompute=[None], schedules=["ZBVZeroBubble"]).best
+    assert best.setting.offload is not None and best.peak < none
+
+
 def test_the_link_decides_between_offload_and_recomputation() -> None:
     cap = round(0.8 * predicted(None).peak)
     fast, slow = (plans(each, memory_cap=cap, recompute=[None, "full"]).best for each in (FAST, SLOW))
