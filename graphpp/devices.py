@@ -21,7 +21,7 @@ from itertools import pairwise
 from math import ceil, inf, log, log2
 from types import MappingProxyType
 
-from graphpp.arguments import BYTES, COUNT, NUMBER, TEXT, Accepted, checked, one_of, require
+from graphpp.arguments import BYTES, COUNT, NUMBER, TEXT, Accepted, checked, one_of, or_none, require
 from graphpp.errors import ScheduleError
 
 _PEAK = Accepted("a positive number", lambda value: NUMBER.accepts(value) and 0 < value < inf)  # type: ignore[operator]
@@ -122,6 +122,9 @@ class Link:
 
 
 _INSIDE, _BETWEEN = Link(3e-6, 450e9), Link(8e-6, 50e9, 0.9)
+# PCI Express x16, one direction: generation 5 has 64 GB/s before its encoding and packets, generation 4 half of that. Copies
+# from and to pinned memory reach some 55 and 25 GB/s in published benchmarks: an assumption, not measured here.
+_PCIE_5, _PCIE_4 = Link(1e-5, 64e9, 0.85), Link(1e-5, 32e9, 0.8)
 
 
 @dataclass(frozen=True)
@@ -129,7 +132,8 @@ class Device:
     """One device: `flops` by dtype name in FLOP/s, dense; `memory_bandwidth` in bytes/s; `memory` in bytes.
 
     `launch`: seconds of a kernel besides its work. `inside`, `between`: the usual links of such devices within a machine and
-    between machines. `torch_type`: the type of torch's device. Raises `ScheduleError` for other values.
+    between machines. `torch_type`: the type of torch's device. `host`: the link to the host's memory, over which saved values
+    are offloaded (None: no values are). Raises `ScheduleError` for other values.
     """
 
     name: str
@@ -141,12 +145,14 @@ class Device:
     inside: Link = _INSIDE
     between: Link = _BETWEEN
     torch_type: str = "cuda"
+    host: Link | None = None
 
     def __post_init__(self) -> None:
         accepted = {
             "name": TEXT, "torch_type": TEXT, "flops": _FLOPS, "memory_bandwidth": _PEAK, "memory": BYTES, "launch": _FROM_ZERO,
             "efficiency": one_of(Efficiency, takes="an Efficiency"),
             "inside": one_of(Link, takes="a Link"), "between": one_of(Link, takes="a Link"),
+            "host": or_none(one_of(Link, takes="a Link")),
         }  # fmt: skip
         for name, each in accepted.items():
             require(ScheduleError, name, each, getattr(self, name))
@@ -176,8 +182,8 @@ GB = 10**9  # of a data sheet; the rest of 2 ** 30 is about what contexts, commu
 
 # NVIDIA H100 SXM5 data sheet: halves of the figures with sparsity; NVLink 4: 900 GB/s in both directions together; one NIC of
 # 400 Gb/s for each GPU.
-H100_SXM = Device("H100_SXM", _flops(989e12, 1979e12, 494e12, 67e12), 3.35e12, 80 * GB)
-H200 = Device("H200", _flops(989e12, 1979e12, 494e12, 67e12), 4.8e12, 141 * GB)  # the H100's arithmetic with HBM3e
+H100_SXM = Device("H100_SXM", _flops(989e12, 1979e12, 494e12, 67e12), 3.35e12, 80 * GB, host=_PCIE_5)
+H200 = Device("H200", _flops(989e12, 1979e12, 494e12, 67e12), 4.8e12, 141 * GB, host=_PCIE_5)  # the H100 with HBM3e
 # NVIDIA A100 80 GB SXM4: NVLink 3, 600 GB/s together; 200 Gb/s for each GPU. Products reach more of the lower peak: 240 to 260
 # of 312 TFLOP/s; FlashAttention 2 about 180 forward and 170 backward, causal.
 A100 = Device(
@@ -185,12 +191,13 @@ A100 = Device(
     Efficiency(
         _FAST.product.times(1.22), attention=_FAST.attention.times(1.45), attention_backward=_FAST.attention_backward.times(1.5)
     ),
-    inside=Link(3e-6, 300e9), between=Link(8e-6, 25e9, 0.9),
+    inside=Link(3e-6, 300e9), between=Link(8e-6, 25e9, 0.9), host=_PCIE_4,
 )  # fmt: skip
 # NVIDIA HGX B200: 180 GB for each GPU; NVLink 5, 1.8 TB/s together.
 B200 = Device(
-    "B200", _flops(2250e12, 4500e12, 1125e12, 75e12), 7.7e12, 180 * GB, inside=Link(3e-6, 900e9), between=Link(8e-6, 50e9, 0.9)
-)
+    "B200", _flops(2250e12, 4500e12, 1125e12, 75e12), 7.7e12, 180 * GB, inside=Link(3e-6, 900e9), between=Link(8e-6, 50e9, 0.9),
+    host=_PCIE_5,
+)  # fmt: skip
 # AMD MI300X: 7 Infinity Fabric links of 64 GB/s each direction. Products reach 600 to 700 of 1307 TFLOP/s, attention about half
 # the share of an H100, in published benchmarks.
 MI300X = Device(
@@ -198,7 +205,7 @@ MI300X = Device(
     Efficiency(
         _FAST.product.times(0.75), attention=_FAST.attention.times(0.75), attention_backward=_FAST.attention_backward.times(0.6)
     ),
-    inside=Link(4e-6, 448e9, 0.7), between=Link(8e-6, 50e9, 0.9),
+    inside=Link(4e-6, 448e9, 0.7), between=Link(8e-6, 50e9, 0.9), host=_PCIE_5,
 )  # fmt: skip
 # One core of a server with AVX-512, as `graphpp` prices the CPU elsewhere; loopback between processes.
 CPU_CORE = Device(

@@ -40,6 +40,7 @@ def plan(  # noqa: PLR0913 - the dimensions of the search
     cp: Annotated[str, typer.Option(help="Ranks that share each sequence: the model has to call graphpp.attention.")] = "1",
     rows: Annotated[str | None, typer.Option(help="Rows of a microbatch, or several numbers with commas.")] = None,
     schedules: Annotated[str | None, typer.Option(help="Names of schedules with commas. All if left out.")] = None,
+    offload: Annotated[bool, typer.Option(help="Whether saved values may wait in the host's memory, as few as fit.")] = True,
     save: Annotated[Path | None, typer.Option(help="A file for the best plan, for graphpp.TrainingPlan.from_json.")] = None,
     html: Annotated[Path | None, typer.Option(help="A file for a page of all plans, to look at in a browser.")] = None,
     front: Annotated[bool, typer.Option("--front", help="Print the plans of the front of time and memory.")] = False,
@@ -57,7 +58,7 @@ def plan(  # noqa: PLR0913 - the dimensions of the search
     loaded = load_model(model, length=length, meta=True)
     found = search(
         loaded.model, loaded.loss, loaded.example, machines=known, batch=batch, memory_cap=most, param_dtype=given,
-        schedules=None if schedules is None else [name.strip() for name in schedules.split(",")],
+        offload=offload, schedules=None if schedules is None else [name.strip() for name in schedules.split(",")],
         **{name: each for name, each in sizes.items() if each is not None},  # type: ignore[arg-type]
     )  # fmt: skip
     files = {"save": (save, found.best.to_json), "html": (html, found.to_html)}

@@ -20,10 +20,16 @@ from graphpp.runtime.program import OutputRole, TensorMeta
 
 
 class Offloadable(NamedTuple):
-    """A saved value, and the bytes of device memory that evicting it frees."""
+    """A saved value, and the bytes of device memory that evicting it frees.
+
+    `memory`: the node that allocated these. `received`: the stage below made it; `sent`: the stage above reads it.
+    """
 
     meta: TensorMeta
     nbytes: int
+    memory: fx.Node
+    received: bool
+    sent: bool
 
 
 class LocalNeighbours(NamedTuple):
@@ -41,7 +47,13 @@ def offloadable(forward: fx.Graph, local: LocalNeighbours) -> list[Offloadable]:
         if is_tensor(node):
             results[root(node)].append((role, node))
     return [
-        Offloadable(tensor_meta(node, role.name), tensor_meta(memory).nbytes)
+        Offloadable(
+            tensor_meta(node, role.name),
+            tensor_meta(memory).nbytes,
+            memory,
+            received=memory.op == "placeholder",
+            sent=len(sharers) > 1,
+        )
         for memory, sharers in results.items()
         if _is_own(memory, local)
         for role, node in _only_saved(sharers, local)

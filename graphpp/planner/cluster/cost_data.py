@@ -12,8 +12,23 @@ from dataclasses import dataclass
 
 from graphpp.planner.cluster.operations import Counted, Size
 from graphpp.runtime.program import Phase
+from graphpp.schedules.table.actions import Kind
 
 PHASES = (Phase.FORWARD, Phase.BACKWARD, Phase.INPUT_GRAD, Phase.WEIGHT_GRAD)
+
+
+@dataclass(frozen=True)
+class OffloadableSize:
+    """A saved value that may wait in the host's memory: its memory, and the kinds of backward that read it.
+
+    `received`: the segment before made it; `sent`: the segment behind reads it. Such a value stays on the device where that
+    segment belongs to another stage of the same rank.
+    """
+
+    nbytes: Size
+    readers: tuple[Kind, ...]
+    received: bool = False
+    sent: bool = False
 
 
 @dataclass(frozen=True)
@@ -21,7 +36,7 @@ class SegmentKind:
     """Equal segments. By phase in the order of `PHASES`: `operations`, and `peaks`, the sizes of which the largest is the peak.
 
     `read`: the parameters that it reads, `made`: the gradients that it makes. `saved`: bytes from forward to backward; `kept`:
-    from I to W.
+    from I to W. `offloadable`: the saved values that may wait in the host's memory.
     """
 
     operations: tuple[Counted, ...]
@@ -30,6 +45,7 @@ class SegmentKind:
     made: tuple[Size, ...]
     saved: Size
     kept: Size
+    offloadable: tuple[OffloadableSize, ...] = ()
 
 
 @dataclass(frozen=True)

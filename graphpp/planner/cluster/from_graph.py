@@ -24,10 +24,11 @@ from graphpp.options.recompute import Recompute, read_recompute
 from graphpp.options.split import ModuleCall
 from graphpp.passes.graph.joint_graph import JointGraph
 from graphpp.passes.graph.liveness import counts_in_peak, live_values
+from graphpp.passes.graph.offloadable import LocalNeighbours, offloadable
 from graphpp.passes.graph.stage_graphs import PhaseGraph, StagedGraphs
 from graphpp.passes.lower import LoweringOptions, assigned, staged_graphs
 from graphpp.planner import recompute_policy as policy
-from graphpp.planner.cluster.cost_data import PHASES, ParameterCosts, SegmentKind, Variant
+from graphpp.planner.cluster.cost_data import PHASES, OffloadableSize, ParameterCosts, SegmentKind, Variant
 from graphpp.planner.cluster.facts import note_facts
 from graphpp.planner.cluster.fake_calls import sizes_of
 from graphpp.planner.cluster.model_costs import ModelCosts
@@ -37,6 +38,7 @@ from graphpp.planner.cluster.tensor_plan import Plan, ShardedParameters
 from graphpp.planner.layers import repeated_layers
 from graphpp.planner.segments import places
 from graphpp.runtime import program
+from graphpp.schedules.table.actions import Kind
 
 RECOMPUTE: tuple[str | None, ...] = (None, "selective", "full")
 _STACKED = 3  # dimensions of a parameter that holds the experts of a layer: experts, inputs, outputs
@@ -181,6 +183,7 @@ class _Kinds:
                     made=tuple(map(_gradients, graphs)),
                     saved=saved,
                     kept=kept,
+                    offloadable=tuple(_offloadable(*graphs)),
                 )
             kind = self._made[key]
             if kind not in numbers:
@@ -210,6 +213,14 @@ def _signature(each: PhaseGraph | None) -> Any:
 
 def _operations(each: PhaseGraph | None) -> Counted:
     return operations_of(each.graph) if each is not None else ()
+
+
+def _offloadable(forward: PhaseGraph | None, *backwards: PhaseGraph | None) -> Iterator[OffloadableSize]:
+    """The saved values that may leave the device, of a segment whose neighbours are on other ranks."""
+    for value in offloadable(forward.graph, LocalNeighbours(below=False, above=False)) if forward is not None else ():
+        role = program.Saved(value.meta.name)
+        readers = tuple(Kind(each.phase.value) for each in backwards if each is not None and role in each.inputs)
+        yield OffloadableSize(size_of(value.memory), readers, value.received, value.sent)
 
 
 def _read(each: PhaseGraph | None) -> Size:

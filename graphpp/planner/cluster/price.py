@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from graphpp.arguments import COUNT, FLAG, NUMBER, TEXT, Accepted, checked, one_of, or_none, require
 from graphpp.devices import Machines
@@ -44,6 +45,15 @@ class PhaseBytes:
     expert_made: int = 0
 
 
+class OffloadableBytes(NamedTuple):
+    """An `OffloadableSize` in bytes."""
+
+    nbytes: int
+    readers: tuple[Kind, ...]
+    received: bool
+    sent: bool
+
+
 @dataclass(frozen=True)
 class PricedModel:
     """A model on machines, for one microbatch on one data-parallel rank.
@@ -52,6 +62,7 @@ class PricedModel:
     whether it is of experts, whose replicas are fewer. `forward_bytes`, `backward_bytes`: over the boundary behind each segment
     but the last. `flops`: of forward and backward of all ranks of the microbatch, not recomputed ones. `exchanges`: by segment
     and phase (F, B, I, W) the seconds of exchanges that are in the times. `layers`: by segment, what phases read and make.
+    `offloadable`: by segment, the saved values that may wait in the host's memory; none for a mixture of recomputations.
     """
 
     segments: Segments
@@ -61,6 +72,7 @@ class PricedModel:
     flops: float
     exchanges: tuple[tuple[float, ...], ...]
     layers: tuple[Mapping[Kind, PhaseBytes], ...] = ()
+    offloadable: tuple[tuple[OffloadableBytes, ...], ...] = ()
 
 
 _ACCEPTED = {
@@ -119,6 +131,7 @@ def priced(
     kinds = [[one.kinds[one.kind_of[at]] for one in variants] for at in range(len(costs.starts))]
     each = [pricing.segment(own, shares) for own in kinds]
     layers = tuple(pricing.layer(own, shares) for own in kinds)
+    leaving = tuple(pricing.offloadable(own) for own in kinds)
     stride = deployment.stage_stride or tp * cp
     on, back = (tuple(round(degrees.amount(size)) for size in sizes) for sizes in (costs.forward, costs.backward))
     ahead, behind = (tuple(machines.send(nbytes, stride) for nbytes in sizes) for sizes in (on, back))
@@ -128,7 +141,7 @@ def priced(
         state, experts = state_of_segments(costs, degrees, Memory(optimizer=deployment.optimizer), deployment.shards)
     segments = Segments(costs.starts, Costs(tuple(stage for stage, _ in each), ahead, behind), state)
     exchanges = tuple(found for _, found in each)
-    return PricedModel(segments, experts, on, back, _flops(costs, degrees.factor), exchanges, layers)
+    return PricedModel(segments, experts, on, back, _flops(costs, degrees.factor), exchanges, layers, leaving)
 
 
 def _check_degrees(costs: CostData, tp: int, ep: int, cp: int) -> None:
@@ -185,6 +198,7 @@ class _Pricing:
         self._mixes: dict[tuple[int, ...], tuple[StageCosts, tuple[float, ...]]] = {}
         self._layers: dict[tuple[int, ...], Mapping[Kind, PhaseBytes]] = {}
         self._operations: dict[Operation, float] = {}
+        self._leaving: dict[int, tuple[OffloadableBytes, ...]] = {}
 
     def segment(self, kinds: Sequence[SegmentKind], shares: Sequence[float]) -> tuple[StageCosts, tuple[float, ...]]:
         """The costs of a segment that is of several kinds in proportion."""
@@ -209,6 +223,17 @@ class _Pricing:
                 for at, phase in enumerate(PHASES)
             }
         return self._layers[key]
+
+    def offloadable(self, kinds: Sequence[SegmentKind]) -> tuple[OffloadableBytes, ...]:
+        """The saved values of a segment that may leave the device."""
+        if len(kinds) > 1:
+            return ()
+        if id(kinds[0]) not in self._leaving:
+            self._leaving[id(kinds[0])] = tuple(
+                OffloadableBytes(round(self._degrees.amount(each.nbytes)), each.readers, each.received, each.sent)
+                for each in kinds[0].offloadable
+            )
+        return self._leaving[id(kinds[0])]
 
     def _kind(self, kind: SegmentKind) -> tuple[StageCosts, tuple[float, ...]]:
         if id(kind) not in self._kinds:

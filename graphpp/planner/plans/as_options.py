@@ -17,6 +17,7 @@ from graphpp.arguments import type_name
 from graphpp.errors import GraphPPError
 from graphpp.options.gradients import read_gradients
 from graphpp.options.memory import read_memory
+from graphpp.options.offload import Offload
 from graphpp.options.option import Group
 from graphpp.options.parallel import read_parallel
 from graphpp.options.recompute import Recompute
@@ -55,7 +56,7 @@ def _decided(plan: TrainingPlan) -> dict[str, dict[str, Any]]:
     dtype = None if plan.dtype is None else getattr(torch, plan.dtype)
     return {
         "parallel": {"keep": plan.setting.keep, "param_dtype": dtype},
-        "memory": {"recompute": _recompute(plan)},
+        "memory": {"recompute": _recompute(plan), "offload": _offload(plan)},
         "gradients": {"dtype": None if dtype is None else torch.float32},
     }
 
@@ -64,6 +65,10 @@ def _recompute(plan: TrainingPlan) -> Any:
     if plan.setting.recomputed is None:
         return plan.setting.recompute
     return Recompute(plan.recomputed, nodes="selective" if plan.setting.recompute == "selective" else None)
+
+
+def _offload(plan: TrainingPlan) -> Offload | None:
+    return None if plan.setting.offload is None else Offload(plan.setting.offload)
 
 
 def _schedule(setting: Setting) -> ScheduleLike:

@@ -64,6 +64,7 @@ _ALIVE: dict[str, Callable[[Setting], float]] = {
 
 
 _ALTERNATING = 1.4  # gathers of a stage for each microbatch, as `check/shard_counts.py` counts them for interleaved tables
+_STAY = 2  # forwards of a stage whose values are on the device, at least: one waits for its copies, one has come back
 _SPLIT = ("ZB1P", "ZB2P", "ZBVZeroBubble", "DualPipeV", "V-Half", "V-Min", "InterleavedZeroBubble")
 _OVERLAPPED = ("DualPipeV",)
 _IN_CYCLES = ("V-Half", "V-Min")  # made for F, I and W that take equally long; the longest of uneven ones sets half of the pace
@@ -84,7 +85,7 @@ def estimate(question: Question, setting: Setting) -> Estimate:
     work = _Work(forward, first, second, shape.pp, per_rank)
     idle = _IDLE[setting.schedule.name](work) * (shape.pp - 1)
     computed = setting.microbatches * _pace(question, setting, work) + idle
-    alive = min(setting.microbatches, _ALIVE.get(setting.schedule.name, _as_many_as_ranks)(setting))
+    alive = _alive(setting)
     turn = question.turns.get(shape)  # the same for all rows, kinds of recomputation, schedules
     if turn is None:
         turn = question.turns[shape] = _seconds_of_turn(question, setting, cut.totals)
@@ -94,6 +95,27 @@ def estimate(question: Question, setting: Setting) -> Estimate:
     seconds = max(computed, collected)
     saved = cut.totals.saved_split if setting.schedule.name in _SPLIT else cut.totals.saved
     return Estimate(seconds, (_held(question, setting, cut.totals) + alive * saved) / shape.pp)
+
+
+def with_offload(question: Question, setting: Setting, guess: Estimate, cap: int) -> Estimate | None:
+    """The estimate of as much offload as a cap asks for; None where it asks for none, and where all is too little.
+
+    `guess`: the estimate of the setting itself.
+    """
+    link, totals = question.machines.device.host, question.stages(setting).totals
+    if link is None or guess.nbytes <= cap:
+        return None
+    one = totals.offloadable / setting.shape.pp  # of one microbatch on a rank
+    most = one * max(0.0, _alive(setting) - _STAY / setting.schedule.stages_per_rank)
+    if guess.nbytes - most > cap:
+        return None
+    copied = 2 * setting.microbatches * one * (guess.nbytes - cap) / most
+    return Estimate(max(guess.seconds, link.seconds(copied)), cap)
+
+
+def _alive(setting: Setting) -> float:
+    """The microbatches of which the first rank holds activations."""
+    return min(setting.microbatches, _ALIVE.get(setting.schedule.name, _as_many_as_ranks)(setting))
 
 
 def _as_many_as_ranks(setting: Setting) -> float:

@@ -1,4 +1,4 @@
-"""Search the fastest way to train a model on machines: every mesh, microbatch, schedule, `keep` and recomputation.
+"""Search the fastest way to train a model on machines: every mesh, microbatch, schedule, `keep`, recomputation and offload.
 
 Contract
     in   a `Question`, the bytes that a GPU may hold, what the model admits (`Limits`)
@@ -14,10 +14,11 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from math import inf
 from typing import NamedTuple
 
 from graphpp.errors import ScheduleError
-from graphpp.planner.plans.estimate import Estimate, estimate
+from graphpp.planner.plans.estimate import Estimate, estimate, with_offload
 from graphpp.planner.plans.found_plans import TrainingPlans
 from graphpp.planner.plans.layers.recomputed_layers import layer_names
 from graphpp.planner.plans.mesh_shapes import Limits, MeshShape, mesh_shapes
@@ -25,6 +26,7 @@ from graphpp.planner.plans.predict import Prediction, predict
 from graphpp.planner.plans.question import Question
 from graphpp.planner.plans.read_tables import Work
 from graphpp.planner.plans.reasons import reason_of
+from graphpp.planner.plans.refine.least_offload import least_offload
 from graphpp.planner.plans.refine.least_recompute import least_recompute
 from graphpp.planner.plans.refine.searched_order import searched_order
 from graphpp.planner.plans.settings import ORDER, RecomputeWord, Setting, schedule_choices
@@ -32,6 +34,7 @@ from graphpp.planner.plans.training_plan import TrainingPlan
 from graphpp.units import spell_bytes
 
 _WORK = 150_000  # computations that are simulated
+_OFFLOADED = 0.15  # of the work, in addition for settings that fit by offload
 _LAST = 0.25  # of the work, in addition where no plan fits yet: for those that take least memory
 _ROWS = (1, 2, 4, 8, 16)
 _RECOMPUTE: tuple[RecomputeWord, ...] = (None, "selective", "full")
@@ -47,13 +50,15 @@ _SHARES = ((1.1, 0.3), (0.85, 0.4), (0.65, 0.15), (0.45, 0.1), (0.3, 0.05))
 class Choices:
     """The values among which the search may choose; None: all.
 
-    `sizes`: by dimension of the mesh; `work`: how many computations are simulated at most.
+    `sizes`: by dimension of the mesh; `offload`: whether saved values may wait in the host's memory; `work`: how many
+    computations are simulated at most.
     """
 
     rows: Sequence[int] = _ROWS
     recompute: Sequence[RecomputeWord] = _RECOMPUTE
     schedules: Sequence[str] | None = None
     sizes: Mapping[str, Collection[int]] = field(default_factory=dict)
+    offload: bool = True
     work: int = _WORK
 
 
@@ -80,6 +85,9 @@ def find_plans(question: Question, limits: Limits, cap: int, choices: Choices) -
     if not any(each.peak <= cap for each in search.found.values()):
         search.work.grant(round(choices.work * _LAST))
         _simulate(search, sorted(ordered, key=lambda each: (each.guess.nbytes, each.guess.seconds)))
+    if choices.offload:
+        search.work.grant(round(choices.work * _OFFLOADED))
+        _offload(search, ordered)
     if not search.found:
         raise ScheduleError(
             f"work={choices.work:,}: of {len(ordered):,} settings none could be simulated: give more work; some 15,000 "
@@ -87,8 +95,25 @@ def find_plans(question: Question, limits: Limits, cap: int, choices: Choices) -
         )
     if choices.schedules is None or ORDER in choices.schedules:
         _search_orders(search)
-    further = sum(bool(each.recomputed) or each.schedule.order is not None for each in search.found)  # made on the way
+    further = sum(bool(each.recomputed or each.schedule.order or each.offload) for each in search.found)  # made on the way
     return _ranked(question, list(search.found.values()), cap, len(ordered) + further)
+
+
+def _offload(search: _Search, ordered: Sequence[_Candidate]) -> None:
+    """Add settings with as little offload as fits, the soonest by estimate first, while they may beat the best that fits."""
+    fitting = [each.seconds.total for each in search.found.values() if each.peak <= search.cap]
+    most = min(fitting, default=inf)
+    away = (
+        (with_offload(search.question, setting, search.known(setting, guess), search.cap), setting)
+        for guess, setting, least in ordered
+        if not least and guess.seconds < most and not isinstance(setting.recompute, float)
+    )
+    promising = [(guess, setting) for guess, setting in away if guess is not None and guess.seconds < most]
+    for _, setting in sorted(promising, key=lambda each: (each[0], repr(each[1]))):
+        if not search.work.read_again(setting):
+            return
+        least = least_offload(search.question, setting, search.cap)
+        search.add(predict(search.question, least) if least is not None else None)
 
 
 def _search_orders(search: _Search) -> None:
@@ -184,6 +209,11 @@ class _Search:
     def add(self, prediction: Prediction | None) -> None:
         if prediction is not None:
             self.found.setdefault(prediction.setting, prediction)
+
+    def known(self, setting: Setting, guess: Estimate) -> Estimate:
+        """The seconds and bytes that are predicted for a setting, else those that are estimated."""
+        found = self.found.get(setting)
+        return guess if found is None else Estimate(found.seconds.total, found.peak)
 
     def least(self, setting: Setting) -> None:
         """Add the setting with as few recomputed layers as fit."""

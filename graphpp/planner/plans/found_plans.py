@@ -79,7 +79,7 @@ class TrainingPlans:
         from rich.table import Table
 
         table = Table(box=box.SIMPLE)
-        for column in ("", "mesh", "stages, schedule", "microbatches", "keep", "recompute"):
+        for column in ("", "mesh", "stages, schedule", "microbatches", "keep", "recompute", "offload"):
             table.add_column(column)
         for column in ("step", "MFU", "bubble", "bytes"):
             table.add_column(column, justify="right", no_wrap=True)
@@ -99,6 +99,7 @@ def _row(number: int, plan: TrainingPlan) -> tuple[str, ...]:
     return (
         f"{number}{'*' if plan.on_front else ''}", str(setting.shape), f"{setting.stages}, {setting.schedule}",
         f"{setting.microbatches} x {setting.rows}", "all" if setting.keep is None else str(setting.keep),
-        setting.degree, spell_time(plan.step_seconds, "s"), f"{plan.mfu:.1%}", f"{plan.bubble:.1%}",
+        setting.degree, "-" if setting.offload is None else f"{setting.offload:g}",
+        spell_time(plan.step_seconds, "s"), f"{plan.mfu:.1%}", f"{plan.bubble:.1%}",
         spell_bytes(plan.peak), plan.reason or "best",
     )  # fmt: skip

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from graphpp._torch.this_thread import uncollected
-from graphpp.arguments import BYTES, COUNT, Accepted, checked, one_of, or_none, require
+from graphpp.arguments import BYTES, COUNT, FLAG, Accepted, checked, one_of, or_none, require
 from graphpp.batch.microbatch import Microbatch
 from graphpp.devices import Machines
 from graphpp.errors import ScheduleError
@@ -43,6 +43,7 @@ _RECOMPUTES = Accepted(
 @checked(
     ScheduleError, model=_MODEL, batch=COUNT, memory_cap=or_none(BYTES), tp=or_none(_SIZES), ep=or_none(_SIZES),
     pp=or_none(_SIZES), cp=_SIZES, rows=or_none(_SIZES), schedules=or_none(_NAMES), recompute=or_none(_RECOMPUTES), work=COUNT,
+    offload=FLAG,
 )  # fmt: skip
 @uncollected()  # hardly any of the objects of a capture and of tables is garbage before the end
 def plan(  # noqa: PLR0913 - the dimensions of the search, all of them optional
@@ -64,6 +65,7 @@ def plan(  # noqa: PLR0913 - the dimensions of the search, all of them optional
     rows: int | Sequence[int] | None = None,
     schedules: Sequence[str] | None = None,
     recompute: Sequence[Any] | None = None,
+    offload: bool = True,
     work: int = Choices().work,
 ) -> TrainingPlans:
     """Search the fastest plans to train `model` on `machines`.
@@ -82,6 +84,7 @@ def plan(  # noqa: PLR0913 - the dimensions of the search, all of them optional
         schedules, recompute: among which the search chooses. None: all schedules by name but GPipe, which 1F1B beats, and
             Combined1F1B, and for short steps "searched" orders (`graphpp.schedule_auto`) beside the fastest ones; no
             recomputation, "selective" and "full". Beside None, of as few layers as fit, too.
+        offload: whether saved values may wait in the host's memory, as few as fit, where the device has a link to it.
         work: how many computations of tables are made and simulated: some 15,000 take a second.
 
     Raises:
@@ -106,7 +109,7 @@ def plan(  # noqa: PLR0913 - the dimensions of the search, all of them optional
     choices = Choices(
         rows=Choices.rows if rows is None else tuple(_listed(rows)),
         recompute=Choices.recompute if recompute is None else tuple(recompute),
-        schedules=schedules, sizes=sizes, work=work,
+        schedules=schedules, sizes=sizes, offload=offload, work=work,
     )  # fmt: skip
     cap = memory_cap if memory_cap is not None else round(found.device.memory * _USABLE)
     with working("searching plans"):

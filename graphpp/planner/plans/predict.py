@@ -19,14 +19,17 @@ from typing import NamedTuple
 
 from graphpp.planner.plans.layers.layer_gathers import LayerGathers
 from graphpp.planner.plans.layers.recomputed_layers import priced_setting
+from graphpp.planner.plans.offloaded import windows_of_setting
 from graphpp.planner.plans.question import Question, overlap_of
 from graphpp.planner.plans.read_tables import FLOW, ReadTable, counts_of, read_table
 from graphpp.planner.plans.settings import Setting, admits
 from graphpp.planner.plans.training_plan import StepSeconds
 from graphpp.planner.segments import Cut
 from graphpp.schedules.check.step_memory import StepPeak
+from graphpp.schedules.simulate.host_copies import HostCopies
 from graphpp.schedules.table.actions import Kind
 from graphpp.schedules.table.costs import Costs, with_messages
+from graphpp.schedules.table.offload_window import OffloadWindow
 from graphpp.schedules.table.state_bytes import HeldBytes, StateBytes, held_bytes, sent_by_stage
 
 _SMALL = 2e-3  # of a step: gathers and reductions that take less together count as hidden
@@ -100,17 +103,22 @@ def peaks_of(question: Question, setting: Setting, cut: Cut, tables: Sequence[Re
 
 
 class _Simulated(NamedTuple):
-    """One simulated step: its seconds, those without gathers and reductions, those for which its busiest rank works and the
-    stages of that rank; bytes; how often a stage is gathered and the bytes sent along data ranks, of the rank with most."""
+    """One simulated step: its seconds, those without gathers, reductions and copies to the host, those by which these copies
+    delay it, those for which its busiest rank works and the stages of that rank; bytes; how often a stage is gathered and the
+    bytes sent along data ranks, of the rank with most."""
 
     makespan: float
     alone: float
+    waits: float
     busy: float
     stages: list[int]
     peaks: tuple[StepPeak, ...]
     memory: Mapping[str, int]
     gathers: float
     along: float
+
+
+_GROWING = ("makespan", "busy", "alone", "waits")
 
 
 class _Step:
@@ -198,7 +206,12 @@ class _Step:
         Gradients add up in the order of the microbatches, which a searched order need not keep: then some wait.
         """
         searched = self._setting.schedule.order is not None
-        return table.memory.peaks([self.costs], self._held(table, in_order=searched))
+        memory = table.memory if self._setting.offload is None else table.offloading(self._windows(table))
+        return memory.peaks([self.costs], self._held(table, in_order=searched))
+
+    def _windows(self, table: ReadTable) -> tuple[OffloadWindow, ...]:
+        fraction = self._setting.offload
+        return () if fraction is None else windows_of_setting(self._priced, self.cut, table.schedule, fraction)
 
     def continued_peaks(self, peaks: Sequence[tuple[StepPeak, ...]], counts: Sequence[int]) -> tuple[int, ...]:
         """The most bytes of each rank with all microbatches, from one or two simulated steps.
@@ -222,10 +235,21 @@ class _Step:
         """One step with as many microbatches as the table."""
         peaks = self.rank_peaks(table)
         makespan, busy, alone = self._spans(table)
+        waits = self._waits_for_copies(table, makespan)
         fullest = max(peaks, key=lambda each: each.nbytes)
         busiest = busy.index(max(busy))
         own = [stage for stage, rank in table.rank_of_stage.items() if rank == busiest]
-        return _Simulated(makespan, alone, busy[busiest], own, peaks, fullest.most, *self._collections(table))
+        return _Simulated(makespan + waits, alone, waits, busy[busiest], own, peaks, fullest.most, *self._collections(table))
+
+    def _waits_for_copies(self, table: ReadTable, makespan: float) -> float:
+        """The seconds by which copies of offloaded values, and waits for them, delay a step of such a makespan."""
+        link, windows = self._question.machines.device.host, self._windows(table)
+        if link is None or not windows:
+            return 0.0
+        copies = HostCopies(windows, lambda nbytes: link.latency + link.seconds(nbytes))
+        layers = self._setting.keep == 0
+        delayed = table.times.seconds(self.waiting, collectives=not layers, copies=copies).makespan
+        return max(0.0, delayed + (self._of_copies(table) if layers else 0.0) - makespan)
 
     def _collections(self, table: ReadTable) -> tuple[float, float]:
         """How often a stage is gathered, and the bytes that a rank sends along its data ranks."""
@@ -262,12 +286,12 @@ class _Step:
             kind: round(continued(first.memory.get(kind, nbytes), nbytes)) if kind == "activations" else nbytes
             for kind, nbytes in last.memory.items()
         }
-        makespan, busy, alone = (continued(getattr(first, name), getattr(last, name)) for name in ("makespan", "busy", "alone"))
+        makespan, busy, alone, waits = (continued(getattr(first, name), getattr(last, name)) for name in _GROWING)
+        parts = self._parts(makespan - waits, busy, last.stages, makespan - waits - alone)
         gathers, along = continued(first.gathers, last.gathers), continued(first.along, last.along)
         return Prediction(
-            self._setting, self.cut, self._parts(makespan, busy, last.stages, makespan - alone), peaks, grown,
-            self._sent(along), gathers,
-        )  # fmt: skip
+            self._setting, self.cut, replace(parts, offload=waits), peaks, grown, self._sent(along), gathers
+        )
 
     def _parts(self, makespan: float, busy: float, stages: Sequence[int], unhidden: float) -> StepSeconds:
         """The makespan by its parts on the busiest rank, which has these stages, and the optimizer's step.

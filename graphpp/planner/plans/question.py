@@ -25,7 +25,8 @@ _HIDDEN = 0.9  # of the collectives in an overlapped action
 
 class Totals(NamedTuple):
     """Bytes of a whole model: parameters; parameters and sums of gradients; rows and optimizer of what is no expert, and of
-    experts; buffers; values that one microbatch saves for a whole backward, and the most of it where the backward is split."""
+    experts; buffers; values that one microbatch saves for a whole backward, and the most of it where the backward is split;
+    those of them that may wait in the host's memory."""
 
     weights: int
     whole: int
@@ -34,6 +35,7 @@ class Totals(NamedTuple):
     buffers: int
     saved: int
     saved_split: int
+    offloadable: int
 
 
 class CutStages(NamedTuple):
@@ -129,4 +131,5 @@ def _totals(priced: PricedModel) -> Totals:
     state, parts = priced.segments.state, priced.segments.costs.stages
     saved = sum(part.saved_bytes for part in parts), sum(max(part.saved_bytes, part.kept_bytes or 0) for part in parts)
     whole, buffers = sum(one.weights + one.sums for one in state), sum(one.buffers for one in state)
-    return Totals(sum(one.weights for one in state), whole, rows[False], rows[True], buffers, *saved)
+    away = sum(each.nbytes for segment in priced.offloadable for each in segment)
+    return Totals(sum(one.weights for one in state), whole, rows[False], rows[True], buffers, *saved, away)

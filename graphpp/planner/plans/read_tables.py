@@ -7,7 +7,8 @@ Contract
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -20,6 +21,7 @@ from graphpp.schedules.rewrite.add_send_recv import add_send_recv
 from graphpp.schedules.rewrite.place_shards import place_shards
 from graphpp.schedules.simulate.step_times import StepTimes
 from graphpp.schedules.table.costs import DEPTH, MessageFlow
+from graphpp.schedules.table.offload_window import OffloadWindow
 from graphpp.schedules.table.schedule import Schedule
 
 FLOW = MessageFlow(kept=DEPTH)
@@ -29,6 +31,7 @@ _WHOLE = 3_000  # computations of a step that is simulated as a whole
 _TABLES = 128  # tables that are kept
 _AGAIN = 100  # times as long as a further setting under the same table takes its first one
 _BESIDE = 400  # computations of a table that take as long as the costs of the stages
+_READ_AGAIN = 3  # times as long as to make and read a table the search of the least offload takes
 _FURTHER = 0.5  # of the work that is granted, in addition: for settings under tables that are read already
 _IN_GROUPS = ("Interleaved1F1B", "InterleavedZeroBubble", "MegatronInterleaved")  # of microbatches, as many as ranks or given
 _MORE = 8  # microbatches of the longer simulated step, where a schedule takes any number
@@ -37,13 +40,21 @@ _FILLS_SOON = ("1F1B",)  # with at most as many microbatches under way as ranks:
 
 
 class ReadTable(NamedTuple):
-    """A table that the ranks run, read for its seconds and bytes. `most`: the counts of the rank with most gathers."""
+    """A table that the ranks run, read for its seconds and bytes.
+
+    `most`: the counts of the rank with most gathers. `reading`: as the table was read for bytes.
+    """
 
     schedule: Schedule
     rank_of_stage: Mapping[int, int]
     times: StepTimes
     memory: StepMemory
     most: ShardCounts
+    reading: Reading
+
+    def offloading(self, windows: Sequence[OffloadWindow]) -> StepMemory:
+        """The table, read for bytes of which some are in the host's memory for a while."""
+        return StepMemory(self.schedule, replace(self.reading, offloaded=windows))
 
 
 @lru_cache(_TABLES)
@@ -58,8 +69,8 @@ def read_table(choice: ScheduleChoice, ranks: int, microbatches: int, keep: int 
     except ScheduleError:  # an overlapped action needs more stages at once
         return None
     most = max(shard_counts(table), key=lambda each: each.gathers_per_stage)
-    memory = StepMemory(table, Reading([0] * microbatches, FLOW.kept, keep != 0, layers=sharded and keep == 0))
-    return ReadTable(table, table.rank_of_stage, StepTimes(table), memory, most)
+    reading = Reading([0] * microbatches, FLOW.kept, keep != 0, layers=sharded and keep == 0)
+    return ReadTable(table, table.rank_of_stage, StepTimes(table), StepMemory(table, reading), most, reading)
 
 
 def counts_of(setting: Setting) -> tuple[int, ...]:
@@ -104,6 +115,13 @@ class Work:
         else:
             self.tables -= total + once
             self._read.add(key)
+        return True
+
+    def read_again(self, setting: Setting) -> bool:
+        """Take the work of a setting whose tables are read for bytes some times more; False where too little is left."""
+        if self.tables <= 0:
+            return False
+        self.tables -= _READ_AGAIN * sum(3 * setting.stages * count for count in counts_of(setting))
         return True
 
     @property

@@ -13,6 +13,7 @@ from graphpp.units import spell_bytes, spell_time
 _WORDS = {
     "forward": "forwards", "backward": "backwards", "recompute": "recomputation", "collectives": "collectives of tp, ep and cp",
     "bubble": "idle time", "gradients": "gathers and reductions", "optimizer": "the optimizer",
+    "offload": "copies to and from the host",
 }  # fmt: skip
 
 

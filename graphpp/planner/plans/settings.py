@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from graphpp.arguments import COUNT, INDEX, Accepted, require
+from graphpp.arguments import COUNT, INDEX, NUMBER, Accepted, require
 from graphpp.errors import ScheduleError
 from graphpp.planner.plans.mesh_shapes import MeshShape
 from graphpp.schedules.check.checker import check
@@ -25,6 +25,10 @@ ORDER = "searched"
 """The name of an order that `graphpp.schedule_auto` has found."""
 _NAME = Accepted(
     f'the name of a schedule in graphpp.schedules.SCHEDULES, or "{ORDER}"', lambda value: value in SCHEDULES or value == ORDER
+)
+_FRACTION = Accepted(
+    "a fraction above 0 and up to 1, or None",
+    lambda value: value is None or (NUMBER.accepts(value) and 0 < value <= 1),  # type: ignore[operator]
 )
 _TEXT = Accepted("the text of a graphpp.Schedule, or None", lambda value: value is None or isinstance(value, str))
 
@@ -67,7 +71,8 @@ class ScheduleChoice:
 class Setting:
     """The choices of a search. `rows`: of a microbatch; `keep`: as `graphpp.Parallel(keep=)`; `recompute`: of each stage.
 
-    `recomputed`: by stage, how many of its first layers `recompute` is for (None: all layers). Raises `ScheduleError`.
+    `recomputed`: by stage, how many of its first layers `recompute` is for (None: all layers). `offload`: the fraction of the
+    saved bytes that waits in the host's memory (None: none). Raises `ScheduleError`.
     """
 
     shape: MeshShape
@@ -77,10 +82,12 @@ class Setting:
     keep: int | None = None
     recompute: RecomputeWord = None
     recomputed: tuple[int, ...] | None = None
+    offload: float | None = None
 
     def __post_init__(self) -> None:
         for name in ("rows", "microbatches"):
             require(ScheduleError, name, COUNT, getattr(self, name))
+        require(ScheduleError, "offload", _FRACTION, self.offload)
         if self.recomputed is not None:
             require(ScheduleError, "recomputed", _LAYERS, self.recomputed)
             if len(self.recomputed) != self.stages or self.recompute not in ("selective", "full"):
@@ -105,7 +112,8 @@ class Setting:
         keep = "" if self.keep is None else f", keep {self.keep}"
         again = "" if self.recompute is None else f", recompute {self.degree}"
         cut = f"{self.microbatches} microbatches of {self.rows} row{'s' * (self.rows > 1)}"
-        return f"{self.shape}, {self.stages} stages, {self.schedule}, {cut}{keep}{again}"
+        away = "" if self.offload is None else f", offload {self.offload:g}"
+        return f"{self.shape}, {self.stages} stages, {self.schedule}, {cut}{keep}{again}{away}"
 
 
 _OF_ONE = ("1F1B", "ZB1P", "ZB2P")

@@ -30,7 +30,8 @@ class StepSeconds:
 
     `forward`, `backward`: computation; `recompute`: forwards that are repeated; `collectives`: of `tp`, `ep` and `cp` within
     the computation; `bubble`: the rank waits for others or for messages; `gradients`: reductions and gathers along data ranks
-    that no computation hides; `optimizer`: its step.
+    that no computation hides; `optimizer`: its step; `offload`: copies between the device and the host that no computation
+    hides.
     """
 
     forward: float = 0.0
@@ -40,6 +41,7 @@ class StepSeconds:
     bubble: float = 0.0
     gradients: float = 0.0
     optimizer: float = 0.0
+    offload: float = 0.0
 
     @property
     def total(self) -> float:
@@ -50,7 +52,7 @@ class StepSeconds:
 class TrainingPlan:
     """One way to train a model on `machines`, with its predicted cost.
 
-    `setting`: the mesh, the microbatches, the schedule, `keep` and `recompute`. `split`: the FQNs at which the stages start.
+    `setting`: all that the search chooses. `split`: the FQNs at which the stages start.
     `seconds`: of a step; `batch`: rows of a step on all ranks; `tokens`: of a row (0: it has none). `mfu`: FLOPs of the model,
     without repeated ones, by the peak of all GPUs. `dtype`: in which the model computes (None: its own). `peaks`: by pipeline
     rank, the most bytes at one time; `memory`: of the fullest rank, the most bytes of each kind. `sent`: the bytes that a rank

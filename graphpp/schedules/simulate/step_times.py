@@ -2,7 +2,8 @@
 
 Contract
     in    a table that `check` accepts; `seconds(costs)` takes costs without blocking messages and without overhead
-    out   the makespan of `simulator.simulate`, and the seconds for which each rank computes: equal numbers, up to rounding
+    out   the makespan of `simulator.simulate`, and the seconds for which each rank computes: equal numbers, up to rounding;
+          with `copies` those of a step that offloads values, which `simulate` does not know
     Raises `ScheduleError` for a table that cannot run to its end, and for costs of another number of stages.
 
 A planner asks hundreds of times for the same table with other costs. Without overhead and blocking only computations, gathers
@@ -17,6 +18,7 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from graphpp.errors import ScheduleError
+from graphpp.schedules.simulate.host_copies import HostCopies
 from graphpp.schedules.table.actions import PER_STAGE, SENDS, Action, Kind, inputs, message
 from graphpp.schedules.table.costs import Costs
 from graphpp.schedules.table.schedule import Schedule
@@ -64,10 +66,9 @@ class StepTimes:
     def __init__(self, schedule: Schedule) -> None:
         self._name, self._stages, self._ranks = schedule.name, schedule.stages, schedule.ranks
         numbers: dict[_Price, int] = {}
-        self._steps = [
-            _Step(rank, numbers.setdefault(_price(action), len(numbers)), reads)
-            for rank, action, reads in _Reading(schedule).steps()
-        ]
+        found = list(_Reading(schedule).steps())
+        self._steps = [_Step(rank, numbers.setdefault(_price(action), len(numbers)), reads) for rank, action, reads in found]
+        self._actions = [action for _, action, _ in found]
         self._prices = list(numbers)
         self._collective = [price.is_collective for price in self._prices]
         self._plain = self._computations()
@@ -80,8 +81,8 @@ class StepTimes:
         steps = [self._steps[at] for at in own]
         return [step._replace(reads=tuple((number[at], lag) for at, lag in step.reads if at in number)) for step in steps]
 
-    def seconds(self, costs: Costs, *, collectives: bool = True) -> StepSpan:
-        """The span of a step. `collectives`: with gathers and reductions."""
+    def seconds(self, costs: Costs, *, collectives: bool = True, copies: HostCopies | None = None) -> StepSpan:
+        """The span of a step. `collectives`: with gathers and reductions. `copies`: of offloaded values."""
         if len(costs.stages) != self._stages:
             raise ScheduleError(
                 f"the costs are for {len(costs.stages)} stages, but {self._name!r} has {self._stages}; "
@@ -90,8 +91,10 @@ class StepTimes:
         if costs.blocking or costs.overhead:
             raise ScheduleError("costs: graphpp.simulate has blocking messages and overhead, these step times have neither")
         took, lags = [price.seconds(costs) for price in self._prices], _lags(costs)
-        shared = collectives and any(each for each, own in zip(took, self._collective, strict=True) if own)
-        makespan = self._with_collectives(took, lags) if shared else self._alone(took, lags)
+        if not collectives:
+            took = [0.0 if own else each for each, own in zip(took, self._collective, strict=True)]
+        shared = any(each for each, own in zip(took, self._collective, strict=True) if own)
+        makespan = self._alone(took, lags) if copies is None and not shared else self._on_lines(took, lags, copies)
         busy = tuple(sum(took[price] * count for price, count in counts.items()) for counts in self._counts)
         return StepSpan(makespan, busy)
 
@@ -106,8 +109,8 @@ class StepTimes:
             free[rank] = ends[at] = begin + took[price]
         return max(free, default=0.0)
 
-    def _with_collectives(self, took: Sequence[float], lags: Sequence[float]) -> float:
-        """Gathers and reductions run one after the other on a line of their own, while the rank computes."""
+    def _on_lines(self, took: Sequence[float], lags: Sequence[float], copies: HostCopies | None) -> float:
+        """Gathers and reductions run one after the other on a line of their own, copies on another, while the rank computes."""
         free, line, ends = [0.0] * self._ranks, [0.0] * self._ranks, [0.0] * len(self._steps)
         for at, (rank, price, reads) in enumerate(self._steps):
             begin, seconds = free[rank], took[price]
@@ -119,7 +122,11 @@ class StepTimes:
                 continue
             for source, lag in reads:
                 begin = max(begin, ends[source] + lags[lag])
-            free[rank] = ends[at] = begin + seconds
+            if copies is None:
+                free[rank] = ends[at] = begin + seconds
+            else:
+                action = self._actions[at]
+                free[rank] = ends[at] = copies.after(rank, action, copies.before(rank, action, begin) + seconds)
         return max(*free, *line)
 
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 from graphpp.planner.cluster.cost_data import CostData
 from graphpp.planner.cluster.price import PricedModel
@@ -40,11 +41,17 @@ def priced_setting(question: Question, setting: Setting, cut: Cut) -> PricedMode
         return again
     plain = question.priced(setting.shape, setting.rows, None)
     chosen = {at for layer in _chosen(question.costs, setting.recomputed, cut) for at in _segments_of(question.costs, layer)}
-    stages, exchanges, layers = list(plain.segments.costs.stages), list(plain.exchanges), list(plain.layers)
+    stages, mixed = list(plain.segments.costs.stages), {name: list(getattr(plain, name)) for name in _BY_SEGMENT}
     for at in chosen:
-        stages[at], exchanges[at], layers[at] = again.segments.costs.stages[at], again.exchanges[at], again.layers[at]
+        stages[at] = again.segments.costs.stages[at]
+        for name, values in mixed.items():
+            values[at] = getattr(again, name)[at]
+    by_segment: dict[str, Any] = {name: tuple(values) for name, values in mixed.items()}
     segments = replace(plain.segments, costs=replace(plain.segments.costs, stages=tuple(stages)))
-    return replace(plain, segments=segments, exchanges=tuple(exchanges), layers=tuple(layers))
+    return replace(plain, segments=segments, **by_segment)
+
+
+_BY_SEGMENT = ("exchanges", "layers", "offloadable")
 
 
 def _chosen(costs: CostData, counts: Sequence[int], cut: Cut) -> list[int]:

@@ -3,7 +3,7 @@
 Contract
     in   the prediction of a named schedule; the bytes that a rank may hold
     out  the prediction of the same setting under an order of `graphpp.schedule_auto`, whose placement is that of the named one;
-         None where the step is too long to be searched as a whole, and where no order fits
+         None where the step is too long to be searched as a whole, where it offloads values, and where no order fits
 
 The search knows the bytes of activations alone. It may take the bytes that everything else leaves on each rank under the named
 schedule. If the prediction of its order exceeds the cap, everything else counts with each kind at its most. An order for more
@@ -30,6 +30,8 @@ _EFFORT = 0.25  # of the usual number of steps: about a second
 def searched_order(question: Question, found: Prediction, cap: int) -> Prediction | None:
     """The prediction of the setting under a searched order."""
     setting = found.setting
+    if setting.offload is not None:  # which bytes are away depends on the order
+        return None
     tables = tables_of(question, setting)
     if setting.shape.pp == 1 or setting.stages * setting.microbatches > MOST or tables is None or len(tables) > 1:
         return None
