@@ -1,8 +1,6 @@
 """Streams and events: no memory is read, written or freed before its last use on another stream."""
 
 import re
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,7 +8,6 @@ import torch
 
 from graphpp.backends.cuda_graphs import CudaGraphRecorder
 from graphpp.runtime.offloader import CudaMover
-from graphpp.runtime.transport import Message
 from tests.device_trace import COMPUTE, HOST, FakeStream, Trace, recording
 
 CPU = torch.device("cpu")
