@@ -6,7 +6,7 @@ Contract
   is a kernel on the current stream; operators that only allocate or make views run no kernel. An operation of a group of
   `tests.rendezvous` runs on the stream of its communicator, after what the current stream had when it was called, and
   `Work.wait` makes the current stream wait for it. `item` makes the host wait for the current stream.
-- `Trace` keeps one vector clock for each stream and one for the host. A kernel starts after all that its stream and the host knew
+- `Trace` keeps one vector clock for each stream and one for the host. A kernel starts after what its stream and the host knew
   when it was launched. A read must start after the last write of its memory, a write after the last write and all reads.
 - Freed memory goes back to the stream that allocated it, in the order of the host's calls, as in torch's caching allocator:
   that stream must have waited for all uses on others, or `record_stream` must have named them. Pinned memory is handed out

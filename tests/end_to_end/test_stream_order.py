@@ -1,4 +1,4 @@
-"""Pipelines on a model of CUDA's streams (`tests/device_trace.py`): no memory is touched or freed before its last use elsewhere."""
+"""Pipelines on a model of CUDA's streams (`tests/device_trace.py`): no memory is reused before its last use."""
 
 from __future__ import annotations
 
