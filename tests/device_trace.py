@@ -2,7 +2,7 @@
 
 Contract
 --------
-- `recording()` stands in for the streams and events of `torch.cuda` while this thread's operators run on the CPU. Every operator
+- `recording()` stands in for the streams and events of `torch.cuda` while this thread's operators run on CPU. Each one
   is a kernel on the current stream; operators that only allocate or make views run no kernel. An operation of a group of
   `tests.rendezvous` runs on the stream of its communicator, after what the current stream had when it was called, and
   `Work.wait` makes the current stream wait for it. `item` makes the host wait for the current stream.
