@@ -1,0 +1,126 @@
+"""Streams and events: no memory is read, written or freed before its last use on another stream."""
+
+import re
+from typing import Any
+
+import pytest
+import torch
+
+from graphpp.backends.cuda_graphs import CudaGraphRecorder
+from graphpp.runtime.offloader import CudaMover
+from tests.device_trace import COMPUTE, HOST, FakeStream, Trace, recording
+
+CPU = torch.device("cpu")
+SIDE = "side stream"
+
+
+def crossing(*, out: bool = True, back: bool = True, freed: bool = False, deferred: bool = False, host: bool = False) -> Trace:
+    """A value that the compute stream makes and a side stream reads; then it is freed, or written again.
+
+    `out`, `back`: whether the side stream waits for the compute stream, and this for it.
+    """
+    trace = Trace()
+    trace.allocate("x", "x", COMPUTE)
+    trace.kernel("make", COMPUTE, writes=["x"])
+    if out:
+        trace.wait(SIDE, trace.snapshot(COMPUTE))
+    trace.kernel("copy", SIDE, reads=["x"])
+    if back:
+        trace.wait(HOST if host else COMPUTE, trace.snapshot(SIDE))
+    if deferred:
+        trace.defer("x", SIDE)
+    if freed:
+        trace.free("x")
+    else:
+        trace.kernel("overwrite", COMPUTE, writes=["x"])
+    return trace
+
+
+@pytest.mark.parametrize("options", [{}, {"freed": True}, {"host": True}, {"back": False, "freed": True, "deferred": True}])
+def test_right_orders_have_no_race(options: dict[str, bool]) -> None:
+    assert crossing(**options).races == []
+
+
+@pytest.mark.parametrize(
+    ("options", "race"),
+    [
+        ({"out": False}, r"x is read by copy .* does not wait for make .*: side stream must wait for the compute stream"),
+        ({"back": False}, r"x is written by overwrite .* does not wait for copy .*: the compute stream must wait for side"),
+        ({"back": False, "freed": True}, r"x is freed to the compute stream, which does not wait for copy"),
+    ],
+)
+def test_a_missing_wait_is_a_race(options: dict[str, bool], race: str) -> None:
+    (found,) = crossing(**options).races
+    assert re.search(race, found)
+
+
+def test_an_event_covers_only_what_came_before_it() -> None:
+    trace = Trace()
+    trace.allocate("x", "x", COMPUTE)
+    early = trace.snapshot(SIDE)
+    trace.kernel("write", SIDE, writes=["x"])
+    trace.wait(COMPUTE, early)
+    trace.kernel("read", COMPUTE, reads=["x"])
+    assert len(trace.races) == 1
+
+
+def offload() -> list[str]:
+    """Values that leave and come back while others are computed, by the mover of a GPU."""
+    with recording() as recorder:
+        mover = CudaMover(CPU)
+        for _ in range(3):
+            value = torch.ones(4, 6).t() * 2
+            copy = mover.evict(value)
+            del value
+            torch.ones(24).sum()
+            mover.free(copy)
+            mover.prefetch(copy)
+            torch.ones(24).sum()
+            assert torch.equal(mover.restore(copy), torch.full((6, 4), 2.0))
+            del copy
+        left = mover.evict(torch.ones(5))
+        mover.abandon()
+        del left
+    assert recorder.trace.kernels["side stream 1"] == 7
+    assert recorder.trace.freed
+    return recorder.trace.races
+
+
+def test_offloaded_values_are_ordered() -> None:
+    assert offload() == []
+
+
+def ignore(*args: Any) -> None:
+    """Wait for nothing."""
+
+
+@pytest.mark.parametrize(
+    ("target", "name", "race"),
+    [(FakeStream, "wait_event", "freed"), (FakeStream, "wait_stream", "read by copy_"), (CudaMover, "abandon", "freed")],
+)
+def test_an_offloader_without_one_of_its_waits_races(
+    monkeypatch: pytest.MonkeyPatch, target: type, name: str, race: str
+) -> None:
+    monkeypatch.setattr(target, name, ignore)
+    assert any(race in each for each in offload())
+
+
+def warm_up() -> list[str]:
+    """A run on the stream of the recordings; its argument and its result are used on the current stream."""
+    with pytest.MonkeyPatch.context() as patched, recording() as recorder:
+        patched.setattr(torch.cuda, "graph_pool_handle", lambda: (0, 0))
+        given = torch.ones(4) * 2
+        (result,) = CudaGraphRecorder(CPU).warm_up(lambda: [given * 3])
+        given.add_(1)
+        result.add_(1)
+    assert recorder.trace.kernels["side stream 1"] == 1
+    return recorder.trace.races
+
+
+def test_the_warm_up_of_recordings_is_ordered() -> None:
+    assert warm_up() == []
+
+
+def test_a_warm_up_without_its_waits_races(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(FakeStream, "wait_stream", ignore)
+    assert len(warm_up()) == 3
