@@ -10,7 +10,12 @@ Checked on torch 2.11.0, 2.13.0 and 2.15.0:
 - `torch.distributed.distributed_c10d._set_pg_timeout`: the timeout of a process group; torch 2.15 has `set_timeout`
 - `ProcessGroup._get_backend`, `options._timeout`: the present timeout (both timeouts: checked on 2.13.0 and 2.15.0)
 - `Store.clone`: a connection of its own to the same store (missing from torch's stubs; checked on 2.13.0 and 2.15.0)
-- `ProcessGroup.allgather_into_tensor_coalesced`: several all-gathers in one call (checked on 2.13.0 and 2.15.0)
+- `ProcessGroup.allgather_into_tensor_coalesced`: several all-gathers in one call (checked on 2.13.0 and 2.15.0). Not on
+  gloo: its two threads both write the name of the collective that they completed last into one string, without a lock. A name
+  of up to 15 characters stands in the string itself; `ALLGATHER_COALESCED` has memory of its own, which both threads free.
+  The process then dies sooner or later, of a double free (seen on 2.13.0 and 2.15.0, in 4 of 7 runs of 20 s)
+- `ProcessGroup._allgather_base`: the all-gather of one tensor; the public function has another name in torch 2.13 than in 2.11,
+  and warns of the old one (checked on 2.13.0 and 2.15.0)
 - `ProcessGroup.reduce_scatter_tensor_coalesced`: the sum of the parts of one rank; the public function has another name in
   torch 2.13 than in 2.11, and warns of the old one (checked on 2.13.0 and 2.15.0)
 - `torch._foreach_norm`: norms of many tensors at once, the call that torch's own gradient clipping makes
@@ -39,13 +44,47 @@ foreach_copy = torch._foreach_copy_
 group_named: Callable[[Any], dist.ProcessGroup] = _resolve_process_group
 
 
+def runs_on_gloo(group: dist.ProcessGroup, device: torch.device) -> bool:
+    """Whether the group exchanges tensors on such a device over gloo."""
+    return f"{device.type}:gloo" in dist.get_backend_config(group)
+
+
 def all_gather_many(
     gathered: Sequence[torch.Tensor], parts: Sequence[torch.Tensor], group: dist.ProcessGroup
 ) -> dist.Work:
-    """Start to gather each tensor of `parts` from all ranks into the tensor of `gathered` at its place, in one call."""
-    as_bytes = [[each.view(-1).view(torch.uint8) for each in tensors] for tensors in (gathered, parts)]
-    work: dist.Work = group.allgather_into_tensor_coalesced(*as_bytes)
+    """Start to gather each tensor of `parts` from all ranks into the tensor of `gathered` at its place."""
+    whole, own = ([each.view(-1).view(torch.uint8) for each in tensors] for tensors in (gathered, parts))
+    if len(own) == 1:
+        return group._allgather_base(whole[0], own[0])
+    if runs_on_gloo(group, own[0].device):
+        return _Packed(whole, own, group)
+    work: dist.Work = group.allgather_into_tensor_coalesced(whole, own)
     return work
+
+
+class _Packed(dist.Work):
+    """Several all-gathers in one: the tensors of a rank travel as one, and are taken apart by `wait`."""
+
+    def __init__(self, whole: Sequence[torch.Tensor], own: Sequence[torch.Tensor], group: dist.ProcessGroup) -> None:
+        super().__init__()
+        self._whole, sent = whole, torch.cat(list(own))
+        self._arrived = sent.new_empty(group.size(), sent.numel())
+        self._work: dist.Work | None = group._allgather_base(self._arrived.view(-1), sent)
+
+    def is_completed(self) -> bool:
+        """Whether all has arrived."""
+        return self._work is None or self._work.is_completed()
+
+    def wait(self, timeout: timedelta = timedelta(0)) -> bool:
+        """Wait until all has arrived, and put each tensor in its place."""
+        if self._work is not None:
+            self._work.wait(timeout)
+            ranks = len(self._arrived)
+            pieces = self._arrived.split([each.numel() // ranks for each in self._whole], dim=1)
+            foreach_copy([each.view(ranks, -1) for each in self._whole], list(pieces))
+            self._work = None
+            del self._arrived
+        return True
 
 
 def reduce_scatter(part: torch.Tensor, parts: torch.Tensor, group: dist.ProcessGroup) -> dist.Work:

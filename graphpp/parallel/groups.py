@@ -11,14 +11,15 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from graphpp._torch.distributed import group_of
+from graphpp._torch.distributed import group_of, runs_on_gloo
 
+_CPU = torch.device("cpu")
 _TAG = 0x6C6F7374  # messages of a step have no tag, so no receive matches a probe
 
 
 def has_gloo(group: dist.ProcessGroup) -> bool:
     """Whether the group can exchange tensors on the CPU."""
-    return "cpu:gloo" in dist.get_backend_config(group)
+    return runs_on_gloo(group, _CPU)
 
 
 def receives_overtake(group: dist.ProcessGroup | None, device: torch.device) -> bool:

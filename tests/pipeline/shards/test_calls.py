@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import graphpp
+from graphpp._torch.this_thread import replaced
 from graphpp.runtime.shards.local_rows import whole_tensor
 from tests.distributed import run_ranks
 from tests.sharding import Mesh, batch, compiled, example, odd, sgd
@@ -46,6 +47,25 @@ def evaluated(rank: int, mesh: Mesh, keep: int | None) -> None:
 @pytest.mark.parametrize(("mesh", "keep"), [(SHARD2, None), (SHARD2, 0), (PIPE, 1)])
 def test_evaluations_are_those_of_one_process(mesh: Mesh, keep: int | None) -> None:
     run_ranks(evaluated, mesh.ranks, mesh, keep)
+
+
+def without_coalesced_gathers(rank: int, keep: int | None) -> None:
+    """A step, its norm and an evaluation over gloo, whose coalesced gathers corrupt memory beside other collectives."""
+
+    def refuse(*_: Any) -> None:
+        raise AssertionError("a coalesced gather over gloo")
+
+    pipe = compiled(SHARD2.made(), odd(), split=CUTS[1], parallel=graphpp.Parallel(keep=keep))
+    tokens, target = batch(rank)
+    with replaced(dist.ProcessGroup, "allgather_into_tensor_coalesced", refuse):
+        pipe.step(tokens, target=target)
+        pipe.clip_grad_norm_(1.0)
+        pipe.eval(tokens, target=target)
+
+
+@pytest.mark.parametrize("keep", [None, 0])
+def test_no_gather_over_gloo_is_coalesced(keep: int | None) -> None:
+    run_ranks(without_coalesced_gathers, 2, keep)
 
 
 def overflowing(rank: int) -> tuple[float, dict[str, Tensor]]:
