@@ -17,6 +17,7 @@ import argparse
 import json
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from functools import cache
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -35,6 +36,12 @@ from workloads import Size, Workload, add_sizes, workload
 
 import graphpp
 from graphpp.schedules.generate.read import default_stages, make_table
+
+
+@cache
+def _mesh(pp: int) -> DeviceMesh:
+    """The mesh of all contenders: torch keeps what it derives from a mesh for every equal one, with the first one's groups."""
+    return init_device_mesh("cpu", (pp, RANKS // pp), mesh_dim_names=("pp", "tp"))
 
 
 @dataclass(frozen=True)
@@ -56,7 +63,7 @@ class Case:
         return [stage * self.workload.size.layers // self.stages for stage in range(self.stages + 1)]
 
     def mesh(self) -> DeviceMesh:
-        return init_device_mesh("cpu", (self.pp, RANKS // self.pp), mesh_dim_names=("pp", "tp"))
+        return _mesh(self.pp)
 
     def spread(self, model: nn.Module, mesh: DeviceMesh) -> nn.Module:
         """Spread the layers of a Llama; of a stage those that are there."""
