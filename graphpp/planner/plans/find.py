@@ -121,13 +121,14 @@ def _offload(search: _Search, ordered: Sequence[_Candidate]) -> None:
 def _search_orders(search: _Search) -> None:
     """Add the fastest plans that fit under an order of their own, where it is faster than the named schedule.
 
-    Weight gradients alone are placed where no order was searched, and where the step without its idle time would be the best.
+    Weight gradients alone are placed in more plans: those that would be the best without their idle time.
     """
     fitting = sorted((each for each in search.found.values() if each.peak <= search.cap), key=_order)
-    unsearched = [named for named in fitting[:_ORDERS] if not search.refine(searched_order, named)]
+    for named in fitting[:_ORDERS]:
+        search.refine(searched_order, named)
     soonest = min((each.seconds.total for each in search.found.values() if each.peak <= search.cap), default=inf)
     left = _PLACED
-    for named in (*unsearched, *fitting[_ORDERS:]):
+    for named in fitting:
         forwards = named.setting.stages * named.setting.microbatches
         if forwards <= left and named.setting.offload is None and named.seconds.total - named.seconds.bubble < soonest:
             search.refine(placed_weight_grads, named)
@@ -219,12 +220,11 @@ class _Search:
         if prediction is not None:
             self.found.setdefault(prediction.setting, prediction)
 
-    def refine(self, refined: Callable[[Question, Prediction, int], Prediction | None], named: Prediction) -> bool:
-        """Add the refined prediction if it is faster than the named one; True if there is one."""
+    def refine(self, refined: Callable[[Question, Prediction, int], Prediction | None], named: Prediction) -> None:
+        """Add the refined prediction if it is faster than the named one."""
         found = refined(self.question, named, self.cap)
         if found is not None and _rounded(found) < _rounded(named):
             self.add(found)
-        return found is not None
 
     def known(self, setting: Setting, guess: Estimate) -> Estimate:
         """The seconds and bytes that are predicted for a setting, else those that are estimated."""

@@ -5,8 +5,9 @@ Contract
     out   a table that ends sooner within the bytes, and in which every rank runs its forwards and backwards in the given order;
           the given table where none ends sooner. `ScheduleError` where neither fits
 
-Backwards are whole as they were, split behind a rank's last forward, or all split; a split one whose halves need not be apart
-becomes whole again. `evaluate.py` places the weight gradients, with several answers to how long a wait must be for one.
+Backwards are whole as they were, split behind a rank's last forward or only towards its end, or all split; a split one whose
+halves need not be apart becomes whole again. `evaluate.py` places the weight gradients, with several answers to how long a wait
+must be for one.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from graphpp.schedules.table.costs import COSTS, Costs
 from graphpp.schedules.table.schedule import SCHEDULE, Schedule
 
 _PATIENCE = (1.0, 0.5, 0.0)
+_SHARES = (1.0, 0.75, 0.5, 0.25)  # of the backwards behind the last forward: where bytes lack, only the last ones have room
 _KEPT = 3  # placements whose exact ends are compared
 
 
@@ -68,17 +70,18 @@ def _value(solution: EvaluatedOrder) -> tuple[float, float]:
 def _candidates(problem: Problem, given: Numbered) -> Iterator[Candidate]:
     """The order of forwards and backwards, with every choice of whole backwards and of patience."""
     order = candidate_of(problem, given)
-    for whole in dict.fromkeys(map(bytes, (given.candidate.whole, _until_last_forward(problem, order), bytes(problem.count)))):
+    split = [_split_at_the_end(problem, order, share) for share in _SHARES]
+    for whole in dict.fromkeys(map(bytes, (given.candidate.whole, *split, bytes(problem.count)))):
         for patience in _PATIENCE:
             yield Candidate(order.orders, bytearray(whole), [patience] * problem.ranks, order.beside)
 
 
-def _until_last_forward(problem: Problem, order: Candidate) -> bytearray:
-    """The backwards that stay whole if only those behind the last forward of their rank are split."""
+def _split_at_the_end(problem: Problem, order: Candidate, share: float) -> bytearray:
+    """The backwards that stay whole if each rank splits so much of those behind its last forward, the last ones."""
     whole = bytearray(problem.count)
     for row in order.orders:
         last = max((at for at, op in enumerate(row) if op < problem.count), default=0)
-        for op in row[:last]:
+        for op in row[: len(row) - round(share * (len(row) - last))]:
             if op >= problem.count:
                 whole[op - problem.count] = 1
     return whole
