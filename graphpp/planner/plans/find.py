@@ -12,7 +12,7 @@ about the cap, then some of those whose estimate is below it, and so on down to 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import inf
 from typing import NamedTuple
@@ -28,6 +28,7 @@ from graphpp.planner.plans.read_tables import Work
 from graphpp.planner.plans.reasons import reason_of
 from graphpp.planner.plans.refine.least_offload import least_offload
 from graphpp.planner.plans.refine.least_recompute import least_recompute
+from graphpp.planner.plans.refine.placed_weight_grads import placed_weight_grads
 from graphpp.planner.plans.refine.searched_order import searched_order
 from graphpp.planner.plans.settings import ORDER, RecomputeWord, Setting, schedule_choices
 from graphpp.planner.plans.training_plan import TrainingPlan
@@ -40,6 +41,7 @@ _ROWS = (1, 2, 4, 8, 16)
 _RECOMPUTE: tuple[RecomputeWord, ...] = (None, "selective", "full")
 _TRIALS = 8  # times as long as one prediction the search of the least recomputation takes
 _ORDERS = 3  # of the fastest plans are tried under a searched order
+_PLACED = 4096  # forwards of the plans that are tried with their weight gradients placed
 _FRONT = 0.7  # of the cap: settings that take less are simulated for the front alone
 _SLOWER = 2.0  # times the seconds of the soonest: no plan of the front is worth more
 _SHARES = ((1.1, 0.3), (0.85, 0.4), (0.65, 0.15), (0.45, 0.1), (0.3, 0.05))
@@ -117,12 +119,20 @@ def _offload(search: _Search, ordered: Sequence[_Candidate]) -> None:
 
 
 def _search_orders(search: _Search) -> None:
-    """Add a searched order of each of the fastest plans that fit, where it is faster than the named schedule."""
-    fitting = [each for each in search.found.values() if each.peak <= search.cap]
-    for named in sorted(fitting, key=_order)[:_ORDERS]:
-        found = searched_order(search.question, named, search.cap)
-        if found is not None and _rounded(found) < _rounded(named):
-            search.add(found)
+    """Add the fastest plans that fit under an order of their own, where it is faster than the named schedule.
+
+    Weight gradients alone are placed in more plans: those that would be the best without their idle time.
+    """
+    fitting = sorted((each for each in search.found.values() if each.peak <= search.cap), key=_order)
+    for named in fitting[:_ORDERS]:
+        search.refine(searched_order, named)
+    soonest = min((each.seconds.total for each in search.found.values() if each.peak <= search.cap), default=inf)
+    left = _PLACED
+    for named in fitting:
+        forwards = named.setting.stages * named.setting.microbatches
+        if forwards <= left and named.setting.offload is None and named.seconds.total - named.seconds.bubble < soonest:
+            search.refine(placed_weight_grads, named)
+            left -= forwards
 
 
 def _order(found: Prediction) -> tuple[float, int, str]:
@@ -209,6 +219,12 @@ class _Search:
     def add(self, prediction: Prediction | None) -> None:
         if prediction is not None:
             self.found.setdefault(prediction.setting, prediction)
+
+    def refine(self, refined: Callable[[Question, Prediction, int], Prediction | None], named: Prediction) -> None:
+        """Add the refined prediction if it is faster than the named one."""
+        found = refined(self.question, named, self.cap)
+        if found is not None and _rounded(found) < _rounded(named):
+            self.add(found)
 
     def known(self, setting: Setting, guess: Estimate) -> Estimate:
         """The seconds and bytes that are predicted for a setting, else those that are estimated."""

@@ -14,6 +14,7 @@ from graphpp.planner.plans.mesh_shapes import MeshShape
 from graphpp.schedules.check.checker import check
 from graphpp.schedules.generate.megatron_interleaved import legal_groups, megatron_interleaved
 from graphpp.schedules.generate.names import SCHEDULES
+from graphpp.schedules.table.actions import Kind
 from graphpp.schedules.table.schedule import Schedule
 
 RecomputeWord = str | float | None
@@ -37,7 +38,8 @@ _TEXT = Accepted("the text of a graphpp.Schedule, or None", lambda value: value 
 class ScheduleChoice:
     """A schedule with so many stages on each rank. `group`: of `megatron_interleaved`, else None.
 
-    `order`: of a "searched" one, the text of its `Schedule`, else None. Raises `ScheduleError`.
+    `order`: the text of the `Schedule` to run: that of a "searched" one, or that of the named one with its weight gradients
+    placed anew, whose forwards and backwards stand as in the named one; None: the named one. Raises `ScheduleError`.
     """
 
     name: str
@@ -49,22 +51,43 @@ class ScheduleChoice:
         require(ScheduleError, "schedule", _NAME, self.name)
         require(ScheduleError, "stages_per_rank", COUNT, self.stages_per_rank)
         require(ScheduleError, "order", _TEXT, self.order)
-        if (self.name == ORDER) != (self.order is not None):
-            raise ScheduleError(f'order: a schedule "{ORDER}" has the text of its table, and no other schedule has')
+        if self.name == ORDER and self.order is None:
+            raise ScheduleError(f'order: a schedule "{ORDER}" has the text of its table')
 
     def table(self, ranks: int, microbatches: int) -> Schedule:
         """The table. Raises `ScheduleError` where the schedule does not take these numbers."""
         stages = ranks * self.stages_per_rank
-        if self.order is not None:
-            table = Schedule.parse(self.order)
-            check(table, ranks=ranks, stages=stages, microbatches=microbatches)
-            return table
+        if self.order is None:
+            return self._named(ranks, microbatches)
+        table = Schedule.parse(self.order)
+        check(table, ranks=ranks, stages=stages, microbatches=microbatches)
+        if self.name != ORDER and _forwards_and_backwards(table) != _forwards_and_backwards(self._named(ranks, microbatches)):
+            raise ScheduleError(f"order: its forwards and backwards do not stand as in {self.name}")
+        return table
+
+    def _named(self, ranks: int, microbatches: int) -> Schedule:
+        stages = ranks * self.stages_per_rank
         if self.group is not None:
             return megatron_interleaved(ranks, stages, microbatches, group=self.group)
         return SCHEDULES[self.name](ranks, stages, microbatches)
 
     def __str__(self) -> str:
-        return self.name if self.group is None else f"{self.name} in groups of {self.group}"
+        named = self.name if self.group is None else f"{self.name} in groups of {self.group}"
+        return named if self.order is None or self.name == ORDER else f"{named}, weight gradients placed"
+
+
+def _forwards_and_backwards(table: Schedule) -> list[list[tuple[int, int | None, bool]]]:
+    """By rank the stage and the microbatch of each forward (True) and backward; of a pair the backward comes first."""
+    return [
+        [
+            (leaf.stage, leaf.microbatch, leaf.kind is Kind.F)
+            for action in row
+            if action is not None
+            for leaf in sorted(action.leaves, key=lambda leaf: leaf.kind is Kind.F)
+            if leaf.kind in (Kind.F, Kind.B, Kind.I)
+        ]
+        for row in table.table
+    ]
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ Contract
     2. the best of them are improved by local search (`local_search.py`), the most promising ones longest, and then by moving
        single operations, weight gradients included (`search_sequences.py`). Where messages occupy ranks (`Costs.blocking`),
        this search alone has sends and receives, each at a place of its own; the steps before it estimate them. The best
-       result is also moved towards fewer bytes (`save_bytes.py`)
+       result is also moved towards fewer bytes
     3. where a forward beside a backward takes less time than both alone (`Costs.overlap` < 1), steps 1 and 2 run a second time
        with such pairs; the tables without pairs are starts there, so the result is never behind them
     4. the exact times of the results and of the named schedules are compared (`choose_table.py`); the one that ends soonest

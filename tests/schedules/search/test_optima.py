@@ -25,9 +25,8 @@ from graphpp.schedules.search.fill_waits import fill_waits
 from graphpp.schedules.search.messages import with_messages
 from graphpp.schedules.search.move_elements import Moves, move_elements
 from graphpp.schedules.search.problem import Problem
-from graphpp.schedules.search.save_bytes import save_bytes
 from graphpp.schedules.search.scheduler import schedule_auto
-from graphpp.schedules.search.search_sequences import sequences
+from graphpp.schedules.search.search_sequences import save_bytes, sequences
 from graphpp.schedules.search.sequence import Elements
 from graphpp.schedules.search.start_patterns import start_patterns
 from graphpp.schedules.simulate.simulator import simulate
