@@ -136,7 +136,7 @@ class Setting:
         again = "" if self.recompute is None else f", recompute {self.degree}"
         cut = f"{self.microbatches} microbatches of {self.rows} row{'s' * (self.rows > 1)}"
         away = "" if self.offload is None else f", offload {self.offload:g}"
-        return f"{self.shape}, {self.stages} stages, {self.schedule}, {cut}{keep}{again}{away}"
+        return f"{self.shape}, {self.stages} stage{'s' * (self.stages > 1)}, {self.schedule}, {cut}{keep}{again}{away}"
 
 
 _OF_ONE = ("1F1B", "ZB1P", "ZB2P")
