@@ -171,7 +171,12 @@ def test_the_same_arguments_give_the_same_table() -> None:
 def test_the_collector_of_cycles_is_left_as_it_was(enabled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     during: list[bool] = []
     watched = Problem.bound
-    monkeypatch.setattr(Problem, "bound", lambda problem: during.append(gc.isenabled()) or watched(problem))
+
+    def bound(problem: Problem) -> float:
+        during.append(gc.isenabled())
+        return watched(problem)
+
+    monkeypatch.setattr(Problem, "bound", bound)
     before = gc.isenabled()
     (gc.enable if enabled else gc.disable)()
     try:
