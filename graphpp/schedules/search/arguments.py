@@ -74,11 +74,12 @@ def _checked_placement(stages: int, placement: Home, ranks: int) -> dict[int, in
 def one_by_one(costs: Costs, home: Home, ranks: int, microbatches: int) -> Schedule:
     """The table with the least memory: one microbatch after the other, each backward whole or split, whichever needs less."""
     rows: list[list[Action | None]] = [[] for _ in range(ranks)]
+    forms = [min(_BACKWARD_FORMS, key=partial(_most, each)) for each in costs.stages]
     for microbatch in range(microbatches):
         for stage in range(len(costs.stages)):
             rows[home[stage]].append(Action(stage, Kind.F, microbatch))
-        for stage, each in reversed(list(enumerate(costs.stages))):
-            rows[home[stage]] += [Action(stage, kind, microbatch) for kind in min(_BACKWARD_FORMS, key=partial(_most, each))]
+        for stage, kinds in reversed(list(enumerate(forms))):
+            rows[home[stage]] += [Action(stage, kind, microbatch) for kind in kinds]
     return Schedule(tuple(map(tuple, rows)), len(costs.stages), microbatches, "one by one")
 
 

@@ -52,7 +52,7 @@ def rows_of(problem: Problem, schedule: Schedule) -> Numbered:
     for row in schedule.table:
         rows.append([])
         for action in (action for action in row if action and action.is_compute):
-            for leaf in sorted(action.leaves, key=_backward_first):
+            for leaf in sorted(action.leaves, key=_backward_first) if action.parts else (action,):
                 assert leaf.microbatch is not None
                 x = leaf.stage * problem.microbatches + leaf.microbatch
                 rows[-1].append(_NUMBERS[leaf.kind] * problem.count + x)

@@ -30,16 +30,8 @@ class _State(NamedTuple):
     least: list[float]
 
 
-class _Operation(NamedTuple):
-    """An operation of an element; its times and bytes are those of `OperationCosts`."""
-
-    op: int
-    rank: int
-    reads: int
-    lag: float
-    took: float
-    more: int
-    change: int
+_Operation = tuple[int, int, int, float, float, int, int]
+"""An operation of an element, its rank, the operation that it reads, its lag, and its time and bytes as in `OperationCosts`."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -125,7 +117,8 @@ def _passed(
 def _operations(elements: Elements, whole: bytes) -> tuple[Sequence[tuple[_Operation, ...]], list[float]]:
     """The operations of each element, and the sum of the times of each rank."""
     problem, count = elements.problem, elements.problem.count
-    split, joined = _in_form(elements, 0), _in_form(elements, 1)
+    split = _in_form(elements, 0)
+    joined = _in_form(elements, 1) if any(whole) else split
     busy = list(operation_costs(problem, bytes(count)).busy)
     for x in (x for x, form in enumerate(whole) if form):
         parts = problem.took[count + x] + problem.took[2 * count + x]
@@ -137,12 +130,12 @@ def _operations(elements: Elements, whole: bytes) -> tuple[Sequence[tuple[_Opera
 @lru_cache(maxsize=4)
 def _in_form(elements: Elements, form: int) -> Sequence[tuple[_Operation, ...]]:
     """The operations of each element, where all backwards have one form: one, or the send and the receive of a message."""
-    problem, receive = elements.problem, 2 * elements.problem.count
+    problem, messages = elements.problem, 3 * elements.problem.count
     costs = operation_costs(problem, bytes([form]) * problem.count)
-    return [
-        tuple(
-            _Operation(op, rank, problem.reads[op], problem.lag[op], costs.took[op], costs.more[op], costs.change[op])
-            for op, rank in zip((element, element + receive), ranks, strict=False)
-        )
-        for element, ranks in enumerate(elements.ranks)
-    ]
+    sends = [ranks or (-1, -1) for ranks in elements.ranks[messages:]]
+    ranks = [rank for rank, in elements.ranks[:messages]] + [send for send, _ in sends] + [receive for _, receive in sends]
+    operations = list(
+        zip(range(len(ranks)), ranks, problem.reads, problem.lag, costs.took, costs.more, costs.change, strict=True)
+    )
+    sent, received = operations[messages : messages + len(sends)], operations[messages + len(sends) :]
+    return [*zip(operations[:messages]), *zip(sent, received, strict=True)]

@@ -47,6 +47,7 @@ from graphpp.schedules.search.evaluate_sequence import Sequenced
 from graphpp.schedules.search.fill_waits import fill_waits
 from graphpp.schedules.search.local_search import local_search
 from graphpp.schedules.search.messages import with_messages
+from graphpp.schedules.search.pause_collector import paused_collector
 from graphpp.schedules.search.problem import Problem
 from graphpp.schedules.search.search_sequences import is_worth_moving, search_sequences, sequences
 from graphpp.schedules.search.sequence import Elements
@@ -96,11 +97,11 @@ def schedule_auto(
     check_size(ranks, microbatches)
     caps = caps_of(memory_cap, ranks)
     homes = placements(len(costs.stages), placement, ranks)
-    tables = Tables(costs, homes, microbatches, caps)
-    found = tables.named()
-    if not found:
-        raise too_tight(costs, homes, caps)
-    with working("searching a schedule"):
+    with paused_collector(), working("searching a schedule"):
+        tables = Tables(costs, homes, microbatches, caps)
+        found = tables.named()
+        if not found:
+            raise too_tight(costs, homes, caps)
         for each in (replace(costs, overlap=1.0), costs) if costs.overlap < 1 else (costs,):
             problems = [Problem.of(each, home, microbatches, caps) for home in homes]
             found += _searched(problems, found, each, Random(seed), effort)
@@ -137,10 +138,10 @@ def _as_sequences(
         if not costs.blocking and not is_worth_moving(problem):
             continue
         elements = Elements.of(with_messages(problem, costs) if costs.blocking else problem)
-        own = [(each.candidate, each.rows) for of, each in found if of is problem]
-        named = [(each.candidate, each.computations()) for each in given if costs.blocking and each.home == problem.home]
         most = max(2, _FILL_EFFORT // problem.count)
-        for candidate, rows in (*own[:most], *named[:most]):
+        own = {id(each): (each.candidate, each.rows) for each in [each for of, each in found if of is problem][:most]}
+        named = [(each.candidate, each.computations()) for each in given if costs.blocking and each.home == problem.home]
+        for candidate, rows in (*own.values(), *named[:most]):
             yield from sequences(elements, apart(problem, candidate), rows)
 
 

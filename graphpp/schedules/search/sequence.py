@@ -10,13 +10,14 @@ Contract
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from heapq import heappop, heappush
 
 from graphpp.schedules.search.candidate import Candidate
 from graphpp.schedules.search.problem import Problem
-from graphpp.schedules.table.in_order import in_order
+from graphpp.schedules.table.in_order import Stuck
 
 
 @dataclass(frozen=True, eq=False)
@@ -71,34 +72,47 @@ class Elements:
     def sequence(self, rows: Sequence[Sequence[int]], candidate: Candidate) -> list[int]:
         """The sequence of rows of computations in which each message follows its maker, as `add_send_recv` places it.
 
-        The messages of a pair follow the pair, the forward's first.
+        The messages of a pair follow the pair, the forward's first. In every round each rank runs at most one cell, as in
+        `in_order`; a rank is looked at again when the element that it waits for has run.
         """
-        count, reads = self.problem.count, self.problem.reads
         found: list[int] = []
-        done = bytearray(len(reads)) + b"\1"  # the last entry is read for reads[op] == -1
-        blocked, waiting = bytearray(self.problem.ranks), dict[int, list[int]]()
-
-        def ready(rank: int, cell: tuple[int, ...]) -> bool:
-            if blocked[rank]:
-                return False
-            for op in cell:
-                need = reads[op] - 2 * count * (reads[op] >= 5 * count)
-                if not done[need]:
-                    blocked[rank] = 1
-                    waiting.setdefault(need, []).append(rank)
-            return not blocked[rank]
-
-        for _, cell in in_order([_cells(candidate, row) for row in rows], ready):
-            for each in (*cell, *(message for op in reversed(cell) for message in self.sends(op))):
-                found.append(each)
-                done[each] = 1
-                for rank in waiting.pop(each, ()):
-                    blocked[rank] = 0
+        done = bytearray(len(self.before))
+        left = [_cells(candidate, row)[::-1] for row in rows]
+        now, later, waiting = list(range(len(left))), list[int](), dict[int, list[int]]()
+        while now:
+            rank = heappop(now)
+            cell = left[rank][-1] if left[rank] else ()
+            missing = next((need for op in cell for need in self.reads[op] if not done[need]), None)
+            if missing is not None:
+                waiting.setdefault(missing, []).append(rank)
+            elif cell:
+                left[rank].pop()
+                later.append(rank)
+                for each in (*cell, *(self.sends[op] for op in reversed(cell) if op in self.sends)):
+                    found.append(each)
+                    done[each] = 1
+                    for other in waiting.pop(each, ()):
+                        if other > rank:
+                            heappush(now, other)
+                        else:
+                            later.append(other)
+            if not now:
+                now, later = sorted(later), now
+        if any(left):
+            raise Stuck({rank: rest[-1] for rank, rest in enumerate(left) if rest})
         return found
 
-    def sends(self, op: int) -> list[int]:
-        """The message with an operation's result, if there is one."""
-        return [each for each in self.after[op] if each >= 3 * self.problem.count and op < 2 * self.problem.count]
+    @cached_property
+    def reads(self) -> Sequence[tuple[int, ...]]:
+        """The element that each computation reads, if any: a message, or a computation of its rank."""
+        count, reads = self.problem.count, self.problem.reads[: 3 * self.problem.count]
+        return [(need - 2 * count if need >= 5 * count else need,) if need >= 0 else () for need in reads]
+
+    @cached_property
+    def sends(self) -> Mapping[int, int]:
+        """The message with an operation's result, of each operation whose result another rank reads."""
+        messages = range(3 * self.problem.count, len(self.before))
+        return {self.problem.reads[message]: message for message in messages if self.ranks[message]}
 
     def sorted(self, sequence: Iterable[int], key: Callable[[int], float], *, late: bool = False) -> list[int]:
         """The elements by their keys; an element before which another one must stand comes after that one.
@@ -107,19 +121,19 @@ class Elements:
         """
         needs = self.after if late else self.before
         todo = sorted(sequence, key=key, reverse=not late)
-        left = set(todo)
-        found: list[int] = []
+        left, found = bytearray(len(needs)), list[int]()
+        for element in todo:
+            left[element] = 1
         while todo:
             element = todo[-1]
-            if element not in left:
-                todo.pop()
-                continue
-            missing = [each for each in needs[element] if each in left]
-            if missing:
-                todo += missing
-            else:
-                found.append(todo.pop())
-                left.remove(element)
+            if left[element]:
+                missing = [each for each in needs[element] if left[each]]
+                if missing:
+                    todo += missing
+                    continue
+                found.append(element)
+                left[element] = 0
+            todo.pop()
         return found[::-1] if late else found
 
 

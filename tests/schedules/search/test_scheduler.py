@@ -6,6 +6,7 @@ microbatch), in units of one rank's microbatch; the caps are their peaks.
 
 from __future__ import annotations
 
+import gc
 from dataclasses import replace
 from random import Random
 
@@ -164,6 +165,28 @@ def test_the_same_arguments_give_the_same_table() -> None:
 
 
 # ---------------------------------------------------------------------------------- placement and caps
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+def test_the_collector_of_cycles_is_left_as_it_was(enabled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    during: list[bool] = []
+    watched = Problem.bound
+
+    def bound(problem: Problem) -> float:
+        during.append(gc.isenabled())
+        return watched(problem)
+
+    monkeypatch.setattr(Problem, "bound", bound)
+    before = gc.isenabled()
+    (gc.enable if enabled else gc.disable)()
+    try:
+        schedule_auto(Costs.unit(2, 2), ranks=2, microbatches=2, effort=0)
+        assert during and not any(during) and gc.isenabled() is enabled
+        with pytest.raises(ScheduleError, match="admits no schedule"):
+            schedule_auto(Costs.unit(2, 2), 1, ranks=2, microbatches=2)
+        assert gc.isenabled() is enabled
+    finally:
+        (gc.enable if before else gc.disable)()
 
 
 def test_any_placement() -> None:
