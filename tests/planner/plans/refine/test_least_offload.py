@@ -83,6 +83,10 @@ def test_the_least_fraction_that_fits(share: float) -> None:
     assert predicted(found.offload - 1 / 8 or None).peak > cap
 
 
+def test_a_setting_that_fits_offloads_nothing() -> None:
+    assert least_offload(question(FAST), SETTING, predicted(None).peak) == SETTING
+
+
 def test_all_may_be_too_little_and_a_device_without_link_offloads_nothing() -> None:
     assert least_offload(question(FAST), SETTING, predicted(1.0).peak - 1) is None
     assert least_offload(question(None), SETTING, predicted(None).peak) is None
