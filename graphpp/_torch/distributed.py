@@ -72,11 +72,11 @@ class _Packed(dist.Work):
         self._work: dist.Work | None = group._allgather_base(self._arrived.view(-1), sent)
 
     def is_completed(self) -> bool:
-        """Whether all has arrived."""
+        """Whether the tensors of all ranks have arrived; `wait` still has to put them in their places."""
         return self._work is None or self._work.is_completed()
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
-        """Wait until all has arrived, and put each tensor in its place."""
+        """Wait until the tensors of all ranks have arrived, and put each tensor in its place."""
         if self._work is not None:
             self._work.wait(timeout)
             ranks = len(self._arrived)

@@ -34,7 +34,7 @@ class WholeStep(Protocol):
     """Does the call once, as `Pipeline.step` does."""
 
     def __call__(self, *, recorder: Recorder | None = None) -> object:
-        """Do it; with a recorder, record its actions."""
+        """Do the step; with a recorder, record the actions of the step."""
 
 
 @dataclass(frozen=True)

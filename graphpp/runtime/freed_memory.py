@@ -19,6 +19,6 @@ _MARGIN = 2**14  # for the allocator's own numbers, alignment and whole pages
 
 
 def keep_freed_memory(device: torch.device) -> None:
-    """Let the allocator of the CPU keep what is freed; a GPU has an allocator that does so anyway."""
+    """Let the allocator of the CPU keep freed memory; the allocator of a GPU keeps freed memory anyway."""
     if device.type == "cpu":
-        torch.empty(_LARGEST - _MARGIN, dtype=torch.uint8)
+        torch.UntypedStorage(_LARGEST - _MARGIN)  # `torch.empty` follows a default device, and may fill the memory

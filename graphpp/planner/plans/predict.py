@@ -246,7 +246,7 @@ class _Step:
         link, windows = self._question.machines.device.host, self._windows(table)
         if link is None or not windows:
             return 0.0
-        copies = HostCopies(windows, lambda nbytes: link.latency + link.seconds(nbytes))
+        copies = HostCopies(windows, lambda each: len(each.values) * link.latency + link.seconds(each.nbytes))
         layers = self._setting.keep == 0
         delayed = table.times.seconds(self.waiting, collectives=not layers, copies=copies).makespan
         return max(0.0, delayed + (self._of_copies(table) if layers else 0.0) - makespan)

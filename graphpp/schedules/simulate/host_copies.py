@@ -22,11 +22,11 @@ _ByAction = Mapping[Action, Sequence[int]]
 
 
 class HostCopies:
-    """The copies of one step. `seconds`: of a copy of so many bytes."""
+    """The copies of one step. `seconds`: of the copies of a window in one direction."""
 
-    def __init__(self, windows: Iterable[OffloadWindow], seconds: Callable[[int], float]) -> None:
+    def __init__(self, windows: Iterable[OffloadWindow], seconds: Callable[[OffloadWindow], float]) -> None:
         self._windows = list(windows)
-        self._seconds = [seconds(window.nbytes) for window in self._windows]
+        self._seconds = [seconds(window) for window in self._windows]
         self._ends = [0.0] * len(self._windows)
         self._line: dict[int, float] = defaultdict(float)
         self._evicted = self._by(lambda window: Action(window.stage, Kind.F, window.microbatch))

@@ -2,8 +2,8 @@
 
 Contract
     in   a `Question`, a setting without offload, the bytes that a rank may hold
-    out  the setting with the least fraction, in eighths, under which every rank fits; None where not even all values are
-         enough, and where the device has no link to the host
+    out  the setting with the least fraction, in eighths, under which every rank fits; the setting itself where it fits; None
+         where not even all values are enough, and where the device has no link to the host
 
 A larger fraction takes along the values of a smaller one, so the bytes of no rank grow with it.
 """
@@ -27,10 +27,12 @@ def least_offload(question: Question, setting: Setting, cap: int) -> Setting | N
         return None
     cut = question.stages(setting).cut
 
+    def offloading(step: int) -> Setting:
+        return replace(setting, offload=step / _STEPS if step else None)
+
     def fits(step: int) -> bool:
-        return max(peaks_of(question, replace(setting, offload=step / _STEPS), cut, tables)) <= cap
+        return max(peaks_of(question, offloading(step), cut, tables)) <= cap
 
     if not fits(_STEPS):
         return None
-    least = 1 + bisect_left(range(1, _STEPS), True, key=fits)
-    return replace(setting, offload=least / _STEPS)
+    return offloading(bisect_left(range(_STEPS), True, key=fits))
