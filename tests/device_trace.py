@@ -6,6 +6,7 @@ Contract
   is a kernel on the current stream; operators that only allocate or make views run no kernel. An operation of a group of
   `tests.rendezvous` runs on the stream of its communicator, after what the current stream had when it was called, and
   `Work.wait` makes the current stream wait for it. `item` makes the host wait for the current stream.
+- A collective holds its tensors until its wait, as the handles of torch do. A message holds none, which is stricter than torch.
 - `Trace` keeps one vector clock for each stream and one for the host. A kernel starts after what its stream and the host knew
   when it was launched. A read must start after the last write of its memory, a write after the last write and all reads.
 - Freed memory goes back to the stream that allocated it, in the order of the host's calls, as in torch's caching allocator:
@@ -30,6 +31,7 @@ from tests import rendezvous
 
 Clock = dict[str, int]
 HOST, COMPUTE = "the host", "the compute stream"
+IN_PLACE = ("allreduce", "allreduce_coalesced", "broadcast", "reduce")  # collectives that read what they write
 
 
 @dataclass(frozen=True)
@@ -151,7 +153,7 @@ class Recorder(TorchDispatchMode):
         made = [self.key(each, pinned=pinned) for each in rendezvous.tensors_of([results])]
         name, schema = func.overloadpacket.__name__, func._schema
         views = bool(schema.returns) and all(each.alias_info and not each.alias_info.is_write for each in schema.returns)
-        if not views and "empty" not in name:
+        if not views and "empty" not in name and "c10d" not in func.namespace:  # `communicate` notes a communicator's kernel
             written = [
                 self.key(tensor)
                 for argument, value in self._arguments(schema, args, kwargs)
@@ -208,8 +210,8 @@ class Recorder(TorchDispatchMode):
         self.trace.kernel(what, stream, [self.key(each) for each in reads], [self.key(each) for each in writes])
         return self.trace.snapshot(stream)
 
-    def join(self, event: Clock) -> None:
-        """Let the current stream wait for an event."""
+    def join(self, what: str, event: Clock) -> None:
+        """Let the current stream wait for an operation of a communicator, `what`, and the event after it."""
         self.sweep()
         self.trace.wait(self.current, event)
 
@@ -267,28 +269,32 @@ def recording() -> Iterator[Recorder]:
 def _communication(recorder: Recorder) -> list[tuple[Any, str, Any]]:
     group, handle = rendezvous.RendezvousGroup, rendezvous.Handle
     collective, messages, wait = group.collective, group.messages, handle.wait
-    events: dict[int, tuple[Any, Clock]] = {}  # a handle's number -> the handle, so that no other has it, and its event
+    # a handle's number -> the handle, so that no other has it, its event, and the tensors that it holds until its wait
+    events: dict[int, tuple[Any, Clock, list[Any]]] = {}
 
-    def noted(own: Any, work: Any, pair: tuple[int, ...], reads: Any, writes: Any) -> Any:
-        stream = own._streams[pair].name
-        events[id(work)] = work, recorder.communicate(stream, work.what, list(reads), list(writes))
+    def noted(own: Any, work: Any, pair: tuple[int, ...], reads: Any, writes: Any, *, holds: bool) -> Any:
+        stream, reads, writes = own._streams[pair].name, list(reads), list(writes)
+        held = [*reads, *writes] if holds else []
+        events[id(work)] = work, recorder.communicate(stream, work.what, reads, writes), held
         return work
 
     def on_collective(self: Any, name: str, *args: Any, opts: Any = None) -> Any:
         work = collective(self, name, *args, opts=opts)
-        reads = rendezvous.tensors_of(args if name in ("allreduce", "broadcast") else args[1:])
-        return noted(self, work, (), reads, rendezvous.tensors_of(args[:1]))
+        reads = rendezvous.tensors_of(args if name in IN_PLACE else args[1:])
+        return noted(self, work, (), reads, rendezvous.tensors_of(args[:1]), holds=True)
 
     def on_messages(self: Any, given: Any, *, batched: bool) -> Any:
         pair = () if batched else tuple(sorted((self._own, given[0].peer)))
         work = messages(self, given, batched=batched)
         sent = [each.tensor for each in given if each.outgoing]
-        return noted(self, work, pair, sent, [each.tensor for each in given if not each.outgoing])
+        return noted(self, work, pair, sent, [each.tensor for each in given if not each.outgoing], holds=False)
 
     def on_wait(self: Any, *args: Any) -> bool:
         ended = wait(self, *args)
         if id(self) in events:
-            recorder.join(events[id(self)][1])
+            _, event, held = events[id(self)]
+            recorder.join(self.what, event)
+            held.clear()
         return ended
 
     return [(group, "collective", on_collective), (group, "messages", on_messages), (handle, "wait", on_wait)]

@@ -31,7 +31,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
 from enum import Enum
-from functools import partial, partialmethod
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 from unittest.mock import patch
@@ -193,7 +193,7 @@ class RendezvousGroup(dist.ProcessGroup):
                 self._store.wait([f"{name}, {member}" for member in pair or range(self._ranks)], self.patience)
             except RuntimeError as error:
                 raise OrderError(f"rank {self._own} makes {name}, another rank does not.\n{heads()}") from error
-            own = Stream(f"rank {self._own} of {self._ranks}, {name}")
+            own = Stream(f"rank {self._own} of {self._ranks}, {name} in group {self.group_name}")
             self._streams[pair] = self.only if self.rules is Rules.SERIAL else own
         return self._streams[pair]
 
@@ -237,8 +237,15 @@ class RendezvousGroup(dist.ProcessGroup):
             raise OrderError(f"rank {self._own} waits in {what}: {error}.\n{heads()}") from error
 
 
+def _collective_of(name: str) -> Callable[..., dist.Work]:
+    def call(group: RendezvousGroup, *args: Any, opts: Any = None) -> dist.Work:
+        return group.collective(name, *args, opts=opts)  # looked up when called: a test may stand in for `collective`
+
+    return call
+
+
 for _name in (*COLLECTIVES, *UNEVEN):
-    setattr(RendezvousGroup, _name, partialmethod(RendezvousGroup.collective, _name))
+    setattr(RendezvousGroup, _name, _collective_of(_name))
 
 
 def tensors_of(value: Any) -> Iterator[torch.Tensor]:
