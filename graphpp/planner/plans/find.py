@@ -102,20 +102,22 @@ def find_plans(question: Question, limits: Limits, cap: int, choices: Choices) -
 
 
 def _offload(search: _Search, ordered: Sequence[_Candidate]) -> None:
-    """Add settings with as little offload as fits, the soonest by estimate first, while they may beat the best that fits."""
+    """Add settings with as little offload as fits, the soonest by estimate first, while they may beat the best that fits.
+
+    Where no setting fits yet, those come first that take the fewest bytes.
+    """
     fitting = [each.seconds.total for each in search.found.values() if each.peak <= search.cap]
-    most = min(fitting, default=inf)
-    away = (
-        (with_offload(search.question, setting, search.known(setting, guess), search.cap), setting)
-        for guess, setting, least in ordered
-        if not least and guess.seconds < most and not isinstance(setting.recompute, float)
-    )
-    promising = [(guess, setting) for guess, setting in away if guess is not None and guess.seconds < most]
-    for _, setting in sorted(promising, key=lambda each: (each[0], repr(each[1]))):
+    most, promising = min(fitting, default=inf), []
+    for guess, setting, least in ordered:
+        if not least and guess.seconds < most and not isinstance(setting.recompute, float):
+            away = with_offload(search.question, setting, search.known(setting, guess), search.cap)
+            if away is not None and away.seconds < most:
+                promising.append((away.seconds if fitting else guess.nbytes, repr(setting), setting))
+    for *_, setting in sorted(promising, key=lambda each: each[:2]):
         if not search.work.read_again(setting):
             return
-        least = least_offload(search.question, setting, search.cap)
-        search.add(predict(search.question, least) if least is not None else None)
+        least_setting = least_offload(search.question, setting, search.cap)
+        search.add(predict(search.question, least_setting) if least_setting is not None else None)
 
 
 def _search_orders(search: _Search) -> None:

@@ -111,6 +111,11 @@ class Setting:
         for name in ("rows", "microbatches"):
             require(ScheduleError, name, COUNT, getattr(self, name))
         require(ScheduleError, "offload", _FRACTION, self.offload)
+        if self.offload is not None and isinstance(self.recompute, float):
+            raise ScheduleError(
+                f'offload: take recompute=None, "selective" or "full" beside it, got {self.recompute!r}: which values '
+                "a fraction of recomputation saves is known only when the pipeline is compiled"
+            )
         if self.recomputed is not None:
             require(ScheduleError, "recomputed", _LAYERS, self.recomputed)
             if len(self.recomputed) != self.stages or self.recompute not in ("selective", "full"):

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from graphpp.planner.plans.settings import SEARCHED, ScheduleChoice, admits, schedule_choices, table_of
+from graphpp.errors import ScheduleError
+from graphpp.planner.plans.mesh_shapes import MeshShape
+from graphpp.planner.plans.settings import SEARCHED, ScheduleChoice, Setting, admits, schedule_choices, table_of
 from graphpp.schedules.generate.megatron_interleaved import legal_groups
 
 
@@ -29,3 +31,8 @@ def test_all_choices_take_their_numbers() -> None:
     for ranks, microbatches in ((1, 3), (2, 5), (4, 24)):
         for choice in schedule_choices(ranks, microbatches, 16):
             assert choice.table(ranks, microbatches).ranks == ranks
+
+
+def test_offload_beside_a_fraction_of_recomputation_is_refused() -> None:
+    with pytest.raises(ScheduleError, match=r"offload: .*got 0\.5"):
+        Setting(MeshShape(pp=2), 1, 4, ScheduleChoice("1F1B"), recompute=0.5, offload=0.25)
