@@ -57,7 +57,8 @@ def test_a_device_is_frozen_and_equal_by_its_figures() -> None:
         H100_SXM.name = "other"  # type: ignore[misc]
     with pytest.raises(TypeError):
         H100_SXM.flops["bfloat16"] = 1.0  # type: ignore[index]
-    assert len({H100_SXM, Device("H100_SXM", dict(H100_SXM.flops), 3.35e12, 80 * 10**9), H200}) == 2
+    same = Device("H100_SXM", dict(H100_SXM.flops), 3.35e12, 80 * 10**9, host=H100_SXM.host)
+    assert len({H100_SXM, same, H200}) == 2
 
 
 @pytest.mark.parametrize(

@@ -10,10 +10,8 @@ Checked on torch 2.11.0, 2.13.0 and 2.15.0:
 - `torch.distributed.distributed_c10d._set_pg_timeout`: the timeout of a process group; torch 2.15 has `set_timeout`
 - `ProcessGroup._get_backend`, `options._timeout`: the present timeout (both timeouts: checked on 2.13.0 and 2.15.0)
 - `Store.clone`: a connection of its own to the same store (missing from torch's stubs; checked on 2.13.0 and 2.15.0)
-- `ProcessGroup.allgather_into_tensor_coalesced`: several all-gathers in one call (checked on 2.13.0 and 2.15.0). Not on
-  gloo: its two threads both write the name of the collective that they completed last into one string, without a lock. A name
-  of up to 15 characters stands in the string itself; `ALLGATHER_COALESCED` has memory of its own, which both threads free.
-  The process then dies sooner or later, of a double free (seen on 2.13.0 and 2.15.0, in 4 of 7 runs of 20 s)
+- `ProcessGroup.allgather_into_tensor_coalesced`: several all-gathers in one call; not on gloo, whose threads' memory such calls
+  corrupt (`gloo_gathers.py`; checked on 2.13.0 and 2.15.0)
 - `ProcessGroup._allgather_base`: the all-gather of one tensor; the public function has another name in torch 2.13 than in 2.11,
   and warns of the old one (checked on 2.13.0 and 2.15.0)
 - `ProcessGroup.reduce_scatter_tensor_coalesced`: the sum of the parts of one rank; the public function has another name in
@@ -36,6 +34,7 @@ from torch._C._distributed_c10d import Store as Store
 from torch.distributed import distributed_c10d
 from torch.distributed.distributed_c10d import _get_default_store, _resolve_process_group  # type: ignore[attr-defined]
 
+from graphpp._torch import gloo_gathers as gloo_gathers  # changes torch's operators
 from graphpp._torch.this_thread import replaced
 
 default_store = _get_default_store

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from graphpp._torch.distributed import runs_on_gloo
 from graphpp.capture import activation_checkpoints as checkpoints
 from graphpp.compiler.request import CompileRequest
 from graphpp.options.recompute import Recompute
@@ -68,5 +67,4 @@ def _sharded_layers(request: CompileRequest, joint: JointGraph) -> ShardedLayers
         group = RankGroup(experts.sharding.group.group_name, experts.sharding.ranks)
         named = request.model.named_parameters(remove_duplicate=False)
         others = {fqn: group for fqn, each in named if is_spread_over(each, experts.group)}
-    coalesced = not runs_on_gloo(sharding.group, request.place.device)  # `_torch/distributed.py` says why
-    return ShardedLayers(sharding.group.group_name, sharding.ranks, dtypes, precision.of_messages, layer_of, others, coalesced)
+    return ShardedLayers(sharding.group.group_name, sharding.ranks, dtypes, precision.of_messages, layer_of, others)

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import tomllib
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -57,6 +58,7 @@ def test_interrupt_ends_with_130_and_without_a_word(tmp_path: Path, option: list
     process = subprocess.Popen(
         [sys.executable, "-m", "graphpp", "verify", "slow.py:build", *option],
         cwd=tmp_path, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        preexec_fn=partial(signal.signal, signal.SIGINT, signal.SIG_DFL),  # noqa: PLW1509 - a shell's background jobs ignore it
     )  # fmt: skip
     try:
         printed = process.stderr if option else process.stdout

@@ -50,10 +50,10 @@ DEFECTS = (
     ),
     Defect(
         "gloo",
-        "a coalesced all-gather beside another collective of the group ends the process, now and then, by a double free",
-        "no call is coalesced: tensors travel as one, or each by a call of its own",
+        "an all-gather of a functional collective beside another collective ends the process, now and then, by a double free",
+        "each tensor is gathered by a call that is not coalesced",
         _BOTH,
-        "tests/pipeline/shards/test_calls.py::test_no_gather_over_gloo_is_coalesced",
+        "tests/parallel/test_gloo_gathers.py::test_gathers_are_those_of_torch",
     ),
     Defect(
         _PIPELINING,

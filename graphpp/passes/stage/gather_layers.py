@@ -33,8 +33,7 @@ from graphpp.runtime.program import Gradient, LayerTraffic, Parameter, Parameter
 
 LayerName = Callable[[fx.Node], str | None]
 
-_TOGETHER = torch.ops._c10d_functional.all_gather_into_tensor_coalesced.default
-_ALONE = torch.ops._c10d_functional.all_gather_into_tensor.default
+_GATHER = torch.ops._c10d_functional.all_gather_into_tensor_coalesced.default
 _WAIT = torch.ops._c10d_functional.wait_tensor.default
 _SENT_AS_THEY_ARE = (torch.float32, torch.float64, torch.float16, torch.bfloat16)  # gloo gathers others as bytes
 
@@ -50,7 +49,6 @@ class RankGroup(NamedTuple):
 class ShardedLayers:
     """How parameters are sharded over the ranks of `group`, which has this name in this process.
 
-    `coalesced`: whether one call gathers all parameters of a layer; else one call gathers each of them.
     `others`: the groups of parameters that other ranks share, by FQN (experts). `dtypes`: of the rows of each parameter by FQN;
     `of_messages`: the dtype in which a gradient is sent, from its own dtype; `layer_of`: the layer of an operation, or its
     module call; None for an operation of no module.
@@ -62,7 +60,6 @@ class ShardedLayers:
     of_messages: Callable[[torch.dtype], torch.dtype]
     layer_of: LayerName
     others: Mapping[str, RankGroup] = field(default_factory=dict)
-    coalesced: bool = True
 
     def group_of(self, fqn: str) -> RankGroup:
         """The ranks over which a parameter is sharded."""
@@ -122,18 +119,18 @@ def _gathering(source: PhaseGraph, sharded: ShardedLayers) -> PhaseGraph:
     parameters = [node for node in source.graph.find_nodes(op="placeholder") if _is_sharded(node)]
     order = _derived_late(source.graph, set(parameters))
     layers = _layers(parameters, order, source.graph.output_node(), sharded.layer_of)
-    copy = _Copy(source, sharded)
-    graph = copy.copied(order, layers)
+    graph = _Copy(source, sharded).copied(order, layers)
     inputs = tuple(node.meta["role"] for node in graph.find_nodes(op="placeholder"))
     _check(source, graph)
     gradients = _gradients(source, sharded)
+    gathers = [node for node in graph.nodes if node.target is _GATHER and is_gather(node)]
     traffic = LayerTraffic(
-        gathers=tuple(each.nbytes for each in copy.gathers),
+        gathers=tuple(node.meta["gathers"] for node in gathers),
         whole=_most_whole(graph),
         gradients=tuple(tuple(each.fqns) for each in gradients),
         sums=tuple(each.nbytes for each in gradients),
         reductions=tuple(each.sent for each in gradients),
-        sent=sum(each.sent for each in copy.gathers) + sum((each.ranks - 1) * each.sent / each.ranks for each in gradients),
+        sent=sum(node.meta["sent"] for node in gathers) + sum((each.ranks - 1) * each.sent / each.ranks for each in gradients),
     )
     return replace(source, graph=graph, inputs=inputs, layers=traffic)
 
@@ -206,13 +203,6 @@ def _starts(layers: Sequence[_Layer]) -> Iterator[tuple[int, int, bool, _Layer]]
 # -------------------------------------------------------------------------------------------------------------- graphs
 
 
-class _Gather(NamedTuple):
-    """The bytes of a layer's rows on each rank, and the bytes that a rank sends for them."""
-
-    nbytes: int
-    sent: int
-
-
 class _Copy:
     """A copy of a phase graph with gathers."""
 
@@ -221,7 +211,6 @@ class _Copy:
         self._graph = fx.Graph()
         self._copies: dict[fx.Node, fx.Node] = {}
         self._items: dict[fx.Node, fx.Node] = {}  # what a gather gives for each parameter
-        self.gathers: list[_Gather] = []  # in the order of their starts
 
     def copied(self, order: Sequence[fx.Node], layers: Sequence[_Layer]) -> fx.Graph:
         """The graph with its operations in this order."""
@@ -269,18 +258,12 @@ class _Copy:
         sent = [self._sent(parameter, reader) for parameter in parameters]
         nbytes = sum(each.meta["val"].nbytes for each in sent)
         values = [each.meta["val"].new_empty(group.ranks * each.meta["val"].numel()) for each in sent]
-        if self._sharded.coalesced:
-            first = self._call(reader, values, _TOGETHER, sent, group.ranks, group.name)
-            items = [self._call(reader, value, operator.getitem, first, at) for at, value in enumerate(values)]
-        else:
-            rows = zip(values, sent, strict=True)
-            items = [self._call(reader, value, _ALONE, each, group.ranks, group.name) for value, each in rows]
-            first = items[0]
-        for node in (first, *items):
-            node.meta["gathers"] = nbytes
-        first.meta["fqns"] = [parameter.meta["role"].fqn for parameter in parameters]
-        self._items.update(zip(parameters, items, strict=True))
-        self.gathers.append(_Gather(nbytes, (group.ranks - 1) * nbytes))
+        gather = self._call(reader, values, _GATHER, sent, group.ranks, group.name)
+        fqns = [parameter.meta["role"].fqn for parameter in parameters]
+        gather.meta |= {"gathers": nbytes, "fqns": fqns, "sent": (group.ranks - 1) * nbytes}
+        for index, (parameter, value) in enumerate(zip(parameters, values, strict=True)):
+            self._items[parameter] = self._call(reader, value, operator.getitem, gather, index)
+            self._items[parameter].meta["gathers"] = nbytes
 
     def _sent(self, parameter: fx.Node, reader: fx.Node) -> fx.Node:
         """This rank's rows as they are sent: in the dtype of the whole parameter."""
@@ -331,16 +314,15 @@ def _most_whole(graph: fx.Graph) -> int:
     last: dict[fx.Node, fx.Node] = {}  # what a gather gives -> its last reader
     for node in graph.nodes:
         for memory in map(root, (node, *node.all_input_nodes)):
-            if memory.target in (operator.getitem, _ALONE) and is_gather(memory):
+            if memory.target is operator.getitem and is_gather(memory):
                 last[memory] = node
     dying: dict[fx.Node, int] = defaultdict(int)
     for memory, node in last.items():
         dying[node] += memory.meta["val"].nbytes
     most = now = 0
     for node in graph.nodes:
-        if node.target in (_TOGETHER, _ALONE) and is_gather(node):
-            made = node.meta["val"]
-            now += sum(value.nbytes for value in (made if node.target is _TOGETHER else [made]))
+        if node.target is _GATHER and is_gather(node):
+            now += sum(value.nbytes for value in node.meta["val"])
         most = max(most, now)
         now -= dying[node]
     return most

@@ -19,8 +19,7 @@ from graphpp.schedules.search.arguments import Home, one_by_one
 from graphpp.schedules.search.candidate import peaks
 from graphpp.schedules.search.convert_tables import Numbered, rows_of, schedule_of
 from graphpp.schedules.search.evaluate import evaluate_rows
-from graphpp.schedules.search.messages import with_messages
-from graphpp.schedules.search.problem import Problem
+from graphpp.schedules.search.problem import Problem, with_messages
 from graphpp.schedules.search.sequence import Elements
 from graphpp.schedules.table.actions import BACKWARDS
 from graphpp.schedules.table.costs import Costs

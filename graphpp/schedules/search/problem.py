@@ -19,7 +19,7 @@ stage b with the forward of stage f. The search makes pairs if `pairs`, that is 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from graphpp.schedules.table.actions import Kind
@@ -234,3 +234,29 @@ def _reads(stages: int, microbatches: int) -> tuple[int, ...]:
     inputs = [count + op + microbatches for op in range(count)]
     inputs[-microbatches:] = range(count - microbatches, count)  # the last stage reads its own forwards
     return (*forwards, *inputs, *range(count, 2 * count))
+
+
+def with_messages(estimate: Problem, costs: Costs) -> Problem:
+    """The problem whose messages are operations of their own, so that the times of its rows are the simulator's.
+
+    With N forwards, the SEND of the value that operation r reads has the number 3 N + r, and its RECV 5 N + r. A SEND occupies
+    its rank from its start for the message's time, a RECV until the message has ended (`Costs.blocking`).
+    """
+    silent = replace(costs, blocking=False, sends_forward=(), sends_backward=())
+    problem = Problem.of(silent, dict(enumerate(estimate.home)), estimate.microbatches, estimate.cap)
+    count = problem.count
+    directions = (costs.sends_forward, costs.sends_backward)
+    up, down = ([costs.message(sends, at) for at in range(problem.stages - 1)] for sends in directions)
+    seconds = [0.0, *up, *down, 0.0]  # of the message that a stage's forward reads, then of the one that its backward reads
+    reads, busy = [*problem.reads, *[-1] * (4 * count)], [0.0] * problem.ranks
+    took, lag = [*problem.took, *[0.0] * (4 * count)], [*problem.lag, *[0.0] * (4 * count)]
+    for reader in range(2 * count):
+        maker = problem.reads[reader]
+        if maker >= 0 and problem.rank_of(maker) != problem.rank_of(reader):
+            send, receive = 3 * count + reader, 5 * count + reader
+            reads[reader], reads[receive], reads[send] = receive, send, maker
+            took[send] = took[receive] = seconds[reader // problem.microbatches] / problem.unit + problem.overhead
+            lag[receive] = -took[send]
+            busy[problem.rank_of(maker)] += took[send]
+            busy[problem.rank_of(reader)] += took[send]
+    return replace(problem, took=tuple(took), lag=tuple(lag), reads=tuple(reads), messages=tuple(busy), blocking=True)

@@ -46,9 +46,8 @@ from graphpp.schedules.search.evaluate import evaluate_order
 from graphpp.schedules.search.evaluate_sequence import Sequenced
 from graphpp.schedules.search.fill_waits import fill_waits
 from graphpp.schedules.search.local_search import local_search
-from graphpp.schedules.search.messages import with_messages
 from graphpp.schedules.search.pause_collector import paused_collector
-from graphpp.schedules.search.problem import Problem
+from graphpp.schedules.search.problem import Problem, with_messages
 from graphpp.schedules.search.search_sequences import is_worth_moving, search_sequences, sequences
 from graphpp.schedules.search.sequence import Elements
 from graphpp.schedules.search.start_patterns import start_patterns

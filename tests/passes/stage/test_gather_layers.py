@@ -46,8 +46,8 @@ class Net(nn.Module):
             return self.head(x).float()
 
 
-def gathered(*calls: str, dtype: torch.dtype = torch.float32, coalesced: bool = True) -> StagedGraphs:
-    """The phase graphs of all phases; `dtype`: of the rows; `coalesced`: one call gathers a layer."""
+def gathered(*calls: str, dtype: torch.dtype = torch.float32) -> StagedGraphs:
+    """The phase graphs of all phases; `dtype`: of the rows."""
     net = Net()
     joint = captured(net, torch.arange(8))
     joint = find_step_invariants(split_tied_gradients(assigned(joint, *starts(joint, *calls))))
@@ -55,7 +55,7 @@ def gathered(*calls: str, dtype: torch.dtype = torch.float32, coalesced: bool = 
     staged = split_weight_grad(joint, staged, lambda node: bool(node.meta.get("step_invariant")))
     names = {fqn: dtype for fqn, _ in net.named_parameters(remove_duplicate=False)}
     layer_of = layer_or_call(module_calls(joint))
-    return gather_layers(staged, ShardedLayers("ranks", RANKS, names, lambda own: own, layer_of, coalesced=coalesced))
+    return gather_layers(staged, ShardedLayers("ranks", RANKS, names, lambda own: own, layer_of))
 
 
 def layers_gathered(source: PhaseGraph) -> list[list[str]]:
@@ -114,16 +114,6 @@ def test_the_traffic_of_a_program() -> None:
     ordered = in_order(backward.graph, backward.layers)
     assert ordered is not None
     assert ordered.order[-1].startswith("reduce") and len(ordered.order) == 2 + len(backward.layers.gradients)
-
-
-def test_gathers_of_single_parameters_are_the_same_traffic() -> None:
-    together, alone = (gathered("layers.2", coalesced=coalesced).graphs for coalesced in (True, False))
-    for key, source in alone.items():
-        targets = [node.target for node in source.graph.nodes if node.op == "call_function"]
-        assert torch.ops._c10d_functional.all_gather_into_tensor_coalesced.default not in targets
-        assert source.layers == together[key].layers
-        assert layers_gathered(source) == layers_gathered(together[key])
-        assert in_order(source.graph, source.layers) == in_order(together[key].graph, together[key].layers)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])

@@ -25,8 +25,7 @@ from tests.exhaustive import further
 from tests.pipeline.shards.test_training import HYBRID, PIPE, SHARD3, SHARD4, TURNED, assert_close, options
 from tests.sharding import Mesh, example, train_alone, train_on_mesh
 
-GATHER = torch.ops._c10d_functional.all_gather_into_tensor.default
-WAIT = torch.ops._c10d_functional.wait_tensor.default
+GATHER = torch.ops._c10d_functional.all_gather_into_tensor_coalesced.default
 MOMENT = 10.0  # seconds in which a thread that is ready gets to run, also on a busy machine
 
 
@@ -84,7 +83,6 @@ class Counted(TorchDispatchMode):
         self.expected = expected
         self.ranks, self.gathers, self.sent, self.most, self.largest, self.gradients = ranks, 0, 0.0, 0, 0, 0
         self.alive: list[tuple[StorageWeakRef, int]] = []
-        self.layer = 0  # bytes of the layer whose gathers have started last
         scatter, start = dist.all_to_all_single, LayerReducer._start
 
         def all_to_all_single(received: Any, sent: Any, *args: Any, **kwargs: Any) -> Any:
@@ -102,13 +100,10 @@ class Counted(TorchDispatchMode):
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         found = function(*args, **(kwargs or {}))
         if function is GATHER:
-            self.gathers += not self.layer  # gloo gathers the parameters of a layer one by one, in a row
-            self.layer += found.nbytes
-            self.sent += (self.ranks - 1) * args[0].nbytes
-            self.largest = max(self.largest, self.layer)
-            self.alive.append((StorageWeakRef(found.untyped_storage()), found.nbytes))
-        elif function is WAIT:
-            self.layer = 0
+            self.gathers += 1
+            self.sent += (self.ranks - 1) * sum(part.nbytes for part in args[0])
+            self.largest = max(self.largest, sum(each.nbytes for each in found))
+            self.alive += [(StorageWeakRef(each.untyped_storage()), each.nbytes) for each in found]
         self.most = max(self.most, self.bytes_alive())
         return found
 

@@ -22,9 +22,8 @@ from graphpp.schedules.search.convert_tables import apart, candidate_of, numbere
 from graphpp.schedules.search.evaluate import evaluate_order, evaluate_rows
 from graphpp.schedules.search.evaluate_sequence import evaluate_sequence
 from graphpp.schedules.search.fill_waits import fill_waits
-from graphpp.schedules.search.messages import with_messages
 from graphpp.schedules.search.move_elements import Moves, move_elements
-from graphpp.schedules.search.problem import Problem
+from graphpp.schedules.search.problem import Problem, with_messages
 from graphpp.schedules.search.scheduler import schedule_auto
 from graphpp.schedules.search.search_sequences import save_bytes, sequences
 from graphpp.schedules.search.sequence import Elements
