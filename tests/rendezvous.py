@@ -48,6 +48,7 @@ COLLECTIVES = (
     "_reduce_scatter_base", "reduce_scatter_single", "reduce_scatter_tensor_coalesced", "reduce_scatter_single_coalesced",
     "gather", "scatter",
 )  # fmt: skip
+COALESCED_GATHERS = ("allgather_into_tensor_coalesced", "all_gather_single_coalesced")
 UNEVEN = ("alltoall", "alltoall_base", "all_to_all_single")
 
 
@@ -165,8 +166,14 @@ class RendezvousGroup(dist.ProcessGroup):
         uneven = name in UNEVEN  # gloo compares the sizes of each pair of ranks
         facts = [(each.dtype, None if uneven else each.numel()) for each in tensors_of(everywhere)]
         what = self._logged(f"{name} {facts}")
-        run = partial(getattr(self._wire, name), *args)
+        run = partial(self._on_wire, name, args)
         return self._stream().put(what, partial(self._collective, what, run))
+
+    def _on_wire(self, name: str, args: Sequence[Any]) -> list[dist.Work]:
+        """Start the collective over gloo, whose coalesced gathers corrupt memory (`graphpp/_torch/gloo_gathers.py`)."""
+        if name in COALESCED_GATHERS:
+            return [self._wire._allgather_base(whole, own) for whole, own in zip(*args[:2], strict=True)]
+        return [getattr(self._wire, name)(*args)]
 
     def send(self, tensors: list[torch.Tensor], rank: int, tag: int) -> dist.Work:
         return self.messages([Message(True, tensors[0], rank)], batched=self.rules is not Rules.LAZY)
@@ -203,13 +210,13 @@ class RendezvousGroup(dist.ProcessGroup):
 
     # ------------------------------------------------------------------------------------ in a stream's thread
 
-    def _collective(self, what: str, run: Callable[[], dist.Work]) -> None:
+    def _collective(self, what: str, run: Callable[[], list[dist.Work]]) -> None:
         mine = torch.tensor([crc32(what.encode())])
         theirs = [torch.empty_like(mine) for _ in range(self._ranks)]
         self._waited(what, [self._wire.allgather([theirs], [mine])])
         if any(not torch.equal(mine, other) for other in theirs):
             raise OrderError(f"rank {self._own} runs {what}, others do not")
-        self._waited(what, [run()])
+        self._waited(what, run())
 
     def _exchange(self, messages: Sequence[Message], tag: int) -> None:
         works, checks = [], []

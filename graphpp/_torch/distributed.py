@@ -34,7 +34,6 @@ from torch._C._distributed_c10d import Store as Store
 from torch.distributed import distributed_c10d
 from torch.distributed.distributed_c10d import _get_default_store, _resolve_process_group  # type: ignore[attr-defined]
 
-from graphpp._torch import gloo_gathers as gloo_gathers  # changes torch's operators
 from graphpp._torch.this_thread import replaced
 
 default_store = _get_default_store

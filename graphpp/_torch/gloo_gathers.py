@@ -1,7 +1,7 @@
 """All-gathers of tensors on the CPU that leave gloo's memory whole: importing this file changes operators of torch.
 
 Contract: `all_gather_into_tensor` and `all_gather_into_tensor_coalesced` of `_c10d_functional` give the same results as before.
-On the CPU each tensor is gathered by a call of its own.
+Of tensors on the CPU, over a group that has gloo for them, each is gathered by a call of its own; other groups run torch's kernel.
 
 Both operators of torch call `ProcessGroup.allgather_into_tensor_coalesced`. The two threads of a gloo group write the name of
 the collective that they completed last into one string, without a lock. A name of up to 15 characters stands in the string
@@ -17,23 +17,42 @@ Private names of torch, checked on 2.13.0 and 2.15.0:
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from graphpp._torch.distributed import group_named, runs_on_gloo
 
-def _gathered(part: torch.Tensor, ranks: int, group: str) -> torch.Tensor:
+_OPERATORS = torch.ops._c10d_functional
+
+
+def _over_gloo(group: str | dist.ProcessGroup) -> bool:
+    found = group if isinstance(group, dist.ProcessGroup) else group_named(group)
+    return runs_on_gloo(found, torch.device("cpu"))
+
+
+def _alone(part: torch.Tensor, ranks: int, group: str) -> torch.Tensor:
     own = part.contiguous()
     whole = own.new_empty((ranks * own.shape[0], *own.shape[1:]))
-    found: torch.Tensor = torch.ops._c10d_functional.all_gather_into_tensor_out(own, ranks, group, out=whole)
+    found: torch.Tensor = _OPERATORS.all_gather_into_tensor_out(own, ranks, group, out=whole)
     return found
 
 
-def _all_gathered(parts: Sequence[torch.Tensor], ranks: int, group: str) -> list[torch.Tensor]:
-    return [_gathered(each, ranks, group) for each in parts]
+def _gather(keys: Any, part: torch.Tensor, ranks: int, group: str) -> Any:
+    return _alone(part, ranks, group) if _over_gloo(group) else _ONE.call_boxed(keys, part, ranks, group)
 
 
-if dist.is_available():
-    KERNELS = torch.library.Library("_c10d_functional", "IMPL")  # the kernels are there as long as this object
-    KERNELS.impl("all_gather_into_tensor", _gathered, "CPU")
-    KERNELS.impl("all_gather_into_tensor_coalesced", _all_gathered, "CPU")
+def _gather_several(keys: Any, parts: Sequence[torch.Tensor], ranks: int, group: str) -> Any:
+    if _over_gloo(group):
+        return [_alone(each, ranks, group) for each in parts]
+    return _SEVERAL.call_boxed(keys, parts, ranks, group)
+
+
+_ONE, _SEVERAL = (
+    torch.library.get_kernel(each.default, "CPU")
+    for each in (_OPERATORS.all_gather_into_tensor, _OPERATORS.all_gather_into_tensor_coalesced)
+)  # torch's own
+_LIBRARY = torch.library.Library("_c10d_functional", "IMPL")  # the kernels are there as long as this object
+_LIBRARY.impl("all_gather_into_tensor", _gather, "CPU", with_keyset=True)
+_LIBRARY.impl("all_gather_into_tensor_coalesced", _gather_several, "CPU", with_keyset=True)

@@ -11,6 +11,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
+from graphpp._torch import gloo_gathers as gloo_gathers  # changes operators of torch
 from graphpp._torch.distributed import group_of, runs_on_gloo
 
 _CPU = torch.device("cpu")
