@@ -1,7 +1,7 @@
 """All-gathers of tensors on the CPU that leave gloo's memory whole: importing this file changes operators of torch.
 
 Contract: `all_gather_into_tensor` and `all_gather_into_tensor_coalesced` of `_c10d_functional` give the same results as before.
-Of tensors on the CPU, over a group that has gloo for them, each is gathered by a call of its own; other groups run torch's kernel.
+Of tensors on the CPU, over a group that has gloo for them, each is gathered by a call of its own. Other groups run torch's.
 
 Both operators of torch call `ProcessGroup.allgather_into_tensor_coalesced`. The two threads of a gloo group write the name of
 the collective that they completed last into one string, without a lock. A name of up to 15 characters stands in the string
