@@ -42,6 +42,9 @@ foreach_copy = torch._foreach_copy_
 group_named: Callable[[Any], dist.ProcessGroup] = _resolve_process_group
 
 
+_ALONE = 2**16  # bytes of a rank's part from which on a tensor is gathered alone over gloo, without a copy
+
+
 def runs_on_gloo(group: dist.ProcessGroup, device: torch.device) -> bool:
     """Whether the group exchanges tensors on such a device over gloo."""
     return f"{device.type}:gloo" in dist.get_backend_config(group)
@@ -54,24 +57,36 @@ def all_gather_many(
     whole, own = ([each.view(-1).view(torch.uint8) for each in tensors] for tensors in (gathered, parts))
     if len(own) == 1:
         return group._allgather_base(whole[0], own[0])
-    if runs_on_gloo(group, own[0].device):
-        return _Packed(whole, own, group)
-    work: dist.Work = group.allgather_into_tensor_coalesced(whole, own)
-    return work
+    if not runs_on_gloo(group, own[0].device):
+        work: dist.Work = group.allgather_into_tensor_coalesced(whole, own)
+        return work
+    pairs = list(zip(whole, own, strict=True))
+    works = [group._allgather_base(*pair) for pair in pairs if pair[1].numel() >= _ALONE]
+    small = [pair for pair in pairs if pair[1].numel() < _ALONE]
+    return _Several([*works, _Packed(small, group)] if small else works)
+
+
+class _Several(dist.Work):
+    """Several works, waited for in their order."""
+
+    def __init__(self, works: Sequence[dist.Work]) -> None:
+        super().__init__()
+        self._works = works
+
+    def wait(self, timeout: timedelta = timedelta(0)) -> bool:
+        """Wait for all of them."""
+        return all([work.wait(timeout) for work in self._works])
 
 
 class _Packed(dist.Work):
-    """Several all-gathers in one: the tensors of a rank travel as one, and are taken apart by `wait`."""
+    """All-gathers of small tensors in one: those of a rank travel as one tensor, which `wait` takes apart."""
 
-    def __init__(self, whole: Sequence[torch.Tensor], own: Sequence[torch.Tensor], group: dist.ProcessGroup) -> None:
+    def __init__(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], group: dist.ProcessGroup) -> None:
+        """`pairs`: (the tensor that is gathered, this rank's part of it)."""
         super().__init__()
-        self._whole, sent = whole, torch.cat(list(own))
+        self._whole, sent = [whole for whole, _ in pairs], torch.cat([own for _, own in pairs])
         self._arrived = sent.new_empty(group.size(), sent.numel())
         self._work: dist.Work | None = group._allgather_base(self._arrived.view(-1), sent)
-
-    def is_completed(self) -> bool:
-        """Whether the tensors of all ranks have arrived; `wait` still has to put them in their places."""
-        return self._work is None or self._work.is_completed()
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
         """Wait until the tensors of all ranks have arrived, and put each tensor in its place."""
