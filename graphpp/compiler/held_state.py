@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch.distributed as dist
+
 from graphpp.compiler.request import CompileRequest
 from graphpp.passes.graph.joint_graph import JointGraph
 from graphpp.planner.memory_plan import StateDtypes, state_of
@@ -38,4 +40,6 @@ def held_by_rank(
     home, ranks = table.running.rank_of_stage, table.running.ranks
     shards = request.place.shards if table.shards is not None else None
     frees, in_order = request.options.parallel.keep is not None, not request.options.fused or layers is not None
-    return held_bytes(state, home, ranks, shards, frees, layers, in_order=in_order)
+    copies = request.place.replicas if request.place.sharding is None else request.place.sharding.copies
+    over = 1 if copies is None or request.options.parallel.sum_order == "any" else dist.get_world_size(copies)
+    return held_bytes(state, home, ranks, shards, frees, layers, in_order=in_order, averaged_over=over)

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from graphpp._torch.distributed import reduce_scatter
-from graphpp.parallel.sums import PendingSums, joined, parted
+from graphpp.parallel.sums import PendingSums, reduced_in_place
 
 
 def scattered(
@@ -36,20 +36,12 @@ def scattered(
         sums = part[: sum(own)].split(own)
         return [each.to(dtype=dtype) for each, dtype in zip(sums, wanted, strict=True)]
 
-    return PendingSums(work, results)
+    return results
 
 
-def everywhere(totals: Sequence[torch.Tensor], group: dist.ProcessGroup) -> PendingSums:
-    """Start to sum tensors on every rank, as `Sums.everywhere` says."""
-    flat = joined(totals)
-    work = dist.all_reduce(flat, group=group, async_op=True)
-    assert work is not None, "the collective was started with async_op"
-
-    def results() -> list[torch.Tensor]:
-        work.wait()
-        return parted(flat, totals)
-
-    return PendingSums(work, results)
+def everywhere(total: torch.Tensor, group: dist.ProcessGroup) -> PendingSums:
+    """Start to sum a tensor on every rank, as `Sums.everywhere` says."""
+    return reduced_in_place(total, group)
 
 
 def _padded(totals: Sequence[torch.Tensor], lengths: Sequence[Sequence[int]]) -> tuple[torch.Tensor, int]:

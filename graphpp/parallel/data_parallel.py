@@ -2,10 +2,10 @@
 
 Contract
 --------
-- A stage's gradient sums are averaged over the replicas in place, once per step: they are added (`Sums`) and divided by the
-  number of replicas. The first messages start at the stage's
-  REDUCE_GRAD action if the schedule has one (the checker proves that no backward follows it), and hide under other stages'
-  computation. Otherwise they start at the end of the step, as do those of tied parameters, whose partial sums are added first.
+- A stage's gradient sums are averaged over the replicas once per step: they are added (`Sums`) and divided by the number of
+  replicas. The sums of a bundle are moved into one memory, where they stay. The first messages start at the stage's REDUCE_GRAD
+  action if the schedule has one (the checker proves that no backward follows it), and hide under other stages' computation.
+  Otherwise they start at the end of the step, as do those of tied parameters, whose partial sums are added first.
 - The gradient of an expert is added up over the replicas that have the expert, and divided by the number of all replicas: the
   sum already includes the tokens that the other ranks along `ep` have sent.
 - `broadcast_` and `average_` make the parameters or buffers of replicas equal.
@@ -14,8 +14,8 @@ Contract
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections import Counter, defaultdict, deque
+from collections.abc import Callable, Iterable, MutableMapping, Sequence
 
 import torch
 import torch.distributed as dist
@@ -23,7 +23,7 @@ import torch.distributed as dist
 from graphpp._torch.distributed import group_named
 from graphpp.errors import GraphPPError
 from graphpp.parallel.rank_place import RankPlace, SpreadExperts
-from graphpp.parallel.sums import PendingSums, Sums, bundles
+from graphpp.parallel.sums import PendingSums, Sums, merged
 
 _TOGETHER = 2**22  # elements
 
@@ -87,38 +87,36 @@ class Replicas:
         """`group`: all replicas. `sums`: adds over ranks. `experts`: the replicas with the same experts, and others."""
         self._group = group if group is not None and dist.get_world_size(group) > 1 else None
         self._sums, self._same_experts = sums, None if experts is None else experts.replicas
-        self._in_flight: list[tuple[list[torch.Tensor], PendingSums]] = []
+        self._in_flight: deque[tuple[torch.Tensor, PendingSums]] = deque()
 
     @property
     def several(self) -> bool:
         """Whether there are other replicas."""
         return self._group is not None
 
-    def start(self, sums: Iterable[torch.Tensor]) -> None:
-        """Start to average these sums, contiguous, in place."""
+    def start(self, sums: MutableMapping[str, torch.Tensor], fqns: Sequence[str]) -> None:
+        """Start to average some of the sums, contiguous ones, in the memory into which they move."""
         if self._group is not None:
-            self._start(list(sums), self._group)
+            self._start(sums, fqns, self._group)
 
-    def start_of_experts(self, sums: Iterable[torch.Tensor]) -> None:
+    def start_of_experts(self, sums: MutableMapping[str, torch.Tensor], fqns: Sequence[str]) -> None:
         """Start to average the sums of experts, which include the tokens that the other ranks along `ep` have sent."""
-        totals = list(sums)
         if self._same_experts is not None:
-            self._start(totals, self._same_experts)
+            self._start(sums, fqns, self._same_experts)
             return
-        for total in totals:
-            total.div_(dist.get_world_size(self._group))
+        for fqn in fqns:
+            sums[fqn].div_(dist.get_world_size(self._group))
 
-    def _start(self, totals: list[torch.Tensor], group: dist.ProcessGroup) -> None:
-        for bundle in bundles(totals):
-            own = [totals[at] for at in bundle]
-            self._in_flight.append((own, self._sums.everywhere(own, group)))
+    def _start(self, sums: MutableMapping[str, torch.Tensor], fqns: Sequence[str], group: dist.ProcessGroup) -> None:
+        for flat in merged(sums, fqns):
+            self._in_flight.append((flat, self._sums.everywhere(flat, group)))
 
     def finish(self) -> None:
         """Wait until all sums that were started are averaged."""
-        for totals, pending in self._in_flight:
-            for total, summed in zip(totals, pending.results(), strict=True):
-                torch.div(summed, dist.get_world_size(self._group), out=total)
-        self._in_flight.clear()
+        while self._in_flight:
+            flat, pending = self._in_flight.popleft()  # its memory goes back before the next one's is taken
+            (summed,) = pending()
+            torch.div(summed, dist.get_world_size(self._group), out=flat)
 
     def drop(self) -> None:
         """Forget the sums in flight, after a failure."""

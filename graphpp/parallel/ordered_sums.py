@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from graphpp._torch.distributed import all_gather_many
-from graphpp.parallel.sums import PendingSums, joined, parted
+from graphpp.parallel.sums import PendingSums, reduced_in_place
 
 _SMALL = 2**14  # bytes up to which every rank gets all tensors: one collective is faster than two
 _NO_ORDER = 2  # ranks whose numbers add up to the same bits in both orders
@@ -38,58 +38,56 @@ def scattered(
     sent = torch.cat([each[to] for to in range(ranks) for each in pieces]) if len(flat) > 1 else flat[0]
     own = [each[rank] for each in lengths]
     parts = sent.new_empty(ranks * sum(own))
-    size = sent.element_size()
-    work = dist.all_to_all_single(
-        _bytes(parts),
-        _bytes(sent),
-        [sum(own) * size] * ranks,
-        [sum(each[to] for each in lengths) * size for to in range(ranks)],
-        group=group,
-        async_op=True,
-    )
-    assert work is not None, "the collective was started with async_op"
+    works = [_exchanged(parts, sent, [sum(each[to] for each in lengths) for to in range(ranks)], group)]
+    del flat, pieces, sent
 
     def add() -> list[torch.Tensor]:
-        work.wait()
+        works.pop().wait()  # and nothing else keeps the elements that were sent
         sums = _in_order(parts.view(ranks, sum(own))).split(own)
         return [each.to(dtype=dtype) for each, dtype in zip(sums, wanted, strict=True)]
 
-    return PendingSums(work, add)
+    return add
 
 
-def everywhere(totals: Sequence[torch.Tensor], group: dist.ProcessGroup) -> PendingSums:
-    """Start to sum tensors on every rank, as `Sums.everywhere` says."""
-    ranks = dist.get_world_size(group)
-    flat = joined(totals)
+def everywhere(total: torch.Tensor, group: dist.ProcessGroup) -> PendingSums:
+    """Start to sum a tensor on every rank, as `Sums.everywhere` says."""
+    ranks, elements = dist.get_world_size(group), total.numel()
     if ranks == _NO_ORDER:
-        reduced = dist.all_reduce(flat, group=group, async_op=True)
-        assert reduced is not None, "the collective was started with async_op"
-
-        def wait() -> list[torch.Tensor]:
-            reduced.wait()
-            return parted(flat, totals)
-
-        return PendingSums(reduced, wait)
-    if flat.nbytes <= _SMALL:
-        parts = flat.new_empty((ranks, flat.numel()))
-        work = all_gather_many([parts], [flat], group)
+        return reduced_in_place(total, group)
+    if total.nbytes <= _SMALL:
+        parts = total.new_empty((ranks, elements))
+        work = all_gather_many([parts], [total], group)
 
         def add() -> list[torch.Tensor]:
             work.wait()
-            return parted(_in_order(parts).to(dtype=flat.dtype), totals)
+            return [_in_order(parts).to(dtype=total.dtype)]
 
-        return PendingSums(work, add)
-    each = -(-flat.numel() // ranks)
-    lengths = [max(0, min(each, flat.numel() - rank * each)) for rank in range(ranks)]
-    pending = scattered([flat], [lengths], group)
+        return add
+    each = -(-elements // ranks)
+    lengths = [max(0, min(each, elements - rank * each)) for rank in range(ranks)]
+    own, room = lengths[dist.get_rank(group)], total.new_empty(ranks * each)  # for the parts, and then for the sum
+    parts = room[: ranks * own]
+    exchange = _exchanged(parts, total, lengths, group)
 
     def gather() -> list[torch.Tensor]:
-        gathered, own = flat.new_empty(ranks * each), flat.new_empty(each)
-        own[: lengths[dist.get_rank(group)]] = pending.results()[0]
-        all_gather_many([gathered], [own], group).wait()
-        return parted(gathered[: flat.numel()], totals)
+        exchange.wait()
+        added = _in_order(parts.view(ranks, own)).to(dtype=total.dtype)
+        sent = added if own == each else torch.cat([added, added.new_zeros(each - own)])
+        all_gather_many([room], [sent], group).wait()
+        return [room[:elements]]
 
-    return PendingSums(pending.work, gather)
+    return gather
+
+
+def _exchanged(parts: torch.Tensor, sent: torch.Tensor, lengths: Sequence[int], group: dist.ProcessGroup) -> dist.Work:
+    """Start to send each rank its elements of `sent`, as many as `lengths` says; `parts` receives those of this rank."""
+    size, ranks = sent.element_size(), len(lengths)
+    received, given = [len(parts) // ranks * size] * ranks, [elements * size for elements in lengths]
+    work: dist.Work | None = dist.all_to_all_single(
+        _bytes(parts), _bytes(sent), received, given, group=group, async_op=True
+    )
+    assert work is not None, "the collective was started with async_op"
+    return work
 
 
 def _in_order(parts: torch.Tensor) -> torch.Tensor:

@@ -5,8 +5,7 @@ There are two: `ordered_sums.py` adds in the order of the ranks, `backend_sums.p
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from typing import Protocol
 
 import torch
@@ -15,12 +14,8 @@ import torch.distributed as dist
 _BUNDLE = 2**23  # bytes
 
 
-@dataclass(frozen=True)
-class PendingSums:
-    """Sums whose messages are under way; `results` waits for them and adds, once."""
-
-    work: dist.Work
-    results: Callable[[], list[torch.Tensor]]
+PendingSums = Callable[[], list[torch.Tensor]]
+"""Sums whose messages are under way: waits for them, gives their memory back, and adds. It is called once."""
 
 
 class Sums(Protocol):
@@ -39,12 +34,24 @@ class Sums(Protocol):
         tensors).
         """
 
-    def everywhere(self, totals: Sequence[torch.Tensor], group: dist.ProcessGroup) -> PendingSums:
-        """Sum the tensors on every rank; the results are tensors of their shapes.
+    def everywhere(self, total: torch.Tensor, group: dist.ProcessGroup) -> PendingSums:
+        """Sum a tensor, [elements], on every rank; the result is one tensor of its shape.
 
-        The memory of `totals` is taken over. `results` may send messages too: all ranks ask for the results of several sums in
-        the same order.
+        The memory of `total` is taken over. The pending sums may send messages too: all ranks call several of them in the same
+        order.
         """
+
+
+def reduced_in_place(total: torch.Tensor, group: dist.ProcessGroup) -> PendingSums:
+    """Start the all-reduce of the group's backend; it sums the tensor in place."""
+    work = dist.all_reduce(total, group=group, async_op=True)
+    assert work is not None, "the collective was started with async_op"
+
+    def results() -> list[torch.Tensor]:
+        work.wait()
+        return [total]
+
+    return results
 
 
 def bundles(tensors: Sequence[torch.Tensor]) -> list[list[int]]:
@@ -63,12 +70,28 @@ def bundles(tensors: Sequence[torch.Tensor]) -> list[list[int]]:
     return found
 
 
-def joined(totals: Sequence[torch.Tensor]) -> torch.Tensor:
-    """All elements of several tensors, [elements]; the memory of the tensor where there is one."""
-    return torch.cat([total.view(-1) for total in totals]) if len(totals) > 1 else totals[0].view(-1)
+def merged(tensors: MutableMapping[str, torch.Tensor], names: Sequence[str]) -> Iterator[torch.Tensor]:
+    """Bundle by bundle the elements of some of the tensors, contiguous ones, [elements] of a bundle.
+
+    The tensors of a bundle become views of its memory. A bundle whose tensors stand one after the other in one memory keeps it.
+    """
+    for bundle in bundles([tensors[name] for name in names]):
+        own = [names[at] for at in bundle]
+        together = [tensors[name] for name in own]
+        flat = _flat(together)
+        if flat is None:
+            flat = torch.cat([each.view(-1) for each in together])
+            pieces = flat.split([each.numel() for each in together])
+            tensors.update((name, piece.view(each.shape)) for name, piece, each in zip(own, pieces, together, strict=True))
+        yield flat
 
 
-def parted(flat: torch.Tensor, totals: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """The pieces of `flat` in the shapes of `totals`."""
-    pieces = flat.split([total.numel() for total in totals])
-    return [piece.view(total.shape) for piece, total in zip(pieces, totals, strict=True)]
+def _flat(tensors: Sequence[torch.Tensor]) -> torch.Tensor | None:
+    """All elements of tensors that stand one after the other in one memory, [elements]; None where they do not."""
+    first, elements = tensors[0], 0
+    memory, start = first.untyped_storage().data_ptr(), first.storage_offset()
+    for each in tensors:
+        if each.storage_offset() != start + elements or (each is not first and each.untyped_storage().data_ptr() != memory):
+            return None
+        elements += each.numel()
+    return first.as_strided((elements,), (1,), start)

@@ -4,7 +4,8 @@ Contract
     in   the stage programs, the metas of parameters and buffers, what the optimizer takes; the table that the ranks run
     out  `MemoryPlan`: for each rank its bytes by kind, and the most at one time of a step; what a cap leaves for activations
     Everything follows from the graph and the table: nothing is measured and nothing runs. The workspace inside an operator,
-    messages between replicas, the transport's own memory, and what the allocator does not give back are not counted.
+    the gradients of up to 8 MB that move into one memory to be averaged, the transport's own memory, and memory that the
+    allocator does not give back are not counted.
 """
 
 from __future__ import annotations
@@ -43,8 +44,8 @@ class RankMemory:
 
     `weights`, `gradients`: whole ones; `weights` with the values that are computed from parameters once per step. `shards`: of
     parameters and gradients, where `mesh=` has `dp_shard`. `messages`: values on their way between ranks of the pipeline, and
-    reductions of gradients that are under way. `activations`: values that wait for their backward, or for the next stage on the
-    same rank, and values alive while a program runs.
+    reductions and averages of gradients that are under way. `activations`: values that wait for their backward, or for the next
+    stage on the same rank, and values alive while a program runs.
     """
 
     rank: int

@@ -70,6 +70,24 @@ def test_gradients_are_the_mean_over_the_replicas(name: str, schedule: Any) -> N
         assert not torch.allclose(gradient, one + three, rtol=1e-3), fqn
 
 
+def into_given_memory(rank: int) -> None:
+    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("pp", "dp_replicate"))
+    pipe = compiled(SPECIAL["plain"](), split=[], schedule="1F1B", microbatches=2, mesh=mesh)
+    step(pipe, SPECIAL["plain"](rank).batch)
+    given = {fqn: torch.zeros_like(each) for fqn, each in pipe.named_parameters()}
+    for fqn, each in pipe.named_parameters():
+        each.grad = given[fqn]
+    step(pipe, SPECIAL["plain"](rank).batch)
+    assert all(each.grad is given[fqn] and given[fqn].any() for fqn, each in pipe.named_parameters())
+    fresh = compiled(SPECIAL["plain"](), split=[], schedule="1F1B", microbatches=2, mesh=mesh)
+    step(fresh, SPECIAL["plain"](rank).batch)
+    assert all(same(each.grad, given[fqn]) for fqn, each in fresh.named_parameters())
+
+
+def test_gradients_that_were_there_keep_their_memory() -> None:
+    run_ranks(into_given_memory, 2)
+
+
 def with_other_values(rank: int, name: str) -> str:
     """A replica of which one parameter or buffer begins with another value."""
     mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("dp_replicate", "pp"))

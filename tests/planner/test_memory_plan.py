@@ -252,16 +252,15 @@ class Census(TorchDispatchMode):
         del self.living[name]
         self.events.append((number, -nbytes))
 
-    def peak(self, without: list[Tensor]) -> int:
-        """The most bytes at once, but for the storages of some tensors."""
-        left_out = {self.living.get(id(tensor.untyped_storage())) for tensor in without}
-        return max(accumulate(nbytes for number, nbytes in self.events if number not in left_out))
+    def peak(self) -> int:
+        """The most bytes at once."""
+        return max(accumulate(nbytes for _, nbytes in self.events))
 
 
-def counted(rank: int, schedules: list[str], replicas: int = 1) -> None:
-    """Activations and messages are all that a step makes beside gradients; losses and seeds take some bytes."""
+def counted(rank: int, ranks: int, schedules: list[str], replicas: int = 1, rows: int = 512) -> None:
+    """Activations and messages are all that a step makes which adds to gradients; losses and seeds take some bytes."""
     torch.manual_seed(0)
-    x, ranks = torch.randn(512, WIDTH), 2 // replicas
+    x = torch.randn(rows, WIDTH)
     mesh = init_device_mesh("cpu", (ranks, replicas), mesh_dim_names=("pp", "dp_replicate")) if replicas > 1 else None
     for schedule in schedules:
         layers = [nn.Sequential(nn.Linear(WIDTH, 3 * WIDTH), nn.Tanh(), nn.Linear(3 * WIDTH, WIDTH)) for _ in range(4)]
@@ -271,19 +270,19 @@ def counted(rank: int, schedules: list[str], replicas: int = 1) -> None:
             nn.Sequential(*layers), F.mse_loss, split=split, schedule=schedule, microbatches=8, mesh=mesh
         )
         pipe.step(x, target=x)
-        for parameter in pipe.parameters():
-            parameter.grad = None
         with Census() as census:
             pipe.step(x, target=x)
-        own, sums = bill(pipe).ranks[rank % ranks], [each.grad for each in pipe.parameters() if each.grad is not None]
-        found = census.peak(sums)
+        own, found = bill(pipe).ranks[rank // replicas], census.peak()
         foretold = own.peak - (own.weights + own.gradients + own.optimizer + own.buffers)
-        assert (own.messages > 0) == (ranks > 1) and 0 <= found - foretold <= 100, (schedule, found, foretold)
+        assert (own.messages > 0) == (ranks > 1)
+        added = 2 * -(-own.gradients // replicas) if replicas > 2 else 0  # its part of a bundle's sum, padded
+        assert 0 <= found - foretold <= 100 + added, (schedule, found, foretold)
 
 
 def test_a_step_makes_the_bytes_of_the_plan() -> None:
-    run_ranks(counted, 2, ["1F1B", "ZB1P", "ZBVZeroBubble", "DualPipeV", "Interleaved1F1B"])
+    run_ranks(counted, 2, 2, ["1F1B", "ZB1P", "ZBVZeroBubble", "DualPipeV", "Interleaved1F1B"])
 
 
-def test_a_step_of_a_replica_makes_the_bytes_of_the_plan() -> None:
-    run_ranks(counted, 2, ["1F1B", "Interleaved1F1B"], 2)
+@pytest.mark.parametrize(("ranks", "replicas", "rows"), [(1, 2, 512), (1, 3, 128), (2, 2, 512)])
+def test_a_step_of_a_replica_makes_the_bytes_of_the_plan(ranks: int, replicas: int, rows: int) -> None:
+    run_ranks(counted, ranks * replicas, ranks, ["1F1B", "Interleaved1F1B"], replicas, rows)

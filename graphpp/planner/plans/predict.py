@@ -184,7 +184,8 @@ class _Step:
         shards = shape.shards if self._question.dtype is not None or shape.shards > 1 else None
         keep = self._setting.keep
         layers = self._layers.bytes() if keep == 0 else None
-        return held_bytes(state, table.rank_of_stage, shape.pp, shards, keep is not None, layers, in_order=in_order)
+        home, copies = table.rank_of_stage, shape.dp_replicate * shape.cp
+        return held_bytes(state, home, shape.pp, shards, keep is not None, layers, in_order=in_order, averaged_over=copies)
 
     @cached_property
     def _layers(self) -> LayerGathers:

@@ -12,7 +12,7 @@ Contract
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Mapping, MutableMapping, Sequence
 
 import torch
 
@@ -68,22 +68,19 @@ class WholeGradients:
             sums = self._stages[stage].sums
             self._partial.add_up(sums)
             # Sorted: replicas may make them in another order.
-            self._average(sorted(sums.keys() - self._tied.contributors.keys()) if self._replicas.several else (), sums)
+            self._average(sorted(sums.keys() - self._tied.contributors.keys()) if self._replicas.several else [], sums)
 
     def finish(self) -> None:
         """Set `param.grad` of all parameters that have a gradient."""
         for stage in self._stages:
             self.reduce(stage)
         tied = self._tied.reduce(lambda stage, fqn: self._stages[stage].sums[fqn], self._buffer_for_sum)
-        self._average(tied, tied)
+        self._average(list(tied), tied)
         self._replicas.finish()
         for sums in self._stages.values():
             for fqn, total in sums.sums.items():
                 if fqn not in self._added_at_end:
-                    parameter = self._parameters[fqn]
-                    wanted = parameter.grad_dtype
-                    own = total if wanted is None or total.dtype is wanted else total.to(dtype=wanted)
-                    parameter.grad = own if self._plain else with_local(parameter, own)
+                    self._set(self._parameters[fqn], total)
                 elif fqn not in self._tied.contributors:
                     self._add(fqn, total)
         for fqn, total in tied.items():
@@ -100,6 +97,16 @@ class WholeGradients:
         for sums in self._stages.values():
             sums.start({})
 
+    def _set(self, parameter: torch.Tensor, total: torch.Tensor) -> None:
+        """Set `param.grad` to a sum that includes the gradient which was there; that gradient keeps its memory."""
+        before = parameter.grad
+        if before is None:
+            wanted = parameter.grad_dtype
+            own = total if wanted is None or total.dtype is wanted else total.to(dtype=wanted)
+            parameter.grad = own if self._plain else with_local(parameter, own)
+        elif before is not total:
+            local_tensor(before).copy_(total)
+
     def _add(self, fqn: str, total: torch.Tensor) -> None:
         """Add the gradient of a step to `param.grad`."""
         parameter = self._tensor(fqn)
@@ -107,14 +114,13 @@ class WholeGradients:
         added = total.to(dtype=parameter.grad_dtype) if before is None else before.add_(total)
         parameter.grad = with_local(parameter, added)
 
-    def _average(self, fqns: Iterable[str], sums: Mapping[str, torch.Tensor]) -> None:
+    def _average(self, fqns: Sequence[str], sums: MutableMapping[str, torch.Tensor]) -> None:
         """Start to average some of the sums over the replicas."""
         if not self._experts:
-            self._replicas.start(sums[fqn] for fqn in fqns)
+            self._replicas.start(sums, fqns)
             return
-        names = list(fqns)
-        self._replicas.start(sums[fqn] for fqn in names if fqn not in self._experts)
-        self._replicas.start_of_experts(sums[fqn] for fqn in names if fqn in self._experts)
+        self._replicas.start(sums, [fqn for fqn in fqns if fqn not in self._experts])
+        self._replicas.start_of_experts(sums, [fqn for fqn in fqns if fqn in self._experts])
 
     def _buffer_for_sum(self, fqn: str) -> torch.Tensor:
         """New memory for another rank's partial sum of a parameter's gradients."""

@@ -48,11 +48,6 @@ class LayerReducer:
             del self._waiting[sink, layer]
             self._start(sink, {each: waiting.pop(each) for each in sink.layers[layer]})
 
-    def add_ended(self) -> None:
-        """Add the rows of the first sums whose messages have arrived."""
-        while self._pending and self._pending[0][-1].work.is_completed():
-            self._add()
-
     def finish(self) -> None:
         """Add the rows of all sums that have started."""
         while self._pending:
@@ -86,7 +81,7 @@ class LayerReducer:
 
     def _add(self) -> None:
         sums, microbatch, fqns, pending = self._pending.popleft()
-        for fqn, rows in zip(fqns, pending.results(), strict=True):
+        for fqn, rows in zip(fqns, pending(), strict=True):
             sums.add(microbatch, fqn, rows)
 
 
@@ -138,8 +133,7 @@ class LayerGradients(ShardedGradients):
             sums.start({}, {fqn: self._reducer.dtype_of_rows(fqn) for fqn in sums.fqns})
 
     def reduce(self, stage: int) -> None:
-        """Add the rows that have arrived: all gradients of the stage by now are on their way."""
-        self._reducer.add_ended()
+        """Do nothing: all gradients of the stage by now are on their way."""
 
     def finish(self) -> None:
         """Add the gradients of this rank's rows to `param.grad`. Raises `RuntimeError` if a layer lacks a gradient."""

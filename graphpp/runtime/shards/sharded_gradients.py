@@ -3,7 +3,8 @@
 Contract
 --------
 - `reduce(stage)` takes over the stage's sums of whole gradients and starts to send each rank of the mesh its rows; a whole sum
-  is freed when its rows have left. A stage may be reduced several times in a step: whenever it is put away.
+  is freed when its rows have left. A stage may be reduced several times in a step: whenever it is put away. The messages of at
+  most one reduction are under way: the next one waits for them.
 - `finish` adds up the partial sums of tied parameters and adds everything to `param.grad`, a `DTensor` like its parameter.
 - A gradient is ((r0 + r1) + ..) / replicas, over the ranks of the mesh, then over their copies; `Sums` says in which order they
   are added. The sums of several reductions are added in their order.
@@ -16,12 +17,12 @@ Contract
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, MutableMapping, Sequence
 
 import torch
 
 from graphpp.parallel.rank_place import Sharding
-from graphpp.parallel.sums import PendingSums, Sums, bundles
+from graphpp.parallel.sums import PendingSums, Sums, bundles, merged
 from graphpp.runtime.gradients.accumulate import Accumulator, dtype_of_sum
 from graphpp.runtime.gradients.partial_sums import NO_PARTIAL_SUMS, PartialSums
 from graphpp.runtime.gradients.tied import TiedReduction
@@ -58,7 +59,7 @@ class ShardedGradients:
 
     def reduce(self, stage: int) -> None:
         """Start to sum over the ranks what the stage's gradients add up to by now."""
-        self._add_ended()  # their memory goes back before more is taken
+        self._add_started()  # their memory goes back before more is taken
         taken = self._stages[stage].take()
         self._partial.add_up(taken)
         for fqn, total in taken.items():
@@ -76,11 +77,13 @@ class ShardedGradients:
         """Add the gradients of this rank's rows to `param.grad`."""
         for stage in self._stages:
             self.reduce(stage)
-        while self._pending:
-            self._add(*self._pending.popleft())
+        self._add_started()
         rows, self._rows = self._rows, {}
-        tied = self._tied.reduce(lambda stage, fqn: rows.pop((stage, fqn)), self._buffer_for_sum)
-        for fqn, total in self._over_copies({fqn: total for (_, fqn), total in rows.items()} | tied).items():
+        totals = self._tied.reduce(lambda stage, fqn: rows.pop((stage, fqn)), self._buffer_for_sum)
+        totals |= {fqn: total for (_, fqn), total in rows.items()}
+        rows.clear()
+        self._sum_over_copies(totals)
+        for fqn, total in totals.items():
             self._sharded.add_gradient(fqn, total.div_(self._replicas))
         self._end()
 
@@ -94,16 +97,16 @@ class ShardedGradients:
         for sums in self._stages.values():
             sums.start({})
 
-    def _over_copies(self, rows: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """The sums over the replicas that have the same rows."""
-        found, add = dict(rows), self._over_ranks.everywhere
-        for sharding, names in self._by_sharding(rows):
-            if sharding.copies is None:
-                continue
-            values = [rows[name] for name in names]
-            pending = [(each, add([values[at] for at in each], sharding.copies)) for each in bundles(values)]
-            found |= {names[at]: total for each, sums in pending for at, total in zip(each, sums.results(), strict=True)}
-        return found
+    def _sum_over_copies(self, totals: MutableMapping[str, torch.Tensor]) -> None:
+        """Add up over the replicas that have the same rows."""
+        started = deque[tuple[torch.Tensor, PendingSums]]()
+        for sharding, names in self._by_sharding(totals):
+            if sharding.copies is not None:
+                flats = merged(totals, names)
+                started.extend((flat, self._over_ranks.everywhere(flat, sharding.copies)) for flat in flats)
+        while started:
+            flat, pending = started.popleft()
+            flat.copy_(pending()[0])
 
     def _by_sharding(self, fqns: Iterable[str]) -> list[tuple[Sharding, list[str]]]:
         """Parameters by the ranks that share them, in one order on all replicas, which may make gradients in another."""
@@ -121,11 +124,11 @@ class ShardedGradients:
     def _dtype_of_rows(self, fqn: str) -> torch.dtype:
         return dtype_of_sum(self._sharded.parameters[fqn], self._sum_dtype)
 
-    def _add_ended(self) -> None:
-        """Add the rows of the first reductions that have ended, in the order in which they were started."""
-        while self._pending and self._pending[0][1].work.is_completed():
+    def _add_started(self) -> None:
+        """Add the rows of the reductions that were started, in their order."""
+        while self._pending:
             self._add(*self._pending.popleft())
 
     def _add(self, keys: Sequence[_Key], pending: PendingSums) -> None:
-        for key, rows in zip(keys, pending.results(), strict=True):
+        for key, rows in zip(keys, pending(), strict=True):
             self._rows[key] = rows if key not in self._rows else self._rows[key].add_(rows)

@@ -6,9 +6,10 @@ Contract
 
 Parameters of a sharded stage are whole from UNSHARD to the end of RESHARD; its sums of gradients stand from its first B or W
 until REDUCE_GRAD, or a RESHARD that follows a B or W. The messages of that reduction, the rows that are sent and as many that
-arrive, stay until the rank's next reduction, by which they are taken to have ended. A gradient whose microbatch is not the next
-one of its stage waits beside the sums (`HeldBytes.waiting`). Computations that gather single layers hold the most of whole
-parameters and of whole gradients while they run, and leave the messages of a reduction behind.
+arrive, stay until the rank's next reduction, which waits for them. The parts of averages over ranks with the same parameters
+(`HeldBytes.averaged`) stay to the end. A gradient whose microbatch is not the next one of its stage waits beside the sums
+(`HeldBytes.waiting`). Computations that gather single layers hold the most of whole parameters and of whole gradients while
+they run, and leave the messages of a reduction behind.
 """
 
 from __future__ import annotations
@@ -105,7 +106,8 @@ def state_bytes(state: State, held: HeldBytes) -> tuple[int, int, int]:
     gradients += max((each.gradients for each in running), default=0)
     gradients += sum(count * held.waiting.get(stage, 0) for stage, count in state.early)
     sent = next((nbytes for last in state.reduced if (nbytes := _sent(last, held)) is not None), 0)
-    return whole, gradients, _IN_MESSAGES * sent
+    averaged = sum(held.averaged.get(last, 0) for last in state.reduced if isinstance(last, int)) if held.averaged else 0
+    return whole, gradients, _IN_MESSAGES * sent + averaged
 
 
 def _sent(last: int | Running, held: HeldBytes) -> int | None:

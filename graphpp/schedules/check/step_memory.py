@@ -209,6 +209,8 @@ class _RankBytes:
         """All bytes alive while the gradients of the step are finished, when all messages between stages have arrived."""
         found = self._with(state_bytes(self._row.states[self._row.state[self._row.last]], self._held))
         found["gradients"] += self._held.at_end
+        if self._held.averaged:  # all of them are under way
+            found["messages"] = sum(self._held.averaged.values())
         return found | {"activations": 0}
 
     def _with(self, changing: Iterable[int]) -> dict[str, int]:

@@ -12,6 +12,9 @@ count for the whole step: `param.grad` keeps their memory from step to step, unl
 Where parameters are sharded, a rank holds shards of them and of the sums for good, rows rounded up. Whole parameters go when
 their stages are put away (`frees`), or stay from then on; whole sums go when they are reduced. Where computations gather single
 layers (`layers`), whole parameters and gradients come and go within each of them.
+
+Where gradients are averaged over several ranks in the order of the ranks, a rank receives a part of a sum from each of them,
+together as many bytes as the sum. These stay until the gradients of the step are finished.
 """
 
 from __future__ import annotations
@@ -24,6 +27,7 @@ from graphpp.arguments import COUNT, INDEX, Accepted, require
 from graphpp.errors import ScheduleError
 from graphpp.schedules.table.actions import Kind
 
+_IN_PLACE = 2  # ranks that add up in place, since two numbers have no order
 _OF_SHARDS = ("rows", "row_sums", "sent", "shards")
 _STAGES = Accepted("a tuple of stages", lambda value: isinstance(value, tuple | list) and all(map(INDEX.accepts, value)))
 _BYTES = Accepted("bytes, an integer from 0", lambda value: type(value) is int and value >= 0)
@@ -90,7 +94,8 @@ class HeldBytes:
     `gradients`: by stage, the sums from its first backward on until they are reduced; `sent`: by stage, the same as they are
     sent. `waiting`: by stage, the gradients of one microbatch, which wait where earlier microbatches have none yet; with
     `layers`, the rank's rows of these gradients in the dtype of the sums. `at_end`: taken in addition while the gradients of
-    the step are finished. `layers`: where computations gather single layers.
+    the step are finished. `layers`: where computations gather single layers. `averaged`: by stage, the parts of averages that
+    the rank receives from the stage's reduction on, until the end.
     """
 
     standing: Mapping[str, int] = field(default_factory=dict)
@@ -100,11 +105,12 @@ class HeldBytes:
     waiting: Mapping[int, int] = field(default_factory=dict)
     at_end: int = 0
     layers: Layers = field(default_factory=dict)
+    averaged: Mapping[int, int] = field(default_factory=dict)
 
     @property
     def changes(self) -> bool:
         """Whether bytes of state come and go within the step."""
-        return bool(self.whole or self.gradients or self.layers or self.waiting)
+        return bool(self.whole or self.gradients or self.layers or self.waiting or self.averaged)
 
 
 def held_bytes(
@@ -116,14 +122,16 @@ def held_bytes(
     layers: Layers | None = None,
     *,
     in_order: bool = False,
+    averaged_over: int = 1,
 ) -> tuple[HeldBytes, ...]:
     """The state that each rank holds.
 
     `shards`: over how many ranks parameters are sharded (None: they are not); `frees`: whether whole parameters go when their
     stages are put away; `layers`: what computations hold that gather single layers (None: they are given whole stages).
-    `in_order`: whether gradients add up in the order of the microbatches, so that one that comes early waits.
+    `in_order`: whether gradients add up in the order of the microbatches, so that one that comes early waits. `averaged_over`:
+    over how many ranks with the same parameters gradients are averaged in the order of the ranks (1: in another order, or not).
     """
-    found = [_OnRank(rank, state, rank_of_stage, in_order) for rank in range(ranks)]
+    found = [_OnRank(rank, state, rank_of_stage, in_order, averaged_over > _IN_PLACE) for rank in range(ranks)]
     if shards is not None and layers is not None:
         return tuple(each.by_layers(shards, layers) for each in found)
     return tuple(each.whole() if shards is None else each.sharded(shards, frees) for each in found)
@@ -142,30 +150,34 @@ def sent_by_stage(state: Sequence[StateBytes], stages: int, shards: int) -> tupl
 class _OnRank:
     """The state of one rank's stages."""
 
-    def __init__(self, rank: int, state: Sequence[StateBytes], rank_of_stage: Mapping[int, int], in_order: bool) -> None:
-        self._rank, self._rank_of, self._in_order = rank, rank_of_stage, in_order
+    def __init__(
+        self, rank: int, state: Sequence[StateBytes], rank_of_stage: Mapping[int, int], in_order: bool, in_parts: bool
+    ) -> None:
+        """`in_parts`: whether averages over ranks with the same parameters receive a part of a sum from each."""
+        self._rank, self._rank_of, self._in_order, self._in_parts = rank, rank_of_stage, in_order, in_parts
         self._own = [each for each in state if any(rank_of_stage[stage] == rank for stage in each.readers)]
 
     def whole(self) -> HeldBytes:
         """The bytes of a rank that holds whole parameters."""
         standing = {"weights": self._weights(), "gradients": sum(self._by_stage(_sums).values()), **self._rest(1)}
-        return HeldBytes(standing, waiting=self._waiting(_of_microbatch), at_end=self._at_end(_sums))
+        averaged = self._by_stage(lambda each: 0 if self._is_tied(each) else _sums(each)) if self._in_parts else {}
+        tied = sum(_sums(each) for each in self._own if each.makers and self._is_tied(each)) if self._in_parts else 0
+        at_end = sum(self._at_end_of(each, _sums) for each in self._own) + tied
+        return HeldBytes(standing, waiting=self._waiting(_of_microbatch), at_end=at_end, averaged=averaged)
 
     def by_layers(self, shards: int, layers: Layers) -> HeldBytes:
         """The bytes of a rank that holds shards, and of whole parameters those of single layers."""
         derived = sum(each.derived for each in self._own)
         standing = {"shards": self._shards(shards), "weights": derived, **self._rest(shards)}
-        at_end = sum(self._parts(((each.shards, self._at_end_of(each, _row_sums)) for each in self._own), shards))
         waiting = self._waiting(lambda each: -(-_row_sums(each) // (each.shards or shards)))
-        return HeldBytes(standing, waiting=waiting, at_end=at_end, layers=layers)
+        return HeldBytes(standing, waiting=waiting, at_end=self._at_end(shards), layers=layers)
 
     def sharded(self, shards: int, frees: bool) -> HeldBytes:
         """The bytes of a rank that holds shards."""
         kept = self._shards(shards)
         standing = {"shards": kept, **({} if frees else {"weights": self._weights()}), **self._rest(shards)}
         pieces = ((frozenset(self._local(each.readers)), each.weights + each.derived) for each in self._own) if frees else ()
-        at_end = sum(self._parts(((each.shards, self._at_end_of(each, _row_sums)) for each in self._own), shards))
-        whole = tuple(piece for piece in pieces if piece[1])
+        at_end, whole = self._at_end(shards), tuple(piece for piece in pieces if piece[1])
         return HeldBytes(standing, whole, self._by_stage(_sums), self._by_stage(_sent), self._waiting(_of_microbatch), at_end)
 
     def _waiting(self, nbytes: Callable[[StateBytes], int]) -> dict[int, int]:
@@ -204,17 +216,26 @@ class _OnRank:
             found[own or shards] += nbytes
         return [-(-nbytes // ranks) for ranks, nbytes in found.items()]
 
-    def _at_end(self, sums: Callable[[StateBytes], int]) -> int:
-        return sum(self._at_end_of(each, sums) for each in self._own)
+    def _at_end(self, shards: int) -> int:
+        """The bytes of a rank that holds shards, while the gradients of the step are finished."""
+        taken = ((each.shards, self._at_end_of(each, _row_sums)) for each in self._own)
+        averaged = ((each.shards, _row_sums(each)) for each in self._own if each.makers) if self._in_parts else ()
+        return sum(self._parts([*taken, *averaged], shards))
 
     def _at_end_of(self, each: StateBytes, sums: Callable[[StateBytes], int]) -> int:
         return each.rounded + self._tied(each, sums(each)) if each.makers else 0
 
     def _tied(self, each: StateBytes, total: int) -> int:
         """The total of a tied parameter's sums, and the sums that arrive from other ranks."""
-        several = len({self._rank_of[stage] for stage in each.readers}) > 1
-        arriving = len(each.makers) - len(self._local(each.makers)) if several else 0
-        return total * ((several or len(each.makers) > 1) + arriving)
+        arriving = len(each.makers) - len(self._local(each.makers)) if self._on_several_ranks(each) else 0
+        return total * (self._is_tied(each) + arriving)
+
+    def _is_tied(self, each: StateBytes) -> bool:
+        """Whether partial sums of several stages, or for several ranks, are added up at the end of the step."""
+        return self._on_several_ranks(each) or len(each.makers) > 1
+
+    def _on_several_ranks(self, each: StateBytes) -> bool:
+        return len({self._rank_of[stage] for stage in each.readers}) > 1
 
 
 def _of_microbatch(each: StateBytes) -> int:
