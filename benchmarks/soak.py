@@ -1,11 +1,14 @@
-"""Check that a pipeline that runs for long does not grow in memory, threads, files or tensors.
+"""Check that a pipeline that runs for long grows in no memory, threads, files or tensors, and ends with a fresh one's bits.
 
     torchrun --nproc-per-node 2 benchmarks/soak.py [--steps 10000]
+    torchrun --nproc-per-node 4 benchmarks/soak.py --steps 2000 --mesh dp_shard=2
 
-A small model with dropout and a buffer, 1F1B over the ranks, an optimizer, new data in every step, and an evaluation in every
-tenth step. Every `--every` steps each rank notes its resident memory, its threads, its open files and the tensors alive.
-The maximum of the first tenth of the notes counts as warm-up; a later note may exceed it by no more than `BOUNDS`. The exit
-status is 1 where one does.
+A small model with dropout, 1F1B over the ranks, an optimizer, new data in every step, batches of three sizes in turn, and an
+evaluation in every tenth step. Without --mesh the model has buffers too. Every `--every` steps each rank notes its resident
+memory, its threads, its open files and the tensors alive, and all ranks save a checkpoint over the one before. The maximum of
+the first tenth of the notes counts as warm-up; a later note may exceed it by no more than `BOUNDS`. At the end a pipeline that
+is compiled anew loads the last checkpoint but one, makes the steps since, and must hold the same bits. The exit status is 1
+where a figure grew or a bit differs.
 """
 
 from __future__ import annotations
@@ -13,7 +16,9 @@ from __future__ import annotations
 import argparse
 import gc
 import os
+import shutil
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Sequence
@@ -26,10 +31,13 @@ from harness import RANK, RANKS, over_ranks, start
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import graphpp
+from graphpp.runtime.shards.local_rows import local_tensor
 
-WIDTH, ROWS, MICROBATCHES = 32, 8, 4
+WIDTH, MICROBATCHES = 32, 4
+ROWS = (8, 6, 10)  # of a microbatch, in turn
 PATIENCE = 2.0  # seconds in which what is let go of is gone
 
 
@@ -78,11 +86,23 @@ BOUNDS = Note(mib=8, threads=0, python_threads=0, files=0, tensors=0)
 def main() -> None:
     option = options()
     device = start()
-    notes = soak(option.steps, option.every, device)
+    mesh = mesh_of(option.mesh, device)
+    names = [tempfile.mkdtemp(prefix="soak-") if RANK == 0 else ""]
+    if RANKS > 1:
+        dist.broadcast_object_list(names)
+    folder = Path(names[0])
+    training = Training(device, mesh)
+    notes = soak(training, option.steps, option.every, folder)
     everyone = [[Note(*row) for row in rows] for rows in gathered(notes)]
     faults = [f"rank {rank}: {fault}" for rank, own in enumerate(everyone) for fault in grown(own)]
+    fresh = Training(device, mesh, seed=1)
+    fresh.load(folder / "before")
+    fresh.run(option.every)
+    unequal = over_ranks([float(len(training.differences(fresh)))])
+    faults += [f"rank {rank}: {count:g} tensors differ from the fresh run's" for rank, (count,) in enumerate(unequal) if count]
     if RANK == 0:
-        Console(width=120).print(table(everyone, option.every), "\n".join(faults) or "nothing grew")
+        Console(width=120).print(table(everyone, option.every), "\n".join(faults) or "nothing grew, and no bit differs")
+        shutil.rmtree(folder)
     if RANKS > 1:
         dist.destroy_process_group()
     sys.exit(bool(faults))
@@ -92,35 +112,78 @@ def options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--steps", type=int, default=10000)
     parser.add_argument("--every", type=int, default=250, help="steps between two notes")
+    parser.add_argument("--mesh", help="another dimension of the mesh than pp, and its ranks: dp_shard=2")
     return parser.parse_args()
 
 
-def soak(steps: int, every: int, device: torch.device) -> list[Note]:
-    """Train, and note the state of this process after every `every` steps."""
-    blocks = [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH), nn.Dropout(0.1)) for _ in range(2 * RANKS)]
-    batch = torch.zeros(ROWS * MICROBATCHES, WIDTH, device=device)
-    pipe = graphpp.compile(
-        nn.Sequential(*blocks),
-        nn.functional.mse_loss,
-        example=graphpp.Microbatch((batch[:ROWS],), target=batch[:ROWS]),
-        split=RANKS,
-        schedule="1F1B",
-        microbatches=MICROBATCHES,
-        parallel=graphpp.Parallel(device=device),
-    )
-    optimizer = torch.optim.SGD(pipe.parameters(), lr=0.01, momentum=0.9)
-    generator = torch.Generator().manual_seed(1)
-    notes = []
-    for done in range(1, steps + 1):
-        x, y = (torch.randn(batch.shape, generator=generator).to(device) for _ in range(2))
-        pipe.step(x, target=y)
-        pipe.clip_grad_norm_(1.0)
-        optimizer.step()
-        optimizer.zero_grad()
-        if done % 10 == 0:
-            pipe.eval(x, target=y)
-        if done % every == 0:
-            notes.append(Note.at_rest(notes))
+def mesh_of(option: str | None, device: torch.device) -> DeviceMesh | None:
+    """The mesh of `--mesh`."""
+    if option is None:
+        return None
+    name, _, count = option.partition("=")
+    return init_device_mesh(device.type, (RANKS // int(count), int(count)), mesh_dim_names=("pp", name))
+
+
+class Training:
+    """A pipeline with its optimizer; batches are those of its step and of the rank's replica."""
+
+    def __init__(self, device: torch.device, mesh: DeviceMesh | None, seed: int = 0) -> None:
+        """`seed`: of the parameters' values."""
+        torch.manual_seed(seed)
+        ranks = RANKS if mesh is None else mesh["pp"].size()
+        self._replica = 0 if mesh is None else mesh.get_local_rank(1)
+        self._device, norm = device, nn.BatchNorm1d if mesh is None else nn.LayerNorm
+        blocks = [nn.Sequential(nn.Linear(WIDTH, WIDTH), norm(WIDTH), nn.Dropout(0.1)) for _ in range(2 * ranks)]
+        one = torch.zeros(ROWS[0], WIDTH, device=device)
+        self.pipe = graphpp.compile(
+            nn.Sequential(*blocks),
+            nn.functional.mse_loss,
+            example=graphpp.Microbatch((one,), target=one),
+            split=ranks,
+            schedule="1F1B",
+            microbatches=MICROBATCHES,
+            mesh=mesh,
+            parallel=graphpp.Parallel(device=device if mesh is None else None),
+        )
+        self._optimizer = torch.optim.SGD(self.pipe.parameters(), lr=0.01, momentum=0.9)
+        self._done = 0
+
+    def run(self, steps: int) -> None:
+        """Train so many steps."""
+        for _ in range(steps):
+            self._done += 1
+            generator = torch.Generator().manual_seed(2 * self._done + self._replica)
+            rows = MICROBATCHES * ROWS[self._done % len(ROWS)]
+            x, y = (torch.randn(rows, WIDTH, generator=generator).to(self._device) for _ in range(2))
+            self.pipe.step(x, target=y)
+            self.pipe.clip_grad_norm_(1.0)
+            self._optimizer.step()
+            self._optimizer.zero_grad()
+            if self._done % 10 == 0:
+                self.pipe.eval(x, target=y)
+
+    def save(self, folder: Path) -> None:
+        """Save a checkpoint."""
+        self.pipe.checkpoint(self._optimizer).save(folder)
+
+    def load(self, folder: Path) -> None:
+        """Go on from a checkpoint."""
+        self.pipe.checkpoint(self._optimizer).load(folder)
+        self._done = self.pipe.steps
+
+    def differences(self, other: Training) -> list[str]:
+        """The FQNs of parameters and buffers of this rank that have other bits in another training."""
+        mine, theirs = (dict([*each.pipe.named_parameters(), *each.pipe.named_buffers()]) for each in (self, other))
+        return [fqn for fqn in mine if not torch.equal(local_tensor(mine[fqn]), local_tensor(theirs[fqn]))]
+
+
+def soak(training: Training, steps: int, every: int, folder: Path) -> list[Note]:
+    """Train, and after every `every` steps save, the last time but one as "before", and note the state of this process."""
+    notes: list[Note] = []
+    for at in range(steps // every):
+        training.run(every)
+        training.save(folder / ("before" if at == steps // every - 2 else "latest"))
+        notes.append(Note.at_rest(notes))
     return notes
 
 
