@@ -136,7 +136,8 @@ def _capture(
     dims = [sorted(varying.get(path, ())) for path in fakes] if varying else None
     grad = contextlib.nullcontext() if training else torch.no_grad()
     collectives = as_functional(lambda: user_frame(traceback.extract_stack()))
-    with aot.quick(), aot.quick_tracers(), refuse_draws(model, loss), collectives, fake_state(model, mode, device, param_dtype), grad:
+    state = fake_state(model, mode, device, param_dtype)
+    with aot.quick(), aot.quick_tracers(), refuse_draws(model, loss), collectives, state, grad:
         entry = replaced_numbers(model)
         inputs = tuple(fakes.values())
         export = partial(_export, wrapper, inputs, dims, mode, trail)

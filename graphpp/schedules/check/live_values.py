@@ -62,7 +62,7 @@ def item_bytes(stage: StageCosts) -> list[int]:
 
 
 class LiveValues:
-    """The values on one rank. `counts`: by costs, by stage of `stages`, by item. `key`: equal for equal counts, and for no others."""
+    """The values on one rank. `counts`: by costs, by stage of `stages`, by item. `key`: a number that stands for the counts."""
 
     def __init__(self, leaves: Sequence[Action], table: Schedule, costs_of: Sequence[int], kept: int) -> None:
         """`leaves`: of the rank's row; `costs_of`: by microbatch, the number of its costs; `kept`: `MessageFlow.kept`."""

@@ -2,7 +2,8 @@
 
 Contract
     `start(leaf)` and `end(leaf)` are called for all leaves of a row in order whose kind is in `CHANGES_STATE`, and
-    `gather_layers(leaves)` for all actions where computations gather single layers; `state` is the rank's state then. `state_bytes` gives the bytes of a state.
+    `gather_layers(leaves)` for all actions where computations gather single layers; `state` is the rank's state then.
+    `state_bytes` gives the bytes of a state.
 
 Parameters of a sharded stage are whole from UNSHARD to the end of RESHARD; its sums of gradients stand from its first B or W
 until REDUCE_GRAD, or a RESHARD that follows a B or W. The messages of that reduction, the rows that are sent and as many that
