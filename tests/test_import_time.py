@@ -73,13 +73,13 @@ def test_names_load_graphpp_itself(loaded: list[list[str]]) -> None:
     assert {"graphpp", "graphpp.api", "graphpp.capture.trace"} <= set(loaded[0])
 
 
+COMMANDS = ("--help", "--version", "plan --help", "verify --help", "schedule show 1F1B --ranks 2 --microbatches 4")
 WITHOUT_TORCH = (
     "import graphpp",
     "import graphpp; graphpp.schedules.check(graphpp.schedules.gpipe(2, 2, 2), ranks=2, stages=2, microbatches=2)",
     "import graphpp; graphpp.ScheduleError; graphpp.devices.Machines.read('8xH100')",
-    *(f"import runpy, sys; sys.argv[1:] = {given}; runpy.run_module('graphpp', run_name='__main__')"
-      for given in (["--help"], ["--version"], ["plan", "--help"], ["verify", "--help"], ["schedule", "show", "1F1B", "--ranks", "2"])),
-)  # fmt: skip
+    *(f"import sys; sys.argv[1:] = {each.split()}; import graphpp.cli.app as app; app.main()" for each in COMMANDS),
+)
 
 
 @pytest.mark.parametrize("program", WITHOUT_TORCH)

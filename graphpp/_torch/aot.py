@@ -19,9 +19,6 @@ Checked on torch 2.11.0, 2.13.0 and 2.15.0:
 - `torch.distributions.Distribution._validate_args`: whether distributions check values
 - `torch.fx._lazy_graph_module`: `_use_lazy_graph_module`, `_make_graph_module`: a graph's Python code is made when it runs,
   not at each change
-- `torch.fx.graph._PyTreeCodeGen`, `torch.fx.Graph._codegen`, `torch.fx.GraphModule`: `_in_spec`, `_out_spec`, `_code`: what a
-  module has of its graph's code; the class of a module is its own, and `recompile` gives it a `forward`
-- `torch.utils._traceback._extract_symbolized_tb`: the stack of Python frames that a tracer notes on a node
 - `torch._ops`: `OperatorBase`, `HigherOrderOperator`, `OpOverload`, `OpOverloadPacket`: the classes of the operators that
   graphs call
 - `torch.fx.traceback`: `annotate`, `preserve_node_meta`, `current_meta`: a note on nodes traced inside a context, which a
@@ -34,11 +31,9 @@ Checked on torch 2.11.0, 2.13.0 and 2.15.0:
 from __future__ import annotations
 
 import contextlib
-import functools
 import importlib
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from traceback import FrameSummary, StackSummary
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -51,13 +46,11 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.distributions import Distribution
 from torch.fx import traceback
 from torch.fx._lazy_graph_module import _make_graph_module, _use_lazy_graph_module
-from torch.fx.graph import _PyTreeCodeGen
 from torch.overrides import TorchFunctionMode
-from torch.utils import _traceback
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from graphpp._torch import pytree
-from graphpp._torch.this_thread import caller, replaced, uncollected
+from graphpp._torch.this_thread import replaced, uncollected
 
 _STACK = "nn_module_stack"
 _REGISTERED = re.compile(r"registered at (.*?):\d+")
@@ -94,10 +87,17 @@ def settings() -> list[str]:
 def fake_mode() -> FakeTensorMode:
     """A new fake mode with its own shape environment; operators may mix real constants and fake tensors."""
     # Dynamo and sympy take 2 s to import: the first capture pays, not `import graphpp`, and before it patches any of torch.
-    from torch._functorch import aot_autograd  # noqa: F401
-    from torch.fx.experimental.symbolic_shapes import ShapeEnv
+    with uncollected():  # collections would take a third of the time to load thousands of functions
+        from torch._functorch import aot_autograd  # noqa: F401
+        from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
     return FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True)
+
+
+def shapes_mode() -> FakeTensorMode:
+    """A new fake mode for tensors of plain sizes, on which nothing is traced; it loads Dynamo, as every mode does, alone."""
+    with uncollected():
+        return FakeTensorMode(shape_env=None, allow_non_fake_inputs=True)
 
 
 def modes_active() -> bool:
@@ -126,62 +126,6 @@ def quick() -> Iterator[None]:
     """
     with uncollected(), _use_lazy_graph_module(True):
         yield
-
-
-@contextlib.contextmanager
-def quick_tracers() -> Iterator[None]:
-    """A context in which torch's tracers leave out work of which nobody reads the result."""
-    with _code_when_called(), _frames_read_once():
-        yield
-
-
-def _code_when_called() -> Context:
-    """A context in which the modules of changed graphs, torch's and ours, make their Python code when they are called.
-
-    Export changes the graph of a model many times, and writes code of thousands of lines each time that nothing runs.
-    """
-    compiled: Callable[..., Any] = fx.GraphModule.recompile
-    pickling = {fx.GraphModule.__reduce__.__code__, fx.GraphModule.__reduce_package__.__code__}  # they read the result
-
-    def forward(module: fx.GraphModule, *args: Any, **kwargs: Any) -> Any:
-        compiled(module)  # puts another `forward` in the place of this one
-        return module.forward(*args, **kwargs)
-
-    def recompile(module: fx.GraphModule) -> Any:
-        if caller() in pickling:
-            return compiled(module)
-        codegen, kind = module.graph._codegen, type(module)  # a class of this module alone
-        if isinstance(codegen, _PyTreeCodeGen):
-            module._in_spec, module._out_spec = codegen.pytree_info.in_spec, codegen.pytree_info.out_spec
-        vars(module).pop("_code", None)
-        kind.forward, kind._code = forward, _Code(compiled)
-        return None
-
-    return replaced(fx.GraphModule, "recompile", recompile)
-
-
-def _frames_read_once() -> Context:
-    """A context in which a tracer reads the source of each line on its stack once, not once for each node that it makes."""
-
-    @functools.cache
-    def frame(filename: str, line: int, name: str) -> FrameSummary:
-        return FrameSummary(filename, line, name)
-
-    def summary(symbolized: Sequence[Mapping[str, Any]], skip: int) -> StackSummary:
-        return StackSummary([frame(each["filename"], each["line"], each["name"]) for each in reversed(symbolized[skip:])])
-
-    return replaced(_traceback, "_extract_symbolized_tb", summary)
-
-
-class _Code:
-    """The Python code of a module, made when it is read; the module's own attribute hides this one from then on."""
-
-    def __init__(self, compiled: Callable[[fx.GraphModule], Any]) -> None:
-        self._compiled = compiled
-
-    def __get__(self, module: fx.GraphModule, owner: type) -> Any:
-        self._compiled(module)
-        return vars(module)["_code"]
 
 
 def fake_like(
