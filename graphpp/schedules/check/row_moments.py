@@ -14,7 +14,6 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -43,11 +42,8 @@ class Reading:
     offloaded: Sequence[OffloadWindow] = ()
 
 
-class Column(NamedTuple):
-    """The moments of a column by their numbers: while its action runs, one or several in order, and when it has ended."""
-
-    during: tuple[int, ...]
-    after: int
+Column = tuple[tuple[int, ...], int]
+"""The moments of a column by their numbers: while its action runs, one or several in order, and when it has ended."""
 
 
 class RowMoments:
@@ -61,8 +57,7 @@ class RowMoments:
         walk = _Walk(row, table, reading)
         self.columns: list[Column] = []
         for action in row:
-            during, after = ((), self.last) if action is None else walk.run(action)
-            self.columns.append(Column(during or (after,), after))
+            self.columns.append(walk.run(action) if action is not None else ((self.last,), self.last))
         self.stages, self.messages, self.states = walk.values.stages, walk.values.messages, list(walk.states)
         self.live: Integers = np.array(walk.live, dtype=np.int64)
         self.state: Integers = np.array([state for _, state, _ in walk.moments], dtype=np.int64)
@@ -71,14 +66,16 @@ class RowMoments:
     @cached_property
     def places(self) -> tuple[Integers, Integers]:
         """The columns and the numbers of all moments in order, repeated ones too; the moment before the row is in column 0."""
-        of_columns = ((at, moment) for at, each in enumerate(self.columns) for moment in (*each.during, each.after))
-        columns, moments = zip((0, 0), *of_columns, strict=True)
+        columns, moments = [0], [0]
+        for at, (during, after) in enumerate(self.columns):
+            columns += [at] * (len(during) + 1)
+            moments += (*during, after)
         return np.array(columns, dtype=np.int64), np.array(moments, dtype=np.int64)
 
     @property
     def last(self) -> int:
         """The moment after the row."""
-        return self.columns[-1].after if self.columns else 0
+        return self.columns[-1][1] if self.columns else 0
 
 
 class _Walk:
@@ -109,7 +106,7 @@ class _Walk:
             self.live.append(tuple(self.values.counts))
         return number
 
-    def run(self, action: Action) -> tuple[tuple[int, ...], int]:
+    def run(self, action: Action) -> Column:
         """The moments while an action runs, and the one when it has ended."""
         values, model, during = self.values, self._model, list[int]()
         self._away -= self._prefetched.get(action, 0)

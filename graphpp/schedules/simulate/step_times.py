@@ -31,15 +31,11 @@ class StepSpan(NamedTuple):
     busy: tuple[float, ...]
 
 
-class _Step(NamedTuple):
-    """A computation, a gather or a reduction. `price`: its number in the list of prices.
+_Step = tuple[int, int, tuple[tuple[int, int], ...]]
+"""A computation, a gather or a reduction: its rank, the number of its price, and its reads.
 
-    `reads`: (number of an earlier step, number of a message) of all values that other ranks, or gathers, make.
-    """
-
-    rank: int
-    price: int
-    reads: tuple[tuple[int, int], ...]
+The reads: (number of an earlier step, number of a message) of all values that other ranks, or gathers, make.
+"""
 
 
 class _Price(NamedTuple):
@@ -69,14 +65,14 @@ class StepTimes:
         self._steps: list[_Step] = []
         self._actions: list[Action] = []
         for rank, action, reads in _Reading(schedule).steps():
-            self._steps.append(_Step(rank, numbers.setdefault(_price(action), len(numbers)), reads))
+            self._steps.append((rank, numbers.setdefault(_price(action), len(numbers)), reads))
             self._actions.append(action)
         self._prices = list(numbers)
         self._collective = [price.is_collective for price in self._prices]
         self._plain = self._computations()
         self._counts = [Counter[int]() for _ in range(self._ranks)]
-        for step in self._plain:
-            self._counts[step.rank][step.price] += 1
+        for rank, price, _ in self._plain:
+            self._counts[rank][price] += 1
 
     def _computations(self) -> list[_Step]:
         """The steps that compute, with the numbers that they have among themselves."""
@@ -86,7 +82,7 @@ class StepTimes:
             if not self._collective[price]:
                 number[at] = len(found)
                 own = tuple([(number[source], lag) for source, lag in reads if source in number])
-                found.append(_Step(rank, price, own))
+                found.append((rank, price, own))
         return found
 
     def seconds(self, costs: Costs, *, collectives: bool = True, copies: HostCopies | None = None) -> StepSpan:
