@@ -2,48 +2,55 @@
 
 pipe = graphpp.compile(model, loss, split=["layers.4"], schedule="1F1B", microbatches=8)
 result = pipe.step(tokens, target=labels)
+
+A name of this module is loaded when it is first used, so `graphpp --help` need not load PyTorch. `_HOMES` says where each name
+comes from at run time; type checkers and editors read the imports.
 """
 
-from graphpp import attention, cache, devices, experts, schedules
-from graphpp.api import compile, verify
-from graphpp.batch.microbatch import Microbatch, absent, whole
-from graphpp.errors import (
-    BatchError,
-    CaptureError,
-    CheckpointError,
-    GraphPPError,
-    MismatchError,
-    RankFailure,
-    ScheduleError,
-    SplitError,
-)
-from graphpp.options.backend import Custom, Eager, Inductor
-from graphpp.options.debug import Debug
-from graphpp.options.gradients import Gradients
-from graphpp.options.memory import Memory
-from graphpp.options.offload import Offload
-from graphpp.options.parallel import Parallel
-from graphpp.options.recompute import Recompute
-from graphpp.pipeline.pipeline import Pipeline
-from graphpp.pipeline.profile import Profile
-from graphpp.pipeline.results import EvalResult, StepResult
-from graphpp.planner.megatron_layout import Layout
-from graphpp.planner.plan import Plan
-from graphpp.planner.plans.found_plans import TrainingPlans
-from graphpp.planner.plans.plan import plan
-from graphpp.planner.plans.training_plan import TrainingPlan
-from graphpp.planner.resolve_split import split_points
-from graphpp.planner.search_plans import PlanCandidate, PlanSearch, plan_auto
-from graphpp.schedules.any_form import simulate
-from graphpp.schedules.draw.pictures import chrome_trace, html, svg
-from graphpp.schedules.generate.names import stage_ids
-from graphpp.schedules.search.scheduler import schedule_auto
-from graphpp.schedules.simulate.timeline import Event, Timeline
-from graphpp.schedules.table.costs import Costs, StageCosts
-from graphpp.schedules.table.schedule import Schedule
-from graphpp.schedules.table.state_bytes import StateBytes
-from graphpp.timed_stages import stage_costs
-from graphpp.verification.report import Comparison, Difference, FirstDifference, Verification
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from graphpp import attention, cache, devices, experts, schedules
+    from graphpp.api import compile, verify
+    from graphpp.batch.microbatch import Microbatch, absent, whole
+    from graphpp.errors import (
+        BatchError,
+        CaptureError,
+        CheckpointError,
+        GraphPPError,
+        MismatchError,
+        RankFailure,
+        ScheduleError,
+        SplitError,
+    )
+    from graphpp.options.backend import Custom, Eager, Inductor
+    from graphpp.options.debug import Debug
+    from graphpp.options.gradients import Gradients
+    from graphpp.options.memory import Memory
+    from graphpp.options.offload import Offload
+    from graphpp.options.parallel import Parallel
+    from graphpp.options.recompute import Recompute
+    from graphpp.pipeline.pipeline import Pipeline
+    from graphpp.pipeline.profile import Profile
+    from graphpp.pipeline.results import EvalResult, StepResult
+    from graphpp.planner.megatron_layout import Layout
+    from graphpp.planner.plan import Plan
+    from graphpp.planner.plans.found_plans import TrainingPlans
+    from graphpp.planner.plans.plan import plan
+    from graphpp.planner.plans.training_plan import TrainingPlan
+    from graphpp.planner.resolve_split import split_points
+    from graphpp.planner.search_plans import PlanCandidate, PlanSearch, plan_auto
+    from graphpp.schedules.any_form import simulate
+    from graphpp.schedules.draw.pictures import chrome_trace, html, svg
+    from graphpp.schedules.generate.names import stage_ids
+    from graphpp.schedules.search.scheduler import schedule_auto
+    from graphpp.schedules.simulate.timeline import Event, Timeline
+    from graphpp.schedules.table.costs import Costs, StageCosts
+    from graphpp.schedules.table.schedule import Schedule
+    from graphpp.schedules.table.state_bytes import StateBytes
+    from graphpp.timed_stages import stage_costs
+    from graphpp.verification.report import Comparison, Difference, FirstDifference, Verification
 
 __version__ = "0.1.0"
 __all__ = [
@@ -105,3 +112,51 @@ __all__ = [
     "verify",
     "whole",
 ]
+
+_HOMES = {
+    "graphpp.api": "compile verify",
+    "graphpp.batch.microbatch": "Microbatch absent whole",
+    "graphpp.errors": "BatchError CaptureError CheckpointError GraphPPError MismatchError RankFailure ScheduleError SplitError",
+    "graphpp.options.backend": "Custom Eager Inductor",
+    "graphpp.options.debug": "Debug",
+    "graphpp.options.gradients": "Gradients",
+    "graphpp.options.memory": "Memory",
+    "graphpp.options.offload": "Offload",
+    "graphpp.options.parallel": "Parallel",
+    "graphpp.options.recompute": "Recompute",
+    "graphpp.pipeline.pipeline": "Pipeline",
+    "graphpp.pipeline.profile": "Profile",
+    "graphpp.pipeline.results": "EvalResult StepResult",
+    "graphpp.planner.megatron_layout": "Layout",
+    "graphpp.planner.plan": "Plan",
+    "graphpp.planner.plans.found_plans": "TrainingPlans",
+    "graphpp.planner.plans.plan": "plan",
+    "graphpp.planner.plans.training_plan": "TrainingPlan",
+    "graphpp.planner.resolve_split": "split_points",
+    "graphpp.planner.search_plans": "PlanCandidate PlanSearch plan_auto",
+    "graphpp.schedules.any_form": "simulate",
+    "graphpp.schedules.draw.pictures": "chrome_trace html svg",
+    "graphpp.schedules.generate.names": "stage_ids",
+    "graphpp.schedules.search.scheduler": "schedule_auto",
+    "graphpp.schedules.simulate.timeline": "Event Timeline",
+    "graphpp.schedules.table.costs": "Costs StageCosts",
+    "graphpp.schedules.table.schedule": "Schedule",
+    "graphpp.schedules.table.state_bytes": "StateBytes",
+    "graphpp.timed_stages": "stage_costs",
+    "graphpp.verification.report": "Comparison Difference FirstDifference Verification",
+}
+_HOME_OF = {name: home for home, names in _HOMES.items() for name in names.split()}
+
+
+def __getattr__(name: str) -> Any:
+    """Load a public name, or a public module of graphpp. Raises `AttributeError` for any other name."""
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}", name=name)
+    home = _HOME_OF.get(name)
+    value = import_module(f"{__name__}.{name}") if home is None else getattr(import_module(home), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -3,7 +3,7 @@
 Contract: a function under `@checked(error, name=COUNT, ...)` raises `error` for an argument that it does not accept, before its
 own code runs. The message names the argument, the forms that it takes, and the value that was given. A function that the caller
 gave as an argument runs through `callback`: its exception becomes the cause of `error`, and its results are checked. This file
-imports nothing of graphpp but the base of the errors, so every package may use it.
+imports nothing of graphpp but the base of the errors, and no torch, so every package may use it.
 """
 
 from __future__ import annotations
@@ -17,8 +17,6 @@ import traceback
 from collections.abc import Callable, Iterable, Mapping
 from numbers import Real
 from typing import Any, NamedTuple, ParamSpec, TypeVar
-
-import torch
 
 from graphpp.errors import GraphPPError
 
@@ -165,8 +163,8 @@ def type_name(value: object) -> str:
 
 
 def _shown_class(value: type) -> str:
-    name, public = value.__name__, vars(sys.modules["graphpp"])
-    if public.get(name) is not value:
+    name, public = value.__name__, sys.modules["graphpp"]
+    if name not in public.__all__ or getattr(public, name) is not value:
         return f"the class {name}, not an object of it"
     return f"the class graphpp.{name}: give graphpp.{name}({'' if unfit(value, 0) is None else '...'})"
 
@@ -178,7 +176,8 @@ def shown(value: object) -> str:
     """
     if isinstance(value, type):
         return _shown_class(value)
-    if isinstance(value, torch.Tensor):
+    torch = sys.modules.get("torch")  # without it there are no tensors
+    if torch is not None and isinstance(value, torch.Tensor):
         return f"a tensor {list(value.shape)} of {value.dtype}"
     try:
         text = " ".join(_REPR.repr(value).split())

@@ -87,10 +87,17 @@ def settings() -> list[str]:
 def fake_mode() -> FakeTensorMode:
     """A new fake mode with its own shape environment; operators may mix real constants and fake tensors."""
     # Dynamo and sympy take 2 s to import: the first capture pays, not `import graphpp`, and before it patches any of torch.
-    from torch._functorch import aot_autograd  # noqa: F401
-    from torch.fx.experimental.symbolic_shapes import ShapeEnv
+    with uncollected():  # collections would take a third of the time to load thousands of functions
+        from torch._functorch import aot_autograd  # noqa: F401
+        from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
     return FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True)
+
+
+def shapes_mode() -> FakeTensorMode:
+    """A new fake mode for tensors of plain sizes, on which nothing is traced; it loads Dynamo, as every mode does, alone."""
+    with uncollected():
+        return FakeTensorMode(shape_env=None, allow_non_fake_inputs=True)
 
 
 def modes_active() -> bool:

@@ -29,6 +29,7 @@ from graphpp._torch.export_thread import traces_in_this_thread
 from graphpp._torch.numbers_of_data import refused_float_arithmetic
 from graphpp._torch.parallel.in_place_collectives import as_functional
 from graphpp._torch.parallel.sharded_tensor import gathered, part_of_dtensor
+from graphpp._torch.quick_tracing import tracing_quickly
 from graphpp.batch.microbatch import TENSOR_LEAF, Microbatch, tensors_by_path, with_tensors
 from graphpp.capture.activation_checkpoints import mark_checkpoints, record_checkpoints
 from graphpp.capture.attributes.aliases import refuse_foreign_leaves, refuse_written_aliases
@@ -136,7 +137,7 @@ def _capture(
     dims = [sorted(varying.get(path, ())) for path in fakes] if varying else None
     grad = contextlib.nullcontext() if training else torch.no_grad()
     collectives = as_functional(lambda: user_frame(traceback.extract_stack()))
-    with aot.quick(), refuse_draws(model, loss), collectives, fake_state(model, mode, device, param_dtype), grad:
+    with tracing_quickly(), refuse_draws(model, loss), collectives, fake_state(model, mode, device, param_dtype), grad:
         entry = replaced_numbers(model)
         inputs = tuple(fakes.values())
         export = partial(_export, wrapper, inputs, dims, mode, trail)

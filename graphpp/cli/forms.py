@@ -7,11 +7,13 @@ Contract: text in, a form out, or `GraphPPError` that begins with the option. Wh
 from __future__ import annotations
 
 import re
+from typing import TYPE_CHECKING
 
 from graphpp.errors import GraphPPError, SplitError
-from graphpp.options.memory import Memory
-from graphpp.options.split import Split
-from graphpp.planner.megatron_layout import Layout
+
+if TYPE_CHECKING:  # the forms load torch, which help pages need not
+    from graphpp.options.memory import Memory
+    from graphpp.options.split import Split
 
 _UNITS = {"": 1, "b": 1, **{f"{letter}b": 1000**power for power, letter in enumerate("kmgt", 1)}}
 _UNITS |= {f"{letter}ib": 1024**power for power, letter in enumerate("kmgt", 1)}
@@ -33,6 +35,8 @@ def read_split(text: str | None) -> Split:
     if _NUMBER.fullmatch(text):
         return int(text)
     if "|" in text:
+        from graphpp.planner.megatron_layout import Layout
+
         return Layout(text)
     if ";" in text:
         return [_names("--split", each) for each in text.split(";")]
@@ -41,6 +45,8 @@ def read_split(text: str | None) -> Split:
 
 def read_memory(recompute: str | None, cap: str | None) -> Memory:
     """`--memory` and `--cap`."""
+    from graphpp.options.memory import Memory
+
     return Memory(recompute=_recompute(recompute), cap=None if cap is None else read_bytes("--cap", cap))
 
 

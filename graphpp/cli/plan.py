@@ -5,19 +5,20 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
-import torch
 import typer
 
 from graphpp.cli import forms
 from graphpp.cli.command import Answer, add_command
-from graphpp.cli.models import load_model
 from graphpp.cli.verify import MODEL_HELP
 from graphpp.devices import Machines
 from graphpp.errors import GraphPPError
-from graphpp.planner.plans.found_plans import TrainingPlans
-from graphpp.planner.plans.plan import plan as search
+
+if TYPE_CHECKING:
+    import torch
+
+    from graphpp.planner.plans.found_plans import TrainingPlans
 
 _SIZES_HELP = "Ranks along {}, or several numbers with commas among which the search chooses. All that fit if left out."
 
@@ -49,6 +50,9 @@ def plan(  # noqa: PLR0913 - the dimensions of the search
 
     The model is built on the meta device and takes no memory.
     """
+    from graphpp.cli.models import load_model  # load torch, which help pages need not
+    from graphpp.planner.plans.plan import plan as search
+
     given = _dtype(dtype)
     sizes = {name: _sizes(name, text) for name, text in (("pp", pp), ("tp", tp), ("ep", ep), ("cp", cp), ("rows", rows))}
     most = forms.read_bytes("--cap", cap) if cap is not None else None
@@ -92,6 +96,8 @@ def _sizes(name: str, text: str | None) -> Sequence[int] | None:
 
 def _dtype(name: str) -> torch.dtype | None:
     """The dtype of a name; None for "own". Raises `GraphPPError` for another name."""
+    import torch
+
     found = None if name == "own" else getattr(torch, name, None)
     if name != "own" and not (isinstance(found, torch.dtype) and found.is_floating_point):
         raise GraphPPError(f'--dtype: take the name of a floating dtype of torch, e.g. bfloat16, or "own", got {name!r}')

@@ -9,7 +9,6 @@ import typer
 
 from graphpp.cli.command import Answer, add_command
 from graphpp.cli.plan import written
-from graphpp.planner.plans.found_plans import TrainingPlans
 
 
 def add_to(root: typer.Typer) -> None:
@@ -22,6 +21,8 @@ def report(
     output: Annotated[Path, typer.Option(help="The file of the page.")] = Path("report.html"),
 ) -> Answer:
     """Write a page of plans: time against bytes, each plan in full. The page needs no network."""
+    from graphpp.planner.plans.found_plans import TrainingPlans  # loads torch, which help pages need not
+
     found = TrainingPlans.from_json(file)
     note = written("--output", output, found.to_html())
     return Answer(str(found.best), {"plans": len(found), "page": str(output)}, notes=[note])

@@ -5,16 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from graphpp import api
 from graphpp.cli import forms
 from graphpp.cli.command import Answer, add_command
-from graphpp.cli.models import load_model
 from graphpp.cli.schedule_inputs import SCHEDULE_HELP, complete_name, read_schedule
-from graphpp.verification.report import Comparison, Verification
+
+if TYPE_CHECKING:
+    from graphpp.verification.report import Comparison, Verification
 
 MODEL_HELP = (
     "package.module:function or path/to/file.py:function, without arguments, that returns (model, loss, example); "
@@ -45,6 +45,9 @@ def verify(  # noqa: PLR0913 - the options of a pipeline
     dump: Annotated[Path | None, typer.Option(help="A folder for the graphs, as Python that runs.")] = None,
 ) -> Answer:
     """Check that the pipeline of a model computes what plain PyTorch computes. Exit code 1 where they differ."""
+    from graphpp import api  # load torch, which help pages need not
+    from graphpp.cli.models import load_model
+
     options = {
         "split": forms.read_split(split),
         "schedule": read_schedule(schedule),

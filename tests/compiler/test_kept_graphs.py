@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import logging
 import os
+import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -387,6 +388,29 @@ def test_the_first_of_several_ranks_keeps_the_graph(tmp_path: Path) -> None:
     second = run_ranks(on_two_ranks, 2, str(tmp_path))
     assert [count for count, _, _ in second] == [0, 0], second
     assert [loss for _, loss, _ in first] == [loss for _, loss, _ in second]
+
+
+ALONE = """
+import sys
+import torch
+import graphpp
+model, x = torch.nn.Linear(4, 4), torch.zeros(2, 4)
+graphpp.compile(model, torch.nn.functional.mse_loss, example=graphpp.Microbatch((x,), target=x), microbatches=1)
+print(*(name for name in ("torch.export._trace", "torch._functorch.aot_autograd") if name in sys.modules))
+"""
+
+
+def test_another_process_finds_the_graph_and_loads_no_tracer(program: Path) -> None:
+    """Dynamo loads libraries, with modules of Cython, and these register classes: both are no change of the program."""
+    (program / "alone.py").write_text(ALONE)
+
+    def run() -> list[str]:
+        command = [sys.executable, str(program / "alone.py")]
+        root = os.environ | {"PYTHONPATH": str(Path(graphpp.__file__).parents[1])}
+        return subprocess.run(command, env=root, capture_output=True, text=True, check=True).stdout.split()
+
+    assert run() == ["torch.export._trace", "torch._functorch.aot_autograd"]
+    assert run() == []
 
 
 @pytest.mark.parametrize("name", ["hf_gpt2", "tied", "masked", "several"])

@@ -116,7 +116,7 @@ class CodeTrail:
         if self._refused is not None:
             raise UnreadableError(self._refused)
         for module in sys.modules.keys() - self._modules:
-            if not is_installed(module.partition(".")[0]):
+            if not is_installed(module.partition(".")[0]) and not _is_of_cython(module):
                 raise UnreadableError(f"the module {module}, which the forward imports")
         digests = Digests(self._before)
         found: dict[str, dict[str, dict[str, str]]] = {kind: {} for kind in _KINDS}
@@ -257,6 +257,11 @@ def _difference_in(kind: str, module: str, names: Mapping[str, str], digests: Di
 
 def _missing() -> None:
     """Stands for a global that is missing."""
+
+
+def _is_of_cython(module: str) -> bool:
+    """Whether a module is one that Cython makes, without a file, when the first of its extension modules is imported."""
+    return module.startswith(("cython_runtime", "_cython_")) and getattr(sys.modules[module], "__spec__", None) is None
 
 
 def _is_machinery(module: str) -> bool:

@@ -30,7 +30,6 @@ from graphpp.capture.transfer.objects import (
     SCALARS,
     WITHOUT_EFFECT,
     attributes_of,
-    registered_with,
     state_of_logger,
 )
 from graphpp.capture.transfer.reachable_code import facts_of_code, plain_members
@@ -56,7 +55,7 @@ class Digests:
     """
 
     def __init__(self, before: LibraryState | None = None) -> None:
-        self._before = before or LibraryState({}, {})
+        self._before = before or LibraryState()
         self._of_class: dict[type, _Description] = {}
         self._of_object: dict[tuple[int, int], _Description] = {}  # by identity and depth
         self._of_classes: dict[frozenset[type], str] = {}
@@ -127,7 +126,7 @@ class Digests:
     def _inside(self, kind: type) -> str:
         """The functions and plain values of a class and its bases."""
         bases = [base for base in kind.__mro__ if base is not object]
-        registered = {base: registered_with(base) for base in bases}
+        registered = {base: self._before.registered_with(base) for base in bases}
         members = {base: sorted(plain_members(self._before.of_class(base)).items()) for base in bases}
         texts = {base: self._items(found, 2) for base, found in members.items()}
         own = (f"{base.__qualname__}({text}){registered[base] or ''}" for base, text in texts.items())

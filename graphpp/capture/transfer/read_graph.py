@@ -38,7 +38,8 @@ def read_graph(text: str, device: torch.device, held: Reachable) -> CapturedGrap
     data = json.loads(text)
     if data["format"] != FORMAT:
         raise CaptureError(f"a captured graph was written in format {data['format']}, and this graphpp reads {FORMAT}")
-    mode = aot.fake_mode()
+    unknown = data["symbols"] is not None or any('"decided"' in each for each in data["values"])
+    mode = aot.fake_mode() if unknown else aot.shapes_mode()
     symbols = None if data["symbols"] is None else Symbols.read(data["symbols"], mode)
     reader = _Reader(device, held, mode, DecidedByData(mode), symbols)
     with aot.quick():

@@ -62,7 +62,7 @@ def item_bytes(stage: StageCosts) -> list[int]:
 
 
 class LiveValues:
-    """The values on one rank. `counts`: by costs, by stage of `stages`, by item."""
+    """The values on one rank. `counts`: by costs, by stage of `stages`, by item. `key`: a number that stands for the counts."""
 
     def __init__(self, leaves: Sequence[Action], table: Schedule, costs_of: Sequence[int], kept: int) -> None:
         """`leaves`: of the rank's row; `costs_of`: by microbatch, the number of its costs; `kept`: `MessageFlow.kept`."""
@@ -70,10 +70,13 @@ class LiveValues:
         self._at = {stage: ITEMS * number for number, stage in enumerate(self.stages)}
         self._costs_of, self._width = costs_of, ITEMS * len(self.stages)
         self.counts = [0] * (self._width * (max(costs_of, default=0) + 1))
+        bits = len(leaves).bit_length() + 2  # a leaf makes at most one value of an item
+        self.key, self._digits = 0, [1 << bits * at for at in range(len(self.counts))]
         self._followed = {(leaf.stage, leaf.microbatch) for leaf in leaves if leaf.kind in (Kind.B, Kind.I)}
-        self._table, self._rank_of, self._most = table, table.rank_of_stage, kept
+        self._table, self._rank_of, self._most, self._sends = table, table.rank_of_stage, kept, table.has_communication
         self._between = set[_Value]()
-        self._kept: dict[int, deque[_Value]] = defaultdict(deque)  # sent values by rank, the oldest first
+        self._by_rank: dict[int, deque[_Value]] = defaultdict(deque)  # sent values, the oldest first
+        self._kept: dict[tuple[int, Kind], deque[_Value]] = {}  # the same, by stage and kind of the send
 
     @property
     def messages(self) -> list[bool]:
@@ -83,58 +86,69 @@ class LiveValues:
 
     def start(self, leaf: Action) -> None:
         """An action starts, or a part of one."""
-        if leaf.kind in _RUNS:
+        stage, kind, microbatch, _ = leaf
+        if kind in _RUNS:
+            first = self._first(stage, microbatch)
             self._take_arriving(leaf)
-            if leaf.kind in _TAKEN:
-                self._count((leaf.stage, _TAKEN[leaf.kind], leaf.microbatch), -1)
-            self._count((leaf.stage, _RUNS[leaf.kind], leaf.microbatch), 1)
-        elif leaf.kind in _ARRIVES:
-            self._add((leaf.stage, _ARRIVES[leaf.kind], leaf.microbatch))
-        elif leaf.kind in SENDS:
-            self._make_room(leaf, self._most - 1)
+            if kind in _TAKEN:
+                self._count(first + _TAKEN[kind], -1)
+            self._count(first + _RUNS[kind], 1)
+        elif kind in _ARRIVES:
+            self._add((stage, _ARRIVES[kind], microbatch), self._first(stage, microbatch) + _ARRIVES[kind])
+        elif kind in SENDS:
+            self._make_room(self._sent_to(leaf), self._most - 1)
 
     def end(self, leaf: Action) -> None:
         """An action ends."""
-        if leaf.kind in _RUNS:
-            self._count((leaf.stage, _RUNS[leaf.kind], leaf.microbatch), -1)
-            if leaf.kind in _LEFT and (leaf.kind is not Kind.F or (leaf.stage, leaf.microbatch) in self._followed):
-                self._count((leaf.stage, _LEFT[leaf.kind], leaf.microbatch), 1)
-            self._leave_result(leaf)
-        elif leaf.kind in SENDS:
-            found = ((leaf.stage, item, leaf.microbatch) for item in _BY_SEND[leaf.kind])
-            self._kept[self._receiver(leaf)] += (value for value in found if value in self._between)
-            self._make_room(leaf, self._most)
+        stage, kind, microbatch, _ = leaf
+        if kind in _RUNS:
+            first = self._first(stage, microbatch)
+            self._count(first + _RUNS[kind], -1)
+            if kind in _LEFT and (kind is not Kind.F or (stage, microbatch) in self._followed):
+                self._count(first + _LEFT[kind], 1)
+            ends = message(leaf, self._table.stages)
+            if ends is not None and (self._sends or ends[1].stage in self._at):
+                self._add((stage, _SENT[kind], microbatch), first + _SENT[kind])
+        elif kind in SENDS:
+            kept = self._sent_to(leaf)
+            found = ((stage, item, microbatch) for item in _BY_SEND[kind])
+            kept += (value for value in found if value in self._between)
+            self._make_room(kept, self._most)
 
-    def _count(self, value: _Value, change: int) -> None:
-        stage, item, microbatch = value
-        self.counts[self._costs_of[microbatch or 0] * self._width + self._at[stage] + item] += change
+    def _first(self, stage: int, microbatch: int | None) -> int:
+        """The place in `counts` of the first item of a stage's microbatch."""
+        return self._costs_of[microbatch or 0] * self._width + self._at[stage]
 
-    def _add(self, value: _Value) -> None:
+    def _count(self, at: int, change: int) -> None:
+        self.counts[at] += change
+        self.key += change * self._digits[at]
+
+    def _add(self, value: _Value, at: int) -> None:
         self._between.add(value)
-        self._count(value, 1)
+        self._count(at, 1)
 
     def _remove(self, value: _Value) -> None:
         if value in self._between:
             self._between.remove(value)
-            self._count(value, -1)
+            stage, item, microbatch = value
+            self._count(self._first(stage, microbatch) + item, -1)
 
     def _take_arriving(self, reader: Action) -> None:
         """Values from a neighbouring stage belong to the computation that reads them, from its start on."""
         for maker in upstream(reader, self._table.stages):
-            self._remove((maker.stage, _SENT[maker.kind], maker.microbatch))
+            if maker.stage in self._at:
+                self._remove((maker.stage, _SENT[maker.kind], maker.microbatch))
         if reader.kind in _READ:
             self._remove((reader.stage, _READ[reader.kind], reader.microbatch))
 
-    def _leave_result(self, maker: Action) -> None:
-        ends = message(maker, self._table.stages)
-        if ends is not None and (self._table.has_communication or ends[1].stage in self._at):
-            self._add((maker.stage, _SENT[maker.kind], maker.microbatch))
-
-    def _make_room(self, send: Action, most: int) -> None:
+    def _make_room(self, kept: deque[_Value], most: int) -> None:
         """Drop the oldest values sent to a rank, until at most so many are left."""
-        kept = self._kept[self._receiver(send)]
         while len(kept) > max(most, 0):
             self._remove(kept.popleft())
 
-    def _receiver(self, send: Action) -> int:
-        return self._rank_of[peer(send).stage]
+    def _sent_to(self, send: Action) -> deque[_Value]:
+        """The values sent to the rank that receives this message, the oldest first."""
+        found = self._kept.get(send[:2])
+        if found is None:
+            found = self._kept[send[:2]] = self._by_rank[self._rank_of[peer(send).stage]]
+        return found

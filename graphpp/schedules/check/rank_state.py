@@ -1,8 +1,9 @@
 """The state of the model on a rank as its row runs: whole parameters, sums of gradients, gradients on their way.
 
 Contract
-    `start(leaf)`, `end(leaf)` and `gather_layers(leaves)` are called for all actions of a row in order; `state` is the
-    rank's state then. `state_bytes` gives the bytes of a state.
+    `start(leaf)` and `end(leaf)` are called for all leaves of a row in order whose kind is in `CHANGES_STATE`, and
+    `gather_layers(leaves)` for all actions where computations gather single layers; `state` is the rank's state then.
+    `state_bytes` gives the bytes of a state.
 
 Parameters of a sharded stage are whole from UNSHARD to the end of RESHARD; its sums of gradients stand from its first B or W
 until REDUCE_GRAD, or a RESHARD that follows a B or W. The messages of that reduction, the rows that are sent and as many that
@@ -25,6 +26,8 @@ KINDS = ("weights", "gradients", "messages")
 """The kinds of bytes that a state has."""
 
 _GRADIENTS = (Kind.B, Kind.W)
+CHANGES_STATE = frozenset({*_GRADIENTS, Kind.UNSHARD, Kind.RESHARD, Kind.REDUCE_GRAD})
+"""The kinds of all leaves whose start or end changes a state."""
 _IN_MESSAGES = 2  # a reduction holds the bytes that it sends, and receives as many
 
 Running = tuple[tuple[int, Kind], ...]
@@ -49,9 +52,8 @@ class State(NamedTuple):
 class RankState:
     """The state of one rank."""
 
-    def __init__(self, *, layers: bool) -> None:
-        """`layers`: whether computations gather single layers."""
-        self.state, self._layers = State(), layers
+    def __init__(self) -> None:
+        self.state = State()
         self._turn, self._early = Counter[int](), defaultdict[int, set[int | None]](set)  # microbatches, by stage
 
     def start(self, leaf: Action) -> None:
@@ -81,11 +83,10 @@ class RankState:
             self._count_early()
 
     def gather_layers(self, leaves: Sequence[Action]) -> None:
-        """These run now, and those before have ended."""
-        if self._layers:
-            running = tuple((leaf.stage, leaf.kind) for leaf in leaves if leaf.is_compute)
-            reduced = _first(running, self.state.reduced) if running else self.state.reduced
-            self.state = self.state._replace(layers=running, reduced=reduced)
+        """These gather their layers now, and those before have ended."""
+        running = tuple((leaf.stage, leaf.kind) for leaf in leaves if leaf.is_compute)
+        reduced = _first(running, self.state.reduced) if running else self.state.reduced
+        self.state = self.state._replace(layers=running, reduced=reduced)
 
     def _count_early(self) -> None:
         early = tuple(sorted((stage, len(microbatches)) for stage, microbatches in self._early.items() if microbatches))

@@ -11,15 +11,15 @@ Lifetimes are those of `live_values.py` and `rank_state.py`. Offloaded bytes are
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from functools import cached_property
 
 import numpy as np
 import numpy.typing as npt
 
 from graphpp.schedules.check.live_values import LiveValues
-from graphpp.schedules.check.rank_state import RankState, State
+from graphpp.schedules.check.rank_state import CHANGES_STATE, RankState, State
 from graphpp.schedules.table.actions import Action
 from graphpp.schedules.table.offload_window import OffloadWindow
 from graphpp.schedules.table.schedule import Row, Schedule
@@ -42,19 +42,8 @@ class Reading:
     offloaded: Sequence[OffloadWindow] = ()
 
 
-class _Moment(NamedTuple):
-    """How many values are alive, the state of the model, and the bytes that are offloaded."""
-
-    live: tuple[int, ...]
-    state: State
-    away: int
-
-
-class Column(NamedTuple):
-    """The moments of a column by their numbers: while its action runs, one or several in order, and when it has ended."""
-
-    during: tuple[int, ...]
-    after: int
+Column = tuple[tuple[int, ...], int]
+"""The moments of a column by their numbers: while its action runs, one or several in order, and when it has ended."""
 
 
 class RowMoments:
@@ -66,53 +55,78 @@ class RowMoments:
 
     def __init__(self, row: Row, table: Schedule, reading: Reading) -> None:
         walk = _Walk(row, table, reading)
-        numbers = {walk.moment: 0}
         self.columns: list[Column] = []
         for action in row:
-            during = tuple(numbers.setdefault(each, len(numbers)) for each in walk.run(action)) if action is not None else ()
-            after = numbers.setdefault(walk.moment, len(numbers)) if during else self.last
-            self.columns.append(Column(during or (after,), after))
-        self.stages, self.messages, moments = walk.values.stages, walk.values.messages, list(numbers)
-        self.states = list(dict.fromkeys(each.state for each in moments))
-        number = {state: at for at, state in enumerate(self.states)}
-        self.live: Integers = np.array([each.live for each in moments], dtype=np.int64)
-        self.state: Integers = np.array([number[each.state] for each in moments], dtype=np.int64)
-        self.away: Integers = np.array([each.away for each in moments], dtype=np.int64)
+            self.columns.append(walk.run(action) if action is not None else ((self.last,), self.last))
+        self.stages, self.messages, self.states = walk.values.stages, walk.values.messages, list(walk.states)
+        self.live: Integers = np.array(walk.live, dtype=np.int64)
+        self.state: Integers = np.array([state for _, state, _ in walk.moments], dtype=np.int64)
+        self.away: Integers = np.array([away for *_, away in walk.moments], dtype=np.int64)
+
+    @cached_property
+    def places(self) -> tuple[Integers, Integers]:
+        """The columns and the numbers of all moments in order, repeated ones too; the moment before the row is in column 0."""
+        columns, moments = [0], [0]
+        for at, (during, after) in enumerate(self.columns):
+            columns += [at] * (len(during) + 1)
+            moments += (*during, after)
+        return np.array(columns, dtype=np.int64), np.array(moments, dtype=np.int64)
 
     @property
     def last(self) -> int:
         """The moment after the row."""
-        return self.columns[-1].after if self.columns else 0
+        return self.columns[-1][1] if self.columns else 0
 
 
 class _Walk:
-    """A rank on its way along its row."""
+    """A rank on its way along its row.
+
+    `moments`: the numbers of the distinct moments so far, by `LiveValues.key`, the number of the state and the offloaded
+    bytes. `states`: the numbers of the distinct states. `live`: the counts at each moment.
+    """
 
     def __init__(self, row: Row, table: Schedule, reading: Reading) -> None:
         leaves = [leaf for action in row if action is not None for leaf in action.leaves]
         self.values = LiveValues(leaves, table, reading.costs_of, reading.kept)
-        self._model, self._woven, self._away = RankState(layers=reading.layers), reading.woven, 0
+        self._model, self._woven, self._layers, self._away = RankState(), reading.woven, reading.layers, 0
         self._evicted, self._prefetched = _moved(reading.offloaded)
+        self.moments: dict[tuple[int, int, int], int] = {}
+        self.states: dict[State, int] = {}
+        self.live: list[tuple[int, ...]] = []
+        self._last = self._model.state, 0  # with its number
+        self._number()
 
-    @property
-    def moment(self) -> _Moment:
-        return _Moment(tuple(self.values.counts), self._model.state, self._away)
+    def _number(self) -> int:
+        """The number of the present moment."""
+        state = self._model.state
+        if state is not self._last[0] or not self.states:  # a hash of a state takes longer than this comparison
+            self._last = state, self.states.setdefault(state, len(self.states))
+        number = self.moments.setdefault((self.values.key, self._last[1], self._away), len(self.live))
+        if number == len(self.live):
+            self.live.append(tuple(self.values.counts))
+        return number
 
-    def run(self, action: Action) -> Iterator[_Moment]:
-        """The moments while an action runs; afterwards `moment` is the one when it has ended."""
+    def run(self, action: Action) -> Column:
+        """The moments while an action runs, and the one when it has ended."""
+        values, model, during = self.values, self._model, list[int]()
         self._away -= self._prefetched.get(action, 0)
         together = self._woven or not action.is_compute
         for leaves in [action.leaves] if together else [(leaf,) for leaf in action.leaves]:
             for leaf in leaves:
-                self.values.start(leaf)
-                self._model.start(leaf)
-            self._model.gather_layers(leaves)
-            yield self.moment
+                values.start(leaf)
+                if leaf.kind in CHANGES_STATE:
+                    model.start(leaf)
+            if self._layers:
+                model.gather_layers(leaves)
+            during.append(self._number())
             for leaf in leaves:
-                self.values.end(leaf)
-                self._model.end(leaf)
-            self._model.gather_layers(())
+                values.end(leaf)
+                if leaf.kind in CHANGES_STATE:
+                    model.end(leaf)
+            if self._layers:
+                model.gather_layers(())
         self._away += self._evicted.get(action, 0)
+        return tuple(during), self._number()
 
 
 def _moved(offloaded: Sequence[OffloadWindow]) -> tuple[Mapping[Action, int], Mapping[Action, int]]:

@@ -174,9 +174,9 @@ class _RankBytes:
 
     def peak(self, rank: int) -> StepPeak:
         """The peak of the rank."""
-        columns = enumerate(self._row.columns)
-        places = [(0, 0), *((at, moment) for at, each in columns for moment in (*each.during, each.after))]
-        column, moment = places[int(self._together[[moment for _, moment in places]].argmax())]
+        columns, moments = self._row.places
+        first = int(self._together[moments].argmax())
+        column, moment = int(columns[first]), int(moments[first])
         parts, end = self._parts(moment), self._at_end()
         if sum(end.values()) > sum(parts.values()):
             column, parts = max(len(self._row.columns) - 1, 0), end

@@ -23,7 +23,7 @@ from math import inf
 from typing import NamedTuple
 
 from graphpp.errors import ScheduleError
-from graphpp.schedules.table.actions import BACKWARDS, Action, Kind
+from graphpp.schedules.table.actions import BACKWARDS, PER_STAGE, Action, Kind
 from graphpp.schedules.table.schedule import Schedule
 
 
@@ -40,8 +40,9 @@ def place_shards(table: Schedule, keep: int | None) -> Schedule:
     Raises `ScheduleError` where `keep` is less than the stages of one overlapped action, and for a `keep` beside a table that
     says itself when stages are whole.
     """
-    placed = {action.stage for _, _, action in table.cells() if action.kind in (Kind.UNSHARD, Kind.RESHARD)}
-    reduced = {action.stage for _, _, action in table.cells() if action.kind is Kind.REDUCE_GRAD}
+    shards = {(action.stage, action.kind) for _, _, action in table.cells() if action.kind in PER_STAGE}
+    placed = {stage for stage, kind in shards if kind is not Kind.REDUCE_GRAD}
+    reduced = {stage for stage, kind in shards if kind is Kind.REDUCE_GRAD}
     if placed and keep is not None:
         raise ScheduleError(
             f"parallel.keep={keep}: the schedule {table.name!r} says itself when stages are whole ({min(placed)}UNSHARD): "

@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 from graphpp.errors import ScheduleError
 from graphpp.schedules.simulate.host_copies import HostCopies
-from graphpp.schedules.table.actions import PER_STAGE, SENDS, Action, Kind, inputs, message
+from graphpp.schedules.table.actions import COMPUTE, PER_STAGE, SENDS, Action, Kind, inputs, message
 from graphpp.schedules.table.costs import Costs
 from graphpp.schedules.table.schedule import Schedule
 
@@ -31,15 +31,11 @@ class StepSpan(NamedTuple):
     busy: tuple[float, ...]
 
 
-class _Step(NamedTuple):
-    """A computation, a gather or a reduction. `price`: its number in the list of prices.
+_Step = tuple[int, int, tuple[tuple[int, int], ...]]
+"""A computation, a gather or a reduction: its rank, the number of its price, and its reads.
 
-    `reads`: (number of an earlier step, number of a message) of all values that other ranks, or gathers, make.
-    """
-
-    rank: int
-    price: int
-    reads: tuple[tuple[int, int], ...]
+The reads: (number of an earlier step, number of a message) of all values that other ranks, or gathers, make.
+"""
 
 
 class _Price(NamedTuple):
@@ -66,20 +62,28 @@ class StepTimes:
     def __init__(self, schedule: Schedule) -> None:
         self._name, self._stages, self._ranks = schedule.name, schedule.stages, schedule.ranks
         numbers: dict[_Price, int] = {}
-        found = list(_Reading(schedule).steps())
-        self._steps = [_Step(rank, numbers.setdefault(_price(action), len(numbers)), reads) for rank, action, reads in found]
-        self._actions = [action for _, action, _ in found]
+        self._steps: list[_Step] = []
+        self._actions: list[Action] = []
+        for rank, action, reads in _Reading(schedule).steps():
+            self._steps.append((rank, numbers.setdefault(_price(action), len(numbers)), reads))
+            self._actions.append(action)
         self._prices = list(numbers)
         self._collective = [price.is_collective for price in self._prices]
         self._plain = self._computations()
-        self._counts = [Counter(step.price for step in self._plain if step.rank == rank) for rank in range(self._ranks)]
+        self._counts = [Counter[int]() for _ in range(self._ranks)]
+        for rank, price, _ in self._plain:
+            self._counts[rank][price] += 1
 
     def _computations(self) -> list[_Step]:
         """The steps that compute, with the numbers that they have among themselves."""
-        own = [at for at, step in enumerate(self._steps) if not self._collective[step.price]]
-        number = {at: new for new, at in enumerate(own)}
-        steps = [self._steps[at] for at in own]
-        return [step._replace(reads=tuple((number[at], lag) for at, lag in step.reads if at in number)) for step in steps]
+        number: dict[int, int] = {}
+        found: list[_Step] = []
+        for at, (rank, price, reads) in enumerate(self._steps):
+            if not self._collective[price]:
+                number[at] = len(found)
+                own = tuple([(number[source], lag) for source, lag in reads if source in number])
+                found.append((rank, price, own))
+        return found
 
     def seconds(self, costs: Costs, *, collectives: bool = True, copies: HostCopies | None = None) -> StepSpan:
         """The span of a step. `collectives`: with gathers and reductions. `copies`: of offloaded values."""
@@ -131,9 +135,11 @@ class StepTimes:
 
 
 def _price(action: Action) -> _Price:
-    kind = Kind.REDUCE_GRAD if action.kind is Kind.RESHARD else action.kind
-    leaves = tuple((leaf.stage, leaf.kind) for leaf in action.leaves)
-    return _Price(kind, leaves if action.is_compute else ((action.stage, kind),))
+    stage, kind, _, parts = action
+    if parts:
+        return _Price(kind, tuple([(part.stage, part.kind) for part in parts]))
+    kind = Kind.REDUCE_GRAD if kind is Kind.RESHARD else kind
+    return _Price(kind, ((stage, kind),))
 
 
 def _lags(costs: Costs) -> list[float]:
@@ -149,6 +155,7 @@ class _Reading:
 
     def __init__(self, schedule: Schedule) -> None:
         self._schedule, self._where = schedule, schedule.rank_of_stage
+        self._stages, self._sends = schedule.stages, schedule.has_communication
         self._rows = [[action for action in row if action is not None] for row in schedule.table]
         self._number, self._none = 0, 2 * (schedule.stages - 1)
         self._ended: dict[Action, int] = {}  # computations, by the number of their step
@@ -161,19 +168,22 @@ class _Reading:
     def steps(self) -> Iterator[tuple[int, Action, tuple[tuple[int, int], ...]]]:
         """(rank, action, its reads) of all that takes time. Raises `ScheduleError` for a table that stops before its end."""
         at, todo = [0] * len(self._rows), list(range(len(self._rows)))
+        waiting = self._waiting
         while todo:
             rank = todo.pop()
             row = self._rows[rank]
             while at[rank] < len(row):
                 action = row[at[rank]]
-                reads = self._reads(rank, action) if action.is_compute else ()
+                reads = self._reads(rank, action) if action.kind in COMPUTE else ()
                 if reads is None:
                     break
                 at[rank] += 1
                 if self._takes_time(rank, action):
                     yield rank, action, reads
                     self._number += 1
-                todo += (each for leaf in action.leaves for each in self._waiting.pop(leaf, ()))
+                if waiting:
+                    for leaf in action.leaves:
+                        todo += waiting.pop(leaf, ())
         stopped = [str(row[place]) for row, place in zip(self._rows, at, strict=True) if place < len(row)]
         if stopped:
             raise ScheduleError(f"{self._schedule.name!r}: no rank can go on: they stop at {', '.join(stopped)}")
@@ -181,28 +191,36 @@ class _Reading:
     def _reads(self, rank: int, action: Action) -> tuple[tuple[int, int], ...] | None:
         """(step, message) of the values of other ranks, and of gathers, that a computation waits for; None: one is missing."""
         found: list[tuple[int, int]] = []
+        gathers = self._gathers[rank]
+        gathered = []
         for leaf in action.leaves:
-            for makers in inputs(leaf, self._schedule.stages):
+            for makers in inputs(leaf, self._stages):
                 source = self._source(makers, rank)
                 if source is None:
                     return None
                 if source[1] != self._none:
                     found.append(source)
-        gathers = self._gathers[rank]
-        return (*found, *((gathers.pop(leaf.stage), self._none) for leaf in action.leaves if leaf.stage in gathers))
+            if leaf.stage in gathers:
+                gathered.append(leaf.stage)
+        if gathered:  # two leaves of one stage wait for one gather
+            found += [(gathers.pop(stage), self._none) for stage in dict.fromkeys(gathered)]
+        return tuple(found)
 
     def _source(self, makers: Sequence[Action], rank: int) -> tuple[int, int] | None:
         """(step, message) of a value; None if nothing has made it yet: then the rank waits for it."""
-        maker = next((maker for maker in makers if maker in self._ended), None)
-        if maker is None:
+        for maker in makers:
+            made = self._ended.get(maker)
+            if made is not None:
+                break
+        else:
             for each in makers:
                 self._waiting.setdefault(each, []).append(rank)
             return None
-        ends = message(maker, self._schedule.stages)
-        if ends is None or self._where[maker.stage] == rank:
-            return self._ended[maker], self._none
+        ends = message(maker, self._stages) if self._where[maker.stage] != rank else None
+        if ends is None:
+            return made, self._none
         send, _ = ends
-        at = self._sent.get(send) if self._schedule.has_communication else self._ended[maker]
+        at = self._sent.get(send) if self._sends else made
         if at is None:
             self._waiting.setdefault(send, []).append(rank)
             return None
@@ -210,9 +228,11 @@ class _Reading:
 
     def _takes_time(self, rank: int, action: Action) -> bool:
         """Whether an action is a step; the place of each action is noted."""
-        if action.is_compute:
-            self._ended.update(dict.fromkeys(action.leaves, self._number))
-            self._unreduced[rank].update(leaf.stage for leaf in action.leaves if leaf.kind in (Kind.B, Kind.W))
+        if action.kind in COMPUTE:
+            for leaf in action.leaves:
+                self._ended[leaf] = self._number
+                if leaf.kind in (Kind.B, Kind.W):
+                    self._unreduced[rank].add(leaf.stage)
             self._latest[rank] = self._number
             return True
         if action.kind is Kind.UNSHARD:
@@ -222,5 +242,7 @@ class _Reading:
             reduces = action.stage in self._unreduced[rank]
             self._unreduced[rank].discard(action.stage)
             return reduces
-        self._sent.update({leaf: self._latest[rank] for leaf in action.leaves if leaf.kind in SENDS})
+        for leaf in action.leaves:
+            if leaf.kind in SENDS:
+                self._sent[leaf] = self._latest[rank]
         return False

@@ -11,8 +11,9 @@ Contract
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import cache, cached_property
 from itertools import pairwise
 
 from graphpp.devices import Machines
@@ -88,11 +89,18 @@ class LayerGathers:
             waited += max(0.0, beside - self.priced.segments.costs.stages[segment].of(kind))
         return waited
 
-    def _seconds(self, plain: int, experts: int) -> float:
-        """The seconds in which bytes are gathered, or summed: a reduce-scatter takes the steps of an all-gather."""
+    @cached_property
+    def _seconds(self) -> Callable[[int, int], float]:
+        """The seconds in which plain bytes and those of experts are gathered, or summed: a reduce-scatter takes the steps of an
+        all-gather. Most layers have equally many."""
         shape, gather = self.shape, self.machines.all_gather
-        of_experts = gather(experts, shape.dp_shard, shape.stride("dp_shard")) if shape.dp_shard > 1 else 0.0
-        return of_experts + (gather(plain, shape.shards, shape.stride("ep")) if shape.shards > 1 else 0.0)
+
+        @cache
+        def seconds(plain: int, experts: int) -> float:
+            of_experts = gather(experts, shape.dp_shard, shape.stride("dp_shard")) if shape.dp_shard > 1 else 0.0
+            return of_experts + (gather(plain, shape.shards, shape.stride("ep")) if shape.shards > 1 else 0.0)
+
+        return seconds
 
     def _most(self, stage: int, kind: Kind) -> LayerBytes:
         each = self._layers(stage, kind)
