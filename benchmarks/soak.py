@@ -1,4 +1,4 @@
-"""Check that a pipeline that runs for long grows in no memory, threads, files or tensors, and ends with a fresh one's bits.
+"""Check that a long training takes no more memory, threads, files or tensors as it runs, and has the bits of a resumed one.
 
     torchrun --nproc-per-node 2 benchmarks/soak.py [--steps 10000]
     torchrun --nproc-per-node 4 benchmarks/soak.py --steps 2000 --mesh dp_shard=2
@@ -90,7 +90,18 @@ def main() -> None:
     names = [tempfile.mkdtemp(prefix="soak-") if RANK == 0 else ""]
     if RANKS > 1:
         dist.broadcast_object_list(names)
-    folder = Path(names[0])
+    try:
+        faults = faults_of(Path(names[0]), option, device, mesh)
+    finally:
+        if RANK == 0:
+            shutil.rmtree(names[0])
+    if RANKS > 1:
+        dist.destroy_process_group()
+    sys.exit(bool(faults))
+
+
+def faults_of(folder: Path, option: argparse.Namespace, device: torch.device, mesh: DeviceMesh | None) -> list[str]:
+    """Train, resume the last save but one, and print the notes; the figures that grew and the tensors that differ."""
     training = Training(device, mesh)
     notes = soak(training, option.steps, option.every, folder)
     everyone = [[Note(*row) for row in rows] for rows in gathered(notes)]
@@ -102,10 +113,7 @@ def main() -> None:
     faults += [f"rank {rank}: {count:g} tensors differ from the fresh run's" for rank, (count,) in enumerate(unequal) if count]
     if RANK == 0:
         Console(width=120).print(table(everyone, option.every), "\n".join(faults) or "nothing grew, and no bit differs")
-        shutil.rmtree(folder)
-    if RANKS > 1:
-        dist.destroy_process_group()
-    sys.exit(bool(faults))
+    return faults
 
 
 def options() -> argparse.Namespace:
@@ -113,7 +121,10 @@ def options() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=10000)
     parser.add_argument("--every", type=int, default=250, help="steps between two notes")
     parser.add_argument("--mesh", help="another dimension of the mesh than pp, and its ranks: dp_shard=2")
-    return parser.parse_args()
+    found = parser.parse_args()
+    if found.steps < 2 * found.every or found.steps % found.every:
+        parser.error(f"--steps {found.steps}: take a multiple of --every, {found.every}, and twice as many at least")
+    return found
 
 
 def mesh_of(option: str | None, device: torch.device) -> DeviceMesh | None:

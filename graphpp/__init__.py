@@ -8,6 +8,7 @@ comes from at run time; type checkers and editors read the imports.
 """
 
 from importlib import import_module
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -149,8 +150,8 @@ _HOME_OF = {name: home for home, names in _HOMES.items() for name in names.split
 
 
 def __getattr__(name: str) -> Any:
-    """Load a public name, or a public module of graphpp. Raises `AttributeError` for any other name."""
-    if name not in __all__:
+    """Load a public name, or a module of graphpp. Raises `AttributeError` for any other name."""
+    if name not in __all__ and (name.startswith("_") or find_spec(f"{__name__}.{name}") is None):
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}", name=name)
     home = _HOME_OF.get(name)
     value = import_module(f"{__name__}.{name}") if home is None else getattr(import_module(home), name)

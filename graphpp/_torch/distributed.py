@@ -67,7 +67,7 @@ def all_gather_many(
 
 
 class _Several(dist.Work):
-    """Several works, waited for in their order."""
+    """Several works, waited for in their order. A caller may only call `wait`."""
 
     def __init__(self, works: Sequence[dist.Work]) -> None:
         super().__init__()
@@ -79,7 +79,10 @@ class _Several(dist.Work):
 
 
 class _Packed(dist.Work):
-    """All-gathers of small tensors in one: those of a rank travel as one tensor, which `wait` takes apart."""
+    """All-gathers of small tensors in one: the tensors of a rank travel as one, which `wait` takes apart.
+
+    A caller may only call `wait`.
+    """
 
     def __init__(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], group: dist.ProcessGroup) -> None:
         """`pairs`: (the tensor that is gathered, this rank's part of it)."""

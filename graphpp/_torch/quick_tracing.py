@@ -8,7 +8,7 @@ Checked on torch 2.13.0:
 - `torch.utils._traceback._extract_symbolized_tb`: the stack of Python frames that a tracer notes on a node
 
 A module whose graph changed in the context makes its code when it is called or when its code is read, also after the context.
-It cannot be pickled before.
+Within the context such a module cannot be pickled.
 """
 
 from __future__ import annotations
@@ -78,6 +78,8 @@ class _Code:
     def __init__(self, compiled: Callable[[fx.GraphModule], Any]) -> None:
         self._compiled = compiled
 
-    def __get__(self, module: fx.GraphModule, owner: type) -> Any:
+    def __get__(self, module: fx.GraphModule | None, owner: type) -> Any:
+        if module is None:
+            return self
         self._compiled(module)
         return vars(module)["_code"]

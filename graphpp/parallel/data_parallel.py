@@ -95,7 +95,7 @@ class Replicas:
         return self._group is not None
 
     def start(self, sums: MutableMapping[str, torch.Tensor], fqns: Sequence[str]) -> None:
-        """Start to average some of the sums, contiguous ones, in the memory into which they move."""
+        """Start to average some of the sums in the memory into which they move."""
         if self._group is not None:
             self._start(sums, fqns, self._group)
 
@@ -114,7 +114,7 @@ class Replicas:
     def finish(self) -> None:
         """Wait until all sums that were started are averaged."""
         while self._in_flight:
-            flat, pending = self._in_flight.popleft()  # its memory goes back before the next one's is taken
+            flat, pending = self._in_flight.popleft()  # the parts of this bundle are freed before the next bundle is added up
             (summed,) = pending()
             torch.div(summed, dist.get_world_size(self._group), out=flat)
 

@@ -42,7 +42,7 @@ def scattered(
     del flat, pieces, sent
 
     def add() -> list[torch.Tensor]:
-        works.pop().wait()  # and nothing else keeps the elements that were sent
+        works.pop().wait()  # the work was the last that kept the elements that were sent
         sums = _in_order(parts.view(ranks, sum(own))).split(own)
         return [each.to(dtype=dtype) for each, dtype in zip(sums, wanted, strict=True)]
 

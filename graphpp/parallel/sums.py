@@ -71,27 +71,29 @@ def bundles(tensors: Sequence[torch.Tensor]) -> list[list[int]]:
 
 
 def merged(tensors: MutableMapping[str, torch.Tensor], names: Sequence[str]) -> Iterator[torch.Tensor]:
-    """Bundle by bundle the elements of some of the tensors, contiguous ones, [elements] of a bundle.
+    """Bundle by bundle the elements of some of the tensors, [elements] of a bundle.
 
-    The tensors of a bundle become views of its memory. A bundle whose tensors stand one after the other in one memory keeps it.
+    The tensors of a bundle become contiguous views of its memory. A bundle whose tensors are contiguous and stand one after the
+    other in one memory keeps that memory.
     """
     for bundle in bundles([tensors[name] for name in names]):
         own = [names[at] for at in bundle]
         together = [tensors[name] for name in own]
         flat = _flat(together)
         if flat is None:
-            flat = torch.cat([each.view(-1) for each in together])
+            flat = torch.cat([each.reshape(-1) for each in together])
             pieces = flat.split([each.numel() for each in together])
             tensors.update((name, piece.view(each.shape)) for name, piece, each in zip(own, pieces, together, strict=True))
         yield flat
 
 
 def _flat(tensors: Sequence[torch.Tensor]) -> torch.Tensor | None:
-    """All elements of tensors that stand one after the other in one memory, [elements]; None where they do not."""
+    """All elements of contiguous tensors that stand one after the other in one memory, [elements]; None where they do not."""
     first, elements = tensors[0], 0
     memory, start = first.untyped_storage().data_ptr(), first.storage_offset()
     for each in tensors:
-        if each.storage_offset() != start + elements or (each is not first and each.untyped_storage().data_ptr() != memory):
+        apart = each.storage_offset() != start + elements or each.untyped_storage().data_ptr() != memory
+        if apart or not each.is_contiguous() or each.is_conj() or each.is_neg():  # conjugated and negated when they are read
             return None
         elements += each.numel()
     return first.as_strided((elements,), (1,), start)

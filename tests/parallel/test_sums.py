@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -24,6 +25,27 @@ def test_the_tensors_of_a_bundle_move_into_one_memory_and_stay_there() -> None:
     assert again.data_ptr() == flat.data_ptr() and all(tensors[name] is kept[name] for name in tensors)
     (other,) = merged(tensors, ["a", "d"])
     assert other.data_ptr() != flat.data_ptr() and torch.equal(other, torch.cat([tensors["a"].view(-1), tensors["d"]]))
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"a": torch.arange(24.0).view(3, 8)[:, :4]},
+        {"a": torch.arange(12.0).view(3, 4).t()},
+        {"a": torch.arange(24.0).view(1, 2, 3, 4).to(memory_format=torch.channels_last), "b": torch.ones(2)},
+        {"a": torch.arange(16.0).view(2, 8)[:, :4], "b": torch.arange(16.0)[8:]},
+        {"a": torch.view_as_complex(torch.arange(8.0).view(2, 2, 2)).conj()},
+        {"a": torch.view_as_complex(torch.arange(8.0).view(2, 2, 2)).conj().imag, "b": torch.ones(3)},
+    ],
+)
+def test_tensors_of_any_strides_move(given: dict[str, Tensor]) -> None:
+    tensors = dict(given)
+    (flat,) = merged(tensors, list(tensors))
+    assert torch.equal(flat, torch.cat([each.reshape(-1) for each in given.values()]))
+    assert not flat.is_conj() and not flat.is_neg() and all(each.is_contiguous() for each in tensors.values())
+    assert all(torch.equal(tensors[name], given[name]) for name in given)
+    flat.zero_()
+    assert all(each.any() for each in given.values())
 
 
 def test_a_tensor_alone_and_a_large_one_keep_their_memory() -> None:

@@ -136,5 +136,6 @@ def _in_dtype(tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
 
 
 def _is_view(tensor: torch.Tensor) -> bool:
-    """Whether the tensor covers only a part of its memory, or is not contiguous."""
-    return tensor.untyped_storage().nbytes() != tensor.nbytes or not tensor.is_contiguous()
+    """Whether the tensor covers only a part of its memory, is not contiguous, or is conjugated or negated when it is read."""
+    covers = tensor.untyped_storage().nbytes() == tensor.nbytes and tensor.is_contiguous()
+    return not covers or tensor.is_conj() or tensor.is_neg()

@@ -89,6 +89,13 @@ def test_sums_are_contiguous() -> None:
     assert torch.equal(total, turned)
 
 
+def test_sums_are_not_conjugated_or_negated_when_they_are_read() -> None:
+    value = torch.complex(torch.ones(D), torch.ones(D)).conj()
+    for gradient in (value, value.imag):
+        total = accumulated([0], [gradient])
+        assert torch.equal(total, gradient) and not total.is_conj() and not total.is_neg()
+
+
 def test_a_step_starts_anew() -> None:
     total = Accumulator(["v", "w"])
     total.add(1, "v", torch.ones(D))  # comes before its turn, and the step ends without its turn
