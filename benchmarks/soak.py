@@ -4,11 +4,11 @@
     torchrun --nproc-per-node 4 benchmarks/soak.py --steps 2000 --mesh dp_shard=2
 
 A small model with dropout, 1F1B over the ranks, an optimizer, new data in every step, batches of three sizes in turn, and an
-evaluation in every tenth step. Without --mesh the model has buffers too. Every `--every` steps each rank notes its resident
-memory, its threads, its open files and the tensors alive, and all ranks save a checkpoint over the one before. The maximum of
-the first tenth of the notes counts as warm-up; a later note may exceed it by no more than `BOUNDS`. At the end a pipeline that
-is compiled anew loads the last checkpoint but one, makes the steps since, and must hold the same bits. The exit status is 1
-where a figure grew or a bit differs.
+evaluation of each size in every ten steps. Without --mesh the model has buffers too. Every `--every` steps each rank notes its
+resident memory, its threads, its open files and the tensors alive, and all ranks save a checkpoint over the one before. The
+maximum of the first tenth of the notes counts as warm-up; a later note may exceed it by no more than `BOUNDS`. At the end a
+pipeline that is compiled anew loads the last checkpoint but one, makes the steps since, and must hold the same bits. The exit
+status is 1 where a figure grew or a bit differs.
 """
 
 from __future__ import annotations
@@ -170,7 +170,7 @@ class Training:
             self.pipe.clip_grad_norm_(1.0)
             self._optimizer.step()
             self._optimizer.zero_grad()
-            if self._done % 10 == 0:
+            if 0 < self._done % 10 <= len(ROWS):
                 self.pipe.eval(x, target=y)
 
     def save(self, folder: Path) -> None:

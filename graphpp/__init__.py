@@ -7,6 +7,8 @@ A name of this module is loaded when it is first used, so `graphpp --help` need 
 comes from at run time; type checkers and editors read the imports.
 """
 
+import atexit
+import gc
 from importlib import import_module
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
@@ -52,6 +54,11 @@ if TYPE_CHECKING:
     from graphpp.schedules.table.state_bytes import StateBytes
     from graphpp.timed_stages import stage_costs
     from graphpp.verification.report import Comparison, Difference, FirstDifference, Verification
+
+# A pipeline is a reference cycle that holds its process group. A gloo thread of the group that frees a message while the
+# interpreter shuts down aborts the process, so pipelines without a user are collected before that: behind the functions that
+# the modules of a pipeline register, since the last one registered runs first.
+atexit.register(gc.collect)
 
 __version__ = "0.1.0"
 __all__ = [

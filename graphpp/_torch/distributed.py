@@ -16,6 +16,8 @@ Checked on torch 2.11.0, 2.13.0 and 2.15.0:
   and warns of the old one (checked on 2.13.0 and 2.15.0)
 - `ProcessGroup.reduce_scatter_tensor_coalesced`: the sum of the parts of one rank; the public function has another name in
   torch 2.13 than in 2.11, and warns of the old one (checked on 2.13.0 and 2.15.0)
+- `torch.distributed.nn.functional`: its functions have the world group of the module's first import as a default argument,
+  which keeps the group alive for good (checked on 2.13.0 and 2.15.0)
 - `torch._foreach_norm`: norms of many tensors at once, the call that torch's own gradient clipping makes
 - `torch._foreach_copy_`: many copies at once, the call that torch's own optimizers make
 """
@@ -25,11 +27,12 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from types import FunctionType
 from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed.nn.functional  # its default arguments would keep the world group of a later import alive for good
+import torch.distributed.nn.functional
 from torch._C._distributed_c10d import Store as Store
 from torch.distributed import distributed_c10d
 from torch.distributed.distributed_c10d import _get_default_store, _resolve_process_group  # type: ignore[attr-defined]
@@ -40,6 +43,12 @@ default_store = _get_default_store
 foreach_norm = torch._foreach_norm
 foreach_copy = torch._foreach_copy_
 group_named: Callable[[Any], dist.ProcessGroup] = _resolve_process_group
+
+
+for _function in vars(torch.distributed.nn.functional).values():  # None is the world group too, whichever is alive
+    if isinstance(_function, FunctionType) and _function.__defaults__:
+        _kept = (None if isinstance(each, dist.ProcessGroup) else each for each in _function.__defaults__)
+        _function.__defaults__ = tuple(_kept)
 
 
 _ALONE = 2**16  # bytes of a rank's part from which on a tensor is gathered alone over gloo, without a copy

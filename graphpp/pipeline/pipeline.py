@@ -9,9 +9,7 @@ Contract
 
 from __future__ import annotations
 
-import atexit
 import contextlib
-import gc
 import os
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from functools import partial
@@ -55,11 +53,6 @@ from graphpp.schedules.simulate.timeline import Timeline
 from graphpp.verification.report import Verification
 from graphpp.verification.verify import verified
 from graphpp.verification.whole_batch import AGAINST, Against
-
-# A pipeline is a reference cycle that holds its process group. A gloo thread of the group that frees a message while the
-# interpreter shuts down aborts the process, so pipelines without a user are collected before that.
-atexit.register(gc.collect)
-
 
 _MICROBATCHES = one_of(list, tuple, takes="a list of graphpp.Microbatch")
 _PROFILE = one_of(Profile, takes="a graphpp.Profile, which pipe.profile returns")
