@@ -1,6 +1,6 @@
 """Tracing without the work of torch's tracers of which a capture reads no result.
 
-Checked on torch 2.13.0:
+Checked on torch 2.13.0 and 2.15.0:
 
 - `torch.fx.graph._PyTreeCodeGen`, `torch.fx.Graph._codegen`, `torch.fx.GraphModule`: `_in_spec`, `_out_spec`, `_code`: what a
   module has of its graph's code; the class of a module is its own, and `recompile` gives it a `forward`
