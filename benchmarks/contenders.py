@@ -3,6 +3,7 @@
     pipeline      the pipeline that graphpp compiles, with a backend
     torch_step    torch's PipelineStage and schedule on manual stages with given shapes (no probe run), its outputs not
                   merged; `compiled`: each stage's module under torch.compile
+    spread        a Llama's layers over the ranks of `tp`
     plain_step    one process that adds up gradients over the microbatches; `compiled`: model and loss under torch.compile
 
 Contract: a step is forward and backward of all microbatches into fresh `param.grad`, without an optimizer. `check_losses`
@@ -30,6 +31,7 @@ from torch.distributed.pipelining import (
     ScheduleLoopedBFS,
     ScheduleZBVZeroBubble,
 )
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from workloads import Workload
 
 import graphpp
@@ -106,10 +108,11 @@ class Step:
 def pipeline(
     case: Case, device: torch.device, backend: str = "eager", recompute: Any = None, mesh: DeviceMesh | None = None
 ) -> graphpp.Pipeline:
-    """The pipeline that graphpp compiles."""
+    """The pipeline that graphpp compiles; on a mesh with `tp` its layers are spread."""
     inputs, targets = case.workload.batch(case.rows)
+    model = case.workload.model()
     return graphpp.compile(
-        case.workload.model(),
+        spread(model, mesh["tp"]) if mesh is not None and "tp" in (mesh.mesh_dim_names or ()) else model,
         case.workload.loss,
         example=graphpp.Microbatch((inputs,), target=targets),
         split=[f"layers.{layer}" for layer in case.cuts[1:-1]],
@@ -126,6 +129,16 @@ def pipeline_step(pipe: graphpp.Pipeline, case: Case, device: torch.device, back
     """A step of a pipeline."""
     inputs, targets = case.batch(device)
     return Step(list(pipe.parameters()), lambda: pipe.step(inputs, target=targets).losses, TOLERANCE[backend])
+
+
+def spread(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
+    """Spread the layers of a Llama over the ranks of `mesh`, as torch's documentation does; of a stage those that are there."""
+    column, row = ColwiseParallel(), RowwiseParallel()
+    plan: dict[str, Any] = {f"attention.{name}": column for name in ("wq", "wk", "wv")}
+    plan |= {"feed_forward.w1": column, "feed_forward.w3": column, "attention.wo": row, "feed_forward.w2": row}
+    for layer in model.layers:
+        parallelize_module(layer, mesh, plan)
+    return model
 
 
 # --------------------------------------------------------------------------------------------------------------- torch

@@ -21,7 +21,7 @@ import argparse
 import json
 import weakref
 from collections.abc import Callable, Iterable
-from itertools import product
+from itertools import accumulate, product
 from pathlib import Path
 from typing import Any
 
@@ -79,6 +79,15 @@ class Census(TorchDispatchMode):
             live += 0 if number in left_out else nbytes
             most = max(most, live)
         return most
+
+
+def allocated(run: Callable[[], object]) -> int:
+    """The most bytes that torch's allocator for the CPU had given out in a run, less those at its start."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+        run()
+    assert profile.profiler is not None and profile.profiler.kineto_results is not None
+    events = [event for event in profile.profiler.kineto_results.events() if event.name() == "[memory]"]
+    return max(accumulate(event.nbytes() for event in sorted(events, key=lambda event: event.start_ns())))
 
 
 def _tensors(values: Any) -> list[torch.Tensor]:

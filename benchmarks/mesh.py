@@ -27,7 +27,7 @@ import argparse
 import json
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from itertools import accumulate, product
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +35,7 @@ import torch
 import torch.distributed as dist
 from contenders import TORCH, like, stage_modules
 from harness import RANK, RANKS, Contender, alternate, median_ratio, medians, over_ranks, start
+from memory import allocated
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor
@@ -224,12 +225,9 @@ def peak(contestant: Contestant) -> int:
     contestant.forget()
     contestant.run()
     gradients = sum(local_tensor(each.grad).nbytes for each in contestant.parameters if each.grad is not None)
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
-        contestant.run()
+    found = gradients + allocated(contestant.run)
     contestant.forget()
-    assert profile.profiler is not None and profile.profiler.kineto_results is not None
-    events = [event for event in profile.profiler.kineto_results.events() if event.name() == "[memory]"]
-    return gradients + max(accumulate(event.nbytes() for event in sorted(events, key=lambda event: event.start_ns())))
+    return found
 
 
 def check_losses(contestants: dict[str, Contestant]) -> None:

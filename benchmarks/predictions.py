@@ -1,7 +1,7 @@
 """Compare predicted steps with measured ones: seconds, and bytes of activations and messages at the peak.
 
     torchrun --nproc-per-node 2 benchmarks/predictions.py [--dims 64 256 512] [--backends eager inductor] [--schedules ..]
-        [--mesh dp_shard=2]
+        [--mesh dp_shard=2 | dp_replicate=2 | tp=2]
 
 Each case is a model, a backend and a schedule. Three predictions of the seconds of a step:
 
@@ -19,8 +19,8 @@ in the round, so a machine that becomes slower from one round to the next is no 
 --mesh: the ranks along `pp` are all divided by those of the dimension. Ranks that share cores are no fair test of seconds.
 
 Bytes: the plan's peak of all that a step adds to parameters and gradients, against a census of storages (memory.py) in a step
-that adds to gradients, the rank with the larger error. Of eager steps without shards, for the census does not see the memory
-that compiled code takes, nor that of gathered parameters (mesh.py compares the bytes of shards).
+that adds to gradients, the rank with the larger error. Compiled code and shards take memory that the census does not see:
+with them, on a CPU, the count is that of the allocator, which has the workspaces of kernels too.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ import torch
 import torch.distributed as dist
 from contenders import BACKENDS, TORCH, Case, Step, pipeline, pipeline_step
 from harness import RANK, RANKS, over_ranks, start, synchronize, wait_for_all
-from memory import peak
+from memory import allocated, peak
 from rich.console import Console
 from rich.table import Table
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -157,8 +157,10 @@ def cases(
         for _ in range(option.rounds):
             a_round(running, option, device, alone=mesh is None)
         for one in running:
-            if backend == "eager" and not (option.mesh or "").startswith("dp_shard"):
-                one.found.nbytes = peaks(one.pipe, one.step, device, RANK if mesh is None else mesh["pp"].get_local_rank())
+            eager = backend == "eager" and not (option.mesh or "").startswith("dp_shard")
+            if eager or device.type == "cpu":
+                measured = peak(one.step, device, fresh=False) if eager else float(allocated(one.step.losses))
+                one.found.nbytes = peaks(one, measured, RANK if mesh is None else mesh["pp"].get_local_rank())
             yield one.found
 
 
@@ -237,16 +239,16 @@ def predictions(
     return found
 
 
-def peaks(pipe: graphpp.Pipeline, step: Step, device: torch.device, rank: int) -> tuple[int, int]:
+def peaks(running: Running, measured: float, rank: int) -> tuple[int, int]:
     """The bytes of a step beside parameters and gradients, predicted and measured, of the rank where they differ most.
 
-    `rank`: this process's, along `pp`.
+    `rank`: this process's, along `pp`. The step before has left gradients.
     """
-    measured = peak(step, device, fresh=False)
-    grads = sum(local_tensor(each.grad).nbytes for each in step.parameters if each.grad is not None)
-    rows = sum(local_tensor(each).nbytes for each in step.parameters)
-    assert pipe.plan.memory is not None
-    own = pipe.plan.memory.ranks[rank]
+    grads = sum(local_tensor(each.grad).nbytes for each in running.step.parameters if each.grad is not None)
+    rows = sum(local_tensor(each).nbytes for each in running.step.parameters)
+    memory = running.pipe.plan.memory
+    assert memory is not None
+    own = memory.ranks[rank]
     foretold = own.peak - (own.optimizer + own.buffers + rows + grads)
     worst = max(over_ranks([float(foretold), measured]), key=lambda pair: abs(pair[0] / pair[1] - 1))
     return round(worst[0]), round(worst[1])

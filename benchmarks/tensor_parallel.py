@@ -24,14 +24,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from contenders import TORCH, like, stage_modules
+from contenders import TORCH, like, spread, stage_modules
 from harness import RANK, RANKS, Contender, alternate, median_ratio, medians, start
 from rich.console import Console
 from rich.table import Table
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.pipelining import PipelineStage
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from workloads import Size, Workload, add_sizes, workload
 
 import graphpp
@@ -65,15 +64,6 @@ class Case:
     def mesh(self) -> DeviceMesh:
         return _mesh(self.pp)
 
-    def spread(self, model: nn.Module, mesh: DeviceMesh) -> nn.Module:
-        """Spread the layers of a Llama; of a stage those that are there."""
-        column, row = ColwiseParallel(), RowwiseParallel()
-        plan: dict[str, Any] = {f"attention.{name}": column for name in ("wq", "wk", "wv")}
-        plan |= {"feed_forward.w1": column, "feed_forward.w3": column, "attention.wo": row, "feed_forward.w2": row}
-        for layer in model.layers:
-            parallelize_module(layer, mesh, plan)
-        return model
-
 
 @dataclass(frozen=True)
 class Contestant:
@@ -87,7 +77,7 @@ def ours(case: Case, backend: str) -> Contestant:
     mesh = case.mesh()
     inputs, targets = case.workload.batch(case.rows)
     pipe = graphpp.compile(
-        case.spread(case.workload.model(), mesh["tp"]),
+        spread(case.workload.model(), mesh["tp"]),
         case.workload.loss,
         example=graphpp.Microbatch((inputs,), target=targets),
         split=[f"layers.{layer}" for layer in case.cuts[1:-1]],
@@ -109,7 +99,7 @@ def torchs(case: Case) -> Contestant:
     stages = []
     for index in (index for index, rank in table.rank_of_stage.items() if rank == mesh["pp"].get_local_rank()):
         into, out = (like(value, cpu) for value in values[index : index + 2])
-        module = case.spread(modules[index], mesh["tp"])
+        module = spread(modules[index], mesh["tp"])
         stages.append(PipelineStage(module, index, case.stages, cpu, input_args=(into,), output_args=(out,), group=group))
     runner = TORCH[case.schedule](
         stages[0] if case.stages == case.pp else stages, case.microbatches, loss_fn=case.workload.loss

@@ -9,7 +9,9 @@ Contract
 
 Made-up values: floating numbers are random between 0 and 0.05 (so they are probabilities too, and have roots), integers 0 (a
 valid index everywhere), booleans True. Inputs of equal layout share memory among programs, and so do sums of gradients. Saved
-and received values are copied before each run. All programs together need about twice as much memory as the largest.
+and received values are copied before each run. Between the copies of saved values and the run, other memory is read and
+written, as other actions of a step do between a forward and its backward: a processor's own caches have the saved values no
+more. All programs together need about twice as much memory as the largest.
 """
 
 from __future__ import annotations
@@ -45,6 +47,8 @@ from graphpp.runtime.program import (
 from graphpp.runtime.task import StageBuffers, StepInputs, Task, TaskKey
 from graphpp.runtime.wiring import Wiring, wire
 
+_ELSEWHERE = 6 << 20  # bytes that other actions read and write: more than a core's own cache, less than the shared one
+
 
 @contextlib.contextmanager
 def apart(device: torch.device) -> Iterator[None]:
@@ -74,13 +78,20 @@ class Trial:
     """One program with made-up inputs; its gradients add up to sums, as over the microbatches of a step."""
 
     def __init__(
-        self, item: Program, graph: fx.Graph, values: _Values, sums: _Values, kernel: MatmulKernel | None = None
+        self,
+        item: Program,
+        graph: fx.Graph,
+        values: _Values,
+        sums: _Values,
+        elsewhere: torch.Tensor,
+        kernel: MatmulKernel | None = None,
     ) -> None:
-        """`kernel` multiplies the gradients of fused programs (None: torch does)."""
+        """`elsewhere`: memory that no program reads. `kernel` multiplies the gradients of fused programs (None: torch does)."""
         self._program, self._device = item, values.device
         made_up = values.of([node.meta["val"] for node in graph.find_nodes(op="placeholder")])
         self._wiring = _wired(item, made_up)
         self._values, self._targets = made_up, _targets(item, graph, values.device)
+        self._elsewhere = elsewhere
         self._runs = 0
         shared = self._wiring.shared_gradients
         self._sums = (FusedAccumulator if item.fused else Accumulator)(self._wiring.gradients.values(), shared, kernel)
@@ -106,7 +117,9 @@ class Trial:
             [values[index] for index in wiring.keys][:1],
         )
         buffers = StageBuffers(self._device, self._targets.__getitem__, inputs)
-        buffers.saved[0] = {name: _copy(values[index]) for index, name in wiring.saved}
+        if wiring.saved:
+            buffers.saved[0] = {name: _copy(values[index]) for index, name in wiring.saved}
+            self._elsewhere.add_(1)
         received = [_copy(values[index]) for index, _ in wiring.received]
         sink = MicrobatchSink(self._sums, self._runs, wiring.gradients) if wiring.gradients else None
         return Task(key, wiring, buffers, partial(_handed_over, received) if received else None, sink)
@@ -196,9 +209,10 @@ def warmed_up(
 ) -> list[Trial]:
     """A trial of each program, after a first run."""
     values, sums = _Values(device), _Values(device)
+    elsewhere = torch.zeros(_ELSEWHERE, dtype=torch.uint8, device=device)
     trials = []
     for item, graph in items:
-        trials.append(Trial(item, graph, values, sums, kernel))
+        trials.append(Trial(item, graph, values, sums, elsewhere, kernel))
         trials[-1].seconds()
     return trials
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import random
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -190,18 +190,41 @@ class Held:
         return (X.clone(),)
 
 
-def test_saved_and_received_values_die_in_the_program_as_in_a_step() -> None:
+def warm(phase: Phase, inputs: Sequence[Parameter | Saved | Received], run: Callable[[list[Any]], Any]) -> trials.Trial:
+    """A trial, which has run once, of a program that takes `inputs` and returns the layout of `X`."""
     graph = fx.Graph()
-    for name in ("weight", "saved", "arriving"):
-        graph.placeholder(name).meta["val"] = X
+    for role in inputs:
+        graph.placeholder(role.__class__.__name__).meta["val"] = X
     result = graph.call_function(torch.clone, tuple(graph.nodes)[:1])
     result.meta["val"] = X
     graph.output((result,))
+    (trial,) = trials.warmed_up([(Program(0, phase, tuple(inputs), (Sent("value"),), run), graph)], torch.device("cpu"))
+    return trial
+
+
+def test_saved_and_received_values_die_in_the_program_as_in_a_step() -> None:
     held = Held()
-    inputs = (Parameter("weight"), Saved("saved"), Received("arriving"))
-    item = Program(0, Phase.INPUT_GRAD, inputs, (Sent("gradient"),), held)
-    (trial,) = trials.warmed_up([(item, graph)], torch.device("cpu"))
+    trial = warm(Phase.INPUT_GRAD, (Parameter("weight"), Saved("saved"), Received("arriving")), held)
     assert trial.seconds() > 0 and held.alive == [1, 1], "the parameter alone"
+
+
+def test_other_memory_is_written_between_saved_values_and_their_reader(monkeypatch: pytest.MonkeyPatch) -> None:
+    order: list[str] = []
+    copy, add = trials._copy, torch.Tensor.add_
+    monkeypatch.setattr(trials, "_copy", lambda value: (order.append("copy"), copy(value))[1])
+    monkeypatch.setattr(torch.Tensor, "add_", lambda self, by: (order.append(f"{self.nbytes >> 20} MiB"), add(self, by))[1])
+
+    def run(arguments: list[Any]) -> tuple[Any, ...]:
+        order.append("run")
+        arguments.clear()
+        return (X.clone(),)
+
+    forward = warm(Phase.FORWARD, (Parameter("weight"), Received("arriving")), run)
+    backward = warm(Phase.INPUT_GRAD, (Parameter("weight"), Saved("saved"), Received("arriving")), run)
+    order.clear()
+    forward.seconds()
+    backward.seconds()
+    assert order == ["copy", "run", "copy", "6 MiB", "copy", "run"]
 
 
 def test_nothing_made_up_stays(cache: Path) -> None:
