@@ -5,20 +5,22 @@ Contract
 - `recording()` stands in for the streams and events of `torch.cuda` while this thread's operators run on CPU. Each one
   is a kernel on the current stream; operators that only allocate or make views run no kernel. An operation of a group of
   `tests.rendezvous` runs on the stream of its communicator, after what the current stream had when it was called, and
-  `Work.wait` makes the current stream wait for it. `item` makes the host wait for the current stream.
+  `Work.wait` makes the current stream wait for it. `item` makes the host wait for the current stream. Operators of
+  `on_host` are the caller's own on memory of the host.
 - A collective holds its tensors until its wait, as the handles of torch do. A message holds none, which is stricter than torch.
 - `Trace` keeps one vector clock for each stream and one for the host. A kernel starts after what its stream and the host knew
   when it was launched. A read must start after the last write of its memory, a write after the last write and all reads.
-- Freed memory goes back to the stream that allocated it, in the order of the host's calls, as in torch's caching allocator:
-  that stream must have waited for all uses on others, or `record_stream` must have named them. Pinned memory is handed out
-  again only when its copies are done.
+- Freed memory goes back to the stream that allocated it, in the order of the host's calls, as in torch's caching allocator.
+  Whatever that stream allocates next may be the same memory: its first kernel must start after all uses of what was freed,
+  but for those that `record_stream` named. A storage that shrinks to nothing (`resize_`) is freed, and allocated anew when it
+  grows. Pinned memory is handed out again only when its copies are done.
 - Memory is a storage; two views of one storage count as the same memory. Each race is a sentence in `Trace.races`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 from unittest.mock import patch
@@ -41,6 +43,7 @@ class Use:
     kernel: str
     stream: str
     time: int
+    memory: str
 
     def __str__(self) -> str:
         return f"{self.kernel} (number {self.time} on {self.stream})"
@@ -67,6 +70,7 @@ class Trace:
         self.memories: dict[Any, Memory] = {}
         self.races: list[str] = []
         self.freed = 0
+        self._reusable: dict[str, dict[str, Use]] = {}  # for each stream the last uses, by stream, of memory freed to it
 
     @property
     def kernels(self) -> Clock:
@@ -74,20 +78,23 @@ class Trace:
         return {stream: clock[stream] for stream, clock in self.clocks.items() if stream in clock}
 
     def allocate(self, key: Any, name: str, stream: str, *, pinned: bool = False) -> None:
-        self.memories[key] = Memory(name, stream, pinned)
+        before = {} if pinned else dict(self._reusable.get(stream, {}))
+        self.memories[key] = Memory(name, stream, pinned, readers=before)
 
     def kernel(self, name: str, stream: str, reads: Iterable[Any] = (), writes: Iterable[Any] = ()) -> None:
         """Launch a kernel."""
         clock = self._clock(stream)
         self._join(clock, self.clocks[HOST])
         clock[stream] = clock.get(stream, 0) + 1
-        use, written = Use(name, stream, clock[stream]), set(writes)
+        written = set(writes)
         for key in {*reads, *written}:
             memory = self.memories[key]
+            use = Use(name, stream, clock[stream], memory.name)
             before = [memory.writer, *(memory.readers.values() if key in written else ())]
             for other in before:
                 if other is not None and not _reached(clock, other):
-                    self._race(memory, f"{'written' if key in written else 'read'} by {use}", other, stream)
+                    self._race(memory, "written" if key in written else "read", use, other)
+                    self._join(clock, {other.stream: other.time})  # later kernels race as little as with this wait
             if key in written:
                 memory.writer, memory.readers = use, {}
             else:
@@ -110,14 +117,15 @@ class Trace:
         """Hand memory back to the stream that allocated it."""
         memory = self.memories.pop(key)
         self.freed += 1
-        clock = {**self._clock(memory.stream)}
-        self._join(clock, self.clocks[HOST])
-        for use in memory.used.values():
-            if not (memory.pinned or use.stream in memory.deferred or _reached(clock, use)):
-                self._race(memory, f"freed to {memory.stream}", use, memory.stream)
+        uses = () if memory.pinned else (use for stream, use in memory.used.items() if stream not in memory.deferred)
+        pool = self._reusable.setdefault(memory.stream, {})
+        for use in uses:
+            pool[use.stream] = max(use, pool.get(use.stream, use), key=lambda each: each.time)
 
-    def _race(self, memory: Memory, what: str, other: Use, stream: str) -> None:
-        self.races.append(f"{memory.name} is {what}, which does not wait for {other}: {stream} must wait for {other.stream}")
+    def _race(self, memory: Memory, what: str, use: Use, other: Use) -> None:
+        place = "" if other.memory == memory.name else f" in the place of {other.memory}, which was freed,"
+        wait = f"{use.stream} must wait for {other.stream}"
+        self.races.append(f"{memory.name} is {what}{place} by {use}, which does not wait for {other}: {wait}")
 
     def _clock(self, stream: str) -> Clock:
         return self.clocks.setdefault(stream, {})
@@ -187,8 +195,27 @@ class Recorder(TorchDispatchMode):
     def sweep(self) -> None:
         """Note memory that was freed since the last call of the device."""
         for key in [key for key, reference in self._known.items() if reference.expired()]:
-            self.trace.free(key)
+            if key in self.trace.memories:
+                self.trace.free(key)
             del self._known[key]
+
+    def resize(self, storage: torch.UntypedStorage, nbytes: int) -> None:
+        """Note that a storage's memory goes, or comes."""
+        self.sweep()
+        key = storage._cdata
+        if key in self.trace.memories:
+            self.trace.free(key)
+        if nbytes:
+            self._known.setdefault(key, StorageWeakRef(storage))
+            self._allocated += 1
+            self.trace.allocate(key, f"memory {self._allocated} of {nbytes} bytes", self.current)
+
+    def is_pinned(self, tensor: torch.Tensor) -> bool:
+        return self.trace.memories[self.key(tensor)].pinned
+
+    def on_host(self) -> AbstractContextManager[None]:
+        """Operators that the host runs itself."""
+        return self.on(FakeStream(self, HOST))
 
     def new_stream(self) -> FakeStream:
         self._streams += 1
@@ -239,11 +266,14 @@ class FakeStream:
 class FakeEvent:
     """Stands in for `torch.cuda.Event`; one that was not recorded waits for nothing, as on CUDA."""
 
-    def __init__(self) -> None:
-        self.clock: Clock = {}
+    def __init__(self, recorder: Recorder) -> None:
+        self.recorder, self.clock = recorder, Clock()
 
     def record(self, stream: FakeStream) -> None:
-        self.clock = stream.recorder.trace.snapshot(stream.name)
+        self.clock = self.recorder.trace.snapshot(stream.name)
+
+    def synchronize(self) -> None:
+        self.recorder.trace.wait(HOST, self.clock)
 
 
 @contextmanager
@@ -252,15 +282,24 @@ def recording() -> Iterator[Recorder]:
     recorder = Recorder()
     fakes: dict[str, Callable[..., Any]] = {
         "Stream": lambda device=None: recorder.new_stream(),
-        "Event": FakeEvent,
+        "Event": lambda: FakeEvent(recorder),
         "current_stream": lambda device=None: FakeStream(recorder, recorder.current),
         "stream": recorder.on,
+        "graph_pool_handle": lambda: (0, 0),
     }
+    resize = torch.UntypedStorage.resize_
+
+    def resized(storage: torch.UntypedStorage, nbytes: int) -> Any:
+        recorder.resize(storage, nbytes)
+        return resize(storage, nbytes)
+
     with ExitStack() as stack:
         for name, fake in fakes.items():
             stack.enter_context(patch.object(torch.cuda, name, fake))
         for target, name, replacement in _communication(recorder):
             stack.enter_context(patch.object(target, name, replacement))
+        stack.enter_context(patch.object(torch.UntypedStorage, "resize_", resized))
+        stack.enter_context(patch.object(torch.Tensor, "is_pinned", lambda tensor: recorder.is_pinned(tensor)))
         stack.enter_context(recorder)
         yield recorder
         recorder.sweep()

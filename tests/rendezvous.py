@@ -11,6 +11,8 @@ Contract
   (`init_process_group(device_id=...)`: `Rules.EAGER`), on the group's.
 - `Rules.SERIAL` is stricter than NCCL: all operations of a rank run on one stream, as where the kernels of one communicator
   fill the GPU and those of another wait for them.
+- `Rules.BLOCKING` is stricter still: each call returns when the operation has ended. So it is where the host waits for the
+  whole device between any two calls, as it does when CUDA allocates memory or a graph is recorded.
 - The first operation on a communicator makes it, which holds the calling thread until all ranks of the communicator call one.
 - Ranks whose operations on one communicator differ in kind, size or dtype raise `OrderError`. Ranks that wait for each other
   in a circle raise after some time, and name the operation at the head of each stream.
@@ -58,6 +60,7 @@ class Rules(Enum):
     LAZY = "those of one communicator; a single message has one for its two ranks"
     EAGER = "those of one group"
     SERIAL = "all"
+    BLOCKING = "all, and the host waits for each"
 
 
 class OrderError(RuntimeError):
@@ -104,13 +107,15 @@ class Stream:
     head: str = "nothing"
     thread: threading.Thread | None = None
 
-    def put(self, what: str, run: Callable[[], None]) -> dist.Work:
-        """Add an operation to the stream's end."""
+    def put(self, what: str, run: Callable[[], None], *, blocking: bool = False) -> dist.Work:
+        """Add an operation to the stream's end; `blocking`: and wait for it."""
         if self.thread is None:
             self.thread = threading.Thread(target=self._serve, daemon=True, name=self.name)
             self.thread.start()
         handle = Handle(what)
         self.calls.put((handle, run))
+        if blocking:
+            handle.wait()
         return handle
 
     def end(self) -> None:
@@ -167,7 +172,7 @@ class RendezvousGroup(dist.ProcessGroup):
         facts = [(each.dtype, None if uneven else each.numel()) for each in tensors_of(everywhere)]
         what = self._logged(f"{name} {facts}")
         run = partial(self._on_wire, name, args)
-        return self._stream().put(what, partial(self._collective, what, run))
+        return self._put(self._stream(), what, partial(self._collective, what, run))
 
     def _on_wire(self, name: str, args: Sequence[Any]) -> list[dist.Work]:
         """Start the collective over gloo, whose coalesced gathers corrupt memory (`graphpp/_torch/gloo_gathers.py`)."""
@@ -185,7 +190,10 @@ class RendezvousGroup(dist.ProcessGroup):
         """Start messages as one operation. `batched`: on the group's communicator."""
         pair = () if batched else tuple(sorted((self._own, messages[0].peer)))
         what = self._logged(" + ".join(map(str, messages)))
-        return self._stream(pair).put(what, partial(self._exchange, messages, 10 + 10 * batched))
+        return self._put(self._stream(pair), what, partial(self._exchange, messages, 10 + 10 * batched))
+
+    def _put(self, stream: Stream, what: str, run: Callable[[], None]) -> dist.Work:
+        return stream.put(what, run, blocking=self.rules is Rules.BLOCKING)
 
     def _logged(self, what: str) -> str:
         self.log.append(what)
@@ -201,7 +209,7 @@ class RendezvousGroup(dist.ProcessGroup):
             except RuntimeError as error:
                 raise OrderError(f"rank {self._own} makes {name}, another rank does not.\n{heads()}") from error
             own = Stream(f"rank {self._own} of {self._ranks}, {name} in group {self.group_name}")
-            self._streams[pair] = self.only if self.rules is Rules.SERIAL else own
+            self._streams[pair] = self.only if self.rules in (Rules.SERIAL, Rules.BLOCKING) else own
         return self._streams[pair]
 
     def end(self) -> None:

@@ -1,13 +1,16 @@
 """Streams and events: no memory is read, written or freed before its last use on another stream."""
 
 import re
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+import graphpp
 from graphpp.backends.cuda_graphs import CudaGraphRecorder
 from graphpp.runtime.offloader import CudaMover
+from graphpp.streams import InputCopies
 from tests.device_trace import COMPUTE, HOST, FakeStream, Trace, recording
 
 CPU = torch.device("cpu")
@@ -31,8 +34,8 @@ def crossing(*, out: bool = True, back: bool = True, freed: bool = False, deferr
         trace.defer("x", SIDE)
     if freed:
         trace.free("x")
-    else:
-        trace.kernel("overwrite", COMPUTE, writes=["x"])
+        trace.allocate("x", "y", COMPUTE)
+    trace.kernel("overwrite", COMPUTE, writes=["x"])
     return trace
 
 
@@ -46,7 +49,7 @@ def test_right_orders_have_no_race(options: dict[str, bool]) -> None:
     [
         ({"out": False}, r"x is read by copy .* does not wait for make .*: side stream must wait for the compute stream"),
         ({"back": False}, r"x is written by overwrite .* does not wait for copy .*: the compute stream must wait for side"),
-        ({"back": False, "freed": True}, r"x is freed to the compute stream, which does not wait for copy"),
+        ({"back": False, "freed": True}, r"y is written in the place of x, which was freed, by overwrite .* not wait for copy"),
     ],
 )
 def test_a_missing_wait_is_a_race(options: dict[str, bool], race: str) -> None:
@@ -81,6 +84,7 @@ def offload() -> list[str]:
         left = mover.evict(torch.ones(5))
         mover.abandon()
         del left
+        torch.ones(5)
     assert recorder.trace.kernels["side stream 1"] == 7
     assert recorder.trace.freed
     return recorder.trace.races
@@ -96,7 +100,11 @@ def ignore(*args: Any) -> None:
 
 @pytest.mark.parametrize(
     ("target", "name", "race"),
-    [(FakeStream, "wait_event", "freed"), (FakeStream, "wait_stream", "read by copy_"), (CudaMover, "abandon", "freed")],
+    [
+        (FakeStream, "wait_event", "which was freed"),
+        (FakeStream, "wait_stream", "read by copy_"),
+        (CudaMover, "abandon", "which was freed"),
+    ],
 )
 def test_an_offloader_without_one_of_its_waits_races(
     monkeypatch: pytest.MonkeyPatch, target: type, name: str, race: str
@@ -107,8 +115,7 @@ def test_an_offloader_without_one_of_its_waits_races(
 
 def warm_up() -> list[str]:
     """A run on the stream of the recordings; its argument and its result are used on the current stream."""
-    with pytest.MonkeyPatch.context() as patched, recording() as recorder:
-        patched.setattr(torch.cuda, "graph_pool_handle", lambda: (0, 0))
+    with recording() as recorder:
         given = torch.ones(4) * 2
         (result,) = CudaGraphRecorder(CPU).warm_up(lambda: [given * 3])
         given.add_(1)
@@ -123,4 +130,63 @@ def test_the_warm_up_of_recordings_is_ordered() -> None:
 
 def test_a_warm_up_without_its_waits_races(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(FakeStream, "wait_stream", ignore)
-    assert len(warm_up()) == 3
+    assert len(warm_up()) == 2
+
+
+def failing_warm_up() -> list[str]:
+    """A run that raises when it has read its argument, which is freed and whose memory is taken again."""
+
+    def run(given: torch.Tensor) -> list[torch.Tensor]:
+        given.sum()
+        raise RuntimeError("out of luck")
+
+    with recording() as recorder:
+        given = torch.ones(4) * 2
+        with pytest.raises(RuntimeError, match="out of luck"):
+            CudaGraphRecorder(CPU).warm_up(lambda: run(given))
+        del given
+        torch.ones(4)
+    return recorder.trace.races
+
+
+def test_a_warm_up_that_fails_is_waited_for() -> None:
+    assert failing_warm_up() == []
+
+
+def test_memory_that_a_storage_gives_back_is_freed() -> None:
+    with recording() as recorder:
+        memory, side = torch.ones(4), torch.cuda.Stream(CPU)
+        side.wait_stream(torch.cuda.current_stream(CPU))
+        with torch.cuda.stream(side):
+            memory.sum()
+        memory.untyped_storage().resize_(0)
+        memory.untyped_storage().resize_(16)
+        memory.fill_(1)
+    (race,) = recorder.trace.races
+    assert "is written in the place of memory 1 of [4] torch.float32, which was freed," in race
+
+
+def changed_input(*, finish: bool) -> list[str]:
+    """A caller writes to pinned memory that a step has copied to the device."""
+    with recording() as recorder:
+        copies = InputCopies(torch.device("cpu", 0))  # another device than that of the batch
+        with recorder.on_host():
+            batch = torch.empty(4, pin_memory=True).fill_(1)
+        copies.take(batch).sum()
+        if finish:
+            copies.finish()
+        with recorder.on_host():
+            batch.add_(1)
+    return recorder.trace.races
+
+
+def test_inputs_may_be_changed_after_a_step() -> None:
+    assert changed_input(finish=True) == []
+    (race,) = changed_input(finish=False)
+    assert re.search(r"is written by add_ .*, which does not wait for _to_copy .*: the host must wait for the compute", race)
+
+
+def test_streams_and_pinned_memory_stand_in_one_module() -> None:
+    private = re.compile(r"torch\.cuda\.(Stream|Event|stream|current_stream|synchronize)\(|pin_memory|wait_stream|wait_event")
+    files = [path for path in Path(graphpp.__file__).parent.rglob("*.py") if private.search(path.read_text())]
+    assert [path.name for path in files] == ["streams.py"]

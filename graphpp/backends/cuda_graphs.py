@@ -34,6 +34,7 @@ from graphpp.runtime.gradients.gradient_sink import GradientSink, ReturningSink
 from graphpp.runtime.program import Program
 from graphpp.runtime.strided_copies import buffer_like, copy_all, copy_elements
 from graphpp.runtime.transport import ReceiveBuffer
+from graphpp.streams import SideStream
 
 WARM_UPS = 2
 RECORDINGS = 8
@@ -61,22 +62,18 @@ class CudaGraphRecorder:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self._stream = torch.cuda.Stream(device)
+        self._stream = SideStream(device)
         self._pool = torch.cuda.graph_pool_handle()
 
     def warm_up(self, run: Callable[[], Sequence[Any]]) -> Sequence[Any]:
         """Run on the stream of the recordings: libraries keep one workspace per stream, which the warm-up allocates."""
-        current = torch.cuda.current_stream(self.device)
-        self._stream.wait_stream(current)
-        with torch.cuda.stream(self._stream):
-            results = run()
-        current.wait_stream(self._stream)
-        return results
+        with self._stream.in_place_of_current():
+            return run()
 
     def record(self, run: Callable[[], Sequence[Any]]) -> tuple[Callable[[], None], Sequence[Any]]:
         """Capture in thread-local mode: other threads (NCCL's watchdog, data loaders) may use CUDA meanwhile."""
         graph = torch.cuda.CUDAGraph()
-        capturing = torch.cuda.graph(graph, self._pool, self._stream, capture_error_mode="thread_local")
+        capturing = torch.cuda.graph(graph, self._pool, self._stream.stream, capture_error_mode="thread_local")
         with torch.cuda.device(self.device), capturing:
             results = run()
         return graph.replay, results

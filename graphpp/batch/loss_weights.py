@@ -22,6 +22,7 @@ from torch.amp import GradScaler
 from graphpp.arguments import COUNT, one_of, or_none, require
 from graphpp.errors import BatchError, GraphPPError
 from graphpp.options.gradients import Reduction
+from graphpp.streams import from_host
 
 LossWeight = float | Sequence[float] | torch.Tensor
 _SCALER = or_none(one_of(GradScaler, takes="a torch.amp.GradScaler"))
@@ -92,9 +93,7 @@ class LossWeighting:
     def step_loss(self, losses: torch.Tensor) -> torch.Tensor:
         """The step's loss, 0-dim, from the losses of its microbatches, [microbatches]."""
         if self.weights is not None:
-            # Pinned: copying from pageable memory would make the host wait.
-            weights = torch.tensor(self.weights, dtype=losses.dtype, pin_memory=losses.is_cuda)
-            return (losses * weights.to(losses.device, non_blocking=True)).sum()
+            return (losses * from_host(torch.tensor(self.weights, dtype=losses.dtype), losses.device)).sum()
         return losses.sum() if self.reduction == "sum" else losses.mean()
 
 

@@ -34,6 +34,7 @@ from graphpp.schedules.simulate.timeline import Event, Timeline
 from graphpp.schedules.table.actions import SENDS, Action, Kind, peer
 from graphpp.schedules.table.costs import Costs, StageCosts
 from graphpp.schedules.table.schedule import Schedule
+from graphpp.streams import wait_for_device
 from graphpp.units import spell_bytes, spell_time
 
 K = TypeVar("K", bound=Hashable)
@@ -322,8 +323,7 @@ def _half_a_round(transport: Transport, metas: Sequence[TensorMeta], peer: int, 
                 arriving = transport.incoming(metas, peer)
                 transport.start([arriving])
                 transport.wait(arriving.message)
-        if transport.device.type == "cuda":
-            torch.cuda.synchronize(transport.device)
+        wait_for_device(transport.device)
         rounds.append(time.perf_counter() - began)
     transport.flush()
     return median(rounds[1:]) / 2

@@ -28,6 +28,7 @@ from graphpp.schedules.rewrite.merge_backward import merge_backward, without_ove
 from graphpp.schedules.rewrite.split_backward import split_backward
 from graphpp.schedules.table.actions import Kind
 from graphpp.schedules.table.schedule import Schedule
+from graphpp.streams import wait_for_device
 
 
 class WholeStep(Protocol):
@@ -74,8 +75,7 @@ class Trials:
             barrier(place)  # so that no rank's first wait includes another rank's late start
             began = time.perf_counter()
             step(recorder)
-            if place.device.type == "cuda":
-                torch.cuda.synchronize(place.device)
+            wait_for_device(place.device)
             return time.perf_counter() - began
 
 

@@ -29,6 +29,7 @@ from graphpp.runtime.strided_copies import elements_of, meta_of
 from graphpp.runtime.transport import ReceiveBuffer
 from graphpp.schedules.table.actions import Action, Kind
 from graphpp.schedules.table.offload_window import OffloadWindow
+from graphpp.streams import SideStream, host_memory_for
 
 HostCopy = TypeVar("HostCopy")
 
@@ -92,17 +93,17 @@ class CudaMover:
     """Copies between one GPU and pinned memory, on a CUDA stream of its own."""
 
     def __init__(self, device: torch.device) -> None:
-        self._device, self._stream = device, torch.cuda.Stream(device)
+        self._device, self._stream = device, SideStream(device)
 
     def evict(self, value: torch.Tensor) -> _PinnedCopy:
         """Copy the value to the host as soon as the current stream has made it; its memory is held until `free`."""
         elements = elements_of(value)
-        host = torch.empty(elements.shape, dtype=elements.dtype, pin_memory=True)
+        host = host_memory_for(elements, pinned=True)
         return _PinnedCopy(meta_of(value), host, elements, self._copy(host, elements))
 
     def free(self, copy: _PinnedCopy) -> None:
         """Let the current stream wait for the copy; tensors allocated from now on may take the memory."""
-        torch.cuda.current_stream(self._device).wait_event(copy.done)
+        self._stream.join(copy.done)
         copy.source = None
 
     def prefetch(self, copy: _PinnedCopy) -> None:
@@ -113,20 +114,17 @@ class CudaMover:
     def restore(self, copy: _PinnedCopy) -> torch.Tensor:
         """Let the current stream wait for the copy; the value."""
         assert copy.buffer is not None, "a value was restored before it was prefetched"
-        torch.cuda.current_stream(self._device).wait_event(copy.done)
+        self._stream.join(copy.done)
         return copy.buffer.value()
 
     def abandon(self) -> None:
         """Let the current stream wait for all copies, so that it cannot reuse their memory before they are done."""
-        torch.cuda.current_stream(self._device).wait_stream(self._stream)
+        self._stream.join()
 
     def _copy(self, into: torch.Tensor, source: torch.Tensor) -> torch.cuda.Event:
-        self._stream.wait_stream(torch.cuda.current_stream(self._device))
-        with torch.cuda.stream(self._stream):
+        with self._stream.forked():
             into.copy_(source, non_blocking=True)
-        done = torch.cuda.Event()
-        done.record(self._stream)
-        return done
+        return self._stream.mark()
 
 
 def mover_for(device: torch.device) -> Mover[Any]:
@@ -199,7 +197,7 @@ class Offloader(Generic[HostCopy]):
 
     def drop(self) -> None:
         """Forget the evicted values of a step that failed."""
-        if any(eviction.copies for eviction in self._evictions):
+        if self._evictions:
             self._mover.abandon()
         for eviction in self._evictions:
             eviction.copies.clear()

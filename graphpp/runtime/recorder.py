@@ -16,6 +16,7 @@ from typing import Any, Protocol
 import torch
 
 from graphpp.schedules.table.actions import Action, message, upstream
+from graphpp.streams import timing_event, wait_for_device
 
 ActionFunction = Callable[[], object]  # does one action
 
@@ -47,15 +48,14 @@ class WallClock:
 class StreamClock:
     """The clock of CUDA: events of the current stream, relative to one at which the device was idle."""
 
-    def __init__(self) -> None:
-        torch.cuda.synchronize()
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        wait_for_device(device)
         self._origin, self._at = self.mark(), time.perf_counter()
 
     def mark(self) -> torch.cuda.Event:
         """An event that the stream reaches when its work so far is done."""
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event
+        return timing_event(self._device)
 
     def seconds(self, mark: torch.cuda.Event) -> float:
         """The time of a mark; waits until the stream has reached it."""
@@ -65,7 +65,7 @@ class StreamClock:
 
 def clock_of(device: torch.device) -> EventClock:
     """The clock of a device."""
-    return StreamClock() if device.type == "cuda" else WallClock()
+    return StreamClock(device) if device.type == "cuda" else WallClock()
 
 
 @dataclass

@@ -8,7 +8,7 @@ Contract
   step calls these functions in order.
 - After `step`: the losses of all microbatches are available on every rank, and `param.grad` has the gradients, accumulated in
   microbatch order.
-- After a step that failed, the runner holds no value of it.
+- When a step has returned, the caller may write to its inputs again. After a step that failed, the runner holds no value of it.
 """
 
 from __future__ import annotations
@@ -164,6 +164,8 @@ class GraphPPRunner:
                     self._loop.run(None if self._recorder is None else self._recorder.run)
                 self.transport.flush()
                 self._finish()
+            for stage in self.stages.values():
+                stage.buffers.copies.finish()
             self._bubble = self.transport.waited / max(time.perf_counter() - began, 1e-9)
         except BaseException:
             self._drop()

@@ -26,6 +26,7 @@ from graphpp.runtime.shards.layer_gradients import LayerReducer, LayerSink
 from graphpp.runtime.task import Receive, StageBuffers, StepInputs, Task, TaskKey
 from graphpp.runtime.transport import PendingMessage, Transport
 from graphpp.runtime.wiring import Wiring, wire
+from graphpp.streams import InputCopies
 
 
 @dataclass(frozen=True)
@@ -96,7 +97,7 @@ class GraphStage:
         shared = {fqn for wiring in backwards for fqn in wiring.shared_gradients}
         accumulator = FusedAccumulator if any(wiring.program.fused for wiring in backwards) else Accumulator
         self.gradients = accumulator(fqns, shared, kernel)
-        self.buffers = StageBuffers(transport.device)
+        self.buffers = StageBuffers(InputCopies(transport.device))
 
     @property
     def is_first(self) -> bool:

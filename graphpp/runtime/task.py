@@ -25,6 +25,7 @@ from graphpp.runtime.gradients.gradient_sink import GradientSink
 from graphpp.runtime.program import Phase, Program
 from graphpp.runtime.transport import Message
 from graphpp.runtime.wiring import Wiring
+from graphpp.streams import InputCopies
 
 Receive = Callable[[], Sequence[torch.Tensor]]  # the values that cross into the stage, once they have arrived
 
@@ -42,11 +43,11 @@ class StepInputs:
 class StageBuffers:
     """The values of one stage that are alive during a step, by microbatch, or by (direction F or B, microbatch).
 
-    `received`: messages from other ranks; `outgoing`: values for the neighbouring stages. `parameter_or_buffer` gives the
-    model's tensors by FQN; it and `inputs` are None outside of a step.
+    `copies`: brings inputs to the device; `received`: messages from other ranks; `outgoing`: values for the neighbouring stages.
+    `parameter_or_buffer` gives the model's tensors by FQN; it and `inputs` are None outside of a step.
     """
 
-    device: torch.device
+    copies: InputCopies
     parameter_or_buffer: Callable[[str], torch.Tensor] | None = None
     inputs: StepInputs | None = None
     received: dict[tuple[str, int], Message] = field(default_factory=dict)
@@ -122,7 +123,7 @@ class Task:
         wiring, inputs, microbatch = self._wiring, self._buffers.inputs, self._microbatch
         assert inputs is not None, "begin() comes first"
         for index, path in wiring.inputs:
-            arguments[index] = inputs.tensors[microbatch][path].to(self._buffers.device, non_blocking=True)
+            arguments[index] = self._buffers.copies.take(inputs.tensors[microbatch][path])
         for index in wiring.seeds:
             arguments[index] = inputs.seeds[microbatch]
         for index in wiring.keys:

@@ -1,11 +1,7 @@
-"""CUDA graphs without CUDA: a recorder for the CPU whose recordings behave like graphs of one memory pool.
-
-Recording a program does not execute it. A replay runs it on the recorded memory and overwrites the results of every other
-recording in the pool. So a test fails if a result is read after another replay, or if an argument was not copied in.
-"""
+"""Programs that are replayed as CUDA graphs, by a recorder for the CPU (`tests/cuda_graph_pool.py`)."""
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -19,46 +15,10 @@ from graphpp.passes.graph.cuda_graph_obstacles import cuda_graph_obstacle
 from graphpp.runtime.gradients.gradient_sink import ReturningSink
 from graphpp.runtime.program import Constant, Gradient, Input, Loss, Parameter, Phase, Program, RandomKey, Saved, Sent
 from tests import internals
+from tests.cuda_graph_pool import Pool, Results
 from tests.movers import CopyingMover, moving_by
 from tests.runtime.test_offloader import ALL
 from tests.training import capturing_once, differences, eager, train
-
-Results = Sequence[Any]
-
-
-class Pool:
-    """A `GraphRecorder` whose recordings share their memory: each replay overwrites the results of all recordings."""
-
-    def __init__(self) -> None:
-        self.device = torch.device("cpu")
-        self.recordings = self.replays = self.warm_ups = 0
-        self._results: list[Results] = []
-
-    def warm_up(self, run: Callable[[], Results]) -> Results:
-        self.warm_ups += 1
-        return run()
-
-    def record(self, run: Callable[[], Results]) -> tuple[Callable[[], None], Results]:
-        self.recordings += 1
-        results = [None if each is None else each.clone(memory_format=torch.preserve_format) for each in run()]
-        self._results.append(results)
-        spoil(results)
-
-        def replay() -> None:
-            self.replays += 1
-            for others in self._results:
-                spoil(others)
-            for mine, new in zip(results, run(), strict=True):
-                if mine is not None:
-                    mine.copy_(new)
-
-        return replay, results
-
-
-def spoil(values: Results) -> None:
-    for value in (value for value in values if value is not None):
-        value.fill_(float("nan") if value.is_floating_point() else 1)
-
 
 @pytest.fixture(autouse=True, scope="module")
 def one_capture() -> Iterator[None]:

@@ -1,12 +1,15 @@
 """Trainings on a model of CUDA's streams (`tests/device_trace.py`): no memory is reused before its last use.
 
 Contract: each case names the streams that have to work in it. A training that lacks one kind of wait has a race in its trace.
+Programs of `GRAPHS` are replayed by `tests.cuda_graph_pool.TracedPool`.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
+from itertools import starmap
+from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
 from unittest.mock import patch
@@ -17,30 +20,42 @@ import torch
 import graphpp
 from graphpp.options.offload import Offload
 from graphpp.runtime.offloader import CudaMover
+from graphpp.runtime.program import Phase
+from graphpp.runtime.task import Task
 from graphpp.schedules.generate.read import default_stages, make_table
 from graphpp.schedules.rewrite.add_send_recv import add_send_recv
 from graphpp.schedules.rewrite.batch_p2p import batch_p2p
+from tests import expert_parallel, tensor_parallel
+from tests.cuda_graph_pool import TracedPool
 from tests.device_trace import COMPUTE, FakeStream, Recorder, recording
 from tests.distributed import run_ranks
+from tests.exhaustive import further
+from tests.internals import recording_by
 from tests.movers import moving_by
 from tests.rendezvous import Rules, nccl_rules
 from tests.sharding import Mesh, train_on_mesh
 from tests.special_models import CUTS
-from tests.training import CASES, capturing, compiled, step, train
+from tests.test_attention import train as train_with_context
+from tests.training import CASES, capturing, compiled, same, step, train
 
 OFFLOAD = graphpp.Memory(offload=Offload(least_bytes=0))
 RECOMPUTE = graphpp.Memory(recompute="full")
-MOVER, PAIR, GROUP = "side stream 1", "communicator of (0, 1)", "communicator of all"
+BOTH = graphpp.Memory(recompute="full", offload=Offload(least_bytes=0))
+GRAPHS = graphpp.Eager(cudagraphs=True)
+MOVER, RECORDER, PAIR, GROUP = "side stream 1", "side stream 2", "communicator of (", "communicator of all"
 SHARDS, REPLICAS = Mesh((2,), ("dp_shard",)), Mesh((2,), ("dp_replicate",))
+EXPERTS, TENSORS, CONTEXT = Mesh((2,), ("ep",)), Mesh((2,), ("tp",)), {"pp": 1, "cp": 2}
+PIPE_SHARDS, PIPE_EXPERTS = Mesh((2, 2), ("pp", "dp_shard")), Mesh((2, 2), ("pp", "ep"))
 
 
 class Found(NamedTuple):
-    """The races of a rank, its kernels by stream, and how many values it evicted and prefetched."""
+    """The races of a rank, its kernels by stream, how many values it evicted and prefetched, and replays of programs."""
 
     races: list[str]
     kernels: dict[str, int]
     evicted: int
     prefetched: int
+    replays: int
 
     def on(self, part: str) -> int:
         """The kernels of the streams whose names contain a text."""
@@ -64,11 +79,11 @@ class CountingMover(CudaMover):
 def traced(rank: int, ranks: int, folder: Path, fn: Callable[..., Any], *args: Any) -> Found:
     """Trace a function of a rank, which trains over NCCL's rules and offloads by the mover of a GPU."""
     with nccl_rules(rank, ranks, folder, Rules.LAZY), recording() as recorder:
-        mover = CountingMover(torch.device("cpu"))
-        with moving_by(mover):
+        mover, pool = CountingMover(torch.device("cpu")), TracedPool()
+        with moving_by(mover), recording_by(pool):
             fn(rank, *args)
         assert recorder.trace.freed
-    return Found(recorder.trace.races, recorder.trace.kernels, mover.evicted, mover.prefetched)
+    return Found(recorder.trace.races, recorder.trace.kernels, mover.evicted, mover.prefetched, pool.replays)
 
 
 def pipeline(rank: int, schedule: str, model: str, batched: bool, options: Mapping[str, Any]) -> None:
@@ -79,19 +94,33 @@ def pipeline(rank: int, schedule: str, model: str, batched: bool, options: Mappi
     train(rank, model, {"split": CUTS[stages], "microbatches": 4, "schedule": table, **options}, 2)
 
 
-def evaluation(rank: int) -> None:
-    """An evaluation between two steps."""
+def evaluation(rank: int, options: Mapping[str, Any]) -> None:
+    """An evaluation between any two of three steps."""
     with capturing("skip"):
         case = CASES["skip"]()
-        pipe = compiled(case, split=CUTS[2], schedule="1F1B", microbatches=4)
-        step(pipe, case.batch)
-        pipe.eval(*case.batch.args, target=case.batch.target, **case.batch.kwargs)
+        pipe = compiled(case, split=CUTS[2], microbatches=4, **options)
+        for _ in range(2):
+            step(pipe, case.batch)
+            pipe.eval(*case.batch.args, target=case.batch.target, **case.batch.kwargs)
         step(pipe, case.batch)
 
 
 def sharded(rank: int, mesh: Mesh, stages: int, schedule: str, keep: int | None) -> None:
     options = {"split": CUTS[stages], "schedule": schedule, "parallel": graphpp.Parallel(keep=keep)}
     train_on_mesh(rank, mesh, options, True, 0.5)
+
+
+def experts(rank: int, mesh: Mesh, schedule: str) -> None:
+    expert_parallel.train_on_mesh(rank, mesh, {"split": CUTS[default_stages(schedule, mesh.size("pp"))], "schedule": schedule})
+
+
+def tensors(rank: int, mesh: Mesh, schedule: str) -> None:
+    options = {"split": CUTS[default_stages(schedule, mesh.size("pp"))], "schedule": schedule}
+    tensor_parallel.train_on_mesh(rank, mesh, {}, True, options)
+
+
+def context(rank: int, shape: dict[str, int], schedule: str) -> None:
+    train_with_context(rank, shape, schedule, "ulysses", "eager")
 
 
 @pytest.mark.parametrize(
@@ -102,20 +131,68 @@ def sharded(rank: int, mesh: Mesh, stages: int, schedule: str, keep: int | None)
         ((PAIR, GROUP, MOVER), pipeline, ("GPipe", "skip", False, {"memory": OFFLOAD})),
         ((GROUP,), pipeline, ("Interleaved1F1B", "skip", True, {"memory": RECOMPUTE})),
         ((PAIR, GROUP), pipeline, ("DualPipeV", "tied", False, {})),
-        ((PAIR, GROUP), evaluation, ()),
+        ((PAIR, GROUP, MOVER), pipeline, ("GPipe", "skip", False, {"memory": BOTH})),
+        ((PAIR, GROUP, RECORDER), pipeline, ("ZBVZeroBubble", "skip", False, {"backend": GRAPHS})),
+        ((GROUP, MOVER, RECORDER), pipeline, ("GPipe", "skip", True, {"memory": OFFLOAD, "backend": GRAPHS})),
+        ((PAIR, GROUP, RECORDER), evaluation, ({"schedule": "1F1B", "backend": GRAPHS},)),
         ((GROUP,), sharded, (SHARDS, 1, "auto", None)),
         ((GROUP,), sharded, (SHARDS, 2, "LoopedBFS", 1)),
         ((GROUP,), sharded, (SHARDS, 2, "LoopedBFS", 0)),
         ((GROUP,), sharded, (REPLICAS, 2, "LoopedBFS", None)),
+        ((GROUP,), experts, (EXPERTS, "GPipe")),
+        ((GROUP,), tensors, (TENSORS, "GPipe")),
+        ((GROUP,), context, (CONTEXT, "GPipe")),
+        ((PAIR, GROUP), sharded, (PIPE_SHARDS, 2, "1F1B", 0)),
+        ((PAIR, GROUP), experts, (PIPE_EXPERTS, "DualPipeV")),
+        *further(
+            ((PAIR, GROUP, MOVER, RECORDER), pipeline, ("GPipe", "tied", False, {"memory": BOTH, "backend": GRAPHS})),
+            ((PAIR, GROUP), sharded, (PIPE_SHARDS, 4, "ZBVZeroBubble", 1)),
+            ((PAIR, GROUP), sharded, (Mesh((2, 2), ("pp", "dp_replicate")), 2, "1F1B", None)),
+            ((PAIR, GROUP), tensors, (Mesh((2, 2), ("pp", "tp")), "Interleaved1F1B")),
+            ((PAIR, GROUP), context, ({"pp": 2, "cp": 2}, "1F1B")),
+        ),
     ],
 )
 def test_a_training(tmp_path: Path, working: tuple[str, ...], fn: Callable[..., None], args: tuple[Any, ...]) -> None:
-    for found in run_ranks(traced, 2, 2, tmp_path, fn, *args):
+    ranks = getattr(args[0], "ranks", 2) if fn is not context else prod(args[0].values())
+    for found in run_ranks(traced, ranks, ranks, tmp_path, fn, *args):
         assert found.races == []
-        assert {part for part in (MOVER, PAIR, GROUP) if found.on(part)} == set(working)
+        assert {part for part in (MOVER, RECORDER, PAIR, GROUP) if found.on(part)} == set(working)
         assert found.on(COMPUTE) > found.on(PAIR) + found.on(GROUP)
         assert found.evicted == found.prefetched
         assert found.on(MOVER) == found.evicted + found.prefetched
+        assert (found.replays > 0) == (RECORDER in working)
+
+
+def failing_halfway(rank: int, options: Mapping[str, Any]) -> None:
+    """Steps of two stages, of which the third one fails in a backward; the fourth has the numbers of the second."""
+    arguments, case = Task.arguments, CASES["skip"]()
+
+    def failing(task: Task) -> list[Any]:
+        if (task.program.stage, task.key.phase, task.key.microbatch) == (0, Phase.BACKWARD, 1):
+            raise RuntimeError("out of luck")
+        return arguments(task)
+
+    def gradients() -> list[torch.Tensor | None]:
+        case.model.zero_grad()
+        step(pipe, case.batch)
+        return [parameter.grad for parameter in case.model.parameters()]
+
+    with capturing("skip"):
+        pipe = compiled(case, split=CUTS[2], schedule="GPipe", microbatches=4, **options)
+        gradients()
+        expected = gradients()
+        with patch.object(Task, "arguments", failing), pytest.raises(RuntimeError, match="out of luck"):
+            gradients()
+        assert all(starmap(same, zip(gradients(), expected, strict=True)))
+
+
+@pytest.mark.parametrize("options", [{"memory": BOTH}, {"memory": OFFLOAD, "backend": GRAPHS}])
+def test_a_step_that_fails_and_the_next(tmp_path: Path, options: Mapping[str, Any]) -> None:
+    (found,) = run_ranks(traced, 1, 1, tmp_path, failing_halfway, options)
+    assert found.races == []
+    assert found.on(MOVER) > found.prefetched > 0
+    assert (found.replays > 0) == ("backend" in options)
 
 
 def lacking(rank: int, ranks: int, folder: Path, target: type, name: str, text: str, *args: Any) -> Found:
@@ -134,18 +211,21 @@ def lacking(rank: int, ranks: int, folder: Path, target: type, name: str, text: 
     return found
 
 
+REUSED = r"written in the place of memory .*, which was freed, by .*"
+
+
 @pytest.mark.parametrize(
     ("target", "name", "text", "race"),
     [
         (Recorder, "join", "receive", rf"read by .*does not wait for receive from \d .*: {COMPUTE} must wait for rank"),
-        (Recorder, "join", "send", rf"freed to {COMPUTE}, which does not wait for send to .*: {COMPUTE} must wait for rank"),
+        (Recorder, "join", "send", rf"{REUSED}, which does not wait for send to .*: .* must wait for rank"),
         (Recorder, "join", "allgather", rf"read by .*does not wait for .*allgather.*: {COMPUTE} must wait for rank"),
-        (FakeStream, "wait_event", "", rf"freed to {COMPUTE}, .* wait for copy_ .*: {COMPUTE} must wait for {MOVER}"),
+        (FakeStream, "wait_event", "", rf"{REUSED}, .* wait for copy_ .*: {COMPUTE} must wait for {MOVER}"),
         (FakeStream, "wait_stream", "", rf"read by copy_ .*: {MOVER} must wait for {COMPUTE}"),
     ],
 )
 def test_a_training_without_a_kind_of_wait_races(tmp_path: Path, target: type, name: str, text: str, race: str) -> None:
     schedule, options = ("ZBVZeroBubble", {}) if target is Recorder else ("GPipe", {"memory": OFFLOAD})
     args = (target, name, text, pipeline, schedule, "skip", False, options)
-    for found in run_ranks(lacking, 2, 2, tmp_path, *args):
-        assert any(re.search(rf"^memory \d+ of .* is {race}", each) for each in found.races)
+    races = [each for found in run_ranks(lacking, 2, 2, tmp_path, *args) for each in found.races]
+    assert any(re.search(rf"^memory \d+ of .* is {race}", each) for each in races)

@@ -21,6 +21,7 @@ import torch.distributed as dist
 
 from graphpp.errors import GraphPPError
 from graphpp.parallel.rank_place import RankPlace
+from graphpp.streams import wait_for_device
 
 _SMALL = 8  # bytes
 _NAME = 64  # bytes of the name of a machine
@@ -96,7 +97,6 @@ def _median(place: RankPlace, repeats: int, run: Callable[[], None]) -> float:
     for _ in range(repeats + 1):
         began = time.perf_counter()
         run()
-        if place.device.type == "cuda":
-            torch.cuda.synchronize(place.device)
+        wait_for_device(place.device)
         seconds.append(time.perf_counter() - began)
     return statistics.median(seconds[1:])

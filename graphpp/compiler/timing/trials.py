@@ -46,6 +46,7 @@ from graphpp.runtime.program import (
 )
 from graphpp.runtime.task import StageBuffers, StepInputs, Task, TaskKey
 from graphpp.runtime.wiring import Wiring, wire
+from graphpp.streams import InputCopies, wait_for_device
 
 _ELSEWHERE = 6 << 20  # bytes that other actions read and write: more than a core's own cache, less than the shared one
 
@@ -102,10 +103,10 @@ class Trial:
     def seconds(self) -> float:
         """Run the program once, as an action of a step; returns the seconds."""
         task, self._runs = self._task(), self._runs + 1
-        _synchronize(self._device)
+        wait_for_device(self._device)
         began = time.perf_counter()
         task.run()
-        _synchronize(self._device)
+        wait_for_device(self._device)
         return time.perf_counter() - began
 
     def _task(self) -> Task:
@@ -116,7 +117,7 @@ class Trial:
             [values[index] for index in wiring.seeds][:1],
             [values[index] for index in wiring.keys][:1],
         )
-        buffers = StageBuffers(self._device, self._targets.__getitem__, inputs)
+        buffers = StageBuffers(InputCopies(self._device), self._targets.__getitem__, inputs)
         if wiring.saved:
             buffers.saved[0] = {name: _copy(values[index]) for index, name in wiring.saved}
             self._elsewhere.add_(1)
@@ -194,11 +195,6 @@ class _Values:
         else:
             memory = torch.full((elements,), dtype == torch.bool, dtype=dtype, device=self.device)
         return memory.as_strided(shape, stride)
-
-
-def _synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
 
 
 # ---------------------------------------------------------------------------------- all programs

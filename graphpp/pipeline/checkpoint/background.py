@@ -16,6 +16,7 @@ import torch
 
 from graphpp._torch.parallel.sharded_tensor import local_of, with_local
 from graphpp._torch.pytree import tree_flatten, tree_unflatten
+from graphpp.streams import to_host, wait_for_stream
 
 
 def host_copies(entries: dict[str, Any]) -> dict[str, Any]:
@@ -26,10 +27,10 @@ def host_copies(entries: dict[str, Any]) -> dict[str, Any]:
     leaves, structure = tree_flatten(entries)
     tensors = {id(leaf): leaf.detach() for leaf in leaves if isinstance(leaf, torch.Tensor)}
     copies = {
-        key: with_local(tensor, _host_copy(_own(tensor))) for key, tensor in tensors.items()
+        key: with_local(tensor, to_host(_own(tensor), tensor.device)) for key, tensor in tensors.items()
     }
-    for device in {tensor.device for tensor in tensors.values() if tensor.is_cuda}:
-        torch.cuda.current_stream(device).synchronize()
+    for device in {tensor.device for tensor in tensors.values()}:
+        wait_for_stream(device)
     staged: dict[str, Any] = tree_unflatten([copies.get(id(leaf), leaf) for leaf in leaves], structure)
     return staged
 
@@ -38,12 +39,6 @@ def _own(tensor: torch.Tensor) -> torch.Tensor:
     """This rank's part of a tensor."""
     local = local_of(tensor)
     return tensor if local is None else local
-
-
-def _host_copy(tensor: torch.Tensor) -> torch.Tensor:
-    """A copy that may still be under way."""
-    made = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
-    return made.copy_(tensor, non_blocking=tensor.is_cuda)
 
 
 def in_background(work: Callable[[], object]) -> Future[Any]:

@@ -1,0 +1,114 @@
+"""The streams, events and pinned memory of a GPU: every rule of CUDA about them that graphpp relies on stands here.
+
+Contract
+--------
+- Kernels of one stream run in the order of their launches; two streams are ordered by waits alone. The current stream computes.
+- Freed memory goes back to the stream on which it was allocated, at once: a tensor that another stream uses is held until the
+  current stream waits for that use (`SideStream.join`). So nothing is recorded on tensors (`Tensor.record_stream`).
+- Pinned memory that torch allocated is handed out again only when the copies from and to it are done. Its owner may write to it
+  at any time: `InputCopies.finish` makes the host wait until the device has read it.
+- The host waits for the device in `wait_for_device`, `wait_for_stream` and `InputCopies.finish`, and nowhere else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+
+class SideStream:
+    """A stream beside the current one. `stream`: the CUDA stream, for a capture."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device, self.stream = device, torch.cuda.Stream(device)
+
+    @contextmanager
+    def forked(self) -> Iterator[None]:
+        """What is launched in this context runs here, after all that the current stream has by now."""
+        self.stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(self.stream):
+            yield
+
+    @contextmanager
+    def in_place_of_current(self) -> Iterator[None]:
+        """What is launched in this context runs here; what is launched later on the current stream waits for it, error or not."""
+        try:
+            with self.forked():
+                yield
+        finally:
+            self.join()
+
+    def mark(self) -> torch.cuda.Event:
+        """An event after all that the stream has by now."""
+        event = torch.cuda.Event()
+        event.record(self.stream)
+        return event
+
+    def join(self, event: torch.cuda.Event | None = None) -> None:
+        """Let the current stream wait for an event of this stream; None: for all that the stream has by now."""
+        current = torch.cuda.current_stream(self._device)
+        if event is None:
+            current.wait_stream(self.stream)
+        else:
+            current.wait_event(event)
+
+
+class InputCopies:
+    """Copies the arguments of a step to a device, for a caller who may write to them again once the step has returned."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._read: torch.cuda.Event | None = None  # after the last copy from pinned memory
+
+    def take(self, value: torch.Tensor) -> torch.Tensor:
+        """The value on the device; the host does not wait for a copy from pinned memory."""
+        if value.device == self._device:
+            return value
+        copy = value.to(self._device, non_blocking=True)
+        if value.is_pinned():
+            self._read = self._read or torch.cuda.Event()
+            self._read.record(torch.cuda.current_stream(self._device))
+        return copy
+
+    def finish(self) -> None:
+        """Wait until the device has read all values from pinned memory; copies from other memory are over already."""
+        if self._read is not None:
+            self._read.synchronize()
+            self._read = None
+
+
+def from_host(value: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """A copy of a value of the host's on the device; the host does not wait, as it would for a copy from pageable memory."""
+    return value.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else value.to(device)
+
+
+def to_host(value: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """A copy of a value of the device's in the host's memory, pinned on CUDA; it may be under way on the current stream."""
+    on_gpu = device.type == "cuda"
+    return host_memory_for(value, pinned=on_gpu).copy_(value, non_blocking=on_gpu)
+
+
+def host_memory_for(value: torch.Tensor, *, pinned: bool) -> torch.Tensor:
+    """New memory of the host's for the elements of a value."""
+    return torch.empty(value.shape, dtype=value.dtype, pin_memory=pinned)
+
+
+def timing_event(device: torch.device) -> torch.cuda.Event:
+    """An event with a time, after all that the current stream of a device has by now."""
+    event = torch.cuda.Event(enable_timing=True)
+    event.record(torch.cuda.current_stream(device))
+    return event
+
+
+def wait_for_stream(device: torch.device) -> None:
+    """Let the host wait for the current stream of a device."""
+    if device.type == "cuda":
+        torch.cuda.current_stream(device).synchronize()
+
+
+def wait_for_device(device: torch.device) -> None:
+    """Let the host wait for all streams of a device."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
