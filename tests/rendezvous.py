@@ -16,7 +16,7 @@ Contract
 - The first operation on a communicator makes it, which holds the calling thread until all ranks of the communicator call one.
 - Ranks whose operations on one communicator differ in kind, size or dtype raise `OrderError`. Ranks that wait for each other
   in a circle raise after some time, and name the operation at the head of each stream.
-- Each operation starts late, by a random time: memory that is written or freed before `Work.wait` has returned changes numbers.
+- Each operation starts late, by a random time, but under `Rules.BLOCKING`: memory that is written or freed before `Work.wait` has returned changes numbers.
 
 The rules are those of torch.distributed's documentation of ProcessGroupNCCL and of NCCL's on streams and groups. Tensors travel
 over gloo.
@@ -100,21 +100,22 @@ class Handle(dist.Work):
 
 @dataclass
 class Stream:
-    """The stream of one communicator on this rank."""
+    """The stream of one communicator on this rank. `blocking`: a call returns when its operation has ended."""
 
     name: str
+    blocking: bool = False
     calls: queue.SimpleQueue[tuple[Handle, Callable[[], None]] | None] = field(default_factory=queue.SimpleQueue)
     head: str = "nothing"
     thread: threading.Thread | None = None
 
-    def put(self, what: str, run: Callable[[], None], *, blocking: bool = False) -> dist.Work:
-        """Add an operation to the stream's end; `blocking`: and wait for it."""
+    def put(self, what: str, run: Callable[[], None]) -> dist.Work:
+        """Add an operation to the stream's end."""
         if self.thread is None:
             self.thread = threading.Thread(target=self._serve, daemon=True, name=self.name)
             self.thread.start()
         handle = Handle(what)
         self.calls.put((handle, run))
-        if blocking:
+        if self.blocking:
             handle.wait()
         return handle
 
@@ -126,7 +127,8 @@ class Stream:
         while (call := self.calls.get()) is not None:
             handle, run = call
             self.head = handle.what
-            time.sleep(late.uniform(0, LATE))
+            if not self.blocking:  # else the host has no time to write memory meanwhile
+                time.sleep(late.uniform(0, LATE))
             try:
                 run()
             except BaseException as error:
@@ -172,7 +174,7 @@ class RendezvousGroup(dist.ProcessGroup):
         facts = [(each.dtype, None if uneven else each.numel()) for each in tensors_of(everywhere)]
         what = self._logged(f"{name} {facts}")
         run = partial(self._on_wire, name, args)
-        return self._put(self._stream(), what, partial(self._collective, what, run))
+        return self._stream().put(what, partial(self._collective, what, run))
 
     def _on_wire(self, name: str, args: Sequence[Any]) -> list[dist.Work]:
         """Start the collective over gloo, whose coalesced gathers corrupt memory (`graphpp/_torch/gloo_gathers.py`)."""
@@ -190,10 +192,7 @@ class RendezvousGroup(dist.ProcessGroup):
         """Start messages as one operation. `batched`: on the group's communicator."""
         pair = () if batched else tuple(sorted((self._own, messages[0].peer)))
         what = self._logged(" + ".join(map(str, messages)))
-        return self._put(self._stream(pair), what, partial(self._exchange, messages, 10 + 10 * batched))
-
-    def _put(self, stream: Stream, what: str, run: Callable[[], None]) -> dist.Work:
-        return stream.put(what, run, blocking=self.rules is Rules.BLOCKING)
+        return self._stream(pair).put(what, partial(self._exchange, messages, 10 + 10 * batched))
 
     def _logged(self, what: str) -> str:
         self.log.append(what)
@@ -301,7 +300,7 @@ def nccl_rules(rank: int, ranks: int, folder: Path, rules: Rules, seconds: float
         dist.destroy_process_group()
     RendezvousGroup.groups.clear()
     RendezvousGroup.rules, RendezvousGroup.patience = rules, timedelta(seconds=seconds)
-    RendezvousGroup.only = Stream(f"rank {rank}")
+    RendezvousGroup.only = Stream(f"rank {rank}", blocking=rules is Rules.BLOCKING)
     dist.init_process_group(BACKEND, init_method=f"file://{folder / 'store'}", rank=rank, world_size=ranks)
     try:
         with patch.object(dist, "batch_isend_irecv", _batched):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -23,7 +24,8 @@ from tests.exhaustive import further
 from tests.rendezvous import Rules, nccl_rules
 from tests.sharding import Mesh
 from tests.special_models import CUTS
-from tests.training import train, unequal
+from tests.test_attention import train as train_with_context
+from tests.training import CASES, capturing, compiled, local_grads, step, train, unequal
 
 # -------------------------------------------------------------------------------------------------------- the rules
 
@@ -40,7 +42,7 @@ def hanging(rank: int, ranks: int, folder: Path, rules: Rules, fn: Callable[...,
         fn(rank, *args)
 
 
-def check_hang(folder: Path, rules: Rules, fn: Callable[..., Any], *args: Any, seconds: float = 5.0) -> None:
+def check_hang(folder: Path, rules: Rules, fn: Callable[..., Any], *args: Any, seconds: float = 3.0) -> None:
     with pytest.raises(RuntimeError, match=r"waits in (send to|receive from|allreduce)"):
         run_ranks(partial(hanging, seconds=seconds), 2, 2, folder, rules, fn, *args)
 
@@ -54,6 +56,23 @@ def in_turn(rank: int, orders: str) -> list[float]:
         assert work is not None
         work.wait()
     return received.tolist()
+
+
+def after_a_word(rank: int, folder: Path, patience: float) -> float:
+    """A message that one rank sends when it has been told, past all communicators, that the other one has called the receive."""
+    value, word = torch.full((1,), float(rank)), folder / "word"
+    in_turn(rank, "sr rs")  # makes the communicator
+    if rank == 0:
+        work = dist.irecv(value, 1)
+        word.touch()
+    else:
+        deadline = time.monotonic() + patience
+        while not word.exists() and time.monotonic() < deadline:
+            time.sleep(0.01)
+        work = dist.isend(value, 0) if word.exists() else None
+    if work is not None:
+        work.wait()
+    return value.item()
 
 
 def in_a_batch(rank: int) -> list[float]:
@@ -102,6 +121,12 @@ def test_a_single_message_is_apart_from_collectives_unless_the_group_was_made_ea
     (tmp_path / "lazy").mkdir()
     assert run_ranks(under, 2, 2, tmp_path / "lazy", Rules.LAZY, beside_a_collective) == [4.0, 4.0]
     check_hang(tmp_path, Rules.EAGER, beside_a_collective)
+
+
+def test_a_host_that_waits_for_each_operation_tells_nobody(tmp_path: Path) -> None:
+    assert run_ranks(under, 2, 2, tmp_path, Rules.SERIAL, after_a_word, tmp_path, 30.0) == [1.0, 1.0]
+    (tmp_path / "blocking").mkdir()
+    check_hang(tmp_path / "blocking", Rules.BLOCKING, after_a_word, tmp_path / "blocking", 2.0, seconds=2.0)
 
 
 @pytest.mark.parametrize("orders", ["sr sr", "rs rs"])
@@ -185,6 +210,24 @@ def test_a_pipeline(tmp_path: Path, ranks: int, runs: Sequence[Run], rules: Sequ
     check(tmp_path, ranks, train_all, ranks, runs, rules=rules)
 
 
+def between_steps(rank: int, options: Mapping[str, Any]) -> Any:
+    """Steps with an evaluation between them, and with a call that is refused, because the ranks differ."""
+    with capturing("skip"):
+        case = CASES["skip"]()
+        pipe = compiled(case, split=CUTS[2], microbatches=4, **options)
+        found = [step(pipe, case.batch).losses]
+        found.append(pipe.eval(*case.batch.args, target=case.batch.target, **case.batch.kwargs).losses)
+        with pytest.raises(graphpp.MismatchError):
+            step(pipe, case.batch._replace(target=case.batch.target + rank))
+        found += [step(pipe, case.batch).losses, pipe.clip_grad_norm_(0.5)]
+        return found, local_grads(pipe)
+
+
+@pytest.mark.parametrize("schedule", ["1F1B", "GPipe"])
+def test_calls_between_steps(tmp_path: Path, schedule: str) -> None:
+    check(tmp_path, 2, between_steps, {"schedule": schedule}, rules=STRICTEST)
+
+
 def with_early_receives(rank: int) -> None:
     """A training whose receives are posted as early as over gloo."""
     with pytest.MonkeyPatch.context() as patched:
@@ -202,11 +245,13 @@ def test_receives_that_are_posted_early_would_hang(tmp_path: Path) -> None:
 PIPE_REPLICAS, PIPE_SHARDS = Mesh((2, 2), ("pp", "dp_replicate")), Mesh((2, 2), ("pp", "dp_shard"))
 HYBRID, PIPE_TENSOR = Mesh((2, 2), ("dp_replicate", "dp_shard")), Mesh((2, 2), ("pp", "tp"))
 SHARDS_TENSOR, PIPE_EXPERTS = Mesh((2, 2), ("dp_shard", "tp")), Mesh((2, 2), ("pp", "ep"))
+PIPE_CONTEXT = Mesh((2, 2), ("pp", "cp"))
 
 
-def sharded(rank: int, mesh: Mesh, schedule: str, keep: int | None) -> Any:
+def sharded(rank: int, mesh: Mesh, schedule: str, keep: int | None, sum_order: Any = "ranks") -> Any:
     options = {"split": CUTS[default_stages(schedule, mesh.size("pp"))], "schedule": schedule}
-    return sharding.train_on_mesh(rank, mesh, {**options, "parallel": graphpp.Parallel(keep=keep)}, True, 0.5)
+    parallel = graphpp.Parallel(keep=keep, sum_order=sum_order)
+    return sharding.train_on_mesh(rank, mesh, {**options, "parallel": parallel}, True, 0.5)
 
 
 def tensors(rank: int, mesh: Mesh, schedule: str, sequence: bool) -> Any:
@@ -219,6 +264,12 @@ def experts(rank: int, mesh: Mesh, schedule: str) -> Any:
     return expert_parallel.train_on_mesh(rank, mesh, options)
 
 
+def context(rank: int, mesh: Mesh, schedule: str) -> Any:
+    shape = dict(zip(mesh.names, mesh.sizes, strict=True))
+    losses, state = train_with_context(rank, shape, schedule, "ulysses", "eager")
+    return torch.tensor(losses), state
+
+
 @pytest.mark.parametrize(
     ("train", "mesh", "args"),
     [
@@ -227,14 +278,18 @@ def experts(rank: int, mesh: Mesh, schedule: str) -> Any:
         (sharded, PIPE_SHARDS, ("Interleaved1F1B", 0)),
         (tensors, PIPE_TENSOR, ("Interleaved1F1B", True)),
         (experts, PIPE_EXPERTS, ("DualPipeV",)),
+        (context, PIPE_CONTEXT, ("1F1B",)),
         *further(
             (sharded, PIPE_REPLICAS, ("Interleaved1F1B", None)),
             (sharded, HYBRID, ("auto", 0)),
+            (sharded, HYBRID, ("auto", None, "any")),
+            (sharded, PIPE_SHARDS, ("ZBVZeroBubble", 0, "any")),
             (sharded, PIPE_SHARDS, ("DualPipeV", None)),
             (sharded, PIPE_SHARDS, ("ZBVZeroBubble", 0)),
             (tensors, PIPE_TENSOR, ("ZBVZeroBubble", False)),
             (tensors, SHARDS_TENSOR, ("auto", True)),
             (experts, PIPE_EXPERTS, ("1F1B",)),
+            (context, PIPE_CONTEXT, ("ZBVZeroBubble",)),
         ),
     ],
 )
