@@ -7,6 +7,8 @@ Contract
   current stream waits for that use (`SideStream.join`). So nothing is recorded on tensors (`Tensor.record_stream`).
 - Pinned memory that torch allocated is handed out again only when the copies from and to it are done. Its owner may write to it
   at any time: `InputCopies.finish` makes the host wait until the device has read it.
+- torch hands out 32 streams of a device in turn, so a side stream may be that of a communicator. What is launched on it then
+  waits for the messages that were posted before, which end even if this rank waits (`schedules/check/deadlock.py`).
 - The host waits for the device in `wait_for_device`, `wait_for_stream` and `InputCopies.finish`, and nowhere else.
 """
 
@@ -33,7 +35,7 @@ class SideStream:
 
     @contextmanager
     def in_place_of_current(self) -> Iterator[None]:
-        """What is launched in this context runs here; what is launched later on the current stream waits for it, error or not."""
+        """As `forked`; what is launched later on the current stream waits for it, also where the context ends by an error."""
         try:
             with self.forked():
                 yield

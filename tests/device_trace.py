@@ -293,13 +293,16 @@ def recording() -> Iterator[Recorder]:
         recorder.resize(storage, nbytes)
         return resize(storage, nbytes)
 
+    def is_pinned(tensor: torch.Tensor) -> bool:
+        return recorder.is_pinned(tensor)
+
     with ExitStack() as stack:
         for name, fake in fakes.items():
             stack.enter_context(patch.object(torch.cuda, name, fake))
         for target, name, replacement in _communication(recorder):
             stack.enter_context(patch.object(target, name, replacement))
         stack.enter_context(patch.object(torch.UntypedStorage, "resize_", resized))
-        stack.enter_context(patch.object(torch.Tensor, "is_pinned", lambda tensor: recorder.is_pinned(tensor)))
+        stack.enter_context(patch.object(torch.Tensor, "is_pinned", is_pinned))
         stack.enter_context(recorder)
         yield recorder
         recorder.sweep()

@@ -16,7 +16,8 @@ Contract
 - The first operation on a communicator makes it, which holds the calling thread until all ranks of the communicator call one.
 - Ranks whose operations on one communicator differ in kind, size or dtype raise `OrderError`. Ranks that wait for each other
   in a circle raise after some time, and name the operation at the head of each stream.
-- Each operation starts late, by a random time, but under `Rules.BLOCKING`: memory that is written or freed before `Work.wait` has returned changes numbers.
+- Each operation starts late, by a random time, but under `Rules.BLOCKING`: memory that is written or freed before `Work.wait`
+  has returned changes numbers.
 
 The rules are those of torch.distributed's documentation of ProcessGroupNCCL and of NCCL's on streams and groups. Tensors travel
 over gloo.

@@ -1,8 +1,10 @@
 """Streams and events: no memory is read, written or freed before its last use on another stream."""
 
 import re
+from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -10,6 +12,7 @@ import torch
 import graphpp
 from graphpp.backends.cuda_graphs import CudaGraphRecorder
 from graphpp.runtime.offloader import CudaMover
+from graphpp.runtime.recorder import clock_of
 from graphpp.streams import InputCopies
 from tests.device_trace import COMPUTE, HOST, FakeStream, Trace, recording
 
@@ -141,10 +144,8 @@ def failing_warm_up() -> list[str]:
         raise RuntimeError("out of luck")
 
     with recording() as recorder:
-        given = torch.ones(4) * 2
         with pytest.raises(RuntimeError, match="out of luck"):
-            CudaGraphRecorder(CPU).warm_up(lambda: run(given))
-        del given
+            CudaGraphRecorder(CPU).warm_up(partial(run, torch.ones(4) * 2))
         torch.ones(4)
     return recorder.trace.races
 
@@ -184,6 +185,16 @@ def test_inputs_may_be_changed_after_a_step() -> None:
     assert changed_input(finish=True) == []
     (race,) = changed_input(finish=False)
     assert re.search(r"is written by add_ .*, which does not wait for _to_copy .*: the host must wait for the compute", race)
+
+
+def test_times_are_taken_on_the_device_of_the_pipeline(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The caller's current device may be another one."""
+    asked, second = list[torch.device](), torch.device("cuda", 1)
+    monkeypatch.setattr(torch.cuda, "Event", lambda enable_timing: Mock())
+    for name in ("synchronize", "current_stream"):
+        monkeypatch.setattr(torch.cuda, name, asked.append)
+    clock_of(second).mark()
+    assert asked == [second] * 3
 
 
 def test_streams_and_pinned_memory_stand_in_one_module() -> None:

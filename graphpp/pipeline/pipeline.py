@@ -108,7 +108,8 @@ class Pipeline(RankPart):
         `accumulation_steps`: the number of steps before the optimizer's, by which the gradients are divided, as in
         `(loss / accumulation_steps).backward()`. Losses are reported undivided.
 
-        At the end, hooks of `register_post_accumulate_grad_hook` are called with each of this rank's parameters.
+        At the end, hooks of `register_post_accumulate_grad_hook` are called with each of this rank's parameters. The tensors of
+        the batch may be written again when the call has returned, also those in pinned memory.
         """
         weights = LossArguments(loss_weight, scaler, accumulation_steps)
         return self._step(self._parts_of(args, kwargs, target), weights)

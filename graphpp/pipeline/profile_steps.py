@@ -17,7 +17,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Protocol
 
-import torch
 from torch import nn
 
 from graphpp.pipeline.graph_cache import GraphCache, PreparedStep

@@ -43,7 +43,7 @@ class StepInputs:
 class StageBuffers:
     """The values of one stage that are alive during a step, by microbatch, or by (direction F or B, microbatch).
 
-    `copies`: brings inputs to the device; `received`: messages from other ranks; `outgoing`: values for the neighbouring stages.
+    `copies`: copies inputs to the device; `received`: messages from other ranks; `outgoing`: values for neighbouring stages.
     `parameter_or_buffer` gives the model's tensors by FQN; it and `inputs` are None outside of a step.
     """
 

@@ -20,6 +20,7 @@ from tests.movers import CopyingMover, moving_by
 from tests.runtime.test_offloader import ALL
 from tests.training import capturing_once, differences, eager, train
 
+
 @pytest.fixture(autouse=True, scope="module")
 def one_capture() -> Iterator[None]:
     with capturing_once():

@@ -117,6 +117,22 @@ def test_offload_gives_the_same_bits(schedule: str) -> None:
         assert schedule != "GPipe" or "offloaded" in str(pipe)
 
 
+def test_a_pinned_batch_may_be_written_after_a_step() -> None:
+    def step(*, spoiled: bool) -> list[torch.Tensor]:
+        options = {"parallel": graphpp.Parallel(device="cuda"), "split": 2, "schedule": "GPipe", "microbatches": 8}
+        pipe = graphpp.compile(layers(), nn.functional.mse_loss, **options)
+        torch.manual_seed(1)
+        batch = torch.randn(8 * 4096, 1024).pin_memory()
+        pipe.step(batch, target=batch)
+        pipe.zero_grad()
+        losses = pipe.step(batch, target=batch).losses
+        if spoiled:
+            batch.zero_()
+        return [losses, *(parameter.grad for parameter in pipe.parameters() if parameter.grad is not None)]
+
+    assert_equal(step(spoiled=True), step(spoiled=False))
+
+
 def test_what_is_away_leaves_room() -> None:
     """GPipe holds 8 microbatches at its peak; with offload about 3 of what may leave."""
     _, _, whole = trained()

@@ -59,7 +59,7 @@ def in_turn(rank: int, orders: str) -> list[float]:
 
 
 def after_a_word(rank: int, folder: Path, patience: float) -> float:
-    """A message that one rank sends when it has been told, past all communicators, that the other one has called the receive."""
+    """A message that one rank sends when it knows, from a file, that the other one has called the receive."""
     value, word = torch.full((1,), float(rank)), folder / "word"
     in_turn(rank, "sr rs")  # makes the communicator
     if rank == 0:
@@ -201,6 +201,7 @@ def train_all(rank: int, ranks: int, runs: Sequence[Run]) -> list[Any]:
         (4, (Run("1F1B"), Run("1F1B", batched=True), Run("GPipe", "tied")), STRICTEST),
         *further(
             (2, (Run("ZBVZeroBubble"), Run("Interleaved1F1B", batched=True), Run("DualPipeV", "tied")), [Rules.EAGER]),
+            (2, (Run("1F1B", options={"backend": "inductor"}),), STRICTEST),
             (4, (Run("1F1B"), Run("ZB1P"), Run("ZB2P"), Run("GPipe", batched=True)), tuple(Rules)),
             (2, tuple(Run(each) for each in ("LoopedBFS", "InterleavedZeroBubble", "V-Half", "V-Min")), tuple(Rules)),
         ),
@@ -211,7 +212,7 @@ def test_a_pipeline(tmp_path: Path, ranks: int, runs: Sequence[Run], rules: Sequ
 
 
 def between_steps(rank: int, options: Mapping[str, Any]) -> Any:
-    """Steps with an evaluation between them, and with a call that is refused, because the ranks differ."""
+    """Steps; between them an evaluation, a call that is refused because the ranks differ, and a profile."""
     with capturing("skip"):
         case = CASES["skip"]()
         pipe = compiled(case, split=CUTS[2], microbatches=4, **options)
@@ -219,6 +220,7 @@ def between_steps(rank: int, options: Mapping[str, Any]) -> Any:
         found.append(pipe.eval(*case.batch.args, target=case.batch.target, **case.batch.kwargs).losses)
         with pytest.raises(graphpp.MismatchError):
             step(pipe, case.batch._replace(target=case.batch.target + rank))
+        pipe.profile(*case.batch.args, target=case.batch.target, repeat=1, **case.batch.kwargs)
         found += [step(pipe, case.batch).losses, pipe.clip_grad_norm_(0.5)]
         return found, local_grads(pipe)
 
