@@ -9,7 +9,7 @@ Contract
   at any time: `InputCopies.finish` makes the host wait until the device has read it.
 - torch hands out 32 streams of a device in turn, so a side stream may be that of a communicator. What is launched on it then
   waits for the messages that were posted before, which end even if this rank waits (`schedules/check/deadlock.py`).
-- The host waits for the device in `wait_for_device`, `wait_for_stream` and `InputCopies.finish`, and nowhere else.
+- In a step the host waits for the device in `InputCopies.finish` alone, and where a program asks for a number.
 """
 
 from __future__ import annotations
