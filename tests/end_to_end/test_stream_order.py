@@ -140,11 +140,11 @@ def context(rank: int, shape: dict[str, int], schedule: str) -> None:
         ((GROUP,), sharded, (SHARDS, 2, "LoopedBFS", 0)),
         ((GROUP,), sharded, (REPLICAS, 2, "LoopedBFS", None)),
         ((GROUP,), experts, (EXPERTS, "GPipe")),
-        ((GROUP,), tensors, (TENSORS, "GPipe")),
-        ((GROUP,), context, (CONTEXT, "GPipe")),
         ((PAIR, GROUP), sharded, (PIPE_SHARDS, 2, "1F1B", 0)),
         ((PAIR, GROUP), experts, (PIPE_EXPERTS, "DualPipeV")),
         *further(
+            ((GROUP,), tensors, (TENSORS, "GPipe")),
+            ((GROUP,), context, (CONTEXT, "GPipe")),
             ((PAIR, GROUP, MOVER, RECORDER), pipeline, ("GPipe", "tied", False, {"memory": BOTH, "backend": GRAPHS})),
             ((PAIR, GROUP), sharded, (PIPE_SHARDS, 4, "ZBVZeroBubble", 1)),
             ((PAIR, GROUP), sharded, (Mesh((2, 2), ("pp", "dp_replicate")), 2, "1F1B", None)),
