@@ -9,6 +9,7 @@ are large beside the weights. A region whose own strides are channels last has n
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -41,32 +42,27 @@ class ConvLayouts:
 
 
 class _Convolution:
-    """A convolution of a region: its arguments, and the values that cross the region's border."""
+    """A convolution of a region, to be timed."""
 
     def __init__(self, node: fx.Node) -> None:
         self._node = node
-        self._given = node.args[0].op == "placeholder"  # type: ignore[union-attr]
-        self._returned = any(user.op == "output" for user in node.users)
 
     @property
     def key(self) -> str:
         values = (arg.meta["val"] for arg in self._node.args[:2])  # type: ignore[union-attr]
         layouts = " ".join(f"{str(value.dtype).removeprefix('torch.')} {layout_of(value)}" for value in values)
-        return f"{layouts} {self._node.args[3:]} {self._given} {self._returned}"
+        return f"{layouts} {self._node.args[3:]}"
 
     def runs(self) -> tuple[Callable[[], Any], Callable[[], Any]]:
-        """The convolution in the strides of the graph, and channels last with the copies that Inductor makes."""
-        args = [sample(arg.meta["val"]) if isinstance(arg, fx.Node) else arg for arg in self._node.args]
-        image, weight, *others = args
+        """The convolution in the strides of the graph; and channels last, with the copy of the weight.
+
+        Copies of images are left out: Inductor makes them in the kernels before and after, where they cost little.
+        """
+        image, weight, *others = (sample(arg.meta["val"]) if isinstance(arg, fx.Node) else arg for arg in self._node.args)
         last = torch.channels_last
-        ready = image if self._given else image.contiguous(memory_format=last)
-
-        def channels_last() -> Any:
-            factors = (value.contiguous(memory_format=last) for value in (ready, weight))
-            result = _CONVOLUTION(*factors, *others)
-            return result.contiguous() if self._returned else result
-
-        return lambda: _CONVOLUTION(*args), channels_last
+        moved = image.contiguous(memory_format=last)
+        in_graph = partial(_CONVOLUTION, image, weight, *others)
+        return in_graph, lambda: _CONVOLUTION(moved, weight.contiguous(memory_format=last), *others)
 
 
 def _is_eligible(node: fx.Node) -> bool:
