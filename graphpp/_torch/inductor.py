@@ -80,7 +80,7 @@ def try_options(options: Mapping[str, Any]) -> None:
     with config.patch(dict(options)):
         pass
     for name, value in options.items():
-        expected = config.get_type(name)
+        expected = config.get_type(name)  # type: ignore[attr-defined]
         if isinstance(expected, type) and not isinstance(value, expected):  # torch.compile does not check other types either
             raise TypeError(f"{name} is of type {expected.__name__}, not {type(value).__name__}")
 

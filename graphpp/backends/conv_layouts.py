@@ -58,7 +58,8 @@ class _Convolution:
 
         Copies of images are left out: Inductor makes them in the kernels before and after, where they cost little.
         """
-        image, weight, *others = (sample(arg.meta["val"]) if isinstance(arg, fx.Node) else arg for arg in self._node.args)
+        args: list[Any] = [sample(arg.meta["val"]) if isinstance(arg, fx.Node) else arg for arg in self._node.args]
+        image, weight, *others = args
         last = torch.channels_last
         moved = image.contiguous(memory_format=last)
         in_graph = partial(_CONVOLUTION, image, weight, *others)
