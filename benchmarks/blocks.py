@@ -1,4 +1,4 @@
-"""Layers of the benchmarks' GPT-2, MoE and ViT: attention, feed-forward, experts, embeddings and heads.
+"""Layers of the benchmarks' GPT-2, MoE, ViT and ResNet: attention, feed-forward, experts, residual blocks, embeddings, heads.
 
 Contract
 --------
@@ -142,3 +142,27 @@ class Head(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.linear(self.norm(x[:, 0] if self.first else x))
+
+
+class Residual(nn.Module):
+    """The basic block of a ResNet (He et al. 2015): two convolutions with batch norm, added to the input [batch, dim, h, w]."""
+
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self.first, self.first_norm = nn.Conv2d(dim, dim, 3, padding=1, bias=False), nn.BatchNorm2d(dim)
+        self.second, self.second_norm = nn.Conv2d(dim, dim, 3, padding=1, bias=False), nn.BatchNorm2d(dim)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = F.relu(self.first_norm(self.first(x)))
+        return F.relu(x + self.second_norm(self.second(y)))
+
+
+class Pooled(nn.Module):
+    """The mean over all places of an image, and a linear layer: [batch, dim, h, w] -> [batch, classes]."""
+
+    def __init__(self, dim: int, classes: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(dim, classes)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x.mean((2, 3)))

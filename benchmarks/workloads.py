@@ -4,6 +4,7 @@
     gpt2    learned positions, LayerNorm, GELU, untied head; dropout of embeddings, attention weights and residuals
     moe     gpt2 without dropout, with 8 experts in each layer, 2 of them for a token (`blocks.Experts`)
     vit     patch embedding by a convolution, encoder layers, class head: 1 + length places from images of length patches
+    resnet  patches by a convolution, then basic blocks over length places with dim channels: no width or size changes
 
 Contract: `workload(name, size)` has the same parameters and batches on every call and every rank; its layers are called
 `layers.N`. Widths make a layer of each model about as large as the Llama's.
@@ -19,7 +20,7 @@ from dataclasses import dataclass, replace
 import blocks
 import models
 import torch
-from blocks import Attention, Block, Experts, FeedForward, Head, Patches, Stack, Words
+from blocks import Attention, Block, Experts, FeedForward, Head, Patches, Pooled, Residual, Stack, Words
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -74,12 +75,12 @@ def workload(name: str, size: Size) -> Workload:
     """The workload of a name in NAMES."""
     if name == "llama":
         return Workload(name, size, llama, models.Part, models.loss, text)
-    if name == "vit":
-        return Workload(name, size, vit, blocks.part, F.cross_entropy, images)
+    if name in ("vit", "resnet"):
+        return Workload(name, size, {"vit": vit, "resnet": resnet}[name], blocks.part, F.cross_entropy, images)
     return Workload(name, size, {"gpt2": gpt2, "moe": moe}[name], blocks.part, models.loss, text)
 
 
-NAMES = ("llama", "gpt2", "moe", "vit")
+NAMES = ("llama", "gpt2", "moe", "vit", "resnet")
 
 
 def add_sizes(parser: argparse.ArgumentParser) -> None:
@@ -115,6 +116,12 @@ def vit(size: Size) -> nn.Module:
     dim = size.dim
     layers = [Block(dim, Attention(dim, size.heads, causal=False), FeedForward(dim)) for _ in range(size.layers)]
     return Stack(Patches(side(size), PATCH, dim), nn.ModuleList(layers), Head(dim, VOCAB, first=True))
+
+
+def resnet(size: Size) -> nn.Module:
+    """Residual blocks of one width (He et al. 2015): two convolutions have about twice the operations of a Llama's layer."""
+    stem = nn.Conv2d(3, size.dim, PATCH, PATCH)
+    return Stack(stem, nn.ModuleList(Residual(size.dim) for _ in range(size.layers)), Pooled(size.dim, VOCAB))
 
 
 def side(size: Size) -> int:

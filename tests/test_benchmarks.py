@@ -39,7 +39,7 @@ def case(contenders: ModuleType, monkeypatch: pytest.MonkeyPatch, name: str, sch
     return contenders.Case(workloads.workload(name, size), schedule, microbatches=3, rows=2)
 
 
-@pytest.mark.parametrize("name", ["llama", "gpt2", "moe", "vit"])
+@pytest.mark.parametrize("name", ["llama", "gpt2", "moe", "vit", "resnet"])
 def test_a_pipeline_and_manual_stages_compute_what_the_model_does(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     contenders = sibling("contenders", monkeypatch)
     calm = case(contenders, monkeypatch, name).without_dropout()

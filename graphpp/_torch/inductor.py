@@ -8,7 +8,7 @@ Checked on torch 2.11.0, 2.13.0 and 2.15.0:
 - `torch._inductor.cpu_vec_isa`: `pick_vec_isa` finds the vector instructions, once per process, by `VecISA.check_build`;
   `_get_isa_dry_compile_fingerprint`: torch, compiler and its options; `torch._inductor.exc.InvalidCxxCompiler`
 - `torch._inductor.cpp_builder.get_cpp_compiler`: the C++ compiler that Inductor calls (checked on 2.13.0)
-- `torch._inductor.config`: its options
+- `torch._inductor.config`: its options, `get_type` of an option; `torch._inductor.list_mode_options`: those of a mode
 - `torch._inductor.lowering`: `lowerings`, `fallback_handler`: to lower an operator to a call of it
 - `torch._dispatch.python.enable_python_dispatcher`: operators are decomposed by torch's Python code
 - `torch._guards`: `TracingContext`, `tracing`: where Inductor finds the fake mode of a graph
@@ -28,7 +28,7 @@ import torch
 from torch import fx
 from torch._dispatch.python import enable_python_dispatcher
 from torch._guards import TracingContext, tracing
-from torch._inductor import config, lowering
+from torch._inductor import config, list_mode_options, lowering
 from torch._inductor.compile_fx import compile_fx_inner
 from torch._inductor.cpu_vec_isa import VecISA, _get_isa_dry_compile_fingerprint, pick_vec_isa
 from torch._inductor.decomposition import select_decomp_table
@@ -69,10 +69,20 @@ def inductor_compile(
     return run, symbols
 
 
+def mode_options(mode: str | None) -> dict[str, Any]:
+    """The options of a mode of `torch.compile`, without its CUDA graphs. Raises torch's error for unknown modes."""
+    options: dict[str, Any] = list_mode_options(mode) if mode is not None else {}
+    return {name: value for name, value in options.items() if name != "triton.cudagraphs"}
+
+
 def try_options(options: Mapping[str, Any]) -> None:
-    """Raise torch's error if Inductor has no option of such a name."""
+    """Raise torch's error if Inductor has no option of such a name, and TypeError for a value of another type."""
     with config.patch(dict(options)):
         pass
+    for name, value in options.items():
+        expected = config.get_type(name)  # type: ignore[attr-defined]
+        if isinstance(expected, type) and not isinstance(value, expected):  # torch.compile does not check other types either
+            raise TypeError(f"{name} is of type {expected.__name__}, not {type(value).__name__}")
 
 
 def cpp_compiler() -> str | None:

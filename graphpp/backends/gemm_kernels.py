@@ -9,16 +9,13 @@ kernel stays. Measurements are kept in the disk cache.
 
 from __future__ import annotations
 
-import contextlib
-import time
-from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import fx
 
 from graphpp._torch.symbols import SYMBOLIC, hint
-from graphpp.backends.processor import processor_name
+from graphpp.backends.measured_choices import MeasuredChoices, layout_of, sample, shortest_times
 from graphpp.cache.disk_cache import DiskCache
 from graphpp.runtime.gradients.gemm_accumulation import TorchMatmul
 
@@ -42,11 +39,9 @@ class GemmKernels:
     """Measures and remembers the faster kernel; `cache` keeps the measurements for other processes and later runs."""
 
     def __init__(self, cache: DiskCache) -> None:
-        self._cache = cache
-        self._chosen = cache.read(_TABLE)
+        self._choices = MeasuredChoices(cache, _TABLE)
         self._known: dict[Any, bool] = {}
         self._usual = TorchMatmul()
-        self._machine = f"{_processor()}, torch {torch.__version__}, {torch.get_num_threads()} threads"
 
     def replace_matmuls(self, graph: fx.Graph) -> None:
         """Replace matrix products by oneDNN's kernel, in place, where that is faster; nodes must carry `meta["val"]`."""
@@ -84,16 +79,10 @@ class GemmKernels:
         shapes = tuple(tuple(map(hint, sizes)) for sizes in (a.shape, a.stride(), b.shape, b.stride()))
         known = self._known.get(shapes)
         if known is None:
-            known = self._known[shapes] = self._choice(a, b) == "linear"
+            key = f"{layout_of(a)} {layout_of(b)}"
+            chosen = self._choices.choose(key, lambda: _faster(sample(a), sample(b)))
+            known = self._known[shapes] = chosen == "linear"
         return known
-
-    def _choice(self, a: torch.Tensor, b: torch.Tensor) -> str:
-        key = f"{self._machine}: {_describe(a)} {_describe(b)}"
-        if key not in self._chosen:
-            self._chosen[key] = _faster(_like(a), _like(b))
-            with contextlib.suppress(OSError):  # full disk or deleted folder: other processes measure again
-                self._cache.write(_TABLE, {key: self._chosen[key]})
-        return self._chosen[key]
 
 
 def is_eligible(a: torch.Tensor, b: torch.Tensor) -> bool:
@@ -142,31 +131,5 @@ def _is_eligible_node(node: fx.Node) -> bool:
 
 def _faster(a: torch.Tensor, b: torch.Tensor) -> str:
     """The name of the faster kernel, "linear" (oneDNN) or "mm" (torch), as the cached table has it."""
-    usual, other = _times([lambda: torch.matmul(a, b), lambda: onednn_matmul(a, b)])
+    usual, other = shortest_times([lambda: torch.matmul(a, b), lambda: onednn_matmul(a, b)])
     return "linear" if other < _GAIN * usual else "mm"
-
-
-def _times(runs: Sequence[Callable[[], Any]], rounds: int = 7) -> list[float]:
-    """The shortest time of each function in seconds; the functions run in turn, `rounds` times after one warm-up."""
-    best = [float("inf")] * len(runs)
-    for turn in range(rounds + 1):
-        for index, run in enumerate(runs):
-            began = time.perf_counter()
-            run()
-            if turn:  # turn 0 warms up
-                best[index] = min(best[index], time.perf_counter() - began)
-    return best
-
-
-def _like(value: torch.Tensor) -> torch.Tensor:
-    shape, stride = ([*map(hint, sizes)] for sizes in (value.shape, value.stride()))
-    return torch.empty_strided(shape, stride, dtype=value.dtype).fill_(0.5)
-
-
-def _describe(value: torch.Tensor) -> str:
-    return f"{[*map(hint, value.shape)]}/{[*map(hint, value.stride())]}"
-
-
-def _processor() -> str:
-    """The processor's name and its vector instruction set."""
-    return f"{processor_name()} {torch.backends.cpu.get_cpu_capability()}"

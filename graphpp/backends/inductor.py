@@ -1,7 +1,8 @@
 """Compile regions with Inductor into a cache folder that ranks and later runs share.
 
 Contract: `InductorCompiler` compiles a region once per region key, processor, torch version, options and number of threads.
-An entry of the cache is complete or is made anew (`disk_cache.py`). Options that Inductor lacks raise `GraphPPError`.
+An entry of the cache is complete or is made anew (`disk_cache.py`). Modes and options that Inductor lacks raise `GraphPPError`.
+An option that the user has not set may be chosen by measurement, for each region (`conv_layouts.py`).
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import contextlib
 import hashlib
 import os
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from typing import Any
 import torch
 
 from graphpp._torch.symbols import Symbols
+from graphpp.backends.conv_layouts import ConvLayouts
 from graphpp.backends.gemm_kernels import GemmKernels
 from graphpp.backends.region_results import CompiledRegion
 from graphpp.cache.disk_cache import DiskCache, default_folder
@@ -35,16 +37,18 @@ class InductorCompiler:
     takes_sizes = True
 
     def __init__(self, option: Inductor) -> None:
-        _check_options(option.options)
-        self._options = option.options
+        self._options = _options_of(option)
         self._cache = DiskCache(Path(option.cache) if option.cache is not None else default_folder())
         self.products = GemmKernels(self._cache)
+        self._layouts = ConvLayouts(self._cache)
 
     def __call__(self, region: Region) -> Run:
         """Compile a region; returns its function of a list of inputs, which the call empties."""
         compile_graph = self._compiler
+        layouts = {} if "force_layout_optimization" in self._options else self._layouts.options(region)
+        options = {**layouts, **self._options}
         with self._cache.entry(self._key(region)) as folder, _caching_in(folder):
-            run, symbols = compile_graph(region.graph, region.examples, self._options, self.products.replace_matmuls)
+            run, symbols = compile_graph(region.graph, region.examples, options, self.products.replace_matmuls)
         return CompiledRegion(region, run, symbols=symbols)
 
     @cached_property
@@ -66,20 +70,30 @@ class InductorCompiler:
         return hashlib.sha256("\n".join(words).encode()).hexdigest()[:40]
 
 
-def _check_options(options: Mapping[str, Any]) -> None:
-    """Raise `GraphPPError` for names that are no options of Inductor: each region would fail and run eagerly."""
-    if not options:
-        return
+def _options_of(option: Inductor) -> dict[str, Any]:
+    """The options of the mode and the user's own above them.
+
+    Raises `GraphPPError` for modes and names that Inductor lacks: each region would fail and run eagerly.
+    """
+    if not option.options and option.mode is None:
+        return {}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch 2.13 imports what it deprecates
         from graphpp._torch import inductor
     try:
-        inductor.try_options(options)
-    except Exception as error:  # names that are unknown, or no names
+        of_mode = inductor.mode_options(option.mode)
+    except RuntimeError as error:
+        raise GraphPPError(f"Inductor.mode: {error}") from error
+    if not of_mode and option.mode not in (None, "default"):
+        raise GraphPPError(f"Inductor.mode: {option.mode!r} has CUDA graphs alone, which are recorded with cudagraphs=True")
+    try:
+        inductor.try_options(option.options)
+    except Exception as error:  # names that are unknown, or no names; values of another type
         raise GraphPPError(
-            f"Inductor.options: {dict(options)!r}: {error}; options are those of torch._inductor.config in "
+            f"Inductor.options: {dict(option.options)!r}: {error}; options are those of torch._inductor.config in "
             f"torch {torch.__version__}, with dots in the name where it has them ('cpp.threads')"
         ) from error
+    return {**of_mode, **option.options}
 
 
 @contextlib.contextmanager

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from graphpp.arguments import FLAG, MAPPING, PATH, function_of, or_none, require, shown
+from graphpp.arguments import FLAG, MAPPING, PATH, TEXT, function_of, or_none, require, shown
 from graphpp.errors import GraphPPError
 
 if TYPE_CHECKING:
@@ -41,16 +41,20 @@ class Inductor:
     """Each distinct layer compiled with Inductor once, and kept for other ranks and later runs.
 
     `options`: of `torch._inductor.config`, by name. `cache`: the folder for compiled code; None: the folder that the variable
-    GRAPHPP_CACHE names, or the user's own. `cudagraphs`: as for `Eager`.
-    Raises `GraphPPError` for a cache that is no path and for options that are no mapping; `compile` raises for unknown options.
+    GRAPHPP_CACHE names, or the user's own. `cudagraphs`: as for `Eager`. `mode`: the options of a mode of `torch.compile`, such
+    as "max-autotune"; `options` override them, and a mode's CUDA graphs are `cudagraphs` here.
+    Raises `GraphPPError` for a cache that is no path and for options that are no mapping; `compile` raises for modes, options
+    and types of values that Inductor lacks.
     """
 
     options: Mapping[str, Any] = field(default_factory=dict)
     cache: str | os.PathLike[str] | None = None
     cudagraphs: bool = False
+    mode: str | None = None
 
     def __post_init__(self) -> None:
         _check_flag(self)
+        require(GraphPPError, "Inductor.mode", or_none(TEXT), self.mode)
         require(GraphPPError, "Inductor.cache", or_none(PATH), self.cache)
         require(GraphPPError, "Inductor.options", MAPPING, self.options)
 
@@ -90,7 +94,7 @@ def read_backend(form: BackendLike | None) -> Backend:
 def describe_backend(backend: Backend) -> list[str]:
     """The choice as text that is the same on every rank; caches may differ."""
     kind = type(backend).__name__.lower()
-    options = [f"options {sorted(backend.options.items())}"] if isinstance(backend, Inductor) else []
+    options = [f"mode {backend.mode}", f"options {sorted(backend.options.items())}"] if isinstance(backend, Inductor) else []
     return [kind, *options, f"cudagraphs={backend.cudagraphs}"]
 
 
