@@ -105,8 +105,9 @@ def peaks_of(question: Question, setting: Setting, cut: Cut, tables: Sequence[Re
 
 class _Simulated(NamedTuple):
     """One simulated step: its seconds, those without gathers, reductions and copies to the host, those by which these copies
-    delay it, those for which its busiest rank works and the stages of that rank; bytes; the bytes sent within the computations
-    of one microbatch, by dimension; how often a stage is gathered and the bytes sent along data ranks; of the rank with most."""
+    delay it, those for which its busiest rank works and the stages of that rank; bytes; the bytes sent within computations
+    of one microbatch, by dimension; how often a stage is gathered and the bytes sent along
+    data ranks; of the rank with most."""
 
     makespan: float
     alone: float
@@ -352,7 +353,7 @@ class _Step:
         return {"pp": crossing, "dp_shard": round(along), **{name: round(each) for name, each in (sums | within).items()}}
 
     def _sent_to_copies(self, copies: int) -> float:
-        """The bytes that a rank sends to as many ranks with the same rows: those of a ring, as if all ranks had equally many."""
+        """The bytes that a rank sends to as many ranks with the same rows, in a ring, as if all had equally many."""
         _, state = self._stages
         total = 0.0
         for one in state:
