@@ -55,13 +55,21 @@ def is_causal(model: nn.Module) -> bool:
 
 
 def random_tokens(model: nn.Module, rows: int | None, length: int | None) -> Microbatch:
-    """`rows` x `length` tokens as `input_ids` and `labels`, int64, the same in every call; on the model's device."""
+    """`rows` x `length` tokens as `input_ids` and `labels`, int64, the same in every call; on the model's device.
+
+    Raises `GraphPPError` for more tokens than the configuration has positions for: on the meta device no embedding notices.
+    """
     config: Any = model.config
     config = config.get_text_config()
-    most = getattr(config, "max_position_embeddings", None) or _LENGTH
-    rows, length = rows or _ROWS, length or min(_LENGTH, most)
+    positions = getattr(config, "max_position_embeddings", None)
+    rows, length = rows or _ROWS, length or min(_LENGTH, positions or _LENGTH)
     require(GraphPPError, "--batch", COUNT, rows)
     require(GraphPPError, "--length", COUNT, length)
+    if positions is not None and length > positions:
+        raise GraphPPError(
+            f"--length: {length} tokens are more than the {positions} positions of the model: raise max_position_embeddings in "
+            "its configuration, where the model can take more, or take fewer tokens"
+        )
     device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
     generator = torch.Generator().manual_seed(0)
     if device.type == "meta":

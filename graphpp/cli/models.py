@@ -49,23 +49,33 @@ class LoadedModel:
 
 
 def load_model(
-    name: str, *, rows: int | None = None, length: int | None = None, meta: bool = False
+    name: str, *, rows: int | None = None, length: int | None = None, meta: bool = False, length_needed: bool = False
 ) -> LoadedModel:
     """The model that `name` says, by the contract of this file.
 
     `rows`, `length`: of the random tokens that are the example of a language model; None: 2 rows of 64 tokens, or of as many
-    as the model takes. Raises `GraphPPError`, also where they are given and the function returns an example.
+    as the model takes. `length_needed`: random tokens have no length but a given one. Raises `GraphPPError`, also where they
+    are given and the function returns an example.
     """
     torch.manual_seed(0)
     if ":" not in name:
         folder = _config_folder(name)
+        if length_needed:
+            _require_length(length)
         model = causal_model(folder, meta=meta)
         return LoadedModel(model, None, random_tokens(model, rows, length))
     function = _function(name)
     with torch.device("meta") if meta else contextlib.nullcontext():
         with _reported(f"{name}, run under torch.device('meta')," if meta else name):
             result = function()
+        if length_needed and isinstance(result, nn.Module):
+            _require_length(length)
         return _read(name, result, rows, length)
+
+
+def _require_length(length: int | None) -> None:
+    if length is None:
+        raise GraphPPError("--length: give the tokens of a row; the costs of a Hugging Face model depend on them")
 
 
 def _config_folder(name: str) -> Path:

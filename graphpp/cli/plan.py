@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
     from graphpp.planner.plans.found_plans import TrainingPlans
 
+_MACHINES_HELP = 'Machines as "<count>x<device>", e.g. 512xH100, or a JSON file with the fields of graphpp.devices.Machines.'
 _SIZES_HELP = "Ranks along {}, or several numbers with commas among which the search chooses. All that fit if left out."
 
 
@@ -30,7 +31,7 @@ def add_to(root: typer.Typer) -> None:
 
 def plan(  # noqa: PLR0913 - the dimensions of the search
     model: Annotated[str, typer.Argument(metavar="MODEL", help=MODEL_HELP)],
-    machines: Annotated[str, typer.Option(help='The machines as "<count>x<device>", e.g. 512xH100.')],
+    machines: Annotated[str, typer.Option(help=_MACHINES_HELP)],
     batch: Annotated[int, typer.Option(min=1, help="Rows of a training step, on all ranks together.")],
     length: Annotated[int | None, typer.Option(min=1, help="Tokens in a row of a Hugging Face model.")] = None,
     cap: Annotated[str | None, typer.Option(help="Bytes that a GPU may hold: 72GiB. 90 % of its memory if left out.")] = None,
@@ -56,10 +57,8 @@ def plan(  # noqa: PLR0913 - the dimensions of the search
     given = _dtype(dtype)
     sizes = {name: _sizes(name, text) for name, text in (("pp", pp), ("tp", tp), ("ep", ep), ("cp", cp), ("rows", rows))}
     most = forms.read_bytes("--cap", cap) if cap is not None else None
-    known = Machines.read(machines)
-    if ":" not in model and length is None:
-        raise GraphPPError("--length: give the tokens of a row; the costs of a Hugging Face model depend on them")
-    loaded = load_model(model, length=length, meta=True)
+    known = read_machines(machines)
+    loaded = load_model(model, length=length, meta=True, length_needed=True)
     found = search(
         loaded.model, loaded.loss, loaded.example, machines=known, batch=batch, memory_cap=most, param_dtype=given,
         offload=offload, schedules=None if schedules is None else [name.strip() for name in schedules.split(",")],
@@ -82,6 +81,19 @@ def written(option: str, file: Path, text: str) -> str:
     except OSError as error:
         raise GraphPPError(f"{option}: {error}") from error
     return f"wrote {file}"
+
+
+def read_machines(text: str) -> Machines:
+    """Machines from "<count>x<device>", or from a JSON file of their fields, whose device may be the name of a known one."""
+    if not text.endswith(".json"):
+        return Machines.read(text)
+    from graphpp.planner.plans.from_json import document, read
+
+    given = document(Path(text), "--machines")
+    if isinstance(given.get("device"), str):
+        given["device"] = Machines.read(f"1x{given['device']}").device
+    found: Machines = read(Machines, given, "--machines")
+    return found
 
 
 def _sizes(name: str, text: str | None) -> Sequence[int] | None:

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import graphpp
+from graphpp.cli.plan import read_machines
+from graphpp.devices import A100, Link, Machines
 from tests.cli.running import document, refusal, run, write
 
 CODE = """
@@ -54,6 +58,51 @@ def test_the_document_has_the_plans_and_the_file_the_best(model: str, tmp_path: 
 def test_the_front_is_printed_in_full(model: str) -> None:
     found = run("plan", model, "--machines", "2xH100", "--batch", "8", "--front", "--schedules", "auto,1F1B", "--pp", "1,2")
     assert found.exit_code == 0 and found.stdout.count("memory ") == found.stdout.count("stages start at")
+
+
+OWN = {
+    "gpus": 4,
+    "per_machine": 2,
+    "between": {"latency": 1e-5, "bandwidth": 1e9},
+    "device": {
+        "name": "own", "flops": {"bfloat16": 2e14, "float32": 5e13}, "memory_bandwidth": 1e12, "memory": 2**35,
+        "host": {"latency": 1e-5, "bandwidth": 3e10}, "efficiency": {"product": {"points": [[1e8, 0.1], [1e12, 0.5]]}},
+    },
+}  # fmt: skip
+
+
+def test_machines_of_ones_own_are_read_from_a_file(model: str, tmp_path: Path) -> None:
+    file = write(tmp_path / "own.json", json.dumps(OWN))
+    found = document("plan", model, "--machines", str(file), "--batch", "8", "--schedules", "auto,1F1B", "--no-offload")
+    assert found["plans"][0]["machines"] == "4xown"
+    assert found["cap"] == round(0.9 * 2**35)
+    named = write(tmp_path / "named.json", json.dumps({"device": "A100", "gpus": 72, "per_machine": 72}))
+    assert read_machines(str(named)) == Machines(A100, 72, 72)
+    assert read_machines(str(file)).device.host == Link(1e-5, 3e10)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"gpus": 0}, "gpus: take a positive integer"),
+        ({"gpu": 4}, "--machines: take an object with device, gpus, per_machine"),
+        ({"device": "Toaster"}, "devices are"),
+        ({"device": {"name": "own"}}, "--machines.device: missing flops, memory_bandwidth, memory"),
+        ({"between": {"latency": "low", "bandwidth": 1e9}}, "--machines.between.latency: take float, got 'low'"),
+        ({"device": OWN["device"] | {"host": {"latency": 1}}}, "--machines.device.host: missing bandwidth"),
+    ],
+)
+def test_wrong_entries_of_machines_are_named(model: str, tmp_path: Path, changes: dict[str, Any], message: str) -> None:
+    file = write(tmp_path / "own.json", json.dumps(OWN | changes))
+    assert message in refusal("plan", model, "--machines", str(file), "--batch", "8")
+
+
+def test_random_tokens_need_a_length(tmp_path: Path) -> None:
+    code = "import transformers\ndef build(): return transformers.GPT2LMHeadModel(transformers.GPT2Config(n_layer=1))"
+    build = f"{write(tmp_path / 'gpt2_to_plan.py', code)}:build"
+    asked = "plan", build, "--machines", "2xH100", "--batch", "8"
+    assert "--length: give the tokens of a row" in refusal(*asked)
+    assert "5000 tokens are more than the 1024 positions" in refusal(*asked, "--length", "5000")
 
 
 @pytest.mark.parametrize(

@@ -29,6 +29,7 @@ from graphpp.runtime.program import Phase
 from graphpp.schedules.table.actions import Kind
 from graphpp.schedules.table.costs import Costs, StageCosts
 
+_WHOLE_PASS = tuple(PHASES.index(phase) for phase in (Phase.FORWARD, Phase.BACKWARD))
 _RECOMPUTE = Accepted(
     'None, "selective", "full", or a fraction above 0 and up to 1',
     lambda value: value in (None, "selective", "full") or (NUMBER.accepts(value) and 0 < value <= 1),  # type: ignore[operator]
@@ -61,7 +62,8 @@ class PricedModel:
     `segments`: seconds, bytes and state, with segments in the place of stages. `expert_state`: for each piece of the state
     whether it is of experts, whose replicas are fewer. `forward_bytes`, `backward_bytes`: over the boundary behind each segment
     but the last. `flops`: of forward and backward of all ranks of the microbatch, not recomputed ones. `exchanges`: by segment
-    and phase (F, B, I, W) the seconds of exchanges that are in the times. `layers`: by segment, what phases read and make.
+    and phase (F, B, I, W) the seconds of exchanges that are in the times. `sent`: by segment, the bytes that a rank sends along
+    `tp`, `ep` and `cp` in a forward and a backward. `layers`: by segment, what phases read and make.
     `offloadable`: by segment, the saved values that may wait in the host's memory; none for a mixture of recomputations.
     """
 
@@ -71,6 +73,7 @@ class PricedModel:
     backward_bytes: tuple[int, ...]
     flops: float
     exchanges: tuple[tuple[float, ...], ...]
+    sent: tuple[Mapping[str, float], ...] = ()
     layers: tuple[Mapping[Kind, PhaseBytes], ...] = ()
     offloadable: tuple[tuple[OffloadableBytes, ...], ...] = ()
 
@@ -132,6 +135,7 @@ def priced(
     each = [pricing.segment(own, shares) for own in kinds]
     layers = tuple(pricing.layer(own, shares) for own in kinds)
     leaving = tuple(pricing.offloadable(own) for own in kinds)
+    sent = tuple(pricing.sent(own, shares) for own in kinds)
     stride = deployment.stage_stride or tp * cp
     on, back = (tuple(round(degrees.amount(size)) for size in sizes) for sizes in (costs.forward, costs.backward))
     ahead, behind = (tuple(machines.send(nbytes, stride) for nbytes in sizes) for sizes in (on, back))
@@ -141,7 +145,7 @@ def priced(
         state, experts = state_of_segments(costs, degrees, Memory(optimizer=deployment.optimizer), deployment.shards)
     segments = Segments(costs.starts, Costs(tuple(stage for stage, _ in each), ahead, behind), state)
     exchanges = tuple(found for _, found in each)
-    return PricedModel(segments, experts, on, back, _flops(costs, degrees.factor), exchanges, layers, leaving)
+    return PricedModel(segments, experts, on, back, _flops(costs, degrees.factor), exchanges, sent, layers, leaving)
 
 
 def _check_degrees(costs: CostData, tp: int, ep: int, cp: int) -> None:
@@ -158,8 +162,7 @@ def _check_degrees(costs: CostData, tp: int, ep: int, cp: int) -> None:
 
 def _flops(costs: CostData, factor: float) -> float:
     whole, plain = Degrees(factor, sequence=False), costs.variants[None]
-    passes = [PHASES.index(phase) for phase in (Phase.FORWARD, Phase.BACKWARD)]
-    pairs = [[pair for phase in passes for pair in kind.operations[phase]] for kind in plain.kinds]
+    pairs = [[pair for at in _WHOLE_PASS for pair in kind.operations[at]] for kind in plain.kinds]
     per_kind = [sum(count * whole.amount(each.flops) for each, count in found) for found in pairs]
     return sum(per_kind[kind] for kind in plain.kind_of)
 
@@ -199,6 +202,7 @@ class _Pricing:
         self._layers: dict[tuple[int, ...], Mapping[Kind, PhaseBytes]] = {}
         self._operations: dict[Operation, float] = {}
         self._leaving: dict[int, tuple[OffloadableBytes, ...]] = {}
+        self._sent: dict[tuple[int, ...], Mapping[str, float]] = {}
 
     def segment(self, kinds: Sequence[SegmentKind], shares: Sequence[float]) -> tuple[StageCosts, tuple[float, ...]]:
         """The costs of a segment that is of several kinds in proportion."""
@@ -235,6 +239,18 @@ class _Pricing:
             )
         return self._leaving[id(kinds[0])]
 
+    def sent(self, kinds: Sequence[SegmentKind], shares: Sequence[float]) -> Mapping[str, float]:
+        """The bytes that a rank sends along `tp`, `ep` and `cp` in a forward and a backward of a segment."""
+        key = tuple(map(id, kinds))
+        if key not in self._sent:
+            found = dict.fromkeys(("tp", "ep", "cp"), 0.0)
+            for kind, share in zip(kinds, shares, strict=True):
+                for each, count in [pair for at in _WHOLE_PASS for pair in kind.operations[at]]:
+                    if each.kind in _EXCHANGES:
+                        found[_ALONG[each.kind]] += share * count * self._exchange(each).sent
+            self._sent[key] = found
+        return self._sent[key]
+
     def _kind(self, kind: SegmentKind) -> tuple[StageCosts, tuple[float, ...]]:
         if id(kind) not in self._kinds:
             times, exchanges = zip(*(self._phase(kind, phase) for phase in range(len(PHASES))), strict=True)
@@ -261,7 +277,7 @@ class _Pricing:
 
     def _seconds(self, each: Operation) -> float:
         if each.kind in _EXCHANGES:
-            return self._exchange(each)
+            return self._exchange(each).seconds
         device, degrees, fused = self._machines.device, self._degrees, each.kind in _ATTENTIONS
         nbytes, shares = degrees.amount(each.nbytes), device.efficiency
         traffic = nbytes / (device.memory_bandwidth * shares.traffic.at(max(nbytes, 1.0)))
@@ -284,17 +300,23 @@ class _Pricing:
             sides[ragged] *= self._degrees.ep
         return shares.product.at(work) * (shares.narrow.at(max(1.0, min(sides))) if sides else 1.0)
 
-    def _exchange(self, each: Operation) -> float:
-        degrees, machines = self._degrees, self._machines
-        if each.kind == "all_to_all":
-            return machines.all_to_all(degrees.amount(each.nbytes), degrees.ep, degrees.tp) if degrees.ep > 1 else 0.0
-        if each.kind == "context":
-            gathered = degrees.amount(each.nbytes) * degrees.cp
-            return machines.all_gather(gathered, degrees.cp, degrees.tp) if degrees.cp > 1 else 0.0
-        if degrees.tp == 1:
-            return 0.0
-        whole = degrees.amount(each.nbytes, whole=True)
-        return machines.all_reduce(whole, degrees.tp) if each.kind == "all_reduce" else machines.all_gather(whole, degrees.tp)
+    def _exchange(self, each: Operation) -> _Exchange:
+        degrees, machines, along = self._degrees, self._machines, _ALONG[each.kind]
+        ranks, stride = getattr(degrees, along), 1 if along == "tp" else degrees.tp
+        if ranks == 1:
+            return _Exchange(0.0, 0.0)
+        nbytes = degrees.amount(each.nbytes, whole=along == "tp") * (ranks if along == "cp" else 1)
+        times, seconds = {
+            "all_to_all": (1, machines.all_to_all), "all_reduce": (2, machines.all_reduce),
+        }.get(each.kind, (1, machines.all_gather))  # fmt: skip
+        return _Exchange(seconds(nbytes, ranks, stride), times * nbytes * (ranks - 1) / ranks)
+
+
+class _Exchange(NamedTuple):
+    """The seconds of an exchange, and the bytes that a rank sends in it."""
+
+    seconds: float
+    sent: float
 
 
 def _of_experts(size: Size, experts: bool) -> Size:
@@ -302,7 +324,9 @@ def _of_experts(size: Size, experts: bool) -> Size:
 
 
 _ATTENTIONS = ("attention", "attention_backward")
-_EXCHANGES = ("all_reduce", "all_gather", "all_to_all", "context")
+_ALONG = {"all_reduce": "tp", "all_gather": "tp", "all_to_all": "ep", "context": "cp"}
+"""The dimension of the mesh along which an exchange runs, by its kind."""
+_EXCHANGES = tuple(_ALONG)
 
 
 def _in_proportion(

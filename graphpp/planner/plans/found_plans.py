@@ -46,6 +46,13 @@ class TrainingPlans:
         """The plans that `accepts` takes, with their reasons."""
         return replace(self, plans=tuple(filter(accepts, self.plans)))
 
+    def _shown(self) -> list[int]:
+        """The numbers of the plans to print, from 1: the first ones, and the best with each other number of pipeline ranks."""
+        best = dict[int, int]()
+        for number, each in enumerate(self.plans, 1):
+            best.setdefault(each.setting.shape.pp, number)
+        return sorted({*range(1, min(_SHOWN, len(self.plans)) + 1), *best.values()})
+
     def __iter__(self) -> Iterator[TrainingPlan]:
         return iter(self.plans)
 
@@ -73,7 +80,8 @@ class TrainingPlans:
         return plans_html(self.plans, self.considered, self.cap)
 
     def __str__(self) -> str:
-        """A table: a line for each of the first plans; then the best one in full."""
+        """A table: a line for each of the first plans, and for the best with each other number of pipeline ranks; then the
+        best one in full."""
         from rich import box  # loaded by the first result that is printed
         from rich.console import Console
         from rich.table import Table
@@ -84,12 +92,13 @@ class TrainingPlans:
         for column in ("step", "MFU", "bubble", "bytes"):
             table.add_column(column, justify="right", no_wrap=True)
         table.add_column("reason")
-        for number, each in enumerate(self.plans[:_SHOWN], 1):
-            table.add_row(*_row(number, each))
+        shown = self._shown()
+        for number in shown:
+            table.add_row(*_row(number, self.plans[number - 1]))
         out = io.StringIO()
         Console(file=out, width=180, no_color=True).print(table)
         lines = [line.rstrip() for line in out.getvalue().splitlines() if line.strip()]
-        more = len(self.plans) - _SHOWN
+        more = len(self.plans) - len(shown)
         tail = [f"  and {more} more in .plans; {self.considered:,} settings were considered"] if more > 0 else []
         return "\n".join([*lines, *tail, str(self.best)] if self.plans else ["no plan"])
 

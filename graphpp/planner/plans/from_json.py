@@ -1,7 +1,8 @@
 """Objects of dataclasses from JSON, checked by the annotations of their fields.
 
 Contract: `read(cls, given, path)` raises `GraphPPError` that names the entry, for a missing or unknown entry and for a value of
-another type. Lists become tuples. What a value means is checked by the classes themselves.
+another type; a value that is an object of the class already is taken. Lists become tuples. What a value means is checked by
+the classes themselves.
 """
 
 from __future__ import annotations
@@ -44,12 +45,12 @@ def read(cls: type[Any], given: object, path: str) -> Any:
 def _value(hint: Any, given: object, path: str) -> object:
     """A value of an annotated type. Raises `GraphPPError` where it has another one."""
     if is_dataclass(hint) and isinstance(hint, type):
-        return read(hint, given, path)
+        return given if isinstance(given, hint) else read(hint, given, path)
     origin, inside = get_origin(hint), get_args(hint)
-    if origin in (Union, UnionType):  # a list, or nothing
-        listed = [each for each in inside if get_origin(each) is tuple]
-        if listed and isinstance(given, list):
-            return _value(listed[0], given, path)
+    if origin in (Union, UnionType) and isinstance(given, list | dict):  # a list or an object, or nothing
+        nested = [each for each in inside if (is_dataclass(each) if isinstance(given, dict) else get_origin(each) is tuple)]
+        if nested:
+            return _value(nested[0], given, path)
     if origin is tuple and isinstance(given, list):
         return tuple(_value(inside[0], each, f"{path}[{at}]") for at, each in enumerate(given))
     if origin is Mapping and isinstance(given, dict):

@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import pairwise
 from typing import NamedTuple
 
 from graphpp.planner.plans.layers.layer_gathers import LayerGathers
@@ -39,7 +40,7 @@ _SMALL = 2e-3  # of a step: gathers and reductions that take less together count
 class Prediction:
     """The step of a setting. `peaks`: the most bytes of each pipeline rank; `memory`: of the fullest, by kind.
 
-    `sent`: the bytes that a rank sends along `pp`, `dp_shard` and `dp_replicate` in a step; `gathers`: how often a stage is
+    `sent`: the bytes that a rank sends along each dimension of the mesh in a step; `gathers`: how often a stage is
     gathered; each of the rank with the most.
     """
 
@@ -104,8 +105,9 @@ def peaks_of(question: Question, setting: Setting, cut: Cut, tables: Sequence[Re
 
 class _Simulated(NamedTuple):
     """One simulated step: its seconds, those without gathers, reductions and copies to the host, those by which these copies
-    delay it, those for which its busiest rank works and the stages of that rank; bytes; how often a stage is gathered and the
-    bytes sent along data ranks, of the rank with most."""
+    delay it, those for which its busiest rank works and the stages of that rank; bytes; the bytes sent within computations
+    of one microbatch, by dimension; how often a stage is gathered and the bytes sent along
+    data ranks; of the rank with most."""
 
     makespan: float
     alone: float
@@ -114,6 +116,7 @@ class _Simulated(NamedTuple):
     stages: list[int]
     peaks: tuple[StepPeak, ...]
     memory: Mapping[str, int]
+    exchanged: Mapping[str, float]
     gathers: float
     along: float
 
@@ -240,7 +243,8 @@ class _Step:
         fullest = max(peaks, key=lambda each: each.nbytes)
         busiest = busy.index(max(busy))
         own = [stage for stage, rank in table.rank_of_stage.items() if rank == busiest]
-        return _Simulated(makespan + waits, alone, waits, busy[busiest], own, peaks, fullest.most, *self._collections(table))
+        bytes_of = peaks, fullest.most, self._exchanged(table)
+        return _Simulated(makespan + waits, alone, waits, busy[busiest], own, *bytes_of, *self._collections(table))
 
     def _waits_for_copies(self, table: ReadTable, makespan: float) -> float:
         """The seconds by which copies of offloaded values, and waits for them, delay a step of such a makespan."""
@@ -290,9 +294,8 @@ class _Step:
         makespan, busy, alone, waits = (continued(getattr(first, name), getattr(last, name)) for name in _GROWING)
         parts = self._parts(makespan - waits, busy, last.stages, makespan - waits - alone)
         gathers, along = continued(first.gathers, last.gathers), continued(first.along, last.along)
-        return Prediction(
-            self._setting, self.cut, replace(parts, offload=waits), peaks, grown, self._sent(along), gathers
-        )
+        sent = self._sent(along, last.exchanged)
+        return Prediction(self._setting, self.cut, replace(parts, offload=waits), peaks, grown, sent, gathers)
 
     def _parts(self, makespan: float, busy: float, stages: Sequence[int], unhidden: float) -> StepSeconds:
         """The makespan by its parts on the busiest rank, which has these stages, and the optimizer's step.
@@ -330,17 +333,29 @@ class _Step:
         device = self._question.machines.device
         return max(by_stage) * self._setting.schedule.stages_per_rank / device.memory_bandwidth
 
-    def _sent(self, along: float) -> dict[str, int]:
-        """The bytes that a rank sends along the pipeline and along its data ranks, of which `along` those of shards."""
-        _, state = self._stages
-        setting, (forward, backward) = self._setting, self._crossing()
-        per_rank = setting.schedule.stages_per_rank
-        crossing = (max(forward, default=0) + max(backward, default=0)) * per_rank * setting.microbatches
-        return {"pp": crossing, "dp_shard": round(along), "dp_replicate": round(self._sent_to_copies(state))}
+    def _exchanged(self, table: ReadTable) -> dict[str, float]:
+        """The bytes that a rank sends within the computations of one microbatch, by dimension, of the rank with the most."""
+        sent = self._priced.sent
+        ranks: list[dict[str, float]] = [{} for _ in range(self._setting.shape.pp)]
+        for stage, (first, end) in enumerate(pairwise((*self.cut, len(sent)))):
+            of_rank = ranks[table.rank_of_stage[stage]]
+            for name in sent[first]:
+                of_rank[name] = of_rank.get(name, 0.0) + sum(each[name] for each in sent[first:end])
+        return {name: max(each[name] for each in ranks) for name in ranks[0]}
 
-    def _sent_to_copies(self, state: tuple[StateBytes, ...]) -> float:
-        """The bytes that a rank sends to the ranks with the same rows: those of a ring, as if all ranks had equally many."""
-        copies, total = self._setting.shape.dp_replicate, 0.0
+    def _sent(self, along: float, exchanged: Mapping[str, float]) -> dict[str, int]:
+        """The bytes that a rank sends along each dimension. `along`: those of shards; `exchanged`: of one microbatch."""
+        setting, (forward, backward) = self._setting, self._crossing()
+        per_rank, many = setting.schedule.stages_per_rank, setting.microbatches
+        crossing = (max(forward, default=0) + max(backward, default=0)) * per_rank * many
+        sums = {name: self._sent_to_copies(getattr(setting.shape, name)) for name in ("dp_replicate", "cp")}
+        within = {name: many * nbytes + sums.pop(name, 0.0) for name, nbytes in exchanged.items()}
+        return {"pp": crossing, "dp_shard": round(along), **{name: round(each) for name, each in (sums | within).items()}}
+
+    def _sent_to_copies(self, copies: int) -> float:
+        """The bytes that a rank sends to as many ranks with the same rows, in a ring, as if all had equally many."""
+        _, state = self._stages
+        total = 0.0
         for one in state:
             sent = one.sums if one.sent is None else one.sent
             total += len(one.makers) * sent / (one.shards or 1)

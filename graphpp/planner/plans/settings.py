@@ -72,7 +72,8 @@ class ScheduleChoice:
         return SCHEDULES[self.name](ranks, stages, microbatches)
 
     def __str__(self) -> str:
-        named = self.name if self.group is None else f"{self.name} in groups of {self.group}"
+        name = "loop" if self.name == "auto" else self.name
+        named = name if self.group is None else f"{name} in groups of {self.group}"
         return named if self.order is None or self.name == ORDER else f"{named}, weight gradients placed"
 
 
@@ -133,15 +134,19 @@ class Setting:
         """The kind of recomputation and the number of its layers, as text; "-" for none."""
         if self.recomputed is None:
             return str(self.recompute or "-")
-        return f"{self.recompute} of {sum(self.recomputed)} layers"
+        return f"{self.recompute} of {_counted(sum(self.recomputed), 'layer')}"
 
     def __str__(self) -> str:
         """A line that names the setting."""
         keep = "" if self.keep is None else f", keep {self.keep}"
         again = "" if self.recompute is None else f", recompute {self.degree}"
-        cut = f"{self.microbatches} microbatches of {self.rows} row{'s' * (self.rows > 1)}"
+        cut = f"{_counted(self.microbatches, 'microbatch', 'es')} of {_counted(self.rows, 'row')}"
         away = "" if self.offload is None else f", offload {self.offload:g}"
-        return f"{self.shape}, {self.stages} stage{'s' * (self.stages > 1)}, {self.schedule}, {cut}{keep}{again}{away}"
+        return f"{self.shape}, {_counted(self.stages, 'stage')}, {self.schedule}, {cut}{keep}{again}{away}"
+
+
+def _counted(number: int, noun: str, ending: str = "s") -> str:
+    return f"{number} {noun}{ending * (number > 1)}"
 
 
 _OF_ONE = ("1F1B", "ZB1P", "ZB2P")

@@ -99,6 +99,8 @@ def test_tensor_parallelism_divides_what_its_plan_shards() -> None:
     assert two.flops == one.flops
     assert all(a == 0 for exchanged in one.exchanges for a in exchanged)
     assert two.exchanges[costs.layers[0]][0] == pytest.approx(2 * FLAT.all_reduce(16 * 32 * 4, 2))
+    assert all(nbytes == 0 for sent in one.sent for nbytes in sent.values())
+    assert two.sent[costs.layers[0]] == {"tp": 4 * 16 * 32 * 4, "ep": 0, "cp": 0}, "two sums forward and two backward"
     plain = costs.on(FLAT, Deployment(tp=2, sequence=False))
     assert plain.forward_bytes == one.forward_bytes == tuple(2 * each for each in two.forward_bytes)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -255,6 +256,18 @@ def test_printed_plans_name_the_best_and_the_reasons() -> None:
 
 
 # ---------------------------------------------------------------------------------- plans that run
+
+
+def test_the_best_plan_of_each_number_of_pipeline_ranks_is_printed_with_its_number() -> None:
+    """So that the reader finds why a pipeline lost, or why none did not win."""
+    found = plans()
+    lines = str(found).splitlines()
+    for pp in {each.setting.shape.pp for each in found}:
+        number, plan = next((at, each) for at, each in enumerate(found, 1) if each.setting.shape.pp == pp)
+        assert any(re.match(rf" *{number}\*? .*pp {pp} ", line) for line in lines), (number, plan)
+    numbers = [int(each[1]) for line in lines if (each := re.match(r" *(\d+)\*? +pp ", line))]
+    assert numbers == sorted(set(numbers)) and numbers[:12] == list(range(1, 13))
+    assert f"and {len(found) - len(numbers)} more in .plans" in str(found)
 
 
 def trained(rank: int, plan: TrainingPlan) -> dict[str, Any]:

@@ -109,3 +109,17 @@ def test_a_long_step_on_more_ranks_is_that_of_the_whole_table(name: str, monkeyp
     assert continued is not None and whole is not None
     assert continued.seconds.total == pytest.approx(whole.seconds.total, rel=0.01)
     assert continued.peaks == pytest.approx(whole.peaks, rel=0.01)
+
+
+def test_bytes_sent_along_every_dimension_are_predicted() -> None:
+    """Those of tensor parallelism grow with the microbatches; replicas sum their gradients, of half as many rows, once."""
+    sent = []
+    for tp, microbatches in ((1, 4), (2, 4), (2, 8)):
+        setting = Setting(MeshShape(pp=RANKS, dp_replicate=2, tp=tp), 1, microbatches, ScheduleChoice("1F1B"))
+        found = predict(Question(costs(torch.bfloat16, "cuda"), Machines.read("8xH100"), 2 * microbatches, LENGTH), setting)
+        assert found is not None
+        sent.append(found.sent)
+    whole, short, long = sent
+    assert whole["tp"] == 0 < short["tp"] and long["tp"] == 2 * short["tp"]
+    assert whole["dp_replicate"] > short["dp_replicate"] == long["dp_replicate"] > 0
+    assert short["ep"] == short["cp"] == short["dp_shard"] == 0
