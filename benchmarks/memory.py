@@ -21,7 +21,7 @@ import argparse
 import json
 import weakref
 from collections.abc import Callable, Iterable
-from itertools import accumulate, product
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -82,12 +82,27 @@ class Census(TorchDispatchMode):
 
 
 def allocated(run: Callable[[], object]) -> int:
-    """The most bytes that torch's allocator for the CPU had given out in a run, less those at its start."""
+    """The most bytes alive together of all that torch's allocator for the CPU gave out in a run."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
         run()
     assert profile.profiler is not None and profile.profiler.kineto_results is not None
-    events = [event for event in profile.profiler.kineto_results.events() if event.name() == "[memory]"]
-    return max(accumulate(event.nbytes() for event in sorted(events, key=lambda event: event.start_ns())))
+    found: list[tuple[int, int, int]] = []  # (time, address, bytes more or less)
+    events = list(profile.profiler.kineto_results.experimental_event_tree())
+    while events:
+        event = events.pop()
+        events += event.children
+        if event.name == "[memory]":
+            found.append((event.start_time_ns, event.extra_fields.ptr, event.extra_fields.alloc_size))
+    alive: dict[int, int] = {}
+    now = most = 0
+    for _, address, nbytes in sorted(found, key=lambda each: each[0]):
+        if nbytes > 0:
+            alive[address] = nbytes
+            now += nbytes
+            most = max(most, now)
+        else:
+            now -= alive.pop(address, 0)  # memory of before the run
+    return most
 
 
 def _tensors(values: Any) -> list[torch.Tensor]:

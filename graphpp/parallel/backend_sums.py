@@ -19,7 +19,7 @@ from graphpp.parallel.sums import PendingSums, reduced_in_place
 
 
 def scattered(
-    totals: Sequence[torch.Tensor],
+    totals: list[torch.Tensor],
     lengths: Sequence[Sequence[int]],
     group: dist.ProcessGroup,
     dtypes: Sequence[torch.dtype] | None = None,
@@ -28,6 +28,7 @@ def scattered(
     wanted = dtypes if dtypes is not None else [each.dtype for each in totals]
     own = [each[dist.get_rank(group)] for each in lengths]
     sent, longest = _padded(totals, lengths)
+    totals.clear()
     part = sent.new_empty(longest)
     work = reduce_scatter(_real(part), _real(sent), group)
 

@@ -25,7 +25,7 @@ _NO_ORDER = 2  # ranks whose numbers add up to the same bits in both orders
 
 
 def scattered(
-    totals: Sequence[torch.Tensor],
+    totals: list[torch.Tensor],
     lengths: Sequence[Sequence[int]],
     group: dist.ProcessGroup,
     dtypes: Sequence[torch.dtype] | None = None,
@@ -37,9 +37,11 @@ def scattered(
     pieces = [total.split(list(each)) for total, each in zip(flat, lengths, strict=True)]
     sent = torch.cat([each[to] for to in range(ranks) for each in pieces]) if len(flat) > 1 else flat[0]
     own = [each[rank] for each in lengths]
+    del flat, pieces
+    totals.clear()
     parts = sent.new_empty(ranks * sum(own))
     works = [_exchanged(parts, sent, [sum(each[to] for each in lengths) for to in range(ranks)], group)]
-    del flat, pieces, sent
+    del sent
 
     def add() -> list[torch.Tensor]:
         works.pop().wait()  # the work was the last that kept the elements that were sent

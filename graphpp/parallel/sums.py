@@ -23,13 +23,14 @@ class Sums(Protocol):
 
     def scattered(
         self,
-        totals: Sequence[torch.Tensor],
+        totals: list[torch.Tensor],
         lengths: Sequence[Sequence[int]],
         group: dist.ProcessGroup,
         dtypes: Sequence[torch.dtype] | None = None,
     ) -> PendingSums:
         """Sum this rank's part of each tensor; the results are [elements of the part].
 
+        The list `totals` is emptied: a tensor whose elements have been packed gives its memory back before parts arrive.
         `lengths`: for each tensor the elements of each rank's part, in order; `dtypes`: of each sum (None: that of the
         tensors).
         """

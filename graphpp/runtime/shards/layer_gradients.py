@@ -71,13 +71,16 @@ class LayerReducer:
         self.finish()  # the memory of messages goes back before more is taken
         names = list(totals)
         sharding = self._sharded.sharding[names[0]]  # the same ranks share all of them
-        for fqn, total in totals.items():
-            whole = total if total.dim() else total.repeat(sharding.ranks)  # every rank needs it
-            totals[fqn] = whole.to(dtype=self._sharded.precision.of_messages(whole.dtype)).contiguous()
+        for fqn in names:
+            totals[fqn] = self._as_sent(totals[fqn], sharding.ranks)
         for fqns in ([names[at] for at in bundle] for bundle in bundles([totals[name] for name in names])):
             lengths, dtypes = [self._sharded.lengths(fqn) for fqn in fqns], [self.dtype_of_rows(fqn) for fqn in fqns]
             pending = self.over_ranks.scattered([totals.pop(fqn) for fqn in fqns], lengths, sharding.group, dtypes)
             self._pending.append((sink.sums, sink.microbatch, fqns, pending))
+
+    def _as_sent(self, total: torch.Tensor, ranks: int) -> torch.Tensor:
+        whole = total if total.dim() else total.repeat(ranks)  # every rank needs it
+        return whole.to(dtype=self._sharded.precision.of_messages(whole.dtype)).contiguous()
 
     def _add(self) -> None:
         sums, microbatch, fqns, pending = self._pending.popleft()

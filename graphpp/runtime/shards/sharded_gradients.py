@@ -62,9 +62,8 @@ class ShardedGradients:
         self._add_started()  # their memory goes back before more is taken
         taken = self._stages[stage].take()
         self._partial.add_up(taken)
-        for fqn, total in taken.items():
-            every = total if total.dim() else total.repeat(self._sharded.sharding[fqn].ranks)  # all ranks need a 0-dim one
-            taken[fqn] = every.to(dtype=self._precision.of_messages(every.dtype))
+        for fqn in taken:
+            taken[fqn] = self._as_sent(fqn, taken[fqn])
         for sharding, names in self._by_sharding(taken):
             for fqns in ([names[at] for at in bundle] for bundle in bundles([taken[name] for name in names])):
                 totals = [taken.pop(fqn) for fqn in fqns]
@@ -72,6 +71,10 @@ class ShardedGradients:
                 dtypes = [self._dtype_of_rows(fqn) for fqn in fqns]
                 pending = self._over_ranks.scattered(totals, lengths, sharding.group, dtypes)
                 self._pending.append(([(stage, fqn) for fqn in fqns], pending))
+
+    def _as_sent(self, fqn: str, total: torch.Tensor) -> torch.Tensor:
+        every = total if total.dim() else total.repeat(self._sharded.sharding[fqn].ranks)  # all ranks need a 0-dim one
+        return every.to(dtype=self._precision.of_messages(every.dtype))
 
     def finish(self) -> None:
         """Add the gradients of this rank's rows to `param.grad`."""

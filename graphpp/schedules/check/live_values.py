@@ -98,6 +98,10 @@ class LiveValues:
         elif kind in SENDS:
             self._make_room(self._sent_to(leaf), self._most - 1)
 
+    def count_as_read(self, leaf: Action, change: int) -> None:
+        """Count the saved values that a computation frees as gone while it runs (`change` -1), or as alive again (1)."""
+        self._count(self._first(leaf.stage, leaf.microbatch) + _TAKEN[leaf.kind], change)
+
     def end(self, leaf: Action) -> None:
         """An action ends."""
         stage, kind, microbatch, _ = leaf

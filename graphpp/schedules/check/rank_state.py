@@ -1,16 +1,16 @@
 """The state of the model on a rank as its row runs: whole parameters, sums of gradients, gradients on their way.
 
 Contract
-    `start(leaf)` and `end(leaf)` are called for all leaves of a row in order whose kind is in `CHANGES_STATE`, and
-    `gather_layers(leaves)` for all actions where computations gather single layers; `state` is the rank's state then.
-    `state_bytes` gives the bytes of a state.
+    `start(leaf)` and `end(leaf)` are called for all leaves of a row in order whose kind is in `CHANGES_STATE`; between the two
+    calls `make_sums(leaf)`, if `makes_sums(leaf)`; `gather_layers(leaves)` for all actions where computations gather single
+    layers. `state` is the rank's state then, and `state_bytes` gives the bytes of a state.
 
-Parameters of a sharded stage are whole from UNSHARD to the end of RESHARD; its sums of gradients stand from its first B or W
-until REDUCE_GRAD, or a RESHARD that follows a B or W. The messages of that reduction, the rows that are sent and as many that
-arrive, stay until the rank's next reduction, which waits for them. The parts of averages over ranks with the same parameters
-(`HeldBytes.averaged`) stay to the end. A gradient whose microbatch is not the next one of its stage waits beside the sums
-(`HeldBytes.waiting`). Computations that gather single layers hold the most of whole parameters and of whole gradients while
-they run, and leave the messages of a reduction behind.
+Parameters of a sharded stage are whole from UNSHARD to the end of RESHARD; its sums of gradients come into being while its
+first B or W runs, and stand until REDUCE_GRAD, or a RESHARD that follows a B or W. The messages of that reduction, the rows
+that are sent and as many that arrive, stay until the rank's next reduction, which waits for them. The parts of averages over
+ranks with the same parameters (`HeldBytes.averaged`) stay to the end. A gradient whose microbatch is not the next one of its
+stage waits beside the sums (`HeldBytes.waiting`). Computations that gather single layers hold the most of whole parameters and
+of whole gradients while they run, and leave the messages of a reduction behind.
 """
 
 from __future__ import annotations
@@ -60,8 +60,6 @@ class RankState:
         """An action starts, or a part of one."""
         state = self.state
         if leaf.kind in _GRADIENTS:
-            if leaf.stage not in state.unreduced:
-                self.state = state._replace(unreduced=state.unreduced | {leaf.stage})
             if leaf.microbatch != self._turn[leaf.stage]:
                 self._early[leaf.stage].add(leaf.microbatch)
                 self._count_early()
@@ -69,6 +67,14 @@ class RankState:
             self.state = state._replace(whole=state.whole | {leaf.stage})
         elif leaf.kind in (Kind.RESHARD, Kind.REDUCE_GRAD) and leaf.stage in state.unreduced:
             self.state = state._replace(unreduced=state.unreduced - {leaf.stage}, reduced=_first(leaf.stage, state.reduced))
+
+    def makes_sums(self, leaf: Action) -> bool:
+        """Whether an action is the first that makes gradients of its stage since their reduction."""
+        return leaf.kind in _GRADIENTS and leaf.stage not in self.state.unreduced
+
+    def make_sums(self, leaf: Action) -> None:
+        """The sums of the stage of an action are there."""
+        self.state = self.state._replace(unreduced=self.state.unreduced | {leaf.stage})
 
     def end(self, leaf: Action) -> None:
         """An action ends."""

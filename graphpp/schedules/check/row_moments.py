@@ -119,6 +119,8 @@ class _Walk:
             if self._layers:
                 model.gather_layers(leaves)
             during.append(self._number())
+            if first := [leaf for leaf in leaves if model.makes_sums(leaf)]:
+                during.append(self._with_sums(first))
             for leaf in leaves:
                 values.end(leaf)
                 if leaf.kind in CHANGES_STATE:
@@ -127,6 +129,19 @@ class _Walk:
                 model.gather_layers(())
         self._away += self._evicted.get(action, 0)
         return tuple(during), self._number()
+
+    def _with_sums(self, first: Sequence[Action]) -> int:
+        """The moment near the end of the first computations that make gradients of their stages.
+
+        Layer by layer saved values go and gradients come, so the most is alive near the start or near the end.
+        """
+        for leaf in first:
+            self._model.make_sums(leaf)
+            self.values.count_as_read(leaf, -1)
+        number = self._number()
+        for leaf in first:
+            self.values.count_as_read(leaf, 1)
+        return number
 
 
 def _moved(offloaded: Sequence[OffloadWindow]) -> tuple[Mapping[Action, int], Mapping[Action, int]]:

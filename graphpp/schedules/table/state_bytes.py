@@ -91,8 +91,8 @@ class HeldBytes:
     """The bytes of state that one rank holds during a step.
 
     `standing`: by kind, for the whole step. `whole`: (stages, bytes) of parameters that are whole while any of these stages is;
-    `gradients`: by stage, the sums from its first backward on until they are reduced; `sent`: by stage, the same as they are
-    sent. `waiting`: by stage, the gradients of one microbatch, which wait where earlier microbatches have none yet; with
+    `gradients`: by stage, the sums that its first backward makes, until they are reduced; `sent`: by stage, the same as they
+    are sent. `waiting`: by stage, the gradients of one microbatch, which wait where earlier microbatches have none yet; with
     `layers`, the rank's rows of these gradients in the dtype of the sums. `at_end`: taken in addition while the gradients of
     the step are finished. `layers`: where computations gather single layers. `averaged`: by stage, the parts of averages that
     the rank receives from the stage's reduction on, until the end.

@@ -35,8 +35,8 @@ ROW = "0UNSHARD 0F0 0RESHARD 1UNSHARD 1F0 1B0 1RESHARD 0UNSHARD 0B0 0RESHARD"
     ("activations", "column", "parts"),
     [  # weights whole, gradients whole, messages of reductions, activations; the state that stands is 75 + 20 + 4 + 1
         ((3, 4), 9, (100, 0, 60, 0)),  # the gradients of stage 0 have left, and as many bytes arrive
-        ((300, 4), 8, (100, 30, 20, 300)),  # the messages of 1RESHARD are still there
-        ((3, 400), 5, (50, 10, 0, 403)),
+        ((300, 4), 7, (100, 0, 20, 300)),  # the messages of 1RESHARD are still there, and no gradients of stage 0 yet
+        ((3, 400), 4, (50, 0, 0, 403)),
     ],
 )
 def test_the_peak_of_the_sum_is_no_sum_of_peaks(activations: tuple[int, int], column: int, parts: tuple[int, ...]) -> None:
@@ -46,6 +46,24 @@ def test_the_peak_of_the_sum_is_no_sum_of_peaks(activations: tuple[int, int], co
     assert found.parts == standing | dict(zip(("weights", "gradients", "messages", "activations"), parts, strict=True))
     assert found.most == standing | {"weights": 100, "gradients": 30, "messages": 60, "activations": sum(activations)}
     assert found.nbytes < sum(found.most.values())
+
+
+@pytest.mark.parametrize(
+    ("row", "saved", "column", "gradients", "activations"),
+    [
+        ("0UNSHARD 0F0 0B0 0RESHARD", 10, 2, 30, 4),  # near the end of the backward the saved values have been read
+        ("0UNSHARD 0F0 0B0 0RESHARD", 40, 2, 0, 44),  # at its start there are no gradients
+        ("0UNSHARD 0F0 0F1 0B0 0B1 0RESHARD", 10, 3, 30, 14),  # the other microbatch's values are there too
+        ("0UNSHARD 0F0 0F1 0I0 0W0 0I1 0W1 0RESHARD", 10, 5, 30, 15),
+    ],
+)
+def test_sums_come_while_saved_values_go(row: str, saved: int, column: int, gradients: int, activations: int) -> None:
+    """A backward takes 4 bytes beside the saved values, an input gradient 5."""
+    peaks = {Kind.B: saved + 4, Kind.I: saved + 5, Kind.W: saved}
+    costs = Costs((StageCosts(saved_bytes=saved, kept_bytes=saved, peak_bytes=peaks),))
+    state = [StateBytes((0,), (0,), sums=30, sent=0)]
+    (found,) = step_peaks(Schedule.of([row]), costs, held_bytes(state, {0: 0}, 1, 1, frees=True))
+    assert (found.column, found.parts["gradients"], found.parts["activations"]) == (column, gradients, activations)
 
 
 def test_whole_parameters_that_never_go_stand_for_the_whole_step() -> None:
