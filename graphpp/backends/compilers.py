@@ -15,12 +15,13 @@ from typing import Any, Protocol
 from torch import fx
 
 from graphpp.arguments import shown
-from graphpp.backends.gemm_kernels import GemmKernels
+from graphpp.backends.gemm_kernels import GemmKernels, product_workspace
 from graphpp.backends.inductor import InductorCompiler
 from graphpp.backends.region_results import CompiledRegion, FreshResultsCheck
 from graphpp.errors import GraphPPError
 from graphpp.options.backend import Backend, CompileFunction, Custom, Eager, Inductor
 from graphpp.passes.graph.region import Region
+from graphpp.passes.stage.fuse_grad_accumulation import ProductWorkspace
 from graphpp.passes.text.render import Run
 
 
@@ -51,6 +52,11 @@ def compiler_of(backend: Backend) -> RegionCompiler | None:
         Custom: lambda option: FunctionCompiler(option.function),
     }
     return makers[type(backend)](backend)
+
+
+def workspace_of(backend: Backend) -> ProductWorkspace | None:
+    """The bytes that the backend's `products` take to add a product to a sum; None: none, torch's kernel adds."""
+    return product_workspace if isinstance(backend, Inductor) else None
 
 
 class FunctionCompiler:

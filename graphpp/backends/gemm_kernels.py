@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from graphpp._torch.numbers_of_data import known
 from graphpp._torch.symbols import SYMBOLIC, hint
 from graphpp.backends.measured_choices import MeasuredChoices, layout_of, sample, shortest_times
 from graphpp.cache.disk_cache import DiskCache
@@ -85,13 +86,29 @@ class GemmKernels:
         return known
 
 
+def product_workspace(a: torch.Tensor, b: torch.Tensor) -> int:
+    """The most bytes that `GemmKernels.multiply_add` takes beside the sum: oneDNN's kernel, if it is chosen, does not add.
+
+    Follows from the factors' layouts, on all ranks alike: each rank measures which kernel is faster.
+    """
+    if not _both_can(a, b):
+        return 0
+    elements: int = known(a.shape[-2] * b.shape[-1])  # a batch is multiplied matrix by matrix
+    return elements * a.dtype.itemsize
+
+
 def is_eligible(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """True if both kernels can compute this product and it has elements."""
+    return _both_can(a, b) and all(hint(value.numel()) for value in (a, b))
+
+
+def _both_can(a: torch.Tensor, b: torch.Tensor) -> bool:
     """True if both kernels can compute this product: float32 on the CPU, two matrices or a batch of at most `_BATCH`."""
     both = (a, b)
     on_cpu = all(value.device.type == "cpu" and value.dtype is torch.float32 for value in both)
     several = a.dim() == b.dim() == 3 and not isinstance(a.shape[0], SYMBOLIC)
     few = a.dim() == b.dim() == 2 or (several and len(a) <= _BATCH)
-    return on_cpu and few and torch.backends.mkldnn.is_available() and all(hint(value.numel()) for value in both)
+    return on_cpu and few and torch.backends.mkldnn.is_available()
 
 
 def _linear(graph: fx.Graph, a: fx.Node, b: fx.Node, bias: fx.Node | None = None) -> fx.Node:

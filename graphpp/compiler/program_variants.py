@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from graphpp.backends.compilers import workspace_of
 from graphpp.capture import activation_checkpoints as checkpoints
 from graphpp.compiler.request import CompileRequest
 from graphpp.options.recompute import Recompute
@@ -51,7 +52,10 @@ def choices_of(request: CompileRequest, joint: JointGraph, variant: ProgramVaria
     rerun, layers = policy.may_repeat_in_weight_grad(recompute), _sharded_layers(request, joint)
     fused = options.fused and layers is None  # a gradient leaves at once, so there is no sum to multiply into
     shared_by = None if place.tensor is None else place.tensor.group_name
-    return LoweringOptions(variant.split_backward, rerun, whole, chosen, savings, fused, options.hoists, layers, shared_by)
+    workspace = workspace_of(options.backend)
+    return LoweringOptions(
+        variant.split_backward, rerun, whole, chosen, savings, fused, options.hoists, layers, shared_by, workspace
+    )
 
 
 def _sharded_layers(request: CompileRequest, joint: JointGraph) -> ShardedLayers | None:

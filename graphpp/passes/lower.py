@@ -29,7 +29,7 @@ from graphpp.passes.recompute.rematerialize import rematerialize
 from graphpp.passes.stage.carry_numbers import carry_numbers, has_numbers_of_data
 from graphpp.passes.stage.cut_stages import cut_stages
 from graphpp.passes.stage.emit import emit
-from graphpp.passes.stage.fuse_grad_accumulation import fuse_grad_accumulation
+from graphpp.passes.stage.fuse_grad_accumulation import ProductWorkspace, fuse_grad_accumulation
 from graphpp.passes.stage.gather_layers import ShardedLayers, follows_parameters, gather_layers
 from graphpp.passes.stage.hoist_per_step import find_step_invariants, hoist_per_step
 from graphpp.passes.stage.split_weight_grad import never, split_weight_grad
@@ -58,7 +58,8 @@ class LoweringOptions:
     `region_of`: the region of a forward operation; whole regions are recomputed in the backward. `may_recompute`: the
     operations of a region that may run again. `recompute_budget`: the terms on which single values, among the values still
     saved after `region_of`, are recomputed. `fuse_grad_accumulation`: a matrix product that is a gradient is written into the
-    gradient's sum over microbatches. `hoist_per_step`: values that depend on parameters, buffers and constants alone are
+    gradient's sum over microbatches; `product_workspace`: the bytes that its kernel takes beside the sum (None: none).
+    `hoist_per_step`: values that depend on parameters, buffers and constants alone are
     computed once per step. `layers`: parameters are sharded, and programs gather one layer at a time; values that depend on
     parameters are not hoisted then. `shared_by`: the name of the group of ranks that share each layer; sums of gradients over
     this group leave the graph, but for programs that gather layers, whose gradients leave at once.
@@ -73,6 +74,7 @@ class LoweringOptions:
     hoist_per_step: bool = False
     layers: ShardedLayers | None = None
     shared_by: str | None = None
+    product_workspace: ProductWorkspace | None = None
 
 
 def lower(
@@ -139,7 +141,7 @@ def staged_graphs(
         may_recompute = options.weight_grad_may_recompute if layers is None else _with_step_invariants(options)
         staged = passes.run("split_weight_grad", lambda: split_weight_grad(joint, staged, may_recompute))
     if options.fuse_grad_accumulation and joint.training:
-        staged = passes.run("accumulate_products", lambda: fuse_grad_accumulation(staged))
+        staged = passes.run("accumulate_products", lambda: fuse_grad_accumulation(staged, options.product_workspace))
     if layers is not None:
         staged = passes.run("gather_layers", lambda: gather_layers(staged, layers))
     return joint, staged

@@ -3,10 +3,10 @@
 Contract
     in   the stage programs, the metas of parameters and buffers, what the optimizer takes; the table that the ranks run
     out  `MemoryPlan`: for each rank its bytes by kind, and the most at one time of a step; what a cap leaves for activations
-    Everything follows from the graph and the table: nothing is measured and nothing runs. The workspace inside an operator,
-    the gradients of up to 8 MB that move into one memory to be averaged (all gradients, where the caller keeps some of a bundle
-    and drops others, or gives them memory), the transport's own memory, and memory that the allocator does not give back are
-    not counted.
+    Everything follows from the graph and the table: nothing is measured and nothing runs. Not counted: the workspace inside an
+    operator, but for products that are added to gradients; temporary values that a compiled region has beside those of the
+    graph; gradients of up to 8 MB that move into one memory to be averaged (all gradients, where the caller keeps some of a
+    bundle and drops others, or gives them memory); the transport's own memory; memory that the allocator does not give back.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, fx, nn
 
 import graphpp
-from graphpp.backends.gemm_kernels import GemmKernels
+from graphpp.backends.gemm_kernels import GemmKernels, product_workspace
 from graphpp.backends.inductor import InductorCompiler
 from graphpp.cache.disk_cache import DiskCache, default_folder
 from graphpp.passes.graph.region import Region
@@ -710,6 +710,21 @@ def test_products_by_either_kernel(chosen: str, tmp_path: Path, monkeypatch: pyt
     assert targets.count("mkldnn._linear_pointwise.default") == (4 if chosen == "linear" else 0)
     for found, wanted in zip(module(*given), both(*given), strict=True):
         torch.testing.assert_close(found, wanted)
+
+
+@pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="torch without oneDNN")
+def test_the_workspace_of_a_product_is_what_the_kernel_allocates(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    kernels = GemmKernels(DiskCache(tmp_path))
+    monkeypatch.setattr("graphpp.backends.gemm_kernels._faster", lambda a, b: "linear")
+    for a, b in [(torch.randn(256, 64), torch.randn(64, 512)), (torch.randn(3, 256, 64), torch.randn(3, 64, 512))]:
+        total = a @ b
+        kernels.multiply_add(total, a, b)  # makes factors to choose by
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+            kernels.multiply_add(total, a, b)
+        assert profile.profiler is not None and profile.profiler.kineto_results is not None
+        changes = [event.nbytes() for event in profile.profiler.kineto_results.events() if event.name() == "[memory]"]
+        assert 1 <= max(itertools.accumulate(changes)) / product_workspace(a, b) < 1.125, "oneDNN takes some scratch beside"
+        assert product_workspace(a.double(), b.double()) == 0
 
 
 def test_kernels_remember_what_was_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,9 +3,9 @@
 Contract: a value's lifetime ends after its last reader, where the rendered program deletes it; a view lies in the memory of its
 source. The peak counts received values, saved values, and every value that the program computes, results included. A saved
 value that a later program of the microbatch reads too (`meta["kept"]`) stays. A gradient counts until it is handed to the
-runtime; a gradient whose factors are handed over instead counts nothing. Parameters, buffers, inputs of the microbatch, and
-workspace inside an operator do not count, nor do parameters that the program gathers (`meta["gathers"]`), which
-`Program.layers` counts.
+runtime; of a gradient whose factors are handed over, only the workspace of its multiplication (`meta["workspace"]`) counts.
+Parameters, buffers, inputs of the microbatch, and workspace inside an operator do not count, nor do parameters that the program
+gathers (`meta["gathers"]`), which `Program.layers` counts.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ def _size(node: fx.Node) -> int:
     if node.op == "placeholder" and not isinstance(node.meta["role"], program.Received | program.Saved):
         return 0
     if node.target is deferred_matmul:  # the runtime multiplies straight into the sum of gradients
-        return 0
+        return int(node.meta.get("workspace", 0))
     if not is_tensor(node) or "gathers" in node.meta:
         return 0
     value: torch.Tensor = node.meta["val"]

@@ -8,6 +8,7 @@ Contract, for the backward graphs (B, I, W) of a cut:
   product the factors are exchanged and transposed, so that the multiplication writes in the order of the memory.
 - A gradient that is a sum becomes several results with the same role, which the runtime adds one by one. So the two
   contributions to a parameter that is used twice are not added up first.
+- `meta["workspace"]` of a `deferred_matmul` node: the bytes that its multiplication takes beside the sum.
 - Everything else stays: inputs, other results, the order of operations. Numbers change by rounding alone.
 """
 
@@ -26,6 +27,9 @@ from graphpp.runtime.program import Gradient
 
 aten = torch.ops.aten
 _PRODUCTS = (aten.mm.default, aten.bmm.default)
+
+ProductWorkspace = Callable[[torch.Tensor, torch.Tensor], int]
+"""The bytes that a kernel takes to add the product of two matrices, or of two batches of matrices, to a sum, beside the sum."""
 
 InverseView = Callable[[fx.Node, torch.Tensor], torch.Tensor]
 
@@ -59,9 +63,13 @@ _UNDO: dict[object, InverseView] = {  # rearranging operation -> view from the p
 }
 
 
-def fuse_grad_accumulation(staged: StagedGraphs) -> StagedGraphs:
+def fuse_grad_accumulation(staged: StagedGraphs, workspace: ProductWorkspace | None = None) -> StagedGraphs:
     """Rewrite the backward graphs to hand out the factors of their gradients; `staged` stays as it is."""
     graphs = {key: _rewritten(each) if key[0].is_backward else each for key, each in staged.graphs.items()}
+    if workspace is not None:
+        for each in graphs.values():
+            for node in each.graph.find_nodes(op="call_function", target=deferred_matmul):
+                node.meta["workspace"] = workspace(node.args[0].meta["val"], node.args[1].meta["val"])
     return replace(staged, graphs=graphs, fused=True)
 
 

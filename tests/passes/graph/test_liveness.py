@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from graphpp.passes.graph.liveness import peak_live_bytes
-from graphpp.passes.lower import lower
+from graphpp.passes.lower import LoweringOptions, lower, lower_assigned
 from graphpp.passes.stage.cut_stages import cut_stages
 from graphpp.passes.stage.split_weight_grad import split_weight_grad
 from graphpp.runtime import program as p
@@ -65,6 +65,24 @@ def test_a_run_allocates_what_was_foretold() -> None:
     saved: dict[str, Tensor] = {}
     peak = _allocated(lambda: saved.update(_saved(forward, [given[role] for role in forward.inputs])))
     assert 0.95 * forward.peak_bytes <= peak <= 1.25 * forward.peak_bytes + 4096
+
+
+def test_the_workspace_of_products_counts_in_the_backward() -> None:
+    joint = captured(Wide(), torch.randn(32, 64))
+    joint = assigned(joint, *starts(joint, "ups.1"))
+    factors = []
+
+    def workspace(a: Tensor, b: Tensor) -> int:
+        factors.append((tuple(a.shape), tuple(b.shape)))
+        return 10**9
+
+    peaks = [
+        lower_assigned(joint, 2, options=LoweringOptions(fuse_grad_accumulation=True, product_workspace=each)).stages[1]
+        for each in (None, workspace)
+    ]
+    without, counted = ([stage.programs[phase].peak_bytes for phase in (Phase.FORWARD, Phase.BACKWARD)] for stage in peaks)
+    assert counted[0] == without[0] and 10**9 <= counted[1] <= 10**9 + without[1]
+    assert sorted(set(factors)) == [((64, 32), (32, 512)), ((512, 32), (32, 64))]
 
 
 def _saved(program: p.Program, boxed: list[Any]) -> dict[str, Tensor]:
