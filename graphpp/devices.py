@@ -217,6 +217,12 @@ _KNOWN: Mapping[str, Device] = {
     "h100": H100_SXM, "h100_sxm": H100_SXM, "h200": H200, "a100": A100, "b200": B200, "mi300x": MI300X,
     "cpu": CPU_CORE, "cpu_core": CPU_CORE,
 }  # fmt: skip
+KNOWN_NAMES = f"{', '.join(sorted({each.name for each in _KNOWN.values()}))}, H100 and CPU"
+
+
+def known_device(name: str) -> Device | None:
+    """The device of a name in any case; None for other names."""
+    return _KNOWN.get(name.strip().lower().replace("-", "_").replace(" ", "_"))
 
 
 @dataclass(frozen=True)
@@ -251,11 +257,10 @@ class Machines:
         Devices: H100 (also H100_SXM), H200, A100, B200, MI300X, CPU. Raises `ScheduleError` for other texts.
         """
         count, found, name = text.strip().lower().partition("x")
-        device = _KNOWN.get(name.strip().replace("-", "_").replace(" ", "_"))
+        device = known_device(name)
         if not found or not count.strip().isdecimal() or not COUNT.accepts(int(count)) or device is None:
-            known = ", ".join(sorted({each.name for each in _KNOWN.values()}))
             raise ScheduleError(
-                f'machines: take "<count>x<device>", e.g. "512xH100", got {text!r}: devices are {known}, H100 and CPU; make a '
+                f'machines: take "<count>x<device>", e.g. "512xH100", got {text!r}: devices are {KNOWN_NAMES}; make a '
                 "graphpp.devices.Machines(graphpp.devices.Device(...), gpus) for another one"
             )
         return cls(device, int(count))

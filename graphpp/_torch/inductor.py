@@ -21,6 +21,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from types import NoneType
 from typing import Any
 from unittest import mock
 
@@ -81,7 +82,9 @@ def try_options(options: Mapping[str, Any]) -> None:
         pass
     for name, value in options.items():
         expected = config.get_type(name)  # type: ignore[attr-defined]
-        if isinstance(expected, type) and not isinstance(value, expected):  # torch.compile does not check other types either
+        if expected is NoneType or not isinstance(expected, type):  # None stands there for an option without a type
+            continue
+        if not isinstance(value, expected):
             raise TypeError(f"{name} is of type {expected.__name__}, not {type(value).__name__}")
 
 

@@ -26,6 +26,7 @@ _PRODUCTS = (_aten.mm.default, _aten.addmm.default, _aten.bmm.default)
 _BATCH = 32  # larger batches hold small matrices, where one call per matrix costs more than the kernel gains
 _GAIN = 0.95  # oneDNN must take less than this fraction of the time of torch's kernel
 _TABLE = "products.json"
+_ONEDNN, _TORCH = "linear", "mm"  # as the cached table has them
 
 
 def onednn_matmul(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
@@ -40,7 +41,7 @@ class GemmKernels:
     """Measures and remembers the faster kernel; `cache` keeps the measurements for other processes and later runs."""
 
     def __init__(self, cache: DiskCache) -> None:
-        self._choices = MeasuredChoices(cache, _TABLE)
+        self._choices = MeasuredChoices(cache, _TABLE, (_ONEDNN, _TORCH))
         self._known: dict[Any, bool] = {}
         self._usual = TorchMatmul()
 
@@ -82,7 +83,7 @@ class GemmKernels:
         if known is None:
             key = f"{layout_of(a)} {layout_of(b)}"
             chosen = self._choices.choose(key, lambda: _faster(sample(a), sample(b)))
-            known = self._known[shapes] = chosen == "linear"
+            known = self._known[shapes] = chosen == _ONEDNN
         return known
 
 
@@ -147,6 +148,6 @@ def _is_eligible_node(node: fx.Node) -> bool:
 
 
 def _faster(a: torch.Tensor, b: torch.Tensor) -> str:
-    """The name of the faster kernel, "linear" (oneDNN) or "mm" (torch), as the cached table has it."""
+    """The name of the faster kernel."""
     usual, other = shortest_times([lambda: torch.matmul(a, b), lambda: onednn_matmul(a, b)])
-    return "linear" if other < _GAIN * usual else "mm"
+    return _ONEDNN if other < _GAIN * usual else _TORCH

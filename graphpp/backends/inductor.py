@@ -28,6 +28,7 @@ from graphpp.options.backend import Inductor
 from graphpp.passes.graph.region import Region
 from graphpp.passes.text.render import Run
 
+_LAYOUT = {"layout_optimization", "force_layout_optimization"}  # options of the user's that leave no choice of a layout
 _VECTOR_UNITS = "vector_units.json"  # the vector instructions that can be built and loaded, by name
 
 
@@ -45,8 +46,7 @@ class InductorCompiler:
     def __call__(self, region: Region) -> Run:
         """Compile a region; returns its function of a list of inputs, which the call empties."""
         compile_graph = self._compiler
-        layouts = {} if "force_layout_optimization" in self._options else self._layouts.options(region)
-        options = {**layouts, **self._options}
+        options = self._options if _LAYOUT & self._options.keys() else {**self._layouts.options(region), **self._options}
         with self._cache.entry(self._key(region)) as folder, _caching_in(folder):
             run, symbols = compile_graph(region.graph, region.examples, options, self.products.replace_matmuls)
         return CompiledRegion(region, run, symbols=symbols)

@@ -1,14 +1,15 @@
 """Choices that are made by measuring once, and kept in the disk cache for other processes and later runs.
 
-Contract: `MeasuredChoices.choose(key, measure)` measures once per key, processor, torch version and number of threads. The
-functions that are timed run on tensors made from fake ones (`sample`); symbolic sizes count as in the trace.
+Contract: `MeasuredChoices.choose(key, measure)` measures once per key, processor, torch version and number of threads. What
+stands in the table and is none of the choices is measured anew. The functions that are timed run on tensors made from fake ones
+(`sample`); symbolic sizes count as in the trace.
 """
 
 from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import torch
@@ -19,11 +20,11 @@ from graphpp.cache.disk_cache import DiskCache
 
 
 class MeasuredChoices:
-    """One table of choices in the cache."""
+    """One table of the cache; `choices`: the values that it may have."""
 
-    def __init__(self, cache: DiskCache, table: str) -> None:
+    def __init__(self, cache: DiskCache, table: str, choices: Collection[str]) -> None:
         self._cache, self._table = cache, table
-        self._chosen = cache.read(table)
+        self._chosen = {key: value for key, value in cache.read(table).items() if value in choices}
         processor = f"{processor_name()} {torch.backends.cpu.get_cpu_capability()}"
         self._machine = f"{processor}, torch {torch.__version__}, {torch.get_num_threads()} threads"
 
@@ -50,9 +51,9 @@ def shortest_times(runs: Sequence[Callable[[], Any]], rounds: int = 7) -> list[f
 
 
 def sample(value: torch.Tensor) -> torch.Tensor:
-    """A tensor of the same layout as a fake one, with numbers to compute on."""
+    """A tensor of the same layout and on the same device as a fake one, with numbers to compute on."""
     shape, stride = ([*map(hint, sizes)] for sizes in (value.shape, value.stride()))
-    return torch.empty_strided(shape, stride, dtype=value.dtype).fill_(0.5)
+    return torch.empty_strided(shape, stride, dtype=value.dtype, device=value.device).fill_(0.5)
 
 
 def layout_of(value: torch.Tensor) -> str:

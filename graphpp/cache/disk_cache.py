@@ -160,7 +160,7 @@ class DiskCache:
         """The table in the file `name` under the root; empty if the file is missing or unreadable."""
         try:
             found = json.loads((self.root / name).read_text())
-        except (OSError, ValueError):
+        except (OSError, ValueError, RecursionError):
             return {}
         return {str(key): str(value) for key, value in found.items()} if isinstance(found, dict) else {}
 

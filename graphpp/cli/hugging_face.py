@@ -61,11 +61,11 @@ def random_tokens(model: nn.Module, rows: int | None, length: int | None) -> Mic
     """
     config: Any = model.config
     config = config.get_text_config()
-    positions = getattr(config, "max_position_embeddings", None)
+    positions = max(0, getattr(config, "max_position_embeddings", None) or 0)  # 0: without limit; -1 in XLNet's
     rows, length = rows or _ROWS, length or min(_LENGTH, positions or _LENGTH)
     require(GraphPPError, "--batch", COUNT, rows)
     require(GraphPPError, "--length", COUNT, length)
-    if positions is not None and length > positions:
+    if 0 < positions < length:
         raise GraphPPError(
             f"--length: {length} tokens are more than the {positions} positions of the model: raise max_position_embeddings in "
             "its configuration, where the model can take more, or take fewer tokens"

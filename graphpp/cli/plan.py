@@ -12,7 +12,7 @@ import typer
 from graphpp.cli import forms
 from graphpp.cli.command import Answer, add_command
 from graphpp.cli.verify import MODEL_HELP
-from graphpp.devices import Machines
+from graphpp.devices import KNOWN_NAMES, Machines, known_device
 from graphpp.errors import GraphPPError
 
 if TYPE_CHECKING:
@@ -91,7 +91,10 @@ def read_machines(text: str) -> Machines:
 
     given = document(Path(text), "--machines")
     if isinstance(given.get("device"), str):
-        given["device"] = Machines.read(f"1x{given['device']}").device
+        name = given["device"]
+        given["device"] = known_device(name)
+        if given["device"] is None:
+            raise GraphPPError(f"--machines.device: {name!r} is no known device: devices are {KNOWN_NAMES}; or give its fields")
     found: Machines = read(Machines, given, "--machines")
     return found
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -70,17 +71,20 @@ def test_modes_that_have_no_options_of_inductor_are_refused(mode: Any) -> None:
 def test_a_value_of_another_type_is_refused() -> None:
     with pytest.raises(graphpp.GraphPPError, match=r"Inductor\.options: .*max_autotune is of type bool, not str"):
         graphpp.compile(nn.Linear(2, 2), nn.functional.mse_loss, backend=graphpp.Inductor({"max_autotune": "yes"}))
+    InductorCompiler(graphpp.Inductor({"cpp.gemm_cache_blocking": "4,1,10"}))  # an option that is None has no type
 
 
 # ---------------------------------------------------------------------------------------------------------- convolutions
 
 
 def convolving(*inputs: Tensor) -> Region:
-    """A region with a ReLU of the first input convolved with the second, or, without a second, of the first plus 1."""
+    """A region: the first input convolved with each other one in turn, each with a ReLU; or a ReLU of the first plus 1."""
     from torch.fx.experimental.proxy_tensor import make_fx
 
     def run(x: Tensor, *weights: Tensor) -> tuple[Tensor]:
-        return (torch.relu(nn.functional.conv2d(x, *weights, padding=1) if weights else x + 1),)
+        for weight in weights:
+            x = torch.relu(nn.functional.conv2d(x, weight, padding=1))
+        return (x if weights else torch.relu(x + 1),)
 
     graph = make_fx(run, tracing_mode="fake")(*inputs).graph
     return Region("a region", graph, graph_key(graph))
@@ -109,6 +113,23 @@ def test_convolutions_keep_their_strides_where_that_is_faster(tmp_path: Path, mo
     given = given_to_torch(monkeypatch, region, options={"layout_optimization": True}, cache=tmp_path / "b")
     assert given == {"layout_optimization": True}
     assert given_to_torch(monkeypatch, region, cache=tmp_path / "b") == graph
+
+
+@pytest.mark.parametrize("value", [None, "", "fastest", ["graph"]])
+def test_a_choice_that_is_none_is_measured_anew(value: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    region, table = convolving(torch.randn(1, 2, 4, 4), torch.randn(3, 2, 3, 3)), tmp_path / "convolutions.json"
+    layouts(tmp_path, monkeypatch, region, (2.0, 1.0))
+    table.write_text(json.dumps(dict.fromkeys(json.loads(table.read_text()), value)))
+    assert layouts(tmp_path, monkeypatch, region, (1.0, 2.0)) == {"layout_optimization": False}
+    assert set(json.loads(table.read_text()).values()) == {"graph"}
+
+
+def test_equal_convolutions_are_timed_once_and_count_each_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    region = convolving(torch.randn(1, 2, 4, 4), *(torch.randn(out, 2, 3, 3) for out in (2, 2, 3)))
+    times = [(1.5, 1.2), (1.0, 1.2)]  # of the last one and of the equal ones, which are slower channels last
+    monkeypatch.setattr(conv_layouts, "shortest_times", lambda runs: times.pop())
+    assert ConvLayouts(DiskCache(tmp_path)).options(region) == {"layout_optimization": False}
+    assert not times
 
 
 @needs_compiler

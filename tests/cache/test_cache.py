@@ -52,6 +52,12 @@ def test_tables_go_with_all_entries_and_files_of_others_stay(tmp_path: Path) -> 
     assert cache.read("seconds.json") == {} and (tmp_path / "mine.json").exists()
 
 
+@pytest.mark.parametrize("text", ["", "{", "[1]", "null", "[" * 200_000], ids=["empty", "cut", "list", "null", "nested"])
+def test_a_table_that_cannot_be_read_is_empty(text: str, tmp_path: Path) -> None:
+    (tmp_path / "seconds.json").write_text(text)
+    assert DiskCache(tmp_path).read("seconds.json") == {}
+
+
 def test_an_entry_that_is_open_stays(tmp_path: Path) -> None:
     cache = DiskCache(tmp_path)
     fill(cache, "a", 10, 1.0)

@@ -44,6 +44,14 @@ def test_lengths_and_memory_by_default(tmp_path: Path) -> None:
     assert load_model(folder(tmp_path, dtype="bfloat16"), meta=True).model.lm_head.weight.dtype == torch.bfloat16
 
 
+def test_positions_without_a_limit(tmp_path: Path) -> None:
+    """XLNet's configuration says -1."""
+    sizes = {"model_type": "xlnet", "vocab_size": 64, "d_model": 32, "n_layer": 1, "n_head": 4, "d_inner": 64}
+    name = str(write(tmp_path / "config.json", json.dumps(sizes)).parent)
+    for length, expected in ((None, 64), (5000, 5000)):
+        assert load_model(name, length=length, meta=True).example.kwargs["input_ids"].shape == (2, expected)
+
+
 def test_a_function_may_return_such_a_model_alone(tmp_path: Path) -> None:
     code = f"""
         import transformers

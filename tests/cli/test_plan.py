@@ -86,7 +86,7 @@ def test_machines_of_ones_own_are_read_from_a_file(model: str, tmp_path: Path) -
     [
         ({"gpus": 0}, "gpus: take a positive integer"),
         ({"gpu": 4}, "--machines: take an object with device, gpus, per_machine"),
-        ({"device": "Toaster"}, "devices are"),
+        ({"device": "Toaster"}, "--machines.device: 'Toaster' is no known device: devices are A100, "),
         ({"device": {"name": "own"}}, "--machines.device: missing flops, memory_bandwidth, memory"),
         ({"between": {"latency": "low", "bandwidth": 1e9}}, "--machines.between.latency: take float, got 'low'"),
         ({"device": OWN["device"] | {"host": {"latency": 1}}}, "--machines.device.host: missing bandwidth"),

@@ -22,7 +22,7 @@ def document(text: str | Path, path: str) -> dict[str, Any]:
     """The object of a JSON text, or of a file of it. Raises `GraphPPError`."""
     try:
         given = json.loads(text.read_text(encoding="utf-8") if isinstance(text, Path) else text)
-    except (OSError, ValueError, TypeError) as error:
+    except (OSError, ValueError, TypeError, RecursionError) as error:
         raise GraphPPError(f"{path}: {error}") from error
     if not isinstance(given, dict):
         raise GraphPPError(f"{path}: take a JSON object, got {shown(given)}")

@@ -105,9 +105,8 @@ def peaks_of(question: Question, setting: Setting, cut: Cut, tables: Sequence[Re
 
 class _Simulated(NamedTuple):
     """One simulated step: its seconds, those without gathers, reductions and copies to the host, those by which these copies
-    delay it, those for which its busiest rank works and the stages of that rank; bytes; the bytes sent within computations
-    of one microbatch, by dimension; how often a stage is gathered and the bytes sent along
-    data ranks; of the rank with most."""
+    delay it, those for which its busiest rank works and the stages of that rank; bytes; the bytes sent within computations of
+    one microbatch, by dimension; how often a stage is gathered and the bytes sent along data ranks; of the rank with most."""
 
     makespan: float
     alone: float

@@ -57,10 +57,9 @@ class TrainingPlan:
     without repeated ones, by the peak of all GPUs. `dtype`: in which the model computes (None: its own). `peaks`: by pipeline
     rank, the most bytes at one time; `memory`: of the fullest rank, the most bytes of each kind. `sent`: the bytes that a rank
     sends along each dimension of the mesh in a step, of the rank with the most (those of experts' shards under `dp_shard`).
-    `reason`: why the plan is not the
-    best; "" for the best. `on_front`: no other plan has both less time and less memory. `recomputed`: the FQNs of
-    the layers that `setting.recompute` is for, where it is not for all. Raises `GraphPPError` for numbers that
-    do not belong together.
+    `reason`: why the plan is not the best; "" for the best. `on_front`: no other plan has both less time and less memory.
+    `recomputed`: the FQNs of the layers that `setting.recompute` is for, where it is not for all. Raises `GraphPPError` for
+    numbers that do not belong together.
     """
 
     machines: str

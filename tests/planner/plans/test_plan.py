@@ -169,6 +169,7 @@ def test_json_keeps_everything(tmp_path: Path) -> None:
     [
         ("[]", "plan: take a JSON object"),
         ("{", "plan: Expecting"),
+        pytest.param("[" * 200_000, "plan: maximum recursion depth", id="nested"),
         ('{"format": 2}', "take JSON of TrainingPlan.to_json with format 1"),
         ('{"format": 1, "shape": 3}', r"got \['shape'\]"),
         ('{"format": 1}', "plan: missing machines, setting"),
