@@ -23,6 +23,7 @@ if TYPE_CHECKING:
         CheckpointError,
         GraphPPError,
         MismatchError,
+        NoPlanError,
         RankFailure,
         ScheduleError,
         SplitError,
@@ -81,6 +82,7 @@ __all__ = [
     "Memory",
     "Microbatch",
     "MismatchError",
+    "NoPlanError",
     "Offload",
     "Parallel",
     "Pipeline",
@@ -124,7 +126,8 @@ __all__ = [
 _HOMES = {
     "graphpp.api": "compile verify",
     "graphpp.batch.microbatch": "Microbatch absent whole",
-    "graphpp.errors": "BatchError CaptureError CheckpointError GraphPPError MismatchError RankFailure ScheduleError SplitError",
+    "graphpp.errors": "BatchError CaptureError CheckpointError GraphPPError MismatchError NoPlanError RankFailure "
+    "ScheduleError SplitError",
     "graphpp.options.backend": "Custom Eager Inductor",
     "graphpp.options.debug": "Debug",
     "graphpp.options.gradients": "Gradients",

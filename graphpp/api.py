@@ -99,7 +99,8 @@ def compile(  # noqa: PLR0913 - the options of a pipeline, all of them optional
         gradients: a `graphpp.Gradients` (reduction, dtype, fused). "mean", "sum": its `reduction`.
         debug: a `graphpp.Debug` (dump, max_graphs). A path: its `dump`.
         plan: a `graphpp.TrainingPlan` (`graphpp.plan(...).best`). It stands for `split`, `schedule`, `microbatches`, `mesh` (if
-            none is given), `memory.recompute`, `parallel.keep`, `parallel.param_dtype` and `gradients.dtype`.
+            none is given), `memory.recompute`, `memory.offload`, `parallel.keep`, `parallel.param_dtype` and `gradients.dtype`;
+            an `example` has as many rows as a microbatch of the plan.
 
     Raises:
         CaptureError, SplitError, ScheduleError, BatchError, GraphPPError: a model, loss or option that cannot be compiled; the
@@ -108,7 +109,7 @@ def compile(  # noqa: PLR0913 - the options of a pipeline, all of them optional
     """
     if plan is not None:
         given = {"split": split, "schedule": schedule, "microbatches": microbatches}
-        decided = with_plan(plan, {**given, "parallel": parallel, "memory": memory, "gradients": gradients})
+        decided = with_plan(plan, {**given, "parallel": parallel, "memory": memory, "gradients": gradients}, example)
         split, schedule, microbatches, parallel, memory, gradients = (decided[name] for name in DECIDED)
     ranks = Options(parallel=parallel).parallel
     if plan is not None and mesh is None:

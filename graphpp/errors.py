@@ -21,6 +21,10 @@ class ScheduleError(GraphPPError, ValueError):
     """A schedule is unknown, malformed, incomplete, or does not fit the stages, ranks and microbatches."""
 
 
+class NoPlanError(ScheduleError):
+    """No plan of a search fits the memory; the message names the closest one and the bytes that it takes."""
+
+
 class BatchError(GraphPPError, ValueError):
     """A batch does not fit: not divisible into microbatches, target missing, shapes other than captured."""
 

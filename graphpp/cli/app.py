@@ -11,18 +11,18 @@ from typing import Annotated
 
 import typer
 
-from graphpp.cli import cache, dump, plan, report, schedule, verify
+from graphpp.cli import cache, dump, plan, schedule, verify, written_plans
 from graphpp.cli.doctor import command as doctor
 
 app = typer.Typer(
     name="graphpp",
     help="Pipeline parallelism for an unmodified PyTorch model: check a model, a schedule, a machine.",
-    epilog="Exit codes: 0 yes, 1 no (a difference, a refused schedule), 2 wrong usage or an error, 130 after Ctrl-C.",
+    epilog="Exit codes: 0 yes, 1 no (a difference, a refused schedule, no plan), 2 wrong usage or an error, 130 after Ctrl-C.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,  # `command.py` prints exceptions
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for each in (plan, report, verify, schedule, dump, cache, doctor):  # in the order of the help page
+for each in (plan, written_plans, verify, schedule, dump, cache, doctor):  # in the order of the help page
     each.add_to(app)
 
 

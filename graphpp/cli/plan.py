@@ -13,7 +13,7 @@ from graphpp.cli import forms
 from graphpp.cli.command import Answer, add_command
 from graphpp.cli.verify import MODEL_HELP
 from graphpp.devices import KNOWN_NAMES, Machines, known_device
-from graphpp.errors import GraphPPError
+from graphpp.errors import GraphPPError, NoPlanError
 
 if TYPE_CHECKING:
     import torch
@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from graphpp.planner.plans.found_plans import TrainingPlans
 
 _MACHINES_HELP = 'Machines as "<count>x<device>", e.g. 512xH100, or a JSON file with the fields of graphpp.devices.Machines.'
+_SHARED_HELP = "Which layers {} ranks share, in place of the model's plan: layers.*.up=colwise,layers.*.down=rowwise."
+_RECOMPUTE_HELP = "What the search may recompute, with commas: none, selective, full, fractions. Any of these if left out."
 _SIZES_HELP = "Ranks along {}, or several numbers with commas among which the search chooses. All that fit if left out."
 
 
@@ -42,6 +44,11 @@ def plan(  # noqa: PLR0913 - the dimensions of the search
     cp: Annotated[str, typer.Option(help="Ranks that share each sequence: the model has to call graphpp.attention.")] = "1",
     rows: Annotated[str | None, typer.Option(help="Rows of a microbatch, or several numbers with commas.")] = None,
     schedules: Annotated[str | None, typer.Option(help="Names of schedules with commas. All if left out.")] = None,
+    recompute: Annotated[str | None, typer.Option(help=_RECOMPUTE_HELP)] = None,
+    optimizer: Annotated[str, typer.Option(help="adamw, adam, momentum, sgd, or its bytes for each element.")] = "adamw",
+    tensor_plan: Annotated[str | None, typer.Option(help=_SHARED_HELP.format("tp"))] = None,
+    expert_plan: Annotated[str | None, typer.Option(help=_SHARED_HELP.format("ep"))] = None,
+    work: Annotated[int | None, typer.Option(min=1, help="How many computations the search simulates.")] = None,
     offload: Annotated[bool, typer.Option(help="Whether saved values may wait in the host's memory, as few as fit.")] = True,
     save: Annotated[Path | None, typer.Option(help="A file for the best plan, for graphpp.TrainingPlan.from_json.")] = None,
     html: Annotated[Path | None, typer.Option(help="A file for a page of all plans, to look at in a browser.")] = None,
@@ -49,21 +56,30 @@ def plan(  # noqa: PLR0913 - the dimensions of the search
 ) -> Answer:
     """Find the fastest plan to train a model on machines that need not be there: mesh, stages, schedule, microbatches, memory.
 
-    The model is built on the meta device and takes no memory.
+    The model is built on the meta device and takes no memory. Exit code 1 where no plan fits the memory.
     """
     from graphpp.cli.models import load_model  # load torch, which help pages need not
     from graphpp.planner.plans.plan import plan as search
 
-    given = _dtype(dtype)
     sizes = {name: _sizes(name, text) for name, text in (("pp", pp), ("tp", tp), ("ep", ep), ("cp", cp), ("rows", rows))}
-    most = forms.read_bytes("--cap", cap) if cap is not None else None
-    known = read_machines(machines)
+    options = {
+        **sizes,
+        "memory_cap": None if cap is None else forms.read_bytes("--cap", cap),
+        "schedules": None if schedules is None else [name.strip() for name in schedules.split(",")],
+        "recompute": None if recompute is None else [_recompute(each.strip()) for each in recompute.split(",")],
+        "tensor_plan": None if tensor_plan is None else _styles("--tensor-plan", tensor_plan),
+        "expert_plan": None if expert_plan is None else _styles("--expert-plan", expert_plan),
+        "work": work,
+    }
+    param_dtype, known = _dtype(dtype), read_machines(machines)
     loaded = load_model(model, length=length, meta=True, length_needed=True)
-    found = search(
-        loaded.model, loaded.loss, loaded.example, machines=known, batch=batch, memory_cap=most, param_dtype=given,
-        offload=offload, schedules=None if schedules is None else [name.strip() for name in schedules.split(",")],
-        **{name: each for name, each in sizes.items() if each is not None},  # type: ignore[arg-type]
-    )  # fmt: skip
+    try:
+        found = search(
+            loaded.model, loaded.loss, loaded.example, machines=known, batch=batch, param_dtype=param_dtype, offload=offload,
+            optimizer=_number(optimizer), **{name: each for name, each in options.items() if each is not None},  # type: ignore[arg-type]
+        )  # fmt: skip
+    except NoPlanError as error:
+        return Answer(str(error), {"plans": [], "message": str(error)}, yes=False)
     files = {"save": (save, found.best.to_json), "html": (html, found.to_html)}
     notes = [written(f"--{name}", file, text()) for name, (file, text) in files.items() if file is not None]
     return Answer(_front(found) if front else str(found), json.loads(found.to_json()), notes=notes)
@@ -107,6 +123,26 @@ def _sizes(name: str, text: str | None) -> Sequence[int] | None:
     if not all(part.isdecimal() and int(part) > 0 for part in parts):
         raise GraphPPError(f"--{name}: take a positive number, or several with commas, got {text!r}")
     return [int(part) for part in parts]
+
+
+def _number(text: str) -> str | float:
+    """The number that a text is, or the text."""
+    try:
+        return float(text)
+    except ValueError:
+        return text
+
+
+def _recompute(text: str) -> str | float | None:
+    return None if text == "none" else _number(text)
+
+
+def _styles(option: str, text: str) -> dict[str, str | int]:
+    """Styles by pattern from "pattern=style,..". Raises `GraphPPError` for anything else."""
+    pairs = [[part.strip() for part in each.split("=")] for each in text.split(",")]
+    if not all(len(pair) == 2 and all(pair) for pair in pairs):
+        raise GraphPPError(f"{option}: take pattern=style, or several with commas, got {text!r}")
+    return {pattern: int(style) if style.lstrip("-").isdecimal() else style for pattern, style in pairs}
 
 
 def _dtype(name: str) -> torch.dtype | None:

@@ -26,11 +26,12 @@ def state_bytes(request: CompileRequest, joint: JointGraph, stages: Sequence[Sta
     options, parameters = request.options, dict(request.model.named_parameters())
     precision = Precision(options.parallel.param_dtype, options.parallel.reduce_dtype)
     dtypes = StateDtypes({fqn: each.dtype for fqn, each in parameters.items()}, options.gradients.dtype, precision)
-    experts, shards = request.place.experts, dict[str, int]()
-    if experts is not None and experts.sharding is not None:
-        spread = (fqn for fqn, each in parameters.items() if is_spread_over(each, experts.group))
-        shards = dict.fromkeys(spread, experts.sharding.ranks)
-    return state_of(joint, stages, dtypes, options.memory, shards)
+    experts, ranks_of = request.place.experts, dict[str, dict[str, int]]()
+    if experts is not None:
+        averaged_over = 1 if experts.replicas is None else dist.get_world_size(experts.replicas)
+        own = {"averaged_over": averaged_over} if experts.sharding is None else {"shards": experts.sharding.ranks}
+        ranks_of = {fqn: own for fqn, each in parameters.items() if is_spread_over(each, experts.group)}
+    return state_of(joint, stages, dtypes, options.memory, ranks_of)
 
 
 def held_by_rank(

@@ -36,6 +36,7 @@ _CAP = Accepted(
     lambda value: all(type(each) is int and each > 0 for each in (value if isinstance(value, list | tuple) else [value])),
 )
 _KINDS = ("weights", "gradients", "shards", "optimizer", "buffers", "messages", "activations")
+_USUAL: Mapping[str, int] = {}  # parameters on as many ranks as others
 _USED = ("weights", "gradients", "optimizer", "activations")  # columns that stand in every table
 
 
@@ -144,11 +145,11 @@ def state_of(
     stages: Sequence[StageProgram],
     dtypes: StateDtypes,
     memory: Memory,
-    shards: Mapping[str, int] | None = None,
+    ranks_of: Mapping[str, Mapping[str, int]] | None = None,
 ) -> tuple[StateBytes, ...]:
     """The bytes of a model's state by the stages that read it.
 
-    `shards`: over how many ranks some parameters are sharded, where these are not as many as for others.
+    `ranks_of`: by FQN the `shards` or `averaged_over` of parameters that are on other ranks than others are.
     """
     readers, makers = defaultdict[str, list[int]](list), defaultdict[str, list[int]](list)
     for stage in stages:
@@ -156,11 +157,11 @@ def state_of(
             readers[fqn].append(stage.index)
         for fqn in stage.gradients:
             makers[fqn].append(stage.index)
-    found: dict[tuple[tuple[int, ...], tuple[int, ...], int | None], StateBytes] = {}
+    found: dict[tuple[tuple[int, ...], tuple[int, ...], tuple[tuple[str, int], ...]], StateBytes] = {}
 
-    def add(stages: Sequence[int], made_by: Sequence[int], more: Mapping[str, int], over: int | None = None) -> None:
-        key = tuple(stages), tuple(made_by), over
-        before = found.get(key, StateBytes(*key[:2], shards=over))
+    def add(stages: Sequence[int], made_by: Sequence[int], more: Mapping[str, int], ranks: Mapping[str, int] = _USUAL) -> None:
+        key = tuple(stages), tuple(made_by), tuple(ranks.items())
+        before = found.get(key) or StateBytes(*key[:2], shards=ranks.get("shards"), averaged_over=ranks.get("averaged_over"))
         total: dict[str, Any] = {kind: (getattr(before, kind) or 0) + nbytes for kind, nbytes in more.items()}
         found[key] = replace(before, **total)
 
@@ -169,7 +170,8 @@ def state_of(
         if fqn in joint.buffers or meta is None:
             add(stages_of, (), {"buffers": joint.buffers[fqn].nbytes})
         else:
-            add(stages_of, makers[fqn], _of_parameter(meta, bool(makers[fqn]), dtypes, memory), (shards or {}).get(fqn))
+            nbytes = _of_parameter(meta, bool(makers[fqn]), dtypes, memory)
+            add(stages_of, makers[fqn], nbytes, (ranks_of or {}).get(fqn, _USUAL))
     for stage in stages:
         constants = sum(tensor.nbytes for tensor in stage.constants.values())
         hoisted = sum(map(hint, stage.hoisted.live)) if stage.hoisted is not None else 0

@@ -3,7 +3,7 @@
 Contract
     in   the costs of each stage, the bytes of the model's state, the numbers of ranks, microbatches and shards, a cap
     out  `PlanSearch`: every candidate with its seconds and bytes, the fastest that fits first, each loser with its reason;
-         `ScheduleError` where none fits, naming the closest
+         `NoPlanError` where none fits, naming the closest
     A candidate is a table that `graphpp.compile` takes as `schedule=`, and the `keep=` of `graphpp.Parallel`. Its seconds are
     those of the simulator, its bytes those of the plan (`memory_plan.py`). Equal arguments give equal results.
 """
@@ -17,7 +17,7 @@ from functools import partial
 from math import inf
 
 from graphpp.arguments import COUNT, NUMBER, Accepted, checked, or_none
-from graphpp.errors import ScheduleError
+from graphpp.errors import NoPlanError, ScheduleError
 from graphpp.planner.memory_plan import MemoryPlan
 from graphpp.report.page import Page, PlanEntry
 from graphpp.schedules.check.shard_counts import shard_counts
@@ -168,8 +168,8 @@ def plan_auto(
     the seconds of gathers and reductions follow; None: those of `costs.gathers` and `costs.reductions`, or none.
 
     Candidates are the named schedules that take these numbers, and `megatron_interleaved` for every group of microbatches;
-    under shards each with every `keep` from 1 to the stages of a rank, and without. Raises `ScheduleError` where no candidate
-    fits, naming the closest, and for numbers that do not belong together.
+    under shards each with every `keep` from 1 to the stages of a rank, and without. Raises `NoPlanError` where no candidate
+    fits, naming the closest, and `ScheduleError` for numbers that do not belong together.
     """
     check_size(ranks, microbatches)
     _check_state(state, len(costs.stages))
@@ -258,12 +258,12 @@ def _candidate(problem: _Problem, name: str, table: Schedule, running: Schedule,
 
 
 def _ranked(problem: _Problem, found: Sequence[PlanCandidate]) -> tuple[PlanCandidate, ...]:
-    """The candidates in order, with reasons. Raises `ScheduleError` where none fits."""
+    """The candidates in order, with reasons. Raises `NoPlanError` where none fits."""
     ordered = sorted(found, key=lambda each: (max(0, _lacking(problem, each)[0]), _rounded(each.seconds), each.peak, each.sent))
     best = ordered[0]
     lacking, rank = _lacking(problem, best)
     if lacking > 0:
-        raise ScheduleError(
+        raise NoPlanError(
             f"memory_cap admits no plan: the closest, {best.name} with keep={best.keep}, takes {lacking:,.0f} bytes more "
             f"than the cap on rank {rank}: raise the cap, recompute more, or take more ranks or shards, or smaller microbatches"
         )

@@ -60,6 +60,39 @@ def test_the_front_is_printed_in_full(model: str) -> None:
     assert found.exit_code == 0 and found.stdout.count("memory ") == found.stdout.count("stages start at")
 
 
+def test_two_plans_stand_side_by_side_with_their_differences(model: str, tmp_path: Path) -> None:
+    asked = "plan", model, "--machines", "2xH100", "--batch", "8", "--pp", "2", "--rows", "1,2", "--schedules", "1F1B"
+    file, best = tmp_path / "plans.json", tmp_path / "best.json"
+    file.write_text(run(*asked, "--json", "--save", str(best)).stdout)
+    plans = graphpp.TrainingPlans.from_json(file).plans
+    found = document("compare", str(best), f"{file}:{len(plans)}")
+    numbers = {(each["name"], each["unit"]): each for each in found["numbers"]}
+    step, last = numbers["step", "seconds"], plans[-1]
+    assert (step["first"], step["second"]) == (plans[0].step_seconds, last.step_seconds)
+    assert step["difference"] == last.step_seconds - plans[0].step_seconds > 0
+    kinds = [numbers[kind, "bytes"] for kind in ("weights", "optimizer", "sent along pp")]
+    assert [each["second"] for each in kinds] == [last.memory["weights"], last.memory["optimizer"], last.sent["pp"]]
+    text = run("compare", f"{file}:2", f"{file}:2").stdout
+    assert "equal" in text and "differs" not in text and "+" not in text
+    assert f"the file has plans 1 to {len(plans)}" in refusal("compare", str(file), f"{file}:99")
+
+
+def test_options_of_the_search_reach_it(model: str) -> None:
+    asked = "plan", model, "--machines", "2xH100", "--batch", "8", "--rows", "2", "--schedules", "auto,1F1B"
+    plain, other = document(*asked, "--pp", "2"), document(*asked, "--pp", "2", "--recompute", "full", "--optimizer", "sgd")
+    assert {each["setting"]["recompute"] for each in plain["plans"]} == {None, "selective", "full"}
+    assert {each["setting"]["recompute"] for each in other["plans"]} == {"full"}
+    assert plain["plans"][0]["memory"]["optimizer"] > 0 == other["plans"][0]["memory"].get("optimizer", 0)
+    shared = document(*asked, "--tp", "2", "--tensor-plan", "*.up=colwise,*.down=rowwise")
+    assert all(each["setting"]["shape"]["tp"] == 2 for each in shared["plans"])
+
+
+def test_no_plan_that_fits_is_an_answer(model: str) -> None:
+    asked = "plan", model, "--machines", "2xH100", "--batch", "8", "--cap", "1KiB"
+    assert "no plan fits; the closest" in run(*asked).stdout
+    assert document(*asked, code=1)["plans"] == []
+
+
 OWN = {
     "gpus": 4,
     "per_machine": 2,
@@ -111,7 +144,9 @@ def test_random_tokens_need_a_length(tmp_path: Path) -> None:
         (["--machines", "2xToaster", "--batch", "8"], "devices are"),
         (["--machines", "2xH100", "--batch", "8", "--pp", "two"], "--pp: take a positive number"),
         (["--machines", "2xH100", "--batch", "8", "--dtype", "int8"], "--dtype: take the name of a floating dtype"),
-        (["--machines", "2xH100", "--batch", "8", "--cap", "1KiB"], "no plan fits; the closest"),
+        (["--machines", "2xH100", "--batch", "8", "--tensor-plan", "*.up"], "--tensor-plan: take pattern=style"),
+        (["--machines", "2xH100", "--batch", "8", "--optimizer", "lion"], "memory.optimizer: take"),
+        (["--machines", "2xH100", "--batch", "8", "--work", "1"], "give more work"),
         (["--machines", "2xH100", "--batch", "8", "--schedules", "1F2B"], "schedules: take a list of names"),
         (["--machines", "2xH100", "--batch", "8", "--save", "/nowhere/at/all.json"], "--save: "),
     ],

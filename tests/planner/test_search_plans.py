@@ -104,7 +104,7 @@ def test_equal_arguments_give_equal_results() -> None:
 
 
 def test_what_does_not_fit_is_refused() -> None:
-    with pytest.raises(graphpp.ScheduleError, match=r"memory_cap admits no plan: the closest, .* takes [\d,]+ bytes more"):
+    with pytest.raises(graphpp.NoPlanError, match=r"memory_cap admits no plan: the closest, .* takes [\d,]+ bytes more"):
         searched(cap=100)
     with pytest.raises(graphpp.ScheduleError, match="no named schedule takes 3 stages on 2 ranks"):
         graphpp.plan_auto(Costs.unit(3, 1), [], ranks=2, microbatches=4)

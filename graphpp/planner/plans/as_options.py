@@ -1,7 +1,8 @@
 """The options of `graphpp.compile` that a `TrainingPlan` stands for.
 
 Contract: `with_plan(plan, given)` -> the options with those that the plan decides. An option that was given beside the plan is
-kept where the plan leaves it open. `GraphPPError` for an option that the plan decides and that was given too, naming it.
+kept where the plan leaves it open. `GraphPPError` for an option that the plan decides and that was given too, naming it, and
+for an example with other rows than a microbatch of the plan.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from typing import Any
 import torch
 
 from graphpp.arguments import type_name
+from graphpp.batch.microbatch import FlatMicrobatch, Microbatch
 from graphpp.errors import GraphPPError
 from graphpp.options.gradients import read_gradients
 from graphpp.options.memory import read_memory
@@ -33,14 +35,15 @@ _OPEN = {"split": None, "schedule": "auto", "microbatches": None}  # the forms t
 _READERS = {"parallel": read_parallel, "memory": read_memory, "gradients": read_gradients}
 
 
-def with_plan(plan: object, given: Mapping[str, Any]) -> dict[str, Any]:
-    """The options by name. Raises `GraphPPError`."""
+def with_plan(plan: object, given: Mapping[str, Any], example: object = None) -> dict[str, Any]:
+    """The options by name. `example`: the microbatch that `graphpp.compile` was given. Raises `GraphPPError`."""
     if not isinstance(plan, TrainingPlan):
         raise GraphPPError(f"plan: take a graphpp.TrainingPlan, e.g. graphpp.plan(...).best, got {type_name(plan)}")
     for name, form in _OPEN.items():
         if not (given[name] is form or (isinstance(given[name], str) and given[name] == form)):
             raise GraphPPError(f"{name}: plan= decides it: leave one of the two out")
     setting = plan.setting
+    _check_rows(setting, example)
     groups = {name: read(given[name]) for name, read in _READERS.items()}
     decided = _decided(plan)
     return {
@@ -49,6 +52,17 @@ def with_plan(plan: object, given: Mapping[str, Any]) -> dict[str, Any]:
         "microbatches": setting.microbatches,
         **{name: _merged(group, decided[name]) for name, group in groups.items()},
     }
+
+
+def _check_rows(setting: Setting, example: object) -> None:
+    """Raise where an example has other rows than the plan's microbatches: it would be captured, and then never run."""
+    tensors = FlatMicrobatch.of(example).tensors.values() if isinstance(example, Microbatch) else ()
+    sizes = {len(each) for each in tensors if each.dim()}
+    if sizes and setting.rows not in sizes:
+        raise GraphPPError(
+            f"example: its tensors have {', '.join(map(str, sorted(sizes)))} rows, and plan= has microbatches of "
+            f"{setting.rows}: give an example of as many rows, or leave it out"
+        )
 
 
 def _decided(plan: TrainingPlan) -> dict[str, dict[str, Any]]:

@@ -3,7 +3,8 @@
 Contract
     in   a `Question`, the bytes that a GPU may hold, what the model admits (`Limits`)
     out  `TrainingPlans`: the fastest plan that fits first, the others with the reason why they are not the best, and the front
-         of time and memory; `ScheduleError` where nothing fits, naming the closest, and where the work is too little for any
+         of time and memory; `NoPlanError` where nothing fits, naming the closest; `ScheduleError` where the work is too little
+         for any
     Equal arguments give equal plans. The work is bounded by the number of simulated computations, not by a clock.
 
 All settings are ordered by `estimate.py`. They are simulated in this order (`predict.py`): some of those whose estimate is
@@ -17,7 +18,7 @@ from dataclasses import dataclass, field, replace
 from math import inf
 from typing import NamedTuple
 
-from graphpp.errors import ScheduleError
+from graphpp.errors import NoPlanError, ScheduleError
 from graphpp.planner.plans.estimate import Estimate, estimate, with_offload
 from graphpp.planner.plans.found_plans import TrainingPlans
 from graphpp.planner.plans.layers.recomputed_layers import layer_names
@@ -73,7 +74,7 @@ class _Candidate(NamedTuple):
 
 
 def find_plans(question: Question, limits: Limits, cap: int, choices: Choices) -> TrainingPlans:
-    """The plans for a question. Raises `ScheduleError` where none fits `cap` bytes, or none is simulated."""
+    """The plans for a question. Raises `NoPlanError` where none fits `cap` bytes, `ScheduleError` where none is simulated."""
     ordered = sorted(_estimated(question, limits, choices, cap), key=lambda each: (each.guess, each.least, repr(each.setting)))
     if not ordered:
         raise ScheduleError(_nothing(question, limits, choices))
@@ -249,7 +250,7 @@ def _ranked(question: Question, found: Sequence[Prediction], cap: int, considere
     ordered = sorted(found, key=lambda each: (max(0, each.peak - cap), *_order(each)))
     best = ordered[0]
     if best.peak > cap:
-        raise ScheduleError(
+        raise NoPlanError(
             f"memory_cap={cap:,} bytes: no plan fits; the closest, {best.setting}, takes {spell_bytes(best.peak)} on its "
             "fullest rank: take more GPUs, a smaller batch, or GPUs with more memory"
         )

@@ -88,7 +88,8 @@ def plan(  # noqa: PLR0913 - the dimensions of the search, all of them optional
         work: how many computations of tables are made and simulated: some 15,000 take a second.
 
     Raises:
-        CaptureError, ScheduleError: a model that cannot be captured; no plan fits, and the closest is named; `work` for none.
+        CaptureError, NoPlanError, ScheduleError: a model that cannot be captured; no plan fits, and the closest is named;
+            `work` for none.
     """
     found = _machines(machines)
     costs = model if isinstance(model, ModelCosts) else _captured(

@@ -18,6 +18,7 @@ from graphpp.arguments import COUNT, INDEX, require
 from graphpp.errors import GraphPPError
 from graphpp.planner.plans.from_json import document, read
 from graphpp.planner.plans.settings import Setting
+from graphpp.report.comparison import Numbers, PlanComparison
 from graphpp.schedules.table.schedule import Schedule
 from graphpp.units import spell_bytes, spell_time
 
@@ -156,6 +157,42 @@ class TrainingPlan:
             **({"recomputed layers": ", ".join(self.recomputed)} if self.recomputed else {}),
             "stages start at": ", ".join(self.split) or "the first operation",
         }
+
+    @property
+    def _choices(self) -> dict[str, str]:
+        """What the plan is for and what it chooses, as text."""
+        setting = self.setting
+        return {
+            "machines": self.machines,
+            "batch": f"{self.batch} rows" + (f" of {self.tokens} tokens" if self.tokens else ""),
+            "dtype": self.dtype or "the model's own",
+            "mesh": str(setting.shape),
+            "schedule": f"{setting.schedule}, {setting.stages} stages",
+            "microbatches x rows": f"{setting.microbatches} x {setting.rows}",
+            "whole stages kept": "all" if setting.keep is None else str(setting.keep),
+            "recompute": setting.degree,
+            "offload": "-" if setting.offload is None else f"{setting.offload:g}",
+            "stages start at": ", ".join(self.split) or "the first operation",
+        }
+
+    @property
+    def _numbers(self) -> Numbers:
+        """The predictions by name and unit, in the order of a table."""
+        return {
+            ("step", "seconds"): self.step_seconds,
+            **{(item.name, "seconds"): getattr(self.seconds, item.name) for item in fields(self.seconds)},
+            ("share of the bubble", "share"): self.bubble,
+            ("MFU", "share"): self.mfu,
+            ("tokens a second", "per second"): self.tokens_per_second,
+            ("rows a second", "per second"): self.batch / self.step_seconds,
+            ("memory at the most", "bytes"): self.peak,
+            **{(name, "bytes"): nbytes for name, nbytes in self.memory.items()},
+            **{(f"sent along {name}", "bytes"): nbytes for name, nbytes in self.sent.items()},
+        }
+
+    def compare(self, other: TrainingPlan) -> PlanComparison:
+        """This plan and another one side by side: their choices, seconds, bytes by kind, bytes sent, and the differences."""
+        return PlanComparison.of((self._choices, other._choices), self._numbers, other._numbers)
 
     def __str__(self) -> str:
         """Some lines: the setting, the time by its parts, the memory by kind."""

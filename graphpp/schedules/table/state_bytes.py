@@ -28,10 +28,12 @@ from graphpp.errors import ScheduleError
 from graphpp.schedules.table.actions import Kind
 
 _IN_PLACE = 2  # ranks that add up in place, since two numbers have no order
-_OF_SHARDS = ("rows", "row_sums", "sent", "shards")
+_USUAL = ("rows", "row_sums", "sent", "shards", "averaged_over")  # which None leaves as they are of other state
 _STAGES = Accepted("a tuple of stages", lambda value: isinstance(value, tuple | list) and all(map(INDEX.accepts, value)))
 _BYTES = Accepted("bytes, an integer from 0", lambda value: type(value) is int and value >= 0)
-_ACCEPTED = {"readers": _STAGES, "makers": _STAGES, "shards": COUNT}  # by field; all other fields are bytes
+_ACCEPTED = {  # by field; all other fields are bytes
+    "readers": _STAGES, "makers": _STAGES, "shards": COUNT, "averaged_over": COUNT,
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -42,7 +44,8 @@ class StateBytes:
     `sums`: their gradients as one stage sums them; `rounded`: their gradients in `param.grad` where the sums are wider, else 0;
     `optimizer`: the optimizer's state; `derived`: values that are computed from parameters once per step. Of shards: `rows`:
     the parameters (None: `weights`); `row_sums`: the sums of gradients (None: `sums`); `sent`: the sums as one stage sends them
-    (None: `sums`); `shards`: over how many ranks, from 1 (None: as many as other state). Raises `ScheduleError` for other
+    (None: `sums`); `shards`: over how many ranks, from 1 (None: as many as other state). `averaged_over`: over how many ranks
+    the gradients are averaged, where fewer have these parameters than others (None: as many). Raises `ScheduleError` for other
     values than stages, bytes and numbers of ranks, and for a maker that is no reader.
     """
 
@@ -58,11 +61,12 @@ class StateBytes:
     row_sums: int | None = None
     sent: int | None = None
     shards: int | None = None
+    averaged_over: int | None = None
 
     def __post_init__(self) -> None:
         for item in fields(self):
             value = getattr(self, item.name)
-            if value is not None or item.name not in _OF_SHARDS:
+            if value is not None or item.name not in _USUAL:
                 require(ScheduleError, item.name, _ACCEPTED.get(item.name, _BYTES), value)
         if not set(self.makers) <= set(self.readers) or not self.readers:
             raise ScheduleError(f"{self}: the stages that make gradients are some of the stages that read the parameters")
@@ -131,7 +135,7 @@ def held_bytes(
     `in_order`: whether gradients add up in the order of the microbatches, so that one that comes early waits. `averaged_over`:
     over how many ranks with the same parameters gradients are averaged in the order of the ranks (1: in another order, or not).
     """
-    found = [_OnRank(rank, state, rank_of_stage, in_order, averaged_over > _IN_PLACE) for rank in range(ranks)]
+    found = [_OnRank(rank, state, rank_of_stage, in_order, averaged_over) for rank in range(ranks)]
     if shards is not None and layers is not None:
         return tuple(each.by_layers(shards, layers) for each in found)
     return tuple(each.whole() if shards is None else each.sharded(shards, frees) for each in found)
@@ -151,17 +155,16 @@ class _OnRank:
     """The state of one rank's stages."""
 
     def __init__(
-        self, rank: int, state: Sequence[StateBytes], rank_of_stage: Mapping[int, int], in_order: bool, in_parts: bool
+        self, rank: int, state: Sequence[StateBytes], rank_of_stage: Mapping[int, int], in_order: bool, averaged_over: int
     ) -> None:
-        """`in_parts`: whether averages over ranks with the same parameters receive a part of a sum from each."""
-        self._rank, self._rank_of, self._in_order, self._in_parts = rank, rank_of_stage, in_order, in_parts
+        self._rank, self._rank_of, self._in_order, self._averaged_over = rank, rank_of_stage, in_order, averaged_over
         self._own = [each for each in state if any(rank_of_stage[stage] == rank for stage in each.readers)]
 
     def whole(self) -> HeldBytes:
         """The bytes of a rank that holds whole parameters."""
         standing = {"weights": self._weights(), "gradients": sum(self._by_stage(_sums).values()), **self._rest(1)}
-        averaged = self._by_stage(lambda each: 0 if self._is_tied(each) else _sums(each)) if self._in_parts else {}
-        tied = sum(_sums(each) for each in self._own if each.makers and self._is_tied(each)) if self._in_parts else 0
+        averaged = self._by_stage(lambda each: 0 if self._is_tied(each) else _sums(each), self._in_parts)
+        tied = sum(_sums(each) for each in self._own if each.makers and self._is_tied(each) and self._in_parts(each))
         at_end = sum(self._at_end_of(each, _sums) for each in self._own) + tied
         return HeldBytes(standing, waiting=self._waiting(_of_microbatch), at_end=at_end, averaged=averaged)
 
@@ -199,9 +202,11 @@ class _OnRank:
         optimizer = sum(-(-each.optimizer // (each.shards or shards)) for each in self._own)
         return {"optimizer": optimizer, "buffers": sum(each.buffers for each in self._own)}
 
-    def _by_stage(self, nbytes: Callable[[StateBytes], int]) -> dict[int, int]:
+    def _by_stage(
+        self, nbytes: Callable[[StateBytes], int], counts: Callable[[StateBytes], bool] = lambda each: True
+    ) -> dict[int, int]:
         found = Counter[int]()
-        for each in self._own:
+        for each in filter(counts, self._own):
             found.update(dict.fromkeys(self._local(each.makers), nbytes(each)))
         return dict(found)
 
@@ -219,7 +224,7 @@ class _OnRank:
     def _at_end(self, shards: int) -> int:
         """The bytes of a rank that holds shards, while the gradients of the step are finished."""
         taken = ((each.shards, self._at_end_of(each, _row_sums)) for each in self._own)
-        averaged = ((each.shards, _row_sums(each)) for each in self._own if each.makers) if self._in_parts else ()
+        averaged = ((each.shards, _row_sums(each)) for each in self._own if each.makers and self._in_parts(each))
         return sum(self._parts([*taken, *averaged], shards))
 
     def _at_end_of(self, each: StateBytes, sums: Callable[[StateBytes], int]) -> int:
@@ -229,6 +234,10 @@ class _OnRank:
         """The total of a tied parameter's sums, and the sums that arrive from other ranks."""
         arriving = len(each.makers) - len(self._local(each.makers)) if self._on_several_ranks(each) else 0
         return total * (self._is_tied(each) + arriving)
+
+    def _in_parts(self, each: StateBytes) -> bool:
+        """Whether an average over ranks with the same parameters receives a part of a sum from each of them."""
+        return min(self._averaged_over, each.averaged_over or self._averaged_over) > _IN_PLACE
 
     def _is_tied(self, each: StateBytes) -> bool:
         """Whether partial sums of several stages, or for several ranks, are added up at the end of the step."""

@@ -38,6 +38,9 @@ def gradients_beside_eager(rank: int, mesh: Mesh, options: dict[str, Any]) -> li
     pipe = compiled(made, mixture(made["ep"]), **options)
     tokens, target = batch(mesh.replica(rank))
     pipe.step(tokens, target=target)
+    if pipe.plan.memory is not None and "dp_shard" not in mesh.names:  # whole experts: fewer ranks have each one
+        copies = mesh.sizes[mesh.names.index("dp_replicate")] if "dp_replicate" in mesh.names else 1
+        assert {each.averaged_over for each in pipe.plan.memory.state if each.makers} == {None, copies}
     sums: dict[str, Tensor] = {}
     for x, y in zip(tokens.chunk(MICROBATCHES), target.chunk(MICROBATCHES), strict=True):
         eager.zero_grad()

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import graphpp
 from graphpp import TrainingPlan, TrainingPlans
-from graphpp.errors import GraphPPError, ScheduleError
+from graphpp.errors import GraphPPError, NoPlanError, ScheduleError
 from graphpp.planner.cluster.capture_costs import capture_costs
 from graphpp.planner.cluster.model_costs import ModelCosts
 from tests.distributed import run_ranks
@@ -115,7 +115,7 @@ def test_a_cap_is_kept_and_names_the_closest_plan_where_none_fits() -> None:
     cap = free.best.peak - 1
     capped = plans(memory_cap=cap)
     assert capped.best.peak <= cap and capped.best.step_seconds >= free.best.step_seconds
-    with pytest.raises(ScheduleError, match=r"memory_cap=1,000 bytes: no plan fits; the closest, pp .* takes .* KiB"):
+    with pytest.raises(NoPlanError, match=r"memory_cap=1,000 bytes: no plan fits; the closest, pp .* takes .* KiB"):
         plans(memory_cap=1_000)
 
 
@@ -323,14 +323,15 @@ def test_a_pipeline_runs_by_a_plan_as_it_is(ranks: int, options: dict[str, Any])
         ({"memory": "full"}, "memory.recompute: plan= decides it"),
         ({"parallel": graphpp.Parallel(keep=1)}, "parallel.keep: plan= decides it"),
         ({}, r"plan: it is for 4 ranks \(pp 2 x dp_.*\), and this job has 1"),
+        ({"example": example(7, "cpu")}, r"example: its tensors have 7 rows, and plan= has microbatches of \d+"),
     ],
 )
 def test_options_beside_a_plan_are_refused_by_name(options: dict[str, Any], message: str) -> None:
     best = plans(machines="4xCPU", pp=2, tp=1, memory_cap=2**33).best
     with pytest.raises(GraphPPError, match=message):
-        graphpp.compile(Decoder(), loss, example=example(1, "cpu"), plan=best, **options)
+        graphpp.compile(Decoder(), loss, plan=best, **options)
     with pytest.raises(GraphPPError, match=r"plan: it has tp: make a mesh of .*give mesh="):
         tensor = plans(machines="4xCPU", tp=2, memory_cap=2**33).best
-        graphpp.compile(Decoder(), loss, example=example(1, "cpu"), plan=tensor)
+        graphpp.compile(Decoder(), loss, plan=tensor)
     with pytest.raises(GraphPPError, match=r"plan: take a graphpp\.TrainingPlan"):
         graphpp.compile(Decoder(), loss, plan="best")  # type: ignore[arg-type]

@@ -108,6 +108,17 @@ def test_rows_that_come_early_wait_in_the_dtype_of_the_sums(shards: int) -> None
     assert held.waiting == {0: -(-20 // shards) + 6}
 
 
+@pytest.mark.parametrize("own", [1, 2, 3])
+def test_averages_take_parts_by_the_ranks_that_have_the_same_parameters(own: int) -> None:
+    """Up to two numbers add up in place: no rank receives parts then."""
+    state = [StateBytes((0,), (0,), weights=10, sums=10), StateBytes((0,), (0,), weights=7, sums=7, averaged_over=own)]
+    (whole,) = held_bytes(state, {0: 0}, 1, averaged_over=4)
+    assert whole.averaged == {0: 10 + 7 * (own > 2)}
+    (sharded,) = held_bytes(state, {0: 0}, 1, 1, averaged_over=4)
+    assert sharded.at_end == 10 + 7 * (own > 2)
+    assert held_bytes(state, {0: 0}, 1)[0].averaged == {}
+
+
 TIED = StateBytes((0, 2, 3), (0, 2, 3), weights=100, sums=100, rounded=50, optimizer=200)
 """Read on rank 0 by stages 0 and 2, on rank 1 by stage 3."""
 
