@@ -12,7 +12,7 @@ import torch
 from graphpp.runtime.offloader import Mover
 from graphpp.runtime.program import TensorMeta
 from graphpp.runtime.strided_copies import elements_of, meta_of
-from graphpp.runtime.transport import ReceiveBuffer
+from graphpp.runtime.wire_layout import ReceiveBuffer
 from tests import internals
 
 

@@ -27,7 +27,8 @@ from graphpp.runtime.program import PipelineProgram, TensorMeta
 from graphpp.runtime.program_costs import costs_of_programs, costs_of_stage
 from graphpp.runtime.recorder import Recorder
 from graphpp.runtime.runner import GraphPPRunner
-from graphpp.runtime.transport import ReceiveBuffer, Transport, message_flow
+from graphpp.runtime.transport import Transport, message_flow
+from graphpp.runtime.wire_layout import layout_of
 from graphpp.schedules.simulate.bytes_over_time import memory_curves
 from graphpp.schedules.simulate.simulator import simulate
 from graphpp.schedules.simulate.timeline import Event, Timeline
@@ -312,17 +313,18 @@ def idle_message_times(
 
 def _half_a_round(transport: Transport, metas: Sequence[TensorMeta], peer: int, *, first: bool) -> float:
     """Half of the time, in seconds, of sending a message to the peer and receiving as many bytes; the first round warms up."""
-    values = [ReceiveBuffer.of(meta, transport.device).value() for meta in metas]
+    layouts = [layout_of(meta) for meta in metas]
+    values = [layout.buffer(transport.device).value() for layout in layouts]
     rounds = []
     for _ in range(_ROUNDS + 1):
         began = time.perf_counter()
         for sends in (first, not first):
             if sends:
-                transport.start([transport.outgoing(values, metas, peer)])
+                transport.start([transport.outgoing(values, layouts, peer)])
             else:
-                arriving = transport.incoming(metas, peer)
+                arriving = transport.incoming(layouts, peer)
                 transport.start([arriving])
-                transport.wait(arriving.message)
+                transport.wait(arriving)
         wait_for_device(transport.device)
         rounds.append(time.perf_counter() - began)
     transport.flush()

@@ -26,7 +26,7 @@ import torch
 from graphpp.runtime.program import TensorMeta
 from graphpp.runtime.stage import GraphStage
 from graphpp.runtime.strided_copies import elements_of, meta_of
-from graphpp.runtime.transport import ReceiveBuffer
+from graphpp.runtime.wire_layout import ReceiveBuffer
 from graphpp.schedules.table.actions import Action, Kind
 from graphpp.schedules.table.offload_window import OffloadWindow
 from graphpp.streams import SideStream, host_memory_for

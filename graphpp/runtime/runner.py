@@ -48,7 +48,7 @@ from graphpp.runtime.shards.sharded_parameters import ShardedParameters
 from graphpp.runtime.shards.spread_tensors import is_spread_over
 from graphpp.runtime.stage import GraphStage, StageLocation, Variant
 from graphpp.runtime.task import StepInputs, Task
-from graphpp.runtime.transport import PendingMessage, Transport
+from graphpp.runtime.transport import Message, Transport
 from graphpp.schedules.table.actions import SENDS, Action, Kind, upstream
 from graphpp.schedules.table.offload_window import OffloadWindow
 from graphpp.schedules.table.schedule import Schedule
@@ -352,13 +352,13 @@ class GraphPPRunner:
             for part in parts:
                 part.run()
 
-    def _message(self, action: Action) -> Callable[[], PendingMessage]:
+    def _message(self, action: Action) -> Callable[[], Message]:
         """A function that makes the message of a send or receive, not posted yet."""
         stage, direction = self.stages[action.stage], "F" if action.kind in (Kind.SEND_F, Kind.RECV_F) else "B"
         bind = stage.send_message if action.kind in SENDS else stage.receive_message
         return bind(direction, _microbatch(action))
 
-    def _communicate(self, messages: Sequence[Callable[[], PendingMessage]]) -> None:
+    def _communicate(self, messages: Sequence[Callable[[], Message]]) -> None:
         self.transport.start([make() for make in messages])
 
 

@@ -21,10 +21,11 @@ import torch
 
 from graphpp.runtime.gradients.accumulate import Accumulator, FusedAccumulator, MicrobatchSink
 from graphpp.runtime.gradients.gemm_accumulation import MatmulKernel
-from graphpp.runtime.program import Boundary, Phase, PipelineProgram, StepInvariant, TensorMeta
+from graphpp.runtime.program import Boundary, Phase, PipelineProgram, StepInvariant
 from graphpp.runtime.shards.layer_gradients import LayerReducer, LayerSink
 from graphpp.runtime.task import Receive, StageBuffers, StepInputs, Task, TaskKey
-from graphpp.runtime.transport import PendingMessage, Transport
+from graphpp.runtime.transport import Message, Transport
+from graphpp.runtime.wire_layout import WireLayout, layout_of
 from graphpp.runtime.wiring import Wiring, wire
 from graphpp.streams import InputCopies
 
@@ -205,30 +206,30 @@ class GraphStage:
 
     # ------------------------------------------------------------------------------ messages
 
-    def send_message(self, direction: str, microbatch: int) -> Callable[[], PendingMessage]:
+    def send_message(self, direction: str, microbatch: int) -> Callable[[], Message]:
         """A function that makes the message with a microbatch's activations (F) or gradients (B) for the next rank."""
-        metas, peer = self._crossing(direction, microbatch, leaving=True)
-        outgoing, pack = self.buffers.outgoing, self._transport.outgoing
-        return lambda: pack(outgoing.pop((direction, microbatch)), metas, peer)
+        layouts, peer = self._crossing(direction, microbatch, leaving=True)
+        crossing, outgoing, pack = (direction, microbatch), self.buffers.outgoing, self._transport.outgoing
+        return lambda: pack(outgoing.pop(crossing), layouts, peer)
 
-    def receive_message(self, direction: str, microbatch: int) -> Callable[[], PendingMessage]:
+    def receive_message(self, direction: str, microbatch: int) -> Callable[[], Message]:
         """A function that allocates the receive buffers of a message when it is called."""
-        metas, peer = self._crossing(direction, microbatch, leaving=False)
-        received, allocate = self.buffers.received, self._transport.incoming
+        layouts, peer = self._crossing(direction, microbatch, leaving=False)
+        crossing, received, allocate = (direction, microbatch), self.buffers.received, self._transport.incoming
 
-        def receive() -> PendingMessage:
-            pending = allocate(metas, peer)
-            received[direction, microbatch] = pending.message
-            return pending
+        def receive() -> Message:
+            message = received[crossing] = allocate(layouts, peer)
+            return message
 
         return receive
 
-    def _crossing(self, direction: str, microbatch: int, *, leaving: bool) -> tuple[Sequence[TensorMeta], int]:
+    def _crossing(self, direction: str, microbatch: int, *, leaving: bool) -> tuple[Sequence[WireLayout], int]:
         """The values that leave or enter this stage in one direction, and the rank at the other end."""
         variant, upwards = self._variants[microbatch], direction == "F"
         boundary = variant.above if leaving == upwards else variant.below
         beyond = self.stage_index + (_step(direction) if leaving else -_step(direction))
-        return boundary.forward if upwards else boundary.backward, self._location.rank_of_stage[beyond]
+        metas = boundary.forward if upwards else boundary.backward
+        return [layout_of(meta) for meta in metas], self._location.rank_of_stage[beyond]
 
 
 def _step(direction: str) -> int:

@@ -1,7 +1,7 @@
 """Copies of tensors with the strides of their originals: gaps, expanded dimensions and the order of dimensions included.
 
 Contract: a kernel computes the same bits from the copy as from the original, because it sees the same strides. The elements are
-copied as a message carries them (`transport.pack`): an element that `expand` repeats is stored once.
+copied as a message carries them (`wire_layout.py`): an element that `expand` repeats is stored once.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import torch
 
 from graphpp._torch.distributed import foreach_copy
 from graphpp.runtime.program import TensorMeta
-from graphpp.runtime.transport import ReceiveBuffer, pack
+from graphpp.runtime.wire_layout import ReceiveBuffer, pack
 
 
 def meta_of(value: torch.Tensor) -> TensorMeta:

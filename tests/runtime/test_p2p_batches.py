@@ -71,7 +71,7 @@ def counted(rank: int, schedule: Schedule) -> tuple[list[int], int, dict[str, An
         posted.append(len(ops))
         return together(ops)
 
-    def one(pending: transport.PendingMessage, group: dist.ProcessGroup | None) -> list[dist.Work]:
+    def one(pending: transport.Message, group: dist.ProcessGroup | None) -> list[dist.Work]:
         posted.append(len(pending.elements))
         return alone(pending, group)
 

@@ -14,7 +14,8 @@ from torch import Tensor
 from graphpp.parallel.failure import PeerLost
 from graphpp.runtime import transport as transport_file
 from graphpp.runtime.program import TensorMeta
-from graphpp.runtime.transport import Message, PendingMessage, ReceiveBuffer, Transport, pack, post
+from graphpp.runtime.transport import Message, Transport, post
+from graphpp.runtime.wire_layout import ReceiveBuffer, layout_of, pack
 from graphpp.schedules.table.costs import DEPTH
 from tests.distributed import run_ranks
 
@@ -132,15 +133,15 @@ def test_any_view_arrives_as_it_was(data: st.DataObject) -> None:
 def cross(rank: int) -> list[tuple[list[object], tuple[int, ...]]]:
     """Rank 0 sends all values in one message, and rank 1 sends them back; returns the values of this rank."""
     values = [make() for make in VALUES.values()]
-    metas = [meta_of(value, name) for name, value in zip(VALUES, values, strict=True)]
+    layouts = [layout_of(meta_of(value, name)) for name, value in zip(VALUES, values, strict=True)]
     transport, peer = Transport(dist.group.WORLD, CPU), 1 - rank
     if rank == 0:
-        transport.start([transport.outgoing(values, metas, peer)])
-    parcel = transport.incoming(metas, peer)
+        transport.start([transport.outgoing(values, layouts, peer)])
+    parcel = transport.incoming(layouts, peer)
     transport.start([parcel])
-    arrived = parcel.message.wait()
+    arrived = parcel.wait()
     if rank == 1:
-        transport.start([transport.outgoing(arrived, metas, peer)])
+        transport.start([transport.outgoing(arrived, layouts, peer)])
     transport.flush()
     return [(bits(value), tuple(value.stride())) for value in arrived]
 
@@ -159,7 +160,7 @@ def test_a_message_may_be_empty() -> None:
     transport = Transport(None, CPU)
     parcel = transport.incoming([], 0)
     assert post(parcel, None) == []
-    assert parcel.message.wait() == []
+    assert parcel.wait() == []
 
 
 class Fake:
@@ -181,7 +182,7 @@ def outgoing(names: list[str], monkeypatch: pytest.MonkeyPatch) -> tuple[Transpo
     transport, log = Transport(None, CPU), list[str]()
     for name in names:
         monkeypatch.setattr("graphpp.runtime.transport.post", lambda parcel, group, name=name: [Fake(log, name)])
-        transport.start([PendingMessage(Message([], [], 1), outgoing=True)])
+        transport.start([Message(1, outgoing=True)])
     return transport, log
 
 
@@ -217,10 +218,11 @@ def batched(monkeypatch: pytest.MonkeyPatch, works: list[Fake], broken: bool = F
     return Transport(None, CPU, batched=True)
 
 
-def parcel(peer: int, count: int = 1, *, outgoing: bool = True) -> PendingMessage:
+def parcel(peer: int, count: int = 1, *, outgoing: bool = True) -> Message:
     values = [torch.zeros(1) for _ in range(count)]
-    metas = [meta_of(value) for value in values]
-    return Transport(None, CPU).outgoing(values, metas, peer) if outgoing else Transport(None, CPU).incoming(metas, peer)
+    layouts = [layout_of(meta_of(value)) for value in values]
+    transport = Transport(None, CPU)
+    return transport.outgoing(values, layouts, peer) if outgoing else transport.incoming(layouts, peer)
 
 
 def test_each_message_of_a_batch_has_its_own_works(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -228,9 +230,9 @@ def test_each_message_of_a_batch_has_its_own_works(monkeypatch: pytest.MonkeyPat
     transport = batched(monkeypatch, [Fake(log, name) for name in "abcd"])
     parcels = [parcel(1, 1), parcel(2, 2, outgoing=False), parcel(3, 0), parcel(2, 1)]
     transport.start(parcels)
-    parcels[1].message.wait()
+    parcels[1].wait()
     assert log == ["b", "c"]
-    parcels[2].message.wait()
+    parcels[2].wait()
     assert log == ["b", "c"]
     transport.flush()
     assert sorted(log) == ["a", "b", "c", "d"]
@@ -242,7 +244,7 @@ def test_one_work_for_a_whole_batch_is_waited_for_by_each_message(monkeypatch: p
     transport = batched(monkeypatch, [Fake(log, "all")])
     parcels = [parcel(1, 2), parcel(2, 1, outgoing=False)]
     transport.start(parcels)
-    parcels[1].message.wait()
+    parcels[1].wait()
     assert log == ["all"]
     transport.flush()
     assert log == ["all", "all"]
@@ -279,12 +281,12 @@ def test_a_batch_that_cannot_be_posted_names_its_peer(
 def exchange(rank: int) -> list[list[object]]:
     """Both ranks send two messages and receive two in one call; returns the received values."""
     values = [[make()] for make in VALUES.values()][:2]
-    metas = [[meta_of(value[0])] for value in values]
+    layouts = [[layout_of(meta_of(value[0]))] for value in values]
     transport, peer = Transport(dist.group.WORLD, CPU, batched=True), 1 - rank
-    sends = [transport.outgoing([value[0] + rank], meta, peer) for value, meta in zip(values, metas, strict=True)]
-    receives = [transport.incoming(meta, peer) for meta in metas]
+    sends = [transport.outgoing([value[0] + rank], layout, peer) for value, layout in zip(values, layouts, strict=True)]
+    receives = [transport.incoming(layout, peer) for layout in layouts]
     transport.start([sends[0], *receives, sends[1]] if rank else [*receives, *sends])
-    arrived = [bits(transport.wait(parcel.message)[0]) for parcel in reversed(receives)]
+    arrived = [bits(transport.wait(parcel)[0]) for parcel in reversed(receives)]
     transport.flush()
     return arrived[::-1]
 

@@ -162,16 +162,18 @@ class Outbox:
 
     def take(self, size: int) -> Slot | None:
         """A free slot for so many bytes, one whose memory suffices if there is one; None if no slot is free."""
-        free = [slot for slot in self.slots if slot.free]
-        for slot in free:
-            if slot.capacity >= size + _HEAD:
-                return slot
+        smaller: Slot | None = None
+        for slot in self.slots:
+            if slot.free:
+                if slot.capacity >= size + _HEAD:
+                    return slot
+                smaller = smaller or slot
         if len(self.slots) < SLOTS:
             self.slots.append(Slot(len(self.slots), size))
             return self.slots[-1]
-        if not free:
+        if smaller is None:
             return None
-        slot = self.slots[free[0].number] = Slot(free[0].number, size)
+        slot = self.slots[smaller.number] = Slot(smaller.number, size)
         return slot
 
     def want(self) -> None:
