@@ -1,5 +1,7 @@
 """What holds in every test: one thread, fixed seeds, fast captures, no worker left behind."""
 
+import gc
+import importlib
 import logging
 import os
 import random
@@ -11,13 +13,18 @@ import torch
 from hypothesis import HealthCheck, settings
 from hypothesis.internal.conjecture import providers
 
-from tests.distributed import close_workers
+from tests.distributed import PRELOADED, close_workers
 from tests.exhaustive import examples
 from tests.quick import QUICK
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # tests build their models from configurations and load nothing
 os.environ.setdefault("GRAPHPP_CACHE", tempfile.mkdtemp(prefix="graphpp-tests-"))  # not the user's own
 torch.set_num_threads(1)
+if "PYTEST_XDIST_WORKER" in os.environ:  # a process that runs many tests: a collection need not walk over modules again and again
+    for name in PRELOADED:
+        importlib.import_module(name)
+gc.collect()
+gc.freeze()  # before tests are imported, whose own objects captures search
 # Files of minutes: with `--dist loadfile` they start first, so that no process is left alone with one at the end.
 LONGEST = (
     "tests/pipeline/test_varying_sizes.py",
@@ -46,15 +53,6 @@ def seeds() -> None:
     torch.manual_seed(0)
 
 
-@pytest.fixture(autouse=True)
-def no_structured_trace() -> Iterator[None]:
-    """pytest listens to loggers that do not propagate; torch takes that for the wish for a trace, and writes one."""
-    trace = logging.getLogger("torch.__trace")
-    handlers, trace.handlers = trace.handlers, []
-    yield
-    trace.handlers = handlers
-
-
 @pytest.fixture(scope="session", autouse=True)
 def workers() -> Iterator[None]:
     """The processes of `run_ranks` end with the session."""
@@ -66,6 +64,22 @@ def pytest_configure(config: pytest.Config) -> None:
     """A test that is named by its id runs, also if it is exhaustive."""
     if config.option.markexpr == "not exhaustive" and any("::" in argument for argument in config.args):
         config.option.markexpr = ""
+
+
+def _without_structured_trace() -> Iterator[None]:
+    """pytest listens to loggers that do not propagate; torch takes that for the wish for a trace, and graphpp for that of a dump.
+
+    pytest adds its handlers anew for the set-up and for the call of each test, in hooks that this one runs within.
+    """
+    trace = logging.getLogger("torch.__trace")
+    handlers, trace.handlers = trace.handlers, []
+    try:
+        return (yield)
+    finally:
+        trace.handlers = handlers
+
+
+pytest_runtest_setup = pytest_runtest_call = pytest.hookimpl(wrapper=True, trylast=True)(_without_structured_trace)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
