@@ -20,7 +20,7 @@ from tests.quick import QUICK
 os.environ["HF_HUB_OFFLINE"] = "1"  # tests build their models from configurations and load nothing
 os.environ.setdefault("GRAPHPP_CACHE", tempfile.mkdtemp(prefix="graphpp-tests-"))  # not the user's own
 torch.set_num_threads(1)
-if "PYTEST_XDIST_WORKER" in os.environ:  # a process that runs many tests: a collection need not walk over modules again and again
+if "PYTEST_XDIST_WORKER" in os.environ:  # a process that runs many tests and would walk over its modules in each collection
     for name in PRELOADED:
         importlib.import_module(name)
 gc.collect()
@@ -67,7 +67,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def _without_structured_trace() -> Iterator[None]:
-    """pytest listens to loggers that do not propagate; torch takes that for the wish for a trace, and graphpp for that of a dump.
+    """pytest listens to loggers that do not propagate; torch takes that for the wish for a trace, and graphpp writes its dump.
 
     pytest adds its handlers anew for the set-up and for the call of each test, in hooks that this one runs within.
     """

@@ -23,7 +23,7 @@ from graphpp.backends.gemm_kernels import GemmKernels, product_workspace
 from graphpp.backends.inductor import InductorCompiler
 from graphpp.cache.disk_cache import DiskCache, default_folder
 from graphpp.passes.graph.region import Region
-from tests.distributed import run_ranks
+from tests.distributed import close_workers, run_ranks
 from tests.exhaustive import further
 from tests.models import MODELS, Batch, Case
 from tests.reference import eager_steps, gradients
@@ -459,8 +459,9 @@ def close(case: Case, pipe: graphpp.Pipeline, microbatches: int = 4) -> None:
             assert (value - wanted).abs().max() <= 1e-5 * wanted.abs().max(), name
 
 
-def start(name: str) -> None:
-    """The program of another process: one step under Inductor, checked by `close`; a region that runs eagerly raises."""
+def start(rank: int, name: str, cache: Path) -> None:
+    """The work of a new process: one step under Inductor, checked by `close`; a region that runs eagerly raises."""
+    os.environ["GRAPHPP_CACHE"] = str(cache)
     warnings.filterwarnings("error", message="graphpp:", category=UserWarning)
     torch.set_num_threads(1)
     case = MODELS[name]()
@@ -477,9 +478,8 @@ def knows_vector_units(cache: Path) -> None:
 
 def started(name: str, cache: Path) -> dict[Path, int]:
     """Run `start` in a new process; returns the time of writing of each library in the cache, in nanoseconds."""
-    code = f"from tests.backends.test_inductor import start; start({name!r})"
-    root = Path(__file__).parents[2]
-    subprocess.run([sys.executable, "-c", code], check=True, cwd=root, env={**os.environ, "GRAPHPP_CACHE": str(cache)})
+    close_workers()
+    run_ranks(start, 1, name, cache)
     return {path: path.stat().st_mtime_ns for path in cache.rglob("*.so")}
 
 
