@@ -5,11 +5,10 @@
 
 A small model with dropout, 1F1B over the ranks, an optimizer, new data in every step, batches of three sizes in turn, and an
 evaluation of each size in every ten steps. Without --mesh the model has buffers too. Every `--every` steps each rank notes its
-resident memory, its threads, its open files and the tensors alive, and all ranks save a checkpoint over the one before. The
-maximum of the warm-up, which is the first tenth of the notes and `WARM_UP` steps at least, may be exceeded by no more than
-`BOUNDS` later. At the end a
-pipeline that is compiled anew loads the last checkpoint but one, makes the steps since, and must hold the same bits. The exit
-status is 1 where a figure grew or a bit differs.
+resident memory, its threads, its open files and the tensors made since it was compiled, and all ranks save a checkpoint over
+the one before. The first tenth of the notes, and `WARM_UP` steps at least, are the warm-up; a later note may exceed its maximum
+by no more than `BOUNDS`. At the end a pipeline that is compiled anew loads the last checkpoint but one, makes the steps since,
+and must hold the same bits. The exit status is 1 where a figure grew or a bit differs.
 """
 
 from __future__ import annotations
@@ -45,7 +44,7 @@ WARM_UP = 50  # steps; on a busy machine it took 20 until all tensors were there
 
 @dataclass(frozen=True)
 class Note:
-    """The state of one process: resident MiB, threads of the system and of Python, open files, tensors alive."""
+    """The state of one process: resident MiB, threads of the system and of Python, open files, tensors not frozen by `gc`."""
 
     mib: float
     threads: int
@@ -89,8 +88,6 @@ BOUNDS = Note(mib=8, threads=0, python_threads=0, files=0, tensors=0)
 def main() -> None:
     option = options()
     device = start()
-    gc.collect()
-    gc.freeze()  # what the modules hold: no look at the garbage walks over it
     mesh = mesh_of(option.mesh, device)
     names = [tempfile.mkdtemp(prefix="soak-") if RANK == 0 else ""]
     if RANKS > 1:
@@ -108,6 +105,8 @@ def main() -> None:
 def faults_of(folder: Path, option: argparse.Namespace, device: torch.device, mesh: DeviceMesh | None) -> list[str]:
     """Train, resume the last save but one, and print the notes; the figures that grew and the tensors that differ."""
     training = Training(device, mesh)
+    gc.collect()
+    gc.freeze()  # modules, and the pipeline as compiled: no look walks over them, or counts its tensors
     warm_up = min(-(-WARM_UP // option.every), option.steps // option.every // 2)
     notes = soak(training, option.steps, option.every, folder, warm_up)
     everyone = [[Note(*row) for row in rows] for rows in gathered(notes)]

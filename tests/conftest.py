@@ -28,10 +28,13 @@ gc.freeze()  # before tests are imported, whose own objects captures search
 # Files of minutes: with `--dist loadfile` they start first, so that no process is left alone with one at the end.
 LONGEST = (
     "tests/pipeline/test_varying_sizes.py",
-    "tests/end_to_end/test_numbers.py",
     "tests/backends/test_inductor.py",
     "tests/zoo/",
+    "tests/pipeline/checkpoint/",
+    "tests/end_to_end/",
+    "tests/pipeline/test_soak.py",
     "tests/test_benchmarks.py",
+    "tests/test_documents.py",
 )
 # Random tests draw the same in every run, however busy the machine is. Hypothesis would also draw the numbers that it finds in
 # the modules loaded so far: by other tests, in another order in each run.
