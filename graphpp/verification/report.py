@@ -12,7 +12,7 @@ Contract
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import Literal
 
@@ -94,6 +94,15 @@ class Comparison:
         """(name of the loss, gradient or buffer, difference) of every compared value, equal ones included."""
         yield from chain(*self._kinds())
 
+    def excused_by(self, other: Comparison) -> Comparison:
+        """This comparison, in which values that differ are close if `other`, with another reference, finds them close."""
+        return replace(
+            self,
+            losses=tuple(_better(*pair) for pair in zip(self.losses, other.losses, strict=True)),
+            largest={fqn: _better(each, other.largest[fqn]) for fqn, each in self.largest.items()},
+            buffers={fqn: _better(each, other.buffers[fqn]) for fqn, each in self.buffers.items()},
+        )
+
     def _kinds(self) -> Iterator[list[tuple[str, Difference]]]:
         """The named differences of the losses, those of the gradients, and those of the buffers."""
         yield [(loss_name(index, len(self.losses)), each) for index, each in enumerate(self.losses)]
@@ -116,6 +125,11 @@ class Comparison:
             yield from (f"  {name}: {each}" for name, each in unequal[:_SHOWN])
             if len(unequal) > _SHOWN:
                 yield f"  and {len(unequal) - _SHOWN} more, none worse"
+
+
+def _better(found: Difference, other: Difference) -> Difference:
+    """`found`, but close if `other` does not differ."""
+    return replace(found, verdict="close") if other.verdict != "differs" == found.verdict else found
 
 
 def loss_name(microbatch: int, losses: int) -> str:

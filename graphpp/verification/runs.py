@@ -7,7 +7,7 @@ Contract
 - Random operators draw the numbers of the microbatch's key in all three; `Eager.matched` is False where eager's random
   operators are not those of the joint graph, in order.
 - `watch(index of the microbatch, values by name)` is called by the uncut run with every value of the joint graph.
-- With `jitter` every value of the uncut run is moved by one unit in the last place, up or down at random, as soon as it is
+- With `jitter` every value of the uncut run is moved by units in the last place, up or down at random, as soon as it is
   computed (Monte Carlo arithmetic, Parker 1997). The results then show the effect of rounding alone on this step.
 """
 
@@ -38,6 +38,18 @@ from graphpp.schedules.table.schedule import Schedule
 
 Tensors = dict[str, torch.Tensor]
 ValueHook = Callable[[int, Mapping[str, Any]], None]
+
+
+class Jitter:
+    """Moves the elements of values by `units` in the last place, up or down at random."""
+
+    def __init__(self, seed: int, units: int = 1) -> None:
+        self._generator, self._units = torch.Generator().manual_seed(seed), units
+
+    def move(self, value: torch.Tensor) -> torch.Tensor:
+        """The moved value."""
+        signs = torch.randint(0, 2, value.shape, generator=self._generator, dtype=torch.int8).to(value.device) * 2 - 1
+        return value * (1 + self._units * torch.finfo(value.dtype).eps * signs.to(value.dtype))
 
 
 @dataclass
@@ -92,7 +104,7 @@ def repeatable(joint: JointGraph) -> JointGraph:
 
 
 def run_uncut(
-    step: Step, joint: JointGraph, watch: ValueHook | None = None, jitter: torch.Generator | None = None
+    step: Step, joint: JointGraph, watch: ValueHook | None = None, jitter: Jitter | None = None
 ) -> Numbers:
     """Interpret the joint graph for one microbatch after the other."""
     numbers = Numbers(buffers=step.buffers())
@@ -114,9 +126,9 @@ def run_uncut(
 
 
 class _Watched(fx.Interpreter):
-    """Interprets a graph and keeps every value under its node's name; `jitter` moves each by one unit in the last place."""
+    """Interprets a graph and keeps every value under its node's name; `jitter` moves each."""
 
-    def __init__(self, joint: JointGraph, jitter: torch.Generator | None) -> None:
+    def __init__(self, joint: JointGraph, jitter: Jitter | None) -> None:
         super().__init__(joint.module, graph=joint.graph)
         self.values: dict[str, Any] = {}
         self._jitter = jitter
@@ -124,7 +136,7 @@ class _Watched(fx.Interpreter):
     def run_node(self, n: fx.Node) -> Any:
         value = super().run_node(n)
         if self._jitter is not None and _rounds(value):
-            value = _moved(value, self._jitter)
+            value = self._jitter.move(value)
         self.values[n.name] = value
         return value
 
@@ -134,11 +146,6 @@ def _rounds(value: Any) -> bool:
     if not isinstance(value, torch.Tensor) or value.dtype is torch.complex32:
         return False
     return value.is_complex() or (value.is_floating_point() and value.dtype.itemsize > 1)
-
-
-def _moved(value: torch.Tensor, jitter: torch.Generator) -> torch.Tensor:
-    signs = torch.randint(0, 2, value.shape, generator=jitter).to(value.device) * 2 - 1
-    return value * (1 + torch.finfo(value.dtype).eps * signs.to(value.dtype))
 
 
 def _file(joint: JointGraph, results: Sequence[torch.Tensor], numbers: Numbers, step: Step) -> None:

@@ -113,7 +113,7 @@ def _of_one_shape(step: Step, compiled: Subject, tolerance: float, measured: boo
         eager = run_eager(step, compiled.uncut)
     if not eager.matched:
         return cut, Comparison(_EAGER, note=_OTHER_NUMBERS, compared=False)
-    found = _against_eager(step, compiled, (uncut, eager.numbers), tolerance, measured)
+    found = _against_eager(step, compiled, (eager.numbers, uncut), tolerance, measured)
     if found.verdict != "equal":
         first = first_in_eager(step, compiled.uncut, values_of(step, compiled.uncut))
         found = replace(found, first=_placed(first or first_in_results(found, compiled.uncut), step.loss))
@@ -123,17 +123,17 @@ def _of_one_shape(step: Step, compiled: Subject, tolerance: float, measured: boo
 def _against_eager(
     step: Step, compiled: Subject, results: tuple[Numbers, Numbers], tolerance: float, measured: bool
 ) -> Comparison:
-    """Compare the joint graph with eager; results that differ are compared once more within the measured effect of rounding.
+    """Compare eager with the joint graph; results that differ are compared once more within the measured effect of rounding.
 
-    A trace may run other operators than eager (an LSTM's), and some gradients, such as that of a bias before a norm, consist of
-    rounding alone.
+    `results`: those of eager and those of the joint graph. A trace may run other operators than eager (an LSTM's), and some
+    gradients, such as that of a bias before a norm, consist of rounding alone.
     """
     found = compared(_EAGER, *results, Tolerances(tolerance))
     if found.verdict != "differs" or not measured:
         return found
-    wider = rounding(step, compiled.uncut, results[0], tolerance, "a trace runs other code than eager")
+    wider = rounding(step, compiled.uncut, results[1], tolerance, "a trace runs other code than eager")
     second = compared(_EAGER, *results, wider)
-    return found if second.verdict == "differs" else replace(second, note=wider.note)
+    return second if second.ok else found
 
 
 _CUT = "stage programs against the uncut joint graph"
@@ -164,7 +164,6 @@ def _of_cut(step: Step, compiled: Subject, uncut: Numbers, tolerances: Tolerance
     with step.restored():
         ours = run_cut(step, compiled.programs, compiled.row)
     found = compared(_CUT, ours, uncut, tolerances)
-    found = replace(found, note=tolerances.note if found.verdict != "equal" else "")
     if found.verdict == "differs":
         first = _first_in_cut(step, compiled) if not compiled.backend else None  # a compiled program's values differ anyway
         first = first or first_in_results(found, compiled.uncut, compiled.graph.program)

@@ -62,7 +62,7 @@ def of_whole_batch(step: Step, whole: WholeBatch, joint: JointGraph, tolerance: 
     if measured and not compared(_TITLE, ours, theirs, allowed).ok:
         allowed = _rounding(once, whole.capture(whole.batch), tolerance)
     found = compared(_TITLE, ours, theirs, allowed)
-    found = replace(found, largest=_largest_first(found.largest), note=allowed.note)
+    found = replace(found, largest=_largest_first(found.largest))
     if found.ok:
         return found
     gaps = {each: difference(loss, theirs.losses[0], allowed.of("loss")) for each, loss in losses.items()}

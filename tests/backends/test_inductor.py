@@ -444,6 +444,48 @@ def test_verify_measures_what_rounding_does_to_a_step() -> None:
     assert not verified(1.05).ok  # losses and well-conditioned gradients tell
 
 
+class NearZero(nn.Module):
+    """A ReLU of the distance from `level`, which one element of `values` misses by four units in the last place."""
+
+    def __init__(self, values: Tensor) -> None:
+        super().__init__()
+        self.level = nn.Parameter(values - 1)
+        with torch.no_grad():
+            self.level[0] = values[0] * (1 + 2**-21)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.relu(x - self.level)
+
+
+def rounded_up(wrong: float) -> Callable[..., Any]:
+    """A backend whose results are eight units in the last place too large, and gradients of shape (16, 1) by `wrong`."""
+
+    def compile_region(module: fx.GraphModule, examples: list[Tensor]) -> Callable[..., Any]:
+        factor = 1 + 2**-20
+        return lambda *args: tuple(v * factor * (1 + wrong * (v.shape == (16, 1))) for v in module(*args))
+
+    return compile_region
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_verify_excuses_a_decision_that_rounding_changes(seed: int) -> None:
+    """A backend lets one element more through the ReLU, which moves gradients by some percent; a percent more is a fault."""
+    torch.manual_seed(seed)
+    first, row = nn.Linear(1, 16, bias=False), torch.rand(1, 1) + 1
+    nn.init.uniform_(first.weight, 1, 2)
+    model = nn.Sequential(first, NearZero(first(row)[0].detach()), nn.Linear(16, 4))
+    part = graphpp.Microbatch((row,), target=torch.randn(1, 4))
+
+    def cut(wrong: float) -> Any:
+        return graphpp.verify(model, nn.functional.mse_loss, [part], **options, backend=rounded_up(wrong)).cut
+
+    options = {"split": ["1"], "microbatches": 1, "gradients": graphpp.Gradients(fused=False)}
+    found = cut(0.0)
+    assert found.ok and found.largest["0.weight"].relative > 1e-2, str(found)
+    assert "results belong to other decisions, such as a ReLU's" in found.note
+    assert {name for name, each in cut(0.01).largest.items() if each.verdict == "differs"} == {"0.weight"}
+
+
 # ------------------------------------------------------------------------------------------------------------ Inductor
 
 
