@@ -41,6 +41,18 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from graphpp._torch.aot import quick
 from graphpp._torch.symbols import Symbols, in_new_mode
 
+# Options that only the parts of `torch.compile` read which come before Inductor's decompositions: passes over the graph of
+# TorchDynamo and over the joint graph, the partitioner, freezing.
+WITHOUT_EFFECT = frozenset(
+    [
+        "add_pre_grad_passes", "auto_chunker.enable", "auto_chunker.num_chunk", "bw_outputs_user_visible",
+        "custom_partitioner_fn", "efficient_conv_bn_eval_fx_passes", "freezing", "freezing_discard_parameters",
+        "fx_passes_numeric_check", "is_predispatch", "joint_custom_post_pass", "joint_custom_pre_pass",
+        "joint_graph_constant_folding", "keep_output_stride", "optimize_scatter_upon_const_tensor", "permute_fusion",
+        "pre_grad_custom_pass", "pre_grad_fusion_options", "remove_pre_grad_passes", "selective_decompose",
+        "use_joint_graph_passes", "use_pre_grad_passes",
+    ]
+)  # fmt: skip
 _CALLED: tuple[Any, ...] = (torch.ops.mkldnn._linear_pointwise.default,) if torch.backends.mkldnn.is_available() else ()
 
 
@@ -55,19 +67,24 @@ def inductor_compile(
     """
     mode = FakeTensorMode(shape_env=ShapeEnv())
     fakes, symbols = in_new_mode(examples, mode)
-    with quick(), torch.no_grad(), mode, enable_python_dispatcher():  # some kernels read sizes, which their meta twins do not
-        module = make_fx(fx.Interpreter(fx.GraphModule({}, graph)).run, select_decomp_table(), tracing_mode="fake")(*fakes)
-    choose(module.graph)
-    module.recompile()
-    end = module.graph.output_node()
-    results: Sequence[Any] = end.args[0]  # type: ignore[assignment]
-    end.meta["user_visible_output_idxs"] = list(range(len(results)))  # their strides are those of the graph
-    with torch.no_grad(), tracing(TracingContext(mode)), config.patch(dict(options)), contextlib.ExitStack() as stack:
-        for operator in _CALLED:
-            stack.enter_context(_called(operator))
-        made: Any = compile_fx_inner(module, fakes)
+    with config.patch(dict(options)):  # decompositions read options too, such as `coordinate_descent_tuning`
+        module = _decomposed(graph, fakes, mode)
+        choose(module.graph)
+        module.recompile()
+        end = module.graph.output_node()
+        results: Sequence[Any] = end.args[0]  # type: ignore[assignment]
+        end.meta["user_visible_output_idxs"] = list(range(len(results)))  # their strides are those of the graph
+        with torch.no_grad(), tracing(TracingContext(mode)), contextlib.ExitStack() as stack:
+            for operator in _CALLED:
+                stack.enter_context(_called(operator))
+            made: Any = compile_fx_inner(module, fakes)
     run: Callable[[list[Any]], Sequence[Any]] = made.current_callable  # the wrapper around it takes as long as a small region
     return run, symbols
+
+
+def _decomposed(graph: fx.Graph, fakes: Sequence[Any], mode: FakeTensorMode) -> fx.GraphModule:
+    with quick(), torch.no_grad(), mode, enable_python_dispatcher():  # some kernels read sizes, which their meta twins do not
+        return make_fx(fx.Interpreter(fx.GraphModule({}, graph)).run, select_decomp_table(), tracing_mode="fake")(*fakes)
 
 
 def mode_options(mode: str | None) -> dict[str, Any]:

@@ -1,8 +1,9 @@
 """Compile regions with Inductor into a cache folder that ranks and later runs share.
 
 Contract: `InductorCompiler` compiles a region once per region key, processor, torch version, options and number of threads.
-An entry of the cache is complete or is made anew (`disk_cache.py`). Modes and options that Inductor lacks raise `GraphPPError`.
-An option that the user has not set may be chosen by measurement, for each region (`conv_layouts.py`).
+An entry of the cache is complete or is made anew (`disk_cache.py`). Options hold for Inductor's decompositions and all that
+follows. Options that only earlier parts of `torch.compile` read raise `GraphPPError`, as do modes and options that Inductor
+lacks. An option that the user has not set may be chosen by measurement, for each region (`conv_layouts.py`).
 """
 
 from __future__ import annotations
@@ -73,7 +74,8 @@ class InductorCompiler:
 def _options_of(option: Inductor) -> dict[str, Any]:
     """The options of the mode and the user's own above them.
 
-    Raises `GraphPPError` for modes and names that Inductor lacks: each region would fail and run eagerly.
+    Raises `GraphPPError` for modes and names that Inductor lacks: each region would fail and run eagerly. Raises it for options
+    without an effect too.
     """
     if not option.options and option.mode is None:
         return {}
@@ -93,6 +95,11 @@ def _options_of(option: Inductor) -> dict[str, Any]:
             f"Inductor.options: {dict(option.options)!r}: {error}; options are those of torch._inductor.config in "
             f"torch {torch.__version__}, with dots in the name where it has them ('cpp.threads')"
         ) from error
+    if idle := sorted(inductor.WITHOUT_EFFECT & option.options.keys()):
+        raise GraphPPError(
+            f"Inductor.options: {', '.join(idle)}: torch.compile reads these before Inductor compiles a graph, in passes over "
+            "graphs that it makes itself. graphpp makes the graphs, so they would have no effect; leave them out"
+        )
     return {**of_mode, **option.options}
 
 

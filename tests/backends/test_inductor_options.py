@@ -74,6 +74,43 @@ def test_a_value_of_another_type_is_refused() -> None:
     InductorCompiler(graphpp.Inductor({"cpp.gemm_cache_blocking": "4,1,10"}))  # an option that is None has no type
 
 
+def test_options_that_are_read_before_inductor_compiles_are_refused() -> None:
+    options = {"freezing": True, "max_autotune": True, "joint_custom_post_pass": None}
+    with pytest.raises(graphpp.GraphPPError, match=r"Inductor\.options: freezing, joint_custom_post_pass: .*no effect"):
+        graphpp.compile(nn.Linear(2, 2), nn.functional.mse_loss, backend=graphpp.Inductor(options))
+
+
+@needs_compiler
+def test_every_option_that_is_not_refused_may_be_read_from_the_decompositions_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Options hold for decompositions, and no refused one is read while a region is compiled."""
+    from torch._inductor import config
+
+    from graphpp._torch import inductor
+
+    select, kind, read, held = inductor.select_decomp_table, type(config), set[str](), list[bool]()
+    get = kind.__getattr__
+
+    def reading(module: Any, name: str) -> Any:
+        read.add(name)
+        return get(module, name)
+
+    def selecting() -> Any:
+        monkeypatch.setattr(kind, "__getattr__", reading)
+        held.append(config.coordinate_descent_tuning)
+        return select()
+
+    monkeypatch.setattr(inductor, "select_decomp_table", selecting)
+    x, weight = torch.randn(1, 2, 4, 4), torch.randn(3, 2, 3, 3)
+    options = {"coordinate_descent_tuning": True, "fx_graph_cache": False}  # the key of an entry has all options
+    InductorCompiler(graphpp.Inductor(options, cache=tmp_path))(convolving(x, weight))
+    monkeypatch.setattr(kind, "__getattr__", get)
+    assert held == [True]
+    assert {"layout_optimization", "fallback_random"} <= read  # of the lowering and of the decompositions
+    assert inductor.WITHOUT_EFFECT & read == set()
+
+
 # ---------------------------------------------------------------------------------------------------------- convolutions
 
 
