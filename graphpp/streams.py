@@ -9,11 +9,14 @@ Contract
   at any time: `InputCopies.finish` makes the host wait until the device has read it.
 - torch hands out 32 streams of a device in turn, so a side stream may be that of a communicator. What is launched on it then
   waits for the messages that were posted before, which end even if this rank waits (`schedules/check/deadlock.py`).
-- In a step the host waits for the device in `InputCopies.finish` alone, and where a program asks for a number.
+  After a failure the device may wait for a message that never comes, so there the host waits for a limited time
+  (`InputCopies.finish_by`).
+- In a step the host waits for the device in `InputCopies` alone, and where a program asks for a number.
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -79,6 +82,23 @@ class InputCopies:
         if self._read is not None:
             self._read.synchronize()
             self._read = None
+
+    def finish_by(self, deadline: float) -> bool:
+        """Wait as `finish`, but not beyond a time of `time.monotonic`; whether the device has read all values."""
+        read, self._read = self._read, None
+        while read is not None and not _is_over(read):
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(0.001)
+        return True
+
+
+def _is_over(event: torch.cuda.Event) -> bool:
+    """Whether the device is past an event; after an error of the device, which ends all its work, it is."""
+    try:
+        return bool(event.query())
+    except RuntimeError:
+        return True
 
 
 def from_host(value: torch.Tensor, device: torch.device) -> torch.Tensor:

@@ -8,13 +8,17 @@ from unittest.mock import Mock
 
 import pytest
 import torch
+from torch import nn
 
 import graphpp
 from graphpp.backends.cuda_graphs import CudaGraphRecorder
+from graphpp.runtime import runner
 from graphpp.runtime.offloader import CudaMover
 from graphpp.runtime.recorder import clock_of
+from graphpp.runtime.task import Task
 from graphpp.streams import InputCopies
-from tests.device_trace import COMPUTE, HOST, FakeStream, Trace, recording
+from tests.device_trace import COMPUTE, HOST, FakeEvent, FakeStream, Trace, recording
+from tests.internals import last_runner
 
 CPU = torch.device("cpu")
 SIDE = "side stream"
@@ -185,6 +189,54 @@ def test_inputs_may_be_changed_after_a_step() -> None:
     assert changed_input(finish=True) == []
     (race,) = changed_input(finish=False)
     assert re.search(r"is written by add_ .*, which does not wait for _to_copy .*: the host must wait for the compute", race)
+
+
+def input_changed_after_an_error(monkeypatch: pytest.MonkeyPatch) -> tuple[list[str], RuntimeError]:
+    """A caller writes to a pinned batch after a step that failed in its second microbatch."""
+    pipe = graphpp.compile(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), nn.functional.mse_loss, split=2, microbatches=2)
+    x, arguments = torch.ones(4, 4), Task.arguments
+    pipe.step(x, target=x)
+
+    def failing(task: Task) -> list[Any]:
+        given = arguments(task)
+        if task.key.microbatch == 1:
+            raise RuntimeError("out of luck")
+        return given
+
+    monkeypatch.setattr(Task, "arguments", failing)
+    with recording() as recorder:
+        for stage in last_runner(pipe).stages.values():
+            stage.buffers.copies = InputCopies(torch.device("cpu", 0))
+        with recorder.on_host():
+            batch = torch.empty(4, 4, pin_memory=True).fill_(1)
+        with pytest.raises(RuntimeError, match="out of luck") as error:
+            pipe.step(batch, target=x)
+        with recorder.on_host():
+            batch.add_(1)
+    return recorder.trace.races, error.value
+
+
+def test_inputs_may_be_changed_after_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    races, error = input_changed_after_an_error(monkeypatch)
+    assert races == [] and not hasattr(error, "__notes__")
+
+
+def test_an_error_says_that_a_device_that_waits_for_another_rank_reads_its_inputs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(FakeEvent, "query", lambda event: False)
+    monkeypatch.setattr(runner, "_SECONDS_AFTER_ERROR", 0)
+    races, error = input_changed_after_an_error(monkeypatch)
+    assert len(races) == 1 and "is written by add_" in races[0]
+    assert error.__notes__ == [runner._STILL_READ]
+
+
+def broken(event: FakeEvent) -> bool:
+    """Asks a device that has failed."""
+    raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+
+def test_the_error_of_a_step_comes_through_where_the_device_has_failed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(FakeEvent, "query", broken)
+    input_changed_after_an_error(monkeypatch)  # raises "out of luck"
 
 
 def test_times_are_taken_on_the_device_of_the_pipeline(monkeypatch: pytest.MonkeyPatch) -> None:

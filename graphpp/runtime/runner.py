@@ -8,7 +8,8 @@ Contract
   step calls these functions in order.
 - After `step`: the losses of all microbatches are available on every rank, and `param.grad` has the gradients, accumulated in
   microbatch order.
-- When a step has returned, the caller may write to its inputs again. After a step that failed, the runner holds no value of it.
+- When a step has returned or raised, the caller may write to its inputs again, unless a note of the error says that the device
+  still reads them. After a step that failed, the runner holds no value of it.
 """
 
 from __future__ import annotations
@@ -55,6 +56,12 @@ from graphpp.schedules.table.schedule import Schedule
 
 if TYPE_CHECKING:
     from graphpp.runtime.action_loop import ActionLoop
+
+
+_SECONDS_AFTER_ERROR = 5  # to wait for copies of inputs; they take milliseconds unless the device waits for a lost rank
+_STILL_READ = (
+    "graphpp: the device may still read the pinned inputs of the step, since it waits for another rank. Do not write to them."
+)
 
 
 @dataclass(frozen=True)
@@ -168,8 +175,9 @@ class GraphPPRunner:
             for stage in self.stages.values():
                 stage.buffers.copies.finish()
             self._bubble = self.transport.waited / max(time.perf_counter() - began, 1e-9)
-        except BaseException:
+        except BaseException as error:
             self._drop()
+            self._finish_copies_after(error)
             raise
         finally:
             self._tensors.clear()
@@ -199,6 +207,12 @@ class GraphPPRunner:
             stage.buffers.clear()
             for flat in self._shards.get(index, ()):
                 flat.drop()
+
+    def _finish_copies_after(self, error: BaseException) -> None:
+        """Wait until the device has read the inputs, or add a note to the error: it may wait for a rank that has failed too."""
+        deadline = time.monotonic() + _SECONDS_AFTER_ERROR
+        if not all([stage.buffers.copies.finish_by(deadline) for stage in self.stages.values()]):
+            error.add_note(_STILL_READ)
 
     def losses(self) -> torch.Tensor:
         """The losses of the last step, one per microbatch in order, [microbatches]; on every rank."""
