@@ -67,6 +67,16 @@ class MemoryView:
         ranks = (_of_rank(rank, each, kinds, caps[rank] if caps else None) for rank, each in enumerate(thinned))
         return cls(kinds, tuple(ranks), unit, note)
 
+    def moments(self, most: int) -> list[tuple[int, float, tuple[int, ...]]]:
+        """(rank, time, bytes by kind), at most about `most` of all ranks; of each rank the peak is among them."""
+        found: list[tuple[int, float, tuple[int, ...]]] = []
+        for each in self.ranks:
+            by_time = zip(each.times, zip(*each.curves, strict=True), strict=True)
+            own = [(time, dict(zip(self.kinds, parts, strict=True))) for time, parts in by_time]
+            few = _thinned(own, max(most // len(self.ranks) - 2, 1))
+            found += ((each.rank, time, tuple(parts.values())) for time, parts in few)
+        return found
+
     @property
     def over_time(self) -> bool:
         """Whether the bytes are known over time."""

@@ -66,6 +66,18 @@ def memory_table(view: MemoryView) -> Table:
     return _table(view.head, columns, (tuple(row(at)) for at in range(len(view.ranks))))
 
 
+def moment_table(view: MemoryView) -> Table:
+    """A row for each of some moments of each rank, its peak among them: bytes by kind, and together."""
+    moments = view.moments(_MOST_ROWS)
+    rows = (
+        (str(rank), spell_time(time, view.unit), *map(spell_bytes, parts), spell_bytes(sum(parts)))
+        for rank, time, parts in moments
+    )
+    all_there = len(moments) == sum(len(each.times) for each in view.ranks)
+    caption = "Over the time of a step" + ("" if all_there else ": the moments with most bytes in equal spans of time")
+    return _table(caption, ("rank", "time", *view.kinds, "together"), rows)
+
+
 def stage_table(stages: Sequence[StageView]) -> Table:
     """A row for each stage: modules, parameters, bytes."""
     rows = (

@@ -120,6 +120,7 @@ def test_every_chart_has_a_label_and_every_table_a_caption_and_heads() -> None:
     read = Read(page_html(full_page()))
     charts = [attrs for tag, attrs in read.tags if attrs.get("class") == "chart"]
     assert len(charts) == 9
+    assert "Table: Over the time of a step" in "".join(read.texts)
     assert all(attrs["role"] == "img" and attrs["aria-label"] for attrs in charts)
     tags = [tag for tag, _ in read.tags]
     assert tags.count("table") == tags.count("caption") == tags.count("thead") >= 9

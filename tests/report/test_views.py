@@ -12,10 +12,11 @@ from graphpp.report import timeline_view
 from graphpp.report.memory_view import MemoryView
 from graphpp.report.page import PlanEntry, pareto_front
 from graphpp.report.run_view import RunView
-from graphpp.report.tables import run_table, timeline_table
+from graphpp.report.tables import moment_table, run_table, timeline_table
 from graphpp.report.timeline_view import KINDS, TimelineView
 from graphpp.schedules.simulate.simulator import simulate
 from graphpp.schedules.table.schedule import Schedule
+from graphpp.units import spell_bytes, spell_time
 from tests.report.samples import costs, memory, timeline
 
 OVERLAPPED = Schedule.of(["0F0 1F0 0F1 (1F1;1B0)OVERLAP_F_B 0B0 1B1 0B1"], name="overlaps")
@@ -64,6 +65,23 @@ def test_a_thinned_curve_keeps_its_peak_and_its_ends() -> None:
     assert 5_000 < len(long.times) <= 10_002 and len(short.times) == 3
     assert long.peak == (5, 1_000) and long.together == 1_005 and max(long.curves[1]) == 1_000
     assert (long.times[0], long.times[-1]) == (0.0, 49_999.0) and list(long.times) == sorted(long.times)
+
+
+@pytest.mark.parametrize(("microbatches", "whole"), [(4, True), (100, False)])
+def test_the_table_of_the_moments_has_the_numbers_of_the_curves(microbatches: int, whole: bool) -> None:
+    view = memory(timeline("1F1B", 4, 4, microbatches), None)
+    table = moment_table(view)
+    assert [column.name for column in table.columns] == ["rank", "time", *view.kinds, "together"]
+    assert not table.more and ("with most bytes" in table.caption) is not whole
+    for each in view.ranks:
+        rows = [row[1:] for row in table.rows if row[0] == str(each.rank)]
+        curve = [
+            (spell_time(time, view.unit), *map(spell_bytes, parts), spell_bytes(sum(parts)))
+            for time, parts in zip(each.times, zip(*each.curves, strict=True), strict=True)
+        ]
+        assert rows == curve if whole else set(rows) < set(curve) and len(rows) > 50
+        assert (rows[0], rows[-1]) == (curve[0], curve[-1])
+        assert any(row[1:] == (*map(spell_bytes, each.peak), spell_bytes(each.together)) for row in rows)
 
 
 def test_caps_fit_the_ranks_and_may_be_missing() -> None:
